@@ -1,0 +1,49 @@
+"""Attention layers over one shared attention core, trainable and decodable from the same weights.
+
+Start with ``mask.py`` (which keys a query sees) and ``functional.py`` (attention as a function); then ``cache/layout.py``
+(what a cache stores) and ``layers/gqa.py`` (a layer that uses all of it). ``docs/tour.md`` follows a tensor through.
+"""
+
+from .cache import CacheFullError, KVCache, KVLayout, KVView
+from .dispatch import Explanation, SlowPathWarning
+from .functional import (
+    attention,
+    attention_with_lse,
+    cached_attention,
+    cached_attention_with_lse,
+    explain,
+    merge_states,
+    varlen_attention,
+    varlen_attention_with_lse,
+)
+from .layers import GroupedQueryAttention, MultiHeadAttention, MultiHeadLatentAttention, MultiQueryAttention
+from .mask import CAUSAL, FULL, Mask, sliding
+from .rope import Angles, Rope, rotate
+
+__all__ = [
+    "CAUSAL",
+    "FULL",
+    "Angles",
+    "CacheFullError",
+    "Explanation",
+    "GroupedQueryAttention",
+    "KVCache",
+    "KVLayout",
+    "KVView",
+    "Mask",
+    "MultiHeadAttention",
+    "MultiHeadLatentAttention",
+    "MultiQueryAttention",
+    "Rope",
+    "SlowPathWarning",
+    "attention",
+    "attention_with_lse",
+    "cached_attention",
+    "cached_attention_with_lse",
+    "explain",
+    "merge_states",
+    "rotate",
+    "sliding",
+    "varlen_attention",
+    "varlen_attention_with_lse",
+]

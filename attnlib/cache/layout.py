@@ -1,0 +1,121 @@
+"""What one token stores in one layer (KVLayout), and the storage that a kernel reads (KVView)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+STORES = (torch.int8, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What one token stores in one layer of a cache; made by :meth:`grouped` or :meth:`latent`.
+
+    ``tail`` is the width of the second plane of latent storage (the shared rotary key), 0 for grouped.
+    ``window`` counts the query itself; a paged cache drops pages that it cannot reach. ``dtype`` is what is
+    computed with. ``store`` keeps every plane but the tail in one byte a value, with an fp32 scale per
+    token and head.
+    """
+
+    heads: int
+    dim: int
+    value_dim: int
+    tail: int
+    is_latent: bool
+    window: int | None
+    dtype: torch.dtype
+    store: torch.dtype | None
+
+    @classmethod
+    def grouped(
+        cls,
+        heads: int,
+        dim: int,
+        value_dim: int | None = None,
+        *,
+        window: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        store: torch.dtype | None = None,
+    ) -> "KVLayout":
+        """K ``[heads, dim]`` and V ``[heads, value_dim]`` of each token.
+
+        Raises:
+            ValueError: a size is not positive.
+            TypeError: ``store`` is neither int8 nor float8_e4m3fn, or ``dtype`` is not floating.
+        """
+        return cls(heads, dim, dim if value_dim is None else value_dim, 0, False, window, dtype, store)
+
+    @classmethod
+    def latent(
+        cls,
+        rank: int,
+        rope_dim: int,
+        *,
+        window: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        store: torch.dtype | None = None,
+    ) -> "KVLayout":
+        """One latent ``[1, rank]``, read as key and value both, and one rotary key ``[1, rope_dim]`` (may be 0).
+
+        Raises: as :meth:`grouped`.
+        """
+        return cls(1, rank, rank, rope_dim, True, window, dtype, store)
+
+    def __post_init__(self):
+        for name, least in (("heads", 1), ("dim", 1), ("value_dim", 1), ("tail", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window: expected at least 1 key (the query's own counts), got {self.window}")
+        if not self.dtype.is_floating_point or self.dtype in STORES:
+            raise TypeError(f"dtype: expected fp16, bf16, fp32 or fp64, got {self.dtype}")
+        if self.store is not None and self.store not in STORES:
+            raise TypeError(f"store: expected None, torch.int8 or torch.float8_e4m3fn, got {self.store}")
+
+    @property
+    def planes(self) -> dict[str, tuple[int, int, torch.dtype]]:
+        """Each stored plane as ``name -> (heads, width, dtype)``; scale planes have width 0, meaning no last dimension."""
+        main = self.store or self.dtype
+        planes = {"k": (self.heads, self.dim, main)}
+        if self.tail:
+            planes["k_tail"] = (self.heads, self.tail, self.dtype)
+        if not self.is_latent:
+            planes["v"] = (self.heads, self.value_dim, main)
+        if self.store is not None:
+            planes["k_scale"] = (self.heads, 0, torch.float32)
+            if not self.is_latent:
+                planes["v_scale"] = (self.heads, 0, torch.float32)
+        return planes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes in one layer, scales included."""
+        return sum(heads * max(width, 1) * dtype.itemsize for heads, width, dtype in self.planes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class KVView:
+    """The stored keys and values of a batch of sequences, as a kernel reads them.
+
+    Planes ``k``, ``k_tail`` and ``v`` are ``[pages, page_size, g, *]``; only their last dimension must be contiguous.
+    For latent storage ``g = 1``, ``v is k``, and a query is ``[latent | rope]``. ``table`` int32 ``[b, n]``
+    gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold garbage. Keys
+    ``[starts[b], lengths[b])`` are visible at most, and the queries are the last ones of ``lengths[b]``:
+    ``s`` each when dense, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` when packed.
+    """
+
+    layout: KVLayout
+    page_size: int
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    starts: Tensor
+    lengths: Tensor
+    k_tail: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    positions: Tensor | None = None
+    schedule: Tensor | None = None
+    rope: str | None = None

@@ -1,0 +1,98 @@
+"""Which backend runs a spec: a walk over a preference list, and the text that explains it."""
+
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .backends import _reference, _torch
+from .spec import AttentionSpec
+
+
+class Backend(NamedTuple):
+    """A way to run attention.
+
+    ``unsupported`` lists why a spec cannot run, ``slow`` why it would copy K or V, materialise scores or wait for
+    the device; both look at the spec alone. The rest run ``(q, k, v, spec, terms)`` or ``(q, kv, spec, terms)`` to
+    ``(out, lse)``.
+    """
+
+    name: str
+    unsupported: Callable[[AttentionSpec], list[str]]
+    slow: Callable[[AttentionSpec], list[str]]
+    attention: Callable
+    cached_attention: Callable
+
+
+PREFERENCE = tuple(
+    Backend(name, module.unsupported, module.slow, module.attention, module.cached_attention)
+    for name, module in (("torch", _torch), ("reference", _reference))
+)
+
+
+class SlowPathWarning(UserWarning):
+    """The automatic choice copies K or V, materialises scores, or waits for the device; ``explain`` says why."""
+
+
+class Explanation(NamedTuple):
+    """Which backend a call runs on and why; print it."""
+
+    spec: AttentionSpec
+    chosen: str | None
+    rejected: dict[str, list[str]]
+    slow: list[str]
+
+    def __str__(self) -> str:
+        spec = ", ".join(
+            f"{name}={value}" for name, value in self.spec._asdict().items() if value not in (None, False, (), 0)
+        )
+        lines = [f"{self.spec.kind} attention: {spec}", f"runs on: {self.chosen or 'nothing'}"]
+        lines += [f"  slow: {reason}" for reason in self.slow]
+        lines += [f"  not on {name}: {reason}" for name, reasons in self.rejected.items() for reason in reasons]
+        return "\n".join(lines)
+
+
+def select(spec: AttentionSpec, name: str | None = None) -> Backend:
+    """The first backend that can run ``spec``; a named one runs it or raises, and never falls back.
+
+    ``"strict"`` is the automatic choice that raises where it would be slow; on a GPU the automatic choice warns.
+
+    Raises:
+        ValueError: no backend has this name.
+        NotImplementedError: the named backend, or every backend, has reasons against the spec.
+    """
+    if name is not None and name != "strict":
+        return _named(spec, name)
+    for backend in PREFERENCE:
+        if not backend.unsupported(spec):
+            if name == "strict" or spec.device == "cuda":
+                _refuse_or_warn(backend, spec, strict=name == "strict")
+            return backend
+    raise NotImplementedError(f"no backend can run this call\n{explanation(spec, None)}")
+
+
+def explanation(spec: AttentionSpec, name: str | None) -> Explanation:
+    """Why ``select(spec, name)`` chooses what it does, without raising."""
+    backends = [backend for backend in PREFERENCE if name in (None, "strict", backend.name)]
+    reasons = {backend.name: backend.unsupported(spec) for backend in backends}
+    able = [backend for backend in backends if not reasons[backend.name]]
+    slow = able[0].slow(spec) if able else []
+    chosen = able[0].name if able and not (name == "strict" and slow) else None
+    return Explanation(spec, chosen, {key: why for key, why in reasons.items() if why}, slow)
+
+
+def _named(spec: AttentionSpec, name: str) -> Backend:
+    for backend in PREFERENCE:
+        if backend.name == name:
+            if reasons := backend.unsupported(spec):
+                raise NotImplementedError(f"{name}: {'; '.join(reasons)}")
+            return backend
+    known = ", ".join(repr(backend.name) for backend in PREFERENCE)
+    raise ValueError(f"backend: expected None, 'strict', {known}, got {name!r}")
+
+
+def _refuse_or_warn(backend: Backend, spec: AttentionSpec, *, strict: bool) -> None:
+    if not (reasons := backend.slow(spec)):
+        return
+    if strict:
+        raise NotImplementedError(f"strict: {backend.name} would be slow: {'; '.join(reasons)}")
+    warnings.warn(f"attention runs on {backend.name}: {'; '.join(reasons)}", SlowPathWarning, stacklevel=4)

@@ -1,0 +1,6 @@
+"""Attention layers: they project, normalise and rotate, and leave attending to the functional core."""
+
+from .gqa import GroupedQueryAttention as GroupedQueryAttention
+from .gqa import MultiHeadAttention as MultiHeadAttention
+from .gqa import MultiQueryAttention as MultiQueryAttention
+from .mla import MultiHeadLatentAttention as MultiHeadLatentAttention

@@ -1,0 +1,89 @@
+"""Which keys a query sees: a band of storage indices, with an optional always-visible prefix."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A band of visible keys around each query, and a prefix that every query sees.
+
+    Key ``j`` is visible to query ``i`` when ``i - left <= j <= i + right`` or ``j < prefix``.
+    ``None`` leaves a side unbounded; a side may be negative. Indices are storage indices, and the
+    queries of a call are the last ``s`` of its ``t`` keys, so row ``r`` is query ``i = t - s + r``.
+
+    Raises:
+        TypeError: a bound is not an int.
+        ValueError: the prefix is negative, or is combined with a bounded ``left``.
+
+    >>> CAUSAL.visible(3, 3), CAUSAL.visible(3, 4), sliding(2).visible(3, 1)
+    (True, False, False)
+    """
+
+    left: int | None = None
+    right: int | None = None
+    prefix: int = 0
+
+    def __post_init__(self):
+        for name, value in (("left", self.left), ("right", self.right), ("prefix", self.prefix)):
+            if isinstance(value, bool) or not (isinstance(value, int) or (value is None and name != "prefix")):
+                raise TypeError(f"mask: expected an int for {name}, got {value!r}")
+        if self.prefix < 0:
+            raise ValueError(f"mask: expected prefix >= 0, got {self.prefix}")
+        if self.prefix and self.left is not None:
+            raise ValueError(f"mask: a prefix needs left=None, got left={self.left}, prefix={self.prefix}")
+
+    def visible(self, i, j):
+        """Whether query ``i`` sees key ``j``: the definition. Ints give a bool, integer tensors a bool tensor."""
+        seen = (i == i) & (j == j)
+        if self.left is not None:
+            seen = seen & (j >= i - self.left)
+        if self.right is not None:
+            seen = seen & (j <= i + self.right)
+        return seen | (j < self.prefix)
+
+    def keys(self, first: int, last: int, total: int) -> tuple[int, int]:
+        """The exact half-open range of keys, of ``total``, that some query in ``[first, last)`` sees.
+
+        The range has no hole: every key in it is seen by at least one of these queries. An empty
+        range is ``(0, 0)``.
+        """
+        hollow = self.left is not None and self.right is not None and self.left + self.right < 0
+        if first >= last or hollow:
+            return (0, 0)
+        start = 0 if self.left is None else max(0, first - self.left)
+        stop = total if self.right is None else min(total, max(last + self.right, self.prefix))
+        return (start, stop) if start < stop else (0, 0)
+
+    def covers(self, first: int, last: int, start: int, stop: int) -> bool:
+        """Whether every query in ``[first, last)`` sees every key in ``[start, stop)``: such a tile needs no mask."""
+        if stop <= self.prefix:
+            return True
+        after_left = self.left is None or start >= last - 1 - self.left
+        before_right = self.right is None or stop - 1 <= first + self.right
+        return after_left and before_right
+
+    def shift(self, n: int) -> "Mask":
+        """The same band moved ``n`` keys to the right: ``CAUSAL.shift(n)`` sees ``n`` keys past itself.
+
+        With ``s`` queries and ``t`` keys, ``CAUSAL.shift(s - t)`` is the top-left alignment.
+        """
+        left = None if self.left is None else self.left - n
+        right = None if self.right is None else self.right + n
+        return Mask(left, right, self.prefix)
+
+
+FULL = Mask()
+CAUSAL = Mask(right=0)
+
+
+def sliding(window: int) -> Mask:
+    """Causal attention to the last ``window`` keys, the query's own included.
+
+    Raises:
+        ValueError: the window holds no key.
+    """
+    if isinstance(window, bool) or not isinstance(window, int):
+        raise TypeError(f"window: expected an int, got {window!r}")
+    if window < 1:
+        raise ValueError(f"window: expected at least 1 key (the query's own counts), got {window}")
+    return Mask(left=window - 1, right=0)

@@ -1,0 +1,37 @@
+"""Dropout bits: Philox-4x32-10, a function of position alone, so that nothing is stored and every backend agrees."""
+
+import math
+
+import torch
+from torch import Tensor
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> list[Tensor]:
+    """Four tensors of u32 values, held in int64, for counters given as four broadcastable int64 words.
+
+    Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
+    """
+    a, b, c, d = torch.broadcast_tensors(*counter)
+    k0, k1 = key
+    for _ in range(10):
+        # int64 products wrap, and their low 64 bits are those of the unsigned product.
+        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b, c, d = ((second >> 32) & _LOW) ^ b ^ k0, second & _LOW, ((first >> 32) & _LOW) ^ d ^ k1, first & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return [a, b, c, d]
+
+
+def kept(seed: int, p: float, *, sequences: Tensor, heads: Tensor, rows: Tensor, first: int, last: int) -> Tensor:
+    """Which weights dropout keeps: bool ``[n, h, s, last - first]`` for keys ``first <= j < last``.
+
+    Counter words are ``(j // 4, i, head, sequence)`` and the lane is ``j % 4``; ``i`` and ``j`` count from 0 inside
+    the sequence. A weight is kept when its u32 is at least ``p * 2**32``.
+    """
+    quads = torch.arange(first // 4, (last + 3) // 4, device=rows.device)
+    counter = (quads, rows[:, None], heads[:, None, None], sequences[:, None, None, None])
+    bits = torch.stack(philox(counter, (seed & _LOW, (seed >> 32) & _LOW)), -1).flatten(-2)
+    return bits[..., first % 4 : first % 4 + last - first] >= math.ceil(p * 2**32)

@@ -1,0 +1,51 @@
+"""Attention of one sequence, by its definition: each query attends to the keys it sees, and touches no other."""
+
+import torch
+from torch import Tensor
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output ``[s, h, e]`` and natural-log LSE ``[h, s]`` of q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]``.
+
+    ``visible`` is bool ``[s, t]``; ``bias`` ``[h, s, t]`` is added after the softcap; ``sinks`` ``[h]`` are logits without a
+    value; ``weight`` ``[h, s, t]`` multiplies the probabilities (dropout). Computes in fp32, or fp64 for fp64
+    inputs, one query at a time, on the keys that it sees alone: a hidden key cannot reach an output or a gradient.
+    """
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    group = q.shape[1] // k.shape[1]
+    queries, keys, values = q.to(wide), k.to(wide), v.to(wide)
+    out, lse = [], []
+    for i in range(q.shape[0]):
+        seen = visible[i].nonzero()[:, 0]
+        # Query head h reads KV head h // group.
+        heads = queries[i].unflatten(0, (-1, group))
+        logits = scale * torch.einsum("gfd,tgd->gft", heads, keys[seen]).flatten(0, 1)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        if bias is not None:
+            logits = logits + bias[:, i, seen]
+        terms = logits if sinks is None else torch.cat((logits, sinks.to(wide)[:, None]), 1)
+        lse.append(_logsumexp(terms))
+        weights = torch.exp(logits - lse[-1][:, None])
+        if weight is not None:
+            weights = weights * weight[:, i, seen]
+        out.append(torch.einsum("gft,tge->gfe", weights.unflatten(0, (-1, group)), values[seen]).flatten(0, 1))
+    if not out:
+        return v.new_zeros(0, q.shape[1], v.shape[2]).to(q.dtype), queries.new_zeros(q.shape[1], 0)
+    return torch.stack(out).to(q.dtype), torch.stack(lse, 1)
+
+
+def _logsumexp(x: Tensor) -> Tensor:
+    """``log(sum(exp(x)))`` over the last dimension; -inf, with zero gradient, over nothing."""
+    return torch.logsumexp(x, -1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)

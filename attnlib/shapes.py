@@ -1,0 +1,30 @@
+"""Named dimensions, checked once at the door."""
+
+from torch import Tensor
+
+
+def bind(*named: tuple[str, Tensor, str]) -> dict[str, int]:
+    """The sizes of single-letter dimensions over several tensors, such as ``("q", q, "bshd"), ("k", k, "btgd")``.
+
+    Raises:
+        ValueError: a tensor has another rank, or a letter two sizes; the message names both tensors.
+
+    >>> bind(("q", torch.zeros(2, 3, 4, 8), "bshd"))
+    {'b': 2, 's': 3, 'h': 4, 'd': 8}
+    """
+    sizes: dict[str, int] = {}
+    for name, tensor, dims in named:
+        shape = tensor.shape
+        if len(shape) != len(dims):
+            raise ValueError(f"{name}: expected [{', '.join(dims)}], got {tuple(shape)}")
+        for dim, size in zip(dims, shape, strict=True):
+            if sizes.setdefault(dim, size) != size:
+                raise ValueError(_mismatch(name, dims, shape, sizes, named))
+    return sizes
+
+
+def _mismatch(name, dims, shape, sizes, named) -> str:
+    expected = ", ".join(f"{dim}={sizes[dim]}" if dim in sizes else dim for dim in dims)
+    wrong = next(dim for dim, size in zip(dims, shape, strict=True) if sizes.get(dim, size) != size)
+    owner = next(other for other, _, other_dims in named if wrong in other_dims)
+    return f"{name}: expected [{expected}], got {tuple(shape)}; {owner} has {wrong}={sizes[wrong]}"

@@ -1,0 +1,130 @@
+"""AttentionSpec, what a backend decides on; Terms, the rest of a call; and describe(), which makes the first."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cache.layout import KVLayout, KVView
+from .mask import Mask
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class AttentionSpec(NamedTuple):
+    """A problem without its lengths: everything that may decide which backend or kernel runs it.
+
+    ``kind`` is ``dense``, ``varlen`` or ``cached``; ``arch`` is 90 for sm_90 and 0 off CUDA; ``strided`` names the
+    tensors whose last dimension is not contiguous; ``layout`` and ``page_size`` belong to cached calls.
+    """
+
+    kind: str
+    device: str
+    arch: int
+    dtype: torch.dtype
+    mask: Mask
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    softcap: bool
+    alibi: bool
+    sinks: bool
+    bounds: bool
+    dropout: bool
+    grad: bool
+    lse: bool
+    strided: tuple[str, ...]
+    layout: KVLayout | None
+    page_size: int
+
+
+class Terms(NamedTuple):
+    """What a call computes with beside q, k, v and the mask; tensors and numbers, already checked."""
+
+    scale: float
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    key_starts: Tensor | None = None
+    key_ends: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+
+
+def describe(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, lse: bool = False, kv: KVView | None = None
+) -> AttentionSpec:
+    """The spec of a call whose shapes agree already; the only place that looks at a device.
+
+    Raises:
+        TypeError: a dtype that attention does not take, q, k and v of different dtypes, a tensor that is not strided.
+        ValueError: tensors on different devices.
+    """
+    device, dtype, strided = q.device, q.dtype, ()
+    if dtype not in DTYPES:
+        raise TypeError(f"q: expected fp16, bf16, fp32 or fp64, got {dtype}")
+    planes = (("q", q),) if kv is not None else (("q", q), ("k", k), ("v", v))
+    for name, x in planes:
+        if x.dtype != dtype:
+            raise TypeError(f"{name}: expected {dtype} like q, got {x.dtype}; cast it, or run under torch.autocast")
+        if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+            raise TypeError(f"{name}: expected a strided tensor, got {'nested' if x.is_nested else x.layout}")
+        if x.device != device:
+            raise ValueError(f"{name}: expected device {device} like q, got {x.device}")
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            strided += (name,)
+    if kv is not None:
+        _check_view(kv, device, dtype)
+    for name in _TENSOR_TERMS:
+        x = getattr(terms, name)
+        if x is not None and x.device != device:
+            raise ValueError(f"{name}: expected device {device} like q, got {x.device}")
+    learned = (terms.alibi_slopes, terms.sinks)
+    grad = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or any(x is not None and x.requires_grad for x in learned)
+    )
+    return AttentionSpec(
+        kind,
+        device.type,
+        _arch(device),
+        dtype,
+        mask,
+        q.shape[-2],
+        k.shape[-2],
+        q.shape[-1],
+        v.shape[-1],
+        terms.softcap is not None,
+        terms.alibi_slopes is not None,
+        terms.sinks is not None,
+        terms.key_starts is not None or terms.key_ends is not None,
+        terms.dropout_p > 0,
+        grad,
+        lse,
+        strided,
+        None if kv is None else kv.layout,
+        0 if kv is None else kv.page_size,
+    )
+
+
+_TENSOR_TERMS = ("alibi_slopes", "sinks", "key_starts", "key_ends", "cu_seqlens_q", "cu_seqlens_k", "dropout_seed")
+
+
+def _arch(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _check_view(kv: KVView, device: torch.device, dtype: torch.dtype) -> None:
+    if kv.layout.dtype != dtype:
+        raise TypeError(
+            f"q: expected {kv.layout.dtype} like the cache, got {dtype}; cast it, or make the cache in {dtype}"
+        )
+    if kv.k.device != device:
+        raise ValueError(f"kv: expected device {device} like q, got {kv.k.device}")
