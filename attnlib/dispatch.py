@@ -70,6 +70,11 @@ def select(spec: AttentionSpec, name: str | None = None) -> Backend:
     raise NotImplementedError(f"no backend can run this call\n{explanation(spec, None)}")
 
 
+def cache_writer(device: str) -> Callable:
+    """The function ``(kv, k, v, slots)`` that stores tokens on this kind of device."""
+    return _torch.write_cache
+
+
 def explanation(spec: AttentionSpec, name: str | None) -> Explanation:
     """Why ``select(spec, name)`` chooses what it does, without raising."""
     backends = [backend for backend in PREFERENCE if name in (None, "strict", backend.name)]

@@ -1,13 +1,18 @@
 """Attention as functions: bind the shapes, describe the problem, select a backend, run it."""
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 
+import torch
 from torch import Tensor
 
 from .cache.layout import KVView
-from .dispatch import Explanation
+from .dispatch import Explanation, cache_writer, explanation, select
 from .mask import Mask
-from .rope import Angles
+from .rope import Angles, rotate
+from .shapes import bind
+from .spec import describe
+from .terms import Terms, check
 
 
 def attention(
@@ -45,8 +50,8 @@ def attention(
     >>> attention(q, k, k, mask=CAUSAL).shape
     torch.Size([2, 9, 8, 64])
     """
-    given = (scale, softcap, alibi_slopes, sinks, key_starts, key_ends, None, None, None, None, dropout_p, dropout_seed)
-    return _attend("dense", q, k, v, mask, given, backend, lse=False)[0]
+    terms = Terms(scale, softcap, alibi_slopes, sinks, key_starts, key_ends, None, None, dropout_seed, dropout_p)
+    return _attend("dense", q, k, v, mask, terms, backend, lse=False)[0]
 
 
 def attention_with_lse(
@@ -69,8 +74,8 @@ def attention_with_lse(
 
     The LSE is fp32 (fp64 for fp64 inputs), includes the sink, and is -inf where a query sees no key and there is no sink.
     """
-    given = (scale, softcap, alibi_slopes, sinks, key_starts, key_ends, None, None, None, None, dropout_p, dropout_seed)
-    return _attend("dense", q, k, v, mask, given, backend, lse=True)
+    terms = Terms(scale, softcap, alibi_slopes, sinks, key_starts, key_ends, None, None, dropout_seed, dropout_p)
+    return _attend("dense", q, k, v, mask, terms, backend, lse=True)
 
 
 def varlen_attention(
@@ -96,21 +101,9 @@ def varlen_attention(
     Sequence ``n`` owns rows ``cu_seqlens[n]:cu_seqlens[n + 1]`` (int32, ``[b + 1]``, from 0); rows after the last
     offset give 0. The longest lengths are hints and may be too large. See :func:`attention` for the rest.
     """
-    given = (
-        scale,
-        softcap,
-        alibi_slopes,
-        sinks,
-        None,
-        None,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        dropout_seed,
-    )
-    return _attend("varlen", q, k, v, mask, given, backend, lse=False)[0]
+    packing = (cu_seqlens_q, cu_seqlens_k, dropout_seed, dropout_p, max_seqlen_q, max_seqlen_k)
+    terms = Terms(scale, softcap, alibi_slopes, sinks, None, None, *packing)
+    return _attend("varlen", q, k, v, mask, terms, backend, lse=False)[0]
 
 
 def varlen_attention_with_lse(
@@ -132,21 +125,9 @@ def varlen_attention_with_lse(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`varlen_attention` and its LSE ``[h, t]``; rows after the last offset are -inf."""
-    given = (
-        scale,
-        softcap,
-        alibi_slopes,
-        sinks,
-        None,
-        None,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        dropout_seed,
-    )
-    return _attend("varlen", q, k, v, mask, given, backend, lse=True)
+    packing = (cu_seqlens_q, cu_seqlens_k, dropout_seed, dropout_p, max_seqlen_q, max_seqlen_k)
+    terms = Terms(scale, softcap, alibi_slopes, sinks, None, None, *packing)
+    return _attend("varlen", q, k, v, mask, terms, backend, lse=True)
 
 
 def cached_attention(
@@ -169,7 +150,7 @@ def cached_attention(
         NotImplementedError: a gradient is asked for.
         ValueError: the mask reaches further left than a windowed layout keeps, or shapes that do not fit.
     """
-    return _attend_cached(q, kv, mask, (scale, softcap, alibi_slopes, sinks), backend, lse=False)[0]
+    return _attend_cached(q, kv, mask, Terms(scale, softcap, alibi_slopes, sinks), backend, lse=False)[0]
 
 
 def cached_attention_with_lse(
@@ -184,7 +165,7 @@ def cached_attention_with_lse(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`cached_attention` and its LSE, ``[b, h, s]`` or packed ``[h, t]``."""
-    return _attend_cached(q, kv, mask, (scale, softcap, alibi_slopes, sinks), backend, lse=True)
+    return _attend_cached(q, kv, mask, Terms(scale, softcap, alibi_slopes, sinks), backend, lse=True)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,34 +174,119 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     Outputs are ``[b, s, h, e]`` with LSE ``[b, h, s]``, or packed ``[t, h, e]`` with ``[h, t]``. Associative, with identity
     ``(0, -inf)``; differentiable; computes in fp32 (fp64 for fp64). An LSE of +inf gives NaN.
     """
-    raise NotImplementedError
+    wide = torch.float64 if torch.float64 in (out_a.dtype, lse_a.dtype) else torch.float32
+    lse_a, lse_b = lse_a.to(wide), lse_b.to(wide)
+    top = torch.maximum(lse_a, lse_b).detach()
+    top = top.masked_fill(top == -torch.inf, 0)
+    weight_a, weight_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
+    total = weight_a + weight_b
+    nothing = total == 0
+    safe_total = total.masked_fill(nothing, 1)
+    lse = (top + safe_total.log()).masked_fill(nothing, -torch.inf)
+    share_a, share_b = (_beside_output(weight / safe_total) for weight in (weight_a, weight_b))
+    return (share_a * out_a.to(wide) + share_b * out_b.to(wide)).to(out_a.dtype), lse
+
+
+def _beside_output(x: Tensor) -> Tensor:
+    """LSE-shaped ``[..., h, s]`` -> ``[..., s, h, 1]``."""
+    return x.transpose(-1, -2)[..., None]
 
 
 def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, *, angles: Angles | None = None) -> None:
-    """Write tokens into a view's planes in place: k, rotated by ``angles`` first, and v at ``slots`` (page * page_size + offset).
+    """Write tokens into a view's planes in place: k, rotated by ``angles`` first, and v, at ``slots``.
 
-    Grouped: k ``[..., g, d]``, v ``[..., g, e]``. Latent: k is the latent ``[..., r]``, v the rotary key ``[..., p]``, which is what
-    ``angles`` rotate. ``slots`` is int64, one a token; -1 is skipped. Quantises when the layout stores int8 or fp8.
+    A slot is ``page * page_size + offset``, int64, one for each token; -1 is skipped. Grouped: k ``[..., g, d]``, v
+    ``[..., g, e]``. Latent: k is the latent ``[..., r]`` and v the rotary key ``[..., p]`` or None, which is what ``angles`` rotate.
+    Quantises when the layout stores int8 or fp8.
     """
-    raise NotImplementedError
+    if kv.layout.is_latent:
+        k, v = k.unsqueeze(-2), None if v is None else v.unsqueeze(-2)
+    if angles is not None and kv.layout.is_latent:
+        v = rotate(v, angles)
+    elif angles is not None:
+        k = rotate(k, angles)
+    cache_writer(kv.k.device.type)(kv, k, v, slots)
 
 
 def copy_pages(kv: KVView, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy whole pages ``(from, to)`` of a view's planes in place."""
-    raise NotImplementedError
+    """Copy whole pages ``(from, to)`` of a view's planes in place; no page is both read and written."""
+    source, target = torch.tensor(pairs, dtype=torch.int64, device=kv.k.device).unbind(1)
+    planes = (kv.k, kv.k_tail, None if kv.v is kv.k else kv.v)
+    scales = (kv.k_scale, None if kv.v_scale is kv.k_scale else kv.v_scale)
+    for plane in (*planes, *scales):
+        if plane is not None:
+            plane[target] = plane[source]
 
 
 def explain(call: Callable, *args, **kwargs) -> Explanation:
-    """What ``call(*args, **kwargs)`` would run on and why, without running it; ``call`` is one of this module's.
+    """What ``call(*args, **kwargs)`` would run on and why, without running it; ``call`` is one of this module's six.
 
     >>> print(explain(attention, q, k, v, mask=CAUSAL))
     """
-    raise NotImplementedError
+    doors = {
+        attention: "dense",
+        attention_with_lse: "dense",
+        varlen_attention: "varlen",
+        varlen_attention_with_lse: "varlen",
+        cached_attention: "cached",
+        cached_attention_with_lse: "cached",
+    }
+    if call not in doors:
+        raise ValueError(f"call: expected one of {', '.join(door.__name__ for door in doors)}, got {call!r}")
+    bound = signature(call).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    terms = Terms(**{name: given[name] for name in Terms._fields if name in given})
+    lse = call.__name__.endswith("_with_lse")
+    if doors[call] == "cached":
+        spec = _prepare_cached(given["q"], given["kv"], given["mask"], terms, lse=lse)[1]
+    else:
+        spec = _prepare(doors[call], given["q"], given["k"], given["v"], given["mask"], terms, lse=lse)[3]
+    return explanation(spec, given["backend"])
 
 
-def _attend(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, given: tuple, backend: str | None, *, lse: bool):
-    raise NotImplementedError
+def _attend(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, name: str | None, *, lse: bool):
+    q, k, v, spec, terms = _prepare(kind, q, k, v, mask, terms, lse=lse)
+    return select(spec, name).attention(q, k, v, spec, terms)
 
 
-def _attend_cached(q: Tensor, kv: KVView, mask: Mask, given: tuple, backend: str | None, *, lse: bool):
-    raise NotImplementedError
+def _attend_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, name: str | None, *, lse: bool):
+    q, spec, terms = _prepare_cached(q, kv, mask, terms, lse=lse)
+    return select(spec, name).cached_attention(q, kv, spec, terms)
+
+
+def _prepare(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, lse: bool):
+    """Bind, check and describe a call on tensors."""
+    dims = ("bshd", "btgd", "btge") if kind == "dense" else ("shd", "tgd", "tge")
+    sizes = bind(("q", q, dims[0]), ("k", k, dims[1]), ("v", v, dims[2]))
+    h, g = sizes["h"], sizes["g"]
+    if g == 0 or h == 0 or h % g:
+        raise ValueError(f"k: expected a number of KV heads g that divides h={h} query heads, got g={g}")
+    q, k, v = _autocast(q, k, v)
+    terms = check(terms, sizes, q.device)
+    return q, k, v, describe(kind, q, k, v, mask, terms, lse=lse), terms
+
+
+def _prepare_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, *, lse: bool):
+    """Bind, check and describe a call on a cache."""
+    layout, b, width = kv.layout, kv.lengths.shape[0], kv.layout.dim + kv.layout.tail
+    sizes = bind(("q", q, "bshd" if kv.cu_seqlens_q is None else "shd"), known={"b": b, "d": width})
+    if sizes["h"] == 0 or sizes["h"] % layout.heads:
+        raise ValueError(f"q: expected a multiple of the cache's g={layout.heads} KV heads, got h={sizes['h']}")
+    if layout.window is not None and isinstance(mask, Mask) and (mask.left is None or mask.left >= layout.window):
+        reach = "without bound" if mask.left is None else f"{mask.left} keys"
+        raise ValueError(
+            f"mask: it reaches back {reach}, and the cache keeps a window of {layout.window}; use sliding()"
+        )
+    (q,) = _autocast(q)
+    terms = check(terms, sizes, q.device)
+    return q, describe("cached", q, kv.k, kv.v, mask, terms, lse=lse, kv=kv), terms
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype where autocast is on; fp64 and integers stay, as in torch."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

@@ -3,8 +3,10 @@
 from torch import Tensor
 
 
-def bind(*named: tuple[str, Tensor, str]) -> dict[str, int]:
+def bind(*named: tuple[str, Tensor, str], known: dict[str, int] | None = None) -> dict[str, int]:
     """The sizes of single-letter dimensions over several tensors, such as ``("q", q, "bshd"), ("k", k, "btgd")``.
+
+    ``known`` are sizes bound before.
 
     Raises:
         ValueError: a tensor has another rank, or a letter two sizes; the message names both tensors.
@@ -12,7 +14,7 @@ def bind(*named: tuple[str, Tensor, str]) -> dict[str, int]:
     >>> bind(("q", torch.zeros(2, 3, 4, 8), "bshd"))
     {'b': 2, 's': 3, 'h': 4, 'd': 8}
     """
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = dict(known) if known else {}
     for name, tensor, dims in named:
         shape = tensor.shape
         if len(shape) != len(dims):
@@ -27,4 +29,5 @@ def _mismatch(name, dims, shape, sizes, named) -> str:
     expected = ", ".join(f"{dim}={sizes[dim]}" if dim in sizes else dim for dim in dims)
     wrong = next(dim for dim, size in zip(dims, shape, strict=True) if sizes.get(dim, size) != size)
     owner = next(other for other, _, other_dims in named if wrong in other_dims)
+    owner = "the call" if owner == name else owner
     return f"{name}: expected [{expected}], got {tuple(shape)}; {owner} has {wrong}={sizes[wrong]}"

@@ -1,4 +1,4 @@
-"""AttentionSpec, what a backend decides on; Terms, the rest of a call; and describe(), which makes the first."""
+"""AttentionSpec, a problem without its lengths, and describe(), which makes it."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .cache.layout import KVLayout, KVView
 from .mask import Mask
+from .terms import TENSORS, Terms
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -39,23 +40,6 @@ class AttentionSpec(NamedTuple):
     page_size: int
 
 
-class Terms(NamedTuple):
-    """What a call computes with beside q, k, v and the mask; tensors and numbers, already checked."""
-
-    scale: float
-    softcap: float | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    key_starts: Tensor | None = None
-    key_ends: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    dropout_p: float = 0.0
-    dropout_seed: Tensor | None = None
-
-
 def describe(
     kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, lse: bool = False, kv: KVView | None = None
 ) -> AttentionSpec:
@@ -65,6 +49,8 @@ def describe(
         TypeError: a dtype that attention does not take, q, k and v of different dtypes, a tensor that is not strided.
         ValueError: tensors on different devices.
     """
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
     device, dtype, strided = q.device, q.dtype, ()
     if dtype not in DTYPES:
         raise TypeError(f"q: expected fp16, bf16, fp32 or fp64, got {dtype}")
@@ -80,7 +66,7 @@ def describe(
             strided += (name,)
     if kv is not None:
         _check_view(kv, device, dtype)
-    for name in _TENSOR_TERMS:
+    for name in TENSORS:
         x = getattr(terms, name)
         if x is not None and x.device != device:
             raise ValueError(f"{name}: expected device {device} like q, got {x.device}")
@@ -109,9 +95,6 @@ def describe(
         None if kv is None else kv.layout,
         0 if kv is None else kv.page_size,
     )
-
-
-_TENSOR_TERMS = ("alibi_slopes", "sinks", "key_starts", "key_ends", "cu_seqlens_q", "cu_seqlens_k", "dropout_seed")
 
 
 def _arch(device: torch.device) -> int:

@@ -1,26 +1,106 @@
 """The reference backend: the definition, sequence by sequence and query by query."""
 
+import torch
 from torch import Tensor
 
 from ..cache.layout import KVView
-from ..spec import AttentionSpec, Terms
+from ..mask import Mask
+from ..philox import kept
+from ..reference import attend
+from ..spec import AttentionSpec
+from ..terms import Terms
 
 
 def unsupported(spec: AttentionSpec) -> list[str]:
     """Why this backend cannot run ``spec``."""
-    raise NotImplementedError
+    if spec.kind == "cached" and spec.grad:
+        return ["cached attention has no backward; wrap the call in torch.no_grad()"]
+    return []
 
 
 def slow(spec: AttentionSpec) -> list[str]:
-    """Why this backend would copy K or V, or wait for the device."""
-    raise NotImplementedError
+    """Why this backend would copy K or V, materialise scores, or wait for the device."""
+    return ["runs the definition, one query at a time, and copies the keys each query sees"]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Dense or packed attention and its LSE."""
-    raise NotImplementedError
+    """Dense or packed attention and its LSE, with gradients."""
+    if spec.kind == "dense":
+        t = k.shape[1]
+        starts = [0] * len(q) if terms.key_starts is None else terms.key_starts.tolist()
+        ends = [t] * len(q) if terms.key_ends is None else terms.key_ends.tolist()
+        solved = [_sequence(n, q[n], k[n], v[n], (starts[n], ends[n]), spec.mask, terms) for n in range(len(q))]
+        if not solved:
+            return q[..., :1].expand(*q.shape[:3], v.shape[-1]), _wide(q, 0, q.shape[2], q.shape[1])
+        return tuple(torch.stack(x) for x in zip(*solved, strict=True))
+    rows, keys = terms.cu_seqlens_q.tolist(), terms.cu_seqlens_k.tolist()
+    solved = []
+    for n, (r0, r1, k0, k1) in enumerate(zip(rows, rows[1:], keys, keys[1:], strict=False)):
+        solved.append(_sequence(n, q[r0:r1], k[k0:k1], v[k0:k1], (0, k1 - k0), spec.mask, terms))
+    slack = q[rows[-1] :]
+    nothing = (slack.new_zeros(*slack.shape[:2], v.shape[-1]), _wide(slack, slack.shape[1], slack.shape[0]))
+    outs, lses = zip(*solved, nothing, strict=True)
+    return torch.cat(outs), torch.cat(lses, 1)
 
 
 def cached_attention(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:
     """Attention over stored keys and its LSE."""
-    raise NotImplementedError
+    solved = []
+    cu = None if kv.cu_seqlens_q is None else kv.cu_seqlens_q.tolist()
+    for n, (start, length) in enumerate(zip(kv.starts.tolist(), kv.lengths.tolist(), strict=True)):
+        k, v = _stored(kv, n, start, length)
+        queries = q[n] if cu is None else q[cu[n] : cu[n + 1]]
+        solved.append(_sequence(n, queries, k, v, (start, length), spec.mask, terms))
+    if not solved:
+        return q.new_zeros(*q.shape[:-1], spec.value_dim), _wide(q, *q.shape[:-3], q.shape[-2], q.shape[-3])
+    if cu is None:
+        return tuple(torch.stack(x) for x in zip(*solved, strict=True))
+    outs, lses = zip(*solved, strict=True)
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def _wide(x: Tensor, *shape: int) -> Tensor:
+    return torch.full(shape, -torch.inf, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], mask: Mask, terms: Terms):
+    """One sequence: q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]``, keys visible within ``bounds``."""
+    (s, h, _), t = q.shape, k.shape[0]
+    i = torch.arange(t - s, t, device=q.device)[:, None]
+    j = torch.arange(t, device=q.device)
+    visible = mask.visible(i, j) & (j >= bounds[0]) & (j < bounds[1])
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    bias = weight = None
+    if terms.alibi_slopes is not None:
+        slopes = terms.alibi_slopes if terms.alibi_slopes.dim() == 1 else terms.alibi_slopes[n]
+        bias = -slopes.to(wide)[:, None, None] * (i - j).abs()
+    if terms.dropout_p > 0:
+        keep = kept(
+            int(terms.dropout_seed),
+            terms.dropout_p,
+            sequences=torch.tensor([n], device=q.device),
+            heads=torch.arange(h, device=q.device),
+            rows=torch.arange(s, device=q.device),
+            first=0,
+            last=t,
+        )
+        weight = keep[0].to(wide) / (1 - terms.dropout_p)
+    numbers = {"scale": terms.scale, "softcap": terms.softcap, "sinks": terms.sinks}
+    return attend(q, k, v, visible, bias=bias, weight=weight, **numbers)
+
+
+def _stored(kv: KVView, n: int, start: int, length: int) -> tuple[Tensor, Tensor]:
+    """The keys and values of sequence ``n``, ``[length, g, *]``; zeros before ``start``."""
+    at = torch.arange(start, length, device=kv.k.device)
+    page, offset = kv.table[n, at // kv.page_size].long(), at % kv.page_size
+
+    def read(plane: Tensor, scale: Tensor | None) -> Tensor:
+        x = plane[page, offset].to(kv.layout.dtype) if scale is None else _dequantised(plane, scale, page, offset, kv)
+        return torch.cat((x.new_zeros(start, *x.shape[1:]), x))
+
+    k, v = read(kv.k, kv.k_scale), read(kv.v, kv.v_scale)
+    return (k if kv.k_tail is None else torch.cat((k, read(kv.k_tail, None)), -1)), v
+
+
+def _dequantised(plane: Tensor, scale: Tensor, page: Tensor, offset: Tensor, kv: KVView) -> Tensor:
+    return (plane[page, offset].float() * scale[page, offset][..., None]).to(kv.layout.dtype)

@@ -42,7 +42,7 @@ def attend(
             weights = weights * weight[:, i, seen]
         out.append(torch.einsum("gft,tge->gfe", weights.unflatten(0, (-1, group)), values[seen]).flatten(0, 1))
     if not out:
-        return v.new_zeros(0, q.shape[1], v.shape[2]).to(q.dtype), queries.new_zeros(q.shape[1], 0)
+        return q[..., :1].expand(-1, -1, v.shape[-1]), queries.new_zeros(q.shape[1], 0)
     return torch.stack(out).to(q.dtype), torch.stack(lse, 1)
 
 

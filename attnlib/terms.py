@@ -1,0 +1,105 @@
+"""Terms: what a call computes with beside q, k, v and the mask, and the checks of their values."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .shapes import bind
+
+TENSORS = ("alibi_slopes", "sinks", "key_starts", "key_ends", "cu_seqlens_q", "cu_seqlens_k", "dropout_seed")
+
+
+class Terms(NamedTuple):
+    """The terms of a call, as :func:`attnlib.attention` and its siblings describe them."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    key_starts: Tensor | None = None
+    key_ends: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    dropout_p: float = 0.0
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+
+def check(terms: Terms, sizes: dict[str, int], device: torch.device) -> Terms:
+    """``terms`` with the scale and the dropout seed filled in; ``sizes`` are those of q, k and v.
+
+    Raises:
+        ValueError, TypeError: naming the term, what was expected and what came.
+    """
+    scale = terms.scale
+    if scale is None:
+        scale = max(sizes["d"], 1) ** -0.5
+    else:
+        _positive("scale", scale)
+    if terms.softcap is not None:
+        _positive("softcap", terms.softcap)
+    if any(x is not None for x in terms[2:8]):
+        _check_tensors(terms, sizes)
+    seed = terms.dropout_seed
+    if seed is not None or terms.dropout_p:
+        seed = _seed(terms, device)
+    return terms._replace(scale=scale, dropout_seed=seed)
+
+
+def _positive(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(
+            f"{name}: expected a Python number, got {type(value).__name__}; reading a tensor would wait for it"
+        )
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}: expected a finite number above 0, got {value}")
+
+
+def _check_tensors(terms: Terms, sizes: dict[str, int]) -> None:
+    named = []
+    if (cu := terms.cu_seqlens_q) is not None:
+        _check_packed(terms)
+        sizes = {**sizes, "b": cu.shape[0] - 1}
+    for name, dims in (("alibi_slopes", "h"), ("sinks", "h"), ("key_starts", "b"), ("key_ends", "b")):
+        x = getattr(terms, name)
+        if x is None:
+            continue
+        if dims == "h" and not x.is_floating_point():
+            raise TypeError(f"{name}: expected a float dtype, got {x.dtype}")
+        if dims == "b" and x.dtype != torch.int32:
+            raise TypeError(f"{name}: expected torch.int32, got {x.dtype}")
+        per_sequence = name == "alibi_slopes" and x.dim() == 2
+        named.append((name, x, "bh" if per_sequence else dims))
+    bind(*named, known=sizes)
+
+
+def _check_packed(terms: Terms) -> None:
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        x = getattr(terms, name)
+        if x is None or x.dtype != torch.int32:
+            raise TypeError(f"{name}: expected an int32 tensor, got {None if x is None else x.dtype}")
+        if x.dim() != 1 or x.shape[0] < 1:
+            raise ValueError(f"{name}: expected [b + 1] offsets, got {tuple(x.shape)}")
+    if terms.cu_seqlens_q.shape != terms.cu_seqlens_k.shape:
+        got = (tuple(terms.cu_seqlens_q.shape), tuple(terms.cu_seqlens_k.shape))
+        raise ValueError(f"cu_seqlens_k: expected as many offsets as cu_seqlens_q, got {got[1]} and {got[0]}")
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        limit = getattr(terms, name)
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | torch.SymInt)):
+            raise TypeError(f"{name}: expected an int, got {type(limit).__name__}")
+
+
+def _seed(terms: Terms, device: torch.device) -> Tensor:
+    p, seed = terms.dropout_p, terms.dropout_seed
+    if isinstance(p, bool) or not isinstance(p, int | float):
+        raise TypeError(f"dropout_p: expected a Python number, got {type(p).__name__}")
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout_p: expected a probability in [0, 1), got {p}")
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+    if seed.dtype != torch.int64 or seed.shape != (1,):
+        raise TypeError(f"dropout_seed: expected an int64 tensor [1], got {seed.dtype} {tuple(seed.shape)}")
+    return seed
