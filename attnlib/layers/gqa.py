@@ -3,18 +3,30 @@
 import torch
 from torch import Tensor, nn
 
-from ..cache import KVLayout, KVView, LayerCache
+from ..cache.kv_cache import LayerCache
+from ..cache.layout import KVLayout, KVView
+from ..functional import attention, cached_attention, varlen_attention
 from ..mask import Mask
-from ..rope import Angles, Rope
+from ..rope import Angles, Rope, rotate
+from .inputs import angles_of, check, scaled_head, window_of
 
 
 class GroupedQueryAttention(nn.Module):
     """Attention whose query heads share KV heads in groups (Ainslie et al., 2023, arXiv 2305.13245).
 
-    ``num_heads`` query heads read ``num_kv_heads`` KV heads. ``mask`` is required: causality is never inferred.
-    Parameters are named as in transformers: q_proj, k_proj, v_proj, o_proj, and with ``qk_norm`` q_norm and k_norm
-    (per head, before rope, as in Qwen 3), and with ``sinks`` sinks (as in gpt-oss). ``bias`` is for q, k and v, ``output_bias``
-    for o (None: as ``bias``). ``alibi`` uses the slopes of Press et al., 2021 (arXiv 2108.12409).
+    ``num_heads`` query heads read ``num_kv_heads`` KV heads (None: as many). ``mask`` is required: causality is never
+    inferred. Parameters are named as in transformers: q_proj, k_proj, v_proj, o_proj, with ``qk_norm`` q_norm and
+    k_norm (per head, before rope, as in Qwen 3), with ``sinks`` sinks (as in gpt-oss). ``bias`` is for q, k and v,
+    ``output_bias`` for o (None: as ``bias``). ``alibi`` takes the slopes of Press et al., 2021 (arXiv 2108.12409).
+    ``dropout_p`` acts on the probabilities, in training only.
+
+    Raises:
+        ValueError: sizes that do not divide, or a rope wider than the head.
+        TypeError: a mask that is not a Mask.
+
+    >>> layer = GroupedQueryAttention(512, 8, num_kv_heads=2, mask=CAUSAL, rope=Rope(64))
+    >>> layer(torch.randn(2, 9, 512)).shape
+    torch.Size([2, 9, 512])
     """
 
     def __init__(
@@ -39,16 +51,59 @@ class GroupedQueryAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        raise NotImplementedError
+        super().__init__()
+        num_kv_heads = self._kv_heads(num_heads, num_kv_heads)
+        head_dim = _head_dim(hidden_size, num_heads, head_dim)
+        if not isinstance(mask, Mask):
+            raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
+        if rope is not None and rope.dim > head_dim:
+            raise ValueError(f"rope: expected dim at most head_dim={head_dim}, got {rope.dim}")
+        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
+        self.head_dim, self.mask, self.rope, self.softcap = head_dim, mask, rope, softcap
+        self.dropout_p, self.backend = dropout_p, backend
+        # YaRN's temperature acts on rotated channels: on all of them it is a scale, on some a gain of q.
+        temperature = 1.0 if rope is None else rope.amplitude**2
+        rotates_all = rope is not None and rope.dim == head_dim
+        self.scale = (head_dim**-0.5 if scale is None else scale) * (temperature if rotates_all else 1.0)
+        self.q_gain = 1.0 if rotates_all else temperature
+        factory = {"device": device, "dtype": dtype}
+        output_bias = bias if output_bias is None else output_bias
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias, **factory)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, **factory)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, **factory)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias, **factory)
+        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
+        slopes = torch.empty(num_heads, device=device, dtype=torch.float32) if alibi else None
+        self.register_buffer("alibi_slopes", slopes, persistent=False)
+        self._reset_own()
+
+    @staticmethod
+    def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads: expected a divisor of num_heads={num_heads}, got {num_kv_heads}")
+        return num_kv_heads
 
     @property
     def kv_layout(self) -> KVLayout:
         """What this layer stores per token in a cache."""
-        raise NotImplementedError
+        dtype = self.k_proj.weight.dtype
+        return KVLayout.grouped(self.num_kv_heads, self.head_dim, window=window_of(self.mask), dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise every parameter and buffer in place; works after ``to_empty``."""
-        raise NotImplementedError
+        for module in self.children():
+            module.reset_parameters()
+        self._reset_own()
+
+    def _reset_own(self) -> None:
+        with torch.no_grad():
+            if self.sinks is not None:
+                self.sinks.zero_()
+            if self.alibi_slopes is not None:
+                self.alibi_slopes.copy_(torch.tensor(alibi_slopes(self.num_heads)))
 
     def forward(
         self,
@@ -61,20 +116,95 @@ class GroupedQueryAttention(nn.Module):
     ) -> Tensor:
         """``x`` ``[b, s, m]``, or packed ``[t, m]`` with ``cu_seqlens`` or a packed cache step, to the same shape.
 
-        ``context`` is what to attend to instead of x (cross-attention): a tensor ``[b, t, m]`` or a KVView of stored context.
-        ``positions`` (``[b, s]``, ``[t]`` or computed Angles) affect rope only; None means ``kv.positions`` in a cached step,
-        restarting at 0 with ``cu_seqlens``, else ``arange(s)``.
+        ``context`` is what to attend to instead of x (cross-attention): a tensor ``[b, t, m]``, or the KVView of a
+        stored context. ``positions`` (``[b, s]``, ``[t]`` or computed Angles) affect rope only; None means
+        ``kv.positions`` in a cached step, restarting at 0 with ``cu_seqlens``, else ``arange(s)``.
+
+        Raises:
+            ValueError: inputs that contradict each other.
         """
-        raise NotImplementedError
+        check(x, self.hidden_size, context=context, kv=kv, cu_seqlens=cu_seqlens, rope=self.rope)
+        angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
+        q = self._query(x, angles)
+        options = {
+            "mask": self.mask,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+            "backend": self.backend,
+        }
+        if isinstance(context, KVView):
+            out = cached_attention(q, context, **options)
+        elif kv is not None:
+            out = cached_attention(q, kv.append(*self._key_value(x), angles=angles), **options)
+        else:
+            k, v = self._key_value(x if context is None else context)
+            k = k if angles is None else rotate(k, angles)
+            options["dropout_p"] = self.dropout_p if self.training else 0.0
+            if cu_seqlens is None:
+                out = attention(q, k, v, **options)
+            else:
+                out = varlen_attention(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **options)
+        return self.o_proj(out.flatten(-2))
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
-        """Project and store ``context`` inside a step of its own cache, for ``forward(context=view)`` later."""
-        raise NotImplementedError
+        """Project and store ``context`` in a step of its own cache, for ``forward(context=view)`` later."""
+        if self.rope is not None:
+            raise ValueError(
+                "context: positions of x and of a context are unrelated; make cross-attention with rope=None"
+            )
+        kv.append(*self._key_value(context))
+
+    def _query(self, x: Tensor, angles: Angles | None) -> Tensor:
+        """``[..., h, d]``, normalised, then rotated."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        return q if angles is None else scaled_head(rotate(q, angles), self.rope.dim, self.q_gain)
+
+    def _key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``[..., g, d]`` each; keys are normalised and not yet rotated."""
+        k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
+        return (k if self.k_norm is None else self.k_norm(k)), v
 
 
 class MultiHeadAttention(GroupedQueryAttention):
-    """Grouped-query attention in which every query head has a KV head of its own."""
+    """Grouped-query attention in which every query head has a KV head of its own (Vaswani et al., 2017)."""
+
+    @staticmethod
+    def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
+        if num_kv_heads not in (None, num_heads):
+            raise ValueError(
+                f"num_kv_heads: expected num_heads={num_heads}, got {num_kv_heads}; use GroupedQueryAttention"
+            )
+        return num_heads
 
 
 class MultiQueryAttention(GroupedQueryAttention):
     """Grouped-query attention with a single KV head (Shazeer, 2019, arXiv 1911.02150)."""
+
+    @staticmethod
+    def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
+        if num_kv_heads not in (None, 1):
+            raise ValueError(f"num_kv_heads: expected 1, got {num_kv_heads}; use GroupedQueryAttention")
+        return 1
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """The published ALiBi slopes: a geometric series for a power of two, else filled from the series twice as fine."""
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]
+
+
+def _head_dim(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
+    if head_dim is not None:
+        if head_dim < 1:
+            raise ValueError(f"head_dim: expected at least 1, got {head_dim}")
+        return head_dim
+    if hidden_size % num_heads:
+        raise ValueError(
+            f"num_heads: expected a divisor of hidden_size={hidden_size}, got {num_heads}; or pass head_dim="
+        )
+    return hidden_size // num_heads

@@ -1,18 +1,33 @@
 """Multi-head latent attention with decoupled rope: one set of weights, an expanded and an absorbed form."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
-from ..cache import KVLayout, KVView, LayerCache
+from ..cache.kv_cache import LayerCache
+from ..cache.layout import KVLayout, KVView
+from ..functional import attention, cached_attention, varlen_attention
 from ..mask import Mask
-from ..rope import Angles, Rope
+from ..rope import Angles, Rope, rotate
+from .inputs import angles_of, check, window_of
+
+FORMS = ("auto", "expanded", "absorbed")
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """Attention over a cached latent (DeepSeek-V2, 2024, arXiv 2405.04434); parameters are DeepSeek-V3's in transformers.
+    """Attention over a cached latent (DeepSeek-V2, 2024, arXiv 2405.04434), with DeepSeek-V3's parameters.
 
-    ``q_lora_rank=None`` projects q directly. A cache stores ``kv_lora_rank + qk_rope_head_dim`` values a token.
-    ``form`` forces ``"expanded"`` (K and V per head) or ``"absorbed"`` (one KV head, the latent itself); ``"auto"`` follows a cost rule.
+    A token stores ``kv_lora_rank + qk_rope_head_dim`` values. ``q_lora_rank=None`` projects q directly. The *expanded*
+    form makes K and V per head from the latents. The *absorbed* form moves the key up-projection to the query and the
+    value up-projection to the output, and attends over the latents themselves as one KV head. Both are exact and use
+    the same weights; ``form`` forces one, ``"auto"`` takes the cheaper. ``bias`` is for q_a_proj, kv_a_proj_with_mqa and
+    o_proj. DeepSeek rotates interleaved pairs, ``rope=Rope(qk_rope_head_dim, interleaved=True)``; with
+    ``qk_rope_head_dim=0`` there is no rope.
+
+    Raises:
+        ValueError: sizes that do not fit, or an unknown form.
+        TypeError: a mask that is not a Mask.
     """
 
     def __init__(
@@ -29,8 +44,6 @@ class MultiHeadLatentAttention(nn.Module):
         bias: bool = False,
         rope: Rope | None = None,
         norm_eps: float = 1e-6,
-        softcap: float | None = None,
-        sinks: bool = False,
         scale: float | None = None,
         dropout_p: float = 0.0,
         form: str = "auto",
@@ -38,16 +51,59 @@ class MultiHeadLatentAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        raise NotImplementedError
+        super().__init__()
+        sizes = {
+            "num_heads": num_heads,
+            "kv_lora_rank": kv_lora_rank,
+            "v_head_dim": v_head_dim,
+            "q_lora_rank": q_lora_rank,
+        }
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(
+                    f"{name}: expected at least 1{' or None' if name == 'q_lora_rank' else ''}, got {size}"
+                )
+        if qk_nope_head_dim < 1 or qk_rope_head_dim < 0:
+            raise ValueError(
+                f"qk_nope_head_dim, qk_rope_head_dim: expected >= 1, >= 0, got {qk_nope_head_dim}, {qk_rope_head_dim}"
+            )
+        if rope is not None and rope.dim != qk_rope_head_dim:
+            raise ValueError(f"rope: expected dim={qk_rope_head_dim} like qk_rope_head_dim, got {rope.dim}")
+        if form not in FORMS:
+            raise ValueError(f"form: expected one of {FORMS}, got {form!r}")
+        if not isinstance(mask, Mask):
+            raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
+        self.hidden_size, self.num_heads, self.mask, self.rope, self.form = hidden_size, num_heads, mask, rope, form
+        self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
+        self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
+        self.dropout_p, self.backend = dropout_p, backend
+        qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
+        latent_scale = 1.0 if rope is None else rope.latent_scale
+        self.scale = (qk_head_dim**-0.5 if scale is None else scale) * latent_scale
+        # YaRN's temperature acts on the rotated channels alone, so it is a gain of the rotated query.
+        self.q_gain = 1.0 if rope is None else rope.amplitude**2
+        factory = {"device": device, "dtype": dtype}
+        if q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden_size, num_heads * qk_head_dim, bias=False, **factory)
+        else:
+            self.q_a_proj = nn.Linear(hidden_size, q_lora_rank, bias=bias, **factory)
+            self.q_a_layernorm = nn.RMSNorm(q_lora_rank, eps=norm_eps, **factory)
+            self.q_b_proj = nn.Linear(q_lora_rank, num_heads * qk_head_dim, bias=False, **factory)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden_size, kv_lora_rank + qk_rope_head_dim, bias=bias, **factory)
+        self.kv_a_layernorm = nn.RMSNorm(kv_lora_rank, eps=norm_eps, **factory)
+        self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False, **factory)
+        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=bias, **factory)
 
     @property
     def kv_layout(self) -> KVLayout:
         """What this layer stores per token in a cache."""
-        raise NotImplementedError
+        dtype = self.kv_a_proj_with_mqa.weight.dtype
+        return KVLayout.latent(self.kv_lora_rank, self.qk_rope_head_dim, window=window_of(self.mask), dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise every parameter in place; works after ``to_empty``."""
-        raise NotImplementedError
+        for module in self.children():
+            module.reset_parameters()
 
     def forward(
         self,
@@ -58,9 +114,151 @@ class MultiHeadLatentAttention(nn.Module):
         positions: Tensor | Angles | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """As :meth:`GroupedQueryAttention.forward`."""
-        raise NotImplementedError
+        """As :meth:`attnlib.GroupedQueryAttention.forward`."""
+        check(x, self.hidden_size, context=context, kv=kv, cu_seqlens=cu_seqlens, rope=self.rope)
+        angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
+        q_nope, q_rope = self._query(x, angles)
+        if isinstance(context, KVView):
+            out = self._attend_stored(q_nope, q_rope, context, self._possible("absorbed"))
+        elif kv is not None:
+            out = self._attend_step(q_nope, q_rope, x, kv, angles)
+        else:
+            latent, k_rope = self._latent(x if context is None else context, angles)
+            out = self._attend_fresh(q_nope, q_rope, latent, k_rope, cu_seqlens=cu_seqlens)
+        return self.o_proj(out.flatten(-2))
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
-        """As :meth:`GroupedQueryAttention.append_context`."""
-        raise NotImplementedError
+        """As :meth:`attnlib.GroupedQueryAttention.append_context`."""
+        if self.rope is not None:
+            raise ValueError(
+                "context: positions of x and of a context are unrelated; make cross-attention with rope=None"
+            )
+        kv.append(*self._latent(context, None))
+
+    def _query(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
+        """Unrotated ``[..., h, n]`` and rotated ``[..., h, p]`` channels of q."""
+        q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q_nope, q_rope = q.unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)).split(
+            (self.qk_nope_head_dim, self.qk_rope_head_dim), -1
+        )
+        if angles is not None:
+            q_rope = rotate(q_rope, angles)
+        return q_nope, q_rope if self.q_gain == 1 else q_rope * self.q_gain
+
+    def _latent(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor | None]:
+        """The latent ``[..., r]``, normalised, and the rotary key ``[..., p]`` that all heads share (None if p is 0)."""
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
+        if angles is not None:
+            k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
+        return self.kv_a_layernorm(latent), k_rope if self.qk_rope_head_dim else None
+
+    def _attend_step(self, q_nope: Tensor, q_rope: Tensor, x: Tensor, kv: LayerCache, angles: Angles | None) -> Tensor:
+        """Append this step's tokens and attend to all that is stored; a fresh prompt need not read the cache back."""
+        latent, k_rope = self._latent(x, None)
+        view = kv.append(latent, k_rope, angles=angles)
+        if not (kv.prefill and kv.history == 0):
+            return self._attend_stored(q_nope, q_rope, view, self._possible("absorbed"))
+        if angles is not None:
+            k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
+        starts = view.starts if view.cu_seqlens_q is None else None
+        return self._attend_fresh(q_nope, q_rope, latent, k_rope, cu_seqlens=view.cu_seqlens_q, key_starts=starts)
+
+    def _attend_fresh(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        k_rope: Tensor | None,
+        *,
+        cu_seqlens: Tensor | None,
+        key_starts: Tensor | None = None,
+    ) -> Tensor:
+        """Attention over latents ``[..., t, r]`` and rotated rotary keys ``[..., t, p]`` in the cheaper form."""
+        options = {"mask": self.mask, "scale": self.scale, "backend": self.backend}
+        options["dropout_p"] = self.dropout_p if self.training else 0.0
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if cu_seqlens is None:
+                return attention(q, k, v, key_starts=key_starts, **options)
+            return varlen_attention(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **options)
+
+        cheaper = cheaper_form(
+            q_nope.shape[-3],
+            latent.shape[-2],
+            rank=self.kv_lora_rank,
+            nope=self.qk_nope_head_dim,
+            rope=self.qk_rope_head_dim,
+            value=self.v_head_dim,
+        )
+        if self._possible(cheaper) == "expanded":
+            return attend(torch.cat((q_nope, q_rope), -1), *self._expand(latent, k_rope))
+        k = (latent if k_rope is None else torch.cat((latent, k_rope), -1)).unsqueeze(-2)
+        return self._unabsorb(attend(self._absorb(q_nope, q_rope), k, k[..., : self.kv_lora_rank]))
+
+    def _attend_stored(self, q_nope: Tensor, q_rope: Tensor, view: KVView, form: str) -> Tensor:
+        """Attention over a latent cache; the expanded form makes K and V of every page in the table first."""
+        options = {"mask": self.mask, "scale": self.scale, "backend": self.backend}
+        if form == "absorbed":
+            return self._unabsorb(cached_attention(self._absorb(q_nope, q_rope), view, **options))
+        return cached_attention(torch.cat((q_nope, q_rope), -1), self._expanded_view(view), **options)
+
+    def _absorb(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
+        """``[..., h, r + p]``: the query as it meets latents."""
+        k_up, _ = self._up_projections()
+        return torch.cat((torch.einsum("...hn,hnr->...hr", q_nope, k_up), q_rope), -1)
+
+    def _unabsorb(self, out: Tensor) -> Tensor:
+        """``[..., h, r]`` -> ``[..., h, e]``."""
+        _, v_up = self._up_projections()
+        return torch.einsum("...hr,her->...he", out, v_up)
+
+    def _up_projections(self) -> tuple[Tensor, Tensor]:
+        """Views ``[h, n, r]`` and ``[h, e, r]`` of kv_b_proj's weight, so they can never be stale."""
+        sizes = (self.qk_nope_head_dim, self.v_head_dim)
+        return self.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
+
+    def _expand(self, latent: Tensor, k_rope: Tensor | None) -> tuple[Tensor, Tensor]:
+        """K ``[..., h, n + p]`` and V ``[..., h, e]`` from latents ``[..., r]`` and rotated rotary keys ``[..., p]``."""
+        sizes = (self.qk_nope_head_dim, self.v_head_dim)
+        k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
+        if k_rope is None:
+            return k, v
+        return torch.cat((k, k_rope.unsqueeze(-2).expand(*k.shape[:-1], -1)), -1), v
+
+    def _expanded_view(self, view: KVView) -> KVView:
+        """The same step over K and V per head, made from every page the table names (stale entries included, unseen)."""
+        pages = view.table.clamp(0, view.k.shape[0] - 1).long()
+        latent = view.k[pages]
+        if view.k_scale is not None:
+            latent = (latent.float() * view.k_scale[pages][..., None]).to(view.layout.dtype)
+        k_rope = None if view.k_tail is None else view.k_tail[pages].squeeze(-2).flatten(0, 1)
+        k, v = self._expand(latent.squeeze(-2).flatten(0, 1), k_rope)
+        layout = KVLayout.grouped(k.shape[-2], k.shape[-1], v.shape[-1], window=view.layout.window, dtype=k.dtype)
+        table = torch.arange(k.shape[0], dtype=torch.int32, device=k.device).view(view.table.shape)
+        return replace(view, layout=layout, k=k, v=v, table=table, k_tail=None, k_scale=None, v_scale=None)
+
+    def _possible(self, form: str) -> str:
+        """``form`` as far as the constructor and the weights allow it.
+
+        Raises:
+            NotImplementedError: the absorbed form is forced and kv_b_proj is more than a weight.
+        """
+        weight = self.kv_b_proj.weight
+        # Adapters, quantisation and sharding change what the module computes, which its weight alone would miss.
+        plain = type(self.kv_b_proj) is nn.Linear and type(weight) in (nn.Parameter, Tensor)
+        if self.form == "absorbed" and not plain:
+            got = f"{type(self.kv_b_proj).__name__} with {type(weight).__name__}"
+            raise NotImplementedError(f"kv_b_proj: absorbing needs a plain nn.Linear, got {got}; use form='expanded'")
+        if self.form != "auto":
+            return self.form
+        return form if plain else "expanded"
+
+
+def cheaper_form(queries: int, keys: int, *, rank: int, nope: int, rope: int, value: int) -> str:
+    """The form with fewer multiplications, per head, for ``queries`` over ``keys`` given as latents.
+
+    Expanding costs an up-projection of every key; absorbing costs one of every query, and wider scores and sums.
+    """
+    expanded = keys * rank * (nope + value) + queries * keys * (nope + rope + value)
+    absorbed = queries * rank * (nope + value) + queries * keys * (2 * rank + rope)
+    return "absorbed" if absorbed < expanded else "expanded"
