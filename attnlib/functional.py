@@ -257,6 +257,9 @@ def _attend_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, name: str | 
 
 def _prepare(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, lse: bool):
     """Bind, check and describe a call on tensors."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.is_nested:
+            raise TypeError(f"{name}: expected a strided tensor, got a nested one; pack it and use varlen_attention")
     dims = ("bshd", "btgd", "btge") if kind == "dense" else ("shd", "tgd", "tge")
     sizes = bind(("q", q, dims[0]), ("k", k, dims[1]), ("v", v, dims[2]))
     h, g = sizes["h"], sizes["g"]
@@ -264,7 +267,7 @@ def _prepare(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Term
         raise ValueError(f"k: expected a number of KV heads g that divides h={h} query heads, got g={g}")
     q, k, v = _autocast(q, k, v)
     terms = check(terms, sizes, q.device)
-    return q, k, v, describe(kind, q, k, v, mask, terms, lse=lse), terms
+    return q, k, v, describe(kind, (("q", q), ("k", k), ("v", v)), sizes, mask, terms, lse=lse), terms
 
 
 def _prepare_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, *, lse: bool):
@@ -280,7 +283,8 @@ def _prepare_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, *, lse: boo
         )
     (q,) = _autocast(q)
     terms = check(terms, sizes, q.device)
-    return q, describe("cached", q, kv.k, kv.v, mask, terms, lse=lse, kv=kv), terms
+    sizes.update(g=layout.heads, e=layout.value_dim)
+    return q, describe("cached", (("q", q),), sizes, mask, terms, lse=lse, kv=kv), terms
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ def bind(*named: tuple[str, Tensor, str], known: dict[str, int] | None = None) -
         shape = tensor.shape
         if len(shape) != len(dims):
             raise ValueError(f"{name}: expected [{', '.join(dims)}], got {tuple(shape)}")
-        for dim, size in zip(dims, shape, strict=True):
+        for dim, size in zip(dims, shape):  # noqa: B905 - the lengths were just compared, and strict= costs
             if sizes.setdefault(dim, size) != size:
                 raise ValueError(_mismatch(name, dims, shape, sizes, named))
     return sizes

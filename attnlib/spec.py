@@ -41,55 +41,64 @@ class AttentionSpec(NamedTuple):
 
 
 def describe(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, lse: bool = False, kv: KVView | None = None
+    kind: str,
+    tensors: tuple[tuple[str, Tensor], ...],
+    sizes: dict[str, int],
+    mask: Mask,
+    terms: Terms,
+    *,
+    lse: bool = False,
+    kv: KVView | None = None,
 ) -> AttentionSpec:
     """The spec of a call whose shapes agree already; the only place that looks at a device.
 
+    ``tensors`` are the named q, k and v, or q alone over a cache; ``sizes`` have their h, g, d and e.
+
     Raises:
-        TypeError: a dtype that attention does not take, q, k and v of different dtypes, a tensor that is not strided.
+        TypeError: not a Mask; a dtype that attention does not take, or several; a tensor that is not strided.
         ValueError: tensors on different devices.
     """
     if not isinstance(mask, Mask):
         raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
-    device, dtype, strided = q.device, q.dtype, ()
+    q = tensors[0][1]
+    device, dtype = q.device, q.dtype
     if dtype not in DTYPES:
         raise TypeError(f"q: expected fp16, bf16, fp32 or fp64, got {dtype}")
-    planes = (("q", q),) if kv is not None else (("q", q), ("k", k), ("v", v))
-    for name, x in planes:
+    strided, grad = (), False
+    for name, x in tensors:
         if x.dtype != dtype:
             raise TypeError(f"{name}: expected {dtype} like q, got {x.dtype}; cast it, or run under torch.autocast")
-        if x.layout is not torch.strided or x.is_quantized or x.is_nested:
-            raise TypeError(f"{name}: expected a strided tensor, got {'nested' if x.is_nested else x.layout}")
+        if x.layout is not torch.strided:
+            raise TypeError(f"{name}: expected a strided tensor, got {x.layout}")
         if x.device != device:
             raise ValueError(f"{name}: expected device {device} like q, got {x.device}")
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
+        if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
             strided += (name,)
+        grad = grad or x.requires_grad
+    for name, x in zip(TENSORS, terms[2:9], strict=True):
+        if x is not None:
+            if x.device != device:
+                raise ValueError(f"{name}: expected device {device} like q, got {x.device}")
+            grad = grad or x.requires_grad
     if kv is not None:
         _check_view(kv, device, dtype)
-    for name in TENSORS:
-        x = getattr(terms, name)
-        if x is not None and x.device != device:
-            raise ValueError(f"{name}: expected device {device} like q, got {x.device}")
-    learned = (terms.alibi_slopes, terms.sinks)
-    grad = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or any(x is not None and x.requires_grad for x in learned)
-    )
+    device_type = device.type
     return AttentionSpec(
         kind,
-        device.type,
-        _arch(device),
+        device_type,
+        _arch(device) if device_type == "cuda" else 0,
         dtype,
         mask,
-        q.shape[-2],
-        k.shape[-2],
-        q.shape[-1],
-        v.shape[-1],
+        sizes["h"],
+        sizes["g"],
+        sizes["d"],
+        sizes["e"],
         terms.softcap is not None,
         terms.alibi_slopes is not None,
         terms.sinks is not None,
         terms.key_starts is not None or terms.key_ends is not None,
         terms.dropout_p > 0,
-        grad,
+        grad and torch.is_grad_enabled(),
         lse,
         strided,
         None if kv is None else kv.layout,
@@ -98,16 +107,12 @@ def describe(
 
 
 def _arch(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 def _check_view(kv: KVView, device: torch.device, dtype: torch.dtype) -> None:
     if kv.layout.dtype != dtype:
-        raise TypeError(
-            f"q: expected {kv.layout.dtype} like the cache, got {dtype}; cast it, or make the cache in {dtype}"
-        )
+        raise TypeError(f"q: expected {kv.layout.dtype} like the cache, got {dtype}; cast it, or the cache's layout")
     if kv.k.device != device:
         raise ValueError(f"kv: expected device {device} like q, got {kv.k.device}")

@@ -10,6 +10,8 @@ from .shapes import bind
 
 TENSORS = ("alibi_slopes", "sinks", "key_starts", "key_ends", "cu_seqlens_q", "cu_seqlens_k", "dropout_seed")
 
+_NO_TENSORS = (None,) * 6
+
 
 class Terms(NamedTuple):
     """The terms of a call, as :func:`attnlib.attention` and its siblings describe them."""
@@ -41,12 +43,12 @@ def check(terms: Terms, sizes: dict[str, int], device: torch.device) -> Terms:
         _positive("scale", scale)
     if terms.softcap is not None:
         _positive("softcap", terms.softcap)
-    if any(x is not None for x in terms[2:8]):
+    if terms[2:8] != _NO_TENSORS:
         _check_tensors(terms, sizes)
     seed = terms.dropout_seed
-    if seed is not None or terms.dropout_p:
+    if seed is not None or terms.dropout_p != 0:
         seed = _seed(terms, device)
-    return terms._replace(scale=scale, dropout_seed=seed)
+    return Terms(scale, *terms[1:8], seed, *terms[9:])
 
 
 def _positive(name: str, value: float) -> None:

@@ -26,18 +26,18 @@ def all_finite(causal: bool, *tensors: Tensor) -> bool:
     return not causal or all(math.isfinite(x.sum().item()) for x in tensors)
 
 
-def forward(part: Part, k: Tensor, v: Tensor, causal: bool, scale: float, out: Tensor, lse: Tensor) -> None:
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The output ``[b, s, h, d]`` and the LSE ``[b, h, s]``, contiguous."""
     solve = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    o, m = solve(*_heads_first(part.q, k, v), 0.0, causal, scale=scale)
-    out.copy_(o.transpose(1, 2))
-    lse.copy_(m)
+    out, lse = solve(*_heads_first(q, k, v), 0.0, causal, scale=scale)
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
-def backward(saved: tuple[Tensor, ...], causal: bool, scale: float, into: tuple[Tensor, ...]) -> None:
+def backward(tensors: tuple[Tensor, ...], lse: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, contiguous, from dout, q, k, v and out ``[b, s, h, d]``."""
     solve = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    *tensors, lse = saved
-    for target, grad in zip(into, solve(*_heads_first(*tensors), lse, 0.0, causal, scale=scale), strict=True):
-        target.copy_(grad.transpose(1, 2))
+    grads = solve(*_heads_first(*tensors), lse, 0.0, causal, scale=scale)
+    return tuple(grad.transpose(1, 2).contiguous() for grad in grads)
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:

@@ -157,17 +157,19 @@ class _Span(NamedTuple):
 
 def _forward(q, k, v, *extras):
     x = _Extras(*extras)
+    rule = x.rule()
+    if (causal := _fused_whole(q, k, v, x, rule, needs=(v,))) is not None:
+        return _fused.forward(q, k, v, causal, rule.scale)
     out, lse = _outputs(q, v)
     out.zero_()
     lse.fill_(-torch.inf)
-    rule = x.rule()
     q4, k4, v4, out4, lse3 = _batched(x, q, k, v, out, lse)
     for span in _spans(q4, k4, x):
         part, keys, values = _part(q4, k4, v4, span, x)
         out_part, lse_part = out4[span.batch, span.rows], lse3[span.batch, :, span.rows]
         causal = _fused.causality(part, rule, values)
         if causal is not None and _fused.all_finite(causal, values):
-            _fused.forward(part, keys, values, causal, rule.scale, out_part, lse_part)
+            _into((out_part, lse_part), _fused.forward(part.q, keys, values, causal, rule.scale))
         else:
             _tiles.forward(part, rule, out_part, lse_part)
     return out, lse
@@ -175,6 +177,10 @@ def _forward(q, k, v, *extras):
 
 def _backward(dout, dlse, out, lse, q, k, v, *extras):
     x = _Extras(*extras)
+    rule = x.rule()
+    causal = _fused_whole(q, k, v, x, rule, needs=(q, k, v, dout)) if dlse is None else None
+    if causal is not None:
+        return *_fused.backward((dout, q, k, v, out), lse, causal, rule.scale), lse.new_empty(0), lse.new_empty(0)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     # Rows that saw nothing have lse = -inf; +inf makes every probability of theirs 0.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
@@ -182,7 +188,6 @@ def _backward(dout, dlse, out, lse, q, k, v, *extras):
     if dlse is not None:
         delta = delta - dlse
     dslopes = lse.new_zeros(q.shape[0] if x.cu_q is None else x.cu_q.shape[0] - 1, q.shape[-2])
-    rule = x.rule()
     q4, k4, v4, out4, dout4, lse3, delta3, dq4, dk4, dv4 = _batched(x, q, k, v, out, dout, lse, delta, dq, dk, dv)
     for span in _spans(q4, k4, x):
         part, keys, values = _part(q4, k4, v4, span, x)
@@ -190,8 +195,8 @@ def _backward(dout, dlse, out, lse, q, k, v, *extras):
         into = (dq4[at], dk4[span.batch, span.keys], dv4[span.batch, span.keys])
         causal = None if dlse is not None else _fused.causality(part, rule, values)
         if causal is not None and _fused.all_finite(causal, part.q, keys, values, dout4[at]):
-            saved = (dout4[at], part.q, keys, values, out4[at], lse3[of_rows])
-            _fused.backward(saved, causal, rule.scale, (into[0], *(grad[:, part.low :] for grad in into[1:])))
+            grads = _fused.backward((dout4[at], part.q, keys, values, out4[at]), lse3[of_rows], causal, rule.scale)
+            _into((into[0], *(grad[:, part.low :] for grad in into[1:])), grads)
         else:
             wide_k, wide_v = (torch.zeros(grad.shape, dtype=lse.dtype, device=q.device) for grad in into[1:])
             here = dslopes[span.sequence : span.sequence + part.q.shape[0]]
@@ -199,6 +204,20 @@ def _backward(dout, dlse, out, lse, q, k, v, *extras):
             into[1].copy_(wide_k)
             into[2].copy_(wide_v)
     return dq, dk, dv, _slopes_grad(x.slopes, dslopes), _sinks_grad(x.sinks, lse, delta)
+
+
+def _fused_whole(q: Tensor, k: Tensor, v: Tensor, x: _Extras, rule: Rule, *, needs: tuple[Tensor, ...]) -> bool | None:
+    """The fused attention's ``is_causal`` if it solves a dense call in one piece, else None."""
+    if any(t is not None for t in (x.slopes, x.sinks, x.starts, x.ends, x.cu_q)):
+        return None
+    s, t = q.shape[1], k.shape[1]
+    causal = _fused.causality(Part(q, None, 0, t, k.shape[2], t - s), rule, v)
+    return causal if causal is not None and _fused.all_finite(causal, *needs) else None
+
+
+def _into(targets: tuple[Tensor, ...], sources: tuple[Tensor, ...]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _batched(x: _Extras, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -314,7 +333,7 @@ def _cached(
         out_part, lse_part = out4[at, rows], lse3[at, :, rows]
         causal = None if view is None else _fused.causality(part, rule, view[1])
         if causal is not None and _fused.all_finite(causal, view[1]):
-            _fused.forward(part, *view, causal, rule.scale, out_part, lse_part)
+            _into((out_part, lse_part), _fused.forward(part.q, *view, causal, rule.scale))
         else:
             _tiles.forward(part, rule, out_part, lse_part)
     return out, lse
