@@ -4,7 +4,9 @@ Start with ``mask.py`` (which keys a query sees) and ``functional.py`` (attentio
 (what a cache stores) and ``layers/gqa.py`` (a layer that uses all of it). ``docs/tour.md`` follows a tensor through.
 """
 
-from .cache import CacheFullError, KVCache, KVLayout, KVView
+from .cache.kv_cache import KVCache
+from .cache.layout import KVLayout, KVView
+from .cache.pages import CacheFullError
 from .dispatch import Explanation, SlowPathWarning
 from .functional import (
     attention,

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from inspect import signature
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .cache.layout import KVView
-from .dispatch import Explanation, cache_writer, explanation, select
+from .dispatch import Backend, Explanation, cache_writer, explanation, select
 from .mask import Mask
 from .rope import Angles, rotate
 from .shapes import bind
-from .spec import describe
+from .spec import AttentionSpec, describe
 from .terms import Terms, check
 
 
@@ -239,23 +240,42 @@ def explain(call: Callable, *args, **kwargs) -> Explanation:
     terms = Terms(**{name: given[name] for name in Terms._fields if name in given})
     lse = call.__name__.endswith("_with_lse")
     if doors[call] == "cached":
-        spec = _prepare_cached(given["q"], given["kv"], given["mask"], terms, lse=lse)[1]
+        spec = _describe_cached(given["q"], given["kv"], given["mask"], terms, lse=lse)[1]
     else:
-        spec = _prepare(doors[call], given["q"], given["k"], given["v"], given["mask"], terms, lse=lse)[3]
+        spec = _describe(doors[call], given["q"], given["k"], given["v"], given["mask"], terms, lse=lse)[3]
     return explanation(spec, given["backend"])
 
 
+class Prepared(NamedTuple):
+    """A call that has come through the door: cast, bound, described, and given to a backend."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: AttentionSpec
+    terms: Terms
+    backend: Backend
+
+
+def prepare(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, name: str | None, *, lse: bool
+) -> Prepared:
+    """The door of dense and packed calls: checks everything and chooses, without computing."""
+    q, k, v, spec, terms = _describe(kind, q, k, v, mask, terms, lse=lse)
+    return Prepared(q, k, v, spec, terms, select(spec, name))
+
+
 def _attend(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, name: str | None, *, lse: bool):
-    q, k, v, spec, terms = _prepare(kind, q, k, v, mask, terms, lse=lse)
-    return select(spec, name).attention(q, k, v, spec, terms)
+    q, k, v, spec, terms, backend = prepare(kind, q, k, v, mask, terms, name, lse=lse)
+    return backend.attention(q, k, v, spec, terms)
 
 
 def _attend_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, name: str | None, *, lse: bool):
-    q, spec, terms = _prepare_cached(q, kv, mask, terms, lse=lse)
+    q, spec, terms = _describe_cached(q, kv, mask, terms, lse=lse)
     return select(spec, name).cached_attention(q, kv, spec, terms)
 
 
-def _prepare(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, lse: bool):
+def _describe(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, lse: bool):
     """Bind, check and describe a call on tensors."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.is_nested:
@@ -270,7 +290,7 @@ def _prepare(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Term
     return q, k, v, describe(kind, (("q", q), ("k", k), ("v", v)), sizes, mask, terms, lse=lse), terms
 
 
-def _prepare_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, *, lse: bool):
+def _describe_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, *, lse: bool):
     """Bind, check and describe a call on a cache."""
     layout, b, width = kv.layout, kv.lengths.shape[0], kv.layout.dim + kv.layout.tail
     sizes = bind(("q", q, "bshd" if kv.cu_seqlens_q is None else "shd"), known={"b": b, "d": width})

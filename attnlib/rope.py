@@ -1,45 +1,109 @@
 """Rotary position embeddings: a frozen description (Rope), computed angles (Angles), and the rotation."""
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Positions divided by ``factor``."""
+    """Positions divided by ``factor`` (Chen et al., 2023, arXiv 2306.15595).
+
+    Raises:
+        TypeError: ``factor`` is not a number.
+        ValueError: ``factor`` is below 1.
+    """
 
     factor: float
+
+    def __post_init__(self):
+        _check_number("Linear.factor", self.factor, least=1)
 
 
 @dataclass(frozen=True, slots=True)
 class NTK:
-    """A fixed NTK-aware base: ``theta * factor ** (dim / (dim - 2))``."""
+    """A fixed NTK-aware base: ``theta * factor ** (dim / (dim - 2))``.
+
+    The slowest pair turns ``factor`` times slower and the fastest one as before.
+
+    Raises:
+        TypeError: ``factor`` is not a number.
+        ValueError: ``factor`` is below 1.
+    """
 
     factor: float
+
+    def __post_init__(self):
+        _check_number("NTK.factor", self.factor, least=1)
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicNTK:
-    """An NTK-aware base that grows with the length; needs an explicit length, and no cache can use it."""
+    """An NTK-aware base that grows with the length; needs an explicit length, and no cache can use it.
+
+    Up to ``original_max_position`` (``max_position_embeddings`` of a Hugging Face config) nothing is scaled; at a
+    greater length it is ``NTK(factor * length / original_max_position - (factor - 1))``. Angles of different lengths
+    do not mix, so keys rotated at one length are wrong at the next.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: ``factor`` is below 1, or ``original_max_position`` is not positive.
+    """
 
     factor: float
     original_max_position: int
 
+    def __post_init__(self):
+        _check_number("DynamicNTK.factor", self.factor, least=1)
+        _check_count("DynamicNTK.original_max_position", self.original_max_position)
+
 
 @dataclass(frozen=True, slots=True)
 class Llama3:
-    """Llama-3.1 scaling: low frequencies divided by ``factor``, high ones kept, a smooth step between."""
+    """Llama-3.1 scaling: low frequencies divided by ``factor``, high ones kept, a smooth step between.
+
+    A pair is low when it turns less than ``low_freq_factor`` times over ``original_max_position`` positions, and high
+    when it turns more than ``high_freq_factor`` times.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field is out of range, or ``high_freq_factor`` is not above ``low_freq_factor``.
+    """
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position: int
 
+    def __post_init__(self):
+        _check_number("Llama3.factor", self.factor, least=1)
+        _check_number("Llama3.low_freq_factor", self.low_freq_factor, above=0)
+        _check_number("Llama3.high_freq_factor", self.high_freq_factor, above=0)
+        _check_count("Llama3.original_max_position", self.original_max_position)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"Llama3.high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, "
+                f"got {self.high_freq_factor}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class YaRN:
-    """YaRN (Peng et al., 2023, arXiv 2309.00071), with DeepSeek's two mscale numbers."""
+    """YaRN (Peng et al., 2023, arXiv 2309.00071), with DeepSeek's two mscale numbers.
+
+    Pairs that turn more than ``beta_fast`` (the paper's beta) times over ``original_max_position`` (L) positions are
+    kept, those that turn less than ``beta_slow`` (alpha) times are divided by ``factor`` (s), with a ramp between;
+    ``truncate`` rounds the ends of the ramp outward to whole pairs. ``Rope.amplitude`` is the paper's ``sqrt(1 / t)``,
+    or ``attention_factor`` when that is given. As in Hugging Face configs an mscale of 0 counts as missing,
+    ``Rope.amplitude`` reads the two mscale numbers only when both are there, and ``Rope.latent_scale`` reads only
+    ``mscale_all_dim``.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field is out of range, or ``beta_fast`` is below ``beta_slow``.
+    """
 
     factor: float
     original_max_position: int
@@ -50,49 +114,272 @@ class YaRN:
     mscale_all_dim: float | None = None
     truncate: bool = True
 
+    def __post_init__(self):
+        _check_number("YaRN.factor", self.factor, least=1)
+        _check_count("YaRN.original_max_position", self.original_max_position)
+        _check_number("YaRN.beta_fast", self.beta_fast, above=0)
+        _check_number("YaRN.beta_slow", self.beta_slow, above=0)
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(f"YaRN.beta_fast: expected at least beta_slow={self.beta_slow}, got {self.beta_fast}")
+        if self.attention_factor is not None:
+            _check_number("YaRN.attention_factor", self.attention_factor, above=0)
+        for name, value in (("mscale", self.mscale), ("mscale_all_dim", self.mscale_all_dim)):
+            if value is not None:
+                _check_number(f"YaRN.{name}", value, least=0)
+        if not isinstance(self.truncate, bool):
+            raise TypeError(f"YaRN.truncate: expected a bool, got {self.truncate!r}")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Angles:
-    """Cosines and sines fp32 ``[..., p / 2]``, and whether the pairs they turn are interleaved."""
+    """Cosines and sines fp32 ``[..., p / 2]``, and whether the pairs they turn are interleaved.
+
+    Channels ``(c, c + p / 2)`` form a pair in the half layout, ``(2c, 2c + 1)`` in the interleaved one. Two Angles are
+    equal only when they are the same object.
+
+    Raises:
+        TypeError: cos or sin is not fp32.
+        ValueError: their shapes differ.
+    """
 
     cos: Tensor
     sin: Tensor
     interleaved: bool
 
+    def __post_init__(self):
+        if self.cos.dtype != torch.float32 or self.sin.dtype != torch.float32:
+            raise TypeError(f"angles: expected fp32 cos and sin, got {self.cos.dtype} and {self.sin.dtype}")
+        if self.cos.shape != self.sin.shape or self.cos.ndim == 0:
+            raise ValueError(
+                f"angles: expected cos and sin of one shape [..., p / 2], got {tuple(self.cos.shape)} "
+                f"and {tuple(self.sin.shape)}"
+            )
+
     @property
     def convention(self) -> str:
         """What a cache must not mix: the pairing and the rotated width, as ``half:64`` or ``interleaved:64``."""
-        raise NotImplementedError
+        return f"{'interleaved' if self.interleaved else 'half'}:{2 * self.cos.shape[-1]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotation of the first ``dim`` channels of a head by its position."""
+    """Rotation of the first ``dim`` channels of a head by its position (Su et al., 2021, arXiv 2104.09864).
+
+    Pair ``c`` of a token at position ``i`` (the paper's ``m``) turns by ``i * theta ** (-2 * c / dim)``, slowed by
+    ``scaling``. A Rope holds numbers and no tensors: angles are computed when asked for, at any position, on the device
+    of the positions, so there is no table to outgrow, to move or to share between inference and training.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: ``dim`` is odd or not positive, or ``theta`` not positive and finite, or too small for the scaling.
+
+    >>> rope = Rope(dim=64, theta=500_000.0, scaling=Llama3(8.0, 1.0, 4.0, original_max_position=8192))
+    >>> rope.angles(torch.arange(10)).convention
+    'half:64'
+    """
 
     dim: int
     theta: float = 10_000.0
     scaling: Linear | NTK | DynamicNTK | Llama3 | YaRN | None = None
     interleaved: bool = False
 
+    def __post_init__(self):
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int):
+            raise TypeError(f"rope.dim: expected an int, got {self.dim!r}")
+        if self.dim < 2 or self.dim % 2:
+            raise ValueError(f"rope.dim: expected a positive even number of channels, got {self.dim}")
+        _check_number("rope.theta", self.theta, above=0)
+        if not isinstance(self.scaling, Linear | NTK | DynamicNTK | Llama3 | YaRN | None):
+            raise TypeError(
+                f"rope.scaling: expected Linear, NTK, DynamicNTK, Llama3, YaRN or None, got {self.scaling!r}"
+            )
+        if not isinstance(self.interleaved, bool):
+            raise TypeError(f"rope.interleaved: expected a bool, got {self.interleaved!r}")
+        if isinstance(self.scaling, NTK | DynamicNTK) and self.dim == 2:
+            raise ValueError("rope.dim: expected at least 4 channels with an NTK scaling (one pair has no base), got 2")
+        if isinstance(self.scaling, YaRN) and self.theta <= 1:
+            raise ValueError(f"rope.theta: expected more than 1 with YaRN, got {self.theta}")
+
     @property
     def amplitude(self) -> float:
-        """The factor that YaRN puts on both rotated q and rotated k (1 without YaRN): scores of rotated channels carry its square."""
-        raise NotImplementedError
+        """The factor that YaRN puts on both rotated q and rotated k (1 without YaRN).
+
+        Angles do not contain it. Scores of rotated channels carry its square: a layer that rotates whole heads
+        multiplies ``scale`` by ``amplitude ** 2``, and one that rotates a part of them multiplies the rotated channels
+        of q by it, so that stored keys are free of it. Hugging Face multiplies cos and sin by ``amplitude``.
+        """
+        scaling = self.scaling
+        if not isinstance(scaling, YaRN):
+            return 1.0
+        if scaling.attention_factor is not None:
+            return scaling.attention_factor
+        if scaling.mscale and scaling.mscale_all_dim:
+            return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
+        return _mscale(scaling.factor, 1.0)
 
     @property
     def latent_scale(self) -> float:
-        """DeepSeek's factor on the whole softmax scale: ``mscale(factor, mscale_all_dim) ** 2``, else 1."""
-        raise NotImplementedError
+        """DeepSeek's factor on the whole softmax scale: ``mscale(factor, mscale_all_dim) ** 2``, else 1.
+
+        It scales rotated and unrotated channels alike, and comes on top of ``amplitude``.
+        """
+        if isinstance(self.scaling, YaRN) and self.scaling.mscale_all_dim:
+            return _mscale(self.scaling.factor, self.scaling.mscale_all_dim) ** 2
+        return 1.0
 
     def inverse_frequencies(self, *, length: int | None = None, device=None) -> Tensor:
-        """fp32 ``[dim / 2]`` under every scaling rule."""
-        raise NotImplementedError
+        """The angle per position of each pair, fp32 ``[dim / 2]``, under every scaling rule.
+
+        The numbers are the same on every device, and those of Hugging Face transformers on a CPU to within 4 units in
+        the last place (nearly all are equal).
+
+        Raises:
+            TypeError: ``length`` is not an int.
+            ValueError: ``length`` is missing with DynamicNTK, or given without it.
+        """
+        scaling = self.scaling
+        exponents = _quotient(torch.arange(0, self.dim, 2, dtype=torch.float32, device=device), self.dim)
+        # fp32 powers and quotients differ by units in the last place between devices and compilers, and position
+        # 100_000 turns one such unit into 0.01 radian; taken in fp64 they are rounded to the same fp32 everywhere.
+        wavelengths = (self._base(length) ** exponents.double()).float()
+        frequencies = (1.0 / wavelengths.double()).float()
+        if isinstance(scaling, Linear):
+            return _quotient(frequencies, scaling.factor)
+        if isinstance(scaling, Llama3):
+            turns = scaling.original_max_position / (2 * math.pi / frequencies)
+            kept = _quotient(turns - scaling.low_freq_factor, scaling.high_freq_factor - scaling.low_freq_factor)
+            kept = kept.clamp(0, 1)
+            return _quotient((1 - kept) * frequencies, scaling.factor) + kept * frequencies
+        if isinstance(scaling, YaRN):
+            low, high = _yarn_ramp(self, scaling)
+            pairs = torch.arange(self.dim // 2, dtype=torch.float32, device=device)
+            kept = 1 - _quotient(pairs - low, high - low).clamp(0, 1)
+            return 1.0 / (scaling.factor * wavelengths) * (1 - kept) + frequencies * kept
+        return frequencies
 
     def angles(self, positions: Tensor, *, length: int | None = None) -> Angles:
-        """The angles at integer ``positions`` of any shape, computed in fp32; a pure rotation, without amplitude."""
-        raise NotImplementedError
+        """The angles at integer ``positions`` of any shape, computed in fp32; a pure rotation, without amplitude.
+
+        ``length`` is the length that DynamicNTK scales for, at least one more than the greatest position; every other
+        rule refuses it. Negative positions turn backwards. A phase is an fp32 product, so its error is about
+        ``position * 2 ** -24`` radian, and positions beyond ``2 ** 24`` are rounded.
+
+        Raises:
+            TypeError: positions are not integers, or ``length`` is not an int.
+            ValueError: ``length`` is missing with DynamicNTK, or given without it.
+        """
+        if not isinstance(positions, Tensor):
+            raise TypeError(f"positions: expected an integer tensor, got {type(positions).__name__}")
+        if positions.dtype == torch.bool or positions.is_floating_point() or positions.is_complex():
+            raise TypeError(
+                f"positions: expected an integer tensor, got {positions.dtype}; cast it with positions.long()"
+            )
+        frequencies = self.inverse_frequencies(length=length, device=positions.device)
+        phases = positions.float().unsqueeze(-1) * frequencies
+        return Angles(phases.cos(), phases.sin(), self.interleaved)
+
+    def _base(self, length: int | None) -> float:
+        """``theta`` as the NTK rules change it."""
+        factor = self._ntk_factor(length)
+        return self.theta if factor is None else self.theta * factor ** (self.dim / (self.dim - 2))
+
+    def _ntk_factor(self, length: int | None) -> float | None:
+        scaling = self.scaling
+        if not isinstance(scaling, DynamicNTK):
+            if length is not None:
+                raise ValueError(f"length: only DynamicNTK depends on it, and scaling={scaling}; leave length out")
+            return scaling.factor if isinstance(scaling, NTK) else None
+        if length is None:
+            raise ValueError(
+                "length: DynamicNTK needs the length that the angles are for, got None; "
+                "compute rope.angles(positions, length=n) and give the Angles to the layer"
+            )
+        if isinstance(length, bool) or not isinstance(length, int | torch.SymInt):
+            raise TypeError(f"length: expected an int, got {length!r}")
+        original = scaling.original_max_position
+        return scaling.factor * max(length, original) / original - (scaling.factor - 1)
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """``x`` ``[..., h, d]`` with its first ``p`` channels rotated by angles ``[..., p / 2]``; the rest pass through."""
-    raise NotImplementedError
+    """``x`` ``[..., h, d]`` with its first ``p`` channels rotated by angles ``[..., p / 2]``; the rest pass through.
+
+    Leading dimensions of the angles are those of x, from the right: ``[b, s, h, d]`` takes ``[b, s, p / 2]``,
+    ``[1, s, p / 2]`` and ``[s, p / 2]``; packed ``[t, h, d]`` takes ``[t, p / 2]``. The result keeps x's dtype and
+    pairing (transformers' interleaved rotation returns the half layout instead). Computed in fp32, or for fp64 x in
+    fp64 with the fp32 angles.
+
+    Raises:
+        TypeError: x is not fp16, bf16, fp32 or fp64.
+        ValueError: more channels rotate than x has, or the leading dimensions do not match.
+
+    >>> x = torch.randn(2, 5, 8, 96)
+    >>> rotate(x, Rope(dim=64).angles(torch.arange(5))).shape
+    torch.Size([2, 5, 8, 96])
+    """
+    _check_rotation(x, angles)
+    half = angles.cos.shape[-1]
+    axis, pairs = (-1, (half, 2)) if angles.interleaved else (-2, (2, half))
+    first, second = x[..., : 2 * half].unflatten(-1, pairs).unbind(axis)
+    cos, sin = angles.cos.unsqueeze(-2), angles.sin.unsqueeze(-2)
+    # fp16 and bf16 need no cast: a product with an fp32 tensor is computed in fp32.
+    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), axis).flatten(-2).to(x.dtype)
+    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
+
+
+def _check_rotation(x: Tensor, angles: Angles):
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"x: expected fp16, bf16, fp32 or fp64, got {x.dtype}")
+    width = 2 * angles.cos.shape[-1]
+    if x.ndim < 2 or width > x.shape[-1]:
+        raise ValueError(
+            f"x: expected [..., h, d] with d >= {width}, the channels that the angles rotate, got {tuple(x.shape)}; "
+            "make Rope(dim=...) at most the head dimension"
+        )
+    tokens, given = x.shape[:-2], angles.cos.shape[:-1]
+    # Only leading dimensions may be absent or 1: one position for a whole sequence is a mistake more often than meant.
+    fits = len(given) <= len(tokens) and given[-1:] == tokens[-1:]
+    if not fits or any(n not in (1, m) for n, m in zip(reversed(given), reversed(tokens), strict=False)):
+        raise ValueError(
+            f"angles: expected cos {[*tokens, width // 2]} (batch may be 1 or absent) for x {tuple(x.shape)}, "
+            f"got {tuple(angles.cos.shape)}; compute them from positions [b, s], [s] or, for packed x, [t]"
+        )
+
+
+def _quotient(x: Tensor, divisor: float) -> Tensor:
+    """fp32 ``x`` over ``divisor`` rounded to fp32, rounded once: a GPU would multiply by a rounded reciprocal."""
+    return (x.double() / torch.full_like(x, divisor).double()).float()
+
+
+def _mscale(factor: float, weight: float) -> float:
+    """YaRN's ``sqrt(1 / t)`` (its equation 22), with DeepSeek's weight on the logarithm."""
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn_ramp(rope: Rope, yarn: YaRN) -> tuple[float, float]:
+    """The pair up to which frequencies are kept and the pair from which they are divided by the factor."""
+
+    def pair(turns: float) -> float:
+        """The (fractional) pair that turns so many times over the original positions."""
+        return rope.dim * math.log(yarn.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    # dim - 1 and not the last pair: every published checkpoint was trained with this bound.
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    return low, high + 0.001 if low == high else high
+
+
+def _check_number(name: str, value: float, *, least: float = -math.inf, above: float = -math.inf):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if not (math.isfinite(value) and value >= least and value > above):
+        bound = f"of at least {least}" if math.isfinite(least) else f"above {above}"
+        raise ValueError(f"{name}: expected a finite number {bound}, got {value}")
+
+
+def _check_count(name: str, value: int):
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")

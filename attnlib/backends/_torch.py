@@ -180,7 +180,7 @@ def _backward(dout, dlse, out, lse, q, k, v, *extras):
     rule = x.rule()
     causal = _fused_whole(q, k, v, x, rule, needs=(q, k, v, dout)) if dlse is None else None
     if causal is not None:
-        return *_fused.backward((dout, q, k, v, out), lse, causal, rule.scale), lse.new_empty(0), lse.new_empty(0)
+        return *_fused.backward(dout, q, k, v, out, lse, causal, rule.scale), lse.new_empty(0), lse.new_empty(0)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     # Rows that saw nothing have lse = -inf; +inf makes every probability of theirs 0.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
@@ -195,7 +195,8 @@ def _backward(dout, dlse, out, lse, q, k, v, *extras):
         into = (dq4[at], dk4[span.batch, span.keys], dv4[span.batch, span.keys])
         causal = None if dlse is not None else _fused.causality(part, rule, values)
         if causal is not None and _fused.all_finite(causal, part.q, keys, values, dout4[at]):
-            grads = _fused.backward((dout4[at], part.q, keys, values, out4[at]), lse3[of_rows], causal, rule.scale)
+            tensors = (dout4[at], part.q, keys, values, out4[at], lse3[of_rows])
+            grads = _fused.backward(*tensors, causal, rule.scale)
             _into((into[0], *(grad[:, part.low :] for grad in into[1:])), grads)
         else:
             wide_k, wide_v = (torch.zeros(grad.shape, dtype=lse.dtype, device=q.device) for grad in into[1:])

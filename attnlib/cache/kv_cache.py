@@ -1,58 +1,47 @@
 """The KV cache of a model: planes of pages per layer, and steps that append to them as transactions."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
-from ..rope import Angles
-from .layout import KVLayout, KVView
-from .pages import Handle
+from ..functional import copy_pages
+from .book import Book, Freed, Request, check_count
+from .layer_cache import LayerCache as LayerCache
+from .layout import KVLayout
+from .pages import Handle, Plan
+from .step import StepBuffers
 
-
-class LayerCache:
-    """One layer's part of a cache: what an attention layer appends to and reads.
-
-    The same object is handed out at every step, so that a model compiles once. ``prefill`` says whether some
-    sequence gets more than 16 tokens in this step; ``history`` is the longest length before the step rounded up
-    to a power of two (0 if none), to be read only when ``prefill``; ``positions`` are the rotary positions of the
-    step's tokens, int32 ``[b, s]`` dense or ``[t]`` packed.
-    """
-
-    layout: KVLayout
-    prefill: bool
-    history: int
-    positions: Tensor
-
-    def append(self, k: Tensor, v: Tensor | None = None, *, angles: Angles | None = None) -> KVView:
-        """Write this step's keys and values and return the view that includes them.
-
-        ``k`` is ``[b, s, g, d]`` or packed ``[t, g, d]``, unrotated when ``angles`` are given; for latent storage
-        ``append(latent, k_rope)`` takes ``[..., r]`` and ``[..., p]`` (``k_rope`` None when the layout has no tail) and ``angles`` rotate
-        ``k_rope``. Writes the planes in place; calling twice in a step overwrites the same slots.
-
-        Raises:
-            RuntimeError: outside a step, in a ``read``, or with another rotary convention than the first append.
-            ValueError, TypeError: shapes, dtype or device differ from the layout's.
-            NotImplementedError: a gradient would have to flow through the cache.
-        """
-        raise NotImplementedError
-
-    def view(self) -> KVView:
-        """What is stored now, with this step's query counts: for cross-attention in a ``read``."""
-        raise NotImplementedError
+PREFILL = 16  # tokens; a step that gives some sequence more is a prefill
 
 
 class KVCache:
-    """Keys and values of many sequences over many layers, contiguous or paged.
+    """Keys and values of many sequences over many layers, contiguous or paged; made by one of these two methods.
 
     A contiguous cache is a paged cache with one page per sequence. Layers with equal window share one ledger and table.
+    It is for one thread and one CUDA stream. With ``ATTNLIB_CHECK=1`` in the environment when it is made, free pages
+    are filled with NaN (int8: -128), so that a stale read shows.
 
     >>> cache = KVCache.paged([layer.kv_layout], pages=64, page_size=16, max_sequences=4)
     >>> first, second = cache.admit(2)
     >>> with cache.step({first: 5, second: 3}) as layers: out = layer(x, kv=layers[0])  # x: [8, m]
     """
+
+    def __init__(self, layouts: Sequence[KVLayout], book: Book, page_size: int, device: torch.device | str | None):
+        self.layouts = tuple(layouts)
+        self.page_size = page_size
+        self._book = book
+        self._poisons = os.environ.get("ATTNLIB_CHECK") == "1"
+        self._open: str | None = None  # "step" or "read", while inside one
+        self._prepared: tuple | None = None  # the shape of step that the layers are prepared for
+        with torch.inference_mode(False), torch.no_grad():  # what inference mode makes cannot be written outside it
+            device = torch.empty(0, device=device).device
+            self._buffers = StepBuffers(book, page_size, device)
+            self._layers = tuple(
+                LayerCache(layout, book.ledgers[layout.window].total, page_size, device) for layout in self.layouts
+            )
+        self._poison([(window, range(ledger.total)) for window, ledger in book.ledgers.items()])
 
     @classmethod
     def contiguous(
@@ -63,8 +52,17 @@ class KVCache:
         max_length: int,
         device: torch.device | str | None = None,
     ) -> "KVCache":
-        """A cache with one row of ``max_length`` tokens per sequence."""
-        raise NotImplementedError
+        """A cache with one row of ``max_length`` tokens per sequence.
+
+        Raises:
+            ValueError, TypeError: a size is not a positive int, or there is no layout.
+        """
+        windows = _windows(layouts)
+        check_count("max_sequences", max_sequences, least=1)
+        check_count("max_length", max_length, least=1)
+        rows = dict.fromkeys(windows, max_sequences)
+        book = Book(rows, max_length, max_sequences=max_sequences, max_length=max_length)
+        return cls(layouts, book, max_length, device)
 
     @classmethod
     def paged(
@@ -83,45 +81,207 @@ class KVCache:
         ``pages`` counts the pages of each window class (a mapping from window to count sets them apart).
         ``max_length`` bounds one sequence and so the table's width; None means as long as all pages.
         ``rollback`` tokens stay reachable for ``truncate`` behind a window.
+
+        Raises:
+            ValueError, TypeError: a size is not a positive int, ``page_size`` is no power of two, there is no layout,
+                or the windows in ``pages`` are not those of the layouts.
         """
-        raise NotImplementedError
+        windows = _windows(layouts)
+        pages = dict(pages) if isinstance(pages, Mapping) else dict.fromkeys(windows, pages)
+        if set(pages) != set(windows):
+            raise ValueError(f"pages: expected a count for each window of {windows}, got {pages}")
+        for count in pages.values():
+            check_count("pages", count, least=1)
+        check_count("page_size", page_size, least=1)
+        if page_size & (page_size - 1):
+            raise ValueError(f"page_size: expected a power of two, got {page_size}")
+        check_count("max_sequences", max_sequences, least=1)
+        if max_length is None:
+            max_length = max(pages.values()) * page_size
+        check_count("max_length", max_length, least=1)
+        check_count("rollback", rollback)
+        book = Book(pages, page_size, max_sequences=max_sequences, max_length=max_length, rollback=rollback)
+        return cls(layouts, book, page_size, device)
 
     def admit(self, n: int = 1, *, left_padding: Sequence[int] | None = None) -> list[Handle]:
         """Start ``n`` empty sequences. ``left_padding[i]`` tokens at the start of the i-th are stored and never seen,
-        and its rotary positions count after them; they must arrive in dense steps."""
-        raise NotImplementedError
+        and its rotary positions count after them; they must arrive in dense steps.
 
-    def step(self, tokens: int | Mapping[Handle, int]) -> AbstractContextManager[Sequence[LayerCache]]:
+        Raises:
+            CacheFullError: there would be more than ``max_sequences``.
+            RuntimeError: inside a step or read.
+        """
+        self._refuse_inside("admit")
+        check_count("n", n)
+        padding = [0] * n if left_padding is None else list(left_padding)
+        if len(padding) != n:
+            raise ValueError(f"left_padding: expected {n} counts, one for each new sequence, got {len(padding)}")
+        return self._book.admit(padding)
+
+    @contextmanager
+    def step(self, tokens: int | Mapping[Handle, int]) -> Iterator[Sequence[LayerCache]]:
         """Append ``tokens`` to every live sequence (int: dense, in admission order) or to those named (mapping: packed,
-        in its order), as a transaction: committed on clean exit, else restored."""
-        raise NotImplementedError
+        in its order), as a transaction: committed on clean exit, else restored.
 
-    def read(self, tokens: int | Mapping[Handle, int]) -> AbstractContextManager[Sequence[LayerCache]]:
-        """Let ``tokens`` queries (as in ``step``) attend to what is stored, changing no length: cross-attention."""
-        raise NotImplementedError
+        A clean exit without any append commits too, since a replayed CUDA graph appends unseen.
+
+        Raises (on entry and before anything is written, if not said otherwise):
+            CacheFullError: pages are missing, or a sequence would grow past ``max_length``.
+            ValueError, TypeError: a count is not an int of at least 0, a handle is not live here, or left padding
+                would arrive packed.
+            RuntimeError: inside another step or read; on exit, when only some layers have appended.
+        """
+        self._refuse_inside("step")
+        request = self._book.request(tokens)
+        conventions = [layer.convention for layer in self._layers]
+        plans = self._book.reserve(request)
+        try:
+            self._show("step", request, plans)
+            self._copy_shared(plans)
+            yield self._layers
+            self._check_complete()
+        except BaseException:
+            self._restore(request, plans, conventions)
+            raise
+        self._close()
+        if conventions != [layer.convention for layer in self._layers]:
+            self._prepared = None  # the next views are to name it
+        self._poison(self._book.commit(plans))
+
+    @contextmanager
+    def read(self, tokens: int | Mapping[Handle, int]) -> Iterator[Sequence[LayerCache]]:
+        """Let ``tokens`` queries (as in ``step``) attend to what is stored, changing no length: cross-attention.
+
+        Raises: what ``step`` raises on entry, except for missing space.
+        """
+        self._refuse_inside("read")
+        request = self._book.request(tokens)
+        try:
+            self._show("read", request, [])
+            yield self._layers
+        finally:
+            self._close()
 
     def fork(self, handle: Handle, n: int = 1) -> list[Handle]:
-        """Start ``n`` sequences that share everything ``handle`` has stored; copied on the first write."""
-        raise NotImplementedError
+        """Start ``n`` sequences that share everything ``handle`` has stored; copied on the first write.
+
+        Raises:
+            CacheFullError: there would be more than ``max_sequences``.
+            ValueError, TypeError: the handle is not live here.
+            RuntimeError: inside a step or read.
+        """
+        self._refuse_inside("fork")
+        check_count("n", n)
+        return self._book.fork(handle, n)
 
     def truncate(self, handle: Handle, length: int) -> None:
-        """Forget all tokens from ``length`` on (speculative rollback)."""
-        raise NotImplementedError
+        """Forget all tokens from ``length`` on (speculative rollback).
+
+        Raises:
+            ValueError, TypeError: the handle is not live here, or ``length`` is not an int from 0 to what is stored.
+            RuntimeError: inside a step or read, or a window has dropped keys that this length needs (see ``rollback``).
+        """
+        self._refuse_inside("truncate")
+        check_count("length", length)
+        self._poison(self._book.truncate(handle, length))
 
     def release(self, *handles: Handle) -> None:
-        """End sequences and free what only they used."""
-        raise NotImplementedError
+        """End sequences and free what only they used.
+
+        Raises:
+            ValueError, TypeError: a handle is not live here or comes twice; then none is released.
+            RuntimeError: inside a step or read.
+        """
+        self._refuse_inside("release")
+        self._poison(self._book.release(handles))
 
     def length(self, handle: Handle) -> int:
         """How many tokens the sequence has stored, left padding included."""
-        raise NotImplementedError
+        return self._book.holding(handle).length
 
     @property
     def nbytes(self) -> int:
         """Bytes of all planes and scales."""
-        raise NotImplementedError
+        return sum(plane.nbytes for layer in self._layers for plane in layer.planes.values())
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages in use, a shared page once."""
-        raise NotImplementedError
+        pages = {window: ledger.used for window, ledger in self._book.ledgers.items()}
+        return sum(pages[layout.window] * self.page_size * layout.token_bytes for layout in self.layouts)
+
+    def _refuse_inside(self, what: str) -> None:
+        if self._open is not None:
+            raise RuntimeError(
+                f"{what}: not inside a {self._open}; leave the `with cache.{self._open}(...)` block first"
+            )
+
+    def _show(self, what: str, request: Request, plans: Sequence[Plan]) -> None:
+        """Bring the buffers up to this step or read, and open the layers for it."""
+        self._open = what
+        longest = max((holding.length for holding in request.holdings), default=0)
+        history = 1 << (longest - 1).bit_length() if longest else 0
+        prefill = max(request.tokens.values(), default=0) > PREFILL
+        self._buffers.update(request, plans)
+        key = (what, len(request.tokens), request.shape)
+        if key != self._prepared:
+            self._prepare(what, request)
+            self._prepared = key
+        for layer in self._layers:
+            layer.open(prefill, history)
+
+    def _prepare(self, what: str, request: Request) -> None:
+        """Cut the buffers to the shape of this step; the next ones of its shape find everything as it is."""
+        shared, windows = self._buffers.cut(request, writing=what == "step")
+        by_window = dict(zip(self._book.ledgers, windows, strict=True))
+        for layer in self._layers:
+            layer.prepare(self.page_size, shared, by_window[layer.layout.window])
+
+    def _copy_shared(self, plans: Sequence[Plan]) -> None:
+        for window, plan in zip(self._book.ledgers, plans, strict=True):
+            pairs = plan.copies
+            for layer in self._layers if pairs else ():
+                if layer.layout.window == window:
+                    copy_pages(layer.view(), pairs)
+
+    def _check_complete(self) -> None:
+        missing = [i for i, layer in enumerate(self._layers) if not layer.appended]
+        if missing and len(missing) < len(self._layers):
+            raise RuntimeError(
+                f"layers {missing} of {len(self._layers)} did not append in this step and the others did; "
+                "the step was undone: call every layer of the cache in each step"
+            )
+
+    def _restore(self, request: Request, plans: Sequence[Plan], conventions: Sequence[str | None]) -> None:
+        """Undo a step, the host's part before the device's."""
+        self._close()
+        for layer, convention in zip(self._layers, conventions, strict=True):
+            layer.convention = convention
+        freed = self._book.restore(plans)
+        self._buffers.forget()
+        self._buffers.update(request, [])
+        self._poison(freed)
+
+    def _close(self) -> None:
+        self._open = None
+        for layer in self._layers:
+            layer.close()
+
+    def _poison(self, freed: Freed) -> None:
+        for window, pages in freed if self._poisons else ():
+            for layer in self._layers if pages else ():
+                if layer.layout.window == window:
+                    layer.poison(pages)
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a KVCache cannot be copied or pickled; fork() a sequence, or make another cache")
+
+
+def _windows(layouts: Sequence[KVLayout]) -> list[int | None]:
+    """The distinct windows of the layouts, each of which gets a ledger."""
+    for layout in layouts:
+        if not isinstance(layout, KVLayout):
+            raise TypeError(f"layouts: expected one KVLayout for each layer, got {type(layout).__name__}")
+    if not layouts:
+        raise ValueError("layouts: expected one KVLayout for each layer, got none")
+    return list(dict.fromkeys(layout.window for layout in layouts))

@@ -75,7 +75,7 @@ class KVLayout:
 
     @property
     def planes(self) -> dict[str, tuple[int, int, torch.dtype]]:
-        """Each stored plane as ``name -> (heads, width, dtype)``; scale planes have width 0, meaning no last dimension."""
+        """Each stored plane as ``name -> (heads, width, dtype)``; a width of 0 (scales) means no last dimension."""
         main = self.store or self.dtype
         planes = {"k": (self.heads, self.dim, main)}
         if self.tail:

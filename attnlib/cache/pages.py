@@ -1,6 +1,8 @@
 """The host-side page ledger: who owns which page. Plain Python, without tensors and without a model."""
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -14,42 +16,231 @@ class Handle:
     __slots__ = ()
 
 
-class Plan(NamedTuple):
-    """What one step reserved: pages to copy before writing, and what to undo."""
+@dataclass(slots=True)
+class Holding:
+    """What one sequence holds: its pages from absolute page ``dropped`` on, and ``length`` stored tokens.
 
-    copies: list[tuple[int, int]]
+    The first ``padding`` tokens are never visible, and ``start`` is the first token that still can be.
+    Between steps the pages are exactly those of the tokens ``[dropped * page_size, length)``.
+    """
+
+    padding: int
+    start: int
+    length: int = 0
+    dropped: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+class Grant(NamedTuple):
+    """A page given to a sequence at an absolute page index; ``source`` is the shared page that it replaces, if any."""
+
+    handle: Handle
+    index: int
+    page: int
+    source: int | None
+
+
+class Plan(NamedTuple):
+    """What one step reserved: its tokens, and the pages given for them in order."""
+
+    tokens: Mapping[Handle, int]
+    grants: Sequence[Grant]
+
+    @property
+    def copies(self) -> list[tuple[int, int]]:
+        """Pages ``(from, to)`` to copy before anything is written."""
+        return [(grant.source, grant.page) for grant in self.grants if grant.source is not None]
 
 
 class PageLedger:
-    """Pages of one window class: free list, reference counts, and each sequence's pages by absolute index."""
+    """Pages of one window class: free list, reference counts, and each sequence's pages by absolute index.
+
+    A page with one owner may be written by it; a shared page is replaced by a copy when a step is to write into it.
+    Between ``reserve`` and ``commit`` or ``restore`` nothing else may be called.
+    """
 
     def __init__(self, pages: int, page_size: int, *, window: int | None = None, rollback: int = 0):
-        raise NotImplementedError
+        self.total = pages
+        self.page_size = page_size
+        self.window = window
+        self.rollback = rollback
+        self._free = list(reversed(range(pages)))  # a stack: low pages first, and the last freed is the next given
+        self._owners = [0] * pages
+        self._holdings: dict[Handle, Holding] = {}
+
+    @property
+    def handles(self) -> list[Handle]:
+        """Live sequences in the order they started."""
+        return list(self._holdings)
+
+    @property
+    def used(self) -> int:
+        """How many pages some sequence holds, a shared page once."""
+        return self.total - len(self._free)
+
+    def holding(self, handle: Handle) -> Holding:
+        """What ``handle`` holds; for reading.
+
+        Raises:
+            ValueError: the handle was released, or belongs to another cache.
+            TypeError: it is no handle at all.
+        """
+        if not isinstance(handle, Handle):
+            raise TypeError(f"handle: expected a Handle from admit() or fork(), got {type(handle).__name__}")
+        holding = self._holdings.get(handle)
+        if holding is None:
+            raise ValueError("handle: not a live sequence of this cache; it was released, or belongs to another cache")
+        return holding
+
+    def holdings(self, handles: Iterable[Handle]) -> list[Holding]:
+        """What each of these live sequences holds; for reading."""
+        return [self._holdings[handle] for handle in handles]
 
     def reserve(self, tokens: Mapping[Handle, int]) -> Plan:
         """Give every sequence the pages its new tokens need, copy-on-write included, or raise and change nothing."""
-        raise NotImplementedError
+        needs = self._needs(tokens)
+        if len(needs) > len(self._free):
+            raise CacheFullError(self._full(len(needs)))
+        grants = [Grant(handle, index, self._free.pop(), source) for handle, index, source in needs]
+        for handle, index, page, source in grants:
+            holding = self._holdings[handle]
+            self._owners[page] = 1
+            if source is None:
+                holding.pages.append(page)
+            else:
+                self._owners[source] -= 1
+                holding.pages[index - holding.dropped] = page
+        return Plan(tokens, grants)
 
-    def commit(self, plan: Plan) -> None:
-        """Keep the reservation, advance lengths, and drop pages that the window cannot reach any more."""
-        raise NotImplementedError
+    def _needs(self, tokens: Mapping[Handle, int]) -> list[tuple[Handle, int, int | None]]:
+        size, needs = self.page_size, []
+        leaving: dict[int, int] = {}  # how many owners of a shared page get their own copy in this very step
+        for handle, n in tokens.items():
+            if n == 0:
+                continue
+            holding = self._holdings[handle]
+            end = holding.dropped + len(holding.pages)
+            if holding.length % size:  # the last page is partial, so the step writes into it
+                page = holding.pages[-1]
+                left = leaving.get(page, 0)
+                if self._owners[page] - left > 1:
+                    needs.append((handle, end - 1, page))
+                    leaving[page] = left + 1
+            if holding.length + n > end * size:
+                needs.extend((handle, index, None) for index in range(end, -(-(holding.length + n) // size)))
+        return needs
 
-    def restore(self, plan: Plan) -> None:
-        """Undo the reservation."""
-        raise NotImplementedError
+    def _full(self, need: int) -> str:
+        pages, free = f"{need} page{'s' if need > 1 else ''}", len(self._free)
+        kind = f"page_size={self.page_size}" + (f", window={self.window}" if self.window else "")
+        return (
+            f"the step needs {pages} and {free} {'is' if free == 1 else 'are'} free ({kind}); "
+            "release() a sequence or make the cache larger"
+        )
+
+    def slots(self, tokens: Mapping[Handle, int]) -> array:
+        """Where the reserved tokens go, ``page * page_size + offset`` each, one sequence after the other."""
+        size, slots = self.page_size, array("q")
+        for handle, n in tokens.items():
+            holding = self._holdings[handle]
+            first = holding.length
+            if n == 1:  # half the time of the general case below, and decoding does little else
+                slots.append(holding.pages[first // size - holding.dropped] * size + first % size)
+                continue
+            stop = first + n
+            while first < stop:
+                index, offset = divmod(first, size)
+                slot = holding.pages[index - holding.dropped] * size + offset
+                count = min(size - offset, stop - first)
+                slots.extend(range(slot, slot + count))
+                first += count
+        return slots
+
+    def commit(self, plan: Plan) -> Sequence[int]:
+        """Keep the reservation, advance lengths, and drop pages that the window cannot reach any more.
+
+        Returns the pages that became free.
+        """
+        freed: list[int] = []
+        for handle, n in plan.tokens.items():
+            holding = self._holdings[handle]
+            holding.length += n
+            if self.window is not None:
+                reach = max(0, holding.length - self.window + 1 - self.rollback)
+                count = reach // self.page_size - holding.dropped
+                if count > 0:
+                    freed += self._disown(holding.pages[:count])
+                    del holding.pages[:count]
+                    holding.dropped += count
+                    holding.start = max(holding.padding, holding.dropped * self.page_size)
+        return freed
+
+    def restore(self, plan: Plan) -> Sequence[int]:
+        """Undo the reservation; returns the pages that became free."""
+        for handle, index, page, source in reversed(plan.grants):
+            holding = self._holdings[handle]
+            self._owners[page] = 0
+            self._free.append(page)
+            if source is None:
+                holding.pages.pop()
+            else:
+                self._owners[source] += 1
+                holding.pages[index - holding.dropped] = source
+        return [grant.page for grant in plan.grants]
 
     def admit(self, handle: Handle, *, padding: int = 0) -> None:
         """Start an empty sequence, whose first ``padding`` tokens will never be visible."""
-        raise NotImplementedError
+        self._holdings[handle] = Holding(padding, padding)
 
     def fork(self, handle: Handle, child: Handle) -> None:
         """Start ``child`` as a copy of ``handle`` that shares all of its pages."""
-        raise NotImplementedError
+        of = self.holding(handle)
+        for page in of.pages:
+            self._owners[page] += 1
+        self._holdings[child] = Holding(of.padding, of.start, of.length, of.dropped, list(of.pages))
+
+    def shortest(self, handle: Handle) -> int:
+        """The least length that ``truncate`` accepts: its next query still finds every key of its window."""
+        dropped = self.holding(handle).dropped
+        return dropped * self.page_size + self.window - 1 if dropped else 0
+
+    def check_truncate(self, handle: Handle, length: int) -> None:
+        """Refuse what :meth:`truncate` refuses, and change nothing."""
+        holding, shortest = self.holding(handle), self.shortest(handle)
+        if not 0 <= length <= holding.length:
+            raise ValueError(f"length: expected 0 to {holding.length}, what the sequence has stored, got {length}")
+        if length < shortest:
+            raise RuntimeError(
+                f"length: the layers of window={self.window} keep this sequence from {holding.start} on, so it can be "
+                f"truncated to {shortest} at least, got {length}; construct the cache with a larger rollback="
+            )
 
     def truncate(self, handle: Handle, length: int) -> Sequence[int]:
-        """Forget all tokens from ``length`` on; returns the pages that became free."""
-        raise NotImplementedError
+        """Forget all tokens from ``length`` on; returns the pages that became free.
+
+        Raises:
+            ValueError: ``length`` is negative or more than is stored.
+            RuntimeError: the window has dropped keys that a sequence of this length still needs.
+        """
+        self.check_truncate(handle, length)
+        holding = self._holdings[handle]
+        keep = -(-length // self.page_size) - holding.dropped
+        freed = self._disown(holding.pages[keep:])
+        del holding.pages[keep:]
+        holding.length = length
+        return freed
 
     def release(self, handle: Handle) -> Sequence[int]:
         """End a sequence; returns the pages that became free."""
-        raise NotImplementedError
+        freed = self._disown(self.holding(handle).pages)
+        del self._holdings[handle]
+        return freed
+
+    def _disown(self, pages: Iterable[int]) -> list[int]:
+        freed = []
+        for page in pages:
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                freed.append(page)
+        self._free += reversed(freed)
+        return freed

@@ -1,0 +1,29 @@
+"""``python -m attnlib bench``: the library's command line."""
+
+import argparse
+import platform
+
+import torch
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and run one command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m attnlib", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    bench = commands.add_parser("bench", help="time attnlib against torch on this machine's CPU")
+    bench.set_defaults(run=_bench)
+    arguments = parser.parse_args(argv)
+    return arguments.run()
+
+
+def _bench() -> int:
+    from .bench import cpu
+    from .bench.timing import table
+
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}")
+    print(table(list(cpu.rows())))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

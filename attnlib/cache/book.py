@@ -1,0 +1,157 @@
+"""The ledgers of one cache, one per window, kept in step: the same sequences, of the same lengths. Plain Python."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .pages import CacheFullError, Handle, Holding, PageLedger, Plan
+
+INT32 = 2**31 - 1
+Window = int | None
+Freed = list[tuple[Window, Sequence[int]]]  # pages that became free, by window
+
+
+class Request(NamedTuple):
+    """How many tokens each sequence gets, in row order; the shape of all of them, ``[b, s]`` or packed ``[t]``; and
+    what the sequences hold in the first ledger."""
+
+    tokens: Mapping[Handle, int]
+    shape: tuple[int, ...]
+    holdings: Sequence[Holding]
+
+    @property
+    def packed(self) -> bool:
+        """Whether the tokens of all sequences lie in one dimension."""
+        return len(self.shape) == 1
+
+
+class Book:
+    """What a cache knows of its sequences on the host. Every change happens in all ledgers or in none."""
+
+    def __init__(
+        self, pages: Mapping[Window, int], page_size: int, *, max_sequences: int, max_length: int, rollback: int = 0
+    ):
+        if max_length > INT32:
+            raise ValueError(f"max_length: expected at most {INT32}, since lengths are int32, got {max_length}")
+        self.max_sequences = max_sequences
+        self.max_length = max_length
+        self.ledgers = {
+            window: PageLedger(count, page_size, window=window, rollback=rollback) for window, count in pages.items()
+        }
+        self._first = next(iter(self.ledgers.values()))  # for what is the same in all
+
+    @property
+    def handles(self) -> list[Handle]:
+        """Live sequences in admission order."""
+        return self._first.handles
+
+    def holding(self, handle: Handle) -> Holding:
+        """What the sequence holds in the first ledger; length and padding are the same in all."""
+        return self._first.holding(handle)
+
+    def admit(self, padding: Sequence[int]) -> list[Handle]:
+        """Start an empty sequence for each count of left padding."""
+        self._need_rows(len(padding))
+        for count in padding:
+            check_count("left_padding", count)
+            if count > self.max_length:
+                raise ValueError(f"left_padding: expected at most max_length={self.max_length}, got {count}")
+        handles = [Handle() for _ in padding]
+        for ledger in self.ledgers.values():
+            for handle, count in zip(handles, padding, strict=True):
+                ledger.admit(handle, padding=count)
+        return handles
+
+    def fork(self, handle: Handle, n: int) -> list[Handle]:
+        """Start ``n`` sequences that share what ``handle`` holds."""
+        self.holding(handle)
+        self._need_rows(n)
+        children = [Handle() for _ in range(n)]
+        for ledger in self.ledgers.values():
+            for child in children:
+                ledger.fork(handle, child)
+        return children
+
+    def _need_rows(self, n: int) -> None:
+        free = self.max_sequences - len(self.handles)
+        if n > free:
+            raise CacheFullError(
+                f"{n} new sequences are asked for and {free} of max_sequences={self.max_sequences} "
+                f"{'is' if free == 1 else 'are'} free; release() a sequence or make the cache larger"
+            )
+
+    def request(self, tokens: int | Mapping[Handle, int]) -> Request:
+        """What ``step`` and ``read`` are asked for, checked."""
+        if isinstance(tokens, int):
+            check_count("tokens", tokens)
+            handles = self.handles
+            return Request(dict.fromkeys(handles, tokens), (len(handles), tokens), self._first.holdings(handles))
+        if not isinstance(tokens, Mapping):
+            raise TypeError(f"tokens: expected an int or a mapping of handles to ints, got {type(tokens).__name__}")
+        holdings = [self.holding(handle) for handle in tokens]
+        for n in tokens.values():
+            check_count("tokens", n)
+        total = sum(tokens.values())
+        if total > INT32:
+            raise ValueError(f"tokens: expected at most {INT32} together, since offsets are int32, got {total}")
+        return Request(dict(tokens), (total,), holdings)
+
+    def reserve(self, request: Request) -> list[Plan]:
+        """A plan from each ledger, in their order.
+
+        Raises:
+            CacheFullError: pages are missing in some ledger, or a sequence would grow past ``max_length``.
+            ValueError: left padding would arrive packed.
+        """
+        tokens = request.tokens
+        for row, (holding, n) in enumerate(zip(request.holdings, tokens.values(), strict=True)):
+            if holding.length + n > self.max_length:
+                raise CacheFullError(
+                    f"sequence {row} of the step would hold {holding.length + n} tokens, expected at most "
+                    f"max_length={self.max_length}; truncate() or release() it, or make the cache larger"
+                )
+            if request.packed and n and holding.length < holding.padding:
+                raise ValueError(
+                    f"tokens: sequence {row} of the step has left padding {holding.padding} and length "
+                    f"{holding.length}; padding arrives in dense steps, step(n)"
+                )
+        plans: list[Plan] = []
+        try:
+            for ledger in self.ledgers.values():
+                plans.append(ledger.reserve(tokens))
+        except CacheFullError:
+            self.restore(plans)
+            raise
+        return plans
+
+    def commit(self, plans: Sequence[Plan]) -> Freed:
+        """Commit every plan."""
+        return [(window, ledger.commit(plan)) for (window, ledger), plan in self._each(plans)]
+
+    def restore(self, plans: Sequence[Plan]) -> Freed:
+        """Undo every plan; of the first ledgers only, if there are fewer plans."""
+        return [(window, ledger.restore(plan)) for (window, ledger), plan in self._each(plans)]
+
+    def _each(self, plans: Sequence[Plan]):
+        return zip(self.ledgers.items(), plans, strict=False)
+
+    def truncate(self, handle: Handle, length: int) -> Freed:
+        """Forget all tokens from ``length`` on."""
+        for ledger in self.ledgers.values():
+            ledger.check_truncate(handle, length)
+        return [(window, ledger.truncate(handle, length)) for window, ledger in self.ledgers.items()]
+
+    def release(self, handles: Sequence[Handle]) -> Freed:
+        """End these sequences."""
+        for handle in handles:
+            self.holding(handle)
+        if len(set(handles)) < len(handles):
+            raise ValueError("handle: expected each sequence once, got one of them twice")
+        return [(window, ledger.release(handle)) for window, ledger in self.ledgers.items() for handle in handles]
+
+
+def check_count(name: str, value: int, *, least: int = 0) -> None:
+    """Refuse what is not an int of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}")

@@ -1,0 +1,159 @@
+"""One layer's part of a cache: its planes of pages, and the append that writes a step's tokens into them."""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from ..functional import write_cache
+from ..rope import Angles
+from .layout import KVLayout, KVView
+from .step import PerWindow, Shared
+
+AS_GIVEN = "as given"  # the convention of keys that were appended without angles
+
+
+class LayerCache:
+    """One layer's part of a cache: what an attention layer appends to and reads.
+
+    The same object is handed out at every step, so that a model compiles once. ``prefill`` says whether some
+    sequence gets more than 16 tokens in this step; ``history`` is the longest length before the step rounded up
+    to a power of two (0 if none), to be read only when ``prefill``; ``positions`` are the rotary positions of the
+    step's tokens, int32 ``[b, s]`` dense or ``[t]`` packed: the index in the sequence minus left padding (0 for
+    padding itself), and None outside a step.
+    """
+
+    def __init__(self, layout: KVLayout, pages: int, page_size: int, device: torch.device):
+        self.layout = layout
+        self.prefill = False
+        self.history = 0
+        self.positions: Tensor | None = None
+        self.planes = {
+            name: torch.empty(pages, page_size, heads, *((width,) if width else ()), dtype=dtype, device=device)
+            for name, (heads, width, dtype) in layout.planes.items()
+        }
+        self.convention: str | None = None  # how the stored keys are rotated; None before the first append
+        self.appended = False  # in this step; append only ever sets it, so that no compiled layer depends on it
+        self._prepared: tuple = ()  # positions, slots and view of the present step shape
+        self._slots: Tensor | None = None  # None where nothing may be appended
+        self._view: KVView | None = None  # None outside a step and a read
+
+    def append(self, k: Tensor, v: Tensor | None = None, *, angles: Angles | None = None) -> KVView:
+        """Write this step's keys and values and return the view that includes them.
+
+        ``k`` is ``[b, s, g, d]`` or packed ``[t, g, d]``, unrotated when ``angles`` are given; for latent storage
+        ``append(latent, k_rope)`` takes ``[..., r]`` and ``[..., p]`` (``k_rope`` None when the layout has no tail)
+        and ``angles`` rotate ``k_rope``. Writes the planes in place; calling twice in a step overwrites the same
+        slots. Under ``torch.autocast`` both are cast to the layout's dtype.
+
+        Raises:
+            RuntimeError: outside a step, in a ``read``, or with another rotary convention than the first append
+                (appending without angles is one too).
+            ValueError, TypeError: shapes, dtype or device differ from the layout's.
+            NotImplementedError: a gradient would have to flow through the cache.
+        """
+        if self._slots is None:
+            self._refuse_append()
+        layout = self.layout
+        if layout.is_latent:
+            k = self._fit("latent", k, (layout.dim,))
+            if (v is None) != (layout.tail == 0):
+                raise ValueError(_rope_key_error(layout, v))
+            v = None if v is None else self._fit("k_rope", v, (layout.tail,))
+        else:
+            k = self._fit("k", k, (layout.heads, layout.dim))
+            v = self._fit("v", v, (layout.heads, layout.value_dim))
+        self._record(AS_GIVEN if angles is None else angles.convention)
+        write_cache(self._view, k, v, self._slots, angles=angles)
+        self.appended = True
+        return self._view
+
+    def view(self) -> KVView:
+        """What is stored now, with this step's query counts: for cross-attention in a ``read``.
+
+        In a step it counts the tokens that ``append`` writes, whether written yet or not.
+
+        Raises:
+            RuntimeError: outside a step and a read.
+        """
+        if self._view is None:
+            raise RuntimeError("view: only within `with cache.step(...)` or `with cache.read(...)`")
+        return self._view
+
+    def _refuse_append(self) -> NoReturn:
+        if self._view is None:
+            raise RuntimeError("append: only within `with cache.step(...) as layers`; this step has ended")
+        raise RuntimeError("append: a read() stores nothing; use `with cache.step(...) as layers`")
+
+    def _fit(self, name: str, x: Tensor | None, last: tuple[int, ...]) -> Tensor:
+        """``x``, checked against the step and the layout, in the layout's dtype."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.shape != (*self.positions.shape, *last):
+            raise ValueError(_shape_error(name, x, self.positions, last))
+        if x.device != self._slots.device:
+            raise ValueError(f"{name}: expected device {self._slots.device} like the cache, got {x.device}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(f"{name}: a cache has no backward; wrap the call in torch.no_grad()")
+        dtype = self.layout.dtype
+        if x.dtype == dtype:
+            return x
+        if x.dtype.is_floating_point and torch.is_autocast_enabled(x.device.type):
+            return x.to(dtype)
+        raise TypeError(
+            f"{name}: expected {dtype} like the cache, got {x.dtype}; cast it, or make the cache in {x.dtype}"
+        )
+
+    def _record(self, convention: str) -> None:
+        if self.convention is None:
+            self.convention = convention
+        elif self.convention != convention:
+            raise RuntimeError(
+                f"angles: this cache stores keys rotated as {self.convention!r}, got {convention!r}; "
+                "use one rotary convention, or another cache"
+            )
+
+    def prepare(self, page_size: int, shared: Shared, window: PerWindow) -> None:
+        """Build what steps of one shape hand out, once for as long as the shape stays. For the cache to call."""
+        planes = dict(self.planes)
+        if self.layout.is_latent:
+            planes["v"] = planes["k"]
+            if "k_scale" in planes:
+                planes["v_scale"] = planes["k_scale"]
+        rope = None if self.convention == AS_GIVEN else self.convention
+        buffers = {**shared._asdict(), "table": window.table, "starts": window.starts}
+        view = KVView(self.layout, page_size, **planes, **buffers, rope=rope)
+        self._prepared = (shared.positions, window.slots, view)
+
+    def open(self, prefill: bool, history: int) -> None:
+        """Take up what is prepared, for one step or read. For the cache to call."""
+        self.positions, self._slots, self._view = self._prepared
+        self.prefill, self.history, self.appended = prefill, history, False
+
+    def close(self) -> None:
+        """Leave the step or read. For the cache to call."""
+        self.positions = self._slots = self._view = None
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Fill pages with NaN, or with -128 where the plane is int8. For the cache to call."""
+        for plane in self.planes.values():
+            byte = {torch.int8: 0x80, torch.float8_e4m3fn: 0x7F}.get(plane.dtype)  # 0x7F is the NaN of e4m3fn
+            for page in pages:
+                plane[page].fill_(torch.nan) if byte is None else plane[page].view(torch.uint8).fill_(byte)
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a LayerCache cannot be copied or pickled: it is part of a KVCache")
+
+
+def _shape_error(name: str, x: Tensor, positions: Tensor, last: tuple[int, ...]) -> str:
+    step = zip("bs" if positions.dim() == 2 else "t", positions.shape, strict=True)
+    width = {"latent": "r", "k_rope": "p", "k": "gd", "v": "ge"}[name]
+    expected = ", ".join(f"{dim}={size}" for dim, size in (*step, *zip(width, last, strict=True)))
+    return f"{name}: expected [{expected}] in this step, got {tuple(x.shape)}"
+
+
+def _rope_key_error(layout: KVLayout, k_rope: Tensor | None) -> str:
+    if k_rope is None:
+        return f"k_rope: expected the shared rotary key [..., p={layout.tail}], got None"
+    return f"k_rope: expected None, since the layout has rope_dim=0, got {tuple(k_rope.shape)}"
