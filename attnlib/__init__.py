@@ -1,7 +1,8 @@
 """Attention layers over one shared attention core, trainable and decodable from the same weights.
 
-Start with ``mask.py`` (which keys a query sees) and ``functional.py`` (attention as a function); then ``cache/layout.py``
-(what a cache stores) and ``layers/gqa.py`` (a layer that uses all of it). ``docs/tour.md`` follows a tensor through.
+Start with ``mask.py`` (which keys a query sees) and ``functional.py`` (attention as a function); then
+``cache/layout.py`` (what a cache stores) and ``layers/gqa.py`` (a layer that uses all of it). ``docs/tour.md`` follows
+a tensor through.
 """
 
 from .cache.kv_cache import KVCache

@@ -36,10 +36,10 @@ def attention(
 
     Query head ``i`` reads KV head ``i // (h / g)``; K and V are never copied for it. The queries are the last
     ``s`` of the ``t`` keys (bottom-right alignment). The score of a visible pair is
-    ``softcap * tanh(scale * q·k / softcap)`` (without softcap ``scale * q·k``) minus ``slope * |i - j|``. ``scale`` defaults to
-    ``d ** -0.5``. ``sinks`` ``[h]`` are logits without a value, neither scaled nor capped. ``key_starts`` and ``key_ends``
-    int32 ``[b]`` hide keys outside ``[start, end)`` and move nothing else. ``alibi_slopes`` are ``[h]`` or ``[b, h]``.
-    A query that sees no key gives 0, with zero gradients. Dropout keeps what Philox bits of
+    ``softcap * tanh(scale * q·k / softcap)`` (without softcap ``scale * q·k``) minus ``slope * |i - j|``. ``scale``
+    defaults to ``d ** -0.5``. ``alibi_slopes`` are ``[h]`` or ``[b, h]``. ``sinks`` ``[h]`` are logits without a value,
+    neither scaled nor capped. ``key_starts`` and ``key_ends`` int32 ``[b]`` hide keys outside ``[start, end)`` and move
+    nothing else. A query that sees no key gives 0, with zero gradients. Dropout keeps what Philox bits of
     (``dropout_seed``, sequence, head, i, j) say; ``dropout_seed`` int64 ``[1]`` is drawn when None.
 
     Raises:
@@ -73,7 +73,7 @@ def attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """:func:`attention` and its natural-log LSE ``[b, h, s]``, both differentiable.
 
-    The LSE is fp32 (fp64 for fp64 inputs), includes the sink, and is -inf where a query sees no key and there is no sink.
+    The LSE is fp32 (fp64 for fp64 inputs), includes the sink, and is -inf where there is neither key nor sink.
     """
     terms = Terms(scale, softcap, alibi_slopes, sinks, key_starts, key_ends, None, None, dropout_seed, dropout_p)
     return _attend("dense", q, k, v, mask, terms, backend, lse=True)
@@ -97,7 +97,7 @@ def varlen_attention(
     dropout_seed: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """:func:`attention` within each packed sequence: q ``[t, h, d]``, k ``[t', g, d]``, v ``[t', g, e]``, giving ``[t, h, e]``.
+    """:func:`attention` within packed sequences: q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]`` give ``[s, h, e]``.
 
     Sequence ``n`` owns rows ``cu_seqlens[n]:cu_seqlens[n + 1]`` (int32, ``[b + 1]``, from 0); rows after the last
     offset give 0. The longest lengths are hints and may be too large. See :func:`attention` for the rest.
@@ -172,8 +172,8 @@ def cached_attention_with_lse(
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """The attention over two disjoint sets of keys from the attention over each.
 
-    Outputs are ``[b, s, h, e]`` with LSE ``[b, h, s]``, or packed ``[t, h, e]`` with ``[h, t]``. Associative, with identity
-    ``(0, -inf)``; differentiable; computes in fp32 (fp64 for fp64). An LSE of +inf gives NaN.
+    Outputs are ``[b, s, h, e]`` with LSE ``[b, h, s]``, or packed ``[t, h, e]`` with ``[h, t]``. Associative, with
+    identity ``(0, -inf)``; differentiable; computes in fp32 (fp64 for fp64). An LSE of +inf gives NaN.
     """
     wide = torch.float64 if torch.float64 in (out_a.dtype, lse_a.dtype) else torch.float32
     lse_a, lse_b = lse_a.to(wide), lse_b.to(wide)
@@ -197,8 +197,8 @@ def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, *, angle
     """Write tokens into a view's planes in place: k, rotated by ``angles`` first, and v, at ``slots``.
 
     A slot is ``page * page_size + offset``, int64, one for each token; -1 is skipped. Grouped: k ``[..., g, d]``, v
-    ``[..., g, e]``. Latent: k is the latent ``[..., r]`` and v the rotary key ``[..., p]`` or None, which is what ``angles`` rotate.
-    Quantises when the layout stores int8 or fp8.
+    ``[..., g, e]``. Latent: k is the latent ``[..., r]``, and v the rotary key ``[..., p]`` or None, which is what
+    ``angles`` rotate. Quantises when the layout stores int8 or fp8.
     """
     if kv.layout.is_latent:
         k, v = k.unsqueeze(-2), None if v is None else v.unsqueeze(-2)

@@ -22,7 +22,7 @@ def causality(part: Part, rule: Rule, v: Tensor) -> bool | None:
 
 
 def all_finite(causal: bool, *tensors: Tensor) -> bool:
-    """Whether the fused attention may multiply what a causal mask hides by zero. (An overflowing sum only costs time.)"""
+    """Whether fused attention may multiply by zero what a causal mask hides. (Overflow of the sum costs only time.)"""
     return not causal or all(math.isfinite(x.sum().item()) for x in tensors)
 
 
@@ -47,7 +47,7 @@ def backward(
 
 
 def _rows(x: Tensor, g: int) -> Tensor:
-    """``[b, s, h, d]`` -> ``[b, g, f * s, d]``: without a causal order a group's queries share one pass over their keys.
+    """``[b, s, h, d]`` -> ``[b, g, f * s, d]``: without a causal order a group's queries share one pass over its keys.
 
     2.6 times as fast as torch's own grouping for one query (8 heads on 2, 700 keys, one core of an EPYC, 2026-11).
     """

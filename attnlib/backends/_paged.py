@@ -21,12 +21,14 @@ def quantise(x: Tensor, store: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def store(plane: Tensor, new: Tensor, slots: Tensor, kept: Tensor | None) -> None:
-    """Write one token a slot into ``plane`` ``[pages, page_size, ...]``; ``kept`` marks the slots that are not skipped."""
+    """Write one token a slot into ``plane`` ``[pages, page_size, ...]``; ``kept`` marks slots that are not skipped."""
     new = new.reshape(slots.shape[0], *plane.shape[2:])
     if kept is not None:
         new, slots = new[kept], slots[kept]
-    page_size = plane.shape[1]
-    plane[slots // page_size, slots % page_size] = new
+    if plane.is_contiguous():
+        plane.view(-1, *plane.shape[2:]).index_copy_(0, slots, new)
+    else:
+        plane[slots // plane.shape[1], slots % plane.shape[1]] = new
 
 
 class Stored(NamedTuple):

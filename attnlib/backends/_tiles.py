@@ -6,6 +6,7 @@ Whatever is hidden is selected away, never multiplied by zero, so that a NaN in 
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -32,9 +33,9 @@ class Rule(NamedTuple):
 class Part(NamedTuple):
     """Sequences of equal lengths that are solved together.
 
-    ``q`` is ``[n, s, h, d]`` and its row 0 is query ``first``; ``tile(a, b)`` gives k ``[n, b - a, g, d]`` and v ``[n, b - a, g, e]``
-    of keys ``low <= a < b <= high``, where no range crosses a multiple of ``step``. ``slopes`` are ``[n, h]``, ``sinks`` ``[h]``;
-    ``sequence`` is the number of the first sequence, for dropout.
+    ``q`` is ``[n, s, h, d]`` and its row 0 is query ``first``. ``tile(a, b)`` gives k ``[n, b - a, g, d]`` and v
+    ``[n, b - a, g, e]`` of keys ``low <= a < b <= high``, where no range crosses a multiple of ``step``. ``slopes`` are
+    ``[n, h]``, ``sinks`` ``[h]``; ``sequence`` is the number of the first sequence, for dropout.
     """
 
     q: Tensor
@@ -154,11 +155,11 @@ def _query_tiles(part: Part, rule: Rule) -> Iterator[tuple[int, int, list[tuple[
         start, stop = rule.mask.keys(part.first + i0, part.first + i1, part.high)
         start = max(start, part.low)
         cuts = [start, *range(start - start % part.step + part.step, stop, part.step), stop] if start < stop else []
-        yield i0, i1, list(zip(cuts, cuts[1:], strict=False))
+        yield i0, i1, list(pairwise(cuts))
 
 
 def _scores(part: Part, rule: Rule, q: Tensor, i0: int, i1: int, j0: int, j1: int) -> _Tile:
-    n, g = part.q.shape[0], part.kv_heads
+    g = part.kv_heads
     k, v = (_cols(x, q.dtype) for x in part.tile(j0, j1))
     scores = q @ k.mT
     tanh = distance = hidden = weight = None

@@ -4,6 +4,7 @@ No T x T tensor and no copy of K or V is ever made. Lengths and offsets are read
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -145,7 +146,7 @@ class _Extras(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """One attention problem: which batch entries, rows and keys; keys before ``low`` are hidden, row 0 is query ``first``."""
+    """One attention problem: its batch entries, rows and keys; keys before ``low`` are hidden, row 0 is ``first``."""
 
     batch: slice
     sequence: int
@@ -161,8 +162,8 @@ def _forward(q, k, v, *extras):
     if (causal := _fused_whole(q, k, v, x, rule, needs=(v,))) is not None:
         return _fused.forward(q, k, v, causal, rule.scale)
     out, lse = _outputs(q, v)
-    out.zero_()
-    lse.fill_(-torch.inf)
+    if x.cu_q is not None:
+        _fill_nothing(out, lse)
     q4, k4, v4, out4, lse3 = _batched(x, q, k, v, out, lse)
     for span in _spans(q4, k4, x):
         part, keys, values = _part(q4, k4, v4, span, x)
@@ -241,6 +242,12 @@ def _sinks_grad(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
     return grad.transpose(0, -2).flatten(1).sum(1).to(sinks.dtype)
 
 
+def _fill_nothing(out: Tensor, lse: Tensor) -> None:
+    """What a row that belongs to no sequence gets."""
+    out.zero_()
+    lse.fill_(-torch.inf)
+
+
 def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
@@ -278,7 +285,7 @@ def _packed_spans(q: Tensor, k: Tensor, x: _Extras) -> Iterator[_Span]:
 
 def _offsets(name: str, cu_seqlens: Tensor, tokens: int, limit_name: str, limit: int | None) -> list[int]:
     offsets = cu_seqlens.tolist()
-    lengths = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(offsets)]
     if offsets[0] != 0 or any(length < 0 for length in lengths):
         raise ValueError(f"{name}: expected offsets that start at 0 and never decrease, got {offsets}")
     if offsets[-1] > tokens:
@@ -323,8 +330,8 @@ def _cached(
 ):
     stored = _paged.Stored(k, k if v is None else v, k_tail, k_scale, k_scale if v is None else v_scale, q.dtype)
     out, lse = _outputs(q, stored.v)
-    out.zero_()
-    lse.fill_(-torch.inf)
+    if cu_q is not None:
+        _fill_nothing(out, lse)
     rule = Rule(Mask(left, right, prefix), *numbers, 0.0, 0)
     q4, out4, lse3 = (q, out, lse) if cu_q is None else (q[None], out[None], lse[None])
     batch = _paged.Batch(
@@ -334,7 +341,10 @@ def _cached(
         out_part, lse_part = out4[at, rows], lse3[at, :, rows]
         causal = None if view is None else _fused.causality(part, rule, view[1])
         if causal is not None and _fused.all_finite(causal, view[1]):
-            _into((out_part, lse_part), _fused.forward(part.q, *view, causal, rule.scale))
+            solved = _fused.forward(part.q, *view, causal, rule.scale)
+            if solved[0].shape == out.shape:
+                return solved  # this one problem is the whole step
+            _into((out_part, lse_part), solved)
         else:
             _tiles.forward(part, rule, out_part, lse_part)
     return out, lse

@@ -89,8 +89,9 @@ class GroupedQueryAttention(nn.Module):
     @property
     def kv_layout(self) -> KVLayout:
         """What this layer stores per token in a cache."""
-        dtype = self.k_proj.weight.dtype
-        return KVLayout.grouped(self.num_kv_heads, self.head_dim, window=window_of(self.mask), dtype=dtype)
+        weight = self.k_proj.weight  # its rows, not num_kv_heads: tensor parallelism may leave fewer heads here
+        heads = weight.shape[0] // self.head_dim
+        return KVLayout.grouped(heads, self.head_dim, window=window_of(self.mask), dtype=weight.dtype)
 
     def reset_parameters(self) -> None:
         """Initialise every parameter and buffer in place; works after ``to_empty``."""

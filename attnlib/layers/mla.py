@@ -16,7 +16,7 @@ FORMS = ("auto", "expanded", "absorbed")
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """Attention over a cached latent (DeepSeek-V2, 2024, arXiv 2405.04434), with DeepSeek-V3's parameters.
+    """Attention over a cached latent (DeepSeek-V2, 2024, arXiv 2405.04434); DeepSeek-V3's names.
 
     A token stores ``kv_lora_rank + qk_rope_head_dim`` values. ``q_lora_rank=None`` projects q directly. The *expanded*
     form makes K and V per head from the latents. The *absorbed* form moves the key up-projection to the query and the
@@ -124,7 +124,8 @@ class MultiHeadLatentAttention(nn.Module):
             out = self._attend_step(q_nope, q_rope, x, kv, angles)
         else:
             latent, k_rope = self._latent(x if context is None else context, angles)
-            out = self._attend_fresh(q_nope, q_rope, latent, k_rope, cu_seqlens=cu_seqlens)
+            dropout_p = self.dropout_p if self.training else 0.0
+            out = self._attend_fresh(q_nope, q_rope, latent, k_rope, cu_seqlens=cu_seqlens, dropout_p=dropout_p)
         return self.o_proj(out.flatten(-2))
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
@@ -172,10 +173,10 @@ class MultiHeadLatentAttention(nn.Module):
         *,
         cu_seqlens: Tensor | None,
         key_starts: Tensor | None = None,
+        dropout_p: float = 0.0,
     ) -> Tensor:
         """Attention over latents ``[..., t, r]`` and rotated rotary keys ``[..., t, p]`` in the cheaper form."""
-        options = {"mask": self.mask, "scale": self.scale, "backend": self.backend}
-        options["dropout_p"] = self.dropout_p if self.training else 0.0
+        options = {"mask": self.mask, "scale": self.scale, "dropout_p": dropout_p, "backend": self.backend}
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if cu_seqlens is None:
@@ -243,15 +244,21 @@ class MultiHeadLatentAttention(nn.Module):
         Raises:
             NotImplementedError: the absorbed form is forced and kv_b_proj is more than a weight.
         """
-        weight = self.kv_b_proj.weight
-        # Adapters, quantisation and sharding change what the module computes, which its weight alone would miss.
-        plain = type(self.kv_b_proj) is nn.Linear and type(weight) in (nn.Parameter, Tensor)
+        plain = _computes_its_weight_alone(self.kv_b_proj)
         if self.form == "absorbed" and not plain:
-            got = f"{type(self.kv_b_proj).__name__} with {type(weight).__name__}"
-            raise NotImplementedError(f"kv_b_proj: absorbing needs a plain nn.Linear, got {got}; use form='expanded'")
+            raise NotImplementedError(
+                "kv_b_proj: absorbing needs a plain nn.Linear without bias, hooks and adapters, "
+                f"got {type(self.kv_b_proj).__name__}; use form='expanded'"
+            )
         if self.form != "auto":
             return self.form
         return form if plain else "expanded"
+
+
+def _computes_its_weight_alone(module: nn.Module) -> bool:
+    """Whether ``module(x)`` is ``x @ module.weight.T``, as adapters, quantisation, sharding or hooks may change."""
+    plain = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, Tensor) and module.bias is None
+    return plain and "forward" not in vars(module) and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def cheaper_form(queries: int, keys: int, *, rank: int, nope: int, rope: int, value: int) -> str:

@@ -18,8 +18,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output ``[s, h, e]`` and natural-log LSE ``[h, s]`` of q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]``.
 
-    ``visible`` is bool ``[s, t]``; ``bias`` ``[h, s, t]`` is added after the softcap; ``sinks`` ``[h]`` are logits without a
-    value; ``weight`` ``[h, s, t]`` multiplies the probabilities (dropout). Computes in fp32, or fp64 for fp64
+    ``visible`` is bool ``[s, t]``; ``bias`` ``[h, s, t]`` is added after the softcap; ``sinks`` ``[h]`` are logits
+    without a value; ``weight`` ``[h, s, t]`` multiplies the probabilities (dropout). Computes in fp32, or fp64 for fp64
     inputs, one query at a time, on the keys that it sees alone: a hidden key cannot reach an output or a gradient.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
