@@ -222,7 +222,10 @@ def copy_pages(kv: KVView, pairs: Sequence[tuple[int, int]]) -> None:
 def explain(call: Callable, *args, **kwargs) -> Explanation:
     """What ``call(*args, **kwargs)`` would run on and why, without running it; ``call`` is one of this module's six.
 
-    >>> print(explain(attention, q, k, v, mask=CAUSAL))
+    >>> q = torch.randn(1, 9, 8, 64)
+    >>> print(explain(attention, q, q, q, mask=CAUSAL))
+    dense attention: ...
+    runs on: torch
     """
     doors = {
         attention: "dense",

@@ -23,9 +23,12 @@ class KVCache:
     It is for one thread and one CUDA stream. With ``ATTNLIB_CHECK=1`` in the environment when it is made, free pages
     are filled with NaN (int8: -128), so that a stale read shows.
 
-    >>> cache = KVCache.paged([layer.kv_layout], pages=64, page_size=16, max_sequences=4)
+    >>> cache = KVCache.paged([KVLayout.grouped(2, 8)], pages=64, page_size=16, max_sequences=4)
     >>> first, second = cache.admit(2)
-    >>> with cache.step({first: 5, second: 3}) as layers: out = layer(x, kv=layers[0])  # x: [8, m]
+    >>> with cache.step({first: 5, second: 3}) as layers:
+    ...     view = layers[0].append(torch.randn(8, 2, 8), torch.randn(8, 2, 8))
+    >>> cache.length(first), cache.length(second), cache.used_bytes == 2 * 16 * (2 * 8 + 2 * 8) * 4
+    (5, 3, True)
     """
 
     def __init__(self, layouts: Sequence[KVLayout], book: Book, page_size: int, device: torch.device | str | None):

@@ -106,6 +106,14 @@ class GroupedQueryAttention(nn.Module):
             if self.alibi_slopes is not None:
                 self.alibi_slopes.copy_(torch.tensor(alibi_slopes(self.num_heads)))
 
+    def _apply(self, fn, recurse=True):
+        """Casting the layer leaves the slopes fp32: bf16 would round those of a head count that is no power of two."""
+        slopes = self.alibi_slopes
+        super()._apply(fn, recurse)
+        if slopes is not None and self.alibi_slopes.dtype != slopes.dtype:
+            self.alibi_slopes = slopes.to(self.alibi_slopes.device)
+        return self
+
     def forward(
         self,
         x: Tensor,

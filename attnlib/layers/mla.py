@@ -21,8 +21,8 @@ class MultiHeadLatentAttention(nn.Module):
     A token stores ``kv_lora_rank + qk_rope_head_dim`` values. ``q_lora_rank=None`` projects q directly. The *expanded*
     form makes K and V per head from the latents. The *absorbed* form moves the key up-projection to the query and the
     value up-projection to the output, and attends over the latents themselves as one KV head. Both are exact and use
-    the same weights; ``form`` forces one, ``"auto"`` takes the cheaper. ``bias`` is for q_a_proj, kv_a_proj_with_mqa and
-    o_proj. DeepSeek rotates interleaved pairs, ``rope=Rope(qk_rope_head_dim, interleaved=True)``; with
+    the same weights; ``form`` forces one, ``"auto"`` takes the cheaper. ``bias`` is for q_a_proj, kv_a_proj_with_mqa
+    and o_proj. DeepSeek rotates interleaved pairs, ``rope=Rope(qk_rope_head_dim, interleaved=True)``; with
     ``qk_rope_head_dim=0`` there is no rope.
 
     Raises:
@@ -147,7 +147,7 @@ class MultiHeadLatentAttention(nn.Module):
         return q_nope, q_rope if self.q_gain == 1 else q_rope * self.q_gain
 
     def _latent(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor | None]:
-        """The latent ``[..., r]``, normalised, and the rotary key ``[..., p]`` that all heads share (None if p is 0)."""
+        """The latent ``[..., r]``, normalised, and the rotary key ``[..., p]`` of all heads (None if p is 0)."""
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         if angles is not None:
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
@@ -219,7 +219,7 @@ class MultiHeadLatentAttention(nn.Module):
         return self.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
 
     def _expand(self, latent: Tensor, k_rope: Tensor | None) -> tuple[Tensor, Tensor]:
-        """K ``[..., h, n + p]`` and V ``[..., h, e]`` from latents ``[..., r]`` and rotated rotary keys ``[..., p]``."""
+        """K ``[..., h, n + p]`` and V ``[..., h, e]`` from latents ``[..., r]`` and rotated keys ``[..., p]``."""
         sizes = (self.qk_nope_head_dim, self.v_head_dim)
         k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
         if k_rope is None:
@@ -227,7 +227,7 @@ class MultiHeadLatentAttention(nn.Module):
         return torch.cat((k, k_rope.unsqueeze(-2).expand(*k.shape[:-1], -1)), -1), v
 
     def _expanded_view(self, view: KVView) -> KVView:
-        """The same step over K and V per head, made from every page the table names (stale entries included, unseen)."""
+        """The same step over K and V per head, made from every page the table names (stale ones stay unseen)."""
         pages = view.table.clamp(0, view.k.shape[0] - 1).long()
         latent = view.k[pages]
         if view.k_scale is not None:

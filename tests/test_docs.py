@@ -1,0 +1,42 @@
+"""The README's example, and the examples in docstrings, run and print what they say."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnlib
+
+ROOT = Path(__file__).parent.parent
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(attnlib.__path__, "attnlib.")
+    if not module.name.startswith(("attnlib.bench", "attnlib.__main__"))
+]
+
+
+def test_the_readme_example_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    torch.manual_seed(0)
+    known = {"torch": torch} | {public: getattr(attnlib, public) for public in attnlib.__all__}
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, extraglobs=known, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+
+
+def test_the_readme_names_every_file():
+    tree = (ROOT / "README.md").read_text()
+    for file in [*(ROOT / "attnlib").rglob("*.py"), *(ROOT / "examples").glob("*.py")]:
+        if file.name != "__init__.py":
+            assert re.search(rf"\b{re.escape(file.name)}\b", tree), f"README.md: {file.relative_to(ROOT)} is missing"
