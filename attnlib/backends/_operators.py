@@ -1,0 +1,194 @@
+"""The torch backend's operators: forward, backward, cached attention and cache writes, with their fakes.
+
+Lengths, offsets and page tables are read on the host.
+"""
+
+import torch
+from torch import Tensor
+
+from ..mask import Mask
+from . import _fused, _paged, _tiles
+from ._spans import Extras, part_of, spans
+from ._tiles import Part, Rule
+
+_NUMBERS = "SymInt? left, SymInt? right, SymInt prefix, float scale, float? softcap"
+_EXTRAS = (
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? key_starts, Tensor? key_ends, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? dropout_seed"
+)
+_LIMITS = "float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
+
+_library = torch.library.Library("attnlib", "FRAGMENT")
+_library.define(f"torch_forward(Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_NUMBERS}, {_LIMITS}) -> (Tensor, Tensor)")
+_library.define(
+    f"torch_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {_EXTRAS}, "
+    f"{_NUMBERS}, {_LIMITS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "torch_cached(Tensor q, Tensor k, Tensor? v, Tensor? k_tail, Tensor? k_scale, Tensor? v_scale, Tensor table, "
+    f"Tensor starts, Tensor lengths, Tensor? cu_seqlens_q, Tensor? alibi_slopes, Tensor? sinks, {_NUMBERS}) "
+    "-> (Tensor, Tensor)"
+)
+_library.define("torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()")
+
+
+def _forward(q, k, v, *extras):
+    x = Extras(*extras)
+    rule = x.rule()
+    if (causal := _fused_whole(q, k, v, x, rule, needs=(v,))) is not None:
+        return _fused.forward(q, k, v, causal, rule.scale)
+    out, lse = _outputs(q, v)
+    if x.cu_q is not None:
+        _fill_nothing(out, lse)
+    q4, k4, v4, out4, lse3 = _batched(x, q, k, v, out, lse)
+    for span in spans(q4, k4, x):
+        part, keys, values = part_of(q4, k4, v4, span, x)
+        out_part, lse_part = out4[span.batch, span.rows], lse3[span.batch, :, span.rows]
+        causal = _fused.causality(part, rule, values)
+        if causal is not None and _fused.all_finite(causal, values):
+            _into((out_part, lse_part), _fused.forward(part.q, keys, values, causal, rule.scale))
+        else:
+            _tiles.forward(part, rule, out_part, lse_part)
+    return out, lse
+
+
+def _backward(dout, dlse, out, lse, q, k, v, *extras):
+    x = Extras(*extras)
+    rule = x.rule()
+    dout = dout.contiguous()  # autograd hands out expanded ones
+    causal = _fused_whole(q, k, v, x, rule, needs=(q, k, v, dout)) if dlse is None else None
+    if causal is not None:
+        return *_fused.backward(dout, q, k, v, out, lse, causal, rule.scale), lse.new_empty(0), lse.new_empty(0)
+    dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    # Rows that saw nothing have lse = -inf; +inf makes every probability of theirs 0.
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    delta = (out.to(lse.dtype) * dout).sum(-1).transpose(-1, -2)
+    if dlse is not None:
+        delta = delta - dlse
+    dslopes = lse.new_zeros(q.shape[0] if x.cu_q is None else x.cu_q.shape[0] - 1, q.shape[-2])
+    q4, k4, v4, out4, dout4, lse3, delta3, dq4, dk4, dv4 = _batched(x, q, k, v, out, dout, lse, delta, dq, dk, dv)
+    for span in spans(q4, k4, x):
+        part, keys, values = part_of(q4, k4, v4, span, x)
+        at, of_rows = (span.batch, span.rows), (span.batch, slice(None), span.rows)
+        into = (dq4[at], dk4[span.batch, span.keys], dv4[span.batch, span.keys])
+        causal = None if dlse is not None else _fused.causality(part, rule, values)
+        if causal is not None and _fused.all_finite(causal, part.q, keys, values, dout4[at]):
+            tensors = (dout4[at], part.q, keys, values, out4[at], lse3[of_rows])
+            grads = _fused.backward(*tensors, causal, rule.scale)
+            _into((into[0], *(grad[:, part.low :] for grad in into[1:])), grads)
+        else:
+            wide_k, wide_v = (torch.zeros(grad.shape, dtype=lse.dtype, device=q.device) for grad in into[1:])
+            here = dslopes[span.sequence : span.sequence + part.q.shape[0]]
+            _tiles.backward(part, rule, dout4[at], lse3[of_rows], delta3[of_rows], into[0], wide_k, wide_v, here)
+            into[1].copy_(wide_k)
+            into[2].copy_(wide_v)
+    return dq, dk, dv, _slopes_grad(x.slopes, dslopes), _sinks_grad(x.sinks, lse, delta)
+
+
+def _fused_whole(q: Tensor, k: Tensor, v: Tensor, x: Extras, rule: Rule, *, needs: tuple[Tensor, ...]) -> bool | None:
+    """The fused attention's ``is_causal`` if it solves a dense call in one piece, else None."""
+    if any(t is not None for t in (x.slopes, x.sinks, x.starts, x.ends, x.cu_q)):
+        return None
+    s, t = q.shape[1], k.shape[1]
+    causal = _fused.causality(Part(q, None, 0, t, k.shape[2], t - s), rule, v)
+    return causal if causal is not None and _fused.all_finite(causal, *needs) else None
+
+
+def _into(targets: tuple[Tensor, ...], sources: tuple[Tensor, ...]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def _batched(x: Extras, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Packed tensors with a batch of one in front."""
+    return tensors if x.cu_q is None else tuple(t[None] for t in tensors)
+
+
+def _slopes_grad(slopes: Tensor | None, per_sequence: Tensor) -> Tensor:
+    """The gradient in the slopes' own shape; empty where there are none."""
+    if slopes is None:
+        return per_sequence.new_empty(0)
+    return (per_sequence.sum(0) if slopes.dim() == 1 else per_sequence).to(slopes.dtype)
+
+
+def _sinks_grad(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
+    """A sink is a key whose value is zero, so its gradient is its probability times ``0 - delta``."""
+    if sinks is None:
+        return lse.new_empty(0)
+    grad = torch.where(lse == torch.inf, 0, -torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta)
+    return grad.transpose(0, -2).flatten(1).sum(1).to(sinks.dtype)
+
+
+def _fill_nothing(out: Tensor, lse: Tensor) -> None:
+    """What a row that belongs to no sequence gets."""
+    out.zero_()
+    lse.fill_(-torch.inf)
+
+
+def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    lead = q.shape[:-3]
+    return out, q.new_empty(*lead, q.shape[-2], q.shape[-3], dtype=wide)
+
+
+def _fake_forward(q, k, v, *extras):
+    return _outputs(q, v)
+
+
+def _fake_backward(dout, dlse, out, lse, q, k, v, *extras):
+    x = Extras(*extras)
+    dslopes, dsinks = (lse.new_empty(0) if t is None else t.new_empty(t.shape) for t in (x.slopes, x.sinks))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dslopes, dsinks
+
+
+def _cached(
+    q, k, v, k_tail, k_scale, v_scale, table, starts, lengths, cu_q, slopes, sinks, left, right, prefix, *numbers
+):
+    stored = _paged.Stored(k, k if v is None else v, k_tail, k_scale, k_scale if v is None else v_scale, q.dtype)
+    out, lse = _outputs(q, stored.v)
+    if cu_q is not None:
+        _fill_nothing(out, lse)
+    rule = Rule(Mask(left, right, prefix), *numbers, 0.0, 0)
+    q4, out4, lse3 = (q, out, lse) if cu_q is None else (q[None], out[None], lse[None])
+    batch = _paged.Batch(
+        table, starts.tolist(), lengths.tolist(), None if cu_q is None else cu_q.tolist(), slopes, sinks
+    )
+    for part, at, rows, view in _paged.problems(q4, stored, batch):
+        out_part, lse_part = out4[at, rows], lse3[at, :, rows]
+        causal = None if view is None else _fused.causality(part, rule, view[1])
+        if causal is not None and _fused.all_finite(causal, view[1]):
+            solved = _fused.forward(part.q, *view, causal, rule.scale)
+            if solved[0].shape == out.shape:
+                return solved  # this one problem is the whole step
+            _into((out_part, lse_part), solved)
+        else:
+            _tiles.forward(part, rule, out_part, lse_part)
+    return out, lse
+
+
+def _fake_cached(q, k, v, *rest):
+    return _outputs(q, k if v is None else v)
+
+
+def _write(k, v, new_k, new_v, slots):
+    slots = slots.flatten()
+    kept = None if slots.numel() == 0 or int(slots.min()) >= 0 else slots >= 0
+    for plane, new in ((k, new_k), (v, new_v)):
+        if plane is not None:
+            _paged.store(plane, new, slots, kept)
+
+
+def _fake_write(k, v, new_k, new_v, slots):
+    return None
+
+
+for _name, _run, _fake in (
+    ("torch_forward", _forward, _fake_forward),
+    ("torch_backward", _backward, _fake_backward),
+    ("torch_cached", _cached, _fake_cached),
+    ("torch_write", _write, _fake_write),
+):
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _run, _device)
+    torch.library.register_fake(f"attnlib::{_name}", _fake, lib=_library)
