@@ -80,25 +80,72 @@ def problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]:
     Raises:
         ValueError: a length beyond the table, or a page outside the cache.
     """
-    whole_rows = batch.table.shape[1] == 1
-    for n, m in _together(batch) if whole_rows else ((n, n + 1) for n in range(len(batch.lengths))):
-        at, rows = slice(n, m), slice(0, q.shape[1])
-        if batch.cu_q is not None:
-            at, rows = slice(0, 1), slice(batch.cu_q[n], batch.cu_q[n + 1])
-        low, high = batch.starts[n], batch.lengths[n]
-        pages = _used_pages(stored, batch.table[n], low, high, n)
-        tile, step = _row_reader(stored, pages, m - n) if whole_rows else _page_reader(stored, pages, low)
-        ours = q[at, rows]
-        slopes, sinks = _tiles.per_head(batch.slopes, batch.sinks, n, ours)
-        first = high - (rows.stop - rows.start)
-        part = Part(ours, tile, low, high, stored.k.shape[2], first, n, slopes, sinks, step)
-        in_place = whole_rows and stored.k_tail is None and stored.k_scale is None and low < high
-        yield Problem(part, at, rows, tile(low, high) if in_place else None)
+    capacity = batch.table.shape[1] * stored.k.shape[1]
+    for length in batch.lengths:
+        if length > capacity:
+            raise ValueError(f"lengths: expected at most {capacity} tokens like the table, got {length}")
+    return _row_problems(q, stored, batch) if batch.table.shape[1] == 1 else _page_problems(q, stored, batch)
 
 
-def _together(batch: Batch) -> Iterator[tuple[int, int]]:
+def _row_problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]:
+    """Problems over a contiguous cache: equal sequences in consecutive rows are one, on views of those rows."""
+    rows = batch.table[:, 0].tolist()
+    in_place = stored.k_tail is None and stored.k_scale is None
+    for n, m in _together(batch, rows):
+        low, high, row = batch.starts[n], batch.lengths[n], rows[n]
+        if low < high:
+            _check_pages(row, rows[m - 1], stored, n)
+
+        def tile(a: int, b: int, row: int = row, many: int = m - n) -> tuple[Tensor, Tensor]:
+            return stored.read((slice(row, row + many), slice(a, b)))
+
+        view = tile(low, high) if in_place and low < high else None
+        yield _problem(q, stored, batch, n, m, tile, _tiles.KEYS, view)
+
+
+def _page_problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]:
+    """Problems over pages, one for each sequence: tiles are gathered, and never cut a page of up to 512 tokens."""
+    size = stored.k.shape[1]
+    step = _tiles.KEYS // size * size if size <= _tiles.KEYS else _tiles.KEYS
+    for n, (low, high) in enumerate(zip(batch.starts, batch.lengths, strict=True)):
+        skipped = low // size
+        pages = batch.table[n, skipped : -(-high // size)]
+        if pages.numel():
+            _check_pages(int(pages.min()), int(pages.max()), stored, n)
+
+        def tile(a: int, b: int, pages: Tensor = pages, skipped: int = skipped) -> tuple[Tensor, Tensor]:
+            first = a // size
+            tokens = slice(a - first * size, b - first * size)
+            if size > _tiles.KEYS:
+                return stored.read((pages[first - skipped, None], tokens))
+            k, v = stored.read(pages[first - skipped : -(-b // size) - skipped])
+            return k.flatten(0, 1)[None, tokens], v.flatten(0, 1)[None, tokens]
+
+        yield _problem(q, stored, batch, n, n + 1, tile, step, None)
+
+
+def _problem(
+    q: Tensor,
+    stored: Stored,
+    batch: Batch,
+    n: int,
+    m: int,
+    tile: Callable[[int, int], tuple[Tensor, Tensor]],
+    step: int,
+    view: tuple[Tensor, Tensor] | None,
+) -> Problem:
+    at, rows = slice(n, m), slice(0, q.shape[1])
+    if batch.cu_q is not None:
+        at, rows = slice(0, 1), slice(batch.cu_q[n], batch.cu_q[n + 1])
+    ours = q if m - n == q.shape[0] and batch.cu_q is None else q[at, rows]
+    low, high = batch.starts[n], batch.lengths[n]
+    slopes, sinks = _tiles.per_head(batch.slopes, batch.sinks, n, ours)
+    first = high - (rows.stop - rows.start)
+    return Problem(Part(ours, tile, low, high, stored.k.shape[2], first, n, slopes, sinks, step), at, rows, view)
+
+
+def _together(batch: Batch, pages: list[int]) -> Iterator[tuple[int, int]]:
     """Runs ``[n, m)`` of sequences with equal bounds in consecutive rows of a contiguous cache."""
-    pages = batch.table[:, 0].tolist()
     n = 0
     for m in range(1, len(pages) + 1):
         if m < len(pages) and batch.cu_q is None:
@@ -109,34 +156,8 @@ def _together(batch: Batch) -> Iterator[tuple[int, int]]:
         n = m
 
 
-def _used_pages(stored: Stored, row: Tensor, low: int, high: int, n: int) -> Tensor:
-    """The pages of sequence ``n`` that hold visible keys."""
-    pages, page_size = stored.k.shape[:2]
-    if high > row.shape[0] * page_size:
-        raise ValueError(f"lengths: expected at most {row.shape[0] * page_size} tokens like the table, got {high}")
-    used = row[low // page_size : -(-high // page_size)]
-    if used.numel() and not (int(used.min()) >= 0 and int(used.max()) < pages):
-        raise ValueError(f"table: expected pages in [0, {pages}) for sequence {n}, got {used.tolist()}")
-    return used
-
-
-def _row_reader(stored: Stored, pages: Tensor, many: int) -> tuple[Callable[[int, int], tuple[Tensor, Tensor]], int]:
-    """Tiles of ``many`` consecutive rows that hold a sequence each, as views, and the step of their ranges."""
-    row = int(pages[0]) if pages.numel() else 0
-    return lambda a, b: stored.read((slice(row, row + many), slice(a, b))), _tiles.KEYS
-
-
-def _page_reader(stored: Stored, pages: Tensor, low: int) -> tuple[Callable[[int, int], tuple[Tensor, Tensor]], int]:
-    """Tiles of one sequence gathered from its pages, and the step of their ranges, which never cut a small page."""
-    size = stored.k.shape[1]
-    skipped = low // size
-
-    def tile(a: int, b: int) -> tuple[Tensor, Tensor]:
-        first = a // size
-        if size > _tiles.KEYS:
-            return stored.read((pages[first - skipped, None], slice(a - first * size, b - first * size)))
-        k, v = stored.read(pages[first - skipped : -(-b // size) - skipped])
-        tokens = slice(a - first * size, b - first * size)
-        return k.flatten(0, 1)[None, tokens], v.flatten(0, 1)[None, tokens]
-
-    return tile, _tiles.KEYS // size * size if size <= _tiles.KEYS else _tiles.KEYS
+def _check_pages(lowest: int, highest: int, stored: Stored, n: int) -> None:
+    if lowest < 0 or highest >= stored.k.shape[0]:
+        raise ValueError(
+            f"table: expected pages in [0, {stored.k.shape[0]}), got {lowest} to {highest} in sequence {n}"
+        )
