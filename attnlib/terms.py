@@ -10,8 +10,6 @@ from .shapes import bind
 
 TENSORS = ("alibi_slopes", "sinks", "key_starts", "key_ends", "cu_seqlens_q", "cu_seqlens_k", "dropout_seed")
 
-_NO_TENSORS = (None,) * 6
-
 
 class Terms(NamedTuple):
     """The terms of a call, as :func:`attnlib.attention` and its siblings describe them."""
@@ -43,7 +41,13 @@ def check(terms: Terms, sizes: dict[str, int], device: torch.device) -> Terms:
         _positive("scale", scale)
     if terms.softcap is not None:
         _positive("softcap", terms.softcap)
-    if terms[2:8] != _NO_TENSORS:
+    if not (
+        terms.alibi_slopes is None
+        and terms.sinks is None
+        and terms.key_starts is None
+        and terms.key_ends is None
+        and terms.cu_seqlens_q is None
+    ):
         _check_tensors(terms, sizes)
     seed = terms.dropout_seed
     if seed is not None or terms.dropout_p != 0:

@@ -25,6 +25,8 @@ def store(plane: Tensor, new: Tensor, slots: Tensor, kept: Tensor | None) -> Non
     new = new.reshape(slots.shape[0], *plane.shape[2:])
     if kept is not None:
         new, slots = new[kept], slots[kept]
+    if plane.dtype == torch.float8_e4m3fn:  # copied as bytes: torch 2.11 cannot index fp8 on a CPU
+        plane, new = plane.view(torch.uint8), new.view(torch.uint8)
     if plane.is_contiguous():
         plane.view(-1, *plane.shape[2:]).index_copy_(0, slots, new)
     else:

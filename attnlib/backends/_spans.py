@@ -69,7 +69,7 @@ def spans(q: Tensor, k: Tensor, x: Extras) -> Iterator[Span]:
 
 def _packed_spans(q: Tensor, k: Tensor, x: Extras) -> Iterator[Span]:
     rows = _offsets("cu_seqlens_q", x.cu_q, q.shape[1], "max_seqlen_q", x.max_q)
-    keys = _offsets("cu_seqlens_k", x.cu_k, k.shape[1], "max_seqlen_k", x.max_k)
+    keys = _offsets("cu_seqlens_k", x.cu_q if x.cu_k is None else x.cu_k, k.shape[1], "max_seqlen_k", x.max_k)
     for n, (r0, r1, k0, k1) in enumerate(zip(rows, rows[1:], keys, keys[1:], strict=False)):
         yield Span(slice(0, 1), n, slice(r0, r1), slice(k0, k1), 0, (k1 - k0) - (r1 - r0))
 

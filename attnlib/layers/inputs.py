@@ -42,6 +42,7 @@ def angles_of(
 
     Raises:
         ValueError: dynamic NTK in a cache, or with positions of unknown length.
+        RuntimeError: ``kv`` is not in a step.
     """
     if rope is None or isinstance(positions, Angles):
         return positions if rope is not None else None
@@ -60,6 +61,8 @@ def angles_of(
 
 def _natural_positions(x: Tensor, kv: LayerCache | None, cu_seqlens: Tensor | None) -> Tensor:
     if kv is not None:
+        if kv.positions is None:
+            raise RuntimeError("kv: takes tokens only within `with cache.step(...) as layers`; pass kv=layers[i] there")
         return kv.positions
     tokens = torch.arange(x.shape[-2], device=x.device)
     if cu_seqlens is None:

@@ -1,0 +1,88 @@
+"""The torch backend and the caches on a CUDA device: right, and never silently slow."""
+
+import pytest
+import torch
+
+from attnlib import (
+    CAUSAL,
+    FULL,
+    GroupedQueryAttention,
+    KVCache,
+    MultiHeadLatentAttention,
+    Rope,
+    SlowPathWarning,
+    attention,
+    attention_with_lse,
+    sliding,
+    varlen_attention,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+SLOW = pytest.mark.filterwarnings("ignore::attnlib.SlowPathWarning")
+
+
+def test_the_automatic_choice_warns_and_strict_raises():
+    q = torch.randn(1, 5, 2, 8, device="cuda")
+    with pytest.warns(SlowPathWarning, match="tile by tile"):
+        attention(q, q, q, mask=CAUSAL)
+    with pytest.raises(NotImplementedError, match="strict"):
+        attention(q, q, q, mask=CAUSAL, backend="strict")
+
+
+@SLOW
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(70)])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"dropout_p": 0.3}], ids=str)
+def test_equals_the_cpu_forward_and_backward(mask, options):
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 130, heads, 32, dtype=torch.float64) for heads in (6, 2, 2)]
+    seed = torch.tensor([7]) if options.get("dropout_p") else None
+    results = []
+    for device in ("cpu", "cuda"):
+        q, k, v = (x.to(device).requires_grad_() for x in tensors)
+        slopes = torch.linspace(0.1, 1, 6, dtype=torch.float64).to(device).requires_grad_()
+        moved = None if seed is None else seed.to(device)
+        out, lse = attention_with_lse(q, k, v, mask=mask, alibi_slopes=slopes, dropout_seed=moved, **options)
+        grads = torch.autograd.grad((out * out).sum() + lse.sin().sum(), (q, k, v, slopes))
+        results.append([x.cpu() for x in (out, lse, *grads)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
+
+
+@SLOW
+def test_packed_equals_the_cpu():
+    q, k = torch.randn(9, 4, 16), torch.randn(9, 2, 16)
+    offsets = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    here = varlen_attention(q, k, k, cu_seqlens_q=offsets, cu_seqlens_k=offsets, mask=CAUSAL)
+    q, k, offsets = q.cuda(), k.cuda(), offsets.cuda()
+    there = varlen_attention(q, k, k, cu_seqlens_q=offsets, cu_seqlens_k=offsets, mask=CAUSAL)
+    torch.testing.assert_close(there.cpu(), here)
+
+
+def _layer(name: str) -> torch.nn.Module:
+    if name == "gqa":
+        return GroupedQueryAttention(64, 8, num_kv_heads=2, mask=sliding(9), rope=Rope(8), dtype=torch.float64)
+    sizes = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    return MultiHeadLatentAttention(64, 4, mask=CAUSAL, rope=Rope(4, interleaved=True), dtype=torch.float64, **sizes)
+
+
+@SLOW
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_decoding_equals_the_prompt(name, contiguous):
+    torch.manual_seed(0)
+    layer = _layer(name).cuda()
+    x = torch.randn(2, 41, 64, dtype=torch.float64, device="cuda")
+    if contiguous:
+        cache = KVCache.contiguous([layer.kv_layout], max_sequences=3, max_length=64, device="cuda")
+    else:
+        cache = KVCache.paged([layer.kv_layout], pages=32, page_size=4, max_sequences=3, device="cuda")
+    first, second = cache.admit(2)
+    with cache.step({second: 20, first: 30}) as (kv,):
+        packed = layer(torch.cat((x[1, :20], x[0, :30])), kv=kv)
+    (fork,) = cache.fork(first)
+    for t in range(30, 41):
+        with cache.step({first: 1, fork: 1, second: 1}) as (kv,):
+            out = layer(torch.stack((x[0, t], -x[0, t], x[1, t - 10])), kv=kv)
+        torch.testing.assert_close(out[0], layer(x[:1, : t + 1])[0, t])
+        torch.testing.assert_close(out[2], layer(x[1:, : t - 9])[0, t - 10])
+    torch.testing.assert_close(packed[20:], layer(x[:1, :30])[0])
