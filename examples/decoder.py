@@ -1,0 +1,124 @@
+"""A decoder language model composed from attnlib's layers.
+
+Every other example builds on this file; ``decoding.py`` generates with it. Any attention layer can sit in any block:
+``attention(i)`` makes the i-th.
+
+>>> rope = Rope(32)
+>>> model = Decoder(256, 128, 2, attention=lambda i: MultiQueryAttention(128, 4, mask=CAUSAL, rope=rope))
+>>> model(torch.randint(256, (2, 9))).shape
+torch.Size([2, 9, 256])
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnlib import Angles, KVLayout
+from attnlib.cache.kv_cache import LayerCache
+
+
+class SwiGLU(nn.Module):
+    """The gated MLP ``down(silu(gate(x)) * up(x))`` (Shazeer, 2020, arXiv 2002.05202)."""
+
+    def __init__(self, hidden_size: int, mlp_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, mlp_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, mlp_size, bias=False)
+        self.down_proj = nn.Linear(mlp_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One pre-norm block: attention and MLP, each added to the residual stream."""
+
+    def __init__(self, attention: nn.Module, hidden_size: int, mlp_size: int):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(hidden_size, eps=1e-6)
+        self.attention = attention
+        self.mlp_norm = nn.RMSNorm(hidden_size, eps=1e-6)
+        self.mlp = SwiGLU(hidden_size, mlp_size)
+
+    def forward(
+        self, x: Tensor, *, kv: LayerCache | None, positions: Angles | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), kv=kv, positions=positions, cu_seqlens=cu_seqlens)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    """A pre-norm decoder language model whose i-th block attends with ``attention(i)``.
+
+    ``mlp_size`` defaults to ``8 / 3`` of the hidden size, rounded up to a multiple of 32. ``tie_embeddings`` shares the
+    embedding with the output projection.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        num_layers: int,
+        *,
+        attention: Callable[[int], nn.Module],
+        mlp_size: int | None = None,
+        tie_embeddings: bool = True,
+    ):
+        super().__init__()
+        mlp_size = mlp_size or -(-8 * hidden_size // 96) * 32
+        self.embed = nn.Embedding(vocab_size, hidden_size)
+        self.blocks = nn.ModuleList(Block(attention(i), hidden_size, mlp_size) for i in range(num_layers))
+        self.norm = nn.RMSNorm(hidden_size, eps=1e-6)
+        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.lm_head.weight, std=0.02)
+        if tie_embeddings:
+            self.lm_head.weight = self.embed.weight
+        ropes = [block.attention.rope for block in self.blocks]
+        self.ropes = list(dict.fromkeys(rope for rope in ropes if rope is not None))
+        self.rope_index = [None if rope is None else self.ropes.index(rope) for rope in ropes]
+
+    def kv_layouts(self) -> list[KVLayout]:
+        """What each layer stores per token: the argument of a KVCache."""
+        return [block.attention.kv_layout for block in self.blocks]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        caches: Sequence[LayerCache] | None = None,
+        positions: Tensor | Angles | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Logits ``[..., vocab]`` after each of ``tokens`` ``[b, s]``, or packed ``[t]``.
+
+        Packed tokens need ``cu_seqlens``, or ``caches`` in a packed step. ``positions`` (``[b, s]``, ``[t]`` or
+        computed Angles) default to the caches', else to each token's index in its own sequence.
+        """
+        angles = self._angles(tokens, caches, positions, cu_seqlens)
+        x = self.embed(tokens)
+        for i, block in enumerate(self.blocks):
+            kv = None if caches is None else caches[i]
+            rope = self.rope_index[i]
+            x = block(x, kv=kv, positions=None if rope is None else angles[rope], cu_seqlens=cu_seqlens)
+        return self.lm_head(self.norm(x))
+
+    def _angles(self, tokens: Tensor, caches, positions, cu_seqlens) -> list[Angles]:
+        """The angles of this call, once for each distinct Rope, for all layers to share."""
+        if isinstance(positions, Angles):
+            return [positions] * len(self.ropes)
+        if positions is None and caches is not None:
+            positions = caches[0].positions
+        elif positions is None:
+            positions = _positions(tokens, cu_seqlens)
+        return [rope.angles(positions) for rope in self.ropes]
+
+
+def _positions(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The index of each token in its own sequence."""
+    index = torch.arange(tokens.shape[-1], device=tokens.device)
+    if cu_seqlens is None:
+        return index
+    return index - cu_seqlens[torch.searchsorted(cu_seqlens[1:], index, right=True)]

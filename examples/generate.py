@@ -1,0 +1,273 @@
+"""Generate text with a model that compose_lm.py trained: batched, forked from one prompt, or speculatively.
+
+    python examples/generate.py batch 'def main(' 'import os' --top-p 0.9
+    python examples/generate.py fork 'class Path' --answers 4
+    python examples/generate.py speculate 'def test_'
+
+The text streams to the terminal; where there are several, line by line. Without weights in the folder --out, a small
+model is trained first.
+"""
+
+import argparse
+import codecs
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import variants
+from decoder import Decoder
+from decoding import check_same, greedy, paged_cache, prefill, stream
+from text import encode, load
+from torch import Tensor
+from training import train
+from variants import PRESETS, VARIANTS
+
+from attnlib import KVCache
+from attnlib.sizes import cache_bytes
+
+LONGEST_MATCH = 8  # tokens; what the drafter looks for in the text so far, if it can
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Draws tokens ``[n]`` from logits ``[n, vocab]``: a ``choose`` for :func:`decoding.stream`.
+
+    Only the ``top_k`` likeliest tokens can be drawn, and of these only the likeliest that together reach ``top_p`` of
+    their probability. Temperature 0 is greedy.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    generator: torch.Generator | None = None
+
+    def __post_init__(self):
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature: expected at least 0, got {self.temperature}; 0 is greedy")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k: expected at least 1, got {self.top_k}; leave it out to allow every token")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: expected above 0 and at most 1, got {self.top_p}; 1 allows every token")
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.temperature == 0:
+            return greedy(logits)
+        p, order = (logits.float() / self.temperature).softmax(-1).sort(-1, descending=True)
+        if self.top_k is not None:
+            p[:, self.top_k :] = 0
+            p /= p.sum(-1, keepdim=True)
+        if self.top_p < 1:
+            p[p.cumsum(-1) - p >= self.top_p] = 0
+        return order.gather(-1, torch.multinomial(p, 1, generator=self.generator)).squeeze(-1)
+
+
+def fork_answers(
+    model: Decoder, cache: KVCache, prompt: Tensor, answers: int, *, choose: Sampler, steps: int
+) -> Iterator[Tensor]:
+    """Yield the next tokens ``[answers]`` of answers that share the stored prompt, ``steps`` times."""
+    [handle], logits = prefill(model, cache, [prompt])
+    handles = [handle, *cache.fork(handle, answers - 1)]
+    yield from stream(model, cache, handles, logits.expand(answers, -1), choose=choose, steps=steps)
+
+
+@torch.no_grad()
+def speculate(model: Decoder, cache: KVCache, prompt: Tensor, *, draft: int, steps: int) -> Iterator[list[int]]:
+    """Yield the ``steps`` greedy tokens after ``prompt`` in bursts: one each, and as many of a draft as were right.
+
+    Each step feeds the last token and up to ``draft`` guesses at once, and rolls the cache back to the right ones.
+    """
+    [handle], logits = prefill(model, cache, [prompt])
+    text = bytearray(prompt.tolist())
+    burst = greedy(logits).tolist()
+    while True:
+        text.extend(burst)
+        yield burst
+        missing = len(prompt) + steps - len(text)
+        if missing == 0:
+            return
+        guess = look_up(text, min(draft, missing - 1))
+        stored = cache.length(handle)  # all of text but its last token
+        with cache.step({handle: 1 + len(guess)}) as layers:
+            logits = model(torch.tensor([text[-1], *guess], device=prompt.device), caches=layers)
+        burst = greedy(logits).tolist()
+        right = next((i for i, token in enumerate(guess) if token != burst[i]), len(guess))
+        burst = burst[: right + 1]
+        cache.truncate(handle, stored + 1 + right)
+
+
+def look_up(text: bytes | bytearray, count: int) -> bytes:
+    """A guess of at most ``count`` next tokens: those that followed the last time that ``text`` ended as it does now.
+
+    The longest ending found wins (prompt lookup decoding; Saxena, 2023). Empty if no ending occurred before.
+    """
+    for length in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
+        at = text.rfind(text[-length:], 0, len(text) - 1)
+        if at >= 0:
+            return bytes(text[at + length : at + length + count])
+    return b""
+
+
+class Terminal:
+    """Shows texts as they grow: a single one at once, several line by line, each line with its number."""
+
+    def __init__(self, prompts: Sequence[str]):
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
+        self._lines = list(prompts)
+        if len(prompts) == 1:
+            self._write(prompts[0])
+
+    def show(self, number: int, tokens: Sequence[int]) -> None:
+        """Add tokens to a text."""
+        more = self._decoders[number].decode(bytes(tokens))
+        more = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in more)
+        if len(self._lines) == 1:
+            self._write(more)
+            return
+        *whole, self._lines[number] = (self._lines[number] + more).split("\n")
+        for line in whole:
+            self._write(f"[{number}] {line}\n")
+
+    def close(self) -> None:
+        """Show what has no end of line yet."""
+        for number, line in enumerate(self._lines):
+            self._write("\n" if len(self._lines) == 1 else f"[{number}] {line}\n")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def run_batch(model: Decoder, options: argparse.Namespace) -> None:
+    """Continue several prompts at once; their ragged lengths are stored in one packed step."""
+    prompts = [encode(prompt).to(options.device) for prompt in options.prompts]
+    cache = paged_cache(model, sequences=len(prompts), length=max(map(len, prompts)) + options.tokens)
+    handles, logits = prefill(model, cache, prompts)
+    _show_all(options.prompts, stream(model, cache, handles, logits, choose=_sampler(options), steps=options.tokens))
+
+
+def run_fork(model: Decoder, options: argparse.Namespace) -> None:
+    """Give several answers to one prompt, which the cache stores once."""
+    prompt = encode(options.prompt).to(options.device)
+    cache = paged_cache(model, sequences=options.answers, length=len(prompt) + options.tokens)
+    answers = fork_answers(model, cache, prompt, options.answers, choose=_sampler(options), steps=options.tokens)
+    _show_all([options.prompt] * options.answers, answers)
+    stored = [len(prompt) + options.tokens - 1] * options.answers
+    alone = cache_bytes(model.kv_layouts(), stored, page_size=cache.page_size)
+    print(f"the cache holds {cache.used_bytes:,} bytes; without sharing pages of the prompt it would be {alone:,}")
+
+
+def run_speculate(model: Decoder, options: argparse.Namespace) -> None:
+    """Decode greedily with guesses from the text so far, then without, and compare.
+
+    Raises:
+        SystemExit: the two texts differ by more than ties.
+    """
+    prompt = encode(options.prompt).to(options.device)
+    length = len(prompt) + options.tokens
+    cache, terminal = paged_cache(model, sequences=1, length=length), Terminal([options.prompt])
+    start, guided, bursts = time.perf_counter(), [], 0
+    for burst in speculate(model, cache, prompt, draft=options.draft, steps=options.tokens):
+        terminal.show(0, burst)
+        guided += burst
+        bursts += 1
+    terminal.close()
+    fast = time.perf_counter() - start
+    start = time.perf_counter()
+    cache = paged_cache(model, sequences=1, length=length)
+    handles, logits = prefill(model, cache, [prompt])
+    plain = torch.cat(list(stream(model, cache, handles, logits, choose=greedy, steps=options.tokens)))
+    slow = time.perf_counter() - start
+    with torch.no_grad():
+        logits = model(torch.cat((prompt, plain))[None, :-1])[:, len(prompt) - 1 :]
+    note = check_same(torch.tensor([guided]), plain[None].cpu(), logits.cpu())
+    print(note or "the same text as plain greedy decoding")
+    print(f"{options.tokens / bursts:.1f} tokens a step, {slow / fast:.1f} times the speed")
+
+
+def load_or_train(options: argparse.Namespace) -> Decoder:
+    """The model in ``options.out``; if it is not there, a small one trained and saved there first."""
+    path = options.out / f"{options.variant}.safetensors"
+    if not path.exists():
+        preset = PRESETS["tiny"]._replace(steps=options.train_steps)
+        print(f"no weights in {path}: training a small {options.variant} model first (`make demo` trains better ones)")
+        options.out.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(0)
+        model = variants.make_model(options.variant, preset).to(options.device)
+        train(model, load(), preset, label=options.variant.upper())
+        variants.save(model, options.variant, preset, path)
+    return variants.load(path, device=options.device)[0]
+
+
+def _show_all(prompts: Sequence[str], steps: Iterator[Tensor]) -> None:
+    terminal, start, count = Terminal(prompts), time.perf_counter(), 0
+    for tokens in steps:
+        for number, token in enumerate(tokens.tolist()):
+            terminal.show(number, [token])
+        count += len(tokens)
+    terminal.close()
+    print(f"{count / (time.perf_counter() - start):,.0f} tokens/s")
+
+
+def _sampler(options: argparse.Namespace) -> Sampler:
+    generator = torch.Generator(options.device).manual_seed(options.seed)
+    return Sampler(options.temperature, options.top_k, options.top_p, generator)
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _prompt(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("expected at least one character, got an empty prompt")
+    return text
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--out", type=Path, default=Path("out"), help="folder of the weights (default: out)")
+    common.add_argument("--variant", choices=VARIANTS, default="gqa", help="which model to use (default: gqa)")
+    common.add_argument("--tokens", type=_at_least_one, default=200, help="new tokens of each text (default: 200)")
+    common.add_argument("--train-steps", type=_at_least_one, default=200, help="if there are no weights (default: 200)")
+    common.add_argument("--device", help="where to run (default: a GPU if there is one)")
+    sampling = argparse.ArgumentParser(add_help=False)
+    sampling.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
+    sampling.add_argument("--top-k", type=int, help="draw only from the k likeliest tokens")
+    sampling.add_argument("--top-p", type=float, default=1.0, help="draw only from the likeliest with this share")
+    sampling.add_argument("--seed", type=int, default=0, help="the same seed draws the same text (default: 0)")
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="{batch,fork,speculate}")
+    batch = commands.add_parser("batch", parents=[common, sampling], help="continue prompts of any lengths at once")
+    batch.add_argument("prompts", nargs="+", type=_prompt, metavar="PROMPT")
+    batch.set_defaults(run=run_batch)
+    fork = commands.add_parser("fork", parents=[common, sampling], help="several answers that share a stored prompt")
+    fork.add_argument("prompt", type=_prompt, metavar="PROMPT")
+    fork.add_argument("--answers", type=_at_least_one, default=4, help="how many (default: 4)")
+    fork.set_defaults(run=run_fork)
+    guess = commands.add_parser("speculate", parents=[common], help="greedy decoding sped up by guesses")
+    guess.add_argument("prompt", type=_prompt, metavar="PROMPT")
+    guess.add_argument("--draft", type=_at_least_one, default=8, help="guesses in a step (default: 8)")
+    guess.set_defaults(run=run_speculate)
+    options = parser.parse_args(arguments)
+    options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Generate as the command line says."""
+    options = parse(arguments)
+    options.run(load_or_train(options), options)
+
+
+if __name__ == "__main__":
+    main()
