@@ -1,0 +1,132 @@
+"""The rooms of docs/tour.md and the arrows between them; what importing attnlib costs; what it exports."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnlib
+
+ROOT = Path(attnlib.__file__).parent
+VALUES = {"mask", "rope", "philox"}
+ALLOWED = {
+    "__init__": {"mask", "rope", "cache", "layers", "functional", "dispatch"},
+    "__main__": {"bench", "sizes", "dispatch"},
+    "bench": {"functional", "layers", "cache", "terms", *VALUES},
+    "layers": {"functional", "cache", *VALUES},
+    "functional": {"shapes", "terms", "spec", "dispatch", "cache/layout", *VALUES},
+    "dispatch": {"backends", "spec"},
+    "spec": {"mask", "terms", "cache/layout"},
+    "terms": {"shapes"},
+    "cache": {"functional", "cache/layout", *VALUES},
+    "sizes": {"cache/layout"},
+    "backends": {"spec", "terms", "cache/layout", *VALUES},
+    "mask": set(),
+    "rope": set(),
+    "philox": set(),
+    "shapes": set(),
+    "reference": set(),
+}
+# Parts of the torch backend; no other backend may use them.
+TORCH_PARTS = {"_operators", "_spans", "_fused", "_tiles", "_paged"}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def imports_of(path: Path) -> list[tuple[str, ...]]:
+    """Every import of attnlib in a file, as the parts of an absolute module path below attnlib."""
+    package = path.relative_to(ROOT).parent.parts
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            module = (*base, *(node.module.split(".") if node.module else ()))
+            found += [module] if node.module else [(*module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            found += [tuple(name.split("."))[1:] for name in names if name and name.split(".")[0] == "attnlib"]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_imports_what_its_room_may(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    room = parts[0]
+    for target in imports_of(path):
+        if target[0] == room and room != "backends":
+            continue
+        if room == "backends":
+            mine, theirs = parts[-1], target[1] if target[0] == "backends" else None
+            if theirs is not None:
+                assert theirs in TORCH_PARTS, f"{mine} imports {theirs}"
+                assert mine in {"_torch"} | TORCH_PARTS, f"{mine} imports {theirs}"
+                continue
+            if mine == "_reference" and target[0] == "reference":
+                continue
+        allowed = ALLOWED[room]
+        assert target[0] in allowed or "/".join(target[:2]) in allowed, f"{room} may not import {'.'.join(target)}"
+
+
+def test_only_the_cache_writes_through_functional():
+    for path in (ROOT / "cache").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "functional":
+                assert {alias.name for alias in node.names} <= {"write_cache", "copy_pages"}
+
+
+def test_the_exports():
+    assert sorted(attnlib.__all__) == sorted(
+        [
+            "CAUSAL",
+            "FULL",
+            "Angles",
+            "CacheFullError",
+            "Explanation",
+            "GroupedQueryAttention",
+            "KVCache",
+            "KVLayout",
+            "KVView",
+            "Mask",
+            "MultiHeadAttention",
+            "MultiHeadLatentAttention",
+            "MultiQueryAttention",
+            "Rope",
+            "SlowPathWarning",
+            "attention",
+            "attention_with_lse",
+            "cached_attention",
+            "cached_attention_with_lse",
+            "explain",
+            "merge_states",
+            "rotate",
+            "sliding",
+            "varlen_attention",
+            "varlen_attention_with_lse",
+        ]
+    )
+    assert all(hasattr(attnlib, name) for name in attnlib.__all__)
+
+
+def test_importing_is_light():
+    """No heavy module comes along, no device is asked, and torch's own import time is all but the whole."""
+    code = """
+import sys, time, torch
+before = set(sys.modules)
+start = time.perf_counter()
+import attnlib
+print(time.perf_counter() - start)
+heavy = {"triton", "transformers", "matplotlib", "einops", "tqdm", "safetensors"}
+assert not {name.split(".")[0] for name in set(sys.modules) - before} & heavy
+assert not torch.cuda.is_initialized()
+"""
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    assert min(float(run.stdout) for run in runs) < 0.15
+
+
+def test_no_module_holds_mutable_state():
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict | ast.List | ast.Set):
+                names = node.targets if isinstance(node, ast.Assign) else [node.target]
+                assert [name.id for name in names] == ["__all__"], f"{path.name}: {ast.unparse(node)[:60]}"
