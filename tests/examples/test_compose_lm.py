@@ -17,7 +17,7 @@ def test_a_small_run_writes_everything(text_file, tmp_path, capsys, small_preset
     names, cells = [name.strip() for name in rows[0]], [[cell.strip() for cell in row] for row in rows[2:]]
     assert names[0] == "variant"
     assert [row[0] for row in cells] == ["MHA", "GQA", "MQA", "MLA"]
-    measured, formula = names.index("cache bytes/token, measured"), names.index("by formula")
+    measured, formula = names.index("cache B/token"), names.index("by formula")
     assert [row[measured] for row in cells] == [row[formula] for row in cells] == ["512", "256", "128", "160"]
     assert (tmp_path / "out" / "compose_lm.png").read_bytes().startswith(b"\x89PNG")
     for variant in variants.VARIANTS:

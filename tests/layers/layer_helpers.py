@@ -1,0 +1,151 @@
+"""Small layers, caches and oracles for the tests of attention layers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from attnlib import CAUSAL, GroupedQueryAttention, KVCache, Mask, MultiHeadLatentAttention, Rope
+from attnlib.layers import gqa as gqa_module
+from attnlib.layers import mla as mla_module
+
+torch.set_num_threads(1)
+
+HIDDEN = 24
+SIZES = {"q_lora_rank": None, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+ABSORBED = SIZES["kv_lora_rank"] + SIZES["qk_rope_head_dim"]  # width of a query in each form
+EXPANDED = SIZES["qk_nope_head_dim"] + SIZES["qk_rope_head_dim"]
+DEEPSEEK_V3 = {"rank": 512, "nope": 128, "rope": 64, "value": 128}
+BOTH = ("gqa", "mla-auto")  # one of either class
+KINDS = ("mha", "gqa", "mqa", "mla-expanded", "mla-absorbed", "mla-auto")
+
+
+def grouped(num_kv_heads: int = 2, *, rope: bool = True, **options) -> GroupedQueryAttention:
+    """A small grouped-query layer, fp64 and causal if not said otherwise."""
+    options = {"mask": CAUSAL, "head_dim": 8, "dtype": torch.float64} | options
+    return GroupedQueryAttention(HIDDEN, 4, num_kv_heads=num_kv_heads, rope=Rope(8) if rope else None, **options)
+
+
+def latent(form: str = "auto", *, rope: bool = True, **options) -> MultiHeadLatentAttention:
+    """A small latent layer, fp64 and causal if not said otherwise."""
+    options = {"mask": CAUSAL, "dtype": torch.float64} | SIZES | options
+    width = options["qk_rope_head_dim"]
+    turned = Rope(width, interleaved=True) if rope and width else None
+    return MultiHeadLatentAttention(HIDDEN, 4, form=form, rope=turned, **options)
+
+
+def make(kind: str, **options) -> nn.Module:
+    """A layer of one of ``KINDS``."""
+    if kind.startswith("mla"):
+        return latent(kind.removeprefix("mla-"), **options)
+    return grouped({"mha": 4, "gqa": 2, "mqa": 1}[kind], **options)
+
+
+class Stack(nn.Module):
+    """Layers with residuals: what one layer stores depends on what the layer before has read."""
+
+    def __init__(self, *layers: nn.Module):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, kv: Sequence | None = None, **inputs) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = x + layer(x, kv=None if kv is None else kv[i], **inputs)
+        return x
+
+
+def stack(kind: str, masks: Sequence[Mask] = (CAUSAL, CAUSAL), **options) -> Stack:
+    """One layer of ``kind`` for each mask, with sinks that matter if it has any."""
+    layers = [make(kind, mask=mask, **options) for mask in masks]
+    for layer in layers:
+        if getattr(layer, "sinks", None) is not None:
+            nn.init.normal_(layer.sinks)
+    return Stack(*layers)
+
+
+def cache_for(
+    model: Stack, page_size: int | None = 4, *, sequences: int = 4, length: int = 48, store=None, dtype=None, **options
+) -> KVCache:
+    """A paged cache of the model, or with ``page_size=None`` a contiguous one."""
+    layouts = [layer.kv_layout for layer in model.layers]
+    layouts = [replace(layout, store=store, dtype=dtype or layout.dtype) for layout in layouts]
+    if page_size is None:
+        return KVCache.contiguous(layouts, max_sequences=sequences, max_length=length)
+    options |= {"max_sequences": sequences, "max_length": length, "page_size": page_size}
+    return KVCache.paged(layouts, pages=sequences * -(-length // page_size), **options)
+
+
+def feed(model: Stack, cache: KVCache, tokens: dict) -> dict:
+    """One packed step of ``{handle: x [n, m]}``; the outputs likewise."""
+    counts = {handle: len(x) for handle, x in tokens.items()}
+    with torch.no_grad(), cache.step(counts) as layers:
+        out = model(torch.cat(list(tokens.values())), layers)
+    return dict(zip(tokens, out.split(list(counts.values())), strict=True))
+
+
+def feed_dense(model: Stack, cache: KVCache, x: Tensor) -> Tensor:
+    """One dense step of x ``[b, n, m]`` for every live sequence."""
+    with torch.no_grad(), cache.step(x.shape[1]) as layers:
+        return model(x, layers)
+
+
+def alone(model: nn.Module, x: Tensor, **inputs) -> Tensor:
+    """The oracle: one sequence x ``[n, m]`` at once, without a cache."""
+    with torch.no_grad():
+        return model(x[None], **inputs)[0]
+
+
+def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Reproducible hidden states ``[*shape, m]``."""
+    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    """Equal up to fp64 rounding; NaN is never equal."""
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+def gradients(module: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """The output of ``run(x)``, and the gradients of x and of every parameter for a fixed output gradient."""
+    module.zero_grad()
+    x = x.detach().requires_grad_()
+    out = run(x)
+    seeded = torch.Generator().manual_seed(1)
+    out.backward(torch.randn(out.shape, generator=seeded, dtype=torch.float64).to(out.dtype))
+    return {"out": out.detach(), "x": x.grad} | {name: p.grad.clone() for name, p in module.named_parameters()}
+
+
+def assert_twice_as_good(ours: dict, theirs: dict, truth: dict, *, factor: float = 2) -> None:
+    """Each error of ours against fp64 is at most ``factor`` times theirs, plus four ulps of the largest value."""
+    assert ours.keys() == theirs.keys() == truth.keys()
+    for name, exact in truth.items():
+        ulp = torch.finfo(ours[name].dtype).eps * exact.abs().max().item()
+        error, allowed = ((side[name].double() - exact.double()).abs().max().item() for side in (ours, theirs))
+        assert error <= factor * allowed + 4 * ulp, f"{name}: {error:.3g} against {allowed:.3g}"
+
+
+@contextmanager
+def calls() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """The functions of the core that layers call meanwhile, each with the shape of its q."""
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def spy(name: str, run: Callable) -> Callable:
+        def recorded(q: Tensor, *args, **options):
+            seen.append((name, tuple(q.shape)))
+            return run(q, *args, **options)
+
+        return recorded
+
+    with (
+        mock.patch.multiple(gqa_module, **_spies(gqa_module, spy)),
+        mock.patch.multiple(mla_module, **_spies(mla_module, spy)),
+    ):
+        yield seen
+
+
+def _spies(module, spy: Callable) -> dict[str, Callable]:
+    names = ("attention", "varlen_attention", "cached_attention")
+    return {name: spy(name, getattr(module, name)) for name in names}

@@ -1,0 +1,288 @@
+"""Laws that every kind of layer keeps: packing, positions, contexts, dropout, construction, casts and training."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layer_helpers import (
+    BOTH,
+    HIDDEN,
+    KINDS,
+    Stack,
+    alone,
+    cache_for,
+    close,
+    feed_dense,
+    gradients,
+    make,
+    stack,
+    tokens,
+)
+from torch.utils.checkpoint import checkpoint
+
+from attnlib import CAUSAL, FULL, sliding
+
+# Inputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 2**16))
+def test_packed_is_padded_is_per_sequence(kind, lengths, seed):
+    model = stack(kind, (CAUSAL, sliding(3)))
+    x = tokens(sum(lengths), seed=seed)
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    packed = alone_packed(model, x, offsets)
+    padded = torch.full((len(lengths), max(lengths), HIDDEN), torch.nan, dtype=x.dtype)
+    for row, part in zip(padded, x.split(lengths), strict=True):
+        row[: len(part)] = part  # and NaN behind it, which causal attention never sees
+    with torch.no_grad():
+        padded = model(padded)
+    for n, (part, out) in enumerate(zip(x.split(lengths), packed.split(lengths), strict=True)):
+        close(out, alone(model, part))
+        close(padded[n, : len(part)], out)
+
+
+def alone_packed(model, x, offsets):
+    with torch.no_grad():
+        return model(x, cu_seqlens=offsets)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_gradients_are_the_sum_over_sequences(kind):
+    layer, x = make(kind), tokens(7)
+    offsets = torch.tensor([0, 4, 7], dtype=torch.int32)
+    packed = gradients(layer, x, lambda x: layer(x, cu_seqlens=offsets))
+    split = gradients(layer, x, lambda x: torch.cat([layer(part[None])[0] for part in x.split([4, 3])]))
+    for name in packed:
+        torch.testing.assert_close(packed[name], split[name], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shifting_all_positions_changes_nothing(kind):
+    layer, x = make(kind), tokens(2, 9)
+    shift = 256
+    here, there = (layer(x, positions=torch.arange(9) + n) for n in (0, shift))
+    # Phases are fp32 products; a wrong use of positions is wrong by the order of the output.
+    bound = 16 * shift * 2**-24 * here.abs().max().item()
+    torch.testing.assert_close(there, here, rtol=0, atol=bound)
+    assert (layer(x, positions=torch.arange(9) * 5) - here).abs().max() > 10 * bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_may_be_left_out_or_computed_once(kind):
+    layer, x = make(kind), tokens(2, 5)
+    out = layer(x)
+    for positions in (torch.arange(5), torch.arange(5).expand(2, 5), layer.rope.angles(torch.arange(5))):
+        assert torch.equal(layer(x, positions=positions), out)
+    each = torch.stack((torch.arange(5), 3 * torch.arange(5)))
+    close(layer(x, positions=each)[1:], layer(x[1:], positions=each[1:]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_cross_attention_reads_a_stored_context(kind, page_size):
+    layer = make(kind, rope=False, mask=FULL)
+    contexts, x = [tokens(7, seed=1), tokens(3, seed=2)], tokens(2, 4)
+    cache = cache_for(Stack(layer), page_size)
+    handles = cache.admit(2)
+    with torch.no_grad():
+        with cache.step(dict(zip(handles, (7, 3), strict=True))) as (kv,):
+            layer.append_context(torch.cat(contexts), kv)
+        with cache.read(4) as (kv,):
+            dense = layer(x, context=kv.view())
+        with cache.read({handles[1]: 1, handles[0]: 4}) as (kv,):
+            packed = layer(torch.cat((x[1, :1], x[0])), context=kv.view())
+    for n, context in enumerate(contexts):
+        close(dense[n], alone(layer, x[n], context=context[None]))
+    close(packed, torch.cat((dense[1, :1], dense[0])))
+    assert [cache.length(handle) for handle in handles] == [7, 3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cross_attention_depends_on_the_set_of_keys_only(kind):
+    layer, x, context = make(kind, rope=False, mask=FULL), tokens(2, 4), tokens(2, 6, seed=1)
+    out = layer(x, context=context)
+    close(layer(x, context=context.flip(1)), out)
+    close(layer(x, context=x), layer(x))
+    close(layer(x, context=context[:, :1]), layer(x, context=context[:, :1].expand(-1, 6, -1)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_acts_in_training_only(kind):
+    layer, x = make(kind, dropout_p=0.5), tokens(2, 20)
+    plain = make(kind)
+    plain.load_state_dict(layer.state_dict())
+    outs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        outs.append(layer(x))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.allclose(outs[0], outs[2])
+    assert not torch.allclose(outs[0], plain(x))
+    cache = cache_for(Stack(layer))
+    cache.admit(2)
+    close(feed_dense(Stack(layer), cache, x), (x + plain(x)).detach())  # a cached step is never training
+    assert torch.equal(layer.eval()(x), plain(x))
+
+
+EXTRAS = {"gqa": {"sinks": True, "alibi": True, "qk_norm": True, "bias": True}, "mla-auto": {"q_lora_rank": 10}}
+
+
+def state(layer):
+    """Parameters and buffers, those that state_dict leaves out included."""
+    return dict(layer.named_parameters()) | dict(layer.named_buffers())
+
+
+@pytest.mark.parametrize("kind", EXTRAS)
+def test_reset_after_to_empty_is_a_new_layer(kind):
+    options = EXTRAS[kind] | {"dtype": torch.float32}
+    empty = make(kind, device="meta", **options)
+    assert all(value.is_meta for value in state(empty).values())
+    layer = empty.to_empty(device="cpu")
+    for value in state(layer).values():
+        value.data.fill_(torch.nan)
+    torch.manual_seed(5)
+    layer.reset_parameters()
+    torch.manual_seed(5)
+    fresh = state(make(kind, **options))
+    assert fresh.keys() == state(layer).keys()
+    assert all(torch.equal(value, fresh[name]) for name, value in state(layer).items())
+    assert layer(tokens(1, 3, dtype=torch.float32)).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_meta_only_shapes_are_computed(kind):
+    """Fault 29."""
+    layer, x = make(kind, device="meta"), tokens(2, 5).to("meta").requires_grad_()
+    out = layer(x)
+    assert out.shape == x.shape
+    out.sum().backward()
+    assert x.grad.is_meta
+    assert layer(x[0], cu_seqlens=torch.zeros(3, dtype=torch.int32, device="meta")).shape == (5, HIDDEN)
+
+
+NAMES = {
+    "mha": ({}, "q_proj.weight k_proj.weight v_proj.weight o_proj.weight"),
+    "gqa": (
+        EXTRAS["gqa"] | {"output_bias": False},
+        "q_proj.weight q_proj.bias k_proj.weight k_proj.bias v_proj.weight v_proj.bias o_proj.weight "
+        "q_norm.weight k_norm.weight sinks",
+    ),
+    "mqa": (
+        {"output_bias": True},
+        "q_proj.weight k_proj.weight v_proj.weight o_proj.weight o_proj.bias",
+    ),
+    "mla-auto": (
+        EXTRAS["mla-auto"] | {"bias": True},
+        "q_a_proj.weight q_a_proj.bias q_a_layernorm.weight q_b_proj.weight kv_a_proj_with_mqa.weight "
+        "kv_a_proj_with_mqa.bias kv_a_layernorm.weight kv_b_proj.weight o_proj.weight o_proj.bias",
+    ),
+    "mla-absorbed": (
+        {},
+        "q_proj.weight kv_a_proj_with_mqa.weight kv_a_layernorm.weight kv_b_proj.weight o_proj.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_state_dict_has_the_names_of_transformers_and_no_buffers(kind):
+    options, names = NAMES[kind]
+    assert set(make(kind, **options).state_dict()) == set(names.split())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_shares_nothing(kind):
+    layer, x = make(kind), tokens(2, 5)
+    out, twin = layer(x), copy.deepcopy(layer)
+    assert torch.equal(twin(x), out)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert torch.equal(layer(x), out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", EXTRAS)
+def test_a_cast_layer_is_one_made_in_that_dtype(kind, dtype):
+    made = make(kind, **EXTRAS[kind], dtype=dtype)
+    cast = make(kind, **EXTRAS[kind], dtype=torch.float32).to(dtype)
+    cast.load_state_dict(made.state_dict())
+    x = tokens(2, 5, dtype=dtype)
+    assert torch.equal(cast(x), made(x))
+    assert cast(x).dtype == cast.kv_layout.dtype == dtype
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch's RMSNorm, once
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_train_step_under_autocast(kind):
+    layer, x = make(kind, dtype=torch.float32), tokens(2, 33, dtype=torch.float32)
+    truth = gradients(layer, x, layer)
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x)
+
+    ours = gradients(layer, x, run)
+    assert ours["out"].dtype == torch.bfloat16
+    for name, exact in truth.items():
+        if name != "out":
+            assert ours[name].dtype == torch.float32
+        # Every projection and the attention round to 8 bits once, and these errors add up.
+        assert (ours[name].float() - exact).norm() <= 16 * 2**-9 * exact.norm(), name
+
+
+# Training
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_training_after_inference_mode(kind):
+    """Fault 32: nothing made in inference mode stays behind, in the layer or in the cache."""
+    layer, x = make(kind), tokens(1, 5)
+    model = Stack(layer)
+    expected = gradients(layer, x, layer)
+    with torch.inference_mode():
+        cache = cache_for(model)
+        cache.admit()
+        layer(x)
+        first = feed_dense(model, cache, x[:, :3])
+    trained = gradients(layer, x, layer)
+    assert all(torch.equal(trained[name], expected[name]) for name in expected)
+    close(torch.cat((first, feed_dense(model, cache, x[:, 3:])), 1), model(x).detach())
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_checkpointing_repeats_its_dropout(kind):
+    layer, x = make(kind, dropout_p=0.4), tokens(2, 9)
+    results = []
+    for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        torch.manual_seed(3)
+        results.append(gradients(layer, x, run))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+    torch.manual_seed(4)
+    assert not torch.equal(gradients(layer, x, layer)["x"], results[0]["x"])
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_one_trained_weight_gets_the_gradient_it_gets_among_all(kind):
+    """Fault 33."""
+    layer, x = make(kind), tokens(1, 5)
+    expected = gradients(layer, x, layer)
+    for name, parameter in layer.named_parameters():
+        layer.requires_grad_(False)
+        parameter.requires_grad_()
+        layer.zero_grad()
+        generator = torch.Generator().manual_seed(1)
+        layer(x).backward(torch.randn(x.shape, generator=generator, dtype=torch.float64))
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3)])
+def test_nothing_gives_nothing(kind, shape):
+    layer = make(kind, mask=sliding(3))
+    results = gradients(layer, tokens(*shape), layer)
+    assert results["out"].shape == (*shape, HIDDEN)
+    assert all(not value.any() for name, value in results.items())

@@ -1,0 +1,107 @@
+"""Choosing a backend: pure, explained, and never a silent fallback."""
+
+import warnings
+
+import pytest
+import torch
+
+from attnlib import (
+    CAUSAL,
+    KVCache,
+    KVLayout,
+    SlowPathWarning,
+    attention,
+    attention_with_lse,
+    cached_attention,
+    explain,
+    rotate,
+    sliding,
+    varlen_attention,
+)
+from attnlib.dispatch import PREFERENCE, explanation, select
+
+
+def spec_of(*, strided: bool = False, **options):
+    q = torch.randn(1, 5, 2, 8)
+    v = torch.randn(1, 5, 8, 2).transpose(2, 3) if strided else q
+    return explain(attention, q, q, v, mask=CAUSAL, **options).spec
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"backend: expected None, 'strict', 'torch', 'reference', got 'flash'"):
+        select(spec_of(), "flash")
+
+
+@pytest.mark.parametrize("name", [backend.name for backend in PREFERENCE])
+def test_a_named_backend_runs_or_raises(name):
+    assert select(spec_of(), name).name == name
+    cached = spec_of()._replace(kind="cached", grad=True)
+    with pytest.raises(NotImplementedError, match=rf"{name}: cached attention has no backward; wrap .*no_grad"):
+        select(cached, name)
+
+
+def test_the_answer_depends_on_the_spec_alone():
+    """So that a laptop can ask about any GPU."""
+    spec = spec_of()._replace(device="cuda", arch=90)
+    for backend in PREFERENCE:
+        assert backend.unsupported(spec) == backend.unsupported(spec_of()._replace(device="cuda", arch=90))
+        assert backend.slow(spec) == backend.slow(spec_of()._replace(device="cuda", arch=90))
+    with pytest.warns(SlowPathWarning, match="torch: runs tile by tile"):
+        assert select(spec).name == "torch"
+    with pytest.raises(NotImplementedError, match="strict: torch would be slow: runs tile by tile"):
+        select(spec, "strict")
+    packed = spec._replace(kind="varlen")
+    assert any("waits for the device" in reason for reason in PREFERENCE[0].slow(packed))
+
+
+def test_a_cpu_call_is_not_slow_and_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert select(spec_of()).name == select(spec_of(), "strict").name == "torch"
+
+
+def test_strict_refuses_to_copy():
+    q = torch.randn(1, 5, 2, 8)
+    v = torch.randn(1, 5, 8, 2).transpose(2, 3)
+    torch.testing.assert_close(attention(q, q, v, mask=CAUSAL), attention(q, q, v.contiguous(), mask=CAUSAL))
+    with pytest.raises(NotImplementedError, match="v: the last dimension is not contiguous"):
+        attention(q, q, v, mask=CAUSAL, backend="strict")
+
+
+def test_nothing_left_to_choose_raises_with_every_reason():
+    with pytest.raises(NotImplementedError, match="no backend can run this call") as error:
+        select(spec_of()._replace(kind="cached", grad=True))
+    assert str(error.value).count("cached attention has no backward") == len(PREFERENCE)
+
+
+def test_explain_names_the_choice_and_runs_nothing(monkeypatch):
+    q = torch.randn(1, 5, 2, 8)
+    calls = []
+    monkeypatch.setattr(torch.ops.attnlib, "torch_forward", lambda *args: calls.append(args))
+    told = explain(attention_with_lse, q, q, q[..., :4], mask=sliding(3), softcap=2.0)
+    assert (told.chosen, told.rejected, told.slow, calls) == ("torch", {}, [], [])
+    for words in ("dense attention", "runs on: torch", "value_dim=4", "left=2", "softcap=True", "lse=True"):
+        assert words in str(told)
+    slow = explain(attention, q, q, torch.randn(1, 5, 8, 2).transpose(2, 3), mask=CAUSAL)
+    assert "slow: v: the last dimension is not contiguous, so it is copied once" in str(slow)
+
+
+def test_explain_knows_every_door():
+    q, offsets = torch.randn(5, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
+    packed = explain(varlen_attention, q, q, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets, mask=CAUSAL)
+    assert packed.spec.kind == "varlen"
+    cache = KVCache.paged([KVLayout.latent(6, 2)], pages=4, page_size=4, max_sequences=1)
+    cache.admit()
+    with cache.step(3) as (kv,):
+        told = explain(cached_attention, torch.randn(1, 3, 4, 8), kv.view(), mask=CAUSAL)
+        asked = explain(cached_attention, torch.randn(1, 3, 4, 8, requires_grad=True), kv.view(), mask=CAUSAL)
+    assert (told.spec.kind, told.spec.kv_heads, told.spec.value_dim, told.spec.page_size) == ("cached", 1, 6, 4)
+    assert asked.chosen is None
+    assert set(asked.rejected) == {"torch", "reference"}
+    with pytest.raises(ValueError, match="call: expected one of attention"):
+        explain(rotate, q)
+
+
+def test_an_explanation_of_a_named_backend_is_about_it_alone():
+    assert explanation(spec_of(), "reference").chosen == "reference"
+    assert explanation(spec_of(strided=True), "strict").chosen is None

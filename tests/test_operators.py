@@ -1,0 +1,192 @@
+"""Our operators as torch sees them: schemas, fakes, compilation, checkpointing, autocast."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from attnlib import CAUSAL, KVCache, KVLayout, attention, attention_with_lse, sliding, varlen_attention
+
+OPS = torch.ops.attnlib
+
+
+def permuted(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random ``[b, s, h, d]`` that is dense in the order b, h, s, d, as transposed heads are."""
+    b, s, h, d = shape
+    return torch.randn(b, h, s, d, dtype=dtype).transpose(1, 2)
+
+
+def forward_arguments(*, plain: bool, packed: bool = False) -> tuple:
+    """Arguments of attnlib::torch_forward, with all of its options or none."""
+    q, k, v = permuted(2, 7, 4, 8), permuted(2, 9, 2, 8), permuted(2, 9, 2, 8 if plain else 5)
+    if packed:
+        q, k, v = q[0], k[0], v[0]
+        offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
+        return (q, k, v, None, None, None, None, offsets, None, None, None, 0, 0, 0.3, None, 0.0, 5, 5)
+    if plain:
+        return (q, k, v, None, None, None, None, None, None, None, None, None, 0, 0.3, None, 0.0, None, None)
+    bounds = (torch.tensor([0, 2], dtype=torch.int32), torch.tensor([9, 6], dtype=torch.int32))
+    return (q, k, v, torch.rand(2, 4), torch.randn(4), *bounds, None, None, torch.tensor([3]), 5, 0, 0, 0.3, 2.0, 0.2,
+            None, None)  # fmt: skip
+
+
+CASES = [{"plain": True}, {"plain": False}, {"plain": True, "packed": True}]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_forward_operator(case):
+    torch.library.opcheck(OPS.torch_forward.default, forward_arguments(**case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_the_backward_operator(case, with_lse):
+    arguments = forward_arguments(**case)
+    out, lse = OPS.torch_forward(*arguments)
+    dlse = torch.randn_like(lse) if with_lse else None
+    torch.library.opcheck(OPS.torch_backward.default, (torch.randn_like(out), dlse, out, lse, *arguments))
+
+
+@pytest.mark.parametrize("layout", [KVLayout.grouped(2, 8, 5), KVLayout.latent(8, 4), KVLayout.grouped(2, 8)])
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_the_cache_operators(layout, page_size):
+    cache = (
+        KVCache.contiguous([layout], max_sequences=2, max_length=16)
+        if page_size is None
+        else KVCache.paged([layout], pages=8, page_size=page_size, max_sequences=2)
+    )
+    cache.admit(2)
+    with cache.step(6) as (kv,):
+        view = kv.view()
+        second = view.k_tail if layout.is_latent else view.v
+        new = [torch.randn(12, *plane.shape[2:]) for plane in (view.k, second)]
+        slots = torch.tensor([0, 1, -1, 3, 4, 5, 6, 7, 8, 9, 10, 11])
+        torch.library.opcheck(OPS.torch_write.default, (view.k, second, *new, slots))
+        for plane in (view.k, view.k_tail, view.v):
+            if plane is not None:
+                plane.normal_()
+        q = torch.randn(2, 6, 4, layout.dim + layout.tail)
+        planes = (view.k, None if layout.is_latent else view.v, view.k_tail, None, None)
+        arguments = (
+            q,
+            *planes,
+            view.table,
+            view.starts,
+            view.lengths,
+            None,
+            None,
+            torch.randn(4),
+            None,
+            0,
+            0,
+            0.3,
+            None,
+        )
+        torch.library.opcheck(OPS.torch_cached.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_fakes_and_meta_tensors_give_shapes_alone(dtype):
+    with FakeTensorMode():
+        q, k = permuted(2, 7, 4, 8, dtype=dtype), permuted(2, 9, 2, 8, dtype=dtype)
+        out, lse = attention_with_lse(q.requires_grad_(), k, k[..., :5], mask=CAUSAL)
+        assert out.shape == (2, 7, 4, 5)
+        assert out.is_contiguous()
+        assert out.dtype == dtype
+        assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        out.sum().backward()
+        assert q.grad.shape == q.shape
+    q, k = q_meta(2, 7, 4, 8), q_meta(2, 9, 2, 8)
+    assert attention(q, k, k, mask=sliding(3)).device.type == "meta"
+
+
+def q_meta(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, device="meta")
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"dropout_p": 0.2}], ids=str)
+def test_compiles_to_one_graph_and_at_most_twice(options):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def loss(q, k, v, sinks):
+        out, lse = attention_with_lse(q, k, v, mask=CAUSAL, sinks=sinks, **options)
+        return (out * out).sum() + lse.sin().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    for tokens in (33, 65, 48, 97):
+        leaves = [torch.randn(2, tokens, h, 8, requires_grad=True) for h in (4, 2, 2)]
+        leaves.append(torch.randn(4, requires_grad=True))
+        results = []
+        for call in (loss, compiled):
+            torch.manual_seed(0)
+            value = call(*leaves)
+            results.append([value, *torch.autograd.grad(value, leaves)])
+        if not options.get("dropout_p"):  # a compiled random number is another one
+            torch.testing.assert_close(results[1], results[0])
+    assert counter.frame_count <= 2
+
+
+def test_packed_calls_compile_with_changing_offsets():
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def call(q, cu_seqlens):
+        return varlen_attention(q, q * 1, q * 2, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, mask=CAUSAL)
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for cuts in ([0, 4, 9], [0, 0, 9], [0, 1, 7]):
+        q, offsets = torch.randn(9, 4, 8, requires_grad=True), torch.tensor(cuts, dtype=torch.int32)
+        out = compiled(q, offsets)
+        torch.testing.assert_close(out, call(q, offsets))
+        out.sum().backward()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_selective_checkpointing_names_our_operator(save):
+    forward = OPS.torch_forward.default
+    count = []
+
+    def policy(context, op, *args, **kwargs):
+        if op is forward:
+            count.append(context.is_recompute)
+        return CheckpointPolicy.MUST_SAVE if save and op is forward else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(q, k, v):
+        return attention(q.sin(), k.sin(), v.sin(), mask=CAUSAL, softcap=3.0).cos()
+
+    calls = Calls(forward)
+    leaves = [torch.randn(1, 9, 2, 8, requires_grad=True) for _ in range(3)]
+    plain = torch.autograd.grad(block(*leaves).sum(), leaves)
+    with calls:
+        out = checkpoint(
+            block, *leaves, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+        )
+        kept = torch.autograd.grad(out.sum(), leaves)
+    torch.testing.assert_close(kept, plain, rtol=0, atol=0)
+    assert False in count  # the policy was asked about our operator
+    assert calls.count == (1 if save else 2)
+
+
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts how often an operator really runs."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.op, self.count = op, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is self.op
+        return func(*args, **(kwargs or {}))
+
+
+def test_autocast_casts_all_three_and_leaves_fp64():
+    q, k, v = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8).bfloat16(), torch.randn(1, 5, 2, 8).half()
+    with pytest.raises(TypeError, match=r"k: expected torch.float32 like q, got torch.bfloat16; .*autocast"):
+        attention(q, k, v, mask=CAUSAL)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q, k, v, mask=CAUSAL).dtype == torch.bfloat16
+        wide = q.double()
+        assert attention(wide, wide, wide, mask=CAUSAL).dtype == torch.float64
+    with torch.autocast("cpu", torch.float16):
+        assert attention(k, k, k, mask=CAUSAL).dtype == torch.float16
