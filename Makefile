@@ -1,4 +1,4 @@
-# Every target makes what it needs: the first run creates .venv from the pinned versions in .ci/constraints.txt.
+# Every target makes what it needs: the first run creates .venv with the versions pinned in .ci/constraints.txt.
 # `make PYTHON=python3.12 test` uses another interpreter; `make demo ARGS=--help` hands arguments on.
 PYTHON ?= python3
 ARGS ?=
@@ -8,11 +8,13 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test lint bench clean
 
+# Train, decode and compare small language models.
 # Threads that wait asleep: beside other work on the same cores, spinning made training six times slower.
-demo: $(READY)  ## train, decode and compare small language models
+demo: $(READY)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/compose_lm.py $(ARGS)
 
-test: $(READY)  ## the default suite; two workers of one thread each
+# The default suite, on two workers of one thread each.
+test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(READY)

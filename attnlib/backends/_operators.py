@@ -146,25 +146,35 @@ def _cached(
     q, k, v, k_tail, k_scale, v_scale, table, starts, lengths, cu_q, slopes, sinks, left, right, prefix, *numbers
 ):
     stored = _paged.Stored(k, k if v is None else v, k_tail, k_scale, k_scale if v is None else v_scale, q.dtype)
-    out, lse = _outputs(q, stored.v)
-    if cu_q is not None:
-        _fill_nothing(out, lse)
     rule = Rule(Mask(left, right, prefix), *numbers, 0.0, 0)
-    q4, out4, lse3 = (q, out, lse) if cu_q is None else (q[None], out[None], lse[None])
     batch = _paged.Batch(
         table, starts.tolist(), lengths.tolist(), None if cu_q is None else cu_q.tolist(), slopes, sinks
     )
-    for part, at, rows, view in _paged.problems(q4, stored, batch):
-        out_part, lse_part = out4[at, rows], lse3[at, :, rows]
-        causal = None if view is None else _fused.causality(part, rule, view[1])
-        if causal is not None and _fused.all_finite(causal, view[1]):
-            solved = _fused.forward(part.q, *view, causal, rule.scale)
-            if solved[0].shape == out.shape:
-                return solved  # this one problem is the whole step
-            _into((out_part, lse_part), solved)
+    problems = list(_paged.problems(q if cu_q is None else q[None], stored, batch))
+    if cu_q is None and len(problems) == 1 and (solved := _solve_in_place(problems[0], rule)) is not None:
+        return solved
+    out, lse = _outputs(q, stored.v)
+    if cu_q is not None:
+        _fill_nothing(out, lse)
+    out4, lse3 = (out, lse) if cu_q is None else (out[None], lse[None])
+    for problem in problems:
+        targets = (out4[problem.at, problem.rows], lse3[problem.at, :, problem.rows])
+        if (solved := _solve_in_place(problem, rule)) is not None:
+            _into(targets, solved)
         else:
-            _tiles.forward(part, rule, out_part, lse_part)
+            _tiles.forward(problem.part, rule, *targets)
     return out, lse
+
+
+def _solve_in_place(problem: _paged.Problem, rule: Rule) -> tuple[Tensor, Tensor] | None:
+    """The fused attention over keys that lie in one piece; None where it is not exact."""
+    if problem.view is None:
+        return None
+    k, v = problem.view
+    causal = _fused.causality(problem.part, rule, v)
+    if causal is None or not _fused.all_finite(causal, v):
+        return None
+    return _fused.forward(problem.part.q, k, v, causal, rule.scale)
 
 
 def _fake_cached(q, k, v, *rest):

@@ -127,6 +127,7 @@ def backward(
         for j0, j1 in spans:
             tile = _scores(part, rule, q, i0, i1, j0, j1)
             p = tile.scores.sub_(row_lse).exp_()
+            _hide(p, tile.hidden, 0)  # a row whose LSE is NaN
             dp = do @ tile.v.mT
             if tile.weight is not None:
                 dp = dp * tile.weight

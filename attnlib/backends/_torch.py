@@ -35,9 +35,8 @@ def slow(spec: AttentionSpec) -> list[str]:
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:
     """Dense or packed attention and its LSE, with gradients."""
     q, k, v = (x.contiguous() if name in spec.strided else x for name, x in (("q", q), ("k", k), ("v", v)))
-    if (
-        terms.cu_seqlens_q is not None and terms.cu_seqlens_k is terms.cu_seqlens_q
-    ):  # torch.compile takes a tensor once; None means: the same
+    same_offsets = terms.cu_seqlens_q is not None and terms.cu_seqlens_k is terms.cu_seqlens_q
+    if same_offsets:  # torch.compile passes a tensor once
         terms = terms._replace(cu_seqlens_k=None)
     extras = terms[2:9]
     numbers = (*_band(spec.mask), terms.scale, terms.softcap, *terms[9:])

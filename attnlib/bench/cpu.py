@@ -23,7 +23,8 @@ def rows() -> Iterator[Row]:
         yield _dense(tokens)
     yield _small(gradients=False)
     yield _small(gradients=True)
-    yield _decode_step(layers=8, batch=4, context=512)
+    for kv_heads, batch, context in ((2, 4, 512), (2, 4, 2048), (8, 4, 2048)):
+        yield _decode_step(kv_heads=kv_heads, batch=batch, context=context)
     yield _door()
 
 
@@ -67,16 +68,16 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _decode_step(*, layers: int, batch: int, context: int) -> Row:
+def _decode_step(*, kv_heads: int, batch: int, context: int, layers: int = 8) -> Row:
     """One token for every sequence of a batch: our cache against torch's attention over preallocated tensors."""
     model = nn.ModuleList(
-        GroupedQueryAttention(512, 8, num_kv_heads=2, mask=CAUSAL, rope=Rope(64)) for _ in range(layers)
+        GroupedQueryAttention(512, 8, num_kv_heads=kv_heads, mask=CAUSAL, rope=Rope(64)) for _ in range(layers)
     )
     prompt, token = torch.randn(batch, context, 512), torch.randn(batch, 1, 512)
     with torch.no_grad():
         ours, peer = _OurDecoder(model, prompt), _PeerDecoder(model, prompt)
         return race(
-            f"decode step, {layers} layers, {batch} x {context} tokens, GQA 8/2",
+            f"decode step, {layers} layers, 8/{kv_heads} heads, {batch} x {context}",
             lambda: ours.step(token),
             lambda: peer.step(token),
             bound=1.0,
