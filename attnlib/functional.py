@@ -174,7 +174,13 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
     Outputs are ``[b, s, h, e]`` with LSE ``[b, h, s]``, or packed ``[t, h, e]`` with ``[h, t]``. Associative, with
     identity ``(0, -inf)``; differentiable; computes in fp32 (fp64 for fp64). An LSE of +inf gives NaN.
+
+    Raises:
+        ValueError: the shapes do not fit.
     """
+    dims = ("bshe", "bhs") if out_a.dim() == 4 else ("she", "hs")
+    states = (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))
+    bind(*((name, x, dims[n % 2]) for n, (name, x) in enumerate(states)))
     wide = torch.float64 if torch.float64 in (out_a.dtype, lse_a.dtype) else torch.float32
     lse_a, lse_b = lse_a.to(wide), lse_b.to(wide)
     top = torch.maximum(lse_a, lse_b).detach()
@@ -281,6 +287,8 @@ def _attend_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, name: str | 
 def _describe(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, lse: bool):
     """Bind, check and describe a call on tensors."""
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if x.is_nested:
             raise TypeError(f"{name}: expected a strided tensor, got a nested one; pack it and use varlen_attention")
     dims = ("bshd", "btgd", "btge") if kind == "dense" else ("shd", "tgd", "tge")

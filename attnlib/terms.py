@@ -60,7 +60,7 @@ def _positive(name: str, value: float) -> None:
         raise TypeError(
             f"{name}: expected a Python number, got {type(value).__name__}; reading a tensor would wait for it"
         )
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value < math.inf:  # not isfinite, which torch.compile cannot trace on a float that varies
         raise ValueError(f"{name}: expected a finite number above 0, got {value}")
 
 
@@ -73,6 +73,8 @@ def _check_tensors(terms: Terms, sizes: dict[str, int]) -> None:
         x = getattr(terms, name)
         if x is None:
             continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if dims == "h" and not x.is_floating_point():
             raise TypeError(f"{name}: expected a float dtype, got {x.dtype}")
         if dims == "b" and x.dtype != torch.int32:
@@ -85,8 +87,8 @@ def _check_tensors(terms: Terms, sizes: dict[str, int]) -> None:
 def _check_packed(terms: Terms) -> None:
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         x = getattr(terms, name)
-        if x is None or x.dtype != torch.int32:
-            raise TypeError(f"{name}: expected an int32 tensor, got {None if x is None else x.dtype}")
+        if not isinstance(x, Tensor) or x.dtype != torch.int32:
+            raise TypeError(f"{name}: expected an int32 tensor, got {_kind(x)}")
         if x.dim() != 1 or x.shape[0] < 1:
             raise ValueError(f"{name}: expected [b + 1] offsets, got {tuple(x.shape)}")
     if terms.cu_seqlens_q.shape != terms.cu_seqlens_k.shape:
@@ -106,6 +108,10 @@ def _seed(terms: Terms, device: torch.device) -> Tensor:
         raise ValueError(f"dropout_p: expected a probability in [0, 1), got {p}")
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
-    if seed.dtype != torch.int64 or seed.shape != (1,):
-        raise TypeError(f"dropout_seed: expected an int64 tensor [1], got {seed.dtype} {tuple(seed.shape)}")
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or seed.shape != (1,):
+        raise TypeError(f"dropout_seed: expected an int64 tensor [1], got {_kind(seed)}")
     return seed
+
+
+def _kind(x: object) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

@@ -119,14 +119,13 @@ def decode_cached(model: Decoder, prompts: Sequence[Tensor], steps: int) -> Tens
 
 
 def table(results: Sequence[Result], entropy: float) -> str:
-    """One row per variant."""
-    head = "| variant | parameters | held-out bits/byte | below unigram | cache bytes/token, measured | by formula "
-    head += "| tokens/s uncached | tokens/s cached |"
-    names = [cell.strip() for cell in head.strip("|").split("|")]
-    lines = [head, "|" + "|".join("-" * (len(cell) + 1) + ":" for cell in names) + "|"]
+    """One row per variant; bits per byte are of held-out text, tokens a second of PROMPTS sequences at once."""
+    names = ["variant", "parameters", "bits/byte", "below unigram", "cache B/token", "by formula"]
+    names += ["uncached tok/s", "cached tok/s"]
+    lines = [names, ["-" * (len(name) - 1) + ":" for name in names]]
     for result in results:
         context, used = result.growth[-1]
-        cells = [
+        cells = (
             result.variant.upper(),
             f"{result.parameters:,}",
             f"{result.held_out:.3f}",
@@ -135,9 +134,9 @@ def table(results: Sequence[Result], entropy: float) -> str:
             f"{result.bytes_per_token:,.0f}",
             f"{result.uncached_rate:,.0f}",
             f"{result.cached_rate:,.0f}",
-        ]
-        lines.append("| " + " | ".join(cell.rjust(len(name)) for cell, name in zip(cells, names, strict=True)) + " |")
-    return "\n".join(lines)
+        )
+        lines.append([cell.rjust(len(name)) for cell, name in zip(cells, names, strict=True)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def draw(results: Sequence[Result], corpus: Corpus, preset: Preset, entropy: float, path: Path) -> None:

@@ -102,14 +102,15 @@ def speculate(model: Decoder, cache: KVCache, prompt: Tensor, *, draft: int, ste
 
 
 def look_up(text: bytes | bytearray, count: int) -> bytes:
-    """A guess of at most ``count`` next tokens: those that followed the last time that ``text`` ended as it does now.
+    """A guess of ``count`` next tokens: those that followed the last time that ``text`` ended as it does now.
 
-    The longest ending found wins (prompt lookup decoding; Saxena, 2023). Empty if no ending occurred before.
+    The longest ending found wins (prompt lookup decoding; Saxena, 2023); what follows it repeats if it is too short.
+    Empty if no ending occurred before.
     """
     for length in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
         at = text.rfind(text[-length:], 0, len(text) - 1)
         if at >= 0:
-            return bytes(text[at + length : at + length + count])
+            return (bytes(text[at + length :]) * count)[:count]
     return b""
 
 

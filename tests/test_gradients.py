@@ -97,14 +97,12 @@ def test_packed_gradients_equal_dense_ones(problem, seed):
         torch.testing.assert_close(ours[name], dense[name])
 
 
-def grads(problem, *, of=None, dout=None, backend=None, **more):
-    leaves = [
-        x.detach().requires_grad_() if of is None or n in of else x for n, x in zip("qkv", problem.tensors, strict=True)
-    ]
-    out = attention(*leaves, mask=problem.mask, **problem.options, backend=backend)
+def grads(problem, *, of="qkv", dout=None, backend=None):
+    leaves = {name: getattr(problem, name).detach() for name in "qkv"}
+    wanted = [leaves[name].requires_grad_() for name in of]
+    out = attention(**leaves, mask=problem.mask, **problem.options, backend=backend)
     dout = torch.ones_like(out) if dout is None else dout
-    wanted = [x for x in leaves if x.requires_grad]
-    return torch.autograd.grad(out, wanted, dout, **more)
+    return torch.autograd.grad(out, wanted, dout)
 
 
 FUSED_OR_NOT = pytest.mark.parametrize("options", [(), ("softcap",)], ids=["fused", "tiles"])
@@ -114,12 +112,9 @@ FUSED_OR_NOT = pytest.mark.parametrize("options", [(), ("softcap",)], ids=["fuse
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("of", ["q", "k", "v", "qk", "kv"])
 def test_gradients_of_some_inputs_only(options, backend, of):
-    problem = make(2, 7, 7, 4, 2, 8, options=options)
-    some, everything = (
-        grads(problem, of=of, backend=backend),
-        dict(zip("qkv", grads(problem, backend=backend), strict=True)),
-    )
-    assert_same_bits(*((x, everything[name]) for name, x in zip(of, some, strict=True)))
+    problem = make(2, 17, 17, 4, 2, 8, options=options)
+    some, everything = (grads(problem, of=names, backend=backend) for names in (of, "qkv"))
+    assert_same_bits(*((x, everything["qkv".index(name)]) for name, x in zip(of, some, strict=True)))
 
 
 @FUSED_OR_NOT
@@ -133,17 +128,21 @@ def test_gradients_of_learned_terms_alone(options):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@FUSED_OR_NOT
-def test_a_second_derivative_is_an_error(options):
-    q = torch.randn(1, 5, 2, 4, requires_grad=True)
-    out = attention(q, q, q, mask=CAUSAL, **make(1, 5, 5, 2, 2, 4, options=options).options)
-    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        torch.autograd.grad(dq.sum(), q)
+SILENT = pytest.mark.xfail(strict=True, reason="once_differentiable says nothing under a constant output gradient")
 
 
 @FUSED_OR_NOT
-@pytest.mark.parametrize(("s", "t", "g"), [(7, 7, 4), (7, 7, 2), (5, 33, 2), (33, 5, 1)])
+@pytest.mark.parametrize("loss", [pytest.param(torch.sum, marks=SILENT), torch.norm], ids=["constant dout", "another"])
+def test_a_second_derivative_is_an_error(options, loss):
+    q = torch.randn(1, 17, 2, 4, requires_grad=True)
+    out = attention(q, q, q, mask=CAUSAL, **make(1, 17, 17, 2, 2, 4, options=options).options)
+    (dq,) = torch.autograd.grad(loss(out), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiate twice|second derivative"):
+        (dq.square().sum() + q.square().sum()).backward()
+
+
+@FUSED_OR_NOT
+@pytest.mark.parametrize(("s", "t", "g"), [(17, 17, 4), (17, 17, 2), (5, 33, 2), (33, 17, 1)])
 def test_any_layout_of_the_output_gradient(options, s, t, g):
     problem = make(2, s, t, 4, g, 8, options=options)
     plain = torch.randn(2, s, 4, 8)
@@ -167,20 +166,12 @@ def test_no_gradient_in_gives_none_out(problem):
     assert all((x == 0).all() for name, x in ours.items() if name[0] == "d")
 
 
-@given(
-    problems(lengths=(0, 1, 7, 17), options=("softcap", "sinks", "bounds", "dropout")),
-    st.sampled_from(("torch", "reference")),
-)
+options_that_hide = ("softcap", "sinks", "bounds", "dropout")
+
+
+@given(problems(lengths=(0, 1, 7, 17), options=options_that_hide), st.sampled_from(("torch", "reference")))
 def test_what_is_hidden_gets_exactly_no_gradient(problem, backend):
-    (b, s), t = problem.q.shape[:2], problem.k.shape[1]
-    seen = problem.mask.visible(torch.arange(t - s, t)[:, None], torch.arange(t)).expand(b, s, t)
-    if "key_ends" in problem.options:
-        j = torch.arange(t)
-        seen = (
-            seen
-            & (j >= problem.options["key_starts"][:, None, None])
-            & (j < problem.options["key_ends"][:, None, None])
-        )
+    seen = problem.visible()
     ours = problem.with_gradients(attention_with_lse, *problem.directions(), backend=backend)
     assert (ours["dq"][~seen.any(2)] == 0).all()
     assert (ours["dk"][~seen.any(1)] == 0).all()
@@ -207,12 +198,12 @@ def test_p13_a_shift_of_every_key_leaves_dq_alone(problem):
 @FUSED_OR_NOT
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_a_nan_in_the_output_gradient_reaches_what_its_row_sees(options, backend):
-    problem = make(2, 9, 9, 4, 2, 8, options=options)
-    dout = torch.randn(2, 9, 4, 8)
+    problem = make(2, 19, 19, 4, 2, 8, options=options)
+    dout = torch.randn(2, 19, 4, 8)
     dout[0, 4, 1, 3] = torch.nan
     dq, dk, dv = grads(problem, dout=dout, backend=backend)
     clean = grads(problem, dout=dout.nan_to_num(0), backend=backend)
-    poisoned = [torch.zeros(2, 9, h, dtype=torch.bool) for h in (4, 2, 2)]
+    poisoned = [torch.zeros(2, 19, h, dtype=torch.bool) for h in (4, 2, 2)]
     poisoned[0][0, 4, 1] = poisoned[1][0, :5, 0] = poisoned[2][0, :5, 0] = True
     for x, where, other in zip((dq, dk, dv), poisoned, clean, strict=True):
         assert torch.equal(x.isnan().any(-1), where)
@@ -223,15 +214,15 @@ def test_a_nan_in_the_output_gradient_reaches_what_its_row_sees(options, backend
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_nan_in_one_input_reaches_what_sees_it(options, backend, name):
-    problem = make(2, 9, 9, 4, 2, 8, options=options)
+    problem = make(2, 19, 19, 4, 2, 8, options=options)
     row = 4
     getattr(problem, name)[0, row, 0, 3] = torch.nan
     dq, dk, dv = grads(problem, backend=backend)
-    rows, heads = (slice(row, row + 1), slice(0, 1)) if name == "q" else (slice(row, 9), slice(0, 2))
+    rows, heads = (slice(row, row + 1), slice(0, 1)) if name == "q" else (slice(row, 19), slice(0, 2))
     out = problem.solve(backend=backend)[0]
-    assert out.isnan().any(-1).nonzero().tolist() == [[0, i, h] for i in range(9)[rows] for h in range(4)[heads]]
-    assert dq.isnan().any(-1).nonzero().tolist() == [[0, i, h] for i in range(9)[rows] for h in range(4)[heads]]
-    last = row + 1 if name == "q" else 9
+    assert out.isnan().any(-1).nonzero().tolist() == [[0, i, h] for i in range(19)[rows] for h in range(4)[heads]]
+    assert dq.isnan().any(-1).nonzero().tolist() == [[0, i, h] for i in range(19)[rows] for h in range(4)[heads]]
+    last = row + 1 if name == "q" else 19
     wanted = {(0, j, 0) for j in range(last)}
     assert {*map(tuple, dk.isnan().any(-1).nonzero().tolist())} <= wanted
     assert {*map(tuple, dv.isnan().any(-1).nonzero().tolist())} <= wanted

@@ -12,7 +12,8 @@ def causality(part: Part, rule: Rule, v: Tensor) -> bool | None:
     """The ``is_causal`` with which torch's fused CPU attention solves ``part``; None if it cannot."""
     q, (s, first, low, high) = part.q, (part.q.shape[1], part.first, part.low, part.high)
     plain = rule.softcap is None and rule.dropout_p == 0 and part.slopes is None and part.sinks is None
-    if not plain or q.device.type != "cpu" or q.shape[-1] != v.shape[-1] or q.numel() == 0 or low >= high:
+    # Over fewer keys than a vector holds (16 with AVX-512), torch turns the row of a NaN query into zeros (#141128).
+    if not plain or q.device.type != "cpu" or q.shape[-1] != v.shape[-1] or q.numel() == 0 or high - low < 16:
         return None
     mask = rule.mask
     if mask.covers(first, first + s, low, high):

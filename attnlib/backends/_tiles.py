@@ -226,7 +226,7 @@ def _rows(x: Tensor, g: int, wide: torch.dtype) -> Tensor:
 
 def _unrows(x: Tensor, g: int, s: int) -> Tensor:
     """``[n * g, f * s, d]`` -> ``[n, s, h, d]``."""
-    return x.view(x.shape[0] // g, g, -1, s, x.shape[-1]).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return x.view(x.shape[0] // g, g, x.shape[1] // s, s, x.shape[-1]).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _cols(x: Tensor, wide: torch.dtype) -> Tensor:
@@ -237,7 +237,7 @@ def _cols(x: Tensor, wide: torch.dtype) -> Tensor:
 
 def _uncols(x: Tensor, g: int) -> Tensor:
     """``[n * g, t, d]`` -> ``[n, t, g, d]``."""
-    return x.view(-1, g, *x.shape[1:]).transpose(1, 2)
+    return x.view(x.shape[0] // g, g, *x.shape[1:]).transpose(1, 2)
 
 
 def _per_row(x: Tensor, g: int, s: int) -> Tensor:

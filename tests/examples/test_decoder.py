@@ -4,7 +4,7 @@ import pytest
 import torch
 from decoder import Decoder
 
-from attnlib import CAUSAL, MultiHeadAttention, Rope, rope
+from attnlib import CAUSAL, MultiHeadAttention, Rope
 
 TOKENS = torch.arange(18).reshape(2, 9) * 7 % 256
 
@@ -35,10 +35,18 @@ def test_positions_and_angles_say_the_same(model):
     assert not torch.allclose(model(TOKENS, positions=3 * positions.expand(2, -1)), expected)
 
 
+def test_packed_positions_restart(monkeypatch):
+    seen = []
+    angles = Rope.angles
+    monkeypatch.setattr(Rope, "angles", lambda self, x: seen.append(x.tolist()) or angles(self, x))
+    alternating()(TOKENS[0, :6], cu_seqlens=torch.tensor([0, 2, 2, 5], dtype=torch.int32))
+    assert seen[0] == [0, 1, 0, 1, 2, 0]  # the last row belongs to no sequence
+
+
 def test_each_distinct_rope_is_computed_once(monkeypatch):
     seen = []
     angles = Rope.angles
-    monkeypatch.setattr(rope.Rope, "angles", lambda self, *a, **k: seen.append(self) or angles(self, *a, **k))
+    monkeypatch.setattr(Rope, "angles", lambda self, *a, **k: seen.append(self) or angles(self, *a, **k))
     alternating()(TOKENS)
     assert seen == [Rope(8), Rope(8, theta=500.0)]
 

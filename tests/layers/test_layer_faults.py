@@ -191,6 +191,11 @@ def test_gradients_into_a_cache_are_refused(cached):
     layer.requires_grad_(False)
     with pytest.raises(NotImplementedError, match="no backward"), cache.step(1) as (kv,):
         layer(tokens(2, 1).requires_grad_(), kv=kv)
+    stored = layer.k_proj if hasattr(layer, "k_proj") else layer.kv_a_proj_with_mqa
+    stored.requires_grad_()  # the query asks for no gradient, and the keys must not lose theirs
+    with pytest.raises(NotImplementedError, match=r"(k|latent): a cache has no backward"), cache.step(1) as (kv,):
+        layer(tokens(2, 1), kv=kv)
+    stored.requires_grad_(False)
     with cache.step(1) as (kv,):
         layer(tokens(2, 1), kv=kv)  # frozen: nothing asks for a gradient
 
