@@ -1,6 +1,7 @@
 """Terms: what a call computes with beside q, k, v and the mask, and the checks of their values."""
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,30 @@ def check(terms: Terms, sizes: dict[str, int], device: torch.device) -> Terms:
     if seed is not None or terms.dropout_p != 0:
         seed = _seed(terms, device)
     return Terms(scale, *terms[1:8], seed, *terms[9:])
+
+
+def read_offsets(
+    cu_q: Tensor, cu_k: Tensor | None, *, queries: int, keys: int, max_q: int | None, max_k: int | None
+) -> tuple[list[int], list[int]]:
+    """The offsets of packed queries and keys, read on the host and checked; ``cu_k`` None means the same as ``cu_q``.
+
+    Raises:
+        ValueError: they do not start at 0, decrease, pass the last token, or hold a longer sequence than promised.
+    """
+    rows = _offsets("cu_seqlens_q", cu_q, queries, "max_seqlen_q", max_q)
+    return rows, _offsets("cu_seqlens_k", cu_q if cu_k is None else cu_k, keys, "max_seqlen_k", max_k)
+
+
+def _offsets(name: str, cu_seqlens: Tensor, tokens: int, limit_name: str, limit: int | None) -> list[int]:
+    offsets = cu_seqlens.tolist()
+    lengths = [b - a for a, b in pairwise(offsets)]
+    if offsets[0] != 0 or any(length < 0 for length in lengths):
+        raise ValueError(f"{name}: expected offsets that start at 0 and never decrease, got {offsets}")
+    if offsets[-1] > tokens:
+        raise ValueError(f"{name}: expected offsets up to {tokens} tokens, got {offsets[-1]}")
+    if limit is not None and lengths and max(lengths) > limit:
+        raise ValueError(f"{limit_name}: expected at least the longest sequence, {max(lengths)}, got {limit}")
+    return offsets
 
 
 def _positive(name: str, value: float) -> None:

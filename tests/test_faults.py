@@ -139,10 +139,7 @@ OFFSETS = {
 }
 
 
-BROKEN = pytest.mark.xfail(strict=True, reason="the reference backend does not check offsets")
-
-
-@pytest.mark.parametrize("backend", ["torch", pytest.param("reference", marks=BROKEN)])
+@BACKENDS
 @pytest.mark.parametrize("fault", OFFSETS)
 def test_offsets_that_do_not_fit_are_refused(fault, backend):
     arguments, words = OFFSETS[fault]

@@ -1,5 +1,7 @@
 """The reference backend: the definition, sequence by sequence and query by query."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,7 @@ from ..mask import Mask
 from ..philox import kept
 from ..reference import attend
 from ..spec import AttentionSpec
-from ..terms import Terms
+from ..terms import Terms, read_offsets
 
 
 def unsupported(spec: AttentionSpec) -> list[str]:
@@ -33,9 +35,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms
         if not solved:
             return q[..., :1].expand(*q.shape[:3], v.shape[-1]), _wide(q, 0, q.shape[2], q.shape[1])
         return tuple(torch.stack(x) for x in zip(*solved, strict=True))
-    rows, keys = terms.cu_seqlens_q.tolist(), terms.cu_seqlens_k.tolist()
+    limits = {"max_q": terms.max_seqlen_q, "max_k": terms.max_seqlen_k}
+    offsets = (terms.cu_seqlens_q, terms.cu_seqlens_k)
+    rows, keys = read_offsets(*offsets, queries=q.shape[0], keys=k.shape[0], **limits)
     solved = []
-    for n, (r0, r1, k0, k1) in enumerate(zip(rows, rows[1:], keys, keys[1:], strict=False)):
+    for n, ((r0, r1), (k0, k1)) in enumerate(zip(pairwise(rows), pairwise(keys), strict=True)):
         solved.append(_sequence(n, q[r0:r1], k[k0:k1], v[k0:k1], (0, k1 - k0), spec.mask, terms))
     slack = q[rows[-1] :]
     nothing = (slack.new_zeros(*slack.shape[:2], v.shape[-1]), _wide(slack, slack.shape[1], slack.shape[0]))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..mask import Mask
+from ..terms import read_offsets
 from . import _tiles
 from ._tiles import Part, Rule
 
@@ -68,22 +69,9 @@ def spans(q: Tensor, k: Tensor, x: Extras) -> Iterator[Span]:
 
 
 def _packed_spans(q: Tensor, k: Tensor, x: Extras) -> Iterator[Span]:
-    rows = _offsets("cu_seqlens_q", x.cu_q, q.shape[1], "max_seqlen_q", x.max_q)
-    keys = _offsets("cu_seqlens_k", x.cu_q if x.cu_k is None else x.cu_k, k.shape[1], "max_seqlen_k", x.max_k)
-    for n, (r0, r1, k0, k1) in enumerate(zip(rows, rows[1:], keys, keys[1:], strict=False)):
+    rows, keys = read_offsets(x.cu_q, x.cu_k, queries=q.shape[1], keys=k.shape[1], max_q=x.max_q, max_k=x.max_k)
+    for n, ((r0, r1), (k0, k1)) in enumerate(zip(pairwise(rows), pairwise(keys), strict=True)):
         yield Span(slice(0, 1), n, slice(r0, r1), slice(k0, k1), 0, (k1 - k0) - (r1 - r0))
-
-
-def _offsets(name: str, cu_seqlens: Tensor, tokens: int, limit_name: str, limit: int | None) -> list[int]:
-    offsets = cu_seqlens.tolist()
-    lengths = [b - a for a, b in pairwise(offsets)]
-    if offsets[0] != 0 or any(length < 0 for length in lengths):
-        raise ValueError(f"{name}: expected offsets that start at 0 and never decrease, got {offsets}")
-    if offsets[-1] > tokens:
-        raise ValueError(f"{name}: expected offsets up to {tokens} tokens, got {offsets[-1]}")
-    if limit is not None and lengths and max(lengths) > limit:
-        raise ValueError(f"{limit_name}: expected at least the longest sequence, {max(lengths)}, got {limit}")
-    return offsets
 
 
 def part_of(q: Tensor, k: Tensor, v: Tensor, span: Span, x: Extras) -> tuple[Part, Tensor, Tensor]:

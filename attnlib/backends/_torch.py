@@ -5,7 +5,6 @@ No T x T tensor and no copy of K or V is made.
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..cache.layout import KVView
 from ..mask import Mask
@@ -43,6 +42,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms
     if spec.grad:
         return _Attention.apply(q, k, v, *extras, numbers)
     return torch.ops.attnlib.torch_forward(q, k, v, *extras, *numbers)
+
+
+class _Refusal(torch.autograd.Function):
+    """Hands gradients on, and raises when they are differentiated again.
+
+    torch's own once_differentiable says nothing when the output's gradient is a constant.
+    """
+
+    @staticmethod
+    def forward(ctx, dq, dk, dv, dslopes, dsinks, *depends_on):
+        return tuple(x.view_as(x) for x in (dq, dk, dv, dslopes, dsinks))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("attention has no second derivative; call backward() without create_graph=True")
 
 
 def _band(mask: Mask) -> tuple[int | None, int | None, int]:
@@ -84,11 +98,14 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse):
         out, lse, *tensors = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, dslopes, dsinks = torch.ops.attnlib.torch_backward(dout, dlse, out, lse, *tensors, *ctx.numbers)
+        with torch.no_grad():
+            grads = torch.ops.attnlib.torch_backward(dout, dlse, out, lse, *tensors, *ctx.numbers)
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = _Refusal.apply(*grads, dout, dlse, *tensors[:5])
+        dq, dk, dv, dslopes, dsinks = grads
         slopes, sinks = tensors[3:5]
         return (
             dq,
