@@ -173,7 +173,7 @@ def assert_lse(problem: Problem, ours: Tensor, golden: Tensor) -> None:
 
 
 def assert_close(name: str, ours: Tensor, naive: list[Tensor], golden: Tensor, factor: float, noise: float) -> None:
-    """The rule of notes/reliability.md 1.1: worst element, mean, cosine and non-finite pattern."""
+    """The accuracy rule: worst element, mean, cosine and non-finite pattern."""
     assert ours.dtype == naive[0].dtype
     assert ours.shape == golden.shape
     assert_same_infinities(name, ours, golden)

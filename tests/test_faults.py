@@ -1,4 +1,4 @@
-"""The fault list of notes/reliability.md, section 5, as far as it concerns the functional core; numbers are its own."""
+"""The numbered fault list, as far as it concerns the functional core."""
 
 import pytest
 import torch

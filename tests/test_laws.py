@@ -1,4 +1,4 @@
-"""Laws of attention (notes/reliability.md, section 2) on every backend; its definition and its precision come first."""
+"""Laws of attention, P1 to P16, on every backend; its definition and its precision come first."""
 
 from itertools import accumulate, pairwise
 

@@ -1,10 +1,10 @@
-"""Any view of the same values gives the same result: P14 and faults 40 to 49 of notes/reliability.md."""
+"""Any view of the same values gives the same result: P14 and faults 40 to 49."""
 
 import pytest
 import torch
 from helpers import Problem, assert_same_bits, make
 
-from attnlib import CAUSAL, FULL, KVLayout, KVView, attention_with_lse, cached_attention_with_lse, sliding
+from attnlib import CAUSAL, FULL, KVLayout, KVView, Mask, attention_with_lse, cached_attention_with_lse, sliding
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
 
@@ -94,3 +94,33 @@ def test_52_many_rows_batches_and_heads(sizes):
     assert out.isfinite().all()
     last = problem.change(**{n: getattr(problem, n)[-1:, -3:, -1:] for n in "qkv"}).solve()
     torch.testing.assert_close((out[-1:, -1:, -1:], lse[-1:, -1:, -1:]), (last[0][:, -1:], last[1][..., -1:]))
+
+
+@BACKENDS
+@pytest.mark.parametrize("size", [1, 3, 16, 512, 600, 1024, 1400])
+@pytest.mark.parametrize("mask", [CAUSAL, sliding(700), Mask(None, -3, 20)])
+def test_pages_of_any_size(backend, size, mask):
+    """Ragged queries, and rows that belong to nobody, over sequences of which one starts late and one is empty."""
+    lengths, starts, used = (1300, 17, 0), (620, 0, 0), (2, 3, 1)
+    pages = [-(-length // size) for length in lengths]
+    table = torch.full((3, max(pages) + 1), -7, dtype=torch.int32)
+    order = torch.randperm(sum(pages) + 1)
+    k, v = (torch.full((sum(pages) + 1, size, 1, d), torch.nan, dtype=torch.float64) for d in (8, 5))
+    q = torch.randn(sum(used) + 2, 2, 8, dtype=torch.float64)
+    wanted, row = [], 0
+    for n, (length, start) in enumerate(zip(lengths, starts, strict=True)):
+        mine, order = order[: pages[n]], order[pages[n] :]
+        table[n, start // size : pages[n]] = mine[start // size :]
+        new_k, new_v = (torch.randn(length, 1, d, dtype=torch.float64) for d in (8, 5))
+        j = torch.arange(start, length)
+        k[mine[j // size], j % size], v[mine[j // size], j % size] = new_k[start:], new_v[start:]
+        queries = q[None, row : row + used[n]]
+        wanted.append(Problem(queries, new_k[None], new_v[None], mask, {"key_starts": ints(start)}).solve())
+        row += used[n]
+    layout = KVLayout.grouped(1, 8, 5, dtype=torch.float64)
+    kv = KVView(layout, size, k, v, table, ints(*starts), ints(*lengths), cu_seqlens_q=ints(0, 2, 5, 6))
+    out, lse = cached_attention_with_lse(q, kv, mask=mask, backend=backend)
+    torch.testing.assert_close(out[:6], torch.cat([x[0][0] for x in wanted]))
+    torch.testing.assert_close(lse[:, :6], torch.cat([x[1][0] for x in wanted], 1))
+    assert (out[6:] == 0).all()
+    assert (lse[:, 6:] == -torch.inf).all()

@@ -9,7 +9,7 @@ from attnlib import CAUSAL, FULL, KVCache, KVLayout, Mask, attention, cached_att
 
 def allocations(call) -> tuple[int, int]:
     """Peak bytes held at once during ``call``, and the largest single allocation."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as run:
         call()
     held = peak = largest = 0
     for event in run.profiler.kineto_results.events():

@@ -1,6 +1,7 @@
 """Writing to and attending over a paged cache in plain torch: the torch backend's part for cached calls."""
 
 from collections.abc import Callable, Iterator
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -106,9 +107,9 @@ def _row_problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]:
 
 
 def _page_problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]:
-    """Problems over pages, one for each sequence: tiles are gathered, and never cut a page of up to 512 tokens."""
+    """Problems over pages, one a sequence: tiles are gathered; small pages are not cut, large ones not crossed."""
     size = stored.k.shape[1]
-    step = _tiles.KEYS // size * size if size <= _tiles.KEYS else _tiles.KEYS
+    step = _tiles.KEYS // size * size if size <= _tiles.KEYS else gcd(size, _tiles.KEYS)
     for n, (low, high) in enumerate(zip(batch.starts, batch.lengths, strict=True)):
         skipped = low // size
         pages = batch.table[n, skipped : -(-high // size)]

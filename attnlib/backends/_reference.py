@@ -55,12 +55,15 @@ def cached_attention(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -
         k, v = _stored(kv, n, start, length)
         queries = q[n] if cu is None else q[cu[n] : cu[n + 1]]
         solved.append(_sequence(n, queries, k, v, (start, length), spec.mask, terms))
-    if not solved:
-        return q.new_zeros(*q.shape[:-1], spec.value_dim), _wide(q, *q.shape[:-3], q.shape[-2], q.shape[-3])
-    if cu is None:
+    if cu is None and solved:
         return tuple(torch.stack(x) for x in zip(*solved, strict=True))
-    outs, lses = zip(*solved, strict=True)
-    return torch.cat(outs), torch.cat(lses, 1)
+    slack = q if cu is None else q[cu[-1] :]
+    nothing = (
+        slack.new_zeros(*slack.shape[:-1], spec.value_dim),
+        _wide(slack, *slack.shape[:-3], slack.shape[-2], slack.shape[-3]),
+    )
+    outs, lses = zip(*solved, nothing, strict=True)
+    return torch.cat(outs), torch.cat(lses, -1)
 
 
 def _wide(x: Tensor, *shape: int) -> Tensor:

@@ -23,8 +23,9 @@ def rows() -> Iterator[Row]:
         yield _dense(tokens)
     yield _small(gradients=False)
     yield _small(gradients=True)
-    for kv_heads, batch, context in ((2, 4, 512), (2, 4, 2048), (8, 4, 2048)):
-        yield _decode_step(kv_heads=kv_heads, batch=batch, context=context)
+    for kv_heads, context in ((2, 512), (2, 2048), (8, 512), (8, 2048)):
+        for masked in (True, False):
+            yield _decode_step(kv_heads=kv_heads, batch=4, context=context, masked=masked)
     yield _door()
 
 
@@ -68,16 +69,16 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _decode_step(*, kv_heads: int, batch: int, context: int, layers: int = 8) -> Row:
+def _decode_step(*, kv_heads: int, batch: int, context: int, masked: bool, layers: int = 8) -> Row:
     """One token for every sequence of a batch: our cache against torch's attention over preallocated tensors."""
     model = nn.ModuleList(
         GroupedQueryAttention(512, 8, num_kv_heads=kv_heads, mask=CAUSAL, rope=Rope(64)) for _ in range(layers)
     )
     prompt, token = torch.randn(batch, context, 512), torch.randn(batch, 1, 512)
     with torch.no_grad():
-        ours, peer = _OurDecoder(model, prompt), _PeerDecoder(model, prompt)
+        ours, peer = _OurDecoder(model, prompt), _PeerDecoder(model, prompt, masked=masked)
         return race(
-            f"decode step, {layers} layers, 8/{kv_heads} heads, {batch} x {context}",
+            f"decode, {layers} layers, 8/{kv_heads} heads, {batch} x {context}, {'masked' if masked else 'sliced'}",
             lambda: ours.step(token),
             lambda: peer.step(token),
             bound=1.0,
@@ -111,11 +112,14 @@ class _OurDecoder:
 
 
 class _PeerDecoder:
-    """The same layers' weights with torch's attention over preallocated ``[b, capacity, g, d]`` tensors."""
+    """The same layers' weights with torch's attention over preallocated ``[b, capacity, g, d]`` tensors.
 
-    def __init__(self, model: nn.ModuleList, prompt: Tensor):
+    ``masked`` attends to all of the tensors under a mask, as static caches do; else to a slice of them, which grows.
+    """
+
+    def __init__(self, model: nn.ModuleList, prompt: Tensor, *, masked: bool):
         batch, self.context, _ = prompt.shape
-        self.model, self.length = model, 0
+        self.model, self.length, self.masked = model, 0, masked
         shape = (len(model), batch, 2 * self.context, model[0].num_kv_heads, model[0].head_dim)
         self.k, self.v = torch.zeros(shape), torch.zeros(shape)
         self.step(prompt)
@@ -125,16 +129,19 @@ class _PeerDecoder:
         if self.length == 2 * self.context:
             self.length = self.context
         start, self.length = self.length, self.length + x.shape[1]
-        angles = self.model[0].rope.angles(torch.arange(start, self.length))
+        positions = torch.arange(start, self.length)
+        angles = self.model[0].rope.angles(positions)
+        visible = {"is_causal": x.shape[1] > 1}
+        if self.masked:
+            visible = {"attn_mask": torch.arange(2 * self.context) <= positions[:, None]}
         for layer, k_cache, v_cache in zip(self.model, self.k, self.v, strict=True):
             q, k, v = (
                 project(x).unflatten(-1, (-1, layer.head_dim)) for project in (layer.q_proj, layer.k_proj, layer.v_proj)
             )
             k_cache[:, start : self.length] = rotate(k, angles)
             v_cache[:, start : self.length] = v
-            q, k, v = (
-                t.transpose(1, 2) for t in (rotate(q, angles), k_cache[:, : self.length], v_cache[:, : self.length])
-            )
-            out = scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1, enable_gqa=True)
+            k, v = (k_cache, v_cache) if self.masked else (k_cache[:, : self.length], v_cache[:, : self.length])
+            q, k, v = (t.transpose(1, 2) for t in (rotate(q, angles), k, v))
+            out = scaled_dot_product_attention(q, k, v, **visible, enable_gqa=True)
             x = x + layer.o_proj(out.transpose(1, 2).flatten(-2))
         return x
