@@ -58,6 +58,17 @@ def test_lengths_that_cross_tiles(s, t, mask, options):
     assert_defined(make(2, s, t, 2, 1, 8, 5, mask=mask, options=options))
 
 
+@pytest.mark.parametrize(
+    "mask", [CAUSAL, sliding(17), sliding(16), Mask(None, 0, 1), Mask(None, 0, 3), CAUSAL.shift(4)]
+)
+def test_what_only_looks_like_a_causal_square(mask):
+    """As many keys as queries remain within the bounds, but just one sequence has its queries beside them."""
+    starts, ends = (torch.tensor(x, dtype=torch.int32) for x in ((0, 1, 2, 4), (17, 18, 19, 21)))
+    problem = make(4, 17, 21, 2, 1, 8, mask=mask)
+    assert_defined(problem.change(options={"key_starts": starts, "key_ends": ends}))
+    assert_defined(problem.change(k=problem.k[:, :17], v=problem.v[:, :17]))
+
+
 @pytest.mark.parametrize("heads", [(9, 3), (15, 3), (12, 1), (7, 7), (64, 8)])
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(9)])
 def test_any_group_and_many_heads(heads, mask):

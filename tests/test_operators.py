@@ -17,47 +17,49 @@ def permuted(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(b, h, s, d, dtype=dtype).transpose(1, 2)
 
 
-def forward_arguments(*, plain: bool, packed: bool = False) -> tuple:
-    """Arguments of attnlib::torch_forward, with all of its options or none."""
-    q, k, v = permuted(2, 7, 4, 8), permuted(2, 9, 2, 8), permuted(2, 9, 2, 8 if plain else 5)
-    if packed:
+def forward_arguments(name: str) -> tuple:
+    """Arguments of attnlib::torch_forward: such as torch's fused attention solves (16 keys or more), or all options."""
+    queries = {"one token": 1, "everything": 7}.get(name, 19)
+    q, k, v = permuted(2, queries, 4, 8), permuted(2, 19, 2, 8), permuted(2, 19, 2, 5 if name == "everything" else 8)
+    if name == "packed":
         q, k, v = q[0], k[0], v[0]
-        offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
-        return (q, k, v, None, None, None, None, offsets, None, None, None, 0, 0, 0.3, None, 0.0, 5, 5)
-    if plain:
-        return (q, k, v, None, None, None, None, None, None, None, None, None, 0, 0.3, None, 0.0, None, None)
+        offsets = torch.tensor([0, 2, 18], dtype=torch.int32)
+        return (q, k, v, None, None, None, None, offsets, None, None, None, 0, 0, 0.3, None, 0.0, 17, 17)
+    if name != "everything":
+        right = 0 if name == "causal" else None
+        return (q, k, v, None, None, None, None, None, None, None, None, right, 0, 0.3, None, 0.0, None, None)
     bounds = (torch.tensor([0, 2], dtype=torch.int32), torch.tensor([9, 6], dtype=torch.int32))
     return (q, k, v, torch.rand(2, 4), torch.randn(4), *bounds, None, None, torch.tensor([3]), 5, 0, 0, 0.3, 2.0, 0.2,
             None, None)  # fmt: skip
 
 
-CASES = [{"plain": True}, {"plain": False}, {"plain": True, "packed": True}]
+CASES = ["causal", "full", "one token", "everything", "packed"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES)
 def test_the_forward_operator(case):
-    torch.library.opcheck(OPS.torch_forward.default, forward_arguments(**case))
+    torch.library.opcheck(OPS.torch_forward.default, forward_arguments(case))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_the_backward_operator(case, with_lse):
-    arguments = forward_arguments(**case)
+    arguments = forward_arguments(case)
     out, lse = OPS.torch_forward(*arguments)
     dlse = torch.randn_like(lse) if with_lse else None
     torch.library.opcheck(OPS.torch_backward.default, (torch.randn_like(out), dlse, out, lse, *arguments))
 
 
 @pytest.mark.parametrize("layout", [KVLayout.grouped(2, 8, 5), KVLayout.latent(8, 4), KVLayout.grouped(2, 8)])
-@pytest.mark.parametrize("page_size", [None, 4])
-def test_the_cache_operators(layout, page_size):
+@pytest.mark.parametrize(("page_size", "tokens"), [(None, 17), (None, 6), (4, 17)])
+def test_the_cache_operators(layout, page_size, tokens):
     cache = (
-        KVCache.contiguous([layout], max_sequences=2, max_length=16)
+        KVCache.contiguous([layout], max_sequences=2, max_length=32)
         if page_size is None
-        else KVCache.paged([layout], pages=8, page_size=page_size, max_sequences=2)
+        else KVCache.paged([layout], pages=16, page_size=page_size, max_sequences=2)
     )
     cache.admit(2)
-    with cache.step(6) as (kv,):
+    with cache.step(tokens) as (kv,):
         view = kv.view()
         second = view.k_tail if layout.is_latent else view.v
         new = [torch.randn(12, *plane.shape[2:]) for plane in (view.k, second)]
@@ -66,7 +68,7 @@ def test_the_cache_operators(layout, page_size):
         for plane in (view.k, view.k_tail, view.v):
             if plane is not None:
                 plane.normal_()
-        q = torch.randn(2, 6, 4, layout.dim + layout.tail)
+        q = torch.randn(2, tokens, 4, layout.dim + layout.tail)
         planes = (view.k, None if layout.is_latent else view.v, view.k_tail, None, None)
         arguments = (
             q,

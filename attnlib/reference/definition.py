@@ -47,5 +47,8 @@ def attend(
 
 
 def _logsumexp(x: Tensor) -> Tensor:
-    """``log(sum(exp(x)))`` over the last dimension; -inf, with zero gradient, over nothing."""
-    return torch.logsumexp(x, -1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
+    """``log(sum(exp(x)))`` over the last dimension; -inf, with zero gradient, over nothing but -inf."""
+    if not x.shape[-1]:
+        return x.new_full(x.shape[:-1], -torch.inf)
+    nothing = (x == -torch.inf).all(-1)
+    return torch.logsumexp(x.masked_fill(nothing[..., None], 0), -1).masked_fill(nothing, -torch.inf)
