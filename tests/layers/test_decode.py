@@ -193,14 +193,16 @@ def test_forks_that_diverge_equal_independent_runs(kind, variant, page_size, sha
 @settings(max_examples=6, deadline=None)
 @given(page_sizes, st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=4), seeds)
 def test_truncating_and_appending_other_tokens_equals_a_fresh_run(kind, variant, page_size, rounds, seed):
-    """Fault 89: speculative decoding takes back what was refused."""
+    """Fault 89: speculative decoding takes back what was refused, up to ``rollback`` tokens from the longest it was."""
     model = stack(kind, **VARIANTS[variant])
     options = {} if page_size is None else {"rollback": 20}
     run = Run(model, cache_for(model, page_size, length=128, **options), seed)
     one, two = run.admit(), run.admit()
+    longest = 0
     for n, back in rounds:
         run.step({one: n, two: 1})
-        run.truncate(one, max(0, len(run.fed[one]) - back))
+        longest = max(longest, len(run.fed[one]))
+        run.truncate(one, max(0, longest - 20, len(run.fed[one]) - back))
     run.step({one: 2, two: 2})
     run.check()
 
