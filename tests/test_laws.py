@@ -58,6 +58,13 @@ def test_lengths_that_cross_tiles(s, t, mask, options):
     assert_defined(make(2, s, t, 2, 1, 8, 5, mask=mask, options=options))
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("mask", [CAUSAL, FULL])
+def test_each_option_alone(option, mask):
+    """On a call that torch's fused attention would solve without it."""
+    assert_defined(make(2, 19, 19, 4, 2, 8, mask=mask, options=[option]))
+
+
 @pytest.mark.parametrize(
     "mask", [CAUSAL, sliding(17), sliding(16), Mask(None, 0, 1), Mask(None, 0, 3), CAUSAL.shift(4)]
 )
