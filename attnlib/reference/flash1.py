@@ -1,0 +1,78 @@
+"""FlashAttention, forward and backward, as first published (Dao, Fu, Ermon, Rudra and Re, 2022, arXiv 2205.14135).
+
+The outer loop runs over tiles j of keys and the inner one over tiles i of queries, so that what belongs to a query (the
+output and its statistics, in the backward pass dQ) is read and written again at every inner step. Their m is our c,
+their l is pi, D_i is u_i; B_r and B_c are ``rows`` and ``columns``. A tile of pairs that are all hidden is passed over,
+as in their block-sparse algorithm 5.
+"""
+
+import torch
+from torch import Tensor
+
+from .pairs import Pairs
+from .softmax import advance, divide, exponentials
+from .traffic import SlowMemory, tiles
+
+
+def tile_sizes(on_chip: int, d: int) -> tuple[int, int]:
+    """Rows and columns for ``on_chip`` elements of fast memory: four tiles that take about a quarter each.
+
+    >>> tile_sizes(49_152, 64)
+    (64, 192)
+    """
+    columns = -(-on_chip // (4 * d))
+    return min(columns, d), columns
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output ``[s, e]``, row maxima c ``[s]`` and normalisers pi ``[s]`` (algorithm 2); the LSE is c + log pi."""
+    q, k, v = memory.inputs(q, k, v)
+    (s, _), (t, e) = q.shape, v.shape
+    o = memory.output(q, s, e, fill=0.0)
+    c, pi = memory.scratch(q, s, fill=-torch.inf), memory.scratch(q, s, fill=0.0)
+    for j in tiles(t, columns):
+        k_j, v_j = k[j], v[j]
+        for i in pairs.seeing(j, rows):
+            pi_i = pi[i]
+            c[i], pi_new, alpha, p_ij = advance(c[i], pi_i, pairs.scores(q[i], k_j, i, j))
+            # The output is kept normalised: undo the old normaliser, add, apply the new one.
+            total = (alpha * pi_i)[:, None] * o[i] + pairs.sum_keys(pairs.drop(p_ij, i, j), v_j, i, j)
+            o[i], pi[i] = divide(total, pi_new), pi_new
+    return o.tensor, c.tensor, pi.tensor
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    c: Tensor,
+    pi: Tensor,
+    do: Tensor,
+    pairs: Pairs,
+    *,
+    rows: int,
+    columns: int,
+    memory: SlowMemory,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of the output, ``do``, with P made again tile by tile (algorithm 4).
+
+    A tile cannot sum its rows of P * dP, which go on in other tiles; but u = rowsum(P * dP) = rowsum(dO * O).
+    """
+    q, k, v, o, c, pi, do = memory.inputs(q, k, v, o, c, pi, do)
+    dq, dk, dv = memory.output(q, *q.shape, fill=0.0), memory.output(k, *k.shape), memory.output(v, *v.shape)
+    for j in tiles(k.shape[0], columns):
+        k_j, v_j = k[j], v[j]
+        dk_j, dv_j = dk.tile(*k_j.shape), dv.tile(*v_j.shape)
+        for i in pairs.seeing(j, rows):
+            q_i, do_i = q[i], do[i]
+            p_ij = divide(exponentials(pairs.scores(q_i, k_j, i, j), c[i]), pi[i])
+            dv_j += pairs.sum_queries(pairs.drop(p_ij, i, j), do_i, i, j)
+            u_i = (do_i * o[i]).sum(1, keepdim=True)
+            ds_ij = p_ij * (pairs.drop(do_i @ v_j.T, i, j) - u_i)
+            dq[i] += pairs.scale * pairs.sum_keys(ds_ij, k_j, i, j)
+            dk_j += pairs.scale * pairs.sum_queries(ds_ij, q_i, i, j)
+        dk[j], dv[j] = dk_j, dv_j
+    return dq.tensor, dk.tensor, dv.tensor

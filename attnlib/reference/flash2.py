@@ -1,0 +1,109 @@
+"""FlashAttention-2, forward and backward (Dao, 2023, arXiv 2307.08691).
+
+Forward, a program owns a tile i of queries and walks over tiles j of keys with an unnormalised output on chip; all that
+it saves is L = c + log pi. Backward, P = exp(S - L), either in one pass whose programs own keys and add into dQ (with
+atomic adds, if they run at once), or in two passes, where everything is written once and by its owner. A program reads
+the tile it owns, and of the others those with a visible pair. Their D is our u; B_r and B_c are ``rows``, ``columns``.
+"""
+
+import torch
+from torch import Tensor
+
+from .pairs import Pairs
+from .softmax import advance, divide, exponentials
+from .traffic import Array, SlowMemory, tiles
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
+) -> tuple[Tensor, Tensor]:
+    """Output ``[s, e]`` and LSE ``[s]`` (algorithm 1)."""
+    q, k, v = memory.inputs(q, k, v)
+    s, e = q.shape[0], v.shape[1]
+    o, lse = memory.output(q, s, e), memory.scratch(q, s)
+    for i in tiles(s, rows):
+        q_i = q[i]
+        c_i, pi_i, o_i = o.tile(len(q_i), fill=-torch.inf), o.tile(len(q_i)), o.tile(len(q_i), e)
+        for j in pairs.seen_by(i, columns):
+            c_i, pi_i, alpha, p_ij = advance(c_i, pi_i, pairs.scores(q_i, k[j], i, j))
+            o_i = alpha[:, None] * o_i + pairs.sum_keys(pairs.drop(p_ij, i, j), v[j], i, j)
+        o[i], lse[i] = divide(o_i, pi_i), c_i + pi_i.log()
+    return o.tensor, lse.tensor
+
+
+def backward_one_pass(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    pairs: Pairs,
+    *,
+    rows: int,
+    columns: int,
+    memory: SlowMemory,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of the output (algorithm 2): each tile of pairs is visited once."""
+    q, k, v, o, lse, do = memory.inputs(q, k, v, o, lse, do)
+    u = _row_sums(o, do, rows, memory)
+    dq, dk, dv = memory.output(q, *q.shape, fill=0.0), memory.output(k, *k.shape), memory.output(v, *v.shape)
+    for j in tiles(k.shape[0], columns):
+        k_j, v_j = k[j], v[j]
+        dk_j, dv_j = dk.tile(*k_j.shape), dv.tile(*v_j.shape)
+        for i in pairs.seeing(j, rows):
+            q_i, do_i = q[i], do[i]
+            p_ij = exponentials(pairs.scores(q_i, k_j, i, j), lse[i])
+            ds_ij = p_ij * (pairs.drop(do_i @ v_j.T, i, j) - u[i][:, None])
+            dv_j += pairs.sum_queries(pairs.drop(p_ij, i, j), do_i, i, j)
+            dk_j += pairs.scale * pairs.sum_queries(ds_ij, q_i, i, j)
+            dq[i] += pairs.scale * pairs.sum_keys(ds_ij, k_j, i, j)
+        dk[j], dv[j] = dk_j, dv_j
+    return dq.tensor, dk.tensor, dv.tensor
+
+
+def backward_two_pass(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    pairs: Pairs,
+    *,
+    rows: int,
+    columns: int,
+    memory: SlowMemory,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same gradients, first those of tiles of keys and then those of tiles of queries: P is made twice."""
+    q, k, v, o, lse, do = memory.inputs(q, k, v, o, lse, do)
+    u = _row_sums(o, do, rows, memory)
+    dq, dk, dv = (memory.output(x, *x.shape) for x in (q, k, v))
+    for j in tiles(k.shape[0], columns):
+        k_j, v_j = k[j], v[j]
+        dk_j, dv_j = dk.tile(*k_j.shape), dv.tile(*v_j.shape)
+        for i in pairs.seeing(j, rows):
+            q_i, do_i = q[i], do[i]
+            p_ij = exponentials(pairs.scores(q_i, k_j, i, j), lse[i])
+            ds_ij = p_ij * (pairs.drop(do_i @ v_j.T, i, j) - u[i][:, None])
+            dv_j += pairs.sum_queries(pairs.drop(p_ij, i, j), do_i, i, j)
+            dk_j += pairs.scale * pairs.sum_queries(ds_ij, q_i, i, j)
+        dk[j], dv[j] = dk_j, dv_j
+    for i in tiles(q.shape[0], rows):
+        q_i, lse_i, u_i, do_i = q[i], lse[i], u[i], do[i]
+        dq_i = dq.tile(*q_i.shape)
+        for j in pairs.seen_by(i, columns):
+            k_j = k[j]
+            p_ij = exponentials(pairs.scores(q_i, k_j, i, j), lse_i)
+            ds_ij = p_ij * (pairs.drop(do_i @ v[j].T, i, j) - u_i[:, None])
+            dq_i += pairs.scale * pairs.sum_keys(ds_ij, k_j, i, j)
+        dq[i] = dq_i
+    return dq.tensor, dk.tensor, dv.tensor
+
+
+def _row_sums(o: Array, do: Array, rows: int, memory: SlowMemory) -> Array:
+    """u = rowsum(dO * O), once for all tiles of keys."""
+    u = memory.scratch(o, o.shape[0])
+    for i in tiles(o.shape[0], rows):
+        u[i] = (do[i] * o[i]).sum(1)
+    return u

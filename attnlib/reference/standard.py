@@ -1,0 +1,56 @@
+"""Standard attention and its backward, step by step, every intermediate result in slow memory.
+
+A step reads each operand once and writes its result once, the least that unfused steps can do. For q ``[s, d]``,
+k ``[t, d]``, v ``[t, e]`` of one head that is Theta(s t) beside the inputs and outputs, at any size of the fast memory.
+"""
+
+import torch
+from torch import Tensor
+
+from .pairs import Pairs
+from .softmax import advance, divide
+from .traffic import SlowMemory
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, memory: SlowMemory) -> tuple[Tensor, Tensor]:
+    """Output ``[s, e]``, and probabilities ``[s, t]`` before dropout.
+
+    S = scale Q K', P = softmax(S), O = (P * Z) V.
+    """
+    i, j = pairs.whole
+    q, k, v = memory.inputs(q, k, v)
+    o = memory.output(q, q.shape[0], v.shape[1])
+    s, p = (memory.scratch(q, q.shape[0], k.shape[0]) for _ in range(2))
+    s[:] = pairs.scores(q[:], k[:], i, j)
+    p[:] = _softmax(s[:])
+    o[:] = pairs.sum_keys(pairs.drop(p[:], i, j), v[:], i, j)
+    return o.tensor, p.tensor
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, p: Tensor, do: Tensor, pairs: Pairs, *, memory: SlowMemory
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of the output, ``do``, and the saved probabilities.
+
+    dV = (P * Z)' dO, dP = (dO V') * Z, dS = P * (dP - rowsum(P * dP)), dQ = scale dS K, dK = scale dS' Q.
+    """
+    i, j = pairs.whole
+    q, k, v, p, do = memory.inputs(q, k, v, p, do)
+    dq, dk, dv = (memory.output(x, *x.shape) for x in (q, k, v))
+    dp, ds = (memory.scratch(p, *p.shape) for _ in range(2))
+    dv[:] = pairs.sum_queries(pairs.drop(p[:], i, j), do[:], i, j)
+    dp[:] = pairs.hide(pairs.drop(do[:] @ v[:].T, i, j), i, j)
+    ds[:] = _softmax_backward(p[:], dp[:])
+    dq[:] = pairs.scale * pairs.sum_keys(ds[:], k[:], i, j)
+    dk[:] = pairs.scale * pairs.sum_queries(ds[:], q[:], i, j)
+    return dq.tensor, dk.tensor, dv.tensor
+
+
+def _softmax(s: Tensor) -> Tensor:
+    nothing = s.new_full(s.shape[:1], -torch.inf)
+    _, pi, _, exponentials = advance(nothing, nothing.exp(), s)
+    return divide(exponentials, pi)
+
+
+def _softmax_backward(p: Tensor, dp: Tensor) -> Tensor:
+    return p * (dp - (p * dp).sum(1, keepdim=True))

@@ -1,0 +1,92 @@
+"""Slow memory that counts: what an algorithm reads, writes and allocates, in elements."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Traffic(NamedTuple):
+    """Elements read from slow memory, written to it, and allocated in it beside the inputs and the results.
+
+    Statistics that a forward pass leaves for its backward pass are ``extra``: the caller did not ask for them.
+    """
+
+    read: int
+    written: int
+    extra: int = 0
+
+    @property
+    def moved(self) -> int:
+        return self.read + self.written
+
+
+class SlowMemory:
+    """The large memory of a chip with a small fast one. An algorithm's arrays lie here; its tiles are on chip, free.
+
+    >>> memory = SlowMemory()
+    >>> (x,) = memory.inputs(torch.ones(4, 3))
+    >>> total = memory.output(x, 3, fill=0.0)
+    >>> for i in tiles(4, 2):
+    ...     total[:] += x[i].sum(0)
+    >>> memory.traffic
+    Traffic(read=18, written=9, extra=0)
+    """
+
+    def __init__(self):
+        self.traffic = Traffic(0, 0)
+
+    def inputs(self, *tensors: Tensor) -> list["Array"]:
+        """Tensors that were there before."""
+        return [Array(x.detach(), self) for x in tensors]
+
+    def output(self, like: "Array", *shape: int, fill: float | None = None) -> "Array":
+        """A result, of the dtype of ``like``. Filling it is writing it."""
+        tensor = like.tensor.new_empty(shape)
+        array = Array(tensor, self)
+        if fill is not None:
+            array[:] = fill
+        return array
+
+    def scratch(self, like: "Array", *shape: int, fill: float | None = None) -> "Array":
+        """An ``output`` that nobody asked for. It is never freed: no algorithm here would peak lower for it."""
+        array = self.output(like, *shape, fill=fill)
+        self.count(extra=array.tensor.numel())
+        return array
+
+    def count(self, read: int = 0, written: int = 0, extra: int = 0) -> None:
+        self.traffic = Traffic(self.traffic.read + read, self.traffic.written + written, self.traffic.extra + extra)
+
+
+class Array:
+    """A tensor in slow memory: ``x[i]`` reads a copy of a tile, ``x[i] = tile`` writes one, ``x[i] += tile`` does both.
+
+    ``tensor`` is for the caller who collects a result; an algorithm does not touch it.
+    """
+
+    def __init__(self, tensor: Tensor, memory: SlowMemory):
+        self.tensor, self._memory = tensor, memory
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    def tile(self, *shape: int, fill: float = 0.0) -> Tensor:
+        """A tile of this dtype that begins on chip."""
+        return self.tensor.new_full(shape, fill)
+
+    def __getitem__(self, where) -> Tensor:
+        tile = self.tensor[where].clone()
+        self._memory.count(read=tile.numel())
+        return tile
+
+    def __setitem__(self, where, tile: Tensor | float) -> None:
+        self.tensor[where] = tile
+        self._memory.count(written=self.tensor[where].numel())
+
+
+def tiles(total: int, size: int) -> list[slice]:
+    """``range(total)`` cut into slices of ``size``, the last one perhaps shorter."""
+    if size < 1:
+        raise ValueError(f"tiles: expected a size of at least 1, got {size}")
+    return [slice(start, min(total, start + size)) for start in range(0, total, size)]
