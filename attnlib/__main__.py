@@ -1,22 +1,27 @@
-"""``python -m attnlib bench``: the library's command line."""
+"""``python -m attnlib sizes`` and ``python -m attnlib bench``: the library's command line."""
 
 import argparse
 import platform
 
 import torch
 
+from .sizes import command as sizes
+
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and run one command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m attnlib", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    counting = commands.add_parser("sizes", help="cache bytes, parameters, FLOPs and traffic of a model's variants")
+    sizes.add_arguments(counting)
+    counting.set_defaults(run=sizes.run)
     bench = commands.add_parser("bench", help="time attnlib against torch on this machine's CPU")
     bench.set_defaults(run=_bench)
     arguments = parser.parse_args(argv)
-    return arguments.run()
+    return arguments.run(arguments)
 
 
-def _bench() -> int:
+def _bench(arguments: argparse.Namespace) -> int:
     from .bench import cpu
     from .bench.timing import table
 

@@ -1,0 +1,33 @@
+"""What attention stores, computes and reads, as plain arithmetic.
+
+``cache.py`` counts the bytes of a cache, ``attention.py`` the parameters and FLOPs of a layer; ``models.py`` turns a
+model into its variants, ``catalogue.py`` knows public models and chips, and ``report.py`` puts one question to all.
+"""
+
+from .attention import GroupedShape, LatentShape, decode_bytes, decode_flops, prefill_flops
+from .cache import cache_bytes, largest_batch, longest_context
+from .catalogue import CHIPS, MODELS, Chip, chip, model
+from .models import Model, variants
+from .report import Row, Setting, rows, table
+
+__all__ = [
+    "CHIPS",
+    "MODELS",
+    "Chip",
+    "GroupedShape",
+    "LatentShape",
+    "Model",
+    "Row",
+    "Setting",
+    "cache_bytes",
+    "chip",
+    "decode_bytes",
+    "decode_flops",
+    "largest_batch",
+    "longest_context",
+    "model",
+    "prefill_flops",
+    "rows",
+    "table",
+    "variants",
+]

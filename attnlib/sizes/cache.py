@@ -1,0 +1,79 @@
+"""Cache bytes, equal to what the real cache allocates, and what fits into a memory."""
+
+from collections.abc import Sequence
+
+from ..cache.layout import KVLayout
+
+
+def cache_bytes(layouts: Sequence[KVLayout], lengths: Sequence[int], *, page_size: int, rollback: int = 0) -> int:
+    """Bytes that sequences of these ``lengths`` take in a cache of ``layouts``, in whole pages.
+
+    A windowed layout keeps only the pages that its next query, or one ``rollback`` tokens earlier, can see.
+    A contiguous cache is the case ``page_size=max_length``. Sequences that share pages take less.
+
+    >>> cache_bytes([KVLayout.latent(512, 64, dtype=torch.bfloat16)], [1000], page_size=64)
+    1179648
+    """
+    if page_size < 1 or rollback < 0 or min(lengths, default=0) < 0:
+        raise ValueError(
+            "cache_bytes: expected page_size >= 1, rollback >= 0 and lengths >= 0, "
+            f"got page_size={page_size}, rollback={rollback} and a shortest length of {min(lengths, default=0)}"
+        )
+    return sum(
+        _pages(layout.window, length, page_size, rollback) * page_size * layout.token_bytes
+        for layout in layouts
+        for length in lengths
+    )
+
+
+def largest_batch(layouts: Sequence[KVLayout], memory: int, *, context: int, page_size: int) -> int:
+    """How many sequences can grow to ``context`` tokens, token by token, in ``memory`` bytes.
+
+    A windowed cache is at times a page larger than at the end: a step takes its new page before it drops an old one.
+
+    >>> largest_batch([KVLayout.latent(512, 64, dtype=torch.bfloat16)], 2**20, context=100, page_size=64)
+    7
+    """
+    if context < 1:
+        raise ValueError(f"context: expected at least 1 token, got {context}")
+    return max(0, memory) // _peak(layouts, -(-context // page_size), page_size)
+
+
+def longest_context(layouts: Sequence[KVLayout], memory: int, *, batch: int, page_size: int) -> int | None:
+    """The tokens that ``batch`` sequences can each grow to in ``memory`` bytes, in whole pages; None: no limit.
+
+    The inverse of :func:`largest_batch`. Only where every layer is windowed can there be no limit.
+
+    >>> longest_context([KVLayout.latent(512, 64, dtype=torch.bfloat16)], 2**20, batch=2, page_size=64)
+    448
+    """
+    if batch < 1:
+        raise ValueError(f"batch: expected at least 1 sequence, got {batch}")
+
+    def fits(pages: int) -> bool:
+        return batch * _peak(layouts, pages, page_size) <= memory
+
+    windows = [layout.window for layout in layouts]
+    if None not in windows and fits(max(windows, default=0) // page_size + 2):
+        return None  # by then every window has moved on by a page, and no cache grows any more
+    too_many = 1
+    while fits(too_many):
+        too_many *= 2
+    pages = too_many // 2
+    while too_many - pages > 1:
+        middle = (pages + too_many) // 2
+        pages, too_many = (middle, too_many) if fits(middle) else (pages, middle)
+    return pages * page_size
+
+
+def _peak(layouts: Sequence[KVLayout], pages: int, page_size: int) -> int:
+    """The most that one sequence takes on its way to ``pages`` pages: inside the step that opens the last of them.
+
+    Until that step ends, what the token before could see is kept: as if one token might be rolled back.
+    """
+    return cache_bytes(layouts, [(pages - 1) * page_size + 1], page_size=page_size, rollback=1)
+
+
+def _pages(window: int | None, length: int, page_size: int, rollback: int) -> int:
+    kept_from = 0 if window is None else max(0, length - window + 1 - rollback)
+    return -(-length // page_size) - kept_from // page_size

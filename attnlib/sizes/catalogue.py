@@ -1,0 +1,154 @@
+"""Public models and chips by name, each with the source of its numbers."""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from .attention import GroupedShape, LatentShape, Shape
+from .models import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """A chip's memory in bytes, bandwidth in bytes a second, and dense 16-bit tensor FLOPs a second.
+
+    A data sheet's GB is taken as 10**9 bytes, which errs on the safe side.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    flops: float
+    source: str
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs per byte read above which computing takes longer than reading (Williams et al., 2009)."""
+        return self.flops / self.bandwidth
+
+
+# B200 is missing: its published memory and bandwidth differ from board to board.
+CHIPS = (
+    Chip("h200", 141 * 10**9, 4.8e12, 989e12, "NVIDIA H200 data sheet, SXM; half of the figure with sparsity"),
+    Chip("h100", 80 * 10**9, 3.35e12, 989e12, "NVIDIA H100 data sheet, SXM; half of the figure with sparsity"),
+    Chip("a100-80gb", 80 * 10**9, 2.039e12, 312e12, "NVIDIA A100 data sheet, SXM 80 GB"),
+    Chip("l40s", 48 * 10**9, 864e9, 362.05e12, "NVIDIA L40S data sheet"),
+    Chip("rtx-4090", 24 * 10**9, 1008e9, 165.2e12, "NVIDIA Ada architecture white paper; fp32 accumulation"),
+    Chip("mi300x", 192 * 10**9, 5.3e12, 1307.4e12, "AMD Instinct MI300X data sheet"),
+)
+
+
+def chip(name: str) -> Chip:
+    """The chip of that name.
+
+    Raises:
+        ValueError: an unknown name; the message lists those known.
+    """
+    return _named(name, CHIPS, "chip")
+
+
+def model(name: str) -> Model:
+    """The public model of that name.
+
+    >>> model("llama-3-8b").kind
+    'GQA-8'
+
+    Raises:
+        ValueError: an unknown name; the message lists those known.
+    """
+    return _named(name, MODELS, "model")
+
+
+def _named(name: str, among: Iterable, what: str):
+    known = {entry.name: entry for entry in among}
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"{what}: expected one of {', '.join(known)}; got {name!r}{hint}")
+
+
+def _grouped(hidden_size: int, heads: int, kv_heads: int, head_dim: int = 128) -> GroupedShape:
+    return GroupedShape(hidden_size=hidden_size, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+
+
+def _deepseek(hidden_size: int, heads: int, q_lora_rank: int | None) -> LatentShape:
+    """All DeepSeek models store 512 + 64 values a token, and have heads of 128."""
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    return LatentShape(hidden_size=hidden_size, num_heads=heads, q_lora_rank=q_lora_rank, **sizes)
+
+
+def _mixed(count: int, shape: Shape, window: int, *, every: int) -> tuple[Shape, ...]:
+    """Windowed layers, but for each ``every``-th, which sees everything."""
+    return tuple(shape if (i + 1) % every == 0 else replace(shape, window=window) for i in range(count))
+
+
+_GPT_OSS = replace(_grouped(2880, 64, 8, 64), bias=True, output_bias=True, sinks=True)
+
+MODELS = (
+    Model(
+        "gpt-2",
+        (replace(_grouped(768, 12, 12, 64), bias=True, output_bias=True),) * 12,
+        "openai-community/gpt2 config.json; Radford et al., 2019",
+    ),
+    Model("falcon-7b", (_grouped(4544, 71, 1, 64),) * 32, "tiiuae/falcon-7b config.json; arXiv 2311.16867"),
+    Model("llama-2-7b", (_grouped(4096, 32, 32),) * 32, "meta-llama/Llama-2-7b-hf config.json; arXiv 2307.09288"),
+    Model("llama-2-70b", (_grouped(8192, 64, 8),) * 80, "meta-llama/Llama-2-70b-hf config.json; arXiv 2307.09288"),
+    Model("llama-3-8b", (_grouped(4096, 32, 8),) * 32, "meta-llama/Meta-Llama-3-8B config.json; arXiv 2407.21783"),
+    Model("llama-3-70b", (_grouped(8192, 64, 8),) * 80, "meta-llama/Meta-Llama-3-70B config.json; arXiv 2407.21783"),
+    Model(
+        "llama-3.1-405b", (_grouped(16384, 128, 8),) * 126, "meta-llama/Llama-3.1-405B config.json; arXiv 2407.21783"
+    ),
+    Model(
+        "mistral-7b",
+        (replace(_grouped(4096, 32, 8), window=4096),) * 32,
+        "mistralai/Mistral-7B-v0.1 config.json; arXiv 2310.06825",
+    ),
+    Model(
+        "qwen-2.5-7b",
+        (replace(_grouped(3584, 28, 4), bias=True),) * 28,
+        "Qwen/Qwen2.5-7B config.json; arXiv 2412.15115",
+    ),
+    Model(
+        "qwen-3-8b",
+        (replace(_grouped(4096, 32, 8), qk_norm=True),) * 36,
+        "Qwen/Qwen3-8B config.json; arXiv 2505.09388",
+    ),
+    Model(
+        "gemma-2-9b",
+        _mixed(42, _grouped(3584, 16, 8, 256), 4096, every=2),
+        "google/gemma-2-9b config.json; arXiv 2408.00118",
+    ),
+    Model(
+        "gemma-2-27b",
+        _mixed(46, _grouped(4608, 32, 16), 4096, every=2),
+        "google/gemma-2-27b config.json; arXiv 2408.00118",
+    ),
+    Model(
+        "gemma-3-12b",
+        _mixed(48, replace(_grouped(3840, 16, 8, 256), qk_norm=True), 1024, every=6),
+        "google/gemma-3-12b-it config.json; arXiv 2503.19786",
+    ),
+    Model(
+        "gemma-3-27b",
+        _mixed(62, replace(_grouped(5376, 32, 16), qk_norm=True), 1024, every=6),
+        "google/gemma-3-27b-it config.json; arXiv 2503.19786",
+    ),
+    Model(
+        "gpt-oss-20b",
+        _mixed(24, _GPT_OSS, 128, every=2),
+        "openai/gpt-oss-20b config.json; arXiv 2508.10925",
+    ),
+    Model(
+        "gpt-oss-120b",
+        _mixed(36, _GPT_OSS, 128, every=2),
+        "openai/gpt-oss-120b config.json; arXiv 2508.10925",
+    ),
+    Model(
+        "deepseek-v2-lite",
+        (_deepseek(2048, 16, None),) * 27,
+        "deepseek-ai/DeepSeek-V2-Lite config.json; arXiv 2405.04434",
+    ),
+    Model("deepseek-v2", (_deepseek(5120, 128, 1536),) * 60, "deepseek-ai/DeepSeek-V2 config.json; arXiv 2405.04434"),
+    Model("deepseek-v3", (_deepseek(7168, 128, 1536),) * 61, "deepseek-ai/DeepSeek-V3 config.json; arXiv 2412.19437"),
+)

@@ -1,0 +1,147 @@
+"""``python -m attnlib sizes``: its options, and what it does with them."""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from .attention import GroupedShape
+from .catalogue import CHIPS, MODELS, chip, model
+from .files import draw, write_csv
+from .models import Model, variants
+from .report import Setting, human, rows, table
+
+DTYPES = (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32))
+STORES = (("none", None), ("fp8", torch.float8_e4m3fn), ("int8", torch.int8))
+EPILOG = """\
+The first variant is the model as it is; the others keep its widths, heads and windows. docs/sizes.md has the formulas.
+
+  python -m attnlib sizes --model llama-2-7b
+  python -m attnlib sizes --hidden-size 4096 --num-heads 32 --num-kv-heads 8 --layers 32 --chip h100 --store fp8
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = "Cache, parameters, FLOPs and traffic of attention, and what fits into a memory."
+    parser.epilog = EPILOG
+    parser.add_argument("--list", action="store_true", help="list the known models and chips, with their sources")
+    shape = parser.add_argument_group("the model: a known one, or any shape")
+    shape.add_argument("--model", metavar="NAME", help="a known model")
+    shape.add_argument("--hidden-size", type=int, metavar="N")
+    shape.add_argument("--num-heads", type=int, metavar="N")
+    shape.add_argument("--num-kv-heads", type=int, metavar="N", help="default: as many as heads")
+    shape.add_argument("--head-dim", type=int, metavar="N", help="default: hidden size / heads")
+    shape.add_argument("--layers", type=int, metavar="N")
+    shape.add_argument("--window", type=int, metavar="N", help="tokens that every layer sees, the query's own included")
+    shape.add_argument("--kv-lora-rank", type=int, metavar="N", help="latent of the MLA variants (default: own or 512)")
+    shape.add_argument("--qk-rope-head-dim", type=int, metavar="N", help="their rotary key (default: own or 64)")
+    serving = parser.add_argument_group("how it is served")
+    serving.add_argument("--context", type=_sizes, default=Setting().contexts, metavar="N,N", help="tokens a sequence")
+    serving.add_argument("--batch", type=_sizes, default=Setting().batches, metavar="N,N", help="sequences")
+    serving.add_argument("--dtype", choices=dict(DTYPES), default="bf16", help="of weights and cache (default: bf16)")
+    serving.add_argument("--store", choices=dict(STORES), default="none", help="one byte a cached value, plus scales")
+    serving.add_argument("--page-size", type=int, default=Setting().page_size, metavar="N", help="tokens (default: 64)")
+    serving.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads")
+    serving.add_argument("--chip", default=Setting().chip.name, metavar="NAME", help="default: h200")
+    serving.add_argument("--memory", type=_gib, metavar="GIB", help="of one rank (default: the chip's)")
+    serving.add_argument("--weights", type=_gib, default=0, metavar="GIB", help="of one rank, taken off the memory")
+    files = parser.add_argument_group("files to write besides the table")
+    files.add_argument("--csv", type=Path, metavar="FILE")
+    files.add_argument("--png", type=Path, metavar="FILE", help="cache against context, at the largest batch")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table and write the files; returns the exit code, 2 for what cannot be answered."""
+    if arguments.list:
+        print(listing())
+        return 0
+    try:
+        setting = _setting(arguments)
+        models = variants(
+            _model(arguments),
+            kv_lora_rank=arguments.kv_lora_rank,
+            qk_rope_head_dim=arguments.qk_rope_head_dim,
+        )
+        answers = rows(models, setting)
+        if arguments.csv is not None:
+            write_csv(answers, arguments.csv)
+        if arguments.png is not None:
+            draw(models, setting, arguments.png)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"python -m attnlib sizes: {error}", file=sys.stderr)
+        return 2
+    print(table(models[0], answers, setting))
+    return 0
+
+
+def listing() -> str:
+    """The known models and chips, one a line, with their sources."""
+    lines = [f"{known.name:18} {len(known.layers):4} layers  {known.kind:11}  {known.source}" for known in MODELS]
+    for known in CHIPS:
+        speed = f"{known.bandwidth / 1e12:5.3g} TB/s  {known.flops / 1e12:6g} TFLOP/s"
+        lines.append(f"{known.name:18} {human(known.memory):>10}  {speed}  {known.source}")
+    return "\n".join(lines)
+
+
+def _model(arguments: argparse.Namespace) -> Model:
+    sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "layers")
+    given = [name for name in sizes if getattr(arguments, name) is not None]
+    if arguments.model is not None and given:
+        raise ValueError(f"--model: expected a name or sizes, got both {arguments.model!r} and {', '.join(given)}")
+    if arguments.model is not None:
+        found = model(arguments.model)
+    elif {"hidden_size", "num_heads", "layers"} <= set(given):
+        found = Model("given", (_shape(arguments),) * arguments.layers)
+    else:
+        raise ValueError("--model: expected a name (--list), or --hidden-size, --num-heads and --layers, got neither")
+    return found if arguments.window is None else found.with_window(arguments.window)
+
+
+def _shape(arguments: argparse.Namespace) -> GroupedShape:
+    heads = arguments.num_heads
+    if arguments.head_dim is None and (heads < 1 or arguments.hidden_size % heads):
+        raise ValueError(f"--num-heads: expected a divisor of --hidden-size or a --head-dim, got {heads}")
+    return GroupedShape(
+        hidden_size=arguments.hidden_size,
+        num_heads=heads,
+        num_kv_heads=heads if arguments.num_kv_heads is None else arguments.num_kv_heads,
+        head_dim=arguments.hidden_size // heads if arguments.head_dim is None else arguments.head_dim,
+    )
+
+
+def _setting(arguments: argparse.Namespace) -> Setting:
+    on = chip(arguments.chip)
+    memory = on.memory if arguments.memory is None else arguments.memory
+    return Setting(
+        contexts=arguments.context,
+        batches=arguments.batch,
+        dtype=dict(DTYPES)[arguments.dtype],
+        store=dict(STORES)[arguments.store],
+        page_size=arguments.page_size,
+        ranks=arguments.tensor_parallel,
+        chip=on,
+        memory=memory - arguments.weights,
+    )
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """``4096,32768`` as numbers, each once and in this order."""
+    try:
+        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers such as 4096,32768, got {text!r}") from None
+
+
+def _gib(text: str) -> int:
+    """``1.5`` GiB as bytes."""
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not 0 <= size < math.inf:
+        raise argparse.ArgumentTypeError(f"expected GiB, at least 0, got {text!r}")
+    return int(size * 2**30)

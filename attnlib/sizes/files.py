@@ -1,0 +1,81 @@
+"""Rows as a CSV file, and a picture of how caches grow."""
+
+import csv
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+from .cache import cache_bytes
+from .models import Model
+from .report import Row, Setting
+
+# Okabe and Ito's colours, told apart with any colour vision.
+COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+def write_csv(answers: Sequence[Row], path: Path) -> None:
+    """Write one line for each row, under the names of its fields; an unlimited context is left empty.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    names = [field.name for field in fields(Row)]
+    with replacing(path) as temporary, temporary.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows([getattr(row, name) for name in names] for row in answers)
+
+
+def draw(models: Sequence[Model], setting: Setting, path: Path) -> None:
+    """Write a PNG of cache bytes against context, a line for each model, at the largest batch of the setting.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("a picture needs matplotlib: pip install 'attnlib[demo]'") from error
+    figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    batch, longest = max(setting.batches), max(setting.contexts)
+    contexts = sorted({max(1, longest >> halvings) for halvings in range(12)})
+    for i, model in enumerate(models):
+        layouts = model.shard(setting.ranks).layouts(dtype=setting.dtype, store=setting.store)
+        used = [batch * cache_bytes(layouts, [n], page_size=setting.page_size) / 2**30 for n in contexts]
+        axes.plot(contexts, used, color=COLOURS[i % len(COLOURS)], linewidth=2, label=model.kind)
+    axes.axhline(setting.budget / 2**30, color="0.35", linestyle="--", linewidth=1.2)
+    axes.annotate("memory", (contexts[0], setting.budget / 2**30), (0, 4), textcoords="offset points", color="0.35")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    sequences = "1 sequence" if batch == 1 else f"{batch:,} sequences"
+    ranks = f", one of {setting.ranks} ranks" if setting.ranks > 1 else ""
+    axes.set(xlabel="context (tokens)", ylabel=f"cache of {sequences}{ranks} (GiB)")
+    axes.set_title(f"{models[0].name} and its variants", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file beside ``path`` that takes its place once the block ends well, so that nobody reads half of one.
+
+    Raises:
+        OSError: ``path`` is a folder, or the new file cannot be moved there.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: expected a file to write, got a folder")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,90 @@
+"""A model as the shapes of its attention layers, and the same model with other kinds of attention."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..cache.layout import KVLayout
+from .attention import GroupedShape, LatentShape, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The attention layers of a model, in order; ``source`` says where their shape was published.
+
+    Raises:
+        ValueError: there is no layer.
+    """
+
+    name: str
+    layers: tuple[Shape, ...]
+    source: str = ""
+
+    def __post_init__(self):
+        if not self.layers:
+            raise ValueError("layers: expected at least 1, got none")
+
+    @property
+    def kind(self) -> str:
+        """The kind of its first layer, such as GQA-8."""
+        return self.layers[0].kind
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of all attention layers."""
+        return sum(shape.parameters for shape in self.layers)
+
+    def layouts(self, *, dtype: torch.dtype, store: torch.dtype | None = None) -> list[KVLayout]:
+        """What each layer stores per token: the argument of a KVCache."""
+        return [shape.layout(dtype=dtype, store=store) for shape in self.layers]
+
+    def shard(self, ranks: int) -> "Model":
+        """One of ``ranks`` ranks of tensor parallelism."""
+        return replace(self, layers=tuple(shape.shard(ranks) for shape in self.layers))
+
+    def with_window(self, window: int) -> "Model":
+        """The same model with this window in every layer."""
+        return replace(self, layers=tuple(replace(shape, window=window) for shape in self.layers))
+
+
+def variants(model: Model, *, kv_lora_rank: int | None = None, qk_rope_head_dim: int | None = None) -> list[Model]:
+    """The model as it is, then as MHA, GQA with 8 KV heads, MQA, and MLA with and without a rotary key.
+
+    Widths, heads and windows stay. A head of a converted latent is as wide as its values; a converted MLA has the
+    model's own latent sizes if there are any, else 512 + 64 as in DeepSeek-V2 and a full-rank query.
+
+    >>> [variant.kind for variant in variants(Model("toy", (GroupedShape(
+    ...     hidden_size=64, num_heads=16, num_kv_heads=16, head_dim=4),)))]
+    ['MHA', 'GQA-8', 'MQA', 'MLA 512+64', 'MLA 512']
+    """
+    first = model.layers[0]
+    own = (first.kv_lora_rank, first.qk_rope_head_dim) if isinstance(first, LatentShape) else (512, 64)
+    rank = own[0] if kv_lora_rank is None else kv_lora_rank
+    rope = own[1] if qk_rope_head_dim is None else qk_rope_head_dim
+    kv_heads = [first.num_heads, 8, 1] if first.num_heads > 8 and first.num_heads % 8 == 0 else [first.num_heads, 1]
+    converted = [[_grouped(shape, heads) for shape in model.layers] for heads in kv_heads]
+    converted += [[_latent(shape, rank, width) for shape in model.layers] for width in (rope, 0)]
+    distinct = dict.fromkeys([model.layers, *map(tuple, converted)])
+    return [replace(model, layers=layers) for layers in distinct]
+
+
+def _grouped(shape: Shape, num_kv_heads: int) -> GroupedShape:
+    if isinstance(shape, GroupedShape):
+        return replace(shape, num_kv_heads=num_kv_heads)
+    sizes = {"hidden_size": shape.hidden_size, "num_heads": shape.num_heads, "head_dim": shape.v_head_dim}
+    return GroupedShape(**sizes, num_kv_heads=num_kv_heads, window=shape.window)
+
+
+def _latent(shape: Shape, kv_lora_rank: int, qk_rope_head_dim: int) -> LatentShape:
+    if isinstance(shape, LatentShape):
+        return replace(shape, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+    return LatentShape(
+        hidden_size=shape.hidden_size,
+        num_heads=shape.num_heads,
+        q_lora_rank=None,
+        kv_lora_rank=kv_lora_rank,
+        qk_nope_head_dim=shape.head_dim,
+        qk_rope_head_dim=qk_rope_head_dim,
+        v_head_dim=shape.head_dim,
+        window=shape.window,
+    )

@@ -1,0 +1,220 @@
+"""The sizes of a model's variants at some contexts and batches: as rows of numbers, and as a table to read."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .attention import decode_bytes, decode_flops, prefill_flops
+from .cache import cache_bytes, largest_batch, longest_context
+from .catalogue import CHIPS, Chip
+from .models import Model
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How a model is served. ``memory`` is what the cache of one rank may take, in bytes; None: all of the chip's.
+
+    Raises:
+        ValueError: a size is below 1, or there is no memory left.
+    """
+
+    contexts: tuple[int, ...] = (4_096, 32_768, 131_072)
+    batches: tuple[int, ...] = (1, 8, 64)
+    dtype: torch.dtype = torch.bfloat16
+    store: torch.dtype | None = None
+    page_size: int = 64
+    ranks: int = 1
+    chip: Chip = CHIPS[0]
+    memory: int | None = None
+
+    def __post_init__(self):
+        for name, least in (("contexts", min(self.contexts, default=0)), ("batches", min(self.batches, default=0))):
+            if least < 1:
+                raise ValueError(f"{name}: expected sizes of at least 1, got {getattr(self, name)}")
+        if self.page_size < 1:
+            raise ValueError(f"page_size: expected at least 1 token, got {self.page_size}")
+        if self.memory is not None and self.memory < 0:
+            raise ValueError(f"memory: the weights take {human(-self.memory)} more than there is; use more ranks")
+
+    @property
+    def budget(self) -> int:
+        """Bytes that one rank's cache may take."""
+        return self.chip.memory if self.memory is None else self.memory
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One variant at one context and batch; every number but ``total_token_bytes`` is one rank's.
+
+    ``token_bytes`` is what a token takes while every window reaches it. ``prefill_flops`` are of one sequence,
+    ``decode_flops`` and ``decode_bytes`` of a step of the whole batch. ``bound`` is what limits that step on the chip,
+    "memory" or "compute", and empty where the chip's 16-bit FLOPs say nothing. ``longest_context`` at this batch is
+    None without a limit.
+    """
+
+    variant: str
+    context: int
+    batch: int
+    parameters: int
+    token_bytes: int
+    total_token_bytes: int
+    cache_bytes: int
+    prefill_flops: int
+    decode_flops: int
+    decode_bytes: int
+    bound: str
+    longest_context: int | None
+    largest_batch: int
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte read in a decoding step."""
+        return self.decode_flops / self.decode_bytes
+
+
+def rows(models: Sequence[Model], setting: Setting) -> list[Row]:
+    """A row for each model, context and batch.
+
+    >>> from attnlib.sizes import model
+    >>> [row] = rows([model("llama-2-7b")], Setting(contexts=(4096,), batches=(1,)))
+    >>> row.token_bytes, row.cache_bytes, row.bound
+    (524288, 2147483648, 'memory')
+
+    Raises:
+        ValueError: a model cannot be sharded over the ranks.
+    """
+    return [
+        _row(model, setting, context=context, batch=batch)
+        for model in models
+        for context in setting.contexts
+        for batch in setting.batches
+    ]
+
+
+def _row(model: Model, setting: Setting, *, context: int, batch: int) -> Row:
+    rank = model.shard(setting.ranks)
+    stored = {"dtype": setting.dtype, "store": setting.store}
+    layouts = rank.layouts(**stored)
+    paged = {"page_size": setting.page_size}
+    token_bytes = sum(layout.token_bytes for layout in layouts)
+    flops = batch * sum(decode_flops(shape, context) for shape in rank.layers)
+    read = sum(decode_bytes(shape, context, batch=batch, **stored) for shape in rank.layers)
+    bound = "compute" if flops / read > setting.chip.ridge else "memory"
+    return Row(
+        variant=model.kind,
+        context=context,
+        batch=batch,
+        parameters=rank.parameters,
+        token_bytes=token_bytes,
+        total_token_bytes=token_bytes * setting.ranks,
+        cache_bytes=cache_bytes(layouts, [context], **paged) * batch,
+        prefill_flops=sum(prefill_flops(shape, context) for shape in rank.layers),
+        decode_flops=flops,
+        decode_bytes=read,
+        bound=bound if setting.dtype.itemsize == 2 else "",
+        longest_context=longest_context(layouts, setting.budget, batch=batch, **paged),
+        largest_batch=largest_batch(layouts, setting.budget, context=context, **paged),
+    )
+
+
+def table(model: Model, answers: Sequence[Row], setting: Setting) -> str:
+    """The rows as text: variants down, contexts and batches across."""
+    by_place = {(row.variant, row.context, row.batch): row for row in answers}
+    names = list(dict.fromkeys(row.variant for row in answers))
+    places = [(context, batch) for context in setting.contexts for batch in setting.batches]
+
+    def grid(title: str, cell: Callable[[Row], str]) -> str:
+        head = ["variant", *(f"{_short(context)} x {batch:,}" for context, batch in places)]
+        return _section(title, [head, *([name, *(cell(by_place[name, *place]) for place in places)] for name in names)])
+
+    by_name = {name: [row for row in answers if row.variant == name] for name in names}
+    sections = (
+        _head(model, setting),
+        _section("attention in all layers", [_summary_head(setting), *map(_summary, by_name.values())]),
+        grid("cache of context x batch", lambda row: human(row.cache_bytes)),
+        grid("a decoding step reads", lambda row: human(row.decode_bytes)),
+        grid("what bounds a decoding step, and its FLOPs per byte read", _verdict),
+        _section("TFLOP of a prompt, and GFLOP of a token decoded at that context", _flops(by_name, setting)),
+        _section(
+            "what fits into the memory: the longest context at a batch, the largest batch at a context",
+            _limits(by_name, setting),
+        ),
+    )
+    return "\n\n".join(sections)
+
+
+def human(size: int) -> str:
+    """Bytes in the largest unit that gives at least 1; whole numbers without decimals.
+
+    >>> human(524288), human(70272), human(-1)
+    ('512 KiB', '68.62 KiB', '-1 B')
+    """
+    power = min((abs(size).bit_length() - 1) // 10, len(UNITS) - 1) if size else 0
+    value = size / 1024**power
+    return f"{value:.0f} {UNITS[power]}" if value == int(value) else f"{value:.4g} {UNITS[power]}"
+
+
+def _head(model: Model, setting: Setting) -> str:
+    chip = setting.chip
+    where = f"; one of {setting.ranks} tensor-parallel ranks" if setting.ranks > 1 else ""
+    stored = f"{setting.dtype}, stored as {setting.store or setting.dtype}".replace("torch.", "")
+    return (
+        f"{model.name}: {len(model.layers)} layers, {model.kind}{where}{f' ({model.source})' if model.source else ''}\n"
+        f"{stored}, pages of {setting.page_size} tokens, {human(setting.budget)} for the cache\n"
+        f"{chip.name}: {chip.bandwidth / 1e12:g} TB/s, {chip.flops / 1e12:g} TFLOP/s, "
+        f"compute-bound from {chip.ridge:.0f} FLOPs a byte"
+    )
+
+
+def _summary_head(setting: Setting) -> list[str]:
+    return ["variant", "parameters", "KiB/token"] + ["KiB/token, all ranks"] * (setting.ranks > 1)
+
+
+def _summary(rows: Sequence[Row]) -> list[str]:
+    first = rows[0]
+    kib = [f"{first.token_bytes / 1024:,.10g}", f"{first.total_token_bytes / 1024:,.10g}"]
+    return [first.variant, f"{first.parameters:,}", *kib[: 1 + (first.total_token_bytes > first.token_bytes)]]
+
+
+def _verdict(row: Row) -> str:
+    digits = 0 if row.intensity >= 10 else 1
+    return f"{row.bound} {row.intensity:.{digits}f}".strip()
+
+
+def _flops(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str]]:
+    contexts = [_short(context) for context in setting.contexts]
+    lines = [["variant", *(f"prompt {context}" for context in contexts), *(f"token {context}" for context in contexts)]]
+    for name, own in by_name.items():
+        one = {row.context: (row.prefill_flops, row.decode_flops // row.batch) for row in own}
+        prompts, tokens = zip(*one.values(), strict=True)
+        lines.append([name, *(f"{n / 1e12:,.4g}" for n in prompts), *(f"{n / 1e9:,.4g}" for n in tokens)])
+    return lines
+
+
+def _limits(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str]]:
+    head = [f"context at batch {batch:,}" for batch in setting.batches]
+    head += [f"batch at {_short(context)}" for context in setting.contexts]
+    lines = [["variant", *head]]
+    for name, own in by_name.items():
+        longest = {row.batch: "any" if row.longest_context is None else f"{row.longest_context:,}" for row in own}
+        largest = {row.context: f"{row.largest_batch:,}" for row in own}
+        lines.append([name, *longest.values(), *largest.values()])
+    return lines
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024:,}K" if tokens % 1024 == 0 else f"{tokens:,}"
+
+
+def _section(title: str, lines: list[list[str]]) -> str:
+    """A title over right-aligned columns, the first one left-aligned."""
+    first, *others = ([len(cell) for cell in column] for column in zip(*lines, strict=True))
+    widths = [-max(first), *map(max, others)]
+    return "\n".join([title, *("  ".join(map(_pad, line, widths)) for line in lines)])
+
+
+def _pad(cell: str, width: int) -> str:
+    return cell.ljust(-width) if width < 0 else cell.rjust(width)

@@ -1,0 +1,61 @@
+"""What attention would take if a model were MHA, GQA, MQA or MLA: a table, a picture, and the allocator's own count.
+
+Prints the table of ``python -m attnlib sizes``, then makes a real KVCache for every variant, lets sequences grow in it,
+and fails when it uses another byte than the formula says. The caches are made on the meta device: every plane has its
+shape and no memory, so they may be larger than the machine.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from attnlib import KVCache
+from attnlib.sizes import Model, Setting, cache_bytes, model, rows, table, variants
+from attnlib.sizes.files import draw
+
+
+def check(variant: Model, setting: Setting) -> int:
+    """Bytes that a real cache uses once the setting's smallest batch has grown to its longest context.
+
+    Raises:
+        SystemExit: there or at a shorter context the formula says otherwise.
+    """
+    layouts = variant.layouts(dtype=setting.dtype, store=setting.store)
+    batch, size = min(setting.batches), setting.page_size
+    pages = batch * -(-max(setting.contexts) // size)
+    cache = KVCache.paged(layouts, pages=pages, page_size=size, max_sequences=batch, device="meta")
+    handles = cache.admit(batch)
+    for context in sorted(setting.contexts):
+        with cache.step(context - cache.length(handles[0])):
+            pass  # layers would append their keys and values here; the pages are reserved either way
+        formula = cache_bytes(layouts, [context] * batch, page_size=size)
+        if cache.used_bytes != formula:
+            raise SystemExit(
+                f"{variant.kind} at {context:,} tokens: expected {formula:,} bytes by formula, got {cache.used_bytes:,}"
+            )
+    return cache.used_bytes
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the example from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-2-7b", help="a name of `python -m attnlib sizes --list`")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
+    options = parser.parse_args(arguments)
+    try:
+        models = variants(model(options.model))
+    except ValueError as error:
+        parser.error(str(error))
+    setting = Setting()
+    answers = rows(models, setting)
+    print(table(models[0], answers, setting), end="\n\n")
+    for variant in models:
+        print(f"{variant.kind:10}  {check(variant, setting):18,} bytes in a real cache, as the formula says")
+    options.out.mkdir(parents=True, exist_ok=True)
+    picture = options.out / "cache_sizes.png"
+    draw(models, setting, picture)
+    print(f"\nwrote {picture}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The example checks the formula against the allocator, and notices when they differ."""
+
+import cache_sizes
+import pytest
+
+from attnlib.sizes import Setting, model
+
+
+def test_it_prints_the_table_and_writes_the_picture(tmp_path, capsys):
+    cache_sizes.main(["--model", "gpt-oss-20b", "--out", str(tmp_path / "new")])
+    text = capsys.readouterr().out
+    assert "attention in all layers" in text
+    assert text.count("bytes in a real cache") == 5
+    assert (tmp_path / "new" / "cache_sizes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_counts_what_the_cache_uses():
+    setting = Setting(contexts=(100, 40), batches=(4, 3), page_size=16)
+    assert cache_sizes.check(model("llama-2-7b"), setting) == 3 * 112 * 2**19
+
+
+def test_it_notices_a_wrong_formula(monkeypatch):
+    monkeypatch.setattr(cache_sizes, "cache_bytes", lambda *_, **__: 17)
+    with pytest.raises(SystemExit, match=r"MHA at 4,096 tokens: expected 17 bytes by formula, got \d"):
+        cache_sizes.check(model("gpt-2"), Setting())
+
+
+def test_an_unknown_model_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cache_sizes.main(["--model", "gpt-22"])
+    assert ended.value.code == 2
+    assert "did you mean 'gpt-2'?" in capsys.readouterr().err
