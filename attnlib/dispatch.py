@@ -57,11 +57,13 @@ def select(spec: AttentionSpec, name: str | None = None) -> Backend:
     ``"strict"`` is the automatic choice that raises where it would be slow; on a GPU the automatic choice warns.
 
     Raises:
-        ValueError: no backend has this name.
+        ValueError, TypeError: no backend has this name.
         NotImplementedError: the named backend, or every backend, has reasons against the spec.
     """
-    if name is not None and name != "strict":
-        return _named(spec, name)
+    if name is not None:
+        _check_name(name)
+        if name != "strict":
+            return _named(spec, name)
     for backend in PREFERENCE:
         if not backend.unsupported(spec):
             if name == "strict" or spec.device == "cuda":
@@ -76,7 +78,9 @@ def cache_writer(device: str) -> Callable:
 
 
 def explanation(spec: AttentionSpec, name: str | None) -> Explanation:
-    """Why ``select(spec, name)`` chooses what it does, without raising."""
+    """Why ``select(spec, name)`` chooses what it does; raises for an unknown name alone."""
+    if name is not None:
+        _check_name(name)
     backends = [backend for backend in PREFERENCE if name in (None, "strict", backend.name)]
     reasons = {backend.name: backend.unsupported(spec) for backend in backends}
     able = [backend for backend in backends if not reasons[backend.name]]
@@ -85,14 +89,19 @@ def explanation(spec: AttentionSpec, name: str | None) -> Explanation:
     return Explanation(spec, chosen, {key: why for key, why in reasons.items() if why}, slow)
 
 
+def _check_name(name: str) -> None:
+    known = ("strict", *(backend.name for backend in PREFERENCE))
+    if not isinstance(name, str):
+        raise TypeError(f"backend: expected None or a name, got {type(name).__name__}")
+    if name not in known:
+        raise ValueError(f"backend: expected None, {', '.join(map(repr, known))}, got {name!r}")
+
+
 def _named(spec: AttentionSpec, name: str) -> Backend:
-    for backend in PREFERENCE:
-        if backend.name == name:
-            if reasons := backend.unsupported(spec):
-                raise NotImplementedError(f"{name}: {'; '.join(reasons)}")
-            return backend
-    known = ", ".join(repr(backend.name) for backend in PREFERENCE)
-    raise ValueError(f"backend: expected None, 'strict', {known}, got {name!r}")
+    backend = next(backend for backend in PREFERENCE if backend.name == name)
+    if reasons := backend.unsupported(spec):
+        raise NotImplementedError(f"{name}: {'; '.join(reasons)}")
+    return backend
 
 
 def _refuse_or_warn(backend: Backend, spec: AttentionSpec, *, strict: bool) -> None:

@@ -11,8 +11,8 @@ from .cache.layout import KVView
 from .dispatch import Backend, Explanation, cache_writer, explanation, select
 from .mask import Mask
 from .rope import Angles, rotate
-from .shapes import bind
-from .spec import AttentionSpec, describe
+from .shapes import bind, is_strided, refuse_tensor
+from .spec import DTYPES, AttentionSpec, describe
 from .terms import Terms, check
 
 
@@ -176,10 +176,19 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     identity ``(0, -inf)``; differentiable; computes in fp32 (fp64 for fp64). An LSE of +inf gives NaN.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes or devices do not fit.
+        TypeError: the dtypes of the two outputs, or of the two LSEs, differ, or an LSE is not fp32 or fp64.
     """
-    dims = ("bshe", "bhs") if out_a.dim() == 4 else ("she", "hs")
     states = (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))
+    for n, (name, x) in enumerate(states):
+        if not is_strided(x):
+            refuse_tensor(name, x)
+        first, dtypes = states[n % 2], (torch.float32, torch.float64) if n % 2 else DTYPES
+        if x.dtype not in dtypes or x.dtype != first[1].dtype:
+            raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, alike in both states, got {x.dtype}")
+        if x.device != out_a.device:
+            raise ValueError(f"{name}: expected device {out_a.device} like out_a, got {x.device}")
+    dims = ("bshe", "bhs") if out_a.dim() == 4 else ("she", "hs")
     bind(*((name, x, dims[n % 2]) for n, (name, x) in enumerate(states)))
     wide = torch.float64 if torch.float64 in (out_a.dtype, lse_a.dtype) else torch.float32
     lse_a, lse_b = lse_a.to(wide), lse_b.to(wide)
@@ -241,7 +250,7 @@ def explain(call: Callable, *args, **kwargs) -> Explanation:
         cached_attention: "cached",
         cached_attention_with_lse: "cached",
     }
-    if call not in doors:
+    if not any(call is door for door in doors):  # not `in`: what is no door may have no hash
         raise ValueError(f"call: expected one of {', '.join(door.__name__ for door in doors)}, got {call!r}")
     bound = signature(call).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -287,11 +296,13 @@ def _attend_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, name: str | 
 def _describe(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, lse: bool):
     """Bind, check and describe a call on tensors."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        if x.is_nested:
-            raise TypeError(f"{name}: expected a strided tensor, got a nested one; pack it and use varlen_attention")
-    dims = ("bshd", "btgd", "btge") if kind == "dense" else ("shd", "tgd", "tge")
+        if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
+            refuse_tensor(name, x)
+    dims = ("bshd", "btgd", "btge")
+    if kind == "varlen":
+        dims = ("shd", "tgd", "tge")
+        if terms.cu_seqlens_q is None:
+            raise TypeError("cu_seqlens_q: expected an int32 tensor, got None")
     sizes = bind(("q", q, dims[0]), ("k", k, dims[1]), ("v", v, dims[2]))
     h, g = sizes["h"], sizes["g"]
     if g == 0 or h == 0 or h % g:
@@ -303,6 +314,10 @@ def _describe(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Ter
 
 def _describe_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, *, lse: bool):
     """Bind, check and describe a call on a cache."""
+    if not isinstance(q, Tensor) or q.is_nested or q.layout is not torch.strided:
+        refuse_tensor("q", q)
+    if not isinstance(kv, KVView):
+        raise TypeError(f"kv: expected the KVView that append() or view() of a cache returned, got {type(kv).__name__}")
     layout, b, width = kv.layout, kv.lengths.shape[0], kv.layout.dim + kv.layout.tail
     sizes = bind(("q", q, "bshd" if kv.cu_seqlens_q is None else "shd"), known={"b": b, "d": width})
     if sizes["h"] == 0 or sizes["h"] % layout.heads:

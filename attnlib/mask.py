@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .counts import INT32
+
 
 @dataclass(frozen=True, slots=True)
 class Mask:
@@ -13,7 +15,7 @@ class Mask:
 
     Raises:
         TypeError: a bound is not an int.
-        ValueError: the prefix is negative, or is combined with a bounded ``left``.
+        ValueError: a bound is beyond int32, or the prefix is negative or combined with a bounded ``left``.
 
     >>> CAUSAL.visible(3, 3), CAUSAL.visible(3, 4), sliding(2).visible(3, 1)
     (True, False, False)
@@ -27,6 +29,8 @@ class Mask:
         for name, value in (("left", self.left), ("right", self.right), ("prefix", self.prefix)):
             if isinstance(value, bool) or not (isinstance(value, int) or (value is None and name != "prefix")):
                 raise TypeError(f"mask: expected an int for {name}, got {value!r}")
+            if value is not None and not -INT32 <= value <= INT32:
+                raise ValueError(f"mask: expected {name} within +-{INT32}, since lengths are int32, got {value}")
         if self.prefix < 0:
             raise ValueError(f"mask: expected prefix >= 0, got {self.prefix}")
         if self.prefix and self.left is not None:
@@ -67,6 +71,8 @@ class Mask:
 
         With ``s`` queries and ``t`` keys, ``CAUSAL.shift(s - t)`` is the top-left alignment.
         """
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(f"n: expected an int, got {n!r}")
         left = None if self.left is None else self.left - n
         right = None if self.right is None else self.right + n
         return Mask(left, right, self.prefix)
@@ -86,4 +92,6 @@ def sliding(window: int) -> Mask:
         raise TypeError(f"window: expected an int, got {window!r}")
     if window < 1:
         raise ValueError(f"window: expected at least 1 key (the query's own counts), got {window}")
+    if window > INT32:
+        raise ValueError(f"window: expected at most {INT32} keys, since lengths are int32, got {window}")
     return Mask(left=window - 1, right=0)

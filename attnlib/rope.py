@@ -6,6 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .counts import INT32, check_count
+
+FP32 = torch.finfo(torch.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -57,7 +61,7 @@ class DynamicNTK:
 
     def __post_init__(self):
         _check_number("DynamicNTK.factor", self.factor, least=1)
-        _check_count("DynamicNTK.original_max_position", self.original_max_position)
+        check_count("DynamicNTK.original_max_position", self.original_max_position, least=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class Llama3:
         _check_number("Llama3.factor", self.factor, least=1)
         _check_number("Llama3.low_freq_factor", self.low_freq_factor, above=0)
         _check_number("Llama3.high_freq_factor", self.high_freq_factor, above=0)
-        _check_count("Llama3.original_max_position", self.original_max_position)
+        check_count("Llama3.original_max_position", self.original_max_position, least=1)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"Llama3.high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, "
@@ -116,7 +120,7 @@ class YaRN:
 
     def __post_init__(self):
         _check_number("YaRN.factor", self.factor, least=1)
-        _check_count("YaRN.original_max_position", self.original_max_position)
+        check_count("YaRN.original_max_position", self.original_max_position, least=1)
         _check_number("YaRN.beta_fast", self.beta_fast, above=0)
         _check_number("YaRN.beta_slow", self.beta_slow, above=0)
         if self.beta_fast < self.beta_slow:
@@ -138,8 +142,8 @@ class Angles:
     equal only when they are the same object.
 
     Raises:
-        TypeError: cos or sin is not fp32.
-        ValueError: their shapes differ.
+        TypeError: cos or sin is not an fp32 tensor, or interleaved no bool.
+        ValueError: their shapes or devices differ.
     """
 
     cos: Tensor
@@ -147,6 +151,10 @@ class Angles:
     interleaved: bool
 
     def __post_init__(self):
+        _check_strided("cos", self.cos)
+        _check_strided("sin", self.sin)
+        if not isinstance(self.interleaved, bool):
+            raise TypeError(f"interleaved: expected a bool, got {self.interleaved!r}")
         if self.cos.dtype != torch.float32 or self.sin.dtype != torch.float32:
             raise TypeError(f"angles: expected fp32 cos and sin, got {self.cos.dtype} and {self.sin.dtype}")
         if self.cos.shape != self.sin.shape or self.cos.ndim == 0:
@@ -154,6 +162,8 @@ class Angles:
                 f"angles: expected cos and sin of one shape [..., p / 2], got {tuple(self.cos.shape)} "
                 f"and {tuple(self.sin.shape)}"
             )
+        if self.cos.device != self.sin.device:
+            raise ValueError(f"angles: expected cos and sin on one device, got {self.cos.device} and {self.sin.device}")
 
     @property
     def convention(self) -> str:
@@ -186,7 +196,7 @@ class Rope:
     def __post_init__(self):
         if isinstance(self.dim, bool) or not isinstance(self.dim, int):
             raise TypeError(f"rope.dim: expected an int, got {self.dim!r}")
-        if self.dim < 2 or self.dim % 2:
+        if not 2 <= self.dim <= INT32 or self.dim % 2:
             raise ValueError(f"rope.dim: expected a positive even number of channels, got {self.dim}")
         _check_number("rope.theta", self.theta, above=0)
         if not isinstance(self.scaling, Linear | NTK | DynamicNTK | Llama3 | YaRN | None):
@@ -254,7 +264,7 @@ class Rope:
             low, high = _yarn_ramp(self, scaling)
             pairs = torch.arange(self.dim // 2, dtype=torch.float32, device=device)
             kept = 1 - _quotient(pairs - low, high - low).clamp(0, 1)
-            return 1.0 / (scaling.factor * wavelengths) * (1 - kept) + frequencies * kept
+            return 1.0 / (1.0 * scaling.factor * wavelengths) * (1 - kept) + frequencies * kept
         return frequencies
 
     def angles(self, positions: Tensor, *, length: int | None = None) -> Angles:
@@ -268,8 +278,7 @@ class Rope:
             TypeError: positions are not integers, or ``length`` is not an int.
             ValueError: ``length`` is missing with DynamicNTK, or given without it.
         """
-        if not isinstance(positions, Tensor):
-            raise TypeError(f"positions: expected an integer tensor, got {type(positions).__name__}")
+        _check_strided("positions", positions, "an integer tensor")
         if positions.dtype == torch.bool or positions.is_floating_point() or positions.is_complex():
             raise TypeError(
                 f"positions: expected an integer tensor, got {positions.dtype}; cast it with positions.long()"
@@ -281,7 +290,8 @@ class Rope:
     def _base(self, length: int | None) -> float:
         """``theta`` as the NTK rules change it."""
         factor = self._ntk_factor(length)
-        return self.theta if factor is None else self.theta * factor ** (self.dim / (self.dim - 2))
+        base = 1.0 * self.theta  # an int may be too large for torch
+        return base if factor is None else base * factor ** (self.dim / (self.dim - 2))
 
     def _ntk_factor(self, length: int | None) -> float | None:
         scaling = self.scaling
@@ -296,6 +306,8 @@ class Rope:
             )
         if isinstance(length, bool) or not isinstance(length, int | torch.SymInt):
             raise TypeError(f"length: expected an int, got {length!r}")
+        if length > INT32:
+            raise ValueError(f"length: expected at most {INT32}, got {length}")
         original = scaling.original_max_position
         return scaling.factor * max(length, original) / original - (scaling.factor - 1)
 
@@ -309,8 +321,8 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     fp64 with the fp32 angles.
 
     Raises:
-        TypeError: x is not fp16, bf16, fp32 or fp64.
-        ValueError: more channels rotate than x has, or the leading dimensions do not match.
+        TypeError: x is not fp16, bf16, fp32 or fp64, or angles are not Angles.
+        ValueError: more channels rotate than x has, or the leading dimensions or the devices do not match.
 
     >>> x = torch.randn(2, 5, 8, 96)
     >>> rotate(x, Rope(dim=64).angles(torch.arange(5))).shape
@@ -327,8 +339,13 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 
 
 def _check_rotation(x: Tensor, angles: Angles):
+    _check_strided("x", x)
+    if not isinstance(angles, Angles):
+        raise TypeError(f"angles: expected Angles as rope.angles(positions) gives, got {type(angles).__name__}")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"x: expected fp16, bf16, fp32 or fp64, got {x.dtype}")
+    if x.device != angles.cos.device:
+        raise ValueError(f"angles: expected device {x.device} like x, got {angles.cos.device}")
     width = 2 * angles.cos.shape[-1]
     if x.ndim < 2 or width > x.shape[-1]:
         raise ValueError(
@@ -345,9 +362,16 @@ def _check_rotation(x: Tensor, angles: Angles):
         )
 
 
+def _check_strided(name: str, x: Tensor, expected: str = "a strided tensor"):
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
+    if x.is_nested or x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected {expected}, got a nested or sparse one")
+
+
 def _quotient(x: Tensor, divisor: float) -> Tensor:
     """fp32 ``x`` over ``divisor`` rounded to fp32, rounded once: a GPU would multiply by a rounded reciprocal."""
-    return (x.double() / torch.full_like(x, divisor).double()).float()
+    return (x.double() / torch.full_like(x, 1.0 * divisor).double()).float()
 
 
 def _mscale(factor: float, weight: float) -> float:
@@ -373,13 +397,7 @@ def _yarn_ramp(rope: Rope, yarn: YaRN) -> tuple[float, float]:
 def _check_number(name: str, value: float, *, least: float = -math.inf, above: float = -math.inf):
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not (math.isfinite(value) and value >= least and value > above):
+    holds = value == 0 or FP32.tiny <= abs(value) <= FP32.max  # neither 0 nor inf in fp32
+    if not (holds and value >= least and value > above):
         bound = f"of at least {least}" if math.isfinite(least) else f"above {above}"
         raise ValueError(f"{name}: expected a finite number {bound}, got {value}")
-
-
-def _check_count(name: str, value: int):
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")

@@ -1,6 +1,23 @@
 """Named dimensions, checked once at the door."""
 
+from typing import NoReturn
+
+import torch
 from torch import Tensor
+
+
+def is_strided(x: object) -> bool:
+    """Whether x is a tensor of the plain kind; the hot paths ask the same in place."""
+    return isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided
+
+
+def refuse_tensor(name: str, x: object) -> NoReturn:
+    """Raise TypeError for what is not :func:`is_strided`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.is_nested:
+        raise TypeError(f"{name}: expected a strided tensor, got a nested one; pack it and use varlen_attention")
+    raise TypeError(f"{name}: expected a strided tensor, got {x.layout}")
 
 
 def bind(*named: tuple[str, Tensor, str], known: dict[str, int] | None = None) -> dict[str, int]:

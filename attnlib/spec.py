@@ -5,11 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cache.layout import KVLayout, KVView
+from .cache.layout import DTYPES, KVLayout, KVView
 from .mask import Mask
 from .terms import TENSORS, Terms
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class AttentionSpec(NamedTuple):
@@ -55,7 +53,7 @@ def describe(
     ``tensors`` are the named q, k and v, or q alone over a cache; ``sizes`` have their h, g, d and e.
 
     Raises:
-        TypeError: not a Mask; a dtype that attention does not take, or several; a tensor that is not strided.
+        TypeError: not a Mask; a dtype that attention does not take, or several.
         ValueError: tensors on different devices.
     """
     if not isinstance(mask, Mask):
@@ -68,8 +66,6 @@ def describe(
     for name, x in tensors:
         if x.dtype != dtype:
             raise TypeError(f"{name}: expected {dtype} like q, got {x.dtype}; cast it, or run under torch.autocast")
-        if x.layout is not torch.strided:
-            raise TypeError(f"{name}: expected a strided tensor, got {x.layout}")
         if x.device != device:
             raise ValueError(f"{name}: expected device {device} like q, got {x.device}")
         if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:

@@ -1,14 +1,15 @@
 """Terms: what a call computes with beside q, k, v and the mask, and the checks of their values."""
 
-import math
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .shapes import bind
+from .counts import INT32
+from .shapes import bind, is_strided, refuse_tensor
 
+FP32 = torch.finfo(torch.float32)
 TENSORS = ("alibi_slopes", "sinks", "key_starts", "key_ends", "cu_seqlens_q", "cu_seqlens_k", "dropout_seed")
 
 
@@ -35,13 +36,9 @@ def check(terms: Terms, sizes: dict[str, int], device: torch.device) -> Terms:
     Raises:
         ValueError, TypeError: naming the term, what was expected and what came.
     """
-    scale = terms.scale
-    if scale is None:
-        scale = max(sizes["d"], 1) ** -0.5
-    else:
-        _positive("scale", scale)
-    if terms.softcap is not None:
-        _positive("softcap", terms.softcap)
+    scale, softcap = terms[:2]
+    scale = max(sizes["d"], 1) ** -0.5 if scale is None else _positive("scale", scale)
+    softcap = None if softcap is None else _positive("softcap", softcap)
     if not (
         terms.alibi_slopes is None
         and terms.sinks is None
@@ -53,7 +50,7 @@ def check(terms: Terms, sizes: dict[str, int], device: torch.device) -> Terms:
     seed = terms.dropout_seed
     if seed is not None or terms.dropout_p != 0:
         seed = _seed(terms, device)
-    return Terms(scale, *terms[1:8], seed, *terms[9:])
+    return Terms(scale, softcap, *terms[2:8], seed, *terms[9:])
 
 
 def read_offsets(
@@ -80,13 +77,16 @@ def _offsets(name: str, cu_seqlens: Tensor, tokens: int, limit_name: str, limit:
     return offsets
 
 
-def _positive(name: str, value: float) -> None:
+def _positive(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(
             f"{name}: expected a Python number, got {type(value).__name__}; reading a tensor would wait for it"
         )
-    if not 0 < value < math.inf:  # not isfinite, which torch.compile cannot trace on a float that varies
-        raise ValueError(f"{name}: expected a finite number above 0, got {value}")
+    # As fp32, a greater number would be inf and a smaller one 0, and their products NaN. (Not isfinite, which
+    # torch.compile cannot trace on a float that varies.)
+    if not FP32.tiny <= value <= FP32.max:
+        raise ValueError(f"{name}: expected a finite fp32 number above 0, got {value}")
+    return 1.0 * value  # an int may be too large for torch
 
 
 def _check_tensors(terms: Terms, sizes: dict[str, int]) -> None:
@@ -98,8 +98,8 @@ def _check_tensors(terms: Terms, sizes: dict[str, int]) -> None:
         x = getattr(terms, name)
         if x is None:
             continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if not is_strided(x):
+            refuse_tensor(name, x)
         if dims == "h" and not x.is_floating_point():
             raise TypeError(f"{name}: expected a float dtype, got {x.dtype}")
         if dims == "b" and x.dtype != torch.int32:
@@ -112,7 +112,7 @@ def _check_tensors(terms: Terms, sizes: dict[str, int]) -> None:
 def _check_packed(terms: Terms) -> None:
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         x = getattr(terms, name)
-        if not isinstance(x, Tensor) or x.dtype != torch.int32:
+        if not is_strided(x) or x.dtype != torch.int32:
             raise TypeError(f"{name}: expected an int32 tensor, got {_kind(x)}")
         if x.dim() != 1 or x.shape[0] < 1:
             raise ValueError(f"{name}: expected [b + 1] offsets, got {tuple(x.shape)}")
@@ -123,6 +123,8 @@ def _check_packed(terms: Terms) -> None:
         limit = getattr(terms, name)
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | torch.SymInt)):
             raise TypeError(f"{name}: expected an int, got {type(limit).__name__}")
+        if limit is not None and not 0 <= limit <= INT32:
+            raise ValueError(f"{name}: expected a length from 0 to {INT32}, got {limit}")
 
 
 def _seed(terms: Terms, device: torch.device) -> Tensor:
@@ -133,10 +135,12 @@ def _seed(terms: Terms, device: torch.device) -> Tensor:
         raise ValueError(f"dropout_p: expected a probability in [0, 1), got {p}")
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
-    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or seed.shape != (1,):
+    if not is_strided(seed) or seed.dtype != torch.int64 or seed.shape != (1,):
         raise TypeError(f"dropout_seed: expected an int64 tensor [1], got {_kind(seed)}")
     return seed
 
 
 def _kind(x: object) -> str:
-    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+    if is_strided(x):
+        return f"{x.dtype} {tuple(x.shape)}"
+    return "one that is not strided" if isinstance(x, Tensor) else type(x).__name__

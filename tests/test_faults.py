@@ -44,8 +44,9 @@ def cached(q, mask=CAUSAL, **layout):
         return cached_attention(q, kv.append(K[:, :5], K[:, :5]), mask=mask)
 
 
-def merged(shape_b=(2, 5, 4, 8), lse_b=(2, 4, 5)):
-    return merge_states(torch.zeros(2, 5, 4, 8), torch.zeros(2, 4, 5), torch.zeros(shape_b), torch.zeros(lse_b))
+def merged(shape_b=(2, 5, 4, 8), lse_b=(2, 4, 5), dtype=None, lse_dtype=None):
+    b = torch.zeros(shape_b, dtype=dtype), torch.zeros(lse_b, dtype=lse_dtype)
+    return merge_states(torch.zeros(2, 5, 4, 8), torch.zeros(2, 4, 5), *b)
 
 
 # fault -> call, exception, and words that the message must have: the argument, what it expects, what it got.
@@ -103,6 +104,16 @@ REFUSED = {
     "36 mkldnn": (lambda: call(Q.to_mkldnn()), TypeError, "q: strided mkldnn"),
     "66 merge batch": (lambda: merged((1, 5, 4, 8), (1, 4, 5)), ValueError, "out_b: b=2 (1, 5, 4, 8) out_a has"),
     "66 merge lse": (lambda: merged(lse_b=(2, 5, 4)), ValueError, "lse_b: [b=2, h=4, s=5] (2, 5, 4)"),
+    "12 scale beyond fp32": (lambda: call(scale=1e39), ValueError, "scale: finite fp32 1e+39"),
+    "12 softcap beyond fp32": (lambda: call(softcap=1e-39), ValueError, "softcap: fp32 above 0 1e-39"),
+    "14 window beyond int32": (lambda: sliding(2**31), ValueError, "window: at most 2147483647 2147483648"),
+    "14 band beyond int32": (lambda: CAUSAL.shift(2**31), ValueError, "mask: right within int32 2147483648"),
+    "66 merge dtype": (lambda: merged(dtype=torch.half), TypeError, "out_b: torch.float32 alike torch.float16"),
+    "66 merge low lse": (lambda: merged(lse_dtype=torch.half), TypeError, "lse_b: torch.float32 torch.float16"),
+    "69 none": (lambda: packed(cu_q=None), TypeError, "cu_seqlens_q: int32 None"),
+    "72 negative": (lambda: packed(max_seqlen_k=-1), ValueError, "max_seqlen_k: 0 -1"),
+    "a view": (lambda: cached_attention(Q, K, mask=CAUSAL), TypeError, "kv: KVView append() Tensor"),
+    "a backend": (lambda: call(backend=3), TypeError, "backend: None name int"),
     "69 int64": (lambda: packed(ints(0, 2, 5).long()), TypeError, "cu_seqlens_q: int32 torch.int64"),
     "69 list": (lambda: packed([0, 2, 5]), TypeError, "cu_seqlens_q: int32 list"),
     "69 one alone": (lambda: packed(cu_k=None), TypeError, "cu_seqlens_k: int32 None"),

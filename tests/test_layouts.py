@@ -5,6 +5,7 @@ import torch
 from helpers import Problem, assert_same_bits, make
 
 from attnlib import CAUSAL, FULL, KVLayout, KVView, Mask, attention_with_lse, cached_attention_with_lse, sliding
+from attnlib.functional import write_cache
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
 
@@ -85,6 +86,74 @@ def test_48_49_a_narrowed_table_over_interleaved_pages(backend, order):
         one = Problem(q[n : n + 1], stored[..., :d], stored[..., d:], CAUSAL, {"key_starts": ints(start)})
         for ours, wanted in zip((out[n], lse[n]), one.solve(), strict=True):
             torch.testing.assert_close(ours, wanted[0])
+
+
+@BACKENDS
+def test_51_a_page_whose_offset_is_more_than_int32(backend):
+    torch.use_deterministic_algorithms(False)  # filling 4 GiB would touch them
+    storage = torch.empty(2**31 + 4096, dtype=torch.float16)
+    pool = storage.as_strided((3, 4, 1, 8), (2**30, 8, 8, 1))
+    assert pool[2].storage_offset() == 2**31
+    layout, near = KVLayout.grouped(1, 8, dtype=torch.float16), torch.randn(3, 4, 1, 8).half()
+    table, lengths = ints(2, 0)[None], ints(7)
+    view = KVView(layout, 4, pool, pool, table, ints(0), lengths)
+    for page in (2, 0):
+        write_cache(view, near[page], near[page], page * 4 + torch.arange(4))
+        assert_same_bits((pool[page], near[page]))
+    q = torch.randn(1, 2, 2, 8).half()
+    small = KVView(layout, 4, near, near, table, ints(0), lengths)
+    far, wanted = (cached_attention_with_lse(q, kv, mask=CAUSAL, backend=backend) for kv in (view, small))
+    assert_same_bits(*zip(far, wanted, strict=True))
+
+
+def a_view(*, table, lengths, starts=(0,), size=4):
+    pool = torch.randn(3, size, 1, 8)
+    layout = KVLayout.grouped(1, 8)
+    return KVView(layout, size, pool, pool, torch.tensor(table, dtype=torch.int32), ints(*starts), ints(*lengths))
+
+
+@pytest.mark.parametrize(
+    ("table", "lengths", "words"),
+    [
+        ([[0, 1]], (9,), "lengths: expected at most 8 tokens like the table, got 9"),
+        ([[0]], (5,), "lengths: expected at most 4 tokens like the table, got 5"),
+        ([[0, -1]], (5,), r"table: expected pages in \[0, 3\), got -1 to 0 in sequence 0"),
+        ([[3, 0]], (5,), r"table: expected pages in \[0, 3\), got 0 to 3 in sequence 0"),
+        ([[0, 2**31 - 1]], (5,), r"table: expected pages in \[0, 3\), got 0 to 2147483647 in sequence 0"),
+        ([[3]], (1,), r"table: expected pages in \[0, 3\), got 3 to 3 in sequence 0"),
+        ([[-1]], (4,), r"table: expected pages in \[0, 3\), got -1 to -1 in sequence 0"),
+    ],
+)
+@BACKENDS
+def test_76_77_lengths_and_pages_that_do_not_exist(backend, table, lengths, words):
+    """The host reads them on a CPU, so nothing else is read."""
+    view = a_view(table=table, lengths=lengths)
+    with pytest.raises(ValueError, match=words):
+        cached_attention_with_lse(torch.randn(1, 1, 2, 8), view, mask=CAUSAL, backend=backend)
+
+
+@BACKENDS
+def test_78_79_garbage_beside_what_is_used_and_a_page_twice(backend):
+    q, garbage = torch.randn(1, 2, 2, 8), 2**31 - 1
+    view = a_view(table=[[-7, 1, 1, garbage]], lengths=(11,), starts=(4,))
+    out, lse = cached_attention_with_lse(q, view, mask=CAUSAL, backend=backend)
+    stored = view.k[[1, 1]].flatten(0, 1)[None, :7]
+    wanted = Problem(q, stored, stored, CAUSAL).solve()
+    torch.testing.assert_close((out, lse), wanted)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_86_slot_minus_one_is_skipped(contiguous):
+    pool = torch.zeros(3, 4, 2, 8)
+    pool = pool if contiguous else pool.transpose(1, 2).contiguous().transpose(1, 2)
+    view = KVView(KVLayout.grouped(2, 8), 4, pool, pool.clone(), ints(0)[None], ints(0), ints(0))
+    k, v = torch.randn(4, 2, 8), torch.randn(4, 2, 8)
+    write_cache(view, k, v, torch.tensor([-1, 5, -1, 2]))
+    write_cache(view, k, v, torch.full((4,), -1))
+    for plane, new in ((view.k, k), (view.v, v)):
+        rows = plane.flatten(0, 1)
+        assert_same_bits((rows[5], new[1]), (rows[2], new[3]))
+        assert (rows[[0, 1, 3, 4, *range(6, 12)]] == 0).all()
 
 
 @pytest.mark.parametrize("sizes", [(1, 66_000, 66_000, 1, 1, 2), (66_000, 1, 1, 1, 1, 2), (2, 3, 5, 4096, 4096, 2)])

@@ -18,18 +18,15 @@ _EXTRAS = (
 )
 _LIMITS = "float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
 
-_library = torch.library.Library("attnlib", "FRAGMENT")
-_library.define(f"torch_forward(Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_NUMBERS}, {_LIMITS}) -> (Tensor, Tensor)")
-_library.define(
+_SCHEMAS = (
+    f"torch_forward(Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_NUMBERS}, {_LIMITS}) -> (Tensor, Tensor)",
     f"torch_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {_EXTRAS}, "
-    f"{_NUMBERS}, {_LIMITS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define(
+    f"{_NUMBERS}, {_LIMITS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "torch_cached(Tensor q, Tensor k, Tensor? v, Tensor? k_tail, Tensor? k_scale, Tensor? v_scale, Tensor table, "
     f"Tensor starts, Tensor lengths, Tensor? cu_seqlens_q, Tensor? alibi_slopes, Tensor? sinks, {_NUMBERS}) "
-    "-> (Tensor, Tensor)"
+    "-> (Tensor, Tensor)",
+    "torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()",
 )
-_library.define("torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()")
 
 
 def _forward(q, k, v, *extras):
@@ -193,12 +190,27 @@ def _fake_write(k, v, new_k, new_v, slots):
     return None
 
 
-for _name, _run, _fake in (
-    ("torch_forward", _forward, _fake_forward),
-    ("torch_backward", _backward, _fake_backward),
-    ("torch_cached", _cached, _fake_cached),
-    ("torch_write", _write, _fake_write),
-):
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _run, _device)
-    torch.library.register_fake(f"attnlib::{_name}", _fake, lib=_library)
+def _register() -> torch.library.Library | None:
+    """Make the operators known to torch; a second copy of the package in one process runs those of the first."""
+    if hasattr(torch.ops.attnlib, "torch_forward"):
+        for schema in _SCHEMAS:
+            known = str(getattr(torch.ops.attnlib, schema.partition("(")[0]).default._schema)
+            if known != str(torch._C.parse_schema(f"attnlib::{schema}")):
+                raise ImportError(f"attnlib: another version is loaded in this process, with the operator {known}")
+        return None
+    library = torch.library.Library("attnlib", "FRAGMENT")
+    for schema in _SCHEMAS:
+        library.define(schema)
+    for name, run, fake in (
+        ("torch_forward", _forward, _fake_forward),
+        ("torch_backward", _backward, _fake_backward),
+        ("torch_cached", _cached, _fake_cached),
+        ("torch_write", _write, _fake_write),
+    ):
+        for device in ("CPU", "CUDA"):
+            library.impl(name, run, device)
+        torch.library.register_fake(f"attnlib::{name}", fake, lib=library)
+    return library
+
+
+_library = _register()

@@ -98,8 +98,13 @@ def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], 
 
 def _stored(kv: KVView, n: int, start: int, length: int) -> tuple[Tensor, Tensor]:
     """The keys and values of sequence ``n``, ``[length, g, *]``; zeros before ``start``."""
+    capacity, pages = kv.table.shape[1] * kv.page_size, kv.k.shape[0]
+    if length > capacity:
+        raise ValueError(f"lengths: expected at most {capacity} tokens like the table, got {length}")
     at = torch.arange(start, length, device=kv.k.device)
     page, offset = kv.table[n, at // kv.page_size].long(), at % kv.page_size
+    if start < length and not (page.min() >= 0 and page.max() < pages):
+        raise ValueError(f"table: expected pages in [0, {pages}), got {page.min()} to {page.max()} in sequence {n}")
 
     def read(plane: Tensor, scale: Tensor | None) -> Tensor:
         x = plane[page, offset].to(kv.layout.dtype) if scale is None else _dequantised(plane, scale, page, offset, kv)

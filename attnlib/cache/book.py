@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from ..counts import INT32, check_count
 from .pages import CacheFullError, Handle, Holding, PageLedger, Plan
 
-INT32 = 2**31 - 1
 Window = int | None
 Freed = list[tuple[Window, Sequence[int]]]  # pages that became free, by window
 
@@ -30,8 +30,6 @@ class Book:
     def __init__(
         self, pages: Mapping[Window, int], page_size: int, *, max_sequences: int, max_length: int, rollback: int = 0
     ):
-        if max_length > INT32:
-            raise ValueError(f"max_length: expected at most {INT32}, since lengths are int32, got {max_length}")
         self.max_sequences = max_sequences
         self.max_length = max_length
         self.ledgers = {
@@ -50,7 +48,6 @@ class Book:
 
     def admit(self, padding: Sequence[int]) -> list[Handle]:
         """Start an empty sequence for each count of left padding."""
-        self._need_rows(len(padding))
         for count in padding:
             check_count("left_padding", count)
             if count > self.max_length:
@@ -64,14 +61,15 @@ class Book:
     def fork(self, handle: Handle, n: int) -> list[Handle]:
         """Start ``n`` sequences that share what ``handle`` holds."""
         self.holding(handle)
-        self._need_rows(n)
+        self.need_rows(n)
         children = [Handle() for _ in range(n)]
         for ledger in self.ledgers.values():
             for child in children:
                 ledger.fork(handle, child)
         return children
 
-    def _need_rows(self, n: int) -> None:
+    def need_rows(self, n: int) -> None:
+        """Raise CacheFullError when ``n`` new sequences have no room."""
         free = self.max_sequences - len(self.handles)
         if n > free:
             raise CacheFullError(
@@ -147,11 +145,3 @@ class Book:
         if len(set(handles)) < len(handles):
             raise ValueError("handle: expected each sequence once, got one of them twice")
         return [(window, ledger.release(handle)) for window, ledger in self.ledgers.items() for handle in handles]
-
-
-def check_count(name: str, value: int, *, least: int = 0) -> None:
-    """Refuse what is not an int of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}")

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 
 import torch
 
+from ..counts import check_count
 from ..functional import copy_pages
-from .book import Book, Freed, Request, check_count
+from .book import Book, Freed, Request
 from .layer_cache import LayerCache as LayerCache
 from .layout import KVLayout
 from .pages import Handle, Plan
@@ -20,8 +21,8 @@ class KVCache:
     """Keys and values of many sequences over many layers, contiguous or paged; made by one of these two methods.
 
     A contiguous cache is a paged cache with one page per sequence. Layers with equal window share one ledger and table.
-    It is for one thread and one CUDA stream. With ``ATTNLIB_CHECK=1`` in the environment when it is made, free pages
-    are filled with NaN (int8: -128), so that a stale read shows.
+    It is for one thread and one CUDA stream; nothing is locked. With ``ATTNLIB_CHECK=1`` in the environment when it is
+    made, free pages are filled with NaN (int8: -128), so that a stale read shows.
 
     >>> cache = KVCache.paged([KVLayout.grouped(2, 8)], pages=64, page_size=16, max_sequences=4)
     >>> first, second = cache.admit(2)
@@ -112,10 +113,14 @@ class KVCache:
 
         Raises:
             CacheFullError: there would be more than ``max_sequences``.
+            ValueError, TypeError: a count is not an int of at least 0.
             RuntimeError: inside a step or read.
         """
         self._refuse_inside("admit")
         check_count("n", n)
+        self._book.need_rows(n)
+        if left_padding is not None and not isinstance(left_padding, Sequence):
+            raise TypeError(f"left_padding: expected a sequence of ints, got {type(left_padding).__name__}")
         padding = [0] * n if left_padding is None else list(left_padding)
         if len(padding) != n:
             raise ValueError(f"left_padding: expected {n} counts, one for each new sequence, got {len(padding)}")
@@ -282,6 +287,8 @@ class KVCache:
 
 def _windows(layouts: Sequence[KVLayout]) -> list[int | None]:
     """The distinct windows of the layouts, each of which gets a ledger."""
+    if not isinstance(layouts, Sequence):
+        raise TypeError(f"layouts: expected a sequence of KVLayouts, one for each layer, got {type(layouts).__name__}")
     for layout in layouts:
         if not isinstance(layout, KVLayout):
             raise TypeError(f"layouts: expected one KVLayout for each layer, got {type(layout).__name__}")

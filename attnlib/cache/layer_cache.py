@@ -64,6 +64,8 @@ class LayerCache:
         else:
             k = self._fit("k", k, (layout.heads, layout.dim))
             v = self._fit("v", v, (layout.heads, layout.value_dim))
+        if angles is not None and not isinstance(angles, Angles):
+            raise TypeError(f"angles: expected Angles as rope.angles(positions) gives, got {type(angles).__name__}")
         self._record(AS_GIVEN if angles is None else angles.convention)
         write_cache(self._view, k, v, self._slots, angles=angles)
         self.appended = True
@@ -90,6 +92,8 @@ class LayerCache:
         """``x``, checked against the step and the layout, in the layout's dtype."""
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.is_nested or x.layout is not torch.strided:
+            raise TypeError(f"{name}: expected a strided tensor, got a nested or sparse one")
         if x.shape != (*self.positions.shape, *last):
             raise ValueError(_shape_error(name, x, self.positions, last))
         if x.device != self._slots.device:

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..counts import check_count
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STORES = (torch.int8, torch.float8_e4m3fn)
 
 
@@ -42,7 +45,7 @@ class KVLayout:
 
         Raises:
             ValueError: a size is not positive.
-            TypeError: ``store`` is neither int8 nor float8_e4m3fn, or ``dtype`` is not floating.
+            TypeError: a size is no int, ``store`` is neither int8 nor float8_e4m3fn, or ``dtype`` is none of the four.
         """
         return cls(heads, dim, dim if value_dim is None else value_dim, 0, False, window, dtype, store)
 
@@ -63,14 +66,14 @@ class KVLayout:
         return cls(1, rank, rank, rope_dim, True, window, dtype, store)
 
     def __post_init__(self):
+        given = {"dim": "rank", "value_dim": "rank", "tail": "rope_dim"} if self.is_latent else {}
         for name, least in (("heads", 1), ("dim", 1), ("value_dim", 1), ("tail", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window: expected at least 1 key (the query's own counts), got {self.window}")
-        if not self.dtype.is_floating_point or self.dtype in STORES:
+            check_count(given.get(name, name), getattr(self, name), least=least)
+        if self.window is not None:
+            check_count("window", self.window, least=1)
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             raise TypeError(f"dtype: expected fp16, bf16, fp32 or fp64, got {self.dtype}")
-        if self.store is not None and self.store not in STORES:
+        if self.store is not None and (not isinstance(self.store, torch.dtype) or self.store not in STORES):
             raise TypeError(f"store: expected None, torch.int8 or torch.float8_e4m3fn, got {self.store}")
 
     @property

@@ -5,10 +5,11 @@ from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
 from ..cache.layout import KVLayout, KVView
+from ..counts import check_count
 from ..functional import attention, cached_attention, varlen_attention
 from ..mask import Mask
 from ..rope import Angles, Rope, rotate
-from .inputs import angles_of, check, scaled_head, window_of
+from .inputs import angles_of, check, check_options, check_stored, scaled_head, window_of
 
 
 class GroupedQueryAttention(nn.Module):
@@ -21,8 +22,8 @@ class GroupedQueryAttention(nn.Module):
     ``dropout_p`` acts on the probabilities, in training only.
 
     Raises:
-        ValueError: sizes that do not divide, or a rope wider than the head.
-        TypeError: a mask that is not a Mask.
+        ValueError: sizes that do not divide, a number out of range, or a rope wider than the head.
+        TypeError: an argument of another type, such as a mask that is not a Mask.
 
     >>> layer = GroupedQueryAttention(512, 8, num_kv_heads=2, mask=CAUSAL, rope=Rope(64))
     >>> layer(torch.randn(2, 9, 512)).shape
@@ -52,10 +53,22 @@ class GroupedQueryAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        check_count("hidden_size", hidden_size, least=1)
+        check_count("num_heads", num_heads, least=1)
+        if num_kv_heads is not None:
+            check_count("num_kv_heads", num_kv_heads, least=1)
         num_kv_heads = self._kv_heads(num_heads, num_kv_heads)
         head_dim = _head_dim(hidden_size, num_heads, head_dim)
-        if not isinstance(mask, Mask):
-            raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
+        output_bias = bias if output_bias is None else output_bias
+        optional = {"scale": scale, "softcap": softcap}
+        check_options(
+            mask=mask,
+            rope=rope,
+            dropout_p=dropout_p,
+            dtype=dtype,
+            numbers={"norm_eps": norm_eps} | {name: x for name, x in optional.items() if x is not None},
+            flags={"bias": bias, "output_bias": output_bias, "qk_norm": qk_norm, "sinks": sinks, "alibi": alibi},
+        )
         if rope is not None and rope.dim > head_dim:
             raise ValueError(f"rope: expected dim at most head_dim={head_dim}, got {rope.dim}")
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
@@ -67,7 +80,6 @@ class GroupedQueryAttention(nn.Module):
         self.scale = (head_dim**-0.5 if scale is None else scale) * (temperature if rotates_all else 1.0)
         self.q_gain = 1.0 if rotates_all else temperature
         factory = {"device": device, "dtype": dtype}
-        output_bias = bias if output_bias is None else output_bias
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias, **factory)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, **factory)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, **factory)
@@ -82,7 +94,7 @@ class GroupedQueryAttention(nn.Module):
     @staticmethod
     def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads={num_heads}, got {num_kv_heads}")
         return num_kv_heads
 
@@ -132,7 +144,8 @@ class GroupedQueryAttention(nn.Module):
         Raises:
             ValueError: inputs that contradict each other.
         """
-        check(x, self.hidden_size, context=context, kv=kv, cu_seqlens=cu_seqlens, rope=self.rope)
+        inputs = {"context": context, "kv": kv, "positions": positions, "cu_seqlens": cu_seqlens}
+        check(x, self.hidden_size, **inputs, rope=self.rope, first=self.q_proj)
         angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
         q = self._query(x, angles)
         options = {
@@ -163,6 +176,7 @@ class GroupedQueryAttention(nn.Module):
             raise ValueError(
                 "context: positions of x and of a context are unrelated; make cross-attention with rope=None"
             )
+        check_stored(context, kv, self.hidden_size, self.k_proj)
         kv.append(*self._key_value(context))
 
     def _query(self, x: Tensor, angles: Angles | None) -> Tensor:
@@ -209,8 +223,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 def _head_dim(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
     if head_dim is not None:
-        if head_dim < 1:
-            raise ValueError(f"head_dim: expected at least 1, got {head_dim}")
+        check_count("head_dim", head_dim, least=1)
         return head_dim
     if hidden_size % num_heads:
         raise ValueError(

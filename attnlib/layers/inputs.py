@@ -1,12 +1,44 @@
 """What every layer does with its inputs: check them, and find the rotary angles."""
 
+from collections.abc import Mapping
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
-from ..cache.layout import KVView
+from ..cache.layout import DTYPES, KVView
 from ..mask import Mask
 from ..rope import Angles, DynamicNTK, Rope
+
+FP32 = torch.finfo(torch.float32)
+
+
+def check_options(
+    *,
+    mask: Mask,
+    rope: Rope | None,
+    dropout_p: float,
+    dtype: torch.dtype | None,
+    numbers: Mapping[str, float],
+    flags: Mapping[str, bool],
+) -> None:
+    """Raise ValueError or TypeError for what no layer can be made with; ``numbers`` are to be above 0."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
+    if rope is not None and not isinstance(rope, Rope):
+        raise TypeError(f"rope: expected a Rope such as Rope(64, theta=10_000.0), got {type(rope).__name__}")
+    for name, value in {**numbers, "dropout_p": dropout_p}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name}: expected a Python number, got {type(value).__name__}")
+        if name in numbers and not FP32.tiny <= value <= FP32.max:
+            raise ValueError(f"{name}: expected a finite fp32 number above 0, got {value}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p: expected a probability in [0, 1), got {dropout_p}")
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in DTYPES):
+        raise TypeError(f"dtype: expected fp16, bf16, fp32 or fp64, got {dtype}")
 
 
 def check(
@@ -15,12 +47,14 @@ def check(
     *,
     context: Tensor | KVView | None,
     kv: LayerCache | None,
+    positions: Tensor | Angles | None,
     cu_seqlens: Tensor | None,
     rope: Rope | None,
+    first: nn.Module,
 ) -> None:
-    """Raise ValueError where a layer's inputs contradict each other."""
-    if x.dim() not in (2, 3) or x.shape[-1] != hidden_size:
-        raise ValueError(f"x: expected [b, s, m={hidden_size}] or packed [t, m={hidden_size}], got {tuple(x.shape)}")
+    """Raise ValueError or TypeError where a layer's inputs contradict it or each other; ``first`` projects x."""
+    check_tokens("x", x, hidden_size, first)
+    _check_types(context, kv, positions, cu_seqlens)
     if kv is not None and (context is not None or cu_seqlens is not None):
         raise ValueError("kv: it excludes context= and cu_seqlens=; a cache step knows its own sequences")
     if cu_seqlens is not None and (x.dim() != 2 or context is not None):
@@ -31,8 +65,57 @@ def check(
         raise ValueError(f"x: packed [t, m] needs cu_seqlens= or a packed cache step, got {tuple(x.shape)} alone")
     if context is not None and rope is not None:
         raise ValueError("context: positions of x and of a context are unrelated; make cross-attention with rope=None")
-    if isinstance(context, Tensor) and (context.dim() != 3 or context.shape[-1] != hidden_size):
-        raise ValueError(f"context: expected [b, t, m={hidden_size}], got {tuple(context.shape)}")
+    if isinstance(context, Tensor):
+        check_tokens("context", context, hidden_size, first)
+        if context.dim() != 3:
+            raise ValueError(f"context: expected [b, t, m={hidden_size}], got {tuple(context.shape)}")
+    if cu_seqlens is not None and cu_seqlens.device != x.device:
+        raise ValueError(f"cu_seqlens: expected device {x.device} like x, got {cu_seqlens.device}")
+
+
+def _check_types(context, kv, positions, cu_seqlens) -> None:
+    if context is not None and not isinstance(context, Tensor | KVView):
+        raise TypeError(f"context: expected a tensor [b, t, m] or a KVView, got {type(context).__name__}")
+    if kv is not None and not isinstance(kv, LayerCache):
+        raise TypeError(f"kv: expected a layer of `with cache.step(...) as layers`, got {type(kv).__name__}")
+    if positions is not None and not isinstance(positions, Tensor | Angles):
+        raise TypeError(f"positions: expected an integer tensor or Angles, got {type(positions).__name__}")
+    if cu_seqlens is not None and (not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens: expected an int32 tensor [b + 1], got {got}")
+    if cu_seqlens is not None and (cu_seqlens.layout is not torch.strided or cu_seqlens.is_nested):
+        raise TypeError("cu_seqlens: expected a strided tensor [b + 1], got a nested or sparse one")
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1):
+        raise ValueError(f"cu_seqlens: expected [b + 1] offsets, got {tuple(cu_seqlens.shape)}")
+
+
+def check_stored(context: Tensor, kv: LayerCache, hidden_size: int, first: nn.Module) -> None:
+    """Raise ValueError or TypeError for a context that cannot be projected, or no place to store it."""
+    check_tokens("context", context, hidden_size, first)
+    if not isinstance(kv, LayerCache):
+        raise TypeError(f"kv: expected a layer of `with cache.step(...) as layers`, got {type(kv).__name__}")
+
+
+def check_tokens(name: str, x: Tensor, hidden_size: int, first: nn.Module) -> None:
+    """Raise ValueError or TypeError unless x is ``[b, s, m]`` or ``[t, m]`` and ``first``, if plain, can project it."""
+    if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
+        kind = "a nested or sparse one" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: expected a strided tensor [b, s, m={hidden_size}], got {kind}")
+    if x.dim() not in (2, 3) or x.shape[-1] != hidden_size:
+        raise ValueError(
+            f"{name}: expected [b, {'s' if name == 'x' else 't'}, m={hidden_size}] or packed [t, m={hidden_size}], "
+            f"got {tuple(x.shape)}"
+        )
+    # What a wrapper, a hook or an adapter does before it multiplies is not known here.
+    if type(first) is not nn.Linear or "forward" in vars(first) or first._forward_pre_hooks:
+        return
+    weight = first.weight
+    if x.device != weight.device:
+        raise ValueError(f"{name}: expected device {weight.device} like the layer, got {x.device}")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"{name}: expected {weight.dtype} like the layer, got {x.dtype}; cast it, or use torch.autocast"
+        )
 
 
 def angles_of(
@@ -41,11 +124,15 @@ def angles_of(
     """The angles of x's tokens: the given ones, or those of the given or the natural positions; None without rope.
 
     Raises:
-        ValueError: dynamic NTK in a cache, or with positions of unknown length.
+        ValueError: dynamic NTK in a cache, or with positions of unknown length, or Angles of another pairing or width.
         RuntimeError: ``kv`` is not in a step.
     """
-    if rope is None or isinstance(positions, Angles):
-        return positions if rope is not None else None
+    if rope is None:
+        return None
+    if isinstance(positions, Angles):
+        if (positions.interleaved, 2 * positions.cos.shape[-1]) != (rope.interleaved, rope.dim):
+            raise ValueError(f"positions: expected Angles of {rope}, got {positions.convention}")
+        return positions
     if isinstance(rope.scaling, DynamicNTK):
         if kv is not None:
             raise ValueError(

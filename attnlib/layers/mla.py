@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
 from ..cache.layout import KVLayout, KVView
+from ..counts import check_count
 from ..functional import attention, cached_attention, varlen_attention
 from ..mask import Mask
 from ..rope import Angles, Rope, rotate
-from .inputs import angles_of, check, window_of
+from .inputs import angles_of, check, check_options, check_stored, window_of
 
 FORMS = ("auto", "expanded", "absorbed")
 
@@ -26,8 +27,8 @@ class MultiHeadLatentAttention(nn.Module):
     ``qk_rope_head_dim=0`` there is no rope.
 
     Raises:
-        ValueError: sizes that do not fit, or an unknown form.
-        TypeError: a mask that is not a Mask.
+        ValueError: sizes that do not fit, a number out of range, or an unknown form.
+        TypeError: an argument of another type, such as a mask that is not a Mask.
     """
 
     def __init__(
@@ -53,26 +54,29 @@ class MultiHeadLatentAttention(nn.Module):
     ):
         super().__init__()
         sizes = {
+            "hidden_size": hidden_size,
             "num_heads": num_heads,
             "kv_lora_rank": kv_lora_rank,
+            "qk_nope_head_dim": qk_nope_head_dim,
             "v_head_dim": v_head_dim,
-            "q_lora_rank": q_lora_rank,
         }
         for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise ValueError(
-                    f"{name}: expected at least 1{' or None' if name == 'q_lora_rank' else ''}, got {size}"
-                )
-        if qk_nope_head_dim < 1 or qk_rope_head_dim < 0:
-            raise ValueError(
-                f"qk_nope_head_dim, qk_rope_head_dim: expected >= 1, >= 0, got {qk_nope_head_dim}, {qk_rope_head_dim}"
-            )
+            check_count(name, size, least=1)
+        check_count("qk_rope_head_dim", qk_rope_head_dim)
+        if q_lora_rank is not None:
+            check_count("q_lora_rank", q_lora_rank, least=1)
+        check_options(
+            mask=mask,
+            rope=rope,
+            dropout_p=dropout_p,
+            dtype=dtype,
+            numbers={"norm_eps": norm_eps} | ({} if scale is None else {"scale": scale}),
+            flags={"bias": bias},
+        )
         if rope is not None and rope.dim != qk_rope_head_dim:
             raise ValueError(f"rope: expected dim={qk_rope_head_dim} like qk_rope_head_dim, got {rope.dim}")
-        if form not in FORMS:
+        if not isinstance(form, str) or form not in FORMS:
             raise ValueError(f"form: expected one of {FORMS}, got {form!r}")
-        if not isinstance(mask, Mask):
-            raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
         self.hidden_size, self.num_heads, self.mask, self.rope, self.form = hidden_size, num_heads, mask, rope, form
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
@@ -115,7 +119,8 @@ class MultiHeadLatentAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """As :meth:`attnlib.GroupedQueryAttention.forward`."""
-        check(x, self.hidden_size, context=context, kv=kv, cu_seqlens=cu_seqlens, rope=self.rope)
+        inputs = {"context": context, "kv": kv, "positions": positions, "cu_seqlens": cu_seqlens}
+        check(x, self.hidden_size, **inputs, rope=self.rope, first=self.kv_a_proj_with_mqa)
         angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
         q_nope, q_rope = self._query(x, angles)
         if isinstance(context, KVView):
@@ -134,6 +139,7 @@ class MultiHeadLatentAttention(nn.Module):
             raise ValueError(
                 "context: positions of x and of a context are unrelated; make cross-attention with rope=None"
             )
+        check_stored(context, kv, self.hidden_size, self.kv_a_proj_with_mqa)
         kv.append(*self._latent(context, None))
 
     def _query(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:

@@ -32,22 +32,23 @@ CONSTRUCTION = {
         ValueError,
         r"num_heads: .*24, got 5; .*head_dim",
     ),
-    "no heads": (GroupedQueryAttention, {"num_heads": 0}, ValueError, "num_heads=0"),
+    "no heads": (GroupedQueryAttention, {"num_heads": 0}, ValueError, "^num_heads: .*1, got 0"),
     "kv heads do not divide": (GroupedQueryAttention, {"num_kv_heads": 3}, ValueError, "num_kv_heads: .*4, got 3"),
     "more kv heads": (GroupedQueryAttention, {"num_kv_heads": 8}, ValueError, "num_kv_heads: .*4, got 8"),
-    "no kv heads": (GroupedQueryAttention, {"num_kv_heads": 0}, ValueError, "num_kv_heads: .*4, got 0"),
+    "no kv heads": (GroupedQueryAttention, {"num_kv_heads": 0}, ValueError, "num_kv_heads: .*1, got 0"),
     "empty heads": (GroupedQueryAttention, {"head_dim": 0}, ValueError, "head_dim: .*1, got 0"),
     "mask by name": (GroupedQueryAttention, {"mask": "causal"}, TypeError, "mask: .*CAUSAL.* got str"),
+    "rope by theta": (GroupedQueryAttention, {"rope": 10_000.0}, TypeError, r"rope: .*Rope\(64, theta.* got float"),
     "wide rope": (GroupedQueryAttention, {"rope": Rope(8)}, ValueError, "rope: .*head_dim=6, got 8"),
     "unknown argument": (GroupedQueryAttention, {"window": 3}, TypeError, "window"),
     "mha in groups": (MultiHeadAttention, {"num_kv_heads": 2}, ValueError, "num_kv_heads: .*4, got 2; .*GroupedQuery"),
     "mqa in groups": (MultiQueryAttention, {"num_kv_heads": 2}, ValueError, "num_kv_heads: .*1, got 2; .*GroupedQuery"),
-    "q_lora_rank 0": (MultiHeadLatentAttention, {"q_lora_rank": 0}, ValueError, "q_lora_rank: .*1 or None, got 0"),
+    "q_lora_rank 0": (MultiHeadLatentAttention, {"q_lora_rank": 0}, ValueError, "q_lora_rank: .*1, got 0"),
     "no rank": (MultiHeadLatentAttention, {"kv_lora_rank": 0}, ValueError, "kv_lora_rank: .*1, got 0"),
     "no values": (MultiHeadLatentAttention, {"v_head_dim": 0}, ValueError, "v_head_dim: .*1, got 0"),
     "no latent heads": (MultiHeadLatentAttention, {"num_heads": 0}, ValueError, "num_heads: .*1, got 0"),
-    "only rope": (MultiHeadLatentAttention, {"qk_nope_head_dim": 0}, ValueError, "qk_nope_head_dim.* got 0, 4"),
-    "negative rope": (MultiHeadLatentAttention, {"qk_rope_head_dim": -2}, ValueError, "qk_rope_head_dim.* got 6, -2"),
+    "only rope": (MultiHeadLatentAttention, {"qk_nope_head_dim": 0}, ValueError, "qk_nope_head_dim.* got 0"),
+    "negative rope": (MultiHeadLatentAttention, {"qk_rope_head_dim": -2}, ValueError, "qk_rope_head_dim.* got -2"),
     "other rope": (MultiHeadLatentAttention, {"rope": Rope(6)}, ValueError, "rope: .*dim=4 .*got 6"),
     "rope of nothing": (
         MultiHeadLatentAttention,
@@ -105,12 +106,26 @@ CALLS = {
     ),
     "another batch": (False, {"context": tokens(3, 4)}, ValueError, "b=2"),
     "float positions": (True, {"positions": torch.zeros(2, 5)}, TypeError, "positions: expected an integer tensor"),
+    "angles of another pairing": (
+        True,
+        {"positions": Rope(8, interleaved=True).angles(torch.arange(5))},
+        ValueError,
+        "positions: expected Angles of Rope.*got interleaved:8",
+    ),
+    "angles of another width": (True, {"positions": Rope(6).angles(torch.arange(5))}, ValueError, "got half:6"),
+    "another dtype": (
+        True,
+        {"x": tokens(2, 5).float()},
+        TypeError,
+        "x: expected torch.float64 like the layer.*float32",
+    ),
+    "another device": (True, {"x": tokens(2, 5).to("meta")}, ValueError, "x: expected device cpu .*got meta"),
     "positions of another length": (True, {"positions": torch.arange(4)}, ValueError, "angles: .*positions"),
     "64-bit offsets": (
         True,
         {"x": tokens(5), "cu_seqlens": PACKED.long()},
         TypeError,
-        "cu_seqlens_q: .*int32",
+        "cu_seqlens: .*int32",
     ),
     "offsets beyond x": (True, {"x": tokens(4), "cu_seqlens": PACKED}, ValueError, "cu_seqlens"),
 }
@@ -278,3 +293,15 @@ def test_x_has_the_shape_of_the_step(cached):
     for x in (tokens(3, 1), tokens(2, 2), tokens(2)):
         with pytest.raises(ValueError, match=r"expected"), torch.no_grad(), cache.step(1) as (kv,):
             layer(x, kv=kv)
+
+
+def test_a_layer_that_is_cast_leaves_its_cache_behind(cached):
+    """A cache has no .to(): steps in the new dtype are refused, and the old one works as before."""
+    layer, cache = cached
+    assert not hasattr(cache, "to")
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(TypeError, match=r"expected torch.float64 like the cache, got .*make the cache in"):
+            feed_dense(Stack(layer.to(dtype)), cache, tokens(2, 1).to(dtype))
+    layer.double()
+    assert feed_dense(Stack(layer), cache, tokens(2, 1)).isfinite().all()
+    assert [cache.length(handle) for handle in cache._book.handles] == [4, 4]
