@@ -192,7 +192,8 @@ def assert_close(name: str, ours: Tensor, naive: list[Tensor], golden: Tensor, f
     )
     if exact.numel() < 64:
         return
-    limit = 0.75 * factor * allowed.mean() + noise / 4
+    # All of the noise here too: under nearly uniform weights every dv is nearly one sum, with one error.
+    limit = 0.75 * factor * allowed.mean() + noise
     assert error.mean() <= limit, f"{name}: mean error {error.mean():.3g} > {limit:.3g}"
     # Vectors that differ by a relative r have 1 - cos = r * r / 2.
     ours, exact = ours.double().masked_fill(~finite, 0).flatten(), exact.flatten()
