@@ -1,0 +1,132 @@
+"""Serving requests as they arrive, and measuring at every step how the memory is spent."""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from decoder import Decoder
+from scheduler import Request, Scheduler, Stream
+from tqdm import tqdm
+
+from attnlib.sizes import cache_bytes
+
+
+class Sample(NamedTuple):
+    """One step: how many requests ran and waited, the tokens it stored, and the cache's bytes after it.
+
+    ``used`` bytes are in pages that somebody holds, ``filled`` of them with tokens. What is free is external
+    fragmentation, ``external``, if the first of those who wait asks for no more than that and still has to wait.
+    """
+
+    live: int
+    waiting: int
+    tokens: int
+    filled: int
+    used: int
+    external: int
+
+
+class Run(NamedTuple):
+    """What became of a trace: each request's stream, every step, and the seconds that all took."""
+
+    streams: list[Stream]
+    samples: list[Sample]
+    preemptions: int
+    seconds: float
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """The new tokens of each request."""
+        return [stream.answer for stream in self.streams]
+
+
+@torch.no_grad()
+def serve(model: Decoder, scheduler: Scheduler, requests: Sequence[Request], *, label: str = "") -> Run:
+    """Decode greedily until every request, in the order of arrival, is answered. One step is one call of the model."""
+    cache, device = scheduler.cache, model.embed.weight.device
+    streams, samples, start = [], [], time.perf_counter()
+    quick = sys.stderr.isatty()
+    bar = tqdm(total=len(requests), desc=label, unit="request", disable=not label, mininterval=0.2 if quick else 15)
+    while len(streams) < len(requests) or scheduler.live or scheduler.waiting:
+        while len(streams) < len(requests) and requests[len(streams)].arrival <= len(samples):
+            streams.append(scheduler.submit(requests[len(streams)]))
+        plan, likeliest = scheduler.plan(), []
+        if plan:
+            chunks = [stream.text[(at := scheduler.stored(stream)) : at + n] for stream, n in plan.items()]
+            with cache.step({stream.handle: n for stream, n in plan.items()}) as layers:
+                logits = model(torch.tensor(sum(chunks, []), device=device), caches=layers)  # noqa: RUF017
+            last = torch.tensor(list(plan.values()), device=device).cumsum(0) - 1
+            likeliest = logits[last].argmax(-1).tolist()
+        samples.append(measure(scheduler, sum(plan.values())))
+        bar.update(len(scheduler.advance(plan, likeliest)))
+    bar.close()
+    return Run(streams, samples, scheduler.preemptions, time.perf_counter() - start)
+
+
+def measure(scheduler: Scheduler, tokens: int) -> Sample:
+    """How memory is spent after a step that stored ``tokens``, before its streams advance.
+
+    Raises:
+        SystemExit: the cache holds other bytes than whole pages for what each text and the shared prompt have stored.
+    """
+    cache, live, waiting = scheduler.cache, scheduler.live, scheduler.waiting
+    stored = [n for n in map(scheduler.stored, live) if n]
+    copied = scheduler.shared_length % cache.page_size  # of the shared prompt, into a page of each text
+    held = -(-scheduler.shared_length // cache.page_size) + sum(map(scheduler.pages_for, stored))
+    if cache.used_bytes != held * scheduler.page_bytes:
+        formula = held * scheduler.page_bytes
+        raise SystemExit(f"cache: expected {formula} bytes in use by formula, measured {cache.used_bytes}")
+    free = scheduler.pages - sum(scheduler.pages_for(len(stream.text)) for stream in live)  # nor promised
+    blocked = waiting and scheduler.pages_for(len(waiting[0].text)) <= free
+    return Sample(
+        len(live),
+        len(waiting),
+        tokens,
+        (scheduler.shared_length + sum(n + copied for n in stored)) * cache_bytes(cache.layouts, [1], page_size=1),
+        cache.used_bytes,
+        free * scheduler.page_bytes if blocked else 0,
+    )
+
+
+def first_fit(
+    requests: Sequence[Request], answers: Sequence[Sequence[int]], *, memory: int, budget: int
+) -> list[Sample]:
+    """The same trace with an extent of memory for each request, as long as its text may become; without tensors.
+
+    By rank, an extent goes into the first hole that holds it, and is not taken back. A request runs as many steps as
+    its prompt, in chunks of ``budget``, and its answer take if nobody else uses the budget. ``memory`` counts tokens,
+    as do the samples' bytes; ``filled`` is 0.
+    """
+    extents: list[tuple[int, int, int]] = []  # begin, end, and the step in which it is given back; by address
+    samples, waiting, coming = [], [], list(enumerate(requests))
+    while coming or waiting or extents:
+        step = len(samples)
+        extents = [extent for extent in extents if extent[2] > step]
+        while coming and coming[0][1].arrival <= step:
+            waiting.append(coming.pop(0))
+        waiting.sort(key=lambda item: (-item[1].priority, item[0]))
+        while waiting:
+            number, request = waiting[0]
+            place = _hole(extents, _declared(request), memory)
+            if place is None:
+                break
+            steps = -(-len(request.prompt) // budget) + len(answers[number]) - 1
+            extents = sorted([*extents, (place, place + _declared(request), step + steps)])
+            del waiting[0]
+        used = sum(end - begin for begin, end, _ in extents)
+        blocked = waiting and _declared(waiting[0][1]) <= memory - used
+        samples.append(Sample(len(extents), len(waiting), 0, 0, used, memory - used if blocked else 0))
+    return samples
+
+
+def _declared(request: Request) -> int:
+    return len(request.prompt) + request.new_tokens - 1
+
+
+def _hole(extents: Sequence[tuple[int, int, int]], size: int, memory: int) -> int | None:
+    """Where the first hole of at least this size begins."""
+    begins = [0, *(end for _, end, _ in extents)]
+    ends = [*(begin for begin, _, _ in extents), memory]
+    return next((begin for begin, end in zip(begins, ends, strict=True) if end - begin >= size), None)
