@@ -148,7 +148,7 @@ def _cached(
         table, starts.tolist(), lengths.tolist(), None if cu_q is None else cu_q.tolist(), slopes, sinks
     )
     problems = list(_paged.problems(q if cu_q is None else q[None], stored, batch))
-    if cu_q is None and len(problems) == 1 and (solved := _solve_in_place(problems[0], rule)) is not None:
+    if cu_q is None and len(problems) == 1 and (solved := _solve_at_once(problems[0], rule, stored)) is not None:
         return solved
     out, lse = _outputs(q, stored.v)
     if cu_q is not None:
@@ -156,20 +156,19 @@ def _cached(
     out4, lse3 = (out, lse) if cu_q is None else (out[None], lse[None])
     for problem in problems:
         targets = (out4[problem.at, problem.rows], lse3[problem.at, :, problem.rows])
-        if (solved := _solve_in_place(problem, rule)) is not None:
+        if (solved := _solve_at_once(problem, rule, stored)) is not None:
             _into(targets, solved)
         else:
             _tiles.forward(problem.part, rule, *targets)
     return out, lse
 
 
-def _solve_in_place(problem: _paged.Problem, rule: Rule) -> tuple[Tensor, Tensor] | None:
-    """The fused attention over keys that lie in one piece; None where it is not exact."""
-    if problem.view is None:
+def _solve_at_once(problem: _paged.Problem, rule: Rule, stored: _paged.Stored) -> tuple[Tensor, Tensor] | None:
+    """The fused attention over keys that can be read at once; None where it is not exact."""
+    if problem.whole is None or (causal := _fused.causality(problem.part, rule, stored.v)) is None:
         return None
-    k, v = problem.view
-    causal = _fused.causality(problem.part, rule, v)
-    if causal is None or not _fused.all_finite(causal, v):
+    k, v = problem.whole()
+    if not _fused.all_finite(causal, v):
         return None
     return _fused.forward(problem.part.q, k, v, causal, rule.scale)
 

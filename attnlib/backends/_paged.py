@@ -1,6 +1,7 @@
 """Writing to and attending over a paged cache in plain torch: the torch backend's part for cached calls."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import gcd
 from typing import NamedTuple
 
@@ -68,13 +69,13 @@ class Batch(NamedTuple):
 class Problem(NamedTuple):
     """One attention problem of a step, and the batch entries and rows of q that it solves.
 
-    ``view`` are K and V as views of the cache, where they lie in one piece.
+    ``whole`` reads K and V at once, where they lie in one piece or are gathered as one tile.
     """
 
     part: Part
     at: slice
     rows: slice
-    view: tuple[Tensor, Tensor] | None
+    whole: Callable[[], tuple[Tensor, Tensor]] | None
 
 
 def problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]:
@@ -102,8 +103,7 @@ def _row_problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]:
         def tile(a: int, b: int, row: int = row, many: int = m - n) -> tuple[Tensor, Tensor]:
             return stored.read((slice(row, row + many), slice(a, b)))
 
-        view = tile(low, high) if in_place and low < high else None
-        yield _problem(q, stored, batch, n, m, tile, _tiles.KEYS, view)
+        yield _problem(q, stored, batch, n, m, tile, _tiles.KEYS, one_piece=in_place)
 
 
 def _page_problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]:
@@ -124,7 +124,7 @@ def _page_problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]
             k, v = stored.read(pages[first - skipped : -(-b // size) - skipped])
             return k.flatten(0, 1)[None, tokens], v.flatten(0, 1)[None, tokens]
 
-        yield _problem(q, stored, batch, n, n + 1, tile, step, None)
+        yield _problem(q, stored, batch, n, n + 1, tile, step, one_piece=low // step == (high - 1) // step)
 
 
 def _problem(
@@ -135,7 +135,8 @@ def _problem(
     m: int,
     tile: Callable[[int, int], tuple[Tensor, Tensor]],
     step: int,
-    view: tuple[Tensor, Tensor] | None,
+    *,
+    one_piece: bool,
 ) -> Problem:
     at, rows = slice(n, m), slice(0, q.shape[1])
     if batch.cu_q is not None:
@@ -144,7 +145,8 @@ def _problem(
     low, high = batch.starts[n], batch.lengths[n]
     slopes, sinks = _tiles.per_head(batch.slopes, batch.sinks, n, ours)
     first = high - (rows.stop - rows.start)
-    return Problem(Part(ours, tile, low, high, stored.k.shape[2], first, n, slopes, sinks, step), at, rows, view)
+    whole = partial(tile, low, high) if one_piece and low < high else None
+    return Problem(Part(ours, tile, low, high, stored.k.shape[2], first, n, slopes, sinks, step), at, rows, whole)
 
 
 def _together(batch: Batch, pages: list[int]) -> Iterator[tuple[int, int]]:
