@@ -40,3 +40,26 @@ def test_the_readme_names_every_file():
     for file in [*(ROOT / "attnlib").rglob("*.py"), *(ROOT / "examples").glob("*.py")]:
         if file.name != "__init__.py":
             assert re.search(rf"\b{re.escape(file.name)}\b", tree), f"README.md: {file.relative_to(ROOT)} is missing"
+
+
+def test_the_papers_table_names_what_exists():
+    rows = [line.split("|")[1:-1] for line in (ROOT / "docs/papers.md").read_text().splitlines() if line[:3] != "|--"]
+    rows = [row for row in rows if len(row) == 5 and row[0].strip()]
+    assert [int(row[0]) for row in rows] == list(range(1, 26))
+    for *_, functions, tests in rows:
+        for name in re.findall(r"`([\w.]+)`", functions):
+            assert _resolves(name), f"docs/papers.md: no {name}"
+        path = ROOT
+        for file, test in re.findall(r"`([\w/]*(?:\.py)?)::(\w+|\*)`", tests):
+            path = ROOT / "tests" / file if file else path
+            assert path.is_file(), f"docs/papers.md: no {path}"
+            assert test == "*" or f"def {test}(" in path.read_text(), f"docs/papers.md: no {test} in {path}"
+
+
+def _resolves(name: str) -> bool:
+    """Whether ``name`` is an object below attnlib, whose modules are imported as needed."""
+    *modules, last = name.split(".")
+    owner = importlib.import_module(".".join(["attnlib", *(part for part in modules if part.islower())]))
+    for part in modules:
+        owner = owner if part.islower() else getattr(owner, part)
+    return hasattr(owner, last)
