@@ -47,18 +47,8 @@ def backward_one_pass(
     """Gradients of q, k and v from that of the output (algorithm 2): each tile of pairs is visited once."""
     q, k, v, o, lse, do = memory.inputs(q, k, v, o, lse, do)
     u = _row_sums(o, do, rows, memory)
-    dq, dk, dv = memory.output(q, *q.shape, fill=0.0), memory.output(k, *k.shape), memory.output(v, *v.shape)
-    for j in tiles(k.shape[0], columns):
-        k_j, v_j = k[j], v[j]
-        dk_j, dv_j = dk.tile(*k_j.shape), dv.tile(*v_j.shape)
-        for i in pairs.seeing(j, rows):
-            q_i, do_i = q[i], do[i]
-            p_ij = exponentials(pairs.scores(q_i, k_j, i, j), lse[i])
-            ds_ij = p_ij * (pairs.drop(do_i @ v_j.T, i, j) - u[i][:, None])
-            dv_j += pairs.sum_queries(pairs.drop(p_ij, i, j), do_i, i, j)
-            dk_j += pairs.scale * pairs.sum_queries(ds_ij, q_i, i, j)
-            dq[i] += pairs.scale * pairs.sum_keys(ds_ij, k_j, i, j)
-        dk[j], dv[j] = dk_j, dv_j
+    dq = memory.output(q, *q.shape, fill=0.0)
+    dk, dv = _pass_over_keys(q, k, v, lse, u, do, pairs, rows, columns, memory, add_to=dq)
     return dq.tensor, dk.tensor, dv.tensor
 
 
@@ -78,17 +68,8 @@ def backward_two_pass(
     """The same gradients, first those of tiles of keys and then those of tiles of queries: P is made twice."""
     q, k, v, o, lse, do = memory.inputs(q, k, v, o, lse, do)
     u = _row_sums(o, do, rows, memory)
-    dq, dk, dv = (memory.output(x, *x.shape) for x in (q, k, v))
-    for j in tiles(k.shape[0], columns):
-        k_j, v_j = k[j], v[j]
-        dk_j, dv_j = dk.tile(*k_j.shape), dv.tile(*v_j.shape)
-        for i in pairs.seeing(j, rows):
-            q_i, do_i = q[i], do[i]
-            p_ij = exponentials(pairs.scores(q_i, k_j, i, j), lse[i])
-            ds_ij = p_ij * (pairs.drop(do_i @ v_j.T, i, j) - u[i][:, None])
-            dv_j += pairs.sum_queries(pairs.drop(p_ij, i, j), do_i, i, j)
-            dk_j += pairs.scale * pairs.sum_queries(ds_ij, q_i, i, j)
-        dk[j], dv[j] = dk_j, dv_j
+    dq = memory.output(q, *q.shape)
+    dk, dv = _pass_over_keys(q, k, v, lse, u, do, pairs, rows, columns, memory)
     for i in tiles(q.shape[0], rows):
         q_i, lse_i, u_i, do_i = q[i], lse[i], u[i], do[i]
         dq_i = dq.tile(*q_i.shape)
@@ -99,6 +80,37 @@ def backward_two_pass(
             dq_i += pairs.scale * pairs.sum_keys(ds_ij, k_j, i, j)
         dq[i] = dq_i
     return dq.tensor, dk.tensor, dv.tensor
+
+
+def _pass_over_keys(
+    q: Array,
+    k: Array,
+    v: Array,
+    lse: Array,
+    u: Array,
+    do: Array,
+    pairs: Pairs,
+    rows: int,
+    columns: int,
+    memory: SlowMemory,
+    *,
+    add_to: Array | None = None,
+) -> tuple[Array, Array]:
+    """dK and dV, each tile of keys by its owner; what it finds of dQ is added to ``add_to``."""
+    dk, dv = (memory.output(x, *x.shape) for x in (k, v))
+    for j in tiles(k.shape[0], columns):
+        k_j, v_j = k[j], v[j]
+        dk_j, dv_j = dk.tile(*k_j.shape), dv.tile(*v_j.shape)
+        for i in pairs.seeing(j, rows):
+            q_i, do_i = q[i], do[i]
+            p_ij = exponentials(pairs.scores(q_i, k_j, i, j), lse[i])
+            ds_ij = p_ij * (pairs.drop(do_i @ v_j.T, i, j) - u[i][:, None])
+            dv_j += pairs.sum_queries(pairs.drop(p_ij, i, j), do_i, i, j)
+            dk_j += pairs.scale * pairs.sum_queries(ds_ij, q_i, i, j)
+            if add_to is not None:
+                add_to[i] += pairs.scale * pairs.sum_keys(ds_ij, k_j, i, j)
+        dk[j], dv[j] = dk_j, dv_j
+    return dk, dv
 
 
 def _row_sums(o: Array, do: Array, rows: int, memory: SlowMemory) -> Array:
