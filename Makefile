@@ -6,16 +6,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench bench-gpu clean
 
 # Train, decode and compare small language models.
 # Threads that wait asleep: beside other work on the same cores, spinning made training six times slower.
 demo: $(READY)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/compose_lm.py $(ARGS)
 
-# The default suite, on two workers of one thread each.
+# The default suite, on two workers of one thread each; then the kernels, which Triton interprets in a process of its own.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -23,6 +24,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m attnlib bench $(ARGS)
+
+bench-gpu: $(READY)
+	$(BIN)/python -m attnlib bench --gpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) out dist .pytest_cache .ruff_cache .hypothesis

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .backends import _reference, _torch
+from .backends import _reference, _torch, _triton
 from .spec import AttentionSpec
 
 
@@ -25,7 +25,7 @@ class Backend(NamedTuple):
 
 PREFERENCE = tuple(
     Backend(name, module.unsupported, module.slow, module.attention, module.cached_attention)
-    for name, module in (("torch", _torch), ("reference", _reference))
+    for name, module in (("triton", _triton), ("torch", _torch), ("reference", _reference))
 )
 
 

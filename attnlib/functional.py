@@ -241,6 +241,7 @@ def explain(call: Callable, *args, **kwargs) -> Explanation:
     >>> print(explain(attention, q, q, q, mask=CAUSAL))
     dense attention: ...
     runs on: torch
+      not on triton: needs a CUDA device, got cpu
     """
     doors = {
         attention: "dense",

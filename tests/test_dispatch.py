@@ -28,15 +28,17 @@ def spec_of(*, strided: bool = False, **options):
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"backend: expected None, 'strict', 'torch', 'reference', got 'flash'"):
+    known = "'strict', 'triton', 'torch', 'reference'"
+    with pytest.raises(ValueError, match=f"backend: expected None, {known}, got 'flash'"):
         select(spec_of(), "flash")
 
 
 @pytest.mark.parametrize("name", [backend.name for backend in PREFERENCE])
 def test_a_named_backend_runs_or_raises(name):
-    assert select(spec_of(), name).name == name
-    cached = spec_of()._replace(kind="cached", grad=True)
-    with pytest.raises(NotImplementedError, match=rf"{name}: cached attention has no backward; wrap .*no_grad"):
+    spec = spec_of()._replace(device="cuda", arch=90)
+    assert select(spec, name).name == name
+    cached = spec._replace(kind="cached", grad=True)
+    with pytest.raises(NotImplementedError, match=rf"{name}: .*cached attention has no backward; wrap .*no_grad"):
         select(cached, name)
 
 
@@ -46,12 +48,30 @@ def test_the_answer_depends_on_the_spec_alone():
     for backend in PREFERENCE:
         assert backend.unsupported(spec) == backend.unsupported(spec_of()._replace(device="cuda", arch=90))
         assert backend.slow(spec) == backend.slow(spec_of()._replace(device="cuda", arch=90))
+    assert select(spec).name == select(spec, "strict").name == "triton"
+    trained = spec._replace(grad=True)
     with pytest.warns(SlowPathWarning, match="torch: runs tile by tile"):
-        assert select(spec).name == "torch"
+        assert select(trained).name == "torch"
     with pytest.raises(NotImplementedError, match="strict: torch would be slow: runs tile by tile"):
-        select(spec, "strict")
-    packed = spec._replace(kind="varlen")
-    assert any("waits for the device" in reason for reason in PREFERENCE[0].slow(packed))
+        select(trained, "strict")
+    packed = trained._replace(kind="varlen")
+    assert any("waits for the device" in reason for reason in PREFERENCE[1].slow(packed))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cpu"}, "needs a CUDA device, got cpu"),
+        ({"arch": 75}, "needs sm_80 or newer, got sm_75"),
+        ({"dtype": torch.float64}, "computes in fp32, got fp64"),
+        ({"grad": True}, "has no backward yet"),
+        ({"kind": "cached"}, "has no kernel for cached attention yet"),
+        ({"value_dim": 640}, "has tiles for heads of up to 576, got 640"),
+    ],
+)
+def test_what_triton_refuses(changes, reason):
+    [told] = PREFERENCE[0].unsupported(spec_of()._replace(**({"device": "cuda", "arch": 90} | changes)))
+    assert told.startswith(reason)
 
 
 def test_a_cpu_call_is_not_slow_and_does_not_warn():
@@ -79,7 +99,8 @@ def test_explain_names_the_choice_and_runs_nothing(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.ops.attnlib, "torch_forward", lambda *args: calls.append(args))
     told = explain(attention_with_lse, q, q, q[..., :4], mask=sliding(3), softcap=2.0)
-    assert (told.chosen, told.rejected, told.slow, calls) == ("torch", {}, [], [])
+    assert (told.chosen, told.slow, calls) == ("torch", [], [])
+    assert told.rejected == {"triton": ["needs a CUDA device, got cpu"]}
     for words in ("dense attention", "runs on: torch", "value_dim=4", "left=2", "softcap=True", "lse=True"):
         assert words in str(told)
     slow = explain(attention, q, q, torch.randn(1, 5, 8, 2).transpose(2, 3), mask=CAUSAL)
@@ -97,7 +118,7 @@ def test_explain_knows_every_door():
         asked = explain(cached_attention, torch.randn(1, 3, 4, 8, requires_grad=True), kv.view(), mask=CAUSAL)
     assert (told.spec.kind, told.spec.kv_heads, told.spec.value_dim, told.spec.page_size) == ("cached", 1, 6, 4)
     assert asked.chosen is None
-    assert set(asked.rejected) == {"torch", "reference"}
+    assert set(asked.rejected) == {"triton", "torch", "reference"}
     with pytest.raises(ValueError, match="call: expected one of attention"):
         explain(rotate, q)
 

@@ -13,6 +13,7 @@ from attnlib import (
     SlowPathWarning,
     attention,
     attention_with_lse,
+    explain,
     sliding,
     varlen_attention,
 )
@@ -21,8 +22,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SLOW = pytest.mark.filterwarnings("ignore::attnlib.SlowPathWarning")
 
 
-def test_the_automatic_choice_warns_and_strict_raises():
+def test_the_automatic_choice_is_never_silently_slow():
     q = torch.randn(1, 5, 2, 8, device="cuda")
+    assert explain(attention, q, q, q, mask=CAUSAL).chosen == "triton"
+    attention(q, q, q, mask=CAUSAL, backend="strict")
+    q.requires_grad_()
     with pytest.warns(SlowPathWarning, match="tile by tile"):
         attention(q, q, q, mask=CAUSAL)
     with pytest.raises(NotImplementedError, match="strict"):

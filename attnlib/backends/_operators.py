@@ -8,25 +8,9 @@ from torch import Tensor
 
 from ..mask import Mask
 from . import _fused, _paged, _tiles
+from ._schema import EXTRAS, LIMITS, NUMBERS, outputs, register
 from ._spans import Extras, part_of, spans
 from ._tiles import Part, Rule
-
-_NUMBERS = "SymInt? left, SymInt? right, SymInt prefix, float scale, float? softcap"
-_EXTRAS = (
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor? key_starts, Tensor? key_ends, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, Tensor? dropout_seed"
-)
-_LIMITS = "float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
-
-_SCHEMAS = (
-    f"torch_forward(Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_NUMBERS}, {_LIMITS}) -> (Tensor, Tensor)",
-    f"torch_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {_EXTRAS}, "
-    f"{_NUMBERS}, {_LIMITS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "torch_cached(Tensor q, Tensor k, Tensor? v, Tensor? k_tail, Tensor? k_scale, Tensor? v_scale, Tensor table, "
-    f"Tensor starts, Tensor lengths, Tensor? cu_seqlens_q, Tensor? alibi_slopes, Tensor? sinks, {_NUMBERS}) "
-    "-> (Tensor, Tensor)",
-    "torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()",
-)
 
 
 def _forward(q, k, v, *extras):
@@ -34,7 +18,7 @@ def _forward(q, k, v, *extras):
     rule = x.rule()
     if (causal := _fused_whole(q, k, v, x, rule, needs=(v,))) is not None:
         return _fused.forward(q, k, v, causal, rule.scale)
-    out, lse = _outputs(q, v)
+    out, lse = outputs(q, v)
     if x.cu_q is not None:
         _fill_nothing(out, lse)
     q4, k4, v4, out4, lse3 = _batched(x, q, k, v, out, lse)
@@ -122,15 +106,8 @@ def _fill_nothing(out: Tensor, lse: Tensor) -> None:
     lse.fill_(-torch.inf)
 
 
-def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    lead = q.shape[:-3]
-    return out, q.new_empty(*lead, q.shape[-2], q.shape[-3], dtype=wide)
-
-
 def _fake_forward(q, k, v, *extras):
-    return _outputs(q, v)
+    return outputs(q, v)
 
 
 def _fake_backward(dout, dlse, out, lse, q, k, v, *extras):
@@ -150,7 +127,7 @@ def _cached(
     problems = list(_paged.problems(q if cu_q is None else q[None], stored, batch))
     if cu_q is None and len(problems) == 1 and (solved := _solve_at_once(problems[0], rule, stored)) is not None:
         return solved
-    out, lse = _outputs(q, stored.v)
+    out, lse = outputs(q, stored.v)
     if cu_q is not None:
         _fill_nothing(out, lse)
     out4, lse3 = (out, lse) if cu_q is None else (out[None], lse[None])
@@ -174,7 +151,7 @@ def _solve_at_once(problem: _paged.Problem, rule: Rule, stored: _paged.Stored) -
 
 
 def _fake_cached(q, k, v, *rest):
-    return _outputs(q, k if v is None else v)
+    return outputs(q, k if v is None else v)
 
 
 def _write(k, v, new_k, new_v, slots):
@@ -189,27 +166,30 @@ def _fake_write(k, v, new_k, new_v, slots):
     return None
 
 
-def _register() -> torch.library.Library | None:
-    """Make the operators known to torch; a second copy of the package in one process runs those of the first."""
-    if hasattr(torch.ops.attnlib, "torch_forward"):
-        for schema in _SCHEMAS:
-            known = str(getattr(torch.ops.attnlib, schema.partition("(")[0]).default._schema)
-            if known != str(torch._C.parse_schema(f"attnlib::{schema}")):
-                raise ImportError(f"attnlib: another version is loaded in this process, with the operator {known}")
-        return None
-    library = torch.library.Library("attnlib", "FRAGMENT")
-    for schema in _SCHEMAS:
-        library.define(schema)
-    for name, run, fake in (
-        ("torch_forward", _forward, _fake_forward),
-        ("torch_backward", _backward, _fake_backward),
-        ("torch_cached", _cached, _fake_cached),
-        ("torch_write", _write, _fake_write),
-    ):
-        for device in ("CPU", "CUDA"):
-            library.impl(name, run, device)
-        torch.library.register_fake(f"attnlib::{name}", fake, lib=library)
-    return library
-
-
-_library = _register()
+_library = register(
+    (
+        (
+            f"torch_forward(Tensor q, Tensor k, Tensor v, {EXTRAS}, {NUMBERS}, {LIMITS}) -> (Tensor, Tensor)",
+            _forward,
+            _fake_forward,
+        ),
+        (
+            "torch_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
+            f"{EXTRAS}, {NUMBERS}, {LIMITS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+            _backward,
+            _fake_backward,
+        ),
+        (
+            "torch_cached(Tensor q, Tensor k, Tensor? v, Tensor? k_tail, Tensor? k_scale, Tensor? v_scale, "
+            "Tensor table, Tensor starts, Tensor lengths, Tensor? cu_seqlens_q, Tensor? alibi_slopes, Tensor? sinks, "
+            f"{NUMBERS}) -> (Tensor, Tensor)",
+            _cached,
+            _fake_cached,
+        ),
+        (
+            "torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()",
+            _write,
+            _fake_write,
+        ),
+    )
+)

@@ -1,0 +1,1 @@
+"""The Triton kernels; nothing here is imported before a kernel is launched."""

@@ -1,0 +1,142 @@
+"""The vocabulary of the attention kernels: which keys, which scores, which weights, one tile at a time.
+
+Scores are kept in units of ``log2``: a weight is ``exp2(score * unit - top * unit)``.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_rows(ptr, row, rows, columns, stride, end, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Rows ``row + rows`` of a matrix ``[end, WIDTH]``, zeros beyond it; ``stride`` is in elements."""
+    at = ptr + tl.cast(row, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
+    PADDED: tl.constexpr = columns.shape[0] > WIDTH
+    if MASKED and PADDED:
+        return tl.load(at, mask=(row + rows < end)[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(at, mask=(row + rows < end)[:, None], other=0.0)
+    elif PADDED:
+        return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def locate(
+    cu_q_ptr, cu_k_ptr, batch, heads, s, t, section, BLOCK: tl.constexpr, REVERSED: tl.constexpr, VARLEN: tl.constexpr
+):
+    """What this program works on: sequence, head, first query; first row and rows of q, first row and rows of k.
+
+    Heads come in sections whose keys and values fit the L2 cache; in a section the longest rows start first. Packed
+    sequence ``n`` owns blocks from ``cu[n] // BLOCK + n`` on, which leaves room for its last, partial one; sequence
+    ``batch`` is what follows the last offset, and has no keys.
+    """
+    pairs, blocks = batch * heads, tl.cdiv(s, BLOCK)
+    if VARLEN:
+        pairs, blocks = heads, s // BLOCK + batch + 1
+    pid = tl.program_id(0)
+    first_pair = pid // (section * blocks) * section
+    rest = pid - first_pair * blocks
+    width = tl.minimum(section, pairs - first_pair)
+    block, pair = rest // width, first_pair + rest % width
+    if REVERSED:
+        block = blocks - 1 - block
+    if VARLEN:
+        n, above = 0, batch + 1
+        while above - n > 1:
+            middle = (n + above) // 2
+            fits = tl.load(cu_q_ptr + middle) // BLOCK + middle <= block
+            n, above = tl.where(fits, middle, n), tl.where(fits, above, middle)
+        row, key, keys = tl.load(cu_q_ptr + n), t, 0
+        m0 = (block - row // BLOCK - n) * BLOCK
+        rows = s - row
+        if n < batch:
+            rows = tl.minimum(tl.load(cu_q_ptr + n + 1), s) - row
+            key = tl.load(cu_k_ptr + n)
+            keys = tl.minimum(tl.load(cu_k_ptr + n + 1), t) - key
+        return n.to(tl.int64), pair.to(tl.int64), m0, row.to(tl.int64), rows, key.to(tl.int64), keys
+    else:
+        zero = pair.to(tl.int64) * 0
+        return (pair // heads).to(tl.int64), (pair % heads).to(tl.int64), block * BLOCK, zero, s, zero, t
+
+
+@triton.jit
+def key_range(i0, i1, start, end, left, right, prefix, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr):
+    """The keys ``[low, high)`` that some query in ``[i0, i1)`` may see, and ``[all_low, all_high)`` that each does."""
+    low, all_low, high, all_high = start, start, end, end
+    if LEFT:
+        low = tl.maximum(start, i0 - left)
+        all_low = tl.maximum(start, i1 - 1 - left)
+    if RIGHT:
+        high = i1 + right
+        all_high = i0 + right + 1
+        if PREFIX:
+            high = tl.maximum(high, prefix)
+            all_high = tl.maximum(all_high, prefix)
+        high = tl.minimum(high, end)
+        all_high = tl.maximum(tl.minimum(all_high, end), 0)
+    return low, high, all_low, all_high
+
+
+@triton.jit
+def visible(i, j, start, end, left, right, prefix, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr):
+    """Whether query ``i`` sees key ``j``, for index tensors that broadcast."""
+    seen = (i == i) & (j >= start) & (j < end)
+    if LEFT:
+        seen = seen & (j >= i - left)
+    if RIGHT:
+        before = j <= i + right
+        if PREFIX:
+            before = before | (j < prefix)
+        seen = seen & before
+    return seen
+
+
+@triton.jit
+def tanh(x):
+    """``tanh(x)`` to fp32 rounding; a Taylor polynomial near 0, where ``1 - exp`` would cancel."""
+    square = x * x
+    near = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    fading = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    far = (1 - fading) / (1 + fading)
+    return tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def kept(seed, threshold, i, quad0, head, sequence, QUADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Which weights dropout keeps, ``[BLOCK, 4 * QUADS]``: Philox-4x32-10 of ``(j // 4, i, head, sequence)``."""
+    quad = (quad0 + tl.arange(0, QUADS))[None, :] + tl.zeros([BLOCK, 1], tl.int32)
+    row = i[:, None] + tl.zeros([1, QUADS], tl.int32)
+    a, b, c, d = tl.philox(seed, quad, row, head.to(tl.int32), sequence.to(tl.int32))
+    bits = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK, 4 * QUADS)
+    return bits.to(tl.uint32, bitcast=True) >= threshold
+
+
+@triton.jit
+def modify(scores, scale, softcap, slope, i, j, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr):
+    """Products q·k as scores in log2 units, capped and less ``slope`` (in log2 units too) times the distance."""
+    scores *= scale
+    if SOFTCAP:
+        scores = softcap * tanh(scores / softcap)
+    scores *= LOG2E
+    if SLOPES:
+        scores -= slope * tl.abs(i - j).to(tl.float32)
+    return scores
+
+
+@triton.jit
+def finite_part(x):
+    """``x`` with 0 for what is not finite, so that no product with 0 can be NaN; and whether there was any."""
+    finite = tl.abs(x) < float("inf")
+    return tl.where(finite, x, 0.0), tl.min(finite.to(tl.int32)) == 0
+
+
+@triton.jit
+def sees_broken(seen, x):
+    """Whether a row sees a value of ``x`` that is not finite, ``[rows, columns of x]``."""
+    broken = tl.where(tl.abs(x) < float("inf"), 0.0, 1.0).to(tl.float16)
+    return tl.dot(seen.to(tl.float16), broken) > 0

@@ -1,0 +1,11 @@
+"""Kernels run on a GPU with `-m gpu`, and without one under TRITON_INTERPRET=1, in a process of its own."""
+
+import pytest
+from kernel_helpers import INTERPRETED
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not INTERPRETED and item.path.parent.name == "kernels":
+            item.add_marker("gpu")

@@ -1,0 +1,32 @@
+"""Attention on the Triton backend, held against eager torch."""
+
+import os
+
+import torch
+from helpers import Problem, assert_close, assert_lse, eager
+from torch import Tensor
+
+from attnlib import attention_with_lse
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def solve(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Output and LSE from the kernels, back on the CPU."""
+    options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in problem.options.items()}
+    tensors = (x.to(DEVICE) for x in problem.tensors)
+    out, lse = attention_with_lse(*tensors, mask=problem.mask, backend="triton", **options)
+    return out.cpu(), lse.cpu()
+
+
+def assert_forward(problem: Problem) -> None:
+    """Our error against fp64 is at most twice that of eager torch at the same dtype."""
+    dtype = problem.q.dtype
+    out, lse = solve(problem)
+    naive = [problem.solve(eager, order=order)[0] for order in (0, 1)]
+    golden = problem.to(torch.float64).solve(eager, order=2)
+    largest = max(problem.largest_score(), float(golden[1].nan_to_num(0, 0, 0).abs().max()) if lse.numel() else 0)
+    noise = torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * largest
+    assert_close("out", out, naive, golden[0], 2, noise)
+    assert_lse(problem, lse, golden[1])
