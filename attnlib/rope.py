@@ -6,132 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .counts import INT32, check_count
-
-FP32 = torch.finfo(torch.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """Positions divided by ``factor`` (Chen et al., 2023, arXiv 2306.15595).
-
-    Raises:
-        TypeError: ``factor`` is not a number.
-        ValueError: ``factor`` is below 1.
-    """
-
-    factor: float
-
-    def __post_init__(self):
-        _check_number("Linear.factor", self.factor, least=1)
-
-
-@dataclass(frozen=True, slots=True)
-class NTK:
-    """A fixed NTK-aware base: ``theta * factor ** (dim / (dim - 2))``.
-
-    The slowest pair turns ``factor`` times slower and the fastest one as before.
-
-    Raises:
-        TypeError: ``factor`` is not a number.
-        ValueError: ``factor`` is below 1.
-    """
-
-    factor: float
-
-    def __post_init__(self):
-        _check_number("NTK.factor", self.factor, least=1)
-
-
-@dataclass(frozen=True, slots=True)
-class DynamicNTK:
-    """An NTK-aware base that grows with the length; needs an explicit length, and no cache can use it.
-
-    Up to ``original_max_position`` (``max_position_embeddings`` of a Hugging Face config) nothing is scaled; at a
-    greater length it is ``NTK(factor * length / original_max_position - (factor - 1))``. Angles of different lengths
-    do not mix, so keys rotated at one length are wrong at the next.
-
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: ``factor`` is below 1, or ``original_max_position`` is not positive.
-    """
-
-    factor: float
-    original_max_position: int
-
-    def __post_init__(self):
-        _check_number("DynamicNTK.factor", self.factor, least=1)
-        check_count("DynamicNTK.original_max_position", self.original_max_position, least=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3:
-    """Llama-3.1 scaling: low frequencies divided by ``factor``, high ones kept, a smooth step between.
-
-    A pair is low when it turns less than ``low_freq_factor`` times over ``original_max_position`` positions, and high
-    when it turns more than ``high_freq_factor`` times.
-
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: a field is out of range, or ``high_freq_factor`` is not above ``low_freq_factor``.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
-
-    def __post_init__(self):
-        _check_number("Llama3.factor", self.factor, least=1)
-        _check_number("Llama3.low_freq_factor", self.low_freq_factor, above=0)
-        _check_number("Llama3.high_freq_factor", self.high_freq_factor, above=0)
-        check_count("Llama3.original_max_position", self.original_max_position, least=1)
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"Llama3.high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, "
-                f"got {self.high_freq_factor}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class YaRN:
-    """YaRN (Peng et al., 2023, arXiv 2309.00071), with DeepSeek's two mscale numbers.
-
-    Pairs that turn more than ``beta_fast`` (the paper's beta) times over ``original_max_position`` (L) positions are
-    kept, those that turn less than ``beta_slow`` (alpha) times are divided by ``factor`` (s), with a ramp between;
-    ``truncate`` rounds the ends of the ramp outward to whole pairs. ``Rope.amplitude`` is the paper's ``sqrt(1 / t)``,
-    or ``attention_factor`` when that is given. As in Hugging Face configs an mscale of 0 counts as missing,
-    ``Rope.amplitude`` reads the two mscale numbers only when both are there, and ``Rope.latent_scale`` reads only
-    ``mscale_all_dim``.
-
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: a field is out of range, or ``beta_fast`` is below ``beta_slow``.
-    """
-
-    factor: float
-    original_max_position: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self):
-        _check_number("YaRN.factor", self.factor, least=1)
-        check_count("YaRN.original_max_position", self.original_max_position, least=1)
-        _check_number("YaRN.beta_fast", self.beta_fast, above=0)
-        _check_number("YaRN.beta_slow", self.beta_slow, above=0)
-        if self.beta_fast < self.beta_slow:
-            raise ValueError(f"YaRN.beta_fast: expected at least beta_slow={self.beta_slow}, got {self.beta_fast}")
-        if self.attention_factor is not None:
-            _check_number("YaRN.attention_factor", self.attention_factor, above=0)
-        for name, value in (("mscale", self.mscale), ("mscale_all_dim", self.mscale_all_dim)):
-            if value is not None:
-                _check_number(f"YaRN.{name}", value, least=0)
-        if not isinstance(self.truncate, bool):
-            raise TypeError(f"YaRN.truncate: expected a bool, got {self.truncate!r}")
+from .counts import INT32
+from .scaling import NTK, DynamicNTK, Linear, Llama3, YaRN, check_number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,7 +74,7 @@ class Rope:
             raise TypeError(f"rope.dim: expected an int, got {self.dim!r}")
         if not 2 <= self.dim <= INT32 or self.dim % 2:
             raise ValueError(f"rope.dim: expected a positive even number of channels, got {self.dim}")
-        _check_number("rope.theta", self.theta, above=0)
+        check_number("rope.theta", self.theta, above=0)
         if not isinstance(self.scaling, Linear | NTK | DynamicNTK | Llama3 | YaRN | None):
             raise TypeError(
                 f"rope.scaling: expected Linear, NTK, DynamicNTK, Llama3, YaRN or None, got {self.scaling!r}"
@@ -392,12 +268,3 @@ def _yarn_ramp(rope: Rope, yarn: YaRN) -> tuple[float, float]:
     # dim - 1 and not the last pair: every published checkpoint was trained with this bound.
     low, high = max(low, 0), min(high, rope.dim - 1)
     return low, high + 0.001 if low == high else high
-
-
-def _check_number(name: str, value: float, *, least: float = -math.inf, above: float = -math.inf):
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    holds = value == 0 or FP32.tiny <= abs(value) <= FP32.max  # neither 0 nor inf in fp32
-    if not (holds and value >= least and value > above):
-        bound = f"of at least {least}" if math.isfinite(least) else f"above {above}"
-        raise ValueError(f"{name}: expected a finite number {bound}, got {value}")
