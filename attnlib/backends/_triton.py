@@ -60,6 +60,10 @@ def _forward(
 ):  # fmt: skip
     from ..kernels.forward import forward
 
+    # Small, and read by position alone.
+    slopes, sinks, starts, ends, cu_q, cu_k = (
+        None if x is None else x.contiguous() for x in (slopes, sinks, starts, ends, cu_q, cu_k)
+    )
     out, lse = outputs(q, v)
     packed = cu_q is not None
     (s, h, d), (t, g), e = q.shape[-3:], k.shape[-3:-1], v.shape[-1]

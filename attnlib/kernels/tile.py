@@ -26,6 +26,12 @@ def load_rows(ptr, row, rows, columns, stride, end, WIDTH: tl.constexpr, MASKED:
 
 
 @triton.jit
+def offset(cu_ptr, n, total):
+    """Where packed sequence ``n`` begins, at least 0 and at most ``total``, whatever the tensor says."""
+    return tl.minimum(tl.maximum(tl.load(cu_ptr + n), 0), total)
+
+
+@triton.jit
 def locate(
     cu_q_ptr, cu_k_ptr, batch, heads, s, t, section, BLOCK: tl.constexpr, REVERSED: tl.constexpr, VARLEN: tl.constexpr
 ):
@@ -49,15 +55,16 @@ def locate(
         n, above = 0, batch + 1
         while above - n > 1:
             middle = (n + above) // 2
-            fits = tl.load(cu_q_ptr + middle) // BLOCK + middle <= block
+            fits = offset(cu_q_ptr, middle, s) // BLOCK + middle <= block
             n, above = tl.where(fits, middle, n), tl.where(fits, above, middle)
-        row, key, keys = tl.load(cu_q_ptr + n), t, 0
+        row, key, keys = offset(cu_q_ptr, n, s), t, 0
         m0 = (block - row // BLOCK - n) * BLOCK
         rows = s - row
         if n < batch:
-            rows = tl.minimum(tl.load(cu_q_ptr + n + 1), s) - row
-            key = tl.load(cu_k_ptr + n)
-            keys = tl.minimum(tl.load(cu_k_ptr + n + 1), t) - key
+            rows = tl.maximum(offset(cu_q_ptr, n + 1, s) - row, 0)
+            key = offset(cu_k_ptr, n, t)
+            keys = tl.maximum(offset(cu_k_ptr, n + 1, t) - key, 0)
+        m0 = tl.where(m0 < 0, rows, m0)  # offsets that decrease: nobody's block
         return n.to(tl.int64), pair.to(tl.int64), m0, row.to(tl.int64), rows, key.to(tl.int64), keys
     else:
         zero = pair.to(tl.int64) * 0

@@ -124,6 +124,26 @@ def test_any_strides():
         assert_same_bits(*zip(*results, strict=True))
 
 
+def test_terms_of_any_strides():
+    p = make(2, 33, 40, 4, 2, 16, options=("sinks", "per_sequence_slopes", "bounds"))
+    before = solve(p)
+    for name, x in p.options.items():
+        p.options[name] = torch.stack((x, torch.full_like(x, 7)), -1)[..., 0]
+    assert not any(x.is_contiguous() for x in p.options.values())
+    assert_same_bits(*zip(before, solve(p), strict=True))
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 9, 4, 30], [5, 9, 20, 30], [0, -7, 12, 30], [0, 9, 1 << 30, 30], [99, 98, 97, 96]]
+)
+def test_wrong_offsets_stay_inside_the_tensors(offsets):
+    """On a GPU nobody waits to check them; compute-sanitizer says that nothing beyond is touched."""
+    q, cu = torch.randn(30, 2, 16, device=DEVICE), torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
+    varlen_attention_with_lse(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, mask=CAUSAL, backend="triton")
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
 def test_rows_that_are_too_far_apart_are_refused():
     q = torch.empty(1, 1, 1, 16, device=DEVICE).as_strided((1, 1, 1, 16), (0, 1 << 24, 16, 1))
     with pytest.raises(NotImplementedError, match=r"rows of q lie 16777216 elements apart; call .contiguous\(\)"):
