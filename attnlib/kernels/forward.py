@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tile import LN2, LOG2E, finite_part, kept, key_range, load_rows, locate, modify, sees_broken, visible
+from .tile import LN2, LOG2E, finite_part, kept, key_range, load_rows, locate, modify, stain, visible
 
 # Lengths and counts, whose divisibility decides nothing, must not compile the kernel again.
 COUNTS = ("lse_b", "lse_h", "slopes_b", "batch", "heads", "group", "s", "t", "section", "left", "right", "prefix")
@@ -113,12 +113,4 @@ def forward(
                 seen = visible(
                     (i0 + m)[:, None], (n + j)[None, :], start, end, left, right, prefix, LEFT, RIGHT, PREFIX
                 )
-                for c in range(0, E, 16):  # few columns at a time: these registers would be spilled elsewhere
-                    column = c + tl.arange(0, 16)
-                    v = tl.load(
-                        v_ptr + (n + j).to(tl.int64)[:, None] * v_t + column[None, :],
-                        mask=(n + j < keys)[:, None] & (column < E)[None, :],
-                        other=0.0,
-                    )
-                    into = out_ptr + m0.to(tl.int64) * out_s + (m[:, None] * out_s + column[None, :])
-                    tl.store(into, float("nan"), mask=sees_broken(seen, v) & stored[:, None] & (column < E)[None, :])
+                stain(seen, v_ptr, n, v_t, keys, out_ptr, m0, out_s, rows, E)

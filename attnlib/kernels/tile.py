@@ -147,3 +147,102 @@ def sees_broken(seen, x):
     """Whether a row sees a value of ``x`` that is not finite, ``[rows, columns of x]``."""
     broken = tl.where(tl.abs(x) < float("inf"), 0.0, 1.0).to(tl.float16)
     return tl.dot(seen.to(tl.float16), broken) > 0
+
+
+@triton.jit
+def query_range(
+    j0, j1, first, last, left, right, prefix, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr
+):
+    """The queries ``[low, high)`` that may see some key in ``[j0, j1)``, and ``[all_low, all_high)`` that see each."""
+    low, all_low, high, all_high = first, first, last, last
+    if RIGHT:
+        low = tl.maximum(first, j0 - right)
+        all_low = tl.maximum(first, j1 - 1 - right)
+        if PREFIX:
+            low = tl.where(j0 < prefix, first, low)
+            all_low = tl.where(j1 <= prefix, first, all_low)
+    if LEFT:
+        high = tl.minimum(last, j1 + left)
+        all_high = tl.minimum(last, j0 + left + 1)
+    return low, tl.where(j0 < j1, high, first), all_low, all_high
+
+
+@triton.jit
+def split(low, high, all_low, all_high, BLOCK: tl.constexpr):
+    """How a range falls into blocks: the first, how many before those that need no mask, of those, of all others."""
+    first = low // BLOCK
+    stop = tl.maximum(tl.cdiv(high, BLOCK), first)
+    begin = tl.maximum(tl.cdiv(all_low, BLOCK), first)
+    clear = tl.maximum(tl.minimum(all_high // BLOCK, stop) - begin, 0)
+    return first, begin - first, clear, stop - first - clear
+
+
+@triton.jit
+def block_at(n, first, before, clear, MASKED: tl.constexpr):
+    """The ``n``-th block that needs a mask, or the ``n``-th that needs none, of a range as ``split`` tells."""
+    if MASKED:
+        return first + n + tl.where(n < before, 0, clear)
+    else:
+        return first + n + before
+
+
+@triton.jit
+def recall(products, lse2, scale, softcap, slope, i, j, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr):
+    """The weights that the forward gave, and the derivative of the scores by the scaled products (1 without a cap).
+
+    ``lse2`` is the LSE in log2 units, +inf where a query saw nothing.
+    """
+    derivative = 1.0
+    if SOFTCAP:
+        capped = tanh(products * scale / softcap)
+        derivative = 1 - capped * capped
+    if SOFTCAP or SLOPES:
+        scores = modify(products, scale, softcap, slope, i, j, SOFTCAP, SLOPES)
+    else:
+        scores = products * (scale * LOG2E)
+    return tl.exp2(scores - lse2), derivative
+
+
+@triton.jit
+def load_some(ptr, row, rows, columns, stride, some, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Rows ``row + rows`` of a matrix of ``WIDTH`` columns; where masked, zeros but for ``some`` of them."""
+    # The row is added before the product: addresses are made anew in each tile, and hold no registers between tiles.
+    at = ptr + ((row + rows).to(tl.int64)[:, None] * stride + columns[None, :])
+    PADDED: tl.constexpr = columns.shape[0] > WIDTH
+    if MASKED and PADDED:
+        return tl.load(at, mask=some[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(at, mask=some[:, None], other=0.0)
+    elif PADDED:
+        return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def store_rows(ptr, x, row, rows, columns, stride, end, WIDTH: tl.constexpr):
+    """Write ``x`` into rows ``row + rows`` of a matrix ``[end, WIDTH]``; ``stride`` is in elements."""
+    at = ptr + tl.cast(row, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=(row + rows < end)[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def not_finite(x):
+    """1 where ``x`` is NaN or infinite, else 0."""
+    return tl.where(tl.abs(x) < float("inf"), 0, 1)
+
+
+@triton.jit
+def stain(seen, x_ptr, x_row, x_stride, x_end, ptr, row, stride, end, WIDTH: tl.constexpr):
+    """Overwrite with NaN what sees a value of a matrix that is not finite: ``seen`` is [rows at row, rows at x_row]."""
+    rows, x_rows = tl.arange(0, seen.shape[0]), tl.arange(0, seen.shape[1])
+    for c in range(0, WIDTH, 16):  # few columns at a time: these registers would be spilled elsewhere
+        columns = c + tl.arange(0, 16)
+        x = tl.load(
+            x_ptr + (x_row + x_rows).to(tl.int64)[:, None] * x_stride + columns[None, :],
+            mask=(x_row + x_rows < x_end)[:, None] & (columns < WIDTH)[None, :],
+            other=0.0,
+        )
+        into = ptr + (row + rows).to(tl.int64)[:, None] * stride + columns[None, :]
+        stored = (row + rows < end)[:, None] & (columns < WIDTH)[None, :]
+        tl.store(into, float("nan"), mask=sees_broken(seen, x) & stored)

@@ -1,0 +1,287 @@
+"""The backward kernels under Triton's interpreter, against autograd of eager attention in fp64.
+
+The interpreter is chosen when triton is imported, hence by ``TRITON_INTERPRET=1`` in the environment.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+from helpers import Problem, assert_close, assert_same_bits, eager, make
+
+from attnlib import CAUSAL, FULL, Mask, attention_with_lse, sliding, varlen_attention_with_lse
+from attnlib.kernels.launch import head_split
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
+pytest.importorskip("triton")
+
+import triton
+from triton import language as tl
+
+from attnlib.kernels.backward import backward_keys, backward_queries, prepare
+from attnlib.kernels.tile import query_range
+
+# numpy, in which the interpreter computes, tells of every NaN that it makes.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+DTYPES = (torch.float32, torch.float16)
+
+
+def strides(*tensors):
+    """Batch, row and head strides of each; a packed tensor is a batch of one."""
+    return [n for x in tensors for n in (x.stride() if x.dim() == 4 else (0, *x.stride()))[:3]]
+
+
+def launch(
+    q, k, v, out, lse, dout, dlse=None, *, mask, cu_q=None, cu_k=None, scale=None, softcap=None, alibi_slopes=None,
+    sinks=None, key_starts=None, key_ends=None, dropout_p=0.0, dropout_seed=None, block_m=16, block_n=16,
+):  # fmt: skip
+    """The gradients of q, k, v and of the slopes, ``[batch, h]`` (packed, ``[h]``); sinks are in ``lse`` already."""
+    varlen = cu_q is not None
+    (s, h, d), (t, g), e = q.shape[-3:], k.shape[-3:-1], v.shape[-1]
+    batch = cu_q.shape[0] - 1 if varlen else q.shape[0]
+    rows = 1 if varlen else batch  # what is a sequence to strides
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    e_main = max(16, 1 << (e - 1).bit_length())
+    dlse_strides = (0, 0, 0) if dlse is None else dlse.stride() if dlse.dim() == 3 else (0, *dlse.stride())
+    prepare[(-(-s // block_m) * rows * h,)](
+        q, out, dout, lse, dlse, lse2, delta, *strides(q, out, dout), *dlse_strides, h, s,
+        D=d, D_ALL=max(16, 1 << (d - 1).bit_length()), E=e, E_MAIN=e_main,
+        DLSE=dlse is not None, SOFTCAP=softcap is not None, BLOCK_M=block_m,
+    )  # fmt: skip
+
+    def blocks(length, block):
+        return length // block + batch + 1 if varlen else -(-length // block)
+
+    main, tail = head_split(d)
+    lse_strides = (0 if varlen else h * s, s)
+    slopes_b = alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0
+    scalars = (
+        mask.left or 0, mask.right or 0, mask.prefix, d**-0.5 if scale is None else scale, softcap or 1.0,
+        math.ceil(dropout_p * 2**32), 1 / (1 - dropout_p),
+    )  # fmt: skip
+    constants = {
+        "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": e_main,
+        "LEFT": mask.left is not None, "RIGHT": mask.right is not None, "PREFIX": mask.prefix > 0,
+        "STARTS": key_starts is not None, "ENDS": key_ends is not None, "VARLEN": varlen,
+        "SOFTCAP": softcap is not None, "SLOPES": alibi_slopes is not None, "DROPOUT": dropout_p > 0,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": 1, "PRECISION": "ieee",
+    }  # fmt: skip
+    extras = (alibi_slopes, key_starts, key_ends, cu_q, cu_k, dropout_seed)
+    pairs = g if varlen else batch * g
+    backward_keys[(blocks(t, block_n) * pairs,)](
+        q, k, v, dout, lse2, delta, dk, dv, *extras, *strides(q, k, v, dout, dk, dv), *lse_strides, slopes_b,
+        batch, g, h // g, s, t, max(1, pairs - 1), *scalars, **constants,
+    )  # fmt: skip
+    # Programs past the last sequence write nothing, hence zeros.
+    dslopes = torch.zeros(rows, h, blocks(s, block_m))
+    pairs = h if varlen else batch * h
+    backward_queries[(blocks(s, block_m) * pairs,)](
+        q, k, v, dout, lse2, delta, dq, dslopes, *extras, *strides(q, k, v, dout, dq), *lse_strides, slopes_b,
+        0 if varlen else dslopes.stride(0), dslopes.stride(1),
+        batch, h, h // g, s, t, max(1, pairs - 1), *scalars, **constants,
+    )  # fmt: skip
+    return dq, dk, dv, dslopes.sum(-1)
+
+
+def solve(problem: Problem, dout, dlse=None, *, backend="reference", **sizes):
+    """The kernels' gradients, from an output and an LSE that were rounded once."""
+    out, lse = problem.to(torch.float64).solve(backend=backend)
+    dtype = problem.q.dtype
+    rounded = (out.to(dtype), lse.float().contiguous(), dout.to(dtype), None if dlse is None else dlse.float())
+    return launch(*problem.tensors, *rounded, mask=problem.mask, **problem.options, **sizes)
+
+
+def assert_precise(problem: Problem, *, with_dlse=True, **sizes):
+    """Errors against fp64 within three times those of eager attention at the same dtype (slopes: six times)."""
+    dtype = problem.q.dtype
+    dout, dlse = problem.directions()
+    dlse = dlse if with_dlse else torch.zeros_like(dlse)
+    dq, dk, dv, dslopes = solve(problem.to(dtype), dout, dlse if with_dlse else None, **sizes)
+    naive = [problem.to(dtype).with_gradients(eager, dout, dlse, order=order) for order in (0, 1)]
+    golden = problem.to(torch.float64).with_gradients(eager, dout.double(), dlse.double(), order=2)
+    largest = max(problem.largest_score(), float(golden["lse"].nan_to_num(0, 0, 0).abs().amax()))
+    noise = torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * largest
+    ours = {"dq": dq, "dk": dk, "dv": dv}
+    if (slopes := problem.options.get("alibi_slopes")) is not None:
+        ours["dalibi_slopes"] = dslopes.sum(0) if slopes.dim() == 1 else dslopes
+    for name, x in ours.items():
+        few = name == "dalibi_slopes"
+        assert_close(name, x, [n[name] for n in naive], golden[name], 6 if few else 3, (32 if few else 1) * noise)
+
+
+MASKS = {
+    "full": FULL,
+    "causal": CAUSAL,
+    "sliding": sliding(7),
+    "wide window": sliding(35),
+    "later": CAUSAL.shift(5),
+    "earlier": CAUSAL.shift(-19),
+    "band": Mask(20, 18),
+    "hollow": Mask(-3, -9),
+    "after": Mask(-2, None),
+    "prefix": Mask(None, -3, 21),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(("s", "t"), [(33, 50), (35, 17)])
+def test_masks_and_lengths(mask, s, t):
+    assert_precise(make(1, s, t, 1, 1, 16, mask=mask))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 32), (32, 16)])
+@pytest.mark.parametrize("mask", [CAUSAL, sliding(37)], ids=str)
+def test_blocks_of_other_shapes(dtype, block_m, block_n, mask):
+    assert_precise(make(1, 65, 65, 1, 1, 16, mask=mask, dtype=dtype), block_m=block_m, block_n=block_n)
+
+
+@pytest.mark.parametrize(("d", "e"), [(48, 48), (40, 40), (40, 24), (16, 48), (8, 5), (59, 32)])
+def test_head_dimensions(d, e):
+    assert_precise(make(1, 23, 30, 2, 1, d, e, mask=CAUSAL))
+
+
+@pytest.mark.parametrize(("h", "g"), [(2, 2), (4, 2), (3, 1), (6, 2)])
+def test_groups(h, g):
+    assert_precise(make(1, 21, 21, h, g, 16, mask=CAUSAL), with_dlse=False)
+
+
+@triton.jit
+def write_range(
+    ptr, j0, j1, first, last, left, right, prefix, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr
+):
+    low, high, all_low, all_high = query_range(j0, j1, first, last, left, right, prefix, LEFT, RIGHT, PREFIX)
+    tl.store(ptr, low)
+    tl.store(ptr + 1, high)
+    tl.store(ptr + 2, all_low)
+    tl.store(ptr + 3, all_high)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_query_range_is_exact(mask):
+    """Every query of the range sees some key, none outside it does, and likewise each key; brute force."""
+    mine, flags = torch.empty(4, dtype=torch.int32), (mask.left is not None, mask.right is not None, mask.prefix > 0)
+    for j0, j1, first, last in ((0, 16, -4, 60), (16, 32, 0, 70), (20, 27, 9, 33), (48, 64, 10, 64), (7, 7, 0, 30)):
+        numbers = (mask.left or 0, mask.right or 0, mask.prefix)
+        write_range[(1,)](mine, j0, j1, first, last, *numbers, *flags)
+        low, high, all_low, all_high = mine.tolist()
+        queries = range(first, last)
+        seen = {i: [mask.visible(i, j) for j in range(j0, j1)] for i in queries}
+        some = [i for i in queries if any(seen[i])]
+        assert set(some) <= set(range(low, high)), (j0, j1)
+        if mask != MASKS["hollow"]:
+            assert some == list(range(low, high)), (j0, j1)
+        if j0 < j1:
+            assert [i for i in queries if all(seen[i])] == list(range(all_low, all_high)), (j0, j1)
+
+
+OPTIONS = {
+    "scale": ("scale",),
+    "softcap": ("softcap",),
+    "slopes": ("alibi_slopes",),
+    "slopes of each sequence": ("per_sequence_slopes",),
+    "sinks": ("sinks",),
+    "bounds": ("bounds",),
+    "dropout": ("dropout",),
+    "everything": ("scale", "softcap", "per_sequence_slopes", "sinks", "bounds", "dropout"),
+}
+
+
+@pytest.mark.parametrize(("mask", "dtype"), [(FULL, torch.float16), (sliding(20), torch.float32)], ids=str)
+@pytest.mark.parametrize("names", OPTIONS.values(), ids=OPTIONS)
+def test_options(names, mask, dtype):
+    assert_precise(make(2, 18, 23, 2, 1, 16, mask=mask, options=names, dtype=dtype))
+
+
+def test_strides_are_free():
+    """Heads before rows in memory, and gradients that autograd expanded."""
+    problem = make(2, 19, 19, 2, 1, 16)
+    moved = problem.change(**{n: getattr(problem, n).transpose(1, 2).contiguous().transpose(1, 2) for n in "qkv"})
+    dout, dlse = torch.randn(16).expand(2, 19, 2, 16), torch.ones(()).expand(2, 2, 19)
+    assert_same_bits(*zip(solve(moved, dout, dlse), solve(problem, dout.clone(), dlse.clone()), strict=True))
+
+
+@pytest.mark.parametrize("names", [(), ("softcap", "alibi_slopes", "sinks", "dropout")], ids=str)
+@pytest.mark.parametrize("mask", [CAUSAL, sliding(6)], ids=str)
+def test_packed(mask, names):
+    """Empty sequences, ones without keys or without queries, and rows that belong to none, whose gradients are 0."""
+    cu_q = torch.tensor([0, 18, 18, 23, 23, 56], dtype=torch.int32)
+    cu_k = torch.tensor([0, 20, 25, 25, 25, 60], dtype=torch.int32)
+    problem = make(1, 59, 64, 4, 2, 16, mask=mask, options=names)
+    q, k, v = (x[0] for x in problem.tensors)
+    offsets = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    wide = problem.to(torch.float64)
+    leaves = [x[0].clone().requires_grad_() for x in wide.tensors]
+    slopes = wide.options.get("alibi_slopes")
+    if slopes is not None:
+        leaves.append(slopes.requires_grad_())
+    out, lse = varlen_attention_with_lse(*leaves[:3], **offsets, mask=mask, **wide.options, backend="reference")
+    dout, dlse = torch.randn(out.shape), torch.randn(lse.shape)
+    total = (out * dout).sum() + (lse * dlse).masked_fill(lse == -torch.inf, 0).sum()
+    golden = torch.autograd.grad(total, leaves)
+    out, lse = out.detach().float(), lse.detach().float()
+    ours = launch(q, k, v, out, lse, dout, dlse, cu_q=cu_q, cu_k=cu_k, mask=mask, **problem.options)
+    ours = (*ours[:3], ours[3].sum(0))
+    for x, expected in zip(ours, golden, strict=False):
+        torch.testing.assert_close(x.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    assert not ours[0][56:].any()
+    assert not ours[1][60:].any()
+    assert not ours[2][60:].any()
+
+
+def test_keys_that_nobody_sees_get_exactly_zero():
+    problem = make(1, 20, 50, 2, 1, 16, mask=Mask(3, 0))
+    _, dk, dv, _ = solve(problem, *problem.directions())
+    unseen = ~problem.visible()[0].any(0)
+    assert unseen.sum() == 27
+    assert not dk[:, unseen].any()
+    assert not dv[:, unseen].any()
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+def test_nothing_comes_out_of_keys_beyond_the_bounds(mask):
+    options = {"key_starts": torch.tensor([3, 0, 30]), "key_ends": torch.tensor([35, 0, 70])}
+    clean = make(3, 33, 49, 2, 1, 16, mask=mask)
+    clean = clean.change(options={name: x.int() for name, x in options.items()})
+    outside = ~(
+        (torch.arange(49) >= options["key_starts"][:, None]) & (torch.arange(49) < options["key_ends"][:, None])
+    )
+    k, v = (x.masked_fill(outside[..., None, None], torch.nan) for x in (clean.k, clean.v))
+    dout, dlse = clean.directions()
+    broken = solve(clean.change(k=k, v=v), dout, dlse, backend="torch")
+    assert_same_bits(*zip(broken, solve(clean, dout, dlse, backend="torch"), strict=True))
+    assert not broken[1][outside].any()
+    assert not broken[2][outside].any()
+
+
+@pytest.mark.parametrize(("value", "softcap"), [(torch.nan, None), (torch.inf, None), (-torch.inf, 3.0)])
+@pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize(("d", "mask"), [(40, sliding(21))], ids=str)
+def test_a_broken_number_reaches_only_those_who_see_it(where, value, softcap, d, mask):
+    """Bits elsewhere are as without it. In k and v it reaches what it does in the torch backend; a query with one
+    makes NaN of its dq, and of the dk and dv of every key that it sees."""
+    options = {} if softcap is None else {"softcap": softcap}
+    clean = make(1, 40, 40, 2, 1, d, mask=mask).change(options=options)
+    dout, dlse = clean.directions()
+    broken = {"q": clean.q.clone(), "k": clean.k.clone(), "v": clean.v.clone(), "dout": dout.clone()}
+    broken[where][0, 20, 0, d - 2] = value
+    problem = clean.change(**{n: broken[n] for n in "qkv"})
+    ours = solve(problem, broken["dout"], dlse, backend="torch")[:3]
+    without = solve(clean, dout, dlse, backend="torch")[:3]
+    seen = problem.visible()[0]
+    if where in "kv":
+        rows = seen[:, 20]
+        golden = problem.to(torch.float64).with_gradients(attention_with_lse, dout.double(), dlse, backend="torch")
+        for name, x in zip(("dq", "dk", "dv"), ours, strict=True):
+            assert torch.equal(x.isfinite(), golden[name].isfinite()), name
+            torch.testing.assert_close(x[x.isfinite()].double(), golden[name][x.isfinite()], rtol=1e-4, atol=1e-4)
+    else:
+        rows = torch.arange(40) == 20
+        assert ours[0][0, 20, 0].isnan().all()
+        assert ours[1][:, seen[20]].isnan().all()
+        assert ours[2][:, seen[20]].isnan().all()
+    keys = seen[rows].any(0)
+    assert_same_bits(*((x[:, ~at], old[:, ~at]) for x, old, at in zip(ours, without, (rows, keys, keys), strict=True)))
