@@ -259,10 +259,10 @@ def backward_queries(
     if D_TAIL:
         store_rows(dq_ptr + D_MAIN, dq_tail * scale, m0, m, tail, dq_s, rows, D - D_MAIN)
     if SLOPES:
-        block = m0 // BLOCK_M
+        slot = (m0 // BLOCK_M).to(tl.int64)
         if VARLEN:
-            block += row // BLOCK_M + sequence
-        tl.store(dslopes_ptr + sequence * dslopes_b + head * dslopes_h + block, tl.sum(dslope, 0))
+            slot += row // BLOCK_M + sequence
+        tl.store(dslopes_ptr + sequence * dslopes_b + head * dslopes_h + slot, tl.sum(dslope, 0))
     if stained:  # only the queries that see what was left out of the products become NaN
         tl.debug_barrier()
         for block in range(masked):
