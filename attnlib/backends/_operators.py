@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..mask import Mask
 from . import _fused, _paged, _tiles
-from ._schema import EXTRAS, LIMITS, NUMBERS, outputs, register
+from ._schema import BACKWARD, FORWARD, NUMBERS, fake_backward, outputs, register, sinks_grad, slopes_grad
 from ._spans import Extras, part_of, spans
 from ._tiles import Part, Rule
 
@@ -63,7 +63,7 @@ def _backward(dout, dlse, out, lse, q, k, v, *extras):
             _tiles.backward(part, rule, dout4[at], lse3[of_rows], delta3[of_rows], into[0], wide_k, wide_v, here)
             into[1].copy_(wide_k)
             into[2].copy_(wide_v)
-    return dq, dk, dv, _slopes_grad(x.slopes, dslopes), _sinks_grad(x.sinks, lse, delta)
+    return dq, dk, dv, slopes_grad(x.slopes, dslopes), sinks_grad(x.sinks, lse, delta)
 
 
 def _fused_whole(q: Tensor, k: Tensor, v: Tensor, x: Extras, rule: Rule, *, needs: tuple[Tensor, ...]) -> bool | None:
@@ -85,21 +85,6 @@ def _batched(x: Extras, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors if x.cu_q is None else tuple(t[None] for t in tensors)
 
 
-def _slopes_grad(slopes: Tensor | None, per_sequence: Tensor) -> Tensor:
-    """The gradient in the slopes' own shape; empty where there are none."""
-    if slopes is None:
-        return per_sequence.new_empty(0)
-    return (per_sequence.sum(0) if slopes.dim() == 1 else per_sequence).to(slopes.dtype)
-
-
-def _sinks_grad(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink is a key whose value is zero, so its gradient is its probability times ``0 - delta``."""
-    if sinks is None:
-        return lse.new_empty(0)
-    grad = torch.where(lse == torch.inf, 0, -torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta)
-    return grad.transpose(0, -2).flatten(1).sum(1).to(sinks.dtype)
-
-
 def _fill_nothing(out: Tensor, lse: Tensor) -> None:
     """What a row that belongs to no sequence gets."""
     out.zero_()
@@ -108,12 +93,6 @@ def _fill_nothing(out: Tensor, lse: Tensor) -> None:
 
 def _fake_forward(q, k, v, *extras):
     return outputs(q, v)
-
-
-def _fake_backward(dout, dlse, out, lse, q, k, v, *extras):
-    x = Extras(*extras)
-    dslopes, dsinks = (lse.new_empty(0) if t is None else t.new_empty(t.shape) for t in (x.slopes, x.sinks))
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dslopes, dsinks
 
 
 def _cached(
@@ -168,17 +147,8 @@ def _fake_write(k, v, new_k, new_v, slots):
 
 _library = register(
     (
-        (
-            f"torch_forward(Tensor q, Tensor k, Tensor v, {EXTRAS}, {NUMBERS}, {LIMITS}) -> (Tensor, Tensor)",
-            _forward,
-            _fake_forward,
-        ),
-        (
-            "torch_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
-            f"{EXTRAS}, {NUMBERS}, {LIMITS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-            _backward,
-            _fake_backward,
-        ),
+        (f"torch_forward{FORWARD}", _forward, _fake_forward),
+        (f"torch_backward{BACKWARD}", _backward, fake_backward),
         (
             "torch_cached(Tensor q, Tensor k, Tensor? v, Tensor? k_tail, Tensor? k_scale, Tensor? v_scale, "
             "Tensor table, Tensor starts, Tensor lengths, Tensor? cu_seqlens_q, Tensor? alibi_slopes, Tensor? sinks, "

@@ -1,4 +1,4 @@
-"""What the operators of the backends share: pieces of schemas, the shapes of outputs, and registration."""
+"""What the operators of the backends share: schemas, shapes of results, two small gradients, and registration."""
 
 from collections.abc import Callable, Iterable
 
@@ -11,6 +11,11 @@ EXTRAS = (
     "Tensor? cu_seqlens_k, Tensor? dropout_seed"
 )
 LIMITS = "float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
+FORWARD = f"(Tensor q, Tensor k, Tensor v, {EXTRAS}, {NUMBERS}, {LIMITS}) -> (Tensor, Tensor)"
+BACKWARD = (
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {EXTRAS}, {NUMBERS}, {LIMITS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -18,6 +23,27 @@ def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return out, q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=wide)
+
+
+def fake_backward(dout, dlse, out, lse, q, k, v, slopes, sinks, *extras):
+    """Gradients of q, k, v, and of slopes and sinks, empty where there are none."""
+    dslopes, dsinks = (lse.new_empty(0) if t is None else t.new_empty(t.shape) for t in (slopes, sinks))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dslopes, dsinks
+
+
+def slopes_grad(slopes: Tensor | None, per_sequence: Tensor) -> Tensor:
+    """The gradient in the slopes' own shape; empty where there are none."""
+    if slopes is None:
+        return per_sequence.new_empty(0)
+    return (per_sequence.sum(0) if slopes.dim() == 1 else per_sequence).to(slopes.dtype)
+
+
+def sinks_grad(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
+    """A sink is a key whose value is zero, so its gradient is its probability times ``0 - delta``."""
+    if sinks is None:
+        return lse.new_empty(0)
+    grad = torch.where(lse == torch.inf, 0, -torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta)
+    return grad.transpose(0, -2).flatten(1).sum(1).to(sinks.dtype)
 
 
 def register(operators: Iterable[tuple[str, Callable, Callable]]) -> torch.library.Library | None:

@@ -1,4 +1,4 @@
-"""The torch backend: torch's fused CPU attention where that is exact, else tile by tile; and the autograd above both.
+"""The torch backend: torch's fused CPU attention where that is exact, else tile by tile.
 
 No T x T tensor and no copy of K or V is made.
 """
@@ -11,6 +11,7 @@ from ..mask import Mask
 from ..spec import AttentionSpec
 from ..terms import Terms
 from . import _operators  # noqa: F401 - registers torch.ops.attnlib
+from ._autograd import Attention
 from ._paged import quantise
 
 
@@ -40,23 +41,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms
     extras = terms[2:9]
     numbers = (*_band(spec.mask), terms.scale, terms.softcap, *terms[9:])
     if spec.grad:
-        return _Attention.apply(q, k, v, *extras, numbers)
+        return Attention.apply("torch", q, k, v, *extras, numbers)
     return torch.ops.attnlib.torch_forward(q, k, v, *extras, *numbers)
-
-
-class _Refusal(torch.autograd.Function):
-    """Hands gradients on, and raises when they are differentiated again.
-
-    torch's own once_differentiable says nothing when the output's gradient is a constant.
-    """
-
-    @staticmethod
-    def forward(ctx, dq, dk, dv, dslopes, dsinks, *depends_on):
-        return tuple(x.view_as(x) for x in (dq, dk, dv, dslopes, dsinks))
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError("attention has no second derivative; call backward() without create_graph=True")
 
 
 def _band(mask: Mask) -> tuple[int | None, int | None, int]:
@@ -83,35 +69,3 @@ def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
             v, v_scale = quantise(v, store)
         torch.ops.attnlib.torch_write(kv.k_scale, None if latent else kv.v_scale, k_scale, v_scale, slots)
     torch.ops.attnlib.torch_write(kv.k, kv.k_tail if latent else kv.v, k, v, slots)
-
-
-class _Attention(torch.autograd.Function):
-    """Forward and backward operators as one differentiable step; the LSE is differentiable too."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, slopes, sinks, starts, ends, cu_q, cu_k, seed, numbers):
-        tensors = (q, k, v, slopes, sinks, starts, ends, cu_q, cu_k, seed)
-        out, lse = torch.ops.attnlib.torch_forward(*tensors, *numbers)
-        ctx.save_for_backward(out, lse, *tensors)
-        ctx.numbers = numbers
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        out, lse, *tensors = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        with torch.no_grad():
-            grads = torch.ops.attnlib.torch_backward(dout, dlse, out, lse, *tensors, *ctx.numbers)
-        if torch.is_grad_enabled():  # create_graph=True
-            grads = _Refusal.apply(*grads, dout, dlse, *tensors[:5])
-        dq, dk, dv, dslopes, dsinks = grads
-        slopes, sinks = tensors[3:5]
-        return (
-            dq,
-            dk,
-            dv,
-            None if slopes is None else dslopes,
-            None if sinks is None else dsinks,
-            *(None,) * 6,
-        )

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 L2 = 24 << 20  # bytes of keys and values that a section of heads may hold: about half of an H200's L2 cache
 WIDEST = 576  # MLA's latent and rotary channels
+WIDEST_BACKWARD = 256
 SHORT = 2048  # tokens, up to which smaller tiles pay
 FARTHEST = 2**24  # elements between rows, which int32 offsets within a tile of 128 rows can hold
 
@@ -57,6 +58,46 @@ FORWARD_FP32 = (
     (256, LaunchConfig(32, 16, 1, 4)),
     (WIDEST, LaunchConfig(16, 16, 1, 4)),
 )
+
+
+# Of the backward: queries, keys, stages, warps; over cuDNN's, 8k, both passes together.
+BACKWARD_KEYS = (
+    (64, LaunchConfig(128, 64, 2, 4)),  # 0.80, causal 0.83; 64 x 64 with 3 stages 0.74, 0.80
+    (128, LaunchConfig(64, 64, 2, 4)),  # 0.79, causal 0.75; 64 x 128 with 8 warps 0.63, 0.67
+    (192, LaunchConfig(64, 128, 2, 8)),  # causal 0.74; 64 x 64 0.49
+    (256, LaunchConfig(64, 64, 2, 8)),
+)
+BACKWARD_QUERIES = (
+    (64, LaunchConfig(64, 64, 3, 4)),
+    (128, LaunchConfig(128, 64, 3, 8)),  # 0.79; 64 x 64 with 4 warps 0.73
+    (192, LaunchConfig(128, 64, 2, 8)),
+    (256, LaunchConfig(64, 64, 2, 8)),
+)
+BACKWARD_SMALL = (
+    (64, LaunchConfig(64, 64, 2, 4)),
+    (128, LaunchConfig(32, 64, 1, 4)),
+    (256, LaunchConfig(32, 32, 1, 4)),
+)
+BACKWARD_FP32 = ((128, LaunchConfig(32, 32, 1, 4)), (256, LaunchConfig(16, 16, 1, 4)))
+
+
+def backward_keys(problem: Problem) -> LaunchConfig:
+    """Tiles of the pass that owns keys."""
+    return _backward(problem, BACKWARD_KEYS)
+
+
+def backward_queries(problem: Problem) -> LaunchConfig:
+    """Tiles of the pass that owns queries."""
+    return _backward(problem, BACKWARD_QUERIES)
+
+
+def _backward(problem: Problem, table: tuple[tuple[int, LaunchConfig], ...]) -> LaunchConfig:
+    if problem.itemsize > 2:
+        table = BACKWARD_FP32
+    elif not problem.plain or problem.arch not in (90, 100):
+        table = BACKWARD_SMALL
+    widest = max(problem.head_dim, problem.value_dim)
+    return next(config for limit, config in table if widest <= limit)
 
 
 def forward(problem: Problem, *, keys: int) -> LaunchConfig:

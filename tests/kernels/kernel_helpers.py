@@ -20,6 +20,29 @@ def solve(problem: Problem) -> tuple[Tensor, Tensor]:
     return out.cpu(), lse.cpu()
 
 
+def assert_both(problem: Problem) -> None:
+    """assert_forward, and gradients within three times eager's error (of slopes and sinks, six times)."""
+    dtype = problem.q.dtype
+    dout, dlse = problem.directions()
+    problem = problem.to(dtype)
+    moved = problem.change(
+        **{name: getattr(problem, name).to(DEVICE) for name in "qkv"},
+        options={name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in problem.options.items()},
+    )
+    ours = moved.with_gradients(attention_with_lse, dout.to(DEVICE), dlse.to(DEVICE), backend="triton")
+    naive = [problem.to(dtype).with_gradients(eager, dout, dlse, order=order) for order in (0, 1)]
+    golden = problem.to(torch.float64).with_gradients(eager, dout.double(), dlse.double(), order=2)
+    largest = max(problem.largest_score(), float(golden["lse"].nan_to_num(0, 0, 0).abs().amax()))
+    noise = torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * largest
+    for name, x in ours.items():
+        if name == "lse":
+            assert_lse(problem, x.cpu(), golden[name])
+            continue
+        few = name in ("dsinks", "dalibi_slopes")
+        factor = 6 if few else 2 if name == "out" else 3
+        assert_close(name, x.cpu(), [n[name] for n in naive], golden[name], factor, 32 * noise if few else noise)
+
+
 def assert_forward(problem: Problem) -> None:
     """Our error against fp64 is at most twice that of eager torch at the same dtype."""
     dtype = problem.q.dtype

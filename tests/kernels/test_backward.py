@@ -1,0 +1,72 @@
+"""Training on the Triton backend, by the accuracy rule; test_backward_kernel.py has the kernels alone."""
+
+import pytest
+import torch
+from helpers import OPTIONS, assert_same_bits, make
+from kernel_helpers import DEVICE, INTERPRETED, assert_both
+
+from attnlib import CAUSAL, FULL, Mask, attention, explain, sliding, varlen_attention
+from attnlib.kernels import launch
+
+DTYPES = (torch.float32, torch.float16) + (() if INTERPRETED else (torch.bfloat16,))
+SMALL = launch.LaunchConfig(16, 32, 1, 4)
+SETS = ((), ("bounds", "sinks"), ("softcap",), ("alibi_slopes", "scale"), ("per_sequence_slopes", "dropout"), OPTIONS)
+
+
+@pytest.fixture
+def _small_tiles(monkeypatch):
+    for name in ("backward_keys", "backward_queries"):
+        monkeypatch.setattr(launch, name, lambda problem: SMALL)
+    monkeypatch.setattr(launch, "forward", lambda problem, *, keys: launch.LaunchConfig(32, 16, 1, 4))
+
+
+@pytest.mark.usefixtures("_small_tiles")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", SETS, ids="+".join)
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(9), Mask(None, -3, 11)], ids=str)
+def test_any_options(mask, options, dtype):
+    assert_both(make(2, 33, 50, 3, 1, 16, 24, mask=mask, options=options, dtype=dtype))
+
+
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+def test_the_tables_own_tiles(d, e, mask):
+    assert_both(make(1, 150, 150, 2, 1, d, e, mask=mask, dtype=torch.float16))
+
+
+@pytest.mark.usefixtures("_small_tiles")
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_packed_gradients_are_those_of_the_torch_backend(per_sequence):
+    cu = torch.tensor([0, 3, 3, 40, 61], dtype=torch.int32, device=DEVICE)
+    slopes = torch.rand(*((4, 4) if per_sequence else (4,)), device=DEVICE)
+    results = []
+    for backend in ("triton", "torch"):
+        torch.manual_seed(1)
+        q, k, v = (torch.randn(64, h, 16).to(DEVICE).requires_grad_() for h in (4, 2, 2))
+        ours = slopes.clone().requires_grad_()
+        out = varlen_attention(
+            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, mask=CAUSAL, alibi_slopes=ours, backend=backend
+        )
+        results.append(torch.autograd.grad(out.sin().sum(), (q, k, v, ours)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
+def test_nothing_to_see_gives_zero_gradients(lengths):
+    q, k, v = (torch.randn(2, n, 2, 16, device=DEVICE, requires_grad=True) for n in (*lengths, lengths[1]))
+    grads = torch.autograd.grad(attention(q, k, v, mask=CAUSAL, backend="triton").sum(), (q, k, v))
+    assert not any(grad.any() for grad in grads)
+
+
+def test_gradients_repeat_to_the_bit():
+    q, k, v = (torch.randn(1, 65, h, 16, device=DEVICE, requires_grad=True) for h in (4, 2, 2))
+    first = torch.autograd.grad(attention(q, k, v, mask=CAUSAL, backend="triton").sin().sum(), (q, k, v))
+    for _ in range(2 if INTERPRETED else 250):
+        again = torch.autograd.grad(attention(q, k, v, mask=CAUSAL, backend="triton").sin().sum(), (q, k, v))
+        assert_same_bits(*zip(first, again, strict=True))
+
+
+def test_wide_heads_are_refused_in_training():
+    q = torch.randn(1, 3, 1, 300, device=DEVICE, requires_grad=True)
+    assert "has a backward for heads of up to 256, got 300" in str(explain(attention, q, q, q, mask=CAUSAL))
