@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from inspect import signature
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -265,23 +264,12 @@ def explain(call: Callable, *args, **kwargs) -> Explanation:
     return explanation(spec, given["backend"])
 
 
-class Prepared(NamedTuple):
-    """A call that has come through the door: cast, bound, described, and given to a backend."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    spec: AttentionSpec
-    terms: Terms
-    backend: Backend
-
-
 def prepare(
     kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, name: str | None, *, lse: bool
-) -> Prepared:
-    """The door of dense and packed calls: checks everything and chooses, without computing."""
+) -> tuple[Tensor, Tensor, Tensor, AttentionSpec, Terms, Backend]:
+    """The door of dense and packed calls: checks everything, casts and chooses, without computing."""
     q, k, v, spec, terms = _describe(kind, q, k, v, mask, terms, lse=lse)
-    return Prepared(q, k, v, spec, terms, select(spec, name))
+    return q, k, v, spec, terms, select(spec, name)
 
 
 def _attend(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, name: str | None, *, lse: bool):

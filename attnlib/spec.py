@@ -1,5 +1,6 @@
 """AttentionSpec, a problem without its lengths, and describe(), which makes it."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -82,7 +83,7 @@ def describe(
     return AttentionSpec(
         kind,
         device_type,
-        _arch(device) if device_type == "cuda" else 0,
+        arch_of(device) if device_type == "cuda" else 0,
         dtype,
         mask,
         sizes["h"],
@@ -102,9 +103,17 @@ def describe(
     )
 
 
-def _arch(device: torch.device) -> int:
+def arch_of(device: torch.device) -> int:
+    """90 for a CUDA device of sm_90."""
+    return _read_arch(device) if torch.compiler.is_compiling() else _known_arch(device)
+
+
+def _read_arch(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+_known_arch = lru_cache(_read_arch)  # reading takes longer than all else here; the compiler folds it by itself
 
 
 def _check_view(kv: KVView, device: torch.device, dtype: torch.dtype) -> None:

@@ -49,12 +49,12 @@ def test_the_answer_depends_on_the_spec_alone():
         assert backend.unsupported(spec) == backend.unsupported(spec_of()._replace(device="cuda", arch=90))
         assert backend.slow(spec) == backend.slow(spec_of()._replace(device="cuda", arch=90))
     assert select(spec).name == select(spec, "strict").name == "triton"
-    trained = spec._replace(grad=True)
+    wide = spec._replace(grad=True, value_dim=320)
     with pytest.warns(SlowPathWarning, match="torch: runs tile by tile"):
-        assert select(trained).name == "torch"
+        assert select(wide).name == "torch"
     with pytest.raises(NotImplementedError, match="strict: torch would be slow: runs tile by tile"):
-        select(trained, "strict")
-    packed = trained._replace(kind="varlen")
+        select(wide, "strict")
+    packed = wide._replace(kind="varlen")
     assert any("waits for the device" in reason for reason in PREFERENCE[1].slow(packed))
 
 
@@ -64,7 +64,7 @@ def test_the_answer_depends_on_the_spec_alone():
         ({"device": "cpu"}, "needs a CUDA device, got cpu"),
         ({"arch": 75}, "needs sm_80 or newer, got sm_75"),
         ({"dtype": torch.float64}, "computes in fp32, got fp64"),
-        ({"grad": True}, "has no backward yet"),
+        ({"grad": True, "head_dim": 320}, "has a backward for heads of up to 256, got 320"),
         ({"kind": "cached"}, "has no kernel for cached attention yet"),
         ({"value_dim": 640}, "has tiles for heads of up to 576, got 640"),
     ],

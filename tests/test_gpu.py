@@ -26,11 +26,12 @@ def test_the_automatic_choice_is_never_silently_slow():
     q = torch.randn(1, 5, 2, 8, device="cuda")
     assert explain(attention, q, q, q, mask=CAUSAL).chosen == "triton"
     attention(q, q, q, mask=CAUSAL, backend="strict")
-    q.requires_grad_()
+    wide = torch.randn(1, 5, 2, 300, device="cuda", requires_grad=True)
+    attention(q.requires_grad_(), q, q, mask=CAUSAL, backend="strict")
     with pytest.warns(SlowPathWarning, match="tile by tile"):
-        attention(q, q, q, mask=CAUSAL)
+        attention(wide, wide, wide, mask=CAUSAL)
     with pytest.raises(NotImplementedError, match="strict"):
-        attention(q, q, q, mask=CAUSAL, backend="strict")
+        attention(wide, wide, wide, mask=CAUSAL, backend="strict")
 
 
 @SLOW

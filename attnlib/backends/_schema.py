@@ -21,8 +21,8 @@ BACKWARD = (
 def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Uninitialised output ``[..., s, h, e]`` in q's dtype and LSE ``[..., h, s]`` in fp32, or fp64 for fp64."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    return out, q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=wide)
+    *batch, s, h, _ = q.shape
+    return q.new_empty((*batch, s, h, v.shape[-1])), q.new_empty((*batch, h, s), dtype=wide)
 
 
 def fake_backward(dout, dlse, out, lse, q, k, v, slopes, sinks, *extras):
@@ -42,7 +42,7 @@ def sinks_grad(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
     """A sink is a key whose value is zero, so its gradient is its probability times ``0 - delta``."""
     if sinks is None:
         return lse.new_empty(0)
-    grad = torch.where(lse == torch.inf, 0, -torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta)
+    grad = torch.where(lse.isinf(), 0, -torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta)
     return grad.transpose(0, -2).flatten(1).sum(1).to(sinks.dtype)
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .tile import (
+    COUNTS,
     LOG2E,
     block_at,
     finite_part,
@@ -25,7 +26,7 @@ from .tile import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def prepare(
     q_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr,
     q_b, q_s, q_h, out_b, out_s, out_h, dout_b, dout_s, dout_h, dlse_b, dlse_h, dlse_s,
@@ -58,7 +59,7 @@ def prepare(
     tl.store(delta_ptr + at, delta, mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def backward_keys(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
     slopes_ptr, starts_ptr, ends_ptr, cu_q_ptr, cu_k_ptr, seed_ptr,
@@ -161,7 +162,7 @@ def backward_keys(
         store_rows(dk_ptr + D_MAIN, dk_tail, n0, n, tail, dk_t, keys, D - D_MAIN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def backward_queries(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, dslopes_ptr,
     slopes_ptr, starts_ptr, ends_ptr, cu_q_ptr, cu_k_ptr, seed_ptr,
@@ -246,13 +247,14 @@ def backward_queries(
             if MASKED:
                 if SOFTCAP:  # whose derivative of a hidden product may be NaN
                     ds = tl.where(seen & (i < keys), ds, 0.0)
+                # Before both products: between two that read ds from registers, ptxas (up to 13.2) may reuse these.
                 k, broken = finite_part(k)
                 stained |= broken
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-            if D_TAIL:
-                if MASKED:
+                if D_TAIL:
                     k_tail, broken = finite_part(k_tail)
                     stained |= broken
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+            if D_TAIL:
                 dq_tail = tl.dot(ds.to(k_tail.dtype), k_tail, dq_tail, input_precision=PRECISION)
 
     store_rows(dq_ptr, dq * scale, m0, m, d, dq_s, rows, D)

@@ -3,13 +3,10 @@
 import triton
 import triton.language as tl
 
-from .tile import LN2, LOG2E, finite_part, kept, key_range, load_rows, locate, modify, stain, visible
-
-# Lengths and counts, whose divisibility decides nothing, must not compile the kernel again.
-COUNTS = ("lse_b", "lse_h", "slopes_b", "batch", "heads", "group", "s", "t", "section", "left", "right", "prefix")
+from .tile import COUNTS, LN2, LOG2E, finite_part, kept, key_range, load_rows, locate, modify, stain, visible
 
 
-@triton.jit(do_not_specialize=[*COUNTS, "threshold"])
+@triton.jit(do_not_specialize=COUNTS)
 def forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, starts_ptr, ends_ptr, cu_q_ptr, cu_k_ptr, seed_ptr,
     q_b, q_s, q_h, k_b, k_t, k_g, v_b, v_t, v_g, out_b, out_s, out_h, lse_b, lse_h, slopes_b,

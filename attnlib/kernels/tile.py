@@ -8,6 +8,11 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# Parameters whose divisibility decides nothing, and must not compile a kernel again.
+COUNTS = (
+    "lse_b", "lse_h", "slopes_b", "dslopes_b", "dslopes_h", "dlse_b", "dlse_h", "dlse_s", "batch", "heads", "kv_heads",
+    "group", "s", "t", "section", "left", "right", "prefix", "threshold",
+)  # fmt: skip
 
 
 @triton.jit

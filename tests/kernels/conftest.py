@@ -3,6 +3,15 @@
 import pytest
 from kernel_helpers import INTERPRETED
 
+from attnlib.backends import _plans
+
+
+@pytest.fixture(autouse=True)
+def _plans_anew():
+    """Tests put other tiles into the tables."""
+    _plans.forward.cache_clear()
+    _plans.backward.cache_clear()
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(items):

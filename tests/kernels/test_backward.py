@@ -28,9 +28,10 @@ def test_any_options(mask, options, dtype):
     assert_both(make(2, 33, 50, 3, 1, 16, 24, mask=mask, options=options, dtype=dtype))
 
 
-@pytest.mark.parametrize(("d", "e"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("d", [40, 64, 80, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
-def test_the_tables_own_tiles(d, e, mask):
+def test_the_tables_own_tiles(d, mask):
+    e = 128 if d == 192 else d
     assert_both(make(1, 150, 150, 2, 1, d, e, mask=mask, dtype=torch.float16))
 
 

@@ -1,0 +1,48 @@
+"""A kernel with all its arguments but the tensors: launched once through Triton, and directly from then on.
+
+Triton finds out from every argument which binary to run, about 40 us for these kernels. Here a launch belongs to one
+set of shapes, and remembers. What it remembers is the one mutable state of the package.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..kernels.launch import LaunchConfig
+
+
+class Launch:
+    """``programs`` programs of a kernel on the current device, for tensors of the same shapes, strides and dtypes."""
+
+    def __init__(self, kernel: Callable, programs: int, numbers: tuple, constants: dict, config: LaunchConfig):
+        from triton import knobs
+
+        self.kernel, self.programs, self.numbers = kernel, programs, numbers
+        constants = constants | {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages}
+        self.constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+        self.options = {"num_warps": config.warps, "num_stages": config.stages}
+        self._arguments = (*numbers, *self.constants.values())
+        self._hooks = knobs.runtime
+        self._compiled: dict[object, tuple] = {}  # by which tensors begin at a multiple of 16 bytes
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch on the current stream of the current device, which is the tensors'."""
+        if not self.programs:
+            return
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        bits = 0
+        for address in addresses:
+            if address is not None:
+                bits |= address
+        aligned = bits & 15 == 0 or tuple((address or 0) & 15 == 0 for address in addresses)
+        compiled = self._compiled.get(aligned)
+        hooks = self._hooks
+        if compiled is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
+            binary = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants, **self.options)
+            if binary is not None:  # as it is under the interpreter
+                self._compiled[aligned] = (binary.run, binary.function, binary.packed_metadata)
+            return
+        run, function, metadata = compiled
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        run(self.programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *self._arguments)

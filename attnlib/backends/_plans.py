@@ -1,0 +1,187 @@
+"""From the shapes of a call to its launches: pure, and remembered, since calls come in few shapes."""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels import launch
+from ..kernels.launch import LaunchConfig
+from ..spec import arch_of
+from ._launch import Launch
+
+PREPARED = LaunchConfig(32, 0, 1, 4)  # the first backward kernel, which has no keys
+
+
+NO_TERMS = (None,) * 7
+
+
+class Layout(NamedTuple):
+    """A tensor without its address."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Call(NamedTuple):
+    """What decides the launches of a call; ``terms`` are the layouts of the operators' optional tensors."""
+
+    device: torch.device
+    tf32: bool
+    q: Layout
+    k: Layout
+    v: Layout
+    terms: tuple[Layout | None, ...]
+    left: int | None
+    right: int | None
+    prefix: int
+    scale: float
+    softcap: float | None
+    dropout_p: float
+    max_seqlen_q: int | None  # hints of no use here
+    max_seqlen_k: int | None
+
+
+def layout(x: Tensor | None) -> tuple | None:
+    """The Layout of a tensor, as a plain tuple, which is made in a fifth of the time."""
+    return None if x is None else (x.shape, x.stride(), x.dtype)
+
+
+def call(q: Tensor, k: Tensor, v: Tensor, terms: tuple[Tensor | None, ...], numbers: tuple) -> tuple:
+    """The Call of an operator's arguments, as a plain tuple; ``numbers`` are those of its schema."""
+    tf32 = q.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    terms = terms if terms == NO_TERMS else tuple(map(layout, terms))
+    return (q.device, tf32, layout(q), layout(k), layout(v), terms, *numbers)
+
+
+class _Shapes:
+    """What all kernels of a call are launched with, in the order of their parameters."""
+
+    def __init__(self, call: Call, arch: int | None):
+        if arch is None:
+            arch = arch_of(call.device) if call.device.type == "cuda" else 0
+        slopes, sinks, starts, ends, cu_q, _, _ = call.terms
+        self.q, self.k, self.v = Layout(*call.q), Layout(*call.k), Layout(*call.v)
+        (self.s, self.h, d), (self.t, self.g), e = self.q.shape[-3:], self.k.shape[-3:-1], self.v.shape[-1]
+        self.packed = cu_q is not None
+        self.batch = cu_q[0][0] - 1 if self.packed else self.q.shape[0]
+        self.out = _contiguous((*self.q.shape[:-1], e), self.q.dtype)
+        self.problem = launch.Problem(
+            head_dim=d, value_dim=e, itemsize=self.q.dtype.itemsize, causal=call.right is not None, arch=arch,
+            plain=call.softcap is None and slopes is None and call.dropout_p == 0,
+        )  # fmt: skip
+        for name, y in (("q", self.q), ("k", self.k), ("v", self.v)):
+            if y.strides[-3] >= launch.FARTHEST:
+                apart = f"rows of {name} lie {y.strides[-3]} elements apart"
+                raise NotImplementedError(f"triton: {apart}; call .contiguous()")
+        reach = self.s + self.t  # beyond which nothing is hidden, and int32 is safe
+        self.scalars = (
+            _clamp(call.left, reach), _clamp(call.right, reach), min(call.prefix, reach), call.scale,
+            call.softcap or 1.0, math.ceil(call.dropout_p * 2**32), 1 / (1 - call.dropout_p),
+        )  # fmt: skip
+        main, tail = launch.head_split(d)
+        self.constants = {
+            "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": max(16, 1 << (e - 1).bit_length()),
+            "LEFT": call.left is not None, "RIGHT": call.right is not None, "PREFIX": call.prefix > 0,
+            "STARTS": starts is not None, "ENDS": ends is not None, "VARLEN": self.packed,
+            "SOFTCAP": call.softcap is not None, "SLOPES": slopes is not None, "SINKS": sinks is not None,
+            "DROPOUT": call.dropout_p > 0, "PRECISION": "tf32" if call.tf32 else "ieee",
+        }  # fmt: skip
+        # The LSE's and the slopes' strides, of batch and heads and of batch.
+        self.lse_strides = (0 if self.packed else self.h * self.s, self.s)
+        self.slopes_stride = self.h if slopes is not None and len(slopes[0]) == 2 else 0
+
+    def strides(self, *tensors: Layout) -> tuple[int, ...]:
+        """Of batch, rows and heads; a packed tensor is a batch of one."""
+        return tuple(n for x in tensors for n in ((0, *x.strides[:2]) if self.packed else x.strides[:3]))
+
+    def blocks(self, length: int, block: int) -> int:
+        """Programs along a sequence; packed, along all, with a partial block for each."""
+        return length // block + self.batch + 1 if self.packed else -(-length // block)
+
+    def pairs(self, heads: int) -> int:
+        return heads if self.packed else self.batch * heads
+
+    def counts(self, heads: int) -> tuple[int, ...]:
+        """Batch, heads, group, lengths, and how many heads run together."""
+        pairs, group = self.pairs(heads), self.h // self.g
+        together = heads // self.g
+        section = pairs if self.packed else launch.section(self.problem, keys=self.t, pairs=pairs, group=together)
+        return self.batch, heads, group, self.s, self.t, section
+
+
+@lru_cache(maxsize=4096)
+def forward(call: tuple, tiles: LaunchConfig | None = None, arch: int | None = None) -> Launch:
+    """The launch on q, k, v, out, lse and the terms; with other ``tiles`` than the tables', for another chip."""
+    from ..kernels.forward import forward
+
+    x = _Shapes(Call(*call), arch)
+    tiles = tiles or launch.forward(x.problem, keys=x.t)
+    numbers = (*x.strides(x.q, x.k, x.v, x.out), *x.lse_strides, x.slopes_stride, *x.counts(x.h), *x.scalars)
+    return Launch(forward, x.pairs(x.h) * x.blocks(x.s, tiles.block_m), numbers, x.constants, tiles)
+
+
+class Backward(NamedTuple):
+    """The launches of a backward, and what its host needs to know.
+
+    ``prepare`` takes q, out, dout, lse, dlse, lse2 and delta. ``keys`` takes q, k, v, dout, lse2, delta, dk, dv and the
+    terms but sinks; ``queries`` takes dq and the shares of the slopes' gradient for dk and dv. ``shares`` is the shape
+    of those, ``block`` the number of queries behind each of its last dimension.
+    """
+
+    prepare: Launch
+    keys: Launch
+    queries: Launch
+    shares: tuple[int, int, int]
+    block: int
+
+
+@lru_cache(maxsize=4096)
+def backward(
+    call: tuple,
+    dout: tuple,
+    dlse: tuple | None,
+    tiles_of_keys: LaunchConfig | None = None,
+    tiles_of_queries: LaunchConfig | None = None,
+    arch: int | None = None,
+) -> Backward:
+    """The three launches of a backward; with other tiles than those of the tables, for another chip."""
+    from ..kernels.backward import backward_keys, backward_queries, prepare
+
+    x, dout = _Shapes(Call(*call), arch), Layout(*dout)
+    of_keys = tiles_of_keys or launch.backward_keys(x.problem)
+    of_queries = tiles_of_queries or launch.backward_queries(x.problem)
+    rows, blocks = 1 if x.packed else x.batch, x.blocks(x.s, of_queries.block_m)
+    dk, dv, dq = (_contiguous(y.shape, y.dtype) for y in (x.k, x.v, x.q))
+    dlse_strides = (0,) * 3 if dlse is None else (0, *dlse[1]) if x.packed else dlse[1]
+    whole = {"D_ALL": max(16, 1 << (x.constants["D"] - 1).bit_length()), "DLSE": dlse is not None}
+    shares_strides = (0 if x.packed else x.h * blocks, blocks)
+    scores = (*x.lse_strides, x.slopes_stride)
+    return Backward(
+        Launch(
+            prepare, rows * x.h * -(-x.s // PREPARED.block_m),
+            (*x.strides(x.q, x.out, dout), *dlse_strides, x.h, x.s), x.constants | whole, PREPARED,
+        ),
+        Launch(
+            backward_keys, x.pairs(x.g) * x.blocks(x.t, of_keys.block_n),
+            (*x.strides(x.q, x.k, x.v, dout, dk, dv), *scores, *x.counts(x.g), *x.scalars), x.constants, of_keys,
+        ),
+        Launch(
+            backward_queries, x.pairs(x.h) * blocks,
+            (*x.strides(x.q, x.k, x.v, dout, dq), *scores, *shares_strides, *x.counts(x.h), *x.scalars),
+            x.constants, of_queries,
+        ),
+        (rows, x.h, blocks),
+        of_queries.block_m,
+    )  # fmt: skip
+
+
+def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    return Layout(shape, torch.empty(shape, device="meta").stride(), dtype)
+
+
+def _clamp(bound: int | None, reach: int) -> int:
+    return 0 if bound is None else max(-reach, min(bound, reach))
