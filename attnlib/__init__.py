@@ -5,6 +5,8 @@ Start with ``mask.py`` (which keys a query sees) and ``functional.py`` (attentio
 a tensor through.
 """
 
+import torch
+
 from .cache.kv_cache import KVCache
 from .cache.layout import KVLayout, KVView
 from .cache.pages import CacheFullError
@@ -23,9 +25,13 @@ from .layers import GroupedQueryAttention, MultiHeadAttention, MultiHeadLatentAt
 from .mask import CAUSAL, FULL, Mask, sliding
 from .rope import Angles, Rope, rotate
 
+# For selective activation checkpointing: outputs that are linear in tokens to keep, and quadratic to compute again.
+SAVE_OPS = (torch.ops.attnlib.torch_forward.default, torch.ops.attnlib.triton_forward.default)
+
 __all__ = [
     "CAUSAL",
     "FULL",
+    "SAVE_OPS",
     "Angles",
     "CacheFullError",
     "Explanation",

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .cache.layout import DTYPES, KVLayout, KVView
 from .mask import Mask
@@ -95,7 +96,7 @@ def describe(
         terms.sinks is not None,
         terms.key_starts is not None or terms.key_ends is not None,
         terms.dropout_p > 0,
-        grad and torch.is_grad_enabled(),
+        (grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0,  # what cannot be done is refused there
         lse,
         strided,
         None if kv is None else kv.layout,

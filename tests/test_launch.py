@@ -1,5 +1,7 @@
 """The launch tables: every entry fits the chip that it is for."""
 
+from itertools import product
+
 import pytest
 
 from attnlib.kernels import launch
@@ -9,15 +11,25 @@ SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one p
 
 
 @pytest.mark.parametrize("arch", SHARED)
-@pytest.mark.parametrize(("d", "e"), [(1, 1), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512)])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("d", "e"), [(1, 1), (64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (256, 256), (300, 300), (576, 512)]
+)
 @pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize("keys", [1, 100_000])
-def test_tiles_fit_into_shared_memory(arch, d, e, causal, plain, keys):
-    config = launch.forward(Problem(d, e, 2, causal, plain, arch), keys=keys)
-    loaded = config.block_m * d + config.stages * config.block_n * (d + e)
-    assert 2 * loaded <= SHARED[arch] << 10
-    assert {config.block_m, config.block_n} <= {16, 32, 64, 128}
+def test_tiles_fit_into_shared_memory(arch, d, e, plain):
+    width = sum(launch.head_split(d)) + launch.power_of_two(e)
+    for causal, aligned, keys in product((True, False), (True, False), (1, 100_000)):
+        problem = Problem(d, e, 2, causal, plain, arch, aligned)
+        forward = launch.forward(problem, keys=keys)
+        loaded = [forward.block_m * sum(launch.head_split(d)) + forward.stages * forward.block_n * width]
+        configs = [forward]
+        if max(d, e) <= launch.WIDEST_BACKWARD:
+            owner, queries = launch.backward_keys(problem), launch.backward_queries(problem)
+            loaded.append(owner.block_n * width + owner.stages * owner.block_m * width)
+            loaded.append(queries.block_m * width + queries.stages * queries.block_n * width)
+            configs += [owner, queries]
+        assert 2 * max(loaded) <= SHARED[arch] << 10
+        assert {n for config in configs for n in config[:2]} <= {16, 32, 64, 128}
+        assert aligned or not any(config.tma for config in configs)
 
 
 @pytest.mark.parametrize("d", [1, 7, 16, 17, 40, 64, 80, 96, 111, 128, 160, 192, 256, 576])
@@ -30,7 +42,7 @@ def test_a_head_is_two_blocks_that_hold_it_and_waste_little(d):
 
 
 def test_a_section_holds_whole_groups():
-    problem = Problem(128, 128, 2, True, True, 90)
+    problem = Problem(128, 128, 2, True, True, 90, True)
     assert launch.section(problem, keys=8192, pairs=64, group=1) == 6  # of 4 MiB each
     assert launch.section(problem, keys=8192, pairs=64, group=4) == 24
     assert launch.section(problem, keys=1 << 20, pairs=64, group=4) == 1

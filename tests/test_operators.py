@@ -1,12 +1,27 @@
 """Our operators as torch sees them: schemas, fakes, compilation, checkpointing, autocast."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from attnlib import CAUSAL, KVCache, KVLayout, attention, attention_with_lse, sliding, varlen_attention
+from attnlib import (
+    CAUSAL,
+    SAVE_OPS,
+    GroupedQueryAttention,
+    KVCache,
+    KVLayout,
+    MultiHeadLatentAttention,
+    Rope,
+    attention,
+    attention_with_lse,
+    sliding,
+    varlen_attention,
+)
 
 OPS = torch.ops.attnlib
 
@@ -170,15 +185,52 @@ def test_selective_checkpointing_names_our_operator(save):
     assert calls.count == (1 if save else 2)
 
 
-class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts how often an operator really runs."""
+def layer_of(kind: str) -> torch.nn.Module:
+    if kind == "gqa":
+        return GroupedQueryAttention(32, 4, num_kv_heads=2, mask=CAUSAL, rope=Rope(8), sinks=True, softcap=9.0)
+    sizes = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    return MultiHeadLatentAttention(32, 4, mask=CAUSAL, q_lora_rank=None, rope=Rope(4, interleaved=True), **sizes)
 
-    def __init__(self, op):
+
+KEEP = partial(create_selective_checkpoint_contexts, list(SAVE_OPS))
+CHECKPOINTS = {
+    "reentrant": {"use_reentrant": True},
+    "whole": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": KEEP},
+}
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+@pytest.mark.parametrize("way", CHECKPOINTS)
+def test_a_checkpointed_layer_has_the_same_gradients(way, kind):
+    layer, x = layer_of(kind), torch.randn(2, 9, 32, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    plain = backward(layer(x), leaves)
+    with Calls(*SAVE_OPS) as attentions, Calls(torch.ops.aten.mm.default) as products:
+        out = checkpoint(layer, x, **CHECKPOINTS[way])
+        once = products.count
+        kept = backward(out, leaves)
+    torch.testing.assert_close(kept, plain, rtol=0, atol=0)
+    assert attentions.count == (1 if way == "selective" else 2)
+    assert products.count > 3 * once  # forward, again, and two in backward, where the last one's output is not needed
+
+
+def backward(out: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    for leaf in leaves:
+        leaf.grad = None
+    out.sin().sum().backward()
+    return [leaf.grad for leaf in leaves]
+
+
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts how often operators really run."""
+
+    def __init__(self, *ops):
         super().__init__()
-        self.op, self.count = op, 0
+        self.ops, self.count = ops, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is self.op
+        self.count += func in self.ops
         return func(*args, **(kwargs or {}))
 
 
@@ -192,3 +244,15 @@ def test_autocast_casts_all_three_and_leaves_fp64():
         assert attention(wide, wide, wide, mask=CAUSAL).dtype == torch.float64
     with torch.autocast("cpu", torch.float16):
         assert attention(k, k, k, mask=CAUSAL).dtype == torch.float16
+
+
+@torch.no_grad()
+def test_forward_mode_derivatives_are_refused():
+    def call(x):
+        return attention(x, x, x, mask=CAUSAL)
+
+    x = torch.randn(1, 5, 2, 8)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.jvp(call, (x,), (x,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        call(forward_ad.make_dual(x, x))

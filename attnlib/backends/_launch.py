@@ -15,13 +15,22 @@ from ..kernels.launch import LaunchConfig
 class Launch:
     """``programs`` programs of a kernel on the current device, for tensors of the same shapes, strides and dtypes."""
 
-    def __init__(self, kernel: Callable, programs: int, numbers: tuple, constants: dict, config: LaunchConfig):
+    def __init__(
+        self,
+        kernel: Callable,
+        programs: int,
+        numbers: tuple,
+        constants: dict,
+        config: LaunchConfig,
+        blocks: tuple[tuple[int, int, int] | None, ...] = (),
+    ):
         from triton import knobs
 
-        self.kernel, self.programs, self.numbers = kernel, programs, numbers
-        constants = constants | {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages}
+        self.kernel, self.programs, self.numbers, self.blocks = kernel, programs, numbers, blocks
+        constants = constants | {"TMA": any(blocks), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+        constants |= {"STAGES": config.stages}
         self.constants = {name: constants[name] for name in kernel.arg_names if name in constants}
-        self.options = {"num_warps": config.warps, "num_stages": config.stages}
+        self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
         self._arguments = (*numbers, *self.constants.values())
         self._hooks = knobs.runtime
         self._compiled: dict[object, tuple] = {}  # by which tensors begin at a multiple of 16 bytes
@@ -39,10 +48,27 @@ class Launch:
         compiled = self._compiled.get(aligned)
         hooks = self._hooks
         if compiled is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
-            binary = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants, **self.options)
+            arguments = (*tensors, *self._descriptors(tensors), *self.numbers)
+            binary = self.kernel[(self.programs,)](*arguments, **self.constants, **self.options)
             if binary is not None:  # as it is under the interpreter
                 self._compiled[aligned] = (binary.run, binary.function, binary.packed_metadata)
             return
         run, function, metadata = compiled
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        run(self.programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *self._arguments)
+        arguments = (*addresses, *self._descriptors(tensors), *self._arguments)
+        run(self.programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+    def _descriptors(self, tensors: tuple[Tensor | None, ...]) -> tuple:
+        if not any(self.blocks):
+            return self.blocks
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        found = []
+        for block in self.blocks:
+            if block is not None:
+                which, rows, columns = block
+                x = tensors[which] if tensors[which].dim() == 4 else tensors[which][None]
+                found.append(TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, columns]))
+            else:
+                found.append(None)
+        return tuple(found)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..mask import Mask
 from . import _fused, _paged, _tiles
+from ._flops import backward_flops, cached_flops, forward_flops
 from ._schema import BACKWARD, FORWARD, NUMBERS, fake_backward, outputs, register, sinks_grad, slopes_grad
 from ._spans import Extras, part_of, spans
 from ._tiles import Part, Rule
@@ -147,19 +148,21 @@ def _fake_write(k, v, new_k, new_v, slots):
 
 _library = register(
     (
-        (f"torch_forward{FORWARD}", _forward, _fake_forward),
-        (f"torch_backward{BACKWARD}", _backward, fake_backward),
+        (f"torch_forward{FORWARD}", _forward, _fake_forward, forward_flops),
+        (f"torch_backward{BACKWARD}", _backward, fake_backward, backward_flops),
         (
             "torch_cached(Tensor q, Tensor k, Tensor? v, Tensor? k_tail, Tensor? k_scale, Tensor? v_scale, "
             "Tensor table, Tensor starts, Tensor lengths, Tensor? cu_seqlens_q, Tensor? alibi_slopes, Tensor? sinks, "
             f"{NUMBERS}) -> (Tensor, Tensor)",
             _cached,
             _fake_cached,
+            cached_flops,
         ),
         (
             "torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()",
             _write,
             _fake_write,
+            None,
         ),
     )
 )

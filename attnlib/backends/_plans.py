@@ -31,6 +31,7 @@ class Call(NamedTuple):
 
     device: torch.device
     tf32: bool
+    aligned: bool  # q, k and v begin at multiples of 16 bytes
     q: Layout
     k: Layout
     v: Layout
@@ -54,7 +55,8 @@ def call(q: Tensor, k: Tensor, v: Tensor, terms: tuple[Tensor | None, ...], numb
     """The Call of an operator's arguments, as a plain tuple; ``numbers`` are those of its schema."""
     tf32 = q.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
     terms = terms if terms == NO_TERMS else tuple(map(layout, terms))
-    return (q.device, tf32, layout(q), layout(k), layout(v), terms, *numbers)
+    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
+    return (q.device, tf32, aligned, layout(q), layout(k), layout(v), terms, *numbers)
 
 
 class _Shapes:
@@ -71,6 +73,7 @@ class _Shapes:
         self.out = _contiguous((*self.q.shape[:-1], e), self.q.dtype)
         self.problem = launch.Problem(
             head_dim=d, value_dim=e, itemsize=self.q.dtype.itemsize, causal=call.right is not None, arch=arch,
+            aligned=call.aligned and all(map(_whole_lines, (self.q, self.k, self.v))),
             plain=call.softcap is None and slopes is None and call.dropout_p == 0,
         )  # fmt: skip
         for name, y in (("q", self.q), ("k", self.k), ("v", self.v)):
@@ -84,15 +87,16 @@ class _Shapes:
         )  # fmt: skip
         main, tail = launch.head_split(d)
         self.constants = {
-            "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": max(16, 1 << (e - 1).bit_length()),
+            "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": launch.power_of_two(e),
             "LEFT": call.left is not None, "RIGHT": call.right is not None, "PREFIX": call.prefix > 0,
             "STARTS": starts is not None, "ENDS": ends is not None, "VARLEN": self.packed,
             "SOFTCAP": call.softcap is not None, "SLOPES": slopes is not None, "SINKS": sinks is not None,
             "DROPOUT": call.dropout_p > 0, "PRECISION": "tf32" if call.tf32 else "ieee",
         }  # fmt: skip
-        # The LSE's and the slopes' strides, of batch and heads and of batch.
-        self.lse_strides = (0 if self.packed else self.h * self.s, self.s)
-        self.slopes_stride = self.h if slopes is not None and len(slopes[0]) == 2 else 0
+        # Of the LSE by batch and head, and of slopes by batch.
+        slopes_stride = self.h if slopes is not None and len(slopes[0]) == 2 else 0
+        self.scores_strides = (0 if self.packed else self.h * self.s, self.s, slopes_stride)
+        self.counts = (self.batch, self.h, self.h // self.g)
 
     def strides(self, *tensors: Layout) -> tuple[int, ...]:
         """Of batch, rows and heads; a packed tensor is a batch of one."""
@@ -105,12 +109,19 @@ class _Shapes:
     def pairs(self, heads: int) -> int:
         return heads if self.packed else self.batch * heads
 
-    def counts(self, heads: int) -> tuple[int, ...]:
-        """Batch, heads, group, lengths, and how many heads run together."""
-        pairs, group = self.pairs(heads), self.h // self.g
-        together = heads // self.g
-        section = pairs if self.packed else launch.section(self.problem, keys=self.t, pairs=pairs, group=together)
-        return self.batch, heads, group, self.s, self.t, section
+    def descriptors(self, tiles: LaunchConfig, rows: int, first: str, second: str) -> tuple:
+        """Blocks of a tensor like q, its tail, and one like v, as Launch takes them; of q, k, v and dout."""
+        if not tiles.tma:
+            return None, None, None
+        of = {"q": 0, "k": 1, "v": 2, "dout": 3}
+        main, tail, value = (self.constants[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
+        return (of[first], rows, main), (of[first], rows, tail) if tail else None, (of[second], rows, value)
+
+    def lengths(self, heads: int) -> tuple[int, ...]:
+        """Those of q and k, and how many heads run together."""
+        pairs, group = self.pairs(heads), heads // self.g
+        section = pairs if self.packed else launch.section(self.problem, keys=self.t, pairs=pairs, group=group)
+        return self.s, self.t, section
 
 
 @lru_cache(maxsize=4096)
@@ -120,8 +131,9 @@ def forward(call: tuple, tiles: LaunchConfig | None = None, arch: int | None = N
 
     x = _Shapes(Call(*call), arch)
     tiles = tiles or launch.forward(x.problem, keys=x.t)
-    numbers = (*x.strides(x.q, x.k, x.v, x.out), *x.lse_strides, x.slopes_stride, *x.counts(x.h), *x.scalars)
-    return Launch(forward, x.pairs(x.h) * x.blocks(x.s, tiles.block_m), numbers, x.constants, tiles)
+    numbers = (*x.strides(x.q, x.k, x.v, x.out), *x.scores_strides, *x.counts, *x.lengths(x.h), *x.scalars)
+    programs = x.pairs(x.h) * x.blocks(x.s, tiles.block_m)
+    return Launch(forward, programs, numbers, x.constants, tiles, x.descriptors(tiles, tiles.block_n, "k", "v"))
 
 
 class Backward(NamedTuple):
@@ -157,9 +169,8 @@ def backward(
     rows, blocks = 1 if x.packed else x.batch, x.blocks(x.s, of_queries.block_m)
     dk, dv, dq = (_contiguous(y.shape, y.dtype) for y in (x.k, x.v, x.q))
     dlse_strides = (0,) * 3 if dlse is None else (0, *dlse[1]) if x.packed else dlse[1]
-    whole = {"D_ALL": max(16, 1 << (x.constants["D"] - 1).bit_length()), "DLSE": dlse is not None}
+    whole = {"D_ALL": launch.power_of_two(x.constants["D"]), "DLSE": dlse is not None}
     shares_strides = (0 if x.packed else x.h * blocks, blocks)
-    scores = (*x.lse_strides, x.slopes_stride)
     return Backward(
         Launch(
             prepare, rows * x.h * -(-x.s // PREPARED.block_m),
@@ -167,12 +178,16 @@ def backward(
         ),
         Launch(
             backward_keys, x.pairs(x.g) * x.blocks(x.t, of_keys.block_n),
-            (*x.strides(x.q, x.k, x.v, dout, dk, dv), *scores, *x.counts(x.g), *x.scalars), x.constants, of_keys,
+            (*x.strides(x.q, x.k, x.v, dout, dk, dv), *x.scores_strides, x.batch, x.g, *x.lengths(x.g), *x.scalars),
+            x.constants | {"GROUP": x.h // x.g}, of_keys, x.descriptors(of_keys, of_keys.block_m, "q", "dout"),
         ),
         Launch(
             backward_queries, x.pairs(x.h) * blocks,
-            (*x.strides(x.q, x.k, x.v, dout, dq), *scores, *shares_strides, *x.counts(x.h), *x.scalars),
-            x.constants, of_queries,
+            (
+                *x.strides(x.q, x.k, x.v, dout, dq), *x.scores_strides, *shares_strides,
+                *x.counts, *x.lengths(x.h), *x.scalars,
+            ),
+            x.constants, of_queries, x.descriptors(of_queries, of_queries.block_n, "k", "v"),
         ),
         (rows, x.h, blocks),
         of_queries.block_m,
@@ -181,6 +196,11 @@ def backward(
 
 def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
     return Layout(shape, torch.empty(shape, device="meta").stride(), dtype)
+
+
+def _whole_lines(x: Layout) -> bool:
+    """Whether every row of heads begins at a multiple of 16 bytes of the tensor, which descriptors need."""
+    return all(n > 0 and n * x.dtype.itemsize % 16 == 0 for n in x.strides[:-1]) and 0 not in x.shape
 
 
 def _clamp(bound: int | None, reach: int) -> int:

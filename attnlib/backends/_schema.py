@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from ._flops import count
+
 NUMBERS = "SymInt? left, SymInt? right, SymInt prefix, float scale, float? softcap"
 EXTRAS = (
     "Tensor? alibi_slopes, Tensor? sinks, Tensor? key_starts, Tensor? key_ends, Tensor? cu_seqlens_q, "
@@ -46,23 +48,27 @@ def sinks_grad(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
     return grad.transpose(0, -2).flatten(1).sum(1).to(sinks.dtype)
 
 
-def register(operators: Iterable[tuple[str, Callable, Callable]]) -> torch.library.Library | None:
-    """Make operators, ``(schema, implementation, fake)``, known to torch; keep what it returns.
+def register(operators: Iterable[tuple[str, Callable, Callable, Callable | None]]) -> torch.library.Library | None:
+    """Make operators, ``(schema, implementation, fake, FLOP formula)``, known to torch; keep what it returns.
 
     A second copy of the package in one process runs those of the first.
     """
     operators = list(operators)
-    names = [schema.partition("(")[0] for schema, _, _ in operators]
+    names = [schema.partition("(")[0] for schema, *_ in operators]
     if hasattr(torch.ops.attnlib, names[0]):
-        for name, (schema, _, _) in zip(names, operators, strict=True):
+        for name, (schema, *_) in zip(names, operators, strict=True):
             known = str(getattr(torch.ops.attnlib, name).default._schema)
             if known != str(torch._C.parse_schema(f"attnlib::{schema}")):
                 raise ImportError(f"attnlib: another version is loaded in this process, with the operator {known}")
         return None
     library = torch.library.Library("attnlib", "FRAGMENT")
-    for name, (schema, run, fake) in zip(names, operators, strict=True):
+    counted = []
+    for name, (schema, run, fake, flops) in zip(names, operators, strict=True):
         library.define(schema)
         for device in ("CPU", "CUDA"):
             library.impl(name, run, device)
         torch.library.register_fake(f"attnlib::{name}", fake, lib=library)
+        if flops is not None:
+            counted.append((getattr(torch.ops.attnlib, name), flops))
+    count(counted)
     return library

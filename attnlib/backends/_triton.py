@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from ..cache.layout import KVView
-from ..kernels.launch import FARTHEST, WIDEST, WIDEST_BACKWARD
+from ..kernels.launch import WIDEST, WIDEST_BACKWARD
 from ..spec import AttentionSpec
 from ..terms import Terms
 from . import _plans
 from ._autograd import Attention
+from ._flops import backward_flops, forward_flops
 from ._schema import BACKWARD, FORWARD, fake_backward, outputs, register, sinks_grad, slopes_grad
 
 
@@ -87,8 +88,8 @@ def _forward(q, k, v, *extras):
 
 def _backward(dout, dlse, out, lse, q, k, v, *extras):
     terms, lse = _positional(extras[:7]), lse.contiguous()
-    if dout.stride(-1) != 1 or dout.stride(-3) >= FARTHEST:
-        dout = dout.contiguous()
+    if not dout.is_contiguous() or dout.data_ptr() & 15:
+        dout = dout.clone(memory_format=torch.contiguous_format)
     plan = _plans.backward(_plans.call(q, k, v, terms, extras[7:]), _plans.layout(dout), _plans.layout(dlse))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
@@ -130,5 +131,8 @@ def _fake_forward(q, k, v, *extras):
 
 
 _library = register(
-    ((f"triton_forward{FORWARD}", _forward, _fake_forward), (f"triton_backward{BACKWARD}", _backward, fake_backward))
+    (
+        (f"triton_forward{FORWARD}", _forward, _fake_forward, forward_flops),
+        (f"triton_backward{BACKWARD}", _backward, fake_backward, backward_flops),
+    )
 )

@@ -13,6 +13,7 @@ from .tile import (
     finite_part,
     kept,
     key_range,
+    load_block,
     load_rows,
     load_some,
     locate,
@@ -62,14 +63,15 @@ def prepare(
 @triton.jit(do_not_specialize=COUNTS)
 def backward_keys(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
-    slopes_ptr, starts_ptr, ends_ptr, cu_q_ptr, cu_k_ptr, seed_ptr,
+    slopes_ptr, starts_ptr, ends_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, q_desc, q_tail_desc, dout_desc,
     q_b, q_s, q_h, k_b, k_t, k_g, v_b, v_t, v_g, dout_b, dout_s, dout_h, dk_b, dk_t, dk_g, dv_b, dv_t, dv_g,
     lse_b, lse_h, slopes_b,
-    batch, kv_heads, group, s, t, section, left, right, prefix, scale, softcap, threshold, dropout_scale,
+    batch, kv_heads, s, t, section, left, right, prefix, scale, softcap, threshold, dropout_scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr,
     VARLEN: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, DROPOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``: one program for each block of keys, KV head and sequence.
 
@@ -110,49 +112,72 @@ def backward_keys(
         seed = tl.load(seed_ptr)
 
     j, i0 = (n0 + n)[:, None], keys - rows
+    plane = sequence * 0 if VARLEN else sequence  # of the descriptors
     low, high, all_low, all_high = query_range(
         tl.maximum(n0, start), tl.minimum(n0 + BLOCK_N, end), i0, keys, left, right, prefix, LEFT, RIGHT, PREFIX
     )
     first, before, clear, masked = split(low - i0, high - i0, all_low - i0, all_high - i0, BLOCK_M)
-    for f in range(group):
-        head = kv_head * group + f
-        if SLOPES:
-            slope = tl.load(slopes_ptr + sequence * slopes_b + head, mask=sequence < batch, other=0)
-            slope = slope.to(tl.float32) * LOG2E
-        for MASKED in tl.static_range(2):
-            for block in tl.range(0, masked if MASKED else clear, num_stages=STAGES):
-                m0 = block_at(block, first, before, clear, MASKED) * BLOCK_M
-                i = (i0 + m0 + m)[None, :]
+    for MASKED in tl.static_range(2):
+        count = masked if MASKED else clear
+        for step in tl.range(0, GROUP * count, num_stages=STAGES):  # one loop for the group's heads never drains
+            head, block = kv_head, step
+            if GROUP > 1:
+                head, block = kv_head * GROUP + step // count, step % count
+            m0 = block_at(block, first, before, clear, MASKED) * BLOCK_M
+            i = (i0 + m0 + m)[None, :]
+            rows_at = (head * lse_h + m0) + m
+            # Each vector is read as late as may be: its values, one for each column of a tile, fill many registers.
+            if MASKED:
                 inside = m < rows - m0
-                lse2 = tl.load(lse2_ptr + (head * lse_h + m0) + m, mask=inside, other=0.0)
+                lse2 = tl.load(lse2_ptr + rows_at, mask=inside, other=0.0)
                 # A row of q or dout that is not finite would turn its products with 0 into NaN; its LSE tells.
                 sound = inside & (tl.abs(lse2) < float("inf"))
-                q = load_some(q_ptr + head * q_h, m0, m, d, q_s, sound, D, MASKED)
-                products = tl.dot(k, q.T, input_precision=PRECISION)
-                q_tail = q
-                if D_TAIL:
-                    q_tail = load_some(q_ptr + head * q_h + D_MAIN, m0, m, tail, q_s, sound, D - D_MAIN, MASKED)
-                    products = tl.dot(k_tail, q_tail.T, products, input_precision=PRECISION)
-                weights, derivative = recall(products, lse2[None, :], scale, softcap, slope, i, j, SOFTCAP, SLOPES)
-                seen = True
+                q = load_some(q_ptr + head * q_h, m0, m, d, q_s, sound, D, True)
+            elif TMA:
+                q = load_block(q_desc, plane, row + m0, head, 0, BLOCK_M, D_MAIN)
+            else:
+                q = load_some(q_ptr + head * q_h, m0, m, d, q_s, m, D, False)
+            products = tl.dot(k, q.T, input_precision=PRECISION)
+            q_tail = q
+            if D_TAIL:
                 if MASKED:
-                    seen = visible(i, j, start, end, left, right, prefix, LEFT, RIGHT, PREFIX) & (i < keys)
-                    weights = tl.where(seen, weights, 0.0)
-                dout = load_some(dout_ptr + head * dout_h, m0, m, e, dout_s, sound, E, MASKED)
-                dp = tl.dot(v, dout.T, input_precision=PRECISION)
-                given = weights
-                if DROPOUT:
-                    keep = kept(seed, threshold, m0 + m, n0 // 4, head, sequence, BLOCK_N // 4, BLOCK_M).T
-                    dp = tl.where(keep, dp * dropout_scale, 0.0)
-                    given = tl.where(keep, weights, 0.0)
-                delta = tl.load(delta_ptr + (head * lse_h + m0) + m, mask=inside, other=0.0)
-                ds = weights * (dp - delta[None, :]) * derivative
-                if MASKED:
-                    ds = tl.where(seen, ds, 0.0)
-                dv = tl.dot(given.to(dout.dtype), dout, dv, input_precision=PRECISION)
-                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-                if D_TAIL:
-                    dk_tail = tl.dot(ds.to(q_tail.dtype), q_tail, dk_tail, input_precision=PRECISION)
+                    q_tail = load_some(q_ptr + head * q_h + D_MAIN, m0, m, tail, q_s, sound, D - D_MAIN, True)
+                elif TMA:
+                    q_tail = load_block(q_tail_desc, plane, row + m0, head, D_MAIN, BLOCK_M, D_TAIL)
+                else:
+                    q_tail = load_some(q_ptr + head * q_h + D_MAIN, m0, m, tail, q_s, m, D - D_MAIN, False)
+                products = tl.dot(k_tail, q_tail.T, products, input_precision=PRECISION)
+            if SLOPES:
+                slope = tl.load(slopes_ptr + sequence * slopes_b + head, mask=sequence < batch, other=0)
+                slope = slope.to(tl.float32) * LOG2E
+            if not MASKED:
+                lse2 = tl.load(lse2_ptr + rows_at)
+            weights, derivative = recall(products, lse2[None, :], scale, softcap, slope, i, j, SOFTCAP, SLOPES)
+            seen = True
+            if MASKED:
+                seen = visible(i, j, start, end, left, right, prefix, LEFT, RIGHT, PREFIX) & (i < keys)
+                weights = tl.where(seen, weights, 0.0)
+                dout = load_some(dout_ptr + head * dout_h, m0, m, e, dout_s, sound, E, True)
+                delta = tl.load(delta_ptr + rows_at, mask=inside, other=0.0)
+            elif TMA:
+                dout = load_block(dout_desc, plane, row + m0, head, 0, BLOCK_M, E_MAIN)
+            else:
+                dout = load_some(dout_ptr + head * dout_h, m0, m, e, dout_s, m, E, False)
+            dp = tl.dot(v, dout.T, input_precision=PRECISION)
+            if not MASKED:
+                delta = tl.load(delta_ptr + rows_at)
+            given = weights
+            if DROPOUT:
+                keep = kept(seed, threshold, m0 + m, n0 // 4, head, sequence, BLOCK_N // 4, BLOCK_M).T
+                dp = tl.where(keep, dp * dropout_scale, 0.0)
+                given = tl.where(keep, weights, 0.0)
+            ds = weights * (dp - delta[None, :]) * derivative
+            if MASKED:
+                ds = tl.where(seen, ds, 0.0)
+            dv = tl.dot(given.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            if D_TAIL:
+                dk_tail = tl.dot(ds.to(q_tail.dtype), q_tail, dk_tail, input_precision=PRECISION)
 
     bounded = (j >= start) & (j < end)  # tiles without a mask disregard these bounds
     store_rows(dv_ptr, tl.where(bounded, dv * dropout_scale, 0.0), n0, n, e, dv_t, keys, E)
@@ -165,14 +190,14 @@ def backward_keys(
 @triton.jit(do_not_specialize=COUNTS)
 def backward_queries(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, dslopes_ptr,
-    slopes_ptr, starts_ptr, ends_ptr, cu_q_ptr, cu_k_ptr, seed_ptr,
+    slopes_ptr, starts_ptr, ends_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, k_desc, k_tail_desc, v_desc,
     q_b, q_s, q_h, k_b, k_t, k_g, v_b, v_t, v_g, dout_b, dout_s, dout_h, dq_b, dq_s, dq_h,
     lse_b, lse_h, slopes_b, dslopes_b, dslopes_h,
     batch, heads, group, s, t, section, left, right, prefix, scale, softcap, threshold, dropout_scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr,
     VARLEN: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, DROPOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes dq ``[b, s, h, d]``: one program for each block of queries, head and sequence.
 
@@ -189,8 +214,9 @@ def backward_queries(
     if ENDS:
         end = tl.minimum(tl.load(ends_ptr + sequence), keys)
     q_ptr += sequence * q_b + row * q_s + head * q_h
-    k_ptr += sequence * k_b + key * k_t + head // group * k_g
-    v_ptr += sequence * v_b + key * v_t + head // group * v_g
+    kv_head = head // group
+    k_ptr += sequence * k_b + key * k_t + kv_head * k_g
+    v_ptr += sequence * v_b + key * v_t + kv_head * v_g
     dout_ptr += sequence * dout_b + row * dout_s + head * dout_h
     dq_ptr += sequence * dq_b + row * dq_s + head * dq_h
     at = sequence * lse_b + head * lse_h + row + m0
@@ -215,6 +241,7 @@ def backward_queries(
     dslope = tl.zeros([BLOCK_M], tl.float32)
     stained = False
 
+    plane = sequence * 0 if VARLEN else sequence  # of the descriptors
     i0 = keys - rows + m0
     i = (i0 + m)[:, None]
     low, high, all_low, all_high = key_range(
@@ -225,14 +252,23 @@ def backward_queries(
         for block in tl.range(0, masked if MASKED else clear, num_stages=STAGES):
             n0 = block_at(block, first, before, clear, MASKED) * BLOCK_N
             j = (n0 + n)[None, :]
-            k = load_rows(k_ptr, n0, n, d, k_t, keys, D, MASKED)
+            if TMA and not MASKED:
+                k = load_block(k_desc, plane, key + n0, kv_head, 0, BLOCK_N, D_MAIN)
+            else:
+                k = load_rows(k_ptr, n0, n, d, k_t, keys, D, MASKED)
             products = tl.dot(q, k.T, input_precision=PRECISION)
             k_tail = k
             if D_TAIL:
-                k_tail = load_rows(k_ptr + D_MAIN, n0, n, tail, k_t, keys, D - D_MAIN, MASKED)
+                if TMA and not MASKED:
+                    k_tail = load_block(k_tail_desc, plane, key + n0, kv_head, D_MAIN, BLOCK_N, D_TAIL)
+                else:
+                    k_tail = load_rows(k_ptr + D_MAIN, n0, n, tail, k_t, keys, D - D_MAIN, MASKED)
                 products = tl.dot(q_tail, k_tail.T, products, input_precision=PRECISION)
             weights, derivative = recall(products, lse2, scale, softcap, slope, i, j, SOFTCAP, SLOPES)
-            v = load_rows(v_ptr, n0, n, e, v_t, keys, E, MASKED)
+            if TMA and not MASKED:
+                v = load_block(v_desc, plane, key + n0, kv_head, 0, BLOCK_N, E_MAIN)
+            else:
+                v = load_rows(v_ptr, n0, n, e, v_t, keys, E, MASKED)
             dp = tl.dot(dout, v.T, input_precision=PRECISION)
             if DROPOUT:
                 keep = kept(seed, threshold, m0 + m, n0 // 4, head, sequence, BLOCK_N // 4, BLOCK_M)

@@ -10,7 +10,8 @@ FARTHEST = 2**24  # elements between rows, which int32 offsets within a tile of 
 
 
 class Problem(NamedTuple):
-    """What decides the tiles of a call. ``plain`` scores have no softcap, no slopes and no dropout."""
+    """What decides the tiles of a call. ``plain`` scores have no softcap, no slopes and no dropout; ``aligned`` rows
+    begin at multiples of 16 bytes."""
 
     head_dim: int
     value_dim: int
@@ -18,37 +19,45 @@ class Problem(NamedTuple):
     causal: bool
     plain: bool
     arch: int
+    aligned: bool
 
 
 class LaunchConfig(NamedTuple):
-    """Queries and keys of a tile, loads in flight, and warps of a program."""
+    """Queries and keys of a tile, loads in flight, warps; whether descriptors load, and a bound on registers.
+
+    Descriptors (TMA) spare the registers that addresses take; they need sm_90, and addresses and strides of 16 bytes.
+    A thread with fewer registers leaves room for more programs beside it.
+    """
 
     block_m: int
     block_n: int
     stages: int
     warps: int
+    tma: bool = False
+    registers: int | None = None
 
 
-# By the widest head that fits. bf16 on an H200, 2026-11: the forward's TFLOP/s over those of cuDNN in the same run.
+# By the widest head that fits; bf16 on an H200, 2026-11. Milliseconds of the cases of bench/cases.py at 8k, in one run;
+# "T" loads by descriptors.
 FORWARD_FULL = (
-    (64, LaunchConfig(64, 64, 3, 4)),  # 8k: 0.91, 128 x 64 0.89
-    (128, LaunchConfig(128, 64, 3, 8)),  # 8k: 0.70, 128 x 128 0.70, 64 x 64 with 4 warps 0.67
+    (64, LaunchConfig(128, 64, 3, 8)),  # 2.45; 64 x 64 with 4 warps 2.70, 128 x 128 3.14
+    (128, LaunchConfig(128, 128, 3, 8, tma=True)),  # 2.24; without T 2.40, 128 x 64 2.37, 2 stages and 4 warps T 2.36
     (192, LaunchConfig(128, 64, 3, 8)),
-    (256, LaunchConfig(128, 64, 2, 8)),
+    (256, LaunchConfig(128, 64, 2, 8, tma=True)),
     (WIDEST, LaunchConfig(64, 32, 2, 8)),
 )
 FORWARD_CAUSAL = (
-    (64, LaunchConfig(128, 64, 3, 4)),  # 8k: 0.88, 64 x 64 0.86
-    (128, LaunchConfig(128, 128, 3, 8)),  # 8k: 0.84, 32k: 0.89; 128 x 64 0.80, 0.80; 64 x 64 with 4 warps 0.82, 0.77
-    (192, LaunchConfig(128, 64, 3, 8)),  # values of 128, 8k: 0.89, 128 x 128 0.83
-    (256, LaunchConfig(128, 64, 2, 8)),  # 8k: 0.76, 128 x 32 0.67
+    (64, LaunchConfig(64, 64, 3, 4, registers=168)),
+    (128, LaunchConfig(128, 128, 3, 8, tma=True)),
+    (192, LaunchConfig(128, 64, 3, 8)),
+    (256, LaunchConfig(128, 64, 2, 8, tma=True)),
     (WIDEST, LaunchConfig(64, 32, 2, 8)),
 )
-# 1k tokens: 0.72 at d = 128, where 128 x 64 has 0.62.
-FORWARD_SHORT = ((128, LaunchConfig(64, 64, 3, 4)), *FORWARD_CAUSAL[2:])
+# 1k tokens at d = 128: 0.239; 128 x 64 0.260, 128 x 128 0.273.
+FORWARD_SHORT = (FORWARD_CAUSAL[0], (128, LaunchConfig(64, 64, 3, 4)), *FORWARD_CAUSAL[2:])
 # For scores that take more registers, and for chips with 99 KB of shared memory (sm_86, sm_89, sm_120).
 FORWARD_SMALL = (
-    (64, LaunchConfig(64, 64, 3, 4)),
+    (64, LaunchConfig(64, 64, 3, 4, registers=168)),
     (128, LaunchConfig(64, 64, 2, 4)),
     (256, LaunchConfig(64, 32, 2, 4)),
     (WIDEST, LaunchConfig(16, 16, 2, 4)),
@@ -59,19 +68,18 @@ FORWARD_FP32 = (
     (WIDEST, LaunchConfig(16, 16, 1, 4)),
 )
 
-
-# Of the backward: queries, keys, stages, warps; over cuDNN's, 8k, both passes together.
+# The backward's passes; causal but for the first number.
 BACKWARD_KEYS = (
-    (64, LaunchConfig(128, 64, 2, 4)),  # 0.80, causal 0.83; 64 x 64 with 3 stages 0.74, 0.80
-    (128, LaunchConfig(64, 64, 2, 4)),  # 0.79, causal 0.75; 64 x 128 with 8 warps 0.63, 0.67
-    (192, LaunchConfig(64, 128, 2, 8)),  # causal 0.74; 64 x 64 0.49
-    (256, LaunchConfig(64, 64, 2, 8)),
+    (64, LaunchConfig(128, 64, 2, 4, tma=True)),  # full 4.34, 2.41; 64 x 64 with 3 stages T 4.79, 2.38; without T 2.89
+    (128, LaunchConfig(64, 64, 2, 4, tma=True)),  # full 3.98, 2.02; 64 x 128 with 3 stages, 8 warps T 3.94, 2.03
+    (192, LaunchConfig(32, 64, 3, 4, tma=True)),  # 2.58; 64 x 128 with 8 warps 3.24
+    (256, LaunchConfig(64, 64, 2, 8, tma=True)),  # 3.54; without T 4.03, 32 x 64 T 4.69
 )
 BACKWARD_QUERIES = (
-    (64, LaunchConfig(64, 64, 3, 4)),
-    (128, LaunchConfig(128, 64, 3, 8)),  # 0.79; 64 x 64 with 4 warps 0.73
-    (192, LaunchConfig(128, 64, 2, 8)),
-    (256, LaunchConfig(64, 64, 2, 8)),
+    (64, LaunchConfig(64, 64, 3, 4, tma=True)),  # full 3.15, 1.58; 128 x 64 with 8 warps 3.55, 1.89
+    (128, LaunchConfig(128, 64, 3, 8)),  # full 2.64, 1.37; T 1.50; 64 x 64 with 2 stages, 4 warps T 1.60
+    (192, LaunchConfig(128, 64, 3, 8)),  # 1.78; T 1.96, 2 stages 2.19
+    (256, LaunchConfig(128, 32, 3, 8, tma=True)),  # 1.76; 128 x 64 with 1 stage T 2.14, 64 x 64 3.18
 )
 BACKWARD_SMALL = (
     (64, LaunchConfig(64, 64, 2, 4)),
@@ -81,40 +89,37 @@ BACKWARD_SMALL = (
 BACKWARD_FP32 = ((128, LaunchConfig(32, 32, 1, 4)), (256, LaunchConfig(16, 16, 1, 4)))
 
 
+def forward(problem: Problem, *, keys: int) -> LaunchConfig:
+    """Tiles of the forward kernel.
+
+    >>> problem = Problem(head_dim=96, value_dim=96, itemsize=2, causal=True, plain=True, arch=90, aligned=True)
+    >>> forward(problem, keys=8192)
+    LaunchConfig(block_m=128, block_n=128, stages=3, warps=8, tma=True, registers=None)
+    """
+    long = FORWARD_CAUSAL if problem.causal else FORWARD_FULL
+    return _first_that_fits(problem, FORWARD_SHORT if keys <= SHORT else long, FORWARD_SMALL, FORWARD_FP32)
+
+
 def backward_keys(problem: Problem) -> LaunchConfig:
     """Tiles of the pass that owns keys."""
-    return _backward(problem, BACKWARD_KEYS)
+    return _first_that_fits(problem, BACKWARD_KEYS, BACKWARD_SMALL, BACKWARD_FP32)
 
 
 def backward_queries(problem: Problem) -> LaunchConfig:
     """Tiles of the pass that owns queries."""
-    return _backward(problem, BACKWARD_QUERIES)
+    return _first_that_fits(problem, BACKWARD_QUERIES, BACKWARD_SMALL, BACKWARD_FP32)
 
 
-def _backward(problem: Problem, table: tuple[tuple[int, LaunchConfig], ...]) -> LaunchConfig:
-    if problem.itemsize > 2:
-        table = BACKWARD_FP32
-    elif not problem.plain or problem.arch not in (90, 100):
-        table = BACKWARD_SMALL
-    widest = max(problem.head_dim, problem.value_dim)
-    return next(config for limit, config in table if widest <= limit)
+def _first_that_fits(problem: Problem, large: tuple, small: tuple, fp32: tuple) -> LaunchConfig:
+    table = large if problem.plain and problem.arch in (90, 100) else small
+    widest = max(problem.head_dim, power_of_two(problem.value_dim))  # values are padded, heads split
+    config = next(config for limit, config in (fp32 if problem.itemsize > 2 else table) if widest <= limit)
+    return config._replace(tma=config.tma and problem.aligned)
 
 
-def forward(problem: Problem, *, keys: int) -> LaunchConfig:
-    """Tiles of the forward kernel.
-
-    >>> forward(Problem(head_dim=96, value_dim=96, itemsize=2, causal=True, plain=True, arch=90), keys=8192)
-    LaunchConfig(block_m=128, block_n=128, stages=3, warps=8)
-    """
-    table = FORWARD_CAUSAL if problem.causal else FORWARD_FULL
-    if problem.itemsize > 2:
-        table = FORWARD_FP32
-    elif not problem.plain or problem.arch not in (90, 100):
-        table = FORWARD_SMALL
-    elif keys <= SHORT:
-        table = FORWARD_SHORT
-    widest = max(problem.head_dim, problem.value_dim)
-    return next(config for limit, config in table if widest <= limit)
+def power_of_two(n: int) -> int:
+    """The least that holds ``n``, and that a product takes: at least 16."""
+    return max(16, 1 << (n - 1).bit_length())
 
 
 def head_split(d: int) -> tuple[int, int]:
@@ -123,9 +128,9 @@ def head_split(d: int) -> tuple[int, int]:
     >>> head_split(192), head_split(80), head_split(59), head_split(128), head_split(8)
     ((128, 64), (64, 16), (64, 0), (128, 0), (16, 0))
     """
-    above = max(16, 1 << (d - 1).bit_length())
+    above = power_of_two(d)
     main, rest = above // 2, d - above // 2
-    tail = max(16, 1 << (rest - 1).bit_length()) if rest > 0 else 0
+    tail = power_of_two(rest) if rest > 0 else 0
     return (main, tail) if d > 16 and main + tail < above else (above, 0)
 
 

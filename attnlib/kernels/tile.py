@@ -10,7 +10,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # Parameters whose divisibility decides nothing, and must not compile a kernel again.
 COUNTS = (
-    "lse_b", "lse_h", "slopes_b", "dslopes_b", "dslopes_h", "dlse_b", "dlse_h", "dlse_s", "batch", "heads", "kv_heads",
+    "slopes_b", "dslopes_b", "dslopes_h", "dlse_b", "dlse_h", "dlse_s", "batch", "heads", "kv_heads",
     "group", "s", "t", "section", "left", "right", "prefix", "threshold",
 )  # fmt: skip
 
@@ -28,6 +28,12 @@ def load_rows(ptr, row, rows, columns, stride, end, WIDTH: tl.constexpr, MASKED:
         return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
     else:
         return tl.load(at)
+
+
+@triton.jit
+def load_block(desc, sequence, row, head, column, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows from ``row`` on, of one head, by a descriptor of ``[b, t, h, d]``: addresses that take no registers."""
+    return desc.load([tl.cast(sequence, tl.int32), row.to(tl.int32), head.to(tl.int32), column]).reshape(ROWS, WIDTH)
 
 
 @triton.jit

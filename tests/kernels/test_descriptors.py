@@ -1,0 +1,65 @@
+"""Loads by descriptors: the same bits as loads by pointers, and only where addresses allow them."""
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from kernel_helpers import DEVICE
+
+from attnlib import CAUSAL, FULL, attention_with_lse, sliding, varlen_attention_with_lse
+from attnlib.backends import _plans
+from attnlib.kernels import launch
+
+
+def gradients(tensors, tma, monkeypatch, mask, cu=None):
+    """Output, LSE and gradients with small tiles, which descriptors load or not."""
+    tiles = launch.LaunchConfig(32, 16, 1, 4, tma)
+    monkeypatch.setattr(launch, "forward", lambda problem, *, keys: tiles._replace(tma=tma and problem.aligned))
+    for name in ("backward_keys", "backward_queries"):
+        monkeypatch.setattr(launch, name, lambda problem: tiles._replace(tma=tma and problem.aligned))
+    _plans.forward.cache_clear()
+    _plans.backward.cache_clear()
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    if cu is None:
+        out, lse = attention_with_lse(*leaves, mask=mask, backend="triton")
+    else:
+        offsets = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+        out, lse = varlen_attention_with_lse(*leaves, **offsets, mask=mask, backend="triton")
+    return out.detach(), lse.detach(), *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(40)], ids=str)
+@pytest.mark.parametrize(("h", "g", "d", "e"), [(2, 2, 16, 16), (4, 1, 48, 32), (2, 1, 40, 24)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_bits_are_those_of_pointers(packed, h, g, d, e, mask, monkeypatch):
+    tensors = [torch.randn(2, 90, n, width, device=DEVICE).half() for n, width in ((h, d), (g, d), (g, e))]
+    cu = torch.tensor([0, 37, 90], dtype=torch.int32, device=DEVICE) if packed else None
+    tensors = [x[0] for x in tensors] if packed else tensors
+    results = [gradients(tensors, tma, monkeypatch, mask, cu) for tma in (False, True)]
+    assert_same_bits(*zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("how", ["a fused projection", "heads first", "an odd address", "odd rows", "expanded heads"])
+def test_any_strides_and_addresses(how, monkeypatch):
+    """Where rows do not begin at multiples of 16 bytes, or do not advance, pointers load them."""
+    b, s, h, d = 2, 70, 2, 16
+    x = {
+        "a fused projection": torch.randn(b, s, 3 * h, d)[:, :, h : 2 * h],
+        "heads first": torch.randn(b, h, s, d).transpose(1, 2),
+        "an odd address": torch.randn(b * s * h * d + 1)[1:].view(b, s, h, d),
+        "odd rows": torch.randn(b, s, h, d + 1)[..., :d],
+        "expanded heads": torch.randn(b, s, 1, d).expand(b, s, h, d),
+    }[how]
+    moved = torch.empty_strided(x.shape, x.stride(), device=DEVICE) if how != "an odd address" else None
+    if moved is None:
+        moved = torch.empty(x.numel() + 1, device=DEVICE)[1:].view(x.shape)
+    (moved[:, :, :1] if how == "expanded heads" else moved).copy_(x[:, :, :1] if how == "expanded heads" else x)
+    seen = []
+    monkeypatch.setattr(_plans, "Launch", lambda *args: seen.append(args) or LAUNCH(*args))
+    ours = gradients((moved, moved, moved), True, monkeypatch, CAUSAL)
+    described = [any(args[-1]) for args in seen if len(args) > 5]
+    assert all(described) == (how in ("a fused projection", "heads first"))
+    assert len(set(described)) == 1
+    assert_same_bits(*zip(ours, gradients((moved.contiguous(),) * 3, False, monkeypatch, CAUSAL), strict=True))
+
+
+LAUNCH = _plans.Launch

@@ -1,0 +1,97 @@
+"""Attention under FlopCounterMode: as much as torch's own attention, packed and cached as their parts."""
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnlib import CAUSAL, KVCache, KVLayout, attention, cached_attention, sliding, varlen_attention
+
+
+def flops(call) -> tuple[int, int]:
+    """What torch counts of ``call()`` forward, and of its gradients."""
+    with FlopCounterMode(display=False) as counter:
+        out = call()
+        forward = counter.get_total_flops()
+        if out.requires_grad:
+            out.sum().backward()
+    return forward, counter.get_total_flops() - forward
+
+
+def torchs_own(q, k, v):
+    """torch's attention with gradients on meta tensors, of which it counts every pair."""
+    k, v = (x.expand(-1, -1, q.shape[-2] // x.shape[-2], -1, -1).flatten(2, 3) for x in (k[:, :, None], v[:, :, None]))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[0]
+
+
+@pytest.mark.parametrize(
+    ("b", "s", "t", "h", "g", "d", "e"),
+    [(2, 9, 9, 4, 4, 8, 8), (3, 1, 40, 8, 2, 64, 64), (1, 40, 7, 6, 1, 24, 16), (2, 0, 5, 2, 2, 8, 8)],
+)
+def test_flops_are_those_of_torchs_own_attention(b, s, t, h, g, d, e):
+    tensors = [torch.empty(b, *shape, device="meta", requires_grad=True) for shape in ((s, h, d), (t, g, d), (t, g, e))]
+    expected = flops(lambda: torchs_own(*tensors))
+    assert flops(lambda: attention(*tensors, mask=CAUSAL)) == expected
+    assert flops(lambda: attention(*tensors, mask=sliding(3), softcap=2.0)) == expected
+    assert expected[1] > expected[0] or s == 0
+
+
+def test_flops_of_a_packed_call_are_those_of_its_sequences():
+    q, k, v = (torch.randn(9, h, 8, requires_grad=True) for h in (4, 2, 2))
+    of_q, of_k = (torch.tensor(cuts, dtype=torch.int32) for cuts in ([0, 2, 2, 7], [0, 1, 4, 9]))
+    call = partial(varlen_attention, q, k, v, cu_seqlens_q=of_q, mask=CAUSAL)
+    apart = [flops(lambda s=s, t=t: attention(q[None, :s], k[None, :t], v[None, :t], mask=CAUSAL))
+             for s, t in ((2, 1), (0, 3), (5, 5))]  # fmt: skip
+    assert flops(lambda: call(cu_seqlens_k=of_k)) == tuple(map(sum, zip(*apart, strict=True)))
+    square = flops(lambda: attention(q[None, :2], k[None, :2], v[None, :2], mask=CAUSAL)), apart[2]
+    assert flops(lambda: call(cu_seqlens_k=of_q)) == tuple(map(sum, zip(*square, strict=True)))
+
+
+@pytest.mark.parametrize(("longest", "keys"), [(None, 9), (4, 4)])
+def test_flops_of_a_fake_packed_call_are_as_if_every_sequence_were_the_longest(longest, keys):
+    with FakeTensorMode():
+        q, k, v = (torch.randn(9, h, 8, requires_grad=True) for h in (4, 2, 2))
+        of_q, of_k = (torch.zeros(4, dtype=torch.int32) for _ in range(2))
+        options = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "max_seqlen_k": longest, "mask": CAUSAL}
+        dense = flops(lambda: attention(q[None], k[None, :keys], v[None, :keys], mask=CAUSAL))
+        assert flops(lambda: varlen_attention(q, k, v, **options)) == dense
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", [KVLayout.grouped(2, 8, 5), KVLayout.latent(8, 4)])
+def test_flops_over_a_cache_are_those_over_its_keys(layout):
+    cache = KVCache.paged([layout], pages=16, page_size=4, max_sequences=2)
+    long, short = cache.admit(2)
+    width = layout.dim + layout.tail
+
+    def dense(s, t):
+        shapes = ((1, s, 4, width), (1, t, layout.heads, width), (1, t, layout.heads, layout.value_dim))
+        return flops(lambda: attention(*(torch.randn(shape) for shape in shapes), mask=CAUSAL))[0]
+
+    for tokens, expected in (({long: 7, short: 2}, dense(7, 7) + dense(2, 2)), (1, dense(1, 8) + dense(1, 3))):
+        with cache.step(tokens) as (kv,):
+            q = torch.randn(*((2, 1) if tokens == 1 else (9,)), 4, width)
+            lead = q.shape[:-2]
+            new = (torch.randn(*lead, 8), torch.randn(*lead, 4))
+            if not layout.is_latent:
+                new = (torch.randn(*lead, 2, 8), torch.randn(*lead, 2, 5))
+            view = kv.append(*new)
+            assert flops(lambda: cached_attention(q, view, mask=CAUSAL))[0] == expected  # noqa: B023
+
+
+def test_flops_are_counted_if_the_counter_is_imported_later():
+    code = """
+import sys, torch, attnlib
+assert "torch.utils.flop_counter" not in sys.modules
+from torch.utils.flop_counter import FlopCounterMode
+q = torch.randn(1, 3, 2, 8)
+with FlopCounterMode(display=False) as counter:
+    attnlib.attention(q, q, q, mask=attnlib.FULL)
+assert counter.get_total_flops() == 2 * 2 * 3 * 3 * (8 + 8), counter.flop_counts
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
