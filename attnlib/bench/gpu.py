@@ -1,116 +1,164 @@
-"""The GPU cases: our forward against torch's fused attentions and FlexAttention, timed in turns in one run."""
+"""The GPU benchmark: its tables, chosen, filled and written one after another."""
 
-from collections.abc import Callable, Iterator
-from statistics import median
+import shlex
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
 
-from ..functional import attention
-from ..mask import CAUSAL, FULL
-
-
-class Case(NamedTuple):
-    """Self-attention in bf16: batch, query and KV heads, tokens, channels of keys and of values."""
-
-    name: str
-    batch: int
-    heads: int
-    kv_heads: int
-    tokens: int
-    dim: int
-    value_dim: int
-    causal: bool
-
-    @property
-    def flops(self) -> float:
-        """Of the forward pass, halved when causal, as the FlashAttention papers count."""
-        pairs = self.batch * self.heads * self.tokens**2
-        return 2 * pairs * (self.dim + self.value_dim) / (2 if self.causal else 1)
+from . import memory, overhead, speed
+from .place import Place
+from .plots import draw
+from .race import Failure, attempt
+from .report import Report, Row, Table, markdown
 
 
-CASES = (
-    Case("d128 full 8k", 2, 16, 16, 8192, 128, 128, False),
-    Case("d128 causal 8k", 2, 16, 16, 8192, 128, 128, True),
-    Case("d64 full 8k", 2, 32, 32, 8192, 64, 64, False),
-    Case("d64 causal 8k", 2, 32, 32, 8192, 64, 64, True),
-    Case("d256 causal 8k", 2, 8, 8, 8192, 256, 256, True),
-    Case("GQA 32/8 d128 causal 4k", 4, 32, 8, 4096, 128, 128, True),
-    Case("d128 causal 1k", 16, 16, 16, 1024, 128, 128, True),
-    Case("d128 causal 32k", 1, 16, 16, 32768, 128, 128, True),
-    Case("MLA 192/128 causal 8k", 2, 16, 16, 8192, 192, 128, True),
+class Group(NamedTuple):
+    """Tables that one function fills together, given a place and those of them that are wanted."""
+
+    fill: Callable[[Place, Sequence[Table]], speed.Rows]
+    tables: tuple[Table, ...]
+    asked: bool = False  # left out unless it is asked for by name
+
+
+def _growing(name: str, title: str, what: str) -> Table:
+    return Table(name, f"48 heads of 64 channels, {title}, bf16", "TFLOP/s", what, growing=True)
+
+
+GROUPS = (
+    Group(
+        speed.training,
+        (
+            Table("forward", "Forward, bf16", "TFLOP/s", "forward"),
+            Table("backward", "Backward, bf16", "TFLOP/s", "backward"),
+        ),
+    ),
+    Group(
+        speed.long,
+        (Table("long", "Forward and backward of long sequences, 16 heads d128 causal, bf16", "ms", "both", True),),
+    ),
+    Group(speed.varlen, (Table("varlen", "Packed sequences against a batch, 16 heads d128 causal, bf16", "TFLOP/s"),)),
+    Group(speed.window, (Table("window", "A sliding window against all earlier keys, 16 heads d128, bf16", "ms"),)),
+    Group(speed.grouped, (Table("gqa", "Grouped against as many KV heads, d128 causal, bf16", "ms"),)),
+    Group(
+        speed.passes,
+        (Table("passes", "The backward in two passes (ours) and in one with fp32 atomics", "ms", "backward"),),
+    ),
+    Group(overhead.rows, (Table("launch", "CPU time of a small call, bf16", "us"),)),
+    Group(
+        memory.rows,
+        (
+            Table(
+                "memory",
+                "Peak memory of forward and backward beyond q, k, v and dout, 16 heads d128 causal, bf16",
+                "MiB",
+                "both",
+                growing=True,
+            ),
+        ),
+    ),
+    Group(
+        speed.growing,
+        (
+            _growing("growing", "causal forward", "forward"),
+            _growing("growing-training", "causal forward + backward", "both"),
+        ),
+    ),
+    Group(
+        speed.growing_full,
+        (
+            _growing("full", "full forward", "forward"),
+            _growing("full-training", "full forward + backward", "both"),
+        ),
+        asked=True,
+    ),
 )
-PEERS = ("cuDNN", "FA2", "Flex")
 
 
-class Row(NamedTuple):
-    """TFLOP/s of ours and of each peer; None where a peer refuses."""
+def choose(names: Sequence[str]) -> list[tuple[Group, tuple[Table, ...]]]:
+    """The groups of the named tables, with those tables; without names, all that need not be asked for.
 
-    case: Case
-    ours: float
-    peers: dict[str, float | None]
-
-
-def rows() -> Iterator[Row]:
-    """Every case, after checking that every peer computes the same."""
-    for case in CASES:
-        q, k, v = _tensors(case)
-        ours = lambda q=q, k=k, v=v, case=case: attention(q, k, v, mask=CAUSAL if case.causal else FULL)  # noqa: E731
-        calls = {"ours": ours} | {name: peer for name in PEERS if (peer := _peer(name, case, q, k, v)) is not None}
-        for name, call in calls.items():
-            error = (call().float() - ours().float()).norm() / ours().float().norm()
-            if not error < 1e-2:
-                raise RuntimeError(f"{case.name}: {name} differs from ours by {error:.1e}")
-        speed = {name: case.flops / seconds / 1e12 for name, seconds in _in_turns(calls).items()}
-        yield Row(case, speed["ours"], {name: speed.get(name) for name in PEERS})
-        torch._dynamo.reset()
+    Raises:
+        ValueError: no table is called so.
+    """
+    known = [table.name for group in GROUPS for table in group.tables]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--only: expected some of {', '.join(known)}, got {', '.join(unknown)}")
+    chosen = []
+    for group in GROUPS:
+        wanted = tuple(t for t in group.tables if t.name in names or not (names or group.asked))
+        if wanted:
+            chosen.append((group, wanted))
+    return chosen
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as a Markdown table, with our speed as a ratio to each peer's."""
-    lines = [f"| bf16 forward | ours, TFLOP/s | {' | '.join(PEERS)} |", "|---|---:|" + "---:|" * len(PEERS)]
-    for row in rows:
-        cells = [f"{speed:.0f} ({row.ours / speed:.2f}x)" if speed else "refuses" for speed in row.peers.values()]
-        lines.append(f"| {row.case.name} | {row.ours:.0f} | {' | '.join(cells)} |")
+def listing() -> str:
+    """The tables, one a line."""
+    lines = [
+        f"  {table.name:17} {table.title}, {table.unit}{' (only when asked for)' if group.asked else ''}"
+        for group in GROUPS
+        for table in group.tables
+    ]
     return "\n".join(lines)
 
 
-def _tensors(case: Case) -> list[Tensor]:
-    sizes = ((case.heads, case.dim), (case.kv_heads, case.dim), (case.kv_heads, case.value_dim))
-    return [torch.randn(case.batch, case.tokens, *size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+def run(place: Place, names: Sequence[str], folder: Path) -> int:
+    """Fill the chosen tables and write them into ``folder``; returns 1 if ours failed anywhere, else 0."""
+    chosen = choose(names)
+    torch.manual_seed(0)
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
+
+    report = Report(folder, facts(place, names), say)
+    print(", ".join(report.facts.values()), flush=True)
+    for group, tables in chosen:
+        ended = attempt(_fill, report, place, group, tables)
+        if isinstance(ended, Failure):
+            for table in tables:
+                report.add(table, Row("the rest", {"ours": ended}))
+        for table in tables:
+            print(f"\n{markdown(table, report.tables[table], report.facts)}", flush=True)
+        _draw(report, tables)
+    failed = [f"{table.name}, {row.name}" for table, rows in report.tables.items() for row in rows if row.failed]
+    say(f"done; the tables are in {folder}" + (f"; ours failed: {'; '.join(failed)}" if failed else ""))
+    return int(bool(failed))
 
 
-def _peer(name: str, case: Case, *tensors: Tensor) -> Callable[[], Tensor] | None:
-    """The peer's call, on tensors with heads first as it wants them; None if it refuses the case."""
-    q, k, v = (x.transpose(1, 2).contiguous() for x in tensors)
-    grouped = case.heads != case.kv_heads
-    if name == "Flex":
-        compiled = torch.compile(flex_attention, dynamic=False)
-        sizes = {"Q_LEN": case.tokens, "KV_LEN": case.tokens, "device": "cuda"}
-        block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, **sizes) if case.causal else None
-        return lambda: compiled(q, k, v, block_mask=block_mask, enable_gqa=grouped).transpose(1, 2)
-    if name == "FA2" and case.dim != case.value_dim:
-        return None
-    backend = SDPBackend.CUDNN_ATTENTION if name == "cuDNN" else SDPBackend.FLASH_ATTENTION
-
-    def call() -> Tensor:
-        with sdpa_kernel(backend):
-            out = scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=grouped)
-        return out.transpose(1, 2)
-
-    return call
+def _fill(report: Report, place: Place, group: Group, tables: Sequence[Table]) -> None:
+    for table, row in group.fill(place, tables):
+        report.add(table, row)
 
 
-def _in_turns(calls: dict[str, Callable], rounds: int = 5) -> dict[str, float]:
-    """Median seconds of each call over rounds in which all take turns: clocks drift under load."""
-    from triton.testing import do_bench
+def _draw(report: Report, tables: Iterable[Table]) -> None:
+    if find_spec("matplotlib") is None:
+        report.say("no pictures without matplotlib: pip install 'attnlib[demo]'")
+        return
+    for table in tables:
+        drawn = attempt(draw, table, report.tables[table], report.folder / f"{table.name}.png")
+        if isinstance(drawn, Failure):
+            report.say(f"no picture of {table.name}: {drawn}")
 
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(do_bench(call, warmup=10, rep=40, return_mode="median") / 1e3)
-    return {name: median(taken) for name, taken in times.items()}
+
+def facts(place: Place, names: Sequence[str]) -> dict[str, str]:
+    """The command, what it ran on, and when."""
+    only = ["--only", ",".join(names)] if names else []
+    cuda = place.device == "cuda"
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "absent"
+    return {
+        "command": shlex.join(["python", "-m", "attnlib", "bench", "--gpu", *only]),
+        "device": torch.cuda.get_device_name() if cuda else place.device,
+        "torch": f"torch {torch.__version__}",
+        "triton": f"triton {triton}",
+        "cuDNN": f"cuDNN {torch.backends.cudnn.version() if cuda else 'absent'}",
+        "date": date.today().isoformat(),
+    }

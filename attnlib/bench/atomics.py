@@ -1,0 +1,122 @@
+"""FlashAttention-2's backward in one pass, kept only for comparison: it adds dq up in memory, by fp32 atomics.
+
+Its five products a tile are two fewer than those of the two passes in :mod:`attnlib.kernels.backward`, and the order of
+its sums, hence the last bits of dq, change from run to run. Plain self-attention alone: full or causal, as many KV
+heads as query heads, one head dimension, a power of two.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..functional import attention_with_lse
+from ..kernels.backward import prepare
+from ..kernels.launch import LaunchConfig
+from ..kernels.tile import LOG2E, block_at, load_rows, split, store_rows
+from ..mask import CAUSAL, FULL, Mask
+
+# By bytes of a number, and by the widest head; more keys mean fewer additions. sm_90, compiled by triton 3.6 and 3.7.
+LARGE = (
+    (2, 64, LaunchConfig(64, 128, 2, 8)),
+    (2, 128, LaunchConfig(64, 128, 2, 8)),  # spills 144 to 264 bytes; 32 x 128 none, but leaves the wgmma instructions
+    (4, 128, LaunchConfig(32, 64, 1, 8)),
+)
+SMALL = (
+    (2, 64, LaunchConfig(64, 64, 2, 4)),
+    (2, 128, LaunchConfig(64, 64, 2, 8)),
+    (4, 128, LaunchConfig(16, 32, 1, 4)),
+)
+
+
+@triton.jit(do_not_specialize=["heads", "s"])
+def backward_once(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, heads, s, scale,
+    D: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes dk and dv and adds to dq (fp32, zeros before, not scaled yet), all ``[b, s, h, d]`` and contiguous.
+
+    One program for each block of keys, head and sequence; tiles are transposed, ``[BLOCK_N, BLOCK_M]``.
+    """
+    blocks = tl.cdiv(s, BLOCK_N)
+    pair, n0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK_N
+    base, row = (pair // heads * s * heads + pair % heads) * D, heads * D
+    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
+    k = load_rows(k_ptr + base, n0, n, d, row, s, D, True)
+    v = load_rows(v_ptr + base, n0, n, d, row, s, D, True)
+    dk = tl.zeros([BLOCK_N, D], tl.float32)
+    dv = tl.zeros([BLOCK_N, D], tl.float32)
+
+    low, all_low = 0, 0
+    if CAUSAL:
+        low, all_low = n0, n0 + BLOCK_N - 1
+    all_low = tl.where(n0 + BLOCK_N > s, s, all_low)
+    first, before, clear, masked = split(low, s, all_low, s, BLOCK_M)
+    for MASKED in tl.static_range(2):
+        for block in tl.range(0, masked if MASKED else clear, num_stages=STAGES):
+            m0 = block_at(block, first, before, clear, MASKED) * BLOCK_M
+            inside = m0 + m < s
+            q = load_rows(q_ptr + base, m0, m, d, row, s, D, MASKED)
+            dout = load_rows(dout_ptr + base, m0, m, d, row, s, D, MASKED)
+            lse2 = tl.load(lse2_ptr + pair * s + m0 + m, mask=inside, other=0.0)
+            delta = tl.load(delta_ptr + pair * s + m0 + m, mask=inside, other=0.0)
+            weights = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * (scale * LOG2E) - lse2[None, :])
+            if MASKED:
+                seen = inside[None, :] & (n0 + n < s)[:, None]
+                if CAUSAL:
+                    seen = seen & ((n0 + n)[:, None] <= (m0 + m)[None, :])
+                weights = tl.where(seen, weights, 0.0)
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            dp = tl.dot(v, dout.T, input_precision=PRECISION)
+            ds = (weights * (dp - delta[None, :])).to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+            at = dq_ptr + base + tl.cast(m0, tl.int64) * row + (m[:, None] * row + d[None, :])
+            tl.atomic_add(at, tl.dot(ds.T, k, input_precision=PRECISION), mask=inside[:, None], sem="relaxed")
+
+    store_rows(dk_ptr + base, dk * scale, n0, n, d, row, s, D)
+    store_rows(dv_ptr + base, dv, n0, n, d, row, s, D)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, tiles: tuple = LARGE) -> Tensor:
+    """:func:`attnlib.attention` on the Triton backend, with the backward in one pass.
+
+    Raises:
+        NotImplementedError: not the plain self-attention that this is for.
+    """
+    d, itemsize = q.shape[-1], q.element_size()
+    config = next((config for size, widest, config in tiles if size == itemsize and d <= widest), None)
+    if mask not in (FULL, CAUSAL) or not q.shape == k.shape == v.shape or config is None or d not in (16, 32, 64, 128):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise NotImplementedError(
+            f"one pass: for full or causal attention of equal heads alone, got {mask} of {shapes}"
+        )
+    return _OnePass.apply(q.contiguous(), k.contiguous(), v.contiguous(), mask, config)
+
+
+class _OnePass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, mask, config):
+        out, lse = attention_with_lse(q, k, v, mask=mask, backend="triton")
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mask, ctx.config = mask, config
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        (b, s, h, d), dout, config = q.shape, dout.contiguous(), ctx.config
+        dq, dk, dv = torch.zeros_like(q, dtype=torch.float32), torch.empty_like(k), torch.empty_like(v)
+        lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+        strides = q.stride()[:3]
+        with torch.cuda.device_of(q):
+            prepare[(-(-s // 32) * b * h,)](
+                q, out, dout, lse, None, lse2, delta, *strides, *strides, *strides, 0, 0, 0, h, s,
+                D=d, D_ALL=d, E=d, E_MAIN=d, DLSE=False, SOFTCAP=False, BLOCK_M=32,
+            )  # fmt: skip
+            backward_once[(-(-s // config.block_n) * b * h,)](
+                q, k, v, dout, lse2, delta, dq, dk, dv, h, s, d**-0.5,
+                D=d, CAUSAL=ctx.mask == CAUSAL, BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages,
+                PRECISION="ieee", num_warps=config.warps, num_stages=config.stages,
+            )  # fmt: skip
+        return dq.mul_(d**-0.5).to(q.dtype), dk, dv, None, None

@@ -1,0 +1,85 @@
+"""Where contenders run, and how their time and memory are taken: a GPU, or in tests a CPU."""
+
+import gc
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+L2 = 256 << 20  # bytes that are written before every call, more than any GPU's L2 cache holds
+MOST = 100  # calls in one turn
+
+
+class Place(NamedTuple):
+    """A device and the backend that ours runs on there.
+
+    ``seconds(call)`` is the time of one call, ``peak(call)`` the most bytes that it held beyond those held before it.
+    """
+
+    device: str
+    backend: str
+    seconds: Callable[[Callable], float]
+    peak: Callable[[Callable], int]
+    synchronize: Callable[[], None]
+    rounds: int = 5
+
+    def tidy(self) -> None:
+        """Give back the memory that nobody holds any more."""
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def cuda() -> Place:
+    """The current CUDA device.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("no CUDA device; `python -m attnlib bench` times the CPU cases")
+    return Place("cuda", "triton", gpu_seconds, gpu_peak, torch.cuda.synchronize)
+
+
+def gpu_seconds(call: Callable, budget: float = 0.03) -> float:
+    """Median seconds on the GPU of about ``budget`` seconds of calls, at least one, each with a cold L2 cache."""
+    first = _events(call, 1)[0]
+    return first if first > budget else median(_events(call, min(MOST, max(3, int(budget / first)))))
+
+
+def _events(call: Callable, calls: int) -> list[float]:
+    """Seconds between events before and after each call; writing over the cache gives the CPU time to run ahead."""
+    cache = torch.empty(L2, dtype=torch.int8, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
+    torch.cuda.synchronize()
+    for before, after in events:
+        cache.zero_()
+        before.record()
+        call()
+        after.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in events]
+
+
+def gpu_peak(call: Callable) -> int:
+    """The most bytes that a call held beyond those held before it, as torch's allocator counts."""
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - held
+
+
+def host_seconds(call: Callable, synchronize: Callable[[], None], *, calls: int = 50) -> float:
+    """Seconds of CPU time that a call takes to come back; so few are queued that none waits for the device."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    taken = time.perf_counter() - start
+    synchronize()
+    return taken / calls
