@@ -13,7 +13,7 @@ class Backend(NamedTuple):
 
     ``unsupported`` lists why a spec cannot run, ``slow`` why it would copy K or V, materialise scores or wait for
     the device; both look at the spec alone. The rest run ``(q, k, v, spec, terms)`` or ``(q, kv, spec, terms)`` to
-    ``(out, lse)``.
+    ``(out, lse)``. ``repeated`` gives a quicker way to run such a dense call again, or None.
     """
 
     name: str
@@ -21,11 +21,13 @@ class Backend(NamedTuple):
     slow: Callable[[AttentionSpec], list[str]]
     attention: Callable
     cached_attention: Callable
+    repeated: Callable = lambda *call: None
 
 
-PREFERENCE = tuple(
-    Backend(name, module.unsupported, module.slow, module.attention, module.cached_attention)
-    for name, module in (("triton", _triton), ("torch", _torch), ("reference", _reference))
+PREFERENCE = (
+    Backend("triton", _triton.unsupported, _triton.slow, _triton.attention, _triton.cached_attention, _triton.repeated),
+    Backend("torch", _torch.unsupported, _torch.slow, _torch.attention, _torch.cached_attention),
+    Backend("reference", _reference.unsupported, _reference.slow, _reference.attention, _reference.cached_attention),
 )
 
 

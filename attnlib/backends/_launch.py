@@ -27,7 +27,8 @@ class Launch:
         from triton import knobs
 
         self.kernel, self.programs, self.numbers, self.blocks = kernel, programs, numbers, blocks
-        constants = constants | {"TMA": any(blocks), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+        self.tma = any(blocks)
+        constants = constants | {"TMA": self.tma, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
         constants |= {"STAGES": config.stages}
         self.constants = {name: constants[name] for name in kernel.arg_names if name in constants}
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
@@ -59,7 +60,7 @@ class Launch:
         run(self.programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
     def _descriptors(self, tensors: tuple[Tensor | None, ...]) -> tuple:
-        if not any(self.blocks):
+        if not self.tma:
             return self.blocks
         from triton.tools.tensor_descriptor import TensorDescriptor
 

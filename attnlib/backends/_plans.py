@@ -51,12 +51,16 @@ def layout(x: Tensor | None) -> tuple | None:
     return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
+def aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether all begin at multiples of 16 bytes."""
+    return (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
+
+
 def call(q: Tensor, k: Tensor, v: Tensor, terms: tuple[Tensor | None, ...], numbers: tuple) -> tuple:
     """The Call of an operator's arguments, as a plain tuple; ``numbers`` are those of its schema."""
     tf32 = q.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
     terms = terms if terms == NO_TERMS else tuple(map(layout, terms))
-    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
-    return (q.device, tf32, aligned, layout(q), layout(k), layout(v), terms, *numbers)
+    return (q.device, tf32, aligned(q, k, v), layout(q), layout(k), layout(v), terms, *numbers)
 
 
 class _Shapes:
@@ -130,7 +134,7 @@ def forward(call: tuple, tiles: LaunchConfig | None = None, arch: int | None = N
     from ..kernels.forward import forward
 
     x = _Shapes(Call(*call), arch)
-    tiles = tiles or launch.forward(x.problem, keys=x.t)
+    tiles = tiles or launch.forward(x.problem, keys=x.t // max(1, x.batch) if x.packed else x.t)
     numbers = (*x.strides(x.q, x.k, x.v, x.out), *x.scores_strides, *x.counts, *x.lengths(x.h), *x.scalars)
     programs = x.pairs(x.h) * x.blocks(x.s, tiles.block_m)
     return Launch(forward, programs, numbers, x.constants, tiles, x.descriptors(tiles, tiles.block_n, "k", "v"))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..cache.layout import KVView
 from ..kernels.launch import WIDEST, WIDEST_BACKWARD
+from ..repeats import Run, unwatched
 from ..spec import AttentionSpec
 from ..terms import Terms
 from . import _plans
@@ -52,27 +53,33 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms
     numbers = (mask.left, mask.right, mask.prefix, terms.scale, terms.softcap, *terms[9:])
     if spec.grad:
         return Attention.apply("triton", q, k, v, *terms[2:9], numbers)
-    forward = _forward if _unwatched(q, k, v) else torch.ops.attnlib.triton_forward
+    forward = _forward if unwatched(q, k, v) else torch.ops.attnlib.triton_forward
     return forward(q, k, v, *terms[2:9], *numbers)
+
+
+def repeated(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms) -> Run | None:
+    """What runs a call without tensor terms again, on tensors of the same layouts."""
+    if spec.strided or spec.dtype == torch.float32:  # whose products torch's settings decide
+        return None
+    mask = spec.mask
+    numbers = (mask.left, mask.right, mask.prefix, terms.scale, terms.softcap, *terms[9:])
+    extras = (*_plans.NO_TERMS, *numbers)
+    launch = _plans.forward(_plans.call(q, k, v, _plans.NO_TERMS, numbers))
+    (b, s, h, _), e = q.shape, v.shape[-1]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if q.device.index != torch._C._cuda_getDevice() or (launch.tma and not _plans.aligned(q, k, v)):
+            return _forward(q, k, v, *extras)
+        out, lse = q.new_empty((b, s, h, e)), q.new_empty((b, h, s), dtype=torch.float32)
+        launch(q, k, v, out, lse, *_plans.NO_TERMS)
+        return out, lse
+
+    return run
 
 
 def cached_attention(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:
     """Refused by ``unsupported``."""
     raise NotImplementedError("triton: cached attention has no kernel yet")
-
-
-def _unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nobody follows operators: no compiler, tracer, mode, transform, profiler or subclass of Tensor.
-
-    Then a call may skip torch's dispatcher, which takes longer than all the rest of it.
-    """
-    return type(q) is type(k) is type(v) is Tensor and not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
-    )
 
 
 def _forward(q, k, v, *extras):

@@ -3,6 +3,7 @@
 import pytest
 from kernel_helpers import INTERPRETED
 
+from attnlib import repeats
 from attnlib.backends import _plans
 
 
@@ -11,6 +12,7 @@ def _plans_anew():
     """Tests put other tiles into the tables."""
     _plans.forward.cache_clear()
     _plans.backward.cache_clear()
+    repeats.forget()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark

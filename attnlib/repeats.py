@@ -1,0 +1,78 @@
+"""Calls that repeat: on a GPU, without gradients, the same shapes run again what the first call of them found."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .mask import Mask
+from .terms import Terms
+
+Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+LIMIT = 4096  # calls remembered, before all are forgotten
+FLOATS, NAMES = (float, type(None)), (str, type(None))
+
+_runs: dict[tuple, Run] = {}
+
+
+def unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nobody follows operators: no compiler, tracer, mode, transform, profiler or subclass of Tensor.
+
+    Then a call may skip torch's dispatcher, which takes longer than all the rest of it.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or type(q) is not Tensor
+        or type(k) is not Tensor
+        or type(v) is not Tensor
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()
+    )
+
+
+def key(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, name: str | None) -> tuple | None:
+    """All that a call depends on but the tensors' values; None if it may not be remembered."""
+    if (
+        torch.compiler.is_compiling()
+        or not (isinstance(q, Tensor) and q.is_cuda)
+        or kind != "dense"
+        or type(mask) is not Mask
+        or not unwatched(q, k, v)
+        or not (q.layout is k.layout is v.layout is torch.strided)
+        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or torch.is_autocast_enabled("cuda")
+        or forward_ad._current_level >= 0
+        or q.is_nested
+        or k.is_nested
+        or v.is_nested
+    ):
+        return None
+    scale, softcap, slopes, sinks, starts, ends, _, _, seed, dropout_p, _, _ = terms
+    if not (slopes is sinks is starts is ends is seed is None and dropout_p == 0 and type(dropout_p) is float):
+        return None
+    # 1, 1.0 and True would be one key, and not all of them are what a call takes.
+    if not (type(scale) in FLOATS and type(softcap) in FLOATS and type(name) in NAMES):
+        return None
+    layouts = (q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype)
+    return (q.get_device(), k.get_device(), v.get_device(), *layouts, mask, scale, softcap, name)
+
+
+def find(key: tuple | None) -> Run | None:
+    """What ran the first call of this key."""
+    return None if key is None else _runs.get(key)
+
+
+def remember(key: tuple | None, run: Run | None) -> None:
+    """Run calls of this key by ``run`` from now on."""
+    if key is not None and run is not None:
+        if len(_runs) >= LIMIT:
+            _runs.clear()
+        _runs[key] = run
+
+
+def forget() -> None:
+    """Forget all calls; for those who change what decides a call, such as the launch tables."""
+    _runs.clear()

@@ -1,0 +1,97 @@
+"""A call that repeats on a GPU runs what the first found: the same bits, and anew wherever something differs."""
+
+import pytest
+import torch
+from helpers import assert_same_bits
+
+from attnlib import CAUSAL, FULL, attention, attention_with_lse, repeats, sliding
+from attnlib.terms import Terms
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture(autouse=True)
+def _forgotten():
+    repeats.forget()
+    yield
+    repeats.forget()
+
+
+def tensors(*, dtype=torch.bfloat16, tokens=300):
+    return [torch.randn(2, tokens, h, 64, device="cuda", dtype=dtype) for h in (4, 2, 2)]
+
+
+def key(q, k, v, mask=CAUSAL, *, terms=None, name=None):
+    return repeats.key("dense", q, k, v, mask, Terms() if terms is None else terms, name)
+
+
+def test_a_repeated_call_reads_the_new_tensors():
+    first, second = tensors(), tensors()
+    attention_with_lse(*first, mask=CAUSAL)
+    assert repeats.find(key(*second)) is not None
+    again = attention_with_lse(*second, mask=CAUSAL)
+    repeats.forget()
+    assert_same_bits(*zip(again, attention_with_lse(*second, mask=CAUSAL), strict=True))
+
+
+def test_what_differs_is_another_call():
+    q, k, v = tensors()
+    attention(q, k, v, mask=CAUSAL)
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    others = [
+        key(q, k, v, FULL),
+        key(q, k, v, sliding(9)),
+        key(q, k, v, terms=Terms(0.5)),
+        key(q, k, v, terms=Terms(None, 3.0)),
+        key(q, k, v, name="strict"),
+        key(q[:1], k[:1], v[:1]),
+        key(*heads_first),
+        key(q.half(), k.half(), v.half()),
+    ]
+    assert all(other is not None and repeats.find(other) is None for other in others)
+    assert len({key(q, k, v), *others}) == len(others) + 1
+
+
+def test_what_others_follow_or_decide_is_not_remembered():
+    q, k, v = tensors()
+    assert key(q, k, v) is not None
+    assert key(*(x.clone().requires_grad_() for x in (q, k, v))) is None
+    with torch.no_grad():
+        assert key(*(x.clone().requires_grad_() for x in (q, k, v))) is not None
+    assert key(torch.nn.Parameter(q, requires_grad=False), k, v) is None
+    with torch.autocast("cuda", torch.float16):
+        assert key(q, k, v) is None
+        assert attention(q.float(), k.float(), v.float(), mask=CAUSAL).dtype == torch.float16
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
+        assert key(q, k, v) is None
+    for terms in (Terms(dropout_p=0.1), Terms(2), Terms(True), Terms(sinks=torch.zeros(4, device="cuda"))):
+        assert key(q, k, v, terms=terms) is None
+    assert repeats.key("varlen", q, k, v, CAUSAL, Terms(), None) is None
+    assert key(q.cpu(), k.cpu(), v.cpu()) is None
+
+
+def test_wrong_calls_raise_however_often():
+    q, k, v = tensors()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="k: expected"):
+            attention(q, k[:, :, :, :32], v, mask=CAUSAL)
+        with pytest.raises(TypeError, match="k: expected"):
+            attention(q, k.half(), v, mask=CAUSAL)
+
+
+def test_an_address_that_descriptors_refuse():
+    """The same layout at an odd address: pointers load it."""
+    q, k, v = (torch.randn(1, 4096, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    attention(q, k, v, mask=CAUSAL)
+    odd = torch.empty(k.numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(k.shape).copy_(k)
+    torch.testing.assert_close(attention(q, odd, v, mask=CAUSAL), attention(q, k, v, mask=CAUSAL))
+
+
+def test_more_calls_than_are_remembered(monkeypatch):
+    monkeypatch.setattr(repeats, "LIMIT", 2)
+    q, k, v = tensors(tokens=9)
+    for n in (3, 4, 5, 3):
+        torch.testing.assert_close(
+            attention(q[:, :n], k[:, :n], v[:, :n], mask=CAUSAL), attention(q, k, v, mask=CAUSAL)[:, :n]
+        )
+    assert len(repeats._runs) <= 2
