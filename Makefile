@@ -5,8 +5,9 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OLDER := out/triton-3.6.0
 
-.PHONY: demo test lint bench bench-gpu clean
+.PHONY: demo test lint bench bench-gpu compile-quick compile-check clean
 
 # Train, decode and compare small language models.
 # Threads that wait asleep: beside other work on the same cores, spinning made training six times slower.
@@ -27,6 +28,19 @@ bench: $(READY)
 
 bench-gpu: $(READY)
 	$(BIN)/python -m attnlib bench --gpu $(ARGS)
+
+# Compile the launch tables' kernels for chips that need not be here, and hold them against docs/compiled.md.
+compile-quick: $(READY)
+	$(BIN)/python -m attnlib.bench.compiled
+
+# Compile more of them, with the Triton of torch 2.11 too, and write docs/compiled.md.
+compile-check: $(READY) $(OLDER)/.ready
+	code=0; for path in "" $(OLDER); do PYTHONPATH=$$path $(BIN)/python -m attnlib.bench.compiled --write || code=1; done; \
+	exit $$code
+
+$(OLDER)/.ready: | $(READY)
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(@D) triton==3.6.0
+	touch $@
 
 clean:
 	rm -rf $(VENV) out dist .pytest_cache .ruff_cache .hypothesis

@@ -23,7 +23,7 @@ def test_tiles_fit_into_shared_memory(arch, d, e, plain):
         loaded = [forward.block_m * sum(launch.head_split(d)) + forward.stages * forward.block_n * width]
         configs = [forward]
         if max(d, e) <= launch.WIDEST_BACKWARD:
-            owner, queries = launch.backward_keys(problem), launch.backward_queries(problem)
+            owner, queries = (f(problem, keys=keys) for f in (launch.backward_keys, launch.backward_queries))
             loaded.append(owner.block_n * width + owner.stages * owner.block_m * width)
             loaded.append(queries.block_m * width + queries.stages * queries.block_n * width)
             configs += [owner, queries]

@@ -1,7 +1,7 @@
 """A kernel with all its arguments but the tensors: launched once through Triton, and directly from then on.
 
 Triton finds out from every argument which binary to run, about 40 us for these kernels. Here a launch belongs to one
-set of shapes, and remembers. What it remembers is the one mutable state of the package.
+set of shapes, and remembers. What launches remember, and ``repeats``, is all the mutable state of the package.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,10 @@ from ..kernels.launch import LaunchConfig
 
 
 class Launch:
-    """``programs`` programs of a kernel on the current device, for tensors of the same shapes, strides and dtypes."""
+    """``programs`` programs of a kernel on the current device, for tensors of the same shapes, strides and dtypes.
+
+    ``blocks`` are what its descriptors load, the last parameters that are tensors: which tensor, rows and columns.
+    """
 
     def __init__(
         self,
@@ -62,14 +65,12 @@ class Launch:
     def _descriptors(self, tensors: tuple[Tensor | None, ...]) -> tuple:
         if not self.tma:
             return self.blocks
-        from triton.tools.tensor_descriptor import TensorDescriptor
+        return tuple(None if block is None else _descriptor(tensors[block[0]], *block[1:]) for block in self.blocks)
 
-        found = []
-        for block in self.blocks:
-            if block is not None:
-                which, rows, columns = block
-                x = tensors[which] if tensors[which].dim() == 4 else tensors[which][None]
-                found.append(TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, columns]))
-            else:
-                found.append(None)
-        return tuple(found)
+
+def _descriptor(x: Tensor, rows: int, columns: int):
+    """What loads blocks of one head of ``[b, t, h, d]``; a packed tensor is a batch of one."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    x = x if x.dim() == 4 else x[None]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, columns])

@@ -13,8 +13,6 @@ from ..spec import arch_of
 from ._launch import Launch
 
 PREPARED = LaunchConfig(32, 0, 1, 4)  # the first backward kernel, which has no keys
-
-
 NO_TERMS = (None,) * 7
 
 
@@ -74,6 +72,7 @@ class _Shapes:
         (self.s, self.h, d), (self.t, self.g), e = self.q.shape[-3:], self.k.shape[-3:-1], self.v.shape[-1]
         self.packed = cu_q is not None
         self.batch = cu_q[0][0] - 1 if self.packed else self.q.shape[0]
+        self.length = self.t // max(1, self.batch) if self.packed else self.t  # the mean of what is packed
         self.out = _contiguous((*self.q.shape[:-1], e), self.q.dtype)
         self.problem = launch.Problem(
             head_dim=d, value_dim=e, itemsize=self.q.dtype.itemsize, causal=call.right is not None, arch=arch,
@@ -134,7 +133,7 @@ def forward(call: tuple, tiles: LaunchConfig | None = None, arch: int | None = N
     from ..kernels.forward import forward
 
     x = _Shapes(Call(*call), arch)
-    tiles = tiles or launch.forward(x.problem, keys=x.t // max(1, x.batch) if x.packed else x.t)
+    tiles = tiles or launch.forward(x.problem, keys=x.length)
     numbers = (*x.strides(x.q, x.k, x.v, x.out), *x.scores_strides, *x.counts, *x.lengths(x.h), *x.scalars)
     programs = x.pairs(x.h) * x.blocks(x.s, tiles.block_m)
     return Launch(forward, programs, numbers, x.constants, tiles, x.descriptors(tiles, tiles.block_n, "k", "v"))
@@ -168,8 +167,8 @@ def backward(
     from ..kernels.backward import backward_keys, backward_queries, prepare
 
     x, dout = _Shapes(Call(*call), arch), Layout(*dout)
-    of_keys = tiles_of_keys or launch.backward_keys(x.problem)
-    of_queries = tiles_of_queries or launch.backward_queries(x.problem)
+    of_keys = tiles_of_keys or launch.backward_keys(x.problem, keys=x.length)
+    of_queries = tiles_of_queries or launch.backward_queries(x.problem, keys=x.length)
     rows, blocks = 1 if x.packed else x.batch, x.blocks(x.s, of_queries.block_m)
     dk, dv, dq = (_contiguous(y.shape, y.dtype) for y in (x.k, x.v, x.q))
     dlse_strides = (0,) * 3 if dlse is None else (0, *dlse[1]) if x.packed else dlse[1]

@@ -49,8 +49,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms
         q, k, v = (x.contiguous() if name in spec.strided else x for name, x in (("q", q), ("k", k), ("v", v)))
     if spec.kind == "varlen" and terms.cu_seqlens_k is terms.cu_seqlens_q:  # torch.compile passes a tensor once
         terms = terms._replace(cu_seqlens_k=None)
-    mask = spec.mask
-    numbers = (mask.left, mask.right, mask.prefix, terms.scale, terms.softcap, *terms[9:])
+    numbers = _numbers(spec, terms)
     if spec.grad:
         return Attention.apply("triton", q, k, v, *terms[2:9], numbers)
     forward = _forward if unwatched(q, k, v) else torch.ops.attnlib.triton_forward
@@ -61,8 +60,7 @@ def repeated(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms)
     """What runs a call without tensor terms again, on tensors of the same layouts."""
     if spec.strided or spec.dtype == torch.float32:  # whose products torch's settings decide
         return None
-    mask = spec.mask
-    numbers = (mask.left, mask.right, mask.prefix, terms.scale, terms.softcap, *terms[9:])
+    numbers = _numbers(spec, terms)
     extras = (*_plans.NO_TERMS, *numbers)
     launch = _plans.forward(_plans.call(q, k, v, _plans.NO_TERMS, numbers))
     (b, s, h, _), e = q.shape, v.shape[-1]
@@ -75,6 +73,12 @@ def repeated(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms)
         return out, lse
 
     return run
+
+
+def _numbers(spec: AttentionSpec, terms: Terms) -> tuple:
+    """Those of the operators' schema."""
+    mask = spec.mask
+    return (mask.left, mask.right, mask.prefix, terms.scale, terms.softcap, *terms[9:])
 
 
 def cached_attention(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:

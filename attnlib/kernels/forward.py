@@ -136,7 +136,7 @@ def forward(
             tl.store(lse_ptr + m0 + m, lse, mask=m0 + m < rows)
             acc *= (dropout_scale / total)[:, None]
             store_rows(out_ptr, acc, m0, m, e, out_s, rows, E)
-            spoiled = tl.max(tl.max((acc != acc).to(tl.int32), 1), 0)
+            spoiled = tl.max((acc != acc).to(tl.int32))
             if stained:  # only the queries that see what was left out of the products become NaN
                 tl.debug_barrier()
                 for phase in tl.static_range(0 if LEFT or STARTS else 2, 3, 2):

@@ -6,6 +6,7 @@ L2 = 24 << 20  # bytes of keys and values that a section of heads may hold: abou
 WIDEST = 576  # MLA's latent and rotary channels
 WIDEST_BACKWARD = 256
 SHORT = 2048  # tokens, up to which smaller tiles pay
+FEW = 512  # tokens, up to which descriptors take the CPU longer than they spare the GPU
 FARTHEST = 2**24  # elements between rows, which int32 offsets within a tile of 128 rows can hold
 
 
@@ -55,7 +56,7 @@ FORWARD_CAUSAL = (
 )
 # 1k tokens at d = 128: 0.22; 64 x 64 with 2 stages T 0.23, 128 x 128 T 0.24.
 FORWARD_SHORT = (FORWARD_CAUSAL[0], (128, LaunchConfig(64, 64, 3, 4)), *FORWARD_CAUSAL[2:])
-# For scores that take more registers, and for chips with 99 KB of shared memory (sm_86, sm_89, sm_120).
+# For scores and addresses that take more registers, and for chips with 99 KB of shared memory (sm_86, sm_89, sm_120).
 FORWARD_SMALL = (
     (64, LaunchConfig(64, 64, 3, 4, registers=168)),
     (128, LaunchConfig(64, 64, 2, 4)),
@@ -103,24 +104,24 @@ def forward(problem: Problem, *, keys: int) -> LaunchConfig:
     LaunchConfig(block_m=128, block_n=128, stages=3, warps=8, tma=True, registers=None)
     """
     long = FORWARD_CAUSAL if problem.causal else FORWARD_FULL
-    return _first_that_fits(problem, FORWARD_SHORT if keys <= SHORT else long, FORWARD_SMALL, FORWARD_FP32)
+    return _first_that_fits(problem, keys, FORWARD_SHORT if keys <= SHORT else long, FORWARD_SMALL, FORWARD_FP32)
 
 
-def backward_keys(problem: Problem) -> LaunchConfig:
+def backward_keys(problem: Problem, *, keys: int) -> LaunchConfig:
     """Tiles of the pass that owns keys."""
-    return _first_that_fits(problem, BACKWARD_KEYS, BACKWARD_SMALL, BACKWARD_FP32)
+    return _first_that_fits(problem, keys, BACKWARD_KEYS, BACKWARD_SMALL, BACKWARD_FP32)
 
 
-def backward_queries(problem: Problem) -> LaunchConfig:
+def backward_queries(problem: Problem, *, keys: int) -> LaunchConfig:
     """Tiles of the pass that owns queries."""
-    return _first_that_fits(problem, BACKWARD_QUERIES, BACKWARD_SMALL, BACKWARD_FP32)
+    return _first_that_fits(problem, keys, BACKWARD_QUERIES, BACKWARD_SMALL, BACKWARD_FP32)
 
 
-def _first_that_fits(problem: Problem, large: tuple, small: tuple, fp32: tuple) -> LaunchConfig:
-    table = large if problem.plain and problem.arch in (90, 100) else small
+def _first_that_fits(problem: Problem, keys: int, large: tuple, small: tuple, fp32: tuple) -> LaunchConfig:
+    table = large if problem.plain and problem.aligned and problem.arch in (90, 100) else small
     widest = max(problem.head_dim, power_of_two(problem.value_dim))  # values are padded, heads split
     config = next(config for limit, config in (fp32 if problem.itemsize > 2 else table) if widest <= limit)
-    return config._replace(tma=config.tma and problem.aligned)
+    return config._replace(tma=config.tma and keys > FEW)
 
 
 def power_of_two(n: int) -> int:

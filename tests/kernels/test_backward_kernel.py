@@ -39,7 +39,7 @@ def launch(
     _plans.backward.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("backward_keys", "backward_queries"):
-            patch.setattr(_plans.launch, name, lambda problem: tiles)
+            patch.setattr(_plans.launch, name, lambda problem, *, keys: tiles)
         return torch.ops.attnlib.triton_backward(dout, dlse, out, lse, q, k, v, *terms, *numbers)[:4]
 
 

@@ -15,7 +15,7 @@ def gradients(tensors, tma, monkeypatch, mask, cu=None):
     tiles = launch.LaunchConfig(32, 16, 1, 4, tma)
     monkeypatch.setattr(launch, "forward", lambda problem, *, keys: tiles._replace(tma=tma and problem.aligned))
     for name in ("backward_keys", "backward_queries"):
-        monkeypatch.setattr(launch, name, lambda problem: tiles._replace(tma=tma and problem.aligned))
+        monkeypatch.setattr(launch, name, lambda problem, *, keys: tiles._replace(tma=tma and problem.aligned))
     _plans.forward.cache_clear()
     _plans.backward.cache_clear()
     leaves = [x.detach().requires_grad_() for x in tensors]

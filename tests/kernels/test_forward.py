@@ -47,10 +47,11 @@ def test_any_head_dimension(d, e, dtype):
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(100)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[INTERPRETED:], ids=str)  # fp32 has tiles of its own
 @pytest.mark.parametrize("d", [64, 128, 192, 256])
-def test_the_tables_own_tiles(d, mask, monkeypatch):
+def test_the_tables_own_tiles(d, mask, dtype, monkeypatch):
     monkeypatch.setattr(launch, "forward", SHIPPED)
-    assert_forward(make(1, 300, 333, 2, 1, d, min(d, 128), mask=mask, dtype=torch.float16))
+    assert_forward(make(1, 300, 333, 2, 1, d, min(d, 128), mask=mask, dtype=dtype))
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, sliding(9), FULL, Mask(None, 2, 5)], ids=str)

@@ -1,0 +1,99 @@
+"""What the compile check builds: kernels for calls that reach every entry of the launch tables, and flags in pairs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+KERNELS = ("forward", "prepare", "backward_keys", "backward_queries")
+HEADS = ((64, 64), (128, 128), (192, 128), (256, 256), (576, 512))  # channels of keys and values
+TRAINED = HEADS[:-1]  # those with a backward
+OTHERS = (80, 86, 100, 120)  # chips that few tables are for
+SHORT, LONG = 1024, 8192  # tokens
+
+
+class Build(NamedTuple):
+    """A kernel, the chip and the call that it is built for; ``head`` is the channels of a key and of a value."""
+
+    kernel: str
+    arch: int
+    head: tuple[int, int]
+    dtype: str = "bf16"  # or fp16, fp32, tf32
+    mask: str = "causal"  # or full, left, sliding, prefix
+    rows: str = "dense"  # or starts, ends, starts and ends, packed
+    tokens: int = LONG
+    softcap: bool = False
+    slopes: bool = False
+    sinks: bool = False
+    dropout: float = 0.0
+    dlse: bool = False  # a gradient arrives through the LSE
+    aligned: bool = True  # rows of q, k and v begin at multiples of 16 bytes
+
+    def __str__(self) -> str:
+        d, e = self.head
+        flags = [name for name in ("softcap", "slopes", "sinks", "dlse") if getattr(self, name)]
+        flags += [f"dropout {self.dropout:g}"] if self.dropout else []
+        plain = [self.rows] if self.rows != "dense" else []
+        plain += [f"{self.tokens} tokens"] if self.tokens != LONG else []
+        plain += [] if self.aligned else ["unaligned"]
+        words = [self.kernel, f"d{d}" if d == e else f"d{d}/{e}", self.dtype, self.mask]
+        return f"{' '.join(words + plain)}{', ' if flags else ''}{' '.join(flags)}"
+
+
+def entries() -> Iterator[Build]:
+    """Every entry of the launch tables on sm_90, and every kernel on the other chips; some come twice."""
+    for head in HEADS:
+        yield Build("forward", 90, head, mask="full")
+        yield Build("forward", 90, head)
+        yield Build("forward", 90, head, tokens=SHORT)
+        yield Build("forward", 90, head, softcap=True)
+        yield Build("forward", 90, head, dtype="fp32")
+    for head in TRAINED:
+        yield Build("prepare", 90, head)
+        for kernel in KERNELS[2:]:
+            yield Build(kernel, 90, head)
+            yield Build(kernel, 90, head, softcap=True)
+            yield Build(kernel, 90, head, dtype="fp32")
+    for kernel in KERNELS:
+        yield Build(kernel, 90, (128, 128), aligned=False)
+    for arch in OTHERS:
+        for kernel in KERNELS:
+            yield Build(kernel, arch, (128, 128))
+
+
+def product() -> Iterator[Build]:
+    """The kernels of forward and of backward calls in which any two choices meet."""
+    common = {
+        "arch": (90, *OTHERS),
+        "mask": ("causal", "full", "left", "sliding", "prefix"),
+        "rows": ("dense", "starts", "ends", "starts and ends", "packed"),
+        "dtype": ("bf16", "fp16", "fp32", "tf32"),
+        "dropout": (0.0, 0.1, 0.6),  # from 0.5 on its threshold is an int64
+        "tokens": (LONG, SHORT),
+        "softcap": (False, True),
+        "slopes": (False, True),
+        "aligned": (True, False),
+    }
+    narrow = ((16, 16), (96, 96), (111, 111))  # one small, one in two blocks, one odd
+    for row in pairwise({"head": (*HEADS, *narrow), **common, "sinks": (False, True)}):
+        yield Build("forward", **row)
+    for row in pairwise({"head": (*TRAINED, *narrow), **common, "dlse": (False, True)}):
+        for kernel in KERNELS[1:]:
+            yield Build(kernel, **row)
+
+
+def pairwise(factors: Mapping[str, Sequence]) -> list[dict]:
+    """Rows with a level of each factor, in which any two levels of two factors meet. Greedy, and always the same."""
+    missing = dict.fromkeys(
+        frozenset(((a, x), (b, y))) for a, b in combinations(factors, 2) for x in factors[a] for y in factors[b]
+    )
+    rows = []
+    while missing:
+        row = dict(next(iter(missing)))
+        for name in factors:
+            if name not in row:
+                met = {x: sum(frozenset(((name, x), pair)) in missing for pair in row.items()) for x in factors[name]}
+                row[name] = max(met, key=met.get)
+        for pair in combinations(row.items(), 2):
+            missing.pop(frozenset(pair), None)
+        rows.append(row)
+    return rows

@@ -1,0 +1,121 @@
+"""docs/compiled.md: what of a chip each kernel takes, written, read, and compared with what it takes now."""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .builds import Build
+from .chipless import CHIPS, Binary
+
+PAGE = "docs/compiled.md"
+SLACK = 16  # bytes that a thread may spill beyond the page: changes that matter move more
+WORST = 12  # builds named of those that spill most
+COLUMNS = """\
+| kernel and call | chip | tiles | registers | spilled, bytes | shared, KiB | per SM |
+|---|---|---|---:|---:|---:|---:|
+"""
+INTRODUCTION = f"""\
+# Compiled kernels
+
+`make compile-check` compiles the kernels for chips that need not be there, and writes this page: what each entry of the
+launch tables takes, and which kernels spill most of those for calls in which any two of these meet: chip, head, dtype,
+mask, padding or packing, softcap, slopes, sinks, dropout, a gradient of the LSE, length. `make compile-quick`, in CI,
+compiles the tables' entries alone, and fails where one does not compile, does not fit, spills over {SLACK} bytes more
+than here, or leaves an SM fewer programs at once and spills no less.
+
+Registers and spilled bytes are a thread's (the size of a stack that holds nothing else), shared memory is a program's;
+`per SM` is how many programs an SM has room for.
+"""
+
+Built = Mapping[Build, Binary | BaseException]
+
+
+class Committed(NamedTuple):
+    """What the page says of a build."""
+
+    tiles: str
+    spilled: int
+    resident: int
+
+
+def shortfall(build: Build, result: Binary | BaseException) -> str:
+    """Why a build can never run, or nothing."""
+    if isinstance(result, BaseException):
+        text = " ".join(str(result).split()).replace("|", "/")
+        return f"does not compile: {type(result).__name__}: {text[-200:]}"
+    most = CHIPS[build.arch].shared - 1
+    if result.shared > most << 10:
+        return f"takes {result.shared / 1024:.1f} KiB of shared memory, of at most {most}"
+    return ""
+
+
+def regressions(built: Built, expected: Mapping[tuple[str, str], Committed]) -> list[str]:
+    """Where what was built is worse than the page, or the page is about something else."""
+    found = []
+    for build, result in built.items():
+        if shortfall(build, result):
+            continue
+        was, name, now = expected.get(_key(build)), " on ".join(_key(build)), result.resident(build.arch)
+        if was is None:
+            found.append(f"{name} is not in {PAGE}")
+        elif was.tiles != result.tiles:
+            found.append(f"{name} has tiles of {result.tiles}; expected {was.tiles}, as {PAGE} says")
+        elif result.spilled > was.spilled + SLACK:
+            found.append(
+                f"{name} spills {result.spilled} bytes; expected {was.spilled}, as {PAGE} says, or {SLACK} more"
+            )
+        elif now < was.resident and result.spilled >= was.spilled:
+            found.append(f"{name} leaves an SM {now} programs at once; expected {was.resident}, as {PAGE} says")
+    known = {_key(build) for build in built}
+    return found + [f"{' on '.join(key)} is in {PAGE} and was not built" for key in expected if key not in known]
+
+
+def section(tables: Built, pairs: Built) -> str:
+    """What the page says of one Triton."""
+    lacking = {build: result for build, result in pairs.items() if shortfall(build, result)}
+    spilling = {build: result for build, result in pairs.items() if build not in lacking and result.spilled}
+    worst = sorted(spilling, key=lambda build: -spilling[build].spilled)[:WORST]
+    parts = ["### Launch tables", _table(tables), "### Flags in pairs"]
+    parts += [f"{len(pairs)} more kernels. {len(lacking) or 'None'} fail to compile or to fit{':' if lacking else '.'}"]
+    parts += [_table(lacking)] * bool(lacking)
+    parts += [f"{len(spilling)} spill, these the most:", _table({build: spilling[build] for build in worst})]
+    return "\n".join(f"{part.strip()}\n" for part in parts)
+
+
+def written(text: str, version: str, section: str) -> str:
+    """The page with another section for one Triton; the newest comes first."""
+    sections = _sections(text) | {version: section}
+    newest = sorted(sections, key=lambda name: [int(n) for n in re.findall(r"\d+", name)], reverse=True)
+    return "\n".join([INTRODUCTION, *(f"## triton {name}\n\n{sections[name].strip()}\n" for name in newest)])
+
+
+def committed(text: str, version: str) -> dict[tuple[str, str], Committed]:
+    """What the page says of the launch tables with one Triton, by build and chip; nothing if it has none."""
+    tables = _sections(text).get(version, "").partition("### Flags in pairs")[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.splitlines() if " | sm_" in line]
+    return {
+        (name, chip): Committed(tiles, int(spilled), int(resident))
+        for name, chip, tiles, _, spilled, _, resident in cells
+        if spilled
+    }
+
+
+def _sections(text: str) -> dict[str, str]:
+    _, *parts = re.split(r"^## triton (.*)\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _table(built: Built) -> str:
+    rows = [[*_key(build), *_cells(build, result)] for build, result in built.items()]
+    return COLUMNS + "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def _cells(build: Build, result: Binary | BaseException) -> list[str]:
+    if isinstance(result, BaseException):
+        return [shortfall(build, result), "", "", "", ""]
+    numbers = result.registers, result.spilled, f"{result.shared / 1024:.1f}", result.resident(build.arch)
+    return [result.tiles, *map(str, numbers)]
+
+
+def _key(build: Build) -> tuple[str, str]:
+    return str(build), f"sm_{build.arch}"

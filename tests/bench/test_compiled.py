@@ -1,0 +1,168 @@
+"""The compile check: which kernels it builds, what it reads out of them, and what it holds against them."""
+
+from concurrent.futures.process import BrokenProcessPool
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnlib.backends import _plans
+from attnlib.bench import compiled
+from attnlib.bench.builds import Build, entries, pairwise, product
+from attnlib.bench.chipless import Binary, binary, distinct, prepared
+from attnlib.bench.compiled_page import PAGE, committed, regressions, section, shortfall, written
+from attnlib.kernels import launch
+from attnlib.kernels.launch import LaunchConfig
+
+BUILD = Build("forward", 90, (128, 128))
+BINARY = Binary("128 x 64, 8 warps, 3 stages", 255, 24, 160 << 10, 0, 8)
+PAGES = written("", "3.7.1", section({BUILD: BINARY}, {}))
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=6))
+def test_any_two_levels_meet(counts):
+    factors = {str(n): range(count) for n, count in enumerate(counts)}
+    rows = pairwise(factors)
+    for a, b in combinations(factors, 2):
+        assert {(row[a], row[b]) for row in rows} == {(x, y) for x in factors[a] for y in factors[b]}
+    assert all(row.keys() == factors.keys() for row in rows)
+
+
+def test_pairs_take_few_rows():
+    assert len(pairwise({str(n): range(2) for n in range(10)})) <= 15  # of 1024
+    assert len(list(product())) < 200
+
+
+def test_every_entry_of_the_launch_tables_is_built(monkeypatch):
+    """Each entry gets a number, as its stages; all must turn up in the kernels' constants."""
+    pytest.importorskip("triton")
+    tables = {name: table for name, table in vars(launch).items() if _is_table(table)}
+    assert len(tables) > 5
+    numbered = {}
+    for name, table in tables.items():
+        first = 1000 + len(numbered)
+        anew = tuple((limit, config._replace(stages=first + n)) for n, (limit, config) in enumerate(table))
+        numbered |= {config.stages: f"{name}, up to {limit}" for limit, config in anew}
+        monkeypatch.setattr(launch, name, anew)
+    _plans.forward.cache_clear()
+    _plans.backward.cache_clear()
+    try:
+        for build in entries():
+            numbered.pop(prepared(build)[0].constants.get("STAGES"), None)
+    finally:
+        _plans.forward.cache_clear()
+        _plans.backward.cache_clear()
+    assert not numbered
+
+
+def _is_table(value):
+    return isinstance(value, tuple) and {type(x[-1]) for x in value if isinstance(x, tuple)} == {LaunchConfig}
+
+
+def test_nothing_is_built_twice():
+    pytest.importorskip("triton")
+    builds = list(entries())
+    few = distinct(builds)
+    assert len(few) < len(builds)
+    assert distinct(few + builds) == few
+    both = {*few, *distinct(product())}
+    assert len({(str(build), build.arch) for build in both}) == len(both)
+
+
+def test_a_kernel_is_compiled_without_a_chip():
+    pytest.importorskip("triton")
+    small, broken = Build("prepare", 80, (16, 16)), Build("prepare", 80, (16, 16), mask="none such")
+    results = dict(compiled.apart(binary, [small, broken], 1))
+    assert 16 <= results[small].registers <= 64
+    assert results[small].spilled == 0
+    assert results[small].warps == 4
+    assert isinstance(results[broken], KeyError)
+    assert "KeyError" in shortfall(broken, results[broken])
+
+
+def test_a_process_that_dies_takes_no_other_job_along():
+    dies = "__import__('os')._exit(1)"
+    results = dict(compiled.apart(eval, ["1", dies, "1 / 0", "2", f"{dies} or 3", "4"], 2))
+    assert [results[n] for n in "124"] == [1, 2, 4]
+    assert isinstance(results["1 / 0"], ZeroDivisionError)
+    assert isinstance(results[dies], BrokenProcessPool)
+    assert isinstance(results[f"{dies} or 3"], BrokenProcessPool)
+
+
+@pytest.mark.parametrize(
+    ("changes", "programs"),
+    [
+        ({}, 1),  # of 8 warps with 255 registers
+        ({"registers": 128, "shared": 100 << 10}, 2),
+        ({"registers": 128, "shared": (113 << 10) + 1}, 1),  # and a program takes another KiB
+        ({"registers": 40, "shared": 0, "warps": 4}, 12),
+        ({"registers": 40, "shared": 0, "columns": 256}, 2),
+        ({"shared": 228 << 10}, 0),
+    ],
+)
+def test_programs_per_sm(changes, programs):
+    assert BINARY._replace(**changes).resident(90) == programs
+
+
+def test_the_page_says_what_was_built():
+    row = committed(PAGES, "3.7.1")
+    assert row == {("forward d128 bf16 causal", "sm_90"): (BINARY.tiles, BINARY.spilled, 1)}
+    assert regressions({BUILD: BINARY}, row) == []
+
+
+def test_a_section_replaces_its_own_and_leaves_others():
+    other = written(PAGES, "3.6.0", section({BUILD: BINARY._replace(spilled=40)}, {}))
+    assert committed(other, "3.7.1") == committed(PAGES, "3.7.1")
+    assert committed(other, "3.6.0")["forward d128 bf16 causal", "sm_90"].spilled == 40
+    assert other.index("## triton 3.7.1") < other.index("## triton 3.6.0")
+    assert written(other, "3.6.0", section({BUILD: BINARY._replace(spilled=40)}, {})) == other
+    assert committed(other, "3.5.0") == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"spilled": 40}, None),
+        ({"spilled": 0}, None),
+        ({"spilled": 41}, "spills 41 bytes; expected 24"),
+        ({"tiles": "64 x 64"}, "has tiles of 64 x 64; expected 128 x 64"),
+        ({"warps": 4}, None),
+        ({"warps": 16}, "leaves an SM 0 programs at once; expected 1"),
+        ({"warps": 16, "spilled": 0}, None),
+    ],
+)
+def test_worse_than_the_page(changes, words):
+    found = regressions({BUILD: BINARY._replace(**changes)}, committed(PAGES, "3.7.1"))
+    assert len(found) == (words is not None)
+    assert all(line.startswith("forward d128 bf16 causal on sm_90") and words in line for line in found)
+
+
+def test_the_page_and_the_builds_differ():
+    other = BUILD._replace(arch=80)
+    found = regressions({other: BINARY._replace(shared=0)}, committed(PAGES, "3.7.1"))
+    assert found == [
+        f"forward d128 bf16 causal on sm_80 is not in {PAGE}",
+        f"forward d128 bf16 causal on sm_90 is in {PAGE} and was not built",
+    ]
+
+
+def test_what_can_never_run():
+    large = BINARY._replace(shared=(227 << 10) + 1)
+    assert shortfall(BUILD, BINARY) == ""
+    assert shortfall(BUILD, large) == "takes 227.0 KiB of shared memory, of at most 227"
+    assert shortfall(BUILD, RuntimeError("a | b\nc")) == "does not compile: RuntimeError: a / b c"
+    text = section({BUILD: RuntimeError("a | b")}, {BUILD: large})
+    assert "1 more kernels. 1 fail to compile or to fit:" in text
+    assert committed(written("", "3.7.1", text), "3.7.1") == {}
+
+
+def test_refusals(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("triton")
+    monkeypatch.chdir(tmp_path)
+    assert compiled.main([]) == 2
+    assert "no table of triton" in capsys.readouterr().err
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert compiled.main(["--write"]) == 2
+    assert "TRITON_INTERPRET is set" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
