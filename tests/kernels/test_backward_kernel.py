@@ -101,11 +101,6 @@ def test_head_dimensions(d, e):
     assert_precise(make(1, 23, 30, 2, 1, d, e, mask=CAUSAL))
 
 
-@pytest.mark.parametrize(("h", "g"), [(2, 2), (4, 2), (3, 1), (6, 2)])
-def test_groups(h, g):
-    assert_precise(make(1, 21, 21, h, g, 16, mask=CAUSAL), with_dlse=False)
-
-
 @triton.jit
 def write_range(
     ptr, j0, j1, first, last, left, right, prefix, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr
@@ -133,24 +128,6 @@ def test_query_range_is_exact(mask):
             assert some == list(range(low, high)), (j0, j1)
         if j0 < j1:
             assert [i for i in queries if all(seen[i])] == list(range(all_low, all_high)), (j0, j1)
-
-
-OPTIONS = {
-    "scale": ("scale",),
-    "softcap": ("softcap",),
-    "slopes": ("alibi_slopes",),
-    "slopes of each sequence": ("per_sequence_slopes",),
-    "sinks": ("sinks",),
-    "bounds": ("bounds",),
-    "dropout": ("dropout",),
-    "everything": ("scale", "softcap", "per_sequence_slopes", "sinks", "bounds", "dropout"),
-}
-
-
-@pytest.mark.parametrize(("mask", "dtype"), [(FULL, torch.float16), (sliding(20), torch.float32)], ids=str)
-@pytest.mark.parametrize("names", OPTIONS.values(), ids=OPTIONS)
-def test_options(names, mask, dtype):
-    assert_precise(make(2, 18, 23, 2, 1, 16, mask=mask, options=names, dtype=dtype))
 
 
 def test_strides_are_free():
