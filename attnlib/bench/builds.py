@@ -95,5 +95,5 @@ def pairwise(factors: Mapping[str, Sequence]) -> list[dict]:
                 row[name] = max(met, key=met.get)
         for pair in combinations(row.items(), 2):
             missing.pop(frozenset(pair), None)
-        rows.append(row)
+        rows.append({name: row[name] for name in factors})
     return rows
