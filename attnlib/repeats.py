@@ -65,9 +65,9 @@ def find(key: tuple | None) -> Run | None:
     return None if key is None else _runs.get(key)
 
 
-def remember(key: tuple | None, run: Run | None) -> None:
-    """Run calls of this key by ``run`` from now on."""
-    if key is not None and run is not None:
+def remember(key: tuple, run: Run | None) -> None:
+    """Run calls of this key by ``run``, if there is one, from now on."""
+    if run is not None:
         if len(_runs) >= LIMIT:
             _runs.clear()
         _runs[key] = run
