@@ -41,6 +41,16 @@ def test_a_head_is_two_blocks_that_hold_it_and_waste_little(d):
     assert tail < main
 
 
+@pytest.mark.parametrize("d", [1, 16, 17, 40, 59, 64, 80, 111, 128, 192])
+@pytest.mark.parametrize("e", [1, 29, 32, 64, 100, 128])
+def test_tiles_of_keys_and_values_have_one_layout(d, e):
+    main, tail, value = launch.widths(d, e)
+    assert d <= main + tail
+    assert e <= value
+    assert main == value or min(main, value) >= 64
+    assert tail == 0 or tail >= 64
+
+
 def test_a_section_holds_whole_groups():
     problem = Problem(128, 128, 2, True, True, 90, True)
     assert launch.section(problem, keys=8192, pairs=64, group=1) == 6  # of 4 MiB each

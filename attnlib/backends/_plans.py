@@ -88,9 +88,9 @@ class _Shapes:
             _clamp(call.left, reach), _clamp(call.right, reach), min(call.prefix, reach), call.scale,
             call.softcap or 1.0, math.ceil(call.dropout_p * 2**32), 1 / (1 - call.dropout_p),
         )  # fmt: skip
-        main, tail = launch.head_split(d)
+        main, tail, value = launch.widths(d, e)
         self.constants = {
-            "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": launch.power_of_two(e),
+            "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value,
             "LEFT": call.left is not None, "RIGHT": call.right is not None, "PREFIX": call.prefix > 0,
             "STARTS": starts is not None, "ENDS": ends is not None, "VARLEN": self.packed,
             "SOFTCAP": call.softcap is not None, "SLOPES": slopes is not None, "SINKS": sinks is not None,
@@ -167,6 +167,7 @@ def backward(
     from ..kernels.backward import backward_keys, backward_queries, prepare
 
     x, dout = _Shapes(Call(*call), arch), Layout(*dout)
+    x.problem = x.problem._replace(aligned=x.problem.aligned and _whole_lines(dout))
     of_keys = tiles_of_keys or launch.backward_keys(x.problem, keys=x.length)
     of_queries = tiles_of_queries or launch.backward_queries(x.problem, keys=x.length)
     rows, blocks = 1 if x.packed else x.batch, x.blocks(x.s, of_queries.block_m)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 KERNELS = ("forward", "prepare", "backward_keys", "backward_queries")
 HEADS = ((64, 64), (128, 128), (192, 128), (256, 256), (576, 512))  # channels of keys and values
 TRAINED = HEADS[:-1]  # those with a backward
+MIXED = ((64, 32), (32, 16), (16, 64), (96, 96))  # whose tiles would differ in layout, but for launch.widths
 OTHERS = (80, 86, 100, 120)  # chips that few tables are for
 SHORT, LONG = 1024, 8192  # tokens
 
@@ -55,6 +56,10 @@ def entries() -> Iterator[Build]:
             yield Build(kernel, 90, head, dtype="fp32")
     for kernel in KERNELS:
         yield Build(kernel, 90, (128, 128), aligned=False)
+    for head in MIXED:
+        yield Build("forward", 90, head, mask="sliding", aligned=False)
+        yield Build("backward_queries", 90, head, mask="sliding", aligned=False)
+    yield Build("forward", 90, MIXED[0], mask="sliding")  # whose second, careful pass is not pipelined either
     for arch in OTHERS:
         for kernel in KERNELS:
             yield Build(kernel, arch, (128, 128))
@@ -73,7 +78,7 @@ def product() -> Iterator[Build]:
         "slopes": (False, True),
         "aligned": (True, False),
     }
-    narrow = ((16, 16), (96, 96), (111, 111))  # one small, one in two blocks, one odd
+    narrow = ((16, 16), (160, 96), (111, 55), (59, 29))  # one small, one in two blocks, two odd with narrower values
     for row in pairwise({"head": (*HEADS, *narrow), **common, "sinks": (False, True)}):
         yield Build("forward", **row)
     for row in pairwise({"head": (*TRAINED, *narrow), **common, "dlse": (False, True)}):

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..backends._plans import Call, backward, call, forward, layout
 from ..mask import CAUSAL, FULL, Mask, sliding
 from .builds import Build
+from .sass import disassembled, lost
 
 DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32})
 MASKS = MappingProxyType(
@@ -40,7 +41,10 @@ CHIPS = MappingProxyType(
 
 
 class Binary(NamedTuple):
-    """What a thread takes: registers, bytes spilled to its stack. And a program: shared bytes, columns, warps."""
+    """What a thread takes: registers, bytes spilled to its stack. And a program: shared bytes, columns, warps.
+
+    ``lost`` are the instructions that read what ptxas never wrote.
+    """
 
     tiles: str
     registers: int
@@ -48,6 +52,7 @@ class Binary(NamedTuple):
     shared: int
     columns: int
     warps: int
+    lost: tuple[str, ...] = ()
 
     def resident(self, arch: int) -> int:
         """How many programs an SM runs at once; 0 where not even one fits."""
@@ -84,7 +89,8 @@ def binary(build: Build) -> Binary:
     metadata, cubin = absent.launched
     registers, spilled = _usage(cubin)
     columns = getattr(metadata, "tmem_size", None) or 0
-    return Binary(_tiles(launch), registers, spilled, metadata.shared, columns, metadata.num_warps)
+    unwritten = tuple(lost(disassembled(cubin)))
+    return Binary(_tiles(launch), registers, spilled, metadata.shared, columns, metadata.num_warps, unwritten)
 
 
 def prepared(build: Build) -> tuple:

@@ -20,8 +20,8 @@ INTRODUCTION = f"""\
 `make compile-check` compiles the kernels for chips that need not be there, and writes this page: what each entry of the
 launch tables takes, and which kernels spill most of those for calls in which any two of these meet: chip, head, dtype,
 mask, padding or packing, softcap, slopes, sinks, dropout, a gradient of the LSE, length. `make compile-quick`, in CI,
-compiles the tables' entries alone, and fails where one does not compile, does not fit, spills over {SLACK} bytes more
-than here, or leaves an SM fewer programs at once and spills no less.
+compiles the tables' entries alone, and fails where one does not compile, does not fit, reads a register that ptxas
+never wrote, spills over {SLACK} bytes more than here, or leaves an SM fewer programs at once and spills no less.
 
 Registers and spilled bytes are a thread's (the size of a stack that holds nothing else), shared memory is a program's;
 `per SM` is how many programs an SM has room for.
@@ -39,13 +39,15 @@ class Committed(NamedTuple):
 
 
 def shortfall(build: Build, result: Binary | BaseException) -> str:
-    """Why a build can never run, or nothing."""
+    """Why a build can never run, or must not, or nothing."""
     if isinstance(result, BaseException):
         text = " ".join(str(result).split()).replace("|", "/")
         return f"does not compile: {type(result).__name__}: {text[-200:]}"
     most = CHIPS[build.arch].shared - 1
     if result.shared > most << 10:
         return f"takes {result.shared / 1024:.1f} KiB of shared memory, of at most {most}"
+    if result.lost:
+        return f"reads what ptxas never wrote: {result.lost[0]}"
     return ""
 
 

@@ -7,6 +7,7 @@ WIDEST = 576  # MLA's latent and rotary channels
 WIDEST_BACKWARD = 256
 SHORT = 2048  # tokens, up to which smaller tiles pay
 FEW = 512  # tokens, up to which descriptors take the CPU longer than they spare the GPU
+ALIKE = 64  # channels of 16 bits, from which tiles of any width have the same layout
 FARTHEST = 2**24  # elements between rows, which int32 offsets within a tile of 128 rows can hold
 
 
@@ -119,7 +120,8 @@ def backward_queries(problem: Problem, *, keys: int) -> LaunchConfig:
 
 def _first_that_fits(problem: Problem, keys: int, large: tuple, small: tuple, fp32: tuple) -> LaunchConfig:
     table = large if problem.plain and problem.aligned and problem.arch in (90, 100) else small
-    widest = max(problem.head_dim, power_of_two(problem.value_dim))  # values are padded, heads split
+    _, _, value = widths(problem.head_dim, problem.value_dim)
+    widest = max(problem.head_dim, value)  # values are padded, heads split
     config = next(config for limit, config in (fp32 if problem.itemsize > 2 else table) if widest <= limit)
     return config._replace(tma=config.tma and keys > FEW)
 
@@ -130,15 +132,27 @@ def power_of_two(n: int) -> int:
 
 
 def head_split(d: int) -> tuple[int, int]:
-    """A head dimension as a power of two and a second block that holds the rest, 0 or at least 16.
+    """A head dimension as a power of two and a second block that holds the rest, 0 or at least 64.
 
-    >>> head_split(192), head_split(80), head_split(59), head_split(128), head_split(8)
-    ((128, 64), (64, 16), (64, 0), (128, 0), (16, 0))
+    >>> head_split(192), head_split(160), head_split(96), head_split(59), head_split(8)
+    ((128, 64), (128, 64), (128, 0), (64, 0), (16, 0))
     """
     above = power_of_two(d)
-    main, rest = above // 2, d - above // 2
-    tail = power_of_two(rest) if rest > 0 else 0
-    return (main, tail) if d > 16 and main + tail < above else (above, 0)
+    main, tail = above // 2, max(ALIKE, power_of_two(d - above // 2))
+    return (main, tail) if main + tail < above else (above, 0)
+
+
+def widths(d: int, e: int) -> tuple[int, int, int]:
+    """Channels of the blocks that hold a key, the rest of a key, and a value: equal, or at least 64 each.
+
+    Tiles that are not pipelined share an address; where they then differ in layout, ptxas may leave a descriptor
+    without its base (bench/sass.py).
+
+    >>> widths(128, 128), widths(192, 128), widths(59, 29), widths(128, 16), widths(16, 32), widths(40, 64)
+    ((128, 0, 128), (128, 64, 128), (64, 0, 64), (128, 0, 64), (32, 0, 32), (64, 0, 64))
+    """
+    (main, tail), value = head_split(d), power_of_two(e)
+    return max(main, min(value, ALIKE)), tail, max(value, min(main, ALIKE))
 
 
 def section(problem: Problem, *, keys: int, pairs: int, group: int) -> int:

@@ -77,6 +77,7 @@ def test_a_kernel_is_compiled_without_a_chip():
     assert 16 <= results[small].registers <= 64
     assert results[small].spilled == 0
     assert results[small].warps == 4
+    assert results[small].lost == ()
     assert isinstance(results[broken], KeyError)
     assert "KeyError" in shortfall(broken, results[broken])
 
@@ -151,6 +152,8 @@ def test_what_can_never_run():
     large = BINARY._replace(shared=(227 << 10) + 1)
     assert shortfall(BUILD, BINARY) == ""
     assert shortfall(BUILD, large) == "takes 227.0 KiB of shared memory, of at most 227"
+    lost = BINARY._replace(lost=("UIADD3 UR26, UP0, UR26, 0x40, URZ ;",))
+    assert shortfall(BUILD, lost) == "reads what ptxas never wrote: UIADD3 UR26, UP0, UR26, 0x40, URZ ;"
     assert shortfall(BUILD, RuntimeError("a | b\nc")) == "does not compile: RuntimeError: a / b c"
     text = section({BUILD: RuntimeError("a | b")}, {BUILD: large})
     assert "1 more kernels. 1 fail to compile or to fit:" in text

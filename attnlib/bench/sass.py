@@ -1,0 +1,96 @@
+"""What ptxas made of a kernel, read back from its machine code.
+
+A product on Hopper reads its tiles where descriptors in uniform registers say. ptxas 12.8, which triton 3.6.0 and 3.7.1
+run for Hopper, has lost the instruction that began such a descriptor, where two tiles of different layouts lay at one
+address: the kernel compiled, and read from wherever the register pointed. ptxas 13.1 did not.
+"""
+
+import re
+import subprocess
+from tempfile import NamedTemporaryFile
+from types import MappingProxyType
+
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE)
+UNIFORM = re.compile(r"-?UR(\d+)$")
+# Beside the opcodes of the uniform datapath, which begin with U, those that write one of its registers; and of the
+# former those whose uniform operands are all read.
+WRITE = ("R2UR", "S2UR", "CS2UR", "LDCU", "VOTEU", "REDUX", "CREDUX")
+READ = ("UISETP", "UFSETP", "UR2UP")
+# What leaves the 14 bits of an address that a descriptor has room for.
+CUT = MappingProxyType({"ULOP3": "0x3fff", "USGXT": "0xe"})
+CARRY = ("UMOV", "UIADD3", "ULOP3", "USEL")  # what a descriptor's lower half goes through
+
+
+def disassembled(cubin: bytes) -> str:
+    """The machine code of a binary as text."""
+    from triton import knobs
+
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def lost(text: str) -> list[str]:
+    """Instructions that read a uniform register which none before them writes, or a descriptor made of no address.
+
+    The second finds registers that still hold something else; before them is where the text has them, loops or not.
+    """
+    written, addresses, found = set(), set(), []
+    for instruction in INSTRUCTION.finditer(text):
+        opcode, operands = instruction[1], [x.strip() for x in instruction[2].split(",")]
+        into = _destination(opcode, operands)
+        sources = operands[into + 1 :]
+        reads = {n for x in sources for n in _read(opcode, operands, x)}
+        if reads - written or _lower_halves(opcode, operands) - addresses:
+            found.append(" ".join(instruction[0].split("*/", 1)[1].split()))
+        written |= reads  # each register once
+        if into >= 0:
+            first, *others = _written(opcode, operands[into])
+            kept = {first} if _is_address(opcode, sources, addresses) else set()
+            addresses = addresses - {first, *others} | kept
+            written |= {first, *others}
+    return found
+
+
+def _destination(opcode: str, operands: list[str]) -> int:
+    """Which operand is the uniform register that is written; -1 for none."""
+    name = opcode.split(".")[0]
+    if name in READ or not (name.startswith("U") or name in WRITE):
+        return -1
+    first = next((n for n, x in enumerate(operands) if not re.match(r"U?P", x)), 0)
+    return first if UNIFORM.match(operands[first]) else -1
+
+
+def _written(opcode: str, x: str) -> range:
+    """The registers that an instruction writes from ``x`` on."""
+    parts, first = opcode.split("."), int(UNIFORM.match(x)[1])
+    return range(first, first + (4 if "128" in parts else 2 if "64" in parts or "WIDE" in parts else 1))
+
+
+def _read(opcode: str, operands: list[str], x: str) -> range | list[int]:
+    """The uniform registers of an operand; a descriptor is a pair, and Hopper's products have two side by side."""
+    described = re.match(r"g?desc\[UR(\d+)\]", x)
+    if described is None:
+        return [int(n) for n in re.findall(r"\bUR(\d+)\b", x)]
+    first = int(described[1])
+    if "GMMA" not in opcode:
+        return range(first, first + 2)
+    from_registers = any(re.match(r"R\d", y) for y in operands[1 : operands.index(x)])  # the first factor
+    return range(first + 2 * from_registers, first + 4)
+
+
+def _lower_halves(opcode: str, operands: list[str]) -> set[int]:
+    """The registers with the address of each descriptor of a product on Hopper."""
+    described = (x for x in operands if "GMMA" in opcode and x.startswith("gdesc"))
+    return {n for x in described for n in _read(opcode, operands, x)[::2]}
+
+
+def _is_address(opcode: str, sources: list[str], addresses: set[int]) -> bool:
+    """Whether what is written can be the address of a descriptor; what comes from other registers can."""
+    name = opcode.split(".")[0]
+    if name == "R2UR" or CUT.get(name) in sources:
+        return True
+    uniform = {int(match[1]) for x in sources if (match := UNIFORM.match(x))}
+    return name in CARRY and opcode != "UIADD3.X" and not uniform.isdisjoint(addresses)
