@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import memory, overhead, speed
+from . import decode, memory, overhead, speed, steps
 from .place import Place
 from .plots import draw
 from .race import Failure, attempt
@@ -24,6 +24,10 @@ class Group(NamedTuple):
     fill: Callable[[Place, Sequence[Table]], speed.Rows]
     tables: tuple[Table, ...]
     asked: bool = False  # left out unless it is asked for by name
+
+
+def _decoding(name: str, title: str, unit: str = "us", ours: int = 1) -> Table:
+    return Table(name, f"{title}, bf16", unit, ours=ours)
 
 
 def _growing(name: str, title: str, what: str) -> Table:
@@ -69,6 +73,28 @@ GROUPS = (
             _growing("growing-training", "causal forward + backward", "both"),
         ),
     ),
+    Group(
+        decode.grouped,
+        (
+            _decoding("decode", "One token over a full cache, d128", ours=5),
+            _decoding("decode-bandwidth", "K and V read for one token over a full cache, d128", "GB/s", ours=5),
+        ),
+    ),
+    Group(
+        decode.latent,
+        (
+            _decoding("mla-decode", "One token over a cache of latents, 512 + 64, absorbed", ours=2),
+            _decoding("mla-decode-flops", "One token over a cache of latents, 512 + 64, absorbed", "TFLOP/s", ours=2),
+        ),
+    ),
+    Group(
+        decode.fewer_bits,
+        (_decoding("decode-quantised", "One token over a cache of one byte a value, pages of 64", ours=2),),
+    ),
+    Group(decode.shared, (_decoding("shared-prefix", "One token over forks of one prompt, pages of 64"),)),
+    Group(steps.calls, (_decoding("decode-calls", "A step of 4 layers of 4096 channels, GQA 32/8, pages of 64"),)),
+    Group(steps.launch, (_decoding("decode-launch", "CPU time of append and attention, GQA 32/8, pages of 64"),)),
+    Group(steps.forms, (_decoding("mla-layer", "One token through an MLA layer over its cache, pages of 64"),)),
     Group(
         speed.growing_full,
         (
@@ -126,7 +152,7 @@ def run(place: Place, names: Sequence[str], folder: Path) -> int:
         for table in tables:
             print(f"\n{markdown(table, report.tables[table], report.facts)}", flush=True)
         _draw(report, tables)
-    failed = [f"{table.name}, {row.name}" for table, rows in report.tables.items() for row in rows if row.failed]
+    failed = [f"{table.name}, {row.name}" for table, rows in report.tables.items() for row in rows if table.failed(row)]
     say(f"done; the tables are in {folder}" + (f"; ours failed: {'; '.join(failed)}" if failed else ""))
     return int(bool(failed))
 

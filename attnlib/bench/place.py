@@ -15,7 +15,9 @@ MOST = 200  # calls in one turn
 class Place(NamedTuple):
     """A device and the backend that ours runs on there.
 
-    ``seconds(call)`` is the time of one call, ``peak(call)`` the most bytes that it held beyond those held before it.
+    ``seconds(call)`` is the time of one call, ``peak(call)`` the most bytes that it held beyond those held before it,
+    ``kernels(call)`` the time of its kernels without what lies between them. ``capture(call, n)`` makes of ``n`` calls
+    one that the device repeats without the host, and that returns what the last of them made.
     """
 
     device: str
@@ -23,6 +25,8 @@ class Place(NamedTuple):
     seconds: Callable[[Callable], float]
     peak: Callable[[Callable], int]
     synchronize: Callable[[], None]
+    capture: Callable[[Callable, int], Callable]
+    kernels: Callable[[Callable], float]
     rounds: int = 3
 
     def tidy(self) -> None:
@@ -40,7 +44,7 @@ def cuda() -> Place:
     """
     if not torch.cuda.is_available():
         raise RuntimeError("no CUDA device; `python -m attnlib bench` times the CPU cases")
-    return Place("cuda", "triton", gpu_seconds, gpu_peak, torch.cuda.synchronize)
+    return Place("cuda", "triton", gpu_seconds, gpu_peak, torch.cuda.synchronize, gpu_capture, gpu_kernels)
 
 
 def gpu_seconds(call: Callable, budget: float = 0.15) -> float:
@@ -75,6 +79,39 @@ def gpu_peak(call: Callable) -> int:
     torch.cuda.synchronize()
     del result
     return torch.cuda.max_memory_allocated() - held
+
+
+def gpu_capture(call: Callable, calls: int) -> Callable:
+    """A CUDA graph of so many calls, as a function that replays it and returns what the last of them made."""
+    call()  # what is compiled or allocated once, is so before
+    graph = torch.cuda.CUDAGraph()
+    # The outer stream brings the present one back after a capture that fails, which the inner context does not.
+    with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.graph(graph):
+        for _ in range(calls):
+            made = call()
+
+    def replay():
+        graph.replay()
+        return made
+
+    return replay
+
+
+def gpu_kernels(call: Callable, calls: int = 10) -> float:
+    """Seconds that the kernels, copies and fills of a call take together, as torch's profiler counts them."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    taken = [event.time_range.elapsed_us() for event in seen.events() if event.device_type == DeviceType.CUDA]
+    if not taken:
+        raise RuntimeError("the profiler saw no kernels")
+    return sum(taken) / calls / 1e6
 
 
 def host_seconds(call: Callable, synchronize: Callable[[], None], *, calls: int = 50) -> float:

@@ -7,7 +7,7 @@ from .race import Failure
 from .report import MISSING, Row, Table
 
 # Okabe and Ito's colours, told apart with any colour vision.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
 
 def draw(table: Table, rows: Sequence[Row], path: Path) -> None:
@@ -23,7 +23,7 @@ def draw(table: Table, rows: Sequence[Row], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     if table.growing:
-        _lines(axes, rows, log=table.unit != "TFLOP/s")
+        _lines(axes, rows, log=not table.more_is_better)
     else:
         _bars(axes, rows)
     axes.set_ylabel(table.unit)

@@ -1,9 +1,9 @@
 """Contenders in turns: who computes what the others compute, and how long each takes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ class Entry(NamedTuple):
     contender: str
     case: Case
     timed: bool = True
+
+
+class Timed(Protocol):
+    """Whoever can be timed at something."""
+
+    def action(self, what: str) -> Callable[[], object]:
+        """What is called."""
 
 
 class Run(NamedTuple):
@@ -140,14 +147,14 @@ def _get_ready(place: Place, work: Case, entries: Iterable[Entry]) -> dict[str, 
     return {entry.column: attempt(ready, entry.contender) for entry in entries}
 
 
-def disagreements(results: dict[str, list[Tensor]]) -> dict[str, Failure]:
+def disagreements(results: dict[str, list[Tensor]], bound: float = APART) -> dict[str, Failure]:
     """Who differs from the one that most agree with; all, where no two agree."""
     apart = {a: {b: _distance(y, x) for b, y in results.items() if a != b} for a, x in results.items()}
-    agree = {a: sum(error < APART for error in others.values()) for a, others in apart.items()}
+    agree = {a: sum(error < bound for error in others.values()) for a, others in apart.items()}
     judge = max(agree, key=agree.get, default=None)
     if judge is None or agree[judge] == 0:
         return dict.fromkeys(results, Failure("agrees with nobody"))
-    differ = {column: error for column, error in apart[judge].items() if not error < APART}
+    differ = {column: error for column, error in apart[judge].items() if not error < bound}
     return {column: Failure(f"differs from {judge} by {error:.0e}") for column, error in differ.items()}
 
 
@@ -157,7 +164,7 @@ def _distance(given: list[Tensor], right: list[Tensor]) -> float:
     return float(torch.stack(errors).max())
 
 
-def in_turns(place: Place, runs: dict[str, Run], what: str) -> dict[str, float | Failure]:
+def in_turns(place: Place, runs: Mapping[str, Timed], what: str) -> dict[str, float | Failure]:
     """Median seconds of each run over rounds in which all take turns: clocks drift under load."""
     outcomes = {column: attempt(run.action, what) for column, run in runs.items()}
     taken: dict[str, list[float]] = {column: [] for column in runs}

@@ -9,19 +9,31 @@ from .race import Failure
 
 
 class Claim(NamedTuple):
-    """A ratio that was asked for: at least the bound, or with ``most`` at most."""
+    """A ratio that was asked for, or a number in another unit: at least the bound, or with ``most`` at most.
+
+    ``of`` names the column that it is about, where that is not the first.
+    """
 
     ratio: float
     bound: float
     most: bool = False
+    unit: str = "x"
+    of: str = ""
 
     @property
     def met(self) -> bool:
         ratio = round(self.ratio, 2)
         return ratio <= self.bound if self.most else ratio >= self.bound
 
+    @property
+    def room(self) -> float:
+        """How many times better it is than asked."""
+        return self.bound / self.ratio if self.most else self.ratio / self.bound
+
     def __str__(self) -> str:
-        text = f"{self.ratio:.2f}x, asked {'<=' if self.most else '>='} {self.bound:g}x"
+        unit = self.unit
+        text = f"{self.ratio:.2f}{unit}, asked {'<=' if self.most else '>='} {self.bound:g}{unit}"
+        text = f"{self.of}: {text}" if self.of else text
         return text if self.met else f"{text}: **missed**"
 
 
@@ -36,17 +48,13 @@ class Row(NamedTuple):
     claim: Claim | None = None
     tokens: int | None = None
 
-    @property
-    def failed(self) -> bool:
-        """Whether the first column, which is ours, has no number."""
-        return isinstance(next(iter(self.cells.values())), Failure)
-
 
 class Table(NamedTuple):
-    """What a table shows. The first column of its rows is compared with the others; of TFLOP/s more is better.
+    """What a table shows. Of what is counted per second more is better.
 
-    ``what`` is timed, "forward", "backward" or "both", where that does not differ by row. The rows of a ``growing``
-    table differ by their tokens alone.
+    The first ``ours`` columns of its rows are ours: a single one is compared with each of the others, several with the
+    best of the others. ``what`` is timed, "forward", "backward" or "both", where that does not differ by row. The rows
+    of a ``growing`` table differ by their tokens alone.
     """
 
     name: str
@@ -54,13 +62,34 @@ class Table(NamedTuple):
     unit: str
     what: str = ""
     growing: bool = False
+    ours: int = 1
+
+    @property
+    def more_is_better(self) -> bool:
+        return self.unit.endswith("/s")
 
     def lead(self, cells: Cells, first: str, over: str) -> float | None:
         """How many times better the first column is than another; above 1 it is better."""
         ours, theirs = cells.get(first, MISSING), cells.get(over, MISSING)
         if isinstance(ours, Failure) or isinstance(theirs, Failure):
             return None
-        return ours / theirs if self.unit == "TFLOP/s" else theirs / ours
+        return ours / theirs if self.more_is_better else theirs / ours
+
+    def best(self, cells: Cells) -> str:
+        """The best of the columns that are not ours; "" if none has a number."""
+        numbers = {column: x for column, x in list(cells.items())[self.ours :] if not isinstance(x, Failure)}
+        return (max if self.more_is_better else min)(numbers, key=numbers.get, default="")
+
+    def compare(self, cells: Cells, column: str) -> float | None:
+        """The lead in brackets: of the first column over this one; where several are ours, of each over the best."""
+        mine = list(cells)[: self.ours]
+        if self.ours > 1:
+            return self.lead(cells, column, self.best(cells)) if column in mine else None
+        return None if column in mine else self.lead(cells, mine[0], column)
+
+    def failed(self, row: Row) -> bool:
+        """Whether a column that is ours has no number."""
+        return any(isinstance(value, Failure) for value in list(row.cells.values())[: self.ours])
 
     def claim(self, cells: Cells, first: str, over: str, bound: float) -> Claim | None:
         """That the first column leads by the bound; None where either has no number."""
@@ -86,12 +115,12 @@ def markdown(table: Table, rows: Sequence[Row], facts: dict[str, str]) -> str:
 
 
 def cells_of(table: Table, row: Row, columns: Sequence[str]) -> list[str]:
-    """What stands in each column: a number, with the first's lead over it in brackets, or why there is none."""
+    """What stands in each column: a number, with a lead in brackets, or why there is none."""
     found = []
     for column in columns:
         value = row.cells.get(column, MISSING)
         text = value if isinstance(value, Failure) else digits(value)
-        lead = None if column == columns[0] else table.lead(row.cells, columns[0], column)
+        lead = table.compare(row.cells, column)
         found.append(text if lead is None else f"{text} ({lead:.2f}x)")
     return found
 

@@ -8,7 +8,7 @@ from attnlib.bench.place import Place
 
 
 def place(seconds=None, *, backend: str = "torch", peak=None) -> Place:
-    """A CPU where each call runs once and takes ``seconds(call)``."""
+    """A CPU where each call runs once and takes ``seconds(call)``; a captured one is called once for all."""
 
     def clock(call) -> float:
         call()
@@ -18,7 +18,10 @@ def place(seconds=None, *, backend: str = "torch", peak=None) -> Place:
         call()
         return 1 << 20
 
-    return Place("cpu", backend, seconds or clock, peak or count, lambda: None, rounds=3)
+    def capture(call, calls):
+        return call
+
+    return Place("cpu", backend, seconds or clock, peak or count, lambda: None, capture, seconds or clock, rounds=3)
 
 
 def tiny(tokens: int = 24, mask: Mask = CAUSAL, *, batch: int = 1, kv_heads: int = 4, **changes) -> Case:

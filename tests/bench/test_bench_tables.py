@@ -168,7 +168,7 @@ def test_the_files_are_whole_after_every_row(tmp_path):
     assert record["rows"][0] == {
         "name": "one",
         "cells": {"ours": 400.0, "peer": 500.0, "lost": "OOM"},
-        "claim": {"ratio": 0.8, "bound": 0.9, "most": False},
+        "claim": {"ratio": 0.8, "bound": 0.9, "most": False, "unit": "x", "of": ""},
         "tokens": 1024,
     }
 

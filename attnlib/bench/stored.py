@@ -1,0 +1,147 @@
+"""What decoding reads: cases as values, and caches filled for them whose pages lie in random order."""
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cache.kv_cache import KVCache
+from ..cache.layout import KVLayout, KVView
+from ..functional import cached_attention
+from ..mask import CAUSAL, FULL
+from .cases import Case
+from .peers import contender
+from .place import Place
+
+READ = 16 << 30  # bytes that the calls of one graph read together
+SHELVES = 64  # sequences that give their pages back in turns, to mix them
+
+
+class Decoding(NamedTuple):
+    """One new token for each sequence of a batch: its query heads, how many tokens are stored of each, and how.
+
+    ``asked`` is the most microseconds that were asked for.
+    """
+
+    name: str
+    batch: int
+    heads: int
+    tokens: int
+    layout: KVLayout
+    asked: float | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of all that is stored, read once."""
+        return self.batch * self.tokens * self.layout.token_bytes
+
+    @property
+    def flops(self) -> int:
+        """Of both products."""
+        layout = self.layout
+        return 2 * self.batch * self.heads * self.tokens * (layout.dim + layout.tail + layout.value_dim)
+
+    @property
+    def calls(self) -> int:
+        """How many fill a graph, so that what a replay costs by itself does not count."""
+        return max(4, min(200, READ // self.bytes))
+
+    def tensors(self, device: str) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Random q, and what ``append`` takes of all tokens: k and v, or latents and rotary keys."""
+        layout, source = self.layout, torch.Generator(device).manual_seed(0)
+
+        def random(*size: int) -> Tensor:
+            return torch.randn(*size, device=device, dtype=layout.dtype, generator=source)
+
+        rows = (self.batch, self.tokens)
+        q = random(self.batch, 1, self.heads, layout.dim + layout.tail)
+        if layout.is_latent:
+            return q, (random(*rows, layout.dim), random(*rows, layout.tail))
+        return q, (random(*rows, layout.heads, layout.dim), random(*rows, layout.heads, layout.value_dim))
+
+
+def cache_for(
+    layouts: Sequence[KVLayout], batch: int, tokens: int, page_size: int | None, device: torch.device | str
+) -> KVCache:
+    """An empty cache for so many sequences of so many tokens: contiguous, or of pages given out in random order."""
+    if page_size is None:
+        return KVCache.contiguous(layouts, max_sequences=batch, max_length=tokens, device=device)
+    pages = -(-tokens // page_size)
+    rows = max(batch, SHELVES)
+    cache = KVCache.paged(
+        layouts,
+        pages=batch * pages,
+        page_size=page_size,
+        max_sequences=rows,
+        max_length=pages * page_size,
+        device=device,
+    )
+    _mix(cache, batch * pages, page_size, rows)
+    return cache
+
+
+def _mix(cache: KVCache, pages: int, page_size: int, rows: int) -> None:
+    """Take every page and give it back, one at a time of a random sequence: who comes next gets them in that order."""
+    shelves = cache.admit(rows)
+    held = {shelf: (pages // rows + (i < pages % rows)) * page_size for i, shelf in enumerate(shelves)}
+    with cache.step(held):
+        pass
+    turns = [shelf for shelf, tokens in held.items() for _ in range(tokens // page_size)]
+    Random(0).shuffle(turns)
+    for shelf in turns:
+        held[shelf] -= page_size
+        cache.truncate(shelf, held[shelf])
+    cache.release(*shelves)
+
+
+def stored(case: Decoding, keys: Sequence[Tensor], page_size: int | None) -> KVView:
+    """What a cache of its own shows to one query of each sequence, after ``keys`` were appended."""
+    cache = cache_for([case.layout], case.batch, case.tokens, page_size, keys[0].device)
+    cache.admit(case.batch)
+    with cache.step(case.tokens) as (layer,):
+        layer.append(*keys)
+    with cache.read(1) as (layer,):
+        return layer.view()
+
+
+def forked(case: Decoding, keys: Sequence[Tensor], page_size: int) -> KVView:
+    """The same of the first sequence's tokens, shared by all, and the last token of each."""
+    cache = cache_for([case.layout], case.batch, case.tokens, page_size, keys[0].device)
+    [first] = cache.admit()
+    with cache.step(case.tokens - 1) as (layer,):
+        layer.append(*(x[:1, :-1] for x in keys))
+    cache.fork(first, case.batch - 1)
+    with cache.step(1) as (layer,):
+        return layer.append(*(x[:, -1:] for x in keys))
+
+
+def copied(case: Decoding, keys: Sequence[Tensor], page_size: int) -> KVView:
+    """What ``forked`` shows, stored for each sequence."""
+    repeated = [torch.cat((x[:1, :-1].expand(case.batch, *x[0, :-1].shape), x[:, -1:]), 1) for x in keys]
+    return stored(case, repeated, page_size)
+
+
+def ours(place: Place, q: Tensor, fill: Callable[[], KVView]) -> Callable[[], Tensor]:
+    """Attention over the view that ``fill`` gives."""
+    view = fill()
+    return lambda: cached_attention(q, view, mask=CAUSAL, backend=place.backend)
+
+
+def peer(place: Place, name: str, case: Decoding, heads_first: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """One of torch's attentions over plain tensors, heads before tokens."""
+    layout, sizes = case.layout, (case.layout.dim, case.layout.value_dim)
+    work = Case(case.name, case.batch, case.heads, layout.heads, case.tokens, *sizes, FULL, dtype=layout.dtype)
+    call = contender(name, work, place).call
+    return lambda: call(*heads_first).transpose(1, 2)
+
+
+def by_definition(q: Tensor, latent: Tensor, rope: Tensor) -> Callable[[], Tensor]:
+    """Attention over latents in fp32, one sequence after another with all its scores."""
+
+    def one(q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
+        keys = torch.cat((latent, rope), -1).float()
+        return torch.softmax(q.float() @ keys.T * q.shape[-1] ** -0.5, -1) @ latent.float()
+
+    return lambda: torch.stack([one(*x) for x in zip(q, latent, rope, strict=True)]).to(q.dtype)
