@@ -4,7 +4,9 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .backends import _reference, _torch, _triton
+import torch
+
+from .backends import _cached, _reference, _torch, _triton, _writes
 from .spec import AttentionSpec
 
 
@@ -13,7 +15,7 @@ class Backend(NamedTuple):
 
     ``unsupported`` lists why a spec cannot run, ``slow`` why it would copy K or V, materialise scores or wait for
     the device; both look at the spec alone. The rest run ``(q, k, v, spec, terms)`` or ``(q, kv, spec, terms)`` to
-    ``(out, lse)``. ``repeated`` gives a quicker way to run such a dense call again, or None.
+    ``(out, lse)``. ``repeated`` and ``repeated_cached`` give a quicker way to run such a call again, or None.
     """
 
     name: str
@@ -22,10 +24,19 @@ class Backend(NamedTuple):
     attention: Callable
     cached_attention: Callable
     repeated: Callable = lambda *call: None
+    repeated_cached: Callable = lambda *call: None
 
 
 PREFERENCE = (
-    Backend("triton", _triton.unsupported, _triton.slow, _triton.attention, _triton.cached_attention, _triton.repeated),
+    Backend(
+        "triton",
+        _triton.unsupported,
+        _triton.slow,
+        _triton.attention,
+        _cached.attention,
+        _triton.repeated,
+        _cached.repeated,
+    ),
     Backend("torch", _torch.unsupported, _torch.slow, _torch.attention, _torch.cached_attention),
     Backend("reference", _reference.unsupported, _reference.slow, _reference.attention, _reference.cached_attention),
 )
@@ -74,9 +85,14 @@ def select(spec: AttentionSpec, name: str | None = None) -> Backend:
     raise NotImplementedError(f"no backend can run this call\n{explanation(spec, None)}")
 
 
-def cache_writer(device: str) -> Callable:
-    """The function ``(kv, k, v, slots)`` that stores tokens on this kind of device."""
-    return _torch.write_cache
+def cache_writer(dtype: torch.dtype, device: torch.device) -> Callable:
+    """The function ``(kv, k, v, slots, angles)`` that stores tokens of this dtype on this device."""
+    return _torch.write_cache if _writes.unsupported(dtype, device) else _writes.write_cache
+
+
+def scheduler(dtype: torch.dtype, device: torch.device):
+    """What makes and updates the schedules of caches of this dtype on this device, or None."""
+    return None if _writes.unsupported(dtype, device) else _cached
 
 
 def explanation(spec: AttentionSpec, name: str | None) -> Explanation:

@@ -1,5 +1,6 @@
 """Attention as functions: bind the shapes, describe the problem, select a backend, run it."""
 
+import os
 from collections.abc import Callable, Sequence
 from inspect import signature
 
@@ -7,10 +8,10 @@ import torch
 from torch import Tensor
 
 from . import repeats
-from .cache.layout import KVView
-from .dispatch import Backend, Explanation, cache_writer, explanation, select
+from .cache.layout import KVLayout, KVView
+from .dispatch import Backend, Explanation, cache_writer, explanation, scheduler, select
 from .mask import Mask
-from .rope import Angles, rotate
+from .rope import Angles
 from .shapes import bind, is_strided, refuse_tensor
 from .spec import DTYPES, AttentionSpec, describe
 from .terms import Terms, check
@@ -208,20 +209,47 @@ def _beside_output(x: Tensor) -> Tensor:
     return x.transpose(-1, -2)[..., None]
 
 
-def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, *, angles: Angles | None = None) -> None:
+def write_cache(
+    kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, *, angles: Angles | None = None
+) -> Callable[[Tensor, Tensor | None, Angles | None], None] | None:
     """Write tokens into a view's planes in place: k, rotated by ``angles`` first, and v, at ``slots``.
 
-    A slot is ``page * page_size + offset``, int64, one for each token; -1 is skipped. Grouped: k ``[..., g, d]``, v
-    ``[..., g, e]``. Latent: k is the latent ``[..., r]``, and v the rotary key ``[..., p]`` or None, which is what
-    ``angles`` rotate. Quantises when the layout stores int8 or fp8.
+    A slot is ``page * page_size + offset``, int64, one for each token; -1 is skipped. Grouped: k ``[b, s, g, d]`` or
+    packed ``[t, g, d]``, v ``[..., g, e]``. Latent: k is the latent ``[..., r]``, and v the rotary key ``[..., p]`` or
+    None, which is what ``angles`` rotate. Quantises when the layout stores int8 or fp8.
+
+    Returns what writes other tensors of the same layouts to the same slots sooner, ``(k, v, angles)``, if anything.
+
+    Raises:
+        ValueError: with ``ATTNLIB_CHECK=1``, a slot is outside the planes, or two tokens get the same.
     """
-    if kv.layout.is_latent:
-        k, v = k.unsqueeze(-2), None if v is None else v.unsqueeze(-2)
-    if angles is not None and kv.layout.is_latent:
-        v = rotate(v, angles)
-    elif angles is not None:
-        k = rotate(k, angles)
-    cache_writer(kv.k.device.type)(kv, k, v, slots)
+    checks = os.environ.get("ATTNLIB_CHECK") == "1" and not torch.compiler.is_compiling()
+    if checks:
+        _check_slots(slots, kv.k.shape[0] * kv.page_size)
+    again = cache_writer(kv.layout.dtype, kv.k.device)(kv, k, v, slots, angles)
+    return None if checks else again
+
+
+def _check_slots(slots: Tensor, capacity: int) -> None:
+    """Read every slot on the host."""
+    written = [slot for slot in slots.flatten().tolist() if slot != -1]
+    for slot in written:
+        if not 0 <= slot < capacity:
+            raise ValueError(f"slots: expected -1 or less than {capacity}, the tokens of the cache, got {slot}")
+    if len(set(written)) < len(written):
+        raise ValueError("slots: expected each slot once, got one of them twice")
+
+
+def new_schedule(layout: KVLayout, sequences: int, device: torch.device) -> Tensor | None:
+    """Room for the ``schedule`` of views of up to so many sequences; None where the device has no use for one."""
+    of = scheduler(layout.dtype, device)
+    return None if of is None else of.new_schedule(sequences, layout.heads, device)
+
+
+def update_schedule(schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None) -> None:
+    """Share sequences of these starts and lengths out anew: of at most ``limit`` tokens, and the last ``reach`` of
+    them where a window hides the others. Waits for nothing."""
+    scheduler(torch.float32, schedule.device).update_schedule(schedule, starts, lengths, limit=limit, reach=reach)
 
 
 def copy_pages(kv: KVView, pairs: Sequence[tuple[int, int]]) -> None:
@@ -285,8 +313,15 @@ def _attend(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms
 
 
 def _attend_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, name: str | None, *, lse: bool):
+    key = repeats.cached_key(q, kv, mask, terms, name)
+    if key is not None and (run := kv.repeats.get(key)) is not None:
+        return run(q)
     q, spec, terms = _describe_cached(q, kv, mask, terms, lse=lse)
-    return select(spec, name).cached_attention(q, kv, spec, terms)
+    backend = select(spec, name)
+    result = backend.cached_attention(q, kv, spec, terms)
+    if key is not None and (run := backend.repeated_cached(q, kv, spec, terms)) is not None:
+        kv.repeats[key] = run
+    return result
 
 
 def _describe(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, lse: bool):

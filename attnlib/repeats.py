@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .cache.layout import KVView
 from .mask import Mask
 from .terms import Terms
 
@@ -33,12 +34,11 @@ def unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def key(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, name: str | None) -> tuple | None:
-    """All that a call depends on but the tensors' values; None if it may not be remembered."""
+def _may_repeat(q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, name: str | None) -> bool:
+    """Whether a call on these tensors depends on no more than keys tell."""
     if (
         torch.compiler.is_compiling()
         or not (isinstance(q, Tensor) and q.is_cuda)
-        or kind != "dense"
         or type(mask) is not Mask
         or not unwatched(q, k, v)
         or not (q.layout is k.layout is v.layout is torch.strided)
@@ -49,15 +49,27 @@ def key(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, na
         or k.is_nested
         or v.is_nested
     ):
-        return None
+        return False
     scale, softcap, slopes, sinks, starts, ends, _, _, seed, dropout_p, _, _ = terms
     if not (slopes is sinks is starts is ends is seed is None and dropout_p == 0 and type(dropout_p) is float):
-        return None
+        return False
     # 1, 1.0 and True would be one key, and not all of them are what a call takes.
-    if not (type(scale) in FLOATS and type(softcap) in FLOATS and type(name) in NAMES):
+    return type(scale) in FLOATS and type(softcap) in FLOATS and type(name) in NAMES
+
+
+def key(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, name: str | None) -> tuple | None:
+    """All that a call depends on but the tensors' values; None if it may not be remembered."""
+    if kind != "dense" or not _may_repeat(q, k, v, mask, terms, name):
         return None
     layouts = (q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype)
-    return (q.get_device(), k.get_device(), v.get_device(), *layouts, mask, scale, softcap, name)
+    return (q.get_device(), k.get_device(), v.get_device(), *layouts, mask, terms[0], terms[1], name)
+
+
+def cached_key(q: Tensor, kv: KVView, mask: Mask, terms: Terms, name: str | None) -> tuple | None:
+    """The same for a call over a view, which remembers itself."""
+    if not isinstance(kv, KVView) or not _may_repeat(q, q, q, mask, terms, name):
+        return None
+    return (q.get_device(), q.shape, q.stride(), q.dtype, q.data_ptr() & 15, mask, terms[0], terms[1], name)
 
 
 def find(key: tuple | None) -> Run | None:

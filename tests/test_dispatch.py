@@ -58,6 +58,9 @@ def test_the_answer_depends_on_the_spec_alone():
     assert any("waits for the device" in reason for reason in PREFERENCE[1].slow(packed))
 
 
+FP8 = KVLayout.grouped(2, 64, store=torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -65,7 +68,8 @@ def test_the_answer_depends_on_the_spec_alone():
         ({"arch": 75}, "needs sm_80 or newer, got sm_75"),
         ({"dtype": torch.float64}, "computes in fp32, got fp64"),
         ({"grad": True, "head_dim": 320}, "has a backward for heads of up to 256, got 320"),
-        ({"kind": "cached"}, "has no kernel for cached attention yet"),
+        ({"kind": "cached", "grad": True}, "cached attention has no backward"),
+        ({"kind": "cached", "arch": 80, "layout": FP8}, "reads fp8 caches from sm_89 on, got sm_80"),
         ({"value_dim": 640}, "has tiles for heads of up to 576, got 640"),
     ],
 )

@@ -5,6 +5,8 @@ set of shapes, and remembers. What launches remember, and ``repeats``, is all th
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -15,7 +17,8 @@ from ..kernels.launch import LaunchConfig
 class Launch:
     """``programs`` programs of a kernel on the current device, for tensors of the same shapes, strides and dtypes.
 
-    ``blocks`` are what its descriptors load, the last parameters that are tensors: which tensor, rows and columns.
+    ``blocks`` are what its descriptors load, the last parameters that are tensors: which tensor, rows and columns;
+    ``descriptor`` makes them.
     """
 
     def __init__(
@@ -26,11 +29,12 @@ class Launch:
         constants: dict,
         config: LaunchConfig,
         blocks: tuple[tuple[int, int, int] | None, ...] = (),
+        descriptor: Callable | None = None,
     ):
         from triton import knobs
 
         self.kernel, self.programs, self.numbers, self.blocks = kernel, programs, numbers, blocks
-        self.tma = any(blocks)
+        self.tma, self._descriptor = any(blocks), descriptor or block_of_a_head
         constants = constants | {"TMA": self.tma, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
         constants |= {"STAGES": config.stages}
         self.constants = {name: constants[name] for name in kernel.arg_names if name in constants}
@@ -62,15 +66,59 @@ class Launch:
         arguments = (*addresses, *self._descriptors(tensors), *self._arguments)
         run(self.programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
+    def bound(self, *tensors: Tensor | EllipsisType | None) -> Callable[..., None]:
+        """The same with all tensors but those for which ``...`` stands, and which are given at each call."""
+        open_at = [n for n, x in enumerate(tensors) if x is ...]
+        fixed = [x.data_ptr() if isinstance(x, Tensor) else None for x in tensors]
+        aligned = not any((address or 0) & 15 for address in fixed)
+        arguments = (*self._descriptors(tensors), *self._arguments)
+        hooks, programs = self._hooks, self.programs
+
+        def call(*given: Tensor) -> None:
+            addresses, bits = fixed.copy(), 0
+            for n, x in zip(open_at, given, strict=True):
+                addresses[n] = address = x.data_ptr()
+                bits |= address
+            compiled = self._compiled.get(True)
+            if compiled is None or bits & 15 or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+                self(*_filled(tensors, given))
+                return
+            run, function, metadata = compiled
+            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *arguments)
+
+        return call if aligned and programs else lambda *given: self(*_filled(tensors, given))
+
     def _descriptors(self, tensors: tuple[Tensor | None, ...]) -> tuple:
         if not self.tma:
             return self.blocks
-        return tuple(None if block is None else _descriptor(tensors[block[0]], *block[1:]) for block in self.blocks)
+        return tuple(
+            None if block is None else self._descriptor(tensors[block[0]], *block[1:]) for block in self.blocks
+        )
 
 
-def _descriptor(x: Tensor, rows: int, columns: int):
+def _filled(tensors: tuple, given: tuple) -> list:
+    rest = iter(given)
+    return [next(rest) if x is ... else x for x in tensors]
+
+
+def on_device(x: Tensor) -> AbstractContextManager:
+    """In which launches go to the tensor's GPU."""
+    if x.is_cuda and x.device.index != torch._C._cuda_getDevice():
+        return torch.cuda.device(x.device)
+    return nullcontext()
+
+
+def block_of_a_head(x: Tensor, rows: int, columns: int):
     """What loads blocks of one head of ``[b, t, h, d]``; a packed tensor is a batch of one."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     x = x if x.dim() == 4 else x[None]
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, columns])
+
+
+def block_of_rows(x: Tensor, rows: int, columns: int):
+    """What loads blocks of a matrix, which all but the last dimension of ``x`` are the rows of."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, [x.numel() // x.shape[-1], x.shape[-1]], [x.shape[-1], 1], [rows, columns])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..cache.layout import KVView
 from ..mask import Mask
+from ..rope import Angles, rotate
 from ..spec import AttentionSpec
 from ..terms import Terms
 from . import _operators  # noqa: F401 - registers torch.ops.attnlib
@@ -59,9 +60,13 @@ def cached_attention(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -
     return torch.ops.attnlib.torch_cached(q, *planes, terms.alibi_slopes, terms.sinks, *numbers)
 
 
-def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
-    """Store tokens in the planes in place, quantised if the layout says so; slot -1 is skipped."""
+def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> None:
+    """Store tokens in the planes in place, rotated and quantised first; slot -1 is skipped."""
     latent, store = kv.layout.is_latent, kv.layout.store
+    if latent:
+        k, v = k.unsqueeze(-2), None if v is None else v.unsqueeze(-2)
+    if angles is not None:
+        k, v = (k, rotate(v, angles)) if latent else (rotate(k, angles), v)
     if store is not None:
         k, k_scale = quantise(k, store)
         v_scale = None

@@ -1,12 +1,10 @@
 """The Triton backend: one FlashAttention core for dense and packed calls on a GPU, forward and backward."""
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from ..cache.layout import KVView
 from ..kernels.launch import WIDEST, WIDEST_BACKWARD
 from ..repeats import Run, unwatched
 from ..spec import AttentionSpec
@@ -14,6 +12,7 @@ from ..terms import Terms
 from . import _plans
 from ._autograd import Attention
 from ._flops import backward_flops, forward_flops
+from ._launch import on_device
 from ._schema import BACKWARD, FORWARD, fake_backward, outputs, register, sinks_grad, slopes_grad
 
 
@@ -24,13 +23,12 @@ def unsupported(spec: AttentionSpec) -> list[str]:
         reasons.append(f"needs a CUDA device, got {spec.device}")
     if spec.device == "cuda" and spec.arch < 80:
         reasons.append(f"needs sm_80 or newer, got sm_{spec.arch}")
-    if spec.kind == "cached":
-        reasons.append("has no kernel for cached attention yet")
-        if spec.grad:
-            reasons.append("cached attention has no backward; wrap the call in torch.no_grad()")
-        return reasons
     if spec.dtype == torch.float64:
         reasons.append("computes in fp32, got fp64")
+    if spec.kind == "cached" and spec.grad:
+        return [*reasons, "cached attention has no backward; wrap the call in torch.no_grad()"]
+    if spec.device == "cuda" and spec.arch < 89 and spec.layout and spec.layout.store == torch.float8_e4m3fn:
+        reasons.append(f"reads fp8 caches from sm_89 on, got sm_{spec.arch}; store int8")
     widest = WIDEST_BACKWARD if spec.grad else WIDEST
     if spec.head_dim > widest or spec.value_dim > widest:
         what = "a backward" if spec.grad else "tiles"
@@ -81,18 +79,13 @@ def _numbers(spec: AttentionSpec, terms: Terms) -> tuple:
     return (mask.left, mask.right, mask.prefix, terms.scale, terms.softcap, *terms[9:])
 
 
-def cached_attention(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Refused by ``unsupported``."""
-    raise NotImplementedError("triton: cached attention has no kernel yet")
-
-
 def _forward(q, k, v, *extras):
     terms = extras[:7]
     if terms != _plans.NO_TERMS:
         terms = _positional(terms)
     out, lse = outputs(q, v)
     launch = _plans.forward(_plans.call(q, k, v, terms, extras[7:]))
-    with _on_device(q):
+    with on_device(q):
         launch(q, k, v, out, lse, *terms)
     return out, lse
 
@@ -106,7 +99,7 @@ def _backward(dout, dlse, out, lse, q, k, v, *extras):
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
     slopes, sinks, *others = terms
     shares = None if slopes is None else lse.new_zeros(plan.shares)  # some programs write none
-    with _on_device(q):
+    with on_device(q):
         plan.prepare(q, out, dout, lse, dlse, lse2, delta)
         plan.keys(q, k, v, dout, lse2, delta, dk, dv, slopes, *others)
         plan.queries(q, k, v, dout, lse2, delta, dq, shares, slopes, *others)
@@ -118,12 +111,6 @@ def _positional(terms: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """The terms as kernels read them, by position alone; keys are offset as queries where nothing else is said."""
     slopes, sinks, starts, ends, cu_q, cu_k, seed = (None if x is None else x.contiguous() for x in terms)
     return slopes, sinks, starts, ends, cu_q, cu_q if cu_k is None else cu_k, seed
-
-
-def _on_device(x: Tensor) -> AbstractContextManager:
-    if x.is_cuda and x.device.index != torch._C._cuda_getDevice():
-        return torch.cuda.device(x.device)
-    return nullcontext()
 
 
 def _by_sequence(shares: Tensor, slopes: Tensor, cu_q: Tensor | None, block: int) -> Tensor:

@@ -42,6 +42,7 @@ class KVCache:
         with torch.inference_mode(False), torch.no_grad():  # what inference mode makes cannot be written outside it
             device = torch.empty(0, device=device).device
             self._buffers = StepBuffers(book, page_size, device)
+            self._buffers.schedule(self.layouts)
             self._layers = tuple(
                 LayerCache(layout, book.ledgers[layout.window].total, page_size, device) for layout in self.layouts
             )

@@ -1,6 +1,7 @@
 """What one token stores in one layer (KVLayout), and the storage that a kernel reads (KVView)."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -105,7 +106,8 @@ class KVView:
     For latent storage ``g = 1``, ``v is k``, and a query is ``[latent | rope]``. ``table`` int32 ``[b, n]``
     gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold garbage. Keys
     ``[starts[b], lengths[b])`` are visible at most, and the queries are the last ones of ``lengths[b]``:
-    ``s`` each when dense, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` when packed.
+    ``s`` each when dense, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` when packed. ``schedule`` says how a GPU shares
+    them out (kernels/decode.py); ``repeats`` is how calls over this view ran, for those that come again.
     """
 
     layout: KVLayout
@@ -122,3 +124,4 @@ class KVView:
     positions: Tensor | None = None
     schedule: Tensor | None = None
     rope: str | None = None
+    repeats: dict[tuple, Callable] = field(default_factory=dict, init=False, compare=False, repr=False)

@@ -9,8 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..functional import new_schedule, update_schedule
 from .book import Book, Request
+from .layout import KVLayout
 from .pages import Handle, Holding, PageLedger, Plan
+
+PINNED = 1 << 14  # numbers of each kind that are sent without waiting
 
 
 class Shared(NamedTuple):
@@ -22,30 +26,59 @@ class Shared(NamedTuple):
 
 
 class PerWindow(NamedTuple):
-    """What the layers of one window read; slots say where a step's tokens go."""
+    """What the layers of one window read; slots say where a step's tokens go; schedules are by KV heads."""
 
     table: Tensor
     starts: Tensor
     slots: Tensor | None
+    schedules: dict[int, Tensor]
+
+
+class Sending:
+    """``with sending:`` around all copies of an update: to a GPU they are not waited for until the next update.
+
+    Raises:
+        RuntimeError: while a CUDA graph is captured, since every replay would send the same again.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+
+    def __enter__(self):
+        if self._sent is not None:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("step: it cannot be entered while a CUDA graph is captured; capture what is in it")
+            self._sent.synchronize()
+
+    def __exit__(self, *error):
+        if self._sent is not None:
+            self._sent.record(torch.cuda.current_stream(self._device))
 
 
 class Buffer:
     """Integers that the host writes and the device reads, at one address for life. On a CPU they are the same memory.
 
-    Copies block, from pageable memory: nothing can change under them, at the price of waiting for the stream.
+    To a GPU they go from pinned memory, which only the next update overwrites; many go from pageable memory, and wait.
     """
 
     def __init__(self, typecode: str, size: int, device: torch.device):
         self._host = array(typecode, bytes(array(typecode).itemsize * size))
         self._source = torch.frombuffer(self._host, dtype={"i": torch.int32, "q": torch.int64}[typecode])
         self.tensor = self._source if device.type == "cpu" else self._source.to(device)
+        self._pinned = torch.empty_like(self._source[:PINNED], pin_memory=True) if device.type == "cuda" else None
 
-    def show(self, values: array) -> None:
-        """Put ``values`` at the front."""
+    def show(self, values: array) -> Tensor:
+        """Put ``values`` at the front, and return that."""
         n = len(values)
         self._host[:n] = values
+        shown = self.tensor[:n]
         if self.tensor is not self._source and n:
-            self.tensor[:n].copy_(self._source[:n])
+            source, pinned = self._source[:n], self._pinned is not None and n <= PINNED
+            if pinned:
+                source = self._pinned[:n].copy_(source)
+            shown.copy_(source, non_blocking=pinned)
+        return shown
 
 
 class TableBuffers:
@@ -56,6 +89,8 @@ class TableBuffers:
         self.table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         self.starts = Buffer("i", rows, device)
         self.slots = Buffer("q", tokens, device)
+        self.schedules: dict[int, Tensor] = {}
+        self._entries, self._pages = (Buffer(code, PINNED, device) for code in "qi")
         self._shown_starts: array | None = None
 
     def update(self, rows: Sequence[Handle], known: Sequence[Handle], plan: Plan | None) -> None:
@@ -66,6 +101,13 @@ class TableBuffers:
             self.slots.show(self.ledger.slots(plan.tokens))
         if rows != known or (plan is not None and plan.grants):
             self._update_table(rows, known, plan)
+
+    def update_schedules(self, lengths: Tensor, most: int, limit: int) -> None:
+        """Share out these lengths anew, for steps of at most ``most`` tokens for each sequence."""
+        window, starts = self.ledger.window, self.starts.tensor[: lengths.shape[0]]
+        reach = None if window is None else window + most
+        for schedule in self.schedules.values():
+            update_schedule(schedule, starts, lengths, limit=limit, reach=reach)
 
     def _update_starts(self, starts: array) -> None:
         if starts != self._shown_starts:
@@ -86,9 +128,12 @@ class TableBuffers:
             entries.extend(row_of[grant.handle] * columns + grant.index for grant in plan.grants)
             pages.extend(grant.page for grant in plan.grants)
         if entries:
-            at, to = torch.frombuffer(entries, dtype=torch.int64), torch.frombuffer(pages, dtype=torch.int32)
-            device = self.table.device
-            self.table.view(-1).index_copy_(0, at.to(device), to.to(device))
+            if len(entries) <= PINNED:
+                at, to = self._entries.show(entries), self._pages.show(pages)
+            else:
+                given = torch.frombuffer(entries, dtype=torch.int64), torch.frombuffer(pages, dtype=torch.int32)
+                at, to = (x.to(self.table.device) for x in given)
+            self.table.view(-1).index_copy_(0, at, to)
 
 
 class StepBuffers:
@@ -97,13 +142,24 @@ class StepBuffers:
     def __init__(self, book: Book, page_size: int, device: torch.device):
         rows, ledgers = book.max_sequences, book.ledgers.values()
         tokens = min(min(ledger.total for ledger in ledgers) * page_size, rows * book.max_length)  # of any one step
+        self._sending = Sending(device)
         self.lengths = Buffer("i", rows, device)
         self.cu_seqlens_q = Buffer("i", rows + 1, device)
         self.positions = Buffer("i", tokens, device)
         columns = -(-book.max_length // page_size)
         self.windows = [TableBuffers(ledger, rows, columns, tokens, device) for ledger in ledgers]
+        self._max_length = book.max_length
         self._known: list[Handle] = []  # the sequences that the table rows show
         self._shown_counts: list[int] | None = None
+
+    def schedule(self, layouts: Sequence[KVLayout]) -> None:
+        """Keep schedules for these layouts too, where their device has a use for them."""
+        for layout in layouts:
+            of = next(x for x in self.windows if x.ledger.window == layout.window)
+            if layout.heads not in of.schedules:
+                made = new_schedule(layout, self.lengths.tensor.shape[0], of.table.device)
+                if made is not None:
+                    of.schedules[layout.heads] = made
 
     def forget(self) -> None:
         """Distrust what the tables show, so that the next update writes them whole."""
@@ -114,8 +170,18 @@ class StepBuffers:
         lengths and get slots; without, the sequences are shown as they are."""
         rows, counts = list(request.tokens), list(request.tokens.values())
         known, self._known = self._known, []  # whatever fails below, the next update starts over
+        with self._sending:
+            self._update_shared(request, counts, counted=bool(plans))
+            for i, window in enumerate(self.windows):
+                window.update(rows, known, plans[i] if plans else None)
+        most = 1 << max(0, max(counts, default=0) - 1).bit_length()
+        for window in self.windows if rows else ():
+            window.update_schedules(self.lengths.tensor[: len(rows)], most, self._max_length)
+        self._known = rows
+
+    def _update_shared(self, request: Request, counts: Sequence[int], *, counted: bool) -> None:
         holdings = request.holdings
-        if plans:
+        if counted:
             self.lengths.show(array("i", [holding.length + n for holding, n in zip(holdings, counts, strict=True)]))
             self.positions.show(_positions(holdings, counts))
         else:
@@ -124,9 +190,6 @@ class StepBuffers:
             self._shown_counts = None
             self.cu_seqlens_q.show(array("i", accumulate(counts, initial=0)))
             self._shown_counts = counts
-        for i, window in enumerate(self.windows):
-            window.update(rows, known, plans[i] if plans else None)
-        self._known = rows
 
     def cut(self, request: Request, *, writing: bool) -> tuple[Shared, list[PerWindow]]:
         """The parts of the buffers that steps of this shape use, and those of each ledger."""
@@ -137,7 +200,7 @@ class StepBuffers:
             self.positions.tensor[:tokens].view(request.shape) if writing else None,
         )
         windows = [
-            PerWindow(x.table[:rows], x.starts.tensor[:rows], x.slots.tensor[:tokens] if writing else None)
+            PerWindow(x.table[:rows], x.starts.tensor[:rows], x.slots.tensor[:tokens] if writing else None, x.schedules)
             for x in self.windows
         ]
         return shared, windows

@@ -252,6 +252,22 @@ def test_no_tokens_are_a_step_too():
         append_all(layers, torch.empty(0, dtype=torch.int64))
 
 
+@pytest.mark.parametrize(
+    ("slot", "words"), [(64, "less than 64, .*, got 64"), (-2, "got -2"), (1, "one of them twice")]
+)
+def test_checks_find_slots_that_do_not_exist(monkeypatch, slot, words):
+    """Without them such slots are the writer's to contain; -1 is always skipped."""
+    monkeypatch.setenv("ATTNLIB_CHECK", "1")
+    cache = cache_of(GROUPED)
+    cache.admit()
+    with cache.step(3) as (layer,):
+        layer._slots[:] = -1
+        layer.append(*kv(1, 3))
+        layer._slots[1:] = torch.tensor([1, slot])
+        with pytest.raises(ValueError, match=f"slots: expected .*{words}"):
+            layer.append(*kv(1, 3))
+
+
 def test_copies_and_pickles_are_refused():
     cache = cache_of(GROUPED)
     with cache.step(0) as (layer,):

@@ -1,0 +1,434 @@
+"""Attention over a paged cache (FlashDecoding; Dao et al., 2023): a program for each part of a sequence and KV head.
+
+The query heads of a group, times the query tokens of a sequence, are the rows of a tile, so that what is stored is read
+once. ``schedule`` cuts the sequences into parts of about equal length, once a step, and ``combine`` adds parts up.
+"""
+
+import triton
+import triton.language as tl
+
+from .paged import ENTRY, entries_at, load_tokens, owner, page_in, place, tokens_of
+from .tile import LN2, LOG2E, finite_part, key_range, modify, sees_broken, visible
+
+# Parameters whose divisibility decides nothing, and must not compile a kernel again.
+COUNTS = (
+    "pages", "table_b", "slopes_b", "batch", "group", "s", "level", "left", "right", "prefix", "rounds", "slots",
+    "capacity", "limit", "reach", "chunk",
+)  # fmt: skip
+
+
+@triton.jit
+def load_queries(ptr, at, columns, some, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows of q that begin at ``at``, as columns of a tile where that is asked; zeros but for ``some`` of them."""
+    if COLUMNS:
+        return tl.load(ptr + at[None, :] + columns[:, None], mask=some[None, :] & (columns < WIDTH)[:, None], other=0.0)
+    else:
+        return tl.load(ptr + at[:, None] + columns[None, :], mask=some[:, None] & (columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def beside(x, COLUMNS: tl.constexpr):
+    """A value for each row of queries, as it goes with a tile of scores."""
+    if COLUMNS:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def along(x, COLUMNS: tl.constexpr):
+    """A value for each key, as it goes with a tile of scores."""
+    if COLUMNS:
+        return x[:, None]
+    else:
+        return x[None, :]
+
+
+@triton.jit
+def times(a, b, sum, COLUMNS: tl.constexpr, PRECISION: tl.constexpr):
+    """``sum + a b``, or its transpose from the transposed factors, ``sum + b' a'``."""
+    if COLUMNS:
+        return tl.dot(b.T, a, sum, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, sum, input_precision=PRECISION)
+
+
+@triton.jit
+def tile_at(t, origin, before, clear_low, clear_high, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Where tile ``t`` begins of those that need a mask, around ``[clear_low, clear_high)``, or of those within."""
+    if MASKED:
+        return tl.where(t < before, origin + t * BLOCK, clear_high + (t - before) * BLOCK)
+    else:
+        return clear_low + t * BLOCK
+
+
+@triton.jit
+def attend(
+    acc, top, total, stained, page, n, q, q_tail, i, slope, low, high, begin, end,
+    k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_desc, tail_desc,
+    k_p, k_t, tail_p, tail_t, v_p, v_t, ks_p, ks_t, vs_p, vs_t,
+    left, right, prefix, scale, softcap, unit,
+    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, TAIL: tl.constexpr, E: tl.constexpr,
+    E_MAIN: tl.constexpr, LATENT: tl.constexpr, SCALED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    PREFIX: tl.constexpr, ONE: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The running sums with one tile of ``BLOCK`` tokens, from ``n`` on."""
+    PLAIN: tl.constexpr = not (SOFTCAP or SLOPES)
+    j = n + tl.arange(0, BLOCK)
+    stored = (j >= low) & (j < high)
+    if TMA:
+        line = page.to(tl.int32) * (k_p // k_t).to(tl.int32) + (n % PAGE if PAGE else n)
+        k = k_desc.load([line, 0])
+    else:
+        at = place(page, n, k_p, k_t, PAGE, BLOCK)
+        k = load_tokens(k_ptr, at, tl.arange(0, D_MAIN), stored, E if LATENT else D, MASKED)
+    if D_TAIL:
+        if TMA:
+            k_tail = tail_desc.load([line, 0])
+        else:
+            k_tail = load_tokens(
+                tail_ptr + TAIL, place(page, n, tail_p, tail_t, PAGE, BLOCK),
+                tl.arange(0, D_TAIL), stored, D - (E if LATENT else D_MAIN), MASKED,
+            )  # fmt: skip
+    if LATENT:
+        v = k
+    else:
+        v = load_tokens(v_ptr, place(page, n, v_p, v_t, PAGE, BLOCK), tl.arange(0, E_MAIN), stored, E, MASKED)
+    if SCALED:
+        at = place(page, n, ks_p, ks_t, PAGE, BLOCK)
+        k_scale = tl.load(k_scale_ptr + at, mask=stored, other=0.0)
+        v_scale = k_scale
+        if not LATENT:
+            at = place(page, n, vs_p, vs_t, PAGE, BLOCK)
+            v_scale = tl.load(v_scale_ptr + at, mask=stored, other=0.0)
+
+    k = k.to(q.dtype)
+    if COLUMNS:
+        scores = tl.dot(k, q, input_precision=PRECISION)
+    else:
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+    if SCALED:
+        scores *= along(k_scale, COLUMNS)
+    if D_TAIL:
+        k_tail = k_tail.to(q.dtype)
+        if SCALED and not LATENT:
+            k_tail = (k_tail.to(tl.float32) * k_scale[:, None]).to(q.dtype)
+        if COLUMNS:
+            scores = tl.dot(k_tail, q_tail, scores, input_precision=PRECISION)
+        else:
+            scores = tl.dot(q_tail, k_tail.T, scores, input_precision=PRECISION)
+    if not PLAIN:
+        scores = modify(scores, scale, softcap, slope, beside(i, COLUMNS), along(j, COLUMNS), SOFTCAP, SLOPES)
+    v = v.to(q.dtype)
+    if MASKED:
+        if ONE:  # all rows see what the tile loads
+            seen = along(stored, COLUMNS)
+            scores = tl.where(seen, scores, float("-inf"))
+        else:
+            seen = visible(beside(i, COLUMNS), along(j, COLUMNS), begin, end, left, right, prefix, LEFT, RIGHT, PREFIX)
+            scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 0 if COLUMNS else 1))
+    # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top) * unit
+    correction = tl.exp2(top * unit - safe)
+    weights = tl.exp2(scores * unit - beside(safe, COLUMNS))
+    total = total * correction + tl.sum(weights, 0 if COLUMNS else 1)
+    acc *= beside(correction, COLUMNS)
+    if SCALED:
+        if MASKED and not ONE:
+            v_scale, broken = finite_part(v_scale)
+            stained |= broken
+        weights *= along(v_scale, COLUMNS)
+    if MASKED and not ONE:  # a hidden value that is not finite makes NaN of its product with 0
+        v, broken = finite_part(v)
+        stained |= broken
+    acc = times(weights.to(v.dtype), v, acc, COLUMNS, PRECISION)
+    return acc, new_top, total, stained
+
+
+@triton.jit
+def strike(
+    into, some, i, origin, before, clear_low, clear_high, high, begin, end,
+    v_ptr, v_scale_ptr, table_ptr, v_p, v_t, vs_p, vs_t, pages, left, right, prefix,
+    E: tl.constexpr, SCALED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
+    PAGE: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Overwrite with NaN the rows ``into`` that see a value which is not finite, and was left out of the products."""
+    for t in range(before + tl.cdiv(tl.maximum(high - clear_high, 0), EDGE)):
+        n = tile_at(t, origin, before, clear_low, clear_high, EDGE, True)
+        j = n + tl.arange(0, EDGE)
+        stored = (j >= begin) & (j < end)
+        seen = visible(i[:, None], j[None, :], begin, end, left, right, prefix, LEFT, RIGHT, PREFIX)
+        low_half, high_half = entries_at(table_ptr, n, end, PAGE, EDGE)
+        page = page_in(low_half, high_half, pages)
+        for c in range(0, E, 16):  # few columns at a time: these registers would be spilled elsewhere
+            columns = c + tl.arange(0, 16)
+            mine = (columns < E)[None, :]
+            at = place(page, n, v_p, v_t, PAGE, EDGE)[:, None] + columns[None, :]
+            v = tl.load(v_ptr + at, mask=stored[:, None] & mine, other=0.0).to(tl.float32)
+            if SCALED:
+                v *= tl.load(v_scale_ptr + place(page, n, vs_p, vs_t, PAGE, EDGE), mask=stored, other=0.0)[:, None]
+            tl.store(into[:, None] + columns[None, :], float("nan"), mask=sees_broken(seen, v) & some[:, None] & mine)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def decode(
+    q_ptr, k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_q_ptr,
+    slopes_ptr, sinks_ptr, schedule_ptr, out_ptr, lse_ptr, part_ptr,
+    k_desc, tail_desc,
+    q_b, q_s, q_h, k_p, k_t, k_g, tail_p, tail_t, tail_g, v_p, v_t, v_g, ks_p, ks_t, ks_g, vs_p, vs_t, vs_g,
+    pages, table_b, out_b, out_s, out_h, lse_b, lse_h, slopes_b,
+    batch, group, s, slots, level, left, right, prefix, scale, softcap,
+    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, TAIL: tl.constexpr, E: tl.constexpr,
+    E_MAIN: tl.constexpr, LATENT: tl.constexpr, SCALED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    PREFIX: tl.constexpr, VARLEN: tl.constexpr, ONE: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr,
+    SINKS: tl.constexpr, SCHEDULED: tl.constexpr, CLEAR: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
+    TMA: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EDGE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or parts of them.
+
+    ``COLUMNS``: scores and outputs are held transposed, tokens by rows of queries, for few rows of many channels.
+    ``CLEAR``: tiles that all rows see whole need no mask; without it, all have one.
+    """
+    pid = tl.program_id(0)
+    block, kv_head, slot = pid % BLOCKS, (pid // BLOCKS % KV_HEADS).to(tl.int64), pid // (BLOCKS * KV_HEADS)
+    index, parts = 0, 1
+    if SCHEDULED:
+        item = schedule_ptr + level + slot * ENTRY
+        planned = slot < slots  # one more slot takes what follows the last packed sequence
+        sequence = tl.load(item, mask=planned, other=batch)
+        begin, end = tl.load(item + 1, mask=planned, other=0), tl.load(item + 2, mask=planned, other=0)
+        index, parts = tl.load(item + 3, mask=planned, other=0), tl.load(item + 4, mask=planned, other=1)
+        if sequence < 0:
+            return
+    else:
+        sequence, begin, end = slot, 0, 2147483647
+        if VARLEN:
+            sequence, block = owner(cu_q_ptr, slot, batch, s, group, BLOCK_M)
+        else:
+            block = BLOCKS - 1 - block  # those that see most start first
+    row, count = s * 0, s
+    if VARLEN:
+        row, count = tokens_of(cu_q_ptr, sequence, batch, s)  # those of nobody are the last
+    rounds = 1
+    if SCHEDULED and VARLEN:
+        rounds = tl.cdiv(count * group, BLOCKS * BLOCK_M)
+        if rounds > 1:  # more rows than there is room for parts of: the first takes all
+            end = tl.where(index == 0, 2147483647, 0)
+            begin, parts = 0, 1
+            rounds = tl.where(index == 0, rounds, 0)
+    past = sequence >= batch  # what follows the last packed sequence
+    known = tl.where(past, 0, sequence)
+    length = tl.where(past, 0, tl.load(lengths_ptr + known))
+    begin = tl.maximum(begin, tl.load(starts_ptr + known))
+    end = tl.minimum(end, length)
+    plane = 0
+    if not VARLEN:
+        plane = sequence
+    wide = tl.cast(plane, tl.int64)
+    table_ptr += known.to(tl.int64) * table_b
+    k_ptr += kv_head * k_g
+    v_ptr += kv_head * v_g
+    tail_ptr += kv_head * tail_g
+    if SCALED:
+        k_scale_ptr += kv_head * ks_g
+        v_scale_ptr += kv_head * vs_g
+    d, e = tl.arange(0, D_MAIN), tl.arange(0, E_MAIN)
+    MAIN: tl.constexpr = E if LATENT else D_MAIN  # channels of a query before its tail
+    PLAIN: tl.constexpr = not (SOFTCAP or SLOPES)
+    unit = scale * LOG2E if PLAIN else 1.0
+
+    for round in range(rounds):
+        r = (round * BLOCKS + block) * BLOCK_M + tl.arange(0, BLOCK_M)
+        some = r < count * group
+        token, head = r // group, kv_head * group + r % group
+        i = length - count + token
+        at_q = wide * q_b + (row + token).to(tl.int64) * q_s + head * q_h
+        q = load_queries(q_ptr, at_q, d, some, E if LATENT else D, COLUMNS)
+        q_tail = q
+        if D_TAIL:
+            q_tail = load_queries(q_ptr + MAIN, at_q, tl.arange(0, D_TAIL), some, D - MAIN, COLUMNS)
+        slope = 0.0
+        if SLOPES:
+            slope = tl.load(slopes_ptr + known * slopes_b + head, mask=some, other=0).to(tl.float32) * LOG2E
+            slope = beside(slope, COLUMNS)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if SINKS:  # as a key whose value is 0, in the first part
+            sink = tl.load(sinks_ptr + head, mask=some & (index == 0) & (not past), other=float("-inf")).to(tl.float32)
+            top = sink * (LOG2E / unit)
+            total = tl.where(top > float("-inf"), 1.0, 0.0)
+        if COLUMNS:
+            acc = tl.zeros([E_MAIN, BLOCK_M], tl.float32)
+        else:
+            acc = tl.zeros([BLOCK_M, E_MAIN], tl.float32)
+
+        first = (round * BLOCKS + block) * BLOCK_M // group
+        last = tl.minimum(((round * BLOCKS + block + 1) * BLOCK_M - 1) // group + 1, count)
+        i0, i1 = length - count + first, length - count + last
+        low, high, all_low, all_high = key_range(i0, i1, begin, end, left, right, prefix, LEFT, RIGHT, PREFIX)
+        high = tl.where(first < last, high, low)
+        origin = low // EDGE * EDGE
+        clear_low, clear_high = origin, origin
+        if CLEAR:
+            clear_low = tl.cdiv(tl.maximum(all_low, low), BLOCK_N) * BLOCK_N
+            clear_high = tl.minimum(all_high, high) // BLOCK_N * BLOCK_N
+            some_clear = clear_low < clear_high
+            clear_low, clear_high = tl.where(some_clear, clear_low, origin), tl.where(some_clear, clear_high, origin)
+        before = (clear_low - origin) // EDGE
+        stained = False
+        for MASKED in tl.static_range(0 if CLEAR else 1, 2):
+            tiles = (clear_high - clear_low) // BLOCK_N
+            if MASKED:
+                tiles = before + tl.cdiv(tl.maximum(high - clear_high, 0), EDGE)
+            n0 = tile_at(0, origin, before, clear_low, clear_high, EDGE if MASKED else BLOCK_N, MASKED)
+            low_half, high_half = entries_at(table_ptr, n0, end, PAGE, EDGE if MASKED else BLOCK_N)
+            for t in tl.range(0, tiles, num_stages=STAGES):
+                n = tile_at(t, origin, before, clear_low, clear_high, EDGE if MASKED else BLOCK_N, MASKED)
+                page = page_in(low_half, high_half, pages)
+                if PAGE:  # carried, so that the loads of a tile wait for no other load
+                    following = tile_at(
+                        t + 1, origin, before, clear_low, clear_high, EDGE if MASKED else BLOCK_N, MASKED
+                    )
+                    low_half, high_half = entries_at(table_ptr, following, end, PAGE, EDGE if MASKED else BLOCK_N)
+                acc, top, total, stained = attend(
+                    acc, top, total, stained, page, n, q, q_tail, i, slope, low, high, begin, end,
+                    k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_desc, tail_desc,
+                    k_p, k_t, tail_p, tail_t, v_p, v_t, ks_p, ks_t, vs_p, vs_t,
+                    left, right, prefix, scale, softcap, unit,
+                    D, D_MAIN, D_TAIL, TAIL, E, E_MAIN, LATENT, SCALED, LEFT, RIGHT, PREFIX, ONE, SOFTCAP, SLOPES,
+                    COLUMNS, PAGE, TMA and not MASKED, MASKED, EDGE if MASKED else BLOCK_N, PRECISION,
+                )  # fmt: skip
+
+        nothing = total == 0.0
+        total = tl.where(nothing, 1.0, total)
+        lse2 = tl.where(nothing, float("-inf"), top * unit + tl.log2(total))
+        acc = acc / beside(total, COLUMNS)
+        if not SCHEDULED or parts == 1:
+            into = wide * out_b + (row + token).to(tl.int64) * out_s + head * out_h
+            mine = beside(some, COLUMNS) & along(e < E, COLUMNS)
+            tl.store(out_ptr + beside(into, COLUMNS) + along(e, COLUMNS), acc.to(out_ptr.dtype.element_ty), mask=mine)
+            tl.store(lse_ptr + wide * lse_b + head * lse_h + row + token, lse2 * LN2, mask=some)
+        else:
+            line = pid.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            part = part_ptr + beside(line, COLUMNS) * E_MAIN + along(e, COLUMNS)
+            tl.store(part, acc, mask=beside(some, COLUMNS) & along(e >= 0, COLUMNS))
+            lines = tl.num_programs(0).to(tl.int64) * BLOCK_M
+            tl.store(part_ptr + lines * E_MAIN + line, lse2, mask=some)
+        if not ONE and stained:
+            tl.debug_barrier()
+            if SCHEDULED and parts != 1:
+                lines_of = part_ptr + (pid.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)) * E_MAIN
+                strike(
+                    lines_of, some, i, origin, before, clear_low, clear_high, high, begin, end,
+                    v_ptr, v_scale_ptr, table_ptr, v_p, v_t, vs_p, vs_t, pages, left, right, prefix,
+                    E, SCALED, LEFT, RIGHT, PREFIX, PAGE, EDGE,
+                )  # fmt: skip
+            else:
+                rows_of = out_ptr + wide * out_b + (row + token).to(tl.int64) * out_s + head * out_h
+                strike(
+                    rows_of, some, i, origin, before, clear_low, clear_high, high, begin, end,
+                    v_ptr, v_scale_ptr, table_ptr, v_p, v_t, vs_p, vs_t, pages, left, right, prefix,
+                    E, SCALED, LEFT, RIGHT, PREFIX, PAGE, EDGE,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def combine(
+    part_ptr, schedule_ptr, cu_q_ptr, out_ptr, lse_ptr, lines,
+    out_b, out_s, out_h, lse_b, lse_h, batch, group, s, level,
+    E: tl.constexpr, E_MAIN: tl.constexpr, VARLEN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, MOST: tl.constexpr,
+    SOME: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Adds up the parts of ``ROWS`` rows of queries, ``WIDTH`` channels, in an order that depends on them alone."""
+    pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
+    item = schedule_ptr + level + sequence * ENTRY  # this slot also tells of the sequence of its number
+    slot, parts = tl.load(item + 5), tl.load(item + 6)
+    if parts == 1:
+        return
+    row, count = s * 0, s
+    if VARLEN:
+        row, count = tokens_of(cu_q_ptr, sequence, batch, s)
+        if count * group > BLOCKS * BLOCK_M:  # the first took all
+            return
+    plane = 0
+    if not VARLEN:
+        plane = sequence
+    wide = tl.cast(plane, tl.int64)
+    origin = (slot.to(tl.int64) * KV_HEADS + kv_head) * BLOCKS * BLOCK_M
+    of_lse = part_ptr + lines.to(tl.int64) * E_MAIN
+    STEP: tl.constexpr = KV_HEADS * BLOCKS * BLOCK_M
+    c = tile * WIDTH + tl.arange(0, WIDTH)
+    every, few = tl.arange(0, MOST), tl.arange(0, SOME)
+    for r in range(rows_of * ROWS, tl.minimum((rows_of + 1) * ROWS, count * group)):
+        lse = tl.load(of_lse + origin + r + every * STEP, mask=every < parts, other=float("-inf"))
+        top = tl.max(lse, 0)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        total, acc = tl.zeros([1], tl.float32), tl.zeros([WIDTH], tl.float32)
+        for p in range(0, parts, SOME):
+            line = origin + r + (p + few).to(tl.int64) * STEP
+            weight = tl.exp2(tl.load(of_lse + line, mask=p + few < parts, other=float("-inf")) - top)
+            x = tl.load(part_ptr + line[:, None] * E_MAIN + c[None, :], mask=(p + few < parts)[:, None], other=0.0)
+            total += tl.sum(weight, 0)
+            acc += tl.sum(tl.where((weight != 0)[:, None], x * weight[:, None], 0.0), 0)
+        token, head = row + r // group, kv_head * group + r % group
+        acc /= tl.where(total == 0.0, 1.0, total)
+        into = out_ptr + wide * out_b + token.to(tl.int64) * out_s + head * out_h
+        tl.store(into + c, acc.to(out_ptr.dtype.element_ty), mask=c < E)
+        at = lse_ptr + wide * lse_b + head.to(tl.int64) * lse_h + token + tl.arange(0, 1)
+        tl.store(at, (top + tl.log2(total)) * LN2, mask=tile == 0)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def schedule(
+    starts_ptr, lengths_ptr, schedule_ptr, batch, slots, capacity, limit, reach, chunk,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, GRAIN: tl.constexpr,
+):  # fmt: skip
+    """Cuts sequences into parts for ``capacity`` programs, and at the next level for half of them, and so on.
+
+    A slot holds a part, ``(sequence, begin, end, number, parts of the sequence)``, or sequence -1; and of the sequence
+    of its own number ``(first slot, parts)``. Parts are ``chunk`` grains, from token 0 on, if that is not 0.
+    """
+    level, b = tl.program_id(0), tl.arange(0, ROWS)
+    length = tl.maximum(tl.minimum(tl.load(lengths_ptr + b, mask=b < batch, other=0), limit), 0)
+    start = tl.maximum(tl.load(starts_ptr + b, mask=b < batch, other=0), length - reach)
+    start = tl.minimum(tl.maximum(start, 0), length)
+    origin = start // GRAIN
+    if chunk > 0:
+        origin = origin // chunk * chunk
+    grains = tl.where(b < batch, tl.maximum(tl.cdiv(length, GRAIN) - origin, 1), 0)
+    size = tl.maximum(tl.cdiv(tl.sum(grains, 0), tl.maximum(capacity >> level, 1)), 1)
+    room = batch + (tl.maximum(capacity >> level, 1) + 1) // 2
+    room = tl.maximum(room, tl.maximum(capacity >> level, 1))
+    above = tl.maximum(tl.max(grains, 0), size)
+    while size < above:  # the least size of which there are slots for all parts
+        middle = (size + above) // 2
+        fits = tl.sum(tl.cdiv(grains, middle), 0) <= room
+        size, above = tl.where(fits, size, middle + 1), tl.where(fits, middle, above)
+    if chunk > 0:
+        size = chunk
+    parts = tl.cdiv(grains, size)
+    first, used = tl.cumsum(parts, 0) - parts, tl.sum(parts, 0)
+    schedule_ptr += level.to(tl.int64) * slots * ENTRY
+    for p0 in range(0, tl.max(parts, 0), PARTS):
+        p = p0 + tl.arange(0, PARTS)[None, :]
+        n = tl.maximum(parts, 1)[:, None]
+        low, high = origin[:, None] + grains[:, None] * p // n, origin[:, None] + grains[:, None] * (p + 1) // n
+        if chunk > 0:
+            low, high = origin[:, None] + size * p, origin[:, None] + size * (p + 1)
+        item = schedule_ptr + (first[:, None] + p) * ENTRY
+        mine = p < parts[:, None]
+        zero = p * 0
+        tl.store(item, b[:, None] + zero, mask=mine)
+        tl.store(item + 1, tl.maximum(low * GRAIN, start[:, None]), mask=mine)
+        tl.store(item + 2, tl.where(p == n - 1, 2147483647, high * GRAIN), mask=mine)
+        tl.store(item + 3, p + b[:, None] * 0, mask=mine)
+        tl.store(item + 4, n + zero, mask=mine)
+    tl.store(schedule_ptr + b * ENTRY + 5, first, mask=b < batch)
+    tl.store(schedule_ptr + b * ENTRY + 6, parts, mask=b < batch)
+    for slot in range(used, slots, ROWS):
+        tl.store(schedule_ptr + (slot + b) * ENTRY, -1, mask=slot + b < slots)

@@ -1,0 +1,112 @@
+"""How the decode kernels are launched: pure tables and rules, and the size of a schedule. Imports no triton."""
+
+from typing import NamedTuple
+
+from .launch import power_of_two, widths
+
+GRAIN = 128  # tokens, of which parts of a sequence are multiples
+ENTRY = 8  # int32 that a schedule holds for each part
+LEVELS = 10  # of a schedule: for up to 512 programs to a part
+RESIDENT = 4  # programs that an SM runs at once at most, which schedules count with
+MOST = 32  # rows of queries that are columns of a transposed tile
+LARGE = (80, 90, 100)  # chips with more than 99 KB of shared memory
+EDGE = 16  # tokens of the tiles around those that descriptors load
+LONG = 16  # query tokens of a sequence, on the mean, from which there may be enough programs without parts
+
+
+class Problem(NamedTuple):
+    """What decides the tiles of a call: ``rows`` of queries for each sequence and KV head, the bytes of a stored
+    value, whether every sequence has ``one`` query, and the tokens of a page (0 where a page holds all)."""
+
+    rows: int
+    head_dim: int
+    tail: int
+    value_dim: int
+    itemsize: int
+    latent: bool
+    one: bool
+    page_size: int
+    arch: int
+    aligned: bool
+
+
+class DecodeConfig(NamedTuple):
+    """Rows of queries and keys of a tile, loads in flight, warps, and how many such programs an SM runs at once.
+
+    ``columns`` holds scores and outputs transposed; descriptors (``tma``) load whole tiles of keys.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    warps: int
+    resident: int = 2
+    columns: bool = False
+    tma: bool = False
+
+
+# By the widest head that fits, rows of up to 64; bf16 on an H200, 2026-11.
+FEW = (
+    (128, DecodeConfig(16, 64, 4, 4)),
+    (256, DecodeConfig(16, 32, 4, 4)),
+    (576, DecodeConfig(16, 16, 3, 4, 1)),
+)
+MANY = (
+    (128, DecodeConfig(128, 64, 3, 8, 1)),
+    (256, DecodeConfig(64, 32, 3, 8, 1)),
+    (576, DecodeConfig(64, 16, 2, 8, 1)),
+)
+FP32 = (
+    (128, DecodeConfig(16, 32, 2, 4)),
+    (256, DecodeConfig(16, 16, 2, 4)),
+    (576, DecodeConfig(16, 16, 1, 8, 1)),
+)
+# Latent storage on sm_90, whose products read transposed tiles from shared memory.
+LATENT_FEW = DecodeConfig(16, 64, 2, 4, 1, columns=True, tma=True)
+LATENT_MANY = DecodeConfig(64, 64, 2, 8, 1, tma=True)
+
+
+def decode(problem: Problem) -> DecodeConfig:
+    """Tiles of the decode kernel.
+
+    >>> decode(Problem(4, 128, 0, 128, 2, False, True, 64, 90, True))
+    DecodeConfig(block_m=16, block_n=64, stages=4, warps=4, resident=2, columns=False, tma=False)
+    """
+    widest = max(problem.head_dim + problem.tail, power_of_two(problem.value_dim))
+    if problem.latent and widest > 256 and problem.itemsize == 2 and problem.arch == 90:
+        config = LATENT_FEW if problem.rows <= MOST else LATENT_MANY
+        if problem.rows > 16 and config.columns:
+            config = config._replace(block_m=32)
+        tma = problem.page_size % config.block_n == 0 and problem.aligned
+        if tma or problem.one:
+            return config._replace(tma=tma)
+    table = FP32 if problem.itemsize > 2 else MANY if problem.rows > 64 else FEW
+    config = next(config for limit, config in table if widest <= limit)
+    if table is FEW:
+        block_m = min(64, power_of_two(problem.rows))
+        config = config._replace(block_m=block_m, stages=config.stages if block_m == 16 else min(3, config.stages))
+    if problem.arch not in LARGE:
+        config = config._replace(stages=max(1, config.stages - 1))
+    return config
+
+
+def level(config: DecodeConfig, blocks: int) -> int:
+    """The level of a schedule for ``blocks`` programs to each part and KV head."""
+    return min(LEVELS - 1, (-(-blocks * RESIDENT // config.resident) - 1).bit_length())
+
+
+def room(processors: int, kv_heads: int) -> int:
+    """Parts, of all sequences, that fill a GPU of so many multiprocessors."""
+    return max(1, RESIDENT * processors // kv_heads)
+
+
+def slots(batch: int, room: int) -> int:
+    """Parts that a schedule has at most, for as many sequences and room for so many parts at a level."""
+    return max(room, batch + (room + 1) // 2)
+
+
+def widths_of(head_dim: int, tail: int, value_dim: int) -> tuple[int, int, int]:
+    """Channels of the blocks that hold a key, the rest of a key (latent storage has its own plane for it), a value."""
+    if tail:
+        return power_of_two(head_dim), power_of_two(tail), power_of_two(value_dim)
+    return widths(head_dim, value_dim)

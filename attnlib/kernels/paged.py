@@ -1,0 +1,92 @@
+"""The vocabulary of kernels over pages: who works on what, which page holds a token, and where it lies there."""
+
+import triton
+import triton.language as tl
+
+from .tile import offset
+
+ENTRY: tl.constexpr = tl.constexpr(8)  # int32 that a schedule holds for each part
+
+
+@triton.jit
+def entry_at(table_ptr, n):
+    """Entry ``n`` of a page table, in two halves.
+
+    Triton would copy int32 to shared memory and wait there, with all loads in flight, in every tile: what is copied
+    asynchronously has 4 bytes at least.
+    """
+    half = table_ptr.to(tl.pointer_type(tl.uint16), bitcast=True) + 2 * n
+    return tl.load(half), tl.load(half + 1)
+
+
+@triton.jit
+def entries_at(table_ptr, n, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """The entry for the tile of tokens from ``n`` on, or for each of them; beyond ``end`` that of the last token.
+
+    A page of 0 tokens is a row of a contiguous cache, which holds all.
+    """
+    if PAGE == 0:
+        return entry_at(table_ptr, n * 0)
+    elif PAGE >= BLOCK:
+        return entry_at(table_ptr, tl.maximum(tl.minimum(n, end - 1), 0) // PAGE)
+    else:
+        return entry_at(table_ptr, tl.maximum(tl.minimum(n + tl.arange(0, BLOCK), end - 1), 0) // PAGE)
+
+
+@triton.jit
+def page_in(low, high, pages):
+    """The page that an entry names, made to be one that there is. In the next tile, for which the entry is read: what
+    is computed with a value waits for it."""
+    page = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+    return tl.minimum(page, (pages - 1).to(tl.uint32)).to(tl.int64)
+
+
+@triton.jit
+def place(page, n, by_page, by_token, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the tokens from ``n`` on lie in a plane, in elements."""
+    within = n + tl.arange(0, BLOCK)
+    if PAGE == 1:
+        return page * by_page
+    elif PAGE and PAGE <= 256:
+        return page * by_page + (within % PAGE) * by_token  # less than 2^31 elements
+    elif PAGE:
+        return page * by_page + (within % PAGE).to(tl.int64) * by_token
+    else:
+        return page * by_page + within.to(tl.int64) * by_token
+
+
+@triton.jit
+def load_tokens(ptr, at, columns, some, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of a plane that begin at ``at``; where masked, zeros but for ``some`` of them."""
+    where = ptr + (at[:, None] + columns[None, :])
+    PADDED: tl.constexpr = columns.shape[0] > WIDTH
+    if MASKED and PADDED:
+        return tl.load(where, mask=some[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(where, mask=some[:, None], other=0.0)
+    elif PADDED:
+        return tl.load(where, mask=(columns < WIDTH)[None, :], other=0.0)
+    else:
+        return tl.load(where)
+
+
+@triton.jit
+def owner(cu_q_ptr, block, batch, tokens, group, BLOCK: tl.constexpr):
+    """Whose block of rows this is, and its number among theirs: a sequence owns them from ``row // BLOCK + n`` on."""
+    n, above = 0, batch + 1
+    while above - n > 1:
+        middle = (n + above) // 2
+        fits = offset(cu_q_ptr, middle, tokens) * group // BLOCK + middle <= block
+        n, above = tl.where(fits, middle, n), tl.where(fits, above, middle)
+    block = block - offset(cu_q_ptr, n, tokens) * group // BLOCK - n
+    return n, tl.where(block < 0, tokens * group // BLOCK + 1, block)  # offsets that decrease: nobody's block
+
+
+@triton.jit
+def tokens_of(cu_q_ptr, n, batch, tokens):
+    """The first query of packed sequence ``n``, and how many it has; sequence ``batch`` has what follows the last."""
+    row = offset(cu_q_ptr, n, tokens)
+    count = tokens - row
+    if n < batch:
+        count = tl.maximum(offset(cu_q_ptr, n + 1, tokens) - row, 0)
+    return row, count
