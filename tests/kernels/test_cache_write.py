@@ -136,7 +136,9 @@ def test_rounding_and_rows_that_are_not_finite(store):
     assert_same_bits((scale, wanted))
     assert scale[[0, 3, 6]].eq(1).all()
     values, right = (x.k.flatten(0, 2)[:10].float().cpu() * y[:, None] for x, y in ((ours, scale), (expected, wanted)))
-    assert_same_bits((values, right))
+    broken = ~scale.isfinite()
+    assert_same_bits((values[~broken], right[~broken]))
+    assert not values[broken].isfinite().any()  # as a byte, what is no number depends on the processor
 
 
 def arguments(latent: bool, store: torch.dtype | None) -> tuple:
