@@ -22,7 +22,8 @@ class KVCache:
 
     A contiguous cache is a paged cache with one page per sequence. Layers with equal window share one ledger and table.
     It is for one thread and one CUDA stream; nothing is locked. With ``ATTNLIB_CHECK=1`` in the environment when it is
-    made, free pages are filled with NaN (int8: -128), so that a stale read shows.
+    made, free pages are filled with NaN (int8: -128), so that a stale read shows, and an append to a slot outside the
+    cache, or to one slot twice, raises.
 
     >>> cache = KVCache.paged([KVLayout.grouped(2, 8)], pages=64, page_size=16, max_sequences=4)
     >>> first, second = cache.admit(2)
