@@ -165,7 +165,7 @@ def cached_plan(call: tuple, tiles: DecodeConfig | None = None, arch: int | None
         not packed and s == 1,
         page_size,
         arch,
-        x.aligned,
+        x.aligned and all(_in_rows(y) for y in (k, x.k_tail and Layout(*x.k_tail)) if y),
     )
     tiles = tiles or decode_launch.decode(problem)
     blocks = -(-tokens * group // tiles.block_m)
@@ -198,7 +198,8 @@ def cached_plan(call: tuple, tiles: DecodeConfig | None = None, arch: int | None
     numbers = (
         *((0, *q.strides[:2]) if packed else q.strides[:3]), *(n for y in planes for n in y.strides[:3]),
         *(n for y in scales for n in (y[1] if y else (0, 0, 0))), pages, x.table[1][0], *of_out, *of_lse,
-        h if x.slopes and len(x.slopes[0]) == 2 else 0, b, group, s, slots, stride, *bounds, x.scale, x.softcap or 1.0,
+        h if x.slopes and len(x.slopes[0]) == 2 else 0, b, group, s, slots, stride,
+        min(INT32, columns * k.shape[1]), *bounds, x.scale, x.softcap or 1.0,
     )  # fmt: skip
     config = LaunchConfig(tiles.block_m, tiles.block_n, tiles.stages, tiles.warps, tiles.tma)
     described = ((1, tiles.block_n, main), (2, tiles.block_n, tail) if tail else None) if tiles.tma else (None, None)
@@ -223,6 +224,12 @@ def cached_plan(call: tuple, tiles: DecodeConfig | None = None, arch: int | None
         combine, b * g * groups * (width // channels), numbers, constants, LaunchConfig(tiles.block_m, 0, 1, 4)
     )
     return Plan(first, second, lines * (width + 1))
+
+
+def _in_rows(plane: Layout) -> bool:
+    """Whether descriptors can load a plane: as rows of a multiple of 16 bytes, one after the other."""
+    _, size, g, width = plane.shape
+    return plane.strides[:3] == (size * g * width, g * width, width) and width * plane.dtype.itemsize % 16 == 0
 
 
 def _clamp(bound: int | None, reach: int) -> int:

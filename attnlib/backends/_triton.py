@@ -5,7 +5,7 @@ import os
 import torch
 from torch import Tensor
 
-from ..kernels.launch import WIDEST, WIDEST_BACKWARD
+from ..kernels.launch import WIDEST, WIDEST_BACKWARD, WIDEST_VALUE
 from ..repeats import Run, unwatched
 from ..spec import AttentionSpec
 from ..terms import Terms
@@ -33,6 +33,8 @@ def unsupported(spec: AttentionSpec) -> list[str]:
     if spec.head_dim > widest or spec.value_dim > widest:
         what = "a backward" if spec.grad else "tiles"
         reasons.append(f"has {what} for heads of up to {widest}, got {max(spec.head_dim, spec.value_dim)}")
+    elif spec.value_dim > WIDEST_VALUE:
+        reasons.append(f"has tiles for values of up to {WIDEST_VALUE} channels, got {spec.value_dim}")
     return reasons
 
 

@@ -179,7 +179,7 @@ def decode(
     k_desc, tail_desc,
     q_b, q_s, q_h, k_p, k_t, k_g, tail_p, tail_t, tail_g, v_p, v_t, v_g, ks_p, ks_t, ks_g, vs_p, vs_t, vs_g,
     pages, table_b, out_b, out_s, out_h, lse_b, lse_h, slopes_b,
-    batch, group, s, slots, level, left, right, prefix, scale, softcap,
+    batch, group, s, slots, level, limit, left, right, prefix, scale, softcap,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, TAIL: tl.constexpr, E: tl.constexpr,
     E_MAIN: tl.constexpr, LATENT: tl.constexpr, SCALED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     PREFIX: tl.constexpr, VARLEN: tl.constexpr, ONE: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr,
@@ -221,8 +221,8 @@ def decode(
             rounds = tl.where(index == 0, rounds, 0)
     past = sequence >= batch  # what follows the last packed sequence
     known = tl.where(past, 0, sequence)
-    length = tl.where(past, 0, tl.load(lengths_ptr + known))
-    begin = tl.maximum(begin, tl.load(starts_ptr + known))
+    length = tl.where(past, 0, tl.maximum(tl.minimum(tl.load(lengths_ptr + known), limit), 0))
+    begin = tl.minimum(tl.maximum(begin, tl.load(starts_ptr + known)), length)
     end = tl.minimum(end, length)
     plane = 0
     if not VARLEN:
@@ -374,7 +374,7 @@ def combine(
             weight = tl.exp2(tl.load(of_lse + line, mask=p + few < parts, other=float("-inf")) - top)
             x = tl.load(part_ptr + line[:, None] * E_MAIN + c[None, :], mask=(p + few < parts)[:, None], other=0.0)
             total += tl.sum(weight, 0)
-            acc += tl.sum(tl.where((weight != 0)[:, None], x * weight[:, None], 0.0), 0)
+            acc += tl.sum(x * weight[:, None], 0)
         token, head = row + r // group, kv_head * group + r % group
         acc /= tl.where(total == 0.0, 1.0, total)
         into = out_ptr + wide * out_b + token.to(tl.int64) * out_s + head * out_h

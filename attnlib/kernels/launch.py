@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 L2 = 24 << 20  # bytes of keys and values that a section of heads may hold: about half of an H200's L2 cache
 WIDEST = 576  # MLA's latent and rotary channels
+WIDEST_VALUE = 512  # of which a tile holds a power of two
 WIDEST_BACKWARD = 256
 SHORT = 2048  # tokens, up to which smaller tiles pay
 FEW = 512  # tokens, up to which descriptors take the CPU longer than they spare the GPU

@@ -1,0 +1,105 @@
+"""The schedule: parts that follow each other without gaps, as many as there is room for, and none much longer."""
+
+from random import Random
+
+import pytest
+import torch
+from kernel_helpers import DEVICE, INTERPRETED
+
+from attnlib.backends import _cached
+from attnlib.kernels import decode_launch
+from attnlib.kernels.decode_launch import ENTRY, GRAIN, LEVELS
+
+END = 2**31 - 1  # of a last part, whose sequence may grow
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Call it for one of so many multiprocessors."""
+
+    def of(processors: int) -> torch.device:
+        monkeypatch.setattr(_cached, "processors", lambda device: processors)
+        _cached._schedule_plan.cache_clear()
+        return torch.device(DEVICE)
+
+    yield of
+    _cached._schedule_plan.cache_clear()
+
+
+def scheduled(device, starts, lengths, *, heads=1, limit=2**20, reach=None, rows=0) -> list[list[list[int]]]:
+    """Entries by level and slot, where there was garbage before."""
+    schedule = _cached.new_schedule(max(rows, len(lengths)), heads, device)
+    schedule[0].fill_(123456789)
+    tensors = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths))
+    _cached.update_schedule(schedule, *tensors, limit=limit, reach=reach)
+    assert schedule.shape[:2] == (heads, LEVELS)
+    assert schedule.shape[3] == ENTRY
+    return schedule[0].tolist()
+
+
+def bounds(start: int, length: int, limit: int, reach: int | None) -> tuple[int, int]:
+    """What is to be shared out of a sequence."""
+    length = max(0, min(length, limit))
+    return min(max(start, 0 if reach is None else length - reach, 0), length), length
+
+
+def least_size(grains: list[int], room: int, slots: int) -> int:
+    """Grains of the longest part, if each sequence is cut into equal ones and all fit."""
+    size = max(1, -(-sum(grains) // room))
+    while sum(-(-n // size) for n in grains) > slots:
+        size += 1
+    return size
+
+
+def check(entries: list[list[int]], ranges: list[tuple[int, int]], room: int) -> None:
+    slots = decode_launch.slots(len(ranges), room)
+    grains = [max(1, -(-length // GRAIN) - start // GRAIN) for start, length in ranges]
+    size, slot = least_size(grains, room, slots), 0
+    for n, ((start, length), many) in enumerate(zip(ranges, grains, strict=True)):
+        first, parts = entries[n][5:7]
+        assert (first, parts) == (slot, -(-many // size))
+        ends = [start]
+        for number, (sequence, begin, end, at, of, *_) in enumerate(entries[first : first + parts]):
+            assert (sequence, at, of) == (n, number, parts)
+            assert begin == ends[-1]
+            assert end % GRAIN == 0 or number == parts - 1
+            assert end > begin
+            assert -(-min(end, length) // GRAIN) - begin // GRAIN <= size
+            ends.append(end)
+        assert ends[-1] == END
+        assert all(end < length for end in ends[1:-1])
+        slot += parts
+    assert slot <= slots
+    assert all(entry[0] == -1 for entry in entries[slot:])
+
+
+def test_parts_tile_what_is_seen(device):
+    """At every level, for any lengths, of which some are 0, and for more rows than there are sequences."""
+    random, lengths = Random(0), (0, 1, GRAIN - 1, GRAIN, GRAIN + 1, 700, 5000, 131072)
+    cases = [(1, 1), (1, 132), (3, 7), (17, 33), (64, 132), (150, 16)][: 4 if INTERPRETED else None]
+    for batch, processors in cases:
+        for heads, reach in ((1, None), (8, 300)):
+            chosen = [random.choice(lengths) for _ in range(batch)]
+            starts = [random.choice((0, 0, 5, length // 2, length)) for length in chosen]
+            of = device(processors)
+            entries = scheduled(of, starts, chosen, heads=heads, reach=reach, rows=batch + random.choice((0, 5)))
+            room = decode_launch.room(processors, heads)
+            ranges = [bounds(*pair, 2**20, reach) for pair in zip(starts, chosen, strict=True)]
+            for level, row in enumerate(entries):
+                check(row, ranges, max(1, room >> level))
+    entries = scheduled(device(33), [0] * 5, [1, 128000, 3, 0, 9])[0]
+    parts = [entry[6] for entry in entries[:5]]
+    assert parts == [1, parts[1], 1, 1, 1]
+    assert parts[1] > 0.9 * decode_launch.room(33, 1)  # the long one gets what the others leave
+
+
+def test_wrong_lengths_are_contained(device):
+    """Fault 76: what is negative is empty, and what is beyond the limit ends there."""
+    lengths = [-1, -(2**31), 2**31 - 1, 4097, 3]
+    starts = [0, 2**31 - 1, 0, -5, 2**31 - 1]
+    for limit, reach in ((4096, None), (4096, 100), (2**28, None)):
+        entries = scheduled(device(33), starts, lengths, limit=limit, reach=reach)
+        ranges = [bounds(*pair, limit, reach) for pair in zip(starts, lengths, strict=True)]
+        room = decode_launch.room(33, 1)
+        for level, row in enumerate(entries):
+            check(row, ranges, max(1, room >> level))
