@@ -137,93 +137,125 @@ def _cached(q, *extras):
     return out, lse
 
 
+class _Shapes:
+    """What both kernels of a call are launched with."""
+
+    def __init__(self, x: Call, tiles: DecodeConfig | None, arch: int):
+        self.call = x
+        self.q, self.k = Layout(*x.q), Layout(*x.k)
+        self.latent, self.packed = x.v is None, x.cu_q is not None
+        self.v = self.k if self.latent else Layout(*x.v)
+        self.tail = Layout(*x.k_tail) if x.k_tail else None
+        (_, self.page_size, self.g, self.d), self.e = self.k.shape, self.v.shape[-1]
+        self.b, self.columns = x.table[0]
+        self.s, self.h = self.q.shape[-3:-1]
+        self.group = self.h // self.g
+        self.tokens = -(-self.s // max(1, self.b)) if self.packed else self.s  # of a sequence, on the mean
+        self.one = not self.packed and self.s == 1
+        self.tiles = tiles or decode_launch.decode(self._problem(arch))
+        self.blocks = -(-self.tokens * self.group // self.tiles.block_m)
+        self.level = decode_launch.level(self.tiles, self.blocks)
+        self.room = max(1, decode_launch.room(processors(x.device), self.g) >> self.level)
+        self.slots = decode_launch.slots(self.b, self.room)
+        self.scheduled = self.tokens <= decode_launch.LONG or self.b < self.room
+        self.main, self.tail_width, self.width = decode_launch.widths_of(
+            self.d, self.tail.shape[-1] if self.tail else 0, self.e
+        )
+        out = (*self.q.shape[:-1], self.e)
+        strides = torch.empty(out, device="meta").stride()
+        self.of_out = (0, *strides[:2]) if self.packed else strides[:3]
+        self.of_lse = (0, self.s) if self.packed else (self.h * self.s, self.s)
+        self.stride = x.schedule[0][2] * ENTRY * self.level
+
+    def _problem(self, arch: int) -> decode_launch.Problem:
+        planes = (self.k, self.tail) if self.tail else (self.k,)
+        return decode_launch.Problem(
+            rows=self.tokens * self.group,
+            head_dim=self.d,
+            tail=self.tail.shape[-1] if self.tail else 0,
+            value_dim=self.e,
+            itemsize=self.k.dtype.itemsize,
+            latent=self.latent,
+            one=self.one,
+            page_size=0 if self.columns == 1 else self.page_size,
+            arch=arch,
+            aligned=self.call.aligned and all(map(_in_rows, planes)),
+        )
+
+    def programs(self) -> int:
+        """Of the decode kernel."""
+        if self.scheduled:  # packed, one more slot for what follows the last sequence
+            return (self.slots + self.packed) * self.g * self.blocks
+        if self.packed:  # with a partial block for each
+            return (self.s * self.group // self.tiles.block_m + self.b + 1) * self.g
+        return self.b * self.g * self.blocks
+
+    def constants(self) -> dict:
+        """Of the decode kernel; of those, ``combine`` takes what it knows."""
+        x, tiles = self.call, self.tiles
+        rest = self.tail.shape[-1] if self.tail else 0
+        return {
+            "D": self.d + rest, "D_MAIN": self.main, "D_TAIL": self.tail_width, "TAIL": 0 if rest else self.main,
+            "E": self.e, "E_MAIN": self.width, "LATENT": self.latent, "SCALED": x.k_scale is not None,
+            "LEFT": x.left is not None, "RIGHT": x.right is not None, "PREFIX": x.prefix > 0, "VARLEN": self.packed,
+            "ONE": self.one, "SOFTCAP": x.softcap is not None, "SLOPES": x.slopes is not None,
+            "SINKS": x.sinks is not None, "SCHEDULED": self.scheduled,
+            "CLEAR": tiles.tma or not (self.latent or self.one), "COLUMNS": tiles.columns,
+            "PAGE": 0 if self.columns == 1 else self.page_size, "KV_HEADS": self.g,
+            "EDGE": decode_launch.EDGE if tiles.tma else tiles.block_n,
+            "BLOCKS": self.blocks if self.scheduled or not self.packed else 1,
+            "PRECISION": "tf32" if x.tf32 else "ieee",
+        }  # fmt: skip
+
+    def numbers(self) -> tuple:
+        """Of the decode kernel."""
+        x, q = self.call, self.q
+        capacity = self.columns * self.page_size
+        reach = capacity + self.s  # beyond which nothing is hidden
+        scales = (x.k_scale, x.k_scale if self.latent else x.v_scale)
+        return (
+            *((0, *q.strides[:2]) if self.packed else q.strides[:3]),
+            *(n for y in (self.k, self.tail or self.k, self.v) for n in y.strides[:3]),
+            *(n for y in scales for n in (y[1] if y else (0, 0, 0))), self.k.shape[0], x.table[1][0],
+            *self.of_out, *self.of_lse, self.h if x.slopes and len(x.slopes[0]) == 2 else 0,
+            self.b, self.group, self.s, self.slots, self.stride, min(INT32, capacity),
+            _clamp(x.left, reach), _clamp(x.right, reach), min(x.prefix, reach), x.scale, x.softcap or 1.0,
+        )  # fmt: skip
+
+
 @lru_cache(maxsize=4096)
 def cached_plan(call: tuple, tiles: DecodeConfig | None = None, arch: int | None = None) -> Plan:
     """The launches of a call; with other ``tiles`` than the tables', for another chip."""
-    from ..kernels.decode import combine, decode
+    from ..kernels.decode import decode
 
-    x = Call(*call)
+    device = call[0]
     if arch is None:
-        arch = arch_of(x.device) if x.device.type == "cuda" else 0
-    q, k = Layout(*x.q), Layout(*x.k)
-    latent, packed = x.v is None, x.cu_q is not None
-    v = k if latent else Layout(*x.v)
-    (pages, page_size, g, d), e = k.shape, v.shape[-1]
-    tail_width = x.k_tail[0][-1] if x.k_tail else 0
-    b, columns = x.table[0]
-    s, h = q.shape[-3:-1]
-    group = h // g
-    tokens = -(-s // max(1, b)) if packed else s  # of a sequence, on the mean
-    page_size = 0 if columns == 1 else page_size
-    problem = decode_launch.Problem(
-        tokens * group,
-        d,
-        tail_width,
-        e,
-        k.dtype.itemsize,
-        latent,
-        not packed and s == 1,
-        page_size,
-        arch,
-        x.aligned and all(_in_rows(y) for y in (k, x.k_tail and Layout(*x.k_tail)) if y),
-    )
-    tiles = tiles or decode_launch.decode(problem)
-    blocks = -(-tokens * group // tiles.block_m)
-    level = decode_launch.level(tiles, blocks)
-    room = max(1, decode_launch.room(processors(x.device), g) >> level)
-    scheduled = tokens <= decode_launch.LONG or b < room
-    slots = decode_launch.slots(b, room)
-    programs = (slots + packed if scheduled else s * group // tiles.block_m + b + 1 if packed else b) * g
-    programs *= blocks if scheduled or not packed else 1
-    main, tail, width = decode_launch.widths_of(d, tail_width, e)
-    lines = programs * tiles.block_m
-    clear = tiles.tma or (not latent and (packed or s > 1))
-    constants = {
-        "D": d + tail_width if x.k_tail else d, "D_MAIN": main, "D_TAIL": tail, "TAIL": 0 if x.k_tail else main,
-        "E": e, "E_MAIN": width, "LATENT": latent, "SCALED": x.k_scale is not None, "LEFT": x.left is not None,
-        "RIGHT": x.right is not None, "PREFIX": x.prefix > 0, "VARLEN": packed, "ONE": not packed and s == 1,
-        "SOFTCAP": x.softcap is not None, "SLOPES": x.slopes is not None, "SINKS": x.sinks is not None,
-        "SCHEDULED": scheduled, "CLEAR": clear, "COLUMNS": tiles.columns, "PAGE": page_size, "KV_HEADS": g,
-        "EDGE": decode_launch.EDGE if tiles.tma else tiles.block_n, "BLOCKS": blocks if scheduled or not packed else 1,
-        "PRECISION": "tf32" if x.tf32 else "ieee",
-    }  # fmt: skip
-    reach = columns * k.shape[1] + s  # beyond which nothing is hidden
-    bounds = (_clamp(x.left, reach), _clamp(x.right, reach), min(x.prefix, reach))
-    out = Layout((*q.shape[:-1], e), torch.empty((*q.shape[:-1], e), device="meta").stride(), q.dtype)
-    of_out = (0, *out.strides[:2]) if packed else out.strides[:3]
-    of_lse = (0, s) if packed else (h * s, s)
-    planes = (k, Layout(*x.k_tail) if x.k_tail else k, v)
-    scales = (x.k_scale, x.k_scale if latent else x.v_scale)
-    stride = x.schedule[0][2] * ENTRY * level
-    numbers = (
-        *((0, *q.strides[:2]) if packed else q.strides[:3]), *(n for y in planes for n in y.strides[:3]),
-        *(n for y in scales for n in (y[1] if y else (0, 0, 0))), pages, x.table[1][0], *of_out, *of_lse,
-        h if x.slopes and len(x.slopes[0]) == 2 else 0, b, group, s, slots, stride,
-        min(INT32, columns * k.shape[1]), *bounds, x.scale, x.softcap or 1.0,
-    )  # fmt: skip
+        arch = arch_of(device) if device.type == "cuda" else 0
+    x = _Shapes(Call(*call), tiles, arch)
+    tiles, blocks = x.tiles, (None, None)
+    if tiles.tma:
+        blocks = ((1, tiles.block_n, x.main), (2, tiles.block_n, x.tail_width) if x.tail else None)
     config = LaunchConfig(tiles.block_m, tiles.block_n, tiles.stages, tiles.warps, tiles.tma)
-    described = ((1, tiles.block_n, main), (2, tiles.block_n, tail) if tail else None) if tiles.tma else (None, None)
-    first = Launch(decode, programs, numbers, constants, config, described, block_of_rows)
-    if not scheduled:
-        return Plan(first, None, 0)
-    most = power_of_two(room + 1)
-    channels = width if room // max(1, b) <= 8 or width <= 128 else 64  # few parts are expected, or it is narrow
-    rows = blocks * tiles.block_m if packed else s * group
-    together = rows if b >= room else 1  # where few sequences will have parts, few programs
-    groups = -(-rows // together)
-    constants |= {
-        "GROUPS": groups,
-        "ROWS": together,
-        "WIDTH": channels,
-        "MOST": most,
-        "SOME": 16 if channels > 64 else 64,
-        "TILES": width // channels,
-    }
-    numbers = (lines, *of_out, *of_lse, b, group, s, stride)
-    second = Launch(
-        combine, b * g * groups * (width // channels), numbers, constants, LaunchConfig(tiles.block_m, 0, 1, 4)
-    )
-    return Plan(first, second, lines * (width + 1))
+    launch = Launch(decode, x.programs(), x.numbers(), x.constants(), config, blocks, block_of_rows)
+    if not x.scheduled:
+        return Plan(launch, None, 0)
+    return Plan(launch, _combine(x), x.programs() * tiles.block_m * (x.width + 1))
+
+
+def _combine(x: _Shapes) -> Launch:
+    from ..kernels.decode import combine
+
+    few = x.room // max(1, x.b) <= 8  # parts of a sequence, if all are alike
+    channels = x.width if few or x.width <= 128 else 64
+    rows = x.blocks * x.tiles.block_m if x.packed else x.s * x.group
+    together = rows if x.b >= x.room else 1  # where few sequences will have parts, few programs
+    groups, tiles = -(-rows // together), x.width // channels
+    constants = x.constants() | {
+        "GROUPS": groups, "ROWS": together, "WIDTH": channels, "TILES": tiles,
+        "MOST": power_of_two(x.room + 1), "SOME": 16 if channels > 64 else 64,
+    }  # fmt: skip
+    numbers = (x.programs() * x.tiles.block_m, *x.of_out, *x.of_lse, x.b, x.group, x.s, x.stride)
+    return Launch(combine, x.b * x.g * groups * tiles, numbers, constants, LaunchConfig(x.tiles.block_m, 0, 1, 4))
 
 
 def _in_rows(plane: Layout) -> bool:
