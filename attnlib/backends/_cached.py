@@ -243,7 +243,7 @@ def cached_plan(call: tuple, tiles: DecodeConfig | None = None, arch: int | None
 
 
 def _combine(x: _Shapes) -> Launch:
-    from ..kernels.decode import combine
+    from ..kernels.parts import combine
 
     few = x.room // max(1, x.b) <= 8  # parts of a sequence, if all are alike
     channels = x.width if few or x.width <= 128 else 64
@@ -291,11 +291,11 @@ def update_schedule(schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit:
 
 @lru_cache(maxsize=4096)
 def _schedule_plan(rows: int, slots: int, room: int, limit: int, reach: int) -> Launch:
-    from ..kernels.decode import schedule
+    from ..kernels.parts import schedule
 
     lanes = power_of_two(rows)
     constants = {"ROWS": lanes, "PARTS": max(1, 128 // lanes), "GRAIN": GRAIN}
-    return Launch(schedule, LEVELS, (rows, slots, room, limit, reach, 0), constants, LaunchConfig(0, 0, 1, 4))
+    return Launch(schedule, LEVELS, (rows, slots, room, limit, reach), constants, LaunchConfig(0, 0, 1, 4))
 
 
 def _fake_cached(q, k, v, *rest):

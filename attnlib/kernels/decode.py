@@ -1,7 +1,7 @@
 """Attention over a paged cache (FlashDecoding; Dao et al., 2023): a program for each part of a sequence and KV head.
 
 The query heads of a group, times the query tokens of a sequence, are the rows of a tile, so that what is stored is read
-once. ``schedule`` cuts the sequences into parts of about equal length, once a step, and ``combine`` adds parts up.
+once. What the parts are, and their sum, is parts.py.
 """
 
 import triton
@@ -12,8 +12,7 @@ from .tile import LN2, LOG2E, finite_part, key_range, modify, sees_broken, visib
 
 # Parameters whose divisibility decides nothing, and must not compile a kernel again.
 COUNTS = (
-    "pages", "table_b", "slopes_b", "batch", "group", "s", "level", "left", "right", "prefix", "rounds", "slots",
-    "capacity", "limit", "reach", "chunk",
+    "pages", "table_b", "slopes_b", "batch", "group", "s", "slots", "level", "limit", "left", "right", "prefix",
 )  # fmt: skip
 
 
@@ -333,102 +332,3 @@ def decode(
                     v_ptr, v_scale_ptr, table_ptr, v_p, v_t, vs_p, vs_t, pages, left, right, prefix,
                     E, SCALED, LEFT, RIGHT, PREFIX, PAGE, EDGE,
                 )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def combine(
-    part_ptr, schedule_ptr, cu_q_ptr, out_ptr, lse_ptr, lines,
-    out_b, out_s, out_h, lse_b, lse_h, batch, group, s, level,
-    E: tl.constexpr, E_MAIN: tl.constexpr, VARLEN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, MOST: tl.constexpr,
-    SOME: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Adds up the parts of ``ROWS`` rows of queries, ``WIDTH`` channels, in an order that depends on them alone."""
-    pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
-    item = schedule_ptr + level + sequence * ENTRY  # this slot also tells of the sequence of its number
-    slot, parts = tl.load(item + 5), tl.load(item + 6)
-    if parts == 1:
-        return
-    row, count = s * 0, s
-    if VARLEN:
-        row, count = tokens_of(cu_q_ptr, sequence, batch, s)
-        if count * group > BLOCKS * BLOCK_M:  # the first took all
-            return
-    plane = 0
-    if not VARLEN:
-        plane = sequence
-    wide = tl.cast(plane, tl.int64)
-    origin = (slot.to(tl.int64) * KV_HEADS + kv_head) * BLOCKS * BLOCK_M
-    of_lse = part_ptr + lines.to(tl.int64) * E_MAIN
-    STEP: tl.constexpr = KV_HEADS * BLOCKS * BLOCK_M
-    c = tile * WIDTH + tl.arange(0, WIDTH)
-    every, few = tl.arange(0, MOST), tl.arange(0, SOME)
-    for r in range(rows_of * ROWS, tl.minimum((rows_of + 1) * ROWS, count * group)):
-        lse = tl.load(of_lse + origin + r + every * STEP, mask=every < parts, other=float("-inf"))
-        top = tl.max(lse, 0)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        total, acc = tl.zeros([1], tl.float32), tl.zeros([WIDTH], tl.float32)
-        for p in range(0, parts, SOME):
-            line = origin + r + (p + few).to(tl.int64) * STEP
-            weight = tl.exp2(tl.load(of_lse + line, mask=p + few < parts, other=float("-inf")) - top)
-            x = tl.load(part_ptr + line[:, None] * E_MAIN + c[None, :], mask=(p + few < parts)[:, None], other=0.0)
-            total += tl.sum(weight, 0)
-            acc += tl.sum(x * weight[:, None], 0)
-        token, head = row + r // group, kv_head * group + r % group
-        acc /= tl.where(total == 0.0, 1.0, total)
-        into = out_ptr + wide * out_b + token.to(tl.int64) * out_s + head * out_h
-        tl.store(into + c, acc.to(out_ptr.dtype.element_ty), mask=c < E)
-        at = lse_ptr + wide * lse_b + head.to(tl.int64) * lse_h + token + tl.arange(0, 1)
-        tl.store(at, (top + tl.log2(total)) * LN2, mask=tile == 0)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def schedule(
-    starts_ptr, lengths_ptr, schedule_ptr, batch, slots, capacity, limit, reach, chunk,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, GRAIN: tl.constexpr,
-):  # fmt: skip
-    """Cuts sequences into parts for ``capacity`` programs, and at the next level for half of them, and so on.
-
-    A slot holds a part, ``(sequence, begin, end, number, parts of the sequence)``, or sequence -1; and of the sequence
-    of its own number ``(first slot, parts)``. Parts are ``chunk`` grains, from token 0 on, if that is not 0.
-    """
-    level, b = tl.program_id(0), tl.arange(0, ROWS)
-    length = tl.maximum(tl.minimum(tl.load(lengths_ptr + b, mask=b < batch, other=0), limit), 0)
-    start = tl.maximum(tl.load(starts_ptr + b, mask=b < batch, other=0), length - reach)
-    start = tl.minimum(tl.maximum(start, 0), length)
-    origin = start // GRAIN
-    if chunk > 0:
-        origin = origin // chunk * chunk
-    grains = tl.where(b < batch, tl.maximum(tl.cdiv(length, GRAIN) - origin, 1), 0)
-    size = tl.maximum(tl.cdiv(tl.sum(grains, 0), tl.maximum(capacity >> level, 1)), 1)
-    room = batch + (tl.maximum(capacity >> level, 1) + 1) // 2
-    room = tl.maximum(room, tl.maximum(capacity >> level, 1))
-    above = tl.maximum(tl.max(grains, 0), size)
-    while size < above:  # the least size of which there are slots for all parts
-        middle = (size + above) // 2
-        fits = tl.sum(tl.cdiv(grains, middle), 0) <= room
-        size, above = tl.where(fits, size, middle + 1), tl.where(fits, middle, above)
-    if chunk > 0:
-        size = chunk
-    parts = tl.cdiv(grains, size)
-    first, used = tl.cumsum(parts, 0) - parts, tl.sum(parts, 0)
-    schedule_ptr += level.to(tl.int64) * slots * ENTRY
-    for p0 in range(0, tl.max(parts, 0), PARTS):
-        p = p0 + tl.arange(0, PARTS)[None, :]
-        n = tl.maximum(parts, 1)[:, None]
-        low, high = origin[:, None] + grains[:, None] * p // n, origin[:, None] + grains[:, None] * (p + 1) // n
-        if chunk > 0:
-            low, high = origin[:, None] + size * p, origin[:, None] + size * (p + 1)
-        item = schedule_ptr + (first[:, None] + p) * ENTRY
-        mine = p < parts[:, None]
-        zero = p * 0
-        tl.store(item, b[:, None] + zero, mask=mine)
-        tl.store(item + 1, tl.maximum(low * GRAIN, start[:, None]), mask=mine)
-        tl.store(item + 2, tl.where(p == n - 1, 2147483647, high * GRAIN), mask=mine)
-        tl.store(item + 3, p + b[:, None] * 0, mask=mine)
-        tl.store(item + 4, n + zero, mask=mine)
-    tl.store(schedule_ptr + b * ENTRY + 5, first, mask=b < batch)
-    tl.store(schedule_ptr + b * ENTRY + 6, parts, mask=b < batch)
-    for slot in range(used, slots, ROWS):
-        tl.store(schedule_ptr + (slot + b) * ENTRY, -1, mask=slot + b < slots)
