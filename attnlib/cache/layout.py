@@ -107,7 +107,7 @@ class KVView:
     gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold garbage. Keys
     ``[starts[b], lengths[b])`` are visible at most, and the queries are the last ones of ``lengths[b]``:
     ``s`` each when dense, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` when packed. ``schedule`` says how a GPU shares
-    them out (kernels/decode.py); ``repeats`` is how calls over this view ran, for those that come again.
+    them out (kernels/parts.py); ``repeats`` is how calls over this view ran, for those that come again.
     """
 
     layout: KVLayout
