@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from ..counts import check_count
-from ..functional import copy_pages
+from ..storage import copy_pages
 from .book import Book, Freed, Request
 from .layer_cache import LayerCache as LayerCache
 from .layout import KVLayout

@@ -6,8 +6,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..functional import write_cache
 from ..rope import Angles
+from ..storage import write_cache
 from .layout import KVLayout, KVView
 from .step import PerWindow, Shared
 

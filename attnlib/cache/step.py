@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..functional import new_schedule, update_schedule
+from ..storage import new_schedule, update_schedule
 from .book import Book, Request
 from .layout import KVLayout
 from .pages import Handle, Holding, PageLedger, Plan

@@ -13,9 +13,9 @@ from torch import Tensor
 from attnlib import CAUSAL, KVLayout, KVView, Mask, cached_attention_with_lse
 from attnlib.backends import _cached
 from attnlib.backends._paged import quantise
-from attnlib.functional import new_schedule, update_schedule
 from attnlib.kernels import decode_launch
 from attnlib.kernels.decode_launch import DecodeConfig
+from attnlib.storage import new_schedule, update_schedule
 
 NAN = {torch.int8: 0x80, torch.float8_e4m3fn: 0x7F}  # -128, beside a scale of NaN
 GARBAGE = torch.tensor([2**31 - 1, -1, -(2**31), 2147480000, -123456, 1 << 20], dtype=torch.int32)

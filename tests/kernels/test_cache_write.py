@@ -16,8 +16,8 @@ from attnlib import KVCache, KVLayout, KVView, Rope, rotate
 from attnlib.backends import _torch, _writes
 from attnlib.bench.builds import pairwise
 from attnlib.cache import layer_cache
-from attnlib.functional import write_cache
 from attnlib.rope import Angles
+from attnlib.storage import write_cache
 
 WRITE = torch.ops.attnlib.triton_write
 PAGES, SIZE = 5, 4
