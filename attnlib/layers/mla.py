@@ -1,7 +1,5 @@
 """Multi-head latent attention with decoupled rope: one set of weights, an expanded and an absorbed form."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +10,7 @@ from ..functional import attention, cached_attention, varlen_attention
 from ..mask import Mask
 from ..rope import Angles, Rope, rotate
 from .inputs import angles_of, check, check_options, check_stored, window_of
+from .latent_forms import attend_expanded, cheaper_form
 
 FORMS = ("auto", "expanded", "absorbed")
 
@@ -163,8 +162,13 @@ class MultiHeadLatentAttention(nn.Module):
         """Append this step's tokens and attend to all that is stored; a fresh prompt need not read the cache back."""
         latent, k_rope = self._latent(x, None)
         view = kv.append(latent, k_rope, angles=angles)
-        if not (kv.prefill and kv.history == 0):
+        if not kv.prefill:
             return self._attend_stored(q_nope, q_rope, view, self._possible("absorbed"))
+        if kv.history:
+            each = x.shape[:-1].numel() // view.lengths.shape[0]  # new tokens of a sequence, on the mean
+            seen = kv.history if self.mask.left is None else min(kv.history, self.mask.left)
+            form, longest = self._possible(self._cheaper(each, seen + each)), kv.history + x.shape[-2]
+            return self._attend_stored(q_nope, q_rope, view, form, longest=longest)
         if angles is not None:
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
         starts = view.starts if view.cu_seqlens_q is None else None
@@ -189,25 +193,24 @@ class MultiHeadLatentAttention(nn.Module):
                 return attention(q, k, v, key_starts=key_starts, **options)
             return varlen_attention(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **options)
 
-        cheaper = cheaper_form(
-            q_nope.shape[-3],
-            latent.shape[-2],
-            rank=self.kv_lora_rank,
-            nope=self.qk_nope_head_dim,
-            rope=self.qk_rope_head_dim,
-            value=self.v_head_dim,
-        )
-        if self._possible(cheaper) == "expanded":
+        if self._possible(self._cheaper(q_nope.shape[-3], latent.shape[-2])) == "expanded":
             return attend(torch.cat((q_nope, q_rope), -1), *self._expand(latent, k_rope))
         k = (latent if k_rope is None else torch.cat((latent, k_rope), -1)).unsqueeze(-2)
         return self._unabsorb(attend(self._absorb(q_nope, q_rope), k, k[..., : self.kv_lora_rank]))
 
-    def _attend_stored(self, q_nope: Tensor, q_rope: Tensor, view: KVView, form: str) -> Tensor:
-        """Attention over a latent cache; the expanded form makes K and V of every page in the table first."""
+    def _attend_stored(
+        self, q_nope: Tensor, q_rope: Tensor, view: KVView, form: str, *, longest: int | None = None
+    ) -> Tensor:
+        """Attention over a latent cache in the given form; ``longest`` is as in :func:`attend_expanded`."""
         options = {"mask": self.mask, "scale": self.scale, "backend": self.backend}
         if form == "absorbed":
             return self._unabsorb(cached_attention(self._absorb(q_nope, q_rope), view, **options))
-        return cached_attention(torch.cat((q_nope, q_rope), -1), self._expanded_view(view), **options)
+        return attend_expanded(torch.cat((q_nope, q_rope), -1), view, self._expand, longest=longest, **options)
+
+    def _cheaper(self, queries: int, keys: int) -> str:
+        """The cheaper form at this layer's sizes."""
+        nope, rope, value = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
+        return cheaper_form(queries, keys, rank=self.kv_lora_rank, nope=nope, rope=rope, value=value)
 
     def _absorb(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
         """``[..., h, r + p]``: the query as it meets latents."""
@@ -232,18 +235,6 @@ class MultiHeadLatentAttention(nn.Module):
             return k, v
         return torch.cat((k, k_rope.unsqueeze(-2).expand(*k.shape[:-1], -1)), -1), v
 
-    def _expanded_view(self, view: KVView) -> KVView:
-        """The same step over K and V per head, made from every page the table names (stale ones stay unseen)."""
-        pages = view.table.clamp(0, view.k.shape[0] - 1).long()
-        latent = view.k[pages]
-        if view.k_scale is not None:
-            latent = (latent.float() * view.k_scale[pages][..., None]).to(view.layout.dtype)
-        k_rope = None if view.k_tail is None else view.k_tail[pages].squeeze(-2).flatten(0, 1)
-        k, v = self._expand(latent.squeeze(-2).flatten(0, 1), k_rope)
-        layout = KVLayout.grouped(k.shape[-2], k.shape[-1], v.shape[-1], window=view.layout.window, dtype=k.dtype)
-        table = torch.arange(k.shape[0], dtype=torch.int32, device=k.device).view(view.table.shape)
-        return replace(view, layout=layout, k=k, v=v, table=table, k_tail=None, k_scale=None, v_scale=None)
-
     def _possible(self, form: str) -> str:
         """``form`` as far as the constructor and the weights allow it.
 
@@ -265,13 +256,3 @@ def _computes_its_weight_alone(module: nn.Module) -> bool:
     """Whether ``module(x)`` is ``x @ module.weight.T``, as adapters, quantisation, sharding or hooks may change."""
     plain = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, Tensor) and module.bias is None
     return plain and "forward" not in vars(module) and not (module._forward_hooks or module._forward_pre_hooks)
-
-
-def cheaper_form(queries: int, keys: int, *, rank: int, nope: int, rope: int, value: int) -> str:
-    """The form with fewer multiplications, per head, for ``queries`` over ``keys`` given as latents.
-
-    Expanding costs an up-projection of every key; absorbing costs one of every query, and wider scores and sums.
-    """
-    expanded = keys * rank * (nope + value) + queries * keys * (nope + rope + value)
-    absorbed = queries * rank * (nope + value) + queries * keys * (2 * rank + rope)
-    return "absorbed" if absorbed < expanded else "expanded"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attnlib import CAUSAL, GroupedQueryAttention, KVCache, Mask, MultiHeadLatentAttention, Rope
 from attnlib.layers import gqa as gqa_module
+from attnlib.layers import latent_forms as forms_module
 from attnlib.layers import mla as mla_module
 
 torch.set_num_threads(1)
@@ -142,10 +143,11 @@ def calls() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     with (
         mock.patch.multiple(gqa_module, **_spies(gqa_module, spy)),
         mock.patch.multiple(mla_module, **_spies(mla_module, spy)),
+        mock.patch.multiple(forms_module, **_spies(forms_module, spy)),
     ):
         yield seen
 
 
 def _spies(module, spy: Callable) -> dict[str, Callable]:
-    names = ("attention", "varlen_attention", "cached_attention")
-    return {name: spy(name, getattr(module, name)) for name in names}
+    names = ("attention", "varlen_attention", "varlen_attention_with_lse", "cached_attention")
+    return {name: spy(name, getattr(module, name)) for name in names if hasattr(module, name)}

@@ -1,0 +1,130 @@
+"""The two forms of attention over latents: which one is cheaper, and the expanded one over a cache, in chunks."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..cache.layout import KVView
+from ..functional import merge_states, varlen_attention_with_lse
+from ..mask import FULL, Mask
+
+# Stored tokens of all sequences together whose K and V exist at once. With DeepSeek-V3's 128 heads of 192 + 128
+# channels in bf16 they take 640 MiB, whatever the cache holds, and one up-projection of as many fills a GPU.
+CHUNK = 8192
+
+
+def cheaper_form(queries: int, keys: int, *, rank: int, nope: int, rope: int, value: int) -> str:
+    """The form with fewer multiplications, per head, for ``queries`` over ``keys`` given as latents.
+
+    Expanding costs an up-projection of every key; absorbing costs one of every query, and wider scores and sums:
+
+        expanded = keys * rank * (nope + value) + queries * keys * (nope + rope + value)
+        absorbed = queries * rank * (nope + value) + queries * keys * (2 * rank + rope)
+
+    Over many keys only what is multiplied by them counts, so that expanding is cheaper from about
+    ``rank * (nope + value) / (2 * rank - nope - value)`` queries on: 171 with DeepSeek-V3's 512, 128 and 128. Pairs
+    that a mask hides count in both. Over a cache ``queries`` is the mean of a step's sequences and ``keys`` a bound.
+    """
+    expanded = keys * rank * (nope + value) + queries * keys * (nope + rope + value)
+    absorbed = queries * rank * (nope + value) + queries * keys * (2 * rank + rope)
+    return "absorbed" if absorbed < expanded else "expanded"
+
+
+def attend_expanded(
+    q: Tensor,
+    view: KVView,
+    expand: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]],
+    *,
+    longest: int | None,
+    mask: Mask,
+    scale: float,
+    backend: str | None,
+) -> Tensor:
+    """Attention of q ``[b, s, h, n + p]``, or packed ``[t, h, n + p]``, over stored latents, giving ``[..., h, e]``.
+
+    ``expand`` makes K ``[c, h, n + p]`` and V ``[c, h, e]`` from latents ``[c, r]`` and rotary keys ``[c, p]`` (None if
+    p is 0). It gets ``CHUNK`` tokens at a time, or as many as there are queries if those are more (their K and V are no
+    larger than q then, and fewer partial results are to be merged). ``longest`` is a length that no sequence passes;
+    None means what the table has room for.
+
+    Raises:
+        ValueError: q is not of the view's step, or the mask reaches further left than a windowed layout keeps.
+        TypeError: K and V have another dtype than the cache.
+        NotImplementedError: a gradient is asked for.
+    """
+    _check(q, view, mask)
+    b, capacity = view.lengths.shape[0], view.table.shape[1] * view.page_size
+    longest = capacity if longest is None else min(longest, capacity)
+    rows, cu_q, queries = q, view.cu_seqlens_q, q.shape[-3]
+    if cu_q is None:
+        rows, cu_q = q.flatten(0, 1), torch.arange(b + 1, dtype=torch.int32, device=q.device) * queries
+    size = max(1, max(CHUNK, rows.shape[0]) // max(1, b))
+
+    state = None
+    for starts, ends, band in _chunks(view, mask, size, longest, queries):
+        latent, k_rope, cu_k = _read(view, starts, ends, b * size)
+        k, v = expand(latent, k_rope)
+        _check_values(q, v, view)
+        options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "mask": band, "scale": scale, "backend": backend}
+        out, lse = varlen_attention_with_lse(rows, k, v, **options)
+        if state is not None:  # merged in fp32, as otherwise every chunk would round all that came before it
+            out, lse = merge_states(state[0].to(lse.dtype), state[1], out.to(lse.dtype), lse)
+        state = out, lse
+    return state[0].to(v.dtype).unflatten(0, q.shape[:-2])
+
+
+def _chunks(view: KVView, mask: Mask, size: int, longest: int, queries: int) -> Iterator[tuple[Tensor, Tensor, Mask]]:
+    """Disjoint ranges ``[starts, ends)`` of at most ``size`` tokens, and the mask of a call on these alone.
+
+    They are counted from the ends of the sequences, since there the queries are: the n-th is as far from the queries in
+    every sequence, so that the band within it is the mask's, shifted. Only a prefix lies where a sequence begins.
+    """
+    starts, prefix = view.starts, mask.prefix
+    band = replace(mask, prefix=0) if prefix else mask
+    reach = longest if mask.left is None else min(longest, mask.left + queries)
+    for n in range(max(1, -(-reach // size))):
+        ends, shifted = view.lengths - n * size, band.shift(n * size)
+        hides = not shifted.covers(size - queries, size, 0, size)
+        yield torch.maximum(starts.clamp(min=prefix), ends - size), ends, shifted if hides else FULL
+    for first in range(0, min(prefix, longest), size):
+        yield starts.clamp(min=first), view.lengths.clamp(max=min(first + size, prefix)), FULL
+
+
+def _read(view: KVView, starts: Tensor, ends: Tensor, room: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Latents ``[room, r]`` and rotary keys ``[room, p]`` of these ranges, packed, and their offsets.
+
+    What is left of the room repeats a stored token, as far as there is one: the offsets hide it, but a kernel that
+    meets a NaN of a page nobody wrote would begin again with more care.
+    """
+    cu_k = pad((ends - starts).clamp(min=0).cumsum(0), (1, 0))
+    token = torch.arange(room, device=cu_k.device)
+    n = torch.bucketize(token, cu_k[1:], right=True).clamp(max=starts.shape[0] - 1)
+    at = torch.minimum(starts[n] + token - cu_k[n], ends[n] - 1).clamp(min=0)
+    page, slot = view.table[n, at // view.page_size].clamp(0, view.k.shape[0] - 1).long(), at % view.page_size
+    latent = view.k[page, slot]
+    if view.k_scale is not None:
+        latent = (latent.float() * view.k_scale[page, slot][..., None]).to(view.layout.dtype)
+    k_rope = None if view.k_tail is None else view.k_tail[page, slot].squeeze(-2)
+    return latent.squeeze(-2), k_rope, cu_k.int()
+
+
+def _check(q: Tensor, view: KVView, mask: Mask) -> None:
+    b, window, packed = view.lengths.shape[0], view.layout.window, view.cu_seqlens_q is not None
+    if q.dim() != (3 if packed else 4) or not (packed or q.shape[0] == b):
+        step = "[t, h, d]" if packed else f"[b={b}, s, h, d]"
+        raise ValueError(f"q: expected {step} like the step of the cache, got {tuple(q.shape)}")
+    if window is not None and (mask.left is None or mask.left >= window):
+        reach = "without bound" if mask.left is None else f"{mask.left} keys"
+        raise ValueError(f"mask: it reaches back {reach}, and the cache keeps a window of {window}; use sliding()")
+
+
+def _check_values(q: Tensor, v: Tensor, view: KVView) -> None:
+    if v.dtype != view.layout.dtype:
+        raise TypeError(
+            f"q: expected {view.layout.dtype} like the cache, got {v.dtype}; cast it, or the cache's layout"
+        )
+    if torch.is_grad_enabled() and (q.requires_grad or v.requires_grad):
+        raise NotImplementedError("cached attention has no backward; wrap the call in torch.no_grad()")
