@@ -9,7 +9,8 @@ from torch import Tensor
 from . import repeats
 from .cache.layout import KVView
 from .dispatch import Backend, Explanation, explanation, select
-from .mask import Mask
+from .host_checks import check_view, is_asked_for
+from .mask import FULL, Mask
 from .shapes import bind, is_strided, refuse_tensor
 from .spec import DTYPES, AttentionSpec, describe
 from .terms import Terms, check
@@ -148,7 +149,8 @@ def cached_attention(
 
     Raises:
         NotImplementedError: a gradient is asked for.
-        ValueError: the mask reaches further left than a windowed layout keeps, or shapes that do not fit.
+        ValueError: the mask reaches further left than a windowed layout keeps, or shapes that do not fit; with
+            ``ATTNLIB_CHECK=1`` also lengths, pages or offsets that kernels would clamp.
     """
     return _attend_cached(q, kv, mask, Terms(scale, softcap, alibi_slopes, sinks), backend, lse=False)[0]
 
@@ -258,15 +260,37 @@ def _attend(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms
 
 
 def _attend_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, name: str | None, *, lse: bool):
+    if isinstance(kv, KVView) and kv.parts is not None and _sees_all_before(mask, terms):
+        return _attend_parts(q, kv, mask, terms, name)
     key = repeats.cached_key(q, kv, mask, terms, name)
     if key is not None and (run := kv.repeats.get(key)) is not None:
         return run(q)
     q, spec, terms = _describe_cached(q, kv, mask, terms, lse=lse)
     backend = select(spec, name)
+    checks = is_asked_for(kv.lengths)
+    if checks:
+        check_view(kv, q.shape[0])
     result = backend.cached_attention(q, kv, spec, terms)
-    if key is not None and (run := backend.repeated_cached(q, kv, spec, terms)) is not None:
+    if key is not None and not checks and (run := backend.repeated_cached(q, kv, spec, terms)) is not None:
         kv.repeats[key] = run
     return result
+
+
+def _sees_all_before(mask: Mask, terms: Terms) -> bool:
+    """Whether every query sees all keys before its own, and how far off they are does not matter."""
+    unbounded = isinstance(mask, Mask) and mask.left is None and (mask.right is None or mask.right >= 0)
+    return unbounded and terms.alibi_slopes is None
+
+
+def _attend_parts(q: Tensor, kv: KVView, mask: Mask, terms: Terms, name: str | None) -> tuple[Tensor, Tensor]:
+    """What runs of sequences share, read once for all queries of a run, merged with the rest of each."""
+    shared, rest = kv.parts
+    state = _attend_cached(q, rest, mask, terms, name, lse=True)
+    packed = q if kv.cu_seqlens_q is not None else q.flatten(0, 1)
+    out, lse = _attend_cached(packed, shared, FULL, terms._replace(sinks=None), name, lse=True)
+    if packed is not q:
+        out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    return merge_states(*state, out, lse)
 
 
 def _describe(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, lse: bool):

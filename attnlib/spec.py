@@ -16,7 +16,8 @@ class AttentionSpec(NamedTuple):
     """A problem without its lengths: everything that may decide which backend or kernel runs it.
 
     ``kind`` is ``dense``, ``varlen`` or ``cached``; ``arch`` is 90 for sm_90 and 0 off CUDA; ``strided`` names the
-    tensors whose last dimension is not contiguous; ``layout`` and ``page_size`` belong to cached calls.
+    tensors whose last dimension is not contiguous; ``layout``, ``page_size`` and ``batch_invariant`` belong to cached
+    calls.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class AttentionSpec(NamedTuple):
     strided: tuple[str, ...]
     layout: KVLayout | None
     page_size: int
+    batch_invariant: bool
 
 
 def describe(
@@ -101,6 +103,7 @@ def describe(
         strided,
         None if kv is None else kv.layout,
         0 if kv is None else kv.page_size,
+        kv is not None and kv.section > 0,
     )
 
 

@@ -1,6 +1,5 @@
 """What a cache asks of a device: write tokens, copy pages, share a step's sequences out."""
 
-import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from .cache.layout import KVLayout, KVView
 from .dispatch import cache_writer, scheduler
+from .host_checks import check_slots, is_asked_for
 from .rope import Angles
 
 
@@ -25,33 +25,31 @@ def write_cache(
     Raises:
         ValueError: with ``ATTNLIB_CHECK=1``, a slot is outside the planes, or two tokens get the same.
     """
-    checks = os.environ.get("ATTNLIB_CHECK") == "1" and not torch.compiler.is_compiling()
+    checks = is_asked_for(slots)
     if checks:
-        _check_slots(slots, kv.k.shape[0] * kv.page_size)
+        check_slots(slots, kv.k.shape[0] * kv.page_size)
     again = cache_writer(kv.layout.dtype, kv.k.device)(kv, k, v, slots, angles)
     return None if checks else again
 
 
-def _check_slots(slots: Tensor, capacity: int) -> None:
-    """Read every slot on the host."""
-    written = [slot for slot in slots.flatten().tolist() if slot != -1]
-    for slot in written:
-        if not 0 <= slot < capacity:
-            raise ValueError(f"slots: expected -1 or less than {capacity}, the tokens of the cache, got {slot}")
-    if len(set(written)) < len(written):
-        raise ValueError("slots: expected each slot once, got one of them twice")
+def new_schedule(
+    layout: KVLayout, sequences: int, device: torch.device, *, limit: int = 0, section: int = 0
+) -> Tensor | None:
+    """Room for the ``schedule`` of views of up to so many sequences; None where the device has no use for one.
 
-
-def new_schedule(layout: KVLayout, sequences: int, device: torch.device) -> Tensor | None:
-    """Room for the ``schedule`` of views of up to so many sequences; None where the device has no use for one."""
+    With a ``section``, for sequences of at most ``limit`` tokens.
+    """
     of = scheduler(layout.dtype, device)
-    return None if of is None else of.new_schedule(sequences, layout.heads, device)
+    return None if of is None else of.new_schedule(sequences, layout.heads, device, limit=limit, section=section)
 
 
-def update_schedule(schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None) -> None:
+def update_schedule(
+    schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None, section: int = 0
+) -> None:
     """Share sequences of these starts and lengths out anew: of at most ``limit`` tokens, and the last ``reach`` of
-    them where a window hides the others. Waits for nothing."""
-    scheduler(torch.float32, schedule.device).update_schedule(schedule, starts, lengths, limit=limit, reach=reach)
+    them where a window hides the others; by sections, if the schedule is for such. Waits for nothing."""
+    options = {"limit": limit, "reach": reach, "section": section}
+    scheduler(torch.float32, schedule.device).update_schedule(schedule, starts, lengths, **options)
 
 
 def copy_pages(kv: KVView, pairs: Sequence[tuple[int, int]]) -> None:

@@ -46,11 +46,12 @@ class Call(NamedTuple):
     prefix: int
     scale: float
     softcap: float | None
+    section: int
 
 
 class Plan(NamedTuple):
     """The launches of a call. ``decode`` takes the operator's tensors, then out, lse and the floats for parts;
-    ``combine`` those, the schedule and offsets, if there may be parts; ``floats`` is how many."""
+    ``combine`` those, the schedule, offsets and sinks, if there may be parts; ``floats`` is how many."""
 
     decode: Launch
     combine: Launch | None
@@ -60,7 +61,7 @@ class Plan(NamedTuple):
 def attention(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:
     """Attention over stored keys and its LSE."""
     q = q.contiguous() if "q" in spec.strided else q
-    return torch.ops.attnlib.triton_cached(q, *_given(kv), terms.alibi_slopes, terms.sinks, *_numbers(spec, terms))
+    return torch.ops.attnlib.triton_cached(q, *_given(kv), terms.alibi_slopes, terms.sinks, *_numbers(kv, spec, terms))
 
 
 def repeated(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -> Callable | None:
@@ -69,10 +70,10 @@ def repeated(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -> Callab
         return None
     if not (q.numel() and kv.lengths.numel()):
         return None
-    tensors, numbers = (*_given(kv), None, None), _numbers(spec, terms)
+    tensors, numbers = (*_given(kv), None, None), _numbers(kv, spec, terms)
     plan = cached_plan(_call(q, tensors, numbers))
     decode = plan.decode.bound(..., *_arguments(tensors), ..., ..., ...)
-    combine = None if plan.combine is None else plan.combine.bound(..., tensors[9], tensors[8], ..., ...)
+    combine = None if plan.combine is None else plan.combine.bound(..., tensors[9], tensors[8], None, ..., ...)
     shape, lse_shape = (*q.shape[:-1], spec.value_dim), (*q.shape[:-3], q.shape[-2], q.shape[-3])
 
     def run(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,9 +98,9 @@ def _given(kv: KVView) -> tuple:
     return kv.k, v, kv.k_tail, kv.k_scale, v_scale, kv.table, kv.starts, kv.lengths, kv.cu_seqlens_q, schedule
 
 
-def _numbers(spec: AttentionSpec, terms: Terms) -> tuple:
+def _numbers(kv: KVView, spec: AttentionSpec, terms: Terms) -> tuple:
     mask = spec.mask
-    return mask.left, mask.right, mask.prefix, terms.scale, terms.softcap
+    return mask.left, mask.right, mask.prefix, terms.scale, terms.softcap, kv.section
 
 
 def _call(q: Tensor, tensors: tuple, numbers: tuple) -> tuple:
@@ -125,15 +126,15 @@ def _cached(q, *extras):
         return out.zero_(), lse.fill_(-torch.inf)
     with on_device(q):
         if schedule is None:
-            schedule = new_schedule(lengths.shape[0], k.shape[2], q.device)
-            limit = min(INT32, tensors[5].shape[1] * k.shape[1])
-            update_schedule(schedule, starts, lengths, limit=limit, reach=None)
+            limit, section = min(INT32, tensors[5].shape[1] * k.shape[1]), numbers[-1]
+            schedule = new_schedule(lengths.shape[0], k.shape[2], q.device, limit=limit, section=section)
+            update_schedule(schedule, starts, lengths, limit=limit, reach=None, section=section)
         tensors = (*tensors[:9], schedule, *(None if x is None else x.contiguous() for x in (slopes, sinks)))
         plan = cached_plan(_call(q, tensors, numbers))
         parts = lse.new_empty(plan.floats)
         plan.decode(q, *_arguments(tensors), out, lse, parts)
         if plan.combine is not None:
-            plan.combine(parts, schedule, tensors[8], out, lse)
+            plan.combine(parts, schedule, tensors[8], tensors[11], out, lse)
     return out, lse
 
 
@@ -152,12 +153,16 @@ class _Shapes:
         self.group = self.h // self.g
         self.tokens = -(-self.s // max(1, self.b)) if self.packed else self.s  # of a sequence, on the mean
         self.one = not self.packed and self.s == 1
-        self.tiles = tiles or decode_launch.decode(self._problem(arch))
+        self.native = arch > 0
+        self.tiles = tiles or (decode_launch.fixed if x.section else decode_launch.decode)(self._problem(arch))
         self.blocks = -(-self.tokens * self.group // self.tiles.block_m)
-        self.level = decode_launch.level(self.tiles, self.blocks)
+        self.level = 0 if x.section else decode_launch.level(self.tiles, self.blocks)
         self.room = max(1, decode_launch.room(processors(x.device), self.g) >> self.level)
         self.slots = decode_launch.slots(self.b, self.room)
         self.scheduled = self.tokens <= decode_launch.LONG or self.b < self.room
+        if x.section:
+            self.slots = self.b * -(-self.columns * self.page_size // x.section)
+            self.scheduled = self.b * self.g * self.blocks < processors(x.device) * self.tiles.resident
         self.main, self.tail_width, self.width = decode_launch.widths_of(
             self.d, self.tail.shape[-1] if self.tail else 0, self.e
         )
@@ -174,7 +179,7 @@ class _Shapes:
             head_dim=self.d,
             tail=self.tail.shape[-1] if self.tail else 0,
             value_dim=self.e,
-            itemsize=self.k.dtype.itemsize,
+            itemsize=4 if self.q.dtype.itemsize > 2 else self.k.dtype.itemsize,
             latent=self.latent,
             one=self.one,
             page_size=0 if self.columns == 1 else self.page_size,
@@ -200,7 +205,8 @@ class _Shapes:
             "LEFT": x.left is not None, "RIGHT": x.right is not None, "PREFIX": x.prefix > 0, "VARLEN": self.packed,
             "ONE": self.one, "SOFTCAP": x.softcap is not None, "SLOPES": x.slopes is not None,
             "SINKS": x.sinks is not None, "SCHEDULED": self.scheduled,
-            "CLEAR": tiles.tma or not (self.latent or self.one), "COLUMNS": tiles.columns,
+            "SECTION": x.section, "CLEAR": tiles.tma or not (self.one or x.section),
+            "NATIVE": self.native,
             "PAGE": 0 if self.columns == 1 else self.page_size, "KV_HEADS": self.g,
             "EDGE": decode_launch.EDGE if tiles.tma else tiles.block_n,
             "BLOCKS": self.blocks if self.scheduled or not self.packed else 1,
@@ -274,28 +280,33 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED
 
 
-def new_schedule(rows: int, heads: int, device: torch.device) -> Tensor:
-    """Room for a schedule of up to ``rows`` sequences, ``[heads, levels, slots, 8]``, which all KV heads share."""
-    slots = decode_launch.slots(rows, decode_launch.room(processors(device), heads))
-    return torch.empty(LEVELS, slots, ENTRY, dtype=torch.int32, device=device).expand(heads, -1, -1, -1)
+def new_schedule(rows: int, heads: int, device: torch.device, *, limit: int = 0, section: int = 0) -> Tensor:
+    """Room for a schedule of up to ``rows`` sequences, ``[heads, levels, slots, 8]``, which all KV heads share; or for
+    parts of a ``section`` each, of at most ``limit`` tokens a sequence."""
+    levels, slots = LEVELS, decode_launch.slots(rows, decode_launch.room(processors(device), heads))
+    if section:
+        levels, slots = 1, rows * -(-limit // section)
+    return torch.empty(levels, slots, ENTRY, dtype=torch.int32, device=device).expand(heads, -1, -1, -1)
 
 
-def update_schedule(schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None) -> None:
+def update_schedule(
+    schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None, section: int = 0
+) -> None:
     """Cut sequences of these starts and lengths (at most ``limit``; the last ``reach`` tokens of them) into parts."""
-    heads, _, slots, _ = schedule.shape
-    room = decode_launch.room(processors(schedule.device), heads)
-    launch = _schedule_plan(lengths.shape[0], slots, room, limit, limit if reach is None else reach)
+    heads, levels, slots, _ = schedule.shape
+    room = slots if section else decode_launch.room(processors(schedule.device), heads)
+    numbers = (lengths.shape[0], slots, room, limit, limit if reach is None else reach)
     with on_device(schedule):
-        launch(starts, lengths, schedule)
+        _schedule_plan(numbers, levels, section or GRAIN)(starts, lengths, schedule)
 
 
 @lru_cache(maxsize=4096)
-def _schedule_plan(rows: int, slots: int, room: int, limit: int, reach: int) -> Launch:
+def _schedule_plan(numbers: tuple, levels: int, grain: int) -> Launch:
     from ..kernels.parts import schedule
 
-    lanes = power_of_two(rows)
-    constants = {"ROWS": lanes, "PARTS": max(1, 128 // lanes), "GRAIN": GRAIN}
-    return Launch(schedule, LEVELS, (rows, slots, room, limit, reach), constants, LaunchConfig(0, 0, 1, 4))
+    lanes = power_of_two(numbers[0])
+    constants = {"ROWS": lanes, "PARTS": max(1, 128 // lanes), "GRAIN": grain}
+    return Launch(schedule, levels, numbers, constants, LaunchConfig(0, 0, 1, 4))
 
 
 def _fake_cached(q, k, v, *rest):
@@ -307,7 +318,7 @@ _library = register(
         (
             "triton_cached(Tensor q, Tensor k, Tensor? v, Tensor? k_tail, Tensor? k_scale, Tensor? v_scale, "
             "Tensor table, Tensor starts, Tensor lengths, Tensor? cu_seqlens_q, Tensor? schedule, "
-            f"Tensor? alibi_slopes, Tensor? sinks, {NUMBERS}) -> (Tensor, Tensor)",
+            f"Tensor? alibi_slopes, Tensor? sinks, {NUMBERS}, int section) -> (Tensor, Tensor)",
             _cached,
             _fake_cached,
             cached_flops,

@@ -11,13 +11,15 @@ from torch import Tensor
 from . import _tiles
 from ._tiles import Part
 
+OF_ZEROS = 2.0**-40  # the scale of nothing but zeros, less than others, so that it never is the largest that counts
+
 
 def quantise(x: Tensor, store: torch.dtype) -> tuple[Tensor, Tensor]:
     """``x`` ``[..., g, d]`` in one byte a value, and its fp32 scale ``[..., g]`` per token and head."""
     x = x.float()
     limit = 127.0 if store == torch.int8 else torch.finfo(store).max
     scale = x.abs().amax(-1) / limit
-    scale = torch.where(scale == 0, 1.0, scale)
+    scale = torch.where(scale == 0, OF_ZEROS, scale)
     scaled = x / scale[..., None]
     return (scaled.round() if store == torch.int8 else scaled).to(store), scale
 

@@ -20,6 +20,8 @@ def unsupported(spec: AttentionSpec) -> list[str]:
     """Why this backend cannot run ``spec``."""
     if spec.kind == "cached" and spec.grad:
         return ["cached attention has no backward; wrap the call in torch.no_grad()"]
+    if spec.batch_invariant:
+        return ["batch_invariant: how torch adds a product up depends on what shares the batch"]
     return []
 
 

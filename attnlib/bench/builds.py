@@ -1,6 +1,9 @@
-"""What the compile check builds: kernels for calls that reach every entry of the launch tables, and flags in pairs."""
+"""What the compile check builds: kernels for calls that reach every entry of the launch tables, and flags in pairs.
 
-from collections.abc import Iterator, Mapping, Sequence
+Those over caches are in cached_builds.py.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import combinations
 from typing import NamedTuple
 
@@ -86,17 +89,25 @@ def product() -> Iterator[Build]:
             yield Build(kernel, **row)
 
 
-def pairwise(factors: Mapping[str, Sequence]) -> list[dict]:
-    """Rows with a level of each factor, in which any two levels of two factors meet. Greedy, and always the same."""
-    missing = dict.fromkeys(
-        frozenset(((a, x), (b, y))) for a, b in combinations(factors, 2) for x in factors[a] for y in factors[b]
-    )
+def pairwise(factors: Mapping[str, Sequence], never: Set[frozenset] = frozenset()) -> list[dict]:
+    """Rows with a level of each factor, in which any two levels of two factors meet. Greedy, and always the same.
+
+    ``never`` are pairs of ``(factor, level)`` that must not meet.
+
+    Raises:
+        ValueError: no level of a factor goes with what a row has already.
+    """
+    pairs = (frozenset(((a, x), (b, y))) for a, b in combinations(factors, 2) for x in factors[a] for y in factors[b])
+    missing = dict.fromkeys(pair for pair in pairs if pair not in never)
     rows = []
     while missing:
         row = dict(next(iter(missing)))
         for name in factors:
             if name not in row:
-                met = {x: sum(frozenset(((name, x), pair)) in missing for pair in row.items()) for x in factors[name]}
+                meets = {x: [frozenset(((name, x), pair)) for pair in row.items()] for x in factors[name]}
+                met = {x: sum(map(missing.__contains__, new)) for x, new in meets.items() if never.isdisjoint(new)}
+                if not met:
+                    raise ValueError(f"{name}: expected a level that may meet {row}, got none; allow one in `never`")
                 row[name] = max(met, key=met.get)
         for pair in combinations(row.items(), 2):
             missing.pop(frozenset(pair), None)

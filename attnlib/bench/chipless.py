@@ -12,20 +12,15 @@ from tempfile import NamedTemporaryFile
 from types import MappingProxyType
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from ..backends._plans import Call, backward, call, forward, layout
-from ..mask import CAUSAL, FULL, Mask, sliding
-from .builds import Build
+from ..backends._launch import Launch
+from ..counts import INT32
+from .cached_builds import AnyBuild
+from .launches import prepared
 from .sass import disassembled, lost
 
-DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32})
-MASKS = MappingProxyType(
-    {"causal": CAUSAL, "full": FULL, "left": Mask(1023), "sliding": sliding(1024), "prefix": Mask(right=0, prefix=100)}
-)
-BATCH, QUERY_HEADS, KV_HEADS = 2, 8, 2  # of every call
 REGISTERS, COLUMNS = 64 << 10, 512  # of an SM: registers, and columns of tensor memory where there is any
+# The constants that are a kernel's tile, where these are not queries and keys.
+TILES = MappingProxyType({"combine": ("SOME", "WIDTH"), "schedule": ("ROWS", "PARTS")})
 
 
 class Chip(NamedTuple):
@@ -67,24 +62,37 @@ class Binary(NamedTuple):
         return f"{self.tiles}: {taken}, {self.resident(arch)} per SM"
 
 
-def distinct(builds: Iterable[Build]) -> list[Build]:
+def distinct(builds: Iterable[AnyBuild]) -> list[AnyBuild]:
     """Without those for which Triton would compile nothing new."""
     found = {}
     for build in builds:
-        launch, _ = prepared(build)
-        tiles = *launch.constants.items(), *launch.options.items()
-        numbers = DTYPES[build.dtype], build.dropout, build.aligned
-        found.setdefault((build.arch, launch.kernel, numbers, tiles), build)
+        found.setdefault((build.arch, *_compiled_for(*prepared(build))), build)
     return list(found.values())
 
 
-def binary(build: Build) -> Binary:
+def _compiled_for(launch: Launch, tensors: tuple) -> tuple:
+    """What Triton compiles for: constants, options, dtypes, and of every number its type and what divides it."""
+    numbers = launch.kernel.params[len(tensors) + len(launch.blocks) :]
+    kinds = [_kind(n, parameter.do_not_specialize) for parameter, n in zip(numbers, launch.numbers, strict=False)]
+    dtypes = [x if x is None else x.dtype for x in tensors]
+    return launch.kernel, *launch.constants.items(), *launch.options.items(), *dtypes, *kinds
+
+
+def _kind(n: float, alike: bool) -> tuple:
+    """A number's type, and for an int that is not like all others whether it is 1, or a multiple of 16."""
+    if isinstance(n, float):
+        return (float,)
+    return (int, -INT32 - 1 <= n <= INT32) if alike else (int, -INT32 - 1 <= n <= INT32, n == 1, n % 16 == 0)
+
+
+def binary(build: AnyBuild) -> Binary:
     """Compile a kernel as its launch would; replaces Triton's driver in this process."""
     from triton.runtime.driver import driver
 
     absent = _absent(build.arch)
     driver.set_active(absent)
     launch, tensors = prepared(build)
+    launch._compiled.clear()  # of another chip, where a plan does not ask for which it is
     launch(*tensors)
     metadata, cubin = absent.launched
     registers, spilled = _usage(cubin)
@@ -93,61 +101,16 @@ def binary(build: Build) -> Binary:
     return Binary(_tiles(launch), registers, spilled, metadata.shared, columns, metadata.num_warps, unwritten)
 
 
-def prepared(build: Build) -> tuple:
-    """The Launch of a build, and its tensors, which hold nothing."""
-    named = _tensors(build)
-    mask = MASKS[build.mask]
-    scale, softcap = build.head[0] ** -0.5, 50.0 if build.softcap else None
-    numbers = (mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None)
-    terms = tuple(named[name] for name in ("slopes", "sinks", "starts", "ends", "cu_q", "cu_k", "seed"))
-    problem = Call(*call(named["q"], named["k"], named["v"], terms, numbers))._replace(tf32=build.dtype == "tf32")
-    if build.kernel == "forward":
-        launch = forward(problem, None, build.arch)
-    else:
-        plan = backward(problem, layout(named["dout"]), layout(named["dlse"]), None, None, build.arch)
-        launch = getattr(plan, build.kernel.removeprefix("backward_"))
-    pointers = (name.removesuffix("_ptr") for name in launch.kernel.arg_names if name.endswith("_ptr"))
-    return launch, [named[name] for name in pointers]
-
-
-def _tensors(build: Build) -> dict[str, Tensor | None]:
-    """All that kernels of the backend read and write, by name; None for what the call does not have."""
-    dtype, packed = DTYPES[build.dtype], build.rows == "packed"
-    d, e = build.head
-
-    def dense(heads: int, width: int, apart: int = 0) -> Tensor:
-        shape = (BATCH * build.tokens,) if packed else (BATCH, build.tokens)
-        return torch.empty((*shape, heads, width + apart), dtype=dtype, device="meta")[..., :width]
-
-    def numbers(*shape: int, dtype: torch.dtype = torch.float32, given: object = True) -> Tensor | None:
-        return torch.empty(shape, dtype=dtype, device="meta") if given else None
-
-    apart = 0 if build.aligned else 1
-    statistics = (QUERY_HEADS, BATCH * build.tokens) if packed else (BATCH, QUERY_HEADS, build.tokens)
-    offsets = numbers(BATCH + 1, dtype=torch.int32, given=packed)
-    return {
-        "q": dense(QUERY_HEADS, d, apart), "k": dense(KV_HEADS, d, apart), "v": dense(KV_HEADS, e, apart),
-        "dq": dense(QUERY_HEADS, d), "dk": dense(KV_HEADS, d), "dv": dense(KV_HEADS, e),
-        "out": dense(QUERY_HEADS, e), "dout": dense(QUERY_HEADS, e),
-        "lse": numbers(*statistics), "lse2": numbers(*statistics), "delta": numbers(*statistics),
-        "dlse": numbers(*statistics, given=build.dlse),
-        "slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
-        "sinks": numbers(QUERY_HEADS, given=build.sinks),
-        "starts": numbers(BATCH, dtype=torch.int32, given="starts" in build.rows),
-        "ends": numbers(BATCH, dtype=torch.int32, given="ends" in build.rows),
-        "cu_q": offsets, "cu_k": offsets,
-        "seed": numbers(1, dtype=torch.int64, given=build.dropout),
-    }  # fmt: skip
-
-
-def _tiles(launch) -> str:
+def _tiles(launch: Launch) -> str:
     """``128 x 64, 8 warps, 3 stages``."""
     constants, options = launch.constants, launch.options
-    tile = " x ".join(str(constants[name]) for name in ("BLOCK_M", "BLOCK_N") if name in constants)
+    names = TILES.get(launch.kernel.__name__, ("BLOCK_M", "BLOCK_N"))
+    tile = " x ".join(str(constants[name]) for name in names if name in constants)
     stages, most = constants.get("STAGES", 1), options.get("maxnreg")
     found = [f"{tile}, {options['num_warps']} warps"]
     found += [f"{stages} stages"] if stages > 1 else []
     found += [f"<= {most} registers"] if most else []
+    found += ["transposed"] if constants.get("COLUMNS") else []
     found += ["TMA"] if constants.get("TMA") else []
     return ", ".join(found)
 

@@ -1,6 +1,6 @@
 """``python -m attnlib.bench.compiled``: compile the kernels without a GPU, and compare them with docs/compiled.md.
 
-With ``--write`` it also compiles flags in pairs, and writes that page for the Triton that it runs with.
+With ``--write`` it also compiles more calls, and writes that page for the Triton that it runs with.
 """
 
 import argparse
@@ -13,17 +13,18 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 
-from .builds import Build, entries, product
+from .builds import entries, product
+from .cached_builds import AnyBuild, cached_calls, cached_entries, cached_product
 from .chipless import Binary, binary, distinct
 from .compiled_page import PAGE, committed, regressions, section, shortfall, written
 
-Built = dict[Build, Binary | BaseException]
+Built = dict[AnyBuild, Binary | BaseException]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Compile, print, and compare or write; returns 1 if anything is amiss, 2 for what cannot be checked."""
     parser = argparse.ArgumentParser(prog="python -m attnlib.bench.compiled", description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"compile flags in pairs too, and write {PAGE}")
+    parser.add_argument("--write", action="store_true", help=f"compile more calls too, and write {PAGE}")
     arguments = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET"):
         return _refuse("TRITON_INTERPRET is set, under which nothing is compiled; unset it")
@@ -36,14 +37,15 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse(f"{PAGE} has no table of triton {triton.__version__}; `make compile-check` writes it")
 
     start = time.perf_counter()
-    tables = distinct(entries())
-    built = _build(distinct((*tables, *product())) if arguments.write else tables, start)
+    tables = distinct((*entries(), *cached_entries()))
+    more = (*product(), *cached_calls(), *cached_product()) if arguments.write else ()
+    built = _build(distinct((*tables, *more)), start)
     amiss = [
         f"{build} on sm_{build.arch} {why}" for build, result in built.items() if (why := shortfall(build, result))
     ]
     if arguments.write:
-        pairs = {build: built[build] for build in built if build not in tables}
-        page.write_text(written(text, triton.__version__, section({build: built[build] for build in tables}, pairs)))
+        rest = {build: built[build] for build in built if build not in tables}
+        page.write_text(written(text, triton.__version__, section({build: built[build] for build in tables}, rest)))
     else:
         amiss += regressions(built, expected)
     for line in amiss:
@@ -81,7 +83,7 @@ def _process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, get_context("spawn"))
 
 
-def _build(builds: list[Build], start: float) -> Built:
+def _build(builds: list[AnyBuild], start: float) -> Built:
     """All of them, in their order, on as many processes as there are cores; a line for each."""
     built = {}
     for build, result in apart(binary, builds, len(os.sched_getaffinity(0))):

@@ -4,12 +4,13 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .builds import Build
+from .cached_builds import AnyBuild, CachedBuild
 from .chipless import CHIPS, Binary
 
 PAGE = "docs/compiled.md"
 SLACK = 16  # bytes that a thread may spill beyond the page: changes that matter move more
 WORST = 12  # builds named of those that spill most
+PAIRS = "### Flags in pairs"  # what ends the tables that later runs compare with
 COLUMNS = """\
 | kernel and call | chip | tiles | registers | spilled, bytes | shared, KiB | per SM |
 |---|---|---|---:|---:|---:|---:|
@@ -19,15 +20,22 @@ INTRODUCTION = f"""\
 
 `make compile-check` compiles the kernels for chips that need not be there, and writes this page: what each entry of the
 launch tables takes, and which kernels spill most of those for calls in which any two of these meet: chip, head, dtype,
-mask, padding or packing, softcap, slopes, sinks, dropout, a gradient of the LSE, length. `make compile-quick`, in CI,
-compiles the tables' entries alone, and fails where one does not compile, does not fit, reads a register that ptxas
-never wrote, spills over {SLACK} bytes more than here, or leaves an SM fewer programs at once and spills no less.
+mask, padding or packing, softcap, slopes, sinks, dropout, a gradient of the LSE, length. For caches these are chip,
+layer, dtype, store, page size, batch, new tokens, packing, mask and flags, and every kind of call is built for every
+chip. `make compile-quick`, in CI, compiles the tables' entries alone, and fails where one does not compile, does not
+fit, reads a register that ptxas never wrote, spills over {SLACK} bytes more than here, or leaves an SM fewer programs
+at once and spills no less.
 
 Registers and spilled bytes are a thread's (the size of a stack that holds nothing else), shared memory is a program's;
 `per SM` is how many programs an SM has room for.
+
+Calls over caches (`decode`, then `combine` for parts of sequences, which `schedule` cuts; `write` stores tokens) say
+query heads x channels of a stored key and value, `32 x d128`, with four query heads to a KV head, or those of a latent
+and its rotary key, `16 x d512+64`. They are of 16 sequences with one new token each, over pages of 64 tokens, but where
+they say otherwise. Tiles are rows of queries x keys; of `combine` parts x channels, of `schedule` sequences x parts.
 """
 
-Built = Mapping[Build, Binary | BaseException]
+Built = Mapping[AnyBuild, Binary | BaseException]
 
 
 class Committed(NamedTuple):
@@ -38,7 +46,7 @@ class Committed(NamedTuple):
     resident: int
 
 
-def shortfall(build: Build, result: Binary | BaseException) -> str:
+def shortfall(build: AnyBuild, result: Binary | BaseException) -> str:
     """Why a build can never run, or must not, or nothing."""
     if isinstance(result, BaseException):
         text = " ".join(str(result).split()).replace("|", "/")
@@ -72,16 +80,23 @@ def regressions(built: Built, expected: Mapping[tuple[str, str], Committed]) -> 
     return found + [f"{' on '.join(key)} is in {PAGE} and was not built" for key in expected if key not in known]
 
 
-def section(tables: Built, pairs: Built) -> str:
-    """What the page says of one Triton."""
-    lacking = {build: result for build, result in pairs.items() if shortfall(build, result)}
-    spilling = {build: result for build, result in pairs.items() if build not in lacking and result.spilled}
-    worst = sorted(spilling, key=lambda build: -spilling[build].spilled)[:WORST]
-    parts = ["### Launch tables", _table(tables), "### Flags in pairs"]
-    parts += [f"{len(pairs)} more kernels. {len(lacking) or 'None'} fail to compile or to fit{':' if lacking else '.'}"]
-    parts += [_table(lacking)] * bool(lacking)
-    parts += [f"{len(spilling)} spill, these the most:", _table({build: spilling[build] for build in worst})]
+def section(tables: Built, more: Built) -> str:
+    """What the page says of one Triton: of the tables' entries, and of all else that was built."""
+    cached = {build: result for build, result in more.items() if isinstance(build, CachedBuild)}
+    pairs = {build: result for build, result in more.items() if build not in cached}
+    parts = ["### Launch tables", _table(tables)]
+    parts += [PAIRS, *_summary(pairs), "### More calls over caches", *_summary(cached)]
     return "\n".join(f"{part.strip()}\n" for part in parts)
+
+
+def _summary(built: Built) -> list[str]:
+    """How many there are, those that can never run, and those that spill most."""
+    lacking = {build: result for build, result in built.items() if shortfall(build, result)}
+    spilling = {build: result for build, result in built.items() if build not in lacking and result.spilled}
+    worst = sorted(spilling, key=lambda build: -spilling[build].spilled)[:WORST]
+    parts = [f"{len(built)} more kernels. {len(lacking) or 'None'} fail to compile or to fit{':' if lacking else '.'}"]
+    parts += [_table(lacking)] * bool(lacking)
+    return [*parts, f"{len(spilling)} spill, these the most:", _table({build: spilling[build] for build in worst})]
 
 
 def written(text: str, version: str, section: str) -> str:
@@ -93,7 +108,7 @@ def written(text: str, version: str, section: str) -> str:
 
 def committed(text: str, version: str) -> dict[tuple[str, str], Committed]:
     """What the page says of the launch tables with one Triton, by build and chip; nothing if it has none."""
-    tables = _sections(text).get(version, "").partition("### Flags in pairs")[0]
+    tables = _sections(text).get(version, "").partition(PAIRS)[0]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.splitlines() if " | sm_" in line]
     return {
         (name, chip): Committed(tiles, int(spilled), int(resident))
@@ -112,12 +127,12 @@ def _table(built: Built) -> str:
     return COLUMNS + "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
-def _cells(build: Build, result: Binary | BaseException) -> list[str]:
+def _cells(build: AnyBuild, result: Binary | BaseException) -> list[str]:
     if isinstance(result, BaseException):
         return [shortfall(build, result), "", "", "", ""]
     numbers = result.registers, result.spilled, f"{result.shared / 1024:.1f}", result.resident(build.arch)
     return [result.tiles, *map(str, numbers)]
 
 
-def _key(build: Build) -> tuple[str, str]:
+def _key(build: AnyBuild) -> tuple[str, str]:
     return str(build), f"sm_{build.arch}"

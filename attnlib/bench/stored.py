@@ -63,7 +63,13 @@ class Decoding(NamedTuple):
 
 
 def cache_for(
-    layouts: Sequence[KVLayout], batch: int, tokens: int, page_size: int | None, device: torch.device | str
+    layouts: Sequence[KVLayout],
+    batch: int,
+    tokens: int,
+    page_size: int | None,
+    device: torch.device | str,
+    *,
+    shared_prefixes: int = 0,
 ) -> KVCache:
     """An empty cache for so many sequences of so many tokens: contiguous, or of pages given out in random order."""
     if page_size is None:
@@ -76,6 +82,7 @@ def cache_for(
         page_size=page_size,
         max_sequences=rows,
         max_length=pages * page_size,
+        shared_prefixes=shared_prefixes,
         device=device,
     )
     _mix(cache, batch * pages, page_size, rows)
@@ -107,8 +114,8 @@ def stored(case: Decoding, keys: Sequence[Tensor], page_size: int | None) -> KVV
 
 
 def forked(case: Decoding, keys: Sequence[Tensor], page_size: int) -> KVView:
-    """The same of the first sequence's tokens, shared by all, and the last token of each."""
-    cache = cache_for([case.layout], case.batch, case.tokens, page_size, keys[0].device)
+    """The same of the first sequence's tokens, shared by all and read once, and the last token of each."""
+    cache = cache_for([case.layout], case.batch, case.tokens, page_size, keys[0].device, shared_prefixes=1)
     [first] = cache.admit()
     with cache.step(case.tokens - 1) as (layer,):
         layer.append(*(x[:1, :-1] for x in keys))

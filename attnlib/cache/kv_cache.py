@@ -9,10 +9,11 @@ import torch
 from ..counts import check_count
 from ..storage import copy_pages
 from .book import Book, Freed, Request
+from .buffer import section_of
 from .layer_cache import LayerCache as LayerCache
 from .layout import KVLayout
 from .pages import Handle, Plan
-from .step import StepBuffers
+from .step import Sharing, StepBuffers
 
 PREFILL = 16  # tokens; a step that gives some sequence more is a prefill
 
@@ -33,7 +34,14 @@ class KVCache:
     (5, 3, True)
     """
 
-    def __init__(self, layouts: Sequence[KVLayout], book: Book, page_size: int, device: torch.device | str | None):
+    def __init__(
+        self,
+        layouts: Sequence[KVLayout],
+        book: Book,
+        page_size: int,
+        device: torch.device | str | None,
+        sharing: Sharing,
+    ):
         self.layouts = tuple(layouts)
         self.page_size = page_size
         self._book = book
@@ -42,7 +50,7 @@ class KVCache:
         self._prepared: tuple | None = None  # the shape of step that the layers are prepared for
         with torch.inference_mode(False), torch.no_grad():  # what inference mode makes cannot be written outside it
             device = torch.empty(0, device=device).device
-            self._buffers = StepBuffers(book, page_size, device)
+            self._buffers = StepBuffers(book, page_size, sharing, device)
             self._buffers.schedule(self.layouts)
             self._layers = tuple(
                 LayerCache(layout, book.ledgers[layout.window].total, page_size, device) for layout in self.layouts
@@ -56,9 +64,10 @@ class KVCache:
         *,
         max_sequences: int,
         max_length: int,
+        batch_invariant: bool = False,
         device: torch.device | str | None = None,
     ) -> "KVCache":
-        """A cache with one row of ``max_length`` tokens per sequence.
+        """A cache with one row of ``max_length`` tokens per sequence; ``batch_invariant`` as in :meth:`paged`.
 
         Raises:
             ValueError, TypeError: a size is not a positive int, or there is no layout.
@@ -68,7 +77,7 @@ class KVCache:
         check_count("max_length", max_length, least=1)
         rows = dict.fromkeys(windows, max_sequences)
         book = Book(rows, max_length, max_sequences=max_sequences, max_length=max_length)
-        return cls(layouts, book, max_length, device)
+        return cls(layouts, book, max_length, device, _sharing(0, batch_invariant, max_length))
 
     @classmethod
     def paged(
@@ -80,6 +89,8 @@ class KVCache:
         max_sequences: int,
         max_length: int | None = None,
         rollback: int = 0,
+        shared_prefixes: int = 0,
+        batch_invariant: bool = False,
         device: torch.device | str | None = None,
     ) -> "KVCache":
         """A cache whose sequences take pages of ``page_size`` (a power of two) tokens as they grow.
@@ -87,10 +98,16 @@ class KVCache:
         ``pages`` counts the pages of each window class (a mapping from window to count sets them apart).
         ``max_length`` bounds one sequence and so the table's width; None means as long as all pages.
         ``rollback`` tokens stay reachable for ``truncate`` behind a window.
+        With ``shared_prefixes``, layers without a window read pages that neighbours in a step share once for all of
+        them, at the price of a second attention and a merge in every step. It counts the runs of such neighbours, from
+        the first row on; a run between them that shares nothing counts too. What finds no room is read by each.
+        With ``batch_invariant``, attention over this cache gives a sequence the same bits whatever shares its steps,
+        and however its tokens come, many at once or one by one; on one kind of GPU, one version of this package and of
+        Triton, and for one ``max_length`` (up to powers of two). MLA is absorbed then.
 
         Raises:
             ValueError, TypeError: a size is not a positive int, ``page_size`` is no power of two, there is no layout,
-                or the windows in ``pages`` are not those of the layouts.
+                the windows in ``pages`` are not those of the layouts, or both of the last two are asked for.
         """
         windows = _windows(layouts)
         pages = dict(pages) if isinstance(pages, Mapping) else dict.fromkeys(windows, pages)
@@ -107,7 +124,7 @@ class KVCache:
         check_count("max_length", max_length, least=1)
         check_count("rollback", rollback)
         book = Book(pages, page_size, max_sequences=max_sequences, max_length=max_length, rollback=rollback)
-        return cls(layouts, book, page_size, device)
+        return cls(layouts, book, page_size, device, _sharing(shared_prefixes, batch_invariant, max_length))
 
     def admit(self, n: int = 1, *, left_padding: Sequence[int] | None = None) -> list[Handle]:
         """Start ``n`` empty sequences. ``left_padding[i]`` tokens at the start of the i-th are stored and never seen,
@@ -285,6 +302,15 @@ class KVCache:
 
     def __reduce_ex__(self, protocol):
         raise TypeError("a KVCache cannot be copied or pickled; fork() a sequence, or make another cache")
+
+
+def _sharing(shared_prefixes: int, batch_invariant: bool, max_length: int) -> Sharing:
+    check_count("shared_prefixes", shared_prefixes)
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant: expected a bool, got {type(batch_invariant).__name__}")
+    if shared_prefixes and batch_invariant:
+        raise ValueError("batch_invariant: expected no shared_prefixes with it, since those depend on the batch")
+    return Sharing(shared_prefixes, section_of(max_length) if batch_invariant else 0)
 
 
 def _windows(layouts: Sequence[KVLayout]) -> list[int | None]:

@@ -1,6 +1,7 @@
 """One layer's part of a cache: its planes of pages, and the append that writes a step's tokens into them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -10,6 +11,7 @@ from ..rope import Angles
 from ..storage import write_cache
 from .layout import KVLayout, KVView
 from .step import PerWindow, Shared
+from .trunk import Trunk
 
 WRITES = 16  # layouts of appended tensors to remember in one shape of step, before all are forgotten
 AS_GIVEN = "as given"  # the convention of keys that were appended without angles
@@ -159,6 +161,8 @@ class LayerCache:
         buffers = {**shared._asdict(), "table": window.table, "starts": window.starts}
         buffers["schedule"] = window.schedules.get(self.layout.heads)
         view = KVView(self.layout, page_size, **planes, **buffers, rope=rope)
+        if window.trunk is not None:
+            view = _divided(view, window.trunk)
         self._prepared = (shared.positions, window.slots, view, {})
 
     def open(self, prefill: bool, history: int) -> None:
@@ -180,6 +184,20 @@ class LayerCache:
 
     def __reduce_ex__(self, protocol):
         raise TypeError("a LayerCache cannot be copied or pickled: it is part of a KVCache")
+
+
+def _divided(view: KVView, trunk: Trunk) -> KVView:
+    shared = replace(
+        view,
+        table=trunk.table,
+        starts=trunk.starts,
+        lengths=trunk.lengths,
+        cu_seqlens_q=trunk.cu_seqlens_q,
+        positions=None,
+        schedule=trunk.schedules.get(view.layout.heads),
+    )
+    rest_schedule = trunk.rest_schedules.get(view.layout.heads)
+    return view.divided(shared, replace(view, starts=trunk.rest_starts, schedule=rest_schedule))
 
 
 def _shape_error(name: str, x: Tensor, positions: Tensor, last: tuple[int, ...]) -> str:

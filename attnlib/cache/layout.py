@@ -1,7 +1,7 @@
 """What one token stores in one layer (KVLayout), and the storage that a kernel reads (KVView)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -107,7 +107,13 @@ class KVView:
     gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold garbage. Keys
     ``[starts[b], lengths[b])`` are visible at most, and the queries are the last ones of ``lengths[b]``:
     ``s`` each when dense, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` when packed. ``schedule`` says how a GPU shares
-    them out (kernels/parts.py); ``repeats`` is how calls over this view ran, for those that come again.
+    them out (kernels/parts.py); with a ``section``, attention adds up so many tokens at a time and joins these sums in
+    their order, so that bits do not depend on the batch; ``repeats`` is how calls over this view ran, for those that
+    come again.
+
+    ``parts``, if there, are two views that hold the same keys between them: those that runs of neighbours share, a row
+    for each run, whose queries are those of its sequences, packed; and the rest of each sequence, from a later start
+    on. All keys of the first come before all queries. ``replace`` forgets them, as it does ``repeats``.
     """
 
     layout: KVLayout
@@ -123,5 +129,13 @@ class KVView:
     cu_seqlens_q: Tensor | None = None
     positions: Tensor | None = None
     schedule: Tensor | None = None
+    section: int = 0
     rope: str | None = None
     repeats: dict[tuple, Callable] = field(default_factory=dict, init=False, compare=False, repr=False)
+    parts: "tuple[KVView, KVView] | None" = field(default=None, init=False, compare=False, repr=False)
+
+    def divided(self, shared: "KVView", rest: "KVView") -> "KVView":
+        """The same view with these ``parts``."""
+        view = replace(self)
+        object.__setattr__(view, "parts", (shared, rest))  # what replace() does not carry over, no constructor takes
+        return view

@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..storage import new_schedule, update_schedule
 from .book import Book, Request
+from .buffer import PINNED, Buffer, Schedules, Sending
 from .layout import KVLayout
 from .pages import Handle, Holding, PageLedger, Plan
-
-PINNED = 1 << 14  # numbers of each kind that are sent without waiting
+from .trunk import Trunk, TrunkBuffers
 
 
 class Shared(NamedTuple):
@@ -23,91 +22,68 @@ class Shared(NamedTuple):
     lengths: Tensor
     cu_seqlens_q: Tensor | None
     positions: Tensor | None
+    section: int
+
+
+class Sharing(NamedTuple):
+    """How the work of a step is shared out: runs of neighbours that are read as one at most, and a section if bits must
+    not depend on the batch, else 0."""
+
+    prefixes: int
+    section: int
 
 
 class PerWindow(NamedTuple):
-    """What the layers of one window read; slots say where a step's tokens go; schedules are by KV heads."""
+    """What the layers of one window read; slots say where a step's tokens go; the trunk is there where runs are."""
 
     table: Tensor
     starts: Tensor
     slots: Tensor | None
-    schedules: dict[int, Tensor]
-
-
-class Sending:
-    """``with sending:`` around all copies of an update: to a GPU they are not waited for until the next update.
-
-    Raises:
-        RuntimeError: while a CUDA graph is captured, since every replay would send the same again.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._sent = torch.cuda.Event() if device.type == "cuda" else None
-
-    def __enter__(self):
-        if self._sent is not None:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("step: it cannot be entered while a CUDA graph is captured; capture what is in it")
-            self._sent.synchronize()
-
-    def __exit__(self, *error):
-        if self._sent is not None:
-            self._sent.record(torch.cuda.current_stream(self._device))
-
-
-class Buffer:
-    """Integers that the host writes and the device reads, at one address for life. On a CPU they are the same memory.
-
-    To a GPU they go from pinned memory, which only the next update overwrites; many go from pageable memory, and wait.
-    """
-
-    def __init__(self, typecode: str, size: int, device: torch.device):
-        self._host = array(typecode, bytes(array(typecode).itemsize * size))
-        self._source = torch.frombuffer(self._host, dtype={"i": torch.int32, "q": torch.int64}[typecode])
-        self.tensor = self._source if device.type == "cpu" else self._source.to(device)
-        self._pinned = torch.empty_like(self._source[:PINNED], pin_memory=True) if device.type == "cuda" else None
-
-    def show(self, values: array) -> Tensor:
-        """Put ``values`` at the front, and return that."""
-        n = len(values)
-        self._host[:n] = values
-        shown = self.tensor[:n]
-        if self.tensor is not self._source and n:
-            source, pinned = self._source[:n], self._pinned is not None and n <= PINNED
-            if pinned:
-                source = self._pinned[:n].copy_(source)
-            shown.copy_(source, non_blocking=pinned)
-        return shown
+    schedules: Schedules
+    trunk: Trunk | None
 
 
 class TableBuffers:
-    """The part of the buffers that follows one ledger: its page table, starts and slots."""
+    """The part of the buffers that follows one ledger: its page table, starts and slots, and its trunk if any."""
 
-    def __init__(self, ledger: PageLedger, rows: int, columns: int, tokens: int, device: torch.device):
+    def __init__(
+        self, ledger: PageLedger, rows: int, columns: int, tokens: int, sharing: Sharing, device: torch.device
+    ):
         self.ledger = ledger
         self.table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         self.starts = Buffer("i", rows, device)
         self.slots = Buffer("q", tokens, device)
-        self.schedules: dict[int, Tensor] = {}
+        self.schedules = Schedules(rows, columns * ledger.page_size, sharing.section, device)
+        self.trunk: TrunkBuffers | None = None
+        if sharing.prefixes and ledger.window is None:  # a window drops the first pages, and hides them
+            self.trunk = TrunkBuffers(ledger, self.table, min(sharing.prefixes, rows))
         self._entries, self._pages = (Buffer(code, PINNED, device) for code in "qi")
         self._shown_starts: array | None = None
 
-    def update(self, rows: Sequence[Handle], known: Sequence[Handle], plan: Plan | None) -> None:
+    def schedule(self, layout: KVLayout) -> None:
+        """Keep schedules for this layout too."""
+        trunk = self.trunk
+        for schedules in (self.schedules, *((trunk.schedules, trunk.rest_schedules) if trunk else ())):
+            schedules.add(layout)
+
+    def update(self, request: Request, known: Sequence[Handle], plan: Plan | None) -> None:
         """Show the ledger's pages, when row ``i`` showed ``known[i]`` so far."""
+        rows = list(request.tokens)
         if rows != known or self.ledger.window is not None:
             self._update_starts(array("i", [holding.start for holding in self.ledger.holdings(rows)]))
         if plan is not None:
             self.slots.show(self.ledger.slots(plan.tokens))
         if rows != known or (plan is not None and plan.grants):
             self._update_table(rows, known, plan)
+        if self.trunk is not None:
+            self.trunk.update(request, counted=plan is not None, same_rows=rows == known)
 
-    def update_schedules(self, lengths: Tensor, most: int, limit: int) -> None:
+    def update_schedules(self, lengths: Tensor, most: int) -> None:
         """Share out these lengths anew, for steps of at most ``most`` tokens for each sequence."""
         window, starts = self.ledger.window, self.starts.tensor[: lengths.shape[0]]
-        reach = None if window is None else window + most
-        for schedule in self.schedules.values():
-            update_schedule(schedule, starts, lengths, limit=limit, reach=reach)
+        self.schedules.update(starts, lengths, reach=None if window is None else window + most)
+        if self.trunk is not None:
+            self.trunk.update_schedules(lengths)
 
     def _update_starts(self, starts: array) -> None:
         if starts != self._shown_starts:
@@ -139,7 +115,7 @@ class TableBuffers:
 class StepBuffers:
     """All buffers of a cache. They are allocated once, so that a captured graph finds every later step in them."""
 
-    def __init__(self, book: Book, page_size: int, device: torch.device):
+    def __init__(self, book: Book, page_size: int, sharing: Sharing, device: torch.device):
         rows, ledgers = book.max_sequences, book.ledgers.values()
         tokens = min(min(ledger.total for ledger in ledgers) * page_size, rows * book.max_length)  # of any one step
         self._sending = Sending(device)
@@ -147,19 +123,15 @@ class StepBuffers:
         self.cu_seqlens_q = Buffer("i", rows + 1, device)
         self.positions = Buffer("i", tokens, device)
         columns = -(-book.max_length // page_size)
-        self.windows = [TableBuffers(ledger, rows, columns, tokens, device) for ledger in ledgers]
-        self._max_length = book.max_length
+        self.windows = [TableBuffers(ledger, rows, columns, tokens, sharing, device) for ledger in ledgers]
+        self._section = sharing.section
         self._known: list[Handle] = []  # the sequences that the table rows show
         self._shown_counts: list[int] | None = None
 
     def schedule(self, layouts: Sequence[KVLayout]) -> None:
         """Keep schedules for these layouts too, where their device has a use for them."""
         for layout in layouts:
-            of = next(x for x in self.windows if x.ledger.window == layout.window)
-            if layout.heads not in of.schedules:
-                made = new_schedule(layout, self.lengths.tensor.shape[0], of.table.device)
-                if made is not None:
-                    of.schedules[layout.heads] = made
+            next(x for x in self.windows if x.ledger.window == layout.window).schedule(layout)
 
     def forget(self) -> None:
         """Distrust what the tables show, so that the next update writes them whole."""
@@ -173,10 +145,10 @@ class StepBuffers:
         with self._sending:
             self._update_shared(request, counts, counted=bool(plans))
             for i, window in enumerate(self.windows):
-                window.update(rows, known, plans[i] if plans else None)
+                window.update(request, known, plans[i] if plans else None)
         most = 1 << max(0, max(counts, default=0) - 1).bit_length()
         for window in self.windows if rows else ():
-            window.update_schedules(self.lengths.tensor[: len(rows)], most, self._max_length)
+            window.update_schedules(self.lengths.tensor[: len(rows)], most)
         self._known = rows
 
     def _update_shared(self, request: Request, counts: Sequence[int], *, counted: bool) -> None:
@@ -198,9 +170,16 @@ class StepBuffers:
             self.lengths.tensor[:rows],
             self.cu_seqlens_q.tensor[: rows + 1] if request.packed else None,
             self.positions.tensor[:tokens].view(request.shape) if writing else None,
+            self._section,
         )
         windows = [
-            PerWindow(x.table[:rows], x.starts.tensor[:rows], x.slots.tensor[:tokens] if writing else None, x.schedules)
+            PerWindow(
+                x.table[:rows],
+                x.starts.tensor[:rows],
+                x.slots.tensor[:tokens] if writing else None,
+                x.schedules,
+                x.trunk and x.trunk.cut(rows),
+            )
             for x in self.windows
         ]
         return shared, windows

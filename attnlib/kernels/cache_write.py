@@ -5,6 +5,7 @@ import triton.language as tl
 
 COUNTS = ("rows", "heads", "s", "page_size", "slots")  # as in tile.py
 ABS: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # all bits of an fp32 number but its sign
+OF_ZEROS: tl.constexpr = tl.constexpr(2.0**-40)  # the scale of nothing but zeros; as in backends/_paged.py
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -90,7 +91,7 @@ def store(ptr, scale_ptr, x, at, scale_at, kept, WIDTH: tl.constexpr):
         limit = 127.0 if ptr.dtype.element_ty == tl.int8 else 448.0
         top = tl.max(x.to(tl.int32, bitcast=True) & ABS, 1)  # as an integer, NaN is more than infinity
         scale = tl.div_rn(top.to(tl.float32, bitcast=True), limit)
-        scale = tl.where(scale == 0, 1.0, scale)
+        scale = tl.where(scale == 0, OF_ZEROS, scale)
         tl.store(scale_ptr + scale_at, scale, mask=kept)
         x = tl.div_rn(x, scale[:, None])
         if ptr.dtype.element_ty == tl.int8:

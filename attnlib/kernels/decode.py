@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 from .paged import ENTRY, entries_at, load_tokens, owner, page_in, place, tokens_of
+from .parts import join, join_sink
+from .stored_bytes import in_half, power_below, split_scale
 from .tile import LN2, LOG2E, finite_part, key_range, modify, sees_broken, visible
 
 # Parameters whose divisibility decides nothing, and must not compile a kernel again.
@@ -17,39 +19,9 @@ COUNTS = (
 
 
 @triton.jit
-def load_queries(ptr, at, columns, some, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of q that begin at ``at``, as columns of a tile where that is asked; zeros but for ``some`` of them."""
-    if COLUMNS:
-        return tl.load(ptr + at[None, :] + columns[:, None], mask=some[None, :] & (columns < WIDTH)[:, None], other=0.0)
-    else:
-        return tl.load(ptr + at[:, None] + columns[None, :], mask=some[:, None] & (columns < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def beside(x, COLUMNS: tl.constexpr):
-    """A value for each row of queries, as it goes with a tile of scores."""
-    if COLUMNS:
-        return x[None, :]
-    else:
-        return x[:, None]
-
-
-@triton.jit
-def along(x, COLUMNS: tl.constexpr):
-    """A value for each key, as it goes with a tile of scores."""
-    if COLUMNS:
-        return x[:, None]
-    else:
-        return x[None, :]
-
-
-@triton.jit
-def times(a, b, sum, COLUMNS: tl.constexpr, PRECISION: tl.constexpr):
-    """``sum + a b``, or its transpose from the transposed factors, ``sum + b' a'``."""
-    if COLUMNS:
-        return tl.dot(b.T, a, sum, input_precision=PRECISION)
-    else:
-        return tl.dot(a, b, sum, input_precision=PRECISION)
+def load_queries(ptr, at, columns, some, WIDTH: tl.constexpr):
+    """Rows of q that begin at ``at``; zeros but for ``some`` of them."""
+    return tl.load(ptr + at[:, None] + columns[None, :], mask=some[:, None] & (columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -63,16 +35,17 @@ def tile_at(t, origin, before, clear_low, clear_high, BLOCK: tl.constexpr, MASKE
 
 @triton.jit
 def attend(
-    acc, top, total, stained, page, n, q, q_tail, i, slope, low, high, begin, end,
+    acc, top, total, stained, page, n, q, q_tail, gain, i, slope, low, high, begin, end,
     k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_desc, tail_desc,
     k_p, k_t, tail_p, tail_t, v_p, v_t, ks_p, ks_t, vs_p, vs_t,
     left, right, prefix, scale, softcap, unit,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, TAIL: tl.constexpr, E: tl.constexpr,
     E_MAIN: tl.constexpr, LATENT: tl.constexpr, SCALED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PREFIX: tl.constexpr, ONE: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, COLUMNS: tl.constexpr,
-    PAGE: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    PREFIX: tl.constexpr, ONE: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, PAGE: tl.constexpr,
+    TMA: tl.constexpr, NATIVE: tl.constexpr, APART: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The running sums with one tile of ``BLOCK`` tokens, from ``n`` on."""
+    """The running sums with one tile of ``BLOCK`` tokens, from ``n`` on; ``APART``, weights are summed by place."""
     PLAIN: tl.constexpr = not (SOFTCAP or SLOPES)
     j = n + tl.arange(0, BLOCK)
     stored = (j >= low) & (j < high)
@@ -90,59 +63,64 @@ def attend(
                 tail_ptr + TAIL, place(page, n, tail_p, tail_t, PAGE, BLOCK),
                 tl.arange(0, D_TAIL), stored, D - (E if LATENT else D_MAIN), MASKED,
             )  # fmt: skip
-    if LATENT:
-        v = k
-    else:
+    if not LATENT:
         v = load_tokens(v_ptr, place(page, n, v_p, v_t, PAGE, BLOCK), tl.arange(0, E_MAIN), stored, E, MASKED)
     if SCALED:
-        at = place(page, n, ks_p, ks_t, PAGE, BLOCK)
-        k_scale = tl.load(k_scale_ptr + at, mask=stored, other=0.0)
+        k_scale = tl.load(k_scale_ptr + place(page, n, ks_p, ks_t, PAGE, BLOCK), mask=stored, other=0.0)
         v_scale = k_scale
         if not LATENT:
-            at = place(page, n, vs_p, vs_t, PAGE, BLOCK)
-            v_scale = tl.load(v_scale_ptr + at, mask=stored, other=0.0)
-
-    k = k.to(q.dtype)
-    if COLUMNS:
-        scores = tl.dot(k, q, input_precision=PRECISION)
-    else:
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
-    if SCALED:
-        scores *= along(k_scale, COLUMNS)
-    if D_TAIL:
-        k_tail = k_tail.to(q.dtype)
-        if SCALED and not LATENT:
-            k_tail = (k_tail.to(tl.float32) * k_scale[:, None]).to(q.dtype)
-        if COLUMNS:
-            scores = tl.dot(k_tail, q_tail, scores, input_precision=PRECISION)
-        else:
-            scores = tl.dot(q_tail, k_tail.T, scores, input_precision=PRECISION)
-    if not PLAIN:
-        scores = modify(scores, scale, softcap, slope, beside(i, COLUMNS), along(j, COLUMNS), SOFTCAP, SLOPES)
-    v = v.to(q.dtype)
-    if MASKED:
-        if ONE:  # all rows see what the tile loads
-            seen = along(stored, COLUMNS)
-            scores = tl.where(seen, scores, float("-inf"))
-        else:
-            seen = visible(beside(i, COLUMNS), along(j, COLUMNS), begin, end, left, right, prefix, LEFT, RIGHT, PREFIX)
-            scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 0 if COLUMNS else 1))
-    # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
-    safe = tl.where(new_top == float("-inf"), 0.0, new_top) * unit
-    correction = tl.exp2(top * unit - safe)
-    weights = tl.exp2(scores * unit - beside(safe, COLUMNS))
-    total = total * correction + tl.sum(weights, 0 if COLUMNS else 1)
-    acc *= beside(correction, COLUMNS)
-    if SCALED:
+            v_scale = tl.load(v_scale_ptr + place(page, n, vs_p, vs_t, PAGE, BLOCK), mask=stored, other=0.0)
         if MASKED and not ONE:
             v_scale, broken = finite_part(v_scale)
             stained |= broken
-        weights *= along(v_scale, COLUMNS)
+        exponent, inverse, rest = split_scale(v_scale)
+
+    HALF: tl.constexpr = SCALED and q.dtype == tl.float16
+    k = in_half(k, NATIVE, LATENT) if HALF else k.to(q.dtype)
+    if LATENT:
+        v = k
+    else:
+        v = in_half(v, NATIVE, True) if HALF else v.to(q.dtype)
+    scores = tl.dot(q, k.T, input_precision=PRECISION)
+    if D_TAIL and not LATENT:
+        k_tail = in_half(k_tail, NATIVE, False) if HALF else k_tail.to(q.dtype)
+        scores = tl.dot(q_tail, k_tail.T, scores, input_precision=PRECISION)
+    if SCALED:
+        scores *= k_scale[None, :]
+    if D_TAIL and LATENT:  # which is stored as it is
+        scores = tl.dot(q_tail, k_tail.to(q_tail.dtype).T, scores, input_precision=PRECISION)
+    if not PLAIN:
+        if SCALED:
+            scores *= gain[:, None]
+        scores = modify(scores, scale, softcap, slope, i[:, None], j[None, :], SOFTCAP, SLOPES)
+    if SCALED:
+        scores = scores * (gain[:, None] * unit if PLAIN else 1.0) + exponent[None, :]
+        unit = 1.0
+    if MASKED:
+        if ONE:  # all rows see what the tile loads
+            seen = stored[None, :]
+            scores = tl.where(seen, scores, float("-inf"))
+        else:
+            seen = visible(i[:, None], j[None, :], begin, end, left, right, prefix, LEFT, RIGHT, PREFIX)
+            scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    correction = tl.exp2((top - safe) * unit)  # 1 if the maximum stays: as one fused sum it drifts
+    weights = tl.exp2(scores * unit - (safe * unit)[:, None])
+    shares = weights
+    if SCALED:
+        shares = weights * inverse[None, :]
+        weights *= rest[None, :]
+    if APART:
+        total = total * correction[:, None] + shares
+    else:
+        total = total * correction + tl.sum(shares, 1)
+    acc *= correction[:, None]
     if MASKED and not ONE:  # a hidden value that is not finite makes NaN of its product with 0
         v, broken = finite_part(v)
         stained |= broken
-    acc = times(weights.to(v.dtype), v, acc, COLUMNS, PRECISION)
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_top, total, stained
 
 
@@ -160,7 +138,7 @@ def strike(
         stored = (j >= begin) & (j < end)
         seen = visible(i[:, None], j[None, :], begin, end, left, right, prefix, LEFT, RIGHT, PREFIX)
         low_half, high_half = entries_at(table_ptr, n, end, PAGE, EDGE)
-        page = page_in(low_half, high_half, pages)
+        page = page_in(low_half, high_half, pages, PAGE, EDGE)
         for c in range(0, E, 16):  # few columns at a time: these registers would be spilled elsewhere
             columns = c + tl.arange(0, 16)
             mine = (columns < E)[None, :]
@@ -169,6 +147,31 @@ def strike(
             if SCALED:
                 v *= tl.load(v_scale_ptr + place(page, n, vs_p, vs_t, PAGE, EDGE), mask=stored, other=0.0)[:, None]
             tl.store(into[:, None] + columns[None, :], float("nan"), mask=sees_broken(seen, v) & some[:, None] & mine)
+
+
+@triton.jit
+def assigned(schedule_ptr, slot, slots, batch):
+    """The part in a slot of a schedule: its sequence, tokens ``[begin, end)``, number, and parts of the sequence.
+
+    One more slot takes what follows the last packed sequence.
+    """
+    item, planned = schedule_ptr + slot * ENTRY, slot < slots
+    sequence = tl.load(item, mask=planned, other=batch)
+    begin, end = tl.load(item + 1, mask=planned, other=0), tl.load(item + 2, mask=planned, other=0)
+    return sequence, begin, end, tl.load(item + 3, mask=planned, other=0), tl.load(item + 4, mask=planned, other=1)
+
+
+@triton.jit
+def clear_range(low, high, all_low, all_high, BLOCK: tl.constexpr, EDGE: tl.constexpr, CLEAR: tl.constexpr):
+    """Where the tiles of ``[low, high)`` begin, how many need a mask before those ``[low, high)`` that need none."""
+    origin = low // EDGE * EDGE
+    clear_low, clear_high = origin, origin
+    if CLEAR:
+        clear_low = tl.cdiv(tl.maximum(all_low, low), BLOCK) * BLOCK
+        clear_high = tl.minimum(all_high, high) // BLOCK * BLOCK
+        some = clear_low < clear_high
+        clear_low, clear_high = tl.where(some, clear_low, origin), tl.where(some, clear_high, origin)
+    return origin, (clear_low - origin) // EDGE, clear_low, clear_high
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -182,24 +185,20 @@ def decode(
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, TAIL: tl.constexpr, E: tl.constexpr,
     E_MAIN: tl.constexpr, LATENT: tl.constexpr, SCALED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     PREFIX: tl.constexpr, VARLEN: tl.constexpr, ONE: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr,
-    SINKS: tl.constexpr, SCHEDULED: tl.constexpr, CLEAR: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
-    TMA: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EDGE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    SINKS: tl.constexpr, SCHEDULED: tl.constexpr, SECTION: tl.constexpr, CLEAR: tl.constexpr, PAGE: tl.constexpr,
+    TMA: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, EDGE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or parts of them.
 
-    ``COLUMNS``: scores and outputs are held transposed, tokens by rows of queries, for few rows of many channels.
-    ``CLEAR``: tiles that all rows see whole need no mask; without it, all have one.
+    ``CLEAR``: tiles that all rows see whole need no mask; without it, all have one. ``SECTION``: so many tokens are
+    added up at a time, and joined as parts are, so that parts of a section each make no difference to any bit.
     """
     pid = tl.program_id(0)
     block, kv_head, slot = pid % BLOCKS, (pid // BLOCKS % KV_HEADS).to(tl.int64), pid // (BLOCKS * KV_HEADS)
     index, parts = 0, 1
     if SCHEDULED:
-        item = schedule_ptr + level + slot * ENTRY
-        planned = slot < slots  # one more slot takes what follows the last packed sequence
-        sequence = tl.load(item, mask=planned, other=batch)
-        begin, end = tl.load(item + 1, mask=planned, other=0), tl.load(item + 2, mask=planned, other=0)
-        index, parts = tl.load(item + 3, mask=planned, other=0), tl.load(item + 4, mask=planned, other=1)
+        sequence, begin, end, index, parts = assigned(schedule_ptr + level, slot, slots, batch)
         if sequence < 0:
             return
     else:
@@ -237,6 +236,7 @@ def decode(
     d, e = tl.arange(0, D_MAIN), tl.arange(0, E_MAIN)
     MAIN: tl.constexpr = E if LATENT else D_MAIN  # channels of a query before its tail
     PLAIN: tl.constexpr = not (SOFTCAP or SLOPES)
+    APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
     unit = scale * LOG2E if PLAIN else 1.0
 
     for round in range(rounds):
@@ -245,90 +245,111 @@ def decode(
         token, head = r // group, kv_head * group + r % group
         i = length - count + token
         at_q = wide * q_b + (row + token).to(tl.int64) * q_s + head * q_h
-        q = load_queries(q_ptr, at_q, d, some, E if LATENT else D, COLUMNS)
+        q = load_queries(q_ptr, at_q, d, some, E if LATENT else D)
         q_tail = q
         if D_TAIL:
-            q_tail = load_queries(q_ptr + MAIN, at_q, tl.arange(0, D_TAIL), some, D - MAIN, COLUMNS)
+            q_tail = load_queries(q_ptr + MAIN, at_q, tl.arange(0, D_TAIL), some, D - MAIN)
+        gain = tl.full([BLOCK_M], 1.0, tl.float32)
+        if SCALED and q.dtype != tl.float32:  # in the range of fp16
+            largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+            if D_TAIL:
+                largest = tl.maximum(largest, tl.max(tl.abs(q_tail.to(tl.float32)), 1))
+            power, gain = power_below(largest)
+            if D_TAIL:
+                q_tail = (q_tail.to(tl.float32) * power[:, None]).to(q.dtype if LATENT else tl.float16)
+            q = (q.to(tl.float32) * power[:, None]).to(tl.float16)
         slope = 0.0
         if SLOPES:
             slope = tl.load(slopes_ptr + known * slopes_b + head, mask=some, other=0).to(tl.float32) * LOG2E
-            slope = beside(slope, COLUMNS)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        if SINKS:  # as a key whose value is 0, in the first part
-            sink = tl.load(sinks_ptr + head, mask=some & (index == 0) & (not past), other=float("-inf")).to(tl.float32)
-            top = sink * (LOG2E / unit)
-            total = tl.where(top > float("-inf"), 1.0, 0.0)
-        if COLUMNS:
-            acc = tl.zeros([E_MAIN, BLOCK_M], tl.float32)
-        else:
-            acc = tl.zeros([BLOCK_M, E_MAIN], tl.float32)
+            slope = slope[:, None]
 
         first = (round * BLOCKS + block) * BLOCK_M // group
         last = tl.minimum(((round * BLOCKS + block + 1) * BLOCK_M - 1) // group + 1, count)
         i0, i1 = length - count + first, length - count + last
         low, high, all_low, all_high = key_range(i0, i1, begin, end, left, right, prefix, LEFT, RIGHT, PREFIX)
         high = tl.where(first < last, high, low)
-        origin = low // EDGE * EDGE
-        clear_low, clear_high = origin, origin
-        if CLEAR:
-            clear_low = tl.cdiv(tl.maximum(all_low, low), BLOCK_N) * BLOCK_N
-            clear_high = tl.minimum(all_high, high) // BLOCK_N * BLOCK_N
-            some_clear = clear_low < clear_high
-            clear_low, clear_high = tl.where(some_clear, clear_low, origin), tl.where(some_clear, clear_high, origin)
-        before = (clear_low - origin) // EDGE
+        origin, before, clear_low, clear_high = clear_range(low, high, all_low, all_high, BLOCK_N, EDGE, CLEAR)
         stained = False
-        for MASKED in tl.static_range(0 if CLEAR else 1, 2):
-            tiles = (clear_high - clear_low) // BLOCK_N
-            if MASKED:
-                tiles = before + tl.cdiv(tl.maximum(high - clear_high, 0), EDGE)
-            n0 = tile_at(0, origin, before, clear_low, clear_high, EDGE if MASKED else BLOCK_N, MASKED)
-            low_half, high_half = entries_at(table_ptr, n0, end, PAGE, EDGE if MASKED else BLOCK_N)
-            for t in tl.range(0, tiles, num_stages=STAGES):
-                n = tile_at(t, origin, before, clear_low, clear_high, EDGE if MASKED else BLOCK_N, MASKED)
-                page = page_in(low_half, high_half, pages)
-                if PAGE:  # carried, so that the loads of a tile wait for no other load
-                    following = tile_at(
-                        t + 1, origin, before, clear_low, clear_high, EDGE if MASKED else BLOCK_N, MASKED
-                    )
-                    low_half, high_half = entries_at(table_ptr, following, end, PAGE, EDGE if MASKED else BLOCK_N)
-                acc, top, total, stained = attend(
-                    acc, top, total, stained, page, n, q, q_tail, i, slope, low, high, begin, end,
-                    k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_desc, tail_desc,
-                    k_p, k_t, tail_p, tail_t, v_p, v_t, ks_p, ks_t, vs_p, vs_t,
-                    left, right, prefix, scale, softcap, unit,
-                    D, D_MAIN, D_TAIL, TAIL, E, E_MAIN, LATENT, SCALED, LEFT, RIGHT, PREFIX, ONE, SOFTCAP, SLOPES,
-                    COLUMNS, PAGE, TMA and not MASKED, MASKED, EDGE if MASKED else BLOCK_N, PRECISION,
-                )  # fmt: skip
+        top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+        sums = total
+        if APART:
+            sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([BLOCK_M, E_MAIN], tl.float32)
+        sections = 1
+        if SECTION:
+            sections, all_acc, all_total, all_top = tl.cdiv(high, SECTION) - low // SECTION, acc, total, top
+        for section in range(sections):
+            here, stop, clear_from, clear_to = origin, high, clear_low, clear_high
+            if SECTION:  # not CLEAR
+                begins = (low // SECTION + section) * SECTION
+                here, stop = tl.maximum(low, begins) // EDGE * EDGE, tl.minimum(high, begins + SECTION)
+                clear_from, clear_to = here, here
+            for MASKED in tl.static_range(0 if CLEAR else 1, 2):
+                tiles = (clear_to - clear_from) // BLOCK_N
+                if MASKED:
+                    tiles = before + tl.cdiv(tl.maximum(stop - clear_to, 0), EDGE)
+                n0 = tile_at(0, here, before, clear_from, clear_to, EDGE if MASKED else BLOCK_N, MASKED)
+                low_half, high_half = entries_at(table_ptr, n0, end, PAGE, EDGE if MASKED else BLOCK_N)
+                for t in tl.range(0, tiles, num_stages=STAGES):
+                    n = tile_at(t, here, before, clear_from, clear_to, EDGE if MASKED else BLOCK_N, MASKED)
+                    page = page_in(low_half, high_half, pages, PAGE, EDGE if MASKED else BLOCK_N)
+                    if PAGE:  # carried, so that the loads of a tile wait for no other load
+                        following = tile_at(
+                            t + 1, here, before, clear_from, clear_to, EDGE if MASKED else BLOCK_N, MASKED
+                        )
+                        low_half, high_half = entries_at(table_ptr, following, end, PAGE, EDGE if MASKED else BLOCK_N)
+                    acc, top, sums, stained = attend(
+                        acc, top, sums, stained, page, n, q, q_tail, gain, i, slope, low, high, begin, end,
+                        k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_desc, tail_desc,
+                        k_p, k_t, tail_p, tail_t, v_p, v_t, ks_p, ks_t, vs_p, vs_t,
+                        left, right, prefix, scale, softcap, unit,
+                        D, D_MAIN, D_TAIL, TAIL, E, E_MAIN, LATENT, SCALED, LEFT, RIGHT, PREFIX, ONE, SOFTCAP, SLOPES,
+                        PAGE, TMA and not MASKED, NATIVE, APART, MASKED, EDGE if MASKED else BLOCK_N, PRECISION,
+                    )  # fmt: skip
+            total = tl.sum(sums, 1) if APART else sums
+            if SECTION:
+                divisor = tl.where(total == 0.0, 1.0, total)
+                lse2 = tl.fma(top, 1.0 if SCALED else unit, tl.log2(divisor))
+                lse2 = tl.where(total == 0.0, float("-inf"), lse2)
+                share = (1.0 / divisor)[:, None]
+                all_acc, all_total, all_top = join(all_acc, all_total, all_top, acc * share, lse2)
+                acc, sums, top = acc * 0, sums * 0, tl.full([BLOCK_M], float("-inf"), tl.float32)
+        if SECTION:
+            acc, total, top = all_acc, all_total, all_top
+        else:
+            top = tl.where(total == 0.0, float("-inf"), top if SCALED else top * unit)
 
-        nothing = total == 0.0
-        total = tl.where(nothing, 1.0, total)
-        lse2 = tl.where(nothing, float("-inf"), top * unit + tl.log2(total))
-        acc = acc / beside(total, COLUMNS)
-        if not SCHEDULED or parts == 1:
+        whole = not SCHEDULED or parts == 1
+        if SINKS:  # into parts it goes when they have been joined
+            sink = tl.load(sinks_ptr + head, mask=some & whole & (not past), other=float("-inf")).to(tl.float32)
+            share, total, top = join_sink(total, top, sink * LOG2E)
+            acc *= share[:, None]
+        total = tl.where(total == 0.0, 1.0, total)
+        acc, lse2 = acc / total[:, None], top + tl.log2(total)
+        if whole:
             into = wide * out_b + (row + token).to(tl.int64) * out_s + head * out_h
-            mine = beside(some, COLUMNS) & along(e < E, COLUMNS)
-            tl.store(out_ptr + beside(into, COLUMNS) + along(e, COLUMNS), acc.to(out_ptr.dtype.element_ty), mask=mine)
+            mine = some[:, None] & (e < E)[None, :]
+            tl.store(out_ptr + into[:, None] + e[None, :], acc.to(out_ptr.dtype.element_ty), mask=mine)
             tl.store(lse_ptr + wide * lse_b + head * lse_h + row + token, lse2 * LN2, mask=some)
         else:
             line = pid.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-            part = part_ptr + beside(line, COLUMNS) * E_MAIN + along(e, COLUMNS)
-            tl.store(part, acc, mask=beside(some, COLUMNS) & along(e >= 0, COLUMNS))
+            part = part_ptr + line[:, None] * E_MAIN + e[None, :]
+            tl.store(part, acc, mask=some[:, None] & (e >= 0)[None, :])
             lines = tl.num_programs(0).to(tl.int64) * BLOCK_M
             tl.store(part_ptr + lines * E_MAIN + line, lse2, mask=some)
         if not ONE and stained:
             tl.debug_barrier()
-            if SCHEDULED and parts != 1:
-                lines_of = part_ptr + (pid.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)) * E_MAIN
+            if whole:
+                rows_of = out_ptr + wide * out_b + (row + token).to(tl.int64) * out_s + head * out_h
                 strike(
-                    lines_of, some, i, origin, before, clear_low, clear_high, high, begin, end,
+                    rows_of, some, i, origin, before, clear_low, clear_high, high, begin, end,
                     v_ptr, v_scale_ptr, table_ptr, v_p, v_t, vs_p, vs_t, pages, left, right, prefix,
                     E, SCALED, LEFT, RIGHT, PREFIX, PAGE, EDGE,
                 )  # fmt: skip
             else:
-                rows_of = out_ptr + wide * out_b + (row + token).to(tl.int64) * out_s + head * out_h
+                lines_of = part_ptr + (pid.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)) * E_MAIN
                 strike(
-                    rows_of, some, i, origin, before, clear_low, clear_high, high, begin, end,
+                    lines_of, some, i, origin, before, clear_low, clear_high, high, begin, end,
                     v_ptr, v_scale_ptr, table_ptr, v_p, v_t, vs_p, vs_t, pages, left, right, prefix,
                     E, SCALED, LEFT, RIGHT, PREFIX, PAGE, EDGE,
                 )  # fmt: skip

@@ -8,15 +8,15 @@ GRAIN = 128  # tokens, of which parts of a sequence are multiples
 ENTRY = 8  # int32 that a schedule holds for each part
 LEVELS = 10  # of a schedule: for up to 512 programs to a part
 RESIDENT = 4  # programs that an SM runs at once at most, which schedules count with
-MOST = 32  # rows of queries that are columns of a transposed tile
 LARGE = (80, 90, 100)  # chips with more than 99 KB of shared memory
 EDGE = 16  # tokens of the tiles around those that descriptors load
 LONG = 16  # query tokens of a sequence, on the mean, from which there may be enough programs without parts
 
 
 class Problem(NamedTuple):
-    """What decides the tiles of a call: ``rows`` of queries for each sequence and KV head, the bytes of a stored
-    value, whether every sequence has ``one`` query, and the tokens of a page (0 where a page holds all)."""
+    """What decides the tiles of a call: ``rows`` of queries for each sequence and KV head, the bytes of a stored value
+    (4 if what is computed with is fp32), whether every sequence has ``one`` query, and the tokens of a page (0 where a
+    page holds all)."""
 
     rows: int
     head_dim: int
@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 class DecodeConfig(NamedTuple):
     """Rows of queries and keys of a tile, loads in flight, warps, and how many such programs an SM runs at once.
 
-    ``columns`` holds scores and outputs transposed; descriptors (``tma``) load whole tiles of keys.
+    Descriptors (``tma``) load whole tiles of keys.
     """
 
     block_m: int
@@ -41,7 +41,6 @@ class DecodeConfig(NamedTuple):
     stages: int
     warps: int
     resident: int = 2
-    columns: bool = False
     tma: bool = False
 
 
@@ -56,13 +55,23 @@ MANY = (
     (256, DecodeConfig(64, 32, 3, 8, 1)),
     (576, DecodeConfig(64, 16, 2, 8, 1)),
 )
+BYTES = (
+    (128, DecodeConfig(16, 128, 3, 4)),
+    (256, DecodeConfig(16, 64, 3, 4)),
+    (576, DecodeConfig(16, 32, 3, 4)),
+)
+FIXED = (
+    (128, DecodeConfig(64, 64, 3, 4)),
+    (256, DecodeConfig(64, 32, 3, 8)),
+    (576, DecodeConfig(16, 32, 2, 4, 1)),
+)
 FP32 = (
     (128, DecodeConfig(16, 32, 2, 4)),
     (256, DecodeConfig(16, 16, 2, 4)),
     (576, DecodeConfig(16, 16, 1, 8, 1)),
 )
-# Latent storage on sm_90, whose products read transposed tiles from shared memory.
-LATENT_FEW = DecodeConfig(16, 64, 2, 4, 1, columns=True, tma=True)
+# Latent storage on chips with 200 KB of shared memory; many rows on sm_90 only.
+LATENT_FEW = DecodeConfig(16, 64, 3, 8, 1)
 LATENT_MANY = DecodeConfig(64, 64, 2, 8, 1, tma=True)
 
 
@@ -70,24 +79,37 @@ def decode(problem: Problem) -> DecodeConfig:
     """Tiles of the decode kernel.
 
     >>> decode(Problem(4, 128, 0, 128, 2, False, True, 64, 90, True))
-    DecodeConfig(block_m=16, block_n=64, stages=4, warps=4, resident=2, columns=False, tma=False)
+    DecodeConfig(block_m=16, block_n=64, stages=4, warps=4, resident=2, tma=False)
     """
     widest = max(problem.head_dim + problem.tail, power_of_two(problem.value_dim))
-    if problem.latent and widest > 256 and problem.itemsize == 2 and problem.arch == 90:
-        config = LATENT_FEW if problem.rows <= MOST else LATENT_MANY
-        if problem.rows > 16 and config.columns:
-            config = config._replace(block_m=32)
-        tma = problem.page_size % config.block_n == 0 and problem.aligned
-        if tma or problem.one:
-            return config._replace(tma=tma)
-    table = FP32 if problem.itemsize > 2 else MANY if problem.rows > 64 else FEW
+    if problem.latent and widest > 256 and problem.itemsize == 2 and problem.arch in (90, 100):
+        if problem.rows <= LATENT_FEW.block_m:
+            return LATENT_FEW
+        tma = problem.page_size % LATENT_MANY.block_n == 0 and problem.aligned
+        if problem.arch == 90 and (tma or problem.one):
+            return LATENT_MANY._replace(tma=tma)
+    few, most = (BYTES, 16 if widest > 256 else 64) if problem.itemsize == 1 else (FEW, 64)
+    table = FP32 if problem.itemsize > 2 else MANY if problem.rows > most else few
     config = next(config for limit, config in table if widest <= limit)
-    if table is FEW:
+    if table is few:
         block_m = min(64, power_of_two(problem.rows))
         config = config._replace(block_m=block_m, stages=config.stages if block_m == 16 else min(3, config.stages))
-    if problem.arch not in LARGE:
-        config = config._replace(stages=max(1, config.stages - 1))
-    return config
+    return _fitting(config, problem.arch, widest)
+
+
+def fixed(problem: Problem) -> DecodeConfig:
+    """Tiles that a batch-invariant call has whatever its queries are."""
+    widest = max(problem.head_dim + problem.tail, power_of_two(problem.value_dim))
+    config = next(config for limit, config in (FP32 if problem.itemsize > 2 else FIXED) if widest <= limit)
+    return _fitting(config, problem.arch, widest)
+
+
+def _fitting(config: DecodeConfig, arch: int, widest: int) -> DecodeConfig:
+    """The same on chips with less shared memory."""
+    if arch in LARGE:
+        return config
+    block_m = config.block_m if widest <= 256 else min(32, config.block_m)
+    return config._replace(block_m=block_m, stages=max(1, config.stages - 1))
 
 
 def level(config: DecodeConfig, blocks: int) -> int:

@@ -112,9 +112,9 @@ def forward(
                         scores = tl.where(seen, scores, float("-inf"))
                     new_top = tl.maximum(top, tl.max(scores, 1))
                     # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
-                    safe = tl.where(new_top == float("-inf"), 0.0, new_top) * unit
-                    correction = tl.exp2(top * unit - safe)
-                    weights = tl.exp2(scores * unit - safe[:, None])
+                    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+                    correction = tl.exp2((top - safe) * unit)  # 1 if the maximum stays: as one fused sum it drifts
+                    weights = tl.exp2(scores * unit - (safe * unit)[:, None])
                     total = total * correction + tl.sum(weights, 1)
                     acc *= correction[:, None]
                     if DROPOUT:

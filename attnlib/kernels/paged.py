@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .tile import offset
 
+FEW: tl.constexpr = tl.constexpr(4)  # pages of a tile, whose entries are read for all of its tokens together
 ENTRY: tl.constexpr = tl.constexpr(8)  # int32 that a schedule holds for each part
 
 
@@ -29,16 +30,35 @@ def entries_at(table_ptr, n, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
         return entry_at(table_ptr, n * 0)
     elif PAGE >= BLOCK:
         return entry_at(table_ptr, tl.maximum(tl.minimum(n, end - 1), 0) // PAGE)
+    elif PAGE * FEW >= BLOCK:
+        low, high = entry_at(table_ptr, tl.maximum(tl.minimum(n, end - 1), 0) // PAGE)
+        lows, highs = (low,), (high,)
+        for p in tl.static_range(1, BLOCK // PAGE):
+            low, high = entry_at(table_ptr, tl.maximum(tl.minimum(n + p * PAGE, end - 1), 0) // PAGE)
+            lows, highs = lows + (low,), highs + (high,)  # noqa: RUF005
+        return lows, highs
     else:
         return entry_at(table_ptr, tl.maximum(tl.minimum(n + tl.arange(0, BLOCK), end - 1), 0) // PAGE)
 
 
 @triton.jit
-def page_in(low, high, pages):
+def page_named(low, high, pages):
     """The page that an entry names, made to be one that there is. In the next tile, for which the entry is read: what
     is computed with a value waits for it."""
     page = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
     return tl.minimum(page, (pages - 1).to(tl.uint32)).to(tl.int64)
+
+
+@triton.jit
+def page_in(low, high, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """The page of a tile, or of each of its tokens, as its entries name them."""
+    if PAGE >= BLOCK or PAGE * FEW < BLOCK:
+        return page_named(low, high, pages)
+    else:
+        page = page_named(low[0], high[0], pages)
+        for p in tl.static_range(1, BLOCK // PAGE):
+            page = tl.where(tl.arange(0, BLOCK) < p * PAGE, page, page_named(low[p], high[p], pages))
+        return page
 
 
 @triton.jit

@@ -4,21 +4,45 @@ import triton
 import triton.language as tl
 
 from .paged import ENTRY, tokens_of
-from .tile import LN2
+from .tile import LN2, LOG2E
 
 # Parameters whose divisibility decides nothing, and must not compile a kernel again.
 COUNTS = ("batch", "group", "s", "level", "slots", "capacity", "limit", "reach")
 
 
+@triton.jit
+def join(acc, total, top, x, lse2):
+    """Weighted sums, their weights and the largest weight as an exponent of 2, with attention ``x`` over more keys.
+
+    Sums of products are written as they are to be rounded, the same in all kernels.
+    """
+    new_top = tl.maximum(top, lse2)
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    old, new = tl.exp2(top - safe), tl.exp2(lse2 - safe)
+    return tl.fma(x, new[:, None], acc * old[:, None]), tl.fma(total, old, new), new_top
+
+
+@triton.jit
+def join_sink(total, top, sink2):
+    """The share that weights keep beside that of a sink, which has no value; weights with it, and the largest."""
+    new_top = tl.maximum(top, sink2)
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    share = tl.exp2(top - safe)
+    return share, tl.fma(total, share, tl.exp2(sink2 - safe)), new_top
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def combine(
-    part_ptr, schedule_ptr, cu_q_ptr, out_ptr, lse_ptr, lines,
+    part_ptr, schedule_ptr, cu_q_ptr, sinks_ptr, out_ptr, lse_ptr, lines,
     out_b, out_s, out_h, lse_b, lse_h, batch, group, s, level,
     E: tl.constexpr, E_MAIN: tl.constexpr, VARLEN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, MOST: tl.constexpr,
-    SOME: tl.constexpr, BLOCK_M: tl.constexpr,
+    SOME: tl.constexpr, SECTION: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts of ``ROWS`` rows of queries, ``WIDTH`` channels, in an order that depends on them alone."""
+    """Adds up the parts of ``ROWS`` rows of queries, ``WIDTH`` channels, in an order that depends on them alone.
+
+    Parts of a ``SECTION`` each are joined one by one, so that those without a visible key make no difference.
+    """
     pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
     item = schedule_ptr + level + sequence * ENTRY  # this slot also tells of the sequence of its number
@@ -40,18 +64,30 @@ def combine(
     c = tile * WIDTH + tl.arange(0, WIDTH)
     every, few = tl.arange(0, MOST), tl.arange(0, SOME)
     for r in range(rows_of * ROWS, tl.minimum((rows_of + 1) * ROWS, count * group)):
-        lse = tl.load(of_lse + origin + r + every * STEP, mask=every < parts, other=float("-inf"))
-        top = tl.max(lse, 0)
-        top = tl.where(top == float("-inf"), 0.0, top)
         total, acc = tl.zeros([1], tl.float32), tl.zeros([WIDTH], tl.float32)
-        for p in range(0, parts, SOME):
-            line = origin + r + (p + few).to(tl.int64) * STEP
-            weight = tl.exp2(tl.load(of_lse + line, mask=p + few < parts, other=float("-inf")) - top)
-            x = tl.load(part_ptr + line[:, None] * E_MAIN + c[None, :], mask=(p + few < parts)[:, None], other=0.0)
-            total += tl.sum(weight, 0)
-            acc += tl.sum(x * weight[:, None], 0)
+        if SECTION:
+            top, acc = tl.full([1], float("-inf"), tl.float32), acc[None, :]
+            for p in range(parts):
+                line = origin + r + (p + tl.arange(0, 1)).to(tl.int64) * STEP
+                x = tl.load(part_ptr + line[:, None] * E_MAIN + c[None, :])
+                acc, total, top = join(acc, total, top, x, tl.load(of_lse + line))
+            acc = acc.reshape(WIDTH)
+        else:
+            lse = tl.load(of_lse + origin + r + every * STEP, mask=every < parts, other=float("-inf"))
+            top = tl.max(lse, 0)
+            safe = tl.where(top == float("-inf"), 0.0, top)
+            for p in range(0, parts, SOME):
+                line = origin + r + (p + few).to(tl.int64) * STEP
+                weight = tl.exp2(tl.load(of_lse + line, mask=p + few < parts, other=float("-inf")) - safe)
+                x = tl.load(part_ptr + line[:, None] * E_MAIN + c[None, :], mask=(p + few < parts)[:, None], other=0.0)
+                total += tl.sum(weight, 0)
+                acc += tl.sum(x * weight[:, None], 0)
         token, head = row + r // group, kv_head * group + r % group
-        acc /= tl.where(total == 0.0, 1.0, total)
+        if SINKS:
+            share, total, top = join_sink(total, top, tl.load(sinks_ptr + head).to(tl.float32) * LOG2E)
+            acc *= share
+        total = tl.where(total == 0.0, 1.0, total)
+        acc /= total
         into = out_ptr + wide * out_b + token.to(tl.int64) * out_s + head * out_h
         tl.store(into + c, acc.to(out_ptr.dtype.element_ty), mask=c < E)
         at = lse_ptr + wide * lse_b + head.to(tl.int64) * lse_h + token + tl.arange(0, 1)

@@ -1,5 +1,6 @@
 """The compile check: which kernels it builds, what it reads out of them, and what it holds against them."""
 
+import re
 from concurrent.futures.process import BrokenProcessPool
 from itertools import combinations
 
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from attnlib.backends import _plans
 from attnlib.bench import compiled
 from attnlib.bench.builds import Build, entries, pairwise, product
-from attnlib.bench.chipless import Binary, binary, distinct, prepared
+from attnlib.bench.cached_builds import MLA, CachedBuild
+from attnlib.bench.chipless import Binary, _tiles, binary, distinct
 from attnlib.bench.compiled_page import PAGE, committed, regressions, section, shortfall, written
+from attnlib.bench.launches import prepared
 from attnlib.kernels import launch
 from attnlib.kernels.launch import LaunchConfig
 
@@ -27,6 +30,17 @@ def test_any_two_levels_meet(counts):
     for a, b in combinations(factors, 2):
         assert {(row[a], row[b]) for row in rows} == {(x, y) for x in factors[a] for y in factors[b]}
     assert all(row.keys() == factors.keys() for row in rows)
+
+
+def test_what_must_never_meet_does_not():
+    factors = {"a": (1, 2), "b": (1, 2, 3), "c": (1, 2)}
+    never = {frozenset((("a", 1), ("b", 3))), frozenset((("b", 2), ("c", 2)))}
+    rows = pairwise(factors, never)
+    met = {frozenset(pair) for row in rows for pair in combinations(row.items(), 2)}
+    every = {frozenset(((f, x), (g, y))) for f, g in combinations(factors, 2) for x in factors[f] for y in factors[g]}
+    assert met == every - never
+    with pytest.raises(ValueError, match=r"c: expected a level that may meet .* got none"):
+        pairwise({"a": (1,), "b": (1,), "c": (1,)}, {frozenset((("a", 1), ("c", 1)))})
 
 
 def test_pairs_take_few_rows():
@@ -80,6 +94,19 @@ def test_a_kernel_is_compiled_without_a_chip():
     assert results[small].lost == ()
     assert isinstance(results[broken], KeyError)
     assert "KeyError" in shortfall(broken, results[broken])
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (Build("prepare", 80, (16, 16)), "32, 4 warps"),
+        (CachedBuild("combine", 90), "16 x 128, 4 warps"),
+        (CachedBuild("schedule", 90, sequences=64), "64 x 2, 4 warps"),
+    ],
+)
+def test_tiles_in_words(build, words):
+    pytest.importorskip("triton")
+    assert _tiles(prepared(build)[0]) == words
 
 
 def test_a_process_that_dies_takes_no_other_job_along():
@@ -158,6 +185,16 @@ def test_what_can_never_run():
     text = section({BUILD: RuntimeError("a | b")}, {BUILD: large})
     assert "1 more kernels. 1 fail to compile or to fit:" in text
     assert committed(written("", "3.7.1", text), "3.7.1") == {}
+
+
+def test_calls_over_caches_have_a_place_of_their_own():
+    cached, other = CachedBuild("decode", 90, MLA), BUILD._replace(sinks=True)
+    text = section({BUILD: BINARY, cached: BINARY}, {other: BINARY, cached._replace(page=16): BINARY})
+    tables, pairs, calls = re.split(r"^### (?:Flags in pairs|More calls over caches)$", text, flags=re.MULTILINE)
+    rows = [[line.split(" | ")[0] for line in part.splitlines() if " | sm_" in line] for part in (tables, pairs, calls)]
+    assert rows == [[f"| {BUILD}", f"| {cached}"], [f"| {other}"], [f"| {cached} pages of 16"]]
+    assert all("1 more kernels. None fail" in part for part in (pairs, calls))
+    assert set(committed(written("", "3.7.1", text), "3.7.1")) == {(str(x), "sm_90") for x in (BUILD, cached)}
 
 
 def test_refusals(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,176 @@
+"""From a build to the launch that its call would make on the chip, and the tensors it takes, which hold nothing."""
+
+from types import MappingProxyType
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from ..backends._cached import Call as CachedCall
+from ..backends._cached import _cached, attention, cached_plan
+from ..backends._launch import Launch
+from ..backends._plans import Call, backward, call, forward, layout
+from ..backends._writes import write_cache
+from ..cache.layout import KVLayout, KVView
+from ..kernels import decode_launch
+from ..mask import CAUSAL, FULL, Mask, sliding
+from ..rope import Angles
+from ..spec import describe
+from ..terms import Terms
+from .builds import Build
+from .cached_builds import GROUP, AnyBuild, CachedBuild
+
+DTYPES = MappingProxyType(
+    {
+        "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32,
+        "int8": torch.int8, "fp8": torch.float8_e4m3fn, "": None,
+    }
+)  # fmt: skip
+MASKS = MappingProxyType(
+    {"causal": CAUSAL, "full": FULL, "left": Mask(1023), "sliding": sliding(1024), "prefix": Mask(right=0, prefix=100)}
+)
+BATCH, QUERY_HEADS, KV_HEADS = 2, 8, 2  # of every call without a cache
+CAPACITY = 8192  # tokens of a sequence in a cache
+# Multiprocessors, by which sequences are cut into parts: of an A100, an A40, an H200, a B200 and an RTX 5090.
+PROCESSORS = MappingProxyType({80: 108, 86: 84, 90: 132, 100: 148, 120: 170})
+
+Prepared = tuple[Launch, tuple[Tensor | None, ...]]
+
+
+def prepared(build: AnyBuild) -> Prepared:
+    """The Launch of a build, and its tensors.
+
+    Raises:
+        ValueError: the call of the build does not launch its kernel.
+    """
+    return _over_cache(build) if isinstance(build, CachedBuild) else _dense(build)
+
+
+def _dense(build: Build) -> Prepared:
+    """The launch of a call without a cache, forward or backward."""
+    named = _tensors(build)
+    mask = MASKS[build.mask]
+    scale, softcap = build.head[0] ** -0.5, 50.0 if build.softcap else None
+    numbers = (mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None)
+    terms = tuple(named[name] for name in ("slopes", "sinks", "starts", "ends", "cu_q", "cu_k", "seed"))
+    problem = Call(*call(named["q"], named["k"], named["v"], terms, numbers))._replace(tf32=build.dtype == "tf32")
+    if build.kernel == "forward":
+        launch = forward(problem, None, build.arch)
+    else:
+        plan = backward(problem, layout(named["dout"]), layout(named["dlse"]), None, None, build.arch)
+        launch = getattr(plan, build.kernel.removeprefix("backward_"))
+    pointers = (name.removesuffix("_ptr") for name in launch.kernel.arg_names if name.endswith("_ptr"))
+    return launch, [named[name] for name in pointers]
+
+
+def _tensors(build: Build) -> dict[str, Tensor | None]:
+    """All that kernels of the backend read and write, by name; None for what the call does not have."""
+    dtype, packed = DTYPES[build.dtype], build.rows == "packed"
+    d, e = build.head
+
+    def dense(heads: int, width: int, apart: int = 0) -> Tensor:
+        shape = (BATCH * build.tokens,) if packed else (BATCH, build.tokens)
+        return torch.empty((*shape, heads, width + apart), dtype=dtype, device="meta")[..., :width]
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.float32, given: object = True) -> Tensor | None:
+        return torch.empty(shape, dtype=dtype, device="meta") if given else None
+
+    apart = 0 if build.aligned else 1
+    statistics = (QUERY_HEADS, BATCH * build.tokens) if packed else (BATCH, QUERY_HEADS, build.tokens)
+    offsets = numbers(BATCH + 1, dtype=torch.int32, given=packed)
+    return {
+        "q": dense(QUERY_HEADS, d, apart), "k": dense(KV_HEADS, d, apart), "v": dense(KV_HEADS, e, apart),
+        "dq": dense(QUERY_HEADS, d), "dk": dense(KV_HEADS, d), "dv": dense(KV_HEADS, e),
+        "out": dense(QUERY_HEADS, e), "dout": dense(QUERY_HEADS, e),
+        "lse": numbers(*statistics), "lse2": numbers(*statistics), "delta": numbers(*statistics),
+        "dlse": numbers(*statistics, given=build.dlse),
+        "slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
+        "sinks": numbers(QUERY_HEADS, given=build.sinks),
+        "starts": numbers(BATCH, dtype=torch.int32, given="starts" in build.rows),
+        "ends": numbers(BATCH, dtype=torch.int32, given="ends" in build.rows),
+        "cu_q": offsets, "cu_k": offsets,
+        "seed": numbers(1, dtype=torch.int64, given=build.dropout),
+    }  # fmt: skip
+
+
+def _over_cache(build: CachedBuild) -> Prepared:
+    """What the backend launches when it is called, with all that asks a device answered for the chip."""
+    made = {}
+
+    def remember(launch: Launch, *tensors: Tensor | None):
+        made[launch.kernel.__name__] = launch, tensors
+
+    def plan(call: tuple):
+        return cached_plan(CachedCall(*call)._replace(tf32=build.dtype == "tf32"), arch=build.arch)
+
+    with (
+        patch.object(torch.ops.attnlib, "triton_cached", _cached),  # else torch would ask for shapes alone
+        patch.object(Launch, "__call__", remember),
+        patch("attnlib.backends._cached.cached_plan", plan),
+        patch("attnlib.backends._cached.processors", lambda device: PROCESSORS[build.arch]),
+    ):
+        (_write if build.kernel == "write" else _read)(build)
+    if build.kernel not in made:
+        raise ValueError(f"kernel: expected one that this call launches, {', '.join(made)}, got {build.kernel}")
+    return made[build.kernel]
+
+
+def _read(build: CachedBuild):
+    view, mask, layer = _view(build), MASKS[build.mask], build.layer
+    width = layer.key + layer.value if layer.latent else layer.key
+    q = _tokens(build, layer.heads, width)
+    slopes = torch.empty(layer.heads, device="meta") if build.slopes else None
+    sinks = torch.empty(layer.heads, device="meta") if build.sinks else None
+    terms = Terms(width**-0.5, 50.0 if build.softcap else None, slopes, sinks)
+    sizes = {"h": layer.heads, "g": view.layout.heads, "d": width, "e": view.layout.value_dim}
+    attention(q, view, describe("cached", (("q", q),), sizes, mask, terms, kv=view), terms)
+
+
+def _write(build: CachedBuild):
+    view, layer = _view(build), build.layer
+    heads = () if layer.latent else (view.layout.heads,)
+    k, v = (_tokens(build, *heads, width) for width in (layer.key, layer.value))
+    lead = k.shape[: k.dim() - 1 - len(heads)]
+    angles = None
+    if build.rope:
+        turned = torch.empty(*lead, (layer.value if layer.latent else layer.key) // 2, device="meta")
+        angles = Angles(turned, turned, build.rope == "interleaved")
+    write_cache(view, k, v, torch.empty(lead, dtype=torch.int64, device="meta"), angles)
+
+
+def _tokens(build: CachedBuild, *sizes: int) -> Tensor:
+    """The new tokens of all sequences."""
+    lead = (build.sequences * build.tokens,) if build.packed else (build.sequences, build.tokens)
+    return _rows(*lead, *sizes, dtype=DTYPES[build.dtype], aligned=build.aligned)
+
+
+def _view(build: CachedBuild) -> KVView:
+    layer, dtypes = build.layer, {"dtype": DTYPES[build.dtype], "store": DTYPES[build.store]}
+    if layer.latent:
+        kept = KVLayout.latent(layer.key, layer.value, **dtypes)
+    else:
+        kept = KVLayout.grouped(layer.heads // GROUP, layer.key, layer.value, **dtypes)
+    size = build.page or CAPACITY
+    columns = CAPACITY // size
+    given = {}
+    for name, (heads, width, dtype) in kept.planes.items():
+        lead = (build.sequences * columns, size, heads)
+        if width:
+            given[name] = _rows(*lead, width, dtype=dtype, aligned=build.aligned)
+        else:
+            given[name] = torch.empty(lead, dtype=dtype, device="meta")
+    if layer.latent:
+        given["v"] = given["k"]
+    table, each, offsets = (
+        torch.empty(shape, dtype=torch.int32, device="meta")
+        for shape in ((build.sequences, columns), build.sequences, build.sequences + 1)
+    )
+    given["cu_seqlens_q"] = offsets if build.packed else None
+    section = decode_launch.section(CAPACITY) if build.invariant else 0
+    return KVView(kept, size, table=table, starts=each, lengths=each, section=section, **given)
+
+
+def _rows(*shape: int, dtype: torch.dtype, aligned: bool) -> Tensor:
+    """Rows that lie one after another, or one element apart."""
+    *lead, width = shape
+    return torch.empty(*lead, width + (not aligned), dtype=dtype, device="meta")[..., :width]

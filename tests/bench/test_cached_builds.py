@@ -1,0 +1,180 @@
+"""What the compile check builds for caches: which calls these are, and that each is the launch of its call."""
+
+import pytest
+import torch
+
+from attnlib.backends import _cached
+from attnlib.backends._launch import Launch
+from attnlib.bench import compiled
+from attnlib.bench.cached_builds import (
+    GQA64,
+    GQA128,
+    MLA,
+    CachedBuild,
+    Layer,
+    cached_calls,
+    cached_entries,
+    cached_product,
+)
+from attnlib.bench.chipless import binary, distinct
+from attnlib.bench.launches import DTYPES, prepared
+from attnlib.kernels import decode_launch
+from attnlib.kernels.decode_launch import DecodeConfig
+
+pytest.importorskip("triton")
+
+KERNELS = {"decode", "combine", "schedule", "write"}
+DECODE, COMBINE, WRITE = (CachedBuild(kernel, 90) for kernel in ("decode", "combine", "write"))
+
+
+def test_every_entry_of_the_decode_tables_is_built(monkeypatch):
+    """Each entry gets a number, as its stages; all must turn up in the launches."""
+    numbered = {}
+
+    def number(config, name):
+        numbered[1000 + 10 * len(numbered)] = name
+        return config._replace(stages=max(numbered))
+
+    for name, value in list(vars(decode_launch).items()):
+        if isinstance(value, DecodeConfig):
+            monkeypatch.setattr(decode_launch, name, number(value, name))
+        elif isinstance(value, tuple) and {type(x[-1]) for x in value if isinstance(x, tuple)} == {DecodeConfig}:
+            anew = tuple((limit, number(config, f"{name}, up to {limit}")) for limit, config in value)
+            monkeypatch.setattr(decode_launch, name, anew)
+    assert len(numbered) > 5
+    _cached.cached_plan.cache_clear()
+    try:
+        for build in cached_entries():
+            numbered.pop(prepared(build)[0].options["num_stages"], None)
+    finally:
+        _cached.cached_plan.cache_clear()
+    assert not numbered
+
+
+def test_every_kernel_is_built_for_every_chip():
+    built = {(build.kernel, build.arch) for build in cached_calls()}
+    assert built == {(kernel, arch) for kernel in KERNELS for arch in (80, 86, 90, 100, 120)}
+
+
+def test_few_are_built_in_ci_and_none_twice():
+    few = distinct(cached_entries())
+    assert len(few) < 50
+    every = distinct((*few, *cached_calls(), *cached_product()))
+    assert every[: len(few)] == few
+    assert len({(str(build), build.arch) for build in every}) == len(every)
+    assert distinct((*every, *few)) == every
+
+
+def test_no_chip_reads_fp8_that_cannot():
+    reads = [build for build in (*cached_calls(), *cached_product()) if build.kernel == "decode"]
+    assert {build.arch for build in reads if build.store == "fp8"} == {90, 100, 120}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        *(DECODE._replace(dtype=dtype, store=store) for dtype in ("bf16", "fp16", "fp32") for store in ("", "int8")),
+        DECODE._replace(store="fp8", layer=MLA),
+        DECODE._replace(layer=Layer(32, 192, 128), packed=True, tokens=3),
+        WRITE._replace(store="int8", rope="half"),
+        WRITE._replace(layer=MLA, rope="interleaved", packed=True),
+    ],
+    ids=str,
+)
+def test_a_launch_takes_what_the_build_says(build):
+    launch, tensors = prepared(build)
+    pointers = [name for name in launch.kernel.arg_names if name.endswith("_ptr")]
+    named = dict(zip(pointers, tensors, strict=True))
+    assert launch.kernel.__name__ == build.kernel
+    new = named["q_ptr" if build.kernel == "decode" else "new_k_ptr"]
+    assert new.dtype == DTYPES[build.dtype]
+    assert new.shape[: 1 if build.packed else 2].numel() == build.sequences * build.tokens
+    assert (named["k_scale_ptr"] is not None) == bool(build.store)
+    assert build.kernel == "write" or (named["cu_q_ptr"] is not None) == build.packed
+    assert named["k_ptr"].dtype == DTYPES[build.store or build.dtype]
+    assert named["k_ptr"].shape[-1] == build.layer.key
+    assert all(x is None or x.is_meta for x in tensors)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [
+        (DECODE, {"layer": GQA64}),
+        (DECODE, {"layer": MLA}),
+        (DECODE, {"dtype": "fp16"}),
+        (DECODE._replace(dtype="fp32"), {"dtype": "tf32"}),
+        (DECODE, {"store": "int8"}),
+        (DECODE._replace(store="int8"), {"store": "fp8"}),
+        (DECODE, {"page": 16}),
+        (DECODE, {"page": 0}),
+        (DECODE, {"tokens": 4}),
+        (DECODE, {"packed": True}),
+        (DECODE._replace(tokens=4), {"mask": "full"}),
+        (DECODE._replace(tokens=4), {"mask": "sliding"}),
+        (DECODE._replace(tokens=4), {"mask": "prefix"}),
+        (DECODE, {"softcap": True}),
+        (DECODE, {"slopes": True}),
+        (DECODE, {"sinks": True}),
+        (DECODE, {"aligned": False}),
+        (DECODE, {"invariant": True}),
+        (COMBINE._replace(layer=MLA), {"sequences": 1}),
+        (COMBINE._replace(layer=MLA), {"arch": 80}),
+        (COMBINE, {"kernel": "schedule"}),
+        (WRITE, {"rope": "half"}),
+        (WRITE._replace(rope="half"), {"rope": "interleaved"}),
+        (WRITE, {"layer": MLA}),
+        (WRITE, {"store": "int8"}),
+        (WRITE, {"tokens": 4096}),
+    ],
+    ids=str,
+)
+def test_what_a_build_says_decides_what_is_compiled(base, changes):
+    other = base._replace(**changes)
+    assert distinct([base, other]) == [base, other]
+    if "arch" not in changes:
+        assert str(base) != str(other)
+
+
+def test_how_many_sequences_there_are_compiles_nothing_new():
+    assert distinct([DECODE, DECODE._replace(sequences=17)]) == [DECODE]
+
+
+def test_chips_differ_in_how_many_parts_fill_them():
+    most = [prepared(CachedBuild("combine", arch, MLA))[0].constants["MOST"] for arch in (80, 90)]
+    assert most == [128, 256]  # room for 108 and 132 parts, and one more
+
+
+def test_nothing_stays_replaced():
+    call, processors = Launch.__call__, _cached.processors
+    prepared(DECODE)
+    with pytest.raises(ValueError, match=r"expected one that this call launches, .*decode.*, got prepare"):
+        prepared(DECODE._replace(kernel="prepare"))
+    assert Launch.__call__ is call
+    assert _cached.processors is processors
+    assert _cached.processors(torch.device("cpu")) == _cached.INTERPRETED
+
+
+def test_one_launch_is_compiled_for_two_chips():
+    """Their plan is one, which would launch again what it compiled first."""
+    builds = [CachedBuild("write", arch, rope="half") for arch in (80, 90)]
+    assert prepared(builds[0])[0] is prepared(builds[1])[0]
+    results = dict(compiled.apart(binary, builds, 1))
+    assert all(16 <= results[build].registers <= 128 for build in builds)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (DECODE, "decode 32 x d128 bf16 causal"),
+        (DECODE._replace(layer=Layer(8, 64, 32), page=0, mask="full"), "decode 8 x d64/32 bf16 full contiguous"),
+        (
+            DECODE._replace(layer=MLA, store="int8", tokens=2, page=16, softcap=True, sinks=True),
+            "decode 16 x d512+64 bf16 in int8 causal 2 tokens pages of 16, softcap sinks",
+        ),
+        (COMBINE._replace(layer=GQA128, packed=True, sequences=3), "combine 32 x d128 bf16 packed batch of 3"),
+        (COMBINE._replace(kernel="schedule", sequences=64), "schedule of 64"),
+        (WRITE._replace(store="fp8", rope="half", aligned=False), "write 32 x d128 bf16 in fp8 half rope unaligned"),
+    ],
+)
+def test_builds_in_words(build, words):
+    assert str(build) == words

@@ -1,0 +1,96 @@
+"""Batch-invariant caches: the bits of a sequence, whatever shares its steps and however its tokens come."""
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from kernel_helpers import DEVICE, INTERPRETED
+from torch import Tensor
+
+from attnlib import CAUSAL, KVCache, KVLayout, Mask, sliding
+from attnlib import cached_attention_with_lse as attend
+from attnlib.cache import buffer
+from attnlib.kernels import decode_launch
+from attnlib.kernels.decode_launch import DecodeConfig
+
+if INTERPRETED:
+    LENGTH, DTYPE, PAGE = 70, torch.float16, 4
+    CASES = (
+        (KVLayout.grouped(2, 16, dtype=DTYPE, window=40), sliding(40), {"sinks": 4, "softcap": 5.0}),
+        (KVLayout.latent(32, 8, dtype=DTYPE, store=torch.int8), CAUSAL, {}),
+    )
+else:
+    LENGTH, DTYPE, PAGE = 2600, torch.bfloat16, 16
+    CASES = (
+        (KVLayout.grouped(2, 128, dtype=DTYPE), CAUSAL, {}),
+        (KVLayout.grouped(1, 128, dtype=DTYPE, window=1500), sliding(1500), {"sinks": 4, "softcap": 5.0}),
+        (KVLayout.grouped(2, 64, dtype=torch.float16, store=torch.int8), CAUSAL, {"sinks": 8}),
+        (KVLayout.grouped(1, 256, dtype=DTYPE), Mask(None, -3), {}),
+        (KVLayout.latent(512, 64, dtype=DTYPE), CAUSAL, {}),
+        (KVLayout.latent(512, 64, dtype=DTYPE, store=torch.float8_e4m3fn), CAUSAL, {}),
+        (KVLayout.grouped(2, 64, dtype=torch.float32), CAUSAL, {}),
+    )
+
+
+@pytest.fixture(autouse=True)
+def short_sections(monkeypatch):
+    """On the interpreter, sections and tiles that short sequences fill."""
+    if INTERPRETED:
+        monkeypatch.setattr(buffer, "LEAST", 32)
+        monkeypatch.setattr(decode_launch, "fixed", lambda problem: DecodeConfig(16, 16, 2, 4))
+
+
+def steps(rng: Random, length: int, most: int) -> Iterator[int]:
+    """Counts of new tokens that add up to ``length``."""
+    while length:
+        count = min(length, rng.choice((1, 2, 17, most)))
+        yield count
+        length -= count
+
+
+@torch.no_grad()
+def decoded(layout: KVLayout, mask: Mask, options: dict, ours: list[Tensor], rng: Random | None) -> list[Tensor]:
+    """Output and LSE of the tokens ``ours``, ``(k, v, q)``: in one step and alone, or in random ones with others."""
+    cache = KVCache.paged(
+        [layout], pages=64 * LENGTH // PAGE, page_size=PAGE, max_sequences=9, max_length=LENGTH, batch_invariant=True,
+        device=DEVICE,
+    )  # fmt: skip
+    (handle, *others), at, results = cache.admit(9 if rng else 1), 0, []
+    for count in steps(rng, LENGTH, LENGTH // 3) if rng else (LENGTH,):
+        tokens = {handle: count}
+        for other in rng.sample(others, rng.choice((0, 1, 8))) if rng else ():
+            tokens[other] = min(rng.choice((1, 5, 33)), LENGTH - cache.length(other))
+        order = rng.sample(list(tokens), len(tokens)) if rng else [handle]
+        tokens, first = {name: tokens[name] for name in order}, sum(tokens[x] for x in order[: order.index(handle)])
+        mine = slice(first, first + count)
+        with cache.step(tokens) as (layer,):
+            packed = [torch.randn(sum(tokens.values()), *x.shape[1:], device=DEVICE).to(x.dtype) for x in ours]
+            for x, known in zip(packed, ours, strict=True):
+                x[mine] = known[at : at + count]
+            k, v, q = (x.squeeze(1) if layout.is_latent and n < 2 else x for n, x in enumerate(packed))
+            out, lse = attend(q, layer.append(k, v), mask=mask, backend="triton", **options)
+            results.append((out[mine].float(), lse[:, mine].T[..., None]))
+        at += count
+    return [torch.cat(x) for x in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize(("layout", "mask", "options"), CASES, ids=lambda x: str(x) if isinstance(x, Mask) else None)
+def test_bits_depend_on_the_sequence_alone(layout, mask, options):
+    torch.manual_seed(0)
+    heads = 16 if layout.is_latent else 4 * layout.heads
+    shapes = (
+        (layout.heads, layout.dim),
+        (layout.heads, layout.tail or layout.value_dim),
+        (heads, layout.dim + layout.tail),
+    )
+    ours = [torch.randn(LENGTH, *shape, device=DEVICE).to(layout.dtype) for shape in shapes]
+    options = options | ({"sinks": torch.randn(heads, device=DEVICE)} if "sinks" in options else {})
+    alone = decoded(layout, mask, options, ours, None)
+    for seed in range(1 if INTERPRETED else 4):
+        again = decoded(layout, mask, options, ours, Random(seed))
+        if INTERPRETED:  # where a row lies in a tile decides how numpy adds its products up
+            torch.testing.assert_close(again, alone, rtol=2e-3, atol=1e-3)
+        else:
+            assert_same_bits(*zip(again, alone, strict=True))
