@@ -64,10 +64,10 @@ def make_model(variant: str, *, seed: int) -> Decoder:
 def make_caches(model: Decoder, *, rows: int, page_size: int) -> dict[str, KVCache]:
     """The two ways to spend the memory of so many rows."""
     layouts, pages = model.kv_layouts(), rows * MAX_LENGTH // page_size
-    sizes = {"pages": pages, "page_size": page_size, "max_sequences": pages, "max_length": MAX_LENGTH}
+    sizes = {"max_length": MAX_LENGTH, "device": model.embed.weight.device}
     caches = {
-        "rows": KVCache.contiguous(layouts, max_sequences=rows, max_length=MAX_LENGTH),
-        "pages": KVCache.paged(layouts, **sizes),
+        "rows": KVCache.contiguous(layouts, max_sequences=rows, **sizes),
+        "pages": KVCache.paged(layouts, pages=pages, page_size=page_size, max_sequences=pages, **sizes),
     }
     assert caches["rows"].nbytes == caches["pages"].nbytes
     return caches
@@ -90,7 +90,7 @@ def check_alone(model: Decoder, requests: Sequence[Request], answers: Sequence[l
         ended = len(answer) == request.new_tokens or answer[-1:] == [request.end]
         if not ended or len(answer) > request.new_tokens or request.end in answer[:-1]:
             raise SystemExit(f"request {i}: an answer of {len(answer)} tokens does not end where it should")
-        text = torch.tensor([*before, *request.prompt, *answer[:-1]])
+        text = torch.tensor([*before, *request.prompt, *answer[:-1]], device=model.embed.weight.device)
         logits[i, : len(answer)] = model(text[None])[0, -len(answer) :]
         ours[i, : len(answer)] = torch.tensor(answer)
         plain[i, : len(answer)] = logits[i, : len(answer)].argmax(-1)
@@ -162,9 +162,10 @@ def share_prompt(model: Decoder, *, requests: int, page_size: int, seed: int) ->
     system = [draw.randrange(1, 256) for _ in range(SHARED)]
     trace = [Request([draw.randrange(1, 256) for _ in range(4 + i % 13)], 24) for i in range(requests)]
     pages = (1 + requests) * MAX_LENGTH // page_size
-    sizes = {"page_size": page_size, "max_sequences": pages, "max_length": MAX_LENGTH}
+    device = model.embed.weight.device
+    sizes = {"page_size": page_size, "max_sequences": pages, "max_length": MAX_LENGTH, "device": device}
     cache = KVCache.paged(model.kv_layouts(), pages=pages, **sizes)
-    [shared], _ = prefill(model, cache, [torch.tensor(system)])
+    [shared], _ = prefill(model, cache, [torch.tensor(system, device=device)])
     once = cache.used_bytes
     scheduler = Scheduler(cache, max_length=MAX_LENGTH, budget=BUDGET, shared=shared)
     run = serve(model, scheduler, trace)
@@ -235,8 +236,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, choices=sizes, default=16, help="tokens in a page (default: 16)")
     parser.add_argument("--variant", choices=VARIANTS, default="gqa", help="what attends (default: gqa)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the trace (default: 0)")
+    parser.add_argument("--device", help="where to run (default: a GPU if there is one)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -246,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: a check failed; the message says which.
     """
     options = parse(arguments)
-    model = make_model(options.variant, seed=options.seed)
+    model = make_model(options.variant, seed=options.seed).to(options.device)
     requests = make_trace(options.requests, seed=options.seed)
     declared = sum(len(request.prompt) + request.new_tokens for request in requests) / len(requests)
     memory = options.rows * MAX_LENGTH

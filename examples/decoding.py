@@ -19,12 +19,18 @@ from attnlib.cache.pages import Handle
 TIE = 256 * torch.finfo(torch.float32).eps
 
 
-def paged_cache(model: Decoder, *, sequences: int, length: int, page_size: int = 16) -> KVCache:
+def paged_cache(
+    model: Decoder, *, sequences: int, length: int, page_size: int = 16, shared_prefixes: int = 0
+) -> KVCache:
     """A paged cache with room for ``sequences`` sequences of ``length`` tokens each."""
-    pages = sequences * -(-length // page_size)
-    device = model.embed.weight.device
     return KVCache.paged(
-        model.kv_layouts(), pages=pages, page_size=page_size, max_sequences=sequences, max_length=length, device=device
+        model.kv_layouts(),
+        pages=sequences * -(-length // page_size),
+        page_size=page_size,
+        max_sequences=sequences,
+        max_length=length,
+        shared_prefixes=shared_prefixes,
+        device=model.embed.weight.device,
     )
 
 

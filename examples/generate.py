@@ -153,9 +153,9 @@ def run_batch(model: Decoder, options: argparse.Namespace) -> None:
 
 
 def run_fork(model: Decoder, options: argparse.Namespace) -> None:
-    """Give several answers to one prompt, which the cache stores once."""
+    """Give several answers to one prompt, which the cache stores once, and if it is long reads once a step."""
     prompt = encode(options.prompt).to(options.device)
-    cache = paged_cache(model, sequences=options.answers, length=len(prompt) + options.tokens)
+    cache = paged_cache(model, sequences=options.answers, length=len(prompt) + options.tokens, shared_prefixes=1)
     answers = fork_answers(model, cache, prompt, options.answers, choose=_sampler(options), steps=options.tokens)
     _show_all([options.prompt] * options.answers, answers)
     stored = [len(prompt) + options.tokens - 1] * options.answers

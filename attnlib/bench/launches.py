@@ -11,8 +11,8 @@ from ..backends._cached import _cached, attention, cached_plan
 from ..backends._launch import Launch
 from ..backends._plans import Call, backward, call, forward, layout
 from ..backends._writes import write_cache
+from ..cache.buffer import section_of
 from ..cache.layout import KVLayout, KVView
-from ..kernels import decode_launch
 from ..mask import CAUSAL, FULL, Mask, sliding
 from ..rope import Angles
 from ..spec import describe
@@ -166,7 +166,7 @@ def _view(build: CachedBuild) -> KVView:
         for shape in ((build.sequences, columns), build.sequences, build.sequences + 1)
     )
     given["cu_seqlens_q"] = offsets if build.packed else None
-    section = decode_launch.section(CAPACITY) if build.invariant else 0
+    section = section_of(CAPACITY) if build.invariant else 0
     return KVView(kept, size, table=table, starts=each, lengths=each, section=section, **given)
 
 
