@@ -44,27 +44,31 @@ class DecodeConfig(NamedTuple):
     tma: bool = False
 
 
-# By the widest head that fits, rows of up to 64; bf16 on an H200, 2026-11.
+# By the widest head that fits, on an H200, 2026-11. Up to 64 rows of queries, with as many as there are:
 FEW = (
     (128, DecodeConfig(16, 64, 4, 4)),
     (256, DecodeConfig(16, 32, 4, 4)),
     (576, DecodeConfig(16, 16, 3, 4, 1)),
 )
+# More rows.
 MANY = (
     (128, DecodeConfig(128, 64, 3, 8, 1)),
     (256, DecodeConfig(64, 32, 3, 8, 1)),
     (576, DecodeConfig(64, 16, 2, 8, 1)),
 )
+# Few rows over int8 and fp8.
 BYTES = (
     (128, DecodeConfig(16, 128, 3, 4)),
     (256, DecodeConfig(16, 64, 3, 4)),
     (576, DecodeConfig(16, 32, 3, 4)),
 )
+# Batch-invariant calls, whatever the rows.
 FIXED = (
     (128, DecodeConfig(64, 64, 3, 4)),
     (256, DecodeConfig(64, 32, 3, 8)),
     (576, DecodeConfig(16, 32, 2, 4, 1)),
 )
+# Any rows, if what is computed with is fp32.
 FP32 = (
     (128, DecodeConfig(16, 32, 2, 4)),
     (256, DecodeConfig(16, 16, 2, 4)),
