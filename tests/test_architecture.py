@@ -16,6 +16,7 @@ ALLOWED = {
     "__init__": {"mask", "rope", "cache", "layers", "functional", "dispatch"},
     "__main__": {"bench", "sizes", "dispatch"},
     "bench": {"functional", "layers", "cache", "terms", "spec", "kernels", *LAUNCHES, *VALUES},
+    "convert": {"layers", "cache", "functional", "sizes", *VALUES},
     "layers": {"functional", "cache", *VALUES},
     "functional": {"host_checks", "shapes", "terms", "spec", "dispatch", "repeats", "cache/layout", *VALUES},
     "host_checks": {"cache/layout"},

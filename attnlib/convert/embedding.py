@@ -1,0 +1,118 @@
+"""A grouped-query layer as a latent one: exactly, or with rope concentrated on few channels."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..rope import DynamicNTK
+from .calibration import Calibration
+from .selected_rope import SelectedRope, select
+from .weights import Heads, rows_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Latent:
+    """Weights of a latent layer head by head, fp64, with biases as last columns as in :class:`Heads`.
+
+    q_nope ``[h, n, m + 1]`` and q_rope ``[h, p, m + 1]``; down ``[r, m + 1]`` to the latent and k_rope
+    ``[p, m + 1]`` to the rotary key; up from the latent k_up ``[h, n, r]`` and v_up ``[h, e, r]``. Without ``rope`` p
+    is 0.
+    """
+
+    q_nope: Tensor
+    q_rope: Tensor
+    down: Tensor
+    k_rope: Tensor
+    k_up: Tensor
+    v_up: Tensor
+    rope: SelectedRope | None
+
+
+def embed(heads: Heads) -> Latent:
+    """The same function as a latent layer, of rank ``g * (2 * d - p)`` with ``g * p`` rotary channels.
+
+    ``p`` is how many channels of a head rope rotates: with all of them the rank is ``g * d``, the values alone; without
+    rope it is ``2 * g * d``.
+    """
+    g, pairs = len(heads.k), heads.rotated // 2
+    bases = torch.eye(g, dtype=torch.complex128, device=heads.k.device).expand(pairs, g, g)
+    return _assemble(heads, bases, torch.ones(pairs, g, dtype=torch.bool, device=heads.k.device))
+
+
+def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -> Latent:
+    """As :func:`embed` with ``rope_dim`` rotary channels; the other channels of keys are rotated no more.
+
+    A pair is a complex number that rope multiplies by a phase, the same for the same pair of every head, so that any
+    unitary matrix may mix pair c of all heads (Meng et al., 2025, TransMLA, arXiv 2502.07864: RoRoPE). The principal
+    components of keys, pair by pair, gather them into few. Of all components of all pairs those keep their rotation
+    that would lose most without: mean squares of keys and queries (Ji et al., 2025, MHA2MLA, arXiv 2502.14837) times
+    how far the pair turns, ``1 - mean cos(w * distance)`` over distances up to ``reach``.
+
+    Raises:
+        ValueError: ``rope_dim`` is not an even number of the channels that are rotated.
+    """
+    most = len(heads.k) * heads.rotated
+    if not 2 <= rope_dim <= most or rope_dim % 2:
+        raise ValueError(f"rope_dim: expected an even number from 2 to {most}, the rotary channels, got {rope_dim}")
+    moment = calibration.moment.to(torch.complex128)
+    keys, queries = heads.pairs(heads.k), heads.pairs(heads.q)
+    squares, vectors = torch.linalg.eigh(torch.einsum("gcm,fcm->cgf", keys @ moment, keys.conj()))
+    bases = vectors.flip(-1).mH  # [c, component, g]
+    asked = calibration.energy(queries[:, :, None]).unflatten(0, (len(heads.k), -1)).sum(1)  # [g, c]
+    asked = torch.einsum("cag,gc->ca", bases.abs().square(), asked)
+    length = reach if isinstance(heads.rope.scaling, DynamicNTK) else None
+    turn = heads.rope.inverse_frequencies(length=length, device=keys.device).double() * reach
+    matters = squares.flip(-1).clamp(min=0) * asked * (1 - turn.sin() / turn)[:, None]
+    kept = torch.zeros_like(matters, dtype=torch.bool)
+    kept.view(-1)[matters.flatten().sort(descending=True, stable=True).indices[: rope_dim // 2]] = True
+    return _assemble(heads, bases, kept)
+
+
+def _assemble(heads: Heads, bases: Tensor, kept: Tensor) -> Latent:
+    """Components ``a`` of the pairs ``c`` of keys, ``y_ca = sum_g bases[c, a, g] * k_gc``: the kept ones rotated.
+
+    ``bases`` ``[c, a, g]`` are unitary, so that ``k_gc = sum_a conj(bases[c, a, g]) * y_ca``, and a query meets y_ca
+    through ``bases[c, a, g] * q_c``. ``kept`` is bool ``[c, a]``.
+    """
+    g, interleaved = len(heads.k), heads.rope is not None and heads.rope.interleaved
+    owner = torch.arange(len(heads.q), device=heads.q.device) // heads.group  # of query head h
+    queries = heads.pairs(heads.q) * _gain(heads)
+    components = torch.einsum("cag,gcm->cam", bases, heads.pairs(heads.k))
+
+    pair, component = kept.nonzero(as_tuple=True)
+    turned = bases[pair, component][:, owner].T  # [h, kept]
+    q_rope = rows_of(queries[:, pair] * turned[..., None], interleaved=interleaved)
+    k_rope = rows_of(components[kept], interleaved=interleaved)
+    rope = select(heads.rope, tuple(pair.tolist())) if len(pair) else None
+
+    # What is rotated no more: pairs of the head that have lost a component, as a map of those that were lost.
+    lost, component = (~kept).nonzero(as_tuple=True)
+    still = (~kept).any(1).nonzero()[:, 0]
+    back = torch.where(still[:, None] == lost, bases[lost, component][:, owner].T.conj()[:, None], 0)
+    back = torch.cat((torch.cat((back.real, -back.imag), -1), torch.cat((back.imag, back.real), -1)), -2)
+    rest, q_rest = components[~kept], queries[:, still]
+    free_q, free_k = heads.q[:, heads.rotated :], heads.k[:, heads.rotated :]
+
+    q_nope = torch.cat((q_rest.real, q_rest.imag, free_q), 1)
+    down = torch.cat((rest.real, rest.imag, free_k.flatten(0, 1), heads.v.flatten(0, 1)))
+    values = _own(owner, g, heads.v.shape[1], down)
+    k_up = [torch.block_diag(*parts) for parts in zip(back, _own(owner, g, free_k.shape[1], down), strict=True)]
+    k_up = torch.nn.functional.pad(torch.stack(k_up), (0, values.shape[-1]))
+    v_up = torch.nn.functional.pad(values, (len(down) - values.shape[-1], 0))
+    if not q_nope.shape[1]:  # all is rotated, and a latent layer has at least one channel that is not
+        q_nope, k_up = q_nope.new_zeros(len(heads.q), 1, q_nope.shape[-1]), k_up.new_zeros(len(k_up), 1, len(down))
+    return Latent(q_nope, q_rope, down, k_rope, k_up, v_up, rope)
+
+
+def _own(owner: Tensor, groups: int, width: int, like: Tensor) -> Tensor:
+    """``[h, width, g * width]``: what picks the block of a head's own group out of all blocks side by side."""
+    mine = torch.nn.functional.one_hot(owner, groups).to(like.dtype)
+    eye = torch.eye(width, dtype=like.dtype, device=like.device)
+    return torch.einsum("hg,de->hdge", mine, eye).flatten(-2)
+
+
+def _gain(heads: Heads) -> float:
+    """YaRN's temperature where a head is rotated in part: the layer puts it on q. Elsewhere scale has it."""
+    partial = 0 < heads.rotated < heads.k.shape[1]
+    return heads.rope.amplitude**2 if partial else 1.0

@@ -1,0 +1,82 @@
+"""Which KV heads become one: neighbours, or heads that are alike, in groups of equal size."""
+
+import torch
+from torch import Tensor
+
+from ..counts import check_count
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def neighbours(heads: int, groups: int) -> Groups:
+    """Heads in order, as Ainslie et al., 2023 (arXiv 2305.13245) group them.
+
+    Raises:
+        ValueError: ``groups`` does not divide ``heads``.
+
+    >>> neighbours(6, 2)
+    ((0, 1, 2), (3, 4, 5))
+    """
+    check_count("num_kv_heads", groups, least=1)
+    if heads % groups:
+        raise ValueError(f"num_kv_heads: expected a divisor of the {heads} KV heads that there are, got {groups}")
+    return _canonical(torch.arange(heads).unflatten(0, (groups, -1)).tolist())
+
+
+def similar(similarity: Tensor, groups: int) -> Groups:
+    """Groups of equal size within which heads are alike, by a symmetric ``similarity`` ``[heads, heads]``.
+
+    Two heads change places as long as this raises the sum of similarities within groups, first from neighbours and
+    then from groups grown greedily around the most similar pairs; the better end is taken. Deterministic, never worse
+    than neighbours, and as good as any single exchange can make it. (Chen et al., 2024, arXiv 2406.14963 group by
+    activations too, in unequal sizes; Jin et al., 2024, arXiv 2412.20677 by simulated annealing.)
+
+    >>> similar(torch.tensor([[1.0, 0, 1], [0, 1, 0], [1, 0, 1]]).kron(torch.eye(2)), 3)
+    ((0, 4), (1, 5), (2, 3))
+    """
+    plain = neighbours(len(similarity), groups)
+    if len(similarity) == groups:
+        return plain
+    s = similarity.detach().double().cpu().clone().fill_diagonal_(0)
+    return max((_exchanged(s, start) for start in (plain, _grown(s, groups))), key=lambda ends: within(s, ends))
+
+
+def within(similarity: Tensor, groups: Groups) -> float:
+    """The sum of similarities of distinct heads that share a group, each pair counted twice."""
+    blocks = (similarity[list(group)][:, list(group)] for group in groups)
+    return sum((block.sum() - block.trace()).item() for block in blocks)
+
+
+def _exchanged(s: Tensor, groups: Groups) -> Groups:
+    label = torch.empty(len(s), dtype=torch.int64)
+    for n, group in enumerate(groups):
+        label[list(group)] = n
+    least = 1e-12 * s.abs().sum().item()  # less is rounding, on which the exchanges could go round in circles
+    while True:
+        to_group = s @ torch.nn.functional.one_hot(label, len(groups)).to(s.dtype)  # [heads, groups]
+        crosswise = to_group[:, label]  # of i with the group of j
+        own = crosswise.diagonal()
+        gain = crosswise + crosswise.T - 2 * s - own[:, None] - own
+        gain = gain.masked_fill(label[:, None] == label, -torch.inf)
+        best = gain.argmax().item()
+        i, j = divmod(best, len(s))
+        if len(groups) == 1 or gain[i, j] <= least:
+            return _canonical([(label == n).nonzero()[:, 0].tolist() for n in range(len(groups))])
+        label[i], label[j] = label[j].clone(), label[i].clone()
+
+
+def _grown(s: Tensor, groups: int) -> Groups:
+    free, grown = list(range(len(s))), []
+    for _ in range(groups):
+        among = s[free][:, free].fill_diagonal_(-torch.inf)
+        group = [free[among.max(1).values.argmax().item()]]
+        free.remove(group[0])
+        while len(group) < len(s) // groups:
+            group.append(free[s[group][:, free].sum(0).argmax().item()])
+            free.remove(group[-1])
+        grown.append(group)
+    return _canonical(grown)
+
+
+def _canonical(groups: list[list[int]]) -> Groups:
+    return tuple(sorted(tuple(sorted(group)) for group in groups))

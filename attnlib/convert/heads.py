@@ -1,0 +1,196 @@
+"""From many KV heads to fewer: regroup, align, merge.
+
+Regrouping and aligning keep the function; merging is the only step that loses anything, and loses nothing where heads
+that become one are equal, or equal up to an alignment.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import GroupedQueryAttention
+from .align import Align, check_align, similarity
+from .align import align as align_heads
+from .calibration import Calibration, fitting
+from .grouping import Groups, neighbours, similar
+from .mixed import MixedLinear
+from .weights import PROJECTIONS, Heads, join, split
+
+Merge = Literal["mean", "first", "energy", "learned"]
+Grouping = Literal["neighbours", "similar"]
+
+
+def mha_to_gqa(
+    layer: GroupedQueryAttention,
+    num_kv_heads: int,
+    *,
+    merge: Merge = "mean",
+    align: Align = "none",
+    grouping: Grouping = "neighbours",
+    calibration: Calibration | None = None,
+) -> GroupedQueryAttention:
+    """A new layer with ``num_kv_heads`` KV heads, merged from those of an MHA or GQA layer, which stays as it is.
+
+    The defaults are those of Ainslie et al., 2023 (arXiv 2305.13245): the mean of neighbours. ``merge="first"`` keeps
+    one head of each group, ``"energy"`` weights keys and values by their mean squares, and ``"learned"`` makes k_proj
+    and v_proj :class:`MixedLinear`, which start as the mean and are trained until :func:`fold`. ``align`` and
+    ``grouping="similar"`` are :func:`align` and :func:`similar`; similarity is taken after alignment. They and
+    ``"energy"`` look at activations over ``calibration``; None means :meth:`Calibration.white`, weights alone.
+
+    Everything else, mask, rope, norms, sinks, scale, dtype and mode included, is the old layer's. Sums are fp64.
+
+    Raises:
+        ValueError: ``num_kv_heads`` does not divide the layer's, gains of a norm forbid to align, or an unknown option.
+        TypeError: not a grouped-query layer, or one whose projections are more than a weight.
+        NotImplementedError: ``grouping="similar"`` of a layer with ALiBi, whose slopes belong to the order of heads.
+
+    >>> layer = MultiHeadAttention(64, 8, mask=CAUSAL, rope=Rope(8))
+    >>> mha_to_gqa(layer, 2, align="all", grouping="similar").kv_layout.heads
+    2
+    """
+    check_grouped(layer)
+    if grouping == "similar" and layer.alibi_slopes is not None:
+        raise NotImplementedError(
+            'grouping: "similar" moves query heads, and ALiBi\'s slopes belong to their order; use "neighbours"'
+        )
+    state = layer.state_dict()
+    with torch.no_grad():
+        heads = split(state, head_dim=layer.head_dim, rope=layer.rope)
+        options = {"align": align, "grouping": grouping, "calibration": calibration}
+        heads = arrange(heads, num_kv_heads, **options)
+        key_mix, value_mix = shares(heads, num_kv_heads, merge=merge, calibration=calibration)
+        merged = join(merge_heads(heads, key_mix, value_mix), state)
+        new = _like(layer, num_kv_heads, merged)
+        if merge == "learned":
+            new.k_proj = _mixed(heads.k, key_mix, new.k_proj)
+            new.v_proj = _mixed(heads.v, value_mix, new.v_proj)
+    return new
+
+
+def fold(layer: GroupedQueryAttention) -> GroupedQueryAttention:
+    """A new layer with plain projections that computes what one made with ``merge="learned"`` has learnt.
+
+    Raises:
+        TypeError: ``layer`` was not made so.
+    """
+    mixed = [name for name in ("k_proj", "v_proj") if type(getattr(layer, name, None)) is MixedLinear]
+    if len(mixed) < 2:
+        raise TypeError('layer: expected MixedLinear k_proj and v_proj, as mha_to_gqa(merge="learned") makes them')
+    state = {name: value for name, value in layer.state_dict().items() if name.split(".")[0] not in mixed}
+    for name in mixed:
+        state |= {f"{name}.{key}": value for key, value in getattr(layer, name).folded().items()}
+    return _like(layer, layer.num_kv_heads, state)
+
+
+def arrange(
+    heads: Heads, num_kv_heads: int, *, align: Align, grouping: Grouping, calibration: Calibration | None
+) -> Heads:
+    """The same function with heads in the order in which they will be merged, and turned towards each other.
+
+    Raises: as :func:`mha_to_gqa`.
+    """
+    if grouping not in get_args(Grouping):
+        raise ValueError(f"grouping: expected one of {get_args(Grouping)}, got {grouping!r}")
+    check_align(align)
+    calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
+    groups = neighbours(len(heads.k), num_kv_heads)
+    if len(heads.k) == num_kv_heads:
+        return heads
+    if grouping == "similar":
+        groups = similar(similarity(heads, calibration, align), num_kv_heads)
+    return align_heads(regroup(heads, groups), num_kv_heads, calibration, align)
+
+
+def regroup(heads: Heads, groups: Groups) -> Heads:
+    """The same function with KV heads, and with them their query heads, columns of o and sinks, in another order."""
+    order = torch.tensor([i for group in groups for i in group], device=heads.k.device)
+    queries = (order[:, None] * heads.group + torch.arange(heads.group, device=order.device)).flatten()
+    sinks = None if heads.sinks is None else heads.sinks[queries]
+    moved = {"q": heads.q[queries], "o": heads.o[:, queries], "k": heads.k[order], "v": heads.v[order]}
+    return replace(heads, **moved, sinks=sinks)
+
+
+def shares(heads: Heads, num_kv_heads: int, *, merge: Merge, calibration: Calibration | None) -> tuple[Tensor, Tensor]:
+    """What each head gives to its group's key and value: weights ``[g, f]`` each, which sum to 1 in a group.
+
+    Raises:
+        ValueError: an unknown merge.
+    """
+    if merge not in get_args(Merge):
+        raise ValueError(f"merge: expected one of {get_args(Merge)}, got {merge!r}")
+    calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
+
+    def share(rows: Tensor) -> Tensor:
+        size = torch.ones(len(rows), dtype=rows.dtype, device=rows.device)
+        if merge == "energy":
+            size = calibration.energy(rows)
+        size = size.unflatten(0, (num_kv_heads, -1)).clone()
+        if merge == "first":
+            size[:, 1:] = 0
+        size[size.sum(1) == 0] = 1  # heads that are all zero may be weighted at will
+        return size / size.sum(1, keepdim=True)
+
+    return share(heads.k), share(heads.v)
+
+
+def merge_heads(heads: Heads, key_mix: Tensor, value_mix: Tensor) -> Heads:
+    """One KV head for each row of the mixes ``[g, f]``, from runs of f neighbours; queries and o stay."""
+    k, v = (
+        torch.einsum("gf,gfdm->gdm", mix, rows.unflatten(0, tuple(mix.shape)))
+        for mix, rows in ((key_mix, heads.k), (value_mix, heads.v))
+    )
+    return replace(heads, k=k, v=v)
+
+
+def check_grouped(layer: nn.Module) -> None:
+    """Refuse what is not a grouped-query layer of plain projections.
+
+    Raises:
+        TypeError: with the name of what is something else.
+    """
+    if not isinstance(layer, GroupedQueryAttention):
+        raise TypeError(f"layer: expected a GroupedQueryAttention, got {type(layer).__name__}")
+    for name in PROJECTIONS:
+        module = getattr(layer, name)
+        if type(module) is not nn.Linear:
+            raise TypeError(
+                f"{name}: expected a plain nn.Linear, got {type(module).__name__}; fold adapters into the weight first"
+            )
+
+
+def _mixed(rows: Tensor, mix: Tensor, merged: nn.Linear) -> MixedLinear:
+    rows = rows.unflatten(0, tuple(mix.shape)).to(merged.weight.dtype)
+    bias = None if merged.bias is None else rows[..., -1].clone()
+    return MixedLinear(rows[..., :-1].clone(), bias, mix.to(rows.dtype))
+
+
+def _like(layer: GroupedQueryAttention, num_kv_heads: int, state: Mapping[str, Tensor]) -> GroupedQueryAttention:
+    """A layer with these weights and all the options of ``layer``."""
+    norm = {} if layer.q_norm is None else {"qk_norm": True, "norm_eps": layer.q_norm.eps}
+    weight = layer.q_proj.weight
+    new = GroupedQueryAttention(
+        layer.hidden_size,
+        layer.num_heads,
+        mask=layer.mask,
+        num_kv_heads=num_kv_heads,
+        head_dim=layer.head_dim,
+        bias=layer.k_proj.bias is not None,
+        output_bias=layer.o_proj.bias is not None,
+        rope=layer.rope,
+        sinks=layer.sinks is not None,
+        softcap=layer.softcap,
+        alibi=layer.alibi_slopes is not None,
+        dropout_p=layer.dropout_p,
+        backend=layer.backend,
+        device=weight.device,
+        dtype=weight.dtype,
+        **norm,
+    )
+    new.load_state_dict(state)
+    new.scale, new.q_gain = layer.scale, layer.q_gain  # which the constructor would take from scale= and rope
+    if layer.alibi_slopes is not None:
+        new.alibi_slopes.copy_(layer.alibi_slopes)
+    return new.train(layer.training)

@@ -1,0 +1,148 @@
+"""From grouped-query to latent attention: embed exactly, concentrate rope on few channels, truncate the latent.
+
+Any grouped-query layer is a latent one. Its latent holds all values and those keys that are not rotated; its one rotary
+key holds the rotated keys of all heads side by side, of which each query meets its own group's and zeros. That stores
+as much as before. Concentrating rope mixes the rotary keys of the heads pair by pair, keeps what matters and leaves the
+rest unrotated, in the latent; truncating keeps of the latent what its inputs use.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..counts import check_count
+from ..layers import GroupedQueryAttention, MultiHeadLatentAttention
+from .calibration import Calibration, fitting
+from .embedding import Latent, concentrate, embed
+from .heads import check_grouped
+from .truncation import balance, truncate
+from .weights import Heads, split
+
+
+def gqa_to_mla(
+    layer: GroupedQueryAttention,
+    rank: int | None = None,
+    *,
+    rope_dim: int | None = None,
+    calibration: Calibration | None = None,
+    reach: int = 2048,
+) -> MultiHeadLatentAttention:
+    """A new latent layer from a grouped-query layer, which stays as it is.
+
+    A token stores ``rank + rope_dim`` values instead of ``2 * g * d``. None for ``rope_dim`` keeps all
+    ``g * layer.rope.dim`` rotary channels, and None for ``rank`` the whole latent; both None is :func:`embed`, the same
+    function. Otherwise see :func:`concentrate` and :func:`truncate`; ``calibration`` None means
+    :meth:`Calibration.white`, weights alone.
+
+    The result has DeepSeek-V3's names and q_lora_rank None. DeepSeek normalises the latent and a grouped-query layer
+    does not, so that kv_a_layernorm is made the identity: with ``eps = 2 ** 100`` the norm divides by ``2 ** 50``,
+    which its gain undoes, to the last bit for latents below ``2 ** 23`` (see :func:`identity_eps`; a gain that large
+    hardly learns). A bias of q is one of q_proj, which MultiHeadLatentAttention itself never makes. ``rope`` is a
+    :class:`SelectedRope`. Mask, scale, dropout, backend, dtype and mode are the old layer's.
+
+    Raises:
+        ValueError: a rank, rope_dim or reach out of range, or a calibration of another width.
+        TypeError: as :func:`mha_to_gqa`, or a size that is no int.
+        NotImplementedError: what a latent layer has not: norms of q and k, sinks, softcap, ALiBi.
+
+    >>> layer = GroupedQueryAttention(64, 8, num_kv_heads=4, mask=CAUSAL, rope=Rope(8))
+    >>> x = torch.randn(1, 9, 64)
+    >>> torch.testing.assert_close(gqa_to_mla(layer)(x), layer(x))
+    >>> gqa_to_mla(layer, 32, rope_dim=8, calibration=Calibration.of([x])).kv_layout.token_bytes
+    160
+    """
+    check_grouped(layer)
+    for name, value in (("softcap", layer.softcap), ("ALiBi", layer.alibi_slopes)):
+        _refuse(name, value)
+    with torch.no_grad():
+        heads = split(layer.state_dict(), head_dim=layer.head_dim, rope=layer.rope)
+        return _layer(layer, to_latent(heads, rank, rope_dim=rope_dim, calibration=calibration, reach=reach))
+
+
+def to_latent(
+    heads: Heads, rank: int | None, *, rope_dim: int | None, calibration: Calibration | None, reach: int
+) -> Latent:
+    """The weights that :func:`gqa_to_mla` gives its layer.
+
+    Raises: as :func:`gqa_to_mla`, of what can be seen from weights.
+    """
+    _refuse("q_norm and k_norm", heads.gains)
+    _refuse("sinks", heads.sinks)
+    check_count("reach", reach, least=1)
+    for name, size in (("rank", rank), ("rope_dim", rope_dim)):
+        if size is not None:
+            check_count(name, size)
+    if heads.rope is None and rope_dim:
+        raise ValueError(f"rope_dim: expected None or 0 for a layer without rope, got {rope_dim}")
+    calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
+    if rope_dim in (None, len(heads.k) * heads.rotated):
+        latent = embed(heads)
+    else:
+        latent = concentrate(heads, rope_dim, calibration, reach=reach)
+    if rank is not None and rank != len(latent.down):
+        latent = truncate(latent, rank, calibration, balance=balance(heads, calibration))
+    return latent
+
+
+def identity_eps(dtype: torch.dtype) -> float:
+    """The eps with which kv_a_layernorm is the identity; its root is the gain.
+
+    The root is a power of two that the dtype holds, and beside eps the latent's own mean square is lost. fp16 holds
+    ``2 ** 15``, good for latents below ``2 ** 7``: a converted layer of another dtype must not be cast to fp16.
+    """
+    return 2.0**30 if dtype == torch.float16 else 2.0**100
+
+
+def join(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a latent layer, DeepSeek-V3's names, from ``latent`` and a grouped layer's state dict.
+
+    All of kv_a_proj_with_mqa, o_proj and the norm's gain are there; biases of the former two are there when ``state``
+    has any, and that of q_proj when ``state`` has it. dtypes are those of ``state``.
+    """
+    dtype = state["q_proj.weight"].dtype
+    q, down = torch.cat((latent.q_nope, latent.q_rope), 1).flatten(0, 1), torch.cat((latent.down, latent.k_rope))
+    new = {
+        "q_proj.weight": q[:, :-1],
+        "kv_a_proj_with_mqa.weight": down[:, :-1],
+        "kv_a_layernorm.weight": torch.full_like(latent.down[:, 0], identity_eps(dtype) ** 0.5),
+        "kv_b_proj.weight": torch.cat((latent.k_up, latent.v_up), 1).flatten(0, 1),
+        "o_proj.weight": state["o_proj.weight"],
+    }
+    if "q_proj.bias" in state:
+        new["q_proj.bias"] = q[:, -1]
+    if "k_proj.bias" in state or "o_proj.bias" in state:
+        new["kv_a_proj_with_mqa.bias"] = down[:, -1]
+        new["o_proj.bias"] = state.get("o_proj.bias", torch.zeros_like(state["o_proj.weight"][:, 0]))
+    return {name: value.to(dtype, copy=True) for name, value in new.items()}
+
+
+def _refuse(name: str, value: object) -> None:
+    if value is not None:
+        raise NotImplementedError(f"layer: it has {name}, which a latent layer has not; convert it with mha_to_gqa")
+
+
+def _layer(layer: GroupedQueryAttention, latent: Latent) -> MultiHeadLatentAttention:
+    weight, state = layer.q_proj.weight, join(latent, layer.state_dict())
+    new = MultiHeadLatentAttention(
+        layer.hidden_size,
+        layer.num_heads,
+        mask=layer.mask,
+        q_lora_rank=None,
+        kv_lora_rank=len(latent.down),
+        qk_nope_head_dim=latent.q_nope.shape[1],
+        qk_rope_head_dim=len(latent.k_rope),
+        v_head_dim=layer.head_dim,
+        bias="kv_a_proj_with_mqa.bias" in state,
+        rope=latent.rope,
+        norm_eps=identity_eps(weight.dtype),
+        scale=layer.scale,
+        dropout_p=layer.dropout_p,
+        backend=layer.backend,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
+    if "q_proj.bias" in state:
+        new.q_proj = nn.Linear(layer.hidden_size, new.q_proj.out_features, device=weight.device, dtype=weight.dtype)
+    new.load_state_dict(state)
+    return new.train(layer.training)

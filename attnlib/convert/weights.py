@@ -1,0 +1,97 @@
+"""The weights of a grouped-query layer head by head, as conversions compute with them, from and to its state dict."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..rope import Rope
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heads:
+    """Projections of ``h`` query heads and ``g`` KV heads, fp64; query head i reads KV head ``i // (h / g)``.
+
+    q ``[h, d, m + 1]``, k and v ``[g, d, m + 1]``: the last column is the bias (0 without), which the constant one of
+    a :class:`Calibration` meets. o ``[m, h, d]``; its bias is nobody's business here. ``gains`` ``[2, d]`` are those of
+    q_norm and k_norm. ``rope`` says which channels are rotated, and in which pairs.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    rope: Rope | None
+    gains: Tensor | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def rotated(self) -> int:
+        """How many of the first channels of a head rope rotates."""
+        return 0 if self.rope is None else self.rope.dim
+
+    @property
+    def group(self) -> int:
+        """Query heads that read one KV head."""
+        return len(self.q) // len(self.k)
+
+    def pairs(self, rows: Tensor) -> Tensor:
+        """Rotated channels of ``[..., d, m]`` as complex ``[..., p / 2, m]``: rope multiplies by a phase."""
+        interleaved = self.rope is not None and self.rope.interleaved
+        return pairs_of(rows[..., : self.rotated, :], interleaved=interleaved)
+
+
+def pairs_of(rows: Tensor, *, interleaved: bool) -> Tensor:
+    """Channels ``[..., p, m]`` as complex numbers ``[..., p / 2, m]``, paired as :func:`attnlib.rotate` does."""
+    half = rows.shape[-2] // 2
+    axis, shape = (-2, (half, 2)) if interleaved else (-3, (2, half))
+    return torch.complex(*rows.unflatten(-2, shape).unbind(axis))
+
+
+def rows_of(pairs: Tensor, *, interleaved: bool) -> Tensor:
+    """The inverse of :func:`pairs_of`."""
+    return torch.stack((pairs.real, pairs.imag), -2 if interleaved else -3).flatten(-3, -2)
+
+
+def split(state: Mapping[str, Tensor], *, head_dim: int, rope: Rope | None) -> Heads:
+    """The heads in a state dict of :class:`attnlib.GroupedQueryAttention`, the names of transformers; all are copies.
+
+    Raises:
+        ValueError: weights that no grouped-query layer has, or that are not finite.
+    """
+    for name, value in state.items():
+        if not value.isfinite().all():
+            raise ValueError(f"{name}: expected finite weights, got NaN or infinity")
+    q, k, v = (_rows(state, name, head_dim) for name in PROJECTIONS[:3])
+    o = state["o_proj.weight"].to(torch.float64, copy=True)
+    if len(q) % len(k) or k.shape != v.shape or o.shape[-1] != len(q) * head_dim:
+        shapes = ", ".join(f"{name} {tuple(state[f'{name}.weight'].shape)}" for name in PROJECTIONS)
+        raise ValueError(f"state: expected projections of heads of {head_dim} channels, got {shapes}")
+    gains, sinks = None, state.get("sinks")
+    if "k_norm.weight" in state:
+        gains = torch.stack((state["q_norm.weight"], state["k_norm.weight"])).double()
+    sinks = None if sinks is None else sinks.to(torch.float64, copy=True)
+    return Heads(q, k, v, o.unflatten(-1, (-1, head_dim)), rope, gains, sinks)
+
+
+def join(heads: Heads, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``state`` with the projections and sinks of ``heads``, in the dtypes and with the biases that it has."""
+    changed = {"o_proj.weight": heads.o.flatten(1)}
+    for name, rows in (("q_proj", heads.q), ("k_proj", heads.k), ("v_proj", heads.v)):
+        changed[f"{name}.weight"] = rows[..., :-1].flatten(0, 1)
+        if f"{name}.bias" in state:
+            changed[f"{name}.bias"] = rows[..., -1].flatten()
+    if heads.sinks is not None:
+        changed["sinks"] = heads.sinks
+    return {name: changed[name].to(value.dtype) if name in changed else value for name, value in state.items()}
+
+
+def _rows(state: Mapping[str, Tensor], name: str, head_dim: int) -> Tensor:
+    weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
+    if weight.dim() != 2 or weight.shape[0] % head_dim:
+        raise ValueError(f"{name}.weight: expected rows of heads of {head_dim} channels, got {tuple(weight.shape)}")
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    return torch.cat((weight, bias[:, None]), -1).double().unflatten(0, (-1, head_dim))
