@@ -1,0 +1,34 @@
+"""What can go wrong in a conversion, each with the exit code of a command that ends with it.
+
+0 is success and 2 a wrong request (:class:`RequestError`, as argparse has it); 1 is left for what is none of these.
+"""
+
+
+class CheckpointError(ValueError):
+    """The source cannot be converted: it is malformed, unsafe to open, of an unknown kind, or changed meanwhile."""
+
+    exit_code = 3
+
+
+class RequestError(ValueError):
+    """The request itself is wrong: where the result should go, or that another conversion is writing there."""
+
+    exit_code = 2
+
+
+class VerificationError(ValueError):
+    """The result was written, and is not what it should be."""
+
+    exit_code = 4
+
+
+class OutputError(OSError):
+    """The result could not be written; what was finished waits to be resumed."""
+
+    exit_code = 1
+
+
+class NoSpaceError(OutputError):
+    """The file system has too little room, or a quota is used up."""
+
+    exit_code = 5

@@ -1,0 +1,232 @@
+"""A folder with a checkpoint in it, checked before anything in it is trusted.
+
+Only plain files directly in the folder are opened, by names that say nothing but a name; each file has a size limit and
+must stay as it was when it was first seen.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+from .header import Entry, header_length, parse_header
+from .plain_json import parse_object
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MAX_CONFIG, MAX_INDEX, MAX_COPIED = 2**20, 64 * 2**20, 256 * 2**20  # bytes
+CHUNK = 2**24  # bytes read at a time, a multiple of every element's size
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "generation_config.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "NOTICE",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A plain file and what would show that somebody changed it: inode, size and time of the last write."""
+
+    path: Path
+    size: int
+    identity: tuple[int, ...]
+
+    @classmethod
+    def at(cls, path: Path, *, limit: int | None = None) -> "SourceFile":
+        """The file at ``path``, of at most ``limit`` bytes.
+
+        Raises:
+            CheckpointError: it is missing, a link, no plain file, unreadable or too large.
+        """
+        with _open_plain(path) as file:
+            status = os.fstat(file.fileno())
+        if limit is not None and status.st_size > limit:
+            raise CheckpointError(f"{path.name}: expected at most {limit} bytes, got {status.st_size}")
+        return cls(path, status.st_size, _identity(status))
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def check(self) -> None:
+        """Raises CheckpointError if this is no longer the file that was first seen."""
+        self._open().close()
+
+    def read(self, start: int = 0, length: int | None = None) -> bytearray:
+        """``length`` bytes from ``start`` on, in memory of their own; None: to the end."""
+        buffer = bytearray(self.size - start if length is None else length)
+        for _ in self.chunks(start, len(buffer), memoryview(buffer)):
+            pass
+        return buffer
+
+    def chunks(self, start: int, length: int, into: memoryview) -> Iterator[memoryview]:
+        """``length`` bytes from ``start`` on, read into ``into`` again and again; each part is valid until the next."""
+        with self._open() as file:
+            file.seek(start)
+            while length:
+                part = into[: min(length, len(into))]
+                filled = 0
+                while filled < len(part):
+                    try:
+                        count = file.readinto(part[filled:])
+                    except OSError as error:
+                        raise CheckpointError(f"{self.name}: cannot be read: {error.strerror}") from error
+                    if not count:
+                        raise CheckpointError(f"{self.name}: expected {self.size} bytes, and they ended before")
+                    filled += count
+                length -= filled
+                yield part
+
+    def _open(self):
+        file = _open_plain(self.path)
+        if _identity(os.fstat(file.fileno())) != self.identity:
+            file.close()
+            raise CheckpointError(f"{self.name}: changed during the conversion; start again when it is at rest")
+        return file
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor on disk: the file, and where in it."""
+
+    file: SourceFile
+    entry: Entry
+
+    def load(self) -> Tensor:
+        """The tensor, in memory of its own."""
+        shape, dtype = self.entry.shape, self.entry.dtype
+        if not self.entry.nbytes:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self.file.read(self.entry.start, self.entry.nbytes), dtype=dtype).view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checked folder: its config, tensors by name, shards, files to copy, and the names of what stays behind."""
+
+    folder: Path
+    config: dict
+    tensors: Mapping[str, StoredTensor]
+    shards: tuple[SourceFile, ...]
+    described_by: tuple[SourceFile, ...]
+    copied: tuple[SourceFile, ...]
+    left_behind: tuple[str, ...]
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """Every file that the result depends on."""
+        return self.described_by + self.shards + self.copied
+
+
+def buffer_for(size: int) -> memoryview:
+    """Memory to read ``size`` bytes through: all of them at once, or CHUNK at a time."""
+    return memoryview(bytearray(min(size, CHUNK)))
+
+
+def read_folder(source: Path) -> Checkpoint:
+    """Check the folder ``source`` and read all of it but the tensors: config.json and the header of each shard.
+
+    Raises:
+        CheckpointError: something is missing, malformed or unsafe; names the file and what to do.
+    """
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: expected a folder with a checkpoint, got no folder")
+    names = sorted(os.listdir(source))
+    if WEIGHTS in names and INDEX in names:
+        raise CheckpointError(f"{source}: expected {WEIGHTS} or {INDEX}, got both; remove the one that is not meant")
+    if WEIGHTS not in names and INDEX not in names:
+        pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+        advice = (
+            f"; {pickles[0]} may run code when it is opened: convert it to safetensors elsewhere" if pickles else ""
+        )
+        raise CheckpointError(f"{source}: expected {WEIGHTS} or {INDEX}, got neither{advice}")
+    config = SourceFile.at(source / CONFIG, limit=MAX_CONFIG)
+    described_by, weight_map = (config,), None
+    if INDEX in names:
+        index = SourceFile.at(source / INDEX, limit=MAX_INDEX)
+        described_by += (index,)
+        weight_map = _weight_map(parse_object(index.read(), INDEX))
+    shard_names = sorted(set(weight_map.values())) if weight_map is not None else [WEIGHTS]
+    shards = tuple(SourceFile.at(source / name) for name in shard_names)
+    tensors = {}
+    for shard in shards:
+        held = _header(shard)
+        if weight_map is not None:
+            _agree(held, {tensor for tensor, name in weight_map.items() if name == shard.name}, shard.name)
+        tensors |= {tensor: StoredTensor(shard, entry) for tensor, entry in held.items()}
+    copied = tuple(SourceFile.at(source / name, limit=MAX_COPIED) for name in COPIED if name in names)
+    read = {file.name for file in described_by + shards + copied}
+    left = tuple(name for name in names if name not in read)
+    return Checkpoint(source, parse_object(config.read(), CONFIG), tensors, shards, described_by, copied, left)
+
+
+def _weight_map(index: dict) -> dict[str, str]:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{INDEX}: weight_map: expected the file of each tensor, got {str(weight_map)[:80]}")
+    for tensor, name in weight_map.items():
+        if not _is_shard_name(name):
+            raise CheckpointError(
+                f"{INDEX}: weight_map[{tensor!r}]: expected the plain name of a .safetensors file in the same folder, "
+                f"got {str(name)[:80]!r}"
+            )
+    return weight_map
+
+
+def _is_shard_name(name: object) -> bool:
+    """Whether it is a name that means the same file directly in the folder to every system."""
+    if not isinstance(name, str) or not name.endswith(".safetensors") or len(name.encode()) > 255:
+        return False
+    plain = name.isprintable() and not set(name) & set('/\\:*?"<>|') and not name.startswith((".", " "))
+    return plain and PurePosixPath(name).parts == PureWindowsPath(name).parts == (name,)
+
+
+def _header(file: SourceFile) -> dict[str, Entry]:
+    length = header_length(file.read(0, min(8, file.size)), file.size, file.name)
+    return parse_header(file.read(8, length), file.size, file.name)
+
+
+def _agree(held: Mapping[str, Entry], listed: set[str], name: str) -> None:
+    """Raises unless a shard holds exactly the tensors that the index lists for it; so no two shards hold the same."""
+    for tensor in sorted(listed - held.keys()):
+        raise CheckpointError(f"{name}: expected {tensor!r}, which {INDEX} lists for it, got a file without it")
+    for tensor in sorted(held.keys() - listed):
+        raise CheckpointError(f"{name}: holds {tensor!r}, which {INDEX} lists elsewhere or not at all")
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _open_plain(path: Path):
+    try:
+        # No link is followed, and nobody waits for the other end of a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name}: expected in {path.parent}, and it is missing") from None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise CheckpointError(f"{path.name}: cannot be opened: {error.strerror}") from error
+        advice = "links of a download cache become files with `hf download --local-dir`"
+        raise CheckpointError(f"{path.name}: expected a plain file, got a link; {advice}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path.name}: expected a plain file, got something else")
+    return os.fdopen(descriptor, "rb", buffering=0)

@@ -1,0 +1,49 @@
+"""What a converter of one layer gets and gives; reading and writing checkpoints knows nothing else of it.
+
+Weights go by the parameter names of this library's layers, whatever their names on disk: ``q_proj.weight``
+``[h * d, m]``, ``k_proj.weight`` and ``v_proj.weight`` ``[g * d, m]``, ``o_proj.weight`` ``[m, h * d]``, biases and
+``q_norm.weight``, ``k_norm.weight`` ``[d]`` where the model has them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Layer ``index`` of the source: ``width`` m, ``heads`` h, ``kv_heads`` g, ``head_dim`` d."""
+
+    index: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """What each projection gives out: the rows of its weight."""
+        keys = self.kv_heads * self.head_dim
+        return {"q_proj": self.heads * self.head_dim, "k_proj": keys, "v_proj": keys, "o_proj": self.width}
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedLayer:
+    """A layer's new weights, in the dtype in which they are to be stored.
+
+    ``config`` is what config.json must say of them, the same for all layers: ``num_key_value_heads``, or the five sizes
+    of a latent layer. ``errors`` go into the report, by names of the converter's choice.
+    """
+
+    weights: Mapping[str, Tensor]
+    config: Mapping[str, object] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+
+LayerConverter = Callable[[Mapping[str, Tensor], LayerShape], ConvertedLayer]
+
+
+def identity(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
+    """The layer as it is."""
+    return ConvertedLayer(weights)

@@ -1,0 +1,153 @@
+"""What the result will hold, before any of it is written: every tensor, its shard, and the new config."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from .errors import CheckpointError, VerificationError
+from .folder import CONFIG
+from .header import Entry, make_header
+from .layer import ConvertedLayer, LayerConverter
+from .model import Model, check_layer, edit_config, is_latent, shape_of
+from .names import join, split
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor of the result: what it is, and the layer it is converted with; None: copied as it is."""
+
+    entry: Entry
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file of the result: its first bytes, and its tensors in the order in which they follow."""
+
+    name: str
+    header: bytes
+    outputs: Mapping[str, Output]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(output.entry.nbytes for output in self.outputs.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All files of weights, ``index`` (None for one file alone) and ``config``."""
+
+    shards: tuple[Shard, ...]
+    index: dict | None
+    config: dict
+
+
+class Layers:
+    """The layers of a model, converted when they are asked for. It keeps the last, whose tensors come together."""
+
+    def __init__(self, model: Model, convert_layer: LayerConverter):
+        self.model, self.convert_layer = model, convert_layer
+        self.errors: dict[int, dict[str, float]] = {}
+        self._last: tuple[int, ConvertedLayer, dict[str, Tensor]] | None = None
+
+    def tensors(self, index: int) -> dict[str, Tensor]:
+        """The new tensors of a layer, by their full names."""
+        return self._converted(index)[2]
+
+    def planned(self, name: str, output: Output) -> Tensor:
+        """One of these tensors; raises VerificationError unless it is what ``output`` says."""
+        tensor = self.tensors(output.layer).get(name)
+        wanted = output.entry.dtype, output.entry.shape
+        got = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
+        if got != wanted:
+            raise VerificationError(f"{name}: expected {wanted}, as of a layer that was stored alike, got {got}")
+        return tensor
+
+    def config(self, index: int) -> dict[str, object]:
+        """What the converter says for config.json."""
+        return dict(self._converted(index)[1].config)
+
+    def _converted(self, index: int):
+        if self._last is None or self._last[0] != index:
+            self._last = None  # before the next layer takes its memory
+            layer, family = self.model.layers[index], self.model.family
+            stored = {name: self.model.checkpoint.tensors[layer.prefix + name].load() for name in layer.stored}
+            shape = replace(self.model.shape, index=index)
+            converted = self.convert_layer(split(family, stored, shape), shape)
+            del stored
+            tensors = {layer.prefix + name: tensor for name, tensor in join(family, converted.weights).items()}
+            self.errors[index] = dict(converted.errors)
+            self._last = index, converted, tensors
+        return self._last
+
+
+def make_plan(layers: Layers, max_shard_size: int) -> Plan:
+    """Plan the result. Of layers that are stored alike only the first is converted now, to see what comes out.
+
+    Raises:
+        CheckpointError: a converted tensor has the name of another one.
+        VerificationError: the converter's weights and its config contradict each other.
+    """
+    model = layers.model
+    seen, outputs, fields = {}, {}, None
+    for index, layer in model.layers.items():
+        alike = tuple((name, entry.dtype, entry.shape) for name, entry in model.stored(index).items())
+        if alike not in seen:
+            made = layers.tensors(index).items()
+            seen[alike] = {name.removeprefix(layer.prefix): Entry(x.dtype, tuple(x.shape), 0) for name, x in made}
+            if fields is not None and layers.config(index) != fields:
+                raise VerificationError(
+                    f"layer {index}: expected config {fields} as before, got {layers.config(index)}"
+                )
+            fields = layers.config(index)
+        outputs |= {layer.prefix + name: Output(entry, index) for name, entry in seen[alike].items()}
+    config = edit_config(model.checkpoint.config, fields, model.shape)
+    if not is_latent(config):
+        _check_result(layers, seen, config)
+    replaced = {layer.prefix + name for layer in model.layers.values() for name in layer.stored}
+    for name, tensor in model.checkpoint.tensors.items():
+        if name not in replaced:
+            if name in outputs:
+                raise CheckpointError(
+                    f"{name!r}: expected no such tensor in the source, whose converted layers have one"
+                )
+            outputs[name] = Output(tensor.entry)
+    return _sharded(dict(sorted(outputs.items(), key=lambda item: _by_number(item[0]))), max_shard_size, config)
+
+
+def _check_result(layers: Layers, seen: Mapping[tuple, Mapping[str, Entry]], config: Mapping[str, object]) -> None:
+    try:
+        shape = shape_of(config, layers.model.family)
+        for entries in seen.values():
+            check_layer(entries, layers.model.family, shape, "converted ")
+    except CheckpointError as error:
+        raise VerificationError(f"the converter's weights and {CONFIG} differ: {error}") from error
+
+
+def _sharded(outputs: Mapping[str, Output], max_shard_size: int, config: dict) -> Plan:
+    try:
+        from huggingface_hub import split_state_dict_into_shards_factory
+    except ImportError as error:
+        raise ImportError("converting checkpoints needs huggingface_hub: pip install 'attnlib[hf]'") from error
+    found = split_state_dict_into_shards_factory(
+        dict(outputs),
+        get_storage_size=lambda output: output.entry.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    shards = []
+    for name, tensors in found.filename_to_tensors.items():
+        wide_first = sorted(tensors, key=lambda tensor: -outputs[tensor].entry.dtype.itemsize)
+        header, placed = make_header({tensor: outputs[tensor].entry for tensor in wide_first})
+        held = {tensor: replace(outputs[tensor], entry=entry) for tensor, entry in placed.items()}
+        shards.append(Shard(name, header, held))
+    index = {"metadata": found.metadata, "weight_map": found.tensor_to_filename} if found.is_sharded else None
+    return Plan(tuple(shards), index, config)
+
+
+def _by_number(name: str) -> list:
+    """Sorts ``layers.2`` before ``layers.10``, so that a layer's tensors come together and layers in their order."""
+    parts = re.split(r"([0-9]+)", name)
+    return [(len(digits := part.lstrip("0")), digits) if i % 2 else part for i, part in enumerate(parts)]

@@ -1,0 +1,48 @@
+"""conversion_report.json: what was converted from what, what it saves, what it lost, and whether it was checked.
+
+The same request gives the same bytes: there is no time, no duration and no path in it.
+"""
+
+import math
+from collections.abc import Mapping
+
+from .model import CODE_KEYS, Model, token_bytes
+from .plan import Plan
+
+REPORT = "conversion_report.json"
+
+
+def make_report(
+    model: Model,
+    plan: Plan,
+    *,
+    identity: Mapping[str, object],
+    layers: Mapping[str, Mapping[str, float | None]],
+    broken: Mapping[str, Mapping[str, int]],
+    outputs: Mapping[str, str],
+    checked: Mapping[str, object],
+) -> dict[str, object]:
+    """The report as a JSON object.
+
+    ``identity`` is the request with the sha256 of every input, ``layers`` the errors by layer, ``broken`` the tensors
+    that are not finite, ``outputs`` the sha256 of every file written, ``checked`` what came of the caller's check.
+    """
+    source = model.checkpoint.config
+    return {
+        **identity,
+        "outputs": dict(outputs),
+        "layers": [{"layer": index, **layers[str(index)]} for index in model.layers],
+        "cache_bytes_per_token": {"before": token_bytes(source, model), "after": token_bytes(plan.config, model)},
+        "config_changes": {key: value for key, value in plan.config.items() if source.get(key) != value},
+        "config_keys_dropped": [key for key in CODE_KEYS if key in source],
+        "not_finite": dict(broken),
+        "not_copied": list(model.checkpoint.left_behind),
+        "attention_tensors_copied_as_they_are": list(model.unknown),
+        "verified": checked["check"] != "failed",
+        **checked,
+    }
+
+
+def plain_errors(errors: Mapping[str, float]) -> dict[str, float | None]:
+    """Errors as JSON has them: None for what is not finite."""
+    return {name: float(value) if math.isfinite(value) else None for name, value in errors.items()}

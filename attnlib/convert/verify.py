@@ -1,0 +1,54 @@
+"""The written result, read again: every shard by another parser and by its sha256, then the caller's own check."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from .errors import CheckpointError, VerificationError
+from .folder import SourceFile, buffer_for
+from .header import DTYPES
+from .plan import Plan, Shard
+
+Check = Callable[[Path], Mapping[str, object] | None]
+
+
+def verify_shards(folder: Path, plan: Plan, hashes: Mapping[str, str], advance: Callable[[int], object]) -> list[str]:
+    """The names of shards that are not what was written; ``advance`` is told of the bytes that were read."""
+    return [shard.name for shard in plan.shards if not _is_intact(folder, shard, hashes[shard.name], advance)]
+
+
+def run_check(check: Check | None, folder: Path) -> dict[str, object]:
+    """What the report says of ``check``: its measures, why it failed, or that there was none."""
+    if check is None:
+        return {"check": "none"}
+    try:
+        return {"check": "passed", "measures": dict(check(folder) or {})}
+    except VerificationError as error:
+        return {"check": "failed", "reason": str(error)}
+
+
+def file_sha256(path: Path, advance: Callable[[int], object] = lambda count: None) -> str:
+    """The sha256 of a plain file.
+
+    Raises:
+        CheckpointError: it is missing, a link or unreadable.
+    """
+    file, digest = SourceFile.at(path), hashlib.sha256()
+    for part in file.chunks(0, file.size, buffer_for(file.size)):
+        digest.update(part)
+        advance(len(part))
+    return digest.hexdigest()
+
+
+def _is_intact(folder: Path, shard: Shard, sha256: str, advance: Callable[[int], object]) -> bool:
+    names = {dtype: name for name, dtype in DTYPES}
+    planned = {name: (names[out.entry.dtype], list(out.entry.shape)) for name, out in shard.outputs.items()}
+    try:
+        with safe_open(folder / shard.name, "pt") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            held = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+        return held == planned and file_sha256(folder / shard.name, advance) == sha256
+    except (SafetensorError, CheckpointError, OSError):
+        return False
