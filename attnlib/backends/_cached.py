@@ -93,8 +93,8 @@ def _given(kv: KVView) -> tuple:
     """The tensors of a view. One may be passed to an operator once: a latent's value plane and scale are its key's."""
     v, v_scale = (None, None) if kv.layout.is_latent else (kv.v, kv.v_scale)
     schedule = kv.schedule
-    if schedule is not None and schedule.shape[0] != kv.layout.heads:  # one for other layers
-        schedule = None
+    if schedule is not None and (schedule.shape[0], schedule.shape[1] == 1) != (kv.layout.heads, kv.section > 0):
+        schedule = None  # one for other layers, or of parts that are no sections, or the reverse
     return kv.k, v, kv.k_tail, kv.k_scale, v_scale, kv.table, kv.starts, kv.lengths, kv.cu_seqlens_q, schedule
 
 

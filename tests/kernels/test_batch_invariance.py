@@ -1,6 +1,7 @@
 """Batch-invariant caches: the bits of a sequence, whatever shares its steps and however its tokens come."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from attnlib import CAUSAL, KVCache, KVLayout, Mask, sliding
 from attnlib import cached_attention_with_lse as attend
+from attnlib.backends import _cached
 from attnlib.cache import buffer
 from attnlib.kernels import decode_launch
 from attnlib.kernels.decode_launch import DecodeConfig
@@ -40,6 +42,18 @@ def short_sections(monkeypatch):
     if INTERPRETED:
         monkeypatch.setattr(buffer, "LEAST", 32)
         monkeypatch.setattr(decode_launch, "fixed", lambda problem: DecodeConfig(16, 16, 2, 4))
+
+
+def test_a_schedule_of_other_parts_is_not_used():
+    """It would have other slots than the kernels count with."""
+    layout = KVLayout.grouped(1, 16)
+    for invariant in (False, True):
+        cache = KVCache.contiguous([layout], max_sequences=2, max_length=2048, batch_invariant=invariant, device=DEVICE)
+        cache.admit()
+        with cache.read(1) as (layer,):
+            view = layer.view()
+            assert (_cached._given(view)[9] is None) == (view.schedule is None)
+            assert _cached._given(replace(view, section=0 if invariant else 1024))[9] is None
 
 
 def steps(rng: Random, length: int, most: int) -> Iterator[int]:
