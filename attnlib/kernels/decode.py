@@ -7,10 +7,10 @@ once. What the parts are, and their sum, is parts.py.
 import triton
 import triton.language as tl
 
-from .paged import ENTRY, entries_at, load_tokens, owner, page_in, place, tokens_of
+from .paged import ENTRY, entries_at, owner, page_in, place, tokens_of
 from .parts import join, join_sink
 from .stored_bytes import in_half, power_below, split_scale
-from .tile import LN2, LOG2E, finite_part, key_range, modify, sees_broken, visible
+from .tile import LN2, LOG2E, finite_part, key_range, load_where, modify, sees_broken, visible
 
 # Parameters whose divisibility decides nothing, and must not compile a kernel again.
 COUNTS = (
@@ -53,18 +53,18 @@ def attend(
         line = page.to(tl.int32) * (k_p // k_t).to(tl.int32) + (n % PAGE if PAGE else n)
         k = k_desc.load([line, 0])
     else:
-        at = place(page, n, k_p, k_t, PAGE, BLOCK)
-        k = load_tokens(k_ptr, at, tl.arange(0, D_MAIN), stored, E if LATENT else D, MASKED)
+        at, columns = place(page, n, k_p, k_t, PAGE, BLOCK), tl.arange(0, D_MAIN)
+        k = load_where(k_ptr + (at[:, None] + columns[None, :]), columns, stored, E if LATENT else D, MASKED)
     if D_TAIL:
         if TMA:
             k_tail = tail_desc.load([line, 0])
         else:
-            k_tail = load_tokens(
-                tail_ptr + TAIL, place(page, n, tail_p, tail_t, PAGE, BLOCK),
-                tl.arange(0, D_TAIL), stored, D - (E if LATENT else D_MAIN), MASKED,
-            )  # fmt: skip
+            at, columns = place(page, n, tail_p, tail_t, PAGE, BLOCK), tl.arange(0, D_TAIL)
+            at = tail_ptr + TAIL + (at[:, None] + columns[None, :])
+            k_tail = load_where(at, columns, stored, D - (E if LATENT else D_MAIN), MASKED)
     if not LATENT:
-        v = load_tokens(v_ptr, place(page, n, v_p, v_t, PAGE, BLOCK), tl.arange(0, E_MAIN), stored, E, MASKED)
+        at, columns = place(page, n, v_p, v_t, PAGE, BLOCK), tl.arange(0, E_MAIN)
+        v = load_where(v_ptr + (at[:, None] + columns[None, :]), columns, stored, E, MASKED)
     if SCALED:
         k_scale = tl.load(k_scale_ptr + place(page, n, ks_p, ks_t, PAGE, BLOCK), mask=stored, other=0.0)
         v_scale = k_scale
@@ -174,6 +174,87 @@ def clear_range(low, high, all_low, all_high, BLOCK: tl.constexpr, EDGE: tl.cons
     return origin, (clear_low - origin) // EDGE, clear_low, clear_high
 
 
+@triton.jit
+def claimed(
+    pid, schedule_ptr, cu_q_ptr, slots, batch, group, s,
+    SCHEDULED: tl.constexpr, VARLEN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """What program ``pid`` works on: a sequence (or -1), a block of its rows, its part (number, of how many, tokens
+    ``[begin, end)``), where its queries begin and how many it has."""
+    block, slot = pid % BLOCKS, pid // (BLOCKS * KV_HEADS)
+    index, parts = 0, 1
+    if SCHEDULED:
+        sequence, begin, end, index, parts = assigned(schedule_ptr, slot, slots, batch)
+    else:
+        sequence, begin, end = slot, 0, 2147483647
+        if VARLEN:
+            sequence, block = owner(cu_q_ptr, slot, batch, s, group, BLOCK_M)
+        else:
+            block = BLOCKS - 1 - block  # those that see most start first
+    row, count = s * 0, s
+    if VARLEN:
+        row, count = tokens_of(cu_q_ptr, tl.maximum(sequence, 0), batch, s)  # those of nobody are the last
+    return sequence, block, index, parts, begin, end, row, count
+
+
+@triton.jit
+def rounds_of(index, parts, begin, end, rows, ROOM: tl.constexpr):
+    """The rounds ``range(first, rounds, step)`` of a part that has room for ``ROOM`` rows, parts that share each of its
+    rows, tokens ``[begin, end)``. Parts of a sequence with more rows share out the rows and not the tokens."""
+    rounds = tl.cdiv(rows, ROOM)
+    crowded = rounds > 1
+    first, step, parts = tl.where(crowded, index, 0), tl.where(crowded, parts, 1), tl.where(crowded, 1, parts)
+    return first, rounds, step, parts, tl.where(crowded, 0, begin), tl.where(crowded, 2147483647, end)
+
+
+@triton.jit
+def in_range(q, q_tail, D_TAIL: tl.constexpr, LATENT: tl.constexpr):
+    """Queries as fp16, which meets 8-bit keys, rows scaled by powers of two to be in its range; what undoes the scale.
+
+    The tail of a latent key is no such key, and that of its query keeps its dtype.
+    """
+    largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+    if D_TAIL:
+        largest = tl.maximum(largest, tl.max(tl.abs(q_tail.to(tl.float32)), 1))
+    power, gain = power_below(largest)
+    if D_TAIL:
+        q_tail = (q_tail.to(tl.float32) * power[:, None]).to(q.dtype if LATENT else tl.float16)
+    return (q.to(tl.float32) * power[:, None]).to(tl.float16), q_tail, gain
+
+
+@triton.jit
+def sweep(
+    acc, top, total, stained, tiles, here, before, clear_low, clear_high, table_ptr, pages,
+    q, q_tail, gain, i, slope, low, high, begin, end,
+    k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_desc, tail_desc,
+    k_p, k_t, tail_p, tail_t, v_p, v_t, ks_p, ks_t, vs_p, vs_t,
+    left, right, prefix, scale, softcap, unit,
+    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, TAIL: tl.constexpr, E: tl.constexpr,
+    E_MAIN: tl.constexpr, LATENT: tl.constexpr, SCALED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    PREFIX: tl.constexpr, ONE: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, PAGE: tl.constexpr,
+    TMA: tl.constexpr, NATIVE: tl.constexpr, APART: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The running sums with so many tiles that all need a mask, or none of which does; see :func:`tile_at`."""
+    n = tile_at(0, here, before, clear_low, clear_high, BLOCK, MASKED)
+    low_half, high_half = entries_at(table_ptr, n, end, PAGE, BLOCK)
+    for t in tl.range(0, tiles, num_stages=STAGES):
+        n = tile_at(t, here, before, clear_low, clear_high, BLOCK, MASKED)
+        page = page_in(low_half, high_half, pages, PAGE, BLOCK)
+        if PAGE:  # carried, so that the loads of a tile wait for no other load
+            following = tile_at(t + 1, here, before, clear_low, clear_high, BLOCK, MASKED)
+            low_half, high_half = entries_at(table_ptr, following, end, PAGE, BLOCK)
+        acc, top, total, stained = attend(
+            acc, top, total, stained, page, n, q, q_tail, gain, i, slope, low, high, begin, end,
+            k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_desc, tail_desc,
+            k_p, k_t, tail_p, tail_t, v_p, v_t, ks_p, ks_t, vs_p, vs_t,
+            left, right, prefix, scale, softcap, unit,
+            D, D_MAIN, D_TAIL, TAIL, E, E_MAIN, LATENT, SCALED, LEFT, RIGHT, PREFIX, ONE, SOFTCAP, SLOPES,
+            PAGE, TMA, NATIVE, APART, MASKED, BLOCK, PRECISION,
+        )  # fmt: skip
+    return acc, top, total, stained
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def decode(
     q_ptr, k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_q_ptr,
@@ -195,28 +276,18 @@ def decode(
     added up at a time, and joined as parts are, so that parts of a section each make no difference to any bit.
     """
     pid = tl.program_id(0)
-    block, kv_head, slot = pid % BLOCKS, (pid // BLOCKS % KV_HEADS).to(tl.int64), pid // (BLOCKS * KV_HEADS)
-    index, parts = 0, 1
+    kv_head = (pid // BLOCKS % KV_HEADS).to(tl.int64)
+    sequence, block, index, parts, begin, end, row, count = claimed(
+        pid, schedule_ptr + level, cu_q_ptr, slots, batch, group, s, SCHEDULED, VARLEN, KV_HEADS, BLOCKS, BLOCK_M
+    )
     if SCHEDULED:
-        sequence, begin, end, index, parts = assigned(schedule_ptr + level, slot, slots, batch)
         if sequence < 0:
             return
-    else:
-        sequence, begin, end = slot, 0, 2147483647
-        if VARLEN:
-            sequence, block = owner(cu_q_ptr, slot, batch, s, group, BLOCK_M)
-        else:
-            block = BLOCKS - 1 - block  # those that see most start first
-    row, count = s * 0, s
-    if VARLEN:
-        row, count = tokens_of(cu_q_ptr, sequence, batch, s)  # those of nobody are the last
-    rounds = 1
+    first_round, rounds, step = 0, 1, 1
     if SCHEDULED and VARLEN:
-        rounds = tl.cdiv(count * group, BLOCKS * BLOCK_M)
-        if rounds > 1:  # more rows than there is room for parts of: the first takes all
-            end = tl.where(index == 0, 2147483647, 0)
-            begin, parts = 0, 1
-            rounds = tl.where(index == 0, rounds, 0)
+        first_round, rounds, step, parts, begin, end = rounds_of(
+            index, parts, begin, end, count * group, BLOCKS * BLOCK_M
+        )
     past = sequence >= batch  # what follows the last packed sequence
     known = tl.where(past, 0, sequence)
     length = tl.where(past, 0, tl.maximum(tl.minimum(tl.load(lengths_ptr + known), limit), 0))
@@ -239,8 +310,9 @@ def decode(
     APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
     unit = scale * LOG2E if PLAIN else 1.0
 
-    for round in range(rounds):
-        r = (round * BLOCKS + block) * BLOCK_M + tl.arange(0, BLOCK_M)
+    for round in range(first_round, rounds, step):
+        first_row = (round * BLOCKS + block) * BLOCK_M
+        r = first_row + tl.arange(0, BLOCK_M)
         some = r < count * group
         token, head = r // group, kv_head * group + r % group
         i = length - count + token
@@ -250,21 +322,14 @@ def decode(
         if D_TAIL:
             q_tail = load_queries(q_ptr + MAIN, at_q, tl.arange(0, D_TAIL), some, D - MAIN)
         gain = tl.full([BLOCK_M], 1.0, tl.float32)
-        if SCALED and q.dtype != tl.float32:  # in the range of fp16
-            largest = tl.max(tl.abs(q.to(tl.float32)), 1)
-            if D_TAIL:
-                largest = tl.maximum(largest, tl.max(tl.abs(q_tail.to(tl.float32)), 1))
-            power, gain = power_below(largest)
-            if D_TAIL:
-                q_tail = (q_tail.to(tl.float32) * power[:, None]).to(q.dtype if LATENT else tl.float16)
-            q = (q.to(tl.float32) * power[:, None]).to(tl.float16)
+        if SCALED and q.dtype != tl.float32:
+            q, q_tail, gain = in_range(q, q_tail, D_TAIL, LATENT)
         slope = 0.0
         if SLOPES:
             slope = tl.load(slopes_ptr + known * slopes_b + head, mask=some, other=0).to(tl.float32) * LOG2E
             slope = slope[:, None]
 
-        first = (round * BLOCKS + block) * BLOCK_M // group
-        last = tl.minimum(((round * BLOCKS + block + 1) * BLOCK_M - 1) // group + 1, count)
+        first, last = first_row // group, tl.minimum((first_row + BLOCK_M - 1) // group + 1, count)
         i0, i1 = length - count + first, length - count + last
         low, high, all_low, all_high = key_range(i0, i1, begin, end, left, right, prefix, LEFT, RIGHT, PREFIX)
         high = tl.where(first < last, high, low)
@@ -288,24 +353,15 @@ def decode(
                 tiles = (clear_to - clear_from) // BLOCK_N
                 if MASKED:
                     tiles = before + tl.cdiv(tl.maximum(stop - clear_to, 0), EDGE)
-                n0 = tile_at(0, here, before, clear_from, clear_to, EDGE if MASKED else BLOCK_N, MASKED)
-                low_half, high_half = entries_at(table_ptr, n0, end, PAGE, EDGE if MASKED else BLOCK_N)
-                for t in tl.range(0, tiles, num_stages=STAGES):
-                    n = tile_at(t, here, before, clear_from, clear_to, EDGE if MASKED else BLOCK_N, MASKED)
-                    page = page_in(low_half, high_half, pages, PAGE, EDGE if MASKED else BLOCK_N)
-                    if PAGE:  # carried, so that the loads of a tile wait for no other load
-                        following = tile_at(
-                            t + 1, here, before, clear_from, clear_to, EDGE if MASKED else BLOCK_N, MASKED
-                        )
-                        low_half, high_half = entries_at(table_ptr, following, end, PAGE, EDGE if MASKED else BLOCK_N)
-                    acc, top, sums, stained = attend(
-                        acc, top, sums, stained, page, n, q, q_tail, gain, i, slope, low, high, begin, end,
-                        k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_desc, tail_desc,
-                        k_p, k_t, tail_p, tail_t, v_p, v_t, ks_p, ks_t, vs_p, vs_t,
-                        left, right, prefix, scale, softcap, unit,
-                        D, D_MAIN, D_TAIL, TAIL, E, E_MAIN, LATENT, SCALED, LEFT, RIGHT, PREFIX, ONE, SOFTCAP, SLOPES,
-                        PAGE, TMA and not MASKED, NATIVE, APART, MASKED, EDGE if MASKED else BLOCK_N, PRECISION,
-                    )  # fmt: skip
+                acc, top, sums, stained = sweep(
+                    acc, top, sums, stained, tiles, here, before, clear_from, clear_to, table_ptr, pages,
+                    q, q_tail, gain, i, slope, low, high, begin, end,
+                    k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_desc, tail_desc,
+                    k_p, k_t, tail_p, tail_t, v_p, v_t, ks_p, ks_t, vs_p, vs_t,
+                    left, right, prefix, scale, softcap, unit,
+                    D, D_MAIN, D_TAIL, TAIL, E, E_MAIN, LATENT, SCALED, LEFT, RIGHT, PREFIX, ONE, SOFTCAP, SLOPES,
+                    PAGE, TMA and not MASKED, NATIVE, APART, MASKED, EDGE if MASKED else BLOCK_N, STAGES, PRECISION,
+                )  # fmt: skip
             total = tl.sum(sums, 1) if APART else sums
             if SECTION:
                 divisor = tl.where(total == 0.0, 1.0, total)

@@ -76,21 +76,6 @@ def place(page, n, by_page, by_token, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(ptr, at, columns, some, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of a plane that begin at ``at``; where masked, zeros but for ``some`` of them."""
-    where = ptr + (at[:, None] + columns[None, :])
-    PADDED: tl.constexpr = columns.shape[0] > WIDTH
-    if MASKED and PADDED:
-        return tl.load(where, mask=some[:, None] & (columns < WIDTH)[None, :], other=0.0)
-    elif MASKED:
-        return tl.load(where, mask=some[:, None], other=0.0)
-    elif PADDED:
-        return tl.load(where, mask=(columns < WIDTH)[None, :], other=0.0)
-    else:
-        return tl.load(where)
-
-
-@triton.jit
 def owner(cu_q_ptr, block, batch, tokens, group, BLOCK: tl.constexpr):
     """Whose block of rows this is, and its number among theirs: a sequence owns them from ``row // BLOCK + n`` on."""
     n, above = 0, batch + 1

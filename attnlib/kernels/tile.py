@@ -16,18 +16,24 @@ COUNTS = (
 
 
 @triton.jit
-def load_rows(ptr, row, rows, columns, stride, end, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Rows ``row + rows`` of a matrix ``[end, WIDTH]``, zeros beyond it; ``stride`` is in elements."""
-    at = ptr + tl.cast(row, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
+def load_where(at, columns, some, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of ``WIDTH`` columns from pointers ``at``, zeros beyond; where masked, zeros but for ``some`` rows."""
     PADDED: tl.constexpr = columns.shape[0] > WIDTH
     if MASKED and PADDED:
-        return tl.load(at, mask=(row + rows < end)[:, None] & (columns < WIDTH)[None, :], other=0.0)
+        return tl.load(at, mask=some[:, None] & (columns < WIDTH)[None, :], other=0.0)
     elif MASKED:
-        return tl.load(at, mask=(row + rows < end)[:, None], other=0.0)
+        return tl.load(at, mask=some[:, None], other=0.0)
     elif PADDED:
         return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
     else:
         return tl.load(at)
+
+
+@triton.jit
+def load_rows(ptr, row, rows, columns, stride, end, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Rows ``row + rows`` of a matrix ``[end, WIDTH]``, zeros beyond it; ``stride`` is in elements."""
+    at = ptr + tl.cast(row, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
+    return load_where(at, columns, row + rows < end, WIDTH, MASKED)
 
 
 @triton.jit
@@ -219,15 +225,7 @@ def load_some(ptr, row, rows, columns, stride, some, WIDTH: tl.constexpr, MASKED
     """Rows ``row + rows`` of a matrix of ``WIDTH`` columns; where masked, zeros but for ``some`` of them."""
     # The row is added before the product: addresses are made anew in each tile, and hold no registers between tiles.
     at = ptr + ((row + rows).to(tl.int64)[:, None] * stride + columns[None, :])
-    PADDED: tl.constexpr = columns.shape[0] > WIDTH
-    if MASKED and PADDED:
-        return tl.load(at, mask=some[:, None] & (columns < WIDTH)[None, :], other=0.0)
-    elif MASKED:
-        return tl.load(at, mask=some[:, None], other=0.0)
-    elif PADDED:
-        return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
-    else:
-        return tl.load(at)
+    return load_where(at, columns, some, WIDTH, MASKED)
 
 
 @triton.jit

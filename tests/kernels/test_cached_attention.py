@@ -216,6 +216,16 @@ def test_sequences_parts_and_halves_make_no_difference(plan):
         torch.testing.assert_close(merge_states(*halves[0], *halves[1]), call.solve())
 
 
+@pytest.mark.parametrize("layout", [KVLayout.grouped(1, 16), LATENT], ids=["grouped", "latent"])
+def test_a_long_prompt_among_single_tokens(layout, plan):
+    """More rows than its parts have room for are shared out among them: they may be fewer than that takes, or more."""
+    length, count = (72, 40) if INTERPRETED else (9000, 700)
+    call = store(layout, Sizes((12, length, 1))).call((1, count, 1), 3, options=("sinks",))
+    for processors in (1, 2, 7) if INTERPRETED else (1, 2, 7, 132):
+        plan(processors=processors)
+        assert_right(call.scheduled())
+
+
 def near(view: KVView) -> KVView:
     """A copy on the CPU."""
     tensors = {x.name: getattr(view, x.name) for x in fields(view)}
