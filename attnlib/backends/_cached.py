@@ -187,13 +187,18 @@ class _Shapes:
             aligned=self.call.aligned and all(map(_in_rows, planes)),
         )
 
+    def parts(self) -> int:
+        """Programs of a schedule, of which each has a part of a sequence."""
+        return (self.slots + self.packed) * self.g * self.blocks  # packed, one more slot for what follows the last
+
     def programs(self) -> int:
         """Of the decode kernel."""
-        if self.scheduled:  # packed, one more slot for what follows the last sequence
-            return (self.slots + self.packed) * self.g * self.blocks
-        if self.packed:  # with a partial block for each
-            return (self.s * self.group // self.tiles.block_m + self.b + 1) * self.g
-        return self.b * self.g * self.blocks
+        blocks = self.b * self.blocks
+        if self.packed:
+            blocks = self.s * self.group // self.tiles.block_m + self.b + 1  # with a partial block for each
+        if not self.scheduled:
+            return blocks * self.g
+        return self.parts() + (-(-blocks // self.blocks) * self.blocks * self.g if self.packed else 0)
 
     def constants(self) -> dict:
         """Of the decode kernel; of those, ``combine`` takes what it knows."""
@@ -245,7 +250,7 @@ def cached_plan(call: tuple, tiles: DecodeConfig | None = None, arch: int | None
     launch = Launch(decode, x.programs(), x.numbers(), x.constants(), config, blocks, block_of_rows)
     if not x.scheduled:
         return Plan(launch, None, 0)
-    return Plan(launch, _combine(x), x.programs() * tiles.block_m * (x.width + 1))
+    return Plan(launch, _combine(x), x.parts() * tiles.block_m * (x.width + 1))
 
 
 def _combine(x: _Shapes) -> Launch:
@@ -260,7 +265,7 @@ def _combine(x: _Shapes) -> Launch:
         "GROUPS": groups, "ROWS": together, "WIDTH": channels, "TILES": tiles,
         "MOST": power_of_two(x.room + 1), "SOME": 16 if channels > 64 else 64,
     }  # fmt: skip
-    numbers = (x.programs() * x.tiles.block_m, *x.of_out, *x.of_lse, x.b, x.group, x.s, x.stride)
+    numbers = (x.parts() * x.tiles.block_m, *x.of_out, *x.of_lse, x.b, x.group, x.s, x.stride)
     return Launch(combine, x.b * x.g * groups * tiles, numbers, constants, LaunchConfig(x.tiles.block_m, 0, 1, 4))
 
 

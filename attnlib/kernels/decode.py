@@ -151,14 +151,14 @@ def strike(
 
 @triton.jit
 def assigned(schedule_ptr, slot, slots, batch):
-    """The part in a slot of a schedule: its sequence, tokens ``[begin, end)``, number, and parts of the sequence.
+    """The part in a slot of a schedule: its sequence (or -1), tokens ``[begin, end)``, and parts of the sequence.
 
     One more slot takes what follows the last packed sequence.
     """
     item, planned = schedule_ptr + slot * ENTRY, slot < slots
     sequence = tl.load(item, mask=planned, other=batch)
     begin, end = tl.load(item + 1, mask=planned, other=0), tl.load(item + 2, mask=planned, other=0)
-    return sequence, begin, end, tl.load(item + 3, mask=planned, other=0), tl.load(item + 4, mask=planned, other=1)
+    return sequence, begin, end, tl.load(item + 3, mask=planned, other=1)
 
 
 @triton.jit
@@ -179,14 +179,23 @@ def claimed(
     pid, schedule_ptr, cu_q_ptr, slots, batch, group, s,
     SCHEDULED: tl.constexpr, VARLEN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """What program ``pid`` works on: a sequence (or -1), a block of its rows, its part (number, of how many, tokens
-    ``[begin, end)``), where its queries begin and how many it has."""
+    """What a program works on: a sequence, or -1 for nothing; a block of its rows; tokens ``[begin, end)``, one of how
+    many parts; where the sequence's queries begin, and how many there are.
+
+    A packed sequence with more rows than there is room for in a part is not cut into parts: more programs, after those
+    of the schedule, take a block of its rows each.
+    """
     block, slot = pid % BLOCKS, pid // (BLOCKS * KV_HEADS)
-    index, parts = 0, 1
+    beyond = False
     if SCHEDULED:
-        sequence, begin, end, index, parts = assigned(schedule_ptr, slot, slots, batch)
+        sequence, begin, end, parts = assigned(schedule_ptr, slot, slots, batch)
+        if VARLEN:
+            beyond = slot > slots
+            if beyond:
+                sequence, block = owner(cu_q_ptr, (slot - slots - 1) * BLOCKS + block, batch, s, group, BLOCK_M)
+            end = tl.where(beyond, 2147483647, end)
     else:
-        sequence, begin, end = slot, 0, 2147483647
+        sequence, begin, end, parts = slot, 0, 2147483647, 1
         if VARLEN:
             sequence, block = owner(cu_q_ptr, slot, batch, s, group, BLOCK_M)
         else:
@@ -194,17 +203,9 @@ def claimed(
     row, count = s * 0, s
     if VARLEN:
         row, count = tokens_of(cu_q_ptr, tl.maximum(sequence, 0), batch, s)  # those of nobody are the last
-    return sequence, block, index, parts, begin, end, row, count
-
-
-@triton.jit
-def rounds_of(index, parts, begin, end, rows, ROOM: tl.constexpr):
-    """The rounds ``range(first, rounds, step)`` of a part that has room for ``ROOM`` rows, parts that share each of its
-    rows, tokens ``[begin, end)``. Parts of a sequence with more rows share out the rows and not the tokens."""
-    rounds = tl.cdiv(rows, ROOM)
-    crowded = rounds > 1
-    first, step, parts = tl.where(crowded, index, 0), tl.where(crowded, parts, 1), tl.where(crowded, 1, parts)
-    return first, rounds, step, parts, tl.where(crowded, 0, begin), tl.where(crowded, 2147483647, end)
+        if SCHEDULED:
+            sequence = tl.where((count * group > BLOCKS * BLOCK_M) == beyond, sequence, -1)
+    return sequence, block, begin, end, parts, row, count
 
 
 @triton.jit
@@ -277,17 +278,12 @@ def decode(
     """
     pid = tl.program_id(0)
     kv_head = (pid // BLOCKS % KV_HEADS).to(tl.int64)
-    sequence, block, index, parts, begin, end, row, count = claimed(
+    sequence, block, begin, end, parts, row, count = claimed(
         pid, schedule_ptr + level, cu_q_ptr, slots, batch, group, s, SCHEDULED, VARLEN, KV_HEADS, BLOCKS, BLOCK_M
     )
     if SCHEDULED:
         if sequence < 0:
             return
-    first_round, rounds, step = 0, 1, 1
-    if SCHEDULED and VARLEN:
-        first_round, rounds, step, parts, begin, end = rounds_of(
-            index, parts, begin, end, count * group, BLOCKS * BLOCK_M
-        )
     past = sequence >= batch  # what follows the last packed sequence
     known = tl.where(past, 0, sequence)
     length = tl.where(past, 0, tl.maximum(tl.minimum(tl.load(lengths_ptr + known), limit), 0))
@@ -310,102 +306,101 @@ def decode(
     APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
     unit = scale * LOG2E if PLAIN else 1.0
 
-    for round in range(first_round, rounds, step):
-        first_row = (round * BLOCKS + block) * BLOCK_M
-        r = first_row + tl.arange(0, BLOCK_M)
-        some = r < count * group
-        token, head = r // group, kv_head * group + r % group
-        i = length - count + token
-        at_q = wide * q_b + (row + token).to(tl.int64) * q_s + head * q_h
-        q = load_queries(q_ptr, at_q, d, some, E if LATENT else D)
-        q_tail = q
-        if D_TAIL:
-            q_tail = load_queries(q_ptr + MAIN, at_q, tl.arange(0, D_TAIL), some, D - MAIN)
-        gain = tl.full([BLOCK_M], 1.0, tl.float32)
-        if SCALED and q.dtype != tl.float32:
-            q, q_tail, gain = in_range(q, q_tail, D_TAIL, LATENT)
-        slope = 0.0
-        if SLOPES:
-            slope = tl.load(slopes_ptr + known * slopes_b + head, mask=some, other=0).to(tl.float32) * LOG2E
-            slope = slope[:, None]
+    first_row = block * BLOCK_M
+    r = first_row + tl.arange(0, BLOCK_M)
+    some = r < count * group
+    token, head = r // group, kv_head * group + r % group
+    i = length - count + token
+    at_q = wide * q_b + (row + token).to(tl.int64) * q_s + head * q_h
+    q = load_queries(q_ptr, at_q, d, some, E if LATENT else D)
+    q_tail = q
+    if D_TAIL:
+        q_tail = load_queries(q_ptr + MAIN, at_q, tl.arange(0, D_TAIL), some, D - MAIN)
+    gain = tl.full([BLOCK_M], 1.0, tl.float32)
+    if SCALED and q.dtype != tl.float32:
+        q, q_tail, gain = in_range(q, q_tail, D_TAIL, LATENT)
+    slope = 0.0
+    if SLOPES:
+        slope = tl.load(slopes_ptr + known * slopes_b + head, mask=some, other=0).to(tl.float32) * LOG2E
+        slope = slope[:, None]
 
-        first, last = first_row // group, tl.minimum((first_row + BLOCK_M - 1) // group + 1, count)
-        i0, i1 = length - count + first, length - count + last
-        low, high, all_low, all_high = key_range(i0, i1, begin, end, left, right, prefix, LEFT, RIGHT, PREFIX)
-        high = tl.where(first < last, high, low)
-        origin, before, clear_low, clear_high = clear_range(low, high, all_low, all_high, BLOCK_N, EDGE, CLEAR)
-        stained = False
-        top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-        sums = total
-        if APART:
-            sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        acc = tl.zeros([BLOCK_M, E_MAIN], tl.float32)
-        sections = 1
+    first, last = first_row // group, tl.minimum((first_row + BLOCK_M - 1) // group + 1, count)
+    i0, i1 = length - count + first, length - count + last
+    low, high, all_low, all_high = key_range(i0, i1, begin, end, left, right, prefix, LEFT, RIGHT, PREFIX)
+    high = tl.where(first < last, high, low)
+    origin, before, clear_low, clear_high = clear_range(low, high, all_low, all_high, BLOCK_N, EDGE, CLEAR)
+    stained = False
+    top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    sums = total
+    if APART:
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, E_MAIN], tl.float32)
+    sections = 1
+    if SECTION:
+        sections, all_acc, all_total, all_top = tl.cdiv(high, SECTION) - low // SECTION, acc, total, top
+    for section in range(sections):
+        here, stop, clear_from, clear_to = origin, high, clear_low, clear_high
+        if SECTION:  # not CLEAR
+            begins = (low // SECTION + section) * SECTION
+            here, stop = tl.maximum(low, begins) // EDGE * EDGE, tl.minimum(high, begins + SECTION)
+            clear_from, clear_to = here, here
+        for MASKED in tl.static_range(0 if CLEAR else 1, 2):
+            tiles = (clear_to - clear_from) // BLOCK_N
+            if MASKED:
+                tiles = before + tl.cdiv(tl.maximum(stop - clear_to, 0), EDGE)
+            acc, top, sums, stained = sweep(
+                acc, top, sums, stained, tiles, here, before, clear_from, clear_to, table_ptr, pages,
+                q, q_tail, gain, i, slope, low, high, begin, end,
+                k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_desc, tail_desc,
+                k_p, k_t, tail_p, tail_t, v_p, v_t, ks_p, ks_t, vs_p, vs_t,
+                left, right, prefix, scale, softcap, unit,
+                D, D_MAIN, D_TAIL, TAIL, E, E_MAIN, LATENT, SCALED, LEFT, RIGHT, PREFIX, ONE, SOFTCAP, SLOPES,
+                PAGE, TMA and not MASKED, NATIVE, APART, MASKED, EDGE if MASKED else BLOCK_N, STAGES, PRECISION,
+            )  # fmt: skip
+        total = tl.sum(sums, 1) if APART else sums
         if SECTION:
-            sections, all_acc, all_total, all_top = tl.cdiv(high, SECTION) - low // SECTION, acc, total, top
-        for section in range(sections):
-            here, stop, clear_from, clear_to = origin, high, clear_low, clear_high
-            if SECTION:  # not CLEAR
-                begins = (low // SECTION + section) * SECTION
-                here, stop = tl.maximum(low, begins) // EDGE * EDGE, tl.minimum(high, begins + SECTION)
-                clear_from, clear_to = here, here
-            for MASKED in tl.static_range(0 if CLEAR else 1, 2):
-                tiles = (clear_to - clear_from) // BLOCK_N
-                if MASKED:
-                    tiles = before + tl.cdiv(tl.maximum(stop - clear_to, 0), EDGE)
-                acc, top, sums, stained = sweep(
-                    acc, top, sums, stained, tiles, here, before, clear_from, clear_to, table_ptr, pages,
-                    q, q_tail, gain, i, slope, low, high, begin, end,
-                    k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_desc, tail_desc,
-                    k_p, k_t, tail_p, tail_t, v_p, v_t, ks_p, ks_t, vs_p, vs_t,
-                    left, right, prefix, scale, softcap, unit,
-                    D, D_MAIN, D_TAIL, TAIL, E, E_MAIN, LATENT, SCALED, LEFT, RIGHT, PREFIX, ONE, SOFTCAP, SLOPES,
-                    PAGE, TMA and not MASKED, NATIVE, APART, MASKED, EDGE if MASKED else BLOCK_N, STAGES, PRECISION,
-                )  # fmt: skip
-            total = tl.sum(sums, 1) if APART else sums
-            if SECTION:
-                divisor = tl.where(total == 0.0, 1.0, total)
-                lse2 = tl.fma(top, 1.0 if SCALED else unit, tl.log2(divisor))
-                lse2 = tl.where(total == 0.0, float("-inf"), lse2)
-                share = (1.0 / divisor)[:, None]
-                all_acc, all_total, all_top = join(all_acc, all_total, all_top, acc * share, lse2)
-                acc, sums, top = acc * 0, sums * 0, tl.full([BLOCK_M], float("-inf"), tl.float32)
-        if SECTION:
-            acc, total, top = all_acc, all_total, all_top
-        else:
-            top = tl.where(total == 0.0, float("-inf"), top if SCALED else top * unit)
+            divisor = tl.where(total == 0.0, 1.0, total)
+            lse2 = tl.fma(top, 1.0 if SCALED else unit, tl.log2(divisor))
+            lse2 = tl.where(total == 0.0, float("-inf"), lse2)
+            share = (1.0 / divisor)[:, None]
+            all_acc, all_total, all_top = join(all_acc, all_total, all_top, acc * share, lse2)
+            acc, sums, top = acc * 0, sums * 0, tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if SECTION:
+        acc, total, top = all_acc, all_total, all_top
+    else:
+        top = tl.where(total == 0.0, float("-inf"), top if SCALED else top * unit)
 
-        whole = not SCHEDULED or parts == 1
-        if SINKS:  # into parts it goes when they have been joined
-            sink = tl.load(sinks_ptr + head, mask=some & whole & (not past), other=float("-inf")).to(tl.float32)
-            share, total, top = join_sink(total, top, sink * LOG2E)
-            acc *= share[:, None]
-        total = tl.where(total == 0.0, 1.0, total)
-        acc, lse2 = acc / total[:, None], top + tl.log2(total)
+    whole = not SCHEDULED or parts == 1
+    if SINKS:  # into parts it goes when they have been joined
+        sink = tl.load(sinks_ptr + head, mask=some & whole & (not past), other=float("-inf")).to(tl.float32)
+        share, total, top = join_sink(total, top, sink * LOG2E)
+        acc *= share[:, None]
+    total = tl.where(total == 0.0, 1.0, total)
+    acc, lse2 = acc / total[:, None], top + tl.log2(total)
+    if whole:
+        into = wide * out_b + (row + token).to(tl.int64) * out_s + head * out_h
+        mine = some[:, None] & (e < E)[None, :]
+        tl.store(out_ptr + into[:, None] + e[None, :], acc.to(out_ptr.dtype.element_ty), mask=mine)
+        tl.store(lse_ptr + wide * lse_b + head * lse_h + row + token, lse2 * LN2, mask=some)
+    else:
+        line = pid.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        part = part_ptr + line[:, None] * E_MAIN + e[None, :]
+        tl.store(part, acc, mask=some[:, None] & (e >= 0)[None, :])
+        lines = (slots + VARLEN).to(tl.int64) * (KV_HEADS * BLOCKS * BLOCK_M)
+        tl.store(part_ptr + lines * E_MAIN + line, lse2, mask=some)
+    if not ONE and stained:
+        tl.debug_barrier()
         if whole:
-            into = wide * out_b + (row + token).to(tl.int64) * out_s + head * out_h
-            mine = some[:, None] & (e < E)[None, :]
-            tl.store(out_ptr + into[:, None] + e[None, :], acc.to(out_ptr.dtype.element_ty), mask=mine)
-            tl.store(lse_ptr + wide * lse_b + head * lse_h + row + token, lse2 * LN2, mask=some)
+            rows_of = out_ptr + wide * out_b + (row + token).to(tl.int64) * out_s + head * out_h
+            strike(
+                rows_of, some, i, origin, before, clear_low, clear_high, high, begin, end,
+                v_ptr, v_scale_ptr, table_ptr, v_p, v_t, vs_p, vs_t, pages, left, right, prefix,
+                E, SCALED, LEFT, RIGHT, PREFIX, PAGE, EDGE,
+            )  # fmt: skip
         else:
-            line = pid.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-            part = part_ptr + line[:, None] * E_MAIN + e[None, :]
-            tl.store(part, acc, mask=some[:, None] & (e >= 0)[None, :])
-            lines = tl.num_programs(0).to(tl.int64) * BLOCK_M
-            tl.store(part_ptr + lines * E_MAIN + line, lse2, mask=some)
-        if not ONE and stained:
-            tl.debug_barrier()
-            if whole:
-                rows_of = out_ptr + wide * out_b + (row + token).to(tl.int64) * out_s + head * out_h
-                strike(
-                    rows_of, some, i, origin, before, clear_low, clear_high, high, begin, end,
-                    v_ptr, v_scale_ptr, table_ptr, v_p, v_t, vs_p, vs_t, pages, left, right, prefix,
-                    E, SCALED, LEFT, RIGHT, PREFIX, PAGE, EDGE,
-                )  # fmt: skip
-            else:
-                lines_of = part_ptr + (pid.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)) * E_MAIN
-                strike(
-                    lines_of, some, i, origin, before, clear_low, clear_high, high, begin, end,
-                    v_ptr, v_scale_ptr, table_ptr, v_p, v_t, vs_p, vs_t, pages, left, right, prefix,
-                    E, SCALED, LEFT, RIGHT, PREFIX, PAGE, EDGE,
-                )  # fmt: skip
+            lines_of = part_ptr + (pid.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)) * E_MAIN
+            strike(
+                lines_of, some, i, origin, before, clear_low, clear_high, high, begin, end,
+                v_ptr, v_scale_ptr, table_ptr, v_p, v_t, vs_p, vs_t, pages, left, right, prefix,
+                E, SCALED, LEFT, RIGHT, PREFIX, PAGE, EDGE,
+            )  # fmt: skip

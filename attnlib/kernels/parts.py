@@ -46,13 +46,13 @@ def combine(
     pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
     item = schedule_ptr + level + sequence * ENTRY  # this slot also tells of the sequence of its number
-    slot, parts = tl.load(item + 5), tl.load(item + 6)
+    slot, parts = tl.load(item + 4), tl.load(item + 5)
     if parts == 1:
         return
     row, count = s * 0, s
     if VARLEN:
         row, count = tokens_of(cu_q_ptr, sequence, batch, s)
-        if count * group > BLOCKS * BLOCK_M:  # the first took all
+        if count * group > BLOCKS * BLOCK_M:  # which had no parts
             return
     plane = 0
     if not VARLEN:
@@ -101,7 +101,7 @@ def schedule(
 ):  # fmt: skip
     """Cuts sequences into parts for ``capacity`` programs, and at the next level for half of them, and so on.
 
-    A slot holds a part, ``(sequence, begin, end, number, parts of the sequence)``, or sequence -1; and of the sequence
+    A slot holds a part, ``(sequence, begin, end, parts of the sequence)``, or sequence -1; and of the sequence
     of its own number ``(first slot, parts)``.
     """
     level, b = tl.program_id(0), tl.arange(0, ROWS)
@@ -131,9 +131,8 @@ def schedule(
         tl.store(item, b[:, None] + zero, mask=mine)
         tl.store(item + 1, tl.maximum(low * GRAIN, start[:, None]), mask=mine)
         tl.store(item + 2, tl.where(p == n - 1, 2147483647, high * GRAIN), mask=mine)
-        tl.store(item + 3, p + b[:, None] * 0, mask=mine)
-        tl.store(item + 4, n + zero, mask=mine)
-    tl.store(schedule_ptr + b * ENTRY + 5, first, mask=b < batch)
-    tl.store(schedule_ptr + b * ENTRY + 6, parts, mask=b < batch)
+        tl.store(item + 3, n + zero, mask=mine)
+    tl.store(schedule_ptr + b * ENTRY + 4, first, mask=b < batch)
+    tl.store(schedule_ptr + b * ENTRY + 5, parts, mask=b < batch)
     for slot in range(used, slots, ROWS):
         tl.store(schedule_ptr + (slot + b) * ENTRY, -1, mask=slot + b < slots)

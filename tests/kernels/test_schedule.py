@@ -56,11 +56,11 @@ def check(entries: list[list[int]], ranges: list[tuple[int, int]], room: int) ->
     grains = [max(1, -(-length // GRAIN) - start // GRAIN) for start, length in ranges]
     size, slot = least_size(grains, room, slots), 0
     for n, ((start, length), many) in enumerate(zip(ranges, grains, strict=True)):
-        first, parts = entries[n][5:7]
+        first, parts = entries[n][4:6]
         assert (first, parts) == (slot, -(-many // size))
         ends = [start]
-        for number, (sequence, begin, end, at, of, *_) in enumerate(entries[first : first + parts]):
-            assert (sequence, at, of) == (n, number, parts)
+        for number, (sequence, begin, end, of, *_) in enumerate(entries[first : first + parts]):
+            assert (sequence, of) == (n, parts)
             assert begin == ends[-1]
             assert end % GRAIN == 0 or number == parts - 1
             assert end > begin
@@ -88,7 +88,7 @@ def test_parts_tile_what_is_seen(device):
             for level, row in enumerate(entries):
                 check(row, ranges, max(1, room >> level))
     entries = scheduled(device(33), [0] * 5, [1, 128000, 3, 0, 9])[0]
-    parts = [entry[6] for entry in entries[:5]]
+    parts = [entry[5] for entry in entries[:5]]
     assert parts == [1, parts[1], 1, 1, 1]
     assert parts[1] > 0.9 * decode_launch.room(33, 1)  # the long one gets what the others leave
 
