@@ -175,7 +175,7 @@ class _Shapes:
     def _problem(self, arch: int) -> decode_launch.Problem:
         planes = (self.k, self.tail) if self.tail else (self.k,)
         return decode_launch.Problem(
-            rows=self.tokens * self.group,
+            rows=decode_launch.rows(self.s, self.b, self.group) if self.packed else self.s * self.group,
             head_dim=self.d,
             tail=self.tail.shape[-1] if self.tail else 0,
             value_dim=self.e,

@@ -10,6 +10,7 @@ LEVELS = 10  # of a schedule: for up to 512 programs to a part
 RESIDENT = 4  # programs that an SM runs at once at most, which schedules count with
 LARGE = (80, 90, 100)  # chips with more than 99 KB of shared memory
 EDGE = 16  # tokens of the tiles around those that descriptors load
+TILE = 64  # rows of queries in a tile of few
 LONG = 16  # query tokens of a sequence, on the mean, from which there may be enough programs without parts
 
 
@@ -44,7 +45,7 @@ class DecodeConfig(NamedTuple):
     tma: bool = False
 
 
-# By the widest head that fits, on an H200, 2026-11. Up to 64 rows of queries, with as many as there are:
+# By the widest head that fits, on an H200, 2026-11. Up to TILE rows of queries, with as many as there are:
 FEW = (
     (128, DecodeConfig(16, 64, 4, 4)),
     (256, DecodeConfig(16, 32, 4, 4)),
@@ -92,11 +93,11 @@ def decode(problem: Problem) -> DecodeConfig:
         tma = problem.page_size % LATENT_MANY.block_n == 0 and problem.aligned
         if problem.arch == 90 and (tma or problem.one):
             return LATENT_MANY._replace(tma=tma)
-    few, most = (BYTES, 16 if widest > 256 else 64) if problem.itemsize == 1 else (FEW, 64)
+    few, most = (BYTES, 16 if widest > 256 else TILE) if problem.itemsize == 1 else (FEW, TILE)
     table = FP32 if problem.itemsize > 2 else MANY if problem.rows > most else few
     config = next(config for limit, config in table if widest <= limit)
     if table is few:
-        block_m = min(64, power_of_two(problem.rows))
+        block_m = min(TILE, power_of_two(problem.rows))
         config = config._replace(block_m=block_m, stages=config.stages if block_m == 16 else min(3, config.stages))
     return _fitting(config, problem.arch, widest)
 
@@ -114,6 +115,18 @@ def _fitting(config: DecodeConfig, arch: int, widest: int) -> DecodeConfig:
         return config
     block_m = config.block_m if widest <= 256 else min(32, config.block_m)
     return config._replace(block_m=block_m, stages=max(1, config.stages - 1))
+
+
+def rows(tokens: int, batch: int, group: int) -> int:
+    """The rows of a packed sequence that tiles are chosen for, of ``tokens`` queries of all sequences.
+
+    Those of the mean; or up to a tile all that one sequence may have: the keys of more rows than that are not cut.
+
+    >>> rows(64, 64, 4), rows(72, 64, 4), rows(1000, 10, 4)
+    (4, 36, 400)
+    """
+    mean, most = -(-tokens // max(1, batch)), tokens - batch + 1
+    return group * max(mean, min(most, -(-TILE // group)))
 
 
 def level(config: DecodeConfig, blocks: int) -> int:
