@@ -1,4 +1,4 @@
-"""One token over a full cache: against torch's attentions, over latents, in fewer bits, and over one shared prompt."""
+"""Decoding over full caches: against torch's attentions, over latents, in fewer bits, of forks, in mixed steps."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from .race import Failure
 from .replays import race
 from .report import Cells, Claim, Row, Table
 from .speed import Rows
-from .stored import Decoding, by_definition, copied, forked, ours, peer, stored
+from .stored import Decoding, apart, by_definition, copied, forked, ours, peer, stored, together
 
 PAGES = (1, 16, 64, 256)
 PEERS = ("cuDNN", "FA2", "Flex")
@@ -47,6 +47,14 @@ SHARED = (
     Decoding("GQA 32/8, 32 x 16k", 32, 32, 16384, GQA),
     Decoding("MLA, 16 heads, 32 x 16k", 32, 16, 16384, MLA),
 )
+# Each with the new tokens of one of its sequences; the others have one.
+MIXED = (
+    (Decoding("GQA 32/8, 64 x 4k", 64, 32, 4096, GQA), 256),
+    (Decoding("GQA 32/8, 8 x 32k", 8, 32, 32768, GQA), 9),
+    (Decoding("GQA 32/8, 8 x 32k", 8, 32, 32768, GQA), 100),
+    (Decoding("MLA, 16 heads, 64 x 4k", 64, 16, 4096, MLA), 256),
+)
+INVARIANT = (GROUPED[0], GROUPED[1], Decoding("MLA, 16 heads, 64 x 8k", 64, 16, 8192, MLA))
 
 
 def storage(page_size: int | None) -> str:
@@ -108,6 +116,31 @@ def shared(place: Place, tables: Sequence[Table], work: Iterable[Decoding] = SHA
         ways = {"forked": forked, "stored apart": copied}
         makers = {name: partial(ours, place, q, partial(fill, case, keys, page_size)) for name, fill in ways.items()}
         yield from _rows(tables, case, race(place, makers, calls=case.calls))
+
+
+def mixed(place: Place, tables: Sequence[Table], work=MIXED, page_size: int = 64) -> Rows:
+    """A piece of one prompt in one step with single tokens of others, against a call for each of both."""
+    for case, count in work:
+        q, keys = case.tensors(place.device)
+        source = torch.Generator(place.device).manual_seed(1)
+        prompt = torch.randn(count, *q.shape[2:], device=place.device, dtype=q.dtype, generator=source)
+        packed = torch.cat((q[:-1, 0], prompt))
+        ways = {"one call": together, "two calls": apart}
+        makers = {name: partial(way, place, case, packed, keys, page_size) for name, way in ways.items()}
+        named = case._replace(name=f"{case.name}, a prompt of {count}")
+        yield from _rows(tables, named, race(place, makers, calls=case.calls))
+
+
+def invariant(place: Place, tables: Sequence[Table], work=INVARIANT, page_size: int = 64) -> Rows:
+    """Batch-invariant caches against others."""
+    for case in work:
+        q, keys = case.tensors(place.device)
+        kinds = {"batch-invariant": True, "usual": False}
+        makers = {
+            name: partial(ours, place, q, partial(stored, case, keys, page_size, batch_invariant=kind))
+            for name, kind in kinds.items()
+        }
+        yield from _rows(tables, case._replace(asked=None), race(place, makers, calls=case.calls))
 
 
 def _rows(tables: Sequence[Table], case: Decoding, seconds: Cells, bounds: dict[str, float] | None = None) -> Iterator:

@@ -92,6 +92,8 @@ GROUPS = (
         (_decoding("decode-quantised", "One token over a cache of one byte a value, pages of 64", ours=2),),
     ),
     Group(decode.shared, (_decoding("shared-prefix", "One token over forks of one prompt, pages of 64"),)),
+    Group(decode.mixed, (_decoding("decode-mixed", "A prompt among single tokens, pages of 64"),)),
+    Group(decode.invariant, (_decoding("batch-invariant", "The same bits in any batch, pages of 64"),)),
     Group(steps.calls, (_decoding("decode-calls", "A step of 4 layers of 4096 channels, GQA 32/8, pages of 64"),)),
     Group(steps.launch, (_decoding("decode-launch", "CPU time of append and attention, GQA 32/8, pages of 64"),)),
     Group(steps.forms, (_decoding("mla-layer", "One token through an MLA layer over its cache, pages of 64"),)),

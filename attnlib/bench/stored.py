@@ -68,12 +68,11 @@ def cache_for(
     tokens: int,
     page_size: int | None,
     device: torch.device | str,
-    *,
-    shared_prefixes: int = 0,
+    **options: object,
 ) -> KVCache:
     """An empty cache for so many sequences of so many tokens: contiguous, or of pages given out in random order."""
     if page_size is None:
-        return KVCache.contiguous(layouts, max_sequences=batch, max_length=tokens, device=device)
+        return KVCache.contiguous(layouts, max_sequences=batch, max_length=tokens, device=device, **options)
     pages = -(-tokens // page_size)
     rows = max(batch, SHELVES)
     cache = KVCache.paged(
@@ -82,8 +81,8 @@ def cache_for(
         page_size=page_size,
         max_sequences=rows,
         max_length=pages * page_size,
-        shared_prefixes=shared_prefixes,
         device=device,
+        **options,
     )
     _mix(cache, batch * pages, page_size, rows)
     return cache
@@ -103,13 +102,16 @@ def _mix(cache: KVCache, pages: int, page_size: int, rows: int) -> None:
     cache.release(*shelves)
 
 
-def stored(case: Decoding, keys: Sequence[Tensor], page_size: int | None) -> KVView:
-    """What a cache of its own shows to one query of each sequence, after ``keys`` were appended."""
-    cache = cache_for([case.layout], case.batch, case.tokens, page_size, keys[0].device)
-    cache.admit(case.batch)
+def stored(
+    case: Decoding, keys: Sequence[Tensor], page_size: int | None, *, last: int = 1, **options: object
+) -> KVView:
+    """What a cache of its own shows to one query of each sequence, or packed to ``last`` of the last, of ``keys``."""
+    cache = cache_for([case.layout], case.batch, case.tokens, page_size, keys[0].device, **options)
+    handles = cache.admit(case.batch)
     with cache.step(case.tokens) as (layer,):
         layer.append(*keys)
-    with cache.read(1) as (layer,):
+    alike = last == 1 or case.batch == 1
+    with cache.read(last if alike else dict.fromkeys(handles, 1) | {handles[-1]: last}) as (layer,):
         return layer.view()
 
 
@@ -128,6 +130,22 @@ def copied(case: Decoding, keys: Sequence[Tensor], page_size: int) -> KVView:
     """What ``forked`` shows, stored for each sequence."""
     repeated = [torch.cat((x[:1, :-1].expand(case.batch, *x[0, :-1].shape), x[:, -1:]), 1) for x in keys]
     return stored(case, repeated, page_size)
+
+
+def together(place: Place, case: Decoding, q: Tensor, keys: Sequence[Tensor], page_size: int) -> Callable[[], Tensor]:
+    """One call for all of packed q, of which all but one belong to the last sequence."""
+    view = stored(case, keys, page_size, last=len(q) - case.batch + 1)
+    return lambda: cached_attention(q, view, mask=CAUSAL, backend=place.backend)
+
+
+def apart(place: Place, case: Decoding, q: Tensor, keys: Sequence[Tensor], page_size: int) -> Callable[[], Tensor]:
+    """The same by a call for the single queries, and one for those of the last sequence."""
+    few, many = q[: case.batch - 1, None], q[None, case.batch - 1 :]
+    singles = ours(place, few, lambda: stored(case._replace(batch=len(few)), [x[:-1] for x in keys], page_size))
+    prompt = ours(
+        place, many, lambda: stored(case._replace(batch=1), [x[-1:] for x in keys], page_size, last=many.shape[1])
+    )
+    return lambda: torch.cat((singles()[:, 0], prompt()[0]))
 
 
 def ours(place: Place, q: Tensor, fill: Callable[[], KVView]) -> Callable[[], Tensor]:

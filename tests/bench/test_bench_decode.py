@@ -104,6 +104,27 @@ def test_forks_share_their_pages_and_keep_their_last_token():
     assert [len({page for row in table for page in row}) for table in tables] == [2 + 3, 3 * 3]
 
 
+@pytest.mark.parametrize("case", [GQA, MLA._replace(asked=None)], ids=["grouped", "latent"])
+def test_a_prompt_among_single_tokens(case):
+    [(_, row)] = decode.mixed(place(), tables("decode-mixed"), [(case, 7)], page_size=16)
+    assert row.name == f"{case.name}, a prompt of 7"
+    assert row.cells == {"one call": pytest.approx(5), "two calls": pytest.approx(5)}
+
+
+def test_batch_invariant_caches():
+    seen = []
+
+    def watched(case, keys, page_size, **options):
+        seen.append(stored.stored(case, keys, page_size, **options).section > 0)
+        return stored.stored(case, keys, page_size, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "stored", watched)
+        [(_, row)] = decode.invariant(place(backend="reference"), tables("batch-invariant"), [GQA], page_size=16)
+    assert seen == [True, False]
+    assert row.cells == {"batch-invariant": pytest.approx(5), "usual": pytest.approx(5)}
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_pages_lie_in_random_order(page_size):
     case = GQA._replace(batch=2, tokens=512)
