@@ -15,7 +15,7 @@ VALUES = {"counts", "mask", "rope", "philox"}
 LAUNCHES = {f"backends/{name}" for name in ("_plans", "_launch", "_cached", "_writes")}
 ALLOWED = {
     "__init__": {"mask", "rope", "cache", "layers", "functional", "dispatch"},
-    "__main__": {"bench", "sizes", "dispatch"},
+    "__main__": {"bench", "convert", "sizes", "dispatch"},
     "bench": {"functional", "layers", "cache", "terms", "spec", "kernels", *LAUNCHES, *VALUES},
     "convert": {"layers", "cache", "functional", "sizes", *VALUES},
     "layers": {"functional", "cache", *VALUES},

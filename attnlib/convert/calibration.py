@@ -80,7 +80,8 @@ def calibrate(
         hook = layer.register_forward_pre_hook(lambda _, args, moments=moments: moments.add(args[0]))
         try:
             with torch.no_grad():
-                batches = [block(x) for x in batches]
+                for n, x in enumerate(batches):
+                    batches[n] = block(x)  # one after another, so that none is in memory twice
         finally:
             hook.remove()
         yield moments.mean()

@@ -62,8 +62,8 @@ def convert(
     function, and ``settings`` (plain JSON) must name it and everything else that decides what it returns: with equal
     settings and sources, a stopped conversion goes on behind its last finished shard. ``max_shard_size`` is in bytes.
     ``overwrite`` replaces an earlier result, and nothing else. ``keep=False`` removes what a failed run finished.
-    ``check`` gets the finished folder before it is in place, and returns measures for the report or raises
-    VerificationError; the result of a failed check is kept, and its report says ``"verified": false``.
+    ``check`` gets the finished folder before it is in place and the errors of its layers, and returns measures for the
+    report or raises VerificationError; the result of a failed check is kept, and its report says ``"verified": false``.
 
     Takes as much memory as two layers and their conversion. Needs a POSIX file system, and huggingface_hub.
 
@@ -124,7 +124,7 @@ def _write(work: Work, plan: Plan, layers: Layers, broken: Mapping, check: Check
     if changed := verify_shards(work.checkpoint, plan, work.shards, bar.update):
         work.forget(changed)
         raise VerificationError(f"{', '.join(changed)}: expected what was written, got something else; check the disk")
-    checked = run_check(check, work.checkpoint)
+    checked = run_check(check, work.checkpoint, work.layers)
     for file in model.checkpoint.files:
         file.check()
     report = make_report(

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..rope import DynamicNTK
+from ..rope import DynamicNTK, Rope
 from .calibration import Calibration
-from .selected_rope import SelectedRope, select
+from .selected_rope import select
 from .weights import Heads, rows_of
 
 
@@ -26,7 +26,7 @@ class Latent:
     k_rope: Tensor
     k_up: Tensor
     v_up: Tensor
-    rope: SelectedRope | None
+    rope: Rope | None
 
 
 def embed(heads: Heads) -> Latent:
@@ -37,7 +37,7 @@ def embed(heads: Heads) -> Latent:
     """
     g, pairs = len(heads.k), heads.rotated // 2
     bases = torch.eye(g, dtype=torch.complex128, device=heads.k.device).expand(pairs, g, g)
-    return _assemble(heads, bases, torch.ones(pairs, g, dtype=torch.bool, device=heads.k.device))
+    return _select(heads, bases, torch.ones(pairs, g, dtype=torch.bool, device=heads.k.device))
 
 
 def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -> Latent:
@@ -66,32 +66,34 @@ def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach:
     matters = squares.flip(-1).clamp(min=0) * asked * (1 - turn.sin() / turn)[:, None]
     kept = torch.zeros_like(matters, dtype=torch.bool)
     kept.view(-1)[matters.flatten().sort(descending=True, stable=True).indices[: rope_dim // 2]] = True
-    return _assemble(heads, bases, kept)
+    return _select(heads, bases, kept)
 
 
-def _assemble(heads: Heads, bases: Tensor, kept: Tensor) -> Latent:
-    """Components ``a`` of the pairs ``c`` of keys, ``y_ca = sum_g bases[c, a, g] * k_gc``: the kept ones rotated.
+def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> Latent:
+    """Components ``a`` of runs ``c`` of pairs of keys, ``y_ca = sum_jg bases[c, a, j, g] * k_gcj``: the kept rotated.
 
-    ``bases`` ``[c, a, g]`` are unitary, so that ``k_gc = sum_a conj(bases[c, a, g]) * y_ca``, and a query meets y_ca
-    through ``bases[c, a, g] * q_c``. ``kept`` is bool ``[c, a]``.
+    ``bases`` ``[c, a, j, g]`` are unitary over a run's f pairs j of all heads, so that
+    ``k_gcj = sum_a conj(bases[c, a, j, g]) * y_ca``, and a query meets y_ca through ``sum_j bases[c, a, j, g] * q_cj``.
+    ``kept`` is bool ``[c, a]``; pair i of ``rope`` turns the i-th that is true.
     """
-    g, interleaved = len(heads.k), heads.rope is not None and heads.rope.interleaved
+    g, fold = len(heads.k), bases.shape[2]
+    interleaved = rope is not None and rope.interleaved
     owner = torch.arange(len(heads.q), device=heads.q.device) // heads.group  # of query head h
-    queries = heads.pairs(heads.q) * _gain(heads)
-    components = torch.einsum("cag,gcm->cam", bases, heads.pairs(heads.k))
+    queries = heads.pairs(heads.q).unflatten(1, (len(bases), fold)) * _gain(heads)
+    components = torch.einsum("cajg,gcjm->cam", bases, heads.pairs(heads.k).unflatten(1, (len(bases), fold)))
 
-    pair, component = kept.nonzero(as_tuple=True)
-    turned = bases[pair, component][:, owner].T  # [h, kept]
-    q_rope = rows_of(queries[:, pair] * turned[..., None], interleaved=interleaved)
+    run, component = kept.nonzero(as_tuple=True)
+    met = bases[run, component][..., owner].permute(2, 0, 1)  # [h, kept, j]
+    q_rope = rows_of((queries[:, run] * met[..., None]).sum(2), interleaved=interleaved)
     k_rope = rows_of(components[kept], interleaved=interleaved)
-    rope = select(heads.rope, tuple(pair.tolist())) if len(pair) else None
 
-    # What is rotated no more: pairs of the head that have lost a component, as a map of those that were lost.
+    # What is rotated no more: pairs of runs that have lost a component, as a map of those that were lost.
     lost, component = (~kept).nonzero(as_tuple=True)
     still = (~kept).any(1).nonzero()[:, 0]
-    back = torch.where(still[:, None] == lost, bases[lost, component][:, owner].T.conj()[:, None], 0)
+    back = bases[lost, component][..., owner].permute(2, 1, 0).conj()  # [h, j, lost]
+    back = torch.where((still[:, None] == lost)[:, None], back[:, None], 0).flatten(1, 2)
     back = torch.cat((torch.cat((back.real, -back.imag), -1), torch.cat((back.imag, back.real), -1)), -2)
-    rest, q_rest = components[~kept], queries[:, still]
+    rest, q_rest = components[~kept], queries[:, still].flatten(1, 2)
     free_q, free_k = heads.q[:, heads.rotated :], heads.k[:, heads.rotated :]
 
     q_nope = torch.cat((q_rest.real, q_rest.imag, free_q), 1)
@@ -103,6 +105,12 @@ def _assemble(heads: Heads, bases: Tensor, kept: Tensor) -> Latent:
     if not q_nope.shape[1]:  # all is rotated, and a latent layer has at least one channel that is not
         q_nope, k_up = q_nope.new_zeros(len(heads.q), 1, q_nope.shape[-1]), k_up.new_zeros(len(k_up), 1, len(down))
     return Latent(q_nope, q_rope, down, k_rope, k_up, v_up, rope)
+
+
+def _select(heads: Heads, bases: Tensor, kept: Tensor) -> Latent:
+    """:func:`assemble` of runs of one pair, ``bases`` ``[c, a, g]``, whose rope has the frequencies that are kept."""
+    pairs = tuple(kept.nonzero()[:, 0].tolist())
+    return assemble(heads, bases[:, :, None], kept, select(heads.rope, pairs) if pairs else None)
 
 
 def _own(owner: Tensor, groups: int, width: int, like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..counts import check_count
 from ..layers import GroupedQueryAttention, MultiHeadLatentAttention
+from ..rope import Rope
 from .calibration import Calibration, fitting
 from .embedding import Latent, concentrate, embed
 from .heads import check_grouped
@@ -52,12 +53,12 @@ def gqa_to_mla(
     >>> gqa_to_mla(layer, 32, rope_dim=8, calibration=Calibration.of([x])).kv_layout.token_bytes
     160
     """
-    check_grouped(layer)
-    for name, value in (("softcap", layer.softcap), ("ALiBi", layer.alibi_slopes)):
-        _refuse(name, value)
+    check_latent(layer)
     with torch.no_grad():
-        heads = split(layer.state_dict(), head_dim=layer.head_dim, rope=layer.rope)
-        return _layer(layer, to_latent(heads, rank, rope_dim=rope_dim, calibration=calibration, reach=reach))
+        state, eps = layer.state_dict(), identity_eps(layer.q_proj.weight.dtype)
+        heads = split(state, head_dim=layer.head_dim, rope=layer.rope)
+        latent = to_latent(heads, rank, rope_dim=rope_dim, calibration=calibration, reach=reach)
+        return latent_layer(layer, join(latent, state), rope=latent.rope, norm_eps=eps, scale=layer.scale)
 
 
 def to_latent(
@@ -67,8 +68,7 @@ def to_latent(
 
     Raises: as :func:`gqa_to_mla`, of what can be seen from weights.
     """
-    _refuse("q_norm and k_norm", heads.gains)
-    _refuse("sinks", heads.sinks)
+    check_latent_heads(heads)
     check_count("reach", reach, least=1)
     for name, size in (("rank", rank), ("rope_dim", rope_dim)):
         if size is not None:
@@ -117,26 +117,54 @@ def join(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.to(dtype, copy=True) for name, value in new.items()}
 
 
+def check_latent(layer: nn.Module) -> None:
+    """Refuse a layer that is not grouped-query, or has what no latent layer has beside what its weights show.
+
+    Raises: as :func:`gqa_to_mla`.
+    """
+    check_grouped(layer)
+    for name, value in (("softcap", layer.softcap), ("ALiBi", layer.alibi_slopes)):
+        _refuse(name, value)
+
+
+def check_latent_heads(heads: Heads) -> None:
+    """Refuse norms of q and k, and sinks.
+
+    Raises:
+        NotImplementedError: there are some.
+    """
+    _refuse("q_norm and k_norm", heads.gains)
+    _refuse("sinks", heads.sinks)
+
+
 def _refuse(name: str, value: object) -> None:
     if value is not None:
         raise NotImplementedError(f"layer: it has {name}, which a latent layer has not; convert it with mha_to_gqa")
 
 
-def _layer(layer: GroupedQueryAttention, latent: Latent) -> MultiHeadLatentAttention:
-    weight, state = layer.q_proj.weight, join(latent, layer.state_dict())
+def latent_layer(
+    layer: GroupedQueryAttention,
+    state: Mapping[str, Tensor],
+    *,
+    rope: Rope | None,
+    norm_eps: float,
+    scale: float | None,
+) -> MultiHeadLatentAttention:
+    """A latent layer with these weights, which say its sizes, and the other options of ``layer``."""
+    weight, rank = layer.q_proj.weight, len(state["kv_a_layernorm.weight"])
     new = MultiHeadLatentAttention(
         layer.hidden_size,
         layer.num_heads,
         mask=layer.mask,
-        q_lora_rank=None,
-        kv_lora_rank=len(latent.down),
-        qk_nope_head_dim=latent.q_nope.shape[1],
-        qk_rope_head_dim=len(latent.k_rope),
+        q_lora_rank=len(state["q_a_layernorm.weight"]) if "q_a_layernorm.weight" in state else None,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=len(state["kv_b_proj.weight"]) // layer.num_heads - layer.head_dim,
+        qk_rope_head_dim=len(state["kv_a_proj_with_mqa.weight"]) - rank,
         v_head_dim=layer.head_dim,
         bias="kv_a_proj_with_mqa.bias" in state,
-        rope=latent.rope,
-        norm_eps=identity_eps(weight.dtype),
-        scale=layer.scale,
+        rope=rope,
+        norm_eps=norm_eps,
+        scale=scale,
         dropout_p=layer.dropout_p,
         backend=layer.backend,
         device=weight.device,

@@ -32,8 +32,9 @@ class LayerShape:
 class ConvertedLayer:
     """A layer's new weights, in the dtype in which they are to be stored.
 
-    ``config`` is what config.json must say of them, the same for all layers: ``num_key_value_heads``, or the five sizes
-    of a latent layer. ``errors`` go into the report, by names of the converter's choice.
+    ``config`` is what config.json must say of them, the same for all layers: keys such as ``num_key_value_heads`` that
+    are added to the source's, or all of another model's, its ``model_type`` among them. ``errors`` go into the report,
+    by names of the converter's choice.
     """
 
     weights: Mapping[str, Tensor]

@@ -99,7 +99,12 @@ def check_layer(stored: Mapping[str, Entry], family: Family, shape: LayerShape, 
 
 
 def edit_config(config: Mapping[str, object], fields: Mapping[str, object], shape: LayerShape) -> dict:
-    """``config`` with the converter's ``fields``, an explicit ``head_dim``, and no key that names code to run."""
+    """``config`` with the converter's ``fields``, an explicit ``head_dim``, and no key that names code to run.
+
+    Fields that have a ``model_type`` are those of another model, and all of its config.
+    """
+    if "model_type" in fields:
+        return dict(fields)
     kept = {key: value for key, value in config.items() if key not in CODE_KEYS}
     return kept | ({"head_dim": shape.head_dim} if fields else {}) | dict(fields)
 

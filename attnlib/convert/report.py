@@ -6,7 +6,7 @@ The same request gives the same bytes: there is no time, no duration and no path
 import math
 from collections.abc import Mapping
 
-from .model import CODE_KEYS, Model, token_bytes
+from .model import Model, token_bytes
 from .plan import Plan
 
 REPORT = "conversion_report.json"
@@ -33,8 +33,8 @@ def make_report(
         "outputs": dict(outputs),
         "layers": [{"layer": index, **layers[str(index)]} for index in model.layers],
         "cache_bytes_per_token": {"before": token_bytes(source, model), "after": token_bytes(plan.config, model)},
-        "config_changes": {key: value for key, value in plan.config.items() if source.get(key) != value},
-        "config_keys_dropped": [key for key in CODE_KEYS if key in source],
+        "config_changes": {key: x for key, x in plan.config.items() if key not in source or source[key] != x},
+        "config_keys_dropped": [key for key in source if key not in plan.config],
         "not_finite": dict(broken),
         "not_copied": list(model.checkpoint.left_behind),
         "attention_tensors_copied_as_they_are": list(model.unknown),

@@ -11,7 +11,8 @@ from .folder import SourceFile, buffer_for
 from .header import DTYPES
 from .plan import Plan, Shard
 
-Check = Callable[[Path], Mapping[str, object] | None]
+Errors = Mapping[str, Mapping[str, float | None]]
+Check = Callable[[Path, Errors], Mapping[str, object] | None]
 
 
 def verify_shards(folder: Path, plan: Plan, hashes: Mapping[str, str], advance: Callable[[int], object]) -> list[str]:
@@ -19,12 +20,15 @@ def verify_shards(folder: Path, plan: Plan, hashes: Mapping[str, str], advance: 
     return [shard.name for shard in plan.shards if not _is_intact(folder, shard, hashes[shard.name], advance)]
 
 
-def run_check(check: Check | None, folder: Path) -> dict[str, object]:
-    """What the report says of ``check``: its measures, why it failed, or that there was none."""
+def run_check(check: Check | None, folder: Path, errors: Errors) -> dict[str, object]:
+    """What the report says of ``check``: its measures, why it failed, or that there was none.
+
+    It is told the ``errors`` of each layer, so that it can hold a conversion to what it claims.
+    """
     if check is None:
         return {"check": "none"}
     try:
-        return {"check": "passed", "measures": dict(check(folder) or {})}
+        return {"check": "passed", "measures": dict(check(folder, errors) or {})}
     except VerificationError as error:
         return {"check": "failed", "reason": str(error)}
 

@@ -197,8 +197,9 @@ def test_a_latent_layer_is_stored_by_its_own_names(tmp_path):
 
 
 def test_a_failed_check_keeps_the_result_marked(tmp_path):
-    def check(folder):
+    def check(folder, errors):
         assert load(folder)
+        assert errors.keys() == {"0", "1", "2"}
         raise VerificationError("logits differ by 3")
 
     with pytest.raises(VerificationError, match="logits differ by 3") as error:
@@ -209,7 +210,8 @@ def test_a_failed_check_keeps_the_result_marked(tmp_path):
 
 
 def test_a_passed_check_reports_its_measures(tmp_path):
-    report = run(write_checkpoint(tmp_path / "in", llama()), tmp_path / "out", check=lambda folder: {"logits": 0.5})
+    source = write_checkpoint(tmp_path / "in", llama())
+    report = run(source, tmp_path / "out", check=lambda folder, errors: {"logits": 0.5})
     assert (report["verified"], report["check"], report["measures"]) == (True, "passed", {"logits": 0.5})
 
 

@@ -1,0 +1,221 @@
+"""``python -m attnlib convert``: its options, and what it does with them."""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import get_args
+
+from torch import Tensor
+
+from .align import Align
+from .checkpoint import convert
+from .converters import StoredMerge, grouped
+from .deepseek import converter as latent_converter
+from .deepseek_layer import Norm
+from .errors import CheckpointError, OutputError, RequestError, VerificationError
+from .folder import read_folder
+from .heads import Grouping
+from .layer import ConvertedLayer, LayerConverter, LayerShape
+from .model import Model, read_model
+from .report import REPORT
+from .stock import StockCheck, stock
+from .text_calibration import TextCalibration, read_text, tokens_of
+
+SAMPLES, LENGTH = 128, 512
+SMALL = 2 * 10**9  # bytes of weights up to which logits are compared without being asked for
+UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
+GQA_OPTIONS = ("kv_heads", "merge", "align", "grouping")
+MLA_OPTIONS = ("rank", "rope_dim", "reach", "norm")
+TEXT_OPTIONS = ("samples", "length")
+EPILOG = """\
+exit codes: 0 done; 2 a wrong request; 3 the checkpoint cannot be converted; 4 the result is not what it should be;
+5 no space; 1 it cannot be written for another reason; 130 interrupted. docs/conversion.md says what is kept.
+
+  python -m attnlib convert llama-2-7b llama-2-7b-gqa --to gqa --kv-heads 8
+  python -m attnlib convert llama-2-7b llama-2-7b-gqa --to gqa --kv-heads 8 --align all --grouping similar --text my.txt
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = "A checkpoint folder into one with a smaller KV cache, which stock loaders load."
+    parser.epilog = EPILOG
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a folder with config.json and safetensors")
+    parser.add_argument("out", type=Path, metavar="OUT", help="where the result will be")
+    parser.add_argument("--to", choices=("gqa", "mla"), required=True, help="fewer KV heads, or latent attention")
+    heads = parser.add_argument_group("with --to gqa")
+    heads.add_argument("--kv-heads", type=int, metavar="N", help="KV heads of each layer, required")
+    heads.add_argument("--merge", choices=get_args(StoredMerge), help="how heads become one (default: mean)")
+    heads.add_argument("--align", choices=get_args(Align), help="what is turned before (default: none)")
+    heads.add_argument("--grouping", choices=get_args(Grouping), help="which become one (default: neighbours)")
+    latent = parser.add_argument_group("with --to mla")
+    latent.add_argument("--rank", type=int, metavar="N", help="of the latent, required")
+    latent.add_argument("--rope-dim", type=int, metavar="N", help="rotary channels (default: 64)")
+    latent.add_argument("--reach", type=int, metavar="N", help="tokens over which rope should hold (default: 2048)")
+    latent.add_argument(
+        "--norm", choices=get_args(Norm), help="how that of latents is passed: exact needs biases (default: exact)"
+    )
+    text = parser.add_argument_group("calibration on text; without, by the weights alone")
+    text.add_argument("--text", type=Path, metavar="FILE", help="UTF-8, as the model will read it")
+    text.add_argument("--samples", type=int, metavar="N", help=f"pieces of it (default: {SAMPLES})")
+    text.add_argument("--length", type=int, metavar="N", help=f"tokens in each (default: {LENGTH})")
+    files = parser.add_argument_group("files and checks")
+    files.add_argument("--max-shard-size", type=_bytes, default=5 * 10**9, metavar="SIZE", help="default: 5GB")
+    files.add_argument("--overwrite", action="store_true", help="replace an earlier result")
+    files.add_argument("--no-keep", action="store_true", help="remove what a failed run finished, instead of resuming")
+    files.add_argument("--allow-nonfinite", action="store_true", help="copy weights that are NaN or infinite")
+    files.add_argument(
+        "--check-logits",
+        action="store_true",
+        help=f"compare logits, with the whole model in fp32 (default: up to {SMALL // 10**9} GB of weights)",
+    )
+    files.add_argument("--quiet", action="store_true", help="print errors only")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert and print a summary; returns the exit code."""
+    try:
+        report = _convert(arguments)
+    except KeyboardInterrupt as error:
+        return _failed("interrupted", getattr(error, "__notes__", ["nothing was written"]), 130)
+    except (CheckpointError, RequestError, VerificationError, OutputError) as error:
+        return _failed(str(error), getattr(error, "__notes__", []), error.exit_code)
+    except ImportError as error:
+        return _failed(str(error), [], RequestError.exit_code)
+    if not arguments.quiet:
+        print(summary(report, arguments.out))
+    return 0
+
+
+def summary(report: Mapping, out: Path) -> str:
+    """The report in a few lines."""
+    cache = report["cache_bytes_per_token"]
+    lines = [f"cache bytes a token: {cache['before']:,} before, {cache['after']:,} after"]
+    errors = [(value, layer["layer"], name) for layer in report["layers"] for name, value in layer.items()]
+    errors = [error for error in errors if error[2] != "layer" and error[0] is not None]
+    if errors:
+        value, layer, name = max(errors)
+        lines.append(f"largest error of a layer: {name} {value:.3g} in layer {layer}")
+    measures = report["measures"]
+    if "kl_nats" in measures:
+        difference, largest = measures["largest_logit_difference"], measures["largest_logit"]
+        lines.append(f"logits: differ by at most {difference:.3g} of {largest:.3g}; KL {measures['kl_nats']:.3g} nats")
+    if report["settings"].get("norm") == "exact":
+        lines.append("for transformers: loaders that drop biases, as vLLM's does, need --norm calibrated")
+    return "\n".join([*lines, f"report: {out / REPORT}"])
+
+
+def _convert(arguments: argparse.Namespace) -> dict[str, object]:
+    _require_own_options(arguments)
+    stock()  # whose absence should show before the work
+    source = arguments.source.resolve()
+    model = read_model(read_folder(source))
+    settings, tokens = {"calibration": "the weights alone"}, None
+    if arguments.text is not None:
+        text, sha256 = read_text(arguments.text)
+        samples = SAMPLES if arguments.samples is None else arguments.samples
+        length = LENGTH if arguments.length is None else arguments.length
+        tokens = tokens_of(source, text, samples=samples, length=length)
+        samples, length = tokens.shape  # of a short text there are fewer
+        settings["calibration"] = {"text_sha256": sha256, "samples": samples, "length": length}
+        settings["transformers"] = stock().__version__
+    converter, options = (_to_gqa if arguments.to == "gqa" else _to_mla)(arguments, model, tokens)
+    weights = sum(shard.size for shard in model.checkpoint.shards)
+    check = StockCheck(
+        source, logits=arguments.check_logits or weights <= SMALL, tokens=None if tokens is None else tokens[0]
+    )
+    return convert(
+        source,
+        arguments.out,
+        converter,
+        settings={"to": arguments.to} | options | settings,
+        max_shard_size=arguments.max_shard_size,
+        allow_nonfinite=arguments.allow_nonfinite,
+        overwrite=arguments.overwrite,
+        keep=not arguments.no_keep,
+        check=check,
+        progress=not arguments.quiet,
+    )
+
+
+def _to_gqa(arguments: argparse.Namespace, model: Model, tokens: Tensor | None) -> tuple[LayerConverter, dict]:
+    options = {
+        "merge": arguments.merge or "mean",
+        "align": arguments.align or "none",
+        "grouping": arguments.grouping or "neighbours",
+    }
+    config = model.checkpoint.config
+    converter = grouped(config, arguments.kv_heads, calibrations=_calibrations(model, tokens), **options)
+    if arguments.kv_heads != model.shape.kv_heads and config["model_type"] in ("gpt2", "bert"):
+        raise RequestError(
+            f"--kv-heads: expected {model.shape.kv_heads}, got {arguments.kv_heads}; stock loaders of "
+            f"{config['model_type']} know no fewer KV heads than heads (mha_to_gqa converts its layers)"
+        )
+    return converter, {"kv_heads": arguments.kv_heads} | options
+
+
+def _to_mla(arguments: argparse.Namespace, model: Model, tokens: Tensor | None) -> tuple[LayerConverter, dict]:
+    options = {
+        "rope_dim": 64 if arguments.rope_dim is None else arguments.rope_dim,
+        "reach": 2048 if arguments.reach is None else arguments.reach,
+        "norm": arguments.norm or "exact",
+    }
+    calibrations = _calibrations(model, tokens)
+    with _refusals("--to mla"):
+        made = latent_converter(model.checkpoint.config, arguments.rank, calibrations=calibrations, **options)
+
+    def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
+        with _refusals(f"layer {shape.index}"):
+            return made(weights, shape)
+
+    return convert_layer, {"rank": arguments.rank} | options
+
+
+@contextmanager
+def _refusals(what: str) -> Iterator[None]:
+    """What mathematics refuses is a wrong request."""
+    try:
+        yield
+    except (CheckpointError, RequestError, VerificationError):
+        raise
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise RequestError(f"{what}: {error}") from error
+
+
+def _calibrations(model: Model, tokens: Tensor | None) -> TextCalibration | None:
+    return None if tokens is None else TextCalibration(model, tokens)
+
+
+def _require_own_options(arguments: argparse.Namespace) -> None:
+    """Raises RequestError for an option that means nothing here, or without the number that this target needs."""
+    needed, other = ("kv_heads", MLA_OPTIONS) if arguments.to == "gqa" else ("rank", GQA_OPTIONS)
+    useless = [(f"with --to {arguments.to}", other)]
+    if arguments.text is None:
+        useless.append(("without --text", TEXT_OPTIONS))
+    for where, names in useless:
+        if given := [_option(name) for name in names if getattr(arguments, name) is not None]:
+            raise RequestError(f"{', '.join(given)}: means nothing {where}; leave it out")
+    if getattr(arguments, needed) is None:
+        raise RequestError(f"{_option(needed)}: expected with --to {arguments.to}, and it is missing")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _bytes(text: str) -> int:
+    """``5GB`` or ``500MiB`` as bytes."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Z]*)", text.strip().upper())
+    if match is None or match[2] not in dict(UNITS):
+        raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 500MiB, got {text!r}")
+    return int(float(match[1]) * dict(UNITS)[match[2]])
+
+
+def _failed(reason: str, notes: list[str], code: int) -> int:
+    line = " ".join("; ".join([reason, *notes]).split())
+    print(f"python -m attnlib convert: {line}", file=sys.stderr)
+    return code

@@ -1,0 +1,169 @@
+"""Grouped-query checkpoints as DeepSeek-V3 ones: what converts a layer, and the config.json that tells loaders so."""
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from ..cache.layout import DTYPES
+from ..rope import Linear, Llama3, Rope
+from .calibration import Calibration
+from .deepseek_layer import Norm, Target, to_deepseek
+from .errors import CheckpointError
+from .folder import CONFIG
+from .layer import ConvertedLayer, LayerConverter, LayerShape
+from .model import shape_of
+from .names import family_of
+from .source_rope import rope_of
+from .weights import Heads, split
+
+SOURCES = ("llama", "mistral", "qwen2")
+CARRIED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "use_cache",
+    "pad_token_id",
+    "tie_word_embeddings",
+    "attention_dropout",
+    "dtype",
+    "torch_dtype",
+)
+
+
+def converter(
+    config: Mapping[str, object],
+    rank: int,
+    *,
+    rope_dim: int = 64,
+    calibrations: Callable[[int], Calibration] | None = None,
+    reach: int = 2048,
+    norm: Norm = "exact",
+) -> LayerConverter:
+    """What makes the layers of a Llama, Mistral or Qwen2 with this config.json those of a DeepSeek-V3.
+
+    ``calibrations`` gives that of a layer by its number; None means :meth:`Calibration.white`, weights alone. The rest
+    is as in :func:`gqa_to_deepseek`. The new config.json is a whole one, ``model_type`` included. ``errors`` are those
+    of :class:`DeepseekLayer`.
+
+    Raises:
+        CheckpointError: a model, or an option of it, that DeepSeek-V3 has no form for; says which.
+        ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`.
+    """
+    _check(config)
+    rope, target = rope_of(config), Target(rank=rank, rope_dim=rope_dim, reach=reach, norm=norm)
+    if rope.dim < shape_of(config, family_of(config["model_type"])).head_dim:
+        raise CheckpointError(f"{CONFIG}: partial_rotary_factor: loaders disagree what it means for this model")
+
+    def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
+        heads = _heads(weights, shape, rope)
+        calibration = None if calibrations is None else calibrations(shape.index)
+        made = to_deepseek(heads, weights, target, scale=shape.head_dim**-0.5, calibration=calibration)
+        return ConvertedLayer(made.state, deepseek_config(config, made.state, made.rope, shape), made.errors)
+
+    return convert_layer
+
+
+def _heads(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope) -> Heads:
+    """Raises CheckpointError for weights that cannot be computed with."""
+    if small := sorted(name for name, value in weights.items() if value.dtype not in DTYPES):
+        dtype = weights[small[0]].dtype
+        raise CheckpointError(f"layer {shape.index}: {small[0]}: expected 16 bits or more, got {dtype}; cast it first")
+    try:
+        return split(weights, head_dim=shape.head_dim, rope=rope)
+    except ValueError as error:
+        raise CheckpointError(f"layer {shape.index}: {error}; such heads cannot be converted") from error
+
+
+def deepseek_config(
+    config: Mapping[str, object], state: Mapping[str, Tensor], rope: Rope, shape: LayerShape
+) -> dict[str, object]:
+    """config.json of a model of this ``config`` whose layers have become those of ``state`` and ``rope``.
+
+    These are what :func:`gqa_to_deepseek` makes, trained or not, and ``shape`` the old layer's: a
+    :class:`ConvertedLayer` of a layer's state dict and this config puts it into a checkpoint.
+
+    Raises:
+        CheckpointError: as :func:`converter`.
+    """
+    _check(config)
+    return _carried(config) | _attention(state, rope, shape)
+
+
+def _check(config: Mapping[str, object]) -> None:
+    """Raises CheckpointError unless the model is one of the known three, with no more than DeepSeek-V3 can say."""
+    kind = config.get("model_type")
+    if kind not in SOURCES:
+        raise CheckpointError(
+            f"{CONFIG}: model_type: expected one of {', '.join(SOURCES)}, which DeepSeek-V3 can stand for, got {kind!r}"
+        )
+    windowed = {
+        "mistral": config.get("sliding_window", 4096) is not None,  # what transformers takes when there is none
+        "qwen2": bool(config.get("use_sliding_window")),
+    }
+    layers = config.get("layer_types") or ()
+    if windowed.get(kind) or any(layer != "full_attention" for layer in layers):
+        raise CheckpointError(f"{CONFIG}: expected no sliding window, which DeepSeek-V3 has not, got one")
+    if config.get("mlp_bias"):
+        raise CheckpointError(f"{CONFIG}: mlp_bias: expected false, as in DeepSeek-V3, got {config['mlp_bias']!r}")
+    if config.get("intermediate_size") is None or config.get("vocab_size") is None:
+        raise CheckpointError(f"{CONFIG}: expected vocab_size and intermediate_size, as DeepSeek-V3 has others")
+
+
+def _carried(config: Mapping[str, object]) -> dict[str, object]:
+    """What is said of the model as before, and the keys of a mixture of experts that no layer has."""
+    begin, end = (None, None) if config["model_type"] == "qwen2" else (1, 2)  # of a config that does not name them
+    return {key: config[key] for key in CARRIED if key in config} | {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "bos_token_id": config.get("bos_token_id", begin),
+        "eos_token_id": config.get("eos_token_id", end),
+        "first_k_dense_replace": config["num_hidden_layers"],
+        "moe_intermediate_size": config["intermediate_size"],
+        "n_routed_experts": 1,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _attention(state: Mapping[str, Tensor], rope: Rope, shape: LayerShape) -> dict[str, object]:
+    """The sizes of a layer with these weights, and its rope as transformers 5 and its forerunners write it."""
+    rank, q = len(state["kv_a_layernorm.weight"]), state.get("q_a_layernorm.weight")
+    theta, scaling = {"rope_theta": rope.theta}, _scaling(rope)
+    return {
+        "num_key_value_heads": shape.heads,
+        "q_lora_rank": None if q is None else len(q),
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": len(state["kv_b_proj.weight"]) // shape.heads - shape.head_dim,
+        "qk_rope_head_dim": rope.dim,
+        "v_head_dim": shape.head_dim,
+        "attention_bias": "kv_a_proj_with_mqa.bias" in state,
+        "rope_interleave": rope.interleaved,
+        **theta,
+        "rope_scaling": scaling,
+        "rope_parameters": theta | (scaling or {"rope_type": "default"}),
+    }
+
+
+def _scaling(rope: Rope) -> dict[str, object] | None:
+    match rope.scaling:
+        case Linear(factor):
+            return {"rope_type": "linear", "factor": factor}
+        case Llama3(factor, low, high, original):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+        case None:
+            return None

@@ -1,0 +1,73 @@
+"""A grouped-query layer as a latent one whose rope is a plain one: neighbouring frequencies become one."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..rope import Linear, Llama3, Rope
+from .calibration import Calibration
+from .embedding import Latent, assemble
+from .weights import Heads, rows_of
+
+
+def even_queries(heads: Heads, calibration: Calibration) -> Heads:
+    """The same function, each pair of a KV head scaled against that of its queries until all queries ask alike.
+
+    Scores then feel errors of all keys alike. A pair that is hardly ever asked for becomes small, but never 0.
+    """
+    energy = heads.pairs(calibration.energy(heads.q[:, :, None])[..., None])
+    asked = (energy.real + energy.imag).unflatten(0, (len(heads.k), -1)).sum(1)  # [g, p / 2, 1]
+    if not asked.any():
+        return heads
+    size = (asked / asked.mean()).clamp(min=1e-6).sqrt()  # other text may ask for more
+    size = rows_of(torch.complex(size, size), interleaved=heads.rope.interleaved)  # [g, p, 1]
+    size = torch.nn.functional.pad(size, (0, 0, 0, heads.k.shape[1] - heads.rotated), value=1.0)
+    return replace(heads, q=heads.q / size.repeat_interleave(heads.group, 0), k=heads.k * size)
+
+
+def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -> tuple[Latent, float]:
+    """A latent of ``rope_dim`` rotary channels under the heads' own ``theta`` and scaling, and what it loses.
+
+    With f the old rotary width over the new one, pair i of ``Rope(rope_dim)`` turns exactly as pair ``f * i`` of the
+    old. Of the run of f pairs that begins there, of all heads, one component is rotated so and the rest no more (Meng
+    et al., 2025, TransMLA, arXiv 2502.07864: FreqFold). It is the component, of a unitary mix of these ``f * g``
+    complex numbers, for which the mean square error of keys over distances up to ``reach`` is least: with f = 1 the
+    first principal one; pairs that fall out of step with the first within reach count for less.
+
+    The loss is the mean square error of rotated keys relative to their mean square; at distance 0 there is none. It
+    weighs as scores feel it when :func:`even_queries` came before.
+
+    Raises:
+        ValueError: ``rope_dim`` is not even or does not divide the channels that are rotated.
+        NotImplementedError: a scaling whose frequencies depend on more than ``theta ** (-2 i / rope_dim)``.
+    """
+    rope, width = heads.rope, heads.rotated
+    if rope_dim < 2 or rope_dim % 2 or width % rope_dim:
+        raise ValueError(f"rope_dim: expected an even divisor of {width}, the rotated channels, got {rope_dim}")
+    if not isinstance(rope.scaling, Linear | Llama3 | None):
+        raise NotImplementedError(
+            f"rope: {type(rope.scaling).__name__} has other frequencies with fewer channels; "
+            "expected none, Linear or Llama3"
+        )
+    runs, g = (rope_dim // 2, width // rope_dim), len(heads.k)
+    keys = heads.pairs(heads.k).unflatten(1, runs).permute(1, 2, 0, 3).flatten(1, 2)  # [c, j * g, m + 1]
+    moments = keys @ calibration.moment.to(keys.dtype) @ keys.mH
+    speeds = rope.inverse_frequencies(device=keys.device).double().unflatten(0, runs)
+    # E |turned - folded|^2 = sum 2 (1 - cos) |k|^2 - u^H A u for the kept direction u, means over distances throughout.
+    alike = _mean_cos(speeds - speeds[:, :1], reach) - _mean_cos(speeds[:, :1], reach) - _mean_cos(speeds, reach) + 1
+    alike = alike.repeat_interleave(g, 1)
+    gains, vectors = torch.linalg.eigh((alike[:, :, None] + alike[:, None] - alike[:, :1, None]) * moments)
+    bases = vectors.flip(-1).mH.unflatten(-1, (runs[1], g))
+    kept = torch.zeros(bases.shape[:2], dtype=torch.bool, device=keys.device)
+    kept[:, 0] = True
+    sizes = moments.diagonal(dim1=1, dim2=2).real
+    turned = 2 * (1 - _mean_cos(speeds, reach)).repeat_interleave(g, 1) * sizes
+    lost = (turned.sum() - gains[:, -1].sum()).clamp(min=0) / sizes.sum() if sizes.any() else sizes.sum()
+    plain = Rope(rope_dim, theta=rope.theta, scaling=rope.scaling, interleaved=True)
+    return assemble(heads, bases, kept, plain), lost.item()
+
+
+def _mean_cos(speeds: Tensor, reach: int) -> Tensor:
+    """``cos(speed * distance)`` on the mean over distances up to ``reach``."""
+    return torch.sinc(speeds * reach / torch.pi)

@@ -1,0 +1,175 @@
+"""Calibrations of a checkpoint's layers over text, one layer after another, so that no model is ever in memory whole.
+
+transformers makes the model without memory for its weights, and says once what it would give each layer besides hidden
+states: masks, positions, angles. Then one layer at a time gets its weights, moves all hidden states on, and loses them.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .calibration import Calibration, calibrate
+from .errors import CheckpointError, RequestError
+from .folder import COPIED, StoredTensor
+from .model import Model
+from .source_rope import rope_of
+from .stock import quiet, read_config, stock
+
+MAX_TEXT = 2**30  # bytes
+
+
+class TextCalibration:
+    """Gives the calibration of layer ``index`` of ``model`` over ``tokens`` ``[samples, length]``, in fp32.
+
+    Layers are run in order: one that is asked for behind the last costs a start from the first. Keeps the hidden states
+    of all tokens and the last layer, ``4 * m`` bytes a token and four a weight.
+
+    Raises:
+        CheckpointError: a weight that the layers need is missing, of another size or not finite, or a token has no
+            embedding.
+    """
+
+    def __init__(self, model: Model, tokens: Tensor):
+        self.model, self.tokens = model, tokens
+        self._calibrations: Iterator[Calibration] | None = None
+        self._index, self._last = -1, None
+
+    def __call__(self, index: int) -> Calibration:
+        if self._last is None or index < self._index:
+            self._calibrations = None  # and with it the weights of its last layer
+            self._calibrations, self._index = self._start(), -1
+        try:
+            while self._index < index:
+                self._last = next(self._calibrations)
+                self._index += 1
+        except BaseException as error:
+            self._last = None
+            if isinstance(error, ValueError) and not isinstance(error, CheckpointError):
+                raise CheckpointError(f"layer {self._index + 1}, over text: {error}") from error
+            raise
+        return self._last
+
+    def _start(self) -> Iterator[Calibration]:
+        if rope_of(self.model.checkpoint.config) is None:
+            raise CheckpointError("config.json: expected a model with rope to be run over text, got one without")
+        base = _without_weights(self.model)
+        prefix = self.model.layers[0].prefix.partition("layers.")[0]
+        rows = self._stored(f"{prefix}embed_tokens.weight").load()
+        if self.tokens.max() >= len(rows):
+            raise CheckpointError(
+                f"tokenizer.json: expected tokens below {len(rows)}, of which the model has embeddings, "
+                f"got {int(self.tokens.max())}"
+            )
+        states = [rows[sample][None].float() for sample in self.tokens]
+        return calibrate(self._blocks(base, _beside(base, states[0])), states)
+
+    def _blocks(self, base: nn.Module, beside: list[dict]) -> Iterator[tuple]:
+        for index, (layer, arguments) in enumerate(zip(base.layers, beside, strict=True)):
+            prefix = self.model.layers[index].prefix.removesuffix("self_attn.")
+            weights = {
+                name: self._stored(prefix + name, tuple(wanted.shape)).load().float()
+                for name, wanted in layer.state_dict().items()
+            }
+            layer.load_state_dict(weights, assign=True)
+            del weights
+            try:
+                # What q_proj reads is what its layer reads.
+                yield lambda x, layer=layer, arguments=arguments: layer(x, **arguments), layer.self_attn.q_proj
+            finally:
+                layer.to("meta")  # without its weights, before the next comes
+
+    def _stored(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
+        stored = self.model.checkpoint.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{name}: expected, to run the model over text, and it is missing")
+        if shape is not None and stored.entry.shape != shape:
+            raise CheckpointError(
+                f"{name}: expected {list(shape)}, as transformers reads config.json, got {list(stored.entry.shape)}"
+            )
+        return stored
+
+
+def read_text(path: Path) -> tuple[str, str]:
+    """The text of a UTF-8 file, and the sha256 of its bytes.
+
+    Raises:
+        RequestError: it cannot be read, is no UTF-8, or larger than a text can be.
+    """
+    try:
+        if path.stat().st_size > MAX_TEXT:
+            raise RequestError(f"text: expected at most {MAX_TEXT} bytes, got {path.stat().st_size}; a part is enough")
+        data = path.read_bytes()
+        return data.decode(), hashlib.sha256(data).hexdigest()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"text: expected UTF-8 in {path}, got something else at byte {error.start}") from None
+    except OSError as error:
+        raise RequestError(f"text: expected a file to read, got {path}: {error.strerror}") from error
+
+
+def tokens_of(folder: Path, text: str, *, samples: int, length: int) -> Tensor:
+    """The first tokens of ``text`` as ``[samples, length]``, by the tokenizer in a checkpoint's folder.
+
+    No special tokens and no padding, which would count as text. A text that ends before gives fewer samples.
+
+    Raises:
+        CheckpointError: the folder has no tokenizer that transformers opens without running code from the folder.
+        RequestError: no count, or a text that is too short for one sample.
+    """
+    for name, value in (("samples", samples), ("length", length)):
+        if type(value) is not int or value < 1:
+            raise RequestError(f"{name}: expected a positive count, got {value!r}")
+    tokenizer = _tokenizer(folder)
+    wanted = samples * length
+    read = 8 * wanted  # characters: most texts have fewer in a token
+    while len(tokens := tokenizer(text[:read], add_special_tokens=False, verbose=False)["input_ids"]) <= wanted:
+        if read >= len(text):
+            break
+        read *= 4
+    whole = min(samples, len(tokens) // length)
+    if not whole:
+        raise RequestError(f"text: expected at least length={length} tokens, got {len(tokens)}; use a longer text")
+    return torch.tensor(tokens[: whole * length]).view(whole, length)
+
+
+def _tokenizer(folder: Path):
+    transformers = stock()
+    if not any((folder / name).is_file() for name in COPIED if "token" in name or "vocab" in name):
+        raise CheckpointError(f"{folder}: expected a tokenizer for the text, got none; copy the model's own there")
+    try:
+        with quiet():
+            return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # what tokenizers raises of a bad file has no narrower class
+        raise CheckpointError(f"tokenizer: expected one that transformers opens: {str(error)[:200]}") from error
+
+
+def _without_weights(model: Model) -> nn.Module:
+    """The model without its head, as transformers makes it, on the meta device; only angles can be computed."""
+    transformers = stock()
+    with quiet():
+        config = read_config(model.checkpoint.folder)
+        with torch.device("meta"):
+            base = transformers.AutoModel.from_config(config, trust_remote_code=False, dtype=torch.float32)
+        base.rotary_emb = type(base.rotary_emb)(config)
+    base.norm = nn.Identity()
+    return base.eval()
+
+
+def _beside(base: nn.Module, states: Tensor) -> list[dict]:
+    """What ``base`` gives each layer besides hidden states like these ``[1, length, m]``."""
+    layers, recorders = base.layers, [_Recorder() for _ in base.layers]
+    base.layers = nn.ModuleList(recorders)
+    with torch.no_grad():
+        base(inputs_embeds=states, use_cache=False)
+    base.layers = layers
+    return [recorder.arguments for recorder in recorders]
+
+
+class _Recorder(nn.Module):
+    """A layer that does nothing but remember its arguments."""
+
+    def forward(self, hidden_states: Tensor, **arguments) -> Tensor:
+        self.arguments = arguments
+        return hidden_states

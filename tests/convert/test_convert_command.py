@@ -1,0 +1,457 @@
+"""``python -m attnlib convert``: what stock transformers makes of its results, every exit code, runs that stop."""
+
+import json
+import resource
+import shutil
+import sys
+
+import pytest
+import torch
+from checkpoint_helpers import contents
+from model_helpers import SIZES, TEXT, load, logits, save
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from attnlib import CAUSAL, GroupedQueryAttention, Rope
+from attnlib.__main__ import main
+from attnlib.convert import VerificationError, command, converters, mha_to_gqa, stock, writing
+from attnlib.convert.folder import read_folder
+from attnlib.convert.header import Entry, make_header
+from attnlib.convert.model import read_model
+from attnlib.convert.text_calibration import TextCalibration, tokens_of
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+REPORT = "conversion_report.json"
+SMALL_SHARDS = ("--max-shard-size", "12KB")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A source of each kind with 8 KV heads, and "grouped", a Llama with 4."""
+    made = {kind: save(tmp_path_factory.mktemp(kind) / "in", kind) for kind in KINDS}
+    return made | {"grouped": save(tmp_path_factory.mktemp("grouped") / "in", "llama", 4)}
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text").write_text(TEXT)
+    return ("--text", tmp_path / "text", "--samples", "4", "--length", "20")
+
+
+def run(source, out, *options, kv_heads=2):
+    """The exit code of a conversion to GQA."""
+    heads = () if kv_heads is None else ("--kv-heads", kv_heads)
+    return main([str(x) for x in ("convert", source, out, "--to", "gqa", "--quiet", *heads, *options)])
+
+
+def report_of(out):
+    return json.loads((out / REPORT).read_text())
+
+
+def tensors_of(folder):
+    return {name: x for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
+
+
+def replace_tensors(folder, tensors):
+    """Put ``tensors`` in place of all that a folder has."""
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "grouped"])
+def test_stock_transformers_loads_the_result_whole(tmp_path, sources, kind, text):
+    options = ("--merge", "energy", "--align", "values", "--grouping", "similar")
+    assert run(sources[kind], tmp_path / "out", *options, *text, *SMALL_SHARDS) == 0
+    model = load(tmp_path / "out")
+    assert model.config.num_key_value_heads == 2
+    assert model.config.head_dim == SIZES["head_dim"]
+    assert model.model.layers[2].self_attn.k_proj.weight.shape == (8, 24)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (sources[kind], tmp_path / "out"))
+    assert after == before | {"num_key_value_heads": 2, "head_dim": 4}
+    assert logits(tmp_path / "out").isfinite().all()
+    kept = {name: x for name, x in tensors_of(sources[kind]).items() if "self_attn" not in name}
+    found = tensors_of(tmp_path / "out")
+    assert all(found[name].equal(x) for name, x in kept.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kv_heads", "dtype"), [(8, "float32"), (4, "bfloat16")])
+def test_a_group_equal_source_gives_identical_logits(tmp_path, kind, kv_heads, dtype):
+    """From MHA and from GQA; tied embeddings in Qwen 3. A product of fewer than 16 columns may round differently."""
+    source = save(tmp_path / "in", kind, kv_heads, equal=2, dtype=dtype, head_dim=8, hidden_size=32)
+    assert run(source, tmp_path / "out") == 0
+    assert torch.equal(logits(tmp_path / "out"), logits(source))
+    report = report_of(tmp_path / "out")
+    assert max(value for layer in report["layers"] for name, value in layer.items() if name != "layer") == 0
+    measures = report["measures"]
+    assert measures["largest_logit_difference"] < 2**-16 * measures["largest_logit"]  # read in place: rounding
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("options", [(), ("--merge", "energy", "--align", "all", "--grouping", "similar")], ids=str)
+def test_a_folder_is_converted_as_layers_are(tmp_path, sources, kind, options, text):
+    assert run(sources[kind], tmp_path / "out", *options, *text) == 0
+    tokens = tokens_of(sources[kind], TEXT, samples=4, length=20)
+    calibrations = TextCalibration(read_model(read_folder(sources[kind])), tokens)
+    old, new = tensors_of(sources[kind]), tensors_of(tmp_path / "out")
+    named = {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
+    for index in range(3):
+        prefix = f"model.layers.{index}.self_attn."
+        state = {name.removeprefix(prefix): x for name, x in old.items() if name.startswith(prefix)}
+        options_of = {"bias": "k_proj.bias" in state, "output_bias": "o_proj.bias" in state}
+        layer = GroupedQueryAttention(24, 8, num_kv_heads=8, head_dim=4, mask=CAUSAL, rope=Rope(4), **options_of)
+        layer.load_state_dict(state)
+        wanted = mha_to_gqa(layer, 2, calibration=calibrations(index), **named).state_dict()
+        assert all(new[prefix + name].equal(x) for name, x in wanted.items())
+
+
+def test_the_report_says_what_was_done(tmp_path, sources, text, capsys):
+    command_line = ["convert", sources["llama"], tmp_path / "out", "--to", "gqa", "--kv-heads", 2, *text]
+    assert main([str(x) for x in command_line]) == 0
+    report = report_of(tmp_path / "out")
+    assert report["cache_bytes_per_token"] == {"before": 3 * 2 * 8 * 4 * 4, "after": 3 * 2 * 2 * 4 * 4}
+    assert report["settings"]["calibration"].keys() == {"text_sha256", "samples", "length"}
+    assert report["settings"]["kv_heads"] == 2
+    assert report["settings"]["merge"] == "mean"
+    assert all(row.keys() == {"layer", *converters.ERRORS} and row["key_error"] > 0.1 for row in report["layers"])
+    measures = report["measures"]
+    assert measures["tokens"] == 20
+    assert measures["kl_nats"] > 0
+    printed, bar = capsys.readouterr()
+    assert "verifying: 100%" in bar
+    worst = max(max(row["key_error"], row["value_error"]) for row in report["layers"])
+    assert "cache bytes a token: 768 before, 192 after" in printed
+    assert f"{worst:.3g} in layer" in printed
+    assert f"report: {tmp_path / 'out' / REPORT}" in printed
+
+
+def test_measures_are_those_of_the_two_models(tmp_path, sources, text):
+    assert run(sources["llama"], tmp_path / "out", *text) == 0
+    tokens = torch.tensor([[ord(letter) for letter in TEXT[:20]]])
+    with torch.no_grad():
+        old, new = (load(folder)(tokens).logits.double() for folder in (sources["llama"], tmp_path / "out"))
+    measures = report_of(tmp_path / "out")["measures"]
+    assert measures["largest_logit_difference"] == pytest.approx(float((old - new).abs().max()), rel=1e-5)
+    kl = torch.nn.functional.kl_div(new.log_softmax(-1), old.log_softmax(-1), reduction="none", log_target=True)
+    assert measures["kl_nats"] == pytest.approx(float(kl.sum(-1).mean()), rel=1e-4)
+
+
+def test_what_the_source_lacks_is_no_fault_of_the_result(tmp_path, sources):
+    shutil.copytree(sources["llama"], tmp_path / "in")
+    tensors = tensors_of(sources["llama"])
+    del tensors["lm_head.weight"]
+    replace_tensors(tmp_path / "in", tensors)
+    assert run(tmp_path / "in", tmp_path / "out") == 0
+    measures = report_of(tmp_path / "out")["measures"]
+    assert measures["missing_as_in_source"] == ["lm_head.weight"]
+    assert "random numbers" in measures["logits"]
+
+
+def test_without_text_the_report_says_so(tmp_path, sources):
+    assert run(sources["llama"], tmp_path / "out") == 0
+    report = report_of(tmp_path / "out")
+    assert report["settings"]["calibration"] == "the weights alone"
+    assert report["measures"]["tokens"] == 64
+
+
+def test_the_other_target_is_latent_attention(tmp_path, text, capsys):
+    """What it computes is tested with its converter."""
+    source = save(tmp_path / "in", "llama", 4, attention_bias=False)
+    options = ("--to", "mla", "--rope-dim", "4", "--reach", "64", *text)
+    assert run(source, tmp_path / "out", *options, "--rank", "16", kv_heads=None) == 0
+    assert load(tmp_path / "out").config.kv_lora_rank == 16
+    report = report_of(tmp_path / "out")
+    assert {"rank": 16, "rope_dim": 4, "reach": 64}.items() <= report["settings"].items()
+    assert report["cache_bytes_per_token"]["after"] == 3 * (16 + 4) * 4
+    assert run(source, tmp_path / "out2", *options, "--rank", "0", kv_heads=None) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    plain = [source, tmp_path / "plain", *options, "--rank", "16", "--norm", "calibrated"]
+    assert main([str(x) for x in ("convert", *plain)]) == 0
+    assert "drop biases" not in capsys.readouterr().out
+    assert "drop biases" in command.summary(report, tmp_path)
+    assert not [name for name in tensors_of(tmp_path / "plain") if name.endswith("bias")]
+    assert report_of(tmp_path / "plain")["settings"]["norm"] == "calibrated"
+
+
+@pytest.mark.parametrize("how", ["nan", "fp8"])
+def test_weights_without_a_latent_form(tmp_path, how, capsys):
+    source = save(tmp_path / "in", "llama", 4, attention_bias=False)
+    tensors = tensors_of(source)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    if how == "nan":
+        tensors[name][0, 0] = torch.nan
+    else:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    replace_tensors(source, tensors)
+    options = ("--to", "mla", "--rank", "16", "--rope-dim", "4", "--allow-nonfinite")
+    assert run(source, tmp_path / "out", *options, kv_heads=None) == 3
+    assert "layer 1: k_proj.weight: expected" in capsys.readouterr().err
+
+
+def test_as_many_heads_as_there_are_is_a_copy(tmp_path, sources):
+    assert run(sources["grouped"], tmp_path / "out", kv_heads=4) == 0
+    old, new = tensors_of(sources["grouped"]), tensors_of(tmp_path / "out")
+    assert old.keys() == new.keys()
+    assert all(new[name].equal(x) for name, x in old.items())
+    assert report_of(tmp_path / "out")["config_changes"] == {}
+
+
+def test_tensors_that_no_model_has_are_copied_and_listed(tmp_path, sources):
+    shutil.copytree(sources["llama"], tmp_path / "in")
+    names = ("model.layers.1.self_attn.rotary.table", "model.extra.weight")
+    replace_tensors(tmp_path / "in", tensors_of(sources["llama"]) | {name: torch.ones(3) for name in names})
+    assert run(tmp_path / "in", tmp_path / "out") == 0
+    report = report_of(tmp_path / "out")
+    assert report["measures"]["unexpected_as_in_source"] == sorted(names)
+    assert report["attention_tensors_copied_as_they_are"] == [names[0]]
+    assert all(tensors_of(tmp_path / "out")[name].equal(torch.ones(3)) for name in names)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_what_no_loader_would_load_is_not_made(tmp_path, kind, capsys):
+    if kind == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=90, n_positions=64))
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = BertModel(BertConfig(**sizes, vocab_size=90), add_pooling_layer=True)
+    model.save_pretrained(tmp_path / "in")
+    assert run(tmp_path / "in", tmp_path / "out") == 2
+    assert f"--kv-heads: expected 4, got 2; stock loaders of {kind} know no fewer" in capsys.readouterr().err
+    assert run(tmp_path / "in", tmp_path / "out", kv_heads=4) == 0
+    measures = report_of(tmp_path / "out")["measures"]
+    assert measures.get("largest_logit_difference") == (0 if kind == "gpt2" else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ((), "--kv-heads: expected with --to gqa, and it is missing"),
+        (("--kv-heads", "3"), "num_kv_heads: expected a divisor of the 8 KV heads that there are, got 3"),
+        (("--kv-heads", "16"), "expected a divisor of the 8 KV heads that there are, got 16"),
+        (("--kv-heads", "0"), "num_kv_heads"),
+        (("--kv-heads", "2", "--rank", "4", "--reach", "9"), "--rank, --reach: means nothing with --to gqa"),
+        (("--to", "mla"), "--rank: expected with --to mla"),
+        (("--to", "mla", "--rank", "4", "--align", "none"), "--align: means nothing with --to mla"),
+        (("--kv-heads", "2", "--length", "9"), "--length: means nothing without --text"),
+        (("--kv-heads", "2", "--text", "/nowhere"), "text: expected a file to read"),
+    ],
+)
+def test_requests_that_are_wrong(tmp_path, sources, options, reason, capsys):
+    assert run(sources["llama"], tmp_path / "out", *options, kv_heads=None) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.startswith("python -m attnlib convert: ")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [("--merge", "learned"), ("--max-shard-size", "5XB"), ("--kv-heads", "two")])
+def test_options_that_argparse_refuses(tmp_path, sources, options, capsys):
+    with pytest.raises(SystemExit) as error:
+        run(sources["llama"], tmp_path / "out", *options)
+    assert error.value.code == 2
+    assert options[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [("5GB", 5e9), ("500 MiB", 500 * 2**20), ("1.5kb", 1500), ("77", 77), ("2GiB", 2**31)],
+)
+def test_sizes(size, wanted):
+    assert command._bytes(size) == wanted
+
+
+def test_an_earlier_result_is_replaced_only_if_asked_for(tmp_path, sources, capsys):
+    assert run(sources["llama"], tmp_path / "out") == 0
+    assert run(sources["llama"], tmp_path / "out", kv_heads=4) == 2
+    assert "overwrite" in capsys.readouterr().err
+    assert run(sources["llama"], tmp_path / "out", "--overwrite", kv_heads=4) == 0
+    assert load(tmp_path / "out").config.num_key_value_heads == 4
+
+
+def damage(folder, how):
+    """Make a source that cannot be converted."""
+    config = json.loads((folder / "config.json").read_text())
+    if how == "no folder":
+        shutil.rmtree(folder)
+    elif how == "cut off":
+        shard = sorted(folder.glob("*.safetensors"))[1]
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif how == "other sizes":
+        (folder / "config.json").write_text(json.dumps(config | {"head_dim": 8}))
+    elif how == "unknown rope":
+        (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_type": "longrope"}}))
+    elif how == "unreadable":
+        (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": "small"}))
+    elif how == "nan":
+        tensors = tensors_of(folder)
+        tensors["model.layers.1.self_attn.k_proj.weight"][0, 0] = torch.nan
+        replace_tensors(folder, tensors)
+
+
+@pytest.mark.parametrize("how", ["no folder", "cut off", "other sizes", "unknown rope", "unreadable", "nan"])
+def test_checkpoints_that_are_bad(tmp_path, sources, how, capsys):
+    shutil.copytree(sources["llama"], tmp_path / "in")
+    damage(tmp_path / "in", how)
+    assert run(tmp_path / "in", tmp_path / "out") == 3
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_finite_may_be_copied(tmp_path, sources, capsys):
+    shutil.copytree(sources["llama"], tmp_path / "in")
+    tensors = tensors_of(sources["llama"])
+    tensors["model.norm.weight"][0] = torch.inf
+    replace_tensors(tmp_path / "in", tensors)
+    assert run(tmp_path / "in", tmp_path / "out") == 3
+    assert run(tmp_path / "in", tmp_path / "out", "--allow-nonfinite") == 0
+    assert report_of(tmp_path / "out")["measures"]["logits"] == "none: those of the source are not finite"
+    damage(tmp_path / "in", "nan")
+    assert run(tmp_path / "in", tmp_path / "out2", "--allow-nonfinite") == 3
+    assert "layer 1: k_proj.weight: expected finite weights" in capsys.readouterr().err
+
+
+def test_logits_that_differ_though_nothing_was_lost(tmp_path, monkeypatch, capsys):
+    """Fault 134. Keys of the merged heads change places, and the errors are still 0."""
+    source = save(tmp_path / "in", "llama", equal=2)
+    honest = converters.merge_heads
+    monkeypatch.setattr(converters, "merge_heads", lambda *x: _swapped(honest(*x)))
+    monkeypatch.setattr(converters, "_errors", lambda *_: dict.fromkeys(converters.ERRORS, 0.0))
+    assert run(source, tmp_path / "out") == 4
+    error = capsys.readouterr().err
+    assert "logits: expected those of the source, for by its errors the conversion lost nothing" in error
+    assert error.count("\n") == 1
+    report = report_of(tmp_path / "out")
+    assert (report["verified"], report["check"]) == (False, "failed")
+    assert "logits" in report["reason"]
+    load(tmp_path / "out")
+
+
+def _swapped(heads):
+    heads.k.copy_(heads.k.flip(0))
+    return heads
+
+
+@pytest.mark.parametrize("name", ["q_norm.weight", "o_proj.bias"])
+def test_a_result_that_transformers_would_not_load_whole(tmp_path, sources, monkeypatch, capsys, name):
+    """A tensor too many in every layer, and one too few."""
+    honest, needed = converters.join, "bias" in name
+
+    def broken(heads, state):
+        new = honest(heads, state)
+        return {key: x for key, x in new.items() if key != name} if needed else new | {name: torch.ones(4)}
+
+    monkeypatch.setattr(converters, "join", broken)
+    assert run(sources["llama"], tmp_path / "out") == 4
+    error = capsys.readouterr().err
+    what = "missing" if needed else "unexpected"
+    assert f"expected a folder that transformers loads whole, got {what} model.layers.0.self_attn.{name}" in error
+    assert report_of(tmp_path / "out")["verified"] is False
+
+
+def test_a_tensor_of_another_shape_is_no_result(tmp_path, sources):
+    shutil.copytree(sources["llama"], tmp_path / "out")
+    tensors = tensors_of(sources["llama"])
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.ones(39, 24)
+    replace_tensors(tmp_path / "out", tensors)
+    with pytest.raises(VerificationError, match=r"mismatched model\.layers\.1\.mlp\.up_proj\.weight \[39, 24\] for"):
+        stock.StockCheck(sources["llama"], logits=False)(tmp_path / "out", {})
+
+
+def test_names_are_checked_without_memory_for_weights(tmp_path):
+    """An embedding of 4 GB, in a file with a hole."""
+    config = LlamaConfig(**SIZES | {"vocab_size": 2**20, "hidden_size": 1024}, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    entries = {name: Entry(x.dtype, tuple(x.shape), 0) for name, x in model.named_parameters()}
+    header, placed = make_header(entries)
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(header)
+        file.truncate(max(entry.start + entry.nbytes for entry in placed.values()))
+    config.save_pretrained(tmp_path)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert stock.StockCheck(tmp_path, logits=False)(tmp_path, {}).keys() == {"loaded_by"}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+
+
+def test_large_models_are_loaded_in_name_only(tmp_path, sources, monkeypatch):
+    monkeypatch.setattr(command, "SMALL", 1000)
+    monkeypatch.setattr(stock, "logits_of", lambda *_: pytest.fail("logits of a large model"))
+    assert run(sources["llama"], tmp_path / "out") == 0
+    measures = report_of(tmp_path / "out")["measures"]
+    assert measures.keys() == {"loaded_by"}
+    monkeypatch.undo()
+    monkeypatch.setattr(command, "SMALL", 1000)
+    assert run(sources["llama"], tmp_path / "out", "--overwrite", "--check-logits") == 0
+    assert "kl_nats" in report_of(tmp_path / "out")["measures"]
+
+
+@pytest.mark.parametrize(("free", "code"), [(10, 5), (None, 1)])
+def test_results_that_cannot_be_written(tmp_path, sources, monkeypatch, capsys, free, code):
+    if free is not None:
+        monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, free))
+    else:
+        monkeypatch.setattr(writing.os, "fsync", failing)
+    assert run(sources["llama"], tmp_path / "out") == code
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def failing(*_):
+    raise OSError(5, "Input/output error")
+
+
+def test_without_transformers_there_is_no_conversion(tmp_path, sources, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert run(sources["llama"], tmp_path / "out") == 2
+    assert "need transformers: pip install 'attnlib[hf]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Interrupts the conversion of layer 2, until it is called."""
+    honest = converters.merge_heads
+    calls = []
+
+    def merge(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return honest(*arguments)
+
+    monkeypatch.setattr(converters, "merge_heads", merge)
+    return calls
+
+
+def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(tmp_path, sources, text, interrupted, capsys):
+    assert run(sources["llama"], tmp_path / "out", *text, *SMALL_SHARDS) == 130
+    assert "interrupted; " in (error := capsys.readouterr().err)
+    assert "run the same command again to go on" in error
+    assert not (tmp_path / "out").exists()
+    [unfinished] = tmp_path.glob("out.partial-*")
+    assert len(list((unfinished / "checkpoint").glob("*.safetensors"))) > 3
+    before = len(interrupted)
+    assert run(sources["llama"], tmp_path / "out", *text, *SMALL_SHARDS) == 0
+    assert len(interrupted) - before == 2  # layer 0 for the plan, and layer 2
+    assert run(sources["llama"], tmp_path / "whole", *text, *SMALL_SHARDS) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", [("--samples", "3"), ("--length", "10"), "text", None])
+def test_another_text_is_another_conversion(tmp_path, sources, text, interrupted, change):
+    assert run(sources["llama"], tmp_path / "out", *text, *SMALL_SHARDS) == 130
+    if change == "text":
+        (tmp_path / "text").write_text(TEXT[1:])
+    changed = () if change is None else text if change == "text" else text + change
+    before = len(interrupted)
+    assert run(sources["llama"], tmp_path / "out", *changed, *SMALL_SHARDS) == 0
+    assert len(interrupted) - before == 3
+
+
+def test_no_keep_leaves_nothing(tmp_path, sources, interrupted, capsys):
+    assert run(sources["llama"], tmp_path / "out", "--no-keep", *SMALL_SHARDS) == 130
+    assert list(tmp_path.iterdir()) == []
+    assert "go on" not in capsys.readouterr().err

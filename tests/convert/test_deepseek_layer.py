@@ -1,0 +1,345 @@
+"""Layers in DeepSeek-V3's own form: exact where they can be, with a norm that does nothing, and what they report."""
+
+import math
+
+import pytest
+import torch
+from convert_helpers import HIDDEN, D, close, grouped, heads_of, orthogonal, seeds, state_copy, tokens, with_kv
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnlib import KVCache, MultiHeadLatentAttention, Rope
+from attnlib.convert import Calibration
+from attnlib.convert.deepseek_layer import Target, gqa_to_deepseek, to_deepseek
+from attnlib.convert.folding import even_queries, fold
+from attnlib.convert.truncation import truncate
+
+PLAIN = ["half", "interleaved", "partial", "partial-interleaved", "llama3"]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def whole(layer, rope_dim=None, **options):
+    """Converted at full rank."""
+    rope_dim = layer.rope.dim if rope_dim is None else rope_dim
+    rank = 2 * layer.num_kv_heads * layer.head_dim - rope_dim + (options.get("norm") != "calibrated")
+    return gqa_to_deepseek(layer, rank, rope_dim=rope_dim, **options)
+
+
+def converted(layer, **options):
+    """Weights and errors."""
+    options = {"rope_dim": layer.rope.dim} | options
+    calibration = options.pop("calibration", None)
+    with torch.no_grad():
+        target = Target(**options)
+        return to_deepseek(heads_of(layer), layer.state_dict(), target, scale=layer.scale, calibration=calibration)
+
+
+# What is exact
+
+
+@given(
+    st.sampled_from(PLAIN), st.integers(1, 4), st.booleans(), st.booleans(), st.sampled_from(("expanded", "absorbed"))
+)
+def test_one_kv_head_is_exact(rope, heads, bias, output_bias, form):
+    layer, x = grouped((1, heads), rope=rope, bias=bias, output_bias=output_bias), tokens(2, 9)
+    new = whole(layer)
+    assert type(new) is MultiHeadLatentAttention
+    new.form = form
+    close(new(x), layer(x), within=1e-8)
+    assert new.q_lora_rank == (HIDDEN + 1 if bias else None)
+    assert new.rope == Rope(layer.rope.dim, scaling=layer.rope.scaling, interleaved=True)
+    assert new.scale == (new.qk_nope_head_dim + new.qk_rope_head_dim) ** -0.5
+
+
+@given(st.sampled_from(PLAIN), seeds, st.sampled_from([2, 4, 8]), st.booleans())
+def test_without_distances_any_width_is_exact(rope, seed, rope_dim, bias):
+    layer, x, here = grouped((4, 2), rope=rope, seed=seed, bias=bias), tokens(2, 9), torch.full((9,), 7)
+    if layer.rope.dim % rope_dim:
+        return
+    new = whole(layer, rope_dim, calibration=Calibration.of([x]))
+    torch.testing.assert_close(new(x, positions=here), layer(x, positions=here), rtol=1e-5, atol=1e-5)
+    close(new(x, positions=0 * here), layer(x, positions=0 * here), within=1e-7)
+
+
+@pytest.mark.parametrize("rope", PLAIN)
+def test_keys_alike_over_heads_need_the_channels_of_one(rope):
+    layer, x = grouped((4, 2), rope=rope), tokens(2, 9)
+    heads = heads_of(layer)
+    sizes = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)[:, None, None]
+    layer = with_kv(layer, k=torch.cat((heads.k[:1, : heads.rotated] * sizes, heads.k[:, heads.rotated :]), 1))
+    for calibration in (None, Calibration.of([x])):
+        close(whole(layer, calibration=calibration)(x), layer(x), within=1e-7)
+    assert (whole(layer, 2)(x) - layer(x)).abs().max() > 1e-5
+
+
+def test_a_scale_of_ones_own_goes_into_the_queries():
+    layer, x = grouped((1, 3), scale=0.7), tokens(1, 9)
+    close(whole(layer)(x), layer(x), within=1e-8)
+
+
+def test_what_is_never_asked_for_takes_no_room():
+    layer, x = grouped((2, 1)), tokens(1, 9)
+    with torch.no_grad():
+        layer.q_proj.weight.view(2, D, HIDDEN)[1] = 0
+    torch.testing.assert_close(whole(layer)(x), layer(x), rtol=1e-4, atol=1e-4)
+
+
+# The norm of the latent
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", [0.01, 1.0, 100.0])
+def test_the_norm_is_the_identity_up_to_rounding(dtype, size):
+    layer = grouped((1, 2), bias=True)
+    with torch.no_grad():
+        layer.v_proj.weight.mul_(size)
+        layer.v_proj.bias.mul_(size)
+    x = tokens(64)
+    new = gqa_to_deepseek(layer.to(dtype), D + 1, rope_dim=D, calibration=Calibration.of([x]))
+    assert new.kv_a_layernorm.eps == 1e-6
+    raw = new.kv_a_proj_with_mqa(x.to(dtype))[:, : D + 1]
+    stored = new.kv_a_layernorm(raw)
+    assert 0.49 < raw[:, :D].double().square().mean() < 2.05
+    assert (stored[:, D] == 0).all()
+    v_up = new.kv_b_proj.weight.double().unflatten(0, (2, -1))[0, new.qk_nope_head_dim :]
+    v = x.to(dtype).double() @ layer.v_proj.weight.double().T + layer.v_proj.bias.double()
+    error = (stored.double() @ v_up.T - v).square().sum() / v.square().sum()
+    assert error.sqrt() < 2 * torch.finfo(dtype).eps
+    # but for one factor, which kv_b_proj undoes, it rounds once more and no channel depends on another one
+    ratio = stored[:, :D].double() / raw[:, :D].double()
+    factor = ratio.median()
+    assert 0.5 < factor < 2
+    close(ratio, factor.expand_as(ratio), within=2 * torch.finfo(dtype).eps + (1e-3 if dtype == torch.float16 else 0))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_bias_of_q_is_that_of_its_dtype(dtype):
+    layer, x = grouped((1, 16), bias=True).to(dtype), tokens(64).to(dtype)
+    new, exact = whole(layer), whole(layer.double())
+    for inputs in (x, 0 * x[:1]):
+        q = new.q_b_proj(new.q_a_layernorm(new.q_a_proj(inputs))).double()
+        wanted = exact.q_b_proj(exact.q_a_layernorm(exact.q_a_proj(inputs.double())))
+        assert (q - wanted).norm() < 2 * torch.finfo(dtype).eps * wanted.norm()
+    # of the bias alone, each is rounded in its own direction: all of them together are not off
+    assert abs((q * wanted).sum() / wanted.square().sum() - 1) < torch.finfo(dtype).eps / 10
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_all_dtypes_compute_what_fp64_computes(dtype):
+    layer, x = grouped((1, 4), bias=True), tokens(4, 33)
+    golden = layer(x)
+    layer, x = layer.to(dtype), x.to(dtype)
+    error, naive = ((out.double() - golden).norm() for out in (whole(layer)(x), layer(x)))
+    assert error < 2 * naive
+    assert whole(layer).kv_a_proj_with_mqa.weight.dtype == dtype
+
+
+def test_a_calibrated_norm_is_exact_for_latents_of_one_size():
+    layer = grouped((1, 3))
+    x = tokens(1, 1) * torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=torch.float64)[:, None]
+    new = whole(layer, norm="calibrated", calibration=Calibration.of([x]))
+    torch.testing.assert_close(new(x), layer(x), rtol=1e-5, atol=1e-5)
+    assert not any(name.endswith("bias") for name in new.state_dict())
+    assert (new.kv_a_layernorm.weight == 1).all()
+
+
+def test_a_calibrated_norm_is_off_by_what_it_reports():
+    layer, generator = grouped((2, 1)), torch.Generator().manual_seed(0)
+    x = torch.randn(2000, HIDDEN, generator=generator, dtype=torch.float64)
+    options = {"rank": 12, "norm": "calibrated", "calibration": Calibration.of([x])}
+    made = converted(layer, **options)
+    latents = x @ made.state["kv_a_proj_with_mqa.weight"][:12].T
+    sizes = latents.square().mean(1).sqrt()
+    close(latents.square().mean(), torch.ones((), dtype=torch.float64))
+    assert 0.85 < made.errors["norm_error"] / (sizes.std() / sizes.mean()) < 1.15
+    flat = converted(layer, rank=13, calibration=options["calibration"])
+    assert flat.errors["norm_error"] == 0
+    shrunk = latents.square().mean(0) / (x @ flat.state["kv_a_proj_with_mqa.weight"][:12].T).square().mean(0).sqrt()
+    close(shrunk, shrunk.mean().expand_as(shrunk), within=1e-7)
+
+
+# What is lost, and what is said of it
+
+
+@given(st.sampled_from(PLAIN), seeds, st.booleans(), st.data())
+def test_care_beats_the_plain_svd(rope, seed, bias, data):
+    layer, x = grouped((4, 1), rope=rope, seed=seed, bias=bias), tokens(50, seed=seed)
+    least, rope_dim = math.inf, data.draw(st.sampled_from((2, 4)))
+    for rank in range(2, 8 * D - rope_dim + 2, 5):
+        errors = converted(layer, rank=rank, rope_dim=rope_dim, calibration=Calibration.of([x])).errors
+        care = errors["key_error"] ** 2 + errors["value_error"] ** 2
+        assert care <= errors["svd_key_error"] ** 2 + errors["svd_value_error"] ** 2 + 1e-9
+        assert care <= least + 1e-9
+        least = care
+
+
+def test_keys_and_values_weigh_by_their_whole_size():
+    """No other weight of keys against values gives a smaller sum of the reported squares."""
+    layer, calibration = grouped((4, 1), bias=True), Calibration.of([tokens(50)])
+    heads = even_queries(heads_of(layer), calibration)
+    whole, _ = fold(heads, 8, calibration, reach=2048)
+    rotated = calibration.energy(whole.k_rope)
+    parts = [(calibration.energy(rows).sum(), up) for rows, up in ((heads.k, whole.k_up), (heads.v, whole.v_up))]
+    assert rotated > 0.2 * parts[0][0]
+
+    def loss(weight):
+        cut = truncate(whole, 8, calibration, balance=weight)
+        ups = zip(parts, (cut.k_up, cut.v_up), strict=True)
+        return sum(calibration.energy(up @ whole.down - c @ cut.down).sum() / size for (size, up), c in ups)
+
+    errors = converted(layer, rank=9, calibration=calibration).errors
+    found, right = errors["key_error"] ** 2 + errors["value_error"] ** 2, (parts[1][0] / parts[0][0]).item()
+    assert found == pytest.approx(loss(right).item(), rel=1e-6)
+    for factor in (0.5, 0.8, 1.25, 2.0):
+        assert found < loss(factor * right)
+
+
+def test_care_beats_the_plain_svd_by_far_on_correlated_inputs():
+    layer, x = grouped((4, 1)), tokens(50)
+    errors = converted(layer, rank=9, calibration=Calibration.of([x])).errors
+    for part in ("key_error", "value_error"):
+        assert errors[part] < errors[f"svd_{part}"] / 2
+    alone = converted(layer, rank=9).errors
+    for part in ("key_error", "value_error"):
+        assert alone[part] == pytest.approx(alone[f"svd_{part}"], rel=1e-9)
+
+
+def test_reported_errors_are_those_of_the_layer():
+    layer, x = grouped((4, 2), rope="partial", bias=True), tokens(80)
+    options = {"rope_dim": 4, "calibration": Calibration.of([x])}
+    rank = 10
+    errors = converted(layer, rank=rank, **options).errors
+    exact, cut = whole(layer, **options), gqa_to_deepseek(layer, rank, **options)
+
+    def keys_and_values(new):
+        made = new.kv_a_proj_with_mqa(x)
+        up = new.kv_b_proj(new.kv_a_layernorm(made[:, : new.kv_lora_rank])).unflatten(-1, (8, -1))[:, ::2]
+        return made[:, new.kv_lora_rank :], *up.split((new.qk_nope_head_dim, D), -1)
+
+    rotated, keys, values = keys_and_values(exact)
+    _, cut_keys, cut_values = keys_and_values(cut)
+    whole_keys = keys.square().sum() + rotated.square().sum()
+    close(torch.tensor(errors["key_error"] ** 2).double(), (keys - cut_keys).square().sum() / whole_keys, within=1e-7)
+    close(values.flatten(1), layer.v_proj(x), within=1e-7)
+    lost = (values - cut_values).square().sum() / values.square().sum()
+    close(torch.tensor(errors["value_error"] ** 2).double(), lost, within=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 1e-8), (torch.bfloat16, 5e-4), (torch.float16, 5e-5)])
+def test_rounding_is_reported(dtype, least):
+    errors = converted(grouped((1, 2), bias=True).to(dtype), rank=D + 1).errors
+    assert least < errors.pop("rounding") < torch.finfo(dtype).eps
+    assert max(errors.values()) < 1e-7
+
+
+def test_more_rotary_channels_lose_less():
+    layer, x = grouped((4, 1)), tokens(50)
+    lost = [
+        converted(layer, rank=9, rope_dim=p, calibration=Calibration.of([x])).errors["rope_error"] for p in (2, 4, 8)
+    ]
+    assert lost == sorted(lost, reverse=True)
+    assert lost[-1] > 0
+
+
+# The layer that comes out
+
+
+def test_a_converted_layer_decodes_trains_and_loads_into_one_made_by_hand():
+    layer, x = grouped((4, 2), bias=True), tokens(2, 9)
+    before = state_copy(layer)
+    new = gqa_to_deepseek(layer, 12, rope_dim=4, calibration=Calibration.of([x]))
+    assert all(torch.equal(layer.state_dict()[name], value) for name, value in before.items())
+    assert new.kv_layout.token_bytes == (12 + 4) * 8
+    sizes = {"q_lora_rank": HIDDEN + 1, "kv_lora_rank": 12, "qk_nope_head_dim": D, "qk_rope_head_dim": 4}
+    options = {"mask": layer.mask, "rope": Rope(4, interleaved=True), "bias": True, "dtype": torch.float64}
+    made = MultiHeadLatentAttention(HIDDEN, 8, v_head_dim=D, **sizes, **options)
+    made.load_state_dict(new.state_dict())
+    assert torch.equal(made(x), new(x))
+    cache = KVCache.contiguous([new.kv_layout], max_sequences=2, max_length=16)
+    cache.admit(2)
+    outs = []
+    for part in x.split((6, 1, 1, 1), 1):
+        with torch.no_grad(), cache.step(part.shape[1]) as (kv,):
+            outs.append(new(part, kv=kv))
+    close(torch.cat(outs, 1), new(x), within=1e-9)
+    new(x).square().mean().backward()
+    for name, parameter in new.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("norm", ["exact", "calibrated"])
+def test_training_keeps_what_the_norm_is(norm):
+    """Some steps of Adam towards the source: the loss falls, and the exact norm is as exact as before."""
+    layer, x = grouped((4, 2), dtype=torch.float32), tokens(4, 9).float()
+    target = layer(x).detach()
+    new = gqa_to_deepseek(layer, 8, rope_dim=4, norm=norm)
+    optimiser, losses = torch.optim.Adam(new.parameters(), 1e-3), []
+    for _ in range(30):
+        optimiser.zero_grad()
+        losses.append((new(x) - target).square().mean())
+        losses[-1].backward()
+        optimiser.step()
+    assert losses[-1] < 0.75 * losses[0]
+    if norm == "exact":
+        raw = new.kv_a_proj_with_mqa(x)[..., :8]
+        ratio = new.kv_a_layernorm(raw)[..., :7] / raw[..., :7]
+        assert ratio.max() / ratio.min() < 1 + 1e-5
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("extra", [{"qk_norm": True}, {"sinks": True}, {"softcap": 3.0}, {"alibi": True}])
+def test_what_a_latent_layer_has_not_is_refused(extra):
+    with pytest.raises(NotImplementedError, match="which a latent layer has not"):
+        gqa_to_deepseek(grouped(**extra), 9, rope_dim=D)
+
+
+@pytest.mark.parametrize(
+    ("rope", "options", "error", "message"),
+    [
+        ("none", {}, NotImplementedError, "rope: expected one, as DeepSeek has, got none"),
+        ("yarn", {}, NotImplementedError, "rope: YaRN has other frequencies"),
+        ("half", {"rope_dim": 6}, ValueError, "rope_dim: expected an even divisor of 8, .* got 6"),
+        ("half", {"rank": 25 + 1}, ValueError, "rank: expected at most 25, .* got 26"),
+        ("half", {"rank": 24 + 1, "norm": "calibrated"}, ValueError, "rank: expected at most 24, .* got 25"),
+        ("half", {"rank": 1}, ValueError, "rank: expected at least 2, got 1"),
+        ("half", {"reach": 0}, ValueError, "reach: expected at least 1, got 0"),
+        ("half", {"norm": "none"}, ValueError, "norm: expected one of .* got 'none'"),
+        ("half", {"rank": 9.0}, TypeError, "rank: expected an int, got 9.0"),
+        ("half", {"calibration": Calibration.white(3)}, ValueError, "calibration: expected inputs of width 20"),
+    ],
+)
+def test_what_cannot_be_is_refused(rope, options, error, message):
+    layer = grouped((2, 1), rope=rope)
+    with pytest.raises(error, match=message):
+        gqa_to_deepseek(layer, **({"rank": 9, "rope_dim": D} | options))
+
+
+def test_a_calibrated_norm_has_no_place_for_biases():
+    layer = grouped((2, 1), bias=True)
+    with pytest.raises(NotImplementedError, match=r'k_proj\.bias, o_proj\.bias, q_proj\.bias.*: norm="calibrated"'):
+        gqa_to_deepseek(layer, 9, rope_dim=D, norm="calibrated")
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            getattr(layer, name).bias.zero_()
+    new = gqa_to_deepseek(layer, 9, rope_dim=D, norm="calibrated")
+    assert new.q_lora_rank is None
+
+
+def test_weights_of_eight_bits_are_refused():
+    state = {name: value.to(torch.float8_e4m3fn) for name, value in grouped((2, 1)).state_dict().items()}
+    with pytest.raises(TypeError, match=r"q_proj\.weight: expected fp16, bf16, fp32 or fp64"):
+        to_deepseek(heads_of(grouped((2, 1))), state, Target(rank=9, rope_dim=D), scale=1.0, calibration=None)
+
+
+def test_turning_the_values_of_all_heads_changes_nothing():
+    """The latent has no preferred coordinates: an orthogonal map of V with its inverse in o is the same layer."""
+    layer, x = grouped((2, 1)), tokens(1, 30)
+    turned, turn = grouped((2, 1)), orthogonal(D)
+    with torch.no_grad():
+        turned.v_proj.weight.copy_(torch.einsum("de,gem->gdm", turn, layer.v_proj.weight.view(2, D, -1)).flatten(0, 1))
+        turned.o_proj.weight.copy_((layer.o_proj.weight.view(HIDDEN, 2, D) @ turn.T).flatten(1))
+    close(turned(x), layer(x))
+    options = {"rope_dim": 4, "calibration": Calibration.of([x])}
+    close(gqa_to_deepseek(turned, 7, **options)(x), gqa_to_deepseek(layer, 7, **options)(x), within=1e-6)

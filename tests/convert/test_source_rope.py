@@ -1,0 +1,132 @@
+"""A config.json's rope against the frequencies that transformers makes of the same file."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from attnlib.convert.errors import CheckpointError
+from attnlib.convert.source_rope import rope_of
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+KINDS = {
+    "none": {},
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {"rope_type": "llama3"} | LLAMA3,
+    "yarn": {"rope_type": "yarn"} | YARN,
+    "yarn betas": {"rope_type": "yarn", "beta_fast": 20, "beta_slow": 2, "truncate": False} | YARN,
+    "yarn mscale": {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.5} | YARN,
+    "yarn attention": {"rope_type": "yarn", "attention_factor": 1.25} | YARN,
+    "yarn null": {"rope_type": "yarn", "beta_fast": None, "attention_factor": None, "factor": None}
+    | {"original_max_position_embeddings": 512},
+    "yarn without original": {"rope_type": "yarn", "factor": 4.0},
+}
+
+
+def theirs(config, length):
+    """Frequencies and amplitude by transformers, for sequences of ``length``."""
+    read = LlamaConfig(**json.loads(json.dumps(config)))
+    if read.rope_parameters["rope_type"] == "default":
+        return LlamaRotaryEmbedding(read).inv_freq, 1.0
+    return ROPE_INIT_FUNCTIONS[read.rope_parameters["rope_type"]](read, seq_len=length)
+
+
+def same(config, length=9000):
+    rope = rope_of(config)
+    kind = (config.get("rope_scaling") or config.get("rope_parameters") or {}).get("rope_type")
+    frequencies, amplitude = theirs(config, length)
+    ours = rope.inverse_frequencies(length=length if kind == "dynamic" else None)
+    torch.testing.assert_close(ours, frequencies, rtol=1e-6, atol=0)
+    assert rope.amplitude == pytest.approx(amplitude)
+    assert not rope.interleaved
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rope_parameters_of_transformers_5(kind):
+    same(CONFIG | {"rope_parameters": {"rope_theta": 500_000.0} | KINDS[kind]})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_older_file_has_theta_beside_the_scaling(kind):
+    same(CONFIG | {"rope_theta": 250_000, "rope_scaling": KINDS[kind] or None})
+
+
+def test_a_file_that_says_nothing():
+    same(CONFIG)
+    assert rope_of(CONFIG).dim == 64
+    assert rope_of(CONFIG | {"head_dim": 32}).dim == 32
+
+
+@pytest.mark.parametrize(
+    "twice",
+    [
+        {"rope_theta": 7.0, "rope_parameters": {"rope_theta": 99.0, "rope_type": "default"}},
+        {"rope_scaling": KINDS["linear"], "rope_parameters": KINDS["llama3"]},
+        {"rope_parameters": {"type": "linear", "rope_type": "default", "factor": 3.0}},
+        {"original_max_position_embeddings": 256, "rope_parameters": KINDS["yarn"]},
+        {"original_max_position_embeddings": 256, "rope_scaling": KINDS["llama3"]},
+    ],
+    ids=["theta", "scaling", "type", "yarn", "llama3"],
+)
+def test_what_is_said_twice_is_read_as_transformers_reads_it(twice):
+    same(CONFIG | twice)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3", "dynamic"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_part_of_each_head(kind, inside):
+    share = {"partial_rotary_factor": 0.5}
+    config = CONFIG | {"rope_parameters": KINDS[kind] | (share if inside else {})} | ({} if inside else share)
+    same(config)
+    assert rope_of(config).dim == 32
+
+
+def test_an_old_name_of_the_kind():
+    old = CONFIG | {"rope_scaling": {"type": "linear", "factor": 4.0}}
+    assert rope_of(old) == rope_of(CONFIG | {"rope_parameters": {"rope_type": "linear", "factor": 4.0}})
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bert"])
+def test_learned_positions_are_no_rope(model_type):
+    assert rope_of({"model_type": model_type}) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope"}}, r"rope_parameters: expected a rope_type of .*got 'longrope'"),
+        ({"rope_scaling": {"type": "su"}}, r"rope_scaling: expected a rope_type of .*got 'su'"),
+        ({"rope_scaling": {"type": ["x"]}}, r"got .*x"),
+        ({"rope_scaling": "linear"}, r"rope_scaling: expected an object, got linear"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, r"one rope for each kind of layer"),
+        ({"rope_scaling": {"type": "linear"}}, r"expected factor with 'linear', and it is missing"),
+        ({"rope_scaling": {"type": "llama3"} | LLAMA3 | {"low_freq_factor": None}}, r"expected low_freq_factor"),
+        ({"rope_scaling": {"type": "linear", "factor": "4"}}, r"Linear\.factor: expected a number, got '4'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, r"Linear\.factor: expected a finite number of at least"),
+        ({"rope_theta": -1}, r"rope\.theta: expected a finite number above 0, got -1"),
+        ({"rope_theta": "big"}, r"rope\.theta"),
+        ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor: expected a share of 1, got 1\.5"),
+        ({"partial_rotary_factor": "all"}, r"partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.02}, r"rope\.dim"),
+        ({"head_dim": 7}, r"rope\.dim: expected a positive even"),
+        ({"max_position_embeddings": None, "rope_scaling": KINDS["dynamic"]}, r"expected max_position_embeddings"),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": "x"}}, r"rope_scaling"),
+        ({"original_max_position_embeddings": 0, "rope_scaling": {"type": "yarn"}}, r"rope_scaling: .*zero"),
+        ({"model_type": "bloom"}, r"model_type: expected one of"),
+    ],
+)
+def test_what_is_no_rope_of_ours(fields, match):
+    with pytest.raises(CheckpointError, match=match):
+        rope_of(CONFIG | fields)

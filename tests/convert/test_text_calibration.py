@@ -1,0 +1,192 @@
+"""Calibrations over text, a layer at a time: as of a whole model, in any order, and with what sources lack."""
+
+import gc
+import json
+import shutil
+
+import pytest
+import torch
+from model_helpers import SIZES, TEXT, add_tokenizer, load, save
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from attnlib.convert import Calibration, CheckpointError, RequestError
+from attnlib.convert.folder import read_folder
+from attnlib.convert.model import read_model
+from attnlib.convert.text_calibration import TextCalibration, read_text, tokens_of
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    return {kind: save(tmp_path_factory.mktemp(kind) / "in", kind) for kind in ("llama", "mistral", "qwen2", "qwen3")}
+
+
+def streamed(folder, tokens):
+    return TextCalibration(read_model(read_folder(folder)), tokens)
+
+
+def observed(folder, tokens):
+    """The inputs of every layer's attention in the whole model."""
+    model, inputs = load(folder).float(), [[] for _ in range(SIZES["num_hidden_layers"])]
+    for layer, seen in zip(model.model.layers, inputs, strict=True):
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, named, seen=seen: seen.append(named["hidden_states"]), with_kwargs=True
+        )
+    with torch.no_grad():
+        model(tokens)
+    return inputs
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_it_is_what_the_whole_model_sees(sources, kind):
+    """Windows of five tokens in Mistral and in the last two layers of Qwen 2 among them."""
+    tokens = tokens_of(sources[kind], TEXT, samples=5, length=33)
+    calibrations = streamed(sources[kind], tokens)
+    for index, inputs in enumerate(observed(sources[kind], tokens)):
+        wanted, got = Calibration.of(inputs), calibrations(index)
+        assert got.tokens == wanted.tokens == 5 * 33
+        scale = wanted.moment.diagonal().sqrt()
+        difference = (got.moment - wanted.moment).abs() / scale / scale[:, None]
+        assert difference.max() < 2**-18  # fp32 sums of a hundred terms, through three layers
+
+
+def test_weights_of_sixteen_bits_are_run_in_fp32(tmp_path):
+    source = save(tmp_path / "in", "llama", dtype="bfloat16")
+    tokens = tokens_of(source, TEXT, samples=2, length=20)
+    wanted = Calibration.of(observed(source, tokens)[2]).moment
+    torch.testing.assert_close(streamed(source, tokens)(2).moment, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_any_order_gives_the_same_bits(sources):
+    tokens = tokens_of(sources["llama"], TEXT, samples=3, length=20)
+    calibrations = streamed(sources["llama"], tokens)
+    in_order = [calibrations(index).moment for index in range(3)]
+    jumping = streamed(sources["llama"], tokens)
+    for index in (2, 0, 0, 1, 2, 2, 1):
+        assert jumping(index).moment.equal(in_order[index])
+
+
+def test_one_layer_has_weights_at_a_time(sources):
+    calibrations = streamed(sources["llama"], tokens_of(sources["llama"], TEXT, samples=2, length=8))
+    gc.collect()  # the models of other tests
+    for index in (0, 1, 2, 0):
+        calibrations(index)
+        layers = [x for x in gc.get_objects() if type(x) is LlamaDecoderLayer]
+        assert sum(not any(weight.is_meta for weight in layer.parameters()) for layer in layers) == 1
+
+
+def test_tokens_are_the_first_of_the_text(sources):
+    tokens = tokens_of(sources["llama"], TEXT, samples=3, length=7)
+    assert tokens.flatten().tolist() == [ord(letter) for letter in TEXT[:21]]
+    assert tokens_of(sources["llama"], TEXT[:20], samples=3, length=7).shape == (2, 7)
+    spaces = " " * 10_000 + TEXT[:30]  # which are unknown, and tokens all the same
+    assert tokens_of(sources["llama"], spaces, samples=1, length=9).tolist() == [[0] * 9]
+
+
+def test_a_text_of_few_tokens_is_read_on(tmp_path, sources):
+    shutil.copytree(sources["llama"], tmp_path / "in")
+    path = tmp_path / "in/tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    path.write_text(json.dumps(tokenizer))
+    assert tokens_of(tmp_path / "in", ("x" * 99 + " ") * 50, samples=6, length=7).shape == (6, 7)
+
+
+@pytest.mark.parametrize(("samples", "length"), [(0, 5), (5, 0), (-1, 5), (True, 5), (2.0, 5)])
+def test_counts(sources, samples, length):
+    with pytest.raises(RequestError, match=r"(samples|length): expected a positive count"):
+        tokens_of(sources["llama"], TEXT, samples=samples, length=length)
+
+
+def test_a_text_that_is_too_short(sources):
+    with pytest.raises(RequestError, match="text: expected at least length=50 tokens, got 49"):
+        tokens_of(sources["llama"], TEXT[:49], samples=1, length=50)
+
+
+def test_a_text_that_cannot_be_read(tmp_path):
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(RequestError, match=r"UTF-8 in .*at byte 3"):
+        read_text(tmp_path / "latin")
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(RequestError, match="text: expected a file to read"):
+            read_text(path)
+
+
+def test_a_source_without_a_tokenizer_that_opens(tmp_path):
+    with pytest.raises(CheckpointError, match="expected a tokenizer"):
+        tokens_of(tmp_path, TEXT, samples=1, length=5)
+    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match="tokenizer: expected one that transformers opens"):
+        tokens_of(tmp_path, TEXT, samples=1, length=5)
+
+
+def test_a_tokenizer_of_a_stranger_runs_no_code(tmp_path, sources):
+    shutil.copytree(sources["llama"], tmp_path / "in")
+    (tmp_path / "in/evil.py").write_text("raise SystemExit('ran')")
+    for name, field in (("tokenizer_config.json", ["evil.Tokenizer", None]), ("config.json", "evil.Config")):
+        settings = json.loads((tmp_path / "in" / name).read_text())
+        kind = "AutoTokenizer" if "tokenizer" in name else "AutoConfig"
+        (tmp_path / "in" / name).write_text(json.dumps(settings | {"auto_map": {kind: field}}))
+    tokens = tokens_of(tmp_path / "in", TEXT, samples=1, length=5)
+    assert streamed(tmp_path / "in", tokens)(0).tokens == 5
+
+
+def changed(tmp_path, source, change):
+    """A copy of a source whose tensors ``change`` has changed, in one file."""
+    shutil.copytree(source, tmp_path / "in")
+    tensors = {}
+    for path in (tmp_path / "in").glob("*.safetensors*"):
+        tensors |= load_file(path) if path.suffix == ".safetensors" else {}
+        path.unlink()
+    change(tensors)
+    save_file(tensors, tmp_path / "in/model.safetensors")
+    return tmp_path / "in"
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "match"),
+    [
+        ("layers.1.mlp.up_proj.weight", None, r"up_proj\.weight: expected, to run the model over text"),
+        ("embed_tokens.weight", None, r"embed_tokens\.weight: expected, to run"),
+        (
+            "layers.2.mlp.up_proj.weight",
+            torch.ones(3, 24),
+            r"expected \[40, 24\], as transformers.*got \[3, 24\]",
+        ),
+        (
+            "layers.1.mlp.up_proj.weight",
+            torch.full((40, 24), torch.nan),
+            r"layer 2, over text: moment: expected finite",
+        ),
+        ("embed_tokens.weight", torch.ones(100, 24), r"expected tokens below 100.*got 1[0-2][0-9]"),
+    ],
+)
+def test_a_source_that_cannot_be_run(tmp_path, sources, name, new, match):
+    def change(tensors):
+        del tensors[f"model.{name}"]
+        if new is not None:
+            tensors[f"model.{name}"] = new
+
+    folder = changed(tmp_path, sources["llama"], change)
+    calibrations = streamed(folder, tokens_of(folder, TEXT, samples=1, length=30))
+    for _ in range(2):  # the same again, and no wrong layer
+        with pytest.raises(CheckpointError, match=match):
+            calibrations(2)
+
+
+def test_a_model_without_rope(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 4}
+    BertModel(BertConfig(**sizes, vocab_size=90)).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="expected a model with rope"):
+        streamed(tmp_path, torch.ones(1, 5, dtype=torch.int64))(0)
+
+
+def test_a_config_that_transformers_refuses(tmp_path, sources):
+    shutil.copytree(sources["llama"], tmp_path / "in")
+    config = json.loads((tmp_path / "in/config.json").read_text())
+    (tmp_path / "in/config.json").write_text(json.dumps(config | {"rms_norm_eps": "small"}))
+    add_tokenizer(tmp_path / "in")
+    with pytest.raises(CheckpointError, match=r"config\.json: transformers does not read it: .*rms_norm_eps"):
+        streamed(tmp_path / "in", torch.ones(1, 5, dtype=torch.int64))(0)
