@@ -154,7 +154,9 @@ class _Shapes:
         self.tokens = -(-self.s // max(1, self.b)) if self.packed else self.s  # of a sequence, on the mean
         self.one = not self.packed and self.s == 1
         self.native = arch > 0
-        self.tiles = tiles or (decode_launch.fixed if x.section else decode_launch.decode)(self._problem(arch))
+        problem = self._problem(arch)
+        self.tiles = tiles or (decode_launch.fixed if x.section else decode_launch.decode)(problem)
+        self.tf32 = x.tf32 and decode_launch.may_use_tf32(problem)
         self.blocks = -(-self.tokens * self.group // self.tiles.block_m)
         self.level = 0 if x.section else decode_launch.level(self.tiles, self.blocks)
         self.room = max(1, decode_launch.room(processors(x.device), self.g) >> self.level)
@@ -215,7 +217,7 @@ class _Shapes:
             "PAGE": 0 if self.columns == 1 else self.page_size, "KV_HEADS": self.g,
             "EDGE": decode_launch.EDGE if tiles.tma else tiles.block_n,
             "BLOCKS": self.blocks if self.scheduled or not self.packed else 1,
-            "PRECISION": "tf32" if x.tf32 else "ieee",
+            "PRECISION": "tf32" if self.tf32 else "ieee",
         }  # fmt: skip
 
     def numbers(self) -> tuple:

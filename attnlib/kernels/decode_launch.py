@@ -30,6 +30,11 @@ class Problem(NamedTuple):
     arch: int
     aligned: bool
 
+    @property
+    def widest(self) -> int:
+        """Channels of a whole key, or of the block that holds a value."""
+        return max(self.head_dim + self.tail, power_of_two(self.value_dim))
+
 
 class DecodeConfig(NamedTuple):
     """Rows of queries and keys of a tile, loads in flight, warps, and how many such programs an SM runs at once.
@@ -86,7 +91,7 @@ def decode(problem: Problem) -> DecodeConfig:
     >>> decode(Problem(4, 128, 0, 128, 2, False, True, 64, 90, True))
     DecodeConfig(block_m=16, block_n=64, stages=4, warps=4, resident=2, tma=False)
     """
-    widest = max(problem.head_dim + problem.tail, power_of_two(problem.value_dim))
+    widest = problem.widest
     if problem.latent and widest > 256 and problem.itemsize == 2 and problem.arch in (90, 100):
         if problem.rows <= LATENT_FEW.block_m:
             return LATENT_FEW
@@ -99,14 +104,21 @@ def decode(problem: Problem) -> DecodeConfig:
     if table is few:
         block_m = min(TILE, power_of_two(problem.rows))
         config = config._replace(block_m=block_m, stages=config.stages if block_m == 16 else min(3, config.stages))
+    elif widest > 256 and problem.itemsize == 1 and problem.arch == 100:
+        config = config._replace(stages=1)  # loads in flight are more than triton 3.6 can compile
     return _fitting(config, problem.arch, widest)
 
 
 def fixed(problem: Problem) -> DecodeConfig:
     """Tiles that a batch-invariant call has whatever its queries are."""
-    widest = max(problem.head_dim + problem.tail, power_of_two(problem.value_dim))
+    widest = problem.widest
     config = next(config for limit, config in (FP32 if problem.itemsize > 2 else FIXED) if widest <= limit)
     return _fitting(config, problem.arch, widest)
+
+
+def may_use_tf32(problem: Problem) -> bool:
+    """Whether products of fp32 may be those of tf32, for which tiles of keys lie in shared memory twice."""
+    return problem.widest <= 256 or problem.arch in LARGE
 
 
 def _fitting(config: DecodeConfig, arch: int, widest: int) -> DecodeConfig:
