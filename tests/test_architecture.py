@@ -82,6 +82,12 @@ def test_a_file_imports_what_its_room_may(path):
         assert target[0] in allowed or "/".join(target[:2]) in allowed, f"{room} may not import {'.'.join(target)}"
 
 
+def test_folders_know_nothing_of_what_is_converted():
+    for path in (ROOT / "convert/checkpoint").glob("*.py"):
+        others = [name for name in imports_of(path) if name[0] == "convert" and name[1] != "checkpoint"]
+        assert not others, f"{path.name} imports {others}"
+
+
 def test_only_the_cache_stores():
     users = {path.relative_to(ROOT).parts[0] for path in FILES if ("storage",) in [x[:1] for x in imports_of(path)]}
     assert users == {"cache"}

@@ -7,8 +7,8 @@ converter of ``converters`` or ``deepseek``.
 """
 
 from .calibration import Calibration, calibrate
+from .checkpoint import CheckpointError, NoSpaceError, OutputError, RequestError, VerificationError
 from .deepseek_layer import gqa_to_deepseek
-from .errors import CheckpointError, NoSpaceError, OutputError, RequestError, VerificationError
 from .heads import fold, mha_to_gqa
 from .latent import gqa_to_mla
 from .mixed import MixedLinear

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from .align import Align
 from .checkpoint import convert
+from .checkpoint.errors import CheckpointError, OutputError, RequestError, VerificationError
+from .checkpoint.folder import read_folder
+from .checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
+from .checkpoint.model import Model, read_model
+from .checkpoint.report import REPORT
 from .converters import StoredMerge, grouped
 from .deepseek import converter as latent_converter
 from .deepseek_layer import Norm
-from .errors import CheckpointError, OutputError, RequestError, VerificationError
-from .folder import read_folder
 from .heads import Grouping
-from .layer import ConvertedLayer, LayerConverter, LayerShape
-from .model import Model, read_model
-from .report import REPORT
 from .stock import StockCheck, stock
 from .text_calibration import TextCalibration, read_text, tokens_of
 

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from .align import Align, check_gains
 from .calibration import Calibration
-from .errors import CheckpointError, RequestError
+from .checkpoint.errors import CheckpointError, RequestError
+from .checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
+from .checkpoint.model import shape_of
+from .checkpoint.names import family_of
+from .checkpoint.source_rope import rope_of
 from .grouping import neighbours
 from .heads import Grouping, arrange, merge_heads, shares
-from .layer import ConvertedLayer, LayerConverter, LayerShape
-from .model import shape_of
-from .names import family_of
-from .source_rope import rope_of
 from .weights import Heads, join, split
 
 Calibrations = Callable[[int], Calibration]

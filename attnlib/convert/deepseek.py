@@ -7,13 +7,13 @@ from torch import Tensor
 from ..cache.layout import DTYPES
 from ..rope import Linear, Llama3, Rope
 from .calibration import Calibration
+from .checkpoint.errors import CheckpointError
+from .checkpoint.folder import CONFIG
+from .checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
+from .checkpoint.model import shape_of
+from .checkpoint.names import family_of
+from .checkpoint.source_rope import rope_of
 from .deepseek_layer import Norm, Target, to_deepseek
-from .errors import CheckpointError
-from .folder import CONFIG
-from .layer import ConvertedLayer, LayerConverter, LayerShape
-from .model import shape_of
-from .names import family_of
-from .source_rope import rope_of
 from .weights import Heads, split
 
 SOURCES = ("llama", "mistral", "qwen2")

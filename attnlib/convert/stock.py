@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError, VerificationError
-from .folder import CONFIG, read_folder
-from .verify import Errors
+from .checkpoint.errors import CheckpointError, VerificationError
+from .checkpoint.folder import CONFIG, read_folder
+from .checkpoint.verify import Errors
 
 LOSSLESS = 1e-6  # of every error that a converter reports; more than what fp32 rounds
 SAME = 1e-3  # of the largest logit: what rounding of 1e-6 may become on its way through all layers

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from .calibration import Calibration, calibrate
-from .errors import CheckpointError, RequestError
-from .folder import COPIED, StoredTensor
-from .model import Model
-from .source_rope import rope_of
+from .checkpoint.errors import CheckpointError, RequestError
+from .checkpoint.folder import COPIED, StoredTensor
+from .checkpoint.model import Model
+from .checkpoint.source_rope import rope_of
 from .stock import quiet, read_config, stock
 
 MAX_TEXT = 2**30  # bytes

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from attnlib.convert.layer import ConvertedLayer, LayerShape
+from attnlib.convert.checkpoint.layer import ConvertedLayer, LayerShape
 
 CONFIG = {
     "model_type": "llama",

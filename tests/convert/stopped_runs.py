@@ -7,8 +7,7 @@ import signal
 from checkpoint_helpers import halve
 from fault_shim import FaultyOs, killed
 
-from attnlib.convert import writing
-from attnlib.convert.checkpoint import convert
+from attnlib.convert.checkpoint import convert, writing
 
 OPTIONS = {"max_shard_size": 4000, "settings": {"converter": "halve"}, "progress": False}
 

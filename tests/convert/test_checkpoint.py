@@ -9,13 +9,13 @@ import torch
 from checkpoint_helpers import CONFIG, contents, halve, llama, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from attnlib.convert import folder
 from attnlib.convert.checkpoint import (
     CheckpointError,
     ConvertedLayer,
     RequestError,
     VerificationError,
     convert,
+    folder,
     identity,
 )
 

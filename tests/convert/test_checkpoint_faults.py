@@ -14,14 +14,16 @@ from checkpoint_helpers import CONFIG, contents, halve, llama, write_checkpoint
 from fault_shim import FaultyOs, ShortWrites, failing
 from stopped_runs import in_a_process, killed_run, run, terminated_run
 
-from attnlib.convert import checkpoint, progress, writing
 from attnlib.convert.checkpoint import (
     CheckpointError,
     NoSpaceError,
     OutputError,
     RequestError,
     VerificationError,
+    conversion,
     convert,
+    progress,
+    writing,
 )
 
 
@@ -320,14 +322,14 @@ def test_a_source_that_changes_meanwhile_is_found_out(tmp_path, source, change, 
 
 
 def test_a_shard_that_is_not_what_was_written_is_found_and_written_again(tmp_path, source, whole, monkeypatch):
-    last_steps = checkpoint._write_rest
+    last_steps = conversion._write_rest
 
     def decaying(folder, *rest):
         rewrite(folder / "model-00003-of-00006.safetensors")
         return last_steps(folder, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write_rest", decaying)
+        patch.setattr(conversion, "_write_rest", decaying)
         with pytest.raises(VerificationError, match=r"model-00003-of-00006\.safetensors: expected what was written"):
             run(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

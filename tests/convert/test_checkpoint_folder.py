@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
-from attnlib.convert import folder as folders
 from attnlib.convert.checkpoint import CheckpointError, convert, identity
-from attnlib.convert.folder import INDEX, SourceFile, read_folder
-from attnlib.convert.header import Entry, make_header
+from attnlib.convert.checkpoint import folder as folders
+from attnlib.convert.checkpoint.folder import INDEX, SourceFile, read_folder
+from attnlib.convert.checkpoint.header import Entry, make_header
 
 
 def refused(root, match):

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from attnlib import CAUSAL, GroupedQueryAttention, KVCache, MultiHeadLatentAttention
 from attnlib.convert import Calibration
 from attnlib.convert.checkpoint import CheckpointError, ConvertedLayer, convert
+from attnlib.convert.checkpoint.source_rope import rope_of
 from attnlib.convert.deepseek import converter, deepseek_config
 from attnlib.convert.deepseek_layer import gqa_to_deepseek
-from attnlib.convert.source_rope import rope_of
 
 KINDS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
 D, WIDTH = 16, 48

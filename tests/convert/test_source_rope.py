@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from attnlib.convert.errors import CheckpointError
-from attnlib.convert.source_rope import rope_of
+from attnlib.convert.checkpoint.errors import CheckpointError
+from attnlib.convert.checkpoint.source_rope import rope_of
 
 CONFIG = {
     "model_type": "llama",

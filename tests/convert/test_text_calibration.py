@@ -12,8 +12,8 @@ from transformers import BertConfig, BertModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from attnlib.convert import Calibration, CheckpointError, RequestError
-from attnlib.convert.folder import read_folder
-from attnlib.convert.model import read_model
+from attnlib.convert.checkpoint.folder import read_folder
+from attnlib.convert.checkpoint.model import read_model
 from attnlib.convert.text_calibration import TextCalibration, read_text, tokens_of
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ..rope import DynamicNTK, Linear, Llama3, Rope, YaRN
+from ...rope import DynamicNTK, Linear, Llama3, Rope, YaRN
 from .errors import CheckpointError
 from .folder import CONFIG
 from .model import shape_of

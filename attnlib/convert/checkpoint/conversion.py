@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError, NoSpaceError, OutputError, RequestError, VerificationError
+from .errors import CheckpointError, NoSpaceError, RequestError, VerificationError
 from .folder import CONFIG, INDEX, buffer_for, read_folder
-from .layer import ConvertedLayer, LayerConverter, LayerShape, identity
+from .layer import LayerConverter
 from .model import Model, read_model
 from .plain_json import dump, parse_object
 from .plan import Layers, Plan, Shard, make_plan
@@ -26,19 +26,6 @@ from .report import REPORT, make_report, plain_errors
 from .scan import count_nonfinite, scan
 from .verify import Check, run_check, verify_shards
 from .writing import clean_errors, new_file, only_one, require_room, sigterm_waits, write_file
-
-__all__ = [
-    "CheckpointError",
-    "ConvertedLayer",
-    "LayerConverter",
-    "LayerShape",
-    "NoSpaceError",
-    "OutputError",
-    "RequestError",
-    "VerificationError",
-    "convert",
-    "identity",
-]
 
 TOOL = "attnlib checkpoint conversion 1"  # counts up when the same request gives other bytes
 
