@@ -35,11 +35,11 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """One pre-norm block: attention and MLP, each added to the residual stream."""
 
-    def __init__(self, attention: nn.Module, hidden_size: int, mlp_size: int):
+    def __init__(self, attention: nn.Module, hidden_size: int, mlp_size: int, norm_eps: float):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(hidden_size, eps=1e-6)
+        self.attention_norm = nn.RMSNorm(hidden_size, eps=norm_eps)
         self.attention = attention
-        self.mlp_norm = nn.RMSNorm(hidden_size, eps=1e-6)
+        self.mlp_norm = nn.RMSNorm(hidden_size, eps=norm_eps)
         self.mlp = SwiGLU(hidden_size, mlp_size)
 
     def forward(
@@ -65,17 +65,27 @@ class Decoder(nn.Module):
         attention: Callable[[int], nn.Module],
         mlp_size: int | None = None,
         tie_embeddings: bool = True,
+        norm_eps: float = 1e-6,
     ):
         super().__init__()
         mlp_size = mlp_size or -(-8 * hidden_size // 96) * 32
         self.embed = nn.Embedding(vocab_size, hidden_size)
-        self.blocks = nn.ModuleList(Block(attention(i), hidden_size, mlp_size) for i in range(num_layers))
-        self.norm = nn.RMSNorm(hidden_size, eps=1e-6)
+        self.blocks = nn.ModuleList(Block(attention(i), hidden_size, mlp_size, norm_eps) for i in range(num_layers))
+        self.norm = nn.RMSNorm(hidden_size, eps=norm_eps)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
         nn.init.normal_(self.lm_head.weight, std=0.02)
         if tie_embeddings:
             self.lm_head.weight = self.embed.weight
+        self._share_ropes()
+
+    def replace_attention(self, layers: Sequence[nn.Module]) -> None:
+        """Let the i-th block attend with ``layers[i]`` from now on."""
+        for block, layer in zip(self.blocks, layers, strict=True):
+            block.attention = layer
+        self._share_ropes()
+
+    def _share_ropes(self) -> None:
         ropes = [block.attention.rope for block in self.blocks]
         self.ropes = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self.rope_index = [None if rope is None else self.ropes.index(rope) for rope in ropes]

@@ -1,7 +1,8 @@
-"""Real text as bytes: where it comes from, how it is split, and what a model must beat."""
+"""Real text as bytes or tokens: where it comes from, how it is split, and what a model must beat."""
 
+import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,20 +10,26 @@ import torch
 from torch import Tensor
 
 VOCAB_SIZE = 256
-BLOCK = 4096  # bytes
+BLOCK = 4096  # tokens
 BLOCKS = 10  # in a group: the last one is held out
 
 
 class Corpus(NamedTuple):
-    """Bytes in groups of ten blocks: ``train`` ``[groups, 9 * block]`` and ``held_out`` ``[groups, block]``, uint8."""
+    """Tokens in groups of ten blocks: ``train`` ``[groups, 9 * block]`` and ``held_out`` ``[groups, block]``.
+
+    Tokens are bytes, uint8, unless somebody else encoded the text. ``bytes_per_token`` is the mean over all of it, and
+    ``sha256`` that of the text itself.
+    """
 
     name: str
     train: Tensor
     held_out: Tensor
+    sha256: str
+    bytes_per_token: float = 1.0
 
     @property
     def size(self) -> int:
-        """How many bytes both parts have."""
+        """How many tokens both parts have."""
         return self.train.numel() + self.held_out.numel()
 
     def unigram_entropy(self) -> float:
@@ -50,8 +57,15 @@ class Corpus(NamedTuple):
         return windows[spread].long()
 
 
-def load(path: Path | None = None) -> Corpus:
+def byte_tokens(data: bytes) -> Tensor:
+    """Each byte as a token: uint8 ``[t]``."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def load(path: Path | None = None, *, tokens_of: Callable[[bytes], Tensor] = byte_tokens) -> Corpus:
     """The corpus of a file, or of the top-level modules of Python's standard library, in the order of their names.
+
+    ``tokens_of`` makes integer tokens ``[t]`` of the whole text.
 
     Raises:
         ValueError: there is too little text to hold some out.
@@ -61,17 +75,20 @@ def load(path: Path | None = None) -> Corpus:
         name, data = f"{len(files)} standard-library modules", b"".join(file.read_bytes() for file in files)
     else:
         name, data = path.name, path.read_bytes()
-    groups = len(data) // (BLOCK * BLOCKS)
-    if groups < 1:
-        need = BLOCK * BLOCKS
-        raise ValueError(f"text: expected at least {need} bytes, got {len(data)} ({name}); use a longer --text")
-    bytes_ = torch.frombuffer(bytearray(data), dtype=torch.uint8)[: groups * BLOCK * BLOCKS].view(groups, -1)
-    return Corpus(name, bytes_[:, :-BLOCK], bytes_[:, -BLOCK:])
+    need = BLOCK * BLOCKS
+    tokens = tokens_of(data) if data else torch.empty(0)
+    groups = len(tokens) // need
+    if not groups:
+        unit = "bytes" if tokens_of is byte_tokens else "tokens"
+        raise ValueError(f"text: expected at least {need} {unit}, got {len(tokens)} ({name}); use a longer --text")
+    parts = tokens[: groups * need].view(groups, -1)
+    digest = hashlib.sha256(data).hexdigest()
+    return Corpus(name, parts[:, :-BLOCK], parts[:, -BLOCK:], digest, len(data) / len(tokens))
 
 
 def _check_fits(name: str, context: int, size: int) -> None:
     if not 1 <= context < size:
-        raise ValueError(f"{name}: expected 1 to {size - 1} bytes, got {context}; use a shorter context")
+        raise ValueError(f"{name}: expected 1 to {size - 1} tokens, got {context}; use a shorter context")
 
 
 def encode(text: str) -> Tensor:

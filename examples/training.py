@@ -1,7 +1,8 @@
-"""Training a Decoder on bytes, and how well it predicts text that it has not seen."""
+"""Training a Decoder, and how well it predicts text that it has not seen."""
 
 import math
 import sys
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from decoder import Decoder
@@ -22,36 +23,59 @@ def train(model: Decoder, corpus: Corpus, preset: Preset, *, label: str, seed: i
     The batches depend on the seed alone, so that every model sees the same text in the same order. On a GPU the matrix
     products run in bf16.
     """
-    device = model.embed.weight.device
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches = corpus.batches(count=preset.steps, batch=preset.batch, context=preset.context, seed=seed)
-    losses = []
-    bar = tqdm(batches, label, preset.steps, unit="step", mininterval=0.2 if sys.stderr.isatty() else 15)
-    for step, tokens in enumerate(bar):
+    options = {"steps": preset.steps, "rate": preset.learning_rate, "label": label}
+    losses = optimise(make_optimizer(model), lambda tokens, _: text_bits(model, tokens), batches, **options)
+    return torch.stack(list(losses)).tolist()
+
+
+def make_optimizer(model: Decoder) -> torch.optim.Optimizer:
+    """AdamW over all parameters, those that train now and those that do later."""
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def optimise(
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[Tensor, int], Tensor],
+    batches: Iterable[Tensor],
+    *,
+    steps: int,
+    rate: float,
+    label: str,
+    done: int = 0,
+) -> Iterator[Tensor]:
+    """Take a step for each batch and yield its loss, a detached scalar, when the step is taken.
+
+    ``loss_of`` gets the batch and how many steps were taken before. ``batches`` are those after the first ``done`` of
+    ``steps``; ``rate`` is the peak of the learning rate.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    device = parameters[0].device
+    bar = tqdm(batches, label, steps, initial=done, unit="step", mininterval=0.2 if sys.stderr.isatty() else 15)
+    for step, tokens in enumerate(bar, done):
         for group in optimizer.param_groups:
-            group["lr"] = preset.learning_rate * _rate(step, preset.steps)
+            group["lr"] = rate * _rate(step, steps)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = _bits(model, tokens.to(device))
+            loss = loss_of(tokens.to(device), step)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        losses.append(loss.detach())
         if step % 10 == 0:
-            bar.set_postfix_str(f"{loss.item():.2f} bits/byte", refresh=False)
-    return torch.stack(losses).tolist()
+            bar.set_postfix_str(f"{loss.item():.2f} bits", refresh=False)
+        yield loss.detach()
 
 
 @torch.no_grad()
-def held_out_bits(model: Decoder, corpus: Corpus, preset: Preset) -> float:
-    """Bits per byte that the model needs for held-out text, over windows of its context."""
-    windows = corpus.held_out_windows(preset.context, limit=HELD_OUT_WINDOWS).to(model.embed.weight.device)
+def held_out_bits(model: Decoder, corpus: Corpus, preset: Preset, *, limit: int = HELD_OUT_WINDOWS) -> float:
+    """Bits per byte that the model needs for held-out text, over at most ``limit`` windows of its context."""
+    windows = corpus.held_out_windows(preset.context, limit=limit).to(model.embed.weight.device)
     parts = windows.split(preset.batch)
-    return sum(_bits(model, part).item() * len(part) for part in parts) / len(windows)
+    return sum(text_bits(model, part).item() * len(part) for part in parts) / len(windows) / corpus.bytes_per_token
 
 
-def _bits(model: Decoder, tokens: Tensor) -> Tensor:
-    """Mean bits per byte of predicting each of ``tokens`` ``[b, t]`` from those before it, the first excepted."""
+def text_bits(model: Decoder, tokens: Tensor) -> Tensor:
+    """Mean bits per token of predicting each of ``tokens`` ``[b, t]`` from those before it, the first excepted."""
     logits = model(tokens[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / math.log(2)
 

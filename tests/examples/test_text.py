@@ -41,5 +41,5 @@ def test_held_out_windows_are_spread(tmp_path):
 def test_too_little_text(tmp_path):
     with pytest.raises(ValueError, match=r"text: expected at least 40960 bytes, got 36864 \(text\); use a longer"):
         numbered(tmp_path / "text", 9)
-    with pytest.raises(ValueError, match="context: expected 1 to 4095 bytes, got 4096"):
+    with pytest.raises(ValueError, match="context: expected 1 to 4095 tokens, got 4096"):
         numbered(tmp_path / "text", 10).held_out_windows(4096, limit=1)

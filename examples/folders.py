@@ -1,0 +1,163 @@
+"""A Decoder as a Hugging Face checkpoint folder: Llama in and out, DeepSeek-V3 out. Safetensors only, no code runs."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from decoder import Decoder
+from safetensors.torch import save
+from text import byte_tokens
+from torch import Tensor
+
+from attnlib import CAUSAL, GroupedQueryAttention
+from attnlib.convert.checkpoint.folder import CONFIG, WEIGHTS, Checkpoint, read_folder
+from attnlib.convert.checkpoint.layer import LayerShape
+from attnlib.convert.checkpoint.model import edit_config, read_model
+from attnlib.convert.checkpoint.plain_json import dump
+from attnlib.convert.checkpoint.source_rope import rope_of
+from attnlib.convert.checkpoint.writing import write_file
+from attnlib.convert.deepseek import deepseek_config
+
+# Ours to theirs, inside a block and outside; what is not listed has the same name.
+IN_BLOCK = {"attention_norm": "input_layernorm", "attention": "self_attn", "mlp_norm": "post_attention_layernorm"}
+OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
+TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json"}  # any of them
+# What a Llama's config.json may say that a Decoder is not, each with what it must say.
+FIXED = {"model_type": "llama", "hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0.0, "pretraining_tp": 1}
+
+
+def their_name(name: str) -> str:
+    """The name of a parameter in a checkpoint, such as ``model.layers.0.self_attn.q_proj.weight``."""
+    first, rest = name.split(".", 1)
+    if first != "blocks":
+        return f"{OUTSIDE[first]}.{rest}"
+    index, part, rest = rest.split(".", 2)
+    return f"model.layers.{index}.{IN_BLOCK.get(part, part)}.{rest}"
+
+
+def load_llama(folder: Path) -> tuple[Decoder, Checkpoint]:
+    """The model of a folder with a Llama's config.json and safetensors, in fp32 on the CPU, and the checked folder.
+
+    Raises:
+        ValueError: it is no such folder, unsafe to open, or a Llama with something that a Decoder has not.
+    """
+    checkpoint = read_folder(folder)
+    config = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6} | checkpoint.config
+    for name, expected in FIXED.items():
+        got = config.get(name, expected)
+        if got != expected:
+            raise ValueError(f"{CONFIG}: {name}: expected {expected!r}, all that a Decoder has, got {got!r}")
+    for name in ("vocab_size", "intermediate_size"):
+        if type(config.get(name)) is not int or config[name] < 1:
+            raise ValueError(f"{CONFIG}: {name}: expected a positive int, got {config.get(name)!r}")
+    shape, rope = read_model(checkpoint).shape, rope_of(config)
+    options = {"num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "bias": bool(config.get("attention_bias"))}
+    with torch.device("meta"):  # a large model is not made twice
+        model = Decoder(
+            config["vocab_size"],
+            shape.width,
+            config["num_hidden_layers"],
+            attention=lambda i: GroupedQueryAttention(shape.width, shape.heads, mask=CAUSAL, rope=rope, **options),
+            mlp_size=config["intermediate_size"],
+            tie_embeddings=config["tie_word_embeddings"],
+            norm_eps=config["rms_norm_eps"],
+        )
+    _fill(model, checkpoint)
+    return model.eval(), checkpoint
+
+
+def _fill(model: Decoder, checkpoint: Checkpoint) -> None:
+    """Load every parameter, and refuse a folder with fewer, more or others."""
+    named = {their_name(name): (name, value) for name, value in model.named_parameters()}
+    # Old files repeat the embedding that they tie, and hold the frequencies that rope computes.
+    spare = {name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")}
+    spare |= {"lm_head.weight"} - named.keys()
+    shapes = {name: tuple(value.shape) for name, (_, value) in named.items()}
+    found = {name: tuple(stored.entry.shape) for name, stored in checkpoint.tensors.items() if name not in spare}
+    for name in sorted({*shapes, *found}):
+        expected, got = shapes.get(name, "none"), found.get(name, "none")
+        if expected != got:
+            raise ValueError(f"{name}: expected {expected}, as {CONFIG} says, got {got}; it is not such a Llama")
+    weights = {name: checkpoint.tensors[theirs].load().float() for theirs, (name, _) in named.items()}
+    if "lm_head.weight" not in weights:
+        weights["lm_head.weight"] = weights["embed.weight"]
+    model.load_state_dict(weights, assign=True)
+    if "lm_head.weight" not in named:
+        model.lm_head.weight = model.embed.weight
+
+
+def save_folder(model: Decoder, folder: Path, config: Mapping[str, object]) -> None:
+    """Write the model under the names of a Llama, or of a DeepSeek-V3, each file whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {their_name(name): value.detach() for name, value in model.named_parameters()}
+    write_file(folder, WEIGHTS, save(weights, {"format": "pt"}))
+    write_file(folder, CONFIG, dump(config))
+
+
+def llama_config(model: Decoder, *, context: int, source: Mapping[str, object] | None = None) -> dict[str, object]:
+    """The config.json of a Decoder with grouped layers in fp32; keys of its ``source``'s are kept."""
+    layer, mlp = model.blocks[0].attention, model.blocks[0].mlp
+    rope = {"rope_theta": layer.rope.theta}
+    own = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": model.embed.num_embeddings,
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": mlp.gate_proj.out_features,
+        "num_hidden_layers": len(model.blocks),
+        "num_attention_heads": layer.num_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": context,
+        "rms_norm_eps": model.norm.eps,
+        "tie_word_embeddings": model.lm_head.weight is model.embed.weight,
+        "attention_bias": layer.q_proj.bias is not None,
+        **rope,  # as transformers 4 reads it
+        "rope_parameters": {"rope_type": "default", **rope},
+        "bos_token_id": None,  # bytes have neither
+        "eos_token_id": None,
+    }
+    fields = {"num_key_value_heads": layer.num_kv_heads, "dtype": "float32", "torch_dtype": "float32"}
+    return edit_config(source or own, fields, _shape(layer))
+
+
+def tokens_by(source: Checkpoint) -> Callable[[bytes], Tensor]:
+    """What makes tokens ``[t]`` of a text: the source's tokenizer if it has one, else bytes.
+
+    Raises:
+        ValueError: neither fits the model's vocabulary; when it is made, or called.
+    """
+    encode, size = byte_tokens, source.config["vocab_size"]
+    if {file.name for file in source.copied} & TOKENIZERS:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
+
+        def encode(data: bytes) -> Tensor:
+            found = tokenizer(data.decode(errors="replace"), add_special_tokens=False, verbose=False)
+            return torch.tensor(found.input_ids, dtype=torch.int32)
+
+    def checked(data: bytes) -> Tensor:
+        tokens = encode(data)
+        if len(tokens) and int(tokens.max()) >= size:
+            raise ValueError(
+                f"text: expected tokens below vocab_size={size}, got {tokens.max()}; the tokenizer is another's"
+            )
+        return tokens
+
+    return checked
+
+
+def copy_tokenizer(source: Checkpoint, folder: Path) -> None:
+    """Copy a source's tokenizer and licence beside the weights of what was made of it."""
+    for file in source.copied:
+        write_file(folder, file.name, file.read())
+
+
+def latent_config(model: Decoder, llama: Mapping[str, object], layer: GroupedQueryAttention) -> dict[str, object]:
+    """The config.json of a Decoder with latent layers of DeepSeek's form, made of a Llama's such as ``layer``."""
+    made = model.blocks[0].attention
+    return deepseek_config(llama, made.state_dict(), made.rope, _shape(layer))
+
+
+def _shape(layer: GroupedQueryAttention) -> LayerShape:
+    return LayerShape(0, layer.hidden_size, layer.num_heads, layer.num_kv_heads, layer.head_dim)
