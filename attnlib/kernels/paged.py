@@ -95,3 +95,49 @@ def tokens_of(cu_q_ptr, n, batch, tokens):
     if n < batch:
         count = tl.maximum(offset(cu_q_ptr, n + 1, tokens) - row, 0)
     return row, count
+
+
+@triton.jit
+def assigned(schedule_ptr, slot, slots, batch):
+    """The part in a slot of a schedule: its sequence (or -1), tokens ``[begin, end)``, and parts of the sequence.
+
+    One more slot takes what follows the last packed sequence.
+    """
+    item, planned = schedule_ptr + slot * ENTRY, slot < slots
+    sequence = tl.load(item, mask=planned, other=batch)
+    begin, end = tl.load(item + 1, mask=planned, other=0), tl.load(item + 2, mask=planned, other=0)
+    return sequence, begin, end, tl.load(item + 3, mask=planned, other=1)
+
+
+@triton.jit
+def claimed(
+    pid, schedule_ptr, cu_q_ptr, slots, batch, group, s,
+    SCHEDULED: tl.constexpr, VARLEN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """What a program works on: a sequence, or -1 for nothing; a block of its rows; tokens ``[begin, end)``, one of how
+    many parts; where the sequence's queries begin, and how many there are.
+
+    A packed sequence with more rows than there is room for in a part is not cut into parts: more programs, after those
+    of the schedule, take a block of its rows each.
+    """
+    block, slot = pid % BLOCKS, pid // (BLOCKS * KV_HEADS)
+    beyond = False
+    if SCHEDULED:
+        sequence, begin, end, parts = assigned(schedule_ptr, slot, slots, batch)
+        if VARLEN:
+            beyond = slot > slots
+            if beyond:
+                sequence, block = owner(cu_q_ptr, (slot - slots - 1) * BLOCKS + block, batch, s, group, BLOCK_M)
+            end = tl.where(beyond, 2147483647, end)
+    else:
+        sequence, begin, end, parts = slot, 0, 2147483647, 1
+        if VARLEN:
+            sequence, block = owner(cu_q_ptr, slot, batch, s, group, BLOCK_M)
+        else:
+            block = BLOCKS - 1 - block  # those that see most start first
+    row, count = s * 0, s
+    if VARLEN:
+        row, count = tokens_of(cu_q_ptr, tl.maximum(sequence, 0), batch, s)  # those of nobody are the last
+        if SCHEDULED:
+            sequence = tl.where((count * group > BLOCKS * BLOCK_M) == beyond, sequence, -1)
+    return sequence, block, begin, end, parts, row, count
