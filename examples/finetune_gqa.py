@@ -35,7 +35,7 @@ PRESETS = {
     "tiny": Preset(128, 3, 8, 16, 0, 0, 0, 128, 4, 2_500, 2e-3),
     "small": Preset(512, 8, 8, 64, 0, 0, 0, 512, 32, 2_000, 1e-3),
 }
-STEPS = 800  # after the conversion
+STEPS = 1000  # after the conversion
 SHARE = 0.75  # of the rate at which the original was trained
 SOURCE_RATE = 5e-5  # where that is unknown
 # What stays as it was wants smaller steps than what is new, and each gets its own: of the original trained on, 2.172,
