@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 from itertools import cycle, islice
 from types import SimpleNamespace
 
+import decode_helpers
 import pytest
 import torch
 from decode_helpers import Call, Sizes, assert_right, plan_for, store
@@ -224,6 +225,15 @@ def test_a_long_prompt_among_single_tokens(layout, plan):
     for processors in (1, 2, 7) if INTERPRETED else (1, 2, 7, 132):
         plan(processors=processors)
         assert_right(call.scheduled())
+
+
+def test_many_rows_of_nobody(plan, monkeypatch):
+    """After the last sequence of a captured step that holds less than it could: 0, whether or not they fit a tile."""
+    monkeypatch.setattr(decode_helpers, "SLACK", 70)
+    for processors in (1, 7):
+        plan(processors=processors)
+        for counts in ((1, 2, 1), (1, 40, 1)):
+            assert_right(store(SMALL, Sizes((20, 50, 3))).call(counts, 6).scheduled())
 
 
 def near(view: KVView) -> KVView:
