@@ -48,6 +48,15 @@ def test_tiles_are_what_kernels_take(arch):
             assert config.block_n % decode_launch.EDGE == 0
 
 
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 64, 128])
+def test_rows_of_packed_sequences(group):
+    """Those of the mean at least; and no more than a tile of few, unless the mean has more."""
+    for batch, tokens in product((1, 2, 9, 64), (0, 1, 9, 64, 65, 1000)):
+        found, mean = decode_launch.rows(tokens, batch, group), group * -(-tokens // batch)
+        assert mean <= found <= max(mean, decode_launch.TILE)
+        assert found >= min(decode_launch.TILE - group + 1, group * (tokens - batch + 1))
+
+
 @pytest.mark.parametrize(("d", "tail", "e"), [x for x in HEADS if not x[1]] + [(d, tail, d) for d, tail in LATENT])
 def test_blocks_hold_a_key_and_a_value(d, tail, e):
     """A key in one plane is in two blocks where that saves channels; a latent and its rotary key have a block each."""

@@ -134,11 +134,11 @@ def rows(tokens: int, batch: int, group: int) -> int:
 
     Those of the mean; or up to a tile all that one sequence may have: the keys of more rows than that are not cut.
 
-    >>> rows(64, 64, 4), rows(72, 64, 4), rows(1000, 10, 4)
-    (4, 36, 400)
+    >>> rows(64, 64, 4), rows(72, 64, 4), rows(319, 64, 7), rows(1000, 10, 4)
+    (4, 36, 63, 400)
     """
     mean, most = -(-tokens // max(1, batch)), tokens - batch + 1
-    return group * max(mean, min(most, -(-TILE // group)))
+    return group * max(mean, min(most, TILE // group))
 
 
 def level(config: DecodeConfig, blocks: int) -> int:

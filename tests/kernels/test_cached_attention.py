@@ -229,10 +229,12 @@ def test_a_long_prompt_among_single_tokens(layout, plan):
 
 def test_many_rows_of_nobody(plan, monkeypatch):
     """After the last sequence of a captured step that holds less than it could: 0, whether or not they fit a tile."""
-    monkeypatch.setattr(decode_helpers, "SLACK", 70)
+    made = _cached.outputs
+    monkeypatch.setattr(_cached, "outputs", lambda *given: tuple(x.fill_(torch.nan) for x in made(*given)))
+    monkeypatch.setattr(decode_helpers, "SLACK", 40)
     for processors in (1, 7):
         plan(processors=processors)
-        for counts in ((1, 2, 1), (1, 40, 1)):
+        for counts in ((1, 2, 1), (1, 1, 5)):
             assert_right(store(SMALL, Sizes((20, 50, 3))).call(counts, 6).scheduled())
 
 
