@@ -64,7 +64,7 @@ def calibrate(
     ``blocks`` are pairs of a block, called with each batch to give the next block's, and the attention layer inside it,
     whose inputs are observed. Only one block and one layer's moments are needed at a time: both iterators are lazy, so
     that blocks may be loaded, converted and released one by one. Blocks are called without gradients, in the mode they
-    are in (make it ``eval()``), and always as they were before what is done with their calibration.
+    are in (dropout belongs switched off), and always as they were before what is done with their calibration.
 
     Raises:
         ValueError: a block that never calls its layer, or inputs as :meth:`Calibration.of` refuses them.
