@@ -55,7 +55,8 @@ class Plan(NamedTuple):
 class PageLedger:
     """Pages of one window class: free list, reference counts, and each sequence's pages by absolute index.
 
-    A page with one owner may be written by it; a shared page is replaced by a copy when a step is to write into it.
+    A page with one owner may be written by it. Who is to write into a shared page gets a copy of it, but for one owner
+    if all of them write.
     Between ``reserve`` and ``commit`` or ``restore`` nothing else may be called.
     """
 
@@ -113,8 +114,9 @@ class PageLedger:
         return Plan(tokens, grants)
 
     def _needs(self, tokens: Mapping[Handle, int]) -> list[tuple[Handle, int, int | None]]:
+        """The pages that these tokens need, as a Grant says it, without the page itself."""
         size, needs = self.page_size, []
-        leaving: dict[int, int] = {}  # how many owners of a shared page get their own copy in this very step
+        in_place = self._writers_in_place(tokens)
         for handle, n in tokens.items():
             if n == 0:
                 continue
@@ -122,13 +124,27 @@ class PageLedger:
             end = holding.dropped + len(holding.pages)
             if holding.length % size:  # the last page is partial, so the step writes into it
                 page = holding.pages[-1]
-                left = leaving.get(page, 0)
-                if self._owners[page] - left > 1:
+                if self._owners[page] > 1 and in_place.get(page) is not handle:
                     needs.append((handle, end - 1, page))
-                    leaving[page] = left + 1
             if holding.length + n > end * size:
                 needs.extend((handle, index, None) for index in range(end, -(-(holding.length + n) // size)))
         return needs
+
+    def _writers_in_place(self, tokens: Mapping[Handle, int]) -> dict[int, Handle]:
+        """Who keeps a shared page that all of its owners are about to write: the longest of them.
+
+        It writes beyond what any of the others has stored, so that a failing step can give the page back to all.
+        """
+        writers: dict[int, list[Handle]] = {}
+        for handle, n in tokens.items():
+            holding = self._holdings[handle]
+            if n and holding.length % self.page_size and self._owners[holding.pages[-1]] > 1:
+                writers.setdefault(holding.pages[-1], []).append(handle)
+        return {
+            page: max(reversed(handles), key=lambda handle: self._holdings[handle].length)
+            for page, handles in writers.items()
+            if len(handles) == self._owners[page]
+        }
 
     def _full(self, need: int) -> str:
         pages, free = f"{need} page{'s' if need > 1 else ''}", len(self._free)
@@ -214,6 +230,21 @@ class PageLedger:
                 f"length: the layers of window={self.window} keep this sequence from {holding.start} on, so it can be "
                 f"truncated to {shortest} at least, got {length}; construct the cache with a larger rollback="
             )
+
+    def check_read(self, tokens: Mapping[Handle, int]) -> None:
+        """Refuse queries, the last ones of each sequence, for which the window has dropped a key.
+
+        Raises:
+            RuntimeError: naming how many queries may be read for.
+        """
+        for handle, n in tokens.items():
+            holding, shortest = self.holding(handle), self.shortest(handle)
+            if shortest and n and holding.length - n < shortest:
+                raise RuntimeError(
+                    f"tokens: the layers of window={self.window} keep this sequence from {holding.start} on, so its "
+                    f"last {max(0, holding.length - shortest)} tokens can be queries again, got {n}; "
+                    "construct the cache with a larger rollback="
+                )
 
     def truncate(self, handle: Handle, length: int) -> Sequence[int]:
         """Forget all tokens from ``length`` on; returns the pages that became free.

@@ -106,7 +106,7 @@ class Twin:
         return new, flat.view(len(counts), tokens) if isinstance(tokens, int) else flat
 
     def step(self, tokens, fail_after: int | None = None) -> None:
-        """A step of these tokens; with ``fail_after`` its body raises once so many layers have appended."""
+        """A step of these tokens; with ``fail_after`` its body raises once so many layers have appended, or all."""
         new, numbers = self.draw(tokens)
         before = {handle: len(self.model[handle]) for handle in new}
         with self.cache.step(tokens) as layers:
@@ -117,6 +117,8 @@ class Twin:
                 view = layer.append(*content(layer.layout, numbers, i))
                 self.check_view(view, i, {handle: self.model[handle] + new[handle] for handle in new}, before)
             self._check_writers(new)
+            if fail_after is not None:
+                raise Abort
         for handle, fresh in new.items():
             self.model[handle] += fresh
 
@@ -177,12 +179,27 @@ class Twin:
         for handle in handles:
             del self.model[handle], self.padding[handle]
 
+    def may_read(self, handle, n: int) -> bool:
+        """Whether all keys are kept that the last ``n`` tokens of a sequence can see as queries."""
+        first = len(self.model[handle]) - n
+        for layer in self.cache._layers:
+            kept = self.cache._book.ledgers[layer.layout.window].holding(handle).dropped * self.cache.page_size
+            if n and kept > max(0, first - (layer.layout.window or 0) + 1):
+                return False
+        return True
+
+    def read(self, tokens) -> None:
+        """A read with these queries shows all that they can see."""
+        counts = dict.fromkeys(self.model, tokens) if isinstance(tokens, int) else tokens
+        rows = {handle: self.model[handle] for handle in counts}
+        before = {handle: len(self.model[handle]) - n for handle, n in counts.items()}
+        with self.cache.read(tokens) as layers:
+            for i, layer in enumerate(layers):
+                self.check_view(layer.view(), i, rows, before)
+
     def check(self) -> None:
         """Everything that is stored equals the model, the ledgers are sound, and free pages are poison if asked for."""
-        before = {handle: len(tokens) for handle, tokens in self.model.items()}
-        with self.cache.read(1) as layers:
-            for i, layer in enumerate(layers):
-                self.check_view(layer.view(), i, self.model, before)
+        self.read(0)
         held = 0
         for window, ledger in self.cache._book.ledgers.items():
             check_ledger(ledger)

@@ -27,7 +27,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         kind=st.sampled_from(["paged", "paged", "contiguous"]),
-        page_size=st.sampled_from([1, 2, 4]),
+        page_size=st.sampled_from([1, 2, 3, 4]),
         rollback=st.sampled_from([0, 2]),
         max_length=st.sampled_from([None, 11]),
         layouts=st.sampled_from([LAYERS, LAYERS[:1], LAYERS[1:2], LAYERS[:2]]),
@@ -84,7 +84,7 @@ class CacheMachine(RuleBasedStateMachine):
         tokens = self.tokens(data)
         if self.padding_arrives(tokens) or not self.fits(tokens):
             tokens = 0
-        after = data.draw(st.integers(0, len(self.objects) - 1), label="layers that append")
+        after = data.draw(st.integers(0, len(self.objects)), label="layers that append")
         self.refused(Abort, lambda: self.twin.step(tokens, fail_after=after))
 
     @precondition(lambda self: self.live)
@@ -99,14 +99,41 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def truncate(self, data):
-        handle = self.some(data)
-        length = data.draw(st.integers(0, len(self.twin.model[handle])), label="length")
-        ledgers = self.twin.cache._book.ledgers.values()
-        starts = [(ledger.holding(handle).dropped * ledger.page_size, ledger.window) for ledger in ledgers]
-        if all(not kept_from or max(0, length - window + 1) >= kept_from for kept_from, window in starts):
+        self.cut(self.some(data), data)
+
+    def cut(self, handle, data, most=None):
+        """Truncate a sequence to any length, by ``most`` tokens, or find that refused."""
+        stored = len(self.twin.model[handle])
+        length = data.draw(st.integers(0 if most is None else max(0, stored - most), stored), label="length")
+        if self.twin.may_read(handle, stored - length):
             self.twin.truncate(handle, length)
         else:
             self.refused(RuntimeError, lambda: self.twin.truncate(handle, length))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def retried_step_of_a_family(self, data):
+        """A sequence and its forks, of several lengths, write into what they share: in vain, and then again."""
+        parent, room = self.some(data), MAX_SEQUENCES - len(self.live)
+        family = [parent, *self.twin.fork(parent, min(room, data.draw(st.integers(1, 2), label="forks")))]
+        for handle in family:
+            self.cut(handle, data, self.twin.cache.page_size)
+        tokens = {handle: data.draw(st.integers(1, 2), label="tokens") for handle in data.draw(st.permutations(family))}
+        if self.padding_arrives(tokens) or not self.fits(tokens):
+            return
+        self.refused(Abort, lambda: self.twin.step(tokens, fail_after=len(self.objects)))
+        self.twin.check()
+        self.twin.step(tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def read(self, data):
+        tokens = self.tokens(data)
+        counts = dict.fromkeys(self.live, tokens) if isinstance(tokens, int) else tokens
+        if all(self.twin.may_read(handle, n) for handle, n in counts.items()):
+            self.twin.read(tokens)
+        else:
+            self.refused(RuntimeError, lambda: self.twin.read(tokens))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
