@@ -26,7 +26,7 @@ def check(variant: Model, setting: Setting) -> int:
     cache = KVCache.paged(layouts, pages=pages, page_size=size, max_sequences=batch, device="meta")
     handles = cache.admit(batch)
     for context in sorted(setting.contexts):
-        with cache.step(context - cache.length(handles[0])):
+        with cache.step(context - cache.length(handles[0]), replay=True):
             pass  # layers would append their keys and values here; the pages are reserved either way
         formula = cache_bytes(layouts, [context] * batch, page_size=size)
         if cache.used_bytes != formula:

@@ -130,7 +130,7 @@ class Decoder:
         for handle in self.handles:
             self.cache.truncate(handle, self.work.context)
         for _ in range(STEPS):
-            with self.cache.step(1) as layers:
+            with self.cache.step(1, replay=True) as layers:
                 out = run(layers)
         return out
 

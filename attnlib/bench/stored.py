@@ -92,8 +92,8 @@ def _mix(cache: KVCache, pages: int, page_size: int, rows: int) -> None:
     """Take every page and give it back, one at a time of a random sequence: who comes next gets them in that order."""
     shelves = cache.admit(rows)
     held = {shelf: (pages // rows + (i < pages % rows)) * page_size for i, shelf in enumerate(shelves)}
-    with cache.step(held):
-        pass
+    with cache.step(held, replay=True):
+        pass  # nobody reads these tokens
     turns = [shelf for shelf, tokens in held.items() for _ in range(tokens // page_size)]
     Random(0).shuffle(turns)
     for shelf in turns:

@@ -93,6 +93,12 @@ class Book:
             raise ValueError(f"tokens: expected at most {INT32} together, since offsets are int32, got {total}")
         return Request(dict(tokens), (total,), holdings)
 
+    def check_read(self, request: Request) -> None:
+        """Raise RuntimeError for queries that could see a key which some window has dropped."""
+        for ledger in self.ledgers.values():
+            if ledger.window is not None:
+                ledger.check_read(request.tokens)
+
     def reserve(self, request: Request) -> list[Plan]:
         """A plan from each ledger, in their order.
 

@@ -93,11 +93,11 @@ class KVCache:
         batch_invariant: bool = False,
         device: torch.device | str | None = None,
     ) -> "KVCache":
-        """A cache whose sequences take pages of ``page_size`` (a power of two) tokens as they grow.
+        """A cache whose sequences take pages of ``page_size`` tokens, any number of them, as they grow.
 
         ``pages`` counts the pages of each window class (a mapping from window to count sets them apart).
         ``max_length`` bounds one sequence and so the table's width; None means as long as all pages.
-        ``rollback`` tokens stay reachable for ``truncate`` behind a window.
+        ``rollback`` tokens stay reachable for ``truncate`` and ``read`` behind a window.
         With ``shared_prefixes``, layers without a window read pages that neighbours in a step share once for all of
         them, at the price of a second attention and a merge in every step. It counts the runs of such neighbours, from
         the first row on; a run between them that shares nothing counts too. What finds no room is read by each.
@@ -106,8 +106,8 @@ class KVCache:
         Triton, and for one ``max_length`` (up to powers of two). MLA is absorbed then.
 
         Raises:
-            ValueError, TypeError: a size is not a positive int, ``page_size`` is no power of two, there is no layout,
-                the windows in ``pages`` are not those of the layouts, or both of the last two are asked for.
+            ValueError, TypeError: a size is not a positive int, there is no layout, the windows in ``pages`` are not
+                those of the layouts, or both of the last two are asked for.
         """
         windows = _windows(layouts)
         pages = dict(pages) if isinstance(pages, Mapping) else dict.fromkeys(windows, pages)
@@ -116,8 +116,6 @@ class KVCache:
         for count in pages.values():
             check_count("pages", count, least=1)
         check_count("page_size", page_size, least=1)
-        if page_size & (page_size - 1):
-            raise ValueError(f"page_size: expected a power of two, got {page_size}")
         check_count("max_sequences", max_sequences, least=1)
         if max_length is None:
             max_length = max(pages.values()) * page_size
@@ -146,19 +144,21 @@ class KVCache:
         return self._book.admit(padding)
 
     @contextmanager
-    def step(self, tokens: int | Mapping[Handle, int]) -> Iterator[Sequence[LayerCache]]:
+    def step(self, tokens: int | Mapping[Handle, int], *, replay: bool = False) -> Iterator[Sequence[LayerCache]]:
         """Append ``tokens`` to every live sequence (int: dense, in admission order) or to those named (mapping: packed,
         in its order), as a transaction: committed on clean exit, else restored.
 
-        A clean exit without any append commits too, since a replayed CUDA graph appends unseen.
+        ``replay`` says that a captured CUDA graph appends for all layers, which nobody sees.
 
         Raises (on entry and before anything is written, if not said otherwise):
             CacheFullError: pages are missing, or a sequence would grow past ``max_length``.
             ValueError, TypeError: a count is not an int of at least 0, a handle is not live here, or left padding
                 would arrive packed.
-            RuntimeError: inside another step or read; on exit, when only some layers have appended.
+            RuntimeError: inside another step or read; on exit, when a layer has not appended.
         """
         self._refuse_inside("step")
+        if not isinstance(replay, bool):
+            raise TypeError(f"replay: expected a bool, got {type(replay).__name__}")
         request = self._book.request(tokens)
         conventions = [layer.convention for layer in self._layers]
         plans = self._book.reserve(request)
@@ -166,7 +166,7 @@ class KVCache:
             self._show("step", request, plans)
             self._copy_shared(plans)
             yield self._layers
-            self._check_complete()
+            self._check_complete(sum(request.tokens.values()), replay)
         except BaseException:
             self._restore(request, plans, conventions)
             raise
@@ -179,10 +179,14 @@ class KVCache:
     def read(self, tokens: int | Mapping[Handle, int]) -> Iterator[Sequence[LayerCache]]:
         """Let ``tokens`` queries (as in ``step``) attend to what is stored, changing no length: cross-attention.
 
-        Raises: what ``step`` raises on entry, except for missing space.
+        The queries are the last ones of each sequence.
+
+        Raises: what ``step`` raises on entry, except for missing space; and
+            RuntimeError: a window has dropped keys that these queries could see (see ``rollback``).
         """
         self._refuse_inside("read")
         request = self._book.request(tokens)
+        self._book.check_read(request)
         try:
             self._show("read", request, [])
             yield self._layers
@@ -271,12 +275,14 @@ class KVCache:
                 if layer.layout.window == window:
                     copy_pages(layer.view(), pairs)
 
-    def _check_complete(self) -> None:
+    def _check_complete(self, tokens: int, replay: bool) -> None:
         missing = [i for i, layer in enumerate(self._layers) if not layer.appended]
-        if missing and len(missing) < len(self._layers):
+        if len(missing) == len(self._layers) and (replay or not tokens):
+            return
+        if missing:
             raise RuntimeError(
-                f"layers {missing} of {len(self._layers)} did not append in this step and the others did; "
-                "the step was undone: call every layer of the cache in each step"
+                f"step: layers {missing} of {len(self._layers)} did not append, so the step was undone; call every "
+                "layer of the cache in each step, or say step(..., replay=True) where a captured CUDA graph appends"
             )
 
     def _restore(self, request: Request, plans: Sequence[Plan], conventions: Sequence[str | None]) -> None:

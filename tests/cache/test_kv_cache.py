@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cache_model import LAYERS, Abort, Twin, append_all, state, stored
+from cache_model import LAYERS, Abort, Twin, append_all, content, state, stored
 
 from attnlib import CacheFullError, KVCache, KVLayout
 from attnlib.cache import kv_cache, layer_cache
@@ -120,14 +120,17 @@ def test_left_padding_moves_rotary_positions_and_is_never_visible(make):
 
 def test_positions_by_example():
     cache = paged(PLAIN).cache
+    keys = torch.ones(5, PLAIN.heads, PLAIN.dim)
     padded, plain = cache.admit(2, left_padding=[3, 0])
     expected = {2: [[0, 0], [0, 1]], 3: [[0, 0, 1], [2, 3, 4]]}
     for tokens, positions in expected.items():
         with cache.step(tokens) as (layer,):
             assert layer.positions.tolist() == positions
             assert layer.view().starts.tolist() == [3, 0]
+            layer.append(*[keys[:tokens].expand(2, -1, -1, -1)] * 2)
     with cache.step({plain: 2, padded: 1}) as (layer,):
         assert layer.positions.tolist() == [5, 6, 2]
+        layer.append(*[keys[:3]] * 2)
         assert layer.view().starts.tolist() == [0, 3]
 
 
@@ -197,12 +200,33 @@ def test_a_step_that_is_never_left_is_undone():
     twin.check()
 
 
-def test_a_clean_exit_without_any_append_commits():
+def test_a_step_without_any_append_commits_only_what_a_graph_appends():
     twin = paged()
     (handle,) = twin.admit()
-    with twin.cache.step(3):
+    twin.step(3)
+
+    def forgotten():
+        with twin.cache.step(2):
+            pass
+
+    refused(twin, RuntimeError, forgotten, r"step: layers \[0, 1, 2, 3\] of 4 did not append.*replay=True")
+    twin.check()
+    with twin.cache.step(2, replay=True):
         pass  # a replayed CUDA graph has written
-    assert twin.cache.length(handle) == 3
+    assert twin.cache.length(handle) == 5
+    with twin.cache.step({handle: 0}):
+        pass  # nothing was to be written
+    with pytest.raises(TypeError, match="replay: expected a bool, got int"), twin.cache.step(1, replay=1):
+        pass
+
+
+def test_a_replay_of_some_layers_is_no_step():
+    twin = paged()
+    (handle,) = twin.admit()
+    with pytest.raises(RuntimeError, match=r"layers \[1, 2, 3\] of 4 did not append"):  # noqa: SIM117
+        with twin.cache.step(1, replay=True) as layers:
+            layers[0].append(*content(layers[0].layout, torch.zeros(1, 1, dtype=torch.int64), 0))
+    assert twin.cache.length(handle) == 0
 
 
 @both
@@ -455,6 +479,41 @@ def test_nothing_is_filled_without_check_mode(monkeypatch):
     assert all(map(torch.equal, planes(twin), before))
 
 
+@both
+@pytest.mark.parametrize("lengths", [(3, 1), (1, 3), (2, 2), (3, 0), (1, 2, 3), (3, 2, 1)])
+def test_a_failed_step_leaves_what_forks_share(make, lengths):
+    """Forks of one sequence, cut to these lengths, all write into the page that they share; then again, for good."""
+    twin = make(PLAIN)
+    (first,) = twin.admit()
+    twin.step(3)
+    family = [first, *twin.fork(first, len(lengths) - 1)]
+    for handle, length in zip(family, lengths, strict=True):
+        twin.truncate(handle, length)
+    for tokens in (1, dict.fromkeys(family, 1), dict.fromkeys(reversed(family), 2)):
+        with pytest.raises(Abort):
+            twin.step(tokens, fail_after=1)
+        twin.check()
+    twin.step(1)
+    twin.check()
+
+
+@pytest.mark.parametrize("rollback", [0, 4])
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_a_read_finds_what_its_queries_see_or_is_refused(page_size, rollback):
+    """The last 11 tokens of a window of 3: with ``rollback`` so many of them can be queries again."""
+    twin = paged(PLAIN, KVLayout.grouped(1, 2, window=3), page_size=page_size, rollback=rollback)
+    (handle,) = twin.admit()
+    twin.step(11)
+    kept = twin.cache._book.ledgers[3].holding(handle).start
+    for n in range(12):
+        if 11 - n - 2 >= kept:
+            twin.read(n)
+        elif n:
+            message = rf"its last {11 - kept - 2} tokens can be queries again, got {n}; .* larger rollback="
+            refused(twin, RuntimeError, lambda n=n: twin.read({handle: n}), message)
+    assert 11 - kept - 2 >= rollback
+
+
 def test_a_read_sets_counts_and_changes_nothing():
     twin = paged()
     first, second = twin.admit(2)
@@ -477,7 +536,6 @@ def test_a_read_sets_counts_and_changes_nothing():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"page_size": 3}, ValueError, "page_size: expected a power of two, got 3"),
         ({"page_size": 0}, ValueError, "page_size: expected at least 1"),
         ({"pages": 0}, ValueError, "pages: expected at least 1, got 0"),
         ({"pages": 2.5}, TypeError, "pages: expected an int"),

@@ -83,6 +83,10 @@ class Pair:
         for cache, handle in zip(self.caches, self.live.pop(i), strict=True):
             cache.release(handle)
 
+    def shortest(self, i: int) -> int:
+        """The length that a truncation may leave at least."""
+        return max(ledger.shortest(self.live[i][0]) for ledger in self.caches[0]._book.ledgers.values())
+
     def length(self, i: int) -> int:
         return self.caches[0].length(self.live[i][0])
 
@@ -156,7 +160,16 @@ class SharingMachine(RuleBasedStateMachine):
         else:
             rows = data.draw(st.permutations(self.live))[: data.draw(st.integers(1, 6))]
             tokens = {i: data.draw(st.integers(0, most)) for i in rows}
+        if how.get("reading"):
+            tokens = self.readable(tokens)
         self.pair.run(tokens, calls=calls, **how)
+
+    def readable(self, tokens):
+        """As many of these queries as see no key that the window has dropped."""
+        last = [self.pair.length(i) - self.pair.shortest(i) if self.pair.shortest(i) else MOST for i in self.live]
+        if isinstance(tokens, int):
+            return min(tokens, *last)
+        return {i: min(n, last[i]) for i, n in tokens.items()}
 
     @precondition(lambda self: len(self.live) < 6)
     @rule()
@@ -193,8 +206,8 @@ class SharingMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def truncate(self, data):
         i = self.some(data)
-        least = max(ledger.shortest(self.pair.live[i][0]) for ledger in self.pair.caches[0]._book.ledgers.values())
-        self.pair.truncate(i, data.draw(st.integers(least, self.pair.length(i)), label="length"))
+        length = data.draw(st.integers(self.pair.shortest(i), self.pair.length(i)), label="length")
+        self.pair.truncate(i, length)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
