@@ -1,14 +1,33 @@
 """``python -m attnlib`` with sizes, convert or bench: the library's command line."""
 
 import argparse
+import os
+import sys
 
 from .bench import command as bench
 from .convert import command as convert
 from .sizes import command as sizes
 
+READER_GONE = 141  # what a shell says of a program that SIGPIPE ended
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line and run one command; returns the exit code."""
+    """Parse the command line and run one command; returns the exit code, 141 if nobody reads the output any more."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            print(end="", flush=True)  # what is still buffered would fail at exit, where nobody can catch it
+    except BrokenPipeError:
+        # Python flushes its streams once more at exit: what they still hold must go somewhere.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        return READER_GONE
+
+
+def _run(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m attnlib", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     counting = commands.add_parser("sizes", help="cache bytes, parameters, FLOPs and traffic of a model's variants")
