@@ -36,10 +36,12 @@ class TextCalibration:
         self.model, self.tokens = model, tokens
         self._calibrations: Iterator[Calibration] | None = None
         self._index, self._last = -1, None
+        self._loaded: nn.Module | None = None  # the layer that has its weights
 
     def __call__(self, index: int) -> Calibration:
         if self._last is None or index < self._index:
-            self._calibrations = None  # and with it the weights of its last layer
+            self._calibrations = None
+            self._unload()
             self._calibrations, self._index = self._start(), -1
         try:
             while self._index < index:
@@ -47,6 +49,7 @@ class TextCalibration:
                 self._index += 1
         except BaseException as error:
             self._last = None
+            self._unload()
             if isinstance(error, ValueError) and not isinstance(error, CheckpointError):
                 raise CheckpointError(f"layer {self._index + 1}, over text: {error}") from error
             raise
@@ -75,11 +78,15 @@ class TextCalibration:
             }
             layer.load_state_dict(weights, assign=True)
             del weights
-            try:
-                # What q_proj reads is what its layer reads.
-                yield lambda x, layer=layer, arguments=arguments: layer(x, **arguments), layer.self_attn.q_proj
-            finally:
-                layer.to("meta")  # without its weights, before the next comes
+            self._loaded = layer
+            # What q_proj reads is what its layer reads.
+            yield lambda x, layer=layer, arguments=arguments: layer(x, **arguments), layer.self_attn.q_proj
+            self._unload()  # before the next comes; not in a finally, which may run when the interpreter ends
+
+    def _unload(self) -> None:
+        if self._loaded is not None:
+            self._loaded.to("meta")
+            self._loaded = None
 
     def _stored(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
         stored = self.model.checkpoint.tensors.get(name)

@@ -3,6 +3,8 @@
 import gc
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -74,6 +76,33 @@ def test_one_layer_has_weights_at_a_time(sources):
         calibrations(index)
         layers = [x for x in gc.get_objects() if type(x) is LlamaDecoderLayer]
         assert sum(not any(weight.is_meta for weight in layer.parameters()) for layer in layers) == 1
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_calibration_that_is_left_at_exit_is_silent(sources, index):
+    """Behind the first layer, which is not the last, and behind the last."""
+    program = f"""
+from pathlib import Path
+
+import torch
+from attnlib.convert.checkpoint.folder import read_folder
+from attnlib.convert.checkpoint.model import read_model
+from attnlib.convert.text_calibration import TextCalibration
+calibrations = TextCalibration(read_model(read_folder(Path({str(sources["llama"])!r}))), torch.full((2, 9), 5))
+calibrations({index})
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_layer_that_fails_keeps_no_weights(tmp_path, sources):
+    folder = changed(tmp_path, sources["llama"], lambda x: x["model.layers.1.mlp.up_proj.weight"].fill_(torch.nan))
+    calibrations = streamed(folder, tokens_of(folder, TEXT, samples=1, length=30))
+    gc.collect()
+    with pytest.raises(CheckpointError, match="layer 2, over text"):
+        calibrations(2)
+    layers = [x for x in gc.get_objects() if type(x) is LlamaDecoderLayer]
+    assert all(weight.is_meta for layer in layers for weight in layer.parameters())
 
 
 def test_tokens_are_the_first_of_the_text(sources):
