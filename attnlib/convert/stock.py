@@ -5,7 +5,7 @@ of a model does not matter. Logits need the models themselves, in fp32, one afte
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,35 +54,39 @@ def read_config(folder: Path):
 class StockCheck:
     """Holds a converted folder against the model that transformers makes of its config.json.
 
-    Names and shapes always; also logits if ``logits``, over ``tokens`` ``[n]`` as one sequence (None: random ones).
-    Called with the folder and the errors of its layers, it returns measures for the report.
+    Names and shapes always, of the source when this is made; also logits if ``logits``, over ``tokens`` ``[n]`` as one
+    sequence (None: random ones). Called with the folder and the errors of its layers, it returns measures for the
+    report. Tensors of the source that its model has not are no error: no loader uses them, and they are listed.
 
     Raises:
-        CheckpointError: transformers refuses the source's config.json.
-        VerificationError: when called: weights are missing, unexpected or of another shape, and were not so in the
-            source; or logits differ by more than rounding though the layers' errors say that nothing was lost.
+        CheckpointError: transformers refuses the source's config.json, or would fill in with random numbers what the
+            source lacks or has in another shape.
+        VerificationError: when called: weights are missing or of another shape, or unexpected and not of the source; or
+            logits differ by more than rounding though the layers' errors say that nothing was lost.
     """
 
     def __init__(self, source: Path, *, logits: bool, tokens: Tensor | None = None):
         self.source, self.logits, self.tokens = source, logits, tokens
-        self._before = _amiss(source)
+        found = _amiss(source)
+        self._spare = found.pop("unexpected")
+        if lacking := _listed(found):
+            needed = f"{_class_of(source).__name__}, which {CONFIG} asks for"
+            raise CheckpointError(f"expected all weights of {needed}, got {lacking}; transformers would make them up")
 
     def __call__(self, result: Path, errors: Errors) -> dict[str, object]:
         try:
             found = _amiss(result)
         except CheckpointError as error:
             raise VerificationError(str(error)) from error
-        new = [f"{what} {name}" for what, names in found.items() for name in sorted(names - self._before[what])]
-        if new:
-            listed = ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else "")
-            raise VerificationError(f"expected a folder that transformers loads whole, got {listed}")
+        spare = sorted(found["unexpected"] & self._spare)
+        found["unexpected"] -= self._spare
+        if wrong := _listed(found):
+            raise VerificationError(f"expected a folder that transformers loads whole, got {wrong}")
         measures = {"loaded_by": f"transformers {stock().__version__}"}
-        measures |= {f"{what}_as_in_source": sorted(names) for what, names in found.items() if names}
+        measures |= {"unexpected_as_in_source": spare} if spare else {}
         return measures | (self._compare(result, errors) if self.logits else {})
 
     def _compare(self, result: Path, errors: Errors) -> dict[str, object]:
-        if self._before["missing"] or self._before["mismatched"]:
-            return {"logits": "none: transformers fills in what the source lacks with random numbers"}
         tokens = random_tokens(self.source) if self.tokens is None else self.tokens
         old, new = logits_of(self.source, tokens), logits_of(result, tokens)
         if old is None or new is None:
@@ -155,6 +159,12 @@ def _amiss(folder: Path) -> dict[str, set[str]]:
         )
     mismatched = {f"{name} {list(stored)} for {list(made)}" for name, stored, made in info["mismatched_keys"]}
     return {"missing": set(info["missing_keys"]), "unexpected": set(info["unexpected_keys"]), "mismatched": mismatched}
+
+
+def _listed(amiss: Mapping[str, set[str]]) -> str:
+    """What of :func:`_amiss` there is, in words; empty if nothing."""
+    names = [f"{what} {name}" for what, found in amiss.items() for name in sorted(found)]
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _class_of(folder: Path):

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Lla
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 from attnlib.__main__ import main
 from attnlib.convert import VerificationError, command, converters, mha_to_gqa, stock
-from attnlib.convert.checkpoint import writing
+from attnlib.convert.checkpoint import conversion, writing
 from attnlib.convert.checkpoint.folder import read_folder
 from attnlib.convert.checkpoint.header import Entry, make_header
 from attnlib.convert.checkpoint.model import read_model
@@ -139,15 +139,48 @@ def test_measures_are_those_of_the_two_models(tmp_path, sources, text):
     assert measures["kl_nats"] == pytest.approx(float(kl.sum(-1).mean()), rel=1e-4)
 
 
-def test_what_the_source_lacks_is_no_fault_of_the_result(tmp_path, sources):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "lm_head.weight"),
+        ("llama", "model.norm.weight"),
+        ("qwen3", "model.embed_tokens.weight"),
+        ("qwen2", "model.layers.1.mlp.up_proj.weight"),
+        ("mistral", "model.layers.2.input_layernorm.weight"),
+        ("qwen3", "model.layers.0.self_attn.q_norm.weight"),
+        ("llama", "model.layers.0.self_attn.k_proj.bias"),
+    ],
+)
+@pytest.mark.parametrize("shape", [None, (3, 5)], ids=["missing", "mismatched"])
+def test_a_source_without_a_weight_is_refused_before_it_is_read(
+    tmp_path, sources, kind, name, shape, monkeypatch, capsys
+):
+    """transformers would fill it in with random numbers and say so in a log."""
+    shutil.copytree(sources[kind], tmp_path / "in")
+    tensors = tensors_of(sources[kind])
+    del tensors[name]
+    replace_tensors(tmp_path / "in", tensors if shape is None else tensors | {name: torch.ones(shape)})
+    monkeypatch.setattr(conversion, "scan", lambda *_: pytest.fail("all of the source was read"))
+    assert run(tmp_path / "in", tmp_path / "out") == 3
+    error = capsys.readouterr().err
+    assert name in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_head_that_is_the_embedding_is_not_missing(tmp_path, sources):
+    assert "lm_head.weight" not in tensors_of(sources["qwen3"])
+    assert run(sources["qwen3"], tmp_path / "out") == 0
+    assert report_of(tmp_path / "out")["verified"] is True
+
+
+def test_a_source_that_lacks_many_weights_says_how_many(tmp_path, sources, capsys):
     shutil.copytree(sources["llama"], tmp_path / "in")
     tensors = tensors_of(sources["llama"])
-    del tensors["lm_head.weight"]
-    replace_tensors(tmp_path / "in", tensors)
-    assert run(tmp_path / "in", tmp_path / "out") == 0
-    measures = report_of(tmp_path / "out")["measures"]
-    assert measures["missing_as_in_source"] == ["lm_head.weight"]
-    assert "random numbers" in measures["logits"]
+    replace_tensors(tmp_path / "in", {name: x for name, x in tensors.items() if "mlp" not in name})
+    assert run(tmp_path / "in", tmp_path / "out") == 3
+    assert "missing model.layers.0.mlp.down_proj.weight, " in (error := capsys.readouterr().err)
+    assert "and 4 more; transformers would make them up" in error
 
 
 def test_without_text_the_report_says_so(tmp_path, sources):
