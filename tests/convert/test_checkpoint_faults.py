@@ -10,12 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from checkpoint_helpers import CONFIG, contents, halve, llama, write_checkpoint
 from fault_shim import FaultyOs, ShortWrites, failing
 from stopped_runs import in_a_process, killed_run, run, terminated_run
 
 from attnlib.convert.checkpoint import (
     CheckpointError,
+    ConvertedLayer,
     NoSpaceError,
     OutputError,
     RequestError,
@@ -318,7 +320,35 @@ def test_a_source_that_changes_meanwhile_is_found_out(tmp_path, source, change, 
 
     with pytest.raises(CheckpointError, match=r"changed during|missing"):
         run(source, tmp_path / "out", changing)
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, NotImplementedError, "nan", "shape"])
+@pytest.mark.parametrize("stopped_before", [False, True])
+def test_what_is_refused_in_the_middle_leaves_nothing(tmp_path, source, kind, stopped_before):
+    """Also of an earlier run that was stopped, which could not have gone on."""
+
+    def refusing(weights, shape):
+        if shape.index < 2:
+            return halve(weights, shape)
+        if stopped_now:
+            raise KeyboardInterrupt
+        if isinstance(kind, type):
+            raise kind("layer 2")
+        made = halve(weights, shape)
+        spoilt = made.weights["q_proj.weight"] * torch.nan if kind == "nan" else torch.ones(2, 2)
+        return ConvertedLayer(made.weights | {"q_proj.weight": spoilt}, made.config, made.errors)
+
+    if stopped_now := stopped_before:
+        with pytest.raises(KeyboardInterrupt):
+            run(source, tmp_path / "out", refusing)
+        (work,) = tmp_path.glob("out.partial-*")
+        assert list((work / "checkpoint").iterdir())
+    stopped_now = False
+    with pytest.raises(kind if isinstance(kind, type) else VerificationError) as error:
+        run(source, tmp_path / "out", refusing)
+    assert not hasattr(error.value, "__notes__")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_a_shard_that_is_not_what_was_written_is_found_and_written_again(tmp_path, source, whole, monkeypatch):
@@ -333,6 +363,8 @@ def test_a_shard_that_is_not_what_was_written_is_found_and_written_again(tmp_pat
         with pytest.raises(VerificationError, match=r"model-00003-of-00006\.safetensors: expected what was written"):
             run(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    (work,) = tmp_path.glob("out.partial-*")
+    assert len(list((work / "checkpoint").glob("*.safetensors"))) == 6
     run(source, tmp_path / "out")
     assert contents(tmp_path / "out") == whole
 

@@ -222,6 +222,7 @@ def test_weights_without_a_latent_form(tmp_path, how, capsys):
     options = ("--to", "mla", "--rank", "16", "--rope-dim", "4", "--allow-nonfinite")
     assert run(source, tmp_path / "out", *options, kv_heads=None) == 3
     assert "layer 1: k_proj.weight: expected" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_as_many_heads_as_there_are_is_a_copy(tmp_path, sources):
@@ -344,7 +345,9 @@ def test_what_is_not_finite_may_be_copied(tmp_path, sources, capsys):
     assert report_of(tmp_path / "out")["measures"]["logits"] == "none: those of the source are not finite"
     damage(tmp_path / "in", "nan")
     assert run(tmp_path / "in", tmp_path / "out2", "--allow-nonfinite") == 3
-    assert "layer 1: k_proj.weight: expected finite weights" in capsys.readouterr().err
+    assert "layer 1: k_proj.weight: expected finite weights" in (error := capsys.readouterr().err)
+    assert "run the same command again" not in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]  # of out2 there is not even a part
 
 
 def test_logits_that_differ_though_nothing_was_lost(tmp_path, monkeypatch, capsys):

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError, NoSpaceError, RequestError, VerificationError
+from .errors import CheckpointError, DamageError, NoSpaceError, RequestError, VerificationError
 from .folder import CONFIG, INDEX, buffer_for, read_folder
 from .layer import LayerConverter
 from .model import Model, read_model
@@ -27,6 +27,7 @@ from .scan import count_nonfinite, scan
 from .verify import Check, run_check, verify_shards
 from .writing import clean_errors, new_file, only_one, require_room, sigterm_waits, write_file
 
+REFUSALS = (ValueError, TypeError, NotImplementedError)  # of weights and requests: the same command meets them again
 TOOL = "attnlib checkpoint conversion 1"  # counts up when the same request gives other bytes
 
 
@@ -48,7 +49,8 @@ def convert(
     ``convert_layer`` gets a layer's weights by this library's parameter names, and its shape; it must be a pure
     function, and ``settings`` (plain JSON) must name it and everything else that decides what it returns: with equal
     settings and sources, a stopped conversion goes on behind its last finished shard. ``max_shard_size`` is in bytes.
-    ``overwrite`` replaces an earlier result, and nothing else. ``keep=False`` removes what a failed run finished.
+    ``overwrite`` replaces an earlier result, and nothing else. A run that is refused in the middle, with a ValueError,
+    TypeError or NotImplementedError, leaves nothing; ``keep=False`` also removes what a stopped run finished.
     ``check`` gets the finished folder before it is in place and the errors of its layers, and returns measures for the
     report or raises VerificationError; the result of a failed check is kept, and its report says ``"verified": false``.
 
@@ -110,7 +112,7 @@ def _write(work: Work, plan: Plan, layers: Layers, broken: Mapping, check: Check
     bar.set_description_str("verifying")
     if changed := verify_shards(work.checkpoint, plan, work.shards, bar.update):
         work.forget(changed)
-        raise VerificationError(f"{', '.join(changed)}: expected what was written, got something else; check the disk")
+        raise DamageError(f"{', '.join(changed)}: expected what was written, got something else; check the disk")
     checked = run_check(check, work.checkpoint, work.layers)
     for file in model.checkpoint.files:
         file.check()
@@ -200,13 +202,14 @@ def _require_room(work: Work, plan: Plan, model: Model, unfinished: list[Path]) 
 
 @contextmanager
 def _resumable(work: Work, keep: bool) -> Iterator[None]:
-    """What is finished stays for the next run, or goes with the failure."""
+    """What is finished stays for the next run of a command that was stopped, and goes with one that was refused."""
     advice = "what is finished stays: run the same command again to go on"
     try:
         with clean_errors(advice if keep else "what was finished is removed"):
             yield
     except BaseException as error:
-        if keep:
+        refused = isinstance(error, REFUSALS) and not isinstance(error, DamageError)
+        if keep and not refused:
             error.add_note(f"{work.folder}: {advice}")
         else:
             work.abandon()

@@ -22,6 +22,10 @@ class VerificationError(ValueError):
     exit_code = 4
 
 
+class DamageError(VerificationError):
+    """What was written is not what is there any more; the next run writes it again."""
+
+
 class OutputError(OSError):
     """The result could not be written; what was finished waits to be resumed."""
 
