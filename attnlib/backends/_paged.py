@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -109,9 +108,9 @@ def _row_problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]:
 
 
 def _page_problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]:
-    """Problems over pages, one a sequence: tiles are gathered; small pages are not cut, large ones not crossed."""
+    """Problems over pages, one a sequence: tiles are gathered; small pages are not cut."""
     size = stored.k.shape[1]
-    step = _tiles.KEYS // size * size if size <= _tiles.KEYS else gcd(size, _tiles.KEYS)
+    step = _tiles.KEYS // size * size if size <= _tiles.KEYS else _tiles.KEYS
     for n, (low, high) in enumerate(zip(batch.starts, batch.lengths, strict=True)):
         skipped = low // size
         pages = batch.table[n, skipped : -(-high // size)]
@@ -119,11 +118,14 @@ def _page_problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]
             _check_pages(int(pages.min()), int(pages.max()), stored, n)
 
         def tile(a: int, b: int, pages: Tensor = pages, skipped: int = skipped) -> tuple[Tensor, Tensor]:
-            first = a // size
+            first, last = a // size, (b - 1) // size
             tokens = slice(a - first * size, b - first * size)
-            if size > _tiles.KEYS:
+            if size > _tiles.KEYS and first == last:
                 return stored.read((pages[first - skipped, None], tokens))
-            k, v = stored.read(pages[first - skipped : -(-b // size) - skipped])
+            if size > _tiles.KEYS:
+                at = torch.arange(a, b, device=pages.device)
+                return stored.read((pages[at // size - skipped][None], (at % size)[None]))
+            k, v = stored.read(pages[first - skipped : last + 1 - skipped])
             return k.flatten(0, 1)[None, tokens], v.flatten(0, 1)[None, tokens]
 
         yield _problem(q, stored, batch, n, n + 1, tile, step, one_piece=low // step == (high - 1) // step)

@@ -39,7 +39,7 @@ def strike(
         stored = (j >= begin) & (j < end)
         seen = visible(i[:, None], j[None, :], begin, end, left, right, prefix, LEFT, RIGHT, PREFIX)
         low_half, high_half = entries_at(table_ptr, n, end, PAGE, EDGE)
-        page = page_in(low_half, high_half, pages, PAGE, EDGE)
+        page = page_in(low_half, high_half, n, pages, PAGE, EDGE)
         for c in range(0, E, 16):  # few columns at a time: these registers would be spilled elsewhere
             columns = c + tl.arange(0, 16)
             mine = (columns < E)[None, :]

@@ -139,7 +139,7 @@ def sweep(
     low_half, high_half = entries_at(table_ptr, n, end, PAGE, BLOCK)
     for t in tl.range(0, tiles, num_stages=STAGES):
         n = tile_at(t, here, before, clear_low, clear_high, BLOCK, MASKED)
-        page = page_in(low_half, high_half, pages, PAGE, BLOCK)
+        page = page_in(low_half, high_half, n, pages, PAGE, BLOCK)
         if PAGE:  # carried, so that the loads of a tile wait for no other load
             following = tile_at(t + 1, here, before, clear_low, clear_high, BLOCK, MASKED)
             low_half, high_half = entries_at(table_ptr, following, end, PAGE, BLOCK)

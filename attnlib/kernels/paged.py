@@ -1,5 +1,7 @@
 """The vocabulary of kernels over pages: who works on what, which page holds a token, and where it lies there."""
 
+from math import gcd
+
 import triton
 import triton.language as tl
 
@@ -20,6 +22,18 @@ def entry_at(table_ptr, n):
     return tl.load(half), tl.load(half + 1)
 
 
+@triton.constexpr_function
+def pages_of(PAGE, BLOCK):
+    """How many pages a tile of ``BLOCK`` tokens touches at most, which begins at a multiple of that."""
+    return (PAGE - gcd(PAGE, BLOCK) + BLOCK - 1) // PAGE + 1
+
+
+@triton.jit
+def page_offset(n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Where in its page token ``n`` lies, with which a tile begins."""
+    return 0 if BLOCK % PAGE == 0 else n % PAGE
+
+
 @triton.jit
 def entries_at(table_ptr, n, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """The entry for the tile of tokens from ``n`` on, or for each of them; beyond ``end`` that of the last token.
@@ -28,12 +42,13 @@ def entries_at(table_ptr, n, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """
     if PAGE == 0:
         return entry_at(table_ptr, n * 0)
-    elif PAGE >= BLOCK:
+    elif pages_of(PAGE, BLOCK) == 1:
         return entry_at(table_ptr, tl.maximum(tl.minimum(n, end - 1), 0) // PAGE)
-    elif PAGE * FEW >= BLOCK:
+    elif pages_of(PAGE, BLOCK) <= FEW:
         low, high = entry_at(table_ptr, tl.maximum(tl.minimum(n, end - 1), 0) // PAGE)
         lows, highs = (low,), (high,)
-        for p in tl.static_range(1, BLOCK // PAGE):
+        n -= page_offset(n, PAGE, BLOCK)
+        for p in tl.static_range(1, pages_of(PAGE, BLOCK)):
             low, high = entry_at(table_ptr, tl.maximum(tl.minimum(n + p * PAGE, end - 1), 0) // PAGE)
             lows, highs = lows + (low,), highs + (high,)  # noqa: RUF005
         return lows, highs
@@ -50,14 +65,16 @@ def page_named(low, high, pages):
 
 
 @triton.jit
-def page_in(low, high, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """The page of a tile, or of each of its tokens, as its entries name them."""
-    if PAGE >= BLOCK or PAGE * FEW < BLOCK:
+def page_in(low, high, n, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """The page of the tile from ``n`` on, or of each of its tokens, as its entries name them."""
+    if PAGE == 0:
+        return page_named(low, high, pages)
+    elif pages_of(PAGE, BLOCK) == 1 or pages_of(PAGE, BLOCK) > FEW:
         return page_named(low, high, pages)
     else:
-        page = page_named(low[0], high[0], pages)
-        for p in tl.static_range(1, BLOCK // PAGE):
-            page = tl.where(tl.arange(0, BLOCK) < p * PAGE, page, page_named(low[p], high[p], pages))
+        page, token = page_named(low[0], high[0], pages), tl.arange(0, BLOCK) + page_offset(n, PAGE, BLOCK)
+        for p in tl.static_range(1, pages_of(PAGE, BLOCK)):
+            page = tl.where(token < p * PAGE, page, page_named(low[p], high[p], pages))
         return page
 
 

@@ -25,7 +25,7 @@ WINDOW = 9 if INTERPRETED else 33
 FACTORS = {
     "layout": ((2, 16, 16), (1, 59, 24), (1, 160, 16), (64, 16), (48, 8), (32, 0)),  # (g, d, e), or (rank, rope)
     "group": (1, 3, 8),
-    "page": (1, 4, 16, None),
+    "page": (1, 4, 16, 24, 7, 3, None),
     "lengths": ("edges", "ragged"),
     "queries": (1, 5, (1, 1, 1), (0, 1, 3), (17, 1, 0)),
     "bounds": ("none", "padding", "window"),
@@ -46,7 +46,7 @@ if not INTERPRETED:  # the shipped tiles, and what takes the interpreter minutes
             (2, 256, 256), (512, 64), (128, 0), (64, 16), (300, 20), (48, 8),
         ),
         "group": (1, 3, 4, 8, 32),
-        "page": (1, 4, 16, 64, 256, None),
+        "page": (1, 4, 16, 64, 256, None, 7, 24, 48, 96, 672),
         "lengths": ("edges", "ragged", "long"),
         "queries": (1, 2, 17, 40, (1, 1, 1), (0, 1, 3), (40, 1, 7)),
         "processors": (None, 1, 7, 33, 1000),
@@ -175,7 +175,7 @@ def moved_pages(call: Call) -> Call:
 def test_where_tokens_lie_does_not_matter(plan):
     """P7, P14: in pages of any order, rows of any length and planes of any strides the same bits, and in pages of any
     size the same within rounding."""
-    orders = ((4, "pages"), (4, "heads"), (4, "apart"), (1, "pages"), (None, "apart"))
+    orders = ((4, "pages"), (4, "heads"), (4, "apart"), (1, "pages"), (None, "apart"), (3, "pages"), (24, "heads"))
     for layout in (SMALL, replace(LATENT, store=torch.int8)):
         results = []
         for page, order in orders if layout is SMALL or not INTERPRETED else orders[1:4]:
