@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from fuzz_entries import Entry, a_call
-from fuzz_values import DTYPES, is_int, is_tensor, none_or
+from fuzz_values import DTYPES, is_bool, is_int, is_tensor, none_or
 from torch import Tensor
 
 from attnlib import KVCache, KVLayout
@@ -49,8 +49,7 @@ def paged_is_legal(a):
     pages = a["pages"]
     pages = list(pages.values()) if isinstance(pages, Mapping) and set(pages) == {None} else [pages]
     counts = all(map(is_size, (*pages, a["page_size"], a["max_sequences"]))) and is_int(a["rollback"], 0)
-    power = counts and not a["page_size"] & (a["page_size"] - 1)
-    return power and layouts_are_legal(a["layouts"]) and none_or(a["max_length"], is_size)
+    return counts and layouts_are_legal(a["layouts"]) and none_or(a["max_length"], is_size)
 
 
 PLAIN = [KVLayout.grouped(G, D)]
@@ -93,15 +92,15 @@ class Used:
 
     def forward(self, x, kv, **inputs):
         """The layer in a step; ``kv="its own"`` stands for the cache's, which exists only there."""
-        with torch.no_grad(), self.cache.step(3) as (own,):
+        with torch.no_grad(), self.cache.step(3, replay=not is_own(kv)) as (own,):
             return self.layer(x, kv=own if is_own(kv) else kv, **inputs)
 
     def append_context(self, context, kv):
-        with torch.no_grad(), self.cache.step(3) as (own,):
+        with torch.no_grad(), self.cache.step(3, replay=not is_own(kv)) as (own,):
             return self.layer.append_context(context, own if is_own(kv) else kv)
 
-    def enter(self, method, tokens):
-        with getattr(self.cache, method)(tokens) as (kv,):
+    def enter(self, method, tokens, **how):
+        with getattr(self.cache, method)(tokens, **how) as (kv,):
             return kv.view()
 
     def state(self):
@@ -186,8 +185,12 @@ def rows_remain(used, args, result):
     assert len(used.cache._book.handles) == 2 + args["n"] == 2 + len(result)
 
 
-def entering(name, legal_call, legal):
-    return Entry(lambda used, **a: used.enter(name, **a), legal_call, legal, counted, Used, ("handle",))
+def entering(name, legal_call, legal, words=()):
+    return Entry(lambda used, **a: used.enter(name, **a), legal_call, legal, counted, Used, ("handle", *words))
+
+
+def step_is_legal(used, a):
+    return is_bool(a["replay"]) and a["replay"] and fits(used, a)
 
 
 CACHES = {
@@ -206,8 +209,10 @@ CACHES = {
     "KVCache.contiguous": a_call(KVCache.contiguous, CONTIGUOUS, contiguous_is_legal, runs),
     "KVCache.paged": a_call(KVCache.paged, PAGED, paged_is_legal, runs),
     "KVCache.admit": method("admit", lambda used: {"n": 1, "left_padding": None}, admission_is_legal, rows_remain),
-    "KVCache.step": entering("step", lambda used: {"tokens": 2}, fits),
-    "KVCache.step, packed": entering("step", lambda used: {"tokens": {used.first: 1}}, fits),
+    "KVCache.step": entering("step", lambda used: {"tokens": 2, "replay": True}, step_is_legal, ("step",)),
+    "KVCache.step, packed": entering(
+        "step", lambda used: {"tokens": {used.first: 1}, "replay": True}, step_is_legal, ("step",)
+    ),
     "KVCache.read": entering("read", lambda used: {"tokens": 2}, tokens_are_legal),
     "KVCache.fork": method(
         "fork",

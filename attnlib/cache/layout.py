@@ -10,6 +10,7 @@ from ..counts import check_count
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STORES = (torch.int8, torch.float8_e4m3fn)
+PLANES = ("k", "k_tail", "v", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,10 @@ class KVView:
     ``parts``, if there, are two views that hold the same keys between them: those that runs of neighbours share, a row
     for each run, whose queries are those of its sequences, packed; and the rest of each sequence, from a later start
     on. All keys of the first come before all queries. ``replace`` forgets them, as it does ``repeats``.
+
+    Raises:
+        TypeError: a plane, scale, table or length is no tensor of the dtype that the layout or the kernels ask for.
+        ValueError: its shape, strides or device are not those of the others.
     """
 
     layout: KVLayout
@@ -134,8 +139,58 @@ class KVView:
     repeats: dict[tuple, Callable] = field(default_factory=dict, init=False, compare=False, repr=False)
     parts: "tuple[KVView, KVView] | None" = field(default=None, init=False, compare=False, repr=False)
 
+    def __post_init__(self):
+        if not isinstance(self.k, Tensor) or not isinstance(self.lengths, Tensor) or not isinstance(self.table, Tensor):
+            raise TypeError("k, lengths, table: expected tensors, as append() and view() of a cache give them")
+        (pages, *_), device, planes = self.k.shape or (0,), self.k.device, self.layout.planes
+        if self.layout.is_latent and not (self.v is self.k and self.v_scale is self.k_scale):
+            raise ValueError("v: expected k itself, and its scale, since a latent is key and value both")
+        for name in ("k", "k_tail", "k_scale") if self.layout.is_latent else PLANES:
+            x = getattr(self, name)
+            if name in planes:
+                heads, width, dtype = planes[name]
+                shape = (pages, self.page_size, heads, width) if width else (pages, self.page_size, heads)
+                _check_stored(name, x, dtype, shape, device)
+            elif x is not None:
+                raise ValueError(f"{name}: expected None, since the layout stores none, got a tensor")
+        b, columns = self.lengths.numel(), self.table.shape[-1] if self.table.dim() else 0
+        _check_numbers("lengths", self.lengths, (b,), device)
+        _check_numbers("starts", self.starts, (b,), device)
+        _check_numbers("table", self.table, (b, columns), device)
+        if self.cu_seqlens_q is not None:
+            _check_numbers("cu_seqlens_q", self.cu_seqlens_q, (b + 1,), device)
+
     def divided(self, shared: "KVView", rest: "KVView") -> "KVView":
         """The same view with these ``parts``."""
         view = replace(self)
         object.__setattr__(view, "parts", (shared, rest))  # what replace() does not carry over, no constructor takes
         return view
+
+
+def _check_stored(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise TypeError or ValueError unless ``x`` is such a plane or scale, whose channels lie side by side."""
+    if not isinstance(x, Tensor) or x.dtype != dtype:
+        raise TypeError(f"{name}: expected a {dtype} tensor like the layout, got {_kind(x)}")
+    if x.shape != shape:
+        dims = ", ".join(("pages", "page_size", "g", "width")[: len(shape)])
+        raise ValueError(f"{name}: expected [{dims}] = {list(shape)} like the layout, got {tuple(x.shape)}")
+    if len(shape) == 4 and x.stride(-1) != 1 and shape[-1] > 1:
+        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {x.stride()}")
+    if x.device != device:
+        raise ValueError(f"{name}: expected device {device} like k, got {x.device}")
+
+
+def _check_numbers(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise TypeError or ValueError unless ``x`` is int32 of this shape, its last numbers side by side."""
+    if not isinstance(x, Tensor) or x.dtype != torch.int32:
+        raise TypeError(f"{name}: expected an int32 tensor, got {_kind(x)}; cast it with .int()")
+    if x.shape != shape:
+        raise ValueError(f"{name}: expected {list(shape)}, a row for each of the lengths, got {tuple(x.shape)}")
+    if x.stride(-1) != 1 and shape[-1] > 1:
+        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {x.stride()}")
+    if x.device != device:
+        raise ValueError(f"{name}: expected device {device} like k, got {x.device}")
+
+
+def _kind(x: object) -> str:
+    return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__

@@ -1,9 +1,11 @@
 """What a layout says it stores, and what it refuses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from attnlib import KVLayout
+from attnlib import KVLayout, KVView
 
 
 def test_grouped_planes():
@@ -44,3 +46,62 @@ def test_stored_bytes_get_scales_and_leave_the_rotary_key_alone(store):
 def test_wrong_layouts_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def a_view(layout: KVLayout) -> KVView:
+    """Three sequences over five pages of four tokens."""
+    planes = {
+        name: torch.zeros(5, 4, heads, *((width,) if width else ()), dtype=dtype)
+        for name, (heads, width, dtype) in layout.planes.items()
+    }
+    if layout.is_latent:
+        planes |= {"v": planes["k"]} | ({"v_scale": planes["k_scale"]} if layout.store else {})
+    return KVView(layout, 4, **planes, table=ints(3, 2), starts=ints(3), lengths=ints(3))
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+GROUPED, LATENT = KVLayout.grouped(2, 8, 4), KVLayout.latent(8, 4, store=torch.int8)
+K_SHAPE = r"k: expected \[pages, page_size, g, width\] = \[5, 4, 2, 8\] like the layout, got \(5, 4, 2, 16\)"
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "error", "message"),
+    [
+        (GROUPED, {"table": ints(3, 2).long()}, TypeError, r"table: expected an int32 tensor, got .*; cast .*int\(\)"),
+        (GROUPED, {"table": ints(2, 2)}, ValueError, r"table: expected \[3, 2\], a row for each"),
+        (GROUPED, {"table": ints(2, 3).mT}, ValueError, "table: expected a contiguous last dimension"),
+        (GROUPED, {"starts": ints(1)}, ValueError, r"starts: expected \[3\]"),
+        (GROUPED, {"starts": ints(6)[::2]}, ValueError, "starts: expected a contiguous last dimension"),
+        (GROUPED, {"starts": torch.zeros(3)}, TypeError, "starts: expected an int32 tensor, got torch.float32"),
+        (GROUPED, {"lengths": ints(3, 1)}, ValueError, r"lengths: expected \[3\]"),
+        (GROUPED, {"lengths": [0, 0, 0]}, TypeError, "k, lengths, table: expected tensors"),
+        (GROUPED, {"cu_seqlens_q": ints(3)}, ValueError, r"cu_seqlens_q: expected \[4\]"),
+        (GROUPED, {"page_size": 8}, ValueError, r"k: expected .* = \[5, 8, 2, 8\]"),
+        (GROUPED, {"k": torch.zeros(5, 4, 2, 16)}, ValueError, K_SHAPE),
+        (GROUPED, {"k": torch.zeros(5, 4, 2, 16)[..., ::2]}, ValueError, "k: expected a contiguous last dimension"),
+        (GROUPED, {"k": torch.zeros(5, 4, 2, 8).half()}, TypeError, "k: expected a torch.float32 tensor like the"),
+        (GROUPED, {"k": torch.zeros(())}, ValueError, "k: expected"),
+        (GROUPED, {"v": torch.zeros(6, 4, 2, 4)}, ValueError, "v: expected"),
+        (GROUPED, {"v": torch.zeros(5, 4, 2, 4, device="meta")}, ValueError, "v: expected device cpu like k"),
+        (GROUPED, {"v": None}, TypeError, "v: expected a torch.float32 tensor like the layout, got NoneType"),
+        (GROUPED, {"k_tail": torch.zeros(5, 4, 2, 4)}, ValueError, "k_tail: expected None"),
+        (GROUPED, {"k_scale": torch.zeros(5, 4, 2)}, ValueError, "k_scale: expected None"),
+        (LATENT, {"v": torch.zeros(5, 4, 1, 8, dtype=torch.int8)}, ValueError, "v: expected k itself"),
+        (LATENT, {"v_scale": torch.zeros(5, 4, 1)}, ValueError, "v: expected k itself, and its scale"),
+        (LATENT, {"k_tail": None}, TypeError, "k_tail: expected a torch.float32 tensor"),
+    ],
+)
+def test_views_that_no_kernel_could_read_are_refused(layout, changes, error, message):
+    with pytest.raises(error, match=message):
+        replace(a_view(layout), **changes)
+
+
+def test_planes_may_lie_in_any_order():
+    view = a_view(GROUPED)
+    heads_first = torch.zeros(5, 2, 4, 8).transpose(1, 2)
+    narrow = torch.zeros(5, 4, 2, 16)[..., :8]
+    for changes in ({"k": heads_first}, {"k": narrow}, {"table": ints(3, 7)[:, :2]}):
+        assert replace(view, **changes).lengths is view.lengths
