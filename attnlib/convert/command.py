@@ -19,7 +19,7 @@ from .checkpoint.model import Model, read_model
 from .checkpoint.report import REPORT
 from .converters import StoredMerge, grouped
 from .deepseek import converter as latent_converter
-from .deepseek_layer import Norm
+from .deepseek_layer import Norm, check_biases
 from .heads import Grouping
 from .stock import StockCheck, stock
 from .text_calibration import TextCalibration, read_text, tokens_of
@@ -114,6 +114,8 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     stock()  # whose absence should show before the work
     source = arguments.source.resolve()
     model = read_model(read_folder(source))
+    target = _to_gqa if arguments.to == "gqa" else _to_mla
+    target(arguments, model, None)  # which refuses wrong options, before a file is read whole
     settings, tokens = {"calibration": "the weights alone"}, None
     if arguments.text is not None:
         text, sha256 = read_text(arguments.text)
@@ -123,7 +125,7 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
         samples, length = tokens.shape  # of a short text there are fewer
         settings["calibration"] = {"text_sha256": sha256, "samples": samples, "length": length}
         settings["transformers"] = stock().__version__
-    converter, options = (_to_gqa if arguments.to == "gqa" else _to_mla)(arguments, model, tokens)
+    converter, options = target(arguments, model, tokens)
     weights = sum(shard.size for shard in model.checkpoint.shards)
     check = StockCheck(
         source, logits=arguments.check_logits or weights <= SMALL, tokens=None if tokens is None else tokens[0]
@@ -167,6 +169,12 @@ def _to_mla(arguments: argparse.Namespace, model: Model, tokens: Tensor | None) 
     calibrations = _calibrations(model, tokens)
     with _refusals("--to mla"):
         made = latent_converter(model.checkpoint.config, arguments.rank, calibrations=calibrations, **options)
+    for index, layer in model.layers.items():
+        biases = (name for name in layer.stored if name.endswith("bias"))
+        with _refusals(f"layer {index}"):
+            check_biases(
+                options["norm"], {name: model.checkpoint.tensors[layer.prefix + name].load() for name in biases}
+            )
 
     def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
         with _refusals(f"layer {shape.index}"):

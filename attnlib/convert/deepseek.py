@@ -13,7 +13,7 @@ from .checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
 from .checkpoint.model import shape_of
 from .checkpoint.names import family_of
 from .checkpoint.source_rope import rope_of
-from .deepseek_layer import Norm, Target, to_deepseek
+from .deepseek_layer import Norm, Target, check_target, to_deepseek
 from .weights import Heads, split
 
 SOURCES = ("llama", "mistral", "qwen2")
@@ -53,12 +53,14 @@ def converter(
 
     Raises:
         CheckpointError: a model, or an option of it, that DeepSeek-V3 has no form for; says which.
-        ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`.
+        ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`; the converter itself of biases only.
     """
     _check(config)
     rope, target = rope_of(config), Target(rank=rank, rope_dim=rope_dim, reach=reach, norm=norm)
-    if rope.dim < shape_of(config, family_of(config["model_type"])).head_dim:
+    sizes = shape_of(config, family_of(config["model_type"]))
+    if rope.dim < sizes.head_dim:
         raise CheckpointError(f"{CONFIG}: partial_rotary_factor: loaders disagree what it means for this model")
+    check_target(target, rope, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim)
 
     def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
         heads = _heads(weights, shape, rope)

@@ -15,7 +15,7 @@ from ..layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ..rope import Rope
 from .calibration import Calibration, fitting
 from .embedding import Latent
-from .folding import even_queries, fold
+from .folding import check_fold, even_queries, fold
 from .latent import check_latent, check_latent_heads, latent_layer
 from .truncation import truncate
 from .weights import Heads, split
@@ -121,15 +121,11 @@ def to_deepseek(
         raise NotImplementedError("rope: expected one, as DeepSeek has, got none; convert with gqa_to_mla")
     if (dtype := state["q_proj.weight"].dtype) not in DTYPES:
         raise TypeError(f"q_proj.weight: expected fp16, bf16, fp32 or fp64, got {dtype}; cast the weights first")
-    biases = sorted(name for name, value in state.items() if name.endswith("bias") and value.any())
-    if biases and target.norm == "calibrated":
-        raise NotImplementedError(f'{", ".join(biases)}: norm="calibrated" has no place for a bias; use norm="exact"')
+    check_target(target, heads.rope, kv_heads=len(heads.k), head_dim=heads.k.shape[1])
+    check_biases(target.norm, state)
     calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
     heads = even_queries(heads, calibration)
     whole, lost = fold(heads, target.rope_dim, calibration, reach=target.reach)
-    most = len(whole.down) + target.reserved
-    if target.rank > most:
-        raise ValueError(f"rank: expected at most {most}, the rank of the whole latent, got {target.rank}")
     cut, errors = _truncate(whole, heads.group, target, calibration)
     cut, off = _sized(cut, target.norm, calibration)
     weights = _weights(cut, state, target, scale)
@@ -137,6 +133,27 @@ def to_deepseek(
     rounding = max(_relative((value - stored[name]).norm(), value.norm()) for name, value in weights.items())
     errors |= {"rope_error": lost**0.5, "norm_error": off, "rounding": rounding}
     return DeepseekLayer(stored, cut.rope, errors)
+
+
+def check_target(target: Target, rope: Rope, *, kv_heads: int, head_dim: int) -> None:
+    """Refuse what no layer of these sizes can become, whatever its weights.
+
+    Raises: as :func:`gqa_to_deepseek`.
+    """
+    check_fold(rope, target.rope_dim)
+    most = 2 * kv_heads * head_dim - target.rope_dim + target.reserved
+    if target.rank > most:
+        raise ValueError(f"rank: expected at most {most}, the rank of the whole latent, got {target.rank}")
+
+
+def check_biases(norm: Norm, state: Mapping[str, Tensor]) -> None:
+    """Refuse biases in ``state`` that are not 0 and have no place beside this norm.
+
+    Raises: as :func:`gqa_to_deepseek`.
+    """
+    biases = sorted(name for name, value in state.items() if name.endswith("bias") and value.double().any())
+    if biases and norm == "calibrated":
+        raise NotImplementedError(f'{", ".join(biases)}: norm="calibrated" has no place for a bias; use norm="exact"')
 
 
 def _truncate(whole: Latent, group: int, target: Target, calibration: Calibration) -> tuple[Latent, dict[str, float]]:

@@ -42,14 +42,8 @@ def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -
         ValueError: ``rope_dim`` is not even or does not divide the channels that are rotated.
         NotImplementedError: a scaling whose frequencies depend on more than ``theta ** (-2 i / rope_dim)``.
     """
+    check_fold(heads.rope, rope_dim)
     rope, width = heads.rope, heads.rotated
-    if rope_dim < 2 or rope_dim % 2 or width % rope_dim:
-        raise ValueError(f"rope_dim: expected an even divisor of {width}, the rotated channels, got {rope_dim}")
-    if not isinstance(rope.scaling, Linear | Llama3 | None):
-        raise NotImplementedError(
-            f"rope: {type(rope.scaling).__name__} has other frequencies with fewer channels; "
-            "expected none, Linear or Llama3"
-        )
     runs, g = (rope_dim // 2, width // rope_dim), len(heads.k)
     keys = heads.pairs(heads.k).unflatten(1, runs).permute(1, 2, 0, 3).flatten(1, 2)  # [c, j * g, m + 1]
     moments = keys @ calibration.moment.to(keys.dtype) @ keys.mH
@@ -66,6 +60,20 @@ def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -
     lost = (turned.sum() - gains[:, -1].sum()).clamp(min=0) / sizes.sum() if sizes.any() else sizes.sum()
     plain = Rope(rope_dim, theta=rope.theta, scaling=rope.scaling, interleaved=True)
     return assemble(heads, bases, kept, plain), lost.item()
+
+
+def check_fold(rope: Rope, rope_dim: int) -> None:
+    """Refuse what :func:`fold` refuses.
+
+    Raises: as :func:`fold`.
+    """
+    if rope_dim < 2 or rope_dim % 2 or rope.dim % rope_dim:
+        raise ValueError(f"rope_dim: expected an even divisor of {rope.dim}, the rotated channels, got {rope_dim}")
+    if not isinstance(rope.scaling, Linear | Llama3 | None):
+        raise NotImplementedError(
+            f"rope: {type(rope.scaling).__name__} has other frequencies with fewer channels; "
+            "expected none, Linear or Llama3"
+        )
 
 
 def _mean_cos(speeds: Tensor, reach: int) -> Tensor:

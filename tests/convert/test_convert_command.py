@@ -282,6 +282,45 @@ def test_requests_that_are_wrong(tmp_path, sources, options, reason, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("source", "options", "reason"),
+    [
+        ("grouped", ("--rank", "30"), "rank: expected at most 29, the rank of the whole latent, got 30"),
+        ("grouped", ("--rank", "1"), "rank: expected at least 2, got 1"),
+        ("grouped", ("--rank", "9", "--rope-dim", "3"), "rope_dim: expected an even divisor of 4"),
+        ("grouped", ("--rank", "9", "--reach", "0"), "reach: expected at least 1, got 0"),
+        (
+            "grouped",
+            ("--rank", "9", "--norm", "calibrated"),
+            "layer 0: k_proj.bias, o_proj.bias, q_proj.bias",
+        ),
+        ("yarn", ("--rank", "9"), "rope: YaRN has other frequencies"),
+    ],
+)
+def test_latent_options_are_checked_before_anything_is_read(
+    tmp_path, sources, text, source, options, reason, monkeypatch, capsys
+):
+    """Neither weights nor text: both take long."""
+    if source == "yarn":
+        scaling = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+        sources = {"yarn": save(tmp_path / "yarn", "llama", 4, attention_bias=False, rope_parameters=scaling)}
+    monkeypatch.setattr(conversion, "scan", lambda *_: pytest.fail("all of the source was read"))
+    monkeypatch.setattr(command, "read_text", lambda *_: pytest.fail("the text was read"))
+    request = ("--to", "mla", "--rope-dim", "4", *options, *text)
+    assert run(sources[source], tmp_path / "out", *request, kv_heads=None) == 2
+    assert reason in (error := capsys.readouterr().err)
+    assert error.count("\n") == 1
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_biases_of_nothing_need_no_place(tmp_path, sources):
+    shutil.copytree(sources["grouped"], tmp_path / "in")
+    tensors = tensors_of(sources["grouped"])
+    replace_tensors(tmp_path / "in", {name: 0 * x if name.endswith("bias") else x for name, x in tensors.items()})
+    options = ("--to", "mla", "--rope-dim", "4", "--rank", "9", "--norm", "calibrated")
+    assert run(tmp_path / "in", tmp_path / "out", *options, kv_heads=None) == 0
+
+
 @pytest.mark.parametrize("options", [("--merge", "learned"), ("--max-shard-size", "5XB"), ("--kv-heads", "two")])
 def test_options_that_argparse_refuses(tmp_path, sources, options, capsys):
     with pytest.raises(SystemExit) as error:
