@@ -14,6 +14,7 @@ from ..kernels.decode_launch import ENTRY, GRAIN, LEVELS, DecodeConfig
 from ..kernels.launch import LaunchConfig, power_of_two
 from ..spec import AttentionSpec, arch_of
 from ..terms import Terms
+from ._autograd import are_watched, refuse_gradients
 from ._flops import cached_flops
 from ._launch import Launch, block_of_rows, on_device
 from ._plans import Layout, layout
@@ -61,7 +62,8 @@ class Plan(NamedTuple):
 def attention(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:
     """Attention over stored keys and its LSE."""
     q = q.contiguous() if "q" in spec.strided else q
-    return torch.ops.attnlib.triton_cached(q, *_given(kv), terms.alibi_slopes, terms.sinks, *_numbers(kv, spec, terms))
+    run = torch.ops.attnlib.triton_cached if are_watched(q, q, q) else _cached
+    return run(q, *_given(kv), terms.alibi_slopes, terms.sinks, *_numbers(kv, spec, terms))
 
 
 def repeated(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -> Callable | None:
@@ -332,3 +334,5 @@ _library = register(
         ),
     )
 )
+if _library is not None:
+    refuse_gradients("triton_cached", _library)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..mask import Mask
 from . import _fused, _paged, _tiles
+from ._autograd import Operators, refuse_gradients
 from ._flops import backward_flops, cached_flops, forward_flops
 from ._schema import BACKWARD, FORWARD, NUMBERS, fake_backward, outputs, register, sinks_grad, slopes_grad
 from ._spans import Extras, part_of, spans
@@ -96,7 +97,7 @@ def _fake_forward(q, k, v, *extras):
     return outputs(q, v)
 
 
-def _cached(
+def cached(
     q, k, v, k_tail, k_scale, v_scale, table, starts, lengths, cu_q, slopes, sinks, left, right, prefix, *numbers
 ):
     stored = _paged.Stored(k, k if v is None else v, k_tail, k_scale, k_scale if v is None else v_scale, q.dtype)
@@ -146,6 +147,7 @@ def _fake_write(k, v, new_k, new_v, slots):
     return None
 
 
+OPERATORS = Operators("torch", _forward)
 _library = register(
     (
         (f"torch_forward{FORWARD}", _forward, _fake_forward, forward_flops),
@@ -154,7 +156,7 @@ _library = register(
             "torch_cached(Tensor q, Tensor k, Tensor? v, Tensor? k_tail, Tensor? k_scale, Tensor? v_scale, "
             "Tensor table, Tensor starts, Tensor lengths, Tensor? cu_seqlens_q, Tensor? alibi_slopes, Tensor? sinks, "
             f"{NUMBERS}) -> (Tensor, Tensor)",
-            _cached,
+            cached,
             _fake_cached,
             cached_flops,
         ),
@@ -166,3 +168,6 @@ _library = register(
         ),
     )
 )
+if _library is not None:
+    OPERATORS.register(_library)
+    refuse_gradients("torch_cached", _library)

@@ -11,8 +11,8 @@ from ..mask import Mask
 from ..rope import Angles, rotate
 from ..spec import AttentionSpec
 from ..terms import Terms
-from . import _operators  # noqa: F401 - registers torch.ops.attnlib
-from ._autograd import Attention
+from ._autograd import are_watched
+from ._operators import OPERATORS, cached
 from ._paged import quantise
 
 
@@ -38,14 +38,8 @@ def slow(spec: AttentionSpec) -> list[str]:
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:
     """Dense or packed attention and its LSE, with gradients."""
     q, k, v = (x.contiguous() if name in spec.strided else x for name, x in (("q", q), ("k", k), ("v", v)))
-    same_offsets = terms.cu_seqlens_q is not None and terms.cu_seqlens_k is terms.cu_seqlens_q
-    if same_offsets:  # torch.compile passes a tensor once
-        terms = terms._replace(cu_seqlens_k=None)
-    extras = terms[2:9]
     numbers = (*_band(spec.mask), terms.scale, terms.softcap, *terms[9:])
-    if spec.grad:
-        return Attention.apply("torch", q, k, v, *extras, numbers)
-    return torch.ops.attnlib.torch_forward(q, k, v, *extras, *numbers)
+    return OPERATORS(q, k, v, *terms[2:9], *numbers, grad=spec.grad)
 
 
 def _band(mask: Mask) -> tuple[int | None, int | None, int]:
@@ -59,7 +53,8 @@ def cached_attention(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -
     v, v_scale = (None, None) if kv.layout.is_latent else (kv.v, kv.v_scale)
     planes = (kv.k, v, kv.k_tail, kv.k_scale, v_scale, kv.table, kv.starts, kv.lengths, kv.cu_seqlens_q)
     numbers = (*_band(spec.mask), terms.scale, terms.softcap)
-    return torch.ops.attnlib.torch_cached(q, *planes, terms.alibi_slopes, terms.sinks, *numbers)
+    run = torch.ops.attnlib.torch_cached if are_watched(q, q, q) else cached
+    return run(q, *planes, terms.alibi_slopes, terms.sinks, *numbers)
 
 
 def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> None:

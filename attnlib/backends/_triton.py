@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.launch import WIDEST, WIDEST_BACKWARD, WIDEST_VALUE
-from ..repeats import Run, unwatched
+from ..repeats import Run
 from ..spec import AttentionSpec
 from ..terms import Terms
 from . import _plans
-from ._autograd import Attention
+from ._autograd import Operators
 from ._flops import backward_flops, forward_flops
 from ._launch import on_device
 from ._schema import BACKWARD, FORWARD, fake_backward, outputs, register, sinks_grad, slopes_grad
@@ -47,13 +47,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms
     """Dense or packed attention and its LSE."""
     if spec.strided:
         q, k, v = (x.contiguous() if name in spec.strided else x for name, x in (("q", q), ("k", k), ("v", v)))
-    if spec.kind == "varlen" and terms.cu_seqlens_k is terms.cu_seqlens_q:  # torch.compile passes a tensor once
-        terms = terms._replace(cu_seqlens_k=None)
-    numbers = _numbers(spec, terms)
-    if spec.grad:
-        return Attention.apply("triton", q, k, v, *terms[2:9], numbers)
-    forward = _forward if unwatched(q, k, v) else torch.ops.attnlib.triton_forward
-    return forward(q, k, v, *terms[2:9], *numbers)
+    return OPERATORS(q, k, v, *terms[2:9], *_numbers(spec, terms), grad=spec.grad)
 
 
 def repeated(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms) -> Run | None:
@@ -130,9 +124,12 @@ def _fake_forward(q, k, v, *extras):
     return outputs(q, v)
 
 
+OPERATORS = Operators("triton", _forward)
 _library = register(
     (
         (f"triton_forward{FORWARD}", _forward, _fake_forward, forward_flops),
         (f"triton_backward{BACKWARD}", _backward, fake_backward, backward_flops),
     )
 )
+if _library is not None:
+    OPERATORS.register(_library)

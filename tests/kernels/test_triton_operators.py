@@ -164,13 +164,32 @@ def test_a_profiler_sees_the_operators():
     assert calls["attnlib::triton_backward"] == 1
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap runs our operator in a loop
-def test_vmap_is_a_loop_and_function_transforms_are_refused():
-    q = random(3, 1, 9, 2, 16)
-    together = torch.vmap(lambda x: solve(x, x, x))(q)
-    torch.testing.assert_close(together, torch.stack([solve(x, x, x) for x in q]))
+@pytest.mark.parametrize("options", [{}, {"sinks": True}], ids=("joins the batch", "a loop"))
+def test_vmap_keeps_gradients_and_function_transforms_are_refused(options):
+    q = random(3, 1, 9, 2, 16).requires_grad_()
+    sinks = torch.rand(2, device=DEVICE) if options else None
+
+    def call(x):
+        return attention_with_lse(x, x, x, mask=CAUSAL, sinks=sinks, backend="triton")
+
+    together = torch.vmap(call)(q)
+    each = [torch.stack(x) for x in zip(*map(call, q), strict=True)]
+    ours, theirs = (torch.autograd.grad((out * out).sum() + lse.sin().sum(), q) for out, lse in (together, each))
+    torch.testing.assert_close(together, tuple(each))
+    torch.testing.assert_close(ours, theirs)
     with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(lambda x: solve(x, x, x).sum())(q[0])
+        torch.func.grad(lambda x: call(x)[0].sum())(q[0].detach())
+
+
+def test_an_exported_call_keeps_gradients():
+    class Call(torch.nn.Module):
+        def forward(self, q, k):
+            out, lse = attention_with_lse(q, k, k, mask=CAUSAL, backend="triton")
+            return (out * out).sum() + lse.sin().sum()
+
+    q, k = random(1, 9, 4, 16).requires_grad_(), random(1, 9, 2, 16).requires_grad_()
+    exported = torch.export.export(Call(), (q, k)).module()
+    torch.testing.assert_close(torch.autograd.grad(exported(q, k), (q, k)), torch.autograd.grad(Call()(q, k), (q, k)))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA graph")
