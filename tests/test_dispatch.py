@@ -117,7 +117,7 @@ def test_explain_knows_every_door():
     assert packed.spec.kind == "varlen"
     cache = KVCache.paged([KVLayout.latent(6, 2)], pages=4, page_size=4, max_sequences=1)
     cache.admit()
-    with cache.step(3) as (kv,):
+    with cache.step(3, replay=True) as (kv,):
         told = explain(cached_attention, torch.randn(1, 3, 4, 8), kv.view(), mask=CAUSAL)
         asked = explain(cached_attention, torch.randn(1, 3, 4, 8, requires_grad=True), kv.view(), mask=CAUSAL)
     assert (told.spec.kind, told.spec.kv_heads, told.spec.value_dim, told.spec.page_size) == ("cached", 1, 6, 4)
@@ -130,3 +130,22 @@ def test_explain_knows_every_door():
 def test_an_explanation_of_a_named_backend_is_about_it_alone():
     assert explanation(spec_of(), "reference").chosen == "reference"
     assert explanation(spec_of(strided=True), "strict").chosen is None
+
+
+def test_the_interpreter_is_no_place_for_bf16(monkeypatch):
+    """Its products of bf16 are wrong: 8e8 in place of 1 was seen."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q = torch.randn(1, 5, 2, 16)
+    assert explain(attention, q, q, q, mask=CAUSAL).chosen == "triton"
+    told = explain(attention, *[q.bfloat16()] * 3, mask=CAUSAL)
+    assert told.chosen == "torch"
+    assert told.rejected == {"triton": ["Triton's interpreter multiplies bf16 wrongly; use fp16 or fp32"]}
+    with pytest.raises(NotImplementedError, match="triton: Triton's interpreter multiplies bf16 wrongly"):
+        attention(*[q.bfloat16()] * 3, mask=CAUSAL, backend="triton")
+    cache = KVCache.paged([KVLayout.grouped(2, 16, dtype=torch.bfloat16)], pages=4, page_size=4, max_sequences=1)
+    cache.admit()
+    new = torch.randn(1, 3, 2, 16).bfloat16()
+    with cache.step(3) as (kv,):
+        view = kv.append(new, new)
+    assert torch.equal(view.k.flatten(0, 1)[:3], new[0])  # the interpreter would have truncated nothing but rounded
+    assert explain(cached_attention, new, view, mask=CAUSAL).chosen == "torch"

@@ -306,11 +306,11 @@ def update_schedule(
     room = slots if section else decode_launch.room(processors(schedule.device), heads)
     numbers = (lengths.shape[0], slots, room, limit, limit if reach is None else reach)
     with on_device(schedule):
-        _schedule_plan(numbers, levels, section or GRAIN)(starts, lengths, schedule)
+        _schedule_plan(schedule.device, numbers, levels, section or GRAIN)(starts, lengths, schedule)
 
 
 @lru_cache(maxsize=4096)
-def _schedule_plan(numbers: tuple, levels: int, grain: int) -> Launch:
+def _schedule_plan(device: torch.device, numbers: tuple, levels: int, grain: int) -> Launch:
     from ..kernels.parts import schedule
 
     lanes = power_of_two(numbers[0])

@@ -1,7 +1,5 @@
 """The Triton backend: one FlashAttention core for dense and packed calls on a GPU, forward and backward."""
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -12,15 +10,13 @@ from ..terms import Terms
 from . import _plans
 from ._autograd import Operators
 from ._flops import backward_flops, forward_flops
-from ._launch import on_device
+from ._launch import against_interpreter, on_device
 from ._schema import BACKWARD, FORWARD, fake_backward, outputs, register, sinks_grad, slopes_grad
 
 
 def unsupported(spec: AttentionSpec) -> list[str]:
     """Why this backend cannot run ``spec``."""
-    reasons = []
-    if spec.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        reasons.append(f"needs a CUDA device, got {spec.device}")
+    reasons = [] if spec.device == "cuda" else against_interpreter(spec.dtype, spec.device)
     if spec.device == "cuda" and spec.arch < 80:
         reasons.append(f"needs sm_80 or newer, got sm_{spec.arch}")
     if spec.dtype == torch.float64:

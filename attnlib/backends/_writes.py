@@ -1,6 +1,5 @@
 """Cache writes by a Triton kernel: their operator, their plans, and the same write again with less ado."""
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
@@ -15,7 +14,7 @@ from ..kernels.launch import LaunchConfig, power_of_two
 from ..repeats import unwatched
 from ..rope import Angles, _check_rotation
 from ..spec import arch_of
-from ._launch import Launch
+from ._launch import Launch, against_interpreter
 from ._plans import Layout, layout
 from ._schema import register
 
@@ -31,8 +30,7 @@ def unsupported(dtype: torch.dtype, device: torch.device) -> list[str]:
     reasons = ["computes in fp32, got fp64"] if dtype == torch.float64 else []
     if device.type == "cuda":
         return reasons if arch_of(device) >= 80 else [*reasons, f"needs sm_80 or newer, got sm_{arch_of(device)}"]
-    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    return reasons if interpreted else [*reasons, f"needs a CUDA device, got {device.type}"]
+    return [*reasons, *against_interpreter(dtype, device.type)]
 
 
 def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> Again | None:
@@ -61,7 +59,7 @@ def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: 
 
 def _again(planes: tuple, tensors: tuple, flags: tuple) -> Again:
     slots, stored = tensors[-1], tuple(map(_as_bytes, planes))
-    launch = plan(*map(layout, (*stored, *tensors)), *flags)
+    launch = plan(slots.device, *map(layout, (*stored, *tensors)), *flags)
 
     def again(k: Tensor, v: Tensor | None, angles: Angles | None) -> None:
         cos, sin = (None, None) if angles is None else (angles.cos, angles.sin)
@@ -93,11 +91,11 @@ def _with_whole_rows(x: Tensor | None) -> Tensor | None:
 
 @lru_cache(maxsize=4096)
 def plan(
-    k: tuple, v: tuple | None, k_scale: tuple | None, v_scale: tuple | None,
+    device: torch.device, k: tuple, v: tuple | None, k_scale: tuple | None, v_scale: tuple | None,
     new_k: tuple, new_v: tuple | None, cos: tuple | None, sin: tuple | None, slots: tuple,
     interleaved: bool, latent: bool,
 ) -> Launch:  # fmt: skip
-    """The launch of a write, by the layouts of the operator's tensors.
+    """The launch of a write on a device, by the layouts of the operator's tensors.
 
     Raises:
         ValueError: the new tokens are not those of the planes and slots.
@@ -153,7 +151,7 @@ def _angle_strides(cos: tuple | None, lead: int) -> tuple[int, int]:
 
 def _write(k, v, k_scale, v_scale, new_k, new_v, cos, sin, slots, interleaved, latent):
     tensors = (_as_bytes(k), _as_bytes(v), k_scale, v_scale, new_k, new_v, cos, sin, slots)
-    launch = plan(*map(layout, tensors), interleaved, latent)
+    launch = plan(slots.device, *map(layout, tensors), interleaved, latent)
     with nullcontext() if _at_home(k) else torch.cuda.device(k.device):
         launch(*tensors)
 

@@ -1,0 +1,62 @@
+"""Two GPUs in one process, in turns: what was compiled and planned for one is not launched on the other."""
+
+import pytest
+import torch
+
+from attnlib import CAUSAL, KVCache, KVLayout, attention_with_lse, cached_attention_with_lse
+from attnlib.backends import _cached, _writes
+
+LAYOUTS = (KVLayout.grouped(2, 64, dtype=torch.float16), KVLayout.latent(64, 16, dtype=torch.float16))
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+def test_plans_are_for_one_device():
+    one, other = (torch.device("cuda", n) for n in range(2))
+    for device in (one, other):
+        assert _cached._schedule_plan(device, (1, 4, 4, 16, 16), 1, 16) is _cached._schedule_plan(
+            torch.device(device), (1, 4, 4, 16, 16), 1, 16
+        )
+    assert _cached._schedule_plan(one, (1, 4, 4, 16, 16), 1, 16) is not _cached._schedule_plan(
+        other, (1, 4, 4, 16, 16), 1, 16
+    )
+    plane, new = ((4, 4, 2, 8), (64, 16, 8, 1), torch.float16), ((1, 3, 2, 8), (48, 16, 8, 1), torch.float16)
+    tensors = (plane, plane, None, None, new, new, None, None, ((3,), (1,), torch.int64), False, False)
+    assert _writes.plan(one, *tensors) is not _writes.plan(other, *tensors)
+
+
+def decode(device: torch.device, steps: int) -> list[torch.Tensor]:
+    """Prompt and single tokens over pages, from the same numbers on every device."""
+    generator = torch.Generator().manual_seed(0)
+    cache = KVCache.paged(LAYOUTS, pages=64, page_size=16, max_sequences=2, device=device)
+    cache.admit(2)
+    found = []
+    for tokens in (100, *[1] * steps):
+        with cache.step(tokens) as layers, torch.no_grad():
+            for kv in layers:
+                layout = kv.layout
+                widths = ((64,), (16,)) if layout.is_latent else ((2, 64), (2, 64))
+                new = [torch.randn(2, tokens, *x, generator=generator).half().to(device) for x in widths]
+                q = torch.randn(2, tokens, 4, layout.dim + layout.tail, generator=generator).half().to(device)
+                found += cached_attention_with_lse(q, kv.append(*new), mask=CAUSAL, backend="triton")
+    return [x.cpu() for x in found]
+
+
+def train(device: torch.device) -> list[torch.Tensor]:
+    """Results and gradients of a dense call."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, 130, h, 64, generator=generator).half().to(device).requires_grad_() for h in (4, 2, 2)]
+    out, lse = attention_with_lse(*leaves, mask=CAUSAL, backend="triton")
+    return [x.detach().cpu() for x in (out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves))]
+
+
+@pytest.mark.gpu2
+@two_gpus
+@pytest.mark.parametrize("current", [0, 1])
+def test_devices_in_turns_give_the_same_bits(current):
+    one, other = (torch.device("cuda", n) for n in range(2))
+    with torch.cuda.device(current):
+        for run in (lambda device: decode(device, 3), train):
+            expected = run(one)
+            for device in (other, one, other):
+                for ours, theirs in zip(run(device), expected, strict=True):
+                    assert torch.equal(ours, theirs)
