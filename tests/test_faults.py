@@ -9,6 +9,7 @@ from attnlib import (
     FULL,
     KVCache,
     KVLayout,
+    Mask,
     attention,
     attention_with_lse,
     cached_attention,
@@ -35,6 +36,13 @@ CU_Q, CU_K = ints(0, 2, 5), ints(0, 3, 7)
 
 def packed(cu_q=CU_Q, cu_k=CU_K, q=Q[0], k=K[0], mask=CAUSAL, **options):
     return varlen_attention(q, k, k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, mask=mask, **options)
+
+
+class OddMask(Mask):
+    """Whose definition no kernel knows."""
+
+    def visible(self, i, j):
+        return (i + j) % 2 == 0
 
 
 def cached(q, mask=CAUSAL, **layout):
@@ -122,6 +130,9 @@ REFUSED = {
     "69 rank": (lambda: packed(ints(0, 2, 5)[None]), ValueError, "cu_seqlens_q: [b + 1] (1, 3)"),
     "69 empty": (lambda: packed(ints(), ints()), ValueError, "cu_seqlens_q: [b + 1] (0,)"),
     "72 a float": (lambda: packed(max_seqlen_q=5.0), TypeError, "max_seqlen_q: int float"),
+    "a mask's subclass": (lambda: call(mask=OddMask()), TypeError, "mask: Mask CAUSAL OddMask"),
+    "a mask's subclass, packed": (lambda: packed(mask=OddMask()), TypeError, "mask: Mask CAUSAL OddMask"),
+    "a mask's subclass, cached": (lambda: cached(Q, mask=OddMask()), TypeError, "mask: Mask CAUSAL OddMask"),
     "a window's cache": (lambda: cached(Q, window=3), ValueError, "mask: without bound window of 3 sliding"),
     "a cache's dtype": (lambda: cached(Q.half()), TypeError, "q: torch.float32 torch.float16 cache"),
     "a cache's batch": (lambda: cached(Q[:1]), ValueError, "q: b=2 (1, 5, 4, 8)"),

@@ -223,3 +223,36 @@ def test_a_nan_in_one_input_reaches_what_sees_it(options, backend, name):
     wanted = {(0, j, 0) for j in range(last)}
     assert {*map(tuple, dk.isnan().any(-1).nonzero().tolist())} <= wanted
     assert {*map(tuple, dv.isnan().any(-1).nonzero().tolist())} <= wanted
+
+
+NOWHERE = torch.tensor([0], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("sizes", [(2, 5, 0), (2, 0, 5), (0, 5, 5), "packed"], ids=str)
+def test_both_results_belong_to_autograd_whatever_is_empty(sizes, backend):
+    if sizes == "packed":
+        tensors = [torch.randn(5, 2, 8, requires_grad=True) for _ in range(3)]
+        offsets = {"cu_seqlens_q": NOWHERE, "cu_seqlens_k": NOWHERE}
+        results = varlen_attention_with_lse(*tensors, **offsets, mask=CAUSAL, backend=backend)
+    else:
+        b, s, t = sizes
+        tensors = [torch.randn(b, n, 2, 8, requires_grad=True) for n in (s, t, t)]
+        results = attention_with_lse(*tensors, mask=CAUSAL, backend=backend)
+    for x in results:
+        grads = torch.autograd.grad(x.masked_fill(x.isinf(), 0).sum(), tensors, retain_graph=True, allow_unused=True)
+        assert all(grad is None or not grad.any() for grad in grads)
+        assert grads[0] is not None
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_gradients_of_half_precision_terms_add_up_in_fp32(backend):
+    """300 sequences give a sink, and a slope, as much each: bf16 would stop at 256 of them."""
+    q, n = torch.zeros(300, 1, 1, 8), torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    k = torch.zeros(300, 2, 1, 8)
+    v = torch.tensor([-1.0, 1.0])[None, :, None, None].expand(300, 2, 1, 1)
+    # A sink beside two equal keys has a third of the weight; a slope moves half as much weight to the nearer key.
+    for name, each in (("sinks", 1 / 3), ("alibi_slopes", 0.5)):
+        out, lse = attention_with_lse(q, k, v, mask=FULL, backend=backend, **{name: n})
+        (grad,) = torch.autograd.grad(lse.sum() if name == "sinks" else out.sum(), n)
+        torch.testing.assert_close(grad.float(), torch.tensor([300 * each]), rtol=2**-8, atol=0)

@@ -127,7 +127,7 @@ def test_there_are_no_negative_strides():
 # What our operators run, which a dispatch mode would see as one call each.
 INSIDE = {
     torch.ops.attnlib.torch_forward.default: _operators._forward,
-    torch.ops.attnlib.torch_cached.default: _operators._cached,
+    torch.ops.attnlib.torch_cached.default: _operators.cached,
 }
 
 

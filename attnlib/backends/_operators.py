@@ -103,7 +103,7 @@ def cached(
     stored = _paged.Stored(k, k if v is None else v, k_tail, k_scale, k_scale if v is None else v_scale, q.dtype)
     rule = Rule(Mask(left, right, prefix), *numbers, 0.0, 0)
     batch = _paged.Batch(
-        table, starts.tolist(), lengths.tolist(), None if cu_q is None else cu_q.tolist(), slopes, sinks
+        table, starts.clamp(min=0).tolist(), lengths.tolist(), None if cu_q is None else cu_q.tolist(), slopes, sinks
     )
     problems = list(_paged.problems(q if cu_q is None else q[None], stored, batch))
     if cu_q is None and len(problems) == 1 and (solved := _solve_at_once(problems[0], rule, stored)) is not None:

@@ -167,6 +167,8 @@ def backward(
     from ..kernels.backward import backward_keys, backward_queries, prepare
 
     x, dout = _Shapes(Call(*call), arch), Layout(*dout)
+    if max(x.problem.head_dim, x.problem.value_dim) > launch.WIDEST_BACKWARD:  # which a transform did not tell before
+        raise NotImplementedError(f"triton: has a backward for heads of up to {launch.WIDEST_BACKWARD}")
     x.problem = x.problem._replace(aligned=x.problem.aligned and _whole_lines(dout))
     of_keys = tiles_of_keys or launch.backward_keys(x.problem, keys=x.length)
     of_queries = tiles_of_queries or launch.backward_queries(x.problem, keys=x.length)

@@ -27,13 +27,14 @@ def slow(spec: AttentionSpec) -> list[str]:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:
     """Dense or packed attention and its LSE, with gradients."""
+    terms = _widened(terms, q)
     if spec.kind == "dense":
         t = k.shape[1]
         starts = [0] * len(q) if terms.key_starts is None else terms.key_starts.tolist()
         ends = [t] * len(q) if terms.key_ends is None else terms.key_ends.tolist()
         solved = [_sequence(n, q[n], k[n], v[n], (starts[n], ends[n]), spec.mask, terms) for n in range(len(q))]
         if not solved:
-            return q[..., :1].expand(*q.shape[:3], v.shape[-1]), _wide(q, 0, q.shape[2], q.shape[1])
+            return _nothing(q, v.shape[-1])
         return tuple(torch.stack(x) for x in zip(*solved, strict=True))
     limits = {"max_q": terms.max_seqlen_q, "max_k": terms.max_seqlen_k}
     offsets = (terms.cu_seqlens_q, terms.cu_seqlens_k)
@@ -41,15 +42,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms
     solved = []
     for n, ((r0, r1), (k0, k1)) in enumerate(zip(pairwise(rows), pairwise(keys), strict=True)):
         solved.append(_sequence(n, q[r0:r1], k[k0:k1], v[k0:k1], (0, k1 - k0), spec.mask, terms))
-    slack = q[rows[-1] :]
-    nothing = (slack.new_zeros(*slack.shape[:2], v.shape[-1]), _wide(slack, slack.shape[1], slack.shape[0]))
-    outs, lses = zip(*solved, nothing, strict=True)
+    outs, lses = zip(*solved, _nothing(q[rows[-1] :], v.shape[-1]), strict=True)
     return torch.cat(outs), torch.cat(lses, 1)
 
 
 def cached_attention(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:
     """Attention over stored keys and its LSE."""
-    solved = []
+    solved, terms = [], _widened(terms, q)
     cu = None if kv.cu_seqlens_q is None else kv.cu_seqlens_q.tolist()
     for n, (start, length) in enumerate(zip(kv.starts.tolist(), kv.lengths.tolist(), strict=True)):
         k, v = _stored(kv, n, start, length)
@@ -57,17 +56,24 @@ def cached_attention(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -
         solved.append(_sequence(n, queries, k, v, (start, length), spec.mask, terms))
     if cu is None and solved:
         return tuple(torch.stack(x) for x in zip(*solved, strict=True))
-    slack = q if cu is None else q[cu[-1] :]
-    nothing = (
-        slack.new_zeros(*slack.shape[:-1], spec.value_dim),
-        _wide(slack, *slack.shape[:-3], slack.shape[-2], slack.shape[-3]),
-    )
-    outs, lses = zip(*solved, nothing, strict=True)
+    outs, lses = zip(*solved, _nothing(q if cu is None else q[cu[-1] :], spec.value_dim), strict=True)
     return torch.cat(outs), torch.cat(lses, -1)
 
 
-def _wide(x: Tensor, *shape: int) -> Tensor:
-    return torch.full(shape, -torch.inf, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _widened(terms: Terms, q: Tensor) -> Terms:
+    """Slopes and sinks in the dtype of scores, once, so that their gradients add up in it."""
+    slopes, sinks = (x if x is None else x.to(_wide(q)) for x in (terms.alibi_slopes, terms.sinks))
+    return terms._replace(alibi_slopes=slopes, sinks=sinks)
+
+
+def _nothing(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Output and LSE of queries that belong to no sequence: of none of q's channels, but of q to autograd."""
+    zero = q[..., :0].sum(-1)
+    return zero[..., None].expand(*q.shape[:-1], value_dim), zero.transpose(-1, -2).to(_wide(q)) - torch.inf
 
 
 def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], mask: Mask, terms: Terms):
@@ -76,11 +82,10 @@ def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], 
     i = torch.arange(t - s, t, device=q.device)[:, None]
     j = torch.arange(t, device=q.device)
     visible = mask.visible(i, j) & (j >= bounds[0]) & (j < bounds[1])
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     bias = weight = None
     if terms.alibi_slopes is not None:
         slopes = terms.alibi_slopes if terms.alibi_slopes.dim() == 1 else terms.alibi_slopes[n]
-        bias = -slopes.to(wide)[:, None, None] * (i - j).abs()
+        bias = -slopes[:, None, None] * (i - j).abs()
     if terms.dropout_p > 0:
         keep = kept(
             int(terms.dropout_seed),
@@ -91,13 +96,14 @@ def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], 
             first=0,
             last=t,
         )
-        weight = keep[0].to(wide) / (1 - terms.dropout_p)
+        weight = keep[0].to(_wide(q)) / (1 - terms.dropout_p)
     numbers = {"scale": terms.scale, "softcap": terms.softcap, "sinks": terms.sinks}
     return attend(q, k, v, visible, bias=bias, weight=weight, **numbers)
 
 
 def _stored(kv: KVView, n: int, start: int, length: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of sequence ``n``, ``[length, g, *]``; zeros before ``start``."""
+    """The keys and values of sequence ``n``, ``[length, g, *]``; zeros before ``start``, which padding may still be."""
+    start = max(0, min(start, length))
     capacity, pages = kv.table.shape[1] * kv.page_size, kv.k.shape[0]
     if length > capacity:
         raise ValueError(f"lengths: expected at most {capacity} tokens like the table, got {length}")

@@ -95,7 +95,7 @@ def place(page, n, by_page, by_token, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def owner(cu_q_ptr, block, batch, tokens, group, BLOCK: tl.constexpr):
     """Whose block of rows this is, and its number among theirs: a sequence owns them from ``row // BLOCK + n`` on."""
-    n, above = 0, batch + 1
+    n, above = block * 0, batch + 1  # no plain 0, which stays one where there is no sequence
     while above - n > 1:
         middle = (n + above) // 2
         fits = offset(cu_q_ptr, middle, tokens) * group // BLOCK + middle <= block

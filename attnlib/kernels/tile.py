@@ -69,7 +69,7 @@ def locate(
     if REVERSED:
         block = blocks - 1 - block
     if VARLEN:
-        n, above = 0, batch + 1
+        n, above = pid * 0, batch + 1  # no plain 0, which stays one where there is no sequence
         while above - n > 1:
             middle = (n + above) // 2
             fits = offset(cu_q_ptr, middle, s) // BLOCK + middle <= block

@@ -42,13 +42,13 @@ def attend(
             weights = weights * weight[:, i, seen]
         out.append(torch.einsum("gft,tge->gfe", weights.unflatten(0, (-1, group)), values[seen]).flatten(0, 1))
     if not out:
-        return q[..., :1].expand(-1, -1, v.shape[-1]), queries.new_zeros(q.shape[1], 0)
+        return q[..., :1].expand(-1, -1, v.shape[-1]), queries.sum(-1).mT
     return torch.stack(out).to(q.dtype), torch.stack(lse, 1)
 
 
 def _logsumexp(x: Tensor) -> Tensor:
-    """``log(sum(exp(x)))`` over the last dimension; -inf, with zero gradient, over nothing but -inf."""
+    """``log(sum(exp(x)))`` over the last dimension; -inf, with zero gradient, over nothing, or nothing but -inf."""
     if not x.shape[-1]:
-        return x.new_full(x.shape[:-1], -torch.inf)
+        return x.sum(-1) - torch.inf
     nothing = (x == -torch.inf).all(-1)
     return torch.logsumexp(x.masked_fill(nothing[..., None], 0), -1).masked_fill(nothing, -torch.inf)

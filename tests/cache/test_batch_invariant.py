@@ -68,3 +68,20 @@ def test_a_prompt_is_absorbed_too(monkeypatch):
                 with pytest.raises(NotImplementedError, match="expected the absorbed form"):
                     layer(x, kv=kv)
                 kv.append(torch.randn(1, 40, 8))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_left_padding_may_arrive_in_pieces(batch_invariant):
+    """A sequence of which nothing but padding is stored sees nothing; later ones agree with torch's backend."""
+    cache = KVCache.paged([LAYOUT], pages=9, page_size=4, max_sequences=2, batch_invariant=batch_invariant)
+    cache.admit(2, left_padding=[5, 0])
+    for tokens in (2, 2, 3):
+        q, k, v = torch.randn(3, 2, tokens, 2, 8)
+        with cache.step(tokens) as (layer,):
+            view = layer.append(k, v)
+            defined = cached_attention(q, view, mask=CAUSAL, backend="reference")
+            if not batch_invariant:
+                torch.testing.assert_close(defined, cached_attention(q, view, mask=CAUSAL, backend="torch"))
+        assert defined[0].any() == (int(view.lengths[0]) > 5)
+        assert defined[1].any()

@@ -201,3 +201,15 @@ def test_the_lse_of_many_keys_does_not_drift(monkeypatch):
     golden = torch.logsumexp(q[0, :, 0].double() @ k[0, :, 0].double().T / 8, -1)
     _, lse = attention_with_lse(q, k, k, mask=FULL, backend="triton")
     assert (lse[0, 0] - golden).abs().max() < 3e-5
+
+
+def test_packed_calls_of_no_sequence():
+    """All rows belong to nobody, and have no gradient."""
+    nowhere = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for tokens in (0, 5):
+        q = torch.randn(tokens, 2, 16, device=DEVICE, requires_grad=True)
+        offsets = {"cu_seqlens_q": nowhere, "cu_seqlens_k": nowhere}
+        out, lse = varlen_attention_with_lse(q, q, q, **offsets, mask=CAUSAL, backend="triton")
+        assert not out.any()
+        assert (lse == -torch.inf).all()
+        assert not torch.autograd.grad(out.sum(), q)[0].any()
