@@ -1,10 +1,15 @@
 """What a conversion knows of a layer's inputs: their second moments over text, one layer at a time."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ..philox import philox
+
+SAMPLE = 4096  # inputs kept to measure on: of a layer as wide, in fp32, half of what its moment takes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -12,15 +17,17 @@ class Calibration:
     """The mean of ``y y^T`` over ``tokens`` inputs x of one layer, with ``y = [x, 1]``: fp64 ``[m + 1, m + 1]``.
 
     Queries, keys and values (before norms and rope) are linear in y, whose last entry carries their biases, so that
-    this one matrix C gives the second moments of all of them: those of ``W y`` are ``W C W^T``.
+    this one matrix C gives the second moments of all of them: those of ``W y`` are ``W C W^T``. What second moments do
+    not tell is measured on ``sample`` ``[n, m]``, some of the x in the order of the text; None if nobody kept any.
 
     Raises:
         TypeError: ``moment`` is not fp64.
-        ValueError: ``moment`` is not square or not finite.
+        ValueError: ``moment`` is not square or not finite, or ``sample`` has another width.
     """
 
     tokens: int
     moment: Tensor
+    sample: Tensor | None = None
 
     def __post_init__(self):
         if not isinstance(self.moment, Tensor) or self.moment.dtype != torch.float64:
@@ -30,6 +37,9 @@ class Calibration:
             raise ValueError(f"moment: expected a square [m + 1, m + 1], got {tuple(self.moment.shape)}")
         if not self.moment.isfinite().all():
             raise ValueError("moment: expected finite numbers; some input of the layer is NaN or infinite")
+        if self.sample is not None and self.sample.shape[1:] != (len(self.moment) - 1,):
+            wanted = f"[n, {len(self.moment) - 1}]"
+            raise ValueError(f"sample: expected {wanted}, like moment, got {tuple(self.sample.shape)}")
 
     @classmethod
     def white(cls, hidden_size: int, device: torch.device | str | None = None) -> "Calibration":
@@ -39,6 +49,8 @@ class Calibration:
     @classmethod
     def of(cls, batches: Iterable[Tensor]) -> "Calibration":
         """Over inputs ``[..., m]`` of one layer, a batch at a time; every token counts, so leave padding out.
+
+        The sample is of all tokens up to 4,096, and of some 2,000 to 4,096 of more, the same however they are batched.
 
         Raises:
             ValueError: no token, widths that differ, or a NaN.
@@ -54,6 +66,14 @@ class Calibration:
     def energy(self, rows: Tensor) -> Tensor:
         """The mean square ``E |W y|^2`` of each ``W`` in real or complex ``[..., d, m + 1]``: real ``[...]``."""
         return torch.einsum("...dm,...dm->...", rows @ self.moment.to(rows.dtype), rows.conj()).real
+
+    def inputs(self) -> Tensor | None:
+        """Inputs y ``[n, m + 1]``, fp64, to measure on: the sample's; without text normally distributed ones."""
+        x = self.sample
+        if x is None and not self.tokens:
+            generator = torch.Generator().manual_seed(0)
+            x = torch.randn(SAMPLE, len(self.moment) - 1, generator=generator, dtype=torch.float64)
+        return None if x is None else pad(x.to(self.moment), (0, 1), value=1.0)
 
 
 def calibrate(
@@ -98,24 +118,53 @@ def fitting(calibration: Calibration | None, hidden_size: int, device: torch.dev
     width = len(calibration.moment) - 1
     if width != hidden_size:
         raise ValueError(f"calibration: expected inputs of width {hidden_size} like the layer's, got {width}")
-    return Calibration(calibration.tokens, calibration.moment.to(device))
+    return replace(calibration, moment=calibration.moment.to(device))
 
 
 class _Moments:
-    """A sum of ``y y^T`` in fp64."""
+    """A sum of ``y y^T`` in fp64, and a sample of the x."""
 
     def __init__(self):
-        self.tokens, self.total = 0, None
+        self.tokens, self.total, self.sample = 0, None, _Sample()
 
     def add(self, x: Tensor) -> None:
-        x = x.detach().flatten(0, -2).double()
-        y = torch.cat((x, x.new_ones(len(x), 1)), -1)
+        x = x.detach().flatten(0, -2)
+        y = pad(x.double(), (0, 1), value=1.0)
         if self.total is not None and len(self.total) != y.shape[-1]:
             raise ValueError(f"batches: expected width {len(self.total) - 1} like the first one, got {x.shape[-1]}")
         self.tokens += len(x)
+        self.sample.add(x)
         self.total = y.T @ y if self.total is None else self.total.addmm_(y.T, y)
 
     def mean(self) -> Calibration:
         if not self.tokens:
             raise ValueError("batches: expected at least one token that reaches the layer, got none")
-        return Calibration(self.tokens, self.total / self.tokens)
+        return Calibration(self.tokens, self.total / self.tokens, self.sample.rows())
+
+
+class _Sample:
+    """At most SAMPLE of all rows: those whose random number is below a share, which is halved when needed.
+
+    The number is a function of the row's place in the text alone: the same rows are kept however they come in batches,
+    and first tokens, which models treat unlike others, are met as often as they occur whatever the pieces' length.
+    """
+
+    def __init__(self):
+        self._seen, self._share = 0, 1.0
+        self._parts: list[tuple[Tensor, Tensor]] = []  # numbers and rows of each batch
+
+    def add(self, x: Tensor) -> None:
+        places = torch.arange(self._seen, self._seen + len(x), device=x.device)
+        numbers = philox((places, *3 * [torch.zeros_like(places)]), (0, 0))[0] / 2**32
+        self._seen += len(x)
+        self._parts.append(self._kept(numbers, x))
+        while sum(len(rows) for _, rows in self._parts) > SAMPLE:
+            self._share /= 2
+            self._parts = [self._kept(*part) for part in self._parts]
+
+    def rows(self) -> Tensor:
+        return torch.cat([rows for _, rows in self._parts])
+
+    def _kept(self, numbers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        kept = numbers < self._share
+        return numbers[kept], rows[kept]

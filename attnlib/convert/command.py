@@ -1,6 +1,7 @@
 """``python -m attnlib convert``: its options, and what it does with them."""
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,12 +20,13 @@ from .checkpoint.model import Model, read_model
 from .checkpoint.report import REPORT
 from .converters import StoredMerge, grouped
 from .deepseek import converter as latent_converter
-from .deepseek_layer import Norm, check_biases
+from .deepseek_layer import BASELINE, Norm, check_biases
 from .heads import Grouping
-from .stock import StockCheck, stock
+from .stock import StockCheck, own_errors, stock
 from .text_calibration import TextCalibration, read_text, tokens_of
 
 SAMPLES, LENGTH = 128, 512
+WEIGHTS_ALONE = "the weights alone"
 SMALL = 2 * 10**9  # bytes of weights up to which logits are compared without being asked for
 UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
 GQA_OPTIONS = ("kv_heads", "merge", "align", "grouping")
@@ -94,12 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 def summary(report: Mapping, out: Path) -> str:
     """The report in a few lines."""
     cache = report["cache_bytes_per_token"]
-    lines = [f"cache bytes a token: {cache['before']:,} before, {cache['after']:,} after"]
-    errors = [(value, layer["layer"], name) for layer in report["layers"] for name, value in layer.items()]
-    errors = [error for error in errors if error[2] != "layer" and error[0] is not None]
-    if errors:
-        value, layer, name = max(errors)
-        lines.append(f"largest error of a layer: {name} {value:.3g} in layer {layer}")
+    lines = [f"cache bytes a token: {cache['before']:,} before, {cache['after']:,} after", _largest_error(report)]
     measures = report["measures"]
     if "kl_nats" in measures:
         difference, largest = measures["largest_logit_difference"], measures["largest_logit"]
@@ -109,6 +106,20 @@ def summary(report: Mapping, out: Path) -> str:
     return "\n".join([*lines, f"report: {out / REPORT}"])
 
 
+def _largest_error(report: Mapping) -> str:
+    """The largest error of the result, and beside it what plain SVD has there; None, not finite, is larger than any."""
+    errors = [(layer, name) for layer in report["layers"] for name in own_errors(layer) if name != "layer"]
+    layer, name = max(errors, key=lambda error: _number(error[0][error[1]]))
+    line = f"largest error of a layer: {name} {_number(layer[name]):.3g} in layer {layer['layer']}"
+    if (baseline := f"{BASELINE}{name}") in layer:
+        line += f" (of plain SVD: {_number(layer[baseline]):.3g})"
+    return line + (", for random inputs" if report["settings"]["calibration"] == WEIGHTS_ALONE else "")
+
+
+def _number(error: float | None) -> float:
+    return math.inf if error is None else error
+
+
 def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     _require_own_options(arguments)
     stock()  # whose absence should show before the work
@@ -116,7 +127,7 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     model = read_model(read_folder(source))
     target = _to_gqa if arguments.to == "gqa" else _to_mla
     target(arguments, model, None)  # which refuses wrong options, before a file is read whole
-    settings, tokens = {"calibration": "the weights alone"}, None
+    settings, tokens = {"calibration": WEIGHTS_ALONE}, None
     if arguments.text is not None:
         text, sha256 = read_text(arguments.text)
         samples = SAMPLES if arguments.samples is None else arguments.samples

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, rms_norm
 
 from ..cache.layout import DTYPES
 from ..counts import check_count
@@ -21,6 +21,7 @@ from .truncation import truncate
 from .weights import Heads, split
 
 Norm = Literal["exact", "calibrated"]
+BASELINE = "svd_"  # begins the names of errors that are not the layer's own
 NORM_EPS = 1e-6  # of a latent, whatever config.json says of the other norms
 
 
@@ -62,10 +63,11 @@ class DeepseekLayer:
     """A state dict of DeepSeek-V3's attention, its interleaved rope, and what was lost.
 
     ``errors`` are root mean squares relative to what there was, under the calibration: ``key_error`` and
-    ``value_error`` of the truncation, over whole keys as even queries see them and over values; ``svd_key_error`` and
-    ``svd_value_error`` of the plain SVD of the weights at the same rank; ``rope_error`` of rotated keys, see
-    :func:`fold`; ``norm_error`` of latents, as if these were normally distributed; and ``rounding``, the greatest of a
-    weight to its dtype.
+    ``value_error`` of the truncation and the norm, over whole keys as even queries see them and over values;
+    ``svd_key_error`` and ``svd_value_error``, the same of the plain SVD of the weights at the same rank, which is not
+    what the layer has; ``rope_error`` of rotated keys, see :func:`fold`; ``norm_error`` of latents, what the norm
+    changes; and ``rounding``, the greatest of a weight to its dtype. With ``norm="calibrated"`` those of keys, values
+    and latents are measured on :meth:`Calibration.inputs`, and NaN where there are none.
     """
 
     state: Mapping[str, Tensor]
@@ -127,11 +129,10 @@ def to_deepseek(
     heads = even_queries(heads, calibration)
     whole, lost = fold(heads, target.rope_dim, calibration, reach=target.reach)
     cut, errors = _truncate(whole, heads.group, target, calibration)
-    cut, off = _sized(cut, target.norm, calibration)
     weights = _weights(cut, state, target, scale)
     stored = {name: value.to(dtype, copy=True) for name, value in weights.items()}
     rounding = max(_relative((value - stored[name]).norm(), value.norm()) for name, value in weights.items())
-    errors |= {"rope_error": lost**0.5, "norm_error": off, "rounding": rounding}
+    errors |= {"rope_error": lost**0.5, "rounding": rounding}
     return DeepseekLayer(stored, cut.rope, errors)
 
 
@@ -157,38 +158,68 @@ def check_biases(norm: Norm, state: Mapping[str, Tensor]) -> None:
 
 
 def _truncate(whole: Latent, group: int, target: Target, calibration: Calibration) -> tuple[Latent, dict[str, float]]:
-    """The latent of the channels that the target has room for, and what that and plain SVD lose of K and V.
+    """The latent of the channels that the target has room for, sized for its norm, and what is lost of K and V.
 
-    All of this is found in the latent's own coordinates, whose moments are much smaller than those of the inputs.
+    What plain SVD loses is found alike. All that needs moments only is done in the latent's own coordinates, whose
+    moments are much smaller than those of the inputs.
     """
     eye = torch.eye(len(whole.down), dtype=whole.down.dtype, device=whole.down.device)
     inner = replace(whole, down=eye, k_up=whole.k_up[::group], v_up=whole.v_up[::group])  # the same for a whole group
     text = Calibration(calibration.tokens, whole.down @ calibration.moment @ whole.down.T)
     white = Calibration(0, whole.down @ whole.down.T)
-    turned = {"": calibration.energy(whole.k_rope), "svd_": whole.k_rope.square().sum()}
-    rank, found = target.rank - target.reserved, {}
-    for name, moments in (("svd_", white), ("", text)) if calibration.tokens else (("", text),):
+    turned = {"": calibration.energy(whole.k_rope), BASELINE: whole.k_rope.square().sum()}
+    rank, found = target.rank - target.reserved, {"norm_error": 0.0}
+    for name, moments in ((BASELINE, white), ("", text)) if calibration.tokens else (("", text),):
         keys, values = (moments.energy(up).sum() for up in (inner.k_up, inner.v_up))
         keys = keys + turned[name]
         cut = inner
         if rank < len(eye):
             cut = truncate(inner, rank, moments, balance=(values / keys).item() if keys and values else 1.0)
-        for part, up, cut_up in (("key", inner.k_up, cut.k_up), ("value", inner.v_up, cut.v_up)):
-            size = text.energy(up).sum() + (turned[""] if part == "key" else 0)
-            lost = text.energy(up - cut_up @ cut.down).sum()
-            found[f"{name}{part}_error"] = _relative(lost.clamp(min=0).sqrt(), size.sqrt())
-    ups = (up.repeat_interleave(group, 0) for up in (cut.k_up, cut.v_up))
+        made = _sized(replace(cut, down=cut.down @ whole.down), target.norm, calibration)
+        if target.norm == "exact":
+            lost = _errors(inner, cut, text, turned[""])
+        else:
+            lost, found["norm_error"] = _errors_with_norm(replace(inner, down=whole.down), made, calibration.inputs())
+        found |= {f"{name}{kind}": error for kind, error in lost.items()}
     if not calibration.tokens:  # plain SVD it was
-        found |= {f"svd_{name}": error for name, error in found.items()}
-    return Latent(whole.q_nope, whole.q_rope, cut.down @ whole.down, whole.k_rope, *ups, whole.rope), found
+        found |= {f"{BASELINE}{kind}": error for kind, error in lost.items()}
+    ups = (up.repeat_interleave(group, 0) for up in (made.k_up, made.v_up))
+    return Latent(whole.q_nope, whole.q_rope, made.down, whole.k_rope, *ups, whole.rope), found
+
+
+def _errors(exact: Latent, other: Latent, calibration: Calibration, turned: Tensor) -> dict[str, float]:
+    """What ``other`` misses of K and V, relative to these, where nothing but moments matters: without a norm."""
+    found = {}
+    for part, up, other_up in (("key", exact.k_up, other.k_up), ("value", exact.v_up, other.v_up)):
+        size = calibration.energy(up).sum() + (turned if part == "key" else 0)
+        lost = calibration.energy(up - other_up @ other.down).sum()
+        found[f"{part}_error"] = _relative(lost.clamp(min=0).sqrt(), size.sqrt())
+    return found
+
+
+def _errors_with_norm(exact: Latent, other: Latent, y: Tensor | None) -> tuple[dict[str, float], float]:
+    """The same of inputs y ``[n, m + 1]`` and an ``other`` whose latents pass a norm, and what that norm changes.
+
+    How much depends on the size of every single latent: none of it follows from moments. NaN without inputs.
+    """
+    if y is None:
+        return dict.fromkeys(("key_error", "value_error"), math.nan), math.nan
+    whole, latents = y @ exact.down.T, y @ other.down.T
+    normed = rms_norm(latents, latents.shape[-1:], eps=NORM_EPS)
+    turned, found = (y @ exact.k_rope.T).square().sum(), {}
+    for part, up, other_up in (("key", exact.k_up, other.k_up), ("value", exact.v_up, other.v_up)):
+        wanted = whole @ up.flatten(0, 1).T
+        size = wanted.square().sum() + (turned if part == "key" else 0)
+        found[f"{part}_error"] = _relative((wanted - normed @ other_up.flatten(0, 1).T).norm(), size.sqrt())
+    return found, _relative((normed - latents).norm(), latents.norm())
 
 
 def _relative(lost: Tensor, whole: Tensor) -> float:
     return float(lost / whole) if whole else 0.0
 
 
-def _sized(latent: Latent, norm: Norm, calibration: Calibration) -> tuple[Latent, float]:
-    """The same latent with channels of mean square 1 on the mean, and how far a norm of it is from the identity.
+def _sized(latent: Latent, norm: Norm, calibration: Calibration) -> Latent:
+    """The same latent with channels of mean square 1 on the mean.
 
     A norm sees the size of a latent, which is steadiest where many channels make it: ``"calibrated"`` channels get the
     square roots of their sizes. All of one size would be best for a normal distribution, but channels that are small
@@ -196,15 +227,13 @@ def _sized(latent: Latent, norm: Norm, calibration: Calibration) -> tuple[Latent
     """
     size = calibration.energy(latent.down[:, None]).clamp(min=0).sqrt()
     if not size.any():
-        return latent, 0.0
+        return latent
     if norm == "exact":
-        by, off = size.square().mean().sqrt().log2().round().exp2().expand_as(size), 0.0  # which loses no bit
+        by = size.square().mean().sqrt().log2().round().exp2().expand_as(size)  # which loses no bit
     else:
         by = size.clamp(min=1e-6 * size.max()).sqrt()
         by = by * (size / by).square().mean().sqrt()
-        energy = (size / by).square()
-        off = float(energy.norm() / energy.sum() / 2**0.5)
-    return replace(latent, down=latent.down / by[:, None], k_up=latent.k_up * by, v_up=latent.v_up * by), off
+    return replace(latent, down=latent.down / by[:, None], k_up=latent.k_up * by, v_up=latent.v_up * by)
 
 
 def _weights(latent: Latent, state: Mapping[str, Tensor], target: Target, scale: float) -> dict[str, Tensor]:

@@ -66,6 +66,37 @@ def raising(x):
     raise RuntimeError("block")
 
 
+@given(st.integers(1, 30_000), st.lists(st.integers(0, 30_000), max_size=3))
+def test_a_sample_is_some_of_the_text_however_it_is_cut(count, cuts):
+    x = torch.arange(count, dtype=torch.float32)[:, None]
+    calibration = Calibration.of(torch.tensor_split(x, sorted(min(cut, count) for cut in cuts)))
+    sample = calibration.sample
+    assert torch.equal(sample, Calibration.of([x]).sample)
+    assert sample.dtype == torch.float32
+    assert (sample.diff(dim=0) > 0).all()
+    assert torch.equal(sample, x) if count <= 4096 else 1800 < len(sample) <= 4096  # 7 standard deviations
+
+
+@pytest.mark.parametrize("length", [32, 127, 512, 610, 1000])
+def test_a_sample_has_first_tokens_in_their_share(length):
+    """Of a text in pieces of this length, up to four standard deviations."""
+    x = torch.arange(100_000)[:, None]
+    sample = Calibration.of([x.float()]).sample.long()
+    wanted = len(sample) / length
+    assert abs((sample % length == 0).sum() - wanted) < 4 * wanted**0.5
+
+
+def test_what_is_measured_on():
+    x = tokens(40)
+    y = Calibration.of([x.float()]).inputs()
+    assert torch.equal(y, torch.cat((x.float().double(), torch.ones(40, 1, dtype=torch.float64)), -1))
+    white = Calibration.white(HIDDEN).inputs()
+    assert torch.equal(white, Calibration.white(HIDDEN).inputs())
+    moment = white.T @ white / len(white)
+    assert (moment - Calibration.white(HIDDEN).moment).abs().max() < 5 * (2 / len(white)) ** 0.5
+    assert Calibration(40, Calibration.of([x]).moment).inputs() is None
+
+
 def test_bad_calibrations_are_refused():
     x = tokens(4)
     with pytest.raises(ValueError, match="at least one token"):
@@ -80,4 +111,6 @@ def test_bad_calibrations_are_refused():
         Calibration(1, torch.eye(3))
     with pytest.raises(ValueError, match=r"moment: expected a square .* got \(3, 4\)"):
         Calibration(1, torch.eye(3, 4, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"sample: expected \[n, 2\], like moment, got \(4, 3\)"):
+        Calibration(1, torch.eye(3, dtype=torch.float64), torch.ones(4, 3))
     assert Calibration.white(HIDDEN).tokens == 0

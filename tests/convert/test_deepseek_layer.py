@@ -143,19 +143,59 @@ def test_a_calibrated_norm_is_exact_for_latents_of_one_size():
     assert (new.kv_a_layernorm.weight == 1).all()
 
 
+def uneven(count):
+    """Tokens of very different sizes, as texts have and normal distributions have not."""
+    sizes = torch.randn(count, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return tokens(count) * (sizes / 2).exp()
+
+
+def lost_values(layer, made, rank, x):
+    """By hand, for each token: what the written layer's values miss of the source's, and these, squared ``[t]``."""
+    state, group = {name: value.double() for name, value in made.state.items()}, layer.num_heads // layer.num_kv_heads
+    latents = x @ state["kv_a_proj_with_mqa.weight"][:rank].T
+    normed = latents / (latents.square().mean(-1, keepdim=True) + 1e-6).sqrt() * state["kv_a_layernorm.weight"]
+    v_up = state["kv_b_proj.weight"].unflatten(0, (layer.num_heads, -1))[::group, -D:].flatten(0, 1)
+    values = layer.v_proj(x).detach()
+    return (values - normed @ v_up.T).square().sum(-1), values.square().sum(-1), latents, normed
+
+
 def test_a_calibrated_norm_is_off_by_what_it_reports():
-    layer, generator = grouped((2, 1)), torch.Generator().manual_seed(0)
-    x = torch.randn(2000, HIDDEN, generator=generator, dtype=torch.float64)
-    options = {"rank": 12, "norm": "calibrated", "calibration": Calibration.of([x])}
+    layer, x = grouped((4, 2)), uneven(2000)
+    options = {"rank": 12, "rope_dim": 4, "norm": "calibrated", "calibration": Calibration.of([x])}
     made = converted(layer, **options)
-    latents = x @ made.state["kv_a_proj_with_mqa.weight"][:12].T
-    sizes = latents.square().mean(1).sqrt()
+    missed, sizes, latents, normed = lost_values(layer, made, 12, x)
+    assert made.errors["value_error"] == pytest.approx(float(missed.sum() / sizes.sum()) ** 0.5, rel=1e-9)
+    assert made.errors["norm_error"] == pytest.approx(float((normed - latents).norm() / latents.norm()), rel=1e-9)
     close(latents.square().mean(), torch.ones((), dtype=torch.float64))
-    assert 0.85 < made.errors["norm_error"] / (sizes.std() / sizes.mean()) < 1.15
-    flat = converted(layer, rank=13, calibration=options["calibration"])
+    flat = converted(layer, **options | {"rank": 13, "norm": "exact"})
     assert flat.errors["norm_error"] == 0
+    assert made.errors["value_error"] > 2 * flat.errors["value_error"]  # the norm is in it
     shrunk = latents.square().mean(0) / (x @ flat.state["kv_a_proj_with_mqa.weight"][:12].T).square().mean(0).sqrt()
     close(shrunk, shrunk.mean().expand_as(shrunk), within=1e-7)
+
+
+def test_a_long_text_and_another_are_off_as_much():
+    """A sample stands for a whole text and for what is like it, up to four standard errors of both ratios of means."""
+    layer, x = grouped((4, 2)), uneven(12_000)
+    calibration = Calibration.of(x[:9000].split(1000))
+    assert 2000 < len(calibration.sample) < 4096
+    made = converted(layer, rank=12, rope_dim=4, norm="calibrated", calibration=calibration)
+    reported = made.errors["value_error"] ** 2
+    for part in (x[:9000], x[9000:]):
+        missed, sizes, *_ = lost_values(layer, made, 12, part)
+        spread = (missed - reported * sizes).std() / sizes.mean()
+        within = 4 * spread * (1 / len(calibration.sample) + 1 / len(part)) ** 0.5
+        assert within < 0.3 * reported
+        assert abs(missed.sum() / sizes.sum() - reported) < within
+
+
+def test_without_tokens_a_calibrated_norm_says_nothing():
+    layer, x = grouped((2, 1)), tokens(50)
+    bare = Calibration(50, Calibration.of([x]).moment)
+    errors = converted(layer, rank=9, rope_dim=4, norm="calibrated", calibration=bare).errors
+    unknown = ("key_error", "value_error", "svd_key_error", "svd_value_error", "norm_error")
+    assert {name for name, error in errors.items() if math.isnan(error)} == set(unknown)
+    assert not any(map(math.isnan, converted(layer, rank=9, rope_dim=4, calibration=bare).errors.values()))
 
 
 # What is lost, and what is said of it
@@ -204,12 +244,13 @@ def test_care_beats_the_plain_svd_by_far_on_correlated_inputs():
         assert alone[part] == pytest.approx(alone[f"svd_{part}"], rel=1e-9)
 
 
-def test_reported_errors_are_those_of_the_layer():
-    layer, x = grouped((4, 2), rope="partial", bias=True), tokens(80)
+@pytest.mark.parametrize("norm", ["exact", "calibrated"])
+def test_reported_errors_are_those_of_the_layer(norm):
+    layer, x = grouped((4, 2), rope="partial", bias=norm == "exact"), tokens(80)
     options = {"rope_dim": 4, "calibration": Calibration.of([x])}
     rank = 10
-    errors = converted(layer, rank=rank, **options).errors
-    exact, cut = whole(layer, **options), gqa_to_deepseek(layer, rank, **options)
+    errors = converted(layer, rank=rank, norm=norm, **options).errors
+    exact, cut = whole(layer, **options), gqa_to_deepseek(layer, rank, norm=norm, **options)
 
     def keys_and_values(new):
         made = new.kv_a_proj_with_mqa(x)
