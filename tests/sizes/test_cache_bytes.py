@@ -51,7 +51,7 @@ def test_used_bytes_of_unshared_sequences(kinds, steps, page_size, rollback):
     cache = KVCache.paged(kinds, pages=120, page_size=page_size, max_sequences=3, rollback=rollback)
     handles = cache.admit(3)
     for counts in steps:
-        with cache.step(dict(zip(handles, counts, strict=True))):
+        with cache.step(dict(zip(handles, counts, strict=True)), replay=True):
             pass
         lengths = [cache.length(handle) for handle in handles]
         assert cache.used_bytes == cache_bytes(kinds, lengths, page_size=page_size, rollback=rollback)
@@ -62,7 +62,7 @@ def test_used_bytes_of_unshared_sequences(kinds, steps, page_size, rollback):
 def test_a_contiguous_cache_is_the_case_of_one_page(kinds, counts):
     cache = KVCache.contiguous(kinds, max_sequences=max(1, len(counts)), max_length=9)
     handles = cache.admit(len(counts))
-    with cache.step(dict(zip(handles, counts, strict=True))):
+    with cache.step(dict(zip(handles, counts, strict=True)), replay=True):
         pass
     assert cache.used_bytes == cache_bytes(kinds, counts, page_size=9)
 
@@ -113,7 +113,7 @@ def test_a_cache_of_so_many_pages_grows_that_far(kind, pages, batch, page_size):
     length = 0
     with contextlib.suppress(CacheFullError):
         while length < 200:
-            with cache.step(1):
+            with cache.step(1, replay=True):
                 pass
             length = cache.length(handles[0])
     longest = longest_context([kind], cache.nbytes, batch=batch, page_size=page_size)
