@@ -160,7 +160,7 @@ def _view(build: CachedBuild) -> KVView:
         else:
             given[name] = torch.empty(lead, dtype=dtype, device="meta")
     if layer.latent:
-        given["v"] = given["k"]
+        given |= {"v": given["k"], "v_scale": given.get("k_scale")}
     table, each, offsets = (
         torch.empty(shape, dtype=torch.int32, device="meta")
         for shape in ((build.sequences, columns), build.sequences, build.sequences + 1)

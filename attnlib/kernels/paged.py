@@ -1,7 +1,5 @@
 """The vocabulary of kernels over pages: who works on what, which page holds a token, and where it lies there."""
 
-from math import gcd
-
 import triton
 import triton.language as tl
 
@@ -24,8 +22,10 @@ def entry_at(table_ptr, n):
 
 @triton.constexpr_function
 def pages_of(PAGE, BLOCK):
-    """How many pages a tile of ``BLOCK`` tokens touches at most, which begins at a multiple of that."""
-    return (PAGE - gcd(PAGE, BLOCK) + BLOCK - 1) // PAGE + 1
+    """How many pages a tile of ``BLOCK`` tokens, a power of two, touches at most; it begins at a multiple of that."""
+    power = PAGE & -PAGE
+    step = power if power < BLOCK else BLOCK  # between the places in a page where a tile may begin
+    return (PAGE - step + BLOCK - 1) // PAGE + 1
 
 
 @triton.jit
