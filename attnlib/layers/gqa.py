@@ -10,6 +10,7 @@ from ..functional import attention, cached_attention, varlen_attention
 from ..mask import Mask
 from ..rope import Angles, Rope, rotate
 from .inputs import angles_of, check, check_options, check_stored, scaled_head, window_of
+from .parameters import reset_children
 
 
 class GroupedQueryAttention(nn.Module):
@@ -106,9 +107,12 @@ class GroupedQueryAttention(nn.Module):
         return KVLayout.grouped(heads, self.head_dim, window=window_of(self.mask), dtype=weight.dtype)
 
     def reset_parameters(self) -> None:
-        """Initialise every parameter and buffer in place; works after ``to_empty``."""
-        for module in self.children():
-            module.reset_parameters()
+        """Initialise every parameter and buffer in place; works after ``to_empty``.
+
+        Raises:
+            TypeError: a module that was put in has parameters and no ``reset_parameters``; then nothing is reset.
+        """
+        reset_children(self)
         self._reset_own()
 
     def _reset_own(self) -> None:

@@ -11,6 +11,7 @@ from ..mask import Mask
 from ..rope import Angles, Rope, rotate
 from .inputs import angles_of, check, check_options, check_stored, window_of
 from .latent_forms import attend_expanded, cheaper_form
+from .parameters import reset_children
 
 FORMS = ("auto", "expanded", "absorbed")
 
@@ -104,9 +105,8 @@ class MultiHeadLatentAttention(nn.Module):
         return KVLayout.latent(self.kv_lora_rank, self.qk_rope_head_dim, window=window_of(self.mask), dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Initialise every parameter in place; works after ``to_empty``."""
-        for module in self.children():
-            module.reset_parameters()
+        """As :meth:`attnlib.GroupedQueryAttention.reset_parameters`."""
+        reset_children(self)
 
     def forward(
         self,
