@@ -110,13 +110,13 @@ def packed_is_legal(layer, a):
 def crossing_is_legal(layer, a):
     if not is_some_x(a["x"], 3) or a["kv"] is not None or a["cu_seqlens"] is not None:
         return False
-    positions = none_or(a["positions"], lambda x: isinstance(x, Tensor) or is_angles(x))  # without rope unused
+    positions = none_or(a["positions"], lambda x: isinstance(x, Tensor))  # without rope unused
     return positions and none_or(a["context"], lambda x: is_some_x(x, 3) and len(x) == len(a["x"]))
 
 
 def step_is_legal(used, a):
     if is_own(a["kv"]):
-        positions = none_or(a["positions"], lambda x: isinstance(x, Tensor) or is_angles(x))
+        positions = none_or(a["positions"], lambda x: isinstance(x, Tensor))
         return is_x(a["x"], 2, 3) and positions and a["context"] is None and a["cu_seqlens"] is None
     return crossing_is_legal(None, a)
 

@@ -23,7 +23,7 @@ def check_options(
     flags: Mapping[str, bool],
 ) -> None:
     """Raise ValueError or TypeError for what no layer can be made with; ``numbers`` are to be above 0."""
-    if not isinstance(mask, Mask):
+    if type(mask) is not Mask:  # what a subclass changes, kernels would not know
         raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
     if rope is not None and not isinstance(rope, Rope):
         raise TypeError(f"rope: expected a Rope such as Rope(64, theta=10_000.0), got {type(rope).__name__}")
@@ -124,10 +124,16 @@ def angles_of(
     """The angles of x's tokens: the given ones, or those of the given or the natural positions; None without rope.
 
     Raises:
-        ValueError: dynamic NTK in a cache, or with positions of unknown length, or Angles of another pairing or width.
+        ValueError: dynamic NTK in a cache, or with positions of unknown length, or Angles without rope, or of another
+            pairing or width.
         RuntimeError: ``kv`` is not in a step.
     """
     if rope is None:
+        if isinstance(positions, Angles):
+            raise ValueError(
+                f"positions: the layer has rope=None and would ignore Angles, got {positions.convention}; leave them "
+                "out, or give the layer a rope"
+            )
         return None
     if isinstance(positions, Angles):
         if (positions.interleaved, 2 * positions.cos.shape[-1]) != (rope.interleaved, rope.dim):

@@ -12,6 +12,7 @@ from attnlib import (
     FULL,
     GroupedQueryAttention,
     KVCache,
+    Mask,
     MultiHeadAttention,
     MultiHeadLatentAttention,
     MultiQueryAttention,
@@ -23,6 +24,13 @@ PACKED = torch.tensor([0, 2, 5], dtype=torch.int32)
 
 
 # Construction
+
+
+class Odd(Mask):
+    """A mask that kernels do not know."""
+
+    def visible(self, i, j):
+        return (i + j) % 2 == 1
 
 
 CONSTRUCTION = {
@@ -58,6 +66,8 @@ CONSTRUCTION = {
     ),
     "unknown form": (MultiHeadLatentAttention, {"form": "fast"}, ValueError, "form: .*absorbed.*got 'fast'"),
     "latent mask by name": (MultiHeadLatentAttention, {"mask": True}, TypeError, "mask: .*got bool"),
+    "mask of one's own": (GroupedQueryAttention, {"mask": Odd()}, TypeError, "mask: .*CAUSAL.* got Odd"),
+    "latent mask of one's own": (MultiHeadLatentAttention, {"mask": Odd()}, TypeError, "mask: .* got Odd"),
 }
 
 
@@ -111,6 +121,12 @@ CALLS = {
         {"positions": Rope(8, interleaved=True).angles(torch.arange(5))},
         ValueError,
         "positions: expected Angles of Rope.*got interleaved:8",
+    ),
+    "angles without rope": (
+        False,
+        {"positions": Rope(8).angles(torch.arange(5))},
+        ValueError,
+        "positions: .*rope=None.* got half:8; leave them out",
     ),
     "angles of another width": (True, {"positions": Rope(6).angles(torch.arange(5))}, ValueError, "got half:6"),
     "another dtype": (
@@ -195,6 +211,7 @@ def test_a_cache_excludes_other_keys(cached):
         for inputs in ({"context": tokens(2, 3)}, {"cu_seqlens": PACKED}):
             with pytest.raises(ValueError, match="kv: it excludes context= and cu_seqlens="):
                 layer(tokens(2, 1), kv=kv, **inputs)
+        layer(tokens(2, 1), kv=kv)
 
 
 def test_gradients_into_a_cache_are_refused(cached):

@@ -81,6 +81,12 @@ def test_positions_may_be_left_out_or_computed_once(kind):
     close(layer(x, positions=each)[1:], layer(x[1:], positions=each[1:]))
 
 
+@pytest.mark.parametrize("kind", BOTH)
+def test_positions_say_nothing_to_a_layer_without_rope(kind):
+    layer, x = make(kind, rope=False), tokens(2, 5)
+    assert torch.equal(layer(x, positions=torch.arange(5) * 7), layer(x))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("page_size", [None, 4])
 def test_cross_attention_reads_a_stored_context(kind, page_size):
