@@ -52,7 +52,8 @@ def check(
     rope: Rope | None,
     first: nn.Module,
 ) -> None:
-    """Raise ValueError or TypeError where a layer's inputs contradict it or each other; ``first`` projects x."""
+    """Raise ValueError, TypeError or RuntimeError where a layer's inputs contradict it, each other or the step of a
+    cache; ``first`` projects x."""
     check_tokens("x", x, hidden_size, first)
     _check_types(context, kv, positions, cu_seqlens)
     if kv is not None and (context is not None or cu_seqlens is not None):
@@ -71,6 +72,8 @@ def check(
             raise ValueError(f"context: expected [b, t, m={hidden_size}], got {tuple(context.shape)}")
     if cu_seqlens is not None and cu_seqlens.device != x.device:
         raise ValueError(f"cu_seqlens: expected device {x.device} like x, got {cu_seqlens.device}")
+    if kv is not None:
+        _check_step("x", x, kv, first)
 
 
 def _check_types(context, kv, positions, cu_seqlens) -> None:
@@ -90,10 +93,28 @@ def _check_types(context, kv, positions, cu_seqlens) -> None:
 
 
 def check_stored(context: Tensor, kv: LayerCache, hidden_size: int, first: nn.Module) -> None:
-    """Raise ValueError or TypeError for a context that cannot be projected, or no place to store it."""
+    """Raise ValueError, TypeError or RuntimeError for a context that cannot be projected, or no place to store it."""
     check_tokens("context", context, hidden_size, first)
     if not isinstance(kv, LayerCache):
         raise TypeError(f"kv: expected a layer of `with cache.step(...) as layers`, got {type(kv).__name__}")
+    _check_step("context", context, kv, first)
+
+
+def _check_step(name: str, x: Tensor, kv: LayerCache, first: nn.Module) -> None:
+    """Raise unless ``x`` has the tokens that the step of ``kv`` was asked for."""
+    if kv.positions is None:
+        raise RuntimeError("kv: takes tokens only within `with cache.step(...) as layers`; pass kv=layers[i] there")
+    step, given = kv.positions.shape, x.shape[:-1]
+    if given == step or first._forward_pre_hooks:  # a hook may gather x from ranks that have a part of it each
+        return
+    if len(step) == 1:
+        expected, remedy = f"[t={step[0]}, m={x.shape[-1]}]", "step({handle: n}) is for packed tokens"
+    elif step[0] == 0:
+        expected, remedy = f"[b=0, s={step[1]}, m={x.shape[-1]}]", "no sequence is live: call cache.admit(n) first"
+    else:
+        expected = f"[b={step[0]}, s={step[1]}, m={x.shape[-1]}]"
+        remedy = f"step({step[1]}) is for as many tokens of each live sequence, step({{handle: n}}) for packed ones"
+    raise ValueError(f"{name}: expected {expected} in this step of the cache, got {tuple(x.shape)}; {remedy}")
 
 
 def check_tokens(name: str, x: Tensor, hidden_size: int, first: nn.Module) -> None:
@@ -154,8 +175,6 @@ def angles_of(
 
 def _natural_positions(x: Tensor, kv: LayerCache | None, cu_seqlens: Tensor | None) -> Tensor:
     if kv is not None:
-        if kv.positions is None:
-            raise RuntimeError("kv: takes tokens only within `with cache.step(...) as layers`; pass kv=layers[i] there")
         return kv.positions
     tokens = torch.arange(x.shape[-2], device=x.device)
     if cu_seqlens is None:

@@ -305,13 +305,6 @@ def test_caches_of_other_layers_are_refused(cached):
         assert cache.length(handle) == 0
 
 
-def test_x_has_the_shape_of_the_step(cached):
-    layer, cache = cached
-    for x in (tokens(3, 1), tokens(2, 2), tokens(2)):
-        with pytest.raises(ValueError, match=r"expected"), torch.no_grad(), cache.step(1) as (kv,):
-            layer(x, kv=kv)
-
-
 def test_a_layer_that_is_cast_leaves_its_cache_behind(cached):
     """A cache has no .to(): steps in the new dtype are refused, and the old one works as before."""
     layer, cache = cached
