@@ -9,7 +9,7 @@ from ..counts import check_count
 from ..functional import attention, cached_attention, varlen_attention
 from ..mask import Mask
 from ..rope import Angles, Rope, rotate
-from .inputs import angles_of, check, check_options, check_stored, scaled_head, window_of
+from .inputs import angles_of, check, check_options, check_stored, computed_dtype, scaled_head, window_of
 from .parameters import reset_children
 
 
@@ -101,10 +101,10 @@ class GroupedQueryAttention(nn.Module):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """What this layer stores per token in a cache."""
+        """What this layer stores per token in a cache; within ``torch.autocast`` in its dtype."""
         weight = self.k_proj.weight  # its rows, not num_kv_heads: tensor parallelism may leave fewer heads here
         heads = weight.shape[0] // self.head_dim
-        return KVLayout.grouped(heads, self.head_dim, window=window_of(self.mask), dtype=weight.dtype)
+        return KVLayout.grouped(heads, self.head_dim, window=window_of(self.mask), dtype=computed_dtype(weight))
 
     def reset_parameters(self) -> None:
         """Initialise every parameter and buffer in place; works after ``to_empty``.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
-from ..cache.layout import DTYPES, KVView
+from ..cache.layout import DTYPES, KVLayout, KVView
 from ..mask import Mask
 from ..rope import Angles, DynamicNTK, Rope
 
@@ -74,6 +74,9 @@ def check(
         raise ValueError(f"cu_seqlens: expected device {x.device} like x, got {cu_seqlens.device}")
     if kv is not None:
         _check_step("x", x, kv, first)
+        _check_autocast("kv", x, kv.layout)
+    elif isinstance(context, KVView):
+        _check_autocast("context", x, context.layout)
 
 
 def _check_types(context, kv, positions, cu_seqlens) -> None:
@@ -98,6 +101,7 @@ def check_stored(context: Tensor, kv: LayerCache, hidden_size: int, first: nn.Mo
     if not isinstance(kv, LayerCache):
         raise TypeError(f"kv: expected a layer of `with cache.step(...) as layers`, got {type(kv).__name__}")
     _check_step("context", context, kv, first)
+    _check_autocast("kv", context, kv.layout)
 
 
 def _check_step(name: str, x: Tensor, kv: LayerCache, first: nn.Module) -> None:
@@ -115,6 +119,26 @@ def _check_step(name: str, x: Tensor, kv: LayerCache, first: nn.Module) -> None:
         expected = f"[b={step[0]}, s={step[1]}, m={x.shape[-1]}]"
         remedy = f"step({step[1]}) is for as many tokens of each live sequence, step({{handle: n}}) for packed ones"
     raise ValueError(f"{name}: expected {expected} in this step of the cache, got {tuple(x.shape)}; {remedy}")
+
+
+def _check_autocast(name: str, x: Tensor, layout: KVLayout) -> None:
+    """Raise TypeError for a cache of another dtype than autocast, where it is on, makes of ``x``."""
+    if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+        return
+    dtype = computed_dtype(x)
+    if layout.dtype != dtype:
+        raise TypeError(
+            f"{name}: expected a cache of {dtype}, in which torch.autocast computes, got {layout.dtype}; make it with "
+            "the layer's kv_layout read within torch.autocast"
+        )
+
+
+def computed_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which ``x`` is projected: autocast's where it is on, but fp64 stays, as in torch."""
+    device = x.device.type
+    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def check_tokens(name: str, x: Tensor, hidden_size: int, first: nn.Module) -> None:
@@ -147,7 +171,6 @@ def angles_of(
     Raises:
         ValueError: dynamic NTK in a cache, or with positions of unknown length, or Angles without rope, or of another
             pairing or width.
-        RuntimeError: ``kv`` is not in a step.
     """
     if rope is None:
         if isinstance(positions, Angles):

@@ -9,7 +9,7 @@ from ..counts import check_count
 from ..functional import attention, cached_attention, varlen_attention
 from ..mask import Mask
 from ..rope import Angles, Rope, rotate
-from .inputs import angles_of, check, check_options, check_stored, window_of
+from .inputs import angles_of, check, check_options, check_stored, computed_dtype, window_of
 from .latent_forms import attend_expanded, cheaper_form
 from .parameters import reset_children
 
@@ -100,8 +100,8 @@ class MultiHeadLatentAttention(nn.Module):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """What this layer stores per token in a cache."""
-        dtype = self.kv_a_proj_with_mqa.weight.dtype
+        """What this layer stores per token in a cache; within ``torch.autocast`` in its dtype."""
+        dtype = computed_dtype(self.kv_a_proj_with_mqa.weight)
         return KVLayout.latent(self.kv_lora_rank, self.qk_rope_head_dim, window=window_of(self.mask), dtype=dtype)
 
     def reset_parameters(self) -> None:

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
-from layer_helpers import KINDS, Stack, assert_twice_as_good, cache_for, feed_dense, make, stack, tokens
+from layer_helpers import KINDS, Stack, assert_twice_as_good, cache_for, close, feed_dense, make, stack, tokens
+
+from attnlib import FULL
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,14 +60,53 @@ def test_decoding_under_autocast_takes_a_cache_of_its_dtype(kind):
     model, x = stack(kind, dtype=torch.float32), tokens(2, 24, dtype=torch.float32)
     chunks = x.split((3, 20, 1), 1)
     with torch.autocast("cpu", torch.bfloat16):
-        cache = cache_for(model, dtype=torch.bfloat16)
+        cache = cache_for(model)
         cache.admit(2)
         decoded = torch.cat([feed_dense(model, cache, chunk) for chunk in chunks], 1)
         at_once = model(x).detach()
+    assert {layout.dtype for layout in cache.layouts} == {torch.bfloat16}
     assert_twice_as_good({"out": decoded}, {"out": at_once}, {"out": model(x).detach()})
     narrow = cache_for(model)
     narrow.admit(2)
-    words = r"q: expected torch.float32 like the cache, got torch.bfloat16"
+    words = r"kv: expected a cache of torch.bfloat16, .* got torch.float32; .*kv_layout read within torch.autocast"
     with pytest.raises(TypeError, match=words), torch.autocast("cpu", torch.bfloat16):
         feed_dense(model, narrow, chunks[0])
     assert not any(narrow.length(handle) for handle in narrow._book.handles)
+    with pytest.raises(TypeError, match=r"expected torch.bfloat16 like the cache, got torch.float32"):
+        feed_dense(model, cache, chunks[2])
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch's RMSNorm, once
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stored_context_under_autocast_is_of_its_dtype(kind):
+    layer, context = make(kind, rope=False, mask=FULL, dtype=torch.float32), tokens(2, 6, dtype=torch.float32)
+    x = tokens(2, 3, seed=1, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        cache = cache_for(Stack(layer))
+        cache.admit(2)
+        with cache.step(6) as (kv,):
+            layer.append_context(context, kv)
+        with cache.read(3) as (kv,):
+            stored = layer(x, context=kv.view())
+        at_once = layer(x, context=context)
+    assert_twice_as_good({"out": stored}, {"out": at_once}, {"out": layer(x, context=context).detach()})
+    narrow = cache_for(Stack(layer))
+    narrow.admit(2)
+    bf16, words = torch.autocast("cpu", torch.bfloat16), "expected a cache of torch.bfloat16, .* got torch.float32"
+    with pytest.raises(TypeError, match=f"kv: {words}"), bf16, torch.no_grad(), narrow.step(6) as (kv,):
+        layer.append_context(context, kv)
+    with torch.no_grad(), narrow.step(6) as (kv,):
+        layer.append_context(context, kv)
+    with pytest.raises(TypeError, match=f"context: {words}"), bf16, torch.no_grad(), narrow.read(3) as (kv,):
+        layer(x, context=kv.view())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_leaves_fp64_and_its_cache(kind):
+    model, x = stack(kind, dtype=torch.float64), tokens(2, 5)
+    cache = cache_for(model)
+    cache.admit(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [layer.kv_layout for layer in model.layers] == list(cache.layouts)
+        out = feed_dense(model, cache, x)
+    close(out, model(x).detach())
