@@ -66,6 +66,8 @@ def compare(rank: int, ranks: int, device: str, file: str) -> None:
     for block in sharded:
         fully_shard(block, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
+    for ours, theirs in zip(sharded, whole, strict=True):
+        assert ours.layer.kv_layout == theirs.layer.kv_layout  # its weights come together before they compute
     x = torch.randn(ranks, 2, 9, 64).to(here)  # seeded by model()
     expected = train(whole, x.flatten(0, 1))
     grads = train(sharded, x[rank])

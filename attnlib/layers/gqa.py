@@ -11,6 +11,7 @@ from ..mask import Mask
 from ..rope import Angles, Rope, rotate
 from .inputs import angles_of, check, check_options, check_stored, computed_dtype, scaled_head, window_of
 from .parameters import reset_children
+from .tensor_parallel import Share, normed, share_of
 
 
 class GroupedQueryAttention(nn.Module):
@@ -101,9 +102,10 @@ class GroupedQueryAttention(nn.Module):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """What this layer stores per token in a cache; within ``torch.autocast`` in its dtype."""
-        weight = self.k_proj.weight  # its rows, not num_kv_heads: tensor parallelism may leave fewer heads here
-        heads = weight.shape[0] // self.head_dim
+        """What this layer stores per token in a cache, on this rank; within ``torch.autocast`` in its dtype."""
+        weight, share = self.k_proj.weight, share_of(self.q_proj, self.num_heads)
+        # Rows, not num_kv_heads: the layer may have been cut by hand.
+        heads = weight.shape[0] // self.head_dim if share is None else share.kv_heads(self.num_kv_heads)[1]
         return KVLayout.grouped(heads, self.head_dim, window=window_of(self.mask), dtype=computed_dtype(weight))
 
     def reset_parameters(self) -> None:
@@ -152,20 +154,14 @@ class GroupedQueryAttention(nn.Module):
         check(x, self.hidden_size, **inputs, rope=self.rope, first=self.q_proj)
         angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
         q = self._query(x, angles)
-        options = {
-            "mask": self.mask,
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "alibi_slopes": self.alibi_slopes,
-            "sinks": self.sinks,
-            "backend": self.backend,
-        }
+        share = self._share(q)
+        options = self._options(share)
         if isinstance(context, KVView):
             out = cached_attention(q, context, **options)
         elif kv is not None:
-            out = cached_attention(q, kv.append(*self._key_value(x), angles=angles), **options)
+            out = cached_attention(q, kv.append(*self._key_value(x, share), angles=angles), **options)
         else:
-            k, v = self._key_value(x if context is None else context)
+            k, v = self._key_value(x if context is None else context, share)
             k = k if angles is None else rotate(k, angles)
             options["dropout_p"] = self.dropout_p if self.training else 0.0
             if cu_seqlens is None:
@@ -181,19 +177,38 @@ class GroupedQueryAttention(nn.Module):
                 "context: positions of x and of a context are unrelated; make cross-attention with rope=None"
             )
         check_stored(context, kv, self.hidden_size, self.k_proj)
-        kv.append(*self._key_value(context))
+        share = share_of(self.q_proj, self.num_heads)
+        if share is not None:  # so the weight says, but its output may be gathered: one token tells
+            share = self._share(self.q_proj(context.flatten(0, -2)[:1]).unflatten(-1, (-1, self.head_dim)))
+        kv.append(*self._key_value(context, share))
+
+    def _options(self, share: Share | None) -> dict[str, object]:
+        """What every attention of this layer takes, with one value for each query head that is here."""
+        options = {"mask": self.mask, "scale": self.scale, "softcap": self.softcap, "backend": self.backend}
+        for name, x in (("alibi_slopes", self.alibi_slopes), ("sinks", self.sinks)):
+            options[name] = x if x is None or share is None else share.cut(x)
+        return options
+
+    def _share(self, q: Tensor) -> Share | None:
+        """What this rank has of the heads, if tensor parallelism left fewer than all in q."""
+        here = q.shape[-2]
+        return None if here == self.num_heads else share_of(self.q_proj, self.num_heads, here)
 
     def _query(self, x: Tensor, angles: Angles | None) -> Tensor:
         """``[..., h, d]``, normalised, then rotated."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
-            q = self.q_norm(q)
+            q = normed(self.q_norm, q, self._share(q))
         return q if angles is None else scaled_head(rotate(q, angles), self.rope.dim, self.q_gain)
 
-    def _key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``[..., g, d]`` each; keys are normalised and not yet rotated."""
+    def _key_value(self, x: Tensor, share: Share | None = None) -> tuple[Tensor, Tensor]:
+        """``[..., g, d]`` each, of this rank's ``share``; keys are normalised and not yet rotated."""
         k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
-        return (k if self.k_norm is None else self.k_norm(k)), v
+        if share is not None:
+            k, v = share.cut_kv("k_proj", k, self.num_kv_heads), share.cut_kv("v_proj", v, self.num_kv_heads)
+        elif share_of(self.k_proj, self.num_kv_heads, k.shape[-2]) is not None:
+            raise ValueError("k_proj: it is sharded by heads and q_proj is not; shard both, or q_proj alone")
+        return (k if self.k_norm is None else normed(self.k_norm, k, share)), v
 
 
 class MultiHeadAttention(GroupedQueryAttention):

@@ -67,6 +67,7 @@ def attend_expanded(
     for starts, ends, band in _chunks(view, mask, size, longest, queries):
         latent, k_rope, cu_k = _read(view, starts, ends, b * size)
         k, v = expand(latent, k_rope)
+        check_heads(q, k)
         _check_values(q, v, view)
         options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "mask": band, "scale": scale, "backend": backend}
         out, lse = varlen_attention_with_lse(rows, k, v, **options)
@@ -109,6 +110,14 @@ def _read(view: KVView, starts: Tensor, ends: Tensor, room: int) -> tuple[Tensor
         latent = (latent.float() * view.k_scale[page, slot][..., None]).to(view.layout.dtype)
     k_rope = None if view.k_tail is None else view.k_tail[page, slot].squeeze(-2)
     return latent.squeeze(-2), k_rope, cu_k.int()
+
+
+def check_heads(q: Tensor, k: Tensor) -> None:
+    """Raise ValueError unless every query head ``[..., s, h, *]`` has a key of its own ``[..., t, h, *]``."""
+    if q.shape[-2] != k.shape[-2]:
+        raise ValueError(
+            f"kv_b_proj: expected h={q.shape[-2]} heads like the projection of q, got {k.shape[-2]}; shard both alike"
+        )
 
 
 def _check(q: Tensor, view: KVView, mask: Mask) -> None:

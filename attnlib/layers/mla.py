@@ -10,8 +10,9 @@ from ..functional import attention, cached_attention, varlen_attention
 from ..mask import Mask
 from ..rope import Angles, Rope, rotate
 from .inputs import angles_of, check, check_options, check_stored, computed_dtype, window_of
-from .latent_forms import attend_expanded, cheaper_form
+from .latent_forms import attend_expanded, cheaper_form, check_heads
 from .parameters import reset_children
+from .tensor_parallel import joined, share_of
 
 FORMS = ("auto", "expanded", "absorbed")
 
@@ -194,7 +195,9 @@ class MultiHeadLatentAttention(nn.Module):
             return varlen_attention(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **options)
 
         if self._possible(self._cheaper(q_nope.shape[-3], latent.shape[-2])) == "expanded":
-            return attend(torch.cat((q_nope, q_rope), -1), *self._expand(latent, k_rope))
+            k, v = self._expand(latent, k_rope)
+            check_heads(q_nope, k)
+            return attend(torch.cat((q_nope, q_rope), -1), k, v)
         k = (latent if k_rope is None else torch.cat((latent, k_rope), -1)).unsqueeze(-2)
         return self._unabsorb(attend(self._absorb(q_nope, q_rope), k, k[..., : self.kv_lora_rank]))
 
@@ -233,6 +236,7 @@ class MultiHeadLatentAttention(nn.Module):
         k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
         if k_rope is None:
             return k, v
+        k_rope = joined(k_rope, share_of(self.kv_b_proj, self.num_heads, k.shape[-2]))
         return torch.cat((k, k_rope.unsqueeze(-2).expand(*k.shape[:-1], -1)), -1), v
 
     def _possible(self, form: str) -> str:

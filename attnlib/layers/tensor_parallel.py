@@ -1,0 +1,124 @@
+"""Tensor parallelism: a rank computes some of the heads, and what serves all heads gets its gradient from every rank.
+
+``torch.distributed.tensor.parallel.parallelize_module`` shards the projections to and from the heads and leaves all
+that is between them plain and local. What every rank has whole and uses for its own heads alone, such as MLA's rotary
+key, sinks or the weights of a norm over heads, finds there a part of its gradient.
+"""
+
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+if TYPE_CHECKING:  # importing it takes longer than importing this package
+    from torch.distributed.device_mesh import DeviceMesh
+
+MARK = "_distribute_module_applied"  # what parallelize_module sets on each module whose weights it shards
+
+
+class Share(NamedTuple):
+    """Query heads ``[first, first + count)`` of ``total``: this rank's, on a mesh some of whose dimensions share them
+    out."""
+
+    first: int
+    count: int
+    total: int
+    mesh: "DeviceMesh"
+    shares: tuple[bool, ...]  # whether a dimension of the mesh does
+
+    def kv_heads(self, total: int) -> tuple[int, int]:
+        """The first of the KV heads that these query heads read, and how many they are, of ``total``.
+
+        Raises:
+            ValueError: the query heads of a KV head are shared out unevenly.
+        """
+        group = self.total // total
+        if self.count % group and group % self.count:
+            raise ValueError(
+                f"q_proj: expected groups of {group} query heads on each rank, or a part that divides a group, got "
+                f"{self.count} heads; use another number of ranks"
+            )
+        return self.first // group, max(1, self.count // group)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """This rank's part of one value for each query head, given that or all ``[h]``."""
+        x = x.to_local() if _is_distributed(x) else x
+        return x if x.shape[0] == self.count else joined(x, self).narrow(0, self.first, self.count)
+
+    def cut_kv(self, name: str, x: Tensor, total: int) -> Tensor:
+        """``x`` ``[..., g, d]`` of the KV heads that these query heads read, given those or all ``total``."""
+        first, count = self.kv_heads(total)
+        if x.shape[-2] == total:  # every rank has projected them
+            return joined(x, self).narrow(-2, first, count)
+        if x.shape[-2] != count:
+            raise ValueError(
+                f"{name}: expected {count} KV heads for the {self.count} query heads of this rank, or all {total}, got "
+                f"{x.shape[-2]}; shard it as q_proj, or not at all"
+            )
+        return x
+
+
+def share_of(projection: nn.Module, heads: int, here: int | None = None) -> Share | None:
+    """What this rank has of the ``heads`` that ``projection`` makes; None where that is all, or not known.
+
+    ``here`` is how many it made. Without it the weight has to tell, and FSDP shards weights too, to join them before
+    they compute: ``parallelize_module`` marks the modules that compute as they are sharded.
+
+    Raises:
+        ValueError: the heads do not divide among the ranks.
+    """
+    if here == heads or (here is None and not getattr(projection, MARK, False)):
+        return None
+    weight = getattr(projection, "weight", None)
+    if not _is_distributed(weight):
+        return None
+    from torch.distributed.tensor import Shard
+
+    # type(): FSDP around it, where it still shards the weight, adds a dimension of _StridedShard, which is joined.
+    mesh, shares = weight.device_mesh, tuple(type(p) is Shard and p.dim == 0 for p in weight.placements)
+    sizes = [mesh.size(dim) if shared else 1 for dim, shared in enumerate(shares)]
+    if (ranks := prod(sizes)) == 1:
+        return None
+    if heads % ranks:
+        raise ValueError(f"tensor parallelism: expected a number of ranks that divides {heads} heads, got {ranks}")
+    index = 0
+    for dim, size in enumerate(sizes):
+        index = index * size + (mesh.get_local_rank(dim) if size > 1 else 0)
+    count = heads // ranks
+    return Share(index * count, count, heads, mesh, shares)
+
+
+def joined(x: Tensor, share: Share | None) -> Tensor:
+    """``x``, which all ranks have alike and each uses for its own heads: the gradients that they find are summed."""
+    if share is None or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    parts = tuple(Partial() if shared else Replicate() for shared in share.shares)
+    return DTensor.from_local(x, share.mesh, [Replicate()] * len(parts)).to_local(grad_placements=parts)
+
+
+def normed(norm: nn.Module, x: Tensor, share: Share | None) -> Tensor:
+    """``norm(x)`` of this rank's heads ``[..., h, d]``.
+
+    Raises:
+        NotImplementedError: FSDP shards the norm by itself, so that its weights are not here yet.
+    """
+    if share is None:
+        return norm(x)
+    weights = dict(norm.named_parameters())
+    if any(_is_distributed(w) for w in weights.values()):
+        if not getattr(norm, MARK, False):
+            raise NotImplementedError(
+                "qk_norm: tensor parallelism needs the weights of norms before they are called, and FSDP has sharded "
+                "them; call fully_shard on the layer, not on its norms"
+            )
+        return norm(x)  # parallelize_module sees to their gradients
+    return functional_call(norm, {name: joined(w, share) for name, w in weights.items()}, (x,))
+
+
+def _is_distributed(x: object) -> bool:
+    """Whether x is a DTensor, asked without importing it."""
+    return hasattr(x, "device_mesh")

@@ -1,0 +1,260 @@
+"""Layers under tensor parallelism have the outputs and gradients of the whole layer, on every rank."""
+
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from layer_helpers import assert_twice_as_good
+from torch import Tensor, nn
+from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from attnlib import (
+    CAUSAL,
+    FULL,
+    GroupedQueryAttention,
+    KVCache,
+    MultiHeadLatentAttention,
+    Rope,
+    SlowPathWarning,
+    sliding,
+)
+from attnlib.layers.tensor_parallel import MARK, share_of
+
+RANKS = 2
+HIDDEN, HEADS = 32, 4
+BATCH, TOKENS = 2, 9
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
+
+
+def grouped(num_kv_heads: int, *, num_heads: int = HEADS, **options) -> GroupedQueryAttention:
+    options = {"mask": CAUSAL, "head_dim": 16} | options
+    return GroupedQueryAttention(HIDDEN, num_heads, num_kv_heads=num_kv_heads, **options)
+
+
+def latent(**options) -> MultiHeadLatentAttention:
+    options = {"mask": CAUSAL, "q_lora_rank": None, "rope": Rope(16, interleaved=True)} | LATENT | options
+    return MultiHeadLatentAttention(HIDDEN, HEADS, **options)
+
+
+LAYERS = {
+    "mha": lambda: grouped(4, rope=Rope(16), bias=True, output_bias=False),
+    "gqa": lambda: grouped(2, rope=Rope(16), qk_norm=True),
+    "gqa, sinks": lambda: grouped(2, mask=sliding(4), sinks=True, qk_norm=True),
+    "gqa, sharded sinks": lambda: grouped(2, sinks=True),
+    "gqa, alibi": lambda: grouped(2, sinks=True, alibi=True, softcap=3.0),
+    "gqa, sharded norms": lambda: grouped(2, rope=Rope(16), qk_norm=True),
+    "gqa, gathered": lambda: grouped(2, rope=Rope(16), qk_norm=True, sinks=True),
+    "gqa, fsdp": lambda: grouped(2, rope=Rope(16), qk_norm=True, sinks=True),
+    "gqa, context": lambda: grouped(2, mask=FULL, sinks=True),
+    "gqa, whole kv": lambda: grouped(2, rope=Rope(16), qk_norm=True),
+    "gqa, context, whole kv": lambda: grouped(2, mask=FULL, sinks=True),
+    "mqa, whole kv": lambda: grouped(1, rope=Rope(16), qk_norm=True, sinks=True),
+    "mla": latent,
+    "mla, q_lora": lambda: latent(q_lora_rank=8, bias=True),
+    "mla, fsdp": lambda: latent(q_lora_rank=8),
+    "mla, no rope": lambda: latent(qk_rope_head_dim=0, rope=None),
+    "mla, context": lambda: latent(mask=FULL, rope=None),
+}
+COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
+COMPILED = ("gqa, sinks", "mqa, whole kv", "mla")
+UNEVEN = {  # the layer, the projections to shard, and what it says
+    "k_proj alone": (lambda: grouped(2), ("k_proj", "v_proj"), r"ValueError: k_proj: .*q_proj"),
+    "kv_b_proj alone": (latent, ("kv_b_proj",), r"ValueError: kv_b_proj: expected h=4 .*got 2; shard both"),
+    "groups across ranks": (
+        lambda: grouped(3, num_heads=6),
+        ("q_proj",),
+        "ValueError: q_proj: expected groups of 2 query heads .*got 3",
+    ),
+    "norms by themselves": (
+        lambda: grouped(2, qk_norm=True),
+        ("q_proj", "k_proj", "v_proj"),
+        "NotImplementedError: qk_norm: .*fully_shard on the layer",
+    ),
+}
+
+
+def make(name: str) -> nn.Module:
+    """The same weights in every process, and none of them special."""
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    for parameter_name, parameter in layer.named_parameters():
+        if "norm" in parameter_name or parameter_name == "sinks":
+            nn.init.normal_(parameter)
+    return layer
+
+
+def inputs(name: str) -> dict[str, Tensor]:
+    x, context = torch.randn(2, BATCH, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    return {"x": x, "context": context[:, :7]} if "context" in name else {"x": x}
+
+
+def parallel(name: str, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """The layer with its heads shared out."""
+    layer, heads = make(name).to(device), mesh["heads"]
+    columns = [column for column in COLUMNS if hasattr(layer, column)]
+    if name.endswith("whole kv"):
+        columns = ["q_proj"]
+    output = Replicate() if name.endswith("gathered") else Shard(-1)
+    plan = {column: ColwiseParallel(output_layouts=output) for column in columns}
+    if not name.endswith("gathered"):
+        plan["o_proj"] = RowwiseParallel()
+    if name.endswith("sharded norms"):
+        plan |= dict.fromkeys(("q_norm", "k_norm"), SequenceParallel(sequence_dim=2, use_local_output=True))
+    parallelize_module(layer, heads, plan)
+    if name.endswith("sharded sinks"):
+        layer.sinks = nn.Parameter(distribute_tensor(layer.sinks.detach(), heads, [Shard(0)]))
+    return fully_shard(layer, mesh=mesh["data"]) if name.endswith("fsdp") else layer
+
+
+def train(layer: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The output, and the gradients of all inputs and parameters, whole."""
+    inputs = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    out = layer(**inputs)
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out))
+    results = {"out": out} | {name: x.grad for name, x in inputs.items()}
+    results |= {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {name: whole(x) for name, x in results.items()}
+
+
+def whole(x: Tensor) -> Tensor:
+    """``x`` of all ranks, and complete: what a collective returns is filled later."""
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x.detach()).clone().cpu()
+
+
+def decode(layer: nn.Module, x: Tensor, context: Tensor | None = None) -> Tensor:
+    """The outputs over a paged cache: of a prompt and a few short steps, or with the context that it holds."""
+    cache = KVCache.paged([layer.kv_layout], pages=8, page_size=4, max_sequences=BATCH, device=x.device)
+    cache.admit(BATCH)
+    with torch.no_grad():
+        if context is not None:
+            with cache.step(context.shape[1]) as (kv,):
+                layer.append_context(context, kv)
+            with cache.read(x.shape[1]) as (kv,):
+                return whole(layer(x, context=kv.view()))
+        outs = []
+        for part in x.split((5, 1, 1, 2), 1):
+            with cache.step(part.shape[1]) as (kv,):
+                outs.append(whole(layer(part, kv=kv)))
+    return torch.cat(outs, 1)
+
+
+def refusal(name: str, mesh: DeviceMesh, device: torch.device) -> str:
+    """What a layer says whose heads cannot be shared out so."""
+    make, columns, _ = UNEVEN[name]
+    layer = parallelize_module(make().to(device), mesh["heads"], dict.fromkeys(columns, ColwiseParallel()))
+    if name.startswith("norms"):
+        fully_shard(layer.q_norm, mesh=mesh["data"])
+    try:
+        layer(**inputs(name))
+    except (ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def work(rank: int, device: str, folder: str) -> None:
+    """One process: what each layer gives here."""
+    warnings.simplefilter("error", SlowPathWarning)
+    torch.set_num_threads(1)
+    here = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(here)
+    init_process_group(BACKENDS[device], init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    mesh = init_device_mesh(device, (1, RANKS), mesh_dim_names=("data", "heads"))
+    results = {name: refusal(name, mesh, here) for name in UNEVEN} if device == "cpu" else {}
+    for name in LAYERS:
+        given = {key: x.to(here) for key, x in inputs(name).items()}
+        layer = parallel(name, mesh, here)
+        results[name] = train(layer, given)
+        if not name.endswith("gathered"):  # its kv_layout is of heads that are not gathered
+            results[name]["decoded"] = decode(layer, **given)
+        if name in COMPILED:
+            layer.zero_grad()
+            layer.compile(fullgraph=True, backend="aot_eager")
+            results[f"{name}, compiled"] = train(layer, given)
+    torch.save(results, Path(folder, f"{rank}"))
+    destroy_process_group()
+
+
+def spawn(device: str, folder: Path) -> list[dict]:
+    """The results of all processes."""
+    mp.spawn(work, (device, str(folder)), nprocs=RANKS)
+    return [torch.load(folder / f"{rank}") for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    return spawn("cpu", tmp_path_factory.mktemp("ranks"))
+
+
+def check(results: list[dict], name: str, device: str, run: str = "") -> None:
+    truth = train(make(name).double(), {key: x.double() for key, x in inputs(name).items()})
+    layer, given = make(name).to(device), {key: x.to(device) for key, x in inputs(name).items()}
+    single = train(layer, given) | {"decoded": decode(layer, **given)}
+    truth["decoded"] = truth["out"]
+    for ours in (result[name + run] for result in results):
+        assert ours.keys() | {"decoded"} == truth.keys()
+        assert_twice_as_good(ours, *({key: side[key] for key in ours} for side in (single, truth)))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_rank_has_outputs_and_gradients_of_the_whole(processes, name):
+    check(processes, name, "cpu")
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_layers_have_them_too(processes, name):
+    check(processes, name, "cpu", ", compiled")
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_heads_that_cannot_be_shared_out_so_are_refused(processes, name):
+    for results in processes:
+        assert re.search(UNEVEN[name][2], results[name]), results[name]
+
+
+class Grid:
+    """A mesh of 3 by 2 processes, seen from the last."""
+
+    def size(self, dim: int) -> int:
+        return (3, 2)[dim]
+
+    def get_local_rank(self, dim: int) -> int:
+        return self.size(dim) - 1
+
+
+@pytest.mark.parametrize(
+    ("placements", "share"),
+    [
+        ((_StridedShard(0, split_factor=2), Shard(0)), (2, 2, (False, True))),  # FSDP around it, outside of a forward
+        ((Replicate(), Shard(0)), (2, 2, (False, True))),
+        ((Shard(0), Shard(0)), (10, 2, (True, True))),
+        ((Shard(1), Replicate()), None),
+    ],
+)
+def test_the_share_of_a_rank_is_read_from_its_weight(placements, share):
+    heads = 12 if share and all(share[2]) else HEADS
+    weight = SimpleNamespace(device_mesh=Grid(), placements=placements)
+    found = share_of(SimpleNamespace(weight=weight, **{MARK: True}), heads)
+    assert (found and (found.first, found.count, found.shares)) == share
+    assert share_of(SimpleNamespace(weight=weight), heads) is None  # FSDP's own
+    assert share_of(SimpleNamespace(weight=weight), heads, heads) is None
+    assert share_of(SimpleNamespace(weight=weight), heads, heads // 2) == found
+
+
+@pytest.mark.gpu2
+def test_two_gpus_have_outputs_and_gradients_of_the_whole(tmp_path):
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip(f"{RANKS} CUDA devices are needed, {torch.cuda.device_count()} are here")
+    results = spawn("cuda", tmp_path)
+    for name in LAYERS:
+        check(results, name, "cuda")
