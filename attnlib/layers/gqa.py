@@ -184,10 +184,17 @@ class GroupedQueryAttention(nn.Module):
 
     def _options(self, share: Share | None) -> dict[str, object]:
         """What every attention of this layer takes, with one value for each query head that is here."""
-        options = {"mask": self.mask, "scale": self.scale, "softcap": self.softcap, "backend": self.backend}
-        for name, x in (("alibi_slopes", self.alibi_slopes), ("sinks", self.sinks)):
-            options[name] = x if x is None or share is None else share.cut(x)
-        return options
+        slopes, sinks = self.alibi_slopes, self.sinks
+        if share is not None:
+            slopes, sinks = (None if x is None else share.cut(x) for x in (slopes, sinks))
+        return {
+            "mask": self.mask,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "alibi_slopes": slopes,
+            "sinks": sinks,
+            "backend": self.backend,
+        }
 
     def _share(self, q: Tensor) -> Share | None:
         """What this rank has of the heads, if tensor parallelism left fewer than all in q."""
@@ -206,7 +213,7 @@ class GroupedQueryAttention(nn.Module):
         k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
         if share is not None:
             k, v = share.cut_kv("k_proj", k, self.num_kv_heads), share.cut_kv("v_proj", v, self.num_kv_heads)
-        elif share_of(self.k_proj, self.num_kv_heads, k.shape[-2]) is not None:
+        elif k.shape[-2] != self.num_kv_heads and share_of(self.k_proj, self.num_kv_heads, k.shape[-2]) is not None:
             raise ValueError("k_proj: it is sharded by heads and q_proj is not; shard both, or q_proj alone")
         return (k if self.k_norm is None else normed(self.k_norm, k, share)), v
 
