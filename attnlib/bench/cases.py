@@ -89,12 +89,4 @@ GROUPED = (
     Case("GQA 32/8", 4, 32, 8, 4096, 128, 128, CAUSAL),
     Case("MHA 32/32", 4, 32, 32, 4096, 128, 128, CAUSAL),
 )
-# The last is small, since fp32 products are not what the matrix units are for.
-PASSES = (
-    Case("d64 full 8k", 2, 32, 32, 8192, 64, 64, FULL),
-    Case("d64 causal 8k", 2, 32, 32, 8192, 64, 64, CAUSAL),
-    Case("d128 full 8k", 2, 16, 16, 8192, 128, 128, FULL),
-    Case("d128 causal 8k", 2, 16, 16, 8192, 128, 128, CAUSAL),
-    Case("d64 full 8k, fp32", 4, 1, 1, 8192, 64, 64, FULL, dtype=torch.float32),
-)
 SMALL = Case("[1, 128, 8, 64]", 1, 8, 8, 128, 64, 64, CAUSAL)

@@ -49,10 +49,6 @@ GROUPS = (
     Group(speed.varlen, (Table("varlen", "Packed sequences against a batch, 16 heads d128 causal, bf16", "TFLOP/s"),)),
     Group(speed.window, (Table("window", "A sliding window against all earlier keys, 16 heads d128, bf16", "ms"),)),
     Group(speed.grouped, (Table("gqa", "Grouped against as many KV heads, d128 causal, bf16", "ms"),)),
-    Group(
-        speed.passes,
-        (Table("passes", "The backward in two passes (ours) and in one with fp32 atomics", "ms", "backward"),),
-    ),
     Group(overhead.rows, (Table("launch", "CPU time of a small call, bf16", "us"),)),
     Group(
         memory.rows,

@@ -32,11 +32,6 @@ def contender(name: str, work: Case, place: Place) -> Contender:
     """
     if name == "ours":
         return Contender(_ours(work, place), heads_first=False)
-    if name in ("one pass, large tiles", "one pass, small tiles"):
-        from .atomics import LARGE, SMALL, attention
-
-        tiles = LARGE if "large" in name else SMALL
-        return Contender(lambda q, k, v: attention(q, k, v, mask=work.mask, tiles=tiles), heads_first=False)
     if name == "by sequence":
         return Contender(_by_sequence(work), heads_first=False)
     if name == "Flex":

@@ -34,23 +34,15 @@ def long(place: Place, tables: Sequence[Table], work: Iterable[Case] = cases.LON
     return _cases(place, tables, work, ("ours", *peers), over="FA2")
 
 
-def passes(place: Place, tables: Sequence[Table], work: Iterable[Case] = cases.PASSES) -> Rows:
-    """The backward in two passes against the one with atomics."""
-    columns = ("ours", "one pass, large tiles", "one pass, small tiles")
-    return _cases(place, tables, work, columns, judges=("efficient",))
-
-
 def _cases(
     place: Place,
     tables: Sequence[Table],
     work: Iterable[Case],
     columns: Sequence[str],
-    *,
     over: str | None = None,
-    judges: Iterable[str] = (),
 ) -> Rows:
     for case in work:
-        entries = [Entry(name, name, case, timed=name in columns) for name in (*columns, *judges)]
+        entries = [Entry(name, name, case) for name in columns]
         taken = race(place, entries, [table.what for table in tables])
         for table in tables:
             cells = _in_units(table, table.what, taken[table.what], dict.fromkeys(columns, case))

@@ -7,7 +7,7 @@ from bench_helpers import tiny
 from attnlib import CAUSAL, FULL
 from attnlib.bench import cases
 
-ALL = (*cases.TRAINING, *cases.GROWING, *cases.GROWING_FULL, *cases.LONG, *cases.MEMORY, *cases.GROUPED, *cases.PASSES)
+ALL = (*cases.TRAINING, *cases.GROWING, *cases.GROWING_FULL, *cases.LONG, *cases.MEMORY, *cases.GROUPED)
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)

@@ -1,4 +1,4 @@
-"""The benchmark's backward in one pass, held against eager torch and against the two passes."""
+"""The backward in one pass, held against eager torch and against the two passes."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from attnlib import attention as two_passes
 
 pytest.importorskip("triton")
 
-from attnlib.bench.atomics import LARGE, SMALL, attention
+import atomics
+from atomics import LARGE, SMALL, attention
 
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
 
@@ -87,3 +88,28 @@ def test_strides_are_free():
 def test_what_it_is_not_for_is_refused(problem):
     with pytest.raises(NotImplementedError, match="one pass"):
         attention(*problem.tensors, mask=problem.mask)
+
+
+def test_what_is_timed_is_checked_and_takes_turns(monkeypatch):
+    called = []
+
+    def clock(call, **options):
+        called.append(len(call()))
+        return len(called)
+
+    small = (1, 40, 2, 16), CAUSAL, torch.float32, DEVICE
+    assert list(atomics.milliseconds(*small, clock).values()) == [4, 5, 6]  # the medians of 1, 4, 7 and so on
+    assert called == [3] * 9
+    ways = {"right": two_passes, "wrong": lambda q, k, v, mask: 2 * two_passes(q, k, v, mask=mask)}
+    monkeypatch.setattr(atomics, "WAYS", ways)
+    with pytest.raises(AssertionError):
+        atomics.milliseconds(*small, clock)
+
+
+def test_the_table_that_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr(atomics, "milliseconds", lambda *case: dict(zip(atomics.WAYS, (4.2, 5.7, 10.9), strict=True)))
+    atomics.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| ms | two passes | one pass, large tiles | one pass, small tiles |"
+    assert lines[3] == "| d64 causal 8k | 4.2 | 5.7 (1.36x) | 10.9 (2.60x) |"
+    assert len(lines) == 2 + len(atomics.CASES)

@@ -2,19 +2,24 @@
 
 Its five products a tile are two fewer than those of the two passes in :mod:`attnlib.kernels.backward`, and the order of
 its sums, hence the last bits of dq, change from run to run. Plain self-attention alone: full or causal, as many KV
-heads as query heads, one head dimension, a power of two.
+heads as query heads, one head dimension, a power of two. ``python tests/kernels/atomics.py`` times both on a GPU.
 """
+
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from types import MappingProxyType
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..functional import attention_with_lse
-from ..kernels.backward import prepare
-from ..kernels.launch import LaunchConfig
-from ..kernels.tile import LOG2E, block_at, load_rows, split, store_rows
-from ..mask import CAUSAL, FULL, Mask
+from attnlib import CAUSAL, FULL, Mask, attention_with_lse
+from attnlib import attention as two_passes
+from attnlib.kernels.backward import prepare
+from attnlib.kernels.launch import LaunchConfig
+from attnlib.kernels.tile import LOG2E, block_at, load_rows, split, store_rows
 
 # By bytes of a number, and by the widest head; more keys mean fewer additions. sm_90, compiled by triton 3.6 and 3.7.
 LARGE = (
@@ -27,6 +32,15 @@ SMALL = (
     (2, 128, LaunchConfig(64, 64, 2, 8)),
     (4, 128, LaunchConfig(16, 32, 1, 4)),
 )
+# Each with the shape of q, k and v, and their dtype. The last is small: fp32 products are not for the matrix units.
+CASES = (
+    ("d64 full 8k", (2, 8192, 32, 64), FULL, torch.bfloat16),
+    ("d64 causal 8k", (2, 8192, 32, 64), CAUSAL, torch.bfloat16),
+    ("d128 full 8k", (2, 8192, 16, 128), FULL, torch.bfloat16),
+    ("d128 causal 8k", (2, 8192, 16, 128), CAUSAL, torch.bfloat16),
+    ("d64 full 8k, fp32", (4, 8192, 1, 64), FULL, torch.float32),
+)
+ROUNDS = 3
 
 
 @triton.jit(do_not_specialize=["heads", "s"])
@@ -120,3 +134,40 @@ class _OnePass(torch.autograd.Function):
                 PRECISION="ieee", num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
         return dq.mul_(d**-0.5).to(q.dtype), dk, dv, None, None
+
+
+WAYS = MappingProxyType(
+    {
+        "two passes": partial(two_passes, backend="triton"),
+        "one pass, large tiles": partial(attention, tiles=LARGE),
+        "one pass, small tiles": partial(attention, tiles=SMALL),
+    }
+)
+
+
+def milliseconds(
+    shape: tuple[int, ...], mask: Mask, dtype: torch.dtype, device: str, clock: Callable = triton.testing.do_bench
+) -> dict[str, float]:
+    """Of each backward, the median of rounds in turns, after checking that all give the same gradients."""
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    outs = {name: way(*leaves, mask=mask) for name, way in WAYS.items()}
+    calls = {name: partial(torch.autograd.grad, out, leaves, dout, retain_graph=True) for name, out in outs.items()}
+    expected, *others = (call() for call in calls.values())
+    for found in others:
+        for x, y in zip(found, expected, strict=True):
+            assert (x - y).float().norm() < 1e-2 * y.float().norm()
+    taken = [{name: clock(call, rep=150, return_mode="median") for name, call in calls.items()} for _ in range(ROUNDS)]
+    return {name: median(round_[name] for round_ in taken) for name in calls}
+
+
+def main() -> None:
+    """Print the backward's milliseconds as a Markdown table, and how much faster two passes are than each."""
+    print(f"| ms | {' | '.join(WAYS)} |\n|---|{'---:|' * len(WAYS)}")
+    for name, shape, mask, dtype in CASES:
+        first, *others = milliseconds(shape, mask, dtype, "cuda").values()
+        print(f"| {name} | {first:.3g} | {' | '.join(f'{x:.3g} ({x / first:.2f}x)' for x in others)} |")
+
+
+if __name__ == "__main__":
+    main()
