@@ -31,11 +31,11 @@ bench-gpu: $(READY)
 
 # Compile the launch tables' kernels for chips that need not be here, and hold them against docs/compiled.md.
 compile-quick: $(READY)
-	$(BIN)/python -m attnlib.bench.compiled
+	$(BIN)/python tests/compiled
 
 # Compile more of them, with the Triton of torch 2.11 too, and write docs/compiled.md.
 compile-check: $(READY) $(OLDER)/.ready
-	code=0; for path in "" $(OLDER); do PYTHONPATH=$$path $(BIN)/python -m attnlib.bench.compiled --write || code=1; done; \
+	code=0; for path in "" $(OLDER); do PYTHONPATH=$$path $(BIN)/python tests/compiled --write || code=1; done; \
 	exit $$code
 
 $(OLDER)/.ready: | $(READY)

@@ -12,11 +12,10 @@ import attnlib
 
 ROOT = Path(attnlib.__file__).parent
 VALUES = {"counts", "mask", "rope", "philox"}
-LAUNCHES = {f"backends/{name}" for name in ("_plans", "_launch", "_cached", "_writes")}
 ALLOWED = {
     "__init__": {"mask", "rope", "cache", "layers", "functional", "dispatch"},
     "__main__": {"bench", "convert", "sizes", "dispatch"},
-    "bench": {"functional", "layers", "cache", "terms", "spec", "kernels", *LAUNCHES, *VALUES},
+    "bench": {"functional", "layers", "cache", "terms", "mask", "rope"},
     "convert": {"layers", "cache", "functional", "sizes", *VALUES},
     "layers": {"functional", "cache", *VALUES},
     "functional": {"host_checks", "shapes", "terms", "spec", "dispatch", "repeats", "cache/layout", *VALUES},
@@ -86,6 +85,15 @@ def test_folders_know_nothing_of_what_is_converted():
     for path in (ROOT / "convert/checkpoint").glob("*.py"):
         others = [name for name in imports_of(path) if name[0] == "convert" and name[1] != "checkpoint"]
         assert not others, f"{path.name} imports {others}"
+
+
+def test_nothing_of_a_test_is_shipped():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found = {name.split(".")[0] for name in names} & {"unittest", "pytest", "hypothesis"}
+            assert not found, f"{path.relative_to(ROOT)} imports {found}"
 
 
 def test_only_the_cache_stores():

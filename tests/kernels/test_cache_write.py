@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from compiled.builds import pairwise
 from helpers import assert_same_bits
 from kernel_helpers import DEVICE, INTERPRETED
 from torch import Tensor
@@ -14,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnlib import KVCache, KVLayout, KVView, Rope, rotate
 from attnlib.backends import _torch, _writes
-from attnlib.bench.builds import pairwise
 from attnlib.cache import layer_cache
 from attnlib.rope import Angles
 from attnlib.storage import write_cache

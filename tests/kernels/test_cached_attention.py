@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import decode_helpers
 import pytest
 import torch
+from compiled.builds import pairwise
 from decode_helpers import Call, Sizes, assert_right, plan_for, store
 from helpers import assert_same_bits
 from kernel_helpers import DEVICE, INTERPRETED
@@ -16,7 +17,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from attnlib import CAUSAL, FULL, KVCache, KVLayout, KVView, Mask, explain, merge_states, sliding
 from attnlib import cached_attention_with_lse as attend
 from attnlib.backends import _cached
-from attnlib.bench.builds import pairwise
 from attnlib.kernels.decode_launch import DecodeConfig
 
 # The interpreter truncates to bf16 where torch rounds.

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from compiled.builds import pairwise
 from helpers import OPTIONS, make
 from kernel_helpers import INTERPRETED, assert_both
 
 from attnlib import CAUSAL, FULL, Mask, sliding
-from attnlib.bench.builds import pairwise
 
 FACTORS = {
     "d": (16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256),

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-
-from attnlib.backends import _cached
-from attnlib.backends._launch import Launch
-from attnlib.bench import compiled
-from attnlib.bench.cached_builds import (
+from compiled import check
+from compiled.cached_builds import (
     GQA64,
     GQA128,
     MLA,
@@ -16,8 +13,11 @@ from attnlib.bench.cached_builds import (
     cached_entries,
     cached_product,
 )
-from attnlib.bench.chipless import binary, distinct
-from attnlib.bench.launches import DTYPES, prepared
+from compiled.chipless import binary, distinct
+from compiled.launches import DTYPES, prepared
+
+from attnlib.backends import _cached
+from attnlib.backends._launch import Launch
 from attnlib.kernels import decode_launch
 from attnlib.kernels.decode_launch import DecodeConfig
 
@@ -158,7 +158,7 @@ def test_one_launch_is_compiled_for_two_chips():
     """Their plan is one, which would launch again what it compiled first."""
     builds = [CachedBuild("write", arch, rope="half") for arch in (80, 90)]
     assert prepared(builds[0])[0] is prepared(builds[1])[0]
-    results = dict(compiled.apart(binary, builds, 1))
+    results = dict(check.apart(binary, builds, 1))
     assert all(16 <= results[build].registers <= 128 for build in builds)
 
 

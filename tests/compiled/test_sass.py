@@ -1,8 +1,7 @@
 """Which instructions read what ptxas never wrote."""
 
 import pytest
-
-from attnlib.bench.sass import lost
+from compiled.sass import lost
 
 # The first two slices of a tile of values at UR10, as a product reads them; ptxas 12.8 wrote UR26 in place of UR10.
 SLICES = """

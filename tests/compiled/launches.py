@@ -6,17 +6,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ..backends._cached import Call as CachedCall
-from ..backends._cached import _cached, attention, cached_plan
-from ..backends._launch import Launch
-from ..backends._plans import Call, backward, call, forward, layout
-from ..backends._writes import write_cache
-from ..cache.buffer import section_of
-from ..cache.layout import KVLayout, KVView
-from ..mask import CAUSAL, FULL, Mask, sliding
-from ..rope import Angles
-from ..spec import describe
-from ..terms import Terms
+from attnlib.backends import _cached as cached
+from attnlib.backends._launch import Launch
+from attnlib.backends._plans import Call, backward, call, forward, layout
+from attnlib.backends._writes import write_cache
+from attnlib.cache.buffer import section_of
+from attnlib.cache.layout import KVLayout, KVView
+from attnlib.mask import CAUSAL, FULL, Mask, sliding
+from attnlib.rope import Angles
+from attnlib.spec import describe
+from attnlib.terms import Terms
+
 from .builds import Build
 from .cached_builds import GROUP, AnyBuild, CachedBuild
 
@@ -100,14 +100,16 @@ def _over_cache(build: CachedBuild) -> Prepared:
     def remember(launch: Launch, *tensors: Tensor | None):
         made[launch.kernel.__name__] = launch, tensors
 
+    cached_plan = cached.cached_plan
+
     def plan(call: tuple):
-        return cached_plan(CachedCall(*call)._replace(tf32=build.dtype == "tf32"), arch=build.arch)
+        return cached_plan(cached.Call(*call)._replace(tf32=build.dtype == "tf32"), arch=build.arch)
 
     with (
-        patch.object(torch.ops.attnlib, "triton_cached", _cached),  # else torch would ask for shapes alone
+        patch.object(torch.ops.attnlib, "triton_cached", cached._cached),  # else torch would ask for shapes alone
         patch.object(Launch, "__call__", remember),
-        patch("attnlib.backends._cached.cached_plan", plan),
-        patch("attnlib.backends._cached.processors", lambda device: PROCESSORS[build.arch]),
+        patch.object(cached, "cached_plan", plan),
+        patch.object(cached, "processors", lambda device: PROCESSORS[build.arch]),
     ):
         (_write if build.kernel == "write" else _read)(build)
     if build.kernel not in made:
@@ -123,7 +125,7 @@ def _read(build: CachedBuild):
     sinks = torch.empty(layer.heads, device="meta") if build.sinks else None
     terms = Terms(width**-0.5, 50.0 if build.softcap else None, slopes, sinks)
     sizes = {"h": layer.heads, "g": view.layout.heads, "d": width, "e": view.layout.value_dim}
-    attention(q, view, describe("cached", (("q", q),), sizes, mask, terms, kv=view), terms)
+    cached.attention(q, view, describe("cached", (("q", q),), sizes, mask, terms, kv=view), terms)
 
 
 def _write(build: CachedBuild):

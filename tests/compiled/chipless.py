@@ -12,8 +12,9 @@ from tempfile import NamedTemporaryFile
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..backends._launch import Launch
-from ..counts import INT32
+from attnlib.backends._launch import Launch
+from attnlib.counts import INT32
+
 from .cached_builds import AnyBuild
 from .launches import prepared
 from .sass import disassembled, lost

@@ -1,4 +1,4 @@
-"""``python -m attnlib.bench.compiled``: compile the kernels without a GPU, and compare them with docs/compiled.md.
+"""``python tests/compiled``: compile the kernels without a GPU, and compare them with docs/compiled.md.
 
 With ``--write`` it also compiles more calls, and writes that page for the Triton that it runs with.
 """
@@ -16,14 +16,14 @@ from pathlib import Path
 from .builds import entries, product
 from .cached_builds import AnyBuild, cached_calls, cached_entries, cached_product
 from .chipless import Binary, binary, distinct
-from .compiled_page import PAGE, committed, regressions, section, shortfall, written
+from .page import PAGE, committed, regressions, section, shortfall, written
 
 Built = dict[AnyBuild, Binary | BaseException]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Compile, print, and compare or write; returns 1 if anything is amiss, 2 for what cannot be checked."""
-    parser = argparse.ArgumentParser(prog="python -m attnlib.bench.compiled", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tests/compiled", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"compile more calls too, and write {PAGE}")
     arguments = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET"):
@@ -95,9 +95,5 @@ def _build(builds: list[AnyBuild], start: float) -> Built:
 
 
 def _refuse(why: str) -> int:
-    print(f"python -m attnlib.bench.compiled: {why}", file=sys.stderr)
+    print(f"python tests/compiled: {why}", file=sys.stderr)
     return 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,20 +1,24 @@
 """The compile check: which kernels it builds, what it reads out of them, and what it holds against them."""
 
+import os
 import re
+import subprocess
+import sys
 from concurrent.futures.process import BrokenProcessPool
 from itertools import combinations
+from pathlib import Path
 
 import pytest
+from compiled import check
+from compiled.builds import Build, entries, pairwise, product
+from compiled.cached_builds import MLA, CachedBuild
+from compiled.chipless import Binary, _tiles, binary, distinct
+from compiled.launches import prepared
+from compiled.page import PAGE, committed, regressions, section, shortfall, written
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attnlib.backends import _plans
-from attnlib.bench import compiled
-from attnlib.bench.builds import Build, entries, pairwise, product
-from attnlib.bench.cached_builds import MLA, CachedBuild
-from attnlib.bench.chipless import Binary, _tiles, binary, distinct
-from attnlib.bench.compiled_page import PAGE, committed, regressions, section, shortfall, written
-from attnlib.bench.launches import prepared
 from attnlib.kernels import launch
 from attnlib.kernels.launch import LaunchConfig
 
@@ -87,7 +91,7 @@ def test_nothing_is_built_twice():
 def test_a_kernel_is_compiled_without_a_chip():
     pytest.importorskip("triton")
     small, broken = Build("prepare", 80, (16, 16)), Build("prepare", 80, (16, 16), mask="none such")
-    results = dict(compiled.apart(binary, [small, broken], 1))
+    results = dict(check.apart(binary, [small, broken], 1))
     assert 16 <= results[small].registers <= 64
     assert results[small].spilled == 0
     assert results[small].warps == 4
@@ -111,7 +115,7 @@ def test_tiles_in_words(build, words):
 
 def test_a_process_that_dies_takes_no_other_job_along():
     dies = "__import__('os')._exit(1)"
-    results = dict(compiled.apart(eval, ["1", dies, "1 / 0", "2", f"{dies} or 3", "4"], 2))
+    results = dict(check.apart(eval, ["1", dies, "1 / 0", "2", f"{dies} or 3", "4"], 2))
     assert [results[n] for n in "124"] == [1, 2, 4]
     assert isinstance(results["1 / 0"], ZeroDivisionError)
     assert isinstance(results[dies], BrokenProcessPool)
@@ -200,9 +204,16 @@ def test_calls_over_caches_have_a_place_of_their_own():
 def test_refusals(tmp_path, monkeypatch, capsys):
     pytest.importorskip("triton")
     monkeypatch.chdir(tmp_path)
-    assert compiled.main([]) == 2
+    assert check.main([]) == 2
     assert "no table of triton" in capsys.readouterr().err
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert compiled.main(["--write"]) == 2
+    assert check.main(["--write"]) == 2
     assert "TRITON_INTERPRET is set" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_is_the_command():
+    asked = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, Path(__file__).parent], env=asked, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stderr.startswith("python tests/compiled: TRITON_INTERPRET is set")
