@@ -1,0 +1,48 @@
+"""A share of the fuzzer's cases on the kernels, and bugs planted there."""
+
+import pytest
+from fuzz.cases import failures
+from kernel_helpers import INTERPRETED
+
+from attnlib.backends import _cached, _plans
+
+DEVICE = "interpreter" if INTERPRETED else "cuda"
+# Kind -> first seed and cases: 20 s interpreted on one core of an EPYC.
+SHARES = [("dense", 0, 8), ("dense", 8, 8), ("varlen", 0, 10), ("cached", 0, 2), ("cached", 2, 2)]
+
+
+@pytest.fixture(autouse=True)
+def _launches_anew():
+    """What a planted bug plans is no other test's."""
+    _cached.cached_plan.cache_clear()
+    yield
+    for plans in (_cached.cached_plan, _plans.forward, _plans.backward):
+        plans.cache_clear()
+
+
+@pytest.mark.parametrize(("kind", "first", "count"), SHARES)
+def test_a_share_of_the_cases_finds_nothing(kind, first, count):
+    found = [str(failure) for failure in failures(first, count, DEVICE, (kind,))]
+    assert not found, "\n\n".join(found)
+
+
+def as_if_contiguous(strides):
+    """Strides that tensors of these shapes would have in one piece."""
+    return lambda shapes, *tensors: strides(shapes, *(_plans._contiguous(x.shape, x.dtype) for x in tensors))
+
+
+def one_too_far(clamp):
+    return lambda bound, reach: clamp(bound, reach) + (bound is not None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "attribute", "bug"),
+    [
+        ("dense", _plans._Shapes, "strides", as_if_contiguous),
+        ("varlen", _plans, "_clamp", one_too_far),
+        ("cached", _cached, "_clamp", one_too_far),
+    ],
+)
+def test_a_planted_bug_is_found(kind, where, attribute, bug, monkeypatch):
+    monkeypatch.setattr(where, attribute, bug(getattr(where, attribute)))
+    assert next(failures(0, 12, DEVICE, (kind,)), None) is not None
