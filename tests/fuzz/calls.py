@@ -73,6 +73,10 @@ class Call:
     poison: list[str] = field(default_factory=list)
     tensors: Tensors = field(default_factory=dict, repr=False)
 
+    def __str__(self):
+        terms = [f"{name} {x.dtype} {list(x.shape)}" for name, x in self.tensors.items() if name in TENSORS]
+        return f"{self!r} with {', '.join(terms) or 'no other tensors'}"
+
     def check(self) -> None:
         """Run it, and raise Mismatch unless all is as the oracle says."""
         before = {name: x.detach().cpu() for name, x in self.tensors.items()}

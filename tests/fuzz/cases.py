@@ -45,9 +45,9 @@ def run(seed: int, kind: str, device: str) -> Failure | None:
             case = KINDS[kind](Draw(seed, device))
             case.check()
     except Mismatch as error:
-        return Failure(seed, kind, device, repr(case), str(error))
+        return Failure(seed, kind, device, str(case), str(error))
     except Exception:  # whatever else the library raises on a valid call is a finding too
-        return Failure(seed, kind, device, repr(case), traceback.format_exc())
+        return Failure(seed, kind, device, str(case), traceback.format_exc())
     finally:
         torch.use_deterministic_algorithms(before)
     return None
