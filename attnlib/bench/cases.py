@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..mask import CAUSAL, FULL, Mask, sliding
+from .. import CAUSAL, FULL, Mask, sliding
 
 
 class Case(NamedTuple):
@@ -26,10 +26,10 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
     def flops(self, what: str) -> float:
-        """Of "forward", "backward" or "both"; halved when causal, as the FlashAttention papers count. No windows."""
+        """Of what is timed; halved when causal, as the FlashAttention papers count. No windows."""
         pairs = self.heads * sum(n * n for n in self.lengths or (self.tokens,) * self.batch)
         forward, backward = 2 * (self.dim + self.value_dim), 2 * (3 * self.dim + 2 * self.value_dim)
-        products = {"forward": forward, "backward": backward, "both": forward + backward}[what]
+        products = {"backward": backward, "both": forward + backward}.get(what, forward)
         return pairs * products / (1 if self.mask == FULL else 2)
 
     def tensors(self, device: str) -> list[Tensor]:
@@ -64,7 +64,6 @@ TRAINING = (
 
 LENGTHS = tuple(512 << doublings for doublings in range(8))  # to 64k
 GROWING = tuple(plain(tokens, 48, 64) for tokens in LENGTHS)
-GROWING_FULL = tuple(plain(tokens, 48, 64, FULL) for tokens in (1024, 4096, 16384, 65536))
 LONG = tuple(plain(tokens, 16, 128) for tokens in (8192, 16384, 32768, 65536))
 MEMORY = tuple(plain(tokens, 16, 128) for tokens in LENGTHS[1:])
 

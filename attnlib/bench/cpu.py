@@ -1,140 +1,101 @@
-"""The CPU cases: ours against torch's scaled_dot_product_attention, in the same run."""
+"""The CPU's cases: ours against torch's scaled_dot_product_attention, in the same run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..cache.kv_cache import KVCache
-from ..functional import attention, prepare
-from ..layers import GroupedQueryAttention
-from ..mask import CAUSAL
-from ..rope import Rope, rotate
-from ..terms import Terms
-from .timing import Row, per_call, race
+from .. import KVCache, rotate
+from .cases import Case, plain
+from .compare import attempt, compare_calls
+from .place import Place
+from .report import Row, Table
+from .speed import Column, Rows, by_what
+from .steps import Stack, Steps
 
-DOOR_SECONDS = 10e-6
-
-
-def rows() -> Iterator[Row]:
-    """Every CPU case, one after another."""
-    for tokens in (2048, 8192):
-        yield _dense(tokens)
-    yield _small(gradients=False)
-    yield _small(gradients=True)
-    for kv_heads, context in ((2, 512), (2, 2048), (8, 512), (8, 2048)):
-        for masked in (True, False):
-            yield _decode_step(kv_heads=kv_heads, batch=4, context=context, masked=masked)
-    yield _door()
+CALLS = tuple(
+    (plain(tokens, 8, 64)._replace(name=f"[1, {tokens}, 8, 64]", dtype=torch.float32), whats)
+    for tokens, whats in ((2048, ("inference",)), (8192, ("inference",)), (128, ("inference", "both")))
+)
+DECODING = tuple(
+    Steps(f"8/{kv_heads} heads, 4 x {context}", 4, context, 8, 512, 8, kv_heads, torch.float32)
+    for kv_heads, context in ((2, 512), (2, 2048), (8, 512), (8, 2048))
+)
 
 
-def _dense(tokens: int) -> Row:
-    q, k, v = (torch.randn(1, tokens, 8, 64) for _ in range(3))
-    return race(
-        f"dense causal forward, {tokens} tokens, fp32",
-        lambda: attention(q, k, v, mask=CAUSAL),
-        lambda: _sdpa(q, k, v),
-        bound=1.1,
-        agree=torch.testing.assert_close,
-        seconds=10,
-    )
-
-
-def _small(*, gradients: bool) -> Row:
-    q, k, v = (torch.randn(1, 128, 8, 64, requires_grad=gradients) for _ in range(3))
-    dout = torch.randn(1, 128, 8, 64)
-
-    def run(out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, (q, k, v), dout) if gradients else (out,)
-
-    return race(
-        f"small causal call, {'with' if gradients else 'without'} gradients",
-        lambda: run(attention(q, k, v, mask=CAUSAL)),
-        lambda: run(_sdpa(q, k, v)),
-        bound=2.5 if gradients else 1.5,
-        agree=torch.testing.assert_close,
-    )
-
-
-def _door() -> Row:
-    q, k, v = (torch.randn(1, 128, 8, 64) for _ in range(3))
-    seconds = per_call(lambda: prepare("dense", q, k, v, CAUSAL, Terms(), None, lse=False))
-    return Row("the door (bind, describe, select) against 10 us", seconds, DOOR_SECONDS, 1.0)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+def calls(place: Place, tables: Sequence[Table], work: Iterable[tuple[Case, Sequence[str]]] = CALLS) -> Rows:
+    """Causal calls, large and small."""
+    for case, whats in work:
+        columns = Column("ours", "ours", case), Column("SDPA", "transposed", case)
+        yield from by_what(place, tables[0], case.name, columns, whats)
 
 
 @torch.no_grad()
-def _decode_step(*, kv_heads: int, batch: int, context: int, masked: bool, layers: int = 8) -> Row:
+def decoding(place: Place, tables: Sequence[Table], work: Iterable[Steps] = DECODING) -> Rows:
     """One token for every sequence of a batch: our cache against torch's attention over preallocated tensors."""
-    model = nn.ModuleList(
-        GroupedQueryAttention(512, 8, num_kv_heads=kv_heads, mask=CAUSAL, rope=Rope(64)) for _ in range(layers)
-    )
-    prompt, token = torch.randn(batch, context, 512), torch.randn(batch, 1, 512)
-    with torch.no_grad():
-        ours, peer = _OurDecoder(model, prompt), _PeerDecoder(model, prompt, masked=masked)
-        return race(
-            f"decode, {layers} layers, 8/{kv_heads} heads, {batch} x {context}, {'masked' if masked else 'sliced'}",
-            lambda: ours.step(token),
-            lambda: peer.step(token),
-            bound=1.0,
-            agree=lambda a, b: torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4),
-            seconds=6,
-        )
+    for case in work:
+        model = Stack(case, place)
+        prompt, token = (torch.randn(case.batch, n, case.width) for n in (case.context, 1))
+        for masked, name in ((True, "static cache under a mask"), (False, "slices")):
+            makers = {
+                "ours": partial(OurDecoder, model, prompt, token),
+                "SDPA": partial(PeerDecoder, model, prompt, token, masked=masked),
+            }
+            seconds = compare_calls(place, makers)
+            yield tables[0], Row(f"{case.name}, {name}", {n: attempt(lambda x: x * 1e3, x) for n, x in seconds.items()})
 
 
-class _OurDecoder:
-    """The layers over a contiguous cache; goes back to the prompt when the cache is full."""
+class OurDecoder:
+    """The layers over a contiguous cache: a call is one step; goes back to the prompt when the cache is full."""
 
-    def __init__(self, model: nn.ModuleList, prompt: Tensor):
+    def __init__(self, model: Stack, prompt: Tensor, token: Tensor):
         batch, self.context, _ = prompt.shape
-        self.model = model
-        self.cache = KVCache.contiguous(
-            [layer.kv_layout for layer in model], max_sequences=batch, max_length=2 * self.context
-        )
+        self.model, self.token = model, token
+        layouts = [layer.kv_layout for layer in model.layers]
+        self.cache = KVCache.contiguous(layouts, max_sequences=batch, max_length=2 * self.context)
         self.handles = self.cache.admit(batch)
         self.step(prompt)
 
-    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        return self.step(self.token)
+
     def step(self, x: Tensor) -> Tensor:
         if self.cache.length(self.handles[0]) == 2 * self.context:
             for handle in self.handles:
                 self.cache.truncate(handle, self.context)
-        with self.cache.step(x.shape[1]) as layers:
-            angles = self.model[0].rope.angles(layers[0].positions)
-            for layer, kv in zip(self.model, layers, strict=True):
-                x = x + layer(x, kv=kv, positions=angles)
-        return x
+        with self.cache.step(x.shape[1]) as caches:
+            return self.model(x, caches)
 
 
-class _PeerDecoder:
+class PeerDecoder:
     """The same layers' weights with torch's attention over preallocated ``[b, capacity, g, d]`` tensors.
 
     ``masked`` attends to all of the tensors under a mask, as static caches do; else to a slice of them, which grows.
     """
 
-    def __init__(self, model: nn.ModuleList, prompt: Tensor, *, masked: bool):
+    def __init__(self, model: Stack, prompt: Tensor, token: Tensor, *, masked: bool):
         batch, self.context, _ = prompt.shape
-        self.model, self.length, self.masked = model, 0, masked
-        shape = (len(model), batch, 2 * self.context, model[0].num_kv_heads, model[0].head_dim)
+        self.layers, self.length, self.masked, self.token = model.layers, 0, masked, token
+        first = self.layers[0]
+        shape = (len(self.layers), batch, 2 * self.context, first.num_kv_heads, first.head_dim)
         self.k, self.v = torch.zeros(shape), torch.zeros(shape)
         self.step(prompt)
 
-    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        return self.step(self.token)
+
     def step(self, x: Tensor) -> Tensor:
         if self.length == 2 * self.context:
             self.length = self.context
         start, self.length = self.length, self.length + x.shape[1]
         positions = torch.arange(start, self.length)
-        angles = self.model[0].rope.angles(positions)
+        angles = self.layers[0].rope.angles(positions)
         visible = {"is_causal": x.shape[1] > 1}
         if self.masked:
             visible = {"attn_mask": torch.arange(2 * self.context) <= positions[:, None]}
-        for layer, k_cache, v_cache in zip(self.model, self.k, self.v, strict=True):
+        for layer, k_cache, v_cache in zip(self.layers, self.k, self.v, strict=True):
             q, k, v = (
                 project(x).unflatten(-1, (-1, layer.head_dim)) for project in (layer.q_proj, layer.k_proj, layer.v_proj)
             )

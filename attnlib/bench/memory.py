@@ -5,36 +5,28 @@ from collections.abc import Iterable, Sequence
 
 from . import cases
 from .cases import Case
+from .compare import attempt
 from .place import Place
-from .race import Entry, Failure, attempt, line_up
-from .report import Claim, Row, Table
-from .speed import Rows
+from .report import Row, Table
+from .speed import Rows, Run, line_up, same_case
 
-MOST = 1.05
 PEERS = ("FA2", "cuDNN", "eager")
 
 
 def rows(place: Place, tables: Sequence[Table], work: Iterable[Case] = cases.MEMORY, peers=PEERS) -> Rows:
-    """MiB beyond q, k, v and the output's gradient; ours also over all that must be held, theirs included."""
+    """MiB beyond q, k, v and the output's gradient, and how much of it any implementation must hold."""
     for case in work:
-        columns = ("ours", *peers)
-        runs, failures = line_up(place, [Entry(name, name, case) for name in columns])
+        ready = line_up(place, same_case(case, ("ours", *peers)))
         place.tidy()
-        peaks = {name: failures.get(name) or attempt(place.peak, runs[name].action("both")) for name in columns}
-        given, made = needed(case)
-        cells = {name: x if isinstance(x, Failure) else x / 2**20 for name, x in peaks.items()}
-        claim = None
-        if not isinstance(peaks["ours"], Failure):
-            claim = Claim((given + peaks["ours"]) / (given + made), MOST, most=True)
-        yield tables[0], Row(case.name, {**cells, "must be held": made / 2**20}, claim, case.tokens)
-        del runs
+        peaks = {name: attempt(place.peak, attempt(Run.action, run, "both")) for name, run in ready.items()}
+        peaks["must be held"] = needed(case)
+        yield tables[0], Row(case.name, {n: attempt(lambda x: x / 2**20, x) for n, x in peaks.items()}, case.tokens)
+        del ready
         place.tidy()
 
 
-def needed(case: Case) -> tuple[int, int]:
-    """Bytes of q, k, v and the output's gradient; of the output, three gradients, and fp32 LSE and delta."""
+def needed(case: Case) -> int:
+    """Bytes of the output and the gradients of q, k and v, and of LSE and delta in fp32."""
     queries, keys = case.batch * case.tokens * case.heads, case.batch * case.tokens * case.kv_heads
-    q, k, v, out = (math.prod(size) * case.dtype.itemsize for size in (
-        (queries, case.dim), (keys, case.dim), (keys, case.value_dim), (queries, case.value_dim),
-    ))  # fmt: skip
-    return q + k + v + out, out + q + k + v + 2 * 4 * queries
+    rows = ((queries, case.dim), (keys, case.dim), (keys, case.value_dim), (queries, case.value_dim))
+    return sum(map(math.prod, rows)) * case.dtype.itemsize + 2 * 4 * queries

@@ -1,39 +1,41 @@
-"""Where contenders run, and how their time and memory are taken: a GPU, or in tests a CPU."""
+"""Where implementations run, and how their time and memory are taken: a GPU, or a CPU."""
 
 import gc
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import NamedTuple
 
 import torch
 
-L2 = 256 << 20  # bytes that are written before every call, more than any GPU's L2 cache holds
-MOST = 200  # calls in one turn
-
 
 class Place(NamedTuple):
-    """A device and the backend that ours runs on there.
+    """A device and the backend that ours runs on there; None is attnlib's choice.
 
-    ``seconds(call)`` is the time of one call, ``peak(call)`` the most bytes that it held beyond those held before it,
-    ``kernels(call)`` the time of its kernels without what lies between them. ``capture(call, n)`` makes of ``n`` calls
-    one that the device repeats without the host, and that returns what the last of them made.
+    ``seconds(call)`` is the time of one call, ``peak(call)`` the most bytes that it held beyond those held before it.
+    ``capture(call, n)`` makes of ``n`` calls one that the device repeats without the host, and that returns what the
+    last of them made. What is compared takes turns: ``rounds`` of them, and more to fill ``budget`` seconds.
     """
 
     device: str
-    backend: str
+    backend: str | None
     seconds: Callable[[Callable], float]
-    peak: Callable[[Callable], int]
-    synchronize: Callable[[], None]
-    capture: Callable[[Callable, int], Callable]
-    kernels: Callable[[Callable], float]
+    peak: Callable[[Callable], int] | None = None
+    capture: Callable[[Callable, int], Callable] | None = None
+    synchronize: Callable[[], None] = lambda: None
     rounds: int = 3
+    budget: float = 0.0
 
     def tidy(self) -> None:
-        """Give back the memory that nobody holds any more."""
+        """Give back the memory that nobody holds any more, and what was compiled."""
         gc.collect()
         if self.device == "cuda":
+            torch.compiler.reset()  # else FlexAttention stops compiling after a few shapes
             torch.cuda.empty_cache()
+
+
+def cpu() -> Place:
+    """The CPU, where a call is timed once a turn; there are no graphs, and nobody counts memory."""
+    return Place("cpu", None, cpu_seconds, rounds=5, budget=6)
 
 
 def cuda() -> Place:
@@ -43,31 +45,25 @@ def cuda() -> Place:
         RuntimeError: there is none.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("no CUDA device; `python -m attnlib bench` times the CPU cases")
-    return Place("cuda", "triton", gpu_seconds, gpu_peak, torch.cuda.synchronize, gpu_capture, gpu_kernels)
+        raise RuntimeError("no CUDA device; `python -m attnlib bench` times the CPU's cases")
+    return Place("cuda", "triton", gpu_seconds, gpu_peak, gpu_capture, torch.cuda.synchronize)
 
 
-def gpu_seconds(call: Callable, budget: float = 0.15) -> float:
-    """Median seconds on the GPU of about ``budget`` seconds of calls, at least one, each with a cold L2 cache.
+def cpu_seconds(call: Callable) -> float:
+    """Wall time of a call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def gpu_seconds(call: Callable) -> float:
+    """Median seconds on the GPU of 150 ms of calls, each with a cold L2 cache, after 25 ms that warm it up.
 
     So long that a GPU is as warm, and its clock as slow, as in work that lasts.
     """
-    first = _events(call, 1)[0]
-    return first if first > budget else median(_events(call, min(MOST, max(3, int(budget / first)))))
+    from triton.testing import do_bench
 
-
-def _events(call: Callable, calls: int) -> list[float]:
-    """Seconds between events before and after each call; writing over the cache gives the CPU time to run ahead."""
-    cache = torch.empty(L2, dtype=torch.int8, device="cuda")
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
-    torch.cuda.synchronize()
-    for before, after in events:
-        cache.zero_()
-        before.record()
-        call()
-        after.record()
-    torch.cuda.synchronize()
-    return [before.elapsed_time(after) / 1e3 for before, after in events]
+    return do_bench(call, rep=150, return_mode="median") / 1e3
 
 
 def gpu_peak(call: Callable) -> int:
@@ -95,23 +91,6 @@ def gpu_capture(call: Callable, calls: int) -> Callable:
         return made
 
     return replay
-
-
-def gpu_kernels(call: Callable, calls: int = 10) -> float:
-    """Seconds that the kernels, copies and fills of a call take together, as torch's profiler counts them."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(calls):
-            call()
-        torch.cuda.synchronize()
-    taken = [event.time_range.elapsed_us() for event in seen.events() if event.device_type == DeviceType.CUDA]
-    if not taken:
-        raise RuntimeError("the profiler saw no kernels")
-    return sum(taken) / calls / 1e6
 
 
 def host_seconds(call: Callable, synchronize: Callable[[], None], *, calls: int = 50) -> float:

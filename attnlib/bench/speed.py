@@ -1,109 +1,172 @@
-"""How fast: a row for each case, whose columns are contenders, and rows that hold one case of ours against another."""
+"""How fast: rows whose columns are implementations of one case, and rows that compare cases of ours."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from . import cases
 from .cases import Case
-from .peers import PEERS
-from .place import Place
-from .race import Entry, race
-from .report import Cells, Row, Table
+from .compare import Cells, Failure, agreeing, attempt, in_turns
+from .implementations import implementation
+from .place import Place, host_seconds
+from .report import Row, Table
+
+BATCHES = 30  # of calls whose CPU time is taken
 
 Rows = Iterator[tuple[Table, Row]]
-EVERY = ("eager", "efficient", "FA2", "cuDNN", "Flex")
-NAMES = (("forward", "forward"), ("backward", "backward"), ("both", "forward + backward"))
 
 
-def training(place: Place, tables: Sequence[Table], work: Iterable[Case] = cases.TRAINING, peers=PEERS) -> Rows:
-    """Forward and backward against torch's fused attentions and FlexAttention."""
-    return _cases(place, tables, work, ("ours", *peers))
+class Column(NamedTuple):
+    """A column of a row: an implementation and the case that it computes; not ``timed``, it is there as a check."""
+
+    name: str
+    implementation: str
+    case: Case
+    timed: bool = True
 
 
-def growing(place: Place, tables: Sequence[Table], work: Iterable[Case] = cases.GROWING, peers=EVERY) -> Rows:
-    """48 heads of 64 channels over more and more tokens, against every way that torch has."""
-    return _cases(place, tables, work, ("ours", *peers))
+class Run(NamedTuple):
+    """An implementation on tensors of its own, and on the gradient of its output."""
+
+    call: Callable[..., Tensor]
+    leaves: tuple[Tensor, ...]
+    dout: Tensor
+    heads_first: bool
+
+    def action(self, what: str) -> Callable[[], object]:
+        """What is timed: "inference"; "forward", in which autograd keeps what it needs; "backward" of one; "both"."""
+        if what == "inference":
+            tensors = [x.detach() for x in self.leaves]
+            return lambda: self.call(*tensors)
+        if what == "forward":
+            return lambda: self.call(*self.leaves)
+        if what == "backward":
+            out = self.call(*self.leaves)
+            return lambda: torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)
+        return lambda: torch.autograd.grad(self.call(*self.leaves), self.leaves, self.dout)
+
+    def results(self) -> list[Tensor]:
+        """The output and the gradients of q, k and v, tokens before heads."""
+        out = self.call(*self.leaves)
+        # retain_graph, because torch.compile makes a backward that can be repeated only if the first is to be.
+        found = [out.detach(), *torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)]
+        return [x.transpose(1, 2) for x in found] if self.heads_first else found
 
 
-def growing_full(place: Place, tables: Sequence[Table]) -> Rows:
-    """The same without a mask."""
-    return growing(place, tables, cases.GROWING_FULL)
+def same_case(case: Case, names: Iterable[str]) -> list[Column]:
+    """A column for each implementation."""
+    return [Column(name, name, case) for name in names]
 
 
-def long(place: Place, tables: Sequence[Table], work: Iterable[Case] = cases.LONG, peers=("FA2", "cuDNN")) -> Rows:
-    """Forward and backward together, to be faster than FlashAttention-2."""
-    return _cases(place, tables, work, ("ours", *peers), over="FA2")
+def line_up(place: Place, columns: Sequence[Column]) -> dict[str, Run | Failure]:
+    """By column, whoever agrees with another implementation of its case, or why it does not run."""
+    ready: dict[str, Run | Failure] = {}
+    for case in dict.fromkeys(column.case for column in columns):
+        mine = [column for column in columns if column.case == case]
+        layouts = attempt(_layouts, place, case)
+        made = {column.name: attempt(_run, column, place, layouts) for column in mine}
+        ours = [column.name for column in mine if column.implementation == "ours"]
+        ready |= agreeing(made, Run.results, ours)
+    return ready
 
 
-def _cases(
-    place: Place,
-    tables: Sequence[Table],
-    work: Iterable[Case],
-    columns: Sequence[str],
-    over: str | None = None,
-) -> Rows:
+def _layouts(place: Place, case: Case) -> dict[bool, list[Tensor]]:
+    """The same numbers with tokens before heads, and heads before tokens."""
+    given = case.tensors(place.device)
+    layouts = {False: given, True: [x.transpose(1, 2).contiguous() for x in given] if not case.lengths else given}
+    for tensors in layouts.values():
+        for x in tensors[:3]:
+            x.requires_grad_()
+    return layouts
+
+
+def _run(column: Column, place: Place, layouts: Mapping[bool, list[Tensor]]) -> Run:
+    call, heads_first = implementation(column.implementation, column.case, place)
+    *leaves, dout = layouts[heads_first]
+    return Run(call, tuple(leaves), dout, heads_first)
+
+
+def compare(place: Place, columns: Sequence[Column], whats: Iterable[str]) -> dict[str, Cells]:
+    """For each of ``whats`` the seconds of every timed column; whoever is apart from the others is not timed."""
+    ready = line_up(place, columns)
+    timed = [column.name for column in columns if column.timed]
+    taken = {}
+    for what in whats:
+        actions = {name: attempt(Run.action, ready[name], what) for name in timed}
+        taken[what] = in_turns(actions, place.seconds, place.rounds, place.budget)
+        del actions
+    del ready
+    place.tidy()
+    return taken
+
+
+def rows(place: Place, tables: Sequence[Table], work: Iterable[Case], peers: Sequence[str]) -> Rows:
+    """Ours against peers: a row of each table for each case, and a column for each implementation."""
     for case in work:
-        entries = [Entry(name, name, case) for name in columns]
-        taken = race(place, entries, [table.what for table in tables])
+        columns = same_case(case, ("ours", *peers))
+        taken = compare(place, columns, [table.what for table in tables])
         for table in tables:
-            cells = _in_units(table, table.what, taken[table.what], dict.fromkeys(columns, case))
-            asked = None if over is None else table.claim(cells, "ours", over, 1)
-            yield table, Row(case.name, cells, asked, case.tokens if table.growing else None)
+            cells = _in_units(table, table.what, taken[table.what], columns)
+            yield table, Row(case.name, cells, case.tokens if table.growing else None)
 
 
-def varlen(place: Place, tables: Sequence[Table], work=cases.VARLEN, judge: str = "FA2") -> Rows:
-    """Packed sequences against a batch of as many tokens, within 8 %."""
+def varlen(place: Place, tables: Sequence[Table], work=cases.VARLEN, check: str = "FA2") -> Rows:
+    """Packed sequences against a batch of as many tokens."""
     for packed, dense in work:
-        entries = (
-            Entry("packed", "ours", packed),
-            Entry("dense", "ours", dense),
-            Entry("packed, by sequence", "by sequence", packed, timed=False),
-            Entry(f"dense, {judge}", judge, dense, timed=False),
+        columns = (
+            Column("packed", "ours", packed),
+            Column("dense", "ours", dense),
+            Column("packed, by sequence", "by sequence", packed, timed=False),
+            Column(f"dense, {check}", check, dense, timed=False),
         )
-        yield from _contest(place, tables[0], packed.name, entries, {"forward": 0.92, "backward": 0.92})
+        yield from by_what(place, tables[0], packed.name, columns, ("forward", "backward"))
 
 
-def window(place: Place, tables: Sequence[Table], work=cases.WINDOW, peer: str = "Flex", judge: str = "FA2") -> Rows:
-    """A sliding window against all earlier keys, five times faster."""
+def window(place: Place, tables: Sequence[Table], work=cases.WINDOW, peer: str = "Flex", check: str = "FA2") -> Rows:
+    """A sliding window against all earlier keys."""
     near, far = work
-    entries = (
-        Entry("sliding", "ours", near),
-        Entry("causal", "ours", far),
-        Entry(f"{peer}, sliding", peer, near),
-        Entry("eager, sliding", "eager", near, timed=False),
-        Entry(f"{judge}, causal", judge, far, timed=False),
+    columns = (
+        Column("sliding", "ours", near),
+        Column("causal", "ours", far),
+        Column(f"{peer}, sliding", peer, near),
+        Column("eager, sliding", "eager", near, timed=False),
+        Column(f"{check}, causal", check, far, timed=False),
     )
     name = f"{near.mask.left + 1} of {near.tokens} keys"
-    yield from _contest(place, tables[0], name, entries, {"forward": None, "backward": None, "both": 5})
+    yield from by_what(place, tables[0], name, columns, ("forward", "backward", "both"))
 
 
-def grouped(place: Place, tables: Sequence[Table], work=cases.GROUPED, judge: str = "FA2") -> Rows:
-    """Fewer KV heads, no slower than as many as query heads."""
-    few, many = work
-    entries = (
-        Entry(few.name, "ours", few),
-        Entry(many.name, "ours", many),
-        *(Entry(f"{case.name}, {judge}", judge, case, timed=False) for case in work),
-    )
-    name = f"{few.batch} x {few.tokens} d{few.dim}"
-    yield from _contest(place, tables[0], name, entries, {"forward": 1, "backward": 1})
+def grouped(place: Place, tables: Sequence[Table], work=cases.GROUPED, check: str = "FA2") -> Rows:
+    """Fewer KV heads against as many as query heads."""
+    ours = [Column(case.name, "ours", case) for case in work]
+    checks = [Column(f"{case.name}, {check}", check, case, timed=False) for case in work]
+    name = f"{work[0].batch} x {work[0].tokens} d{work[0].dim}"
+    yield from by_what(place, tables[0], name, (*ours, *checks), ("forward", "backward"))
 
 
-def _contest(
-    place: Place, table: Table, name: str, entries: Sequence[Entry], asked: Mapping[str, float | None]
-) -> Rows:
-    """A row for each of ``asked``, in which the first column leads the second by the bound."""
-    taken = race(place, entries, asked)
-    for what, bound in asked.items():
-        cells = _in_units(table, what, taken[what], {entry.column: entry.case for entry in entries})
-        first, second, *_ = (entry.column for entry in entries)
-        claim = None if bound is None else table.claim(cells, first, second, bound)
-        yield table, Row(f"{name}, {dict(NAMES)[what]}", cells, claim)
+def overhead(place: Place, tables: Sequence[Table], case: Case = cases.SMALL, batches: int = BATCHES) -> Rows:
+    """CPU time from a small call to its last launch."""
+    clock = partial(host_seconds, synchronize=place.synchronize)
+    where = place._replace(seconds=clock, rounds=batches)
+    return by_what(where, tables[0], case.name, same_case(case, ("ours", "SDPA")), ("inference", "both"))
 
 
-def _in_units(table: Table, what: str, seconds: Cells, work: Mapping[str, Case]) -> Cells:
-    """Seconds as the table's milliseconds or TFLOP/s; a Failure stays one."""
+def by_what(place: Place, table: Table, name: str, columns: Sequence[Column], whats: Sequence[str]) -> Rows:
+    """A row for each of ``whats``; its columns may be different cases."""
+    taken = compare(place, columns, whats)
+    for what in whats:
+        said = "forward + backward" if what == "both" else what
+        yield table, Row(f"{name}, {said}", _in_units(table, what, taken[what], columns))
 
-    def convert(column: str, taken: float) -> float:
-        return work[column].flops(what) / taken / 1e12 if table.unit == "TFLOP/s" else taken * 1e3
 
-    return {c: x if isinstance(x, str) else convert(c, x) for c, x in seconds.items()}
+def _in_units(table: Table, what: str, seconds: Cells, columns: Iterable[Column]) -> Cells:
+    """Seconds as the table's milliseconds, microseconds or TFLOP/s; a Failure stays one."""
+    flops = {column.name: column.case.flops(what) for column in columns}
+
+    def convert(name: str, taken: float) -> float:
+        return flops[name] / taken / 1e12 if table.unit == "TFLOP/s" else taken * {"ms": 1e3, "us": 1e6}[table.unit]
+
+    return {name: attempt(convert, name, taken) for name, taken in seconds.items()}

@@ -3,27 +3,20 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from statistics import median
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..cache.kv_cache import LayerCache
-from ..functional import cached_attention
-from ..layers import GroupedQueryAttention, MultiHeadLatentAttention
-from ..mask import CAUSAL
-from ..rope import Rope
+from .. import CAUSAL, GroupedQueryAttention, MultiHeadLatentAttention, Rope, cached_attention
+from .compare import Cells, Failure, agreeing, attempt, compare_calls, in_turns
 from .place import Place, host_seconds
-from .race import Failure, attempt, disagreements
-from .replays import race
-from .report import Cells, Claim, Row, Table
+from .report import Row, Table
 from .speed import Rows
-from .stored import cache_for
+from .stored import PAGE, cache_for
 
-STEPS = 32  # of one turn
+TURN = 32  # steps
 BATCHES = 30  # of calls whose CPU time is taken
-PAGE = 64
 DTYPE = torch.bfloat16
 
 
@@ -40,11 +33,11 @@ class Steps(NamedTuple):
     dtype: torch.dtype = DTYPE
 
 
-CALLS = (Steps("1 x 1k", 1, 1024), Steps("16 x 1k", 16, 1024))
+STEPS = (Steps("1 x 1k", 1, 1024), Steps("16 x 1k", 16, 1024))
 
 
 class LatentLayer(NamedTuple):
-    """Sequences of so many tokens through one MLA layer."""
+    """Sequences of so many tokens through one MLA layer, and the ranks of its queries and latents."""
 
     name: str
     batch: int
@@ -53,27 +46,16 @@ class LatentLayer(NamedTuple):
     heads: int
     q_rank: int | None
     rank: int = 512
-    nope: int = 128
+    head: int = 128  # channels of a value, and of what is not rotated of a key
     rope: int = 64
-    value: int = 128
     dtype: torch.dtype = DTYPE
 
-    def layer(self, place: Place, form: str, backend: str) -> MultiHeadLatentAttention:
+    def layer(self, place: Place, form: str, backend: str | None) -> MultiHeadLatentAttention:
         return MultiHeadLatentAttention(
-            self.width,
-            self.heads,
-            mask=CAUSAL,
-            q_lora_rank=self.q_rank,
-            kv_lora_rank=self.rank,
-            qk_nope_head_dim=self.nope,
-            qk_rope_head_dim=self.rope,
-            v_head_dim=self.value,
-            rope=Rope(self.rope, interleaved=True),
-            form=form,
-            backend=backend,
-            device=place.device,
-            dtype=self.dtype,
-        )
+            self.width, self.heads, mask=CAUSAL, q_lora_rank=self.q_rank, kv_lora_rank=self.rank,
+            qk_nope_head_dim=self.head, qk_rope_head_dim=self.rope, v_head_dim=self.head,
+            rope=Rope(self.rope, interleaved=True), form=form, backend=backend, device=place.device, dtype=self.dtype,
+        )  # fmt: skip
 
 
 FORMS = (
@@ -89,22 +71,13 @@ class Stack(nn.Module):
 
     def __init__(self, work: Steps, place: Place):
         super().__init__()
-        width = work.width // work.heads
+        ways = {"backend": place.backend, "device": place.device, "dtype": work.dtype}
+        sizes = {"num_kv_heads": work.kv_heads, "rope": Rope(work.width // work.heads)}
         self.layers = nn.ModuleList(
-            GroupedQueryAttention(
-                work.width,
-                work.heads,
-                num_kv_heads=work.kv_heads,
-                mask=CAUSAL,
-                rope=Rope(width),
-                backend=place.backend,
-                device=place.device,
-                dtype=work.dtype,
-            )
-            for _ in range(work.layers)
+            GroupedQueryAttention(work.width, work.heads, mask=CAUSAL, **sizes, **ways) for _ in range(work.layers)
         )
 
-    def forward(self, x: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+    def forward(self, x: Tensor, caches: Sequence) -> Tensor:
         angles = self.layers[0].rope.angles(caches[0].positions)
         for layer, kv in zip(self.layers, caches, strict=True):
             x = x + layer(x, kv=kv, positions=angles)
@@ -118,93 +91,61 @@ class Decoder:
         self.work, self.place = work, place
         self.model = Stack(work, place)
         layouts = [layer.kv_layout for layer in self.model.layers]
-        self.cache = cache_for(layouts, work.batch, work.context + STEPS, PAGE, place.device)
+        self.cache = cache_for(layouts, work.batch, work.context + TURN, PAGE, place.device)
         self.handles = self.cache.admit(work.batch)
         self.x = _random(place, work.dtype, work.batch, 1, work.width)
         with self.cache.step(work.context) as layers:
             for layer in layers:
                 _append_random(place, layer, self.model.layers[0].rope)
 
-    def turn(self, run: Callable[[Sequence[LayerCache]], Tensor]) -> Tensor:
+    def turn(self, run: Callable[[Sequence], Tensor]) -> Tensor:
         """Steps from the context on: what the last of them gives."""
         for handle in self.handles:
             self.cache.truncate(handle, self.work.context)
-        for _ in range(STEPS):
+        for _ in range(TURN):
             with self.cache.step(1, replay=True) as layers:
                 out = run(layers)
         return out
 
-    def seconds(self, run: Callable[[Sequence[LayerCache]], Tensor]) -> float:
-        """Of one step, books included, from the first call of a turn until the device has done the last."""
+    def seconds(self, run: Callable[[Sequence], Tensor]) -> float:
+        """Of one step, the host's work included, from the first call of a turn until the device has done the last."""
         self.place.synchronize()
         start = time.perf_counter()
         self.turn(run)
         self.place.synchronize()
-        return (time.perf_counter() - start) / STEPS
+        return (time.perf_counter() - start) / TURN
 
 
 @torch.no_grad()
-def calls(place: Place, tables: Sequence[Table], work: Iterable[Steps] = CALLS, compile=torch.compile) -> Rows:
-    """A step of some layers in a graph that was captured once, in eager calls and compiled to one graph."""
+def rows(place: Place, tables: Sequence[Table], work: Iterable, measure: Callable[..., Cells]) -> Rows:
+    """A row for each case: microseconds of what is measured."""
     for case in work:
-        cells = attempt(_ways, place, case, compile)
+        cells = attempt(measure, place, case)
         if isinstance(cells, Failure):
-            cells = {"graph": cells}
+            cells = {"ours": cells}
         place.tidy()
-        torch._dynamo.reset()
-        yield tables[0], Row(case.name, _us(cells), _gaps(cells))
+        yield tables[0], Row(case.name, {name: attempt(lambda x: x * 1e6, x) for name, x in cells.items()})
 
 
-def _ways(place: Place, case: Steps, compile: Callable) -> Cells:
+def ways(place: Place, case: Steps, compile: Callable = torch.compile) -> Cells:
+    """A step of some layers in a graph that was captured once, in eager calls and compiled to one graph."""
     decoder = Decoder(case, place)
     model, x = decoder.model, decoder.x
     compiled = compile(model, fullgraph=True)
     with decoder.cache.step(1) as layers:
         model(x, layers)  # who cannot, says so here
         replay = attempt(place.capture, partial(model, x, layers), 1)
-        replays: Cells = {"one replay": replay, "its kernels": replay}
-        if not isinstance(replay, Failure):
-            replays = {"one replay": attempt(place.seconds, replay), "its kernels": attempt(place.kernels, replay)}
     runs = {
-        "graph": replay if isinstance(replay, Failure) else lambda layers: replay(),
+        "graph": attempt(lambda replay: lambda layers: replay(), replay),
         "eager": lambda layers: model(x, layers),
         "compiled": lambda layers: compiled(x, layers),
     }
-    return _in_turns(place, decoder, runs) | replays
+    return in_turns(agreeing(runs, lambda run: [decoder.turn(run).clone()]), decoder.seconds, place.rounds)
 
 
-def _in_turns(place: Place, decoder: Decoder, runs: dict[str, Callable | Failure]) -> Cells:
-    """Seconds of a step of each that agrees with the others after a turn."""
-    outcomes = {name: run if isinstance(run, Failure) else attempt(decoder.turn, run) for name, run in runs.items()}
-    ended = {name: [out.clone()] for name, out in outcomes.items() if not isinstance(out, Failure)}
-    outcomes |= disagreements(ended)
-    taken: dict[str, list[float]] = {name: [] for name, out in outcomes.items() if not isinstance(out, Failure)}
-    for _ in range(place.rounds):
-        for name, seconds in taken.items():
-            seconds.append(decoder.seconds(runs[name]))
-    return {name: median(taken[name]) if name in taken else why for name, why in outcomes.items()}
-
-
-def _gaps(cells: Cells) -> Claim | None:
-    alone, kernels = cells.get("one replay", Failure()), cells.get("its kernels", Failure())
-    if isinstance(alone, Failure) or isinstance(kernels, Failure):
-        return None
-    return Claim(alone / kernels, 1.05, most=True, of="one replay over its kernels")
-
-
-@torch.no_grad()
-def launch(place: Place, tables: Sequence[Table], work: Iterable[Steps] = CALLS, batches: int = BATCHES) -> Rows:
+def launches(place: Place, case: Steps, batches: int = BATCHES) -> Cells:
     """CPU time of one layer's append and attention, from the call to the last launch."""
-    for case in work:
-        cells = attempt(_launches, place, case._replace(layers=1), batches)
-        cells = {"both": cells} if isinstance(cells, Failure) else _us(cells)
-        place.tidy()
-        claim = None if isinstance(cells["both"], Failure) else Claim(cells["both"], 40, most=True, unit=" us")
-        yield tables[0], Row(case.name, cells, claim)
-
-
-def _launches(place: Place, case: Steps, batches: int) -> Cells:
-    decoder = Decoder(case, place)
+    decoder = Decoder(case._replace(layers=1), place)
     rope, width = decoder.model.layers[0].rope, case.width // case.heads
     q = _random(place, case.dtype, case.batch, 1, case.heads, width)
     k, v = (_random(place, case.dtype, case.batch, 1, case.kv_heads, width) for _ in range(2))
@@ -216,25 +157,11 @@ def _launches(place: Place, case: Steps, batches: int) -> Cells:
             "append": lambda: kv.append(k, v, angles=angles),
             "attention": lambda: attend(view),
         }
-        return {name: attempt(_host, place, action, batches) for name, action in actions.items()}
+        return in_turns(actions, partial(host_seconds, synchronize=place.synchronize), batches)
 
 
-def _host(place: Place, action: Callable, batches: int) -> float:
-    return median(host_seconds(action, place.synchronize) for _ in range(batches))
-
-
-@torch.no_grad()
-def forms(place: Place, tables: Sequence[Table], work: Iterable[LatentLayer] = FORMS, least: float = 5) -> Rows:
-    """An MLA layer that attends over its latents against one that expands them again in each step."""
-    for case in work:
-        seconds = attempt(_forms, place, case)
-        cells = {"absorbed": seconds} if isinstance(seconds, Failure) else _us(seconds)
-        place.tidy()
-        yield tables[0], Row(case.name, cells, tables[0].claim(cells, "absorbed", "expanded", least))
-
-
-def _forms(place: Place, case: LatentLayer) -> Cells:
-    """Seconds of a call on the last token, of each form that agrees with plain torch."""
+def forms(place: Place, case: LatentLayer) -> Cells:
+    """One token through an MLA layer that attends over its latents, and through one that expands them again."""
     layers = {form: case.layer(place, form, place.backend) for form in ("absorbed", "expanded")}
     layers["torch"] = case.layer(place, "absorbed", "torch")
     first = layers["absorbed"]
@@ -247,10 +174,10 @@ def _forms(place: Place, case: LatentLayer) -> Cells:
     x = _random(place, case.dtype, case.batch, 1, case.width)
     with cache.step(1) as (kv,):
         makers = {name: lambda layer=layer: partial(layer, x, kv=kv) for name, layer in layers.items()}
-        return race(place, makers, calls=4, ours=("absorbed", "expanded"), judges=("torch",))
+        return compare_calls(place, makers, captured=4, ours=("absorbed", "expanded"), checks=("torch",))
 
 
-def _append_random(place: Place, kv: LayerCache, rope: Rope) -> None:
+def _append_random(place: Place, kv, rope: Rope) -> None:
     """Fill this step's slots, rotated as a layer with this rope does."""
     layout, rows = kv.layout, kv.positions.shape
     sizes = ((layout.dim,), (layout.tail,)) if layout.is_latent else ((layout.heads, layout.dim),) * 2
@@ -260,7 +187,3 @@ def _append_random(place: Place, kv: LayerCache, rope: Rope) -> None:
 
 def _random(place: Place, dtype: torch.dtype, *size: int) -> Tensor:
     return torch.randn(*size, device=place.device, dtype=dtype)
-
-
-def _us(cells: Cells) -> Cells:
-    return {name: x if isinstance(x, Failure) else x * 1e6 for name, x in cells.items()}

@@ -1,65 +1,48 @@
 """What decoding reads: cases as values, and caches filled for them whose pages lie in random order."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..cache.kv_cache import KVCache
-from ..cache.layout import KVLayout, KVView
-from ..functional import cached_attention
-from ..mask import CAUSAL, FULL
+from .. import CAUSAL, FULL, KVCache, KVLayout, KVView, cached_attention
 from .cases import Case
-from .peers import contender
+from .implementations import implementation
 from .place import Place
 
+PAGE = 64  # tokens, where nothing else is said
 READ = 16 << 30  # bytes that the calls of one graph read together
 SHELVES = 64  # sequences that give their pages back in turns, to mix them
 
 
 class Decoding(NamedTuple):
-    """One new token for each sequence of a batch: its query heads, how many tokens are stored of each, and how.
-
-    ``asked`` is the most microseconds that were asked for.
-    """
+    """One new token for each sequence of a batch: its query heads, how many tokens are stored of each, and how."""
 
     name: str
     batch: int
     heads: int
     tokens: int
     layout: KVLayout
-    asked: float | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Of all that is stored, read once."""
-        return self.batch * self.tokens * self.layout.token_bytes
-
-    @property
-    def flops(self) -> int:
-        """Of both products."""
-        layout = self.layout
-        return 2 * self.batch * self.heads * self.tokens * (layout.dim + layout.tail + layout.value_dim)
 
     @property
     def calls(self) -> int:
         """How many fill a graph, so that what a replay costs by itself does not count."""
-        return max(4, min(200, READ // self.bytes))
+        return max(4, min(200, READ // (self.batch * self.tokens * self.layout.token_bytes)))
 
-    def tensors(self, device: str) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
         """Random q, and what ``append`` takes of all tokens: k and v, or latents and rotary keys."""
         layout, source = self.layout, torch.Generator(device).manual_seed(0)
 
         def random(*size: int) -> Tensor:
             return torch.randn(*size, device=device, dtype=layout.dtype, generator=source)
 
-        rows = (self.batch, self.tokens)
         q = random(self.batch, 1, self.heads, layout.dim + layout.tail)
-        if layout.is_latent:
-            return q, (random(*rows, layout.dim), random(*rows, layout.tail))
-        return q, (random(*rows, layout.heads, layout.dim), random(*rows, layout.heads, layout.value_dim))
+        rows, heads = (self.batch, self.tokens), () if layout.is_latent else (layout.heads,)
+        widths = (layout.dim, layout.tail if layout.is_latent else layout.value_dim)
+        return q, *(random(*rows, *heads, width) for width in widths)
 
 
 def cache_for(
@@ -73,17 +56,9 @@ def cache_for(
     """An empty cache for so many sequences of so many tokens: contiguous, or of pages given out in random order."""
     if page_size is None:
         return KVCache.contiguous(layouts, max_sequences=batch, max_length=tokens, device=device, **options)
-    pages = -(-tokens // page_size)
-    rows = max(batch, SHELVES)
-    cache = KVCache.paged(
-        layouts,
-        pages=batch * pages,
-        page_size=page_size,
-        max_sequences=rows,
-        max_length=pages * page_size,
-        device=device,
-        **options,
-    )
+    pages, rows = -(-tokens // page_size), max(batch, SHELVES)
+    sizes = {"pages": batch * pages, "page_size": page_size, "max_sequences": rows, "max_length": pages * page_size}
+    cache = KVCache.paged(layouts, **sizes, device=device, **options)
     _mix(cache, batch * pages, page_size, rows)
     return cache
 
@@ -103,21 +78,26 @@ def _mix(cache: KVCache, pages: int, page_size: int, rows: int) -> None:
 
 
 def stored(
-    case: Decoding, keys: Sequence[Tensor], page_size: int | None, *, last: int = 1, **options: object
+    case: Decoding,
+    keys: Sequence[Tensor],
+    *,
+    page_size: int | None = PAGE,
+    store: torch.dtype | None = None,
+    batch_invariant: bool = False,
 ) -> KVView:
-    """What a cache of its own shows to one query of each sequence, or packed to ``last`` of the last, of ``keys``."""
-    cache = cache_for([case.layout], case.batch, case.tokens, page_size, keys[0].device, **options)
-    handles = cache.admit(case.batch)
+    """What a cache of its own, which holds ``keys``, shows to one query of each sequence."""
+    layout, device = replace(case.layout, store=store), keys[0].device
+    cache = cache_for([layout], case.batch, case.tokens, page_size, device, batch_invariant=batch_invariant)
+    cache.admit(case.batch)
     with cache.step(case.tokens) as (layer,):
         layer.append(*keys)
-    alike = last == 1 or case.batch == 1
-    with cache.read(last if alike else dict.fromkeys(handles, 1) | {handles[-1]: last}) as (layer,):
+    with cache.read(1) as (layer,):
         return layer.view()
 
 
-def forked(case: Decoding, keys: Sequence[Tensor], page_size: int) -> KVView:
+def forked(case: Decoding, keys: Sequence[Tensor]) -> KVView:
     """The same of the first sequence's tokens, shared by all and read once, and the last token of each."""
-    cache = cache_for([case.layout], case.batch, case.tokens, page_size, keys[0].device, shared_prefixes=1)
+    cache = cache_for([case.layout], case.batch, case.tokens, PAGE, keys[0].device, shared_prefixes=1)
     [first] = cache.admit()
     with cache.step(case.tokens - 1) as (layer,):
         layer.append(*(x[:1, :-1] for x in keys))
@@ -126,26 +106,10 @@ def forked(case: Decoding, keys: Sequence[Tensor], page_size: int) -> KVView:
         return layer.append(*(x[:, -1:] for x in keys))
 
 
-def copied(case: Decoding, keys: Sequence[Tensor], page_size: int) -> KVView:
+def copied(case: Decoding, keys: Sequence[Tensor]) -> KVView:
     """What ``forked`` shows, stored for each sequence."""
     repeated = [torch.cat((x[:1, :-1].expand(case.batch, *x[0, :-1].shape), x[:, -1:]), 1) for x in keys]
-    return stored(case, repeated, page_size)
-
-
-def together(place: Place, case: Decoding, q: Tensor, keys: Sequence[Tensor], page_size: int) -> Callable[[], Tensor]:
-    """One call for all of packed q, of which all but one belong to the last sequence."""
-    view = stored(case, keys, page_size, last=len(q) - case.batch + 1)
-    return lambda: cached_attention(q, view, mask=CAUSAL, backend=place.backend)
-
-
-def apart(place: Place, case: Decoding, q: Tensor, keys: Sequence[Tensor], page_size: int) -> Callable[[], Tensor]:
-    """The same by a call for the single queries, and one for those of the last sequence."""
-    few, many = q[: case.batch - 1, None], q[None, case.batch - 1 :]
-    singles = ours(place, few, lambda: stored(case._replace(batch=len(few)), [x[:-1] for x in keys], page_size))
-    prompt = ours(
-        place, many, lambda: stored(case._replace(batch=1), [x[-1:] for x in keys], page_size, last=many.shape[1])
-    )
-    return lambda: torch.cat((singles()[:, 0], prompt()[0]))
+    return stored(case, repeated)
 
 
 def ours(place: Place, q: Tensor, fill: Callable[[], KVView]) -> Callable[[], Tensor]:
@@ -154,12 +118,15 @@ def ours(place: Place, q: Tensor, fill: Callable[[], KVView]) -> Callable[[], Te
     return lambda: cached_attention(q, view, mask=CAUSAL, backend=place.backend)
 
 
-def peer(place: Place, name: str, case: Decoding, heads_first: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """One of torch's attentions over plain tensors, heads before tokens."""
+def peer(place: Place, name: str, case: Decoding, q: Tensor, keys: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """One of torch's attentions over plain tensors, heads before tokens, or of latents the definition."""
+    if name == "definition":
+        return by_definition(q, *keys)
     layout, sizes = case.layout, (case.layout.dim, case.layout.value_dim)
     work = Case(case.name, case.batch, case.heads, layout.heads, case.tokens, *sizes, FULL, dtype=layout.dtype)
-    call = contender(name, work, place).call
-    return lambda: call(*heads_first).transpose(1, 2)
+    call = implementation(name, work, place).call
+    tensors = [x.transpose(1, 2).contiguous() for x in (q, *keys)]
+    return lambda: call(*tensors).transpose(1, 2)
 
 
 def by_definition(q: Tensor, latent: Tensor, rope: Tensor) -> Callable[[], Tensor]:

@@ -21,7 +21,7 @@ def place(seconds=None, *, backend: str = "torch", peak=None) -> Place:
     def capture(call, calls):
         return call
 
-    return Place("cpu", backend, seconds or clock, peak or count, lambda: None, capture, seconds or clock, rounds=3)
+    return Place("cpu", backend, seconds or clock, peak or count, capture)
 
 
 def tiny(tokens: int = 24, mask: Mask = CAUSAL, *, batch: int = 1, kv_heads: int = 4, **changes) -> Case:

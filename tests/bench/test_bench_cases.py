@@ -4,16 +4,16 @@ import pytest
 import torch
 from bench_helpers import tiny
 
-from attnlib import CAUSAL, FULL
+from attnlib import CAUSAL
 from attnlib.bench import cases
 
-ALL = (*cases.TRAINING, *cases.GROWING, *cases.GROWING_FULL, *cases.LONG, *cases.MEMORY, *cases.GROUPED)
+ALL = (*cases.TRAINING, *cases.GROWING, *cases.LONG, *cases.MEMORY, *cases.GROUPED)
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_flops_are_the_papers(case):
     pairs = case.batch * case.heads * case.tokens**2 / (2 if case.mask == CAUSAL else 1)
-    assert case.flops("forward") == 2 * pairs * (case.dim + case.value_dim)
+    assert case.flops("inference") == case.flops("forward") == 2 * pairs * (case.dim + case.value_dim)
     assert case.flops("backward") == 2 * pairs * (3 * case.dim + 2 * case.value_dim)
     assert case.flops("both") == case.flops("forward") + case.flops("backward")
 
@@ -48,8 +48,7 @@ def test_tensors():
 
 def test_what_is_asked_for_is_there():
     assert [case.tokens for case in cases.GROWING] == [2**n for n in range(9, 17)]
-    assert {(case.batch, case.heads, case.dim) for case in (*cases.GROWING, *cases.GROWING_FULL)} == {(1, 48, 64)}
-    assert {case.mask for case in cases.GROWING_FULL} == {FULL}
+    assert {(case.batch, case.heads, case.dim) for case in cases.GROWING} == {(1, 48, 64)}
     assert [case.tokens for case in cases.LONG] == [8192, 16384, 32768, 65536]
     assert cases.MEMORY[-1].tokens == 65536
     assert len({case.name for case in cases.TRAINING}) == 9

@@ -1,4 +1,4 @@
-"""``python -m attnlib.bench.accuracy``: what a cache of one byte a value does to attention, as a Markdown table.
+"""``python tests/bench/accuracy.py``: what a cache of one byte a value does to attention, as a Markdown table.
 
 One query over 4,096 tokens, the output against fp64 over the values before they were stored, relative, over 16 heads.
 """
@@ -9,10 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..cache.kv_cache import KVCache
-from ..cache.layout import KVLayout
-from ..functional import attention, cached_attention
-from ..mask import FULL
+from attnlib import FULL, KVCache, KVLayout, attention, cached_attention
 
 TOKENS, HEADS = 4096, 16
 STORES = MappingProxyType({"bf16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn})

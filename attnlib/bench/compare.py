@@ -1,0 +1,133 @@
+"""Implementations of one call: who computes what the others compute, and how long each takes, in turns."""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from importlib.util import find_spec
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from .place import Place
+
+APART = 1e-2  # relative norm of an error that is more than bf16's rounding
+
+
+class Failure(str):
+    """Why there is no number."""
+
+    __slots__ = ()
+
+
+Cells = dict[str, float | Failure]  # by column
+
+
+def attempt(call: Callable, *arguments):
+    """What ``call(*arguments)`` returns, or the Failure that it ends in; the first Failure among the arguments, if any.
+
+    No implementation ends the comparison of the others.
+    """
+    for x in arguments:
+        if isinstance(x, Failure):
+            return x
+    try:
+        return call(*arguments)
+    except _failures() as error:
+        return Failure(_why(error))
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What implementations were seen to raise where they cannot run: refusals, own errors, Triton's, Inductor's."""
+    known = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ImportError, OSError)
+    if find_spec("triton") is None:
+        return known
+    from triton.errors import TritonError
+
+    return (*known, TritonError)
+
+
+def _why(error: Exception) -> str:
+    text = " ".join(str(error).split()).replace("|", "/")
+    if isinstance(error, torch.OutOfMemoryError):
+        return "OOM"
+    if isinstance(error, NotImplementedError) or text.startswith(("No available kernel", "No viable backend")):
+        return "refuses"
+    return f"fails: {type(error).__name__}: {text[:100]}"
+
+
+def agreeing(
+    made: Mapping[str, object], results: Callable, ours: Collection[str] = (), bound: float = APART
+) -> dict[str, object]:
+    """``made``, with a Failure in place of each whose ``results`` are not those of the one that most agree with.
+
+    Ours share kernels, and so errors: they vouch for each other only where nobody else has results.
+    """
+    found = {name: attempt(results, one) for name, one in made.items()}
+    right = {name: x for name, x in found.items() if not isinstance(x, Failure)}
+    apart = {a: {b: _distance(y, x) for b, y in right.items() if a != b} for a, x in right.items()}
+    others = right.keys() - ours
+    votes = {
+        a: sum(error < bound for b, error in errors.items() if not others or a in others or b in others)
+        for a, errors in apart.items()
+    }
+    judge = max(votes, key=votes.get, default=None)
+    for name in right:
+        if votes[judge] == 0:
+            found[name] = Failure("agrees with nobody")
+        elif name != judge and not apart[judge][name] < bound:
+            found[name] = Failure(f"differs from {judge} by {apart[judge][name]:.0e}")
+    return {name: found[name] if isinstance(found[name], Failure) else one for name, one in made.items()}
+
+
+def _distance(given: Iterable[Tensor], right: Iterable[Tensor]) -> float:
+    """The worst relative norm of a difference, of the output and of all gradients; NaN if there is any."""
+    errors = [(x.float() - y.float()).norm() / y.float().norm() for x, y in zip(given, right, strict=True)]
+    return float(torch.stack(errors).max())
+
+
+def in_turns(
+    actions: Mapping[str, Callable | Failure], clock: Callable[[Callable], float], rounds: int, budget: float = 0.0
+) -> Cells:
+    """Median seconds of each action over rounds in which all take turns, since clocks drift under load.
+
+    There are at least ``rounds`` of them, and enough to fill ``budget`` seconds.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in actions}
+    lost: dict[str, Failure] = {}
+    end = time.perf_counter() + budget
+    while rounds > 0 or time.perf_counter() < end:
+        rounds -= 1
+        for name in [name for name in actions if name not in lost]:
+            seconds = attempt(clock, actions[name])
+            if isinstance(seconds, Failure):
+                lost[name] = seconds
+            else:
+                taken[name].append(seconds)
+    return {name: lost[name] if name in lost else median(times) for name, times in taken.items()}
+
+
+def compare_calls(
+    place: Place,
+    makers: Mapping[str, Callable[[], Callable]],
+    *,
+    captured: int = 0,
+    ours: Collection[str] = (),
+    checks: Collection[str] = (),
+    bound: float = APART,
+) -> Cells:
+    """Seconds of one call of each that a maker makes ready, so many captured as one, or if 0 as it comes.
+
+    Those named in ``checks`` are there to check others, and are not timed.
+    """
+    made = agreeing({name: attempt(make) for name, make in makers.items()}, lambda call: _tensors(call()), ours, bound)
+    timed = {name: call for name, call in made.items() if name not in checks}
+    if captured:
+        timed = {name: attempt(place.capture, call, captured) for name, call in timed.items()}
+    taken = in_turns(timed, place.seconds, place.rounds, place.budget)
+    del made, timed
+    place.tidy()
+    return {name: attempt(lambda x: x / max(captured, 1), x) for name, x in taken.items()}
+
+
+def _tensors(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)

@@ -1,0 +1,116 @@
+"""Who computes a case: ours, torch's attentions, and eager torch."""
+
+from collections.abc import Callable
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from .. import CAUSAL, FULL, attention, varlen_attention
+from .cases import Case
+from .place import Place
+
+PEERS = ("cuDNN", "FA2", "Flex")
+FUSED = MappingProxyType(
+    {
+        "cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "FA2": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "SDPA": None,  # torch chooses
+    }
+)
+
+
+class Implementation(NamedTuple):
+    """A function of q, k and v that computes a case, and whether it wants heads before tokens."""
+
+    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+    heads_first: bool
+
+
+def implementation(name: str, case: Case, place: Place) -> Implementation:
+    """The one called ``name``, made ready for a case.
+
+    Raises:
+        ValueError: there is none.
+        NotImplementedError: it cannot compute the case.
+    """
+    tokens_first = {"ours": _ours, "by sequence": _by_sequence, "transposed": _transposed}
+    makers = tokens_first | {"Flex": _flex, "eager": _eager}
+    makers |= {fused: partial(_fused, backend=backend) for fused, backend in FUSED.items()}
+    if name not in makers:
+        raise ValueError(f"implementation: expected one of {', '.join(makers)}, got {name!r}")
+    return Implementation(makers[name](case, place), heads_first=name not in tokens_first)
+
+
+def _ours(case: Case, place: Place) -> Callable:
+    if not case.lengths:
+        return lambda q, k, v: attention(q, k, v, mask=case.mask, backend=place.backend)
+    offsets = torch.tensor([0, *case.lengths], device=place.device).cumsum(0).to(torch.int32)
+    options = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "mask": case.mask, "backend": place.backend}
+    longest = max(case.lengths)
+    return lambda q, k, v: varlen_attention(q, k, v, max_seqlen_q=longest, max_seqlen_k=longest, **options)
+
+
+def _fused(case: Case, place: Place, *, backend: SDPBackend | None) -> Callable:
+    """torch's fused attention."""
+    if case.mask not in (FULL, CAUSAL) or case.lengths:
+        raise NotImplementedError("torch's fused attention: full or causal batches alone")
+    options = {"is_causal": case.mask == CAUSAL, "enable_gqa": case.heads != case.kv_heads}
+    if backend is None:
+        return lambda q, k, v: scaled_dot_product_attention(q, k, v, **options)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, **options)
+
+    return call
+
+
+def _transposed(case: Case, place: Place) -> Callable:
+    """torch's fused attention on tensors as projections make them, tokens before heads."""
+    call = _fused(case, place, backend=None)
+    return lambda *tensors: call(*(x.transpose(1, 2) for x in tensors)).transpose(1, 2)
+
+
+def _by_sequence(case: Case, place: Place) -> Callable:
+    """torch's fused attention on one packed sequence after another."""
+
+    def call(*tensors: Tensor) -> Tensor:
+        sequences = zip(*(x.transpose(0, 1)[None].split(case.lengths, 2) for x in tensors), strict=True)
+        outs = [scaled_dot_product_attention(*qkv, is_causal=case.mask == CAUSAL) for qkv in sequences]
+        return torch.cat(outs, 2)[0].transpose(0, 1)
+
+    return call
+
+
+def _flex(case: Case, place: Place) -> Callable:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    attend = torch.compile(flex_attention, dynamic=False) if place.device == "cuda" else flex_attention
+    reach, blocks, size = case.mask.left, None, (None, None, case.tokens, case.tokens)
+    if case.mask == CAUSAL:
+        blocks = create_block_mask(lambda b, h, i, j: i >= j, *size, device=place.device)
+    elif case.mask != FULL:
+        blocks = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j <= reach), *size, device=place.device)
+    return lambda q, k, v: attend(q, k, v, block_mask=blocks, enable_gqa=case.heads != case.kv_heads)
+
+
+def _eager(case: Case, place: Place) -> Callable:
+    """Attention as one would first write it, with its matrix of scores."""
+    at = torch.arange(case.tokens, device=place.device)
+    hidden = None if case.mask == FULL else ~case.mask.visible(at[:, None], at)
+    group = case.heads // case.kv_heads
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x if group == 1 else x.repeat_interleave(group, 1) for x in (k, v))
+        scores = (q * case.dim**-0.5) @ k.transpose(-1, -2)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        return torch.softmax(scores, -1) @ v
+
+    return call

@@ -1,0 +1,138 @@
+"""The benchmark's tables: chosen, filled and written one after another."""
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from . import cases, cpu, decode, memory, speed, steps
+from .compare import Failure, attempt
+from .implementations import PEERS
+from .place import Place
+from .plots import draw
+from .report import Report, Row, Table, markdown
+
+
+class Entry(NamedTuple):
+    """A table, and what fills it; neighbours that one function fills are filled together."""
+
+    fill: Callable[[Place, Sequence[Table]], speed.Rows]
+    table: Table
+
+
+def _table(fill: Callable, name: str, title: str, unit: str = "us", **options: object) -> Entry:
+    return Entry(fill, Table(name, title, unit, **options))
+
+
+TRAINING = partial(speed.rows, work=cases.TRAINING, peers=PEERS)
+LONG = partial(speed.rows, work=cases.LONG, peers=("FA2", "cuDNN"))
+GROWING = partial(speed.rows, work=cases.GROWING, peers=("eager", "efficient", "FA2", "cuDNN", "Flex"))
+DECODE = partial(decode.rows, work=decode.GROUPED, fills=decode.STORAGES, peers=PEERS)
+MLA = partial(decode.rows, work=decode.LATENT, fills=decode.LATENT_STORAGES, checks=("definition",))
+QUANTISED = partial(decode.rows, work=decode.FEWER_BITS, fills=decode.BYTES, bound=decode.ROUGH)
+SHARED = partial(decode.rows, work=decode.SHARED, fills=decode.FORKS)
+INVARIANT = partial(decode.rows, work=decode.INVARIANT, fills=decode.BATCHES)
+STEPS = partial(steps.rows, work=steps.STEPS, measure=steps.ways)
+LAUNCH = partial(steps.rows, work=steps.STEPS, measure=steps.launches)
+FORMS = partial(steps.rows, work=steps.FORMS, measure=steps.forms)
+RATE = "TFLOP/s"
+GPU = (
+    _table(TRAINING, "forward", "Forward, bf16", RATE, what="forward"),
+    _table(TRAINING, "backward", "Backward, bf16", RATE, what="backward"),
+    _table(LONG, "long", "Long sequences, 16 heads d128 causal, bf16", "ms", what="both", growing=True),
+    _table(speed.varlen, "varlen", "Packed sequences against a batch, 16 heads d128 causal, bf16", RATE),
+    _table(speed.window, "window", "A sliding window against all earlier keys, 16 heads d128, bf16", "ms"),
+    _table(speed.grouped, "gqa", "Grouped against as many KV heads, d128 causal, bf16", "ms"),
+    _table(speed.overhead, "launch", "CPU time of a small call, bf16"),
+    _table(memory.rows, "memory", "Peak memory of training, 16 heads d128 causal, bf16", "MiB", growing=True),
+    _table(GROWING, "growing", "48 heads d64, causal forward, bf16", RATE, what="forward", growing=True),
+    _table(
+        GROWING, "growing-training", "48 heads d64, causal forward + backward, bf16", RATE, what="both", growing=True
+    ),
+    _table(DECODE, "decode", "One token over a full cache, d128, bf16", ours=5),
+    _table(MLA, "mla-decode", "One token over a cache of latents, 512 + 64, absorbed, bf16", ours=2),
+    _table(QUANTISED, "decode-quantised", "One token over a cache of one byte a value, pages of 64", ours=2),
+    _table(SHARED, "shared-prefix", "One token over forks of one prompt, pages of 64, bf16"),
+    _table(INVARIANT, "batch-invariant", "The same bits in any batch, pages of 64, bf16"),
+    _table(STEPS, "decode-calls", "A step of 4 layers of 4096 channels, GQA 32/8, pages of 64, bf16"),
+    _table(LAUNCH, "decode-launch", "CPU time of append and attention, GQA 32/8, pages of 64, bf16"),
+    _table(FORMS, "mla-layer", "One token through an MLA layer over its cache, pages of 64, bf16"),
+)
+CPU = (
+    _table(cpu.calls, "cpu", "Causal attention, fp32", "ms"),
+    _table(cpu.decoding, "cpu-decode", "One token through 8 layers of 512 channels, fp32", "ms"),
+)
+
+
+def choose(entries: Sequence[Entry], names: Sequence[str]) -> tuple[Entry, ...]:
+    """The named tables, or without names all of them.
+
+    Raises:
+        ValueError: no table is called so.
+    """
+    known = [entry.table.name for entry in entries]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--only: expected some of {', '.join(known)}, got {', '.join(unknown)}")
+    return tuple(entry for entry in entries if entry.table.name in (names or known))
+
+
+def listing(entries: Sequence[Entry]) -> str:
+    """The tables, one a line."""
+    return "\n".join(f"  {table.name:17} {table.title}, {table.unit}" for _, table in entries)
+
+
+def run(place: Place, entries: Sequence[Entry], folder: Path, command: str) -> int:
+    """Fill the tables and write them into ``folder``; returns 1 if ours failed anywhere, else 0."""
+    torch.manual_seed(0)
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
+
+    report = Report(folder, facts(place, command), say)
+    print(", ".join(report.facts.values()), flush=True)
+    for fill, group in groupby(entries, key=attrgetter("fill")):
+        tables = [entry.table for entry in group]
+        ended = attempt(_fill, report, place, fill, tables)
+        for table in tables:
+            if isinstance(ended, Failure):
+                report.add(table, Row("the rest", {"ours": ended}))
+            print(f"\n{markdown(table, report.tables[table], report.facts)}", flush=True)
+            if table.growing:
+                _draw(report, table)
+    failed = [f"{table.name}, {row.name}" for table, rows in report.tables.items() for row in rows if table.failed(row)]
+    say(f"done; the tables are in {folder}" + (f"; ours failed: {'; '.join(failed)}" if failed else ""))
+    return int(bool(failed))
+
+
+def _fill(report: Report, place: Place, fill: Callable, tables: Sequence[Table]) -> None:
+    for table, row in fill(place, tables):
+        report.add(table, row)
+
+
+def _draw(report: Report, table: Table) -> None:
+    if find_spec("matplotlib") is None:
+        report.say("no pictures without matplotlib: pip install 'attnlib[demo]'")
+        return
+    drawn = attempt(draw, table, report.tables[table], report.folder / f"{table.name}.png")
+    if isinstance(drawn, Failure):
+        report.say(f"no picture of {table.name}: {drawn}")
+
+
+def facts(place: Place, command: str) -> dict[str, str]:
+    """The command, what it ran on, and when."""
+    found = {"command": command, "device": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    if place.device == "cuda":
+        found["device"] = torch.cuda.get_device_name()
+        found["triton"] = f"triton {version('triton')}"
+        found["cuDNN"] = f"cuDNN {torch.backends.cudnn.version()}"
+    return found | {"torch": f"torch {torch.__version__}", "date": date.today().isoformat()}
