@@ -1,13 +1,14 @@
 """Implementations in turns: who is timed, who is not and why, and what one failure leaves of the rest."""
 
-import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from bench_helpers import place, tiny
 
 from attnlib import CAUSAL, FULL, sliding
+from attnlib.bench import compare as compare_module
 from attnlib.bench import speed
 from attnlib.bench.cases import packed
 from attnlib.bench.compare import Failure, agreeing, attempt, compare_calls, in_turns
@@ -100,10 +101,12 @@ def test_medians_of_all_rounds():
     assert in_turns(actions, lambda call: next(seconds), 3) == {"ours": 4, "eager": 2, "lost": "OOM"}
 
 
-def test_rounds_fill_the_budget():
-    calls = []
-    in_turns({"ours": lambda: time.sleep(0.01)}, lambda call: calls.append(call()) or 1.0, 1, budget=0.1)
-    assert 2 <= len(calls) <= 10
+@pytest.mark.parametrize(("rounds", "calls"), [(1, 6), (9, 9)])
+def test_rounds_fill_the_budget(monkeypatch, rounds, calls):
+    passed = []
+    monkeypatch.setattr(compare_module, "time", SimpleNamespace(perf_counter=lambda: len(passed)))
+    in_turns({"ours": "call"}, lambda call: passed.append(call) or 1.0, rounds, budget=6)
+    assert len(passed) == calls
 
 
 def test_untimed_columns_check_and_do_not_show():
