@@ -1,14 +1,13 @@
 """Attention layers over one shared attention core, trainable and decodable from the same weights.
 
 Start with ``mask.py`` (which keys a query sees) and ``functional.py`` (attention as a function); then
-``cache/layout.py`` (what a cache stores) and ``layers/gqa.py`` (a layer that uses all of it). ``docs/tour.md`` follows
+``kv.py`` (what a cache stores) and ``layers/gqa.py`` (a layer that uses all of it). ``docs/tour.md`` follows
 a tensor through.
 """
 
 import torch
 
 from .cache.kv_cache import KVCache
-from .cache.layout import KVLayout, KVView
 from .cache.pages import CacheFullError
 from .dispatch import Explanation, SlowPathWarning
 from .functional import (
@@ -21,6 +20,7 @@ from .functional import (
     varlen_attention,
     varlen_attention_with_lse,
 )
+from .kv import KVLayout, KVView
 from .layers import GroupedQueryAttention, MultiHeadAttention, MultiHeadLatentAttention, MultiQueryAttention
 from .mask import CAUSAL, FULL, Mask, sliding
 from .rope import Angles, Rope, rotate

@@ -1,45 +1,39 @@
 """Which backend runs a spec: a walk over a preference list, and the text that explains it."""
 
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from .backends import _cached, _reference, _torch, _triton, _writes
+from .backends import _reference, _torch, _triton
+from .call import Call
 from .spec import AttentionSpec
 
 
-class Backend(NamedTuple):
-    """A way to run attention.
+class Backend(Protocol):
+    """A way to run attention: a module of this shape.
 
     ``unsupported`` lists why a spec cannot run, ``slow`` why it would copy K or V, materialise scores or wait for
-    the device; both look at the spec alone. The rest run ``(q, k, v, spec, terms)`` or ``(q, kv, spec, terms)`` to
+    the device; both look at the spec alone. ``attention`` and ``cached_attention`` run a checked call to
     ``(out, lse)``. ``repeated`` and ``repeated_cached`` give a quicker way to run such a call again, or None.
     """
 
-    name: str
     unsupported: Callable[[AttentionSpec], list[str]]
     slow: Callable[[AttentionSpec], list[str]]
-    attention: Callable
-    cached_attention: Callable
-    repeated: Callable = lambda *call: None
-    repeated_cached: Callable = lambda *call: None
+    attention: Callable[[Call], tuple[Tensor, Tensor]]
+    cached_attention: Callable[[Call], tuple[Tensor, Tensor]]
+    repeated: Callable[[Call], Callable | None]
+    repeated_cached: Callable[[Call], Callable | None]
+    cannot_store: Callable[[torch.dtype, torch.device], list[str]]
+    write_cache: Callable
+    new_schedule: Callable
+    update_schedule: Callable
 
 
-PREFERENCE = (
-    Backend(
-        "triton",
-        _triton.unsupported,
-        _triton.slow,
-        _triton.attention,
-        _cached.attention,
-        _triton.repeated,
-        _cached.repeated,
-    ),
-    Backend("torch", _torch.unsupported, _torch.slow, _torch.attention, _torch.cached_attention),
-    Backend("reference", _reference.unsupported, _reference.slow, _reference.attention, _reference.cached_attention),
-)
+PREFERENCE: Mapping[str, Backend] = MappingProxyType({"triton": _triton, "torch": _torch, "reference": _reference})
 
 
 class SlowPathWarning(UserWarning):
@@ -77,38 +71,34 @@ def select(spec: AttentionSpec, name: str | None = None) -> Backend:
         _check_name(name)
         if name != "strict":
             return _named(spec, name)
-    for backend in PREFERENCE:
+    for known, backend in PREFERENCE.items():
         if not backend.unsupported(spec):
             if name == "strict" or spec.device == "cuda":
-                _refuse_or_warn(backend, spec, strict=name == "strict")
+                _refuse_or_warn(known, spec, strict=name == "strict")
             return backend
     raise NotImplementedError(f"no backend can run this call\n{explanation(spec, None)}")
 
 
-def cache_writer(dtype: torch.dtype, device: torch.device) -> Callable:
-    """The function ``(kv, k, v, slots, angles)`` that stores tokens of this dtype on this device."""
-    return _torch.write_cache if _writes.unsupported(dtype, device) else _writes.write_cache
-
-
-def scheduler(dtype: torch.dtype, device: torch.device):
-    """What makes and updates the schedules of caches of this dtype on this device, or None."""
-    return None if _writes.unsupported(dtype, device) else _cached
+def storing(dtype: torch.dtype, device: torch.device) -> Backend:
+    """The backend that stores tokens of this dtype on this device, and shares a step's sequences out."""
+    return next(backend for backend in (_triton, _torch) if not backend.cannot_store(dtype, device))
 
 
 def explanation(spec: AttentionSpec, name: str | None) -> Explanation:
     """Why ``select(spec, name)`` chooses what it does; raises for an unknown name alone."""
     if name is not None:
         _check_name(name)
-    backends = [backend for backend in PREFERENCE if name in (None, "strict", backend.name)]
-    reasons = {backend.name: backend.unsupported(spec) for backend in backends}
-    able = [backend for backend in backends if not reasons[backend.name]]
-    slow = able[0].slow(spec) if able else []
-    chosen = able[0].name if able and not (name == "strict" and slow) else None
+    reasons = {
+        known: backend.unsupported(spec) for known, backend in PREFERENCE.items() if name in (None, "strict", known)
+    }
+    able = [known for known, why in reasons.items() if not why]
+    slow = PREFERENCE[able[0]].slow(spec) if able else []
+    chosen = able[0] if able and not (name == "strict" and slow) else None
     return Explanation(spec, chosen, {key: why for key, why in reasons.items() if why}, slow)
 
 
 def _check_name(name: str) -> None:
-    known = ("strict", *(backend.name for backend in PREFERENCE))
+    known = ("strict", *PREFERENCE)
     if not isinstance(name, str):
         raise TypeError(f"backend: expected None or a name, got {type(name).__name__}")
     if name not in known:
@@ -116,15 +106,15 @@ def _check_name(name: str) -> None:
 
 
 def _named(spec: AttentionSpec, name: str) -> Backend:
-    backend = next(backend for backend in PREFERENCE if backend.name == name)
+    backend = PREFERENCE[name]
     if reasons := backend.unsupported(spec):
         raise NotImplementedError(f"{name}: {'; '.join(reasons)}")
     return backend
 
 
-def _refuse_or_warn(backend: Backend, spec: AttentionSpec, *, strict: bool) -> None:
-    if not (reasons := backend.slow(spec)):
+def _refuse_or_warn(name: str, spec: AttentionSpec, *, strict: bool) -> None:
+    if not (reasons := PREFERENCE[name].slow(spec)):
         return
     if strict:
-        raise NotImplementedError(f"strict: {backend.name} would be slow: {'; '.join(reasons)}")
-    warnings.warn(f"attention runs on {backend.name}: {'; '.join(reasons)}", SlowPathWarning, stacklevel=4)
+        raise NotImplementedError(f"strict: {name} would be slow: {'; '.join(reasons)}")
+    warnings.warn(f"attention runs on {name}: {'; '.join(reasons)}", SlowPathWarning, stacklevel=4)

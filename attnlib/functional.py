@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from . import repeats
-from .cache.layout import KVView
-from .dispatch import Backend, Explanation, explanation, select
+from .call import Call, Dropout, Packing, Score, checked
+from .dispatch import Explanation, explanation, select
 from .host_checks import check_view, is_asked_for
+from .kv import KVView
 from .mask import FULL, Mask
 from .shapes import bind, is_strided, refuse_tensor
-from .spec import DTYPES, AttentionSpec, describe
-from .terms import Terms, check
+from .spec import DTYPES
 
 
 def attention(
@@ -51,8 +51,8 @@ def attention(
     >>> attention(q, k, k, mask=CAUSAL).shape
     torch.Size([2, 9, 8, 64])
     """
-    terms = Terms(scale, softcap, alibi_slopes, sinks, key_starts, key_ends, None, None, dropout_seed, dropout_p)
-    return _attend("dense", q, k, v, mask, terms, backend, lse=False)[0]
+    score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
+    return _attend(Call(q, mask, score, k, v, None, key_starts, key_ends, None, dropout), backend)[0]
 
 
 def attention_with_lse(
@@ -75,8 +75,8 @@ def attention_with_lse(
 
     The LSE is fp32 (fp64 for fp64 inputs), includes the sink, and is -inf where there is neither key nor sink.
     """
-    terms = Terms(scale, softcap, alibi_slopes, sinks, key_starts, key_ends, None, None, dropout_seed, dropout_p)
-    return _attend("dense", q, k, v, mask, terms, backend, lse=True)
+    score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
+    return _attend(Call(q, mask, score, k, v, None, key_starts, key_ends, None, dropout, lse=True), backend)
 
 
 def varlen_attention(
@@ -102,9 +102,9 @@ def varlen_attention(
     Sequence ``n`` owns rows ``cu_seqlens[n]:cu_seqlens[n + 1]`` (int32, ``[b + 1]``, from 0); rows after the last
     offset give 0. The longest lengths are hints and may be too large. See :func:`attention` for the rest.
     """
-    packing = (cu_seqlens_q, cu_seqlens_k, dropout_seed, dropout_p, max_seqlen_q, max_seqlen_k)
-    terms = Terms(scale, softcap, alibi_slopes, sinks, None, None, *packing)
-    return _attend("varlen", q, k, v, mask, terms, backend, lse=False)[0]
+    score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attend(Call(q, mask, score, k, v, packing=packing, dropout=dropout, lse=False), backend)[0]
 
 
 def varlen_attention_with_lse(
@@ -126,9 +126,9 @@ def varlen_attention_with_lse(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`varlen_attention` and its LSE ``[h, t]``; rows after the last offset are -inf."""
-    packing = (cu_seqlens_q, cu_seqlens_k, dropout_seed, dropout_p, max_seqlen_q, max_seqlen_k)
-    terms = Terms(scale, softcap, alibi_slopes, sinks, None, None, *packing)
-    return _attend("varlen", q, k, v, mask, terms, backend, lse=True)
+    score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attend(Call(q, mask, score, k, v, packing=packing, dropout=dropout, lse=True), backend)
 
 
 def cached_attention(
@@ -152,7 +152,7 @@ def cached_attention(
         ValueError: the mask reaches further left than a windowed layout keeps, or shapes that do not fit; with
             ``ATTNLIB_CHECK=1`` also lengths, pages or offsets that kernels would clamp.
     """
-    return _attend_cached(q, kv, mask, Terms(scale, softcap, alibi_slopes, sinks), backend, lse=False)[0]
+    return _attend_cached(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks)), backend)[0]
 
 
 def cached_attention_with_lse(
@@ -167,7 +167,7 @@ def cached_attention_with_lse(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`cached_attention` and its LSE, ``[b, h, s]`` or packed ``[h, t]``."""
-    return _attend_cached(q, kv, mask, Terms(scale, softcap, alibi_slopes, sinks), backend, lse=True)
+    return _attend_cached(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks), lse=True), backend)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,7 +218,7 @@ def explain(call: Callable, *args, **kwargs) -> Explanation:
     runs on: torch
       not on triton: needs a CUDA device, got cpu
     """
-    doors = {
+    kinds = {
         attention: "dense",
         attention_with_lse: "dense",
         varlen_attention: "varlen",
@@ -226,117 +226,77 @@ def explain(call: Callable, *args, **kwargs) -> Explanation:
         cached_attention: "cached",
         cached_attention_with_lse: "cached",
     }
-    if not any(call is door for door in doors):  # not `in`: what is no door may have no hash
-        raise ValueError(f"call: expected one of {', '.join(door.__name__ for door in doors)}, got {call!r}")
+    if not any(call is known for known in kinds):  # not `in`: what is none of them may have no hash
+        raise ValueError(f"call: expected one of {', '.join(known.__name__ for known in kinds)}, got {call!r}")
     bound = signature(call).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    terms = Terms(**{name: given[name] for name in Terms._fields if name in given})
+    score = Score(*(given[name] for name in Score._fields))
     lse = call.__name__.endswith("_with_lse")
-    if doors[call] == "cached":
-        spec = _describe_cached(given["q"], given["kv"], given["mask"], terms, lse=lse)[1]
+    if kinds[call] == "cached":
+        asked = _over(given["q"], given["kv"], given["mask"], score, lse=lse)
     else:
-        spec = _describe(doors[call], given["q"], given["k"], given["v"], given["mask"], terms, lse=lse)[3]
-    return explanation(spec, given["backend"])
+        asked = Call(given["q"], given["mask"], score, given["k"], given["v"], lse=lse)
+        asked = asked._replace(dropout=Dropout(given["dropout_p"], given["dropout_seed"]))
+        if kinds[call] == "dense":
+            asked = asked._replace(key_starts=given["key_starts"], key_ends=given["key_ends"])
+        else:
+            asked = asked._replace(packing=Packing(*(given[name] for name in Packing._fields)))
+    return explanation(checked(asked).spec, given["backend"])
 
 
-def prepare(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, name: str | None, *, lse: bool
-) -> tuple[Tensor, Tensor, Tensor, AttentionSpec, Terms, Backend]:
-    """The door of dense and packed calls: checks everything, casts and chooses, without computing."""
-    q, k, v, spec, terms = _describe(kind, q, k, v, mask, terms, lse=lse)
-    return q, k, v, spec, terms, select(spec, name)
-
-
-def _attend(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, name: str | None, *, lse: bool):
-    key = repeats.key(kind, q, k, v, mask, terms, name)
+def _attend(call: Call, name: str | None) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a call on tensors, on the backend of this name."""
+    key = repeats.key(call, name)
     if (run := repeats.find(key)) is not None:
-        return run(q, k, v)
-    q, k, v, spec, terms, backend = prepare(kind, q, k, v, mask, terms, name, lse=lse)
-    result = backend.attention(q, k, v, spec, terms)
+        return run(call.q, call.k, call.v)
+    call = checked(call)
+    backend = select(call.spec, name)
+    result = backend.attention(call)
     if key is not None:
-        repeats.remember(key, backend.repeated(q, k, v, spec, terms))
+        repeats.remember(key, backend.repeated(call))
     return result
 
 
-def _attend_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, name: str | None, *, lse: bool):
-    if isinstance(kv, KVView) and kv.parts is not None and _sees_all_before(mask, terms):
-        return _attend_parts(q, kv, mask, terms, name)
-    key = repeats.cached_key(q, kv, mask, terms, name)
+def _over(q: Tensor, kv: KVView, mask: Mask, score: Score, *, lse: bool = False) -> Call:
+    if not isinstance(kv, KVView):
+        raise TypeError(f"kv: expected the KVView that append() or view() of a cache returned, got {type(kv).__name__}")
+    return Call(q, mask, score, kv=kv, lse=lse)
+
+
+def _attend_cached(call: Call, name: str | None) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a call over a view."""
+    kv = call.kv
+    if kv.parts is not None and _sees_all_before(call):
+        return _attend_parts(call, name)
+    key = repeats.cached_key(call, name)
     if key is not None and (run := kv.repeats.get(key)) is not None:
-        return run(q)
-    q, spec, terms = _describe_cached(q, kv, mask, terms, lse=lse)
-    backend = select(spec, name)
+        return run(call.q)
+    call = checked(call)
+    backend = select(call.spec, name)
     checks = is_asked_for(kv.lengths)
     if checks:
-        check_view(kv, q.shape[0])
-    result = backend.cached_attention(q, kv, spec, terms)
-    if key is not None and not checks and (run := backend.repeated_cached(q, kv, spec, terms)) is not None:
+        check_view(kv, call.q.shape[0])
+    result = backend.cached_attention(call)
+    if key is not None and not checks and (run := backend.repeated_cached(call)) is not None:
         kv.repeats[key] = run
     return result
 
 
-def _sees_all_before(mask: Mask, terms: Terms) -> bool:
+def _sees_all_before(call: Call) -> bool:
     """Whether every query sees all keys before its own, and how far off they are does not matter."""
+    mask = call.mask
     unbounded = isinstance(mask, Mask) and mask.left is None and (mask.right is None or mask.right >= 0)
-    return unbounded and terms.alibi_slopes is None
+    return unbounded and call.score.alibi_slopes is None
 
 
-def _attend_parts(q: Tensor, kv: KVView, mask: Mask, terms: Terms, name: str | None) -> tuple[Tensor, Tensor]:
+def _attend_parts(call: Call, name: str | None) -> tuple[Tensor, Tensor]:
     """What runs of sequences share, read once for all queries of a run, merged with the rest of each."""
-    shared, rest = kv.parts
-    state = _attend_cached(q, rest, mask, terms, name, lse=True)
-    packed = q if kv.cu_seqlens_q is not None else q.flatten(0, 1)
-    out, lse = _attend_cached(packed, shared, FULL, terms._replace(sinks=None), name, lse=True)
+    (shared, rest), q = call.kv.parts, call.q
+    state = _attend_cached(call._replace(kv=rest, lse=True), name)
+    packed = q if call.kv.cu_seqlens_q is not None else q.flatten(0, 1)
+    score = call.score._replace(sinks=None)
+    out, lse = _attend_cached(Call(packed, FULL, score, kv=shared, lse=True), name)
     if packed is not q:
         out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return merge_states(*state, out, lse)
-
-
-def _describe(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, lse: bool):
-    """Bind, check and describe a call on tensors."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
-            refuse_tensor(name, x)
-    dims = ("bshd", "btgd", "btge")
-    if kind == "varlen":
-        dims = ("shd", "tgd", "tge")
-        if terms.cu_seqlens_q is None:
-            raise TypeError("cu_seqlens_q: expected an int32 tensor, got None")
-    sizes = bind(("q", q, dims[0]), ("k", k, dims[1]), ("v", v, dims[2]))
-    h, g = sizes["h"], sizes["g"]
-    if g == 0 or h == 0 or h % g:
-        raise ValueError(f"k: expected a number of KV heads g that divides h={h} query heads, got g={g}")
-    q, k, v = _autocast(q, k, v)
-    terms = check(terms, sizes, q.device)
-    return q, k, v, describe(kind, (("q", q), ("k", k), ("v", v)), sizes, mask, terms, lse=lse), terms
-
-
-def _describe_cached(q: Tensor, kv: KVView, mask: Mask, terms: Terms, *, lse: bool):
-    """Bind, check and describe a call on a cache."""
-    if not isinstance(q, Tensor) or q.is_nested or q.layout is not torch.strided:
-        refuse_tensor("q", q)
-    if not isinstance(kv, KVView):
-        raise TypeError(f"kv: expected the KVView that append() or view() of a cache returned, got {type(kv).__name__}")
-    layout, b, width = kv.layout, kv.lengths.shape[0], kv.layout.dim + kv.layout.tail
-    sizes = bind(("q", q, "bshd" if kv.cu_seqlens_q is None else "shd"), known={"b": b, "d": width})
-    if sizes["h"] == 0 or sizes["h"] % layout.heads:
-        raise ValueError(f"q: expected a multiple of the cache's g={layout.heads} KV heads, got h={sizes['h']}")
-    if layout.window is not None and isinstance(mask, Mask) and (mask.left is None or mask.left >= layout.window):
-        reach = "without bound" if mask.left is None else f"{mask.left} keys"
-        raise ValueError(
-            f"mask: it reaches back {reach}, and the cache keeps a window of {layout.window}; use sliding()"
-        )
-    (q,) = _autocast(q)
-    terms = check(terms, sizes, q.device)
-    sizes.update(g=layout.heads, e=layout.value_dim)
-    return q, describe("cached", (("q", q),), sizes, mask, terms, lse=lse, kv=kv), terms
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype where autocast is on; fp64 and integers stay, as in torch."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

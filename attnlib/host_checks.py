@@ -5,7 +5,7 @@ import os
 import torch
 from torch import Tensor
 
-from .cache.layout import KVView
+from .kv import KVView
 
 
 def is_asked_for(x: Tensor) -> bool:

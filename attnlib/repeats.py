@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .cache.layout import KVView
+from .call import Call
 from .mask import Mask
-from .terms import Terms
 
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 LIMIT = 4096  # calls remembered, before all are forgotten
@@ -34,12 +33,15 @@ def unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def _may_repeat(q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, name: str | None) -> bool:
-    """Whether a call on these tensors depends on no more than keys tell."""
+def _may_repeat(call: Call, name: str | None) -> bool:
+    """Whether a call depends on no more than keys tell."""
+    q, k, v = call.q, call.k, call.v
+    if call.kv is not None:
+        k = v = q
     if (
         torch.compiler.is_compiling()
         or not (isinstance(q, Tensor) and q.is_cuda)
-        or type(mask) is not Mask
+        or type(call.mask) is not Mask
         or not unwatched(q, k, v)
         or not (q.layout is k.layout is v.layout is torch.strided)
         or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
@@ -50,26 +52,31 @@ def _may_repeat(q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, name:
         or v.is_nested
     ):
         return False
-    scale, softcap, slopes, sinks, starts, ends, _, _, seed, dropout_p, _, _ = terms
-    if not (slopes is sinks is starts is ends is seed is None and dropout_p == 0 and type(dropout_p) is float):
+    score, dropout = call.score, call.dropout
+    if not (score.alibi_slopes is score.sinks is call.key_starts is call.key_ends is dropout.seed is None):
+        return False
+    if dropout.p != 0 or type(dropout.p) is not float:
         return False
     # 1, 1.0 and True would be one key, and not all of them are what a call takes.
-    return type(scale) in FLOATS and type(softcap) in FLOATS and type(name) in NAMES
+    return type(score.scale) in FLOATS and type(score.softcap) in FLOATS and type(name) in NAMES
 
 
-def key(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, name: str | None) -> tuple | None:
-    """All that a call depends on but the tensors' values; None if it may not be remembered."""
-    if kind != "dense" or not _may_repeat(q, k, v, mask, terms, name):
+def key(call: Call, name: str | None) -> tuple | None:
+    """All that a dense call depends on but the tensors' values; None if it may not be remembered."""
+    if call.packing is not None or not _may_repeat(call, name):
         return None
+    q, k, v, score = call.q, call.k, call.v, call.score
     layouts = (q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype)
-    return (q.get_device(), k.get_device(), v.get_device(), *layouts, mask, terms[0], terms[1], name)
+    return (q.get_device(), k.get_device(), v.get_device(), *layouts, call.mask, score.scale, score.softcap, name)
 
 
-def cached_key(q: Tensor, kv: KVView, mask: Mask, terms: Terms, name: str | None) -> tuple | None:
+def cached_key(call: Call, name: str | None) -> tuple | None:
     """The same for a call over a view, which remembers itself."""
-    if not isinstance(kv, KVView) or not _may_repeat(q, q, q, mask, terms, name):
+    if not _may_repeat(call, name):
         return None
-    return (q.get_device(), q.shape, q.stride(), q.dtype, q.data_ptr() & 15, mask, terms[0], terms[1], name)
+    q, score = call.q, call.score
+    where = (q.get_device(), q.shape, q.stride(), q.dtype, q.data_ptr() & 15)
+    return (*where, call.mask, score.scale, score.softcap, name)
 
 
 def find(key: tuple | None) -> Run | None:

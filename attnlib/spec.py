@@ -1,15 +1,18 @@
 """AttentionSpec, a problem without its lengths, and describe(), which makes it."""
 
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .cache.layout import DTYPES, KVLayout, KVView
+from .kv import DTYPES, KVLayout, KVView
 from .mask import Mask
-from .terms import TENSORS, Terms
+
+if TYPE_CHECKING:
+    from .call import Call
 
 
 class AttentionSpec(NamedTuple):
@@ -42,32 +45,23 @@ class AttentionSpec(NamedTuple):
     batch_invariant: bool
 
 
-def describe(
-    kind: str,
-    tensors: tuple[tuple[str, Tensor], ...],
-    sizes: dict[str, int],
-    mask: Mask,
-    terms: Terms,
-    *,
-    lse: bool = False,
-    kv: KVView | None = None,
-) -> AttentionSpec:
+def describe(call: "Call", sizes: dict[str, int]) -> AttentionSpec:
     """The spec of a call whose shapes agree already; the only place that looks at a device.
 
-    ``tensors`` are the named q, k and v, or q alone over a cache; ``sizes`` have their h, g, d and e.
+    ``sizes`` have the call's h, g, d and e.
 
     Raises:
         TypeError: not a Mask; a dtype that attention does not take, or several.
         ValueError: tensors on different devices.
     """
+    mask, score, kv, dropout = call.mask, call.score, call.kv, call.dropout
     if type(mask) is not Mask:  # what a subclass says of visible(), no kernel would know
         raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
-    q = tensors[0][1]
-    device, dtype = q.device, q.dtype
+    device, dtype = call.q.device, call.q.dtype
     if dtype not in DTYPES:
         raise TypeError(f"q: expected fp16, bf16, fp32 or fp64, got {dtype}")
     strided, grad = (), False
-    for name, x in tensors:
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)) if kv is None else (("q", call.q),):
         if x.dtype != dtype:
             raise TypeError(f"{name}: expected {dtype} like q, got {x.dtype}; cast it, or run under torch.autocast")
         if x.device != device:
@@ -75,7 +69,7 @@ def describe(
         if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
             strided += (name,)
         grad = grad or x.requires_grad
-    for name, x in zip(TENSORS, terms[2:9], strict=True):
+    for name, x in _optional(call):
         if x is not None:
             if x.device != device:
                 raise ValueError(f"{name}: expected device {device} like q, got {x.device}")
@@ -84,27 +78,40 @@ def describe(
         _check_view(kv, device, dtype)
     device_type = device.type
     return AttentionSpec(
-        kind,
-        device_type,
-        arch_of(device) if device_type == "cuda" else 0,
-        dtype,
-        mask,
-        sizes["h"],
-        sizes["g"],
-        sizes["d"],
-        sizes["e"],
-        terms.softcap is not None,
-        terms.alibi_slopes is not None,
-        terms.sinks is not None,
-        terms.key_starts is not None or terms.key_ends is not None,
-        terms.dropout_p > 0,
-        (grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0,  # what cannot be done is refused there
-        lse,
-        strided,
-        None if kv is None else kv.layout,
-        0 if kv is None else kv.page_size,
-        kv is not None and kv.section > 0,
+        kind=call.kind,
+        device=device_type,
+        arch=arch_of(device) if device_type == "cuda" else 0,
+        dtype=dtype,
+        mask=mask,
+        heads=sizes["h"],
+        kv_heads=sizes["g"],
+        head_dim=sizes["d"],
+        value_dim=sizes["e"],
+        softcap=score.softcap is not None,
+        alibi=score.alibi_slopes is not None,
+        sinks=score.sinks is not None,
+        bounds=call.key_starts is not None or call.key_ends is not None,
+        dropout=dropout.p > 0,
+        # What cannot be done in forward mode is refused there.
+        grad=(grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0,
+        lse=call.lse,
+        strided=strided,
+        layout=None if kv is None else kv.layout,
+        page_size=0 if kv is None else kv.page_size,
+        batch_invariant=kv is not None and kv.section > 0,
     )
+
+
+def _optional(call: "Call") -> Iterator[tuple[str, Tensor | None]]:
+    """The tensors of a call that need not be there."""
+    yield "alibi_slopes", call.score.alibi_slopes
+    yield "sinks", call.score.sinks
+    yield "key_starts", call.key_starts
+    yield "key_ends", call.key_ends
+    if call.packing is not None:
+        yield "cu_seqlens_q", call.packing.cu_seqlens_q
+        yield "cu_seqlens_k", call.packing.cu_seqlens_k
+    yield "dropout_seed", call.dropout.seed
 
 
 def arch_of(device: torch.device) -> int:

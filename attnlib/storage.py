@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .cache.layout import KVLayout, KVView
-from .dispatch import cache_writer, scheduler
+from .dispatch import storing
 from .host_checks import check_slots, is_asked_for
+from .kv import KVLayout, KVView
 from .rope import Angles
 
 
@@ -28,7 +28,7 @@ def write_cache(
     checks = is_asked_for(slots)
     if checks:
         check_slots(slots, kv.k.shape[0] * kv.page_size)
-    again = cache_writer(kv.layout.dtype, kv.k.device)(kv, k, v, slots, angles)
+    again = storing(kv.layout.dtype, kv.k.device).write_cache(kv, k, v, slots, angles)
     return None if checks else again
 
 
@@ -39,8 +39,7 @@ def new_schedule(
 
     With a ``section``, for sequences of at most ``limit`` tokens.
     """
-    of = scheduler(layout.dtype, device)
-    return None if of is None else of.new_schedule(sequences, layout.heads, device, limit=limit, section=section)
+    return storing(layout.dtype, device).new_schedule(layout, sequences, device, limit=limit, section=section)
 
 
 def update_schedule(
@@ -49,7 +48,7 @@ def update_schedule(
     """Share sequences of these starts and lengths out anew: of at most ``limit`` tokens, and the last ``reach`` of
     them where a window hides the others; by sections, if the schedule is for such. Waits for nothing."""
     options = {"limit": limit, "reach": reach, "section": section}
-    scheduler(torch.float32, schedule.device).update_schedule(schedule, starts, lengths, **options)
+    storing(torch.float32, schedule.device).update_schedule(schedule, starts, lengths, **options)
 
 
 def copy_pages(kv: KVView, pairs: Sequence[tuple[int, int]]) -> None:

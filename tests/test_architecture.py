@@ -11,35 +11,27 @@ import pytest
 import attnlib
 
 ROOT = Path(attnlib.__file__).parent
-VALUES = {"counts", "mask", "rope", "philox"}
+VALUES = {"counts", "kv", "mask", "philox", "rope", "scaling", "shapes"}
 ALLOWED = {
-    "__init__": {"mask", "rope", "cache", "layers", "functional", "dispatch"},
+    "__init__": {"mask", "rope", "kv", "cache", "layers", "functional", "dispatch"},
     "__main__": {"bench", "convert", "sizes", "dispatch"},
     "bench": set(attnlib.__all__),  # `from .. import`, as users do
     "convert": {"layers", "cache", "functional", "sizes", *VALUES},
     "layers": {"functional", "cache", *VALUES},
-    "functional": {"host_checks", "shapes", "terms", "spec", "dispatch", "repeats", "cache/layout", *VALUES},
-    "host_checks": {"cache/layout"},
-    "storage": {"dispatch", "host_checks", "cache/layout", *VALUES},
-    "dispatch": {"backends", "spec"},
-    "spec": {"mask", "terms", "cache/layout"},
-    "terms": {"counts", "shapes"},
-    "cache": {"storage", "cache/layout", *VALUES},
-    "sizes": {"cache/layout"},
-    "repeats": {"cache/layout", "mask", "terms"},
-    "backends": {"spec", "terms", "repeats", "cache/layout", *VALUES},
-    "counts": set(),
-    "mask": {"counts"},
-    "rope": {"counts", "scaling"},
-    "scaling": {"counts"},
-    "philox": set(),
-    "shapes": set(),
+    "functional": {"call", "spec", "dispatch", "repeats", "host_checks", *VALUES},
+    "storage": {"dispatch", "host_checks", *VALUES},
+    "host_checks": VALUES,
+    "dispatch": {"backends", "call", "spec"},
+    "repeats": {"call", *VALUES},
+    "call": {"spec", *VALUES},
+    "spec": {"call", *VALUES},  # only to name its type
+    "cache": {"storage", *VALUES},
+    "sizes": VALUES,
+    "backends": {"call", "spec", "repeats", *VALUES},
     "reference": set(),
-    "kernels": set(),
+    **dict.fromkeys(VALUES, VALUES),
 }
-# Parts of the torch backend; no other backend may use them. All use _schema, _autograd and _flops.
-TORCH_PARTS = {"_operators", "_spans", "_fused", "_tiles", "_paged"}
-TRITON_PARTS = {"_plans", "_launch", "_writes", "_cached"}
+BACKENDS = {"_reference", "_torch", "_triton"}  # what is beside them in backends/ is for all of them
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -61,24 +53,34 @@ def imports_of(path: Path) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_imports_what_its_room_may(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
-    room = parts[0]
     for target in imports_of(path):
-        if target[0] == room and room != "backends":
+        if target[0] != parts[0]:
+            defined = parts[:2] == ("backends", "_reference") and target[0] == "reference"
+            assert defined or target[0] in ALLOWED[parts[0]], f"{parts[0]} may not import {'.'.join(target)}"
+
+
+@pytest.mark.parametrize("path", [x for x in FILES if "backends" in x.parts], ids=lambda x: str(x.relative_to(ROOT)))
+def test_a_backend_knows_no_other(path):
+    mine = path.relative_to(ROOT / "backends").with_suffix("").parts[0]
+    others = BACKENDS - {mine}
+    for target in imports_of(path):
+        assert target[0] != "backends" or target[1] not in others, f"{mine} imports {'.'.join(target)}"
+
+
+def test_kernels_import_kernels_alone():
+    room = ("backends", "_triton", "kernels")
+    for path in (ROOT / "backends/_triton/kernels").glob("*.py"):
+        others = [name for name in imports_of(path) if name[:3] != room]
+        assert not others, f"{path.name} imports {others}"
+
+
+def test_only_dispatch_names_backends():
+    """Nothing outside a backend's room names what is inside it."""
+    for path in FILES:
+        if "backends" in path.relative_to(ROOT).parts:
             continue
-        if room == "backends":
-            mine, theirs = parts[-1], target[1] if target[0] == "backends" else None
-            if theirs in ("_schema", "_autograd", "_flops"):
-                continue
-            if mine in {"_triton"} | TRITON_PARTS and (theirs in TRITON_PARTS or target[0] == "kernels"):
-                continue
-            if theirs is not None:
-                assert theirs in TORCH_PARTS, f"{mine} imports {theirs}"
-                assert mine in {"_torch"} | TORCH_PARTS, f"{mine} imports {theirs}"
-                continue
-            if mine == "_reference" and target[0] == "reference":
-                continue
-        allowed = ALLOWED[room]
-        assert target[0] in allowed or "/".join(target[:2]) in allowed, f"{room} may not import {'.'.join(target)}"
+        named = [name for name in imports_of(path) if name[0] == "backends"]
+        assert all(path.stem == "dispatch" and name == ("backends",) for name in named), f"{path.name} imports {named}"
 
 
 def test_folders_know_nothing_of_what_is_converted():

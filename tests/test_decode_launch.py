@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 
-from attnlib.kernels import decode_launch
-from attnlib.kernels.decode_launch import Problem
-from attnlib.kernels.launch import power_of_two
+from attnlib.backends._triton import decode_tables
+from attnlib.backends._triton.decode_tables import Problem
+from attnlib.backends._triton.tables import power_of_two
 
 SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one program may take, by sm
 HEADS = [(16, 0, 16), (59, 0, 24), (80, 0, 80), (128, 0, 128), (192, 0, 128), (256, 0, 256), (576, 0, 512)]
@@ -23,8 +23,8 @@ def problems(arch: int):
 @pytest.mark.parametrize("arch", SHARED)
 def test_tiles_fit_into_shared_memory(arch):
     for problem in problems(arch):
-        config = decode_launch.decode(problem)
-        *keys, values = decode_launch.widths_of(problem.head_dim, problem.tail, problem.value_dim)
+        config = decode_tables.decode(problem)
+        *keys, values = decode_tables.widths_of(problem.head_dim, problem.tail, problem.value_dim)
         stored = sum(keys) + (0 if problem.latent else values)
         loaded = max(1, config.stages - 1) * config.block_n * stored * problem.itemsize
         assert loaded <= SHARED[arch] << 10, (problem, config)
@@ -33,10 +33,10 @@ def test_tiles_fit_into_shared_memory(arch):
 @pytest.mark.parametrize("arch", SHARED)
 def test_tiles_are_what_kernels_take(arch):
     for problem in problems(arch):
-        config = decode_launch.decode(problem)
+        config = decode_tables.decode(problem)
         assert {config.block_m, config.block_n} <= {16, 32, 64, 128}
         assert config.warps in (4, 8)
-        assert 1 <= config.resident <= decode_launch.RESIDENT
+        assert 1 <= config.resident <= decode_tables.RESIDENT
         wide = max(problem.head_dim + problem.tail, problem.value_dim) > 256  # whose tiles are of 16 rows, or of 64
         assert config.block_m < 2 * power_of_two(problem.rows) or (wide and 16 < problem.rows <= 64 >= config.block_m)
         if config.tma:
@@ -45,22 +45,22 @@ def test_tiles_are_what_kernels_take(arch):
             assert problem.latent
             assert problem.itemsize == 2
             assert problem.page_size % config.block_n == 0
-            assert config.block_n % decode_launch.EDGE == 0
+            assert config.block_n % decode_tables.EDGE == 0
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 64, 128])
 def test_rows_of_packed_sequences(group):
     """Those of the mean at least; and no more than a tile of few, unless the mean has more."""
     for batch, tokens in product((1, 2, 9, 64), (0, 1, 9, 64, 65, 1000)):
-        found, mean = decode_launch.rows(tokens, batch, group), group * -(-tokens // batch)
-        assert mean <= found <= max(mean, decode_launch.TILE)
-        assert found >= min(decode_launch.TILE - group + 1, group * (tokens - batch + 1))
+        found, mean = decode_tables.rows(tokens, batch, group), group * -(-tokens // batch)
+        assert mean <= found <= max(mean, decode_tables.TILE)
+        assert found >= min(decode_tables.TILE - group + 1, group * (tokens - batch + 1))
 
 
 @pytest.mark.parametrize(("d", "tail", "e"), [x for x in HEADS if not x[1]] + [(d, tail, d) for d, tail in LATENT])
 def test_blocks_hold_a_key_and_a_value(d, tail, e):
     """A key in one plane is in two blocks where that saves channels; a latent and its rotary key have a block each."""
-    main, rest, value = decode_launch.widths_of(d, tail, e)
+    main, rest, value = decode_tables.widths_of(d, tail, e)
     assert {n.bit_count() for n in (main, rest, value)} <= {0, 1}
     assert value >= e
     if tail:
@@ -74,25 +74,25 @@ def test_blocks_hold_a_key_and_a_value(d, tail, e):
 @pytest.mark.parametrize("resident", [1, 2, 4])
 def test_programs_of_a_part_leave_room_for_fewer_parts(resident):
     """What a schedule has room for at a level runs at once, and is more than half of what could."""
-    config = decode_launch.DecodeConfig(16, 64, 2, 4, resident)
+    config = decode_tables.DecodeConfig(16, 64, 2, 4, resident)
     for processors, blocks, heads in product((33, 132), (1, 2, 3, 8, 9), (1, 2, 8)):
-        level = decode_launch.level(config, blocks)
-        room = decode_launch.room(processors, heads) >> level
+        level = decode_tables.level(config, blocks)
+        room = decode_tables.room(processors, heads) >> level
         assert room * blocks * heads <= resident * processors
         assert 2 * (room + 1) * blocks * heads > resident * processors - heads
-    assert decode_launch.level(config, 100_000) == decode_launch.LEVELS - 1
+    assert decode_tables.level(config, 100_000) == decode_tables.LEVELS - 1
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2, 17, 1000])
 @pytest.mark.parametrize("room", [1, 2, 33, 264])
 def test_a_schedule_has_a_slot_for_each_sequence_and_each_place(batch, room):
-    slots = decode_launch.slots(batch, room)
+    slots = decode_tables.slots(batch, room)
     assert slots >= room
     assert slots >= batch + room // 2
-    for level in range(decode_launch.LEVELS):
-        assert decode_launch.slots(batch, max(1, room >> level)) <= slots
-        assert decode_launch.slots(max(0, batch - 1), room) <= slots
+    for level in range(decode_tables.LEVELS):
+        assert decode_tables.slots(batch, max(1, room >> level)) <= slots
+        assert decode_tables.slots(max(0, batch - 1), room) <= slots
 
 
 def test_more_heads_than_places_still_leave_one():
-    assert decode_launch.room(1, 1000) == 1
+    assert decode_tables.room(1, 1000) == 1

@@ -33,10 +33,10 @@ def test_an_unknown_backend_is_refused_with_the_known_ones():
         select(spec_of(), "flash")
 
 
-@pytest.mark.parametrize("name", [backend.name for backend in PREFERENCE])
+@pytest.mark.parametrize("name", list(PREFERENCE))
 def test_a_named_backend_runs_or_raises(name):
     spec = spec_of()._replace(device="cuda", arch=90)
-    assert select(spec, name).name == name
+    assert select(spec, name) is PREFERENCE[name]
     cached = spec._replace(kind="cached", grad=True)
     with pytest.raises(NotImplementedError, match=rf"{name}: .*cached attention has no backward; wrap .*no_grad"):
         select(cached, name)
@@ -45,17 +45,17 @@ def test_a_named_backend_runs_or_raises(name):
 def test_the_answer_depends_on_the_spec_alone():
     """So that a laptop can ask about any GPU."""
     spec = spec_of()._replace(device="cuda", arch=90)
-    for backend in PREFERENCE:
+    for backend in PREFERENCE.values():
         assert backend.unsupported(spec) == backend.unsupported(spec_of()._replace(device="cuda", arch=90))
         assert backend.slow(spec) == backend.slow(spec_of()._replace(device="cuda", arch=90))
-    assert select(spec).name == select(spec, "strict").name == "triton"
+    assert select(spec) is select(spec, "strict") is PREFERENCE["triton"]
     wide = spec._replace(grad=True, value_dim=320)
     with pytest.warns(SlowPathWarning, match="torch: runs tile by tile"):
-        assert select(wide).name == "torch"
+        assert select(wide) is PREFERENCE["torch"]
     with pytest.raises(NotImplementedError, match="strict: torch would be slow: runs tile by tile"):
         select(wide, "strict")
     packed = wide._replace(kind="varlen")
-    assert any("waits for the device" in reason for reason in PREFERENCE[1].slow(packed))
+    assert any("waits for the device" in reason for reason in PREFERENCE["torch"].slow(packed))
 
 
 FP8 = KVLayout.grouped(2, 64, store=torch.float8_e4m3fn)
@@ -74,14 +74,14 @@ FP8 = KVLayout.grouped(2, 64, store=torch.float8_e4m3fn)
     ],
 )
 def test_what_triton_refuses(changes, reason):
-    [told] = PREFERENCE[0].unsupported(spec_of()._replace(**({"device": "cuda", "arch": 90} | changes)))
+    [told] = PREFERENCE["triton"].unsupported(spec_of()._replace(**({"device": "cuda", "arch": 90} | changes)))
     assert told.startswith(reason)
 
 
 def test_a_cpu_call_is_not_slow_and_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert select(spec_of()).name == select(spec_of(), "strict").name == "torch"
+        assert select(spec_of()) is select(spec_of(), "strict") is PREFERENCE["torch"]
 
 
 def test_strict_refuses_to_copy():

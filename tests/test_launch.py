@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from attnlib.kernels import launch
-from attnlib.kernels.launch import Problem
+from attnlib.backends._triton import tables
+from attnlib.backends._triton.tables import Problem
 
 SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one program may take, by sm
 
@@ -16,14 +16,14 @@ SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one p
 )
 @pytest.mark.parametrize("plain", [True, False])
 def test_tiles_fit_into_shared_memory(arch, d, e, plain):
-    width = sum(launch.head_split(d)) + launch.power_of_two(e)
+    width = sum(tables.head_split(d)) + tables.power_of_two(e)
     for causal, aligned, keys in product((True, False), (True, False), (1, 100_000)):
         problem = Problem(d, e, 2, causal, plain, arch, aligned)
-        forward = launch.forward(problem, keys=keys)
-        loaded = [forward.block_m * sum(launch.head_split(d)) + forward.stages * forward.block_n * width]
+        forward = tables.forward(problem, keys=keys)
+        loaded = [forward.block_m * sum(tables.head_split(d)) + forward.stages * forward.block_n * width]
         configs = [forward]
-        if max(d, e) <= launch.WIDEST_BACKWARD:
-            owner, queries = (f(problem, keys=keys) for f in (launch.backward_keys, launch.backward_queries))
+        if max(d, e) <= tables.WIDEST_BACKWARD:
+            owner, queries = (f(problem, keys=keys) for f in (tables.backward_keys, tables.backward_queries))
             loaded.append(owner.block_n * width + owner.stages * owner.block_m * width)
             loaded.append(queries.block_m * width + queries.stages * queries.block_n * width)
             configs += [owner, queries]
@@ -34,7 +34,7 @@ def test_tiles_fit_into_shared_memory(arch, d, e, plain):
 
 @pytest.mark.parametrize("d", [1, 7, 16, 17, 40, 64, 80, 96, 111, 128, 160, 192, 256, 576])
 def test_a_head_is_two_blocks_that_hold_it_and_waste_little(d):
-    main, tail = launch.head_split(d)
+    main, tail = tables.head_split(d)
     assert d <= main + tail <= max(16, 2 * d)
     assert main.bit_count() == 1
     assert tail == 0 or (tail.bit_count() == 1 and tail >= 16)
@@ -44,7 +44,7 @@ def test_a_head_is_two_blocks_that_hold_it_and_waste_little(d):
 @pytest.mark.parametrize("d", [1, 16, 17, 40, 59, 64, 80, 111, 128, 192])
 @pytest.mark.parametrize("e", [1, 29, 32, 64, 100, 128])
 def test_tiles_of_keys_and_values_have_one_layout(d, e):
-    main, tail, value = launch.widths(d, e)
+    main, tail, value = tables.widths(d, e)
     assert d <= main + tail
     assert e <= value
     assert main == value or min(main, value) >= 64
@@ -53,7 +53,7 @@ def test_tiles_of_keys_and_values_have_one_layout(d, e):
 
 def test_a_section_holds_whole_groups():
     problem = Problem(128, 128, 2, True, True, 90, True)
-    assert launch.section(problem, keys=8192, pairs=64, group=1) == 6  # of 4 MiB each
-    assert launch.section(problem, keys=8192, pairs=64, group=4) == 24
-    assert launch.section(problem, keys=1 << 20, pairs=64, group=4) == 1
-    assert launch.section(problem, keys=16, pairs=64, group=4) == 64
+    assert tables.section(problem, keys=8192, pairs=64, group=1) == 6  # of 4 MiB each
+    assert tables.section(problem, keys=8192, pairs=64, group=4) == 24
+    assert tables.section(problem, keys=1 << 20, pairs=64, group=4) == 1
+    assert tables.section(problem, keys=16, pairs=64, group=4) == 64

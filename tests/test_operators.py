@@ -22,6 +22,8 @@ from attnlib import (
     sliding,
     varlen_attention,
 )
+from attnlib.backends.operators import flat_over_view
+from attnlib.call import Call, Score, checked
 
 OPS = torch.ops.attnlib
 
@@ -84,23 +86,8 @@ def test_the_cache_operators(layout, page_size, tokens):
             if plane is not None:
                 plane.normal_()
         q = torch.randn(2, tokens, 4, layout.dim + layout.tail)
-        planes = (view.k, None if layout.is_latent else view.v, view.k_tail, None, None)
-        arguments = (
-            q,
-            *planes,
-            view.table,
-            view.starts,
-            view.lengths,
-            None,
-            None,
-            torch.randn(4),
-            None,
-            0,
-            0,
-            0.3,
-            None,
-        )
-        torch.library.opcheck(OPS.torch_cached.default, arguments)
+        asked = checked(Call(q, CAUSAL, Score(0.3, sinks=torch.randn(4)), kv=view))
+        torch.library.opcheck(OPS.torch_cached.default, flat_over_view(asked))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -5,7 +5,7 @@ import torch
 from helpers import assert_same_bits
 
 from attnlib import CAUSAL, FULL, attention, attention_with_lse, repeats, sliding
-from attnlib.terms import Terms
+from attnlib.call import Call, Dropout, Packing, Score
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -21,8 +21,8 @@ def tensors(*, dtype=torch.bfloat16, tokens=300):
     return [torch.randn(2, tokens, h, 64, device="cuda", dtype=dtype) for h in (4, 2, 2)]
 
 
-def key(q, k, v, mask=CAUSAL, *, terms=None, name=None):
-    return repeats.key("dense", q, k, v, mask, Terms() if terms is None else terms, name)
+def key(q, k, v, mask=CAUSAL, *, name=None, **given):
+    return repeats.key(Call(q, mask, k=k, v=v, **given), name)
 
 
 def test_a_repeated_call_reads_the_new_tensors():
@@ -41,8 +41,8 @@ def test_what_differs_is_another_call():
     others = [
         key(q, k, v, FULL),
         key(q, k, v, sliding(9)),
-        key(q, k, v, terms=Terms(0.5)),
-        key(q, k, v, terms=Terms(None, 3.0)),
+        key(q, k, v, score=Score(0.5)),
+        key(q, k, v, score=Score(None, 3.0)),
         key(q, k, v, name="strict"),
         key(q[:1], k[:1], v[:1]),
         key(*heads_first),
@@ -64,9 +64,10 @@ def test_what_others_follow_or_decide_is_not_remembered():
         assert attention(q.float(), k.float(), v.float(), mask=CAUSAL).dtype == torch.float16
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         assert key(q, k, v) is None
-    for terms in (Terms(dropout_p=0.1), Terms(2), Terms(True), Terms(sinks=torch.zeros(4, device="cuda"))):
-        assert key(q, k, v, terms=terms) is None
-    assert repeats.key("varlen", q, k, v, CAUSAL, Terms(), None) is None
+    assert key(q, k, v, dropout=Dropout(0.1)) is None
+    for score in (Score(2), Score(True), Score(sinks=torch.zeros(4, device="cuda"))):
+        assert key(q, k, v, score=score) is None
+    assert key(q, k, v, packing=Packing(None, None)) is None
     assert key(q.cpu(), k.cpu(), v.cpu()) is None
 
 

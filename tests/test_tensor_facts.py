@@ -20,7 +20,7 @@ from attnlib import (
     cached_attention,
     sliding,
 )
-from attnlib.backends import _operators
+from attnlib.backends._torch import implementations
 from attnlib.layers import gqa as gqa_module
 
 
@@ -126,8 +126,8 @@ def test_there_are_no_negative_strides():
 
 # What our operators run, which a dispatch mode would see as one call each.
 INSIDE = {
-    torch.ops.attnlib.torch_forward.default: _operators._forward,
-    torch.ops.attnlib.torch_cached.default: _operators.cached,
+    torch.ops.attnlib.torch_forward.default: implementations._forward,
+    torch.ops.attnlib.torch_cached.default: implementations.cached,
 }
 
 

@@ -5,12 +5,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..cache.layout import KVView
-from ..mask import Mask
+from ..call import Call
+from ..kv import KVView
 from ..philox import kept
 from ..reference import attend
 from ..spec import AttentionSpec
-from ..terms import Terms, read_offsets
 
 
 def unsupported(spec: AttentionSpec) -> list[str]:
@@ -25,49 +24,57 @@ def slow(spec: AttentionSpec) -> list[str]:
     return ["runs the definition, one query at a time, and copies the keys each query sees"]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:
+def attention(call: Call) -> tuple[Tensor, Tensor]:
     """Dense or packed attention and its LSE, with gradients."""
-    terms = _widened(terms, q)
-    if spec.kind == "dense":
+    call = _widened(call)
+    q, k, v = call.q, call.k, call.v
+    if call.packing is None:
         t = k.shape[1]
-        starts = [0] * len(q) if terms.key_starts is None else terms.key_starts.tolist()
-        ends = [t] * len(q) if terms.key_ends is None else terms.key_ends.tolist()
-        solved = [_sequence(n, q[n], k[n], v[n], (starts[n], ends[n]), spec.mask, terms) for n in range(len(q))]
+        starts = [0] * len(q) if call.key_starts is None else call.key_starts.tolist()
+        ends = [t] * len(q) if call.key_ends is None else call.key_ends.tolist()
+        solved = [_sequence(n, q[n], k[n], v[n], (starts[n], ends[n]), call) for n in range(len(q))]
         if not solved:
             return _nothing(q, v.shape[-1])
         return tuple(torch.stack(x) for x in zip(*solved, strict=True))
-    limits = {"max_q": terms.max_seqlen_q, "max_k": terms.max_seqlen_k}
-    offsets = (terms.cu_seqlens_q, terms.cu_seqlens_k)
-    rows, keys = read_offsets(*offsets, queries=q.shape[0], keys=k.shape[0], **limits)
+    rows, keys = call.packing.read(queries=q.shape[0], keys=k.shape[0])
     solved = []
     for n, ((r0, r1), (k0, k1)) in enumerate(zip(pairwise(rows), pairwise(keys), strict=True)):
-        solved.append(_sequence(n, q[r0:r1], k[k0:k1], v[k0:k1], (0, k1 - k0), spec.mask, terms))
+        solved.append(_sequence(n, q[r0:r1], k[k0:k1], v[k0:k1], (0, k1 - k0), call))
     outs, lses = zip(*solved, _nothing(q[rows[-1] :], v.shape[-1]), strict=True)
     return torch.cat(outs), torch.cat(lses, 1)
 
 
-def cached_attention(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:
+def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
     """Attention over stored keys and its LSE."""
-    solved, terms = [], _widened(terms, q)
+    solved, call = [], _widened(call)
+    q, kv = call.q, call.kv
     cu = None if kv.cu_seqlens_q is None else kv.cu_seqlens_q.tolist()
     for n, (start, length) in enumerate(zip(kv.starts.tolist(), kv.lengths.tolist(), strict=True)):
         k, v = _stored(kv, n, start, length)
         queries = q[n] if cu is None else q[cu[n] : cu[n + 1]]
-        solved.append(_sequence(n, queries, k, v, (start, length), spec.mask, terms))
+        solved.append(_sequence(n, queries, k, v, (start, length), call))
     if cu is None and solved:
         return tuple(torch.stack(x) for x in zip(*solved, strict=True))
-    outs, lses = zip(*solved, _nothing(q if cu is None else q[cu[-1] :], spec.value_dim), strict=True)
+    outs, lses = zip(*solved, _nothing(q if cu is None else q[cu[-1] :], kv.layout.value_dim), strict=True)
     return torch.cat(outs), torch.cat(lses, -1)
+
+
+def repeated(call: Call) -> None:
+    """No call is quicker the second time."""
+
+
+repeated_cached = repeated
 
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _widened(terms: Terms, q: Tensor) -> Terms:
+def _widened(call: Call) -> Call:
     """Slopes and sinks in the dtype of scores, once, so that their gradients add up in it."""
-    slopes, sinks = (x if x is None else x.to(_wide(q)) for x in (terms.alibi_slopes, terms.sinks))
-    return terms._replace(alibi_slopes=slopes, sinks=sinks)
+    score, wide = call.score, _wide(call.q)
+    slopes, sinks = (x if x is None else x.to(wide) for x in (score.alibi_slopes, score.sinks))
+    return call._replace(score=score._replace(alibi_slopes=slopes, sinks=sinks))
 
 
 def _nothing(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
@@ -76,29 +83,31 @@ def _nothing(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
     return zero[..., None].expand(*q.shape[:-1], value_dim), zero.transpose(-1, -2).to(_wide(q)) - torch.inf
 
 
-def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], mask: Mask, terms: Terms):
+def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], call: Call) -> tuple[Tensor, Tensor]:
     """One sequence: q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]``, keys visible within ``bounds``."""
-    (s, h, _), t = q.shape, k.shape[0]
+    (s, h, _), t, score = q.shape, k.shape[0], call.score
     i = torch.arange(t - s, t, device=q.device)[:, None]
     j = torch.arange(t, device=q.device)
-    visible = mask.visible(i, j) & (j >= bounds[0]) & (j < bounds[1])
+    visible = call.mask.visible(i, j) & (j >= bounds[0]) & (j < bounds[1])
     bias = weight = None
-    if terms.alibi_slopes is not None:
-        slopes = terms.alibi_slopes if terms.alibi_slopes.dim() == 1 else terms.alibi_slopes[n]
+    if score.alibi_slopes is not None:
+        slopes = score.alibi_slopes if score.alibi_slopes.dim() == 1 else score.alibi_slopes[n]
         bias = -slopes[:, None, None] * (i - j).abs()
-    if terms.dropout_p > 0:
-        keep = kept(
-            int(terms.dropout_seed),
-            terms.dropout_p,
-            sequences=torch.tensor([n], device=q.device),
-            heads=torch.arange(h, device=q.device),
-            rows=torch.arange(s, device=q.device),
-            first=0,
-            last=t,
-        )
-        weight = keep[0].to(_wide(q)) / (1 - terms.dropout_p)
-    numbers = {"scale": terms.scale, "softcap": terms.softcap, "sinks": terms.sinks}
+    if call.dropout.p > 0:
+        weight = _kept(n, s, h, t, call).to(_wide(q)) / (1 - call.dropout.p)
+    numbers = {"scale": score.scale, "softcap": score.softcap, "sinks": score.sinks}
     return attend(q, k, v, visible, bias=bias, weight=weight, **numbers)
+
+
+def _kept(n: int, s: int, h: int, t: int, call: Call) -> Tensor:
+    """Which probabilities ``[h, s, t]`` of sequence ``n`` dropout keeps."""
+    device = call.q.device
+    where = {
+        "sequences": torch.tensor([n], device=device),
+        "heads": torch.arange(h, device=device),
+        "rows": torch.arange(s, device=device),
+    }
+    return kept(int(call.dropout.seed), call.dropout.p, **where, first=0, last=t)[0]
 
 
 def _stored(kv: KVView, n: int, start: int, length: int) -> tuple[Tensor, Tensor]:

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 import torch
 
 from ..counts import check_count
+from ..kv import KVLayout
 from ..storage import copy_pages
 from .book import Book, Freed, Request
 from .buffer import section_of
 from .layer_cache import LayerCache as LayerCache
-from .layout import KVLayout
 from .pages import Handle, Plan
 from .step import Sharing, StepBuffers
 

@@ -7,9 +7,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from ..kv import KVLayout, KVView
 from ..rope import Angles
 from ..storage import write_cache
-from .layout import KVLayout, KVView
 from .step import PerWindow, Shared
 from .trunk import Trunk
 

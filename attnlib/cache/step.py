@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kv import KVLayout
 from .book import Book, Request
 from .buffer import PINNED, Buffer, Schedules, Sending
-from .layout import KVLayout
 from .pages import Handle, Holding, PageLedger, Plan
 from .trunk import Trunk, TrunkBuffers
 

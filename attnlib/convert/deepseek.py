@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from ..cache.layout import DTYPES
+from ..kv import DTYPES
 from ..rope import Linear, Llama3, Rope
 from .calibration import Calibration
 from .checkpoint.errors import CheckpointError

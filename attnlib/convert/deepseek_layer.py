@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, rms_norm
 
-from ..cache.layout import DTYPES
 from ..counts import check_count
+from ..kv import DTYPES
 from ..layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ..rope import Rope
 from .calibration import Calibration, fitting

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
-from ..cache.layout import DTYPES, KVLayout, KVView
+from ..kv import DTYPES, KVLayout, KVView
 from ..mask import Mask
 from ..rope import Angles, DynamicNTK, Rope
 

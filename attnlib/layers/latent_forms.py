@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..cache.layout import KVView
 from ..functional import merge_states, varlen_attention_with_lse
+from ..kv import KVView
 from ..mask import FULL, Mask
 
 # Stored tokens of all sequences together whose K and V exist at once. With DeepSeek-V3's 128 heads of 192 + 128

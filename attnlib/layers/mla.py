@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
-from ..cache.layout import KVLayout, KVView
 from ..counts import check_count
 from ..functional import attention, cached_attention, varlen_attention
+from ..kv import KVLayout, KVView
 from ..mask import Mask
 from ..rope import Angles, Rope, rotate
 from .inputs import angles_of, check, check_options, check_stored, computed_dtype, window_of

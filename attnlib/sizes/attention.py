@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..cache.layout import KVLayout
+from ..kv import KVLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..cache.layout import KVLayout
+from ..kv import KVLayout
 
 
 def cache_bytes(layouts: Sequence[KVLayout], lengths: Sequence[int], *, page_size: int, rollback: int = 0) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..cache.layout import KVLayout
+from ..kv import KVLayout
 from .attention import GroupedShape, LatentShape, Shape
 
 

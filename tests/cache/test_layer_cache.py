@@ -8,7 +8,7 @@ import torch
 from cache_model import LAYERS, Twin, append_all
 
 from attnlib import KVCache, KVLayout, Rope
-from attnlib.backends._paged import quantise
+from attnlib.backends._torch.pages import quantise
 
 GROUPED = KVLayout.grouped(2, 4, 3)
 LATENT = KVLayout.latent(4, 2)

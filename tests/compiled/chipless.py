@@ -12,7 +12,7 @@ from tempfile import NamedTemporaryFile
 from types import MappingProxyType
 from typing import NamedTuple
 
-from attnlib.backends._launch import Launch
+from attnlib.backends._triton.launch import Launch
 from attnlib.counts import INT32
 
 from .cached_builds import AnyBuild

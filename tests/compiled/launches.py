@@ -6,16 +6,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from attnlib.backends import _cached as cached
-from attnlib.backends._launch import Launch
-from attnlib.backends._plans import Call, backward, call, forward, layout
-from attnlib.backends._writes import write_cache
+from attnlib.backends._triton import cached, schedule
+from attnlib.backends._triton.launch import Launch
+from attnlib.backends._triton.plans import backward, forward, key_of, layout
+from attnlib.backends._triton.writes import write_cache
+from attnlib.backends.operators import Arguments
 from attnlib.cache.buffer import section_of
-from attnlib.cache.layout import KVLayout, KVView
+from attnlib.call import Call, Score, checked
+from attnlib.kv import KVLayout, KVView
 from attnlib.mask import CAUSAL, FULL, Mask, sliding
 from attnlib.rope import Angles
-from attnlib.spec import describe
-from attnlib.terms import Terms
 
 from .builds import Build
 from .cached_builds import GROUP, AnyBuild, CachedBuild
@@ -51,13 +51,15 @@ def _dense(build: Build) -> Prepared:
     named = _tensors(build)
     mask = MASKS[build.mask]
     scale, softcap = build.head[0] ** -0.5, 50.0 if build.softcap else None
-    numbers = (mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None)
-    terms = tuple(named[name] for name in ("slopes", "sinks", "starts", "ends", "cu_q", "cu_k", "seed"))
-    problem = Call(*call(named["q"], named["k"], named["v"], terms, numbers))._replace(tf32=build.dtype == "tf32")
+    arguments = Arguments(
+        *(named[name] for name in ("q", "k", "v", "slopes", "sinks", "starts", "ends", "cu_q", "cu_k", "seed")),
+        mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None,
+    )  # fmt: skip
+    key = key_of(arguments)._replace(tf32=build.dtype == "tf32")
     if build.kernel == "forward":
-        launch = forward(problem, None, build.arch)
+        launch = forward(key, None, build.arch)
     else:
-        plan = backward(problem, layout(named["dout"]), layout(named["dlse"]), None, None, build.arch)
+        plan = backward(key, layout(named["dout"]), layout(named["dlse"]), None, None, build.arch)
         launch = getattr(plan, build.kernel.removeprefix("backward_"))
     pointers = (name.removesuffix("_ptr") for name in launch.kernel.arg_names if name.endswith("_ptr"))
     return launch, [named[name] for name in pointers]
@@ -102,14 +104,14 @@ def _over_cache(build: CachedBuild) -> Prepared:
 
     cached_plan = cached.cached_plan
 
-    def plan(call: tuple):
-        return cached_plan(cached.Call(*call)._replace(tf32=build.dtype == "tf32"), arch=build.arch)
+    def plan(key: cached.CachedKey):
+        return cached_plan(key._replace(tf32=build.dtype == "tf32"), arch=build.arch)
 
     with (
         patch.object(torch.ops.attnlib, "triton_cached", cached._cached),  # else torch would ask for shapes alone
         patch.object(Launch, "__call__", remember),
         patch.object(cached, "cached_plan", plan),
-        patch.object(cached, "processors", lambda device: PROCESSORS[build.arch]),
+        patch.object(schedule, "processors", lambda device: PROCESSORS[build.arch]),
     ):
         (_write if build.kernel == "write" else _read)(build)
     if build.kernel not in made:
@@ -123,9 +125,8 @@ def _read(build: CachedBuild):
     q = _tokens(build, layer.heads, width)
     slopes = torch.empty(layer.heads, device="meta") if build.slopes else None
     sinks = torch.empty(layer.heads, device="meta") if build.sinks else None
-    terms = Terms(width**-0.5, 50.0 if build.softcap else None, slopes, sinks)
-    sizes = {"h": layer.heads, "g": view.layout.heads, "d": width, "e": view.layout.value_dim}
-    cached.attention(q, view, describe("cached", (("q", q),), sizes, mask, terms, kv=view), terms)
+    score = Score(width**-0.5, 50.0 if build.softcap else None, slopes, sinks)
+    cached.cached_attention(checked(Call(q, mask, score, kv=view)))
 
 
 def _write(build: CachedBuild):

@@ -16,10 +16,11 @@ from compiled.cached_builds import (
 from compiled.chipless import binary, distinct
 from compiled.launches import DTYPES, prepared
 
-from attnlib.backends import _cached
-from attnlib.backends._launch import Launch
-from attnlib.kernels import decode_launch
-from attnlib.kernels.decode_launch import DecodeConfig
+from attnlib.backends._triton import cached as triton_cached
+from attnlib.backends._triton import decode_tables
+from attnlib.backends._triton import schedule as triton_schedule
+from attnlib.backends._triton.decode_tables import DecodeConfig
+from attnlib.backends._triton.launch import Launch
 
 pytest.importorskip("triton")
 
@@ -35,19 +36,19 @@ def test_every_entry_of_the_decode_tables_is_built(monkeypatch):
         numbered[1000 + 10 * len(numbered)] = name
         return config._replace(stages=max(numbered))
 
-    for name, value in list(vars(decode_launch).items()):
+    for name, value in list(vars(decode_tables).items()):
         if isinstance(value, DecodeConfig):
-            monkeypatch.setattr(decode_launch, name, number(value, name))
+            monkeypatch.setattr(decode_tables, name, number(value, name))
         elif isinstance(value, tuple) and {type(x[-1]) for x in value if isinstance(x, tuple)} == {DecodeConfig}:
             anew = tuple((limit, number(config, f"{name}, up to {limit}")) for limit, config in value)
-            monkeypatch.setattr(decode_launch, name, anew)
+            monkeypatch.setattr(decode_tables, name, anew)
     assert len(numbered) > 5
-    _cached.cached_plan.cache_clear()
+    triton_cached.cached_plan.cache_clear()
     try:
         for build in cached_entries():
             numbered.pop(prepared(build)[0].options["num_stages"], None)
     finally:
-        _cached.cached_plan.cache_clear()
+        triton_cached.cached_plan.cache_clear()
     assert not numbered
 
 
@@ -145,13 +146,13 @@ def test_chips_differ_in_how_many_parts_fill_them():
 
 
 def test_nothing_stays_replaced():
-    call, processors = Launch.__call__, _cached.processors
+    call, processors = Launch.__call__, triton_schedule.processors
     prepared(DECODE)
     with pytest.raises(ValueError, match=r"expected one that this call launches, .*decode.*, got prepare"):
         prepared(DECODE._replace(kernel="prepare"))
     assert Launch.__call__ is call
-    assert _cached.processors is processors
-    assert _cached.processors(torch.device("cpu")) == _cached.INTERPRETED
+    assert triton_schedule.processors is processors
+    assert triton_schedule.processors(torch.device("cpu")) == triton_schedule.INTERPRETED
 
 
 def test_one_launch_is_compiled_for_two_chips():

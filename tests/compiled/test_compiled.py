@@ -18,9 +18,9 @@ from compiled.page import PAGE, committed, regressions, section, shortfall, writ
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlib.backends import _plans
-from attnlib.kernels import launch
-from attnlib.kernels.launch import LaunchConfig
+from attnlib.backends._triton import plans as triton_plans
+from attnlib.backends._triton import tables
+from attnlib.backends._triton.tables import LaunchConfig
 
 BUILD = Build("forward", 90, (128, 128))
 BINARY = Binary("128 x 64, 8 warps, 3 stages", 255, 24, 160 << 10, 0, 8)
@@ -55,22 +55,22 @@ def test_pairs_take_few_rows():
 def test_every_entry_of_the_launch_tables_is_built(monkeypatch):
     """Each entry gets a number, as its stages; all must turn up in the kernels' constants."""
     pytest.importorskip("triton")
-    tables = {name: table for name, table in vars(launch).items() if _is_table(table)}
-    assert len(tables) > 5
+    found = {name: table for name, table in vars(tables).items() if _is_table(table)}
+    assert len(found) > 5
     numbered = {}
-    for name, table in tables.items():
+    for name, table in found.items():
         first = 1000 + len(numbered)
         anew = tuple((limit, config._replace(stages=first + n)) for n, (limit, config) in enumerate(table))
         numbered |= {config.stages: f"{name}, up to {limit}" for limit, config in anew}
-        monkeypatch.setattr(launch, name, anew)
-    _plans.forward.cache_clear()
-    _plans.backward.cache_clear()
+        monkeypatch.setattr(tables, name, anew)
+    triton_plans.forward.cache_clear()
+    triton_plans.backward.cache_clear()
     try:
         for build in entries():
             numbered.pop(prepared(build)[0].constants.get("STAGES"), None)
     finally:
-        _plans.forward.cache_clear()
-        _plans.backward.cache_clear()
+        triton_plans.forward.cache_clear()
+        triton_plans.backward.cache_clear()
     assert not numbered
 
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from attnlib import Mask, functional
-from attnlib.backends import _autograd, _operators, _paged, _tiles, _torch
+from attnlib import Mask, call
+from attnlib.backends import _torch, autograd
+from attnlib.backends._torch import implementations, pages, tiles
 from attnlib.cache import kv_cache
 from attnlib.cache.pages import PageLedger
 from attnlib.cache.step import StepBuffers, TableBuffers
@@ -17,10 +18,10 @@ def seen_one_too_far(visible: Callable) -> Callable:
     return lambda mask, i, j: visible(mask, i + 1, j)
 
 
-def scale_squared(check: Callable) -> Callable:
-    def changed(*arguments):
-        terms = check(*arguments)
-        return terms._replace(scale=terms.scale**2)
+def scale_squared(filled: Callable) -> Callable:
+    def changed(score, head_dim):
+        score = filled(score, head_dim)
+        return score._replace(scale=score.scale**2)
 
     return changed
 
@@ -113,17 +114,17 @@ def shortest_heir(heirs: Callable) -> Callable:
 # name -> the kind of case that meets it, how many cases it may take, where it is, and the bug
 PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "the mask sees one key too far": ("dense", 20, Mask, "visible", seen_one_too_far),
-    "scale squared": ("varlen", 20, functional, "check", scale_squared),
-    "an LSE without sink": ("dense", 40, _tiles, "forward", lse_without_sink),
-    "head h reads h % g": ("varlen", 20, _tiles, "_rows", group_by_remainder),
-    "a tail cut off": ("dense", 20, _tiles, "_query_tiles", tail_cut_off),
-    "dropout without 1 / (1 - p)": ("dense", 60, _tiles, "_dropout", dropout_not_made_up_for),
-    "no gradient of the softcap": ("dense", 40, _tiles, "_scores", cap_without_gradient),
-    "no gradient of the LSE": ("dense", 20, _autograd.Operators, "gradients", lse_without_gradient),
-    "slopes of the first sequence": ("varlen", 120, _tiles, "per_head", slopes_of_one_sequence),
-    "NaN times zero": ("dense", 100, _tiles, "_product", hidden_by_zero),
-    "rows of nobody left": ("varlen", 20, _operators, "_fill_nothing", nothing),
-    "left padding seen": ("cached", 40, _paged, "Batch", starts_ignored),
+    "scale squared": ("varlen", 20, call, "_filled", scale_squared),
+    "an LSE without sink": ("dense", 40, tiles, "forward", lse_without_sink),
+    "head h reads h % g": ("varlen", 20, tiles, "_rows", group_by_remainder),
+    "a tail cut off": ("dense", 20, tiles, "_query_tiles", tail_cut_off),
+    "dropout without 1 / (1 - p)": ("dense", 60, tiles, "_dropout", dropout_not_made_up_for),
+    "no gradient of the softcap": ("dense", 40, tiles, "_scores", cap_without_gradient),
+    "no gradient of the LSE": ("dense", 20, autograd.Operators, "gradients", lse_without_gradient),
+    "slopes of the first sequence": ("varlen", 120, tiles, "per_head", slopes_of_one_sequence),
+    "NaN times zero": ("dense", 100, tiles, "_product", hidden_by_zero),
+    "rows of nobody left": ("varlen", 20, implementations, "_fill_nothing", nothing),
+    "left padding seen": ("cached", 40, pages, "Batch", starts_ignored),
     "a forked page not copied": ("cached", 60, kv_cache, "copy_pages", nothing),
     "a forked page lost in a failed step": ("cached", 150, PageLedger, "_writers_in_place", shortest_heir),
     "a stale table after a failed step": ("cached", 120, StepBuffers, "forget", nothing),

@@ -1,8 +1,9 @@
 """FlashAttention-2's backward in one pass, kept only for comparison: it adds dq up in memory, by fp32 atomics.
 
-Its five products a tile are two fewer than those of the two passes in :mod:`attnlib.kernels.backward`, and the order of
-its sums, hence the last bits of dq, change from run to run. Plain self-attention alone: full or causal, as many KV
-heads as query heads, one head dimension, a power of two. ``python tests/kernels/atomics.py`` times both on a GPU.
+Its five products a tile are two fewer than those of the two passes in :mod:`attnlib.backends._triton.kernels.backward`,
+and the order of its sums, hence the last bits of dq, change from run to run. Plain self-attention alone: full or
+causal, as many KV heads as query heads, one head dimension, a power of two. ``python tests/kernels/atomics.py`` times
+both on a GPU.
 """
 
 from collections.abc import Callable
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from attnlib import CAUSAL, FULL, Mask, attention_with_lse
 from attnlib import attention as two_passes
-from attnlib.kernels.backward import prepare
-from attnlib.kernels.launch import LaunchConfig
-from attnlib.kernels.tile import LOG2E, block_at, load_rows, split, store_rows
+from attnlib.backends._triton.kernels.backward import prepare
+from attnlib.backends._triton.kernels.tile import LOG2E, block_at, load_rows, split, store_rows
+from attnlib.backends._triton.tables import LaunchConfig
 
 # By bytes of a number, and by the widest head; more keys mean fewer additions. sm_90, compiled by triton 3.6 and 3.7.
 LARGE = (

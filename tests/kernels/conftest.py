@@ -4,14 +4,14 @@ import pytest
 from kernel_helpers import INTERPRETED
 
 from attnlib import repeats
-from attnlib.backends import _plans
+from attnlib.backends._triton import plans as triton_plans
 
 
 @pytest.fixture(autouse=True)
 def _plans_anew():
     """Tests put other tiles into the tables."""
-    _plans.forward.cache_clear()
-    _plans.backward.cache_clear()
+    triton_plans.forward.cache_clear()
+    triton_plans.backward.cache_clear()
     repeats.forget()
 
 

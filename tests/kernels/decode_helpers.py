@@ -11,15 +11,16 @@ from kernel_helpers import DEVICE
 from torch import Tensor
 
 from attnlib import CAUSAL, KVLayout, KVView, Mask, cached_attention_with_lse
-from attnlib.backends import _cached
-from attnlib.backends._paged import quantise
-from attnlib.kernels import decode_launch
-from attnlib.kernels.decode_launch import DecodeConfig
+from attnlib.backends._torch.pages import quantise
+from attnlib.backends._triton import cached as triton_cached
+from attnlib.backends._triton import decode_tables
+from attnlib.backends._triton import schedule as triton_schedule
+from attnlib.backends._triton.decode_tables import DecodeConfig
 from attnlib.storage import new_schedule, update_schedule
 
 NAN = {torch.int8: 0x80, torch.float8_e4m3fn: 0x7F}  # -128, beside a scale of NaN
 GARBAGE = torch.tensor([2**31 - 1, -1, -(2**31), 2147480000, -123456, 1 << 20], dtype=torch.int32)
-LONG = decode_launch.LONG
+LONG = decode_tables.LONG
 SLACK = 3  # packed rows after the last offset
 
 
@@ -201,13 +202,13 @@ def plan_for(
     """Other tiles than the tables', a device of so many multiprocessors, ``small`` schedules with short parts, and if
     they are not ``parted`` no parts of sequences that fill the device without."""
     if tiles is not None:
-        patch.setattr(decode_launch, "decode", lambda problem: tiles)
+        patch.setattr(decode_tables, "decode", lambda problem: tiles)
     if processors is not None:
-        patch.setattr(_cached, "processors", lambda device: processors)
+        patch.setattr(triton_schedule, "processors", lambda device: processors)
     if small:
-        patch.setattr(_cached, "GRAIN", 16)
-        patch.setattr(_cached, "LEVELS", 3)
-        patch.setattr(decode_launch, "LEVELS", 3)
-    patch.setattr(decode_launch, "LONG", LONG if parted else 0)
-    _cached.cached_plan.cache_clear()
-    _cached._schedule_plan.cache_clear()
+        patch.setattr(triton_schedule, "GRAIN", 16)
+        patch.setattr(triton_schedule, "LEVELS", 3)
+        patch.setattr(decode_tables, "LEVELS", 3)
+    patch.setattr(decode_tables, "LONG", LONG if parted else 0)
+    triton_cached.cached_plan.cache_clear()
+    triton_schedule._schedule_plan.cache_clear()

@@ -6,18 +6,18 @@ from helpers import OPTIONS, assert_same_bits, make
 from kernel_helpers import DEVICE, INTERPRETED, assert_both
 
 from attnlib import CAUSAL, FULL, Mask, attention, explain, sliding, varlen_attention
-from attnlib.kernels import launch
+from attnlib.backends._triton import tables
 
 DTYPES = (torch.float32, torch.float16) + (() if INTERPRETED else (torch.bfloat16,))
-SMALL = launch.LaunchConfig(16, 32, 1, 4)
+SMALL = tables.LaunchConfig(16, 32, 1, 4)
 SETS = ((), ("bounds", "sinks"), ("softcap",), ("alibi_slopes", "scale"), ("per_sequence_slopes", "dropout"), OPTIONS)
 
 
 @pytest.fixture
 def _small_tiles(monkeypatch):
     for name in ("backward_keys", "backward_queries"):
-        monkeypatch.setattr(launch, name, lambda problem, *, keys: SMALL)
-    monkeypatch.setattr(launch, "forward", lambda problem, *, keys: launch.LaunchConfig(32, 16, 1, 4))
+        monkeypatch.setattr(tables, name, lambda problem, *, keys: SMALL)
+    monkeypatch.setattr(tables, "forward", lambda problem, *, keys: tables.LaunchConfig(32, 16, 1, 4))
 
 
 @pytest.mark.usefixtures("_small_tiles")

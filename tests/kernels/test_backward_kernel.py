@@ -10,8 +10,8 @@ import torch
 from helpers import Problem, assert_close, assert_same_bits, eager, make
 
 from attnlib import CAUSAL, FULL, Mask, attention_with_lse, sliding, varlen_attention_with_lse
-from attnlib.backends import _plans, _triton  # noqa: F401 - registers the operators
-from attnlib.kernels.launch import LaunchConfig
+from attnlib.backends._triton import plans as triton_plans
+from attnlib.backends._triton.tables import LaunchConfig
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 import triton
 from triton import language as tl
 
-from attnlib.kernels.tile import query_range
+from attnlib.backends._triton.kernels.tile import query_range
 
 # numpy, in which the interpreter computes, tells of every NaN that it makes.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
@@ -36,10 +36,10 @@ def launch(
     terms = (alibi_slopes, sinks, key_starts, key_ends, cu_q, cu_k, dropout_seed)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     numbers = (mask.left, mask.right, mask.prefix, scale, softcap, dropout_p, None, None)
-    _plans.backward.cache_clear()
+    triton_plans.backward.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("backward_keys", "backward_queries"):
-            patch.setattr(_plans.launch, name, lambda problem, *, keys: tiles)
+            patch.setattr(triton_plans.tables, name, lambda problem, *, keys: tiles)
         return torch.ops.attnlib.triton_backward(dout, dlse, out, lse, q, k, v, *terms, *numbers)[:4]
 
 

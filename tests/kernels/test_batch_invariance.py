@@ -12,10 +12,10 @@ from torch import Tensor
 
 from attnlib import CAUSAL, KVCache, KVLayout, Mask, sliding
 from attnlib import cached_attention_with_lse as attend
-from attnlib.backends import _cached
+from attnlib.backends._triton import cached as triton_cached
+from attnlib.backends._triton import decode_tables
+from attnlib.backends._triton.decode_tables import DecodeConfig
 from attnlib.cache import buffer
-from attnlib.kernels import decode_launch
-from attnlib.kernels.decode_launch import DecodeConfig
 
 if INTERPRETED:
     LENGTH, DTYPE, PAGE = 70, torch.float16, 4
@@ -41,7 +41,7 @@ def short_sections(monkeypatch):
     """On the interpreter, sections and tiles that short sequences fill."""
     if INTERPRETED:
         monkeypatch.setattr(buffer, "LEAST", 32)
-        monkeypatch.setattr(decode_launch, "fixed", lambda problem: DecodeConfig(16, 16, 2, 4))
+        monkeypatch.setattr(decode_tables, "fixed", lambda problem: DecodeConfig(16, 16, 2, 4))
 
 
 def test_a_schedule_of_other_parts_is_not_used():
@@ -52,8 +52,8 @@ def test_a_schedule_of_other_parts_is_not_used():
         cache.admit()
         with cache.read(1) as (layer,):
             view = layer.view()
-            assert (_cached._given(view)[9] is None) == (view.schedule is None)
-            assert _cached._given(replace(view, section=0 if invariant else 1024))[9] is None
+            assert (triton_cached._schedule_of(view) is None) == (view.schedule is None)
+            assert triton_cached._schedule_of(replace(view, section=0 if invariant else 1024)) is None
 
 
 def steps(rng: Random, length: int, most: int) -> Iterator[int]:

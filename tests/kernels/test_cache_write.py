@@ -14,7 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnlib import KVCache, KVLayout, KVView, Rope, rotate
-from attnlib.backends import _torch, _writes
+from attnlib.backends import _torch
+from attnlib.backends._triton import writes as triton_writes
 from attnlib.cache import layer_cache
 from attnlib.rope import Angles
 from attnlib.storage import write_cache
@@ -131,7 +132,7 @@ def test_rounding_and_rows_that_are_not_finite(store):
     ours, expected = view_of(layout, device=DEVICE), view_of(layout)
     _torch.write_cache(expected, special, special, slots, None)
     with pytest.warns(RuntimeWarning, match="invalid value") if INTERPRETED else torch.no_grad():  # numpy's
-        _writes.write_cache(ours, *map(to_device, (special, special, slots)), None)
+        triton_writes.write_cache(ours, *map(to_device, (special, special, slots)), None)
     scale, wanted = ours.k_scale.cpu().flatten()[:10], expected.k_scale.flatten()[:10]
     assert_same_bits((scale, wanted))
     assert scale[[0, 3, 6]].eq(2.0**-40).all()

@@ -16,8 +16,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnlib import CAUSAL, FULL, KVCache, KVLayout, KVView, Mask, explain, merge_states, sliding
 from attnlib import cached_attention_with_lse as attend
-from attnlib.backends import _cached
-from attnlib.kernels.decode_launch import DecodeConfig
+from attnlib.backends._triton import cached as triton_cached
+from attnlib.backends._triton.decode_tables import DecodeConfig
+from attnlib.backends.operators import flat_over_view
+from attnlib.call import Call as Attention
+from attnlib.call import Score, checked
 
 # The interpreter truncates to bf16 where torch rounds.
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.bfloat16, torch.float16, torch.float32)
@@ -229,8 +232,8 @@ def test_a_long_prompt_among_single_tokens(layout, plan):
 
 def test_many_rows_of_nobody(plan, monkeypatch):
     """After the last sequence of a captured step that holds less than it could: 0, whether or not they fit a tile."""
-    made = _cached.outputs
-    monkeypatch.setattr(_cached, "outputs", lambda *given: tuple(x.fill_(torch.nan) for x in made(*given)))
+    made = triton_cached.outputs
+    monkeypatch.setattr(triton_cached, "outputs", lambda *given: tuple(x.fill_(torch.nan) for x in made(*given)))
     monkeypatch.setattr(decode_helpers, "SLACK", 40)
     for processors in (1, 7):
         plan(processors=processors)
@@ -303,7 +306,7 @@ def test_wrong_numbers_on_the_device_stay_inside(plan, monkeypatch):
             results.append(guard[4096:-4096].view(x.shape))
         return tuple(results)
 
-    monkeypatch.setattr(_cached, "outputs", outputs)
+    monkeypatch.setattr(triton_cached, "outputs", outputs)
     most, least = 2**31 - 1, -(2**31)
     wrong = ({"lengths": most}, {"lengths": least}, {"starts": most}, {"starts": least, "table": most - 7})
     for counts, changes in ((1, wrong[:2]), ((1, 9, 3), wrong[2:])):
@@ -325,7 +328,7 @@ def test_wrong_numbers_on_the_device_stay_inside(plan, monkeypatch):
         assert guard[4096 + n :].eq(7).all()
 
 
-OUTPUTS = _cached.outputs
+OUTPUTS = triton_cached.outputs
 
 
 def test_who_runs_a_call_and_what_the_operator_says(plan):
@@ -346,9 +349,9 @@ def test_who_runs_a_call_and_what_the_operator_says(plan):
     for layout, options in ((SMALL, ("sinks", "alibi_slopes")), (replace(LATENT, store=torch.int8), ())):
         call = store(layout, Sizes((20, 3))).call((1, 2), 4, options=options)
         call = call.scheduled() if options else call
-        terms = [call.options.get(name) for name in ("alibi_slopes", "sinks")]
-        tensors = (*_cached._given(call.stored.view), *(x if x is None else x.to(DEVICE) for x in terms))
-        arguments = (call.q.to(DEVICE), *tensors, None, 0, 0, 0.25, None, 0)
+        options = {name: x.to(DEVICE) for name, x in call.options.items()}
+        asked = Attention(call.q.to(DEVICE), CAUSAL, Score(0.25, None, **options), kv=call.stored.view)
+        arguments = flat_over_view(checked(asked), call.stored.view.schedule)
         tests = ("test_schema", "test_faketensor")
         torch.library.opcheck(torch.ops.attnlib.triton_cached.default, arguments, test_utils=tests)
 
@@ -358,17 +361,18 @@ def test_descriptors_load_rows_without_gaps():
 
     def tma(layout: KVLayout, page_size: int | None, order: str = "pages") -> bool:
         call = store(layout, Sizes((5,), page_size=page_size, order=order)).call(1, 32).scheduled()
-        tensors, numbers = (*_cached._given(call.stored.view), None, None), (None, 0, 0, 1.0, None, 0)
-        return _cached.cached_plan(_cached._call(call.q.to(DEVICE), tensors, numbers), arch=90).decode.tma
+        asked = checked(Attention(call.q.to(DEVICE), CAUSAL, kv=call.stored.view))
+        arguments = flat_over_view(asked, call.stored.view.schedule)
+        return triton_cached.cached_plan(triton_cached.key_of(arguments), arch=90).decode.tma
 
-    _cached.cached_plan.cache_clear()
+    triton_cached.cached_plan.cache_clear()
     wide = KVLayout.latent(512, 64, dtype=torch.bfloat16)
     assert [tma(wide, page_size) for page_size in (1, 16, 64, 256, None)] == [False, False, True, True, True]
     assert not tma(wide, 64, "apart")
     assert not tma(replace(wide, dim=300, value_dim=300), 64)
     assert not tma(replace(wide, tail=20), 64)
     assert not tma(replace(wide, store=torch.int8), 64)
-    _cached.cached_plan.cache_clear()
+    triton_cached.cached_plan.cache_clear()
 
 
 @torch.no_grad()

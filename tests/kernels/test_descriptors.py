@@ -6,18 +6,18 @@ from helpers import assert_same_bits
 from kernel_helpers import DEVICE
 
 from attnlib import CAUSAL, FULL, attention_with_lse, sliding, varlen_attention_with_lse
-from attnlib.backends import _plans
-from attnlib.kernels import launch
+from attnlib.backends._triton import plans as triton_plans
+from attnlib.backends._triton import tables
 
 
 def gradients(tensors, tma, monkeypatch, mask, cu=None):
     """Output, LSE and gradients with small tiles, which descriptors load or not."""
-    tiles = launch.LaunchConfig(32, 16, 1, 4, tma)
-    monkeypatch.setattr(launch, "forward", lambda problem, *, keys: tiles._replace(tma=tma and problem.aligned))
+    tiles = tables.LaunchConfig(32, 16, 1, 4, tma)
+    monkeypatch.setattr(tables, "forward", lambda problem, *, keys: tiles._replace(tma=tma and problem.aligned))
     for name in ("backward_keys", "backward_queries"):
-        monkeypatch.setattr(launch, name, lambda problem, *, keys: tiles._replace(tma=tma and problem.aligned))
-    _plans.forward.cache_clear()
-    _plans.backward.cache_clear()
+        monkeypatch.setattr(tables, name, lambda problem, *, keys: tiles._replace(tma=tma and problem.aligned))
+    triton_plans.forward.cache_clear()
+    triton_plans.backward.cache_clear()
     leaves = [x.detach().requires_grad_() for x in tensors]
     if cu is None:
         out, lse = attention_with_lse(*leaves, mask=mask, backend="triton")
@@ -54,7 +54,7 @@ def test_any_strides_and_addresses(how, monkeypatch):
         moved = torch.empty(x.numel() + 1, device=DEVICE)[1:].view(x.shape)
     (moved[:, :, :1] if how == "expanded heads" else moved).copy_(x[:, :, :1] if how == "expanded heads" else x)
     seen = []
-    monkeypatch.setattr(_plans, "Launch", lambda *args: seen.append(args) or LAUNCH(*args))
+    monkeypatch.setattr(triton_plans, "Launch", lambda *args: seen.append(args) or LAUNCH(*args))
     ours = gradients((moved, moved, moved), True, monkeypatch, CAUSAL)
     described = [any(args[-1]) for args in seen if len(args) > 5]
     assert all(described) == (how in ("a fused projection", "heads first"))
@@ -69,4 +69,4 @@ def test_values_cut_from_wider_rows(monkeypatch):
     assert_same_bits(*zip(*results, strict=True))
 
 
-LAUNCH = _plans.Launch
+LAUNCH = triton_plans.Launch

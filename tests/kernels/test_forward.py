@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from kernel_helpers import DEVICE, INTERPRETED, assert_forward, solve
 
 from attnlib import CAUSAL, FULL, Mask, attention_with_lse, sliding, varlen_attention_with_lse
-from attnlib.kernels import launch
+from attnlib.backends._triton import tables
 
 # The interpreter multiplies bf16 by its bit patterns.
 DTYPES = (torch.float32, torch.float16) + (() if INTERPRETED else (torch.bfloat16,))
 # One configuration each: a compiled kernel for every drawn set of options would take minutes.
 SETS = ((), ("bounds",), ("softcap", "sinks"), ("alibi_slopes", "scale"), ("per_sequence_slopes", "dropout"), OPTIONS)
 
-SHIPPED = launch.forward
+SHIPPED = tables.forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, of NaN inputs
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  
 def _small_tiles():
     """So that short sequences have many tiles; `test_the_tables_own_tiles` runs the shipped ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "forward", lambda problem, *, keys: launch.LaunchConfig(32, 16, 2, 4))
+        patch.setattr(tables, "forward", lambda problem, *, keys: tables.LaunchConfig(32, 16, 2, 4))
         yield
 
 
@@ -50,7 +50,7 @@ def test_any_head_dimension(d, e, dtype):
 @pytest.mark.parametrize("dtype", DTYPES[INTERPRETED:], ids=str)  # fp32 has tiles of its own
 @pytest.mark.parametrize("d", [64, 128, 192, 256])
 def test_the_tables_own_tiles(d, mask, dtype, monkeypatch):
-    monkeypatch.setattr(launch, "forward", SHIPPED)
+    monkeypatch.setattr(tables, "forward", SHIPPED)
     assert_forward(make(1, 300, 333, 2, 1, d, min(d, 128), mask=mask, dtype=dtype))
 
 
@@ -195,7 +195,7 @@ def test_the_operator():
 @pytest.mark.skipif(INTERPRETED, reason="numpy has no fused sums, and takes minutes")
 def test_the_lse_of_many_keys_does_not_drift(monkeypatch):
     """A tile whose scores are all below the maximum changes nothing but by its weights."""
-    monkeypatch.setattr(launch, "forward", SHIPPED)
+    monkeypatch.setattr(tables, "forward", SHIPPED)
     q, k = torch.randn(1, 64, 1, 64) * 4, torch.randn(1, 1 << 17, 1, 64)
     q, k = q.to(DEVICE, torch.bfloat16), k.to(DEVICE, torch.bfloat16)
     golden = torch.logsumexp(q[0, :, 0].double() @ k[0, :, 0].double().T / 8, -1)

@@ -4,7 +4,8 @@ import pytest
 from fuzz.cases import failures
 from kernel_helpers import INTERPRETED
 
-from attnlib.backends import _cached, _plans
+from attnlib.backends._triton import cached as triton_cached
+from attnlib.backends._triton import plans as triton_plans
 
 DEVICE = "interpreter" if INTERPRETED else "cuda"
 # Kind -> first seed and cases: 20 s interpreted on one core of an EPYC.
@@ -14,9 +15,9 @@ SHARES = [("dense", 0, 8), ("dense", 8, 8), ("varlen", 0, 10), ("cached", 0, 2),
 @pytest.fixture(autouse=True)
 def _launches_anew():
     """What a planted bug plans is no other test's."""
-    _cached.cached_plan.cache_clear()
+    triton_cached.cached_plan.cache_clear()
     yield
-    for plans in (_cached.cached_plan, _plans.forward, _plans.backward):
+    for plans in (triton_cached.cached_plan, triton_plans.forward, triton_plans.backward):
         plans.cache_clear()
 
 
@@ -28,7 +29,7 @@ def test_a_share_of_the_cases_finds_nothing(kind, first, count):
 
 def as_if_contiguous(strides):
     """Strides that tensors of these shapes would have in one piece."""
-    return lambda shapes, *tensors: strides(shapes, *(_plans._contiguous(x.shape, x.dtype) for x in tensors))
+    return lambda shapes, *tensors: strides(shapes, *(triton_plans._contiguous(x.shape, x.dtype) for x in tensors))
 
 
 def one_too_far(clamp):
@@ -38,9 +39,9 @@ def one_too_far(clamp):
 @pytest.mark.parametrize(
     ("kind", "where", "attribute", "bug"),
     [
-        ("dense", _plans._Shapes, "strides", as_if_contiguous),
-        ("varlen", _plans, "_clamp", one_too_far),
-        ("cached", _cached, "_clamp", one_too_far),
+        ("dense", triton_plans.DenseShapes, "strides", as_if_contiguous),
+        ("varlen", triton_plans, "_clamp", one_too_far),
+        ("cached", triton_cached, "_clamp", one_too_far),
     ],
 )
 def test_a_planted_bug_is_found(kind, where, attribute, bug, monkeypatch):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from kernel_helpers import DEVICE, INTERPRETED
 
-from attnlib.backends import _cached
-from attnlib.kernels import decode_launch
-from attnlib.kernels.decode_launch import ENTRY, GRAIN, LEVELS
+from attnlib.backends._triton import decode_tables
+from attnlib.backends._triton import schedule as triton_schedule
+from attnlib.backends._triton.decode_tables import ENTRY, GRAIN, LEVELS
 
 END = 2**31 - 1  # of a last part, whose sequence may grow
 
@@ -18,20 +18,20 @@ def device(monkeypatch):
     """Call it for one of so many multiprocessors."""
 
     def of(processors: int) -> torch.device:
-        monkeypatch.setattr(_cached, "processors", lambda device: processors)
-        _cached._schedule_plan.cache_clear()
+        monkeypatch.setattr(triton_schedule, "processors", lambda device: processors)
+        triton_schedule._schedule_plan.cache_clear()
         return torch.device(DEVICE)
 
     yield of
-    _cached._schedule_plan.cache_clear()
+    triton_schedule._schedule_plan.cache_clear()
 
 
 def scheduled(device, starts, lengths, *, heads=1, limit=2**20, reach=None, rows=0) -> list[list[list[int]]]:
     """Entries by level and slot, where there was garbage before."""
-    schedule = _cached.new_schedule(max(rows, len(lengths)), heads, device)
+    schedule = triton_schedule.new_schedule(max(rows, len(lengths)), heads, device)
     schedule[0].fill_(123456789)
     tensors = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths))
-    _cached.update_schedule(schedule, *tensors, limit=limit, reach=reach)
+    triton_schedule.update_schedule(schedule, *tensors, limit=limit, reach=reach)
     assert schedule.shape[:2] == (heads, LEVELS)
     assert schedule.shape[3] == ENTRY
     return schedule[0].tolist()
@@ -52,7 +52,7 @@ def least_size(grains: list[int], room: int, slots: int) -> int:
 
 
 def check(entries: list[list[int]], ranges: list[tuple[int, int]], room: int) -> None:
-    slots = decode_launch.slots(len(ranges), room)
+    slots = decode_tables.slots(len(ranges), room)
     grains = [max(1, -(-length // GRAIN) - start // GRAIN) for start, length in ranges]
     size, slot = least_size(grains, room, slots), 0
     for n, ((start, length), many) in enumerate(zip(ranges, grains, strict=True)):
@@ -83,14 +83,14 @@ def test_parts_tile_what_is_seen(device):
             starts = [random.choice((0, 0, 5, length // 2, length)) for length in chosen]
             of = device(processors)
             entries = scheduled(of, starts, chosen, heads=heads, reach=reach, rows=batch + random.choice((0, 5)))
-            room = decode_launch.room(processors, heads)
+            room = decode_tables.room(processors, heads)
             ranges = [bounds(*pair, 2**20, reach) for pair in zip(starts, chosen, strict=True)]
             for level, row in enumerate(entries):
                 check(row, ranges, max(1, room >> level))
     entries = scheduled(device(33), [0] * 5, [1, 128000, 3, 0, 9])[0]
     parts = [entry[5] for entry in entries[:5]]
     assert parts == [1, parts[1], 1, 1, 1]
-    assert parts[1] > 0.9 * decode_launch.room(33, 1)  # the long one gets what the others leave
+    assert parts[1] > 0.9 * decode_tables.room(33, 1)  # the long one gets what the others leave
 
 
 def test_wrong_lengths_are_contained(device):
@@ -100,6 +100,6 @@ def test_wrong_lengths_are_contained(device):
     for limit, reach in ((4096, None), (4096, 100), (2**28, None)):
         entries = scheduled(device(33), starts, lengths, limit=limit, reach=reach)
         ranges = [bounds(*pair, limit, reach) for pair in zip(starts, lengths, strict=True)]
-        room = decode_launch.room(33, 1)
+        room = decode_tables.room(33, 1)
         for level, row in enumerate(entries):
             check(row, ranges, max(1, room >> level))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attnlib import CAUSAL, KVCache, KVLayout
 from attnlib import cached_attention_with_lse as attend
+from attnlib.backends._triton.decode_tables import DecodeConfig
 from attnlib.cache import trunk
-from attnlib.kernels.decode_launch import DecodeConfig
 
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 GROUPED, LATENT = KVLayout.grouped(2, 16, dtype=DTYPE), KVLayout.latent(32, 16, dtype=DTYPE)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnlib import CAUSAL, KVCache, KVLayout, attention_with_lse, cached_attention_with_lse
-from attnlib.backends import _cached, _writes
+from attnlib.backends._triton import schedule, writes
 
 LAYOUTS = (KVLayout.grouped(2, 64, dtype=torch.float16), KVLayout.latent(64, 16, dtype=torch.float16))
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -13,15 +13,15 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 def test_plans_are_for_one_device():
     one, other = (torch.device("cuda", n) for n in range(2))
     for device in (one, other):
-        assert _cached._schedule_plan(device, (1, 4, 4, 16, 16), 1, 16) is _cached._schedule_plan(
+        assert schedule._schedule_plan(device, (1, 4, 4, 16, 16), 1, 16) is schedule._schedule_plan(
             torch.device(device), (1, 4, 4, 16, 16), 1, 16
         )
-    assert _cached._schedule_plan(one, (1, 4, 4, 16, 16), 1, 16) is not _cached._schedule_plan(
+    assert schedule._schedule_plan(one, (1, 4, 4, 16, 16), 1, 16) is not schedule._schedule_plan(
         other, (1, 4, 4, 16, 16), 1, 16
     )
     plane, new = ((4, 4, 2, 8), (64, 16, 8, 1), torch.float16), ((1, 3, 2, 8), (48, 16, 8, 1), torch.float16)
     tensors = (plane, plane, None, None, new, new, None, None, ((3,), (1,), torch.int64), False, False)
-    assert _writes.plan(one, *tensors) is not _writes.plan(other, *tensors)
+    assert writes.plan(one, *tensors) is not writes.plan(other, *tensors)
 
 
 def decode(device: torch.device, steps: int) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...cache.layout import DTYPES, KVLayout
+from ...kv import DTYPES, KVLayout
 from .errors import CheckpointError
 from .folder import CONFIG, Checkpoint
 from .header import Entry

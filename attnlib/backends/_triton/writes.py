@@ -8,15 +8,15 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..cache.layout import KVView
-from ..counts import INT32
-from ..kernels.launch import LaunchConfig, power_of_two
-from ..repeats import unwatched
-from ..rope import Angles, _check_rotation
-from ..spec import arch_of
-from ._launch import Launch, against_interpreter
-from ._plans import Layout, layout
-from ._schema import register
+from ...counts import INT32
+from ...kv import KVView
+from ...repeats import unwatched
+from ...rope import Angles, _check_rotation
+from ...spec import arch_of
+from ..registration import register
+from .launch import Launch, against_interpreter
+from .plans import Layout, layout
+from .tables import LaunchConfig, power_of_two
 
 Again = Callable[[Tensor, Tensor | None, Angles | None], None]
 
@@ -25,8 +25,8 @@ TILES = ((1 << 20, 512), (None, 2048))
 WARPS = 4
 
 
-def unsupported(dtype: torch.dtype, device: torch.device) -> list[str]:
-    """Why this writer cannot write tokens of this dtype on this device."""
+def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Why this backend cannot write tokens of this dtype on this device."""
     reasons = ["computes in fp32, got fp64"] if dtype == torch.float64 else []
     if device.type == "cuda":
         return reasons if arch_of(device) >= 80 else [*reasons, f"needs sm_80 or newer, got sm_{arch_of(device)}"]
@@ -101,7 +101,7 @@ def plan(
         ValueError: the new tokens are not those of the planes and slots.
         NotImplementedError: int32 cannot count them, or the tokens of the planes.
     """
-    from ..kernels.cache_write import write
+    from .kernels.cache_write import write
 
     k, new_k = Layout(*k), Layout(*new_k)
     pages, page_size, heads, d = k.shape

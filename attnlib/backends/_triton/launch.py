@@ -12,7 +12,7 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from ..kernels.launch import LaunchConfig
+from .tables import LaunchConfig
 
 
 class Launch:

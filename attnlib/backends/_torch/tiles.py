@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..mask import Mask
-from ..philox import kept
+from ...mask import Mask
+from ...philox import kept
 
 KEYS = 512
 # Scores per tile: 2 MiB in fp32, so that the softmax passes over a tile stay in a core's cache.

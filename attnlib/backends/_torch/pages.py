@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _tiles
-from ._tiles import Part
+from . import tiles
+from .tiles import Part
 
 OF_ZEROS = 2.0**-40  # the scale of nothing but zeros, less than others, so that it never is the largest that counts
 
@@ -104,13 +104,13 @@ def _row_problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]:
         def tile(a: int, b: int, row: int = row, many: int = m - n) -> tuple[Tensor, Tensor]:
             return stored.read((slice(row, row + many), slice(a, b)))
 
-        yield _problem(q, stored, batch, n, m, tile, _tiles.KEYS, one_piece=in_place)
+        yield _problem(q, stored, batch, n, m, tile, tiles.KEYS, one_piece=in_place)
 
 
 def _page_problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]:
     """Problems over pages, one a sequence: tiles are gathered; small pages are not cut."""
     size = stored.k.shape[1]
-    step = _tiles.KEYS // size * size if size <= _tiles.KEYS else _tiles.KEYS
+    step = tiles.KEYS // size * size if size <= tiles.KEYS else tiles.KEYS
     for n, (low, high) in enumerate(zip(batch.starts, batch.lengths, strict=True)):
         skipped = low // size
         pages = batch.table[n, skipped : -(-high // size)]
@@ -120,9 +120,9 @@ def _page_problems(q: Tensor, stored: Stored, batch: Batch) -> Iterator[Problem]
         def tile(a: int, b: int, pages: Tensor = pages, skipped: int = skipped) -> tuple[Tensor, Tensor]:
             first, last = a // size, (b - 1) // size
             tokens = slice(a - first * size, b - first * size)
-            if size > _tiles.KEYS and first == last:
+            if size > tiles.KEYS and first == last:
                 return stored.read((pages[first - skipped, None], tokens))
-            if size > _tiles.KEYS:
+            if size > tiles.KEYS:
                 at = torch.arange(a, b, device=pages.device)
                 return stored.read((pages[at // size - skipped][None], (at % size)[None]))
             k, v = stored.read(pages[first - skipped : last + 1 - skipped])
@@ -147,7 +147,7 @@ def _problem(
         at, rows = slice(0, 1), slice(batch.cu_q[n], batch.cu_q[n + 1])
     ours = q if m - n == q.shape[0] and batch.cu_q is None else q[at, rows]
     low, high = batch.starts[n], batch.lengths[n]
-    slopes, sinks = _tiles.per_head(batch.slopes, batch.sinks, n, ours)
+    slopes, sinks = tiles.per_head(batch.slopes, batch.sinks, n, ours)
     first = high - (rows.stop - rows.start)
     whole = partial(tile, low, high) if one_piece and low < high else None
     return Problem(Part(ours, tile, low, high, stored.k.shape[2], first, n, slopes, sinks, step), at, rows, whole)

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import launch
-from ..kernels.launch import LaunchConfig
-from ..spec import arch_of
-from ._launch import Launch
+from ...spec import arch_of
+from ..operators import Arguments
+from . import tables
+from .launch import Launch
+from .tables import LaunchConfig
 
 PREPARED = LaunchConfig(32, 0, 1, 4)  # the first backward kernel, which has no keys
-NO_TERMS = (None,) * 7
 
 
 class Layout(NamedTuple):
@@ -24,24 +24,13 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
 
-class Call(NamedTuple):
-    """What decides the launches of a call; ``terms`` are the layouts of the operators' optional tensors."""
+class DenseKey(NamedTuple):
+    """What decides the launches of a call: its arguments, with layouts in place of tensors, and the device."""
 
     device: torch.device
     tf32: bool
     aligned: bool  # q, k and v begin at multiples of 16 bytes
-    q: Layout
-    k: Layout
-    v: Layout
-    terms: tuple[Layout | None, ...]
-    left: int | None
-    right: int | None
-    prefix: int
-    scale: float
-    softcap: float | None
-    dropout_p: float
-    max_seqlen_q: int | None  # hints of no use here
-    max_seqlen_k: int | None
+    arguments: Arguments
 
 
 def layout(x: Tensor | None) -> tuple | None:
@@ -54,33 +43,38 @@ def aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
 
 
-def call(q: Tensor, k: Tensor, v: Tensor, terms: tuple[Tensor | None, ...], numbers: tuple) -> tuple:
-    """The Call of an operator's arguments, as a plain tuple; ``numbers`` are those of its schema."""
-    tf32 = q.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    terms = terms if terms == NO_TERMS else tuple(map(layout, terms))
-    return (q.device, tf32, aligned(q, k, v), layout(q), layout(k), layout(v), terms, *numbers)
+def key_of(a: Arguments) -> DenseKey:
+    """What decides the launches of a call with these arguments."""
+    tf32 = a.q.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    layouts = Arguments(
+        layout(a.q), layout(a.k), layout(a.v), layout(a.alibi_slopes), layout(a.sinks), layout(a.key_starts),
+        layout(a.key_ends), layout(a.cu_seqlens_q), layout(a.cu_seqlens_k), layout(a.dropout_seed),
+        a.left, a.right, a.prefix, a.scale, a.softcap, a.dropout_p, a.max_seqlen_q, a.max_seqlen_k,
+    )  # fmt: skip
+    return DenseKey(a.q.device, tf32, aligned(a.q, a.k, a.v), layouts)
 
 
-class _Shapes:
+class DenseShapes:
     """What all kernels of a call are launched with, in the order of their parameters."""
 
-    def __init__(self, call: Call, arch: int | None):
+    def __init__(self, key: DenseKey, arch: int | None):
         if arch is None:
-            arch = arch_of(call.device) if call.device.type == "cuda" else 0
-        slopes, sinks, starts, ends, cu_q, _, _ = call.terms
+            arch = arch_of(key.device) if key.device.type == "cuda" else 0
+        call = key.arguments
+        slopes, sinks, cu_q = call.alibi_slopes, call.sinks, call.cu_seqlens_q
         self.q, self.k, self.v = Layout(*call.q), Layout(*call.k), Layout(*call.v)
         (self.s, self.h, d), (self.t, self.g), e = self.q.shape[-3:], self.k.shape[-3:-1], self.v.shape[-1]
         self.packed = cu_q is not None
-        self.batch = cu_q[0][0] - 1 if self.packed else self.q.shape[0]
+        self.batch = Layout(*cu_q).shape[0] - 1 if self.packed else self.q.shape[0]
         self.length = self.t // max(1, self.batch) if self.packed else self.t  # the mean of what is packed
         self.out = _contiguous((*self.q.shape[:-1], e), self.q.dtype)
-        self.problem = launch.Problem(
+        self.problem = tables.Problem(
             head_dim=d, value_dim=e, itemsize=self.q.dtype.itemsize, causal=call.right is not None, arch=arch,
-            aligned=call.aligned and all(map(_whole_lines, (self.q, self.k, self.v))),
+            aligned=key.aligned and all(map(_whole_lines, (self.q, self.k, self.v))),
             plain=call.softcap is None and slopes is None and call.dropout_p == 0,
         )  # fmt: skip
         for name, y in (("q", self.q), ("k", self.k), ("v", self.v)):
-            if y.strides[-3] >= launch.FARTHEST:
+            if y.strides[-3] >= tables.FARTHEST:
                 apart = f"rows of {name} lie {y.strides[-3]} elements apart"
                 raise NotImplementedError(f"triton: {apart}; call .contiguous()")
         reach = self.s + self.t  # beyond which nothing is hidden, and int32 is safe
@@ -88,16 +82,16 @@ class _Shapes:
             _clamp(call.left, reach), _clamp(call.right, reach), min(call.prefix, reach), call.scale,
             call.softcap or 1.0, math.ceil(call.dropout_p * 2**32), 1 / (1 - call.dropout_p),
         )  # fmt: skip
-        main, tail, value = launch.widths(d, e)
+        main, tail, value = tables.widths(d, e)
         self.constants = {
             "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value,
             "LEFT": call.left is not None, "RIGHT": call.right is not None, "PREFIX": call.prefix > 0,
-            "STARTS": starts is not None, "ENDS": ends is not None, "VARLEN": self.packed,
+            "STARTS": call.key_starts is not None, "ENDS": call.key_ends is not None, "VARLEN": self.packed,
             "SOFTCAP": call.softcap is not None, "SLOPES": slopes is not None, "SINKS": sinks is not None,
-            "DROPOUT": call.dropout_p > 0, "PRECISION": "tf32" if call.tf32 else "ieee",
+            "DROPOUT": call.dropout_p > 0, "PRECISION": "tf32" if key.tf32 else "ieee",
         }  # fmt: skip
         # Of the LSE by batch and head, and of slopes by batch.
-        slopes_stride = self.h if slopes is not None and len(slopes[0]) == 2 else 0
+        slopes_stride = self.h if slopes is not None and len(Layout(*slopes).shape) == 2 else 0
         self.scores_strides = (0 if self.packed else self.h * self.s, self.s, slopes_stride)
         self.counts = (self.batch, self.h, self.h // self.g)
 
@@ -123,17 +117,17 @@ class _Shapes:
     def lengths(self, heads: int) -> tuple[int, ...]:
         """Those of q and k, and how many heads run together."""
         pairs, group = self.pairs(heads), heads // self.g
-        section = pairs if self.packed else launch.section(self.problem, keys=self.t, pairs=pairs, group=group)
+        section = pairs if self.packed else tables.section(self.problem, keys=self.t, pairs=pairs, group=group)
         return self.s, self.t, section
 
 
 @lru_cache(maxsize=4096)
-def forward(call: tuple, tiles: LaunchConfig | None = None, arch: int | None = None) -> Launch:
-    """The launch on q, k, v, out, lse and the terms; with other ``tiles`` than the tables', for another chip."""
-    from ..kernels.forward import forward
+def forward(key: DenseKey, tiles: LaunchConfig | None = None, arch: int | None = None) -> Launch:
+    """The launch on q, k, v, out, lse and the optional tensors; with other ``tiles``, for another chip."""
+    from .kernels.forward import forward
 
-    x = _Shapes(Call(*call), arch)
-    tiles = tiles or launch.forward(x.problem, keys=x.length)
+    x = DenseShapes(key, arch)
+    tiles = tiles or tables.forward(x.problem, keys=x.length)
     numbers = (*x.strides(x.q, x.k, x.v, x.out), *x.scores_strides, *x.counts, *x.lengths(x.h), *x.scalars)
     programs = x.pairs(x.h) * x.blocks(x.s, tiles.block_m)
     return Launch(forward, programs, numbers, x.constants, tiles, x.descriptors(tiles, tiles.block_n, "k", "v"))
@@ -143,8 +137,8 @@ class Backward(NamedTuple):
     """The launches of a backward, and what its host needs to know.
 
     ``prepare`` takes q, out, dout, lse, dlse, lse2 and delta. ``keys`` takes q, k, v, dout, lse2, delta, dk, dv and the
-    terms but sinks; ``queries`` takes dq and the shares of the slopes' gradient for dk and dv. ``shares`` is the shape
-    of those, ``block`` the number of queries behind each of its last dimension.
+    optional tensors but sinks; ``queries`` takes dq and the shares of the slopes' gradient for dk and dv. ``shares`` is
+    the shape of those, ``block`` the number of queries behind each of its last dimension.
     """
 
     prepare: Launch
@@ -156,7 +150,7 @@ class Backward(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def backward(
-    call: tuple,
+    key: DenseKey,
     dout: tuple,
     dlse: tuple | None,
     tiles_of_keys: LaunchConfig | None = None,
@@ -164,18 +158,18 @@ def backward(
     arch: int | None = None,
 ) -> Backward:
     """The three launches of a backward; with other tiles than those of the tables, for another chip."""
-    from ..kernels.backward import backward_keys, backward_queries, prepare
+    from .kernels.backward import backward_keys, backward_queries, prepare
 
-    x, dout = _Shapes(Call(*call), arch), Layout(*dout)
-    if max(x.problem.head_dim, x.problem.value_dim) > launch.WIDEST_BACKWARD:  # which a transform did not tell before
-        raise NotImplementedError(f"triton: has a backward for heads of up to {launch.WIDEST_BACKWARD}")
+    x, dout = DenseShapes(key, arch), Layout(*dout)
+    if max(x.problem.head_dim, x.problem.value_dim) > tables.WIDEST_BACKWARD:  # which a transform did not tell before
+        raise NotImplementedError(f"triton: has a backward for heads of up to {tables.WIDEST_BACKWARD}")
     x.problem = x.problem._replace(aligned=x.problem.aligned and _whole_lines(dout))
-    of_keys = tiles_of_keys or launch.backward_keys(x.problem, keys=x.length)
-    of_queries = tiles_of_queries or launch.backward_queries(x.problem, keys=x.length)
+    of_keys = tiles_of_keys or tables.backward_keys(x.problem, keys=x.length)
+    of_queries = tiles_of_queries or tables.backward_queries(x.problem, keys=x.length)
     rows, blocks = 1 if x.packed else x.batch, x.blocks(x.s, of_queries.block_m)
     dk, dv, dq = (_contiguous(y.shape, y.dtype) for y in (x.k, x.v, x.q))
-    dlse_strides = (0,) * 3 if dlse is None else (0, *dlse[1]) if x.packed else dlse[1]
-    whole = {"D_ALL": launch.power_of_two(x.constants["D"]), "DLSE": dlse is not None}
+    dlse_strides = (0,) * 3 if dlse is None else (0, *Layout(*dlse).strides) if x.packed else Layout(*dlse).strides
+    whole = {"D_ALL": tables.power_of_two(x.constants["D"]), "DLSE": dlse is not None}
     shares_strides = (0 if x.packed else x.h * blocks, blocks)
     return Backward(
         Launch(

@@ -6,14 +6,14 @@ No T x T tensor and no copy of K or V is made.
 import torch
 from torch import Tensor
 
-from ..cache.layout import KVView
-from ..mask import Mask
-from ..rope import Angles, rotate
-from ..spec import AttentionSpec
-from ..terms import Terms
-from ._autograd import are_watched
-from ._operators import OPERATORS, cached
-from ._paged import quantise
+from ...call import Call
+from ...kv import KVLayout, KVView
+from ...rope import Angles, rotate
+from ...spec import AttentionSpec
+from ..autograd import are_watched
+from ..operators import flat, flat_over_view
+from .implementations import OPERATORS, cached
+from .pages import quantise
 
 
 def unsupported(spec: AttentionSpec) -> list[str]:
@@ -35,26 +35,31 @@ def slow(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:
+def attention(call: Call) -> tuple[Tensor, Tensor]:
     """Dense or packed attention and its LSE, with gradients."""
-    q, k, v = (x.contiguous() if name in spec.strided else x for name, x in (("q", q), ("k", k), ("v", v)))
-    numbers = (*_band(spec.mask), terms.scale, terms.softcap, *terms[9:])
-    return OPERATORS(q, k, v, *terms[2:9], *numbers, grad=spec.grad)
+    return OPERATORS(flat(call), grad=call.spec.grad)
 
 
-def _band(mask: Mask) -> tuple[int | None, int | None, int]:
-    return mask.left, mask.right, mask.prefix
-
-
-def cached_attention(q: Tensor, kv: KVView, spec: AttentionSpec, terms: Terms) -> tuple[Tensor, Tensor]:
+def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
     """Attention over stored keys and its LSE, gathering at most 512 tokens at a time."""
-    q = q.contiguous() if "q" in spec.strided else q
-    # One tensor may be passed to an operator once: a latent's value plane and scale are its key's.
-    v, v_scale = (None, None) if kv.layout.is_latent else (kv.v, kv.v_scale)
-    planes = (kv.k, v, kv.k_tail, kv.k_scale, v_scale, kv.table, kv.starts, kv.lengths, kv.cu_seqlens_q)
-    numbers = (*_band(spec.mask), terms.scale, terms.softcap)
-    run = torch.ops.attnlib.torch_cached if are_watched(q, q, q) else cached
-    return run(q, *planes, terms.alibi_slopes, terms.sinks, *numbers)
+    run = torch.ops.attnlib.torch_cached if are_watched(call.q, call.q, call.q) else cached
+    return run(*flat_over_view(call))
+
+
+def repeated(call: Call) -> None:
+    """No call is quicker the second time."""
+
+
+repeated_cached = repeated
+
+
+def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Nothing: it stores everything everywhere."""
+    return []
+
+
+def new_schedule(layout: KVLayout, rows: int, device: torch.device, *, limit: int = 0, section: int = 0) -> None:
+    """Sequences are not shared out here."""
 
 
 def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> None:

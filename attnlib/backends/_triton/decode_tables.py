@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from .launch import power_of_two, widths
+from .tables import power_of_two, widths
 
 GRAIN = 128  # tokens, of which parts of a sequence are multiples
 ENTRY = 8  # int32 that a schedule holds for each part

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..repeats import unwatched
+from .operators import Arguments
 
-TENSORS = 10  # of a forward operator: q, k, v and the optional ones; its numbers follow
+NOTHING = Arguments(*(None,) * len(Arguments._fields))
+TENSORS = Arguments._fields.index("left")  # the fields before are tensors
 
 
 class Operators:
@@ -23,34 +25,37 @@ class Operators:
     def __init__(self, name: str, forward: Callable):
         self.name, self.forward = name, forward
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rest, grad: bool) -> tuple[Tensor, Tensor]:
-        """Output and LSE from the forward operator's arguments; ``grad`` says whether a gradient is asked for.
+    def __call__(self, arguments: Arguments, *, grad: bool) -> tuple[Tensor, Tensor]:
+        """Output and LSE; ``grad`` says whether a gradient is asked for.
 
         Raises:
             NotImplementedError: a tensor carries a forward-mode derivative.
         """
-        _refuse_tangents(q, k, v, *rest[: TENSORS - 3])
-        if are_watched(q, k, v):
-            return self._operator("forward")(q, k, v, *rest)
-        return _Attention.apply(self, q, k, v, *rest) if grad else self.forward(q, k, v, *rest)
+        _refuse_tangents(arguments)
+        if are_watched(arguments.q, arguments.k, arguments.v):
+            return self._operator("forward")(*arguments)
+        return _Attention.apply(self, *arguments) if grad else self.forward(*arguments)
 
-    def gradients(self, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradients(self, ctx, dout: Tensor | None, dlse: Tensor | None) -> Arguments:
         """The gradient of each argument of the forward operator."""
         out, lse, *tensors = ctx.saved_tensors
+        a = Arguments(*tensors, *ctx.numbers)
         dout = torch.zeros_like(out) if dout is None else dout
-        arguments = (dout, dlse, out, lse, *tensors, *ctx.numbers)
-        dq, dk, dv, dslopes, dsinks = self._operator("backward")(*arguments)
-        slopes, sinks = tensors[3:5]
-        terms = (None if slopes is None else dslopes, None if sinks is None else dsinks)
-        return dq, dk, dv, *terms, *(None,) * (TENSORS - 5 + len(ctx.numbers))
+        dq, dk, dv, dslopes, dsinks = self._operator("backward")(dout, dlse, out, lse, *a)
+        dslopes = None if a.alibi_slopes is None else dslopes
+        dsinks = None if a.sinks is None else dsinks
+        return NOTHING._replace(q=dq, k=dk, v=dv, alibi_slopes=dslopes, sinks=dsinks)
 
     def register(self, library: torch.library.Library) -> None:
         """Make the gradients of the operators, and their rules under vmap, known to torch."""
         forward, backward = f"attnlib::{self.name}_forward", f"attnlib::{self.name}_backward"
-        torch.library.register_autograd(forward, self.gradients, setup_context=_keep, lib=library)
+        torch.library.register_autograd(
+            forward, lambda ctx, *grads: tuple(self.gradients(ctx, *grads)), setup_context=_keep, lib=library
+        )
         torch.library.register_autograd(backward, _refuse_second, lib=library)
-        torch.library.register_vmap(forward, partial(_mapped, self._operator("forward"), 3), lib=library)
-        torch.library.register_vmap(backward, partial(_mapped, self._operator("backward"), 7), lib=library)
+        leading = 3  # q, k, v; before them a backward has dout, dlse, out and lse
+        torch.library.register_vmap(forward, partial(_mapped, self._operator("forward"), leading), lib=library)
+        torch.library.register_vmap(backward, partial(_mapped, self._operator("backward"), leading + 4), lib=library)
 
     def _operator(self, direction: str) -> Callable:
         return getattr(torch.ops.attnlib, f"{self.name}_{direction}").default
@@ -81,11 +86,11 @@ def refuse_gradients(operator: str, library: torch.library.Library) -> None:
     torch.library.register_autograd(f"attnlib::{operator}", _refuse_first, lib=library)
 
 
-def _refuse_tangents(*tensors: Tensor | None) -> None:
+def _refuse_tangents(arguments: Arguments) -> None:
     """Raise NotImplementedError where a tensor carries a forward-mode derivative, which operators would drop."""
     if forward_ad._current_level < 0:
         return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
         raise NotImplementedError("attention has no forward-mode derivative; differentiate in reverse mode")
 
 

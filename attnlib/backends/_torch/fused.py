@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._tiles import Part, Rule
+from .tiles import Part, Rule
 
 
 def causality(part: Part, rule: Rule, v: Tensor) -> bool | None:

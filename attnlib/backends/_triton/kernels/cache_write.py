@@ -5,7 +5,7 @@ import triton.language as tl
 
 COUNTS = ("rows", "heads", "s", "page_size", "slots")  # as in tile.py
 ABS: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # all bits of an fp32 number but its sign
-OF_ZEROS: tl.constexpr = tl.constexpr(2.0**-40)  # the scale of nothing but zeros; as in backends/_paged.py
+OF_ZEROS: tl.constexpr = tl.constexpr(2.0**-40)  # the scale of nothing but zeros; as in backends/_torch/pages.py
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -1,0 +1,40 @@
+"""The Triton backend: kernels for GPUs from sm_80 on, or interpreted without one."""
+
+import torch
+
+from ...spec import AttentionSpec
+from .cached import cached_attention as cached_attention
+from .cached import repeated as repeated_cached  # noqa: F401
+from .dense import attention as attention
+from .dense import repeated as repeated
+from .launch import against_interpreter
+from .schedule import new_schedule as new_schedule
+from .schedule import update_schedule as update_schedule
+from .tables import WIDEST, WIDEST_BACKWARD, WIDEST_VALUE
+from .writes import cannot_store as cannot_store
+from .writes import write_cache as write_cache
+
+
+def unsupported(spec: AttentionSpec) -> list[str]:
+    """Why this backend cannot run ``spec``."""
+    reasons = [] if spec.device == "cuda" else against_interpreter(spec.dtype, spec.device)
+    if spec.device == "cuda" and spec.arch < 80:
+        reasons.append(f"needs sm_80 or newer, got sm_{spec.arch}")
+    if spec.dtype == torch.float64:
+        reasons.append("computes in fp32, got fp64")
+    if spec.kind == "cached" and spec.grad:
+        return [*reasons, "cached attention has no backward; wrap the call in torch.no_grad()"]
+    if spec.device == "cuda" and spec.arch < 89 and spec.layout and spec.layout.store == torch.float8_e4m3fn:
+        reasons.append(f"reads fp8 caches from sm_89 on, got sm_{spec.arch}; store int8")
+    widest = WIDEST_BACKWARD if spec.grad else WIDEST
+    if spec.head_dim > widest or spec.value_dim > widest:
+        what = "a backward" if spec.grad else "tiles"
+        reasons.append(f"has {what} for heads of up to {widest}, got {max(spec.head_dim, spec.value_dim)}")
+    elif spec.value_dim > WIDEST_VALUE:
+        reasons.append(f"has tiles for values of up to {WIDEST_VALUE} channels, got {spec.value_dim}")
+    return reasons
+
+
+def slow(spec: AttentionSpec) -> list[str]:
+    """Why this backend would copy K or V."""
+    return [f"{name}: the last dimension is not contiguous, so it is copied once" for name in spec.strided]

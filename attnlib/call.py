@@ -1,0 +1,231 @@
+"""A call of attention as one value, and the check that every call passes once."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .counts import INT32
+from .kv import KVView
+from .mask import Mask
+from .shapes import bind, is_strided, refuse_tensor
+from .spec import AttentionSpec, describe
+
+FP32 = torch.finfo(torch.float32)
+
+
+class Score(NamedTuple):
+    """How a visible pair's score comes from q·k, as :func:`attnlib.attention` says; scale None is ``d ** -0.5``."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+class Packing(NamedTuple):
+    """Where each packed sequence's queries and keys begin, int32 ``[b + 1]``; and lengths that none passes."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+    def read(self, *, queries: int, keys: int) -> tuple[list[int], list[int]]:
+        """The offsets on the host, checked against so many packed queries and keys.
+
+        Raises:
+            ValueError: they do not start at 0, decrease, pass the last token, or hold a longer sequence than promised.
+        """
+        rows = _read_offsets("cu_seqlens_q", self.cu_seqlens_q, queries, "max_seqlen_q", self.max_seqlen_q)
+        return rows, _read_offsets("cu_seqlens_k", self.cu_seqlens_k, keys, "max_seqlen_k", self.max_seqlen_k)
+
+
+class Dropout(NamedTuple):
+    """Which probabilities are dropped: each with probability ``p``, by Philox bits of the seed, int64 ``[1]``."""
+
+    p: float = 0.0
+    seed: Tensor | None = None
+
+
+class Call(NamedTuple):
+    """What one call computes. ``k`` and ``v`` are None over a view, ``kv`` is None over tensors.
+
+    ``spec`` is there once the call is :func:`checked`: shapes fit then, dtypes agree, and the scale and the seed are
+    there.
+    """
+
+    q: Tensor
+    mask: Mask
+    score: Score = Score()
+    k: Tensor | None = None
+    v: Tensor | None = None
+    kv: KVView | None = None
+    key_starts: Tensor | None = None
+    key_ends: Tensor | None = None
+    packing: Packing | None = None
+    dropout: Dropout = Dropout()
+    lse: bool = False
+    spec: AttentionSpec | None = None
+
+    @property
+    def kind(self) -> str:
+        """``dense``, ``varlen`` or ``cached``."""
+        return "cached" if self.kv is not None else "dense" if self.packing is None else "varlen"
+
+
+def checked(call: Call) -> Call:
+    """The call in one dtype, with what was left out filled in, and its spec.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came.
+    """
+    if call.kv is None:
+        sizes = _bind(call)
+        q, k, v = _autocast(call.q, call.k, call.v)
+    else:
+        sizes = _bind_to_view(call)
+        (q,), k, v = _autocast(call.q), None, None
+    _check_tensors(call, sizes)
+    call = call._replace(q=q, k=k, v=v, score=_filled(call.score, sizes["d"]), dropout=_seeded(call.dropout, q.device))
+    return call._replace(spec=describe(call, sizes))
+
+
+def _bind(call: Call) -> dict[str, int]:
+    """The sizes of a call on tensors."""
+    named = (("q", call.q), ("k", call.k), ("v", call.v))
+    for name, x in named:
+        if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
+            refuse_tensor(name, x)
+    dims = ("bshd", "btgd", "btge")
+    if call.packing is not None:
+        dims = ("shd", "tgd", "tge")
+        if call.packing.cu_seqlens_q is None:
+            raise TypeError("cu_seqlens_q: expected an int32 tensor, got None")
+    sizes = bind(*((name, x, given) for (name, x), given in zip(named, dims, strict=True)))
+    h, g = sizes["h"], sizes["g"]
+    if g == 0 or h == 0 or h % g:
+        raise ValueError(f"k: expected a number of KV heads g that divides h={h} query heads, got g={g}")
+    return sizes
+
+
+def _bind_to_view(call: Call) -> dict[str, int]:
+    """The sizes of a call over a cache."""
+    q, kv, mask = call.q, call.kv, call.mask
+    if not isinstance(q, Tensor) or q.is_nested or q.layout is not torch.strided:
+        refuse_tensor("q", q)
+    layout = kv.layout
+    known = {"b": kv.lengths.shape[0], "d": layout.dim + layout.tail}
+    sizes = bind(("q", q, "bshd" if kv.cu_seqlens_q is None else "shd"), known=known)
+    if sizes["h"] == 0 or sizes["h"] % layout.heads:
+        raise ValueError(f"q: expected a multiple of the cache's g={layout.heads} KV heads, got h={sizes['h']}")
+    if layout.window is not None and isinstance(mask, Mask) and (mask.left is None or mask.left >= layout.window):
+        reach = "without bound" if mask.left is None else f"{mask.left} keys"
+        raise ValueError(
+            f"mask: it reaches back {reach}, and the cache keeps a window of {layout.window}; use sliding()"
+        )
+    return sizes | {"g": layout.heads, "e": layout.value_dim}
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype where autocast is on; fp64 and integers stay, as in torch."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _filled(score: Score, head_dim: int) -> Score:
+    scale = max(head_dim, 1) ** -0.5 if score.scale is None else _positive("scale", score.scale)
+    softcap = None if score.softcap is None else _positive("softcap", score.softcap)
+    return Score(scale, softcap, score.alibi_slopes, score.sinks)
+
+
+def _positive(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(
+            f"{name}: expected a Python number, got {type(value).__name__}; reading a tensor would wait for it"
+        )
+    # As fp32, a greater number would be inf and a smaller one 0, and their products NaN. (Not isfinite, which
+    # torch.compile cannot trace on a float that varies.)
+    if not FP32.tiny <= value <= FP32.max:
+        raise ValueError(f"{name}: expected a finite fp32 number above 0, got {value}")
+    return 1.0 * value  # an int may be too large for torch
+
+
+def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
+    """Raise ValueError or TypeError for slopes, sinks, bounds and offsets that do not fit."""
+    score, packing = call.score, call.packing
+    if packing is not None:
+        _check_packing(packing)
+        sizes = {**sizes, "b": packing.cu_seqlens_q.shape[0] - 1}
+    named = []
+    for name, x in (("alibi_slopes", score.alibi_slopes), ("sinks", score.sinks)):
+        if x is not None:
+            if not is_strided(x):
+                refuse_tensor(name, x)
+            if not x.is_floating_point():
+                raise TypeError(f"{name}: expected a float dtype, got {x.dtype}")
+            named.append((name, x, "bh" if name == "alibi_slopes" and x.dim() == 2 else "h"))
+    for name, x in (("key_starts", call.key_starts), ("key_ends", call.key_ends)):
+        if x is not None:
+            if not is_strided(x):
+                refuse_tensor(name, x)
+            if x.dtype != torch.int32:
+                raise TypeError(f"{name}: expected torch.int32, got {x.dtype}")
+            named.append((name, x, "b"))
+    if named:
+        bind(*named, known=sizes)
+
+
+def _check_packing(packing: Packing) -> None:
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        x = getattr(packing, name)
+        if not is_strided(x) or x.dtype != torch.int32:
+            raise TypeError(f"{name}: expected an int32 tensor, got {_kind(x)}")
+        if x.dim() != 1 or x.shape[0] < 1:
+            raise ValueError(f"{name}: expected [b + 1] offsets, got {tuple(x.shape)}")
+    if packing.cu_seqlens_q.shape != packing.cu_seqlens_k.shape:
+        got = (tuple(packing.cu_seqlens_q.shape), tuple(packing.cu_seqlens_k.shape))
+        raise ValueError(f"cu_seqlens_k: expected as many offsets as cu_seqlens_q, got {got[1]} and {got[0]}")
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        limit = getattr(packing, name)
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | torch.SymInt)):
+            raise TypeError(f"{name}: expected an int, got {type(limit).__name__}")
+        if limit is not None and not 0 <= limit <= INT32:
+            raise ValueError(f"{name}: expected a length from 0 to {INT32}, got {limit}")
+
+
+def _read_offsets(name: str, cu_seqlens: Tensor, tokens: int, limit_name: str, limit: int | None) -> list[int]:
+    offsets = cu_seqlens.tolist()
+    lengths = [b - a for a, b in pairwise(offsets)]
+    if offsets[0] != 0 or any(length < 0 for length in lengths):
+        raise ValueError(f"{name}: expected offsets that start at 0 and never decrease, got {offsets}")
+    if offsets[-1] > tokens:
+        raise ValueError(f"{name}: expected offsets up to {tokens} tokens, got {offsets[-1]}")
+    if limit is not None and lengths and max(lengths) > limit:
+        raise ValueError(f"{limit_name}: expected at least the longest sequence, {max(lengths)}, got {limit}")
+    return offsets
+
+
+def _seeded(dropout: Dropout, device: torch.device) -> Dropout:
+    p, seed = dropout
+    if seed is None and p == 0:
+        return dropout
+    if isinstance(p, bool) or not isinstance(p, int | float):
+        raise TypeError(f"dropout_p: expected a Python number, got {type(p).__name__}")
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout_p: expected a probability in [0, 1), got {p}")
+    if seed is None:
+        return Dropout(p, torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device))
+    if not is_strided(seed) or seed.dtype != torch.int64 or seed.shape != (1,):
+        raise TypeError(f"dropout_seed: expected an int64 tensor [1], got {_kind(seed)}")
+    return dropout
+
+
+def _kind(x: object) -> str:
+    if is_strided(x):
+        return f"{x.dtype} {tuple(x.shape)}"
+    return "one that is not strided" if isinstance(x, Tensor) else type(x).__name__
