@@ -1,5 +1,6 @@
 """Which backend runs a spec: a walk over a preference list, and the text that explains it."""
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -11,6 +12,8 @@ from torch import Tensor
 from .backends import _reference, _torch, _triton
 from .call import Call
 from .spec import AttentionSpec
+
+INSIDE = (f"{__package__}.", "torch.")
 
 
 class Backend(Protocol):
@@ -117,4 +120,16 @@ def _refuse_or_warn(name: str, spec: AttentionSpec, *, strict: bool) -> None:
         return
     if strict:
         raise NotImplementedError(f"strict: {name} would be slow: {'; '.join(reasons)}")
-    warnings.warn(f"attention runs on {name}: {'; '.join(reasons)}", SlowPathWarning, stacklevel=4)
+    level = 4 if torch.compiler.is_compiling() else _level_of_caller()  # the compiler traces no frames
+    warnings.warn(f"attention runs on {name}: {'; '.join(reasons)}", SlowPathWarning, stacklevel=level)
+
+
+def _level_of_caller() -> int:
+    """The ``stacklevel`` with which a warning of the function that asks names the line of who called this package.
+
+    Layers call it through torch's modules, so that those are passed over too.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(INSIDE):
+        frame, level = frame.f_back, level + 1
+    return level

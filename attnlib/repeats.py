@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from .call import Call
 from .mask import Mask
@@ -30,7 +32,15 @@ def unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()
+        or _follows_functions()
     )
+
+
+def _follows_functions() -> bool:
+    """Whether a mode follows torch's functions; a default device is none that minds."""
+    if not torch._C._len_torch_function_stack():
+        return False
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def _may_repeat(call: Call, name: str | None) -> bool:

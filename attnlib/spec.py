@@ -1,5 +1,6 @@
 """AttentionSpec, a problem without its lengths, and describe(), which makes it."""
 
+import os
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +21,7 @@ class AttentionSpec(NamedTuple):
 
     ``kind`` is ``dense``, ``varlen`` or ``cached``; ``arch`` is 90 for sm_90 and 0 off CUDA; ``strided`` names the
     tensors whose last dimension is not contiguous; ``layout``, ``page_size`` and ``batch_invariant`` belong to cached
-    calls.
+    calls; ``interpreted`` says that Triton runs kernels without a GPU.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class AttentionSpec(NamedTuple):
     layout: KVLayout | None
     page_size: int
     batch_invariant: bool
+    interpreted: bool = False
 
 
 def describe(call: "Call", sizes: dict[str, int]) -> AttentionSpec:
@@ -99,6 +101,7 @@ def describe(call: "Call", sizes: dict[str, int]) -> AttentionSpec:
         layout=None if kv is None else kv.layout,
         page_size=0 if kv is None else kv.page_size,
         batch_invariant=kv is not None and kv.section > 0,
+        interpreted=device_type == "cpu" and is_interpreted(),
     )
 
 
@@ -112,6 +115,11 @@ def _optional(call: "Call") -> Iterator[tuple[str, Tensor | None]]:
         yield "cu_seqlens_q", call.packing.cu_seqlens_q
         yield "cu_seqlens_k", call.packing.cu_seqlens_k
     yield "dropout_seed", call.dropout.seed
+
+
+def is_interpreted() -> bool:
+    """Whether Triton is asked to interpret kernels."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def arch_of(device: torch.device) -> int:

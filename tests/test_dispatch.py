@@ -7,6 +7,7 @@ import torch
 
 from attnlib import (
     CAUSAL,
+    GroupedQueryAttention,
     KVCache,
     KVLayout,
     SlowPathWarning,
@@ -14,10 +15,12 @@ from attnlib import (
     attention_with_lse,
     cached_attention,
     explain,
+    functional,
     rotate,
     sliding,
     varlen_attention,
 )
+from attnlib.call import Call, checked
 from attnlib.dispatch import PREFERENCE, explanation, select
 
 
@@ -149,3 +152,20 @@ def test_the_interpreter_is_no_place_for_bf16(monkeypatch):
         view = kv.append(new, new)
     assert torch.equal(view.k.flatten(0, 1)[:3], new[0])  # the interpreter would have truncated nothing but rounded
     assert explain(cached_attention, new, view, mask=CAUSAL).chosen == "torch"
+
+
+def test_a_warning_names_the_line_that_called(monkeypatch):
+    """The one outside this package, be it of a function or of a layer; as on a GPU that Triton does not serve."""
+
+    def on_an_old_gpu(call: Call) -> Call:
+        call = checked(call)
+        return call._replace(spec=call.spec._replace(device="cuda", arch=75))
+
+    monkeypatch.setattr(functional, "checked", on_an_old_gpu)
+    layer, x, q = GroupedQueryAttention(16, 2, mask=CAUSAL), torch.randn(1, 5, 16), torch.randn(1, 5, 2, 8)
+    with pytest.warns(SlowPathWarning, match="tile by tile") as called:
+        attention(q, q, q, mask=CAUSAL)
+    with pytest.warns(SlowPathWarning, match="tile by tile") as layered:
+        layer(x)
+    assert called[0].filename == layered[0].filename == __file__
+    assert called[0].lineno == layered[0].lineno - 2

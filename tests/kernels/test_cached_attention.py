@@ -366,7 +366,7 @@ def test_descriptors_load_rows_without_gaps():
         return triton_cached.cached_plan(triton_cached.key_of(arguments), arch=90).decode.tma
 
     triton_cached.cached_plan.cache_clear()
-    wide = KVLayout.latent(512, 64, dtype=torch.bfloat16)
+    wide = KVLayout.latent(512, 64, dtype=torch.float16)
     assert [tma(wide, page_size) for page_size in (1, 16, 64, 256, None)] == [False, False, True, True, True]
     assert not tma(wide, 64, "apart")
     assert not tma(replace(wide, dim=300, value_dim=300), 64)

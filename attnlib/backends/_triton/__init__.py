@@ -17,7 +17,9 @@ from .writes import write_cache as write_cache
 
 def unsupported(spec: AttentionSpec) -> list[str]:
     """Why this backend cannot run ``spec``."""
-    reasons = [] if spec.device == "cuda" else against_interpreter(spec.dtype, spec.device)
+    reasons = []
+    if spec.device != "cuda":
+        reasons += against_interpreter(spec.dtype, spec.device, interpreted=spec.interpreted)
     if spec.device == "cuda" and spec.arch < 80:
         reasons.append(f"needs sm_80 or newer, got sm_{spec.arch}")
     if spec.dtype == torch.float64:

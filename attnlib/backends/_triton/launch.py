@@ -4,7 +4,6 @@ Triton finds out from every argument which binary to run, about 40 us for these 
 set of shapes, and remembers. What launches remember, and ``repeats``, is all the mutable state of the package.
 """
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import EllipsisType
@@ -103,9 +102,9 @@ def _filled(tensors: tuple, given: tuple) -> list:
     return [next(rest) if x is ... else x for x in tensors]
 
 
-def against_interpreter(dtype: torch.dtype, device: str) -> list[str]:
+def against_interpreter(dtype: torch.dtype, device: str, *, interpreted: bool) -> list[str]:
     """Why Triton's interpreter, which needs no GPU, cannot run kernels of this dtype on this type of device."""
-    if device != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
+    if not interpreted:
         return [f"needs a CUDA device, got {device}"]
     return ["Triton's interpreter multiplies bf16 wrongly; use fp16 or fp32"] if dtype == torch.bfloat16 else []
 

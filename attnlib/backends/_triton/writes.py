@@ -12,7 +12,7 @@ from ...counts import INT32
 from ...kv import KVView
 from ...repeats import unwatched
 from ...rope import Angles, _check_rotation
-from ...spec import arch_of
+from ...spec import arch_of, is_interpreted
 from ..registration import register
 from .launch import Launch, against_interpreter
 from .plans import Layout, layout
@@ -30,7 +30,8 @@ def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
     reasons = ["computes in fp32, got fp64"] if dtype == torch.float64 else []
     if device.type == "cuda":
         return reasons if arch_of(device) >= 80 else [*reasons, f"needs sm_80 or newer, got sm_{arch_of(device)}"]
-    return [*reasons, *against_interpreter(dtype, device.type)]
+    interpreted = device.type == "cpu" and is_interpreted()
+    return [*reasons, *against_interpreter(dtype, device.type, interpreted=interpreted)]
 
 
 def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> Again | None:
