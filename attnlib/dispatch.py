@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .backends import _reference, _torch, _triton
 from .call import Call
+from .prepared import PreparedCalls, Run
 from .spec import AttentionSpec
 
 INSIDE = (f"{__package__}.", "torch.")
@@ -21,21 +22,22 @@ class Backend(Protocol):
 
     ``unsupported`` lists why a spec cannot run, ``slow`` why it would copy K or V, materialise scores or wait for
     the device; both look at the spec alone. ``attention`` and ``cached_attention`` run a checked call to
-    ``(out, lse)``. ``repeated`` and ``repeated_cached`` give a quicker way to run such a call again, or None.
+    ``(out, lse)``, and ``prepare`` gives a quicker way to run it again, or None. ``cannot_store`` lists why tokens of a
+    dtype cannot be stored on a device; the rest does what :mod:`attnlib.storage` says of it.
     """
 
     unsupported: Callable[[AttentionSpec], list[str]]
     slow: Callable[[AttentionSpec], list[str]]
     attention: Callable[[Call], tuple[Tensor, Tensor]]
     cached_attention: Callable[[Call], tuple[Tensor, Tensor]]
-    repeated: Callable[[Call], Callable | None]
-    repeated_cached: Callable[[Call], Callable | None]
+    prepare: Callable[[Call], Run | None]
     cannot_store: Callable[[torch.dtype, torch.device], list[str]]
     write_cache: Callable
     new_schedule: Callable
     update_schedule: Callable
 
 
+PREPARED = PreparedCalls(4096)  # the one store of calls that come again
 PREFERENCE: Mapping[str, Backend] = MappingProxyType({"triton": _triton, "torch": _torch, "reference": _reference})
 
 

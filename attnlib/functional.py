@@ -6,12 +6,12 @@ from inspect import signature
 import torch
 from torch import Tensor
 
-from . import repeats
 from .call import Call, Dropout, Packing, Score, checked
-from .dispatch import Explanation, explanation, select
+from .dispatch import PREPARED, Explanation, explanation, select
 from .host_checks import check_view, is_asked_for
 from .kv import KVView
 from .mask import FULL, Mask
+from .prepared import key_of
 from .shapes import bind, is_strided, refuse_tensor
 from .spec import DTYPES
 
@@ -152,7 +152,7 @@ def cached_attention(
         ValueError: the mask reaches further left than a windowed layout keeps, or shapes that do not fit; with
             ``ATTNLIB_CHECK=1`` also lengths, pages or offsets that kernels would clamp.
     """
-    return _attend_cached(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks)), backend)[0]
+    return _attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks)), backend)[0]
 
 
 def cached_attention_with_lse(
@@ -167,7 +167,7 @@ def cached_attention_with_lse(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`cached_attention` and its LSE, ``[b, h, s]`` or packed ``[h, t]``."""
-    return _attend_cached(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks), lse=True), backend)
+    return _attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks), lse=True), backend)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,15 +246,24 @@ def explain(call: Callable, *args, **kwargs) -> Explanation:
 
 
 def _attend(call: Call, name: str | None) -> tuple[Tensor, Tensor]:
-    """Output and LSE of a call on tensors, on the backend of this name."""
-    key = repeats.key(call, name)
-    if (run := repeats.find(key)) is not None:
+    """Output and LSE of a call on the backend of this name."""
+    kv = call.kv
+    if kv is not None and kv.parts is not None and _sees_all_before(call):
+        return _attend_parts(call, name)
+    key = key_of(call, name)
+    if key is not None and (run := PREPARED.find(key)) is not None:
         return run(call.q, call.k, call.v)
     call = checked(call)
     backend = select(call.spec, name)
-    result = backend.attention(call)
+    if kv is None:
+        result = backend.attention(call)
+    else:
+        if is_asked_for(kv.lengths):
+            check_view(kv, call.q.shape[0])
+            key = None  # or the next call would not be checked
+        result = backend.cached_attention(call)
     if key is not None:
-        repeats.remember(key, backend.repeated(call))
+        PREPARED.remember(key, backend.prepare(call))
     return result
 
 
@@ -262,25 +271,6 @@ def _over(q: Tensor, kv: KVView, mask: Mask, score: Score, *, lse: bool = False)
     if not isinstance(kv, KVView):
         raise TypeError(f"kv: expected the KVView that append() or view() of a cache returned, got {type(kv).__name__}")
     return Call(q, mask, score, kv=kv, lse=lse)
-
-
-def _attend_cached(call: Call, name: str | None) -> tuple[Tensor, Tensor]:
-    """Output and LSE of a call over a view."""
-    kv = call.kv
-    if kv.parts is not None and _sees_all_before(call):
-        return _attend_parts(call, name)
-    key = repeats.cached_key(call, name)
-    if key is not None and (run := kv.repeats.get(key)) is not None:
-        return run(call.q)
-    call = checked(call)
-    backend = select(call.spec, name)
-    checks = is_asked_for(kv.lengths)
-    if checks:
-        check_view(kv, call.q.shape[0])
-    result = backend.cached_attention(call)
-    if key is not None and not checks and (run := backend.repeated_cached(call)) is not None:
-        kv.repeats[key] = run
-    return result
 
 
 def _sees_all_before(call: Call) -> bool:
@@ -293,10 +283,10 @@ def _sees_all_before(call: Call) -> bool:
 def _attend_parts(call: Call, name: str | None) -> tuple[Tensor, Tensor]:
     """What runs of sequences share, read once for all queries of a run, merged with the rest of each."""
     (shared, rest), q = call.kv.parts, call.q
-    state = _attend_cached(call._replace(kv=rest, lse=True), name)
+    state = _attend(call._replace(kv=rest, lse=True), name)
     packed = q if call.kv.cu_seqlens_q is not None else q.flatten(0, 1)
     score = call.score._replace(sinks=None)
-    out, lse = _attend_cached(Call(packed, FULL, score, kv=shared, lse=True), name)
+    out, lse = _attend(Call(packed, FULL, score, kv=shared, lse=True), name)
     if packed is not q:
         out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return merge_states(*state, out, lse)

@@ -1,6 +1,5 @@
 """What one token stores in one layer (KVLayout), and the storage that a kernel reads (KVView)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -99,7 +98,7 @@ class KVLayout:
         return sum(heads * max(width, 1) * dtype.itemsize for heads, width, dtype in self.planes.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class KVView:
     """The stored keys and values of a batch of sequences, as a kernel reads them.
 
@@ -109,12 +108,11 @@ class KVView:
     ``[starts[b], lengths[b])`` are visible at most, and the queries are the last ones of ``lengths[b]``:
     ``s`` each when dense, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` when packed. ``schedule`` says how a GPU shares
     them out (kernels/parts.py); with a ``section``, attention adds up so many tokens at a time and joins these sums in
-    their order, so that bits do not depend on the batch; ``repeats`` is how calls over this view ran, for those that
-    come again.
+    their order, so that bits do not depend on the batch.
 
     ``parts``, if there, are two views that hold the same keys between them: those that runs of neighbours share, a row
     for each run, whose queries are those of its sequences, packed; and the rest of each sequence, from a later start
-    on. All keys of the first come before all queries. ``replace`` forgets them, as it does ``repeats``.
+    on. All keys of the first come before all queries. ``replace`` forgets them. A view equals itself alone.
 
     Raises:
         TypeError: a plane, scale, table or length is no tensor of the dtype that the layout or the kernels ask for.
@@ -136,8 +134,7 @@ class KVView:
     schedule: Tensor | None = None
     section: int = 0
     rope: str | None = None
-    repeats: dict[tuple, Callable] = field(default_factory=dict, init=False, compare=False, repr=False)
-    parts: "tuple[KVView, KVView] | None" = field(default=None, init=False, compare=False, repr=False)
+    parts: "tuple[KVView, KVView] | None" = field(default=None, init=False, repr=False)
 
     def __post_init__(self):
         if not isinstance(self.k, Tensor) or not isinstance(self.lengths, Tensor) or not isinstance(self.table, Tensor):

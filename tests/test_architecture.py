@@ -18,16 +18,17 @@ ALLOWED = {
     "bench": set(attnlib.__all__),  # `from .. import`, as users do
     "convert": {"layers", "cache", "functional", "sizes", *VALUES},
     "layers": {"functional", "cache", *VALUES},
-    "functional": {"call", "spec", "dispatch", "repeats", "host_checks", *VALUES},
+    "functional": {"call", "spec", "dispatch", "prepared", "host_checks", *VALUES},
     "storage": {"dispatch", "host_checks", *VALUES},
     "host_checks": VALUES,
-    "dispatch": {"backends", "call", "spec"},
-    "repeats": {"call", *VALUES},
+    "dispatch": {"backends", "call", "prepared", "spec"},
+    "prepared": {"call", "watched", *VALUES},
+    "watched": set(),
     "call": {"spec", *VALUES},
     "spec": {"call", *VALUES},  # only to name its type
     "cache": {"storage", *VALUES},
     "sizes": VALUES,
-    "backends": {"call", "spec", "repeats", *VALUES},
+    "backends": {"call", "spec", "prepared", "watched", *VALUES},
     "reference": set(),
     **dict.fromkeys(VALUES, VALUES),
 }
@@ -164,5 +165,30 @@ def test_no_module_holds_mutable_state():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict | ast.List | ast.Set):
                 names = node.targets if isinstance(node, ast.Assign) else [node.target]
-                known = ["_runs"] if path.name == "repeats.py" else ["__all__"]
-                assert [name.id for name in names] == known, f"{path.name}: {ast.unparse(node)[:60]}"
+                assert [name.id for name in names] == ["__all__"], f"{path.name}: {ast.unparse(node)[:60]}"
+
+
+# What is remembered beyond a call: plans of launches by all that decides them, what a device is, and prepared calls.
+REMEMBERED = {
+    "spec.py": {"_known_arch"},
+    "dispatch.py": {"PREPARED"},
+    "backends/_triton/plans.py": {"forward", "backward"},
+    "backends/_triton/cached.py": {"cached_plan"},
+    "backends/_triton/schedule.py": {"processors", "_schedule_plan"},
+    "backends/_triton/writes.py": {"plan"},
+}
+
+
+def test_what_is_remembered_is_listed():
+    stores = ("lru_cache", "cache", "PreparedCalls", "WeakKeyDictionary", "WeakValueDictionary", "defaultdict")
+    found = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            names = [node.name] if isinstance(node, ast.FunctionDef) else []
+            makers = node.decorator_list if names else [getattr(node, "value", None)]
+            if isinstance(node, ast.Assign):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            makers = {ast.unparse(maker).partition("(")[0].rpartition(".")[2] for maker in makers if maker is not None}
+            if names and makers & {*stores}:
+                found.setdefault(str(path.relative_to(ROOT)), set()).update(names)
+    assert found == REMEMBERED

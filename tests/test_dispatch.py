@@ -1,6 +1,7 @@
 """Choosing a backend: pure, explained, and never a silent fallback."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from attnlib import (
 )
 from attnlib.call import Call, checked
 from attnlib.dispatch import PREFERENCE, explanation, select
+from attnlib.prepared import Key, PreparedCalls
 
 
 def spec_of(*, strided: bool = False, **options):
@@ -169,3 +171,22 @@ def test_a_warning_names_the_line_that_called(monkeypatch):
         layer(x)
     assert called[0].filename == layered[0].filename == __file__
     assert called[0].lineno == layered[0].lineno - 2
+
+
+def test_what_is_prepared_is_bounded_and_lives_as_long_as_its_view():
+    cache = KVCache.paged([KVLayout.grouped(2, 8)], pages=4, page_size=4, max_sequences=1)
+    cache.admit()
+    with cache.step(1) as (kv,):
+        view = replace(kv.append(*torch.randn(2, 1, 1, 2, 8)))
+    store = PreparedCalls(2)
+    for n in range(3):
+        store.remember(Key(None, (n,)), lambda q, k, v: None)
+        store.remember(Key(view, (n,)), lambda q, k, v: None)
+    store.remember(Key(view, (3,)), None)
+    assert store.count() == store.count(view) == 1
+    assert store.find(Key(None, (2,))) is not store.find(Key(view, (2,))) is not None
+    assert store.find(Key(view, (3,))) is store.find(Key(replace(view), (2,))) is None
+    del view
+    assert not len(store._over_views)
+    store.forget()
+    assert store.count() == 0

@@ -59,11 +59,8 @@ def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
     return torch.cat(outs), torch.cat(lses, -1)
 
 
-def repeated(call: Call) -> None:
+def prepare(call: Call) -> None:
     """No call is quicker the second time."""
-
-
-repeated_cached = repeated
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..repeats import unwatched
+from ..watched import are_watched
 from .operators import Arguments
 
 NOTHING = Arguments(*(None,) * len(Arguments._fields))
@@ -74,11 +74,6 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         return None, *ctx.operators.gradients(ctx, dout, dlse)
-
-
-def are_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether somebody follows operators, or gives tensors that only operators know."""
-    return q.is_meta or not unwatched(q, k, v)
 
 
 def refuse_gradients(operator: str, library: torch.library.Library) -> None:

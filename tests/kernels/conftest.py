@@ -3,8 +3,8 @@
 import pytest
 from kernel_helpers import INTERPRETED
 
-from attnlib import repeats
 from attnlib.backends._triton import plans as triton_plans
+from attnlib.dispatch import PREPARED
 
 
 @pytest.fixture(autouse=True)
@@ -12,7 +12,7 @@ def _plans_anew():
     """Tests put other tiles into the tables."""
     triton_plans.forward.cache_clear()
     triton_plans.backward.cache_clear()
-    repeats.forget()
+    PREPARED.forget()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark

@@ -10,7 +10,7 @@ from ...call import Call
 from ...kv import KVLayout, KVView
 from ...rope import Angles, rotate
 from ...spec import AttentionSpec
-from ..autograd import are_watched
+from ...watched import are_watched
 from ..operators import flat, flat_over_view
 from .implementations import OPERATORS, cached
 from .pages import quantise
@@ -46,11 +46,8 @@ def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
     return run(*flat_over_view(call))
 
 
-def repeated(call: Call) -> None:
+def prepare(call: Call) -> None:
     """No call is quicker the second time."""
-
-
-repeated_cached = repeated
 
 
 def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:

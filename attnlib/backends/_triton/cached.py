@@ -1,6 +1,5 @@
 """Attention over a cache by Triton kernels: from layouts to launches, and the operator."""
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -10,8 +9,10 @@ from torch import Tensor
 from ...call import Call
 from ...counts import INT32
 from ...kv import KVView
+from ...prepared import Run
 from ...spec import arch_of
-from ..autograd import are_watched, refuse_gradients
+from ...watched import are_watched
+from ..autograd import refuse_gradients
 from ..flops import cached_flops
 from ..operators import CACHED, CachedArguments, fake_cached, flat_over_view, outputs
 from ..registration import register
@@ -46,7 +47,7 @@ def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
     return run(*flat_over_view(call, _schedule_of(call.kv)))
 
 
-def repeated(call: Call) -> Callable | None:
+def prepare(call: Call) -> Run | None:
     """What runs a call without optional tensors again, on queries of the same layout."""
     kv, spec, q = call.kv, call.spec, call.q
     if (
@@ -63,7 +64,7 @@ def repeated(call: Call) -> Callable | None:
         combine = plan.combine.bound(..., arguments.schedule, arguments.cu_seqlens_q, None, ..., ...)
     shape, lse_shape = (*q.shape[:-1], spec.value_dim), (*q.shape[:-3], q.shape[-2], q.shape[-3])
 
-    def run(q: Tensor) -> tuple[Tensor, Tensor]:
+    def run(q: Tensor, k: None, v: None) -> tuple[Tensor, Tensor]:
         if q.device.index != torch._C._cuda_getDevice():
             return _cached(*arguments._replace(q=q))
         out, lse = q.new_empty(shape), q.new_empty(lse_shape, dtype=torch.float32)

@@ -1,11 +1,10 @@
 """Dense and packed attention by Triton kernels: one FlashAttention core, forward and backward."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ...call import Call
+from ...prepared import Run
 from ..autograd import Operators
 from ..flops import backward_flops, forward_flops
 from ..operators import (
@@ -29,7 +28,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     return OPERATORS(flat(call), grad=call.spec.grad)
 
 
-def repeated(call: Call) -> Callable | None:
+def prepare(call: Call) -> Run | None:
     """What runs a call without optional tensors again, on tensors of the same layouts."""
     if call.spec.strided or call.spec.dtype == torch.float32:  # whose products torch's settings decide
         return None

@@ -1,7 +1,7 @@
 """A kernel with all its arguments but the tensors: launched once through Triton, and directly from then on.
 
 Triton finds out from every argument which binary to run, about 40 us for these kernels. Here a launch belongs to one
-set of shapes, and remembers. What launches remember, and ``repeats``, is all the mutable state of the package.
+set of shapes, and remembers.
 """
 
 from collections.abc import Callable

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...counts import INT32
 from ...kv import KVView
-from ...repeats import unwatched
 from ...rope import Angles, _check_rotation
 from ...spec import arch_of, is_interpreted
+from ...watched import are_watched
 from ..registration import register
 from .launch import Launch, against_interpreter
 from .plans import Layout, layout
@@ -74,7 +74,7 @@ def _again(planes: tuple, tensors: tuple, flags: tuple) -> Again:
 
 def _free(k: Tensor, v: Tensor | None, cos: Tensor | None) -> bool:
     """Whether the dispatcher may be skipped."""
-    return unwatched(k, k if v is None else v, k if cos is None else cos)
+    return k.is_meta or not are_watched(k, k if v is None else v, k if cos is None else cos)
 
 
 def _at_home(x: Tensor) -> bool:

@@ -4,17 +4,19 @@ import pytest
 import torch
 from helpers import assert_same_bits
 
-from attnlib import CAUSAL, FULL, attention, attention_with_lse, repeats, sliding
+from attnlib import CAUSAL, FULL, attention, attention_with_lse, sliding
 from attnlib.call import Call, Dropout, Packing, Score
+from attnlib.dispatch import PREPARED
+from attnlib.prepared import key_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 @pytest.fixture(autouse=True)
 def _forgotten():
-    repeats.forget()
+    PREPARED.forget()
     yield
-    repeats.forget()
+    PREPARED.forget()
 
 
 def tensors(*, dtype=torch.bfloat16, tokens=300):
@@ -22,15 +24,15 @@ def tensors(*, dtype=torch.bfloat16, tokens=300):
 
 
 def key(q, k, v, mask=CAUSAL, *, name=None, **given):
-    return repeats.key(Call(q, mask, k=k, v=v, **given), name)
+    return key_of(Call(q, mask, k=k, v=v, **given), name)
 
 
 def test_a_repeated_call_reads_the_new_tensors():
     first, second = tensors(), tensors()
     attention_with_lse(*first, mask=CAUSAL)
-    assert repeats.find(key(*second)) is not None
+    assert PREPARED.find(key(*second)) is not None
     again = attention_with_lse(*second, mask=CAUSAL)
-    repeats.forget()
+    PREPARED.forget()
     assert_same_bits(*zip(again, attention_with_lse(*second, mask=CAUSAL), strict=True))
 
 
@@ -48,7 +50,7 @@ def test_what_differs_is_another_call():
         key(*heads_first),
         key(q.half(), k.half(), v.half()),
     ]
-    assert all(other is not None and repeats.find(other) is None for other in others)
+    assert all(other is not None and PREPARED.find(other) is None for other in others)
     assert len({key(q, k, v), *others}) == len(others) + 1
 
 
@@ -93,10 +95,10 @@ def test_an_address_that_descriptors_refuse():
 
 
 def test_more_calls_than_are_remembered(monkeypatch):
-    monkeypatch.setattr(repeats, "LIMIT", 2)
+    monkeypatch.setattr(PREPARED, "limit", 2)
     q, k, v = tensors(tokens=9)
     for n in (3, 4, 5, 3):
         torch.testing.assert_close(
             attention(q[:, :n], k[:, :n], v[:, :n], mask=CAUSAL), attention(q, k, v, mask=CAUSAL)[:, :n]
         )
-    assert len(repeats._runs) <= 2
+    assert PREPARED.count() <= 2

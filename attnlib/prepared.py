@@ -1,0 +1,90 @@
+"""Calls that come again: on a GPU, without gradients, they run what the first call of their kind prepared."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .call import Call
+from .kv import KVView
+from .mask import Mask
+from .watched import are_watched
+
+Run = Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]  # takes q, k and v
+FLOATS, NAMES = (float, type(None)), (str, type(None))
+
+
+class Key(NamedTuple):
+    """All that a call depends on but its tensors' values: the view that it is over, and the rest."""
+
+    view: KVView | None
+    rest: tuple
+
+
+def key_of(call: Call, name: str | None) -> Key | None:
+    """The key of a call on the backend of this name; None for a call that depends on more than keys tell."""
+    q, k, v, score, dropout = call.q, call.k, call.v, call.score, call.dropout
+    if call.kv is not None:
+        k = v = q
+    if (
+        torch.compiler.is_compiling()
+        or not (isinstance(q, Tensor) and q.is_cuda)
+        or are_watched(q, k, v)
+        or type(call.mask) is not Mask
+        or call.packing is not None
+        or not (score.alibi_slopes is score.sinks is call.key_starts is call.key_ends is dropout.seed is None)
+        or dropout.p != 0
+        or type(dropout.p) is not float
+        # 1, 1.0 and True would be one key, and not all of them are what a call takes.
+        or type(score.scale) not in FLOATS
+        or type(score.softcap) not in FLOATS
+        or type(name) not in NAMES
+        or not (q.layout is k.layout is v.layout is torch.strided)
+        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or torch.is_autocast_enabled("cuda")
+        or forward_ad._current_level >= 0
+        or q.is_nested
+        or k.is_nested
+        or v.is_nested
+    ):
+        return None
+    asked = (q.get_device(), q.shape, q.stride(), q.dtype, call.mask, score.scale, score.softcap, name)
+    if call.kv is not None:
+        return Key(call.kv, (*asked, q.data_ptr() & 15))
+    layouts = (k.get_device(), k.shape, k.stride(), k.dtype, v.get_device(), v.shape, v.stride(), v.dtype)
+    return Key(None, (*asked, *layouts))
+
+
+class PreparedCalls:
+    """Up to ``limit`` prepared calls over tensors, and as many over each view for as long as that lives."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._over_tensors: dict[tuple, Run] = {}
+        self._over_views: WeakKeyDictionary[KVView, dict[tuple, Run]] = WeakKeyDictionary()
+
+    def find(self, key: Key) -> Run | None:
+        """What was prepared for this key."""
+        runs = self._over_tensors if key.view is None else self._over_views.get(key.view)
+        return None if runs is None else runs.get(key.rest)
+
+    def remember(self, key: Key, run: Run | None) -> None:
+        """Run calls of this key by ``run``, if there is one, from now on; too many are all forgotten first."""
+        if run is None:
+            return
+        runs = self._over_tensors if key.view is None else self._over_views.setdefault(key.view, {})
+        if len(runs) >= self.limit:
+            runs.clear()
+        runs[key.rest] = run
+
+    def count(self, view: KVView | None = None) -> int:
+        """How many there are over tensors, or over a view."""
+        return len(self._over_tensors if view is None else self._over_views.get(view, ()))
+
+    def forget(self) -> None:
+        """Forget all; for those who change what decides a call, such as the launch tables."""
+        self._over_tensors.clear()
+        self._over_views.clear()
