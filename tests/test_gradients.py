@@ -240,9 +240,14 @@ def test_both_results_belong_to_autograd_whatever_is_empty(sizes, backend):
         tensors = [torch.randn(b, n, 2, 8, requires_grad=True) for n in (s, t, t)]
         results = attention_with_lse(*tensors, mask=CAUSAL, backend=backend)
     for x in results:
-        grads = torch.autograd.grad(x.masked_fill(x.isinf(), 0).sum(), tensors, retain_graph=True, allow_unused=True)
-        assert all(grad is None or not grad.any() for grad in grads)
-        assert grads[0] is not None
+        for y in tensors if x is results[0] else tensors[:2]:  # an LSE is not of v
+            (grad,) = torch.autograd.grad(x.masked_fill(x.isinf(), 0).sum(), y, retain_graph=True, allow_unused=True)
+            assert grad is None or not grad.any()
+        assert x.requires_grad
+    alone = [x.detach().requires_grad_(n == 1) for n, x in enumerate(tensors)]  # of k, which may be empty, alone
+    call = varlen_attention_with_lse if sizes == "packed" else attention_with_lse
+    options = offsets if sizes == "packed" else {}
+    assert all(x.requires_grad for x in call(*alone, **options, mask=CAUSAL, backend=backend))
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

@@ -34,13 +34,13 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
         ends = [t] * len(q) if call.key_ends is None else call.key_ends.tolist()
         solved = [_sequence(n, q[n], k[n], v[n], (starts[n], ends[n]), call) for n in range(len(q))]
         if not solved:
-            return _nothing(q, v.shape[-1])
+            return _nothing(q, v.shape[-1], k, v)
         return tuple(torch.stack(x) for x in zip(*solved, strict=True))
     rows, keys = call.packing.read(queries=q.shape[0], keys=k.shape[0])
     solved = []
     for n, ((r0, r1), (k0, k1)) in enumerate(zip(pairwise(rows), pairwise(keys), strict=True)):
         solved.append(_sequence(n, q[r0:r1], k[k0:k1], v[k0:k1], (0, k1 - k0), call))
-    outs, lses = zip(*solved, _nothing(q[rows[-1] :], v.shape[-1]), strict=True)
+    outs, lses = zip(*solved, _nothing(q[rows[-1] :], v.shape[-1], k, v), strict=True)
     return torch.cat(outs), torch.cat(lses, 1)
 
 
@@ -74,9 +74,9 @@ def _widened(call: Call) -> Call:
     return call._replace(score=score._replace(alibi_slopes=slopes, sinks=sinks))
 
 
-def _nothing(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Output and LSE of queries that belong to no sequence: of none of q's channels, but of q to autograd."""
-    zero = q[..., :0].sum(-1)
+def _nothing(q: Tensor, value_dim: int, *others: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and LSE of queries that belong to no sequence: of no channel of these tensors, but of all to autograd."""
+    zero = q[..., :0].sum(-1) + sum(x[..., :0].sum() for x in others)
     return zero[..., None].expand(*q.shape[:-1], value_dim), zero.transpose(-1, -2).to(_wide(q)) - torch.inf
 
 

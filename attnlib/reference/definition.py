@@ -42,7 +42,8 @@ def attend(
             weights = weights * weight[:, i, seen]
         out.append(torch.einsum("gft,tge->gfe", weights.unflatten(0, (-1, group)), values[seen]).flatten(0, 1))
     if not out:
-        return q[..., :1].expand(-1, -1, v.shape[-1]), queries.sum(-1).mT
+        zero = queries.sum(-1) + keys[..., :0].sum() + values[..., :0].sum()  # of no number, but of all to autograd
+        return zero[..., None].expand(-1, -1, v.shape[-1]).to(q.dtype), zero.mT
     return torch.stack(out).to(q.dtype), torch.stack(lse, 1)
 
 

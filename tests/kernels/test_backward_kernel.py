@@ -9,7 +9,16 @@ import pytest
 import torch
 from helpers import Problem, assert_close, assert_same_bits, eager, make
 
-from attnlib import CAUSAL, FULL, Mask, attention_with_lse, sliding, varlen_attention_with_lse
+from attnlib import (
+    CAUSAL,
+    FULL,
+    Mask,
+    attention,
+    attention_with_lse,
+    sliding,
+    varlen_attention,
+    varlen_attention_with_lse,
+)
 from attnlib.backends._triton import plans as triton_plans
 from attnlib.backends._triton.tables import LaunchConfig
 
@@ -218,3 +227,32 @@ def test_a_broken_number_reaches_only_those_who_see_it(where, value, softcap, d,
         assert ours[2][:, seen[20]].isnan().all()
     keys = seen[rows].any(0)
     assert_same_bits(*((x[:, ~at], old[:, ~at]) for x, old, at in zip(ours, without, (rows, keys, keys), strict=True)))
+
+
+def test_a_query_that_sees_nothing_gives_nothing_whatever_it_is():
+    """Its LSE is its sink, which is finite where the query is not."""
+    q, k = torch.randn(1, 3, 2, 16), torch.randn(1, 2, 1, 16)
+    sinks = torch.randn(2)
+
+    def gradients(first: float) -> tuple[torch.Tensor, ...]:
+        rows = torch.cat((torch.full_like(q[:, :1], first), q[:, 1:]), 1)
+        leaves = [x.clone().requires_grad_() for x in (rows, k, sinks)]
+        out = attention(*leaves[:2], leaves[1], mask=CAUSAL, sinks=leaves[2], backend="triton")
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    assert_same_bits(*zip(gradients(torch.nan), gradients(1.0), strict=True))
+
+
+def test_slopes_of_a_sequence_hear_of_no_other():
+    offsets, q = torch.tensor([0, 20, 50], dtype=torch.int32), torch.randn(50, 2, 16)
+    slopes = torch.rand(2, 2)
+
+    def gradient(scale: float) -> torch.Tensor:
+        given, leaf = torch.cat((q[:20] * scale, q[20:])), slopes.clone().requires_grad_()
+        packing = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        out = varlen_attention(given, given, given, **packing, mask=CAUSAL, alibi_slopes=leaf, backend="triton")
+        return torch.autograd.grad(out.square().sum(), leaf)[0]
+
+    spoiled, whole = gradient(torch.nan), gradient(1.0)
+    assert spoiled[0].isnan().all()
+    assert_same_bits((spoiled[1], whole[1]))

@@ -100,11 +100,14 @@ def _by_sequence(shares: Tensor, slopes: Tensor, cu_q: Tensor | None, block: int
     """What all programs found of the slopes' gradient, added up for each sequence and head, ``[b, h]``."""
     if cu_q is None or slopes.dim() == 1:
         return shares.sum(-1)
-    # Packed sequence n owns programs from cu[n] // block + n on. A product with ones has a fixed order of sums.
+    # Packed sequence n owns programs from cu[n] // block + n on. A product with ones has a fixed order of sums. What is
+    # not finite is counted apart, since 0 times it is NaN.
     firsts = cu_q // block + torch.arange(len(cu_q), device=cu_q.device, dtype=torch.int32)
     at = torch.arange(shares.shape[-1], device=firsts.device)[:, None]
     owned = (at >= firsts[:-1]) & (at < firsts[1:])
-    return (shares[0].double() @ owned.double()).T.to(shares.dtype)
+    finite, owned = shares[0].isfinite(), owned.double()
+    sums = shares[0].masked_fill(~finite, 0).double() @ owned
+    return sums.masked_fill((~finite).double() @ owned > 0, torch.nan).T.to(shares.dtype)
 
 
 OPERATORS = Operators("triton", _forward)

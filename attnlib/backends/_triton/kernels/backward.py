@@ -33,7 +33,7 @@ def prepare(
     q_b, q_s, q_h, out_b, out_s, out_h, dout_b, dout_s, dout_h, dlse_b, dlse_h, dlse_s,
     heads, s,
     D: tl.constexpr, D_ALL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
-    DLSE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr,
+    DLSE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Writes ``lse2``, the LSE in log2 units, and ``delta = rowsum(out * dout) - dlse``, all ``[b, h, s]`` in fp32.
 
@@ -53,7 +53,7 @@ def prepare(
     lse = tl.load(lse_ptr + at, mask=stored)
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     lse2 = tl.where(tl.max(not_finite(dout), 1) > 0, float("nan"), lse2)
-    if SOFTCAP:  # without a cap the LSE is not finite where q is not
+    if SOFTCAP or SINKS:  # without either the LSE is not finite where q is not
         q = load_rows(q_ptr + sequence * q_b + head * q_h, m0, m, tl.arange(0, D_ALL), q_s, s, D, True)
         lse2 = tl.where(tl.max(not_finite(q), 1) > 0, float("nan"), lse2)
     tl.store(lse2_ptr + at, lse2, mask=stored)
