@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from ..watched import are_watched
 from .operators import Arguments
 
-NOTHING = Arguments(*(None,) * len(Arguments._fields))
 TENSORS = Arguments._fields.index("left")  # the fields before are tensors
+NOTHING = (None,) * (len(Arguments._fields) - Arguments._fields.index("key_starts"))  # the gradients from there on
 
 
 class Operators:
@@ -44,7 +44,7 @@ class Operators:
         dq, dk, dv, dslopes, dsinks = self._operator("backward")(dout, dlse, out, lse, *a)
         dslopes = None if a.alibi_slopes is None else dslopes
         dsinks = None if a.sinks is None else dsinks
-        return NOTHING._replace(q=dq, k=dk, v=dv, alibi_slopes=dslopes, sinks=dsinks)
+        return Arguments(dq, dk, dv, dslopes, dsinks, *NOTHING)
 
     def register(self, library: torch.library.Library) -> None:
         """Make the gradients of the operators, and their rules under vmap, known to torch."""
