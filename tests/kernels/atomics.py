@@ -127,7 +127,7 @@ class _OnePass(torch.autograd.Function):
         with torch.cuda.device_of(q):
             prepare[(-(-s // 32) * b * h,)](
                 q, out, dout, lse, None, lse2, delta, *strides, *strides, *strides, 0, 0, 0, h, s,
-                D=d, D_ALL=d, E=d, E_MAIN=d, DLSE=False, SOFTCAP=False, BLOCK_M=32,
+                D=d, D_ALL=d, E=d, E_MAIN=d, DLSE=False, SOFTCAP=False, SINKS=False, BLOCK_M=32,
             )  # fmt: skip
             backward_once[(-(-s // config.block_n) * b * h,)](
                 q, k, v, dout, lse2, delta, dq, dk, dv, h, s, d**-0.5,
