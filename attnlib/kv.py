@@ -1,6 +1,6 @@
 """What one token stores in one layer (KVLayout), and the storage that a kernel reads (KVView)."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -107,12 +107,14 @@ class KVView:
     gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold garbage. Keys
     ``[starts[b], lengths[b])`` are visible at most, and the queries are the last ones of ``lengths[b]``:
     ``s`` each when dense, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` when packed. ``schedule`` says how a GPU shares
-    them out (kernels/parts.py); with a ``section``, attention adds up so many tokens at a time and joins these sums in
+    them out (backends/_triton/kernels/parts.py); with a ``section``, attention adds up so many tokens at a time and joins these sums in
     their order, so that bits do not depend on the batch.
 
     ``parts``, if there, are two views that hold the same keys between them: those that runs of neighbours share, a row
     for each run, whose queries are those of its sequences, packed; and the rest of each sequence, from a later start
-    on. All keys of the first come before all queries. ``replace`` forgets them. A view equals itself alone.
+    on. All keys of the first come before all queries. ``replace`` forgets them.
+
+    A view equals itself alone. A cache makes its views without a ``check``: its tensors fit.
 
     Raises:
         TypeError: a plane, scale, table or length is no tensor of the dtype that the layout or the kernels ask for.
@@ -135,8 +137,11 @@ class KVView:
     section: int = 0
     rope: str | None = None
     parts: "tuple[KVView, KVView] | None" = field(default=None, init=False, repr=False)
+    check: InitVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self, check: bool):
+        if not check:
+            return
         if not isinstance(self.k, Tensor) or not isinstance(self.lengths, Tensor) or not isinstance(self.table, Tensor):
             raise TypeError("k, lengths, table: expected tensors, as append() and view() of a cache give them")
         (pages, *_), device, planes = self.k.shape or (0,), self.k.device, self.layout.planes
@@ -159,7 +164,7 @@ class KVView:
 
     def divided(self, shared: "KVView", rest: "KVView") -> "KVView":
         """The same view with these ``parts``."""
-        view = replace(self)
+        view = replace(self, check=False)
         object.__setattr__(view, "parts", (shared, rest))  # what replace() does not carry over, no constructor takes
         return view
 

@@ -1,4 +1,4 @@
-"""Named dimensions, checked once at the door."""
+"""Named dimensions, checked once."""
 
 from typing import NoReturn
 

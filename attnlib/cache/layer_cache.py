@@ -160,7 +160,7 @@ class LayerCache:
         rope = None if self.convention == AS_GIVEN else self.convention
         buffers = {**shared._asdict(), "table": window.table, "starts": window.starts}
         buffers["schedule"] = window.schedules.get(self.layout.heads)
-        view = KVView(self.layout, page_size, **planes, **buffers, rope=rope)
+        view = KVView(self.layout, page_size, **planes, **buffers, rope=rope, check=False)
         if window.trunk is not None:
             view = _divided(view, window.trunk)
         self._prepared = (shared.positions, window.slots, view, {})
@@ -195,9 +195,10 @@ def _divided(view: KVView, trunk: Trunk) -> KVView:
         cu_seqlens_q=trunk.cu_seqlens_q,
         positions=None,
         schedule=trunk.schedules.get(view.layout.heads),
+        check=False,
     )
     rest_schedule = trunk.rest_schedules.get(view.layout.heads)
-    return view.divided(shared, replace(view, starts=trunk.rest_starts, schedule=rest_schedule))
+    return view.divided(shared, replace(view, starts=trunk.rest_starts, schedule=rest_schedule, check=False))
 
 
 def _shape_error(name: str, x: Tensor, positions: Tensor, last: tuple[int, ...]) -> str:
