@@ -107,8 +107,8 @@ class KVView:
     gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold garbage. Keys
     ``[starts[b], lengths[b])`` are visible at most, and the queries are the last ones of ``lengths[b]``:
     ``s`` each when dense, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` when packed. ``schedule`` says how a GPU shares
-    them out (backends/_triton/kernels/parts.py); with a ``section``, attention adds up so many tokens at a time and joins these sums in
-    their order, so that bits do not depend on the batch.
+    them out (backends/_triton/schedule.py); with a ``section``, attention adds up so many tokens at a time and joins
+    these sums in their order, so that bits do not depend on the batch.
 
     ``parts``, if there, are two views that hold the same keys between them: those that runs of neighbours share, a row
     for each run, whose queries are those of its sequences, packed; and the rest of each sequence, from a later start
