@@ -30,3 +30,8 @@ def _follows_functions() -> bool:
     if not torch._C._len_torch_function_stack():
         return False
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+
+
+def are_batched(*tensors: Tensor | None) -> bool:
+    """Whether these are many gradients in one, as ``torch.autograd.grad(..., is_grads_batched=True)`` hands out."""
+    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in tensors)

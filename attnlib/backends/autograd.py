@@ -1,7 +1,7 @@
 """A backend's forward and backward operators as one differentiable call, also where torch maps or traces them.
 
 Each operator has a gradient of its own, so that exported, traced and mapped calls keep it. Where nobody follows
-operators, a forward runs what is behind them: torch takes 150 us to differentiate an operator from Python, 20 us for a
+operators, a call runs what is behind them: torch takes 150 us to differentiate an operator from Python, 20 us for a
 Function (one core of an EPYC, 2026-11).
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..watched import are_watched
+from ..watched import are_batched, are_watched
 from .operators import Arguments
 
 TENSORS = Arguments._fields.index("left")  # the fields before are tensors
@@ -20,10 +20,10 @@ NOTHING = (None,) * (len(Arguments._fields) - Arguments._fields.index("key_start
 
 
 class Operators:
-    """The operators ``name_forward`` and ``name_backward`` of a backend, and what the first of them runs."""
+    """The operators ``name_forward`` and ``name_backward`` of a backend, and what they run."""
 
-    def __init__(self, name: str, forward: Callable):
-        self.name, self.forward = name, forward
+    def __init__(self, name: str, forward: Callable, backward: Callable):
+        self.name, self.forward, self.backward = name, forward, backward
 
     def __call__(self, arguments: Arguments, *, grad: bool) -> tuple[Tensor, Tensor]:
         """Output and LSE; ``grad`` says whether a gradient is asked for.
@@ -41,7 +41,10 @@ class Operators:
         out, lse, *tensors = ctx.saved_tensors
         a = Arguments(*tensors, *ctx.numbers)
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, dslopes, dsinks = self._operator("backward")(dout, dlse, out, lse, *a)
+        # With create_graph=True the operator refuses to be differentiated again.
+        followed = torch.is_grad_enabled() or are_watched(dout, out, a.q) or are_batched(dout, dlse)
+        run = self._operator("backward") if followed else self.backward
+        dq, dk, dv, dslopes, dsinks = run(dout, dlse, out, lse, *a)
         dslopes = None if a.alibi_slopes is None else dslopes
         dsinks = None if a.sinks is None else dsinks
         return Arguments(dq, dk, dv, dslopes, dsinks, *NOTHING)

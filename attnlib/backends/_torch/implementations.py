@@ -111,7 +111,7 @@ def cached(*arguments):
     q, cu_q = a.q, None if a.cu_seqlens_q is None else a.cu_seqlens_q.tolist()
     stored = pages.Stored(a.k, a.value_plane, a.k_tail, a.k_scale, a.k_scale if a.v is None else a.v_scale, q.dtype)
     rule = Rule(a.mask, a.scale, a.softcap, 0.0, 0)
-    starts = a.starts.clamp(min=0).tolist()
+    starts = [max(0, start) for start in a.starts.tolist()]
     batch = pages.Batch(a.table, starts, a.lengths.tolist(), cu_q, a.alibi_slopes, a.sinks)
     problems = list(pages.problems(q if cu_q is None else q[None], stored, batch))
     if cu_q is None and len(problems) == 1 and (solved := _solve_at_once(problems[0], rule, stored)) is not None:
@@ -151,7 +151,7 @@ def _fake_write(k, v, new_k, new_v, slots):
     return None
 
 
-OPERATORS = Operators("torch", _forward)
+OPERATORS = Operators("torch", _forward, _backward)
 _library = register(
     (
         (f"torch_forward{FORWARD}", _forward, fake_forward, forward_flops),

@@ -110,7 +110,7 @@ def _by_sequence(shares: Tensor, slopes: Tensor, cu_q: Tensor | None, block: int
     return sums.masked_fill((~finite).double() @ owned > 0, torch.nan).T.to(shares.dtype)
 
 
-OPERATORS = Operators("triton", _forward)
+OPERATORS = Operators("triton", _forward, _backward)
 _library = register(
     (
         (f"triton_forward{FORWARD}", _forward, fake_forward, forward_flops),
