@@ -147,7 +147,7 @@ def widths(d: int, e: int) -> tuple[int, int, int]:
     """Channels of the blocks that hold a key, the rest of a key, and a value: equal, or at least 64 each.
 
     Tiles that are not pipelined share an address; where they then differ in layout, ptxas may leave a descriptor
-    without its base (bench/sass.py).
+    without its base (tests/compiled/sass.py).
 
     >>> widths(128, 128), widths(192, 128), widths(59, 29), widths(128, 16), widths(16, 32), widths(40, 64)
     ((128, 0, 128), (128, 64, 128), (64, 0, 64), (128, 0, 64), (32, 0, 32), (64, 0, 64))
