@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .counts import INT32
+from .checks import INT32, bind, is_strided, refuse_tensor
 from .kv import KVView
 from .mask import Mask
-from .shapes import bind, is_strided, refuse_tensor
 from .spec import AttentionSpec, describe
 
 FP32 = torch.finfo(torch.float32)
@@ -49,6 +48,25 @@ class Dropout(NamedTuple):
     seed: Tensor | None = None
 
 
+class Origin(NamedTuple):
+    """Where a piece of a larger call begins in the whole: each an int, or int32 ``[b]``, one for each sequence.
+
+    ``query`` is added to every index of a query, ``key`` to every index of a key, ``head`` and ``sequence`` likewise,
+    wherever masks, ALiBi and dropout see one. So the piece computes what the whole would.
+    """
+
+    query: int | Tensor = 0
+    key: int | Tensor = 0
+    head: int | Tensor = 0
+    sequence: int | Tensor = 0
+
+    def table(self, sequences: int, device: torch.device) -> Tensor | None:
+        """Int32 ``[sequences, 4]`` for kernels to read; None where all begins at 0."""
+        if all(type(x) is int and x == 0 for x in self):
+            return None
+        return torch.stack([torch.as_tensor(x, dtype=torch.int32, device=device).expand(sequences) for x in self], 1)
+
+
 class Call(NamedTuple):
     """What one call computes. ``k`` and ``v`` are None over a view, ``kv`` is None over tensors.
 
@@ -66,6 +84,7 @@ class Call(NamedTuple):
     key_ends: Tensor | None = None
     packing: Packing | None = None
     dropout: Dropout = Dropout()
+    origin: Origin = Origin()
     lse: bool = False
     spec: AttentionSpec | None = None
 
@@ -73,6 +92,13 @@ class Call(NamedTuple):
     def kind(self) -> str:
         """``dense``, ``varlen`` or ``cached``."""
         return "cached" if self.kv is not None else "dense" if self.packing is None else "varlen"
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences attend, each to itself alone."""
+        if self.kv is not None:
+            return self.kv.lengths.shape[0]
+        return self.q.shape[0] if self.packing is None else self.packing.cu_seqlens_q.shape[0] - 1
 
 
 def checked(call: Call) -> Call:
@@ -89,7 +115,14 @@ def checked(call: Call) -> Call:
         (q,), k, v = _autocast(call.q), None, None
     _check_tensors(call, sizes)
     score, dropout = _filled(call.score, sizes["d"]), _seeded(call.dropout, q.device)
-    given = (call.key_starts, call.key_ends, call.packing, dropout, call.lse)  # _replace() takes three times as long
+    given = (
+        call.key_starts,
+        call.key_ends,
+        call.packing,
+        dropout,
+        call.origin,
+        call.lse,
+    )  # _replace() takes three times as long
     spec = describe(Call(q, call.mask, score, k, v, call.kv, *given), sizes)
     return Call(q, call.mask, score, k, v, call.kv, *given, spec)
 
@@ -160,6 +193,8 @@ def _positive(name: str, value: float) -> float:
 def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
     """Raise ValueError or TypeError for slopes, sinks, bounds and offsets that do not fit."""
     score, packing = call.score, call.packing
+    if call.origin is not Call._field_defaults["origin"]:
+        _check_origin(call)
     if packing is score.alibi_slopes is score.sinks is call.key_starts is call.key_ends is None:
         return
     if packing is not None:
@@ -182,6 +217,18 @@ def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
             named.append((name, x, "b"))
     if named:
         bind(*named, known=sizes)
+
+
+def _check_origin(call: Call) -> None:
+    for name, x in call.origin._asdict().items():
+        if isinstance(x, Tensor):
+            if x.dtype != torch.int32 or x.shape != (call.sequences,) or x.device != call.q.device:
+                expected = f"int32 [b={call.sequences}] on {call.q.device} like q"
+                raise ValueError(f"origin: expected {name} as an int or {expected}, got {_kind(x)} on {x.device}")
+        elif isinstance(x, bool) or not isinstance(x, int):
+            raise TypeError(f"origin: expected {name} as an int or an int32 tensor, got {type(x).__name__}")
+        elif not -INT32 <= x <= INT32:
+            raise ValueError(f"origin: expected {name} within +-{INT32}, since indices are int32, got {x}")
 
 
 def _check_packing(packing: Packing) -> None:

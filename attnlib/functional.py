@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from .call import Call, Dropout, Packing, Score, checked
+from .checks import bind, check_view, is_asked_for, is_strided, refuse_tensor
 from .dispatch import PREPARED, Explanation, explanation, select
-from .host_checks import check_view, is_asked_for
 from .kv import KVView
 from .mask import FULL, Mask
 from .prepared import key_of
-from .shapes import bind, is_strided, refuse_tensor
 from .spec import DTYPES
 
 
@@ -52,7 +51,7 @@ def attention(
     torch.Size([2, 9, 8, 64])
     """
     score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
-    return _attend(Call(q, mask, score, k, v, None, key_starts, key_ends, None, dropout), backend)[0]
+    return attend(Call(q, mask, score, k, v, None, key_starts, key_ends, None, dropout), backend)[0]
 
 
 def attention_with_lse(
@@ -76,7 +75,7 @@ def attention_with_lse(
     The LSE is fp32 (fp64 for fp64 inputs), includes the sink, and is -inf where there is neither key nor sink.
     """
     score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
-    return _attend(Call(q, mask, score, k, v, None, key_starts, key_ends, None, dropout, lse=True), backend)
+    return attend(Call(q, mask, score, k, v, None, key_starts, key_ends, None, dropout, lse=True), backend)
 
 
 def varlen_attention(
@@ -104,7 +103,7 @@ def varlen_attention(
     """
     score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend(Call(q, mask, score, k, v, packing=packing, dropout=dropout, lse=False), backend)[0]
+    return attend(Call(q, mask, score, k, v, packing=packing, dropout=dropout, lse=False), backend)[0]
 
 
 def varlen_attention_with_lse(
@@ -128,7 +127,7 @@ def varlen_attention_with_lse(
     """:func:`varlen_attention` and its LSE ``[h, t]``; rows after the last offset are -inf."""
     score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend(Call(q, mask, score, k, v, packing=packing, dropout=dropout, lse=True), backend)
+    return attend(Call(q, mask, score, k, v, packing=packing, dropout=dropout, lse=True), backend)
 
 
 def cached_attention(
@@ -152,7 +151,7 @@ def cached_attention(
         ValueError: the mask reaches further left than a windowed layout keeps, or shapes that do not fit; with
             ``ATTNLIB_CHECK=1`` also lengths, pages or offsets that kernels would clamp.
     """
-    return _attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks)), backend)[0]
+    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks)), backend)[0]
 
 
 def cached_attention_with_lse(
@@ -167,7 +166,7 @@ def cached_attention_with_lse(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`cached_attention` and its LSE, ``[b, h, s]`` or packed ``[h, t]``."""
-    return _attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks), lse=True), backend)
+    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks), lse=True), backend)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,8 +244,8 @@ def explain(call: Callable, *args, **kwargs) -> Explanation:
     return explanation(checked(asked).spec, given["backend"])
 
 
-def _attend(call: Call, name: str | None) -> tuple[Tensor, Tensor]:
-    """Output and LSE of a call on the backend of this name."""
+def attend(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a call, on the backend of this name; for those who say more of a call than its doors take."""
     kv = call.kv
     if kv is not None and kv.parts is not None and _sees_all_before(call):
         return _attend_parts(call, name)
@@ -283,10 +282,10 @@ def _sees_all_before(call: Call) -> bool:
 def _attend_parts(call: Call, name: str | None) -> tuple[Tensor, Tensor]:
     """What runs of sequences share, read once for all queries of a run, merged with the rest of each."""
     (shared, rest), q = call.kv.parts, call.q
-    state = _attend(call._replace(kv=rest, lse=True), name)
+    state = attend(call._replace(kv=rest, lse=True), name)
     packed = q if call.kv.cu_seqlens_q is not None else q.flatten(0, 1)
     score = call.score._replace(sinks=None)
-    out, lse = _attend(Call(packed, FULL, score, kv=shared, lse=True), name)
+    out, lse = attend(Call(packed, FULL, score, kv=shared, lse=True), name)
     if packed is not q:
         out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return merge_states(*state, out, lse)

@@ -5,7 +5,7 @@ from dataclasses import InitVar, dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .counts import check_count
+from .checks import check_count
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STORES = (torch.int8, torch.float8_e4m3fn)
@@ -107,7 +107,7 @@ class KVView:
     gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold garbage. Keys
     ``[starts[b], lengths[b])`` are visible at most, and the queries are the last ones of ``lengths[b]``:
     ``s`` each when dense, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` when packed. ``schedule`` says how a GPU shares
-    them out (backends/_triton/schedule.py); with a ``section``, attention adds up so many tokens at a time and joins
+    them out (backends/_triton/schedule.py); with a ``split_size``, attention adds up so many tokens at a time and joins
     these sums in their order, so that bits do not depend on the batch.
 
     ``parts``, if there, are two views that hold the same keys between them: those that runs of neighbours share, a row
@@ -134,7 +134,7 @@ class KVView:
     cu_seqlens_q: Tensor | None = None
     positions: Tensor | None = None
     schedule: Tensor | None = None
-    section: int = 0
+    split_size: int = 0
     rope: str | None = None
     parts: "tuple[KVView, KVView] | None" = field(default=None, init=False, repr=False)
     check: InitVar[bool] = True

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .counts import INT32
+from .checks import INT32
 
 
 @dataclass(frozen=True, slots=True)

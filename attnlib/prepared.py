@@ -35,6 +35,7 @@ def key_of(call: Call, name: str | None) -> Key | None:
         or are_watched(q, k, v)
         or type(call.mask) is not Mask
         or call.packing is not None
+        or call.origin is not Call._field_defaults["origin"]
         or not (score.alibi_slopes is score.sinks is call.key_starts is call.key_ends is dropout.seed is None)
         or dropout.p != 0
         or type(dropout.p) is not float

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .counts import INT32
+from .checks import INT32
 from .scaling import NTK, DynamicNTK, Linear, Llama3, YaRN, check_number
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .counts import check_count
+from .checks import check_count
 
 FP32 = torch.finfo(torch.float32)
 

@@ -98,7 +98,7 @@ def describe(call: "Call", sizes: dict[str, int]) -> AttentionSpec:
         strided,
         None if kv is None else kv.layout,
         0 if kv is None else kv.page_size,
-        kv is not None and kv.section > 0,
+        kv is not None and kv.split_size > 0,
         device_type == "cpu" and is_interpreted(),
     )
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .checks import check_slots, is_asked_for
 from .dispatch import storing
-from .host_checks import check_slots, is_asked_for
 from .kv import KVLayout, KVView
 from .rope import Angles
 
@@ -33,21 +33,21 @@ def write_cache(
 
 
 def new_schedule(
-    layout: KVLayout, sequences: int, device: torch.device, *, limit: int = 0, section: int = 0
+    layout: KVLayout, sequences: int, device: torch.device, *, limit: int = 0, split_size: int = 0
 ) -> Tensor | None:
     """Room for the ``schedule`` of views of up to so many sequences; None where the device has no use for one.
 
-    With a ``section``, for sequences of at most ``limit`` tokens.
+    With a ``split_size``, for sequences of at most ``limit`` tokens.
     """
-    return storing(layout.dtype, device).new_schedule(layout, sequences, device, limit=limit, section=section)
+    return storing(layout.dtype, device).new_schedule(layout, sequences, device, limit=limit, split_size=split_size)
 
 
 def update_schedule(
-    schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None, section: int = 0
+    schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None, split_size: int = 0
 ) -> None:
     """Share sequences of these starts and lengths out anew: of at most ``limit`` tokens, and the last ``reach`` of
     them where a window hides the others; by sections, if the schedule is for such. Waits for nothing."""
-    options = {"limit": limit, "reach": reach, "section": section}
+    options = {"limit": limit, "reach": reach, "split_size": split_size}
     storing(torch.float32, schedule.device).update_schedule(schedule, starts, lengths, **options)
 
 

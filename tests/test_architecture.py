@@ -11,16 +11,15 @@ import pytest
 import attnlib
 
 ROOT = Path(attnlib.__file__).parent
-VALUES = {"counts", "kv", "mask", "philox", "rope", "scaling", "shapes"}
+VALUES = {"checks", "kv", "mask", "philox", "rope", "scaling"}
 ALLOWED = {
     "__init__": {"mask", "rope", "kv", "cache", "layers", "functional", "dispatch"},
     "__main__": {"bench", "convert", "sizes", "dispatch"},
     "bench": set(attnlib.__all__),  # `from .. import`, as users do
     "convert": {"layers", "cache", "functional", "sizes", *VALUES},
     "layers": {"functional", "cache", *VALUES},
-    "functional": {"call", "spec", "dispatch", "prepared", "host_checks", *VALUES},
-    "storage": {"dispatch", "host_checks", *VALUES},
-    "host_checks": VALUES,
+    "functional": {"call", "spec", "dispatch", "prepared", *VALUES},
+    "storage": {"dispatch", *VALUES},
     "dispatch": {"backends", "call", "prepared", "spec"},
     "prepared": {"call", "watched", *VALUES},
     "watched": set(),

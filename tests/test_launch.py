@@ -51,9 +51,9 @@ def test_tiles_of_keys_and_values_have_one_layout(d, e):
     assert tail == 0 or tail >= 64
 
 
-def test_a_section_holds_whole_groups():
+def test_a_wave_holds_whole_groups():
     problem = Problem(128, 128, 2, True, True, 90, True)
-    assert tables.section(problem, keys=8192, pairs=64, group=1) == 6  # of 4 MiB each
-    assert tables.section(problem, keys=8192, pairs=64, group=4) == 24
-    assert tables.section(problem, keys=1 << 20, pairs=64, group=4) == 1
-    assert tables.section(problem, keys=16, pairs=64, group=4) == 64
+    assert tables.heads_per_wave(problem, keys=8192, pairs=64, group=1) == 6  # of 4 MiB each
+    assert tables.heads_per_wave(problem, keys=8192, pairs=64, group=4) == 24
+    assert tables.heads_per_wave(problem, keys=1 << 20, pairs=64, group=4) == 1
+    assert tables.heads_per_wave(problem, keys=16, pairs=64, group=4) == 64

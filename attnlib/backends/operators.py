@@ -28,6 +28,7 @@ class Arguments(NamedTuple):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     dropout_seed: Tensor | None
+    origin: Tensor | None
     left: int | None
     right: int | None
     prefix: int
@@ -65,12 +66,13 @@ class CachedArguments(NamedTuple):
     schedule: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    origin: Tensor | None
     left: int | None
     right: int | None
     prefix: int
     scale: float
     softcap: float | None
-    section: int
+    split_size: int
 
     @property
     def mask(self) -> Mask:
@@ -89,8 +91,9 @@ def flat(call: Call) -> Arguments:
     if call.spec.strided:
         q, k, v = (x.contiguous() if name in call.spec.strided else x for name, x in zip("qkv", (q, k, v), strict=True))
     cu_q, cu_k, max_q, max_k = (None,) * 4 if packing is None else packing
+    origin = call.origin.table(call.sequences, q.device)
     return Arguments(
-        q, k, v, score.alibi_slopes, score.sinks, call.key_starts, call.key_ends, cu_q, cu_k, dropout.seed,
+        q, k, v, score.alibi_slopes, score.sinks, call.key_starts, call.key_ends, cu_q, cu_k, dropout.seed, origin,
         mask.left, mask.right, mask.prefix, score.scale, score.softcap, dropout.p, max_q, max_k,
     )  # fmt: skip
 
@@ -102,7 +105,8 @@ def flat_over_view(call: Call, schedule: Tensor | None = None) -> CachedArgument
     v, v_scale = (None, None) if kv.layout.is_latent else (kv.v, kv.v_scale)
     return CachedArguments(
         q, kv.k, v, kv.k_tail, kv.k_scale, v_scale, kv.table, kv.starts, kv.lengths, kv.cu_seqlens_q, schedule,
-        score.alibi_slopes, score.sinks, mask.left, mask.right, mask.prefix, score.scale, score.softcap, kv.section,
+        score.alibi_slopes, score.sinks, call.origin.table(call.sequences, q.device),
+        mask.left, mask.right, mask.prefix, score.scale, score.softcap, kv.split_size,
     )  # fmt: skip
 
 

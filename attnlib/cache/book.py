@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..counts import INT32, check_count
+from ..checks import INT32, check_count
 from .pages import CacheFullError, Handle, Holding, PageLedger, Plan
 
 Window = int | None

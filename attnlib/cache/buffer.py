@@ -9,8 +9,8 @@ from ..kv import KVLayout
 from ..storage import new_schedule, update_schedule
 
 PINNED = 1 << 14  # numbers of each kind that are sent without waiting
-SECTIONS = 16  # of the longest sequence, at most
-LEAST = 1024  # tokens of a section
+SPLITS = 16  # of the longest sequence, at most
+LEAST = 1024  # tokens of a split_size
 
 
 class Sending:
@@ -60,23 +60,23 @@ class Buffer:
         return shown
 
 
-def section_of(capacity: int) -> int:
-    """Tokens of the sections that batch-invariant attention adds up, of sequences of at most ``capacity`` tokens."""
-    return max(LEAST, (1 << (capacity - 1).bit_length()) // SECTIONS)
+def split_size_of(capacity: int) -> int:
+    """Tokens of the splits that batch-invariant attention adds up, of sequences of at most ``capacity`` tokens."""
+    return max(LEAST, (1 << (capacity - 1).bit_length()) // SPLITS)
 
 
 class Schedules:
     """The schedules of up to ``rows`` sequences of at most ``limit`` tokens, by KV heads, where their device has a use
-    for any; by parts of a ``section``, if that is not 0."""
+    for any; by parts of a ``split_size``, if that is not 0."""
 
-    def __init__(self, rows: int, limit: int, section: int, device: torch.device):
-        self._rows, self._limit, self._section, self._device = rows, limit, section, device
+    def __init__(self, rows: int, limit: int, split_size: int, device: torch.device):
+        self._rows, self._limit, self._split_size, self._device = rows, limit, split_size, device
         self._of: dict[int, Tensor] = {}
 
     def add(self, layout: KVLayout) -> None:
         """Keep one for this layout too."""
         if layout.heads not in self._of:
-            made = new_schedule(layout, self._rows, self._device, limit=self._limit, section=self._section)
+            made = new_schedule(layout, self._rows, self._device, limit=self._limit, split_size=self._split_size)
             if made is not None:
                 self._of[layout.heads] = made
 
@@ -87,5 +87,5 @@ class Schedules:
     def update(self, starts: Tensor, lengths: Tensor, *, reach: int | None = None) -> None:
         """Share out sequences of these starts and lengths, of which the last ``reach`` count."""
         for schedule in self._of.values() if len(lengths) else ():
-            options = {"limit": self._limit, "reach": reach, "section": self._section}
+            options = {"limit": self._limit, "reach": reach, "split_size": self._split_size}
             update_schedule(schedule, starts, lengths, **options)

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 import torch
 
-from ..counts import check_count
+from ..checks import check_count
 from ..kv import KVLayout
 from ..storage import copy_pages
 from .book import Book, Freed, Request
-from .buffer import section_of
+from .buffer import split_size_of
 from .layer_cache import LayerCache as LayerCache
 from .pages import Handle, Plan
 from .step import Sharing, StepBuffers
@@ -316,7 +316,7 @@ def _sharing(shared_prefixes: int, batch_invariant: bool, max_length: int) -> Sh
         raise TypeError(f"batch_invariant: expected a bool, got {type(batch_invariant).__name__}")
     if shared_prefixes and batch_invariant:
         raise ValueError("batch_invariant: expected no shared_prefixes with it, since those depend on the batch")
-    return Sharing(shared_prefixes, section_of(max_length) if batch_invariant else 0)
+    return Sharing(shared_prefixes, split_size_of(max_length) if batch_invariant else 0)
 
 
 def _windows(layouts: Sequence[KVLayout]) -> list[int | None]:

@@ -22,15 +22,15 @@ class Shared(NamedTuple):
     lengths: Tensor
     cu_seqlens_q: Tensor | None
     positions: Tensor | None
-    section: int
+    split_size: int
 
 
 class Sharing(NamedTuple):
-    """How the work of a step is shared out: runs of neighbours that are read as one at most, and a section if bits must
-    not depend on the batch, else 0."""
+    """How the work of a step is shared out: runs of neighbours that are read as one at most, and a split size if bits
+    must not depend on the batch, else 0."""
 
     prefixes: int
-    section: int
+    split_size: int
 
 
 class PerWindow(NamedTuple):
@@ -53,7 +53,7 @@ class TableBuffers:
         self.table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         self.starts = Buffer("i", rows, device)
         self.slots = Buffer("q", tokens, device)
-        self.schedules = Schedules(rows, columns * ledger.page_size, sharing.section, device)
+        self.schedules = Schedules(rows, columns * ledger.page_size, sharing.split_size, device)
         self.trunk: TrunkBuffers | None = None
         if sharing.prefixes and ledger.window is None:  # a window drops the first pages, and hides them
             self.trunk = TrunkBuffers(ledger, self.table, min(sharing.prefixes, rows))
@@ -124,7 +124,7 @@ class StepBuffers:
         self.positions = Buffer("i", tokens, device)
         columns = -(-book.max_length // page_size)
         self.windows = [TableBuffers(ledger, rows, columns, tokens, sharing, device) for ledger in ledgers]
-        self._section = sharing.section
+        self._split_size = sharing.split_size
         self._known: list[Handle] = []  # the sequences that the table rows show
         self._shown_counts: list[int] | None = None
 
@@ -170,7 +170,7 @@ class StepBuffers:
             self.lengths.tensor[:rows],
             self.cu_seqlens_q.tensor[: rows + 1] if request.packed else None,
             self.positions.tensor[:tokens].view(request.shape) if writing else None,
-            self._section,
+            self._split_size,
         )
         windows = [
             PerWindow(

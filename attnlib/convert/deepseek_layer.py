@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, rms_norm
 
-from ..counts import check_count
+from ..checks import check_count
 from ..kv import DTYPES
 from ..layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ..rope import Rope

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..counts import check_count
+from ..checks import check_count
 from ..layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ..rope import Rope
 from .calibration import Calibration, fitting

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
-from ..counts import check_count
+from ..checks import check_count
 from ..functional import attention, cached_attention, varlen_attention
 from ..kv import KVLayout, KVView
 from ..mask import Mask

@@ -121,7 +121,7 @@ def check_heads(q: Tensor, k: Tensor) -> None:
 
 
 def _check(q: Tensor, view: KVView, mask: Mask) -> None:
-    if view.section:
+    if view.split_size:
         raise NotImplementedError("batch_invariant: expected the absorbed form over such a cache, got the expanded one")
     b, window, packed = view.lengths.shape[0], view.layout.window, view.cu_seqlens_q is not None
     if q.dim() != (3 if packed else 4) or not (packed or q.shape[0] == b):

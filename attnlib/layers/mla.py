@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
-from ..counts import check_count
+from ..checks import check_count
 from ..functional import attention, cached_attention, varlen_attention
 from ..kv import KVLayout, KVView
 from ..mask import Mask
@@ -163,7 +163,7 @@ class MultiHeadLatentAttention(nn.Module):
         """Append this step's tokens and attend to all that is stored; a fresh prompt need not read the cache back."""
         latent, k_rope = self._latent(x, None)
         view = kv.append(latent, k_rope, angles=angles)
-        if not kv.prefill or view.section:  # which stands for the same bits however the tokens come
+        if not kv.prefill or view.split_size:  # which stands for the same bits however the tokens come
             return self._attend_stored(q_nope, q_rope, view, self._possible("absorbed"))
         if kv.history:
             each = x.shape[:-1].numel() // view.lengths.shape[0]  # new tokens of a sequence, on the mean

@@ -102,7 +102,7 @@ def test_forks_share_their_pages_and_keep_their_last_token():
 
 def test_batch_invariant_caches():
     _, *keys = GQA.tensors("cpu")
-    assert [fill(GQA, keys).section > 0 for fill in decode.BATCHES.values()] == [True, False]
+    assert [fill(GQA, keys).split_size > 0 for fill in decode.BATCHES.values()] == [True, False]
     row = filled("batch-invariant", GQA, place(backend="reference"))
     assert row.cells == {"batch-invariant": pytest.approx(5), "usual": pytest.approx(5)}
 

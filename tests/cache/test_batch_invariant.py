@@ -7,7 +7,7 @@ import torch
 from helpers import assert_same_bits
 
 from attnlib import CAUSAL, KVCache, KVLayout, MultiHeadLatentAttention, cached_attention, explain
-from attnlib.cache.buffer import section_of
+from attnlib.cache.buffer import split_size_of
 from attnlib.layers import latent_forms
 
 LAYOUT = KVLayout.grouped(2, 8)
@@ -46,8 +46,8 @@ def test_what_is_refused():
         KVCache.contiguous([LAYOUT], max_sequences=1, max_length=4, batch_invariant=1)
 
 
-def test_sections_are_few_and_follow_the_longest_sequence():
-    assert [section_of(n) for n in (1, 1024, 16384, 16385, 1 << 20)] == [1024, 1024, 1024, 2048, 65536]
+def test_splits_are_few_and_follow_the_longest_sequence():
+    assert [split_size_of(n) for n in (1, 1024, 16384, 16385, 1 << 20)] == [1024, 1024, 1024, 2048, 65536]
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from attnlib.backends._triton.launch import Launch
-from attnlib.counts import INT32
+from attnlib.checks import INT32
 
 from .cached_builds import AnyBuild
 from .launches import prepared

@@ -11,7 +11,7 @@ from attnlib.backends._triton.launch import Launch
 from attnlib.backends._triton.plans import backward, forward, key_of, layout
 from attnlib.backends._triton.writes import write_cache
 from attnlib.backends.operators import Arguments
-from attnlib.cache.buffer import section_of
+from attnlib.cache.buffer import split_size_of
 from attnlib.call import Call, Score, checked
 from attnlib.kv import KVLayout, KVView
 from attnlib.mask import CAUSAL, FULL, Mask, sliding
@@ -169,8 +169,8 @@ def _view(build: CachedBuild) -> KVView:
         for shape in ((build.sequences, columns), build.sequences, build.sequences + 1)
     )
     given["cu_seqlens_q"] = offsets if build.packed else None
-    section = section_of(CAPACITY) if build.invariant else 0
-    return KVView(kept, size, table=table, starts=each, lengths=each, section=section, **given)
+    split_size = split_size_of(CAPACITY) if build.invariant else 0
+    return KVView(kept, size, table=table, starts=each, lengths=each, split_size=split_size, **given)
 
 
 def _rows(*shape: int, dtype: torch.dtype, aligned: bool) -> Tensor:

@@ -53,7 +53,7 @@ def test_a_schedule_of_other_parts_is_not_used():
         with cache.read(1) as (layer,):
             view = layer.view()
             assert (triton_cached._schedule_of(view) is None) == (view.schedule is None)
-            assert triton_cached._schedule_of(replace(view, section=0 if invariant else 1024)) is None
+            assert triton_cached._schedule_of(replace(view, split_size=0 if invariant else 1024)) is None
 
 
 def steps(rng: Random, length: int, most: int) -> Iterator[int]:

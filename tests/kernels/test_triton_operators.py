@@ -45,14 +45,34 @@ def arguments(case: str) -> tuple:
     e = 24 if case == "everything" else 16
     q, k, v = random(2, 19, 2, 16), random(2, 23, 1, 16), random(2, 23, 1, e)
     if case == "plain":
-        return (q[:1], k[:1], v[:1], *(None,) * 7, None, 0, 0, 0.3, None, 0.0, None, None)
+        return (q[:1], k[:1], v[:1], *(None,) * 8, None, 0, 0, 0.3, None, 0.0, None, None)
     if case == "packed":
         slopes = torch.rand(2, device=DEVICE)
-        return (q[0], k[0], v[0], slopes, *(None,) * 3, int32(0, 2, 2, 18), int32(0, 5, 9, 23), None, None, 0, 0, 0.3,
-                None, 0.0, 17, 17)  # fmt: skip
+        return (q[0], k[0], v[0], slopes, *(None,) * 3, int32(0, 2, 2, 18), int32(0, 5, 9, 23), None, None, None, 0, 0,
+                0.3, None, 0.0, 17, 17)  # fmt: skip
     seed = torch.tensor([3], device=DEVICE)
     slopes, sinks = torch.rand(2, 2, device=DEVICE), torch.randn(2, device=DEVICE)
-    return (q, k, v, slopes, sinks, int32(0, 2), int32(23, 6), None, None, seed, 5, 0, 0, 0.3, 2.0, 0.2, None, None)
+    return (
+        q,
+        k,
+        v,
+        slopes,
+        sinks,
+        int32(0, 2),
+        int32(23, 6),
+        None,
+        None,
+        seed,
+        None,
+        5,
+        0,
+        0,
+        0.3,
+        2.0,
+        0.2,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize("case", ["plain", "everything", "packed"])

@@ -55,7 +55,7 @@ def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
     return []
 
 
-def new_schedule(layout: KVLayout, rows: int, device: torch.device, *, limit: int = 0, section: int = 0) -> None:
+def new_schedule(layout: KVLayout, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> None:
     """Sequences are not shared out here."""
 
 

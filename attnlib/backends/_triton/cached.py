@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...call import Call
-from ...counts import INT32
+from ...checks import INT32
 from ...kv import KVView
 from ...prepared import Run
 from ...spec import arch_of
@@ -79,7 +79,7 @@ def prepare(call: Call) -> Run | None:
 
 def _schedule_of(kv: KVView) -> Tensor | None:
     """The view's schedule; None if it is one for other layers, or of parts that are no sections, or the reverse."""
-    if kv.schedule is None or (kv.schedule.shape[0], kv.schedule.shape[1] == 1) != (kv.layout.heads, kv.section > 0):
+    if kv.schedule is None or (kv.schedule.shape[0], kv.schedule.shape[1] == 1) != (kv.layout.heads, kv.split_size > 0):
         return None
     return kv.schedule
 
@@ -91,8 +91,8 @@ def key_of(a: CachedArguments) -> CachedKey:
     layouts = CachedArguments(
         layout(a.q), layout(a.k), layout(a.v), layout(a.k_tail), layout(a.k_scale), layout(a.v_scale),
         layout(a.table), layout(a.starts), layout(a.lengths), layout(a.cu_seqlens_q), layout(a.schedule),
-        layout(a.alibi_slopes), layout(a.sinks),
-        a.left, a.right, a.prefix, a.scale, a.softcap, a.section,
+        layout(a.alibi_slopes), layout(a.sinks), layout(a.origin),
+        a.left, a.right, a.prefix, a.scale, a.softcap, a.split_size,
     )  # fmt: skip
     return CachedKey(a.q.device, tf32, not apart, layouts)
 
@@ -125,8 +125,8 @@ def _readable(a: CachedArguments) -> CachedArguments:
     if a.schedule is not None:
         return a if slopes is sinks is None else a._replace(alibi_slopes=slopes, sinks=sinks)
     limit = min(INT32, a.table.shape[1] * a.k.shape[1])
-    made = schedule.new_schedule_for(a.lengths.shape[0], a.k.shape[2], a.q.device, limit=limit, section=a.section)
-    schedule.update_schedule(made, a.starts, a.lengths, limit=limit, reach=None, section=a.section)
+    made = schedule.new_schedule_for(a.lengths.shape[0], a.k.shape[2], a.q.device, limit=limit, split_size=a.split_size)
+    schedule.update_schedule(made, a.starts, a.lengths, limit=limit, reach=None, split_size=a.split_size)
     return a._replace(schedule=made, alibi_slopes=slopes, sinks=sinks)
 
 
@@ -147,15 +147,15 @@ class DecodeShapes:
         self.one = not self.packed and self.s == 1
         self.native = arch > 0
         problem = self._problem(arch)
-        self.tiles = tiles or (decode_tables.fixed if x.section else decode_tables.decode)(problem)
+        self.tiles = tiles or (decode_tables.fixed if x.split_size else decode_tables.decode)(problem)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(problem)
         self.blocks = -(-self.tokens * self.group // self.tiles.block_m)
-        self.level = 0 if x.section else decode_tables.level(self.tiles, self.blocks)
+        self.level = 0 if x.split_size else decode_tables.level(self.tiles, self.blocks)
         self.room = max(1, decode_tables.room(schedule.processors(key.device), self.g) >> self.level)
         self.slots = decode_tables.slots(self.b, self.room)
         self.scheduled = self.tokens <= decode_tables.LONG or self.b < self.room
-        if x.section:
-            self.slots = self.b * -(-self.columns * self.page_size // x.section)
+        if x.split_size:
+            self.slots = self.b * -(-self.columns * self.page_size // x.split_size)
             self.scheduled = self.b * self.g * self.blocks < schedule.processors(key.device) * self.tiles.resident
         self.main, self.tail_width, self.width = decode_tables.widths_of(
             self.d, self.tail.shape[-1] if self.tail else 0, self.e
@@ -204,7 +204,7 @@ class DecodeShapes:
             "LEFT": x.left is not None, "RIGHT": x.right is not None, "PREFIX": x.prefix > 0, "VARLEN": self.packed,
             "ONE": self.one, "SOFTCAP": x.softcap is not None, "SLOPES": x.alibi_slopes is not None,
             "SINKS": x.sinks is not None, "SCHEDULED": self.scheduled,
-            "SECTION": x.section, "CLEAR": tiles.tma or not (self.one or x.section),
+            "SPLIT_SIZE": x.split_size, "CLEAR": tiles.tma or not (self.one or x.split_size),
             "NATIVE": self.native,
             "PAGE": 0 if self.columns == 1 else self.page_size, "KV_HEADS": self.g,
             "EDGE": decode_tables.EDGE if tiles.tma else tiles.block_n,

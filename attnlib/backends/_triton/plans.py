@@ -48,7 +48,7 @@ def key_of(a: Arguments) -> DenseKey:
     tf32 = a.q.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
     layouts = Arguments(
         layout(a.q), layout(a.k), layout(a.v), layout(a.alibi_slopes), layout(a.sinks), layout(a.key_starts),
-        layout(a.key_ends), layout(a.cu_seqlens_q), layout(a.cu_seqlens_k), layout(a.dropout_seed),
+        layout(a.key_ends), layout(a.cu_seqlens_q), layout(a.cu_seqlens_k), layout(a.dropout_seed), layout(a.origin),
         a.left, a.right, a.prefix, a.scale, a.softcap, a.dropout_p, a.max_seqlen_q, a.max_seqlen_k,
     )  # fmt: skip
     return DenseKey(a.q.device, tf32, aligned(a.q, a.k, a.v), layouts)
@@ -117,8 +117,8 @@ class DenseShapes:
     def lengths(self, heads: int) -> tuple[int, ...]:
         """Those of q and k, and how many heads run together."""
         pairs, group = self.pairs(heads), heads // self.g
-        section = pairs if self.packed else tables.section(self.problem, keys=self.t, pairs=pairs, group=group)
-        return self.s, self.t, section
+        wave = pairs if self.packed else tables.heads_per_wave(self.problem, keys=self.t, pairs=pairs, group=group)
+        return self.s, self.t, wave
 
 
 @lru_cache(maxsize=4096)

@@ -20,29 +20,29 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED
 
 
-def new_schedule(layout: KVLayout, rows: int, device: torch.device, *, limit: int = 0, section: int = 0) -> Tensor:
+def new_schedule(layout: KVLayout, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> Tensor:
     """Room for the schedule of up to ``rows`` sequences of this layout; as :func:`new_schedule_for`."""
-    return new_schedule_for(rows, layout.heads, device, limit=limit, section=section)
+    return new_schedule_for(rows, layout.heads, device, limit=limit, split_size=split_size)
 
 
-def new_schedule_for(rows: int, heads: int, device: torch.device, *, limit: int = 0, section: int = 0) -> Tensor:
+def new_schedule_for(rows: int, heads: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> Tensor:
     """Room for a schedule of up to ``rows`` sequences, ``[heads, levels, slots, 8]``, which all KV heads share; or for
-    parts of a ``section`` each, of at most ``limit`` tokens a sequence."""
+    parts of a ``split_size`` each, of at most ``limit`` tokens a sequence."""
     levels, slots = LEVELS, decode_tables.slots(rows, decode_tables.room(processors(device), heads))
-    if section:
-        levels, slots = 1, rows * -(-limit // section)
+    if split_size:
+        levels, slots = 1, rows * -(-limit // split_size)
     return torch.empty(levels, slots, ENTRY, dtype=torch.int32, device=device).expand(heads, -1, -1, -1)
 
 
 def update_schedule(
-    schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None, section: int = 0
+    schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None, split_size: int = 0
 ) -> None:
     """Cut sequences of these starts and lengths (at most ``limit``; the last ``reach`` tokens of them) into parts."""
     heads, levels, slots, _ = schedule.shape
-    room = slots if section else decode_tables.room(processors(schedule.device), heads)
+    room = slots if split_size else decode_tables.room(processors(schedule.device), heads)
     numbers = (lengths.shape[0], slots, room, limit, limit if reach is None else reach)
     with on_device(schedule):
-        _schedule_plan(schedule.device, numbers, levels, section or GRAIN)(starts, lengths, schedule)
+        _schedule_plan(schedule.device, numbers, levels, split_size or GRAIN)(starts, lengths, schedule)
 
 
 @lru_cache(maxsize=4096)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-L2 = 24 << 20  # bytes of keys and values that a section of heads may hold: about half of an H200's L2 cache
+L2 = 24 << 20  # bytes of keys and values that a heads_per_wave of heads may hold: about half of an H200's L2 cache
 WIDEST = 576  # MLA's latent and rotary channels
 WIDEST_VALUE = 512  # of which a tile holds a power of two
 WIDEST_BACKWARD = 256
@@ -156,7 +156,7 @@ def widths(d: int, e: int) -> tuple[int, int, int]:
     return max(main, min(value, ALIKE)), tail, max(value, min(main, ALIKE))
 
 
-def section(problem: Problem, *, keys: int, pairs: int, group: int) -> int:
+def heads_per_wave(problem: Problem, *, keys: int, pairs: int, group: int) -> int:
     """How many (sequence, head) pairs run together, so that their keys and values stay in the L2 cache."""
     size = max(1, keys * (problem.head_dim + problem.value_dim) * problem.itemsize)
     return max(1, min(pairs, L2 // size * group))

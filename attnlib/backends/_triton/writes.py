@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ...counts import INT32
+from ...checks import INT32
 from ...kv import KVView
 from ...rope import Angles, _check_rotation
 from ...spec import arch_of, is_interpreted

@@ -66,7 +66,7 @@ def backward_keys(
     slopes_ptr, starts_ptr, ends_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, q_desc, q_tail_desc, dout_desc,
     q_b, q_s, q_h, k_b, k_t, k_g, v_b, v_t, v_g, dout_b, dout_s, dout_h, dk_b, dk_t, dk_g, dv_b, dv_t, dv_g,
     lse_b, lse_h, slopes_b,
-    batch, kv_heads, s, t, section, left, right, prefix, scale, softcap, threshold, dropout_scale,
+    batch, kv_heads, s, t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr,
     VARLEN: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, DROPOUT: tl.constexpr,
@@ -78,7 +78,7 @@ def backward_keys(
     Tiles are transposed, ``[BLOCK_N, BLOCK_M]``, so that each key's gradients stay in registers.
     """
     sequence, kv_head, n0, key, keys, row, rows = locate(
-        cu_k_ptr, cu_q_ptr, batch, kv_heads, t, s, section, BLOCK_N, False, VARLEN
+        cu_k_ptr, cu_q_ptr, batch, kv_heads, t, s, heads_per_wave, BLOCK_N, False, VARLEN
     )
     if n0 >= keys:
         return
@@ -193,7 +193,7 @@ def backward_queries(
     slopes_ptr, starts_ptr, ends_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, k_desc, k_tail_desc, v_desc,
     q_b, q_s, q_h, k_b, k_t, k_g, v_b, v_t, v_g, dout_b, dout_s, dout_h, dq_b, dq_s, dq_h,
     lse_b, lse_h, slopes_b, dslopes_b, dslopes_h,
-    batch, heads, group, s, t, section, left, right, prefix, scale, softcap, threshold, dropout_scale,
+    batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr,
     VARLEN: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, DROPOUT: tl.constexpr,
@@ -204,7 +204,7 @@ def backward_queries(
     With slopes also each program's share of their gradient, ``[b, h, blocks]``, packed ``[h, blocks]``.
     """
     sequence, head, m0, row, rows, key, keys = locate(
-        cu_q_ptr, cu_k_ptr, batch, heads, s, t, section, BLOCK_M, RIGHT, VARLEN
+        cu_q_ptr, cu_k_ptr, batch, heads, s, t, heads_per_wave, BLOCK_M, RIGHT, VARLEN
     )
     if m0 >= rows:
         return

@@ -76,14 +76,14 @@ def decode(
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, TAIL: tl.constexpr, E: tl.constexpr,
     E_MAIN: tl.constexpr, LATENT: tl.constexpr, SCALED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     PREFIX: tl.constexpr, VARLEN: tl.constexpr, ONE: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr,
-    SINKS: tl.constexpr, SCHEDULED: tl.constexpr, SECTION: tl.constexpr, CLEAR: tl.constexpr, PAGE: tl.constexpr,
+    SINKS: tl.constexpr, SCHEDULED: tl.constexpr, SPLIT_SIZE: tl.constexpr, CLEAR: tl.constexpr, PAGE: tl.constexpr,
     TMA: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, EDGE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or parts of them.
 
-    ``CLEAR``: tiles that all rows see whole need no mask; without it, all have one. ``SECTION``: so many tokens are
-    added up at a time, and joined as parts are, so that parts of a section each make no difference to any bit.
+    ``CLEAR``: tiles that all rows see whole need no mask; without it, all have one. ``SPLIT_SIZE``: so many tokens are
+    added up at a time, and joined as parts are, so that parts of a split_size each make no difference to any bit.
     """
     pid = tl.program_id(0)
     kv_head = (pid // BLOCKS % KV_HEADS).to(tl.int64)
@@ -145,13 +145,13 @@ def decode(
         sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, E_MAIN], tl.float32)
     sections = 1
-    if SECTION:
-        sections, all_acc, all_total, all_top = tl.cdiv(high, SECTION) - low // SECTION, acc, total, top
-    for section in range(sections):
+    if SPLIT_SIZE:
+        sections, all_acc, all_total, all_top = tl.cdiv(high, SPLIT_SIZE) - low // SPLIT_SIZE, acc, total, top
+    for split_size in range(sections):
         here, stop, clear_from, clear_to = origin, high, clear_low, clear_high
-        if SECTION:  # not CLEAR
-            begins = (low // SECTION + section) * SECTION
-            here, stop = tl.maximum(low, begins) // EDGE * EDGE, tl.minimum(high, begins + SECTION)
+        if SPLIT_SIZE:  # not CLEAR
+            begins = (low // SPLIT_SIZE + split_size) * SPLIT_SIZE
+            here, stop = tl.maximum(low, begins) // EDGE * EDGE, tl.minimum(high, begins + SPLIT_SIZE)
             clear_from, clear_to = here, here
         for MASKED in tl.static_range(0 if CLEAR else 1, 2):
             tiles = (clear_to - clear_from) // BLOCK_N
@@ -167,14 +167,14 @@ def decode(
                 PAGE, TMA and not MASKED, NATIVE, APART, MASKED, EDGE if MASKED else BLOCK_N, STAGES, PRECISION,
             )  # fmt: skip
         total = tl.sum(sums, 1) if APART else sums
-        if SECTION:
+        if SPLIT_SIZE:
             divisor = tl.where(total == 0.0, 1.0, total)
             lse2 = tl.fma(top, 1.0 if SCALED else unit, tl.log2(divisor))
             lse2 = tl.where(total == 0.0, float("-inf"), lse2)
             share = (1.0 / divisor)[:, None]
             all_acc, all_total, all_top = join(all_acc, all_total, all_top, acc * share, lse2)
             acc, sums, top = acc * 0, sums * 0, tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if SECTION:
+    if SPLIT_SIZE:
         acc, total, top = all_acc, all_total, all_top
     else:
         top = tl.where(total == 0.0, float("-inf"), top if SCALED else top * unit)

@@ -25,7 +25,7 @@ def forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, starts_ptr, ends_ptr, cu_q_ptr, cu_k_ptr, seed_ptr,
     k_desc, k_tail_desc, v_desc,
     q_b, q_s, q_h, k_b, k_t, k_g, v_b, v_t, v_g, out_b, out_s, out_h, lse_b, lse_h, slopes_b,
-    batch, heads, group, s, t, section, left, right, prefix, scale, softcap, threshold, dropout_scale,
+    batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr,
     VARLEN: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
@@ -33,7 +33,7 @@ def forward(
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h, t]``."""
     sequence, head, m0, row, rows, key, keys = locate(
-        cu_q_ptr, cu_k_ptr, batch, heads, s, t, section, BLOCK_M, RIGHT, VARLEN
+        cu_q_ptr, cu_k_ptr, batch, heads, s, t, heads_per_wave, BLOCK_M, RIGHT, VARLEN
     )
     if m0 >= rows:
         return

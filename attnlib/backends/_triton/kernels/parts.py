@@ -37,11 +37,11 @@ def combine(
     out_b, out_s, out_h, lse_b, lse_h, batch, group, s, level,
     E: tl.constexpr, E_MAIN: tl.constexpr, VARLEN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, MOST: tl.constexpr,
-    SOME: tl.constexpr, SECTION: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    SOME: tl.constexpr, SPLIT_SIZE: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Adds up the parts of ``ROWS`` rows of queries, ``WIDTH`` channels, in an order that depends on them alone.
 
-    Parts of a ``SECTION`` each are joined one by one, so that those without a visible key make no difference.
+    Parts of a ``SPLIT_SIZE`` each are joined one by one, so that those without a visible key make no difference.
     """
     pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
@@ -65,7 +65,7 @@ def combine(
     every, few = tl.arange(0, MOST), tl.arange(0, SOME)
     for r in range(rows_of * ROWS, tl.minimum((rows_of + 1) * ROWS, count * group)):
         total, acc = tl.zeros([1], tl.float32), tl.zeros([WIDTH], tl.float32)
-        if SECTION:
+        if SPLIT_SIZE:
             top, acc = tl.full([1], float("-inf"), tl.float32), acc[None, :]
             for p in range(parts):
                 line = origin + r + (p + tl.arange(0, 1)).to(tl.int64) * STEP

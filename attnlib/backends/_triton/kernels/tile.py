@@ -11,7 +11,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # Parameters whose divisibility decides nothing, and must not compile a kernel again.
 COUNTS = (
     "slopes_b", "dslopes_b", "dslopes_h", "dlse_b", "dlse_h", "dlse_s", "batch", "heads", "kv_heads",
-    "group", "s", "t", "section", "left", "right", "prefix", "threshold",
+    "group", "s", "t", "heads_per_wave", "left", "right", "prefix", "threshold",
 )  # fmt: skip
 
 
@@ -50,11 +50,20 @@ def offset(cu_ptr, n, total):
 
 @triton.jit
 def locate(
-    cu_q_ptr, cu_k_ptr, batch, heads, s, t, section, BLOCK: tl.constexpr, REVERSED: tl.constexpr, VARLEN: tl.constexpr
+    cu_q_ptr,
+    cu_k_ptr,
+    batch,
+    heads,
+    s,
+    t,
+    heads_per_wave,
+    BLOCK: tl.constexpr,
+    REVERSED: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):
     """What this program works on: sequence, head, first query; first row and rows of q, first row and rows of k.
 
-    Heads come in sections whose keys and values fit the L2 cache; in a section the longest rows start first. Packed
+    Heads come in waves whose keys and values fit the L2 cache; in a wave the longest rows start first. Packed
     sequence ``n`` owns blocks from ``cu[n] // BLOCK + n`` on, which leaves room for its last, partial one; sequence
     ``batch`` is what follows the last offset, and has no keys.
     """
@@ -62,9 +71,9 @@ def locate(
     if VARLEN:
         pairs, blocks = heads, s // BLOCK + batch + 1
     pid = tl.program_id(0)
-    first_pair = pid // (section * blocks) * section
+    first_pair = pid // (heads_per_wave * blocks) * heads_per_wave
     rest = pid - first_pair * blocks
-    width = tl.minimum(section, pairs - first_pair)
+    width = tl.minimum(heads_per_wave, pairs - first_pair)
     block, pair = rest // width, first_pair + rest % width
     if REVERSED:
         block = blocks - 1 - block

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlib.shapes import bind
+from attnlib.checks import bind
 
 sizes = st.dictionaries(st.sampled_from("bshgtde"), st.integers(0, 9), min_size=7)
 

@@ -1,0 +1,103 @@
+"""Checks that several doors share: counts, named dimensions, and numbers on the device with ``ATTNLIB_CHECK=1``."""
+
+import os
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .kv import KVView
+
+INT32 = 2**31 - 1
+
+
+def check_count(name: str, value: int, *, least: int = 0) -> None:
+    """Refuse what is not an int of at least ``least`` that int32 holds."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}")
+    if value > INT32:
+        raise ValueError(f"{name}: expected at most {INT32}, since lengths and pages are int32, got {value}")
+
+
+def is_strided(x: object) -> bool:
+    """Whether x is a tensor of the plain kind; the hot paths ask the same in place."""
+    return isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided
+
+
+def refuse_tensor(name: str, x: object) -> NoReturn:
+    """Raise TypeError for what is not :func:`is_strided`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.is_nested:
+        raise TypeError(f"{name}: expected a strided tensor, got a nested one; pack it and use varlen_attention")
+    raise TypeError(f"{name}: expected a strided tensor, got {x.layout}")
+
+
+def bind(*named: tuple[str, Tensor, str], known: dict[str, int] | None = None) -> dict[str, int]:
+    """The sizes of single-letter dimensions over several tensors, such as ``("q", q, "bshd"), ("k", k, "btgd")``.
+
+    ``known`` are sizes bound before.
+
+    Raises:
+        ValueError: a tensor has another rank, or a letter two sizes; the message names both tensors.
+
+    >>> bind(("q", torch.zeros(2, 3, 4, 8), "bshd"))
+    {'b': 2, 's': 3, 'h': 4, 'd': 8}
+    """
+    sizes: dict[str, int] = dict(known) if known else {}
+    for name, tensor, dims in named:
+        shape = tensor.shape
+        if len(shape) != len(dims):
+            raise ValueError(f"{name}: expected [{', '.join(dims)}], got {tuple(shape)}")
+        for dim, size in zip(dims, shape):  # noqa: B905 - the lengths were just compared, and strict= costs
+            if sizes.setdefault(dim, size) != size:
+                raise ValueError(_mismatch(name, dims, shape, sizes, named))
+    return sizes
+
+
+def _mismatch(name, dims, shape, sizes, named) -> str:
+    expected = ", ".join(f"{dim}={sizes[dim]}" if dim in sizes else dim for dim in dims)
+    wrong = next(dim for dim, size in zip(dims, shape, strict=True) if sizes.get(dim, size) != size)
+    owner = next(other for other, _, other_dims in named if wrong in other_dims)
+    owner = "the call" if owner == name else owner
+    return f"{name}: expected [{expected}], got {tuple(shape)}; {owner} has {wrong}={sizes[wrong]}"
+
+
+def is_asked_for(x: Tensor) -> bool:
+    """Whether ``ATTNLIB_CHECK=1`` is set, and ``x`` can be read: it is no compiler's, and no CUDA graph is captured."""
+    if os.environ.get("ATTNLIB_CHECK") != "1" or torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing()) and not x.is_meta
+
+
+def check_slots(slots: Tensor, capacity: int) -> None:
+    """Raise ValueError unless each slot is -1, or is one of ``capacity`` and comes once."""
+    written = [slot for slot in slots.flatten().tolist() if slot != -1]
+    for slot in written:
+        if not 0 <= slot < capacity:
+            raise ValueError(f"slots: expected -1 or less than {capacity}, the tokens of the cache, got {slot}")
+    if len(set(written)) < len(written):
+        raise ValueError("slots: expected each slot once, got one of them twice")
+
+
+def check_view(kv: "KVView", queries: int) -> None:
+    """Raise ValueError unless lengths and starts fit the table, the pages of visible tokens the planes, and the offsets
+    the ``queries`` of a packed call."""
+    size, pages, capacity = kv.page_size, kv.k.shape[0], kv.table.shape[1] * kv.page_size
+    table = kv.table.tolist()
+    for row, (start, length) in enumerate(zip(kv.starts.tolist(), kv.lengths.tolist(), strict=True)):
+        if not 0 <= length <= capacity:
+            raise ValueError(f"lengths[{row}]: expected 0 to {capacity}, for which the table has room, got {length}")
+        if start < 0:
+            raise ValueError(f"starts[{row}]: expected 0 or more, got {start}")
+        for index in range(start // size, -(-length // size)):
+            if not 0 <= table[row][index] < pages:
+                page = table[row][index]
+                raise ValueError(f"table[{row}, {index}]: expected one of {pages} pages, got {page}")
+    if kv.cu_seqlens_q is not None:
+        offsets = kv.cu_seqlens_q.tolist()
+        if offsets[0] != 0 or sorted(offsets) != offsets or offsets[-1] > queries:
+            raise ValueError(f"cu_seqlens_q: expected offsets from 0 that grow to {queries} at most, got {offsets}")
