@@ -21,7 +21,7 @@ from .sass import disassembled, lost
 
 REGISTERS, COLUMNS = 64 << 10, 512  # of an SM: registers, and columns of tensor memory where there is any
 # The constants that are a kernel's tile, where these are not queries and keys.
-TILES = MappingProxyType({"combine": ("SOME", "WIDTH"), "schedule": ("ROWS", "PARTS")})
+TILES = MappingProxyType({"combine": ("AT_ONCE", "WIDTH"), "schedule": ("ROWS", "SPLITS")})
 
 
 class Chip(NamedTuple):
@@ -73,16 +73,19 @@ def distinct(builds: Iterable[AnyBuild]) -> list[AnyBuild]:
 
 def _compiled_for(launch: Launch, tensors: tuple) -> tuple:
     """What Triton compiles for: constants, options, dtypes, and of every number its type and what divides it."""
-    numbers = launch.kernel.params[len(tensors) + len(launch.blocks) :]
-    kinds = [_kind(n, parameter.do_not_specialize) for parameter, n in zip(numbers, launch.numbers, strict=False)]
+    parameters = {parameter.name: parameter for parameter in launch.kernel.params}
+    kinds = [_kind(n, parameters[name]) for name, n in launch.arguments.items()]
     dtypes = [x if x is None else x.dtype for x in tensors]
-    return launch.kernel, *launch.constants.items(), *launch.options.items(), *dtypes, *kinds
+    return launch.kernel, launch.tma, *launch.options.items(), *dtypes, *kinds
 
 
-def _kind(n: float, alike: bool) -> tuple:
-    """A number's type, and for an int that is not like all others whether it is 1, or a multiple of 16."""
+def _kind(n: object, parameter) -> tuple:
+    """A constant itself; a number's type, and for an int that is specialized whether it is 1, or a multiple of 16."""
+    if parameter.is_constexpr or n is None:
+        return (n,)
     if isinstance(n, float):
         return (float,)
+    alike = parameter.do_not_specialize
     return (int, -INT32 - 1 <= n <= INT32) if alike else (int, -INT32 - 1 <= n <= INT32, n == 1, n % 16 == 0)
 
 
@@ -104,7 +107,7 @@ def binary(build: AnyBuild) -> Binary:
 
 def _tiles(launch: Launch) -> str:
     """``128 x 64, 8 warps, 3 stages``."""
-    constants, options = launch.constants, launch.options
+    constants, options = launch.arguments, launch.options
     names = TILES.get(launch.kernel.__name__, ("BLOCK_M", "BLOCK_N"))
     tile = " x ".join(str(constants[name]) for name in names if name in constants)
     stages, most = constants.get("STAGES", 1), options.get("maxnreg")
@@ -112,7 +115,7 @@ def _tiles(launch: Launch) -> str:
     found += [f"{stages} stages"] if stages > 1 else []
     found += [f"<= {most} registers"] if most else []
     found += ["transposed"] if constants.get("COLUMNS") else []
-    found += ["TMA"] if constants.get("TMA") else []
+    found += ["TMA"] if launch.tma else []
     return ", ".join(found)
 
 

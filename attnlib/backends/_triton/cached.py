@@ -19,7 +19,7 @@ from ..registration import register
 from . import decode_tables, schedule
 from .decode_tables import ENTRY, DecodeConfig
 from .launch import Launch, block_of_rows, on_device
-from .plans import Layout, layout
+from .plans import Layout, layout, scoring
 from .tables import LaunchConfig, power_of_two
 
 
@@ -101,7 +101,8 @@ def _stored(a: CachedArguments) -> tuple[Tensor | None, ...]:
     """All tensors but q in the order of the kernel's parameters, each plane being there."""
     planes = (a.k, a.k if a.k_tail is None else a.k_tail, a.value_plane)
     scales = (a.k_scale, a.k_scale if a.v is None else a.v_scale)
-    return *planes, *scales, a.table, a.starts, a.lengths, a.cu_seqlens_q, a.alibi_slopes, a.sinks, a.schedule
+    of_queries = (a.cu_seqlens_q, a.alibi_slopes, a.sinks, a.origin)
+    return *planes, *scales, a.table, a.starts, a.lengths, *of_queries, a.schedule
 
 
 def _cached(*arguments):
@@ -181,8 +182,8 @@ class DecodeShapes:
             aligned=self.key.aligned and all(map(_in_rows, planes)),
         )
 
-    def parts(self) -> int:
-        """Programs of a schedule, of which each has a part of a sequence."""
+    def splits(self) -> int:
+        """Programs of a schedule, of which each has a split of a sequence."""
         return (self.slots + self.packed) * self.g * self.blocks  # packed, one more slot for what follows the last
 
     def programs(self) -> int:
@@ -192,41 +193,32 @@ class DecodeShapes:
             blocks = self.s * self.group // self.tiles.block_m + self.b + 1  # with a partial block for each
         if not self.scheduled:
             return blocks * self.g
-        return self.parts() + (-(-blocks // self.blocks) * self.blocks * self.g if self.packed else 0)
+        return self.splits() + (-(-blocks // self.blocks) * self.blocks * self.g if self.packed else 0)
 
-    def constants(self) -> dict:
-        """Of the decode kernel; of those, ``combine`` takes what it knows."""
+    def arguments(self) -> dict:
+        """By name, what both kernels are launched with."""
         x, tiles = self.key.arguments, self.tiles
         rest = self.tail.shape[-1] if self.tail else 0
+        capacity = self.columns * self.page_size
+        scales = [Layout(*y).strides if y else (0, 0, 0) for y in (x.k_scale, x.k_scale if self.latent else x.v_scale)]
+        per_batch = x.alibi_slopes is not None and len(Layout(*x.alibi_slopes).shape) == 2
         return {
+            **_named("qb qs qh", (0, *self.q.strides[:2]) if self.packed else self.q.strides[:3]),
+            **_named("kp kt kg", self.k.strides[:3]), **_named("tp tt tg", (self.tail or self.k).strides[:3]),
+            **_named("vp vt vg", self.v.strides[:3]),
+            **_named("ksp kst ksg", scales[0]), **_named("vsp vst vsg", scales[1]),
+            **_named("ob os oh", self.of_out), **_named("lb lh", self.of_lse),
+            "stride_table": Layout(*x.table).strides[0], "stride_slopes": self.h if per_batch else 0,
+            "pages": self.k.shape[0], "batch": self.b, "group": self.group, "s": self.s, "slots": self.slots,
+            "schedule_offset": self.stride, "limit": min(INT32, capacity), **scoring(x, capacity + self.s),
             "D": self.d + rest, "D_MAIN": self.main, "D_TAIL": self.tail_width, "TAIL": 0 if rest else self.main,
-            "E": self.e, "E_MAIN": self.width, "LATENT": self.latent, "SCALED": x.k_scale is not None,
-            "LEFT": x.left is not None, "RIGHT": x.right is not None, "PREFIX": x.prefix > 0, "VARLEN": self.packed,
-            "ONE": self.one, "SOFTCAP": x.softcap is not None, "SLOPES": x.alibi_slopes is not None,
-            "SINKS": x.sinks is not None, "SCHEDULED": self.scheduled,
-            "SPLIT_SIZE": x.split_size, "CLEAR": tiles.tma or not (self.one or x.split_size),
-            "NATIVE": self.native,
+            "E": self.e, "E_MAIN": self.width, "LATENT": self.latent, "ONE": self.one, "SCHEDULED": self.scheduled,
+            "SPLIT_SIZE": x.split_size, "FULL": tiles.tma or not (self.one or x.split_size), "NATIVE": self.native,
             "PAGE": 0 if self.columns == 1 else self.page_size, "KV_HEADS": self.g,
             "EDGE": decode_tables.EDGE if tiles.tma else tiles.block_n,
             "BLOCKS": self.blocks if self.scheduled or not self.packed else 1,
-            "PRECISION": "tf32" if self.tf32 else "ieee",
+            "TF32": self.tf32,
         }  # fmt: skip
-
-    def numbers(self) -> tuple:
-        """Of the decode kernel."""
-        x, q = self.key.arguments, self.q
-        capacity = self.columns * self.page_size
-        reach = capacity + self.s  # beyond which nothing is hidden
-        scales = (x.k_scale, x.k_scale if self.latent else x.v_scale)
-        return (
-            *((0, *q.strides[:2]) if self.packed else q.strides[:3]),
-            *(n for y in (self.k, self.tail or self.k, self.v) for n in y.strides[:3]),
-            *(n for y in scales for n in (Layout(*y).strides if y else (0, 0, 0))), self.k.shape[0],
-            Layout(*x.table).strides[0],
-            *self.of_out, *self.of_lse, self.h if x.alibi_slopes and len(Layout(*x.alibi_slopes).shape) == 2 else 0,
-            self.b, self.group, self.s, self.slots, self.stride, min(INT32, capacity),
-            _clamp(x.left, reach), _clamp(x.right, reach), min(x.prefix, reach), x.scale, x.softcap or 1.0,
-        )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -241,26 +233,25 @@ def cached_plan(key: CachedKey, tiles: DecodeConfig | None = None, arch: int | N
     if tiles.tma:
         blocks = ((1, tiles.block_n, x.main), (2, tiles.block_n, x.tail_width) if x.tail else None)
     config = LaunchConfig(tiles.block_m, tiles.block_n, tiles.stages, tiles.warps, tiles.tma)
-    launch = Launch(decode, x.programs(), x.numbers(), x.constants(), config, blocks, block_of_rows)
+    launch = Launch(decode, x.programs(), x.arguments(), config, blocks, block_of_rows)
     if not x.scheduled:
         return DecodePlan(launch, None, 0)
-    return DecodePlan(launch, _combine(x), x.parts() * tiles.block_m * (x.width + 1))
+    return DecodePlan(launch, _combine(x), x.splits() * tiles.block_m * (x.width + 1))
 
 
 def _combine(x: DecodeShapes) -> Launch:
-    from .kernels.parts import combine
+    from .kernels.split_kv import combine
 
     few = x.room // max(1, x.b) <= 8  # parts of a sequence, if all are alike
     channels = x.width if few or x.width <= 128 else 64
     rows = x.blocks * x.tiles.block_m if x.packed else x.s * x.group
     together = rows if x.b >= x.room else 1  # where few sequences will have parts, few programs
     groups, tiles = -(-rows // together), x.width // channels
-    constants = x.constants() | {
-        "GROUPS": groups, "ROWS": together, "WIDTH": channels, "TILES": tiles,
-        "MOST": power_of_two(x.room + 1), "SOME": 16 if channels > 64 else 64,
+    arguments = x.arguments() | {
+        "lines": x.splits() * x.tiles.block_m, "GROUPS": groups, "ROWS": together, "WIDTH": channels, "TILES": tiles,
+        "MAX_SPLITS": power_of_two(x.room + 1), "AT_ONCE": 16 if channels > 64 else 64,
     }  # fmt: skip
-    numbers = (x.parts() * x.tiles.block_m, *x.of_out, *x.of_lse, x.b, x.group, x.s, x.stride)
-    return Launch(combine, x.b * x.g * groups * tiles, numbers, constants, LaunchConfig(x.tiles.block_m, 0, 1, 4))
+    return Launch(combine, x.b * x.g * groups * tiles, arguments, LaunchConfig(x.tiles.block_m, 0, 1, 4))
 
 
 def _in_rows(plane: Layout) -> bool:
@@ -269,8 +260,8 @@ def _in_rows(plane: Layout) -> bool:
     return plane.strides[:3] == (size * g * width, g * width, width) and width * plane.dtype.itemsize % 16 == 0
 
 
-def _clamp(bound: int | None, reach: int) -> int:
-    return 0 if bound is None else max(-reach, min(bound, reach))
+def _named(names: str, strides: tuple[int, ...]) -> dict[str, int]:
+    return {f"stride_{name}": n for name, n in zip(names.split(), strides, strict=True)}
 
 
 _library = register(((f"triton_cached{CACHED}", _cached, fake_cached, cached_flops),))

@@ -65,7 +65,7 @@ def _backward(dout, dlse, out, lse, *arguments):
     slopes, sinks, *others = _options(a)
     shares = None if slopes is None else lse.new_zeros(plan.shares)  # some programs write none
     with on_device(a.q):
-        plan.prepare(a.q, out, dout, lse, dlse, lse2, delta)
+        plan.prepare(out, dout, lse, dlse, lse2, delta)
         plan.keys(a.q, a.k, a.v, dout, lse2, delta, dk, dv, slopes, *others)
         plan.queries(a.q, a.k, a.v, dout, lse2, delta, dq, shares, slopes, *others)
     dslopes = lse if slopes is None else _by_sequence(shares, slopes, a.cu_seqlens_q, plan.block)
@@ -74,17 +74,17 @@ def _backward(dout, dlse, out, lse, *arguments):
 
 def _options(a: Arguments) -> tuple[Tensor | None, ...]:
     """The optional tensors in the order of the kernels' parameters."""
-    return a.alibi_slopes, a.sinks, a.key_starts, a.key_ends, a.cu_seqlens_q, a.cu_seqlens_k, a.dropout_seed
+    return a.alibi_slopes, a.sinks, a.key_starts, a.key_ends, a.cu_seqlens_q, a.cu_seqlens_k, a.dropout_seed, a.origin
 
 
-NO_OPTIONS = (None,) * 7
+NO_OPTIONS = (None,) * 8
 
 
 def _readable(a: Arguments) -> Arguments:
     """The arguments with optional tensors as kernels read them, by position alone, and offsets of keys."""
     if all(x is None for x in _options(a)):
         return a
-    slopes, sinks, starts, ends, cu_q, cu_k, seed = (x if x is None else x.contiguous() for x in _options(a))
+    slopes, sinks, starts, ends, cu_q, cu_k, seed, _ = (x if x is None else x.contiguous() for x in _options(a))
     return a._replace(
         alibi_slopes=slopes,
         sinks=sinks,

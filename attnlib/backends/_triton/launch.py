@@ -17,7 +17,8 @@ from .tables import LaunchConfig
 class Launch:
     """``programs`` programs of a kernel on the current device, for tensors of the same shapes, strides and dtypes.
 
-    ``blocks`` are what its descriptors load, the last parameters that are tensors: which tensor, rows and columns;
+    A kernel's parameters are tensors (``_ptr``), descriptors (``_desc``), then what ``arguments`` say by name, in which
+    there may be more. ``blocks`` are what the descriptors load: of which tensor, how many rows and columns;
     ``descriptor`` makes them.
     """
 
@@ -25,21 +26,20 @@ class Launch:
         self,
         kernel: Callable,
         programs: int,
-        numbers: tuple,
-        constants: dict,
+        arguments: dict,
         config: LaunchConfig,
         blocks: tuple[tuple[int, int, int] | None, ...] = (),
         descriptor: Callable | None = None,
     ):
         from triton import knobs
 
-        self.kernel, self.programs, self.numbers, self.blocks = kernel, programs, numbers, blocks
+        self.kernel, self.programs, self.blocks = kernel, programs, blocks
         self.tma, self._descriptor = any(blocks), descriptor or block_of_a_head
-        constants = constants | {"TMA": self.tma, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
-        constants |= {"STAGES": config.stages}
-        self.constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+        given = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages, **arguments}
+        named = [name for name in kernel.arg_names if not name.endswith(("_ptr", "_desc"))]
+        self.arguments = {name: given[name] for name in named}
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
-        self._arguments = (*numbers, *self.constants.values())
+        self._arguments = tuple(self.arguments.values())
         self._hooks = knobs.runtime
         self._compiled: dict[object, tuple] = {}  # by which tensors begin at a multiple of 16 bytes
 
@@ -56,8 +56,8 @@ class Launch:
         compiled = self._compiled.get(aligned)
         hooks = self._hooks
         if compiled is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
-            arguments = (*tensors, *self._descriptors(tensors), *self.numbers)
-            binary = self.kernel[(self.programs,)](*arguments, **self.constants, **self.options)
+            arguments = (*tensors, *self._descriptors(tensors), *self._arguments)
+            binary = self.kernel[(self.programs,)](*arguments, **self.options)
             if binary is not None:  # as it is under the interpreter
                 self._compiled[aligned] = (binary.run, binary.function, binary.packed_metadata)
             return

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...spec import arch_of
-from ..operators import Arguments
+from ..operators import Arguments, CachedArguments
 from . import tables
 from .launch import Launch
 from .tables import LaunchConfig
@@ -55,13 +55,13 @@ def key_of(a: Arguments) -> DenseKey:
 
 
 class DenseShapes:
-    """What all kernels of a call are launched with, in the order of their parameters."""
+    """The shapes of a call, and by name what its kernels are launched with."""
 
     def __init__(self, key: DenseKey, arch: int | None):
         if arch is None:
             arch = arch_of(key.device) if key.device.type == "cuda" else 0
         call = key.arguments
-        slopes, sinks, cu_q = call.alibi_slopes, call.sinks, call.cu_seqlens_q
+        slopes, cu_q = call.alibi_slopes, call.cu_seqlens_q
         self.q, self.k, self.v = Layout(*call.q), Layout(*call.k), Layout(*call.v)
         (self.s, self.h, d), (self.t, self.g), e = self.q.shape[-3:], self.k.shape[-3:-1], self.v.shape[-1]
         self.packed = cu_q is not None
@@ -77,27 +77,25 @@ class DenseShapes:
             if y.strides[-3] >= tables.FARTHEST:
                 apart = f"rows of {name} lie {y.strides[-3]} elements apart"
                 raise NotImplementedError(f"triton: {apart}; call .contiguous()")
-        reach = self.s + self.t  # beyond which nothing is hidden, and int32 is safe
-        self.scalars = (
-            _clamp(call.left, reach), _clamp(call.right, reach), min(call.prefix, reach), call.scale,
-            call.softcap or 1.0, math.ceil(call.dropout_p * 2**32), 1 / (1 - call.dropout_p),
-        )  # fmt: skip
         main, tail, value = tables.widths(d, e)
-        self.constants = {
+        per_batch = slopes is not None and len(Layout(*slopes).shape) == 2
+        self.arguments = {
+            **self.strides("qb qs qh", self.q), **self.strides("kb kt kg", self.k), **self.strides("vb vt vg", self.v),
+            **self.strides("ob os oh", self.out),
+            "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,
+            "stride_slopes": self.h if per_batch else 0,
+            "batch": self.batch, "heads": self.h, "kv_heads": self.g,
+            "group": self.h // self.g, "GROUP": self.h // self.g,
+            "s": self.s, "t": self.t, **scoring(call, self.s + self.t),
+            "threshold": math.ceil(call.dropout_p * 2**32), "dropout_scale": 1 / (1 - call.dropout_p),
             "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value,
-            "LEFT": call.left is not None, "RIGHT": call.right is not None, "PREFIX": call.prefix > 0,
-            "STARTS": call.key_starts is not None, "ENDS": call.key_ends is not None, "VARLEN": self.packed,
-            "SOFTCAP": call.softcap is not None, "SLOPES": slopes is not None, "SINKS": sinks is not None,
-            "DROPOUT": call.dropout_p > 0, "PRECISION": "tf32" if key.tf32 else "ieee",
+            "PRECISION": "tf32" if key.tf32 else "ieee",
         }  # fmt: skip
-        # Of the LSE by batch and head, and of slopes by batch.
-        slopes_stride = self.h if slopes is not None and len(Layout(*slopes).shape) == 2 else 0
-        self.scores_strides = (0 if self.packed else self.h * self.s, self.s, slopes_stride)
-        self.counts = (self.batch, self.h, self.h // self.g)
 
-    def strides(self, *tensors: Layout) -> tuple[int, ...]:
+    def strides(self, names: str, x: Layout) -> dict[str, int]:
         """Of batch, rows and heads; a packed tensor is a batch of one."""
-        return tuple(n for x in tensors for n in ((0, *x.strides[:2]) if self.packed else x.strides[:3]))
+        strides = (0, *x.strides[:2]) if self.packed else x.strides[:3]
+        return {f"stride_{name}": n for name, n in zip(names.split(), strides, strict=True)}
 
     def blocks(self, length: int, block: int) -> int:
         """Programs along a sequence; packed, along all, with a partial block for each."""
@@ -111,14 +109,21 @@ class DenseShapes:
         if not tiles.tma:
             return None, None, None
         of = {"q": 0, "k": 1, "v": 2, "dout": 3}
-        main, tail, value = (self.constants[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
+        main, tail, value = (self.arguments[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
         return (of[first], rows, main), (of[first], rows, tail) if tail else None, (of[second], rows, value)
 
-    def lengths(self, heads: int) -> tuple[int, ...]:
-        """Those of q and k, and how many heads run together."""
+    def wave(self, heads: int) -> dict[str, int]:
+        """How many heads run together."""
         pairs, group = self.pairs(heads), heads // self.g
-        wave = pairs if self.packed else tables.heads_per_wave(self.problem, keys=self.t, pairs=pairs, group=group)
-        return self.s, self.t, wave
+        fits = pairs if self.packed else tables.heads_per_wave(self.problem, keys=self.t, pairs=pairs, group=group)
+        return {"heads_per_wave": fits}
+
+
+def scoring(call: Arguments | CachedArguments, reach: int) -> dict[str, float | None]:
+    """The numbers of a mask and of scores; ``reach`` is a distance beyond which nothing is hidden."""
+    left, right = (x if x is None else max(-reach, min(x, reach)) for x in (call.left, call.right))
+    prefix = min(call.prefix, reach) or None
+    return {"left": left, "right": right, "prefix": prefix, "scale": call.scale, "softcap": call.softcap}
 
 
 @lru_cache(maxsize=4096)
@@ -128,15 +133,15 @@ def forward(key: DenseKey, tiles: LaunchConfig | None = None, arch: int | None =
 
     x = DenseShapes(key, arch)
     tiles = tiles or tables.forward(x.problem, keys=x.length)
-    numbers = (*x.strides(x.q, x.k, x.v, x.out), *x.scores_strides, *x.counts, *x.lengths(x.h), *x.scalars)
     programs = x.pairs(x.h) * x.blocks(x.s, tiles.block_m)
-    return Launch(forward, programs, numbers, x.constants, tiles, x.descriptors(tiles, tiles.block_n, "k", "v"))
+    arguments = x.arguments | x.wave(x.h)
+    return Launch(forward, programs, arguments, tiles, x.descriptors(tiles, tiles.block_n, "k", "v"))
 
 
 class Backward(NamedTuple):
     """The launches of a backward, and what its host needs to know.
 
-    ``prepare`` takes q, out, dout, lse, dlse, lse2 and delta. ``keys`` takes q, k, v, dout, lse2, delta, dk, dv and the
+    ``prepare`` takes out, dout, lse, dlse, lse2 and delta. ``keys`` takes q, k, v, dout, lse2, delta, dk, dv and the
     optional tensors but sinks; ``queries`` takes dq and the shares of the slopes' gradient for dk and dv. ``shares`` is
     the shape of those, ``block`` the number of queries behind each of its last dimension.
     """
@@ -168,26 +173,24 @@ def backward(
     of_queries = tiles_of_queries or tables.backward_queries(x.problem, keys=x.length)
     rows, blocks = 1 if x.packed else x.batch, x.blocks(x.s, of_queries.block_m)
     dk, dv, dq = (_contiguous(y.shape, y.dtype) for y in (x.k, x.v, x.q))
-    dlse_strides = (0,) * 3 if dlse is None else (0, *Layout(*dlse).strides) if x.packed else Layout(*dlse).strides
-    whole = {"D_ALL": tables.power_of_two(x.constants["D"]), "DLSE": dlse is not None}
-    shares_strides = (0 if x.packed else x.h * blocks, blocks)
+    arguments = {
+        **x.arguments, **x.strides("dob dos doh", dout), **x.strides("dqb dqs dqh", dq),
+        **x.strides("dkb dkt dkg", dk), **x.strides("dvb dvt dvg", dv),
+        "stride_sb": 0 if x.packed else x.h * blocks, "stride_sh": blocks,
+        "stride_dlb": 0, "stride_dlh": 0, "stride_dls": 0,
+    }  # fmt: skip
+    if dlse is not None:
+        strides = (0, *Layout(*dlse).strides) if x.packed else Layout(*dlse).strides
+        arguments |= zip(("stride_dlb", "stride_dlh", "stride_dls"), strides, strict=True)
     return Backward(
+        Launch(prepare, rows * x.h * -(-x.s // PREPARED.block_m), arguments, PREPARED),
         Launch(
-            prepare, rows * x.h * -(-x.s // PREPARED.block_m),
-            (*x.strides(x.q, x.out, dout), *dlse_strides, x.h, x.s), x.constants | whole, PREPARED,
+            backward_keys, x.pairs(x.g) * x.blocks(x.t, of_keys.block_n), arguments | x.wave(x.g), of_keys,
+            x.descriptors(of_keys, of_keys.block_m, "q", "dout"),
         ),
         Launch(
-            backward_keys, x.pairs(x.g) * x.blocks(x.t, of_keys.block_n),
-            (*x.strides(x.q, x.k, x.v, dout, dk, dv), *x.scores_strides, x.batch, x.g, *x.lengths(x.g), *x.scalars),
-            x.constants | {"GROUP": x.h // x.g}, of_keys, x.descriptors(of_keys, of_keys.block_m, "q", "dout"),
-        ),
-        Launch(
-            backward_queries, x.pairs(x.h) * blocks,
-            (
-                *x.strides(x.q, x.k, x.v, dout, dq), *x.scores_strides, *shares_strides,
-                *x.counts, *x.lengths(x.h), *x.scalars,
-            ),
-            x.constants, of_queries, x.descriptors(of_queries, of_queries.block_n, "k", "v"),
+            backward_queries, x.pairs(x.h) * blocks, arguments | x.wave(x.h), of_queries,
+            x.descriptors(of_queries, of_queries.block_n, "k", "v"),
         ),
         (rows, x.h, blocks),
         of_queries.block_m,
@@ -201,7 +204,3 @@ def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
 def _whole_lines(x: Layout) -> bool:
     """Whether every row of heads begins at a multiple of 16 bytes of the tensor, which descriptors need."""
     return all(n > 0 and n * x.dtype.itemsize % 16 == 0 for n in x.strides[:-1]) and 0 not in x.shape
-
-
-def _clamp(bound: int | None, reach: int) -> int:
-    return 0 if bound is None else max(-reach, min(bound, reach))

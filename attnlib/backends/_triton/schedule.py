@@ -40,15 +40,21 @@ def update_schedule(
     """Cut sequences of these starts and lengths (at most ``limit``; the last ``reach`` tokens of them) into parts."""
     heads, levels, slots, _ = schedule.shape
     room = slots if split_size else decode_tables.room(processors(schedule.device), heads)
-    numbers = (lengths.shape[0], slots, room, limit, limit if reach is None else reach)
+    reach = limit if reach is None else reach
     with on_device(schedule):
-        _schedule_plan(schedule.device, numbers, levels, split_size or GRAIN)(starts, lengths, schedule)
+        plan = _schedule_plan(schedule.device, lengths.shape[0], slots, room, limit, reach, levels, split_size or GRAIN)
+        plan(starts, lengths, schedule)
 
 
 @lru_cache(maxsize=4096)
-def _schedule_plan(device: torch.device, numbers: tuple, levels: int, grain: int) -> Launch:
-    from .kernels.parts import schedule
+def _schedule_plan(
+    device: torch.device, batch: int, slots: int, capacity: int, limit: int, reach: int, levels: int, granularity: int
+) -> Launch:
+    from .kernels.split_kv import schedule
 
-    lanes = power_of_two(numbers[0])
-    constants = {"ROWS": lanes, "PARTS": max(1, 128 // lanes), "GRAIN": grain}
-    return Launch(schedule, levels, numbers, constants, LaunchConfig(0, 0, 1, 4))
+    lanes = power_of_two(batch)
+    arguments = {
+        "batch": batch, "slots": slots, "capacity": capacity, "limit": limit, "reach": reach,
+        "ROWS": lanes, "SPLITS": max(1, 128 // lanes), "GRANULARITY": granularity,
+    }  # fmt: skip
+    return Launch(schedule, levels, arguments, LaunchConfig(0, 0, 1, 4))

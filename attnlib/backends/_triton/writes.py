@@ -117,11 +117,16 @@ def plan(
     pairs = cos[0][-1] if cos else 0
     widest = max(power_of_two(d), power_of_two(e))
     values = next(tile for most, tile in TILES if most is None or rows * widest <= most)
-    numbers = (
-        *(n for x in (k, v, k_scale, v_scale) for n in (x[1][:3] if x else (0, 0, 0))),
-        *tokens[0], *tokens[1], *_angle_strides(cos, len(lead)), rows, heads, lead[-1], page_size, pages * page_size,
-    )  # fmt: skip
-    constants = {
+    stored, places = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}, ("page", "place", "head")
+    arguments = {}
+    for name, x in stored.items():
+        arguments |= {f"{name}_{place}": n for place, n in zip(places, x[1] if x else (0, 0, 0), strict=False)}
+    for name, strides in (("new_k", tokens[0]), ("new_v", tokens[1])):
+        arguments |= {f"{name}_{place}": n for place, n in zip(("b", "s", "head"), strides, strict=True)}
+    angles_b, angles_s = _angle_strides(cos, len(lead))
+    arguments |= {
+        "angles_b": angles_b, "angles_s": angles_s, "rows": rows, "heads": heads, "s": lead[-1],
+        "page_size": page_size, "slots": pages * page_size,
         "D": d, "D_ALL": power_of_two(d), "E": e, "E_ALL": power_of_two(e),
         "PAIRS_K": 0 if latent else pairs, "PAIRS_V": pairs if latent else 0, "INTERLEAVED": interleaved,
     }  # fmt: skip
@@ -129,7 +134,7 @@ def plan(
     programs = -(-rows // tiles.block_m)
     if max(programs * tiles.block_m, pages * page_size) > INT32:
         raise NotImplementedError(f"triton: int32 counts neither {rows} rows nor {pages * page_size} slots of a cache")
-    launch = Launch(write, programs, numbers, constants, tiles)
+    launch = Launch(write, programs, arguments, tiles)
     launch.options["enable_fp_fusion"] = False  # rotations round every product, as those of rope do
     return launch
 

@@ -1,154 +1,234 @@
 """The running sums of the decode kernel, tile by tile of what a cache stores."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from .band import visible
 from .paged import entries_at, page_in, place
-from .stored_bytes import in_half, split_scale
-from .tile import finite_part, load_where, modify, visible
+from .scores import LOG2E, modify, online_softmax
+from .stored_bytes import in_half, power_below, split_scale
+from .tile import load_where
+
+
+class Sizes(NamedTuple):
+    """What is known when a kernel is compiled: widths of tiles, tokens of a page (0: a row holds all), and how to sum.
+
+    ``TAIL`` is where the second block of a key begins in its plane. ``ONE``: a sequence has one query, so all rows of a
+    tile see the same keys. ``APART``: probabilities are summed by place, and over places in the end.
+    """
+
+    D: tl.constexpr
+    D_MAIN: tl.constexpr
+    D_TAIL: tl.constexpr
+    TAIL: tl.constexpr
+    E: tl.constexpr
+    E_MAIN: tl.constexpr
+    PAGE: tl.constexpr
+    ONE: tl.constexpr
+    APART: tl.constexpr
+    NATIVE: tl.constexpr
+    STAGES: tl.constexpr
+    TF32: tl.constexpr
+
+
+class Plane(NamedTuple):
+    """A stored plane of one KV head: elements between pages and between tokens; a descriptor of its rows, or None."""
+
+    ptr: tl.tensor
+    by_page: tl.tensor
+    by_token: tl.tensor
+    desc: tl.tensor | None
+
+
+class Stored(NamedTuple):
+    """What a cache stores for one KV head. ``v`` is None for latent storage, the scales are None without any."""
+
+    k: Plane
+    tail: Plane
+    v: Plane | None
+    k_scale: Plane | None
+    v_scale: Plane | None
+
+
+class Table(NamedTuple):
+    """The page table of one sequence, of ``end`` tokens; and how many pages there are."""
+
+    ptr: tl.tensor
+    pages: tl.tensor
+    end: tl.tensor
+
+
+class Queries(NamedTuple):
+    """Rows of queries, their second block, what undoes their scale, and their indices."""
+
+    q: tl.tensor
+    tail: tl.tensor
+    gain: tl.tensor
+    i: tl.tensor
+
+
+class Tiling(NamedTuple):
+    """Tokens ``[low, high)`` in tiles from ``origin`` on: ``before`` masked ones, full ones in
+    ``[full_low, full_high)``, and masked ones again."""
+
+    low: tl.tensor
+    high: tl.tensor
+    origin: tl.tensor
+    before: tl.tensor
+    full_low: tl.tensor
+    full_high: tl.tensor
+
+
+class Sums(NamedTuple):
+    """The running output, maximum and sum of FlashAttention."""
+
+    acc: tl.tensor
+    m_i: tl.tensor
+    l_i: tl.tensor
 
 
 @triton.jit
-def clear_range(low, high, all_low, all_high, BLOCK: tl.constexpr, EDGE: tl.constexpr, CLEAR: tl.constexpr):
-    """Where the tiles of ``[low, high)`` begin, how many need a mask before those ``[low, high)`` that need none."""
+def tiling_of(low, high, all_low, all_high, BLOCK: tl.constexpr, EDGE: tl.constexpr, FULL: tl.constexpr):
+    """The tiles of ``[low, high)``; full ones, of ``BLOCK`` tokens, only if asked for, masked ones of ``EDGE``."""
     origin = low // EDGE * EDGE
-    clear_low, clear_high = origin, origin
-    if CLEAR:
-        clear_low = tl.cdiv(tl.maximum(all_low, low), BLOCK) * BLOCK
-        clear_high = tl.minimum(all_high, high) // BLOCK * BLOCK
-        some = clear_low < clear_high
-        clear_low, clear_high = tl.where(some, clear_low, origin), tl.where(some, clear_high, origin)
-    return origin, (clear_low - origin) // EDGE, clear_low, clear_high
+    full_low, full_high = origin, origin
+    if FULL:
+        full_low = tl.cdiv(tl.maximum(all_low, low), BLOCK) * BLOCK
+        full_high = tl.minimum(all_high, high) // BLOCK * BLOCK
+        is_any = full_low < full_high
+        full_low, full_high = tl.where(is_any, full_low, origin), tl.where(is_any, full_high, origin)
+    return Tiling(low, high, origin, (full_low - origin) // EDGE, full_low, full_high)
 
 
 @triton.jit
-def tile_at(t, origin, before, clear_low, clear_high, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Where tile ``t`` begins of those that need a mask, around ``[clear_low, clear_high)``, or of those within."""
+def tile_at(t, tiling, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Where tile ``t`` begins, of those that need a mask or of those that need none."""
     if MASKED:
-        return tl.where(t < before, origin + t * BLOCK, clear_high + (t - before) * BLOCK)
+        after = tiling.full_high + (t - tiling.before) * BLOCK
+        return tl.where(t < tiling.before, tiling.origin + t * BLOCK, after)
     else:
-        return clear_low + t * BLOCK
+        return tiling.full_low + t * BLOCK
 
 
 @triton.jit
-def attend(
-    acc, top, total, stained, page, n, q, q_tail, gain, i, slope, low, high, begin, end,
-    k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_desc, tail_desc,
-    k_p, k_t, tail_p, tail_t, v_p, v_t, ks_p, ks_t, vs_p, vs_t,
-    left, right, prefix, scale, softcap, unit,
-    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, TAIL: tl.constexpr, E: tl.constexpr,
-    E_MAIN: tl.constexpr, LATENT: tl.constexpr, SCALED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PREFIX: tl.constexpr, ONE: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, PAGE: tl.constexpr,
-    TMA: tl.constexpr, NATIVE: tl.constexpr, APART: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The running sums with one tile of ``BLOCK`` tokens, from ``n`` on; ``APART``, weights are summed by place."""
-    PLAIN: tl.constexpr = not (SOFTCAP or SLOPES)
-    j = n + tl.arange(0, BLOCK)
-    stored = (j >= low) & (j < high)
-    if TMA:
-        line = page.to(tl.int32) * (k_p // k_t).to(tl.int32) + (n % PAGE if PAGE else n)
-        k = k_desc.load([line, 0])
-    else:
-        at, columns = place(page, n, k_p, k_t, PAGE, BLOCK), tl.arange(0, D_MAIN)
-        k = load_where(k_ptr + (at[:, None] + columns[None, :]), columns, stored, E if LATENT else D, MASKED)
+def in_range(q, tail, D_TAIL: tl.constexpr, LATENT: tl.constexpr):
+    """Queries as fp16, which meets 8-bit keys, rows scaled by powers of two to be in its range; what undoes the scale.
+
+    The tail of a latent key is no such key, and that of its query keeps its dtype.
+    """
+    largest = tl.max(tl.abs(q.to(tl.float32)), 1)
     if D_TAIL:
-        if TMA:
-            k_tail = tail_desc.load([line, 0])
-        else:
-            at, columns = place(page, n, tail_p, tail_t, PAGE, BLOCK), tl.arange(0, D_TAIL)
-            at = tail_ptr + TAIL + (at[:, None] + columns[None, :])
-            k_tail = load_where(at, columns, stored, D - (E if LATENT else D_MAIN), MASKED)
+        largest = tl.maximum(largest, tl.max(tl.abs(tail.to(tl.float32)), 1))
+    power, gain = power_below(largest)
+    if D_TAIL:
+        tail = (tail.to(tl.float32) * power[:, None]).to(q.dtype if LATENT else tl.float16)
+    return (q.to(tl.float32) * power[:, None]).to(tl.float16), tail, gain
+
+
+@triton.jit
+def load_plane(
+    plane, page, n, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """A tile of a plane, ``WIDTH`` channels from ``FIRST`` on; where masked, zeros but for valid tokens."""
+    if plane.desc is not None and not MASKED:
+        row = page.to(tl.int32) * (plane.by_page // plane.by_token).to(tl.int32) + (n % PAGE if PAGE else n)
+        return plane.desc.load([row, 0])
+    else:
+        at, columns = place(page, n, plane.by_page, plane.by_token, PAGE, BLOCK), tl.arange(0, COLUMNS)
+        at = plane.ptr + FIRST + (at[:, None] + columns[None, :])
+        return load_where(at, columns, valid, WIDTH, MASKED)
+
+
+@triton.jit
+def load_scale(plane, page, n, valid, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """The scales of a tile's tokens, 0 but for valid ones."""
+    return tl.load(plane.ptr + place(page, n, plane.by_page, plane.by_token, PAGE, BLOCK), mask=valid, other=0.0)
+
+
+@triton.jit
+def add_tile(sums, page, n, queries, modifiers, band, tiling, stored, sizes, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """The running sums with one tile of ``BLOCK`` tokens, from ``n`` on."""
+    LATENT: tl.constexpr = stored.v is None
+    SCALED: tl.constexpr = stored.k_scale is not None
+    PLAIN: tl.constexpr = modifiers.softcap is None and modifiers.slope is None
+    MAIN: tl.constexpr = sizes.E if LATENT else sizes.D_MAIN  # channels of a key before its tail
+    PAGE: tl.constexpr = sizes.PAGE
+    PRECISION: tl.constexpr = "tf32" if sizes.TF32 else "ieee"
+    q, gain, i = queries.q, queries.gain, queries.i
+    unit = modifiers.scale * LOG2E if PLAIN else 1.0
+    j = n + tl.arange(0, BLOCK)
+    valid = (j >= tiling.low) & (j < tiling.high)
+    k = load_plane(stored.k, page, n, valid, 0, MAIN if LATENT else sizes.D, sizes.D_MAIN, PAGE, BLOCK, MASKED)
+    if sizes.D_TAIL:
+        WIDTH: tl.constexpr = sizes.D - MAIN
+        k_tail = load_plane(stored.tail, page, n, valid, sizes.TAIL, WIDTH, sizes.D_TAIL, PAGE, BLOCK, MASKED)
     if not LATENT:
-        at, columns = place(page, n, v_p, v_t, PAGE, BLOCK), tl.arange(0, E_MAIN)
-        v = load_where(v_ptr + (at[:, None] + columns[None, :]), columns, stored, E, MASKED)
+        v = load_plane(stored.v, page, n, valid, 0, sizes.E, sizes.E_MAIN, PAGE, BLOCK, MASKED)
     if SCALED:
-        k_scale = tl.load(k_scale_ptr + place(page, n, ks_p, ks_t, PAGE, BLOCK), mask=stored, other=0.0)
+        k_scale = load_scale(stored.k_scale, page, n, valid, PAGE, BLOCK)
         v_scale = k_scale
         if not LATENT:
-            v_scale = tl.load(v_scale_ptr + place(page, n, vs_p, vs_t, PAGE, BLOCK), mask=stored, other=0.0)
-        if MASKED and not ONE:
-            v_scale, broken = finite_part(v_scale)
-            stained |= broken
+            v_scale = load_scale(stored.v_scale, page, n, valid, PAGE, BLOCK)
         exponent, inverse, rest = split_scale(v_scale)
 
     HALF: tl.constexpr = SCALED and q.dtype == tl.float16
-    k = in_half(k, NATIVE, LATENT) if HALF else k.to(q.dtype)
+    k = in_half(k, sizes.NATIVE, LATENT) if HALF else k.to(q.dtype)
     if LATENT:
         v = k
     else:
-        v = in_half(v, NATIVE, True) if HALF else v.to(q.dtype)
-    scores = tl.dot(q, k.T, input_precision=PRECISION)
-    if D_TAIL and not LATENT:
-        k_tail = in_half(k_tail, NATIVE, False) if HALF else k_tail.to(q.dtype)
-        scores = tl.dot(q_tail, k_tail.T, scores, input_precision=PRECISION)
+        v = in_half(v, sizes.NATIVE, True) if HALF else v.to(q.dtype)
+    s = tl.dot(q, k.T, input_precision=PRECISION)
+    if sizes.D_TAIL and not LATENT:
+        k_tail = in_half(k_tail, sizes.NATIVE, False) if HALF else k_tail.to(q.dtype)
+        s = tl.dot(queries.tail, k_tail.T, s, input_precision=PRECISION)
     if SCALED:
-        scores *= k_scale[None, :]
-    if D_TAIL and LATENT:  # which is stored as it is
-        scores = tl.dot(q_tail, k_tail.to(q_tail.dtype).T, scores, input_precision=PRECISION)
+        s *= k_scale[None, :]
+    if sizes.D_TAIL and LATENT:  # which is stored as it is
+        s = tl.dot(queries.tail, k_tail.to(queries.tail.dtype).T, s, input_precision=PRECISION)
     if not PLAIN:
         if SCALED:
-            scores *= gain[:, None]
-        scores = modify(scores, scale, softcap, slope, i[:, None], j[None, :], SOFTCAP, SLOPES)
+            s *= gain[:, None]
+        s = modify(s, modifiers, (i + band.apart)[:, None], j[None, :])
     if SCALED:
-        scores = scores * (gain[:, None] * unit if PLAIN else 1.0) + exponent[None, :]
+        s = s * (gain[:, None] * unit if PLAIN else 1.0) + exponent[None, :]
         unit = 1.0
     if MASKED:
-        if ONE:  # all rows see what the tile loads
-            seen = stored[None, :]
-            scores = tl.where(seen, scores, float("-inf"))
+        if sizes.ONE:
+            s = tl.where(valid[None, :], s, float("-inf"))
         else:
-            seen = visible(i[:, None], j[None, :], begin, end, left, right, prefix, LEFT, RIGHT, PREFIX)
-            scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
-    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-    correction = tl.exp2((top - safe) * unit)  # 1 if the maximum stays: as one fused sum it drifts
-    weights = tl.exp2(scores * unit - (safe * unit)[:, None])
-    shares = weights
+            s = tl.where(visible(i[:, None], j[None, :], band), s, float("-inf"))
+    m_i, p, correction = online_softmax(sums.m_i, s, unit)
+    shares = p
     if SCALED:
-        shares = weights * inverse[None, :]
-        weights *= rest[None, :]
-    if APART:
-        total = total * correction[:, None] + shares
+        shares = p * inverse[None, :]
+        p *= rest[None, :]
+    if sizes.APART:
+        l_i = sums.l_i * correction[:, None] + shares
     else:
-        total = total * correction + tl.sum(shares, 1)
-    acc *= correction[:, None]
-    if MASKED and not ONE:  # a hidden value that is not finite makes NaN of its product with 0
-        v, broken = finite_part(v)
-        stained |= broken
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, new_top, total, stained
+        l_i = sums.l_i * correction + tl.sum(shares, 1)
+    acc = sums.acc * correction[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, m_i, l_i
 
 
 @triton.jit
 def sweep(
-    acc, top, total, stained, tiles, here, before, clear_low, clear_high, table_ptr, pages,
-    q, q_tail, gain, i, slope, low, high, begin, end,
-    k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_desc, tail_desc,
-    k_p, k_t, tail_p, tail_t, v_p, v_t, ks_p, ks_t, vs_p, vs_t,
-    left, right, prefix, scale, softcap, unit,
-    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, TAIL: tl.constexpr, E: tl.constexpr,
-    E_MAIN: tl.constexpr, LATENT: tl.constexpr, SCALED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PREFIX: tl.constexpr, ONE: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, PAGE: tl.constexpr,
-    TMA: tl.constexpr, NATIVE: tl.constexpr, APART: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    sums, tiles, queries, modifiers, band, tiling, table, stored, sizes, MASKED: tl.constexpr, BLOCK: tl.constexpr
+):
     """The running sums with so many tiles that all need a mask, or none of which does; see :func:`tile_at`."""
-    n = tile_at(0, here, before, clear_low, clear_high, BLOCK, MASKED)
-    low_half, high_half = entries_at(table_ptr, n, end, PAGE, BLOCK)
-    for t in tl.range(0, tiles, num_stages=STAGES):
-        n = tile_at(t, here, before, clear_low, clear_high, BLOCK, MASKED)
-        page = page_in(low_half, high_half, n, pages, PAGE, BLOCK)
-        if PAGE:  # carried, so that the loads of a tile wait for no other load
-            following = tile_at(t + 1, here, before, clear_low, clear_high, BLOCK, MASKED)
-            low_half, high_half = entries_at(table_ptr, following, end, PAGE, BLOCK)
-        acc, top, total, stained = attend(
-            acc, top, total, stained, page, n, q, q_tail, gain, i, slope, low, high, begin, end,
-            k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_desc, tail_desc,
-            k_p, k_t, tail_p, tail_t, v_p, v_t, ks_p, ks_t, vs_p, vs_t,
-            left, right, prefix, scale, softcap, unit,
-            D, D_MAIN, D_TAIL, TAIL, E, E_MAIN, LATENT, SCALED, LEFT, RIGHT, PREFIX, ONE, SOFTCAP, SLOPES,
-            PAGE, TMA, NATIVE, APART, MASKED, BLOCK, PRECISION,
-        )  # fmt: skip
-    return acc, top, total, stained
+    acc, m_i, l_i = sums.acc, sums.m_i, sums.l_i
+    n = tile_at(0, tiling, BLOCK, MASKED)
+    entry_low, entry_high = entries_at(table.ptr, n, table.end, sizes.PAGE, BLOCK)
+    for t in tl.range(0, tiles, num_stages=sizes.STAGES):
+        n = tile_at(t, tiling, BLOCK, MASKED)
+        page = page_in(entry_low, entry_high, n, table.pages, sizes.PAGE, BLOCK)
+        if sizes.PAGE:  # carried, so that the loads of a tile wait for no other load
+            following = tile_at(t + 1, tiling, BLOCK, MASKED)
+            entry_low, entry_high = entries_at(table.ptr, following, table.end, sizes.PAGE, BLOCK)
+        acc, m_i, l_i = add_tile(
+            Sums(acc, m_i, l_i), page, n, queries, modifiers, band, tiling, stored, sizes, MASKED, BLOCK
+        )
+    return Sums(acc, m_i, l_i)

@@ -1,12 +1,14 @@
 """The vocabulary of kernels over pages: who works on what, which page holds a token, and where it lies there."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from .tile import offset
 
 FEW: tl.constexpr = tl.constexpr(4)  # pages of a tile, whose entries are read for all of its tokens together
-ENTRY: tl.constexpr = tl.constexpr(8)  # int32 that a schedule holds for each part
+ENTRY: tl.constexpr = tl.constexpr(8)  # int32 that a schedule holds for each split
 
 
 @triton.jit
@@ -114,9 +116,22 @@ def tokens_of(cu_q_ptr, n, batch, tokens):
     return row, count
 
 
+class Claim(NamedTuple):
+    """What a program works on: a sequence, or -1 for nothing; a block of its rows; tokens ``[begin, end)``, one of how
+    many splits; where the sequence's queries begin, and how many there are."""
+
+    sequence: tl.tensor
+    block: tl.tensor
+    begin: tl.tensor
+    end: tl.tensor
+    splits: tl.tensor
+    row: tl.tensor
+    count: tl.tensor
+
+
 @triton.jit
 def assigned(schedule_ptr, slot, slots, batch):
-    """The part in a slot of a schedule: its sequence (or -1), tokens ``[begin, end)``, and parts of the sequence.
+    """The split in a slot of a schedule: its sequence (or -1), tokens ``[begin, end)``, and splits of the sequence.
 
     One more slot takes what follows the last packed sequence.
     """
@@ -129,32 +144,32 @@ def assigned(schedule_ptr, slot, slots, batch):
 @triton.jit
 def claimed(
     pid, schedule_ptr, cu_q_ptr, slots, batch, group, s,
-    SCHEDULED: tl.constexpr, VARLEN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    SCHEDULED: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """What a program works on: a sequence, or -1 for nothing; a block of its rows; tokens ``[begin, end)``, one of how
-    many parts; where the sequence's queries begin, and how many there are.
+    """The work of a program.
 
-    A packed sequence with more rows than there is room for in a part is not cut into parts: more programs, after those
-    of the schedule, take a block of its rows each.
+    A packed sequence with more rows than fit a tile of its split is not split: more programs, after those of the
+    schedule, take a block of its rows each.
     """
+    PACKED: tl.constexpr = cu_q_ptr is not None
     block, slot = pid % BLOCKS, pid // (BLOCKS * KV_HEADS)
     beyond = False
     if SCHEDULED:
-        sequence, begin, end, parts = assigned(schedule_ptr, slot, slots, batch)
-        if VARLEN:
+        sequence, begin, end, splits = assigned(schedule_ptr, slot, slots, batch)
+        if PACKED:
             beyond = slot > slots
             if beyond:
                 sequence, block = owner(cu_q_ptr, (slot - slots - 1) * BLOCKS + block, batch, s, group, BLOCK_M)
             end = tl.where(beyond, 2147483647, end)
     else:
-        sequence, begin, end, parts = slot, 0, 2147483647, 1
-        if VARLEN:
+        sequence, begin, end, splits = slot, 0, 2147483647, 1
+        if PACKED:
             sequence, block = owner(cu_q_ptr, slot, batch, s, group, BLOCK_M)
         else:
             block = BLOCKS - 1 - block  # those that see most start first
     row, count = s * 0, s
-    if VARLEN:
+    if PACKED:
         row, count = tokens_of(cu_q_ptr, tl.maximum(sequence, 0), batch, s)  # those of nobody are the last
         if SCHEDULED:
             sequence = tl.where((count * group > BLOCKS * BLOCK_M) == beyond, sequence, -1)
-    return sequence, block, begin, end, parts, row, count
+    return Claim(sequence, block, begin, end, splits, row, count)

@@ -1,0 +1,124 @@
+"""From products q·k to scores, to probabilities, and to what dropout keeps of them.
+
+Scores are kept in units of ``log2``: a probability is ``exp2(score * unit - lse2)``.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+class Modifiers(NamedTuple):
+    """What makes a score of a product: its scale, a cap (None without), and the head's slope in log2 units (or None).
+
+    ``slope`` is one number, or one a row.
+    """
+
+    scale: tl.tensor
+    softcap: tl.tensor | None
+    slope: tl.tensor | None
+
+
+class Dropout(NamedTuple):
+    """What decides which probabilities are dropped: a seed, or None; the least bits kept; numbers in the whole call.
+
+    ``key`` is where keys begin in the whole; None where they begin at 0.
+    """
+
+    seed: tl.tensor | None
+    threshold: tl.tensor
+    head: tl.tensor
+    sequence: tl.tensor
+    query: tl.tensor
+    key: tl.tensor | None
+
+
+@triton.jit
+def dropout_of(seed_ptr, threshold, head, sequence, origin, origin_ptr):
+    """The dropout of one head of one sequence."""
+    if seed_ptr is None:
+        return Dropout(None, 0, 0, 0, 0, None)
+    else:
+        head, sequence = (head + origin.head).to(tl.int32), (sequence + origin.sequence).to(tl.int32)
+        key = None if origin_ptr is None else origin.key
+        return Dropout(tl.load(seed_ptr), threshold, head, sequence, origin.query, key)
+
+
+@triton.jit
+def slope_of(slopes_ptr, at, known):
+    """The slope of a head in log2 units; None without slopes."""
+    if slopes_ptr is None:
+        return None
+    else:
+        return tl.load(slopes_ptr + at, mask=known, other=0).to(tl.float32) * LOG2E
+
+
+@triton.jit
+def tanh(x):
+    """``tanh(x)`` to fp32 rounding; a Taylor polynomial near 0, where ``1 - exp`` would cancel."""
+    square = x * x
+    near = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    fading = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    far = (1 - fading) / (1 + fading)
+    return tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def modify(s, modifiers, i, j):
+    """Products q·k as scores in log2 units, capped and less the slope times the distance ``|i - j|``."""
+    s *= modifiers.scale
+    if modifiers.softcap is not None:
+        s = modifiers.softcap * tanh(s / modifiers.softcap)
+    s *= LOG2E
+    if modifiers.slope is not None:
+        s -= modifiers.slope * tl.abs(i - j).to(tl.float32)
+    return s
+
+
+@triton.jit
+def recompute(s, lse2, modifiers, i, j):
+    """The probabilities that the forward gave, and the derivative of the scores by the scaled products.
+
+    ``s`` are products q·k, and ``lse2`` is the LSE in log2 units. Without a cap the derivative is 1.
+    """
+    derivative = 1.0
+    if modifiers.softcap is not None:
+        capped = tanh(s * modifiers.scale / modifiers.softcap)
+        derivative = 1 - capped * capped
+    if modifiers.softcap is not None or modifiers.slope is not None:
+        s = modify(s, modifiers, i, j)
+    else:
+        s = s * (modifiers.scale * LOG2E)
+    return tl.exp2(s - lse2), derivative
+
+
+@triton.jit
+def online_softmax(m_i, s, unit):
+    """The running maximum with a tile of scores; its probabilities; what sums so far are scaled by."""
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
+    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    correction = tl.exp2((m_i - safe) * unit)  # 1 if the maximum stays: as one fused sum it drifts
+    p = tl.exp2(s * unit - (safe * unit)[:, None])
+    return m_new, p, correction
+
+
+@triton.jit
+def dropout_keep(dropout, i, j0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which probabilities dropout keeps, ``[BLOCK_M, BLOCK_N]``: Philox-4x32-10 of ``(j // 4, i, head, sequence)``."""
+    if dropout.key is None:  # four keys share a number
+        quads = (j0 // 4 + tl.arange(0, BLOCK_N // 4))[None, :] + tl.zeros([BLOCK_M, 1], tl.int32)
+        rows = (i + dropout.query)[:, None] + tl.zeros([1, BLOCK_N // 4], tl.int32)
+        a, b, c, d = tl.philox(dropout.seed, quads, rows, dropout.head, dropout.sequence)
+        bits = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK_M, BLOCK_N)
+    else:
+        keys = (dropout.key + j0 + tl.arange(0, BLOCK_N))[None, :] + tl.zeros([BLOCK_M, 1], tl.int32)
+        rows = (i + dropout.query)[:, None] + tl.zeros([1, BLOCK_N], tl.int32)
+        a, b, c, d = tl.philox(dropout.seed, keys // 4, rows, dropout.head, dropout.sequence)
+        lane = keys % 4
+        bits = tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
+    return bits.to(tl.uint32, bitcast=True) >= dropout.threshold

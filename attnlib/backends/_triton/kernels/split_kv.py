@@ -1,0 +1,139 @@
+"""Splits of sequences: cut for a whole step by ``schedule``, of about equal length, and joined by ``combine``."""
+
+import triton
+import triton.language as tl
+
+from .paged import ENTRY, tokens_of
+from .scores import LN2, LOG2E
+
+# Parameters whose divisibility decides nothing, and must not compile a kernel again.
+COUNTS = ("batch", "group", "s", "schedule_offset", "slots", "capacity", "limit", "reach")
+
+
+@triton.jit
+def join(acc, l_i, m_i, x, lse2):
+    """Weighted sums, their weights and the largest weight as an exponent of 2, with attention ``x`` over more keys.
+
+    Sums of products are written as they are to be rounded, the same in all kernels.
+    """
+    m_new = tl.maximum(m_i, lse2)
+    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    old, new = tl.exp2(m_i - safe), tl.exp2(lse2 - safe)
+    return tl.fma(x, new[:, None], acc * old[:, None]), tl.fma(l_i, old, new), m_new
+
+
+@triton.jit
+def join_sink(l_i, m_i, sink2):
+    """The share that weights keep beside that of a sink, which has no value; weights with it, and the largest."""
+    m_new = tl.maximum(m_i, sink2)
+    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    share = tl.exp2(m_i - safe)
+    return share, tl.fma(l_i, share, tl.exp2(sink2 - safe)), m_new
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def combine(
+    split_ptr, schedule_ptr, cu_q_ptr, sinks_ptr, out_ptr, lse_ptr, lines,
+    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, batch, group, s, schedule_offset,
+    E: tl.constexpr, E_MAIN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Joins the splits of ``ROWS`` rows of queries, ``WIDTH`` channels, in an order that depends on them alone.
+
+    Splits of a fixed size are joined one by one, so that those without a visible key make no difference.
+    """
+    pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
+    item = schedule_ptr + schedule_offset + sequence * ENTRY  # this slot also tells of the sequence of its number
+    slot, splits = tl.load(item + 4), tl.load(item + 5)
+    if splits == 1:
+        return
+    row, count = s * 0, s
+    if cu_q_ptr is not None:
+        row, count = tokens_of(cu_q_ptr, sequence, batch, s)
+        if count * group > BLOCKS * BLOCK_M:  # which is not split
+            return
+    plane = 0
+    if cu_q_ptr is None:
+        plane = sequence
+    wide = tl.cast(plane, tl.int64)
+    origin = (slot.to(tl.int64) * KV_HEADS + kv_head) * BLOCKS * BLOCK_M
+    of_lse = split_ptr + lines.to(tl.int64) * E_MAIN
+    STEP: tl.constexpr = KV_HEADS * BLOCKS * BLOCK_M
+    c = tile * WIDTH + tl.arange(0, WIDTH)
+    every, several = tl.arange(0, MAX_SPLITS), tl.arange(0, AT_ONCE)
+    for r in range(rows_of * ROWS, tl.minimum((rows_of + 1) * ROWS, count * group)):
+        l_i, acc = tl.zeros([1], tl.float32), tl.zeros([WIDTH], tl.float32)
+        if SPLIT_SIZE:
+            m_i, acc = tl.full([1], float("-inf"), tl.float32), acc[None, :]
+            for p in range(splits):
+                line = origin + r + (p + tl.arange(0, 1)).to(tl.int64) * STEP
+                x = tl.load(split_ptr + line[:, None] * E_MAIN + c[None, :])
+                acc, l_i, m_i = join(acc, l_i, m_i, x, tl.load(of_lse + line))
+            acc = acc.reshape(WIDTH)
+        else:
+            lse = tl.load(of_lse + origin + r + every * STEP, mask=every < splits, other=float("-inf"))
+            m_i = tl.max(lse, 0)
+            safe = tl.where(m_i == float("-inf"), 0.0, m_i)
+            for p in range(0, splits, AT_ONCE):
+                line = origin + r + (p + several).to(tl.int64) * STEP
+                weight = tl.exp2(tl.load(of_lse + line, mask=p + several < splits, other=float("-inf")) - safe)
+                valid = p + several < splits
+                x = tl.load(split_ptr + line[:, None] * E_MAIN + c[None, :], mask=valid[:, None], other=0.0)
+                l_i += tl.sum(weight, 0)
+                acc += tl.sum(x * weight[:, None], 0)
+        token, head = row + r // group, kv_head * group + r % group
+        if sinks_ptr is not None:
+            share, l_i, m_i = join_sink(l_i, m_i, tl.load(sinks_ptr + head).to(tl.float32) * LOG2E)
+            acc *= share
+        l_i = tl.where(l_i == 0.0, 1.0, l_i)
+        acc /= l_i
+        into = out_ptr + wide * stride_ob + token.to(tl.int64) * stride_os + head * stride_oh
+        tl.store(into + c, acc.to(out_ptr.dtype.element_ty), mask=c < E)
+        at = lse_ptr + wide * stride_lb + head.to(tl.int64) * stride_lh + token + tl.arange(0, 1)
+        tl.store(at, (m_i + tl.log2(l_i)) * LN2, mask=tile == 0)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def schedule(
+    starts_ptr, lengths_ptr, schedule_ptr, batch, slots, capacity, limit, reach,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, GRANULARITY: tl.constexpr,
+):  # fmt: skip
+    """Cuts sequences into splits for ``capacity`` programs, and at the next level for half of them, and so on.
+
+    A slot holds a split, ``(sequence, begin, end, splits of the sequence)``, or sequence -1; and of the sequence
+    of its own number ``(first slot, splits)``.
+    """
+    level, b = tl.program_id(0), tl.arange(0, ROWS)
+    length = tl.maximum(tl.minimum(tl.load(lengths_ptr + b, mask=b < batch, other=0), limit), 0)
+    start = tl.maximum(tl.load(starts_ptr + b, mask=b < batch, other=0), length - reach)
+    start = tl.minimum(tl.maximum(start, 0), length)
+    origin = start // GRANULARITY
+    units = tl.where(b < batch, tl.maximum(tl.cdiv(length, GRANULARITY) - origin, 1), 0)
+    size = tl.maximum(tl.cdiv(tl.sum(units, 0), tl.maximum(capacity >> level, 1)), 1)
+    room = batch + (tl.maximum(capacity >> level, 1) + 1) // 2
+    room = tl.maximum(room, tl.maximum(capacity >> level, 1))
+    above = tl.maximum(tl.max(units, 0), size)
+    while size < above:  # the least size of which there are slots for all splits
+        middle = (size + above) // 2
+        fits = tl.sum(tl.cdiv(units, middle), 0) <= room
+        size, above = tl.where(fits, size, middle + 1), tl.where(fits, middle, above)
+    splits = tl.cdiv(units, size)
+    first, used = tl.cumsum(splits, 0) - splits, tl.sum(splits, 0)
+    schedule_ptr += level.to(tl.int64) * slots * ENTRY
+    for p0 in range(0, tl.max(splits, 0), SPLITS):
+        p = p0 + tl.arange(0, SPLITS)[None, :]
+        n = tl.maximum(splits, 1)[:, None]
+        low, high = origin[:, None] + units[:, None] * p // n, origin[:, None] + units[:, None] * (p + 1) // n
+        item = schedule_ptr + (first[:, None] + p) * ENTRY
+        mine = p < splits[:, None]
+        zero = p * 0
+        tl.store(item, b[:, None] + zero, mask=mine)
+        tl.store(item + 1, tl.maximum(low * GRANULARITY, start[:, None]), mask=mine)
+        tl.store(item + 2, tl.where(p == n - 1, 2147483647, high * GRANULARITY), mask=mine)
+        tl.store(item + 3, n + zero, mask=mine)
+    tl.store(schedule_ptr + b * ENTRY + 4, first, mask=b < batch)
+    tl.store(schedule_ptr + b * ENTRY + 5, splits, mask=b < batch)
+    for slot in range(used, slots, ROWS):
+        tl.store(schedule_ptr + (slot + b) * ENTRY, -1, mask=slot + b < slots)
