@@ -52,7 +52,7 @@ def _dense(build: Build) -> Prepared:
     mask = MASKS[build.mask]
     scale, softcap = build.head[0] ** -0.5, 50.0 if build.softcap else None
     arguments = Arguments(
-        *(named[name] for name in "q k v slopes sinks starts ends cu_q cu_k seed origin".split()),
+        *(named[name] for name in ["q", "k", "v", "slopes", "sinks", "starts", "ends", "cu_q", "cu_k", "seed", "origin"]),
         mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None,
     )  # fmt: skip
     key = key_of(arguments)._replace(tf32=build.dtype == "tf32")

@@ -19,7 +19,9 @@ from torch import Tensor
 from attnlib import CAUSAL, FULL, Mask, attention_with_lse
 from attnlib import attention as two_passes
 from attnlib.backends._triton.kernels.backward import prepare
-from attnlib.backends._triton.kernels.tile import LOG2E, block_at, load_rows, split, store_rows
+from attnlib.backends._triton.kernels.band import block_at, blocks_of
+from attnlib.backends._triton.kernels.scores import LOG2E
+from attnlib.backends._triton.kernels.tile import load_rows, store_rows
 from attnlib.backends._triton.tables import LaunchConfig
 
 # By bytes of a number, and by the widest head; more keys mean fewer additions. sm_90, compiled by triton 3.6 and 3.7.
@@ -54,12 +56,12 @@ def backward_once(
 
     One program for each block of keys, head and sequence; tiles are transposed, ``[BLOCK_N, BLOCK_M]``.
     """
-    blocks = tl.cdiv(s, BLOCK_N)
-    pair, n0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK_N
+    along = tl.cdiv(s, BLOCK_N)
+    pair, n0 = (tl.program_id(0) // along).to(tl.int64), tl.program_id(0) % along * BLOCK_N
     base, row = (pair // heads * s * heads + pair % heads) * D, heads * D
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
-    k = load_rows(k_ptr + base, n0, n, d, row, s, D, True)
-    v = load_rows(v_ptr + base, n0, n, d, row, s, D, True)
+    k = load_rows(k_ptr + base, n0, n, d, row, s, D)
+    v = load_rows(v_ptr + base, n0, n, d, row, s, D)
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, D], tl.float32)
 
@@ -67,13 +69,13 @@ def backward_once(
     if CAUSAL:
         low, all_low = n0, n0 + BLOCK_N - 1
     all_low = tl.where(n0 + BLOCK_N > s, s, all_low)
-    first, before, clear, masked = split(low, s, all_low, s, BLOCK_M)
+    blocks = blocks_of(low, s, all_low, s, BLOCK_M)
     for MASKED in tl.static_range(2):
-        for block in tl.range(0, masked if MASKED else clear, num_stages=STAGES):
-            m0 = block_at(block, first, before, clear, MASKED) * BLOCK_M
+        for block in tl.range(0, blocks.masked if MASKED else blocks.full, num_stages=STAGES):
+            m0 = block_at(block, blocks, MASKED) * BLOCK_M
             inside = m0 + m < s
-            q = load_rows(q_ptr + base, m0, m, d, row, s, D, MASKED)
-            dout = load_rows(dout_ptr + base, m0, m, d, row, s, D, MASKED)
+            q = load_rows(q_ptr + base, m0, m, d, row, s, D)
+            dout = load_rows(dout_ptr + base, m0, m, d, row, s, D)
             lse2 = tl.load(lse2_ptr + pair * s + m0 + m, mask=inside, other=0.0)
             delta = tl.load(delta_ptr + pair * s + m0 + m, mask=inside, other=0.0)
             weights = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * (scale * LOG2E) - lse2[None, :])
@@ -126,8 +128,7 @@ class _OnePass(torch.autograd.Function):
         strides = q.stride()[:3]
         with torch.cuda.device_of(q):
             prepare[(-(-s // 32) * b * h,)](
-                q, out, dout, lse, None, lse2, delta, *strides, *strides, *strides, 0, 0, 0, h, s,
-                D=d, D_ALL=d, E=d, E_MAIN=d, DLSE=False, SOFTCAP=False, SINKS=False, BLOCK_M=32,
+                out, dout, lse, None, lse2, delta, *strides, *strides, 0, 0, 0, h, s, E=d, E_MAIN=d, BLOCK_M=32,
             )  # fmt: skip
             backward_once[(-(-s // config.block_n) * b * h,)](
                 q, k, v, dout, lse2, delta, dq, dk, dv, h, s, d**-0.5,

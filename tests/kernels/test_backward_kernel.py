@@ -29,7 +29,7 @@ pytest.importorskip("triton")
 import triton
 from triton import language as tl
 
-from attnlib.backends._triton.kernels.tile import query_range
+from attnlib.backends._triton.kernels.band import Band, query_range
 
 # numpy, in which the interpreter computes, tells of every NaN that it makes.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
@@ -42,7 +42,7 @@ def launch(
 ):  # fmt: skip
     """The gradients of q, k, v and of the slopes, by tiles of this size."""
     tiles = LaunchConfig(block_m, block_n, 1, 4)
-    terms = (alibi_slopes, sinks, key_starts, key_ends, cu_q, cu_k, dropout_seed)
+    terms = (alibi_slopes, sinks, key_starts, key_ends, cu_q, cu_k, dropout_seed, None)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     numbers = (mask.left, mask.right, mask.prefix, scale, softcap, dropout_p, None, None)
     triton_plans.backward.cache_clear()
@@ -111,10 +111,9 @@ def test_head_dimensions(d, e):
 
 
 @triton.jit
-def write_range(
-    ptr, j0, j1, first, last, left, right, prefix, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr
-):
-    low, high, all_low, all_high = query_range(j0, j1, first, last, left, right, prefix, LEFT, RIGHT, PREFIX)
+def write_range(ptr, j0, j1, first, last, left, right, prefix):
+    band = Band(0, 0, left, right, prefix, 0, 0)
+    low, high, all_low, all_high = query_range(j0, j1, first, last, band)
     tl.store(ptr, low)
     tl.store(ptr + 1, high)
     tl.store(ptr + 2, all_low)
@@ -124,10 +123,9 @@ def write_range(
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_query_range_is_exact(mask):
     """Every query of the range sees some key, none outside it does, and likewise each key; brute force."""
-    mine, flags = torch.empty(4, dtype=torch.int32), (mask.left is not None, mask.right is not None, mask.prefix > 0)
+    mine = torch.empty(4, dtype=torch.int32)
     for j0, j1, first, last in ((0, 16, -4, 60), (16, 32, 0, 70), (20, 27, 9, 33), (48, 64, 10, 64), (7, 7, 0, 30)):
-        numbers = (mask.left or 0, mask.right or 0, mask.prefix)
-        write_range[(1,)](mine, j0, j1, first, last, *numbers, *flags)
+        write_range[(1,)](mine, j0, j1, first, last, mask.left, mask.right, mask.prefix or None)
         low, high, all_low, all_high = mine.tolist()
         queries = range(first, last)
         seen = {i: [mask.visible(i, j) for j in range(j0, j1)] for i in queries}

@@ -6,8 +6,8 @@ With probabilities ``P = exp(S - lse)`` and ``dP = dout @ v.T``, the scores have
 import triton
 import triton.language as tl
 
-from .band import band_from, block_at, blocks_of, bounds, key_range, origin_of, query_range, sees_any, visible
-from .scores import LOG2E, Modifiers, dropout_keep, dropout_of, recompute, slope_of
+from .band import Band, block_at, blocks_of, bounds, key_range, origin_of, query_range, sees_any, visible
+from .scores import LOG2E, Modifiers, dropout_keep, dropout_of, load_slope, recompute
 from .tile import COUNTS, Rows, load_rows, load_tile, locate, store_rows
 
 
@@ -61,7 +61,7 @@ def backward_keys(
     sequence, kv_head, n0, keys, rows = work.sequence, work.head, work.start, work.rows, work.others
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(starts_ptr, ends_ptr, sequence, keys)
-    band = band_from(start, end, left, right, prefix, origin)
+    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     q_ptr += sequence * stride_qb + work.other * stride_qs
     k_ptr += sequence * stride_kb + work.row * stride_kt + kv_head * stride_kg
     v_ptr += sequence * stride_vb + work.row * stride_vt + kv_head * stride_vg
@@ -108,7 +108,9 @@ def backward_keys(
             if D_TAIL:
                 q_tail = load_tile(tail_rows, m0, valid, D_MAIN, D - D_MAIN, BLOCK_M, D_TAIL, MASKED, True)
                 s_ij = tl.dot(k_tail, q_tail.T, s_ij, input_precision=PRECISION)
-            slope = slope_of(slopes_ptr, sequence * stride_slopes + head, sequence < batch)
+            slope = None
+            if slopes_ptr is not None:
+                slope = load_slope(slopes_ptr, sequence * stride_slopes + head, sequence < batch)
             if not MASKED:
                 lse2 = tl.load(lse2_ptr + rows_at)
             modifiers = Modifiers(scale, softcap, slope)
@@ -124,8 +126,8 @@ def backward_keys(
                 delta = tl.load(delta_ptr + rows_at)
             kept = p
             if seed_ptr is not None:
-                dropout = dropout_of(seed_ptr, threshold, head, sequence, origin, origin_ptr)
-                keep = dropout_keep(dropout, i0 + m0 + m, n0, BLOCK_M, BLOCK_N).T
+                dropout = dropout_of(seed_ptr, threshold, head, sequence, origin)
+                keep = dropout_keep(dropout, i0 + m0 + m, n0, BLOCK_M, BLOCK_N, origin_ptr is None).T
                 dp = tl.where(keep, dp * dropout_scale, 0.0)
                 kept = tl.where(keep, p, 0.0)
             ds = p * (dp - delta[None, :]) * derivative
@@ -166,10 +168,13 @@ def backward_queries(
     keys, rows = work.others, work.rows
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(starts_ptr, ends_ptr, sequence, keys)
-    band = band_from(start, end, left, right, prefix, origin)
-    slope = slope_of(slopes_ptr, sequence * stride_slopes + head, sequence < batch)
+    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    slope = None
+    if slopes_ptr is not None:
+        slope = load_slope(slopes_ptr, sequence * stride_slopes + head, sequence < batch)
     modifiers = Modifiers(scale, softcap, slope)
-    dropout = dropout_of(seed_ptr, threshold, head, sequence, origin, origin_ptr)
+    if seed_ptr is not None:
+        dropout = dropout_of(seed_ptr, threshold, head, sequence, origin)
     q_ptr += sequence * stride_qb + work.row * stride_qs + head * stride_qh
     k_ptr += sequence * stride_kb + work.other * stride_kt + kv_head * stride_kg
     v_ptr += sequence * stride_vb + work.other * stride_vt + kv_head * stride_vg
@@ -212,7 +217,8 @@ def backward_queries(
             v = load_tile(v_rows, n0, valid, 0, E, BLOCK_N, E_MAIN, MASKED, False)
             dp = tl.dot(dout, v.T, input_precision=PRECISION)
             if seed_ptr is not None:
-                dp = tl.where(dropout_keep(dropout, i0 + m, n0, BLOCK_M, BLOCK_N), dp * dropout_scale, 0.0)
+                keep = dropout_keep(dropout, i0 + m, n0, BLOCK_M, BLOCK_N, origin_ptr is None)
+                dp = tl.where(keep, dp * dropout_scale, 0.0)
             ds = p * (dp - delta)
             if MASKED:
                 seen = visible(i, j[None, :], band) & (i < keys)

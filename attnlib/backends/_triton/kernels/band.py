@@ -10,7 +10,7 @@ class Band(NamedTuple):
     """Query ``i`` sees keys ``[start, end)`` from ``i - left`` to ``i + right``, or below ``prefix``.
 
     None is a side without a bound, or no prefix; kernels are compiled for what there is. In the whole of which this is
-    a piece, queries lie ``apart`` more from the keys.
+    a piece, queries lie ``apart`` more from the keys, and keys begin at ``key``.
     """
 
     start: tl.tensor
@@ -19,6 +19,7 @@ class Band(NamedTuple):
     right: tl.tensor | None
     prefix: tl.tensor | None
     apart: tl.tensor
+    key: tl.tensor
 
 
 class Origin(NamedTuple):
@@ -45,19 +46,6 @@ def origin_of(origin_ptr, sequence, batch):
 
 
 @triton.jit
-def band_from(start, end, left, right, prefix, origin):
-    """The band as indices of the piece tell it, which begin at the origin."""
-    apart = origin.query - origin.key
-    if left is not None:
-        left -= apart
-    if right is not None:
-        right += apart
-    if prefix is not None:
-        prefix -= origin.key
-    return Band(start, end, left, right, prefix, apart)
-
-
-@triton.jit
 def bounds(starts_ptr, ends_ptr, sequence, keys):
     """The first key of a sequence and the end of its keys, as a dense call may bound them."""
     start, end = 0, keys
@@ -72,34 +60,23 @@ def bounds(starts_ptr, ends_ptr, sequence, keys):
 def visible(i, j, band):
     """Whether query ``i`` sees key ``j``, for index tensors that broadcast."""
     seen = (i == i) & (j >= band.start) & (j < band.end)
+    i += band.apart
     if band.left is not None:
         seen = seen & (j >= i - band.left)
     if band.right is not None:
         before = j <= i + band.right
         if band.prefix is not None:
-            before = before | (j < band.prefix)
+            before = before | (j < band.prefix - band.key)
         seen = seen & before
     return seen
-
-
-@triton.jit
-def sees_any(i, band):
-    """Whether query ``i`` sees a key at all."""
-    low, high = i * 0 + band.start, i * 0 + band.end
-    if band.left is not None:
-        low = tl.maximum(low, i - band.left)
-    if band.right is not None:
-        stop = i + band.right + 1
-        if band.prefix is not None:
-            stop = tl.maximum(stop, band.prefix)
-        high = tl.minimum(high, stop)
-    return low < high
 
 
 @triton.jit
 def key_range(i0, i1, band):
     """The keys ``[low, high)`` that some query in ``[i0, i1)`` may see, and ``[all_low, all_high)`` that each does."""
     low, all_low, high, all_high = band.start, band.start, band.end, band.end
+    i0 += band.apart
+    i1 += band.apart
     if band.left is not None:
         low = tl.maximum(band.start, i0 - band.left)
         all_low = tl.maximum(band.start, i1 - 1 - band.left)
@@ -107,11 +84,18 @@ def key_range(i0, i1, band):
         high = i1 + band.right
         all_high = i0 + band.right + 1
         if band.prefix is not None:
-            high = tl.maximum(high, band.prefix)
-            all_high = tl.maximum(all_high, band.prefix)
+            high = tl.maximum(high, band.prefix - band.key)
+            all_high = tl.maximum(all_high, band.prefix - band.key)
         high = tl.minimum(high, band.end)
         all_high = tl.maximum(tl.minimum(all_high, band.end), 0)
     return low, high, all_low, all_high
+
+
+@triton.jit
+def sees_any(i, band):
+    """Whether query ``i`` sees a key at all."""
+    low, high, _, _ = key_range(i, i + 1, band)
+    return low < high
 
 
 @triton.jit
@@ -119,14 +103,14 @@ def query_range(j0, j1, first, last, band):
     """The queries ``[low, high)`` that may see some key in ``[j0, j1)``, and ``[all_low, all_high)`` that see each."""
     low, all_low, high, all_high = first, first, last, last
     if band.right is not None:
-        low = tl.maximum(first, j0 - band.right)
-        all_low = tl.maximum(first, j1 - 1 - band.right)
+        low = tl.maximum(first, j0 - band.right - band.apart)
+        all_low = tl.maximum(first, j1 - 1 - band.right - band.apart)
         if band.prefix is not None:
-            low = tl.where(j0 < band.prefix, first, low)
-            all_low = tl.where(j1 <= band.prefix, first, all_low)
+            low = tl.where(j0 < band.prefix - band.key, first, low)
+            all_low = tl.where(j1 <= band.prefix - band.key, first, all_low)
     if band.left is not None:
-        high = tl.minimum(last, j1 + band.left)
-        all_high = tl.minimum(last, j0 + band.left + 1)
+        high = tl.minimum(last, j1 + band.left - band.apart)
+        all_high = tl.minimum(last, j0 + band.left + 1 - band.apart)
     return low, tl.where(j0 < j1, high, first), all_low, all_high
 
 

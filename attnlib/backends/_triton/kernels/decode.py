@@ -7,10 +7,10 @@ once. What the splits are, and how they are joined, is in split_kv.py.
 import triton
 import triton.language as tl
 
-from .band import band_from, key_range, origin_of
+from .band import Band, key_range, origin_of
 from .decode_tiles import Plane, Queries, Sizes, Stored, Sums, Table, Tiling, in_range, sweep, tiling_of
 from .paged import claimed
-from .scores import LN2, LOG2E, Modifiers, slope_of
+from .scores import LN2, LOG2E, Modifiers, load_slope
 from .split_kv import join, join_sink
 from .tile import load_where
 
@@ -54,7 +54,7 @@ def decode(
     begin = tl.minimum(tl.maximum(claim.begin, tl.load(starts_ptr + known)), length)
     end = tl.minimum(claim.end, length)
     origin = origin_of(origin_ptr, known, batch)
-    band = band_from(begin, end, left, right, prefix, origin)
+    band = Band(begin, end, left, right, prefix, origin.query - origin.key, origin.key)
     plane = 0
     if cu_q_ptr is None:
         plane = sequence
@@ -72,7 +72,9 @@ def decode(
     PLAIN: tl.constexpr = softcap is None and slopes_ptr is None
     SCALED: tl.constexpr = k_scale_ptr is not None
     APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
-    sizes: tl.constexpr = Sizes(D, D_MAIN, D_TAIL, TAIL, E, E_MAIN, PAGE, ONE, APART, NATIVE, STAGES, TF32)
+    sizes: tl.constexpr = Sizes(
+        D, D_MAIN, D_TAIL, TAIL, E, E_MAIN, LATENT, SCALED, PAGE, ONE, APART, NATIVE, STAGES, TF32
+    )
     unit = scale * LOG2E if PLAIN else 1.0
 
     first_row = claim.block * BLOCK_M
@@ -92,9 +94,9 @@ def decode(
     if SCALED and q.dtype != tl.float32:
         q, q_tail, gain = in_range(q, q_tail, D_TAIL, LATENT)
     queries = Queries(q, q_tail, gain, i)
-    slope = slope_of(slopes_ptr, known * stride_slopes + head, valid)
+    slope = None
     if slopes_ptr is not None:
-        slope = slope[:, None]
+        slope = load_slope(slopes_ptr, known * stride_slopes + head, valid)[:, None]
     modifiers = Modifiers(scale, softcap, slope)
 
     first, last = first_row // group, tl.minimum((first_row + BLOCK_M - 1) // group + 1, count)

@@ -25,6 +25,8 @@ class Sizes(NamedTuple):
     TAIL: tl.constexpr
     E: tl.constexpr
     E_MAIN: tl.constexpr
+    LATENT: tl.constexpr
+    SCALED: tl.constexpr
     PAGE: tl.constexpr
     ONE: tl.constexpr
     APART: tl.constexpr
@@ -151,8 +153,8 @@ def load_scale(plane, page, n, valid, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def add_tile(sums, page, n, queries, modifiers, band, tiling, stored, sizes, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     """The running sums with one tile of ``BLOCK`` tokens, from ``n`` on."""
-    LATENT: tl.constexpr = stored.v is None
-    SCALED: tl.constexpr = stored.k_scale is not None
+    LATENT: tl.constexpr = sizes.LATENT
+    SCALED: tl.constexpr = sizes.SCALED
     PLAIN: tl.constexpr = modifiers.softcap is None and modifiers.slope is None
     MAIN: tl.constexpr = sizes.E if LATENT else sizes.D_MAIN  # channels of a key before its tail
     PAGE: tl.constexpr = sizes.PAGE

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .band import band_from, bounds, key_range, origin_of, visible
-from .scores import LN2, LOG2E, Modifiers, dropout_keep, dropout_of, modify, online_softmax, slope_of
+from .band import Band, bounds, key_range, origin_of, visible
+from .scores import LN2, LOG2E, Modifiers, dropout_keep, dropout_of, load_slope, modify, online_softmax
 from .tile import COUNTS, Rows, load_rows, load_tile, locate, store_rows
 
 
@@ -26,10 +26,13 @@ def forward(
     sequence, head, kv_head, keys = work.sequence, work.head, work.head // group, work.others
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(starts_ptr, ends_ptr, sequence, keys)
-    band = band_from(start, end, left, right, prefix, origin)
-    slope = slope_of(slopes_ptr, sequence * stride_slopes + head, sequence < batch)
+    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    slope = None
+    if slopes_ptr is not None:
+        slope = load_slope(slopes_ptr, sequence * stride_slopes + head, sequence < batch)
     modifiers = Modifiers(scale, softcap, slope)
-    dropout = dropout_of(seed_ptr, threshold, head, sequence, origin, origin_ptr)
+    if seed_ptr is not None:
+        dropout = dropout_of(seed_ptr, threshold, head, sequence, origin)
     # Plain scores stay as they leave the product; others are in log2 units from the start.
     PLAIN: tl.constexpr = softcap is None and slopes_ptr is None
     unit = scale * LOG2E if PLAIN else 1.0
@@ -79,7 +82,7 @@ def forward(
             l_i = l_i * correction + tl.sum(p, 1)
             acc *= correction[:, None]
             if seed_ptr is not None:
-                p = tl.where(dropout_keep(dropout, i, n, BLOCK_M, BLOCK_N), p, 0.0)
+                p = tl.where(dropout_keep(dropout, i, n, BLOCK_M, BLOCK_N, origin_ptr is None), p, 0.0)
             v = load_tile(v_rows, n, valid, 0, E, BLOCK_N, E_MAIN, phase != 1, False)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 

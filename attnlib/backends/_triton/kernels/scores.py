@@ -24,37 +24,27 @@ class Modifiers(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """What decides which probabilities are dropped: a seed, or None; the least bits kept; numbers in the whole call.
+    """What decides which probabilities are dropped: a seed, the least bits kept, and where the piece begins."""
 
-    ``key`` is where keys begin in the whole; None where they begin at 0.
-    """
-
-    seed: tl.tensor | None
+    seed: tl.tensor
     threshold: tl.tensor
     head: tl.tensor
     sequence: tl.tensor
     query: tl.tensor
-    key: tl.tensor | None
+    key: tl.tensor
 
 
 @triton.jit
-def dropout_of(seed_ptr, threshold, head, sequence, origin, origin_ptr):
-    """The dropout of one head of one sequence."""
-    if seed_ptr is None:
-        return Dropout(None, 0, 0, 0, 0, None)
-    else:
-        head, sequence = (head + origin.head).to(tl.int32), (sequence + origin.sequence).to(tl.int32)
-        key = None if origin_ptr is None else origin.key
-        return Dropout(tl.load(seed_ptr), threshold, head, sequence, origin.query, key)
+def dropout_of(seed_ptr, threshold, head, sequence, origin):
+    """The dropout of one head of one sequence, whose numbers in the whole count."""
+    head, sequence = (head + origin.head).to(tl.int32), (sequence + origin.sequence).to(tl.int32)
+    return Dropout(tl.load(seed_ptr), threshold, head, sequence, origin.query, origin.key)
 
 
 @triton.jit
-def slope_of(slopes_ptr, at, known):
-    """The slope of a head in log2 units; None without slopes."""
-    if slopes_ptr is None:
-        return None
-    else:
-        return tl.load(slopes_ptr + at, mask=known, other=0).to(tl.float32) * LOG2E
+def load_slope(slopes_ptr, at, known):
+    """The slope of a head in log2 units."""
+    return tl.load(slopes_ptr + at, mask=known, other=0).to(tl.float32) * LOG2E
 
 
 @triton.jit
@@ -108,9 +98,12 @@ def online_softmax(m_i, s, unit):
 
 
 @triton.jit
-def dropout_keep(dropout, i, j0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which probabilities dropout keeps, ``[BLOCK_M, BLOCK_N]``: Philox-4x32-10 of ``(j // 4, i, head, sequence)``."""
-    if dropout.key is None:  # four keys share a number
+def dropout_keep(dropout, i, j0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr):
+    """Which probabilities dropout keeps, ``[BLOCK_M, BLOCK_N]``: Philox-4x32-10 of ``(j // 4, i, head, sequence)``.
+
+    Four keys share a number. In a ``WHOLE`` call they are side by side in a tile; in a piece, each makes it anew.
+    """
+    if WHOLE:
         quads = (j0 // 4 + tl.arange(0, BLOCK_N // 4))[None, :] + tl.zeros([BLOCK_M, 1], tl.int32)
         rows = (i + dropout.query)[:, None] + tl.zeros([1, BLOCK_N // 4], tl.int32)
         a, b, c, d = tl.philox(dropout.seed, quads, rows, dropout.head, dropout.sequence)
