@@ -111,6 +111,7 @@ def test_the_exports():
     assert sorted(attnlib.__all__) == sorted(
         [
             "CAUSAL",
+            "FLOP_FORMULAS",
             "FULL",
             "SAVE_OPS",
             "Angles",

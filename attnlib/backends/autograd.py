@@ -42,7 +42,7 @@ class Operators:
         a = Arguments(*tensors, *ctx.numbers)
         dout = torch.zeros_like(out) if dout is None else dout
         # With create_graph=True the operator refuses to be differentiated again.
-        followed = torch.is_grad_enabled() or are_watched(dout, out, a.q) or are_batched(dout, dlse)
+        followed = are_watched(dout, out, a.q) or torch.is_grad_enabled() or are_batched(dout, dlse)
         run = self._operator("backward") if followed else self.backward
         dq, dk, dv, dslopes, dsinks = run(dout, dlse, out, lse, *a)
         dslopes = None if a.alibi_slopes is None else dslopes
