@@ -10,9 +10,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from ..watched import are_batched, are_watched
+from ..watched import are_batched, are_watched, have_tangents, is_forward_mode
 from .operators import Arguments
 
 TENSORS = Arguments._fields.index("left")  # the fields before are tensors
@@ -86,9 +85,7 @@ def refuse_gradients(operator: str, library: torch.library.Library) -> None:
 
 def _refuse_tangents(arguments: Arguments) -> None:
     """Raise NotImplementedError where a tensor carries a forward-mode derivative, which operators would drop."""
-    if forward_ad._current_level < 0:
-        return
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
+    if is_forward_mode(*arguments) and have_tangents(*arguments):
         raise NotImplementedError("attention has no forward-mode derivative; differentiate in reverse mode")
 
 
