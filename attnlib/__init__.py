@@ -9,7 +9,7 @@ import torch
 
 from .cache.kv_cache import KVCache
 from .cache.pages import CacheFullError
-from .dispatch import Explanation, SlowPathWarning
+from .dispatch import FLOP_FORMULAS, Explanation, SlowPathWarning
 from .functional import (
     attention,
     attention_with_lse,
@@ -30,6 +30,7 @@ SAVE_OPS = (torch.ops.attnlib.torch_forward.default, torch.ops.attnlib.triton_fo
 
 __all__ = [
     "CAUSAL",
+    "FLOP_FORMULAS",
     "FULL",
     "SAVE_OPS",
     "Angles",

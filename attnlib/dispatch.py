@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .backends import _reference, _torch, _triton
+from .backends import _reference, _torch, _triton, flops
 from .call import Call
 from .prepared import PreparedCalls, Run
 from .spec import AttentionSpec
@@ -39,6 +39,7 @@ class Backend(Protocol):
 
 PREPARED = PreparedCalls(4096)  # the one store of calls that come again
 PREFERENCE: Mapping[str, Backend] = MappingProxyType({"triton": _triton, "torch": _torch, "reference": _reference})
+FLOP_FORMULAS = flops.formulas()
 
 
 class SlowPathWarning(UserWarning):

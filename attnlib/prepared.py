@@ -6,12 +6,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .call import Call
 from .kv import KVView
 from .mask import Mask
-from .watched import are_watched
+from .watched import are_watched, is_forward_mode
 
 Run = Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]  # takes q, k and v
 FLOATS, NAMES = (float, type(None)), (str, type(None))
@@ -46,7 +45,7 @@ def key_of(call: Call, name: str | None) -> Key | None:
         or not (q.layout is k.layout is v.layout is torch.strided)
         or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         or torch.is_autocast_enabled("cuda")
-        or forward_ad._current_level >= 0
+        or is_forward_mode(q, k, v)
         or q.is_nested
         or k.is_nested
         or v.is_nested

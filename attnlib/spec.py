@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .kv import DTYPES, KVLayout, KVView
 from .mask import Mask
+from .watched import is_forward_mode
 
 if TYPE_CHECKING:
     from .call import Call
@@ -70,13 +70,15 @@ def describe(call: "Call", sizes: dict[str, int]) -> AttentionSpec:
         if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
             strided += (name,)
         grad = grad or x.requires_grad
-    for name, x in _optional(call):
+    optional = _optional(call)
+    for name, x in optional:
         if x is not None:
             if x.device != device:
                 raise ValueError(f"{name}: expected device {device} like q, got {x.device}")
             grad = grad or x.requires_grad
     if kv is not None:
         _check_view(kv, device, dtype)
+    forward = is_forward_mode(call.q, call.k, call.v, *(x for _, x in optional))
     device_type = device.type
     return AttentionSpec(  # by position, in the order of the fields: names would take 1.4 us more
         call.kind,
@@ -93,7 +95,7 @@ def describe(call: "Call", sizes: dict[str, int]) -> AttentionSpec:
         score.sinks is not None,
         call.key_starts is not None or call.key_ends is not None,
         dropout.p > 0,
-        (grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0,  # what cannot be done is refused there
+        (grad and torch.is_grad_enabled()) or forward,  # what cannot be done is refused there
         call.lse,
         strided,
         None if kv is None else kv.layout,

@@ -1,5 +1,6 @@
 """Attention under FlopCounterMode: as much as torch's own attention, packed and cached as their parts."""
 
+import ast
 import subprocess
 import sys
 from functools import partial
@@ -9,12 +10,12 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnlib import CAUSAL, KVCache, KVLayout, attention, cached_attention, sliding, varlen_attention
+from attnlib import CAUSAL, FLOP_FORMULAS, KVCache, KVLayout, attention, cached_attention, sliding, varlen_attention
 
 
 def flops(call) -> tuple[int, int]:
     """What torch counts of ``call()`` forward, and of its gradients."""
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
         out = call()
         forward = counter.get_total_flops()
         if out.requires_grad:
@@ -84,14 +85,70 @@ def test_flops_over_a_cache_are_those_over_its_keys(layout):
             assert flops(lambda: cached_attention(q, view, mask=CAUSAL))[0] == expected  # noqa: B023
 
 
-def test_flops_are_counted_if_the_counter_is_imported_later():
-    code = """
-import sys, torch, attnlib
-assert "torch.utils.flop_counter" not in sys.modules
-from torch.utils.flop_counter import FlopCounterMode
-q = torch.randn(1, 3, 2, 8)
-with FlopCounterMode(display=False) as counter:
-    attnlib.attention(q, q, q, mask=attnlib.FULL)
-assert counter.get_total_flops() == 2 * 2 * 3 * 3 * (8 + 8), counter.flop_counts
+COUNT = """
+q, offsets = torch.randn(1, 3, 2, 8, requires_grad=True), torch.tensor([0, 1, 3], dtype=torch.int32)
+cache = attnlib.KVCache.paged([attnlib.KVLayout.grouped(2, 8)], pages=2, page_size=4, max_sequences=1)
+cache.admit(1)
+with FlopCounterMode(display=False, {given}) as counter:
+    attnlib.attention(q, q, q, mask=attnlib.FULL).sum().backward()
+    packing = {{"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}}
+    attnlib.varlen_attention(q[0], q[0], q[0], **packing, mask=attnlib.FULL).sum().backward()
+    with torch.no_grad(), cache.step(1) as (kv,):
+        attnlib.cached_attention(q[:, :1], kv.append(q[:, :1], q[:, :1]), mask=attnlib.FULL)
+print({{str(name): flops for name, flops in counter.flop_counts["Global"].items()}})
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+AFTER = "import torch, attnlib; from torch.utils.flop_counter import FlopCounterMode"
+BEFORE = "import torch; from torch.utils.flop_counter import FlopCounterMode; import attnlib"
+GIVEN = "custom_mapping=attnlib.FLOP_FORMULAS"
+
+
+def run(code: str) -> str:
+    """What a new process prints that runs this code."""
+    return subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def test_flops_are_the_same_in_either_order_of_imports():
+    counts = [run(f"{imports}\n{COUNT.format(given=given)}") for imports, given in
+              ((BEFORE, ""), (BEFORE, GIVEN), (AFTER, GIVEN))]  # fmt: skip
+    pairs = 3 * 3 + 1 + 2 * 2
+    expected = {"forward": 2 * 2 * pairs * (8 + 8), "backward": 2 * 2 * pairs * 5 * 8, "cached": 2 * 2 * (8 + 8)}
+    assert ast.literal_eval(counts[0]) == {f"attnlib.torch_{name}": flops for name, flops in expected.items()}
+    assert counts[1] == counts[2] == counts[0]
+
+
+def test_torch_is_told_each_formula_that_is_exported():
+    run(f"""{BEFORE}
+from torch.utils.flop_counter import flop_registry
+told = {{operator: formula for operator, formula in flop_registry.items() if "attnlib" in str(operator)}}
+assert told == dict(attnlib.FLOP_FORMULAS) and len(told) == 6, told
+""")
+
+
+def test_the_import_leaves_no_hook():
+    run("""
+import sys, torch
+before = list(sys.meta_path)
+import attnlib
+assert sys.meta_path == before
+assert "torch.utils.flop_counter" not in sys.modules
+""")
+
+
+@pytest.mark.parametrize("prepare", ["q.detach_()", "q = q.detach().to('meta')", "q = torch.nn.Parameter(q)", ""])
+def test_a_counter_that_does_not_know_attention_raises(prepare):
+    run(f"""{AFTER}
+q = torch.randn(1, 3, 2, 8, requires_grad=True)
+{prepare}
+out = attnlib.attention(q, q, q, mask=attnlib.FULL)
+calls = [lambda: attnlib.attention(q, q, q, mask=attnlib.FULL)]
+if q.requires_grad:
+    calls += [out.sum().backward, lambda: torch.autograd.grad(out.sum(), q, create_graph=True)]
+for call in calls:
+    try:
+        with FlopCounterMode(display=False):
+            call()
+    except RuntimeError as error:
+        assert "custom_mapping=attnlib.FLOP_FORMULAS" in str(error), error
+    else:
+        raise AssertionError("counted as nothing")
+""")

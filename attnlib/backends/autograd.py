@@ -10,9 +10,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from ..watched import are_batched, are_watched
+from ..watched import are_batched, are_watched, have_tangents, is_forward_mode
 from .operators import Arguments
 
 TENSORS = Arguments._fields.index("left")  # the fields before are tensors
@@ -42,7 +41,7 @@ class Operators:
         a = Arguments(*tensors, *ctx.numbers)
         dout = torch.zeros_like(out) if dout is None else dout
         # With create_graph=True the operator refuses to be differentiated again.
-        followed = torch.is_grad_enabled() or are_watched(dout, out, a.q) or are_batched(dout, dlse)
+        followed = are_watched(dout, out, a.q) or torch.is_grad_enabled() or are_batched(dout, dlse)
         run = self._operator("backward") if followed else self.backward
         dq, dk, dv, dslopes, dsinks = run(dout, dlse, out, lse, *a)
         dslopes = None if a.alibi_slopes is None else dslopes
@@ -86,9 +85,7 @@ def refuse_gradients(operator: str, library: torch.library.Library) -> None:
 
 def _refuse_tangents(arguments: Arguments) -> None:
     """Raise NotImplementedError where a tensor carries a forward-mode derivative, which operators would drop."""
-    if forward_ad._current_level < 0:
-        return
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
+    if is_forward_mode(*arguments) and have_tangents(*arguments):
         raise NotImplementedError("attention has no forward-mode derivative; differentiate in reverse mode")
 
 

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterable
-from importlib.abc import MetaPathFinder
 
 import torch
 
@@ -35,40 +34,11 @@ def register(operators: Iterable[tuple[str, Callable, Callable, Callable | None]
     return library
 
 
-def count(formulas: list[tuple[object, Callable]]) -> None:
-    """Give torch's counter formulas of operators, ``(operator, formula)``.
+def count(formulas: Iterable[tuple[object, Callable]]) -> None:
+    """Give torch's counter formulas of operators, ``(operator, formula)``, if somebody has imported it.
 
-    The counter imports Triton, so it is not imported here: if nobody has yet, it gets them when somebody does.
+    It imports Triton, so it is not imported here; who imports it later passes ``attnlib.FLOP_FORMULAS``.
     """
     if COUNTER in sys.modules:
-        _register(sys.modules[COUNTER], formulas)
-    else:
-        sys.meta_path.insert(0, _AfterImport(formulas))
-
-
-def _register(counter, formulas: list[tuple[object, Callable]]) -> None:
-    for operator, formula in formulas:
-        counter.register_flop_formula(operator, get_raw=True)(formula)
-
-
-class _AfterImport(MetaPathFinder):
-    """Finds the counter as the finders after this one do, and registers formulas as soon as it is loaded."""
-
-    def __init__(self, formulas: list[tuple[object, Callable]]):
-        self.formulas = formulas
-
-    def find_spec(self, fullname, path, target=None):
-        """The module's spec, whose loader then registers; None for every other module."""
-        if fullname != COUNTER:
-            return None
-        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
-        if spec is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module):
-                load(module)
-                _register(module, self.formulas)
-
-            spec.loader.exec_module = exec_module
-        return spec
+        for operator, formula in formulas:
+            sys.modules[COUNTER].register_flop_formula(operator, get_raw=True)(formula)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ..rope import DynamicNTK, Rope
@@ -79,18 +80,18 @@ def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> La
     g, fold = len(heads.k), bases.shape[2]
     interleaved = rope is not None and rope.interleaved
     owner = torch.arange(len(heads.q), device=heads.q.device) // heads.group  # of query head h
-    queries = heads.pairs(heads.q).unflatten(1, (len(bases), fold)) * _gain(heads)
-    components = torch.einsum("cajg,gcjm->cam", bases, heads.pairs(heads.k).unflatten(1, (len(bases), fold)))
+    queries = rearrange(heads.pairs(heads.q), "h (c j) m -> h c j m", j=fold) * _gain(heads)
+    components = torch.einsum("cajg,gcjm->cam", bases, rearrange(heads.pairs(heads.k), "g (c j) m -> g c j m", j=fold))
 
     run, component = kept.nonzero(as_tuple=True)
-    met = bases[run, component][..., owner].permute(2, 0, 1)  # [h, kept, j]
+    met = rearrange(bases[run, component][..., owner], "kept j h -> h kept j")
     q_rope = rows_of((queries[:, run] * met[..., None]).sum(2), interleaved=interleaved)
     k_rope = rows_of(components[kept], interleaved=interleaved)
 
     # What is rotated no more: pairs of runs that have lost a component, as a map of those that were lost.
     lost, component = (~kept).nonzero(as_tuple=True)
     still = (~kept).any(1).nonzero()[:, 0]
-    back = bases[lost, component][..., owner].permute(2, 1, 0).conj()  # [h, j, lost]
+    back = rearrange(bases[lost, component][..., owner], "lost j h -> h j lost").conj()
     back = torch.where((still[:, None] == lost)[:, None], back[:, None], 0).flatten(1, 2)
     back = torch.cat((torch.cat((back.real, -back.imag), -1), torch.cat((back.imag, back.real), -1)), -2)
     rest, q_rest = components[~kept], queries[:, still].flatten(1, 2)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
 from ..rope import Linear, Llama3, Rope
@@ -45,14 +46,14 @@ def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -
     check_fold(heads.rope, rope_dim)
     rope, width = heads.rope, heads.rotated
     runs, g = (rope_dim // 2, width // rope_dim), len(heads.k)
-    keys = heads.pairs(heads.k).unflatten(1, runs).permute(1, 2, 0, 3).flatten(1, 2)  # [c, j * g, m + 1]
+    keys = rearrange(heads.pairs(heads.k), "g (c j) m -> c (j g) m", c=runs[0])
     moments = keys @ calibration.moment.to(keys.dtype) @ keys.mH
     speeds = rope.inverse_frequencies(device=keys.device).double().unflatten(0, runs)
     # E |turned - folded|^2 = sum 2 (1 - cos) |k|^2 - u^H A u for the kept direction u, means over distances throughout.
     alike = _mean_cos(speeds - speeds[:, :1], reach) - _mean_cos(speeds[:, :1], reach) - _mean_cos(speeds, reach) + 1
-    alike = alike.repeat_interleave(g, 1)
+    alike = repeat(alike, "c j -> c (j g)", g=g)
     gains, vectors = torch.linalg.eigh((alike[:, :, None] + alike[:, None] - alike[:, :1, None]) * moments)
-    bases = vectors.flip(-1).mH.unflatten(-1, (runs[1], g))
+    bases = rearrange(vectors.flip(-1).mH, "c a (j g) -> c a j g", g=g)
     kept = torch.zeros(bases.shape[:2], dtype=torch.bool, device=keys.device)
     kept[:, 0] = True
     sizes = moments.diagonal(dim1=1, dim2=2).real

@@ -9,6 +9,7 @@ rest unrotated, in the latent; truncating keeps of the latent what its inputs us
 from collections.abc import Mapping
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from ..checks import check_count
@@ -106,7 +107,7 @@ def join(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "q_proj.weight": q[:, :-1],
         "kv_a_proj_with_mqa.weight": down[:, :-1],
         "kv_a_layernorm.weight": torch.full_like(latent.down[:, 0], identity_eps(dtype) ** 0.5),
-        "kv_b_proj.weight": torch.cat((latent.k_up, latent.v_up), 1).flatten(0, 1),
+        "kv_b_proj.weight": rearrange(torch.cat((latent.k_up, latent.v_up), 1), "h d r -> (h d) r"),
         "o_proj.weight": state["o_proj.weight"],
     }
     if "q_proj.bias" in state:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ..rope import Rope
@@ -46,14 +47,14 @@ class Heads:
 
 def pairs_of(rows: Tensor, *, interleaved: bool) -> Tensor:
     """Channels ``[..., p, m]`` as complex numbers ``[..., p / 2, m]``, paired as :func:`attnlib.rotate` does."""
-    half = rows.shape[-2] // 2
-    axis, shape = (-2, (half, 2)) if interleaved else (-3, (2, half))
-    return torch.complex(*rows.unflatten(-2, shape).unbind(axis))
+    channels = "(pair part)" if interleaved else "(part pair)"
+    return torch.complex(*rearrange(rows, f"... {channels} m -> part ... pair m", part=2))
 
 
 def rows_of(pairs: Tensor, *, interleaved: bool) -> Tensor:
     """The inverse of :func:`pairs_of`."""
-    return torch.stack((pairs.real, pairs.imag), -2 if interleaved else -3).flatten(-3, -2)
+    channels = "(pair part)" if interleaved else "(part pair)"
+    return rearrange([pairs.real, pairs.imag], f"part ... pair m -> ... {channels} m")
 
 
 def split(state: Mapping[str, Tensor], *, head_dim: int, rope: Rope | None) -> Heads:
@@ -74,16 +75,16 @@ def split(state: Mapping[str, Tensor], *, head_dim: int, rope: Rope | None) -> H
     if "k_norm.weight" in state:
         gains = torch.stack((state["q_norm.weight"], state["k_norm.weight"])).double()
     sinks = None if sinks is None else sinks.to(torch.float64, copy=True)
-    return Heads(q, k, v, o.unflatten(-1, (-1, head_dim)), rope, gains, sinks)
+    return Heads(q, k, v, rearrange(o, "m (h d) -> m h d", d=head_dim), rope, gains, sinks)
 
 
 def join(heads: Heads, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``state`` with the projections and sinks of ``heads``, in the dtypes and with the biases that it has."""
-    changed = {"o_proj.weight": heads.o.flatten(1)}
+    changed = {"o_proj.weight": rearrange(heads.o, "m h d -> m (h d)")}
     for name, rows in (("q_proj", heads.q), ("k_proj", heads.k), ("v_proj", heads.v)):
-        changed[f"{name}.weight"] = rows[..., :-1].flatten(0, 1)
+        changed[f"{name}.weight"] = rearrange(rows[..., :-1], "h d m -> (h d) m")
         if f"{name}.bias" in state:
-            changed[f"{name}.bias"] = rows[..., -1].flatten()
+            changed[f"{name}.bias"] = rearrange(rows[..., -1], "h d -> (h d)")
     if heads.sinks is not None:
         changed["sinks"] = heads.sinks
     return {name: changed[name].to(value.dtype) if name in changed else value for name, value in state.items()}
@@ -94,4 +95,5 @@ def _rows(state: Mapping[str, Tensor], name: str, head_dim: int) -> Tensor:
     if weight.dim() != 2 or weight.shape[0] % head_dim:
         raise ValueError(f"{name}.weight: expected rows of heads of {head_dim} channels, got {tuple(weight.shape)}")
     bias = weight.new_zeros(len(weight)) if bias is None else bias
-    return torch.cat((weight, bias[:, None]), -1).double().unflatten(0, (-1, head_dim))
+    rows = torch.cat((weight, bias[:, None]), -1).double()
+    return rearrange(rows, "(h d) m -> h d m", d=head_dim)

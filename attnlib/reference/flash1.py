@@ -6,12 +6,25 @@ their l is pi, D_i is u_i; B_r and B_c are ``rows`` and ``columns``. A tile of p
 as in their block-sparse algorithm 5.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .pairs import Pairs
 from .softmax import advance, divide, exponentials
 from .traffic import SlowMemory, tiles
+
+
+class Saved(NamedTuple):
+    """What the backward pass reads of the forward one: its inputs q, k, v, its output o, and c and pi of every row."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    c: Tensor
+    pi: Tensor
 
 
 def tile_sizes(on_chip: int, d: int) -> tuple[int, int]:
@@ -44,24 +57,13 @@ def forward(
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    c: Tensor,
-    pi: Tensor,
-    do: Tensor,
-    pairs: Pairs,
-    *,
-    rows: int,
-    columns: int,
-    memory: SlowMemory,
+    saved: Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output, ``do``, with P made again tile by tile (algorithm 4).
 
     A tile cannot sum its rows of P * dP, which go on in other tiles; but u = rowsum(P * dP) = rowsum(dO * O).
     """
-    q, k, v, o, c, pi, do = memory.inputs(q, k, v, o, c, pi, do)
+    q, k, v, o, c, pi, do = memory.inputs(*saved, do)
     dq, dk, dv = memory.output(q, *q.shape, fill=0.0), memory.output(k, *k.shape), memory.output(v, *v.shape)
     for j in tiles(k.shape[0], columns):
         k_j, v_j = k[j], v[j]

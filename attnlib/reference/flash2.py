@@ -6,12 +6,35 @@ atomic adds, if they run at once), or in two passes, where everything is written
 the tile it owns, and of the others those with a visible pair. Their D is our u; B_r and B_c are ``rows``, ``columns``.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .pairs import Pairs
 from .softmax import advance, divide, exponentials
 from .traffic import Array, SlowMemory, tiles
+
+
+class Saved(NamedTuple):
+    """What a backward pass reads of the forward one: its inputs q, k, v, its output o, and the LSE."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+
+
+class _Inputs(NamedTuple):
+    """What a pass over tiles reads: the forward's inputs and LSE, u, and the output's gradient."""
+
+    q: Array
+    k: Array
+    v: Array
+    lse: Array
+    u: Array
+    do: Array
 
 
 def forward(
@@ -32,44 +55,24 @@ def forward(
 
 
 def backward_one_pass(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    pairs: Pairs,
-    *,
-    rows: int,
-    columns: int,
-    memory: SlowMemory,
+    saved: Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output (algorithm 2): each tile of pairs is visited once."""
-    q, k, v, o, lse, do = memory.inputs(q, k, v, o, lse, do)
+    q, k, v, o, lse, do = memory.inputs(*saved, do)
     u = _row_sums(o, do, rows, memory)
     dq = memory.output(q, *q.shape, fill=0.0)
-    dk, dv = _pass_over_keys(q, k, v, lse, u, do, pairs, rows, columns, memory, add_to=dq)
+    dk, dv = _pass_over_keys(_Inputs(q, k, v, lse, u, do), pairs, rows, columns, memory, add_to=dq)
     return dq.tensor, dk.tensor, dv.tensor
 
 
 def backward_two_pass(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    pairs: Pairs,
-    *,
-    rows: int,
-    columns: int,
-    memory: SlowMemory,
+    saved: Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same gradients, first those of tiles of keys and then those of tiles of queries: P is made twice."""
-    q, k, v, o, lse, do = memory.inputs(q, k, v, o, lse, do)
+    q, k, v, o, lse, do = memory.inputs(*saved, do)
     u = _row_sums(o, do, rows, memory)
     dq = memory.output(q, *q.shape)
-    dk, dv = _pass_over_keys(q, k, v, lse, u, do, pairs, rows, columns, memory)
+    dk, dv = _pass_over_keys(_Inputs(q, k, v, lse, u, do), pairs, rows, columns, memory)
     for i in tiles(q.shape[0], rows):
         q_i, lse_i, u_i, do_i = q[i], lse[i], u[i], do[i]
         dq_i = dq.tile(*q_i.shape)
@@ -83,12 +86,7 @@ def backward_two_pass(
 
 
 def _pass_over_keys(
-    q: Array,
-    k: Array,
-    v: Array,
-    lse: Array,
-    u: Array,
-    do: Array,
+    inputs: _Inputs,
     pairs: Pairs,
     rows: int,
     columns: int,
@@ -97,6 +95,7 @@ def _pass_over_keys(
     add_to: Array | None = None,
 ) -> tuple[Array, Array]:
     """dK and dV, each tile of keys by its owner; what it finds of dQ is added to ``add_to``."""
+    q, k, v, lse, u, do = inputs
     dk, dv = (memory.output(x, *x.shape) for x in (k, v))
     for j in tiles(k.shape[0], columns):
         k_j, v_j = k[j], v[j]

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnlib import (
     CAUSAL,
+    FLOP_FORMULAS,
     SAVE_OPS,
     attention,
     attention_with_lse,
@@ -166,7 +167,7 @@ def test_autocast_is_a_cast_of_all_three(dtype):
 
 def test_flops_are_counted_with_and_without_gradients():
     product = 2 * 2 * 19 * 19 * 16  # of two heads
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
         solve(*leaves()).sum().backward()
         with torch.no_grad():
             solve(*leaves())

@@ -107,17 +107,21 @@ def back_standard(head: Head, memory: SlowMemory) -> tuple[Tensor, Tensor, Tenso
 
 def back_flash1(head: Head, memory: SlowMemory) -> tuple[Tensor, Tensor, Tensor]:
     saved = flash1.forward(*head.tensors, head.pairs, **head.tile, memory=SlowMemory())
-    return flash1.backward(*head.tensors, *saved, head.do, head.pairs, **head.tile, memory=memory)
+    return flash1.backward(flash1.Saved(*head.tensors, *saved), head.do, head.pairs, **head.tile, memory=memory)
 
 
 def back_one_pass(head: Head, memory: SlowMemory) -> tuple[Tensor, Tensor, Tensor]:
     saved = run_flash2(head, SlowMemory())
-    return flash2.backward_one_pass(*head.tensors, *saved, head.do, head.pairs, **head.tile, memory=memory)
+    return flash2.backward_one_pass(
+        flash2.Saved(*head.tensors, *saved), head.do, head.pairs, **head.tile, memory=memory
+    )
 
 
 def back_two_pass(head: Head, memory: SlowMemory) -> tuple[Tensor, Tensor, Tensor]:
     saved = run_flash2(head, SlowMemory())
-    return flash2.backward_two_pass(*head.tensors, *saved, head.do, head.pairs, **head.tile, memory=memory)
+    return flash2.backward_two_pass(
+        flash2.Saved(*head.tensors, *saved), head.do, head.pairs, **head.tile, memory=memory
+    )
 
 
 FORWARD = {"incremental": run_incremental, "flash1": run_flash1, "flash2": run_flash2}
