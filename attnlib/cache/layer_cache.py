@@ -162,7 +162,7 @@ class LayerCache:
         buffers["schedule"] = window.schedules.get(self.layout.heads)
         view = KVView(self.layout, page_size, **planes, **buffers, rope=rope, check=False)
         if window.trunk is not None:
-            view = _divided(view, window.trunk)
+            view = _with_shared(view, window.trunk)
         self._prepared = (shared.positions, window.slots, view, {})
 
     def open(self, prefill: bool, history: int) -> None:
@@ -186,7 +186,7 @@ class LayerCache:
         raise TypeError("a LayerCache cannot be copied or pickled: it is part of a KVCache")
 
 
-def _divided(view: KVView, trunk: Trunk) -> KVView:
+def _with_shared(view: KVView, trunk: Trunk) -> KVView:
     shared = replace(
         view,
         table=trunk.table,
@@ -197,8 +197,8 @@ def _divided(view: KVView, trunk: Trunk) -> KVView:
         schedule=trunk.schedules.get(view.layout.heads),
         check=False,
     )
-    rest_schedule = trunk.rest_schedules.get(view.layout.heads)
-    return view.divided(shared, replace(view, starts=trunk.rest_starts, schedule=rest_schedule, check=False))
+    own_schedule = trunk.own_schedules.get(view.layout.heads)
+    return view.with_shared(shared, replace(view, starts=trunk.own_starts, schedule=own_schedule, check=False))
 
 
 def _shape_error(name: str, x: Tensor, positions: Tensor, last: tuple[int, ...]) -> str:

@@ -63,7 +63,7 @@ class TableBuffers:
     def schedule(self, layout: KVLayout) -> None:
         """Keep schedules for this layout too."""
         trunk = self.trunk
-        for schedules in (self.schedules, *((trunk.schedules, trunk.rest_schedules) if trunk else ())):
+        for schedules in (self.schedules, *((trunk.schedules, trunk.own_schedules) if trunk else ())):
             schedules.add(layout)
 
     def update(self, request: Request, known: Sequence[Handle], plan: Plan | None) -> None:

@@ -65,8 +65,8 @@ class Trunk(NamedTuple):
     lengths: Tensor
     cu_seqlens_q: Tensor
     schedules: Schedules
-    rest_starts: Tensor
-    rest_schedules: Schedules
+    own_starts: Tensor
+    own_schedules: Schedules
 
 
 class TrunkBuffers:
@@ -75,10 +75,10 @@ class TrunkBuffers:
     def __init__(self, ledger: PageLedger, sequences: Tensor, most: int):
         (rows, columns), device = sequences.shape, sequences.device
         self.table = torch.zeros(most, columns, dtype=torch.int32, device=device)
-        self.starts, self.lengths, self.rest_starts = (Buffer("i", n, device) for n in (most, most, rows))
+        self.starts, self.lengths, self.own_starts = (Buffer("i", n, device) for n in (most, most, rows))
         self.cu_seqlens_q, self._leaders = Buffer("i", most + 1, device), Buffer("q", most, device)
         limit = columns * ledger.page_size
-        self.schedules, self.rest_schedules = (Schedules(n, limit, 0, device) for n in (most, rows))
+        self.schedules, self.own_schedules = (Schedules(n, limit, 0, device) for n in (most, rows))
         self._ledger, self._sequences = ledger, sequences
         self._shared: list[int] = []  # first pages, of each row of the step
         self._found_for: tuple | None = None  # the queries for which that was found
@@ -104,7 +104,7 @@ class TrunkBuffers:
         rows, queries = (list(accumulate(x, initial=0)) for x in ((run.rows for run in found), counts))
         shared = [run.pages for run in found for _ in range(run.rows)]
         self._shared = shared + [0] * (len(holdings) - len(shared))
-        self.rest_starts.show(array("i", [max(a, n * size) for a, n in zip(starts, self._shared, strict=True)]))
+        self.own_starts.show(array("i", [max(a, n * size) for a, n in zip(starts, self._shared, strict=True)]))
         self.starts.show(array("i", [starts[row] for row in rows[:-1]] + none))
         self.lengths.show(array("i", [run.pages * size for run in found] + none))
         self.cu_seqlens_q.show(array("i", [queries[row] for row in rows + rows[-1:] * len(none)]))
@@ -115,7 +115,7 @@ class TrunkBuffers:
 
     def update_schedules(self, lengths: Tensor) -> None:
         """Share out anew what sequences of these lengths have for themselves."""
-        self.rest_schedules.update(self.rest_starts.tensor[: len(lengths)], lengths)
+        self.own_schedules.update(self.own_starts.tensor[: len(lengths)], lengths)
 
     def cut(self, rows: int) -> Trunk:
         """The parts of the buffers that steps of so many sequences use."""
@@ -126,6 +126,6 @@ class TrunkBuffers:
             self.lengths.tensor[:most],
             self.cu_seqlens_q.tensor[: most + 1],
             self.schedules,
-            self.rest_starts.tensor[:rows],
-            self.rest_schedules,
+            self.own_starts.tensor[:rows],
+            self.own_schedules,
         )

@@ -65,7 +65,7 @@ def test_forks_attend_as_if_each_read_all(name, counts):
         with cache.step(1 if counts == DENSE else dict(zip(handles, counts, strict=True))) as (kv,):
             view = kv.append(k, v)
             out, lse = attend(q, view, mask=CAUSAL, sinks=sinks, backend="triton")
-        assert view.parts[0].lengths.tolist() == [PROMPT // SIZE * SIZE] * 2
+        assert view.shared.lengths.tolist() == [PROMPT // SIZE * SIZE] * 2
         plain, plain_lse = attend(q, replace(view), mask=CAUSAL, sinks=sinks, backend="torch")
         eps = 4 * torch.finfo(DTYPE).eps
         torch.testing.assert_close(out, plain, rtol=eps, atol=eps)
