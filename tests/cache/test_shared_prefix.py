@@ -26,9 +26,9 @@ from attnlib import (
     sliding,
 )
 from attnlib import cached_attention_with_lse as attend
-from attnlib.cache import trunk
+from attnlib.cache import shared_prefix
 from attnlib.cache.pages import Holding
-from attnlib.cache.trunk import Run, runs
+from attnlib.cache.shared_prefix import PrefixGroup, prefix_groups
 from attnlib.call import checked
 
 HEADS, SIZE, MOST = 4, 2, 24
@@ -51,7 +51,7 @@ CALLS = {
 @pytest.fixture(autouse=True)
 def _short_prefixes():
     """A single page is shared."""
-    with mock.patch.object(trunk, "SHARED_TOKENS", SIZE):
+    with mock.patch.object(shared_prefix, "SHARED_TOKENS", SIZE):
         yield
 
 
@@ -88,7 +88,7 @@ class Pair:
 
     def shortest(self, i: int) -> int:
         """The length that a truncation may leave at least."""
-        return max(ledger.shortest(self.live[i][0]) for ledger in self.caches[0]._book.ledgers.values())
+        return max(allocator.shortest(self.live[i][0]) for allocator in self.caches[0]._sequences.allocators.values())
 
     def length(self, i: int) -> int:
         return self.caches[0].length(self.live[i][0])
@@ -233,7 +233,7 @@ def test_forks_attend_as_if_each_had_stored_its_own(tokens, call, backend):
 
 @pytest.mark.parametrize("layout", [GROUPED, LATENT, LAYOUTS[3]], ids=("grouped", "latent", "int8"))
 def test_shared_pages_are_read_in_one_row(layout):
-    """The row of a run is all that reads them: elsewhere the table may name any page. Without it they are missed."""
+    """The row of a group is all that reads them: elsewhere the table may name any page. Without it they are missed."""
     (view,) = forked(length=7, n=3, layouts=(layout,)).run(1)
     shared, own = view.shared, view.own
     assert shared.lengths.tolist() == [6]
@@ -318,31 +318,37 @@ def holdings(*pages: str) -> list[Holding]:
     ("pages", "expected"),
     [
         ([], []),
-        (["abc"], [Run(1, 0)]),
-        (["abx", "aby", "ab"], [Run(3, 2)]),
-        (["abcx", "abcy", "az"], [Run(2, 3), Run(1, 0)]),  # a third row would share one page in place of three
-        (["abx", "aby", "abz", "az"], [Run(3, 2), Run(1, 0)]),
-        (["abx", "aby", "az"], [Run(3, 1)]),
-        (["x", "y", "abp", "abq", "z", "cu", "cv"], [Run(2, 0), Run(2, 2), Run(1, 0), Run(2, 1)]),
-        (["abp", "z", "abq"], [Run(3, 0)]),  # not neighbours
-        (["", "", "a"], [Run(3, 0)]),
+        (["abc"], [(1, 0)]),
+        (["abx", "aby", "ab"], [(3, 2)]),
+        (
+            ["abcx", "abcy", "az"],
+            [(2, 3), (1, 0)],
+        ),  # a third row would share one page in place of three
+        (["abx", "aby", "abz", "az"], [(3, 2), (1, 0)]),
+        (["abx", "aby", "az"], [(3, 1)]),
+        (
+            ["x", "y", "abp", "abq", "z", "cu", "cv"],
+            [(2, 0), (2, 2), (1, 0), (2, 1)],
+        ),
+        (["abp", "z", "abq"], [(3, 0)]),  # not neighbours
+        (["", "", "a"], [(3, 0)]),
     ],
 )
-def test_runs_of_neighbours(pages, expected):
+def test_groups_of_neighbours(pages, expected):
     given = holdings(*pages)
-    assert runs(given, [len(x.pages) for x in given], SIZE) == expected
+    assert prefix_groups(given, [len(x.pages) for x in given], SIZE) == expected
 
 
-def test_short_prefixes_and_unfinished_pages_make_no_run():
+def test_short_prefixes_and_unfinished_pages_make_no_group():
     given = holdings("abc", "abd", "abe")
-    for whole in ([3, 1, 3], [1, 3, 3]):
-        assert runs(given, whole, SIZE) == [Run(3, 1)]
-    assert runs(given, [3, 0, -2], SIZE) == [Run(3, 0)]
-    with mock.patch.object(trunk, "SHARED_TOKENS", 2 * SIZE + 1):
-        assert runs(given, [3, 3, 3], SIZE) == [Run(3, 0)]
+    for full_pages in ([3, 1, 3], [1, 3, 3]):
+        assert prefix_groups(given, full_pages, SIZE) == [PrefixGroup(3, 1)]
+    assert prefix_groups(given, [3, 0, -2], SIZE) == [PrefixGroup(3, 0)]
+    with mock.patch.object(shared_prefix, "SHARED_TOKENS", 2 * SIZE + 1):
+        assert prefix_groups(given, [3, 3, 3], SIZE) == [PrefixGroup(3, 0)]
 
 
-def test_more_runs_than_there_is_room_for():
+def test_more_groups_than_are_asked_for():
     pair = forked(prefixes=2, n=1)
     for _ in range(2):
         pair.admit(1)
@@ -359,7 +365,7 @@ def test_more_runs_than_there_is_room_for():
 
 
 def test_what_is_truncated_is_not_shared_when_it_has_grown_again():
-    """By steps of the same sequences and sizes, which look for runs no more while all keep what they share."""
+    """By steps of the same sequences and sizes, which look for groups no more while all keep what they share."""
     pair = forked(n=1)
     (view,) = pair.run(5)
     assert view.shared.lengths.tolist() == [6]
@@ -370,7 +376,7 @@ def test_what_is_truncated_is_not_shared_when_it_has_grown_again():
         assert view.own.starts.tolist() == [2, 2]
 
 
-def test_other_sequences_of_the_same_sizes_are_other_runs():
+def test_other_sequences_of_the_same_sizes_are_other_groups():
     pair = forked(n=1)
     pair.admit(1)
     pair.run({2: 9})
@@ -417,9 +423,9 @@ def test_queries_of_a_read_are_not_after_all_tokens():
     assert view.shared.lengths.tolist() == [6]
 
 
-def test_decoding_looks_for_runs_once():
+def test_decoding_looks_for_groups_once():
     pair = forked()
-    with mock.patch.object(trunk, "runs", wraps=runs) as found:
+    with mock.patch.object(shared_prefix, "prefix_groups", wraps=prefix_groups) as found:
         for _ in range(5):
             pair.run(1, calls={})
         assert found.call_count == 1
