@@ -9,11 +9,11 @@ import torch
 from ..checks import check_count
 from ..kv import KVLayout
 from ..storage import copy_pages
-from .buffer import split_size_of
 from .layer_cache import LayerCache as LayerCache
+from .options import ReadOptions, pages_by_window, read_options
 from .pages import Handle, StepPlan
 from .sequences import Freed, Request, Sequences
-from .step import ReadOptions, StepBuffers
+from .step import StepBuffers
 
 PREFILL = 16  # tokens; a step that gives some sequence more is a prefill
 
@@ -73,12 +73,11 @@ class KVCache:
         Raises:
             ValueError, TypeError: a size is not a positive int, or there is no layout.
         """
-        windows = _windows(layouts)
         check_count("max_sequences", max_sequences, least=1)
         check_count("max_length", max_length, least=1)
-        rows = dict.fromkeys(windows, max_sequences)
+        rows = pages_by_window(max_sequences, layouts)
         sequences = Sequences(rows, max_length, max_sequences=max_sequences, max_length=max_length)
-        return cls(layouts, sequences, max_length, device, _sharing(0, batch_invariant, max_length))
+        return cls(layouts, sequences, max_length, device, read_options(0, batch_invariant, max_length))
 
     @classmethod
     def paged(
@@ -110,12 +109,7 @@ class KVCache:
             ValueError, TypeError: a size is not a positive int, there is no layout, the windows in ``pages`` are not
                 those of the layouts, or both of the last two are asked for.
         """
-        windows = _windows(layouts)
-        pages = dict(pages) if isinstance(pages, Mapping) else dict.fromkeys(windows, pages)
-        if set(pages) != set(windows):
-            raise ValueError(f"pages: expected a count for each window of {windows}, got {pages}")
-        for count in pages.values():
-            check_count("pages", count, least=1)
+        pages = pages_by_window(pages, layouts)
         check_count("page_size", page_size, least=1)
         check_count("max_sequences", max_sequences, least=1)
         if max_length is None:
@@ -123,7 +117,7 @@ class KVCache:
         check_count("max_length", max_length, least=1)
         check_count("rollback", rollback)
         sequences = Sequences(pages, page_size, max_sequences=max_sequences, max_length=max_length, rollback=rollback)
-        return cls(layouts, sequences, page_size, device, _sharing(shared_prefixes, batch_invariant, max_length))
+        return cls(layouts, sequences, page_size, device, read_options(shared_prefixes, batch_invariant, max_length))
 
     def admit(self, n: int = 1, *, left_padding: Sequence[int] | None = None) -> list[Handle]:
         """Start ``n`` empty sequences. ``left_padding[i]`` tokens at the start of the i-th are stored and never seen,
@@ -135,14 +129,7 @@ class KVCache:
             RuntimeError: inside a step or read.
         """
         self._refuse_inside("admit")
-        check_count("n", n)
-        self._sequences.need_rows(n)
-        if left_padding is not None and not isinstance(left_padding, Sequence):
-            raise TypeError(f"left_padding: expected a sequence of ints, got {type(left_padding).__name__}")
-        padding = [0] * n if left_padding is None else list(left_padding)
-        if len(padding) != n:
-            raise ValueError(f"left_padding: expected {n} counts, one for each new sequence, got {len(padding)}")
-        return self._sequences.admit(padding)
+        return self._sequences.admit(n, left_padding)
 
     @contextmanager
     def step(self, tokens: int | Mapping[Handle, int], *, replay: bool = False) -> Iterator[Sequence[LayerCache]]:
@@ -203,7 +190,6 @@ class KVCache:
             RuntimeError: inside a step or read.
         """
         self._refuse_inside("fork")
-        check_count("n", n)
         return self._sequences.fork(handle, n)
 
     def truncate(self, handle: Handle, length: int) -> None:
@@ -309,24 +295,3 @@ class KVCache:
 
     def __reduce_ex__(self, protocol):
         raise TypeError("a KVCache cannot be copied or pickled; fork() a sequence, or make another cache")
-
-
-def _sharing(shared_prefixes: int, batch_invariant: bool, max_length: int) -> ReadOptions:
-    check_count("shared_prefixes", shared_prefixes)
-    if not isinstance(batch_invariant, bool):
-        raise TypeError(f"batch_invariant: expected a bool, got {type(batch_invariant).__name__}")
-    if shared_prefixes and batch_invariant:
-        raise ValueError("batch_invariant: expected no shared_prefixes with it, since those depend on the batch")
-    return ReadOptions(shared_prefixes, split_size_of(max_length) if batch_invariant else 0)
-
-
-def _windows(layouts: Sequence[KVLayout]) -> list[int | None]:
-    """The distinct windows of the layouts, each of which gets a page allocator."""
-    if not isinstance(layouts, Sequence):
-        raise TypeError(f"layouts: expected a sequence of KVLayouts, one for each layer, got {type(layouts).__name__}")
-    for layout in layouts:
-        if not isinstance(layout, KVLayout):
-            raise TypeError(f"layouts: expected one KVLayout for each layer, got {type(layout).__name__}")
-    if not layouts:
-        raise ValueError("layouts: expected one KVLayout for each layer, got none")
-    return list(dict.fromkeys(layout.window for layout in layouts))

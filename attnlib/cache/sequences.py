@@ -46,8 +46,15 @@ class Sequences:
         """What the sequence holds in the first allocator; length and padding are the same in all."""
         return self._first.holding(handle)
 
-    def admit(self, padding: Sequence[int]) -> list[Handle]:
-        """Start an empty sequence for each count of left padding."""
+    def admit(self, n: int, left_padding: Sequence[int] | None = None) -> list[Handle]:
+        """Start ``n`` empty sequences, each with a count of left padding if there are any."""
+        check_count("n", n)
+        self.need_rows(n)
+        if left_padding is not None and not isinstance(left_padding, Sequence):
+            raise TypeError(f"left_padding: expected a sequence of ints, got {type(left_padding).__name__}")
+        padding = [0] * n if left_padding is None else list(left_padding)
+        if len(padding) != n:
+            raise ValueError(f"left_padding: expected {n} counts, one for each new sequence, got {len(padding)}")
         for count in padding:
             check_count("left_padding", count)
             if count > self.max_length:
@@ -60,6 +67,7 @@ class Sequences:
 
     def fork(self, handle: Handle, n: int) -> list[Handle]:
         """Start ``n`` sequences that share what ``handle`` holds."""
+        check_count("n", n)
         self.holding(handle)
         self.need_rows(n)
         children = [Handle() for _ in range(n)]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kv import KVLayout
 from .buffer import MAX_PINNED, Buffer, Schedules, Sending
+from .options import ReadOptions
 from .pages import Handle, Holding, PageAllocator, StepPlan
 from .sequences import Request, Sequences
 from .shared_prefix import SharedPrefix, SharedPrefixBuffers
@@ -22,14 +23,6 @@ class PerStep(NamedTuple):
     lengths: Tensor
     cu_seqlens_q: Tensor | None
     positions: Tensor | None
-    split_size: int
-
-
-class ReadOptions(NamedTuple):
-    """How attention reads a cache: the most groups of neighbours whose shared prefix it reads once, and how many tokens
-    it adds up at a time if bits must not depend on the batch, else 0."""
-
-    max_prefix_groups: int
     split_size: int
 
 

@@ -169,7 +169,7 @@ def test_an_allocator_refuses_handles_it_does_not_hold():
 
 def test_sequences_reserve_in_all_allocators_or_in_none():
     cached = Sequences({None: 8, 4: 1}, 4, max_sequences=2, max_length=32)  # only the second lacks pages
-    first, _ = cached.admit([0, 0])
+    first, _ = cached.admit(2)
     before = [allocator_state(allocator) for allocator in cached.allocators.values()]
     with pytest.raises(CacheFullError, match=r"needs 2 pages and 1 is free \(page_size=4, window=4\)"):
         cached.reserve(cached.request({first: 5}))
