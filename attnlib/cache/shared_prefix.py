@@ -42,14 +42,14 @@ def prefix_groups(holdings: Sequence[Holding], full_pages: Sequence[int], page_s
                 found[-1] = PrefixGroup(rows + 1, common)
                 continue
         found.append(PrefixGroup(1, full_pages[row]))
-    cut: list[PrefixGroup] = []
+    groups: list[PrefixGroup] = []
     for rows, pages in found:
         if rows == 1:
-            before = cut.pop().rows if cut and cut[-1].pages == 0 else 0
-            cut.append(PrefixGroup(before + 1, 0))
+            before = groups.pop().rows if groups and groups[-1].pages == 0 else 0
+            groups.append(PrefixGroup(before + 1, 0))
         else:
-            cut.append(PrefixGroup(rows, pages))
-    return cut
+            groups.append(PrefixGroup(rows, pages))
+    return groups
 
 
 def common_pages(a: Holding, b: Holding) -> int:
