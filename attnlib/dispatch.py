@@ -47,21 +47,34 @@ class SlowPathWarning(UserWarning):
 
 
 class Explanation(NamedTuple):
-    """Which backend a call runs on and why; print it."""
+    """Which backend a call runs on and why; print it.
+
+    Over a view with shared prefixes two calls run, and are merged: ``shared`` explains the one over these prefixes, and
+    all else is of the one over what each sequence has for itself.
+    """
 
     spec: AttentionSpec
     chosen: str | None
     rejected: dict[str, list[str]]
     slow: list[str]
+    shared: "Explanation | None" = None
 
     def __str__(self) -> str:
+        if self.shared is None:
+            return "\n".join(self._lines())
+        calls = {"of each sequence's own keys": self, "of shared prefixes, once for each group": self.shared}
+        lines = ["two calls, whose results merge_states joins"]
+        for keys, call in calls.items():
+            lines += [f"{keys}:", *(f"  {line}" for line in call._lines())]
+        return "\n".join(lines)
+
+    def _lines(self) -> list[str]:
         spec = ", ".join(
             f"{name}={value}" for name, value in self.spec._asdict().items() if value not in (None, False, (), 0)
         )
         lines = [f"{self.spec.kind} attention: {spec}", f"runs on: {self.chosen or 'nothing'}"]
         lines += [f"  slow: {reason}" for reason in self.slow]
-        lines += [f"  not on {name}: {reason}" for name, reasons in self.rejected.items() for reason in reasons]
-        return "\n".join(lines)
+        return lines + [f"  not on {name}: {reason}" for name, reasons in self.rejected.items() for reason in reasons]
 
 
 def select(spec: AttentionSpec, name: str | None = None) -> Backend:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from inspect import signature
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -241,15 +242,37 @@ def explain(call: Callable, *args, **kwargs) -> Explanation:
             asked = asked._replace(key_starts=given["key_starts"], key_ends=given["key_ends"])
         else:
             asked = asked._replace(packing=Packing(*(given[name] for name in Packing._fields)))
-    return explanation(checked(asked).spec, given["backend"])
+    plan = planned(asked)
+    told = explanation(checked(plan.own).spec, given["backend"])
+    if plan.shared is None:
+        return told
+    return told._replace(shared=explanation(checked(plan.shared).spec, given["backend"]))
+
+
+class CallPlan(NamedTuple):
+    """The calls that answer one call: itself alone; or, over a view with shared prefixes, one over what each sequence
+    has for itself and one over what groups of them share, whose results are merged."""
+
+    own: Call
+    shared: Call | None = None
+
+
+def planned(call: Call) -> CallPlan:
+    """The calls that answer this one. What is shared is a call of its own where every query sees all of it."""
+    kv, q = call.kv, call.q
+    if kv is None or kv.shared is None or not _sees_all_before(call) or not is_strided(q):
+        return CallPlan(call)
+    packed = q if kv.cu_seqlens_q is not None or q.dim() != 4 else q.flatten(0, 1)
+    shared = Call(packed, FULL, call.score._replace(sinks=None), kv=kv.shared, lse=True)
+    return CallPlan(call._replace(kv=kv.own, lse=True), shared)
 
 
 def attend(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
     """Output and LSE of a call, on the backend of this name; for those who say more of a call than its doors take."""
-    kv = call.kv
-    if kv is not None and kv.parts is not None and _sees_all_before(call):
-        return _attend_parts(call, name)
-    key = key_of(call, name)
+    plan = planned(call)
+    if plan.shared is not None:
+        return _merged(plan, name)
+    kv, key = call.kv, key_of(call, name)
     if key is not None and (run := PREPARED.find(key)) is not None:
         return run(call.q, call.k, call.v)
     call = checked(call)
@@ -279,13 +302,10 @@ def _sees_all_before(call: Call) -> bool:
     return unbounded and call.score.alibi_slopes is None
 
 
-def _attend_parts(call: Call, name: str | None) -> tuple[Tensor, Tensor]:
-    """What runs of sequences share, read once for all queries of a run, merged with the rest of each."""
-    (shared, rest), q = call.kv.parts, call.q
-    state = attend(call._replace(kv=rest, lse=True), name)
-    packed = q if call.kv.cu_seqlens_q is not None else q.flatten(0, 1)
-    score = call.score._replace(sinks=None)
-    out, lse = attend(Call(packed, FULL, score, kv=shared, lse=True), name)
-    if packed is not q:
+def _merged(plan: CallPlan, name: str | None) -> tuple[Tensor, Tensor]:
+    """What each sequence has for itself, merged with what it shares, which is read once for all queries of a group."""
+    state, q = attend(plan.own, name), plan.own.q
+    out, lse = attend(plan.shared, name)
+    if q.dim() == 4:
         out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return merge_states(*state, out, lse)

@@ -110,9 +110,9 @@ class KVView:
     them out (backends/_triton/schedule.py); with a ``split_size``, attention adds up so many tokens at a time and joins
     these sums in their order, so that bits do not depend on the batch.
 
-    ``parts``, if there, are two views that hold the same keys between them: those that runs of neighbours share, a row
-    for each run, whose queries are those of its sequences, packed; and the rest of each sequence, from a later start
-    on. All keys of the first come before all queries. ``replace`` forgets them.
+    ``shared`` and ``own``, if there, are two views that hold the same keys between them: those that neighbours share, a
+    row for each group of neighbours, whose queries are those of its sequences, packed; and those that each sequence has
+    for itself, from a later start on. All shared keys come before all queries. ``replace`` forgets both.
 
     A view equals itself alone. A cache makes its views without a ``check``: its tensors fit.
 
@@ -136,7 +136,8 @@ class KVView:
     schedule: Tensor | None = None
     split_size: int = 0
     rope: str | None = None
-    parts: "tuple[KVView, KVView] | None" = field(default=None, init=False, repr=False)
+    shared: "KVView | None" = field(default=None, init=False, repr=False)
+    own: "KVView | None" = field(default=None, init=False, repr=False)
     check: InitVar[bool] = True
 
     def __post_init__(self, check: bool):
@@ -162,10 +163,11 @@ class KVView:
         if self.cu_seqlens_q is not None:
             _check_numbers("cu_seqlens_q", self.cu_seqlens_q, (b + 1,), device)
 
-    def divided(self, shared: "KVView", rest: "KVView") -> "KVView":
-        """The same view with these ``parts``."""
+    def with_shared(self, shared: "KVView", own: "KVView") -> "KVView":
+        """The same view, whose keys are those of ``shared`` and ``own``."""
         view = replace(self, check=False)
-        object.__setattr__(view, "parts", (shared, rest))  # what replace() does not carry over, no constructor takes
+        object.__setattr__(view, "shared", shared)  # what replace() does not carry over, no constructor takes
+        object.__setattr__(view, "own", own)
         return view
 
 

@@ -35,7 +35,7 @@ def write_cache(
 def new_schedule(
     layout: KVLayout, sequences: int, device: torch.device, *, limit: int = 0, split_size: int = 0
 ) -> Tensor | None:
-    """Room for the ``schedule`` of views of up to so many sequences; None where the device has no use for one.
+    """A buffer for the ``schedule`` of views of up to so many sequences; None where the device has no use for one.
 
     With a ``split_size``, for sequences of at most ``limit`` tokens.
     """
@@ -46,7 +46,7 @@ def update_schedule(
     schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None, split_size: int = 0
 ) -> None:
     """Share sequences of these starts and lengths out anew: of at most ``limit`` tokens, and the last ``reach`` of
-    them where a window hides the others; by sections, if the schedule is for such. Waits for nothing."""
+    them where a window hides the others; in splits of ``split_size`` tokens, if that is not 0. Waits for nothing."""
     options = {"limit": limit, "reach": reach, "split_size": split_size}
     storing(torch.float32, schedule.device).update_schedule(schedule, starts, lengths, **options)
 

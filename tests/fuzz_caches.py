@@ -105,7 +105,7 @@ class Used:
 
     def state(self):
         """What a refused call may not change."""
-        (ledger,) = self.cache._book.ledgers.values()
+        (ledger,) = self.cache._sequences.allocators.values()
         holdings = {handle: replace(held, pages=list(held.pages)) for handle, held in ledger._holdings.items()}
         (layer,) = self.cache._layers
         planes = [plane.clone().view(torch.uint8) for plane in layer.planes.values()]  # NaN and all
@@ -171,7 +171,7 @@ def handle_is_live(used, a):
 
 
 def is_released(used, args, result):
-    assert used.cache._book.handles == [used.second]
+    assert used.cache._sequences.handles == [used.second]
 
 
 def admission_is_legal(used, a):
@@ -182,7 +182,7 @@ def admission_is_legal(used, a):
 
 
 def rows_remain(used, args, result):
-    assert len(used.cache._book.handles) == 2 + args["n"] == 2 + len(result)
+    assert len(used.cache._sequences.handles) == 2 + args["n"] == 2 + len(result)
 
 
 def entering(name, legal_call, legal, words=()):

@@ -1,4 +1,4 @@
-"""The KV cache: what a token stores (layout), who owns which page (pages), and steps that write (kv_cache).
+"""The KV cache: who owns which page (pages), what every step tells the device (step), and the cache itself (kv_cache).
 
-Imports nothing itself: ``functional`` reads ``layout``, and ``kv_cache`` writes through ``functional``.
+Imports nothing itself, so that each file can be imported alone.
 """

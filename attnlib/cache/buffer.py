@@ -8,9 +8,9 @@ from torch import Tensor
 from ..kv import KVLayout
 from ..storage import new_schedule, update_schedule
 
-PINNED = 1 << 14  # numbers of each kind that are sent without waiting
-SPLITS = 16  # of the longest sequence, at most
-LEAST = 1024  # tokens of a split_size
+MAX_PINNED = 1 << 14  # numbers of each kind that are sent without waiting
+MAX_SPLITS = 16  # of the longest sequence, at most
+MIN_SPLIT_SIZE = 1024  # tokens of a split_size
 
 
 class Sending:
@@ -45,7 +45,7 @@ class Buffer:
         self._host = array(typecode, bytes(array(typecode).itemsize * size))
         self._source = torch.frombuffer(self._host, dtype={"i": torch.int32, "q": torch.int64}[typecode])
         self.tensor = self._source if device.type == "cpu" else self._source.to(device)
-        self._pinned = torch.empty_like(self._source[:PINNED], pin_memory=True) if device.type == "cuda" else None
+        self._pinned = torch.empty_like(self._source[:MAX_PINNED], pin_memory=True) if device.type == "cuda" else None
 
     def show(self, values: array) -> Tensor:
         """Put ``values`` at the front, and return that."""
@@ -53,7 +53,7 @@ class Buffer:
         self._host[:n] = values
         shown = self.tensor[:n]
         if self.tensor is not self._source and n:
-            source, pinned = self._source[:n], self._pinned is not None and n <= PINNED
+            source, pinned = self._source[:n], self._pinned is not None and n <= MAX_PINNED
             if pinned:
                 source = self._pinned[:n].copy_(source)
             shown.copy_(source, non_blocking=pinned)
@@ -62,12 +62,12 @@ class Buffer:
 
 def split_size_of(capacity: int) -> int:
     """Tokens of the splits that batch-invariant attention adds up, of sequences of at most ``capacity`` tokens."""
-    return max(LEAST, (1 << (capacity - 1).bit_length()) // SPLITS)
+    return max(MIN_SPLIT_SIZE, (1 << (capacity - 1).bit_length()) // MAX_SPLITS)
 
 
 class Schedules:
     """The schedules of up to ``rows`` sequences of at most ``limit`` tokens, by KV heads, where their device has a use
-    for any; by parts of a ``split_size``, if that is not 0."""
+    for any; by splits of a ``split_size``, if that is not 0."""
 
     def __init__(self, rows: int, limit: int, split_size: int, device: torch.device):
         self._rows, self._limit, self._split_size, self._device = rows, limit, split_size, device

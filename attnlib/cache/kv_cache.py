@@ -9,11 +9,11 @@ import torch
 from ..checks import check_count
 from ..kv import KVLayout
 from ..storage import copy_pages
-from .book import Book, Freed, Request
-from .buffer import split_size_of
 from .layer_cache import LayerCache as LayerCache
-from .pages import Handle, Plan
-from .step import Sharing, StepBuffers
+from .options import ReadOptions, pages_by_window, read_options
+from .pages import Handle, StepPlan
+from .sequences import Freed, Request, Sequences
+from .step import StepBuffers
 
 PREFILL = 16  # tokens; a step that gives some sequence more is a prefill
 
@@ -21,10 +21,10 @@ PREFILL = 16  # tokens; a step that gives some sequence more is a prefill
 class KVCache:
     """Keys and values of many sequences over many layers, contiguous or paged; made by one of these two methods.
 
-    A contiguous cache is a paged cache with one page per sequence. Layers with equal window share one ledger and table.
-    It is for one thread and one CUDA stream; nothing is locked. With ``ATTNLIB_CHECK=1`` in the environment when it is
-    made, free pages are filled with NaN (int8: -128), so that a stale read shows, and an append to a slot outside the
-    cache, or to one slot twice, raises.
+    A contiguous cache is a paged cache with one page per sequence. Layers with equal window share one allocator and one
+    page table. It is for one thread and one CUDA stream; nothing is locked. With ``ATTNLIB_CHECK=1`` in the environment
+    when it is made, free pages are filled with NaN (int8: -128), so that a stale read shows, and an append to a slot
+    outside the cache, or to one slot twice, raises.
 
     >>> cache = KVCache.paged([KVLayout.grouped(2, 8)], pages=64, page_size=16, max_sequences=4)
     >>> first, second = cache.admit(2)
@@ -37,25 +37,26 @@ class KVCache:
     def __init__(
         self,
         layouts: Sequence[KVLayout],
-        book: Book,
+        sequences: Sequences,
         page_size: int,
         device: torch.device | str | None,
-        sharing: Sharing,
+        options: ReadOptions,
     ):
         self.layouts = tuple(layouts)
         self.page_size = page_size
-        self._book = book
+        self._sequences = sequences
         self._poisons = os.environ.get("ATTNLIB_CHECK") == "1"
         self._open: str | None = None  # "step" or "read", while inside one
         self._prepared: tuple | None = None  # the shape of step that the layers are prepared for
         with torch.inference_mode(False), torch.no_grad():  # what inference mode makes cannot be written outside it
             device = torch.empty(0, device=device).device
-            self._buffers = StepBuffers(book, page_size, sharing, device)
+            self._buffers = StepBuffers(sequences, page_size, options, device)
             self._buffers.schedule(self.layouts)
             self._layers = tuple(
-                LayerCache(layout, book.ledgers[layout.window].total, page_size, device) for layout in self.layouts
+                LayerCache(layout, sequences.allocators[layout.window].total, page_size, device)
+                for layout in self.layouts
             )
-        self._poison([(window, range(ledger.total)) for window, ledger in book.ledgers.items()])
+        self._poison([(window, range(allocator.total)) for window, allocator in sequences.allocators.items()])
 
     @classmethod
     def contiguous(
@@ -72,12 +73,11 @@ class KVCache:
         Raises:
             ValueError, TypeError: a size is not a positive int, or there is no layout.
         """
-        windows = _windows(layouts)
         check_count("max_sequences", max_sequences, least=1)
         check_count("max_length", max_length, least=1)
-        rows = dict.fromkeys(windows, max_sequences)
-        book = Book(rows, max_length, max_sequences=max_sequences, max_length=max_length)
-        return cls(layouts, book, max_length, device, _sharing(0, batch_invariant, max_length))
+        rows = pages_by_window(max_sequences, layouts)
+        sequences = Sequences(rows, max_length, max_sequences=max_sequences, max_length=max_length)
+        return cls(layouts, sequences, max_length, device, read_options(0, batch_invariant, max_length))
 
     @classmethod
     def paged(
@@ -99,8 +99,8 @@ class KVCache:
         ``max_length`` bounds one sequence and so the table's width; None means as long as all pages.
         ``rollback`` tokens stay reachable for ``truncate`` and ``read`` behind a window.
         With ``shared_prefixes``, layers without a window read pages that neighbours in a step share once for all of
-        them, at the price of a second attention and a merge in every step. It counts the runs of such neighbours, from
-        the first row on; a run between them that shares nothing counts too. What finds no room is read by each.
+        them, at the price of a second attention and a merge in every step. It counts the groups of such neighbours,
+        from the first row on; one between them that shares nothing counts too. Rows beyond the last are read alone.
         With ``batch_invariant``, attention over this cache gives a sequence the same bits whatever shares its steps,
         and however its tokens come, many at once or one by one; on one kind of GPU, one version of this package and of
         Triton, and for one ``max_length`` (up to powers of two). MLA is absorbed then.
@@ -109,20 +109,15 @@ class KVCache:
             ValueError, TypeError: a size is not a positive int, there is no layout, the windows in ``pages`` are not
                 those of the layouts, or both of the last two are asked for.
         """
-        windows = _windows(layouts)
-        pages = dict(pages) if isinstance(pages, Mapping) else dict.fromkeys(windows, pages)
-        if set(pages) != set(windows):
-            raise ValueError(f"pages: expected a count for each window of {windows}, got {pages}")
-        for count in pages.values():
-            check_count("pages", count, least=1)
+        pages = pages_by_window(pages, layouts)
         check_count("page_size", page_size, least=1)
         check_count("max_sequences", max_sequences, least=1)
         if max_length is None:
             max_length = max(pages.values()) * page_size
         check_count("max_length", max_length, least=1)
         check_count("rollback", rollback)
-        book = Book(pages, page_size, max_sequences=max_sequences, max_length=max_length, rollback=rollback)
-        return cls(layouts, book, page_size, device, _sharing(shared_prefixes, batch_invariant, max_length))
+        sequences = Sequences(pages, page_size, max_sequences=max_sequences, max_length=max_length, rollback=rollback)
+        return cls(layouts, sequences, page_size, device, read_options(shared_prefixes, batch_invariant, max_length))
 
     def admit(self, n: int = 1, *, left_padding: Sequence[int] | None = None) -> list[Handle]:
         """Start ``n`` empty sequences. ``left_padding[i]`` tokens at the start of the i-th are stored and never seen,
@@ -134,14 +129,7 @@ class KVCache:
             RuntimeError: inside a step or read.
         """
         self._refuse_inside("admit")
-        check_count("n", n)
-        self._book.need_rows(n)
-        if left_padding is not None and not isinstance(left_padding, Sequence):
-            raise TypeError(f"left_padding: expected a sequence of ints, got {type(left_padding).__name__}")
-        padding = [0] * n if left_padding is None else list(left_padding)
-        if len(padding) != n:
-            raise ValueError(f"left_padding: expected {n} counts, one for each new sequence, got {len(padding)}")
-        return self._book.admit(padding)
+        return self._sequences.admit(n, left_padding)
 
     @contextmanager
     def step(self, tokens: int | Mapping[Handle, int], *, replay: bool = False) -> Iterator[Sequence[LayerCache]]:
@@ -159,9 +147,9 @@ class KVCache:
         self._refuse_inside("step")
         if not isinstance(replay, bool):
             raise TypeError(f"replay: expected a bool, got {type(replay).__name__}")
-        request = self._book.request(tokens)
+        request = self._sequences.request(tokens)
         conventions = [layer.convention for layer in self._layers]
-        plans = self._book.reserve(request)
+        plans = self._sequences.reserve(request)
         try:
             self._show("step", request, plans)
             self._copy_shared(plans)
@@ -173,7 +161,7 @@ class KVCache:
         self._close()
         if conventions != [layer.convention for layer in self._layers]:
             self._prepared = None  # the next views are to name it
-        self._poison(self._book.commit(plans))
+        self._poison(self._sequences.commit(plans))
 
     @contextmanager
     def read(self, tokens: int | Mapping[Handle, int]) -> Iterator[Sequence[LayerCache]]:
@@ -185,8 +173,8 @@ class KVCache:
             RuntimeError: a window has dropped keys that these queries could see (see ``rollback``).
         """
         self._refuse_inside("read")
-        request = self._book.request(tokens)
-        self._book.check_read(request)
+        request = self._sequences.request(tokens)
+        self._sequences.check_read(request)
         try:
             self._show("read", request, [])
             yield self._layers
@@ -202,8 +190,7 @@ class KVCache:
             RuntimeError: inside a step or read.
         """
         self._refuse_inside("fork")
-        check_count("n", n)
-        return self._book.fork(handle, n)
+        return self._sequences.fork(handle, n)
 
     def truncate(self, handle: Handle, length: int) -> None:
         """Forget all tokens from ``length`` on (speculative rollback).
@@ -214,7 +201,7 @@ class KVCache:
         """
         self._refuse_inside("truncate")
         check_count("length", length)
-        self._poison(self._book.truncate(handle, length))
+        self._poison(self._sequences.truncate(handle, length))
 
     def release(self, *handles: Handle) -> None:
         """End sequences and free what only they used.
@@ -224,11 +211,11 @@ class KVCache:
             RuntimeError: inside a step or read.
         """
         self._refuse_inside("release")
-        self._poison(self._book.release(handles))
+        self._poison(self._sequences.release(handles))
 
     def length(self, handle: Handle) -> int:
         """How many tokens the sequence has stored, left padding included."""
-        return self._book.holding(handle).length
+        return self._sequences.holding(handle).length
 
     @property
     def nbytes(self) -> int:
@@ -238,7 +225,7 @@ class KVCache:
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages in use, a shared page once."""
-        pages = {window: ledger.used for window, ledger in self._book.ledgers.items()}
+        pages = {window: allocator.used for window, allocator in self._sequences.allocators.items()}
         return sum(pages[layout.window] * self.page_size * layout.token_bytes for layout in self.layouts)
 
     def _refuse_inside(self, what: str) -> None:
@@ -247,7 +234,7 @@ class KVCache:
                 f"{what}: not inside a {self._open}; leave the `with cache.{self._open}(...)` block first"
             )
 
-    def _show(self, what: str, request: Request, plans: Sequence[Plan]) -> None:
+    def _show(self, what: str, request: Request, plans: Sequence[StepPlan]) -> None:
         """Bring the buffers up to this step or read, and open the layers for it."""
         self._open = what
         longest = max((holding.length for holding in request.holdings), default=0)
@@ -263,13 +250,13 @@ class KVCache:
 
     def _prepare(self, what: str, request: Request) -> None:
         """Cut the buffers to the shape of this step; the next ones of its shape find everything as it is."""
-        shared, windows = self._buffers.cut(request, writing=what == "step")
-        by_window = dict(zip(self._book.ledgers, windows, strict=True))
+        per_step, windows = self._buffers.cut(request, writing=what == "step")
+        by_window = dict(zip(self._sequences.allocators, windows, strict=True))
         for layer in self._layers:
-            layer.prepare(self.page_size, shared, by_window[layer.layout.window])
+            layer.prepare(self.page_size, per_step, by_window[layer.layout.window])
 
-    def _copy_shared(self, plans: Sequence[Plan]) -> None:
-        for window, plan in zip(self._book.ledgers, plans, strict=True):
+    def _copy_shared(self, plans: Sequence[StepPlan]) -> None:
+        for window, plan in zip(self._sequences.allocators, plans, strict=True):
             pairs = plan.copies
             for layer in self._layers if pairs else ():
                 if layer.layout.window == window:
@@ -285,12 +272,12 @@ class KVCache:
                 "layer of the cache in each step, or say step(..., replay=True) where a captured CUDA graph appends"
             )
 
-    def _restore(self, request: Request, plans: Sequence[Plan], conventions: Sequence[str | None]) -> None:
+    def _restore(self, request: Request, plans: Sequence[StepPlan], conventions: Sequence[str | None]) -> None:
         """Undo a step, the host's part before the device's."""
         self._close()
         for layer, convention in zip(self._layers, conventions, strict=True):
             layer.convention = convention
-        freed = self._book.restore(plans)
+        freed = self._sequences.restore(plans)
         self._buffers.forget()
         self._buffers.update(request, [])
         self._poison(freed)
@@ -308,24 +295,3 @@ class KVCache:
 
     def __reduce_ex__(self, protocol):
         raise TypeError("a KVCache cannot be copied or pickled; fork() a sequence, or make another cache")
-
-
-def _sharing(shared_prefixes: int, batch_invariant: bool, max_length: int) -> Sharing:
-    check_count("shared_prefixes", shared_prefixes)
-    if not isinstance(batch_invariant, bool):
-        raise TypeError(f"batch_invariant: expected a bool, got {type(batch_invariant).__name__}")
-    if shared_prefixes and batch_invariant:
-        raise ValueError("batch_invariant: expected no shared_prefixes with it, since those depend on the batch")
-    return Sharing(shared_prefixes, split_size_of(max_length) if batch_invariant else 0)
-
-
-def _windows(layouts: Sequence[KVLayout]) -> list[int | None]:
-    """The distinct windows of the layouts, each of which gets a ledger."""
-    if not isinstance(layouts, Sequence):
-        raise TypeError(f"layouts: expected a sequence of KVLayouts, one for each layer, got {type(layouts).__name__}")
-    for layout in layouts:
-        if not isinstance(layout, KVLayout):
-            raise TypeError(f"layouts: expected one KVLayout for each layer, got {type(layout).__name__}")
-    if not layouts:
-        raise ValueError("layouts: expected one KVLayout for each layer, got none")
-    return list(dict.fromkeys(layout.window for layout in layouts))

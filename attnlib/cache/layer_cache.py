@@ -10,10 +10,10 @@ from torch import Tensor
 from ..kv import KVLayout, KVView
 from ..rope import Angles
 from ..storage import write_cache
-from .step import PerWindow, Shared
-from .trunk import Trunk
+from .shared_prefix import SharedPrefix
+from .step import PerStep, PerWindow
 
-WRITES = 16  # layouts of appended tensors to remember in one shape of step, before all are forgotten
+MAX_WRITES = 16  # layouts of appended tensors to remember in one shape of step, before all are forgotten
 AS_GIVEN = "as given"  # the convention of keys that were appended without angles
 
 
@@ -83,7 +83,7 @@ class LayerCache:
         self._record(AS_GIVEN if angles is None else angles.convention)
         again = write_cache(self._view, k, v, self._slots, angles=angles)
         if again is not None and key is not None and k is given[0] and v is given[1]:
-            if len(self._writes) >= WRITES:
+            if len(self._writes) >= MAX_WRITES:
                 self._writes.clear()
             self._writes[(self.convention, *key[1:])] = again
 
@@ -150,7 +150,7 @@ class LayerCache:
                 "use one rotary convention, or another cache"
             )
 
-    def prepare(self, page_size: int, shared: Shared, window: PerWindow) -> None:
+    def prepare(self, page_size: int, step: PerStep, window: PerWindow) -> None:
         """Build what steps of one shape hand out, once for as long as the shape stays. For the cache to call."""
         planes = dict(self.planes)
         if self.layout.is_latent:
@@ -158,12 +158,12 @@ class LayerCache:
             if "k_scale" in planes:
                 planes["v_scale"] = planes["k_scale"]
         rope = None if self.convention == AS_GIVEN else self.convention
-        buffers = {**shared._asdict(), "table": window.table, "starts": window.starts}
+        buffers = {**step._asdict(), "table": window.table, "starts": window.starts}
         buffers["schedule"] = window.schedules.get(self.layout.heads)
         view = KVView(self.layout, page_size, **planes, **buffers, rope=rope, check=False)
-        if window.trunk is not None:
-            view = _divided(view, window.trunk)
-        self._prepared = (shared.positions, window.slots, view, {})
+        if window.shared_prefix is not None:
+            view = _with_shared(view, window.shared_prefix)
+        self._prepared = (step.positions, window.slots, view, {})
 
     def open(self, prefill: bool, history: int) -> None:
         """Take up what is prepared, for one step or read. For the cache to call."""
@@ -186,19 +186,19 @@ class LayerCache:
         raise TypeError("a LayerCache cannot be copied or pickled: it is part of a KVCache")
 
 
-def _divided(view: KVView, trunk: Trunk) -> KVView:
+def _with_shared(view: KVView, shared_prefix: SharedPrefix) -> KVView:
     shared = replace(
         view,
-        table=trunk.table,
-        starts=trunk.starts,
-        lengths=trunk.lengths,
-        cu_seqlens_q=trunk.cu_seqlens_q,
+        table=shared_prefix.table,
+        starts=shared_prefix.starts,
+        lengths=shared_prefix.lengths,
+        cu_seqlens_q=shared_prefix.cu_seqlens_q,
         positions=None,
-        schedule=trunk.schedules.get(view.layout.heads),
+        schedule=shared_prefix.schedules.get(view.layout.heads),
         check=False,
     )
-    rest_schedule = trunk.rest_schedules.get(view.layout.heads)
-    return view.divided(shared, replace(view, starts=trunk.rest_starts, schedule=rest_schedule, check=False))
+    own_schedule = shared_prefix.own_schedules.get(view.layout.heads)
+    return view.with_shared(shared, replace(view, starts=shared_prefix.own_starts, schedule=own_schedule, check=False))
 
 
 def _shape_error(name: str, x: Tensor, positions: Tensor, last: tuple[int, ...]) -> str:

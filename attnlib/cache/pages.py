@@ -1,4 +1,4 @@
-"""The host-side page ledger: who owns which page. Plain Python, without tensors and without a model."""
+"""The page allocator: who owns which page. Plain Python on the host, without tensors and without a model."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +40,7 @@ class Grant(NamedTuple):
     source: int | None
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """What one step reserved: its tokens, and the pages given for them in order."""
 
     tokens: Mapping[Handle, int]
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
         return [(grant.source, grant.page) for grant in self.grants if grant.source is not None]
 
 
-class PageLedger:
+class PageAllocator:
     """Pages of one window class: free list, reference counts, and each sequence's pages by absolute index.
 
     A page with one owner may be written by it. Who is to write into a shared page gets a copy of it, but for one owner
@@ -97,7 +97,7 @@ class PageLedger:
         """What each of these live sequences holds; for reading."""
         return [self._holdings[handle] for handle in handles]
 
-    def reserve(self, tokens: Mapping[Handle, int]) -> Plan:
+    def reserve(self, tokens: Mapping[Handle, int]) -> StepPlan:
         """Give every sequence the pages its new tokens need, copy-on-write included, or raise and change nothing."""
         needs = self._needs(tokens)
         if len(needs) > len(self._free):
@@ -111,7 +111,7 @@ class PageLedger:
             else:
                 self._owners[source] -= 1
                 holding.pages[index - holding.dropped] = page
-        return Plan(tokens, grants)
+        return StepPlan(tokens, grants)
 
     def _needs(self, tokens: Mapping[Handle, int]) -> list[tuple[Handle, int, int | None]]:
         """The pages that these tokens need, as a Grant says it, without the page itself."""
@@ -172,7 +172,7 @@ class PageLedger:
                 first += count
         return slots
 
-    def commit(self, plan: Plan) -> Sequence[int]:
+    def commit(self, plan: StepPlan) -> Sequence[int]:
         """Keep the reservation, advance lengths, and drop pages that the window cannot reach any more.
 
         Returns the pages that became free.
@@ -191,7 +191,7 @@ class PageLedger:
                     holding.start = max(holding.padding, holding.dropped * self.page_size)
         return freed
 
-    def restore(self, plan: Plan) -> Sequence[int]:
+    def restore(self, plan: StepPlan) -> Sequence[int]:
         """Undo the reservation; returns the pages that became free."""
         for handle, index, page, source in reversed(plan.grants):
             holding = self._holdings[handle]

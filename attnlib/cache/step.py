@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ..kv import KVLayout
-from .book import Book, Request
-from .buffer import PINNED, Buffer, Schedules, Sending
-from .pages import Handle, Holding, PageLedger, Plan
-from .trunk import Trunk, TrunkBuffers
+from .buffer import MAX_PINNED, Buffer, Schedules, Sending
+from .options import ReadOptions
+from .pages import Handle, Holding, PageAllocator, StepPlan
+from .sequences import Request, Sequences
+from .shared_prefix import SharedPrefix, SharedPrefixBuffers
 
 
-class Shared(NamedTuple):
+class PerStep(NamedTuple):
     """What all layers of a step read: row ``i`` is the step's i-th sequence."""
 
     lengths: Tensor
@@ -25,65 +26,57 @@ class Shared(NamedTuple):
     split_size: int
 
 
-class Sharing(NamedTuple):
-    """How the work of a step is shared out: runs of neighbours that are read as one at most, and a split size if bits
-    must not depend on the batch, else 0."""
-
-    prefixes: int
-    split_size: int
-
-
 class PerWindow(NamedTuple):
-    """What the layers of one window read; slots say where a step's tokens go; the trunk is there where runs are."""
+    """What the layers of one window read; slots say where a step's tokens go."""
 
     table: Tensor
     starts: Tensor
     slots: Tensor | None
     schedules: Schedules
-    trunk: Trunk | None
+    shared_prefix: SharedPrefix | None
 
 
 class TableBuffers:
-    """The part of the buffers that follows one ledger: its page table, starts and slots, and its trunk if any."""
+    """The buffers that follow one page allocator: its page table, starts and slots, and shared prefixes if any."""
 
     def __init__(
-        self, ledger: PageLedger, rows: int, columns: int, tokens: int, sharing: Sharing, device: torch.device
+        self, allocator: PageAllocator, rows: int, columns: int, tokens: int, options: ReadOptions, device: torch.device
     ):
-        self.ledger = ledger
+        self.allocator = allocator
         self.table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         self.starts = Buffer("i", rows, device)
         self.slots = Buffer("q", tokens, device)
-        self.schedules = Schedules(rows, columns * ledger.page_size, sharing.split_size, device)
-        self.trunk: TrunkBuffers | None = None
-        if sharing.prefixes and ledger.window is None:  # a window drops the first pages, and hides them
-            self.trunk = TrunkBuffers(ledger, self.table, min(sharing.prefixes, rows))
-        self._entries, self._pages = (Buffer(code, PINNED, device) for code in "qi")
+        self.schedules = Schedules(rows, columns * allocator.page_size, options.split_size, device)
+        self.shared_prefix: SharedPrefixBuffers | None = None
+        if options.max_prefix_groups and allocator.window is None:  # a window drops the first pages, and hides them
+            self.shared_prefix = SharedPrefixBuffers(allocator, self.table, min(options.max_prefix_groups, rows))
+        self._entries, self._pages = (Buffer(code, MAX_PINNED, device) for code in "qi")
         self._shown_starts: array | None = None
 
     def schedule(self, layout: KVLayout) -> None:
         """Keep schedules for this layout too."""
-        trunk = self.trunk
-        for schedules in (self.schedules, *((trunk.schedules, trunk.rest_schedules) if trunk else ())):
-            schedules.add(layout)
+        self.schedules.add(layout)
+        if self.shared_prefix is not None:
+            self.shared_prefix.schedule(layout)
 
-    def update(self, request: Request, known: Sequence[Handle], plan: Plan | None) -> None:
-        """Show the ledger's pages, when row ``i`` showed ``known[i]`` so far."""
+    def update(self, request: Request, known: Sequence[Handle], plan: StepPlan | None) -> None:
+        """Show the allocator's pages, when row ``i`` showed ``known[i]`` so far."""
         rows = list(request.tokens)
-        if rows != known or self.ledger.window is not None:
-            self._update_starts(array("i", [holding.start for holding in self.ledger.holdings(rows)]))
+        if rows != known or self.allocator.window is not None:
+            self._update_starts(array("i", [holding.start for holding in self.allocator.holdings(rows)]))
         if plan is not None:
-            self.slots.show(self.ledger.slots(plan.tokens))
+            self.slots.show(self.allocator.slots(plan.tokens))
         if rows != known or (plan is not None and plan.grants):
             self._update_table(rows, known, plan)
-        if self.trunk is not None:
-            self.trunk.update(request, counted=plan is not None, same_rows=rows == known)
+        if self.shared_prefix is not None:
+            self.shared_prefix.update(request, counted=plan is not None, same_rows=rows == known)
 
-    def update_schedules(self, lengths: Tensor, most: int) -> None:
-        """Share out these lengths anew, for steps of at most ``most`` tokens for each sequence."""
-        window, starts = self.ledger.window, self.starts.tensor[: lengths.shape[0]]
-        self.schedules.update(starts, lengths, reach=None if window is None else window + most)
-        if self.trunk is not None:
-            self.trunk.update_schedules(lengths)
+    def update_schedules(self, lengths: Tensor, max_tokens: int) -> None:
+        """Share out these lengths anew, for steps of at most ``max_tokens`` tokens for each sequence."""
+        window, starts = self.allocator.window, self.starts.tensor[: lengths.shape[0]]
+        self.schedules.update(starts, lengths, reach=None if window is None else window + max_tokens)
+        if self.shared_prefix is not None:
+            self.shared_prefix.update_schedules(lengths)
 
     def _update_starts(self, starts: array) -> None:
         if starts != self._shown_starts:
@@ -91,10 +84,10 @@ class TableBuffers:
             self.starts.show(starts)
             self._shown_starts = starts
 
-    def _update_table(self, rows: Sequence[Handle], known: Sequence[Handle], plan: Plan | None) -> None:
+    def _update_table(self, rows: Sequence[Handle], known: Sequence[Handle], plan: StepPlan | None) -> None:
         columns = self.table.shape[1]
         entries, pages = array("q"), array("i")
-        for row, (handle, holding) in enumerate(zip(rows, self.ledger.holdings(rows), strict=True)):
+        for row, (handle, holding) in enumerate(zip(rows, self.allocator.holdings(rows), strict=True)):
             if row >= len(known) or known[row] is not handle:
                 first = row * columns + holding.dropped
                 entries.extend(range(first, first + len(holding.pages)))
@@ -104,7 +97,7 @@ class TableBuffers:
             entries.extend(row_of[grant.handle] * columns + grant.index for grant in plan.grants)
             pages.extend(grant.page for grant in plan.grants)
         if entries:
-            if len(entries) <= PINNED:
+            if len(entries) <= MAX_PINNED:
                 at, to = self._entries.show(entries), self._pages.show(pages)
             else:
                 given = torch.frombuffer(entries, dtype=torch.int64), torch.frombuffer(pages, dtype=torch.int32)
@@ -115,43 +108,44 @@ class TableBuffers:
 class StepBuffers:
     """All buffers of a cache. They are allocated once, so that a captured graph finds every later step in them."""
 
-    def __init__(self, book: Book, page_size: int, sharing: Sharing, device: torch.device):
-        rows, ledgers = book.max_sequences, book.ledgers.values()
-        tokens = min(min(ledger.total for ledger in ledgers) * page_size, rows * book.max_length)  # of any one step
+    def __init__(self, sequences: Sequences, page_size: int, options: ReadOptions, device: torch.device):
+        rows, allocators = sequences.max_sequences, sequences.allocators.values()
+        pages = min(allocator.total for allocator in allocators)
+        tokens = min(pages * page_size, rows * sequences.max_length)  # of any one step
         self._sending = Sending(device)
         self.lengths = Buffer("i", rows, device)
         self.cu_seqlens_q = Buffer("i", rows + 1, device)
         self.positions = Buffer("i", tokens, device)
-        columns = -(-book.max_length // page_size)
-        self.windows = [TableBuffers(ledger, rows, columns, tokens, sharing, device) for ledger in ledgers]
-        self._split_size = sharing.split_size
+        columns = -(-sequences.max_length // page_size)
+        self.windows = [TableBuffers(allocator, rows, columns, tokens, options, device) for allocator in allocators]
+        self._split_size = options.split_size
         self._known: list[Handle] = []  # the sequences that the table rows show
         self._shown_counts: list[int] | None = None
 
     def schedule(self, layouts: Sequence[KVLayout]) -> None:
         """Keep schedules for these layouts too, where their device has a use for them."""
         for layout in layouts:
-            next(x for x in self.windows if x.ledger.window == layout.window).schedule(layout)
+            next(x for x in self.windows if x.allocator.window == layout.window).schedule(layout)
 
     def forget(self) -> None:
         """Distrust what the tables show, so that the next update writes them whole."""
         self._known = []
 
-    def update(self, request: Request, plans: Sequence[Plan]) -> None:
-        """Show these sequences in their order. With plans, one for each ledger, their tokens are counted into the
+    def update(self, request: Request, plans: Sequence[StepPlan]) -> None:
+        """Show these sequences in their order. With plans, one for each allocator, their tokens are counted into the
         lengths and get slots; without, the sequences are shown as they are."""
         rows, counts = list(request.tokens), list(request.tokens.values())
         known, self._known = self._known, []  # whatever fails below, the next update starts over
         with self._sending:
-            self._update_shared(request, counts, counted=bool(plans))
+            self._update_per_step(request, counts, counted=bool(plans))
             for i, window in enumerate(self.windows):
                 window.update(request, known, plans[i] if plans else None)
-        most = 1 << max(0, max(counts, default=0) - 1).bit_length()
+        max_tokens = 1 << max(0, max(counts, default=0) - 1).bit_length()
         for window in self.windows if rows else ():
-            window.update_schedules(self.lengths.tensor[: len(rows)], most)
+            window.update_schedules(self.lengths.tensor[: len(rows)], max_tokens)
         self._known = rows
 
-    def _update_shared(self, request: Request, counts: Sequence[int], *, counted: bool) -> None:
+    def _update_per_step(self, request: Request, counts: Sequence[int], *, counted: bool) -> None:
         holdings = request.holdings
         if counted:
             self.lengths.show(array("i", [holding.length + n for holding, n in zip(holdings, counts, strict=True)]))
@@ -163,10 +157,10 @@ class StepBuffers:
             self.cu_seqlens_q.show(array("i", accumulate(counts, initial=0)))
             self._shown_counts = counts
 
-    def cut(self, request: Request, *, writing: bool) -> tuple[Shared, list[PerWindow]]:
-        """The parts of the buffers that steps of this shape use, and those of each ledger."""
+    def cut(self, request: Request, *, writing: bool) -> tuple[PerStep, list[PerWindow]]:
+        """The slices of the buffers that steps of this shape use, and those of each allocator."""
         rows, tokens = len(request.tokens), prod(request.shape)
-        shared = Shared(
+        per_step = PerStep(
             self.lengths.tensor[:rows],
             self.cu_seqlens_q.tensor[: rows + 1] if request.packed else None,
             self.positions.tensor[:tokens].view(request.shape) if writing else None,
@@ -178,11 +172,11 @@ class StepBuffers:
                 x.starts.tensor[:rows],
                 x.slots.tensor[:tokens] if writing else None,
                 x.schedules,
-                x.trunk and x.trunk.cut(rows),
+                x.shared_prefix and x.shared_prefix.cut(rows),
             )
             for x in self.windows
         ]
-        return shared, windows
+        return per_step, windows
 
 
 def _positions(holdings: Sequence[Holding], counts: Sequence[int]) -> array:

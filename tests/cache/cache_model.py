@@ -6,7 +6,7 @@ from itertools import count
 import torch
 
 from attnlib import KVCache, KVLayout
-from attnlib.cache.pages import PageLedger
+from attnlib.cache.pages import PageAllocator
 
 LAYERS = (
     KVLayout.grouped(2, 3, 1),
@@ -52,33 +52,33 @@ def stored(view, row: int, layer: int, tokens: list[int]) -> None:
             assert torch.equal(view.v[page, j % size], second)
 
 
-def ledger_state(ledger: PageLedger) -> tuple:
-    """Everything a ledger knows, to compare."""
+def allocator_state(allocator: PageAllocator) -> tuple:
+    """Everything an allocator knows, to compare."""
     holdings = {
-        handle: (h.padding, h.start, h.length, h.dropped, tuple(h.pages)) for handle, h in ledger._holdings.items()
+        handle: (h.padding, h.start, h.length, h.dropped, tuple(h.pages)) for handle, h in allocator._holdings.items()
     }
-    return holdings, tuple(ledger._free), tuple(ledger._owners)
+    return holdings, tuple(allocator._free), tuple(allocator._owners)
 
 
-def check_ledger(ledger: PageLedger) -> None:
-    """The invariants of a ledger between steps."""
-    holdings = ledger._holdings.values()
+def check_allocator(allocator: PageAllocator) -> None:
+    """The invariants of an allocator between steps."""
+    holdings = allocator._holdings.values()
     owners = Counter(page for holding in holdings for page in holding.pages)
-    assert ledger._owners == [owners[page] for page in range(ledger.total)]
-    assert sorted(ledger._free) == [page for page in range(ledger.total) if not owners[page]]
-    assert ledger.used + len(ledger._free) == ledger.total
+    assert allocator._owners == [owners[page] for page in range(allocator.total)]
+    assert sorted(allocator._free) == [page for page in range(allocator.total) if not owners[page]]
+    assert allocator.used + len(allocator._free) == allocator.total
     for h in holdings:
         assert len(set(h.pages)) == len(h.pages)
-        assert h.dropped + len(h.pages) == max(h.dropped, -(-h.length // ledger.page_size))
-        assert h.start == max(h.padding, h.dropped * ledger.page_size)
-        reach = 0 if ledger.window is None else max(0, h.length - ledger.window + 1)
-        assert h.dropped * ledger.page_size <= reach
+        assert h.dropped + len(h.pages) == max(h.dropped, -(-h.length // allocator.page_size))
+        assert h.start == max(h.padding, h.dropped * allocator.page_size)
+        reach = 0 if allocator.window is None else max(0, h.length - allocator.window + 1)
+        assert h.dropped * allocator.page_size <= reach
 
 
 def state(cache: KVCache) -> tuple:
     """All that a failing call must leave alone on the host."""
-    ledgers = [ledger_state(ledger) for ledger in cache._book.ledgers.values()]
-    return ledgers, [layer.convention for layer in cache._layers], cache.used_bytes
+    allocators = [allocator_state(allocator) for allocator in cache._sequences.allocators.values()]
+    return allocators, [layer.convention for layer in cache._layers], cache.used_bytes
 
 
 class Twin:
@@ -131,11 +131,11 @@ class Twin:
 
     def _check_writers(self, new) -> None:
         """Every page that a sequence writes in this step is its own alone."""
-        for ledger in self.cache._book.ledgers.values():
+        for allocator in self.cache._sequences.allocators.values():
             for handle, numbers in new.items():
-                holding = ledger._holdings[handle]
-                first = holding.length // ledger.page_size - holding.dropped
-                assert not numbers or all(ledger._owners[page] == 1 for page in holding.pages[first:])
+                holding = allocator._holdings[handle]
+                first = holding.length // allocator.page_size - holding.dropped
+                assert not numbers or all(allocator._owners[page] == 1 for page in holding.pages[first:])
 
     def check_view(self, view, layer: int, rows: dict, before: dict) -> None:
         """A view shows these tokens, and every key that a query after ``before`` tokens can see."""
@@ -147,21 +147,21 @@ class Twin:
             stored(view, row, layer, tokens)
 
     def needs(self, tokens) -> list[tuple[int, int]]:
-        """Pages that a step needs and that are free, per ledger, counted sequence by sequence."""
+        """Pages that a step needs and that are free, per allocator, counted sequence by sequence."""
         counts = dict.fromkeys(self.model, tokens) if isinstance(tokens, int) else tokens
         answers = []
-        for ledger in self.cache._book.ledgers.values():
-            size, need, owners = ledger.page_size, 0, Counter()
-            for holding in ledger._holdings.values():
+        for allocator in self.cache._sequences.allocators.values():
+            size, need, owners = allocator.page_size, 0, Counter()
+            for holding in allocator._holdings.values():
                 owners.update(holding.pages)
             for handle, n in counts.items():
                 length = len(self.model[handle])
                 need += -(-(length + n) // size) - -(-length // size)
                 if n and length % size:
-                    page = ledger._holdings[handle].pages[-1]
+                    page = allocator._holdings[handle].pages[-1]
                     need += owners[page] > 1
                     owners[page] -= 1
-            answers.append((need, len(ledger._free)))
+            answers.append((need, len(allocator._free)))
         return answers
 
     def fork(self, handle, n: int = 1) -> list:
@@ -183,7 +183,7 @@ class Twin:
         """Whether all keys are kept that the last ``n`` tokens of a sequence can see as queries."""
         first = len(self.model[handle]) - n
         for layer in self.cache._layers:
-            kept = self.cache._book.ledgers[layer.layout.window].holding(handle).dropped * self.cache.page_size
+            kept = self.cache._sequences.allocators[layer.layout.window].holding(handle).dropped * self.cache.page_size
             if n and kept > max(0, first - (layer.layout.window or 0) + 1):
                 return False
         return True
@@ -198,15 +198,15 @@ class Twin:
                 self.check_view(layer.view(), i, rows, before)
 
     def check(self) -> None:
-        """Everything that is stored equals the model, the ledgers are sound, and free pages are poison if asked for."""
+        """Everything that is stored equals the model, the allocators are sound, and free pages are poison if asked."""
         self.read(0)
         held = 0
-        for window, ledger in self.cache._book.ledgers.items():
-            check_ledger(ledger)
+        for window, allocator in self.cache._sequences.allocators.items():
+            check_allocator(allocator)
             mine = [layer for layer in self.cache._layers if layer.layout.window == window]
-            held += ledger.used * ledger.page_size * sum(layer.layout.token_bytes for layer in mine)
+            held += allocator.used * allocator.page_size * sum(layer.layout.token_bytes for layer in mine)
             for layer in mine if self.cache._poisons else ():
-                assert all(plane[ledger._free].isnan().all() for plane in layer.planes.values())
+                assert all(plane[allocator._free].isnan().all() for plane in layer.planes.values())
         assert self.cache.used_bytes == held
         for handle, tokens in self.model.items():
             assert self.cache.length(handle) == len(tokens)

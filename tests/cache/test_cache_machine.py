@@ -66,7 +66,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def fits(self, tokens) -> bool:
         counts = dict.fromkeys(self.live, tokens) if isinstance(tokens, int) else tokens
-        short = any(len(self.twin.model[h]) + n > self.twin.cache._book.max_length for h, n in counts.items())
+        short = any(len(self.twin.model[h]) + n > self.twin.cache._sequences.max_length for h, n in counts.items())
         return not short and all(need <= free for need, free in self.twin.needs(tokens))
 
     @rule(data=st.data())

@@ -441,7 +441,7 @@ def test_check_mode_poisons_what_is_free(monkeypatch, store):
         ]
 
     def free() -> list[list[int]]:
-        return [sorted(cache._book.ledgers[layout.window]._free) for layout in layouts]
+        return [sorted(cache._sequences.allocators[layout.window]._free) for layout in layouts]
 
     assert poisoned() == free() == [list(range(8))] * 2
     first, second = cache.admit(2)
@@ -504,7 +504,7 @@ def test_a_read_finds_what_its_queries_see_or_is_refused(page_size, rollback):
     twin = paged(PLAIN, KVLayout.grouped(1, 2, window=3), page_size=page_size, rollback=rollback)
     (handle,) = twin.admit()
     twin.step(11)
-    kept = twin.cache._book.ledgers[3].holding(handle).start
+    kept = twin.cache._sequences.allocators[3].holding(handle).start
     for n in range(12):
         if 11 - n - 2 >= kept:
             twin.read(n)
@@ -583,4 +583,4 @@ def test_layouts_are_checked():
 def test_wrong_admissions_are_refused(arguments, error, message):
     twin = paged()
     refused(twin, error, lambda: twin.cache.admit(**arguments), message)
-    assert twin.cache._book.handles == []
+    assert twin.cache._sequences.handles == []

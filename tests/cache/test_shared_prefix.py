@@ -21,12 +21,15 @@ from attnlib import (
     MultiHeadLatentAttention,
     Rope,
     cached_attention,
+    explain,
+    functional,
     sliding,
 )
 from attnlib import cached_attention_with_lse as attend
-from attnlib.cache import trunk
+from attnlib.cache import shared_prefix
 from attnlib.cache.pages import Holding
-from attnlib.cache.trunk import Run, runs
+from attnlib.cache.shared_prefix import PrefixGroup, prefix_groups
+from attnlib.call import checked
 
 HEADS, SIZE, MOST = 4, 2, 24
 GROUPED = KVLayout.grouped(2, 4, 3, dtype=torch.float64)
@@ -48,7 +51,7 @@ CALLS = {
 @pytest.fixture(autouse=True)
 def _short_prefixes():
     """A single page is shared."""
-    with mock.patch.object(trunk, "SHARED_TOKENS", SIZE):
+    with mock.patch.object(shared_prefix, "SHARED_TOKENS", SIZE):
         yield
 
 
@@ -85,7 +88,7 @@ class Pair:
 
     def shortest(self, i: int) -> int:
         """The length that a truncation may leave at least."""
-        return max(ledger.shortest(self.live[i][0]) for ledger in self.caches[0]._book.ledgers.values())
+        return max(allocator.shortest(self.live[i][0]) for allocator in self.caches[0]._sequences.allocators.values())
 
     def length(self, i: int) -> int:
         return self.caches[0].length(self.live[i][0])
@@ -230,28 +233,72 @@ def test_forks_attend_as_if_each_had_stored_its_own(tokens, call, backend):
 
 @pytest.mark.parametrize("layout", [GROUPED, LATENT, LAYOUTS[3]], ids=("grouped", "latent", "int8"))
 def test_shared_pages_are_read_in_one_row(layout):
-    """The row of a run is all that reads them: elsewhere the table may name any page. Without it they are missed."""
+    """The row of a group is all that reads them: elsewhere the table may name any page. Without it they are missed."""
     (view,) = forked(length=7, n=3, layouts=(layout,)).run(1)
-    shared, rest = view.parts
+    shared, own = view.shared, view.own
     assert shared.lengths.tolist() == [6]
     assert shared.cu_seqlens_q.tolist() == [0, 4]
-    assert rest.starts.tolist() == [6, 6, 6, 6]
+    assert own.starts.tolist() == [6, 6, 6, 6]
     assert view.starts.tolist() == [0, 0, 0, 0]
     q = torch.randn(4, 1, HEADS, layout.dim + layout.tail, dtype=torch.float64)
     whole = cached_attention(q, replace(view), mask=CAUSAL)
     scrambled = view.table.clone()
     scrambled[:, :3] = -1
-    elsewhere = view.divided(shared, replace(rest, table=scrambled))
+    elsewhere = view.with_shared(shared, replace(own, table=scrambled))
     torch.testing.assert_close(cached_attention(q, elsewhere, mask=CAUSAL), whole, rtol=1e-12, atol=1e-12)
-    without = view.divided(replace(shared, lengths=torch.zeros_like(shared.lengths)), rest)
+    without = view.with_shared(replace(shared, lengths=torch.zeros_like(shared.lengths)), own)
     assert not cached_attention(q, without, mask=CAUSAL).isclose(whole).all(-1).any()
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("tokens", [2, {0: 1, 1: 2}], ids=str)
+def test_explain_tells_the_calls_that_run(tokens, call):
+    """Two where what is shared is seen whole by all, one elsewhere; run for run."""
+    (view,) = forked(n=1).run(tokens)
+    q, ran = torch.randn(*((2, 2) if tokens == 2 else (3,)), HEADS, 4, dtype=torch.float64), []
+    with mock.patch.object(functional, "checked", side_effect=lambda x: ran.append(checked(x)) or ran[-1]):
+        told = explain(attend, q, view, **CALLS[call])
+        explained = [x.spec for x in ran]
+        attend(q, view, **CALLS[call])
+    assert [x.spec for x in ran[len(explained) :]] == explained == [x.spec for x in (told, told.shared) if x]
+    assert [x.kv for x in ran[: len(explained)]] == ([view] if told.shared is None else [view.own, view.shared])
+    assert (told.shared is None) == (call in ("behind", "sliding", "slopes"))
+
+
+def test_explain_prints_both_calls_and_the_merge():
+    (view,) = forked(n=1).run(1)
+    q = torch.randn(2, 1, HEADS, 4, dtype=torch.float64)
+    first, *lines = str(explain(cached_attention, q, view, mask=CAUSAL)).splitlines()
+    assert first == "two calls, whose results merge_states joins"
+    assert [line for line in lines if not line.startswith(" ")] == [
+        "of each sequence's own keys:",
+        "of shared prefixes, once for each group:",
+    ]
+    assert lines.count("  runs on: torch") == 2
+    assert [line.partition(":")[0] for line in lines].count("  cached attention") == 2
+    named = explain(cached_attention, q, view, mask=CAUSAL, backend="reference")
+    assert (named.chosen, named.shared.chosen) == ("reference", "reference")
+    alone = explain(cached_attention, q, replace(view), mask=CAUSAL)
+    assert (alone.chosen, alone.shared) == ("torch", None)
+    assert str(alone).startswith("cached attention: ")
+
+
+@pytest.mark.parametrize("q", [None, torch.zeros(HEADS), torch.zeros(2, 1, HEADS, 4).to_sparse()], ids=repr)
+def test_what_is_no_query_is_refused_as_over_any_view(q):
+    (view,) = forked(n=1).run(1)
+    with pytest.raises((TypeError, ValueError), match=r"^q: ") as plain:
+        cached_attention(q, replace(view), mask=CAUSAL)
+    for run in (cached_attention, lambda *args, **how: explain(cached_attention, *args, **how)):
+        with pytest.raises(plain.type) as error:
+            run(q, view, mask=CAUSAL)
+        assert str(error.value) == str(plain.value)
 
 
 def test_a_nan_in_what_some_share_reaches_no_other():
     pair = forked(prefixes=3, n=1)
     pair.admit(1)
     (view,) = pair.run(3)
-    shared, _ = view.parts
+    shared = view.shared
     assert shared.cu_seqlens_q.tolist() == [0, 6, 9, 9]
     for plane in (view.k, view.v):
         plane[shared.table[0, 0].long()] = torch.nan
@@ -271,66 +318,72 @@ def holdings(*pages: str) -> list[Holding]:
     ("pages", "expected"),
     [
         ([], []),
-        (["abc"], [Run(1, 0)]),
-        (["abx", "aby", "ab"], [Run(3, 2)]),
-        (["abcx", "abcy", "az"], [Run(2, 3), Run(1, 0)]),  # a third row would share one page in place of three
-        (["abx", "aby", "abz", "az"], [Run(3, 2), Run(1, 0)]),
-        (["abx", "aby", "az"], [Run(3, 1)]),
-        (["x", "y", "abp", "abq", "z", "cu", "cv"], [Run(2, 0), Run(2, 2), Run(1, 0), Run(2, 1)]),
-        (["abp", "z", "abq"], [Run(3, 0)]),  # not neighbours
-        (["", "", "a"], [Run(3, 0)]),
+        (["abc"], [(1, 0)]),
+        (["abx", "aby", "ab"], [(3, 2)]),
+        (
+            ["abcx", "abcy", "az"],
+            [(2, 3), (1, 0)],
+        ),  # a third row would share one page in place of three
+        (["abx", "aby", "abz", "az"], [(3, 2), (1, 0)]),
+        (["abx", "aby", "az"], [(3, 1)]),
+        (
+            ["x", "y", "abp", "abq", "z", "cu", "cv"],
+            [(2, 0), (2, 2), (1, 0), (2, 1)],
+        ),
+        (["abp", "z", "abq"], [(3, 0)]),  # not neighbours
+        (["", "", "a"], [(3, 0)]),
     ],
 )
-def test_runs_of_neighbours(pages, expected):
+def test_groups_of_neighbours(pages, expected):
     given = holdings(*pages)
-    assert runs(given, [len(x.pages) for x in given], SIZE) == expected
+    assert prefix_groups(given, [len(x.pages) for x in given], SIZE) == expected
 
 
-def test_short_prefixes_and_unfinished_pages_make_no_run():
+def test_short_prefixes_and_unfinished_pages_make_no_group():
     given = holdings("abc", "abd", "abe")
-    for whole in ([3, 1, 3], [1, 3, 3]):
-        assert runs(given, whole, SIZE) == [Run(3, 1)]
-    assert runs(given, [3, 0, -2], SIZE) == [Run(3, 0)]
-    with mock.patch.object(trunk, "SHARED_TOKENS", 2 * SIZE + 1):
-        assert runs(given, [3, 3, 3], SIZE) == [Run(3, 0)]
+    for full_pages in ([3, 1, 3], [1, 3, 3]):
+        assert prefix_groups(given, full_pages, SIZE) == [PrefixGroup(3, 1)]
+    assert prefix_groups(given, [3, 0, -2], SIZE) == [PrefixGroup(3, 0)]
+    with mock.patch.object(shared_prefix, "SHARED_TOKENS", 2 * SIZE + 1):
+        assert prefix_groups(given, [3, 3, 3], SIZE) == [PrefixGroup(3, 0)]
 
 
-def test_more_runs_than_there_is_room_for():
+def test_more_groups_than_are_asked_for():
     pair = forked(prefixes=2, n=1)
     for _ in range(2):
         pair.admit(1)
         pair.run({len(pair.live) - 1: 5})
         pair.fork(len(pair.live) - 1)
     (view,) = pair.run({0: 1, 1: 1, 3: 2, 2: 2, 5: 1, 4: 1})
-    shared, rest = view.parts
+    shared, own = view.shared, view.own
     assert shared.lengths.tolist() == [6, 4]
     assert shared.cu_seqlens_q.tolist() == [0, 2, 6]
-    assert rest.starts.tolist() == [6, 6, 4, 4, 0, 0]
+    assert own.starts.tolist() == [6, 6, 4, 4, 0, 0]
     (view,) = pair.run({0: 1, 2: 2, 1: 1})
-    assert view.parts[0].lengths.tolist() == [0, 0]
-    assert view.parts[1].starts.tolist() == [0, 0, 0]
+    assert view.shared.lengths.tolist() == [0, 0]
+    assert view.own.starts.tolist() == [0, 0, 0]
 
 
 def test_what_is_truncated_is_not_shared_when_it_has_grown_again():
-    """By steps of the same sequences and sizes, which look for runs no more while all keep what they share."""
+    """By steps of the same sequences and sizes, which look for groups no more while all keep what they share."""
     pair = forked(n=1)
     (view,) = pair.run(5)
-    assert view.parts[0].lengths.tolist() == [6]
+    assert view.shared.lengths.tolist() == [6]
     pair.truncate(0, 3)
     for _ in range(2):
         pair.run(5)
-        assert view.parts[0].lengths.tolist() == [2]
-        assert view.parts[1].starts.tolist() == [2, 2]
+        assert view.shared.lengths.tolist() == [2]
+        assert view.own.starts.tolist() == [2, 2]
 
 
-def test_other_sequences_of_the_same_sizes_are_other_runs():
+def test_other_sequences_of_the_same_sizes_are_other_groups():
     pair = forked(n=1)
     pair.admit(1)
     pair.run({2: 9})
     pair.fork(2)
     for rows, shared in (((0, 1), 6), ((2, 3), 8), ((0, 2), 0), ((1, 0), 6)):
         (view,) = pair.run(dict.fromkeys(rows, 1))
-        assert view.parts[0].lengths.tolist() == [shared]
+        assert view.shared.lengths.tolist() == [shared]
 
 
 def test_children_share_when_their_parent_is_gone():
@@ -338,8 +391,8 @@ def test_children_share_when_their_parent_is_gone():
     pair.run(1)
     pair.release(0)
     (view,) = pair.run(1)
-    assert view.parts[0].lengths.tolist() == [6]
-    assert view.parts[0].cu_seqlens_q.tolist() == [0, 2]
+    assert view.shared.lengths.tolist() == [6]
+    assert view.shared.cu_seqlens_q.tolist() == [0, 2]
 
 
 def test_left_padding_stays_hidden():
@@ -348,16 +401,16 @@ def test_left_padding_stays_hidden():
     pair.run(7)
     pair.fork(0)
     (view,) = pair.run(1)
-    shared, rest = view.parts
+    shared, own = view.shared, view.own
     assert shared.starts.tolist() == [3]
     assert shared.lengths.tolist() == [6]
-    assert rest.starts.tolist() == [6, 6]
+    assert own.starts.tolist() == [6, 6]
     long = Pair(1, (GROUPED,))
     long.admit(1, padding=5)
     long.run(4)
     long.fork(0)
     (view,) = long.run(4)
-    assert view.parts[1].starts.tolist() == [5, 5]
+    assert view.own.starts.tolist() == [5, 5]
 
 
 def test_queries_of_a_read_are_not_after_all_tokens():
@@ -365,14 +418,14 @@ def test_queries_of_a_read_are_not_after_all_tokens():
     pair = forked(length=6, n=1)
     for queries, shared in ((1, 4), (2, 4), (3, 2), (6, 0), (9, 0), (1, 4)):
         (view,) = pair.run(queries, reading=True)
-        assert view.parts[0].lengths.tolist() == [shared]
+        assert view.shared.lengths.tolist() == [shared]
     (view,) = pair.run(1)
-    assert view.parts[0].lengths.tolist() == [6]
+    assert view.shared.lengths.tolist() == [6]
 
 
-def test_decoding_looks_for_runs_once():
+def test_decoding_looks_for_groups_once():
     pair = forked()
-    with mock.patch.object(trunk, "runs", wraps=runs) as found:
+    with mock.patch.object(shared_prefix, "prefix_groups", wraps=prefix_groups) as found:
         for _ in range(5):
             pair.run(1, calls={})
         assert found.call_count == 1
@@ -392,8 +445,8 @@ def test_views_and_their_memory_stay():
         views += pair.run(1)
         pair.release(0)
         pair.fork(1)
-        shared, rest = views[-1].parts
-        buffers = [x for part in (shared, rest) for x in (part.table, part.starts, part.lengths)]
+        shared, own = views[-1].shared, views[-1].own
+        buffers = [x for part in (shared, own) for x in (part.table, part.starts, part.lengths)]
         addresses.add(tuple(x.data_ptr() for x in (*buffers, shared.cu_seqlens_q)))
     assert all(view is views[0] for view in views)
     assert len(addresses) == 1
@@ -401,11 +454,11 @@ def test_views_and_their_memory_stay():
 
 def test_who_does_not_ask_gets_one_view():
     with make(0).step(0) as (kv,):
-        assert kv.view().parts is None
+        assert kv.view().shared is None
     layouts = (GROUPED, replace(GROUPED, window=5))
     with make(2, layouts).step(0) as layers:
-        assert [layer.view().parts is None for layer in layers] == [False, True]
-        assert replace(layers[0].view()).parts is None
+        assert [layer.view().shared is None for layer in layers] == [False, True]
+        assert replace(layers[0].view()).shared is replace(layers[0].view()).own is None
     with pytest.raises(ValueError, match="shared_prefixes: expected at least 0, got -1"):
         make(-1)
 

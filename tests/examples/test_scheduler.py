@@ -78,7 +78,7 @@ class Watched(Scheduler):
 def sample_by_pages(scheduler: Scheduler, tokens: int) -> Sample:
     """What :func:`serving.measure` says, held against the ledger, page by page."""
     sample = MEASURE(scheduler, tokens)
-    [ledger] = scheduler.cache._book.ledgers.values()
+    [ledger] = scheduler.cache._sequences.allocators.values()
     size, filled = ledger.page_size, {}
     for holding in ledger.holdings(ledger.handles):
         for index, page in enumerate(holding.pages):

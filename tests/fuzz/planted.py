@@ -8,7 +8,7 @@ from attnlib import Mask, call
 from attnlib.backends import _torch, autograd
 from attnlib.backends._torch import implementations, pages, tiles
 from attnlib.cache import kv_cache
-from attnlib.cache.pages import PageLedger
+from attnlib.cache.pages import PageAllocator
 from attnlib.cache.step import StepBuffers, TableBuffers
 
 Bug = Callable[[Callable], object]  # what takes the attribute that it is put in the place of
@@ -126,9 +126,9 @@ PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "rows of nobody left": ("varlen", 20, implementations, "_fill_nothing", nothing),
     "left padding seen": ("cached", 40, pages, "Batch", starts_ignored),
     "a forked page not copied": ("cached", 60, kv_cache, "copy_pages", nothing),
-    "a forked page lost in a failed step": ("cached", 150, PageLedger, "_writers_in_place", shortest_heir),
+    "a forked page lost in a failed step": ("cached", 150, PageAllocator, "_writers_in_place", shortest_heir),
     "a stale table after a failed step": ("cached", 120, StepBuffers, "forget", nothing),
     "stale starts behind a window": ("cached", 60, TableBuffers, "_update_starts", nothing),
-    "a stale length in a read": ("cached", 20, StepBuffers, "_update_shared", stale_length),
+    "a stale length in a read": ("cached", 20, StepBuffers, "_update_per_step", stale_length),
     "int8 rounded down": ("cached", 20, _torch, "quantise", rounded_down),
 }

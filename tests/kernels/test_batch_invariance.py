@@ -40,7 +40,7 @@ else:
 def short_sections(monkeypatch):
     """On the interpreter, sections and tiles that short sequences fill."""
     if INTERPRETED:
-        monkeypatch.setattr(buffer, "LEAST", 32)
+        monkeypatch.setattr(buffer, "MIN_SPLIT_SIZE", 32)
         monkeypatch.setattr(decode_tables, "fixed", lambda problem: DecodeConfig(16, 16, 2, 4))
 
 

@@ -1,4 +1,4 @@
-"""Forks that read their common pages once, on the decode kernels: every layout, and graphs that outlive their runs."""
+"""Forks that read their common pages once, on the decode kernels: every layout, and graphs that outlive groups."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from attnlib import CAUSAL, KVCache, KVLayout
 from attnlib import cached_attention_with_lse as attend
 from attnlib.backends._triton.decode_tables import DecodeConfig
-from attnlib.cache import trunk
+from attnlib.cache import shared_prefix
 
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 GROUPED, LATENT = KVLayout.grouped(2, 16, dtype=DTYPE), KVLayout.latent(32, 16, dtype=DTYPE)
@@ -27,7 +27,7 @@ if INTERPRETED:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Short prefixes, and on the interpreter small tiles and short parts."""
-    monkeypatch.setattr(trunk, "SHARED_TOKENS", SIZE)
+    monkeypatch.setattr(shared_prefix, "SHARED_TOKENS", SIZE)
     plan_for(monkeypatch, **({"tiles": DecodeConfig(16, 16, 2, 4), "small": True} if INTERPRETED else {}))
     yield
     monkeypatch.undo()
@@ -65,7 +65,7 @@ def test_forks_attend_as_if_each_read_all(name, counts):
         with cache.step(1 if counts == DENSE else dict(zip(handles, counts, strict=True))) as (kv,):
             view = kv.append(k, v)
             out, lse = attend(q, view, mask=CAUSAL, sinks=sinks, backend="triton")
-        assert view.parts[0].lengths.tolist() == [PROMPT // SIZE * SIZE] * 2
+        assert view.shared.lengths.tolist() == [PROMPT // SIZE * SIZE] * 2
         plain, plain_lse = attend(q, replace(view), mask=CAUSAL, sinks=sinks, backend="torch")
         eps = 4 * torch.finfo(DTYPE).eps
         torch.testing.assert_close(out, plain, rtol=eps, atol=eps)
@@ -74,7 +74,7 @@ def test_forks_attend_as_if_each_read_all(name, counts):
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 @torch.no_grad()
-def test_a_captured_step_follows_the_runs():
+def test_a_captured_step_follows_the_groups():
     """As many sequences as at the capture, which later share less, other pages, and nothing."""
     eager, captured = (forked(GROUPED) for _ in range(2))
     new, graph = tensors(GROUPED, 4, 1), torch.cuda.CUDAGraph()

@@ -116,7 +116,7 @@ def test_twenty_packed_decode_steps(name):
     """One token of each sequence, the second of them first."""
     model = MODELS[name]()
     run, counter = compiled(model)
-    check_decoding(model, run, counter, 4, lambda cache, i: dict.fromkeys(reversed(cache._book.handles), 1))
+    check_decoding(model, run, counter, 4, lambda cache, i: dict.fromkeys(reversed(cache._sequences.handles), 1))
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -127,7 +127,7 @@ def test_sequences_that_come_and_go_compile_at_most_twice(kind):
     for _ in range(2):
         cache = cache_for(model)
         for i, batch in enumerate((2, 3, 4, 3, 4)):
-            handles = cache._book.handles
+            handles = cache._sequences.handles
             if batch < len(handles):
                 cache.release(handles[1])
                 cache.truncate(handles[0], 2)

@@ -71,7 +71,7 @@ def test_decoding_under_autocast_takes_a_cache_of_its_dtype(kind):
     words = r"kv: expected a cache of torch.bfloat16, .* got torch.float32; .*kv_layout read within torch.autocast"
     with pytest.raises(TypeError, match=words), torch.autocast("cpu", torch.bfloat16):
         feed_dense(model, narrow, chunks[0])
-    assert not any(narrow.length(handle) for handle in narrow._book.handles)
+    assert not any(narrow.length(handle) for handle in narrow._sequences.handles)
     with pytest.raises(TypeError, match=r"expected torch.bfloat16 like the cache, got torch.float32"):
         feed_dense(model, cache, chunks[2])
 

@@ -301,7 +301,7 @@ def test_caches_of_other_layers_are_refused(cached):
         cache.admit()
         with pytest.raises(error, match=words):
             feed_dense(Stack(layer), cache, x)
-        (handle,) = cache._book.handles
+        (handle,) = cache._sequences.handles
         assert cache.length(handle) == 0
 
 
@@ -314,4 +314,4 @@ def test_a_layer_that_is_cast_leaves_its_cache_behind(cached):
             feed_dense(Stack(layer.to(dtype)), cache, tokens(2, 1).to(dtype))
     layer.double()
     assert feed_dense(Stack(layer), cache, tokens(2, 1)).isfinite().all()
-    assert [cache.length(handle) for handle in cache._book.handles] == [4, 4]
+    assert [cache.length(handle) for handle in cache._sequences.handles] == [4, 4]

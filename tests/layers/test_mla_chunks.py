@@ -311,7 +311,7 @@ def test_x_has_the_shape_of_the_read(x):
     layer, cache = stored(mask=FULL)
     with pytest.raises(ValueError, match=r"q: expected \[b=2, s, h, d\]"), torch.no_grad(), cache.read(1) as (kv,):
         layer(x, context=kv.view())
-    handle, _ = cache._book.handles
+    handle, _ = cache._sequences.handles
     with pytest.raises(ValueError, match=r"q: expected \[t, h, d\]"), torch.no_grad(), cache.read({handle: 2}) as (kv,):
         layer(tokens(1, 2), context=kv.view())
 

@@ -1,10 +1,10 @@
-"""The ledgers of one cache, one per window, kept in step: the same sequences, of the same lengths. Plain Python."""
+"""The sequences of one cache, in one page allocator per window, all of the same lengths. Plain Python."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..checks import INT32, check_count
-from .pages import CacheFullError, Handle, Holding, PageLedger, Plan
+from .pages import CacheFullError, Handle, Holding, PageAllocator, StepPlan
 
 Window = int | None
 Freed = list[tuple[Window, Sequence[int]]]  # pages that became free, by window
@@ -12,7 +12,7 @@ Freed = list[tuple[Window, Sequence[int]]]  # pages that became free, by window
 
 class Request(NamedTuple):
     """How many tokens each sequence gets, in row order; the shape of all of them, ``[b, s]`` or packed ``[t]``; and
-    what the sequences hold in the first ledger."""
+    what the sequences hold in the first allocator."""
 
     tokens: Mapping[Handle, int]
     shape: tuple[int, ...]
@@ -24,18 +24,18 @@ class Request(NamedTuple):
         return len(self.shape) == 1
 
 
-class Book:
-    """What a cache knows of its sequences on the host. Every change happens in all ledgers or in none."""
+class Sequences:
+    """What a cache knows of its sequences on the host. Every change happens in all page allocators or in none."""
 
     def __init__(
         self, pages: Mapping[Window, int], page_size: int, *, max_sequences: int, max_length: int, rollback: int = 0
     ):
         self.max_sequences = max_sequences
         self.max_length = max_length
-        self.ledgers = {
-            window: PageLedger(count, page_size, window=window, rollback=rollback) for window, count in pages.items()
+        self.allocators = {
+            window: PageAllocator(count, page_size, window=window, rollback=rollback) for window, count in pages.items()
         }
-        self._first = next(iter(self.ledgers.values()))  # for what is the same in all
+        self._first = next(iter(self.allocators.values()))  # for what is the same in all
 
     @property
     def handles(self) -> list[Handle]:
@@ -43,33 +43,41 @@ class Book:
         return self._first.handles
 
     def holding(self, handle: Handle) -> Holding:
-        """What the sequence holds in the first ledger; length and padding are the same in all."""
+        """What the sequence holds in the first allocator; length and padding are the same in all."""
         return self._first.holding(handle)
 
-    def admit(self, padding: Sequence[int]) -> list[Handle]:
-        """Start an empty sequence for each count of left padding."""
+    def admit(self, n: int, left_padding: Sequence[int] | None = None) -> list[Handle]:
+        """Start ``n`` empty sequences, each with a count of left padding if there are any."""
+        check_count("n", n)
+        self.need_rows(n)
+        if left_padding is not None and not isinstance(left_padding, Sequence):
+            raise TypeError(f"left_padding: expected a sequence of ints, got {type(left_padding).__name__}")
+        padding = [0] * n if left_padding is None else list(left_padding)
+        if len(padding) != n:
+            raise ValueError(f"left_padding: expected {n} counts, one for each new sequence, got {len(padding)}")
         for count in padding:
             check_count("left_padding", count)
             if count > self.max_length:
                 raise ValueError(f"left_padding: expected at most max_length={self.max_length}, got {count}")
         handles = [Handle() for _ in padding]
-        for ledger in self.ledgers.values():
+        for allocator in self.allocators.values():
             for handle, count in zip(handles, padding, strict=True):
-                ledger.admit(handle, padding=count)
+                allocator.admit(handle, padding=count)
         return handles
 
     def fork(self, handle: Handle, n: int) -> list[Handle]:
         """Start ``n`` sequences that share what ``handle`` holds."""
+        check_count("n", n)
         self.holding(handle)
         self.need_rows(n)
         children = [Handle() for _ in range(n)]
-        for ledger in self.ledgers.values():
+        for allocator in self.allocators.values():
             for child in children:
-                ledger.fork(handle, child)
+                allocator.fork(handle, child)
         return children
 
     def need_rows(self, n: int) -> None:
-        """Raise CacheFullError when ``n`` new sequences have no room."""
+        """Raise CacheFullError when ``n`` new sequences are more than the cache has rows for."""
         free = self.max_sequences - len(self.handles)
         if n > free:
             raise CacheFullError(
@@ -95,15 +103,15 @@ class Book:
 
     def check_read(self, request: Request) -> None:
         """Raise RuntimeError for queries that could see a key which some window has dropped."""
-        for ledger in self.ledgers.values():
-            if ledger.window is not None:
-                ledger.check_read(request.tokens)
+        for allocator in self.allocators.values():
+            if allocator.window is not None:
+                allocator.check_read(request.tokens)
 
-    def reserve(self, request: Request) -> list[Plan]:
-        """A plan from each ledger, in their order.
+    def reserve(self, request: Request) -> list[StepPlan]:
+        """A plan from each allocator, in their order.
 
         Raises:
-            CacheFullError: pages are missing in some ledger, or a sequence would grow past ``max_length``.
+            CacheFullError: pages are missing in some allocator, or a sequence would grow past ``max_length``.
             ValueError: left padding would arrive packed.
         """
         tokens = request.tokens
@@ -118,31 +126,31 @@ class Book:
                     f"tokens: sequence {row} of the step has left padding {holding.padding} and length "
                     f"{holding.length}; padding arrives in dense steps, step(n)"
                 )
-        plans: list[Plan] = []
+        plans: list[StepPlan] = []
         try:
-            for ledger in self.ledgers.values():
-                plans.append(ledger.reserve(tokens))
+            for allocator in self.allocators.values():
+                plans.append(allocator.reserve(tokens))
         except CacheFullError:
             self.restore(plans)
             raise
         return plans
 
-    def commit(self, plans: Sequence[Plan]) -> Freed:
+    def commit(self, plans: Sequence[StepPlan]) -> Freed:
         """Commit every plan."""
-        return [(window, ledger.commit(plan)) for (window, ledger), plan in self._each(plans)]
+        return [(window, allocator.commit(plan)) for (window, allocator), plan in self._each(plans)]
 
-    def restore(self, plans: Sequence[Plan]) -> Freed:
-        """Undo every plan; of the first ledgers only, if there are fewer plans."""
-        return [(window, ledger.restore(plan)) for (window, ledger), plan in self._each(plans)]
+    def restore(self, plans: Sequence[StepPlan]) -> Freed:
+        """Undo every plan; of the first allocators only, if there are fewer plans."""
+        return [(window, allocator.restore(plan)) for (window, allocator), plan in self._each(plans)]
 
-    def _each(self, plans: Sequence[Plan]):
-        return zip(self.ledgers.items(), plans, strict=False)
+    def _each(self, plans: Sequence[StepPlan]):
+        return zip(self.allocators.items(), plans, strict=False)
 
     def truncate(self, handle: Handle, length: int) -> Freed:
         """Forget all tokens from ``length`` on."""
-        for ledger in self.ledgers.values():
-            ledger.check_truncate(handle, length)
-        return [(window, ledger.truncate(handle, length)) for window, ledger in self.ledgers.items()]
+        for allocator in self.allocators.values():
+            allocator.check_truncate(handle, length)
+        return [(window, allocator.truncate(handle, length)) for window, allocator in self.allocators.items()]
 
     def release(self, handles: Sequence[Handle]) -> Freed:
         """End these sequences."""
@@ -150,4 +158,4 @@ class Book:
             self.holding(handle)
         if len(set(handles)) < len(handles):
             raise ValueError("handle: expected each sequence once, got one of them twice")
-        return [(window, ledger.release(handle)) for window, ledger in self.ledgers.items() for handle in handles]
+        return [(window, pages.release(handle)) for window, pages in self.allocators.items() for handle in handles]
