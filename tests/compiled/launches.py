@@ -52,7 +52,7 @@ def _dense(build: Build) -> Prepared:
     mask = MASKS[build.mask]
     scale, softcap = build.head[0] ** -0.5, 50.0 if build.softcap else None
     arguments = Arguments(
-        *(named[name] for name in ["q", "k", "v", "slopes", "sinks", "starts", "ends", "cu_q", "cu_k", "seed", "origin"]),
+        *(named[name] for name in ("q", "k", "v", "slopes", "sinks", "starts", "ends", "cu_q", "cu_k", "seed")), None,
         mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None,
     )  # fmt: skip
     key = key_of(arguments)._replace(tf32=build.dtype == "tf32")
@@ -91,7 +91,7 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         "starts": numbers(BATCH, dtype=torch.int32, given="starts" in build.rows),
         "ends": numbers(BATCH, dtype=torch.int32, given="ends" in build.rows),
         "cu_q": offsets, "cu_k": offsets,
-        "seed": numbers(1, dtype=torch.int64, given=build.dropout), "origin": None,
+        "seed": numbers(1, dtype=torch.int64, given=build.dropout),
     }  # fmt: skip
 
 
