@@ -1,7 +1,5 @@
 """torch's fused CPU attention, and when it is exact."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -20,11 +18,6 @@ def causality(part: Part, rule: Rule, v: Tensor) -> bool | None:
         return False
     square = first == low and s == high - low and mask.right == 0 and mask.prefix <= low + 1
     return True if square and (mask.left is None or mask.left >= s - 1) else None
-
-
-def all_finite(causal: bool, *tensors: Tensor) -> bool:
-    """Whether fused attention may multiply by zero what a causal mask hides. (Overflow of the sum costs only time.)"""
-    return not causal or all(math.isfinite(x.sum().item()) for x in tensors)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,9 @@
 """FlashAttention in plain torch (Dao, 2023, arXiv 2307.08691): forward and backward over tiles of queries and keys.
 
 A tile of scores is ``[n * g, f * s, t]``: sequences and KV heads side by side, a group's query heads stacked as rows.
-Whatever is hidden is selected away, never multiplied by zero, so that a NaN in a hidden key cannot spread.
+What lies outside a sequence is never part of a product. Inside it, what the mask hides in a tile is multiplied by zero.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -76,6 +75,10 @@ class _Tile(NamedTuple):
 def forward(part: Part, rule: Rule, out: Tensor, lse: Tensor) -> None:
     """Write the output ``[n, s, h, e]`` and the LSE ``[n, h, s]`` of ``part`` in place."""
     g = part.kv_heads
+    start, stop = _seeing_rows(part, rule)
+    for blind in (slice(0, start), slice(stop, None)):
+        out[:, blind] = 0
+        lse[:, :, blind] = -torch.inf if part.sinks is None else part.sinks[:, None]
     for i0, i1, spans in _query_tiles(part, rule):
         q = _rows(part.q[:, i0:i1], g, lse.dtype) * rule.scale
         top = q.new_full((*q.shape[:2], 1), -torch.inf)
@@ -90,7 +93,7 @@ def forward(part: Part, rule: Rule, out: Tensor, lse: Tensor) -> None:
             correction = torch.exp(top - safe)
             total = total * correction + p.sum(-1, keepdim=True)
             weights = p if tile.weight is None else p * tile.weight
-            acc = acc * correction + _product(weights, tile.v, tile.hidden)
+            acc = acc * correction + weights @ tile.v
             top = new_top
         row_lse = top + total.log()
         acc = acc / total.masked_fill(total == 0, 1)
@@ -113,9 +116,10 @@ def backward(
     dv: Tensor,
     dslopes: Tensor,
 ) -> None:
-    """Write dq ``[n, s, h, d]`` and add to dk, dv (wide, ``[n, t, g, *]``) and dslopes ``[n, h]`` in place.
+    """Write dq ``[n, s, h, d]`` where a query sees a key, and add to dk, dv (wide, ``[n, t, g, *]``) and dslopes
+    ``[n, h]``, in place.
 
-    ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[n, h, s]``; ``lse`` is +inf where a query sees nothing.
+    ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[n, h, s]``; ``lse`` is +inf where every score is -inf.
     """
     n, g = part.q.shape[0], part.kv_heads
     for i0, i1, spans in _query_tiles(part, rule):
@@ -127,36 +131,43 @@ def backward(
         for j0, j1 in spans:
             tile = _scores(part, rule, q, i0, i1, j0, j1)
             p = tile.scores.sub_(row_lse).exp_()
-            _hide(p, tile.hidden, 0)  # a row whose LSE is NaN
             dp = do @ tile.v.mT
             if tile.weight is not None:
                 dp = dp * tile.weight
             ds = dp.sub_(row_delta).mul_(p)
+            _hide(ds, tile.hidden, 0)
             if tile.distance is not None:
-                _hide(ds, tile.hidden, 0)
                 dslopes -= (ds.view(n, -1, width, j1 - j0) * tile.distance).sum((-1, -2))
             if tile.tanh is not None:
                 ds = ds * (1 - tile.tanh.square())
-            _hide(ds, tile.hidden, 0)
             weights = p if tile.weight is None else p * tile.weight
-            across = None if tile.hidden is None else tile.hidden.mT
-            row_dq += _product(ds, tile.k, tile.hidden)
-            # q carries the scale already; the transposed hidden set has keys as rows and stacked queries as columns.
-            dk[:, j0:j1] += _uncols(_product(ds.mT, q, across), g)
-            dv[:, j0:j1] += _uncols(_product(weights.mT, do, across), g)
+            row_dq += ds @ tile.k
+            dk[:, j0:j1] += _uncols(ds.mT @ q, g)  # q carries the scale already
+            dv[:, j0:j1] += _uncols(weights.mT @ do, g)
         dq[:, i0:i1] = _unrows(row_dq * rule.scale, g, width)
 
 
 def _query_tiles(part: Part, rule: Rule) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Query ranges, each with the key ranges that it sees."""
-    n, s, h, _ = part.q.shape
+    """Ranges of the queries that see a key, each with the key ranges that it sees."""
+    n, _, h, _ = part.q.shape
+    first, last = _seeing_rows(part, rule)
     rows = max(16, min(512, SCORES // max(1, n * h * min(part.step, part.high - part.low))))
-    for i0 in range(0, s, rows):
-        i1 = min(s, i0 + rows)
+    for i0 in range(first, last, rows):
+        i1 = min(last, i0 + rows)
         start, stop = rule.mask.keys(part.first + i0, part.first + i1, part.high)
         start = max(start, part.low)
         cuts = [start, *range(start - start % part.step + part.step, stop, part.step), stop] if start < stop else []
         yield i0, i1, list(pairwise(cuts))
+
+
+def _seeing_rows(part: Part, rule: Rule) -> tuple[int, int]:
+    """The rows ``[start, stop)`` whose queries see a key; the others may hold anything."""
+    mask, s = rule.mask, part.q.shape[1]
+    if mask.keys(part.first, part.first + s, part.high)[1] <= part.low:
+        return 0, 0
+    start = 0 if mask.right is None or part.low < mask.prefix else part.low - mask.right - part.first
+    stop = s if mask.left is None else part.high + mask.left - part.first
+    return max(0, start), min(s, stop)
 
 
 def _scores(part: Part, rule: Rule, q: Tensor, i0: int, i1: int, j0: int, j1: int) -> _Tile:
@@ -199,23 +210,6 @@ def _hide(x: Tensor, hidden: Tensor | None, value: float) -> None:
     """Overwrite the hidden pairs of a tile ``[*, f * s, t]`` in place."""
     if hidden is not None:
         x.view(x.shape[0], -1, *hidden.shape).masked_fill_(hidden, value)
-
-
-def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
-    """``weights @ x`` in which a hidden pair contributes nothing, even where ``x`` is NaN or infinite.
-
-    ``hidden`` repeats along rows or columns as often as a group stacks queries there.
-    """
-    if hidden is None or math.isfinite(x.sum().item()):
-        return weights @ x
-    broken = ~x.isfinite().all(-1)
-    result = weights @ x.masked_fill(broken[..., None], 0)
-    rows, columns = weights.shape[1:]
-    seen = ~hidden.repeat(rows // hidden.shape[0], columns // hidden.shape[1])
-    for c in broken.any(0).nonzero()[:, 0].tolist():
-        term = weights[:, :, c, None] * x[:, None, c]
-        result += torch.where(seen[:, c, None] & broken[:, None, c, None], term, 0)
-    return result
 
 
 def _rows(x: Tensor, g: int, wide: torch.dtype) -> Tensor:
