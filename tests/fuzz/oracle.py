@@ -77,7 +77,8 @@ class Sequence:
         """What dropout multiplies weights by, ``[h, s, t]``: 0 or ``1 / (1 - p)``."""
         s, t, h = len(self.q), len(self.k), self.q.shape[1]
         quads = np.arange(-(-t // 4))
-        words = philox((quads, np.arange(s)[:, None], np.arange(h)[:, None, None], self.number), rule.seed)
+        rows = np.arange(t - s, t)[:, None] % 2**32
+        words = philox((quads, rows, np.arange(h)[:, None, None], self.number), rule.seed)
         bits = np.stack(words, -1).reshape(h, s, 4 * len(quads))[..., :t]
         return torch.from_numpy((bits >= rule.dropout_p * 2.0**32) / (1 - rule.dropout_p))
 

@@ -46,8 +46,8 @@ def starts_ignored(batch: Callable) -> Callable:
 def tail_cut_off(query_tiles: Callable) -> Callable:
     """The last keys are left out unless they fill eight."""
 
-    def changed(part, rule):
-        for i0, i1, spans in query_tiles(part, rule):
+    def changed(part):
+        for i0, i1, spans in query_tiles(part):
             cut = [(a, max(a, b - b % 8) if b == part.high and b - a > 8 else b) for a, b in spans]
             yield i0, i1, cut
 

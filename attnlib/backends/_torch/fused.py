@@ -9,11 +9,11 @@ from .tiles import Part, Rule
 def causality(part: Part, rule: Rule, v: Tensor) -> bool | None:
     """The ``is_causal`` with which torch's fused CPU attention solves ``part``; None if it cannot."""
     q, (s, first, low, high) = part.q, (part.q.shape[1], part.first, part.low, part.high)
-    plain = rule.softcap is None and rule.dropout_p == 0 and part.slopes is None and part.sinks is None
+    plain = rule.plain and part.slopes is None and part.sinks is None
     # Over fewer keys than a vector holds (16 with AVX-512), torch turns the row of a NaN query into zeros (#141128).
     if not plain or q.device.type != "cpu" or q.shape[-1] != v.shape[-1] or q.numel() == 0 or high - low < 16:
         return None
-    mask = rule.mask
+    mask = part.mask
     if mask.covers(first, first + s, low, high):
         return False
     square = first == low and s == high - low and mask.right == 0 and mask.prefix <= low + 1

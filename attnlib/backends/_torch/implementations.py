@@ -23,8 +23,8 @@ from ..operators import (
 )
 from ..registration import register
 from . import fused, pages, tiles
-from .problems import part_of, rule_of, spans
-from .tiles import Part, Rule
+from .problems import part_of, spans
+from .tiles import Part, Rule, rule_of
 
 
 def _forward(*arguments):
@@ -80,10 +80,10 @@ def _backward(dout, dlse, out, lse, *arguments):
 
 def _fused_whole(a: Arguments, rule: Rule) -> bool | None:
     """The fused attention's ``is_causal`` if it solves a dense call in one piece, else None."""
-    if any(x is not None for x in (a.alibi_slopes, a.sinks, a.key_starts, a.key_ends, a.cu_seqlens_q)):
+    if any(x is not None for x in (a.alibi_slopes, a.sinks, a.key_starts, a.key_ends, a.cu_seqlens_q, a.origin)):
         return None
     s, t = a.q.shape[1], a.k.shape[1]
-    return fused.causality(Part(a.q, None, 0, t, a.k.shape[2], t - s), rule, a.v)
+    return fused.causality(Part(a.q, None, a.mask, 0, t, a.k.shape[2], t - s), rule, a.v)
 
 
 def _into(targets: tuple[Tensor, ...], sources: tuple[Tensor, ...]) -> None:
@@ -107,9 +107,9 @@ def cached(*arguments):
     a = CachedArguments(*arguments)
     q, cu_q = a.q, None if a.cu_seqlens_q is None else a.cu_seqlens_q.tolist()
     stored = pages.Stored(a.k, a.value_plane, a.k_tail, a.k_scale, a.k_scale if a.v is None else a.v_scale, q.dtype)
-    rule = Rule(a.mask, a.scale, a.softcap, 0.0, 0)
+    rule = rule_of(a)
     starts = [max(0, start) for start in a.starts.tolist()]
-    batch = pages.Batch(a.table, starts, a.lengths.tolist(), cu_q, a.alibi_slopes, a.sinks)
+    batch = pages.Batch(a.table, starts, a.lengths.tolist(), cu_q, a.alibi_slopes, a.sinks, a.mask, a.origin)
     problems = list(pages.problems(q if cu_q is None else q[None], stored, batch))
     if cu_q is None and len(problems) == 1 and (solved := _solve_at_once(problems[0], rule, stored)) is not None:
         return solved
