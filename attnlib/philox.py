@@ -28,10 +28,12 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 def kept(seed: int, p: float, *, sequences: Tensor, heads: Tensor, rows: Tensor, first: int, last: int) -> Tensor:
     """Which weights dropout keeps: bool ``[n, h, s, last - first]`` for keys ``first <= j < last``.
 
-    Counter words are ``(j // 4, i, head, sequence)`` and the lane is ``j % 4``; ``i`` and ``j`` count from 0 inside
-    the sequence. A weight is kept when its u32 is at least ``p * 2**32``.
+    Counter words are ``(j // 4, i, head, sequence)`` and the lane is ``j % 4``; ``i``, given as ``rows``, and ``j`` are
+    storage indices inside the sequence. Of a negative one the low 32 bits count. A weight is kept when its u32 is at
+    least ``p * 2**32``.
     """
     quads = torch.arange(first // 4, (last + 3) // 4, device=rows.device)
     counter = (quads, rows[:, None], heads[:, None, None], sequences[:, None, None, None])
+    counter = tuple(word & _LOW for word in counter)
     bits = torch.stack(philox(counter, (seed & _LOW, (seed >> 32) & _LOW)), -1).flatten(-2)
     return bits[..., first % 4 : first % 4 + last - first] >= math.ceil(p * 2**32)

@@ -25,8 +25,8 @@ def eager(q, k, v, *, sinks=None, dropout_p=0.0, dropout_seed=None, order=0, **t
     lse = torch.logsumexp(logits, -1).masked_fill(nothing[..., 0], -torch.inf)
     weights = torch.softmax(logits, -1).masked_fill(nothing, 0)[..., :t]
     if dropout_p > 0:
-        where = {"sequences": torch.arange(b), "heads": torch.arange(h), "rows": torch.arange(s), "first": 0, "last": t}
-        weights = weights * kept(int(dropout_seed), dropout_p, **where) / (1 - dropout_p)
+        where = {"sequences": torch.arange(b), "heads": torch.arange(h), "rows": torch.arange(t - s, t)}
+        weights = weights * kept(int(dropout_seed), dropout_p, **where, first=0, last=t) / (1 - dropout_p)
     weights, v = weights.roll(order * t // 3, -1), v.roll(order * t // 3, 1)
     return torch.einsum("bhst,bthe->bshe", weights, v), lse
 

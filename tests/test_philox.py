@@ -61,6 +61,16 @@ def test_the_definition_weight_by_weight(seed, p):
         assert bool(keep[n, h, i, j]) == (word >= p * 2**32)
 
 
+@given(*(st.integers(-(2**31), 2**31 - 5) for _ in range(4)))
+def test_of_a_negative_index_the_low_32_bits_count(sequence, head, row, key):
+    where = {"sequences": torch.tensor([sequence]), "heads": torch.tensor([head]), "rows": torch.tensor([row])}
+    keep = kept(11, 0.5, **where, first=key, last=key + 5)
+    assert keep.shape == (1, 1, 1, 5)
+    for n, j in enumerate(range(key, key + 5)):
+        word = in_python([x % 2**32 for x in (j // 4, row, head, sequence)], (11, 0))[j % 4]
+        assert bool(keep[0, 0, 0, n]) == (word >= 2**31)
+
+
 @given(st.integers(0, 20), st.integers(0, 20))
 def test_any_range_of_keys_is_a_piece_of_the_whole(a, b):
     first, last = sorted((a, b))

@@ -83,28 +83,26 @@ def _nothing(q: Tensor, value_dim: int, *others: Tensor) -> tuple[Tensor, Tensor
 def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], call: Call) -> tuple[Tensor, Tensor]:
     """One sequence: q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]``, keys visible within ``bounds``."""
     (s, h, _), t, score = q.shape, k.shape[0], call.score
-    i = torch.arange(t - s, t, device=q.device)[:, None]
-    j = torch.arange(t, device=q.device)
-    visible = call.mask.visible(i, j) & (j >= bounds[0]) & (j < bounds[1])
+    stored = torch.arange(t, device=q.device)
+    query, key, head, sequence = (x if isinstance(x, int) else int(x[n]) for x in call.origin)
+    i, j = query + torch.arange(t - s, t, device=q.device)[:, None], key + stored
+    visible = call.mask.visible(i, j) & (stored >= bounds[0]) & (stored < bounds[1])
     bias = weight = None
     if score.alibi_slopes is not None:
         slopes = score.alibi_slopes if score.alibi_slopes.dim() == 1 else score.alibi_slopes[n]
         bias = -slopes[:, None, None] * (i - j).abs()
     if call.dropout.p > 0:
-        weight = _kept(n, s, h, t, call).to(_wide(q)) / (1 - call.dropout.p)
-    numbers = {"scale": score.scale, "softcap": score.softcap, "sinks": score.sinks}
-    return attend(q, k, v, visible, bias=bias, weight=weight, **numbers)
+        weight = _kept(i[:, 0], j, head + torch.arange(h, device=q.device), sequence + n, call)
+        weight = weight.to(_wide(q)) / (1 - call.dropout.p)
+    options = {name: x for name, x in score._asdict().items() if name != "alibi_slopes"}
+    return attend(q, k, v, visible, bias=bias, weight=weight, **options)
 
 
-def _kept(n: int, s: int, h: int, t: int, call: Call) -> Tensor:
-    """Which probabilities ``[h, s, t]`` of sequence ``n`` dropout keeps."""
-    device = call.q.device
-    where = {
-        "sequences": torch.tensor([n], device=device),
-        "heads": torch.arange(h, device=device),
-        "rows": torch.arange(s, device=device),
-    }
-    return kept(int(call.dropout.seed), call.dropout.p, **where, first=0, last=t)[0]
+def _kept(i: Tensor, j: Tensor, heads: Tensor, sequence: int, call: Call) -> Tensor:
+    """Which probabilities ``[h, s, t]`` of queries ``i`` and keys ``j`` dropout keeps."""
+    where = {"sequences": torch.tensor([sequence], device=i.device), "heads": heads, "rows": i}
+    first = int(j[0]) if len(j) else 0
+    return kept(int(call.dropout.seed), call.dropout.p, **where, first=first, last=first + len(j))[0]
 
 
 def _stored(kv: KVView, n: int, start: int, length: int) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,20 @@ class Sequence:
         seen |= j < rule.prefix
         return seen & (j >= self.start) & (j < (t if self.end is None else self.end))
 
+    def unsure(self, rule: Rule) -> Tensor:
+        """Whose results may be NaN, bool ``[h]``: a key or a query of this KV head is not finite.
+
+        A mask may hide it from others of the sequence, and they may multiply it by zero. What lies outside the bounds,
+        and a query that sees nothing, does not count.
+        """
+        t, rows = len(self.k), self.visible(rule).any(1)
+        inside = slice(max(0, self.start), max(0, t if self.end is None else self.end))
+        if not rows.any():
+            return torch.zeros(self.q.shape[1], dtype=torch.bool)
+        keys = torch.cat((self.k[inside], self.v[inside]), -1).isfinite().all(-1).all(0)
+        queries = self.q[rows].isfinite().all(-1).all(0).unflatten(0, (len(keys), -1))
+        return (~keys | ~queries.all(1)).repeat_interleave(queries.shape[1])
+
     def distance(self) -> Tensor:
         """``|i - j|``, ``[s, t]``."""
         s, t = len(self.q), len(self.k)
@@ -63,7 +77,8 @@ class Sequence:
         """What dropout multiplies weights by, ``[h, s, t]``: 0 or ``1 / (1 - p)``."""
         s, t, h = len(self.q), len(self.k), self.q.shape[1]
         quads = np.arange(-(-t // 4))
-        words = philox((quads, np.arange(s)[:, None], np.arange(h)[:, None, None], self.number), rule.seed)
+        rows = np.arange(t - s, t)[:, None] % 2**32
+        words = philox((quads, rows, np.arange(h)[:, None, None], self.number), rule.seed)
         bits = np.stack(words, -1).reshape(h, s, 4 * len(quads))[..., :t]
         return torch.from_numpy((bits >= rule.dropout_p * 2.0**32) / (1 - rule.dropout_p))
 

@@ -46,8 +46,8 @@ def starts_ignored(batch: Callable) -> Callable:
 def tail_cut_off(query_tiles: Callable) -> Callable:
     """The last keys are left out unless they fill eight."""
 
-    def changed(part, rule):
-        for i0, i1, spans in query_tiles(part, rule):
+    def changed(part):
+        for i0, i1, spans in query_tiles(part):
             cut = [(a, max(a, b - b % 8) if b == part.high and b - a > 8 else b) for a, b in spans]
             yield i0, i1, cut
 
@@ -70,8 +70,9 @@ def lse_without_gradient(gradients: Callable) -> Callable:
     return lambda operators, ctx, dout, dlse: gradients(operators, ctx, dout, None)
 
 
-def hidden_by_zero(product: Callable) -> Callable:
-    return lambda weights, x, hidden: weights @ x
+def strangers_by_zero(part_of: Callable) -> Callable:
+    """Keys of others, and of nobody, are multiplied by zero."""
+    return lambda q, k, *rest: part_of(q + 0 * k.sum(), k, *rest)
 
 
 def nothing(original: Callable) -> Callable:
@@ -122,7 +123,7 @@ PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "no gradient of the softcap": ("dense", 40, tiles, "_scores", cap_without_gradient),
     "no gradient of the LSE": ("dense", 20, autograd.Operators, "gradients", lse_without_gradient),
     "slopes of the first sequence": ("varlen", 120, tiles, "per_head", slopes_of_one_sequence),
-    "NaN times zero": ("dense", 100, tiles, "_product", hidden_by_zero),
+    "NaN times zero": ("varlen", 20, implementations, "part_of", strangers_by_zero),
     "rows of nobody left": ("varlen", 20, implementations, "_fill_nothing", nothing),
     "left padding seen": ("cached", 40, pages, "Batch", starts_ignored),
     "a forked page not copied": ("cached", 60, kv_cache, "copy_pages", nothing),

@@ -1,7 +1,5 @@
 """torch's fused CPU attention, and when it is exact."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -11,20 +9,15 @@ from .tiles import Part, Rule
 def causality(part: Part, rule: Rule, v: Tensor) -> bool | None:
     """The ``is_causal`` with which torch's fused CPU attention solves ``part``; None if it cannot."""
     q, (s, first, low, high) = part.q, (part.q.shape[1], part.first, part.low, part.high)
-    plain = rule.softcap is None and rule.dropout_p == 0 and part.slopes is None and part.sinks is None
+    plain = rule.plain and part.slopes is None and part.sinks is None
     # Over fewer keys than a vector holds (16 with AVX-512), torch turns the row of a NaN query into zeros (#141128).
     if not plain or q.device.type != "cpu" or q.shape[-1] != v.shape[-1] or q.numel() == 0 or high - low < 16:
         return None
-    mask = rule.mask
+    mask = part.mask
     if mask.covers(first, first + s, low, high):
         return False
     square = first == low and s == high - low and mask.right == 0 and mask.prefix <= low + 1
     return True if square and (mask.left is None or mask.left >= s - 1) else None
-
-
-def all_finite(causal: bool, *tensors: Tensor) -> bool:
-    """Whether fused attention may multiply by zero what a causal mask hides. (Overflow of the sum costs only time.)"""
-    return not causal or all(math.isfinite(x.sum().item()) for x in tensors)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

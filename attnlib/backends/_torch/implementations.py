@@ -23,14 +23,14 @@ from ..operators import (
 )
 from ..registration import register
 from . import fused, pages, tiles
-from .problems import part_of, rule_of, spans
-from .tiles import Part, Rule
+from .problems import part_of, spans
+from .tiles import Part, Rule, rule_of
 
 
 def _forward(*arguments):
     a = Arguments(*arguments)
     rule = rule_of(a)
-    if (causal := _fused_whole(a, rule, needs=(a.v,))) is not None:
+    if (causal := _fused_whole(a, rule)) is not None:
         return fused.forward(a.q, a.k, a.v, causal, rule.scale)
     out, lse = outputs(a.q, a.v)
     if a.cu_seqlens_q is not None:
@@ -39,8 +39,7 @@ def _forward(*arguments):
     for span in spans(q4, k4, a):
         part, keys, values = part_of(q4, k4, v4, span, a)
         out_part, lse_part = out4[span.batch, span.rows], lse3[span.batch, :, span.rows]
-        causal = fused.causality(part, rule, values)
-        if causal is not None and fused.all_finite(causal, values):
+        if (causal := fused.causality(part, rule, values)) is not None:
             _into((out_part, lse_part), fused.forward(part.q, keys, values, causal, rule.scale))
         else:
             tiles.forward(part, rule, out_part, lse_part)
@@ -51,8 +50,7 @@ def _backward(dout, dlse, out, lse, *arguments):
     a = Arguments(*arguments)
     (q, k, v), rule = (a.q, a.k, a.v), rule_of(a)
     dout = dout.contiguous()  # autograd hands out expanded ones
-    causal = _fused_whole(a, rule, needs=(q, k, v, dout)) if dlse is None else None
-    if causal is not None:
+    if dlse is None and (causal := _fused_whole(a, rule)) is not None:
         return *fused.backward(dout, q, k, v, out, lse, causal, rule.scale), lse.new_empty(0), lse.new_empty(0)
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     # Rows that saw nothing have lse = -inf; +inf makes every probability of theirs 0.
@@ -67,7 +65,7 @@ def _backward(dout, dlse, out, lse, *arguments):
         at, of_rows = (span.batch, span.rows), (span.batch, slice(None), span.rows)
         into = (dq4[at], dk4[span.batch, span.keys], dv4[span.batch, span.keys])
         causal = None if dlse is not None else fused.causality(part, rule, values)
-        if causal is not None and fused.all_finite(causal, part.q, keys, values, dout4[at]):
+        if causal is not None:
             tensors = (dout4[at], part.q, keys, values, out4[at], lse3[of_rows])
             grads = fused.backward(*tensors, causal, rule.scale)
             _into((into[0], *(grad[:, part.low :] for grad in into[1:])), grads)
@@ -80,13 +78,12 @@ def _backward(dout, dlse, out, lse, *arguments):
     return dq, dk, dv, slopes_grad(a.alibi_slopes, dslopes), sinks_grad(a.sinks, lse, delta)
 
 
-def _fused_whole(a: Arguments, rule: Rule, *, needs: tuple[Tensor, ...]) -> bool | None:
+def _fused_whole(a: Arguments, rule: Rule) -> bool | None:
     """The fused attention's ``is_causal`` if it solves a dense call in one piece, else None."""
-    if any(x is not None for x in (a.alibi_slopes, a.sinks, a.key_starts, a.key_ends, a.cu_seqlens_q)):
+    if any(x is not None for x in (a.alibi_slopes, a.sinks, a.key_starts, a.key_ends, a.cu_seqlens_q, a.origin)):
         return None
     s, t = a.q.shape[1], a.k.shape[1]
-    causal = fused.causality(Part(a.q, None, 0, t, a.k.shape[2], t - s), rule, a.v)
-    return causal if causal is not None and fused.all_finite(causal, *needs) else None
+    return fused.causality(Part(a.q, None, a.mask, 0, t, a.k.shape[2], t - s), rule, a.v)
 
 
 def _into(targets: tuple[Tensor, ...], sources: tuple[Tensor, ...]) -> None:
@@ -110,9 +107,9 @@ def cached(*arguments):
     a = CachedArguments(*arguments)
     q, cu_q = a.q, None if a.cu_seqlens_q is None else a.cu_seqlens_q.tolist()
     stored = pages.Stored(a.k, a.value_plane, a.k_tail, a.k_scale, a.k_scale if a.v is None else a.v_scale, q.dtype)
-    rule = Rule(a.mask, a.scale, a.softcap, 0.0, 0)
+    rule = rule_of(a)
     starts = [max(0, start) for start in a.starts.tolist()]
-    batch = pages.Batch(a.table, starts, a.lengths.tolist(), cu_q, a.alibi_slopes, a.sinks)
+    batch = pages.Batch(a.table, starts, a.lengths.tolist(), cu_q, a.alibi_slopes, a.sinks, a.mask, a.origin)
     problems = list(pages.problems(q if cu_q is None else q[None], stored, batch))
     if cu_q is None and len(problems) == 1 and (solved := _solve_at_once(problems[0], rule, stored)) is not None:
         return solved
@@ -133,10 +130,7 @@ def _solve_at_once(problem: pages.Problem, rule: Rule, stored: pages.Stored) -> 
     """The fused attention over keys that can be read at once; None where it is not exact."""
     if problem.whole is None or (causal := fused.causality(problem.part, rule, stored.v)) is None:
         return None
-    k, v = problem.whole()
-    if not fused.all_finite(causal, v):
-        return None
-    return fused.forward(problem.part.q, k, v, causal, rule.scale)
+    return fused.forward(problem.part.q, *problem.whole(), causal, rule.scale)
 
 
 def _write(k, v, new_k, new_v, slots):

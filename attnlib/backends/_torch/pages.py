@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...mask import Mask
 from . import tiles
 from .tiles import Part
 
@@ -65,6 +66,8 @@ class Batch(NamedTuple):
     cu_q: list[int] | None
     slopes: Tensor | None
     sinks: Tensor | None
+    mask: Mask
+    origin: Tensor | None
 
 
 class Problem(NamedTuple):
@@ -148,16 +151,18 @@ def _problem(
     ours = q if m - n == q.shape[0] and batch.cu_q is None else q[at, rows]
     low, high = batch.starts[n], batch.lengths[n]
     slopes, sinks = tiles.per_head(batch.slopes, batch.sinks, n, ours)
-    first = high - (rows.stop - rows.start)
+    origin = tiles.origin_of(batch.origin, n)
+    mask, first = tiles.moved(batch.mask, high - (rows.stop - rows.start), origin)
     whole = partial(tile, low, high) if one_piece and low < high else None
-    return Problem(Part(ours, tile, low, high, stored.k.shape[2], first, n, slopes, sinks, step), at, rows, whole)
+    part = Part(ours, tile, mask, low, high, stored.k.shape[2], first, origin, slopes, sinks, step)
+    return Problem(part, at, rows, whole)
 
 
 def _together(batch: Batch, pages: list[int]) -> Iterator[tuple[int, int]]:
     """Runs ``[n, m)`` of sequences with equal bounds in consecutive rows of a contiguous cache."""
     n = 0
     for m in range(1, len(pages) + 1):
-        if m < len(pages) and batch.cu_q is None:
+        if m < len(pages) and batch.cu_q is batch.origin is None:
             equal = batch.starts[m] == batch.starts[n] and batch.lengths[m] == batch.lengths[n]
             if equal and pages[m] == pages[n] + m - n:
                 continue

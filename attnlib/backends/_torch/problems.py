@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..operators import Arguments
 from . import tiles
-from .tiles import Part, Rule
+from .tiles import Part
 
 
 class Span(NamedTuple):
@@ -22,12 +22,6 @@ class Span(NamedTuple):
     first: int
 
 
-def rule_of(a: Arguments) -> Rule:
-    """How scores come from q·k."""
-    seed = 0 if a.dropout_seed is None else int(a.dropout_seed)
-    return Rule(a.mask, a.scale, a.softcap, a.dropout_p, seed)
-
-
 def spans(q: Tensor, k: Tensor, a: Arguments) -> Iterator[Span]:
     """The attention problems of a call on ``[b, s, h, d]`` and ``[b, t, g, d]``; packed ones have ``b = 1``."""
     if a.cu_seqlens_q is not None:
@@ -36,7 +30,7 @@ def spans(q: Tensor, k: Tensor, a: Arguments) -> Iterator[Span]:
     b, s, h, _ = q.shape
     t = k.shape[1]
     rows = slice(0, s)
-    if a.key_starts is None and a.key_ends is None:
+    if a.key_starts is a.key_ends is a.origin is None:
         # As many sequences together as a tile of up to 64 rows has room for.
         several = max(1, tiles.SCORES // max(1, h * min(s, 64) * min(t, tiles.KEYS)))
         for n in range(0, b, several):
@@ -59,14 +53,17 @@ def part_of(q: Tensor, k: Tensor, v: Tensor, span: Span, a: Arguments) -> tuple[
     """The part of one span, and its visible keys and values as tensors."""
     q, k, v = q[span.batch, span.rows], k[span.batch, span.keys], v[span.batch, span.keys]
     slopes, sinks = tiles.per_head(a.alibi_slopes, a.sinks, span.sequence, q)
+    origin = tiles.origin_of(a.origin, span.sequence)
+    mask, first = tiles.moved(a.mask, span.first, origin)
     part = Part(
         q,
         lambda start, end: (k[:, start:end], v[:, start:end]),
+        mask,
         span.low,
         k.shape[1],
         k.shape[2],
-        span.first,
-        span.sequence,
+        first,
+        origin,
         slopes,
         sinks,
     )

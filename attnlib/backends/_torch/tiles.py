@@ -1,10 +1,9 @@
 """FlashAttention in plain torch (Dao, 2023, arXiv 2307.08691): forward and backward over tiles of queries and keys.
 
 A tile of scores is ``[n * g, f * s, t]``: sequences and KV heads side by side, a group's query heads stacked as rows.
-Whatever is hidden is selected away, never multiplied by zero, so that a NaN in a hidden key cannot spread.
+What lies outside a sequence is never part of a product. Inside it, what the mask hides in a tile is multiplied by zero.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -12,8 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...call import Origin
+from ...checks import INT32
 from ...mask import Mask
 from ...philox import kept
+from ..operators import Arguments, CachedArguments
 
 KEYS = 512
 # Scores per tile: 2 MiB in fp32, so that the softmax passes over a tile stay in a core's cache.
@@ -23,11 +25,23 @@ SCORES = 2**19
 class Rule(NamedTuple):
     """How a score comes from q·k, beside what belongs to sequences and heads."""
 
-    mask: Mask
     scale: float
-    softcap: float | None
-    dropout_p: float
-    seed: int
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    seed: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether a score is the scaled product, and every probability counts."""
+        return self.softcap is None and self.dropout_p == 0
+
+
+def rule_of(a: Arguments | CachedArguments) -> Rule:
+    """How scores come from q·k in this call."""
+    if isinstance(a, CachedArguments):
+        return Rule(a.scale, a.softcap)
+    seed = 0 if a.dropout_seed is None else int(a.dropout_seed)
+    return Rule(a.scale, a.softcap, a.dropout_p, seed)
 
 
 class Part(NamedTuple):
@@ -35,19 +49,34 @@ class Part(NamedTuple):
 
     ``q`` is ``[n, s, h, d]`` and its row 0 is query ``first``. ``tile(a, b)`` gives k ``[n, b - a, g, d]`` and v
     ``[n, b - a, g, e]`` of keys ``low <= a < b <= high``, where no range crosses a multiple of ``step``. ``slopes`` are
-    ``[n, h]``, ``sinks`` ``[h]``; ``sequence`` is the number of the first sequence, for dropout.
+    ``[n, h]``, ``sinks`` ``[h]``. The mask and ``first`` count from the first key that there is; dropout adds
+    ``origin.key`` to keys and queries, and the origin's head and sequence.
     """
 
     q: Tensor
     tile: Callable[[int, int], tuple[Tensor, Tensor]]
+    mask: Mask
     low: int
     high: int
     kv_heads: int
     first: int
-    sequence: int = 0
+    origin: Origin = Origin()
     slopes: Tensor | None = None
     sinks: Tensor | None = None
     step: int = KEYS
+
+
+def origin_of(origin: Tensor | None, sequence: int) -> Origin:
+    """Where one sequence of a call begins in the whole, in ints; int32 ``[b, 4]`` says so of all."""
+    begin = Origin() if origin is None else Origin(*origin[sequence].tolist())
+    return begin._replace(sequence=begin.sequence + sequence)
+
+
+def moved(mask: Mask, first: int, origin: Origin) -> tuple[Mask, int]:
+    """The mask and the first query of a piece, with indices that count from the piece's first key."""
+    if mask.prefix:
+        mask = Mask(mask.left, mask.right, max(0, min(mask.prefix - origin.key, INT32)))
+    return mask, first + origin.query - origin.key
 
 
 def per_head(
@@ -76,7 +105,11 @@ class _Tile(NamedTuple):
 def forward(part: Part, rule: Rule, out: Tensor, lse: Tensor) -> None:
     """Write the output ``[n, s, h, e]`` and the LSE ``[n, h, s]`` of ``part`` in place."""
     g = part.kv_heads
-    for i0, i1, spans in _query_tiles(part, rule):
+    start, stop = _seeing_rows(part)
+    for blind in (slice(0, start), slice(stop, None)):
+        out[:, blind] = 0
+        lse[:, :, blind] = -torch.inf if part.sinks is None else part.sinks[:, None]
+    for i0, i1, spans in _query_tiles(part):
         q = _rows(part.q[:, i0:i1], g, lse.dtype) * rule.scale
         top = q.new_full((*q.shape[:2], 1), -torch.inf)
         total = torch.zeros_like(top)
@@ -90,7 +123,7 @@ def forward(part: Part, rule: Rule, out: Tensor, lse: Tensor) -> None:
             correction = torch.exp(top - safe)
             total = total * correction + p.sum(-1, keepdim=True)
             weights = p if tile.weight is None else p * tile.weight
-            acc = acc * correction + _product(weights, tile.v, tile.hidden)
+            acc = acc * correction + weights @ tile.v
             top = new_top
         row_lse = top + total.log()
         acc = acc / total.masked_fill(total == 0, 1)
@@ -113,12 +146,13 @@ def backward(
     dv: Tensor,
     dslopes: Tensor,
 ) -> None:
-    """Write dq ``[n, s, h, d]`` and add to dk, dv (wide, ``[n, t, g, *]``) and dslopes ``[n, h]`` in place.
+    """Write dq ``[n, s, h, d]`` where a query sees a key, and add to dk, dv (wide, ``[n, t, g, *]``) and dslopes
+    ``[n, h]``, in place.
 
-    ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[n, h, s]``; ``lse`` is +inf where a query sees nothing.
+    ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[n, h, s]``; ``lse`` is +inf where every score is -inf.
     """
     n, g = part.q.shape[0], part.kv_heads
-    for i0, i1, spans in _query_tiles(part, rule):
+    for i0, i1, spans in _query_tiles(part):
         width = i1 - i0
         q = _rows(part.q[:, i0:i1], g, lse.dtype) * rule.scale
         do = _rows(dout[:, i0:i1], g, lse.dtype)
@@ -127,36 +161,43 @@ def backward(
         for j0, j1 in spans:
             tile = _scores(part, rule, q, i0, i1, j0, j1)
             p = tile.scores.sub_(row_lse).exp_()
-            _hide(p, tile.hidden, 0)  # a row whose LSE is NaN
             dp = do @ tile.v.mT
             if tile.weight is not None:
                 dp = dp * tile.weight
             ds = dp.sub_(row_delta).mul_(p)
+            _hide(ds, tile.hidden, 0)
             if tile.distance is not None:
-                _hide(ds, tile.hidden, 0)
                 dslopes -= (ds.view(n, -1, width, j1 - j0) * tile.distance).sum((-1, -2))
             if tile.tanh is not None:
                 ds = ds * (1 - tile.tanh.square())
-            _hide(ds, tile.hidden, 0)
             weights = p if tile.weight is None else p * tile.weight
-            across = None if tile.hidden is None else tile.hidden.mT
-            row_dq += _product(ds, tile.k, tile.hidden)
-            # q carries the scale already; the transposed hidden set has keys as rows and stacked queries as columns.
-            dk[:, j0:j1] += _uncols(_product(ds.mT, q, across), g)
-            dv[:, j0:j1] += _uncols(_product(weights.mT, do, across), g)
+            row_dq += ds @ tile.k
+            dk[:, j0:j1] += _uncols(ds.mT @ q, g)  # q carries the scale already
+            dv[:, j0:j1] += _uncols(weights.mT @ do, g)
         dq[:, i0:i1] = _unrows(row_dq * rule.scale, g, width)
 
 
-def _query_tiles(part: Part, rule: Rule) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Query ranges, each with the key ranges that it sees."""
-    n, s, h, _ = part.q.shape
+def _query_tiles(part: Part) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """Ranges of the queries that see a key, each with the key ranges that it sees."""
+    n, _, h, _ = part.q.shape
+    first, last = _seeing_rows(part)
     rows = max(16, min(512, SCORES // max(1, n * h * min(part.step, part.high - part.low))))
-    for i0 in range(0, s, rows):
-        i1 = min(s, i0 + rows)
-        start, stop = rule.mask.keys(part.first + i0, part.first + i1, part.high)
+    for i0 in range(first, last, rows):
+        i1 = min(last, i0 + rows)
+        start, stop = part.mask.keys(part.first + i0, part.first + i1, part.high)
         start = max(start, part.low)
         cuts = [start, *range(start - start % part.step + part.step, stop, part.step), stop] if start < stop else []
         yield i0, i1, list(pairwise(cuts))
+
+
+def _seeing_rows(part: Part) -> tuple[int, int]:
+    """The rows ``[start, stop)`` whose queries see a key; the others may hold anything."""
+    mask, s = part.mask, part.q.shape[1]
+    if mask.keys(part.first, part.first + s, part.high)[1] <= part.low:
+        return 0, 0
+    start = 0 if mask.right is None or part.low < mask.prefix else part.low - mask.right - part.first
+    stop = s if mask.left is None else part.high + mask.left - part.first
+    return max(0, start), min(s, stop)
 
 
 def _scores(part: Part, rule: Rule, q: Tensor, i0: int, i1: int, j0: int, j1: int) -> _Tile:
@@ -172,8 +213,8 @@ def _scores(part: Part, rule: Rule, q: Tensor, i0: int, i1: int, j0: int, j1: in
     if part.slopes is not None:
         distance = (i - j).abs().to(q.dtype)
         scores = scores - _per_row(part.slopes, g, i1 - i0) * distance.repeat(scores.shape[1] // (i1 - i0), 1)
-    if not rule.mask.covers(part.first + i0, part.first + i1, j0, j1):
-        hidden = ~rule.mask.visible(i, j)
+    if not part.mask.covers(part.first + i0, part.first + i1, j0, j1):
+        hidden = ~part.mask.visible(i, j)
         _hide(scores, hidden, -torch.inf)
     if rule.dropout_p > 0:
         weight = _dropout(part, rule, i0, i1, j0, j1, q.dtype).reshape(scores.shape)
@@ -182,15 +223,16 @@ def _scores(part: Part, rule: Rule, q: Tensor, i0: int, i1: int, j0: int, j1: in
 
 def _dropout(part: Part, rule: Rule, i0: int, i1: int, j0: int, j1: int, dtype: torch.dtype) -> Tensor:
     n, _, h, _ = part.q.shape
-    device = part.q.device
+    origin, device = part.origin, part.q.device
+    row = part.first + origin.key
     keep = kept(
         rule.seed,
         rule.dropout_p,
-        sequences=torch.arange(part.sequence, part.sequence + n, device=device),
-        heads=torch.arange(h, device=device),
-        rows=torch.arange(i0, i1, device=device),
-        first=j0,
-        last=j1,
+        sequences=torch.arange(origin.sequence, origin.sequence + n, device=device),
+        heads=torch.arange(origin.head, origin.head + h, device=device),
+        rows=torch.arange(row + i0, row + i1, device=device),
+        first=j0 + origin.key,
+        last=j1 + origin.key,
     )
     return keep.to(dtype) / (1 - rule.dropout_p)
 
@@ -199,23 +241,6 @@ def _hide(x: Tensor, hidden: Tensor | None, value: float) -> None:
     """Overwrite the hidden pairs of a tile ``[*, f * s, t]`` in place."""
     if hidden is not None:
         x.view(x.shape[0], -1, *hidden.shape).masked_fill_(hidden, value)
-
-
-def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
-    """``weights @ x`` in which a hidden pair contributes nothing, even where ``x`` is NaN or infinite.
-
-    ``hidden`` repeats along rows or columns as often as a group stacks queries there.
-    """
-    if hidden is None or math.isfinite(x.sum().item()):
-        return weights @ x
-    broken = ~x.isfinite().all(-1)
-    result = weights @ x.masked_fill(broken[..., None], 0)
-    rows, columns = weights.shape[1:]
-    seen = ~hidden.repeat(rows // hidden.shape[0], columns // hidden.shape[1])
-    for c in broken.any(0).nonzero()[:, 0].tolist():
-        term = weights[:, :, c, None] * x[:, None, c]
-        result += torch.where(seen[:, c, None] & broken[:, None, c, None], term, 0)
-    return result
 
 
 def _rows(x: Tensor, g: int, wide: torch.dtype) -> Tensor:
