@@ -14,7 +14,6 @@ from attnlib import (
     FULL,
     Mask,
     attention,
-    attention_with_lse,
     sliding,
     varlen_attention,
     varlen_attention_with_lse,
@@ -200,31 +199,21 @@ def test_nothing_comes_out_of_keys_beyond_the_bounds(mask):
 @pytest.mark.parametrize(("value", "softcap"), [(torch.nan, None), (torch.inf, None), (-torch.inf, 3.0)])
 @pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize(("d", "mask"), [(136, sliding(21))], ids=str)
-def test_a_broken_number_reaches_only_those_who_see_it(where, value, softcap, d, mask):
-    """Bits elsewhere are as without it. In k and v it reaches what it does in the torch backend; a query with one
-    makes NaN of its dq, and of the dk and dv of every key that it sees."""
+def test_a_broken_number_stays_in_its_sequence(where, value, softcap, d, mask):
+    """It reaches the gradients of what sees it; bits of another sequence are as without it."""
     options = {} if softcap is None else {"softcap": softcap}
-    clean = make(1, 40, 40, 2, 1, d, mask=mask).change(options=options)
+    clean = make(2, 40, 40, 2, 1, d, mask=mask).change(options=options)
     dout, dlse = clean.directions()
     broken = {"q": clean.q.clone(), "k": clean.k.clone(), "v": clean.v.clone(), "dout": dout.clone()}
     broken[where][0, 20, 0, d - 2] = value
     problem = clean.change(**{n: broken[n] for n in "qkv"})
     ours = solve(problem, broken["dout"], dlse, backend="torch")[:3]
     without = solve(clean, dout, dlse, backend="torch")[:3]
+    dq, dk, dv = ((~x[0].isfinite()).flatten(1).any(-1) for x in ours)
     seen = problem.visible()[0]
-    if where in "kv":
-        rows = seen[:, 20]
-        golden = problem.to(torch.float64).with_gradients(attention_with_lse, dout.double(), dlse, backend="torch")
-        for name, x in zip(("dq", "dk", "dv"), ours, strict=True):
-            assert torch.equal(x.isfinite(), golden[name].isfinite()), name
-            torch.testing.assert_close(x[x.isfinite()].double(), golden[name][x.isfinite()], rtol=1e-4, atol=1e-4)
-    else:
-        rows = torch.arange(40) == 20
-        assert ours[0][0, 20, 0].isnan().all()
-        assert ours[1][:, seen[20]].isnan().all()
-        assert ours[2][:, seen[20]].isnan().all()
-    keys = seen[rows].any(0)
-    assert_same_bits(*((x[:, ~at], old[:, ~at]) for x, old, at in zip(ours, without, (rows, keys, keys), strict=True)))
+    reached, by = {"q": (dk, seen[20]), "dout": (dv, seen[20])}.get(where, (dq, seen[:, 20]))
+    assert reached[by].all()
+    assert_same_bits(*((x[1], old[1]) for x, old in zip(ours, without, strict=True)))
 
 
 def test_a_query_that_sees_nothing_gives_nothing_whatever_it_is():

@@ -29,19 +29,23 @@ def test_a_share_of_the_cases_finds_nothing(kind, first, count):
 
 def as_if_contiguous(strides):
     """Strides that tensors of these shapes would have in one piece."""
-    return lambda shapes, *tensors: strides(shapes, *(triton_plans._contiguous(x.shape, x.dtype) for x in tensors))
+    return lambda shapes, names, x: strides(shapes, names, triton_plans._contiguous(x.shape, x.dtype))
 
 
-def one_too_far(clamp):
-    return lambda bound, reach: clamp(bound, reach) + (bound is not None)
+def one_too_far(scoring):
+    def wrong(call, reach):
+        numbers = scoring(call, reach)
+        return numbers | {name: n + 1 for name in ("left", "right") if (n := numbers[name]) is not None}
+
+    return wrong
 
 
 @pytest.mark.parametrize(
     ("kind", "where", "attribute", "bug"),
     [
         ("dense", triton_plans.DenseShapes, "strides", as_if_contiguous),
-        ("varlen", triton_plans, "_clamp", one_too_far),
-        ("cached", triton_cached, "_clamp", one_too_far),
+        ("varlen", triton_plans, "scoring", one_too_far),
+        ("cached", triton_cached, "scoring", one_too_far),
     ],
 )
 def test_a_planted_bug_is_found(kind, where, attribute, bug, monkeypatch):

@@ -12,13 +12,11 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 def test_plans_are_for_one_device():
     one, other = (torch.device("cuda", n) for n in range(2))
+    numbers = (1, 4, 4, 16, 16, 1, 16)
     for device in (one, other):
-        assert schedule._schedule_plan(device, (1, 4, 4, 16, 16), 1, 16) is schedule._schedule_plan(
-            torch.device(device), (1, 4, 4, 16, 16), 1, 16
-        )
-    assert schedule._schedule_plan(one, (1, 4, 4, 16, 16), 1, 16) is not schedule._schedule_plan(
-        other, (1, 4, 4, 16, 16), 1, 16
-    )
+        same = schedule._schedule_plan(torch.device(device), *numbers)
+        assert schedule._schedule_plan(device, *numbers) is same
+    assert schedule._schedule_plan(one, *numbers) is not schedule._schedule_plan(other, *numbers)
     plane, new = ((4, 4, 2, 8), (64, 16, 8, 1), torch.float16), ((1, 3, 2, 8), (48, 16, 8, 1), torch.float16)
     tensors = (plane, plane, None, None, new, new, None, None, ((3,), (1,), torch.int64), False, False)
     assert writes.plan(one, *tensors) is not writes.plan(other, *tensors)
