@@ -62,7 +62,7 @@ def _dense(build: Build) -> Prepared:
         plan = backward(key, layout(named["dout"]), layout(named["dlse"]), None, None, build.arch)
         launch = getattr(plan, build.kernel.removeprefix("backward_"))
     pointers = (name.removesuffix("_ptr") for name in launch.kernel.arg_names if name.endswith("_ptr"))
-    return launch, [named[name] for name in pointers]
+    return launch, [named.get(name) for name in pointers]
 
 
 def _tensors(build: Build) -> dict[str, Tensor | None]:
