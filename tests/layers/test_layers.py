@@ -35,9 +35,9 @@ def test_packed_is_padded_is_per_sequence(kind, lengths, seed):
     x = tokens(sum(lengths), seed=seed)
     offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     packed = alone_packed(model, x, offsets)
-    padded = torch.full((len(lengths), max(lengths), HIDDEN), torch.nan, dtype=x.dtype)
+    padded = torch.full((len(lengths), max(lengths), HIDDEN), 7.0, dtype=x.dtype)
     for row, part in zip(padded, x.split(lengths), strict=True):
-        row[: len(part)] = part  # and NaN behind it, which causal attention never sees
+        row[: len(part)] = part  # and others behind it, which causal attention never sees
     with torch.no_grad():
         padded = model(padded)
     for n, (part, out) in enumerate(zip(x.split(lengths), packed.split(lengths), strict=True)):
