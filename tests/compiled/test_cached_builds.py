@@ -91,7 +91,7 @@ def test_a_launch_takes_what_the_build_says(build):
     assert new.dtype == DTYPES[build.dtype]
     assert new.shape[: 1 if build.packed else 2].numel() == build.sequences * build.tokens
     assert (named["k_scale_ptr"] is not None) == bool(build.store)
-    assert build.kernel == "write" or (named["cu_q_ptr"] is not None) == build.packed
+    assert build.kernel == "write" or (named["cu_seqlens_q_ptr"] is not None) == build.packed
     assert named["k_ptr"].dtype == DTYPES[build.store or build.dtype]
     assert named["k_ptr"].shape[-1] == build.layer.key
     assert all(x is None or x.is_meta for x in tensors)

@@ -42,7 +42,8 @@ def prepare(
 @triton.jit(do_not_specialize=COUNTS)
 def backward_keys(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
-    slopes_ptr, starts_ptr, ends_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, origin_ptr,  # each may be None
+    alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr,
     q_desc, q_tail_desc, dout_desc,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_dob, stride_dos, stride_doh, stride_dkb, stride_dkt, stride_dkg, stride_dvb, stride_dvt, stride_dvg,
@@ -55,12 +56,12 @@ def backward_keys(
 
     Tiles are transposed, ``[BLOCK_N, BLOCK_M]``, so that each key's gradients stay in registers.
     """
-    work = locate(cu_k_ptr, cu_q_ptr, batch, kv_heads, t, s, heads_per_wave, BLOCK_N, False)
+    work = locate(cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, kv_heads, t, s, heads_per_wave, BLOCK_N, False)
     if work.start >= work.rows:
         return
     sequence, kv_head, n0, keys, rows = work.sequence, work.head, work.start, work.rows, work.others
     origin = origin_of(origin_ptr, sequence, batch)
-    start, end = bounds(starts_ptr, ends_ptr, sequence, keys)
+    start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     q_ptr += sequence * stride_qb + work.other * stride_qs
     k_ptr += sequence * stride_kb + work.row * stride_kt + kv_head * stride_kg
@@ -70,7 +71,7 @@ def backward_keys(
     delta_ptr += sequence * stride_lb + work.other
     dk_ptr += sequence * stride_dkb + work.row * stride_dkt + kv_head * stride_dkg
     dv_ptr += sequence * stride_dvb + work.row * stride_dvt + kv_head * stride_dvg
-    plane = sequence * 0 if cu_q_ptr is not None else sequence  # of descriptors
+    plane = sequence * 0 if cu_seqlens_q_ptr is not None else sequence  # of descriptors
 
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     d, e = tl.arange(0, D_MAIN), tl.arange(0, E_MAIN)
@@ -109,8 +110,8 @@ def backward_keys(
                 q_tail = load_tile(tail_rows, m0, valid, D_MAIN, D - D_MAIN, BLOCK_M, D_TAIL, MASKED, True)
                 s_ij = tl.dot(k_tail, q_tail.T, s_ij, input_precision=PRECISION)
             slope = None
-            if slopes_ptr is not None:
-                slope = load_slope(slopes_ptr, sequence * stride_slopes + head, sequence < batch)
+            if alibi_slopes_ptr is not None:
+                slope = load_slope(alibi_slopes_ptr, sequence * stride_slopes + head, sequence < batch)
             if not MASKED:
                 lse2 = tl.load(lse2_ptr + rows_at)
             modifiers = Modifiers(scale, softcap, slope)
@@ -125,8 +126,8 @@ def backward_keys(
             if not MASKED:
                 delta = tl.load(delta_ptr + rows_at)
             kept = p
-            if seed_ptr is not None:
-                dropout = dropout_of(seed_ptr, threshold, head, sequence, origin)
+            if dropout_seed_ptr is not None:
+                dropout = dropout_of(dropout_seed_ptr, threshold, head, sequence, origin)
                 keep = dropout_keep(dropout, i0 + m0 + m, n0, BLOCK_M, BLOCK_N, origin_ptr is None).T
                 dp = tl.where(keep, dp * dropout_scale, 0.0)
                 kept = tl.where(keep, p, 0.0)
@@ -148,7 +149,8 @@ def backward_keys(
 @triton.jit(do_not_specialize=COUNTS)
 def backward_queries(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, dslopes_ptr,
-    slopes_ptr, starts_ptr, ends_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, origin_ptr,  # each may be None
+    alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr,
     k_desc, k_tail_desc, v_desc,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh,
@@ -161,27 +163,27 @@ def backward_queries(
 
     With slopes also each program's share of their gradient, ``[b, h, blocks]``, packed ``[h, blocks]``.
     """
-    work = locate(cu_q_ptr, cu_k_ptr, batch, heads, s, t, heads_per_wave, BLOCK_M, right is not None)
+    work = locate(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, s, t, heads_per_wave, BLOCK_M, right is not None)
     if work.start >= work.rows:
         return
     sequence, head, kv_head, m0 = work.sequence, work.head, work.head // group, work.start
     keys, rows = work.others, work.rows
     origin = origin_of(origin_ptr, sequence, batch)
-    start, end = bounds(starts_ptr, ends_ptr, sequence, keys)
+    start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     slope = None
-    if slopes_ptr is not None:
-        slope = load_slope(slopes_ptr, sequence * stride_slopes + head, sequence < batch)
+    if alibi_slopes_ptr is not None:
+        slope = load_slope(alibi_slopes_ptr, sequence * stride_slopes + head, sequence < batch)
     modifiers = Modifiers(scale, softcap, slope)
-    if seed_ptr is not None:
-        dropout = dropout_of(seed_ptr, threshold, head, sequence, origin)
+    if dropout_seed_ptr is not None:
+        dropout = dropout_of(dropout_seed_ptr, threshold, head, sequence, origin)
     q_ptr += sequence * stride_qb + work.row * stride_qs + head * stride_qh
     k_ptr += sequence * stride_kb + work.other * stride_kt + kv_head * stride_kg
     v_ptr += sequence * stride_vb + work.other * stride_vt + kv_head * stride_vg
     dout_ptr += sequence * stride_dob + work.row * stride_dos + head * stride_doh
     dq_ptr += sequence * stride_dqb + work.row * stride_dqs + head * stride_dqh
     at = sequence * stride_lb + head * stride_lh + work.row + m0
-    plane = sequence * 0 if cu_q_ptr is not None else sequence  # of descriptors
+    plane = sequence * 0 if cu_seqlens_q_ptr is not None else sequence  # of descriptors
     k_rows = Rows(k_ptr, stride_kt, k_desc, plane, work.other, kv_head)
     tail_rows = Rows(k_ptr, stride_kt, k_tail_desc, plane, work.other, kv_head)
     v_rows = Rows(v_ptr, stride_vt, v_desc, plane, work.other, kv_head)
@@ -216,14 +218,14 @@ def backward_queries(
             p, derivative = recompute(s_ij, lse2, modifiers, i_whole, j[None, :])
             v = load_tile(v_rows, n0, valid, 0, E, BLOCK_N, E_MAIN, MASKED, False)
             dp = tl.dot(dout, v.T, input_precision=PRECISION)
-            if seed_ptr is not None:
+            if dropout_seed_ptr is not None:
                 keep = dropout_keep(dropout, i0 + m, n0, BLOCK_M, BLOCK_N, origin_ptr is None)
                 dp = tl.where(keep, dp * dropout_scale, 0.0)
             ds = p * (dp - delta)
             if MASKED:
                 seen = visible(i, j[None, :], band) & (i < keys)
                 ds = tl.where(seen, ds, 0.0)
-            if slopes_ptr is not None:
+            if alibi_slopes_ptr is not None:
                 dslope -= tl.sum(ds * tl.abs(i_whole - j[None, :]).to(tl.float32), 1)
             ds *= derivative
             if MASKED and softcap is not None:  # the derivative of a row that sees nothing may be NaN
@@ -232,11 +234,12 @@ def backward_queries(
             if D_TAIL:
                 dq_tail = tl.dot(ds.to(k_tail.dtype), k_tail, dq_tail, input_precision=PRECISION)
 
-    store_rows(dq_ptr, dq * scale, m0, m, d, stride_dqs, rows, D)
+    sees = sees_any(i, band)  # a row that sees nothing has met whatever its tiles hold
+    store_rows(dq_ptr, tl.where(sees, dq * scale, 0.0), m0, m, d, stride_dqs, rows, D)
     if D_TAIL:
-        store_rows(dq_ptr + D_MAIN, dq_tail * scale, m0, m, tail, stride_dqs, rows, D - D_MAIN)
-    if slopes_ptr is not None:
+        store_rows(dq_ptr + D_MAIN, tl.where(sees, dq_tail * scale, 0.0), m0, m, tail, stride_dqs, rows, D - D_MAIN)
+    if alibi_slopes_ptr is not None:
         slot = (m0 // BLOCK_M).to(tl.int64)
-        if cu_q_ptr is not None:
+        if cu_seqlens_q_ptr is not None:
             slot += work.row // BLOCK_M + sequence
         tl.store(dslopes_ptr + sequence * stride_sb + head * stride_sh + slot, tl.sum(dslope, 0))

@@ -95,7 +95,7 @@ def key_range(i0, i1, band):
 def sees_any(i, band):
     """Whether query ``i`` sees a key at all."""
     low, high, _, _ = key_range(i, i + 1, band)
-    return low < high
+    return (i == i) & (low < high)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ once. What the splits are, and how they are joined, is in split_kv.py.
 import triton
 import triton.language as tl
 
-from .band import Band, key_range, origin_of
+from .band import Band, key_range, origin_of, sees_any
 from .decode_tiles import Plane, Queries, Sizes, Stored, Sums, Table, Tiling, in_range, sweep, tiling_of
 from .paged import claimed
 from .scores import LN2, LOG2E, Modifiers, load_slope
@@ -23,8 +23,8 @@ COUNTS = (
 
 @triton.jit(do_not_specialize=COUNTS)
 def decode(
-    q_ptr, k_ptr, tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_q_ptr,
-    slopes_ptr, sinks_ptr, origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr,
+    q_ptr, k_ptr, k_tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr,
+    alibi_slopes_ptr, sinks_ptr, origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr,
     k_desc, tail_desc,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_kg, stride_tp, stride_tt, stride_tg,
     stride_vp, stride_vt, stride_vg, stride_ksp, stride_kst, stride_ksg, stride_vsp, stride_vst, stride_vsg,
@@ -43,7 +43,7 @@ def decode(
     pid = tl.program_id(0)
     kv_head = (pid // BLOCKS % KV_HEADS).to(tl.int64)
     schedule_ptr += schedule_offset
-    claim = claimed(pid, schedule_ptr, cu_q_ptr, slots, batch, group, s, SCHEDULED, KV_HEADS, BLOCKS, BLOCK_M)
+    claim = claimed(pid, schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, KV_HEADS, BLOCKS, BLOCK_M)
     sequence, row, count = claim.sequence, claim.row, claim.count
     if SCHEDULED:
         if sequence < 0:
@@ -56,12 +56,12 @@ def decode(
     origin = origin_of(origin_ptr, known, batch)
     band = Band(begin, end, left, right, prefix, origin.query - origin.key, origin.key)
     plane = 0
-    if cu_q_ptr is None:
+    if cu_seqlens_q_ptr is None:
         plane = sequence
     wide = tl.cast(plane, tl.int64)
 
     k_plane = Plane(k_ptr + kv_head * stride_kg, stride_kp, stride_kt, k_desc)
-    tail_plane = Plane(tail_ptr + kv_head * stride_tg, stride_tp, stride_tt, tail_desc)
+    tail_plane = Plane(k_tail_ptr + kv_head * stride_tg, stride_tp, stride_tt, tail_desc)
     v_plane = None if LATENT else Plane(v_ptr + kv_head * stride_vg, stride_vp, stride_vt, None)
     k_scale, v_scale = None, None
     if k_scale_ptr is not None:
@@ -69,7 +69,7 @@ def decode(
         v_scale = Plane(v_scale_ptr + kv_head * stride_vsg, stride_vsp, stride_vst, None)
     stored = Stored(k_plane, tail_plane, v_plane, k_scale, v_scale)
     table = Table(table_ptr + known.to(tl.int64) * stride_table, pages, end)
-    PLAIN: tl.constexpr = softcap is None and slopes_ptr is None
+    PLAIN: tl.constexpr = softcap is None and alibi_slopes_ptr is None
     SCALED: tl.constexpr = k_scale_ptr is not None
     APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
     sizes: tl.constexpr = Sizes(
@@ -95,8 +95,8 @@ def decode(
         q, q_tail, gain = in_range(q, q_tail, D_TAIL, LATENT)
     queries = Queries(q, q_tail, gain, i)
     slope = None
-    if slopes_ptr is not None:
-        slope = load_slope(slopes_ptr, known * stride_slopes + head, valid)[:, None]
+    if alibi_slopes_ptr is not None:
+        slope = load_slope(alibi_slopes_ptr, known * stride_slopes + head, valid)[:, None]
     modifiers = Modifiers(scale, softcap, slope)
 
     first, last = first_row // group, tl.minimum((first_row + BLOCK_M - 1) // group + 1, count)
@@ -130,6 +130,7 @@ def decode(
         acc, l_i = sums.acc, tl.sum(sums.l_i, 1) if APART else sums.l_i
         m_i = tl.where(l_i == 0.0, float("-inf"), sums.m_i if SCALED else sums.m_i * unit)
 
+    acc = tl.where(sees_any(i, band)[:, None], acc, 0.0)  # other rows have met whatever their tiles hold
     is_whole = not SCHEDULED or claim.splits == 1
     if sinks_ptr is not None:  # splits get it when they have been joined
         sink = tl.load(sinks_ptr + head, mask=valid & is_whole & (not past), other=float("-inf")).to(tl.float32)
@@ -145,5 +146,5 @@ def decode(
     else:
         line = pid.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(split_ptr + line[:, None] * E_MAIN + e[None, :], acc, mask=valid[:, None] & (e >= 0)[None, :])
-        lines = (slots + (cu_q_ptr is not None)).to(tl.int64) * (KV_HEADS * BLOCKS * BLOCK_M)
+        lines = (slots + (cu_seqlens_q_ptr is not None)).to(tl.int64) * (KV_HEADS * BLOCKS * BLOCK_M)
         tl.store(split_ptr + lines * E_MAIN + line, lse2, mask=valid)

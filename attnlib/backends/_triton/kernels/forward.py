@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .band import Band, bounds, key_range, origin_of, visible
+from .band import Band, bounds, key_range, origin_of, sees_any, visible
 from .scores import LN2, LOG2E, Modifiers, dropout_keep, dropout_of, load_slope, modify, online_softmax
 from .tile import COUNTS, Rows, load_rows, load_tile, locate, store_rows
 
@@ -11,7 +11,8 @@ from .tile import COUNTS, Rows, load_rows, load_tile, locate, store_rows
 @triton.jit(do_not_specialize=COUNTS)
 def forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
-    slopes_ptr, sinks_ptr, starts_ptr, ends_ptr, cu_q_ptr, cu_k_ptr, seed_ptr, origin_ptr,  # each may be None
+    alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr,
     k_desc, k_tail_desc, v_desc,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes,
@@ -20,24 +21,24 @@ def forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h, t]``."""
-    work = locate(cu_q_ptr, cu_k_ptr, batch, heads, s, t, heads_per_wave, BLOCK_M, right is not None)
+    work = locate(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, s, t, heads_per_wave, BLOCK_M, right is not None)
     if work.start >= work.rows:
         return
     sequence, head, kv_head, keys = work.sequence, work.head, work.head // group, work.others
     origin = origin_of(origin_ptr, sequence, batch)
-    start, end = bounds(starts_ptr, ends_ptr, sequence, keys)
+    start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     slope = None
-    if slopes_ptr is not None:
-        slope = load_slope(slopes_ptr, sequence * stride_slopes + head, sequence < batch)
+    if alibi_slopes_ptr is not None:
+        slope = load_slope(alibi_slopes_ptr, sequence * stride_slopes + head, sequence < batch)
     modifiers = Modifiers(scale, softcap, slope)
-    if seed_ptr is not None:
-        dropout = dropout_of(seed_ptr, threshold, head, sequence, origin)
+    if dropout_seed_ptr is not None:
+        dropout = dropout_of(dropout_seed_ptr, threshold, head, sequence, origin)
     # Plain scores stay as they leave the product; others are in log2 units from the start.
-    PLAIN: tl.constexpr = softcap is None and slopes_ptr is None
+    PLAIN: tl.constexpr = softcap is None and alibi_slopes_ptr is None
     unit = scale * LOG2E if PLAIN else 1.0
 
-    plane = sequence * 0 if cu_q_ptr is not None else sequence  # of descriptors
+    plane = sequence * 0 if cu_seqlens_q_ptr is not None else sequence  # of descriptors
     k_ptr += sequence * stride_kb + work.other * stride_kt + kv_head * stride_kg
     v_ptr += sequence * stride_vb + work.other * stride_vt + kv_head * stride_vg
     k_rows = Rows(k_ptr, stride_kt, k_desc, plane, work.other, kv_head)
@@ -59,7 +60,7 @@ def forward(
     i0 = keys - work.rows + work.start
     i = i0 + m
     low, high, all_low, all_high = key_range(i0, tl.minimum(i0 + BLOCK_M, keys), band)
-    HIDES_FIRST: tl.constexpr = left is not None or starts_ptr is not None
+    HIDES_FIRST: tl.constexpr = left is not None or key_starts_ptr is not None
     low = low // BLOCK_N * BLOCK_N
     all_low = tl.cdiv(all_low, BLOCK_N) * BLOCK_N if HIDES_FIRST else low
     all_high = tl.maximum(all_high // BLOCK_N * BLOCK_N, all_low)
@@ -81,7 +82,7 @@ def forward(
             m_i, p, correction = online_softmax(m_i, p, unit)
             l_i = l_i * correction + tl.sum(p, 1)
             acc *= correction[:, None]
-            if seed_ptr is not None:
+            if dropout_seed_ptr is not None:
                 p = tl.where(dropout_keep(dropout, i, n, BLOCK_M, BLOCK_N, origin_ptr is None), p, 0.0)
             v = load_tile(v_rows, n, valid, 0, E, BLOCK_N, E_MAIN, phase != 1, False)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -92,5 +93,6 @@ def forward(
     lse_ptr += sequence * stride_lb + work.row + head * stride_lh + work.start
     tl.store(lse_ptr + m, lse, mask=work.start + m < work.rows)
     out_ptr += sequence * stride_ob + work.row * stride_os + head * stride_oh
-    acc *= (dropout_scale / l_i)[:, None]
+    # A row that sees nothing has met whatever its tiles hold.
+    acc = tl.where(sees_any(i, band)[:, None], acc * (dropout_scale / l_i)[:, None], 0.0)
     store_rows(out_ptr, acc, work.start, m, e, stride_os, work.rows, E)

@@ -33,7 +33,7 @@ def join_sink(l_i, m_i, sink2):
 
 @triton.jit(do_not_specialize=COUNTS)
 def combine(
-    split_ptr, schedule_ptr, cu_q_ptr, sinks_ptr, out_ptr, lse_ptr, lines,
+    split_ptr, schedule_ptr, cu_seqlens_q_ptr, sinks_ptr, out_ptr, lse_ptr, lines,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, batch, group, s, schedule_offset,
     E: tl.constexpr, E_MAIN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
@@ -50,12 +50,12 @@ def combine(
     if splits == 1:
         return
     row, count = s * 0, s
-    if cu_q_ptr is not None:
-        row, count = tokens_of(cu_q_ptr, sequence, batch, s)
+    if cu_seqlens_q_ptr is not None:
+        row, count = tokens_of(cu_seqlens_q_ptr, sequence, batch, s)
         if count * group > BLOCKS * BLOCK_M:  # which is not split
             return
     plane = 0
-    if cu_q_ptr is None:
+    if cu_seqlens_q_ptr is None:
         plane = sequence
     wide = tl.cast(plane, tl.int64)
     origin = (slot.to(tl.int64) * KV_HEADS + kv_head) * BLOCKS * BLOCK_M
