@@ -22,6 +22,13 @@ class Score(NamedTuple):
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of what there is beside the scale."""
+        if self.softcap is self.alibi_slopes is self.sinks is None:
+            return ()
+        return tuple(name for name, x in self._asdict().items() if x is not None and name != "scale")
+
 
 class Packing(NamedTuple):
     """Where each packed sequence's queries and keys begin, int32 ``[b + 1]``; and lengths that none passes."""
@@ -92,6 +99,18 @@ class Call(NamedTuple):
     def kind(self) -> str:
         """``dense``, ``varlen`` or ``cached``."""
         return "cached" if self.kv is not None else "dense" if self.packing is None else "varlen"
+
+    @property
+    def optional(self) -> dict[str, Tensor]:
+        """The tensors that need not be there, by name, and are."""
+        score, packing, seed = self.score, self.packing, self.dropout.seed
+        if packing is score.alibi_slopes is score.sinks is self.key_starts is self.key_ends is seed is None:
+            return {}
+        found = {"alibi_slopes": score.alibi_slopes, "sinks": score.sinks}
+        found |= {"key_starts": self.key_starts, "key_ends": self.key_ends, "dropout_seed": seed}
+        if packing is not None:
+            found |= {"cu_seqlens_q": packing.cu_seqlens_q, "cu_seqlens_k": packing.cu_seqlens_k}
+        return {name: x for name, x in found.items() if x is not None}
 
     @property
     def sequences(self) -> int:
@@ -195,26 +214,21 @@ def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
     score, packing = call.score, call.packing
     if call.origin is not Call._field_defaults["origin"]:
         _check_origin(call)
-    if packing is score.alibi_slopes is score.sinks is call.key_starts is call.key_ends is None:
-        return
     if packing is not None:
         _check_packing(packing)
         sizes = {**sizes, "b": packing.cu_seqlens_q.shape[0] - 1}
-    named = []
-    for name, x in (("alibi_slopes", score.alibi_slopes), ("sinks", score.sinks)):
-        if x is not None:
-            if not is_strided(x):
-                refuse_tensor(name, x)
-            if not x.is_floating_point():
-                raise TypeError(f"{name}: expected a float dtype, got {x.dtype}")
-            named.append((name, x, "bh" if name == "alibi_slopes" and x.dim() == 2 else "h"))
-    for name, x in (("key_starts", call.key_starts), ("key_ends", call.key_ends)):
-        if x is not None:
-            if not is_strided(x):
-                refuse_tensor(name, x)
-            if x.dtype != torch.int32:
-                raise TypeError(f"{name}: expected torch.int32, got {x.dtype}")
-            named.append((name, x, "b"))
+    if not (optional := call.optional):
+        return
+    per_sequence = "alibi_slopes" in optional and is_strided(score.alibi_slopes) and score.alibi_slopes.dim() == 2
+    dims = {"alibi_slopes": "bh" if per_sequence else "h", "sinks": "h", "key_starts": "b", "key_ends": "b"}
+    named = [(name, x, dims[name]) for name, x in optional.items() if name in dims]
+    for name, x, _ in named:
+        if not is_strided(x):
+            refuse_tensor(name, x)
+        if name in score.options and not x.is_floating_point():
+            raise TypeError(f"{name}: expected a float dtype, got {x.dtype}")
+        if name not in score.options and x.dtype != torch.int32:
+            raise TypeError(f"{name}: expected torch.int32, got {x.dtype}")
     if named:
         bind(*named, known=sizes)
 

@@ -1,4 +1,4 @@
-"""Calls that come again: on a GPU, without gradients, they run what the first call of their kind prepared."""
+"""Calls that come again: on a GPU they run what the first call of their kind prepared."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,9 +10,11 @@ from torch import Tensor
 from .call import Call
 from .kv import KVView
 from .mask import Mask
+from .rope import Angles
 from .watched import are_watched, is_forward_mode
 
 Run = Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]  # takes q, k and v
+Write = Callable[[Tensor, Tensor | None, Angles | None], None]  # takes k and v of a step's tokens
 FLOATS, NAMES = (float, type(None)), (str, type(None))
 
 
@@ -35,15 +37,13 @@ def key_of(call: Call, name: str | None) -> Key | None:
         or type(call.mask) is not Mask
         or call.packing is not None
         or call.origin is not Call._field_defaults["origin"]
-        or not (score.alibi_slopes is score.sinks is call.key_starts is call.key_ends is dropout.seed is None)
+        or not (call.key_starts is call.key_ends is dropout.seed is None)
         or dropout.p != 0
         or type(dropout.p) is not float
-        # 1, 1.0 and True would be one key, and not all of them are what a call takes.
-        or type(score.scale) not in FLOATS
-        or type(score.softcap) not in FLOATS
+        # No tensors; and 1, 1.0 and True would be one key, though not all of them are what a call takes.
+        or not all(type(x) in FLOATS for x in score)
         or type(name) not in NAMES
         or not (q.layout is k.layout is v.layout is torch.strided)
-        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         or torch.is_autocast_enabled("cuda")
         or is_forward_mode(q, k, v)
         or q.is_nested
@@ -51,7 +51,8 @@ def key_of(call: Call, name: str | None) -> Key | None:
         or v.is_nested
     ):
         return None
-    asked = (q.get_device(), q.shape, q.stride(), q.dtype, call.mask, score.scale, score.softcap, name)
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    asked = (q.get_device(), q.shape, q.stride(), q.dtype, call.mask, score, grad, name)
     if call.kv is not None:
         return Key(call.kv, (*asked, q.data_ptr() & 15))
     layouts = (k.get_device(), k.shape, k.stride(), k.dtype, v.get_device(), v.shape, v.stride(), v.dtype)
@@ -59,19 +60,19 @@ def key_of(call: Call, name: str | None) -> Key | None:
 
 
 class PreparedCalls:
-    """Up to ``limit`` prepared calls over tensors, and as many over each view for as long as that lives."""
+    """Up to ``limit`` prepared calls over tensors, and as many calls and writes over each view while that lives."""
 
     def __init__(self, limit: int):
         self.limit = limit
-        self._over_tensors: dict[tuple, Run] = {}
-        self._over_views: WeakKeyDictionary[KVView, dict[tuple, Run]] = WeakKeyDictionary()
+        self._over_tensors: dict[tuple, Run | Write] = {}
+        self._over_views: WeakKeyDictionary[KVView, dict[tuple, Run | Write]] = WeakKeyDictionary()
 
-    def find(self, key: Key) -> Run | None:
+    def find(self, key: Key) -> Run | Write | None:
         """What was prepared for this key."""
         runs = self._over_tensors if key.view is None else self._over_views.get(key.view)
         return None if runs is None else runs.get(key.rest)
 
-    def remember(self, key: Key, run: Run | None) -> None:
+    def remember(self, key: Key, run: Run | Write | None) -> None:
         """Run calls of this key by ``run``, if there is one, from now on; too many are all forgotten first."""
         if run is None:
             return

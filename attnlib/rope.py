@@ -204,7 +204,7 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     >>> rotate(x, Rope(dim=64).angles(torch.arange(5))).shape
     torch.Size([2, 5, 8, 96])
     """
-    _check_rotation(x, angles)
+    check_rotation(x, angles)
     half = angles.cos.shape[-1]
     axis, pairs = (-1, (half, 2)) if angles.interleaved else (-2, (2, half))
     first, second = x[..., : 2 * half].unflatten(-1, pairs).unbind(axis)
@@ -214,7 +214,7 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
 
 
-def _check_rotation(x: Tensor, angles: Angles):
+def check_rotation(x: Tensor, angles: Angles):
     _check_strided("x", x)
     if not isinstance(angles, Angles):
         raise TypeError(f"angles: expected Angles as rope.angles(positions) gives, got {type(angles).__name__}")

@@ -5,7 +5,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
 from .kv import DTYPES, KVLayout, KVView
 from .mask import Mask
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
 class AttentionSpec(NamedTuple):
     """A problem without its lengths: everything that may decide which backend or kernel runs it.
 
-    ``kind`` is ``dense``, ``varlen`` or ``cached``; ``arch`` is 90 for sm_90 and 0 off CUDA; ``strided`` names the
-    tensors whose last dimension is not contiguous; ``layout``, ``page_size`` and ``batch_invariant`` belong to cached
-    calls; ``interpreted`` says that Triton runs kernels without a GPU.
+    ``kind`` is ``dense``, ``varlen`` or ``cached``; ``arch`` is 90 for sm_90 and 0 off CUDA; ``score`` names the
+    options of scores; ``strided`` names the tensors whose last dimension is not contiguous; ``layout``, ``page_size``
+    and ``batch_invariant`` belong to cached calls; ``interpreted`` says that Triton runs kernels without a GPU.
     """
 
     kind: str
@@ -32,9 +31,7 @@ class AttentionSpec(NamedTuple):
     kv_heads: int
     head_dim: int
     value_dim: int
-    softcap: bool
-    alibi: bool
-    sinks: bool
+    score: tuple[str, ...]
     bounds: bool
     dropout: bool
     grad: bool
@@ -70,15 +67,14 @@ def describe(call: "Call", sizes: dict[str, int]) -> AttentionSpec:
         if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
             strided += (name,)
         grad = grad or x.requires_grad
-    optional = _optional(call)
-    for name, x in optional:
-        if x is not None:
-            if x.device != device:
-                raise ValueError(f"{name}: expected device {device} like q, got {x.device}")
-            grad = grad or x.requires_grad
+    optional = call.optional
+    for name, x in optional.items():
+        if x.device != device:
+            raise ValueError(f"{name}: expected device {device} like q, got {x.device}")
+        grad = grad or x.requires_grad
     if kv is not None:
         _check_view(kv, device, dtype)
-    forward = is_forward_mode(call.q, call.k, call.v, *(x for _, x in optional))
+    forward = is_forward_mode(call.q, call.k, call.v, *optional.values())
     device_type = device.type
     return AttentionSpec(  # by position, in the order of the fields: names would take 1.4 us more
         call.kind,
@@ -90,9 +86,7 @@ def describe(call: "Call", sizes: dict[str, int]) -> AttentionSpec:
         sizes["g"],
         sizes["d"],
         sizes["e"],
-        score.softcap is not None,
-        score.alibi_slopes is not None,
-        score.sinks is not None,
+        score.options,
         call.key_starts is not None or call.key_ends is not None,
         dropout.p > 0,
         (grad and torch.is_grad_enabled()) or forward,  # what cannot be done is refused there
@@ -103,23 +97,6 @@ def describe(call: "Call", sizes: dict[str, int]) -> AttentionSpec:
         kv is not None and kv.split_size > 0,
         device_type == "cpu" and is_interpreted(),
     )
-
-
-def _optional(call: "Call") -> tuple[tuple[str, Tensor | None], ...]:
-    """The tensors of a call that need not be there."""
-    score, packing, seed = call.score, call.packing, call.dropout.seed
-    if packing is score.alibi_slopes is score.sinks is call.key_starts is call.key_ends is seed is None:
-        return ()
-    optional = (
-        ("alibi_slopes", score.alibi_slopes),
-        ("sinks", score.sinks),
-        ("key_starts", call.key_starts),
-        ("key_ends", call.key_ends),
-        ("dropout_seed", seed),
-    )
-    if packing is None:
-        return optional
-    return *optional, ("cu_seqlens_q", packing.cu_seqlens_q), ("cu_seqlens_k", packing.cu_seqlens_k)
 
 
 def is_interpreted() -> bool:

@@ -1,26 +1,26 @@
 """What a cache asks of a device: write tokens, copy pages, share a step's sequences out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .checks import check_slots, is_asked_for
-from .dispatch import storing
+from .dispatch import PREPARED, storing
 from .kv import KVLayout, KVView
+from .prepared import Key, Write
 from .rope import Angles
 
 
 def write_cache(
-    kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, *, angles: Angles | None = None
-) -> Callable[[Tensor, Tensor | None, Angles | None], None] | None:
+    kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, *, angles: Angles | None = None, key: tuple | None = None
+) -> None:
     """Write tokens into a view's planes in place: k, rotated by ``angles`` first, and v, at ``slots``.
 
     A slot is ``page * page_size + offset``, int64, one for each token; -1 is skipped. Grouped: k ``[b, s, g, d]`` or
     packed ``[t, g, d]``, v ``[..., g, e]``. Latent: k is the latent ``[..., r]``, and v the rotary key ``[..., p]`` or
-    None, which is what ``angles`` rotate. Quantises when the layout stores int8 or fp8.
-
-    Returns what writes other tensors of the same layouts to the same slots sooner, ``(k, v, angles)``, if anything.
+    None, which is what ``angles`` rotate. Quantises when the layout stores int8 or fp8. With a ``key`` that holds all
+    that decides a write but the slots, :func:`prepared_write` finds a quicker way to write again.
 
     Raises:
         ValueError: with ``ATTNLIB_CHECK=1``, a slot is outside the planes, or two tokens get the same.
@@ -28,8 +28,18 @@ def write_cache(
     checks = is_asked_for(slots)
     if checks:
         check_slots(slots, kv.k.shape[0] * kv.page_size)
-    again = storing(kv.layout.dtype, kv.k.device).write_cache(kv, k, v, slots, angles)
-    return None if checks else again
+    write = storing(kv.layout.dtype, kv.k.device).write_cache(kv, k, v, slots, angles)
+    if key is not None and not checks:
+        PREPARED.remember(_of_write(kv, slots, key), write)
+
+
+def prepared_write(kv: KVView, slots: Tensor, key: tuple) -> Write | None:
+    """What writes tokens of this key to these slots of a view sooner than :func:`write_cache`, if anything."""
+    return PREPARED.find(_of_write(kv, slots, key))
+
+
+def _of_write(kv: KVView, slots: Tensor, key: tuple) -> Key:
+    return Key(kv, ("write", id(slots), key))  # what is prepared keeps the slots alive
 
 
 def new_schedule(

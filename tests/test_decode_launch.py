@@ -76,11 +76,11 @@ def test_programs_of_a_part_leave_room_for_fewer_parts(resident):
     """What a schedule has room for at a level runs at once, and is more than half of what could."""
     config = decode_tables.DecodeConfig(16, 64, 2, 4, resident)
     for processors, blocks, heads in product((33, 132), (1, 2, 3, 8, 9), (1, 2, 8)):
-        level = decode_tables.level(config, blocks)
-        room = decode_tables.room(processors, heads) >> level
+        level = decode_tables.halvings(config, blocks)
+        room = decode_tables.capacity(processors, heads) >> level
         assert room * blocks * heads <= resident * processors
         assert 2 * (room + 1) * blocks * heads > resident * processors - heads
-    assert decode_tables.level(config, 100_000) == decode_tables.LEVELS - 1
+    assert decode_tables.halvings(config, 100_000) == decode_tables.HALVINGS - 1
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2, 17, 1000])
@@ -89,10 +89,10 @@ def test_a_schedule_has_a_slot_for_each_sequence_and_each_place(batch, room):
     slots = decode_tables.slots(batch, room)
     assert slots >= room
     assert slots >= batch + room // 2
-    for level in range(decode_tables.LEVELS):
+    for level in range(decode_tables.HALVINGS):
         assert decode_tables.slots(batch, max(1, room >> level)) <= slots
         assert decode_tables.slots(max(0, batch - 1), room) <= slots
 
 
 def test_more_heads_than_places_still_leave_one():
-    assert decode_tables.room(1, 1000) == 1
+    assert decode_tables.capacity(1, 1000) == 1

@@ -110,7 +110,7 @@ def test_explain_names_the_choice_and_runs_nothing(monkeypatch):
     told = explain(attention_with_lse, q, q, q[..., :4], mask=sliding(3), softcap=2.0)
     assert (told.chosen, told.slow, calls) == ("torch", [], [])
     assert told.rejected == {"triton": ["needs a CUDA device, got cpu"]}
-    for words in ("dense attention", "runs on: torch", "value_dim=4", "left=2", "softcap=True", "lse=True"):
+    for words in ("dense attention", "runs on: torch", "value_dim=4", "left=2", "score=('softcap',)", "lse=True"):
         assert words in str(told)
     slow = explain(attention, q, q, torch.randn(1, 5, 8, 2).transpose(2, 3), mask=CAUSAL)
     assert "slow: v: the last dimension is not contiguous, so it is copied once" in str(slow)

@@ -41,7 +41,7 @@ def forward_arguments(name: str) -> tuple:
     if name == "packed":
         q, k, v = q[0], k[0], v[0]
         offsets = torch.tensor([0, 2, 18], dtype=torch.int32)
-        return (q, k, v, None, None, None, None, offsets, None, None, None, None, 0, 0, 0.3, None, 0.0, 17, 17)
+        return (q, k, v, None, None, None, None, offsets, offsets, None, None, None, 0, 0, 0.3, None, 0.0, 17, 17)
     if name != "everything":
         right = 0 if name == "causal" else None
         return (q, k, v, None, None, None, None, None, None, None, None, None, right, 0, 0.3, None, 0.0, None, None)

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from ..watched import are_batched, are_watched, have_tangents, is_forward_mode
-from .operators import Arguments
-
-TENSORS = Arguments._fields.index("left")  # the fields before are tensors
-NOTHING = (None,) * (len(Arguments._fields) - Arguments._fields.index("key_starts"))  # the gradients from there on
+from .operators import TENSORS, Arguments
 
 
 class Operators:
@@ -33,7 +30,11 @@ class Operators:
         _refuse_tangents(arguments)
         if are_watched(arguments.q, arguments.k, arguments.v):
             return self._operator("forward")(*arguments)
-        return _Attention.apply(self, *arguments) if grad else self.forward(*arguments)
+        return self.differentiable(arguments) if grad else self.forward(*arguments)
+
+    def differentiable(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
+        """Output and LSE with their gradients, around the dispatcher, where nobody follows it."""
+        return _Attention.apply(self, *arguments)
 
     def gradients(self, ctx, dout: Tensor | None, dlse: Tensor | None) -> Arguments:
         """The gradient of each argument of the forward operator."""
@@ -43,10 +44,7 @@ class Operators:
         # With create_graph=True the operator refuses to be differentiated again.
         followed = are_watched(dout, out, a.q) or torch.is_grad_enabled() or are_batched(dout, dlse)
         run = self._operator("backward") if followed else self.backward
-        dq, dk, dv, dslopes, dsinks = run(dout, dlse, out, lse, *a)
-        dslopes = None if a.alibi_slopes is None else dslopes
-        dsinks = None if a.sinks is None else dsinks
-        return Arguments(dq, dk, dv, dslopes, dsinks, *NOTHING)
+        return a.with_gradients(*run(dout, dlse, out, lse, *a))
 
     def register(self, library: torch.library.Library) -> None:
         """Make the gradients of the operators, and their rules under vmap, known to torch."""

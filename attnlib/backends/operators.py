@@ -12,7 +12,7 @@ from torch import Tensor
 from ..call import Call, Packing
 from ..mask import Mask
 
-TYPES = MappingProxyType({Tensor: "Tensor", int: "SymInt", float: "float"})
+TYPES = MappingProxyType({Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"})
 
 
 class Arguments(NamedTuple):
@@ -45,9 +45,14 @@ class Arguments(NamedTuple):
 
     @property
     def packing(self) -> Packing:
-        """Where the sequences of a packed call begin; keys where queries do, if nothing else is said."""
-        cu_k = self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
-        return Packing(self.cu_seqlens_q, cu_k, self.max_seqlen_q, self.max_seqlen_k)
+        """Where the sequences of a packed call begin."""
+        return Packing(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k)
+
+    def with_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, dslopes: Tensor, dsinks: Tensor) -> "Arguments":
+        """A gradient in the place of each argument, None where there is none to give."""
+        dslopes = None if self.alibi_slopes is None else dslopes
+        dsinks = None if self.sinks is None else dsinks
+        return Arguments(dq, dk, dv, dslopes, dsinks, *(None,) * (len(self) - 5))
 
 
 class CachedArguments(NamedTuple):
@@ -85,6 +90,25 @@ class CachedArguments(NamedTuple):
         return self.k if self.v is None else self.v
 
 
+class WriteArguments(NamedTuple):
+    """What an operator takes that writes tokens to a cache. It writes the planes and scales, which come first.
+
+    For latent storage ``k`` and ``v`` are the planes of the latent and of the rotary key.
+    """
+
+    k: Tensor
+    v: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    new_k: Tensor
+    new_v: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    slots: Tensor
+    interleaved: bool
+    latent: bool
+
+
 def flat(call: Call) -> Arguments:
     """A checked call on tensors as operators take it, in tensors whose channels lie side by side."""
     q, k, v, mask, score, packing, dropout = call.q, call.k, call.v, call.mask, call.score, call.packing, call.dropout
@@ -110,20 +134,30 @@ def flat_over_view(call: Call, schedule: Tensor | None = None) -> CachedArgument
     )  # fmt: skip
 
 
-def _typed(fields: type[NamedTuple]) -> str:
-    """The fields as a schema declares them."""
-    hints = get_type_hints(fields)
-    return ", ".join(f"{_type(hints[name])} {name}" for name in fields._fields)
+def _typed(fields: type[NamedTuple], written: int = 0) -> str:
+    """The fields as a schema declares them; the first ones are written."""
+    letters = [f"({chr(ord('a') + n)}!)" if n < written else "" for n in range(len(fields._fields))]
+    typed = zip(get_type_hints(fields).items(), letters, strict=True)
+    return ", ".join(f"{_type(hint, letter)} {name}" for (name, hint), letter in typed)
 
 
-def _type(hint: type) -> str:
+def _type(hint: type, written: str = "") -> str:
     optional = get_args(hint)
-    return f"{TYPES[optional[0]]}?" if optional else TYPES[hint]
+    return f"{TYPES[optional[0]]}{written}?" if optional else f"{TYPES[hint]}{written}"
 
 
+TENSORS = sum(_type(hint).startswith("Tensor") for hint in get_type_hints(Arguments).values())  # they come first
+BY_POSITION = Arguments._fields[3:TENSORS]  # tensors that kernels read as if they were contiguous
 FORWARD = f"({_typed(Arguments)}) -> (Tensor, Tensor)"
 BACKWARD = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_typed(Arguments)}) -> ({', '.join(['Tensor'] * 5)})"
 CACHED = f"({_typed(CachedArguments)}) -> (Tensor, Tensor)"
+WRITE = f"({_typed(WriteArguments, written=4)}) -> ()"
+
+
+def readable(a: Arguments | CachedArguments) -> Arguments | CachedArguments:
+    """The arguments with all tensors but q, k, v and planes contiguous."""
+    scattered = {name: x for name in BY_POSITION if (x := getattr(a, name, None)) is not None and not x.is_contiguous()}
+    return a._replace(**{name: x.contiguous() for name, x in scattered.items()}) if scattered else a
 
 
 def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,16 +186,19 @@ def fake_cached(*arguments) -> tuple[Tensor, Tensor]:
     return outputs(a.q, a.value_plane)
 
 
-def slopes_grad(slopes: Tensor | None, per_sequence: Tensor) -> Tensor:
-    """The gradient in the slopes' own shape; empty where there are none."""
-    if slopes is None:
-        return per_sequence.new_empty(0)
-    return (per_sequence.sum(0) if slopes.dim() == 1 else per_sequence).to(slopes.dtype)
+def fake_write(*arguments) -> None:
+    """A write gives nothing."""
 
 
-def sinks_grad(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink is a key whose value is zero, so its gradient is its probability times ``0 - delta``."""
-    if sinks is None:
-        return lse.new_empty(0)
-    grad = torch.where(lse.isinf(), 0, -torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta)
-    return grad.transpose(0, -2).flatten(1).sum(1).to(sinks.dtype)
+def option_grads(a: Arguments, dslopes: Tensor | None, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of slopes, from those of each sequence ``[b, h]``, and of sinks; empty where there are none.
+
+    A sink is a key whose value is zero, so its gradient is its probability times ``0 - delta``.
+    """
+    of_slopes, of_sinks = lse.new_empty(0), lse.new_empty(0)
+    if a.alibi_slopes is not None:
+        of_slopes = (dslopes.sum(0) if a.alibi_slopes.dim() == 1 else dslopes).to(a.alibi_slopes.dtype)
+    if a.sinks is not None:
+        dsinks = torch.where(lse.isinf(), 0, -torch.exp(a.sinks.to(lse.dtype)[:, None] - lse) * delta)
+        of_sinks = dsinks.transpose(0, -2).flatten(1).sum(1).to(a.sinks.dtype)
+    return of_slopes, of_sinks

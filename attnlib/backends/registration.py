@@ -1,44 +1,53 @@
 """How torch comes to know the operators, and its FLOP counter their formulas."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 COUNTER = "torch.utils.flop_counter"
 
 
-def register(operators: Iterable[tuple[str, Callable, Callable, Callable | None]]) -> torch.library.Library | None:
-    """Make operators, ``(schema, implementation, fake, FLOP formula)``, known to torch; keep what it returns.
+class Operator(NamedTuple):
+    """An operator: its schema, what it runs, what it gives without values, and the FLOPs that it counts as."""
 
-    A second copy of the package in one process runs those of the first.
+    schema: str
+    run: Callable
+    fake: Callable
+    flops: Callable | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in ``torch.ops.attnlib``."""
+        return self.schema.partition("(")[0]
+
+
+def register(*operators: Operator) -> torch.library.Library | None:
+    """Make operators known to torch; keep what it returns.
+
+    A second copy of the package in one process runs those of the first. torch's FLOP counter imports Triton, so it
+    gets the formulas only where somebody has imported it; who does so later passes ``attnlib.FLOP_FORMULAS``.
+
+    Raises:
+        ImportError: the operators in this process are of another version.
     """
-    operators = list(operators)
-    names = [schema.partition("(")[0] for schema, *_ in operators]
-    if hasattr(torch.ops.attnlib, names[0]):
-        for name, (schema, *_) in zip(names, operators, strict=True):
-            known = str(getattr(torch.ops.attnlib, name).default._schema)
-            if known != str(torch._C.parse_schema(f"attnlib::{schema}")):
-                raise ImportError(f"attnlib: another version is loaded in this process, with the operator {known}")
+    namespace = torch.ops.attnlib
+    schemas = {operator.name: operator.schema for operator in operators}
+    known = getattr(namespace, "schemas", {})
+    if hasattr(namespace, operators[0].name):
+        for name, schema in schemas.items():
+            if known.get(name) != schema:
+                raise ImportError(f"attnlib: another version is loaded in this process, with another operator {name}")
         return None
+    namespace.schemas = known | schemas
     library = torch.library.Library("attnlib", "FRAGMENT")
-    counted = []
-    for name, (schema, run, fake, flops) in zip(names, operators, strict=True):
-        library.define(schema)
+    for operator in operators:
+        library.define(operator.schema)
         for device in ("CPU", "CUDA"):
-            library.impl(name, run, device)
-        torch.library.register_fake(f"attnlib::{name}", fake, lib=library)
-        if flops is not None:
-            counted.append((getattr(torch.ops.attnlib, name), flops))
-    count(counted)
+            library.impl(operator.name, operator.run, device)
+        torch.library.register_fake(f"attnlib::{operator.name}", operator.fake, lib=library)
+        if operator.flops is not None and COUNTER in sys.modules:
+            count = sys.modules[COUNTER].register_flop_formula
+            count(getattr(namespace, operator.name), get_raw=True)(operator.flops)
     return library
-
-
-def count(formulas: Iterable[tuple[object, Callable]]) -> None:
-    """Give torch's counter formulas of operators, ``(operator, formula)``, if somebody has imported it.
-
-    It imports Triton, so it is not imported here; who imports it later passes ``attnlib.FLOP_FORMULAS``.
-    """
-    if COUNTER in sys.modules:
-        for operator, formula in formulas:
-            sys.modules[COUNTER].register_flop_formula(operator, get_raw=True)(formula)

@@ -1,6 +1,6 @@
 """One layer's part of a cache: its planes of pages, and the append that writes a step's tokens into them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -9,11 +9,10 @@ from torch import Tensor
 
 from ..kv import KVLayout, KVView
 from ..rope import Angles
-from ..storage import write_cache
+from ..storage import prepared_write, write_cache
 from .shared_prefix import SharedPrefix
 from .step import PerStep, PerWindow
 
-MAX_WRITES = 16  # layouts of appended tensors to remember in one shape of step, before all are forgotten
 AS_GIVEN = "as given"  # the convention of keys that were appended without angles
 
 
@@ -38,10 +37,9 @@ class LayerCache:
         }
         self.convention: str | None = None  # how the stored keys are rotated; None before the first append
         self.appended = False  # in this step; append only ever sets it, so that no compiled layer depends on it
-        self._prepared: tuple = ()  # positions, slots, view and writes of the present step shape
+        self._prepared: tuple = ()  # positions, slots and view of the present step shape
         self._slots: Tensor | None = None  # None where nothing may be appended
         self._view: KVView | None = None  # None outside a step and a read
-        self._writes: dict[tuple, Callable] = {}  # how tensors that were checked are written, by their layouts
 
     def append(self, k: Tensor, v: Tensor | None = None, *, angles: Angles | None = None) -> KVView:
         """Write this step's keys and values and return the view that includes them.
@@ -57,16 +55,16 @@ class LayerCache:
             ValueError, TypeError: shapes, dtype or device differ from the layout's.
             NotImplementedError: a gradient would have to flow through the cache.
         """
-        key = None if torch.compiler.is_compiling() else self._key(k, v, angles)
-        if key is not None and (again := self._writes.get(key)) is not None:
-            again(k, v, angles)
+        key = self._key(k, v, angles)
+        if key is not None and (write := prepared_write(self._view, self._slots, key)) is not None:
+            write(k, v, angles)
         else:
-            self._write(k, v, angles, key)
+            self._write(k, v, angles)
         self.appended = True
         return self._view
 
-    def _write(self, k: Tensor, v: Tensor | None, angles: Angles | None, key: tuple | None) -> None:
-        """Check everything, write, and remember how to do it again for tensors of this key."""
+    def _write(self, k: Tensor, v: Tensor | None, angles: Angles | None) -> None:
+        """Check everything, write, and let it be remembered how to do it again for tensors of their key."""
         if self._slots is None:
             self._refuse_append()
         given, layout = (k, v), self.layout
@@ -81,26 +79,27 @@ class LayerCache:
         if angles is not None and not isinstance(angles, Angles):
             raise TypeError(f"angles: expected Angles as rope.angles(positions) gives, got {type(angles).__name__}")
         self._record(AS_GIVEN if angles is None else angles.convention)
-        again = write_cache(self._view, k, v, self._slots, angles=angles)
-        if again is not None and key is not None and k is given[0] and v is given[1]:
-            if len(self._writes) >= MAX_WRITES:
-                self._writes.clear()
-            self._writes[(self.convention, *key[1:])] = again
+        key = self._key(k, v, angles) if k is given[0] and v is given[1] else None
+        write_cache(self._view, k, v, self._slots, angles=angles, key=key)
 
     def _key(self, k: Tensor, v: Tensor | None, angles: Angles | None) -> tuple | None:
         """All that the checks of an append depend on; None for what is always checked."""
+        if torch.compiler.is_compiling() or self._slots is None:
+            return None
         if type(k) is not Tensor or k.requires_grad or k.is_nested or k.layout is not torch.strided:
             return None
-        key = (self.convention, k.shape, k.stride(), k.dtype, k.device)
+        key = (k.shape, k.stride(), k.dtype, k.device)
         if v is not None:
             if type(v) is not Tensor or v.requires_grad or v.is_nested or v.layout is not torch.strided:
                 return None
             key += (v.shape, v.stride(), v.dtype, v.device)
         if angles is not None:
-            if type(angles) is not Angles:
+            if type(angles) is not Angles or angles.convention != self.convention:
                 return None
             cos, sin = angles.cos, angles.sin
             key += (cos.shape, cos.stride(), sin.stride(), cos.device, angles.interleaved)
+        elif self.convention != AS_GIVEN:
+            return None
         return key
 
     def view(self) -> KVView:
@@ -163,17 +162,16 @@ class LayerCache:
         view = KVView(self.layout, page_size, **planes, **buffers, rope=rope, check=False)
         if window.shared_prefix is not None:
             view = _with_shared(view, window.shared_prefix)
-        self._prepared = (step.positions, window.slots, view, {})
+        self._prepared = (step.positions, window.slots, view)
 
     def open(self, prefill: bool, history: int) -> None:
         """Take up what is prepared, for one step or read. For the cache to call."""
-        self.positions, self._slots, self._view, self._writes = self._prepared
+        self.positions, self._slots, self._view = self._prepared
         self.prefill, self.history, self.appended = prefill, history, False
 
     def close(self) -> None:
         """Leave the step or read. For the cache to call."""
         self.positions = self._slots = self._view = None
-        self._writes = {}
 
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with NaN, or with -128 where the plane is int8. For the cache to call."""

@@ -71,12 +71,12 @@ def distinct(builds: Iterable[AnyBuild]) -> list[AnyBuild]:
     return list(found.values())
 
 
-def _compiled_for(launch: Launch, tensors: tuple) -> tuple:
+def _compiled_for(launch: Launch, tensors: dict) -> tuple:
     """What Triton compiles for: constants, options, dtypes, and of every number its type and what divides it."""
     parameters = {parameter.name: parameter for parameter in launch.kernel.params}
     kinds = [_kind(n, parameters[name]) for name, n in launch.arguments.items()]
-    dtypes = [x if x is None else x.dtype for x in tensors]
-    return launch.kernel, launch.tma, *launch.options.items(), *dtypes, *kinds
+    dtypes = [x if x is None else x.dtype for x in map(tensors.get, launch.tensors)]
+    return launch.kernel, bool(launch.blocks), *launch.options.items(), *dtypes, *kinds
 
 
 def _kind(n: object, parameter) -> tuple:
@@ -96,8 +96,7 @@ def binary(build: AnyBuild) -> Binary:
     absent = _absent(build.arch)
     driver.set_active(absent)
     launch, tensors = prepared(build)
-    launch._compiled.clear()  # of another chip, where a plan does not ask for which it is
-    launch(*tensors)
+    launch.on(tensors)
     metadata, cubin = absent.launched
     registers, spilled = _usage(cubin)
     columns = getattr(metadata, "tmem_size", None) or 0
@@ -115,7 +114,7 @@ def _tiles(launch: Launch) -> str:
     found += [f"{stages} stages"] if stages > 1 else []
     found += [f"<= {most} registers"] if most else []
     found += ["transposed"] if constants.get("COLUMNS") else []
-    found += ["TMA"] if launch.tma else []
+    found += ["TMA"] if launch.blocks else []
     return ", ".join(found)
 
 

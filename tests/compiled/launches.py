@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from attnlib.backends._triton import cached, schedule
-from attnlib.backends._triton.launch import Launch
-from attnlib.backends._triton.plans import backward, forward, key_of, layout
+from attnlib.backends._triton.launch import PLANS, Launch
+from attnlib.backends._triton.plans import Key, backward, forward, key_of, layout
 from attnlib.backends._triton.writes import write_cache
-from attnlib.backends.operators import Arguments
+from attnlib.backends.operators import TENSORS, Arguments
 from attnlib.cache.buffer import split_size_of
 from attnlib.call import Call, Score, checked
 from attnlib.kv import KVLayout, KVView
@@ -34,11 +34,11 @@ CAPACITY = 8192  # tokens of a sequence in a cache
 # Multiprocessors, by which sequences are cut into parts: of an A100, an A40, an H200, a B200 and an RTX 5090.
 PROCESSORS = MappingProxyType({80: 108, 86: 84, 90: 132, 100: 148, 120: 170})
 
-Prepared = tuple[Launch, tuple[Tensor | None, ...]]
+Prepared = tuple[Launch, dict[str, Tensor | None]]
 
 
 def prepared(build: AnyBuild) -> Prepared:
-    """The Launch of a build, and its tensors.
+    """The Launch of a build, and its tensors by name.
 
     Raises:
         ValueError: the call of the build does not launch its kernel.
@@ -52,17 +52,15 @@ def _dense(build: Build) -> Prepared:
     mask = MASKS[build.mask]
     scale, softcap = build.head[0] ** -0.5, 50.0 if build.softcap else None
     arguments = Arguments(
-        *(named[name] for name in ("q", "k", "v", "slopes", "sinks", "starts", "ends", "cu_q", "cu_k", "seed")), None,
+        *map(named.get, Arguments._fields[:TENSORS]),
         mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None,
     )  # fmt: skip
-    key = key_of(arguments)._replace(tf32=build.dtype == "tf32")
+    loaded = (named["q"], named["k"], named["v"])
+    key = key_of(arguments, *loaded)._replace(tf32=build.dtype == "tf32", arch=build.arch)
     if build.kernel == "forward":
-        launch = forward(key, None, build.arch)
-    else:
-        plan = backward(key, layout(named["dout"]), layout(named["dlse"]), None, None, build.arch)
-        launch = getattr(plan, build.kernel.removeprefix("backward_"))
-    pointers = (name.removesuffix("_ptr") for name in launch.kernel.arg_names if name.endswith("_ptr"))
-    return launch, [named.get(name) for name in pointers]
+        return forward(key), named
+    plan = backward(key, layout(named["dout"]), layout(named["dlse"]))
+    return getattr(plan, build.kernel.removeprefix("backward_")), named
 
 
 def _tensors(build: Build) -> dict[str, Tensor | None]:
@@ -86,30 +84,31 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         "out": dense(QUERY_HEADS, e), "dout": dense(QUERY_HEADS, e),
         "lse": numbers(*statistics), "lse2": numbers(*statistics), "delta": numbers(*statistics),
         "dlse": numbers(*statistics, given=build.dlse),
-        "slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
+        "alibi_slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
         "sinks": numbers(QUERY_HEADS, given=build.sinks),
-        "starts": numbers(BATCH, dtype=torch.int32, given="starts" in build.rows),
-        "ends": numbers(BATCH, dtype=torch.int32, given="ends" in build.rows),
-        "cu_q": offsets, "cu_k": offsets,
-        "seed": numbers(1, dtype=torch.int64, given=build.dropout),
+        "key_starts": numbers(BATCH, dtype=torch.int32, given="starts" in build.rows),
+        "key_ends": numbers(BATCH, dtype=torch.int32, given="ends" in build.rows),
+        "cu_seqlens_q": offsets, "cu_seqlens_k": offsets,
+        "origin": None, "dropout_seed": numbers(1, dtype=torch.int64, given=build.dropout),
     }  # fmt: skip
 
 
 def _over_cache(build: CachedBuild) -> Prepared:
     """What the backend launches when it is called, with all that asks a device answered for the chip."""
     made = {}
+    PLANS.clear()  # of other chips, which are no part of what decides a schedule or a write
 
-    def remember(launch: Launch, *tensors: Tensor | None):
-        made[launch.kernel.__name__] = launch, tensors
+    def remember(launch: Launch, tensors: dict[str, Tensor | None]):
+        made[launch.kernel.__name__] = launch, {name: tensors[name] for name in launch.tensors}
 
     cached_plan = cached.cached_plan
 
-    def plan(key: cached.CachedKey):
-        return cached_plan(key._replace(tf32=build.dtype == "tf32"), arch=build.arch)
+    def plan(key: Key):
+        return cached_plan(key._replace(tf32=build.dtype == "tf32", arch=build.arch))
 
     with (
         patch.object(torch.ops.attnlib, "triton_cached", cached._cached),  # else torch would ask for shapes alone
-        patch.object(Launch, "__call__", remember),
+        patch.object(Launch, "on", remember),
         patch.object(cached, "cached_plan", plan),
         patch.object(schedule, "processors", lambda device: PROCESSORS[build.arch]),
     ):

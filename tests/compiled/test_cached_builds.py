@@ -16,11 +16,10 @@ from compiled.cached_builds import (
 from compiled.chipless import binary, distinct
 from compiled.launches import DTYPES, prepared
 
-from attnlib.backends._triton import cached as triton_cached
 from attnlib.backends._triton import decode_tables
 from attnlib.backends._triton import schedule as triton_schedule
 from attnlib.backends._triton.decode_tables import DecodeConfig
-from attnlib.backends._triton.launch import Launch
+from attnlib.backends._triton.launch import PLANS, Launch
 
 pytest.importorskip("triton")
 
@@ -43,12 +42,12 @@ def test_every_entry_of_the_decode_tables_is_built(monkeypatch):
             anew = tuple((limit, number(config, f"{name}, up to {limit}")) for limit, config in value)
             monkeypatch.setattr(decode_tables, name, anew)
     assert len(numbered) > 5
-    triton_cached.cached_plan.cache_clear()
+    PLANS.clear()
     try:
         for build in cached_entries():
             numbered.pop(prepared(build)[0].options["num_stages"], None)
     finally:
-        triton_cached.cached_plan.cache_clear()
+        PLANS.clear()
     assert not numbered
 
 
@@ -83,18 +82,16 @@ def test_no_chip_reads_fp8_that_cannot():
     ids=str,
 )
 def test_a_launch_takes_what_the_build_says(build):
-    launch, tensors = prepared(build)
-    pointers = [name for name in launch.kernel.arg_names if name.endswith("_ptr")]
-    named = dict(zip(pointers, tensors, strict=True))
+    launch, named = prepared(build)
     assert launch.kernel.__name__ == build.kernel
-    new = named["q_ptr" if build.kernel == "decode" else "new_k_ptr"]
+    new = named["q_ptr" if build.kernel == "decode" else "new_k"]
     assert new.dtype == DTYPES[build.dtype]
     assert new.shape[: 1 if build.packed else 2].numel() == build.sequences * build.tokens
-    assert (named["k_scale_ptr"] is not None) == bool(build.store)
-    assert build.kernel == "write" or (named["cu_seqlens_q_ptr"] is not None) == build.packed
-    assert named["k_ptr"].dtype == DTYPES[build.store or build.dtype]
-    assert named["k_ptr"].shape[-1] == build.layer.key
-    assert all(x is None or x.is_meta for x in tensors)
+    assert (named["k_scale"] is not None) == bool(build.store)
+    assert build.kernel == "write" or (named["cu_seqlens_q"] is not None) == build.packed
+    assert named["k"].dtype == DTYPES[build.store or build.dtype]
+    assert named["k"].shape[-1] == build.layer.key
+    assert all(x is None or x.is_meta for x in named.values())
 
 
 @pytest.mark.parametrize(
@@ -146,19 +143,18 @@ def test_chips_differ_in_how_many_parts_fill_them():
 
 
 def test_nothing_stays_replaced():
-    call, processors = Launch.__call__, triton_schedule.processors
+    call, processors = Launch.on, triton_schedule.processors
     prepared(DECODE)
     with pytest.raises(ValueError, match=r"expected one that this call launches, .*decode.*, got prepare"):
         prepared(DECODE._replace(kernel="prepare"))
-    assert Launch.__call__ is call
+    assert Launch.on is call
     assert triton_schedule.processors is processors
     assert triton_schedule.processors(torch.device("cpu")) == triton_schedule.INTERPRETED
 
 
 def test_one_launch_is_compiled_for_two_chips():
-    """Their plan is one, which would launch again what it compiled first."""
+    """Their plans are alike, and a plan launches again what it compiled first."""
     builds = [CachedBuild("write", arch, rope="half") for arch in (80, 90)]
-    assert prepared(builds[0])[0] is prepared(builds[1])[0]
     results = dict(check.apart(binary, builds, 1))
     assert all(16 <= results[build].registers <= 128 for build in builds)
 

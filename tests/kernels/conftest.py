@@ -3,15 +3,14 @@
 import pytest
 from kernel_helpers import INTERPRETED
 
-from attnlib.backends._triton import plans as triton_plans
+from attnlib.backends._triton.launch import PLANS
 from attnlib.dispatch import PREPARED
 
 
 @pytest.fixture(autouse=True)
 def _plans_anew():
     """Tests put other tiles into the tables."""
-    triton_plans.forward.cache_clear()
-    triton_plans.backward.cache_clear()
+    PLANS.clear()
     PREPARED.forget()
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from attnlib import CAUSAL, KVLayout, KVView, Mask, cached_attention_with_lse
 from attnlib.backends._torch.pages import quantise
-from attnlib.backends._triton import cached as triton_cached
 from attnlib.backends._triton import decode_tables
 from attnlib.backends._triton import schedule as triton_schedule
 from attnlib.backends._triton.decode_tables import DecodeConfig
+from attnlib.backends._triton.launch import PLANS
 from attnlib.storage import new_schedule, update_schedule
 
 NAN = {torch.int8: 0x80, torch.float8_e4m3fn: 0x7F}  # -128, beside a scale of NaN
@@ -206,9 +206,8 @@ def plan_for(
     if processors is not None:
         patch.setattr(triton_schedule, "processors", lambda device: processors)
     if small:
-        patch.setattr(triton_schedule, "GRAIN", 16)
-        patch.setattr(triton_schedule, "LEVELS", 3)
-        patch.setattr(decode_tables, "LEVELS", 3)
+        patch.setattr(triton_schedule, "GRANULARITY", 16)
+        patch.setattr(triton_schedule, "HALVINGS", 3)
+        patch.setattr(decode_tables, "HALVINGS", 3)
     patch.setattr(decode_tables, "LONG", LONG if parted else 0)
-    triton_cached.cached_plan.cache_clear()
-    triton_schedule._schedule_plan.cache_clear()
+    PLANS.clear()

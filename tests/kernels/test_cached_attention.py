@@ -18,6 +18,7 @@ from attnlib import CAUSAL, FULL, KVCache, KVLayout, KVView, Mask, explain, merg
 from attnlib import cached_attention_with_lse as attend
 from attnlib.backends._triton import cached as triton_cached
 from attnlib.backends._triton.decode_tables import DecodeConfig
+from attnlib.backends._triton.launch import PLANS
 from attnlib.backends.operators import flat_over_view
 from attnlib.call import Call as Attention
 from attnlib.call import Score, checked
@@ -367,16 +368,16 @@ def test_descriptors_load_rows_without_gaps():
         call = store(layout, Sizes((5,), page_size=page_size, order=order)).call(1, 32).scheduled()
         asked = checked(Attention(call.q.to(DEVICE), CAUSAL, kv=call.stored.view))
         arguments = flat_over_view(asked, call.stored.view.schedule)
-        return triton_cached.cached_plan(triton_cached.key_of(arguments), arch=90).decode.tma
+        return bool(triton_cached.cached_plan(triton_cached.decode_key(arguments)._replace(arch=90)).decode.blocks)
 
-    triton_cached.cached_plan.cache_clear()
+    PLANS.clear()
     wide = KVLayout.latent(512, 64, dtype=torch.float16)
     assert [tma(wide, page_size) for page_size in (1, 16, 64, 256, None)] == [False, False, True, True, True]
     assert not tma(wide, 64, "apart")
     assert not tma(replace(wide, dim=300, value_dim=300), 64)
     assert not tma(replace(wide, tail=20), 64)
     assert not tma(replace(wide, store=torch.int8), 64)
-    triton_cached.cached_plan.cache_clear()
+    PLANS.clear()
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from kernel_helpers import DEVICE
 from attnlib import CAUSAL, FULL, attention_with_lse, sliding, varlen_attention_with_lse
 from attnlib.backends._triton import plans as triton_plans
 from attnlib.backends._triton import tables
+from attnlib.backends._triton.launch import PLANS
 
 
 def gradients(tensors, tma, monkeypatch, mask, cu=None):
@@ -16,8 +17,7 @@ def gradients(tensors, tma, monkeypatch, mask, cu=None):
     monkeypatch.setattr(tables, "forward", lambda problem, *, keys: tiles._replace(tma=tma and problem.aligned))
     for name in ("backward_keys", "backward_queries"):
         monkeypatch.setattr(tables, name, lambda problem, *, keys: tiles._replace(tma=tma and problem.aligned))
-    triton_plans.forward.cache_clear()
-    triton_plans.backward.cache_clear()
+    PLANS.clear()
     leaves = [x.detach().requires_grad_() for x in tensors]
     if cu is None:
         out, lse = attention_with_lse(*leaves, mask=mask, backend="triton")
@@ -56,7 +56,7 @@ def test_any_strides_and_addresses(how, monkeypatch):
     seen = []
     monkeypatch.setattr(triton_plans, "Launch", lambda *args: seen.append(args) or LAUNCH(*args))
     ours = gradients((moved, moved, moved), True, monkeypatch, CAUSAL)
-    described = [any(args[-1]) for args in seen if len(args) > 4]
+    described = [bool(args[-1]) for args in seen if len(args) > 4]
     assert all(described) == (how in ("a fused projection", "heads first"))
     assert len(set(described)) == 1
     assert_same_bits(*zip(ours, gradients((moved.contiguous(),) * 3, False, monkeypatch, CAUSAL), strict=True))

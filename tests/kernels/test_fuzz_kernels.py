@@ -6,6 +6,7 @@ from kernel_helpers import INTERPRETED
 
 from attnlib.backends._triton import cached as triton_cached
 from attnlib.backends._triton import plans as triton_plans
+from attnlib.backends._triton.launch import PLANS
 
 DEVICE = "interpreter" if INTERPRETED else "cuda"
 # Kind -> first seed and cases: 20 s interpreted on one core of an EPYC.
@@ -15,10 +16,9 @@ SHARES = [("dense", 0, 8), ("dense", 8, 8), ("varlen", 0, 10), ("cached", 0, 2),
 @pytest.fixture(autouse=True)
 def _launches_anew():
     """What a planted bug plans is no other test's."""
-    triton_cached.cached_plan.cache_clear()
+    PLANS.clear()
     yield
-    for plans in (triton_cached.cached_plan, triton_plans.forward, triton_plans.backward):
-        plans.cache_clear()
+    PLANS.clear()
 
 
 @pytest.mark.parametrize(("kind", "first", "count"), SHARES)
@@ -29,12 +29,12 @@ def test_a_share_of_the_cases_finds_nothing(kind, first, count):
 
 def as_if_contiguous(strides):
     """Strides that tensors of these shapes would have in one piece."""
-    return lambda shapes, names, x: strides(shapes, names, triton_plans._contiguous(x.shape, x.dtype))
+    return lambda shapes, names, x: strides(shapes, names, triton_plans.contiguous(x.shape, x.dtype))
 
 
 def one_too_far(scoring):
-    def wrong(call, reach):
-        numbers = scoring(call, reach)
+    def wrong(arguments, heads, reach):
+        numbers = scoring(arguments, heads, reach)
         return numbers | {name: n + 1 for name in ("left", "right") if (n := numbers[name]) is not None}
 
     return wrong

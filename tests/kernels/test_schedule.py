@@ -8,7 +8,8 @@ from kernel_helpers import DEVICE, INTERPRETED
 
 from attnlib.backends._triton import decode_tables
 from attnlib.backends._triton import schedule as triton_schedule
-from attnlib.backends._triton.decode_tables import ENTRY, GRAIN, LEVELS
+from attnlib.backends._triton.decode_tables import ENTRY, GRANULARITY, HALVINGS
+from attnlib.backends._triton.launch import PLANS
 
 END = 2**31 - 1  # of a last part, whose sequence may grow
 
@@ -19,11 +20,11 @@ def device(monkeypatch):
 
     def of(processors: int) -> torch.device:
         monkeypatch.setattr(triton_schedule, "processors", lambda device: processors)
-        triton_schedule._schedule_plan.cache_clear()
+        PLANS.clear()
         return torch.device(DEVICE)
 
     yield of
-    triton_schedule._schedule_plan.cache_clear()
+    PLANS.clear()
 
 
 def scheduled(device, starts, lengths, *, heads=1, limit=2**20, reach=None, rows=0) -> list[list[list[int]]]:
@@ -32,7 +33,7 @@ def scheduled(device, starts, lengths, *, heads=1, limit=2**20, reach=None, rows
     schedule[0].fill_(123456789)
     tensors = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths))
     triton_schedule.update_schedule(schedule, *tensors, limit=limit, reach=reach)
-    assert schedule.shape[:2] == (heads, LEVELS)
+    assert schedule.shape[:2] == (heads, HALVINGS)
     assert schedule.shape[3] == ENTRY
     return schedule[0].tolist()
 
@@ -53,7 +54,7 @@ def least_size(grains: list[int], room: int, slots: int) -> int:
 
 def check(entries: list[list[int]], ranges: list[tuple[int, int]], room: int) -> None:
     slots = decode_tables.slots(len(ranges), room)
-    grains = [max(1, -(-length // GRAIN) - start // GRAIN) for start, length in ranges]
+    grains = [max(1, -(-length // GRANULARITY) - start // GRANULARITY) for start, length in ranges]
     size, slot = least_size(grains, room, slots), 0
     for n, ((start, length), many) in enumerate(zip(ranges, grains, strict=True)):
         first, parts = entries[n][4:6]
@@ -62,9 +63,9 @@ def check(entries: list[list[int]], ranges: list[tuple[int, int]], room: int) ->
         for number, (sequence, begin, end, of, *_) in enumerate(entries[first : first + parts]):
             assert (sequence, of) == (n, parts)
             assert begin == ends[-1]
-            assert end % GRAIN == 0 or number == parts - 1
+            assert end % GRANULARITY == 0 or number == parts - 1
             assert end > begin
-            assert -(-min(end, length) // GRAIN) - begin // GRAIN <= size
+            assert -(-min(end, length) // GRANULARITY) - begin // GRANULARITY <= size
             ends.append(end)
         assert ends[-1] == END
         assert all(end < length for end in ends[1:-1])
@@ -75,7 +76,7 @@ def check(entries: list[list[int]], ranges: list[tuple[int, int]], room: int) ->
 
 def test_parts_tile_what_is_seen(device):
     """At every level, for any lengths, of which some are 0, and for more rows than there are sequences."""
-    random, lengths = Random(0), (0, 1, GRAIN - 1, GRAIN, GRAIN + 1, 700, 5000, 131072)
+    random, lengths = Random(0), (0, 1, GRANULARITY - 1, GRANULARITY, GRANULARITY + 1, 700, 5000, 131072)
     cases = [(1, 1), (1, 132), (3, 7), (17, 33), (64, 132), (150, 16)][: 4 if INTERPRETED else None]
     for batch, processors in cases:
         for heads, reach in ((1, None), (8, 300)):
@@ -83,14 +84,14 @@ def test_parts_tile_what_is_seen(device):
             starts = [random.choice((0, 0, 5, length // 2, length)) for length in chosen]
             of = device(processors)
             entries = scheduled(of, starts, chosen, heads=heads, reach=reach, rows=batch + random.choice((0, 5)))
-            room = decode_tables.room(processors, heads)
+            room = decode_tables.capacity(processors, heads)
             ranges = [bounds(*pair, 2**20, reach) for pair in zip(starts, chosen, strict=True)]
             for level, row in enumerate(entries):
                 check(row, ranges, max(1, room >> level))
     entries = scheduled(device(33), [0] * 5, [1, 128000, 3, 0, 9])[0]
     parts = [entry[5] for entry in entries[:5]]
     assert parts == [1, parts[1], 1, 1, 1]
-    assert parts[1] > 0.9 * decode_tables.room(33, 1)  # the long one gets what the others leave
+    assert parts[1] > 0.9 * decode_tables.capacity(33, 1)  # the long one gets what the others leave
 
 
 def test_wrong_lengths_are_contained(device):
@@ -100,6 +101,6 @@ def test_wrong_lengths_are_contained(device):
     for limit, reach in ((4096, None), (4096, 100), (2**28, None)):
         entries = scheduled(device(33), starts, lengths, limit=limit, reach=reach)
         ranges = [bounds(*pair, limit, reach) for pair in zip(starts, lengths, strict=True)]
-        room = decode_tables.room(33, 1)
+        room = decode_tables.capacity(33, 1)
         for level, row in enumerate(entries):
             check(row, ranges, max(1, room >> level))

@@ -5,6 +5,8 @@ import torch
 
 from attnlib import CAUSAL, KVCache, KVLayout, attention_with_lse, cached_attention_with_lse
 from attnlib.backends._triton import schedule, writes
+from attnlib.backends._triton.plans import Key
+from attnlib.backends.operators import WriteArguments
 
 LAYOUTS = (KVLayout.grouped(2, 64, dtype=torch.float16), KVLayout.latent(64, 16, dtype=torch.float16))
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -12,14 +14,15 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 def test_plans_are_for_one_device():
     one, other = (torch.device("cuda", n) for n in range(2))
-    numbers = (1, 4, 4, 16, 16, 1, 16)
+    numbers = (torch.Size((1, 1, 4, 8)), 4, 16, 16, 16)
     for device in (one, other):
-        same = schedule._schedule_plan(torch.device(device), *numbers)
-        assert schedule._schedule_plan(device, *numbers) is same
-    assert schedule._schedule_plan(one, *numbers) is not schedule._schedule_plan(other, *numbers)
+        same = schedule._plan(torch.device(device), *numbers)
+        assert schedule._plan(device, *numbers) is same
+    assert schedule._plan(one, *numbers) is not schedule._plan(other, *numbers)
     plane, new = ((4, 4, 2, 8), (64, 16, 8, 1), torch.float16), ((1, 3, 2, 8), (48, 16, 8, 1), torch.float16)
     tensors = (plane, plane, None, None, new, new, None, None, ((3,), (1,), torch.int64), False, False)
-    assert writes.plan(one, *tensors) is not writes.plan(other, *tensors)
+    keys = (Key(device, 90, False, True, WriteArguments(*tensors)) for device in (one, other))
+    assert writes.plan(next(keys)) is not writes.plan(next(keys))
 
 
 def decode(device: torch.device, steps: int) -> list[torch.Tensor]:

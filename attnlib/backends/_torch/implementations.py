@@ -17,11 +17,11 @@ from ..operators import (
     fake_backward,
     fake_cached,
     fake_forward,
+    fake_write,
+    option_grads,
     outputs,
-    sinks_grad,
-    slopes_grad,
 )
-from ..registration import register
+from ..registration import Operator, register
 from . import fused, pages, tiles
 from .problems import part_of, spans
 from .tiles import Part, Rule, rule_of
@@ -75,7 +75,7 @@ def _backward(dout, dlse, out, lse, *arguments):
             tiles.backward(part, rule, dout4[at], lse3[of_rows], delta3[of_rows], into[0], wide_k, wide_v, here)
             into[1].copy_(wide_k)
             into[2].copy_(wide_v)
-    return dq, dk, dv, slopes_grad(a.alibi_slopes, dslopes), sinks_grad(a.sinks, lse, delta)
+    return dq, dk, dv, *option_grads(a, dslopes, lse, delta)
 
 
 def _fused_whole(a: Arguments, rule: Rule) -> bool | None:
@@ -141,28 +141,14 @@ def _write(k, v, new_k, new_v, slots):
             pages.store(plane, new, slots, kept)
 
 
-def _fake_write(k, v, new_k, new_v, slots):
-    return None
-
-
 OPERATORS = Operators("torch", _forward, _backward)
 _library = register(
-    (
-        (f"torch_forward{FORWARD}", _forward, fake_forward, forward_flops),
-        (f"torch_backward{BACKWARD}", _backward, fake_backward, backward_flops),
-        (
-            f"torch_cached{CACHED}",
-            cached,
-            fake_cached,
-            cached_flops,
-        ),
-        (
-            "torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()",
-            _write,
-            _fake_write,
-            None,
-        ),
-    )
+    Operator(f"torch_forward{FORWARD}", _forward, fake_forward, forward_flops),
+    Operator(f"torch_backward{BACKWARD}", _backward, fake_backward, backward_flops),
+    Operator(f"torch_cached{CACHED}", cached, fake_cached, cached_flops),
+    Operator(
+        "torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()", _write, fake_write
+    ),
 )
 if _library is not None:
     OPERATORS.register(_library)

@@ -1,6 +1,5 @@
 """Attention over a cache by Triton kernels: from layouts to launches, and the operator."""
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -10,31 +9,21 @@ from ...call import Call
 from ...checks import INT32
 from ...kv import KVView
 from ...prepared import Run
-from ...spec import arch_of
 from ...watched import are_watched
 from ..autograd import refuse_gradients
 from ..flops import cached_flops
-from ..operators import CACHED, CachedArguments, fake_cached, flat_over_view, outputs
-from ..registration import register
+from ..operators import CACHED, CachedArguments, fake_cached, flat_over_view, outputs, readable
+from ..registration import Operator, register
 from . import decode_tables, schedule
 from .decode_tables import ENTRY, DecodeConfig
-from .launch import Launch, block_of_rows, on_device
-from .plans import Layout, layout, scoring
+from .launch import Block, Launch, is_current, on_device, remembered
+from .plans import Key, Layout, contiguous, key_of, named_strides, scoring
 from .tables import LaunchConfig, power_of_two
 
 
-class CachedKey(NamedTuple):
-    """What decides the launches of a call: its arguments, with layouts in place of tensors, and the device."""
-
-    device: torch.device
-    tf32: bool
-    aligned: bool  # queries and planes begin at multiples of 16 bytes
-    arguments: CachedArguments
-
-
 class DecodePlan(NamedTuple):
-    """The launches of a call. ``decode`` takes :func:`_tensors`, then out, lse and the floats for parts; ``combine``
-    those, the schedule, offsets and sinks, if there may be parts; ``floats`` is how many."""
+    """The launches of a call: ``decode`` makes out and lse, or splits of them, ``floats`` in all, which ``combine``
+    joins. It is None where there are none."""
 
     decode: Launch
     combine: Launch | None
@@ -50,141 +39,108 @@ def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
 def prepare(call: Call) -> Run | None:
     """What runs a call without optional tensors again, on queries of the same layout."""
     kv, spec, q = call.kv, call.spec, call.q
-    if (
-        spec.strided or spec.dtype == torch.float32 or _schedule_of(kv) is None
-    ):  # torch's settings decide fp32's products
+    if spec.strided or spec.dtype == torch.float32 or _schedule_of(kv) is None:  # torch decides fp32's products
         return None
     if not (q.numel() and kv.lengths.numel()):
         return None
     arguments = flat_over_view(call, _schedule_of(kv))
-    plan = cached_plan(key_of(arguments))
-    decode = plan.decode.bound(..., *_stored(arguments), ..., ..., ...)
-    combine = None
-    if plan.combine is not None:
-        combine = plan.combine.bound(..., arguments.schedule, arguments.cu_seqlens_q, None, ..., ...)
+    plan = cached_plan(decode_key(arguments))
+    every = _planes(arguments)
+    decode = plan.decode.bound(every, "q", "out", "lse", "split")
+    combine = None if plan.combine is None else plan.combine.bound(every, "split", "out", "lse")
     shape, lse_shape = (*q.shape[:-1], spec.value_dim), (*q.shape[:-3], q.shape[-2], q.shape[-3])
 
     def run(q: Tensor, k: None, v: None) -> tuple[Tensor, Tensor]:
-        if q.device.index != torch._C._cuda_getDevice():
+        if not is_current(q):
             return _cached(*arguments._replace(q=q))
         out, lse = q.new_empty(shape), q.new_empty(lse_shape, dtype=torch.float32)
-        parts = lse if combine is None else lse.new_empty(plan.floats)
-        decode(q, out, lse, parts)
+        splits = lse if combine is None else lse.new_empty(plan.floats)
+        decode(q, out, lse, splits)
         if combine is not None:
-            combine(parts, out, lse)
+            combine(splits, out, lse)
         return out, lse
 
     return run
 
 
 def _schedule_of(kv: KVView) -> Tensor | None:
-    """The view's schedule; None if it is one for other layers, or of parts that are no sections, or the reverse."""
+    """The view's schedule; None if it is one for other layers, or of splits of another kind."""
     if kv.schedule is None or (kv.schedule.shape[0], kv.schedule.shape[1] == 1) != (kv.layout.heads, kv.split_size > 0):
         return None
     return kv.schedule
 
 
-def key_of(a: CachedArguments) -> CachedKey:
-    """What decides the launches of a call with these arguments."""
-    tf32 = a.q.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    apart = any(x is not None and x.data_ptr() & 15 for x in (a.q, a.k, a.v, a.k_tail))
-    layouts = CachedArguments(
-        layout(a.q), layout(a.k), layout(a.v), layout(a.k_tail), layout(a.k_scale), layout(a.v_scale),
-        layout(a.table), layout(a.starts), layout(a.lengths), layout(a.cu_seqlens_q), layout(a.schedule),
-        layout(a.alibi_slopes), layout(a.sinks), layout(a.origin),
-        a.left, a.right, a.prefix, a.scale, a.softcap, a.split_size,
-    )  # fmt: skip
-    return CachedKey(a.q.device, tf32, not apart, layouts)
+def decode_key(a: CachedArguments) -> Key:
+    """What decides the launches of a call."""
+    return key_of(a, a.q, a.k, a.v, a.k_tail)
 
 
-def _stored(a: CachedArguments) -> tuple[Tensor | None, ...]:
-    """All tensors but q in the order of the kernel's parameters, each plane being there."""
-    planes = (a.k, a.k if a.k_tail is None else a.k_tail, a.value_plane)
-    scales = (a.k_scale, a.k_scale if a.v is None else a.v_scale)
-    of_queries = (a.cu_seqlens_q, a.alibi_slopes, a.sinks, a.origin)
-    return *planes, *scales, a.table, a.starts, a.lengths, *of_queries, a.schedule
+def _planes(a: CachedArguments) -> CachedArguments:
+    """The arguments with each plane that kernels take."""
+    return a._replace(
+        k_tail=a.k if a.k_tail is None else a.k_tail, v=a.value_plane, v_scale=a.k_scale if a.v is None else a.v_scale
+    )
 
 
 def _cached(*arguments):
-    a = CachedArguments(*arguments)
+    a = readable(CachedArguments(*arguments))
     out, lse = outputs(a.q, a.value_plane)
     if not (out.numel() and a.lengths.numel()):
         return out.zero_(), lse.fill_(-torch.inf)
     with on_device(a.q):
-        a = _readable(a)
-        plan = cached_plan(key_of(a))
-        parts = lse.new_empty(plan.floats)
-        plan.decode(a.q, *_stored(a), out, lse, parts)
+        a = a if a.schedule is not None else a._replace(schedule=_scheduled(a))
+        plan = cached_plan(decode_key(a))
+        made = {"out": out, "lse": lse, "split": lse.new_empty(plan.floats)}
+        plan.decode(_planes(a), **made)
         if plan.combine is not None:
-            plan.combine(parts, a.schedule, a.cu_seqlens_q, a.sinks, out, lse)
+            plan.combine(a, **made)
     return out, lse
 
 
-def _readable(a: CachedArguments) -> CachedArguments:
-    """The arguments with a schedule, and slopes and sinks as kernels read them, by position alone."""
-    slopes, sinks = (x if x is None else x.contiguous() for x in (a.alibi_slopes, a.sinks))
-    if a.schedule is not None:
-        return a if slopes is sinks is None else a._replace(alibi_slopes=slopes, sinks=sinks)
+def _scheduled(a: CachedArguments) -> Tensor:
+    """A schedule for a call that has none."""
     limit = min(INT32, a.table.shape[1] * a.k.shape[1])
     made = schedule.new_schedule_for(a.lengths.shape[0], a.k.shape[2], a.q.device, limit=limit, split_size=a.split_size)
     schedule.update_schedule(made, a.starts, a.lengths, limit=limit, reach=None, split_size=a.split_size)
-    return a._replace(schedule=made, alibi_slopes=slopes, sinks=sinks)
+    return made
 
 
 class DecodeShapes:
-    """What both kernels of a call are launched with."""
+    """The shapes of a call, and by name what both of its kernels are launched with."""
 
-    def __init__(self, key: CachedKey, tiles: DecodeConfig | None, arch: int):
-        self.key, x = key, key.arguments
-        self.q, self.k = Layout(*x.q), Layout(*x.k)
-        self.latent, self.packed = x.v is None, x.cu_seqlens_q is not None
-        self.v = self.k if self.latent else Layout(*x.v)
-        self.tail = Layout(*x.k_tail) if x.k_tail else None
-        (_, self.page_size, self.g, self.d), self.e = self.k.shape, self.v.shape[-1]
-        self.b, self.columns = Layout(*x.table).shape
-        self.s, self.h = self.q.shape[-3:-1]
-        self.group = self.h // self.g
-        self.tokens = -(-self.s // max(1, self.b)) if self.packed else self.s  # of a sequence, on the mean
-        self.one = not self.packed and self.s == 1
-        self.native = arch > 0
-        problem = self._problem(arch)
-        self.tiles = tiles or (decode_tables.fixed if x.split_size else decode_tables.decode)(problem)
-        self.tf32 = key.tf32 and decode_tables.may_use_tf32(problem)
-        self.blocks = -(-self.tokens * self.group // self.tiles.block_m)
-        self.level = 0 if x.split_size else decode_tables.level(self.tiles, self.blocks)
-        self.room = max(1, decode_tables.room(schedule.processors(key.device), self.g) >> self.level)
-        self.slots = decode_tables.slots(self.b, self.room)
-        self.scheduled = self.tokens <= decode_tables.LONG or self.b < self.room
-        if x.split_size:
-            self.slots = self.b * -(-self.columns * self.page_size // x.split_size)
-            self.scheduled = self.b * self.g * self.blocks < schedule.processors(key.device) * self.tiles.resident
-        self.main, self.tail_width, self.width = decode_tables.widths_of(
-            self.d, self.tail.shape[-1] if self.tail else 0, self.e
-        )
-        out = (*self.q.shape[:-1], self.e)
-        strides = torch.empty(out, device="meta").stride()
-        self.of_out = (0, *strides[:2]) if self.packed else strides[:3]
-        self.of_lse = (0, self.s) if self.packed else (self.h * self.s, self.s)
-        self.stride = Layout(*x.schedule).shape[2] * ENTRY * self.level
+    def __init__(self, key: Key, tiles: DecodeConfig | None):
+        self.a = a = key.arguments
+        self.q, self.k = Layout(*a.q), Layout(*a.k)
+        self.v = Layout(*a.v) if a.v else self.k
+        self.tail = Layout(*a.k_tail) if a.k_tail else None
+        (_, page_size, self.g, self.d), self.e = self.k.shape, self.v.shape[-1]
+        self.rest = self.tail.shape[-1] if self.tail else 0
+        (self.b, columns), (self.s, self.h) = Layout(*a.table).shape, self.q.shape[-3:-1]
+        self.packed, self.group = a.cu_seqlens_q is not None, self.h // self.g
+        self.max_tokens, self.page_size = columns * page_size, 0 if columns == 1 else page_size
+        self.problem = decode_tables.Problem(
+            decode_tables.rows(self.s, self.b, self.group) if self.packed else self.s * self.group,
+            self.d, self.rest, self.e, 4 if self.q.dtype.itemsize > 2 else self.k.dtype.itemsize,
+            latent=a.v is None, one=not self.packed and self.s == 1, page_size=self.page_size, arch=key.arch,
+            aligned=key.aligned and all(_in_rows(x) for x in (self.k, self.tail) if x),
+        )  # fmt: skip
+        self.tiles = tiles or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.problem)
+        self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.problem)
+        mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries of a sequence
+        self.blocks = -(-mean * self.group // self.tiles.block_m)
+        processors = schedule.processors(key.device)
+        self.halvings = 0 if a.split_size else decode_tables.halvings(self.tiles, self.blocks)
+        self.capacity = max(1, decode_tables.capacity(processors, self.g) >> self.halvings)
+        self.slots = decode_tables.slots(self.b, self.capacity)
+        self.scheduled = mean <= decode_tables.LONG or self.b < self.capacity
+        if a.split_size:
+            self.slots = self.b * -(-self.max_tokens // a.split_size)
+            self.scheduled = self.b * self.g * self.blocks < processors * self.tiles.resident
 
-    def _problem(self, arch: int) -> decode_tables.Problem:
-        planes = (self.k, self.tail) if self.tail else (self.k,)
-        return decode_tables.Problem(
-            rows=decode_tables.rows(self.s, self.b, self.group) if self.packed else self.s * self.group,
-            head_dim=self.d,
-            tail=self.tail.shape[-1] if self.tail else 0,
-            value_dim=self.e,
-            itemsize=4 if self.q.dtype.itemsize > 2 else self.k.dtype.itemsize,
-            latent=self.latent,
-            one=self.one,
-            page_size=0 if self.columns == 1 else self.page_size,
-            arch=arch,
-            aligned=self.key.aligned and all(map(_in_rows, planes)),
-        )
-
+    @property
     def splits(self) -> int:
-        """Programs of a schedule, of which each has a split of a sequence."""
-        return (self.slots + self.packed) * self.g * self.blocks  # packed, one more slot for what follows the last
+        """Programs of a schedule, each with a split of a sequence; packed, one more slot for what follows the last."""
+        return (self.slots + self.packed) * self.g * self.blocks
 
     def programs(self) -> int:
         """Of the decode kernel."""
@@ -193,63 +149,63 @@ class DecodeShapes:
             blocks = self.s * self.group // self.tiles.block_m + self.b + 1  # with a partial block for each
         if not self.scheduled:
             return blocks * self.g
-        return self.splits() + (-(-blocks // self.blocks) * self.blocks * self.g if self.packed else 0)
+        return self.splits + (-(-blocks // self.blocks) * self.blocks * self.g if self.packed else 0)
 
     def arguments(self) -> dict:
         """By name, what both kernels are launched with."""
-        x, tiles = self.key.arguments, self.tiles
-        rest = self.tail.shape[-1] if self.tail else 0
-        capacity = self.columns * self.page_size
-        scales = [Layout(*y).strides if y else (0, 0, 0) for y in (x.k_scale, x.k_scale if self.latent else x.v_scale)]
-        per_batch = x.alibi_slopes is not None and len(Layout(*x.alibi_slopes).shape) == 2
+        a, problem, out = self.a, self.problem, contiguous((*self.q.shape[:-1], self.e), self.q.dtype)
+        batch = slice(None, 2) if self.packed else slice(None, 3)  # a packed tensor is a batch of one
+        of_q, of_out = ((0,) * self.packed + x.strides[batch] for x in (self.q, out))
+        of_scales = [Layout(*y).strides if y else (0, 0, 0) for y in (a.k_scale, a.v_scale or a.k_scale)]
+        main, tail, value = decode_tables.widths_of(self.d, self.rest, self.e)
         return {
-            **_named("qb qs qh", (0, *self.q.strides[:2]) if self.packed else self.q.strides[:3]),
-            **_named("kp kt kg", self.k.strides[:3]), **_named("tp tt tg", (self.tail or self.k).strides[:3]),
-            **_named("vp vt vg", self.v.strides[:3]),
-            **_named("ksp kst ksg", scales[0]), **_named("vsp vst vsg", scales[1]),
-            **_named("ob os oh", self.of_out), **_named("lb lh", self.of_lse),
-            "stride_table": Layout(*x.table).strides[0], "stride_slopes": self.h if per_batch else 0,
+            **named_strides("qb qs qh", of_q), **named_strides("ob os oh", of_out),
+            **named_strides("lb lh", (0, self.s) if self.packed else (self.h * self.s, self.s)),
+            **named_strides("kp kt kg", self.k.strides[:3]), **named_strides("vp vt vg", self.v.strides[:3]),
+            **named_strides("tp tt tg", (self.tail or self.k).strides[:3]),
+            **named_strides("ksp kst ksg", of_scales[0]), **named_strides("vsp vst vsg", of_scales[1]),
+            "stride_table": Layout(*a.table).strides[0], **scoring(a, self.h, self.max_tokens + self.s),
             "pages": self.k.shape[0], "batch": self.b, "group": self.group, "s": self.s, "slots": self.slots,
-            "schedule_offset": self.stride, "limit": min(INT32, capacity), **scoring(x, capacity + self.s),
-            "D": self.d + rest, "D_MAIN": self.main, "D_TAIL": self.tail_width, "TAIL": 0 if rest else self.main,
-            "E": self.e, "E_MAIN": self.width, "LATENT": self.latent, "ONE": self.one, "SCHEDULED": self.scheduled,
-            "SPLIT_SIZE": x.split_size, "FULL": tiles.tma or not (self.one or x.split_size), "NATIVE": self.native,
-            "PAGE": 0 if self.columns == 1 else self.page_size, "KV_HEADS": self.g,
-            "EDGE": decode_tables.EDGE if tiles.tma else tiles.block_n,
+            "schedule_offset": Layout(*a.schedule).shape[2] * ENTRY * self.halvings,
+            "limit": min(INT32, self.max_tokens), "D": self.d + self.rest, "D_MAIN": main, "D_TAIL": tail,
+            "TAIL": 0 if self.rest else main, "E": self.e, "E_MAIN": value, "LATENT": problem.latent,
+            "ONE": problem.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": problem.arch > 0,
+            "FULL": self.tiles.tma or not (problem.one or a.split_size), "PAGE": self.page_size, "KV_HEADS": self.g,
+            "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
             "BLOCKS": self.blocks if self.scheduled or not self.packed else 1,
-            "TF32": self.tf32,
         }  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
-def cached_plan(key: CachedKey, tiles: DecodeConfig | None = None, arch: int | None = None) -> DecodePlan:
-    """The launches of a call; with other ``tiles`` than the tables', for another chip."""
+@remembered
+def cached_plan(key: Key, tiles: DecodeConfig | None = None) -> DecodePlan:
+    """The launches of a call; with other ``tiles`` than those of the tables, if given."""
     from .kernels.decode import decode
 
-    if arch is None:
-        arch = arch_of(key.device) if key.device.type == "cuda" else 0
-    x = DecodeShapes(key, tiles, arch)
-    tiles, blocks = x.tiles, (None, None)
+    x = DecodeShapes(key, tiles)
+    tiles, arguments, blocks = x.tiles, x.arguments(), {}
     if tiles.tma:
-        blocks = ((1, tiles.block_n, x.main), (2, tiles.block_n, x.tail_width) if x.tail else None)
+        blocks["k_desc"] = Block("k", tiles.block_n, arguments["D_MAIN"], of_heads=False)
+    if tiles.tma and x.tail:
+        blocks["tail_desc"] = Block("k_tail", tiles.block_n, arguments["D_TAIL"], of_heads=False)
     config = LaunchConfig(tiles.block_m, tiles.block_n, tiles.stages, tiles.warps, tiles.tma)
-    launch = Launch(decode, x.programs(), x.arguments(), config, blocks, block_of_rows)
+    launch = Launch(decode, x.programs(), arguments, config, blocks)
     if not x.scheduled:
         return DecodePlan(launch, None, 0)
-    return DecodePlan(launch, _combine(x), x.splits() * tiles.block_m * (x.width + 1))
+    return DecodePlan(launch, _combine(x, arguments), x.splits * tiles.block_m * (arguments["E_MAIN"] + 1))
 
 
-def _combine(x: DecodeShapes) -> Launch:
+def _combine(x: DecodeShapes, arguments: dict) -> Launch:
     from .kernels.split_kv import combine
 
-    few = x.room // max(1, x.b) <= 8  # parts of a sequence, if all are alike
-    channels = x.width if few or x.width <= 128 else 64
+    width = arguments["E_MAIN"]
+    few = x.capacity // max(1, x.b) <= 8  # splits of a sequence, if all are alike
+    channels = width if few or width <= 128 else 64
     rows = x.blocks * x.tiles.block_m if x.packed else x.s * x.group
-    together = rows if x.b >= x.room else 1  # where few sequences will have parts, few programs
-    groups, tiles = -(-rows // together), x.width // channels
-    arguments = x.arguments() | {
-        "lines": x.splits() * x.tiles.block_m, "GROUPS": groups, "ROWS": together, "WIDTH": channels, "TILES": tiles,
-        "MAX_SPLITS": power_of_two(x.room + 1), "AT_ONCE": 16 if channels > 64 else 64,
+    together = rows if x.b >= x.capacity else 1  # where few sequences will have splits, few programs
+    groups, tiles = -(-rows // together), width // channels
+    arguments = arguments | {
+        "lines": x.splits * x.tiles.block_m, "GROUPS": groups, "ROWS": together, "WIDTH": channels, "TILES": tiles,
+        "MAX_SPLITS": power_of_two(x.capacity + 1), "AT_ONCE": 16 if channels > 64 else 64,
     }  # fmt: skip
     return Launch(combine, x.b * x.g * groups * tiles, arguments, LaunchConfig(x.tiles.block_m, 0, 1, 4))
 
@@ -260,10 +216,6 @@ def _in_rows(plane: Layout) -> bool:
     return plane.strides[:3] == (size * g * width, g * width, width) and width * plane.dtype.itemsize % 16 == 0
 
 
-def _named(names: str, strides: tuple[int, ...]) -> dict[str, int]:
-    return {f"stride_{name}": n for name, n in zip(names.split(), strides, strict=True)}
-
-
-_library = register(((f"triton_cached{CACHED}", _cached, fake_cached, cached_flops),))
+_library = register(Operator(f"triton_cached{CACHED}", _cached, fake_cached, cached_flops))
 if _library is not None:
     refuse_gradients("triton_cached", _library)

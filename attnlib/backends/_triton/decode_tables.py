@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 from .tables import power_of_two, widths
 
-GRAIN = 128  # tokens, of which parts of a sequence are multiples
-ENTRY = 8  # int32 that a schedule holds for each part
-LEVELS = 10  # of a schedule: for up to 512 programs to a part
+GRANULARITY = 128  # tokens, of which splits of a sequence are multiples
+ENTRY = 8  # int32 that a schedule holds for each split
+HALVINGS = 10  # of the capacity, for each of which there is a schedule: for up to 512 programs to a split
 RESIDENT = 4  # programs that an SM runs at once at most, which schedules count with
 LARGE = (80, 90, 100)  # chips with more than 99 KB of shared memory
 EDGE = 16  # tokens of the tiles around those that descriptors load
 TILE = 64  # rows of queries in a tile of few
-LONG = 16  # query tokens of a sequence, on the mean, from which there may be enough programs without parts
+LONG = 16  # query tokens of a sequence, on the mean, from which there may be enough programs without splits
 
 
 class Problem(NamedTuple):
@@ -141,19 +141,19 @@ def rows(tokens: int, batch: int, group: int) -> int:
     return group * max(mean, min(most, TILE // group))
 
 
-def level(config: DecodeConfig, blocks: int) -> int:
-    """The level of a schedule for ``blocks`` programs to each part and KV head."""
-    return min(LEVELS - 1, (-(-blocks * RESIDENT // config.resident) - 1).bit_length())
+def halvings(config: DecodeConfig, blocks: int) -> int:
+    """How often the capacity is halved for ``blocks`` programs to each split and KV head."""
+    return min(HALVINGS - 1, (-(-blocks * RESIDENT // config.resident) - 1).bit_length())
 
 
-def room(processors: int, kv_heads: int) -> int:
-    """Parts, of all sequences, that fill a GPU of so many multiprocessors."""
+def capacity(processors: int, kv_heads: int) -> int:
+    """Splits, of all sequences, that fill a GPU of so many multiprocessors."""
     return max(1, RESIDENT * processors // kv_heads)
 
 
-def slots(batch: int, room: int) -> int:
-    """Parts that a schedule has at most, for as many sequences and room for so many parts at a level."""
-    return max(room, batch + (room + 1) // 2)
+def slots(batch: int, capacity: int) -> int:
+    """Splits that a schedule has at most, for as many sequences and a capacity."""
+    return max(capacity, batch + (capacity + 1) // 2)
 
 
 def widths_of(head_dim: int, tail: int, value_dim: int) -> tuple[int, int, int]:

@@ -1,25 +1,77 @@
-"""A kernel with all its arguments but the tensors: launched once through Triton, and directly from then on.
+"""A kernel with all its arguments but the tensors, launched once through Triton, and directly from then on.
 
 Triton finds out from every argument which binary to run, about 40 us for these kernels. Here a launch belongs to one
-set of shapes, and remembers.
+set of shapes, and remembers. How a binary is launched is private to Triton, so this is done with known versions alone;
+every other one launches as anybody would.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import EllipsisType
+from functools import wraps
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from ...watched import IS_KNOWN
 from .tables import LaunchConfig
+
+KNOWN = ("3.6", "3.7")  # the versions of Triton whose launchers the tests have passed with
+LIMIT = 4096  # plans to remember, before all are forgotten
+PLANS: dict[tuple, object] = {}  # the one store of launches, by the function that plans them and all that decides
+Plan = TypeVar("Plan")
+
+if IS_KNOWN and hasattr(torch._C, "_cuda_getDevice"):  # a microsecond sooner than what is public
+    current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+else:
+    current_device = torch.cuda.current_device
+
+    def current_stream(device: int) -> int:
+        """The address of the current stream of a device."""
+        return torch.cuda.current_stream(device).cuda_stream
+
+
+def remembered(plan: Callable[..., Plan]) -> Callable[..., Plan]:
+    """The same function, whose results are remembered by its arguments."""
+
+    @wraps(plan)
+    def find(*key) -> Plan:
+        known = (plan, key)
+        found = PLANS.get(known)
+        if found is None:
+            if len(PLANS) >= LIMIT:
+                PLANS.clear()
+            found = PLANS[known] = plan(*key)
+        return found
+
+    return find
+
+
+class Block(NamedTuple):
+    """What a descriptor loads at once of a tensor: so many rows and columns, of one head if it has heads."""
+
+    tensor: str
+    rows: int
+    columns: int
+    of_heads: bool = True
+
+    def descriptor(self, x: Tensor):
+        """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        if not self.of_heads:
+            x = x.view(-1, x.shape[-1])
+            return TensorDescriptor(x, list(x.shape), list(x.stride()), [self.rows, self.columns])
+        x = x if x.dim() == 4 else x[None]
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, self.rows, 1, self.columns])
 
 
 class Launch:
     """``programs`` programs of a kernel on the current device, for tensors of the same shapes, strides and dtypes.
 
-    A kernel's parameters are tensors (``_ptr``), descriptors (``_desc``), then what ``arguments`` say by name, in which
-    there may be more. ``blocks`` are what the descriptors load: of which tensor, how many rows and columns;
-    ``descriptor`` makes them.
+    The kernel's parameters say what it takes: tensors (``x_ptr``), descriptors (``x_desc``), of which ``blocks`` are
+    there, and what ``arguments`` say by name, in which there may be more.
     """
 
     def __init__(
@@ -28,78 +80,80 @@ class Launch:
         programs: int,
         arguments: dict,
         config: LaunchConfig,
-        blocks: tuple[tuple[int, int, int] | None, ...] = (),
-        descriptor: Callable | None = None,
+        blocks: Mapping[str, Block] | None = None,
     ):
-        from triton import knobs
+        import triton
 
-        self.kernel, self.programs, self.blocks = kernel, programs, blocks
-        self.tma, self._descriptor = any(blocks), descriptor or block_of_a_head
+        self.kernel, self.programs, self.blocks = kernel, programs, blocks or {}
         given = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages, **arguments}
-        named = [name for name in kernel.arg_names if not name.endswith(("_ptr", "_desc"))]
-        self.arguments = {name: given[name] for name in named}
+        names = kernel.arg_names
+        self.tensors = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
+        self.arguments = {name: given[name] for name in names if not name.endswith(("_ptr", "_desc"))}
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
+        self._pick = itemgetter(*self.tensors)
+        self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
         self._arguments = tuple(self.arguments.values())
-        self._hooks = knobs.runtime
+        self._is_known = ".".join(triton.__version__.split(".")[:2]) in KNOWN
+        self._hooks = triton.knobs.runtime if self._is_known else None
         self._compiled: dict[object, tuple] = {}  # by which tensors begin at a multiple of 16 bytes
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch on the current stream of the current device, which is the tensors'."""
+    def __call__(self, given: NamedTuple, **made: Tensor | None) -> None:
+        """Launch on tensors that are fields of ``given`` or have names of their own; see :meth:`on`."""
+        self.on(given._asdict() | made)
+
+    def on(self, tensors: dict[str, Tensor | None]) -> None:
+        """Launch on tensors by name, on the current stream of the current device, which is theirs."""
         if not self.programs:
             return
-        addresses = [None if x is None else x.data_ptr() for x in tensors]
-        bits = 0
+        pointers = self._pick(tensors)
+        addresses, bits = [None if x is None else x.data_ptr() for x in pointers], 0
         for address in addresses:
-            if address is not None:
-                bits |= address
+            bits |= address or 0
         aligned = bits & 15 == 0 or tuple((address or 0) & 15 == 0 for address in addresses)
-        compiled = self._compiled.get(aligned)
-        hooks = self._hooks
-        if compiled is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
-            arguments = (*tensors, *self._descriptors(tensors), *self._arguments)
-            binary = self.kernel[(self.programs,)](*arguments, **self.options)
-            if binary is not None:  # as it is under the interpreter
-                self._compiled[aligned] = (binary.run, binary.function, binary.packed_metadata)
-            return
-        run, function, metadata = compiled
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        arguments = (*addresses, *self._descriptors(tensors), *self._arguments)
-        run(self.programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
-
-    def bound(self, *tensors: Tensor | EllipsisType | None) -> Callable[..., None]:
-        """The same with all tensors but those for which ``...`` stands, and which are given at each call."""
-        open_at = [n for n, x in enumerate(tensors) if x is ...]
-        fixed = [x.data_ptr() if isinstance(x, Tensor) else None for x in tensors]
-        aligned = not any((address or 0) & 15 for address in fixed)
         arguments = (*self._descriptors(tensors), *self._arguments)
-        hooks, programs = self._hooks, self.programs
+        if not self._run(aligned, (*addresses, *arguments)):
+            binary = self.kernel[(self.programs,)](*pointers, *arguments, **self.options)
+            if self._is_known and binary is not None:  # as it is under the interpreter
+                self._compiled[aligned] = (binary.run, binary.function, binary.packed_metadata)
 
-        def call(*given: Tensor) -> None:
-            addresses, bits = fixed.copy(), 0
-            for n, x in zip(open_at, given, strict=True):
-                addresses[n] = address = x.data_ptr()
-                bits |= address
-            compiled = self._compiled.get(True)
-            if compiled is None or bits & 15 or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-                self(*_filled(tensors, given))
-                return
-            run, function, metadata = compiled
-            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-            run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *arguments)
+    def _run(self, aligned: object, arguments: tuple) -> bool:
+        """Launch what is compiled, as Triton does; False where nothing is, or where a profiler follows launches."""
+        compiled = self._compiled.get(aligned)
+        if compiled is None or self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
+            return False
+        run, function, metadata = compiled
+        stream = current_stream(current_device())
+        run(self.programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+        return True
 
-        return call if aligned and programs else lambda *given: self(*_filled(tensors, given))
+    def bound(self, given: NamedTuple, *names: str) -> Callable[..., None]:
+        """The same with the fields of ``given``; tensors of these names are given at each call, in this order."""
+        fixed = given._asdict() | dict.fromkeys(names)
+        pointers = [None if x is None else x.data_ptr() for x in self._pick(fixed)]
+        places = [self.tensors.index(name) for name in names]
+        direct = self.programs > 0 and not any((address or 0) & 15 for address in pointers)
+        known = self._descriptors(fixed)
+        missing = [n for n, block in enumerate(self._blocks) if block is not None and known[n] is None]
+        blocks = [(n, self._blocks[n], names.index(self._blocks[n].tensor)) for n in missing]
 
-    def _descriptors(self, tensors: tuple[Tensor | None, ...]) -> tuple:
-        if not self.tma:
-            return self.blocks
-        return tuple(
-            None if block is None else self._descriptor(tensors[block[0]], *block[1:]) for block in self.blocks
-        )
+        def call(*tensors: Tensor | None) -> None:
+            addresses, bits = pointers.copy(), 0
+            for place, x in zip(places, tensors, strict=True):
+                if x is not None:
+                    addresses[place] = address = x.data_ptr()
+                    bits |= address
+            descriptors = known.copy()
+            for n, block, at in blocks:
+                descriptors[n] = block.descriptor(tensors[at])
+            if not (direct and bits & 15 == 0 and self._run(True, (*addresses, *descriptors, *self._arguments))):
+                self.on(fixed | dict(zip(names, tensors, strict=True)))
 
+        return call
 
-def _filled(tensors: tuple, given: tuple) -> list:
-    rest = iter(given)
-    return [next(rest) if x is ... else x for x in tensors]
+    def _descriptors(self, tensors: dict[str, Tensor | None]) -> list:
+        """The descriptors of the tensors that are there."""
+        of = [None if block is None else tensors[block.tensor] for block in self._blocks]
+        return [None if x is None else block.descriptor(x) for block, x in zip(self._blocks, of, strict=True)]
 
 
 def against_interpreter(dtype: torch.dtype, device: str, *, interpreted: bool) -> list[str]:
@@ -109,23 +163,11 @@ def against_interpreter(dtype: torch.dtype, device: str, *, interpreted: bool) -
     return ["Triton's interpreter multiplies bf16 wrongly; use fp16 or fp32"] if dtype == torch.bfloat16 else []
 
 
+def is_current(x: Tensor) -> bool:
+    """Whether launches go to the tensor's device."""
+    return not x.is_cuda or x.get_device() == current_device()
+
+
 def on_device(x: Tensor) -> AbstractContextManager:
-    """In which launches go to the tensor's GPU."""
-    if x.is_cuda and x.device.index != torch._C._cuda_getDevice():
-        return torch.cuda.device(x.device)
-    return nullcontext()
-
-
-def block_of_a_head(x: Tensor, rows: int, columns: int):
-    """What loads blocks of one head of ``[b, t, h, d]``; a packed tensor is a batch of one."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    x = x if x.dim() == 4 else x[None]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, columns])
-
-
-def block_of_rows(x: Tensor, rows: int, columns: int):
-    """What loads blocks of a matrix, which all but the last dimension of ``x`` are the rows of."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, [x.numel() // x.shape[-1], x.shape[-1]], [x.shape[-1], 1], [rows, columns])
+    """In which launches go to the tensor's device."""
+    return nullcontext() if is_current(x) else torch.cuda.device(x.device)
