@@ -1,7 +1,6 @@
 """AttentionSpec, a problem without its lengths, and describe(), which makes it."""
 
 import os
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -79,7 +78,7 @@ def describe(call: "Call", sizes: dict[str, int]) -> AttentionSpec:
     return AttentionSpec(  # by position, in the order of the fields: names would take 1.4 us more
         call.kind,
         device_type,
-        arch_of(device) if device_type == "cuda" else 0,
+        arch_of(device),
         dtype,
         mask,
         sizes["h"],
@@ -105,16 +104,11 @@ def is_interpreted() -> bool:
 
 
 def arch_of(device: torch.device) -> int:
-    """90 for a CUDA device of sm_90."""
-    return _read_arch(device) if torch.compiler.is_compiling() else _known_arch(device)
-
-
-def _read_arch(device: torch.device) -> int:
+    """90 for a CUDA device of sm_90, 0 for any other device."""
+    if device.type != "cuda":
+        return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-_known_arch = lru_cache(_read_arch)  # reading takes longer than all else here; the compiler folds it by itself
 
 
 def _check_view(kv: KVView, device: torch.device, dtype: torch.dtype) -> None:

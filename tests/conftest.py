@@ -6,11 +6,25 @@ import pytest
 import torch
 from hypothesis import Phase, is_hypothesis_test, settings
 
+from attnlib.backends._triton import launch
+
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 settings.register_profile("attnlib", max_examples=30, deadline=None, derandomize=True, phases=PHASES)
 settings.load_profile("attnlib")
 MANY = 200
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    text = "launch kernels as with a Triton and a torch whose private parts are unknown"
+    parser.addoption("--public-launches", action="store_true", help=text)
+
+
+def pytest_configure(config):
+    if config.getoption("--public-launches"):
+        launch.KNOWN = ()
+        launch.current_device = torch.cuda.current_device
+        launch.current_stream = lambda device: torch.cuda.current_stream(device).cuda_stream
 
 
 @pytest.fixture(autouse=True)

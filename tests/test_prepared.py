@@ -36,6 +36,19 @@ def test_a_repeated_call_reads_the_new_tensors():
     assert_same_bits(*zip(again, attention_with_lse(*second, mask=CAUSAL), strict=True))
 
 
+def test_a_repeated_call_has_its_own_gradients():
+    def gradients(leaves):
+        out, lse = attention_with_lse(*leaves, mask=CAUSAL)
+        return torch.autograd.grad(out.float().sin().sum() + lse.cos().sum(), leaves)
+
+    first, second = ([x.requires_grad_() for x in tensors()] for _ in range(2))
+    gradients(first)
+    assert PREPARED.find(key(*second)) is not None
+    again = gradients(second)
+    PREPARED.forget()
+    assert_same_bits(*zip(again, gradients(second), strict=True))
+
+
 def test_what_differs_is_another_call():
     q, k, v = tensors()
     attention(q, k, v, mask=CAUSAL)
@@ -57,9 +70,10 @@ def test_what_differs_is_another_call():
 def test_what_others_follow_or_decide_is_not_remembered():
     q, k, v = tensors()
     assert key(q, k, v) is not None
-    assert key(*(x.clone().requires_grad_() for x in (q, k, v))) is None
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    assert key(*leaves) != key(q, k, v)
     with torch.no_grad():
-        assert key(*(x.clone().requires_grad_() for x in (q, k, v))) is not None
+        assert key(*leaves) == key(q, k, v)
     assert key(torch.nn.Parameter(q, requires_grad=False), k, v) is None
     with torch.autocast("cuda", torch.float16):
         assert key(q, k, v) is None

@@ -56,7 +56,7 @@ def _dense(build: Build) -> Prepared:
         mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None,
     )  # fmt: skip
     loaded = (named["q"], named["k"], named["v"])
-    key = key_of(arguments, *loaded)._replace(tf32=build.dtype == "tf32", arch=build.arch)
+    key = key_of(arguments, *loaded)._replace(tf32=build.dtype == "tf32", other=build.arch)
     if build.kernel == "forward":
         return forward(key), named
     plan = backward(key, layout(named["dout"]), layout(named["dlse"]))
@@ -104,7 +104,7 @@ def _over_cache(build: CachedBuild) -> Prepared:
     cached_plan = cached.cached_plan
 
     def plan(key: Key):
-        return cached_plan(key._replace(tf32=build.dtype == "tf32", arch=build.arch))
+        return cached_plan(key._replace(tf32=build.dtype == "tf32", other=build.arch))
 
     with (
         patch.object(torch.ops.attnlib, "triton_cached", cached._cached),  # else torch would ask for shapes alone

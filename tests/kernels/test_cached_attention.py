@@ -368,7 +368,7 @@ def test_descriptors_load_rows_without_gaps():
         call = store(layout, Sizes((5,), page_size=page_size, order=order)).call(1, 32).scheduled()
         asked = checked(Attention(call.q.to(DEVICE), CAUSAL, kv=call.stored.view))
         arguments = flat_over_view(asked, call.stored.view.schedule)
-        return bool(triton_cached.cached_plan(triton_cached.decode_key(arguments)._replace(arch=90)).decode.blocks)
+        return bool(triton_cached.cached_plan(triton_cached.decode_key(arguments)._replace(other=90)).decode.blocks)
 
     PLANS.clear()
     wide = KVLayout.latent(512, 64, dtype=torch.float16)

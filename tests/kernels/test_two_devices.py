@@ -21,7 +21,7 @@ def test_plans_are_for_one_device():
     assert schedule._plan(one, *numbers) is not schedule._plan(other, *numbers)
     plane, new = ((4, 4, 2, 8), (64, 16, 8, 1), torch.float16), ((1, 3, 2, 8), (48, 16, 8, 1), torch.float16)
     tensors = (plane, plane, None, None, new, new, None, None, ((3,), (1,), torch.int64), False, False)
-    keys = (Key(device, 90, False, True, WriteArguments(*tensors)) for device in (one, other))
+    keys = (Key(device, False, True, WriteArguments(*tensors)) for device in (one, other))
     assert writes.plan(next(keys)) is not writes.plan(next(keys))
 
 

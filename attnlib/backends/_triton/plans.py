@@ -34,10 +34,15 @@ class Key(NamedTuple):
     """What decides the launches of a call: its arguments, with layouts in place of tensors, and the device."""
 
     device: torch.device
-    arch: int  # 90 for sm_90, 0 off CUDA
     tf32: bool
     aligned: bool  # the tensors that descriptors may load begin at multiples of 16 bytes
     arguments: AnyArguments
+    other: int | None = None  # a chip to plan for, such as 90, where it is not the device's
+
+    @property
+    def arch(self) -> int:
+        """The chip to plan for: 90 for sm_90, 0 off CUDA."""
+        return arch_of(self.device) if self.other is None else self.other
 
 
 def layout(x: Tensor | None) -> tuple | None:
@@ -57,9 +62,8 @@ def key_of(a: AnyArguments, *loaded: Tensor | None) -> Key:
     """What decides the launches of a call with these arguments, of which descriptors may load some."""
     first = loaded[0]
     tf32 = first.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    arch = arch_of(first.device) if first.is_cuda else 0
     layouts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in a]
-    return Key(first.device, arch, tf32, aligned(*loaded), a._make(layouts))
+    return Key(first.device, tf32, aligned(*loaded), a._make(layouts))
 
 
 class DenseShapes:
