@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ..watched import are_batched, are_watched, have_tangents, is_forward_mode
-from .operators import TENSORS, Arguments
+from .flops import backward_flops, cached_flops, forward_flops
+from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, fake_backward, fake_cached, fake_forward
+from .registration import Operator, register
 
 
 class Operators:
@@ -20,6 +22,12 @@ class Operators:
 
     def __init__(self, name: str, forward: Callable, backward: Callable):
         self.name, self.forward, self.backward = name, forward, backward
+        self._library = register(
+            Operator(f"{name}_forward{FORWARD}", forward, fake_forward, forward_flops),
+            Operator(f"{name}_backward{BACKWARD}", backward, fake_backward, backward_flops),
+        )
+        if self._library is not None:
+            self._differentiate(self._library)
 
     def __call__(self, arguments: Arguments, *, grad: bool) -> tuple[Tensor, Tensor]:
         """Output and LSE; ``grad`` says whether a gradient is asked for.
@@ -46,7 +54,7 @@ class Operators:
         run = self._operator("backward") if followed else self.backward
         return a.with_gradients(*run(dout, dlse, out, lse, *a))
 
-    def register(self, library: torch.library.Library) -> None:
+    def _differentiate(self, library: torch.library.Library) -> None:
         """Make the gradients of the operators, and their rules under vmap, known to torch."""
         forward, backward = f"attnlib::{self.name}_forward", f"attnlib::{self.name}_backward"
         torch.library.register_autograd(
@@ -76,9 +84,12 @@ class _Attention(torch.autograd.Function):
         return None, *ctx.operators.gradients(ctx, dout, dlse)
 
 
-def refuse_gradients(operator: str, library: torch.library.Library) -> None:
-    """Let a backward through attention over a cache raise, which torch would otherwise drop with a warning."""
-    torch.library.register_autograd(f"attnlib::{operator}", _refuse_first, lib=library)
+def register_cached(name: str, run: Callable) -> torch.library.Library | None:
+    """Make ``name_cached`` known, whose backward raises, where torch would drop it with a warning; keep the result."""
+    library = register(Operator(f"{name}_cached{CACHED}", run, fake_cached, cached_flops))
+    if library is not None:
+        torch.library.register_autograd(f"attnlib::{name}_cached", _refuse_first, lib=library)
+    return library
 
 
 def _refuse_tangents(arguments: Arguments) -> None:

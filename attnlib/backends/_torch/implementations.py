@@ -6,21 +6,8 @@ Lengths, offsets and page tables are read on the host.
 import torch
 from torch import Tensor
 
-from ..autograd import Operators, refuse_gradients
-from ..flops import backward_flops, cached_flops, forward_flops
-from ..operators import (
-    BACKWARD,
-    CACHED,
-    FORWARD,
-    Arguments,
-    CachedArguments,
-    fake_backward,
-    fake_cached,
-    fake_forward,
-    fake_write,
-    option_grads,
-    outputs,
-)
+from ..autograd import Operators, register_cached
+from ..operators import Arguments, CachedArguments, fake_write, option_grads, outputs
 from ..registration import Operator, register
 from . import fused, pages, tiles
 from .problems import part_of, spans
@@ -142,14 +129,5 @@ def _write(k, v, new_k, new_v, slots):
 
 
 OPERATORS = Operators("torch", _forward, _backward)
-_library = register(
-    Operator(f"torch_forward{FORWARD}", _forward, fake_forward, forward_flops),
-    Operator(f"torch_backward{BACKWARD}", _backward, fake_backward, backward_flops),
-    Operator(f"torch_cached{CACHED}", cached, fake_cached, cached_flops),
-    Operator(
-        "torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()", _write, fake_write
-    ),
-)
-if _library is not None:
-    OPERATORS.register(_library)
-    refuse_gradients("torch_cached", _library)
+WRITE = "torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()"
+_libraries = register_cached("torch", cached), register(Operator(WRITE, _write, fake_write))

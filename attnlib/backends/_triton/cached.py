@@ -10,10 +10,8 @@ from ...checks import INT32
 from ...kv import KVView
 from ...prepared import Run
 from ...watched import are_watched
-from ..autograd import refuse_gradients
-from ..flops import cached_flops
-from ..operators import CACHED, CachedArguments, fake_cached, flat_over_view, outputs, readable
-from ..registration import Operator, register
+from ..autograd import register_cached
+from ..operators import CachedArguments, flat_over_view, outputs, readable
 from . import decode_tables, schedule
 from .decode_tables import ENTRY, DecodeConfig
 from .launch import Block, Launch, is_current, on_device, remembered
@@ -216,6 +214,4 @@ def _in_rows(plane: Layout) -> bool:
     return plane.strides[:3] == (size * g * width, g * width, width) and width * plane.dtype.itemsize % 16 == 0
 
 
-_library = register(Operator(f"triton_cached{CACHED}", _cached, fake_cached, cached_flops))
-if _library is not None:
-    refuse_gradients("triton_cached", _library)
+_library = register_cached("triton", _cached)

@@ -6,19 +6,7 @@ from torch import Tensor
 from ...call import Call
 from ...prepared import Run
 from ..autograd import Operators
-from ..flops import backward_flops, forward_flops
-from ..operators import (
-    BACKWARD,
-    FORWARD,
-    Arguments,
-    fake_backward,
-    fake_forward,
-    flat,
-    option_grads,
-    outputs,
-    readable,
-)
-from ..registration import Operator, register
+from ..operators import Arguments, flat, option_grads, outputs, readable
 from . import plans
 from .launch import is_current, on_device
 
@@ -88,9 +76,3 @@ def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:
 
 
 OPERATORS = Operators("triton", _forward, _backward)
-_library = register(
-    Operator(f"triton_forward{FORWARD}", _forward, fake_forward, forward_flops),
-    Operator(f"triton_backward{BACKWARD}", _backward, fake_backward, backward_flops),
-)
-if _library is not None:
-    OPERATORS.register(_library)
