@@ -15,7 +15,7 @@ from .watched import are_watched, is_forward_mode
 
 Run = Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]  # takes q, k and v
 Write = Callable[[Tensor, Tensor | None, Angles | None], None]  # takes k and v of a step's tokens
-FLOATS, NAMES = (float, type(None)), (str, type(None))
+FLOATS, NAMES = frozenset((float, type(None))), (str, type(None))
 
 
 class Key(NamedTuple):
@@ -41,7 +41,7 @@ def key_of(call: Call, name: str | None) -> Key | None:
         or dropout.p != 0
         or type(dropout.p) is not float
         # No tensors; and 1, 1.0 and True would be one key, though not all of them are what a call takes.
-        or not all(type(x) in FLOATS for x in score)
+        or not FLOATS.issuperset(map(type, score))
         or type(name) not in NAMES
         or not (q.layout is k.layout is v.layout is torch.strided)
         or torch.is_autocast_enabled("cuda")

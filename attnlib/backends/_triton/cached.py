@@ -195,14 +195,13 @@ def cached_plan(key: Key, tiles: DecodeConfig | None = None) -> DecodePlan:
 def _combine(x: DecodeShapes, arguments: dict) -> Launch:
     from .kernels.split_kv import combine
 
-    width = arguments["E_MAIN"]
-    few = x.capacity // max(1, x.b) <= 8  # splits of a sequence, if all are alike
-    channels = width if few or width <= 128 else 64
-    rows = x.blocks * x.tiles.block_m if x.packed else x.s * x.group
-    together = rows if x.b >= x.capacity else 1  # where few sequences will have splits, few programs
-    groups, tiles = -(-rows // together), width // channels
+    width, queries = arguments["E_MAIN"], x.blocks * x.tiles.block_m if x.packed else x.s * x.group
+    splits = x.capacity // max(1, x.b)  # of a sequence, if all are alike
+    channels = width if splits <= 8 or width <= 128 else 64
+    rows = queries if x.b >= x.capacity else 1  # where few sequences will have splits, few programs
+    groups, tiles = -(-queries // rows), width // channels
     arguments = arguments | {
-        "lines": x.splits * x.tiles.block_m, "GROUPS": groups, "ROWS": together, "WIDTH": channels, "TILES": tiles,
+        "lines": x.splits * x.tiles.block_m, "GROUPS": groups, "ROWS": rows, "WIDTH": channels, "TILES": tiles,
         "MAX_SPLITS": power_of_two(x.capacity + 1), "AT_ONCE": 16 if channels > 64 else 64,
     }  # fmt: skip
     return Launch(combine, x.b * x.g * groups * tiles, arguments, LaunchConfig(x.tiles.block_m, 0, 1, 4))

@@ -51,25 +51,25 @@ class DecodeConfig(NamedTuple):
 
 
 # By the widest head that fits, on an H200, 2026-11. Up to TILE rows of queries, with as many as there are:
-FEW = (
+FEW_ROWS = (
     (128, DecodeConfig(16, 64, 4, 4)),
     (256, DecodeConfig(16, 32, 4, 4)),
     (576, DecodeConfig(16, 16, 3, 4, 1)),
 )
 # More rows.
-MANY = (
+MANY_ROWS = (
     (128, DecodeConfig(128, 64, 3, 8, 1)),
     (256, DecodeConfig(64, 32, 3, 8, 1)),
     (576, DecodeConfig(64, 16, 2, 8, 1)),
 )
 # Few rows over int8 and fp8.
-BYTES = (
+EIGHT_BIT = (
     (128, DecodeConfig(16, 128, 3, 4)),
     (256, DecodeConfig(16, 64, 3, 4)),
     (576, DecodeConfig(16, 32, 3, 4)),
 )
 # Batch-invariant calls, whatever the rows.
-FIXED = (
+BATCH_INVARIANT = (
     (128, DecodeConfig(64, 64, 3, 4)),
     (256, DecodeConfig(64, 32, 3, 8)),
     (576, DecodeConfig(16, 32, 2, 4, 1)),
@@ -98,10 +98,10 @@ def decode(problem: Problem) -> DecodeConfig:
         tma = problem.page_size % LATENT_MANY.block_n == 0 and problem.aligned
         if problem.arch == 90 and (tma or problem.one):
             return LATENT_MANY._replace(tma=tma)
-    few, most = (BYTES, 16 if widest > 256 else TILE) if problem.itemsize == 1 else (FEW, TILE)
-    table = FP32 if problem.itemsize > 2 else MANY if problem.rows > most else few
+    small, max_rows = (EIGHT_BIT, 16 if widest > 256 else TILE) if problem.itemsize == 1 else (FEW_ROWS, TILE)
+    table = FP32 if problem.itemsize > 2 else MANY_ROWS if problem.rows > max_rows else small
     config = next(config for limit, config in table if widest <= limit)
-    if table is few:
+    if table is small:
         block_m = min(TILE, power_of_two(problem.rows))
         config = config._replace(block_m=block_m, stages=config.stages if block_m == 16 else min(3, config.stages))
     elif widest > 256 and problem.itemsize == 1 and problem.arch == 100:
@@ -112,7 +112,7 @@ def decode(problem: Problem) -> DecodeConfig:
 def fixed(problem: Problem) -> DecodeConfig:
     """Tiles that a batch-invariant call has whatever its queries are."""
     widest = problem.widest
-    config = next(config for limit, config in (FP32 if problem.itemsize > 2 else FIXED) if widest <= limit)
+    config = next(config for limit, config in (FP32 if problem.itemsize > 2 else BATCH_INVARIANT) if widest <= limit)
     return _fitting(config, problem.arch, widest)
 
 

@@ -7,7 +7,7 @@ WIDEST = 576  # MLA's latent and rotary channels
 WIDEST_VALUE = 512  # of which a tile holds a power of two
 WIDEST_BACKWARD = 256
 SHORT = 2048  # tokens, up to which smaller tiles pay
-FEW = 512  # tokens, up to which descriptors take the CPU longer than they spare the GPU
+FEW_KEYS = 512  # tokens, up to which descriptors take the CPU longer than they spare the GPU
 ALIKE = 64  # channels of 16 bits, from which tiles of any width have the same layout
 FARTHEST = 2**24  # elements between rows, which int32 offsets within a tile of 128 rows can hold
 
@@ -124,7 +124,7 @@ def _first_that_fits(problem: Problem, keys: int, large: tuple, small: tuple, fp
     _, _, value = widths(problem.head_dim, problem.value_dim)
     widest = max(problem.head_dim, value)  # values are padded, heads split
     config = next(config for limit, config in (fp32 if problem.itemsize > 2 else table) if widest <= limit)
-    return config._replace(tma=config.tma and keys > FEW)
+    return config._replace(tma=config.tma and keys > FEW_KEYS)
 
 
 def power_of_two(n: int) -> int:
