@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from attnlib.backends._triton import decode_tables
-from attnlib.backends._triton.decode_tables import Problem
+from attnlib.backends._triton.decode_tables import DecodeCase
 from attnlib.backends._triton.tables import power_of_two
 
 SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one program may take, by sm
@@ -17,34 +17,34 @@ def problems(arch: int):
     sizes = [(d, tail, e, False) for d, tail, e in HEADS] + [(d, tail, d, True) for d, tail in LATENT]
     for (d, tail, e, latent), itemsize, rows in product(sizes, (1, 2, 4), (1, 8, 16, 17, 64, 65, 128, 4096)):
         for one, page, aligned in product((True, False), (0, 1, 16, 64, 256), (True, False)):
-            yield Problem(rows, d, tail, e, itemsize, latent, one, page, arch, aligned)
+            yield DecodeCase(rows, d, tail, e, itemsize, latent, one, page, arch, aligned)
 
 
 @pytest.mark.parametrize("arch", SHARED)
 def test_tiles_fit_into_shared_memory(arch):
-    for problem in problems(arch):
-        config = decode_tables.decode(problem)
-        *keys, values = decode_tables.widths_of(problem.head_dim, problem.tail, problem.value_dim)
-        stored = sum(keys) + (0 if problem.latent else values)
-        loaded = max(1, config.stages - 1) * config.block_n * stored * problem.itemsize
-        assert loaded <= SHARED[arch] << 10, (problem, config)
+    for case in problems(arch):
+        config = decode_tables.decode(case)
+        *keys, values = decode_tables.widths_of(case.head_dim, case.tail, case.value_dim)
+        stored = sum(keys) + (0 if case.latent else values)
+        loaded = max(1, config.stages - 1) * config.block_n * stored * case.itemsize
+        assert loaded <= SHARED[arch] << 10, (case, config)
 
 
 @pytest.mark.parametrize("arch", SHARED)
 def test_tiles_are_what_kernels_take(arch):
-    for problem in problems(arch):
-        config = decode_tables.decode(problem)
+    for case in problems(arch):
+        config = decode_tables.decode(case)
         assert {config.block_m, config.block_n} <= {16, 32, 64, 128}
         assert config.warps in (4, 8)
         assert 1 <= config.resident <= decode_tables.RESIDENT
-        wide = max(problem.head_dim + problem.tail, problem.value_dim) > 256  # whose tiles are of 16 rows, or of 64
-        assert config.block_m < 2 * power_of_two(problem.rows) or (wide and 16 < problem.rows <= 64 >= config.block_m)
+        wide = max(case.head_dim + case.tail, case.value_dim) > 256  # whose tiles are of 16 rows, or of 64
+        assert config.block_m < 2 * power_of_two(case.rows) or (wide and 16 < case.rows <= 64 >= config.block_m)
         if config.tma:
             assert arch in (90, 100)
-            assert problem.aligned
-            assert problem.latent
-            assert problem.itemsize == 2
-            assert problem.page_size % config.block_n == 0
+            assert case.aligned
+            assert case.latent
+            assert case.itemsize == 2
+            assert case.page_size % config.block_n == 0
             assert config.block_n % decode_tables.EDGE == 0
 
 

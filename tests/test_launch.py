@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from attnlib.backends._triton import tables
-from attnlib.backends._triton.tables import Problem
+from attnlib.backends._triton.tables import DenseCase
 
 SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one program may take, by sm
 
@@ -18,12 +18,12 @@ SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one p
 def test_tiles_fit_into_shared_memory(arch, d, e, plain):
     width = sum(tables.head_split(d)) + tables.power_of_two(e)
     for causal, aligned, keys in product((True, False), (True, False), (1, 100_000)):
-        problem = Problem(d, e, 2, causal, plain, arch, aligned)
-        forward = tables.forward(problem, keys=keys)
+        case = DenseCase(d, e, 2, causal, plain, arch, aligned)
+        forward = tables.forward(case, keys=keys)
         loaded = [forward.block_m * sum(tables.head_split(d)) + forward.stages * forward.block_n * width]
         configs = [forward]
         if max(d, e) <= tables.WIDEST_BACKWARD:
-            owner, queries = (f(problem, keys=keys) for f in (tables.backward_keys, tables.backward_queries))
+            owner, queries = (f(case, keys=keys) for f in (tables.backward_keys, tables.backward_queries))
             loaded.append(owner.block_n * width + owner.stages * owner.block_m * width)
             loaded.append(queries.block_m * width + queries.stages * queries.block_n * width)
             configs += [owner, queries]
@@ -52,8 +52,8 @@ def test_tiles_of_keys_and_values_have_one_layout(d, e):
 
 
 def test_a_wave_holds_whole_groups():
-    problem = Problem(128, 128, 2, True, True, 90, True)
-    assert tables.heads_per_wave(problem, keys=8192, pairs=64, group=1) == 6  # of 4 MiB each
-    assert tables.heads_per_wave(problem, keys=8192, pairs=64, group=4) == 24
-    assert tables.heads_per_wave(problem, keys=1 << 20, pairs=64, group=4) == 1
-    assert tables.heads_per_wave(problem, keys=16, pairs=64, group=4) == 64
+    case = DenseCase(128, 128, 2, True, True, 90, True)
+    assert tables.heads_per_wave(case, keys=8192, pairs=64, group=1) == 6  # of 4 MiB each
+    assert tables.heads_per_wave(case, keys=8192, pairs=64, group=4) == 24
+    assert tables.heads_per_wave(case, keys=1 << 20, pairs=64, group=4) == 1
+    assert tables.heads_per_wave(case, keys=16, pairs=64, group=4) == 64

@@ -202,7 +202,7 @@ def plan_for(
     """Other tiles than the tables', a device of so many multiprocessors, ``small`` schedules with short parts, and if
     they are not ``parted`` no parts of sequences that fill the device without."""
     if tiles is not None:
-        patch.setattr(decode_tables, "decode", lambda problem: tiles)
+        patch.setattr(decode_tables, "decode", lambda case: tiles)
     if processors is not None:
         patch.setattr(triton_schedule, "processors", lambda device: processors)
     if small:

@@ -16,8 +16,8 @@ SETS = ((), ("bounds", "sinks"), ("softcap",), ("alibi_slopes", "scale"), ("per_
 @pytest.fixture
 def _small_tiles(monkeypatch):
     for name in ("backward_keys", "backward_queries"):
-        monkeypatch.setattr(tables, name, lambda problem, *, keys: SMALL)
-    monkeypatch.setattr(tables, "forward", lambda problem, *, keys: tables.LaunchConfig(32, 16, 1, 4))
+        monkeypatch.setattr(tables, name, lambda case, *, keys: SMALL)
+    monkeypatch.setattr(tables, "forward", lambda case, *, keys: tables.LaunchConfig(32, 16, 1, 4))
 
 
 @pytest.mark.usefixtures("_small_tiles")

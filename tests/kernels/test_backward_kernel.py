@@ -48,7 +48,7 @@ def launch(
     PLANS.clear()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("backward_keys", "backward_queries"):
-            patch.setattr(triton_plans.tables, name, lambda problem, *, keys: tiles)
+            patch.setattr(triton_plans.tables, name, lambda case, *, keys: tiles)
         return torch.ops.attnlib.triton_backward(dout, dlse, out, lse, q, k, v, *terms, *numbers)[:4]
 
 

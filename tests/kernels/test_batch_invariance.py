@@ -41,7 +41,7 @@ def short_sections(monkeypatch):
     """On the interpreter, sections and tiles that short sequences fill."""
     if INTERPRETED:
         monkeypatch.setattr(buffer, "MIN_SPLIT_SIZE", 32)
-        monkeypatch.setattr(decode_tables, "fixed", lambda problem: DecodeConfig(16, 16, 2, 4))
+        monkeypatch.setattr(decode_tables, "fixed", lambda case: DecodeConfig(16, 16, 2, 4))
 
 
 def test_a_schedule_of_other_parts_is_not_used():

@@ -14,9 +14,9 @@ from attnlib.backends._triton.launch import PLANS
 def gradients(tensors, tma, monkeypatch, mask, cu=None):
     """Output, LSE and gradients with small tiles, which descriptors load or not."""
     tiles = tables.LaunchConfig(32, 16, 1, 4, tma)
-    monkeypatch.setattr(tables, "forward", lambda problem, *, keys: tiles._replace(tma=tma and problem.aligned))
+    monkeypatch.setattr(tables, "forward", lambda case, *, keys: tiles._replace(tma=tma and case.aligned))
     for name in ("backward_keys", "backward_queries"):
-        monkeypatch.setattr(tables, name, lambda problem, *, keys: tiles._replace(tma=tma and problem.aligned))
+        monkeypatch.setattr(tables, name, lambda case, *, keys: tiles._replace(tma=tma and case.aligned))
     PLANS.clear()
     leaves = [x.detach().requires_grad_() for x in tensors]
     if cu is None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  
 def _small_tiles():
     """So that short sequences have many tiles; `test_the_tables_own_tiles` runs the shipped ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "forward", lambda problem, *, keys: tables.LaunchConfig(32, 16, 2, 4))
+        patch.setattr(tables, "forward", lambda case, *, keys: tables.LaunchConfig(32, 16, 2, 4))
         yield
 
 

@@ -116,14 +116,14 @@ class DecodeShapes:
         (self.b, columns), (self.s, self.h) = Layout(*a.table).shape, self.q.shape[-3:-1]
         self.packed, self.group = a.cu_seqlens_q is not None, self.h // self.g
         self.max_tokens, self.page_size = columns * page_size, 0 if columns == 1 else page_size
-        self.problem = decode_tables.Problem(
+        self.case = decode_tables.DecodeCase(
             decode_tables.rows(self.s, self.b, self.group) if self.packed else self.s * self.group,
             self.d, self.rest, self.e, 4 if self.q.dtype.itemsize > 2 else self.k.dtype.itemsize,
             latent=a.v is None, one=not self.packed and self.s == 1, page_size=self.page_size, arch=key.arch,
             aligned=key.aligned and all(_in_rows(x) for x in (self.k, self.tail) if x),
         )  # fmt: skip
-        self.tiles = tiles or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.problem)
-        self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.problem)
+        self.tiles = tiles or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
+        self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
         mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries of a sequence
         self.blocks = -(-mean * self.group // self.tiles.block_m)
         processors = schedule.processors(key.device)
@@ -151,7 +151,7 @@ class DecodeShapes:
 
     def arguments(self) -> dict:
         """By name, what both kernels are launched with."""
-        a, problem, out = self.a, self.problem, contiguous((*self.q.shape[:-1], self.e), self.q.dtype)
+        a, case, out = self.a, self.case, contiguous((*self.q.shape[:-1], self.e), self.q.dtype)
         batch = slice(None, 2) if self.packed else slice(None, 3)  # a packed tensor is a batch of one
         of_q, of_out = ((0,) * self.packed + x.strides[batch] for x in (self.q, out))
         of_scales = [Layout(*y).strides if y else (0, 0, 0) for y in (a.k_scale, a.v_scale or a.k_scale)]
@@ -166,9 +166,9 @@ class DecodeShapes:
             "pages": self.k.shape[0], "batch": self.b, "group": self.group, "s": self.s, "slots": self.slots,
             "schedule_offset": Layout(*a.schedule).shape[2] * ENTRY * self.halvings,
             "limit": min(INT32, self.max_tokens), "D": self.d + self.rest, "D_MAIN": main, "D_TAIL": tail,
-            "TAIL": 0 if self.rest else main, "E": self.e, "E_MAIN": value, "LATENT": problem.latent,
-            "ONE": problem.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": problem.arch > 0,
-            "FULL": self.tiles.tma or not (problem.one or a.split_size), "PAGE": self.page_size, "KV_HEADS": self.g,
+            "TAIL": 0 if self.rest else main, "E": self.e, "E_MAIN": value, "LATENT": case.latent,
+            "ONE": case.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": case.arch > 0,
+            "FULL": self.tiles.tma or not (case.one or a.split_size), "PAGE": self.page_size, "KV_HEADS": self.g,
             "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
             "BLOCKS": self.blocks if self.scheduled or not self.packed else 1,
         }  # fmt: skip

@@ -14,7 +14,7 @@ TILE = 64  # rows of queries in a tile of few
 LONG = 16  # query tokens of a sequence, on the mean, from which there may be enough programs without splits
 
 
-class Problem(NamedTuple):
+class DecodeCase(NamedTuple):
     """What decides the tiles of a call: ``rows`` of queries for each sequence and KV head, the bytes of a stored value
     (4 if what is computed with is fp32), whether every sequence has ``one`` query, and the tokens of a page (0 where a
     page holds all)."""
@@ -85,40 +85,40 @@ LATENT_FEW = DecodeConfig(16, 64, 3, 8, 1)
 LATENT_MANY = DecodeConfig(64, 64, 2, 8, 1, tma=True)
 
 
-def decode(problem: Problem) -> DecodeConfig:
+def decode(case: DecodeCase) -> DecodeConfig:
     """Tiles of the decode kernel.
 
-    >>> decode(Problem(4, 128, 0, 128, 2, False, True, 64, 90, True))
+    >>> decode(DecodeCase(4, 128, 0, 128, 2, False, True, 64, 90, True))
     DecodeConfig(block_m=16, block_n=64, stages=4, warps=4, resident=2, tma=False)
     """
-    widest = problem.widest
-    if problem.latent and widest > 256 and problem.itemsize == 2 and problem.arch in (90, 100):
-        if problem.rows <= LATENT_FEW.block_m:
+    widest = case.widest
+    if case.latent and widest > 256 and case.itemsize == 2 and case.arch in (90, 100):
+        if case.rows <= LATENT_FEW.block_m:
             return LATENT_FEW
-        tma = problem.page_size % LATENT_MANY.block_n == 0 and problem.aligned
-        if problem.arch == 90 and (tma or problem.one):
+        tma = case.page_size % LATENT_MANY.block_n == 0 and case.aligned
+        if case.arch == 90 and (tma or case.one):
             return LATENT_MANY._replace(tma=tma)
-    small, max_rows = (EIGHT_BIT, 16 if widest > 256 else TILE) if problem.itemsize == 1 else (FEW_ROWS, TILE)
-    table = FP32 if problem.itemsize > 2 else MANY_ROWS if problem.rows > max_rows else small
+    small, max_rows = (EIGHT_BIT, 16 if widest > 256 else TILE) if case.itemsize == 1 else (FEW_ROWS, TILE)
+    table = FP32 if case.itemsize > 2 else MANY_ROWS if case.rows > max_rows else small
     config = next(config for limit, config in table if widest <= limit)
     if table is small:
-        block_m = min(TILE, power_of_two(problem.rows))
+        block_m = min(TILE, power_of_two(case.rows))
         config = config._replace(block_m=block_m, stages=config.stages if block_m == 16 else min(3, config.stages))
-    elif widest > 256 and problem.itemsize == 1 and problem.arch == 100:
+    elif widest > 256 and case.itemsize == 1 and case.arch == 100:
         config = config._replace(stages=1)  # loads in flight are more than triton 3.6 can compile
-    return _fitting(config, problem.arch, widest)
+    return _fitting(config, case.arch, widest)
 
 
-def fixed(problem: Problem) -> DecodeConfig:
+def fixed(case: DecodeCase) -> DecodeConfig:
     """Tiles that a batch-invariant call has whatever its queries are."""
-    widest = problem.widest
-    config = next(config for limit, config in (FP32 if problem.itemsize > 2 else BATCH_INVARIANT) if widest <= limit)
-    return _fitting(config, problem.arch, widest)
+    widest = case.widest
+    config = next(config for limit, config in (FP32 if case.itemsize > 2 else BATCH_INVARIANT) if widest <= limit)
+    return _fitting(config, case.arch, widest)
 
 
-def may_use_tf32(problem: Problem) -> bool:
+def may_use_tf32(case: DecodeCase) -> bool:
     """Whether products of fp32 may be those of tf32, for which tiles of keys lie in shared memory twice."""
-    return problem.widest <= 256 or problem.arch in LARGE
+    return case.widest <= 256 or case.arch in LARGE
 
 
 def _fitting(config: DecodeConfig, arch: int, widest: int) -> DecodeConfig:

@@ -76,7 +76,7 @@ class DenseShapes:
         self.packed = a.cu_seqlens_q is not None
         self.batch = Layout(*a.cu_seqlens_q).shape[0] - 1 if self.packed else self.q.shape[0]
         self.length = self.t // max(1, self.batch) if self.packed else self.t  # the mean of what is packed
-        self.problem = tables.Problem(
+        self.case = tables.DenseCase(
             d, e, self.q.dtype.itemsize, causal=a.right is not None, arch=key.arch,
             plain=a.softcap is None and a.alibi_slopes is None and a.dropout_p == 0,
             aligned=key.aligned and all(x.is_in_lines for x in (self.q, self.k, self.v)),
@@ -111,7 +111,7 @@ class DenseShapes:
         if of_keys:
             heads, length, block, loaded = self.g, self.t, tiles.block_n, tiles.block_m
         pairs = heads if self.packed else self.batch * heads
-        waves = tables.heads_per_wave(self.problem, keys=self.t, pairs=pairs, group=heads // self.g)
+        waves = tables.heads_per_wave(self.case, keys=self.t, pairs=pairs, group=heads // self.g)
         blocks, (first, second) = {}, ("q", "dout") if of_keys else ("k", "v")
         if tiles.tma:
             main, tail, value = (arguments[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
@@ -147,7 +147,7 @@ def forward(key: Key, tiles: LaunchConfig | None = None) -> Launch:
     from .kernels.forward import forward
 
     x = DenseShapes(key)
-    tiles = tiles or tables.forward(x.problem, keys=x.length)
+    tiles = tiles or tables.forward(x.case, keys=x.length)
     return x.launch(forward, tiles, x.arguments)
 
 
@@ -177,11 +177,11 @@ def backward(
     from .kernels.backward import backward_keys, backward_queries, prepare
 
     x, dout = DenseShapes(key), Layout(*dout)
-    if max(x.problem.head_dim, x.problem.value_dim) > tables.WIDEST_BACKWARD:  # which a transform did not tell before
+    if max(x.case.head_dim, x.case.value_dim) > tables.WIDEST_BACKWARD:  # which a transform did not tell before
         raise NotImplementedError(f"triton: has a backward for heads of up to {tables.WIDEST_BACKWARD}")
-    x.problem = x.problem._replace(aligned=x.problem.aligned and dout.is_in_lines)
-    of_keys = tiles_of_keys or tables.backward_keys(x.problem, keys=x.length)
-    of_queries = tiles_of_queries or tables.backward_queries(x.problem, keys=x.length)
+    x.case = x.case._replace(aligned=x.case.aligned and dout.is_in_lines)
+    of_keys = tiles_of_keys or tables.backward_keys(x.case, keys=x.length)
+    of_queries = tiles_of_queries or tables.backward_queries(x.case, keys=x.length)
     rows, blocks = 1 if x.packed else x.batch, x.blocks(x.s, of_queries.block_m)
     strides = (0, 0, 0)
     if dlse is not None:

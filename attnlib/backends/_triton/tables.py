@@ -12,7 +12,7 @@ ALIKE = 64  # channels of 16 bits, from which tiles of any width have the same l
 FARTHEST = 2**24  # elements between rows, which int32 offsets within a tile of 128 rows can hold
 
 
-class Problem(NamedTuple):
+class DenseCase(NamedTuple):
     """What decides the tiles of a call. ``plain`` scores have no softcap, no slopes and no dropout; ``aligned`` rows
     begin at multiples of 16 bytes."""
 
@@ -98,32 +98,32 @@ BACKWARD_FP32 = (
 )
 
 
-def forward(problem: Problem, *, keys: int) -> LaunchConfig:
+def forward(case: DenseCase, *, keys: int) -> LaunchConfig:
     """Tiles of the forward kernel.
 
-    >>> problem = Problem(head_dim=96, value_dim=96, itemsize=2, causal=True, plain=True, arch=90, aligned=True)
-    >>> forward(problem, keys=8192)
+    >>> case = DenseCase(head_dim=96, value_dim=96, itemsize=2, causal=True, plain=True, arch=90, aligned=True)
+    >>> forward(case, keys=8192)
     LaunchConfig(block_m=128, block_n=128, stages=3, warps=8, tma=True, registers=None)
     """
-    long = FORWARD_CAUSAL if problem.causal else FORWARD_FULL
-    return _first_that_fits(problem, keys, FORWARD_SHORT if keys <= SHORT else long, FORWARD_SMALL, FORWARD_FP32)
+    long = FORWARD_CAUSAL if case.causal else FORWARD_FULL
+    return _first_that_fits(case, keys, FORWARD_SHORT if keys <= SHORT else long, FORWARD_SMALL, FORWARD_FP32)
 
 
-def backward_keys(problem: Problem, *, keys: int) -> LaunchConfig:
+def backward_keys(case: DenseCase, *, keys: int) -> LaunchConfig:
     """Tiles of the pass that owns keys."""
-    return _first_that_fits(problem, keys, BACKWARD_KEYS, BACKWARD_SMALL, BACKWARD_FP32)
+    return _first_that_fits(case, keys, BACKWARD_KEYS, BACKWARD_SMALL, BACKWARD_FP32)
 
 
-def backward_queries(problem: Problem, *, keys: int) -> LaunchConfig:
+def backward_queries(case: DenseCase, *, keys: int) -> LaunchConfig:
     """Tiles of the pass that owns queries."""
-    return _first_that_fits(problem, keys, BACKWARD_QUERIES, BACKWARD_SMALL, BACKWARD_FP32)
+    return _first_that_fits(case, keys, BACKWARD_QUERIES, BACKWARD_SMALL, BACKWARD_FP32)
 
 
-def _first_that_fits(problem: Problem, keys: int, large: tuple, small: tuple, fp32: tuple) -> LaunchConfig:
-    table = large if problem.plain and problem.aligned and problem.arch in (90, 100) else small
-    _, _, value = widths(problem.head_dim, problem.value_dim)
-    widest = max(problem.head_dim, value)  # values are padded, heads split
-    config = next(config for limit, config in (fp32 if problem.itemsize > 2 else table) if widest <= limit)
+def _first_that_fits(case: DenseCase, keys: int, large: tuple, small: tuple, fp32: tuple) -> LaunchConfig:
+    table = large if case.plain and case.aligned and case.arch in (90, 100) else small
+    _, _, value = widths(case.head_dim, case.value_dim)
+    widest = max(case.head_dim, value)  # values are padded, heads split
+    config = next(config for limit, config in (fp32 if case.itemsize > 2 else table) if widest <= limit)
     return config._replace(tma=config.tma and keys > FEW_KEYS)
 
 
@@ -156,7 +156,7 @@ def widths(d: int, e: int) -> tuple[int, int, int]:
     return max(main, min(value, ALIKE)), tail, max(value, min(main, ALIKE))
 
 
-def heads_per_wave(problem: Problem, *, keys: int, pairs: int, group: int) -> int:
+def heads_per_wave(case: DenseCase, *, keys: int, pairs: int, group: int) -> int:
     """How many (sequence, head) pairs run together, so that their keys and values stay in the L2 cache."""
-    size = max(1, keys * (problem.head_dim + problem.value_dim) * problem.itemsize)
+    size = max(1, keys * (case.head_dim + case.value_dim) * case.itemsize)
     return max(1, min(pairs, L2 // size * group))
