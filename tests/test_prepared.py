@@ -1,5 +1,7 @@
 """A call that repeats on a GPU runs what the first found: the same bits, and anew wherever something differs."""
 
+from weakref import ref
+
 import pytest
 import torch
 from helpers import assert_same_bits
@@ -47,6 +49,20 @@ def test_a_repeated_call_has_its_own_gradients():
     again = gradients(second)
     PREPARED.forget()
     assert_same_bits(*zip(again, gradients(second), strict=True))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_is_prepared_keeps_no_tensor_alive(grad):
+    kept = [ref(x) for x in attended(grad)]
+    assert PREPARED.count() == 1
+    assert [x() for x in kept] == [None] * 3
+
+
+def attended(grad):
+    """What a call has read, which nobody else holds."""
+    leaves = [x.requires_grad_(grad) for x in tensors()]
+    attention(*leaves, mask=CAUSAL)
+    return leaves
 
 
 def test_what_differs_is_another_call():

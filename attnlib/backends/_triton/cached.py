@@ -41,16 +41,16 @@ def prepare(call: Call) -> Run | None:
         return None
     if not (q.numel() and kv.lengths.numel()):
         return None
-    arguments = flat_over_view(call, _schedule_of(kv))
-    plan = cached_plan(decode_key(arguments))
-    every = _planes(arguments)
-    decode = plan.decode.bound(every, "q", "out", "lse", "split")
-    combine = None if plan.combine is None else plan.combine.bound(every, "split", "out", "lse")
+    a = flat_over_view(call, _schedule_of(kv))
+    plan = cached_plan(decode_key(a))
+    a = a._replace(q=None)  # what is prepared keeps no tensor of a call
+    decode = plan.decode.bound(_planes(a), "q", "out", "lse", "split")
+    combine = None if plan.combine is None else plan.combine.bound(a, "split", "out", "lse")
     shape, lse_shape = (*q.shape[:-1], spec.value_dim), (*q.shape[:-3], q.shape[-2], q.shape[-3])
 
     def run(q: Tensor, k: None, v: None) -> tuple[Tensor, Tensor]:
         if not is_current(q):
-            return _cached(*arguments._replace(q=q))
+            return _cached(*a._replace(q=q))
         out, lse = q.new_empty(shape), q.new_empty(lse_shape, dtype=torch.float32)
         splits = lse if combine is None else lse.new_empty(plan.floats)
         decode(q, out, lse, splits)

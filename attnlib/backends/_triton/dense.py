@@ -20,16 +20,16 @@ def prepare(call: Call) -> Run | None:
     """What runs a call without optional tensors again, on tensors of the same layouts."""
     if call.spec.strided or call.spec.dtype == torch.float32:  # whose products torch's settings decide
         return None
-    arguments = flat(call)
+    a, (b, s, h, _), e = flat(call), call.q.shape, call.v.shape[-1]
+    launch = plans.forward(plans.key_of(a, a.q, a.k, a.v))
+    a = a._replace(q=None, k=None, v=None)  # what is prepared keeps no tensor of a call
     if call.spec.grad:
-        return lambda q, k, v: OPERATORS.differentiable(arguments._replace(q=q, k=k, v=v))
-    launch = plans.forward(plans.key_of(arguments, call.q, call.k, call.v))
-    launch_on = launch.bound(arguments, "q", "k", "v", "out", "lse")
-    (b, s, h, _), e = call.q.shape, call.v.shape[-1]
+        return lambda q, k, v: OPERATORS.differentiable(a._replace(q=q, k=k, v=v))
+    launch_on = launch.bound(a, "q", "k", "v", "out", "lse")
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if not is_current(q) or (launch.blocks and not plans.aligned(q, k, v)):
-            return _forward(*arguments._replace(q=q, k=k, v=v))
+            return _forward(*a._replace(q=q, k=k, v=v))
         out, lse = q.new_empty((b, s, h, e)), q.new_empty((b, h, s), dtype=torch.float32)
         launch_on(q, k, v, out, lse)
         return out, lse

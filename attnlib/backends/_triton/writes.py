@@ -61,6 +61,7 @@ def _arguments(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: A
 def _prepared(a: WriteArguments) -> Write:
     stored = _as_bytes(a)
     launch = plan(key_of(stored, a.slots)).bound(stored, "new_k", "new_v", "cos", "sin")
+    a = a._replace(new_k=None, new_v=None, cos=None, sin=None)  # what is prepared keeps no tensor of a call
 
     def write(k: Tensor, v: Tensor | None, angles: Angles | None) -> None:
         cos, sin = (None, None) if angles is None else (angles.cos, angles.sin)
