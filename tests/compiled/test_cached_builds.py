@@ -18,8 +18,8 @@ from compiled.launches import DTYPES, prepared
 
 from attnlib.backends._triton import decode_tables
 from attnlib.backends._triton import schedule as triton_schedule
-from attnlib.backends._triton.decode_tables import DecodeConfig
 from attnlib.backends._triton.launch import PLANS, Launch
+from attnlib.backends._triton.tables import LaunchConfig
 
 pytest.importorskip("triton")
 
@@ -36,9 +36,9 @@ def test_every_entry_of_the_decode_tables_is_built(monkeypatch):
         return config._replace(stages=max(numbered))
 
     for name, value in list(vars(decode_tables).items()):
-        if isinstance(value, DecodeConfig):
+        if isinstance(value, LaunchConfig):
             monkeypatch.setattr(decode_tables, name, number(value, name))
-        elif isinstance(value, tuple) and {type(x[-1]) for x in value if isinstance(x, tuple)} == {DecodeConfig}:
+        elif isinstance(value, tuple) and {type(x[-1]) for x in value if isinstance(x, tuple)} == {LaunchConfig}:
             anew = tuple((limit, number(config, f"{name}, up to {limit}")) for limit, config in value)
             monkeypatch.setattr(decode_tables, name, anew)
     assert len(numbered) > 5
@@ -84,7 +84,7 @@ def test_no_chip_reads_fp8_that_cannot():
 def test_a_launch_takes_what_the_build_says(build):
     launch, named = prepared(build)
     assert launch.kernel.__name__ == build.kernel
-    new = named["q_ptr" if build.kernel == "decode" else "new_k"]
+    new = named["q" if build.kernel == "decode" else "new_k"]
     assert new.dtype == DTYPES[build.dtype]
     assert new.shape[: 1 if build.packed else 2].numel() == build.sequences * build.tokens
     assert (named["k_scale"] is not None) == bool(build.store)

@@ -14,8 +14,8 @@ from attnlib import CAUSAL, KVLayout, KVView, Mask, cached_attention_with_lse
 from attnlib.backends._torch.pages import quantise
 from attnlib.backends._triton import decode_tables
 from attnlib.backends._triton import schedule as triton_schedule
-from attnlib.backends._triton.decode_tables import DecodeConfig
 from attnlib.backends._triton.launch import PLANS
+from attnlib.backends._triton.tables import LaunchConfig
 from attnlib.storage import new_schedule, update_schedule
 
 NAN = {torch.int8: 0x80, torch.float8_e4m3fn: 0x7F}  # -128, beside a scale of NaN
@@ -194,7 +194,7 @@ def assert_right(call: Call) -> None:
 def plan_for(
     patch,
     *,
-    tiles: DecodeConfig | None = None,
+    tiles: LaunchConfig | None = None,
     processors: int | None = None,
     small: bool = False,
     parted: bool = True,

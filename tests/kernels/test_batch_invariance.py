@@ -14,7 +14,7 @@ from attnlib import CAUSAL, KVCache, KVLayout, Mask, sliding
 from attnlib import cached_attention_with_lse as attend
 from attnlib.backends._triton import cached as triton_cached
 from attnlib.backends._triton import decode_tables
-from attnlib.backends._triton.decode_tables import DecodeConfig
+from attnlib.backends._triton.tables import LaunchConfig
 from attnlib.cache import buffer
 
 if INTERPRETED:
@@ -41,7 +41,7 @@ def short_sections(monkeypatch):
     """On the interpreter, sections and tiles that short sequences fill."""
     if INTERPRETED:
         monkeypatch.setattr(buffer, "MIN_SPLIT_SIZE", 32)
-        monkeypatch.setattr(decode_tables, "fixed", lambda case: DecodeConfig(16, 16, 2, 4))
+        monkeypatch.setattr(decode_tables, "fixed", lambda case: LaunchConfig(16, 16, 2, 4))
 
 
 def test_a_schedule_of_other_parts_is_not_used():

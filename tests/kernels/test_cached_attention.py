@@ -17,8 +17,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from attnlib import CAUSAL, FULL, KVCache, KVLayout, KVView, Mask, explain, merge_states, sliding
 from attnlib import cached_attention_with_lse as attend
 from attnlib.backends._triton import cached as triton_cached
-from attnlib.backends._triton.decode_tables import DecodeConfig
 from attnlib.backends._triton.launch import PLANS
+from attnlib.backends._triton.tables import LaunchConfig
 from attnlib.backends.operators import flat_over_view
 from attnlib.call import Call as Attention
 from attnlib.call import Score, checked
@@ -41,7 +41,7 @@ FACTORS = {
     "processors": (2, 1, 7),
     "parted": (True, False),
     "order": ("pages", "heads", "apart"),
-    "tiles": (DecodeConfig(16, 16, 2, 4), DecodeConfig(16, 32, 1, 4, 1), DecodeConfig(32, 16, 2, 4)),
+    "tiles": (LaunchConfig(16, 16, 2, 4), LaunchConfig(16, 32, 1, 4, resident=1), LaunchConfig(32, 16, 2, 4)),
 }
 if not INTERPRETED:  # the shipped tiles, and what takes the interpreter minutes
     FACTORS |= {
@@ -71,7 +71,7 @@ def plan(monkeypatch):
     """Plans as they ship, or on the interpreter with small tiles and short parts; call it for others."""
 
     def anew(**changes):
-        small = {"tiles": DecodeConfig(16, 16, 2, 4), "small": True} if INTERPRETED else {}
+        small = {"tiles": LaunchConfig(16, 16, 2, 4), "small": True} if INTERPRETED else {}
         plan_for(monkeypatch, **(small | {name: x for name, x in changes.items() if x is not None}))
 
     anew()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnlib import CAUSAL, KVCache, KVLayout
 from attnlib import cached_attention_with_lse as attend
-from attnlib.backends._triton.decode_tables import DecodeConfig
+from attnlib.backends._triton.tables import LaunchConfig
 from attnlib.cache import shared_prefix
 
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
@@ -28,7 +28,7 @@ if INTERPRETED:
 def _small(monkeypatch):
     """Short prefixes, and on the interpreter small tiles and short parts."""
     monkeypatch.setattr(shared_prefix, "SHARED_TOKENS", SIZE)
-    plan_for(monkeypatch, **({"tiles": DecodeConfig(16, 16, 2, 4), "small": True} if INTERPRETED else {}))
+    plan_for(monkeypatch, **({"tiles": LaunchConfig(16, 16, 2, 4), "small": True} if INTERPRETED else {}))
     yield
     monkeypatch.undo()
     plan_for(monkeypatch)

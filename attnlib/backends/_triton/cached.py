@@ -13,7 +13,7 @@ from ...watched import are_watched
 from ..autograd import register_cached
 from ..operators import CachedArguments, flat_over_view, outputs, readable
 from . import decode_tables, schedule
-from .decode_tables import ENTRY, DecodeConfig
+from .decode_tables import ENTRY
 from .launch import Block, Launch, is_current, on_device, remembered
 from .plans import Key, Layout, contiguous, key_of, named_strides, scoring
 from .tables import LaunchConfig, power_of_two
@@ -106,7 +106,7 @@ def _scheduled(a: CachedArguments) -> Tensor:
 class DecodeShapes:
     """The shapes of a call, and by name what both of its kernels are launched with."""
 
-    def __init__(self, key: Key, tiles: DecodeConfig | None):
+    def __init__(self, key: Key, tiles: LaunchConfig | None):
         self.a = a = key.arguments
         self.q, self.k = Layout(*a.q), Layout(*a.k)
         self.v = Layout(*a.v) if a.v else self.k
@@ -175,7 +175,7 @@ class DecodeShapes:
 
 
 @remembered
-def cached_plan(key: Key, tiles: DecodeConfig | None = None) -> DecodePlan:
+def cached_plan(key: Key, tiles: LaunchConfig | None = None) -> DecodePlan:
     """The launches of a call; with other ``tiles`` than those of the tables, if given."""
     from .kernels.decode import decode
 
@@ -185,8 +185,7 @@ def cached_plan(key: Key, tiles: DecodeConfig | None = None) -> DecodePlan:
         blocks["k_desc"] = Block("k", tiles.block_n, arguments["D_MAIN"], of_heads=False)
     if tiles.tma and x.tail:
         blocks["tail_desc"] = Block("k_tail", tiles.block_n, arguments["D_TAIL"], of_heads=False)
-    config = LaunchConfig(tiles.block_m, tiles.block_n, tiles.stages, tiles.warps, tiles.tma)
-    launch = Launch(decode, x.programs(), arguments, config, blocks)
+    launch = Launch(decode, x.programs(), arguments, tiles, blocks)
     if not x.scheduled:
         return DecodePlan(launch, None, 0)
     return DecodePlan(launch, _combine(x, arguments), x.splits * tiles.block_m * (arguments["E_MAIN"] + 1))

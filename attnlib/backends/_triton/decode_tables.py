@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from .tables import power_of_two, widths
+from .tables import LaunchConfig, power_of_two, widths
 
 GRANULARITY = 128  # tokens, of which splits of a sequence are multiples
 ENTRY = 8  # int32 that a schedule holds for each split
@@ -36,60 +36,46 @@ class DecodeCase(NamedTuple):
         return max(self.head_dim + self.tail, power_of_two(self.value_dim))
 
 
-class DecodeConfig(NamedTuple):
-    """Rows of queries and keys of a tile, loads in flight, warps, and how many such programs an SM runs at once.
-
-    Descriptors (``tma``) load whole tiles of keys.
-    """
-
-    block_m: int
-    block_n: int
-    stages: int
-    warps: int
-    resident: int = 2
-    tma: bool = False
-
-
 # By the widest head that fits, on an H200, 2026-11. Up to TILE rows of queries, with as many as there are:
 FEW_ROWS = (
-    (128, DecodeConfig(16, 64, 4, 4)),
-    (256, DecodeConfig(16, 32, 4, 4)),
-    (576, DecodeConfig(16, 16, 3, 4, 1)),
+    (128, LaunchConfig(16, 64, 4, 4)),
+    (256, LaunchConfig(16, 32, 4, 4)),
+    (576, LaunchConfig(16, 16, 3, 4, resident=1)),
 )
 # More rows.
 MANY_ROWS = (
-    (128, DecodeConfig(128, 64, 3, 8, 1)),
-    (256, DecodeConfig(64, 32, 3, 8, 1)),
-    (576, DecodeConfig(64, 16, 2, 8, 1)),
+    (128, LaunchConfig(128, 64, 3, 8, resident=1)),
+    (256, LaunchConfig(64, 32, 3, 8, resident=1)),
+    (576, LaunchConfig(64, 16, 2, 8, resident=1)),
 )
 # Few rows over int8 and fp8.
 EIGHT_BIT = (
-    (128, DecodeConfig(16, 128, 3, 4)),
-    (256, DecodeConfig(16, 64, 3, 4)),
-    (576, DecodeConfig(16, 32, 3, 4)),
+    (128, LaunchConfig(16, 128, 3, 4)),
+    (256, LaunchConfig(16, 64, 3, 4)),
+    (576, LaunchConfig(16, 32, 3, 4)),
 )
 # Batch-invariant calls, whatever the rows.
 BATCH_INVARIANT = (
-    (128, DecodeConfig(64, 64, 3, 4)),
-    (256, DecodeConfig(64, 32, 3, 8)),
-    (576, DecodeConfig(16, 32, 2, 4, 1)),
+    (128, LaunchConfig(64, 64, 3, 4)),
+    (256, LaunchConfig(64, 32, 3, 8)),
+    (576, LaunchConfig(16, 32, 2, 4, resident=1)),
 )
 # Any rows, if what is computed with is fp32.
 FP32 = (
-    (128, DecodeConfig(16, 32, 2, 4)),
-    (256, DecodeConfig(16, 16, 2, 4)),
-    (576, DecodeConfig(16, 16, 1, 8, 1)),
+    (128, LaunchConfig(16, 32, 2, 4)),
+    (256, LaunchConfig(16, 16, 2, 4)),
+    (576, LaunchConfig(16, 16, 1, 8, resident=1)),
 )
 # Latent storage on chips with 200 KB of shared memory; many rows on sm_90 only.
-LATENT_FEW = DecodeConfig(16, 64, 3, 8, 1)
-LATENT_MANY = DecodeConfig(64, 64, 2, 8, 1, tma=True)
+LATENT_FEW = LaunchConfig(16, 64, 3, 8, resident=1)
+LATENT_MANY = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
 
 
-def decode(case: DecodeCase) -> DecodeConfig:
+def decode(case: DecodeCase) -> LaunchConfig:
     """Tiles of the decode kernel.
 
     >>> decode(DecodeCase(4, 128, 0, 128, 2, False, True, 64, 90, True))
-    DecodeConfig(block_m=16, block_n=64, stages=4, warps=4, resident=2, tma=False)
+    LaunchConfig(block_m=16, block_n=64, stages=4, warps=4, tma=False, registers=None, resident=2)
     """
     widest = case.widest
     if case.latent and widest > 256 and case.itemsize == 2 and case.arch in (90, 100):
@@ -109,7 +95,7 @@ def decode(case: DecodeCase) -> DecodeConfig:
     return _fitting(config, case.arch, widest)
 
 
-def fixed(case: DecodeCase) -> DecodeConfig:
+def fixed(case: DecodeCase) -> LaunchConfig:
     """Tiles that a batch-invariant call has whatever its queries are."""
     widest = case.widest
     config = next(config for limit, config in (FP32 if case.itemsize > 2 else BATCH_INVARIANT) if widest <= limit)
@@ -121,7 +107,7 @@ def may_use_tf32(case: DecodeCase) -> bool:
     return case.widest <= 256 or case.arch in LARGE
 
 
-def _fitting(config: DecodeConfig, arch: int, widest: int) -> DecodeConfig:
+def _fitting(config: LaunchConfig, arch: int, widest: int) -> LaunchConfig:
     """The same on chips with less shared memory."""
     if arch in LARGE:
         return config
@@ -141,7 +127,7 @@ def rows(tokens: int, batch: int, group: int) -> int:
     return group * max(mean, min(most, TILE // group))
 
 
-def halvings(config: DecodeConfig, blocks: int) -> int:
+def halvings(config: LaunchConfig, blocks: int) -> int:
     """How often the capacity is halved for ``blocks`` programs to each split and KV head."""
     return min(HALVINGS - 1, (-(-blocks * RESIDENT // config.resident) - 1).bit_length())
 

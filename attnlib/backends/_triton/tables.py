@@ -26,7 +26,8 @@ class DenseCase(NamedTuple):
 
 
 class LaunchConfig(NamedTuple):
-    """Queries and keys of a tile, loads in flight, warps; whether descriptors load, and a bound on registers.
+    """Queries and keys of a tile, loads in flight, warps; whether descriptors load, a bound on registers, and how many
+    such programs an SM runs at once, which decode kernels count with.
 
     Descriptors (TMA) spare the registers that addresses take; they need sm_90, and addresses and strides of 16 bytes.
     A thread with fewer registers leaves room for more programs beside it.
@@ -38,6 +39,7 @@ class LaunchConfig(NamedTuple):
     warps: int
     tma: bool = False
     registers: int | None = None
+    resident: int = 2
 
 
 # By the widest head that fits; bf16 on an H200, 2026-11. Milliseconds of the cases of bench/cases.py at 8k, warm, by
@@ -103,7 +105,7 @@ def forward(case: DenseCase, *, keys: int) -> LaunchConfig:
 
     >>> case = DenseCase(head_dim=96, value_dim=96, itemsize=2, causal=True, plain=True, arch=90, aligned=True)
     >>> forward(case, keys=8192)
-    LaunchConfig(block_m=128, block_n=128, stages=3, warps=8, tma=True, registers=None)
+    LaunchConfig(block_m=128, block_n=128, stages=3, warps=8, tma=True, registers=None, resident=2)
     """
     long = FORWARD_CAUSAL if case.causal else FORWARD_FULL
     return _first_that_fits(case, keys, FORWARD_SHORT if keys <= SHORT else long, FORWARD_SMALL, FORWARD_FP32)
