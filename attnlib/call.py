@@ -155,11 +155,8 @@ def _bind_to_view(call: Call) -> dict[str, int]:
     sizes = bind(("q", q, "bshd" if kv.cu_seqlens_q is None else "shd"), known=known)
     if sizes["h"] == 0 or sizes["h"] % layout.heads:
         raise ValueError(f"q: expected a multiple of the cache's g={layout.heads} KV heads, got h={sizes['h']}")
-    if layout.window is not None and isinstance(mask, Mask) and (mask.left is None or mask.left >= layout.window):
-        reach = "without bound" if mask.left is None else f"{mask.left} keys"
-        raise ValueError(
-            f"mask: it reaches back {reach}, and the cache keeps a window of {layout.window}; use sliding()"
-        )
+    if isinstance(mask, Mask):  # what is none, describe() refuses
+        layout.check_reach(mask)
     return sizes | {"g": layout.heads, "e": layout.value_dim}
 
 

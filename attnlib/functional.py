@@ -297,9 +297,7 @@ def _over(q: Tensor, kv: KVView, mask: Mask, score: Score, *, lse: bool = False)
 
 def _sees_all_before(call: Call) -> bool:
     """Whether every query sees all keys before its own, and how far off they are does not matter."""
-    mask = call.mask
-    unbounded = isinstance(mask, Mask) and mask.left is None and (mask.right is None or mask.right >= 0)
-    return unbounded and call.score.alibi_slopes is None
+    return isinstance(call.mask, Mask) and call.mask.sees_all_before and call.score.alibi_slopes is None
 
 
 def _merged(plan: CallPlan, name: str | None) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_count
+from .mask import Mask
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STORES = (torch.int8, torch.float8_e4m3fn)
@@ -76,6 +77,14 @@ class KVLayout:
             raise TypeError(f"dtype: expected fp16, bf16, fp32 or fp64, got {self.dtype}")
         if self.store is not None and (not isinstance(self.store, torch.dtype) or self.store not in STORES):
             raise TypeError(f"store: expected None, torch.int8 or torch.float8_e4m3fn, got {self.store}")
+
+    def check_reach(self, mask: Mask) -> None:
+        """Raise ValueError for a mask that reaches further back than the window, before which keys are dropped."""
+        if self.window is not None and (mask.reach is None or mask.reach >= self.window):
+            reach = "without bound" if mask.reach is None else f"{mask.reach} keys"
+            raise ValueError(
+                f"mask: it reaches back {reach}, and the cache keeps a window of {self.window}; use sliding()"
+            )
 
     @property
     def planes(self) -> dict[str, tuple[int, int, torch.dtype]]:

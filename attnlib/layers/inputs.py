@@ -208,7 +208,8 @@ def _natural_positions(x: Tensor, kv: LayerCache | None, cu_seqlens: Tensor | No
 
 def window_of(mask: Mask) -> int | None:
     """How many keys back, the query's own included, a cache must keep for this mask; None for all."""
-    return None if mask.left is None or mask.left < 0 else mask.left + 1
+    reach = mask.reach
+    return None if reach is None or reach < 0 else reach + 1
 
 
 def scaled_head(q: Tensor, rotated: int, gain: float) -> Tensor:

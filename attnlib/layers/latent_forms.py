@@ -1,7 +1,6 @@
 """The two forms of attention over latents: which one is cheaper, and the expanded one over a cache, in chunks."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -83,10 +82,9 @@ def _chunks(view: KVView, mask: Mask, size: int, longest: int, queries: int) -> 
     They are counted from the ends of the sequences, since there the queries are: the n-th is as far from the queries in
     every sequence, so that the band within it is the mask's, shifted. Only a prefix lies where a sequence begins.
     """
-    starts, prefix = view.starts, mask.prefix
-    band = replace(mask, prefix=0) if prefix else mask
-    reach = longest if mask.left is None else min(longest, mask.left + queries)
-    for n in range(max(1, -(-reach // size))):
+    starts, prefix, band = view.starts, mask.prefix, mask.without_prefix()
+    visible = longest if mask.reach is None else min(longest, mask.reach + queries)  # tokens from the ends
+    for n in range(max(1, -(-visible // size))):
         ends, shifted = view.lengths - n * size, band.shift(n * size)
         hides = not shifted.covers(size - queries, size, 0, size)
         yield torch.maximum(starts.clamp(min=prefix), ends - size), ends, shifted if hides else FULL
@@ -123,13 +121,11 @@ def check_heads(q: Tensor, k: Tensor) -> None:
 def _check(q: Tensor, view: KVView, mask: Mask) -> None:
     if view.split_size:
         raise NotImplementedError("batch_invariant: expected the absorbed form over such a cache, got the expanded one")
-    b, window, packed = view.lengths.shape[0], view.layout.window, view.cu_seqlens_q is not None
+    b, packed = view.lengths.shape[0], view.cu_seqlens_q is not None
     if q.dim() != (3 if packed else 4) or not (packed or q.shape[0] == b):
         step = "[t, h, d]" if packed else f"[b={b}, s, h, d]"
         raise ValueError(f"q: expected {step} like the step of the cache, got {tuple(q.shape)}")
-    if window is not None and (mask.left is None or mask.left >= window):
-        reach = "without bound" if mask.left is None else f"{mask.left} keys"
-        raise ValueError(f"mask: it reaches back {reach}, and the cache keeps a window of {window}; use sliding()")
+    view.layout.check_reach(mask)
 
 
 def _check_values(q: Tensor, v: Tensor, view: KVView) -> None:

@@ -167,7 +167,8 @@ class MultiHeadLatentAttention(nn.Module):
             return self._attend_stored(q_nope, q_rope, view, self._possible("absorbed"))
         if kv.history:
             each = x.shape[:-1].numel() // view.lengths.shape[0]  # new tokens of a sequence, on the mean
-            seen = kv.history if self.mask.left is None else min(kv.history, self.mask.left)
+            reach = self.mask.reach
+            seen = kv.history if reach is None else min(kv.history, reach)
             form, longest = self._possible(self._cheaper(each, seen + each)), kv.history + x.shape[-2]
             return self._attend_stored(q_nope, q_rope, view, form, longest=longest)
         if angles is not None:
