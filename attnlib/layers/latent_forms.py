@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..functional import merge_states, varlen_attention_with_lse
+from ..functional import varlen_attention_with_lse
 from ..kv import KVView
 from ..mask import FULL, Mask
+from ..merge import merge_states
 
 # Stored tokens of all sequences together whose K and V exist at once. With DeepSeek-V3's 128 heads of 192 + 128
 # channels in bf16 they take 640 MiB, whatever the cache holds, and one up-projection of as many fills a GPU.
