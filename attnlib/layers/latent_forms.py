@@ -47,8 +47,8 @@ def attend_expanded(
 
     ``expand`` makes K ``[c, h, n + p]`` and V ``[c, h, e]`` from latents ``[c, r]`` and rotary keys ``[c, p]`` (None if
     p is 0). It gets ``CHUNK`` tokens at a time, or as many as there are queries if those are more (their K and V are no
-    larger than q then, and fewer partial results are to be merged). ``longest`` is a length that no sequence passes;
-    None means what the table has room for.
+    larger than q then, and fewer partial results are to be merged). No sequence is longer than ``longest``; None means
+    the capacity of the table.
 
     Raises:
         ValueError: q is not of the view's step, or the mask reaches further left than a windowed layout keeps.
@@ -93,14 +93,14 @@ def _chunks(view: KVView, mask: Mask, size: int, longest: int, queries: int) -> 
         yield starts.clamp(min=first), view.lengths.clamp(max=min(first + size, prefix)), FULL
 
 
-def _read(view: KVView, starts: Tensor, ends: Tensor, room: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Latents ``[room, r]`` and rotary keys ``[room, p]`` of these ranges, packed, and their offsets.
+def _read(view: KVView, starts: Tensor, ends: Tensor, capacity: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Latents ``[capacity, r]`` and rotary keys ``[capacity, p]`` of these ranges, packed, and their offsets.
 
-    What is left of the room repeats a stored token, as far as there is one: the offsets hide it, but a kernel that
-    meets a NaN of a page nobody wrote would begin again with more care.
+    Rows past the last offset, which nobody reads, repeat the last token of a range, so that every index is one of the
+    table.
     """
     cu_k = pad((ends - starts).clamp(min=0).cumsum(0), (1, 0))
-    token = torch.arange(room, device=cu_k.device)
+    token = torch.arange(capacity, device=cu_k.device)
     n = torch.bucketize(token, cu_k[1:], right=True).clamp(max=starts.shape[0] - 1)
     at = torch.minimum(starts[n] + token - cu_k[n], ends[n] - 1).clamp(min=0)
     page, slot = view.table[n, at // view.page_size].clamp(0, view.k.shape[0] - 1).long(), at % view.page_size
