@@ -207,8 +207,12 @@ def _natural_positions(x: Tensor, kv: LayerCache | None, cu_seqlens: Tensor | No
     tokens = torch.arange(x.shape[-2], device=x.device)
     if cu_seqlens is None:
         return tokens
-    sequence = torch.bucketize(tokens, cu_seqlens[1:], right=True)
-    return tokens - cu_seqlens[sequence]
+    return tokens - cu_seqlens[sequence_of(tokens, cu_seqlens)]
+
+
+def sequence_of(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The number of the packed sequence that each token is of; tokens past the last offset are of one more."""
+    return torch.bucketize(tokens, cu_seqlens[1:], right=True)
 
 
 def window_of(mask: Mask) -> int | None:

@@ -10,6 +10,7 @@ from ..functional import varlen_attention_with_lse
 from ..kv import KVView
 from ..mask import FULL, Mask
 from ..merge import merge_states
+from .inputs import sequence_of
 
 # Stored tokens of all sequences together whose K and V exist at once. With DeepSeek-V3's 128 heads of 192 + 128
 # channels in bf16 they take 640 MiB, whatever the cache holds, and one up-projection of as many fills a GPU.
@@ -101,7 +102,7 @@ def _read(view: KVView, starts: Tensor, ends: Tensor, capacity: int) -> tuple[Te
     """
     cu_k = pad((ends - starts).clamp(min=0).cumsum(0), (1, 0))
     token = torch.arange(capacity, device=cu_k.device)
-    n = torch.bucketize(token, cu_k[1:], right=True).clamp(max=starts.shape[0] - 1)
+    n = sequence_of(token, cu_k).clamp(max=starts.shape[0] - 1)
     at = torch.minimum(starts[n] + token - cu_k[n], ends[n] - 1).clamp(min=0)
     page, slot = view.table[n, at // view.page_size].clamp(0, view.k.shape[0] - 1).long(), at % view.page_size
     latent = view.k[page, slot]
