@@ -252,7 +252,7 @@ def _read_offsets(name: str, cu_seqlens: Tensor, tokens: int, limit_name: str, l
 
 
 def _seeded(dropout: Dropout, device: torch.device) -> Dropout:
-    p, seed = dropout
+    p, seed = dropout.p, dropout.seed
     if seed is None and p == 0:
         return dropout
     if isinstance(p, bool) or not isinstance(p, int | float):
