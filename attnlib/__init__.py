@@ -16,13 +16,13 @@ from .functional import (
     cached_attention,
     cached_attention_with_lse,
     explain,
-    merge_states,
     varlen_attention,
     varlen_attention_with_lse,
 )
 from .kv import KVLayout, KVView
 from .layers import GroupedQueryAttention, MultiHeadAttention, MultiHeadLatentAttention, MultiQueryAttention
 from .mask import CAUSAL, FULL, Mask, sliding
+from .merge import merge_states
 from .rope import Angles, Rope, rotate
 
 # For selective activation checkpointing: outputs that are linear in tokens to keep, and quadratic to compute again.

@@ -15,7 +15,7 @@ FP32 = torch.finfo(torch.float32)
 
 
 class Score(NamedTuple):
-    """How a visible pair's score comes from q·k, as :func:`attnlib.attention` says; scale None is ``d ** -0.5``."""
+    """The options that make a visible pair's score from q·k, as in :func:`attnlib.attention`."""
 
     scale: float | None = None
     softcap: float | None = None
@@ -31,7 +31,7 @@ class Score(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Where each packed sequence's queries and keys begin, int32 ``[b + 1]``; and lengths that none passes."""
+    """Where the queries and keys of each packed sequence begin, int32 ``[b + 1]``, and bounds of their lengths."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -77,8 +77,7 @@ class Origin(NamedTuple):
 class Call(NamedTuple):
     """What one call computes. ``k`` and ``v`` are None over a view, ``kv`` is None over tensors.
 
-    ``spec`` is there once the call is :func:`checked`: shapes fit then, dtypes agree, and the scale and the seed are
-    there.
+    A :func:`checked` call has its ``spec``: its shapes fit, its dtypes agree, and its scale and its seed are set.
     """
 
     q: Tensor
@@ -121,7 +120,7 @@ class Call(NamedTuple):
 
 
 def checked(call: Call) -> Call:
-    """The call in one dtype, with what was left out filled in, and its spec.
+    """The call with tensors of one dtype, a scale, a seed where it drops, and its spec.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
@@ -134,16 +133,10 @@ def checked(call: Call) -> Call:
         (q,), k, v = _autocast(call.q), None, None
     _check_tensors(call, sizes)
     score, dropout = _filled(call.score, sizes["d"]), _seeded(call.dropout, q.device)
-    given = (
-        call.key_starts,
-        call.key_ends,
-        call.packing,
-        dropout,
-        call.origin,
-        call.lse,
-    )  # _replace() takes three times as long
-    spec = describe(Call(q, call.mask, score, k, v, call.kv, *given), sizes)
-    return Call(q, call.mask, score, k, v, call.kv, *given, spec)
+    bounds = call.key_starts, call.key_ends
+    rest = (call.packing, dropout, call.origin, call.lse)  # _replace() would take three times as long
+    spec = describe(Call(q, call.mask, score, k, v, call.kv, *bounds, *rest), sizes)
+    return Call(q, call.mask, score, k, v, call.kv, *bounds, *rest, spec)
 
 
 def _bind(call: Call) -> dict[str, int]:
@@ -174,11 +167,8 @@ def _bind_to_view(call: Call) -> dict[str, int]:
     sizes = bind(("q", q, "bshd" if kv.cu_seqlens_q is None else "shd"), known=known)
     if sizes["h"] == 0 or sizes["h"] % layout.heads:
         raise ValueError(f"q: expected a multiple of the cache's g={layout.heads} KV heads, got h={sizes['h']}")
-    if layout.window is not None and isinstance(mask, Mask) and (mask.left is None or mask.left >= layout.window):
-        reach = "without bound" if mask.left is None else f"{mask.left} keys"
-        raise ValueError(
-            f"mask: it reaches back {reach}, and the cache keeps a window of {layout.window}; use sliding()"
-        )
+    if isinstance(mask, Mask):  # what is none, describe() refuses
+        layout.check_reach(mask)
     return sizes | {"g": layout.heads, "e": layout.value_dim}
 
 
@@ -276,7 +266,7 @@ def _read_offsets(name: str, cu_seqlens: Tensor, tokens: int, limit_name: str, l
 
 
 def _seeded(dropout: Dropout, device: torch.device) -> Dropout:
-    p, seed = dropout
+    p, seed = dropout.p, dropout.seed
     if seed is None and p == 0:
         return dropout
     if isinstance(p, bool) or not isinstance(p, int | float):

@@ -74,7 +74,7 @@ def is_asked_for(x: Tensor) -> bool:
 
 
 def check_slots(slots: Tensor, capacity: int) -> None:
-    """Raise ValueError unless each slot is -1, or is one of ``capacity`` and comes once."""
+    """Raise ValueError unless each slot is -1, or is below ``capacity`` and comes once."""
     written = [slot for slot in slots.flatten().tolist() if slot != -1]
     for slot in written:
         if not 0 <= slot < capacity:
@@ -84,13 +84,16 @@ def check_slots(slots: Tensor, capacity: int) -> None:
 
 
 def check_view(kv: "KVView", queries: int) -> None:
-    """Raise ValueError unless lengths and starts fit the table, the pages of visible tokens the planes, and the offsets
-    the ``queries`` of a packed call."""
+    """Raise ValueError for lengths, starts, pages or offsets that a kernel would have to clamp.
+
+    Lengths and starts have to fit the table, the pages of visible tokens the planes, and the offsets of a packed call
+    its ``queries``.
+    """
     size, pages, capacity = kv.page_size, kv.k.shape[0], kv.table.shape[1] * kv.page_size
     table = kv.table.tolist()
     for row, (start, length) in enumerate(zip(kv.starts.tolist(), kv.lengths.tolist(), strict=True)):
         if not 0 <= length <= capacity:
-            raise ValueError(f"lengths[{row}]: expected 0 to {capacity}, for which the table has room, got {length}")
+            raise ValueError(f"lengths[{row}]: expected 0 to {capacity}, the capacity of its table, got {length}")
         if start < 0:
             raise ValueError(f"starts[{row}]: expected 0 or more, got {start}")
         for index in range(start // size, -(-length // size)):

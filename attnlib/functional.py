@@ -1,19 +1,18 @@
 """Attention as functions: bind the shapes, describe the problem, select a backend, run it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .call import Call, Dropout, Packing, Score, checked
-from .checks import bind, check_view, is_asked_for, is_strided, refuse_tensor
+from .checks import check_view, is_asked_for, is_strided
 from .dispatch import PREPARED, Explanation, explanation, select
 from .kv import KVView
 from .mask import FULL, Mask
+from .merge import merge_states
 from .prepared import key_of
-from .spec import DTYPES
 
 
 def attention(
@@ -170,45 +169,6 @@ def cached_attention_with_lse(
     return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks), lse=True), backend)
 
 
-def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over two disjoint sets of keys from the attention over each.
-
-    Outputs are ``[b, s, h, e]`` with LSE ``[b, h, s]``, or packed ``[t, h, e]`` with ``[h, t]``. Associative, with
-    identity ``(0, -inf)``; differentiable; computes in fp32 (fp64 for fp64). An LSE of +inf gives NaN.
-
-    Raises:
-        ValueError: the shapes or devices do not fit.
-        TypeError: the dtypes of the two outputs, or of the two LSEs, differ, or an LSE is not fp32 or fp64.
-    """
-    states = (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))
-    for n, (name, x) in enumerate(states):
-        if not is_strided(x):
-            refuse_tensor(name, x)
-        first, dtypes = states[n % 2], (torch.float32, torch.float64) if n % 2 else DTYPES
-        if x.dtype not in dtypes or x.dtype != first[1].dtype:
-            raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, alike in both states, got {x.dtype}")
-        if x.device != out_a.device:
-            raise ValueError(f"{name}: expected device {out_a.device} like out_a, got {x.device}")
-    dims = ("bshe", "bhs") if out_a.dim() == 4 else ("she", "hs")
-    bind(*((name, x, dims[n % 2]) for n, (name, x) in enumerate(states)))
-    wide = torch.float64 if torch.float64 in (out_a.dtype, lse_a.dtype) else torch.float32
-    lse_a, lse_b = lse_a.to(wide), lse_b.to(wide)
-    top = torch.maximum(lse_a, lse_b).detach()
-    top = top.masked_fill(top == -torch.inf, 0)
-    weight_a, weight_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
-    total = weight_a + weight_b
-    nothing = total == 0
-    safe_total = total.masked_fill(nothing, 1)
-    lse = (top + safe_total.log()).masked_fill(nothing, -torch.inf)
-    share_a, share_b = (_beside_output(weight / safe_total) for weight in (weight_a, weight_b))
-    return (share_a * out_a.to(wide) + share_b * out_b.to(wide)).to(out_a.dtype), lse
-
-
-def _beside_output(x: Tensor) -> Tensor:
-    """LSE-shaped ``[..., h, s]`` -> ``[..., s, h, 1]``."""
-    return x.transpose(-1, -2)[..., None]
-
-
 def explain(call: Callable, *args, **kwargs) -> Explanation:
     """What ``call(*args, **kwargs)`` would run on and why, without running it; ``call`` is one of this module's six.
 
@@ -226,39 +186,41 @@ def explain(call: Callable, *args, **kwargs) -> Explanation:
         cached_attention: "cached",
         cached_attention_with_lse: "cached",
     }
-    if not any(call is known for known in kinds):  # not `in`: what is none of them may have no hash
-        raise ValueError(f"call: expected one of {', '.join(known.__name__ for known in kinds)}, got {call!r}")
+    if not any(call is function for function in kinds):  # not `in`: what is none of them may have no hash
+        raise ValueError(f"call: expected one of {', '.join(function.__name__ for function in kinds)}, got {call!r}")
     bound = signature(call).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    score = Score(*(given[name] for name in Score._fields))
-    lse = call.__name__.endswith("_with_lse")
-    if kinds[call] == "cached":
-        asked = _over(given["q"], given["kv"], given["mask"], score, lse=lse)
-    else:
-        asked = Call(given["q"], given["mask"], score, given["k"], given["v"], lse=lse)
-        asked = asked._replace(dropout=Dropout(given["dropout_p"], given["dropout_seed"]))
-        if kinds[call] == "dense":
-            asked = asked._replace(key_starts=given["key_starts"], key_ends=given["key_ends"])
-        else:
-            asked = asked._replace(packing=Packing(*(given[name] for name in Packing._fields)))
-    plan = planned(asked)
-    told = explanation(checked(plan.own).spec, given["backend"])
-    if plan.shared is None:
-        return told
-    return told._replace(shared=explanation(checked(plan.shared).spec, given["backend"]))
+    name = bound.arguments["backend"]
+    plan = planned(_call_of(kinds[call], bound.arguments, lse=call.__name__.endswith("_with_lse")))
+    own = explanation(checked(plan.own).spec, name)
+    return own if plan.shared is None else own._replace(shared=explanation(checked(plan.shared).spec, name))
+
+
+def _call_of(kind: str, arguments: Mapping[str, Any], *, lse: bool) -> Call:
+    """The call that a function of this kind makes of its arguments."""
+    q, mask, score = arguments["q"], arguments["mask"], Score(*(arguments[name] for name in Score._fields))
+    if kind == "cached":
+        return _over(q, arguments["kv"], mask, score, lse=lse)
+    dropout = Dropout(arguments["dropout_p"], arguments["dropout_seed"])
+    call = Call(q, mask, score, arguments["k"], arguments["v"], dropout=dropout, lse=lse)
+    if kind == "dense":
+        return call._replace(key_starts=arguments["key_starts"], key_ends=arguments["key_ends"])
+    return call._replace(packing=Packing(*(arguments[name] for name in Packing._fields)))
 
 
 class CallPlan(NamedTuple):
-    """The calls that answer one call: itself alone; or, over a view with shared prefixes, one over what each sequence
-    has for itself and one over what groups of them share, whose results are merged."""
+    """The calls that answer one call: itself alone, or two where a view has shared prefixes.
+
+    Then ``own`` attends to the keys that each sequence has for itself, ``shared`` to those that groups of sequences
+    share, and :func:`merge_states` joins their results.
+    """
 
     own: Call
     shared: Call | None = None
 
 
 def planned(call: Call) -> CallPlan:
-    """The calls that answer this one. What is shared is a call of its own where every query sees all of it."""
+    """The calls that answer this one. Shared keys get a call of their own where every query sees all of them."""
     kv, q = call.kv, call.q
     if kv is None or kv.shared is None or not _sees_all_before(call) or not is_strided(q):
         return CallPlan(call)
@@ -296,14 +258,12 @@ def _over(q: Tensor, kv: KVView, mask: Mask, score: Score, *, lse: bool = False)
 
 
 def _sees_all_before(call: Call) -> bool:
-    """Whether every query sees all keys before its own, and how far off they are does not matter."""
-    mask = call.mask
-    unbounded = isinstance(mask, Mask) and mask.left is None and (mask.right is None or mask.right >= 0)
-    return unbounded and call.score.alibi_slopes is None
+    """Whether every query sees all keys before its own, and no score depends on how far off they are."""
+    return isinstance(call.mask, Mask) and call.mask.sees_all_before and call.score.alibi_slopes is None
 
 
 def _merged(plan: CallPlan, name: str | None) -> tuple[Tensor, Tensor]:
-    """What each sequence has for itself, merged with what it shares, which is read once for all queries of a group."""
+    """The results of both calls as one. The shared keys are read once for all queries of a group."""
     state, q = attend(plan.own, name), plan.own.q
     out, lse = attend(plan.shared, name)
     if q.dim() == 4:

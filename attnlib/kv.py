@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_count
+from .mask import Mask
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STORES = (torch.int8, torch.float8_e4m3fn)
@@ -67,15 +68,23 @@ class KVLayout:
         return cls(1, rank, rank, rope_dim, True, window, dtype, store)
 
     def __post_init__(self):
-        given = {"dim": "rank", "value_dim": "rank", "tail": "rope_dim"} if self.is_latent else {}
+        arguments = {"dim": "rank", "value_dim": "rank", "tail": "rope_dim"} if self.is_latent else {}
         for name, least in (("heads", 1), ("dim", 1), ("value_dim", 1), ("tail", 0)):
-            check_count(given.get(name, name), getattr(self, name), least=least)
+            check_count(arguments.get(name, name), getattr(self, name), least=least)
         if self.window is not None:
             check_count("window", self.window, least=1)
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             raise TypeError(f"dtype: expected fp16, bf16, fp32 or fp64, got {self.dtype}")
         if self.store is not None and (not isinstance(self.store, torch.dtype) or self.store not in STORES):
             raise TypeError(f"store: expected None, torch.int8 or torch.float8_e4m3fn, got {self.store}")
+
+    def check_reach(self, mask: Mask) -> None:
+        """Raise ValueError for a mask that reaches further back than the window, before which keys are dropped."""
+        if self.window is not None and (mask.reach is None or mask.reach >= self.window):
+            reach = "without bound" if mask.reach is None else f"{mask.reach} keys"
+            raise ValueError(
+                f"mask: it reaches back {reach}, and the cache keeps a window of {self.window}; use sliding()"
+            )
 
     @property
     def planes(self) -> dict[str, tuple[int, int, torch.dtype]]:
@@ -106,15 +115,15 @@ class KVView:
     For latent storage ``g = 1``, ``v is k``, and a query is ``[latent | rope]``. ``table`` int32 ``[b, n]``
     gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold garbage. Keys
     ``[starts[b], lengths[b])`` are visible at most, and the queries are the last ones of ``lengths[b]``:
-    ``s`` each when dense, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` when packed. ``schedule`` says how a GPU shares
-    them out (backends/_triton/schedule.py); with a ``split_size``, attention adds up so many tokens at a time and joins
-    these sums in their order, so that bits do not depend on the batch.
+    ``s`` each when dense, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` when packed. ``schedule`` says how a GPU divides
+    sequences into splits. A ``split_size`` above 0 fixes the size of every split, and splits are merged in their order,
+    so that bits do not depend on the batch.
 
-    ``shared`` and ``own``, if there, are two views that hold the same keys between them: those that neighbours share, a
-    row for each group of neighbours, whose queries are those of its sequences, packed; and those that each sequence has
-    for itself, from a later start on. All shared keys come before all queries. ``replace`` forgets both.
+    A view with shared prefixes has two more. ``shared`` holds the keys that neighbours share, a row for each prefix
+    group, whose queries are those of its sequences, packed. ``own`` holds the keys that each sequence has for itself,
+    from a later start on. All shared keys come before all queries. ``replace`` forgets both.
 
-    A view equals itself alone. A cache makes its views without a ``check``: its tensors fit.
+    A view equals itself alone. A cache makes its views without a ``check``, since its tensors fit.
 
     Raises:
         TypeError: a plane, scale, table or length is no tensor of the dtype that the layout or the kernels ask for.

@@ -66,6 +66,32 @@ class Mask:
         before_right = self.right is None or stop - 1 <= first + self.right
         return after_left and before_right
 
+    @property
+    def reach(self) -> int | None:
+        """How many keys before its own a query sees; None without bound, negative where it sees later keys alone.
+
+        >>> sliding(4).reach, CAUSAL.reach, sliding(4).shift(9).reach
+        (3, None, -6)
+        """
+        return self.left
+
+    @property
+    def sees_all_before(self) -> bool:
+        """Whether every query sees its own key and all keys before it.
+
+        >>> CAUSAL.sees_all_before, sliding(4).sees_all_before, CAUSAL.shift(-1).sees_all_before
+        (True, False, False)
+        """
+        return self.left is None and (self.right is None or self.right >= 0)
+
+    def without_prefix(self) -> "Mask":
+        """The band alone.
+
+        >>> Mask(right=0, prefix=5).without_prefix() == CAUSAL
+        True
+        """
+        return Mask(self.left, self.right) if self.prefix else self
+
     def shift(self, n: int) -> "Mask":
         """The same band moved ``n`` keys to the right: ``CAUSAL.shift(n)`` sees ``n`` keys past itself.
 

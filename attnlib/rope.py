@@ -91,8 +91,8 @@ class Rope:
         """The factor that YaRN puts on both rotated q and rotated k (1 without YaRN).
 
         Angles do not contain it. Scores of rotated channels carry its square: a layer that rotates whole heads
-        multiplies ``scale`` by ``amplitude ** 2``, and one that rotates a part of them multiplies the rotated channels
-        of q by it, so that stored keys are free of it. Hugging Face multiplies cos and sin by ``amplitude``.
+        multiplies ``scale`` by ``amplitude ** 2``, and one that rotates some channels multiplies these
+        channels of q by it, so that stored keys are free of it. Hugging Face multiplies cos and sin by ``amplitude``.
         """
         scaling = self.scaling
         if not isinstance(scaling, YaRN):
@@ -133,14 +133,14 @@ class Rope:
             return _quotient(frequencies, scaling.factor)
         if isinstance(scaling, Llama3):
             turns = scaling.original_max_position / (2 * math.pi / frequencies)
-            kept = _quotient(turns - scaling.low_freq_factor, scaling.high_freq_factor - scaling.low_freq_factor)
-            kept = kept.clamp(0, 1)
-            return _quotient((1 - kept) * frequencies, scaling.factor) + kept * frequencies
+            smooth = _quotient(turns - scaling.low_freq_factor, scaling.high_freq_factor - scaling.low_freq_factor)
+            smooth = smooth.clamp(0, 1)
+            return _quotient((1 - smooth) * frequencies, scaling.factor) + smooth * frequencies
         if isinstance(scaling, YaRN):
             low, high = _yarn_ramp(self, scaling)
             pairs = torch.arange(self.dim // 2, dtype=torch.float32, device=device)
-            kept = 1 - _quotient(pairs - low, high - low).clamp(0, 1)
-            return 1.0 / (1.0 * scaling.factor * wavelengths) * (1 - kept) + frequencies * kept
+            smooth = 1 - _quotient(pairs - low, high - low).clamp(0, 1)
+            return 1.0 / (1.0 * scaling.factor * wavelengths) * (1 - smooth) + frequencies * smooth
         return frequencies
 
     def angles(self, positions: Tensor, *, length: int | None = None) -> Angles:
@@ -228,10 +228,10 @@ def check_rotation(x: Tensor, angles: Angles):
             f"x: expected [..., h, d] with d >= {width}, the channels that the angles rotate, got {tuple(x.shape)}; "
             "make Rope(dim=...) at most the head dimension"
         )
-    tokens, given = x.shape[:-2], angles.cos.shape[:-1]
+    tokens, positions = x.shape[:-2], angles.cos.shape[:-1]
     # Only leading dimensions may be absent or 1: one position for a whole sequence is a mistake more often than meant.
-    fits = len(given) <= len(tokens) and given[-1:] == tokens[-1:]
-    if not fits or any(n not in (1, m) for n, m in zip(reversed(given), reversed(tokens), strict=False)):
+    fits = len(positions) <= len(tokens) and positions[-1:] == tokens[-1:]
+    if not fits or any(n not in (1, m) for n, m in zip(reversed(positions), reversed(tokens), strict=False)):
         raise ValueError(
             f"angles: expected cos {[*tokens, width // 2]} (batch may be 1 or absent) for x {tuple(x.shape)}, "
             f"got {tuple(angles.cos.shape)}; compute them from positions [b, s], [s] or, for packed x, [t]"

@@ -37,12 +37,12 @@ def differences(student: Decoder, teacher: Decoder, tokens: Tensor) -> Differenc
     Every layer of the student reads its own stream, so that a later one can make up for what an earlier one lost.
     """
     tokens, following = tokens[:, :-1], tokens[:, 1:].flatten()
-    with attention_outputs(teacher) as wanted, torch.no_grad():
+    with attention_outputs(teacher) as taught, torch.no_grad():
         expected = teacher(tokens).float().flatten(0, 1).log_softmax(-1)
-    with attention_outputs(student) as given:
+    with attention_outputs(student) as learnt:
         logits = student(tokens).float().flatten(0, 1).log_softmax(-1)
     errors = [
-        (y.float() - z.float()).square().sum() / y.float().square().sum() for y, z in zip(wanted, given, strict=True)
+        (y.float() - z.float()).square().sum() / y.float().square().sum() for y, z in zip(taught, learnt, strict=True)
     ]
     return Differences(
         F.kl_div(logits, expected, log_target=True, reduction="batchmean") / math.log(2),

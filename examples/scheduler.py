@@ -92,10 +92,10 @@ class Scheduler:
         if prompt < 1 or new < 1:
             raise ValueError(f"request: expected a prompt and new tokens, got {prompt} and {new} tokens")
         size, store = self.cache.page_size, prompt + new - 1  # the last token is not stored
-        room = min(self.max_length - self.shared_length, self.pages * size - self.shared_length % size)
-        if store > room:
+        capacity = min(self.max_length - self.shared_length, self.pages * size - self.shared_length % size)
+        if store > capacity:
             raise ValueError(
-                f"request: expected at most {room} tokens to store, got {store} (prompt {prompt}, new {new}); "
+                f"request: expected at most {capacity} tokens to store, got {store} (prompt {prompt}, new {new}); "
                 "ask for fewer, or make the cache larger"
             )
         stream = Stream(request, self._submitted, list(request.prompt))

@@ -11,9 +11,9 @@ import pytest
 import attnlib
 
 ROOT = Path(attnlib.__file__).parent
-VALUES = {"checks", "kv", "mask", "philox", "rope", "scaling"}
+VALUES = {"checks", "kv", "mask", "merge", "philox", "rope", "scaling"}
 ALLOWED = {
-    "__init__": {"mask", "rope", "kv", "cache", "layers", "functional", "dispatch"},
+    "__init__": {"mask", "merge", "rope", "kv", "cache", "layers", "functional", "dispatch"},
     "__main__": {"bench", "convert", "sizes", "dispatch"},
     "bench": set(attnlib.__all__),  # `from .. import`, as users do
     "convert": {"layers", "cache", "functional", "sizes", *VALUES},

@@ -8,8 +8,8 @@ import torch
 from attnlib import CAUSAL, KVCache, KVLayout, KVView, cached_attention
 
 WRONG = {
-    r"lengths\[1\]: expected 0 to 16, for which the table has room, got 17": {"lengths": (5, 17)},
-    r"lengths\[0\]: expected 0 to 16, for which the table has room, got -1": {"lengths": (-1, 3)},
+    r"lengths\[1\]: expected 0 to 16, the capacity of its table, got 17": {"lengths": (5, 17)},
+    r"lengths\[0\]: expected 0 to 16, the capacity of its table, got -1": {"lengths": (-1, 3)},
     r"starts\[1\]: expected 0 or more, got -2": {"starts": (0, -2)},
     r"table\[0, 1\]: expected one of 8 pages, got 8": {"table": ((0, 8, 99, 99), (2, 99, 99, 99))},
     r"table\[1, 0\]: expected one of 8 pages, got -1": {"table": ((0, 1, 99, 99), (-1, 99, 99, 99))},

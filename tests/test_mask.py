@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import masks
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from attnlib import CAUSAL, FULL, Mask, sliding
@@ -39,6 +39,27 @@ def test_shift_moves_the_band_and_leaves_the_prefix(mask, n, m):
             assert moved_band.visible(i, j) == band.visible(i, j - n)
     assert moved.prefix == mask.prefix
     assert moved.shift(m) == mask.shift(n + m)
+
+
+@given(masks(12), st.integers(30, 60))
+def test_reach_is_how_far_back_a_query_sees(mask, i):
+    keys = [j for j in range(99) if mask.visible(i, j)]
+    if keys:
+        assert i - keys[0] == (i if mask.reach is None else mask.reach)
+
+
+@example(CAUSAL, 40)
+@example(CAUSAL.shift(-1), 40)
+@given(masks(12), st.integers(30, 60))
+def test_sees_all_before_is_what_it_says(mask, i):  # beyond every prefix and bound drawn
+    assert mask.sees_all_before == all(mask.visible(i, j) for j in range(i + 1))
+
+
+@given(masks(12))
+def test_without_prefix_is_the_band(mask):
+    band = mask.without_prefix()
+    assert (band.left, band.right, band.prefix) == (mask.left, mask.right, 0)
+    assert mask.prefix or band is mask
 
 
 @given(masks(12))

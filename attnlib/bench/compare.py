@@ -79,9 +79,9 @@ def agreeing(
     return {name: found[name] if isinstance(found[name], Failure) else one for name, one in made.items()}
 
 
-def _distance(given: Iterable[Tensor], right: Iterable[Tensor]) -> float:
+def _distance(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """The worst relative norm of a difference, of the output and of all gradients; NaN if there is any."""
-    errors = [(x.float() - y.float()).norm() / y.float().norm() for x, y in zip(given, right, strict=True)]
+    errors = [(x.float() - y.float()).norm() / y.float().norm() for x, y in zip(found, expected, strict=True)]
     return float(torch.stack(errors).max())
 
 

@@ -1,4 +1,4 @@
-"""What every step tells the device: numbers that the host sends, and schedules that the device makes of them."""
+"""What the host sends to the device at every step, and the schedules that the device makes of it."""
 
 from array import array
 
@@ -10,11 +10,11 @@ from ..storage import new_schedule, update_schedule
 
 MAX_PINNED = 1 << 14  # numbers of each kind that are sent without waiting
 MAX_SPLITS = 16  # of the longest sequence, at most
-MIN_SPLIT_SIZE = 1024  # tokens of a split_size
+MIN_SPLIT_SIZE = 1024  # tokens
 
 
 class Sending:
-    """``with sending:`` around all copies of an update: to a GPU they are not waited for until the next update.
+    """A context around all copies of one update. Copies to a GPU are awaited when the next update begins.
 
     Raises:
         RuntimeError: while a CUDA graph is captured, since every replay would send the same again.
@@ -36,9 +36,10 @@ class Sending:
 
 
 class Buffer:
-    """Integers that the host writes and the device reads, at one address for life. On a CPU they are the same memory.
+    """Integers that the host writes and the device reads, at addresses that never change.
 
-    To a GPU they go from pinned memory, which only the next update overwrites; many go from pageable memory, and wait.
+    On a CPU both are the same memory. Up to ``MAX_PINNED`` of them are copied to a GPU from pinned memory without
+    waiting, and only the next update overwrites it. More are copied from pageable memory, which waits.
     """
 
     def __init__(self, typecode: str, size: int, device: torch.device):
@@ -48,7 +49,7 @@ class Buffer:
         self._pinned = torch.empty_like(self._source[:MAX_PINNED], pin_memory=True) if device.type == "cuda" else None
 
     def show(self, values: array) -> Tensor:
-        """Put ``values`` at the front, and return that."""
+        """Put ``values`` at the front of the buffer, and return this slice."""
         n = len(values)
         self._host[:n] = values
         shown = self.tensor[:n]
@@ -61,20 +62,22 @@ class Buffer:
 
 
 def split_size_of(capacity: int) -> int:
-    """Tokens of the splits that batch-invariant attention adds up, of sequences of at most ``capacity`` tokens."""
+    """The fixed split size of batch-invariant attention over sequences of at most ``capacity`` tokens."""
     return max(MIN_SPLIT_SIZE, (1 << (capacity - 1).bit_length()) // MAX_SPLITS)
 
 
 class Schedules:
-    """The schedules of up to ``rows`` sequences of at most ``limit`` tokens, by KV heads, where their device has a use
-    for any; by splits of a ``split_size``, if that is not 0."""
+    """The schedules of up to ``rows`` sequences of at most ``limit`` tokens, one for each number of KV heads.
+
+    Only a GPU has a use for them. A ``split_size`` above 0 fixes the size of every split.
+    """
 
     def __init__(self, rows: int, limit: int, split_size: int, device: torch.device):
         self._rows, self._limit, self._split_size, self._device = rows, limit, split_size, device
         self._of: dict[int, Tensor] = {}
 
     def add(self, layout: KVLayout) -> None:
-        """Keep one for this layout too."""
+        """Keep a schedule for this layout too."""
         if layout.heads not in self._of:
             made = new_schedule(layout, self._rows, self._device, limit=self._limit, split_size=self._split_size)
             if made is not None:
@@ -85,7 +88,7 @@ class Schedules:
         return self._of.get(heads)
 
     def update(self, starts: Tensor, lengths: Tensor, *, reach: int | None = None) -> None:
-        """Share out sequences of these starts and lengths, of which the last ``reach`` count."""
+        """Divide sequences of these starts and lengths into splits; only their last ``reach`` tokens count."""
         for schedule in self._of.values() if len(lengths) else ():
             options = {"limit": self._limit, "reach": reach, "split_size": self._split_size}
             update_schedule(schedule, starts, lengths, **options)

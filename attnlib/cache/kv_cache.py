@@ -249,8 +249,8 @@ class KVCache:
             layer.open(prefill, history)
 
     def _prepare(self, what: str, request: Request) -> None:
-        """Cut the buffers to the shape of this step; the next ones of its shape find everything as it is."""
-        per_step, windows = self._buffers.cut(request, writing=what == "step")
+        """Prepare the layers for steps of this shape, so that the next one of the same shape need not."""
+        per_step, windows = self._buffers.slices(request, writing=what == "step")
         by_window = dict(zip(self._sequences.allocators, windows, strict=True))
         for layer in self._layers:
             layer.prepare(self.page_size, per_step, by_window[layer.layout.window])
@@ -273,7 +273,7 @@ class KVCache:
             )
 
     def _restore(self, request: Request, plans: Sequence[StepPlan], conventions: Sequence[str | None]) -> None:
-        """Undo a step, the host's part before the device's."""
+        """Undo a step: on the host first, then on the device."""
         self._close()
         for layer, convention in zip(self._layers, conventions, strict=True):
             layer.convention = convention

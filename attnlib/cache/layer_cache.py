@@ -1,4 +1,4 @@
-"""One layer's part of a cache: its planes of pages, and the append that writes a step's tokens into them."""
+"""One layer of a cache: its planes of pages, and the append that writes a step's tokens into them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ AS_GIVEN = "as given"  # the convention of keys that were appended without angle
 
 
 class LayerCache:
-    """One layer's part of a cache: what an attention layer appends to and reads.
+    """One layer of a cache: what an attention layer appends to and reads.
 
     The same object is handed out at every step, so that a model compiles once. ``prefill`` says whether some
     sequence gets more than 16 tokens in this step; ``history`` is the longest length before the step rounded up

@@ -9,15 +9,18 @@ from .buffer import split_size_of
 
 
 class ReadOptions(NamedTuple):
-    """How attention reads a cache: the most groups of neighbours whose shared prefix it reads once, and how many tokens
-    it adds up at a time if bits must not depend on the batch, else 0."""
+    """How attention reads a cache.
+
+    It reads the shared prefixes of up to ``max_prefix_groups`` groups of neighbours once for each group. A
+    ``split_size`` above 0 fixes the size of every split, so that bits do not depend on the batch.
+    """
 
     max_prefix_groups: int
     split_size: int
 
 
 def read_options(shared_prefixes: int, batch_invariant: bool, max_length: int) -> ReadOptions:
-    """What these arguments of a cache come to."""
+    """The read options of a cache with these arguments."""
     check_count("shared_prefixes", shared_prefixes)
     if not isinstance(batch_invariant, bool):
         raise TypeError(f"batch_invariant: expected a bool, got {type(batch_invariant).__name__}")

@@ -55,8 +55,8 @@ class StepPlan(NamedTuple):
 class PageAllocator:
     """Pages of one window class: free list, reference counts, and each sequence's pages by absolute index.
 
-    A page with one owner may be written by it. Who is to write into a shared page gets a copy of it, but for one owner
-    if all of them write.
+    The only owner of a page writes into it. A sequence that is to write into a shared page gets a copy of it; where
+    all owners are to write, one of them keeps the page itself.
     Between ``reserve`` and ``commit`` or ``restore`` nothing else may be called.
     """
 
@@ -114,7 +114,7 @@ class PageAllocator:
         return StepPlan(tokens, grants)
 
     def _needs(self, tokens: Mapping[Handle, int]) -> list[tuple[Handle, int, int | None]]:
-        """The pages that these tokens need, as a Grant says it, without the page itself."""
+        """The pages that these tokens need: each a Grant without its page."""
         size, needs = self.page_size, []
         in_place = self._writers_in_place(tokens)
         for handle, n in tokens.items():
@@ -131,7 +131,7 @@ class PageAllocator:
         return needs
 
     def _writers_in_place(self, tokens: Mapping[Handle, int]) -> dict[int, Handle]:
-        """Who keeps a shared page that all of its owners are about to write: the longest of them.
+        """The sequence that keeps each shared page into which all of its owners are to write: the longest of them.
 
         It writes beyond what any of the others has stored, so that a failing step can give the page back to all.
         """
@@ -182,8 +182,8 @@ class PageAllocator:
             holding = self._holdings[handle]
             holding.length += n
             if self.window is not None:
-                reach = max(0, holding.length - self.window + 1 - self.rollback)
-                count = reach // self.page_size - holding.dropped
+                first_visible = max(0, holding.length - self.window + 1 - self.rollback)
+                count = first_visible // self.page_size - holding.dropped
                 if count > 0:
                     freed += self._disown(holding.pages[:count])
                     del holding.pages[:count]
@@ -221,7 +221,7 @@ class PageAllocator:
         return dropped * self.page_size + self.window - 1 if dropped else 0
 
     def check_truncate(self, handle: Handle, length: int) -> None:
-        """Refuse what :meth:`truncate` refuses, and change nothing."""
+        """Raise what :meth:`truncate` raises, and change nothing."""
         holding, shortest = self.holding(handle), self.shortest(handle)
         if not 0 <= length <= holding.length:
             raise ValueError(f"length: expected 0 to {holding.length}, what the sequence has stored, got {length}")

@@ -1,4 +1,4 @@
-"""The sequences of one cache, in one page allocator per window, all of the same lengths. Plain Python."""
+"""The sequences of one cache, which every page allocator, one per window, holds in equal lengths. Plain Python."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -11,8 +11,11 @@ Freed = list[tuple[Window, Sequence[int]]]  # pages that became free, by window
 
 
 class Request(NamedTuple):
-    """How many tokens each sequence gets, in row order; the shape of all of them, ``[b, s]`` or packed ``[t]``; and
-    what the sequences hold in the first allocator."""
+    """What a step or a read asks for: a count of tokens for each sequence, in row order.
+
+    ``shape`` is that of all tokens, ``[b, s]`` or packed ``[t]``; ``holdings`` are what the sequences hold in the first
+    allocator.
+    """
 
     tokens: Mapping[Handle, int]
     shape: tuple[int, ...]
@@ -77,7 +80,7 @@ class Sequences:
         return children
 
     def need_rows(self, n: int) -> None:
-        """Raise CacheFullError when ``n`` new sequences are more than the cache has rows for."""
+        """Raise CacheFullError unless ``n`` rows are free."""
         free = self.max_sequences - len(self.handles)
         if n > free:
             raise CacheFullError(
@@ -86,7 +89,7 @@ class Sequences:
             )
 
     def request(self, tokens: int | Mapping[Handle, int]) -> Request:
-        """What ``step`` and ``read`` are asked for, checked."""
+        """The request that ``step`` or ``read`` makes with this argument, checked."""
         if isinstance(tokens, int):
             check_count("tokens", tokens)
             handles = self.handles

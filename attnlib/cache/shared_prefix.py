@@ -28,10 +28,10 @@ class PrefixGroup(NamedTuple):
 
 
 def prefix_groups(holdings: Sequence[Holding], full_pages: Sequence[int], page_size: int) -> list[PrefixGroup]:
-    """Divide the sequences of a step, which no window shortens, into groups of neighbours that share pages, or nothing.
+    """Divide the sequences of a step into groups of neighbours that share first pages, or none.
 
-    Only the first ``full_pages[i]`` pages of sequence ``i`` may be shared. A group grows as long as that saves no fewer
-    reads.
+    No window may have dropped pages of them. Sequence ``i`` shares at most its first ``full_pages[i]`` pages. A group
+    grows as long as that saves as many reads or more.
     """
     found: list[PrefixGroup] = []
     for row, holding in enumerate(holdings):
@@ -53,14 +53,17 @@ def prefix_groups(holdings: Sequence[Holding], full_pages: Sequence[int], page_s
 
 
 def common_pages(a: Holding, b: Holding) -> int:
-    """How many first pages two sequences share. What they share comes first, since only last pages are replaced."""
+    """How many first pages two sequences share; all they share are first pages, since only last ones are replaced."""
     shorter = min(len(a.pages), len(b.pages))
     return bisect_left(range(shorter), True, key=lambda i: a.pages[i] != b.pages[i])
 
 
 class SharedPrefix(NamedTuple):
-    """What the layers of a step read of its prefix groups, a row for each, with their queries packed; the last rows may
-    have no queries and no keys. And where each sequence's own tokens start, after those of its group."""
+    """What the layers of a step read of its prefix groups: a row for each, with their queries packed.
+
+    The last rows may have no queries and no keys. ``own_starts`` says where each sequence's own tokens start, after
+    those of its group.
+    """
 
     table: Tensor
     starts: Tensor
@@ -121,10 +124,10 @@ class SharedPrefixBuffers:
         self.schedules.update(self.starts.tensor[:groups], self.lengths.tensor[:groups])
 
     def update_schedules(self, lengths: Tensor) -> None:
-        """Share out anew what sequences of these lengths have for themselves."""
+        """Schedule the tokens that sequences of these lengths have for themselves."""
         self.own_schedules.update(self.own_starts.tensor[: len(lengths)], lengths)
 
-    def cut(self, rows: int) -> SharedPrefix:
+    def slices(self, rows: int) -> SharedPrefix:
         """The rows of the buffers that steps of so many sequences use."""
         groups = min(len(self.table), rows)
         return SharedPrefix(

@@ -59,20 +59,20 @@ class TableBuffers:
         if self.shared_prefix is not None:
             self.shared_prefix.schedule(layout)
 
-    def update(self, request: Request, known: Sequence[Handle], plan: StepPlan | None) -> None:
-        """Show the allocator's pages, when row ``i`` showed ``known[i]`` so far."""
+    def update(self, request: Request, shown: Sequence[Handle], plan: StepPlan | None) -> None:
+        """Show the allocator's pages, when row ``i`` has shown ``shown[i]`` until now."""
         rows = list(request.tokens)
-        if rows != known or self.allocator.window is not None:
+        if rows != shown or self.allocator.window is not None:
             self._update_starts(array("i", [holding.start for holding in self.allocator.holdings(rows)]))
         if plan is not None:
             self.slots.show(self.allocator.slots(plan.tokens))
-        if rows != known or (plan is not None and plan.grants):
-            self._update_table(rows, known, plan)
+        if rows != shown or (plan is not None and plan.grants):
+            self._update_table(rows, shown, plan)
         if self.shared_prefix is not None:
-            self.shared_prefix.update(request, counted=plan is not None, same_rows=rows == known)
+            self.shared_prefix.update(request, counted=plan is not None, same_rows=rows == shown)
 
     def update_schedules(self, lengths: Tensor, max_tokens: int) -> None:
-        """Share out these lengths anew, for steps of at most ``max_tokens`` tokens for each sequence."""
+        """Schedule sequences of these lengths, in steps of at most ``max_tokens`` tokens for each."""
         window, starts = self.allocator.window, self.starts.tensor[: lengths.shape[0]]
         self.schedules.update(starts, lengths, reach=None if window is None else window + max_tokens)
         if self.shared_prefix is not None:
@@ -84,11 +84,11 @@ class TableBuffers:
             self.starts.show(starts)
             self._shown_starts = starts
 
-    def _update_table(self, rows: Sequence[Handle], known: Sequence[Handle], plan: StepPlan | None) -> None:
+    def _update_table(self, rows: Sequence[Handle], shown: Sequence[Handle], plan: StepPlan | None) -> None:
         columns = self.table.shape[1]
         entries, pages = array("q"), array("i")
         for row, (handle, holding) in enumerate(zip(rows, self.allocator.holdings(rows), strict=True)):
-            if row >= len(known) or known[row] is not handle:
+            if row >= len(shown) or shown[row] is not handle:
                 first = row * columns + holding.dropped
                 entries.extend(range(first, first + len(holding.pages)))
                 pages.extend(holding.pages)
@@ -100,8 +100,8 @@ class TableBuffers:
             if len(entries) <= MAX_PINNED:
                 at, to = self._entries.show(entries), self._pages.show(pages)
             else:
-                given = torch.frombuffer(entries, dtype=torch.int64), torch.frombuffer(pages, dtype=torch.int32)
-                at, to = (x.to(self.table.device) for x in given)
+                at = torch.frombuffer(entries, dtype=torch.int64).to(self.table.device)
+                to = torch.frombuffer(pages, dtype=torch.int32).to(self.table.device)
             self.table.view(-1).index_copy_(0, at, to)
 
 
@@ -119,7 +119,7 @@ class StepBuffers:
         columns = -(-sequences.max_length // page_size)
         self.windows = [TableBuffers(allocator, rows, columns, tokens, options, device) for allocator in allocators]
         self._split_size = options.split_size
-        self._known: list[Handle] = []  # the sequences that the table rows show
+        self._shown_rows: list[Handle] = []  # the sequence that each row of the tables shows
         self._shown_counts: list[int] | None = None
 
     def schedule(self, layouts: Sequence[KVLayout]) -> None:
@@ -128,22 +128,25 @@ class StepBuffers:
             next(x for x in self.windows if x.allocator.window == layout.window).schedule(layout)
 
     def forget(self) -> None:
-        """Distrust what the tables show, so that the next update writes them whole."""
-        self._known = []
+        """Take the tables for unwritten, so that the next update writes all of their rows."""
+        self._shown_rows = []
 
     def update(self, request: Request, plans: Sequence[StepPlan]) -> None:
-        """Show these sequences in their order. With plans, one for each allocator, their tokens are counted into the
-        lengths and get slots; without, the sequences are shown as they are."""
+        """Show these sequences in their order.
+
+        With plans, one for each allocator, lengths count the new tokens, and these get slots. Without, the sequences
+        are shown as they are.
+        """
         rows, counts = list(request.tokens), list(request.tokens.values())
-        known, self._known = self._known, []  # whatever fails below, the next update starts over
+        shown, self._shown_rows = self._shown_rows, []  # whatever fails below, the next update starts over
         with self._sending:
             self._update_per_step(request, counts, counted=bool(plans))
             for i, window in enumerate(self.windows):
-                window.update(request, known, plans[i] if plans else None)
+                window.update(request, shown, plans[i] if plans else None)
         max_tokens = 1 << max(0, max(counts, default=0) - 1).bit_length()
         for window in self.windows if rows else ():
             window.update_schedules(self.lengths.tensor[: len(rows)], max_tokens)
-        self._known = rows
+        self._shown_rows = rows
 
     def _update_per_step(self, request: Request, counts: Sequence[int], *, counted: bool) -> None:
         holdings = request.holdings
@@ -157,7 +160,7 @@ class StepBuffers:
             self.cu_seqlens_q.show(array("i", accumulate(counts, initial=0)))
             self._shown_counts = counts
 
-    def cut(self, request: Request, *, writing: bool) -> tuple[PerStep, list[PerWindow]]:
+    def slices(self, request: Request, *, writing: bool) -> tuple[PerStep, list[PerWindow]]:
         """The slices of the buffers that steps of this shape use, and those of each allocator."""
         rows, tokens = len(request.tokens), prod(request.shape)
         per_step = PerStep(
@@ -172,7 +175,7 @@ class StepBuffers:
                 x.starts.tensor[:rows],
                 x.slots.tensor[:tokens] if writing else None,
                 x.schedules,
-                x.shared_prefix and x.shared_prefix.cut(rows),
+                x.shared_prefix and x.shared_prefix.slices(rows),
             )
             for x in self.windows
         ]

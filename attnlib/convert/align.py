@@ -128,15 +128,15 @@ def agreement(moments: Tensor, turns: Tensor) -> Tensor:
 def polar(x: Tensor) -> Tensor:
     """The unitary factor of ``x`` ``[..., d, d]``: the R with the largest ``Re tr(R^H x)``, near identity in a tie.
 
-    Where x says nothing, in directions that inputs never take, rounding would say how to turn; equal heads would part.
+    Directions that inputs never take are left unturned: rounding alone would turn them, and equal heads would differ.
     """
     u, s, vh = torch.linalg.svd(x)
-    told = s > TIE * s[..., :1]
-    if told.all():
+    determined = s > TIE * s[..., :1]
+    if determined.all():
         return u @ vh
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    known_u, known_v = u * told[..., None, :], vh.mH * told[..., None, :]
-    u, _, vh = torch.linalg.svd(known_u @ known_v.mH + (eye - known_u @ known_u.mH) @ (eye - known_v @ known_v.mH))
+    kept_u, kept_v = u * determined[..., None, :], vh.mH * determined[..., None, :]
+    u, _, vh = torch.linalg.svd(kept_u @ kept_v.mH + (eye - kept_u @ kept_u.mH) @ (eye - kept_v @ kept_v.mH))
     return u @ vh
 
 

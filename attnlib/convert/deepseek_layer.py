@@ -142,9 +142,9 @@ def check_target(target: Target, rope: Rope, *, kv_heads: int, head_dim: int) ->
     Raises: as :func:`gqa_to_deepseek`.
     """
     check_fold(rope, target.rope_dim)
-    most = 2 * kv_heads * head_dim - target.rope_dim + target.reserved
-    if target.rank > most:
-        raise ValueError(f"rank: expected at most {most}, the rank of the whole latent, got {target.rank}")
+    full_rank = 2 * kv_heads * head_dim - target.rope_dim + target.reserved
+    if target.rank > full_rank:
+        raise ValueError(f"rank: expected at most {full_rank}, the rank of the whole latent, got {target.rank}")
 
 
 def check_biases(norm: Norm, state: Mapping[str, Tensor]) -> None:

@@ -53,18 +53,18 @@ def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach:
     Raises:
         ValueError: ``rope_dim`` is not an even number of the channels that are rotated.
     """
-    most = len(heads.k) * heads.rotated
-    if not 2 <= rope_dim <= most or rope_dim % 2:
-        raise ValueError(f"rope_dim: expected an even number from 2 to {most}, the rotary channels, got {rope_dim}")
+    widest = len(heads.k) * heads.rotated
+    if not 2 <= rope_dim <= widest or rope_dim % 2:
+        raise ValueError(f"rope_dim: expected an even number from 2 to {widest}, the rotary channels, got {rope_dim}")
     moment = calibration.moment.to(torch.complex128)
     keys, queries = heads.pairs(heads.k), heads.pairs(heads.q)
     squares, vectors = torch.linalg.eigh(torch.einsum("gcm,fcm->cgf", keys @ moment, keys.conj()))
     bases = vectors.flip(-1).mH  # [c, component, g]
-    asked = calibration.energy(queries[:, :, None]).unflatten(0, (len(heads.k), -1)).sum(1)  # [g, c]
-    asked = torch.einsum("cag,gc->ca", bases.abs().square(), asked)
+    query_energy = calibration.energy(queries[:, :, None]).unflatten(0, (len(heads.k), -1)).sum(1)  # [g, c]
+    query_energy = torch.einsum("cag,gc->ca", bases.abs().square(), query_energy)
     length = reach if isinstance(heads.rope.scaling, DynamicNTK) else None
     turn = heads.rope.inverse_frequencies(length=length, device=keys.device).double() * reach
-    matters = squares.flip(-1).clamp(min=0) * asked * (1 - turn.sin() / turn)[:, None]
+    matters = squares.flip(-1).clamp(min=0) * query_energy * (1 - turn.sin() / turn)[:, None]
     kept = torch.zeros_like(matters, dtype=torch.bool)
     kept.view(-1)[matters.flatten().sort(descending=True, stable=True).indices[: rope_dim // 2]] = True
     return _select(heads, bases, kept)

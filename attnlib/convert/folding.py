@@ -13,15 +13,15 @@ from .weights import Heads, rows_of
 
 
 def even_queries(heads: Heads, calibration: Calibration) -> Heads:
-    """The same function, each pair of a KV head scaled against that of its queries until all queries ask alike.
+    """The same function, each pair of a KV head scaled against that of its queries until these have equal energies.
 
-    Scores then feel errors of all keys alike. A pair that is hardly ever asked for becomes small, but never 0.
+    Errors of all keys then weigh alike in scores. A pair whose queries have little energy becomes small, but never 0.
     """
     energy = heads.pairs(calibration.energy(heads.q[:, :, None])[..., None])
-    asked = (energy.real + energy.imag).unflatten(0, (len(heads.k), -1)).sum(1)  # [g, p / 2, 1]
-    if not asked.any():
+    query_energy = (energy.real + energy.imag).unflatten(0, (len(heads.k), -1)).sum(1)  # [g, p / 2, 1]
+    if not query_energy.any():
         return heads
-    size = (asked / asked.mean()).clamp(min=1e-6).sqrt()  # other text may ask for more
+    size = (query_energy / query_energy.mean()).clamp(min=1e-6).sqrt()  # other text may have more
     size = rows_of(torch.complex(size, size), interleaved=heads.rope.interleaved)  # [g, p, 1]
     size = torch.nn.functional.pad(size, (0, 0, 0, heads.k.shape[1] - heads.rotated), value=1.0)
     return replace(heads, q=heads.q / size.repeat_interleave(heads.group, 0), k=heads.k * size)

@@ -104,7 +104,7 @@ class GroupedQueryAttention(nn.Module):
     def kv_layout(self) -> KVLayout:
         """What this layer stores per token in a cache, on this rank; within ``torch.autocast`` in its dtype."""
         weight, share = self.k_proj.weight, share_of(self.q_proj, self.num_heads)
-        # Rows, not num_kv_heads: the layer may have been cut by hand.
+        # Rows, not num_kv_heads: the layer may have been sharded by hand.
         heads = weight.shape[0] // self.head_dim if share is None else share.kv_heads(self.num_kv_heads)[1]
         return KVLayout.grouped(heads, self.head_dim, window=window_of(self.mask), dtype=computed_dtype(weight))
 
@@ -151,7 +151,7 @@ class GroupedQueryAttention(nn.Module):
             ValueError: inputs that contradict each other.
         """
         inputs = {"context": context, "kv": kv, "positions": positions, "cu_seqlens": cu_seqlens}
-        check(x, self.hidden_size, **inputs, rope=self.rope, first=self.q_proj)
+        check(x, self.hidden_size, **inputs, rope=self.rope, projection=self.q_proj)
         angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
         q = self._query(x, angles)
         share = self._share(q)
@@ -178,15 +178,15 @@ class GroupedQueryAttention(nn.Module):
             )
         check_stored(context, kv, self.hidden_size, self.k_proj)
         share = share_of(self.q_proj, self.num_heads)
-        if share is not None:  # so the weight says, but its output may be gathered: one token tells
+        if share is not None:  # its weight is sharded, but its output may be gathered, which one token shows
             share = self._share(self.q_proj(context.flatten(0, -2)[:1]).unflatten(-1, (-1, self.head_dim)))
         kv.append(*self._key_value(context, share))
 
     def _options(self, share: Share | None) -> dict[str, object]:
-        """What every attention of this layer takes, with one value for each query head that is here."""
+        """What every attention of this layer takes, with one value for each query head of this rank."""
         slopes, sinks = self.alibi_slopes, self.sinks
         if share is not None:
-            slopes, sinks = (None if x is None else share.cut(x) for x in (slopes, sinks))
+            slopes, sinks = (None if x is None else share.local(x) for x in (slopes, sinks))
         return {
             "mask": self.mask,
             "scale": self.scale,
@@ -197,9 +197,9 @@ class GroupedQueryAttention(nn.Module):
         }
 
     def _share(self, q: Tensor) -> Share | None:
-        """What this rank has of the heads, if tensor parallelism left fewer than all in q."""
-        here = q.shape[-2]
-        return None if here == self.num_heads else share_of(self.q_proj, self.num_heads, here)
+        """What this rank has of the heads, if tensor parallelism gave q fewer than all of them."""
+        local_heads = q.shape[-2]
+        return None if local_heads == self.num_heads else share_of(self.q_proj, self.num_heads, local_heads)
 
     def _query(self, x: Tensor, angles: Angles | None) -> Tensor:
         """``[..., h, d]``, normalised, then rotated."""
@@ -212,7 +212,7 @@ class GroupedQueryAttention(nn.Module):
         """``[..., g, d]`` each, of this rank's ``share``; keys are normalised and not yet rotated."""
         k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
         if share is not None:
-            k, v = share.cut_kv("k_proj", k, self.num_kv_heads), share.cut_kv("v_proj", v, self.num_kv_heads)
+            k, v = share.local_kv("k_proj", k, self.num_kv_heads), share.local_kv("v_proj", v, self.num_kv_heads)
         elif k.shape[-2] != self.num_kv_heads and share_of(self.k_proj, self.num_kv_heads, k.shape[-2]) is not None:
             raise ValueError("k_proj: it is sharded by heads and q_proj is not; shard both, or q_proj alone")
         return (k if self.k_norm is None else normed(self.k_norm, k, share)), v

@@ -50,11 +50,14 @@ def check(
     positions: Tensor | Angles | None,
     cu_seqlens: Tensor | None,
     rope: Rope | None,
-    first: nn.Module,
+    projection: nn.Module,
 ) -> None:
-    """Raise ValueError, TypeError or RuntimeError where a layer's inputs contradict it, each other or the step of a
-    cache; ``first`` projects x."""
-    check_tokens("x", x, hidden_size, first)
+    """Check a layer's inputs; ``projection`` is the first to multiply x.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: they contradict the layer, each other or the step of a cache.
+    """
+    check_tokens("x", x, hidden_size, projection)
     _check_types(context, kv, positions, cu_seqlens)
     if kv is not None and (context is not None or cu_seqlens is not None):
         raise ValueError("kv: it excludes context= and cu_seqlens=; a cache step knows its own sequences")
@@ -67,13 +70,13 @@ def check(
     if context is not None and rope is not None:
         raise ValueError("context: positions of x and of a context are unrelated; make cross-attention with rope=None")
     if isinstance(context, Tensor):
-        check_tokens("context", context, hidden_size, first)
+        check_tokens("context", context, hidden_size, projection)
         if context.dim() != 3:
             raise ValueError(f"context: expected [b, t, m={hidden_size}], got {tuple(context.shape)}")
     if cu_seqlens is not None and cu_seqlens.device != x.device:
         raise ValueError(f"cu_seqlens: expected device {x.device} like x, got {cu_seqlens.device}")
     if kv is not None:
-        _check_step("x", x, kv, first)
+        _check_step("x", x, kv, projection)
         _check_autocast("kv", x, kv.layout)
     elif isinstance(context, KVView):
         _check_autocast("context", x, context.layout)
@@ -95,21 +98,21 @@ def _check_types(context, kv, positions, cu_seqlens) -> None:
         raise ValueError(f"cu_seqlens: expected [b + 1] offsets, got {tuple(cu_seqlens.shape)}")
 
 
-def check_stored(context: Tensor, kv: LayerCache, hidden_size: int, first: nn.Module) -> None:
+def check_stored(context: Tensor, kv: LayerCache, hidden_size: int, projection: nn.Module) -> None:
     """Raise ValueError, TypeError or RuntimeError for a context that cannot be projected, or no place to store it."""
-    check_tokens("context", context, hidden_size, first)
+    check_tokens("context", context, hidden_size, projection)
     if not isinstance(kv, LayerCache):
         raise TypeError(f"kv: expected a layer of `with cache.step(...) as layers`, got {type(kv).__name__}")
-    _check_step("context", context, kv, first)
+    _check_step("context", context, kv, projection)
     _check_autocast("kv", context, kv.layout)
 
 
-def _check_step(name: str, x: Tensor, kv: LayerCache, first: nn.Module) -> None:
-    """Raise unless ``x`` has the tokens that the step of ``kv`` was asked for."""
+def _check_step(name: str, x: Tensor, kv: LayerCache, projection: nn.Module) -> None:
+    """Raise unless ``x`` has as many tokens as the step of ``kv``."""
     if kv.positions is None:
         raise RuntimeError("kv: takes tokens only within `with cache.step(...) as layers`; pass kv=layers[i] there")
-    step, given = kv.positions.shape, x.shape[:-1]
-    if given == step or first._forward_pre_hooks:  # a hook may gather x from ranks that have a part of it each
+    step = kv.positions.shape
+    if x.shape[:-1] == step or projection._forward_pre_hooks:  # a hook may gather x from several ranks
         return
     if len(step) == 1:
         expected, remedy = f"[t={step[0]}, m={x.shape[-1]}]", "step({handle: n}) is for packed tokens"
@@ -141,8 +144,8 @@ def computed_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
-def check_tokens(name: str, x: Tensor, hidden_size: int, first: nn.Module) -> None:
-    """Raise ValueError or TypeError unless x is ``[b, s, m]`` or ``[t, m]`` and ``first``, if plain, can project it."""
+def check_tokens(name: str, x: Tensor, hidden_size: int, projection: nn.Module) -> None:
+    """Raise ValueError or TypeError unless x is ``[b, s, m]`` or ``[t, m]``, and fits a plain ``projection``."""
     if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
         kind = "a nested or sparse one" if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: expected a strided tensor [b, s, m={hidden_size}], got {kind}")
@@ -151,10 +154,10 @@ def check_tokens(name: str, x: Tensor, hidden_size: int, first: nn.Module) -> No
             f"{name}: expected [b, {'s' if name == 'x' else 't'}, m={hidden_size}] or packed [t, m={hidden_size}], "
             f"got {tuple(x.shape)}"
         )
-    # What a wrapper, a hook or an adapter does before it multiplies is not known here.
-    if type(first) is not nn.Linear or "forward" in vars(first) or first._forward_pre_hooks:
+    # A wrapper, a hook or an adapter may change x before it multiplies.
+    if type(projection) is not nn.Linear or "forward" in vars(projection) or projection._forward_pre_hooks:
         return
-    weight = first.weight
+    weight = projection.weight
     if x.device != weight.device:
         raise ValueError(f"{name}: expected device {weight.device} like the layer, got {x.device}")
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -166,7 +169,9 @@ def check_tokens(name: str, x: Tensor, hidden_size: int, first: nn.Module) -> No
 def angles_of(
     rope: Rope | None, positions: Tensor | Angles | None, x: Tensor, kv: LayerCache | None, cu_seqlens: Tensor | None
 ) -> Angles | None:
-    """The angles of x's tokens: the given ones, or those of the given or the natural positions; None without rope.
+    """The angles of x's tokens at ``positions``, which may be Angles already; None without rope.
+
+    Positions of None count the tokens of each sequence; in a cache they go on from its length.
 
     Raises:
         ValueError: dynamic NTK in a cache, or with positions of unknown length, or Angles without rope, or of another
@@ -202,15 +207,20 @@ def _natural_positions(x: Tensor, kv: LayerCache | None, cu_seqlens: Tensor | No
     tokens = torch.arange(x.shape[-2], device=x.device)
     if cu_seqlens is None:
         return tokens
-    sequence = torch.bucketize(tokens, cu_seqlens[1:], right=True)
-    return tokens - cu_seqlens[sequence]
+    return tokens - cu_seqlens[sequence_of(tokens, cu_seqlens)]
+
+
+def sequence_of(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The number of the packed sequence that each token is of; tokens past the last offset are of one more."""
+    return torch.bucketize(tokens, cu_seqlens[1:], right=True)
 
 
 def window_of(mask: Mask) -> int | None:
-    """How many keys back, the query's own included, a cache must keep for this mask; None for all."""
-    return None if mask.left is None or mask.left < 0 else mask.left + 1
+    """How many keys, the query's own included, a cache must keep for this mask; None for all."""
+    reach = mask.reach
+    return None if reach is None or reach < 0 else reach + 1
 
 
 def scaled_head(q: Tensor, rotated: int, gain: float) -> Tensor:
-    """q with its first ``rotated`` channels times ``gain``: YaRN's temperature where a head is rotated in part."""
+    """q with its first ``rotated`` channels times ``gain``: YaRN's temperature where rope leaves channels unrotated."""
     return q if gain == 1 else torch.cat((q[..., :rotated] * gain, q[..., rotated:]), -1)

@@ -1,15 +1,16 @@
 """The two forms of attention over latents: which one is cheaper, and the expanded one over a cache, in chunks."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..functional import merge_states, varlen_attention_with_lse
+from ..functional import varlen_attention_with_lse
 from ..kv import KVView
 from ..mask import FULL, Mask
+from ..merge import merge_states
+from .inputs import sequence_of
 
 # Stored tokens of all sequences together whose K and V exist at once. With DeepSeek-V3's 128 heads of 192 + 128
 # channels in bf16 they take 640 MiB, whatever the cache holds, and one up-projection of as many fills a GPU.
@@ -47,8 +48,8 @@ def attend_expanded(
 
     ``expand`` makes K ``[c, h, n + p]`` and V ``[c, h, e]`` from latents ``[c, r]`` and rotary keys ``[c, p]`` (None if
     p is 0). It gets ``CHUNK`` tokens at a time, or as many as there are queries if those are more (their K and V are no
-    larger than q then, and fewer partial results are to be merged). ``longest`` is a length that no sequence passes;
-    None means what the table has room for.
+    larger than q then, and fewer partial results are to be merged). No sequence is longer than ``longest``; None means
+    the capacity of the table.
 
     Raises:
         ValueError: q is not of the view's step, or the mask reaches further left than a windowed layout keeps.
@@ -83,10 +84,9 @@ def _chunks(view: KVView, mask: Mask, size: int, longest: int, queries: int) -> 
     They are counted from the ends of the sequences, since there the queries are: the n-th is as far from the queries in
     every sequence, so that the band within it is the mask's, shifted. Only a prefix lies where a sequence begins.
     """
-    starts, prefix = view.starts, mask.prefix
-    band = replace(mask, prefix=0) if prefix else mask
-    reach = longest if mask.left is None else min(longest, mask.left + queries)
-    for n in range(max(1, -(-reach // size))):
+    starts, prefix, band = view.starts, mask.prefix, mask.without_prefix()
+    visible = longest if mask.reach is None else min(longest, mask.reach + queries)  # tokens from the ends
+    for n in range(max(1, -(-visible // size))):
         ends, shifted = view.lengths - n * size, band.shift(n * size)
         hides = not shifted.covers(size - queries, size, 0, size)
         yield torch.maximum(starts.clamp(min=prefix), ends - size), ends, shifted if hides else FULL
@@ -94,15 +94,15 @@ def _chunks(view: KVView, mask: Mask, size: int, longest: int, queries: int) -> 
         yield starts.clamp(min=first), view.lengths.clamp(max=min(first + size, prefix)), FULL
 
 
-def _read(view: KVView, starts: Tensor, ends: Tensor, room: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Latents ``[room, r]`` and rotary keys ``[room, p]`` of these ranges, packed, and their offsets.
+def _read(view: KVView, starts: Tensor, ends: Tensor, capacity: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Latents ``[capacity, r]`` and rotary keys ``[capacity, p]`` of these ranges, packed, and their offsets.
 
-    What is left of the room repeats a stored token, as far as there is one: the offsets hide it, but a kernel that
-    meets a NaN of a page nobody wrote would begin again with more care.
+    Rows past the last offset, which nobody reads, repeat the last token of a range, so that every index is one of the
+    table.
     """
     cu_k = pad((ends - starts).clamp(min=0).cumsum(0), (1, 0))
-    token = torch.arange(room, device=cu_k.device)
-    n = torch.bucketize(token, cu_k[1:], right=True).clamp(max=starts.shape[0] - 1)
+    token = torch.arange(capacity, device=cu_k.device)
+    n = sequence_of(token, cu_k).clamp(max=starts.shape[0] - 1)
     at = torch.minimum(starts[n] + token - cu_k[n], ends[n] - 1).clamp(min=0)
     page, slot = view.table[n, at // view.page_size].clamp(0, view.k.shape[0] - 1).long(), at % view.page_size
     latent = view.k[page, slot]
@@ -123,13 +123,11 @@ def check_heads(q: Tensor, k: Tensor) -> None:
 def _check(q: Tensor, view: KVView, mask: Mask) -> None:
     if view.split_size:
         raise NotImplementedError("batch_invariant: expected the absorbed form over such a cache, got the expanded one")
-    b, window, packed = view.lengths.shape[0], view.layout.window, view.cu_seqlens_q is not None
+    b, packed = view.lengths.shape[0], view.cu_seqlens_q is not None
     if q.dim() != (3 if packed else 4) or not (packed or q.shape[0] == b):
         step = "[t, h, d]" if packed else f"[b={b}, s, h, d]"
         raise ValueError(f"q: expected {step} like the step of the cache, got {tuple(q.shape)}")
-    if window is not None and (mask.left is None or mask.left >= window):
-        reach = "without bound" if mask.left is None else f"{mask.left} keys"
-        raise ValueError(f"mask: it reaches back {reach}, and the cache keeps a window of {window}; use sliding()")
+    view.layout.check_reach(mask)
 
 
 def _check_values(q: Tensor, v: Tensor, view: KVView) -> None:

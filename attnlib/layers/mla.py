@@ -120,7 +120,7 @@ class MultiHeadLatentAttention(nn.Module):
     ) -> Tensor:
         """As :meth:`attnlib.GroupedQueryAttention.forward`."""
         inputs = {"context": context, "kv": kv, "positions": positions, "cu_seqlens": cu_seqlens}
-        check(x, self.hidden_size, **inputs, rope=self.rope, first=self.kv_a_proj_with_mqa)
+        check(x, self.hidden_size, **inputs, rope=self.rope, projection=self.kv_a_proj_with_mqa)
         angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
         q_nope, q_rope = self._query(x, angles)
         if isinstance(context, KVView):
@@ -166,9 +166,10 @@ class MultiHeadLatentAttention(nn.Module):
         if not kv.prefill or view.split_size:  # which stands for the same bits however the tokens come
             return self._attend_stored(q_nope, q_rope, view, self._possible("absorbed"))
         if kv.history:
-            each = x.shape[:-1].numel() // view.lengths.shape[0]  # new tokens of a sequence, on the mean
-            seen = kv.history if self.mask.left is None else min(kv.history, self.mask.left)
-            form, longest = self._possible(self._cheaper(each, seen + each)), kv.history + x.shape[-2]
+            new = x.shape[:-1].numel() // view.lengths.shape[0]  # tokens of a sequence, on the mean
+            reach = self.mask.reach
+            seen = kv.history if reach is None else min(kv.history, reach)
+            form, longest = self._possible(self._cheaper(new, seen + new)), kv.history + x.shape[-2]
             return self._attend_stored(q_nope, q_rope, view, form, longest=longest)
         if angles is not None:
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
@@ -204,7 +205,7 @@ class MultiHeadLatentAttention(nn.Module):
     def _attend_stored(
         self, q_nope: Tensor, q_rope: Tensor, view: KVView, form: str, *, longest: int | None = None
     ) -> Tensor:
-        """Attention over a latent cache in the given form; ``longest`` is as in :func:`attend_expanded`."""
+        """Attention over a latent cache in this form; ``longest`` is as in :func:`attend_expanded`."""
         options = {"mask": self.mask, "scale": self.scale, "backend": self.backend}
         if form == "absorbed":
             return self._unabsorb(cached_attention(self._absorb(q_nope, q_rope), view, **options))

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def reset_children(layer: nn.Module) -> None:
-    """Call ``reset_parameters`` of every module in ``layer``; what has none is asked for its own modules' instead.
+    """Call ``reset_parameters`` of every module in ``layer``; of a module without one, those of the modules in it.
 
     Raises:
         TypeError: a module owns parameters and has no ``reset_parameters``; then nothing is reset.

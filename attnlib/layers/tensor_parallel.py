@@ -1,8 +1,8 @@
-"""Tensor parallelism: a rank computes some of the heads, and what serves all heads gets its gradient from every rank.
+"""Tensor parallelism: a rank computes its own heads, and what serves all heads gets its gradient from every rank.
 
-``torch.distributed.tensor.parallel.parallelize_module`` shards the projections to and from the heads and leaves all
-that is between them plain and local. What every rank has whole and uses for its own heads alone, such as MLA's rotary
-key, sinks or the weights of a norm over heads, finds there a part of its gradient.
+``torch.distributed.tensor.parallel.parallelize_module`` shards the projections to and from the heads. All tensors
+between them are plain and local. Some of these every rank has whole but uses for its own heads alone: MLA's rotary key,
+sinks, the weights of a norm over heads. Their gradients are partial on each rank, and :func:`joined` sums them.
 """
 
 from math import prod
@@ -19,36 +19,35 @@ MARK = "_distribute_module_applied"  # what parallelize_module sets on each modu
 
 
 class Share(NamedTuple):
-    """Query heads ``[first, first + count)`` of ``total``: this rank's, on a mesh some of whose dimensions share them
-    out."""
+    """The query heads of this rank, ``[first, first + count)`` of ``total``, on a mesh that shards them."""
 
     first: int
     count: int
     total: int
     mesh: "DeviceMesh"
-    shares: tuple[bool, ...]  # whether a dimension of the mesh does
+    shares: tuple[bool, ...]  # by dimension of the mesh: whether it shards them
 
     def kv_heads(self, total: int) -> tuple[int, int]:
         """The first of the KV heads that these query heads read, and how many they are, of ``total``.
 
         Raises:
-            ValueError: the query heads of a KV head are shared out unevenly.
+            ValueError: the query heads of a KV head are sharded unevenly.
         """
         group = self.total // total
         if self.count % group and group % self.count:
             raise ValueError(
-                f"q_proj: expected groups of {group} query heads on each rank, or a part that divides a group, got "
+                f"q_proj: expected groups of {group} query heads on each rank, or a number that divides a group, got "
                 f"{self.count} heads; use another number of ranks"
             )
         return self.first // group, max(1, self.count // group)
 
-    def cut(self, x: Tensor) -> Tensor:
-        """This rank's part of one value for each query head, given that or all ``[h]``."""
+    def local(self, x: Tensor) -> Tensor:
+        """This rank's values of x, which has one for each query head, of this rank or of all ``[h]``."""
         x = x.to_local() if _is_distributed(x) else x
         return x if x.shape[0] == self.count else joined(x, self).narrow(0, self.first, self.count)
 
-    def cut_kv(self, name: str, x: Tensor, total: int) -> Tensor:
-        """``x`` ``[..., g, d]`` of the KV heads that these query heads read, given those or all ``total``."""
+    def local_kv(self, name: str, x: Tensor, total: int) -> Tensor:
+        """The KV heads of x ``[..., g, d]`` that these query heads read; x has those or all ``total``."""
         first, count = self.kv_heads(total)
         if x.shape[-2] == total:  # every rank has projected them
             return joined(x, self).narrow(-2, first, count)
@@ -60,16 +59,16 @@ class Share(NamedTuple):
         return x
 
 
-def share_of(projection: nn.Module, heads: int, here: int | None = None) -> Share | None:
+def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) -> Share | None:
     """What this rank has of the ``heads`` that ``projection`` makes; None where that is all, or not known.
 
-    ``here`` is how many it made. Without it the weight has to tell, and FSDP shards weights too, to join them before
-    they compute: ``parallelize_module`` marks the modules that compute as they are sharded.
+    ``local_heads`` is how many it made. Without it the weight decides. FSDP shards weights too, but joins them before
+    they compute, so only modules count that ``parallelize_module`` has marked.
 
     Raises:
         ValueError: the heads do not divide among the ranks.
     """
-    if here == heads or (here is None and not getattr(projection, MARK, False)):
+    if local_heads == heads or (local_heads is None and not getattr(projection, MARK, False)):
         return None
     weight = getattr(projection, "weight", None)
     if not _is_distributed(weight):
@@ -96,15 +95,15 @@ def joined(x: Tensor, share: Share | None) -> Tensor:
         return x
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    parts = tuple(Partial() if shared else Replicate() for shared in share.shares)
-    return DTensor.from_local(x, share.mesh, [Replicate()] * len(parts)).to_local(grad_placements=parts)
+    placements = tuple(Partial() if shared else Replicate() for shared in share.shares)
+    return DTensor.from_local(x, share.mesh, [Replicate()] * len(placements)).to_local(grad_placements=placements)
 
 
 def normed(norm: nn.Module, x: Tensor, share: Share | None) -> Tensor:
     """``norm(x)`` of this rank's heads ``[..., h, d]``.
 
     Raises:
-        NotImplementedError: FSDP shards the norm by itself, so that its weights are not here yet.
+        NotImplementedError: FSDP shards the norm by itself, so that its weights are not joined yet.
     """
     if share is None:
         return norm(x)

@@ -35,8 +35,8 @@ def attend(
             logits = softcap * torch.tanh(logits / softcap)
         if bias is not None:
             logits = logits + bias[:, i, seen]
-        terms = logits if sinks is None else torch.cat((logits, sinks.to(wide)[:, None]), 1)
-        lse.append(_logsumexp(terms))
+        summed = logits if sinks is None else torch.cat((logits, sinks.to(wide)[:, None]), 1)
+        lse.append(_logsumexp(summed))
         weights = torch.exp(logits - lse[-1][:, None])
         if weight is not None:
             weights = weights * weight[:, i, seen]

@@ -67,10 +67,10 @@ class GroupedShape:
         return KVLayout.grouped(self.num_kv_heads, self.head_dim, window=self.window, dtype=dtype, store=store)
 
     def shard(self, ranks: int) -> "GroupedShape":
-        """One rank of tensor parallelism. KV heads are shared out, or copied where there are more ranks than heads.
+        """One rank of tensor parallelism. KV heads are sharded, or copied where there are more ranks than heads.
 
         Raises:
-            ValueError: the heads cannot be shared out evenly.
+            ValueError: the heads cannot be sharded evenly.
         """
         _check_ranks(self.num_heads, ranks)
         if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
@@ -143,7 +143,7 @@ class LatentShape:
         """One rank of tensor parallelism: a share of the heads, and all of the latent.
 
         Raises:
-            ValueError: the heads cannot be shared out evenly.
+            ValueError: the heads cannot be sharded evenly.
         """
         _check_ranks(self.num_heads, ranks)
         return replace(self, num_heads=self.num_heads // ranks)

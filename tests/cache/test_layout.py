@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnlib import KVLayout, KVView
+from attnlib import CAUSAL, FULL, KVLayout, KVView, Mask, sliding
 
 
 def test_grouped_planes():
@@ -28,6 +28,16 @@ def test_stored_bytes_get_scales_and_leave_the_rotary_key_alone(store):
     assert grouped["k_scale"] == grouped["v_scale"] == (2, 0, torch.float32)
     latent = KVLayout.latent(512, 64, dtype=torch.float16, store=store).planes
     assert latent == {"k": (1, 512, store), "k_tail": (1, 64, torch.float16), "k_scale": (1, 0, torch.float32)}
+
+
+def test_a_mask_may_reach_as_far_back_as_the_window():
+    windowed = KVLayout.grouped(2, 64, window=4)
+    for mask in (sliding(4), sliding(4).shift(2), Mask(left=-3)):
+        windowed.check_reach(mask)
+    KVLayout.grouped(2, 64).check_reach(FULL)
+    for mask, reach in ((sliding(5), "4 keys"), (CAUSAL, "without bound"), (Mask(right=0, prefix=1), "without bound")):
+        with pytest.raises(ValueError, match=f"mask: it reaches back {reach}, and the cache keeps a window of 4"):
+            windowed.check_reach(mask)
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_no_tensor_is_larger_than_the_keys_of_a_chunk(packed):
 
 
 def test_there_are_as_many_chunks_as_the_longest_sequence_may_have():
-    """Of a prompt: 40 tokens, known to be at most 64, and 18 more. Of a token: all that the table has room for."""
+    """Of a prompt: 40 tokens, known to be at most 64, and 18 more. Of a token: the capacity of the table."""
     layer = latent("expanded")
     windowed = latent("expanded", mask=sliding(7))
     expected = {layer: {18: -(-(64 + 18) // 18), 1: 128 // 4}, windowed: {18: -(-(6 + 18) // 18), 1: -(-(6 + 1) // 4)}}

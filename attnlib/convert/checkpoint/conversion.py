@@ -73,9 +73,9 @@ def convert(
         model = read_model(read_folder(source))
         with _bar(model, progress) as bar:
             bar.set_description_str("hashing")
-            inputs, broken = scan(model.checkpoint, bar.update)
-            if broken and not allow_nonfinite:
-                listed = "; ".join(f"{name} {counts}" for name, counts in broken.items())
+            inputs, nonfinite = scan(model.checkpoint, bar.update)
+            if nonfinite and not allow_nonfinite:
+                listed = "; ".join(f"{name} {counts}" for name, counts in nonfinite.items())
                 raise CheckpointError(f"expected finite weights, got {listed}; or pass allow_nonfinite=True")
             layers = Layers(model, convert_layer)
             plan = make_plan(layers, max_shard_size)
@@ -91,10 +91,10 @@ def convert(
             work.resume(shard.name for shard in plan.shards)
             _require_room(work, plan, model, unfinished)
             with _resumable(work, keep):
-                return _write(work, plan, layers, broken, check, bar)
+                return _write(work, plan, layers, nonfinite, check, bar)
 
 
-def _write(work: Work, plan: Plan, layers: Layers, broken: Mapping, check: Check | None, bar) -> dict[str, object]:
+def _write(work: Work, plan: Plan, layers: Layers, nonfinite: Mapping, check: Check | None, bar) -> dict[str, object]:
     """Write what is not there yet, verify all, and put it in place; returns the report."""
     model, finite = layers.model, not work.identity["allow_nonfinite"]
     work.begin()
@@ -117,7 +117,7 @@ def _write(work: Work, plan: Plan, layers: Layers, broken: Mapping, check: Check
     for file in model.checkpoint.files:
         file.check()
     report = make_report(
-        model, plan, identity=work.identity, layers=work.layers, broken=broken, outputs=outputs, checked=checked
+        model, plan, identity=work.identity, layers=work.layers, nonfinite=nonfinite, outputs=outputs, checked=checked
     )
     write_file(work.checkpoint, REPORT, dump(report))
     work.finish()

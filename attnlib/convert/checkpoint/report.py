@@ -18,14 +18,15 @@ def make_report(
     *,
     identity: Mapping[str, object],
     layers: Mapping[str, Mapping[str, float | None]],
-    broken: Mapping[str, Mapping[str, int]],
+    nonfinite: Mapping[str, Mapping[str, int]],
     outputs: Mapping[str, str],
     checked: Mapping[str, object],
 ) -> dict[str, object]:
     """The report as a JSON object.
 
-    ``identity`` is the request with the sha256 of every input, ``layers`` the errors by layer, ``broken`` the tensors
-    that are not finite, ``outputs`` the sha256 of every file written, ``checked`` what came of the caller's check.
+    ``identity`` is the request with the sha256 of every input, ``layers`` the errors by layer, ``nonfinite`` the
+    tensors that are not finite, ``outputs`` the sha256 of every file written, ``checked`` the result of the caller's
+    check.
     """
     source = model.checkpoint.config
     return {
@@ -35,7 +36,7 @@ def make_report(
         "cache_bytes_per_token": {"before": token_bytes(source, model), "after": token_bytes(plan.config, model)},
         "config_changes": {key: x for key, x in plan.config.items() if key not in source or source[key] != x},
         "config_keys_dropped": [key for key in source if key not in plan.config],
-        "not_finite": dict(broken),
+        "not_finite": dict(nonfinite),
         "not_copied": list(model.checkpoint.left_behind),
         "attention_tensors_copied_as_they_are": list(model.unknown),
         "verified": checked["check"] != "failed",

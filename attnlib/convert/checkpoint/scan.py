@@ -16,7 +16,7 @@ def scan(checkpoint: Checkpoint, advance: Callable[[int], object]) -> tuple[dict
     ``advance`` is told of the bytes that were read.
     """
     buffer = buffer_for(max(file.size for file in checkpoint.files))
-    inputs, broken = {}, {}
+    inputs, nonfinite = {}, {}
     with ThreadPoolExecutor(1) as hashing:
         for file in checkpoint.files:
             digest = hashlib.sha256()
@@ -25,11 +25,11 @@ def scan(checkpoint: Checkpoint, advance: Callable[[int], object]) -> tuple[dict
                     hashed = hashing.submit(digest.update, part)
                     counts = count_nonfinite(torch.frombuffer(part, dtype=dtype)) if name else {}
                     if counts:
-                        broken[name] = dict(Counter(broken.get(name, {})) + Counter(counts))
+                        nonfinite[name] = dict(Counter(nonfinite.get(name, {})) + Counter(counts))
                     hashed.result()
                     advance(len(part))
             inputs[file.name] = {"size": file.size, "sha256": digest.hexdigest()}
-    return inputs, broken
+    return inputs, nonfinite
 
 
 def _stretches(checkpoint: Checkpoint, file: SourceFile) -> Iterator[tuple[str | None, int, int, torch.dtype]]:
