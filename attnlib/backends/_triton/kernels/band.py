@@ -5,6 +5,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+MASK_FIELDS = ("left", "right", "prefix")  # kernels' parameters
+
 
 class Band(NamedTuple):
     """Query ``i`` sees keys ``[start, end)`` from ``i - left`` to ``i + right``, or below ``prefix``.
@@ -72,23 +74,28 @@ def visible(i, j, band):
 
 
 @triton.jit
+def reach(x0, x1, first, last, before, after):
+    """The indices ``[low, high)`` from ``x - before`` to ``x + after`` for some ``x`` in ``[x0, x1)``, and for each.
+
+    They are of ``[first, last)``; None is a side without a bound.
+    """
+    low, all_low, high, all_high = first, first, last, last
+    if before is not None:
+        low, all_low = tl.maximum(first, x0 - before), tl.maximum(first, x1 - 1 - before)
+    if after is not None:
+        high, all_high = tl.minimum(last, x1 + after), tl.minimum(last, x0 + after + 1)
+    return low, high, all_low, all_high
+
+
+@triton.jit
 def key_range(i0, i1, band):
     """The keys ``[low, high)`` that some query in ``[i0, i1)`` may see, and ``[all_low, all_high)`` that each does."""
-    low, all_low, high, all_high = band.start, band.start, band.end, band.end
-    i0 += band.apart
-    i1 += band.apart
-    if band.left is not None:
-        low = tl.maximum(band.start, i0 - band.left)
-        all_low = tl.maximum(band.start, i1 - 1 - band.left)
-    if band.right is not None:
-        high = i1 + band.right
-        all_high = i0 + band.right + 1
-        if band.prefix is not None:
-            high = tl.maximum(high, band.prefix - band.key)
-            all_high = tl.maximum(all_high, band.prefix - band.key)
-        high = tl.minimum(high, band.end)
-        all_high = tl.maximum(tl.minimum(all_high, band.end), 0)
-    return low, high, all_low, all_high
+    i0, i1 = i0 + band.apart, i1 + band.apart
+    low, high, all_low, all_high = reach(i0, i1, band.start, band.end, band.left, band.right)
+    if band.prefix is not None:
+        prefix = tl.minimum(band.prefix - band.key, band.end)
+        high, all_high = tl.maximum(high, prefix), tl.maximum(all_high, prefix)
+    return low, high, all_low, tl.maximum(all_high, 0)
 
 
 @triton.jit
@@ -101,21 +108,15 @@ def sees_any(i, band):
 @triton.jit
 def query_range(j0, j1, first, last, band):
     """The queries ``[low, high)`` that may see some key in ``[j0, j1)``, and ``[all_low, all_high)`` that see each."""
-    low, all_low, high, all_high = first, first, last, last
-    if band.right is not None:
-        low = tl.maximum(first, j0 - band.right - band.apart)
-        all_low = tl.maximum(first, j1 - 1 - band.right - band.apart)
-        if band.prefix is not None:
-            low = tl.where(j0 < band.prefix - band.key, first, low)
-            all_low = tl.where(j1 <= band.prefix - band.key, first, all_low)
-    if band.left is not None:
-        high = tl.minimum(last, j1 + band.left - band.apart)
-        all_high = tl.minimum(last, j0 + band.left + 1 - band.apart)
+    low, high, all_low, all_high = reach(j0 - band.apart, j1 - band.apart, first, last, band.right, band.left)
+    if band.prefix is not None:
+        low = tl.where(j0 < band.prefix - band.key, first, low)
+        all_low = tl.where(j1 <= band.prefix - band.key, first, all_low)
     return low, tl.where(j0 < j1, high, first), all_low, all_high
 
 
-class Blocks(NamedTuple):
-    """How a range falls into blocks: the first; how many before the full ones, full, and masked around them."""
+class Tiles(NamedTuple):
+    """A range in tiles, from ``first`` on: how many before the full ones, how many full, and masked around them."""
 
     first: tl.tensor
     before: tl.tensor
@@ -124,19 +125,26 @@ class Blocks(NamedTuple):
 
 
 @triton.jit
-def blocks_of(low, high, all_low, all_high, BLOCK: tl.constexpr):
-    """The blocks of ``[low, high)``, of which those within ``[all_low, all_high)`` need no mask."""
-    first = low // BLOCK
-    stop = tl.maximum(tl.cdiv(high, BLOCK), first)
-    begin = tl.maximum(tl.cdiv(all_low, BLOCK), first)
-    full = tl.maximum(tl.minimum(all_high // BLOCK, stop) - begin, 0)
-    return Blocks(first, begin - first, full, stop - first - full)
+def tiles_of(low, high, all_low, all_high, FULL: tl.constexpr, EDGE: tl.constexpr):
+    """The tiles of ``[low, high)``: full ones of ``FULL``, within ``[all_low, all_high)``, and masked ones of ``EDGE``.
+
+    ``FULL`` is a multiple of ``EDGE``; or 0, and all tiles are masked.
+    """
+    first = low // EDGE
+    count = tl.maximum(tl.cdiv(high, EDGE) - first, 0)
+    if FULL:
+        RATIO: tl.constexpr = FULL // EDGE
+        begin = tl.maximum(tl.cdiv(all_low, FULL), tl.cdiv(first, RATIO))
+        full = tl.maximum(tl.minimum(all_high // FULL, (first + count) // RATIO) - begin, 0)
+        return Tiles(first * EDGE, begin * RATIO - first, full, count - full * RATIO)
+    else:
+        return Tiles(first * EDGE, count, count * 0, count)
 
 
 @triton.jit
-def block_at(n, blocks, MASKED: tl.constexpr):
-    """The ``n``-th block that needs a mask, or the ``n``-th that needs none."""
+def tile_at(n, tiles, MASKED: tl.constexpr, FULL: tl.constexpr, EDGE: tl.constexpr):
+    """Where the ``n``-th tile begins of those that need a mask, or of those that need none."""
     if MASKED:
-        return blocks.first + n + tl.where(n < blocks.before, 0, blocks.full)
+        return tiles.first + n * EDGE + tl.where(n < tiles.before, 0, tiles.full * FULL)
     else:
-        return blocks.first + n + blocks.before
+        return tiles.first + tiles.before * EDGE + n * FULL

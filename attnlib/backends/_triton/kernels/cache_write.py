@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-COUNTS = ("rows", "heads", "s", "page_size", "slots")  # as in tile.py
+from .tile import COUNTS, load_where
+
 ABS: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # all bits of an fp32 number but its sign
 OF_ZEROS: tl.constexpr = tl.constexpr(2.0**-40)  # the scale of nothing but zeros; as in backends/_torch/pages.py
 
@@ -32,15 +33,11 @@ def write(
     page, place = (slot // page_size).to(tl.int64), (slot % page_size).to(tl.int64)
     angles = b * angles_b + i * angles_s
 
-    k = load(new_k_ptr, b * new_k_b + i * new_k_s + head * new_k_head, here, D, D_ALL)
-    if PAIRS_K:
-        at = b * new_k_b + i * new_k_s + head * new_k_head
-        k = rotated(k, new_k_ptr, at, cos_ptr, sin_ptr, angles, here, PAIRS_K, INTERLEAVED)
+    at = b * new_k_b + i * new_k_s + head * new_k_head
+    k = rotated(new_k_ptr, at, cos_ptr, sin_ptr, angles, here, D, D_ALL, PAIRS_K, INTERLEAVED)
     if E:
-        v = load(new_v_ptr, b * new_v_b + i * new_v_s + head * new_v_head, here, E, E_ALL)
-        if PAIRS_V:
-            at = b * new_v_b + i * new_v_s + head * new_v_head
-            v = rotated(v, new_v_ptr, at, cos_ptr, sin_ptr, angles, here, PAIRS_V, INTERLEAVED)
+        at = b * new_v_b + i * new_v_s + head * new_v_head
+        v = rotated(new_v_ptr, at, cos_ptr, sin_ptr, angles, here, E, E_ALL, PAIRS_V, INTERLEAVED)
 
     at = page * k_page + place * k_place + head * k_head
     scale_at = page * k_scale_page + place * k_scale_place + head * k_scale_head
@@ -52,30 +49,29 @@ def write(
 
 
 @triton.jit
-def load(ptr, at, here, WIDTH: tl.constexpr, ALL: tl.constexpr):
-    """Rows at ``ptr + at``, zeros beyond their width."""
-    columns = tl.arange(0, ALL)
-    return tl.load(ptr + at[:, None] + columns[None, :], mask=here[:, None] & (columns < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def rotated(x, ptr, at, cos_ptr, sin_ptr, angles, here, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Rows ``x``, loaded from ``ptr + at``, with their first pairs turned; rounded as ``rope.rotate`` rounds.
+def rotated(
+    ptr, at, cos_ptr, sin_ptr, angles, here,
+    WIDTH: tl.constexpr, ALL: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rows at ``ptr + at``, zeros beyond their width; with their first pairs turned, rounded as ``rope.rotate`` rounds.
 
     Every product is rounded by itself, so the kernel must be compiled without fused multiply-adds.
     """
-    c = tl.arange(0, x.shape[1])
-    if INTERLEAVED:
-        first, pair, partner = c % 2 == 0, c // 2, c ^ 1
-    else:
-        first = c < PAIRS
-        pair, partner = tl.where(first, c, c - PAIRS), tl.where(first, c + PAIRS, c - PAIRS)
-    turns = here[:, None] & (c < 2 * PAIRS)[None, :]
-    other = tl.load(ptr + at[:, None] + partner[None, :], mask=turns, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + angles[:, None] + pair[None, :], mask=turns, other=0.0)
-    sin = tl.load(sin_ptr + angles[:, None] + pair[None, :], mask=turns, other=0.0)
-    result = x.to(tl.float32) * cos + other * tl.where(first[None, :], -sin, sin)
-    return tl.where(turns, result.to(x.dtype), x)
+    c = tl.arange(0, ALL)
+    x = load_where(ptr + at[:, None] + c[None, :], c, here, WIDTH, True)
+    if PAIRS:
+        if INTERLEAVED:
+            first, pair, partner = c % 2 == 0, c // 2, c ^ 1
+        else:
+            first = c < PAIRS
+            pair, partner = tl.where(first, c, c - PAIRS), tl.where(first, c + PAIRS, c - PAIRS)
+        turns = here[:, None] & (c < 2 * PAIRS)[None, :]
+        other = tl.load(ptr + at[:, None] + partner[None, :], mask=turns, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + angles[:, None] + pair[None, :], mask=turns, other=0.0)
+        sin = tl.load(sin_ptr + angles[:, None] + pair[None, :], mask=turns, other=0.0)
+        result = x.to(tl.float32) * cos + other * tl.where(first[None, :], -sin, sin)
+        x = tl.where(turns, result.to(x.dtype), x)
+    return x
 
 
 @triton.jit

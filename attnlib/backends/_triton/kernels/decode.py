@@ -7,18 +7,12 @@ once. What the splits are, and how they are joined, is in split_kv.py.
 import triton
 import triton.language as tl
 
-from .band import Band, key_range, origin_of, sees_any
-from .decode_tiles import Plane, Queries, Sizes, Stored, Sums, Table, Tiling, in_range, sweep, tiling_of
+from .band import Band, key_range, origin_of, sees_any, tiles_of
+from .decode_tiles import Sizes, Stored, Sums, in_range, sweep
 from .paged import claimed
-from .scores import LN2, LOG2E, Modifiers, load_slope
-from .split_kv import join, join_sink
-from .tile import load_where
-
-# Parameters whose divisibility decides nothing, and must not compile a kernel again.
-COUNTS = (
-    "pages", "stride_table", "stride_slopes", "batch", "group", "s", "slots", "schedule_offset", "limit", "left",
-    "right", "prefix",
-)  # fmt: skip
+from .scores import LN2, LOG2E, Modifiers, load_slope, unit_of
+from .split_kv import join, shares
+from .tile import COUNTS, Rows, Tile, load_where
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -55,94 +49,83 @@ def decode(
     end = tl.minimum(claim.end, length)
     origin = origin_of(origin_ptr, known, batch)
     band = Band(begin, end, left, right, prefix, origin.query - origin.key, origin.key)
-    plane = 0
-    if cu_seqlens_q_ptr is None:
-        plane = sequence
-    wide = tl.cast(plane, tl.int64)
-
-    k_plane = Plane(k_ptr + kv_head * stride_kg, stride_kp, stride_kt, k_desc)
-    tail_plane = Plane(k_tail_ptr + kv_head * stride_tg, stride_tp, stride_tt, tail_desc)
-    v_plane = None if LATENT else Plane(v_ptr + kv_head * stride_vg, stride_vp, stride_vt, None)
-    k_scale, v_scale = None, None
-    if k_scale_ptr is not None:
-        k_scale = Plane(k_scale_ptr + kv_head * stride_ksg, stride_ksp, stride_kst, None)
-        v_scale = Plane(v_scale_ptr + kv_head * stride_vsg, stride_vsp, stride_vst, None)
-    stored = Stored(k_plane, tail_plane, v_plane, k_scale, v_scale)
-    table = Table(table_ptr + known.to(tl.int64) * stride_table, pages, end)
-    PLAIN: tl.constexpr = softcap is None and alibi_slopes_ptr is None
-    SCALED: tl.constexpr = k_scale_ptr is not None
-    APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
-    sizes: tl.constexpr = Sizes(
-        D, D_MAIN, D_TAIL, TAIL, E, E_MAIN, LATENT, SCALED, PAGE, ONE, APART, NATIVE, STAGES, TF32
-    )
-    unit = scale * LOG2E if PLAIN else 1.0
+    plane = tl.cast(sequence if cu_seqlens_q_ptr is None else 0, tl.int64)
 
     first_row = claim.block * BLOCK_M
     r = first_row + tl.arange(0, BLOCK_M)
     valid = r < count * group
     token, head = r // group, kv_head * group + r % group
     i = length - count + token
+    first, last = first_row // group, tl.minimum((first_row + BLOCK_M - 1) // group + 1, count)
+    low, high, all_low, all_high = key_range(length - count + first, length - count + last, band)
+    high = tl.where(first < last, high, low)
+
+    k_rows = Rows(k_ptr + kv_head * stride_kg, stride_kp, stride_kt, stride_kg, k_desc, None)
+    tail_rows = Rows(k_tail_ptr + kv_head * stride_tg, stride_tp, stride_tt, stride_tg, tail_desc, None)
+    v_rows = None if LATENT else Rows(v_ptr + kv_head * stride_vg, stride_vp, stride_vt, stride_vg, None, None)
+    k_scale, v_scale = None, None
+    SCALED: tl.constexpr = k_scale_ptr is not None
+    if SCALED:
+        k_scale = Rows(k_scale_ptr + kv_head * stride_ksg, stride_ksp, stride_kst, stride_ksg, None, None)
+        v_scale = Rows(v_scale_ptr + kv_head * stride_vsg, stride_vsp, stride_vst, stride_vsg, None, None)
+    table_ptr += known.to(tl.int64) * stride_table
+    stored = Stored(k_rows, tail_rows, v_rows, k_scale, v_scale, table_ptr, pages, low, high)
+    APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
+    WHOLE: tl.constexpr = BLOCK_N if FULL else 0
+    sizes: tl.constexpr = Sizes(
+        D, D_MAIN, D_TAIL, TAIL, E, E_MAIN, LATENT, SCALED, PAGE, WHOLE, EDGE, ONE, APART, NATIVE, STAGES, TF32
+    )
+
     MAIN: tl.constexpr = E if LATENT else D_MAIN  # channels of a query before its tail
     d, e = tl.arange(0, D_MAIN), tl.arange(0, E_MAIN)
-    at_q = q_ptr + (wide * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh)
+    at_q = q_ptr + (plane * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh)
     q = load_where(at_q[:, None] + d[None, :], d, valid, E if LATENT else D, True)
-    q_tail = q
+    queries = Tile(q, q)
     if D_TAIL:
         tail = tl.arange(0, D_TAIL)
-        q_tail = load_where(at_q[:, None] + (MAIN + tail)[None, :], tail, valid, D - MAIN, True)
-    gain = tl.full([BLOCK_M], 1.0, tl.float32)
+        queries = Tile(q, load_where(at_q[:, None] + (MAIN + tail)[None, :], tail, valid, D - MAIN, True))
     if SCALED and q.dtype != tl.float32:
-        q, q_tail, gain = in_range(q, q_tail, D_TAIL, LATENT)
-    queries = Queries(q, q_tail, gain, i)
+        queries, gain = in_range(queries, D_TAIL, LATENT)
+        scale *= gain[:, None]
     slope = None
     if alibi_slopes_ptr is not None:
         slope = load_slope(alibi_slopes_ptr, known * stride_slopes + head, valid)[:, None]
     modifiers = Modifiers(scale, softcap, slope)
+    unit = 1.0 if SCALED else unit_of(modifiers)
 
-    first, last = first_row // group, tl.minimum((first_row + BLOCK_M - 1) // group + 1, count)
-    low, high, all_low, all_high = key_range(length - count + first, length - count + last, band)
-    high = tl.where(first < last, high, low)
-    tiling = tiling_of(low, high, all_low, all_high, BLOCK_N, EDGE, FULL)
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, E_MAIN], tl.float32)
-    by_place = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if APART else l_i
-    sums = Sums(acc, m_i, by_place)
+    sums = Sums(acc, m_i, tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if APART else l_i)
     if SPLIT_SIZE:  # not FULL
         for split in range(low // SPLIT_SIZE, tl.cdiv(high, SPLIT_SIZE)):
             split_low, split_high = tl.maximum(low, split * SPLIT_SIZE), tl.minimum(high, (split + 1) * SPLIT_SIZE)
-            at = split_low // EDGE * EDGE
-            cut = Tiling(low, high, at, 0, at, at)
-            tiles = tl.cdiv(tl.maximum(split_high - at, 0), EDGE)
-            part = sweep(sums, tiles, queries, modifiers, band, cut, table, stored, sizes, True, EDGE)
+            tiles = tiles_of(split_low, split_high, 0, 0, WHOLE, EDGE)
+            part = sweep(sums, tiles, queries, i, modifiers, band, stored, sizes, True)
             part_l = tl.sum(part.l_i, 1) if APART else part.l_i
             divisor = tl.where(part_l == 0.0, 1.0, part_l)
-            lse2 = tl.fma(part.m_i, 1.0 if SCALED else unit, tl.log2(divisor))
+            lse2 = tl.fma(part.m_i, unit, tl.log2(divisor))
             lse2 = tl.where(part_l == 0.0, float("-inf"), lse2)
             acc, l_i, m_i = join(acc, l_i, m_i, part.acc * (1.0 / divisor)[:, None], lse2)
     else:
+        tiles = tiles_of(low, high, all_low, all_high, WHOLE, EDGE)
         for MASKED in tl.static_range(0 if FULL else 1, 2):
-            tiles = (tiling.full_high - tiling.full_low) // BLOCK_N
-            if MASKED:
-                tiles = tiling.before + tl.cdiv(tl.maximum(high - tiling.full_high, 0), EDGE)
-            sums = sweep(
-                sums, tiles, queries, modifiers, band, tiling, table, stored, sizes, MASKED, EDGE if MASKED else BLOCK_N
-            )
+            sums = sweep(sums, tiles, queries, i, modifiers, band, stored, sizes, MASKED)
         acc, l_i = sums.acc, tl.sum(sums.l_i, 1) if APART else sums.l_i
-        m_i = tl.where(l_i == 0.0, float("-inf"), sums.m_i if SCALED else sums.m_i * unit)
+        m_i = tl.where(l_i == 0.0, float("-inf"), sums.m_i * unit)
 
     acc = tl.where(sees_any(i, band)[:, None], acc, 0.0)  # other rows have met whatever their tiles hold
     is_whole = not SCHEDULED or claim.splits == 1
     if sinks_ptr is not None:  # splits get it when they have been joined
         sink = tl.load(sinks_ptr + head, mask=valid & is_whole & (not past), other=float("-inf")).to(tl.float32)
-        share, l_i, m_i = join_sink(l_i, m_i, sink * LOG2E)
+        share, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
         acc *= share[:, None]
     l_i = tl.where(l_i == 0.0, 1.0, l_i)
     acc, lse2 = acc / l_i[:, None], m_i + tl.log2(l_i)
     if is_whole:
-        into = wide * stride_ob + (row + token).to(tl.int64) * stride_os + head * stride_oh
+        into = plane * stride_ob + (row + token).to(tl.int64) * stride_os + head * stride_oh
         mine = valid[:, None] & (e < E)[None, :]
         tl.store(out_ptr + into[:, None] + e[None, :], acc.to(out_ptr.dtype.element_ty), mask=mine)
-        tl.store(lse_ptr + wide * stride_lb + head * stride_lh + row + token, lse2 * LN2, mask=valid)
+        tl.store(lse_ptr + plane * stride_lb + head * stride_lh + row + token, lse2 * LN2, mask=valid)
     else:
         line = pid.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(split_ptr + line[:, None] * E_MAIN + e[None, :], acc, mask=valid[:, None] & (e >= 0)[None, :])

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from .band import Band, bounds, key_range, origin_of, sees_any, visible
-from .scores import LN2, LOG2E, Modifiers, dropout_keep, dropout_of, load_slope, modify, online_softmax
-from .tile import COUNTS, Rows, load_rows, load_tile, locate, store_rows
+from .scores import LN2, LOG2E, Modifiers, dropout_keep, dropout_of, load_slope, modify, online_softmax, unit_of
+from .tile import COUNTS, Channels, Place, Rows, Tile, load_tile, locate, products, store_tile
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -32,24 +32,23 @@ def forward(
     if alibi_slopes_ptr is not None:
         slope = load_slope(alibi_slopes_ptr, sequence * stride_slopes + head, sequence < batch)
     modifiers = Modifiers(scale, softcap, slope)
+    unit = unit_of(modifiers)
     if dropout_seed_ptr is not None:
         dropout = dropout_of(dropout_seed_ptr, threshold, head, sequence, origin)
-    # Plain scores stay as they leave the product; others are in log2 units from the start.
-    PLAIN: tl.constexpr = softcap is None and alibi_slopes_ptr is None
-    unit = scale * LOG2E if PLAIN else 1.0
 
-    plane = sequence * 0 if cu_seqlens_q_ptr is not None else sequence  # of descriptors
-    k_ptr += sequence * stride_kb + work.other * stride_kt + kv_head * stride_kg
-    v_ptr += sequence * stride_vb + work.other * stride_vt + kv_head * stride_vg
-    k_rows = Rows(k_ptr, stride_kt, k_desc, plane, work.other, kv_head)
-    tail_rows = Rows(k_ptr, stride_kt, k_tail_desc, plane, work.other, kv_head)
-    v_rows = Rows(v_ptr, stride_vt, v_desc, plane, work.other, kv_head)
+    of_q, of_k = Place(work.plane, work.row, head), Place(work.plane, work.other, kv_head)
+    q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh, None, None)
+    k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, k_desc, k_tail_desc)
+    v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc, None)
+    out_rows = Rows(out_ptr, stride_ob, stride_os, stride_oh, None, None)
+    d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
+    e: tl.constexpr = Channels(E, E_MAIN, 0)
+    # Beyond its keys lies no other's key, and they are not bounded: a descriptor needs no mask.
+    HOLES: tl.constexpr = cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
 
-    m, d, e = tl.arange(0, BLOCK_M), tl.arange(0, D_MAIN), tl.arange(0, E_MAIN)
-    q_ptr += sequence * stride_qb + work.row * stride_qs + head * stride_qh
-    q = load_rows(q_ptr, work.start, m, d, stride_qs, work.rows, D)
-    if D_TAIL:
-        q_tail = load_rows(q_ptr + D_MAIN, work.start, m, tl.arange(0, D_TAIL), stride_qs, work.rows, D - D_MAIN)
+    m = tl.arange(0, BLOCK_M)
+    stored = work.start + m < work.rows
+    q = load_tile(q_rows, of_q, work.start, stored, d, True)
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:  # as a key whose value is 0
         sink = tl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")).to(tl.float32)
@@ -70,13 +69,8 @@ def forward(
         for n in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
             j = n + tl.arange(0, BLOCK_N)
             valid = (j >= start) & (j < end)
-            k = load_tile(k_rows, n, valid, 0, D, BLOCK_N, D_MAIN, phase != 1, False)
-            p = tl.dot(q, k.T, input_precision=PRECISION)
-            if D_TAIL:
-                k = load_tile(tail_rows, n, valid, D_MAIN, D - D_MAIN, BLOCK_N, D_TAIL, phase != 1, False)
-                p = tl.dot(q_tail, k.T, p, input_precision=PRECISION)
-            if not PLAIN:
-                p = modify(p, modifiers, (i + band.apart)[:, None], j[None, :])
+            k = load_tile(k_rows, of_k, n, valid, d, phase != 1, HOLES)
+            p, _ = modify(products(q, k, d, PRECISION), modifiers, (i + band.apart)[:, None], j[None, :])
             if phase != 1:
                 p = tl.where(visible(i[:, None], j[None, :], band), p, float("-inf"))
             m_i, p, correction = online_softmax(m_i, p, unit)
@@ -84,15 +78,13 @@ def forward(
             acc *= correction[:, None]
             if dropout_seed_ptr is not None:
                 p = tl.where(dropout_keep(dropout, i, n, BLOCK_M, BLOCK_N, origin_ptr is None), p, 0.0)
-            v = load_tile(v_rows, n, valid, 0, E, BLOCK_N, E_MAIN, phase != 1, False)
+            v = load_tile(v_rows, of_k, n, valid, e, phase != 1, HOLES).main
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
     nothing = l_i == 0.0
     l_i = tl.where(nothing, 1.0, l_i)
     lse = tl.where(nothing, float("-inf"), m_i * (unit * LN2) + tl.log2(l_i) * LN2)
-    lse_ptr += sequence * stride_lb + work.row + head * stride_lh + work.start
-    tl.store(lse_ptr + m, lse, mask=work.start + m < work.rows)
-    out_ptr += sequence * stride_ob + work.row * stride_os + head * stride_oh
+    tl.store(lse_ptr + (work.plane * stride_lb + work.row + head * stride_lh + work.start) + m, lse, mask=stored)
     # A row that sees nothing has met whatever its tiles hold.
     acc = tl.where(sees_any(i, band)[:, None], acc * (dropout_scale / l_i)[:, None], 0.0)
-    store_rows(out_ptr, acc, work.start, m, e, stride_os, work.rows, E)
+    store_tile(out_rows, of_q, work.start, stored, Tile(acc, acc), e)

@@ -58,32 +58,30 @@ def tanh(x):
 
 
 @triton.jit
-def modify(s, modifiers, i, j):
-    """Products q·k as scores in log2 units, capped and less the slope times the distance ``|i - j|``."""
-    s *= modifiers.scale
-    if modifiers.softcap is not None:
-        s = modifiers.softcap * tanh(s / modifiers.softcap)
-    s *= LOG2E
-    if modifiers.slope is not None:
-        s -= modifiers.slope * tl.abs(i - j).to(tl.float32)
-    return s
+def unit_of(modifiers):
+    """What scores are multiplied by in ``exp2``: plain ones are products as they are, others in log2 units."""
+    if modifiers.softcap is None and modifiers.slope is None:
+        return modifiers.scale * LOG2E
+    else:
+        return 1.0
 
 
 @triton.jit
-def recompute(s, lse2, modifiers, i, j):
-    """The probabilities that the forward gave, and the derivative of the scores by the scaled products.
+def modify(s, modifiers, i, j):
+    """Products q·k as scores, capped and less the slope times the distance ``|i - j|``; and their derivative.
 
-    ``s`` are products q·k, and ``lse2`` is the LSE in log2 units. Without a cap the derivative is 1.
+    That is by the scaled products, and 1 without a cap.
     """
     derivative = 1.0
-    if modifiers.softcap is not None:
-        capped = tanh(s * modifiers.scale / modifiers.softcap)
-        derivative = 1 - capped * capped
     if modifiers.softcap is not None or modifiers.slope is not None:
-        s = modify(s, modifiers, i, j)
-    else:
-        s = s * (modifiers.scale * LOG2E)
-    return tl.exp2(s - lse2), derivative
+        s *= modifiers.scale
+        if modifiers.softcap is not None:
+            capped = tanh(s / modifiers.softcap)
+            s, derivative = modifiers.softcap * capped, 1 - capped * capped
+        s *= LOG2E
+        if modifiers.slope is not None:
+            s -= modifiers.slope * tl.abs(i - j).to(tl.float32)
+    return s, derivative
 
 
 @triton.jit
@@ -103,15 +101,12 @@ def dropout_keep(dropout, i, j0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, W
 
     Four keys share a number. In a ``WHOLE`` call they are side by side in a tile; in a piece, each makes it anew.
     """
+    STEP: tl.constexpr = 4 if WHOLE else 1
+    keys = (dropout.key + j0 + tl.arange(0, BLOCK_N // STEP) * STEP)[None, :] + tl.zeros([BLOCK_M, 1], tl.int32)
+    rows = (i + dropout.query)[:, None] + tl.zeros([1, BLOCK_N // STEP], tl.int32)
+    a, b, c, d = tl.philox(dropout.seed, keys // 4, rows, dropout.head, dropout.sequence)
     if WHOLE:
-        quads = (j0 // 4 + tl.arange(0, BLOCK_N // 4))[None, :] + tl.zeros([BLOCK_M, 1], tl.int32)
-        rows = (i + dropout.query)[:, None] + tl.zeros([1, BLOCK_N // 4], tl.int32)
-        a, b, c, d = tl.philox(dropout.seed, quads, rows, dropout.head, dropout.sequence)
         bits = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK_M, BLOCK_N)
     else:
-        keys = (dropout.key + j0 + tl.arange(0, BLOCK_N))[None, :] + tl.zeros([BLOCK_M, 1], tl.int32)
-        rows = (i + dropout.query)[:, None] + tl.zeros([1, BLOCK_N], tl.int32)
-        a, b, c, d = tl.philox(dropout.seed, keys // 4, rows, dropout.head, dropout.sequence)
-        lane = keys % 4
-        bits = tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
+        bits = tl.where(keys % 4 < 2, tl.where(keys % 4 == 0, a, b), tl.where(keys % 4 == 2, c, d))
     return bits.to(tl.uint32, bitcast=True) >= dropout.threshold

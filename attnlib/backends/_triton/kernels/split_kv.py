@@ -3,32 +3,29 @@
 import triton
 import triton.language as tl
 
-from .paged import ENTRY, tokens_of
+from .paged import ENTRY, LAST
 from .scores import LN2, LOG2E
-
-# Parameters whose divisibility decides nothing, and must not compile a kernel again.
-COUNTS = ("batch", "group", "s", "schedule_offset", "slots", "capacity", "limit", "reach")
+from .tile import COUNTS, tokens_of
 
 
 @triton.jit
-def join(acc, l_i, m_i, x, lse2):
-    """Weighted sums, their weights and the largest weight as an exponent of 2, with attention ``x`` over more keys.
+def shares(l_i, m_i, lse2):
+    """What weights and one more, or a sink, keep of their shares when joined; all weights, and the largest.
 
-    Sums of products are written as they are to be rounded, the same in all kernels.
+    Weights are sums beside their largest exponent of 2. Sums of products are written as they are to be rounded, the
+    same in all kernels.
     """
     m_new = tl.maximum(m_i, lse2)
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     old, new = tl.exp2(m_i - safe), tl.exp2(lse2 - safe)
-    return tl.fma(x, new[:, None], acc * old[:, None]), tl.fma(l_i, old, new), m_new
+    return old, new, tl.fma(l_i, old, new), m_new
 
 
 @triton.jit
-def join_sink(l_i, m_i, sink2):
-    """The share that weights keep beside that of a sink, which has no value; weights with it, and the largest."""
-    m_new = tl.maximum(m_i, sink2)
-    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    share = tl.exp2(m_i - safe)
-    return share, tl.fma(l_i, share, tl.exp2(sink2 - safe)), m_new
+def join(acc, l_i, m_i, x, lse2):
+    """Weighted sums, their weights and the largest, with attention ``x`` over more keys."""
+    old, new, l_i, m_i = shares(l_i, m_i, lse2)
+    return tl.fma(x, new[:, None], acc * old[:, None]), l_i, m_i
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -54,10 +51,7 @@ def combine(
         row, count = tokens_of(cu_seqlens_q_ptr, sequence, batch, s)
         if count * group > BLOCKS * BLOCK_M:  # which is not split
             return
-    plane = 0
-    if cu_seqlens_q_ptr is None:
-        plane = sequence
-    wide = tl.cast(plane, tl.int64)
+    plane = tl.cast(sequence if cu_seqlens_q_ptr is None else 0, tl.int64)
     origin = (slot.to(tl.int64) * KV_HEADS + kv_head) * BLOCKS * BLOCK_M
     of_lse = split_ptr + lines.to(tl.int64) * E_MAIN
     STEP: tl.constexpr = KV_HEADS * BLOCKS * BLOCK_M
@@ -85,13 +79,13 @@ def combine(
                 acc += tl.sum(x * weight[:, None], 0)
         token, head = row + r // group, kv_head * group + r % group
         if sinks_ptr is not None:
-            share, l_i, m_i = join_sink(l_i, m_i, tl.load(sinks_ptr + head).to(tl.float32) * LOG2E)
+            share, _, l_i, m_i = shares(l_i, m_i, tl.load(sinks_ptr + head).to(tl.float32) * LOG2E)
             acc *= share
         l_i = tl.where(l_i == 0.0, 1.0, l_i)
         acc /= l_i
-        into = out_ptr + wide * stride_ob + token.to(tl.int64) * stride_os + head * stride_oh
+        into = out_ptr + plane * stride_ob + token.to(tl.int64) * stride_os + head * stride_oh
         tl.store(into + c, acc.to(out_ptr.dtype.element_ty), mask=c < E)
-        at = lse_ptr + wide * stride_lb + head.to(tl.int64) * stride_lh + token + tl.arange(0, 1)
+        at = lse_ptr + plane * stride_lb + head.to(tl.int64) * stride_lh + token + tl.arange(0, 1)
         tl.store(at, (m_i + tl.log2(l_i)) * LN2, mask=tile == 0)
 
 
@@ -131,7 +125,7 @@ def schedule(
         zero = p * 0
         tl.store(item, b[:, None] + zero, mask=mine)
         tl.store(item + 1, tl.maximum(low * GRANULARITY, start[:, None]), mask=mine)
-        tl.store(item + 2, tl.where(p == n - 1, 2147483647, high * GRANULARITY), mask=mine)
+        tl.store(item + 2, tl.where(p == n - 1, LAST, high * GRANULARITY), mask=mine)
         tl.store(item + 3, n + zero, mask=mine)
     tl.store(schedule_ptr + b * ENTRY + 4, first, mask=b < batch)
     tl.store(schedule_ptr + b * ENTRY + 5, splits, mask=b < batch)

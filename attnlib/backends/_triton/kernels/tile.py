@@ -1,29 +1,52 @@
-"""What a program works on, and the tiles that it loads and stores."""
+"""What a program works on, and the tiles that it loads, multiplies and stores."""
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-# Parameters whose divisibility decides nothing, and must not compile a kernel again.
+from .band import MASK_FIELDS
+
+# Parameters of any kernel whose divisibility decides nothing, and must not compile it again.
 COUNTS = (
-    "stride_slopes", "stride_sb", "stride_sh", "stride_dlb", "stride_dlh", "stride_dls", "batch", "heads", "kv_heads",
-    "group", "s", "t", "heads_per_wave", "left", "right", "prefix", "threshold",
+    *MASK_FIELDS, "stride_slopes", "stride_sb", "stride_sh", "stride_dlb", "stride_dlh", "stride_dls", "stride_table",
+    "batch", "heads", "kv_heads", "group", "s", "t", "heads_per_wave", "threshold", "pages", "page_size", "rows",
+    "slots", "schedule_offset", "limit", "reach", "capacity",
 )  # fmt: skip
 
 
-class Rows(NamedTuple):
-    """The rows of one head of one sequence: from ``ptr`` on, ``stride`` elements apart.
+class Channels(NamedTuple):
+    """How many channels a row has; those of its first block and of its second (0: there is none), powers of two."""
 
-    With a descriptor of the whole tensor ``[b, t, h, d]``, they begin at ``(sequence, row, head)``.
-    """
+    ALL: tl.constexpr
+    MAIN: tl.constexpr
+    TAIL: tl.constexpr
+
+
+class Rows(NamedTuple):
+    """A tensor ``[b, t, h, d]`` by its strides, or ``[pages, page_size, g, d]``; descriptors of its blocks, or None."""
 
     ptr: tl.tensor
-    stride: tl.tensor
+    stride_b: tl.tensor
+    stride_t: tl.tensor
+    stride_h: tl.tensor
     desc: tl.tensor | None
-    sequence: tl.tensor
-    row: tl.tensor
-    head: tl.tensor
+    tail_desc: tl.tensor | None
+
+
+class Place(NamedTuple):
+    """Where the rows of a head of a sequence begin in a tensor. A packed tensor is one sequence."""
+
+    b: tl.tensor
+    t: tl.tensor
+    h: tl.tensor
+
+
+class Tile(NamedTuple):
+    """Some rows in blocks of their channels. Without a second block, ``tail`` is any tile and goes unread."""
+
+    main: tl.tensor
+    tail: tl.tensor
 
 
 @triton.jit
@@ -41,39 +64,77 @@ def load_where(at, columns, valid, WIDTH: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, row, rows, columns, stride, end, WIDTH: tl.constexpr):
-    """Rows ``row + rows`` of a matrix ``[end, WIDTH]``, zeros beyond it; ``stride`` is in elements."""
-    at = ptr + tl.cast(row, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
-    return load_where(at, columns, row + rows < end, WIDTH, True)
+def pointers(x, place, n, rows, columns, ANEW: tl.constexpr):
+    """Where rows from ``n`` on lie. ``ANEW``: made anew in each tile, to hold no registers between tiles."""
+    ptr = x.ptr + (place.b * x.stride_b + place.t * x.stride_t) + place.h * x.stride_h
+    if ANEW:
+        return ptr + ((n + rows).to(tl.int64)[:, None] * x.stride_t + columns[None, :])
+    else:
+        return ptr + tl.cast(n, tl.int64) * x.stride_t + (rows[:, None] * x.stride_t + columns[None, :])
+
+
+@triton.jit
+def load_block(
+    x, place, n, valid, channels, SECOND: tl.constexpr, MASKED: tl.constexpr, BY_DESC: tl.constexpr, ANEW: tl.constexpr
+):
+    """The first or the second block of a tile; see :func:`load_tile`."""
+    FIRST: tl.constexpr = channels.MAIN if SECOND else 0
+    COLUMNS: tl.constexpr = channels.TAIL if SECOND else channels.MAIN
+    if BY_DESC:  # whose addresses take no registers
+        at = [place.b.to(tl.int32), (place.t + n).to(tl.int32), place.h.to(tl.int32), FIRST]
+        return (x.tail_desc if SECOND else x.desc).load(at).reshape(valid.shape[0], COLUMNS)
+    else:
+        columns = tl.arange(0, COLUMNS)
+        at = pointers(x, place, n, tl.arange(0, valid.shape[0]), columns, ANEW) + FIRST
+        return load_where(at, columns, valid, channels.ALL - FIRST, MASKED)
 
 
 @triton.jit
 def load_tile(
-    x, n, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-    MASKED: tl.constexpr, ANEW: tl.constexpr,
-):  # fmt: skip
-    """``BLOCK`` rows from ``n`` on, ``WIDTH`` channels from ``FIRST`` on; where masked, zeros but for valid rows.
+    x, place, n, valid, channels, MASKED: tl.constexpr, HOLES: tl.constexpr = True, ANEW: tl.constexpr = False
+):
+    """A row from ``n`` on for each of ``valid``; where masked, zeros but for valid rows.
 
-    A descriptor has addresses that take no registers. ``ANEW``: pointers are made anew in each tile, and hold none
-    between tiles.
+    A descriptor gives zeros beyond the tensor. ``HOLES``: rows that are not valid may lie within it.
     """
-    if x.desc is not None and not MASKED:
-        at = [tl.cast(x.sequence, tl.int32), (x.row + n).to(tl.int32), x.head.to(tl.int32), FIRST]
-        return x.desc.load(at).reshape(BLOCK, COLUMNS)
-    else:
-        rows, columns = tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
-        if ANEW:
-            at = x.ptr + FIRST + ((n + rows).to(tl.int64)[:, None] * x.stride + columns[None, :])
-        else:
-            at = x.ptr + FIRST + tl.cast(n, tl.int64) * x.stride + (rows[:, None] * x.stride + columns[None, :])
-        return load_where(at, columns, valid, WIDTH, MASKED)
+    BY_DESC: tl.constexpr = x.desc is not None and not (MASKED and HOLES)
+    main = load_block(x, place, n, valid, channels, False, MASKED, BY_DESC, ANEW)
+    return Tile(main, load_block(x, place, n, valid, channels, True, MASKED, BY_DESC, ANEW) if channels.TAIL else main)
 
 
 @triton.jit
-def store_rows(ptr, x, row, rows, columns, stride, end, WIDTH: tl.constexpr):
-    """Write ``x`` into rows ``row + rows`` of a matrix ``[end, WIDTH]``; ``stride`` is in elements."""
-    at = ptr + tl.cast(row, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
-    tl.store(at, x.to(ptr.dtype.element_ty), mask=(row + rows < end)[:, None] & (columns < WIDTH)[None, :])
+def store_tile(x, place, n, valid, tile, channels):
+    """Write a tile into the valid rows of those from ``n`` on."""
+    for SECOND in tl.static_range(2 if channels.TAIL else 1):
+        block = tile.tail if SECOND else tile.main
+        columns = (channels.MAIN if SECOND else 0) + tl.arange(0, block.shape[1])
+        at = pointers(x, place, n, tl.arange(0, valid.shape[0]), columns, False)
+        tl.store(at, block.to(x.ptr.dtype.element_ty), mask=valid[:, None] & (columns < channels.ALL)[None, :])
+
+
+@triton.jit
+def zeros(channels, ROWS: tl.constexpr):
+    """A tile to add products to."""
+    main = tl.zeros([ROWS, channels.MAIN], tl.float32)
+    return Tile(main, tl.zeros([ROWS, channels.TAIL], tl.float32) if channels.TAIL else main)
+
+
+@triton.jit
+def products(x, y, channels, PRECISION: tl.constexpr):
+    """``x @ y.T`` of two tiles."""
+    s = tl.dot(x.main, y.main.T, input_precision=PRECISION)
+    if channels.TAIL:
+        s = tl.dot(x.tail, y.tail.T, s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def add_products(sums, x, y, channels, PRECISION: tl.constexpr):
+    """``sums + x @ y``, of a matrix with a tile."""
+    main, tail = tl.dot(x.to(y.main.dtype), y.main, sums.main, input_precision=PRECISION), sums.tail
+    if channels.TAIL:
+        tail = tl.dot(x.to(y.tail.dtype), y.tail, sums.tail, input_precision=PRECISION)
+    return Tile(main, tail)
 
 
 @triton.jit
@@ -82,14 +143,37 @@ def offset(cu_ptr, n, total):
     return tl.minimum(tl.maximum(tl.load(cu_ptr + n), 0), total)
 
 
+@triton.jit
+def tokens_of(cu_ptr, n, batch, total):
+    """The first token of packed sequence ``n``, and how many it has; sequence ``batch`` has what follows the last."""
+    row, above = offset(cu_ptr, n, total), offset(cu_ptr, tl.minimum(n + 1, batch), total)
+    return row, tl.where(n < batch, tl.maximum(above - row, 0), total - row)
+
+
+@triton.jit
+def owner(cu_ptr, block, batch, tokens, group, BLOCK: tl.constexpr):
+    """Whose block of rows this is, ``group`` rows a token, and its number among theirs.
+
+    Sequence ``n`` owns those from ``cu[n] * group // BLOCK + n`` on, which leaves room for its last, partial one.
+    """
+    n, above = block * 0, batch + 1  # no plain 0, which stays one where there is no sequence
+    while above - n > 1:
+        middle = (n + above) // 2
+        fits = offset(cu_ptr, middle, tokens) * group // BLOCK + middle <= block
+        n, above = tl.where(fits, middle, n), tl.where(fits, above, middle)
+    block = block - offset(cu_ptr, n, tokens) * group // BLOCK - n
+    return n, tl.where(block < 0, tokens * group // BLOCK + 1, block)  # offsets that decrease: nobody's block
+
+
 class Work(NamedTuple):
     """What a program works on: a head of a sequence; its block of rows from ``start`` on.
 
     The sequence has ``rows`` rows from ``row`` on, and ``others`` rows of the other side (keys for queries, queries for
-    keys) from ``other`` on.
+    keys) from ``other`` on, in sequence ``plane`` of the tensors.
     """
 
     sequence: tl.tensor
+    plane: tl.tensor
     head: tl.tensor
     start: tl.tensor
     row: tl.tensor
@@ -102,8 +186,7 @@ class Work(NamedTuple):
 def locate(cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK: tl.constexpr, REVERSED: tl.constexpr):
     """The work of this program, for ``s`` rows of a sequence and ``t`` of the other side, or of all if packed.
 
-    Heads come in waves whose keys and values fit the L2 cache; in a wave the longest rows start first. Packed
-    sequence ``n`` owns blocks from ``cu[n] // BLOCK + n`` on, which leaves room for its last, partial one; sequence
+    Heads come in waves whose keys and values fit the L2 cache; in a wave the longest rows start first. Packed sequence
     ``batch`` is what follows the last offset, and has no keys.
     """
     PACKED: tl.constexpr = cu_ptr is not None
@@ -114,24 +197,15 @@ def locate(cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK: tl.c
     first_pair = pid // (heads_per_wave * blocks) * heads_per_wave
     rest = pid - first_pair * blocks
     width = tl.minimum(heads_per_wave, pairs - first_pair)
-    block, pair = rest // width, first_pair + rest % width
+    block, pair = rest // width, (first_pair + rest % width).to(tl.int64)
     if REVERSED:
         block = blocks - 1 - block
     if PACKED:
-        n, above = pid * 0, batch + 1  # no plain 0, which stays one where there is no sequence
-        while above - n > 1:
-            middle = (n + above) // 2
-            fits = offset(cu_ptr, middle, s) // BLOCK + middle <= block
-            n, above = tl.where(fits, middle, n), tl.where(fits, above, middle)
-        row, other, others = offset(cu_ptr, n, s), t, 0
-        start = (block - row // BLOCK - n) * BLOCK
-        rows = s - row
-        if n < batch:
-            rows = tl.maximum(offset(cu_ptr, n + 1, s) - row, 0)
-            other = offset(cu_other_ptr, n, t)
-            others = tl.maximum(offset(cu_other_ptr, n + 1, t) - other, 0)
-        start = tl.where(start < 0, rows, start)  # offsets that decrease: nobody's block
-        return Work(n.to(tl.int64), pair.to(tl.int64), start, row.to(tl.int64), rows, other.to(tl.int64), others)
+        n, block = owner(cu_ptr, block, batch, s, 1, BLOCK)
+        row, rows = tokens_of(cu_ptr, n, batch, s)
+        other, others = tokens_of(cu_other_ptr, n, batch, t)
+        n, others = n.to(tl.int64), tl.where(n < batch, others, 0)
+        return Work(n, n * 0, pair, block * BLOCK, row.to(tl.int64), rows, other.to(tl.int64), others)
     else:
-        zero = pair.to(tl.int64) * 0
-        return Work((pair // heads).to(tl.int64), (pair % heads).to(tl.int64), block * BLOCK, zero, s, zero, t)
+        n = pair // heads
+        return Work(n, n, pair % heads, block * BLOCK, n * 0, s, n * 0, t)
