@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from ..call import Call, Packing
+from ..call import Call, Packing, Score
 from ..mask import Mask
 
 TYPES = MappingProxyType({Tensor: "Tensor", int: "SymInt", float: "float"})
@@ -42,6 +42,11 @@ class Arguments(NamedTuple):
     def mask(self) -> Mask:
         """Which keys are visible."""
         return Mask(self.left, self.right, self.prefix)
+
+    @property
+    def score(self) -> Score:
+        """How a visible pair's score comes from q·k."""
+        return Score(self.scale, self.softcap, self.alibi_slopes, self.sinks)
 
     @property
     def packing(self) -> Packing:
@@ -78,6 +83,11 @@ class CachedArguments(NamedTuple):
     def mask(self) -> Mask:
         """Which keys are visible."""
         return Mask(self.left, self.right, self.prefix)
+
+    @property
+    def score(self) -> Score:
+        """How a visible pair's score comes from q·k."""
+        return Score(self.scale, self.softcap, self.alibi_slopes, self.sinks)
 
     @property
     def value_plane(self) -> Tensor:
@@ -165,3 +175,13 @@ def sinks_grad(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
         return lse.new_empty(0)
     grad = torch.where(lse.isinf(), 0, -torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta)
     return grad.transpose(0, -2).flatten(1).sum(1).to(sinks.dtype)
+
+
+def option_grads(a: Arguments, dslopes: Tensor | None, lse: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradients of the slopes and the sinks in their own shapes; empty where there are none.
+
+    ``dslopes`` is per sequence, ``[b, h]``, and ``delta`` is ``rowsum(out * dout) - dlse`` like the LSE; each may be
+    None where there is no option to need it.
+    """
+    slopes = lse.new_empty(0) if a.alibi_slopes is None else slopes_grad(a.alibi_slopes, dslopes)
+    return slopes, sinks_grad(a.sinks, lse, delta)
