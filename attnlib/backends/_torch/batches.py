@@ -61,6 +61,9 @@ def batches(a: Arguments) -> Iterator[Batch]:
             yield batch_of(a, (None, slice(r0, r1)), keys, n, k1 - k0, origin, dropout)
         return
     b, t = a.q.shape[0], a.k.shape[1]
+    if b and a.key_starts is a.key_ends is a.origin is None:
+        yield batch_of(a, (), _keys(a, (), 0, t), 0, t, Origin(), dropout)
+        return
     starts = [0] * b if a.key_starts is None else a.key_starts.clamp(0, t).tolist()
     stops = [t] * b if a.key_ends is None else a.key_ends.clamp(0, t).tolist()
     each = list(zip(starts, stops, origins(a.origin, b), strict=True))
@@ -71,9 +74,11 @@ def batches(a: Arguments) -> Iterator[Batch]:
 
 
 def _keys(a: Arguments, index: Index, start: int, stop: int) -> Keys:
-    k, v = a.k[index], a.v[index]
+    k, v = at(a.k, index), at(a.v, index)
 
     def read(sequences: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        if stop - start == k.shape[1] and sequences.stop - sequences.start == k.shape[0]:
+            return k, v
         return k[sequences, start:stop], v[sequences, start:stop]
 
     return Keys(read, start, stop, k.shape[2], v.shape[3], page_size=max(1, stop), index=index)
@@ -89,9 +94,14 @@ def batch_of(
     dropout: Dropout,
 ) -> Batch:
     """The batch of the queries at ``index``, which are the last ones of ``total`` keys unless the origin moves them."""
-    q = a.q[index]
+    q = at(a.q, index)
     first = total - q.shape[1] + origin.query - origin.key
     return Batch(q, keys, index, sequence, first, a.mask.counted_from(origin.key), a.score, dropout, origin)
+
+
+def at(x: Tensor, index: Index) -> Tensor:
+    """``x[index]``; without an index ``x`` itself, which takes no time."""
+    return x[index] if index else x
 
 
 def origins(table: Tensor | None, sequences: int) -> list[Origin]:

@@ -1,7 +1,5 @@
 """torch's fused CPU attention, and when it is exact."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -9,11 +7,10 @@ from ...watched import KNOWN
 from .batches import Batch
 from .tiles import is_plain
 
-OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
-# torch keeps these operators to itself; of another torch nobody knows what they compute.
-IS_KNOWN = ".".join(torch.__version__.split(".")[:2]) in KNOWN and all(
-    hasattr(torch.ops.aten, name) for name in (OPERATOR, f"{OPERATOR}_backward")
-)
+# torch keeps these to itself; of another torch nobody knows what they compute.
+FORWARD = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", None)
+BACKWARD = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+IS_KNOWN = ".".join(torch.__version__.split(".")[:2]) in KNOWN and None not in (FORWARD, BACKWARD)
 
 
 def causality(batch: Batch) -> bool | None:
@@ -32,27 +29,25 @@ def causality(batch: Batch) -> bool | None:
 
 def forward(batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
     """The output ``[b, s, h, d]`` and the LSE ``[b, h, s]``, contiguous."""
-    (b, s, h, _), k, v = batch.q.shape, *_read(batch)
-    g = h if causal else batch.keys.heads
-    solve = getattr(torch.ops.aten, OPERATOR)
-    out, lse = solve(_rows(batch.q, g), k, v, 0.0, causal, scale=batch.score.scale)
-    return _unrows(out, batch.q), lse.reshape(b, h, s).contiguous()
+    q, (k, v) = batch.q, _read(batch)
+    b, s, h, _ = q.shape
+    out, lse = FORWARD(_rows(q, h if causal else k.shape[1]), k, v, 0.0, causal, scale=batch.score.scale)
+    return _unrows(out, q), lse.reshape(b, h, s).contiguous()
 
 
 def backward(batch: Batch, causal: bool, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of the batch's keys, contiguous, from tensors ``[b, s, h, d]`` and the LSE ``[b, h, s]``."""
-    (b, _, h, _), k, v = batch.q.shape, *_read(batch)
-    g = h if causal else batch.keys.heads
-    solve = getattr(torch.ops.aten, f"{OPERATOR}_backward")
-    solved = (_rows(out, g), lse.reshape(b, g, -1))
-    dq, dk, dv = solve(_rows(dout, g), _rows(batch.q, g), k, v, *solved, 0.0, causal, scale=batch.score.scale)
-    return _unrows(dq, batch.q), dk.transpose(1, 2).contiguous(), dv.transpose(1, 2).contiguous()
+    q, (k, v) = batch.q, _read(batch)
+    g = q.shape[2] if causal else k.shape[1]
+    solved = (_rows(out, g), lse.reshape(q.shape[0], g, -1))
+    dq, dk, dv = BACKWARD(_rows(dout, g), _rows(q, g), k, v, *solved, 0.0, causal, scale=batch.score.scale)
+    return _unrows(dq, q), dk.transpose(1, 2).contiguous(), dv.transpose(1, 2).contiguous()
 
 
-def _read(batch: Batch) -> Iterator[Tensor]:
+def _read(batch: Batch) -> tuple[Tensor, Tensor]:
     """All keys and values, ``[b, g, t, d]``."""
-    sequences = slice(0, batch.q.shape[0])
-    return (x.transpose(1, 2) for x in batch.keys.read(sequences, batch.keys.start, batch.keys.stop))
+    k, v = batch.keys.read(slice(0, batch.q.shape[0]), batch.keys.start, batch.keys.stop)
+    return k.transpose(1, 2), v.transpose(1, 2)
 
 
 def _rows(x: Tensor, g: int) -> Tensor:

@@ -94,6 +94,8 @@ class Saved(NamedTuple):
 
     def of(self, batch: Batch) -> "Saved":
         """The same of a batch of the call."""
+        if not batch.index:
+            return self
         delta = None if self.delta is None else self.delta.mT[batch.index].mT
         return Saved(self.dout[batch.index], self.out[batch.index], self.lse.mT[batch.index].mT, delta)
 
