@@ -103,6 +103,40 @@ class Mask:
         right = None if self.right is None else self.right + n
         return Mask(left, right, self.prefix)
 
+    def queries(self, first: int, last: int, start: int, stop: int) -> tuple[int, int]:
+        """The exact half-open range of queries, of ``[first, last)``, that see some key in ``[start, stop)``.
+
+        The range has no hole. An empty range is ``(0, 0)``.
+
+        >>> sliding(3).queries(0, 9, 4, 6)
+        (4, 8)
+        """
+        hollow = self.left is not None and self.right is not None and self.left + self.right < 0
+        if start >= stop or hollow:
+            return (0, 0)
+        if self.right is not None and start >= self.prefix:
+            first = max(first, start - self.right)
+        if self.left is not None:
+            last = min(last, stop + self.left)
+        return (first, last) if first < last else (0, 0)
+
+    def is_causal_among(self, first: int, last: int) -> bool:
+        """Whether each query in ``[first, last)``, two or more, sees of the keys there those up to its own alone.
+
+        >>> sliding(3).is_causal_among(5, 8), sliding(3).is_causal_among(5, 9)
+        (True, False)
+        """
+        after_left = self.left is None or self.left >= last - 1 - first
+        return after_left and self.right == 0 and self.prefix <= first + 1
+
+    def counted_from(self, key: int) -> "Mask":
+        """The same mask for indices of queries and keys that count from key ``key``: the prefix moves.
+
+        >>> Mask(right=0, prefix=5).counted_from(3)
+        Mask(left=None, right=0, prefix=2)
+        """
+        return Mask(self.left, self.right, max(0, min(self.prefix - key, INT32))) if self.prefix else self
+
 
 FULL = Mask()
 CAUSAL = Mask(right=0)

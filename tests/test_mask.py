@@ -30,6 +30,27 @@ def test_covers_equals_brute_force_over_visible(mask, first, rows, start, width)
     assert mask.covers(first, first + rows, start, start + width) == all(pairs)
 
 
+@given(masks(12), st.integers(-12, 24), st.integers(0, 12), small, st.integers(0, 12))
+def test_queries_equals_brute_force_over_visible(mask, first, rows, start, width):
+    found_first, found_last = mask.queries(first, first + rows, start, start + width)
+    wanted = [i for i in range(first, first + rows) if any(mask.visible(i, start + j) for j in range(width))]
+    assert list(range(found_first, found_last)) == wanted
+    assert wanted or (found_first, found_last) == (0, 0)
+
+
+@given(masks(12), small, st.integers(2, 12))
+def test_is_causal_among_equals_brute_force_over_visible(mask, first, rows):
+    indices = range(first, first + rows)
+    wanted = all(mask.visible(i, j) == (j <= i) for i in indices for j in indices)
+    assert mask.is_causal_among(first, first + rows) == wanted
+
+
+@given(masks(12), st.integers(-12, 12), st.integers(-12, 24), small)
+def test_counting_from_another_key_moves_indices_alone(mask, key, i, j):
+    if key + j >= 0:  # a prefix begins at key 0
+        assert mask.counted_from(key).visible(i, j) == mask.visible(key + i, key + j)
+
+
 @given(masks(12), st.integers(-9, 9), st.integers(-9, 9))
 def test_shift_moves_the_band_and_leaves_the_prefix(mask, n, m):
     moved = mask.shift(n)

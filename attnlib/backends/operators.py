@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from ..call import Call, Packing
+from ..call import Call, Packing, Score
 from ..mask import Mask
 
 TYPES = MappingProxyType({Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"})
@@ -42,6 +42,11 @@ class Arguments(NamedTuple):
     def mask(self) -> Mask:
         """Which keys are visible."""
         return Mask(self.left, self.right, self.prefix)
+
+    @property
+    def score(self) -> Score:
+        """How a visible pair's score comes from q·k."""
+        return Score(self.scale, self.softcap, self.alibi_slopes, self.sinks)
 
     @property
     def packing(self) -> Packing:
@@ -83,6 +88,11 @@ class CachedArguments(NamedTuple):
     def mask(self) -> Mask:
         """Which keys are visible."""
         return Mask(self.left, self.right, self.prefix)
+
+    @property
+    def score(self) -> Score:
+        """How a visible pair's score comes from q·k."""
+        return Score(self.scale, self.softcap, self.alibi_slopes, self.sinks)
 
     @property
     def value_plane(self) -> Tensor:
@@ -190,9 +200,10 @@ def fake_write(*arguments) -> None:
     """A write gives nothing."""
 
 
-def option_grads(a: Arguments, dslopes: Tensor | None, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+def option_grads(a: Arguments, dslopes: Tensor | None, lse: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gradients of slopes, from those of each sequence ``[b, h]``, and of sinks; empty where there are none.
 
+    ``delta`` is ``rowsum(out * dout) - dlse``, like the LSE; it and ``dslopes`` may be None where no option needs them.
     A sink is a key whose value is zero, so its gradient is its probability times ``0 - delta``.
     """
     of_slopes, of_sinks = lse.new_empty(0), lse.new_empty(0)

@@ -7,6 +7,7 @@ import torch
 from attnlib import Mask, call
 from attnlib.backends import _torch, autograd
 from attnlib.backends._torch import implementations, pages, tiles
+from attnlib.backends.operators import outputs
 from attnlib.cache import kv_cache
 from attnlib.cache.pages import PageAllocator
 from attnlib.cache.step import StepBuffers, TableBuffers
@@ -27,9 +28,8 @@ def scale_squared(filled: Callable) -> Callable:
 
 
 def lse_without_sink(forward: Callable) -> Callable:
-    def changed(part, rule, out, lse):
-        forward(part, rule, out, lse)
-        forward(part._replace(sinks=None), rule, torch.empty_like(out), lse)
+    def changed(batch):
+        return forward(batch)[0], forward(batch._replace(score=batch.score._replace(sinks=None)))[1]
 
     return changed
 
@@ -39,40 +39,43 @@ def group_by_remainder(rows: Callable) -> Callable:
     return lambda x, g, wide: rows(x.unflatten(2, (-1, g)).transpose(2, 3).flatten(2, 3), g, wide)
 
 
-def starts_ignored(batch: Callable) -> Callable:
-    return lambda table, starts, *rest: batch(table, [0] * len(starts), *rest)
+def starts_ignored(batches: Callable) -> Callable:
+    return lambda a: batches(a._replace(starts=torch.zeros_like(a.starts)))
 
 
-def tail_cut_off(query_tiles: Callable) -> Callable:
+def tail_cut_off(key_ranges: Callable) -> Callable:
     """The last keys are left out unless they fill eight."""
 
-    def changed(part):
-        for i0, i1, spans in query_tiles(part):
-            cut = [(a, max(a, b - b % 8) if b == part.high and b - a > 8 else b) for a, b in spans]
-            yield i0, i1, cut
+    def changed(keys, block):
+        for a, b in key_ranges(keys, block):
+            yield a, max(a, b - b % 8) if b == keys.stop and b - a > 8 else b
 
     return changed
 
 
 def dropout_not_made_up_for(dropout: Callable) -> Callable:
-    return lambda part, rule, *tile: dropout(part, rule, *tile) * (1 - rule.dropout_p)
+    return lambda batch, *tile: dropout(batch, *tile) * (1 - batch.dropout.p)
 
 
-def cap_without_gradient(scores: Callable) -> Callable:
-    return lambda *tile: scores(*tile)._replace(tanh=None)
+def cap_without_gradient(tile: Callable) -> Callable:
+    return lambda *where: tile(*where)._replace(tanh=None)
 
 
-def slopes_of_one_sequence(per_head: Callable) -> Callable:
-    return lambda slopes, sinks, sequence, q: per_head(slopes, sinks, 0, q)
+def slopes_of_one_sequence(slopes: Callable) -> Callable:
+    return lambda batch, block: slopes(batch._replace(sequence=0), block)
 
 
 def lse_without_gradient(gradients: Callable) -> Callable:
     return lambda operators, ctx, dout, dlse: gradients(operators, ctx, dout, None)
 
 
-def strangers_by_zero(part_of: Callable) -> Callable:
+def strangers_by_zero(batches: Callable) -> Callable:
     """Keys of others, and of nobody, are multiplied by zero."""
-    return lambda q, k, *rest: part_of(q + 0 * k.sum(), k, *rest)
+    return lambda a: batches(a._replace(q=a.q + 0 * a.k.sum()))
+
+
+def uninitialised(nothing: Callable) -> Callable:
+    return outputs
 
 
 def nothing(original: Callable) -> Callable:
@@ -118,14 +121,14 @@ PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "scale squared": ("varlen", 20, call, "_filled", scale_squared),
     "an LSE without sink": ("dense", 40, tiles, "forward", lse_without_sink),
     "head h reads h % g": ("varlen", 20, tiles, "_rows", group_by_remainder),
-    "a tail cut off": ("dense", 20, tiles, "_query_tiles", tail_cut_off),
+    "a tail cut off": ("dense", 20, tiles, "_key_ranges", tail_cut_off),
     "dropout without 1 / (1 - p)": ("dense", 60, tiles, "_dropout", dropout_not_made_up_for),
-    "no gradient of the softcap": ("dense", 40, tiles, "_scores", cap_without_gradient),
+    "no gradient of the softcap": ("dense", 40, tiles, "_tile", cap_without_gradient),
     "no gradient of the LSE": ("dense", 20, autograd.Operators, "gradients", lse_without_gradient),
-    "slopes of the first sequence": ("varlen", 120, tiles, "per_head", slopes_of_one_sequence),
-    "NaN times zero": ("varlen", 20, implementations, "part_of", strangers_by_zero),
-    "rows of nobody left": ("varlen", 20, implementations, "_fill_nothing", nothing),
-    "left padding seen": ("cached", 40, pages, "Batch", starts_ignored),
+    "slopes of the first sequence": ("varlen", 120, tiles, "_slopes", slopes_of_one_sequence),
+    "NaN times zero": ("varlen", 20, implementations, "batches", strangers_by_zero),
+    "rows of nobody left": ("varlen", 20, implementations, "_nothing", uninitialised),
+    "left padding seen": ("cached", 40, pages, "batches", starts_ignored),
     "a forked page not copied": ("cached", 60, kv_cache, "copy_pages", nothing),
     "a forked page lost in a failed step": ("cached", 150, PageAllocator, "_writers_in_place", shortest_heir),
     "a stale table after a failed step": ("cached", 120, StepBuffers, "forget", nothing),

@@ -3,41 +3,51 @@
 import torch
 from torch import Tensor
 
-from .tiles import Part, Rule
+from ...watched import KNOWN
+from .batches import Batch
+from .tiles import is_plain
+
+# torch keeps these to itself; of another torch nobody knows what they compute.
+FORWARD = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", None)
+BACKWARD = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+IS_KNOWN = ".".join(torch.__version__.split(".")[:2]) in KNOWN and None not in (FORWARD, BACKWARD)
 
 
-def causality(part: Part, rule: Rule, v: Tensor) -> bool | None:
-    """The ``is_causal`` with which torch's fused CPU attention solves ``part``; None if it cannot."""
-    q, (s, first, low, high) = part.q, (part.q.shape[1], part.first, part.low, part.high)
-    plain = rule.plain and part.slopes is None and part.sinks is None
+def causality(batch: Batch) -> bool | None:
+    """The ``is_causal`` with which torch's fused CPU attention solves a batch; None if it cannot."""
+    q, keys, mask, first = batch.q, batch.keys, batch.mask, batch.first
+    s, t = q.shape[1], keys.stop - keys.start
     # Over fewer keys than a vector holds (16 with AVX-512), torch turns the row of a NaN query into zeros (#141128).
-    if not plain or q.device.type != "cpu" or q.shape[-1] != v.shape[-1] or q.numel() == 0 or high - low < 16:
+    if not IS_KNOWN or q.device.type != "cpu" or q.numel() == 0 or t < 16:
         return None
-    mask = part.mask
-    if mask.covers(first, first + s, low, high):
+    if not keys.at_once or q.shape[-1] != keys.value_dim or not is_plain(batch):
+        return None
+    if mask.covers(first, first + s, keys.start, keys.stop):
         return False
-    square = first == low and s == high - low and mask.right == 0 and mask.prefix <= low + 1
-    return True if square and (mask.left is None or mask.left >= s - 1) else None
+    return True if first == keys.start and s == t and mask.is_causal_among(first, first + s) else None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
     """The output ``[b, s, h, d]`` and the LSE ``[b, h, s]``, contiguous."""
-    g = q.shape[2] if causal else k.shape[2]
-    solve = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = solve(_rows(q, g), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=scale)
-    return _unrows(out, q), lse.reshape(q.shape[0], q.shape[2], q.shape[1]).contiguous()
+    q, (k, v) = batch.q, _read(batch)
+    b, s, h, _ = q.shape
+    out, lse = FORWARD(_rows(q, h if causal else k.shape[1]), k, v, 0.0, causal, scale=batch.score.scale)
+    return _unrows(out, q), lse.reshape(b, h, s).contiguous()
 
 
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, contiguous, from tensors ``[b, s, h, d]`` and the LSE ``[b, h, s]``."""
-    g = q.shape[2] if causal else k.shape[2]
-    solve = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    keys = (k.transpose(1, 2), v.transpose(1, 2))
-    stacked = (_rows(out, g), lse.reshape(q.shape[0], g, -1))
-    dq, dk, dv = solve(_rows(dout, g), _rows(q, g), *keys, *stacked, 0.0, causal, scale=scale)
+def backward(batch: Batch, causal: bool, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of the batch's keys, contiguous, from tensors ``[b, s, h, d]`` and the LSE ``[b, h, s]``."""
+    q, (k, v) = batch.q, _read(batch)
+    g = q.shape[2] if causal else k.shape[1]
+    solved = (_rows(out, g), lse.reshape(q.shape[0], g, -1))
+    dq, dk, dv = BACKWARD(_rows(dout, g), _rows(q, g), k, v, *solved, 0.0, causal, scale=batch.score.scale)
     return _unrows(dq, q), dk.transpose(1, 2).contiguous(), dv.transpose(1, 2).contiguous()
+
+
+def _read(batch: Batch) -> tuple[Tensor, Tensor]:
+    """All keys and values, ``[b, g, t, d]``."""
+    k, v = batch.keys.read(slice(0, batch.q.shape[0]), batch.keys.start, batch.keys.stop)
+    return k.transpose(1, 2), v.transpose(1, 2)
 
 
 def _rows(x: Tensor, g: int) -> Tensor:
