@@ -108,5 +108,6 @@ def _write(k, v, new_k, new_v, slots):
             pages.store(plane, new, slots, kept)
 
 
+WRITE = "torch_write(Tensor(a!) k, Tensor(b!)? v, Tensor new_k, Tensor? new_v, Tensor slots) -> ()"
 OPERATORS = Operators("torch", _forward, _backward)
 _libraries = register_cached("torch", cached), register(Operator(WRITE, _write, fake_write))
