@@ -6,8 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDER := out/triton-3.6.0
+SLOW := slow and not gpu and not gpu2
 
-.PHONY: demo test lint bench bench-gpu compile-quick compile-check clean
+.PHONY: demo test test-slow lint bench bench-gpu compile-quick compile-check clean
 
 # Train, decode and compare small language models.
 # Threads that wait asleep: beside other work on the same cores, spinning made training six times slower.
@@ -18,6 +19,11 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels $(ARGS)
+
+# What `make test` leaves out: properties with at least 200 examples, and cases whose like it ran. tests/README.md lists them.
+test-slow: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m '$(SLOW)' $(ARGS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m '$(SLOW)' tests/kernels $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,6 +1,8 @@
-"""One thread, one seed, NaN in uninitialised memory; hypothesis without deadlines, and patient with `-m slow`."""
+"""One thread, one seed, NaN in uninitialised memory; hypothesis without deadlines; and what is behind `-m slow`."""
 
 import re
+from itertools import combinations, groupby
+from zlib import crc32
 
 import pytest
 import torch
@@ -37,19 +39,62 @@ def _every_test_starts_alike():
     torch.use_deterministic_algorithms(False)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--slow-share", metavar="N/M", help="of the slow tests, every M-th by a hash of its name")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(config, items):
-    """`-m slow` runs every property test with at least MANY examples, whatever number it asks for by itself."""
-    if not re.search(r"(?<!not )\bslow\b", config.option.markexpr):
-        return
-    for item in items:
-        if not is_hypothesis_test(item.obj):
-            continue
+    """`-m slow` runs every property test with at least MANY examples, and the cases that a covering leaves out."""
+    for item in _uncovered(items):
         item.add_marker("slow")
-        # A state machine's settings are public; those of a decorated function hypothesis keeps under a name of its own.
-        owner, name = (item.cls, "settings") if hasattr(item.cls, "settings") else (item.obj, SETTINGS_OF_A_TEST)
-        asked = getattr(owner, name)
-        setattr(owner, name, settings(asked, max_examples=max(MANY, asked.max_examples)))
+    if re.search(r"(?<!not )\bslow\b", config.option.markexpr):
+        for item in items:
+            if is_hypothesis_test(item.obj):
+                _ask_for_many(item)
+    if share := config.getoption("--slow-share"):
+        outside = [item for item in items if item.get_closest_marker("slow") and not is_of_share(item.nodeid, share)]
+        config.hook.pytest_deselected(items=outside)
+        items[:] = [item for item in items if item not in {*outside}]
+
+
+def _uncovered(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of every test marked ``covering(n)``, the cases without which the others hold every n values together."""
+    found = []
+    marked = [item for item in items if item.get_closest_marker("covering") and hasattr(item, "callspec")]
+    for _, group in groupby(marked, key=lambda item: item.nodeid.partition("[")[0]):
+        cases = list(group)
+        (together,) = cases[0].get_closest_marker("covering").args
+        kept = covering([case.callspec.indices for case in cases], together)
+        found += [case for n, case in enumerate(cases) if n not in kept]
+    return found
+
+
+def covering(cases: list[dict[str, int]], together: int) -> set[int]:
+    """A few of the cases that hold all that any case holds: every so many values of its parameters together."""
+    held = [{*combinations(sorted(case.items()), min(together, len(case)))} for case in cases]
+    kept, missing = set(), set().union(*held)
+    while missing:
+        best = max(range(len(cases)), key=lambda n: len(held[n] & missing))
+        kept.add(best)
+        missing -= held[best]
+    return kept
+
+
+def is_of_share(name: str, share: str) -> bool:
+    """Whether a test is of share ``N/M``, N counted from 1."""
+    found = re.fullmatch(r"(\d+)/(\d+)", share)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise pytest.UsageError(f"--slow-share: expected N/M with N from 1 to M, got {share}")
+    return crc32(name.encode()) % int(found[2]) == int(found[1]) - 1
+
+
+def _ask_for_many(item: pytest.Item) -> None:
+    item.add_marker("slow")
+    # A state machine's settings are public; those of a decorated function hypothesis keeps under a name of its own.
+    owner, name = (item.cls, "settings") if hasattr(item.cls, "settings") else (item.obj, SETTINGS_OF_A_TEST)
+    asked = getattr(owner, name)
+    setattr(owner, name, settings(asked, max_examples=max(MANY, asked.max_examples)))
 
 
 SETTINGS_OF_A_TEST = "_hypothesis_internal_use_settings"

@@ -1,110 +1,211 @@
-"""The rooms of docs/tour.md and the arrows between them; what importing attnlib costs; what it exports."""
+"""The rooms of docs/tour.md and the arrows between them; what is kept beyond a call; what importing attnlib costs."""
 
 import ast
 import os
 import subprocess
 import sys
-from pathlib import Path
+from graphlib import TopologicalSorter
+from itertools import pairwise
 
 import pytest
+import torch
+from source import PACKAGE, ROOT, Source
+from source_state import holds, private_names, stores
 
 import attnlib
+from attnlib import CAUSAL, GroupedQueryAttention, Rope
 
-ROOT = Path(attnlib.__file__).parent
-VALUES = {"checks", "kv", "mask", "merge", "philox", "rope", "scaling"}
-ALLOWED = {
-    "__init__": {"mask", "merge", "rope", "kv", "cache", "layers", "functional", "dispatch"},
-    "__main__": {"bench", "convert", "sizes", "dispatch"},
-    "bench": set(attnlib.__all__),  # `from .. import`, as users do
+VALUES = ("merge", "kv", "mask", "rope", "scaling", "philox", "checks")
+BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
+DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
+# The rooms from top to bottom, and which each may import: rooms below it alone. bench imports what users do.
+ROOMS = {
+    "__main__": {"bench", "convert", "sizes"},
+    "bench": {"__init__"},
+    "__init__": {"layers", "cache", "functional", "dispatch", "merge", "kv", "mask", "rope"},
     "convert": {"layers", "cache", "functional", "sizes", *VALUES},
     "layers": {"functional", "cache", *VALUES},
-    "functional": {"call", "spec", "dispatch", "prepared", *VALUES},
-    "storage": {"dispatch", *VALUES},
-    "dispatch": {"backends", "call", "prepared", "spec"},
-    "prepared": {"call", "watched", *VALUES},
-    "watched": set(),
-    "call": {"spec", *VALUES},
-    "spec": {"call", "watched", *VALUES},  # call only to name its type
     "cache": {"storage", *VALUES},
-    "sizes": VALUES,
-    "backends": {"call", "spec", "prepared", "watched", *VALUES},
+    "functional": {"dispatch", "prepared", "call", "spec", *VALUES},
+    "storage": {"dispatch", *VALUES},
+    "dispatch": {*BACKENDS, "backends", "prepared", "call", "spec"},
+    "backends/_triton": {"backends/_triton/kernels", "backends", "prepared", "call", "spec", "watched", *VALUES},
+    "backends/_triton/kernels": set(),
+    "backends/_torch": {"backends", "prepared", "call", "spec", "watched", *VALUES},
+    "backends/_reference": {"backends", "prepared", "call", "spec", "watched", "reference", *VALUES},
+    "backends": {"prepared", "call", "spec", "watched", *VALUES},  # what all backends share
+    "prepared": {"call", "watched", *VALUES},
+    "call": {"spec", *VALUES},
+    "spec": {"watched", *VALUES},
+    "watched": set(),
+    "sizes": {*VALUES},
     "reference": set(),
-    **dict.fromkeys(VALUES, VALUES),
+    **{name: set(VALUES[at + 1 :]) for at, name in enumerate(VALUES)},
 }
-BACKENDS = {"_reference", "_torch", "_triton"}  # what is beside them in backends/ is for all of them
-FILES = sorted(ROOT.rglob("*.py"))
+ORDER = list(ROOMS)
+# The two stores of mutable state: compiled launches, and calls that are prepared.
+KEEPERS = ({"backends/_triton/launch.py"}, {"prepared.py", "dispatch.py"})
+# Each behind a guard of the version, or of what the name is needed for.
+PRIVATE = {
+    "watched.py": "asks whether anybody follows operators",
+    "backends/_triton/launch.py": "launches a compiled kernel",
+    "backends/_torch/fused.py": "calls ATen's fused CPU attention, whose backward has no public name",
+}
 
 
-def imports_of(path: Path) -> list[tuple[str, ...]]:
-    """Every import of attnlib in a file, as the parts of an absolute module path below attnlib."""
-    package = path.relative_to(ROOT).parent.parts
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = package[: len(package) - node.level + 1]
-            module = (*base, *(node.module.split(".") if node.module else ()))
-            found += [module] if node.module else [(*module, alias.name) for alias in node.names]
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            found += [tuple(name.split("."))[1:] for name in names if name and name.split(".")[0] == "attnlib"]
-    return found
+def room_of(module: tuple[str, ...]) -> str:
+    """The deepest room that a module is in."""
+    return next((room for n in range(len(module), 0, -1) if (room := "/".join(module[:n])) in ROOMS), module[0])
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_imports_what_its_room_may(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    for target in imports_of(path):
-        if target[0] != parts[0]:
-            defined = parts[:2] == ("backends", "_reference") and target[0] == "reference"
-            assert defined or target[0] in ALLOWED[parts[0]], f"{parts[0]} may not import {'.'.join(target)}"
+def wrong_imports(source: Source) -> list[str]:
+    """What a file imports and its room may not, or from inside another backend's or the kernels' room."""
+    mine = room_of(source.parts)
+    targets = [(target, room_of(target)) for target in source.modules()]
+    wrong = [target for target, room in targets if room != mine and room not in ROOMS[mine]]
+    inside = [
+        target for target, room in targets if mine == "dispatch" and room in BACKENDS and "__init__" not in target
+    ]
+    if source.parts[:2] == ("convert", "checkpoint"):  # folders know nothing of what is converted
+        wrong += [target for target, _ in targets if target[0] == "convert" and target[1] != "checkpoint"]
+    return sorted(".".join(target) for target in {*wrong, *inside})
 
 
-@pytest.mark.parametrize("path", [x for x in FILES if "backends" in x.parts], ids=lambda x: str(x.relative_to(ROOT)))
-def test_a_backend_knows_no_other(path):
-    mine = path.relative_to(ROOT / "backends").with_suffix("").parts[0]
-    others = BACKENDS - {mine}
-    for target in imports_of(path):
-        assert target[0] != "backends" or target[1] not in others, f"{mine} imports {'.'.join(target)}"
+@pytest.mark.parametrize("source", PACKAGE, ids=lambda x: x.path)
+def test_a_file_imports_what_its_room_may(source):
+    wrong = wrong_imports(source)
+    assert not wrong, (
+        f"{source.path} imports {wrong}; {room_of(source.parts)} may import {ROOMS[room_of(source.parts)]}"
+    )
 
 
-def test_kernels_import_kernels_alone():
-    room = ("backends", "_triton", "kernels")
-    for path in (ROOT / "backends/_triton/kernels").glob("*.py"):
-        others = [name for name in imports_of(path) if name[:3] != room]
-        assert not others, f"{path.name} imports {others}"
+def test_every_arrow_between_rooms_points_down():
+    for at, room in enumerate(ORDER):
+        assert not ROOMS[room] & {*ORDER[: at + 1]}, f"{room}: an arrow that points up, or at itself"
 
 
-def test_only_dispatch_names_backends():
-    """Nothing outside a backend's room names what is inside it."""
-    for path in FILES:
-        if "backends" in path.relative_to(ROOT).parts:
-            continue
-        named = [name for name in imports_of(path) if name[0] == "backends"]
-        assert all(path.stem == "dispatch" and name == ("backends",) for name in named), f"{path.name} imports {named}"
+def test_no_modules_import_each_other():
+    TopologicalSorter({x.parts: x.modules() for x in PACKAGE}).prepare()  # raises and names the cycle, if there is one
 
 
-def test_folders_know_nothing_of_what_is_converted():
-    for path in (ROOT / "convert/checkpoint").glob("*.py"):
-        others = [name for name in imports_of(path) if name[0] == "convert" and name[1] != "checkpoint"]
-        assert not others, f"{path.name} imports {others}"
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("call.py", "from .dispatch import select"),
+        ("mask.py", "def f():\n    import attnlib.kv"),
+        ("backends/_torch/tiles.py", "from .._triton import launch"),
+        ("backends/_triton/kernels/band.py", "from ..tables import LaunchConfig"),
+        ("dispatch.py", "from .backends._torch.tiles import Part"),
+        ("layers/gqa.py", "from ..storage import write_cache"),
+        ("convert/checkpoint/plan.py", "from .. import heads"),
+    ],
+)
+def test_a_planted_import_is_found(path, text):
+    assert len(wrong_imports(Source(path, text))) == 1
+
+
+def climbs(rooms: list[str]) -> int:
+    """How often one goes up on the way through these rooms."""
+    places = [ORDER.index(room) for room in rooms]
+    return sum(after < before for before, after in pairwise(places))
+
+
+def test_a_training_call_climbs_at_most_once():
+    """By the rooms in which its functions first run; values, which every room uses, aside."""
+    layer = GroupedQueryAttention(hidden_size=32, num_heads=4, num_kv_heads=2, mask=CAUSAL, rope=Rope(8))
+    x, path = torch.randn(2, 9, 32, requires_grad=True), []
+
+    def enter(frame, event, argument):
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(f"{ROOT}{os.sep}"):
+            room = room_of(Source(os.path.relpath(name, ROOT).replace(os.sep, "/"), "").parts)
+            if room not in (*VALUES, "watched", *path):
+                path.append(room)
+
+    before = sys.getprofile()
+    sys.setprofile(enter)
+    try:
+        layer(x).sum().backward()
+    finally:
+        sys.setprofile(before)
+    assert {"layers", "functional", "call", "spec", "dispatch", "backends/_torch", "backends"} <= {*path}
+    assert climbs(path) <= 1, f"q's way climbs more than once: {' -> '.join(path)}"
+    assert climbs(["layers", "call", "functional", "spec", "dispatch"]) == 2
+
+
+def test_what_is_kept_beyond_a_call_is_two_stores():
+    found = {x.path: kept for x in PACKAGE if (kept := stores(x))}
+    wrong = [f"{path} keeps {kept}" for path, kept in found.items() if not any(path in files for files in KEEPERS)]
+    for files in KEEPERS:
+        count = sum(len(found.get(path, ())) for path in files)
+        wrong += [] if count == 1 else [f"{' or '.join(sorted(files))} has {count} stores, not 1"]
+    assert not wrong, f"a cache belongs into one of the two stores: {'; '.join(wrong)}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "KNOWN = {}",
+        "from collections import deque\nKNOWN = deque()",
+        "from types import MappingProxyType\nKNOWN = MappingProxyType({1: []})",
+        "from functools import lru_cache\n@lru_cache\ndef f(): pass",
+        "from functools import cache\nf = cache(print)",
+        "def f(known=[]): pass",
+        "def f(): pass\nf.known = {}",
+        "def g():\n    known = {}\n    return lambda: known\nf = g()",
+        "class A:\n    known = set()",
+        "class A:\n    def __init__(self):\n        self._known = {}\na = A()",
+        "class A:\n    __slots__ = ('known',)\n    def __init__(self):\n        self.known = []\na = A()",
+    ],
+)
+def test_a_planted_store_is_found(text):
+    names = {"__name__": "attnlib.planted"}
+    exec(text, names)
+    assert any(
+        holds(value) for name, value in names.items() if name[:2] != "__" and name not in ("cache", "deque", "g")
+    )
+
+
+def test_plain_values_are_no_stores():
+    assert not any(map(holds, (3, "x", (1, 2), CAUSAL, frozenset({1}), climbs, Source, torch, os)))
+
+
+def test_only_these_files_name_private_apis():
+    wrong = [place for x in PACKAGE if x.path not in PRIVATE for place in private_names(x)]
+    assert not wrong, f"a private API belongs into {' or '.join(PRIVATE)}: {wrong}"
+    assert all(private_names(Source(x, (ROOT / x).read_text())) for x in PRIVATE), "PRIVATE lists a file without need"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch._C._cuda_getDevice()",
+        "import torch\ntorch.ops.aten._softmax(x)",
+        "import torch\ngetattr(torch.ops.attnlib, name).default._schema",
+        "import torch\ngetattr(torch, '_foreach_add')",
+        "from torch import _VF",
+        "from torch._subclasses.fake_tensor import is_fake",
+        "def f():\n    from triton.compiler import _impl",
+        "from torch.autograd import forward_ad as ad\nad._current_level",
+    ],
+)
+def test_a_planted_private_api_is_found(text):
+    assert private_names(Source("call.py", text))
+
+
+def test_public_names_are_not_private():
+    assert not private_names(
+        Source("call.py", "import torch\ntorch.__version__\nself._x\n_f(torch.ops)\nfrom . import _a")
+    )
 
 
 def test_nothing_of_a_test_is_shipped():
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for source in PACKAGE:
+        for node in ast.walk(source.tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found = {name.split(".")[0] for name in names} & {"unittest", "pytest", "hypothesis"}
-            assert not found, f"{path.relative_to(ROOT)} imports {found}"
-
-
-def test_the_benchmark_stays_small():
-    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "bench").glob("*.py")) <= 1500
-
-
-def test_only_the_cache_stores():
-    users = {path.relative_to(ROOT).parts[0] for path in FILES if ("storage",) in [x[:1] for x in imports_of(path)]}
-    assert users == {"cache"}
+            assert not found, f"{source.path} imports {found}"
 
 
 def test_the_exports():
@@ -158,37 +259,3 @@ assert not torch.cuda.is_initialized()
     options = {"capture_output": True, "text": True, "check": True, "env": kept}
     runs = [subprocess.run([sys.executable, "-c", code], **options) for _ in range(3)]
     assert min(float(run.stdout) for run in runs) < 0.15
-
-
-def test_no_module_holds_mutable_state():
-    for path in FILES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict | ast.List | ast.Set):
-                names = node.targets if isinstance(node, ast.Assign) else [node.target]
-                assert [name.id for name in names] == ["__all__"], f"{path.name}: {ast.unparse(node)[:60]}"
-
-
-# What is remembered beyond a call: plans of launches by all that decides them, what a device is, and prepared calls.
-REMEMBERED = {
-    "spec.py": {"_known_arch"},
-    "dispatch.py": {"PREPARED"},
-    "backends/_triton/plans.py": {"forward", "backward"},
-    "backends/_triton/cached.py": {"cached_plan"},
-    "backends/_triton/schedule.py": {"processors", "_schedule_plan"},
-    "backends/_triton/writes.py": {"plan"},
-}
-
-
-def test_what_is_remembered_is_listed():
-    stores = ("lru_cache", "cache", "PreparedCalls", "WeakKeyDictionary", "WeakValueDictionary", "defaultdict")
-    found = {}
-    for path in FILES:
-        for node in ast.parse(path.read_text()).body:
-            names = [node.name] if isinstance(node, ast.FunctionDef) else []
-            makers = node.decorator_list if names else [getattr(node, "value", None)]
-            if isinstance(node, ast.Assign):
-                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-            makers = {ast.unparse(maker).partition("(")[0].rpartition(".")[2] for maker in makers if maker is not None}
-            if names and makers & {*stores}:
-                found.setdefault(str(path.relative_to(ROOT)), set()).update(names)
-    assert found == REMEMBERED

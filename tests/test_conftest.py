@@ -1,4 +1,4 @@
-"""`-m slow` runs every property test, with at least 200 examples; the default run leaves each its own number."""
+"""What is behind `-m slow`: property tests with 200 examples or more, cases that a covering leaves out; and shares."""
 
 import os
 import re
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import covering, is_of_share
 
 PROPERTIES = """
 from hypothesis import given, settings, strategies as st
@@ -47,14 +48,68 @@ def test_by_example():
     ],
 )
 def test_the_number_of_examples(tmp_path, marks, examples):
-    (tmp_path / "test_properties.py").write_text(PROPERTIES)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n  gpu\n")
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-v", "-m", marks, "--hypothesis-show-statistics"]
-    path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-    run = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": path}
-    )
-    ran = re.findall(r"::(?:test_)?(\w+)(?:::runTest)? PASSED", run.stdout)
+    stdout = run(tmp_path, PROPERTIES, "-m", marks, "--hypothesis-show-statistics")
+    ran = re.findall(r"::(?:test_)?(\w+)(?:::runTest)? PASSED", stdout)
     assert sorted(ran) == sorted(examples)
-    counts = re.findall(r"::(?:test_)?(\w+)(?:::runTest)?:\n(?:.*\n)*?.*?(\d+) passing", run.stdout)
+    counts = re.findall(r"::(?:test_)?(\w+)(?:::runTest)?:\n(?:.*\n)*?.*?(\d+) passing", stdout)
     assert {name: int(count) for name, count in counts} == {name: n for name, n in examples.items() if n}
+
+
+def run(folder: Path, tests: str, *options: str) -> str:
+    """What pytest prints of these tests, under the suite's conftest."""
+    (folder / "test_these.py").write_text(tests)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n  gpu\n  covering\n")
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-v", *options]
+    path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": path}
+    ).stdout
+
+
+CASES = """
+import pytest
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("a", "xyz")
+@pytest.mark.parametrize(("b", "c"), [(1, 2), (3, 4)])
+def test_covered(a, b, c):
+    pass
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", range(20))
+def test_slow(n):
+    pass
+
+def test_other():
+    pass
+"""
+
+
+def test_cases_and_shares(tmp_path):
+    """The default run and all shares of the slow tests run every case once, each by its name alone."""
+    names = {
+        options: re.findall(r"::(\S+) PASSED", run(tmp_path, CASES, *options))
+        for options in (("-m", "not slow"), *(("-m", "slow", f"--slow-share={n}/2") for n in (1, 2)))
+    }
+    default, *shares = names.values()
+    covered = [name for name in default if "covered" in name]
+    assert len(covered) == len(default) - 1 == 3  # of six cases, in which every value occurs
+    assert all(any(value in re.split(r"[-\[\]]", name) for name in covered) for value in "xyz1234")
+    assert sorted(sum(names.values(), [])) == sorted({*sum(names.values(), [])})
+    assert len(shares[0]) + len(shares[1]) == 3 + 20
+    assert all(shares)
+
+
+def test_a_covering_holds_all_pairs():
+    cases = [{"a": a, "b": b, "c": c} for a in range(4) for b in range(3) for c in range(3)]
+    kept = [cases[n] for n in covering(cases, 2)]
+    assert len(kept) <= 15  # of 36; 12 at least
+    for x, y in (("a", "b"), ("a", "c"), ("b", "c")):
+        assert {(case[x], case[y]) for case in kept} == {(case[x], case[y]) for case in cases}
+    assert len(covering(cases, 3)) == len(cases)
+
+
+def test_a_wrong_share_is_refused():
+    for share in ("0/10", "11/10", "3", "a/b"):
+        with pytest.raises(pytest.UsageError):
+            is_of_share("test", share)

@@ -6,6 +6,7 @@ from origin_cases import SIZES, cases, check_gradients, check_keys, check_packed
 BACKENDS = pytest.mark.parametrize("name", ["reference", "torch"])
 
 
+@pytest.mark.covering(2)
 @BACKENDS
 @SIZES
 @pytest.mark.parametrize(("as_tensor", "bounds"), [(False, True), (True, False)])
@@ -14,6 +15,7 @@ def test_pieces_of_the_keys_merge_to_the_whole(name, s, t, mask, options, as_ten
     check_keys(make_call(s, t, mask, options), name, as_tensor=as_tensor, bounds=bounds)
 
 
+@pytest.mark.covering(2)
 @BACKENDS
 @SIZES
 @cases
@@ -21,6 +23,7 @@ def test_pieces_of_packed_keys_merge_to_the_whole(name, s, t, mask, options):
     check_packed_keys(make_call(s, t, mask, options), name)
 
 
+@pytest.mark.covering(2)
 @BACKENDS
 @SIZES
 @cases

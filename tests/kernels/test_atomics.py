@@ -23,6 +23,7 @@ def gradients(problem, dout, call, **options):
     return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout.to(DEVICE)))]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
 @pytest.mark.parametrize("tiles", [LARGE, SMALL], ids=("large", "small"))

@@ -20,6 +20,7 @@ def _small_tiles(monkeypatch):
     monkeypatch.setattr(tables, "forward", lambda case, *, keys: tables.LaunchConfig(32, 16, 1, 4))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("_small_tiles")
 @pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES, ids=str)
 @pytest.mark.parametrize("options", SETS, ids="+".join)
@@ -28,6 +29,7 @@ def test_any_options(mask, options, dtype):
     assert_both(make(2, 33, 50, 3, 1, 16, 24, mask=mask, options=options, dtype=dtype))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES[INTERPRETED:], ids=str)  # fp32 has tiles of its own
 @pytest.mark.parametrize("d", [40, 64, 80, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)

@@ -92,12 +92,14 @@ MASKS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize(("s", "t"), [(33, 50), (35, 17)])
 def test_masks_and_lengths(mask, s, t):
     assert_precise(make(1, s, t, 1, 1, 16, mask=mask))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("block_m", "block_n"), [(16, 32), (32, 16)])
 @pytest.mark.parametrize("mask", [CAUSAL, sliding(37)], ids=str)
@@ -145,6 +147,7 @@ def test_strides_are_free():
     assert_same_bits(*zip(solve(moved, dout, dlse), solve(problem, dout.clone(), dlse.clone()), strict=True))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("names", [(), ("softcap", "alibi_slopes", "sinks", "dropout")], ids=str)
 @pytest.mark.parametrize("mask", [CAUSAL, sliding(6)], ids=str)
 def test_packed(mask, names):
@@ -197,6 +200,7 @@ def test_nothing_comes_out_of_keys_beyond_the_bounds(mask):
     assert not broken[2][outside].any()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("value", "softcap"), [(torch.nan, None), (torch.inf, None), (-torch.inf, 3.0)])
 @pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize(("d", "mask"), [(136, sliding(21))], ids=str)

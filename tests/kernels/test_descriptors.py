@@ -27,6 +27,7 @@ def gradients(tensors, tma, monkeypatch, mask, cu=None):
     return out.detach(), lse.detach(), *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(40)], ids=str)
 @pytest.mark.parametrize(("h", "g", "d", "e"), [(2, 2, 16, 16), (4, 1, 136, 32), (2, 1, 40, 24)])
 @pytest.mark.parametrize("packed", [False, True])

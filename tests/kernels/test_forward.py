@@ -40,12 +40,14 @@ def test_any_call(options, data):
     assert_forward(make(*sizes, mask=drawn.mask, options=options, dtype=drawn.q.dtype))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("d", "e"), [(1, 1), (7, 5), (40, 40), (59, 59), (160, 16), (96, 96), (192, 128), (576, 512)])
 def test_any_head_dimension(d, e, dtype):
     assert_forward(make(1, 35, 50, 2, 1, d, e, dtype=dtype))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(100)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[INTERPRETED:], ids=str)  # fp32 has tiles of its own
 @pytest.mark.parametrize("d", [64, 128, 192, 256])
@@ -54,6 +56,7 @@ def test_the_tables_own_tiles(d, mask, dtype, monkeypatch):
     assert_forward(make(1, 300, 333, 2, 1, d, min(d, 128), mask=mask, dtype=dtype))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", [CAUSAL, sliding(9), FULL, Mask(None, 2, 5)], ids=str)
 @pytest.mark.parametrize("options", [(), ("alibi_slopes", "sinks", "dropout")], ids=("plain", "all"))
 def test_packed_sequences_equal_each_alone(mask, options):
@@ -81,6 +84,7 @@ def test_packed_sequences_equal_each_alone(mask, options):
             torch.testing.assert_close(out[a:b], alone[0])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", [CAUSAL, sliding(9), Mask(4, 7), Mask(None, -3, 6)], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 def test_a_broken_number_stays_in_its_sequence(mask, value):

@@ -9,8 +9,14 @@ from attnlib.backends._triton import plans as triton_plans
 from attnlib.backends._triton.launch import PLANS
 
 DEVICE = "interpreter" if INTERPRETED else "cuda"
-# Kind -> first seed and cases: 20 s interpreted on one core of an EPYC.
-SHARES = [("dense", 0, 8), ("dense", 8, 8), ("varlen", 0, 10), ("cached", 0, 2), ("cached", 2, 2)]
+# Kind -> first seed and cases: 20 s interpreted on one core of an EPYC, with those behind -m slow.
+SHARES = [
+    ("dense", 0, 8),
+    pytest.param("dense", 8, 8, marks=pytest.mark.slow),
+    ("varlen", 0, 10),
+    ("cached", 0, 2),
+    pytest.param("cached", 2, 2, marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(autouse=True)

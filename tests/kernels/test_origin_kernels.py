@@ -10,6 +10,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="its tensors are on a CP
 
 
 # Few of the cases of tests/test_origin.py, since each takes seconds under the interpreter.
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", [CAUSAL, Mask(3, 2), Mask(None, -1, prefix=6)], ids=str)
 @pytest.mark.parametrize("options", ["alibi and softcap", "dropout"])
 def test_pieces_of_keys_queries_heads_and_sequences(mask, options):

@@ -50,6 +50,74 @@ def train(device: torch.device) -> list[torch.Tensor]:
     return [x.detach().cpu() for x in (out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves))]
 
 
+class Captured:
+    """A cache on one device whose decoding steps are one graph, replayed."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.generator = device, torch.Generator().manual_seed(0)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device):  # where graphs are captured
+            self.cache = KVCache.paged(LAYOUTS, pages=64, page_size=16, max_sequences=2, device=device)
+            self.cache.admit(2)
+            self.given = self.new(1)
+            self.attend(self.new(100))
+            for _ in range(2):  # the warm-up, which compiles
+                self.attend(self.given)
+            with self.cache.step(1) as layers, torch.no_grad():
+                torch.cuda.synchronize(device)
+                with torch.cuda.graph(self.graph):
+                    self.found = self.over(layers, self.given)
+                self.graph.replay()
+
+    def new(self, tokens: int) -> list[tuple[torch.Tensor, ...]]:
+        """Queries, keys and values of each layer, from the same numbers on every device."""
+        made = []
+        for layout in LAYOUTS:
+            widths = ((64,), (16,)) if layout.is_latent else ((2, 64), (2, 64))
+            shapes = ((4, layout.dim + layout.tail), *widths)
+            made.append(
+                tuple(torch.randn(2, tokens, *x, generator=self.generator).half().to(self.device) for x in shapes)
+            )
+        return made
+
+    def over(self, layers, tensors) -> list[torch.Tensor]:
+        found = []
+        for kv, (q, *new) in zip(layers, tensors, strict=True):
+            found += cached_attention_with_lse(q, kv.append(*new), mask=CAUSAL, backend="triton")
+        return found
+
+    def attend(self, tensors) -> None:
+        with self.cache.step(tensors[0][0].shape[1]) as layers, torch.no_grad():
+            self.over(layers, tensors)
+
+    def replayed(self) -> list[torch.Tensor]:
+        """What the next step finds, over tensors that are new."""
+        for old, new in zip(self.given, self.new(1), strict=True):
+            for x, y in zip(old, new, strict=True):
+                x.copy_(y)
+        with torch.cuda.device(self.device), self.cache.step(1, replay=True):
+            self.graph.replay()
+        return [x.cpu() for x in self.found]
+
+
+@pytest.mark.gpu2
+@two_gpus
+@pytest.mark.parametrize("current", [0, 1])
+def test_graphs_of_two_devices_replay_in_turns(current):
+    """With training on both between the replays: the bits of a device that is alone."""
+    one, other = (torch.device("cuda", n) for n in range(2))
+    with torch.cuda.device(current):
+        alone, trained = Captured(one), train(one)
+        expected = [alone.replayed() for _ in range(4)]
+        captured = [Captured(device) for device in (other, one)]
+        for step in expected:
+            for each in captured:
+                for ours, theirs in zip(each.replayed(), step, strict=True):
+                    assert torch.equal(ours, theirs)
+                for ours, theirs in zip(train(each.device), trained, strict=True):
+                    assert torch.equal(ours, theirs)
+
+
 @pytest.mark.gpu2
 @two_gpus
 @pytest.mark.parametrize("current", [0, 1])

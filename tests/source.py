@@ -1,0 +1,130 @@
+"""attnlib's own source as facts: who imports whom, who spells what, how long things are, what is kept."""
+
+import ast
+import io
+import tokenize
+from functools import cached_property
+from pathlib import Path
+
+import attnlib
+
+ROOT = Path(attnlib.__file__).parent
+OUTSIDE = {"bench", "convert", "sizes", "reference", "integrations", "compat", "parallel"}  # of the core
+KERNELS = "backends/_triton/kernels/"
+
+
+class Source:
+    """One file of the package: its path below attnlib, and what follows from its text."""
+
+    def __init__(self, path: str, text: str):
+        self.path, self.text, self.tree = path, text, ast.parse(text)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The module's name below attnlib, of a package with ``__init__``."""
+        return tuple(self.path.removesuffix(".py").split("/"))
+
+    @property
+    def is_core(self) -> bool:
+        return self.parts[0] not in OUTSIDE and "hopper" not in self.parts
+
+    @cached_property
+    def functions(self) -> list[ast.FunctionDef]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """Every name, attribute, parameter, keyword and whole string of the code; ``x_ptr`` is ``x``.
+
+        The keywords of torch's functions are torch's words: those where what is called is written ``torch.…``.
+        """
+        foreign = {
+            keyword
+            for call in ast.walk(self.tree)
+            if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("torch.")
+            for keyword in call.keywords
+        }
+        found = set()
+        for node in ast.walk(self.tree):
+            if node in foreign:
+                continue
+            for _, value in ast.iter_fields(node):
+                each = value if isinstance(value, list) else [value]
+                found.update(x.removesuffix("_ptr") for x in each if isinstance(x, str))
+        return frozenset(found)
+
+    @cached_property
+    def code_lines(self) -> set[int]:
+        """The lines that hold code: no comment, no blank line, no docstring."""
+        unread = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+        lines = set()
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type not in unread:
+                lines.update(range(token.start[0], token.end[0] + 1))
+        for node in ast.walk(self.tree):
+            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if documented and ast.get_docstring(node, clean=False) is not None:
+                lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        return lines
+
+    @cached_property
+    def imports(self) -> list[tuple[str, ...]]:
+        """Every import of attnlib, also within functions, as the parts of a module's name below attnlib.
+
+        Not those under ``if TYPE_CHECKING``, which import nothing when the code runs.
+        """
+        package, unread, found = self.parts[:-1], set(), []
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                unread.update(node.body)
+        for node in ast.walk(self.tree):
+            if node in unread:
+                continue
+            if isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else ()
+                module = (*base, *(node.module or "").split(".")) if node.module else base
+                if not node.level:
+                    if module[0] != "attnlib":
+                        continue
+                    module = module[1:]
+                found += [(*module, alias.name) for alias in node.names]
+            elif isinstance(node, ast.Import):
+                found += [tuple(x.name.split(".")[1:]) for x in node.names if x.name.split(".")[0] == "attnlib"]
+        return found
+
+    def modules(self) -> set[tuple[str, ...]]:
+        """The modules that it imports: a name imported from a module stands for the module."""
+        return {_module(name) for name in self.imports} - {self.parts}
+
+
+def _module(name: tuple[str, ...]) -> tuple[str, ...]:
+    for known in (name, name[:-1]):
+        if known in MODULES:
+            return known
+        if (*known, "__init__") in MODULES:
+            return (*known, "__init__")
+    raise AssertionError(f"no module attnlib.{'.'.join(name)}")
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """A function's parameters, but for ``self`` and ``cls``."""
+    a = function.args
+    names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if x is not None]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def module_level(tree: ast.Module) -> list[ast.AST]:
+    """The nodes of a module that are in no function and no class."""
+    inside, level = [], list(ast.iter_child_nodes(tree))
+    while level:
+        node = level.pop()
+        inside.append(node)
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda):
+            level += ast.iter_child_nodes(node)
+    return inside
+
+
+PACKAGE = [Source(path.relative_to(ROOT).as_posix(), path.read_text()) for path in sorted(ROOT.rglob("*.py"))]
+MODULES = {source.parts for source in PACKAGE}
+CORE = [source for source in PACKAGE if source.is_core]
+BACKENDS = [source for source in PACKAGE if source.parts[0] == "backends"]
