@@ -20,6 +20,7 @@ torch.set_num_threads(1)
 def pytest_addoption(parser):
     text = "launch kernels as with a Triton and a torch whose private parts are unknown"
     parser.addoption("--public-launches", action="store_true", help=text)
+    parser.addoption("--slow-share", metavar="N/M", help="of the slow tests, every M-th by a hash of its name")
 
 
 def pytest_configure(config):
@@ -37,10 +38,6 @@ def _every_test_starts_alike():
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def pytest_addoption(parser):
-    parser.addoption("--slow-share", metavar="N/M", help="of the slow tests, every M-th by a hash of its name")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
