@@ -35,7 +35,7 @@ def register(*operators: Operator) -> torch.library.Library | None:
     namespace = torch.ops.attnlib
     schemas = {operator.name: operator.schema for operator in operators}
     known = getattr(namespace, "schemas", {})
-    if hasattr(namespace, operators[0].name):
+    if hasattr(namespace, next(iter(schemas))):
         for name, schema in schemas.items():
             if known.get(name) != schema:
                 raise ImportError(f"attnlib: another version is loaded in this process, with another operator {name}")

@@ -134,7 +134,7 @@ class Launch:
         direct = self.programs > 0 and not any((address or 0) & 15 for address in pointers)
         known = self._descriptors(fixed)
         missing = [n for n, block in enumerate(self._blocks) if block is not None and known[n] is None]
-        blocks = [(n, self._blocks[n], names.index(self._blocks[n].tensor)) for n in missing]
+        blocks = [(n, self._blocks[n]) for n in missing]
 
         def call(*tensors: Tensor | None) -> None:
             addresses, bits = pointers.copy(), 0
@@ -143,8 +143,9 @@ class Launch:
                     addresses[place] = address = x.data_ptr()
                     bits |= address
             descriptors = known.copy()
-            for n, block, at in blocks:
-                descriptors[n] = block.descriptor(tensors[at])
+            named = dict(zip(names, tensors, strict=True)) if blocks else {}
+            for n, block in blocks:
+                descriptors[n] = block.descriptor(named[block.tensor])
             if not (direct and bits & 15 == 0 and self._run(True, (*addresses, *descriptors, *self._arguments))):
                 self.on(fixed | dict(zip(names, tensors, strict=True)))
 

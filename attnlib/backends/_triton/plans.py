@@ -58,12 +58,11 @@ def aligned(*tensors: Tensor | None) -> bool:
     return bits & 15 == 0
 
 
-def key_of(a: AnyArguments, *loaded: Tensor | None) -> Key:
+def key_of(a: AnyArguments, first: Tensor, *others: Tensor | None) -> Key:
     """What decides the launches of a call with these arguments, of which descriptors may load some."""
-    first = loaded[0]
     tf32 = first.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
     layouts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in a]
-    return Key(first.device, tf32, aligned(*loaded), a._make(layouts))
+    return Key(first.device, tf32, aligned(first, *others), a._make(layouts))
 
 
 class DenseShapes:
