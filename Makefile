@@ -20,7 +20,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels $(ARGS)
 
-# What `make test` leaves out: properties with at least 200 examples, and cases whose like it ran. tests/README.md lists them.
+# What `make test` leaves out, as tests/README.md lists it: more examples of properties, and cases whose like it ran.
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m '$(SLOW)' $(ARGS)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m '$(SLOW)' tests/kernels $(ARGS)

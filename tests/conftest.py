@@ -62,7 +62,7 @@ def _uncovered(items: list[pytest.Item]) -> list[pytest.Item]:
     for _, group in groupby(marked, key=lambda item: item.nodeid.partition("[")[0]):
         cases = list(group)
         (together,) = cases[0].get_closest_marker("covering").args
-        kept = covering([case.callspec.indices for case in cases], together)
+        kept = covering([{name: id(x) for name, x in case.callspec.params.items()} for case in cases], together)
         found += [case for n, case in enumerate(cases) if n not in kept]
     return found
 

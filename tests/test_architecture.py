@@ -63,9 +63,7 @@ def wrong_imports(source: Source) -> list[str]:
     mine = room_of(source.parts)
     targets = [(target, room_of(target)) for target in source.modules()]
     wrong = [target for target, room in targets if room != mine and room not in ROOMS[mine]]
-    inside = [
-        target for target, room in targets if mine == "dispatch" and room in BACKENDS and "__init__" not in target
-    ]
+    inside = [target for target, room in targets if mine == "dispatch" and room in BACKENDS and target not in DOORS]
     if source.parts[:2] == ("convert", "checkpoint"):  # folders know nothing of what is converted
         wrong += [target for target, _ in targets if target[0] == "convert" and target[1] != "checkpoint"]
     return sorted(".".join(target) for target in {*wrong, *inside})

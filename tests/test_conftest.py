@@ -1,10 +1,10 @@
 """What is behind `-m slow`: property tests with 200 examples or more, cases that a covering leaves out; and shares."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -96,9 +96,8 @@ def test_cases_and_shares(tmp_path):
     covered = [name for name in default if "covered" in name]
     assert len(covered) == len(default) - 1 == 3  # of six cases, in which every value occurs
     assert all(any(value in re.split(r"[-\[\]]", name) for name in covered) for value in "xyz1234")
-    every = [*chain(*names.values())]
-    assert len(every) == len({*every})
     assert len(shares[0]) + len(shares[1]) == 3 + 20
+    assert len({*default, *shares[0], *shares[1]}) == 4 + 23
     assert all(shares)
 
 
@@ -115,3 +114,18 @@ def test_a_wrong_share_is_refused():
     for share in ("0/10", "11/10", "3", "a/b"):
         with pytest.raises(pytest.UsageError):
             is_of_share("test", share)
+
+
+def test_what_is_left_to_slow_runs_is_listed():
+    """Tests marked so by themselves; properties, which are all so, aside."""
+    here, found = Path(__file__).parent, set()
+    for path in here.rglob("test_*.py"):
+        tree = ast.parse(path.read_text())
+        shares = {target.id for x in tree.body if isinstance(x, ast.Assign) and "mark.slow" in ast.unparse(x)
+                  for target in x.targets if isinstance(target, ast.Name)} - {"CASES"}  # fmt: skip
+        for test in (x for x in tree.body if isinstance(x, ast.FunctionDef)):
+            marks = " ".join(map(ast.unparse, test.decorator_list))
+            if {"covering", "slow", *shares} & {*re.findall(r"\w+", marks)} and path.name != "test_conftest.py":
+                found.add(f"{path.relative_to(here).as_posix()}::{test.name}")
+    listed = re.findall(r"^\| `(\S+)`", (here / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(found)

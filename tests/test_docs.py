@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from source import CORE, PACKAGE
 
 import attnlib
 
@@ -54,6 +55,37 @@ def test_the_papers_table_names_what_exists():
             path = ROOT / "tests" / file if file else path
             assert path.is_file(), f"docs/papers.md: no {path}"
             assert test == "*" or f"def {test}(" in path.read_text(), f"docs/papers.md: no {test} in {path}"
+
+
+def untrue(table: str) -> dict[str, list[str]]:
+    """The rows of the tour's table that are not true, with what is wrong.
+
+    A row names files and folders below attnlib; with an option of today, all files of the core that spell it, or all
+    files of convert if it is about these.
+    """
+    wrong = {}
+    for feature, cell, example in re.findall(r"^\| (.+?) \| (.+?) \|(?: `(\w+)`)? \|$", table, re.MULTILINE):
+        named = re.findall(r"`([\w/]+(?:\.py|/))`", cell)
+        faults = [f"no {name}" for name in named if not (ROOT / "attnlib" / name).exists()]
+        if example:
+            scope = [x for x in PACKAGE if x.parts[0] == "convert"] if "convert/" in cell else CORE
+            spelled = [x.path for x in scope if example in x.words]
+            faults += [] if named == spelled else [f"write {', '.join(f'`{path}`' for path in spelled)}"]
+        wrong |= {feature: faults} if faults or not named else {}
+    return wrong
+
+
+def test_the_tour_says_where_a_feature_goes():
+    table = (ROOT / "docs/tour.md").read_text().partition("## Where would a new feature go?")[2]
+    assert len(re.findall(r"^\| .*`\w+` \|$", table, re.MULTILINE)) >= 5  # rows with an option of today
+    assert not untrue(table), "docs/tour.md: " + "; ".join(f"{row}: {why}" for row, why in untrue(table).items())
+
+
+def test_a_planted_untruth_of_the_tour_is_found():
+    true = "| x | `rope.py`, `scaling.py` | `YaRN` |"
+    rows = [true.replace("rope", "mask"), true.replace("`rope.py`, ", ""), "| y | `gone.py` | |", "| z | nowhere | |"]
+    assert all(untrue(row) for row in rows)
+    assert not untrue(f"{true}\n| y | `layers/` | |")
 
 
 def _resolves(name: str) -> bool:

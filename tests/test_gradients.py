@@ -52,6 +52,7 @@ def caller(problem, backend=None, call=attention_with_lse):
     return run
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("sizes", [(2, 4, 5, 2, 1, 3, 2), (1, 5, 3, 3, 3, 2, 2)], ids=["s<t, grouped, dv<dk", "s>t"])
 def test_gradcheck(name, sizes):

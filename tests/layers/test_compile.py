@@ -103,6 +103,7 @@ def check_decoding(model, run, counter, page_size, request=lambda cache, i: 1):
     assert 1 <= counter.frame_count <= 2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("page_size", [None, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_twenty_decode_steps(name, page_size):
