@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..call import Call, Score
 from ..kv import KVView
 from ..philox import kept
 from ..reference import attend
@@ -29,34 +29,26 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     call = _widened(call)
     q, k, v = call.q, call.k, call.v
     if call.packing is None:
-        t = k.shape[1]
         starts = [0] * len(q) if call.key_starts is None else call.key_starts.tolist()
-        ends = [t] * len(q) if call.key_ends is None else call.key_ends.tolist()
+        ends = [k.shape[1]] * len(q) if call.key_ends is None else call.key_ends.tolist()
         solved = [_sequence(n, q[n], k[n], v[n], (starts[n], ends[n]), call) for n in range(len(q))]
-        if not solved:
-            return _nothing(q, v.shape[-1], k, v)
-        return tuple(torch.stack(x) for x in zip(*solved, strict=True))
+        return _joined(solved, q, None, v.shape[-1], k, v)
     rows, keys = call.packing.read(queries=q.shape[0], keys=k.shape[0])
     solved = []
     for n, ((r0, r1), (k0, k1)) in enumerate(zip(pairwise(rows), pairwise(keys), strict=True)):
         solved.append(_sequence(n, q[r0:r1], k[k0:k1], v[k0:k1], (0, k1 - k0), call))
-    outs, lses = zip(*solved, _nothing(q[rows[-1] :], v.shape[-1], k, v), strict=True)
-    return torch.cat(outs), torch.cat(lses, 1)
+    return _joined(solved, q, rows[-1], v.shape[-1], k, v)
 
 
 def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
     """Attention over stored keys and its LSE."""
     solved, call = [], _widened(call)
     q, kv = call.q, call.kv
-    cu = None if kv.cu_seqlens_q is None else kv.cu_seqlens_q.tolist()
+    rows = None if kv.cu_seqlens_q is None else kv.cu_seqlens_q.tolist()
     for n, (start, length) in enumerate(zip(kv.starts.tolist(), kv.lengths.tolist(), strict=True)):
-        k, v = _stored(kv, n, start, length)
-        queries = q[n] if cu is None else q[cu[n] : cu[n + 1]]
-        solved.append(_sequence(n, queries, k, v, (start, length), call))
-    if cu is None and solved:
-        return tuple(torch.stack(x) for x in zip(*solved, strict=True))
-    outs, lses = zip(*solved, _nothing(q if cu is None else q[cu[-1] :], kv.layout.value_dim), strict=True)
-    return torch.cat(outs), torch.cat(lses, -1)
+        queries = q[n] if rows is None else q[rows[n] : rows[n + 1]]
+        solved.append(_sequence(n, queries, *_stored(kv, n, start, length), (start, length), call))
+    return _joined(solved, q, None if rows is None else rows[-1], kv.layout.value_dim)
 
 
 def prepare(call: Call) -> None:
@@ -68,41 +60,44 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _widened(call: Call) -> Call:
-    """Slopes and sinks in the dtype of scores, once, so that their gradients add up in it."""
-    score, wide = call.score, _wide(call.q)
-    slopes, sinks = (x if x is None else x.to(wide) for x in (score.alibi_slopes, score.sinks))
-    return call._replace(score=score._replace(alibi_slopes=slopes, sinks=sinks))
+    """The tensors of the score in its dtype, once, so that their gradients add up in it."""
+    wide = _wide(call.q)
+    return call._replace(score=Score(*(x.to(wide) if isinstance(x, Tensor) else x for x in call.score)))
 
 
-def _nothing(q: Tensor, value_dim: int, *others: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and LSE of queries that belong to no sequence: of no channel of these tensors, but of all to autograd."""
+def _joined(
+    solved: list[tuple[Tensor, Tensor]], q: Tensor, used: int | None, value_dim: int, *others: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE of all sequences. Packed queries from ``used`` on belong to none; of dense ones it is None.
+
+    What belongs to no sequence depends on no channel of q and these others, but on all of them to autograd.
+    """
+    if used is None and solved:
+        return tuple(torch.stack(x) for x in zip(*solved, strict=True))
+    q = q[used:]
     zero = q[..., :0].sum(-1) + sum(x[..., :0].sum() for x in others)
-    return zero[..., None].expand(*q.shape[:-1], value_dim), zero.transpose(-1, -2).to(_wide(q)) - torch.inf
+    solved.append((zero[..., None].expand(*q.shape[:-1], value_dim), zero.mT.to(_wide(q)) - torch.inf))
+    outs, lses = zip(*solved, strict=True)
+    return torch.cat(outs), torch.cat(lses, -1)
 
 
 def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], call: Call) -> tuple[Tensor, Tensor]:
     """One sequence: q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]``, keys visible within ``bounds``."""
-    (s, h, _), t, score = q.shape, k.shape[0], call.score
+    (s, h, _), t, (p, seed), options = q.shape, k.shape[0], call.dropout, call.score._asdict()
     stored = torch.arange(t, device=q.device)
     query, key, head, sequence = (x if isinstance(x, int) else int(x[n]) for x in call.origin)
     i, j = query + torch.arange(t - s, t, device=q.device)[:, None], key + stored
     visible = call.mask.visible(i, j) & (stored >= bounds[0]) & (stored < bounds[1])
     bias = weight = None
-    if score.alibi_slopes is not None:
-        slopes = score.alibi_slopes if score.alibi_slopes.dim() == 1 else score.alibi_slopes[n]
-        bias = -slopes[:, None, None] * (i - j).abs()
-    if call.dropout.p > 0:
-        weight = _kept(i[:, 0], j, head + torch.arange(h, device=q.device), sequence + n, call)
-        weight = weight.to(_wide(q)) / (1 - call.dropout.p)
-    options = {name: x for name, x in score._asdict().items() if name != "alibi_slopes"}
+    slopes = options.pop("alibi_slopes")
+    if slopes is not None:
+        bias = -(slopes if slopes.dim() == 1 else slopes[n])[:, None, None] * (i - j).abs()
+    if p > 0:
+        heads = torch.arange(head, head + h, device=q.device)
+        sequences = torch.tensor([sequence + n], device=q.device)
+        keep = kept(int(seed), p, sequences=sequences, heads=heads, rows=i[:, 0], first=key, last=key + t)[0]
+        weight = keep.to(_wide(q)) / (1 - p)
     return attend(q, k, v, visible, bias=bias, weight=weight, **options)
-
-
-def _kept(i: Tensor, j: Tensor, heads: Tensor, sequence: int, call: Call) -> Tensor:
-    """Which probabilities ``[h, s, t]`` of queries ``i`` and keys ``j`` dropout keeps."""
-    where = {"sequences": torch.tensor([sequence], device=i.device), "heads": heads, "rows": i}
-    first = int(j[0]) if len(j) else 0
-    return kept(int(call.dropout.seed), call.dropout.p, **where, first=first, last=first + len(j))[0]
 
 
 def _stored(kv: KVView, n: int, start: int, length: int) -> tuple[Tensor, Tensor]:
@@ -116,13 +111,10 @@ def _stored(kv: KVView, n: int, start: int, length: int) -> tuple[Tensor, Tensor
     if start < length and not (page.min() >= 0 and page.max() < pages):
         raise ValueError(f"table: expected pages in [0, {pages}), got {page.min()} to {page.max()} in sequence {n}")
 
-    def read(plane: Tensor, scale: Tensor | None) -> Tensor:
-        x = plane[page, offset].to(kv.layout.dtype) if scale is None else _dequantised(plane, scale, page, offset, kv)
+    def read(plane: Tensor, scale: Tensor | None = None) -> Tensor:
+        x = plane[page, offset]
+        x = (x if scale is None else x.float() * scale[page, offset][..., None]).to(kv.layout.dtype)
         return torch.cat((x.new_zeros(start, *x.shape[1:]), x))
 
     k, v = read(kv.k, kv.k_scale), read(kv.v, kv.v_scale)
-    return (k if kv.k_tail is None else torch.cat((k, read(kv.k_tail, None)), -1)), v
-
-
-def _dequantised(plane: Tensor, scale: Tensor, page: Tensor, offset: Tensor, kv: KVView) -> Tensor:
-    return (plane[page, offset].float() * scale[page, offset][..., None]).to(kv.layout.dtype)
+    return (k if kv.k_tail is None else torch.cat((k, read(kv.k_tail)), -1)), v

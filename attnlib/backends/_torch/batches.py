@@ -34,9 +34,9 @@ class Keys(NamedTuple):
 class Batch(NamedTuple):
     """Neighbouring sequences of equal lengths, which are solved together; the first is the call's ``sequence``.
 
-    ``q`` ``[b, s, h, d]`` is at ``index`` in the call's, and its row 0 is query ``first``. The mask and ``first`` count
-    from the first key that there is. Dropout adds ``origin.key`` to keys and queries, and the origin's head and
-    sequence.
+    ``q`` ``[b, s, h, d]`` is at ``index`` in the call's, all of it where there is no index; its row 0 is query
+    ``first``. The mask and ``first`` count from the first key that there is. Dropout adds ``origin.key`` to keys and
+    queries, and the origin's head and sequence.
     """
 
     q: Tensor

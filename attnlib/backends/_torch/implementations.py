@@ -28,12 +28,11 @@ def cached(*arguments):
 
 def _solved(q: Tensor, v: Tensor, parts: list[Batch]) -> tuple[Tensor, Tensor]:
     """The output and LSE of a call that falls into these batches."""
-    if len(parts) == 1 and parts[0].q.shape == q.shape:
+    if parts and not parts[0].index:
         return _attend(parts[0])
     out, lse = _nothing(q, v)
     for batch in parts:
-        own_out, own_lse = _attend(batch)
-        out[batch.index] = own_out
+        out[batch.index], own_lse = _attend(batch)
         lse.mT[batch.index] = own_lse.mT
     return out, lse
 
@@ -57,23 +56,21 @@ def _backward(dout, dlse, out, lse, *arguments):
         delta = (out.to(lse.dtype) * dout).sum(-1).mT
         delta = delta if dlse is None else delta - dlse
     saved = Saved(dout, out, lse, delta)
-    if len(parts) == 1 and _is_whole(parts[0][0], a):
+    if parts and not parts[0][0].index:
         dq, dk, dv, dslopes = _differentiate(*parts[0], saved)
         return dq, dk, dv, *option_grads(a, dslopes, lse, delta)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (a.q, a.k, a.v))
     dslopes = lse.new_zeros(sum(batch.q.shape[0] for batch, _ in parts), a.q.shape[-2])
     for batch, causal in parts:
         keys, sequences = batch.keys, slice(batch.sequence, batch.sequence + batch.q.shape[0])
-        dq[batch.index], own_dk, own_dv, own_dslopes = _differentiate(batch, causal, saved)
-        dk[keys.index][:, keys.start : keys.stop] = own_dk
-        dv[keys.index][:, keys.start : keys.stop] = own_dv
-        if own_dslopes is not None:
-            dslopes[sequences] = own_dslopes
+        visible = slice(keys.start, keys.stop)
+        grads = _differentiate(batch, causal, saved.of(batch))
+        dq[batch.index], dk[keys.index][:, visible], dv[keys.index][:, visible], dslopes[sequences] = grads
     return dq, dk, dv, *option_grads(a, dslopes, lse, delta)
 
 
 class Saved(NamedTuple):
-    """What the backward is given of the queries of a call, or of a batch; fused attention needs no delta."""
+    """What the backward reads of the queries of a call, or of a batch; fused attention needs no delta."""
 
     dout: Tensor  # [..., s, h, e]
     out: Tensor
@@ -82,22 +79,15 @@ class Saved(NamedTuple):
 
     def of(self, batch: Batch) -> "Saved":
         """The same of a batch of the call."""
-        if not batch.index:
-            return self
         delta = None if self.delta is None else self.delta.mT[batch.index].mT
         return Saved(self.dout[batch.index], self.out[batch.index], self.lse.mT[batch.index].mT, delta)
 
 
-def _is_whole(batch: Batch, a: Arguments) -> bool:
-    return batch.q.shape == a.q.shape and batch.keys.start == 0 and batch.keys.stop == a.k.shape[1]
-
-
-def _differentiate(batch: Batch, causal: bool | None, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of a batch's queries, keys and values, and of its slopes if there may be any."""
-    dout, out, lse, delta = saved.of(batch)
+def _differentiate(batch: Batch, causal: bool | None, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
+    """The gradients of a batch's queries, keys, values and slopes: 0 from fused attention, which knows none."""
     if causal is None:
-        return tiles.backward(batch, dout, lse, delta)
-    return *fused.backward(batch, causal, dout, out, lse), None
+        return tiles.backward(batch, saved.dout, saved.lse, saved.delta)
+    return *fused.backward(batch, causal, saved.dout, saved.out, saved.lse), 0.0
 
 
 def _write(k, v, new_k, new_v, slots):
