@@ -52,7 +52,8 @@ def _dense(build: Build) -> Prepared:
     mask = MASKS[build.mask]
     scale, softcap = build.head[0] ** -0.5, 50.0 if build.softcap else None
     arguments = Arguments(
-        *(named[name] for name in ("q", "k", "v", "slopes", "sinks", "starts", "ends", "cu_q", "cu_k", "seed")), None,
+        *(named[name] for name in ("q", "k", "v", "alibi_slopes", "sinks", "key_starts", "key_ends")),
+        *(named[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "dropout_seed")), None,
         mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None,
     )  # fmt: skip
     key = key_of(arguments)._replace(tf32=build.dtype == "tf32")
@@ -86,12 +87,12 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         "out": dense(QUERY_HEADS, e), "dout": dense(QUERY_HEADS, e),
         "lse": numbers(*statistics), "lse2": numbers(*statistics), "delta": numbers(*statistics),
         "dlse": numbers(*statistics, given=build.dlse),
-        "slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
+        "alibi_slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
         "sinks": numbers(QUERY_HEADS, given=build.sinks),
-        "starts": numbers(BATCH, dtype=torch.int32, given="starts" in build.rows),
-        "ends": numbers(BATCH, dtype=torch.int32, given="ends" in build.rows),
-        "cu_q": offsets, "cu_k": offsets,
-        "seed": numbers(1, dtype=torch.int64, given=build.dropout),
+        "key_starts": numbers(BATCH, dtype=torch.int32, given="starts" in build.rows),
+        "key_ends": numbers(BATCH, dtype=torch.int32, given="ends" in build.rows),
+        "cu_seqlens_q": offsets, "cu_seqlens_k": offsets,
+        "dropout_seed": numbers(1, dtype=torch.int64, given=build.dropout),
     }  # fmt: skip
 
 
