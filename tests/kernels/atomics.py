@@ -19,9 +19,9 @@ from torch import Tensor
 from attnlib import CAUSAL, FULL, Mask, attention_with_lse
 from attnlib import attention as two_passes
 from attnlib.backends._triton.kernels.backward import prepare
-from attnlib.backends._triton.kernels.band import block_at, blocks_of
+from attnlib.backends._triton.kernels.band import tile_at, tiles_of
 from attnlib.backends._triton.kernels.scores import LOG2E
-from attnlib.backends._triton.kernels.tile import load_rows, store_rows
+from attnlib.backends._triton.kernels.tile import Channels, Place, Rows, Tile, load_tile, store_tile
 from attnlib.backends._triton.tables import LaunchConfig
 
 # By bytes of a number, and by the widest head; more keys mean fewer additions. sm_90, compiled by triton 3.6 and 3.7.
@@ -60,8 +60,13 @@ def backward_once(
     pair, n0 = (tl.program_id(0) // along).to(tl.int64), tl.program_id(0) % along * BLOCK_N
     base, row = (pair // heads * s * heads + pair % heads) * D, heads * D
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
-    k = load_rows(k_ptr + base, n0, n, d, row, s, D)
-    v = load_rows(v_ptr + base, n0, n, d, row, s, D)
+    place = Place(pair // heads, 0, pair % heads)
+    channels: tl.constexpr = Channels(D, D, 0)
+    q_rows, dout_rows = Rows(q_ptr, s * row, row, D, None, None), Rows(dout_ptr, s * row, row, D, None, None)
+    k_rows, v_rows = Rows(k_ptr, s * row, row, D, None, None), Rows(v_ptr, s * row, row, D, None, None)
+    dk_rows, dv_rows = Rows(dk_ptr, s * row, row, D, None, None), Rows(dv_ptr, s * row, row, D, None, None)
+    k = load_tile(k_rows, place, n0, n0 + n < s, channels, True).main
+    v = load_tile(v_rows, place, n0, n0 + n < s, channels, True).main
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, D], tl.float32)
 
@@ -69,13 +74,13 @@ def backward_once(
     if CAUSAL:
         low, all_low = n0, n0 + BLOCK_N - 1
     all_low = tl.where(n0 + BLOCK_N > s, s, all_low)
-    blocks = blocks_of(low, s, all_low, s, BLOCK_M)
+    tiles = tiles_of(low, s, all_low, s, BLOCK_M, BLOCK_M)
     for MASKED in tl.static_range(2):
-        for block in tl.range(0, blocks.masked if MASKED else blocks.full, num_stages=STAGES):
-            m0 = block_at(block, blocks, MASKED) * BLOCK_M
+        for tile in tl.range(0, tiles.masked if MASKED else tiles.full, num_stages=STAGES):
+            m0 = tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
             inside = m0 + m < s
-            q = load_rows(q_ptr + base, m0, m, d, row, s, D)
-            dout = load_rows(dout_ptr + base, m0, m, d, row, s, D)
+            q = load_tile(q_rows, place, m0, inside, channels, True).main
+            dout = load_tile(dout_rows, place, m0, inside, channels, True).main
             lse2 = tl.load(lse2_ptr + pair * s + m0 + m, mask=inside, other=0.0)
             delta = tl.load(delta_ptr + pair * s + m0 + m, mask=inside, other=0.0)
             weights = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * (scale * LOG2E) - lse2[None, :])
@@ -91,8 +96,9 @@ def backward_once(
             at = dq_ptr + base + tl.cast(m0, tl.int64) * row + (m[:, None] * row + d[None, :])
             tl.atomic_add(at, tl.dot(ds.T, k, input_precision=PRECISION), mask=inside[:, None], sem="relaxed")
 
-    store_rows(dk_ptr + base, dk * scale, n0, n, d, row, s, D)
-    store_rows(dv_ptr + base, dv, n0, n, d, row, s, D)
+    dk *= scale
+    store_tile(dk_rows, place, n0, n0 + n < s, Tile(dk, dk), channels)
+    store_tile(dv_rows, place, n0, n0 + n < s, Tile(dv, dv), channels)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, tiles: tuple = LARGE) -> Tensor:

@@ -102,7 +102,7 @@ def backward_keys(
             q = load_tile(q_rows, of_q, m0, valid, d, MASKED, True, True)
             slope = None
             if alibi_slopes_ptr is not None:
-                slope = load_slope(alibi_slopes_ptr, sequence * stride_slopes + head, sequence < batch)
+                slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
             modifiers = Modifiers(scale, softcap, slope)
             s_ij, derivative = modify(products(k, q, d, PRECISION), modifiers, i + band.apart, j)
             if not MASKED:
@@ -161,12 +161,9 @@ def backward_queries(
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
-    slope = None
-    if alibi_slopes_ptr is not None:
-        slope = load_slope(alibi_slopes_ptr, sequence * stride_slopes + head, sequence < batch)
+    slope = None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
     modifiers = Modifiers(scale, softcap, slope)
-    if dropout_seed_ptr is not None:
-        dropout = dropout_of(dropout_seed_ptr, threshold, head, sequence, origin)
+    dropout = None if dropout_seed_ptr is None else dropout_of(dropout_seed_ptr, threshold, head, sequence, origin)
     of_q, of_k = Place(work.plane, work.row, head), Place(work.plane, work.other, kv_head)
     q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh, None, None)
     k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, k_desc, k_tail_desc)

@@ -63,8 +63,8 @@ def decode(
     k_rows = Rows(k_ptr + kv_head * stride_kg, stride_kp, stride_kt, stride_kg, k_desc, None)
     tail_rows = Rows(k_tail_ptr + kv_head * stride_tg, stride_tp, stride_tt, stride_tg, tail_desc, None)
     v_rows = None if LATENT else Rows(v_ptr + kv_head * stride_vg, stride_vp, stride_vt, stride_vg, None, None)
-    k_scale, v_scale = None, None
     SCALED: tl.constexpr = k_scale_ptr is not None
+    k_scale, v_scale = None, None
     if SCALED:
         k_scale = Rows(k_scale_ptr + kv_head * stride_ksg, stride_ksp, stride_kst, stride_ksg, None, None)
         v_scale = Rows(v_scale_ptr + kv_head * stride_vsg, stride_vsp, stride_vst, stride_vsg, None, None)
@@ -72,24 +72,26 @@ def decode(
     stored = Stored(k_rows, tail_rows, v_rows, k_scale, v_scale, table_ptr, pages, low, high)
     APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
     WHOLE: tl.constexpr = BLOCK_N if FULL else 0
+    PRECISION: tl.constexpr = "tf32" if TF32 else "ieee"
     sizes: tl.constexpr = Sizes(
-        D, D_MAIN, D_TAIL, TAIL, E, E_MAIN, LATENT, SCALED, PAGE, WHOLE, EDGE, ONE, APART, NATIVE, STAGES, TF32
+        D, D_TAIL, TAIL, E, LATENT, SCALED, PAGE, WHOLE, EDGE, ONE, APART, NATIVE, STAGES, PRECISION
     )
 
     MAIN: tl.constexpr = E if LATENT else D_MAIN  # channels of a query before its tail
     d, e = tl.arange(0, D_MAIN), tl.arange(0, E_MAIN)
     at_q = q_ptr + (plane * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh)
     q = load_where(at_q[:, None] + d[None, :], d, valid, E if LATENT else D, True)
-    queries = Tile(q, q)
+    q_tail = q
     if D_TAIL:
         tail = tl.arange(0, D_TAIL)
-        queries = Tile(q, load_where(at_q[:, None] + (MAIN + tail)[None, :], tail, valid, D - MAIN, True))
+        q_tail = load_where(at_q[:, None] + (MAIN + tail)[None, :], tail, valid, D - MAIN, True)
+    queries = Tile(q, q_tail)
     if SCALED and q.dtype != tl.float32:
-        queries, gain = in_range(queries, D_TAIL, LATENT)
+        queries, gain = in_range(queries, LATENT)
         scale *= gain[:, None]
-    slope = None
-    if alibi_slopes_ptr is not None:
-        slope = load_slope(alibi_slopes_ptr, known * stride_slopes + head, valid)[:, None]
+    slope = (
+        None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, known, head, batch)[:, None]
+    )
     modifiers = Modifiers(scale, softcap, slope)
     unit = 1.0 if SCALED else unit_of(modifiers)
 

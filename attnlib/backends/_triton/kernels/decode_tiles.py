@@ -20,11 +20,9 @@ class Sizes(NamedTuple):
     """
 
     D: tl.constexpr
-    D_MAIN: tl.constexpr
     D_TAIL: tl.constexpr
     TAIL: tl.constexpr
     E: tl.constexpr
-    E_MAIN: tl.constexpr
     LATENT: tl.constexpr
     SCALED: tl.constexpr
     PAGE: tl.constexpr
@@ -34,7 +32,7 @@ class Sizes(NamedTuple):
     APART: tl.constexpr
     NATIVE: tl.constexpr
     STAGES: tl.constexpr
-    TF32: tl.constexpr
+    PRECISION: tl.constexpr
 
 
 class Stored(NamedTuple):
@@ -63,20 +61,15 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def in_range(queries, D_TAIL: tl.constexpr, LATENT: tl.constexpr):
+def in_range(queries, LATENT: tl.constexpr):
     """Queries as fp16, which meets 8-bit keys, rows scaled by powers of two to be in its range; what undoes the scale.
 
     The tail of a latent key is no such key, and that of its query keeps its dtype.
     """
-    q, tail = queries.main, queries.tail
-    largest = tl.max(tl.abs(q.to(tl.float32)), 1)
-    if D_TAIL:
-        largest = tl.maximum(largest, tl.max(tl.abs(tail.to(tl.float32)), 1))
-    power, gain = power_below(largest)
-    if D_TAIL:
-        tail = (tail.to(tl.float32) * power[:, None]).to(q.dtype if LATENT else tl.float16)
-    q = (q.to(tl.float32) * power[:, None]).to(tl.float16)
-    return Tile(q, tail if D_TAIL else q), gain
+    q, tail = queries.main.to(tl.float32), queries.tail.to(tl.float32)
+    power, gain = power_below(tl.maximum(tl.max(tl.abs(q), 1), tl.max(tl.abs(tail), 1)))
+    q, tail = (q * power[:, None]).to(tl.float16), tail * power[:, None]
+    return Tile(q, tail.to(queries.main.dtype if LATENT else tl.float16)), gain
 
 
 @triton.jit
@@ -105,18 +98,17 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
     """The running sums with one tile of ``BLOCK`` tokens, from ``n`` on."""
     LATENT: tl.constexpr = sizes.LATENT
     SCALED: tl.constexpr = sizes.SCALED
-    MAIN: tl.constexpr = sizes.E if LATENT else sizes.D_MAIN  # channels of a key before its tail
+    MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1]  # channels of a key before its tail
     PAGE: tl.constexpr = sizes.PAGE
-    PRECISION: tl.constexpr = "tf32" if sizes.TF32 else "ieee"
     q = queries.main
     j = n + tl.arange(0, BLOCK)
     valid = (j >= stored.low) & (j < stored.high)
-    k = load_plane(stored.k, page, n, valid, 0, MAIN if LATENT else sizes.D, sizes.D_MAIN, PAGE, MASKED)
+    k = load_plane(stored.k, page, n, valid, 0, MAIN if LATENT else sizes.D, q.shape[1], PAGE, MASKED)
     if sizes.D_TAIL:
         WIDTH: tl.constexpr = sizes.D - MAIN
         k_tail = load_plane(stored.tail, page, n, valid, sizes.TAIL, WIDTH, sizes.D_TAIL, PAGE, MASKED)
     if not LATENT:
-        v = load_plane(stored.v, page, n, valid, 0, sizes.E, sizes.E_MAIN, PAGE, MASKED)
+        v = load_plane(stored.v, page, n, valid, 0, sizes.E, sums.acc.shape[1], PAGE, MASKED)
     if SCALED:
         k_scale = load_scale(stored.k_scale, page, n, valid, PAGE)
         v_scale = k_scale if LATENT else load_scale(stored.v_scale, page, n, valid, PAGE)
@@ -128,14 +120,14 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
         v = k
     else:
         v = in_half(v, sizes.NATIVE, True) if HALF else v.to(q.dtype)
-    s = tl.dot(q, k.T, input_precision=PRECISION)
+    s = tl.dot(q, k.T, input_precision=sizes.PRECISION)
     if sizes.D_TAIL and not LATENT:
         k_tail = in_half(k_tail, sizes.NATIVE, False) if HALF else k_tail.to(q.dtype)
-        s = tl.dot(queries.tail, k_tail.T, s, input_precision=PRECISION)
+        s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
     if SCALED:
         s *= k_scale[None, :]
     if sizes.D_TAIL and LATENT:  # which is stored as it is
-        s = tl.dot(queries.tail, k_tail.to(queries.tail.dtype).T, s, input_precision=PRECISION)
+        s = tl.dot(queries.tail, k_tail.to(queries.tail.dtype).T, s, input_precision=sizes.PRECISION)
     s, _ = modify(s, modifiers, (i + band.apart)[:, None], j[None, :])
     unit = unit_of(modifiers)
     if SCALED:
@@ -154,7 +146,7 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
     else:
         l_i = sums.l_i * correction + tl.sum(shares, 1)
     acc = sums.acc * correction[:, None]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=sizes.PRECISION)
     return Sums(acc, m_i, l_i)
 
 

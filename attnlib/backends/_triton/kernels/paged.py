@@ -37,15 +37,13 @@ def pages_of(PAGE, BLOCK):
 @triton.jit
 def page_offset(n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Where in its page token ``n`` lies, with which a tile begins."""
-    return 0 if BLOCK % PAGE == 0 else n % PAGE
+    return 0 if PAGE == 0 or BLOCK % PAGE == 0 else n % PAGE
 
 
 @triton.jit
 def entries_at(table_ptr, n, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """The entry for the tile of tokens from ``n`` on, or for each of them; see :func:`entry_of`."""
-    if pages_of(PAGE, BLOCK) == 1:
-        return entry_of(table_ptr, n, end, PAGE)
-    elif pages_of(PAGE, BLOCK) <= FEW:
+    if pages_of(PAGE, BLOCK) <= FEW:
         low, high = entry_of(table_ptr, n, end, PAGE)
         lows, highs = (low,), (high,)
         n -= page_offset(n, PAGE, BLOCK)
@@ -68,7 +66,7 @@ def page_named(low, high, pages):
 @triton.jit
 def page_in(low, high, n, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """The page of the tile from ``n`` on, or of each of its tokens, as its entries name them."""
-    if pages_of(PAGE, BLOCK) == 1 or pages_of(PAGE, BLOCK) > FEW:
+    if pages_of(PAGE, BLOCK) > FEW:
         return page_named(low, high, pages)
     else:
         page, token = page_named(low[0], high[0], pages), tl.arange(0, BLOCK) + page_offset(n, PAGE, BLOCK)

@@ -42,9 +42,9 @@ def dropout_of(seed_ptr, threshold, head, sequence, origin):
 
 
 @triton.jit
-def load_slope(slopes_ptr, at, known):
-    """The slope of a head in log2 units."""
-    return tl.load(slopes_ptr + at, mask=known, other=0).to(tl.float32) * LOG2E
+def load_slope(slopes_ptr, stride, sequence, head, batch):
+    """The slope of a head in log2 units; 0 for what follows the last packed sequence."""
+    return tl.load(slopes_ptr + (sequence * stride + head), mask=sequence < batch, other=0).to(tl.float32) * LOG2E
 
 
 @triton.jit
