@@ -31,9 +31,8 @@ def key_of(call: Call, name: str | None) -> Key | None:
     if call.kv is not None:
         k = v = q
     if (
-        torch.compiler.is_compiling()
-        or not (isinstance(q, Tensor) and q.is_cuda)
-        or are_watched(q, k, v)
+        not (isinstance(q, Tensor) and q.is_cuda)
+        or are_watched(q, k, v)  # also by a compiler
         or type(call.mask) is not Mask
         or call.packing is not None
         or call.origin is not Call._field_defaults["origin"]

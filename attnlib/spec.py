@@ -1,6 +1,7 @@
 """AttentionSpec, a problem without its lengths, and describe(), which makes it."""
 
 import os
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -107,8 +108,15 @@ def arch_of(device: torch.device) -> int:
     """90 for a CUDA device of sm_90, 0 for any other device."""
     if device.type != "cuda":
         return 0
+    return _read_arch(device) if torch.compiler.is_compiling() else _known_arch(device)
+
+
+def _read_arch(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+_known_arch = lru_cache(_read_arch)  # it takes 3 us to read, and never changes; the compiler folds it by itself
 
 
 def _check_view(kv: KVView, device: torch.device, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from source import Source
 
-FLAT = {"Arguments", "CachedArguments"}  # operators take these as one flat list, so that they may be spread
+FLAT = {"Arguments", "CachedArguments", "WriteArguments"}  # operators take these as one flat list
 LISTS = {"inputs", "arguments"}  # the flat list itself, as torch hands it on
 
 
@@ -72,7 +72,7 @@ def _reads(source: Source, values: Values, scope: ast.AST, known: dict, lists: f
             known[x.arg] = owner if x.arg == "self" else values.of_annotation(x.annotation)
             fixed.update([x.arg] if x.annotation else [])
         if source.parts[0] == "backends":
-            lists.update([a.vararg.arg] if a.vararg else [], LISTS & {x for x in known if known[x] is None})
+            lists.update([a.vararg.arg] if a.vararg else [], LISTS & {x for x in known if known[x] is None} - fixed)
     pairs = [pair for node in inside for pair in _bindings(node)]
     for _ in range(3):  # a name may hold what another name holds
         for name, value in ((x.id, y) for x, y in pairs if isinstance(x, ast.Name) and x.id not in fixed):

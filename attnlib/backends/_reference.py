@@ -83,7 +83,7 @@ def _joined(
 
 def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], call: Call) -> tuple[Tensor, Tensor]:
     """One sequence: q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]``, keys visible within ``bounds``."""
-    (s, h, _), t, (p, seed), options = q.shape, k.shape[0], call.dropout, call.score._asdict()
+    (s, h, _), t, p, options = q.shape, k.shape[0], call.dropout.p, call.score._asdict()
     stored = torch.arange(t, device=q.device)
     query, key, head, sequence = (x if isinstance(x, int) else int(x[n]) for x in call.origin)
     i, j = query + torch.arange(t - s, t, device=q.device)[:, None], key + stored
@@ -95,7 +95,7 @@ def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], 
     if p > 0:
         heads = torch.arange(head, head + h, device=q.device)
         sequences = torch.tensor([sequence + n], device=q.device)
-        keep = kept(int(seed), p, sequences=sequences, heads=heads, rows=i[:, 0], first=key, last=key + t)[0]
+        keep = kept(int(call.dropout.seed), p, sequences=sequences, heads=heads, rows=i[:, 0], first=key, last=key + t)[0]
         weight = keep.to(_wide(q)) / (1 - p)
     return attend(q, k, v, visible, bias=bias, weight=weight, **options)
 

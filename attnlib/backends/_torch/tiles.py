@@ -173,7 +173,7 @@ def _slopes(batch: Batch, block: QueryBlock) -> Tensor:
 
 def _dropout(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tensor:
     """The weights ``[n, h, s, t]`` of a tile's probabilities: ``1 / (1 - p)``, or 0."""
-    (p, seed), origin, device = batch.dropout, batch.origin, batch.q.device
+    p, seed, origin, device = batch.dropout.p, batch.dropout.seed, batch.origin, batch.q.device
     sequence, row = origin.sequence + batch.sequence, batch.first + origin.key
     keep = kept(
         int(seed),

@@ -5,7 +5,7 @@ set of shapes, and remembers. How a binary is launched is private to Triton, so 
 every other one launches as anybody would.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from operator import itemgetter
@@ -116,7 +116,7 @@ class Launch:
             if self._is_known and binary is not None:  # as it is under the interpreter
                 self._compiled[aligned] = (binary.run, binary.function, binary.packed_metadata)
 
-    def _run(self, aligned: object, arguments: tuple) -> bool:
+    def _run(self, aligned: object, arguments: Sequence) -> bool:
         """Launch what is compiled, as Triton does; False where nothing is, or where a profiler follows launches."""
         compiled = self._compiled.get(aligned)
         if compiled is None or self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
@@ -129,24 +129,24 @@ class Launch:
     def bound(self, given: NamedTuple, *names: str) -> Callable[..., None]:
         """The same with the fields of ``given``; tensors of these names are given at each call, in this order."""
         fixed = given._asdict() | dict.fromkeys(names)
-        pointers = [None if x is None else x.data_ptr() for x in self._pick(fixed)]
+        addresses = [None if x is None else x.data_ptr() for x in self._pick(fixed)]
+        direct = self.programs > 0 and not any((address or 0) & 15 for address in addresses)
         places = [self.tensors.index(name) for name in names]
-        direct = self.programs > 0 and not any((address or 0) & 15 for address in pointers)
-        known = self._descriptors(fixed)
-        missing = [n for n, block in enumerate(self._blocks) if block is not None and known[n] is None]
-        blocks = [(n, self._blocks[n]) for n in missing]
+        arguments = [*addresses, *self._descriptors(fixed), *self._arguments]
+        described = enumerate(self._blocks, len(addresses))
+        blocks = [(place, block) for place, block in described if block is not None and block.tensor in names]
 
         def call(*tensors: Tensor | None) -> None:
-            addresses, bits = pointers.copy(), 0
+            ready, bits = arguments.copy(), 0
             for place, x in zip(places, tensors, strict=True):
                 if x is not None:
-                    addresses[place] = address = x.data_ptr()
+                    ready[place] = address = x.data_ptr()
                     bits |= address
-            descriptors = known.copy()
-            named = dict(zip(names, tensors, strict=True)) if blocks else {}
-            for n, block in blocks:
-                descriptors[n] = block.descriptor(named[block.tensor])
-            if not (direct and bits & 15 == 0 and self._run(True, (*addresses, *descriptors, *self._arguments))):
+            if blocks:
+                named = dict(zip(names, tensors, strict=True))
+                for place, block in blocks:
+                    ready[place] = block.descriptor(named[block.tensor])
+            if not (direct and bits & 15 == 0 and self._run(True, ready)):
                 self.on(fixed | dict(zip(names, tensors, strict=True)))
 
         return call
