@@ -95,7 +95,9 @@ def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], 
     if p > 0:
         heads = torch.arange(head, head + h, device=q.device)
         sequences = torch.tensor([sequence + n], device=q.device)
-        keep = kept(int(call.dropout.seed), p, sequences=sequences, heads=heads, rows=i[:, 0], first=key, last=key + t)[0]
+        keep = kept(int(call.dropout.seed), p, sequences=sequences, heads=heads, rows=i[:, 0], first=key, last=key + t)[
+            0
+        ]
         weight = keep.to(_wide(q)) / (1 - p)
     return attend(q, k, v, visible, bias=bias, weight=weight, **options)
 
