@@ -93,12 +93,12 @@ def backward_keys(
                 head, tile = kv_head * GROUP + step // count, step % count
             m0 = tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
             i, of_q = (i0 + m0 + m)[None, :], Place(work.plane, work.other, head)
-            rows_at = (head * stride_lh + m0) + m
+            rows_at = head * stride_lh + m0
             # Rows that see nothing may be padding, and hold anything.
             valid = (m < rows - m0) & sees_any(i0 + m0 + m, band)
             # Each vector is read as late as may be: its values, one for each column of a tile, fill many registers.
             if MASKED:
-                lse2 = tl.load(lse2_ptr + rows_at, mask=valid, other=0.0)
+                lse2 = tl.load(lse2_ptr + rows_at + m, mask=valid, other=0.0)
             q = load_tile(q_rows, of_q, m0, valid, d, MASKED, True, True)
             slope = None
             if alibi_slopes_ptr is not None:
@@ -106,17 +106,17 @@ def backward_keys(
             modifiers = Modifiers(scale, softcap, slope)
             s_ij, derivative = modify(products(k, q, d, PRECISION), modifiers, i + band.apart, j)
             if not MASKED:
-                lse2 = tl.load(lse2_ptr + rows_at)
+                lse2 = tl.load(lse2_ptr + rows_at + m)
             p = tl.exp2(s_ij * unit_of(modifiers) - lse2[None, :])
             if MASKED:
                 seen = visible(i, j, band) & (i < keys)
                 p = tl.where(seen, p, 0.0)
             dout = load_tile(dout_rows, of_q, m0, valid, e, MASKED, True, True)
             if MASKED:
-                delta = tl.load(delta_ptr + rows_at, mask=valid, other=0.0)
+                delta = tl.load(delta_ptr + rows_at + m, mask=valid, other=0.0)
             dp = products(v, dout, e, PRECISION)
             if not MASKED:
-                delta = tl.load(delta_ptr + rows_at)
+                delta = tl.load(delta_ptr + rows_at + m)
             kept = p
             if dropout_seed_ptr is not None:
                 dropout = dropout_of(dropout_seed_ptr, threshold, head, sequence, origin)
