@@ -1,12 +1,12 @@
 """One thread, one seed, NaN in uninitialised memory; hypothesis without deadlines; and what is behind `-m slow`."""
 
 import re
-from itertools import combinations, groupby
-from zlib import crc32
+from itertools import groupby
 
 import pytest
 import torch
 from hypothesis import Phase, is_hypothesis_test, settings
+from slow_shares import covering, is_of_share
 
 from attnlib.backends._triton import launch
 
@@ -65,25 +65,6 @@ def _uncovered(items: list[pytest.Item]) -> list[pytest.Item]:
         kept = covering([{name: id(x) for name, x in case.callspec.params.items()} for case in cases], together)
         found += [case for n, case in enumerate(cases) if n not in kept]
     return found
-
-
-def covering(cases: list[dict[str, int]], together: int) -> set[int]:
-    """A few of the cases that hold all that any case holds: every so many values of its parameters together."""
-    held = [{*combinations(sorted(case.items()), min(together, len(case)))} for case in cases]
-    kept, missing = set(), set().union(*held)
-    while missing:
-        best = max(range(len(cases)), key=lambda n: len(held[n] & missing))
-        kept.add(best)
-        missing -= held[best]
-    return kept
-
-
-def is_of_share(name: str, share: str) -> bool:
-    """Whether a test is of share ``N/M``, N counted from 1."""
-    found = re.fullmatch(r"(\d+)/(\d+)", share)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise pytest.UsageError(f"--slow-share: expected N/M with N from 1 to M, got {share}")
-    return crc32(name.encode()) % int(found[2]) == int(found[1]) - 1
 
 
 def _ask_for_many(item: pytest.Item) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import covering, is_of_share
+from slow_shares import covering, is_of_share
 
 PROPERTIES = """
 from hypothesis import given, settings, strategies as st

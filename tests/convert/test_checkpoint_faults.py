@@ -58,7 +58,7 @@ def calls_of(source, out, monkeypatch, **options):
     return shim.count
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("code", [pytest.param(errno.ENOSPC, id="ENOSPC", marks=pytest.mark.slow), errno.EIO])
 def test_a_failure_of_any_call_is_clean_and_resumable(tmp_path, source, whole, monkeypatch, code):
     before = contents(source)
     count = calls_of(source, tmp_path / "counted", monkeypatch)

@@ -78,7 +78,7 @@ def test_one_layer_has_weights_at_a_time(sources):
         assert sum(not any(weight.is_meta for weight in layer.parameters()) for layer in layers) == 1
 
 
-@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("index", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_calibration_that_is_left_at_exit_is_silent(sources, index):
     """Behind the first layer, which is not the last, and behind the last."""
     program = f"""

@@ -37,6 +37,7 @@ def test_the_default_run_serves_at_least_twice_as_many(tmp_path, capsys, small_p
     assert share["first fit"]["external"] > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--requests", "1", "--page-size", "512"], ["--rows", "1", "--page-size", "1"]])
 def test_extreme_settings_run(tmp_path, small_preset, options):
     continuous_batching.main(["--requests", "5", "--variant", "mla", "--out", str(tmp_path), *options])

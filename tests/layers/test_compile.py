@@ -62,7 +62,9 @@ def check_training(model, run, counter, lengths):
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("name", ["alibi-sinks-softcap", "mla", "shared-angles"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("mla", "shared-angles")), "alibi-sinks-softcap"]
+)
 def test_a_training_step_of_two_lengths(name):
     model = MODELS[name]()
     run, counter = compiled(model)
