@@ -14,13 +14,12 @@ from ...watched import are_watched
 from ..operators import WRITE, WriteArguments, fake_write
 from ..registration import Operator, register
 from .launch import Launch, against_interpreter, is_current, on_device, remembered
-from .plans import Key, Layout, key_of
+from .plans import Key, Layout, key_of, named_strides
 from .tables import LaunchConfig, power_of_two
 
 # Values of a tile, by how many there are in all; not timed.
 TILES = ((1 << 20, 512), (None, 2048))
 WARPS = 4
-PLANES = ("k", "v", "k_scale", "v_scale")
 
 
 def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -110,7 +109,7 @@ def plan(key: Key) -> Launch:
             raise ValueError(f"k, v: expected {expected} for {prod(slots.shape)} slots, got {tuple(new.shape)}")
     pairs = Layout(*a.cos).shape[-1] if a.cos else 0
     widest = max(power_of_two(d), power_of_two(e))
-    values = next(tile for most, tile in TILES if most is None or rows * widest <= most)
+    values = next(tile for limit, tile in TILES if limit is None or rows * widest <= limit)
     tiles = LaunchConfig(max(1, values // widest), 0, 1, WARPS)
     programs = -(-rows // tiles.block_m)
     if max(programs * tiles.block_m, pages * page_size) > INT32:
@@ -128,21 +127,16 @@ def plan(key: Key) -> Launch:
 
 def _strides(a: WriteArguments, lead: int) -> dict[str, int]:
     """By name: of planes; of new tokens, of which packed ones are a batch of one; and of angles."""
-    found = {}
-    for name in PLANES:
-        strides = Layout(*x).strides if (x := getattr(a, name)) else (0, 0, 0)
-        found |= zip((f"{name}_page", f"{name}_place", f"{name}_head"), strides, strict=False)
-    for name in ("new_k", "new_v"):
-        strides = (0, 0, 0)
-        if x := getattr(a, name):
-            strides = (*Layout(*x).strides[:lead], 0 if a.latent else Layout(*x).strides[lead])
-        found |= zip((f"{name}_b", f"{name}_s", f"{name}_head"), (0,) * (3 - len(strides)) + strides, strict=True)
-    found |= {"angles_b": 0, "angles_s": 0}
-    if a.cos:
-        cos = Layout(*a.cos)  # angles of one batch entry are those of all
-        found |= {"angles_b": cos.strides[0] if lead == 2 == len(cos.shape) - 1 and cos.shape[0] > 1 else 0}
-        found |= {"angles_s": cos.strides[-2]}
-    return found
+    found, planes = {}, {"kp kt kg": a.k, "vp vt vg": a.v, "ksp kst ksg": a.k_scale, "vsp vst vsg": a.v_scale}
+    for names, x in planes.items():
+        found |= named_strides(names, Layout(*x).strides[:3] if x else (0, 0, 0))
+    for names, x in {"nkb nks nkh": a.new_k, "nvb nvs nvh": a.new_v}.items():
+        of_x = Layout(*x).strides if x else (0,) * 4
+        strides = (*of_x[:lead], 0 if a.latent else of_x[lead])
+        found |= named_strides(names, (0,) * (3 - len(strides)) + strides)
+    of_angles = Layout(*a.cos) if a.cos else Layout((1,), (0, 0), torch.float32)  # those of one batch entry are all's
+    varies = lead == 2 == len(of_angles.shape) - 1 and of_angles.shape[0] > 1
+    return found | named_strides("ab as", (of_angles.strides[0] if varies else 0, of_angles.strides[-2]))
 
 
 def _write(*arguments):

@@ -12,9 +12,9 @@ OF_ZEROS: tl.constexpr = tl.constexpr(2.0**-40)  # the scale of nothing but zero
 @triton.jit(do_not_specialize=COUNTS)
 def write(
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, new_k_ptr, new_v_ptr, cos_ptr, sin_ptr, slots_ptr,
-    k_page, k_place, k_head, v_page, v_place, v_head,
-    k_scale_page, k_scale_place, k_scale_head, v_scale_page, v_scale_place, v_scale_head,
-    new_k_b, new_k_s, new_k_head, new_v_b, new_v_s, new_v_head, angles_b, angles_s,
+    stride_kp, stride_kt, stride_kg, stride_vp, stride_vt, stride_vg,
+    stride_ksp, stride_kst, stride_ksg, stride_vsp, stride_vst, stride_vsg,
+    stride_nkb, stride_nks, stride_nkh, stride_nvb, stride_nvs, stride_nvh, stride_ab, stride_as,
     rows, heads, s, page_size, slots,
     D: tl.constexpr, D_ALL: tl.constexpr, E: tl.constexpr, E_ALL: tl.constexpr,
     PAIRS_K: tl.constexpr, PAIRS_V: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -24,33 +24,33 @@ def write(
     The first ``2 * PAIRS_K`` channels of K are rotated, and likewise of V, which is the rotary key of latent storage.
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    here = row < rows
+    valid = row < rows
     token, head = row // heads, (row % heads).to(tl.int64)
     b, i = (token // s).to(tl.int64), (token % s).to(tl.int64)
-    slot = tl.load(slots_ptr + token, mask=here, other=-1).to(tl.int64)
+    slot = tl.load(slots_ptr + token, mask=valid, other=-1).to(tl.int64)
     kept = (slot >= 0) & (slot < slots)
     slot = slot.to(tl.int32)  # which the slots that are kept fit
     page, place = (slot // page_size).to(tl.int64), (slot % page_size).to(tl.int64)
-    angles = b * angles_b + i * angles_s
+    angles = b * stride_ab + i * stride_as
 
-    at = b * new_k_b + i * new_k_s + head * new_k_head
-    k = rotated(new_k_ptr, at, cos_ptr, sin_ptr, angles, here, D, D_ALL, PAIRS_K, INTERLEAVED)
+    at = b * stride_nkb + i * stride_nks + head * stride_nkh
+    k = rotated(new_k_ptr, at, cos_ptr, sin_ptr, angles, valid, D, D_ALL, PAIRS_K, INTERLEAVED)
     if E:
-        at = b * new_v_b + i * new_v_s + head * new_v_head
-        v = rotated(new_v_ptr, at, cos_ptr, sin_ptr, angles, here, E, E_ALL, PAIRS_V, INTERLEAVED)
+        at = b * stride_nvb + i * stride_nvs + head * stride_nvh
+        v = rotated(new_v_ptr, at, cos_ptr, sin_ptr, angles, valid, E, E_ALL, PAIRS_V, INTERLEAVED)
 
-    at = page * k_page + place * k_place + head * k_head
-    scale_at = page * k_scale_page + place * k_scale_place + head * k_scale_head
+    at = page * stride_kp + place * stride_kt + head * stride_kg
+    scale_at = page * stride_ksp + place * stride_kst + head * stride_ksg
     store(k_ptr, k_scale_ptr, k, at, scale_at, kept, D)
     if E:
-        at = page * v_page + place * v_place + head * v_head
-        scale_at = page * v_scale_page + place * v_scale_place + head * v_scale_head
+        at = page * stride_vp + place * stride_vt + head * stride_vg
+        scale_at = page * stride_vsp + place * stride_vst + head * stride_vsg
         store(v_ptr, v_scale_ptr, v, at, scale_at, kept, E)
 
 
 @triton.jit
 def rotated(
-    ptr, at, cos_ptr, sin_ptr, angles, here,
+    ptr, at, cos_ptr, sin_ptr, angles, valid,
     WIDTH: tl.constexpr, ALL: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Rows at ``ptr + at``, zeros beyond their width; with their first pairs turned, rounded as ``rope.rotate`` rounds.
@@ -58,14 +58,14 @@ def rotated(
     Every product is rounded by itself, so the kernel must be compiled without fused multiply-adds.
     """
     c = tl.arange(0, ALL)
-    x = load_where(ptr + at[:, None] + c[None, :], c, here, WIDTH, True)
+    x = load_where(ptr + at[:, None] + c[None, :], c, valid, WIDTH, True)
     if PAIRS:
         if INTERLEAVED:
             first, pair, partner = c % 2 == 0, c // 2, c ^ 1
         else:
             first = c < PAIRS
             pair, partner = tl.where(first, c, c - PAIRS), tl.where(first, c + PAIRS, c - PAIRS)
-        turns = here[:, None] & (c < 2 * PAIRS)[None, :]
+        turns = valid[:, None] & (c < 2 * PAIRS)[None, :]
         other = tl.load(ptr + at[:, None] + partner[None, :], mask=turns, other=0.0).to(tl.float32)
         cos = tl.load(cos_ptr + angles[:, None] + pair[None, :], mask=turns, other=0.0)
         sin = tl.load(sin_ptr + angles[:, None] + pair[None, :], mask=turns, other=0.0)
