@@ -65,7 +65,7 @@ class Captured:
                 self.attend(self.given)
             with self.cache.step(1) as layers, torch.no_grad():
                 torch.cuda.synchronize(device)
-                with torch.cuda.graph(self.graph):
+                with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(device)):  # torch keeps one, of one device
                     self.found = self.over(layers, self.given)
                 self.graph.replay()
 
