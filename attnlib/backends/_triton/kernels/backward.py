@@ -94,8 +94,8 @@ def backward_keys(
             m0 = tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
             i, of_q = (i0 + m0 + m)[None, :], Place(work.plane, work.other, head)
             rows_at = head * stride_lh + m0
-            # Rows that see nothing may be padding, and hold anything.
-            valid = (m < rows - m0) & sees_any(i0 + m0 + m, band)
+            # Rows that see nothing of this block may see nothing at all, be padding and hold anything: they are zeros.
+            valid = (i0 + m0 + m >= low) & (i0 + m0 + m < high)
             # Each vector is read as late as may be: its values, one for each column of a tile, fill many registers.
             if MASKED:
                 lse2 = tl.load(lse2_ptr + rows_at + m, mask=valid, other=0.0)
@@ -109,7 +109,7 @@ def backward_keys(
                 lse2 = tl.load(lse2_ptr + rows_at + m)
             p = tl.exp2(s_ij * unit_of(modifiers) - lse2[None, :])
             if MASKED:
-                seen = visible(i, j, band) & (i < keys)
+                seen = visible(i, j, band)
                 p = tl.where(seen, p, 0.0)
             dout = load_tile(dout_rows, of_q, m0, valid, e, MASKED, True, True)
             if MASKED:

@@ -112,6 +112,8 @@ def query_range(j0, j1, first, last, band):
     if band.prefix is not None:
         low = tl.where(j0 < band.prefix - band.key, first, low)
         all_low = tl.where(j1 <= band.prefix - band.key, first, all_low)
+    if band.left is not None and band.right is not None:
+        high = tl.where(band.left + band.right < 0, first, high)  # a band that holds no key
     return low, tl.where(j0 < j1, high, first), all_low, all_high
 
 
