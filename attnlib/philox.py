@@ -25,7 +25,9 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     return [a, b, c, d]
 
 
-def kept(seed: int, p: float, *, sequences: Tensor, heads: Tensor, rows: Tensor, first: int, last: int) -> Tensor:
+def dropout_keep(
+    seed: int, p: float, *, sequences: Tensor, heads: Tensor, rows: Tensor, first: int, last: int
+) -> Tensor:
     """Which weights dropout keeps: bool ``[n, h, s, last - first]`` for keys ``first <= j < last``.
 
     Counter words are ``(j // 4, i, head, sequence)`` and the lane is ``j % 4``; ``i``, given as ``rows``, and ``j`` are

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnlib import CAUSAL, FULL, Mask, attention_with_lse, sliding
-from attnlib.philox import kept
+from attnlib.philox import dropout_keep
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -26,7 +26,7 @@ def eager(q, k, v, *, sinks=None, dropout_p=0.0, dropout_seed=None, order=0, **t
     weights = torch.softmax(logits, -1).masked_fill(nothing, 0)[..., :t]
     if dropout_p > 0:
         where = {"sequences": torch.arange(b), "heads": torch.arange(h), "rows": torch.arange(t - s, t)}
-        weights = weights * kept(int(dropout_seed), dropout_p, **where, first=0, last=t) / (1 - dropout_p)
+        weights = weights * dropout_keep(int(dropout_seed), dropout_p, **where, first=0, last=t) / (1 - dropout_p)
     weights, v = weights.roll(order * t // 3, -1), v.roll(order * t // 3, 1)
     return torch.einsum("bhst,bthe->bshe", weights, v), lse
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlib.philox import kept, philox
+from attnlib.philox import dropout_keep, philox
 
 # Known answers of Random123 1.14 (kat_vectors, philox4x32 with 10 rounds): counter, key, result.
 VECTORS = [
@@ -49,7 +49,7 @@ def test_any_counter_and_key(counter, key):
 
 def bits(seed, p, n=2, h=3, s=5, first=0, last=21):
     where = {"sequences": torch.arange(n), "heads": torch.arange(h), "rows": torch.arange(s)}
-    return kept(seed, p, **where, first=first, last=last)
+    return dropout_keep(seed, p, **where, first=first, last=last)
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.floats(0, 0.999))
@@ -64,7 +64,7 @@ def test_the_definition_weight_by_weight(seed, p):
 @given(*(st.integers(-(2**31), 2**31 - 5) for _ in range(4)))
 def test_of_a_negative_index_the_low_32_bits_count(sequence, head, row, key):
     where = {"sequences": torch.tensor([sequence]), "heads": torch.tensor([head]), "rows": torch.tensor([row])}
-    keep = kept(11, 0.5, **where, first=key, last=key + 5)
+    keep = dropout_keep(11, 0.5, **where, first=key, last=key + 5)
     assert keep.shape == (1, 1, 1, 5)
     for n, j in enumerate(range(key, key + 5)):
         word = in_python([x % 2**32 for x in (j // 4, row, head, sequence)], (11, 0))[j % 4]
@@ -77,7 +77,7 @@ def test_any_range_of_keys_is_a_piece_of_the_whole(a, b):
     assert torch.equal(bits(7, 0.4, first=first, last=last), bits(7, 0.4)[..., first:last])
 
 
-def test_the_share_that_is_kept():
+def test_the_share_that_is_dropout_keep():
     keep = bits(3, 0.3, n=4, h=4, s=64, last=1024)
     assert abs(float(keep.float().mean()) - 0.7) < 4 * math.sqrt(0.21 / keep.numel())
     assert bits(3, 0.0).all()

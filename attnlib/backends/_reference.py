@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..call import Call, Score
 from ..kv import KVView
-from ..philox import kept
+from ..philox import dropout_keep
 from ..reference import attend
 from ..spec import AttentionSpec
 
@@ -95,10 +95,8 @@ def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], 
     if p > 0:
         heads = torch.arange(head, head + h, device=q.device)
         sequences = torch.tensor([sequence + n], device=q.device)
-        keep = kept(int(call.dropout.seed), p, sequences=sequences, heads=heads, rows=i[:, 0], first=key, last=key + t)[
-            0
-        ]
-        weight = keep.to(_wide(q)) / (1 - p)
+        where = {"sequences": sequences, "heads": heads, "rows": i[:, 0], "first": key, "last": key + t}
+        weight = dropout_keep(int(call.dropout.seed), p, **where)[0].to(_wide(q)) / (1 - p)
     return attend(q, k, v, visible, bias=bias, weight=weight, **options)
 
 

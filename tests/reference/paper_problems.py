@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnlib import FULL, Mask
-from attnlib.philox import kept
+from attnlib.philox import dropout_keep
 from attnlib.reference import attend, flash1, flash2, incremental, standard
 from attnlib.reference.formulas import Sizes, Visits
 from attnlib.reference.pairs import Pairs
@@ -83,7 +83,7 @@ def keep(i: slice, j: slice, sequence: int = 0, head: int = 0) -> Tensor:
     """The library's dropout bits of one tile, made where they are used."""
     where = {"sequences": torch.tensor([sequence]), "heads": torch.tensor([head])}
     rows = torch.arange(i.start, i.stop)
-    return kept(SEED, DROPOUT, **where, rows=rows, first=j.start, last=j.stop)[0, 0]
+    return dropout_keep(SEED, DROPOUT, **where, rows=rows, first=j.start, last=j.stop)[0, 0]
 
 
 def run_incremental(head: Head, memory: SlowMemory) -> tuple[Tensor, Tensor]:

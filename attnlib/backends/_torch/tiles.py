@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...philox import kept
+from ...philox import dropout_keep
 from .batches import Batch, Keys
 
 KEYS = 512  # of a tile, at most
@@ -175,7 +175,7 @@ def _dropout(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tensor:
     """The weights ``[n, h, s, t]`` of a tile's probabilities: ``1 / (1 - p)``, or 0."""
     p, seed, origin, device = batch.dropout.p, batch.dropout.seed, batch.origin, batch.q.device
     sequence, row = origin.sequence + batch.sequence, batch.first + origin.key
-    keep = kept(
+    keep = dropout_keep(
         int(seed),
         p,
         sequences=torch.arange(sequence + block.sequences.start, sequence + block.sequences.stop, device=device),
