@@ -119,8 +119,8 @@ class KVView:
     sequences into splits. A ``split_size`` above 0 fixes the size of every split, and splits are merged in their order,
     so that bits do not depend on the batch.
 
-    A view with shared prefixes has two more. ``shared`` holds the keys that neighbours share, a row for each prefix
-    group, whose queries are those of its sequences, packed. ``own`` holds the keys that each sequence has for itself,
+    A view with shared prefixes has two more. ``shared`` holds the keys that neighbours share, a row for each group of
+    them, whose queries are those of its sequences, packed. ``own`` holds the keys that each sequence has for itself,
     from a later start on. All shared keys come before all queries. ``replace`` forgets both.
 
     A view equals itself alone. A cache makes its views without a ``check``, since its tensors fit.

@@ -214,7 +214,8 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
 
 
-def check_rotation(x: Tensor, angles: Angles):
+def check_rotation(x: Tensor, angles: Angles) -> None:
+    """Raise TypeError or ValueError unless these angles can rotate ``x``; the message names the remedy."""
     _check_strided("x", x)
     if not isinstance(angles, Angles):
         raise TypeError(f"angles: expected Angles as rope.angles(positions) gives, got {type(angles).__name__}")

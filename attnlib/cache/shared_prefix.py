@@ -59,7 +59,7 @@ def common_pages(a: Holding, b: Holding) -> int:
 
 
 class SharedPrefix(NamedTuple):
-    """What the layers of a step read of its prefix groups: a row for each, with their queries packed.
+    """What the layers of a step read of its groups: a row for each, with their queries packed.
 
     The last rows may have no queries and no keys. ``own_starts`` says where each sequence's own tokens start, after
     those of its group.
@@ -75,7 +75,7 @@ class SharedPrefix(NamedTuple):
 
 
 class SharedPrefixBuffers:
-    """The buffers of up to ``max_groups`` prefix groups, beside the page table of the allocator without a window."""
+    """The buffers of up to ``max_groups`` groups, beside the page table of the allocator without a window."""
 
     def __init__(self, allocator: PageAllocator, page_table: Tensor, max_groups: int):
         (rows, columns), device = page_table.shape, page_table.device

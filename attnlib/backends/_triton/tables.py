@@ -13,7 +13,7 @@ FARTHEST = 2**24  # elements between rows, which int32 offsets within a tile of 
 
 
 class DenseCase(NamedTuple):
-    """What decides the tiles of a call. ``plain`` scores have no softcap, no slopes and no dropout; ``aligned`` rows
+    """What decides the tiles of a call. ``plain`` scores have no options and no dropout; ``aligned`` rows
     begin at multiples of 16 bytes."""
 
     head_dim: int
