@@ -67,20 +67,20 @@ class LayerCache:
         """Check everything, write, and let it be remembered how to do it again for tensors of their key."""
         if self._slots is None:
             self._refuse_append()
-        given, layout = (k, v), self.layout
+        layout = self.layout
         if layout.is_latent:
-            k = self._fit("latent", k, (layout.dim,))
+            new_k = self._fit("latent", k, (layout.dim,))
             if (v is None) != (layout.tail == 0):
                 raise ValueError(_rope_key_error(layout, v))
-            v = None if v is None else self._fit("k_rope", v, (layout.tail,))
+            new_v = None if v is None else self._fit("k_rope", v, (layout.tail,))
         else:
-            k = self._fit("k", k, (layout.heads, layout.dim))
-            v = self._fit("v", v, (layout.heads, layout.value_dim))
+            new_k = self._fit("k", k, (layout.heads, layout.dim))
+            new_v = self._fit("v", v, (layout.heads, layout.value_dim))
         if angles is not None and not isinstance(angles, Angles):
             raise TypeError(f"angles: expected Angles as rope.angles(positions) gives, got {type(angles).__name__}")
         self._record(AS_GIVEN if angles is None else angles.convention)
-        key = self._key(k, v, angles) if k is given[0] and v is given[1] else None
-        write_cache(self._view, k, v, self._slots, angles=angles, key=key)
+        key = self._key(k, v, angles) if new_k is k and new_v is v else None
+        write_cache(self._view, new_k, new_v, self._slots, angles=angles, key=key)
 
     def _key(self, k: Tensor, v: Tensor | None, angles: Angles | None) -> tuple | None:
         """All that the checks of an append depend on; None for what is always checked."""
