@@ -26,12 +26,12 @@ def cached(*arguments):
     return _solved(a.q, a.value_plane, list(pages.batches(a)))
 
 
-def _solved(q: Tensor, v: Tensor, parts: list[Batch]) -> tuple[Tensor, Tensor]:
+def _solved(q: Tensor, v: Tensor, every: list[Batch]) -> tuple[Tensor, Tensor]:
     """The output and LSE of a call that falls into these batches."""
-    if parts and not parts[0].index:
-        return _attend(parts[0])
+    if every and not every[0].index:
+        return _attend(every[0])
     out, lse = _nothing(q, v)
-    for batch in parts:
+    for batch in every:
         out[batch.index], own_lse = _attend(batch)
         lse.mT[batch.index] = own_lse.mT
     return out, lse
@@ -50,18 +50,18 @@ def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _backward(dout, dlse, out, lse, *arguments):
     a, dout = Arguments(*arguments), dout.contiguous()  # autograd hands out expanded ones
-    parts = [(batch, fused.causality(batch) if dlse is None else None) for batch in batches(a)]
+    plan = [(batch, fused.causality(batch) if dlse is None else None) for batch in batches(a)]
     delta = None
-    if not parts or any(causal is None for _, causal in parts):
+    if not plan or any(causal is None for _, causal in plan):
         delta = (out.to(lse.dtype) * dout).sum(-1).mT
         delta = delta if dlse is None else delta - dlse
     saved = Saved(dout, out, lse, delta)
-    if parts and not parts[0][0].index:
-        dq, dk, dv, dslopes = _differentiate(*parts[0], saved)
+    if plan and not plan[0][0].index:
+        dq, dk, dv, dslopes = _differentiate(*plan[0], saved)
         return dq, dk, dv, *option_grads(a, dslopes, lse, delta)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (a.q, a.k, a.v))
-    dslopes = lse.new_zeros(sum(batch.q.shape[0] for batch, _ in parts), a.q.shape[-2])
-    for batch, causal in parts:
+    dslopes = lse.new_zeros(sum(batch.q.shape[0] for batch, _ in plan), a.q.shape[-2])
+    for batch, causal in plan:
         keys, sequences = batch.keys, slice(batch.sequence, batch.sequence + batch.q.shape[0])
         visible = slice(keys.start, keys.stop)
         grads = _differentiate(batch, causal, saved.of(batch))

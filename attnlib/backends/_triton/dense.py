@@ -20,11 +20,12 @@ def prepare(call: Call) -> Run | None:
     """What runs a call without optional tensors again, on tensors of the same layouts."""
     if call.spec.strided or call.spec.dtype == torch.float32:  # whose products torch's settings decide
         return None
-    a, (b, s, h, _), e = flat(call), call.q.shape, call.v.shape[-1]
-    launch = plans.forward(plans.key_of(a, a.q, a.k, a.v))
-    a = a._replace(q=None, k=None, v=None)  # what is prepared keeps no tensor of a call
+    given = flat(call)
+    a = given._replace(q=None, k=None, v=None)  # what is prepared keeps no tensor of a call
     if call.spec.grad:
         return lambda q, k, v: OPERATORS.differentiable(a._replace(q=q, k=k, v=v))
+    (b, s, h, _), e = call.q.shape, call.v.shape[-1]
+    launch = plans.forward(plans.key_of(given, given.q, given.k, given.v))
     launch_on = launch.bound(a, "q", "k", "v", "out", "lse")
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

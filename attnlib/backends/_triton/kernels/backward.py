@@ -172,6 +172,7 @@ def backward_queries(
     dq_rows = Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh, None, None)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
+    # As in the forward: where this holds, what lies beyond a tile's keys may be another's.
     HOLES: tl.constexpr = cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
 
     m = tl.arange(0, BLOCK_M)
