@@ -159,8 +159,8 @@ def sweep(sums, tiles, queries, i, modifiers, band, stored, sizes, MASKED: tl.co
     for t in tl.range(0, tiles.masked if MASKED else tiles.full, num_stages=sizes.STAGES):
         n = tile_at(t, tiles, MASKED, sizes.FULL, sizes.EDGE)
         page = page_in(low, high, n, stored.pages, sizes.PAGE, BLOCK)
+        sums = add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED, BLOCK)
         if sizes.PAGE:  # carried, so that the loads of a tile wait for no other load
             following = tile_at(t + 1, tiles, MASKED, sizes.FULL, sizes.EDGE)
             low, high = entries_at(stored.table_ptr, following, stored.high, sizes.PAGE, BLOCK)
-        sums = add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED, BLOCK)
     return sums
