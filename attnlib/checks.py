@@ -66,7 +66,7 @@ def _mismatch(name, dims, shape, sizes, named) -> str:
     return f"{name}: expected [{expected}], got {tuple(shape)}; {owner} has {wrong}={sizes[wrong]}"
 
 
-def is_asked_for(x: Tensor) -> bool:
+def are_checks_on(x: Tensor) -> bool:
     """Whether ``ATTNLIB_CHECK=1`` is set, and ``x`` can be read: it is no compiler's, and no CUDA graph is captured."""
     if os.environ.get("ATTNLIB_CHECK") != "1" or torch.compiler.is_compiling() or type(x) is not Tensor:
         return False

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .checks import check_slots, is_asked_for
+from .checks import are_checks_on, check_slots
 from .dispatch import PREPARED, storing
 from .kv import KVLayout, KVView
 from .prepared import Key, Write
@@ -25,7 +25,7 @@ def write_cache(
     Raises:
         ValueError: with ``ATTNLIB_CHECK=1``, a slot is outside the planes, or two tokens get the same.
     """
-    checks = is_asked_for(slots)
+    checks = are_checks_on(slots)
     if checks:
         check_slots(slots, kv.k.shape[0] * kv.page_size)
     write = storing(kv.layout.dtype, kv.k.device).write_cache(kv, k, v, slots, angles)
@@ -55,8 +55,10 @@ def new_schedule(
 def update_schedule(
     schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None, split_size: int = 0
 ) -> None:
-    """Share sequences of these starts and lengths out anew: of at most ``limit`` tokens, and the last ``reach`` of
-    them where a window hides the others; in splits of ``split_size`` tokens, if that is not 0. Waits for nothing."""
+    """Schedule sequences of these starts and lengths, of at most ``limit`` tokens, in place; on the device.
+
+    Of each the last ``reach`` tokens count, where a window hides the others. A ``split_size`` fixes that of splits.
+    """
     options = {"limit": limit, "reach": reach, "split_size": split_size}
     storing(torch.float32, schedule.device).update_schedule(schedule, starts, lengths, **options)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .errors import NoSpaceError, OutputError, RequestError
 
-ROOM = 1.05  # times what will be written, and the largest file once more: file systems need some for themselves
+MARGIN = 1.05  # times what will be written, and the largest file once more: file systems need some for themselves
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -92,7 +92,7 @@ def put_in_place(new: Path, target: Path, aside: Path) -> None:
 
 def require_room(folder: Path, planned: int, largest: int, files: int) -> None:
     """Raises NoSpaceError unless the file system of ``folder`` can take ``files`` files of ``planned`` bytes in all."""
-    needed, free = int(ROOM * planned) + largest, shutil.disk_usage(folder).free
+    needed, free = int(MARGIN * planned) + largest, shutil.disk_usage(folder).free
     if free < needed:
         raise NoSpaceError(f"{folder}: expected {needed:,} bytes free, got {free:,}; make room and run it again")
     status = os.statvfs(folder)
