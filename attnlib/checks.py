@@ -1,13 +1,10 @@
 """Checks that several doors share: counts, named dimensions, and numbers on the device with ``ATTNLIB_CHECK=1``."""
 
 import os
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .kv import KVView
 
 INT32 = 2**31 - 1
 
@@ -81,26 +78,3 @@ def check_slots(slots: Tensor, capacity: int) -> None:
             raise ValueError(f"slots: expected -1 or less than {capacity}, the tokens of the cache, got {slot}")
     if len(set(written)) < len(written):
         raise ValueError("slots: expected each slot once, got one of them twice")
-
-
-def check_view(kv: "KVView", queries: int) -> None:
-    """Raise ValueError for lengths, starts, pages or offsets that a kernel would have to clamp.
-
-    Lengths and starts have to fit the table, the pages of visible tokens the planes, and the offsets of a packed call
-    its ``queries``.
-    """
-    size, pages, capacity = kv.page_size, kv.k.shape[0], kv.table.shape[1] * kv.page_size
-    table = kv.table.tolist()
-    for row, (start, length) in enumerate(zip(kv.starts.tolist(), kv.lengths.tolist(), strict=True)):
-        if not 0 <= length <= capacity:
-            raise ValueError(f"lengths[{row}]: expected 0 to {capacity}, the capacity of its table, got {length}")
-        if start < 0:
-            raise ValueError(f"starts[{row}]: expected 0 or more, got {start}")
-        for index in range(start // size, -(-length // size)):
-            if not 0 <= table[row][index] < pages:
-                page = table[row][index]
-                raise ValueError(f"table[{row}, {index}]: expected one of {pages} pages, got {page}")
-    if kv.cu_seqlens_q is not None:
-        offsets = kv.cu_seqlens_q.tolist()
-        if offsets[0] != 0 or sorted(offsets) != offsets or offsets[-1] > queries:
-            raise ValueError(f"cu_seqlens_q: expected offsets from 0 that grow to {queries} at most, got {offsets}")

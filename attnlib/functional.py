@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .call import Call, Dropout, Packing, Score, checked
-from .checks import are_checks_on, check_view, is_strided
+from .checks import are_checks_on, is_strided
 from .dispatch import PREPARED, Explanation, explanation, select
 from .kv import KVView
 from .mask import FULL, Mask
@@ -243,7 +243,7 @@ def attend(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
         result = backend.attention(call)
     else:
         if are_checks_on(kv.lengths):
-            check_view(kv, call.q.shape[0])
+            kv.check_contents(call.q.shape[0])
             key = None  # or the next call would not be checked
         result = backend.cached_attention(call)
     if key is not None:

@@ -172,6 +172,28 @@ class KVView:
         if self.cu_seqlens_q is not None:
             _check_numbers("cu_seqlens_q", self.cu_seqlens_q, (b + 1,), device)
 
+    def check_contents(self, queries: int) -> None:
+        """Raise ValueError for lengths, starts, pages or offsets that a kernel would have to clamp.
+
+        Lengths and starts have to fit the table, the pages of visible tokens the planes, and the offsets of a packed
+        call its ``queries``.
+        """
+        size, pages, capacity = self.page_size, self.k.shape[0], self.table.shape[1] * self.page_size
+        table = self.table.tolist()
+        for row, (start, length) in enumerate(zip(self.starts.tolist(), self.lengths.tolist(), strict=True)):
+            if not 0 <= length <= capacity:
+                raise ValueError(f"lengths[{row}]: expected 0 to {capacity}, the capacity of its table, got {length}")
+            if start < 0:
+                raise ValueError(f"starts[{row}]: expected 0 or more, got {start}")
+            for index in range(start // size, -(-length // size)):
+                if not 0 <= table[row][index] < pages:
+                    page = table[row][index]
+                    raise ValueError(f"table[{row}, {index}]: expected one of {pages} pages, got {page}")
+        if self.cu_seqlens_q is not None:
+            offsets = self.cu_seqlens_q.tolist()
+            if offsets[0] != 0 or sorted(offsets) != offsets or offsets[-1] > queries:
+                raise ValueError(f"cu_seqlens_q: expected offsets from 0 that grow to {queries} at most, got {offsets}")
+
     def with_shared(self, shared: "KVView", own: "KVView") -> "KVView":
         """The same view, whose keys are those of ``shared`` and ``own``."""
         view = replace(self, check=False)

@@ -2,16 +2,13 @@
 
 import os
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .kv import DTYPES, KVLayout, KVView
 from .mask import Mask
 from .watched import is_forward_mode
-
-if TYPE_CHECKING:
-    from .call import Call
 
 
 class AttentionSpec(NamedTuple):
@@ -43,8 +40,8 @@ class AttentionSpec(NamedTuple):
     interpreted: bool = False
 
 
-def describe(call: "Call", sizes: dict[str, int]) -> AttentionSpec:
-    """The spec of a call whose shapes agree already; the only place that looks at a device.
+def describe(call, sizes: dict[str, int]) -> AttentionSpec:
+    """The spec of a :class:`~attnlib.call.Call` whose shapes agree already; the only place that looks at a device.
 
     ``sizes`` have the call's h, g, d and e.
 

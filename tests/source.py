@@ -69,17 +69,9 @@ class Source:
 
     @cached_property
     def imports(self) -> list[tuple[str, ...]]:
-        """Every import of attnlib, also within functions, as the parts of a module's name below attnlib.
-
-        Not those under ``if TYPE_CHECKING``, which import nothing when the code runs.
-        """
-        package, unread, found = self.parts[:-1], set(), []
+        """Every import of attnlib, also within functions and for types, as the parts of a module's name below it."""
+        package, found = self.parts[:-1], []
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-                unread.update(node.body)
-        for node in ast.walk(self.tree):
-            if node in unread:
-                continue
             if isinstance(node, ast.ImportFrom):
                 base = package[: len(package) - node.level + 1] if node.level else ()
                 module = (*base, *(node.module or "").split(".")) if node.module else base
