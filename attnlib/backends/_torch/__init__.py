@@ -68,8 +68,6 @@ def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: 
         k, v = (k, rotate(v, angles)) if latent else (rotate(k, angles), v)
     if store is not None:
         k, k_scale = quantise(k, store)
-        v_scale = None
-        if not latent:
-            v, v_scale = quantise(v, store)
+        v, v_scale = (v, None) if latent else quantise(v, store)
         torch.ops.attnlib.torch_write(kv.k_scale, None if latent else kv.v_scale, k_scale, v_scale, slots)
     torch.ops.attnlib.torch_write(kv.k, kv.k_tail if latent else kv.v, k, v, slots)
