@@ -11,14 +11,12 @@ from ..kv import KVView
 from ..philox import dropout_keep
 from ..reference import attend
 from ..spec import AttentionSpec
-from .operators import wide
+from .operators import NO_BACKWARD, wide
 
 
 def unsupported(spec: AttentionSpec) -> list[str]:
     """Why this backend cannot run ``spec``."""
-    if spec.kind == "cached" and spec.grad:
-        return ["cached attention has no backward; wrap the call in torch.no_grad()"]
-    return []
+    return [NO_BACKWARD] if spec.kind == "cached" and spec.grad else []
 
 
 def slow(spec: AttentionSpec) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..watched import are_batched, are_watched, have_tangents, is_forward_mode
 from .flops import backward_flops, cached_flops, forward_flops
-from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, fake_attention, fake_backward
+from .operators import BACKWARD, CACHED, FORWARD, NO_BACKWARD, TENSORS, Arguments, fake_attention, fake_backward
 from .registration import Operator, register
 
 
@@ -22,12 +22,8 @@ class Operators:
     def __init__(self, name: str, forward: Callable, backward: Callable):
         self.name, self.forward, self.backward = name, forward, backward
         self._library = register(
-            Operator(
-                f"{name}_forward{FORWARD}", forward, fake_attention, forward_flops, self.gradients, _keep, _mapped
-            ),
-            Operator(
-                f"{name}_backward{BACKWARD}", backward, fake_backward, backward_flops, _refuse_second, None, _mapped
-            ),
+            Operator(f"{name}_forward{FORWARD}", forward, fake_attention, forward_flops, self.gradients, _keep, _vmap),
+            Operator(f"{name}_backward{BACKWARD}", backward, fake_backward, backward_flops, _no_second, None, _vmap),
         )
 
     def __call__(self, arguments: Arguments, *, grad: bool) -> tuple[Tensor, Tensor]:
@@ -54,8 +50,8 @@ class Operators:
         # With create_graph=True the operator refuses to be differentiated again.
         followed = are_watched(dout, out, a.q) or torch.is_grad_enabled() or are_batched(dout, dlse)
         run = self._operator("backward") if followed else self.backward
-        grads = run(dout, dlse, out, lse, *a)  # of q, k, v, slopes and sinks, the first arguments
-        given = [None if x is None else grad for x, grad in zip(a, grads, strict=False)]
+        # It gives those of the first arguments: q, k, v, slopes and sinks.
+        given = [None if x is None else grad for x, grad in zip(a, run(dout, dlse, out, lse, *a), strict=False)]
         return *given, *(None,) * (len(a) - len(given))
 
     def _operator(self, direction: str) -> Callable:
@@ -79,7 +75,7 @@ class _Attention(torch.autograd.Function):
 
 def register_cached(name: str, run: Callable) -> torch.library.Library | None:
     """Make ``name_cached`` known, whose backward raises, where torch would drop it with a warning; keep the result."""
-    return register(Operator(f"{name}_cached{CACHED}", run, fake_attention, cached_flops, _refuse_first))
+    return register(Operator(f"{name}_cached{CACHED}", run, fake_attention, cached_flops, _no_backward))
 
 
 def _keep(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -88,15 +84,15 @@ def _keep(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _refuse_first(ctx, *grads):
-    raise RuntimeError("cached attention has no backward; wrap the call in torch.no_grad()")
+def _no_backward(ctx, *grads):
+    raise RuntimeError(NO_BACKWARD)
 
 
-def _refuse_second(ctx, *grads):
+def _no_second(ctx, *grads):
     raise RuntimeError("attention has no second derivative; call backward() without create_graph=True")
 
 
-def _mapped(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple[Tensor, ...], tuple]:
+def _vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple[Tensor, ...], tuple]:
     """An operator under vmap.
 
     Where all tensors are mapped, and there are no optional ones, what is mapped joins the batch; else it is a loop.

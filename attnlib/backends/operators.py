@@ -9,9 +9,10 @@ from typing import NamedTuple, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from ..call import Call, Packing, Score
+from ..call import Call, Score
 from ..mask import Mask
 
+NO_BACKWARD = "cached attention has no backward; wrap the call in torch.no_grad()"
 TYPES = MappingProxyType({Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"})
 
 
@@ -37,11 +38,6 @@ class Arguments(NamedTuple):
     dropout_p: float
     max_seqlen_q: int | None
     max_seqlen_k: int | None
-
-    @property
-    def packing(self) -> Packing:
-        """Where the sequences of a packed call begin."""
-        return Packing(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k)
 
 
 class CachedArguments(NamedTuple):
@@ -72,6 +68,9 @@ class CachedArguments(NamedTuple):
     def value_plane(self) -> Tensor:
         """The plane that values are read from."""
         return self.k if self.v is None else self.v
+
+
+AnyArguments = Arguments | CachedArguments
 
 
 class WriteArguments(NamedTuple):
@@ -138,12 +137,12 @@ CACHED = f"({_typed(CachedArguments)}) -> (Tensor, Tensor)"
 WRITE = f"({_typed(WriteArguments, written=4)}) -> ()"
 
 
-def rule_of(a: Arguments | CachedArguments) -> tuple[Mask, Score]:
+def rule_of(a: AnyArguments) -> tuple[Mask, Score]:
     """Which keys are visible, and how a visible pair's score comes from q·k."""
     return Mask(a.left, a.right, a.prefix), Score(a.scale, a.softcap, a.alibi_slopes, a.sinks)
 
 
-def readable(a: Arguments | CachedArguments) -> Arguments | CachedArguments:
+def readable(a: AnyArguments) -> AnyArguments:
     """The arguments with all tensors but q, k, v and planes contiguous."""
     scattered = {name: x for name in BY_POSITION if (x := getattr(a, name, None)) is not None and not x.is_contiguous()}
     return a._replace(**{name: x.contiguous() for name, x in scattered.items()}) if scattered else a
@@ -166,10 +165,8 @@ def fake_attention(q: Tensor, k: Tensor, v: Tensor | None, *rest) -> tuple[Tenso
 
 
 def fake_backward(dout, dlse, out, lse, *arguments) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, and of slopes and sinks, empty where there are none, without values."""
-    a = Arguments(*arguments)
-    leaves = (a.q, a.k, a.v, a.alibi_slopes, a.sinks)
-    return tuple(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in leaves)
+    """Gradients of the first arguments, q, k, v, slopes and sinks, empty where there are none, without values."""
+    return tuple(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in arguments[:5])
 
 
 def fake_write(*arguments) -> None:

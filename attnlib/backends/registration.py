@@ -14,7 +14,7 @@ class Operator(NamedTuple):
     """An operator: its schema, what it runs, what it gives without values, and the FLOPs that it counts as.
 
     ``gradients`` and ``keep``, which saves what they need, are as ``torch.library.register_autograd`` takes them;
-    ``mapped`` is its rule under vmap, and takes the operator first.
+    ``vmap`` is its rule under vmap, and takes the operator first.
     """
 
     schema: str
@@ -23,7 +23,7 @@ class Operator(NamedTuple):
     flops: Callable | None = None
     gradients: Callable | None = None
     keep: Callable | None = None
-    mapped: Callable | None = None
+    vmap: Callable | None = None
 
 
 def register(*operators: Operator) -> torch.library.Library | None:
@@ -53,8 +53,8 @@ def register(*operators: Operator) -> torch.library.Library | None:
         torch.library.register_fake(path, operator.fake, lib=library)
         if operator.gradients is not None:
             torch.library.register_autograd(path, operator.gradients, setup_context=operator.keep, lib=library)
-        if operator.mapped is not None:
-            torch.library.register_vmap(path, partial(operator.mapped, made.default), lib=library)
+        if operator.vmap is not None:
+            torch.library.register_vmap(path, partial(operator.vmap, made.default), lib=library)
         if operator.flops is not None and COUNTER in sys.modules:
             sys.modules[COUNTER].register_flop_formula(made, get_raw=True)(operator.flops)
     return library

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...call import Dropout, Origin, Score
+from ...call import Dropout, Origin, Packing, Score
 from ...mask import Mask
-from ..operators import Arguments, CachedArguments, rule_of
+from ..operators import AnyArguments, Arguments, CachedArguments, rule_of
 from .pages import Index, Keys
 
 
@@ -43,7 +43,8 @@ def batches(a: Arguments) -> Iterator[Batch]:
     """The batches of a call on tensors, in order: neighbours with equal bounds, or one packed sequence."""
     dropout = Dropout(a.dropout_p, None if a.dropout_seed is None else a.dropout_seed.cpu())
     if a.cu_seqlens_q is not None:
-        rows, tokens = a.packing.read(queries=a.q.shape[0], keys=a.k.shape[0])
+        packing = Packing(a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q, a.max_seqlen_k)
+        rows, tokens = packing.read(queries=a.q.shape[0], keys=a.k.shape[0])
         each = zip(pairwise(rows), pairwise(tokens), _origins(a.origin, len(rows) - 1), strict=True)
         for n, ((r0, r1), (k0, k1), origin) in enumerate(each):
             keys = _keys(a, (None, slice(k0, k1)), 0, k1 - k0)
@@ -97,20 +98,15 @@ def _keys(a: Arguments, index: Index, start: int, stop: int) -> Keys:
     return Keys(_at(a.k, index), _at(a.v, index), None, None, None, a.q.dtype, [0], start, stop, index)
 
 
-def _batch(
-    a: Arguments | CachedArguments,
-    index: Index,
-    keys: Keys,
-    sequence: int,
-    total: int,
-    origin: Origin,
-    dropout: Dropout,
-) -> Batch:
-    """The batch of the queries at ``index``, which are the last ones of ``total`` keys unless the origin moves them."""
+def _batch(a: AnyArguments, index: Index, keys: Keys, n: int, total: int, origin: Origin, dropout: Dropout) -> Batch:
+    """The batch of the queries at ``index``, the first of which are of sequence ``n``.
+
+    They are the last ones of ``total`` keys unless the origin moves them.
+    """
     q = _at(a.q, index)
     first = total - q.shape[1] + origin.query - origin.key
     mask, score = rule_of(a)
-    return Batch(q, keys, index, sequence, first, mask.counted_from(origin.key), score, dropout, origin)
+    return Batch(q, keys, index, n, first, mask.counted_from(origin.key), score, dropout, origin)
 
 
 def _at(x: Tensor, index: Index) -> Tensor:

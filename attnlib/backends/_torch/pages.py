@@ -48,9 +48,8 @@ class Keys(NamedTuple):
     def read(self, sequences: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """K ``[n, g, t, d]``, with its tail, and V of tokens ``[start, stop)``; on one page these are views."""
         n, t, (count, size, *_) = sequences.stop - sequences.start, stop - start, self.k.shape
-        if (
-            n == count and t == size and self.k_tail is self.k_scale is None
-        ):  # all of two tensors, in a third of the time
+        if n == count and t == size and self.k_tail is self.k_scale is None:
+            # All of two tensors, 3 us sooner.
             return self.k.transpose(1, 2), self.v.transpose(1, 2)
         skipped = start // size - self.start // size
         pages = self.pages[skipped : skipped + (start % size + t - 1) // size + 1]

@@ -154,7 +154,7 @@ def _tile(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile:
         hidden = ~batch.mask.visible(i, j)
         _hide(scores, hidden, -torch.inf)
     if batch.dropout.p > 0:
-        weight = _dropout(batch, block, start, stop).view_as(scores)
+        weight = _dropout(batch, block, i[:, 0], start, stop).view_as(scores)
     return Tile(k, v, scores, tanh, hidden, distance, weight)
 
 
@@ -166,22 +166,14 @@ def _slopes(batch: Batch, block: QueryBlock) -> Tensor:
     return slopes.to(block.q.dtype).view(-1, batch.q.shape[2], 1, 1)
 
 
-def _dropout(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tensor:
-    """The weights ``[n, h, s, t]`` of a tile's probabilities: ``1 / (1 - p)``, or 0."""
-    p, origin, heads = batch.dropout.p, batch.origin, slice(0, batch.q.shape[2])
-    firsts = origin.sequence + batch.sequence, origin.head, batch.first + origin.key
-    sequences, heads, rows = (
-        torch.arange(first + x.start, first + x.stop, device=batch.q.device)
-        for first, x in zip(firsts, (block.sequences, heads, block.rows), strict=True)
-    )
-    tile = {
-        "sequences": sequences,
-        "heads": heads,
-        "rows": rows,
-        "first": start + origin.key,
-        "last": stop + origin.key,
-    }
-    return dropout_keep(int(batch.dropout.seed), p, **tile).to(block.q.dtype) / (1 - p)
+def _dropout(batch: Batch, block: QueryBlock, i: Tensor, start: int, stop: int) -> Tensor:
+    """The weights ``[n, h, s, t]`` of the probabilities of queries ``i``: ``1 / (1 - p)``, or 0."""
+    p, origin, n, device = batch.dropout.p, batch.origin, batch.sequence + batch.origin.sequence, batch.q.device
+    sequences = torch.arange(n + block.sequences.start, n + block.sequences.stop, device=device)
+    heads = torch.arange(origin.head, origin.head + batch.q.shape[2], device=device)
+    tile = {"rows": i + origin.key, "first": start + origin.key, "last": stop + origin.key}
+    keep = dropout_keep(int(batch.dropout.seed), p, sequences=sequences, heads=heads, **tile)
+    return keep.to(block.q.dtype) / (1 - p)
 
 
 def _hide(x: Tensor, hidden: Tensor | None, value: float) -> None:
