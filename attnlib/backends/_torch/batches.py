@@ -129,7 +129,7 @@ def rows(x: Tensor, g: int) -> Tensor:
 def unrows(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """``[n, g, f * s, d]`` -> ``[n, s, h, d]``, the ``shape``; ``n`` and ``g`` may be one dimension."""
     n, s, h, d = shape
-    return x.reshape(shape) if s == 1 else x.reshape(n, h, s, d).transpose(1, 2)
+    return x.reshape(n, s, h, d) if s == 1 else x.reshape(n, h, s, d).transpose(1, 2)
 
 
 def _origins(table: Tensor | None, sequences: int) -> list[Origin]:
