@@ -1,5 +1,6 @@
 """The reference backend: the definition, sequence by sequence and query by query."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -10,13 +11,12 @@ from ..kv import KVView
 from ..philox import dropout_keep
 from ..reference import attend
 from ..spec import AttentionSpec
+from .operators import NO_BACKWARD, wide
 
 
 def unsupported(spec: AttentionSpec) -> list[str]:
     """Why this backend cannot run ``spec``."""
-    if spec.kind == "cached" and spec.grad:
-        return ["cached attention has no backward; wrap the call in torch.no_grad()"]
-    return []
+    return [NO_BACKWARD] if spec.kind == "cached" and spec.grad else []
 
 
 def slow(spec: AttentionSpec) -> list[str]:
@@ -25,69 +25,51 @@ def slow(spec: AttentionSpec) -> list[str]:
 
 
 def attention(call: Call) -> tuple[Tensor, Tensor]:
-    """Dense or packed attention and its LSE, with gradients."""
-    call = _widened(call)
-    q, k, v = call.q, call.k, call.v
-    if call.packing is None:
-        starts = [0] * len(q) if call.key_starts is None else call.key_starts.tolist()
-        ends = [k.shape[1]] * len(q) if call.key_ends is None else call.key_ends.tolist()
-        solved = [_sequence(n, q[n], k[n], v[n], (starts[n], ends[n]), call) for n in range(len(q))]
-        return _joined(solved, q, None, v.shape[-1], k, v)
-    rows, keys = call.packing.read(queries=q.shape[0], keys=k.shape[0])
-    solved = []
-    for n, ((r0, r1), (k0, k1)) in enumerate(zip(pairwise(rows), pairwise(keys), strict=True)):
-        solved.append(_sequence(n, q[r0:r1], k[k0:k1], v[k0:k1], (0, k1 - k0), call))
-    return _joined(solved, q, rows[-1], v.shape[-1], k, v)
+    """Attention and its LSE, with gradients where keys are tensors."""
+    q, k, v, score = call.q, call.k, call.v, call.score
+    # The score's tensors get its dtype once, so that their gradients add up in it.
+    call = call._replace(score=Score(*(x.to(wide(q)) if isinstance(x, Tensor) else x for x in score)))
+    solved = [_sequence(n, *each, call) for n, each in enumerate(_sequences(call))]
+    outs, lses = [out for out, _ in solved], [lse.mT for _, lse in solved]
+    # Queries that belong to no sequence. They depend on no channel of q, k and v, but on all of them to autograd.
+    rest = q.flatten(0, -3)[sum(map(len, outs)) :]
+    zero = rest[..., :0].sum(-1) + sum(x[..., :0].sum() for x in (k, v) if x is not None)
+    out = torch.cat((*outs, zero[..., None].expand(-1, -1, call.spec.value_dim)))
+    lse = torch.cat((*lses, zero.to(wide(q)) - torch.inf))
+    return out.view(*q.shape[:-1], call.spec.value_dim), lse.view(q.shape[:-1]).mT
 
 
-def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
-    """Attention over stored keys and its LSE."""
-    solved, call = [], _widened(call)
-    q, kv = call.q, call.kv
-    rows = None if kv.cu_seqlens_q is None else kv.cu_seqlens_q.tolist()
-    for n, (start, length) in enumerate(zip(kv.starts.tolist(), kv.lengths.tolist(), strict=True)):
-        queries = q[n] if rows is None else q[rows[n] : rows[n + 1]]
-        solved.append(_sequence(n, queries, *_stored(kv, n, start, length), (start, length), call))
-    return _joined(solved, q, None if rows is None else rows[-1], kv.layout.value_dim)
+cached_attention = attention
 
 
 def prepare(call: Call) -> None:
     """No call is quicker the second time."""
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def _sequences(call: Call) -> Iterator[tuple[Tensor, Tensor, Tensor, int, int]]:
+    """q ``[s, h, d]``, k ``[t, g, d]`` and v ``[t, g, e]`` of each sequence, and the bounds of the keys it may see."""
+    q, k, v, kv = call.q, call.k, call.v, call.kv
+    if kv is not None:
+        queries = q if kv.cu_seqlens_q is None else [q[r0:r1] for r0, r1 in pairwise(kv.cu_seqlens_q.tolist())]
+        for n, bounds in enumerate(zip(kv.starts.tolist(), kv.lengths.tolist(), strict=True)):
+            yield queries[n], *_stored(kv, n, *bounds), *bounds
+    elif call.packing is not None:
+        rows, keys = call.packing.read(queries=q.shape[0], keys=k.shape[0])
+        for (r0, r1), (k0, k1) in zip(pairwise(rows), pairwise(keys), strict=True):
+            yield q[r0:r1], k[k0:k1], v[k0:k1], 0, k1 - k0
+    else:
+        starts = [0] * len(q) if call.key_starts is None else call.key_starts.tolist()
+        ends = [k.shape[1]] * len(q) if call.key_ends is None else call.key_ends.tolist()
+        yield from zip(q, k, v, starts, ends, strict=True)
 
 
-def _widened(call: Call) -> Call:
-    """The tensors of the score in its dtype, once, so that their gradients add up in it."""
-    wide = _wide(call.q)
-    return call._replace(score=Score(*(x.to(wide) if isinstance(x, Tensor) else x for x in call.score)))
-
-
-def _joined(
-    solved: list[tuple[Tensor, Tensor]], q: Tensor, used: int | None, value_dim: int, *others: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE of all sequences. Packed queries from ``used`` on belong to none; of dense ones it is None.
-
-    What belongs to no sequence depends on no channel of q and these others, but on all of them to autograd.
-    """
-    if used is None and solved:
-        return tuple(torch.stack(x) for x in zip(*solved, strict=True))
-    q = q[used:]
-    zero = q[..., :0].sum(-1) + sum(x[..., :0].sum() for x in others)
-    solved.append((zero[..., None].expand(*q.shape[:-1], value_dim), zero.mT.to(_wide(q)) - torch.inf))
-    outs, lses = zip(*solved, strict=True)
-    return torch.cat(outs), torch.cat(lses, -1)
-
-
-def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], call: Call) -> tuple[Tensor, Tensor]:
-    """One sequence: q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]``, keys visible within ``bounds``."""
+def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, call: Call) -> tuple[Tensor, Tensor]:
+    """One sequence, whose keys outside ``[start, end)`` are hidden."""
     (s, h, _), t, p, options = q.shape, k.shape[0], call.dropout.p, call.score._asdict()
     stored = torch.arange(t, device=q.device)
     query, key, head, sequence = (x if isinstance(x, int) else int(x[n]) for x in call.origin)
     i, j = query + torch.arange(t - s, t, device=q.device)[:, None], key + stored
-    visible = call.mask.visible(i, j) & (stored >= bounds[0]) & (stored < bounds[1])
+    visible = call.mask.visible(i, j) & (stored >= start) & (stored < end)
     bias = weight = None
     slopes = options.pop("alibi_slopes")
     if slopes is not None:
@@ -96,7 +78,7 @@ def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, int], 
         heads = torch.arange(head, head + h, device=q.device)
         sequences = torch.tensor([sequence + n], device=q.device)
         where = {"sequences": sequences, "heads": heads, "rows": i[:, 0], "first": key, "last": key + t}
-        weight = dropout_keep(int(call.dropout.seed), p, **where)[0].to(_wide(q)) / (1 - p)
+        weight = dropout_keep(int(call.dropout.seed), p, **where)[0].to(wide(q)) / (1 - p)
     return attend(q, k, v, visible, bias=bias, weight=weight, **options)
 
 

@@ -6,14 +6,13 @@ Function (one core of an EPYC, 2026-11).
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..watched import are_batched, are_watched, have_tangents, is_forward_mode
 from .flops import backward_flops, cached_flops, forward_flops
-from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, fake_backward, fake_cached, fake_forward
+from .operators import BACKWARD, CACHED, FORWARD, NO_BACKWARD, TENSORS, Arguments, fake_attention, fake_backward
 from .registration import Operator, register
 
 
@@ -23,11 +22,9 @@ class Operators:
     def __init__(self, name: str, forward: Callable, backward: Callable):
         self.name, self.forward, self.backward = name, forward, backward
         self._library = register(
-            Operator(f"{name}_forward{FORWARD}", forward, fake_forward, forward_flops),
-            Operator(f"{name}_backward{BACKWARD}", backward, fake_backward, backward_flops),
+            Operator(f"{name}_forward{FORWARD}", forward, fake_attention, forward_flops, self.gradients, _keep, _vmap),
+            Operator(f"{name}_backward{BACKWARD}", backward, fake_backward, backward_flops, _no_second, None, _vmap),
         )
-        if self._library is not None:
-            self._differentiate(self._library)
 
     def __call__(self, arguments: Arguments, *, grad: bool) -> tuple[Tensor, Tensor]:
         """Output and LSE; ``grad`` says whether a gradient is asked for.
@@ -35,7 +32,8 @@ class Operators:
         Raises:
             NotImplementedError: a tensor carries a forward-mode derivative.
         """
-        _refuse_tangents(arguments)
+        if is_forward_mode(*arguments) and have_tangents(*arguments):  # which operators would drop
+            raise NotImplementedError("attention has no forward-mode derivative; differentiate in reverse mode")
         if are_watched(arguments.q, arguments.k, arguments.v):
             return self._operator("forward")(*arguments)
         return self.differentiable(arguments) if grad else self.forward(*arguments)
@@ -44,26 +42,17 @@ class Operators:
         """Output and LSE with their gradients, around the dispatcher, where nobody follows it."""
         return _Attention.apply(self, *arguments)
 
-    def gradients(self, ctx, dout: Tensor | None, dlse: Tensor | None) -> Arguments:
-        """The gradient of each argument of the forward operator."""
+    def gradients(self, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradient of each argument of the forward operator, None where there is none to give."""
         out, lse, *tensors = ctx.saved_tensors
         a = Arguments(*tensors, *ctx.numbers)
         dout = torch.zeros_like(out) if dout is None else dout
         # With create_graph=True the operator refuses to be differentiated again.
         followed = are_watched(dout, out, a.q) or torch.is_grad_enabled() or are_batched(dout, dlse)
         run = self._operator("backward") if followed else self.backward
-        return a.with_gradients(*run(dout, dlse, out, lse, *a))
-
-    def _differentiate(self, library: torch.library.Library) -> None:
-        """Make the gradients of the operators, and their rules under vmap, known to torch."""
-        forward, backward = f"attnlib::{self.name}_forward", f"attnlib::{self.name}_backward"
-        torch.library.register_autograd(
-            forward, lambda ctx, *grads: tuple(self.gradients(ctx, *grads)), setup_context=_keep, lib=library
-        )
-        torch.library.register_autograd(backward, _refuse_second, lib=library)
-        leading = 3  # q, k, v; before them a backward has dout, dlse, out and lse
-        torch.library.register_vmap(forward, partial(_mapped, self._operator("forward"), leading), lib=library)
-        torch.library.register_vmap(backward, partial(_mapped, self._operator("backward"), leading + 4), lib=library)
+        # It gives those of the first arguments: q, k, v, slopes and sinks.
+        given = [None if x is None else grad for x, grad in zip(a, run(dout, dlse, out, lse, *a), strict=False)]
+        return *given, *(None,) * (len(a) - len(given))
 
     def _operator(self, direction: str) -> Callable:
         return getattr(torch.ops.attnlib, f"{self.name}_{direction}").default
@@ -86,16 +75,7 @@ class _Attention(torch.autograd.Function):
 
 def register_cached(name: str, run: Callable) -> torch.library.Library | None:
     """Make ``name_cached`` known, whose backward raises, where torch would drop it with a warning; keep the result."""
-    library = register(Operator(f"{name}_cached{CACHED}", run, fake_cached, cached_flops))
-    if library is not None:
-        torch.library.register_autograd(f"attnlib::{name}_cached", _refuse_first, lib=library)
-    return library
-
-
-def _refuse_tangents(arguments: Arguments) -> None:
-    """Raise NotImplementedError where a tensor carries a forward-mode derivative, which operators would drop."""
-    if is_forward_mode(*arguments) and have_tangents(*arguments):
-        raise NotImplementedError("attention has no forward-mode derivative; differentiate in reverse mode")
+    return register(Operator(f"{name}_cached{CACHED}", run, fake_attention, cached_flops, _no_backward))
 
 
 def _keep(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -104,26 +84,26 @@ def _keep(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _refuse_first(ctx, *grads):
-    raise RuntimeError("cached attention has no backward; wrap the call in torch.no_grad()")
+def _no_backward(ctx, *grads):
+    raise RuntimeError(NO_BACKWARD)
 
 
-def _refuse_second(ctx, *grads):
+def _no_second(ctx, *grads):
     raise RuntimeError("attention has no second derivative; call backward() without create_graph=True")
 
 
-def _mapped(operator: Callable, leading: int, info, in_dims: tuple, *inputs) -> tuple[tuple[Tensor, ...], tuple]:
-    """An operator under vmap, whose ``leading`` tensors come before the optional ones.
+def _vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple[Tensor, ...], tuple]:
+    """An operator under vmap.
 
-    Where they are all mapped, and there are no others, what is mapped joins the batch; else it is a loop.
+    Where all tensors are mapped, and there are no optional ones, what is mapped joins the batch; else it is a loop.
     """
-    n, tensors, rest = info.batch_size, inputs[:leading], inputs[leading:]
-    alike = all((x is None) == (dim is None) for x, dim in zip(tensors, in_dims, strict=False))
-    if alike and all(x is None for x in rest[: TENSORS - 3]):
-        joined = [x if x is None else x.movedim(dim, 0).flatten(0, 1) for x, dim in zip(tensors, in_dims, strict=False)]
-        results = [x.unflatten(0, (n, x.shape[0] // n)) for x in operator(*joined, *rest)]
+    n, pairs = info.batch_size, list(zip(inputs, in_dims, strict=True))
+    leading = len(inputs) - len(Arguments._fields) + 3  # before q, k and v, a backward has four others
+    alike = all((x is None) == (dim is None) for x, dim in pairs[:leading])
+    if alike and all(x is None for x in inputs[leading : leading + TENSORS - 3]):
+        joined = [x if x is None else x.movedim(dim, 0).flatten(0, 1) for x, dim in pairs[:leading]]
+        results = [x.unflatten(0, (n, x.shape[0] // n)) for x in operator(*joined, *inputs[leading:])]
     else:
-        pairs = list(zip(inputs, in_dims, strict=True))
         each = [operator(*(x if dim is None else x.select(dim, i) for x, dim in pairs)) for i in range(n)]
         results = [torch.stack(x) for x in zip(*each, strict=True)]
     return tuple(results), (0,) * len(results)

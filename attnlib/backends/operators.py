@@ -9,9 +9,10 @@ from typing import NamedTuple, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from ..call import Call, Packing, Score
+from ..call import Call, Score
 from ..mask import Mask
 
+NO_BACKWARD = "cached attention has no backward; wrap the call in torch.no_grad()"
 TYPES = MappingProxyType({Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"})
 
 
@@ -37,27 +38,6 @@ class Arguments(NamedTuple):
     dropout_p: float
     max_seqlen_q: int | None
     max_seqlen_k: int | None
-
-    @property
-    def mask(self) -> Mask:
-        """Which keys are visible."""
-        return Mask(self.left, self.right, self.prefix)
-
-    @property
-    def score(self) -> Score:
-        """How a visible pair's score comes from q·k."""
-        return Score(self.scale, self.softcap, self.alibi_slopes, self.sinks)
-
-    @property
-    def packing(self) -> Packing:
-        """Where the sequences of a packed call begin."""
-        return Packing(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k)
-
-    def with_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, dslopes: Tensor, dsinks: Tensor) -> "Arguments":
-        """A gradient in the place of each argument, None where there is none to give."""
-        dslopes = None if self.alibi_slopes is None else dslopes
-        dsinks = None if self.sinks is None else dsinks
-        return Arguments(dq, dk, dv, dslopes, dsinks, *(None,) * (len(self) - 5))
 
 
 class CachedArguments(NamedTuple):
@@ -85,19 +65,12 @@ class CachedArguments(NamedTuple):
     split_size: int
 
     @property
-    def mask(self) -> Mask:
-        """Which keys are visible."""
-        return Mask(self.left, self.right, self.prefix)
-
-    @property
-    def score(self) -> Score:
-        """How a visible pair's score comes from q·k."""
-        return Score(self.scale, self.softcap, self.alibi_slopes, self.sinks)
-
-    @property
     def value_plane(self) -> Tensor:
         """The plane that values are read from."""
         return self.k if self.v is None else self.v
+
+
+AnyArguments = Arguments | CachedArguments
 
 
 class WriteArguments(NamedTuple):
@@ -164,7 +137,12 @@ CACHED = f"({_typed(CachedArguments)}) -> (Tensor, Tensor)"
 WRITE = f"({_typed(WriteArguments, written=4)}) -> ()"
 
 
-def readable(a: Arguments | CachedArguments) -> Arguments | CachedArguments:
+def rule_of(a: AnyArguments) -> tuple[Mask, Score]:
+    """Which keys are visible, and how a visible pair's score comes from q·k."""
+    return Mask(a.left, a.right, a.prefix), Score(a.scale, a.softcap, a.alibi_slopes, a.sinks)
+
+
+def readable(a: AnyArguments) -> AnyArguments:
     """The arguments with all tensors but q, k, v and planes contiguous."""
     scattered = {name: x for name in BY_POSITION if (x := getattr(a, name, None)) is not None and not x.is_contiguous()}
     return a._replace(**{name: x.contiguous() for name, x in scattered.items()}) if scattered else a
@@ -172,28 +150,23 @@ def readable(a: Arguments | CachedArguments) -> Arguments | CachedArguments:
 
 def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Uninitialised output ``[..., s, h, e]`` in q's dtype and LSE ``[..., h, s]`` in fp32, or fp64 for fp64."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     *batch, s, h, _ = q.shape
-    return q.new_empty((*batch, s, h, v.shape[-1])), q.new_empty((*batch, h, s), dtype=wide)
+    return q.new_empty((*batch, s, h, v.shape[-1])), q.new_empty((*batch, h, s), dtype=wide(q))
 
 
-def fake_forward(*arguments) -> tuple[Tensor, Tensor]:
-    """What a forward gives, without values."""
-    a = Arguments(*arguments)
-    return outputs(a.q, a.v)
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype of scores, and so of the LSE: fp32, or fp64 for fp64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def fake_attention(q: Tensor, k: Tensor, v: Tensor | None, *rest) -> tuple[Tensor, Tensor]:
+    """What a forward gives, or attention over a cache, without values."""
+    return outputs(q, k if v is None else v)
 
 
 def fake_backward(dout, dlse, out, lse, *arguments) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, and of slopes and sinks, empty where there are none, without values."""
-    a = Arguments(*arguments)
-    dslopes, dsinks = (lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in (a.alibi_slopes, a.sinks))
-    return a.q.new_empty(a.q.shape), a.k.new_empty(a.k.shape), a.v.new_empty(a.v.shape), dslopes, dsinks
-
-
-def fake_cached(*arguments) -> tuple[Tensor, Tensor]:
-    """What attention over a cache gives, without values."""
-    a = CachedArguments(*arguments)
-    return outputs(a.q, a.value_plane)
+    """Gradients of the first arguments, q, k, v, slopes and sinks, empty where there are none, without values."""
+    return tuple(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in arguments[:5])
 
 
 def fake_write(*arguments) -> None:

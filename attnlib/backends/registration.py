@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,17 +11,19 @@ COUNTER = "torch.utils.flop_counter"
 
 
 class Operator(NamedTuple):
-    """An operator: its schema, what it runs, what it gives without values, and the FLOPs that it counts as."""
+    """An operator: its schema, what it runs, what it gives without values, and the FLOPs that it counts as.
+
+    ``gradients`` and ``keep``, which saves what they need, are as ``torch.library.register_autograd`` takes them;
+    ``vmap`` is its rule under vmap, and takes the operator first.
+    """
 
     schema: str
     run: Callable
     fake: Callable
     flops: Callable | None = None
-
-    @property
-    def name(self) -> str:
-        """Its name in ``torch.ops.attnlib``."""
-        return self.schema.partition("(")[0]
+    gradients: Callable | None = None
+    keep: Callable | None = None
+    vmap: Callable | None = None
 
 
 def register(*operators: Operator) -> torch.library.Library | None:
@@ -33,7 +36,7 @@ def register(*operators: Operator) -> torch.library.Library | None:
         ImportError: the operators in this process are of another version.
     """
     namespace = torch.ops.attnlib
-    schemas = {operator.name: operator.schema for operator in operators}
+    schemas = {operator.schema.partition("(")[0]: operator.schema for operator in operators}
     known = getattr(namespace, "schemas", {})
     if hasattr(namespace, next(iter(schemas))):
         for name, schema in schemas.items():
@@ -42,12 +45,16 @@ def register(*operators: Operator) -> torch.library.Library | None:
         return None
     namespace.schemas = known | schemas
     library = torch.library.Library("attnlib", "FRAGMENT")
-    for operator in operators:
+    for name, operator in zip(schemas, operators, strict=True):
         library.define(operator.schema)
+        made, path = getattr(namespace, name), f"attnlib::{name}"
         for device in ("CPU", "CUDA"):
-            library.impl(operator.name, operator.run, device)
-        torch.library.register_fake(f"attnlib::{operator.name}", operator.fake, lib=library)
+            library.impl(name, operator.run, device)
+        torch.library.register_fake(path, operator.fake, lib=library)
+        if operator.gradients is not None:
+            torch.library.register_autograd(path, operator.gradients, setup_context=operator.keep, lib=library)
+        if operator.vmap is not None:
+            torch.library.register_vmap(path, partial(operator.vmap, made.default), lib=library)
         if operator.flops is not None and COUNTER in sys.modules:
-            count = sys.modules[COUNTER].register_flop_formula
-            count(getattr(namespace, operator.name), get_raw=True)(operator.flops)
+            sys.modules[COUNTER].register_flop_formula(made, get_raw=True)(operator.flops)
     return library

@@ -6,7 +6,7 @@ import torch
 
 from attnlib import Mask, call
 from attnlib.backends import _torch, autograd
-from attnlib.backends._torch import implementations, pages, tiles
+from attnlib.backends._torch import implementations, tiles
 from attnlib.backends.operators import outputs
 from attnlib.cache import kv_cache
 from attnlib.cache.pages import PageAllocator
@@ -36,7 +36,7 @@ def lse_without_sink(forward: Callable) -> Callable:
 
 def group_by_remainder(rows: Callable) -> Callable:
     """Query head h reads KV head h % g."""
-    return lambda x, g, wide: rows(x.unflatten(2, (-1, g)).transpose(2, 3).flatten(2, 3), g, wide)
+    return lambda x, g: rows(x.unflatten(2, (-1, g)).transpose(2, 3).flatten(2, 3), g)
 
 
 def starts_ignored(batches: Callable) -> Callable:
@@ -120,7 +120,7 @@ PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "the mask sees one key too far": ("dense", 20, Mask, "visible", seen_one_too_far),
     "scale squared": ("varlen", 20, call, "_filled", scale_squared),
     "an LSE without sink": ("dense", 40, tiles, "forward", lse_without_sink),
-    "head h reads h % g": ("varlen", 20, tiles, "_rows", group_by_remainder),
+    "head h reads h % g": ("varlen", 20, tiles, "rows", group_by_remainder),
     "a tail cut off": ("dense", 20, tiles, "_key_ranges", tail_cut_off),
     "dropout without 1 / (1 - p)": ("dense", 60, tiles, "_dropout", dropout_not_made_up_for),
     "no gradient of the softcap": ("dense", 40, tiles, "_tile", cap_without_gradient),
@@ -128,7 +128,7 @@ PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "slopes of the first sequence": ("varlen", 120, tiles, "_slopes", slopes_of_one_sequence),
     "NaN times zero": ("varlen", 20, implementations, "batches", strangers_by_zero),
     "rows of nobody left": ("varlen", 20, implementations, "_nothing", uninitialised),
-    "left padding seen": ("cached", 40, pages, "batches", starts_ignored),
+    "left padding seen": ("cached", 40, implementations, "cached_batches", starts_ignored),
     "a forked page not copied": ("cached", 60, kv_cache, "copy_pages", nothing),
     "a forked page lost in a failed step": ("cached", 150, PageAllocator, "_writers_in_place", shortest_heir),
     "a stale table after a failed step": ("cached", 120, StepBuffers, "forget", nothing),

@@ -11,7 +11,7 @@ from ...kv import KVLayout, KVView
 from ...rope import Angles, rotate
 from ...spec import AttentionSpec
 from ...watched import are_watched
-from ..operators import flat, flat_over_view
+from ..operators import NO_BACKWARD, flat, flat_over_view
 from .implementations import OPERATORS, cached
 from .pages import quantise
 
@@ -19,7 +19,7 @@ from .pages import quantise
 def unsupported(spec: AttentionSpec) -> list[str]:
     """Why this backend cannot run ``spec``."""
     if spec.kind == "cached" and spec.grad:
-        return ["cached attention has no backward; wrap the call in torch.no_grad()"]
+        return [NO_BACKWARD]
     if spec.batch_invariant:
         return ["batch_invariant: how torch adds a product up depends on what shares the batch"]
     return []
@@ -68,8 +68,6 @@ def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: 
         k, v = (k, rotate(v, angles)) if latent else (rotate(k, angles), v)
     if store is not None:
         k, k_scale = quantise(k, store)
-        v_scale = None
-        if not latent:
-            v, v_scale = quantise(v, store)
+        v, v_scale = (v, None) if latent else quantise(v, store)
         torch.ops.attnlib.torch_write(kv.k_scale, None if latent else kv.v_scale, k_scale, v_scale, slots)
     torch.ops.attnlib.torch_write(kv.k, kv.k_tail if latent else kv.v, k, v, slots)

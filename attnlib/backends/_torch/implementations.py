@@ -3,8 +3,6 @@
 Lengths, offsets and page tables are read on the host.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from ..autograd import Operators, register_cached
 from ..operators import Arguments, CachedArguments, fake_write, option_grads, outputs
 from ..registration import Operator, register
 from . import fused, pages, tiles
-from .batches import Batch, batches
+from .batches import Batch, batches, cached_batches
 
 
 def _forward(*arguments):
@@ -23,7 +21,7 @@ def _forward(*arguments):
 def cached(*arguments):
     """Attention over a cache, and its LSE."""
     a = CachedArguments(*arguments)
-    return _solved(a.q, a.value_plane, list(pages.batches(a)))
+    return _solved(a.q, a.value_plane, list(cached_batches(a)))
 
 
 def _solved(q: Tensor, v: Tensor, every: list[Batch]) -> tuple[Tensor, Tensor]:
@@ -49,45 +47,27 @@ def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dout, dlse, out, lse, *arguments):
-    a, dout = Arguments(*arguments), dout.contiguous()  # autograd hands out expanded ones
+    a, dout, delta = Arguments(*arguments), dout.contiguous(), None  # autograd hands out expanded ones
     plan = [(batch, fused.causality(batch) if dlse is None else None) for batch in batches(a)]
-    delta = None
-    if not plan or any(causal is None for _, causal in plan):
-        delta = (out.to(lse.dtype) * dout).sum(-1).mT
-        delta = delta if dlse is None else delta - dlse
-    saved = Saved(dout, out, lse, delta)
+    if not plan or any(causal is None for _, causal in plan):  # fused attention makes its own
+        delta = (out.to(lse.dtype) * dout).sum(-1).mT - (0 if dlse is None else dlse)
+
+    def differentiate(batch: Batch, causal: bool | None) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
+        """The gradients of a batch's queries, keys, values and slopes: 0 from fused attention, which knows none."""
+        if causal is None:
+            return tiles.backward(batch, batch.of(dout), batch.of_lse(lse), batch.of_lse(delta))
+        return *fused.backward(batch, causal, batch.of(dout), batch.of(out), batch.of_lse(lse)), 0.0
+
     if plan and not plan[0][0].index:
-        dq, dk, dv, dslopes = _differentiate(*plan[0], saved)
+        dq, dk, dv, dslopes = differentiate(*plan[0])
         return dq, dk, dv, *option_grads(a, dslopes, lse, delta)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (a.q, a.k, a.v))
     dslopes = lse.new_zeros(sum(batch.q.shape[0] for batch, _ in plan), a.q.shape[-2])
     for batch, causal in plan:
         keys, sequences = batch.keys, slice(batch.sequence, batch.sequence + batch.q.shape[0])
-        visible = slice(keys.start, keys.stop)
-        grads = _differentiate(batch, causal, saved.of(batch))
-        dq[batch.index], dk[keys.index][:, visible], dv[keys.index][:, visible], dslopes[sequences] = grads
+        of_k, of_v = (x[keys.index][:, keys.start : keys.stop] for x in (dk, dv))
+        dq[batch.index], of_k[:], of_v[:], dslopes[sequences] = differentiate(batch, causal)
     return dq, dk, dv, *option_grads(a, dslopes, lse, delta)
-
-
-class Saved(NamedTuple):
-    """What the backward reads of the queries of a call, or of a batch; fused attention needs no delta."""
-
-    dout: Tensor  # [..., s, h, e]
-    out: Tensor
-    lse: Tensor  # [..., h, s]
-    delta: Tensor | None
-
-    def of(self, batch: Batch) -> "Saved":
-        """The same of a batch of the call."""
-        delta = None if self.delta is None else self.delta.mT[batch.index].mT
-        return Saved(self.dout[batch.index], self.out[batch.index], self.lse.mT[batch.index].mT, delta)
-
-
-def _differentiate(batch: Batch, causal: bool | None, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
-    """The gradients of a batch's queries, keys, values and slopes: 0 from fused attention, which knows none."""
-    if causal is None:
-        return tiles.backward(batch, saved.dout, saved.lse, saved.delta)
-    return *fused.backward(batch, causal, saved.dout, saved.out, saved.lse), 0.0
 
 
 def _write(k, v, new_k, new_v, slots):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ...philox import dropout_keep
-from .batches import Batch, Keys
+from ..operators import wide
+from .batches import Batch, rows, unrows
+from .pages import KEYS, Keys
 
-KEYS = 512  # of a tile, at most
 # Scores per tile: 2 MiB in fp32, so that the softmax passes over a tile stay in a core's cache.
 SCORES = 2**19
 
@@ -48,18 +49,11 @@ class Tile(NamedTuple):
         return p if self.weight is None else p * self.weight
 
 
-def is_plain(batch: Batch) -> bool:
-    """Whether a score is the scaled product alone, and every probability counts."""
-    score = batch.score
-    return score.softcap is score.alibi_slopes is score.sinks is None and batch.dropout.p == 0
-
-
 def forward(batch: Batch) -> tuple[Tensor, Tensor]:
     """The output ``[b, s, h, e]`` and the LSE ``[b, h, s]``."""
-    q, g = batch.q, batch.keys.heads
-    b, s, h, _ = q.shape
-    out = q.new_zeros(b, s, h, batch.keys.value_dim)
-    lse = q.new_full((b, h, s), -torch.inf, dtype=_wide(q))  # of what a query has seen: a sink, if there is one
+    b, s, h, _ = batch.q.shape
+    out = batch.q.new_zeros(b, s, h, batch.keys.v.shape[-1])
+    lse = batch.q.new_full((b, h, s), -torch.inf, dtype=wide(batch.q))  # of what a query has seen: perhaps a sink
     if batch.score.sinks is not None:
         lse.copy_(batch.score.sinks[:, None])
     for block in _query_blocks(batch):
@@ -77,9 +71,9 @@ def forward(batch: Batch) -> tuple[Tensor, Tensor]:
             acc = acc * correction + tile.dropped(p) @ tile.v
             m_i = new_m
             del tile, p  # the next tile takes their memory: 8 % of the time
-        lse[block.sequences, :, block.rows] = (m_i + l_i.log()).view_as(lse[block.sequences, :, block.rows])
-        acc = acc / l_i.masked_fill(l_i == 0, 1)
-        out[block.sequences, block.rows] = _unrows(acc, g, block.rows)
+        own_lse, own_out = lse[block.sequences, :, block.rows], out[block.sequences, block.rows]
+        own_lse.copy_((m_i + l_i.log()).view_as(own_lse))
+        own_out.copy_(unrows(acc / l_i.masked_fill(l_i == 0, 1), own_out.shape))
     return out, lse
 
 
@@ -88,15 +82,14 @@ def backward(batch: Batch, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Te
 
     ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[b, h, s]``.
     """
-    q, keys, scale = batch.q, batch.keys, batch.score.scale
-    b, _, h, d = q.shape
-    g, t = keys.heads, keys.stop - keys.start
+    q, keys, g = batch.q, batch.keys, batch.keys.k.shape[2]
+    b, _, h, _ = q.shape
     dq, dslopes = q.new_zeros(q.shape), lse.new_zeros(b, h)
-    dk, dv = lse.new_zeros(b, t, g, d), lse.new_zeros(b, t, g, keys.value_dim)
+    dk, dv = (lse.new_zeros(b, keys.stop - keys.start, g, x.shape[-1]).transpose(1, 2) for x in (q, keys.v))
     # Rows that saw nothing have lse = -inf; +inf makes every probability of theirs 0.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     for block in _query_blocks(batch):
-        do = _rows(dout[block.sequences, block.rows], g, lse.dtype)
+        do = rows(dout[block.sequences, block.rows], g).flatten(0, 1).to(lse.dtype)
         row_lse, row_delta, row_dq = block.of(lse), block.of(delta), torch.zeros_like(block.q)
         for start, stop in _key_ranges(keys, block):
             tile = _tile(batch, block, start, stop)
@@ -108,12 +101,13 @@ def backward(batch: Batch, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Te
             if tile.tanh is not None:
                 ds = ds * (1 - tile.tanh.square())
             row_dq += ds @ tile.k
-            at = (block.sequences, slice(start - keys.start, stop - keys.start))
-            dk[at] += _uncols(ds.mT @ block.q, g)  # q carries the scale already
-            dv[at] += _uncols(tile.dropped(p).mT @ do, g)
+            at = (block.sequences, slice(None), slice(start - keys.start, stop - keys.start))
+            dk[at] += (ds.mT @ block.q).unflatten(0, (-1, g))  # q carries the scale already
+            dv[at] += (tile.dropped(p).mT @ do).unflatten(0, (-1, g))
             del tile, p, ds  # as in the forward
-        dq[block.sequences, block.rows] = _unrows(row_dq * scale, g, block.rows)
-    return dq, dk.to(q.dtype), dv.to(q.dtype), dslopes
+        own_dq = dq[block.sequences, block.rows]
+        own_dq.copy_(unrows(row_dq * batch.score.scale, own_dq.shape))
+    return dq, *(x.transpose(1, 2).to(q.dtype) for x in (dk, dv)), dslopes
 
 
 def _query_blocks(batch: Batch) -> Iterator[QueryBlock]:
@@ -121,7 +115,7 @@ def _query_blocks(batch: Batch) -> Iterator[QueryBlock]:
     q, keys, mask = batch.q, batch.keys, batch.mask
     b, s, h, _ = q.shape
     first, last = mask.queries(batch.first, batch.first + s, keys.start, keys.stop)
-    width = max(1, h * min(KEYS, keys.page_size, keys.stop - keys.start))
+    width = max(1, h * min(KEYS, keys.span, keys.stop - keys.start))
     sequences = max(1, SCORES // (width * max(1, min(s, 64))))
     queries = max(16, min(512, SCORES // (width * min(b, sequences))))
     for n in range(0, b, sequences):
@@ -129,37 +123,38 @@ def _query_blocks(batch: Batch) -> Iterator[QueryBlock]:
             i1 = min(last, i0 + queries)
             at = slice(n, min(b, n + sequences)), slice(i0 - batch.first, i1 - batch.first)
             start, stop = mask.keys(i0, i1, keys.stop)
-            yield QueryBlock(*at, max(start, keys.start), stop, _rows(q[at], keys.heads, _wide(q)) * batch.score.scale)
+            own = rows(q[at], keys.k.shape[2]).flatten(0, 1).to(wide(q)) * batch.score.scale
+            yield QueryBlock(*at, max(start, keys.start), stop, own)
 
 
 def _key_ranges(keys: Keys, block: QueryBlock) -> Iterator[tuple[int, int]]:
-    """The keys of a row of tiles, tile by tile, none on two pages."""
+    """The keys of a row of tiles, tile by tile, in ranges that can be read."""
     start = block.start
     while start < block.stop:
-        page, inside = start - start % keys.page_size, start % keys.page_size
-        stop = min(block.stop, page + min(keys.page_size, inside - inside % KEYS + KEYS))
+        inside = start % keys.span
+        stop = min(block.stop, start - inside + min(keys.span, inside - inside % KEYS + KEYS))
         yield start, stop
         start = stop
 
 
 def _tile(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile:
-    h, rows, q, score = batch.q.shape[2], block.rows, block.q, batch.score
-    k, v = (_cols(x, q.dtype) for x in batch.keys.read(block.sequences, start, stop))
+    h, q, score = batch.q.shape[2], block.q, batch.score
+    k, v = (x.flatten(0, 1).to(q.dtype) for x in batch.keys.read(block.sequences, start, stop))
     scores = q @ k.mT
     tanh = distance = hidden = weight = None
     if score.softcap is not None:
         tanh = torch.tanh(scores / score.softcap)
         scores = tanh * score.softcap
-    i = torch.arange(batch.first + rows.start, batch.first + rows.stop, device=q.device)[:, None]
-    j = torch.arange(start, stop, device=q.device)
+    first, last = batch.first + block.rows.start, batch.first + block.rows.stop
+    i, j = torch.arange(first, last, device=q.device)[:, None], torch.arange(start, stop, device=q.device)
     if score.alibi_slopes is not None:
         distance = (i - j).abs().to(q.dtype)
         scores = (scores.view(-1, h, *distance.shape) - _slopes(batch, block) * distance).view_as(scores)
-    if not batch.mask.covers(batch.first + rows.start, batch.first + rows.stop, start, stop):
+    if not batch.mask.covers(first, last, start, stop):
         hidden = ~batch.mask.visible(i, j)
         _hide(scores, hidden, -torch.inf)
     if batch.dropout.p > 0:
-        weight = _dropout(batch, block, start, stop).view_as(scores)
+        weight = _dropout(batch, block, i[:, 0], start, stop).view_as(scores)
     return Tile(k, v, scores, tanh, hidden, distance, weight)
 
 
@@ -171,19 +166,13 @@ def _slopes(batch: Batch, block: QueryBlock) -> Tensor:
     return slopes.to(block.q.dtype).view(-1, batch.q.shape[2], 1, 1)
 
 
-def _dropout(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tensor:
-    """The weights ``[n, h, s, t]`` of a tile's probabilities: ``1 / (1 - p)``, or 0."""
-    p, seed, origin, device = batch.dropout.p, batch.dropout.seed, batch.origin, batch.q.device
-    sequence, row = origin.sequence + batch.sequence, batch.first + origin.key
-    keep = dropout_keep(
-        int(seed),
-        p,
-        sequences=torch.arange(sequence + block.sequences.start, sequence + block.sequences.stop, device=device),
-        heads=torch.arange(origin.head, origin.head + batch.q.shape[2], device=device),
-        rows=torch.arange(row + block.rows.start, row + block.rows.stop, device=device),
-        first=start + origin.key,
-        last=stop + origin.key,
-    )
+def _dropout(batch: Batch, block: QueryBlock, i: Tensor, start: int, stop: int) -> Tensor:
+    """The weights ``[n, h, s, t]`` of the probabilities of queries ``i``: ``1 / (1 - p)``, or 0."""
+    p, origin, n, device = batch.dropout.p, batch.origin, batch.sequence + batch.origin.sequence, batch.q.device
+    sequences = torch.arange(n + block.sequences.start, n + block.sequences.stop, device=device)
+    heads = torch.arange(origin.head, origin.head + batch.q.shape[2], device=device)
+    tile = {"rows": i + origin.key, "first": start + origin.key, "last": stop + origin.key}
+    keep = dropout_keep(int(batch.dropout.seed), p, sequences=sequences, heads=heads, **tile)
     return keep.to(block.q.dtype) / (1 - p)
 
 
@@ -191,30 +180,3 @@ def _hide(x: Tensor, hidden: Tensor | None, value: float) -> None:
     """Overwrite the hidden pairs of a tile ``[*, f * s, t]`` in place."""
     if hidden is not None:
         x.view(x.shape[0], -1, *hidden.shape).masked_fill_(hidden, value)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _rows(x: Tensor, g: int, wide: torch.dtype) -> Tensor:
-    """``[n, s, h, d]`` -> ``[n * g, f * s, d]``."""
-    n, s, h, d = x.shape
-    return x.unflatten(2, (g, h // g)).permute(0, 2, 3, 1, 4).reshape(n * g, h // g * s, d).to(wide)
-
-
-def _unrows(x: Tensor, g: int, rows: slice) -> Tensor:
-    """``[n * g, f * s, d]`` -> ``[n, s, h, d]``."""
-    s = rows.stop - rows.start
-    return x.view(x.shape[0] // g, g, x.shape[1] // s, s, x.shape[-1]).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _cols(x: Tensor, wide: torch.dtype) -> Tensor:
-    """``[n, t, g, d]`` -> ``[n * g, t, d]``."""
-    n, t, g, d = x.shape
-    return x.permute(0, 2, 1, 3).reshape(n * g, t, d).to(wide)
-
-
-def _uncols(x: Tensor, g: int) -> Tensor:
-    """``[n * g, t, d]`` -> ``[n, t, g, d]``."""
-    return x.view(x.shape[0] // g, g, *x.shape[1:]).transpose(1, 2)
