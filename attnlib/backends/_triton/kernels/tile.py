@@ -52,15 +52,9 @@ class Tile(NamedTuple):
 @triton.jit
 def load_where(at, columns, valid, WIDTH: tl.constexpr, MASKED: tl.constexpr):
     """Rows of ``WIDTH`` columns from pointers ``at``, zeros beyond; where masked, zeros but for valid rows."""
-    PADDED: tl.constexpr = columns.shape[0] > WIDTH
-    if MASKED and PADDED:
-        return tl.load(at, mask=valid[:, None] & (columns < WIDTH)[None, :], other=0.0)
-    elif MASKED:
-        return tl.load(at, mask=valid[:, None], other=0.0)
-    elif PADDED:
-        return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
-    else:
-        return tl.load(at)
+    rows = valid[:, None] if MASKED else True
+    inside = (columns < WIDTH)[None, :] if columns.shape[0] > WIDTH else True
+    return tl.load(at, mask=rows & inside, other=0.0)
 
 
 @triton.jit
