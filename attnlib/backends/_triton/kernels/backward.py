@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .band import Band, bounds, key_range, origin_of, query_range, sees_any, tile_at, tiles_of, visible
-from .scores import LOG2E, Modifiers, dropout_keep, dropout_of, load_slope, modify, unit_of
+from .scores import LOG2E, Modifiers, dropout_keep, load_slope, modify, unit_of
 from .tile import COUNTS, Channels, Place, Rows, Tile, add_products, load_tile, locate, products, store_tile, zeros
 
 
@@ -26,8 +26,8 @@ def prepare(
     sequence, head = pair // heads, pair % heads
     m, place = tl.arange(0, BLOCK_M), Place(sequence, 0, head)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
-    out_rows = Rows(out_ptr, stride_ob, stride_os, stride_oh, None, None)
-    dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh, None, None)
+    out_rows = Rows(out_ptr, stride_ob, stride_os, stride_oh)
+    dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh)
     stored, at = start + m < s, pair * s + start + m
     out = load_tile(out_rows, place, start, stored, e, True).main.to(tl.float32)
     dout = load_tile(dout_rows, place, start, stored, e, True).main.to(tl.float32)
@@ -66,11 +66,11 @@ def backward_keys(
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     of_k = Place(work.plane, work.row, kv_head)
     q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh, q_desc, q_tail_desc)
-    k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, None, None)
-    v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, None, None)
-    dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh, dout_desc, None)
-    dk_rows = Rows(dk_ptr, stride_dkb, stride_dkt, stride_dkg, None, None)
-    dv_rows = Rows(dv_ptr, stride_dvb, stride_dvt, stride_dvg, None, None)
+    k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg)
+    v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg)
+    dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh, dout_desc)
+    dk_rows = Rows(dk_ptr, stride_dkb, stride_dkt, stride_dkg)
+    dv_rows = Rows(dv_ptr, stride_dvb, stride_dvt, stride_dvg)
     lse2_ptr += work.plane * stride_lb + work.other
     delta_ptr += work.plane * stride_lb + work.other
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
@@ -119,8 +119,8 @@ def backward_keys(
                 delta = tl.load(delta_ptr + rows_at + m)
             kept = p
             if dropout_seed_ptr is not None:
-                dropout = dropout_of(dropout_seed_ptr, threshold, head, sequence, origin)
-                keep = dropout_keep(dropout, i0 + m0 + m, n0, BLOCK_M, BLOCK_N, origin_ptr is None).T
+                seed, q_i = tl.load(dropout_seed_ptr), i0 + m0 + m
+                keep = dropout_keep(seed, threshold, origin, sequence, head, q_i, n0, BLOCK_N, origin_ptr is None).T
                 dp = tl.where(keep, dp * dropout_scale, 0.0)
                 kept = tl.where(keep, p, 0.0)
             ds = p * (dp - delta[None, :]) * derivative
@@ -163,13 +163,13 @@ def backward_queries(
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     slope = None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
     modifiers = Modifiers(scale, softcap, slope)
-    dropout = None if dropout_seed_ptr is None else dropout_of(dropout_seed_ptr, threshold, head, sequence, origin)
+    seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)
     of_q, of_k = Place(work.plane, work.row, head), Place(work.plane, work.other, kv_head)
-    q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh, None, None)
+    q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh)
     k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, k_desc, k_tail_desc)
-    v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc, None)
-    dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh, None, None)
-    dq_rows = Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh, None, None)
+    v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc)
+    dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh)
+    dq_rows = Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
     # As in the forward: where this holds, what lies beyond a tile's keys may be another's.
@@ -199,7 +199,7 @@ def backward_queries(
             v = load_tile(v_rows, of_k, n0, valid, e, MASKED, HOLES)
             dp = products(dout, v, e, PRECISION)
             if dropout_seed_ptr is not None:
-                keep = dropout_keep(dropout, i0 + m, n0, BLOCK_M, BLOCK_N, origin_ptr is None)
+                keep = dropout_keep(seed, threshold, origin, sequence, head, i0 + m, n0, BLOCK_N, origin_ptr is None)
                 dp = tl.where(keep, dp * dropout_scale, 0.0)
             ds = p * (dp - delta)
             if MASKED:

@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 
 from .band import Band, key_range, origin_of, sees_any, tiles_of
-from .decode_tiles import Sizes, Stored, Sums, in_range, sweep
+from .decode_tiles import Sizes, Stored, Sums, sweep
 from .paged import claimed
 from .scores import LN2, LOG2E, Modifiers, load_slope, unit_of
 from .split_kv import join, shares
-from .tile import COUNTS, Rows, Tile, load_where
+from .stored_bytes import in_range
+from .tile import COUNTS, Rows, Tile, load_columns
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -39,9 +40,8 @@ def decode(
     schedule_ptr += schedule_offset
     claim = claimed(pid, schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, KV_HEADS, BLOCKS, BLOCK_M)
     sequence, row, count = claim.sequence, claim.row, claim.count
-    if SCHEDULED:
-        if sequence < 0:
-            return
+    if SCHEDULED and sequence < 0:
+        return
     past = sequence >= batch  # what follows the last packed sequence
     known = tl.where(past, 0, sequence)
     length = tl.where(past, 0, tl.maximum(tl.minimum(tl.load(lengths_ptr + known), limit), 0))
@@ -60,32 +60,23 @@ def decode(
     low, high, all_low, all_high = key_range(length - count + first, length - count + last, band)
     high = tl.where(first < last, high, low)
 
-    k_rows = Rows(k_ptr + kv_head * stride_kg, stride_kp, stride_kt, stride_kg, k_desc, None)
-    tail_rows = Rows(k_tail_ptr + kv_head * stride_tg, stride_tp, stride_tt, stride_tg, tail_desc, None)
-    v_rows = None if LATENT else Rows(v_ptr + kv_head * stride_vg, stride_vp, stride_vt, stride_vg, None, None)
+    k_rows = Rows(k_ptr + kv_head * stride_kg, stride_kp, stride_kt, stride_kg, k_desc)
+    tail_rows = Rows(k_tail_ptr + TAIL + kv_head * stride_tg, stride_tp, stride_tt, stride_tg, tail_desc)
+    v_rows = None if LATENT else Rows(v_ptr + kv_head * stride_vg, stride_vp, stride_vt, stride_vg)
     SCALED: tl.constexpr = k_scale_ptr is not None
-    k_scale, v_scale = None, None
-    if SCALED:
-        k_scale = Rows(k_scale_ptr + kv_head * stride_ksg, stride_ksp, stride_kst, stride_ksg, None, None)
-        v_scale = Rows(v_scale_ptr + kv_head * stride_vsg, stride_vsp, stride_vst, stride_vsg, None, None)
+    k_scale = Rows(k_scale_ptr + kv_head * stride_ksg, stride_ksp, stride_kst, stride_ksg) if SCALED else None
+    v_scale = Rows(v_scale_ptr + kv_head * stride_vsg, stride_vsp, stride_vst, stride_vsg) if SCALED else None
     table_ptr += known.to(tl.int64) * stride_table
     stored = Stored(k_rows, tail_rows, v_rows, k_scale, v_scale, table_ptr, pages, low, high)
     APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
     WHOLE: tl.constexpr = BLOCK_N if FULL else 0
     PRECISION: tl.constexpr = "tf32" if TF32 else "ieee"
-    sizes: tl.constexpr = Sizes(
-        D, D_TAIL, TAIL, E, LATENT, SCALED, PAGE, WHOLE, EDGE, ONE, APART, NATIVE, STAGES, PRECISION
-    )
+    sizes: tl.constexpr = Sizes(D, D_TAIL, E, LATENT, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, PRECISION)
 
     MAIN: tl.constexpr = E if LATENT else D_MAIN  # channels of a query before its tail
-    d, e = tl.arange(0, D_MAIN), tl.arange(0, E_MAIN)
-    at_q = q_ptr + (plane * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh)
-    q = load_where(at_q[:, None] + d[None, :], d, valid, E if LATENT else D, True)
-    q_tail = q
-    if D_TAIL:
-        tail = tl.arange(0, D_TAIL)
-        q_tail = load_where(at_q[:, None] + (MAIN + tail)[None, :], tail, valid, D - MAIN, True)
-    queries = Tile(q, q_tail)
+    at = plane * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh
+    q = load_columns(q_ptr, at, valid, E if LATENT else D, D_MAIN, True)
+    queries = Tile(q, load_columns(q_ptr + MAIN, at, valid, D - MAIN, D_TAIL, True) if D_TAIL else q)
     if SCALED and q.dtype != tl.float32:
         queries, gain = in_range(queries, LATENT)
         scale *= gain[:, None]
@@ -123,6 +114,7 @@ def decode(
         acc *= share[:, None]
     l_i = tl.where(l_i == 0.0, 1.0, l_i)
     acc, lse2 = acc / l_i[:, None], m_i + tl.log2(l_i)
+    e = tl.arange(0, E_MAIN)
     if is_whole:
         into = plane * stride_ob + (row + token).to(tl.int64) * stride_os + head * stride_oh
         mine = valid[:, None] & (e < E)[None, :]

@@ -42,37 +42,31 @@ def page_offset(n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def entries_at(table_ptr, n, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """The entry for the tile of tokens from ``n`` on, or for each of them; see :func:`entry_of`."""
-    if pages_of(PAGE, BLOCK) <= FEW:
-        low, high = entry_of(table_ptr, n, end, PAGE)
-        lows, highs = (low,), (high,)
-        n -= page_offset(n, PAGE, BLOCK)
-        for p in tl.static_range(1, pages_of(PAGE, BLOCK)):
-            low, high = entry_of(table_ptr, n + p * PAGE, end, PAGE)
-            lows, highs = lows + (low,), highs + (high,)  # noqa: RUF005
-        return lows, highs
-    else:
-        return entry_of(table_ptr, n + tl.arange(0, BLOCK), end, PAGE)
+    """The entries for the tile of tokens from ``n`` on: one a page, or one tensor with those of all tokens."""
+    FEW_PAGES: tl.constexpr = pages_of(PAGE, BLOCK) <= FEW
+    entries = (entry_of(table_ptr, n if FEW_PAGES else n + tl.arange(0, BLOCK), end, PAGE),)
+    first = n - page_offset(n, PAGE, BLOCK)
+    for p in tl.static_range(1, pages_of(PAGE, BLOCK) if FEW_PAGES else 1):
+        entries = entries + (entry_of(table_ptr, first + p * PAGE, end, PAGE),)  # noqa: RUF005
+    return entries
 
 
 @triton.jit
-def page_named(low, high, pages):
+def page_named(entry, pages):
     """The page that an entry names, made to be one that there is. In the next tile, for which the entry is read: what
     is computed with a value waits for it."""
+    low, high = entry
     page = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
     return tl.minimum(page, (pages - 1).to(tl.uint32)).to(tl.int64)
 
 
 @triton.jit
-def page_in(low, high, n, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def page_in(entries, n, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """The page of the tile from ``n`` on, or of each of its tokens, as its entries name them."""
-    if pages_of(PAGE, BLOCK) > FEW:
-        return page_named(low, high, pages)
-    else:
-        page, token = page_named(low[0], high[0], pages), tl.arange(0, BLOCK) + page_offset(n, PAGE, BLOCK)
-        for p in tl.static_range(1, pages_of(PAGE, BLOCK)):
-            page = tl.where(token < p * PAGE, page, page_named(low[p], high[p], pages))
-        return page
+    page, token = page_named(entries[0], pages), tl.arange(0, BLOCK) + page_offset(n, PAGE, BLOCK)
+    for p in tl.static_range(1, len(entries)):
+        page = tl.where(token < p * PAGE, page, page_named(entries[p], pages))
+    return page
 
 
 @triton.jit

@@ -30,8 +30,8 @@ class Rows(NamedTuple):
     stride_b: tl.tensor
     stride_t: tl.tensor
     stride_h: tl.tensor
-    desc: tl.tensor | None
-    tail_desc: tl.tensor | None
+    desc: tl.tensor | None = None
+    tail_desc: tl.tensor | None = None
 
 
 class Place(NamedTuple):
@@ -50,21 +50,26 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def load_where(at, columns, valid, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of ``WIDTH`` columns from pointers ``at``, zeros beyond; where masked, zeros but for valid rows."""
+def load_columns(ptr, at, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
+    """The first columns of rows ``at`` elements from ``ptr``, zeros beyond; masked, zeros but for valid rows."""
+    columns = tl.arange(0, COLUMNS)
     rows = valid[:, None] if MASKED else True
-    inside = (columns < WIDTH)[None, :] if columns.shape[0] > WIDTH else True
-    return tl.load(at, mask=rows & inside, other=0.0)
+    inside = (columns < WIDTH)[None, :] if COLUMNS > WIDTH else True
+    return tl.load(ptr + (at[:, None] + columns[None, :]), mask=rows & inside, other=0.0)
 
 
 @triton.jit
-def pointers(x, place, n, rows, columns, ANEW: tl.constexpr):
-    """Where rows from ``n`` on lie. ``ANEW``: made anew in each tile, to hold no registers between tiles."""
+def pointers(x, place, n, ROWS: tl.constexpr, ANEW: tl.constexpr):
+    """A pointer, and how far from it the rows from ``n`` on begin.
+
+    ``ANEW``: made anew in each tile, to hold no registers between tiles.
+    """
+    rows = tl.arange(0, ROWS)
     ptr = x.ptr + (place.b * x.stride_b + place.t * x.stride_t) + place.h * x.stride_h
     if ANEW:
-        return ptr + ((n + rows).to(tl.int64)[:, None] * x.stride_t + columns[None, :])
+        return ptr, (n + rows).to(tl.int64) * x.stride_t
     else:
-        return ptr + tl.cast(n, tl.int64) * x.stride_t + (rows[:, None] * x.stride_t + columns[None, :])
+        return ptr + tl.cast(n, tl.int64) * x.stride_t, rows * x.stride_t
 
 
 @triton.jit
@@ -78,9 +83,8 @@ def load_block(
         at = [place.b.to(tl.int32), (place.t + n).to(tl.int32), place.h.to(tl.int32), FIRST]
         return (x.tail_desc if SECOND else x.desc).load(at).reshape(valid.shape[0], COLUMNS)
     else:
-        columns = tl.arange(0, COLUMNS)
-        at = pointers(x, place, n, tl.arange(0, valid.shape[0]), columns, ANEW) + FIRST
-        return load_where(at, columns, valid, channels.ALL - FIRST, MASKED)
+        ptr, at = pointers(x, place, n, valid.shape[0], ANEW)
+        return load_columns(ptr + FIRST, at, valid, channels.ALL - FIRST, COLUMNS, MASKED)
 
 
 @triton.jit
@@ -102,8 +106,9 @@ def store_tile(x, place, n, valid, tile, channels):
     for SECOND in tl.static_range(2 if channels.TAIL else 1):
         block = tile.tail if SECOND else tile.main
         columns = (channels.MAIN if SECOND else 0) + tl.arange(0, block.shape[1])
-        at = pointers(x, place, n, tl.arange(0, valid.shape[0]), columns, False)
-        tl.store(at, block.to(x.ptr.dtype.element_ty), mask=valid[:, None] & (columns < channels.ALL)[None, :])
+        ptr, at = pointers(x, place, n, valid.shape[0], False)
+        mask = valid[:, None] & (columns < channels.ALL)[None, :]
+        tl.store(ptr + (at[:, None] + columns[None, :]), block.to(x.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
