@@ -89,14 +89,9 @@ def store(ptr, scale_ptr, x, at, scale_at, kept, WIDTH: tl.constexpr):
         scale = tl.where(scale == 0, OF_ZEROS, scale)
         tl.store(scale_ptr + scale_at, scale, mask=kept)
         x = tl.div_rn(x, scale[:, None])
-        x = to_int8(x) if INT8 else to_e4m3(x)
+        # The last bits of x + 1.5 * 2 ** 23 are the nearest integer, ties to even.
+        x = (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8) if INT8 else to_e4m3(x)
     tl.store(to, x.to(ptr.dtype.element_ty), mask=some)
-
-
-@triton.jit
-def to_int8(x):
-    """fp32 rounded to the nearest integer, ties to even: the last bits of ``x + 1.5 * 2 ** 23``."""
-    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit

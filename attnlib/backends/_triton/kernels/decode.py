@@ -71,7 +71,7 @@ def decode(
     APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
     WHOLE: tl.constexpr = BLOCK_N if FULL else 0
     PRECISION: tl.constexpr = "tf32" if TF32 else "ieee"
-    sizes: tl.constexpr = Sizes(D, D_TAIL, E, LATENT, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, PRECISION)
+    sizes: tl.constexpr = Sizes(D, D_TAIL, E, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, PRECISION)
 
     MAIN: tl.constexpr = E if LATENT else D_MAIN  # channels of a query before its tail
     at = plane * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh
@@ -96,8 +96,7 @@ def decode(
             part = sweep(sums, tiles, queries, i, modifiers, band, stored, sizes, True)
             part_l = tl.sum(part.l_i, 1) if APART else part.l_i
             divisor = tl.where(part_l == 0.0, 1.0, part_l)
-            lse2 = tl.fma(part.m_i, unit, tl.log2(divisor))
-            lse2 = tl.where(part_l == 0.0, float("-inf"), lse2)
+            lse2 = tl.where(part_l == 0.0, float("-inf"), tl.fma(part.m_i, unit, tl.log2(divisor)))
             acc, l_i, m_i = join(acc, l_i, m_i, part.acc * (1.0 / divisor)[:, None], lse2)
     else:
         tiles = tiles_of(low, high, all_low, all_high, WHOLE, EDGE)

@@ -22,7 +22,6 @@ class Sizes(NamedTuple):
     D: tl.constexpr
     D_TAIL: tl.constexpr
     E: tl.constexpr
-    LATENT: tl.constexpr
     PAGE: tl.constexpr
     FULL: tl.constexpr
     EDGE: tl.constexpr
@@ -58,10 +57,7 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def load_plane(
-    x, page, n, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
+def load_plane(x, page, n, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr):
     """A tile of a plane, ``WIDTH`` channels; where masked, zeros but for valid tokens."""
     if x.desc is not None and not MASKED:
         row = page.to(tl.int32) * (x.stride_b // x.stride_t).to(tl.int32) + (n % PAGE if PAGE else n)
@@ -79,7 +75,7 @@ def load_scale(x, page, n, valid, PAGE: tl.constexpr):
 @triton.jit
 def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     """The running sums with one tile of ``BLOCK`` tokens, from ``n`` on."""
-    LATENT: tl.constexpr = sizes.LATENT
+    LATENT: tl.constexpr = stored.v is None
     SCALED: tl.constexpr = stored.k_scale is not None
     MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1]  # channels of a key before its tail
     PAGE: tl.constexpr = sizes.PAGE

@@ -34,10 +34,8 @@ def forward(
     seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)
 
     of_q, of_k = Place(work.plane, work.row, head), Place(work.plane, work.other, kv_head)
-    q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh)
     k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, k_desc, k_tail_desc)
     v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc)
-    out_rows = Rows(out_ptr, stride_ob, stride_os, stride_oh)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
     # Beyond its keys lies no other's key, and they are not bounded: a descriptor needs no mask.
@@ -45,7 +43,7 @@ def forward(
 
     m = tl.arange(0, BLOCK_M)
     stored = work.start + m < work.rows
-    q = load_tile(q_rows, of_q, work.start, stored, d, True)
+    q = load_tile(Rows(q_ptr, stride_qb, stride_qs, stride_qh), of_q, work.start, stored, d, True)
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:  # as a key whose value is 0
         sink = tl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")).to(tl.float32)
@@ -83,6 +81,6 @@ def forward(
     l_i = tl.where(nothing, 1.0, l_i)
     lse = tl.where(nothing, float("-inf"), m_i * (unit * LN2) + tl.log2(l_i) * LN2)
     tl.store(lse_ptr + (work.plane * stride_lb + work.row + head * stride_lh + work.start) + m, lse, mask=stored)
-    # A row that sees nothing has met whatever its tiles hold.
-    acc = tl.where(sees_any(i, band)[:, None], acc * (dropout_scale / l_i)[:, None], 0.0)
-    store_tile(out_rows, of_q, work.start, stored, Tile(acc, acc), e)
+    out_rows, factor = Rows(out_ptr, stride_ob, stride_os, stride_oh), (dropout_scale / l_i)[:, None]
+    seen = sees_any(i, band)[:, None]  # a row that sees nothing has met whatever its tiles hold
+    store_tile(out_rows, of_q, work.start, stored, Tile(acc, acc), factor, seen, e)

@@ -42,10 +42,7 @@ def tanh(x):
 @triton.jit
 def unit_of(modifiers):
     """What scores are multiplied by in ``exp2``: plain ones are products as they are, others in log2 units."""
-    if modifiers.softcap is None and modifiers.slope is None:
-        return modifiers.scale * LOG2E
-    else:
-        return 1.0
+    return modifiers.scale * LOG2E if modifiers.softcap is None and modifiers.slope is None else 1.0
 
 
 @triton.jit

@@ -101,10 +101,10 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(x, place, n, valid, tile, channels):
-    """Write a tile into the valid rows of those from ``n`` on."""
+def store_tile(x, place, n, valid, tile, factor, seen, channels):
+    """Write a tile times ``factor``, zeros but where ``seen``, into the valid rows of those from ``n`` on."""
     for SECOND in tl.static_range(2 if channels.TAIL else 1):
-        block = tile.tail if SECOND else tile.main
+        block = tl.where(seen, (tile.tail if SECOND else tile.main) * factor, 0.0)
         columns = (channels.MAIN if SECOND else 0) + tl.arange(0, block.shape[1])
         ptr, at = pointers(x, place, n, valid.shape[0], False)
         mask = valid[:, None] & (columns < channels.ALL)[None, :]
@@ -189,9 +189,8 @@ def locate(cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK: tl.c
     ``batch`` is what follows the last offset, and has no keys.
     """
     PACKED: tl.constexpr = cu_ptr is not None
-    pairs, blocks = batch * heads, tl.cdiv(s, BLOCK)
-    if PACKED:
-        pairs, blocks = heads, s // BLOCK + batch + 1
+    pairs = heads if PACKED else batch * heads
+    blocks = s // BLOCK + batch + 1 if PACKED else tl.cdiv(s, BLOCK)
     pid = tl.program_id(0)
     first_pair = pid // (heads_per_wave * blocks) * heads_per_wave
     rest = pid - first_pair * blocks
