@@ -34,14 +34,14 @@ class Sizes(NamedTuple):
 class Stored(NamedTuple):
     """Where a cache stores a KV head of a sequence, in pages; and the tokens ``[low, high)`` of it that are read.
 
-    ``v`` is None for latent storage, the scales are None without any.
+    ``v`` lies nowhere (None) for latent storage, nor do scales where there are none.
     """
 
     k: Rows
     tail: Rows
-    v: Rows | None
-    k_scale: Rows | None
-    v_scale: Rows | None
+    v: Rows
+    k_scale: Rows
+    v_scale: Rows
     table_ptr: tl.tensor
     pages: tl.tensor
     low: tl.tensor
@@ -75,8 +75,8 @@ def load_scale(x, page, n, valid, PAGE: tl.constexpr):
 @triton.jit
 def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     """The running sums with one tile of ``BLOCK`` tokens, from ``n`` on."""
-    LATENT: tl.constexpr = stored.v is None
-    SCALED: tl.constexpr = stored.k_scale is not None
+    LATENT: tl.constexpr = stored.v.ptr is None
+    SCALED: tl.constexpr = stored.k_scale.ptr is not None
     MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1]  # channels of a key before its tail
     PAGE: tl.constexpr = sizes.PAGE
     q = queries.main

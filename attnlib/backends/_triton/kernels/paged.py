@@ -1,11 +1,9 @@
 """The vocabulary of kernels over pages: who works on what, which page holds a token, and where it lies there."""
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
-from .tile import owner, tokens_of
+from .tile import Work, owner, tokens_of
 
 LAST: tl.constexpr = tl.constexpr(2147483647)  # the end of what goes on to a sequence's end
 FEW: tl.constexpr = tl.constexpr(4)  # pages of a tile, whose entries are read for all of its tokens together
@@ -80,31 +78,20 @@ def place(x, page, n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     return page * x.stride_b + within * x.stride_t
 
 
-class Claim(NamedTuple):
-    """What a program works on: a sequence, or -1 for nothing; a block of its rows; tokens ``[begin, end)``, one of how
-    many splits; where the sequence's queries begin, and how many there are."""
-
-    sequence: tl.tensor
-    block: tl.tensor
-    begin: tl.tensor
-    end: tl.tensor
-    splits: tl.tensor
-    row: tl.tensor
-    count: tl.tensor
-
-
 @triton.jit
 def claimed(
-    pid, schedule_ptr, cu_q_ptr, slots, batch, group, s,
+    schedule_ptr, cu_q_ptr, slots, batch, group, s,
     SCHEDULED: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The work of a program.
+    """The work of a program, and of how many splits its tokens are one: a block of ``group`` rows a query, or none of
+    sequence -1; the sequence's queries, and the tokens of a split.
 
     A slot of a schedule has a split, or -1; one more takes what follows the last packed sequence. A packed sequence
     with more rows than fit a tile of its split is not split: programs after those of the schedule take a block each.
     """
     PACKED: tl.constexpr = cu_q_ptr is not None
-    block, slot = pid % BLOCKS, pid // (BLOCKS * KV_HEADS)
+    pid = tl.program_id(0)
+    block, kv_head, slot = pid % BLOCKS, (pid // BLOCKS % KV_HEADS).to(tl.int64), pid // (BLOCKS * KV_HEADS)
     sequence, begin, end, splits = slot, 0, LAST, 1
     if SCHEDULED:
         item, planned = schedule_ptr + slot * ENTRY, slot < slots
@@ -122,4 +109,5 @@ def claimed(
         row, count = tokens_of(cu_q_ptr, tl.maximum(sequence, 0), batch, s)  # those of nobody are the last
         if SCHEDULED:
             sequence = tl.where((count * group > BLOCKS * BLOCK_M) == beyond, sequence, -1)
-    return Claim(sequence, block, begin, end, splits, row, count)
+    plane = tl.cast(slot * 0 if PACKED else sequence, tl.int64)
+    return Work(sequence, plane, kv_head, block * BLOCK_M, row, count, begin, end - begin), splits

@@ -26,7 +26,7 @@ class Channels(NamedTuple):
 class Rows(NamedTuple):
     """A tensor ``[b, t, h, d]`` by its strides, or ``[pages, page_size, g, d]``; descriptors of its blocks, or None."""
 
-    ptr: tl.tensor
+    ptr: tl.tensor | None
     stride_b: tl.tensor
     stride_t: tl.tensor
     stride_h: tl.tensor
