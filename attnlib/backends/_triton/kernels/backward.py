@@ -80,9 +80,8 @@ def backward_keys(
     for MASKED in tl.static_range(2):
         count = tiles.masked if MASKED else tiles.full
         for step in tl.range(0, GROUP * count, num_stages=STAGES):  # one loop for the group's heads never drains
-            head, tile = kv_head, step
-            if GROUP > 1:
-                head, tile = kv_head * GROUP + step // count, step % count
+            head = kv_head * GROUP + step // count if GROUP > 1 else kv_head
+            tile = step % count if GROUP > 1 else step
             m0 = tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
             i, of_q = (i0 + m0 + m)[None, :], Place(work.plane, work.other, head)
             rows_at = work.plane * stride_lb + work.other + head * stride_lh + m0
@@ -186,18 +185,13 @@ def backward_queries(
             ds = p * (dp - delta)
             if MASKED:
                 seen = visible(i, j[None, :], band) & (i < keys)
-                ds = tl.where(seen, ds, 0.0)
+                ds, derivative = tl.where(seen, ds, 0.0), tl.where(seen, derivative, 1.0)  # which may be NaN
             if alibi_slopes_ptr is not None:
                 dslope -= tl.sum(ds * tl.abs(i_whole - j[None, :]).to(tl.float32), 1)
-            ds *= derivative
-            if MASKED:  # the derivative of a row that sees nothing may be NaN
-                ds = tl.where(seen, ds, 0.0)
-            dq = add_products(dq, ds, k, d, PRECISION)
+            dq = add_products(dq, ds * derivative, k, d, PRECISION)
 
     seen = sees_any(i, band)  # a row that sees nothing has met whatever its tiles hold
     store_tile(Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh), of_q, m0, stored, dq, scale, seen, d)
     if alibi_slopes_ptr is not None:
-        slot = (m0 // BLOCK_M).to(tl.int64)
-        if cu_seqlens_q_ptr is not None:
-            slot += work.row // BLOCK_M + sequence
+        slot = work.row // BLOCK_M + m0 // BLOCK_M  # packed sequences lie side by side, with a partial block for each
         tl.store(dslopes_ptr + sequence * stride_sb + head * stride_sh + slot, tl.sum(dslope, 0))

@@ -84,8 +84,8 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
     valid = (j >= stored.low) & (j < stored.high)
     k = load_plane(stored.k, page, n, valid, MAIN if LATENT else sizes.D, q.shape[1], PAGE, MASKED)
     if sizes.D_TAIL:
-        WIDTH: tl.constexpr = sizes.D - MAIN
-        k_tail = load_plane(stored.tail, page, n, valid, WIDTH, sizes.D_TAIL, PAGE, MASKED)
+        k_tail = load_plane(stored.tail, page, n, valid, sizes.D - MAIN, sizes.D_TAIL, PAGE, MASKED)
+        k_tail = as_factor(k_tail, queries.tail.dtype, sizes.NATIVE, False)
     if not LATENT:
         v = load_plane(stored.v, page, n, valid, sizes.E, sums.acc.shape[1], PAGE, MASKED)
     if SCALED:
@@ -96,8 +96,6 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
     k = as_factor(k, q.dtype, sizes.NATIVE, LATENT)
     v = k if LATENT else as_factor(v, q.dtype, sizes.NATIVE, True)
     s = tl.dot(q, k.T, input_precision=sizes.PRECISION)
-    if sizes.D_TAIL:
-        k_tail = as_factor(k_tail, queries.tail.dtype, sizes.NATIVE, False)
     if sizes.D_TAIL and not LATENT:
         s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
     if SCALED:
@@ -113,10 +111,7 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
         seen = valid[None, :] if sizes.ONE else visible(i[:, None], j[None, :], band)
         s = tl.where(seen, s, float("-inf"))
     m_i, p, correction = online_softmax(sums.m_i, s, unit)
-    shares = p
-    if SCALED:
-        shares = p * inverse[None, :]
-        p *= rest[None, :]
+    shares, p = (p * inverse[None, :], p * rest[None, :]) if SCALED else (p, p)
     if len(sums.l_i.shape) == 2:
         l_i = sums.l_i * correction[:, None] + shares
     else:

@@ -5,21 +5,17 @@ import triton.language as tl
 
 from .tile import Tile
 
-FROM_INT8: tl.constexpr = tl.constexpr(
-    """{ .reg .b32 unsigned, middle;
+FROM_INT8: tl.constexpr = tl.constexpr("""{ .reg .b32 unsigned, middle;
          mov.b32 middle, 0x64806480;
          xor.b32 unsigned, $2, 0x80808080;
          prmt.b32 $0, unsigned, 0x64646464, 0x4140;
          prmt.b32 $1, unsigned, 0x64646464, 0x4342;
          sub.f16x2 $0, $0, middle;
-         sub.f16x2 $1, $1, middle; }"""
-)  # 1024 + n is 0x6400 + n in fp16
-FROM_E4M3: tl.constexpr = tl.constexpr(
-    """{ .reg .b16 low, high;
+         sub.f16x2 $1, $1, middle; }""")  # 1024 + n is 0x6400 + n in fp16
+FROM_E4M3: tl.constexpr = tl.constexpr("""{ .reg .b16 low, high;
          mov.b32 {low, high}, $2;
          cvt.rn.f16x2.e4m3x2 $0, low;
-         cvt.rn.f16x2.e4m3x2 $1, high; }"""
-)
+         cvt.rn.f16x2.e4m3x2 $1, high; }""")
 
 
 @triton.jit
