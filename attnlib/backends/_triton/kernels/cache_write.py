@@ -40,12 +40,10 @@ def write(
         v = rotated(new_v_ptr, at, cos_ptr, sin_ptr, angles, valid, E, E_ALL, PAIRS_V, INTERLEAVED)
 
     at = page * stride_kp + place * stride_kt + head * stride_kg
-    scale_at = page * stride_ksp + place * stride_kst + head * stride_ksg
-    store(k_ptr, k_scale_ptr, k, at, scale_at, kept, D)
+    store(k_ptr, k_scale_ptr, k, at, page * stride_ksp + place * stride_kst + head * stride_ksg, kept, D)
     if E:
         at = page * stride_vp + place * stride_vt + head * stride_vg
-        scale_at = page * stride_vsp + place * stride_vst + head * stride_vsg
-        store(v_ptr, v_scale_ptr, v, at, scale_at, kept, E)
+        store(v_ptr, v_scale_ptr, v, at, page * stride_vsp + place * stride_vst + head * stride_vsg, kept, E)
 
 
 @triton.jit

@@ -66,8 +66,7 @@ def decode(
     stored = Stored(k_rows, tail_rows, v_rows, k_scale, v_scale, table_ptr, pages, low, high)
     APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
     WHOLE: tl.constexpr = BLOCK_N if FULL else 0
-    PRECISION: tl.constexpr = "tf32" if TF32 else "ieee"
-    sizes: tl.constexpr = Sizes(D, D_TAIL, E, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, PRECISION)
+    sizes: tl.constexpr = Sizes(D, D_TAIL, E, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, "tf32" if TF32 else "ieee")
 
     MAIN: tl.constexpr = E if LATENT else D_MAIN  # channels of a query before its tail
     at = plane * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh

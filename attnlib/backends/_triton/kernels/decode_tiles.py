@@ -78,19 +78,18 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
     LATENT: tl.constexpr = stored.v.ptr is None
     SCALED: tl.constexpr = stored.k_scale.ptr is not None
     MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1]  # channels of a key before its tail
-    PAGE: tl.constexpr = sizes.PAGE
     q = queries.main
     j = n + tl.arange(0, BLOCK)
     valid = (j >= stored.low) & (j < stored.high)
-    k = load_plane(stored.k, page, n, valid, MAIN if LATENT else sizes.D, q.shape[1], PAGE, MASKED)
+    k = load_plane(stored.k, page, n, valid, MAIN if LATENT else sizes.D, q.shape[1], sizes.PAGE, MASKED)
     if sizes.D_TAIL:
-        k_tail = load_plane(stored.tail, page, n, valid, sizes.D - MAIN, sizes.D_TAIL, PAGE, MASKED)
+        k_tail = load_plane(stored.tail, page, n, valid, sizes.D - MAIN, sizes.D_TAIL, sizes.PAGE, MASKED)
         k_tail = as_factor(k_tail, queries.tail.dtype, sizes.NATIVE, False)
     if not LATENT:
-        v = load_plane(stored.v, page, n, valid, sizes.E, sums.acc.shape[1], PAGE, MASKED)
+        v = load_plane(stored.v, page, n, valid, sizes.E, sums.acc.shape[1], sizes.PAGE, MASKED)
     if SCALED:
-        k_scale = load_scale(stored.k_scale, page, n, valid, PAGE)
-        v_scale = k_scale if LATENT else load_scale(stored.v_scale, page, n, valid, PAGE)
+        k_scale = load_scale(stored.k_scale, page, n, valid, sizes.PAGE)
+        v_scale = k_scale if LATENT else load_scale(stored.v_scale, page, n, valid, sizes.PAGE)
         exponent, inverse, rest = split_scale(v_scale)
 
     k = as_factor(k, q.dtype, sizes.NATIVE, LATENT)
@@ -116,8 +115,7 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
         l_i = sums.l_i * correction[:, None] + shares
     else:
         l_i = sums.l_i * correction + tl.sum(shares, 1)
-    acc = sums.acc * correction[:, None]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=sizes.PRECISION)
+    acc = tl.dot(p.to(v.dtype), v, sums.acc * correction[:, None], input_precision=sizes.PRECISION)
     return Sums(acc, m_i, l_i)
 
 

@@ -27,8 +27,7 @@ def pages_of(PAGE, BLOCK):
     """How many pages a tile of ``BLOCK`` tokens, a power of two, touches at most; it begins at a multiple of that."""
     if PAGE == 0:
         return 1
-    power = PAGE & -PAGE
-    step = power if power < BLOCK else BLOCK  # between the places in a page where a tile may begin
+    step = min(PAGE & -PAGE, BLOCK)  # between the places in a page where a tile may begin
     return (PAGE - step + BLOCK - 1) // PAGE + 1
 
 

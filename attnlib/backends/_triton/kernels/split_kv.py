@@ -67,8 +67,7 @@ def combine(
                 acc, l_i, m_i = join(acc, l_i, m_i, x, tl.load(of_lse + line))
             acc = acc.reshape(WIDTH)
         else:
-            lse = tl.load(of_lse + origin + r + every * STEP, mask=every < splits, other=float("-inf"))
-            m_i = tl.max(lse, 0)
+            m_i = tl.max(tl.load(of_lse + origin + r + every * STEP, mask=every < splits, other=float("-inf")), 0)
             safe = tl.where(m_i == float("-inf"), 0.0, m_i)
             for p in range(0, splits, AT_ONCE):
                 line = origin + r + (p + several).to(tl.int64) * STEP
@@ -82,9 +81,8 @@ def combine(
             share, _, l_i, m_i = shares(l_i, m_i, tl.load(sinks_ptr + head).to(tl.float32) * LOG2E)
             acc *= share
         l_i = tl.where(l_i == 0.0, 1.0, l_i)
-        acc /= l_i
         into = out_ptr + plane * stride_ob + token.to(tl.int64) * stride_os + head * stride_oh
-        tl.store(into + c, acc.to(out_ptr.dtype.element_ty), mask=c < E)
+        tl.store(into + c, (acc / l_i).to(out_ptr.dtype.element_ty), mask=c < E)
         at = lse_ptr + plane * stride_lb + head.to(tl.int64) * stride_lh + token + tl.arange(0, 1)
         tl.store(at, (m_i + tl.log2(l_i)) * LN2, mask=tile == 0)
 
