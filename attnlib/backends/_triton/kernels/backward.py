@@ -185,10 +185,12 @@ def backward_queries(
             ds = p * (dp - delta)
             if MASKED:
                 seen = visible(i, j[None, :], band) & (i < keys)
-                ds, derivative = tl.where(seen, ds, 0.0), tl.where(seen, derivative, 1.0)  # which may be NaN
+                ds = tl.where(seen, ds, 0.0)
             if alibi_slopes_ptr is not None:
                 dslope -= tl.sum(ds * tl.abs(i_whole - j[None, :]).to(tl.float32), 1)
-            dq = add_products(dq, ds * derivative, k, d, PRECISION)
+            # The derivative of a row that sees nothing may be NaN.
+            ds = tl.where(seen, ds * derivative, 0.0) if MASKED else ds * derivative
+            dq = add_products(dq, ds, k, d, PRECISION)
 
     seen = sees_any(i, band)  # a row that sees nothing has met whatever its tiles hold
     store_tile(Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh), of_q, m0, stored, dq, scale, seen, d)
