@@ -189,7 +189,7 @@ def backward(
     arguments = {
         **x.arguments, **x.strides("dob dos doh", dout), **x.strides("dqb dqs dqh", dq),
         **x.strides("dkb dkt dkg", dk), **x.strides("dvb dvt dvg", dv), **named_strides("dlb dlh dls", strides),
-        "stride_sb": 0 if x.packed else x.h * blocks, "stride_sh": blocks,
+        "stride_sb": 1 if x.packed else x.h * blocks, "stride_sh": blocks,
     }  # fmt: skip
     return Backward(
         Launch(prepare, rows * x.h * -(-x.s // PREPARED.block_m), arguments, PREPARED),

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from .band import Band, bounds, key_range, origin_of, query_range, sees_any, tile_at, tiles_of, visible
-from .scores import LOG2E, Modifiers, dropout_keep, dropout_of, load_slope, modify, unit_of
-from .tile import COUNTS, Channels, Place, Rows, Tile, add_products, load_tile, locate, products, store_tile, zeros
+from .scores import LOG2E, Modifiers, dropout_keep, load_slope, modify, unit_of
+from .tile import COUNTS, Channels, Place, Rows, add_products, load_tile, locate, products, store_tile, zeros
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -26,12 +26,10 @@ def prepare(
     sequence, head = pair // heads, pair % heads
     m, place = tl.arange(0, BLOCK_M), Place(sequence, 0, head)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
-    out_rows = Rows(out_ptr, stride_ob, stride_os, stride_oh, None, None)
-    dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh, None, None)
     stored, at = start + m < s, pair * s + start + m
-    out = load_tile(out_rows, place, start, stored, e, True).main.to(tl.float32)
-    dout = load_tile(dout_rows, place, start, stored, e, True).main.to(tl.float32)
-    delta = tl.sum(out * dout, 1)
+    out = load_tile(Rows(out_ptr, stride_ob, stride_os, stride_oh), place, start, stored, e, True).main
+    dout = load_tile(Rows(dout_ptr, stride_dob, stride_dos, stride_doh), place, start, stored, e, True).main
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if dlse_ptr is not None:
         dlse_ptr += sequence * stride_dlb + head * stride_dlh
         delta -= tl.load(dlse_ptr + (start + m).to(tl.int64) * stride_dls, mask=stored)
@@ -66,20 +64,14 @@ def backward_keys(
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     of_k = Place(work.plane, work.row, kv_head)
     q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh, q_desc, q_tail_desc)
-    k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, None, None)
-    v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, None, None)
-    dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh, dout_desc, None)
-    dk_rows = Rows(dk_ptr, stride_dkb, stride_dkt, stride_dkg, None, None)
-    dv_rows = Rows(dv_ptr, stride_dvb, stride_dvt, stride_dvg, None, None)
-    lse2_ptr += work.plane * stride_lb + work.other
-    delta_ptr += work.plane * stride_lb + work.other
+    dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh, dout_desc)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
 
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     stored = n0 + n < keys
-    k = load_tile(k_rows, of_k, n0, stored, d, True)
-    v = load_tile(v_rows, of_k, n0, stored, e, True)
+    k = load_tile(Rows(k_ptr, stride_kb, stride_kt, stride_kg), of_k, n0, stored, d, True)
+    v = load_tile(Rows(v_ptr, stride_vb, stride_vt, stride_vg), of_k, n0, stored, e, True)
     dk, dv = zeros(d, BLOCK_N), zeros(e, BLOCK_N)
 
     j, i0 = (n0 + n)[:, None], keys - rows
@@ -88,39 +80,32 @@ def backward_keys(
     for MASKED in tl.static_range(2):
         count = tiles.masked if MASKED else tiles.full
         for step in tl.range(0, GROUP * count, num_stages=STAGES):  # one loop for the group's heads never drains
-            head, tile = kv_head, step
-            if GROUP > 1:
-                head, tile = kv_head * GROUP + step // count, step % count
+            head = kv_head * GROUP + step // count if GROUP > 1 else kv_head
+            tile = step % count if GROUP > 1 else step
             m0 = tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
             i, of_q = (i0 + m0 + m)[None, :], Place(work.plane, work.other, head)
-            rows_at = head * stride_lh + m0
+            rows_at = work.plane * stride_lb + work.other + head * stride_lh + m0
             # Rows that see nothing of this block may see nothing at all, be padding and hold anything: they are zeros.
             valid = (i0 + m0 + m >= low) & (i0 + m0 + m < high)
             # Each vector is read as late as may be: its values, one for each column of a tile, fill many registers.
-            if MASKED:
-                lse2 = tl.load(lse2_ptr + rows_at + m, mask=valid, other=0.0)
             q = load_tile(q_rows, of_q, m0, valid, d, MASKED, True, True)
             slope = None
             if alibi_slopes_ptr is not None:
                 slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
             modifiers = Modifiers(scale, softcap, slope)
             s_ij, derivative = modify(products(k, q, d, PRECISION), modifiers, i + band.apart, j)
-            if not MASKED:
-                lse2 = tl.load(lse2_ptr + rows_at + m)
+            lse2 = tl.load(lse2_ptr + rows_at + m, mask=valid if MASKED else True, other=0.0)
             p = tl.exp2(s_ij * unit_of(modifiers) - lse2[None, :])
             if MASKED:
                 seen = visible(i, j, band)
                 p = tl.where(seen, p, 0.0)
             dout = load_tile(dout_rows, of_q, m0, valid, e, MASKED, True, True)
-            if MASKED:
-                delta = tl.load(delta_ptr + rows_at + m, mask=valid, other=0.0)
             dp = products(v, dout, e, PRECISION)
-            if not MASKED:
-                delta = tl.load(delta_ptr + rows_at + m)
+            delta = tl.load(delta_ptr + rows_at + m, mask=valid if MASKED else True, other=0.0)
             kept = p
             if dropout_seed_ptr is not None:
-                dropout = dropout_of(dropout_seed_ptr, threshold, head, sequence, origin)
-                keep = dropout_keep(dropout, i0 + m0 + m, n0, BLOCK_M, BLOCK_N, origin_ptr is None).T
+                seed, q_i = tl.load(dropout_seed_ptr), i0 + m0 + m
+                keep = dropout_keep(seed, threshold, origin, sequence, head, q_i, n0, BLOCK_N, origin_ptr is None).T
                 dp = tl.where(keep, dp * dropout_scale, 0.0)
                 kept = tl.where(keep, p, 0.0)
             ds = p * (dp - delta[None, :]) * derivative
@@ -130,10 +115,8 @@ def backward_keys(
             dk = add_products(dk, ds, q, d, PRECISION)
 
     bounded = (j >= start) & (j < end)  # tiles without a mask disregard these bounds
-    dv = Tile(tl.where(bounded, dv.main * dropout_scale, 0.0), dv.tail)
-    dk = Tile(tl.where(bounded, dk.main * scale, 0.0), tl.where(bounded, dk.tail * scale, 0.0))
-    store_tile(dv_rows, of_k, n0, stored, dv, e)
-    store_tile(dk_rows, of_k, n0, stored, dk, d)
+    store_tile(Rows(dv_ptr, stride_dvb, stride_dvt, stride_dvg), of_k, n0, stored, dv, dropout_scale, bounded, e)
+    store_tile(Rows(dk_ptr, stride_dkb, stride_dkt, stride_dkg), of_k, n0, stored, dk, scale, bounded, d)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -163,13 +146,10 @@ def backward_queries(
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     slope = None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
     modifiers = Modifiers(scale, softcap, slope)
-    dropout = None if dropout_seed_ptr is None else dropout_of(dropout_seed_ptr, threshold, head, sequence, origin)
+    seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)
     of_q, of_k = Place(work.plane, work.row, head), Place(work.plane, work.other, kv_head)
-    q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh, None, None)
     k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, k_desc, k_tail_desc)
-    v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc, None)
-    dout_rows = Rows(dout_ptr, stride_dob, stride_dos, stride_doh, None, None)
-    dq_rows = Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh, None, None)
+    v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
     # As in the forward: where this holds, what lies beyond a tile's keys may be another's.
@@ -177,7 +157,8 @@ def backward_queries(
 
     m = tl.arange(0, BLOCK_M)
     stored = m0 + m < rows
-    q, dout = load_tile(q_rows, of_q, m0, stored, d, True), load_tile(dout_rows, of_q, m0, stored, e, True)
+    q = load_tile(Rows(q_ptr, stride_qb, stride_qs, stride_qh), of_q, m0, stored, d, True)
+    dout = load_tile(Rows(dout_ptr, stride_dob, stride_dos, stride_doh), of_q, m0, stored, e, True)
     at = work.plane * stride_lb + head * stride_lh + work.row + m0
     lse2 = tl.load(lse2_ptr + at + m, mask=stored, other=float("inf"))[:, None]
     delta = tl.load(delta_ptr + at + m, mask=stored, other=0.0)[:, None]
@@ -199,7 +180,7 @@ def backward_queries(
             v = load_tile(v_rows, of_k, n0, valid, e, MASKED, HOLES)
             dp = products(dout, v, e, PRECISION)
             if dropout_seed_ptr is not None:
-                keep = dropout_keep(dropout, i0 + m, n0, BLOCK_M, BLOCK_N, origin_ptr is None)
+                keep = dropout_keep(seed, threshold, origin, sequence, head, i0 + m, n0, BLOCK_N, origin_ptr is None)
                 dp = tl.where(keep, dp * dropout_scale, 0.0)
             ds = p * (dp - delta)
             if MASKED:
@@ -207,16 +188,12 @@ def backward_queries(
                 ds = tl.where(seen, ds, 0.0)
             if alibi_slopes_ptr is not None:
                 dslope -= tl.sum(ds * tl.abs(i_whole - j[None, :]).to(tl.float32), 1)
-            ds *= derivative
-            if MASKED:  # the derivative of a row that sees nothing may be NaN
-                ds = tl.where(seen, ds, 0.0)
+            # The derivative of a row that sees nothing may be NaN.
+            ds = tl.where(seen, ds * derivative, 0.0) if MASKED else ds * derivative
             dq = add_products(dq, ds, k, d, PRECISION)
 
-    sees = sees_any(i, band)  # a row that sees nothing has met whatever its tiles hold
-    dq = Tile(tl.where(sees, dq.main * scale, 0.0), tl.where(sees, dq.tail * scale, 0.0))
-    store_tile(dq_rows, of_q, m0, stored, dq, d)
+    seen = sees_any(i, band)  # a row that sees nothing has met whatever its tiles hold
+    store_tile(Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh), of_q, m0, stored, dq, scale, seen, d)
     if alibi_slopes_ptr is not None:
-        slot = (m0 // BLOCK_M).to(tl.int64)
-        if cu_seqlens_q_ptr is not None:
-            slot += work.row // BLOCK_M + sequence
+        slot = work.row // BLOCK_M + m0 // BLOCK_M  # packed sequences lie side by side, with a partial block for each
         tl.store(dslopes_ptr + sequence * stride_sb + head * stride_sh + slot, tl.sum(dslope, 0))

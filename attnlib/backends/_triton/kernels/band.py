@@ -50,11 +50,8 @@ def origin_of(origin_ptr, sequence, batch):
 @triton.jit
 def bounds(starts_ptr, ends_ptr, sequence, keys):
     """The first key of a sequence and the end of its keys, as a dense call may bound them."""
-    start, end = 0, keys
-    if starts_ptr is not None:
-        start = tl.maximum(tl.load(starts_ptr + sequence), 0)
-    if ends_ptr is not None:
-        end = tl.minimum(tl.load(ends_ptr + sequence), keys)
+    start = 0 if starts_ptr is None else tl.maximum(tl.load(starts_ptr + sequence), 0)
+    end = keys if ends_ptr is None else tl.minimum(tl.load(ends_ptr + sequence), keys)
     return start, end
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tile import COUNTS, load_where
+from .tile import COUNTS, load_columns
 
 ABS: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # all bits of an fp32 number but its sign
 OF_ZEROS: tl.constexpr = tl.constexpr(2.0**-40)  # the scale of nothing but zeros; as in backends/_torch/pages.py
@@ -40,12 +40,10 @@ def write(
         v = rotated(new_v_ptr, at, cos_ptr, sin_ptr, angles, valid, E, E_ALL, PAIRS_V, INTERLEAVED)
 
     at = page * stride_kp + place * stride_kt + head * stride_kg
-    scale_at = page * stride_ksp + place * stride_kst + head * stride_ksg
-    store(k_ptr, k_scale_ptr, k, at, scale_at, kept, D)
+    store(k_ptr, k_scale_ptr, k, at, page * stride_ksp + place * stride_kst + head * stride_ksg, kept, D)
     if E:
         at = page * stride_vp + place * stride_vt + head * stride_vg
-        scale_at = page * stride_vsp + place * stride_vst + head * stride_vsg
-        store(v_ptr, v_scale_ptr, v, at, scale_at, kept, E)
+        store(v_ptr, v_scale_ptr, v, at, page * stride_vsp + place * stride_vst + head * stride_vsg, kept, E)
 
 
 @triton.jit
@@ -57,9 +55,9 @@ def rotated(
 
     Every product is rounded by itself, so the kernel must be compiled without fused multiply-adds.
     """
-    c = tl.arange(0, ALL)
-    x = load_where(ptr + at[:, None] + c[None, :], c, valid, WIDTH, True)
+    x = load_columns(ptr, at, valid, WIDTH, ALL, True)
     if PAIRS:
+        c = tl.arange(0, ALL)
         if INTERLEAVED:
             first, pair, partner = c % 2 == 0, c // 2, c ^ 1
         else:
@@ -80,26 +78,18 @@ def store(ptr, scale_ptr, x, at, scale_at, kept, WIDTH: tl.constexpr):
     columns = tl.arange(0, x.shape[1])
     to = ptr + at[:, None] + columns[None, :]
     some = kept[:, None] & (columns < WIDTH)[None, :]
-    if scale_ptr is None:
-        tl.store(to, x.to(ptr.dtype.element_ty), mask=some)
-    else:
+    if scale_ptr is not None:
         x = x.to(tl.float32)
-        limit = 127.0 if ptr.dtype.element_ty == tl.int8 else 448.0
+        INT8: tl.constexpr = ptr.dtype.element_ty == tl.int8
+        limit = 127.0 if INT8 else 448.0
         top = tl.max(x.to(tl.int32, bitcast=True) & ABS, 1)  # as an integer, NaN is more than infinity
         scale = tl.div_rn(top.to(tl.float32, bitcast=True), limit)
         scale = tl.where(scale == 0, OF_ZEROS, scale)
         tl.store(scale_ptr + scale_at, scale, mask=kept)
         x = tl.div_rn(x, scale[:, None])
-        if ptr.dtype.element_ty == tl.int8:
-            tl.store(to, to_int8(x), mask=some)
-        else:
-            tl.store(to, to_e4m3(x), mask=some)
-
-
-@triton.jit
-def to_int8(x):
-    """fp32 rounded to the nearest integer, ties to even: the last bits of ``x + 1.5 * 2 ** 23``."""
-    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        # The last bits of x + 1.5 * 2 ** 23 are the nearest integer, ties to even.
+        x = (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8) if INT8 else to_e4m3(x)
+    tl.store(to, x.to(ptr.dtype.element_ty), mask=some)
 
 
 @triton.jit

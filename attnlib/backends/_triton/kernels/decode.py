@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 
 from .band import Band, key_range, origin_of, sees_any, tiles_of
-from .decode_tiles import Sizes, Stored, Sums, in_range, sweep
+from .decode_tiles import Sizes, Stored, Sums, sweep
 from .paged import claimed
 from .scores import LN2, LOG2E, Modifiers, load_slope, unit_of
 from .split_kv import join, shares
-from .tile import COUNTS, Rows, Tile, load_where
+from .stored_bytes import in_range
+from .tile import COUNTS, Rows, Tile, load_columns
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -34,58 +35,43 @@ def decode(
     ``FULL``: tiles that all rows see whole need no mask; without it, all have one. ``SPLIT_SIZE``: so many tokens are
     added up at a time, and joined as splits are, so that splits of this size each make no difference to any bit.
     """
-    pid = tl.program_id(0)
-    kv_head = (pid // BLOCKS % KV_HEADS).to(tl.int64)
     schedule_ptr += schedule_offset
-    claim = claimed(pid, schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, KV_HEADS, BLOCKS, BLOCK_M)
-    sequence, row, count = claim.sequence, claim.row, claim.count
-    if SCHEDULED:
-        if sequence < 0:
-            return
+    work, splits = claimed(schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, KV_HEADS, BLOCKS, BLOCK_M)
+    sequence, plane, kv_head, row, count = work.sequence, work.plane, work.head, work.row, work.rows
+    if SCHEDULED and sequence < 0:
+        return
     past = sequence >= batch  # what follows the last packed sequence
     known = tl.where(past, 0, sequence)
     length = tl.where(past, 0, tl.maximum(tl.minimum(tl.load(lengths_ptr + known), limit), 0))
-    begin = tl.minimum(tl.maximum(claim.begin, tl.load(starts_ptr + known)), length)
-    end = tl.minimum(claim.end, length)
+    begin = tl.minimum(tl.maximum(work.other, tl.load(starts_ptr + known)), length)
+    end = tl.minimum(work.other + work.others, length)
     origin = origin_of(origin_ptr, known, batch)
     band = Band(begin, end, left, right, prefix, origin.query - origin.key, origin.key)
-    plane = tl.cast(sequence if cu_seqlens_q_ptr is None else 0, tl.int64)
 
-    first_row = claim.block * BLOCK_M
-    r = first_row + tl.arange(0, BLOCK_M)
+    r = work.start + tl.arange(0, BLOCK_M)
     valid = r < count * group
     token, head = r // group, kv_head * group + r % group
     i = length - count + token
-    first, last = first_row // group, tl.minimum((first_row + BLOCK_M - 1) // group + 1, count)
+    first, last = work.start // group, tl.minimum((work.start + BLOCK_M - 1) // group + 1, count)
     low, high, all_low, all_high = key_range(length - count + first, length - count + last, band)
     high = tl.where(first < last, high, low)
 
-    k_rows = Rows(k_ptr + kv_head * stride_kg, stride_kp, stride_kt, stride_kg, k_desc, None)
-    tail_rows = Rows(k_tail_ptr + kv_head * stride_tg, stride_tp, stride_tt, stride_tg, tail_desc, None)
-    v_rows = None if LATENT else Rows(v_ptr + kv_head * stride_vg, stride_vp, stride_vt, stride_vg, None, None)
+    k_rows = Rows(k_ptr + kv_head * stride_kg, stride_kp, stride_kt, stride_kg, k_desc)
+    tail_rows = Rows(k_tail_ptr + TAIL + kv_head * stride_tg, stride_tp, stride_tt, stride_tg, tail_desc)
+    v_rows = Rows(None if LATENT else v_ptr + kv_head * stride_vg, stride_vp, stride_vt, stride_vg)
     SCALED: tl.constexpr = k_scale_ptr is not None
-    k_scale, v_scale = None, None
-    if SCALED:
-        k_scale = Rows(k_scale_ptr + kv_head * stride_ksg, stride_ksp, stride_kst, stride_ksg, None, None)
-        v_scale = Rows(v_scale_ptr + kv_head * stride_vsg, stride_vsp, stride_vst, stride_vsg, None, None)
+    k_scale = Rows(k_scale_ptr + kv_head * stride_ksg if SCALED else None, stride_ksp, stride_kst, stride_ksg)
+    v_scale = Rows(v_scale_ptr + kv_head * stride_vsg if SCALED else None, stride_vsp, stride_vst, stride_vsg)
     table_ptr += known.to(tl.int64) * stride_table
     stored = Stored(k_rows, tail_rows, v_rows, k_scale, v_scale, table_ptr, pages, low, high)
     APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
     WHOLE: tl.constexpr = BLOCK_N if FULL else 0
-    PRECISION: tl.constexpr = "tf32" if TF32 else "ieee"
-    sizes: tl.constexpr = Sizes(
-        D, D_TAIL, TAIL, E, LATENT, SCALED, PAGE, WHOLE, EDGE, ONE, APART, NATIVE, STAGES, PRECISION
-    )
+    sizes: tl.constexpr = Sizes(D, D_TAIL, E, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, "tf32" if TF32 else "ieee")
 
     MAIN: tl.constexpr = E if LATENT else D_MAIN  # channels of a query before its tail
-    d, e = tl.arange(0, D_MAIN), tl.arange(0, E_MAIN)
-    at_q = q_ptr + (plane * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh)
-    q = load_where(at_q[:, None] + d[None, :], d, valid, E if LATENT else D, True)
-    q_tail = q
-    if D_TAIL:
-        tail = tl.arange(0, D_TAIL)
-        q_tail = load_where(at_q[:, None] + (MAIN + tail)[None, :], tail, valid, D - MAIN, True)
-    queries = Tile(q, q_tail)
+    at = plane * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh
+    q = load_columns(q_ptr, at, valid, E if LATENT else D, D_MAIN, True)
+    queries = Tile(q, load_columns(q_ptr + MAIN, at, valid, D - MAIN, D_TAIL, True) if D_TAIL else q)
     if SCALED and q.dtype != tl.float32:
         queries, gain = in_range(queries, LATENT)
         scale *= gain[:, None]
@@ -105,8 +91,7 @@ def decode(
             part = sweep(sums, tiles, queries, i, modifiers, band, stored, sizes, True)
             part_l = tl.sum(part.l_i, 1) if APART else part.l_i
             divisor = tl.where(part_l == 0.0, 1.0, part_l)
-            lse2 = tl.fma(part.m_i, unit, tl.log2(divisor))
-            lse2 = tl.where(part_l == 0.0, float("-inf"), lse2)
+            lse2 = tl.where(part_l == 0.0, float("-inf"), tl.fma(part.m_i, unit, tl.log2(divisor)))
             acc, l_i, m_i = join(acc, l_i, m_i, part.acc * (1.0 / divisor)[:, None], lse2)
     else:
         tiles = tiles_of(low, high, all_low, all_high, WHOLE, EDGE)
@@ -116,20 +101,21 @@ def decode(
         m_i = tl.where(l_i == 0.0, float("-inf"), sums.m_i * unit)
 
     acc = tl.where(sees_any(i, band)[:, None], acc, 0.0)  # other rows have met whatever their tiles hold
-    is_whole = not SCHEDULED or claim.splits == 1
+    is_whole = not SCHEDULED or splits == 1
     if sinks_ptr is not None:  # splits get it when they have been joined
         sink = tl.load(sinks_ptr + head, mask=valid & is_whole & (not past), other=float("-inf")).to(tl.float32)
         share, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
         acc *= share[:, None]
     l_i = tl.where(l_i == 0.0, 1.0, l_i)
     acc, lse2 = acc / l_i[:, None], m_i + tl.log2(l_i)
+    e = tl.arange(0, E_MAIN)
     if is_whole:
         into = plane * stride_ob + (row + token).to(tl.int64) * stride_os + head * stride_oh
         mine = valid[:, None] & (e < E)[None, :]
         tl.store(out_ptr + into[:, None] + e[None, :], acc.to(out_ptr.dtype.element_ty), mask=mine)
         tl.store(lse_ptr + plane * stride_lb + head * stride_lh + row + token, lse2 * LN2, mask=valid)
     else:
-        line = pid.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        line = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(split_ptr + line[:, None] * E_MAIN + e[None, :], acc, mask=valid[:, None] & (e >= 0)[None, :])
         lines = (slots + (cu_seqlens_q_ptr is not None)).to(tl.int64) * (KV_HEADS * BLOCKS * BLOCK_M)
         tl.store(split_ptr + lines * E_MAIN + line, lse2, mask=valid)

@@ -8,28 +8,24 @@ import triton.language as tl
 from .band import tile_at, visible
 from .paged import entries_at, page_in, place
 from .scores import modify, online_softmax, unit_of
-from .stored_bytes import in_half, power_below, split_scale
-from .tile import Rows, Tile, load_where
+from .stored_bytes import as_factor, split_scale
+from .tile import Rows, load_columns
 
 
 class Sizes(NamedTuple):
     """What is known when a kernel is compiled: widths and tokens of tiles, tokens of a page (0: all), and how to sum.
 
-    ``TAIL`` is where the second block of a key begins in its plane. ``ONE``: a sequence has one query, so all rows of a
-    tile see the same keys. ``APART``: probabilities are summed by place, and over places in the end.
+    ``ONE``: a sequence has one query, so all rows of a
+    tile see the same keys.
     """
 
     D: tl.constexpr
     D_TAIL: tl.constexpr
-    TAIL: tl.constexpr
     E: tl.constexpr
-    LATENT: tl.constexpr
-    SCALED: tl.constexpr
     PAGE: tl.constexpr
     FULL: tl.constexpr
     EDGE: tl.constexpr
     ONE: tl.constexpr
-    APART: tl.constexpr
     NATIVE: tl.constexpr
     STAGES: tl.constexpr
     PRECISION: tl.constexpr
@@ -38,14 +34,14 @@ class Sizes(NamedTuple):
 class Stored(NamedTuple):
     """Where a cache stores a KV head of a sequence, in pages; and the tokens ``[low, high)`` of it that are read.
 
-    ``v`` is None for latent storage, the scales are None without any.
+    ``v`` lies nowhere (None) for latent storage, nor do scales where there are none.
     """
 
     k: Rows
     tail: Rows
-    v: Rows | None
-    k_scale: Rows | None
-    v_scale: Rows | None
+    v: Rows
+    k_scale: Rows
+    v_scale: Rows
     table_ptr: tl.tensor
     pages: tl.tensor
     low: tl.tensor
@@ -53,7 +49,7 @@ class Stored(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The running output, maximum and sum of FlashAttention."""
+    """The running output, maximum and sum of FlashAttention; or sums, by place in a tile."""
 
     acc: tl.tensor
     m_i: tl.tensor
@@ -61,30 +57,13 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def in_range(queries, LATENT: tl.constexpr):
-    """Queries as fp16, which meets 8-bit keys, rows scaled by powers of two to be in its range; what undoes the scale.
-
-    The tail of a latent key is no such key, and that of its query keeps its dtype.
-    """
-    q, tail = queries.main.to(tl.float32), queries.tail.to(tl.float32)
-    power, gain = power_below(tl.maximum(tl.max(tl.abs(q), 1), tl.max(tl.abs(tail), 1)))
-    q, tail = (q * power[:, None]).to(tl.float16), tail * power[:, None]
-    return Tile(q, tail.to(queries.main.dtype if LATENT else tl.float16)), gain
-
-
-@triton.jit
-def load_plane(
-    x, page, n, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """A tile of a plane, ``WIDTH`` channels from ``FIRST`` on; where masked, zeros but for valid tokens."""
+def load_plane(x, page, n, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr):
+    """A tile of a plane, ``WIDTH`` channels; where masked, zeros but for valid tokens."""
     if x.desc is not None and not MASKED:
         row = page.to(tl.int32) * (x.stride_b // x.stride_t).to(tl.int32) + (n % PAGE if PAGE else n)
         return x.desc.load([row, 0])
     else:
-        at, columns = place(x, page, n, PAGE, valid.shape[0]), tl.arange(0, COLUMNS)
-        at = x.ptr + FIRST + (at[:, None] + columns[None, :])
-        return load_where(at, columns, valid, WIDTH, MASKED)
+        return load_columns(x.ptr, place(x, page, n, PAGE, valid.shape[0]), valid, WIDTH, COLUMNS, MASKED)
 
 
 @triton.jit
@@ -96,38 +75,32 @@ def load_scale(x, page, n, valid, PAGE: tl.constexpr):
 @triton.jit
 def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     """The running sums with one tile of ``BLOCK`` tokens, from ``n`` on."""
-    LATENT: tl.constexpr = sizes.LATENT
-    SCALED: tl.constexpr = sizes.SCALED
+    LATENT: tl.constexpr = stored.v.ptr is None
+    SCALED: tl.constexpr = stored.k_scale.ptr is not None
     MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1]  # channels of a key before its tail
-    PAGE: tl.constexpr = sizes.PAGE
     q = queries.main
     j = n + tl.arange(0, BLOCK)
     valid = (j >= stored.low) & (j < stored.high)
-    k = load_plane(stored.k, page, n, valid, 0, MAIN if LATENT else sizes.D, q.shape[1], PAGE, MASKED)
+    k = load_plane(stored.k, page, n, valid, MAIN if LATENT else sizes.D, q.shape[1], sizes.PAGE, MASKED)
     if sizes.D_TAIL:
-        WIDTH: tl.constexpr = sizes.D - MAIN
-        k_tail = load_plane(stored.tail, page, n, valid, sizes.TAIL, WIDTH, sizes.D_TAIL, PAGE, MASKED)
+        k_tail = load_plane(stored.tail, page, n, valid, sizes.D - MAIN, sizes.D_TAIL, sizes.PAGE, MASKED)
+        k_tail = as_factor(k_tail, queries.tail.dtype, sizes.NATIVE, False)
     if not LATENT:
-        v = load_plane(stored.v, page, n, valid, 0, sizes.E, sums.acc.shape[1], PAGE, MASKED)
+        v = load_plane(stored.v, page, n, valid, sizes.E, sums.acc.shape[1], sizes.PAGE, MASKED)
     if SCALED:
-        k_scale = load_scale(stored.k_scale, page, n, valid, PAGE)
-        v_scale = k_scale if LATENT else load_scale(stored.v_scale, page, n, valid, PAGE)
+        k_scale = load_scale(stored.k_scale, page, n, valid, sizes.PAGE)
+        v_scale = k_scale if LATENT else load_scale(stored.v_scale, page, n, valid, sizes.PAGE)
         exponent, inverse, rest = split_scale(v_scale)
 
-    HALF: tl.constexpr = SCALED and q.dtype == tl.float16
-    k = in_half(k, sizes.NATIVE, LATENT) if HALF else k.to(q.dtype)
-    if LATENT:
-        v = k
-    else:
-        v = in_half(v, sizes.NATIVE, True) if HALF else v.to(q.dtype)
+    k = as_factor(k, q.dtype, sizes.NATIVE, LATENT)
+    v = k if LATENT else as_factor(v, q.dtype, sizes.NATIVE, True)
     s = tl.dot(q, k.T, input_precision=sizes.PRECISION)
     if sizes.D_TAIL and not LATENT:
-        k_tail = in_half(k_tail, sizes.NATIVE, False) if HALF else k_tail.to(q.dtype)
         s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
     if SCALED:
         s *= k_scale[None, :]
-    if sizes.D_TAIL and LATENT:  # which is stored as it is
-        s = tl.dot(queries.tail, k_tail.to(queries.tail.dtype).T, s, input_precision=sizes.PRECISION)
+    if sizes.D_TAIL and LATENT:  # whose scale is 1
+        s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
     s, _ = modify(s, modifiers, (i + band.apart)[:, None], j[None, :])
     unit = unit_of(modifiers)
     if SCALED:
@@ -137,16 +110,12 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
         seen = valid[None, :] if sizes.ONE else visible(i[:, None], j[None, :], band)
         s = tl.where(seen, s, float("-inf"))
     m_i, p, correction = online_softmax(sums.m_i, s, unit)
-    shares = p
-    if SCALED:
-        shares = p * inverse[None, :]
-        p *= rest[None, :]
-    if sizes.APART:
+    shares, p = (p * inverse[None, :], p * rest[None, :]) if SCALED else (p, p)
+    if len(sums.l_i.shape) == 2:
         l_i = sums.l_i * correction[:, None] + shares
     else:
         l_i = sums.l_i * correction + tl.sum(shares, 1)
-    acc = sums.acc * correction[:, None]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=sizes.PRECISION)
+    acc = tl.dot(p.to(v.dtype), v, sums.acc * correction[:, None], input_precision=sizes.PRECISION)
     return Sums(acc, m_i, l_i)
 
 
@@ -155,12 +124,12 @@ def sweep(sums, tiles, queries, i, modifiers, band, stored, sizes, MASKED: tl.co
     """The running sums with all tiles that need a mask, or with all that need none."""
     BLOCK: tl.constexpr = sizes.EDGE if MASKED else sizes.FULL
     n = tile_at(0, tiles, MASKED, sizes.FULL, sizes.EDGE)
-    low, high = entries_at(stored.table_ptr, n, stored.high, sizes.PAGE, BLOCK)
+    entries = entries_at(stored.table_ptr, n, stored.high, sizes.PAGE, BLOCK)
     for t in tl.range(0, tiles.masked if MASKED else tiles.full, num_stages=sizes.STAGES):
         n = tile_at(t, tiles, MASKED, sizes.FULL, sizes.EDGE)
-        page = page_in(low, high, n, stored.pages, sizes.PAGE, BLOCK)
+        page = page_in(entries, n, stored.pages, sizes.PAGE, BLOCK)
         sums = add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED, BLOCK)
         if sizes.PAGE:  # carried, so that the loads of a tile wait for no other load
             following = tile_at(t + 1, tiles, MASKED, sizes.FULL, sizes.EDGE)
-            low, high = entries_at(stored.table_ptr, following, stored.high, sizes.PAGE, BLOCK)
+            entries = entries_at(stored.table_ptr, following, stored.high, sizes.PAGE, BLOCK)
     return sums

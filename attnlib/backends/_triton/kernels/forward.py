@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .band import Band, bounds, key_range, origin_of, sees_any, visible
-from .scores import LN2, LOG2E, Modifiers, dropout_keep, dropout_of, load_slope, modify, online_softmax, unit_of
+from .scores import LN2, LOG2E, Modifiers, dropout_keep, load_slope, modify, online_softmax, unit_of
 from .tile import COUNTS, Channels, Place, Rows, Tile, load_tile, locate, products, store_tile
 
 
@@ -31,13 +31,11 @@ def forward(
     slope = None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
     modifiers = Modifiers(scale, softcap, slope)
     unit = unit_of(modifiers)
-    dropout = None if dropout_seed_ptr is None else dropout_of(dropout_seed_ptr, threshold, head, sequence, origin)
+    seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)
 
     of_q, of_k = Place(work.plane, work.row, head), Place(work.plane, work.other, kv_head)
-    q_rows = Rows(q_ptr, stride_qb, stride_qs, stride_qh, None, None)
     k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, k_desc, k_tail_desc)
-    v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc, None)
-    out_rows = Rows(out_ptr, stride_ob, stride_os, stride_oh, None, None)
+    v_rows = Rows(v_ptr, stride_vb, stride_vt, stride_vg, v_desc)
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
     # Beyond its keys lies no other's key, and they are not bounded: a descriptor needs no mask.
@@ -45,7 +43,7 @@ def forward(
 
     m = tl.arange(0, BLOCK_M)
     stored = work.start + m < work.rows
-    q = load_tile(q_rows, of_q, work.start, stored, d, True)
+    q = load_tile(Rows(q_ptr, stride_qb, stride_qs, stride_qh), of_q, work.start, stored, d, True)
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:  # as a key whose value is 0
         sink = tl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")).to(tl.float32)
@@ -74,7 +72,8 @@ def forward(
             l_i = l_i * correction + tl.sum(p, 1)
             acc *= correction[:, None]
             if dropout_seed_ptr is not None:
-                p = tl.where(dropout_keep(dropout, i, n, BLOCK_M, BLOCK_N, origin_ptr is None), p, 0.0)
+                keep = dropout_keep(seed, threshold, origin, sequence, head, i, n, BLOCK_N, origin_ptr is None)
+                p = tl.where(keep, p, 0.0)
             v = load_tile(v_rows, of_k, n, valid, e, phase != 1, HOLES).main
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
@@ -82,6 +81,6 @@ def forward(
     l_i = tl.where(nothing, 1.0, l_i)
     lse = tl.where(nothing, float("-inf"), m_i * (unit * LN2) + tl.log2(l_i) * LN2)
     tl.store(lse_ptr + (work.plane * stride_lb + work.row + head * stride_lh + work.start) + m, lse, mask=stored)
-    # A row that sees nothing has met whatever its tiles hold.
-    acc = tl.where(sees_any(i, band)[:, None], acc * (dropout_scale / l_i)[:, None], 0.0)
-    store_tile(out_rows, of_q, work.start, stored, Tile(acc, acc), e)
+    out_rows, factor = Rows(out_ptr, stride_ob, stride_os, stride_oh), (dropout_scale / l_i)[:, None]
+    seen = sees_any(i, band)[:, None]  # a row that sees nothing has met whatever its tiles hold
+    store_tile(out_rows, of_q, work.start, stored, Tile(acc, acc), factor, seen, e)

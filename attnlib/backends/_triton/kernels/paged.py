@@ -1,11 +1,9 @@
 """The vocabulary of kernels over pages: who works on what, which page holds a token, and where it lies there."""
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
-from .tile import owner, tokens_of
+from .tile import Work, owner, tokens_of
 
 LAST: tl.constexpr = tl.constexpr(2147483647)  # the end of what goes on to a sequence's end
 FEW: tl.constexpr = tl.constexpr(4)  # pages of a tile, whose entries are read for all of its tokens together
@@ -29,8 +27,7 @@ def pages_of(PAGE, BLOCK):
     """How many pages a tile of ``BLOCK`` tokens, a power of two, touches at most; it begins at a multiple of that."""
     if PAGE == 0:
         return 1
-    power = PAGE & -PAGE
-    step = power if power < BLOCK else BLOCK  # between the places in a page where a tile may begin
+    step = min(PAGE & -PAGE, BLOCK)  # between the places in a page where a tile may begin
     return (PAGE - step + BLOCK - 1) // PAGE + 1
 
 
@@ -42,37 +39,31 @@ def page_offset(n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def entries_at(table_ptr, n, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """The entry for the tile of tokens from ``n`` on, or for each of them; see :func:`entry_of`."""
-    if pages_of(PAGE, BLOCK) <= FEW:
-        low, high = entry_of(table_ptr, n, end, PAGE)
-        lows, highs = (low,), (high,)
-        n -= page_offset(n, PAGE, BLOCK)
-        for p in tl.static_range(1, pages_of(PAGE, BLOCK)):
-            low, high = entry_of(table_ptr, n + p * PAGE, end, PAGE)
-            lows, highs = lows + (low,), highs + (high,)  # noqa: RUF005
-        return lows, highs
-    else:
-        return entry_of(table_ptr, n + tl.arange(0, BLOCK), end, PAGE)
+    """The entries for the tile of tokens from ``n`` on: one a page, or one tensor with those of all tokens."""
+    FEW_PAGES: tl.constexpr = pages_of(PAGE, BLOCK) <= FEW
+    entries = (entry_of(table_ptr, n if FEW_PAGES else n + tl.arange(0, BLOCK), end, PAGE),)
+    first = n - page_offset(n, PAGE, BLOCK)
+    for p in tl.static_range(1, pages_of(PAGE, BLOCK) if FEW_PAGES else 1):
+        entries = entries + (entry_of(table_ptr, first + p * PAGE, end, PAGE),)  # noqa: RUF005
+    return entries
 
 
 @triton.jit
-def page_named(low, high, pages):
+def page_named(entry, pages):
     """The page that an entry names, made to be one that there is. In the next tile, for which the entry is read: what
     is computed with a value waits for it."""
+    low, high = entry
     page = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
     return tl.minimum(page, (pages - 1).to(tl.uint32)).to(tl.int64)
 
 
 @triton.jit
-def page_in(low, high, n, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def page_in(entries, n, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """The page of the tile from ``n`` on, or of each of its tokens, as its entries name them."""
-    if pages_of(PAGE, BLOCK) > FEW:
-        return page_named(low, high, pages)
-    else:
-        page, token = page_named(low[0], high[0], pages), tl.arange(0, BLOCK) + page_offset(n, PAGE, BLOCK)
-        for p in tl.static_range(1, pages_of(PAGE, BLOCK)):
-            page = tl.where(token < p * PAGE, page, page_named(low[p], high[p], pages))
-        return page
+    page, token = page_named(entries[0], pages), tl.arange(0, BLOCK) + page_offset(n, PAGE, BLOCK)
+    for p in tl.static_range(1, len(entries)):
+        page = tl.where(token < p * PAGE, page, page_named(entries[p], pages))
+    return page
 
 
 @triton.jit
@@ -86,31 +77,20 @@ def place(x, page, n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     return page * x.stride_b + within * x.stride_t
 
 
-class Claim(NamedTuple):
-    """What a program works on: a sequence, or -1 for nothing; a block of its rows; tokens ``[begin, end)``, one of how
-    many splits; where the sequence's queries begin, and how many there are."""
-
-    sequence: tl.tensor
-    block: tl.tensor
-    begin: tl.tensor
-    end: tl.tensor
-    splits: tl.tensor
-    row: tl.tensor
-    count: tl.tensor
-
-
 @triton.jit
 def claimed(
-    pid, schedule_ptr, cu_q_ptr, slots, batch, group, s,
+    schedule_ptr, cu_q_ptr, slots, batch, group, s,
     SCHEDULED: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The work of a program.
+    """The work of a program, and of how many splits its tokens are one: a block of ``group`` rows a query, or none of
+    sequence -1; the sequence's queries, and the tokens of a split.
 
     A slot of a schedule has a split, or -1; one more takes what follows the last packed sequence. A packed sequence
     with more rows than fit a tile of its split is not split: programs after those of the schedule take a block each.
     """
     PACKED: tl.constexpr = cu_q_ptr is not None
-    block, slot = pid % BLOCKS, pid // (BLOCKS * KV_HEADS)
+    pid = tl.program_id(0)
+    block, kv_head, slot = pid % BLOCKS, (pid // BLOCKS % KV_HEADS).to(tl.int64), pid // (BLOCKS * KV_HEADS)
     sequence, begin, end, splits = slot, 0, LAST, 1
     if SCHEDULED:
         item, planned = schedule_ptr + slot * ENTRY, slot < slots
@@ -128,4 +108,5 @@ def claimed(
         row, count = tokens_of(cu_q_ptr, tl.maximum(sequence, 0), batch, s)  # those of nobody are the last
         if SCHEDULED:
             sequence = tl.where((count * group > BLOCKS * BLOCK_M) == beyond, sequence, -1)
-    return Claim(sequence, block, begin, end, splits, row, count)
+    plane = tl.cast(slot * 0 if PACKED else sequence, tl.int64)
+    return Work(sequence, plane, kv_head, block * BLOCK_M, row, count, begin, end - begin), splits

@@ -23,24 +23,6 @@ class Modifiers(NamedTuple):
     slope: tl.tensor | None
 
 
-class Dropout(NamedTuple):
-    """What decides which probabilities are dropped: a seed, the least bits kept, and where the piece begins."""
-
-    seed: tl.tensor
-    threshold: tl.tensor
-    head: tl.tensor
-    sequence: tl.tensor
-    query: tl.tensor
-    key: tl.tensor
-
-
-@triton.jit
-def dropout_of(seed_ptr, threshold, head, sequence, origin):
-    """The dropout of one head of one sequence, whose numbers in the whole count."""
-    head, sequence = (head + origin.head).to(tl.int32), (sequence + origin.sequence).to(tl.int32)
-    return Dropout(tl.load(seed_ptr), threshold, head, sequence, origin.query, origin.key)
-
-
 @triton.jit
 def load_slope(slopes_ptr, stride, sequence, head, batch):
     """The slope of a head in log2 units; 0 for what follows the last packed sequence."""
@@ -60,10 +42,7 @@ def tanh(x):
 @triton.jit
 def unit_of(modifiers):
     """What scores are multiplied by in ``exp2``: plain ones are products as they are, others in log2 units."""
-    if modifiers.softcap is None and modifiers.slope is None:
-        return modifiers.scale * LOG2E
-    else:
-        return 1.0
+    return modifiers.scale * LOG2E if modifiers.softcap is None and modifiers.slope is None else 1.0
 
 
 @triton.jit
@@ -96,17 +75,19 @@ def online_softmax(m_i, s, unit):
 
 
 @triton.jit
-def dropout_keep(dropout, i, j0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr):
-    """Which probabilities dropout keeps, ``[BLOCK_M, BLOCK_N]``: Philox-4x32-10 of ``(j // 4, i, head, sequence)``.
+def dropout_keep(seed, threshold, origin, sequence, head, i, j0, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr):
+    """Which probabilities of queries ``i`` and the keys from ``j0`` on dropout keeps, where bits reach the threshold.
 
-    Four keys share a number. In a ``WHOLE`` call they are side by side in a tile; in a piece, each makes it anew.
+    Those are Philox-4x32-10 of ``(j // 4, i, head, sequence)``, counted in the whole of which this may be a piece. Four
+    keys share a number. In a ``WHOLE`` call they are side by side in a tile; in a piece, each makes it anew.
     """
     STEP: tl.constexpr = 4 if WHOLE else 1
-    keys = (dropout.key + j0 + tl.arange(0, BLOCK_N // STEP) * STEP)[None, :] + tl.zeros([BLOCK_M, 1], tl.int32)
-    rows = (i + dropout.query)[:, None] + tl.zeros([1, BLOCK_N // STEP], tl.int32)
-    a, b, c, d = tl.philox(dropout.seed, keys // 4, rows, dropout.head, dropout.sequence)
+    keys = (origin.key + j0 + tl.arange(0, BLOCK_N // STEP) * STEP)[None, :] + tl.zeros([i.shape[0], 1], tl.int32)
+    rows = (i + origin.query)[:, None] + tl.zeros([1, BLOCK_N // STEP], tl.int32)
+    head, sequence = (head + origin.head).to(tl.int32), (sequence + origin.sequence).to(tl.int32)
+    a, b, c, d = tl.philox(seed, keys // 4, rows, head, sequence)
     if WHOLE:
-        bits = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK_M, BLOCK_N)
+        bits = tl.join(tl.join(a, c), tl.join(b, d)).reshape(i.shape[0], BLOCK_N)
     else:
         bits = tl.where(keys % 4 < 2, tl.where(keys % 4 == 0, a, b), tl.where(keys % 4 == 2, c, d))
-    return bits.to(tl.uint32, bitcast=True) >= dropout.threshold
+    return bits.to(tl.uint32, bitcast=True) >= threshold

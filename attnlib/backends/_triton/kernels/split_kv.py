@@ -67,8 +67,7 @@ def combine(
                 acc, l_i, m_i = join(acc, l_i, m_i, x, tl.load(of_lse + line))
             acc = acc.reshape(WIDTH)
         else:
-            lse = tl.load(of_lse + origin + r + every * STEP, mask=every < splits, other=float("-inf"))
-            m_i = tl.max(lse, 0)
+            m_i = tl.max(tl.load(of_lse + origin + r + every * STEP, mask=every < splits, other=float("-inf")), 0)
             safe = tl.where(m_i == float("-inf"), 0.0, m_i)
             for p in range(0, splits, AT_ONCE):
                 line = origin + r + (p + several).to(tl.int64) * STEP
@@ -82,9 +81,8 @@ def combine(
             share, _, l_i, m_i = shares(l_i, m_i, tl.load(sinks_ptr + head).to(tl.float32) * LOG2E)
             acc *= share
         l_i = tl.where(l_i == 0.0, 1.0, l_i)
-        acc /= l_i
         into = out_ptr + plane * stride_ob + token.to(tl.int64) * stride_os + head * stride_oh
-        tl.store(into + c, acc.to(out_ptr.dtype.element_ty), mask=c < E)
+        tl.store(into + c, (acc / l_i).to(out_ptr.dtype.element_ty), mask=c < E)
         at = lse_ptr + plane * stride_lb + head.to(tl.int64) * stride_lh + token + tl.arange(0, 1)
         tl.store(at, (m_i + tl.log2(l_i)) * LN2, mask=tile == 0)
 
@@ -105,13 +103,13 @@ def schedule(
     start = tl.minimum(tl.maximum(start, 0), length)
     origin = start // GRANULARITY
     units = tl.where(b < batch, tl.maximum(tl.cdiv(length, GRANULARITY) - origin, 1), 0)
-    size = tl.maximum(tl.cdiv(tl.sum(units, 0), tl.maximum(capacity >> level, 1)), 1)
-    room = batch + (tl.maximum(capacity >> level, 1) + 1) // 2
-    room = tl.maximum(room, tl.maximum(capacity >> level, 1))
+    programs = tl.maximum(capacity >> level, 1)
+    size = tl.maximum(tl.cdiv(tl.sum(units, 0), programs), 1)
+    most = tl.maximum(batch + (programs + 1) // 2, programs)
     above = tl.maximum(tl.max(units, 0), size)
     while size < above:  # the least size of which there are slots for all splits
         middle = (size + above) // 2
-        fits = tl.sum(tl.cdiv(units, middle), 0) <= room
+        fits = tl.sum(tl.cdiv(units, middle), 0) <= most
         size, above = tl.where(fits, size, middle + 1), tl.where(fits, middle, above)
     splits = tl.cdiv(units, size)
     first, used = tl.cumsum(splits, 0) - splits, tl.sum(splits, 0)
@@ -122,11 +120,10 @@ def schedule(
         low, high = origin[:, None] + units[:, None] * p // n, origin[:, None] + units[:, None] * (p + 1) // n
         item = schedule_ptr + (first[:, None] + p) * ENTRY
         mine = p < splits[:, None]
-        zero = p * 0
-        tl.store(item, b[:, None] + zero, mask=mine)
+        tl.store(item, b[:, None], mask=mine)
         tl.store(item + 1, tl.maximum(low * GRANULARITY, start[:, None]), mask=mine)
         tl.store(item + 2, tl.where(p == n - 1, LAST, high * GRANULARITY), mask=mine)
-        tl.store(item + 3, n + zero, mask=mine)
+        tl.store(item + 3, n, mask=mine)
     tl.store(schedule_ptr + b * ENTRY + 4, first, mask=b < batch)
     tl.store(schedule_ptr + b * ENTRY + 5, splits, mask=b < batch)
     for slot in range(used, slots, ROWS):

@@ -3,46 +3,48 @@
 import triton
 import triton.language as tl
 
+from .tile import Tile
+
+FROM_INT8: tl.constexpr = tl.constexpr("""{ .reg .b32 unsigned, middle;
+         mov.b32 middle, 0x64806480;
+         xor.b32 unsigned, $2, 0x80808080;
+         prmt.b32 $0, unsigned, 0x64646464, 0x4140;
+         prmt.b32 $1, unsigned, 0x64646464, 0x4342;
+         sub.f16x2 $0, $0, middle;
+         sub.f16x2 $1, $1, middle; }""")  # 1024 + n is 0x6400 + n in fp16
+FROM_E4M3: tl.constexpr = tl.constexpr("""{ .reg .b16 low, high;
+         mov.b32 {low, high}, $2;
+         cvt.rn.f16x2.e4m3x2 $0, low;
+         cvt.rn.f16x2.e4m3x2 $1, high; }""")
+
 
 @triton.jit
-def in_half(x, NATIVE: tl.constexpr, STAYS: tl.constexpr):
-    """int8 or e4m3 as fp16, exactly; ``NATIVE`` in the instructions of NVIDIA's chips.
+def as_factor(x, dtype: tl.constexpr, NATIVE: tl.constexpr, STAYS: tl.constexpr):
+    """What is stored in ``dtype``, exactly; int8 and e4m3 in fp16 ``NATIVE``: in the instructions of NVIDIA's chips.
 
     ``STAYS``: where it was loaded, from where fp16 goes through shared memory to the product. Triton would rather move
     bytes, and cannot read those of a transposed factor but one by one.
     """
-    if not NATIVE:
-        return x.to(tl.float16)
-    elif x.dtype == tl.int8:  # 1024 + n is 0x6400 + n in fp16
-        return tl.inline_asm_elementwise(
-            """
-            { .reg .b32 unsigned, middle;
-              mov.b32 middle, 0x64806480;
-              xor.b32 unsigned, $2, 0x80808080;
-              prmt.b32 $0, unsigned, 0x64646464, 0x4140;
-              prmt.b32 $1, unsigned, 0x64646464, 0x4342;
-              sub.f16x2 $0, $0, middle;
-              sub.f16x2 $1, $1, middle; }
-            """,
-            "=&r,=&r,r", [x], tl.float16, is_pure=not STAYS, pack=4,
-        )  # fmt: skip
+    if NATIVE and dtype == tl.float16 and x.dtype.primitive_bitwidth == 8:
+        ASSEMBLY: tl.constexpr = FROM_INT8 if x.dtype == tl.int8 else FROM_E4M3
+        return tl.inline_asm_elementwise(ASSEMBLY, "=&r,=&r,r", [x], tl.float16, is_pure=not STAYS, pack=4)
     else:
-        return tl.inline_asm_elementwise(
-            """
-            { .reg .b16 low, high;
-              mov.b32 {low, high}, $2;
-              cvt.rn.f16x2.e4m3x2 $0, low;
-              cvt.rn.f16x2.e4m3x2 $1, high; }
-            """,
-            "=&r,=&r,r", [x], tl.float16, is_pure=not STAYS, pack=4,
-        )  # fmt: skip
+        return x.to(dtype)
 
 
 @triton.jit
-def power_below(top):
-    """The power of two that brings numbers of at most ``top`` below 4, and its inverse (0 for the least of all)."""
+def in_range(queries, LATENT: tl.constexpr):
+    """Queries as fp16, which meets 8-bit keys, rows scaled by powers of two to be in its range; what undoes the scale.
+
+    The power brings a row below 4; what undoes it is 0 for the least of all. The tail of a latent key is no 8-bit key,
+    and that of its query keeps its dtype.
+    """
+    q, tail = queries.main.to(tl.float32), queries.tail.to(tl.float32)
+    top = tl.maximum(tl.max(tl.abs(q), 1), tl.max(tl.abs(tail), 1))
     exponent = tl.minimum(top.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
-    return (0x7F000000 - exponent).to(tl.float32, bitcast=True), exponent.to(tl.float32, bitcast=True)
+    power = (0x7F000000 - exponent).to(tl.float32, bitcast=True)[:, None]
+    tail = (tail * power).to(queries.main.dtype if LATENT else tl.float16)
+    return Tile((q * power).to(tl.float16), tail), exponent.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -26,12 +26,12 @@ class Channels(NamedTuple):
 class Rows(NamedTuple):
     """A tensor ``[b, t, h, d]`` by its strides, or ``[pages, page_size, g, d]``; descriptors of its blocks, or None."""
 
-    ptr: tl.tensor
+    ptr: tl.tensor | None
     stride_b: tl.tensor
     stride_t: tl.tensor
     stride_h: tl.tensor
-    desc: tl.tensor | None
-    tail_desc: tl.tensor | None
+    desc: tl.tensor | None = None
+    tail_desc: tl.tensor | None = None
 
 
 class Place(NamedTuple):
@@ -50,27 +50,26 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def load_where(at, columns, valid, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of ``WIDTH`` columns from pointers ``at``, zeros beyond; where masked, zeros but for valid rows."""
-    PADDED: tl.constexpr = columns.shape[0] > WIDTH
-    if MASKED and PADDED:
-        return tl.load(at, mask=valid[:, None] & (columns < WIDTH)[None, :], other=0.0)
-    elif MASKED:
-        return tl.load(at, mask=valid[:, None], other=0.0)
-    elif PADDED:
-        return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
-    else:
-        return tl.load(at)
+def load_columns(ptr, at, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
+    """The first columns of rows ``at`` elements from ``ptr``, zeros beyond; masked, zeros but for valid rows."""
+    columns = tl.arange(0, COLUMNS)
+    rows = valid[:, None] if MASKED else True
+    inside = (columns < WIDTH)[None, :] if COLUMNS > WIDTH else True
+    return tl.load(ptr + (at[:, None] + columns[None, :]), mask=rows & inside, other=0.0)
 
 
 @triton.jit
-def pointers(x, place, n, rows, columns, ANEW: tl.constexpr):
-    """Where rows from ``n`` on lie. ``ANEW``: made anew in each tile, to hold no registers between tiles."""
+def pointers(x, place, n, ROWS: tl.constexpr, ANEW: tl.constexpr):
+    """A pointer, and how far from it the rows from ``n`` on begin.
+
+    ``ANEW``: made anew in each tile, to hold no registers between tiles.
+    """
+    rows = tl.arange(0, ROWS)
     ptr = x.ptr + (place.b * x.stride_b + place.t * x.stride_t) + place.h * x.stride_h
     if ANEW:
-        return ptr + ((n + rows).to(tl.int64)[:, None] * x.stride_t + columns[None, :])
+        return ptr, (n + rows).to(tl.int64) * x.stride_t
     else:
-        return ptr + tl.cast(n, tl.int64) * x.stride_t + (rows[:, None] * x.stride_t + columns[None, :])
+        return ptr + tl.cast(n, tl.int64) * x.stride_t, rows * x.stride_t
 
 
 @triton.jit
@@ -84,9 +83,8 @@ def load_block(
         at = [place.b.to(tl.int32), (place.t + n).to(tl.int32), place.h.to(tl.int32), FIRST]
         return (x.tail_desc if SECOND else x.desc).load(at).reshape(valid.shape[0], COLUMNS)
     else:
-        columns = tl.arange(0, COLUMNS)
-        at = pointers(x, place, n, tl.arange(0, valid.shape[0]), columns, ANEW) + FIRST
-        return load_where(at, columns, valid, channels.ALL - FIRST, MASKED)
+        ptr, at = pointers(x, place, n, valid.shape[0], ANEW)
+        return load_columns(ptr + FIRST, at, valid, channels.ALL - FIRST, COLUMNS, MASKED)
 
 
 @triton.jit
@@ -103,13 +101,14 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(x, place, n, valid, tile, channels):
-    """Write a tile into the valid rows of those from ``n`` on."""
+def store_tile(x, place, n, valid, tile, factor, seen, channels):
+    """Write a tile times ``factor``, zeros but where ``seen``, into the valid rows of those from ``n`` on."""
     for SECOND in tl.static_range(2 if channels.TAIL else 1):
-        block = tile.tail if SECOND else tile.main
+        block = tl.where(seen, (tile.tail if SECOND else tile.main) * factor, 0.0)
         columns = (channels.MAIN if SECOND else 0) + tl.arange(0, block.shape[1])
-        at = pointers(x, place, n, tl.arange(0, valid.shape[0]), columns, False)
-        tl.store(at, block.to(x.ptr.dtype.element_ty), mask=valid[:, None] & (columns < channels.ALL)[None, :])
+        ptr, at = pointers(x, place, n, valid.shape[0], False)
+        mask = valid[:, None] & (columns < channels.ALL)[None, :]
+        tl.store(ptr + (at[:, None] + columns[None, :]), block.to(x.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -190,9 +189,8 @@ def locate(cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK: tl.c
     ``batch`` is what follows the last offset, and has no keys.
     """
     PACKED: tl.constexpr = cu_ptr is not None
-    pairs, blocks = batch * heads, tl.cdiv(s, BLOCK)
-    if PACKED:
-        pairs, blocks = heads, s // BLOCK + batch + 1
+    pairs = heads if PACKED else batch * heads
+    blocks = s // BLOCK + batch + 1 if PACKED else tl.cdiv(s, BLOCK)
     pid = tl.program_id(0)
     first_pair = pid // (heads_per_wave * blocks) * heads_per_wave
     rest = pid - first_pair * blocks
