@@ -7,8 +7,6 @@ from torch import Tensor
 
 KEYS = 512  # of a tile, at most
 OF_ZEROS = 2.0**-40  # the scale of nothing but zeros, less than others, so that it never is the largest that counts
-
-
 Index = tuple[slice | None, ...]
 
 
@@ -17,8 +15,8 @@ class Keys(NamedTuple):
 
     Planes and scales are ``[pages, page_size, g, *]``, as in a KVView; keys in tensors have a page for each sequence.
     ``pages`` are those of a sequence, from the one of ``start`` on. Where it is one alone, the other sequences of the
-    batch are on the pages after it. What is scaled is read in ``dtype``. Keys in tensors are at
-    ``index`` in the call's k and v.
+    batch are on the pages after it. What is scaled is read in ``dtype``. Keys in tensors are at ``index`` in the call's
+    k and v.
     """
 
     k: Tensor

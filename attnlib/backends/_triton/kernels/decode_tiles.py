@@ -15,8 +15,7 @@ from .tile import Rows, load_columns
 class Sizes(NamedTuple):
     """What is known when a kernel is compiled: widths and tokens of tiles, tokens of a page (0: all), and how to sum.
 
-    ``ONE``: a sequence has one query, so all rows of a
-    tile see the same keys.
+    ``ONE``: a sequence has one query, so all rows of a tile see the same keys.
     """
 
     D: tl.constexpr

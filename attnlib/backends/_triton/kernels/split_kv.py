@@ -105,11 +105,11 @@ def schedule(
     units = tl.where(b < batch, tl.maximum(tl.cdiv(length, GRANULARITY) - origin, 1), 0)
     programs = tl.maximum(capacity >> level, 1)
     size = tl.maximum(tl.cdiv(tl.sum(units, 0), programs), 1)
-    most = tl.maximum(batch + (programs + 1) // 2, programs)
+    max_splits = tl.maximum(batch + (programs + 1) // 2, programs)
     above = tl.maximum(tl.max(units, 0), size)
     while size < above:  # the least size of which there are slots for all splits
         middle = (size + above) // 2
-        fits = tl.sum(tl.cdiv(units, middle), 0) <= most
+        fits = tl.sum(tl.cdiv(units, middle), 0) <= max_splits
         size, above = tl.where(fits, size, middle + 1), tl.where(fits, middle, above)
     splits = tl.cdiv(units, size)
     first, used = tl.cumsum(splits, 0) - splits, tl.sum(splits, 0)
