@@ -1,25 +1,15 @@
 """How a GPU shares sequences out: the schedule of their splits, made and updated on the device."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ...kv import KVLayout
 from . import decode_tables
 from .decode_tables import ENTRY, GRANULARITY, HALVINGS
-from .launch import Launch, on_device, remembered
+from .launch import Launch, remembered
 from .tables import LaunchConfig, power_of_two
 
 INTERPRETED = 2  # multiprocessors of what is no GPU
-
-
-class ScheduleArguments(NamedTuple):
-    """What the kernel of schedules reads and writes."""
-
-    starts: Tensor
-    lengths: Tensor
-    schedule: Tensor
 
 
 def processors(device: torch.device) -> int:
@@ -46,9 +36,8 @@ def update_schedule(
 ) -> None:
     """Cut sequences of these starts and lengths (at most ``limit``; the last ``reach`` tokens of them) into splits."""
     reach = limit if reach is None else reach
-    with on_device(schedule):
-        plan = _plan(schedule.device, schedule.shape, lengths.shape[0], limit, reach, split_size)
-        plan(ScheduleArguments(starts, lengths, schedule))
+    plan = _plan(schedule.device, schedule.shape, lengths.shape[0], limit, reach, split_size)
+    plan.on({"starts": starts, "lengths": lengths, "schedule": schedule})
 
 
 @remembered
