@@ -16,7 +16,7 @@ from ..operators import CachedArguments, flat_over_view, outputs, readable
 from . import decode_tables, schedule
 from .decode_tables import ENTRY
 from .launch import Block, Launch, remembered
-from .plans import Key, Layout, contiguous, key_of, scoring, strides
+from .plans import Key, contiguous, key_of, scoring, strides
 from .tables import LaunchConfig, power_of_two
 
 
@@ -37,12 +37,12 @@ def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
 
 def prepare(call: Call) -> Run | None:
     """What runs a call without optional tensors again, on queries of the same layout."""
-    kv, spec, q = call.kv, call.spec, call.q
-    if spec.strided or spec.dtype == torch.float32 or _schedule_of(kv) is None:  # torch decides fp32's products
+    kv, spec, q, given = call.kv, call.spec, call.q, _schedule_of(call.kv)
+    if spec.strided or spec.dtype == torch.float32 or given is None:  # torch decides fp32's products
         return None
     if not (q.numel() and kv.lengths.numel()):
         return None
-    a = flat_over_view(call, _schedule_of(kv))
+    a = flat_over_view(call, given)
     plan = cached_plan(decode_key(a))
     tensors = _tensors(a._replace(q=None))  # what is prepared keeps no tensor of a call
     decode = plan.decode.bound(tensors, "q", "out", "lse", "split")
@@ -108,12 +108,12 @@ class DecodeShapes:
         (_, page_size, self.g, d), tail, e = a.k.shape, a.k_tail.shape[-1] if a.k_tail else 0, (a.v or a.k).shape[-1]
         (self.b, columns), (self.s, self.h) = a.table.shape, a.q.shape[-3:-1]
         self.packed, self.group = a.cu_seqlens_q is not None, self.h // self.g
-        self.max_tokens = columns * page_size
+        self.max_tokens, planes = columns * page_size, [x for x in (a.k, a.k_tail) if x]
         self.case = decode_tables.DecodeCase(
             decode_tables.rows(self.s, self.b, self.group) if self.packed else self.s * self.group,
             d, tail, e, 4 if a.q.dtype.itemsize > 2 else a.k.dtype.itemsize, latent=a.v is None,
             one=not self.packed and self.s == 1, page_size=0 if columns == 1 else page_size, arch=arch_of(key.device),
-            aligned=key.aligned and all(_in_rows(x) for x in (a.k, a.k_tail) if x),
+            aligned=key.aligned and all(x.is_in_lines and x == contiguous(x.shape, x.dtype) for x in planes),
         )  # fmt: skip
         self.tiles = (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
@@ -128,19 +128,14 @@ class DecodeShapes:
             self.slots = self.b * -(-self.max_tokens // a.split_size)
             self.scheduled = self.b * self.g * self.blocks < processors * self.tiles.resident
 
-    @property
-    def splits(self) -> int:
-        """Programs of a schedule, each with a split of a sequence; packed, one more slot for what follows the last."""
-        return (self.slots + self.packed) * self.g * self.blocks
-
-    def programs(self) -> int:
-        """Of the decode kernel."""
-        blocks = self.b * self.blocks
-        if self.packed:
-            blocks = self.s * self.group // self.tiles.block_m + self.b + 1  # with a partial block for each
-        if not self.scheduled:
-            return blocks * self.g
-        return self.splits + (-(-blocks // self.blocks) * self.blocks * self.g if self.packed else 0)
+        if self.packed and not self.scheduled:
+            self.blocks = 1  # programs take the blocks of all sequences one after another
+        # Each with a split of a sequence; packed, one more slot for what follows the last.
+        self.splits = (self.slots + self.packed) * self.g * self.blocks if self.scheduled else 0
+        self.programs = self.splits
+        if self.packed or not self.scheduled:  # packed, with a partial block for each
+            blocks = self.s * self.group // self.tiles.block_m + self.b + 1 if self.packed else self.b * self.blocks
+            self.programs += -(-blocks // self.blocks) * self.blocks * self.g
 
     def arguments(self) -> dict:
         """By name, what both kernels are launched with."""
@@ -153,13 +148,12 @@ class DecodeShapes:
             "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,
             "stride_table": a.table.strides[0], **scoring(a, self.h, self.max_tokens + self.s),
             "pages": a.k.shape[0], "batch": self.b, "group": self.group, "s": self.s, "slots": self.slots,
-            "schedule_offset": a.schedule.shape[2] * ENTRY * self.halvings,
+            "schedule_offset": a.schedule.shape[2] * ENTRY * self.halvings, "BLOCKS": self.blocks,
             "limit": min(INT32, self.max_tokens), "D": case.head_dim + case.tail, "D_MAIN": main, "D_TAIL": tail,
             "TAIL": 0 if case.tail else main, "E": case.value_dim, "E_MAIN": value, "LATENT": case.latent,
             "ONE": case.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": case.arch > 0,
             "FULL": self.tiles.tma or not (case.one or a.split_size), "PAGE": case.page_size, "KV_HEADS": self.g,
             "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
-            "BLOCKS": self.blocks if self.scheduled or not self.packed else 1,
         }  # fmt: skip
 
 
@@ -176,7 +170,7 @@ def cached_plan(key: Key) -> DecodePlan:
         blocks["k_desc"] = Block("k", tiles.block_n, arguments["D_MAIN"], of_heads=False)
     if tiles.tma and x.case.tail:
         blocks["tail_desc"] = Block("k_tail", tiles.block_n, arguments["D_TAIL"], of_heads=False)
-    launch = Launch(decode, x.programs(), arguments, tiles, blocks)
+    launch = Launch(decode, x.programs, arguments, tiles, blocks)
     if not x.scheduled:
         return DecodePlan(launch, None, 0)
     queries, lines = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.splits * tiles.block_m
@@ -191,12 +185,6 @@ def cached_plan(key: Key) -> DecodePlan:
     programs = x.b * x.g * groups * (width // channels)
     joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4))
     return DecodePlan(launch, joined, lines * (width + 1))
-
-
-def _in_rows(plane: Layout) -> bool:
-    """Whether descriptors can load a plane: as rows of a multiple of 16 bytes, one after the other."""
-    _, size, g, width = plane.shape
-    return plane.strides[:3] == (size * g * width, g * width, width) and width * plane.dtype.itemsize % 16 == 0
 
 
 _library = register_cached("triton", _cached)

@@ -56,7 +56,8 @@ def _backward(dout, dlse, out, lse, *arguments):
     for launch in (plan.prepare, plan.keys, plan.queries):
         launch.on(tensors)
     if dslopes is not None:
-        dslopes = dslopes.sum(-1) if a.cu_seqlens_q is None else _by_sequence(dslopes[0], a.cu_seqlens_q, plan.block)
+        block, cu = plan.queries.arguments["BLOCK_M"], a.cu_seqlens_q
+        dslopes = dslopes.sum(-1) if cu is None else _by_sequence(dslopes[0], cu, block)
     return dq, dk, dv, *option_grads(a, dslopes, lse, tensors["delta"])
 
 

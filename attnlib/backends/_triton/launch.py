@@ -5,7 +5,7 @@ set of shapes, and remembers. How a binary is launched is private to Triton, so 
 every other one launches as anybody would.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache, partial, wraps
 from operator import itemgetter
 from typing import NamedTuple
@@ -62,16 +62,11 @@ class Launch:
     """``programs`` programs of a kernel, for tensors of the same device, shapes, strides and dtypes.
 
     The kernel's parameters say what it takes: tensors (``x_ptr``), descriptors (``x_desc``), of which ``blocks`` are
-    there, and what ``arguments`` say by name, in which there may be more.
+    there, each with its :class:`Block`, and what ``arguments`` say by name, in which there may be more.
     """
 
     def __init__(
-        self,
-        kernel: Callable,
-        programs: int,
-        arguments: dict,
-        config: LaunchConfig,
-        blocks: Mapping[str, Block] | None = None,
+        self, kernel: Callable, programs: int, arguments: dict, config: LaunchConfig, blocks: dict | None = None
     ):
         import triton
 
@@ -108,7 +103,8 @@ class Launch:
         fixed = tensors | dict.fromkeys(names)
         known, known_bits = self._ready(fixed)
         places = [self.tensors.index(name) for name in names]
-        moves = any(block.tensor in names for block in self.blocks.values())
+        described = enumerate(self._blocks, len(self.tensors))
+        moved = [(place, names.index(x.tensor), x) for place, x in described if x is not None and x.tensor in names]
 
         def call(*given: Tensor | None) -> None:
             ready, bits = known.copy(), known_bits
@@ -116,9 +112,8 @@ class Launch:
                 if x is not None:
                     ready[place] = address = x.data_ptr()
                     bits |= address
-            if moves:
-                first = len(self.tensors)
-                ready[first : first + len(self._blocks)] = self._descriptors(dict(zip(names, given, strict=True)))
+            for place, at, block in moved:
+                ready[place] = block.descriptor(given[at])
             if bits & 15 or not self._run(True, ready):
                 self.on(fixed | dict(zip(names, given, strict=True)))
 
@@ -129,12 +124,9 @@ class Launch:
         addresses, bits = [None if x is None else x.data_ptr() for x in self._pick(tensors)], 0
         for address in addresses:
             bits |= address or 0
-        return [*addresses, *self._descriptors(tensors), *self.arguments.values()], bits
-
-    def _descriptors(self, tensors: dict[str, Tensor | None]) -> list:
-        """Of the tensors that are there."""
-        of = [None if block is None else tensors[block.tensor] for block in self._blocks]
-        return [None if x is None else block.descriptor(x) for block, x in zip(self._blocks, of, strict=True)]
+        loaded = [None if block is None else tensors[block.tensor] for block in self._blocks]
+        described = [None if x is None else block.descriptor(x) for block, x in zip(self._blocks, loaded, strict=True)]
+        return [*addresses, *described, *self.arguments.values()], bits
 
     def _run(self, aligned: object, ready: list) -> bool:
         """Launch what is compiled, as Triton does.
@@ -151,8 +143,15 @@ class Launch:
         return True
 
 
-def against_interpreter(dtype: torch.dtype, device: str, *, interpreted: bool) -> list[str]:
-    """Why Triton's interpreter, which needs no GPU, cannot run kernels of this dtype on this type of device."""
-    if not interpreted:
-        return [f"needs a CUDA device, got {device}"]
-    return ["Triton's interpreter multiplies bf16 wrongly; use fp16 or fp32"] if dtype == torch.bfloat16 else []
+def against(dtype: torch.dtype, device: str, arch: int, *, interpreted: bool) -> list[str]:
+    """Why no kernel runs with this dtype on this type of device, or in Triton's interpreter, which needs no GPU."""
+    reasons = []
+    if device == "cuda" and arch < 80:
+        reasons.append(f"needs sm_80 or newer, got sm_{arch}")
+    elif interpreted and dtype == torch.bfloat16:
+        reasons.append("Triton's interpreter multiplies bf16 wrongly; use fp16 or fp32")
+    elif device != "cuda" and not interpreted:
+        reasons.append(f"needs a CUDA device, got {device}")
+    if dtype == torch.float64:
+        reasons.append("computes in fp32, got fp64")
+    return reasons

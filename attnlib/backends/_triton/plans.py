@@ -69,7 +69,6 @@ class DenseShapes:
 
     def __init__(self, key: Key):
         a = key.layouts
-        self.q, self.k, self.v = a.q, a.k, a.v
         (self.s, self.h, d), (self.t, self.g), e = a.q.shape[-3:], a.k.shape[-3:-1], a.v.shape[-1]
         self.packed = a.cu_seqlens_q is not None
         self.batch = a.cu_seqlens_q.shape[0] - 1 if self.packed else a.q.shape[0]
@@ -154,14 +153,13 @@ class Backward(NamedTuple):
     """The launches of a backward, and what its host needs to know.
 
     ``prepare`` makes lse2 and delta, ``keys`` dk and dv, and ``queries`` dq and shares of the slopes' gradient: as many
-    as the shape ``dslopes`` holds, None without slopes, for ``block`` queries each.
+    as the shape ``dslopes`` holds, None without slopes.
     """
 
     prepare: Launch
     keys: Launch
     queries: Launch
     dslopes: tuple[int, int, int] | None
-    block: int
 
 
 @remembered
@@ -169,13 +167,13 @@ def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
     """The three launches of a backward."""
     from .kernels.backward import backward_keys, backward_queries, prepare
 
-    x, dout, dlse = DenseShapes(key), Layout(*dout), None if dlse is None else Layout(*dlse)
+    x, a, dout, dlse = DenseShapes(key), key.layouts, Layout(*dout), None if dlse is None else Layout(*dlse)
     if max(x.case.head_dim, x.case.value_dim) > tables.WIDEST_BACKWARD:  # which a transform did not tell before
         raise NotImplementedError(f"triton: has a backward for heads of up to {tables.WIDEST_BACKWARD}")
     x.case = x.case._replace(aligned=x.case.aligned and dout.is_in_lines)
     of_keys, of_queries = (f(x.case, keys=x.length) for f in (tables.backward_keys, tables.backward_queries))
     rows, blocks = 1 if x.packed else x.batch, x.blocks(x.s, of_queries.block_m)
-    dq, dk, dv = (contiguous(y.shape, y.dtype) for y in (x.q, x.k, x.v))
+    dq, dk, dv = (contiguous(y.shape, y.dtype) for y in (a.q, a.k, a.v))
     arguments = {
         **x.arguments, **strides("bshd", do=dout, dq=dq), **strides("btgd", dk=dk, dv=dv), **strides("bhs", dl=dlse),
         "stride_sb": 0 if x.packed else x.h * blocks, "stride_sh": blocks,
@@ -184,6 +182,5 @@ def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
         Launch(prepare, rows * x.h * -(-x.s // PREPARED.block_m), arguments, PREPARED),
         x.launch(backward_keys, of_keys, arguments, of_keys=True),
         x.launch(backward_queries, of_queries, arguments),
-        (rows, x.h, blocks) if key.arguments.alibi_slopes else None,
-        of_queries.block_m,
+        (rows, x.h, blocks) if a.alibi_slopes else None,
     )

@@ -67,7 +67,6 @@ FORWARD_FP32 = (
     (64, LaunchConfig(64, 64, 2, 8)),  # 4k: 3.0; 32 x 32 with 1 stage and 4 warps 3.3
     # Not timed: the largest that do not spill by the kilobyte, since a thread holds whole rows of its operands.
     (128, LaunchConfig(32, 32, 1, 8)),
-    (256, LaunchConfig(16, 16, 1, 8)),
     (WIDEST, LaunchConfig(16, 16, 1, 8)),
 )
 

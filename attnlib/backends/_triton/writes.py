@@ -13,7 +13,7 @@ from ...spec import arch_of, is_interpreted
 from ...watched import are_watched
 from ..operators import WRITE, WriteArguments, fake_write
 from ..registration import Operator, register
-from .launch import Launch, against_interpreter, remembered
+from .launch import Launch, against, remembered
 from .plans import Key, key_of, strides
 from .tables import LaunchConfig, fitting, power_of_two
 
@@ -23,11 +23,8 @@ TILES = ((1 << 20, 512), (inf, 2048))
 
 def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
     """Why this backend cannot write tokens of this dtype on this device."""
-    reasons = ["computes in fp32, got fp64"] if dtype == torch.float64 else []
-    if device.type == "cuda":
-        return reasons if arch_of(device) >= 80 else [*reasons, f"needs sm_80 or newer, got sm_{arch_of(device)}"]
     interpreted = device.type == "cpu" and is_interpreted()
-    return [*reasons, *against_interpreter(dtype, device.type, interpreted=interpreted)]
+    return against(dtype, device.type, arch_of(device), interpreted=interpreted)
 
 
 def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> Write | None:
