@@ -29,7 +29,7 @@ def device(monkeypatch):
 
 def scheduled(device, starts, lengths, *, heads=1, limit=2**20, reach=None, rows=0) -> list[list[list[int]]]:
     """Entries by level and slot, where there was garbage before."""
-    schedule = triton_schedule.new_schedule_for(max(rows, len(lengths)), heads, device)
+    schedule = triton_schedule.new_schedule(heads, max(rows, len(lengths)), device)
     schedule[0].fill_(123456789)
     tensors = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths))
     triton_schedule.update_schedule(schedule, *tensors, limit=limit, reach=reach)

@@ -38,9 +38,8 @@ def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
 def prepare(call: Call) -> Run | None:
     """What runs a call without optional tensors again, on queries of the same layout."""
     kv, spec, q, given = call.kv, call.spec, call.q, _schedule_of(call.kv)
-    if spec.strided or spec.dtype == torch.float32 or given is None:  # torch decides fp32's products
-        return None
-    if not (q.numel() and kv.lengths.numel()):
+    # torch decides fp32's products.
+    if spec.strided or spec.dtype == torch.float32 or given is None or not (q.numel() and kv.lengths.numel()):
         return None
     a = flat_over_view(call, given)
     plan = cached_plan(decode_key(a))
@@ -95,7 +94,7 @@ def _cached(*arguments):
 def _scheduled(a: CachedArguments) -> Tensor:
     """A schedule for a call that has none."""
     limit = min(INT32, a.table.shape[1] * a.k.shape[1])
-    made = schedule.new_schedule_for(a.lengths.shape[0], a.k.shape[2], a.q.device, limit=limit, split_size=a.split_size)
+    made = schedule.new_schedule(a.k.shape[2], a.lengths.shape[0], a.q.device, limit=limit, split_size=a.split_size)
     schedule.update_schedule(made, a.starts, a.lengths, limit=limit, reach=None, split_size=a.split_size)
     return made
 

@@ -102,15 +102,14 @@ class DenseShapes:
         heads, length, block, loaded = self.h, self.s, tiles.block_m, tiles.block_n
         if of_keys:
             heads, length, block, loaded = self.g, self.t, tiles.block_n, tiles.block_m
-        pairs = heads if self.packed else self.batch * heads
-        waves = tables.heads_per_wave(self.case, keys=self.t, pairs=pairs, group=heads // self.g)
+        pairs, group = heads if self.packed else self.batch * heads, heads // self.g
+        wave = pairs if self.packed else tables.heads_per_wave(self.case, keys=self.t, pairs=pairs, group=group)
         blocks, (first, second) = {}, ("q", "dout") if of_keys else ("k", "v")
         if tiles.tma:
             main, tail, value = (arguments[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
             blocks = {f"{first}_desc": Block(first, loaded, main), f"{second}_desc": Block(second, loaded, value)}
             blocks |= {f"{first}_tail_desc": Block(first, loaded, tail)} if tail else {}
-        arguments = arguments | {"heads_per_wave": pairs if self.packed else waves}
-        return Launch(kernel, pairs * self.blocks(length, block), arguments, tiles, blocks)
+        return Launch(kernel, pairs * self.blocks(length, block), arguments | {"heads_per_wave": wave}, tiles, blocks)
 
 
 def scoring(a: Arguments | CachedArguments, heads: int, reach: int) -> dict[str, float | None]:
@@ -150,16 +149,14 @@ def forward(key: Key) -> Launch:
 
 
 class Backward(NamedTuple):
-    """The launches of a backward, and what its host needs to know.
+    """The launches of a backward.
 
-    ``prepare`` makes lse2 and delta, ``keys`` dk and dv, and ``queries`` dq and shares of the slopes' gradient: as many
-    as the shape ``dslopes`` holds, None without slopes.
+    ``prepare`` makes lse2 and delta, ``keys`` dk and dv, and ``queries`` dq and shares of the slopes' gradient.
     """
 
     prepare: Launch
     keys: Launch
     queries: Launch
-    dslopes: tuple[int, int, int] | None
 
 
 @remembered
@@ -182,5 +179,4 @@ def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
         Launch(prepare, rows * x.h * -(-x.s // PREPARED.block_m), arguments, PREPARED),
         x.launch(backward_keys, of_keys, arguments, of_keys=True),
         x.launch(backward_queries, of_queries, arguments),
-        (rows, x.h, blocks) if a.alibi_slopes else None,
     )

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from ...kv import KVLayout
 from . import decode_tables
 from .decode_tables import ENTRY, GRANULARITY, HALVINGS
 from .launch import Launch, remembered
@@ -17,12 +16,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED
 
 
-def new_schedule(layout: KVLayout, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> Tensor:
-    """Room for the schedule of up to ``rows`` sequences of this layout; as :func:`new_schedule_for`."""
-    return new_schedule_for(rows, layout.heads, device, limit=limit, split_size=split_size)
-
-
-def new_schedule_for(rows: int, heads: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> Tensor:
+def new_schedule(heads: int, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> Tensor:
     """Room for a schedule of up to ``rows`` sequences, ``[heads, halvings, slots, 8]``, which all KV heads share; or
     for splits of a ``split_size`` each, of at most ``limit`` tokens a sequence."""
     halvings, slots = HALVINGS, decode_tables.slots(rows, decode_tables.capacity(processors(device), heads))

@@ -23,8 +23,7 @@ TILES = ((1 << 20, 512), (inf, 2048))
 
 def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
     """Why this backend cannot write tokens of this dtype on this device."""
-    interpreted = device.type == "cpu" and is_interpreted()
-    return against(dtype, device.type, arch_of(device), interpreted=interpreted)
+    return against(dtype, device.type, arch_of(device), interpreted=device.type == "cpu" and is_interpreted())
 
 
 def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> Write | None:
