@@ -1,6 +1,7 @@
 """How a kernel is launched: by names, directly with a Triton that is known, and as anybody would with every other."""
 
-from functools import lru_cache
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -25,14 +26,19 @@ class Kernel:
     arg_names = ("query_ptr", "key_ptr", "out_ptr", "key_desc", "size", "BLOCK_M")
 
     def __init__(self):
-        self.launched, self.ran = [], []
+        self.launched, self.ran, self.devices = [], [], []
 
     def __getitem__(self, programs):
         def launch(*arguments, **options):
             self.launched.append((programs, arguments, options))
-            return SimpleNamespace(run=lambda *given: self.ran.append(given), function=7, packed_metadata="metadata")
+            self.devices.append(launches.current_device())
+            return SimpleNamespace(run=self.run, function=7, packed_metadata="metadata")
 
         return launch
+
+    def run(self, *given):
+        self.ran.append(given)
+        self.devices.append(launches.current_device())
 
 
 @pytest.fixture
@@ -63,6 +69,39 @@ def test_an_unknown_triton_launches_every_time(kernel, monkeypatch):
         launch.bound(named(q, k), "query", "out")(q, out)
     assert len(kernel.launched) == 6
     assert not kernel.ran
+
+
+class OnGPU:
+    """A tensor of the second GPU, as far as launches look at one."""
+
+    is_cuda, device = True, torch.device("cuda", 1)
+
+    def data_ptr(self):
+        return 160
+
+    def get_device(self):
+        return 1
+
+
+def test_a_launch_goes_to_the_device_of_its_tensors(kernel, monkeypatch):
+    current, launch, x = [0], made(kernel), OnGPU()
+
+    @contextmanager
+    def device(number):
+        current.append(number)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(launches, "current_device", lambda: current[-1])
+    monkeypatch.setattr(launches, "current_stream", lambda device: 90 + device)
+    bound, on = launch.bound(named(x, x, x), "out"), partial(launch.on, named(x, x, x))
+    for current[0] in (0, 1, 0):
+        for run in (partial(bound, x), on):
+            run()
+    assert kernel.devices == [1] * 6  # where it is compiled, and then run
+    assert [ran[3] for ran in kernel.ran] == [91] * 5
+    assert current == [0]
 
 
 def test_a_profiler_sees_every_launch(kernel, monkeypatch):

@@ -206,8 +206,7 @@ def plan_for(
     if processors is not None:
         patch.setattr(triton_schedule, "processors", lambda device: processors)
     if small:
-        patch.setattr(triton_schedule, "GRANULARITY", 16)
-        patch.setattr(triton_schedule, "HALVINGS", 3)
+        patch.setattr(decode_tables, "GRANULARITY", 16)
         patch.setattr(decode_tables, "HALVINGS", 3)
     patch.setattr(decode_tables, "LONG", LONG if parted else 0)
     planned.cache_clear()

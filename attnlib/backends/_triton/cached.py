@@ -14,7 +14,6 @@ from ...watched import are_watched
 from ..autograd import register_cached
 from ..operators import CachedArguments, flat_over_view, outputs, readable
 from . import decode_tables, schedule
-from .decode_tables import ENTRY
 from .launch import Block, Launch, remembered
 from .plans import Key, contiguous, key_of, scoring, strides
 from .tables import LaunchConfig, power_of_two
@@ -147,7 +146,7 @@ class DecodeShapes:
             "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,
             "stride_table": a.table.strides[0], **scoring(a, self.h, self.max_tokens + self.s),
             "pages": a.k.shape[0], "batch": self.b, "group": self.group, "s": self.s, "slots": self.slots,
-            "schedule_offset": a.schedule.shape[2] * ENTRY * self.halvings, "BLOCKS": self.blocks,
+            "schedule_offset": a.schedule.shape[2] * decode_tables.ENTRY * self.halvings, "BLOCKS": self.blocks,
             "limit": min(INT32, self.max_tokens), "D": case.head_dim + case.tail, "D_MAIN": main, "D_TAIL": tail,
             "TAIL": 0 if case.tail else main, "E": case.value_dim, "E_MAIN": value, "LATENT": case.latent,
             "ONE": case.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": case.arch > 0,

@@ -97,8 +97,7 @@ def decode(case: DecodeCase) -> LaunchConfig:
 
 def fixed(case: DecodeCase) -> LaunchConfig:
     """Tiles that a batch-invariant call has whatever its queries are."""
-    config = fitting(FP32 if case.itemsize > 2 else BATCH_INVARIANT, case.widest)
-    return _with_less(config, case)
+    return _with_less(fitting(FP32 if case.itemsize > 2 else BATCH_INVARIANT, case.widest), case)
 
 
 def may_use_tf32(case: DecodeCase) -> bool:

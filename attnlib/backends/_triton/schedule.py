@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from . import decode_tables
-from .decode_tables import ENTRY, GRANULARITY, HALVINGS
 from .launch import Launch, remembered
 from .tables import LaunchConfig, power_of_two
 
@@ -19,10 +18,11 @@ def processors(device: torch.device) -> int:
 def new_schedule(heads: int, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> Tensor:
     """Room for a schedule of up to ``rows`` sequences, ``[heads, halvings, slots, 8]``, which all KV heads share; or
     for splits of a ``split_size`` each, of at most ``limit`` tokens a sequence."""
-    halvings, slots = HALVINGS, decode_tables.slots(rows, decode_tables.capacity(processors(device), heads))
+    capacity = decode_tables.capacity(processors(device), heads)
+    halvings, slots = decode_tables.HALVINGS, decode_tables.slots(rows, capacity)
     if split_size:
         halvings, slots = 1, rows * -(-limit // split_size)
-    return torch.empty(halvings, slots, ENTRY, dtype=torch.int32, device=device).expand(heads, -1, -1, -1)
+    return torch.empty(halvings, slots, decode_tables.ENTRY, dtype=torch.int32, device=device).expand(heads, -1, -1, -1)
 
 
 def update_schedule(
@@ -42,6 +42,6 @@ def _plan(device: torch.device, shape: torch.Size, batch: int, limit: int, reach
     capacity = slots if split_size else decode_tables.capacity(processors(device), heads)
     arguments = {
         "batch": batch, "slots": slots, "capacity": capacity, "limit": limit, "reach": reach,
-        "ROWS": lanes, "SPLITS": max(1, 128 // lanes), "GRANULARITY": split_size or GRANULARITY,
+        "ROWS": lanes, "SPLITS": max(1, 128 // lanes), "GRANULARITY": split_size or decode_tables.GRANULARITY,
     }  # fmt: skip
     return Launch(schedule, halvings, arguments, LaunchConfig(0, 0, 1, 4))
