@@ -50,16 +50,14 @@ def _backward(dout, dlse, out, lse, *arguments):
         dout = dout.clone(memory_format=torch.contiguous_format)
     plan = plans.backward(plans.key_of(a, a.q, a.k, a.v), plans.layout(dout), plans.layout(dlse))
     dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
-    counts, dslopes = plan.queries.arguments, None
-    if a.alibi_slopes is not None:
-        dslopes = lse.new_zeros((*lse.shape[:-1], counts["stride_sh"]))  # some programs write none
+    dslopes = None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))  # some programs write none
     tensors = a._asdict() | {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "dslopes": dslopes}
     tensors |= {"lse2": torch.empty_like(lse), "delta": torch.empty_like(lse), "dq": dq, "dk": dk, "dv": dv}
     for launch in (plan.prepare, plan.keys, plan.queries):
         launch.on(tensors)
     if dslopes is not None:
         cu = a.cu_seqlens_q
-        dslopes = dslopes.sum(-1) if cu is None else _by_sequence(dslopes, cu, counts["BLOCK_M"])
+        dslopes = dslopes.sum(-1) if cu is None else _by_sequence(dslopes, cu, plan.queries.arguments["BLOCK_M"])
     return dq, dk, dv, *option_grads(a, dslopes, lse, tensors["delta"])
 
 

@@ -78,8 +78,7 @@ class Launch:
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
         self._pick = itemgetter(*self.tensors)
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
-        is_known = ".".join(triton.__version__.split(".")[:2]) in KNOWN
-        self._hooks = triton.knobs.runtime if is_known else None
+        self._hooks = triton.knobs.runtime if ".".join(triton.__version__.split(".")[:2]) in KNOWN else None
         self._compiled: dict[object, tuple] = {}  # by which tensors begin at a multiple of 16 bytes
 
     def on(self, tensors: dict[str, Tensor | None]) -> None:
@@ -104,18 +103,19 @@ class Launch:
         known, known_bits = self._ready(fixed)
         places = [self.tensors.index(name) for name in names]
         described = enumerate(self._blocks, len(self.tensors))
-        moved = [(place, names.index(x.tensor), x) for place, x in described if x is not None and x.tensor in names]
+        moved = [(place, x) for place, x in described if x is not None and x.tensor in names]
 
-        def call(*given: Tensor | None) -> None:
+        def call(*new: Tensor | None) -> None:
             ready, bits = known.copy(), known_bits
-            for place, x in zip(places, given, strict=True):
+            for place, x in zip(places, new, strict=True):
                 if x is not None:
                     ready[place] = address = x.data_ptr()
                     bits |= address
-            for place, at, block in moved:
-                ready[place] = block.descriptor(given[at])
+            named = moved and dict(zip(names, new, strict=True))
+            for place, block in moved:
+                ready[place] = block.descriptor(named[block.tensor])
             if bits & 15 or not self._run(True, ready):
-                self.on(fixed | dict(zip(names, given, strict=True)))
+                self.on(fixed | dict(zip(names, new, strict=True)))
 
         return call
 

@@ -151,12 +151,14 @@ def forward(key: Key) -> Launch:
 class Backward(NamedTuple):
     """The launches of a backward.
 
-    ``prepare`` makes lse2 and delta, ``keys`` dk and dv, and ``queries`` dq and shares of the slopes' gradient.
+    ``prepare`` makes lse2 and delta, ``keys`` dk and dv, and ``queries`` dq and, of each
+    head, so many ``shares`` of the slopes' gradient; None without slopes.
     """
 
     prepare: Launch
     keys: Launch
     queries: Launch
+    shares: int | None
 
 
 @remembered
@@ -179,4 +181,5 @@ def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
         Launch(prepare, rows * x.h * -(-x.s // PREPARED.block_m), arguments, PREPARED),
         x.launch(backward_keys, of_keys, arguments, of_keys=True),
         x.launch(backward_queries, of_queries, arguments),
+        blocks if a.alibi_slopes else None,
     )
