@@ -49,7 +49,8 @@ def new_schedule(
 
     With a ``split_size``, for sequences of at most ``limit`` tokens.
     """
-    return storing(layout.dtype, device).new_schedule(layout, sequences, device, limit=limit, split_size=split_size)
+    options = {"limit": limit, "split_size": split_size}
+    return storing(layout.dtype, device).new_schedule(layout.heads, sequences, device, **options)
 
 
 def update_schedule(

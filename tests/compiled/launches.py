@@ -6,8 +6,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from attnlib.backends._triton import cached, schedule
-from attnlib.backends._triton.launch import PLANS, Launch
+from attnlib.backends._triton import cached, plans, schedule, writes
+from attnlib.backends._triton.launch import Launch, planned
 from attnlib.backends._triton.plans import Key, backward, forward, key_of, layout
 from attnlib.backends._triton.writes import write_cache
 from attnlib.backends.operators import TENSORS, Arguments
@@ -43,7 +43,9 @@ def prepared(build: AnyBuild) -> Prepared:
     Raises:
         ValueError: the call of the build does not launch its kernel.
     """
-    return _over_cache(build) if isinstance(build, CachedBuild) else _dense(build)
+    planned.cache_clear()  # of other chips, which are no part of what decides a plan
+    with patch.object(plans, "arch_of", lambda device: build.arch):
+        return _over_cache(build) if isinstance(build, CachedBuild) else _dense(build)
 
 
 def _dense(build: Build) -> Prepared:
@@ -56,7 +58,7 @@ def _dense(build: Build) -> Prepared:
         mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None,
     )  # fmt: skip
     loaded = (named["q"], named["k"], named["v"])
-    key = key_of(arguments, *loaded)._replace(tf32=build.dtype == "tf32", other=build.arch)
+    key = key_of(arguments, *loaded)._replace(tf32=build.dtype == "tf32")
     if build.kernel == "forward":
         return forward(key), named
     plan = backward(key, layout(named["dout"]), layout(named["dlse"]))
@@ -96,7 +98,6 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
 def _over_cache(build: CachedBuild) -> Prepared:
     """What the backend launches when it is called, with all that asks a device answered for the chip."""
     made = {}
-    PLANS.clear()  # of other chips, which are no part of what decides a schedule or a write
 
     def remember(launch: Launch, tensors: dict[str, Tensor | None]):
         made[launch.kernel.__name__] = launch, {name: tensors[name] for name in launch.tensors}
@@ -104,10 +105,12 @@ def _over_cache(build: CachedBuild) -> Prepared:
     cached_plan = cached.cached_plan
 
     def plan(key: Key):
-        return cached_plan(key._replace(tf32=build.dtype == "tf32", other=build.arch))
+        return cached_plan(key._replace(tf32=build.dtype == "tf32"))
 
     with (
         patch.object(torch.ops.attnlib, "triton_cached", cached._cached),  # else torch would ask for shapes alone
+        patch.object(torch.ops.attnlib, "triton_write", writes._write),
+        patch.object(cached, "arch_of", lambda device: build.arch),
         patch.object(Launch, "on", remember),
         patch.object(cached, "cached_plan", plan),
         patch.object(schedule, "processors", lambda device: PROCESSORS[build.arch]),

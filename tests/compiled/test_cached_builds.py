@@ -18,7 +18,7 @@ from compiled.launches import DTYPES, prepared
 
 from attnlib.backends._triton import decode_tables
 from attnlib.backends._triton import schedule as triton_schedule
-from attnlib.backends._triton.launch import PLANS, Launch
+from attnlib.backends._triton.launch import Launch, planned
 from attnlib.backends._triton.tables import LaunchConfig
 
 pytest.importorskip("triton")
@@ -42,12 +42,12 @@ def test_every_entry_of_the_decode_tables_is_built(monkeypatch):
             anew = tuple((limit, number(config, f"{name}, up to {limit}")) for limit, config in value)
             monkeypatch.setattr(decode_tables, name, anew)
     assert len(numbered) > 5
-    PLANS.clear()
+    planned.cache_clear()
     try:
         for build in cached_entries():
             numbered.pop(prepared(build)[0].options["num_stages"], None)
     finally:
-        PLANS.clear()
+        planned.cache_clear()
     assert not numbered
 
 

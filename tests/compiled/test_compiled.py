@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnlib.backends._triton import tables
-from attnlib.backends._triton.launch import PLANS
+from attnlib.backends._triton.launch import planned
 from attnlib.backends._triton.tables import LaunchConfig
 
 BUILD = Build("forward", 90, (128, 128))
@@ -63,12 +63,12 @@ def test_every_entry_of_the_launch_tables_is_built(monkeypatch):
         anew = tuple((limit, config._replace(stages=first + n)) for n, (limit, config) in enumerate(table))
         numbered |= {config.stages: f"{name}, up to {limit}" for limit, config in anew}
         monkeypatch.setattr(tables, name, anew)
-    PLANS.clear()
+    planned.cache_clear()
     try:
         for build in entries():
             numbered.pop(prepared(build)[0].arguments.get("STAGES"), None)
     finally:
-        PLANS.clear()
+        planned.cache_clear()
     assert not numbered
 
 

@@ -3,14 +3,14 @@
 import pytest
 from kernel_helpers import INTERPRETED
 
-from attnlib.backends._triton.launch import PLANS
+from attnlib.backends._triton.launch import planned
 from attnlib.dispatch import PREPARED
 
 
 @pytest.fixture(autouse=True)
 def _plans_anew():
     """Tests put other tiles into the tables."""
-    PLANS.clear()
+    planned.cache_clear()
     PREPARED.forget()
 
 

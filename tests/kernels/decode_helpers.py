@@ -14,7 +14,7 @@ from attnlib import CAUSAL, KVLayout, KVView, Mask, cached_attention_with_lse
 from attnlib.backends._torch.pages import quantise
 from attnlib.backends._triton import decode_tables
 from attnlib.backends._triton import schedule as triton_schedule
-from attnlib.backends._triton.launch import PLANS
+from attnlib.backends._triton.launch import planned
 from attnlib.backends._triton.tables import LaunchConfig
 from attnlib.storage import new_schedule, update_schedule
 
@@ -206,8 +206,7 @@ def plan_for(
     if processors is not None:
         patch.setattr(triton_schedule, "processors", lambda device: processors)
     if small:
-        patch.setattr(triton_schedule, "GRANULARITY", 16)
-        patch.setattr(triton_schedule, "HALVINGS", 3)
+        patch.setattr(decode_tables, "GRANULARITY", 16)
         patch.setattr(decode_tables, "HALVINGS", 3)
     patch.setattr(decode_tables, "LONG", LONG if parted else 0)
-    PLANS.clear()
+    planned.cache_clear()

@@ -19,7 +19,7 @@ from attnlib import (
     varlen_attention_with_lse,
 )
 from attnlib.backends._triton import plans as triton_plans
-from attnlib.backends._triton.launch import PLANS
+from attnlib.backends._triton.launch import planned
 from attnlib.backends._triton.tables import LaunchConfig
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -45,7 +45,7 @@ def launch(
     terms = (alibi_slopes, sinks, key_starts, key_ends, cu_q, cu_k, dropout_seed, None)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     numbers = (mask.left, mask.right, mask.prefix, scale, softcap, dropout_p, None, None)
-    PLANS.clear()
+    planned.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("backward_keys", "backward_queries"):
             patch.setattr(triton_plans.tables, name, lambda case, *, keys: tiles)

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from attnlib import CAUSAL, FULL, KVCache, KVLayout, KVView, Mask, explain, merge_states, sliding
 from attnlib import cached_attention_with_lse as attend
 from attnlib.backends._triton import cached as triton_cached
-from attnlib.backends._triton.launch import PLANS
+from attnlib.backends._triton.launch import planned
 from attnlib.backends._triton.tables import LaunchConfig
 from attnlib.backends.operators import flat_over_view
 from attnlib.call import Call as Attention
@@ -361,23 +361,24 @@ def test_who_runs_a_call_and_what_the_operator_says(plan):
         torch.library.opcheck(torch.ops.attnlib.triton_cached.default, arguments, test_utils=tests)
 
 
-def test_descriptors_load_rows_without_gaps():
+def test_descriptors_load_rows_without_gaps(monkeypatch):
     """And of multiples of 16 bytes; whatever else there is has addresses."""
 
     def tma(layout: KVLayout, page_size: int | None, order: str = "pages") -> bool:
         call = store(layout, Sizes((5,), page_size=page_size, order=order)).call(1, 32).scheduled()
         asked = checked(Attention(call.q.to(DEVICE), CAUSAL, kv=call.stored.view))
         arguments = flat_over_view(asked, call.stored.view.schedule)
-        return bool(triton_cached.cached_plan(triton_cached.decode_key(arguments)._replace(other=90)).decode.blocks)
+        return bool(triton_cached.cached_plan(triton_cached.decode_key(arguments)).decode.blocks)
 
-    PLANS.clear()
+    planned.cache_clear()
+    monkeypatch.setattr(triton_cached, "arch_of", lambda device: 90)
     wide = KVLayout.latent(512, 64, dtype=torch.float16)
     assert [tma(wide, page_size) for page_size in (1, 16, 64, 256, None)] == [False, False, True, True, True]
     assert not tma(wide, 64, "apart")
     assert not tma(replace(wide, dim=300, value_dim=300), 64)
     assert not tma(replace(wide, tail=20), 64)
     assert not tma(replace(wide, store=torch.int8), 64)
-    PLANS.clear()
+    planned.cache_clear()
 
 
 @torch.no_grad()

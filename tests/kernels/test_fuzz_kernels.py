@@ -6,7 +6,7 @@ from kernel_helpers import INTERPRETED
 
 from attnlib.backends._triton import cached as triton_cached
 from attnlib.backends._triton import plans as triton_plans
-from attnlib.backends._triton.launch import PLANS
+from attnlib.backends._triton.launch import planned
 
 DEVICE = "interpreter" if INTERPRETED else "cuda"
 # Kind -> first seed and cases: 20 s interpreted on one core of an EPYC, with those behind -m slow.
@@ -22,9 +22,9 @@ SHARES = [
 @pytest.fixture(autouse=True)
 def _launches_anew():
     """What a planted bug plans is no other test's."""
-    PLANS.clear()
+    planned.cache_clear()
     yield
-    PLANS.clear()
+    planned.cache_clear()
 
 
 @pytest.mark.parametrize(("kind", "first", "count"), SHARES)
@@ -35,7 +35,9 @@ def test_a_share_of_the_cases_finds_nothing(kind, first, count):
 
 def as_if_contiguous(strides):
     """Strides that tensors of these shapes would have in one piece."""
-    return lambda shapes, names, x: strides(shapes, names, triton_plans.contiguous(x.shape, x.dtype))
+    return lambda dims, **of: strides(
+        dims, **{name: x and triton_plans.contiguous(x.shape, x.dtype) for name, x in of.items()}
+    )
 
 
 def one_too_far(scoring):
@@ -49,7 +51,7 @@ def one_too_far(scoring):
 @pytest.mark.parametrize(
     ("kind", "where", "attribute", "bug"),
     [
-        ("dense", triton_plans.DenseShapes, "strides", as_if_contiguous),
+        ("dense", triton_plans, "strides", as_if_contiguous),
         ("varlen", triton_plans, "scoring", one_too_far),
         ("cached", triton_cached, "scoring", one_too_far),
     ],

@@ -9,7 +9,7 @@ from kernel_helpers import DEVICE, INTERPRETED
 from attnlib.backends._triton import decode_tables
 from attnlib.backends._triton import schedule as triton_schedule
 from attnlib.backends._triton.decode_tables import ENTRY, GRANULARITY, HALVINGS
-from attnlib.backends._triton.launch import PLANS
+from attnlib.backends._triton.launch import planned
 
 END = 2**31 - 1  # of a last part, whose sequence may grow
 
@@ -20,16 +20,16 @@ def device(monkeypatch):
 
     def of(processors: int) -> torch.device:
         monkeypatch.setattr(triton_schedule, "processors", lambda device: processors)
-        PLANS.clear()
+        planned.cache_clear()
         return torch.device(DEVICE)
 
     yield of
-    PLANS.clear()
+    planned.cache_clear()
 
 
 def scheduled(device, starts, lengths, *, heads=1, limit=2**20, reach=None, rows=0) -> list[list[list[int]]]:
     """Entries by level and slot, where there was garbage before."""
-    schedule = triton_schedule.new_schedule_for(max(rows, len(lengths)), heads, device)
+    schedule = triton_schedule.new_schedule(heads, max(rows, len(lengths)), device)
     schedule[0].fill_(123456789)
     tensors = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths))
     triton_schedule.update_schedule(schedule, *tensors, limit=limit, reach=reach)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...call import Call
-from ...kv import KVLayout, KVView
+from ...kv import KVView
 from ...rope import Angles, rotate
 from ...spec import AttentionSpec
 from ...watched import are_watched
@@ -55,7 +55,7 @@ def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
     return []
 
 
-def new_schedule(layout: KVLayout, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> None:
+def new_schedule(heads: int, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> None:
     """Sequences are not shared out here."""
 
 

@@ -8,7 +8,7 @@ from ...spec import AttentionSpec
 from . import cached, dense
 from .cached import cached_attention as cached_attention
 from .dense import attention as attention
-from .launch import against_interpreter
+from .launch import against
 from .schedule import new_schedule as new_schedule
 from .schedule import update_schedule as update_schedule
 from .tables import WIDEST, WIDEST_BACKWARD, WIDEST_VALUE
@@ -18,13 +18,7 @@ from .writes import write_cache as write_cache
 
 def unsupported(spec: AttentionSpec) -> list[str]:
     """Why this backend cannot run ``spec``."""
-    reasons = []
-    if spec.device != "cuda":
-        reasons += against_interpreter(spec.dtype, spec.device, interpreted=spec.interpreted)
-    if spec.device == "cuda" and spec.arch < 80:
-        reasons.append(f"needs sm_80 or newer, got sm_{spec.arch}")
-    if spec.dtype == torch.float64:
-        reasons.append("computes in fp32, got fp64")
+    reasons = against(spec.dtype, spec.device, spec.arch, interpreted=spec.interpreted)
     if spec.kind == "cached" and spec.grad:
         return [*reasons, "cached attention has no backward; wrap the call in torch.no_grad()"]
     if spec.device == "cuda" and spec.arch < 89 and spec.layout and spec.layout.store == torch.float8_e4m3fn:

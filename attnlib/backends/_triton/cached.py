@@ -9,13 +9,13 @@ from ...call import Call
 from ...checks import INT32
 from ...kv import KVView
 from ...prepared import Run
+from ...spec import arch_of
 from ...watched import are_watched
 from ..autograd import register_cached
 from ..operators import CachedArguments, flat_over_view, outputs, readable
 from . import decode_tables, schedule
-from .decode_tables import ENTRY
-from .launch import Block, Launch, is_current, on_device, remembered
-from .plans import Key, Layout, contiguous, key_of, named_strides, scoring
+from .launch import Block, Launch, remembered
+from .plans import Key, contiguous, key_of, scoring, strides
 from .tables import LaunchConfig, power_of_two
 
 
@@ -36,21 +36,18 @@ def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
 
 def prepare(call: Call) -> Run | None:
     """What runs a call without optional tensors again, on queries of the same layout."""
-    kv, spec, q = call.kv, call.spec, call.q
-    if spec.strided or spec.dtype == torch.float32 or _schedule_of(kv) is None:  # torch decides fp32's products
+    kv, spec, q, given = call.kv, call.spec, call.q, _schedule_of(call.kv)
+    # torch decides fp32's products.
+    if spec.strided or spec.dtype == torch.float32 or given is None or not (q.numel() and kv.lengths.numel()):
         return None
-    if not (q.numel() and kv.lengths.numel()):
-        return None
-    a = flat_over_view(call, _schedule_of(kv))
+    a = flat_over_view(call, given)
     plan = cached_plan(decode_key(a))
-    a = a._replace(q=None)  # what is prepared keeps no tensor of a call
-    decode = plan.decode.bound(_planes(a), "q", "out", "lse", "split")
-    combine = None if plan.combine is None else plan.combine.bound(a, "split", "out", "lse")
+    tensors = _tensors(a._replace(q=None))  # what is prepared keeps no tensor of a call
+    decode = plan.decode.bound(tensors, "q", "out", "lse", "split")
+    combine = None if plan.combine is None else plan.combine.bound(tensors, "split", "out", "lse")
     shape, lse_shape = (*q.shape[:-1], spec.value_dim), (*q.shape[:-3], q.shape[-2], q.shape[-3])
 
     def run(q: Tensor, k: None, v: None) -> tuple[Tensor, Tensor]:
-        if not is_current(q):
-            return _cached(*a._replace(q=q))
         out, lse = q.new_empty(shape), q.new_empty(lse_shape, dtype=torch.float32)
         splits = lse if combine is None else lse.new_empty(plan.floats)
         decode(q, out, lse, splits)
@@ -73,11 +70,10 @@ def decode_key(a: CachedArguments) -> Key:
     return key_of(a, a.q, a.k, a.v, a.k_tail)
 
 
-def _planes(a: CachedArguments) -> CachedArguments:
-    """The arguments with each plane that kernels take."""
-    return a._replace(
-        k_tail=a.k if a.k_tail is None else a.k_tail, v=a.value_plane, v_scale=a.k_scale if a.v is None else a.v_scale
-    )
+def _tensors(a: CachedArguments) -> dict[str, Tensor | None]:
+    """The tensors by name, with each plane that kernels take."""
+    tail, scale = a.k if a.k_tail is None else a.k_tail, a.k_scale if a.v is None else a.v_scale
+    return a._asdict() | {"k_tail": tail, "v": a.value_plane, "v_scale": scale}
 
 
 def _cached(*arguments):
@@ -85,20 +81,19 @@ def _cached(*arguments):
     out, lse = outputs(a.q, a.value_plane)
     if not (out.numel() and a.lengths.numel()):
         return out.zero_(), lse.fill_(-torch.inf)
-    with on_device(a.q):
-        a = a if a.schedule is not None else a._replace(schedule=_scheduled(a))
-        plan = cached_plan(decode_key(a))
-        made = {"out": out, "lse": lse, "split": lse.new_empty(plan.floats)}
-        plan.decode(_planes(a), **made)
-        if plan.combine is not None:
-            plan.combine(a, **made)
+    a = a if a.schedule is not None else a._replace(schedule=_scheduled(a))
+    plan = cached_plan(decode_key(a))
+    tensors = _tensors(a) | {"out": out, "lse": lse, "split": lse.new_empty(plan.floats)}
+    plan.decode.on(tensors)
+    if plan.combine is not None:
+        plan.combine.on(tensors)
     return out, lse
 
 
 def _scheduled(a: CachedArguments) -> Tensor:
     """A schedule for a call that has none."""
     limit = min(INT32, a.table.shape[1] * a.k.shape[1])
-    made = schedule.new_schedule_for(a.lengths.shape[0], a.k.shape[2], a.q.device, limit=limit, split_size=a.split_size)
+    made = schedule.new_schedule(a.k.shape[2], a.lengths.shape[0], a.q.device, limit=limit, split_size=a.split_size)
     schedule.update_schedule(made, a.starts, a.lengths, limit=limit, reach=None, split_size=a.split_size)
     return made
 
@@ -106,23 +101,19 @@ def _scheduled(a: CachedArguments) -> Tensor:
 class DecodeShapes:
     """The shapes of a call, and by name what both of its kernels are launched with."""
 
-    def __init__(self, key: Key, tiles: LaunchConfig | None):
-        self.a = a = key.arguments
-        self.q, self.k = Layout(*a.q), Layout(*a.k)
-        self.v = Layout(*a.v) if a.v else self.k
-        self.tail = Layout(*a.k_tail) if a.k_tail else None
-        (_, page_size, self.g, self.d), self.e = self.k.shape, self.v.shape[-1]
-        self.rest = self.tail.shape[-1] if self.tail else 0
-        (self.b, columns), (self.s, self.h) = Layout(*a.table).shape, self.q.shape[-3:-1]
+    def __init__(self, key: Key):
+        self.a = a = key.layouts
+        (_, page_size, self.g, d), tail, e = a.k.shape, a.k_tail.shape[-1] if a.k_tail else 0, (a.v or a.k).shape[-1]
+        (self.b, columns), (self.s, self.h) = a.table.shape, a.q.shape[-3:-1]
         self.packed, self.group = a.cu_seqlens_q is not None, self.h // self.g
-        self.max_tokens, self.page_size = columns * page_size, 0 if columns == 1 else page_size
+        self.max_tokens, planes = columns * page_size, [x for x in (a.k, a.k_tail) if x]
         self.case = decode_tables.DecodeCase(
             decode_tables.rows(self.s, self.b, self.group) if self.packed else self.s * self.group,
-            self.d, self.rest, self.e, 4 if self.q.dtype.itemsize > 2 else self.k.dtype.itemsize,
-            latent=a.v is None, one=not self.packed and self.s == 1, page_size=self.page_size, arch=key.arch,
-            aligned=key.aligned and all(_in_rows(x) for x in (self.k, self.tail) if x),
+            d, tail, e, 4 if a.q.dtype.itemsize > 2 else a.k.dtype.itemsize, latent=a.v is None,
+            one=not self.packed and self.s == 1, page_size=0 if columns == 1 else page_size, arch=arch_of(key.device),
+            aligned=key.aligned and all(x.is_in_lines and x == contiguous(x.shape, x.dtype) for x in planes),
         )  # fmt: skip
-        self.tiles = tiles or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
+        self.tiles = (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
         mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries of a sequence
         self.blocks = -(-mean * self.group // self.tiles.block_m)
@@ -135,81 +126,63 @@ class DecodeShapes:
             self.slots = self.b * -(-self.max_tokens // a.split_size)
             self.scheduled = self.b * self.g * self.blocks < processors * self.tiles.resident
 
-    @property
-    def splits(self) -> int:
-        """Programs of a schedule, each with a split of a sequence; packed, one more slot for what follows the last."""
-        return (self.slots + self.packed) * self.g * self.blocks
-
-    def programs(self) -> int:
-        """Of the decode kernel."""
-        blocks = self.b * self.blocks
-        if self.packed:
-            blocks = self.s * self.group // self.tiles.block_m + self.b + 1  # with a partial block for each
-        if not self.scheduled:
-            return blocks * self.g
-        return self.splits + (-(-blocks // self.blocks) * self.blocks * self.g if self.packed else 0)
+        if self.packed and not self.scheduled:
+            self.blocks = 1  # programs take the blocks of all sequences one after another
+        # Each with a split of a sequence; packed, one more slot for what follows the last.
+        self.splits = (self.slots + self.packed) * self.g * self.blocks if self.scheduled else 0
+        self.programs = self.splits
+        if self.packed or not self.scheduled:  # packed, with a partial block for each
+            blocks = self.s * self.group // self.tiles.block_m + self.b + 1 if self.packed else self.b * self.blocks
+            self.programs += -(-blocks // self.blocks) * self.blocks * self.g
 
     def arguments(self) -> dict:
         """By name, what both kernels are launched with."""
-        a, case, out = self.a, self.case, contiguous((*self.q.shape[:-1], self.e), self.q.dtype)
-        batch = slice(None, 2) if self.packed else slice(None, 3)  # a packed tensor is a batch of one
-        of_q, of_out = ((0,) * self.packed + x.strides[batch] for x in (self.q, out))
-        of_scales = [Layout(*y).strides if y else (0, 0, 0) for y in (a.k_scale, a.v_scale or a.k_scale)]
-        main, tail, value = decode_tables.widths_of(self.d, self.rest, self.e)
+        a, case = self.a, self.case
+        main, tail, value = decode_tables.widths_of(case.head_dim, case.tail, case.value_dim)
         return {
-            **named_strides("qb qs qh", of_q), **named_strides("ob os oh", of_out),
-            **named_strides("lb lh", (0, self.s) if self.packed else (self.h * self.s, self.s)),
-            **named_strides("kp kt kg", self.k.strides[:3]), **named_strides("vp vt vg", self.v.strides[:3]),
-            **named_strides("tp tt tg", (self.tail or self.k).strides[:3]),
-            **named_strides("ksp kst ksg", of_scales[0]), **named_strides("vsp vst vsg", of_scales[1]),
-            "stride_table": Layout(*a.table).strides[0], **scoring(a, self.h, self.max_tokens + self.s),
-            "pages": self.k.shape[0], "batch": self.b, "group": self.group, "s": self.s, "slots": self.slots,
-            "schedule_offset": Layout(*a.schedule).shape[2] * ENTRY * self.halvings,
-            "limit": min(INT32, self.max_tokens), "D": self.d + self.rest, "D_MAIN": main, "D_TAIL": tail,
-            "TAIL": 0 if self.rest else main, "E": self.e, "E_MAIN": value, "LATENT": case.latent,
+            **strides("bshd", q=a.q, o=contiguous((*a.q.shape[:-1], case.value_dim), a.q.dtype)),
+            **strides("ptgd", k=a.k, v=a.v or a.k, t=a.k_tail or a.k),
+            **strides("ptg", ks=a.k_scale, vs=a.v_scale or a.k_scale),
+            "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,
+            "stride_table": a.table.strides[0], **scoring(a, self.h, self.max_tokens + self.s),
+            "pages": a.k.shape[0], "batch": self.b, "group": self.group, "s": self.s, "slots": self.slots,
+            "schedule_offset": a.schedule.shape[2] * decode_tables.ENTRY * self.halvings, "BLOCKS": self.blocks,
+            "limit": min(INT32, self.max_tokens), "D": case.head_dim + case.tail, "D_MAIN": main, "D_TAIL": tail,
+            "TAIL": 0 if case.tail else main, "E": case.value_dim, "E_MAIN": value, "LATENT": case.latent,
             "ONE": case.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": case.arch > 0,
-            "FULL": self.tiles.tma or not (case.one or a.split_size), "PAGE": self.page_size, "KV_HEADS": self.g,
+            "FULL": self.tiles.tma or not (case.one or a.split_size), "PAGE": case.page_size, "KV_HEADS": self.g,
             "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
-            "BLOCKS": self.blocks if self.scheduled or not self.packed else 1,
         }  # fmt: skip
 
 
 @remembered
-def cached_plan(key: Key, tiles: LaunchConfig | None = None) -> DecodePlan:
-    """The launches of a call; with other ``tiles`` than those of the tables, if given."""
+def cached_plan(key: Key) -> DecodePlan:
+    """The launches of a call."""
     from .kernels.decode import decode
-
-    x = DecodeShapes(key, tiles)
-    tiles, arguments, blocks = x.tiles, x.arguments(), {}
-    if tiles.tma:
-        blocks["k_desc"] = Block("k", tiles.block_n, arguments["D_MAIN"], of_heads=False)
-    if tiles.tma and x.tail:
-        blocks["tail_desc"] = Block("k_tail", tiles.block_n, arguments["D_TAIL"], of_heads=False)
-    launch = Launch(decode, x.programs(), arguments, tiles, blocks)
-    if not x.scheduled:
-        return DecodePlan(launch, None, 0)
-    return DecodePlan(launch, _combine(x, arguments), x.splits * tiles.block_m * (arguments["E_MAIN"] + 1))
-
-
-def _combine(x: DecodeShapes, arguments: dict) -> Launch:
     from .kernels.split_kv import combine
 
-    width, queries = arguments["E_MAIN"], x.blocks * x.tiles.block_m if x.packed else x.s * x.group
+    x = DecodeShapes(key)
+    tiles, arguments, blocks = x.tiles, x.arguments(), {}
+    width = arguments["E_MAIN"]
+    if tiles.tma:
+        blocks["k_desc"] = Block("k", tiles.block_n, arguments["D_MAIN"], of_heads=False)
+    if tiles.tma and x.case.tail:
+        blocks["tail_desc"] = Block("k_tail", tiles.block_n, arguments["D_TAIL"], of_heads=False)
+    launch = Launch(decode, x.programs, arguments, tiles, blocks)
+    if not x.scheduled:
+        return DecodePlan(launch, None, 0)
+    queries, lines = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.splits * tiles.block_m
     splits = x.capacity // max(1, x.b)  # of a sequence, if all are alike
     channels = width if splits <= 8 or width <= 128 else 64
     rows = queries if x.b >= x.capacity else 1  # where few sequences will have splits, few programs
-    groups, tiles = -(-queries // rows), width // channels
-    arguments = arguments | {
-        "lines": x.splits * x.tiles.block_m, "GROUPS": groups, "ROWS": rows, "WIDTH": channels, "TILES": tiles,
+    groups = -(-queries // rows)
+    arguments |= {
+        "lines": lines, "GROUPS": groups, "ROWS": rows, "WIDTH": channels, "TILES": width // channels,
         "MAX_SPLITS": power_of_two(x.capacity + 1), "AT_ONCE": 16 if channels > 64 else 64,
     }  # fmt: skip
-    return Launch(combine, x.b * x.g * groups * tiles, arguments, LaunchConfig(x.tiles.block_m, 0, 1, 4))
-
-
-def _in_rows(plane: Layout) -> bool:
-    """Whether descriptors can load a plane: as rows of a multiple of 16 bytes, one after the other."""
-    _, size, g, width = plane.shape
-    return plane.strides[:3] == (size * g * width, g * width, width) and width * plane.dtype.itemsize % 16 == 0
+    programs = x.b * x.g * groups * (width // channels)
+    joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4))
+    return DecodePlan(launch, joined, lines * (width + 1))
 
 
 _library = register_cached("triton", _cached)

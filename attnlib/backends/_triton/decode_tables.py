@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from .tables import LaunchConfig, power_of_two, widths
+from .tables import LaunchConfig, fitting, power_of_two, widths
 
 GRANULARITY = 128  # tokens, of which splits of a sequence are multiples
 ENTRY = 8  # int32 that a schedule holds for each split
@@ -86,20 +86,18 @@ def decode(case: DecodeCase) -> LaunchConfig:
             return LATENT_MANY._replace(tma=tma)
     small, max_rows = (EIGHT_BIT, 16 if widest > 256 else TILE) if case.itemsize == 1 else (FEW_ROWS, TILE)
     table = FP32 if case.itemsize > 2 else MANY_ROWS if case.rows > max_rows else small
-    config = next(config for limit, config in table if widest <= limit)
+    config = fitting(table, widest)
     if table is small:
         block_m = min(TILE, power_of_two(case.rows))
         config = config._replace(block_m=block_m, stages=config.stages if block_m == 16 else min(3, config.stages))
     elif widest > 256 and case.itemsize == 1 and case.arch == 100:
         config = config._replace(stages=1)  # loads in flight are more than triton 3.6 can compile
-    return _fitting(config, case.arch, widest)
+    return _with_less(config, case)
 
 
 def fixed(case: DecodeCase) -> LaunchConfig:
     """Tiles that a batch-invariant call has whatever its queries are."""
-    widest = case.widest
-    config = next(config for limit, config in (FP32 if case.itemsize > 2 else BATCH_INVARIANT) if widest <= limit)
-    return _fitting(config, case.arch, widest)
+    return _with_less(fitting(FP32 if case.itemsize > 2 else BATCH_INVARIANT, case.widest), case)
 
 
 def may_use_tf32(case: DecodeCase) -> bool:
@@ -107,11 +105,11 @@ def may_use_tf32(case: DecodeCase) -> bool:
     return case.widest <= 256 or case.arch in LARGE
 
 
-def _fitting(config: LaunchConfig, arch: int, widest: int) -> LaunchConfig:
+def _with_less(config: LaunchConfig, case: DecodeCase) -> LaunchConfig:
     """The same on chips with less shared memory."""
-    if arch in LARGE:
+    if case.arch in LARGE:
         return config
-    block_m = config.block_m if widest <= 256 else min(32, config.block_m)
+    block_m = config.block_m if case.widest <= 256 else min(32, config.block_m)
     return config._replace(block_m=block_m, stages=max(1, config.stages - 1))
 
 

@@ -8,7 +8,6 @@ from ...prepared import Run
 from ..autograd import Operators
 from ..operators import Arguments, flat, option_grads, outputs, readable
 from . import plans
-from .launch import is_current, on_device
 
 
 def attention(call: Call) -> tuple[Tensor, Tensor]:
@@ -26,10 +25,10 @@ def prepare(call: Call) -> Run | None:
         return lambda q, k, v: OPERATORS.differentiable(a._replace(q=q, k=k, v=v))
     (b, s, h, _), e = call.q.shape, call.v.shape[-1]
     launch = plans.forward(plans.key_of(given, given.q, given.k, given.v))
-    launch_on = launch.bound(a, "q", "k", "v", "out", "lse")
+    launch_on = launch.bound(a._asdict(), "q", "k", "v", "out", "lse")
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if not is_current(q) or (launch.blocks and not plans.aligned(q, k, v)):
+        if launch.blocks and not plans.aligned(q, k, v):
             return _forward(*a._replace(q=q, k=k, v=v))
         out, lse = q.new_empty((b, s, h, e)), q.new_empty((b, h, s), dtype=torch.float32)
         launch_on(q, k, v, out, lse)
@@ -41,9 +40,7 @@ def prepare(call: Call) -> Run | None:
 def _forward(*arguments):
     a = readable(Arguments(*arguments))
     out, lse = outputs(a.q, a.v)
-    launch = plans.forward(plans.key_of(a, a.q, a.k, a.v))
-    with on_device(a.q):
-        launch(a, out=out, lse=lse)
+    plans.forward(plans.key_of(a, a.q, a.k, a.v)).on(a._asdict() | {"out": out, "lse": lse})
     return out, lse
 
 
@@ -53,15 +50,15 @@ def _backward(dout, dlse, out, lse, *arguments):
         dout = dout.clone(memory_format=torch.contiguous_format)
     plan = plans.backward(plans.key_of(a, a.q, a.k, a.v), plans.layout(dout), plans.layout(dlse))
     dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
-    rows = {"dout": dout, "lse2": torch.empty_like(lse), "delta": torch.empty_like(lse)}
-    dslopes = None if plan.dslopes is None else lse.new_zeros(plan.dslopes)  # some programs write none
-    with on_device(a.q):
-        plan.prepare(a, out=out, lse=lse, dlse=dlse, **rows)
-        plan.keys(a, dk=dk, dv=dv, **rows)
-        plan.queries(a, dq=dq, dslopes=dslopes, **rows)
+    dslopes = None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))  # some programs write none
+    tensors = a._asdict() | {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "dslopes": dslopes}
+    tensors |= {"lse2": torch.empty_like(lse), "delta": torch.empty_like(lse), "dq": dq, "dk": dk, "dv": dv}
+    for launch in (plan.prepare, plan.keys, plan.queries):
+        launch.on(tensors)
     if dslopes is not None:
-        dslopes = dslopes.sum(-1) if a.cu_seqlens_q is None else _by_sequence(dslopes[0], a.cu_seqlens_q, plan.block)
-    return dq, dk, dv, *option_grads(a, dslopes, lse, rows["delta"])
+        cu = a.cu_seqlens_q
+        dslopes = dslopes.sum(-1) if cu is None else _by_sequence(dslopes, cu, plan.queries.arguments["BLOCK_M"])
+    return dq, dk, dv, *option_grads(a, dslopes, lse, tensors["delta"])
 
 
 def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:

@@ -5,11 +5,10 @@ set of shapes, and remembers. How a binary is launched is private to Triton, so 
 every other one launches as anybody would.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from collections.abc import Callable
+from functools import lru_cache, partial, wraps
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ from ...watched import IS_KNOWN
 from .tables import LaunchConfig
 
 KNOWN = ("3.6", "3.7")  # the versions of Triton whose launchers the tests have passed with
-LIMIT = 4096  # plans to remember, before all are forgotten
-PLANS: dict[tuple, object] = {}  # the one store of launches, by the function that plans them and all that decides
-Plan = TypeVar("Plan")
 
 if IS_KNOWN and hasattr(torch._C, "_cuda_getDevice"):  # a microsecond sooner than what is public
     current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
@@ -32,20 +28,15 @@ else:
         return torch.cuda.current_stream(device).cuda_stream
 
 
-def remembered(plan: Callable[..., Plan]) -> Callable[..., Plan]:
+@lru_cache(4096)
+def planned(plan: Callable, *key):
+    """What a function plans for all that decides: the one store of launches."""
+    return plan(*key)
+
+
+def remembered(plan: Callable) -> Callable:
     """The same function, whose results are remembered by its arguments."""
-
-    @wraps(plan)
-    def find(*key) -> Plan:
-        known = (plan, key)
-        found = PLANS.get(known)
-        if found is None:
-            if len(PLANS) >= LIMIT:
-                PLANS.clear()
-            found = PLANS[known] = plan(*key)
-        return found
-
-    return find
+    return wraps(plan)(partial(planned, plan))
 
 
 class Block(NamedTuple):
@@ -68,19 +59,14 @@ class Block(NamedTuple):
 
 
 class Launch:
-    """``programs`` programs of a kernel on the current device, for tensors of the same shapes, strides and dtypes.
+    """``programs`` programs of a kernel, for tensors of the same device, shapes, strides and dtypes.
 
     The kernel's parameters say what it takes: tensors (``x_ptr``), descriptors (``x_desc``), of which ``blocks`` are
-    there, and what ``arguments`` say by name, in which there may be more.
+    there, each with its :class:`Block`, and what ``arguments`` say by name, in which there may be more.
     """
 
     def __init__(
-        self,
-        kernel: Callable,
-        programs: int,
-        arguments: dict,
-        config: LaunchConfig,
-        blocks: Mapping[str, Block] | None = None,
+        self, kernel: Callable, programs: int, arguments: dict, config: LaunchConfig, blocks: dict | None = None
     ):
         import triton
 
@@ -92,83 +78,80 @@ class Launch:
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
         self._pick = itemgetter(*self.tensors)
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
-        self._arguments = tuple(self.arguments.values())
-        self._is_known = ".".join(triton.__version__.split(".")[:2]) in KNOWN
-        self._hooks = triton.knobs.runtime if self._is_known else None
+        self._hooks = triton.knobs.runtime if ".".join(triton.__version__.split(".")[:2]) in KNOWN else None
         self._compiled: dict[object, tuple] = {}  # by which tensors begin at a multiple of 16 bytes
 
-    def __call__(self, given: NamedTuple, **made: Tensor | None) -> None:
-        """Launch on tensors that are fields of ``given`` or have names of their own; see :meth:`on`."""
-        self.on(given._asdict() | made)
-
     def on(self, tensors: dict[str, Tensor | None]) -> None:
-        """Launch on tensors by name, on the current stream of the current device, which is theirs."""
-        if not self.programs:
+        """Launch on tensors by name, of which there may be more, on the current stream of their device."""
+        ready, bits, n = *self._ready(tensors), len(self.tensors)
+        aligned = bits & 15 == 0 or tuple((address or 0) & 15 == 0 for address in ready[:n])
+        if not self.programs or self._run(aligned, ready):
             return
         pointers = self._pick(tensors)
-        addresses, bits = [None if x is None else x.data_ptr() for x in pointers], 0
-        for address in addresses:
-            bits |= address or 0
-        aligned = bits & 15 == 0 or tuple((address or 0) & 15 == 0 for address in addresses)
-        arguments = (*self._descriptors(tensors), *self._arguments)
-        if not self._run(aligned, (*addresses, *arguments)):
-            binary = self.kernel[(self.programs,)](*pointers, *arguments, **self.options)
-            if self._is_known and binary is not None:  # as it is under the interpreter
-                self._compiled[aligned] = (binary.run, binary.function, binary.packed_metadata)
+        device = pointers[0].get_device()
+        if pointers[0].is_cuda and device != current_device():
+            with torch.cuda.device(device):
+                self.on(tensors)
+            return
+        binary = self.kernel[(self.programs,)](*pointers, *ready[n:], **self.options)
+        if self._hooks is not None and binary is not None:  # as it is under the interpreter
+            self._compiled[aligned] = (device, binary.run, binary.function, binary.packed_metadata)
 
-    def _run(self, aligned: object, arguments: Sequence) -> bool:
-        """Launch what is compiled, as Triton does; False where nothing is, or where a profiler follows launches."""
-        compiled = self._compiled.get(aligned)
-        if compiled is None or self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
-            return False
-        run, function, metadata = compiled
-        stream = current_stream(current_device())
-        run(self.programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
-        return True
-
-    def bound(self, given: NamedTuple, *names: str) -> Callable[..., None]:
-        """The same with the fields of ``given``; tensors of these names are given at each call, in this order."""
-        fixed = given._asdict() | dict.fromkeys(names)
-        addresses = [None if x is None else x.data_ptr() for x in self._pick(fixed)]
-        direct = self.programs > 0 and not any((address or 0) & 15 for address in addresses)
+    def bound(self, tensors: dict[str, Tensor | None], *names: str) -> Callable[..., None]:
+        """The same on these tensors, but for those of ``names``: they are given at each call, in this order."""
+        fixed = tensors | dict.fromkeys(names)
+        known, known_bits = self._ready(fixed)
         places = [self.tensors.index(name) for name in names]
-        arguments = [*addresses, *self._descriptors(fixed), *self._arguments]
-        described = enumerate(self._blocks, len(addresses))
-        blocks = [(place, block) for place, block in described if block is not None and block.tensor in names]
+        described = enumerate(self._blocks, len(self.tensors))
+        moved = [(place, x) for place, x in described if x is not None and x.tensor in names]
 
-        def call(*tensors: Tensor | None) -> None:
-            ready, bits = arguments.copy(), 0
-            for place, x in zip(places, tensors, strict=True):
+        def call(*new: Tensor | None) -> None:
+            ready, bits = known.copy(), known_bits
+            for place, x in zip(places, new, strict=True):
                 if x is not None:
                     ready[place] = address = x.data_ptr()
                     bits |= address
-            if blocks:
-                named = dict(zip(names, tensors, strict=True))
-                for place, block in blocks:
-                    ready[place] = block.descriptor(named[block.tensor])
-            if not (direct and bits & 15 == 0 and self._run(True, ready)):
-                self.on(fixed | dict(zip(names, tensors, strict=True)))
+            named = moved and dict(zip(names, new, strict=True))
+            for place, block in moved:
+                ready[place] = block.descriptor(named[block.tensor])
+            if bits & 15 or not self._run(True, ready):
+                self.on(fixed | dict(zip(names, new, strict=True)))
 
         return call
 
-    def _descriptors(self, tensors: dict[str, Tensor | None]) -> list:
-        """The descriptors of the tensors that are there."""
-        of = [None if block is None else tensors[block.tensor] for block in self._blocks]
-        return [None if x is None else block.descriptor(x) for block, x in zip(self._blocks, of, strict=True)]
+    def _ready(self, tensors: dict[str, Tensor | None]) -> tuple[list, int]:
+        """What the kernel takes of these tensors and by itself, and the bits of all addresses."""
+        addresses, bits = [None if x is None else x.data_ptr() for x in self._pick(tensors)], 0
+        for address in addresses:
+            bits |= address or 0
+        loaded = [None if block is None else tensors[block.tensor] for block in self._blocks]
+        described = [None if x is None else block.descriptor(x) for block, x in zip(self._blocks, loaded, strict=True)]
+        return [*addresses, *described, *self.arguments.values()], bits
+
+    def _run(self, aligned: object, ready: list) -> bool:
+        """Launch what is compiled, as Triton does.
+
+        False where nothing is, where another device is current, or where a profiler follows launches.
+        """
+        compiled = self._compiled.get(aligned)
+        if compiled is None or self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
+            return False
+        device, run, function, metadata = compiled
+        if device != current_device():
+            return False
+        run(self.programs, 1, 1, current_stream(device), function, metadata, None, None, None, *ready)
+        return True
 
 
-def against_interpreter(dtype: torch.dtype, device: str, *, interpreted: bool) -> list[str]:
-    """Why Triton's interpreter, which needs no GPU, cannot run kernels of this dtype on this type of device."""
-    if not interpreted:
-        return [f"needs a CUDA device, got {device}"]
-    return ["Triton's interpreter multiplies bf16 wrongly; use fp16 or fp32"] if dtype == torch.bfloat16 else []
-
-
-def is_current(x: Tensor) -> bool:
-    """Whether launches go to the tensor's device."""
-    return not x.is_cuda or x.get_device() == current_device()
-
-
-def on_device(x: Tensor) -> AbstractContextManager:
-    """In which launches go to the tensor's device."""
-    return nullcontext() if is_current(x) else torch.cuda.device(x.device)
+def against(dtype: torch.dtype, device: str, arch: int, *, interpreted: bool) -> list[str]:
+    """Why no kernel runs with this dtype on this type of device, or in Triton's interpreter, which needs no GPU."""
+    reasons = []
+    if device == "cuda" and arch < 80:
+        reasons.append(f"needs sm_80 or newer, got sm_{arch}")
+    elif interpreted and dtype == torch.bfloat16:
+        reasons.append("Triton's interpreter multiplies bf16 wrongly; use fp16 or fp32")
+    elif device != "cuda" and not interpreted:
+        reasons.append(f"needs a CUDA device, got {device}")
+    if dtype == torch.float64:
+        reasons.append("computes in fp32, got fp64")
+    return reasons

@@ -37,12 +37,11 @@ class Key(NamedTuple):
     tf32: bool
     aligned: bool  # the tensors that descriptors may load begin at multiples of 16 bytes
     arguments: AnyArguments
-    other: int | None = None  # a chip to plan for, such as 90, where it is not the device's
 
     @property
-    def arch(self) -> int:
-        """The chip to plan for: 90 for sm_90, 0 off CUDA."""
-        return arch_of(self.device) if self.other is None else self.other
+    def layouts(self) -> AnyArguments:
+        """The arguments, with a Layout for each tensor."""
+        return self.arguments._make(Layout(*x) if type(x) is tuple else x for x in self.arguments)
 
 
 def layout(x: Tensor | None) -> tuple | None:
@@ -69,25 +68,23 @@ class DenseShapes:
     """The shapes of a call, and by name what its kernels are launched with."""
 
     def __init__(self, key: Key):
-        a = key.arguments
-        self.q, self.k, self.v = Layout(*a.q), Layout(*a.k), Layout(*a.v)
-        (self.s, self.h, d), (self.t, self.g), e = self.q.shape[-3:], self.k.shape[-3:-1], self.v.shape[-1]
+        a = key.layouts
+        (self.s, self.h, d), (self.t, self.g), e = a.q.shape[-3:], a.k.shape[-3:-1], a.v.shape[-1]
         self.packed = a.cu_seqlens_q is not None
-        self.batch = Layout(*a.cu_seqlens_q).shape[0] - 1 if self.packed else self.q.shape[0]
+        self.batch = a.cu_seqlens_q.shape[0] - 1 if self.packed else a.q.shape[0]
         self.length = self.t // max(1, self.batch) if self.packed else self.t  # the mean of what is packed
         self.case = tables.DenseCase(
-            d, e, self.q.dtype.itemsize, causal=a.right is not None, arch=key.arch,
+            d, e, a.q.dtype.itemsize, causal=a.right is not None, arch=arch_of(key.device),
             plain=a.softcap is None and a.alibi_slopes is None and a.dropout_p == 0,
-            aligned=key.aligned and all(x.is_in_lines for x in (self.q, self.k, self.v)),
+            aligned=key.aligned and all(x.is_in_lines for x in (a.q, a.k, a.v)),
         )  # fmt: skip
-        for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
+        for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
             if x.strides[-3] >= tables.FARTHEST:
                 apart = f"rows of {name} lie {x.strides[-3]} elements apart"
                 raise NotImplementedError(f"triton: {apart}; call .contiguous()")
         main, tail, value = tables.widths(d, e)
         self.arguments = {
-            **self.strides("qb qs qh", self.q), **self.strides("kb kt kg", self.k), **self.strides("vb vt vg", self.v),
-            **self.strides("ob os oh", contiguous((*self.q.shape[:-1], e), self.q.dtype)),
+            **strides("bshd", q=a.q, o=contiguous((*a.q.shape[:-1], e), a.q.dtype)), **strides("btgd", k=a.k, v=a.v),
             "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,
             "batch": self.batch, "heads": self.h, "kv_heads": self.g, "s": self.s, "t": self.t,
             "group": self.h // self.g, "GROUP": self.h // self.g, **scoring(a, self.h, self.s + self.t),
@@ -95,10 +92,6 @@ class DenseShapes:
             "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value,
             "PRECISION": "tf32" if key.tf32 else "ieee",
         }  # fmt: skip
-
-    def strides(self, names: str, x: Layout) -> dict[str, int]:
-        """Of batch, rows and heads; a packed tensor is a batch of one."""
-        return named_strides(names, (0, *x.strides[:2]) if self.packed else x.strides[:3])
 
     def blocks(self, length: int, block: int) -> int:
         """Programs along a sequence; packed, along all, with a partial block for each."""
@@ -109,30 +102,36 @@ class DenseShapes:
         heads, length, block, loaded = self.h, self.s, tiles.block_m, tiles.block_n
         if of_keys:
             heads, length, block, loaded = self.g, self.t, tiles.block_n, tiles.block_m
-        pairs = heads if self.packed else self.batch * heads
-        waves = tables.heads_per_wave(self.case, keys=self.t, pairs=pairs, group=heads // self.g)
+        pairs, group = heads if self.packed else self.batch * heads, heads // self.g
+        wave = pairs if self.packed else tables.heads_per_wave(self.case, keys=self.t, pairs=pairs, group=group)
         blocks, (first, second) = {}, ("q", "dout") if of_keys else ("k", "v")
         if tiles.tma:
             main, tail, value = (arguments[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
             blocks = {f"{first}_desc": Block(first, loaded, main), f"{second}_desc": Block(second, loaded, value)}
             blocks |= {f"{first}_tail_desc": Block(first, loaded, tail)} if tail else {}
-        arguments = arguments | {"heads_per_wave": pairs if self.packed else waves}
-        return Launch(kernel, pairs * self.blocks(length, block), arguments, tiles, blocks)
+        return Launch(kernel, pairs * self.blocks(length, block), arguments | {"heads_per_wave": wave}, tiles, blocks)
 
 
 def scoring(a: Arguments | CachedArguments, heads: int, reach: int) -> dict[str, float | None]:
     """The numbers of a mask and of scores; ``reach`` is a distance beyond which nothing is hidden."""
     left, right = (x if x is None else max(-reach, min(x, reach)) for x in (a.left, a.right))
-    per_sequence = a.alibi_slopes is not None and len(Layout(*a.alibi_slopes).shape) == 2
+    per_sequence = a.alibi_slopes is not None and len(a.alibi_slopes.shape) == 2
     return {
         "left": left, "right": right, "prefix": min(a.prefix, reach) or None, "scale": a.scale, "softcap": a.softcap,
         "stride_slopes": heads if per_sequence else 0,
     }  # fmt: skip
 
 
-def named_strides(names: str, strides: tuple[int, ...]) -> dict[str, int]:
-    """Strides as kernels name them: ``qb`` is ``stride_qb``."""
-    return {f"stride_{name}": n for name, n in zip(names.split(), strides, strict=True)}
+def strides(dims: str, **tensors: Layout | None) -> dict[str, int]:
+    """Strides as kernels name them: ``stride_qb`` of ``q`` and ``b``.
+
+    A packed tensor is a batch of one, whose stride is 0. So are all strides of a tensor that is not there.
+    """
+    found = {}
+    for name, x in tensors.items():
+        of = (0,) * len(dims) if x is None else (0, *x.strides)[-len(dims) :]
+        found |= {f"stride_{name}{dim}": n for dim, n in zip(dims, of, strict=True)}
+    return found
 
 
 def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
@@ -141,60 +140,46 @@ def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
 
 
 @remembered
-def forward(key: Key, tiles: LaunchConfig | None = None) -> Launch:
-    """The launch of a forward, which makes out and lse; with other ``tiles`` than those of the tables."""
+def forward(key: Key) -> Launch:
+    """The launch of a forward, which makes out and lse."""
     from .kernels.forward import forward
 
     x = DenseShapes(key)
-    tiles = tiles or tables.forward(x.case, keys=x.length)
-    return x.launch(forward, tiles, x.arguments)
+    return x.launch(forward, tables.forward(x.case, keys=x.length), x.arguments)
 
 
 class Backward(NamedTuple):
-    """The launches of a backward, and what its host needs to know.
+    """The launches of a backward.
 
-    ``prepare`` makes lse2 and delta, ``keys`` dk and dv, and ``queries`` dq and shares of the slopes' gradient: as many
-    as the shape ``dslopes`` holds, None without slopes, for ``block`` queries each.
+    ``prepare`` makes lse2 and delta, ``keys`` dk and dv, and ``queries`` dq and, of each
+    head, so many ``shares`` of the slopes' gradient; None without slopes.
     """
 
     prepare: Launch
     keys: Launch
     queries: Launch
-    dslopes: tuple[int, int, int] | None
-    block: int
+    shares: int | None
 
 
 @remembered
-def backward(
-    key: Key,
-    dout: tuple,
-    dlse: tuple | None,
-    tiles_of_keys: LaunchConfig | None = None,
-    tiles_of_queries: LaunchConfig | None = None,
-) -> Backward:
-    """The three launches of a backward; with other tiles than those of the tables, if given."""
+def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
+    """The three launches of a backward."""
     from .kernels.backward import backward_keys, backward_queries, prepare
 
-    x, dout = DenseShapes(key), Layout(*dout)
+    x, a, dout, dlse = DenseShapes(key), key.layouts, Layout(*dout), None if dlse is None else Layout(*dlse)
     if max(x.case.head_dim, x.case.value_dim) > tables.WIDEST_BACKWARD:  # which a transform did not tell before
         raise NotImplementedError(f"triton: has a backward for heads of up to {tables.WIDEST_BACKWARD}")
     x.case = x.case._replace(aligned=x.case.aligned and dout.is_in_lines)
-    of_keys = tiles_of_keys or tables.backward_keys(x.case, keys=x.length)
-    of_queries = tiles_of_queries or tables.backward_queries(x.case, keys=x.length)
+    of_keys, of_queries = (f(x.case, keys=x.length) for f in (tables.backward_keys, tables.backward_queries))
     rows, blocks = 1 if x.packed else x.batch, x.blocks(x.s, of_queries.block_m)
-    strides = (0, 0, 0)
-    if dlse is not None:
-        strides = (0, *Layout(*dlse).strides) if x.packed else Layout(*dlse).strides
-    dq, dk, dv = (contiguous(y.shape, y.dtype) for y in (x.q, x.k, x.v))
+    dq, dk, dv = (contiguous(y.shape, y.dtype) for y in (a.q, a.k, a.v))
     arguments = {
-        **x.arguments, **x.strides("dob dos doh", dout), **x.strides("dqb dqs dqh", dq),
-        **x.strides("dkb dkt dkg", dk), **x.strides("dvb dvt dvg", dv), **named_strides("dlb dlh dls", strides),
+        **x.arguments, **strides("bshd", do=dout, dq=dq), **strides("btgd", dk=dk, dv=dv), **strides("bhs", dl=dlse),
         "stride_sb": 1 if x.packed else x.h * blocks, "stride_sh": blocks,
     }  # fmt: skip
     return Backward(
         Launch(prepare, rows * x.h * -(-x.s // PREPARED.block_m), arguments, PREPARED),
         x.launch(backward_keys, of_keys, arguments, of_keys=True),
         x.launch(backward_queries, of_queries, arguments),
-        (rows, x.h, blocks) if key.arguments.alibi_slopes else None,
-        of_queries.block_m,
+        blocks if a.alibi_slopes else None,
     )

@@ -1,25 +1,13 @@
 """How a GPU shares sequences out: the schedule of their splits, made and updated on the device."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ...kv import KVLayout
 from . import decode_tables
-from .decode_tables import ENTRY, GRANULARITY, HALVINGS
-from .launch import Launch, on_device, remembered
+from .launch import Launch, remembered
 from .tables import LaunchConfig, power_of_two
 
 INTERPRETED = 2  # multiprocessors of what is no GPU
-
-
-class ScheduleArguments(NamedTuple):
-    """What the kernel of schedules reads and writes."""
-
-    starts: Tensor
-    lengths: Tensor
-    schedule: Tensor
 
 
 def processors(device: torch.device) -> int:
@@ -27,18 +15,14 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED
 
 
-def new_schedule(layout: KVLayout, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> Tensor:
-    """Room for the schedule of up to ``rows`` sequences of this layout; as :func:`new_schedule_for`."""
-    return new_schedule_for(rows, layout.heads, device, limit=limit, split_size=split_size)
-
-
-def new_schedule_for(rows: int, heads: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> Tensor:
+def new_schedule(heads: int, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> Tensor:
     """Room for a schedule of up to ``rows`` sequences, ``[heads, halvings, slots, 8]``, which all KV heads share; or
     for splits of a ``split_size`` each, of at most ``limit`` tokens a sequence."""
-    halvings, slots = HALVINGS, decode_tables.slots(rows, decode_tables.capacity(processors(device), heads))
+    capacity = decode_tables.capacity(processors(device), heads)
+    halvings, slots = decode_tables.HALVINGS, decode_tables.slots(rows, capacity)
     if split_size:
         halvings, slots = 1, rows * -(-limit // split_size)
-    return torch.empty(halvings, slots, ENTRY, dtype=torch.int32, device=device).expand(heads, -1, -1, -1)
+    return torch.empty(halvings, slots, decode_tables.ENTRY, dtype=torch.int32, device=device).expand(heads, -1, -1, -1)
 
 
 def update_schedule(
@@ -46,9 +30,8 @@ def update_schedule(
 ) -> None:
     """Cut sequences of these starts and lengths (at most ``limit``; the last ``reach`` tokens of them) into splits."""
     reach = limit if reach is None else reach
-    with on_device(schedule):
-        plan = _plan(schedule.device, schedule.shape, lengths.shape[0], limit, reach, split_size)
-        plan(ScheduleArguments(starts, lengths, schedule))
+    plan = _plan(schedule.device, schedule.shape, lengths.shape[0], limit, reach, split_size)
+    plan.on({"starts": starts, "lengths": lengths, "schedule": schedule})
 
 
 @remembered
@@ -59,6 +42,6 @@ def _plan(device: torch.device, shape: torch.Size, batch: int, limit: int, reach
     capacity = slots if split_size else decode_tables.capacity(processors(device), heads)
     arguments = {
         "batch": batch, "slots": slots, "capacity": capacity, "limit": limit, "reach": reach,
-        "ROWS": lanes, "SPLITS": max(1, 128 // lanes), "GRANULARITY": split_size or GRANULARITY,
+        "ROWS": lanes, "SPLITS": max(1, 128 // lanes), "GRANULARITY": split_size or decode_tables.GRANULARITY,
     }  # fmt: skip
     return Launch(schedule, halvings, arguments, LaunchConfig(0, 0, 1, 4))

@@ -44,13 +44,6 @@ class LaunchConfig(NamedTuple):
 
 # By the widest head that fits; bf16 on an H200, 2026-11. Milliseconds of the cases of bench/cases.py at 8k, warm, by
 # tiles of queries x keys; "T" loads by descriptors.
-FORWARD_FULL = (
-    (64, LaunchConfig(128, 64, 3, 8)),  # 2.64, T 2.75; 64 x 64 with 4 warps 2.80, 128 x 128 3.14
-    (128, LaunchConfig(128, 128, 3, 8, tma=True)),  # 2.24; without T 2.40, 128 x 64 2.37, 2 stages and 4 warps T 2.36
-    (192, LaunchConfig(128, 64, 3, 8)),
-    (256, LaunchConfig(128, 64, 2, 8, tma=True)),
-    (WIDEST, LaunchConfig(64, 32, 2, 8)),
-)
 FORWARD_CAUSAL = (
     (64, LaunchConfig(128, 64, 3, 8, registers=128)),  # 1.38, T 1.45; 64 x 64 with 4 warps and 168 registers 1.47
     (128, LaunchConfig(128, 128, 3, 8, tma=True)),  # 1.16; without T 1.29, 64 x 64 with 4 warps 1.21
@@ -58,6 +51,9 @@ FORWARD_CAUSAL = (
     (256, LaunchConfig(128, 64, 2, 8, tma=True)),  # 1.19; without T 1.39
     (WIDEST, LaunchConfig(64, 32, 2, 8)),
 )
+# Of 64: 2.64, T 2.75; 64 x 64 with 4 warps 2.80, 128 x 128 3.14. Of 128: 2.24; without T 2.40, 128 x 64 2.37, 2 stages
+# and 4 warps T 2.36.
+FORWARD_FULL = ((64, LaunchConfig(128, 64, 3, 8)), *FORWARD_CAUSAL[1:])
 # 1k tokens at d = 128: 0.22; 64 x 64 with 2 stages T 0.23, 128 x 128 T 0.24.
 FORWARD_SHORT = (FORWARD_CAUSAL[0], (128, LaunchConfig(64, 64, 3, 4)), *FORWARD_CAUSAL[2:])
 # For scores and addresses that take more registers, and for chips with 99 KB of shared memory (sm_86, sm_89, sm_120).
@@ -71,7 +67,6 @@ FORWARD_FP32 = (
     (64, LaunchConfig(64, 64, 2, 8)),  # 4k: 3.0; 32 x 32 with 1 stage and 4 warps 3.3
     # Not timed: the largest that do not spill by the kilobyte, since a thread holds whole rows of its operands.
     (128, LaunchConfig(32, 32, 1, 8)),
-    (256, LaunchConfig(16, 16, 1, 8)),
     (WIDEST, LaunchConfig(16, 16, 1, 8)),
 )
 
@@ -125,8 +120,13 @@ def _first_that_fits(case: DenseCase, keys: int, large: tuple, small: tuple, fp3
     table = large if case.plain and case.aligned and case.arch in (90, 100) else small
     _, _, value = widths(case.head_dim, case.value_dim)
     widest = max(case.head_dim, value)  # values are padded, heads split
-    config = next(config for limit, config in (fp32 if case.itemsize > 2 else table) if widest <= limit)
+    config = fitting(fp32 if case.itemsize > 2 else table, widest)
     return config._replace(tma=config.tma and keys > FEW_KEYS)
+
+
+def fitting(table: tuple[tuple, ...], n: int):
+    """The first entry of a table whose limit holds ``n``."""
+    return next(entry for limit, entry in table if n <= limit)
 
 
 def power_of_two(n: int) -> int:

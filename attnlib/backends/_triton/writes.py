@@ -1,6 +1,6 @@
 """Cache writes by a Triton kernel: their operator, their plans, and the same write again with less ado."""
 
-from math import prod
+from math import inf, prod
 
 import torch
 from torch import Tensor
@@ -13,22 +13,17 @@ from ...spec import arch_of, is_interpreted
 from ...watched import are_watched
 from ..operators import WRITE, WriteArguments, fake_write
 from ..registration import Operator, register
-from .launch import Launch, against_interpreter, is_current, on_device, remembered
-from .plans import Key, Layout, key_of, named_strides
-from .tables import LaunchConfig, power_of_two
+from .launch import Launch, against, remembered
+from .plans import Key, key_of, strides
+from .tables import LaunchConfig, fitting, power_of_two
 
 # Values of a tile, by how many there are in all; not timed.
-TILES = ((1 << 20, 512), (None, 2048))
-WARPS = 4
+TILES = ((1 << 20, 512), (inf, 2048))
 
 
 def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
     """Why this backend cannot write tokens of this dtype on this device."""
-    reasons = ["computes in fp32, got fp64"] if dtype == torch.float64 else []
-    if device.type == "cuda":
-        return reasons if arch_of(device) >= 80 else [*reasons, f"needs sm_80 or newer, got sm_{arch_of(device)}"]
-    interpreted = device.type == "cpu" and is_interpreted()
-    return [*reasons, *against_interpreter(dtype, device.type, interpreted=interpreted)]
+    return against(dtype, device.type, arch_of(device), interpreted=device.type == "cpu" and is_interpreted())
 
 
 def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> Write | None:
@@ -59,12 +54,12 @@ def _arguments(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: A
 
 def _prepared(a: WriteArguments) -> Write:
     stored = _as_bytes(a)
-    launch = plan(key_of(stored, a.slots)).bound(stored, "new_k", "new_v", "cos", "sin")
+    launch = plan(key_of(stored, a.slots)).bound(stored._asdict(), "new_k", "new_v", "cos", "sin")
     a = a._replace(new_k=None, new_v=None, cos=None, sin=None)  # what is prepared keeps no tensor of a call
 
     def write(k: Tensor, v: Tensor | None, angles: Angles | None) -> None:
         cos, sin = (None, None) if angles is None else (angles.cos, angles.sin)
-        if is_current(a.slots) and not _is_followed(k, v, cos):
+        if not _is_followed(k, v, cos):
             launch(k, v, cos, sin)
         else:
             torch.ops.attnlib.triton_write(*a._replace(new_k=k, new_v=v, cos=cos, sin=sin))
@@ -74,7 +69,7 @@ def _prepared(a: WriteArguments) -> Write:
 
 def _is_followed(k: Tensor, v: Tensor | None, cos: Tensor | None) -> bool:
     """Whether the dispatcher may not be skipped."""
-    return not k.is_meta and are_watched(k, k if v is None else v, k if cos is None else cos)
+    return are_watched(k, k if v is None else v, k if cos is None else cos)
 
 
 def _as_bytes(a: WriteArguments) -> WriteArguments:
@@ -92,57 +87,36 @@ def plan(key: Key) -> Launch:
     """The launch of a write.
 
     Raises:
-        ValueError: the new tokens are not those of the planes and slots.
         NotImplementedError: int32 cannot count them, or the tokens of the planes.
     """
     from .kernels.cache_write import write
 
-    a = key.arguments
-    k, new_k, slots = Layout(*a.k), Layout(*a.new_k), Layout(*a.slots)
-    pages, page_size, heads, d = k.shape
-    e = Layout(*a.v).shape[-1] if a.v else 0
-    lead = new_k.shape[: -1 if a.latent else -2]
-    rows = prod(lead) * heads
-    for new, width in ((new_k, d), *([(Layout(*a.new_v), e)] if a.new_v else [])):
-        expected = (*lead, width) if a.latent else (*lead, heads, width)
-        if new.shape != expected or len(lead) not in (1, 2) or prod(slots.shape) * heads != rows:
-            raise ValueError(f"k, v: expected {expected} for {prod(slots.shape)} slots, got {tuple(new.shape)}")
-    pairs = Layout(*a.cos).shape[-1] if a.cos else 0
+    a = key.layouts
+    (pages, page_size, heads, d), e = a.k.shape, a.v.shape[-1] if a.v else 0
+    lead = a.new_k.shape[: -1 if a.latent else -2]
+    rows, pairs = prod(lead) * heads, a.cos.shape[-1] if a.cos else 0
     widest = max(power_of_two(d), power_of_two(e))
-    values = next(tile for limit, tile in TILES if limit is None or rows * widest <= limit)
-    tiles = LaunchConfig(max(1, values // widest), 0, 1, WARPS)
+    tiles = LaunchConfig(max(1, fitting(TILES, rows * widest) // widest), 0, 1, 4)
     programs = -(-rows // tiles.block_m)
     if max(programs * tiles.block_m, pages * page_size) > INT32:
         raise NotImplementedError(f"triton: int32 counts neither {rows} rows nor {pages * page_size} slots of a cache")
     arguments = {
-        **_strides(a, len(lead)), "rows": rows, "heads": heads, "s": lead[-1],
-        "page_size": page_size, "slots": pages * page_size,
+        **strides("ptgd", k=a.k, v=a.v), **strides("ptg", ks=a.k_scale, vs=a.v_scale), **strides("bsp", a=a.cos),
+        "stride_nkh": 0, "stride_nvh": 0, **strides("bsd" if a.latent else "bshd", nk=a.new_k, nv=a.new_v),
+        "rows": rows, "heads": heads, "s": lead[-1], "page_size": page_size, "slots": pages * page_size,
         "D": d, "D_ALL": power_of_two(d), "E": e, "E_ALL": power_of_two(e),
         "PAIRS_K": 0 if a.latent else pairs, "PAIRS_V": pairs if a.latent else 0, "INTERLEAVED": a.interleaved,
     }  # fmt: skip
+    if a.cos and a.cos.shape[0] == 1:  # the angles of one batch entry are those of all
+        arguments["stride_ab"] = 0
     launch = Launch(write, programs, arguments, tiles)
     launch.options["enable_fp_fusion"] = False  # rotations round every product, as those of rope do
     return launch
 
 
-def _strides(a: WriteArguments, lead: int) -> dict[str, int]:
-    """By name: of planes; of new tokens, of which packed ones are a batch of one; and of angles."""
-    found, planes = {}, {"kp kt kg": a.k, "vp vt vg": a.v, "ksp kst ksg": a.k_scale, "vsp vst vsg": a.v_scale}
-    for names, x in planes.items():
-        found |= named_strides(names, Layout(*x).strides[:3] if x else (0, 0, 0))
-    for names, x in {"nkb nks nkh": a.new_k, "nvb nvs nvh": a.new_v}.items():
-        of_x = Layout(*x).strides if x else (0,) * 4
-        strides = (*of_x[:lead], 0 if a.latent else of_x[lead])
-        found |= named_strides(names, (0,) * (3 - len(strides)) + strides)
-    of_angles = Layout(*a.cos) if a.cos else Layout((1,), (0, 0), torch.float32)  # those of one batch entry are all's
-    varies = lead == 2 == len(of_angles.shape) - 1 and of_angles.shape[0] > 1
-    return found | named_strides("ab as", (of_angles.strides[0] if varies else 0, of_angles.strides[-2]))
-
-
 def _write(*arguments):
     a = _as_bytes(WriteArguments(*arguments))
-    with on_device(a.slots):
-        plan(key_of(a, a.slots))(a)
+    plan(key_of(a, a.slots)).on(a._asdict())
 
 
 _library = register(Operator(f"triton_write{WRITE}", _write, fake_write))
