@@ -158,6 +158,19 @@ def test_the_operator_is_what_it_says():
         torch.library.opcheck(WRITE.default, arguments(latent, torch.int8))
 
 
+@pytest.mark.parametrize("narrow", ["a head too few", "a channel too few", "a token too few"])
+def test_tokens_that_are_not_those_of_planes_and_slots_are_refused(narrow):
+    k, v, k_scale, v_scale, new_k, new_v, *rest = arguments(False, None)
+    if narrow == "a token too few":
+        new_k, new_v = new_k[:, :-1], new_v[:, :-1]
+    else:
+        new_k = new_k[:, :, :-1] if narrow == "a head too few" else new_k[..., :-1]
+    before = k.clone()
+    with pytest.raises(ValueError, match=r"k, v: expected \(2, \d, \d, \d+\) for 10 slots, got"):
+        WRITE(k, v, k_scale, v_scale, new_k, new_v, *rest)
+    assert_same_bits((k, before))
+
+
 class Calls(TorchDispatchMode):
     """Counts the writes that torch's dispatcher sees."""
 

@@ -5,6 +5,7 @@ import torch
 from ...call import Call
 from ...prepared import Run
 from ...spec import AttentionSpec
+from ..operators import NO_BACKWARD
 from . import cached, dense
 from .cached import cached_attention as cached_attention
 from .dense import attention as attention
@@ -20,7 +21,7 @@ def unsupported(spec: AttentionSpec) -> list[str]:
     """Why this backend cannot run ``spec``."""
     reasons = against(spec.dtype, spec.device, spec.arch, interpreted=spec.interpreted)
     if spec.kind == "cached" and spec.grad:
-        return [*reasons, "cached attention has no backward; wrap the call in torch.no_grad()"]
+        return [*reasons, NO_BACKWARD]
     if spec.device == "cuda" and spec.arch < 89 and spec.layout and spec.layout.store == torch.float8_e4m3fn:
         reasons.append(f"reads fp8 caches from sm_89 on, got sm_{spec.arch}; store int8")
     widest = WIDEST_BACKWARD if spec.grad else WIDEST

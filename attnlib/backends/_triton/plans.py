@@ -151,8 +151,8 @@ def forward(key: Key) -> Launch:
 class Backward(NamedTuple):
     """The launches of a backward.
 
-    ``prepare`` makes lse2 and delta, ``keys`` dk and dv, and ``queries`` dq and, of each
-    head, so many ``shares`` of the slopes' gradient; None without slopes.
+    ``prepare`` makes lse2 and delta, ``keys`` dk and dv, and ``queries`` dq and, of each head, so many ``shares`` of
+    the slopes' gradient; None without slopes.
     """
 
     prepare: Launch

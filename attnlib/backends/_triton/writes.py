@@ -87,6 +87,7 @@ def plan(key: Key) -> Launch:
     """The launch of a write.
 
     Raises:
+        ValueError: the new tokens are not those of the planes and slots.
         NotImplementedError: int32 cannot count them, or the tokens of the planes.
     """
     from .kernels.cache_write import write
@@ -94,6 +95,10 @@ def plan(key: Key) -> Launch:
     a = key.layouts
     (pages, page_size, heads, d), e = a.k.shape, a.v.shape[-1] if a.v else 0
     lead = a.new_k.shape[: -1 if a.latent else -2]
+    for x, width in ((a.new_k, d), (a.new_v, e)):
+        expected = (*lead, width) if a.latent else (*lead, heads, width)
+        if x and (x.shape != expected or prod(lead) != prod(a.slots.shape) or len(lead) not in (1, 2)):
+            raise ValueError(f"k, v: expected {expected} for {prod(a.slots.shape)} slots, got {tuple(x.shape)}")
     rows, pairs = prod(lead) * heads, a.cos.shape[-1] if a.cos else 0
     widest = max(power_of_two(d), power_of_two(e))
     tiles = LaunchConfig(max(1, fitting(TILES, rows * widest) // widest), 0, 1, 4)
