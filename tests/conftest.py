@@ -12,7 +12,7 @@ from slow_shares import covering, is_of_share
 from attnlib.backends._triton import launch
 
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
-settings.register_profile("attnlib", max_examples=30, deadline=None, derandomize=True, phases=PHASES)
+settings.register_profile("attnlib", max_examples=20, deadline=None, derandomize=True, phases=PHASES)
 settings.load_profile("attnlib")
 MANY = 200
 torch.set_num_threads(1)
