@@ -17,13 +17,13 @@ demo: $(READY)
 
 # The default suite, on two workers of one thread each; then the kernels, which Triton interprets in a process of its own.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels $(ARGS)
 
 # What `make test` leaves out, as tests/README.md lists it: more examples of properties, and cases whose like it ran.
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m '$(SLOW)' $(ARGS)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m '$(SLOW)' tests/kernels $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m '$(SLOW)' $(ARGS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m '$(SLOW)' tests/kernels $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """One thread, one seed, NaN in uninitialised memory; hypothesis without deadlines; and what is behind `-m slow`."""
 
+import gc
 import re
 from itertools import groupby
 
@@ -11,7 +12,7 @@ from slow_shares import covering, is_of_share
 from attnlib.backends._triton import launch
 
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
-settings.register_profile("attnlib", max_examples=30, deadline=None, derandomize=True, phases=PHASES)
+settings.register_profile("attnlib", max_examples=20, deadline=None, derandomize=True, phases=PHASES)
 settings.load_profile("attnlib")
 MANY = 200
 torch.set_num_threads(1)
@@ -24,6 +25,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    gc.disable()  # until the tests are collected: no garbage, and a million objects to look through for it
     if config.getoption("--public-launches"):
         launch.KNOWN = ()
         launch.current_device = torch.cuda.current_device
@@ -53,6 +55,11 @@ def pytest_collection_modifyitems(config, items):
         outside = [item for item in items if item.get_closest_marker("slow") and not is_of_share(item.nodeid, share)]
         config.hook.pytest_deselected(items=outside)
         items[:] = [item for item in items if item not in {*outside}]
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def _uncovered(items: list[pytest.Item]) -> list[pytest.Item]:

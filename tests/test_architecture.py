@@ -255,5 +255,5 @@ assert not torch.cuda.is_initialized()
 """
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}  # compiled once
     options = {"capture_output": True, "text": True, "check": True, "env": kept}
-    runs = [subprocess.run([sys.executable, "-c", code], **options) for _ in range(3)]
-    assert min(float(run.stdout) for run in runs) < 0.15
+    runs = (subprocess.run([sys.executable, "-c", code], **options) for _ in range(3))
+    assert any(float(run.stdout) < 0.15 for run in runs)

@@ -41,30 +41,37 @@ def test_by_example():
 """
 
 
-@pytest.mark.parametrize(
-    ("marks", "examples"),
-    [
-        ("slow", {"plain": 200, "few": 200, "many": 250, "TestMachine": 200}),
-        ("not slow and not gpu", {"plain": 30, "few": 7, "many": 250, "TestMachine": 9, "by_example": None}),
-    ],
-)
-def test_the_number_of_examples(tmp_path, marks, examples):
-    stdout = run(tmp_path, PROPERTIES, "-m", marks, "--hypothesis-show-statistics")
-    ran = re.findall(r"::(?:test_)?(\w+)(?:::runTest)? PASSED", stdout)
-    assert sorted(ran) == sorted(examples)
-    counts = re.findall(r"::(?:test_)?(\w+)(?:::runTest)?:\n(?:.*\n)*?.*?(\d+) passing", stdout)
-    assert {name: int(count) for name, count in counts} == {name: n for name, n in examples.items() if n}
+EXAMPLES = {
+    "not slow and not gpu": {"plain": 20, "few": 7, "many": 250, "TestMachine": 9, "by_example": None},
+    "slow": {"plain": 200, "few": 200, "many": 250, "TestMachine": 200},
+}
 
 
-def run(folder: Path, tests: str, *options: str) -> str:
-    """What pytest prints of these tests, under the suite's conftest."""
+def test_the_number_of_examples(tmp_path):
+    runs = run(tmp_path, PROPERTIES, *(["-m", marks, "--hypothesis-show-statistics"] for marks in EXAMPLES))
+    for stdout, examples in zip(runs, EXAMPLES.values(), strict=True):
+        ran = re.findall(r"::(?:test_)?(\w+)(?:::runTest)? PASSED", stdout)
+        assert sorted(ran) == sorted(examples)
+        counts = re.findall(r"::(?:test_)?(\w+)(?:::runTest)?:\n(?:.*\n)*?.*?(\d+) passing", stdout)
+        assert {name: int(count) for name, count in counts} == {name: n for name, n in examples.items() if n}
+
+
+def run(folder: Path, tests: str, *runs: list[str]) -> list[str]:
+    """What pytest prints of these tests with each list of options, under the suite's conftest, in one process."""
     (folder / "test_these.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n  gpu\n  covering\n")
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-v", *options]
+    code = f"""
+import pytest
+for options in {runs}:
+    assert pytest.main(["-p", "conftest", "-v", *options]) == 0
+    print({END!r})
+"""
     path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": path}
-    ).stdout
+    asked = {"capture_output": True, "text": True, "check": True, "env": os.environ | {"PYTHONPATH": path}}
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, **asked).stdout.split(END)[:-1]
+
+
+END = "-- the end of a run --"
 
 
 CASES = """
@@ -88,11 +95,9 @@ def test_other():
 
 def test_cases_and_shares(tmp_path):
     """The default run and all shares of the slow tests run every case once, each by its name alone."""
-    names = {
-        options: re.findall(r"::(\S+) PASSED", run(tmp_path, CASES, *options))
-        for options in (("-m", "not slow"), *(("-m", "slow", f"--slow-share={n}/2") for n in (1, 2)))
-    }
-    default, *shares = names.values()
+    slow = (["-m", "slow", f"--slow-share={n}/2"] for n in (1, 2))
+    runs = run(tmp_path, CASES, ["-m", "not slow"], *slow)
+    default, *shares = (re.findall(r"::(\S+) PASSED", stdout) for stdout in runs)
     covered = [name for name in default if "covered" in name]
     assert len(covered) == len(default) - 1 == 3  # of six cases, in which every value occurs
     assert all(any(value in re.split(r"[-\[\]]", name) for name in covered) for value in "xyz1234")

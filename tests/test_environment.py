@@ -18,9 +18,8 @@ ROOT = TESTS.parent
 def run(code: str, *flags: str) -> str:
     path = os.pathsep.join(map(str, (ROOT, TESTS, TESTS / "layers")))
     command = [sys.executable, *flags, "-c", code]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": path}
-    ).stdout
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}  # compiled once
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=kept | {"PYTHONPATH": path}).stdout
 
 
 def test_refusals_do_not_need_asserts():

@@ -30,13 +30,13 @@ def close(*pairs):
         torch.testing.assert_close(a, b)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(problems())
 def test_torch_is_the_definition(problem):
     assert_defined(problem, "torch")
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(problems(lengths=short))
 def test_reference_is_the_definition(problem):
     assert_defined(problem, "reference")

@@ -161,5 +161,5 @@ class CacheMachine(RuleBasedStateMachine):
                 assert all(a is b for a, b in zip(layers, self.objects, strict=True))
 
 
-CacheMachine.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=25)
+CacheMachine.TestCase.settings = settings(deadline=None, max_examples=30, stateful_step_count=25)
 TestCacheMachine = CacheMachine.TestCase

@@ -218,10 +218,11 @@ class SharingMachine(RuleBasedStateMachine):
         self.pair.release(self.some(data))
 
 
-SharingMachine.TestCase.settings = settings(deadline=None, max_examples=40, stateful_step_count=20)
+SharingMachine.TestCase.settings = settings(deadline=None, max_examples=20, stateful_step_count=20)
 TestSharingMachine = SharingMachine.TestCase
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("tokens", [1, 3, {3: 2, 0: 1, 1: 0, 2: 4}], ids=str)

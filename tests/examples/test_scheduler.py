@@ -93,7 +93,7 @@ def sample_by_pages(scheduler: Scheduler, tokens: int) -> Sample:
 MEASURE = serving.measure
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     variant=st.sampled_from(("gqa", "mla")),
     requests=st.lists(REQUESTS, min_size=2, max_size=8),

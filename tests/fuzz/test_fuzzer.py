@@ -15,7 +15,7 @@ from fuzz.planted import PLANTED
 
 HERE = Path(__file__).parent
 TURNS = 350  # cases of each kind: 45 s on one core of an EPYC; the first of them by default, the others behind -m slow
-CHUNK = 50
+CHUNK = 25
 DEEP = ("a forked page lost in a failed step", "a stale table after a failed step")  # bugs that take many cases to find
 SHARES = [pytest.param(n, marks=[pytest.mark.slow] if n >= CHUNK else []) for n in range(0, TURNS, CHUNK)]
 

@@ -1,10 +1,22 @@
 """Kernels run on a GPU with `-m gpu`, and without one under TRITON_INTERPRET=1, in a process of its own."""
 
+from contextlib import ExitStack
+
 import pytest
 from kernel_helpers import INTERPRETED
+from quick_interpreter import quick_interpreter
 
 from attnlib.backends._triton.launch import planned
 from attnlib.dispatch import PREPARED
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quickened():
+    """Closed, it leaves the interpreter as Triton ships it."""
+    with ExitStack() as stack:
+        if INTERPRETED:
+            stack.enter_context(quick_interpreter())
+        yield stack
 
 
 @pytest.fixture(autouse=True)

@@ -100,7 +100,7 @@ def churned(cache, model, seed):
 
 
 @pytest.mark.parametrize(("kind", "variant"), CASES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(page_sizes, counts, st.lists(st.tuples(counts, counts), min_size=1, max_size=5), seeds)
 def test_ragged_steps_with_admission_equal_each_sequence_alone(kind, variant, page_size, head_start, steps, seed):
     model = stack(kind, **VARIANTS[variant])
@@ -116,7 +116,7 @@ def test_ragged_steps_with_admission_equal_each_sequence_alone(kind, variant, pa
 
 
 @pytest.mark.parametrize(("kind", "variant"), CASES)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(page_sizes, st.lists(st.one_of(st.just(1), counts), min_size=1, max_size=6), st.lists(counts, min_size=3), seeds)
 def test_dense_steps_with_left_padding_equal_unpadded_runs(kind, variant, page_size, chunks, padding, seed):
     """Fault 91. The padding itself is NaN: it is stored and never seen."""
@@ -174,7 +174,7 @@ def test_a_window_decodes_in_the_pages_it_needs(kind):
 
 
 @pytest.mark.parametrize(("kind", "variant"), INTERRUPTED)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(page_sizes, st.integers(1, 20), counts, counts, seeds)
 def test_forks_that_diverge_equal_independent_runs(kind, variant, page_size, shared, n, m, seed):
     model = stack(kind, **VARIANTS[variant])
@@ -190,7 +190,7 @@ def test_forks_that_diverge_equal_independent_runs(kind, variant, page_size, sha
 
 
 @pytest.mark.parametrize(("kind", "variant"), INTERRUPTED)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(page_sizes, st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=4), seeds)
 def test_truncating_and_appending_other_tokens_equals_a_fresh_run(kind, variant, page_size, rounds, seed):
     """Fault 89: speculative decoding takes back what was refused, up to ``rollback`` tokens from the longest it was."""
@@ -233,6 +233,7 @@ def fail_in_a_layer(run, request):
         run.model(torch.zeros(sum(request.values()), 3), layers)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("fail", [fail_after_one_layer, leave_after_one_layer, fail_in_a_layer])
 @pytest.mark.parametrize(("kind", "variant"), INTERRUPTED)
 @settings(max_examples=3, deadline=None)

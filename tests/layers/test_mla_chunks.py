@@ -74,7 +74,7 @@ def pair(page_size, store=None, **options):
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(chunks, page_sizes, st.lists(st.tuples(counts, counts), min_size=2, max_size=4), seeds)
 def test_packed_steps_in_chunks_equal_the_absorbed_form(case, size, page_size, steps, seed):
     outs = []
@@ -88,7 +88,7 @@ def test_packed_steps_in_chunks_equal_the_absorbed_form(case, size, page_size, s
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(chunks, page_sizes, st.lists(counts, min_size=2, max_size=4), st.lists(counts, min_size=3, max_size=3), seeds)
 def test_padded_dense_steps_in_chunks_equal_the_absorbed_form(case, size, page_size, steps, padding, seed):
     """The padding itself is NaN: it is stored and never seen."""
@@ -104,7 +104,7 @@ def test_padded_dense_steps_in_chunks_equal_the_absorbed_form(case, size, page_s
 
 
 @pytest.mark.parametrize("kind", ["mla-expanded", "mla-auto"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(chunks, page_sizes, st.lists(st.tuples(counts, st.integers(17, 25)), min_size=1, max_size=3), seeds)
 def test_a_prompt_in_pieces_equals_the_prompt_at_once(kind, size, page_size, steps, seed):
     model = stack(kind, (sliding(9), CAUSAL), **WIDE)
