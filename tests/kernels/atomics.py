@@ -62,9 +62,9 @@ def backward_once(
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
     place = Place(pair // heads, 0, pair % heads)
     channels: tl.constexpr = Channels(D, D, 0)
-    q_rows, dout_rows = Rows(q_ptr, s * row, row, D, None, None), Rows(dout_ptr, s * row, row, D, None, None)
-    k_rows, v_rows = Rows(k_ptr, s * row, row, D, None, None), Rows(v_ptr, s * row, row, D, None, None)
-    dk_rows, dv_rows = Rows(dk_ptr, s * row, row, D, None, None), Rows(dv_ptr, s * row, row, D, None, None)
+    q_rows, dout_rows = Rows(q_ptr, s * row, row, D), Rows(dout_ptr, s * row, row, D)
+    k_rows, v_rows = Rows(k_ptr, s * row, row, D), Rows(v_ptr, s * row, row, D)
+    dk_rows, dv_rows = Rows(dk_ptr, s * row, row, D), Rows(dv_ptr, s * row, row, D)
     k = load_tile(k_rows, place, n0, n0 + n < s, channels, True).main
     v = load_tile(v_rows, place, n0, n0 + n < s, channels, True).main
     dk = tl.zeros([BLOCK_N, D], tl.float32)
@@ -96,9 +96,9 @@ def backward_once(
             at = dq_ptr + base + tl.cast(m0, tl.int64) * row + (m[:, None] * row + d[None, :])
             tl.atomic_add(at, tl.dot(ds.T, k, input_precision=PRECISION), mask=inside[:, None], sem="relaxed")
 
-    dk *= scale
-    store_tile(dk_rows, place, n0, n0 + n < s, Tile(dk, dk), channels)
-    store_tile(dv_rows, place, n0, n0 + n < s, Tile(dv, dv), channels)
+    valid = n0 + n < s
+    store_tile(dk_rows, place, n0, valid, Tile(dk, dk), scale, valid[:, None], channels)
+    store_tile(dv_rows, place, n0, valid, Tile(dv, dv), 1.0, valid[:, None], channels)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, tiles: tuple = LARGE) -> Tensor:

@@ -29,8 +29,7 @@ def update_schedule(
     schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None, split_size: int = 0
 ) -> None:
     """Cut sequences of these starts and lengths (at most ``limit``; the last ``reach`` tokens of them) into splits."""
-    reach = limit if reach is None else reach
-    plan = _plan(schedule.device, schedule.shape, lengths.shape[0], limit, reach, split_size)
+    plan = _plan(schedule.device, schedule.shape, len(lengths), limit, limit if reach is None else reach, split_size)
     plan.on({"starts": starts, "lengths": lengths, "schedule": schedule})
 
 

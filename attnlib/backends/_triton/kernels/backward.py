@@ -68,6 +68,8 @@ def backward_keys(
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
 
+    lse2_ptr += work.plane * stride_lb + work.other
+    delta_ptr += work.plane * stride_lb + work.other
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     stored = n0 + n < keys
     k = load_tile(Rows(k_ptr, stride_kb, stride_kt, stride_kg), of_k, n0, stored, d, True)
@@ -84,24 +86,30 @@ def backward_keys(
             tile = step % count if GROUP > 1 else step
             m0 = tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
             i, of_q = (i0 + m0 + m)[None, :], Place(work.plane, work.other, head)
-            rows_at = work.plane * stride_lb + work.other + head * stride_lh + m0
+            rows_at = head * stride_lh + m0
             # Rows that see nothing of this block may see nothing at all, be padding and hold anything: they are zeros.
             valid = (i0 + m0 + m >= low) & (i0 + m0 + m < high)
             # Each vector is read as late as may be: its values, one for each column of a tile, fill many registers.
+            if MASKED:
+                lse2 = tl.load(lse2_ptr + rows_at + m, mask=valid, other=0.0)
             q = load_tile(q_rows, of_q, m0, valid, d, MASKED, True, True)
             slope = None
             if alibi_slopes_ptr is not None:
                 slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
             modifiers = Modifiers(scale, softcap, slope)
             s_ij, derivative = modify(products(k, q, d, PRECISION), modifiers, i + band.apart, j)
-            lse2 = tl.load(lse2_ptr + rows_at + m, mask=valid if MASKED else True, other=0.0)
+            if not MASKED:
+                lse2 = tl.load(lse2_ptr + rows_at + m)
             p = tl.exp2(s_ij * unit_of(modifiers) - lse2[None, :])
             if MASKED:
                 seen = visible(i, j, band)
                 p = tl.where(seen, p, 0.0)
             dout = load_tile(dout_rows, of_q, m0, valid, e, MASKED, True, True)
+            if MASKED:
+                delta = tl.load(delta_ptr + rows_at + m, mask=valid, other=0.0)
             dp = products(v, dout, e, PRECISION)
-            delta = tl.load(delta_ptr + rows_at + m, mask=valid if MASKED else True, other=0.0)
+            if not MASKED:
+                delta = tl.load(delta_ptr + rows_at + m)
             kept = p
             if dropout_seed_ptr is not None:
                 seed, q_i = tl.load(dropout_seed_ptr), i0 + m0 + m

@@ -39,12 +39,9 @@ def origin_of(origin_ptr, sequence, batch):
     if origin_ptr is None:
         return Origin(0, 0, 0, 0)
     else:
-        known = sequence < batch
-        at = origin_ptr + sequence * 4
-        return Origin(
-            tl.load(at, mask=known, other=0), tl.load(at + 1, mask=known, other=0),
-            tl.load(at + 2, mask=known, other=0), tl.load(at + 3, mask=known, other=0),
-        )  # fmt: skip
+        known, at = sequence < batch, origin_ptr + sequence * 4
+        query, key = tl.load(at, mask=known, other=0), tl.load(at + 1, mask=known, other=0)
+        return Origin(query, key, tl.load(at + 2, mask=known, other=0), tl.load(at + 3, mask=known, other=0))
 
 
 @triton.jit
