@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDER := out/triton-3.6.0
 SLOW := slow and not gpu and not gpu2
+# On two workers of one thread each, which may keep what they compile: tests start many processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST)
 
 .PHONY: demo test test-slow lint bench bench-gpu compile-quick compile-check clean
 
@@ -15,15 +18,15 @@ SLOW := slow and not gpu and not gpu2
 demo: $(READY)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/compose_lm.py $(ARGS)
 
-# The default suite, on two workers of one thread each; then the kernels, which Triton interprets in a process of its own.
+# The default suite; then the kernels, which Triton interprets in a process of its own.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels $(ARGS)
+	$(PYTEST) $(ARGS)
+	$(INTERPRETED) tests/kernels $(ARGS)
 
 # What `make test` leaves out, as tests/README.md lists it: more examples of properties, and cases whose like it ran.
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m '$(SLOW)' $(ARGS)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m '$(SLOW)' tests/kernels $(ARGS)
+	$(PYTEST) -m '$(SLOW)' $(ARGS)
+	$(INTERPRETED) -m '$(SLOW)' tests/kernels $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -47,6 +47,7 @@ EXAMPLES = {
 }
 
 
+@pytest.mark.slow
 def test_the_number_of_examples(tmp_path):
     runs = run(tmp_path, PROPERTIES, *(["-m", marks, "--hypothesis-show-statistics"] for marks in EXAMPLES))
     for stdout, examples in zip(runs, EXAMPLES.values(), strict=True):
@@ -93,6 +94,7 @@ def test_other():
 """
 
 
+@pytest.mark.slow
 def test_cases_and_shares(tmp_path):
     """The default run and all shares of the slow tests run every case once, each by its name alone."""
     slow = (["-m", "slow", f"--slow-share={n}/2"] for n in (1, 2))

@@ -22,6 +22,7 @@ def run(code: str, *flags: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, env=kept | {"PYTHONPATH": path}).stdout
 
 
+@pytest.mark.slow
 def test_refusals_do_not_need_asserts():
     """Every refused call of two fault tables, under python -O."""
     code = """

@@ -112,6 +112,7 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
+@pytest.mark.slow
 def test_flops_are_the_same_in_either_order_of_imports():
     """And torch is told each formula that is exported, if it counts before."""
     before = f"{BEFORE}\n{TOLD}\n{COUNT.format(given='')}\n{COUNT.format(given=GIVEN)}"

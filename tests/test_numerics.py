@@ -191,7 +191,7 @@ def test_67_denormals_and_negative_zeros(backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("options", [(), ("sinks",)])
+@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.slow), ("sinks",)])
 def test_68_a_million_keys(dtype, options):
     assert_precise(make(1, 1, 2**20, 1, 1, 4, options=options, dtype=dtype))
 

@@ -18,7 +18,7 @@ from attnlib.backends._triton.tables import LaunchConfig
 from attnlib.cache import buffer
 
 if INTERPRETED:
-    LENGTH, DTYPE, PAGE = 70, torch.float16, 4
+    LENGTH, DTYPE, PAGE = 58, torch.float16, 4
     CASES = (
         (KVLayout.grouped(2, 16, dtype=DTYPE, window=40), sliding(40), {"sinks": 4, "softcap": 5.0}),
         (KVLayout.latent(32, 8, dtype=DTYPE, store=torch.int8), CAUSAL, {}),
