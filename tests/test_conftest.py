@@ -132,7 +132,7 @@ def test_what_is_left_to_slow_runs_is_listed():
                   for target in x.targets if isinstance(target, ast.Name)} - {"CASES"}  # fmt: skip
         for test in (x for x in tree.body if isinstance(x, ast.FunctionDef)):
             marks = " ".join(map(ast.unparse, test.decorator_list))
-            if {"covering", "slow", *shares} & {*re.findall(r"\w+", marks)} and path.name != "test_conftest.py":
+            if {"covering", "slow", *shares} & {*re.findall(r"\w+", marks)}:
                 found.add(f"{path.relative_to(here).as_posix()}::{test.name}")
     listed = re.findall(r"^\| `(\S+)`", (here / "README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(found)

@@ -28,8 +28,7 @@ def _solved(q: Tensor, v: Tensor, every: list[Batch]) -> tuple[Tensor, Tensor]:
     """The output and LSE of a call that falls into these batches."""
     if every and not every[0].index:
         return _attend(every[0])
-    out, lse = outputs(q, v)
-    out, lse = out.zero_(), lse.fill_(-torch.inf)  # for queries that belong to no sequence
+    out, lse = _nothing(q, v)
     for batch in every:
         out[batch.index], own_lse = _attend(batch)
         lse.mT[batch.index] = own_lse.mT
@@ -39,6 +38,12 @@ def _solved(q: Tensor, v: Tensor, every: list[Batch]) -> tuple[Tensor, Tensor]:
 def _attend(batch: Batch) -> tuple[Tensor, Tensor]:
     causal = fused.causality(batch)
     return tiles.forward(batch) if causal is None else fused.forward(batch, causal)
+
+
+def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The output and LSE of queries that belong to no sequence."""
+    out, lse = outputs(q, v)
+    return out.zero_(), lse.fill_(-torch.inf)
 
 
 def _backward(dout, dlse, out, lse, *arguments):

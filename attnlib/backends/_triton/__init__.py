@@ -24,10 +24,9 @@ def unsupported(spec: AttentionSpec) -> list[str]:
         return [*reasons, NO_BACKWARD]
     if spec.device == "cuda" and spec.arch < 89 and spec.layout and spec.layout.store == torch.float8_e4m3fn:
         reasons.append(f"reads fp8 caches from sm_89 on, got sm_{spec.arch}; store int8")
-    widest = WIDEST_BACKWARD if spec.grad else WIDEST
-    if spec.head_dim > widest or spec.value_dim > widest:
-        what = "a backward" if spec.grad else "tiles"
-        reasons.append(f"has {what} for heads of up to {widest}, got {max(spec.head_dim, spec.value_dim)}")
+    largest, widest = max(spec.head_dim, spec.value_dim), WIDEST_BACKWARD if spec.grad else WIDEST
+    if largest > widest:
+        reasons.append(f"has {'a backward' if spec.grad else 'tiles'} for heads of up to {widest}, got {largest}")
     elif spec.value_dim > WIDEST_VALUE:
         reasons.append(f"has tiles for values of up to {WIDEST_VALUE} channels, got {spec.value_dim}")
     return reasons

@@ -145,13 +145,11 @@ class Launch:
 
 def against(dtype: torch.dtype, device: str, arch: int, *, interpreted: bool) -> list[str]:
     """Why no kernel runs with this dtype on this type of device, or in Triton's interpreter, which needs no GPU."""
-    reasons = []
+    reasons = ["computes in fp32, got fp64"] if dtype == torch.float64 else []
     if device == "cuda" and arch < 80:
         reasons.append(f"needs sm_80 or newer, got sm_{arch}")
     elif interpreted and dtype == torch.bfloat16:
         reasons.append("Triton's interpreter multiplies bf16 wrongly; use fp16 or fp32")
     elif device != "cuda" and not interpreted:
         reasons.append(f"needs a CUDA device, got {device}")
-    if dtype == torch.float64:
-        reasons.append("computes in fp32, got fp64")
     return reasons
