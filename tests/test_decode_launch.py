@@ -72,7 +72,7 @@ def test_blocks_hold_a_key_and_a_value(d, tail, e):
 
 
 @pytest.mark.parametrize("resident", [1, 2, 4])
-def test_programs_of_a_part_leave_room_for_fewer_parts(resident):
+def test_programs_of_a_split_leave_room_for_fewer_splits(resident):
     """What a schedule has room for at a level runs at once, and is more than half of what could."""
     config = decode_tables.LaunchConfig(16, 64, 2, 4, resident=resident)
     for processors, blocks, heads in product((33, 132), (1, 2, 3, 8, 9), (1, 2, 8)):

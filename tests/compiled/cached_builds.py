@@ -1,4 +1,4 @@
-"""What the compile check builds for caches: kernels that read one, that add up and cut its parts, that write it."""
+"""What the compile check builds for caches: kernels that read one, that add up and cut its splits, that write it."""
 
 from collections.abc import Iterator
 from functools import partial

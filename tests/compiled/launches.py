@@ -31,7 +31,7 @@ MASKS = MappingProxyType(
 )
 BATCH, QUERY_HEADS, KV_HEADS = 2, 8, 2  # of every call without a cache
 CAPACITY = 8192  # tokens of a sequence in a cache
-# Multiprocessors, by which sequences are cut into parts: of an A100, an A40, an H200, a B200 and an RTX 5090.
+# Multiprocessors, by which sequences are cut into splits: of an A100, an A40, an H200, a B200 and an RTX 5090.
 PROCESSORS = MappingProxyType({80: 108, 86: 84, 90: 132, 100: 148, 120: 170})
 
 Prepared = tuple[Launch, dict[str, Tensor | None]]

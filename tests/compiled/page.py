@@ -29,10 +29,10 @@ at once and spills no less.
 Registers and spilled bytes are a thread's (the size of a stack that holds nothing else), shared memory is a program's;
 `per SM` is how many programs an SM has room for.
 
-Calls over caches (`decode`, then `combine` for parts of sequences, which `schedule` cuts; `write` stores tokens) say
+Calls over caches (`decode`, then `combine` for splits of sequences, which `schedule` cuts; `write` stores tokens) say
 query heads x channels of a stored key and value, `32 x d128`, with four query heads to a KV head, or those of a latent
 and its rotary key, `16 x d512+64`. They are of 16 sequences with one new token each, over pages of 64 tokens, but where
-they say otherwise. Tiles are rows of queries x keys; of `combine` parts x channels, of `schedule` sequences x parts.
+they say otherwise. Tiles are rows of queries x keys; of `combine` splits x channels, of `schedule` sequences x splits.
 """
 
 Built = Mapping[AnyBuild, Binary | BaseException]

@@ -137,7 +137,7 @@ def test_how_many_sequences_there_are_compiles_nothing_new():
     assert distinct([DECODE, DECODE._replace(sequences=17)]) == [DECODE]
 
 
-def test_chips_differ_in_how_many_parts_fill_them():
+def test_chips_differ_in_how_many_splits_fill_them():
     most = [prepared(CachedBuild("combine", arch, MLA))[0].arguments["MAX_SPLITS"] for arch in (80, 90)]
     assert most == [128, 256]  # room for 108 and 132 parts, and one more
 

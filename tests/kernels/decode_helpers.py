@@ -197,10 +197,10 @@ def plan_for(
     tiles: LaunchConfig | None = None,
     processors: int | None = None,
     small: bool = False,
-    parted: bool = True,
+    is_split: bool = True,
 ) -> None:
-    """Other tiles than the tables', a device of so many multiprocessors, ``small`` schedules with short parts, and if
-    they are not ``parted`` no parts of sequences that fill the device without."""
+    """Other tiles than the tables', a device of so many multiprocessors, ``small`` schedules with short splits, and if
+    they are not ``is_split`` no splits of sequences that fill the device without."""
     if tiles is not None:
         patch.setattr(decode_tables, "decode", lambda case: tiles)
     if processors is not None:
@@ -208,5 +208,5 @@ def plan_for(
     if small:
         patch.setattr(decode_tables, "GRANULARITY", 16)
         patch.setattr(decode_tables, "HALVINGS", 3)
-    patch.setattr(decode_tables, "LONG", LONG if parted else 0)
+    patch.setattr(decode_tables, "LONG", LONG if is_split else 0)
     planned.cache_clear()

@@ -37,14 +37,14 @@ else:
 
 
 @pytest.fixture(autouse=True)
-def short_sections(monkeypatch):
-    """On the interpreter, sections and tiles that short sequences fill."""
+def short_splits(monkeypatch):
+    """On the interpreter, splits and tiles that short sequences fill."""
     if INTERPRETED:
         monkeypatch.setattr(buffer, "MIN_SPLIT_SIZE", 32)
         monkeypatch.setattr(decode_tables, "fixed", lambda case: LaunchConfig(16, 16, 2, 4))
 
 
-def test_a_schedule_of_other_parts_is_not_used():
+def test_a_schedule_of_other_splits_is_not_used():
     """It would have other slots than the kernels count with."""
     layout = KVLayout.grouped(1, 16)
     for invariant in (False, True):

@@ -39,7 +39,7 @@ FACTORS = {
     "sigma": (1.0, 0.01, 10.0),
     "dtype": DTYPES,
     "processors": (2, 1, 7),
-    "parted": (True, False),
+    "is_split": (True, False),
     "order": ("pages", "heads", "apart"),
     "tiles": (LaunchConfig(16, 16, 2, 4), LaunchConfig(16, 32, 1, 4, resident=1), LaunchConfig(32, 16, 2, 4)),
 }
@@ -54,7 +54,7 @@ if not INTERPRETED:  # the shipped tiles, and what takes the interpreter minutes
         "lengths": ("edges", "ragged", "long"),
         "queries": (1, 2, 17, 40, (1, 1, 1), (0, 1, 3), (40, 1, 7)),
         "processors": (None, 1, 7, 33, 1000),
-        "parted": (True,),
+        "is_split": (True,),
         "tiles": (None,),
     }  # fmt: skip
 CASES = pairwise(FACTORS)
@@ -68,7 +68,7 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}:RuntimeWarning") for te
 
 @pytest.fixture
 def plan(monkeypatch):
-    """Plans as they ship, or on the interpreter with small tiles and short parts; call it for others."""
+    """Plans as they ship, or on the interpreter with small tiles and short splits; call it for others."""
 
     def anew(**changes):
         small = {"tiles": LaunchConfig(16, 16, 2, 4), "small": True} if INTERPRETED else {}
@@ -108,7 +108,7 @@ def name(cases: list[dict]) -> str:
 def test_any_call(cases, plan):
     for given in cases:
         case = SimpleNamespace(**given)
-        plan(processors=case.processors, tiles=case.tiles, parted=case.parted)
+        plan(processors=case.processors, tiles=case.tiles, is_split=case.is_split)
         call = call_of(case)
         assert_right(call if case.sigma == 1 else call.scheduled())
 
@@ -199,21 +199,21 @@ def test_where_tokens_lie_does_not_matter(plan):
             torch.testing.assert_close(results[-1], results[0])
 
 
-def test_sequences_parts_and_halves_make_no_difference(plan):
+def test_sequences_splits_and_halves_make_no_difference(plan):
     """P4, P9, P15: each sequence alone, shared out among any number of programs, as two sets of keys merged; and to the
     bit with the schedule of a cache or none."""
     lengths = (35, 1, 12) if INTERPRETED else (5000, 1, 300)
     for counts in (1, (1, 1, 9)):
         call = store(KVLayout.grouped(1, 16), Sizes(lengths)).call(counts, 3)
-        whole, parts = call.solve(), set()
+        whole, splits = call.solve(), set()
         for processors in (1, 7) if INTERPRETED else (1, 2, 7, 33):
             plan(processors=processors)
             scheduled = call.scheduled()
             result = scheduled.solve()
             assert_same_bits(*zip(result, call.solve(), strict=True))
             torch.testing.assert_close(result, whole)
-            parts.add(int(scheduled.stored.view.schedule[0, 0, 0, 5]))
-        assert max(parts) > 2  # and those of one token have one
+            splits.add(int(scheduled.stored.view.schedule[0, 0, 0, 5]))
+        assert max(splits) > 2  # and those of one token have one
         view = call.stored.view
         for n in range(3):
             q, _ = call.of(n, call.q, call.q[..., 0].transpose(-1, -2))
@@ -227,7 +227,7 @@ def test_sequences_parts_and_halves_make_no_difference(plan):
 
 @pytest.mark.parametrize("layout", [KVLayout.grouped(1, 16), LATENT], ids=["grouped", "latent"])
 def test_a_long_prompt_among_single_tokens(layout, plan):
-    """A sequence with more rows than parts have room for has none, however many parts it would have."""
+    """A sequence with more rows than splits have room for has none, however many splits it would have."""
     length, count = (72, 40) if INTERPRETED else (9000, 700)
     call = store(layout, Sizes((12, length, 1))).call((1, count, 1), 3, options=("sinks",))
     for processors in (1, 2, 7) if INTERPRETED else (1, 2, 7, 132):
@@ -326,7 +326,7 @@ def test_wrong_numbers_on_the_device_stay_inside(plan, monkeypatch):
                 assert_same_bits(*zip(call.of(n, *before), call.of(n, *after), strict=True))
     offsets = ([0, 9, 4, 13], [5, 9, 11, 13], [0, -7, 12, 13], [0, 9, 1 << 30, 13], [99, 98, 97, 96])
     for n, wrong in enumerate((*offsets, offsets[1])):
-        plan(parted=n % 2 == 0, processors=1)
+        plan(is_split=n % 2 == 0, processors=1)
         call.over(cu_seqlens_q=torch.tensor(wrong, dtype=torch.int32, device=DEVICE)).solve()
     for guard, n in guarded:
         assert guard[:4096].eq(7).all()

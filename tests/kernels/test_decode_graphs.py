@@ -164,7 +164,7 @@ def test_ten_thousand_sequences_of_one_token():
 
 
 @pytest.mark.parametrize("page_size", [64, None])
-def test_a_very_long_sequence_has_hundreds_of_parts(page_size):
+def test_a_very_long_sequence_has_hundreds_of_splits(page_size):
     layout = replace(GROUPED, heads=1)
     call = store(layout, Sizes((131077,), page_size=page_size)).call(1, 4).scheduled()
     assert int(call.stored.view.schedule[0, 0, 0, 5]) > 200

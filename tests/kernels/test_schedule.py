@@ -1,4 +1,4 @@
-"""The schedule: parts that follow each other without gaps, as many as there is room for, and none much longer."""
+"""The schedule: splits that follow each other without gaps, as many as there is room for, and none much longer."""
 
 from random import Random
 
@@ -57,24 +57,24 @@ def check(entries: list[list[int]], ranges: list[tuple[int, int]], room: int) ->
     grains = [max(1, -(-length // GRANULARITY) - start // GRANULARITY) for start, length in ranges]
     size, slot = least_size(grains, room, slots), 0
     for n, ((start, length), many) in enumerate(zip(ranges, grains, strict=True)):
-        first, parts = entries[n][4:6]
-        assert (first, parts) == (slot, -(-many // size))
+        first, splits = entries[n][4:6]
+        assert (first, splits) == (slot, -(-many // size))
         ends = [start]
-        for number, (sequence, begin, end, of, *_) in enumerate(entries[first : first + parts]):
-            assert (sequence, of) == (n, parts)
+        for number, (sequence, begin, end, of, *_) in enumerate(entries[first : first + splits]):
+            assert (sequence, of) == (n, splits)
             assert begin == ends[-1]
-            assert end % GRANULARITY == 0 or number == parts - 1
+            assert end % GRANULARITY == 0 or number == splits - 1
             assert end > begin
             assert -(-min(end, length) // GRANULARITY) - begin // GRANULARITY <= size
             ends.append(end)
         assert ends[-1] == END
         assert all(end < length for end in ends[1:-1])
-        slot += parts
+        slot += splits
     assert slot <= slots
     assert all(entry[0] == -1 for entry in entries[slot:])
 
 
-def test_parts_tile_what_is_seen(device):
+def test_splits_tile_what_is_seen(device):
     """At every level, for any lengths, of which some are 0, and for more rows than there are sequences."""
     random, lengths = Random(0), (0, 1, GRANULARITY - 1, GRANULARITY, GRANULARITY + 1, 700, 5000, 131072)
     cases = [(1, 1), (1, 132), (3, 7), (17, 33), (64, 132), (150, 16)][: 4 if INTERPRETED else None]
@@ -89,9 +89,9 @@ def test_parts_tile_what_is_seen(device):
             for level, row in enumerate(entries):
                 check(row, ranges, max(1, room >> level))
     entries = scheduled(device(33), [0] * 5, [1, 128000, 3, 0, 9])[0]
-    parts = [entry[5] for entry in entries[:5]]
-    assert parts == [1, parts[1], 1, 1, 1]
-    assert parts[1] > 0.9 * decode_tables.capacity(33, 1)  # the long one gets what the others leave
+    splits = [entry[5] for entry in entries[:5]]
+    assert splits == [1, splits[1], 1, 1, 1]
+    assert splits[1] > 0.9 * decode_tables.capacity(33, 1)  # the long one gets what the others leave
 
 
 def test_wrong_lengths_are_contained(device):

@@ -26,7 +26,7 @@ if INTERPRETED:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    """Short prefixes, and on the interpreter small tiles and short parts."""
+    """Short prefixes, and on the interpreter small tiles and short splits."""
     monkeypatch.setattr(shared_prefix, "SHARED_TOKENS", SIZE)
     plan_for(monkeypatch, **({"tiles": LaunchConfig(16, 16, 2, 4), "small": True} if INTERPRETED else {}))
     yield
