@@ -14,7 +14,7 @@ from .launch import Block, Launch, remembered
 from .tables import LaunchConfig
 
 PREPARED = LaunchConfig(32, 0, 1, 4)  # the first backward kernel, which has no keys
-AnyArguments = Arguments | CachedArguments | WriteArguments
+OperatorArguments = Arguments | CachedArguments | WriteArguments
 
 
 class Layout(NamedTuple):
@@ -36,10 +36,10 @@ class Key(NamedTuple):
     device: torch.device
     tf32: bool
     aligned: bool  # the tensors that descriptors may load begin at multiples of 16 bytes
-    arguments: AnyArguments
+    arguments: OperatorArguments
 
     @property
-    def layouts(self) -> AnyArguments:
+    def layouts(self) -> OperatorArguments:
         """The arguments, with a Layout for each tensor."""
         return self.arguments._make(Layout(*x) if type(x) is tuple else x for x in self.arguments)
 
@@ -57,7 +57,7 @@ def aligned(*tensors: Tensor | None) -> bool:
     return bits & 15 == 0
 
 
-def key_of(a: AnyArguments, first: Tensor, *others: Tensor | None) -> Key:
+def key_of(a: OperatorArguments, first: Tensor, *others: Tensor | None) -> Key:
     """What decides the launches of a call with these arguments, of which descriptors may load some."""
     tf32 = first.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
     layouts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in a]
