@@ -182,8 +182,10 @@ class Work(NamedTuple):
 
 
 @triton.jit
-def locate(cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK: tl.constexpr, REVERSED: tl.constexpr):
-    """The work of this program, for ``s`` rows of a sequence and ``t`` of the other side, or of all if packed.
+def locate(
+    pid, cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK: tl.constexpr, REVERSED: tl.constexpr
+):
+    """The work of program ``pid``, for ``s`` rows of a sequence and ``t`` of the other side, or of all if packed.
 
     Heads come in waves whose keys and values fit the L2 cache; in a wave the longest rows start first. Packed sequence
     ``batch`` is what follows the last offset, and has no keys.
@@ -191,7 +193,6 @@ def locate(cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK: tl.c
     PACKED: tl.constexpr = cu_ptr is not None
     pairs = heads if PACKED else batch * heads
     blocks = s // BLOCK + batch + 1 if PACKED else tl.cdiv(s, BLOCK)
-    pid = tl.program_id(0)
     first_pair = pid // (heads_per_wave * blocks) * heads_per_wave
     rest = pid - first_pair * blocks
     width = tl.minimum(heads_per_wave, pairs - first_pair)
