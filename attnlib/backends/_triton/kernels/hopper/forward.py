@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..band import Band, bounds, key_range, origin_of, sees_any, visible
 from ..scores import LN2, LOG2E, Modifiers, load_slope, modify, unit_of
 from ..tile import COUNTS, Work, locate
-from .primitives import FIRST, arrive_after, barrier_arrive, barrier_sync, scale_rows
+from .primitives import FIRST, arrive_after, barrier_arrive, barrier_sync, opaque, scale_rows
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of a consumer
 MOVED: gl.constexpr = gl.constexpr(8.0)  # powers of two by which a maximum grows before sums are scaled again
@@ -318,7 +318,7 @@ def sum_by_place(p, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, m_i, modifiers, i, n, band, sizes, MASKED: gl.constexpr):
+def softmax(s, m_i, modifiers, i, n, band, sizes, masked):
     """Probabilities of scores from key ``n`` on, the maximum that they are relative to, what sums so far are scaled by.
 
     The maximum stays while no row's grows by more than ``MOVED`` powers of two; sums are exact all the same.
@@ -326,8 +326,8 @@ def softmax(s, m_i, modifiers, i, n, band, sizes, MASKED: gl.constexpr):
     j = (n + gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, s.type.layout)))[None, :]
     unit = unit_of(modifiers)
     s, _ = modify(s, modifiers, (i + band.apart)[:, None], j)
-    if MASKED:
-        s = gl.where(visible(i[:, None], j, band), s, float("-inf"))
+    if masked:
+        s = opaque(gl.where(visible(i[:, None], j, band), s, float("-inf")))
     highest = gl.max(s, 1) * unit
     m_new = gl.where(highest > m_i + MOVED, highest, m_i)
     # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
@@ -353,7 +353,7 @@ def hand_back(turn, count, shared, sizes):
 
 
 @gluon.jit
-def step(state, turn, block, queries, modifiers, band, shared, sizes, MASKED: gl.constexpr, more):
+def step(state, turn, block, queries, modifiers, band, shared, sizes, masked, more):
     """The state with one block more: its softmax runs under the product of the block before with its values."""
     q, q_slot, i, zero = queries
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
@@ -363,7 +363,7 @@ def step(state, turn, block, queries, modifiers, band, shared, sizes, MASKED: gl
         clear_others(shared.v.index(turn.v), (block + 1) * BLOCK_N, band, sizes)
     acc = warpgroup_mma(state.p, shared.v.index(turn.v), state.acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
-    p, m_i, factor = softmax(s, state.m_i, modifiers, i, block * BLOCK_N, band, sizes, MASKED)
+    p, m_i, factor = softmax(s, state.m_i, modifiers, i, block * BLOCK_N, band, sizes, masked)
     of_sums: gl.constexpr = gl.SliceLayout(1, state.l_i.type.layout)
     l_i = state.l_i * gl.convert_layout(factor, of_sums)[:, None] + sum_by_place(p, BLOCK_N)
     l_i = arrive_after(l_i, FIRST + turn.k, sizes.THREADS)  # the keys' slot is free
@@ -459,16 +459,10 @@ def consume(number: gl.constexpr, call, results, shared, sizes):
             full_bottom = gl.maximum(gl.minimum(mine.full_bottom, full_top), bottom)
         else:
             full_bottom = bottom
-        for n in range(0, block - full_top):
-            b = block - 1 - n
-            state, turn = step(state, turn, b, queries, modifiers, band, shared, sizes, True, b > bottom)
-        for n in range(0, full_top - full_bottom):
-            b = full_top - 1 - n
-            state, turn = step(state, turn, b, queries, modifiers, band, shared, sizes, False, b > bottom)
-        if sizes.HIDES_FIRST:
-            for n in range(0, full_bottom - bottom):
-                b = full_bottom - 1 - n
-                state, turn = step(state, turn, b, queries, modifiers, band, shared, sizes, True, b > bottom)
+        for n in range(1, top - bottom):
+            b = block - n
+            masked = (b >= full_top) | (b < full_bottom)
+            state, turn = step(state, turn, b, queries, modifiers, band, shared, sizes, masked, b > bottom)
 
         if not (sizes.OUT_IN_Q or sizes.Q_IN_REGISTERS):
             mbarrier.arrive(shared.q_empty.index(q_slot), count=1)

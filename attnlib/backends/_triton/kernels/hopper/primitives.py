@@ -73,3 +73,9 @@ def scale_rows(acc, factor, COUNT: gl.constexpr):
         _scale_unless_one(COUNT), _in_and_out(COUNT), [acc, factor[:, None]],
         dtype=gl.float32, is_pure=False, pack=COUNT,
     )  # fmt: skip
+
+
+@gluon.jit
+def opaque(x):
+    """The same fp32 numbers; what makes them stays behind its branch."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
