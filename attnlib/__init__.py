@@ -26,7 +26,7 @@ from .merge import merge_states
 from .rope import Angles, Rope, rotate
 
 # For selective activation checkpointing: outputs that are linear in tokens to keep, and quadratic to compute again.
-SAVE_OPS = (torch.ops.attnlib.torch_forward.default, torch.ops.attnlib.triton_forward.default)
+SAVE_OPS = tuple(getattr(torch.ops.attnlib, f"{name}_forward").default for name in ("torch", "triton", "triton_plain"))
 
 __all__ = [
     "CAUSAL",

@@ -18,12 +18,13 @@ INSIDE = (f"{__package__}.", "torch.")
 
 
 class Backend(Protocol):
-    """A way to run attention: a module of this shape.
+    """A way to run attention: a module or an object of this shape.
 
     ``unsupported`` lists why a spec cannot run, ``slow`` why it would copy K or V, materialise scores or wait for
     the device; both look at the spec alone. ``attention`` and ``cached_attention`` run a checked call to
-    ``(out, lse)``, and ``prepare`` gives a quicker way to run it again, or None. ``cannot_store`` lists why tokens of a
-    dtype cannot be stored on a device; the rest does what :mod:`attnlib.storage` says of it.
+    ``(out, lse)``, and ``prepare`` gives a quicker way to run it again, or None. ``variant`` names the kernels that
+    would run it, where there are several; else it is empty. ``cannot_store`` lists why tokens of a dtype cannot be
+    stored on a device; the rest does what :mod:`attnlib.storage` says of it.
     """
 
     unsupported: Callable[[AttentionSpec], list[str]]
@@ -31,6 +32,7 @@ class Backend(Protocol):
     attention: Callable[[Call], tuple[Tensor, Tensor]]
     cached_attention: Callable[[Call], tuple[Tensor, Tensor]]
     prepare: Callable[[Call], Run | None]
+    variant: Callable[[Call], str]
     cannot_store: Callable[[torch.dtype, torch.device], list[str]]
     write_cache: Callable
     new_schedule: Callable
@@ -38,7 +40,10 @@ class Backend(Protocol):
 
 
 PREPARED = PreparedCalls(4096)  # the one store of calls that come again
-PREFERENCE: Mapping[str, Backend] = MappingProxyType({"triton": _triton, "torch": _torch, "reference": _reference})
+PREFERENCE: Mapping[str, Backend] = MappingProxyType(
+    {"triton": _triton.backend, "torch": _torch, "reference": _reference}
+)
+BACKENDS: Mapping[str, Backend] = MappingProxyType({**PREFERENCE, "triton:plain": _triton.plain})  # by name alone
 FLOP_FORMULAS = flops.formulas()
 
 
@@ -47,7 +52,7 @@ class SlowPathWarning(UserWarning):
 
 
 class Explanation(NamedTuple):
-    """Which backend a call runs on and why; print it.
+    """Which backend a call runs on and why; print it. ``variant`` names the kernels, if there are several.
 
     Over a view with shared prefixes two calls run, and are merged: ``shared`` explains the one over these prefixes, and
     all else is of the one over what each sequence has for itself.
@@ -57,6 +62,7 @@ class Explanation(NamedTuple):
     chosen: str | None
     rejected: dict[str, list[str]]
     slow: list[str]
+    variant: str = ""
     shared: "Explanation | None" = None
 
     def __str__(self) -> str:
@@ -72,7 +78,8 @@ class Explanation(NamedTuple):
         spec = ", ".join(
             f"{name}={value}" for name, value in self.spec._asdict().items() if value not in (None, False, (), 0)
         )
-        lines = [f"{self.spec.kind} attention: {spec}", f"runs on: {self.chosen or 'nothing'}"]
+        variant = f", {self.variant} kernels" if self.variant else ""
+        lines = [f"{self.spec.kind} attention: {spec}", f"runs on: {self.chosen or 'nothing'}{variant}"]
         lines += [f"  slow: {reason}" for reason in self.slow]
         return lines + [f"  not on {name}: {reason}" for name, reasons in self.rejected.items() for reason in reasons]
 
@@ -100,24 +107,29 @@ def select(spec: AttentionSpec, name: str | None = None) -> Backend:
 
 def storing(dtype: torch.dtype, device: torch.device) -> Backend:
     """The backend that stores tokens of this dtype on this device, and shares a step's sequences out."""
-    return next(backend for backend in (_triton, _torch) if not backend.cannot_store(dtype, device))
+    return next(backend for backend in (_triton.backend, _torch) if not backend.cannot_store(dtype, device))
 
 
 def explanation(spec: AttentionSpec, name: str | None) -> Explanation:
     """Why ``select(spec, name)`` chooses what it does; raises for an unknown name alone."""
     if name is not None:
         _check_name(name)
-    reasons = {
-        known: backend.unsupported(spec) for known, backend in PREFERENCE.items() if name in (None, "strict", known)
-    }
+    asked = PREFERENCE if name in (None, "strict") else {name: BACKENDS[name]}
+    reasons = {known: backend.unsupported(spec) for known, backend in asked.items()}
     able = [known for known, why in reasons.items() if not why]
-    slow = PREFERENCE[able[0]].slow(spec) if able else []
+    slow = BACKENDS[able[0]].slow(spec) if able else []
     chosen = able[0] if able and not (name == "strict" and slow) else None
     return Explanation(spec, chosen, {key: why for key, why in reasons.items() if why}, slow)
 
 
+def explained(call: Call, name: str | None) -> Explanation:
+    """The explanation of a checked call, with the kernels that would run it."""
+    found = explanation(call.spec, name)
+    return found if found.chosen is None else found._replace(variant=BACKENDS[found.chosen].variant(call))
+
+
 def _check_name(name: str) -> None:
-    known = ("strict", *PREFERENCE)
+    known = ("strict", *BACKENDS)
     if not isinstance(name, str):
         raise TypeError(f"backend: expected None or a name, got {type(name).__name__}")
     if name not in known:
@@ -125,7 +137,7 @@ def _check_name(name: str) -> None:
 
 
 def _named(spec: AttentionSpec, name: str) -> Backend:
-    backend = PREFERENCE[name]
+    backend = BACKENDS[name]
     if reasons := backend.unsupported(spec):
         raise NotImplementedError(f"{name}: {'; '.join(reasons)}")
     return backend

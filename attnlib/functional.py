@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .call import Call, Dropout, Packing, Score, checked
 from .checks import are_checks_on, is_strided
-from .dispatch import PREPARED, Explanation, explanation, select
+from .dispatch import PREPARED, Explanation, explained, select
 from .kv import KVView
 from .mask import FULL, Mask
 from .merge import merge_states
@@ -192,8 +192,8 @@ def explain(call: Callable, *args, **kwargs) -> Explanation:
     bound.apply_defaults()
     name = bound.arguments["backend"]
     plan = planned(_call_of(kinds[call], bound.arguments, lse=call.__name__.endswith("_with_lse")))
-    own = explanation(checked(plan.own).spec, name)
-    return own if plan.shared is None else own._replace(shared=explanation(checked(plan.shared).spec, name))
+    own = explained(checked(plan.own), name)
+    return own if plan.shared is None else own._replace(shared=explained(checked(plan.shared), name))
 
 
 def _call_of(kind: str, arguments: Mapping[str, Any], *, lse: bool) -> Call:

@@ -11,6 +11,8 @@ KERNELS = ("forward", "prepare", "backward_keys", "backward_queries")
 HEADS = ((64, 64), (128, 128), (192, 128), (256, 256), (576, 512))  # channels of keys and values
 TRAINED = HEADS[:-1]  # those with a backward
 MIXED = ((64, 32), (32, 16), (16, 64), (96, 96))  # whose tiles would differ in layout, but for launch.widths
+MASKS = ("causal", "full", "left", "sliding", "prefix")
+ROWS = ("dense", "starts", "ends", "starts and ends", "packed")
 OTHERS = (80, 86, 100, 120)  # chips that few tables are for
 SHORT, LONG = 1024, 8192  # tokens
 
@@ -31,6 +33,7 @@ class Build(NamedTuple):
     dropout: float = 0.0
     dlse: bool = False  # a gradient arrives through the LSE
     aligned: bool = True  # rows of q, k and v begin at multiples of 16 bytes
+    hopper: bool = False  # by Hopper's own kernels, where there are some for it
 
     def __str__(self) -> str:
         d, e = self.head
@@ -39,6 +42,7 @@ class Build(NamedTuple):
         plain = [self.rows] if self.rows != "dense" else []
         plain += [f"{self.tokens} tokens"] if self.tokens != LONG else []
         plain += [] if self.aligned else ["unaligned"]
+        plain += ["Hopper"] if self.hopper else []
         words = [self.kernel, f"d{d}" if d == e else f"d{d}/{e}", self.dtype, self.mask]
         return f"{' '.join(words + plain)}{', ' if flags else ''}{' '.join(flags)}"
 
@@ -66,14 +70,26 @@ def entries() -> Iterator[Build]:
     for arch in OTHERS:
         for kernel in KERNELS:
             yield Build(kernel, arch, (128, 128))
+    yield from hopper_entries()
+
+
+def hopper_entries() -> Iterator[Build]:
+    """Every entry of the tables of Hopper's own kernels, and all that changes their loops."""
+    for head in TRAINED:
+        for mask in MASKS:
+            yield Build("forward", 90, head, mask=mask, hopper=True)
+        for rows in ROWS[1:]:
+            yield Build("forward", 90, head, rows=rows, hopper=True)
+        for option in ("softcap", "slopes", "sinks"):
+            yield Build("forward", 90, head, hopper=True, **{option: True})
 
 
 def product() -> Iterator[Build]:
     """The kernels of forward and of backward calls in which any two choices meet."""
     common = {
         "arch": (90, *OTHERS),
-        "mask": ("causal", "full", "left", "sliding", "prefix"),
-        "rows": ("dense", "starts", "ends", "starts and ends", "packed"),
+        "mask": MASKS,
+        "rows": ROWS,
         "dtype": ("bf16", "fp16", "fp32", "tf32"),
         "dropout": (0.0, 0.1, 0.6),  # from 0.5 on its threshold is an int64
         "tokens": (LONG, SHORT),

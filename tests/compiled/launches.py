@@ -6,9 +6,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from attnlib.backends._triton import cached, plans, schedule, writes
+from attnlib.backends._triton import cached, plans, schedule, variants, writes
 from attnlib.backends._triton.launch import Launch, planned
-from attnlib.backends._triton.plans import Key, backward, forward, key_of, layout
+from attnlib.backends._triton.plans import Key, backward, key_of, layout
 from attnlib.backends._triton.writes import write_cache
 from attnlib.backends.operators import TENSORS, Arguments
 from attnlib.cache.buffer import split_size_of
@@ -44,7 +44,10 @@ def prepared(build: AnyBuild) -> Prepared:
         ValueError: the call of the build does not launch its kernel.
     """
     planned.cache_clear()  # of other chips, which are no part of what decides a plan
-    with patch.object(plans, "arch_of", lambda device: build.arch):
+    with (
+        patch.object(plans, "arch_of", lambda device: build.arch),
+        patch.object(variants, "processors", lambda device: PROCESSORS[build.arch]),
+    ):
         return _over_cache(build) if isinstance(build, CachedBuild) else _dense(build)
 
 
@@ -58,9 +61,10 @@ def _dense(build: Build) -> Prepared:
         mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None,
     )  # fmt: skip
     loaded = (named["q"], named["k"], named["v"])
-    key = key_of(arguments, *loaded)._replace(tf32=build.dtype == "tf32")
+    key = key_of(arguments, *loaded)._replace(tf32=build.dtype == "tf32", hopper=build.hopper)
     if build.kernel == "forward":
-        return forward(key), named
+        plan = variants.forward(key)
+        return plan.launch, named | {"counter": torch.empty(1, dtype=torch.int32, device="meta") if plan.drawn else None}
     plan = backward(key, layout(named["dout"]), layout(named["dlse"]))
     return getattr(plan, build.kernel.removeprefix("backward_")), named
 

@@ -1,42 +1,66 @@
 """The Triton backend: kernels for GPUs from sm_80 on, or interpreted without one."""
 
 import torch
+from torch import Tensor
 
 from ...call import Call
 from ...prepared import Run
 from ...spec import AttentionSpec
 from ..operators import NO_BACKWARD
-from . import cached, dense
-from .cached import cached_attention as cached_attention
-from .dense import attention as attention
+from . import cached
+from .dense import Dense
 from .launch import against
-from .schedule import new_schedule as new_schedule
-from .schedule import update_schedule as update_schedule
+from .schedule import new_schedule, update_schedule
 from .tables import WIDEST, WIDEST_BACKWARD, WIDEST_VALUE
-from .writes import cannot_store as cannot_store
-from .writes import write_cache as write_cache
+from .writes import cannot_store, write_cache
 
 
-def unsupported(spec: AttentionSpec) -> list[str]:
-    """Why this backend cannot run ``spec``."""
-    reasons = against(spec.dtype, spec.device, spec.arch, interpreted=spec.interpreted)
-    if spec.kind == "cached" and spec.grad:
-        return [*reasons, NO_BACKWARD]
-    if spec.device == "cuda" and spec.arch < 89 and spec.layout and spec.layout.store == torch.float8_e4m3fn:
-        reasons.append(f"reads fp8 caches from sm_89 on, got sm_{spec.arch}; store int8")
-    largest, widest = max(spec.head_dim, spec.value_dim), WIDEST_BACKWARD if spec.grad else WIDEST
-    if largest > widest:
-        reasons.append(f"has {'a backward' if spec.grad else 'tiles'} for heads of up to {widest}, got {largest}")
-    elif spec.value_dim > WIDEST_VALUE:
-        reasons.append(f"has tiles for values of up to {WIDEST_VALUE} channels, got {spec.value_dim}")
-    return reasons
+class TritonBackend:
+    """A backend, as :class:`attnlib.dispatch.Backend` says, of operators of this name.
+
+    ``hopper`` says whether kernels that only Hopper has may run a call, where there are some for it.
+    """
+
+    cannot_store, write_cache = staticmethod(cannot_store), staticmethod(write_cache)
+    new_schedule, update_schedule = staticmethod(new_schedule), staticmethod(update_schedule)
+
+    def __init__(self, name: str, *, hopper: bool):
+        self.dense = Dense(name, hopper=hopper)
+
+    def unsupported(self, spec: AttentionSpec) -> list[str]:
+        """Why this backend cannot run ``spec``."""
+        reasons = against(spec.dtype, spec.device, spec.arch, interpreted=spec.interpreted)
+        if spec.kind == "cached" and spec.grad:
+            return [*reasons, NO_BACKWARD]
+        if spec.device == "cuda" and spec.arch < 89 and spec.layout and spec.layout.store == torch.float8_e4m3fn:
+            reasons.append(f"reads fp8 caches from sm_89 on, got sm_{spec.arch}; store int8")
+        largest, widest = max(spec.head_dim, spec.value_dim), WIDEST_BACKWARD if spec.grad else WIDEST
+        if largest > widest:
+            reasons.append(f"has {'a backward' if spec.grad else 'tiles'} for heads of up to {widest}, got {largest}")
+        elif spec.value_dim > WIDEST_VALUE:
+            reasons.append(f"has tiles for values of up to {WIDEST_VALUE} channels, got {spec.value_dim}")
+        return reasons
+
+    def slow(self, spec: AttentionSpec) -> list[str]:
+        """Why this backend would copy K or V."""
+        return [f"{name}: the last dimension is not contiguous, so it is copied once" for name in spec.strided]
+
+    def variant(self, call: Call) -> str:
+        """Which of its kernels run a call."""
+        return self.dense.variant(call) if call.kv is None else "plain"
+
+    def attention(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Dense or packed attention and its LSE."""
+        return self.dense.attention(call)
+
+    def cached_attention(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Attention over stored keys and its LSE."""
+        return cached.cached_attention(call)
+
+    def prepare(self, call: Call) -> Run | None:
+        """A quicker way to run this call again, on tensors of the same layouts."""
+        return self.dense.prepare(call) if call.kv is None else cached.prepare(call)
 
 
-def slow(spec: AttentionSpec) -> list[str]:
-    """Why this backend would copy K or V."""
-    return [f"{name}: the last dimension is not contiguous, so it is copied once" for name in spec.strided]
-
-
-def prepare(call: Call) -> Run | None:
-    """A quicker way to run this call again, on tensors of the same layouts."""
-    return dense.prepare(call) if call.kv is None else cached.prepare(call)
+backend = TritonBackend("triton", hopper=True)
+plain = TritonBackend("triton_plain", hopper=False)

@@ -7,58 +7,70 @@ from ...call import Call
 from ...prepared import Run
 from ..autograd import Operators
 from ..operators import Arguments, flat, option_grads, outputs, readable
-from . import plans
+from . import plans, variants
 
 
-def attention(call: Call) -> tuple[Tensor, Tensor]:
-    """Dense or packed attention and its LSE."""
-    return OPERATORS(flat(call), grad=call.spec.grad)
+class Dense:
+    """Attention without a cache, as operators of this name; ``hopper`` says whether Hopper's own kernels may run."""
 
+    def __init__(self, name: str, *, hopper: bool):
+        self.hopper = hopper
+        self.operators = Operators(name, self._forward, self._backward)
 
-def prepare(call: Call) -> Run | None:
-    """What runs a call without optional tensors again, on tensors of the same layouts."""
-    if call.spec.strided or call.spec.dtype == torch.float32:  # whose products torch's settings decide
-        return None
-    given = flat(call)
-    a = given._replace(q=None, k=None, v=None)  # what is prepared keeps no tensor of a call
-    if call.spec.grad:
-        return lambda q, k, v: OPERATORS.differentiable(a._replace(q=q, k=k, v=v))
-    (b, s, h, _), e = call.q.shape, call.v.shape[-1]
-    launch = plans.forward(plans.key_of(given, given.q, given.k, given.v))
-    launch_on = launch.bound(a._asdict(), "q", "k", "v", "out", "lse")
+    def attention(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Dense or packed attention and its LSE."""
+        return self.operators(flat(call), grad=call.spec.grad)
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if launch.blocks and not plans.aligned(q, k, v):
-            return _forward(*a._replace(q=q, k=k, v=v))
-        out, lse = q.new_empty((b, s, h, e)), q.new_empty((b, h, s), dtype=torch.float32)
-        launch_on(q, k, v, out, lse)
+    def variant(self, call: Call) -> str:
+        """Which kernels run the forward of a call."""
+        return variants.forward(self._key(flat(call))).variant
+
+    def prepare(self, call: Call) -> Run | None:
+        """What runs a call without optional tensors again, on tensors of the same layouts."""
+        if call.spec.strided or call.spec.dtype == torch.float32:  # whose products torch's settings decide
+            return None
+        given = flat(call)
+        a = given._replace(q=None, k=None, v=None)  # what is prepared keeps no tensor of a call
+        if call.spec.grad:
+            return lambda q, k, v: self.operators.differentiable(a._replace(q=q, k=k, v=v))
+        (b, s, h, _), e = call.q.shape, call.v.shape[-1]
+        plan, device = variants.forward(self._key(given)), call.q.device
+        launch = plan.launch.bound(a._asdict(), "q", "k", "v", "out", "lse", "counter")
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            if plan.launch.blocks and not plans.aligned(q, k, v):
+                return self._forward(*a._replace(q=q, k=k, v=v))
+            out, lse = q.new_empty((b, s, h, e)), q.new_empty((b, h, s), dtype=torch.float32)
+            launch(q, k, v, out, lse, plan.counter(device))
+            return out, lse
+
+        return run
+
+    def _key(self, a: Arguments) -> plans.Key:
+        return plans.key_of(a, a.q, a.k, a.v)._replace(hopper=self.hopper)
+
+    def _forward(self, *arguments):
+        a = readable(Arguments(*arguments))
+        out, lse = outputs(a.q, a.v)
+        plan = variants.forward(self._key(a))
+        plan.launch.on(a._asdict() | {"out": out, "lse": lse, "counter": plan.counter(a.q.device)})
         return out, lse
 
-    return run
-
-
-def _forward(*arguments):
-    a = readable(Arguments(*arguments))
-    out, lse = outputs(a.q, a.v)
-    plans.forward(plans.key_of(a, a.q, a.k, a.v)).on(a._asdict() | {"out": out, "lse": lse})
-    return out, lse
-
-
-def _backward(dout, dlse, out, lse, *arguments):
-    a, lse = readable(Arguments(*arguments)), lse.contiguous()
-    if not dout.is_contiguous() or dout.data_ptr() & 15:
-        dout = dout.clone(memory_format=torch.contiguous_format)
-    plan = plans.backward(plans.key_of(a, a.q, a.k, a.v), plans.layout(dout), plans.layout(dlse))
-    dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
-    dslopes = None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))  # some programs write none
-    tensors = a._asdict() | {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "dslopes": dslopes}
-    tensors |= {"lse2": torch.empty_like(lse), "delta": torch.empty_like(lse), "dq": dq, "dk": dk, "dv": dv}
-    for launch in (plan.prepare, plan.keys, plan.queries):
-        launch.on(tensors)
-    if dslopes is not None:
-        cu = a.cu_seqlens_q
-        dslopes = dslopes.sum(-1) if cu is None else _by_sequence(dslopes, cu, plan.queries.arguments["BLOCK_M"])
-    return dq, dk, dv, *option_grads(a, dslopes, lse, tensors["delta"])
+    def _backward(self, dout, dlse, out, lse, *arguments):
+        a, lse = readable(Arguments(*arguments)), lse.contiguous()
+        if not dout.is_contiguous() or dout.data_ptr() & 15:
+            dout = dout.clone(memory_format=torch.contiguous_format)
+        plan = plans.backward(self._key(a), plans.layout(dout), plans.layout(dlse))
+        dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
+        dslopes = None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))  # some programs write none
+        tensors = a._asdict() | {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "dslopes": dslopes}
+        tensors |= {"lse2": torch.empty_like(lse), "delta": torch.empty_like(lse), "dq": dq, "dk": dk, "dv": dv}
+        for launch in (plan.prepare, plan.keys, plan.queries):
+            launch.on(tensors)
+        if dslopes is not None:
+            cu = a.cu_seqlens_q
+            dslopes = dslopes.sum(-1) if cu is None else _by_sequence(dslopes, cu, plan.queries.arguments["BLOCK_M"])
+        return dq, dk, dv, *option_grads(a, dslopes, lse, tensors["delta"])
 
 
 def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:
@@ -71,6 +83,3 @@ def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:
     finite = shares.isfinite()
     sums = shares.masked_fill(~finite, 0).double() @ owned
     return sums.masked_fill((~finite).double() @ owned > 0, torch.nan).T.to(shares.dtype)
-
-
-OPERATORS = Operators("triton", _forward, _backward)

@@ -39,6 +39,14 @@ def remembered(plan: Callable) -> Callable:
     return wraps(plan)(partial(planned, plan))
 
 
+@remembered
+def tile_layout(shape: tuple[int, ...], dtype: torch.dtype):
+    """How a tile lies in shared memory where matrix products read it."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, str(dtype).removeprefix("torch.")))
+
+
 class Block(NamedTuple):
     """What a descriptor loads at once of a tensor: so many rows and columns, of one head if it has heads."""
 
@@ -46,16 +54,21 @@ class Block(NamedTuple):
     rows: int
     columns: int
     of_heads: bool = True
+    gluon: bool = False  # whether Gluon's kernels take it, which say how a tile lies in shared memory
 
     def descriptor(self, x: Tensor):
         """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other."""
+        if not self.of_heads:
+            x, shape = x.view(-1, x.shape[-1]), (self.rows, self.columns)
+        else:
+            x, shape = x if x.dim() == 4 else x[None], (1, self.rows, 1, self.columns)
+        if self.gluon:
+            from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+            return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape), tile_layout(shape, x.dtype))
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        if not self.of_heads:
-            x = x.view(-1, x.shape[-1])
-            return TensorDescriptor(x, list(x.shape), list(x.stride()), [self.rows, self.columns])
-        x = x if x.dim() == 4 else x[None]
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, self.rows, 1, self.columns])
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape))
 
 
 class Launch:
@@ -98,17 +111,20 @@ class Launch:
             self._compiled[aligned] = (device, binary.run, binary.function, binary.packed_metadata)
 
     def bound(self, tensors: dict[str, Tensor | None], *names: str) -> Callable[..., None]:
-        """The same on these tensors, but for those of ``names``: they are given at each call, in this order."""
+        """The same on these tensors, but for those of ``names``: they are given at each call, in this order.
+
+        A tensor that this kernel does not take may be named too.
+        """
         fixed = tensors | dict.fromkeys(names)
         known, known_bits = self._ready(fixed)
-        places = [self.tensors.index(name) for name in names]
+        places = [self.tensors.index(name) if name in self.tensors else None for name in names]
         described = enumerate(self._blocks, len(self.tensors))
         moved = [(place, x) for place, x in described if x is not None and x.tensor in names]
 
         def call(*new: Tensor | None) -> None:
             ready, bits = known.copy(), known_bits
             for place, x in zip(places, new, strict=True):
-                if x is not None:
+                if x is not None and place is not None:
                     ready[place] = address = x.data_ptr()
                     bits |= address
             named = moved and dict(zip(names, new, strict=True))

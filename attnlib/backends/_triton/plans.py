@@ -37,6 +37,7 @@ class Key(NamedTuple):
     tf32: bool
     aligned: bool  # the tensors that descriptors may load begin at multiples of 16 bytes
     arguments: OperatorArguments
+    hopper: bool = True  # whether Hopper's own kernels may run it
 
     @property
     def layouts(self) -> OperatorArguments:
@@ -82,9 +83,12 @@ class DenseShapes:
             if x.strides[-3] >= tables.FARTHEST:
                 apart = f"rows of {name} lie {x.strides[-3]} elements apart"
                 raise NotImplementedError(f"triton: {apart}; call .contiguous()")
+        # Whether every block of queries sees as many keys as any other.
+        self.are_alike = a.left is a.right is a.key_starts is a.key_ends is None and not self.packed
         main, tail, value = tables.widths(d, e)
+        self.out = contiguous((*a.q.shape[:-1], e), a.q.dtype)
         self.arguments = {
-            **strides("bshd", q=a.q, o=contiguous((*a.q.shape[:-1], e), a.q.dtype)), **strides("btgd", k=a.k, v=a.v),
+            **strides("bshd", q=a.q, o=self.out), **strides("btgd", k=a.k, v=a.v),
             "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,
             "batch": self.batch, "heads": self.h, "kv_heads": self.g, "s": self.s, "t": self.t,
             "group": self.h // self.g, "GROUP": self.h // self.g, **scoring(a, self.h, self.s + self.t),
@@ -97,13 +101,19 @@ class DenseShapes:
         """Programs along a sequence; packed, along all, with a partial block for each."""
         return length // block + self.batch + 1 if self.packed else -(-length // block)
 
+    def waves(self, heads: int) -> tuple[int, int]:
+        """Heads of all sequences, or of what is packed; and how many of them run together."""
+        pairs, group = heads if self.packed else self.batch * heads, heads // self.g
+        if self.packed:
+            return pairs, pairs
+        return pairs, tables.heads_per_wave(self.case, keys=self.t, pairs=pairs, group=group)
+
     def launch(self, kernel: Callable, tiles: LaunchConfig, arguments: dict, *, of_keys: bool = False) -> Launch:
         """The launch with a program for each block of queries, or of keys, of each head of a sequence."""
         heads, length, block, loaded = self.h, self.s, tiles.block_m, tiles.block_n
         if of_keys:
             heads, length, block, loaded = self.g, self.t, tiles.block_n, tiles.block_m
-        pairs, group = heads if self.packed else self.batch * heads, heads // self.g
-        wave = pairs if self.packed else tables.heads_per_wave(self.case, keys=self.t, pairs=pairs, group=group)
+        pairs, wave = self.waves(heads)
         blocks, (first, second) = {}, ("q", "dout") if of_keys else ("k", "v")
         if tiles.tma:
             main, tail, value = (arguments[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
@@ -139,12 +149,10 @@ def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
     return Layout(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
-@remembered
-def forward(key: Key) -> Launch:
+def forward(x: DenseShapes) -> Launch:
     """The launch of a forward, which makes out and lse."""
     from .kernels.forward import forward
 
-    x = DenseShapes(key)
     return x.launch(forward, tables.forward(x.case, keys=x.length), x.arguments)
 
 

@@ -18,7 +18,9 @@ def _one_operand(instruction, threads):
 @gluon.jit
 def barrier_sync(number, THREADS: gl.constexpr):
     """Wait until ``THREADS`` threads, these among them, have come to the barrier of this number."""
-    gl.inline_asm_elementwise(_one_operand("bar.sync", THREADS), "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        _one_operand("bar.sync", THREADS), "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -1,0 +1,54 @@
+"""Which calls run on Hopper's own kernels, and how those are launched: pure tables and rules. Imports no triton."""
+
+from typing import NamedTuple
+
+from .tables import FEW_KEYS, DenseCase, fitting, widths
+
+
+class HopperConfig(NamedTuple):
+    """Keys of a block, consumers of 64 queries each, slots of the rings, and registers of a thread.
+
+    ``q_in_registers``: queries are read from shared memory once, not for every block. ``out_in_q``: a tile of out takes
+    the room of its queries.
+    """
+
+    block_n: int
+    consumers: int
+    q_slots: int
+    k_slots: int
+    v_slots: int
+    q_in_registers: bool
+    out_in_q: bool
+    registers: int
+    producer_registers: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What the kernel is compiled for, by its parameters."""
+        return {name.upper(): value for name, value in self._asdict().items()}
+
+
+# By the widest head that fits: TFLOP/s of the causal and the full case of bench/cases.py at 8k, bf16 on an H200.
+FORWARD = (
+    (64, HopperConfig(128, 3, 2, 2, 2, False, False, 160, 32)),
+    (128, HopperConfig(128, 2, 1, 3, 2, True, False, 240, 24)),
+    (192, HopperConfig(128, 2, 1, 2, 2, True, True, 240, 24)),
+    (256, HopperConfig(64, 2, 1, 3, 2, False, True, 240, 24)),
+)
+NARROWEST = 64  # channels of a block that these kernels have layouts for
+
+
+def forward(case: DenseCase, *, keys: int) -> HopperConfig | None:
+    """How the forward of a call is launched; None where the plain kernel runs it.
+
+    >>> case = DenseCase(128, 128, 2, causal=True, plain=True, arch=90, aligned=True)
+    >>> forward(case, keys=8192).block_n, forward(case, keys=100)
+    (128, None)
+    """
+    main, tail, value = widths(case.head_dim, case.value_dim)
+    widest, (limit, _) = max(main + tail, value), FORWARD[-1]
+    is_there = case.arch == 90 and case.itemsize == 2 and case.aligned and NARROWEST <= main <= limit
+    if not is_there or widest > limit or keys <= FEW_KEYS:
+        return None
+    config = fitting(FORWARD, widest)
+    return None if config.out_in_q and value != main else config

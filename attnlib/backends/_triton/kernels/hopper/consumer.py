@@ -1,0 +1,161 @@
+"""The consumers of a Hopper forward: a warpgroup each for 64 queries, whose softmax runs under their products.
+
+Keys are walked from the last block down: the softmax of a block runs under the product of the probabilities before it
+with their values.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..band import Band, visible
+from ..scores import modify, unit_of
+from .primitives import FIRST, arrive_after, barrier_arrive, opaque, scale_rows
+from .shared import ROWS
+
+MOVED: gl.constexpr = gl.constexpr(8.0)  # powers of two by which a maximum grows before sums are scaled again
+
+
+class Turn(NamedTuple):
+    """Which slots of the rings of keys and of values come next, and their phases."""
+
+    k: gl.tensor
+    k_phase: gl.tensor
+    v: gl.tensor
+    v_phase: gl.tensor
+
+
+class State(NamedTuple):
+    """The sums of a consumer, and the probabilities of the last block, which wait for their product."""
+
+    acc: gl.tensor
+    p: gl.tensor
+    m_i: gl.tensor
+    l_i: gl.tensor  # [ROWS, 8], by place: lanes are added once a tile
+
+
+@gluon.jit
+def advance(slot, phase, SLOTS: gl.constexpr):
+    """The next slot of a ring, and its phase."""
+    slot += 1
+    if slot == SLOTS:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
+def issue_scores(q, q_slot, slot, shared, zero, D_TAIL: gl.constexpr):
+    """Begin ``q @ k.T`` for the keys of a slot."""
+    s = warpgroup_mma(q, shared.k.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if D_TAIL:
+        s = warpgroup_mma(shared.q_tail.index(q_slot), shared.k_tail.index(slot).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def clear_others(values, n, band, sizes):
+    """Zero the rows of a tile of values, from key ``n`` on, that no key of this sequence has: they may hold anything."""
+    BLOCK_N: gl.constexpr = sizes.BLOCK_N
+    if (n < band.start) | (n + BLOCK_N > band.end):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        for first in gl.static_range(0, BLOCK_N, 16):
+            rows = values.slice(first, 16, 0)
+            j = n + first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+            x = rows.load(LAYOUT)
+            rows.store(gl.where(((j >= band.start) & (j < band.end))[:, None], x, gl.zeros_like(x)))
+        fence_async_shared()
+
+
+@gluon.jit
+def sum_by_place(p, BLOCK_N: gl.constexpr):
+    """Row sums over the registers of a thread alone, ``[ROWS, 8]``."""
+    return gl.sum(p.reshape([ROWS, BLOCK_N // 8, 8]), 1)
+
+
+@gluon.jit
+def softmax(s, m_i, modifiers, i, n, band, sizes, masked):
+    """Probabilities of scores from key ``n`` on, the maximum that they are relative to, what sums so far are scaled by.
+
+    The maximum stays while no row's grows by more than ``MOVED`` powers of two; sums are exact all the same.
+    """
+    # Queries and keys are counted from key n on, so that the columns of a tile are constants: a register less.
+    i, j = (i - n)[:, None], gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, s.type.layout))[None, :]
+    unit = unit_of(modifiers)
+    s, _ = modify(s, modifiers, i + band.apart, j)
+    if masked:
+        start, end = band.start - n, band.end - n
+        near = Band(start, end, band.left, band.right, band.prefix, band.apart, band.key + n)
+        s = opaque(gl.where(visible(i, j, near), s, float("-inf")))
+    highest = gl.max(s, 1) * unit
+    m_new = gl.where(highest > m_i + MOVED, highest, m_i)
+    # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
+    safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    return gl.exp2(s * unit - safe[:, None]), m_new, gl.exp2(m_i - safe)
+
+
+@gluon.jit
+def hand_back(turn, count, shared, sizes):
+    """The turn after ``count`` blocks that this consumer does not need, each handed back once it has come.
+
+    Before, this consumer could arrive twice where another has not arrived once.
+    """
+    k, k_phase, v, v_phase = turn.k, turn.k_phase, turn.v, turn.v_phase
+    for _ in range(0, count):
+        mbarrier.wait(shared.k_full.index(k), k_phase)
+        barrier_arrive(FIRST + k, sizes.THREADS)
+        k, k_phase = advance(k, k_phase, sizes.K_SLOTS)
+        mbarrier.wait(shared.v_full.index(v), v_phase)
+        barrier_arrive(FIRST + sizes.K_SLOTS + v, sizes.THREADS)
+        v, v_phase = advance(v, v_phase, sizes.V_SLOTS)
+    return Turn(k, k_phase, v, v_phase)
+
+
+@gluon.jit
+def step(state, turn, block, queries, modifiers, band, shared, sizes, masked, more):
+    """The state with one block more: its softmax runs under the product of the block before with its values."""
+    q, q_slot, i, zero = queries
+    BLOCK_N: gl.constexpr = sizes.BLOCK_N
+    s = issue_scores(q, q_slot, turn.k, shared, zero, sizes.D_TAIL)
+    mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
+    if sizes.HOLES:
+        clear_others(shared.v.index(turn.v), (block + 1) * BLOCK_N, band, sizes)
+    acc = warpgroup_mma(state.p, shared.v.index(turn.v), state.acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p, m_i, factor = softmax(s, state.m_i, modifiers, i, block * BLOCK_N, band, sizes, masked)
+    of_sums: gl.constexpr = gl.SliceLayout(1, state.l_i.type.layout)
+    l_i = state.l_i * gl.convert_layout(factor, of_sums)[:, None] + sum_by_place(p, BLOCK_N)
+    l_i = arrive_after(l_i, FIRST + turn.k, sizes.THREADS)  # the keys' slot is free
+    k, k_phase = advance(turn.k, turn.k_phase, sizes.K_SLOTS)
+    mbarrier.wait(shared.k_full.index(k), k_phase, pred=more)  # ptxas moves no wait for a product above this one
+    acc, _ = warpgroup_mma_wait(0, deps=[acc, state.p])
+    barrier_arrive(FIRST + sizes.K_SLOTS + turn.v, sizes.THREADS)  # and the values'
+    acc = scale_rows(acc, gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), sizes.E // 2)
+    p = gl.convert_layout(p.to(shared.v.dtype), state.p.type.layout)  # the registers of the last p were in use till now
+    v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
+    return State(acc, p, m_i, l_i), Turn(k, k_phase, v, v_phase)
+
+
+@gluon.jit
+def first_step(turn, block, queries, modifiers, band, shared, sizes, SUMS: gl.constexpr, P: gl.constexpr, more):
+    """The state after the first block, whose probabilities wait for their product."""
+    q, q_slot, i, zero = queries
+    mbarrier.wait(shared.k_full.index(turn.k), turn.k_phase)
+    s = issue_scores(q, q_slot, turn.k, shared, zero, sizes.D_TAIL)
+    s = warpgroup_mma_wait(0, deps=[s])
+    barrier_arrive(FIRST + turn.k, sizes.THREADS)
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
+    p, m_i, _ = softmax(s, m_i, modifiers, i, block * sizes.BLOCK_N, band, sizes, True)
+    l_i = sum_by_place(p, sizes.BLOCK_N)
+    p = gl.convert_layout(p.to(shared.v.dtype), P)
+    k, k_phase = advance(turn.k, turn.k_phase, sizes.K_SLOTS)
+    mbarrier.wait(shared.k_full.index(k), k_phase, pred=more)
+    acc = gl.zeros([ROWS, sizes.E], gl.float32, SUMS)
+    return State(acc, p, m_i, l_i), Turn(k, k_phase, turn.v, turn.v_phase)

@@ -1,0 +1,89 @@
+"""The producer of a Hopper forward: one warp that hands out tiles and loads what they need, as slots become free."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ..band import Band, bounds, origin_of
+from ..tile import Work
+from .primitives import FIRST, barrier_sync
+from .shared import ROWS, blocks_of, post, work_of
+
+
+@gluon.jit
+def next_tile(tile, counter_ptr, tiles):
+    """The next tile of this program: tiles that differ in length are handed out by a counter.
+
+    Each program draws until it is refused, ``tiles`` numbers in all; who draws the last one sets the counter back to 0.
+    """
+    step = gl.num_programs(0)
+    if counter_ptr is None:
+        return tile + step
+    else:
+        drawn = gl.atomic_add(counter_ptr, 1)
+        if drawn == tiles - 1:
+            gl.atomic_xchg(counter_ptr, 0)
+        return drawn + step
+
+
+@gluon.jit
+def load(desc, tail_desc, tiles, tails, slot, full, at, D: gl.constexpr, D_TAIL: gl.constexpr):
+    """Load a tile, and its second block if it has one, into a slot of a ring, from row ``at[1]`` of head ``at[2]``."""
+    plane, row, head = at
+    ready = full.index(slot)
+    mbarrier.expect(ready, tiles.shape[1] * (D + D_TAIL) * 2)
+    tma.async_copy_global_to_shared(desc, [plane, row, head, 0], ready, tiles.index(slot))
+    if D_TAIL:
+        tma.async_copy_global_to_shared(tail_desc, [plane, row, head, D], ready, tails.index(slot))
+
+
+@gluon.jit
+def drain(loaded, SLOTS: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constexpr):
+    """Take the last messages of a ring: a barrier that is left half full would hang the next program."""
+    slot = gl.where(loaded < SLOTS, 0, loaded % SLOTS)
+    for _ in range(0, gl.minimum(loaded, SLOTS)):
+        barrier_sync(NUMBER + slot, THREADS)
+        slot = gl.where(slot + 1 == SLOTS, 0, slot + 1)
+
+
+@gluon.jit
+def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes):
+    """Load what all tiles of this program need, into slots as they become free."""
+    THREADS: gl.constexpr = sizes.THREADS
+    V_NUMBER: gl.constexpr = FIRST + sizes.K_SLOTS
+    tile, number, loaded = gl.program_id(0), 0, 0
+    k_slot, v_slot = 0, 0
+    while tile < call.tiles:
+        work = work_of(tile, call, sizes)
+        start, end = bounds(call.starts_ptr, call.ends_ptr, work.sequence, work.others)
+        origin = origin_of(call.origin_ptr, work.sequence, call.batch)
+        band = Band(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+        blocks = blocks_of(work, band, sizes, 0, ROWS * sizes.CONSUMERS)
+        plane, head, kv_head = work.plane.to(gl.int32), work.head.to(gl.int32), (work.head // call.group).to(gl.int32)
+        first, first_key = work.row.to(gl.int32) + work.start, work.other.to(gl.int32)
+        for step in range(0, blocks.top - blocks.bottom):
+            at = (plane, first_key + (blocks.top - 1 - step) * sizes.BLOCK_N, kv_head)
+            if loaded >= sizes.K_SLOTS:
+                barrier_sync(FIRST + k_slot, THREADS)
+            load(k_desc, k_tail_desc, shared.k, shared.k_tail, k_slot, shared.k_full, at, sizes.D, sizes.D_TAIL)
+            if step == 0:  # the first keys are on their way before there is room for queries
+                post(work, tile, number, call, shared, sizes)
+                slot = number % sizes.Q_SLOTS * sizes.CONSUMERS
+                for c in gl.static_range(sizes.CONSUMERS):
+                    rows = (plane, first + c * ROWS, head)
+                    q_slot = slot + c
+                    load(
+                        q_desc, q_tail_desc, shared.q, shared.q_tail, q_slot, shared.q_full, rows, sizes.D, sizes.D_TAIL
+                    )
+            if loaded >= sizes.V_SLOTS:
+                barrier_sync(V_NUMBER + v_slot, THREADS)
+            load(v_desc, v_desc, shared.v, shared.v, v_slot, shared.v_full, at, sizes.E, 0)
+            k_slot = gl.where(k_slot + 1 == sizes.K_SLOTS, 0, k_slot + 1)
+            v_slot = gl.where(v_slot + 1 == sizes.V_SLOTS, 0, v_slot + 1)
+            loaded += 1
+        number += 1
+        tile = next_tile(tile, counter_ptr, call.tiles)
+    zero = (tile * 0).to(gl.int64)
+    post(Work(zero, zero, zero, tile, zero, tile, zero, tile), tile, number, call, shared, sizes)  # no more
+    drain(loaded, sizes.K_SLOTS, FIRST, THREADS)
+    drain(loaded, sizes.V_SLOTS, V_NUMBER, THREADS)
