@@ -53,7 +53,7 @@ def test_tiles_of_keys_and_values_have_one_layout(d, e):
 
 def test_a_wave_holds_whole_groups():
     case = DenseCase(128, 128, 2, True, True, 90, True)
-    assert tables.heads_per_wave(case, keys=8192, pairs=64, group=1) == 6  # of 4 MiB each
-    assert tables.heads_per_wave(case, keys=8192, pairs=64, group=4) == 24
-    assert tables.heads_per_wave(case, keys=1 << 20, pairs=64, group=4) == 1
+    assert tables.heads_per_wave(case, keys=8192, pairs=64, group=1) == 8  # of 4 MiB each: as many in every wave
+    assert tables.heads_per_wave(case, keys=8192, pairs=64, group=4) == 32
+    assert tables.heads_per_wave(case, keys=1 << 20, pairs=64, group=4) == 4
     assert tables.heads_per_wave(case, keys=16, pairs=64, group=4) == 64
