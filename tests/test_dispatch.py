@@ -33,7 +33,7 @@ def spec_of(*, strided: bool = False, **options):
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
-    known = "'strict', 'triton', 'torch', 'reference'"
+    known = "'strict', 'triton', 'torch', 'reference', 'triton:plain'"
     with pytest.raises(ValueError, match=f"backend: expected None, {known}, got 'flash'"):
         select(spec_of(), "flash")
 

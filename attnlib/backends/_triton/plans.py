@@ -101,12 +101,12 @@ class DenseShapes:
         """Programs along a sequence; packed, along all, with a partial block for each."""
         return length // block + self.batch + 1 if self.packed else -(-length // block)
 
-    def waves(self, heads: int) -> tuple[int, int]:
+    def waves(self, heads: int, cache: int = tables.L2) -> tuple[int, int]:
         """Heads of all sequences, or of what is packed; and how many of them run together."""
         pairs, group = heads if self.packed else self.batch * heads, heads // self.g
         if self.packed:
             return pairs, pairs
-        return pairs, tables.heads_per_wave(self.case, keys=self.t, pairs=pairs, group=group)
+        return pairs, tables.heads_per_wave(self.case, keys=self.t, pairs=pairs, group=group, cache=cache)
 
     def launch(self, kernel: Callable, tiles: LaunchConfig, arguments: dict, *, of_keys: bool = False) -> Launch:
         """The launch with a program for each block of queries, or of keys, of each head of a sequence."""

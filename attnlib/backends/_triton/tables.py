@@ -158,8 +158,8 @@ def widths(d: int, e: int) -> tuple[int, int, int]:
     return max(main, min(value, ALIKE)), tail, max(value, min(main, ALIKE))
 
 
-def heads_per_wave(case: DenseCase, *, keys: int, pairs: int, group: int) -> int:
-    """How many (sequence, head) pairs run together, so that their keys and values stay in the L2 cache.
+def heads_per_wave(case: DenseCase, *, keys: int, pairs: int, group: int, cache: int = L2) -> int:
+    """How many (sequence, head) pairs run together: their keys and values stay in ``cache`` bytes of the L2 cache.
 
     Of the sizes that fit about as well, that which leaves the last wave fullest: a small one ends with the long rows of
     few heads, while most of the GPU waits (an eighth of the time at d = 256, 8k, 16 heads).
@@ -168,7 +168,7 @@ def heads_per_wave(case: DenseCase, *, keys: int, pairs: int, group: int) -> int
     >>> [heads_per_wave(case, keys=8192, pairs=n, group=1) for n in (16, 18, 2)]
     [4, 3, 2]
     """
-    kv_heads, fit = -(-pairs // group), L2 // max(1, keys * (case.head_dim + case.value_dim) * case.itemsize)
+    kv_heads, fit = -(-pairs // group), cache // max(1, keys * (case.head_dim + case.value_dim) * case.itemsize)
     most = max(1, fit * 4 // 3)
     if kv_heads <= most:
         return pairs

@@ -52,7 +52,8 @@ def forward(key: Key) -> Forward:
 def _hopper_forward(x: DenseShapes, config: HopperConfig, *, drawn: bool, processors: int) -> Forward:
     from .kernels.hopper.forward import forward
 
-    block_m, (pairs, wave) = QUERIES * config.consumers, x.waves(x.h)
+    # Heads whose blocks are all of one length may run one after another: none waits for the longest.
+    block_m, (pairs, wave) = QUERIES * config.consumers, x.waves(x.h, 0 if x.are_alike else hopper_tables.L2)
     tiles = pairs * x.blocks(x.s, block_m)
     main, tail, value = (x.arguments[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
     blocks = {

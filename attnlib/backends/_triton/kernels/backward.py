@@ -55,7 +55,9 @@ def backward_keys(
 
     Tiles are transposed, ``[BLOCK_N, BLOCK_M]``, so that each key's gradients stay in registers.
     """
-    work = locate(tl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, kv_heads, t, s, heads_per_wave, BLOCK_N, False)
+    work = locate(
+        tl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, kv_heads, t, s, heads_per_wave, BLOCK_N, False
+    )
     if work.start >= work.rows:
         return
     sequence, kv_head, n0, keys, rows = work.sequence, work.head, work.start, work.rows, work.others
@@ -144,7 +146,18 @@ def backward_queries(
 
     With slopes also each program's share of their gradient, ``[b, h, blocks]``, packed ``[h, blocks]``.
     """
-    work = locate(tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, s, t, heads_per_wave, BLOCK_M, right is not None)
+    work = locate(
+        tl.program_id(0),
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+        batch,
+        heads,
+        s,
+        t,
+        heads_per_wave,
+        BLOCK_M,
+        right is not None,
+    )
     if work.start >= work.rows:
         return
     sequence, head, kv_head, m0 = work.sequence, work.head, work.head // group, work.start

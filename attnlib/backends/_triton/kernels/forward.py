@@ -21,7 +21,18 @@ def forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h, t]``."""
-    work = locate(tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, s, t, heads_per_wave, BLOCK_M, right is not None)
+    work = locate(
+        tl.program_id(0),
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+        batch,
+        heads,
+        s,
+        t,
+        heads_per_wave,
+        BLOCK_M,
+        right is not None,
+    )
     if work.start >= work.rows:
         return
     sequence, head, kv_head, keys = work.sequence, work.head, work.head // group, work.others

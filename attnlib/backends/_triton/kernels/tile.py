@@ -182,9 +182,7 @@ class Work(NamedTuple):
 
 
 @triton.jit
-def locate(
-    pid, cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK: tl.constexpr, REVERSED: tl.constexpr
-):
+def locate(pid, cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK: tl.constexpr, REVERSED: tl.constexpr):
     """The work of program ``pid``, for ``s`` rows of a sequence and ``t`` of the other side, or of all if packed.
 
     Heads come in waves whose keys and values fit the L2 cache; in a wave the longest rows start first. Packed sequence

@@ -62,7 +62,7 @@ def issue_scores(q, q_slot, slot, shared, zero, D_TAIL: gl.constexpr):
 
 @gluon.jit
 def clear_others(values, n, band, sizes):
-    """Zero the rows of a tile of values, from key ``n`` on, that no key of this sequence has: they may hold anything."""
+    """Zero the rows of values, from key ``n`` on, that no key of this sequence has: they may hold anything."""
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
     if (n < band.start) | (n + BLOCK_N > band.end):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -108,7 +108,7 @@ def hand_back(turn, count, shared, sizes):
     Before, this consumer could arrive twice where another has not arrived once.
     """
     k, k_phase, v, v_phase = turn.k, turn.k_phase, turn.v, turn.v_phase
-    for _ in range(0, count):
+    for _ in range(count):
         mbarrier.wait(shared.k_full.index(k), k_phase)
         barrier_arrive(FIRST + k, sizes.THREADS)
         k, k_phase = advance(k, k_phase, sizes.K_SLOTS)

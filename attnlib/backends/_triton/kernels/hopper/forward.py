@@ -191,8 +191,8 @@ def forward(
         out = ring(dtype, CONSUMERS, ROWS, E_MAIN)
     work = gl.allocate_shared_memory(gl.int32, [POSTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shared = Shared(
-        q, q_tail, k, k_tail, v, out, work, barriers(POSTS), barriers(Q_SLOTS * CONSUMERS), barriers(Q_SLOTS * CONSUMERS),
-        barriers(K_SLOTS), barriers(V_SLOTS),
+        q, q_tail, k, k_tail, v, out, work, barriers(POSTS), barriers(Q_SLOTS * CONSUMERS),
+        barriers(Q_SLOTS * CONSUMERS), barriers(K_SLOTS), barriers(V_SLOTS),
     )  # fmt: skip
     fence_async_shared()
     call = Problem(
@@ -211,7 +211,7 @@ def forward(
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
         )
-    else:
+    elif CONSUMERS == 3:
         gl.warp_specialize(
             [
                 (consume, (0, call, results, shared, sizes)),
@@ -221,4 +221,16 @@ def forward(
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, call, results, shared, sizes)),
+                (consume, (1, call, results, shared, sizes)),
+                (consume, (2, call, results, shared, sizes)),
+                (consume, (3, call, results, shared, sizes)),
+                (produce, loads),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )

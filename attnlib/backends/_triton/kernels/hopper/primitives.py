@@ -1,7 +1,7 @@
 """What Gluon has no word for: named barriers, and pieces of loops that ptxas must leave in their order.
 
-A named barrier (``bar.sync``, ``bar.arrive``) is one instruction of a warp. An mbarrier would take a barrier of the whole
-warpgroup first, and an elected thread. Numbers below FIRST are Triton's own: warp-specialised partition ``i`` uses 2 + i.
+A named barrier (``bar.sync``, ``bar.arrive``) is one instruction of a warp. An mbarrier would take a barrier of the
+whole warpgroup first, and an elected thread. Numbers below FIRST are Triton's own: partition ``i`` uses 2 + i.
 """
 
 from triton.experimental import gluon
@@ -70,7 +70,7 @@ def _in_and_out(count):
 
 @gluon.jit
 def scale_rows(acc, factor, COUNT: gl.constexpr):
-    """``acc * factor[:, None]``, which a warp skips if its factors are all 1. A thread holds ``COUNT`` numbers of acc."""
+    """``acc * factor[:, None]``, which a warp skips if its factors are all 1; a thread has ``COUNT`` numbers of acc."""
     return gl.inline_asm_elementwise(
         _scale_unless_one(COUNT), _in_and_out(COUNT), [acc, factor[:, None]],
         dtype=gl.float32, is_pure=False, pack=COUNT,

@@ -41,7 +41,7 @@ def load(desc, tail_desc, tiles, tails, slot, full, at, D: gl.constexpr, D_TAIL:
 def drain(loaded, SLOTS: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constexpr):
     """Take the last messages of a ring: a barrier that is left half full would hang the next program."""
     slot = gl.where(loaded < SLOTS, 0, loaded % SLOTS)
-    for _ in range(0, gl.minimum(loaded, SLOTS)):
+    for _ in range(gl.minimum(loaded, SLOTS)):
         barrier_sync(NUMBER + slot, THREADS)
         slot = gl.where(slot + 1 == SLOTS, 0, slot + 1)
 
@@ -61,7 +61,7 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
         blocks = blocks_of(work, band, sizes, 0, ROWS * sizes.CONSUMERS)
         plane, head, kv_head = work.plane.to(gl.int32), work.head.to(gl.int32), (work.head // call.group).to(gl.int32)
         first, first_key = work.row.to(gl.int32) + work.start, work.other.to(gl.int32)
-        for step in range(0, blocks.top - blocks.bottom):
+        for step in range(blocks.top - blocks.bottom):
             at = (plane, first_key + (blocks.top - 1 - step) * sizes.BLOCK_N, kv_head)
             if loaded >= sizes.K_SLOTS:
                 barrier_sync(FIRST + k_slot, THREADS)
