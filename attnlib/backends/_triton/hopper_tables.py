@@ -35,7 +35,7 @@ FORWARD = (
     (192, HopperConfig(128, 2, 1, 2, 2, True, True, 240, 24)),
     (256, HopperConfig(64, 2, 1, 3, 2, False, True, 240, 24)),
 )
-# Bytes of keys and values of the heads that run together. Full, d128 8k: one head 693 TFLOP/s, four 627, 32 586; 192/128
+# Bytes of keys and values of the heads that run together. Full, d128 8k: one head 693 TFLOP/s, four 627, 32 586; MLA
 # 742, 653, 608. Causal, d128 8k: one 626, four 617, 32 574; GQA 4k 571, 575, 544; 1k one 419, 16 428.
 L2 = 10 << 20
 NARROWEST = 64  # channels of a block that these kernels have layouts for

@@ -71,6 +71,13 @@ class Block(NamedTuple):
         return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape))
 
 
+def _copied(descriptor: object, x: Tensor | None) -> object:
+    """The same descriptor of another tensor, unchecked."""
+    new = object.__new__(type(descriptor))
+    new.__dict__.update(descriptor.__dict__, base=x)
+    return new
+
+
 class Launch:
     """``programs`` programs of a kernel, for tensors of the same device, shapes, strides and dtypes.
 
@@ -90,6 +97,7 @@ class Launch:
         self.arguments = {name: given[name] for name in names if not name.endswith(("_ptr", "_desc"))}
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
         self._pick = itemgetter(*self.tensors)
+        self._described: dict[Block, object] = {}  # a descriptor of each block, without its tensor
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
         self._hooks = triton.knobs.runtime if ".".join(triton.__version__.split(".")[:2]) in KNOWN else None
         self._compiled: dict[object, tuple] = {}  # by which tensors begin at a multiple of 16 bytes
@@ -129,7 +137,7 @@ class Launch:
                     bits |= address
             named = moved and dict(zip(names, new, strict=True))
             for place, block in moved:
-                ready[place] = block.descriptor(named[block.tensor])
+                ready[place] = self._describe(block, named[block.tensor])
             if bits & 15 or not self._run(True, ready):
                 self.on(fixed | dict(zip(names, new, strict=True)))
 
@@ -141,8 +149,19 @@ class Launch:
         for address in addresses:
             bits |= address or 0
         loaded = [None if block is None else tensors[block.tensor] for block in self._blocks]
-        described = [None if x is None else block.descriptor(x) for block, x in zip(self._blocks, loaded, strict=True)]
+        described = [
+            None if x is None else self._describe(block, x) for block, x in zip(self._blocks, loaded, strict=True)
+        ]
         return [*addresses, *described, *self.arguments.values()], bits
+
+    def _describe(self, block: Block, x: Tensor):
+        """A descriptor, made by Triton once: it takes 5 us to check a layout, which is that of the launch."""
+        known = self._described.get(block)
+        if known is None:
+            made = block.descriptor(x)
+            self._described[block] = _copied(made, None)
+            return made
+        return _copied(known, x)
 
     def _run(self, aligned: object, ready: list) -> bool:
         """Launch what is compiled, as Triton does.
