@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..band import Band, visible
+from ..band import visible
 from ..scores import modify, unit_of
 from .primitives import FIRST, arrive_after, barrier_arrive, opaque, scale_rows
 from .shared import ROWS
@@ -86,14 +86,11 @@ def softmax(s, m_i, modifiers, i, n, band, sizes, masked):
 
     The maximum stays while no row's grows by more than ``MOVED`` powers of two; sums are exact all the same.
     """
-    # Queries and keys are counted from key n on, so that the columns of a tile are constants: a register less.
-    i, j = (i - n)[:, None], gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, s.type.layout))[None, :]
+    i, j = i[:, None], (n + gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, s.type.layout)))[None, :]
     unit = unit_of(modifiers)
     s, _ = modify(s, modifiers, i + band.apart, j)
     if masked:
-        start, end = band.start - n, band.end - n
-        near = Band(start, end, band.left, band.right, band.prefix, band.apart, band.key + n)
-        s = opaque(gl.where(visible(i, j, near), s, float("-inf")))
+        s = opaque(gl.where(visible(i, j, band), s, float("-inf")))
     highest = gl.max(s, 1) * unit
     m_new = gl.where(highest > m_i + MOVED, highest, m_i)
     # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.

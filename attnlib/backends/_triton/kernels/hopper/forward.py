@@ -97,7 +97,7 @@ def consume(number: gl.constexpr, call, results, shared, sizes):
     turn, count = Turn(0, 0, 0, 0), 0
     tile = wait_for_work(count, shared)
     while tile < call.tiles:
-        work = read(count, call, shared, sizes)
+        work = read(count, shared, sizes)
         start, end = bounds(call.starts_ptr, call.ends_ptr, work.sequence, work.others)
         origin = origin_of(call.origin_ptr, work.sequence, call.batch)
         band = Band(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
@@ -123,9 +123,10 @@ def consume(number: gl.constexpr, call, results, shared, sizes):
 
         block = top - 1
         state, turn = first_step(turn, block, queries, modifiers, band, shared, sizes, SUMS, P, block > bottom)
-        full_top, full_bottom = mine.full_top, bottom
+        full_top = gl.maximum(gl.minimum(mine.full_top, block), bottom)
+        full_bottom = bottom
         if sizes.HIDES_FIRST:
-            full_bottom = mine.full_bottom
+            full_bottom = gl.maximum(gl.minimum(mine.full_bottom, full_top), bottom)
         for n in range(1, top - bottom):
             b = block - n
             masked = (b >= full_top) | (b < full_bottom)
@@ -137,7 +138,6 @@ def consume(number: gl.constexpr, call, results, shared, sizes):
         if sizes.HOLES:
             clear_others(shared.v.index(turn.v), bottom * BLOCK_N, band, sizes)
         acc = warpgroup_mma(state.p, shared.v.index(turn.v), state.acc, is_async=True)
-        work = read(count, call, shared, sizes)
         first = work.start + FIRST_ROW
         l_i = gl.convert_layout(gl.sum(state.l_i, 1), gl.SliceLayout(1, SCORES))
         share = gl.convert_layout(put_lse(state.m_i, l_i, work, first, call, results), gl.SliceLayout(1, SUMS))

@@ -10,7 +10,7 @@ from ..band import key_range
 from ..tile import Work, locate
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of a consumer
-POSTS: gl.constexpr = gl.constexpr(4)  # works that are posted: the last one read, and those that may follow it
+POSTS: gl.constexpr = gl.constexpr(2)  # works that are posted: the last one, and the next
 WORDS: gl.constexpr = gl.constexpr(8)  # of a post
 
 
@@ -121,11 +121,10 @@ def post(work, tile, number, call, shared, sizes):
     shared.work.index(at + 1).store(zero + work.sequence.to(gl.int32))
     shared.work.index(at + 2).store(zero + work.head.to(gl.int32))
     shared.work.index(at + 3).store(zero + work.start)
-    if sizes.PACKED:
-        shared.work.index(at + 4).store(zero + work.row.to(gl.int32))
-        shared.work.index(at + 5).store(zero + work.rows)
-        shared.work.index(at + 6).store(zero + work.other.to(gl.int32))
-        shared.work.index(at + 7).store(zero + work.others)
+    shared.work.index(at + 4).store(zero + work.row.to(gl.int32))
+    shared.work.index(at + 5).store(zero + work.rows)
+    shared.work.index(at + 6).store(zero + work.other.to(gl.int32))
+    shared.work.index(at + 7).store(zero + work.others)
     mbarrier.arrive(shared.work_full.index(number % POSTS), count=1)
 
 
@@ -143,16 +142,12 @@ def wait_for_work(number, shared):
 
 
 @gluon.jit
-def read(number, call, shared, sizes):
-    """The work of the ``number``-th tile of this program, which need not stay in registers: it may be read again."""
+def read(number, shared, sizes):
+    """The work of the ``number``-th tile of this program."""
     sequence, head, start = posted(number, 1, shared), posted(number, 2, shared), posted(number, 3, shared)
-    if sizes.PACKED:
-        row, rows = posted(number, 4, shared).to(gl.int64), posted(number, 5, shared)
-        other, others = posted(number, 6, shared).to(gl.int64), posted(number, 7, shared)
-        return Work(sequence, 0 * sequence, head, start, row, rows, other, others)
-    else:
-        zero = (0 * sequence).to(gl.int64)
-        return Work(sequence, sequence, head, start, zero, call.s, zero, call.t)
+    row, rows = posted(number, 4, shared).to(gl.int64), posted(number, 5, shared)
+    other, others = posted(number, 6, shared).to(gl.int64), posted(number, 7, shared)
+    return Work(sequence, 0 * sequence if sizes.PACKED else sequence, head, start, row, rows, other, others)
 
 
 @gluon.jit
