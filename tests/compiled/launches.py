@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnlib.backends._triton import cached, plans, schedule, variants, writes
 from attnlib.backends._triton.launch import Launch, planned
-from attnlib.backends._triton.plans import Key, backward, key_of, layout
+from attnlib.backends._triton.plans import Key, key_of, layout
 from attnlib.backends._triton.writes import write_cache
 from attnlib.backends.operators import TENSORS, Arguments
 from attnlib.cache.buffer import split_size_of
@@ -67,7 +67,7 @@ def _dense(build: Build) -> Prepared:
         return plan.launch, named | {
             "counter": torch.empty(1, dtype=torch.int32, device="meta") if plan.drawn else None
         }
-    plan = backward(key, layout(named["dout"]), layout(named["dlse"]))
+    plan = variants.backward(key, layout(named["dout"]), layout(named["dlse"]))
     return getattr(plan, build.kernel.removeprefix("backward_")), named
 
 

@@ -22,8 +22,14 @@ class Dense:
         return self.operators(flat(call), grad=call.spec.grad)
 
     def variant(self, call: Call) -> str:
-        """Which kernels run the forward of a call."""
-        return variants.forward(self._key(flat(call))).variant
+        """Which kernels run a call."""
+        a = flat(call)
+        forward = variants.forward(self._key(a)).variant
+        if not call.spec.grad:
+            return forward
+        dout = plans.contiguous((*a.q.shape[:-1], a.v.shape[-1]), a.q.dtype)
+        backward = variants.backward(self._backward_key(a), dout, None).variant
+        return forward if forward == backward else f"{forward} forward, {backward} backward"
 
     def prepare(self, call: Call) -> Run | None:
         """What runs a call without optional tensors again, on tensors of the same layouts."""
@@ -49,6 +55,10 @@ class Dense:
     def _key(self, a: Arguments) -> plans.Key:
         return plans.key_of(a, a.q, a.k, a.v)._replace(hopper=self.hopper)
 
+    def _backward_key(self, a: Arguments) -> plans.Key:
+        # Hopper's own adds to dq in any order, which torch may have been asked not to do.
+        return self._key(a)._replace(hopper=self.hopper and not torch.are_deterministic_algorithms_enabled())
+
     def _forward(self, *arguments):
         a = readable(Arguments(*arguments))
         out, lse = outputs(a.q, a.v)
@@ -60,13 +70,14 @@ class Dense:
         a, lse = readable(Arguments(*arguments)), lse.contiguous()
         if not dout.is_contiguous() or dout.data_ptr() & 15:
             dout = dout.clone(memory_format=torch.contiguous_format)
-        plan = plans.backward(self._key(a), plans.layout(dout), plans.layout(dlse))
+        plan = variants.backward(self._backward_key(a), plans.layout(dout), plans.layout(dlse))
         dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
         dslopes = (
             None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))
         )  # some programs write none
         tensors = a._asdict() | {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "dslopes": dslopes}
         tensors |= {"lse2": torch.empty_like(lse), "delta": torch.empty_like(lse), "dq": dq, "dk": dk, "dv": dv}
+        tensors["dq_sums"] = lse.new_zeros(plan.sums) if plan.sums else None
         for launch in (plan.prepare, plan.keys, plan.queries):
             launch.on(tensors)
         if dslopes is not None:

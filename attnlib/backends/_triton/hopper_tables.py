@@ -5,7 +5,7 @@ from typing import NamedTuple
 from .tables import FEW_KEYS, DenseCase, fitting, widths
 
 
-class HopperConfig(NamedTuple):
+class ForwardConfig(NamedTuple):
     """Keys of a block, consumers of 64 queries each, slots of the rings, and registers of a thread.
 
     ``q_in_registers``: queries are read from shared memory once, not for every block. ``out_in_q``: a tile of out takes
@@ -28,30 +28,68 @@ class HopperConfig(NamedTuple):
         return {name.upper(): value for name, value in self._asdict().items()}
 
 
+class BackwardConfig(NamedTuple):
+    """Queries of a tile and keys of a program, slots of the ring of queries, and registers of a thread.
+
+    With 64 keys, one of two warpgroups makes dk and the other dv; with 128 each makes both, of half of the keys.
+    ``by_rows``: they share a tile of dq by its queries, not by its channels. ``early``: the products with values begin
+    before those with keys have ended. ``p16``: probabilities are kept in 16 bits.
+    """
+
+    block_m: int
+    keys: int
+    slots: int
+    by_rows: bool
+    early: bool
+    p16: bool
+    registers: int = 240
+    producer_registers: int = 24
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What the kernel is compiled for, by its parameters."""
+        return {name.upper(): value for name, value in self._asdict().items()}
+
+
 # By the widest head that fits: TFLOP/s of the causal and the full case of bench/cases.py at 8k, bf16 on an H200.
 FORWARD = (
-    (64, HopperConfig(128, 3, 2, 2, 2, False, False, 160, 32)),
-    (128, HopperConfig(128, 2, 1, 3, 2, True, False, 240, 24)),
-    (192, HopperConfig(128, 2, 1, 2, 2, True, True, 240, 24)),
-    (256, HopperConfig(64, 2, 1, 3, 2, False, True, 240, 24)),
+    (64, ForwardConfig(128, 3, 2, 2, 2, False, False, 160, 32)),
+    (128, ForwardConfig(128, 2, 1, 3, 2, True, False, 240, 24)),
+    (192, ForwardConfig(128, 2, 1, 2, 2, True, True, 240, 24)),
+    (256, ForwardConfig(64, 2, 1, 3, 2, False, True, 240, 24)),
 )
 # Bytes of keys and values of the heads that run together. Full, d128 8k: one head 693 TFLOP/s, four 627, 32 586; MLA
 # 742, 653, 608. Causal, d128 8k: one 626, four 617, 32 574; GQA 4k 571, 575, 544; 1k one 419, 16 428.
 L2 = 10 << 20
+BACKWARD = (
+    (64, BackwardConfig(128, 128, 2, True, False, True)),
+    (128, BackwardConfig(64, 128, 2, False, False, False)),
+    (192, BackwardConfig(64, 64, 3, False, True, False)),
+    (256, BackwardConfig(64, 64, 2, False, False, False)),
+)
 NARROWEST = 64  # channels of a block that these kernels have layouts for
 
 
-def forward(case: DenseCase, *, keys: int) -> HopperConfig | None:
+def forward(case: DenseCase, *, keys: int) -> ForwardConfig | None:
     """How the forward of a call is launched; None where the plain kernel runs it.
 
     >>> case = DenseCase(128, 128, 2, causal=True, plain=True, arch=90, aligned=True)
     >>> forward(case, keys=8192).block_n, forward(case, keys=100)
     (128, None)
     """
+    main, _, value = widths(case.head_dim, case.value_dim)
+    config = _fitting(FORWARD, case, keys)
+    return None if config is not None and config.out_in_q and value != main else config
+
+
+def backward(case: DenseCase, *, keys: int) -> BackwardConfig | None:
+    """How the backward of a call is launched; None where the two plain passes run it."""
+    main, _, value = widths(case.head_dim, case.value_dim)
+    return _fitting(BACKWARD, case, keys) if value == main else None
+
+
+def _fitting(table: tuple[tuple, ...], case: DenseCase, keys: int) -> ForwardConfig | BackwardConfig | None:
     main, tail, value = widths(case.head_dim, case.value_dim)
-    widest, (limit, _) = max(main + tail, value), FORWARD[-1]
-    is_there = case.arch == 90 and case.itemsize == 2 and case.aligned and NARROWEST <= main <= limit
-    if not is_there or widest > limit or keys <= FEW_KEYS:
-        return None
-    config = fitting(FORWARD, widest)
-    return None if config.out_in_q and value != main else config
+    widest, (limit, _) = max(main + tail, value), table[-1]
+    runs = case.arch == 90 and case.itemsize == 2 and case.aligned and main >= NARROWEST and widest <= limit
+    return fitting(table, widest) if runs and keys > FEW_KEYS else None

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...spec import arch_of
 from ..operators import Arguments, CachedArguments, WriteArguments
 from . import tables
-from .launch import Block, Launch, remembered
+from .launch import Block, Launch
 from .tables import LaunchConfig
 
 PREPARED = LaunchConfig(32, 0, 1, 4)  # the first backward kernel, which has no keys
@@ -156,38 +156,55 @@ def forward(x: DenseShapes) -> Launch:
     return x.launch(forward, tables.forward(x.case, keys=x.length), x.arguments)
 
 
+class BackwardShapes(DenseShapes):
+    """The shapes of a backward, and by name what its kernels are launched with."""
+
+    def __init__(self, key: Key, dout: Layout, dlse: Layout | None):
+        super().__init__(key)
+        if (
+            max(self.case.head_dim, self.case.value_dim) > tables.WIDEST_BACKWARD
+        ):  # which a transform did not tell before
+            raise NotImplementedError(f"triton: has a backward for heads of up to {tables.WIDEST_BACKWARD}")
+        self.case = self.case._replace(aligned=self.case.aligned and dout.is_in_lines)
+        a = key.layouts
+        dq, dk, dv = (contiguous(x.shape, x.dtype) for x in (a.q, a.k, a.v))
+        self.has_slopes, self.rows = a.alibi_slopes is not None, 1 if self.packed else self.batch
+        self.arguments |= {
+            **strides("bshd", do=dout, dq=dq), **strides("btgd", dk=dk, dv=dv), **strides("bhs", dl=dlse),
+        }  # fmt: skip
+
+    def prepare(self) -> Launch:
+        """The launch that makes lse2 and delta."""
+        from .kernels.backward import prepare
+
+        return Launch(prepare, self.rows * self.h * -(-self.s // PREPARED.block_m), self.arguments, PREPARED)
+
+
 class Backward(NamedTuple):
     """The launches of a backward.
 
     ``prepare`` makes lse2 and delta, ``keys`` dk and dv, and ``queries`` dq and, of each head, so many ``shares`` of
-    the slopes' gradient; None without slopes.
+    the slopes' gradient; None without slopes. Of so many ``sums`` in fp32, zeros to begin with, ``keys`` may make what
+    ``queries`` makes dq of.
     """
 
     prepare: Launch
     keys: Launch
     queries: Launch
-    shares: int | None
+    variant: str
+    shares: int | None = None
+    sums: int = 0
 
 
-@remembered
-def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
-    """The three launches of a backward."""
-    from .kernels.backward import backward_keys, backward_queries, prepare
+def backward(x: BackwardShapes) -> Backward:
+    """The launches of two passes, one that owns keys and one that owns queries."""
+    from .kernels.backward import backward_keys, backward_queries
 
-    x, a, dout, dlse = DenseShapes(key), key.layouts, Layout(*dout), None if dlse is None else Layout(*dlse)
-    if max(x.case.head_dim, x.case.value_dim) > tables.WIDEST_BACKWARD:  # which a transform did not tell before
-        raise NotImplementedError(f"triton: has a backward for heads of up to {tables.WIDEST_BACKWARD}")
-    x.case = x.case._replace(aligned=x.case.aligned and dout.is_in_lines)
     of_keys, of_queries = (f(x.case, keys=x.length) for f in (tables.backward_keys, tables.backward_queries))
-    rows, blocks = 1 if x.packed else x.batch, x.blocks(x.s, of_queries.block_m)
-    dq, dk, dv = (contiguous(y.shape, y.dtype) for y in (a.q, a.k, a.v))
-    arguments = {
-        **x.arguments, **strides("bshd", do=dout, dq=dq), **strides("btgd", dk=dk, dv=dv), **strides("bhs", dl=dlse),
-        "stride_sb": 1 if x.packed else x.h * blocks, "stride_sh": blocks,
-    }  # fmt: skip
-    return Backward(
-        Launch(prepare, rows * x.h * -(-x.s // PREPARED.block_m), arguments, PREPARED),
+    blocks = x.blocks(x.s, of_queries.block_m)
+    arguments = x.arguments | {"stride_sb": 1 if x.packed else x.h * blocks, "stride_sh": blocks}
+    keys, queries = (
         x.launch(backward_keys, of_keys, arguments, of_keys=True),
         x.launch(backward_queries, of_queries, arguments),
-        blocks if a.alibi_slopes else None,
     )
+    return Backward(x.prepare(), keys, queries, "plain", blocks if x.has_slopes else None)

@@ -1,4 +1,4 @@
-"""Which kernels a call without a cache runs on: Hopper's own where there are some for it, the plain ones elsewhere."""
+"""Which kernels run a call without a cache: Hopper's own where there are some for it, the plain ones elsewhere."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from . import hopper_tables, plans
-from .hopper_tables import HopperConfig
+from .hopper_tables import BackwardConfig, ForwardConfig
 from .launch import Block, Launch, current_stream, remembered
-from .plans import DenseShapes, Key
+from .plans import Backward, BackwardShapes, DenseShapes, Key, Layout
 from .schedule import processors
 from .tables import LaunchConfig
 
 KNOWN = ("3.6", "3.7")  # the versions of Triton whose Gluon these kernels have been tested with
-QUERIES = 64  # of a consumer
+ROWS = 64  # queries or keys of a warpgroup
 
 
 class Forward(NamedTuple):
@@ -24,18 +24,20 @@ class Forward(NamedTuple):
     drawn: bool = False
 
     def counter(self, device: torch.device) -> Tensor | None:
-        """The counter for a launch on the current stream."""
+        """The counter for a launch on the current stream.
+
+        Launches on the default stream share one. Others may be captured, and what they allocate may be a graph's.
+        """
         if not self.drawn:
             return None
-        if torch.cuda.is_current_stream_capturing():  # a graph may be replayed on any stream
-            return torch.zeros(1, dtype=torch.int32, device=device)
-        return _counter_of(device, current_stream(device.index))
+        return _counter_of(device) if current_stream(device.index) == 0 else _zero(device)
 
 
-@remembered
-def _counter_of(device: torch.device, stream: int) -> Tensor:
-    """A counter that kernels leave at 0: those of one stream run one after another."""
+def _zero(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+_counter_of = remembered(_zero)  # kernels leave it at 0
 
 
 @remembered
@@ -49,28 +51,59 @@ def forward(key: Key) -> Forward:
     return Forward(plans.forward(x), "plain")
 
 
-def _hopper_forward(x: DenseShapes, config: HopperConfig, *, drawn: bool, processors: int) -> Forward:
+def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, drawn: bool, processors: int) -> Forward:
     from .kernels.hopper.forward import forward
 
+    block_m, block_n = ROWS * config.consumers, config.block_n
     # Heads whose blocks are all of one length may run one after another: none waits for the longest.
-    block_m, (pairs, wave) = QUERIES * config.consumers, x.waves(x.h, 0 if x.are_alike else hopper_tables.L2)
+    pairs, wave = x.waves(x.h, 0 if x.are_alike else hopper_tables.L2)
     tiles = pairs * x.blocks(x.s, block_m)
-    main, tail, value = (x.arguments[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
-    blocks = {
-        f"{name}_desc": Block(name, rows, width, gluon=True)
-        for name, rows, width in (
-            ("q", QUERIES, main),
-            ("k", config.block_n, main),
-            ("v", config.block_n, value),
-            ("out", QUERIES, value),
-        )
-    }
-    if tail:
-        blocks |= {"q_tail_desc": Block("q", QUERIES, tail, gluon=True)}
-        blocks |= {"k_tail_desc": Block("k", config.block_n, tail, gluon=True)}
     arguments = x.arguments | config.constants | {"heads_per_wave": wave, "tiles": tiles}
-    launch = Launch(forward, min(processors, tiles), arguments, LaunchConfig(block_m, config.block_n, 1, 4), blocks)
+    blocks = _blocks(x, q=ROWS, k=block_n, v=block_n, out=ROWS)
+    launch = Launch(forward, min(processors, tiles), arguments, LaunchConfig(block_m, block_n, 1, 4), blocks)
     return Forward(launch, "Hopper", drawn)
+
+
+def _blocks(x: DenseShapes, **rows: int) -> dict[str, Block]:
+    """By the kernel's parameters what is loaded at once of each tensor: so many rows, of the channels of a block."""
+    main, tail, value = (x.arguments[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
+    found = {}
+    for name, n in rows.items():
+        is_value = name.removeprefix("d") in ("v", "out")
+        found[f"{name}_desc"] = Block(name, n, value if is_value else main, gluon=True)
+        if tail and not is_value:
+            found[f"{name}_tail_desc"] = Block(name, n, tail, gluon=True)
+    return found
+
+
+@remembered
+def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
+    """The launches of a backward."""
+    x, a = BackwardShapes(key, Layout(*dout), None if dlse is None else Layout(*dlse)), key.layouts
+    if key.hopper and a.dropout_p == 0 and not x.has_slopes and x.out.is_in_lines and is_gluon_known():
+        config = hopper_tables.backward(x.case, keys=x.length)
+        if config is not None:
+            return _hopper_backward(x, config)
+    return plans.backward(x)
+
+
+def _hopper_backward(x: BackwardShapes, config: BackwardConfig) -> Backward:
+    from .kernels.hopper.backward import backward
+    from .kernels.hopper.backward_wide import backward_wide
+    from .kernels.hopper.sums import finish_queries
+
+    (pairs, wave), tiles = x.waves(x.g, hopper_tables.L2), x.blocks(x.s, config.block_m)
+    arguments = x.arguments | config.constants | {"heads_per_wave": wave, "dq_tiles": tiles}
+    blocks = _blocks(x, q=config.block_m, k=ROWS, dout=config.block_m, v=ROWS, dk=ROWS, dv=ROWS)
+    heads, width = x.rows * x.h, arguments["D_MAIN"] + arguments["D_TAIL"]
+    kernel = backward_wide if config.keys == ROWS else backward
+    return Backward(
+        x.prepare(),
+        Launch(kernel, pairs * x.blocks(x.t, config.keys), arguments, LaunchConfig(config.block_m, 0, 1, 4), blocks),
+        Launch(finish_queries, heads * tiles, arguments, LaunchConfig(config.block_m, 0, 1, 4)),
+        "Hopper",
+        sums=heads * tiles * config.block_m * width,
+    )
 
 
 @remembered

@@ -1,0 +1,115 @@
+"""Hopper's own backward, by the accuracy rule and against the two passes; nothing but an sm_90 runs it."""
+
+import pytest
+import torch
+from helpers import assert_same_bits, make
+from kernel_helpers import INTERPRETED, assert_both
+
+from attnlib import CAUSAL, FULL, Mask, attention, attention_with_lse, explain, sliding, varlen_attention_with_lse
+from attnlib.backends._triton import hopper_tables
+
+IS_HOPPER = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an sm_90")
+
+MASKS = (FULL, CAUSAL, sliding(100), Mask(150), Mask(None, 0, 40), CAUSAL.shift(-70))
+HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+LENGTHS = ((1, 65), (65, 1), (129, 129), (129, 321), (320, 129), (63, 700))
+
+
+@pytest.fixture(autouse=True)
+def _in_any_order(monkeypatch):
+    """Programs add to the gradient of queries as they come, which torch's deterministic algorithms would refuse."""
+    monkeypatch.setattr(hopper_tables, "FEW_KEYS", 0)
+    torch.use_deterministic_algorithms(False)
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    """Random numbers on the GPU."""
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def gradients(q, k, v, dout, call=attention_with_lse, **options) -> list[torch.Tensor]:
+    """Those of q, k and v, for a gradient of the output alone."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, _ = call(*leaves, **options)
+    return list(torch.autograd.grad(out, leaves, dout))
+
+
+def assert_alike(ours: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Gradients of 16 bits, apart by what rounding does to them."""
+    for x, y in zip(ours, others, strict=True):
+        assert not x.isnan().any()
+        assert (x.float() - y.float()).norm() <= 8e-3 * y.float().norm()
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(("d", "e"), HEADS)
+def test_any_lengths(d, e, mask):
+    for s, t in LENGTHS:
+        assert_both(make(2, s, t, 6, 2, d, e, mask=mask, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("options", [("bounds",), ("softcap", "sinks"), ("scale",)], ids="+".join)
+@pytest.mark.parametrize(("d", "e"), HEADS)
+def test_any_options(d, e, options):
+    for dtype in (torch.bfloat16, torch.float16):
+        assert_both(make(3, 200, 333, 4, 2, d, e, mask=CAUSAL, options=options, dtype=dtype))
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(90)], ids=str)
+@pytest.mark.parametrize(("d", "e"), HEADS)
+def test_packed_sequences_do_not_meet(d, e, mask):
+    queries, keys = [130, 1, 0, 570, 65, 200], [200, 1, 30, 570, 0, 131]
+    cu = [torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda() for n in (queries, keys)]
+    of_q, of_k = (slice(offsets[3], offsets[4]) for offsets in cu)
+    q, k = tokens(sum(queries) + 7, 4, d), tokens(sum(keys) + 5, 2, d)
+    v, dout = tokens(sum(keys) + 5, 2, e), tokens(sum(queries) + 7, 4, e)
+    options = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "mask": mask}
+    clean = [x.clone() for x in (q, k, v, dout)]
+    for x in clean:  # what follows the last sequence has no gradient, whatever it holds
+        x[sum(queries if x.shape[1] == 4 else keys) :] = 0
+    expected = gradients(*clean, varlen_attention_with_lse, backend="triton:plain", **options)
+    for x, part in ((q, of_q), (k, of_k), (v, of_k), (dout, of_q)):
+        x[part] = torch.nan
+        x[sum(queries if x.shape[1] == 4 else keys) :] = torch.nan
+    found = gradients(q, k, v, dout, varlen_attention_with_lse, backend="triton", **options)
+    for x, y, part in zip(found, expected, (of_q, of_k, of_k), strict=True):
+        x[part] = y[part] = 0
+    assert_alike(found, expected)
+
+
+def test_bounds_hide_whatever_is_beyond():
+    q, k, v, dout = tokens(3, 300, 4, 128), tokens(3, 500, 2, 128), tokens(3, 500, 2, 128), tokens(3, 300, 4, 128)
+    bounds = {"key_starts": torch.tensor([0, 130, 37], dtype=torch.int32).cuda()}
+    bounds["key_ends"] = torch.tensor([500, 400, 40], dtype=torch.int32).cuda()
+    before = gradients(q, k, v, dout, mask=CAUSAL, backend="triton", **bounds)
+    for n, (start, end) in enumerate(((0, 500), (130, 400), (37, 40))):
+        for x in (k, v):
+            x[n, :start], x[n, end:] = torch.nan, torch.inf
+    after = gradients(q, k, v, dout, mask=CAUSAL, backend="triton", **bounds)
+    assert_alike(after, before)
+    assert_same_bits(*zip(after[1:], before[1:], strict=True))
+
+
+@pytest.mark.parametrize(("d", "e"), HEADS)
+def test_calls_repeat(d, e):
+    """The gradients of keys to the bit; those of queries are added up in any order."""
+    q, k, v, dout = tokens(4, 1100, 12, d), tokens(4, 1100, 4, d), tokens(4, 1100, 4, e), tokens(4, 1100, 12, e)
+    first = gradients(q, k, v, dout, mask=CAUSAL, backend="triton")
+    for _ in range(200):
+        again = gradients(q, k, v, dout, mask=CAUSAL, backend="triton")
+        assert_same_bits(*zip(first[1:], again[1:], strict=True))
+    assert_alike(again, first)
+    assert_alike(first, gradients(q, k, v, dout, mask=CAUSAL, backend="triton:plain"))
+
+
+def test_deterministic_algorithms_take_two_passes():
+    q, dout = tokens(1, 700, 2, 128).requires_grad_(), tokens(1, 700, 2, 128)
+    assert explain(attention, q, q, q, mask=CAUSAL).variant == "Hopper"
+    torch.use_deterministic_algorithms(True)
+    told = explain(attention, q, q, q, mask=CAUSAL).variant
+    assert told == "Hopper forward, plain backward"
+    # The forwards differ, and so does what the backwards are given.
+    first = gradients(q, q, q, dout, mask=CAUSAL, backend="triton")
+    for _ in range(20):
+        assert_same_bits(*zip(first, gradients(q, q, q, dout, mask=CAUSAL, backend="triton"), strict=True))
