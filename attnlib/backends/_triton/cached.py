@@ -1,5 +1,6 @@
 """Attention over a cache by Triton kernels: from layouts to launches, and the operator."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -113,7 +114,8 @@ class DecodeShapes:
             one=not self.packed and self.s == 1, page_size=0 if columns == 1 else page_size, arch=arch_of(key.device),
             aligned=key.aligned and all(x.is_in_lines and x == contiguous(x.shape, x.dtype) for x in planes),
         )  # fmt: skip
-        self.tiles = (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
+        self.hopper = decode_tables.hopper(self.case) if key.hopper and not a.split_size else None
+        self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
         mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries of a sequence
         self.blocks = -(-mean * self.group // self.tiles.block_m)
@@ -152,23 +154,41 @@ class DecodeShapes:
             "ONE": case.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": case.arch > 0,
             "FULL": self.tiles.tma or not (case.one or a.split_size), "PAGE": case.page_size, "KV_HEADS": self.g,
             "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
+            "EARLY": self.case.arch == 90,
         }  # fmt: skip
+
+
+def _kernel(x: DecodeShapes) -> Callable:
+    """The kernel that runs a call."""
+    from .kernels.decode import decode
+
+    if x.hopper is None:
+        return decode
+    from .kernels.hopper.decode_few import decode_few
+    from .kernels.hopper.decode_many import decode_many
+
+    return decode_few if x.hopper is decode_tables.HOPPER_FEW else decode_many
+
+
+def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
+    """What descriptors load: of a key, and of its tail if it has one; in Hopper's own kernels, half of a latent."""
+    own = x.hopper is not None
+    rows, width = x.tiles.block_n, arguments["D_MAIN"] // 2 if own else arguments["D_MAIN"]
+    blocks = {"k_desc": Block("k", rows, width, of_heads=False, swizzled=own)}
+    if x.case.tail:
+        blocks["tail_desc"] = Block("k_tail", rows, arguments["D_TAIL"], of_heads=False, swizzled=own)
+    return blocks
 
 
 @remembered
 def cached_plan(key: Key) -> DecodePlan:
     """The launches of a call."""
-    from .kernels.decode import decode
     from .kernels.split_kv import combine
 
     x = DecodeShapes(key)
-    tiles, arguments, blocks = x.tiles, x.arguments(), {}
+    tiles, arguments = x.tiles, x.arguments()
     width = arguments["E_MAIN"]
-    if tiles.tma:
-        blocks["k_desc"] = Block("k", tiles.block_n, arguments["D_MAIN"], of_heads=False)
-    if tiles.tma and x.case.tail:
-        blocks["tail_desc"] = Block("k_tail", tiles.block_n, arguments["D_TAIL"], of_heads=False)
-    launch = Launch(decode, x.programs, arguments, tiles, blocks)
+    launch = Launch(_kernel(x), x.programs, arguments, tiles, _blocks(x, arguments) if tiles.tma else {})
     if not x.scheduled:
         return DecodePlan(launch, None, 0)
     queries, lines = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.splits * tiles.block_m
@@ -181,7 +201,7 @@ def cached_plan(key: Key) -> DecodePlan:
         "MAX_SPLITS": power_of_two(x.capacity + 1), "AT_ONCE": 16 if channels > 64 else 64,
     }  # fmt: skip
     programs = x.b * x.g * groups * (width // channels)
-    joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4))
+    joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4), early=arguments["EARLY"])
     return DecodePlan(launch, joined, lines * (width + 1))
 
 

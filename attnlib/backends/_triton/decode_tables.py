@@ -69,6 +69,23 @@ FP32 = (
 # Latent storage on chips with 200 KB of shared memory; many rows on sm_90 only.
 LATENT_FEW = LaunchConfig(16, 64, 3, 8, resident=1)
 LATENT_MANY = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
+# Latent storage in Hopper's own kernels: rows in columns of products, or in their 64 rows.
+HOPPER_FEW = LaunchConfig(16, 64, 2, 4, tma=True, resident=1)
+HOPPER_MANY = LaunchConfig(64, 64, 2, 4, tma=True, resident=1)
+MOST_OF_FEW = 32  # rows: 64 x 8k of 32 heads take 190 us in two blocks of 16; of 64 heads, 195 in one of 64
+
+
+def hopper(case: DecodeCase) -> LaunchConfig | None:
+    """Tiles of Hopper's own kernels over latents of 512 + 64; None where a plain kernel runs the call.
+
+    >>> case = DecodeCase(128, 512, 64, 512, 2, True, True, 64, 90, True)
+    >>> hopper(case).block_m, hopper(case._replace(rows=16)).block_m, hopper(case._replace(page_size=16))
+    (64, 16, None)
+    """
+    is_there = case.arch == 90 and case.latent and case.itemsize == 2 and case.aligned
+    if not is_there or (case.head_dim, case.tail) != (512, 64) or case.page_size % HOPPER_MANY.block_n:
+        return None
+    return HOPPER_FEW if case.rows <= MOST_OF_FEW else HOPPER_MANY
 
 
 def decode(case: DecodeCase) -> LaunchConfig:

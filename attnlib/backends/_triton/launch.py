@@ -40,33 +40,54 @@ def remembered(plan: Callable) -> Callable:
 
 
 class Block(NamedTuple):
-    """What a descriptor loads at once of a tensor: so many rows and columns, of one head if it has heads."""
+    """What a descriptor loads at once of a tensor: so many rows and columns, of one head if it has heads.
+
+    ``swizzled``: into shared memory that a Gluon kernel lays out.
+    """
 
     tensor: str
     rows: int
     columns: int
     of_heads: bool = True
+    swizzled: bool = False
 
     def descriptor(self, x: Tensor):
         """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        if not self.of_heads:
-            x = x.view(-1, x.shape[-1])
-            return TensorDescriptor(x, list(x.shape), list(x.stride()), [self.rows, self.columns])
-        x = x if x.dim() == 4 else x[None]
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, self.rows, 1, self.columns])
+        x = x.view(-1, x.shape[-1]) if not self.of_heads else x if x.dim() == 4 else x[None]
+        block = [1, self.rows, 1, self.columns] if self.of_heads else [self.rows, self.columns]
+        if self.swizzled:
+            return swizzled_descriptor(x, block)
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+
+
+def swizzled_descriptor(x: Tensor, block: list[int]):
+    """A Gluon kernel's descriptor of blocks, as matrix products read them."""
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = NVMMASharedLayout.get_default_for(block, bfloat16 if x.dtype == torch.bfloat16 else float16)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
 class Launch:
     """``programs`` programs of a kernel, for tensors of the same device, shapes, strides and dtypes.
 
     The kernel's parameters say what it takes: tensors (``x_ptr``), descriptors (``x_desc``), of which ``blocks`` are
-    there, each with its :class:`Block`, and what ``arguments`` say by name, in which there may be more.
+    there, each with its :class:`Block`, and what ``arguments`` say by name, in which there may be more. ``early``: the
+    kernel starts while the one before it runs, and waits for it where it needs what that one makes.
     """
 
     def __init__(
-        self, kernel: Callable, programs: int, arguments: dict, config: LaunchConfig, blocks: dict | None = None
+        self,
+        kernel: Callable,
+        programs: int,
+        arguments: dict,
+        config: LaunchConfig,
+        blocks: dict | None = None,
+        *,
+        early: bool = False,
     ):
         import triton
 
@@ -76,6 +97,7 @@ class Launch:
         self.tensors = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
         self.arguments = {name: given[name] for name in names if not name.endswith(("_ptr", "_desc"))}
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
+        self.options |= {"launch_pdl": True} if early else {}
         self._pick = itemgetter(*self.tensors)
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
         self._hooks = triton.knobs.runtime if ".".join(triton.__version__.split(".")[:2]) in KNOWN else None

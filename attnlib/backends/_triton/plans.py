@@ -37,6 +37,7 @@ class Key(NamedTuple):
     tf32: bool
     aligned: bool  # the tensors that descriptors may load begin at multiples of 16 bytes
     arguments: OperatorArguments
+    hopper: bool = True  # whether Hopper's own kernels may run it
 
     @property
     def layouts(self) -> OperatorArguments:

@@ -6,6 +6,7 @@ once. What the splits are, and how they are joined, is in split_kv.py.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .band import Band, key_range, origin_of, sees_any, tiles_of
 from .decode_tiles import Sizes, Stored, Sums, sweep
@@ -29,12 +30,15 @@ def decode(
     E_MAIN: tl.constexpr, LATENT: tl.constexpr, ONE: tl.constexpr, SCHEDULED: tl.constexpr, SPLIT_SIZE: tl.constexpr,
     FULL: tl.constexpr, PAGE: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, STAGES: tl.constexpr, TF32: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or splits of them.
 
     ``FULL``: tiles that all rows see whole need no mask; without it, all have one. ``SPLIT_SIZE``: so many tokens are
     added up at a time, and joined as splits are, so that splits of this size each make no difference to any bit.
     """
+    if EARLY:
+        gdc_launch_dependents()
     schedule_ptr += schedule_offset
     work, splits = claimed(schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, KV_HEADS, BLOCKS, BLOCK_M)
     sequence, plane, kv_head, row, count = work.sequence, work.plane, work.head, work.row, work.rows

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .paged import ENTRY, LAST
 from .scores import LN2, LOG2E
@@ -34,16 +35,18 @@ def combine(
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, batch, group, s, schedule_offset,
     E: tl.constexpr, E_MAIN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    AT_ONCE: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of ``ROWS`` rows of queries, ``WIDTH`` channels, in an order that depends on them alone.
 
-    Splits of a fixed size are joined one by one, so that those without a visible key make no difference.
+    ``EARLY``: programs start when those before have started, and wait for them. Splits of a fixed size are joined one by one, so that those without a visible key make no difference.
     """
     pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
     item = schedule_ptr + schedule_offset + sequence * ENTRY  # this slot also tells of the sequence of its number
     slot, splits = tl.load(item + 4), tl.load(item + 5)
+    if EARLY:
+        gdc_wait()
     if splits == 1:
         return
     row, count = s * 0, s
