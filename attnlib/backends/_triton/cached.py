@@ -17,7 +17,7 @@ from ..operators import CachedArguments, flat_over_view, outputs, readable
 from . import decode_tables, schedule
 from .launch import Block, Launch, remembered
 from .plans import Key, contiguous, key_of, scoring, strides
-from .tables import LaunchConfig, power_of_two
+from .tables import LaunchConfig
 
 
 class DecodePlan(NamedTuple):
@@ -107,7 +107,7 @@ class DecodeShapes:
         (_, page_size, self.g, d), tail, e = a.k.shape, a.k_tail.shape[-1] if a.k_tail else 0, (a.v or a.k).shape[-1]
         (self.b, columns), (self.s, self.h) = a.table.shape, a.q.shape[-3:-1]
         self.packed, self.group = a.cu_seqlens_q is not None, self.h // self.g
-        self.max_tokens, planes = columns * page_size, [x for x in (a.k, a.k_tail) if x]
+        self.max_tokens, planes = columns * page_size, [x for x in (a.k, a.k_tail, a.v) if x]
         self.case = decode_tables.DecodeCase(
             decode_tables.rows(self.s, self.b, self.group) if self.packed else self.s * self.group,
             d, tail, e, 4 if a.q.dtype.itemsize > 2 else a.k.dtype.itemsize, latent=a.v is None,
@@ -154,7 +154,7 @@ class DecodeShapes:
             "ONE": case.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": case.arch > 0,
             "FULL": self.tiles.tma or not (case.one or a.split_size), "PAGE": case.page_size, "KV_HEADS": self.g,
             "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
-            "EARLY": self.case.arch == 90,
+            "PAIRS": not a.split_size and decode_tables.pairs(self.case, self.tiles), "EARLY": self.case.arch == 90,
         }  # fmt: skip
 
 
@@ -192,13 +192,12 @@ def cached_plan(key: Key) -> DecodePlan:
     if not x.scheduled:
         return DecodePlan(launch, None, 0)
     queries, lines = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.splits * tiles.block_m
-    splits = x.capacity // max(1, x.b)  # of a sequence, if all are alike
-    channels = width if splits <= 8 or width <= 128 else 64
+    at_once, channels = decode_tables.joined(x.capacity // max(1, x.b), width)
     rows = queries if x.b >= x.capacity else 1  # where few sequences will have splits, few programs
     groups = -(-queries // rows)
     arguments |= {
         "lines": lines, "GROUPS": groups, "ROWS": rows, "WIDTH": channels, "TILES": width // channels,
-        "MAX_SPLITS": power_of_two(x.capacity + 1), "AT_ONCE": 16 if channels > 64 else 64,
+        "AT_ONCE": at_once,
     }  # fmt: skip
     programs = x.b * x.g * groups * (width // channels)
     joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4), early=arguments["EARLY"])

@@ -112,6 +112,11 @@ def decode(case: DecodeCase) -> LaunchConfig:
     return _with_less(config, case)
 
 
+def pairs(case: DecodeCase, config: LaunchConfig) -> bool:
+    """Whether stored bytes are read in pairs, which takes more registers than many rows leave."""
+    return case.itemsize == 1 and case.aligned and config.block_m == 16
+
+
 def fixed(case: DecodeCase) -> LaunchConfig:
     """Tiles that a batch-invariant call has whatever its queries are."""
     return _with_less(fitting(FP32 if case.itemsize > 2 else BATCH_INVARIANT, case.widest), case)
@@ -150,6 +155,16 @@ def halvings(config: LaunchConfig, blocks: int) -> int:
 def capacity(processors: int, kv_heads: int) -> int:
     """Splits, of all sequences, that fill a GPU of so many multiprocessors."""
     return max(1, RESIDENT * processors // kv_heads)
+
+
+def joined(splits: int, width: int) -> tuple[int, int]:
+    """Splits of a sequence that are joined at once, of as many as there are if all sequences are alike; and channels.
+
+    >>> joined(2, 512), joined(66, 128), joined(132, 512)
+    ((4, 512), (128, 32), (128, 32))
+    """
+    at_once = min(128, max(4, 1 << (splits - 1).bit_length()))
+    return at_once, min(width, 4096 // at_once)
 
 
 def slots(batch: int, capacity: int) -> int:

@@ -34,12 +34,12 @@ def combine(
     split_ptr, schedule_ptr, cu_seqlens_q_ptr, sinks_ptr, out_ptr, lse_ptr, lines,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, batch, group, s, schedule_offset,
     E: tl.constexpr, E_MAIN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of ``ROWS`` rows of queries, ``WIDTH`` channels, in an order that depends on them alone.
 
-    ``EARLY``: programs start when those before have started, and wait for them. Splits of a fixed size are joined one by one, so that those without a visible key make no difference.
+    ``EARLY``: programs may start before the splits are there, and wait for them. Splits of a fixed size are joined one
+    by one, so that those without a visible key make no difference.
     """
     pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
@@ -59,26 +59,26 @@ def combine(
     of_lse = split_ptr + lines.to(tl.int64) * E_MAIN
     STEP: tl.constexpr = KV_HEADS * BLOCKS * BLOCK_M
     c = tile * WIDTH + tl.arange(0, WIDTH)
-    every, several = tl.arange(0, MAX_SPLITS), tl.arange(0, AT_ONCE)
     for r in range(rows_of * ROWS, tl.minimum((rows_of + 1) * ROWS, count * group)):
-        l_i, acc = tl.zeros([1], tl.float32), tl.zeros([WIDTH], tl.float32)
+        l_i, m_i = tl.zeros([1], tl.float32), tl.full([1], float("-inf"), tl.float32)
+        acc = tl.zeros([1, WIDTH], tl.float32)
         if SPLIT_SIZE:
-            m_i, acc = tl.full([1], float("-inf"), tl.float32), acc[None, :]
             for p in range(splits):
                 line = origin + r + (p + tl.arange(0, 1)).to(tl.int64) * STEP
                 x = tl.load(split_ptr + line[:, None] * E_MAIN + c[None, :])
                 acc, l_i, m_i = join(acc, l_i, m_i, x, tl.load(of_lse + line))
-            acc = acc.reshape(WIDTH)
         else:
-            m_i = tl.max(tl.load(of_lse + origin + r + every * STEP, mask=every < splits, other=float("-inf")), 0)
-            safe = tl.where(m_i == float("-inf"), 0.0, m_i)
             for p in range(0, splits, AT_ONCE):
-                line = origin + r + (p + several).to(tl.int64) * STEP
-                weight = tl.exp2(tl.load(of_lse + line, mask=p + several < splits, other=float("-inf")) - safe)
-                valid = p + several < splits
+                several = p + tl.arange(0, AT_ONCE)
+                line, valid = origin + r + several.to(tl.int64) * STEP, several < splits
                 x = tl.load(split_ptr + line[:, None] * E_MAIN + c[None, :], mask=valid[:, None], other=0.0)
-                l_i += tl.sum(weight, 0)
-                acc += tl.sum(x * weight[:, None], 0)
+                lse2 = tl.load(of_lse + line, mask=valid, other=float("-inf"))  # loads wait for no other load
+                m_new = tl.maximum(m_i, tl.max(lse2, 0))
+                safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+                weight, old = tl.exp2(lse2 - safe), tl.exp2(m_i - safe)
+                acc = acc * old[:, None] + tl.sum(x * weight[:, None], 0)[None, :]
+                l_i, m_i = l_i * old + tl.sum(weight, 0), m_new
+        acc = acc.reshape(WIDTH)
         token, head = row + r // group, kv_head * group + r % group
         if sinks_ptr is not None:
             share, _, l_i, m_i = shares(l_i, m_i, tl.load(sinks_ptr + head).to(tl.float32) * LOG2E)

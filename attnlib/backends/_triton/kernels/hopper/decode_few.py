@@ -174,6 +174,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
         state = add_tile(number, state, s, (first + t) * TOKENS, i, modifiers, band, split, shared)
         barrier_arrive(FIRST + number, WITH_PRODUCER)
 
+    gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
     l_i = gl.sum(state.l_i, 0)
     if number == 1:
         in_fp32(shared.left).store(state.left)
@@ -207,7 +208,6 @@ def decode_few(
 
     Every parameter is that of the plain kernel.
     """
-    gdc_launch_dependents()
     schedule_ptr += schedule_offset
     work, splits = claimed(schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, 1, BLOCKS, ROWS)
     if SCHEDULED and work.sequence < 0:

@@ -203,6 +203,7 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
             state = add_own(1, State(acc, state.l_i, state.m_i), p, m_i, factor, n + TOKENS, split, shared)
             barrier_arrive(RIGHT + 1, WITH_PRODUCER)
 
+    gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
     shared.m.index(2 + number).store(state.l_i)
     barrier_sync(BOTH, CONSUMERS)
     l_i = state.l_i + shared.m.index(3 - number).load(gl.SliceLayout(1, SCORES))
@@ -231,7 +232,6 @@ def decode_many(
 
     Every parameter is that of the plain kernel.
     """
-    gdc_launch_dependents()
     schedule_ptr += schedule_offset
     work, splits = claimed(schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, 1, BLOCKS, ROWS)
     if SCHEDULED and work.sequence < 0:
