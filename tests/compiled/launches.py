@@ -101,7 +101,8 @@ def _over_cache(build: CachedBuild) -> Prepared:
 
     def remember(launch: Launch, tensors: dict[str, Tensor | None]):
         names = {*launch.tensors, *(block.tensor for block in launch.blocks.values())}
-        made[launch.kernel.__name__] = launch, {name: tensors[name] for name in names}
+        kernel = launch.kernel.__name__
+        made["decode" if kernel.startswith("decode") else kernel] = launch, {name: tensors[name] for name in names}
 
     cached_plan = cached.cached_plan
 
@@ -117,7 +118,6 @@ def _over_cache(build: CachedBuild) -> Prepared:
         patch.object(schedule, "processors", lambda device: PROCESSORS[build.arch]),
     ):
         (_write if build.kernel == "write" else _read)(build)
-    made |= {"decode": launched for name, launched in made.items() if name.startswith("decode")}
     if build.kernel not in made:
         raise ValueError(f"kernel: expected one that this call launches, {', '.join(made)}, got {build.kernel}")
     return made[build.kernel]

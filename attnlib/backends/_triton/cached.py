@@ -188,7 +188,8 @@ def cached_plan(key: Key) -> DecodePlan:
     x = DecodeShapes(key)
     tiles, arguments = x.tiles, x.arguments()
     width = arguments["E_MAIN"]
-    launch = Launch(_kernel(x), x.programs, arguments, tiles, _blocks(x, arguments) if tiles.tma else {})
+    early, blocks = arguments["EARLY"], _blocks(x, arguments) if tiles.tma else {}
+    launch = Launch(_kernel(x), x.programs, arguments, tiles, blocks, early=early)
     if not x.scheduled:
         return DecodePlan(launch, None, 0)
     queries, lines = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.splits * tiles.block_m
@@ -200,7 +201,7 @@ def cached_plan(key: Key) -> DecodePlan:
         "AT_ONCE": at_once,
     }  # fmt: skip
     programs = x.b * x.g * groups * (width // channels)
-    joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4), early=arguments["EARLY"])
+    joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4), early=early)
     return DecodePlan(launch, joined, lines * (width + 1))
 
 

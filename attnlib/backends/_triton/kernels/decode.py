@@ -6,7 +6,7 @@ once. What the splits are, and how they are joined, is in split_kv.py.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .band import Band, key_range, origin_of, sees_any, tiles_of
 from .decode_tiles import Sizes, Stored, Sums, sweep
@@ -37,6 +37,8 @@ def decode(
     ``FULL``: tiles that all rows see whole need no mask; without it, all have one. ``SPLIT_SIZE``: so many tokens are
     added up at a time, and joined as splits are, so that splits of this size each make no difference to any bit.
     """
+    if EARLY:
+        gdc_wait()
     schedule_ptr += schedule_offset
     work, splits = claimed(schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, KV_HEADS, BLOCKS, BLOCK_M)
     sequence, plane, kv_head, row, count = work.sequence, work.plane, work.head, work.row, work.rows

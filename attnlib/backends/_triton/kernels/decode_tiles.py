@@ -15,8 +15,8 @@ from .tile import Rows, load_columns
 class Sizes(NamedTuple):
     """What is known when a kernel is compiled: widths and tokens of tiles, tokens of a page (0: all), and how to sum.
 
-    ``ONE``: a sequence has one query, so all rows of a tile see the same keys. ``PAIRS``: values of grouped storage, and
-    latents, are read as pairs of bytes, and what is made of them in two halves, of even and of odd channels.
+    ``ONE``: a sequence has one query, so all rows of a tile see the same keys. ``PAIRS``: values, or latents, are read
+    as pairs of ``STORED`` bytes, and summed in two halves, of even and of odd channels.
     """
 
     D: tl.constexpr

@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .paged import ENTRY, LAST
 from .scores import LN2, LOG2E
@@ -34,7 +34,8 @@ def combine(
     split_ptr, schedule_ptr, cu_seqlens_q_ptr, sinks_ptr, out_ptr, lse_ptr, lines,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, batch, group, s, schedule_offset,
     E: tl.constexpr, E_MAIN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of ``ROWS`` rows of queries, ``WIDTH`` channels, in an order that depends on them alone.
 
@@ -47,6 +48,7 @@ def combine(
     slot, splits = tl.load(item + 4), tl.load(item + 5)
     if EARLY:
         gdc_wait()
+        gdc_launch_dependents()
     if splits == 1:
         return
     row, count = s * 0, s

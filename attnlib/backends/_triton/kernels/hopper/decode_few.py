@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..band import Band, origin_of, sees_any
 from ..paged import claimed
@@ -31,6 +31,7 @@ from .decode_splits import (
     barriers,
     clear_others,
     entry_of,
+    first_entry,
     load_half,
     load_last_half,
     load_queries,
@@ -81,7 +82,7 @@ class State(NamedTuple):
 def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
     """Load tiles as slots become free."""
     first, tiles = tiles_of(split)
-    entry = entry_of(first * TOKENS, split, call, PAGE)
+    entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
         slot, n = t % 2, (first + t) * TOKENS
         row = row_of(entry, n, split, call, PAGE)
@@ -208,6 +209,7 @@ def decode_few(
 
     Every parameter is that of the plain kernel.
     """
+    gdc_wait()
     schedule_ptr += schedule_offset
     work, splits = claimed(schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, 1, BLOCKS, ROWS)
     if SCHEDULED and work.sequence < 0:
@@ -226,7 +228,7 @@ def decode_few(
     queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
     lines = (slots + (cu_seqlens_q_ptr is not None)).to(gl.int64) * (BLOCKS * ROWS)
     results = Results(out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines)
-    split = split_of(work, splits, starts_ptr, lengths_ptr, limit, call, ROWS)
+    split = split_of(work, splits, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
     gl.warp_specialize(
         [
             (consume, (0, queries, split, call, results, shared)),

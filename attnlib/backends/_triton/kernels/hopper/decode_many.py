@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..band import Band, origin_of, sees_any
 from ..paged import claimed
@@ -31,6 +31,7 @@ from .decode_splits import (
     barriers,
     clear_others,
     entry_of,
+    first_entry,
     load_half,
     load_last_half,
     load_queries,
@@ -84,7 +85,7 @@ def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
     """Load pairs of tiles, each half as its slot becomes free."""
     first, tiles = tiles_of(split)
     tiles = gl.cdiv(tiles, 2) * 2  # the last one may be loaded twice
-    entry = entry_of(first * TOKENS, split, call, PAGE)
+    entry = first_entry(first, split, call, PAGE)
     for t in range(tiles):
         slot, n = t % 2, (first + t) * TOKENS
         row = row_of(entry, n, split, call, PAGE)
@@ -94,7 +95,8 @@ def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
         load_half(k_desc, row, 0, shared.left.index(slot), shared.left_full.index(slot))
         if t >= 2:
             barrier_sync(RIGHT + slot, WITH_PRODUCER)
-        load_last_half(tail_desc=tail_desc, desc=k_desc, row=row, half=shared.right.index(slot), tail=shared.tail.index(slot), full=shared.right_full.index(slot))
+        right, tail = shared.right.index(slot), shared.tail.index(slot)
+        load_last_half(k_desc, tail_desc, row, right, tail, shared.right_full.index(slot))
     if tiles > 0:  # a barrier that is left half full would hang the next program
         for slot in gl.static_range(2):
             barrier_sync(LEFT + slot, WITH_PRODUCER)
@@ -232,6 +234,7 @@ def decode_many(
 
     Every parameter is that of the plain kernel.
     """
+    gdc_wait()
     schedule_ptr += schedule_offset
     work, splits = claimed(schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, 1, BLOCKS, ROWS)
     if SCHEDULED and work.sequence < 0:
@@ -249,7 +252,7 @@ def decode_many(
     queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
     lines = (slots + (cu_seqlens_q_ptr is not None)).to(gl.int64) * (BLOCKS * ROWS)
     results = Results(out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines)
-    split = split_of(work, splits, starts_ptr, lengths_ptr, limit, call, ROWS)
+    split = split_of(work, splits, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
     gl.warp_specialize(
         [
             (consume, (0, queries, split, call, results, shared)),

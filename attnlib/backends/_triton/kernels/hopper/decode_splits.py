@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..band import Band, key_range, origin_of, sees_any, visible
+from ..band import Band, key_range, origin_of, visible
 from ..scores import LN2, LOG2E, modify, unit_of
 from ..split_kv import shares
 from .primitives import anew, opaque
@@ -47,7 +47,7 @@ class Queries(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where out and the LSE go, or lines of them, of which there are so many; ``whole``: what has one split."""
+    """Where out and the LSE go, or splits of them, of so many lines."""
 
     out_ptr: gl.tensor
     lse_ptr: gl.tensor
@@ -64,7 +64,7 @@ class Split(NamedTuple):
     """Rows from ``start`` on of the ``count`` queries of a sequence from ``row`` on, of which there are ``splits``.
 
     They see tokens ``[begin, end)`` at most, tokens ``[low, high)`` of those if any, and all of them
-    ``[all_low, all_high)``.
+    ``[all_low, all_high)``. ``entry`` is the entry of the page table for column ``column``, where they may begin.
     """
 
     sequence: gl.tensor
@@ -80,13 +80,17 @@ class Split(NamedTuple):
     high: gl.tensor
     all_low: gl.tensor
     all_high: gl.tensor
+    entry: gl.tensor
+    column: gl.tensor
 
 
 @gluon.jit
-def split_of(work, splits, starts_ptr, lengths_ptr, limit, call, BLOCK_M: gl.constexpr):
+def split_of(work, splits, starts_ptr, lengths_ptr, limit, call, BLOCK_M: gl.constexpr, PAGE: gl.constexpr):
     """The split that is a program's work. What follows the last packed sequence has no tokens."""
     past = work.sequence >= call.batch
     known = gl.where(past, 0, work.sequence)
+    column = known * 0 + (work.other // PAGE if PAGE else 0)
+    entry = gl.load(call.table_ptr + known.to(gl.int64) * call.stride_table + column)  # beside the lengths, not after
     length = gl.where(past, 0, gl.maximum(gl.minimum(gl.load(lengths_ptr + known), limit), 0))
     begin = gl.minimum(gl.maximum(work.other, gl.load(starts_ptr + known)), length)
     end = gl.minimum(work.other + work.others, length)
@@ -100,7 +104,7 @@ def split_of(work, splits, starts_ptr, lengths_ptr, limit, call, BLOCK_M: gl.con
     splits = anew(splits + zero)  # one that is known fails in triton 3.6's passes
     return Split(
         work.sequence + zero, work.plane, work.row + zero, work.rows + zero, work.start, splits, length, begin,
-        end, low, high, all_low + zero, all_high + zero,
+        end, low, high, all_low + zero, all_high + zero, entry, column,
     )  # fmt: skip
 
 
@@ -117,6 +121,16 @@ def entry_of(n, split, call, PAGE: gl.constexpr):
     n = gl.minimum(n, gl.maximum(split.high - 1, 0))
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     return gl.load(call.table_ptr + known.to(gl.int64) * call.stride_table + (n // PAGE if PAGE else n * 0))
+
+
+@gluon.jit
+def first_entry(first, split, call, PAGE: gl.constexpr):
+    """The entry for the first tile."""
+    entry = split.entry
+    if PAGE:
+        if first * TOKENS // PAGE != split.column:
+            entry = entry_of(first * TOKENS, split, call, PAGE)
+    return entry
 
 
 @gluon.jit
@@ -143,7 +157,9 @@ def load_last_half(desc, tail_desc, row, half, tail, full):
 
 
 @gluon.jit
-def load_queries(queries, split, call, FIRST: gl.constexpr, ROWS: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+def load_queries(
+    queries, split, call, FIRST: gl.constexpr, ROWS: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
+):
     """``COUNT`` channels of the rows from channel ``FIRST`` on, zeros beyond the last row."""
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     c = FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
