@@ -61,15 +61,12 @@ def decode(
     high = tl.where(first < last, high, low)
 
     STORED: tl.constexpr = k_ptr.dtype.element_ty
-    K_PER: tl.constexpr = 2 if PAIRS and LATENT else 1  # bytes of what is loaded at once
-    V_PER: tl.constexpr = 2 if PAIRS else 1
-    k_ptr += kv_head * stride_kg
-    keys = pairs_at(k_ptr) if K_PER == 2 else k_ptr
-    k_rows = Rows(keys, stride_kp // K_PER, stride_kt // K_PER, stride_kg, k_desc)
+    PER: tl.constexpr = 2 if PAIRS else 1  # channels of what is loaded at once
+    k_ptr, v_ptr = k_ptr + kv_head * stride_kg, v_ptr + kv_head * stride_vg
+    keys, values = (pairs_at(k_ptr), pairs_at(v_ptr)) if PAIRS else (k_ptr, v_ptr)
+    k_rows = Rows(keys, stride_kp // PER, stride_kt // PER, stride_kg, k_desc)
     tail_rows = Rows(k_tail_ptr + TAIL + kv_head * stride_tg, stride_tp, stride_tt, stride_tg, tail_desc)
-    v_ptr += kv_head * stride_vg
-    values = None if LATENT else pairs_at(v_ptr) if V_PER == 2 else v_ptr
-    v_rows = Rows(values, stride_vp // V_PER, stride_vt // V_PER, stride_vg)
+    v_rows = Rows(None if LATENT else values, stride_vp // PER, stride_vt // PER, stride_vg)
     SCALED: tl.constexpr = k_scale_ptr is not None
     k_scale = Rows(k_scale_ptr + kv_head * stride_ksg if SCALED else None, stride_ksp, stride_kst, stride_ksg)
     v_scale = Rows(v_scale_ptr + kv_head * stride_vsg if SCALED else None, stride_vsp, stride_vst, stride_vsg)
@@ -87,7 +84,7 @@ def decode(
     if SCALED and q.dtype != tl.float32:
         queries, gain = in_range(queries, LATENT)
         scale *= gain[:, None]
-    queries = halved(queries) if PAIRS and LATENT else Queries(queries.main, queries.main, queries.tail)
+    queries = halved(queries) if PAIRS else Queries(queries.main, queries.main, queries.tail)
     slope = (
         None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, known, head, batch)[:, None]
     )

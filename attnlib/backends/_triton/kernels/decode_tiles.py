@@ -84,13 +84,12 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
     LATENT: tl.constexpr = stored.v.ptr is None
     SCALED: tl.constexpr = stored.k_scale.ptr is not None
     PER: tl.constexpr = 2 if sizes.PAIRS else 1  # channels of what is loaded at once
-    MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1]  # channels of a key before its tail
-    KEY_PER: tl.constexpr = PER if LATENT else 1
+    MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1] * PER  # channels of a key before its tail
     q = queries.main
     j = n + tl.arange(0, BLOCK)
     valid = (j >= stored.low) & (j < stored.high)
-    width: tl.constexpr = (MAIN if LATENT else sizes.D) // KEY_PER
-    k = load_plane(stored.k, page, n, valid, width, q.shape[1], sizes.PAGE, MASKED)
+    WIDTH: tl.constexpr = (MAIN if LATENT else sizes.D) // PER
+    k = load_plane(stored.k, page, n, valid, WIDTH, q.shape[1], sizes.PAGE, MASKED)
     if sizes.D_TAIL:
         k_tail = load_plane(stored.tail, page, n, valid, sizes.D - MAIN, sizes.D_TAIL, sizes.PAGE, MASKED)
         k_tail = as_factor(k_tail, queries.tail.dtype, sizes.NATIVE, False)
@@ -101,14 +100,13 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
         v_scale = k_scale if LATENT else load_scale(stored.v_scale, page, n, valid, sizes.PAGE)
         exponent, inverse, rest = split_scale(v_scale)
 
-    if LATENT and sizes.PAIRS:
-        v = k
+    if sizes.PAIRS:
         even, odd = both_factors(k.T, sizes.STORED, sizes.NATIVE)
         s = tl.dot(queries.odd, odd, tl.dot(q, even))
     else:
         k = as_factor(k, q.dtype, sizes.NATIVE, LATENT)
         s = tl.dot(q, k.T, input_precision=sizes.PRECISION)
-        v = k if LATENT else v
+    v = k if LATENT else v
     if sizes.D_TAIL and not LATENT:
         s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
     if SCALED:
