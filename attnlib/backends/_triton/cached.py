@@ -68,7 +68,7 @@ def _schedule_of(kv: KVView) -> Tensor | None:
 
 def decode_key(a: CachedArguments) -> Key:
     """What decides the launches of a call."""
-    return key_of(a, a.q, a.k, a.v, a.k_tail)
+    return key_of(a, a.q, a.k, a.v, a.k_tail, a.k_scale)
 
 
 def _tensors(a: CachedArguments) -> dict[str, Tensor | None]:
@@ -112,10 +112,12 @@ class DecodeShapes:
             decode_tables.rows(self.s, self.b, self.group) if self.packed else self.s * self.group,
             d, tail, e, 4 if a.q.dtype.itemsize > 2 else a.k.dtype.itemsize, latent=a.v is None,
             one=not self.packed and self.s == 1, page_size=0 if columns == 1 else page_size, arch=arch_of(key.device),
-            aligned=key.aligned and all(x.is_in_lines and x == contiguous(x.shape, x.dtype) for x in planes),
+            aligned=key.aligned and all(x.is_in_lines for x in planes)
+            and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale) if x),
         )  # fmt: skip
         self.hopper = decode_tables.hopper(self.case) if key.hopper and not a.split_size else None
         self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
+        self.pairs = not a.split_size and decode_tables.pairs(self.case, self.tiles)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
         mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries of a sequence
         self.blocks = -(-mean * self.group // self.tiles.block_m)
@@ -152,9 +154,9 @@ class DecodeShapes:
             "limit": min(INT32, self.max_tokens), "D": case.head_dim + case.tail, "D_MAIN": main, "D_TAIL": tail,
             "TAIL": 0 if case.tail else main, "E": case.value_dim, "E_MAIN": value, "LATENT": case.latent,
             "ONE": case.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": case.arch > 0,
-            "FULL": self.tiles.tma or not (case.one or a.split_size), "PAGE": case.page_size, "KV_HEADS": self.g,
+            "FULL": self.tiles.tma or self.pairs or not (case.one or a.split_size), "PAGE": case.page_size, "KV_HEADS": self.g,
             "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
-            "PAIRS": not a.split_size and decode_tables.pairs(self.case, self.tiles), "EARLY": self.case.arch == 90,
+            "PAIRS": self.pairs, "EARLY": self.case.arch == 90,
         }  # fmt: skip
 
 
@@ -164,19 +166,24 @@ def _kernel(x: DecodeShapes) -> Callable:
 
     if x.hopper is None:
         return decode
+    from .kernels.hopper.decode_bytes import decode_bytes
     from .kernels.hopper.decode_few import decode_few
     from .kernels.hopper.decode_many import decode_many
 
-    return decode_few if x.hopper is decode_tables.HOPPER_FEW else decode_many
+    if x.case.itemsize == 1:
+        return decode_bytes
+    return decode_few if x.hopper.block_m == 16 else decode_many
 
 
 def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
-    """What descriptors load: of a key, and of its tail if it has one; in Hopper's own kernels, half of a latent."""
+    """What descriptors load: of a key, and of its tail if it has one; in Hopper's own kernels, of half of a latent."""
     own = x.hopper is not None
     rows, width = x.tiles.block_n, arguments["D_MAIN"] // 2 if own else arguments["D_MAIN"]
     blocks = {"k_desc": Block("k", rows, width, of_heads=False, swizzled=own)}
     if x.case.tail:
         blocks["tail_desc"] = Block("k_tail", rows, arguments["D_TAIL"], of_heads=False, swizzled=own)
+    if own and x.case.itemsize == 1:
+        blocks["scale_desc"] = Block("k_scale", 1, rows, of_heads=False, swizzled=True)
     return blocks
 
 

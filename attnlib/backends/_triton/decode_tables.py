@@ -72,6 +72,7 @@ LATENT_MANY = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
 # Latent storage in Hopper's own kernels: rows in columns of products, or in their 64 rows.
 HOPPER_FEW = LaunchConfig(16, 64, 2, 4, tma=True, resident=1)
 HOPPER_MANY = LaunchConfig(64, 64, 2, 4, tma=True, resident=1)
+HOPPER_BYTES = LaunchConfig(16, 64, 5, 4, tma=True, resident=1)
 MOST_OF_FEW = 32  # rows: 64 x 8k of 32 heads take 190 us in two blocks of 16; of 64 heads, 195 in one of 64
 
 
@@ -82,9 +83,11 @@ def hopper(case: DecodeCase) -> LaunchConfig | None:
     >>> hopper(case).block_m, hopper(case._replace(rows=16)).block_m, hopper(case._replace(page_size=16))
     (64, 16, None)
     """
-    is_there = case.arch == 90 and case.latent and case.itemsize == 2 and case.aligned
+    is_there = case.arch == 90 and case.latent and case.itemsize <= 2 and case.aligned
     if not is_there or (case.head_dim, case.tail) != (512, 64) or case.page_size % HOPPER_MANY.block_n:
         return None
+    if case.itemsize == 1:  # scales are loaded in rows of a tile
+        return HOPPER_BYTES if case.rows <= MOST_OF_FEW and case.page_size else None
     return HOPPER_FEW if case.rows <= MOST_OF_FEW else HOPPER_MANY
 
 
@@ -161,9 +164,9 @@ def joined(splits: int, width: int) -> tuple[int, int]:
     """Splits of a sequence that are joined at once, of as many as there are if all sequences are alike; and channels.
 
     >>> joined(2, 512), joined(66, 128), joined(132, 512)
-    ((4, 512), (128, 32), (128, 32))
+    ((4, 512), (64, 64), (128, 32))
     """
-    at_once = min(128, max(4, 1 << (splits - 1).bit_length()))
+    at_once = min(128, max(4, 1 << splits.bit_length() >> 1))
     return at_once, min(width, 4096 // at_once)
 
 

@@ -42,7 +42,8 @@ def remembered(plan: Callable) -> Callable:
 class Block(NamedTuple):
     """What a descriptor loads at once of a tensor: so many rows and columns, of one head if it has heads.
 
-    ``swizzled``: into shared memory that a Gluon kernel lays out.
+    ``swizzled``: into shared memory that a Gluon kernel lays out. It reads bytes in pairs, and numbers of tokens, such as
+    scales, in rows of as many as it loads at once.
     """
 
     tensor: str
@@ -55,20 +56,23 @@ class Block(NamedTuple):
         """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
+        if self.swizzled:
+            x = x.view(torch.int16 if x.dtype.itemsize == 1 else x.dtype).view(-1, max(x.shape[-1], self.columns))
         x = x.view(-1, x.shape[-1]) if not self.of_heads else x if x.dim() == 4 else x[None]
         block = [1, self.rows, 1, self.columns] if self.of_heads else [self.rows, self.columns]
         if self.swizzled:
-            return swizzled_descriptor(x, block)
+            from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+            return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _swizzled(tuple(block), x.dtype))
         return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
-def swizzled_descriptor(x: Tensor, block: list[int]):
-    """A Gluon kernel's descriptor of blocks, as matrix products read them."""
-    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+@remembered
+def _swizzled(block: tuple[int, ...], dtype: torch.dtype):
+    """How a block lies in shared memory, as matrix products read it."""
+    from triton.experimental.gluon import language
 
-    layout = NVMMASharedLayout.get_default_for(block, bfloat16 if x.dtype == torch.bfloat16 else float16)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return language.NVMMASharedLayout.get_default_for(list(block), getattr(language, str(dtype).removeprefix("torch.")))
 
 
 class Launch:

@@ -182,22 +182,32 @@ def clear_others(values, n, split):
 
 
 @gluon.jit
-def softmax(s, m_i, n, i, modifiers, band, split, AXIS: gl.constexpr):
-    """Probabilities of scores from token ``n`` on, which lie along ``AXIS``; the maximum that they are relative to; and
-    what sums so far are scaled by.
-
-    The maximum stays while no row's grows by more than ``MOVED`` powers of two; sums are exact all the same.
-    """
+def scored(s, n, i, modifiers, band, split, AXIS: gl.constexpr):
+    """Scores of products from token ``n`` on, which lie along ``AXIS``; -inf where they are hidden."""
     j = gl.expand_dims(n + gl.arange(0, TOKENS, gl.SliceLayout(1 - AXIS, s.type.layout)), 1 - AXIS)
-    unit = unit_of(modifiers)
     s, _ = modify(s, modifiers, gl.expand_dims(i + band.apart, AXIS), j)
     if (n < split.all_low) | (n + TOKENS > split.all_high):
         s = opaque(gl.where(visible(gl.expand_dims(i, AXIS), j, band), s, float("-inf")))
+    return s
+
+
+@gluon.jit
+def weighed(s, m_i, unit, AXIS: gl.constexpr):
+    """Probabilities of scores; the maximum that they are relative to; and what sums so far are scaled by.
+
+    The maximum stays while no row's grows by more than ``MOVED`` powers of two; sums are exact all the same.
+    """
     highest = gl.max(s, AXIS) * unit
     m_new = gl.where(highest > m_i + MOVED, highest, m_i)
     # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
     safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     return gl.exp2(s * unit - gl.expand_dims(safe, AXIS)), m_new, gl.exp2(m_i - safe)
+
+
+@gluon.jit
+def softmax(s, m_i, n, i, modifiers, band, split, AXIS: gl.constexpr):
+    """Probabilities of products from token ``n`` on, as :func:`weighed` gives them."""
+    return weighed(scored(s, n, i, modifiers, band, split, AXIS), m_i, unit_of(modifiers), AXIS)
 
 
 @gluon.jit
