@@ -1,4 +1,4 @@
-"""Hopper's own decode kernels: what reaches them, and that they are right by the accuracy rule, and to the bit again."""
+"""Hopper's own decode kernels: what reaches them, that they are right by the accuracy rule, and repeat to the bit."""
 
 from dataclasses import replace
 
@@ -50,6 +50,15 @@ def test_any_mask_and_option(heads, mask, options):
 def test_any_page_and_dtype(heads, page_size):
     call = store(replace(LATENT, dtype=torch.float16), Sizes(LENGTHS, STARTS, page_size)).call(1, heads)
     assert kernel(call).startswith("decode_")
+    assert_right(call)
+
+
+@pytest.mark.parametrize("counts", [1, 2, (1, 1, 3, 0, 1, 2)], ids=str)
+@pytest.mark.parametrize("options", [(), ("softcap",), ("alibi_slopes", "sinks")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_stored_bytes(dtype, options, counts):
+    call = store(replace(LATENT, store=dtype), Sizes(LENGTHS, page_size=64)).call(counts, 8, CAUSAL, options)
+    assert kernel(call) == "decode_bytes"
     assert_right(call)
 
 

@@ -154,8 +154,8 @@ class DecodeShapes:
             "limit": min(INT32, self.max_tokens), "D": case.head_dim + case.tail, "D_MAIN": main, "D_TAIL": tail,
             "TAIL": 0 if case.tail else main, "E": case.value_dim, "E_MAIN": value, "LATENT": case.latent,
             "ONE": case.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": case.arch > 0,
-            "FULL": self.tiles.tma or self.pairs or not (case.one or a.split_size), "PAGE": case.page_size, "KV_HEADS": self.g,
-            "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
+            "FULL": self.tiles.tma or self.pairs or not (case.one or a.split_size), "PAGE": case.page_size,
+            "KV_HEADS": self.g, "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
             "PAIRS": self.pairs, "EARLY": self.case.arch == 90,
         }  # fmt: skip
 

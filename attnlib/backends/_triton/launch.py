@@ -42,8 +42,8 @@ def remembered(plan: Callable) -> Callable:
 class Block(NamedTuple):
     """What a descriptor loads at once of a tensor: so many rows and columns, of one head if it has heads.
 
-    ``swizzled``: into shared memory that a Gluon kernel lays out. It reads bytes in pairs, and numbers of tokens, such as
-    scales, in rows of as many as it loads at once.
+    ``swizzled``: into shared memory that a Gluon kernel lays out. It reads bytes in pairs, and what tokens have one of,
+    such as scales, in rows of as many as are loaded at once.
     """
 
     tensor: str

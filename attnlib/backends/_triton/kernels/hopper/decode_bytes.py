@@ -73,7 +73,7 @@ class Shared(NamedTuple):
 
 
 class State(NamedTuple):
-    """The sums of even and of odd channels, of each chunk in turn; of weights by place in a tile; the maximum so far."""
+    """The sums of even and of odd channels of each chunk; of weights, by place in a tile; the maximum so far."""
 
     sums: tuple
     l_i: gl.tensor
@@ -234,7 +234,8 @@ def decode_bytes(
         return
     shared = Shared(
         ring(gl.float16, 2, ROWS, HALF), ring(tail_desc.dtype, 1, ROWS, TAIL), ring(gl.int16, SLOTS, TOKENS, HALF),
-        ring(tail_desc.dtype, SLOTS, TOKENS, TAIL), ring(gl.float32, SLOTS, 1, TOKENS), ring(gl.float16, 2, TOKENS, ROWS), numbers(2, ROWS), barriers(SLOTS),
+        ring(tail_desc.dtype, SLOTS, TOKENS, TAIL), ring(gl.float32, SLOTS, 1, TOKENS),
+        ring(gl.float16, 2, TOKENS, ROWS), numbers(2, ROWS), barriers(SLOTS),
     )  # fmt: skip
     fence_async_shared()
     call = Problem(
