@@ -200,12 +200,12 @@ def cached_plan(key: Key) -> DecodePlan:
     if not x.scheduled:
         return DecodePlan(launch, None, 0)
     queries, lines = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.splits * tiles.block_m
-    at_once, channels = decode_tables.joined(x.capacity // max(1, x.b), width)
-    rows = queries if x.b >= x.capacity else 1  # where few sequences will have splits, few programs
+    together, at_once, channels = decode_tables.joined(x.capacity // max(1, x.b), width)
+    rows = queries if x.b >= x.capacity else together  # where few sequences will have splits, few programs
     groups = -(-queries // rows)
     arguments |= {
         "lines": lines, "GROUPS": groups, "ROWS": rows, "WIDTH": channels, "TILES": width // channels,
-        "AT_ONCE": at_once,
+        "AT_ONCE": at_once, "TOGETHER": together,
     }  # fmt: skip
     programs = x.b * x.g * groups * (width // channels)
     joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4), early=early)

@@ -52,7 +52,7 @@ MANY_ROWS = (
 EIGHT_BIT = (
     (128, LaunchConfig(16, 128, 3, 4)),
     (256, LaunchConfig(16, 64, 3, 4)),
-    (576, LaunchConfig(16, 32, 3, 4)),
+    (576, LaunchConfig(16, 64, 3, 4)),  # 16 heads, 64 x 8k: 122; 16 x 32 138
 )
 # Batch-invariant calls, whatever the rows.
 BATCH_INVARIANT = (
@@ -160,14 +160,15 @@ def capacity(processors: int, kv_heads: int) -> int:
     return max(1, RESIDENT * processors // kv_heads)
 
 
-def joined(splits: int, width: int) -> tuple[int, int]:
-    """Splits of a sequence that are joined at once, of as many as there are if all sequences are alike; and channels.
+def joined(splits: int, width: int) -> tuple[int, int, int]:
+    """Rows, splits and channels that a program joins at once: of as many splits as sequences have if all are alike.
 
-    >>> joined(2, 512), joined(66, 128), joined(132, 512)
-    ((4, 512), (64, 64), (128, 32))
+    >>> joined(2, 512), joined(4, 128), joined(66, 128), joined(132, 512)
+    ((4, 2, 512), (8, 4, 128), (1, 64, 64), (1, 128, 32))
     """
-    at_once = min(128, max(4, 1 << splits.bit_length() >> 1))
-    return at_once, min(width, 4096 // at_once)
+    at_once = min(128, max(2, 1 << splits.bit_length() >> 1))
+    channels = min(width, 4096 // at_once)
+    return min(8, 4096 // (at_once * channels)), at_once, channels
 
 
 def slots(batch: int, capacity: int) -> int:

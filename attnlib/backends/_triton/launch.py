@@ -57,7 +57,8 @@ class Block(NamedTuple):
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         if self.swizzled:
-            x = x.view(torch.int16 if x.dtype.itemsize == 1 else x.dtype).view(-1, max(x.shape[-1], self.columns))
+            x = x.view(torch.int16) if x.dtype.itemsize == 1 else x
+            x = x.view(-1, max(x.shape[-1], self.columns))
         x = x.view(-1, x.shape[-1]) if not self.of_heads else x if x.dim() == 4 else x[None]
         block = [1, self.rows, 1, self.columns] if self.of_heads else [self.rows, self.columns]
         if self.swizzled:
