@@ -131,7 +131,9 @@ def _common(arch: int) -> Iterator[CachedBuild]:
     for layer in (GQA128, GQA256, MLA):
         yield decode(layer, invariant=True)
     yield decode(MLA, tokens=2)
-    yield decode(MLA, page=16)
+    for layer in (MLA, WIDE_MLA):
+        yield decode(layer, page=16)
+    yield decode(MLA, store="int8", page=16)
     yield decode(MLA, tokens=4, page=16)
     for layer in (GQA128, MLA):
         for sequences in (16, 1):

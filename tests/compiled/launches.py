@@ -106,7 +106,9 @@ def _over_cache(build: CachedBuild) -> Prepared:
     made = {}
 
     def remember(launch: Launch, tensors: dict[str, Tensor | None]):
-        made[launch.kernel.__name__] = launch, {name: tensors[name] for name in launch.tensors}
+        names = {*launch.tensors, *(block.tensor for block in launch.blocks.values())}
+        kernel = launch.kernel.__name__
+        made["decode" if kernel.startswith("decode") else kernel] = launch, {name: tensors[name] for name in names}
 
     cached_plan = cached.cached_plan
 

@@ -7,6 +7,7 @@ from compiled.cached_builds import (
     GQA64,
     GQA128,
     MLA,
+    WIDE_MLA,
     CachedBuild,
     Layer,
     cached_calls,
@@ -58,7 +59,7 @@ def test_every_kernel_is_built_for_every_chip():
 
 def test_few_are_built_in_ci_and_none_twice():
     few = distinct(cached_entries())
-    assert len(few) < 50
+    assert len(few) < 53
     every = distinct((*few, *cached_calls(), *cached_product()))
     assert every[: len(few)] == few
     assert len({(str(build), build.arch) for build in every}) == len(every)
@@ -83,7 +84,7 @@ def test_no_chip_reads_fp8_that_cannot():
 )
 def test_a_launch_takes_what_the_build_says(build):
     launch, named = prepared(build)
-    assert launch.kernel.__name__ == build.kernel
+    assert launch.kernel.__name__.startswith(build.kernel)
     new = named["q" if build.kernel == "decode" else "new_k"]
     assert new.dtype == DTYPES[build.dtype]
     assert new.shape[: 1 if build.packed else 2].numel() == build.sequences * build.tokens
@@ -138,8 +139,38 @@ def test_how_many_sequences_there_are_compiles_nothing_new():
 
 
 def test_chips_differ_in_how_many_splits_fill_them():
-    most = [prepared(CachedBuild("combine", arch, MLA))[0].arguments["MAX_SPLITS"] for arch in (80, 90)]
-    assert most == [128, 256]  # room for 108 and 132 parts, and one more
+    builds = [CachedBuild("combine", arch, MLA, sequences=4) for arch in (86, 90)]
+    assert [prepared(build)[0].arguments["AT_ONCE"] for build in builds] == [16, 32]  # of 84 and 132 splits
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({"layer": MLA}, "decode_few"),
+        ({"layer": WIDE_MLA}, "decode_many"),
+        ({"layer": MLA, "tokens": 4}, "decode_many"),
+        ({"layer": WIDE_MLA, "page": 0}, "decode_many"),
+        ({"layer": WIDE_MLA, "page": 16}, "decode"),
+        ({"layer": WIDE_MLA, "aligned": False}, "decode"),
+        ({"layer": WIDE_MLA, "dtype": "fp32"}, "decode"),
+        ({"layer": MLA, "store": "fp8"}, "decode_bytes"),
+        ({"layer": MLA, "store": "fp8", "page": 0}, "decode"),
+        ({"layer": MLA, "invariant": True}, "decode"),
+        ({"layer": WIDE_MLA, "arch": 100}, "decode"),
+        ({}, "decode"),
+    ],
+    ids=str,
+)
+def test_which_calls_hopper_has_kernels_for(changes, kernel):
+    assert prepared(DECODE._replace(**changes))[0].kernel.__name__ == kernel
+
+
+def test_descriptors_of_stored_bytes_have_a_row_for_each_token():
+    """In pairs of bytes; and of scales a row for each tile."""
+    launch, named = prepared(DECODE._replace(layer=MLA, store="int8"))
+    tokens = named["k"].shape[:2].numel()
+    shapes = {name: block.descriptor(named[block.tensor]).shape for name, block in launch.blocks.items()}
+    assert shapes == {"k_desc": [tokens, 256], "tail_desc": [tokens, 64], "scale_desc": [tokens // 64, 64]}
 
 
 def test_nothing_stays_replaced():

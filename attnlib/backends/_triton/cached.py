@@ -1,5 +1,6 @@
 """Attention over a cache by Triton kernels: from layouts to launches, and the operator."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from ..operators import CachedArguments, flat_over_view, outputs, readable
 from . import decode_tables, schedule
 from .launch import Block, Launch, remembered
 from .plans import Key, contiguous, key_of, scoring, strides
-from .tables import LaunchConfig, power_of_two
+from .tables import LaunchConfig
 
 
 class DecodePlan(NamedTuple):
@@ -67,7 +68,7 @@ def _schedule_of(kv: KVView) -> Tensor | None:
 
 def decode_key(a: CachedArguments) -> Key:
     """What decides the launches of a call."""
-    return key_of(a, a.q, a.k, a.v, a.k_tail)
+    return key_of(a, a.q, a.k, a.v, a.k_tail, a.k_scale)
 
 
 def _tensors(a: CachedArguments) -> dict[str, Tensor | None]:
@@ -106,14 +107,17 @@ class DecodeShapes:
         (_, page_size, self.g, d), tail, e = a.k.shape, a.k_tail.shape[-1] if a.k_tail else 0, (a.v or a.k).shape[-1]
         (self.b, columns), (self.s, self.h) = a.table.shape, a.q.shape[-3:-1]
         self.packed, self.group = a.cu_seqlens_q is not None, self.h // self.g
-        self.max_tokens, planes = columns * page_size, [x for x in (a.k, a.k_tail) if x]
+        self.max_tokens, planes = columns * page_size, [x for x in (a.k, a.k_tail, a.v) if x]
         self.case = decode_tables.DecodeCase(
             decode_tables.rows(self.s, self.b, self.group) if self.packed else self.s * self.group,
             d, tail, e, 4 if a.q.dtype.itemsize > 2 else a.k.dtype.itemsize, latent=a.v is None,
             one=not self.packed and self.s == 1, page_size=0 if columns == 1 else page_size, arch=arch_of(key.device),
-            aligned=key.aligned and all(x.is_in_lines and x == contiguous(x.shape, x.dtype) for x in planes),
+            aligned=key.aligned and all(x.is_in_lines for x in planes)
+            and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale) if x),
         )  # fmt: skip
-        self.tiles = (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
+        self.hopper = decode_tables.hopper(self.case) if key.hopper and not a.split_size else None
+        self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
+        self.pairs = not a.split_size and decode_tables.pairs(self.case, self.tiles)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
         mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries of a sequence
         self.blocks = -(-mean * self.group // self.tiles.block_m)
@@ -150,38 +154,61 @@ class DecodeShapes:
             "limit": min(INT32, self.max_tokens), "D": case.head_dim + case.tail, "D_MAIN": main, "D_TAIL": tail,
             "TAIL": 0 if case.tail else main, "E": case.value_dim, "E_MAIN": value, "LATENT": case.latent,
             "ONE": case.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": case.arch > 0,
-            "FULL": self.tiles.tma or not (case.one or a.split_size), "PAGE": case.page_size, "KV_HEADS": self.g,
-            "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
+            "FULL": self.tiles.tma or self.pairs or not (case.one or a.split_size), "PAGE": case.page_size,
+            "KV_HEADS": self.g, "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
+            "PAIRS": self.pairs, "EARLY": self.case.arch == 90,
         }  # fmt: skip
+
+
+def _kernel(x: DecodeShapes) -> Callable:
+    """The kernel that runs a call."""
+    from .kernels.decode import decode
+
+    if x.hopper is None:
+        return decode
+    from .kernels.hopper.decode_bytes import decode_bytes
+    from .kernels.hopper.decode_few import decode_few
+    from .kernels.hopper.decode_many import decode_many
+
+    if x.case.itemsize == 1:
+        return decode_bytes
+    return decode_few if x.hopper.block_m == 16 else decode_many
+
+
+def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
+    """What descriptors load: of a key, and of its tail if it has one; in Hopper's own kernels, of half of a latent."""
+    own = x.hopper is not None
+    rows, width = x.tiles.block_n, arguments["D_MAIN"] // 2 if own else arguments["D_MAIN"]
+    blocks = {"k_desc": Block("k", rows, width, of_heads=False, gluon=own)}
+    if x.case.tail:
+        blocks["tail_desc"] = Block("k_tail", rows, arguments["D_TAIL"], of_heads=False, gluon=own)
+    if own and x.case.itemsize == 1:
+        blocks["scale_desc"] = Block("k_scale", 1, rows, of_heads=False, gluon=True)
+    return blocks
 
 
 @remembered
 def cached_plan(key: Key) -> DecodePlan:
     """The launches of a call."""
-    from .kernels.decode import decode
     from .kernels.split_kv import combine
 
     x = DecodeShapes(key)
-    tiles, arguments, blocks = x.tiles, x.arguments(), {}
+    tiles, arguments = x.tiles, x.arguments()
     width = arguments["E_MAIN"]
-    if tiles.tma:
-        blocks["k_desc"] = Block("k", tiles.block_n, arguments["D_MAIN"], of_heads=False)
-    if tiles.tma and x.case.tail:
-        blocks["tail_desc"] = Block("k_tail", tiles.block_n, arguments["D_TAIL"], of_heads=False)
-    launch = Launch(decode, x.programs, arguments, tiles, blocks)
+    early, blocks = arguments["EARLY"], _blocks(x, arguments) if tiles.tma else {}
+    launch = Launch(_kernel(x), x.programs, arguments, tiles, blocks, early=early)
     if not x.scheduled:
         return DecodePlan(launch, None, 0)
     queries, lines = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.splits * tiles.block_m
-    splits = x.capacity // max(1, x.b)  # of a sequence, if all are alike
-    channels = width if splits <= 8 or width <= 128 else 64
-    rows = queries if x.b >= x.capacity else 1  # where few sequences will have splits, few programs
+    together, at_once, channels = decode_tables.joined(x.capacity // max(1, x.b), width)
+    rows = queries if x.b >= x.capacity else together  # where few sequences will have splits, few programs
     groups = -(-queries // rows)
     arguments |= {
         "lines": lines, "GROUPS": groups, "ROWS": rows, "WIDTH": channels, "TILES": width // channels,
-        "MAX_SPLITS": power_of_two(x.capacity + 1), "AT_ONCE": 16 if channels > 64 else 64,
+        "AT_ONCE": at_once, "TOGETHER": together,
     }  # fmt: skip
     programs = x.b * x.g * groups * (width // channels)
-    joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4))
+    joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4), early=early)
     return DecodePlan(launch, joined, lines * (width + 1))
 
 

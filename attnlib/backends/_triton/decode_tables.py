@@ -52,7 +52,7 @@ MANY_ROWS = (
 EIGHT_BIT = (
     (128, LaunchConfig(16, 128, 3, 4)),
     (256, LaunchConfig(16, 64, 3, 4)),
-    (576, LaunchConfig(16, 32, 3, 4)),
+    (576, LaunchConfig(16, 64, 3, 4)),  # 16 heads, 64 x 8k: 122; 16 x 32 138
 )
 # Batch-invariant calls, whatever the rows.
 BATCH_INVARIANT = (
@@ -69,6 +69,26 @@ FP32 = (
 # Latent storage on chips with 200 KB of shared memory; many rows on sm_90 only.
 LATENT_FEW = LaunchConfig(16, 64, 3, 8, resident=1)
 LATENT_MANY = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
+# Latents of 512 + 64 in Hopper's own kernels: rows as columns of products, or as their 64 rows; and stored bytes.
+HOPPER_FEW = LaunchConfig(16, 64, 2, 4, tma=True, resident=1)
+HOPPER_MANY = LaunchConfig(64, 64, 3, 4, tma=True, resident=1)  # 32 heads, 64 x 8k: 168; in two blocks of few, 183
+HOPPER_BYTES = LaunchConfig(16, 64, 4, 4, tma=True, resident=1)
+MOST_OF_BYTES = 64  # rows, in blocks of 16
+
+
+def hopper(case: DecodeCase) -> LaunchConfig | None:
+    """Tiles of Hopper's own kernels over latents of 512 + 64; None where a plain kernel runs the call.
+
+    >>> case = DecodeCase(128, 512, 64, 512, 2, True, True, 64, 90, True)
+    >>> hopper(case).block_m, hopper(case._replace(rows=16)).block_m, hopper(case._replace(page_size=16))
+    (64, 16, None)
+    """
+    is_there = case.arch == 90 and case.latent and case.itemsize <= 2 and case.aligned
+    if not is_there or (case.head_dim, case.tail) != (512, 64) or case.page_size % HOPPER_MANY.block_n:
+        return None
+    if case.itemsize == 1:  # scales are loaded in rows of a tile
+        return HOPPER_BYTES if case.rows <= MOST_OF_BYTES and case.page_size else None
+    return HOPPER_FEW if case.rows <= HOPPER_FEW.block_m else HOPPER_MANY
 
 
 def decode(case: DecodeCase) -> LaunchConfig:
@@ -93,6 +113,11 @@ def decode(case: DecodeCase) -> LaunchConfig:
     elif widest > 256 and case.itemsize == 1 and case.arch == 100:
         config = config._replace(stages=1)  # loads in flight are more than triton 3.6 can compile
     return _with_less(config, case)
+
+
+def pairs(case: DecodeCase, config: LaunchConfig) -> bool:
+    """Whether stored bytes are read in pairs, which takes more registers than many rows leave."""
+    return case.itemsize == 1 and case.aligned and config.block_m == 16
 
 
 def fixed(case: DecodeCase) -> LaunchConfig:
@@ -133,6 +158,17 @@ def halvings(config: LaunchConfig, blocks: int) -> int:
 def capacity(processors: int, kv_heads: int) -> int:
     """Splits, of all sequences, that fill a GPU of so many multiprocessors."""
     return max(1, RESIDENT * processors // kv_heads)
+
+
+def joined(splits: int, width: int) -> tuple[int, int, int]:
+    """Rows, splits and channels that a program joins at once: of as many splits as sequences have if all are alike.
+
+    >>> joined(2, 512), joined(4, 128), joined(66, 128), joined(132, 512)
+    ((4, 2, 512), (8, 4, 128), (1, 64, 64), (1, 128, 32))
+    """
+    at_once = min(128, max(2, 1 << splits.bit_length() >> 1))
+    channels = min(width, 4096 // at_once)
+    return min(8, 4096 // (at_once * channels)), at_once, channels
 
 
 def slots(batch: int, capacity: int) -> int:

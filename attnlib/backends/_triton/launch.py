@@ -39,36 +39,43 @@ def remembered(plan: Callable) -> Callable:
     return wraps(plan)(partial(planned, plan))
 
 
-@remembered
-def tile_layout(shape: tuple[int, ...], dtype: torch.dtype):
-    """How a tile lies in shared memory where matrix products read it."""
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, str(dtype).removeprefix("torch.")))
-
-
 class Block(NamedTuple):
-    """What a descriptor loads at once of a tensor: so many rows and columns, of one head if it has heads."""
+    """What a descriptor loads at once of a tensor: so many rows and columns, of one head if it has heads.
+
+    ``gluon``: for a kernel in Gluon, which says how a tile lies in shared memory. Of rows without heads it reads bytes
+    in pairs, and what tokens have one of, such as scales, in rows of as many as are loaded at once.
+    """
 
     tensor: str
     rows: int
     columns: int
     of_heads: bool = True
-    gluon: bool = False  # whether Gluon's kernels take it, which say how a tile lies in shared memory
+    gluon: bool = False
 
     def descriptor(self, x: Tensor):
         """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other."""
-        if not self.of_heads:
-            x, shape = x.view(-1, x.shape[-1]), (self.rows, self.columns)
+        if self.of_heads:
+            x, block = x if x.dim() == 4 else x[None], (1, self.rows, 1, self.columns)
         else:
-            x, shape = x if x.dim() == 4 else x[None], (1, self.rows, 1, self.columns)
+            x = x.view(torch.int16) if self.gluon and x.dtype.itemsize == 1 else x
+            x = x.view(-1, max(x.shape[-1], self.columns if self.gluon else 0))
+            block = (self.rows, self.columns)
+        shape, strides = list(x.shape), list(x.stride())
         if self.gluon:
             from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-            return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape), tile_layout(shape, x.dtype))
+            return TensorDescriptor(x, shape, strides, list(block), tile_layout(block, x.dtype))
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape))
+        return TensorDescriptor(x, shape, strides, list(block))
+
+
+@remembered
+def tile_layout(shape: tuple[int, ...], dtype: torch.dtype):
+    """How a tile lies in shared memory where matrix products read it."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for(list(shape), getattr(gl, str(dtype).removeprefix("torch.")))
 
 
 def _copied(descriptor: object, x: Tensor | None) -> object:
@@ -82,11 +89,19 @@ class Launch:
     """``programs`` programs of a kernel, for tensors of the same device, shapes, strides and dtypes.
 
     The kernel's parameters say what it takes: tensors (``x_ptr``), descriptors (``x_desc``), of which ``blocks`` are
-    there, each with its :class:`Block`, and what ``arguments`` say by name, in which there may be more.
+    there, each with its :class:`Block`, and what ``arguments`` say by name, in which there may be more. ``early``: the
+    kernel starts while the one before it runs, and waits for it where it needs what that one makes.
     """
 
     def __init__(
-        self, kernel: Callable, programs: int, arguments: dict, config: LaunchConfig, blocks: dict | None = None
+        self,
+        kernel: Callable,
+        programs: int,
+        arguments: dict,
+        config: LaunchConfig,
+        blocks: dict | None = None,
+        *,
+        early: bool = False,
     ):
         import triton
 
@@ -96,6 +111,7 @@ class Launch:
         self.tensors = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
         self.arguments = {name: given[name] for name in names if not name.endswith(("_ptr", "_desc"))}
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
+        self.options |= {"launch_pdl": True} if early else {}
         self._pick = itemgetter(*self.tensors)
         self._described: dict[Block, object] = {}  # a descriptor of each block, without its tensor
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
@@ -114,7 +130,8 @@ class Launch:
             with torch.cuda.device(device):
                 self.on(tensors)
             return
-        binary = self.kernel[(self.programs,)](*pointers, *ready[n:], **self.options)
+        described = self._described_anew(tensors)
+        binary = self.kernel[(self.programs,)](*pointers, *described, *self.arguments.values(), **self.options)
         if self._hooks is not None and binary is not None:  # as it is under the interpreter
             self._compiled[aligned] = (device, binary.run, binary.function, binary.packed_metadata)
 
@@ -148,20 +165,20 @@ class Launch:
         addresses, bits = [None if x is None else x.data_ptr() for x in self._pick(tensors)], 0
         for address in addresses:
             bits |= address or 0
-        loaded = [None if block is None else tensors[block.tensor] for block in self._blocks]
-        described = [
-            None if x is None else self._describe(block, x) for block, x in zip(self._blocks, loaded, strict=True)
-        ]
+        loaded = [(block, None if block is None else tensors[block.tensor]) for block in self._blocks]
+        described = [None if x is None else self._describe(block, x) for block, x in loaded]
         return [*addresses, *described, *self.arguments.values()], bits
 
-    def _describe(self, block: Block, x: Tensor):
-        """A descriptor, made by Triton once: it takes 5 us to check a layout, which is that of the launch."""
+    def _described_anew(self, tensors: dict[str, Tensor | None]) -> list:
+        """The kernel's descriptors, as Triton makes and checks them."""
+        made = [None if block is None else block.descriptor(tensors[block.tensor]) for block in self._blocks]
+        self._described = {block: _copied(x, None) for block, x in zip(self._blocks, made, strict=True) if block}
+        return made
+
+    def _describe(self, block: Block, x: Tensor) -> object | None:
+        """A descriptor for what is compiled: it takes 5 us to check a layout, which is that of the launch."""
         known = self._described.get(block)
-        if known is None:
-            made = block.descriptor(x)
-            self._described[block] = _copied(made, None)
-            return made
-        return _copied(known, x)
+        return None if known is None else _copied(known, x)
 
     def _run(self, aligned: object, ready: list) -> bool:
         """Launch what is compiled, as Triton does.

@@ -6,13 +6,14 @@ once. What the splits are, and how they are joined, is in split_kv.py.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .band import Band, key_range, origin_of, sees_any, tiles_of
 from .decode_tiles import Sizes, Stored, Sums, sweep
 from .paged import claimed
 from .scores import LN2, LOG2E, Modifiers, load_slope, unit_of
 from .split_kv import join, shares
-from .stored_bytes import in_range
+from .stored_bytes import Queries, halved, in_range, pairs_at
 from .tile import COUNTS, Rows, Tile, load_columns
 
 
@@ -29,12 +30,15 @@ def decode(
     E_MAIN: tl.constexpr, LATENT: tl.constexpr, ONE: tl.constexpr, SCHEDULED: tl.constexpr, SPLIT_SIZE: tl.constexpr,
     FULL: tl.constexpr, PAGE: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, STAGES: tl.constexpr, TF32: tl.constexpr,
+    PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or splits of them.
 
     ``FULL``: tiles that all rows see whole need no mask; without it, all have one. ``SPLIT_SIZE``: so many tokens are
     added up at a time, and joined as splits are, so that splits of this size each make no difference to any bit.
     """
+    if EARLY:
+        gdc_wait()
     schedule_ptr += schedule_offset
     work, splits = claimed(schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, KV_HEADS, BLOCKS, BLOCK_M)
     sequence, plane, kv_head, row, count = work.sequence, work.plane, work.head, work.row, work.rows
@@ -56,9 +60,13 @@ def decode(
     low, high, all_low, all_high = key_range(length - count + first, length - count + last, band)
     high = tl.where(first < last, high, low)
 
-    k_rows = Rows(k_ptr + kv_head * stride_kg, stride_kp, stride_kt, stride_kg, k_desc)
+    STORED: tl.constexpr = k_ptr.dtype.element_ty
+    PER: tl.constexpr = 2 if PAIRS else 1  # channels of what is loaded at once
+    k_ptr, v_ptr = k_ptr + kv_head * stride_kg, v_ptr + kv_head * stride_vg
+    keys, values = (pairs_at(k_ptr), pairs_at(v_ptr)) if PAIRS else (k_ptr, v_ptr)
+    k_rows = Rows(keys, stride_kp // PER, stride_kt // PER, stride_kg, k_desc)
     tail_rows = Rows(k_tail_ptr + TAIL + kv_head * stride_tg, stride_tp, stride_tt, stride_tg, tail_desc)
-    v_rows = Rows(None if LATENT else v_ptr + kv_head * stride_vg, stride_vp, stride_vt, stride_vg)
+    v_rows = Rows(None if LATENT else values, stride_vp // PER, stride_vt // PER, stride_vg)
     SCALED: tl.constexpr = k_scale_ptr is not None
     k_scale = Rows(k_scale_ptr + kv_head * stride_ksg if SCALED else None, stride_ksp, stride_kst, stride_ksg)
     v_scale = Rows(v_scale_ptr + kv_head * stride_vsg if SCALED else None, stride_vsp, stride_vst, stride_vsg)
@@ -66,7 +74,8 @@ def decode(
     stored = Stored(k_rows, tail_rows, v_rows, k_scale, v_scale, table_ptr, pages, low, high)
     APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
     WHOLE: tl.constexpr = BLOCK_N if FULL else 0
-    sizes: tl.constexpr = Sizes(D, D_TAIL, E, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, "tf32" if TF32 else "ieee")
+    PRECISION: tl.constexpr = "tf32" if TF32 else "ieee"
+    sizes: tl.constexpr = Sizes(D, D_TAIL, E, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, PAIRS, STORED, PRECISION)
 
     MAIN: tl.constexpr = E if LATENT else D_MAIN  # channels of a query before its tail
     at = plane * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh
@@ -75,6 +84,7 @@ def decode(
     if SCALED and q.dtype != tl.float32:
         queries, gain = in_range(queries, LATENT)
         scale *= gain[:, None]
+    queries = halved(queries) if PAIRS else Queries(queries.main, queries.main, queries.tail)
     slope = (
         None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, known, head, batch)[:, None]
     )
@@ -82,8 +92,8 @@ def decode(
     unit = 1.0 if SCALED else unit_of(modifiers)
 
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, E_MAIN], tl.float32)
-    sums = Sums(acc, m_i, tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if APART else l_i)
+    acc = tl.zeros([BLOCK_M, E_MAIN // 2 if PAIRS else E_MAIN], tl.float32)
+    sums = Sums(acc, acc, m_i, tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if APART else l_i)
     if SPLIT_SIZE:  # not FULL
         for split in range(low // SPLIT_SIZE, tl.cdiv(high, SPLIT_SIZE)):
             split_low, split_high = tl.maximum(low, split * SPLIT_SIZE), tl.minimum(high, (split + 1) * SPLIT_SIZE)
@@ -98,8 +108,11 @@ def decode(
         for MASKED in tl.static_range(0 if FULL else 1, 2):
             sums = sweep(sums, tiles, queries, i, modifiers, band, stored, sizes, MASKED)
         acc, l_i = sums.acc, tl.sum(sums.l_i, 1) if APART else sums.l_i
+        acc = tl.join(acc, sums.odd).reshape(BLOCK_M, E_MAIN) if PAIRS else acc
         m_i = tl.where(l_i == 0.0, float("-inf"), sums.m_i * unit)
 
+    if EARLY:  # not earlier: what starts then would crowd the SMs that have no work
+        gdc_launch_dependents()
     acc = tl.where(sees_any(i, band)[:, None], acc, 0.0)  # other rows have met whatever their tiles hold
     is_whole = not SCHEDULED or splits == 1
     if sinks_ptr is not None:  # splits get it when they have been joined

@@ -8,14 +8,15 @@ import triton.language as tl
 from .band import tile_at, visible
 from .paged import entries_at, page_in, place
 from .scores import modify, online_softmax, unit_of
-from .stored_bytes import as_factor, split_scale
+from .stored_bytes import as_factor, both_factors, split_scale
 from .tile import Rows, load_columns
 
 
 class Sizes(NamedTuple):
     """What is known when a kernel is compiled: widths and tokens of tiles, tokens of a page (0: all), and how to sum.
 
-    ``ONE``: a sequence has one query, so all rows of a tile see the same keys.
+    ``ONE``: a sequence has one query, so all rows of a tile see the same keys. ``PAIRS``: values, or latents, are read
+    as pairs of ``STORED`` bytes, and summed in two halves, of even and of odd channels.
     """
 
     D: tl.constexpr
@@ -27,6 +28,8 @@ class Sizes(NamedTuple):
     ONE: tl.constexpr
     NATIVE: tl.constexpr
     STAGES: tl.constexpr
+    PAIRS: tl.constexpr
+    STORED: tl.constexpr
     PRECISION: tl.constexpr
 
 
@@ -48,9 +51,13 @@ class Stored(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The running output, maximum and sum of FlashAttention; or sums, by place in a tile."""
+    """The running output, maximum and sum of FlashAttention; or sums, by place in a tile.
+
+    ``odd`` are odd channels of the output, where ``acc`` has the even ones; else it goes unread.
+    """
 
     acc: tl.tensor
+    odd: tl.tensor
     m_i: tl.tensor
     l_i: tl.tensor
 
@@ -76,24 +83,30 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
     """The running sums with one tile of ``BLOCK`` tokens, from ``n`` on."""
     LATENT: tl.constexpr = stored.v.ptr is None
     SCALED: tl.constexpr = stored.k_scale.ptr is not None
-    MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1]  # channels of a key before its tail
+    PER: tl.constexpr = 2 if sizes.PAIRS else 1  # channels of what is loaded at once
+    MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1] * PER  # channels of a key before its tail
     q = queries.main
     j = n + tl.arange(0, BLOCK)
     valid = (j >= stored.low) & (j < stored.high)
-    k = load_plane(stored.k, page, n, valid, MAIN if LATENT else sizes.D, q.shape[1], sizes.PAGE, MASKED)
+    WIDTH: tl.constexpr = (MAIN if LATENT else sizes.D) // PER
+    k = load_plane(stored.k, page, n, valid, WIDTH, q.shape[1], sizes.PAGE, MASKED)
     if sizes.D_TAIL:
         k_tail = load_plane(stored.tail, page, n, valid, sizes.D - MAIN, sizes.D_TAIL, sizes.PAGE, MASKED)
         k_tail = as_factor(k_tail, queries.tail.dtype, sizes.NATIVE, False)
     if not LATENT:
-        v = load_plane(stored.v, page, n, valid, sizes.E, sums.acc.shape[1], sizes.PAGE, MASKED)
+        v = load_plane(stored.v, page, n, valid, sizes.E // PER, sums.acc.shape[1], sizes.PAGE, MASKED)
     if SCALED:
         k_scale = load_scale(stored.k_scale, page, n, valid, sizes.PAGE)
         v_scale = k_scale if LATENT else load_scale(stored.v_scale, page, n, valid, sizes.PAGE)
         exponent, inverse, rest = split_scale(v_scale)
 
-    k = as_factor(k, q.dtype, sizes.NATIVE, LATENT)
-    v = k if LATENT else as_factor(v, q.dtype, sizes.NATIVE, True)
-    s = tl.dot(q, k.T, input_precision=sizes.PRECISION)
+    if sizes.PAIRS:
+        even, odd = both_factors(k.T, sizes.STORED, sizes.NATIVE)
+        s = tl.dot(queries.odd, odd, tl.dot(q, even))
+    else:
+        k = as_factor(k, q.dtype, sizes.NATIVE, LATENT)
+        s = tl.dot(q, k.T, input_precision=sizes.PRECISION)
+    v = k if LATENT else v
     if sizes.D_TAIL and not LATENT:
         s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
     if SCALED:
@@ -114,8 +127,16 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
         l_i = sums.l_i * correction[:, None] + shares
     else:
         l_i = sums.l_i * correction + tl.sum(shares, 1)
-    acc = tl.dot(p.to(v.dtype), v, sums.acc * correction[:, None], input_precision=sizes.PRECISION)
-    return Sums(acc, m_i, l_i)
+    if sizes.PAIRS:
+        even, odd = both_factors(v, sizes.STORED, sizes.NATIVE)
+        p = p.to(even.dtype)
+        acc = tl.dot(p, even, sums.acc * correction[:, None])
+        acc_odd = tl.dot(p, odd, sums.odd * correction[:, None])
+    else:
+        v = as_factor(v, q.dtype, sizes.NATIVE, True)
+        acc = tl.dot(p.to(v.dtype), v, sums.acc * correction[:, None], input_precision=sizes.PRECISION)
+        acc_odd = sums.odd
+    return Sums(acc, acc_odd, m_i, l_i)
 
 
 @triton.jit

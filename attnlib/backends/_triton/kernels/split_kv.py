@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .paged import ENTRY, LAST
 from .scores import LN2, LOG2E
@@ -33,17 +34,21 @@ def combine(
     split_ptr, schedule_ptr, cu_seqlens_q_ptr, sinks_ptr, out_ptr, lse_ptr, lines,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, batch, group, s, schedule_offset,
     E: tl.constexpr, E_MAIN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr,
+    TOGETHER: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of ``ROWS`` rows of queries, ``WIDTH`` channels, in an order that depends on them alone.
 
-    Splits of a fixed size are joined one by one, so that those without a visible key make no difference.
+    ``EARLY``: programs may start before the splits are there, and wait for them. Splits of a fixed size are joined one
+    by one, so that those without a visible key make no difference.
     """
     pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
     item = schedule_ptr + schedule_offset + sequence * ENTRY  # this slot also tells of the sequence of its number
     slot, splits = tl.load(item + 4), tl.load(item + 5)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     if splits == 1:
         return
     row, count = s * 0, s
@@ -55,36 +60,40 @@ def combine(
     origin = (slot.to(tl.int64) * KV_HEADS + kv_head) * BLOCKS * BLOCK_M
     of_lse = split_ptr + lines.to(tl.int64) * E_MAIN
     STEP: tl.constexpr = KV_HEADS * BLOCKS * BLOCK_M
-    c = tile * WIDTH + tl.arange(0, WIDTH)
-    every, several = tl.arange(0, MAX_SPLITS), tl.arange(0, AT_ONCE)
-    for r in range(rows_of * ROWS, tl.minimum((rows_of + 1) * ROWS, count * group)):
-        l_i, acc = tl.zeros([1], tl.float32), tl.zeros([WIDTH], tl.float32)
+    c, end = tile * WIDTH + tl.arange(0, WIDTH), tl.minimum((rows_of + 1) * ROWS, count * group)
+    for first in range(rows_of * ROWS, end, TOGETHER):
+        r = first + tl.arange(0, TOGETHER)
+        valid = r < end
+        l_i, m_i = tl.zeros([TOGETHER], tl.float32), tl.full([TOGETHER], float("-inf"), tl.float32)
+        acc = tl.zeros([TOGETHER, WIDTH], tl.float32)
         if SPLIT_SIZE:
-            m_i, acc = tl.full([1], float("-inf"), tl.float32), acc[None, :]
             for p in range(splits):
-                line = origin + r + (p + tl.arange(0, 1)).to(tl.int64) * STEP
-                x = tl.load(split_ptr + line[:, None] * E_MAIN + c[None, :])
-                acc, l_i, m_i = join(acc, l_i, m_i, x, tl.load(of_lse + line))
-            acc = acc.reshape(WIDTH)
-        else:
-            m_i = tl.max(tl.load(of_lse + origin + r + every * STEP, mask=every < splits, other=float("-inf")), 0)
-            safe = tl.where(m_i == float("-inf"), 0.0, m_i)
-            for p in range(0, splits, AT_ONCE):
-                line = origin + r + (p + several).to(tl.int64) * STEP
-                weight = tl.exp2(tl.load(of_lse + line, mask=p + several < splits, other=float("-inf")) - safe)
-                valid = p + several < splits
+                line = origin + r + p * STEP
                 x = tl.load(split_ptr + line[:, None] * E_MAIN + c[None, :], mask=valid[:, None], other=0.0)
-                l_i += tl.sum(weight, 0)
-                acc += tl.sum(x * weight[:, None], 0)
-        token, head = row + r // group, kv_head * group + r % group
+                acc, l_i, m_i = join(acc, l_i, m_i, x, tl.load(of_lse + line, mask=valid, other=float("-inf")))
+        else:
+            for p in range(0, splits, AT_ONCE):
+                several = p + tl.arange(0, AT_ONCE)
+                line = (origin + r)[:, None] + several[None, :].to(tl.int64) * STEP
+                there = valid[:, None] & (several < splits)[None, :]
+                x = tl.load(split_ptr + line[:, :, None] * E_MAIN + c[None, None, :], mask=there[:, :, None], other=0.0)
+                lse2 = tl.load(of_lse + line, mask=there, other=float("-inf"))  # loads wait for no other load
+                m_new = tl.maximum(m_i, tl.max(lse2, 1))
+                safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+                weight, old = tl.exp2(lse2 - safe[:, None]), tl.exp2(m_i - safe)
+                acc = acc * old[:, None] + tl.sum(x * weight[:, :, None], 1)
+                l_i, m_i = l_i * old + tl.sum(weight, 1), m_new
+        token, head = (row + r // group).to(tl.int64), kv_head * group + r % group
         if sinks_ptr is not None:
-            share, _, l_i, m_i = shares(l_i, m_i, tl.load(sinks_ptr + head).to(tl.float32) * LOG2E)
-            acc *= share
+            sink = tl.load(sinks_ptr + head, mask=valid, other=float("-inf")).to(tl.float32)
+            share, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
+            acc *= share[:, None]
         l_i = tl.where(l_i == 0.0, 1.0, l_i)
-        into = out_ptr + plane * stride_ob + token.to(tl.int64) * stride_os + head * stride_oh
-        tl.store(into + c, (acc / l_i).to(out_ptr.dtype.element_ty), mask=c < E)
-        at = lse_ptr + plane * stride_lb + head.to(tl.int64) * stride_lh + token + tl.arange(0, 1)
-        tl.store(at, (m_i + tl.log2(l_i)) * LN2, mask=tile == 0)
+        into = out_ptr + plane * stride_ob + token * stride_os + head * stride_oh
+        acc = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(into[:, None] + c[None, :], acc, mask=valid[:, None] & (c < E)[None, :])
+        at = lse_ptr + plane * stride_lb + head * stride_lh + token
+        tl.store(at, (m_i + tl.log2(l_i)) * LN2, mask=valid & (tile == 0))
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -1,9 +1,20 @@
 """Stored bytes as factors of 16-bit products: all as fp16, which holds any of them, in the range that fp16 has."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from .tile import Tile
+
+
+class Queries(NamedTuple):
+    """Rows of queries, and their tail; of pairs ``main`` has the even channels, and ``odd`` the odd ones."""
+
+    main: tl.tensor
+    odd: tl.tensor
+    tail: tl.tensor
+
 
 FROM_INT8: tl.constexpr = tl.constexpr("""{ .reg .b32 unsigned, middle;
          mov.b32 middle, 0x64806480;
@@ -30,6 +41,48 @@ def as_factor(x, dtype: tl.constexpr, NATIVE: tl.constexpr, STAYS: tl.constexpr)
         return tl.inline_asm_elementwise(ASSEMBLY, "=&r,=&r,r", [x], tl.float16, is_pure=not STAYS, pack=4)
     else:
         return x.to(dtype)
+
+
+BOTH_INT8: tl.constexpr = tl.constexpr("""{ .reg .b32 unsigned, middle;
+         mov.b32 middle, 0x64806480;
+         xor.b32 unsigned, $2, 0x80808080;
+         prmt.b32 $0, unsigned, 0x64646464, 0x4240;
+         prmt.b32 $1, unsigned, 0x64646464, 0x4341;
+         sub.f16x2 $0, $0, middle;
+         sub.f16x2 $1, $1, middle; }""")
+BOTH_E4M3: tl.constexpr = tl.constexpr("""{ .reg .b32 sorted; .reg .b16 low, high;
+         prmt.b32 sorted, $2, 0, 0x3120;
+         mov.b32 {low, high}, sorted;
+         cvt.rn.f16x2.e4m3x2 $0, low;
+         cvt.rn.f16x2.e4m3x2 $1, high; }""")
+
+
+@triton.jit
+def both_factors(x, stored: tl.constexpr, NATIVE: tl.constexpr):
+    """The first and the second byte of each pair, int16, in fp16: even channels and odd ones.
+
+    Pairs go to a product as any 16 bits do, and become two factors there, in registers.
+    """
+    if NATIVE:
+        ASSEMBLY: tl.constexpr = BOTH_INT8 if stored == tl.int8 else BOTH_E4M3
+        return tl.inline_asm_elementwise(ASSEMBLY, "=&r,=&r,r", [x], (tl.float16, tl.float16), is_pure=True, pack=2)
+    else:
+        first, second = x.to(tl.int8).to(stored, bitcast=True), (x >> 8).to(tl.int8).to(stored, bitcast=True)
+        return first.to(tl.float16), second.to(tl.float16)
+
+
+@triton.jit
+def pairs_at(ptr):
+    """A pointer to pairs of bytes, int16."""
+    return ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+
+
+@triton.jit
+def halved(queries):
+    """Queries that meet pairs."""
+    main = queries.main.reshape(queries.main.shape[0], queries.main.shape[1] // 2, 2)
+    even, odd = tl.split(main)
+    return Queries(even, odd, queries.tail)
 
 
 @triton.jit

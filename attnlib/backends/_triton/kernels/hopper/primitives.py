@@ -81,3 +81,34 @@ def scale_rows(acc, factor, COUNT: gl.constexpr):
 def opaque(x):
     """The same fp32 numbers; what makes them stays behind its branch."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def anew(number):
+    """The same int32, from which ptxas and LLVM must compute anew where it stands, and not ahead of the loop.
+
+    Descriptors of shared memory that are kept through a loop are spilled.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _scale_in_place_unless_one(count):
+    products = [f"mul.f32 ${n}, ${n}, ${2 * count + n};" for n in range(count)]
+    differs = f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
+    body = " ".join([differs, "vote.sync.any.pred q, p, 0xffffffff; @!q bra DONE;", *products])
+    return f"{{ .reg .pred p, q; {body} DONE: }}"
+
+
+@gluon.constexpr_function
+def _in_place(count):
+    return ",".join(["=f"] * count + [str(n) for n in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def scale_rows_in_place(acc, factor, COUNT: gl.constexpr):
+    """:func:`scale_rows` under a product in flight: ptxas waits for it where it multiplies, and not where it skips."""
+    return gl.inline_asm_elementwise(
+        _scale_in_place_unless_one(COUNT), _in_place(COUNT), [acc, factor[:, None]],
+        dtype=gl.float32, is_pure=False, pack=COUNT,
+    )  # fmt: skip

@@ -1,0 +1,240 @@
+"""Attention of 16 rows of queries over latents for Hopper, in Gluon: one program an SM, at the cache's bandwidth.
+
+Products are transposed, tokens or channels in their 64 rows and queries in their 16 columns: no row is padding. Two
+consumers take turns with tiles, each with sums of its own over all channels, which are joined at the end; so one waits
+for its tile while the other multiplies. A producer warp loads tiles by descriptors.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..band import Band, origin_of, sees_any
+from ..paged import claimed
+from ..scores import Modifiers, load_slope
+from ..tile import COUNTS
+from .decode_splits import (
+    HALF,
+    TAIL,
+    TOKENS,
+    Problem,
+    Queries,
+    Results,
+    barriers,
+    clear_others,
+    entry_of,
+    first_entry,
+    load_half,
+    load_last_half,
+    load_queries,
+    numbers,
+    ring,
+    row_of,
+    softmax,
+    split_of,
+    store_lse,
+    store_sums,
+    tiles_of,
+    with_sink,
+)
+from .primitives import FIRST, anew, barrier_arrive, barrier_sync
+
+ROWS: gl.constexpr = gl.constexpr(16)
+SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # and scores
+# Named barriers: of slots, for their loads; of both consumers.
+BOTH: gl.constexpr = gl.constexpr(FIRST + 2)
+WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads
+CONSUMERS: gl.constexpr = gl.constexpr(256)
+
+
+class Shared(NamedTuple):
+    """Shared memory: halves of queries and of two tiles, and their rotary channels; probabilities; what is joined."""
+
+    q: gl.shared_memory_descriptor
+    q_tail: gl.shared_memory_descriptor
+    left: gl.shared_memory_descriptor
+    right: gl.shared_memory_descriptor
+    tail: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+    joined: gl.shared_memory_descriptor
+    left_full: gl.shared_memory_descriptor
+    right_full: gl.shared_memory_descriptor
+
+
+class State(NamedTuple):
+    """The sums of both halves of the channels, ``[HALF, ROWS]``; of weights by place in a tile; the maximum so far."""
+
+    left: gl.tensor
+    right: gl.tensor
+    l_i: gl.tensor
+    m_i: gl.tensor
+
+
+@gluon.jit
+def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
+    """Load tiles as slots become free."""
+    first, tiles = tiles_of(split)
+    entry = first_entry(first, split, call, PAGE)
+    for t in range(tiles):
+        slot, n = t % 2, (first + t) * TOKENS
+        row = row_of(entry, n, split, call, PAGE)
+        entry = entry_of(n + TOKENS, split, call, PAGE)
+        if t >= 2:
+            barrier_sync(FIRST + slot, WITH_PRODUCER)
+        left, right, tail = shared.left.index(slot), shared.right.index(slot), shared.tail.index(slot)
+        load_half(k_desc, row, 0, left, shared.left_full.index(slot))
+        load_last_half(k_desc, tail_desc, row, right, tail, shared.right_full.index(slot))
+    for slot in range(gl.minimum(tiles, 2)):  # a barrier that is left half full would hang the next program
+        barrier_sync(FIRST + slot, WITH_PRODUCER)
+
+
+@gluon.jit
+def scores(number: gl.constexpr, zero, shared, phase):
+    """``k @ q.T`` for the next tile of this consumer."""
+    slot, q = anew(number), anew(0)
+    mbarrier.wait(shared.left_full.index(slot), phase)
+    s = warpgroup_mma(shared.left.index(slot), shared.q.index(q).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(shared.right_full.index(slot), phase)
+    s = warpgroup_mma(shared.right.index(slot), shared.q.index(q + 1).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(shared.tail.index(slot), shared.q_tail.index(q).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, deps=[s])
+
+
+@gluon.jit
+def add_tile(number: gl.constexpr, state, s, n, i, modifiers, band, split, shared):
+    """The sums with a tile, from token ``n`` on."""
+    p, m_i, factor = softmax(s, state.m_i, n, i, modifiers, band, split, 0)
+    weights, factor = shared.p.index(number), factor[None, :]
+    weights.store(p.to(shared.p.dtype))
+    fence_async_shared()
+    slot = anew(number)
+    left, right = shared.left.index(slot), shared.right.index(slot)
+    clear_others(left, n, split)
+    clear_others(right, n, split)
+    acc_left = warpgroup_mma(left.permute((1, 0)), weights, state.left * factor, is_async=True)
+    acc_right = warpgroup_mma(right.permute((1, 0)), weights, state.right * factor, is_async=True)
+    l_i = state.l_i * factor + p
+    acc_left, acc_right = warpgroup_mma_wait(0, deps=[acc_left, acc_right])
+    return State(acc_left, acc_right, l_i, m_i)
+
+
+@gluon.jit
+def joined(state, l_i, shared):
+    """The sums of this consumer with those that the other one left in the slot of its last tile."""
+    rows: gl.constexpr = gl.SliceLayout(0, SUMS)
+    m_i, other = state.m_i, shared.joined.index(0).load(rows)
+    m_new = gl.maximum(m_i, other)
+    safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    mine, others = gl.exp2(m_i - safe), gl.exp2(other - safe)
+    left = state.left * mine[None, :] + in_fp32(shared.left).load(SUMS) * others[None, :]
+    right = state.right * mine[None, :] + in_fp32(shared.right).load(SUMS) * others[None, :]
+    return left, right, l_i * mine + shared.joined.index(1).load(rows) * others, m_new
+
+
+@gluon.jit
+def in_fp32(tiles):
+    """The second slot, as sums in fp32."""
+    return tiles.index(1)._reinterpret(gl.float32, [HALF, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def consume(number: gl.constexpr, queries, split, call, results, shared):
+    """Attention over every other tile, from that of this number on; consumer 0 joins both and stores them."""
+    Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    TAILS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    shared.q.index(number).store(load_queries(queries, split, call, number * HALF, ROWS, HALF, Q))
+    if number == 0:
+        shared.q_tail.index(0).store(load_queries(queries, split, call, 2 * HALF, ROWS, TAIL, TAILS))
+    fence_async_shared()
+    barrier_sync(BOTH, CONSUMERS)
+
+    known = gl.where(split.sequence >= call.batch, 0, split.sequence)
+    origin = origin_of(call.origin_ptr, known, call.batch)
+    band = Band(split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+    r = split.start + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
+    i = split.length - split.count + r // call.group
+    slope = None
+    if call.slopes_ptr is not None:
+        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)[None, :]
+    modifiers = Modifiers(call.scale, call.softcap, slope)
+
+    zero, nothing = gl.zeros([TOKENS, ROWS], gl.float32, SUMS), gl.zeros([HALF, ROWS], gl.float32, SUMS)
+    least = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
+    state = State(nothing, nothing, zero, least)
+    first, tiles = tiles_of(split)
+    for t in range(number, tiles, 2):
+        s = scores(number, zero, shared, (t // 2) & 1)
+        state = add_tile(number, state, s, (first + t) * TOKENS, i, modifiers, band, split, shared)
+        barrier_arrive(FIRST + number, WITH_PRODUCER)
+
+    gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
+    l_i = gl.sum(state.l_i, 0)
+    if number == 1:
+        in_fp32(shared.left).store(state.left)
+        in_fp32(shared.right).store(state.right)
+        shared.joined.index(0).store(state.m_i)
+        shared.joined.index(1).store(l_i)
+        barrier_arrive(BOTH, CONSUMERS)
+    else:
+        barrier_sync(BOTH, CONSUMERS)
+        left, right, l_i, m_i = joined(state, l_i, shared)
+        keeps, l_i, m_i = with_sink(l_i, gl.where(l_i == 0.0, float("-inf"), m_i), r, split, call)
+        l_i = gl.where(l_i == 0.0, 1.0, l_i)
+        store_lse(l_i, m_i, r, split, call, results)
+        share = gl.where(sees_any(i, band), keeps / l_i, 0.0)
+        c = gl.arange(0, HALF, gl.SliceLayout(1, SUMS))
+        store_sums(left, share, r, c, split, call, results, 0)
+        store_sums(right, share, r, c + HALF, split, call, results, 0)
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def decode_few(
+    q_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
+    schedule_ptr, out_ptr, lse_ptr, split_ptr,
+    k_desc, tail_desc,
+    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
+    stride_lh, stride_slopes,
+    pages, batch, group, s, slots, schedule_offset, limit, left, right, prefix, scale, softcap,
+    SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or splits of them.
+
+    Every parameter is that of the plain kernel.
+    """
+    gdc_wait()
+    schedule_ptr += schedule_offset
+    work, splits = claimed(schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, 1, BLOCKS, ROWS)
+    if SCHEDULED and work.sequence < 0:
+        return
+    dtype: gl.constexpr = k_desc.dtype
+    shared = Shared(
+        ring(dtype, 2, ROWS, HALF), ring(dtype, 1, ROWS, TAIL), ring(dtype, 2, TOKENS, HALF),
+        ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, TOKENS, ROWS), numbers(2, ROWS),
+        barriers(2), barriers(2),
+    )  # fmt: skip
+    fence_async_shared()
+    call = Problem(
+        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
+        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
+    )  # fmt: skip
+    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
+    lines = (slots + (cu_seqlens_q_ptr is not None)).to(gl.int64) * (BLOCKS * ROWS)
+    results = Results(out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines)
+    split = split_of(work, splits, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
+    gl.warp_specialize(
+        [
+            (consume, (0, queries, split, call, results, shared)),
+            (consume, (1, queries, split, call, results, shared)),
+            (produce, (k_desc, tail_desc, split, call, shared, PAGE)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

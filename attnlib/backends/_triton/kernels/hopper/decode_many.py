@@ -1,0 +1,264 @@
+"""Attention of 64 rows of queries over latents (FlashMLA; DeepSeek, 2025) for Hopper, in Gluon: one program an SM.
+
+The sums, 64 x 512, take half of all registers, so two consumers hold half of the channels each. They take turns with
+tiles: one computes scores and probabilities of the even ones, the other of the odd ones, and each hands its
+probabilities to the other, in the order of tiles. A producer warp loads halves of tiles by descriptors.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..band import Band, origin_of, sees_any
+from ..paged import claimed
+from ..scores import Modifiers, load_slope
+from ..tile import COUNTS
+from .decode_splits import (
+    HALF,
+    TAIL,
+    TOKENS,
+    Problem,
+    Queries,
+    Results,
+    barriers,
+    clear_others,
+    entry_of,
+    first_entry,
+    load_half,
+    load_last_half,
+    load_queries,
+    numbers,
+    ring,
+    row_of,
+    softmax,
+    split_of,
+    store_lse,
+    store_sums,
+    tiles_of,
+    with_sink,
+)
+from .primitives import FIRST, anew, barrier_arrive, barrier_sync, scale_rows_in_place
+
+ROWS: gl.constexpr = gl.constexpr(64)
+SCORES: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+# Named barriers: of halves of slots, left and right, for their loads; of probabilities; of both consumers.
+LEFT: gl.constexpr = gl.constexpr(FIRST)
+RIGHT: gl.constexpr = gl.constexpr(FIRST + 2)
+HANDED: gl.constexpr = gl.constexpr(FIRST + 4)
+BOTH: gl.constexpr = gl.constexpr(FIRST + 6)
+WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads
+CONSUMERS: gl.constexpr = gl.constexpr(256)
+
+
+class Shared(NamedTuple):
+    """Shared memory: halves of queries, of two tiles, and their rotary channels; what consumers hand to each other."""
+
+    q: gl.shared_memory_descriptor
+    left: gl.shared_memory_descriptor
+    right: gl.shared_memory_descriptor
+    tail: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+    m: gl.shared_memory_descriptor
+    left_full: gl.shared_memory_descriptor
+    right_full: gl.shared_memory_descriptor
+
+
+class State(NamedTuple):
+    """The sums of half of the channels; of weights, those of a consumer's own tiles; the maximum so far."""
+
+    acc: gl.tensor
+    l_i: gl.tensor
+    m_i: gl.tensor
+
+
+@gluon.jit
+def produce(k_desc, tail_desc, split, call, shared, PAGE: gl.constexpr):
+    """Load pairs of tiles, each half as its slot becomes free."""
+    first, tiles = tiles_of(split)
+    tiles = gl.cdiv(tiles, 2) * 2  # the last one may be loaded twice
+    entry = first_entry(first, split, call, PAGE)
+    for t in range(tiles):
+        slot, n = t % 2, (first + t) * TOKENS
+        row = row_of(entry, n, split, call, PAGE)
+        entry = entry_of(n + TOKENS, split, call, PAGE)
+        if t >= 2:
+            barrier_sync(LEFT + slot, WITH_PRODUCER)
+        load_half(k_desc, row, 0, shared.left.index(slot), shared.left_full.index(slot))
+        if t >= 2:
+            barrier_sync(RIGHT + slot, WITH_PRODUCER)
+        right, tail = shared.right.index(slot), shared.tail.index(slot)
+        load_last_half(k_desc, tail_desc, row, right, tail, shared.right_full.index(slot))
+    if tiles > 0:  # a barrier that is left half full would hang the next program
+        for slot in gl.static_range(2):
+            barrier_sync(LEFT + slot, WITH_PRODUCER)
+            barrier_sync(RIGHT + slot, WITH_PRODUCER)
+
+
+@gluon.jit
+def scores(number: gl.constexpr, tail, zero, shared, phase):
+    """Begin ``q @ k.T`` for the tile of this consumer."""
+    mbarrier.wait(shared.left_full.index(number), phase)
+    slot, q = anew(number), anew(0)
+    left, right = shared.left.index(slot), shared.right.index(slot)
+    s = warpgroup_mma(shared.q.index(q), left.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(shared.right_full.index(number), phase)
+    s = warpgroup_mma(tail, shared.tail.index(slot).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma(shared.q.index(q + 1), right.permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def rescale(state, factor):
+    """The sums times a factor a row."""
+    of_sums = gl.convert_layout(factor, gl.SliceLayout(1, SUMS))
+    return scale_rows_in_place(state.acc, of_sums, HALF // 2), state.l_i * factor
+
+
+@gluon.jit
+def hand_over(number: gl.constexpr, p, m_i, shared):
+    """Hand probabilities, and the maximum that they are relative to, to the other consumer."""
+    shared.p.index(number).store(p)
+    shared.m.index(number).store(m_i)
+    fence_async_shared()
+    barrier_arrive(HANDED + number, CONSUMERS)
+
+
+@gluon.jit
+def add_own(number: gl.constexpr, state, p, m_i, factor, n, split, shared):
+    """The sums with a tile of this consumer: its probabilities are in registers."""
+    acc, l_i = rescale(state, factor)
+    l_i += gl.sum(p, 1)
+    values = shared.left.index(0) if number == 0 else shared.right.index(1)
+    clear_others(values, n, split)
+    p = gl.convert_layout(p.to(values.dtype), gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
+    acc = warpgroup_mma(p, values, acc, is_async=True)
+    acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
+    return State(acc, l_i, m_i)
+
+
+@gluon.jit
+def begin_other(number: gl.constexpr, state, n, split, shared):
+    """Begin to add a tile of the other consumer, once it has handed its probabilities over."""
+    OTHER: gl.constexpr = 1 - number
+    barrier_sync(HANDED + OTHER, CONSUMERS)
+    m_i = shared.m.index(OTHER).load(gl.SliceLayout(1, SCORES))
+    acc, l_i = rescale(state, gl.exp2(state.m_i - gl.where(m_i == float("-inf"), 0.0, m_i)))
+    values = shared.left.index(1) if number == 0 else shared.right.index(0)
+    clear_others(values, n, split)
+    return State(warpgroup_mma(shared.p.index(OTHER), values, acc, is_async=True), l_i, m_i)
+
+
+@gluon.jit
+def consume(number: gl.constexpr, queries, split, call, results, shared):
+    """Attention over half of the channels: that of even tiles for consumer 0, that of odd ones for consumer 1."""
+    Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    TAILS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
+    shared.q.index(number).store(load_queries(queries, split, call, number * HALF, ROWS, HALF, Q))
+    tail = load_queries(queries, split, call, 2 * HALF, ROWS, TAIL, TAILS)
+    fence_async_shared()
+    barrier_sync(BOTH, CONSUMERS)
+
+    known = gl.where(split.sequence >= call.batch, 0, split.sequence)
+    origin = origin_of(call.origin_ptr, known, call.batch)
+    band = Band(split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+    r = split.start + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    i = split.length - split.count + r // call.group
+    slope = None
+    if call.slopes_ptr is not None:
+        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)[:, None]
+    modifiers = Modifiers(call.scale, call.softcap, slope)
+
+    zero = gl.zeros([ROWS, TOKENS], gl.float32, SCORES)
+    nothing = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+    state = State(gl.zeros([ROWS, HALF], gl.float32, SUMS), nothing, nothing - float("inf"))
+    first, tiles = tiles_of(split)
+    for pair in range(gl.cdiv(tiles, 2)):
+        n, phase = (first + 2 * pair) * TOKENS, pair & 1
+        s = scores(number, tail, zero, shared, phase)
+        if number == 0:
+            s = warpgroup_mma_wait(0, deps=[s])
+            p, m_i, factor = softmax(s, state.m_i, n, i, modifiers, band, split, 1)
+            hand_over(0, p.to(shared.p.dtype), m_i, shared)
+            state = add_own(0, state, p, m_i, factor, n, split, shared)
+            barrier_arrive(LEFT, WITH_PRODUCER)
+            mbarrier.wait(shared.left_full.index(1), phase)
+            state = begin_other(0, state, n + TOKENS, split, shared)
+            acc = warpgroup_mma_wait(0, deps=[state.acc])
+            barrier_arrive(LEFT + 1, WITH_PRODUCER)
+            state = State(acc, state.l_i, state.m_i)
+        else:
+            mbarrier.wait(shared.right_full.index(0), phase)
+            state = begin_other(1, state, n, split, shared)
+            s = warpgroup_mma_wait(1, deps=[s])
+            p, m_i, factor = softmax(s, state.m_i, n + TOKENS, i, modifiers, band, split, 1)
+            hand_over(1, p.to(shared.p.dtype), m_i, shared)
+            acc = warpgroup_mma_wait(0, deps=[state.acc])
+            barrier_arrive(RIGHT, WITH_PRODUCER)
+            state = add_own(1, State(acc, state.l_i, state.m_i), p, m_i, factor, n + TOKENS, split, shared)
+            barrier_arrive(RIGHT + 1, WITH_PRODUCER)
+
+    gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
+    shared.m.index(2 + number).store(state.l_i)
+    barrier_sync(BOTH, CONSUMERS)
+    l_i = state.l_i + shared.m.index(3 - number).load(gl.SliceLayout(1, SCORES))
+    m_i = gl.where(l_i == 0.0, float("-inf"), state.m_i)
+    keeps, l_i, m_i = with_sink(l_i, m_i, r, split, call)
+    l_i = gl.where(l_i == 0.0, 1.0, l_i)
+    if number == 0:
+        store_lse(l_i, m_i, r, split, call, results)
+    share = gl.convert_layout(gl.where(sees_any(i, band), keeps / l_i, 0.0), gl.SliceLayout(1, SUMS))
+    r = split.start + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
+    c = number * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))
+    store_sums(state.acc, share, r, c, split, call, results, 1)
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def decode_many(
+    q_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
+    schedule_ptr, out_ptr, lse_ptr, split_ptr,
+    k_desc, tail_desc,
+    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
+    stride_lh, stride_slopes,
+    pages, batch, group, s, slots, schedule_offset, limit, left, right, prefix, scale, softcap,
+    SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or splits of them.
+
+    Every parameter is that of the plain kernel.
+    """
+    gdc_wait()
+    schedule_ptr += schedule_offset
+    work, splits = claimed(schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, 1, BLOCKS, ROWS)
+    if SCHEDULED and work.sequence < 0:
+        return
+    dtype: gl.constexpr = k_desc.dtype
+    shared = Shared(
+        ring(dtype, 2, ROWS, HALF), ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, HALF),
+        ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, ROWS, TOKENS), numbers(4, ROWS), barriers(2), barriers(2),
+    )  # fmt: skip
+    fence_async_shared()
+    call = Problem(
+        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
+        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
+    )  # fmt: skip
+    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
+    lines = (slots + (cu_seqlens_q_ptr is not None)).to(gl.int64) * (BLOCKS * ROWS)
+    results = Results(out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines)
+    split = split_of(work, splits, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
+    gl.warp_specialize(
+        [
+            (consume, (0, queries, split, call, results, shared)),
+            (consume, (1, queries, split, call, results, shared)),
+            (produce, (k_desc, tail_desc, split, call, shared, PAGE)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -1,0 +1,75 @@
+"""Hopper's own decode kernels: what reaches them, that they are right by the accuracy rule, and repeat to the bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from decode_helpers import Call, Sizes, assert_right, store
+from helpers import assert_same_bits
+from kernel_helpers import DEVICE, INTERPRETED
+
+from attnlib import CAUSAL, FULL, KVLayout, Mask, sliding
+from attnlib.backends._triton import cached
+from attnlib.backends.operators import flat_over_view
+from attnlib.call import Call as Attention
+from attnlib.call import checked
+
+LATENT = KVLayout.latent(512, 64, dtype=torch.bfloat16)
+LENGTHS = (1024, 5, 327, 513, 70, 2000)
+STARTS = (100, 0, 65, 512, 0, 1990)
+
+if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs a Hopper GPU: Gluon has no interpreter", allow_module_level=True)
+
+
+def kernel(call: Call) -> str:
+    """The name of the kernel that runs a call."""
+    asked = checked(Attention(call.q.to(DEVICE), call.mask, kv=call.scheduled().stored.view))
+    plan = cached.cached_plan(cached.decode_key(flat_over_view(asked, asked.kv.schedule)))
+    return plan.decode.kernel.__name__
+
+
+@pytest.mark.parametrize("counts", [1, 3, (1, 40, 0, 1, 5, 2)], ids=str)
+@pytest.mark.parametrize("heads", [5, 16, 32, 48, 64, 128])
+def test_any_heads_and_tokens(heads, counts):
+    call = store(LATENT, Sizes((1024, 41, 327, 513, 70, 2000), page_size=64)).call(counts, heads)
+    rows = heads * (counts if isinstance(counts, int) else max(1, -(-sum(counts) // 6)))
+    assert kernel(call) == ("decode_few" if rows <= 16 else "decode_many") or not isinstance(counts, int)
+    assert_right(call)
+
+
+@pytest.mark.parametrize("options", [(), ("softcap",), ("alibi_slopes", "sinks"), ("scale",)], ids=str)
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(33), Mask(None, 0, 9), Mask(7, 3), Mask(None, -2)], ids=str)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_any_mask_and_option(heads, mask, options):
+    assert_right(store(LATENT, Sizes(LENGTHS, STARTS, page_size=128)).call(2, heads, mask, options))
+
+
+@pytest.mark.parametrize("page_size", [64, 256, None])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_any_page_and_dtype(heads, page_size):
+    call = store(replace(LATENT, dtype=torch.float16), Sizes(LENGTHS, STARTS, page_size)).call(1, heads)
+    assert kernel(call).startswith("decode_")
+    assert_right(call)
+
+
+@pytest.mark.parametrize("counts", [1, 2, (1, 1, 3, 0, 1, 2)], ids=str)
+@pytest.mark.parametrize("options", [(), ("softcap",), ("alibi_slopes", "sinks")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_stored_bytes(dtype, options, counts):
+    call = store(replace(LATENT, store=dtype), Sizes(LENGTHS, page_size=64)).call(counts, 8, CAUSAL, options)
+    assert kernel(call) == "decode_bytes"
+    assert_right(call)
+
+
+@pytest.mark.parametrize("page_size", [16, 24])
+def test_pages_that_no_tile_fits_are_for_the_plain_kernel(page_size):
+    assert kernel(store(LATENT, Sizes(LENGTHS, page_size=page_size)).call(1, 128)) == "decode"
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_thousand_repeats_are_the_same_bits(heads):
+    call = store(LATENT, Sizes((4000,) * 20, page_size=64)).call(1, heads).scheduled()
+    first = call.solve()
+    for _ in range(1000):
+        assert_same_bits(*zip(call.solve(), first, strict=True))
