@@ -175,10 +175,10 @@ class Launch:
         self._described = {block: _copied(x, None) for block, x in zip(self._blocks, made, strict=True) if block}
         return made
 
-    def _describe(self, block: Block, x: Tensor) -> object | None:
+    def _describe(self, block: Block, x: Tensor) -> object:
         """A descriptor for what is compiled: it takes 5 us to check a layout, which is that of the launch."""
         known = self._described.get(block)
-        return None if known is None else _copied(known, x)
+        return block.descriptor(x) if known is None else _copied(known, x)
 
     def _run(self, aligned: object, ready: list) -> bool:
         """Launch what is compiled, as Triton does.
