@@ -128,12 +128,21 @@ class DecodeShapes:
 
         if self.packed and not self.scheduled:
             self.blocks = 1  # programs take the blocks of all sequences one after another
-        # Each with a split of a sequence; packed, one more slot for what follows the last.
-        self.splits = (self.slots + self.packed) * self.g * self.blocks if self.scheduled else 0
-        self.programs = self.splits
-        if self.packed or not self.scheduled:  # packed, with a partial block for each
-            blocks = self.s * self.group // self.tiles.block_m + self.b + 1 if self.packed else self.b * self.blocks
-            self.programs += -(-blocks // self.blocks) * self.blocks * self.g
+        fit = self.blocks * self.tiles.block_m  # rows; a packed sequence with more is long
+        # Slots for a split of a sequence each; packed, one more for what follows the last. Then those of whole blocks.
+        self.planned, self.long_slots, self.long_splits = 0, self.b, 1
+        if self.scheduled:
+            self.planned, self.long_slots = self.slots + self.packed, 0
+        if self.packed:  # with a partial block for each
+            rows = self.s * self.group
+            partial = rows // fit if self.scheduled else self.b + 1
+            self.long_slots = -(-(rows // self.tiles.block_m + partial) // self.blocks)
+        if self.planned and self.long_slots and not a.split_size and (self.s - self.b + 1) * self.group > fit:
+            programs = decode_tables.LONG_PROGRAMS * self.tiles.resident * processors
+            self.long_splits = max(1, programs // (self.long_slots * self.blocks * self.g))
+        self.programs = (self.planned + self.long_slots * self.long_splits) * self.g * self.blocks
+        with_splits = self.programs if self.long_splits > 1 else self.planned * self.g * self.blocks
+        self.lines = with_splits * self.tiles.block_m
 
     def arguments(self) -> dict:
         """By name, what both kernels are launched with."""
@@ -146,6 +155,7 @@ class DecodeShapes:
             "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,
             "stride_table": a.table.strides[0], **scoring(a, self.h, self.max_tokens + self.s),
             "pages": a.k.shape[0], "batch": self.b, "group": self.group, "s": self.s, "slots": self.slots,
+            "long": self.long_slots, "long_splits": self.long_splits, "lines": self.lines,
             "schedule_offset": a.schedule.shape[2] * decode_tables.ENTRY * self.halvings, "BLOCKS": self.blocks,
             "limit": min(INT32, self.max_tokens), "D": case.head_dim + case.tail, "D_MAIN": main, "D_TAIL": tail,
             "TAIL": 0 if case.tail else main, "E": case.value_dim, "E_MAIN": value, "LATENT": case.latent,
@@ -171,18 +181,20 @@ def cached_plan(key: Key) -> DecodePlan:
     launch = Launch(decode, x.programs, arguments, tiles, blocks)
     if not x.scheduled:
         return DecodePlan(launch, None, 0)
-    queries, lines = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.splits * tiles.block_m
     splits = x.capacity // max(1, x.b)  # of a sequence, if all are alike
     channels = width if splits <= 8 or width <= 128 else 64
-    rows = queries if x.b >= x.capacity else 1  # where few sequences will have splits, few programs
+    queries = x.blocks * tiles.block_m if x.packed else x.s * x.group
+    rows, slots = queries if x.b >= x.capacity else 1, x.b  # where few sequences will have splits, few programs
+    if x.long_splits > 1:
+        rows, slots = decode_tables.COMBINED, x.b + x.long_slots
     groups = -(-queries // rows)
     arguments |= {
-        "lines": lines, "GROUPS": groups, "ROWS": rows, "WIDTH": channels, "TILES": width // channels,
-        "MAX_SPLITS": power_of_two(x.capacity + 1), "AT_ONCE": 16 if channels > 64 else 64,
+        "GROUPS": groups, "ROWS": rows, "WIDTH": channels, "TILES": width // channels,
+        "MAX_SPLITS": power_of_two(max(x.capacity + 1, x.long_splits)), "AT_ONCE": 16 if channels > 64 else 64,
     }  # fmt: skip
-    programs = x.b * x.g * groups * (width // channels)
+    programs = slots * x.g * groups * (width // channels)
     joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4))
-    return DecodePlan(launch, joined, lines * (width + 1))
+    return DecodePlan(launch, joined, x.lines * (width + 1))
 
 
 _library = register_cached("triton", _cached)

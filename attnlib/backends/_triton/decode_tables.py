@@ -11,6 +11,8 @@ RESIDENT = 4  # programs that an SM runs at once at most, which schedules count 
 LARGE = (80, 90, 100)  # chips with more than 99 KB of shared memory
 EDGE = 16  # tokens of the tiles around those that descriptors load
 TILE = 64  # rows of queries in a tile of few
+LONG_PROGRAMS = 4  # for each that runs at once, those of long packed sequences; about half of them have no work
+COMBINED = 4  # rows that a program joins where long sequences have splits
 LONG = 16  # query tokens of a sequence, on the mean, from which there may be enough programs without splits
 
 

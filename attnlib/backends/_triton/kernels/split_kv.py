@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .paged import ENTRY, LAST
 from .scores import LN2, LOG2E
-from .tile import COUNTS, tokens_of
+from .tile import COUNTS, owner, tokens_of
 
 
 @triton.jit
@@ -31,7 +31,8 @@ def join(acc, l_i, m_i, x, lse2):
 @triton.jit(do_not_specialize=COUNTS)
 def combine(
     split_ptr, schedule_ptr, cu_seqlens_q_ptr, sinks_ptr, out_ptr, lse_ptr, lines,
-    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, batch, group, s, schedule_offset,
+    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, batch, group, s, slots, long, long_splits,
+    schedule_offset,
     E: tl.constexpr, E_MAIN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -42,41 +43,48 @@ def combine(
     """
     pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
+    after = sequence - batch  # those slots of the schedule that tell of a sequence: the blocks of long ones
     item = schedule_ptr + schedule_offset + sequence * ENTRY  # this slot also tells of the sequence of its number
-    slot, splits = tl.load(item + 4), tl.load(item + 5)
+    slot, splits = tl.load(item + 4, mask=after < 0, other=0), tl.load(item + 5, mask=after < 0, other=0)
     if splits == 1:
         return
+    first, shift, step = rows_of * ROWS, s * 0, (s * 0 + KV_HEADS * BLOCKS * BLOCK_M).to(tl.int64)
     row, count = s * 0, s
     if cu_seqlens_q_ptr is not None:
+        LONG: tl.constexpr = BLOCKS * BLOCK_M
+        if after >= 0:
+            slot, splits, step = slots + 1 + after, long_splits, step * long
+            nth = after * BLOCKS + first // BLOCK_M
+            sequence, block = owner(cu_seqlens_q_ptr, nth, batch, s, group, BLOCK_M, LONG)
+            shift = (block - first // BLOCK_M) * BLOCK_M
         row, count = tokens_of(cu_seqlens_q_ptr, sequence, batch, s)
-        if count * group > BLOCKS * BLOCK_M:  # which is not split
+        if (count * group > LONG) != (after >= 0):
             return
     plane = tl.cast(sequence if cu_seqlens_q_ptr is None else 0, tl.int64)
     origin = (slot.to(tl.int64) * KV_HEADS + kv_head) * BLOCKS * BLOCK_M
     of_lse = split_ptr + lines.to(tl.int64) * E_MAIN
-    STEP: tl.constexpr = KV_HEADS * BLOCKS * BLOCK_M
     c = tile * WIDTH + tl.arange(0, WIDTH)
     every, several = tl.arange(0, MAX_SPLITS), tl.arange(0, AT_ONCE)
-    for r in range(rows_of * ROWS, tl.minimum((rows_of + 1) * ROWS, count * group)):
+    for r in range(first, tl.minimum(first + ROWS, count * group - shift)):
         l_i, acc = tl.zeros([1], tl.float32), tl.zeros([WIDTH], tl.float32)
         if SPLIT_SIZE:
             m_i, acc = tl.full([1], float("-inf"), tl.float32), acc[None, :]
             for p in range(splits):
-                line = origin + r + (p + tl.arange(0, 1)).to(tl.int64) * STEP
+                line = origin + r + (p + tl.arange(0, 1)).to(tl.int64) * step
                 x = tl.load(split_ptr + line[:, None] * E_MAIN + c[None, :])
                 acc, l_i, m_i = join(acc, l_i, m_i, x, tl.load(of_lse + line))
             acc = acc.reshape(WIDTH)
         else:
-            m_i = tl.max(tl.load(of_lse + origin + r + every * STEP, mask=every < splits, other=float("-inf")), 0)
+            m_i = tl.max(tl.load(of_lse + origin + r + every * step, mask=every < splits, other=float("-inf")), 0)
             safe = tl.where(m_i == float("-inf"), 0.0, m_i)
             for p in range(0, splits, AT_ONCE):
-                line = origin + r + (p + several).to(tl.int64) * STEP
+                line = origin + r + (p + several).to(tl.int64) * step
                 weight = tl.exp2(tl.load(of_lse + line, mask=p + several < splits, other=float("-inf")) - safe)
                 valid = p + several < splits
                 x = tl.load(split_ptr + line[:, None] * E_MAIN + c[None, :], mask=valid[:, None], other=0.0)
                 l_i += tl.sum(weight, 0)
                 acc += tl.sum(x * weight[:, None], 0)
-        token, head = row + r // group, kv_head * group + r % group
+        token, head = row + (r + shift) // group, kv_head * group + (r + shift) % group
         if sinks_ptr is not None:
             share, _, l_i, m_i = shares(l_i, m_i, tl.load(sinks_ptr + head).to(tl.float32) * LOG2E)
             acc *= share
