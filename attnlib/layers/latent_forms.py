@@ -1,11 +1,14 @@
 """The two forms of attention over latents: which one is cheaper, and the expanded one over a cache, in chunks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..cache.sequences import Prompt
 from ..functional import varlen_attention_with_lse
 from ..kv import KVView
 from ..mask import FULL, Mask
@@ -110,6 +113,32 @@ def _read(view: KVView, starts: Tensor, ends: Tensor, capacity: int) -> tuple[Te
         latent = (latent.float() * view.k_scale[page, slot][..., None]).to(view.layout.dtype)
     k_rope = None if view.k_tail is None else view.k_tail[page, slot].squeeze(-2)
     return latent.squeeze(-2), k_rope, cu_k.int()
+
+
+def runs(prompts: Sequence[Prompt], tokens: int) -> list[int]:
+    """How many of a packed step's tokens come before the first prompt, are its own, come before the next, and so on.
+
+    >>> runs([Prompt(row=2, first=2, tokens=50, history=0)], 55)
+    [2, 50, 3]
+    """
+    ends = [end for x in prompts for end in (x.first, x.first + x.tokens)]
+    return [end - start for start, end in pairwise([0, *ends, tokens])]
+
+
+def without(view: KVView, prompts: Sequence[Prompt]) -> KVView:
+    """The view of a packed step in which these sequences have no token."""
+    counts = view.cu_seqlens_q.diff()
+    for prompt in prompts:
+        counts[prompt.row].zero_()
+    return replace(view, cu_seqlens_q=pad(counts.cumsum(0, dtype=torch.int32), (1, 0)), check=False)
+
+
+def of_sequence(view: KVView, row: int) -> KVView:
+    """The view of one sequence of a packed step, by itself."""
+    rows = slice(row, row + 1)
+    of = {"table": view.table[rows], "starts": view.starts[rows], "lengths": view.lengths[rows]}
+    first = view.cu_seqlens_q[rows]
+    return replace(view, **of, cu_seqlens_q=view.cu_seqlens_q[row : row + 2] - first, schedule=None, check=False)
 
 
 def check_heads(q: Tensor, k: Tensor) -> None:
