@@ -116,7 +116,7 @@ class DecodeShapes:
         self.tiles = (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
         mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries of a sequence
-        self.blocks = -(-mean * self.group // self.tiles.block_m)
+        self.blocks = 1 if self.packed and not a.split_size else -(-mean * self.group // self.tiles.block_m)
         processors = schedule.processors(key.device)
         self.halvings = 0 if a.split_size else decode_tables.halvings(self.tiles, self.blocks)
         self.capacity = max(1, decode_tables.capacity(processors, self.g) >> self.halvings)
@@ -128,21 +128,19 @@ class DecodeShapes:
 
         if self.packed and not self.scheduled:
             self.blocks = 1  # programs take the blocks of all sequences one after another
-        fit = self.blocks * self.tiles.block_m  # rows; a packed sequence with more is long
-        # Slots for a split of a sequence each; packed, one more for what follows the last. Then those of whole blocks.
-        self.planned, self.long_slots, self.long_splits = 0, self.b, 1
-        if self.scheduled:
-            self.planned, self.long_slots = self.slots + self.packed, 0
-        if self.packed:  # with a partial block for each
-            rows = self.s * self.group
-            partial = rows // fit if self.scheduled else self.b + 1
-            self.long_slots = -(-(rows // self.tiles.block_m + partial) // self.blocks)
-        if self.planned and self.long_slots and not a.split_size and (self.s - self.b + 1) * self.group > fit:
-            programs = decode_tables.LONG_PROGRAMS * self.tiles.resident * processors
-            self.long_splits = max(1, programs // (self.long_slots * self.blocks * self.g))
+        # Slots for a split of a sequence each; packed, one more for what follows the last. Then those for whole blocks.
+        self.planned, self.long_slots, self.long_splits = (self.slots + self.packed) * self.scheduled, self.b, 1
+        if self.packed:  # with room for partial blocks; those of long sequences, which do not fit a slot, or of all
+            rows, fit = self.s * self.group, self.blocks * self.tiles.block_m
+            blocks, partial = rows // self.tiles.block_m, min(rows // fit, self.b + 1) if self.scheduled else self.b + 1
+            self.long_slots = -(-(blocks + partial) // self.blocks)
+            if self.scheduled and not a.split_size and (self.s - self.b + 1) * self.group > fit:
+                self.long_splits = decode_tables.long_splits(self.tiles, blocks * self.g, processors)
+        elif self.scheduled:
+            self.long_slots = 0
+        of_lines = self.planned + (self.long_slots * self.long_splits if self.long_splits > 1 else 0)
         self.programs = (self.planned + self.long_slots * self.long_splits) * self.g * self.blocks
-        with_splits = self.programs if self.long_splits > 1 else self.planned * self.g * self.blocks
-        self.lines = with_splits * self.tiles.block_m
+        self.lines = of_lines * self.g * self.blocks * self.tiles.block_m
 
     def arguments(self) -> dict:
         """By name, what both kernels are launched with."""
@@ -183,14 +181,15 @@ def cached_plan(key: Key) -> DecodePlan:
         return DecodePlan(launch, None, 0)
     splits = x.capacity // max(1, x.b)  # of a sequence, if all are alike
     channels = width if splits <= 8 or width <= 128 else 64
-    queries = x.blocks * tiles.block_m if x.packed else x.s * x.group
-    rows, slots = queries if x.b >= x.capacity else 1, x.b  # where few sequences will have splits, few programs
+    queries, slots = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.b
+    rows, together = queries if x.b >= x.capacity else 1, 1  # where few sequences will have splits, few programs
     if x.long_splits > 1:
-        rows, slots = decode_tables.COMBINED, x.b + x.long_slots
+        rows = together = decode_tables.TOGETHER
+        slots += x.long_slots
     groups = -(-queries // rows)
     arguments |= {
-        "GROUPS": groups, "ROWS": rows, "WIDTH": channels, "TILES": width // channels,
-        "MAX_SPLITS": power_of_two(max(x.capacity + 1, x.long_splits)), "AT_ONCE": 16 if channels > 64 else 64,
+        "GROUPS": groups, "ROWS": rows, "TOGETHER": together, "WIDTH": channels, "TILES": width // channels,
+        "MAX_SPLITS": power_of_two(x.capacity + 1), "AT_ONCE": 16 if channels > 64 else 64,
     }  # fmt: skip
     programs = slots * x.g * groups * (width // channels)
     joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4))

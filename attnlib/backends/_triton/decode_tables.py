@@ -11,8 +11,9 @@ RESIDENT = 4  # programs that an SM runs at once at most, which schedules count 
 LARGE = (80, 90, 100)  # chips with more than 99 KB of shared memory
 EDGE = 16  # tokens of the tiles around those that descriptors load
 TILE = 64  # rows of queries in a tile of few
-LONG_PROGRAMS = 4  # for each that runs at once, those of long packed sequences; about half of them have no work
-COMBINED = 4  # rows that a program joins where long sequences have splits
+TOGETHER = 16  # rows whose splits a program joins, where long sequences have some
+SHORTEST = 1024  # tokens of a split of such a block
+LONG_SPLITS = 16  # at most, of a block of a long sequence: more take longer to join than they spare
 LONG = 16  # query tokens of a sequence, on the mean, from which there may be enough programs without splits
 
 
@@ -130,6 +131,15 @@ def rows(tokens: int, batch: int, group: int) -> int:
 def halvings(config: LaunchConfig, blocks: int) -> int:
     """How often the capacity is halved for ``blocks`` programs to each split and KV head."""
     return min(HALVINGS - 1, (-(-blocks * RESIDENT // config.resident) - 1).bit_length())
+
+
+def long_splits(config: LaunchConfig, blocks: int, processors: int) -> int:
+    """Splits of each of so many blocks of long sequences, by which they fill a GPU one and a half times.
+
+    >>> [long_splits(LaunchConfig(64, 64, 3, 4), blocks, 132) for blocks in (8, 48, 500)]
+    [16, 8, 1]
+    """
+    return max(1, min(LONG_SPLITS, 3 * config.resident * processors // (2 * blocks)))
 
 
 def capacity(processors: int, kv_heads: int) -> int:

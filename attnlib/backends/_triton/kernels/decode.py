@@ -58,8 +58,9 @@ def decode(
     first, last = work.start // group, tl.minimum((work.start + BLOCK_M - 1) // group + 1, count)
     low, high, all_low, all_high = key_range(length - count + first, length - count + last, band)
     high = tl.where(first < last, high, low)
-    if n >= 0:
-        low, high = tokens_of_split(low, high, n, splits, BLOCK_N)
+    if not SPLIT_SIZE:  # else all blocks have one split
+        if n >= 0:
+            low, high = tokens_of_split(low, high, n, splits, BLOCK_N)
 
     k_rows = Rows(k_ptr + kv_head * stride_kg, stride_kp, stride_kt, stride_kg, k_desc)
     tail_rows = Rows(k_tail_ptr + TAIL + kv_head * stride_tg, stride_tp, stride_tt, stride_tg, tail_desc)

@@ -78,6 +78,12 @@ def place(x, page, n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def splits_of_long(schedule_ptr, sequence, batch, long_splits):
+    """The splits of every block of a long sequence, at most so many; what follows the last one has no keys."""
+    return tl.minimum(tl.load(schedule_ptr + sequence * ENTRY + 6, mask=sequence < batch, other=1), long_splits)
+
+
+@triton.jit
 def tokens_of_split(low, high, n, splits, BLOCK: tl.constexpr):
     """Of the tokens ``[low, high)`` those of split ``n``, if all splits have about as many tiles of ``BLOCK``."""
     first = low // BLOCK
@@ -113,12 +119,13 @@ def claimed(
         after = slot - (slots + 1 if SCHEDULED else 0)
         is_long = after >= 0
         if is_long:
-            splits, n, block = long_splits, after // long, after % long * BLOCKS + block
+            n, block = after // long, after % long * BLOCKS + block
             LONG: tl.constexpr = BLOCKS * BLOCK_M if SCHEDULED else 0
             sequence, block = owner(cu_q_ptr, block, batch, s, group, BLOCK_M, LONG)
+            splits = splits_of_long(schedule_ptr, sequence, batch, long_splits)
         end = tl.where(is_long, LAST, end)
         row, count = tokens_of(cu_q_ptr, tl.maximum(sequence, 0), batch, s)  # those of nobody are the last
         if SCHEDULED:
-            sequence = tl.where((count * group > BLOCKS * BLOCK_M) == is_long, sequence, -1)
+            sequence = tl.where(((count * group > BLOCKS * BLOCK_M) == is_long) & (n < splits), sequence, -1)
     plane = tl.cast(slot * 0 if PACKED else sequence, tl.int64)
     return Work(sequence, plane, kv_head, block * BLOCK_M, row, count, begin, end - begin), splits, n

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .paged import ENTRY, LAST
+from .paged import ENTRY, LAST, splits_of_long
 from .scores import LN2, LOG2E
 from .tile import COUNTS, owner, tokens_of
 
@@ -35,16 +35,18 @@ def combine(
     schedule_offset,
     E: tl.constexpr, E_MAIN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    AT_ONCE: tl.constexpr, SPLIT_SIZE: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of ``ROWS`` rows of queries, ``WIDTH`` channels, in an order that depends on them alone.
 
-    Splits of a fixed size are joined one by one, so that those without a visible key make no difference.
+    Splits are joined one by one where several rows are ``TOGETHER``; and those of a fixed size, so that splits without
+    a visible key make no difference.
     """
     pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
     after = sequence - batch  # those slots of the schedule that tell of a sequence: the blocks of long ones
-    item = schedule_ptr + schedule_offset + sequence * ENTRY  # this slot also tells of the sequence of its number
+    schedule_ptr += schedule_offset
+    item = schedule_ptr + sequence * ENTRY  # this slot also tells of the sequence of its number
     slot, splits = tl.load(item + 4, mask=after < 0, other=0), tl.load(item + 5, mask=after < 0, other=0)
     if splits == 1:
         return
@@ -53,57 +55,62 @@ def combine(
     if cu_seqlens_q_ptr is not None:
         LONG: tl.constexpr = BLOCKS * BLOCK_M
         if after >= 0:
-            slot, splits, step = slots + 1 + after, long_splits, step * long
             nth = after * BLOCKS + first // BLOCK_M
             sequence, block = owner(cu_seqlens_q_ptr, nth, batch, s, group, BLOCK_M, LONG)
-            shift = (block - first // BLOCK_M) * BLOCK_M
+            slot, step, shift = slots + 1 + after, step * long, (block - first // BLOCK_M) * BLOCK_M
+            splits = splits_of_long(schedule_ptr, sequence, batch, long_splits)
         row, count = tokens_of(cu_seqlens_q_ptr, sequence, batch, s)
-        if (count * group > LONG) != (after >= 0):
+        if ((count * group > LONG) != (after >= 0)) | (splits == 1):
             return
     plane = tl.cast(sequence if cu_seqlens_q_ptr is None else 0, tl.int64)
     origin = (slot.to(tl.int64) * KV_HEADS + kv_head) * BLOCKS * BLOCK_M
     of_lse = split_ptr + lines.to(tl.int64) * E_MAIN
     c = tile * WIDTH + tl.arange(0, WIDTH)
     every, several = tl.arange(0, MAX_SPLITS), tl.arange(0, AT_ONCE)
-    for r in range(first, tl.minimum(first + ROWS, count * group - shift)):
-        l_i, acc = tl.zeros([1], tl.float32), tl.zeros([WIDTH], tl.float32)
-        if SPLIT_SIZE:
-            m_i, acc = tl.full([1], float("-inf"), tl.float32), acc[None, :]
+    end = tl.minimum(first + ROWS, count * group - shift)
+    for r0 in range(first, end, TOGETHER):
+        r = r0 + tl.arange(0, TOGETHER)
+        l_i, acc = tl.zeros([TOGETHER], tl.float32), tl.zeros([TOGETHER, WIDTH], tl.float32)
+        if SPLIT_SIZE or TOGETHER > 1:
+            m_i = tl.full([TOGETHER], float("-inf"), tl.float32)
             for p in range(splits):
-                line = origin + r + (p + tl.arange(0, 1)).to(tl.int64) * step
-                x = tl.load(split_ptr + line[:, None] * E_MAIN + c[None, :])
-                acc, l_i, m_i = join(acc, l_i, m_i, x, tl.load(of_lse + line))
-            acc = acc.reshape(WIDTH)
+                line = origin + r + p * step
+                x = tl.load(split_ptr + line[:, None] * E_MAIN + c[None, :], mask=(r < end)[:, None], other=0.0)
+                lse2 = tl.load(of_lse + line, mask=r < end, other=float("-inf"))
+                acc, l_i, m_i = join(acc, l_i, m_i, x, lse2)
         else:
-            m_i = tl.max(tl.load(of_lse + origin + r + every * step, mask=every < splits, other=float("-inf")), 0)
+            m_i = tl.max(tl.load(of_lse + origin + r0 + every * step, mask=every < splits, other=float("-inf")), 0)
             safe = tl.where(m_i == float("-inf"), 0.0, m_i)
             for p in range(0, splits, AT_ONCE):
-                line = origin + r + (p + several).to(tl.int64) * step
+                line = origin + r0 + (p + several).to(tl.int64) * step
                 weight = tl.exp2(tl.load(of_lse + line, mask=p + several < splits, other=float("-inf")) - safe)
                 valid = p + several < splits
                 x = tl.load(split_ptr + line[:, None] * E_MAIN + c[None, :], mask=valid[:, None], other=0.0)
                 l_i += tl.sum(weight, 0)
-                acc += tl.sum(x * weight[:, None], 0)
+                acc += tl.sum(x * weight[:, None], 0)[None, :]
         token, head = row + (r + shift) // group, kv_head * group + (r + shift) % group
         if sinks_ptr is not None:
-            share, _, l_i, m_i = shares(l_i, m_i, tl.load(sinks_ptr + head).to(tl.float32) * LOG2E)
-            acc *= share
+            sink = tl.load(sinks_ptr + head, mask=r < end, other=float("-inf")).to(tl.float32)
+            share, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
+            acc *= share[:, None]
         l_i = tl.where(l_i == 0.0, 1.0, l_i)
-        into = out_ptr + plane * stride_ob + token.to(tl.int64) * stride_os + head * stride_oh
-        tl.store(into + c, (acc / l_i).to(out_ptr.dtype.element_ty), mask=c < E)
-        at = lse_ptr + plane * stride_lb + head.to(tl.int64) * stride_lh + token + tl.arange(0, 1)
-        tl.store(at, (m_i + tl.log2(l_i)) * LN2, mask=tile == 0)
+        into = plane * stride_ob + token.to(tl.int64) * stride_os + head * stride_oh
+        mine = (r < end)[:, None] & (c < E)[None, :]
+        tl.store(out_ptr + into[:, None] + c[None, :], (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=mine)
+        at = lse_ptr + plane * stride_lb + head.to(tl.int64) * stride_lh + token
+        tl.store(at, (m_i + tl.log2(l_i)) * LN2, mask=(r < end) & (tile == 0))
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def schedule(
     starts_ptr, lengths_ptr, schedule_ptr, batch, slots, capacity, limit, reach,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, GRANULARITY: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, GRANULARITY: tl.constexpr, SHORTEST: tl.constexpr,
 ):  # fmt: skip
     """Cuts sequences into splits for ``capacity`` programs, and at the next level for half of them, and so on.
 
     A slot holds a split, ``(sequence, begin, end, splits of the sequence)``, or sequence -1; and of the sequence
-    of its own number ``(first slot, splits)``.
+    of its own number ``(first slot, splits, most splits of its blocks)``, of
+    ``SHORTEST`` tokens at least, which counts if it has more rows than a tile.
     """
     level, b = tl.program_id(0), tl.arange(0, ROWS)
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + b, mask=b < batch, other=0), limit), 0)
@@ -134,5 +141,6 @@ def schedule(
         tl.store(item + 3, n, mask=mine)
     tl.store(schedule_ptr + b * ENTRY + 4, first, mask=b < batch)
     tl.store(schedule_ptr + b * ENTRY + 5, splits, mask=b < batch)
+    tl.store(schedule_ptr + b * ENTRY + 6, tl.maximum((length - start) // SHORTEST, 1), mask=b < batch)
     for slot in range(used, slots, ROWS):
         tl.store(schedule_ptr + (slot + b) * ENTRY, -1, mask=slot + b < slots)

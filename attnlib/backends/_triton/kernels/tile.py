@@ -151,17 +151,18 @@ def tokens_of(cu_ptr, n, batch, total):
 
 @triton.jit
 def first_block(cu_ptr, n, tokens, group, BLOCK: tl.constexpr, LONG: tl.constexpr):
-    """The number of sequence ``n``'s first block of rows, which leaves room for the last, partial ones before it.
+    """The number of the first block of rows of packed sequence ``n``, ``group`` rows a token.
 
-    Every sequence may have one; or, if not 0, those of more than ``LONG`` rows alone.
+    It leaves room for a last, partial block of each sequence before; or, if not 0, of those of more than ``LONG`` rows,
+    each of which raises the rows before by as many.
     """
     rows = offset(cu_ptr, n, tokens) * group
-    return rows // BLOCK + (rows // LONG if LONG else n)
+    return rows // BLOCK + (tl.minimum(rows // LONG, n) if LONG else n)
 
 
 @triton.jit
 def owner(cu_ptr, block, batch, tokens, group, BLOCK: tl.constexpr, LONG: tl.constexpr):
-    """Whose block of rows this is, ``group`` rows a token, and its number among theirs; see :func:`first_block`."""
+    """Whose block of rows this is, and its number among theirs; see :func:`first_block`."""
     n, above = block * 0, batch + 1  # no plain 0, which stays one where there is no sequence
     while above - n > 1:
         middle = (n + above) // 2
