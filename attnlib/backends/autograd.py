@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..prepared import Run
 from ..watched import are_batched, are_watched, have_tangents, is_forward_mode
 from .flops import backward_flops, cached_flops, forward_flops
 from .operators import BACKWARD, CACHED, FORWARD, NO_BACKWARD, TENSORS, Arguments, fake_attention, fake_backward
@@ -42,10 +43,19 @@ class Operators:
         """Output and LSE with their gradients, around the dispatcher, where nobody follows it."""
         return _Attention.apply(self, *arguments)
 
+    def repeated(self, run: Run, rest: Arguments) -> Run:
+        """What runs a call again on q, k and v, with their gradients; ``rest`` is its arguments without them."""
+        return lambda q, k, v: _Repeated.apply(self, run, rest, q, k, v)
+
     def gradients(self, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient of each argument of the forward operator, None where there is none to give."""
         out, lse, *tensors = ctx.saved_tensors
-        a = Arguments(*tensors, *ctx.numbers)
+        return self.gradients_of(Arguments(*tensors, *ctx.numbers), out, lse, dout, dlse)
+
+    def gradients_of(
+        self, a: Arguments, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of a call with these results."""
         dout = torch.zeros_like(out) if dout is None else dout
         # With create_graph=True the operator refuses to be differentiated again.
         followed = are_watched(dout, out, a.q) or torch.is_grad_enabled() or are_batched(dout, dlse)
@@ -71,6 +81,24 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         return None, *ctx.operators.gradients(ctx, dout, dlse)
+
+
+class _Repeated(torch.autograd.Function):
+    """A call that is run again. torch looks at every argument of a Function, and these are few."""
+
+    @staticmethod
+    def forward(ctx, operators, run, rest, q, k, v):
+        output = run(q, k, v)
+        ctx.operators, ctx.rest = operators, rest
+        ctx.save_for_backward(*output, q, k, v)
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        out, lse, q, k, v = ctx.saved_tensors
+        a = ctx.rest._replace(q=q, k=k, v=v)
+        return None, None, None, *ctx.operators.gradients_of(a, out, lse, dout, dlse)[:3]
 
 
 def register_cached(name: str, run: Callable) -> torch.library.Library | None:

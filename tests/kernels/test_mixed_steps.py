@@ -49,7 +49,7 @@ def shapes(call: Call) -> triton_cached.DecodeShapes:
 def test_long_sequences_have_splits(plan):
     """As many as fill a device; none where it is full without, or where no sequence is long."""
     splits = []
-    for processors in (1, 9, 18):
+    for processors in (1, PROCESSORS, 2 * PROCESSORS):
         plan(processors)
         splits.append(shapes(mixed()).long_splits)
     assert splits[0] == 1 < splits[1] < splits[2]

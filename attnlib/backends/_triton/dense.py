@@ -21,8 +21,6 @@ def prepare(call: Call) -> Run | None:
         return None
     given = flat(call)
     a = given._replace(q=None, k=None, v=None)  # what is prepared keeps no tensor of a call
-    if call.spec.grad:
-        return lambda q, k, v: OPERATORS.differentiable(a._replace(q=q, k=k, v=v))
     (b, s, h, _), e = call.q.shape, call.v.shape[-1]
     launch = plans.forward(plans.key_of(given, given.q, given.k, given.v))
     launch_on = launch.bound(a._asdict(), "q", "k", "v", "out", "lse")
@@ -34,7 +32,7 @@ def prepare(call: Call) -> Run | None:
         launch_on(q, k, v, out, lse)
         return out, lse
 
-    return run
+    return OPERATORS.repeated(run, a) if call.spec.grad else run
 
 
 def _forward(*arguments):
