@@ -68,7 +68,7 @@ class Launch:
     def __init__(
         self, kernel: Callable, programs: int, arguments: dict, config: LaunchConfig, blocks: dict | None = None
     ):
-        import triton
+        from triton.knobs import runtime
 
         self.kernel, self.programs, self.blocks = kernel, programs, blocks or {}
         given = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages, **arguments}
@@ -78,7 +78,7 @@ class Launch:
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
         self._pick = itemgetter(*self.tensors)
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
-        self._hooks = triton.knobs.runtime if ".".join(triton.__version__.split(".")[:2]) in KNOWN else None
+        self._hooks = runtime if version() in KNOWN else None
         self._compiled: dict[object, tuple] = {}  # by which tensors begin at a multiple of 16 bytes
 
     def on(self, tensors: dict[str, Tensor | None]) -> None:
@@ -95,7 +95,7 @@ class Launch:
             return
         binary = self.kernel[(self.programs,)](*pointers, *ready[n:], **self.options)
         if self._hooks is not None and binary is not None:  # as it is under the interpreter
-            self._compiled[aligned] = (device, binary.run, binary.function, binary.packed_metadata)
+            self._compiled[aligned] = (device, *started(binary))
 
     def bound(self, tensors: dict[str, Tensor | None], *names: str) -> Callable[..., None]:
         """The same on these tensors, but for those of ``names``: they are given at each call, in this order."""
@@ -136,11 +136,30 @@ class Launch:
         compiled = self._compiled.get(aligned)
         if compiled is None or self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
             return False
-        device, run, function, metadata = compiled
+        device, start, constants = compiled
         if device != current_device():
             return False
-        run(self.programs, 1, 1, current_stream(device), function, metadata, None, None, None, *ready)
+        start(self.programs, 1, 1, current_stream(device), *constants, *ready)
         return True
+
+
+def started(binary) -> tuple[Callable, tuple]:
+    """What starts a binary, and what it takes between the stream and the kernel's arguments.
+
+    It is a function in C; or, of another Triton or where a kernel needs memory of its own, the one in Python before it,
+    which takes a microsecond.
+    """
+    run, function, metadata, no_hooks = binary.run, binary.function, binary.packed_metadata, (None, None, None)
+    if version() == "3.6" and hasattr(run, "launch") and run.global_scratch_size == run.profile_scratch_size == 0:
+        return run.launch, (function, run.launch_cooperative_grid, run.launch_pdl, None, None, metadata, *no_hooks)
+    return run, (function, metadata, *no_hooks)
+
+
+def version() -> str:
+    """The minor version of Triton."""
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2])
 
 
 def against(dtype: torch.dtype, device: str, arch: int, *, interpreted: bool) -> list[str]:
