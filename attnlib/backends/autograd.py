@@ -16,6 +16,8 @@ from .flops import backward_flops, cached_flops, forward_flops
 from .operators import BACKWARD, CACHED, FORWARD, NO_BACKWARD, TENSORS, Arguments, fake_attention, fake_backward
 from .registration import Operator, register
 
+WITH_GRADIENTS = 5  # arguments, q, k, v, slopes and sinks
+
 
 class Operators:
     """The operators ``name_forward`` and ``name_backward`` of a backend, and what they run."""
@@ -41,21 +43,17 @@ class Operators:
 
     def differentiable(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         """Output and LSE with their gradients, around the dispatcher, where nobody follows it."""
-        return _Attention.apply(self, *arguments)
+        return _Attention.apply(self, None, arguments[WITH_GRADIENTS:], *arguments[:WITH_GRADIENTS])
 
-    def repeated(self, run: Run, rest: Arguments) -> Run:
-        """What runs a call again on q, k and v, with their gradients; ``rest`` is its arguments without them."""
-        return lambda q, k, v: _Repeated.apply(self, run, rest, q, k, v)
+    def repeated(self, run: Run, arguments: Arguments) -> Run:
+        """What runs a call again on other q, k and v, with their gradients: ``run``, where it has no other tensors."""
+        rest = arguments[WITH_GRADIENTS:]
+        return lambda q, k, v: _Attention.apply(self, run, rest, q, k, v, None, None)
 
     def gradients(self, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient of each argument of the forward operator, None where there is none to give."""
         out, lse, *tensors = ctx.saved_tensors
-        return self.gradients_of(Arguments(*tensors, *ctx.numbers), out, lse, dout, dlse)
-
-    def gradients_of(
-        self, a: Arguments, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients of a call with these results."""
+        a = Arguments(*tensors, *ctx.numbers)
         dout = torch.zeros_like(out) if dout is None else dout
         # With create_graph=True the operator refuses to be differentiated again.
         followed = are_watched(dout, out, a.q) or torch.is_grad_enabled() or are_batched(dout, dlse)
@@ -69,36 +67,22 @@ class Operators:
 
 
 class _Attention(torch.autograd.Function):
-    """What the forward operator runs, differentiable without the operator."""
+    """What the forward operator runs, differentiable without the operator.
+
+    torch looks at every argument of a Function, so that those without a gradient come as one.
+    """
 
     @staticmethod
-    def forward(ctx, operators, *inputs):
-        output = operators.forward(*inputs)
+    def forward(ctx, operators, run, rest, q, k, v, *options):
+        inputs = (q, k, v, *options, *rest)
+        output = operators.forward(*inputs) if run is None else run(q, k, v)
         ctx.operators = operators
         _keep(ctx, inputs, output)
         return output
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return None, *ctx.operators.gradients(ctx, dout, dlse)
-
-
-class _Repeated(torch.autograd.Function):
-    """A call that is run again. torch looks at every argument of a Function, and these are few."""
-
-    @staticmethod
-    def forward(ctx, operators, run, rest, q, k, v):
-        output = run(q, k, v)
-        ctx.operators, ctx.rest = operators, rest
-        ctx.save_for_backward(*output, q, k, v)
-        ctx.set_materialize_grads(False)
-        return output
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        out, lse, q, k, v = ctx.saved_tensors
-        a = ctx.rest._replace(q=q, k=k, v=v)
-        return None, None, None, *ctx.operators.gradients_of(a, out, lse, dout, dlse)[:3]
+        return None, None, None, *ctx.operators.gradients(ctx, dout, dlse)[:WITH_GRADIENTS]
 
 
 def register_cached(name: str, run: Callable) -> torch.library.Library | None:
