@@ -18,9 +18,14 @@ from .inputs import sequence_of
 # Stored tokens of all sequences together whose K and V exist at once. With DeepSeek-V3's 128 heads of 192 + 128
 # channels in bf16 they take 640 MiB, whatever the cache holds, and one up-projection of as many fills a GPU.
 CHUNK = 8192
+# Multiplications of all heads that expanding a prompt by itself is to spare: its K and V are written and read too, and
+# its calls are launched. On an H200 (2026-11, replayed), beside 31 or 63 sequences: 512 tokens over 8k with 128 heads
+# spare 2**38 and 4.26 ms became 3.83; 1024 2**39.5, 8.20 and 5.01; 300 2**36.7, 2.76 and 3.48; 2048 over 32k with 16
+# heads 2**39.6, 7.68 and 3.28.
+WORTH = 1 << 38
 
 
-def cheaper_form(queries: int, keys: int, *, rank: int, nope: int, rope: int, value: int) -> str:
+def cheaper_form(queries: int, keys: int, *, rank: int, nope: int, rope: int, value: int, least: int = 0) -> str:
     """The form with fewer multiplications, per head, for ``queries`` over ``keys`` given as latents.
 
     Expanding costs an up-projection of every key; absorbing costs one of every query, and wider scores and sums:
@@ -31,10 +36,11 @@ def cheaper_form(queries: int, keys: int, *, rank: int, nope: int, rope: int, va
     Over many keys only what is multiplied by them counts, so that expanding is cheaper from about
     ``rank * (nope + value) / (2 * rank - nope - value)`` queries on: 171 with DeepSeek-V3's 512, 128 and 128. Pairs
     that a mask hides count in both. Over a cache ``queries`` is the mean of a step's sequences and ``keys`` a bound.
+    Expanding is to spare ``least`` multiplications.
     """
     expanded = keys * rank * (nope + value) + queries * keys * (nope + rope + value)
     absorbed = queries * rank * (nope + value) + queries * keys * (2 * rank + rope)
-    return "absorbed" if absorbed < expanded else "expanded"
+    return "expanded" if absorbed - expanded >= least else "absorbed"
 
 
 def attend_expanded(

@@ -12,6 +12,7 @@ from ..functional import attention, cached_attention, varlen_attention
 from ..kv import KVLayout, KVView
 from ..mask import Mask
 from ..rope import Angles, Rope, rotate
+from . import latent_forms
 from .inputs import angles_of, check, check_options, check_stored, computed_dtype, window_of
 from .latent_forms import attend_expanded, cheaper_form, check_heads, of_sequence, runs, without
 from .parameters import reset_children
@@ -169,7 +170,7 @@ class MultiHeadLatentAttention(nn.Module):
         if not kv.prefill or view.split_size:  # which stands for the same bits however the tokens come
             return self._attend_stored(q_nope, q_rope, view, self._possible("absorbed"))
         if kv.history:
-            prompts = self._expanded_prompts(kv, view)
+            prompts = self._expanded_prompts(kv, view, q_nope.shape[-2])
             if prompts:
                 return self._attend_mixed(q_nope, q_rope, view, prompts)
             new = x.shape[:-1].numel() // view.lengths.shape[0]  # tokens of a sequence, on the mean
@@ -180,14 +181,15 @@ class MultiHeadLatentAttention(nn.Module):
         starts = view.starts if view.cu_seqlens_q is None else None
         return self._attend_fresh(q_nope, q_rope, latent, k_rope, cu_seqlens=view.cu_seqlens_q, key_starts=starts)
 
-    def _expanded_prompts(self, kv: LayerCache, view: KVView) -> list[Prompt]:
-        """The prompts of a packed step that are cheaper expanded, where others are cheaper absorbed.
+    def _expanded_prompts(self, kv: LayerCache, view: KVView, heads: int) -> list[Prompt]:
+        """The prompts of a packed step that are much cheaper expanded, where others are absorbed.
 
         What is recorded serves any prompts, and a shared prefix is read once for all: these have one form for all.
         """
         if is_recorded(view.k) or view.shared is not None or self._possible("absorbed") == "expanded":
             return []
-        prompts = [x for x in kv.prompts if self._cheaper_step(x.tokens, x.history) == "expanded"]
+        least = latent_forms.WORTH // heads
+        prompts = [x for x in kv.prompts if self._cheaper_step(x.tokens, x.history, least) == "expanded"]
         return prompts if len(prompts) < view.lengths.shape[0] else []
 
     def _attend_mixed(self, q_nope: Tensor, q_rope: Tensor, view: KVView, prompts: Sequence[Prompt]) -> Tensor:
@@ -238,15 +240,15 @@ class MultiHeadLatentAttention(nn.Module):
             return self._unabsorb(cached_attention(self._absorb(q_nope, q_rope), view, **options))
         return attend_expanded(torch.cat((q_nope, q_rope), -1), view, self._expand, longest=longest, **options)
 
-    def _cheaper(self, queries: int, keys: int) -> str:
+    def _cheaper(self, queries: int, keys: int, least: int = 0) -> str:
         """The cheaper form at this layer's sizes."""
         nope, rope, value = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
-        return cheaper_form(queries, keys, rank=self.kv_lora_rank, nope=nope, rope=rope, value=value)
+        return cheaper_form(queries, keys, rank=self.kv_lora_rank, nope=nope, rope=rope, value=value, least=least)
 
-    def _cheaper_step(self, queries: int, history: int) -> str:
+    def _cheaper_step(self, queries: int, history: int, least: int = 0) -> str:
         """The cheaper possible form for so many new tokens of a sequence, over those that it has stored."""
         seen = history if self.mask.reach is None else min(history, self.mask.reach)
-        return self._possible(self._cheaper(queries, seen + queries))
+        return self._possible(self._cheaper(queries, seen + queries, least))
 
     def _absorb(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
         """``[..., h, r + p]``: the query as it meets latents."""

@@ -222,7 +222,8 @@ def plan_for(
         patch.setattr(triton_schedule, "processors", lambda device: processors)
     if small:
         patch.setattr(decode_tables, "GRANULARITY", 16)
-        patch.setattr(decode_tables, "SHORTEST", 16)
+        patch.setattr(decode_tables, "SMALLEST", 16)
+        patch.setattr(decode_tables, "LARGEST", 32)
         patch.setattr(decode_tables, "HALVINGS", 3)
     patch.setattr(decode_tables, "LONG", LONG if is_split else 0)
     planned.cache_clear()

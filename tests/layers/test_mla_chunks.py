@@ -58,6 +58,12 @@ def _poison():
         yield
 
 
+@pytest.fixture(autouse=True)
+def _any_prompt(monkeypatch):
+    """Prompts among others are expanded however little that spares."""
+    monkeypatch.setattr(latent_forms, "WORTH", 0)
+
+
 def chunk_of(tokens: int):
     """Chunks of so many tokens of all sequences together, or of as many as a step has queries."""
     return mock.patch.object(latent_forms, "CHUNK", tokens)
@@ -289,6 +295,15 @@ def test_prompts_among_single_tokens_are_expanded_alone(case, page_size):
         )
     for ours, theirs in zip(*(out.values() for out in outs), strict=True):
         close(ours, theirs)
+
+
+def test_a_prompt_among_others_is_expanded_where_that_spares_much(monkeypatch):
+    step, sizes = {0: 30, 1: 1}, {"rank": 64, "nope": 16, "rope": 4, "value": 16}
+    spared = 30 * 64 * 32 + 30 * 330 * (2 * 64 - 32) - 330 * 64 * 32  # multiplications of a head, of which there are 4
+    for least, form in ((spared, "expanded"), (spared + 1, "absorbed")):
+        assert latent_forms.cheaper_form(30, 330, **sizes, least=least) == form
+        monkeypatch.setattr(latent_forms, "WORTH", 4 * least)
+        assert widths(step) == ({16 + 4, 64 + 4} if form == "expanded" else {64 + 4})
 
 
 def test_a_small_rank_goes_on_absorbed():

@@ -12,7 +12,7 @@ LARGE = (80, 90, 100)  # chips with more than 99 KB of shared memory
 EDGE = 16  # tokens of the tiles around those that descriptors load
 TILE = 64  # rows of queries in a tile of few
 TOGETHER = 16  # rows whose splits a program joins, where long sequences have some
-SHORTEST = 1024  # tokens of a split of such a block
+SMALLEST, LARGEST = 512, 4096  # tokens of a split of such a block
 LONG_SPLITS = 16  # at most, of a block of a long sequence: more take longer to join than they spare
 LONG = 16  # query tokens of a sequence, on the mean, from which there may be enough programs without splits
 
@@ -134,15 +134,12 @@ def halvings(config: LaunchConfig, blocks: int) -> int:
 
 
 def long_splits(config: LaunchConfig, blocks: int, processors: int) -> int:
-    """Splits of each of so many blocks of long sequences, by which they fill a GPU twice at most.
+    """Splits of each of so many blocks of long sequences at most, by which they fill a GPU three times.
 
-    Microseconds of an H200, 2026-11, of those that fill it once, twice, three times, for 8 sequences of 32k tokens:
-    100 tokens among single ones 383, 417, 408; 300 tokens 995, 803, 757; 16 heads over latents, 100 tokens 530.
-
-    >>> [long_splits(LaunchConfig(64, 64, 3, 4), blocks, 132) for blocks in (8, 48, 500)]
-    [16, 11, 1]
+    >>> [long_splits(LaunchConfig(64, 64, 3, 4), blocks, 132) for blocks in (8, 48, 72, 500)]
+    [16, 16, 11, 1]
     """
-    return max(1, min(LONG_SPLITS, 2 * config.resident * processors // blocks))
+    return max(1, min(LONG_SPLITS, 3 * config.resident * processors // blocks))
 
 
 def capacity(processors: int, kv_heads: int) -> int:

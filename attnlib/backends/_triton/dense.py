@@ -22,7 +22,8 @@ def prepare(call: Call) -> Run | None:
     given = flat(call)
     a = given._replace(q=None, k=None, v=None)  # what is prepared keeps no tensor of a call
     (b, s, h, _), e = call.q.shape, call.v.shape[-1]
-    launch = plans.forward(plans.key_of(given, given.q, given.k, given.v))
+    key = plans.key_of(given, given.q, given.k, given.v)
+    launch = plans.forward(key)
     launch_on = launch.bound(a._asdict(), "q", "k", "v", "out", "lse")
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,7 +33,13 @@ def prepare(call: Call) -> Run | None:
         launch_on(q, k, v, out, lse)
         return out, lse
 
-    return OPERATORS.repeated(run, a) if call.spec.grad else run
+    def backward(dout, dlse, out, lse, *arguments):
+        x = Arguments(*arguments)
+        known = key if plans.aligned(x.q, x.k, x.v) else plans.key_of(x, x.q, x.k, x.v)
+        dq, dk, dv, _, _ = _gradients(known, x, dout, dlse, out, lse)
+        return dq, dk, dv
+
+    return OPERATORS.repeated(run, backward, a) if call.spec.grad else run
 
 
 def _forward(*arguments):
@@ -44,19 +51,28 @@ def _forward(*arguments):
 
 def _backward(dout, dlse, out, lse, *arguments):
     a, lse = readable(Arguments(*arguments)), lse.contiguous()
+    dq, dk, dv, dslopes, delta = _gradients(plans.key_of(a, a.q, a.k, a.v), a, dout, dlse, out, lse)
+    return dq, dk, dv, *option_grads(a, dslopes, lse, delta)
+
+
+def _gradients(key: plans.Key, a: Arguments, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple:
+    """The gradients of q, k and v, that of the slopes of each sequence or None, and delta."""
     if not dout.is_contiguous() or dout.data_ptr() & 15:
         dout = dout.clone(memory_format=torch.contiguous_format)
-    plan = plans.backward(plans.key_of(a, a.q, a.k, a.v), plans.layout(dout), plans.layout(dlse))
+    plan = plans.backward(key, plans.layout(dout), plans.layout(dlse))
     dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
     dslopes = None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))  # some programs write none
-    tensors = a._asdict() | {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "dslopes": dslopes}
-    tensors |= {"lse2": torch.empty_like(lse), "delta": torch.empty_like(lse), "dq": dq, "dk": dk, "dv": dv}
+    lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    tensors = a._asdict() | {
+        "out": out, "lse": lse, "dout": dout, "dlse": dlse, "dslopes": dslopes, "lse2": lse2, "delta": delta,
+        "dq": dq, "dk": dk, "dv": dv,
+    }  # fmt: skip
     for launch in (plan.prepare, plan.keys, plan.queries):
         launch.on(tensors)
     if dslopes is not None:
         cu = a.cu_seqlens_q
         dslopes = dslopes.sum(-1) if cu is None else _by_sequence(dslopes, cu, plan.queries.arguments["BLOCK_M"])
-    return dq, dk, dv, *option_grads(a, dslopes, lse, tensors["delta"])
+    return dq, dk, dv, dslopes, delta
 
 
 def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:

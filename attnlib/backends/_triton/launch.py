@@ -76,7 +76,7 @@ class Launch:
         self.tensors = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
         self.arguments = {name: given[name] for name in names if not name.endswith(("_ptr", "_desc"))}
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
-        self._pick = itemgetter(*self.tensors)
+        self._pick, self._values = itemgetter(*self.tensors), tuple(self.arguments.values())
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
         self._hooks = runtime if version() in KNOWN else None
         self._compiled: dict[object, tuple] = {}  # by which tensors begin at a multiple of 16 bytes
@@ -124,9 +124,8 @@ class Launch:
         addresses, bits = [None if x is None else x.data_ptr() for x in self._pick(tensors)], 0
         for address in addresses:
             bits |= address or 0
-        loaded = [None if block is None else tensors[block.tensor] for block in self._blocks]
-        described = [None if x is None else block.descriptor(x) for block, x in zip(self._blocks, loaded, strict=True)]
-        return [*addresses, *described, *self.arguments.values()], bits
+        described = [None if block is None else block.descriptor(tensors[block.tensor]) for block in self._blocks]
+        return [*addresses, *described, *self._values], bits
 
     def _run(self, aligned: object, ready: list) -> bool:
         """Launch what is compiled, as Triton does.

@@ -104,13 +104,14 @@ def combine(
 @triton.jit(do_not_specialize=COUNTS)
 def schedule(
     starts_ptr, lengths_ptr, schedule_ptr, batch, slots, capacity, limit, reach,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, GRANULARITY: tl.constexpr, SHORTEST: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, GRANULARITY: tl.constexpr,
+    SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Cuts sequences into splits for ``capacity`` programs, and at the next level for half of them, and so on.
 
     A slot holds a split, ``(sequence, begin, end, splits of the sequence)``, or sequence -1; and of the sequence
-    of its own number ``(first slot, splits, most splits of its blocks)``, of
-    ``SHORTEST`` tokens at least, which counts if it has more rows than a tile.
+    of its own number ``(first slot, splits, splits of each block of rows)``, the last if it is long: as many as others
+    of this length have, but of ``LARGEST`` tokens at most and ``SMALLEST`` at least.
     """
     level, b = tl.program_id(0), tl.arange(0, ROWS)
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + b, mask=b < batch, other=0), limit), 0)
@@ -141,6 +142,7 @@ def schedule(
         tl.store(item + 3, n, mask=mine)
     tl.store(schedule_ptr + b * ENTRY + 4, first, mask=b < batch)
     tl.store(schedule_ptr + b * ENTRY + 5, splits, mask=b < batch)
-    tl.store(schedule_ptr + b * ENTRY + 6, tl.maximum((length - start) // SHORTEST, 1), mask=b < batch)
+    of_blocks = tl.minimum(tl.maximum(splits, tl.cdiv(length - start, LARGEST)), (length - start) // SMALLEST)
+    tl.store(schedule_ptr + b * ENTRY + 6, tl.maximum(of_blocks, 1), mask=b < batch)
     for slot in range(used, slots, ROWS):
         tl.store(schedule_ptr + (slot + b) * ENTRY, -1, mask=slot + b < slots)
