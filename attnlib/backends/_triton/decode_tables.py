@@ -11,9 +11,9 @@ RESIDENT = 4  # programs that an SM runs at once at most, which schedules count 
 LARGE = (80, 90, 100)  # chips with more than 99 KB of shared memory
 EDGE = 16  # tokens of the tiles around those that descriptors load
 TILE = 64  # rows of queries in a tile of few
-TOGETHER = 16  # rows whose splits a program joins, where long sequences have some
-SMALLEST, LARGEST = 512, 4096  # tokens of a split of such a block
-LONG_SPLITS = 16  # at most, of a block of a long sequence: more take longer to join than they spare
+SMALLEST, LARGEST = 512, 4096  # tokens of the splits of long packed sequences, which have more rows than a tile
+LONG_SPLITS = 16  # of each of their blocks at most: more take longer to join than they spare
+TOGETHER = 16  # rows that a program joins where there are such splits
 LONG = 16  # query tokens of a sequence, on the mean, from which there may be enough programs without splits
 
 
@@ -119,7 +119,7 @@ def _with_less(config: LaunchConfig, case: DecodeCase) -> LaunchConfig:
 def rows(tokens: int, batch: int, group: int) -> int:
     """The rows of a packed sequence that tiles are chosen for, of ``tokens`` queries of all sequences.
 
-    Those of the mean; or up to a tile all that one sequence may have: the keys of more rows than that are not cut.
+    Those of the mean; or up to a tile all that one sequence may have, since each block of more rows reads all keys.
 
     >>> rows(64, 64, 4), rows(72, 64, 4), rows(319, 64, 7), rows(1000, 10, 4)
     (4, 36, 63, 400)

@@ -124,7 +124,8 @@ class Launch:
         addresses, bits = [None if x is None else x.data_ptr() for x in self._pick(tensors)], 0
         for address in addresses:
             bits |= address or 0
-        described = [None if block is None else block.descriptor(tensors[block.tensor]) for block in self._blocks]
+        loaded = [None if block is None else tensors[block.tensor] for block in self._blocks]
+        described = [None if x is None else block.descriptor(x) for block, x in zip(self._blocks, loaded, strict=True)]
         return [*addresses, *described, *self._values], bits
 
     def _run(self, aligned: object, ready: list) -> bool:

@@ -101,8 +101,8 @@ def claimed(
     tokens of a split. Of how many splits they are one; and which of equal ones, or -1 if the schedule has cut them.
 
     A slot of a schedule has a split, or -1; one more takes what follows the last packed sequence. A packed sequence
-    with more rows than fit a tile of its split is long: ``long`` after those of the schedule take its blocks, and
-    as many each of ``long_splits`` splits of what they see.
+    with more rows than fit the blocks of a slot is long. Its blocks have ``long`` slots after the schedule, with the
+    first split of what each of them sees; the second has as many slots after these, and so on.
     """
     PACKED: tl.constexpr = cu_q_ptr is not None
     pid = tl.program_id(0)
@@ -122,7 +122,7 @@ def claimed(
             n, block = after // long, after % long * BLOCKS + block
             LONG: tl.constexpr = BLOCKS * BLOCK_M if SCHEDULED else 0
             sequence, block = owner(cu_q_ptr, block, batch, s, group, BLOCK_M, LONG)
-            splits = splits_of_long(schedule_ptr, sequence, batch, long_splits)
+            splits = splits_of_long(schedule_ptr, sequence, batch, long_splits) if SCHEDULED else long_splits
         end = tl.where(is_long, LAST, end)
         row, count = tokens_of(cu_q_ptr, tl.maximum(sequence, 0), batch, s)  # those of nobody are the last
         if SCHEDULED:
