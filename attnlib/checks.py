@@ -63,11 +63,14 @@ def _mismatch(name, dims, shape, sizes, named) -> str:
     return f"{name}: expected [{expected}], got {tuple(shape)}; {owner} has {wrong}={sizes[wrong]}"
 
 
+def is_recorded(x: Tensor) -> bool:
+    """Whether what is done with ``x`` will be done again with other numbers, by a compiler or a CUDA graph."""
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def are_checks_on(x: Tensor) -> bool:
     """Whether ``ATTNLIB_CHECK=1`` is set, and ``x`` can be read: it is no compiler's, and no CUDA graph is captured."""
-    if os.environ.get("ATTNLIB_CHECK") != "1" or torch.compiler.is_compiling() or type(x) is not Tensor:
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing()) and not x.is_meta
+    return os.environ.get("ATTNLIB_CHECK") == "1" and type(x) is Tensor and not (is_recorded(x) or x.is_meta)
 
 
 def check_slots(slots: Tensor, capacity: int) -> None:

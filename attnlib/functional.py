@@ -232,7 +232,7 @@ def planned(call: Call) -> CallPlan:
 def attend(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
     """Output and LSE of a call, on the backend of this name; for those who say more of a call than its doors take."""
     kv = call.kv
-    if kv is not None and (plan := planned(call)).shared is not None:
+    if kv is not None and kv.shared is not None and (plan := planned(call)).shared is not None:
         return _merged(plan, name)
     key = key_of(call, name)
     if key is not None and (run := PREPARED.find(key)) is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -64,25 +64,28 @@ class PreparedCalls:
     def __init__(self, limit: int):
         self.limit = limit
         self._over_tensors: dict[tuple, Run | Write] = {}
-        self._over_views: WeakKeyDictionary[KVView, dict[tuple, Run | Write]] = WeakKeyDictionary()
+        self._over_views: dict[int, dict[tuple, Run | Write]] = {}  # by the id of a view, while that lives
 
     def find(self, key: Key) -> Run | Write | None:
         """What was prepared for this key."""
-        runs = self._over_tensors if key.view is None else self._over_views.get(key.view)
+        runs = self._over_tensors if key.view is None else self._over_views.get(id(key.view))
         return None if runs is None else runs.get(key.rest)
 
     def remember(self, key: Key, run: Run | Write | None) -> None:
         """Run calls of this key by ``run``, if there is one, from now on; too many are all forgotten first."""
         if run is None:
             return
-        runs = self._over_tensors if key.view is None else self._over_views.setdefault(key.view, {})
+        runs = self._over_tensors if key.view is None else self._over_views.get(id(key.view))
+        if runs is None:
+            runs = self._over_views[id(key.view)] = {}
+            finalize(key.view, self._over_views.pop, id(key.view), None)
         if len(runs) >= self.limit:
             runs.clear()
         runs[key.rest] = run
 
     def count(self, view: KVView | None = None) -> int:
         """How many there are over tensors, or over a view."""
-        return len(self._over_tensors if view is None else self._over_views.get(view, ()))
+        return len(self._over_tensors if view is None else self._over_views.get(id(view), ()))
 
     def forget(self) -> None:
         """Forget all; for those who change what decides a call, such as the launch tables."""

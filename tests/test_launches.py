@@ -104,6 +104,18 @@ def test_a_launch_goes_to_the_device_of_its_tensors(kernel, monkeypatch):
     assert current == [0]
 
 
+@pytest.mark.parametrize(("version", "scratch", "is_quick"), [("3.6", 0, True), ("3.6", 8, False), ("3.7", 0, False)])
+def test_a_known_launcher_is_skipped_but_where_it_has_work(version, scratch, is_quick, monkeypatch):
+    """What it would hand on: the cooperative grid and PDL, no scratch, then what it was given."""
+    monkeypatch.setattr(launches, "version", lambda: version)
+    sizes = {"global_scratch_size": scratch, "profile_scratch_size": 0}
+    run = SimpleNamespace(launch=object(), launch_cooperative_grid=False, launch_pdl=True, **sizes)
+    start, constants = launches.started(SimpleNamespace(run=run, function=7, packed_metadata="metadata"))
+    given = (7, "metadata", None, None, None)
+    assert start is (run.launch if is_quick else run)
+    assert constants == ((7, False, True, None, None, *given[1:]) if is_quick else given)
+
+
 def test_a_profiler_sees_every_launch(kernel, monkeypatch):
     launch, (q, k, out) = made(kernel), torch.zeros(3, 8).unbind()
     launch.on(named(q, k, out))

@@ -10,10 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..prepared import Run
 from ..watched import are_batched, are_watched, have_tangents, is_forward_mode
 from .flops import backward_flops, cached_flops, forward_flops
 from .operators import BACKWARD, CACHED, FORWARD, NO_BACKWARD, TENSORS, Arguments, fake_attention, fake_backward
 from .registration import Operator, register
+
+WITH_GRADIENTS = 5  # arguments, q, k, v, slopes and sinks
 
 
 class Operators:
@@ -40,7 +43,15 @@ class Operators:
 
     def differentiable(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         """Output and LSE with their gradients, around the dispatcher, where nobody follows it."""
-        return _Attention.apply(self, *arguments)
+        return _Attention.apply(self, None, None, arguments[WITH_GRADIENTS:], *arguments[:WITH_GRADIENTS])
+
+    def repeated(self, run: Run, backward: Callable, arguments: Arguments) -> Run:
+        """What runs a call again on other q, k and v, by ``run``, and ``backward`` for their gradients.
+
+        It has no other tensors.
+        """
+        rest = arguments[WITH_GRADIENTS:]
+        return lambda q, k, v: _Attention.apply(self, run, backward, rest, q, k, v, None, None)
 
     def gradients(self, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient of each argument of the forward operator, None where there is none to give."""
@@ -49,7 +60,7 @@ class Operators:
         dout = torch.zeros_like(out) if dout is None else dout
         # With create_graph=True the operator refuses to be differentiated again.
         followed = are_watched(dout, out, a.q) or torch.is_grad_enabled() or are_batched(dout, dlse)
-        run = self._operator("backward") if followed else self.backward
+        run = self._operator("backward") if followed else ctx.again or self.backward
         # It gives those of the first arguments: q, k, v, slopes and sinks.
         given = [None if x is None else grad for x, grad in zip(a, run(dout, dlse, out, lse, *a), strict=False)]
         return *given, *(None,) * (len(a) - len(given))
@@ -59,18 +70,22 @@ class Operators:
 
 
 class _Attention(torch.autograd.Function):
-    """What the forward operator runs, differentiable without the operator."""
+    """What the forward operator runs, differentiable without the operator.
+
+    torch looks at every argument of a Function, so that those without a gradient come as one.
+    """
 
     @staticmethod
-    def forward(ctx, operators, *inputs):
-        output = operators.forward(*inputs)
-        ctx.operators = operators
+    def forward(ctx, operators, run, backward, rest, q, k, v, *options):
+        inputs = (q, k, v, *options, *rest)
+        output = operators.forward(*inputs) if run is None else run(q, k, v)
         _keep(ctx, inputs, output)
+        ctx.operators, ctx.again = operators, backward
         return output
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return None, *ctx.operators.gradients(ctx, dout, dlse)
+        return None, None, None, None, *ctx.operators.gradients(ctx, dout, dlse)[:WITH_GRADIENTS]
 
 
 def register_cached(name: str, run: Callable) -> torch.library.Library | None:
@@ -80,7 +95,7 @@ def register_cached(name: str, run: Callable) -> torch.library.Library | None:
 
 def _keep(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*output, *inputs[:TENSORS])
-    ctx.numbers = inputs[TENSORS:]
+    ctx.numbers, ctx.again = inputs[TENSORS:], None
     ctx.set_materialize_grads(False)
 
 

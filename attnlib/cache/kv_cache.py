@@ -245,8 +245,9 @@ class KVCache:
         if key != self._prepared:
             self._prepare(what, request)
             self._prepared = key
+        prompts = request.prompts(PREFILL + 1) if prefill else ()
         for layer in self._layers:
-            layer.open(prefill, history)
+            layer.open(prefill, history, prompts)
 
     def _prepare(self, what: str, request: Request) -> None:
         """Prepare the layers for steps of this shape, so that the next one of the same shape need not."""

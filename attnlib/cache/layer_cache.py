@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kv import KVLayout, KVView
 from ..rope import Angles
 from ..storage import prepared_write, write_cache
+from .sequences import Prompt
 from .shared_prefix import SharedPrefix
 from .step import PerStep, PerWindow
 
@@ -21,7 +22,8 @@ class LayerCache:
 
     The same object is handed out at every step, so that a model compiles once. ``prefill`` says whether some
     sequence gets more than 16 tokens in this step; ``history`` is the longest length before the step rounded up
-    to a power of two (0 if none), to be read only when ``prefill``; ``positions`` are the rotary positions of the
+    to a power of two (0 if none), to be read only when ``prefill``; ``prompts`` are such sequences
+    of a packed step, row by row, which no compiled layer may read; ``positions`` are the rotary positions of the
     step's tokens, int32 ``[b, s]`` dense or ``[t]`` packed: the index in the sequence minus left padding (0 for
     padding itself), and None outside a step.
     """
@@ -30,6 +32,7 @@ class LayerCache:
         self.layout = layout
         self.prefill = False
         self.history = 0
+        self.prompts: Sequence[Prompt] = ()
         self.positions: Tensor | None = None
         self.planes = {
             name: torch.empty(pages, page_size, heads, *((width,) if width else ()), dtype=dtype, device=device)
@@ -164,10 +167,10 @@ class LayerCache:
             view = _with_shared(view, window.shared_prefix)
         self._prepared = (step.positions, window.slots, view)
 
-    def open(self, prefill: bool, history: int) -> None:
+    def open(self, prefill: bool, history: int, prompts: Sequence[Prompt]) -> None:
         """Take up what is prepared, for one step or read. For the cache to call."""
         self.positions, self._slots, self._view = self._prepared
-        self.prefill, self.history, self.appended = prefill, history, False
+        self.prefill, self.history, self.prompts, self.appended = prefill, history, prompts, False
 
     def close(self) -> None:
         """Leave the step or read. For the cache to call."""

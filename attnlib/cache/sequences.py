@@ -1,6 +1,7 @@
 """The sequences of one cache, which every page allocator, one per window, holds in equal lengths. Plain Python."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..checks import INT32, check_count
@@ -8,6 +9,16 @@ from .pages import CacheFullError, Handle, Holding, PageAllocator, StepPlan
 
 Window = int | None
 Freed = list[tuple[Window, Sequence[int]]]  # pages that became free, by window
+
+
+class Prompt(NamedTuple):
+    """A sequence that gets many tokens in a packed step: its row, and the first and the count of its tokens among all
+    of the step; and how many it had stored before."""
+
+    row: int
+    first: int
+    tokens: int
+    history: int
 
 
 class Request(NamedTuple):
@@ -25,6 +36,13 @@ class Request(NamedTuple):
     def packed(self) -> bool:
         """Whether the tokens of all sequences lie in one dimension."""
         return len(self.shape) == 1
+
+    def prompts(self, least: int) -> tuple[Prompt, ...]:
+        """The sequences that get at least so many tokens packed."""
+        counts = list(self.tokens.values()) if self.packed else []
+        starts = accumulate(counts, initial=0)
+        rows = enumerate(zip(starts, counts, self.holdings, strict=False))
+        return tuple(Prompt(row, first, n, held.length) for row, (first, n, held) in rows if n >= least)
 
 
 class Sequences:

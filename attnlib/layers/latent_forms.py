@@ -1,11 +1,14 @@
 """The two forms of attention over latents: which one is cheaper, and the expanded one over a cache, in chunks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..cache.sequences import Prompt
 from ..functional import varlen_attention_with_lse
 from ..kv import KVView
 from ..mask import FULL, Mask
@@ -15,9 +18,14 @@ from .inputs import sequence_of
 # Stored tokens of all sequences together whose K and V exist at once. With DeepSeek-V3's 128 heads of 192 + 128
 # channels in bf16 they take 640 MiB, whatever the cache holds, and one up-projection of as many fills a GPU.
 CHUNK = 8192
+# Multiplications of all heads that expanding a prompt by itself is to spare: its K and V are written and read too, and
+# its calls are launched. On an H200 (2026-11, replayed), beside 31 or 63 sequences: 512 tokens over 8k with 128 heads
+# spare 2**38 and 4.26 ms became 3.83; 1024 2**39.5, 8.20 and 5.01; 300 2**36.7, 2.76 and 3.48; 2048 over 32k with 16
+# heads 2**39.6, 7.68 and 3.28.
+WORTH = 1 << 38
 
 
-def cheaper_form(queries: int, keys: int, *, rank: int, nope: int, rope: int, value: int) -> str:
+def cheaper_form(queries: int, keys: int, *, rank: int, nope: int, rope: int, value: int, least: int = 0) -> str:
     """The form with fewer multiplications, per head, for ``queries`` over ``keys`` given as latents.
 
     Expanding costs an up-projection of every key; absorbing costs one of every query, and wider scores and sums:
@@ -28,10 +36,11 @@ def cheaper_form(queries: int, keys: int, *, rank: int, nope: int, rope: int, va
     Over many keys only what is multiplied by them counts, so that expanding is cheaper from about
     ``rank * (nope + value) / (2 * rank - nope - value)`` queries on: 171 with DeepSeek-V3's 512, 128 and 128. Pairs
     that a mask hides count in both. Over a cache ``queries`` is the mean of a step's sequences and ``keys`` a bound.
+    Expanding is to spare ``least`` multiplications.
     """
     expanded = keys * rank * (nope + value) + queries * keys * (nope + rope + value)
     absorbed = queries * rank * (nope + value) + queries * keys * (2 * rank + rope)
-    return "absorbed" if absorbed < expanded else "expanded"
+    return "expanded" if absorbed - expanded >= least else "absorbed"
 
 
 def attend_expanded(
@@ -110,6 +119,32 @@ def _read(view: KVView, starts: Tensor, ends: Tensor, capacity: int) -> tuple[Te
         latent = (latent.float() * view.k_scale[page, slot][..., None]).to(view.layout.dtype)
     k_rope = None if view.k_tail is None else view.k_tail[page, slot].squeeze(-2)
     return latent.squeeze(-2), k_rope, cu_k.int()
+
+
+def runs(prompts: Sequence[Prompt], tokens: int) -> list[int]:
+    """How many of a packed step's tokens come before the first prompt, are its own, come before the next, and so on.
+
+    >>> runs([Prompt(row=2, first=2, tokens=50, history=0)], 55)
+    [2, 50, 3]
+    """
+    ends = [end for x in prompts for end in (x.first, x.first + x.tokens)]
+    return [end - start for start, end in pairwise([0, *ends, tokens])]
+
+
+def without(view: KVView, prompts: Sequence[Prompt]) -> KVView:
+    """The view of a packed step in which these sequences have no token."""
+    counts = view.cu_seqlens_q.diff()
+    for prompt in prompts:
+        counts[prompt.row].zero_()
+    return replace(view, cu_seqlens_q=pad(counts.cumsum(0, dtype=torch.int32), (1, 0)), check=False)
+
+
+def of_sequence(view: KVView, row: int) -> KVView:
+    """The view of one sequence of a packed step, by itself."""
+    rows = slice(row, row + 1)
+    of = {"table": view.table[rows], "starts": view.starts[rows], "lengths": view.lengths[rows]}
+    first = view.cu_seqlens_q[rows]
+    return replace(view, **of, cu_seqlens_q=view.cu_seqlens_q[row : row + 2] - first, schedule=None, check=False)
 
 
 def check_heads(q: Tensor, k: Tensor) -> None:

@@ -1,16 +1,20 @@
 """Multi-head latent attention with decoupled rope: one set of weights, an expanded and an absorbed form."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
-from ..checks import check_count
+from ..cache.sequences import Prompt
+from ..checks import check_count, is_recorded
 from ..functional import attention, cached_attention, varlen_attention
 from ..kv import KVLayout, KVView
 from ..mask import Mask
 from ..rope import Angles, Rope, rotate
+from . import latent_forms
 from .inputs import angles_of, check, check_options, check_stored, computed_dtype, window_of
-from .latent_forms import attend_expanded, cheaper_form, check_heads
+from .latent_forms import attend_expanded, cheaper_form, check_heads, of_sequence, runs, without
 from .parameters import reset_children
 from .tensor_parallel import joined, share_of
 
@@ -166,15 +170,40 @@ class MultiHeadLatentAttention(nn.Module):
         if not kv.prefill or view.split_size:  # which stands for the same bits however the tokens come
             return self._attend_stored(q_nope, q_rope, view, self._possible("absorbed"))
         if kv.history:
+            prompts = self._expanded_prompts(kv, view, q_nope.shape[-2])
+            if prompts:
+                return self._attend_mixed(q_nope, q_rope, view, prompts)
             new = x.shape[:-1].numel() // view.lengths.shape[0]  # tokens of a sequence, on the mean
-            reach = self.mask.reach
-            seen = kv.history if reach is None else min(kv.history, reach)
-            form, longest = self._possible(self._cheaper(new, seen + new)), kv.history + x.shape[-2]
+            form, longest = self._cheaper_step(new, kv.history), kv.history + x.shape[-2]
             return self._attend_stored(q_nope, q_rope, view, form, longest=longest)
         if angles is not None:
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
         starts = view.starts if view.cu_seqlens_q is None else None
         return self._attend_fresh(q_nope, q_rope, latent, k_rope, cu_seqlens=view.cu_seqlens_q, key_starts=starts)
+
+    def _expanded_prompts(self, kv: LayerCache, view: KVView, heads: int) -> list[Prompt]:
+        """The prompts of a packed step that are much cheaper expanded, where others are absorbed.
+
+        What is recorded serves any prompts, and a shared prefix is read once for all: these have one form for all.
+        """
+        if is_recorded(view.k) or view.shared is not None or self._possible("absorbed") == "expanded":
+            return []
+        least = latent_forms.WORTH // heads
+        prompts = [x for x in kv.prompts if self._cheaper_step(x.tokens, x.history, least) == "expanded"]
+        return prompts if len(prompts) < view.lengths.shape[0] else []
+
+    def _attend_mixed(self, q_nope: Tensor, q_rope: Tensor, view: KVView, prompts: Sequence[Prompt]) -> Tensor:
+        """Attention of a packed step: expanded for these prompts, and absorbed for all other sequences."""
+        sizes = runs(prompts, q_nope.shape[0])
+        parts = list(zip(q_nope.split(sizes), q_rope.split(sizes), strict=True))
+        others = (torch.cat(x) for x in zip(*parts[::2], strict=True))
+        out = self._attend_stored(*others, without(view, prompts), "absorbed")
+        outs = list(out.split(sizes[::2]))
+        for n, prompt in enumerate(prompts):
+            longest = prompt.history + prompt.tokens
+            alone = self._attend_stored(*parts[2 * n + 1], of_sequence(view, prompt.row), "expanded", longest=longest)
+            outs.insert(2 * n + 1, alone)
+        return torch.cat(outs)
 
     def _attend_fresh(
         self,
@@ -211,10 +240,15 @@ class MultiHeadLatentAttention(nn.Module):
             return self._unabsorb(cached_attention(self._absorb(q_nope, q_rope), view, **options))
         return attend_expanded(torch.cat((q_nope, q_rope), -1), view, self._expand, longest=longest, **options)
 
-    def _cheaper(self, queries: int, keys: int) -> str:
+    def _cheaper(self, queries: int, keys: int, least: int = 0) -> str:
         """The cheaper form at this layer's sizes."""
         nope, rope, value = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
-        return cheaper_form(queries, keys, rank=self.kv_lora_rank, nope=nope, rope=rope, value=value)
+        return cheaper_form(queries, keys, rank=self.kv_lora_rank, nope=nope, rope=rope, value=value, least=least)
+
+    def _cheaper_step(self, queries: int, history: int, least: int = 0) -> str:
+        """The cheaper possible form for so many new tokens of a sequence, over those that it has stored."""
+        seen = history if self.mask.reach is None else min(history, self.mask.reach)
+        return self._possible(self._cheaper(queries, seen + queries, least))
 
     def _absorb(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
         """``[..., h, r + p]``: the query as it meets latents."""

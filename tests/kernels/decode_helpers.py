@@ -139,6 +139,21 @@ def store(layout: KVLayout, sizes: Sizes, sigma: float = 1.0) -> Stored:
     return Stored(view, starts, tokens)
 
 
+def moved_pages(call: Call) -> Call:
+    """The same tokens in other pages."""
+    view = call.stored.view
+    order = torch.randperm(len(view.k), device=DEVICE)
+    table, planes = view.table.clone(), {}
+    used = (table >= 0) & (table < len(order))
+    table[used] = order.argsort()[table[used].long()].int()
+    for name in ("k", "v", "k_tail", "k_scale", "v_scale"):
+        if (x := getattr(view, name)) is not None:
+            planes[name] = x[order]
+    if view.layout.is_latent:
+        planes |= {"v": planes["k"], "v_scale": planes.get("k_scale")}
+    return call.over(table=table, **planes)
+
+
 def _plane(pages: int, size: int, plane: tuple[int, int, torch.dtype], order: str) -> Tensor:
     """``[pages, size, heads, width]`` of NaN, in the order of pages or of heads, or with gaps."""
     heads, width, dtype = plane
@@ -207,6 +222,8 @@ def plan_for(
         patch.setattr(triton_schedule, "processors", lambda device: processors)
     if small:
         patch.setattr(decode_tables, "GRANULARITY", 16)
+        patch.setattr(decode_tables, "SMALLEST", 16)
+        patch.setattr(decode_tables, "LARGEST", 32)
         patch.setattr(decode_tables, "HALVINGS", 3)
     patch.setattr(decode_tables, "LONG", LONG if is_split else 0)
     planned.cache_clear()

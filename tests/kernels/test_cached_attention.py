@@ -8,7 +8,7 @@ import decode_helpers
 import pytest
 import torch
 from compiled.builds import pairwise
-from decode_helpers import Call, Sizes, assert_right, plan_for, store
+from decode_helpers import Call, Sizes, assert_right, moved_pages, plan_for, store
 from helpers import assert_same_bits
 from kernel_helpers import DEVICE, INTERPRETED
 from torch import Tensor
@@ -163,21 +163,6 @@ def test_a_value_of_no_weight_is_not_hidden(plan):
         assert call.solve()[0].isfinite().all()
         view.v[page, 3] = torch.nan
         assert call.solve()[0].isnan().all()
-
-
-def moved_pages(call: Call) -> Call:
-    """The same tokens in other pages."""
-    view = call.stored.view
-    order = torch.randperm(len(view.k), device=DEVICE)
-    table, planes = view.table.clone(), {}
-    used = (table >= 0) & (table < len(order))
-    table[used] = order.argsort()[table[used].long()].int()
-    for name in ("k", "v", "k_tail", "k_scale", "v_scale"):
-        if (x := getattr(view, name)) is not None:
-            planes[name] = x[order]
-    if view.layout.is_latent:
-        planes |= {"v": planes["k"], "v_scale": planes.get("k_scale")}
-    return call.over(table=table, **planes)
 
 
 def test_where_tokens_lie_does_not_matter(plan):

@@ -22,6 +22,8 @@ from attnlib import (
     varlen_attention,
     varlen_attention_with_lse,
 )
+from attnlib.backends import _triton as triton
+from attnlib.call import Call, Score, checked
 
 FORWARD, BACKWARD = torch.ops.attnlib.triton_forward, torch.ops.attnlib.triton_backward
 solve = partial(attention, mask=CAUSAL, backend="triton")
@@ -83,6 +85,18 @@ def test_the_operators_are_what_they_say(case):
     out, lse = FORWARD(*forward)
     dlse = None if case == "plain" else torch.randn_like(lse)
     torch.library.opcheck(BACKWARD.default, (random(*out.shape), dlse, out, lse, *forward))
+
+
+def test_a_prepared_call_has_the_gradients_of_the_first():
+    """To the bit, of its results and for any of its tensors, also where no LSE is differentiated."""
+    tensors = leaves(dtype=torch.float16)
+    run = triton.prepare(checked(Call(*tensors[:1], CAUSAL, Score(), *tensors[1:])))
+    for of in ((0, 1), (0,), (1,)):
+        for asked in (tensors, tensors[:1], tensors[1:]):
+            found = []
+            for results in (run(*tensors), attention_with_lse(*tensors, mask=CAUSAL, backend="triton")):
+                found.append(torch.autograd.grad(sum(results[n].float().sin().sum() for n in of), asked))
+            assert_same_bits(*zip(*found, strict=True))
 
 
 def test_compiles_to_one_graph_and_at_most_twice():

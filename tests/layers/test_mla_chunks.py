@@ -58,6 +58,12 @@ def _poison():
         yield
 
 
+@pytest.fixture(autouse=True)
+def _any_prompt(monkeypatch):
+    """Prompts among others are expanded however little that spares."""
+    monkeypatch.setattr(latent_forms, "WORTH", 0)
+
+
 def chunk_of(tokens: int):
     """Chunks of so many tokens of all sequences together, or of as many as a step has queries."""
     return mock.patch.object(latent_forms, "CHUNK", tokens)
@@ -206,7 +212,7 @@ def test_no_tensor_is_larger_than_the_keys_of_a_chunk(packed):
     feed_dense(model, cache, tokens(2, 250))
     with chunk_of(size), calls() as seen, Largest() as largest:
         if packed:
-            feed(model, cache, {one: tokens(40), two: tokens(5)})
+            feed(model, cache, {one: tokens(30), two: tokens(30)})
         else:
             feed_dense(model, cache, tokens(2, 30))
     assert {shape[-1] for _, shape in seen} == {16 + 4}  # expanded
@@ -231,9 +237,9 @@ def test_there_are_as_many_chunks_as_the_longest_sequence_may_have():
 # Which form runs
 
 
-def widths(step, *, history=300, **options):
+def widths(step, *, history=300, form="auto", **options):
     """How wide the queries of a step are after so many tokens of each sequence."""
-    model = Stack(latent("auto", **WIDE | options))
+    model = Stack(latent(form, **WIDE | options))
     cache = cache_for(model, 16, sequences=2, length=400)
     handles = cache.admit(2 if isinstance(step, dict) else 1)
     for _ in range(history // 100):
@@ -247,24 +253,57 @@ def widths(step, *, history=300, **options):
 
 
 @pytest.mark.parametrize(
-    ("step", "options", "form"),
+    ("step", "options", "forms"),
     [
         (20, {}, "absorbed"),  # over 300 keys, known to be at most 512
         (21, {}, "expanded"),
-        ({0: 30, 1: 10}, {}, "absorbed"),  # on the mean 20
-        ({0: 30, 1: 12}, {}, "expanded"),
+        ({0: 30, 1: 25}, {}, "expanded"),
+        ({0: 18, 1: 17}, {}, "absorbed"),
+        ({0: 30, 1: 18}, {}, "expanded absorbed"),
+        ({0: 30, 1: 18}, {"form": "expanded"}, "expanded"),
+        ({0: 30, 1: 18}, {"form": "absorbed"}, "absorbed"),
         (17, {"mask": sliding(9)}, "expanded"),  # of which 8 are seen
+        ({0: 17, 1: 1}, {"mask": sliding(9)}, "expanded absorbed"),
         (16, {"mask": sliding(2)}, "absorbed"),  # no prefill
     ],
 )
-def test_a_prompt_goes_on_in_the_cheaper_form(step, options, form):
+def test_a_prompt_goes_on_in_the_cheaper_form(step, options, forms):
     width = {"absorbed": 64 + 4, "expanded": 16 + 4}
-    assert widths(step, **options) == {width[form]}
-    rank, nope, rope, value = 64, 16, 4, 16
-    if not options:
-        queries = step if isinstance(step, int) else sum(step.values()) // 2
-        sizes = {"rank": rank, "nope": nope, "rope": rope, "value": value}
-        assert latent_forms.cheaper_form(queries, 512 + queries, **sizes) == form
+    assert widths(step, **options) == {width[form] for form in forms.split()}
+    if isinstance(step, int) and not options:
+        sizes = {"rank": 64, "nope": 16, "rope": 4, "value": 16}
+        assert latent_forms.cheaper_form(step, 512 + step, **sizes) == forms
+
+
+@pytest.mark.parametrize("case", ["plain", "window", "prefix", "no-rope-channels"])
+@pytest.mark.parametrize("page_size", [4, None])
+def test_prompts_among_single_tokens_are_expanded_alone(case, page_size):
+    """The others are absorbed in one call, and the step equals that of a layer which absorbs all of it."""
+    step, stored, outs = {0: 1, 1: 40, 2: 0, 3: 2, 4: 24, 5: 1}, (30, 3, 9, 1, 0, 17), []
+    layers = [latent(form, **WIDE | OPTIONS[case]) for form in ("auto", "absorbed")]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer in layers:
+        model = Stack(layer)
+        cache = cache_for(model, page_size, sequences=6, length=96)
+        handles = cache.admit(6)
+        feed(model, cache, {handle: tokens(n, seed=n) for handle, n in zip(handles, stored, strict=True)})
+        with calls() as seen, chunk_of(16):
+            outs.append(feed(model, cache, {handles[n]: tokens(count, seed=n) for n, count in step.items()}))
+        mixed = {("cached_attention", 4), *(("varlen_attention_with_lse", n) for n in (40, 24))}
+        assert {(name, shape[0]) for name, shape in seen} == (
+            mixed if layer.form == "auto" else {("cached_attention", sum(step.values()))}
+        )
+    for ours, theirs in zip(*(out.values() for out in outs), strict=True):
+        close(ours, theirs)
+
+
+def test_a_prompt_among_others_is_expanded_where_that_spares_much(monkeypatch):
+    step, sizes = {0: 30, 1: 1}, {"rank": 64, "nope": 16, "rope": 4, "value": 16}
+    spared = 30 * 64 * 32 + 30 * 330 * (2 * 64 - 32) - 330 * 64 * 32  # multiplications of a head, of which there are 4
+    for least, form in ((spared, "expanded"), (spared + 1, "absorbed")):
+        assert latent_forms.cheaper_form(30, 330, **sizes, least=least) == form
+        monkeypatch.setattr(latent_forms, "WORTH", 4 * least)
+        assert widths(step) == ({16 + 4, 64 + 4} if form == "expanded" else {64 + 4})
 
 
 def test_a_small_rank_goes_on_absorbed():

@@ -120,7 +120,7 @@ class DecodeShapes:
         self.pairs = not a.split_size and decode_tables.pairs(self.case, self.tiles)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
         mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries of a sequence
-        self.blocks = -(-mean * self.group // self.tiles.block_m)
+        self.blocks = 1 if self.packed and not a.split_size else -(-mean * self.group // self.tiles.block_m)
         processors = schedule.processors(key.device)
         self.halvings = 0 if a.split_size else decode_tables.halvings(self.tiles, self.blocks)
         self.capacity = max(1, decode_tables.capacity(processors, self.g) >> self.halvings)
@@ -132,12 +132,19 @@ class DecodeShapes:
 
         if self.packed and not self.scheduled:
             self.blocks = 1  # programs take the blocks of all sequences one after another
-        # Each with a split of a sequence; packed, one more slot for what follows the last.
-        self.splits = (self.slots + self.packed) * self.g * self.blocks if self.scheduled else 0
-        self.programs = self.splits
-        if self.packed or not self.scheduled:  # packed, with a partial block for each
-            blocks = self.s * self.group // self.tiles.block_m + self.b + 1 if self.packed else self.b * self.blocks
-            self.programs += -(-blocks // self.blocks) * self.blocks * self.g
+        # Slots for a split of a sequence each; packed, one more for what follows the last. Then those for whole blocks.
+        self.planned, self.long_slots, self.long_splits = (self.slots + self.packed) * self.scheduled, self.b, 1
+        if self.packed:  # with room for partial blocks; those of long sequences, which do not fit a slot, or of all
+            rows, fit = self.s * self.group, self.blocks * self.tiles.block_m
+            blocks, partial = rows // self.tiles.block_m, min(rows // fit, self.b + 1) if self.scheduled else self.b + 1
+            self.long_slots = -(-(blocks + partial) // self.blocks)
+            if self.scheduled and not a.split_size and (self.s - self.b + 1) * self.group > fit:
+                self.long_splits = decode_tables.long_splits(self.tiles, blocks * self.g, processors)
+        elif self.scheduled:
+            self.long_slots = 0
+        of_lines = self.planned + (self.long_slots * self.long_splits if self.long_splits > 1 else 0)
+        self.programs = (self.planned + self.long_slots * self.long_splits) * self.g * self.blocks
+        self.lines = of_lines * self.g * self.blocks * self.tiles.block_m
 
     def arguments(self) -> dict:
         """By name, what both kernels are launched with."""
@@ -150,6 +157,7 @@ class DecodeShapes:
             "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,
             "stride_table": a.table.strides[0], **scoring(a, self.h, self.max_tokens + self.s),
             "pages": a.k.shape[0], "batch": self.b, "group": self.group, "s": self.s, "slots": self.slots,
+            "long": self.long_slots, "long_splits": self.long_splits, "lines": self.lines,
             "schedule_offset": a.schedule.shape[2] * decode_tables.ENTRY * self.halvings, "BLOCKS": self.blocks,
             "limit": min(INT32, self.max_tokens), "D": case.head_dim + case.tail, "D_MAIN": main, "D_TAIL": tail,
             "TAIL": 0 if case.tail else main, "E": case.value_dim, "E_MAIN": value, "LATENT": case.latent,
@@ -199,17 +207,20 @@ def cached_plan(key: Key) -> DecodePlan:
     launch = Launch(_kernel(x), x.programs, arguments, tiles, blocks, early=early)
     if not x.scheduled:
         return DecodePlan(launch, None, 0)
-    queries, lines = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.splits * tiles.block_m
-    together, at_once, channels = decode_tables.joined(x.capacity // max(1, x.b), width)
+    queries, slots = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.b
+    splits = x.long_splits if x.long_splits > 1 else x.capacity // max(1, x.b)  # of a sequence, if all are alike
+    together, at_once, channels = decode_tables.joined(splits, width)
     rows = queries if x.b >= x.capacity else together  # where few sequences will have splits, few programs
+    if x.long_splits > 1:
+        rows, slots = decode_tables.TOGETHER, slots + x.long_slots
     groups = -(-queries // rows)
     arguments |= {
-        "lines": lines, "GROUPS": groups, "ROWS": rows, "WIDTH": channels, "TILES": width // channels,
-        "AT_ONCE": at_once, "TOGETHER": together,
+        "GROUPS": groups, "ROWS": rows, "WIDTH": channels, "TILES": width // channels, "AT_ONCE": at_once,
+        "TOGETHER": together,
     }  # fmt: skip
-    programs = x.b * x.g * groups * (width // channels)
+    programs = slots * x.g * groups * (width // channels)
     joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4), early=early)
-    return DecodePlan(launch, joined, lines * (width + 1))
+    return DecodePlan(launch, joined, x.lines * (width + 1))
 
 
 _library = register_cached("triton", _cached)

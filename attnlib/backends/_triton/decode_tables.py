@@ -11,6 +11,9 @@ RESIDENT = 4  # programs that an SM runs at once at most, which schedules count 
 LARGE = (80, 90, 100)  # chips with more than 99 KB of shared memory
 EDGE = 16  # tokens of the tiles around those that descriptors load
 TILE = 64  # rows of queries in a tile of few
+SMALLEST, LARGEST = 512, 4096  # tokens of the splits of long packed sequences, which have more rows than a tile
+LONG_SPLITS = 16  # of each of their blocks at most: more take longer to join than they spare
+TOGETHER = 16  # rows that a program joins where there are such splits
 LONG = 16  # query tokens of a sequence, on the mean, from which there may be enough programs without splits
 
 
@@ -141,7 +144,7 @@ def _with_less(config: LaunchConfig, case: DecodeCase) -> LaunchConfig:
 def rows(tokens: int, batch: int, group: int) -> int:
     """The rows of a packed sequence that tiles are chosen for, of ``tokens`` queries of all sequences.
 
-    Those of the mean; or up to a tile all that one sequence may have: the keys of more rows than that are not cut.
+    Those of the mean; or up to a tile all that one sequence may have, since each block of more rows reads all keys.
 
     >>> rows(64, 64, 4), rows(72, 64, 4), rows(319, 64, 7), rows(1000, 10, 4)
     (4, 36, 63, 400)
@@ -153,6 +156,15 @@ def rows(tokens: int, batch: int, group: int) -> int:
 def halvings(config: LaunchConfig, blocks: int) -> int:
     """How often the capacity is halved for ``blocks`` programs to each split and KV head."""
     return min(HALVINGS - 1, (-(-blocks * RESIDENT // config.resident) - 1).bit_length())
+
+
+def long_splits(config: LaunchConfig, blocks: int, processors: int) -> int:
+    """Splits of each of so many blocks of long sequences at most, by which they fill a GPU three times.
+
+    >>> [long_splits(LaunchConfig(64, 64, 3, 4), blocks, 132) for blocks in (8, 48, 72, 500)]
+    [16, 16, 11, 1]
+    """
+    return max(1, min(LONG_SPLITS, 3 * config.resident * processors // blocks))
 
 
 def capacity(processors: int, kv_heads: int) -> int:

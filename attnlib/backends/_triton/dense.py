@@ -28,7 +28,7 @@ class Dense:
         if not call.spec.grad:
             return forward
         dout = plans.contiguous((*a.q.shape[:-1], a.v.shape[-1]), a.q.dtype)
-        backward = variants.backward(self._backward_key(a), dout, None).variant
+        backward = variants.backward(variants.in_order(self._key(a)), dout, None).variant
         return forward if forward == backward else f"{forward} forward, {backward} backward"
 
     def prepare(self, call: Call) -> Run | None:
@@ -37,10 +37,9 @@ class Dense:
             return None
         given = flat(call)
         a = given._replace(q=None, k=None, v=None)  # what is prepared keeps no tensor of a call
-        if call.spec.grad:
-            return lambda q, k, v: self.operators.differentiable(a._replace(q=q, k=k, v=v))
-        (b, s, h, _), e = call.q.shape, call.v.shape[-1]
-        plan, device = variants.forward(self._key(given)), call.q.device
+        (b, s, h, _), e, device = call.q.shape, call.v.shape[-1], call.q.device
+        key = self._key(given)
+        plan = variants.forward(key)
         launch = plan.launch.bound(a._asdict(), "q", "k", "v", "out", "lse", "counter")
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,14 +49,16 @@ class Dense:
             launch(q, k, v, out, lse, plan.counter(device))
             return out, lse
 
-        return run
+        def backward(dout, dlse, out, lse, *arguments):
+            x = Arguments(*arguments)
+            known = key if plans.aligned(x.q, x.k, x.v) else self._key(x)
+            dq, dk, dv, _, _ = self._gradients(known, x, dout, dlse, out, lse)
+            return dq, dk, dv
+
+        return self.operators.repeated(run, backward, a) if call.spec.grad else run
 
     def _key(self, a: Arguments) -> plans.Key:
         return plans.key_of(a, a.q, a.k, a.v)._replace(hopper=self.hopper)
-
-    def _backward_key(self, a: Arguments) -> plans.Key:
-        # Hopper's own adds to dq in any order, which torch may have been asked not to do.
-        return self._key(a)._replace(hopper=self.hopper and not torch.are_deterministic_algorithms_enabled())
 
     def _forward(self, *arguments):
         a = readable(Arguments(*arguments))
@@ -68,22 +69,30 @@ class Dense:
 
     def _backward(self, dout, dlse, out, lse, *arguments):
         a, lse = readable(Arguments(*arguments)), lse.contiguous()
+        dq, dk, dv, dslopes, delta = self._gradients(self._key(a), a, dout, dlse, out, lse)
+        return dq, dk, dv, *option_grads(a, dslopes, lse, delta)
+
+    def _gradients(
+        self, key: plans.Key, a: Arguments, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple:
+        """The gradients of q, k and v, that of the slopes of each sequence or None, and delta."""
         if not dout.is_contiguous() or dout.data_ptr() & 15:
             dout = dout.clone(memory_format=torch.contiguous_format)
-        plan = variants.backward(self._backward_key(a), plans.layout(dout), plans.layout(dlse))
+        plan = variants.backward(variants.in_order(key), plans.layout(dout), plans.layout(dlse))
         dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
-        dslopes = (
-            None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))
-        )  # some programs write none
-        tensors = a._asdict() | {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "dslopes": dslopes}
-        tensors |= {"lse2": torch.empty_like(lse), "delta": torch.empty_like(lse), "dq": dq, "dk": dk, "dv": dv}
-        tensors["dq_sums"] = lse.new_zeros(plan.sums) if plan.sums else None
+        # Some programs write none.
+        dslopes = None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))
+        lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+        tensors = a._asdict() | {
+            "out": out, "lse": lse, "dout": dout, "dlse": dlse, "dslopes": dslopes, "lse2": lse2, "delta": delta,
+            "dq": dq, "dk": dk, "dv": dv, "dq_sums": lse.new_zeros(plan.sums) if plan.sums else None,
+        }  # fmt: skip
         for launch in (plan.prepare, plan.keys, plan.queries):
             launch.on(tensors)
         if dslopes is not None:
             cu = a.cu_seqlens_q
             dslopes = dslopes.sum(-1) if cu is None else _by_sequence(dslopes, cu, plan.queries.arguments["BLOCK_M"])
-        return dq, dk, dv, *option_grads(a, dslopes, lse, tensors["delta"])
+        return dq, dk, dv, dslopes, delta
 
 
 def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:

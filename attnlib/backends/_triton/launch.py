@@ -103,7 +103,7 @@ class Launch:
         *,
         early: bool = False,
     ):
-        import triton
+        from triton.knobs import runtime
 
         self.kernel, self.programs, self.blocks = kernel, programs, blocks or {}
         given = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages, **arguments}
@@ -112,10 +112,10 @@ class Launch:
         self.arguments = {name: given[name] for name in names if not name.endswith(("_ptr", "_desc"))}
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
         self.options |= {"launch_pdl": True} if early else {}
-        self._pick = itemgetter(*self.tensors)
+        self._pick, self._values = itemgetter(*self.tensors), tuple(self.arguments.values())
         self._described: dict[Block, object] = {}  # a descriptor of each block, without its tensor
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
-        self._hooks = triton.knobs.runtime if ".".join(triton.__version__.split(".")[:2]) in KNOWN else None
+        self._hooks = runtime if version() in KNOWN else None
         self._compiled: dict[object, tuple] = {}  # by which tensors begin at a multiple of 16 bytes
 
     def on(self, tensors: dict[str, Tensor | None]) -> None:
@@ -131,9 +131,9 @@ class Launch:
                 self.on(tensors)
             return
         described = self._described_anew(tensors)
-        binary = self.kernel[(self.programs,)](*pointers, *described, *self.arguments.values(), **self.options)
+        binary = self.kernel[(self.programs,)](*pointers, *described, *self._values, **self.options)
         if self._hooks is not None and binary is not None:  # as it is under the interpreter
-            self._compiled[aligned] = (device, binary.run, binary.function, binary.packed_metadata)
+            self._compiled[aligned] = (device, *started(binary))
 
     def bound(self, tensors: dict[str, Tensor | None], *names: str) -> Callable[..., None]:
         """The same on these tensors, but for those of ``names``: they are given at each call, in this order.
@@ -167,7 +167,7 @@ class Launch:
             bits |= address or 0
         loaded = [(block, None if block is None else tensors[block.tensor]) for block in self._blocks]
         described = [None if x is None else self._describe(block, x) for block, x in loaded]
-        return [*addresses, *described, *self.arguments.values()], bits
+        return [*addresses, *described, *self._values], bits
 
     def _described_anew(self, tensors: dict[str, Tensor | None]) -> list:
         """The kernel's descriptors, as Triton makes and checks them."""
@@ -188,11 +188,30 @@ class Launch:
         compiled = self._compiled.get(aligned)
         if compiled is None or self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
             return False
-        device, run, function, metadata = compiled
+        device, start, constants = compiled
         if device != current_device():
             return False
-        run(self.programs, 1, 1, current_stream(device), function, metadata, None, None, None, *ready)
+        start(self.programs, 1, 1, current_stream(device), *constants, *ready)
         return True
+
+
+def started(binary) -> tuple[Callable, tuple]:
+    """What starts a binary, and what it takes between the stream and the kernel's arguments.
+
+    It is a function in C; or, of another Triton or where a kernel needs memory of its own, the one in Python before it,
+    which takes a microsecond.
+    """
+    run, function, metadata, no_hooks = binary.run, binary.function, binary.packed_metadata, (None, None, None)
+    if version() == "3.6" and hasattr(run, "launch") and run.global_scratch_size == run.profile_scratch_size == 0:
+        return run.launch, (function, run.launch_cooperative_grid, run.launch_pdl, None, None, metadata, *no_hooks)
+    return run, (function, metadata, *no_hooks)
+
+
+def version() -> str:
+    """The minor version of Triton."""
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2])
 
 
 def against(dtype: torch.dtype, device: str, arch: int, *, interpreted: bool) -> list[str]:

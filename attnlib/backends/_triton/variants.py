@@ -76,6 +76,11 @@ def _blocks(x: DenseShapes, **rows: int) -> dict[str, Block]:
     return found
 
 
+def in_order(key: Key) -> Key:
+    """The key of a backward. Hopper's own adds to dq in any order, which torch may have been asked not to do."""
+    return key._replace(hopper=False) if torch.are_deterministic_algorithms_enabled() else key
+
+
 @remembered
 def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
     """The launches of a backward."""

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .band import Band, key_range, origin_of, sees_any, tiles_of
 from .decode_tiles import Sizes, Stored, Sums, sweep
-from .paged import claimed
+from .paged import claimed, tokens_of_split
 from .scores import LN2, LOG2E, Modifiers, load_slope, unit_of
 from .split_kv import join, shares
 from .stored_bytes import Queries, halved, in_range, pairs_at
@@ -25,7 +25,8 @@ def decode(
     stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_kg, stride_tp, stride_tt, stride_tg,
     stride_vp, stride_vt, stride_vg, stride_ksp, stride_kst, stride_ksg, stride_vsp, stride_vst, stride_vsg,
     stride_table, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes,
-    pages, batch, group, s, slots, schedule_offset, limit, left, right, prefix, scale, softcap,
+    pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
+    left, right, prefix, scale, softcap,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, TAIL: tl.constexpr, E: tl.constexpr,
     E_MAIN: tl.constexpr, LATENT: tl.constexpr, ONE: tl.constexpr, SCHEDULED: tl.constexpr, SPLIT_SIZE: tl.constexpr,
     FULL: tl.constexpr, PAGE: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -40,7 +41,9 @@ def decode(
     if EARLY:
         gdc_wait()
     schedule_ptr += schedule_offset
-    work, splits = claimed(schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, KV_HEADS, BLOCKS, BLOCK_M)
+    work, splits, n = claimed(
+        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, KV_HEADS, BLOCKS, BLOCK_M
+    )
     sequence, plane, kv_head, row, count = work.sequence, work.plane, work.head, work.row, work.rows
     if SCHEDULED and sequence < 0:
         return
@@ -59,6 +62,9 @@ def decode(
     first, last = work.start // group, tl.minimum((work.start + BLOCK_M - 1) // group + 1, count)
     low, high, all_low, all_high = key_range(length - count + first, length - count + last, band)
     high = tl.where(first < last, high, low)
+    if not SPLIT_SIZE:  # else all blocks have one split
+        if n >= 0:
+            low, high = tokens_of_split(low, high, n, splits, BLOCK_N)
 
     STORED: tl.constexpr = k_ptr.dtype.element_ty
     PER: tl.constexpr = 2 if PAIRS else 1  # channels of what is loaded at once
@@ -130,5 +136,4 @@ def decode(
     else:
         line = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(split_ptr + line[:, None] * E_MAIN + e[None, :], acc, mask=valid[:, None] & (e >= 0)[None, :])
-        lines = (slots + (cu_seqlens_q_ptr is not None)).to(tl.int64) * (KV_HEADS * BLOCKS * BLOCK_M)
-        tl.store(split_ptr + lines * E_MAIN + line, lse2, mask=valid)
+        tl.store(split_ptr + lines.to(tl.int64) * E_MAIN + line, lse2, mask=valid)

@@ -78,20 +78,36 @@ def place(x, page, n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def splits_of_long(schedule_ptr, sequence, batch, long_splits):
+    """The splits of every block of a long sequence, at most so many; what follows the last one has no keys."""
+    return tl.minimum(tl.load(schedule_ptr + sequence * ENTRY + 6, mask=sequence < batch, other=1), long_splits)
+
+
+@triton.jit
+def tokens_of_split(low, high, n, splits, BLOCK: tl.constexpr):
+    """Of the tokens ``[low, high)`` those of split ``n``, if all splits have about as many tiles of ``BLOCK``."""
+    first = low // BLOCK
+    tiles = tl.maximum(tl.cdiv(high, BLOCK) - first, 0)
+    begin, end = first + tiles * n // splits, first + tiles * (n + 1) // splits
+    return tl.maximum(low, begin * BLOCK), tl.minimum(high, end * BLOCK)
+
+
+@triton.jit
 def claimed(
-    schedule_ptr, cu_q_ptr, slots, batch, group, s,
+    schedule_ptr, cu_q_ptr, slots, batch, group, s, long, long_splits,
     SCHEDULED: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The work of a program, and of how many splits its tokens are one: a block of ``group`` rows a query, or none of
-    sequence -1; the sequence's queries, and the tokens of a split.
+    """The work of a program: a block of ``group`` rows a query, or none of sequence -1; the sequence's queries, and the
+    tokens of a split. Of how many splits they are one; and which of equal ones, or -1 if the schedule has cut them.
 
     A slot of a schedule has a split, or -1; one more takes what follows the last packed sequence. A packed sequence
-    with more rows than fit a tile of its split is not split: programs after those of the schedule take a block each.
+    with more rows than fit the blocks of a slot is long. Its blocks have ``long`` slots after the schedule, with the
+    first split of what each of them sees; the second has as many slots after these, and so on.
     """
     PACKED: tl.constexpr = cu_q_ptr is not None
     pid = tl.program_id(0)
     block, kv_head, slot = pid % BLOCKS, (pid // BLOCKS % KV_HEADS).to(tl.int64), pid // (BLOCKS * KV_HEADS)
-    sequence, begin, end, splits = slot, 0, LAST, 1
+    sequence, begin, end, splits, n = slot, 0, LAST, slot * 0 + 1, slot * 0 - 1
     if SCHEDULED:
         item, planned = schedule_ptr + slot * ENTRY, slot < slots
         sequence, begin = tl.load(item, mask=planned, other=batch), tl.load(item + 1, mask=planned, other=0)
@@ -100,13 +116,16 @@ def claimed(
         block = BLOCKS - 1 - block  # those that see most start first
     row, count = s * 0, s
     if PACKED:
-        planned_for = slots + 1 if SCHEDULED else slot * 0
-        beyond = slot >= planned_for
-        if beyond:
-            sequence, block = owner(cu_q_ptr, (slot - planned_for) * BLOCKS + block, batch, s, group, BLOCK_M)
-        end = tl.where(beyond, LAST, end)
+        after = slot - (slots + 1 if SCHEDULED else 0)
+        is_long = after >= 0
+        if is_long:
+            n, block = after // long, after % long * BLOCKS + block
+            LONG: tl.constexpr = BLOCKS * BLOCK_M if SCHEDULED else 0
+            sequence, block = owner(cu_q_ptr, block, batch, s, group, BLOCK_M, LONG)
+            splits = splits_of_long(schedule_ptr, sequence, batch, long_splits) if SCHEDULED else long_splits
+        end = tl.where(is_long, LAST, end)
         row, count = tokens_of(cu_q_ptr, tl.maximum(sequence, 0), batch, s)  # those of nobody are the last
         if SCHEDULED:
-            sequence = tl.where((count * group > BLOCKS * BLOCK_M) == beyond, sequence, -1)
+            sequence = tl.where(((count * group > BLOCKS * BLOCK_M) == is_long) & (n < splits), sequence, -1)
     plane = tl.cast(slot * 0 if PACKED else sequence, tl.int64)
-    return Work(sequence, plane, kv_head, block * BLOCK_M, row, count, begin, end - begin), splits
+    return Work(sequence, plane, kv_head, block * BLOCK_M, row, count, begin, end - begin), splits, n

@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .paged import ENTRY, LAST
+from .paged import ENTRY, LAST, splits_of_long
 from .scores import LN2, LOG2E
-from .tile import COUNTS, tokens_of
+from .tile import COUNTS, owner, tokens_of
 
 
 @triton.jit
@@ -32,7 +32,8 @@ def join(acc, l_i, m_i, x, lse2):
 @triton.jit(do_not_specialize=COUNTS)
 def combine(
     split_ptr, schedule_ptr, cu_seqlens_q_ptr, sinks_ptr, out_ptr, lse_ptr, lines,
-    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, batch, group, s, schedule_offset,
+    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, batch, group, s, slots, long, long_splits,
+    schedule_offset,
     E: tl.constexpr, E_MAIN: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr,
     TOGETHER: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
@@ -44,37 +45,45 @@ def combine(
     """
     pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
-    item = schedule_ptr + schedule_offset + sequence * ENTRY  # this slot also tells of the sequence of its number
-    slot, splits = tl.load(item + 4), tl.load(item + 5)
+    after = sequence - batch  # those slots of the schedule that tell of a sequence: the blocks of long ones
+    schedule_ptr += schedule_offset
+    item = schedule_ptr + sequence * ENTRY  # this slot also tells of the sequence of its number
+    slot, splits = tl.load(item + 4, mask=after < 0, other=0), tl.load(item + 5, mask=after < 0, other=0)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     if splits == 1:
         return
+    first, shift, step = rows_of * ROWS, s * 0, (s * 0 + KV_HEADS * BLOCKS * BLOCK_M).to(tl.int64)
     row, count = s * 0, s
     if cu_seqlens_q_ptr is not None:
+        LONG: tl.constexpr = BLOCKS * BLOCK_M
+        if after >= 0:
+            nth = after * BLOCKS + first // BLOCK_M
+            sequence, block = owner(cu_seqlens_q_ptr, nth, batch, s, group, BLOCK_M, LONG)
+            slot, step, shift = slots + 1 + after, step * long, (block - first // BLOCK_M) * BLOCK_M
+            splits = splits_of_long(schedule_ptr, sequence, batch, long_splits)
         row, count = tokens_of(cu_seqlens_q_ptr, sequence, batch, s)
-        if count * group > BLOCKS * BLOCK_M:  # which is not split
+        if ((count * group > LONG) != (after >= 0)) | (splits == 1):
             return
     plane = tl.cast(sequence if cu_seqlens_q_ptr is None else 0, tl.int64)
     origin = (slot.to(tl.int64) * KV_HEADS + kv_head) * BLOCKS * BLOCK_M
     of_lse = split_ptr + lines.to(tl.int64) * E_MAIN
-    STEP: tl.constexpr = KV_HEADS * BLOCKS * BLOCK_M
-    c, end = tile * WIDTH + tl.arange(0, WIDTH), tl.minimum((rows_of + 1) * ROWS, count * group)
-    for first in range(rows_of * ROWS, end, TOGETHER):
-        r = first + tl.arange(0, TOGETHER)
+    c, end = tile * WIDTH + tl.arange(0, WIDTH), tl.minimum(first + ROWS, count * group - shift)
+    for r0 in range(first, end, TOGETHER):
+        r = r0 + tl.arange(0, TOGETHER)
         valid = r < end
         l_i, m_i = tl.zeros([TOGETHER], tl.float32), tl.full([TOGETHER], float("-inf"), tl.float32)
         acc = tl.zeros([TOGETHER, WIDTH], tl.float32)
         if SPLIT_SIZE:
             for p in range(splits):
-                line = origin + r + p * STEP
+                line = origin + r + p * step
                 x = tl.load(split_ptr + line[:, None] * E_MAIN + c[None, :], mask=valid[:, None], other=0.0)
                 acc, l_i, m_i = join(acc, l_i, m_i, x, tl.load(of_lse + line, mask=valid, other=float("-inf")))
         else:
             for p in range(0, splits, AT_ONCE):
                 several = p + tl.arange(0, AT_ONCE)
-                line = (origin + r)[:, None] + several[None, :].to(tl.int64) * STEP
+                line = (origin + r)[:, None] + several[None, :].to(tl.int64) * step
                 there = valid[:, None] & (several < splits)[None, :]
                 x = tl.load(split_ptr + line[:, :, None] * E_MAIN + c[None, None, :], mask=there[:, :, None], other=0.0)
                 lse2 = tl.load(of_lse + line, mask=there, other=float("-inf"))  # loads wait for no other load
@@ -83,7 +92,7 @@ def combine(
                 weight, old = tl.exp2(lse2 - safe[:, None]), tl.exp2(m_i - safe)
                 acc = acc * old[:, None] + tl.sum(x * weight[:, :, None], 1)
                 l_i, m_i = l_i * old + tl.sum(weight, 1), m_new
-        token, head = (row + r // group).to(tl.int64), kv_head * group + r % group
+        token, head = (row + (r + shift) // group).to(tl.int64), kv_head * group + (r + shift) % group
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head, mask=valid, other=float("-inf")).to(tl.float32)
             share, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
@@ -100,11 +109,13 @@ def combine(
 def schedule(
     starts_ptr, lengths_ptr, schedule_ptr, batch, slots, capacity, limit, reach,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, GRANULARITY: tl.constexpr,
+    SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Cuts sequences into splits for ``capacity`` programs, and at the next level for half of them, and so on.
 
     A slot holds a split, ``(sequence, begin, end, splits of the sequence)``, or sequence -1; and of the sequence
-    of its own number ``(first slot, splits)``.
+    of its own number ``(first slot, splits, splits of each block of rows)``, the last if it is long: as many as others
+    of this length have, but of ``LARGEST`` tokens at most and ``SMALLEST`` at least.
     """
     level, b = tl.program_id(0), tl.arange(0, ROWS)
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + b, mask=b < batch, other=0), limit), 0)
@@ -135,5 +146,7 @@ def schedule(
         tl.store(item + 3, n, mask=mine)
     tl.store(schedule_ptr + b * ENTRY + 4, first, mask=b < batch)
     tl.store(schedule_ptr + b * ENTRY + 5, splits, mask=b < batch)
+    of_blocks = tl.minimum(tl.maximum(splits, tl.cdiv(length - start, LARGEST)), (length - start) // SMALLEST)
+    tl.store(schedule_ptr + b * ENTRY + 6, tl.maximum(of_blocks, 1), mask=b < batch)
     for slot in range(used, slots, ROWS):
         tl.store(schedule_ptr + (slot + b) * ENTRY, -1, mask=slot + b < slots)

@@ -11,7 +11,7 @@ from .band import MASK_FIELDS
 COUNTS = (
     *MASK_FIELDS, "stride_slopes", "stride_sb", "stride_sh", "stride_dlb", "stride_dlh", "stride_dls", "stride_table",
     "batch", "heads", "kv_heads", "group", "s", "t", "heads_per_wave", "threshold", "pages", "page_size", "rows",
-    "slots", "schedule_offset", "limit", "reach", "capacity",
+    "slots", "schedule_offset", "limit", "reach", "capacity", "long", "long_splits",
 )  # fmt: skip
 
 
@@ -150,17 +150,25 @@ def tokens_of(cu_ptr, n, batch, total):
 
 
 @triton.jit
-def owner(cu_ptr, block, batch, tokens, group, BLOCK: tl.constexpr):
-    """Whose block of rows this is, ``group`` rows a token, and its number among theirs.
+def first_block(cu_ptr, n, tokens, group, BLOCK: tl.constexpr, LONG: tl.constexpr):
+    """The number of the first block of rows of packed sequence ``n``, ``group`` rows a token.
 
-    Sequence ``n`` owns those from ``cu[n] * group // BLOCK + n`` on, which leaves room for its last, partial one.
+    It leaves room for a last, partial block of each sequence before; or, if not 0, of those of more than ``LONG`` rows,
+    each of which raises the rows before by as many.
     """
+    rows = offset(cu_ptr, n, tokens) * group
+    return rows // BLOCK + (tl.minimum(rows // LONG, n) if LONG else n)
+
+
+@triton.jit
+def owner(cu_ptr, block, batch, tokens, group, BLOCK: tl.constexpr, LONG: tl.constexpr):
+    """Whose block of rows this is, and its number among theirs; see :func:`first_block`."""
     n, above = block * 0, batch + 1  # no plain 0, which stays one where there is no sequence
     while above - n > 1:
         middle = (n + above) // 2
-        fits = offset(cu_ptr, middle, tokens) * group // BLOCK + middle <= block
+        fits = first_block(cu_ptr, middle, tokens, group, BLOCK, LONG) <= block
         n, above = tl.where(fits, middle, n), tl.where(fits, above, middle)
-    block = block - offset(cu_ptr, n, tokens) * group // BLOCK - n
+    block = block - first_block(cu_ptr, n, tokens, group, BLOCK, LONG)
     return n, tl.where(block < 0, tokens * group // BLOCK + 1, block)  # offsets that decrease: nobody's block
 
 
@@ -198,7 +206,7 @@ def locate(pid, cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK:
     if REVERSED:
         block = blocks - 1 - block
     if PACKED:
-        n, block = owner(cu_ptr, block, batch, s, 1, BLOCK)
+        n, block = owner(cu_ptr, block, batch, s, 1, BLOCK, 0)
         row, rows = tokens_of(cu_ptr, n, batch, s)
         other, others = tokens_of(cu_other_ptr, n, batch, t)
         n, others = n.to(tl.int64), tl.where(n < batch, others, 0)

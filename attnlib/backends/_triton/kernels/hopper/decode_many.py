@@ -227,7 +227,8 @@ def decode_many(
     k_desc, tail_desc,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
     stride_lh, stride_slopes,
-    pages, batch, group, s, slots, schedule_offset, limit, left, right, prefix, scale, softcap,
+    pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
+    left, right, prefix, scale, softcap,
     SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or splits of them.
@@ -236,7 +237,9 @@ def decode_many(
     """
     gdc_wait()
     schedule_ptr += schedule_offset
-    work, splits = claimed(schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, SCHEDULED, 1, BLOCKS, ROWS)
+    work, splits, n = claimed(
+        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, 1, BLOCKS, ROWS
+    )
     if SCHEDULED and work.sequence < 0:
         return
     dtype: gl.constexpr = k_desc.dtype
@@ -250,9 +253,10 @@ def decode_many(
         (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
     )  # fmt: skip
     queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
-    lines = (slots + (cu_seqlens_q_ptr is not None)).to(gl.int64) * (BLOCKS * ROWS)
-    results = Results(out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines)
-    split = split_of(work, splits, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
+    results = Results(
+        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
+    )
+    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
     gl.warp_specialize(
         [
             (consume, (0, queries, split, call, results, shared)),

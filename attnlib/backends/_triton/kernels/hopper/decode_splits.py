@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..band import Band, key_range, origin_of, visible
+from ..paged import tokens_of_split
 from ..scores import LN2, LOG2E, modify, unit_of
 from ..split_kv import shares
 from .primitives import anew, opaque
@@ -85,8 +86,8 @@ class Split(NamedTuple):
 
 
 @gluon.jit
-def split_of(work, splits, starts_ptr, lengths_ptr, limit, call, BLOCK_M: gl.constexpr, PAGE: gl.constexpr):
-    """The split that is a program's work. What follows the last packed sequence has no tokens."""
+def split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M: gl.constexpr, PAGE: gl.constexpr):
+    """The split that is a program's work, or the ``n``-th of a block. What follows the last sequence has no tokens."""
     past = work.sequence >= call.batch
     known = gl.where(past, 0, work.sequence)
     column = known * 0 + (work.other // PAGE if PAGE else 0)
@@ -100,6 +101,8 @@ def split_of(work, splits, starts_ptr, lengths_ptr, limit, call, BLOCK_M: gl.con
     i = length - work.rows
     low, high, all_low, all_high = key_range(i + first, i + last, band)
     high = gl.where(first < last, high, low)
+    if n >= 0:  # of a long sequence
+        low, high = tokens_of_split(low, high, n, splits, TOKENS)
     zero = length * 0
     splits = anew(splits + zero)  # one that is known fails in triton 3.6's passes
     return Split(
