@@ -4,8 +4,10 @@ A named barrier (``bar.sync``, ``bar.arrive``) is one instruction of a warp. An 
 warpgroup first, and an elected thread. Numbers below FIRST are Triton's own: warp-specialised partition ``i`` uses 2 + i.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 
 FIRST: gl.constexpr = gl.constexpr(6)
 
@@ -79,3 +81,10 @@ def scale_rows(acc, factor, COUNT: gl.constexpr):
 def opaque(x):
     """The same fp32 numbers; what makes them stays behind its branch."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@builtin
+def tma_add(desc, coord, tile, _semantic=None):
+    """Add a tile of shared memory to fp32 numbers of global memory, by the copy engine."""
+    at = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, tile.handle)
