@@ -88,3 +88,24 @@ def tma_add(desc, coord, tile, _semantic=None):
     """Add a tile of shared memory to fp32 numbers of global memory, by the copy engine."""
     at = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, tile.handle)
+
+
+@gluon.jit
+def opaque_halves(x):
+    """The same 16-bit numbers, in pairs; what they become, such as fp32, becomes so behind what is before."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def add_fours(ptrs, x, number):
+    """Add fp32 numbers to those of global memory, four at a time, unless ``number`` is negative.
+
+    Each thread's come in fours that lie side by side.
+    """
+    numbers = gl.full([x.shape[0]], 0, gl.int32, x.type.layout) + number
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ge.s32 p, $12, 0; @p red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11}; } "
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f,r,r,r,r", [ptrs.to(gl.int64), x, numbers],
+        dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
