@@ -193,8 +193,10 @@ def consume(number: gl.constexpr, job, band, call, results, shared, sizes):
     mbarrier.wait(shared.keys_full.index(0), 0)
     if sizes.HOLES:
         clear_keys(job, band, shared, sizes)
+    tile, head, before = 0, job.kv_head * call.group, job.first_dq
+    shared.ds.index(number).store(gl.zeros([KEYS, BLOCK_M], shared.q.dtype, OF_K))  # the step before the first
+    fence_async_shared()
     barrier_arrive(FIRST + (1 - number) * 2, CONSUMERS)
-    tile, head, before = 0, job.kv_head * call.group, -1
     of_head = job.first_dq
     mbarrier.wait(shared.q_full.index(0), 0, pred=job.steps > 0)
     for n in range(0, job.steps):
@@ -262,8 +264,7 @@ def backward(
     dout, ds = ring(dtype, SLOTS, BLOCK_M, E_MAIN), ring(dtype, 4, KEYS, BLOCK_M)
     staged = ds
     if BY_TMA:
-        FLAT: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-        staged = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M * D_MAIN // 512, 256], FLAT)
+        staged = ring(gl.float32, 2, BLOCK_M * D_MAIN // 64, 32)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_M], VECTOR)
     delta = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_M], VECTOR)

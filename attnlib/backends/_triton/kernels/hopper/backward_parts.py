@@ -220,20 +220,20 @@ def add_dq(dq, number: gl.constexpr, tile, first: gl.constexpr, results, shared,
     SIZE: gl.constexpr = dq.shape[0] * dq.shape[1]
     held = as_held(dq)
     if sizes.BY_TMA:
-        ROWS: gl.constexpr = SIZE // 256
-        EACH: gl.constexpr = sizes.BLOCK_M * (sizes.D + sizes.D_TAIL) // 256
+        ROWS: gl.constexpr = SIZE // 32
+        EACH: gl.constexpr = sizes.BLOCK_M * (sizes.D + sizes.D_TAIL) // 32
         staged = shared.dq.index(number)
         if first:
             staged = staged.slice(0, ROWS, 0)
         tma.store_wait(0)
-        staged.store(held.reshape([ROWS, 256]))
+        staged.store(held.reshape([ROWS, 32]))
         fence_async_shared()
         desc = results.dq_tail_desc if first else results.dq_desc
-        tma_add(desc, [tile * EACH + (first * sizes.BLOCK_M // 256 + number * ROWS), 0], staged)
+        tma_add(desc, [tile * EACH + (first * sizes.BLOCK_M // 32 + number * ROWS), 0], staged)
     else:
         EACH: gl.constexpr = sizes.BLOCK_M * (sizes.D + sizes.D_TAIL)
         at = results.dq_ptr + tile.to(gl.int64) * EACH + (first * sizes.BLOCK_M + number * SIZE)
-        add_fours(at + gl.arange(0, SIZE, held.type.layout), held, tile)
+        add_fours(at + gl.arange(0, SIZE, held.type.layout), held)
 
 
 @gluon.jit
