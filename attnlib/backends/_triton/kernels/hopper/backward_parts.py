@@ -1,4 +1,4 @@
-"""What the backward kernels for Hopper share: what they are launched with, their producer, and where gradients go."""
+"""What the consumers of a backward share: what a program works on, its producer, and where gradients go."""
 
 from typing import NamedTuple
 
@@ -8,18 +8,20 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..band import query_range
 from ..scores import Modifiers, unit_of
-from .primitives import FIRST, add_fours, barrier_sync, tma_add
+from .primitives import FIRST, add_fours, barrier_sync
 
 KEYS: gl.constexpr = gl.constexpr(64)  # of a tile
 CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads of both
-FREED: gl.constexpr = gl.constexpr(FIRST + 5)  # the first barrier of those that hand a slot back
+DONE: gl.constexpr = gl.constexpr(FIRST + 4)  # a barrier: nobody reads keys any more
+FREED: gl.constexpr = gl.constexpr(FIRST + 5)  # the first barrier of those that hand a slot back to the producer
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for: channels of blocks, queries of a tile, slots, and which consumer adds what to dq.
+    """What a kernel is compiled for: channels of blocks, and of tensors; tiles of keys, queries of a tile, slots.
 
-    ``BY_ROWS``: each adds half of a tile's queries, otherwise half of the channels. ``HOLES``: rows beyond a sequence's
-    may be another's.
+    ``BY_ROWS``: each consumer adds half of a tile's queries to dq, otherwise half of the channels. ``HALVES``: of the
+    probabilities, dk has 16 bits too. ``EARLY``: dq is multiplied under the exponentials. ``HOLES``: rows beyond a
+    sequence's keys may be another's.
     """
 
     D: gl.constexpr
@@ -31,9 +33,9 @@ class Sizes(NamedTuple):
     BLOCK_M: gl.constexpr
     SLOTS: gl.constexpr
     BY_ROWS: gl.constexpr
+    HALVES: gl.constexpr
     EARLY: gl.constexpr
-    BY_TMA: gl.constexpr
-    P16: gl.constexpr
+    EARLY_VALUES: gl.constexpr
     HOLES: gl.constexpr
     PACKED: gl.constexpr
 
@@ -56,10 +58,11 @@ class Problem(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The keys ``[start, start + 64 TILES)`` of a head, and the tiles of queries that see them, of all heads of its group.
+    """The tiles of keys from ``start`` on of a KV head, and the tiles of queries that see them, of its group's heads.
 
-    Queries ``[low, high)`` do, ``[all_low, all_high)`` of them every key that there is. The first tile of a head begins
-    at query ``first``; ``tiles`` follow each other, ``steps`` in all heads.
+    The sequence has ``rows`` keys from ``row`` on and ``queries`` from ``other`` on, in sequence ``plane`` of the tensors;
+    its first query has index ``ahead``. Queries ``[low, high)`` see some of the keys. The first tile of a head begins at
+    query ``first``, and is the ``first_dq``-th of the sums of dq; ``tiles`` follow each other, ``steps`` in all heads.
     """
 
     sequence: gl.tensor
@@ -79,8 +82,17 @@ class Job(NamedTuple):
     steps: gl.tensor
 
 
+class Step(NamedTuple):
+    """A tile of queries, of a head; where its sums of dq are; and where those of the tile before are."""
+
+    tile: gl.tensor
+    head: gl.tensor
+    dq: gl.tensor
+    dq_before: gl.tensor
+
+
 class Shared(NamedTuple):
-    """Shared memory: the keys and values of a program, rings for what queries bring, and barriers that say it is there."""
+    """Shared memory: keys and values of a program, rings for what queries bring, and barriers that say it is there."""
 
     q: gl.shared_memory_descriptor
     q_tail: gl.shared_memory_descriptor
@@ -90,7 +102,6 @@ class Shared(NamedTuple):
     v: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
-    dq: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     keys_full: gl.shared_memory_descriptor
@@ -98,21 +109,63 @@ class Shared(NamedTuple):
     dout_full: gl.shared_memory_descriptor
 
 
+class Gradient(NamedTuple):
+    """The gradient of keys or of values: descriptors of its blocks, and the tensor by its strides."""
+
+    desc: gl.tensor
+    tail_desc: gl.tensor
+    ptr: gl.tensor
+    stride_t: gl.tensor
+    stride_h: gl.tensor
+
+
 class Results(NamedTuple):
     """Where gradients go."""
 
-    dk_desc: gl.tensor
-    dk_tail_desc: gl.tensor
-    dv_desc: gl.tensor
-    dq_desc: gl.tensor
-    dq_tail_desc: gl.tensor
-    dk_ptr: gl.tensor
-    dv_ptr: gl.tensor
-    dq_ptr: gl.tensor
-    stride_dkt: gl.tensor
-    stride_dkg: gl.tensor
-    stride_dvt: gl.tensor
-    stride_dvg: gl.tensor
+    dk: Gradient
+    dv: Gradient
+    dq_sums_ptr: gl.tensor
+
+
+@gluon.jit
+def job_of(work, band, call, sizes):
+    """What a program does for its keys."""
+    ahead = work.rows - work.others
+    j0, j1 = gl.maximum(work.start, band.start), gl.minimum(work.start + sizes.TILES * KEYS, band.end)
+    low, high, _, _ = query_range(j0, j1, ahead, work.rows, band)
+    low, high = low - ahead, high - ahead
+    first = low // sizes.BLOCK_M
+    tiles = gl.where(work.start < work.rows, gl.maximum(gl.cdiv(high, sizes.BLOCK_M) - first, 0), 0)
+    first_dq = (work.plane.to(gl.int32) * call.heads + work.head.to(gl.int32) * call.group) * call.dq_tiles + first
+    if sizes.PACKED:  # sequences lie side by side, with a partial tile for each
+        first_dq += work.other.to(gl.int32) // sizes.BLOCK_M + work.sequence.to(gl.int32)
+    return Job(
+        work.sequence, work.plane, work.head, work.start, work.row, work.rows, work.other, work.others, ahead, low, high,
+        first * sizes.BLOCK_M, first_dq, tiles, tiles * call.group,
+    )  # fmt: skip
+
+
+@gluon.jit
+def first_step(job, call):
+    """The first tile of queries. The tile before is itself: what is added there is zeros."""
+    return Step(0, job.kv_head * call.group, job.first_dq, job.first_dq)
+
+
+@gluon.jit
+def next_step(step, job, call):
+    """The next tile of queries: of the same head, or the first of the next."""
+    tile, head, dq = step.tile + 1, step.head, step.dq + 1
+    if tile == job.tiles:
+        tile, head, dq = 0, head + 1, dq + call.dq_tiles - job.tiles
+    return Step(tile, head, dq, step.dq)
+
+
+@gluon.jit
+def full_queries(j, job, band):
+    """The queries ``[low, high)`` that see every key of a tile from ``j`` on; none, if a sequence begins or ends there."""
+    j0, j1 = gl.maximum(j, band.start), gl.minimum(j + KEYS, band.end)
+    _, _, low, high = query_range(j0, j1, job.ahead, job.ahead + job.queries, band)
+    return low, gl.where(j1 - j0 < KEYS, low, high)
 
 
 # ---- the producer
@@ -120,9 +173,13 @@ class Results(NamedTuple):
 
 @gluon.jit
 def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes):
-    """Load the keys and values of a program, and then tile after tile of queries, into slots as they become free."""
+    """Load the keys and values of a program, and then tile after tile of queries, into slots as they become free.
+
+    Queries that see none of the keys get an LSE that makes their probabilities 0.
+    """
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
+    IN_SUMS: gl.constexpr = call.softcap is None and call.slopes_ptr is None
     plane, key, kv_head = job.plane.to(gl.int32), job.row.to(gl.int32) + job.start, job.kv_head.to(gl.int32)
     full = shared.keys_full.index(0)
     mbarrier.expect(full, sizes.TILES * KEYS * (sizes.D + sizes.D_TAIL + sizes.E) * 2)
@@ -134,9 +191,8 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
         tma.async_copy_global_to_shared(v_desc, at, full, shared.v.index(c))
 
     unit = -1.0 / unit_of(Modifiers(call.scale, call.softcap, call.slopes_ptr))
-    IN_SUMS: gl.constexpr = call.softcap is None and call.slopes_ptr is None
     m, tile, head = gl.arange(0, BLOCK_M, LAYOUT), 0, kv_head * call.group
-    for step in range(0, job.steps):
+    for step in range(job.steps):
         start = job.first + tile * BLOCK_M
         at = job.plane * call.stride_lb + job.other + head * call.stride_lh
         valid = (start + m >= job.low) & (start + m < job.high)
@@ -150,7 +206,7 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
         mbarrier.expect(full, BLOCK_M * (sizes.D + sizes.D_TAIL) * 2)
         tma.async_copy_global_to_shared(q_desc, at, full, shared.q.index(slot))
         if sizes.D_TAIL:
-            tma.async_copy_global_to_shared(q_tail_desc, [at[0], at[1], head, sizes.D], full, shared.q_tail.index(slot))
+            tma.async_copy_global_to_shared(q_tail_desc, [plane, at[1], head, sizes.D], full, shared.q_tail.index(slot))
         full = shared.dout_full.index(slot)
         mbarrier.expect(full, BLOCK_M * sizes.E * 2)
         tma.async_copy_global_to_shared(dout_desc, at, full, shared.dout.index(slot))
@@ -160,8 +216,11 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
         tile += 1
         if tile == job.tiles:
             tile, head = 0, head + 1
-    for step in range(gl.maximum(job.steps - sizes.SLOTS, 0), job.steps):  # a barrier left half full hangs the next program
+    for step in range(gl.maximum(job.steps - sizes.SLOTS, 0), job.steps):  # a barrier half full hangs the next program
         barrier_sync(FREED + step % sizes.SLOTS, CONSUMERS + 32)
+
+
+# ---- what consumers read
 
 
 @gluon.jit
@@ -177,26 +236,34 @@ def clear_outside(tile, n, low, high):
 
 
 @gluon.jit
-def clear_keys(job, band, shared, sizes):
-    """Zero the keys and values that are no keys of this sequence: 0 times what they hold may be NaN."""
-    low, high = band.start - job.start, band.end - job.start
-    if (low > 0) | (high < sizes.TILES * KEYS):
-        for c in gl.static_range(sizes.TILES):  # each consumer all of them, and so none waits for the other
-            clear_outside(shared.k.index(c), c * KEYS, low, high)
-            if sizes.D_TAIL:
-                clear_outside(shared.k_tail.index(c), c * KEYS, low, high)
-            clear_outside(shared.v.index(c), c * KEYS, low, high)
-        fence_async_shared()
+def wait_for_keys(job, band, shared, sizes):
+    """Wait for keys and values, and zero those that are no keys of this sequence: 0 times what they hold may be NaN.
+
+    Each consumer zeros all of them, and so none waits for the other.
+    """
+    mbarrier.wait(shared.keys_full.index(0), 0)
+    if sizes.HOLES:
+        low, high = band.start - job.start, band.end - job.start
+        if (low > 0) | (high < sizes.TILES * KEYS):
+            for c in gl.static_range(sizes.TILES):
+                clear_outside(shared.k.index(c), c * KEYS, low, high)
+                if sizes.D_TAIL:
+                    clear_outside(shared.k_tail.index(c), c * KEYS, low, high)
+                clear_outside(shared.v.index(c), c * KEYS, low, high)
+            fence_async_shared()
 
 
 @gluon.jit
-def clear_queries(m0, slot, job, shared, sizes):
-    """Zero the queries of a tile that see none of these keys: they may be another sequence's."""
-    clear_outside(shared.q.index(slot), m0, job.low, job.high)
-    if sizes.D_TAIL:
-        clear_outside(shared.q_tail.index(slot), m0, job.low, job.high)
-    clear_outside(shared.dout.index(slot), m0, job.low, job.high)
-    fence_async_shared()
+def clear_queries(m0, slot, phase, job, shared, sizes):
+    """Zero the queries of a tile that see none of these keys, once they are there: they may be another sequence's."""
+    if (m0 < job.low) | (m0 + sizes.BLOCK_M > job.high):
+        mbarrier.wait(shared.q_full.index(slot), phase)
+        mbarrier.wait(shared.dout_full.index(slot), phase)
+        clear_outside(shared.q.index(slot), m0, job.low, job.high)
+        if sizes.D_TAIL:
+            clear_outside(shared.q_tail.index(slot), m0, job.low, job.high)
+        clear_outside(shared.dout.index(slot), m0, job.low, job.high)
+        fence_async_shared()
 
 
 @gluon.jit
@@ -204,6 +271,9 @@ def spread(vector, zero):
     """A number for each query as a tile ``[keys, queries]``."""
     tile, _ = gl.broadcast(gl.expand_dims(vector.load(gl.SliceLayout(0, zero.type.layout)), 0), zero)
     return tile
+
+
+# ---- where gradients go
 
 
 @gluon.jit
@@ -215,74 +285,43 @@ def as_held(x):
 
 
 @gluon.jit
-def add_dq(dq, number: gl.constexpr, tile, first: gl.constexpr, results, shared, sizes):
-    """Add a consumer's share of a block of channels to the sums of all programs; ``first`` is where the block begins."""
+def add_dq(dq, number: gl.constexpr, tile, first: gl.constexpr, results, sizes):
+    """Add a consumer's share of a block of channels, from ``first`` on, to the sums of a tile."""
     SIZE: gl.constexpr = dq.shape[0] * dq.shape[1]
+    TILE: gl.constexpr = sizes.BLOCK_M * (sizes.D + sizes.D_TAIL)
     held = as_held(dq)
-    if sizes.BY_TMA:
-        ROWS: gl.constexpr = SIZE // 32
-        EACH: gl.constexpr = sizes.BLOCK_M * (sizes.D + sizes.D_TAIL) // 32
-        staged = shared.dq.index(number)
-        if first:
-            staged = staged.slice(0, ROWS, 0)
-        tma.store_wait(0)
-        staged.store(held.reshape([ROWS, 32]))
-        fence_async_shared()
-        desc = results.dq_tail_desc if first else results.dq_desc
-        tma_add(desc, [tile * EACH + (first * sizes.BLOCK_M // 32 + number * ROWS), 0], staged)
-    else:
-        EACH: gl.constexpr = sizes.BLOCK_M * (sizes.D + sizes.D_TAIL)
-        at = results.dq_ptr + tile.to(gl.int64) * EACH + (first * sizes.BLOCK_M + number * SIZE)
-        add_fours(at + gl.arange(0, SIZE, held.type.layout), held)
+    at = results.dq_sums_ptr + tile.to(gl.int64) * TILE + (first * sizes.BLOCK_M + number * SIZE)
+    add_fours(at + gl.arange(0, SIZE, held.type.layout), held)
 
 
 @gluon.jit
-def put(tile, out, desc, ptr, stride_t, stride_h, first: gl.constexpr, WIDTH: gl.constexpr, left, job, sizes):
-    """Write a consumer's gradients by way of shared memory, ``left`` rows of them; those that follow may be another's."""
-    out.store(tile.to(out.dtype))
+def put(sums, factor, number: gl.constexpr, tile, desc, to, first: gl.constexpr, WIDTH: gl.constexpr, job, band, sizes):
+    """Write gradients of the ``number``-th tile of keys, times a factor, by way of a tile of shared memory.
+
+    They are a block of channels from ``first`` on, of ``WIDTH``. Rows that follow the sequence's may be another's.
+    """
+    start = job.start + number * KEYS
+    j = start + gl.arange(0, KEYS, gl.SliceLayout(1, sums.type.layout))
+    bounded = (j >= band.start) & (j < band.end)
+    tile.store(gl.where(bounded[:, None], sums * factor, 0.0).to(tile.dtype))
     fence_async_shared()
-    row, head = job.row + job.start + job.rows - job.start - left, job.kv_head
+    row, head, left = job.row + start, job.kv_head, job.rows - start
     if not sizes.PACKED:
-        tma.async_copy_shared_to_global(desc, [job.plane.to(gl.int32), row.to(gl.int32), head.to(gl.int32), first], out)
+        tma.async_copy_shared_to_global(desc, [job.plane.to(gl.int32), start, head.to(gl.int32), first], tile)
     elif left >= KEYS:
-        tma.async_copy_shared_to_global(desc, [job.plane.to(gl.int32), row.to(gl.int32), head.to(gl.int32), first], out)
+        tma.async_copy_shared_to_global(desc, [0, row.to(gl.int32), head.to(gl.int32), first], tile)
     elif left > 0:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        n, d = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, out.shape[1], gl.SliceLayout(0, LAYOUT))
-        at = ((row + n) * stride_t)[:, None] + (head * stride_h + first + d)[None, :]
-        gl.store(ptr + at, out.load(LAYOUT), mask=(n < left)[:, None] & (first + d < WIDTH)[None, :])
+        n, d = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT)), first + gl.arange(0, sums.shape[1], gl.SliceLayout(0, LAYOUT))
+        at = ((row + n) * to.stride_t)[:, None] + (head * to.stride_h + d)[None, :]
+        gl.store(to.ptr + at, tile.load(LAYOUT), mask=(n < left)[:, None] & (d < WIDTH)[None, :])
 
 
 @gluon.jit
-def ring(tile_type: gl.constexpr, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
-    """Room for ``SLOTS`` tiles, as matrix products read them."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEIGHT, WIDTH], tile_type)
-    return gl.allocate_shared_memory(tile_type, [SLOTS, HEIGHT, WIDTH], LAYOUT)
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """As many barriers, each for so many arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(COUNT):
-        mbarrier.init(made.index(n), ARRIVALS)
-    return made
-
-
-@gluon.jit
-def job_of(work, band, call, sizes):
-    """What a program does for its block of keys."""
-    BLOCK_M: gl.constexpr = sizes.BLOCK_M
-    ahead, kv_head = work.rows - work.others, work.head
-    j0, j1 = gl.maximum(work.start, band.start), gl.minimum(work.start + sizes.TILES * KEYS, band.end)
-    low, high, _, _ = query_range(j0, j1, ahead, work.rows, band)
-    low, high = low - ahead, high - ahead
-    first = low // BLOCK_M
-    tiles = gl.where(work.start < work.rows, gl.maximum(gl.cdiv(high, BLOCK_M) - first, 0), 0)
-    first_dq = (work.plane.to(gl.int32) * call.heads + kv_head.to(gl.int32) * call.group) * call.dq_tiles + first
-    if sizes.PACKED:
-        first_dq += work.other.to(gl.int32) // BLOCK_M + work.sequence.to(gl.int32)
-    return Job(
-        work.sequence, work.plane, kv_head, work.start, work.row, work.rows, work.other, work.others, ahead, low, high,
-        first * BLOCK_M, first_dq, tiles, tiles * call.group,
-    )  # fmt: skip
+def put_keys(dk, dk_tail, number: gl.constexpr, job, band, call, results, shared, sizes):
+    """Write the gradients of the ``number``-th tile of keys."""
+    to = results.dk
+    put(dk, call.scale, number, shared.k.index(number), to.desc, to, 0, sizes.D_ALL, job, band, sizes)
+    if sizes.D_TAIL:
+        tile = shared.k_tail.index(number)
+        put(dk_tail, call.scale, number, tile, to.tail_desc, to, sizes.D, sizes.D_ALL, job, band, sizes)
