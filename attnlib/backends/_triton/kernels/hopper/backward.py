@@ -2,8 +2,9 @@
 
 A program owns keys: a producer warp loads queries, tile after tile, and two consumers multiply. Tiles are transposed,
 ``[keys, queries]``. With probabilities ``P = exp(S - lse)`` and ``dP = v @ dout.T``, scores have the gradient
-``dS = P * (dP - delta)``; products start from ``-lse`` and ``-delta``, which so cost no registers. All programs add to dq
-in fp32, in tiles as threads hold them, so that a warp adds 512 bytes that lie side by side; :mod:`.sums` puts them in order.
+``dS = P * (dP - delta)``; products start from ``-lse`` and ``-delta``, which so cost no registers. All programs add to
+the copy engine instead, of which products take all they can get, causal 8k runs at 488 TFLOP/s, not 559 (d = 128).
+the copy engine instead, of which products take all they can get, causal 8k runs at 488 TFLOP/s and not 559 (d = 128).
 """
 
 from triton.experimental import gluon
@@ -14,7 +15,8 @@ from ..band import Band, bounds, origin_of
 from ..tile import COUNTS, locate
 from .backward_by_keys import consume
 from .backward_by_products import consume_keys, consume_values
-from .backward_parts import KEYS, Gradient, Problem, Results, Shared, Sizes, job_of, produce
+from .backward_parts import KEYS, Problem, Shared, Sizes, job_of, produce
+from .backward_results import Gradient, Results
 
 
 @gluon.jit

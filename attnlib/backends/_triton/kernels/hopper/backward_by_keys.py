@@ -19,16 +19,14 @@ from .backward_parts import (
     DONE,
     FREED,
     KEYS,
-    add_dq,
     clear_queries,
     first_step,
     full_queries,
     next_step,
-    put,
-    put_keys,
     spread,
     wait_for_keys,
 )
+from .backward_results import add_dq, put, put_keys
 from .primitives import FIRST, barrier_arrive, barrier_sync, opaque, opaque_halves
 
 
@@ -67,7 +65,7 @@ def issue_dq(number: gl.constexpr, parity, shared, sizes):
 
 @gluon.jit
 def advance(sums, number: gl.constexpr, step, now, job, band, call, results, shared, sizes):
-    """The sums with one tile of queries more; what it adds to dq is multiplied in the next step, which need not wait."""
+    """The sums with one tile of queries more. What it adds to dq is multiplied in the next step, so none need wait."""
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     IN_SUMS: gl.constexpr = call.softcap is None and call.slopes_ptr is None
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -111,7 +109,7 @@ def advance(sums, number: gl.constexpr, step, now, job, band, call, results, sha
         p = gl.convert_layout(opaque_halves(p16), SCORES).to(gl.float32)
     ds = (p * dp * derivative).to(dout.dtype)
     ds16 = gl.convert_layout(ds, P)
-    barrier_sync(FIRST + number * 2 + now.parity, CONSUMERS)  # the other has put its last ds there, and read the one before
+    barrier_sync(FIRST + number * 2 + now.parity, CONSUMERS)  # the other's last ds is there, the one before read
     dq = issue_dq(number, now.parity, shared, sizes)
     dk = warpgroup_mma(ds16, q, sums.dk, is_async=True)
     shared.ds.index((now.parity ^ 1) * 2 + number).store(ds)

@@ -20,16 +20,14 @@ from .backward_parts import (
     DONE,
     FREED,
     KEYS,
-    add_dq,
     clear_queries,
     first_step,
     full_queries,
     next_step,
-    put,
-    put_keys,
     spread,
     wait_for_keys,
 )
+from .backward_results import add_dq, put, put_keys
 from .primitives import FIRST, barrier_arrive, barrier_sync, opaque
 
 P_FULL: gl.constexpr = gl.constexpr(FIRST)

@@ -1,4 +1,4 @@
-"""What the consumers of a backward share: what a program works on, its producer, and where gradients go."""
+"""What the consumers of a backward share: what a program works on, its producer, and how they find what it loads."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..band import query_range
 from ..scores import Modifiers, unit_of
-from .primitives import FIRST, add_fours, barrier_sync
+from .primitives import FIRST, barrier_sync
 
 KEYS: gl.constexpr = gl.constexpr(64)  # of a tile
 CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads of both
@@ -60,9 +60,9 @@ class Problem(NamedTuple):
 class Job(NamedTuple):
     """The tiles of keys from ``start`` on of a KV head, and the tiles of queries that see them, of its group's heads.
 
-    The sequence has ``rows`` keys from ``row`` on and ``queries`` from ``other`` on, in sequence ``plane`` of the tensors;
-    its first query has index ``ahead``. Queries ``[low, high)`` see some of the keys. The first tile of a head begins at
-    query ``first``, and is the ``first_dq``-th of the sums of dq; ``tiles`` follow each other, ``steps`` in all heads.
+    The sequence has ``rows`` keys from ``row`` on and ``queries`` from ``other`` on, in sequence ``plane`` of the
+    tensors; its first query has index ``ahead``. Queries ``[low, high)`` see some of the keys. The first tile of a head
+    begins at query ``first``, its sums of dq are the ``first_dq``-th; ``tiles`` follow, ``steps`` in all heads.
     """
 
     sequence: gl.tensor
@@ -109,24 +109,6 @@ class Shared(NamedTuple):
     dout_full: gl.shared_memory_descriptor
 
 
-class Gradient(NamedTuple):
-    """The gradient of keys or of values: descriptors of its blocks, and the tensor by its strides."""
-
-    desc: gl.tensor
-    tail_desc: gl.tensor
-    ptr: gl.tensor
-    stride_t: gl.tensor
-    stride_h: gl.tensor
-
-
-class Results(NamedTuple):
-    """Where gradients go."""
-
-    dk: Gradient
-    dv: Gradient
-    dq_sums_ptr: gl.tensor
-
-
 @gluon.jit
 def job_of(work, band, call, sizes):
     """What a program does for its keys."""
@@ -140,7 +122,7 @@ def job_of(work, band, call, sizes):
     if sizes.PACKED:  # sequences lie side by side, with a partial tile for each
         first_dq += work.other.to(gl.int32) // sizes.BLOCK_M + work.sequence.to(gl.int32)
     return Job(
-        work.sequence, work.plane, work.head, work.start, work.row, work.rows, work.other, work.others, ahead, low, high,
+    """The queries ``[low, high)`` that see all keys of a tile from ``j`` on; none, if the sequence ends in it."""
         first * sizes.BLOCK_M, first_dq, tiles, tiles * call.group,
     )  # fmt: skip
 
@@ -162,7 +144,7 @@ def next_step(step, job, call):
 
 @gluon.jit
 def full_queries(j, job, band):
-    """The queries ``[low, high)`` that see every key of a tile from ``j`` on; none, if a sequence begins or ends there."""
+    """The queries ``[low, high)`` that see all keys of a tile from ``j`` on; none, if the sequence ends within it."""
     j0, j1 = gl.maximum(j, band.start), gl.minimum(j + KEYS, band.end)
     _, _, low, high = query_range(j0, j1, job.ahead, job.ahead + job.queries, band)
     return low, gl.where(j1 - j0 < KEYS, low, high)
@@ -186,9 +168,10 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
     for c in gl.static_range(sizes.TILES):
         at = [plane, key + c * KEYS, kv_head, 0]
         tma.async_copy_global_to_shared(k_desc, at, full, shared.k.index(c))
-        if sizes.D_TAIL:
-            tma.async_copy_global_to_shared(k_tail_desc, [plane, at[1], kv_head, sizes.D], full, shared.k_tail.index(c))
         tma.async_copy_global_to_shared(v_desc, at, full, shared.v.index(c))
+        if sizes.D_TAIL:
+            at = [plane, key + c * KEYS, kv_head, sizes.D]
+            tma.async_copy_global_to_shared(k_tail_desc, at, full, shared.k_tail.index(c))
 
     unit = -1.0 / unit_of(Modifiers(call.scale, call.softcap, call.slopes_ptr))
     m, tile, head = gl.arange(0, BLOCK_M, LAYOUT), 0, kv_head * call.group
@@ -202,17 +185,17 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
         if step >= sizes.SLOTS:
             barrier_sync(FREED + slot, CONSUMERS + 32)
         at = [plane, job.other.to(gl.int32) + start, head, 0]
-        full = shared.q_full.index(slot)
-        mbarrier.expect(full, BLOCK_M * (sizes.D + sizes.D_TAIL) * 2)
-        tma.async_copy_global_to_shared(q_desc, at, full, shared.q.index(slot))
+        q_full, dout_full = shared.q_full.index(slot), shared.dout_full.index(slot)
+        mbarrier.expect(q_full, BLOCK_M * (sizes.D + sizes.D_TAIL) * 2)
+        tma.async_copy_global_to_shared(q_desc, at, q_full, shared.q.index(slot))
         if sizes.D_TAIL:
-            tma.async_copy_global_to_shared(q_tail_desc, [plane, at[1], head, sizes.D], full, shared.q_tail.index(slot))
-        full = shared.dout_full.index(slot)
-        mbarrier.expect(full, BLOCK_M * sizes.E * 2)
-        tma.async_copy_global_to_shared(dout_desc, at, full, shared.dout.index(slot))
+            at_tail = [plane, job.other.to(gl.int32) + start, head, sizes.D]
+            tma.async_copy_global_to_shared(q_tail_desc, at_tail, q_full, shared.q_tail.index(slot))
+        mbarrier.expect(dout_full, BLOCK_M * sizes.E * 2)
+        tma.async_copy_global_to_shared(dout_desc, at, dout_full, shared.dout.index(slot))
         shared.lse.index(slot).store(lse2 * unit if IN_SUMS else lse2)
         shared.delta.index(slot).store(-delta)
-        mbarrier.arrive(shared.q_full.index(slot), count=1)
+        mbarrier.arrive(q_full, count=1)
         tile += 1
         if tile == job.tiles:
             tile, head = 0, head + 1
@@ -271,57 +254,3 @@ def spread(vector, zero):
     """A number for each query as a tile ``[keys, queries]``."""
     tile, _ = gl.broadcast(gl.expand_dims(vector.load(gl.SliceLayout(0, zero.type.layout)), 0), zero)
     return tile
-
-
-# ---- where gradients go
-
-
-@gluon.jit
-def as_held(x):
-    """A product ``[64, n]`` as its threads hold it: 16 bytes of each of 128 threads, and then the next 16."""
-    COUNT: gl.constexpr = x.shape[1] // 8
-    x = x.reshape([4, 2, 8, COUNT, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    return x.reshape([COUNT * 512])
-
-
-@gluon.jit
-def add_dq(dq, number: gl.constexpr, tile, first: gl.constexpr, results, sizes):
-    """Add a consumer's share of a block of channels, from ``first`` on, to the sums of a tile."""
-    SIZE: gl.constexpr = dq.shape[0] * dq.shape[1]
-    TILE: gl.constexpr = sizes.BLOCK_M * (sizes.D + sizes.D_TAIL)
-    held = as_held(dq)
-    at = results.dq_sums_ptr + tile.to(gl.int64) * TILE + (first * sizes.BLOCK_M + number * SIZE)
-    add_fours(at + gl.arange(0, SIZE, held.type.layout), held)
-
-
-@gluon.jit
-def put(sums, factor, number: gl.constexpr, tile, desc, to, first: gl.constexpr, WIDTH: gl.constexpr, job, band, sizes):
-    """Write gradients of the ``number``-th tile of keys, times a factor, by way of a tile of shared memory.
-
-    They are a block of channels from ``first`` on, of ``WIDTH``. Rows that follow the sequence's may be another's.
-    """
-    start = job.start + number * KEYS
-    j = start + gl.arange(0, KEYS, gl.SliceLayout(1, sums.type.layout))
-    bounded = (j >= band.start) & (j < band.end)
-    tile.store(gl.where(bounded[:, None], sums * factor, 0.0).to(tile.dtype))
-    fence_async_shared()
-    row, head, left = job.row + start, job.kv_head, job.rows - start
-    if not sizes.PACKED:
-        tma.async_copy_shared_to_global(desc, [job.plane.to(gl.int32), start, head.to(gl.int32), first], tile)
-    elif left >= KEYS:
-        tma.async_copy_shared_to_global(desc, [0, row.to(gl.int32), head.to(gl.int32), first], tile)
-    elif left > 0:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        n, d = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT)), first + gl.arange(0, sums.shape[1], gl.SliceLayout(0, LAYOUT))
-        at = ((row + n) * to.stride_t)[:, None] + (head * to.stride_h + d)[None, :]
-        gl.store(to.ptr + at, tile.load(LAYOUT), mask=(n < left)[:, None] & (d < WIDTH)[None, :])
-
-
-@gluon.jit
-def put_keys(dk, dk_tail, number: gl.constexpr, job, band, call, results, shared, sizes):
-    """Write the gradients of the ``number``-th tile of keys."""
-    to = results.dk
-    put(dk, call.scale, number, shared.k.index(number), to.desc, to, 0, sizes.D_ALL, job, band, sizes)
-    if sizes.D_TAIL:
-        tile = shared.k_tail.index(number)
-        put(dk_tail, call.scale, number, tile, to.tail_desc, to, sizes.D, sizes.D_ALL, job, band, sizes)

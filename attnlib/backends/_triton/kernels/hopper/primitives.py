@@ -4,10 +4,8 @@ A named barrier (``bar.sync``, ``bar.arrive``) is one instruction of a warp. An 
 warpgroup first, and an elected thread. Numbers below FIRST are Triton's own: warp-specialised partition ``i`` uses 2 + i.
 """
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 
 FIRST: gl.constexpr = gl.constexpr(6)
 
@@ -83,22 +81,18 @@ def opaque(x):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
-@builtin
-def tma_add(desc, coord, tile, _semantic=None):
-    """Add a tile of shared memory to fp32 numbers of global memory, by the copy engine."""
-    at = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, tile.handle)
-
-
 @gluon.jit
 def opaque_halves(x):
-    """The same 16-bit numbers, in pairs; what they become, such as fp32, becomes so behind what is before."""
+    """The same 16-bit numbers; what is made of them is not made before, where it would take twice the registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit
 def add_fours(ptrs, x):
-    """Add fp32 numbers to those of global memory, four at a time: each thread's come in fours that lie side by side."""
+    """Add fp32 numbers to those of global memory, four at a time: each thread's come in fours that lie side by side.
+
+    Atomic adds of Triton crash ptxas here, while a product is under way.
+    """
     gl.inline_asm_elementwise(
         "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11}; "
         "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
