@@ -122,8 +122,8 @@ def job_of(work, band, call, sizes):
     if sizes.PACKED:  # sequences lie side by side, with a partial tile for each
         first_dq += work.other.to(gl.int32) // sizes.BLOCK_M + work.sequence.to(gl.int32)
     return Job(
-    """The queries ``[low, high)`` that see all keys of a tile from ``j`` on; none, if the sequence ends in it."""
-        first * sizes.BLOCK_M, first_dq, tiles, tiles * call.group,
+        work.sequence, work.plane, work.head, work.start, work.row, work.rows, work.other, work.others, ahead, low,
+        high, first * sizes.BLOCK_M, first_dq, tiles, tiles * call.group,
     )  # fmt: skip
 
 
