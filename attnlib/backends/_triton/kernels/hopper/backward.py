@@ -72,13 +72,13 @@ def backward(
     batch, heads, kv_heads, group, s, t, heads_per_wave, dq_tiles, left, right, prefix, scale, softcap,
     D: gl.constexpr, D_MAIN: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, E_MAIN: gl.constexpr,
     BLOCK_M: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, BY_ROWS: gl.constexpr, HALVES: gl.constexpr,
-    EARLY: gl.constexpr, EARLY_VALUES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    EARLY: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Writes dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``, and adds to the sums of dq, ``dq_tiles`` tiles a head."""
     HOLES: gl.constexpr = cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     sizes: gl.constexpr = Sizes(
-        D_MAIN, D_TAIL, E_MAIN, D, E, TILES, BLOCK_M, SLOTS, BY_ROWS, HALVES, EARLY, EARLY_VALUES, HOLES, PACKED,
+        D_MAIN, D_TAIL, E_MAIN, D, E, TILES, BLOCK_M, SLOTS, BY_ROWS, HALVES, EARLY, HOLES, PACKED,
     )  # fmt: skip
     shared = room(q_desc.dtype, sizes)
     BLOCK_N: gl.constexpr = TILES * KEYS

@@ -35,7 +35,6 @@ class Sizes(NamedTuple):
     BY_ROWS: gl.constexpr
     HALVES: gl.constexpr
     EARLY: gl.constexpr
-    EARLY_VALUES: gl.constexpr
     HOLES: gl.constexpr
     PACKED: gl.constexpr
 
