@@ -83,17 +83,11 @@ def finish_dq(number: gl.constexpr, tile, job, results, shared, sizes):
 
 
 @gluon.jit
-def place_of(n, step, job, sizes):
-    """The slot of a step's queries, its phase, and where the queries begin."""
-    return n % sizes.SLOTS, (n // sizes.SLOTS) & 1, job.first + step.tile * sizes.BLOCK_M
-
-
-@gluon.jit
 def issue_scores(n, step, zero, job, call, shared, sizes, there):
     """Begin the scores of a step, once its queries are ``there``; less the LSE if nothing else comes between."""
-    slot, phase, m0 = place_of(n, step, job, sizes)
+    slot, phase = n % sizes.SLOTS, (n // sizes.SLOTS) & 1
     if there:
-        clear_queries(m0, slot, phase, job, shared, sizes)
+        clear_queries(step.m0, slot, phase, job, shared, sizes)
     mbarrier.wait(shared.q_full.index(slot), phase, pred=there)
     IN_SUMS: gl.constexpr = call.softcap is None and call.slopes_ptr is None
     s = spread(shared.lse.index(slot), zero) if IN_SUMS else zero
@@ -106,9 +100,9 @@ def issue_scores(n, step, zero, job, call, shared, sizes, there):
 @gluon.jit
 def issue_dp(n, step, zero, job, shared, sizes, there):
     """Begin the gradient of a step's probabilities less delta, once its queries are ``there``."""
-    slot, phase, m0 = place_of(n, step, job, sizes)
+    slot, phase = n % sizes.SLOTS, (n // sizes.SLOTS) & 1
     if there:
-        clear_queries(m0, slot, phase, job, shared, sizes)
+        clear_queries(step.m0, slot, phase, job, shared, sizes)
     mbarrier.wait(shared.q_full.index(slot), phase, pred=there)
     mbarrier.wait(shared.dout_full.index(slot), phase, pred=there)
     dp = spread(shared.delta.index(slot), zero)
@@ -132,8 +126,8 @@ def consume_values(job, band, call, results, shared, sizes):
     if sizes.EARLY:
         first = warpgroup_mma_wait(0, deps=[issue_scores(0, step, zero, job, call, shared, sizes, job.steps > 0)])
     for n in range(job.steps):
-        slot, phase, m0 = place_of(n, step, job, sizes)
-        before, dout, i0 = (n & 1) ^ 1, shared.dout.index(slot), job.ahead + m0
+        slot, phase, before = n % sizes.SLOTS, (n // sizes.SLOTS) & 1, (n & 1) ^ 1
+        dout, i0 = shared.dout.index(slot), job.ahead + step.m0
         s = first
         if not sizes.EARLY:
             s = warpgroup_mma_wait(0, deps=[issue_scores(n, step, zero, job, call, shared, sizes, True)])
@@ -157,7 +151,7 @@ def consume_values(job, band, call, results, shared, sizes):
         dv = warpgroup_mma(p16, dout, dv, is_async=True)
         barrier_sync(DS_FULL + before, CONSUMERS)
         dq, dq_tail = issue_shares(0, before, shared, sizes)
-        dq_at, step = step.dq_before, next_step(step, job, call)
+        dq_at, step = step.dq_before, next_step(step, job, call, sizes.BLOCK_M)
         if sizes.EARLY:
             first = issue_scores(n + 1, step, zero, job, call, shared, sizes, n + 1 < job.steps)
             if sizes.D_TAIL:
@@ -216,7 +210,7 @@ def consume_keys(job, band, call, results, shared, sizes):
         if sizes.D_TAIL:
             dk_tail = warpgroup_mma(ds16, shared.q_tail.index(slot), dk_tail, is_async=True)
         dq, dq_tail = issue_shares(1, before, shared, sizes)
-        dq_at, step = step.dq_before, next_step(step, job, call)
+        dq_at, step = step.dq_before, next_step(step, job, call, sizes.BLOCK_M)
         if sizes.EARLY:
             first = issue_dp(n + 1, step, zero, job, shared, sizes, n + 1 < job.steps)
         AHEAD: gl.constexpr = 1 if sizes.EARLY else 0
