@@ -61,8 +61,8 @@ class Job(NamedTuple):
 
     The sequence has ``rows`` keys from ``row`` on and ``queries`` from ``other`` on, in sequence ``plane`` of the
     tensors; its first query has index ``ahead``. Queries ``[low, high)`` see some of the keys: they are in ``tiles``
-    tiles, ``[first, end)``, of a head, and in ``steps`` of all heads. A program starts at query ``begin``, whose sums of
-    dq are the ``begin_dq``-th, and walks round: if all started at one tile, they would add to the same sums at once.
+    tiles, ``[first, end)``, of a head, and in ``steps`` of all heads. A program starts at query ``begin``, whose sums
+    of dq are the ``begin_dq``-th, and walks round: if all started at one tile, they would add to the same sums at once.
     """
 
     sequence: gl.tensor
