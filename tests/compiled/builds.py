@@ -82,6 +82,12 @@ def hopper_entries() -> Iterator[Build]:
             yield Build("forward", 90, head, rows=rows, hopper=True)
         for option in ("softcap", "slopes", "sinks"):
             yield Build("forward", 90, head, hopper=True, **{option: True})
+        for mask in MASKS:
+            yield Build("backward_keys", 90, head, mask=mask, hopper=True)
+        for rows in ROWS[1:]:
+            yield Build("backward_keys", 90, head, rows=rows, hopper=True)
+        yield Build("backward_keys", 90, head, softcap=True, hopper=True)
+        yield Build("backward_queries", 90, head, hopper=True)
 
 
 def product() -> Iterator[Build]:

@@ -94,21 +94,16 @@ def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
 
 def _hopper_backward(x: BackwardShapes, config: BackwardConfig) -> Backward:
     from .kernels.hopper.backward import backward
-    from .kernels.hopper.backward_wide import backward_wide
-    from .kernels.hopper.sums import finish_queries
+    from .kernels.hopper.backward_results import finish_queries
 
-    (pairs, wave), tiles = x.waves(x.g, hopper_tables.L2), x.blocks(x.s, config.block_m)
+    (pairs, wave), tiles = x.waves(x.g), x.blocks(x.s, config.block_m)
     arguments = x.arguments | config.constants | {"heads_per_wave": wave, "dq_tiles": tiles}
     blocks = _blocks(x, q=config.block_m, k=ROWS, dout=config.block_m, v=ROWS, dk=ROWS, dv=ROWS)
     heads, width = x.rows * x.h, arguments["D_MAIN"] + arguments["D_TAIL"]
-    kernel = backward_wide if config.keys == ROWS else backward
-    return Backward(
-        x.prepare(),
-        Launch(kernel, pairs * x.blocks(x.t, config.keys), arguments, LaunchConfig(config.block_m, 0, 1, 4), blocks),
-        Launch(finish_queries, heads * tiles, arguments, LaunchConfig(config.block_m, 0, 1, 4)),
-        "Hopper",
-        sums=heads * tiles * config.block_m * width,
-    )
+    launched = LaunchConfig(config.block_m, 0, 1, 4)
+    keys = Launch(backward, pairs * x.blocks(x.t, ROWS * config.tiles), arguments, launched, blocks)
+    queries = Launch(finish_queries, heads * tiles, arguments, launched)
+    return Backward(x.prepare(), keys, queries, "Hopper", sums=heads * tiles * config.block_m * width)
 
 
 @remembered

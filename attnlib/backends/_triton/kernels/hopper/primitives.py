@@ -112,3 +112,22 @@ def scale_rows_in_place(acc, factor, COUNT: gl.constexpr):
         _scale_in_place_unless_one(COUNT), _in_place(COUNT), [acc, factor[:, None]],
         dtype=gl.float32, is_pure=False, pack=COUNT,
     )  # fmt: skip
+
+
+@gluon.jit
+def opaque_halves(x):
+    """The same 16-bit numbers; what is made of them is not made before, where it would take twice the registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def add_fours(ptrs, x):
+    """Add fp32 numbers to those of global memory, four at a time: each thread's come in fours that lie side by side.
+
+    Atomic adds of Triton crash ptxas here, while a product is under way.
+    """
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11}; "
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [ptrs.to(gl.int64), x], dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip

@@ -1,0 +1,260 @@
+"""What the consumers of a backward share: what a program works on, its producer, and how they find what it loads."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ..band import query_range
+from ..scores import Modifiers, unit_of
+from .primitives import FIRST, barrier_sync
+
+KEYS: gl.constexpr = gl.constexpr(64)  # of a tile
+CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads of both
+DONE: gl.constexpr = gl.constexpr(FIRST + 4)  # a barrier: nobody reads keys any more
+FREED: gl.constexpr = gl.constexpr(FIRST + 5)  # the first barrier of those that hand a slot back to the producer
+
+
+class Sizes(NamedTuple):
+    """What a kernel is compiled for: channels of blocks, and of tensors; tiles of keys, queries of a tile, slots.
+
+    ``BY_ROWS``: each consumer adds half of a tile's queries to dq, otherwise half of the channels. ``HALVES``: of the
+    probabilities, dk has 16 bits too. ``EARLY``: dq is multiplied under the exponentials. ``HOLES``: rows beyond a
+    sequence's keys may be another's.
+    """
+
+    D: gl.constexpr
+    D_TAIL: gl.constexpr
+    E: gl.constexpr
+    D_ALL: gl.constexpr
+    E_ALL: gl.constexpr
+    TILES: gl.constexpr
+    BLOCK_M: gl.constexpr
+    SLOTS: gl.constexpr
+    BY_ROWS: gl.constexpr
+    HALVES: gl.constexpr
+    EARLY: gl.constexpr
+    HOLES: gl.constexpr
+    PACKED: gl.constexpr
+
+
+class Problem(NamedTuple):
+    """The call, by the parameters of the kernel."""
+
+    lse2_ptr: gl.tensor
+    delta_ptr: gl.tensor
+    slopes_ptr: gl.tensor
+    stride_lb: gl.tensor
+    stride_lh: gl.tensor
+    stride_slopes: gl.tensor
+    batch: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
+    dq_tiles: gl.tensor
+    scale: gl.tensor
+    softcap: gl.tensor
+
+
+class Job(NamedTuple):
+    """The tiles of keys from ``start`` on of a KV head, and the tiles of queries that see them, of its group's heads.
+
+    The sequence has ``rows`` keys from ``row`` on and ``queries`` from ``other`` on, in sequence ``plane`` of the
+    tensors; its first query has index ``ahead``. Queries ``[low, high)`` see some of the keys: they are in ``tiles``
+    tiles, ``[first, end)``, of a head, and in ``steps`` of all heads. A program starts at query ``begin``, whose sums
+    of dq are the ``begin_dq``-th, and walks round: if all started at one tile, they would add to the same sums at once.
+    """
+
+    sequence: gl.tensor
+    plane: gl.tensor
+    kv_head: gl.tensor
+    start: gl.tensor
+    row: gl.tensor
+    rows: gl.tensor
+    other: gl.tensor
+    queries: gl.tensor
+    ahead: gl.tensor
+    low: gl.tensor
+    high: gl.tensor
+    first: gl.tensor
+    end: gl.tensor
+    begin: gl.tensor
+    begin_dq: gl.tensor
+    tiles: gl.tensor
+    steps: gl.tensor
+
+
+class Step(NamedTuple):
+    """A tile of queries from ``m0`` on, of a head; where its sums of dq are, and those of the tile before."""
+
+    m0: gl.tensor
+    head: gl.tensor
+    dq: gl.tensor
+    dq_before: gl.tensor
+
+
+class Shared(NamedTuple):
+    """Shared memory: keys and values of a program, rings for what queries bring, and barriers that say it is there."""
+
+    q: gl.shared_memory_descriptor
+    q_tail: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    k_tail: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    keys_full: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    dout_full: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def job_of(work, band, call, sizes):
+    """What a program does for its keys."""
+    ahead = work.rows - work.others
+    j0, j1 = gl.maximum(work.start, band.start), gl.minimum(work.start + sizes.TILES * KEYS, band.end)
+    low, high, _, _ = query_range(j0, j1, ahead, work.rows, band)
+    low, high = low - ahead, high - ahead
+    BLOCK_M: gl.constexpr = sizes.BLOCK_M
+    first = low // BLOCK_M
+    tiles = gl.where(work.start < work.rows, gl.maximum(gl.cdiv(high, BLOCK_M) - first, 0), 0)
+    begin = first
+    if band.right is None:  # else programs start apart anyway
+        begin += work.start // BLOCK_M % gl.maximum(tiles, 1)
+    dq = (work.plane.to(gl.int32) * call.heads + work.head.to(gl.int32) * call.group) * call.dq_tiles + begin
+    if sizes.PACKED:  # sequences lie side by side, with a partial tile for each
+        dq += work.other.to(gl.int32) // BLOCK_M + work.sequence.to(gl.int32)
+    return Job(
+        work.sequence, work.plane, work.head, work.start, work.row, work.rows, work.other, work.others, ahead, low,
+        high, first * BLOCK_M, (first + tiles) * BLOCK_M, begin * BLOCK_M, dq, tiles, tiles * call.group,
+    )  # fmt: skip
+
+
+@gluon.jit
+def first_step(job, call):
+    """The first tile of queries. The tile before is itself: what is added there is zeros."""
+    return Step(job.begin, job.kv_head.to(gl.int32) * call.group, job.begin_dq, job.begin_dq)
+
+
+@gluon.jit
+def next_step(step, job, call, BLOCK_M: gl.constexpr):
+    """The next tile of queries: of the same head, or the first of the next."""
+    m0, head, dq = step.m0 + BLOCK_M, step.head, step.dq + 1
+    if m0 == job.end:
+        m0, dq = job.first, dq - job.tiles
+    if m0 == job.begin:
+        head, dq = head + 1, dq + call.dq_tiles
+    return Step(m0, head, dq, step.dq)
+
+
+@gluon.jit
+def full_queries(j, job, band):
+    """The queries ``[low, high)`` that see all keys of a tile from ``j`` on; none, if the sequence ends within it."""
+    j0, j1 = gl.maximum(j, band.start), gl.minimum(j + KEYS, band.end)
+    _, _, low, high = query_range(j0, j1, job.ahead, job.ahead + job.queries, band)
+    return low, gl.where(j1 - j0 < KEYS, low, high)
+
+
+# ---- the producer
+
+
+@gluon.jit
+def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes):
+    """Load the keys and values of a program, and then tile after tile of queries, into slots as they become free.
+
+    Queries that see none of the keys get an LSE that makes their probabilities 0.
+    """
+    BLOCK_M: gl.constexpr = sizes.BLOCK_M
+    LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
+    IN_SUMS: gl.constexpr = call.softcap is None and call.slopes_ptr is None
+    plane, key, kv_head = job.plane.to(gl.int32), job.row.to(gl.int32) + job.start, job.kv_head.to(gl.int32)
+    full = shared.keys_full.index(0)
+    mbarrier.expect(full, sizes.TILES * KEYS * (sizes.D + sizes.D_TAIL + sizes.E) * 2)
+    for c in gl.static_range(sizes.TILES):
+        at = [plane, key + c * KEYS, kv_head, 0]
+        tma.async_copy_global_to_shared(k_desc, at, full, shared.k.index(c))
+        tma.async_copy_global_to_shared(v_desc, at, full, shared.v.index(c))
+        if sizes.D_TAIL:
+            at = [plane, key + c * KEYS, kv_head, sizes.D]
+            tma.async_copy_global_to_shared(k_tail_desc, at, full, shared.k_tail.index(c))
+
+    unit = -1.0 / unit_of(Modifiers(call.scale, call.softcap, call.slopes_ptr))
+    m, step = gl.arange(0, BLOCK_M, LAYOUT), first_step(job, call)
+    for n in range(job.steps):
+        i, slot = step.m0 + m, n % sizes.SLOTS
+        at, valid = job.plane * call.stride_lb + job.other + step.head * call.stride_lh, (i >= job.low) & (i < job.high)
+        lse2 = gl.load(call.lse2_ptr + at + i, mask=valid, other=float("inf"))
+        delta = gl.load(call.delta_ptr + at + i, mask=valid, other=0.0)
+        if n >= sizes.SLOTS:
+            barrier_sync(FREED + slot, CONSUMERS + 32)
+        at = [plane, job.other.to(gl.int32) + step.m0, step.head, 0]
+        q_full, dout_full = shared.q_full.index(slot), shared.dout_full.index(slot)
+        mbarrier.expect(q_full, BLOCK_M * (sizes.D + sizes.D_TAIL) * 2)
+        tma.async_copy_global_to_shared(q_desc, at, q_full, shared.q.index(slot))
+        if sizes.D_TAIL:
+            at_tail = [plane, job.other.to(gl.int32) + step.m0, step.head, sizes.D]
+            tma.async_copy_global_to_shared(q_tail_desc, at_tail, q_full, shared.q_tail.index(slot))
+        mbarrier.expect(dout_full, BLOCK_M * sizes.E * 2)
+        tma.async_copy_global_to_shared(dout_desc, at, dout_full, shared.dout.index(slot))
+        shared.lse.index(slot).store(lse2 * unit if IN_SUMS else lse2)
+        shared.delta.index(slot).store(-delta)
+        mbarrier.arrive(q_full, count=1)
+        step = next_step(step, job, call, BLOCK_M)
+    for n in range(gl.maximum(job.steps - sizes.SLOTS, 0), job.steps):  # a barrier half full hangs the next program
+        barrier_sync(FREED + n % sizes.SLOTS, CONSUMERS + 32)
+
+
+# ---- what consumers read
+
+
+@gluon.jit
+def clear_outside(tile, n, low, high):
+    """Zero the rows of a tile, from row ``n`` on, outside ``[low, high)``: they may hold anything."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    HEIGHT: gl.constexpr = tile.shape[0]
+    for first in gl.static_range(0, HEIGHT, 16):
+        rows = tile.slice(first, 16, 0)
+        i = n + first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+        x = rows.load(LAYOUT)
+        rows.store(gl.where(((i >= low) & (i < high))[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def wait_for_keys(job, band, shared, sizes):
+    """Wait for keys and values, and zero those that are no keys of this sequence: 0 times what they hold may be NaN.
+
+    Each consumer zeros all of them, and so none waits for the other.
+    """
+    mbarrier.wait(shared.keys_full.index(0), 0)
+    if sizes.HOLES:
+        low, high = band.start - job.start, band.end - job.start
+        if (low > 0) | (high < sizes.TILES * KEYS):
+            for c in gl.static_range(sizes.TILES):
+                clear_outside(shared.k.index(c), c * KEYS, low, high)
+                if sizes.D_TAIL:
+                    clear_outside(shared.k_tail.index(c), c * KEYS, low, high)
+                clear_outside(shared.v.index(c), c * KEYS, low, high)
+            fence_async_shared()
+
+
+@gluon.jit
+def clear_queries(m0, slot, phase, job, shared, sizes):
+    """Zero the queries of a tile that see none of these keys, once they are there: they may be another sequence's."""
+    if (m0 < job.low) | (m0 + sizes.BLOCK_M > job.high):
+        mbarrier.wait(shared.q_full.index(slot), phase)
+        mbarrier.wait(shared.dout_full.index(slot), phase)
+        clear_outside(shared.q.index(slot), m0, job.low, job.high)
+        if sizes.D_TAIL:
+            clear_outside(shared.q_tail.index(slot), m0, job.low, job.high)
+        clear_outside(shared.dout.index(slot), m0, job.low, job.high)
+        fence_async_shared()
+
+
+@gluon.jit
+def spread(vector, zero):
+    """A number for each query as a tile ``[keys, queries]``."""
+    tile, _ = gl.broadcast(gl.expand_dims(vector.load(gl.SliceLayout(0, zero.type.layout)), 0), zero)
+    return tile

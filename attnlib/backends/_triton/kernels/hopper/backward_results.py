@@ -1,0 +1,142 @@
+"""Where the gradients of a backward go: those of keys by way of shared memory, that of queries into fp32 sums.
+
+The sums lie in tiles as threads hold them, and a last kernel makes dq of them.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from ..band import Band, bounds, origin_of, sees_any
+from ..tile import COUNTS, locate
+from .backward_parts import KEYS
+from .primitives import add_fours
+
+
+class Gradient(NamedTuple):
+    """The gradient of keys or of values: descriptors of its blocks, and the tensor by its strides."""
+
+    desc: gl.tensor
+    tail_desc: gl.tensor
+    ptr: gl.tensor
+    stride_t: gl.tensor
+    stride_h: gl.tensor
+
+
+class Results(NamedTuple):
+    """Where gradients go."""
+
+    dk: Gradient
+    dv: Gradient
+    dq_sums_ptr: gl.tensor
+
+
+@gluon.jit
+def as_held(x):
+    """A product ``[64, n]`` as its threads hold it: 16 bytes of each of 128 threads, and then the next 16."""
+    COUNT: gl.constexpr = x.shape[1] // 8
+    x = x.reshape([4, 2, 8, COUNT, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return x.reshape([COUNT * 512])
+
+
+@gluon.jit
+def add_dq(dq, number: gl.constexpr, tile, first: gl.constexpr, results, sizes):
+    """Add a consumer's share of a block of channels, from ``first`` on, to the sums of a tile."""
+    SIZE: gl.constexpr = dq.shape[0] * dq.shape[1]
+    TILE: gl.constexpr = sizes.BLOCK_M * (sizes.D + sizes.D_TAIL)
+    held = as_held(dq)
+    at = results.dq_sums_ptr + tile.to(gl.int64) * TILE + (first * sizes.BLOCK_M + number * SIZE)
+    add_fours(at + gl.arange(0, SIZE, held.type.layout), held)
+
+
+@gluon.jit
+def put(sums, factor, number: gl.constexpr, tile, desc, to, first: gl.constexpr, WIDTH: gl.constexpr, job, band, sizes):
+    """Write gradients of the ``number``-th tile of keys, times a factor, by way of a tile of shared memory.
+
+    They are a block of channels from ``first`` on, of ``WIDTH``. Rows that follow the sequence's may be another's.
+    """
+    start = job.start + number * KEYS
+    j = start + gl.arange(0, KEYS, gl.SliceLayout(1, sums.type.layout))
+    bounded = (j >= band.start) & (j < band.end)
+    tile.store(gl.where(bounded[:, None], sums * factor, 0.0).to(tile.dtype))
+    fence_async_shared()
+    row, head, left = job.row + start, job.kv_head, job.rows - start
+    if not sizes.PACKED:
+        tma.async_copy_shared_to_global(desc, [job.plane.to(gl.int32), start, head.to(gl.int32), first], tile)
+    elif left >= KEYS:
+        tma.async_copy_shared_to_global(desc, [0, row.to(gl.int32), head.to(gl.int32), first], tile)
+    elif left > 0:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        n = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
+        d = first + gl.arange(0, sums.shape[1], gl.SliceLayout(0, LAYOUT))
+        at = ((row + n) * to.stride_t)[:, None] + (head * to.stride_h + d)[None, :]
+        gl.store(to.ptr + at, tile.load(LAYOUT), mask=(n < left)[:, None] & (d < WIDTH)[None, :])
+
+
+@gluon.jit
+def put_keys(dk, dk_tail, number: gl.constexpr, job, band, call, results, shared, sizes):
+    """Write the gradients of the ``number``-th tile of keys."""
+    to = results.dk
+    put(dk, call.scale, number, shared.k.index(number), to.desc, to, 0, sizes.D_ALL, job, band, sizes)
+    if sizes.D_TAIL:
+        tile = shared.k_tail.index(number)
+        put(dk_tail, call.scale, number, tile, to.tail_desc, to, sizes.D, sizes.D_ALL, job, band, sizes)
+
+
+# ---- from sums to dq
+
+
+@triton.jit
+def load_share(ptr, COLUMNS: tl.constexpr):
+    """A product ``[64, COLUMNS]`` that lies as its threads held it: 16 bytes of each of 128, and then the next 16."""
+    held = tl.load(ptr + tl.arange(0, 64 * COLUMNS)).reshape(COLUMNS // 8, 4, 8, 4, 2, 2)
+    return held.permute(1, 4, 2, 0, 3, 5).reshape(64, COLUMNS)
+
+
+@triton.jit
+def store_block(
+    sums_ptr, of_rows, FIRST: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write a block of ``WIDTH`` channels from ``FIRST`` on; each consumer made half of its rows or of its columns."""
+    dq_ptr, stride, work, band, scale = of_rows
+    COLUMNS: tl.constexpr = WIDTH if BY_ROWS else WIDTH // 2
+    for c in tl.static_range(2):
+        m = work.start + (c * 64 if BY_ROWS else 0) + tl.arange(0, 64)
+        d = FIRST + (0 if BY_ROWS else c * COLUMNS) + tl.arange(0, COLUMNS)
+        seen = sees_any(work.others - work.rows + m, band)
+        dq = load_share(sums_ptr + (FIRST * BLOCK_M + c * 64 * COLUMNS), COLUMNS) * scale
+        mask = (m < work.rows)[:, None] & (d < D)[None, :]
+        at = (m.to(tl.int64) * stride)[:, None] + d[None, :]
+        tl.store(dq_ptr + at, tl.where(seen[:, None], dq, 0.0).to(dq_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=[*COUNTS, "dq_tiles"])
+def finish_queries(
+    dq_sums_ptr, dq_ptr, key_starts_ptr, key_ends_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,
+    stride_dqb, stride_dqs, stride_dqh,
+    batch, heads, s, t, dq_tiles, left, right, prefix, scale,
+    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BY_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Writes dq ``[b, s, h, d]``: one program for each tile of sums; a query that sees no key gets zeros."""
+    work = locate(
+        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, s, t, batch * heads, BLOCK_M, False
+    )
+    if work.start >= work.rows:
+        return
+    start, end = bounds(key_starts_ptr, key_ends_ptr, work.sequence, work.others)
+    origin = origin_of(origin_ptr, work.sequence, batch)
+    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    tile = (work.plane * heads + work.head) * dq_tiles + work.start // BLOCK_M
+    if cu_seqlens_q_ptr is not None:
+        tile += work.row // BLOCK_M + work.sequence
+    dq_sums_ptr += tile * (BLOCK_M * (D_MAIN + D_TAIL))
+    dq_ptr += work.plane * stride_dqb + work.row * stride_dqs + work.head * stride_dqh
+    of_rows = (dq_ptr, stride_dqs, work, band, scale)
+    store_block(dq_sums_ptr, of_rows, 0, D, D_MAIN, BLOCK_M, BY_ROWS)
+    if D_TAIL:
+        store_block(dq_sums_ptr, of_rows, D_MAIN, D, D_TAIL, BLOCK_M, BY_ROWS)
