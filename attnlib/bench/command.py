@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Time attnlib against torch on this machine: the CPU's tables, or with --gpu the GPU's."
     parser.epilog = f"the CPU's tables:\n{listing(CPU)}\n\nthose of --gpu:\n{listing(GPU)}\n"
     parser.add_argument("--gpu", action="store_true", help="the GPU's tables instead of the CPU's")
-    parser.add_argument("--only", type=_names, default=(), metavar="TABLE,TABLE", help="these tables alone")
+    parser.add_argument("--only", default="", metavar="TABLE,TABLE", help="these tables alone")
     default = Path("out/bench")
     parser.add_argument(
         "--out", type=Path, default=default, metavar="FOLDER", help=f"for .md, .json and .png (default: {default})"
@@ -24,17 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Time what was asked for; returns the exit code, 2 for what cannot be."""
+    """Time what was asked for; returns the exit code, 2 for what cannot be. A hang ends the process, with 3."""
     try:
-        entries = choose(GPU if arguments.gpu else CPU, arguments.only)
+        entries = choose(GPU if arguments.gpu else CPU, [name for name in arguments.only.split(",") if name])
         place = cuda() if arguments.gpu else cpu()
     except (ValueError, RuntimeError) as error:
         print(f"python -m attnlib bench: {error}", file=sys.stderr)
         return 2
-    options = ["--gpu"] * arguments.gpu + (["--only", ",".join(arguments.only)] if arguments.only else [])
+    options = ["--gpu"] * arguments.gpu + (["--only", arguments.only] if arguments.only else [])
     return fill(place, entries, arguments.out, shlex.join(["python", "-m", "attnlib", "bench", *options]))
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """``forward,window`` as names."""
-    return tuple(name for name in text.split(",") if name)

@@ -1,15 +1,18 @@
 """Implementations of one call: who computes what the others compute, and how long each takes, in turns."""
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from importlib.util import find_spec
 from statistics import median
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from .place import Place
 
+# By module, errors of Triton and of FlashAttention-4's compiler, which are of no kind of Python's.
+FOREIGN = MappingProxyType({"triton.errors": "TritonError", "cutlass.base_dsl.common": "DSLBaseError"})
 APART = 1e-2  # relative norm of an error that is more than bf16's rounding
 
 
@@ -37,13 +40,9 @@ def attempt(call: Callable, *arguments):
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What implementations were seen to raise where they cannot run: refusals, own errors, Triton's, Inductor's."""
+    """What implementations raise where they cannot run: refusals, and errors of their own or of their compilers."""
     known = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ImportError, OSError)
-    if find_spec("triton") is None:
-        return known
-    from triton.errors import TritonError
-
-    return (*known, TritonError)
+    return known + tuple(getattr(sys.modules[name], error) for name, error in FOREIGN.items() if name in sys.modules)
 
 
 def _why(error: Exception) -> str:

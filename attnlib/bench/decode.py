@@ -1,4 +1,4 @@
-"""Decoding over full caches: against torch's attentions, over latents, in fewer bits, of forks, in any batch."""
+"""Decoding over full caches: against peers, over latents, in fewer bits, of forks, in any batch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -8,10 +8,12 @@ import torch
 
 from .. import KVLayout
 from .compare import APART, attempt, compare_calls
+from .peers import present
 from .place import Place
 from .report import Row, Table
 from .speed import Rows
 from .stored import Decoding, copied, forked, ours, peer, stored
+from .watchdog import watched
 
 ROUGH = 5e-2  # relative norm of what storing in a byte changes
 
@@ -64,11 +66,12 @@ def rows(
     checks: Sequence[str] = (),
     bound: float = APART,
 ) -> Rows:
-    """A row for each case: microseconds of one call over each cache, and of torch's attentions over plain tensors."""
+    """A row for each case: microseconds of one call over each cache, and of peers over tensors or pages of theirs."""
     for case in work:
         q, *keys = case.tensors(place.device)
         makers = {name: partial(ours, place, q, partial(fill, case, keys)) for name, fill in fills.items()}
-        makers |= {name: partial(peer, place, name, case, q, keys) for name in (*peers, *checks)}
+        makers |= {name: partial(peer, place, name, case, q, keys) for name in (*present(peers), *checks)}
         mine = list(makers)[: tables[0].ours]
-        seconds = compare_calls(place, makers, captured=case.calls, ours=mine, checks=checks, bound=bound)
+        with watched(f"{tables[0].name}, {case.name}"):
+            seconds = compare_calls(place, makers, captured=case.calls, ours=mine, checks=checks, bound=bound)
         yield tables[0], Row(case.name, {name: attempt(lambda x: x * 1e6, x) for name, x in seconds.items()})

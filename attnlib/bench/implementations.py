@@ -1,4 +1,4 @@
-"""Who computes a case: ours, torch's attentions, and eager torch."""
+"""Who computes a case: ours, peers, torch's attentions and others', and eager torch."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import CAUSAL, FULL, attention, varlen_attention
 from .cases import Case
+from .peers import flash_attention_4
 from .place import Place
 
 PEERS = ("cuDNN", "FA2", "Flex")
@@ -39,7 +40,7 @@ def implementation(name: str, case: Case, place: Place) -> Implementation:
         ValueError: there is none.
         NotImplementedError: it cannot compute the case.
     """
-    tokens_first = {"ours": _ours, "by sequence": _by_sequence, "transposed": _transposed}
+    tokens_first = {"ours": _ours, "by sequence": _by_sequence, "transposed": _transposed, "FA4": flash_attention_4}
     makers = tokens_first | {"Flex": _flex, "eager": _eager}
     makers |= {fused: partial(_fused, backend=backend) for fused, backend in FUSED.items()}
     if name not in makers:

@@ -1,7 +1,7 @@
 """Peak memory of forward and backward over more and more tokens."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from . import cases
 from .cases import Case
@@ -9,16 +9,16 @@ from .compare import attempt
 from .place import Place
 from .report import Row, Table
 from .speed import Rows, Run, line_up, same_case
+from .watchdog import watched
 
-PEERS = ("FA2", "cuDNN", "eager")
 
-
-def rows(place: Place, tables: Sequence[Table], work: Iterable[Case] = cases.MEMORY, peers=PEERS) -> Rows:
+def rows(place: Place, tables: Sequence[Table], work=cases.MEMORY, peers=("FA2", "cuDNN", "eager")) -> Rows:
     """MiB beyond q, k, v and the output's gradient, and how much of it any implementation must hold."""
     for case in work:
-        ready = line_up(place, same_case(case, ("ours", *peers)))
-        place.tidy()
-        peaks = {name: attempt(place.peak, attempt(Run.action, run, "both")) for name, run in ready.items()}
+        with watched(f"{tables[0].name}, {case.name}"):
+            ready = line_up(place, same_case(case, ("ours", *peers)))
+            place.tidy()
+            peaks = {name: attempt(place.peak, attempt(Run.action, run, "both")) for name, run in ready.items()}
         peaks["must be held"] = needed(case)
         yield tables[0], Row(case.name, {n: attempt(lambda x: x / 2**20, x) for n, x in peaks.items()}, case.tokens)
         del ready

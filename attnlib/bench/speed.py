@@ -11,8 +11,10 @@ from . import cases
 from .cases import Case
 from .compare import Cells, Failure, agreeing, attempt, in_turns
 from .implementations import implementation
+from .peers import present
 from .place import Place, host_seconds
 from .report import Row, Table
+from .watchdog import watched
 
 BATCHES = 30  # of calls whose CPU time is taken
 
@@ -106,8 +108,9 @@ def compare(place: Place, columns: Sequence[Column], whats: Iterable[str]) -> di
 def rows(place: Place, tables: Sequence[Table], work: Iterable[Case], peers: Sequence[str]) -> Rows:
     """Ours against peers: a row of each table for each case, and a column for each implementation."""
     for case in work:
-        columns = same_case(case, ("ours", *peers))
-        taken = compare(place, columns, [table.what for table in tables])
+        columns = same_case(case, ("ours", *present(peers)))
+        with watched(f"{tables[0].name}, {case.name}"):
+            taken = compare(place, columns, [table.what for table in tables])
         for table in tables:
             cells = _in_units(table, table.what, taken[table.what], columns)
             yield table, Row(case.name, cells, case.tokens if table.growing else None)
@@ -156,7 +159,8 @@ def overhead(place: Place, tables: Sequence[Table], case: Case = cases.SMALL, ba
 
 def by_what(place: Place, table: Table, name: str, columns: Sequence[Column], whats: Sequence[str]) -> Rows:
     """A row for each of ``whats``; its columns may be different cases."""
-    taken = compare(place, columns, whats)
+    with watched(f"{table.name}, {name}"):
+        taken = compare(place, columns, whats)
     for what in whats:
         said = "forward + backward" if what == "both" else what
         yield table, Row(f"{name}, {said}", _in_units(table, what, taken[what], columns))

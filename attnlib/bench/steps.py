@@ -12,11 +12,11 @@ from .. import CAUSAL, GroupedQueryAttention, MultiHeadLatentAttention, Rope, ca
 from .compare import Cells, Failure, agreeing, attempt, compare_calls, in_turns
 from .place import Place, host_seconds
 from .report import Row, Table
-from .speed import Rows
+from .speed import BATCHES, Rows
 from .stored import PAGE, cache_for
+from .watchdog import watched
 
 TURN = 32  # steps
-BATCHES = 30  # of calls whose CPU time is taken
 DTYPE = torch.bfloat16
 
 
@@ -120,7 +120,8 @@ class Decoder:
 def rows(place: Place, tables: Sequence[Table], work: Iterable, measure: Callable[..., Cells]) -> Rows:
     """A row for each case: microseconds of what is measured."""
     for case in work:
-        cells = attempt(measure, place, case)
+        with watched(f"{tables[0].name}, {case.name}"):
+            cells = attempt(measure, place, case)
         if isinstance(cells, Failure):
             cells = {"ours": cells}
         place.tidy()

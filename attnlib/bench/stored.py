@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import CAUSAL, FULL, KVCache, KVLayout, KVView, cached_attention
 from .cases import Case
 from .implementations import implementation
+from .peers import flashinfer
 from .place import Place
 
 PAGE = 64  # tokens, where nothing else is said
@@ -119,9 +120,11 @@ def ours(place: Place, q: Tensor, fill: Callable[[], KVView]) -> Callable[[], Te
 
 
 def peer(place: Place, name: str, case: Decoding, q: Tensor, keys: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """One of torch's attentions over plain tensors, heads before tokens, or of latents the definition."""
+    """One of torch's attentions over plain tensors, heads before tokens; FlashInfer; or of latents the definition."""
     if name == "definition":
         return by_definition(q, *keys)
+    if name == "FlashInfer":
+        return flashinfer(case.layout, q, keys)
     layout, sizes = case.layout, (case.layout.dim, case.layout.value_dim)
     work = Case(case.name, case.batch, case.heads, layout.heads, case.tokens, *sizes, FULL, dtype=layout.dtype)
     call = implementation(name, work, place).call

@@ -17,6 +17,7 @@ import torch
 from . import cases, cpu, decode, memory, speed, steps
 from .compare import Failure, attempt
 from .implementations import PEERS
+from .peers import versions
 from .place import Place
 from .plots import draw
 from .report import Report, Row, Table, markdown
@@ -33,11 +34,13 @@ def _table(fill: Callable, name: str, title: str, unit: str = "us", **options: o
     return Entry(fill, Table(name, title, unit, **options))
 
 
-TRAINING = partial(speed.rows, work=cases.TRAINING, peers=PEERS)
-LONG = partial(speed.rows, work=cases.LONG, peers=("FA2", "cuDNN"))
-GROWING = partial(speed.rows, work=cases.GROWING, peers=("eager", "efficient", "FA2", "cuDNN", "Flex"))
-DECODE = partial(decode.rows, work=decode.GROUPED, fills=decode.STORAGES, peers=PEERS)
-MLA = partial(decode.rows, work=decode.LATENT, fills=decode.LATENT_STORAGES, checks=("definition",))
+TRAINING = partial(speed.rows, work=cases.TRAINING, peers=(*PEERS, "FA4"))
+LONG = partial(speed.rows, work=cases.LONG, peers=("FA2", "cuDNN", "FA4"))
+GROWING = partial(speed.rows, work=cases.GROWING, peers=("eager", "efficient", *PEERS, "FA4"))
+DECODE = partial(decode.rows, work=decode.GROUPED, fills=decode.STORAGES, peers=(*PEERS, "FlashInfer"))
+MLA = partial(
+    decode.rows, work=decode.LATENT, fills=decode.LATENT_STORAGES, peers=("FlashInfer",), checks=("definition",)
+)
 QUANTISED = partial(decode.rows, work=decode.FEWER_BITS, fills=decode.BYTES, bound=decode.ROUGH)
 SHARED = partial(decode.rows, work=decode.SHARED, fills=decode.FORKS)
 INVARIANT = partial(decode.rows, work=decode.INVARIANT, fills=decode.BATCHES)
@@ -135,4 +138,5 @@ def facts(place: Place, command: str) -> dict[str, str]:
         found["device"] = torch.cuda.get_device_name()
         found["triton"] = f"triton {version('triton')}"
         found["cuDNN"] = f"cuDNN {torch.backends.cudnn.version()}"
+        found |= versions()
     return found | {"torch": f"torch {torch.__version__}", "date": date.today().isoformat()}

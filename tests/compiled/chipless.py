@@ -13,10 +13,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from attnlib.backends._triton.launch import Launch
+from attnlib.backends._triton.variants import ROWS
 from attnlib.checks import INT32
 
 from .cached_builds import AnyBuild
 from .launches import prepared
+from .loops import disorder
 from .sass import disassembled, lost
 
 REGISTERS, COLUMNS = 64 << 10, 512  # of an SM: registers, and columns of tensor memory where there is any
@@ -39,7 +41,8 @@ CHIPS = MappingProxyType(
 class Binary(NamedTuple):
     """What a thread takes: registers, bytes spilled to its stack. And a program: shared bytes, columns, warps.
 
-    ``lost`` are the instructions that read what ptxas never wrote.
+    ``lost`` are the instructions that read what ptxas never wrote, ``disorder`` what is amiss in the loops of Hopper's
+    own kernels.
     """
 
     tiles: str
@@ -49,6 +52,7 @@ class Binary(NamedTuple):
     columns: int
     warps: int
     lost: tuple[str, ...] = ()
+    disorder: tuple[str, ...] = ()
 
     def resident(self, arch: int) -> int:
         """How many programs an SM runs at once; 0 where not even one fits."""
@@ -99,19 +103,24 @@ def binary(build: AnyBuild) -> Binary:
     launch.on(tensors)
     metadata, cubin = absent.launched
     registers, spilled = _usage(cubin)
-    columns = getattr(metadata, "tmem_size", None) or 0
-    unwritten = tuple(lost(disassembled(cubin)))
-    return Binary(_tiles(launch), registers, spilled, metadata.shared, columns, metadata.num_warps, unwritten)
+    columns, text = getattr(metadata, "tmem_size", None) or 0, disassembled(cubin)
+    return Binary(
+        _tiles(launch, metadata.num_warps), registers, spilled, metadata.shared, columns, metadata.num_warps,
+        tuple(lost(text)), tuple(disorder(str(build), launch, text)),
+    )  # fmt: skip
 
 
-def _tiles(launch: Launch) -> str:
-    """``128 x 64, 8 warps, 3 stages``."""
+def _tiles(launch: Launch, warps: int) -> str:
+    """``128 x 64, 8 warps, 3 stages``; of ``warps`` a kernel whose warps differ has more than it is launched with."""
     constants, options = launch.arguments, launch.options
+    if "CONSUMERS" in constants:
+        constants = constants | {"BLOCK_M": ROWS * constants["CONSUMERS"]}
     names = TILES.get(launch.kernel.__name__, ("BLOCK_M", "BLOCK_N"))
     tile = " x ".join(str(constants[name]) for name in names if name in constants)
     stages, most = constants.get("STAGES", 1), options.get("maxnreg")
-    found = [f"{tile}, {options['num_warps']} warps"]
+    found = [f"{tile}, {warps} warps"]
     found += [f"{stages} stages"] if stages > 1 else []
+    found += [f"{constants['K_SLOTS']} + {constants['V_SLOTS']} slots"] if "K_SLOTS" in constants else []
     found += [f"<= {most} registers"] if most else []
     found += ["transposed"] if constants.get("COLUMNS") else []
     found += ["TMA"] if launch.blocks else []

@@ -29,6 +29,13 @@ at once and spills no less.
 Registers and spilled bytes are a thread's (the size of a stack that holds nothing else), shared memory is a program's;
 `per SM` is how many programs an SM has room for.
 
+Kernels of Hopper's own, whose calls say `Hopper`, have warps that load beside warps that multiply: tiles say all of
+them, and the slots for keys and for values. Registers are those at the launch; warps that load then give theirs to
+those that multiply. The check reads the loops of each: a trip without masking has the matrix instructions of its two
+products and no more, waits for them as often as it should, has its exponentials before the wait for the product that
+they run under, and leaves the stack alone, but for the entries of `SPILLING` in `tests/compiled/loops.py`. What else
+they spill, they spill outside such trips: in a tile's first and last block, or where a block is masked.
+
 Calls over caches (`decode`, then `combine` for splits of sequences, which `schedule` cuts; `write` stores tokens) say
 query heads x channels of a stored key and value, `32 x d128`, with four query heads to a KV head, or those of a latent
 and its rotary key, `16 x d512+64`. They are of 16 sequences with one new token each, over pages of 64 tokens, but where
@@ -56,6 +63,8 @@ def shortfall(build: AnyBuild, result: Binary | BaseException) -> str:
         return f"takes {result.shared / 1024:.1f} KiB of shared memory, of at most {most}"
     if result.lost:
         return f"reads what ptxas never wrote: {result.lost[0]}"
+    if result.disorder:
+        return "; ".join(result.disorder)
     return ""
 
 

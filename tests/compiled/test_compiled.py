@@ -104,11 +104,12 @@ def test_a_kernel_is_compiled_without_a_chip():
         (Build("prepare", 80, (16, 16)), "32, 4 warps"),
         (CachedBuild("combine", 90), "16 x 128, 4 warps"),
         (CachedBuild("schedule", 90, sequences=64), "64 x 2, 4 warps"),
+        (Build("forward", 90, (64, 64), hopper=True), "192 x 128, 4 warps, 2 + 2 slots, TMA"),
     ],
 )
 def test_tiles_in_words(build, words):
     pytest.importorskip("triton")
-    assert _tiles(prepared(build)[0]) == words
+    assert _tiles(prepared(build)[0], 4) == words
 
 
 def test_a_process_that_dies_takes_no_other_job_along():
@@ -128,6 +129,7 @@ def test_a_process_that_dies_takes_no_other_job_along():
         ({"registers": 128, "shared": (113 << 10) + 1}, 1),  # and a program takes another KiB
         ({"registers": 40, "shared": 0, "warps": 4}, 12),
         ({"registers": 40, "shared": 0, "columns": 256}, 2),
+        ({"registers": 128, "shared": 0, "warps": 16}, 1),  # three warpgroups that multiply, and one that loads
         ({"shared": 228 << 10}, 0),
     ],
 )

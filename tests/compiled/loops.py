@@ -1,0 +1,172 @@
+"""The loops of Hopper's own kernels, in which warpgroups multiply: what ptxas made of them, and what it must.
+
+A product runs on while its warps go on; ``WARPGROUP.DEPBAR.LE gsb0, n`` waits until at most n groups of products run.
+Softmax is under a product where its exponentials come before that wait. ptxas has moved waits above exponentials, and
+where an accumulator in flight is read it waits for each product on its own (its warnings C7510 and C7514).
+"""
+
+import re
+from collections import Counter
+from types import MappingProxyType
+from typing import NamedTuple
+
+from attnlib.backends._triton.launch import Launch
+
+LINE = re.compile(
+    r"^(?:(?P<label>\.L_\w+):|\s*/\*[0-9a-f]{4,}\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<code>[A-Z][^;]*?)\s*;)", re.MULTILINE
+)
+JUMP = re.compile(r"BRA\b.*`\((\.L_\w+)\)")
+LEAVES = re.compile(r"(?:BRA|BRX|EXIT|RET)\b")  # without a guard, what comes next is not run next
+WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)")
+
+
+class Trip(NamedTuple):
+    """What the quickest trip through a loop runs, in which no block is masked and nobody waits for a tile.
+
+    ``waits`` are how many groups of products each wait leaves running; ``late`` are the exponentials behind the last
+    wait that leaves none; ``spills`` read or write the stack.
+    """
+
+    products: int
+    waits: tuple[int, ...]
+    exponentials: int
+    late: int
+    spills: int
+
+
+class Loop(NamedTuple):
+    """What a trip through a loop with products should run; all of its exponentials, if any, before the last wait."""
+
+    products: int
+    waits: tuple[int, ...]
+    softmax: bool = True  # it has exponentials
+
+
+def _forward(constants: dict) -> tuple[Loop, ...]:
+    """A loop for each consumer: scores, the product before them, and softmax between the waits for these two."""
+    channels = constants["D_MAIN"] + constants["D_TAIL"]
+    return (Loop((channels + constants["BLOCK_N"]) // DEPTH, waits=(1, 0)),) * constants["CONSUMERS"]
+
+
+DEPTH = 16  # channels, or keys, of a matrix instruction
+# By kernel, from the constants that it is compiled for: its loops, in the order of the code.
+EXPECTED = MappingProxyType({"forward": _forward})
+# Words that a trip reads and writes on the stack, by build, with either Triton: no more than these. All have an option
+# that takes registers, and nobody has measured what they cost; calls without options may spill none.
+SPILLING = MappingProxyType(
+    {
+        "forward d64 bf16 left Hopper": 54,
+        "forward d64 bf16 sliding Hopper": 48,
+        "forward d64 bf16 prefix Hopper": 67,
+        "forward d64 bf16 causal starts Hopper": 22,
+        "forward d64 bf16 causal starts and ends Hopper": 22,
+        "forward d64 bf16 causal Hopper, softcap": 14,
+        "forward d64 bf16 causal Hopper, slopes": 33,
+        "forward d128 bf16 left Hopper": 4,
+        "forward d128 bf16 sliding Hopper": 12,
+        "forward d128 bf16 causal Hopper, slopes": 8,
+        "forward d192/128 bf16 left Hopper": 8,
+        "forward d192/128 bf16 sliding Hopper": 12,
+        "forward d192/128 bf16 causal Hopper, slopes": 8,
+    }
+)
+
+
+def disorder(name: str, launch: Launch, text: str) -> list[str]:
+    """What is amiss in the loops of a build called ``name``; nothing for kernels that are not Hopper's own."""
+    if ".hopper." not in launch.kernel.__module__:
+        return []
+    found = trips(text)
+    if launch.kernel.__name__ not in EXPECTED:
+        return [f"has loops that nothing is expected of, {found}; EXPECTED has no {launch.kernel.__name__}"]
+    expected = EXPECTED[launch.kernel.__name__](launch.arguments)
+    if len(found) != len(expected):
+        return [f"has {len(found)} loops with products; expected {len(expected)}"]
+    wrong = [x for pair in zip(found, expected, strict=True) for x in faults(*pair, SPILLING.get(name, 0))]
+    return [f"{fault} ({count} of {len(found)} loops)" for fault, count in Counter(wrong).items()]
+
+
+def faults(trip: Trip, expected: Loop, spills: int = 0) -> list[str]:
+    """How a trip differs from what it should be; ``spills`` are allowed."""
+    found = []
+    if trip.products != expected.products:
+        found.append(f"a trip has {trip.products} matrix instructions; expected {expected.products}")
+    if trip.waits != expected.waits:
+        found.append(f"a trip waits until {trip.waits} groups of products run; expected {expected.waits}")
+    if expected.softmax and not trip.exponentials:
+        found.append("a trip has no exponentials")
+    if trip.late:
+        found.append(f"{trip.late} of {trip.exponentials} exponentials come after the wait for the product")
+    if trip.spills > spills:
+        found.append(f"a trip reads or writes the stack {trip.spills} times; expected {spills}")
+    return found
+
+
+class _Instruction(NamedTuple):
+    text: str
+    is_guarded: bool  # by a predicate
+    target: int | None  # the place of the instruction that it may jump to
+
+
+def trips(text: str) -> list[Trip]:
+    """The quickest trip of each loop with products, of loops in loops the innermost."""
+    code = _instructions(text)
+    loops = {
+        (x.target, at): path
+        for at, x in enumerate(code)
+        if x.target is not None and x.target < at and (path := _quickest(code, x.target, at))
+    }
+    multiplying = [(a, b) for a, b in loops if any(x.text.startswith("HGMMA") for x in code[a : b + 1])]
+    innermost = [
+        (a, b) for a, b in multiplying if not any(a <= c and d <= b for c, d in multiplying if (a, b) != (c, d))
+    ]
+    return [_trip(loops[loop]) for loop in innermost]
+
+
+def _instructions(text: str) -> list[_Instruction]:
+    places, found = {}, []
+    for match in LINE.finditer(text):
+        if match["label"]:
+            places[match["label"]] = len(found)
+        else:
+            found.append((match["code"], match["guard"] is not None))
+    jumps = [JUMP.match(code) for code, _ in found]
+    return [_Instruction(*x, places.get(jump[1]) if jump else None) for x, jump in zip(found, jumps, strict=True)]
+
+
+def _quickest(code: list[_Instruction], start: int, end: int) -> list[str]:
+    """The fewest instructions from ``start`` to the jump back at ``end``; none where that jump is no loop's.
+
+    Whoever waits for a tile does so behind the kernel, and jumps back to where the tile is there.
+    """
+    before, length = {}, {start: 0}  # by place: where the quickest way comes from, and how long it is
+    for at in range(start, end):
+        if at not in length:
+            continue
+        x, after = code[at], []
+        if x.is_guarded or not LEAVES.match(x.text):
+            after.append(at + 1)
+        if x.target is not None and at < x.target <= end:
+            after.append(x.target)
+        for place in after:
+            if length[at] + 1 < length.get(place, len(code)):
+                before[place], length[place] = at, length[at] + 1
+    if end not in length:
+        return []
+    path = [end]
+    while path[-1] != start:
+        path.append(before[path[-1]])
+    return [code[at].text for at in reversed(path)]
+
+
+def _trip(path: list[str]) -> Trip:
+    waits = [(at, int(match[1], 16)) for at, x in enumerate(path) if (match := WAIT.match(x))]
+    exponentials = [at for at, x in enumerate(path) if x.startswith("MUFU.EX2")]
+    last = max((at for at, running in waits if running == 0), default=-1)
+    return Trip(
+        products=sum(x.startswith("HGMMA") for x in path),
+        waits=tuple(running for _, running in waits),
+        exponentials=len(exponentials),
+        late=sum(at > last for at in exponentials),
+        spills=sum(bool(re.match(r"(?:LDL|STL)\b", x)) for x in path),
+    )
