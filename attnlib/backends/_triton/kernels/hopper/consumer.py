@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..band import visible
+from ..band import Band, visible
 from ..scores import modify, unit_of
 from .primitives import FIRST, arrive_after, barrier_arrive, opaque, scale_rows
 from .shared import ROWS
@@ -86,7 +86,12 @@ def softmax(s, m_i, modifiers, i, n, band, sizes, masked):
 
     The maximum stays while no row's grows by more than ``MOVED`` powers of two; sums are exact all the same.
     """
-    i, j = i[:, None], (n + gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, s.type.layout)))[None, :]
+    j = gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, s.type.layout))[None, :]
+    if sizes.FROM_BLOCK:
+        i = (i - n)[:, None]
+        band = Band(band.start - n, band.end - n, band.left, band.right, band.prefix, band.apart, band.key + n)
+    else:
+        i, j = i[:, None], n + j
     unit = unit_of(modifiers)
     s, _ = modify(s, modifiers, i + band.apart, j)
     if masked:
