@@ -86,8 +86,9 @@ def hopper_entries() -> Iterator[Build]:
             yield Build("backward_keys", 90, head, mask=mask, hopper=True)
         for rows in ROWS[1:]:
             yield Build("backward_keys", 90, head, rows=rows, hopper=True)
-        yield Build("backward_keys", 90, head, softcap=True, hopper=True)
         yield Build("backward_queries", 90, head, hopper=True)
+    yield Build("backward_keys", 90, (192, 128), softcap=True, hopper=True)
+    yield Build("backward_keys", 90, (256, 256), softcap=True, hopper=True)
 
 
 def product() -> Iterator[Build]:

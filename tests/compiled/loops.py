@@ -48,9 +48,26 @@ def _forward(constants: dict) -> tuple[Loop, ...]:
     return (Loop((channels + constants["BLOCK_N"]) // DEPTH, waits=(1, 0)),) * constants["CONSUMERS"]
 
 
-DEPTH = 16  # channels, or keys, of a matrix instruction
+def _backward(constants: dict) -> tuple[Loop, ...]:
+    """A loop for each consumer; where heads are wide, one without softmax makes dv."""
+    early, products = constants["EARLY"], 2 * KEYS // DEPTH
+    rows, channels = constants["BLOCK_M"], constants["D_MAIN"] + constants["E_MAIN"]
+    if constants["TILES"] == 2:
+        return (Loop((channels + 2 * rows) // DEPTH + products, waits=(0, 0, 1, 0)),) * 2
+    return Loop(24, (1, 0) if early else (0, 0), softmax=False), Loop(24, (2, 0) if early else (0, 0))
+
+
+DEPTH, KEYS = 16, 64  # channels, or keys, of a matrix instruction; keys of a tile of the backward
 # By kernel, from the constants that it is compiled for: its loops, in the order of the code.
-EXPECTED = MappingProxyType({"forward": _forward})
+EXPECTED = MappingProxyType(
+    {
+        "forward": _forward,
+        "backward": _backward,
+        "finish_queries": lambda constants: (),
+        "decode_many": lambda constants: (Loop(44, (1, 0, 0)), Loop(44, (0, 0, 0))),
+        "decode_few": lambda constants: (Loop(68, (0, 0)),) * 2,
+    }
+)
 # Words that a trip reads and writes on the stack, by build, with either Triton: no more than these. All have an option
 # that takes registers, and nobody has measured what they cost; calls without options may spill none.
 SPILLING = MappingProxyType(

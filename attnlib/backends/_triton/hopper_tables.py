@@ -86,7 +86,9 @@ def forward(case: DenseCase, *, keys: int) -> ForwardConfig | None:
 def backward(case: DenseCase, *, keys: int) -> BackwardConfig | None:
     """How the backward of a call is launched; None where the two plain passes run it."""
     main, _, value = widths(case.head_dim, case.value_dim)
-    return _fitting(BACKWARD, case, keys) if value == main else None
+    config = _fitting(BACKWARD, case, keys) if value == main else None
+    # A cap takes registers that two tiles of keys do not leave: 70 and more words would be spilled in every step.
+    return None if config is not None and config.tiles > 1 and not case.plain else config
 
 
 def _fitting(table: tuple[tuple, ...], case: DenseCase, keys: int) -> ForwardConfig | BackwardConfig | None:
