@@ -6,7 +6,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from attnlib.backends._triton import cached, plans, schedule, variants, writes
+from attnlib.backends._triton import backend, cached, plans, schedule, variants, writes
 from attnlib.backends._triton.launch import Launch, planned
 from attnlib.backends._triton.plans import Key, key_of, layout
 from attnlib.backends._triton.writes import write_cache
@@ -116,7 +116,7 @@ def _over_cache(build: CachedBuild) -> Prepared:
         return cached_plan(key._replace(tf32=build.dtype == "tf32"))
 
     with (
-        patch.object(torch.ops.attnlib, "triton_cached", cached._cached),  # else torch would ask for shapes alone
+        patch.object(torch.ops.attnlib, "triton_cached", backend.cached.run),  # else torch would ask for shapes alone
         patch.object(torch.ops.attnlib, "triton_write", writes._write),
         patch.object(cached, "arch_of", lambda device: build.arch),
         patch.object(Launch, "on", remember),
@@ -136,7 +136,7 @@ def _read(build: CachedBuild):
     slopes = torch.empty(layer.heads, device="meta") if build.slopes else None
     sinks = torch.empty(layer.heads, device="meta") if build.sinks else None
     score = Score(width**-0.5, 50.0 if build.softcap else None, slopes, sinks)
-    cached.cached_attention(checked(Call(q, mask, score, kv=view)))
+    backend.cached.attention(checked(Call(q, mask, score, kv=view)))
 
 
 def _write(build: CachedBuild):

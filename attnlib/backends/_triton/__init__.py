@@ -7,7 +7,7 @@ from ...call import Call
 from ...prepared import Run
 from ...spec import AttentionSpec
 from ..operators import NO_BACKWARD
-from . import cached
+from .cached import Cached
 from .dense import Dense
 from .launch import against
 from .schedule import new_schedule, update_schedule
@@ -25,7 +25,7 @@ class TritonBackend:
     new_schedule, update_schedule = staticmethod(new_schedule), staticmethod(update_schedule)
 
     def __init__(self, name: str, *, hopper: bool):
-        self.dense = Dense(name, hopper=hopper)
+        self.dense, self.cached = Dense(name, hopper=hopper), Cached(name, hopper=hopper)
 
     def unsupported(self, spec: AttentionSpec) -> list[str]:
         """Why this backend cannot run ``spec``."""
@@ -47,7 +47,7 @@ class TritonBackend:
 
     def variant(self, call: Call) -> str:
         """Which of its kernels run a call."""
-        return self.dense.variant(call) if call.kv is None else "plain"
+        return self.dense.variant(call) if call.kv is None else self.cached.variant(call)
 
     def attention(self, call: Call) -> tuple[Tensor, Tensor]:
         """Dense or packed attention and its LSE."""
@@ -55,11 +55,11 @@ class TritonBackend:
 
     def cached_attention(self, call: Call) -> tuple[Tensor, Tensor]:
         """Attention over stored keys and its LSE."""
-        return cached.cached_attention(call)
+        return self.cached.attention(call)
 
     def prepare(self, call: Call) -> Run | None:
         """A quicker way to run this call again, on tensors of the same layouts."""
-        return self.dense.prepare(call) if call.kv is None else cached.prepare(call)
+        return self.dense.prepare(call) if call.kv is None else self.cached.prepare(call)
 
 
 backend = TritonBackend("triton", hopper=True)

@@ -15,7 +15,7 @@ from ...watched import are_watched
 from ..autograd import register_cached
 from ..operators import CachedArguments, flat_over_view, outputs, readable
 from . import decode_tables, schedule
-from .launch import Block, Launch, remembered
+from .launch import Block, Launch, is_gluon_known, remembered
 from .plans import Key, contiguous, key_of, scoring, strides
 from .tables import LaunchConfig
 
@@ -25,38 +25,69 @@ class DecodePlan(NamedTuple):
     joins. It is None where there are none."""
 
     decode: Launch
-    combine: Launch | None
-    floats: int
+    variant: str
+    combine: Launch | None = None
+    floats: int = 0
 
 
-def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
-    """Attention over stored keys and its LSE."""
-    run = torch.ops.attnlib.triton_cached if are_watched(call.q, call.q, call.q) else _cached
-    return run(*flat_over_view(call, _schedule_of(call.kv)))
+class Cached:
+    """Attention over a cache, as an operator of this name; ``hopper`` says whether Hopper's own kernels may run."""
 
+    def __init__(self, name: str, *, hopper: bool):
+        self.name, self.hopper = f"{name}_cached", hopper
+        self._library = register_cached(name, self.run)
 
-def prepare(call: Call) -> Run | None:
-    """What runs a call without optional tensors again, on queries of the same layout."""
-    kv, spec, q, given = call.kv, call.spec, call.q, _schedule_of(call.kv)
-    # torch decides fp32's products.
-    if spec.strided or spec.dtype == torch.float32 or given is None or not (q.numel() and kv.lengths.numel()):
-        return None
-    a = flat_over_view(call, given)
-    plan = cached_plan(decode_key(a))
-    tensors = _tensors(a._replace(q=None))  # what is prepared keeps no tensor of a call
-    decode = plan.decode.bound(tensors, "q", "out", "lse", "split")
-    combine = None if plan.combine is None else plan.combine.bound(tensors, "split", "out", "lse")
-    shape, lse_shape = (*q.shape[:-1], spec.value_dim), (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    def attention(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Attention over stored keys and its LSE."""
+        run = getattr(torch.ops.attnlib, self.name) if are_watched(call.q, call.q, call.q) else self.run
+        return run(*flat_over_view(call, _schedule_of(call.kv)))
 
-    def run(q: Tensor, k: None, v: None) -> tuple[Tensor, Tensor]:
-        out, lse = q.new_empty(shape), q.new_empty(lse_shape, dtype=torch.float32)
-        splits = lse if combine is None else lse.new_empty(plan.floats)
-        decode(q, out, lse, splits)
-        if combine is not None:
-            combine(splits, out, lse)
+    def variant(self, call: Call) -> str:
+        """Which kernels run a call."""
+        given = _schedule_of(call.kv)
+        a = flat_over_view(call, given)
+        return cached_plan(self.key(a if given is not None else a._replace(schedule=_scheduled(a)))).variant
+
+    def prepare(self, call: Call) -> Run | None:
+        """What runs a call without optional tensors again, on queries of the same layout."""
+        kv, spec, q, given = call.kv, call.spec, call.q, _schedule_of(call.kv)
+        # torch decides fp32's products.
+        if spec.strided or spec.dtype == torch.float32 or given is None or not (q.numel() and kv.lengths.numel()):
+            return None
+        a = flat_over_view(call, given)
+        plan = cached_plan(self.key(a))
+        tensors = _tensors(a._replace(q=None))  # what is prepared keeps no tensor of a call
+        decode = plan.decode.bound(tensors, "q", "out", "lse", "split")
+        combine = None if plan.combine is None else plan.combine.bound(tensors, "split", "out", "lse")
+        shape, lse_shape = (*q.shape[:-1], spec.value_dim), (*q.shape[:-3], q.shape[-2], q.shape[-3])
+
+        def run(q: Tensor, k: None, v: None) -> tuple[Tensor, Tensor]:
+            out, lse = q.new_empty(shape), q.new_empty(lse_shape, dtype=torch.float32)
+            splits = lse if combine is None else lse.new_empty(plan.floats)
+            decode(q, out, lse, splits)
+            if combine is not None:
+                combine(splits, out, lse)
+            return out, lse
+
+        return run
+
+    def key(self, a: CachedArguments) -> Key:
+        """What decides the launches of a call."""
+        return decode_key(a)._replace(hopper=self.hopper)
+
+    def run(self, *arguments) -> tuple[Tensor, Tensor]:
+        """What the operator runs."""
+        a = readable(CachedArguments(*arguments))
+        out, lse = outputs(a.q, a.value_plane)
+        if not (out.numel() and a.lengths.numel()):
+            return out.zero_(), lse.fill_(-torch.inf)
+        a = a if a.schedule is not None else a._replace(schedule=_scheduled(a))
+        plan = cached_plan(self.key(a))
+        tensors = _tensors(a) | {"out": out, "lse": lse, "split": lse.new_empty(plan.floats)}
+        plan.decode.on(tensors)
+        if plan.combine is not None:
+            plan.combine.on(tensors)
         return out, lse
-
-    return run
 
 
 def _schedule_of(kv: KVView) -> Tensor | None:
@@ -75,20 +106,6 @@ def _tensors(a: CachedArguments) -> dict[str, Tensor | None]:
     """The tensors by name, with each plane that kernels take."""
     tail, scale = a.k if a.k_tail is None else a.k_tail, a.k_scale if a.v is None else a.v_scale
     return a._asdict() | {"k_tail": tail, "v": a.value_plane, "v_scale": scale}
-
-
-def _cached(*arguments):
-    a = readable(CachedArguments(*arguments))
-    out, lse = outputs(a.q, a.value_plane)
-    if not (out.numel() and a.lengths.numel()):
-        return out.zero_(), lse.fill_(-torch.inf)
-    a = a if a.schedule is not None else a._replace(schedule=_scheduled(a))
-    plan = cached_plan(decode_key(a))
-    tensors = _tensors(a) | {"out": out, "lse": lse, "split": lse.new_empty(plan.floats)}
-    plan.decode.on(tensors)
-    if plan.combine is not None:
-        plan.combine.on(tensors)
-    return out, lse
 
 
 def _scheduled(a: CachedArguments) -> Tensor:
@@ -115,7 +132,7 @@ class DecodeShapes:
             aligned=key.aligned and all(x.is_in_lines for x in planes)
             and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale) if x),
         )  # fmt: skip
-        self.hopper = decode_tables.hopper(self.case) if key.hopper and not a.split_size else None
+        self.hopper = decode_tables.hopper(self.case) if key.hopper and not a.split_size and is_gluon_known() else None
         self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
         self.pairs = not a.split_size and decode_tables.pairs(self.case, self.tiles)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
@@ -205,8 +222,9 @@ def cached_plan(key: Key) -> DecodePlan:
     width = arguments["E_MAIN"]
     early, blocks = arguments["EARLY"], _blocks(x, arguments) if tiles.tma else {}
     launch = Launch(_kernel(x), x.programs, arguments, tiles, blocks, early=early)
+    variant = "plain" if x.hopper is None else "Hopper"
     if not x.scheduled:
-        return DecodePlan(launch, None, 0)
+        return DecodePlan(launch, variant)
     queries, slots = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.b
     splits = x.long_splits if x.long_splits > 1 else x.capacity // max(1, x.b)  # of a sequence, if all are alike
     together, at_once, channels = decode_tables.joined(splits, width)
@@ -220,7 +238,4 @@ def cached_plan(key: Key) -> DecodePlan:
     }  # fmt: skip
     programs = slots * x.g * groups * (width // channels)
     joined = Launch(combine, programs, arguments, LaunchConfig(tiles.block_m, 0, 1, 4), early=early)
-    return DecodePlan(launch, joined, x.lines * (width + 1))
-
-
-_library = register_cached("triton", _cached)
+    return DecodePlan(launch, variant, joined, x.lines * (width + 1))

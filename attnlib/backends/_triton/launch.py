@@ -17,6 +17,7 @@ from ...watched import IS_KNOWN
 from .tables import LaunchConfig
 
 KNOWN = ("3.6", "3.7")  # the versions of Triton whose launchers the tests have passed with
+GLUON = ("3.6", "3.7")  # and those whose Gluon
 
 if IS_KNOWN and hasattr(torch._C, "_cuda_getDevice"):  # a microsecond sooner than what is public
     current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
@@ -207,6 +208,12 @@ def started(binary) -> tuple[Callable, tuple]:
     return run, (function, metadata, *no_hooks)
 
 
+def is_gluon_known() -> bool:
+    """Whether Triton is of a version with whose Gluon the tests have passed."""
+    return version() in GLUON
+
+
+@remembered
 def version() -> str:
     """The minor version of Triton."""
     import triton

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from . import hopper_tables, plans
 from .hopper_tables import BackwardConfig, ForwardConfig
-from .launch import Block, Launch, current_stream, remembered
+from .launch import Block, Launch, current_stream, is_gluon_known, remembered
 from .plans import Backward, BackwardShapes, DenseShapes, Key, Layout
 from .schedule import processors
 from .tables import LaunchConfig
 
-KNOWN = ("3.6", "3.7")  # the versions of Triton whose Gluon these kernels have been tested with
 ROWS = 64  # queries or keys of a warpgroup
 
 
@@ -104,11 +103,3 @@ def _hopper_backward(x: BackwardShapes, config: BackwardConfig) -> Backward:
     keys = Launch(backward, pairs * x.blocks(x.t, ROWS * config.tiles), arguments, launched, blocks)
     queries = Launch(finish_queries, heads * tiles, arguments, launched)
     return Backward(x.prepare(), keys, queries, "Hopper", sums=heads * tiles * config.block_m * width)
-
-
-@remembered
-def is_gluon_known() -> bool:
-    """Whether Triton is of a version whose Gluon these kernels know."""
-    import triton
-
-    return triton.__version__.startswith(tuple(f"{version}." for version in KNOWN))
