@@ -332,6 +332,24 @@ def test_expanded_steps_compile_to_one_graph():
     torch._dynamo.reset()
 
 
+def test_a_compiled_packed_step_has_one_form_whatever_its_prompts_are():
+    torch._dynamo.reset()
+    model = Stack(latent("auto", dtype=torch.float32, **WIDE))
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(model, fullgraph=True, backend=counter)
+    outs = []
+    for f in (run, model):
+        cache = cache_for(model, 4, sequences=3, length=128)
+        handles = cache.admit(3)
+        feed_dense(model, cache, tokens(3, 33, dtype=torch.float32))
+        for counts in ((1, 20, 1), (20, 1, 1), (1, 1, 20)):  # their history stays below 64
+            step = {x: tokens(n, seed=n, dtype=torch.float32) for x, n in zip(handles, counts, strict=True)}
+            outs.append(torch.cat(list(feed(f, cache, step).values())))
+    torch.testing.assert_close(outs[:3], outs[3:], rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
 # What is refused
 
 
