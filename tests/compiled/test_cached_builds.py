@@ -153,8 +153,7 @@ def test_chips_differ_in_how_many_splits_fill_them():
         ({"layer": WIDE_MLA, "page": 16}, "decode"),
         ({"layer": WIDE_MLA, "aligned": False}, "decode"),
         ({"layer": WIDE_MLA, "dtype": "fp32"}, "decode"),
-        ({"layer": MLA, "store": "fp8"}, "decode_bytes"),
-        ({"layer": MLA, "store": "fp8", "page": 0}, "decode"),
+        ({"layer": MLA, "store": "fp8"}, "decode"),
         ({"layer": MLA, "invariant": True}, "decode"),
         ({"layer": WIDE_MLA, "arch": 100}, "decode"),
         ({}, "decode"),
@@ -163,14 +162,6 @@ def test_chips_differ_in_how_many_splits_fill_them():
 )
 def test_which_calls_hopper_has_kernels_for(changes, kernel):
     assert prepared(DECODE._replace(**changes))[0].kernel.__name__ == kernel
-
-
-def test_descriptors_of_stored_bytes_have_a_row_for_each_token():
-    """In pairs of bytes; and of scales a row for each tile."""
-    launch, named = prepared(DECODE._replace(layer=MLA, store="int8"))
-    tokens = named["k"].shape[:2].numel()
-    shapes = {name: block.descriptor(named[block.tensor]).shape for name, block in launch.blocks.items()}
-    assert shapes == {"k_desc": [tokens, 256], "tail_desc": [tokens, 64], "scale_desc": [tokens // 64, 64]}
 
 
 def test_nothing_stays_replaced():

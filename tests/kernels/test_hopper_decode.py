@@ -53,15 +53,6 @@ def test_any_page_and_dtype(heads, page_size):
     assert_right(call)
 
 
-@pytest.mark.parametrize("counts", [1, 2, (1, 1, 3, 0, 1, 2)], ids=str)
-@pytest.mark.parametrize("options", [(), ("softcap",), ("alibi_slopes", "sinks")], ids=str)
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_stored_bytes(dtype, options, counts):
-    call = store(replace(LATENT, store=dtype), Sizes(LENGTHS, page_size=64)).call(counts, 8, CAUSAL, options)
-    assert kernel(call) == "decode_bytes"
-    assert_right(call)
-
-
 @pytest.mark.parametrize("page_size", [16, 24])
 def test_pages_that_no_tile_fits_are_for_the_plain_kernel(page_size):
     assert kernel(store(LATENT, Sizes(LENGTHS, page_size=page_size)).call(1, 128)) == "decode"

@@ -191,12 +191,9 @@ def _kernel(x: DecodeShapes) -> Callable:
 
     if x.hopper is None:
         return decode
-    from .kernels.hopper.decode_bytes import decode_bytes
     from .kernels.hopper.decode_few import decode_few
     from .kernels.hopper.decode_many import decode_many
 
-    if x.case.itemsize == 1:
-        return decode_bytes
     return decode_few if x.hopper.block_m == 16 else decode_many
 
 
@@ -207,8 +204,6 @@ def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
     blocks = {"k_desc": Block("k", rows, width, of_heads=False, gluon=own)}
     if x.case.tail:
         blocks["tail_desc"] = Block("k_tail", rows, arguments["D_TAIL"], of_heads=False, gluon=own)
-    if own and x.case.itemsize == 1:
-        blocks["scale_desc"] = Block("k_scale", 1, rows, of_heads=False, gluon=True)
     return blocks
 
 

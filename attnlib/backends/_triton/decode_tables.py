@@ -72,11 +72,9 @@ FP32 = (
 # Latent storage on chips with 200 KB of shared memory; many rows on sm_90 only.
 LATENT_FEW = LaunchConfig(16, 64, 3, 8, resident=1)
 LATENT_MANY = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
-# Latents of 512 + 64 in Hopper's own kernels: rows as columns of products, or as their 64 rows; and stored bytes.
+# Latents of 512 + 64 in Hopper's own kernels: rows as columns of products, or as their 64 rows.
 HOPPER_FEW = LaunchConfig(16, 64, 2, 4, tma=True, resident=1)
 HOPPER_MANY = LaunchConfig(64, 64, 3, 4, tma=True, resident=1)  # 32 heads, 64 x 8k: 168; in two blocks of few, 183
-HOPPER_BYTES = LaunchConfig(16, 64, 4, 4, tma=True, resident=1)
-MOST_OF_BYTES = 64  # rows, in blocks of 16
 
 
 def hopper(case: DecodeCase) -> LaunchConfig | None:
@@ -86,11 +84,9 @@ def hopper(case: DecodeCase) -> LaunchConfig | None:
     >>> hopper(case).block_m, hopper(case._replace(rows=16)).block_m, hopper(case._replace(page_size=16))
     (64, 16, None)
     """
-    is_there = case.arch == 90 and case.latent and case.itemsize <= 2 and case.aligned
+    is_there = case.arch == 90 and case.latent and case.itemsize == 2 and case.aligned
     if not is_there or (case.head_dim, case.tail) != (512, 64) or case.page_size % HOPPER_MANY.block_n:
         return None
-    if case.itemsize == 1:  # scales are loaded in rows of a tile
-        return HOPPER_BYTES if case.rows <= MOST_OF_BYTES and case.page_size else None
     return HOPPER_FEW if case.rows <= HOPPER_FEW.block_m else HOPPER_MANY
 
 

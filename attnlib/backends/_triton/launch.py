@@ -43,8 +43,7 @@ def remembered(plan: Callable) -> Callable:
 class Block(NamedTuple):
     """What a descriptor loads at once of a tensor: so many rows and columns, of one head if it has heads.
 
-    ``gluon``: for a kernel in Gluon, which says how a tile lies in shared memory. Of rows without heads it reads bytes
-    in pairs, and what tokens have one of, such as scales, in rows of as many as are loaded at once.
+    ``gluon``: for a kernel in Gluon, which says how a tile lies in shared memory.
     """
 
     tensor: str
@@ -58,9 +57,7 @@ class Block(NamedTuple):
         if self.of_heads:
             x, block = x if x.dim() == 4 else x[None], (1, self.rows, 1, self.columns)
         else:
-            x = x.view(torch.int16) if self.gluon and x.dtype.itemsize == 1 else x
-            x = x.view(-1, max(x.shape[-1], self.columns if self.gluon else 0))
-            block = (self.rows, self.columns)
+            x, block = x.view(-1, x.shape[-1]), (self.rows, self.columns)
         shape, strides = list(x.shape), list(x.stride())
         if self.gluon:
             from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

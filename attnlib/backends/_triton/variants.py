@@ -84,7 +84,8 @@ def in_order(key: Key) -> Key:
 def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
     """The launches of a backward."""
     x, a = BackwardShapes(key, Layout(*dout), None if dlse is None else Layout(*dlse)), key.layouts
-    if key.hopper and a.dropout_p == 0 and not x.has_slopes and x.out.is_in_lines and is_gluon_known():
+    takes = a.dropout_p == 0 and not x.has_slopes and a.scale != 0 and x.out.is_in_lines  # it divides by the scale
+    if key.hopper and takes and is_gluon_known():
         config = hopper_tables.backward(x.case, keys=x.length)
         if config is not None:
             return _hopper_backward(x, config)
