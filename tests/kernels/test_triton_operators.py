@@ -90,7 +90,7 @@ def test_the_operators_are_what_they_say(case):
 def test_a_prepared_call_has_the_gradients_of_the_first():
     """To the bit, of its results and for any of its tensors, also where no LSE is differentiated."""
     tensors = leaves(dtype=torch.float16)
-    run = triton.prepare(checked(Call(*tensors[:1], CAUSAL, Score(), *tensors[1:])))
+    run = triton.backend.prepare(checked(Call(*tensors[:1], CAUSAL, Score(), *tensors[1:])))
     for of in ((0, 1), (0,), (1,)):
         for asked in (tensors, tensors[:1], tensors[1:]):
             found = []

@@ -115,8 +115,12 @@ def decode(case: DecodeCase) -> LaunchConfig:
 
 
 def pairs(case: DecodeCase, config: LaunchConfig) -> bool:
-    """Whether stored bytes are read in pairs, which takes more registers than many rows leave."""
-    return case.itemsize == 1 and case.aligned and config.block_m == 16
+    """Whether stored bytes are read in pairs, which takes more registers than many rows leave.
+
+    A product takes 16 channels at least, so that as many pairs are 32.
+    """
+    channels = [n for n in widths_of(case.head_dim, case.tail, case.value_dim)[:2] if n]
+    return case.itemsize == 1 and case.aligned and config.block_m == 16 and min(channels) >= 32
 
 
 def fixed(case: DecodeCase) -> LaunchConfig:

@@ -71,7 +71,7 @@ def advance(sums, number: gl.constexpr, step, now, job, band, call, results, sha
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums.dv.type.layout, k_width=2)
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES)
-    slot, m0 = now.slot, step.m0
+    slot, m0 = now.slot, job.first + step.tile * BLOCK_M
     q, dout = shared.q.index(slot), shared.dout.index(slot)
     if now.masked:
         clear_queries(m0, slot, now.phase, job, shared, sizes)
@@ -137,11 +137,11 @@ def consume(number: gl.constexpr, job, band, call, results, shared, sizes):
     mbarrier.wait(shared.q_full.index(0), 0, pred=job.steps > 0)
     step = first_step(job, call)
     for n in range(job.steps):
-        i0 = job.ahead + step.m0
+        i0 = job.ahead + job.first + step.tile * BLOCK_M
         masked = (i0 < all_low) | (i0 + BLOCK_M > all_high)
         now = Now(n % sizes.SLOTS, (n // sizes.SLOTS) & 1, n & 1, masked, n + 1 < job.steps)
         sums = advance(sums, number, step, now, job, band, call, results, shared, sizes)
-        step = next_step(step, job, call, BLOCK_M)
+        step = next_step(step, job, call)
     parity = job.steps & 1
     barrier_sync(FIRST + number * 2 + parity, CONSUMERS)
     if job.steps > 0:

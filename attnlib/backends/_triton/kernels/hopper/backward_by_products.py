@@ -83,33 +83,6 @@ def finish_dq(number: gl.constexpr, tile, job, results, shared, sizes):
 
 
 @gluon.jit
-def issue_scores(n, step, zero, job, call, shared, sizes, there):
-    """Begin the scores of a step, once its queries are ``there``; less the LSE if nothing else comes between."""
-    slot, phase = n % sizes.SLOTS, (n // sizes.SLOTS) & 1
-    if there:
-        clear_queries(step.m0, slot, phase, job, shared, sizes)
-    mbarrier.wait(shared.q_full.index(slot), phase, pred=there)
-    IN_SUMS: gl.constexpr = call.softcap is None and call.slopes_ptr is None
-    s = spread(shared.lse.index(slot), zero) if IN_SUMS else zero
-    s = warpgroup_mma(shared.k.index(0), shared.q.index(slot).permute((1, 0)), s, is_async=True)
-    if sizes.D_TAIL:
-        s = warpgroup_mma(shared.k_tail.index(0), shared.q_tail.index(slot).permute((1, 0)), s, is_async=True)
-    return s
-
-
-@gluon.jit
-def issue_dp(n, step, zero, job, shared, sizes, there):
-    """Begin the gradient of a step's probabilities less delta, once its queries are ``there``."""
-    slot, phase = n % sizes.SLOTS, (n // sizes.SLOTS) & 1
-    if there:
-        clear_queries(step.m0, slot, phase, job, shared, sizes)
-    mbarrier.wait(shared.q_full.index(slot), phase, pred=there)
-    mbarrier.wait(shared.dout_full.index(slot), phase, pred=there)
-    dp = spread(shared.delta.index(slot), zero)
-    return warpgroup_mma(shared.v.index(0), shared.dout.index(slot).permute((1, 0)), dp, is_async=True)
-
-
-@gluon.jit
 def consume_values(job, band, call, results, shared, sizes):
     """Probabilities, and the gradient of values."""
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
@@ -122,15 +95,18 @@ def consume_values(job, band, call, results, shared, sizes):
     all_low, all_high = full_queries(job.start, job, band)
     j = (job.start + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES)))[:, None]
     wait_for_keys(job, band, shared, sizes)
-    step, first = first_step(job, call), zero
-    if sizes.EARLY:
-        first = warpgroup_mma_wait(0, deps=[issue_scores(0, step, zero, job, call, shared, sizes, job.steps > 0)])
+    step = first_step(job, call)
     for n in range(job.steps):
         slot, phase, before = n % sizes.SLOTS, (n // sizes.SLOTS) & 1, (n & 1) ^ 1
-        dout, i0 = shared.dout.index(slot), job.ahead + step.m0
-        s = first
-        if not sizes.EARLY:
-            s = warpgroup_mma_wait(0, deps=[issue_scores(n, step, zero, job, call, shared, sizes, True)])
+        m0, dout = job.first + step.tile * BLOCK_M, shared.dout.index(slot)
+        i0 = job.ahead + m0
+        clear_queries(m0, slot, phase, job, shared, sizes)
+        mbarrier.wait(shared.q_full.index(slot), phase)
+        s = spread(shared.lse.index(slot), zero) if IN_SUMS else zero
+        s = warpgroup_mma(shared.k.index(0), shared.q.index(slot).permute((1, 0)), s, is_async=True)
+        if sizes.D_TAIL:
+            s = warpgroup_mma(shared.k_tail.index(0), shared.q_tail.index(slot).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
         i = (i0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES)))[None, :]
         slope = None
         if call.slopes_ptr is not None:
@@ -148,25 +124,15 @@ def consume_values(job, band, call, results, shared, sizes):
         barrier_sync(P_EMPTY, CONSUMERS)
         shared.p.index(0).store((p * derivative).to(dout.dtype))
         barrier_arrive(P_FULL, CONSUMERS)
+        # There are no registers for dq beside p.
         dv = warpgroup_mma(p16, dout, dv, is_async=True)
         barrier_sync(DS_FULL + before, CONSUMERS)
         dq, dq_tail = issue_shares(0, before, shared, sizes)
-        dq_at, step = step.dq_before, next_step(step, job, call, sizes.BLOCK_M)
-        if sizes.EARLY:
-            first = issue_scores(n + 1, step, zero, job, call, shared, sizes, n + 1 < job.steps)
-            if sizes.D_TAIL:
-                dv, dq, dq_tail, p16 = warpgroup_mma_wait(SHARES, deps=[dv, dq, dq_tail, p16])
-            else:
-                dv, dq, p16 = warpgroup_mma_wait(SHARES, deps=[dv, dq, p16])
-            add_shares(dq, dq_tail, 0, dq_at, results, sizes)
-            first = warpgroup_mma_wait(0, deps=[first])
-        else:  # there are no registers for the next scores
-            if sizes.D_TAIL:
-                dv, dq, dq_tail, p16 = warpgroup_mma_wait(0, deps=[dv, dq, dq_tail, p16])
-            else:
-                dv, dq, p16 = warpgroup_mma_wait(0, deps=[dv, dq, p16])
-            add_shares(dq, dq_tail, 0, dq_at, results, sizes)
+        dv, p16 = warpgroup_mma_wait(SHARES, deps=[dv, p16])
+        dq, dq_tail = wait_for_shares(dq, dq_tail, sizes)
+        add_shares(dq, dq_tail, 0, step.dq_before, results, sizes)
         barrier_arrive(FREED + slot, CONSUMERS + 32)
+        step = next_step(step, job, call)
     barrier_sync(P_EMPTY, CONSUMERS)
     barrier_sync(DS_FULL + ((job.steps & 1) ^ 1), CONSUMERS)
     finish_dq(0, step.dq_before, job, results, shared, sizes)
@@ -180,6 +146,7 @@ def consume_keys(job, band, call, results, shared, sizes):
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_M, 16])
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D, 16])
     DS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OF_K, k_width=2)
+    SHARES: gl.constexpr = 2 if sizes.D_TAIL else 1
     zero, dk = gl.zeros([KEYS, sizes.BLOCK_M], gl.float32, SCORES), gl.zeros([KEYS, sizes.D], gl.float32, OF_K)
     dk_tail, v = dk, shared.v.index(0)
     if sizes.D_TAIL:
@@ -190,14 +157,17 @@ def consume_keys(job, band, call, results, shared, sizes):
     fence_async_shared()
     barrier_arrive(DS_FULL + 1, CONSUMERS)
     barrier_arrive(P_EMPTY, CONSUMERS)
-    step, first = first_step(job, call), zero
-    if sizes.EARLY:
-        first = warpgroup_mma_wait(0, deps=[issue_dp(0, step, zero, job, shared, sizes, job.steps > 0)])
+    step = first_step(job, call)
     for n in range(job.steps):
-        slot, before = n % sizes.SLOTS, (n & 1) ^ 1
-        dp = first
-        if not sizes.EARLY:
-            dp = warpgroup_mma_wait(0, deps=[issue_dp(n, step, zero, job, shared, sizes, True)])
+        slot, phase, before = n % sizes.SLOTS, (n // sizes.SLOTS) & 1, (n & 1) ^ 1
+        clear_queries(job.first + step.tile * sizes.BLOCK_M, slot, phase, job, shared, sizes)
+        mbarrier.wait(shared.q_full.index(slot), phase)
+        mbarrier.wait(shared.dout_full.index(slot), phase)
+        dp = spread(shared.delta.index(slot), zero)
+        dp = warpgroup_mma(v, shared.dout.index(slot).permute((1, 0)), dp, is_async=True)
+        if sizes.EARLY:
+            dq, dq_tail = issue_shares(1, before, shared, sizes)
+        dp = warpgroup_mma_wait(SHARES if sizes.EARLY else 0, deps=[dp])
         barrier_sync(P_FULL, CONSUMERS)
         p = shared.p.index(0).load(SCORES)
         barrier_arrive(P_EMPTY, CONSUMERS)
@@ -205,23 +175,25 @@ def consume_keys(job, band, call, results, shared, sizes):
         shared.ds.index(n & 1).store(ds)
         fence_async_shared()
         barrier_arrive(DS_FULL + (n & 1), CONSUMERS)
+        if sizes.EARLY:
+            dq, dq_tail = wait_for_shares(dq, dq_tail, sizes)
         ds16 = gl.convert_layout(ds, DS)
         dk = warpgroup_mma(ds16, shared.q.index(slot), dk, is_async=True)
         if sizes.D_TAIL:
             dk_tail = warpgroup_mma(ds16, shared.q_tail.index(slot), dk_tail, is_async=True)
-        dq, dq_tail = issue_shares(1, before, shared, sizes)
-        dq_at, step = step.dq_before, next_step(step, job, call, sizes.BLOCK_M)
         if sizes.EARLY:
-            first = issue_dp(n + 1, step, zero, job, shared, sizes, n + 1 < job.steps)
-        AHEAD: gl.constexpr = 1 if sizes.EARLY else 0
-        if sizes.D_TAIL:
-            dk, dk_tail, dq, dq_tail, ds16 = warpgroup_mma_wait(AHEAD, deps=[dk, dk_tail, dq, dq_tail, ds16])
+            add_shares(dq, dq_tail, 1, step.dq_before, results, sizes)
         else:
-            dk, dq, ds16 = warpgroup_mma_wait(AHEAD, deps=[dk, dq, ds16])
-        add_shares(dq, dq_tail, 1, dq_at, results, sizes)
-        if sizes.EARLY:
-            first = warpgroup_mma_wait(0, deps=[first])
+            dq, dq_tail = issue_shares(1, before, shared, sizes)
+        if sizes.D_TAIL:
+            dk, dk_tail, ds16 = warpgroup_mma_wait(0 if sizes.EARLY else SHARES, deps=[dk, dk_tail, ds16])
+        else:
+            dk, ds16 = warpgroup_mma_wait(0 if sizes.EARLY else SHARES, deps=[dk, ds16])
+        if not sizes.EARLY:
+            dq, dq_tail = wait_for_shares(dq, dq_tail, sizes)
+            add_shares(dq, dq_tail, 1, step.dq_before, results, sizes)
         barrier_arrive(FREED + slot, CONSUMERS + 32)
+        step = next_step(step, job, call)
     finish_dq(1, step.dq_before, job, results, shared, sizes)
     put_keys(dk, dk_tail, 0, job, band, call, results, shared, sizes)
     tma.store_wait(0)

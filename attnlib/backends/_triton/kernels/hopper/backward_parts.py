@@ -60,9 +60,8 @@ class Job(NamedTuple):
     """The tiles of keys from ``start`` on of a KV head, and the tiles of queries that see them, of its group's heads.
 
     The sequence has ``rows`` keys from ``row`` on and ``queries`` from ``other`` on, in sequence ``plane`` of the
-    tensors; its first query has index ``ahead``. Queries ``[low, high)`` see some of the keys: they are in ``tiles``
-    tiles, ``[first, end)``, of a head, and in ``steps`` of all heads. A program starts at query ``begin``, whose sums
-    of dq are the ``begin_dq``-th, and walks round: if all started at one tile, they would add to the same sums at once.
+    tensors; its first query has index ``ahead``. Queries ``[low, high)`` see some of the keys. The first tile of a head
+    begins at query ``first``, its sums of dq are the ``first_dq``-th; ``tiles`` follow, ``steps`` in all heads.
     """
 
     sequence: gl.tensor
@@ -77,17 +76,15 @@ class Job(NamedTuple):
     low: gl.tensor
     high: gl.tensor
     first: gl.tensor
-    end: gl.tensor
-    begin: gl.tensor
-    begin_dq: gl.tensor
+    first_dq: gl.tensor
     tiles: gl.tensor
     steps: gl.tensor
 
 
 class Step(NamedTuple):
-    """A tile of queries from ``m0`` on, of a head; where its sums of dq are, and those of the tile before."""
+    """A tile of queries, of a head; where its sums of dq are; and where those of the tile before are."""
 
-    m0: gl.tensor
+    tile: gl.tensor
     head: gl.tensor
     dq: gl.tensor
     dq_before: gl.tensor
@@ -118,36 +115,30 @@ def job_of(work, band, call, sizes):
     j0, j1 = gl.maximum(work.start, band.start), gl.minimum(work.start + sizes.TILES * KEYS, band.end)
     low, high, _, _ = query_range(j0, j1, ahead, work.rows, band)
     low, high = low - ahead, high - ahead
-    BLOCK_M: gl.constexpr = sizes.BLOCK_M
-    first = low // BLOCK_M
-    tiles = gl.where(work.start < work.rows, gl.maximum(gl.cdiv(high, BLOCK_M) - first, 0), 0)
-    begin = first
-    if band.right is None:  # else programs start apart anyway
-        begin += work.start // BLOCK_M % gl.maximum(tiles, 1)
-    dq = (work.plane.to(gl.int32) * call.heads + work.head.to(gl.int32) * call.group) * call.dq_tiles + begin
+    first = low // sizes.BLOCK_M
+    tiles = gl.where(work.start < work.rows, gl.maximum(gl.cdiv(high, sizes.BLOCK_M) - first, 0), 0)
+    first_dq = (work.plane.to(gl.int32) * call.heads + work.head.to(gl.int32) * call.group) * call.dq_tiles + first
     if sizes.PACKED:  # sequences lie side by side, with a partial tile for each
-        dq += work.other.to(gl.int32) // BLOCK_M + work.sequence.to(gl.int32)
+        first_dq += work.other.to(gl.int32) // sizes.BLOCK_M + work.sequence.to(gl.int32)
     return Job(
         work.sequence, work.plane, work.head, work.start, work.row, work.rows, work.other, work.others, ahead, low,
-        high, first * BLOCK_M, (first + tiles) * BLOCK_M, begin * BLOCK_M, dq, tiles, tiles * call.group,
+        high, first * sizes.BLOCK_M, first_dq, tiles, tiles * call.group,
     )  # fmt: skip
 
 
 @gluon.jit
 def first_step(job, call):
     """The first tile of queries. The tile before is itself: what is added there is zeros."""
-    return Step(job.begin, job.kv_head.to(gl.int32) * call.group, job.begin_dq, job.begin_dq)
+    return Step(0, job.kv_head * call.group, job.first_dq, job.first_dq)
 
 
 @gluon.jit
-def next_step(step, job, call, BLOCK_M: gl.constexpr):
+def next_step(step, job, call):
     """The next tile of queries: of the same head, or the first of the next."""
-    m0, head, dq = step.m0 + BLOCK_M, step.head, step.dq + 1
-    if m0 == job.end:
-        m0, dq = job.first, dq - job.tiles
-    if m0 == job.begin:
-        head, dq = head + 1, dq + call.dq_tiles
-    return Step(m0, head, dq, step.dq)
+    tile, head, dq = step.tile + 1, step.head, step.dq + 1
+    if tile == job.tiles:
+        tile, head, dq = 0, head + 1, dq + call.dq_tiles - job.tiles
+    return Step(tile, head, dq, step.dq)
 
 
 @gluon.jit
@@ -182,29 +173,33 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
             tma.async_copy_global_to_shared(k_tail_desc, at, full, shared.k_tail.index(c))
 
     unit = -1.0 / unit_of(Modifiers(call.scale, call.softcap, call.slopes_ptr))
-    m, step = gl.arange(0, BLOCK_M, LAYOUT), first_step(job, call)
-    for n in range(job.steps):
-        i, slot = step.m0 + m, n % sizes.SLOTS
-        at, valid = job.plane * call.stride_lb + job.other + step.head * call.stride_lh, (i >= job.low) & (i < job.high)
-        lse2 = gl.load(call.lse2_ptr + at + i, mask=valid, other=float("inf"))
-        delta = gl.load(call.delta_ptr + at + i, mask=valid, other=0.0)
-        if n >= sizes.SLOTS:
+    m, tile, head = gl.arange(0, BLOCK_M, LAYOUT), 0, kv_head * call.group
+    for step in range(job.steps):
+        start = job.first + tile * BLOCK_M
+        at = job.plane * call.stride_lb + job.other + head * call.stride_lh
+        valid = (start + m >= job.low) & (start + m < job.high)
+        lse2 = gl.load(call.lse2_ptr + at + (start + m), mask=valid, other=float("inf"))
+        delta = gl.load(call.delta_ptr + at + (start + m), mask=valid, other=0.0)
+        slot = step % sizes.SLOTS
+        if step >= sizes.SLOTS:
             barrier_sync(FREED + slot, CONSUMERS + 32)
-        at = [plane, job.other.to(gl.int32) + step.m0, step.head, 0]
+        at = [plane, job.other.to(gl.int32) + start, head, 0]
         q_full, dout_full = shared.q_full.index(slot), shared.dout_full.index(slot)
         mbarrier.expect(q_full, BLOCK_M * (sizes.D + sizes.D_TAIL) * 2)
         tma.async_copy_global_to_shared(q_desc, at, q_full, shared.q.index(slot))
         if sizes.D_TAIL:
-            at_tail = [plane, job.other.to(gl.int32) + step.m0, step.head, sizes.D]
+            at_tail = [plane, job.other.to(gl.int32) + start, head, sizes.D]
             tma.async_copy_global_to_shared(q_tail_desc, at_tail, q_full, shared.q_tail.index(slot))
         mbarrier.expect(dout_full, BLOCK_M * sizes.E * 2)
         tma.async_copy_global_to_shared(dout_desc, at, dout_full, shared.dout.index(slot))
         shared.lse.index(slot).store(lse2 * unit if IN_SUMS else lse2)
         shared.delta.index(slot).store(-delta)
         mbarrier.arrive(q_full, count=1)
-        step = next_step(step, job, call, BLOCK_M)
-    for n in range(gl.maximum(job.steps - sizes.SLOTS, 0), job.steps):  # a barrier half full hangs the next program
-        barrier_sync(FREED + n % sizes.SLOTS, CONSUMERS + 32)
+        tile += 1
+        if tile == job.tiles:
+            tile, head = 0, head + 1
+    for step in range(gl.maximum(job.steps - sizes.SLOTS, 0), job.steps):  # a barrier half full hangs the next program
+        barrier_sync(FREED + step % sizes.SLOTS, CONSUMERS + 32)
 
 
 # ---- what consumers read

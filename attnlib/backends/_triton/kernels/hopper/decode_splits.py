@@ -103,6 +103,8 @@ def split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M: gl.
     high = gl.where(first < last, high, low)
     if n >= 0:  # of a long sequence
         low, high = tokens_of_split(low, high, n, splits, TOKENS)
+        begin, end = gl.maximum(begin, low), gl.minimum(end, high)
+        all_low, all_high = gl.maximum(all_low, low), gl.minimum(all_high, high)
     zero = length * 0
     splits = anew(splits + zero)  # one that is known fails in triton 3.6's passes
     return Split(
