@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from compiled.builds import TRAINED, Build, hopper_entries
+from compiled.cached_builds import cached_entries
 from compiled.chipless import distinct
 from compiled.launches import prepared
 from compiled.loops import EXPECTED, SPILLING, Loop, Trip, disorder, faults, trips
