@@ -132,7 +132,8 @@ class DecodeShapes:
             aligned=key.aligned and all(x.is_in_lines for x in planes)
             and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale) if x),
         )  # fmt: skip
-        self.hopper = decode_tables.hopper(self.case) if key.hopper and not a.split_size and is_gluon_known() else None
+        takes = key.hopper and not a.split_size and a.origin is None and is_gluon_known()
+        self.hopper = decode_tables.hopper(self.case) if takes else None
         self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
         self.pairs = not a.split_size and decode_tables.pairs(self.case, self.tiles)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)

@@ -43,7 +43,8 @@ _counter_of = remembered(_zero)  # kernels leave it at 0
 def forward(key: Key) -> Forward:
     """The launch of a forward, which makes out and lse."""
     x, a = DenseShapes(key), key.layouts
-    if key.hopper and a.dropout_p == 0 and x.out.is_in_lines and is_gluon_known():
+    takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines  # pieces of a call have not been tried
+    if key.hopper and takes and is_gluon_known():
         config = hopper_tables.forward(x.case, keys=x.length)
         if config is not None:
             return _hopper_forward(x, config, drawn=not x.are_alike, processors=processors(key.device))
@@ -84,7 +85,8 @@ def in_order(key: Key) -> Key:
 def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
     """The launches of a backward."""
     x, a = BackwardShapes(key, Layout(*dout), None if dlse is None else Layout(*dlse)), key.layouts
-    takes = a.dropout_p == 0 and not x.has_slopes and a.scale != 0 and x.out.is_in_lines  # it divides by the scale
+    takes = a.dropout_p == 0 and a.origin is None and not x.has_slopes and x.out.is_in_lines
+    takes = takes and a.scale != 0  # by which it divides
     if key.hopper and takes and is_gluon_known():
         config = hopper_tables.backward(x.case, keys=x.length)
         if config is not None:
