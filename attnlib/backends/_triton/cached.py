@@ -150,13 +150,17 @@ class DecodeShapes:
 
         if self.packed and not self.scheduled:
             self.blocks = 1  # programs take the blocks of all sequences one after another
+        self._count(processors)
+
+    def _count(self, processors: int) -> None:
+        """Count the programs, and the lines that those write which have a split."""
         # Slots for a split of a sequence each; packed, one more for what follows the last. Then those for whole blocks.
         self.planned, self.long_slots, self.long_splits = (self.slots + self.packed) * self.scheduled, self.b, 1
         if self.packed:  # with room for partial blocks; those of long sequences, which do not fit a slot, or of all
             rows, fit = self.s * self.group, self.blocks * self.tiles.block_m
             blocks, partial = rows // self.tiles.block_m, min(rows // fit, self.b + 1) if self.scheduled else self.b + 1
             self.long_slots = -(-(blocks + partial) // self.blocks)
-            if self.scheduled and not a.split_size and (self.s - self.b + 1) * self.group > fit:
+            if self.scheduled and not self.a.split_size and (self.s - self.b + 1) * self.group > fit:
                 self.long_splits = decode_tables.long_splits(self.tiles, blocks * self.g, processors)
         elif self.scheduled:
             self.long_slots = 0
