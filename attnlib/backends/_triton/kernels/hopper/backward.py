@@ -9,7 +9,7 @@ and the copy engine, causal 8k runs at 488 TFLOP/s and not 559 (d = 128): produc
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..band import Band, bounds, origin_of
 from ..tile import COUNTS, locate
@@ -17,28 +17,13 @@ from .backward_by_keys import consume
 from .backward_by_products import consume_keys, consume_values
 from .backward_parts import KEYS, Problem, Shared, Sizes, job_of, produce
 from .backward_results import Gradient, Results
-
-
-@gluon.jit
-def ring(tile_type: gl.constexpr, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
-    """Room for ``SLOTS`` tiles, as matrix products read them."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEIGHT, WIDTH], tile_type)
-    return gl.allocate_shared_memory(tile_type, [SLOTS, HEIGHT, WIDTH], LAYOUT)
+from .primitives import barriers, ring
 
 
 @gluon.jit
 def vectors(SLOTS: gl.constexpr, LENGTH: gl.constexpr):
     """Room for ``SLOTS`` vectors."""
     return gl.allocate_shared_memory(gl.float32, [SLOTS, LENGTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """As many barriers, each for so many arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(COUNT):
-        mbarrier.init(made.index(n), ARRIVALS)
-    return made
 
 
 @gluon.jit

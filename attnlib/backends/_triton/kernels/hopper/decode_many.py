@@ -28,7 +28,6 @@ from .decode_splits import (
     Problem,
     Queries,
     Results,
-    barriers,
     clear_others,
     entry_of,
     first_entry,
@@ -36,7 +35,6 @@ from .decode_splits import (
     load_last_half,
     load_queries,
     numbers,
-    ring,
     row_of,
     softmax,
     split_of,
@@ -45,7 +43,7 @@ from .decode_splits import (
     tiles_of,
     with_sink,
 )
-from .primitives import FIRST, anew, barrier_arrive, barrier_sync, scale_rows_in_place
+from .primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring, scale_rows_in_place
 
 ROWS: gl.constexpr = gl.constexpr(64)
 SCORES: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))

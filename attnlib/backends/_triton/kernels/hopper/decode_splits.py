@@ -255,22 +255,6 @@ def store_sums(acc, share, r, c, split, call, results, AXIS: gl.constexpr):
 
 
 @gluon.jit
-def ring(tile_type: gl.constexpr, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
-    """Room for ``SLOTS`` tiles, as matrix products read them."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEIGHT, WIDTH], tile_type)
-    return gl.allocate_shared_memory(tile_type, [SLOTS, HEIGHT, WIDTH], LAYOUT)
-
-
-@gluon.jit
 def numbers(COUNT: gl.constexpr, SIZE: gl.constexpr):
     """Room for ``COUNT`` vectors of fp32."""
     return gl.allocate_shared_memory(gl.float32, [COUNT, SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr):
-    """As many barriers, each for one arrival."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(COUNT):
-        mbarrier.init(made.index(n), 1)
-    return made

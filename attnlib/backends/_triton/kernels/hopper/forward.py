@@ -19,9 +19,9 @@ from ..band import Band, bounds, origin_of, sees_any
 from ..scores import LN2, LOG2E, Modifiers, load_slope
 from ..tile import COUNTS
 from .consumer import Turn, advance, clear_others, first_step, hand_back, step
-from .primitives import FIRST, barrier_arrive, opaque
+from .primitives import FIRST, barrier_arrive, barriers, opaque, ring
 from .producer import produce
-from .shared import POSTS, ROWS, WORDS, Problem, Shared, Sizes, barriers, blocks_of, read, ring, wait_for_work
+from .shared import POSTS, ROWS, WORDS, Problem, Shared, Sizes, blocks_of, read, wait_for_work
 
 
 class Results(NamedTuple):

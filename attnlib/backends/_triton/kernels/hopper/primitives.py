@@ -1,4 +1,4 @@
-"""What Gluon has no word for: named barriers, and pieces of loops that ptxas must leave in their order.
+"""What Hopper's kernels are made of beside Gluon: room, barriers, and pieces of loops that ptxas must leave in order.
 
 A named barrier (``bar.sync``, ``bar.arrive``) is one instruction of a warp. An mbarrier would take a barrier of the
 whole warpgroup first, and an elected thread. Numbers below FIRST are Triton's own: partition ``i`` uses 2 + i.
@@ -6,6 +6,7 @@ whole warpgroup first, and an elected thread. Numbers below FIRST are Triton's o
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 FIRST: gl.constexpr = gl.constexpr(6)
 
@@ -131,3 +132,19 @@ def add_fours(ptrs, x):
         "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
         "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [ptrs.to(gl.int64), x], dtype=gl.int32, is_pure=False, pack=4,
     )  # fmt: skip
+
+
+@gluon.jit
+def ring(tile_type: gl.constexpr, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
+    """Room for ``SLOTS`` tiles, as matrix products read them."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEIGHT, WIDTH], tile_type)
+    return gl.allocate_shared_memory(tile_type, [SLOTS, HEIGHT, WIDTH], LAYOUT)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """As many barriers, each for so many arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(COUNT):
+        mbarrier.init(made.index(n), ARRIVALS)
+    return made

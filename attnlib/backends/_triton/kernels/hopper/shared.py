@@ -150,19 +150,3 @@ def read(number, shared, sizes):
     row, rows = posted(number, 4, shared).to(gl.int64), posted(number, 5, shared)
     other, others = posted(number, 6, shared).to(gl.int64), posted(number, 7, shared)
     return Work(sequence, 0 * sequence if sizes.PACKED else sequence, head, start, row, rows, other, others)
-
-
-@gluon.jit
-def ring(tile_type: gl.constexpr, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
-    """Room for ``SLOTS`` tiles, as matrix products read them."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEIGHT, WIDTH], tile_type)
-    return gl.allocate_shared_memory(tile_type, [SLOTS, HEIGHT, WIDTH], LAYOUT)
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr):
-    """As many barriers, each for one arrival."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(COUNT):
-        mbarrier.init(made.index(n), 1)
-    return made
