@@ -105,16 +105,18 @@ def plan(key: Key) -> Launch:
     programs = -(-rows // tiles.block_m)
     if max(programs * tiles.block_m, pages * page_size) > INT32:
         raise NotImplementedError(f"triton: int32 counts neither {rows} rows nor {pages * page_size} slots of a cache")
+    early = arch_of(key.device) == 90
     arguments = {
         **strides("ptgd", k=a.k, v=a.v), **strides("ptg", ks=a.k_scale, vs=a.v_scale), **strides("bsp", a=a.cos),
         "stride_nkh": 0, "stride_nvh": 0, **strides("bsd" if a.latent else "bshd", nk=a.new_k, nv=a.new_v),
         "rows": rows, "heads": heads, "s": lead[-1], "page_size": page_size, "slots": pages * page_size,
         "D": d, "D_ALL": power_of_two(d), "E": e, "E_ALL": power_of_two(e),
         "PAIRS_K": 0 if a.latent else pairs, "PAIRS_V": pairs if a.latent else 0, "INTERLEAVED": a.interleaved,
+        "EARLY": early,
     }  # fmt: skip
     if a.cos and a.cos.shape[0] == 1:  # the angles of one batch entry are those of all
         arguments["stride_ab"] = 0
-    launch = Launch(write, programs, arguments, tiles)
+    launch = Launch(write, programs, arguments, tiles, early=early)
     launch.options["enable_fp_fusion"] = False  # rotations round every product, as those of rope do
     return launch
 

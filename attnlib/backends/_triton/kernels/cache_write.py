@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .tile import COUNTS, load_columns
 
@@ -18,11 +19,16 @@ def write(
     rows, heads, s, page_size, slots,
     D: tl.constexpr, D_ALL: tl.constexpr, E: tl.constexpr, E_ALL: tl.constexpr,
     PAIRS_K: tl.constexpr, PAIRS_V: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes rows of all tokens and heads to ``slots_ptr``, one slot a token; a slot outside ``[0, slots)`` is skipped.
 
     The first ``2 * PAIRS_K`` channels of K are rotated, and likewise of V, which is the rotary key of latent storage.
+    ``EARLY``: programs may start before what they read is there, and let the kernel that follows start beside them.
     """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < rows
     token, head = row // heads, (row % heads).to(tl.int64)
