@@ -15,6 +15,14 @@ pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an sm_90")
 
 MASKS = (FULL, CAUSAL, sliding(100), Mask(150), Mask(None, 0, 40), CAUSAL.shift(-70), CAUSAL.shift(30))
 HEADS = ((64, 64), (40, 64), (96, 96), (128, 128), (128, 64), (192, 128), (256, 256))
+# Scores by key, added to random ones. Blocks of keys are walked down.
+RISES = {
+    "slow": lambda j: -0.1 * j,
+    "steep": lambda j: -2.0 * j,
+    "falling": lambda j: 2.0 * j,
+    "beyond fp32's exponents at once": lambda j: 300.0 * (j < 500),
+    "at one key": lambda j: 40.0 * (j == 3),
+}
 LENGTHS = ((1, 1), (1, 65), (65, 1), (129, 129), (129, 321), (320, 129), (63, 700))
 
 
@@ -63,6 +71,19 @@ def test_maxima_that_move_far(scale):
     """Sums are scaled again where a row's maximum grows by more than a few powers of two, and only there."""
     for d in (64, 128, 256):
         assert_forward(make(1, 300, 900, 2, 1, d, mask=CAUSAL, dtype=torch.bfloat16, sigma=scale))
+
+
+@pytest.mark.parametrize("rise", RISES)
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_scores_that_rise_from_block_to_block(d, rise):
+    """Where they do, probabilities relative to the maxima so far are too large, and the block is done again."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for mask in (CAUSAL, FULL, sliding(300)):
+            problem = make(1, 300, 900, 2, 1, d, 128 if d == 192 else d, mask=mask, dtype=dtype)
+            problem.q[..., 0] = 8.0
+            problem.q[:, ::7, :, 0] = -8.0  # and falls for some rows
+            problem.k[..., 0] = (RISES[rise](torch.arange(900.0)) * d**0.5 / 8)[None, :, None]
+            assert_forward(problem)
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(90)], ids=str)

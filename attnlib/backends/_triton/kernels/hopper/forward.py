@@ -19,7 +19,7 @@ from ..band import Band, bounds, origin_of, sees_any
 from ..scores import LN2, LOG2E, Modifiers, load_slope
 from ..tile import COUNTS
 from .consumer import Turn, advance, clear_others, first_step, hand_back, step
-from .primitives import FIRST, barrier_arrive, barriers, opaque, ring
+from .primitives import FIRST, barrier_arrive, barriers, make_flag, opaque, opaque_halves, ring
 from .producer import produce
 from .shared import POSTS, ROWS, WORDS, Problem, Shared, Sizes, blocks_of, read, wait_for_work
 
@@ -95,6 +95,7 @@ def consume(number: gl.constexpr, call, results, shared, sizes):
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     out = shared.out.index(number)
     turn, count = Turn(0, 0, 0, 0), 0
+    make_flag(number)
     tile = wait_for_work(count, shared)
     while tile < call.tiles:
         work = read(count, shared, sizes)
@@ -130,21 +131,22 @@ def consume(number: gl.constexpr, call, results, shared, sizes):
         for n in range(1, top - bottom):
             b = block - n
             masked = (b >= full_top) | (b < full_bottom)
-            state, turn = step(state, turn, b, queries, modifiers, band, shared, sizes, masked, b > bottom)
+            state, turn = step(state, turn, b, queries, modifiers, band, shared, sizes, masked, b > bottom, number)
 
+        p = opaque_halves(state.p)
         if not (sizes.OUT_IN_Q or sizes.Q_IN_REGISTERS):
             mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
         mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
         if sizes.HOLES:
             clear_others(shared.v.index(turn.v), bottom * BLOCK_N, band, sizes)
-        acc = warpgroup_mma(state.p, shared.v.index(turn.v), state.acc, is_async=True)
+        acc = warpgroup_mma(p, shared.v.index(turn.v), state.acc, is_async=True)
         first = work.start + FIRST_ROW
         l_i = gl.convert_layout(gl.sum(state.l_i, 1), gl.SliceLayout(1, SCORES))
         share = gl.convert_layout(put_lse(state.m_i, l_i, work, first, call, results), gl.SliceLayout(1, SUMS))
         sees = gl.convert_layout(sees_any(i, band), gl.SliceLayout(1, SUMS))
         if not sizes.OUT_IN_Q:
             tma.store_wait(0)  # the last tile has left the buffer
-        acc, _ = warpgroup_mma_wait(0, deps=[acc, state.p])
+        acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
         barrier_arrive(FIRST + sizes.K_SLOTS + turn.v, sizes.THREADS)
         v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
         turn = hand_back(Turn(turn.k, turn.k_phase, v, v_phase), bottom - every.bottom, shared, sizes)
@@ -175,9 +177,7 @@ def forward(
     """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h, t]``."""
     HOLES: gl.constexpr = cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
     HIDES_FIRST: gl.constexpr = left is not None or key_starts_ptr is not None
-    # Three consumers have no registers to spare: d64 full spills without, and causal is 3 % slower with it.
-    IS_CAUSAL: gl.constexpr = right is not None and left is None and prefix is None and softcap is None
-    FROM_BLOCK: gl.constexpr = CONSUMERS > 2 and not (IS_CAUSAL and alibi_slopes_ptr is None and key_starts_ptr is None)
+    FROM_BLOCK: gl.constexpr = CONSUMERS > 2  # three consumers have no registers to spare
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     THREADS: gl.constexpr = CONSUMERS * 128 + 32
     sizes: gl.constexpr = Sizes(

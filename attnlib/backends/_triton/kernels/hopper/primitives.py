@@ -1,7 +1,8 @@
 """What Hopper's kernels are made of beside Gluon: room, barriers, and pieces of loops that ptxas must leave in order.
 
 A named barrier (``bar.sync``, ``bar.arrive``) is one instruction of a warp. An mbarrier would take a barrier of the
-whole warpgroup first, and an elected thread. Numbers below FIRST are Triton's own: partition ``i`` uses 2 + i.
+whole warpgroup first, and an elected thread. Numbers below FIRST are Triton's own: partition ``i`` uses 2 + i. Flags
+use 15 and those below it.
 """
 
 from triton.experimental import gluon
@@ -33,24 +34,44 @@ def barrier_arrive(number, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _arrive_after(threads):
-    moves = " ".join(f"mov.b32 ${n}, ${4 + n};" for n in range(4))
-    signs = "or.b32 t, $4, $5; or.b32 t, t, $6; or.b32 t, t, $7; shr.u32 t, t, 31; add.s32 t, t, $8;"
-    return f"{{ .reg .b32 t; {signs} bar.arrive t, {threads}; {moves} }}"
+def _make_flag(number):
+    return f".reg .b32 flag{number}; mov.u32 $0, 0;"
+
+
+@gluon.constexpr_function
+def _raise_flag(number, limit):
+    tests = [f"setp.le.f32 p, $4, {limit};", *[f"setp.le.and.f32 p, ${n}, {limit}, p;" for n in (5, 6, 7)]]
+    asked = f"not.pred p, p; barrier.cta.red.or.pred p, {15 - number}, 128, p; selp.b32 flag{number}, 1, 0, p;"
+    return f"{{ .reg .pred p; {' '.join(tests)} {asked} mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }}"
+
+
+@gluon.constexpr_function
+def _read_flag(number):
+    return f"mov.b32 $0, flag{number};"
 
 
 @gluon.jit
-def arrive_after(sums, number, THREADS: gl.constexpr):
-    """Come to the barrier of this number once ``sums`` ``[rows, 8]``, which are not negative, are there; the sums.
+def make_flag(NUMBER: gl.constexpr):
+    """Make the flag of the warpgroup of this number, once: a register, since a tensor's element is no scalar."""
+    gl.inline_asm_elementwise(_make_flag(NUMBER), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
-    The number has their sign bits added, which are 0; ptxas cannot know, and so may not move what they are sums of
-    below. It else computes 12 to 66 of 66 exponentials behind the wait for the product that they should overlap.
+
+@gluon.jit
+def raise_flag_above(sums, LIMIT: gl.constexpr, NUMBER: gl.constexpr):
+    """Raise the flag of this warpgroup if any of its ``sums`` ``[rows, 8]`` is above a limit, or NaN; else lower it.
+
+    Its warps come to a barrier of their own. ptxas so moves nothing that is in the sums below the wait for the product
+    that it should overlap, as it else does with 12 to 66 of 66 exponentials.
     """
-    numbers = gl.full([sums.shape[0], sums.shape[1]], 0, gl.int32, sums.type.layout) + number
-    return gl.inline_asm_elementwise(
-        _arrive_after(THREADS), "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", [sums, numbers],
-        dtype=gl.float32, is_pure=False, pack=4,
-    )  # fmt: skip
+    gl.inline_asm_elementwise(
+        _raise_flag(NUMBER, LIMIT), "=r,=r,=r,=r,f,f,f,f", [sums], dtype=gl.int32, is_pure=False, pack=4
+    )
+
+
+@gluon.jit
+def is_raised(NUMBER: gl.constexpr):
+    """Whether the flag of this warpgroup is raised."""
+    return gl.inline_asm_elementwise(_read_flag(NUMBER), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1) != 0
 
 
 @gluon.constexpr_function
