@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...spec import arch_of
-from ..operators import Arguments, CachedArguments, WriteArguments
+from ..operators import Arguments, CachedArguments, WriteArguments, result_dtype
 from . import tables
 from .launch import Block, Launch
 from .tables import LaunchConfig
@@ -86,14 +86,14 @@ class DenseShapes:
         # Whether every block of queries sees as many keys as any other.
         self.are_alike = a.left is a.right is a.key_starts is a.key_ends is None and not self.packed
         main, tail, value = tables.widths(d, e)
-        self.out = contiguous((*a.q.shape[:-1], e), a.q.dtype)
+        self.out = contiguous((*a.q.shape[:-1], e), result_dtype(a.q.dtype))
         self.arguments = {
             **strides("bshd", q=a.q, o=self.out), **strides("btgd", k=a.k, v=a.v),
             "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,
             "batch": self.batch, "heads": self.h, "kv_heads": self.g, "s": self.s, "t": self.t,
             "group": self.h // self.g, "GROUP": self.h // self.g, **scoring(a, self.h, self.s + self.t),
             "threshold": math.ceil(a.dropout_p * 2**32), "dropout_scale": 1 / (1 - a.dropout_p),
-            "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value,
+            "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value, "NATIVE": self.case.arch > 0,
             "PRECISION": "tf32" if key.tf32 else "ieee",
         }  # fmt: skip
 

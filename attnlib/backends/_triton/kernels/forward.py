@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from .band import Band, bounds, key_range, origin_of, sees_any, visible
-from .scores import LN2, LOG2E, Modifiers, dropout_keep, load_slope, modify, online_softmax, unit_of
+from .scores import LN2, LOG2E, Modifiers, descaled, dropout_keep, load_slope, modify, online_softmax, unit_of
+from .stored_bytes import as_factors
 from .tile import COUNTS, Channels, Place, Rows, Tile, load_tile, locate, products, store_tile
 
 
@@ -12,13 +13,14 @@ from .tile import COUNTS, Channels, Place, Rows, Tile, load_tile, locate, produc
 def forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
     k_desc, k_tail_desc, v_desc,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes,
     batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h, t]``."""
     work = locate(
@@ -40,6 +42,10 @@ def forward(
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     slope = None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
+    of_kv = sequence * (heads // group) + kv_head
+    scale = descaled(scale, q_descale_ptr, sequence * heads + head, sequence, batch)
+    scale = descaled(scale, k_descale_ptr, of_kv, sequence, batch)
+    dropout_scale = descaled(dropout_scale, v_descale_ptr, of_kv, sequence, batch)
     modifiers = Modifiers(scale, softcap, slope)
     unit = unit_of(modifiers)
     seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)
@@ -55,6 +61,7 @@ def forward(
     m = tl.arange(0, BLOCK_M)
     stored = work.start + m < work.rows
     q = load_tile(Rows(q_ptr, stride_qb, stride_qs, stride_qh), of_q, work.start, stored, d, True)
+    q = as_factors(q, d, NATIVE)
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:  # as a key whose value is 0
         sink = tl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")).to(tl.float32)
@@ -75,7 +82,7 @@ def forward(
         for n in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
             j = n + tl.arange(0, BLOCK_N)
             valid = (j >= start) & (j < end)
-            k = load_tile(k_rows, of_k, n, valid, d, phase != 1, HOLES)
+            k = as_factors(load_tile(k_rows, of_k, n, valid, d, phase != 1, HOLES), d, NATIVE)
             p, _ = modify(products(q, k, d, PRECISION), modifiers, (i + band.apart)[:, None], j[None, :])
             if phase != 1:
                 p = tl.where(visible(i[:, None], j[None, :], band), p, float("-inf"))
@@ -85,7 +92,7 @@ def forward(
             if dropout_seed_ptr is not None:
                 keep = dropout_keep(seed, threshold, origin, sequence, head, i, n, BLOCK_N, origin_ptr is None)
                 p = tl.where(keep, p, 0.0)
-            v = load_tile(v_rows, of_k, n, valid, e, phase != 1, HOLES).main
+            v = as_factors(load_tile(v_rows, of_k, n, valid, e, phase != 1, HOLES), e, NATIVE).main
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
     nothing = l_i == 0.0
