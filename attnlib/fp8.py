@@ -80,7 +80,7 @@ def quantize_fp8(
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
     if incoherent:
-        turn = _rotation(q.shape[-1], q.device)
+        turn = rotation(q.shape[-1], q.device)
         q, k = q.float() @ turn, k.float() @ turn
     (q, q_descale), (k, k_descale) = _quantized(q, cu_seqlens_q), _quantized(k, cu_seqlens_k)
     v, v_descale = _quantized(v, cu_seqlens_k)
@@ -103,17 +103,19 @@ def _owners(tokens: int, cu_seqlens: Tensor) -> Tensor:
 def _quantized(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """A tensor in e4m3, and what that is to be multiplied by, ``[b, h]``."""
     x = x.float()
-    sizes = x.abs().nan_to_num(0, 0).amax(-1)  # [b, t, h]
+    finite = x.isfinite()
+    sizes = x.abs().masked_fill(~finite, 0).amax(-1)  # [b, t, h]
     if cu_seqlens is None:
         largest = sizes.amax(1) if sizes.shape[1] else sizes.sum(1)
     else:
         owners = _owners(len(x), cu_seqlens)[:, None].expand(sizes.shape)
         largest = sizes.new_zeros(len(cu_seqlens), x.shape[1]).scatter_reduce(0, owners, sizes, "amax")[:-1]
     descale = (largest / LARGEST).clamp(min=OF_ZEROS)
+    x = x.masked_fill(~finite, torch.nan)  # some versions of torch make 448 of infinity
     return (x / per_token(descale, x.shape[-3], cu_seqlens)).to(E4M3), descale
 
 
-def _rotation(d: int, device: torch.device) -> Tensor:
+def rotation(d: int, device: torch.device) -> Tensor:
     """An orthogonal matrix ``[d, d]``; see :func:`quantize_fp8`."""
     powers = [1 << n for n in reversed(range(d.bit_length())) if d >> n & 1]
     blocks = [_hadamard(n, device) * n**-0.5 for n in powers]
@@ -147,6 +149,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seql
         return
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not is_strided(x) or x.dtype != torch.int32 or x.dim() != 1 or not len(x):
-            raise TypeError(f"{name}: expected int32 [b + 1] offsets, as for k or q, got {x!r}")
+            got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else x
+            raise TypeError(f"{name}: expected int32 [b + 1] offsets where the other has some, got {got}")
     bind(("q", q, "shd"), ("k", k, "tgd"), ("v", v, "tge"))
     bind(("cu_seqlens_q", cu_seqlens_q, "n"), ("cu_seqlens_k", cu_seqlens_k, "n"))

@@ -104,7 +104,7 @@ REFUSED = {
     "26 fp8": (
         lambda: call(Q.to(torch.float8_e4m3fn)),
         TypeError,
-        "q_descale: fp32 torch.float8_e4m3fn quantize_fp8()",
+        "q_descale: fp32 float8_e4m3fn quantize_fp8()",
     ),
     "26 complex": (lambda: call(Q.to(torch.complex64)), TypeError, "q: fp16 torch.complex64"),
     "26 list": (lambda: call([1.0]), TypeError, "q: tensor list"),

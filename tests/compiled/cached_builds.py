@@ -35,7 +35,7 @@ class CachedBuild(NamedTuple):
     kernel: str  # decode, combine, schedule, write
     arch: int
     layer: Layer = GQA128
-    dtype: str = "bf16"  # or fp16, fp32, tf32
+    dtype: str = "bf16"  # or fp16, fp32, tf32, or fp8 queries over an fp8 store
     store: str = ""  # or int8, fp8
     page: int = 64  # tokens; 0 where a page holds all of a sequence
     sequences: int = 16
@@ -121,6 +121,9 @@ def _common(arch: int) -> Iterator[CachedBuild]:
         yield decode(page=page)
     for store in stores:
         yield decode(store=store)
+    if arch not in WITHOUT_FP8:
+        for layer in (GQA128, MLA):
+            yield decode(layer, dtype="fp8", store="fp8")
     yield decode(GQA256, store="int8")
     yield decode(mask="sliding", softcap=True, slopes=True, sinks=True)
     for layer in (GQA128, GQA256, MLA):

@@ -93,7 +93,7 @@ class DenseShapes:
             "batch": self.batch, "heads": self.h, "kv_heads": self.g, "s": self.s, "t": self.t,
             "group": self.h // self.g, "GROUP": self.h // self.g, **scoring(a, self.h, self.s + self.t),
             "threshold": math.ceil(a.dropout_p * 2**32), "dropout_scale": 1 / (1 - a.dropout_p),
-            "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value, "NATIVE": self.case.arch > 0,
+            "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value,
             "PRECISION": "tf32" if key.tf32 else "ieee",
         }  # fmt: skip
 

@@ -5,7 +5,6 @@ import triton.language as tl
 
 from .band import Band, bounds, key_range, origin_of, sees_any, visible
 from .scores import LN2, LOG2E, Modifiers, descaled, dropout_keep, load_slope, modify, online_softmax, unit_of
-from .stored_bytes import as_factors
 from .tile import COUNTS, Channels, Place, Rows, Tile, load_tile, locate, products, store_tile
 
 
@@ -20,7 +19,6 @@ def forward(
     batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h, t]``."""
     work = locate(
@@ -61,7 +59,6 @@ def forward(
     m = tl.arange(0, BLOCK_M)
     stored = work.start + m < work.rows
     q = load_tile(Rows(q_ptr, stride_qb, stride_qs, stride_qh), of_q, work.start, stored, d, True)
-    q = as_factors(q, d, NATIVE)
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:  # as a key whose value is 0
         sink = tl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")).to(tl.float32)
@@ -82,7 +79,7 @@ def forward(
         for n in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
             j = n + tl.arange(0, BLOCK_N)
             valid = (j >= start) & (j < end)
-            k = as_factors(load_tile(k_rows, of_k, n, valid, d, phase != 1, HOLES), d, NATIVE)
+            k = load_tile(k_rows, of_k, n, valid, d, phase != 1, HOLES)
             p, _ = modify(products(q, k, d, PRECISION), modifiers, (i + band.apart)[:, None], j[None, :])
             if phase != 1:
                 p = tl.where(visible(i[:, None], j[None, :], band), p, float("-inf"))
@@ -92,7 +89,7 @@ def forward(
             if dropout_seed_ptr is not None:
                 keep = dropout_keep(seed, threshold, origin, sequence, head, i, n, BLOCK_N, origin_ptr is None)
                 p = tl.where(keep, p, 0.0)
-            v = as_factors(load_tile(v_rows, of_k, n, valid, e, phase != 1, HOLES), e, NATIVE).main
+            v = load_tile(v_rows, of_k, n, valid, e, phase != 1, HOLES).main
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
     nothing = l_i == 0.0

@@ -43,16 +43,6 @@ def as_factor(x, dtype: tl.constexpr, NATIVE: tl.constexpr, STAYS: tl.constexpr)
         return x.to(dtype)
 
 
-@triton.jit
-def as_factors(tile, channels, NATIVE: tl.constexpr):
-    """A tile of e4m3 in fp16, and any other as it is."""
-    if tile.main.dtype == tl.float8e4nv:
-        main = as_factor(tile.main, tl.float16, NATIVE, True)
-        return Tile(main, as_factor(tile.tail, tl.float16, NATIVE, True) if channels.TAIL else main)
-    else:
-        return tile
-
-
 BOTH_INT8: tl.constexpr = tl.constexpr("""{ .reg .b32 unsigned, middle;
          mov.b32 middle, 0x64806480;
          xor.b32 unsigned, $2, 0x80808080;
