@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .checks import bind, is_strided, refuse_tensor
+from .kv import DTYPES
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
@@ -79,6 +80,8 @@ def quantize_fp8(
     torch.bfloat16
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if not isinstance(incoherent, bool):
+        raise TypeError(f"incoherent: expected a bool, got {type(incoherent).__name__}")
     if incoherent:
         turn = rotation(q.shape[-1], q.device)
         q, k = q.float() @ turn, k.float() @ turn
@@ -139,17 +142,18 @@ def _signs(d: int, device: torch.device) -> Tensor:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    packed = not cu_seqlens_q is cu_seqlens_k is None
+    offsets = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)) if packed else ()
+    for name, x in (("q", q), ("k", k), ("v", v), *offsets):
         if not is_strided(x):
             refuse_tensor(name, x)
-        if not x.is_floating_point() or x.dtype == E4M3:
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} like q, got {x.device}")
+        if name in ("q", "k", "v") and x.dtype not in DTYPES:
             raise TypeError(f"{name}: expected fp16, bf16, fp32 or fp64, got {x.dtype}")
-    if cu_seqlens_q is cu_seqlens_k is None:
-        bind(("q", q, "bshd"), ("k", k, "btgd"), ("v", v, "btge"))
-        return
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not is_strided(x) or x.dtype != torch.int32 or x.dim() != 1 or not len(x):
-            got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else x
-            raise TypeError(f"{name}: expected int32 [b + 1] offsets where the other has some, got {got}")
-    bind(("q", q, "shd"), ("k", k, "tgd"), ("v", v, "tge"))
-    bind(("cu_seqlens_q", cu_seqlens_q, "n"), ("cu_seqlens_k", cu_seqlens_k, "n"))
+    for name, x in offsets:
+        if x.dtype != torch.int32 or x.dim() != 1 or not len(x):
+            raise TypeError(f"{name}: expected int32 [b + 1] offsets, got {x.dtype} {tuple(x.shape)}")
+    of_q, of_k, of_v = ("shd", "tgd", "tge") if packed else ("bshd", "btgd", "btge")
+    bind(("q", q, of_q), ("k", k, of_k), ("v", v, of_v))
+    bind(*((name, x, "n") for name, x in offsets))

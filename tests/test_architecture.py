@@ -15,7 +15,7 @@ from source_state import holds, private_names, stores
 import attnlib
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 
-VALUES = ("merge", "kv", "mask", "rope", "scaling", "philox", "fp8", "checks")
+VALUES = ("merge", "fp8", "kv", "mask", "rope", "scaling", "philox", "checks")
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
 # The rooms from top to bottom, and which each may import: rooms below it alone. bench imports what users do.

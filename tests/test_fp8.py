@@ -367,7 +367,7 @@ REFUSED = {
     "half packed": (
         lambda: quantize_fp8(WIDE[0], WIDE[0], WIDE[0], cu_seqlens_q=offsets(9)),
         TypeError,
-        "cu_seqlens_k: int32 None",
+        "cu_seqlens_k: tensor NoneType",
     ),
     "packed and dense": (
         lambda: quantize_fp8(WIDE, WIDE, WIDE, cu_seqlens_q=offsets(9), cu_seqlens_k=offsets(9)),

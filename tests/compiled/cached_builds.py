@@ -121,9 +121,6 @@ def _common(arch: int) -> Iterator[CachedBuild]:
         yield decode(page=page)
     for store in stores:
         yield decode(store=store)
-    if arch not in WITHOUT_FP8:
-        for layer in (GQA128, MLA):
-            yield decode(layer, dtype="fp8", store="fp8")
     yield decode(GQA256, store="int8")
     yield decode(mask="sliding", softcap=True, slopes=True, sinks=True)
     for layer in (GQA128, GQA256, MLA):
@@ -159,6 +156,8 @@ def _rare(arch: int) -> Iterator[CachedBuild]:
         yield decode(layer, page=page)
         yield decode(layer, page=page, tokens=4)
     if arch not in WITHOUT_FP8:
+        for layer in (GQA128, MLA):
+            yield decode(layer, dtype="fp8", store="fp8")
         yield decode(MLA, store="fp8")
         yield decode(WIDE_MLA, store="fp8")
     for layer in (GQA64, GQA256, WIDE_MLA):
