@@ -8,7 +8,8 @@ from source_values import Values, reads_by_place
 
 SCORE_OPTIONS = ("softcap", "alibi_slopes", "sinks")
 MASK_FIELDS = ("left", "right", "prefix")
-FILES_OF_A_WORD = dict.fromkeys(SCORE_OPTIONS, 10) | dict.fromkeys(MASK_FIELDS, 8)
+DESCALES = ("q_descale", "k_descale", "v_descale")
+FILES_OF_A_WORD = dict.fromkeys(SCORE_OPTIONS, 10) | dict.fromkeys(MASK_FIELDS + DESCALES, 8)
 DOORS = {"attention", "varlen_attention", "cached_attention"}
 PUBLIC = {*DOORS, *(f"{name}_with_lse" for name in DOORS)}
 LONG = {("layers/mla.py", "__init__"), ("spec.py", "describe")}  # functions beyond 40 lines: none may be added
