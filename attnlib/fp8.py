@@ -105,16 +105,15 @@ def _owners(tokens: int, cu_seqlens: Tensor) -> Tensor:
 
 def _quantized(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """A tensor in e4m3, and what that is to be multiplied by, ``[b, h]``."""
-    x = x.float()
-    finite = x.isfinite()
-    sizes = x.abs().masked_fill(~finite, 0).amax(-1)  # [b, t, h]
+    x = x.float() if x.dtype == torch.float64 else x
+    sizes = torch.linalg.vector_norm(x.nan_to_num(0, 0, 0), torch.inf, -1).float()  # [b, t, h]
     if cu_seqlens is None:
         largest = sizes.amax(1) if sizes.shape[1] else sizes.sum(1)
     else:
         owners = _owners(len(x), cu_seqlens)[:, None].expand(sizes.shape)
         largest = sizes.new_zeros(len(cu_seqlens), x.shape[1]).scatter_reduce(0, owners, sizes, "amax")[:-1]
     descale = (largest / LARGEST).clamp(min=OF_ZEROS)
-    x = x.masked_fill(~finite, torch.nan)  # some versions of torch make 448 of infinity
+    x = x.nan_to_num(torch.nan, torch.nan, torch.nan)  # some versions of torch make 448 of infinity
     return (x / per_token(descale, x.shape[-3], cu_seqlens)).to(E4M3), descale
 
 

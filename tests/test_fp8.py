@@ -337,6 +337,11 @@ REFUSED = {
     "fp64": (lambda: call_with(v_descale=torch.ones(2, 2).double()), TypeError, "v_descale: fp32 torch.float64"),
     "a number": (lambda: call_with(q_descale=1.0), TypeError, "q_descale: fp32 float"),
     "a row a head": (lambda: call_with(k_descale=torch.ones(2, 4)), ValueError, "k_descale: g=2 (2, 4)"),
+    "another device": (
+        lambda: call_with(k_descale=torch.ones(2, 2, device="meta")),
+        ValueError,
+        "k_descale: device cpu meta",
+    ),
     "one for all": (lambda: call_with(q_descale=torch.ones(4)), ValueError, "q_descale: [b, h] (4,)"),
     "bf16": (
         lambda: attention(*[torch.randn(2, 9, 4, 16).bfloat16()] * 3, **ones(g=4), mask=CAUSAL),
