@@ -10,6 +10,7 @@ import torch
 from .cache.kv_cache import KVCache
 from .cache.pages import CacheFullError
 from .dispatch import FLOP_FORMULAS, Explanation, SlowPathWarning
+from .fp8 import Fp8Inputs, quantize_fp8
 from .functional import (
     attention,
     attention_with_lse,
@@ -36,6 +37,7 @@ __all__ = [
     "Angles",
     "CacheFullError",
     "Explanation",
+    "Fp8Inputs",
     "GroupedQueryAttention",
     "KVCache",
     "KVLayout",
@@ -52,6 +54,7 @@ __all__ = [
     "cached_attention_with_lse",
     "explain",
     "merge_states",
+    "quantize_fp8",
     "rotate",
     "sliding",
     "varlen_attention",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .checks import INT32, bind, is_strided, refuse_tensor
+from .fp8 import E4M3, Descales, check_descales
 from .kv import KVView
 from .mask import Mask
 from .spec import AttentionSpec, describe
@@ -91,6 +92,7 @@ class Call(NamedTuple):
     packing: Packing | None = None
     dropout: Dropout = Dropout()
     origin: Origin = Origin()
+    descales: Descales | None = None
     lse: bool = False
     spec: AttentionSpec | None = None
 
@@ -102,13 +104,15 @@ class Call(NamedTuple):
     @property
     def optional(self) -> dict[str, Tensor]:
         """The tensors that need not be there, by name, and are."""
-        score, packing, seed = self.score, self.packing, self.dropout.seed
-        if packing is score.alibi_slopes is score.sinks is self.key_starts is self.key_ends is seed is None:
+        score, packing, seed, descales = self.score, self.packing, self.dropout.seed, self.descales
+        if packing is descales is score.alibi_slopes is score.sinks is self.key_starts is self.key_ends is seed is None:
             return {}
         found = {"alibi_slopes": score.alibi_slopes, "sinks": score.sinks}
         found |= {"key_starts": self.key_starts, "key_ends": self.key_ends, "dropout_seed": seed}
         if packing is not None:
             found |= {"cu_seqlens_q": packing.cu_seqlens_q, "cu_seqlens_k": packing.cu_seqlens_k}
+        if descales is not None:
+            found |= descales._asdict()
         return {name: x for name, x in found.items() if x is not None}
 
     @property
@@ -134,7 +138,7 @@ def checked(call: Call) -> Call:
     _check_tensors(call, sizes)
     score, dropout = _filled(call.score, sizes["d"]), _seeded(call.dropout, q.device)
     bounds = call.key_starts, call.key_ends
-    rest = (call.packing, dropout, call.origin, call.lse)  # _replace() would take three times as long
+    rest = (call.packing, dropout, call.origin, call.descales, call.lse)  # _replace() would take three times as long
     spec = describe(Call(q, call.mask, score, k, v, call.kv, *bounds, *rest), sizes)
     return Call(q, call.mask, score, k, v, call.kv, *bounds, *rest, spec)
 
@@ -173,12 +177,13 @@ def _bind_to_view(call: Call) -> dict[str, int]:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype where autocast is on; fp64 and integers stay, as in torch."""
+    """The tensors in autocast's dtype where autocast is on; fp64 and integers stay, as in torch, and fp8."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+    stay = (torch.float64, E4M3)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype not in stay else x for x in tensors)
 
 
 def _filled(score: Score, head_dim: int) -> Score:
@@ -200,13 +205,15 @@ def _positive(name: str, value: float) -> float:
 
 
 def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
-    """Raise ValueError or TypeError for slopes, sinks, bounds and offsets that do not fit."""
+    """Raise ValueError or TypeError for slopes, sinks, bounds, offsets and descales that do not fit."""
     score, packing = call.score, call.packing
     if call.origin is not Call._field_defaults["origin"]:
         _check_origin(call)
     if packing is not None:
         _check_packing(packing)
         sizes = {**sizes, "b": packing.cu_seqlens_q.shape[0] - 1}
+    if call.descales is not None or call.q.dtype == E4M3:
+        check_descales(call.descales, call.q.dtype, sizes, over_view=call.kv is not None)
     if not (optional := call.optional):
         return
     per_sequence = "alibi_slopes" in optional and is_strided(score.alibi_slopes) and score.alibi_slopes.dim() == 2

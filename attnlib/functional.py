@@ -9,6 +9,7 @@ from torch import Tensor
 from .call import Call, Dropout, Packing, Score, checked
 from .checks import are_checks_on, is_strided
 from .dispatch import PREPARED, Explanation, explained, select
+from .fp8 import Descales, descales_of
 from .kv import KVView
 from .mask import FULL, Mask
 from .merge import merge_states
@@ -29,6 +30,9 @@ def attention(
     key_ends: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Softmax attention of q ``[b, s, h, d]`` over k ``[b, t, g, d]`` and v ``[b, t, g, e]``, giving ``[b, s, h, e]``.
@@ -39,7 +43,9 @@ def attention(
     defaults to ``d ** -0.5``. ``alibi_slopes`` are ``[h]`` or ``[b, h]``. ``sinks`` ``[h]`` are logits without a value,
     neither scaled nor capped. ``key_starts`` and ``key_ends`` int32 ``[b]`` hide keys outside ``[start, end)`` and move
     nothing else. A query that sees no key gives 0, with zero gradients. Dropout keeps what Philox bits of
-    (``dropout_seed``, sequence, head, i, j) say; ``dropout_seed`` int64 ``[1]`` is drawn when None.
+    (``dropout_seed``, sequence, head, i, j) say; ``dropout_seed`` int64 ``[1]`` is drawn when None. q, k and v in
+    float8_e4m3fn, as :func:`quantize_fp8` makes them, come with what they are to be multiplied by, above 0 and fp32:
+    ``q_descale`` ``[b, h]``, ``k_descale`` and ``v_descale`` ``[b, g]``. They give bf16, and have no backward.
 
     Raises:
         ValueError: shapes or values that do not fit; the message names the argument and the remedy.
@@ -51,7 +57,9 @@ def attention(
     torch.Size([2, 9, 8, 64])
     """
     score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
-    return attend(Call(q, mask, score, k, v, None, key_starts, key_ends, None, dropout), backend)[0]
+    descales = descales_of(q_descale, k_descale, v_descale)
+    call = Call(q, mask, score, k, v, None, key_starts, key_ends, None, dropout, descales=descales)
+    return attend(call, backend)[0]
 
 
 def attention_with_lse(
@@ -68,6 +76,9 @@ def attention_with_lse(
     key_ends: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`attention` and its natural-log LSE ``[b, h, s]``, both differentiable.
@@ -75,7 +86,9 @@ def attention_with_lse(
     The LSE is fp32 (fp64 for fp64 inputs), includes the sink, and is -inf where there is neither key nor sink.
     """
     score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
-    return attend(Call(q, mask, score, k, v, None, key_starts, key_ends, None, dropout, lse=True), backend)
+    descales = descales_of(q_descale, k_descale, v_descale)
+    call = Call(q, mask, score, k, v, None, key_starts, key_ends, None, dropout, descales=descales, lse=True)
+    return attend(call, backend)
 
 
 def varlen_attention(
@@ -94,6 +107,9 @@ def varlen_attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """:func:`attention` within packed sequences: q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]`` give ``[s, h, e]``.
@@ -102,8 +118,10 @@ def varlen_attention(
     offset give 0. The longest lengths are hints and may be too large. See :func:`attention` for the rest.
     """
     score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
+    descales = descales_of(q_descale, k_descale, v_descale)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return attend(Call(q, mask, score, k, v, packing=packing, dropout=dropout, lse=False), backend)[0]
+    call = Call(q, mask, score, k, v, packing=packing, dropout=dropout, descales=descales, lse=False)
+    return attend(call, backend)[0]
 
 
 def varlen_attention_with_lse(
@@ -122,12 +140,17 @@ def varlen_attention_with_lse(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`varlen_attention` and its LSE ``[h, t]``; rows after the last offset are -inf."""
     score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
+    descales = descales_of(q_descale, k_descale, v_descale)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return attend(Call(q, mask, score, k, v, packing=packing, dropout=dropout, lse=True), backend)
+    call = Call(q, mask, score, k, v, packing=packing, dropout=dropout, descales=descales, lse=True)
+    return attend(call, backend)
 
 
 def cached_attention(
@@ -139,19 +162,21 @@ def cached_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Attention of q ``[b, s, h, d]``, or packed ``[t, h, d]``, over what a cache stores, giving ``[..., h, e]``.
 
     The queries are the last ones of each sequence. For latent storage q is ``[latent | rope]``, and the value is the
-    latent. There is no backward.
+    latent. There is no backward. q may be float8_e4m3fn, with ``q_descale`` fp32 ``[b, h]``, a row for each sequence,
+    over a cache that stores float8_e4m3fn and computes in bf16.
 
     Raises:
         NotImplementedError: a gradient is asked for.
         ValueError: the mask reaches further left than a windowed layout keeps, or shapes that do not fit; with
             ``ATTNLIB_CHECK=1`` also lengths, pages or offsets that kernels would clamp.
     """
-    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks)), backend)[0]
+    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks), q_descale), backend)[0]
 
 
 def cached_attention_with_lse(
@@ -163,10 +188,11 @@ def cached_attention_with_lse(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`cached_attention` and its LSE, ``[b, h, s]`` or packed ``[h, t]``."""
-    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks), lse=True), backend)
+    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks), q_descale, lse=True), backend)
 
 
 def explain(call: Callable, *args, **kwargs) -> Explanation:
@@ -200,9 +226,10 @@ def _call_of(kind: str, arguments: Mapping[str, Any], *, lse: bool) -> Call:
     """The call that a function of this kind makes of its arguments."""
     q, mask, score = arguments["q"], arguments["mask"], Score(*(arguments[name] for name in Score._fields))
     if kind == "cached":
-        return _over(q, arguments["kv"], mask, score, lse=lse)
+        return _over(q, arguments["kv"], mask, score, arguments["q_descale"], lse=lse)
     dropout = Dropout(arguments["dropout_p"], arguments["dropout_seed"])
-    call = Call(q, mask, score, arguments["k"], arguments["v"], dropout=dropout, lse=lse)
+    descales = descales_of(*(arguments[name] for name in Descales._fields))
+    call = Call(q, mask, score, arguments["k"], arguments["v"], dropout=dropout, descales=descales, lse=lse)
     if kind == "dense":
         return call._replace(key_starts=arguments["key_starts"], key_ends=arguments["key_ends"])
     return call._replace(packing=Packing(*(arguments[name] for name in Packing._fields)))
@@ -236,7 +263,7 @@ def attend(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
         return _merged(plan, name)
     key = key_of(call, name)
     if key is not None and (run := PREPARED.find(key)) is not None:
-        return run(call.q, call.k, call.v)
+        return run(call.q, call.k, call.v, call.descales)
     call = checked(call)
     backend = select(call.spec, name)
     if kv is None:
@@ -251,15 +278,16 @@ def attend(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
     return result
 
 
-def _over(q: Tensor, kv: KVView, mask: Mask, score: Score, *, lse: bool = False) -> Call:
+def _over(q: Tensor, kv: KVView, mask: Mask, score: Score, q_descale: Tensor | None, *, lse: bool = False) -> Call:
     if not isinstance(kv, KVView):
         raise TypeError(f"kv: expected the KVView that append() or view() of a cache returned, got {type(kv).__name__}")
-    return Call(q, mask, score, kv=kv, lse=lse)
+    return Call(q, mask, score, kv=kv, descales=descales_of(q_descale), lse=lse)
 
 
 def _sees_all_before(call: Call) -> bool:
-    """Whether every query sees all keys before its own, and no score depends on how far off they are."""
-    return isinstance(call.mask, Mask) and call.mask.sees_all_before and call.score.alibi_slopes is None
+    """Whether every query sees all keys before its own, and no score depends on how far off they are, or on whose."""
+    is_alike = call.score.alibi_slopes is call.descales is None  # those of a group's sequences may differ
+    return isinstance(call.mask, Mask) and call.mask.sees_all_before and is_alike
 
 
 def _merged(plan: CallPlan, name: str | None) -> tuple[Tensor, Tensor]:

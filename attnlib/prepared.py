@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from .call import Call
+from .fp8 import Descales
 from .kv import KVView
 from .mask import Mask
 from .rope import Angles
 from .watched import are_watched, is_forward_mode
 
-Run = Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]  # takes q, k and v
+# Takes q, k, v and their descales.
+Run = Callable[[Tensor, Tensor | None, Tensor | None, Descales | None], tuple[Tensor, Tensor]]
 Write = Callable[[Tensor, Tensor | None, Angles | None], None]  # takes k and v of a step's tokens
 FLOATS, NAMES = frozenset((float, type(None))), (str, type(None))
 
@@ -52,10 +54,19 @@ def key_of(call: Call, name: str | None) -> Key | None:
         return None
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     asked = (q.get_device(), q.shape, q.stride(), q.dtype, call.mask, score, grad, name)
+    if call.descales is not None:
+        if not all(x is None or _is_plain(x) for x in call.descales):
+            return None
+        asked += tuple(None if x is None else (x.get_device(), x.shape, x.dtype) for x in call.descales)
     if call.kv is not None:
         return Key(call.kv, (*asked, q.data_ptr() & 15))
     layouts = (k.get_device(), k.shape, k.stride(), k.dtype, v.get_device(), v.shape, v.stride(), v.dtype)
     return Key(None, (*asked, *layouts))
+
+
+def _is_plain(x: object) -> bool:
+    """Whether a tensor needs no gradient and has no strides of its own."""
+    return type(x) is Tensor and x.layout is torch.strided and x.is_contiguous() and not x.requires_grad
 
 
 class PreparedCalls:

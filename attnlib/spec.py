@@ -6,9 +6,13 @@ from typing import NamedTuple
 
 import torch
 
+from .fp8 import E4M3
 from .kv import DTYPES, KVLayout, KVView
 from .mask import Mask
 from .watched import is_forward_mode
+
+NO_BACKWARD = "cached attention has no backward; wrap the call in torch.no_grad()"
+NO_FP8_BACKWARD = "fp8 inputs have no backward; wrap the call in torch.no_grad(), or train in bf16"
 
 
 class AttentionSpec(NamedTuple):
@@ -39,6 +43,13 @@ class AttentionSpec(NamedTuple):
     batch_invariant: bool
     interpreted: bool = False
 
+    @property
+    def without_backward(self) -> list[str]:
+        """Why no backend differentiates it, where a gradient is asked for."""
+        if not self.grad:
+            return []
+        return [NO_BACKWARD] if self.kind == "cached" else [NO_FP8_BACKWARD] if self.dtype == E4M3 else []
+
 
 def describe(call, sizes: dict[str, int]) -> AttentionSpec:
     """The spec of a :class:`~attnlib.call.Call` whose shapes agree already; the only place that looks at a device.
@@ -53,12 +64,13 @@ def describe(call, sizes: dict[str, int]) -> AttentionSpec:
     if type(mask) is not Mask:  # what a subclass says of visible(), no kernel would know
         raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
     device, dtype = call.q.device, call.q.dtype
-    if dtype not in DTYPES:
+    if dtype not in DTYPES and dtype != E4M3:
         raise TypeError(f"q: expected fp16, bf16, fp32 or fp64, got {dtype}")
     strided, grad = (), False
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)) if kv is None else (("q", call.q),):
         if x.dtype != dtype:
-            raise TypeError(f"{name}: expected {dtype} like q, got {x.dtype}; cast it, or run under torch.autocast")
+            remedy = "quantize all three" if E4M3 in (dtype, x.dtype) else "cast it, or run under torch.autocast"
+            raise TypeError(f"{name}: expected {dtype} like q, got {x.dtype}; {remedy}")
         if x.device != device:
             raise ValueError(f"{name}: expected device {device} like q, got {x.device}")
         if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
@@ -117,7 +129,12 @@ _known_arch = lru_cache(_read_arch)  # it takes 3 us to read, and never changes;
 
 
 def _check_view(kv: KVView, device: torch.device, dtype: torch.dtype) -> None:
-    if kv.layout.dtype != dtype:
-        raise TypeError(f"q: expected {kv.layout.dtype} like the cache, got {dtype}; cast it, or the cache's layout")
+    layout = kv.layout
+    if dtype == E4M3:
+        if (layout.dtype, layout.store) != (torch.bfloat16, E4M3):
+            given = f"dtype={layout.dtype} and store={layout.store}"
+            raise TypeError(f"q: expected a cache of dtype={torch.bfloat16} and store={E4M3} for {dtype}, got {given}")
+    elif layout.dtype != dtype:
+        raise TypeError(f"q: expected {layout.dtype} like the cache, got {dtype}; cast it, or the cache's layout")
     if kv.k.device != device:
         raise ValueError(f"kv: expected device {device} like q, got {kv.k.device}")

@@ -156,7 +156,10 @@ def widened(x):
 
 def function(name, arguments, legal, **more):
     call = getattr(attnlib, name)
-    return Entry(lambda target, **a: call(**a), arguments, lambda _, a: legal(a), attention_is_right(call), **more)
+    words = ("q_descale",)  # which e4m3 alone needs, and which is not among the arguments
+    return Entry(
+        lambda target, **a: call(**a), arguments, lambda _, a: legal(a), attention_is_right(call), words=words, **more
+    )
 
 
 # Attention over a cache
@@ -196,10 +199,37 @@ def cached_is_right(call):
 
 def over_cache(name):
     call = getattr(attnlib, name)
-    words = ("no backend can run this call\ncached attention",)  # a gradient is asked for
+    words = ("no backend can run this call\ncached attention", "q_descale")  # a gradient is asked for
     return Entry(
         lambda target, **a: call(**a), cached, lambda _, a: cached_is_legal(a), cached_is_right(call), a_view, words
     )
+
+
+# fp8 inputs
+
+
+def attention_of_bytes(**given):
+    """Attention over the same bytes at every call."""
+    x = attnlib.quantize_fp8(*(dense(None)[name] for name in "qkv"))
+    return attnlib.attention(x.q, x.k, x.v, **given)
+
+
+def descales_are_legal(a):
+    shapes = {"q_descale": (2, H), "k_descale": (2, G), "v_descale": (2, G)}
+    fit = all(is_tensor(a[name], torch.float32) and tuple(a[name].shape) == x for name, x in shapes.items())
+    return fit and is_mask(a["mask"]) and not any(a[name].requires_grad for name in shapes)
+
+
+def quantize_is_legal(a):
+    q, k, v, cu = a["q"], a["k"], a["v"], [a.get("cu_seqlens_q"), a.get("cu_seqlens_k")]
+    packed = not cu[0] is cu[1] is None
+    rank = 3 if packed else 4
+    if not all(is_tensor(x) and x.dim() == rank for x in (q, k, v)) or not isinstance(a.get("incoherent", False), bool):
+        return False
+    if packed and not all(is_tensor(x, torch.int32) and x.dim() == 1 and len(x) for x in cu):
+        return False
+    (*b, _, _, d), (*bk, t, g, dk), (*bv, tv, gv, _) = q.shape, k.shape, v.shape
+    return b == bk == bv and (t, g, d) == (tv, gv, dk) and (not packed or len(cu[0]) == len(cu[1]))
 
 
 ATTENTION = {
@@ -215,5 +245,22 @@ ATTENTION = {
         lambda _: {"call": attnlib.attention} | dense(None),
         lambda _, a: a["call"] is attnlib.attention and dense_is_legal(a),
         lambda _, args, told: told.chosen == "torch" or pytest.fail(str(told)),
+        words=("q_descale",),
+    ),
+    "attention, fp8": a_call(
+        attention_of_bytes,
+        {"q_descale": torch.ones(2, H), "k_descale": torch.ones(2, G), "v_descale": torch.ones(2, G), "mask": CAUSAL},
+        descales_are_legal,
+        words=("no backend can run this call\ndense attention",),  # a gradient is asked for
+    ),
+    "quantize_fp8": a_call(
+        attnlib.quantize_fp8,
+        {name: dense(None)[name] for name in "qkv"} | {"incoherent": True},
+        quantize_is_legal,
+    ),
+    "quantize_fp8, packed": a_call(
+        attnlib.quantize_fp8,
+        {name: varlen(None)[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")},
+        quantize_is_legal,
     ),
 }

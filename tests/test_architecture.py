@@ -15,14 +15,14 @@ from source_state import holds, private_names, stores
 import attnlib
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 
-VALUES = ("merge", "kv", "mask", "rope", "scaling", "philox", "checks")
+VALUES = ("merge", "fp8", "kv", "mask", "rope", "scaling", "philox", "checks")
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
 # The rooms from top to bottom, and which each may import: rooms below it alone. bench imports what users do.
 ROOMS = {
     "__main__": {"bench", "convert", "sizes"},
     "bench": {"__init__"},
-    "__init__": {"layers", "cache", "functional", "dispatch", "merge", "kv", "mask", "rope"},
+    "__init__": {"layers", "cache", "functional", "dispatch", "merge", "kv", "mask", "rope", "fp8"},
     "convert": {"layers", "cache", "functional", "sizes", *VALUES},
     "layers": {"functional", "cache", *VALUES},
     "cache": {"storage", *VALUES},
@@ -216,6 +216,7 @@ def test_the_exports():
             "Angles",
             "CacheFullError",
             "Explanation",
+            "Fp8Inputs",
             "GroupedQueryAttention",
             "KVCache",
             "KVLayout",
@@ -232,6 +233,7 @@ def test_the_exports():
             "cached_attention_with_lse",
             "explain",
             "merge_states",
+            "quantize_fp8",
             "rotate",
             "sliding",
             "varlen_attention",

@@ -101,7 +101,11 @@ REFUSED = {
     "23 mixed": (lambda: call(k=K.bfloat16()), TypeError, "k: torch.float32 like q torch.bfloat16 autocast"),
     "23 v alone": (lambda: call(v=K.half()), TypeError, "v: torch.float32 torch.float16 autocast"),
     "26 int8": (lambda: call(Q.to(torch.int8), K.to(torch.int8)), TypeError, "q: fp16 bf16 fp32 fp64 torch.int8"),
-    "26 fp8": (lambda: call(Q.to(torch.float8_e4m3fn)), TypeError, "q: fp16 torch.float8_e4m3fn"),
+    "26 fp8": (
+        lambda: call(Q.to(torch.float8_e4m3fn)),
+        TypeError,
+        "q_descale: fp32 float8_e4m3fn quantize_fp8()",
+    ),
     "26 complex": (lambda: call(Q.to(torch.complex64)), TypeError, "q: fp16 torch.complex64"),
     "26 list": (lambda: call([1.0]), TypeError, "q: tensor list"),
     "27 devices": (lambda: call(k=K.to("meta")), ValueError, "k: device cpu like q meta"),

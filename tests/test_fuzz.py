@@ -63,6 +63,7 @@ NOT_CALLED = {
     "FULL",
     "CacheFullError",
     "Explanation",
+    "Fp8Inputs",
     "KVView",
     "SAVE_OPS",
     "SlowPathWarning",

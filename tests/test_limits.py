@@ -8,7 +8,8 @@ from source_values import Values, reads_by_place
 
 SCORE_OPTIONS = ("softcap", "alibi_slopes", "sinks")
 MASK_FIELDS = ("left", "right", "prefix")
-FILES_OF_A_WORD = dict.fromkeys(SCORE_OPTIONS, 10) | dict.fromkeys(MASK_FIELDS, 8)
+DESCALES = ("q_descale", "k_descale", "v_descale")
+FILES_OF_A_WORD = dict.fromkeys(SCORE_OPTIONS, 10) | dict.fromkeys(MASK_FIELDS + DESCALES, 8)
 DOORS = {"attention", "varlen_attention", "cached_attention"}
 PUBLIC = {*DOORS, *(f"{name}_with_lse" for name in DOORS)}
 LONG = {("layers/mla.py", "__init__"), ("spec.py", "describe")}  # functions beyond 40 lines: none may be added
@@ -139,9 +140,10 @@ def test_a_planted_wide_function_is_found():
 
 
 def test_backends_and_kernels_stay_small():
-    """2,500 lines of code, and what splits long packed sequences, repeats training calls and runs Hopper's kernels."""
+    """2,500 lines of code, and what splits long packed sequences, repeats training calls, runs Hopper's kernels and
+    takes fp8 inputs (40)."""
     lines = {source.path: len(source.code_lines) for source in BACKENDS if source.is_core}
-    assert sum(lines.values()) <= 2950, f"{sum(lines.values())} lines of code in backends/, not 2950: {lines}"
+    assert sum(lines.values()) <= 2990, f"{sum(lines.values())} lines of code in backends/, not 2990: {lines}"
 
 
 def test_the_benchmark_stays_small():

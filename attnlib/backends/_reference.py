@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Score
+from ..fp8 import per_token
 from ..kv import KVView
 from ..philox import dropout_keep
 from ..reference import attend
 from ..spec import AttentionSpec
-from .operators import NO_BACKWARD, wide
+from .operators import result_dtype, wide
 
 
 def unsupported(spec: AttentionSpec) -> list[str]:
     """Why this backend cannot run ``spec``."""
-    return [NO_BACKWARD] if spec.kind == "cached" and spec.grad else []
+    return spec.without_backward
 
 
 def slow(spec: AttentionSpec) -> list[str]:
@@ -32,6 +33,9 @@ def variant(call: Call) -> str:
 def attention(call: Call) -> tuple[Tensor, Tensor]:
     """Attention and its LSE, with gradients where keys are tensors."""
     q, k, v, score = call.q, call.k, call.v, call.score
+    if call.descales is not None:
+        q, k, v = _dequantized(call)
+        call = call._replace(q=q, k=k, v=v)
     # The score's tensors get its dtype once, so that their gradients add up in it.
     call = call._replace(score=Score(*(x.to(wide(q)) if isinstance(x, Tensor) else x for x in score)))
     solved = [_sequence(n, *each, call) for n, each in enumerate(_sequences(call))]
@@ -41,6 +45,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     zero = rest[..., :0].sum(-1) + sum(x[..., :0].sum() for x in (k, v) if x is not None)
     out = torch.cat((*outs, zero[..., None].expand(-1, -1, call.spec.value_dim)))
     lse = torch.cat((*lses, zero.to(wide(q)) - torch.inf))
+    out = out.to(result_dtype(call.spec.dtype))
     return out.view(*q.shape[:-1], call.spec.value_dim), lse.view(q.shape[:-1]).mT
 
 
@@ -49,6 +54,20 @@ cached_attention = attention
 
 def prepare(call: Call) -> None:
     """No call is quicker the second time."""
+
+
+def _dequantized(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """q in fp32, and k and v if they are tensors; what a cache stores is read as in any call."""
+    descales, packing = call.descales, call.packing
+    if call.kv is not None:
+        return _times(call.q, descales.q_descale, call.kv.cu_seqlens_q), None, None
+    of_q, of_k = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
+    k, v = _times(call.k, descales.k_descale, of_k), _times(call.v, descales.v_descale, of_k)
+    return _times(call.q, descales.q_descale, of_q), k, v
+
+
+def _times(x: Tensor, descale: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return x.float() * per_token(descale, x.shape[-3], cu_seqlens)
 
 
 def _sequences(call: Call) -> Iterator[tuple[Tensor, Tensor, Tensor, int, int]]:

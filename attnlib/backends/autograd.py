@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..prepared import Run
+from ..spec import NO_BACKWARD
 from ..watched import are_batched, are_watched, have_tangents, is_forward_mode
 from .flops import backward_flops, cached_flops, forward_flops
-from .operators import BACKWARD, CACHED, FORWARD, NO_BACKWARD, TENSORS, Arguments, fake_attention, fake_backward
+from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, fake_attention, fake_backward
 from .registration import Operator, register
 
 WITH_GRADIENTS = 5  # arguments, q, k, v, slopes and sinks
@@ -48,10 +49,10 @@ class Operators:
     def repeated(self, run: Run, backward: Callable, arguments: Arguments) -> Run:
         """What runs a call again on other q, k and v, by ``run``, and ``backward`` for their gradients.
 
-        It has no other tensors.
+        It has no other tensors, so there are no descales.
         """
         rest = arguments[WITH_GRADIENTS:]
-        return lambda q, k, v: _Attention.apply(self, run, backward, rest, q, k, v, None, None)
+        return lambda q, k, v, descales=None: _Attention.apply(self, run, backward, rest, q, k, v, None, None)
 
     def gradients(self, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient of each argument of the forward operator, None where there is none to give."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Score
+from ..fp8 import E4M3
 from ..mask import Mask
 
-NO_BACKWARD = "cached attention has no backward; wrap the call in torch.no_grad()"
 TYPES = MappingProxyType({Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"})
 
 
@@ -30,6 +30,9 @@ class Arguments(NamedTuple):
     cu_seqlens_k: Tensor | None
     dropout_seed: Tensor | None
     origin: Tensor | None
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
     left: int | None
     right: int | None
     prefix: int
@@ -57,6 +60,7 @@ class CachedArguments(NamedTuple):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     origin: Tensor | None
+    q_descale: Tensor | None
     left: int | None
     right: int | None
     prefix: int
@@ -99,9 +103,11 @@ def flat(call: Call) -> Arguments:
         q, k, v = (x.contiguous() if name in call.spec.strided else x for name, x in zip("qkv", (q, k, v), strict=True))
     cu_q, cu_k, max_q, max_k = (None,) * 4 if packing is None else packing
     origin = call.origin.table(call.sequences, q.device)
+    q_descale, k_descale, v_descale = (None,) * 3 if call.descales is None else call.descales
     return Arguments(
         q, k, v, score.alibi_slopes, score.sinks, call.key_starts, call.key_ends, cu_q, cu_k, dropout.seed, origin,
-        mask.left, mask.right, mask.prefix, score.scale, score.softcap, dropout.p, max_q, max_k,
+        q_descale, k_descale, v_descale, mask.left, mask.right, mask.prefix, score.scale, score.softcap, dropout.p,
+        max_q, max_k,
     )  # fmt: skip
 
 
@@ -110,9 +116,10 @@ def flat_over_view(call: Call, schedule: Tensor | None = None) -> CachedArgument
     kv, mask, score = call.kv, call.mask, call.score
     q = call.q.contiguous() if call.spec.strided else call.q
     v, v_scale = (None, None) if kv.layout.is_latent else (kv.v, kv.v_scale)
+    q_descale = None if call.descales is None else call.descales.q_descale
     return CachedArguments(
         q, kv.k, v, kv.k_tail, kv.k_scale, v_scale, kv.table, kv.starts, kv.lengths, kv.cu_seqlens_q, schedule,
-        score.alibi_slopes, score.sinks, call.origin.table(call.sequences, q.device),
+        score.alibi_slopes, score.sinks, call.origin.table(call.sequences, q.device), q_descale,
         mask.left, mask.right, mask.prefix, score.scale, score.softcap, kv.split_size,
     )  # fmt: skip
 
@@ -149,9 +156,15 @@ def readable(a: AnyArguments) -> AnyArguments:
 
 
 def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised output ``[..., s, h, e]`` in q's dtype and LSE ``[..., h, s]`` in fp32, or fp64 for fp64."""
+    """Uninitialised output ``[..., s, h, e]`` and LSE ``[..., h, s]`` in fp32, or fp64 for fp64."""
     *batch, s, h, _ = q.shape
-    return q.new_empty((*batch, s, h, v.shape[-1])), q.new_empty((*batch, h, s), dtype=wide(q))
+    out = q.new_empty((*batch, s, h, v.shape[-1]), dtype=result_dtype(q.dtype))
+    return out, q.new_empty((*batch, h, s), dtype=wide(q))
+
+
+def result_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the output for queries of this one: their own, and bf16 for fp8."""
+    return torch.bfloat16 if dtype == E4M3 else dtype
 
 
 def wide(x: Tensor) -> torch.dtype:

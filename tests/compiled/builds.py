@@ -23,7 +23,7 @@ class Build(NamedTuple):
     kernel: str
     arch: int
     head: tuple[int, int]
-    dtype: str = "bf16"  # or fp16, fp32, tf32
+    dtype: str = "bf16"  # or fp16, fp32, tf32, fp8
     mask: str = "causal"  # or full, left, sliding, prefix
     rows: str = "dense"  # or starts, ends, starts and ends, packed
     tokens: int = LONG
@@ -63,6 +63,8 @@ def entries() -> Iterator[Build]:
             yield Build(kernel, 90, head, dtype="fp32")
     for kernel in KERNELS:
         yield Build(kernel, 90, (128, 128), aligned=False)
+    for head in TRAINED:
+        yield Build("forward", 90, head, dtype="fp8")
     for head in MIXED:
         yield Build("forward", 90, head, mask="sliding", aligned=False)
         yield Build("backward_queries", 90, head, mask="sliding", aligned=False)
@@ -70,6 +72,8 @@ def entries() -> Iterator[Build]:
     for arch in OTHERS:
         for kernel in KERNELS:
             yield Build(kernel, arch, (128, 128))
+    for arch in (100, 120):
+        yield Build("forward", arch, (128, 128), dtype="fp8")
     yield from hopper_entries()
 
 

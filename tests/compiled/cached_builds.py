@@ -35,7 +35,7 @@ class CachedBuild(NamedTuple):
     kernel: str  # decode, combine, schedule, write
     arch: int
     layer: Layer = GQA128
-    dtype: str = "bf16"  # or fp16, fp32, tf32
+    dtype: str = "bf16"  # or fp16, fp32, tf32, or fp8 queries over an fp8 store
     store: str = ""  # or int8, fp8
     page: int = 64  # tokens; 0 where a page holds all of a sequence
     sequences: int = 16
@@ -156,6 +156,8 @@ def _rare(arch: int) -> Iterator[CachedBuild]:
         yield decode(layer, page=page)
         yield decode(layer, page=page, tokens=4)
     if arch not in WITHOUT_FP8:
+        for layer in (GQA128, MLA):
+            yield decode(layer, dtype="fp8", store="fp8")
         yield decode(MLA, store="fp8")
         yield decode(WIDE_MLA, store="fp8")
     for layer in (GQA64, GQA256, WIDE_MLA):

@@ -13,6 +13,7 @@ from attnlib.backends._triton.writes import write_cache
 from attnlib.backends.operators import TENSORS, Arguments
 from attnlib.cache.buffer import split_size_of
 from attnlib.call import Call, Score, checked
+from attnlib.fp8 import descales_of
 from attnlib.kv import KVLayout, KVView
 from attnlib.mask import CAUSAL, FULL, Mask, sliding
 from attnlib.rope import Angles
@@ -83,13 +84,14 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
     def numbers(*shape: int, dtype: torch.dtype = torch.float32, given: object = True) -> Tensor | None:
         return torch.empty(shape, dtype=dtype, device="meta") if given else None
 
-    apart = 0 if build.aligned else 1
+    apart, fp8 = 0 if build.aligned else 1, build.dtype == "fp8"
+    out = dense(QUERY_HEADS, e)
     statistics = (QUERY_HEADS, BATCH * build.tokens) if packed else (BATCH, QUERY_HEADS, build.tokens)
     offsets = numbers(BATCH + 1, dtype=torch.int32, given=packed)
     return {
         "q": dense(QUERY_HEADS, d, apart), "k": dense(KV_HEADS, d, apart), "v": dense(KV_HEADS, e, apart),
         "dq": dense(QUERY_HEADS, d), "dk": dense(KV_HEADS, d), "dv": dense(KV_HEADS, e),
-        "out": dense(QUERY_HEADS, e), "dout": dense(QUERY_HEADS, e),
+        "out": out.bfloat16() if fp8 else out, "dout": dense(QUERY_HEADS, e),
         "lse": numbers(*statistics), "lse2": numbers(*statistics), "delta": numbers(*statistics),
         "dlse": numbers(*statistics, given=build.dlse), "dq_sums": numbers(1),
         "alibi_slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
@@ -98,6 +100,8 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         "key_ends": numbers(BATCH, dtype=torch.int32, given="ends" in build.rows),
         "cu_seqlens_q": offsets, "cu_seqlens_k": offsets,
         "origin": None, "dropout_seed": numbers(1, dtype=torch.int64, given=build.dropout),
+        "q_descale": numbers(BATCH, QUERY_HEADS, given=fp8),
+        "k_descale": numbers(BATCH, KV_HEADS, given=fp8), "v_descale": numbers(BATCH, KV_HEADS, given=fp8),
     }  # fmt: skip
 
 
@@ -136,7 +140,8 @@ def _read(build: CachedBuild):
     slopes = torch.empty(layer.heads, device="meta") if build.slopes else None
     sinks = torch.empty(layer.heads, device="meta") if build.sinks else None
     score = Score(width**-0.5, 50.0 if build.softcap else None, slopes, sinks)
-    backend.cached.attention(checked(Call(q, mask, score, kv=view)))
+    descale = torch.empty(build.sequences, layer.heads, device="meta") if build.dtype == "fp8" else None
+    backend.cached.attention(checked(Call(q, mask, score, kv=view, descales=descales_of(descale))))
 
 
 def _write(build: CachedBuild):
@@ -158,7 +163,8 @@ def _tokens(build: CachedBuild, *sizes: int) -> Tensor:
 
 
 def _view(build: CachedBuild) -> KVView:
-    layer, dtypes = build.layer, {"dtype": DTYPES[build.dtype], "store": DTYPES[build.store]}
+    layer, computed = build.layer, "bf16" if build.dtype == "fp8" else build.dtype
+    dtypes = {"dtype": DTYPES[computed], "store": DTYPES[build.store]}
     if layer.latent:
         kept = KVLayout.latent(layer.key, layer.value, **dtypes)
     else:

@@ -11,15 +11,15 @@ from ...kv import KVView
 from ...rope import Angles, rotate
 from ...spec import AttentionSpec
 from ...watched import are_watched
-from ..operators import NO_BACKWARD, flat, flat_over_view
+from ..operators import flat, flat_over_view
 from .implementations import OPERATORS, cached
 from .pages import quantise
 
 
 def unsupported(spec: AttentionSpec) -> list[str]:
     """Why this backend cannot run ``spec``."""
-    if spec.kind == "cached" and spec.grad:
-        return [NO_BACKWARD]
+    if spec.without_backward:
+        return spec.without_backward
     if spec.batch_invariant:
         return ["batch_invariant: how torch adds a product up depends on what shares the batch"]
     return []

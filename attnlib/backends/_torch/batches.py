@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...call import Dropout, Origin, Packing, Score
 from ...mask import Mask
-from ..operators import AnyArguments, Arguments, CachedArguments, rule_of
+from ..operators import AnyArguments, Arguments, CachedArguments, result_dtype, rule_of
 from .pages import Index, Keys
 
 
@@ -17,7 +17,8 @@ class Batch(NamedTuple):
 
     ``q`` ``[b, s, h, d]`` is at ``index`` in the call's, all of it where there is no index; its row 0 is query
     ``first``. The mask and ``first`` count from the first key that there is. Dropout adds ``origin.key`` to keys and
-    queries, and the origin's head and sequence.
+    queries, and the origin's head and sequence. Products with keys and with values are multiplied by ``score_factor``
+    and ``value_factor``, ``[b, h, s]``, if there are any.
     """
 
     q: Tensor
@@ -29,6 +30,8 @@ class Batch(NamedTuple):
     score: Score
     dropout: Dropout
     origin: Origin
+    score_factor: Tensor | None
+    value_factor: Tensor | None
 
     def of(self, x: Tensor) -> Tensor:
         """What of a call's ``[..., s, h, *]`` is the batch's."""
@@ -87,7 +90,7 @@ def cached_batches(a: CachedArguments) -> Iterator[Batch]:
         if start < stop and (min(pages) < 0 or max(pages) + m - n > a.k.shape[0]):
             found = f"{min(pages)} to {max(pages) + m - n - 1} in sequence {n}"
             raise ValueError(f"table: expected pages in [0, {a.k.shape[0]}), got {found}")
-        keys = Keys(a.k, v, a.k_tail, a.k_scale, v_scale, a.q.dtype, pages, start, stop)
+        keys = Keys(a.k, v, a.k_tail, a.k_scale, v_scale, result_dtype(a.q.dtype), pages, start, stop)
         index = () if m - n == len(lengths) else (slice(n, m),)
         if offsets is not None:
             index = (None, slice(offsets[n], offsets[n + 1]))
@@ -106,7 +109,21 @@ def _batch(a: AnyArguments, index: Index, keys: Keys, n: int, total: int, origin
     q = _at(a.q, index)
     first = total - q.shape[1] + origin.query - origin.key
     mask, score = rule_of(a)
-    return Batch(q, keys, index, n, first, mask.counted_from(origin.key), score, dropout, origin)
+    factors = (None, None) if a.q_descale is None else _factors(a, n, q)
+    return Batch(q, keys, index, n, first, mask.counted_from(origin.key), score, dropout, origin, *factors)
+
+
+def _factors(a: AnyArguments, n: int, q: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What the products of queries ``[b, s, h, d]``, from sequence ``n`` on, with keys and values are multiplied by.
+
+    Over a cache these have scales of their own.
+    """
+    (b, s, h, _), of_scores, of_values = q.shape, a.q_descale[n : n + q.shape[0]], None
+    if isinstance(a, Arguments):
+        of_k, of_v = (rows_of[n : n + b] for rows_of in (a.k_descale, a.v_descale))
+        of_k, of_values = (x[..., None].expand(-1, -1, h // x.shape[1]).flatten(1) for x in (of_k, of_v))
+        of_scores = of_scores * of_k
+    return tuple(None if x is None else x[..., None].expand(b, h, s) for x in (of_scores, of_values))
 
 
 def _at(x: Tensor, index: Index) -> Tensor:

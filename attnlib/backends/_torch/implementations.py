@@ -26,6 +26,9 @@ def cached(*arguments):
 
 def _solved(q: Tensor, v: Tensor, every: list[Batch]) -> tuple[Tensor, Tensor]:
     """The output and LSE of a call that falls into these batches."""
+    if torch.is_autocast_enabled(q.device.type):  # which would add up in 16 bits
+        with torch.autocast(q.device.type, enabled=False):
+            return _solved(q, v, every)
     if every and not every[0].index:
         return _attend(every[0])
     out, lse = _nothing(q, v)

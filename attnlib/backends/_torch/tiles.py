@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...philox import dropout_keep
-from ..operators import wide
+from ..operators import result_dtype, wide
 from .batches import Batch, rows, unrows
 from .pages import KEYS, Keys
 
@@ -52,7 +52,7 @@ class Tile(NamedTuple):
 def forward(batch: Batch) -> tuple[Tensor, Tensor]:
     """The output ``[b, s, h, e]`` and the LSE ``[b, h, s]``."""
     b, s, h, _ = batch.q.shape
-    out = batch.q.new_zeros(b, s, h, batch.keys.v.shape[-1])
+    out = batch.q.new_zeros(b, s, h, batch.keys.v.shape[-1], dtype=result_dtype(batch.q.dtype))
     lse = batch.q.new_full((b, h, s), -torch.inf, dtype=wide(batch.q))  # of what a query has seen: perhaps a sink
     if batch.score.sinks is not None:
         lse.copy_(batch.score.sinks[:, None])
@@ -71,6 +71,7 @@ def forward(batch: Batch) -> tuple[Tensor, Tensor]:
             acc = acc * correction + tile.dropped(p) @ tile.v
             m_i = new_m
             del tile, p  # the next tile takes their memory: 8 % of the time
+        acc = acc if batch.value_factor is None else acc * block.of(batch.value_factor)
         own_lse, own_out = lse[block.sequences, :, block.rows], out[block.sequences, block.rows]
         own_lse.copy_((m_i + l_i.log()).view_as(own_lse))
         own_out.copy_(unrows(acc / l_i.masked_fill(l_i == 0, 1), own_out.shape))
@@ -124,7 +125,9 @@ def _query_blocks(batch: Batch) -> Iterator[QueryBlock]:
             at = slice(n, min(b, n + sequences)), slice(i0 - batch.first, i1 - batch.first)
             start, stop = mask.keys(i0, i1, keys.stop)
             own = rows(q[at], keys.k.shape[2]).flatten(0, 1).to(wide(q)) * batch.score.scale
-            yield QueryBlock(*at, max(start, keys.start), stop, own)
+            block = QueryBlock(*at, max(start, keys.start), stop, own)
+            factor = batch.score_factor
+            yield block if factor is None else block._replace(q=own * block.of(factor))
 
 
 def _key_ranges(keys: Keys, block: QueryBlock) -> Iterator[tuple[int, int]]:

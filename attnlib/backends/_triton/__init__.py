@@ -1,12 +1,11 @@
 """The Triton backend: kernels for GPUs from sm_80 on, or interpreted without one."""
 
-import torch
 from torch import Tensor
 
 from ...call import Call
+from ...fp8 import E4M3
 from ...prepared import Run
 from ...spec import AttentionSpec
-from ..operators import NO_BACKWARD
 from .cached import Cached
 from .dense import Dense
 from .launch import against
@@ -29,11 +28,16 @@ class TritonBackend:
 
     def unsupported(self, spec: AttentionSpec) -> list[str]:
         """Why this backend cannot run ``spec``."""
-        reasons = against(spec.dtype, spec.device, spec.arch, interpreted=spec.interpreted)
-        if spec.kind == "cached" and spec.grad:
-            return [*reasons, NO_BACKWARD]
-        if spec.device == "cuda" and spec.arch < 89 and spec.layout and spec.layout.store == torch.float8_e4m3fn:
-            reasons.append(f"reads fp8 caches from sm_89 on, got sm_{spec.arch}; store int8")
+        layout = spec.layout
+        dtype = layout.dtype if layout is not None and layout.tail else spec.dtype  # of what is multiplied
+        reasons = against(dtype, spec.device, spec.arch, interpreted=spec.interpreted)
+        if spec.without_backward:
+            return [*reasons, *spec.without_backward]
+        if spec.device == "cuda" and spec.arch < 89:
+            if layout is not None and layout.store == E4M3:
+                reasons.append(f"reads fp8 caches from sm_89 on, got sm_{spec.arch}; store int8")
+            elif spec.dtype == E4M3:
+                reasons.append(f"takes fp8 inputs from sm_89 on, got sm_{spec.arch}; use bf16")
         largest, widest = max(spec.head_dim, spec.value_dim), WIDEST_BACKWARD if spec.grad else WIDEST
         if largest > widest:
             reasons.append(f"has {'a backward' if spec.grad else 'tiles'} for heads of up to {widest}, got {largest}")

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from ...call import Call
 from ...checks import INT32
+from ...fp8 import Descales
 from ...kv import KVView
 from ...prepared import Run
 from ...spec import arch_of
 from ...watched import are_watched
 from ..autograd import register_cached
-from ..operators import CachedArguments, flat_over_view, outputs, readable
+from ..operators import CachedArguments, flat_over_view, outputs, readable, result_dtype
 from . import decode_tables, schedule
 from .launch import Block, Launch, is_gluon_known, remembered
 from .plans import Key, contiguous, key_of, scoring, strides
@@ -49,22 +50,24 @@ class Cached:
         return cached_plan(self.key(a if given is not None else a._replace(schedule=_scheduled(a)))).variant
 
     def prepare(self, call: Call) -> Run | None:
-        """What runs a call without optional tensors again, on queries of the same layout."""
+        """What runs a call again, on queries of the same layout, without optional tensors but their descale."""
         kv, spec, q, given = call.kv, call.spec, call.q, _schedule_of(call.kv)
         # torch decides fp32's products.
         if spec.strided or spec.dtype == torch.float32 or given is None or not (q.numel() and kv.lengths.numel()):
             return None
         a = flat_over_view(call, given)
         plan = cached_plan(self.key(a))
-        tensors = _tensors(a._replace(q=None))  # what is prepared keeps no tensor of a call
-        decode = plan.decode.bound(tensors, "q", "out", "lse", "split")
+        tensors = _tensors(a._replace(q=None, q_descale=None))  # what is prepared keeps no tensor of a call
+        scaled = () if call.descales is None else ("q_descale",)
+        decode = plan.decode.bound(tensors, "q", "out", "lse", "split", *scaled)
         combine = None if plan.combine is None else plan.combine.bound(tensors, "split", "out", "lse")
         shape, lse_shape = (*q.shape[:-1], spec.value_dim), (*q.shape[:-3], q.shape[-2], q.shape[-3])
+        dtype = result_dtype(q.dtype)
 
-        def run(q: Tensor, k: None, v: None) -> tuple[Tensor, Tensor]:
-            out, lse = q.new_empty(shape), q.new_empty(lse_shape, dtype=torch.float32)
+        def run(q: Tensor, k: None, v: None, descales: Descales | None = None) -> tuple[Tensor, Tensor]:
+            out, lse = q.new_empty(shape, dtype=dtype), q.new_empty(lse_shape, dtype=torch.float32)
             splits = lse if combine is None else lse.new_empty(plan.floats)
-            decode(q, out, lse, splits)
+            decode(q, out, lse, splits, *(() if descales is None else (descales.q_descale,)))
             if combine is not None:
                 combine(splits, out, lse)
             return out, lse
@@ -173,7 +176,7 @@ class DecodeShapes:
         a, case = self.a, self.case
         main, tail, value = decode_tables.widths_of(case.head_dim, case.tail, case.value_dim)
         return {
-            **strides("bshd", q=a.q, o=contiguous((*a.q.shape[:-1], case.value_dim), a.q.dtype)),
+            **strides("bshd", q=a.q, o=contiguous((*a.q.shape[:-1], case.value_dim), result_dtype(a.q.dtype))),
             **strides("ptgd", k=a.k, v=a.v or a.k, t=a.k_tail or a.k),
             **strides("ptg", ks=a.k_scale, vs=a.v_scale or a.k_scale),
             "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,

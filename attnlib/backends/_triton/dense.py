@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from ...call import Call
+from ...fp8 import Descales
 from ...prepared import Run
 from ..autograd import Operators
-from ..operators import Arguments, flat, option_grads, outputs, readable
+from ..operators import Arguments, flat, option_grads, outputs, readable, result_dtype
 from . import plans, variants
 
 
@@ -32,21 +33,23 @@ class Dense:
         return forward if forward == backward else f"{forward} forward, {backward} backward"
 
     def prepare(self, call: Call) -> Run | None:
-        """What runs a call without optional tensors again, on tensors of the same layouts."""
+        """What runs a call again, on tensors of the same layouts, without optional ones but descales."""
         if call.spec.strided or call.spec.dtype == torch.float32:  # whose products torch's settings decide
             return None
         given = flat(call)
-        a = given._replace(q=None, k=None, v=None)  # what is prepared keeps no tensor of a call
+        named = () if call.descales is None else Descales._fields
+        a = given._replace(q=None, k=None, v=None, **dict.fromkeys(named))  # what is prepared keeps no tensor of a call
         (b, s, h, _), e, device = call.q.shape, call.v.shape[-1], call.q.device
         key = self._key(given)
         plan = variants.forward(key)
-        launch = plan.launch.bound(a._asdict(), "q", "k", "v", "out", "lse", "counter")
+        launch = plan.launch.bound(a._asdict(), "q", "k", "v", "out", "lse", "counter", *named)
+        dtype = result_dtype(call.q.dtype)
 
-        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor, descales: Descales | None = None) -> tuple[Tensor, Tensor]:
             if plan.launch.blocks and not plans.aligned(q, k, v):
-                return self._forward(*a._replace(q=q, k=k, v=v))
-            out, lse = q.new_empty((b, s, h, e)), q.new_empty((b, h, s), dtype=torch.float32)
-            launch(q, k, v, out, lse, plan.counter(device))
+                return self._forward(*a._replace(q=q, k=k, v=v, **({} if descales is None else descales._asdict())))
+            out, lse = q.new_empty((b, s, h, e), dtype=dtype), q.new_empty((b, h, s), dtype=torch.float32)
+            launch(q, k, v, out, lse, plan.counter(device), *(descales or ()))
             return out, lse
 
         def backward(dout, dlse, out, lse, *arguments):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...spec import arch_of
-from ..operators import Arguments, CachedArguments, WriteArguments
+from ..operators import Arguments, CachedArguments, WriteArguments, result_dtype
 from . import tables
 from .launch import Block, Launch
 from .tables import LaunchConfig
@@ -86,7 +86,7 @@ class DenseShapes:
         # Whether every block of queries sees as many keys as any other.
         self.are_alike = a.left is a.right is a.key_starts is a.key_ends is None and not self.packed
         main, tail, value = tables.widths(d, e)
-        self.out = contiguous((*a.q.shape[:-1], e), a.q.dtype)
+        self.out = contiguous((*a.q.shape[:-1], e), result_dtype(a.q.dtype))
         self.arguments = {
             **strides("bshd", q=a.q, o=self.out), **strides("btgd", k=a.k, v=a.v),
             "stride_lb": 0 if self.packed else self.h * self.s, "stride_lh": self.s,

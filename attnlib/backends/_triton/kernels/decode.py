@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .band import Band, key_range, origin_of, sees_any, tiles_of
 from .decode_tiles import Sizes, Stored, Sums, sweep
 from .paged import claimed, tokens_of_split
-from .scores import LN2, LOG2E, Modifiers, load_slope, unit_of
+from .scores import LN2, LOG2E, Modifiers, descaled, load_slope, unit_of
 from .split_kv import join, shares
 from .stored_bytes import Queries, halved, in_range, pairs_at
 from .tile import COUNTS, Rows, Tile, load_columns
@@ -20,7 +20,7 @@ from .tile import COUNTS, Rows, Tile, load_columns
 @triton.jit(do_not_specialize=COUNTS)
 def decode(
     q_ptr, k_ptr, k_tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr,
-    alibi_slopes_ptr, sinks_ptr, origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr,
+    alibi_slopes_ptr, sinks_ptr, origin_ptr, q_descale_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr,
     k_desc, tail_desc,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_kg, stride_tp, stride_tt, stride_tg,
     stride_vp, stride_vt, stride_vg, stride_ksp, stride_kst, stride_ksg, stride_vsp, stride_vst, stride_vsg,
@@ -88,8 +88,8 @@ def decode(
     q = load_columns(q_ptr, at, valid, E if LATENT else D, D_MAIN, True)
     queries = Tile(q, load_columns(q_ptr + MAIN, at, valid, D - MAIN, D_TAIL, True) if D_TAIL else q)
     if SCALED and q.dtype != tl.float32:
-        queries, gain = in_range(queries, LATENT)
-        scale *= gain[:, None]
+        queries, gain = in_range(queries, k_tail_ptr.dtype.element_ty if LATENT and D_TAIL else tl.float16)
+        scale *= descaled(gain, q_descale_ptr, known * (KV_HEADS * group) + head, sequence, batch)[:, None]
     queries = halved(queries) if PAIRS else Queries(queries.main, queries.main, queries.tail)
     slope = (
         None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, known, head, batch)[:, None]

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .band import Band, bounds, key_range, origin_of, sees_any, visible
-from .scores import LN2, LOG2E, Modifiers, dropout_keep, load_slope, modify, online_softmax, unit_of
+from .scores import LN2, LOG2E, Modifiers, descaled, dropout_keep, load_slope, modify, online_softmax, unit_of
 from .tile import COUNTS, Channels, Place, Rows, Tile, load_tile, locate, products, store_tile
 
 
@@ -12,7 +12,7 @@ from .tile import COUNTS, Channels, Place, Rows, Tile, load_tile, locate, produc
 def forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
     k_desc, k_tail_desc, v_desc,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes,
@@ -40,6 +40,10 @@ def forward(
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     slope = None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
+    of_kv = sequence * (heads // group) + kv_head
+    scale = descaled(scale, q_descale_ptr, sequence * heads + head, sequence, batch)
+    scale = descaled(scale, k_descale_ptr, of_kv, sequence, batch)
+    dropout_scale = descaled(dropout_scale, v_descale_ptr, of_kv, sequence, batch)
     modifiers = Modifiers(scale, softcap, slope)
     unit = unit_of(modifiers)
     seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)

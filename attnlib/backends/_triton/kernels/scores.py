@@ -30,6 +30,15 @@ def load_slope(slopes_ptr, stride, sequence, head, batch):
 
 
 @triton.jit
+def descaled(x, ptr, at, sequence, batch):
+    """``x`` times the descale of a head, where there are any; that of what follows the last packed sequence is 1."""
+    if ptr is None:
+        return x
+    else:
+        return x * tl.load(ptr + at, mask=sequence < batch, other=1.0)
+
+
+@triton.jit
 def tanh(x):
     """``tanh(x)`` to fp32 rounding; a Taylor polynomial near 0, where ``1 - exp`` would cancel."""
     square = x * x

@@ -86,18 +86,17 @@ def halved(queries):
 
 
 @triton.jit
-def in_range(queries, LATENT: tl.constexpr):
+def in_range(queries, of_tail: tl.constexpr):
     """Queries as fp16, which meets 8-bit keys, rows scaled by powers of two to be in its range; what undoes the scale.
 
-    The power brings a row below 4; what undoes it is 0 for the least of all. The tail of a latent key is no 8-bit key,
-    and that of its query keeps its dtype.
+    The power brings a row below 4; what undoes it is 0 for the least of all. The tail of a latent key is no 8-bit key:
+    it has a dtype of its own, and so has that of a query.
     """
     q, tail = queries.main.to(tl.float32), queries.tail.to(tl.float32)
     top = tl.maximum(tl.max(tl.abs(q), 1), tl.max(tl.abs(tail), 1))
     exponent = tl.minimum(top.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
     power = (0x7F000000 - exponent).to(tl.float32, bitcast=True)[:, None]
-    tail = (tail * power).to(queries.main.dtype if LATENT else tl.float16)
-    return Tile((q * power).to(tl.float16), tail), exponent.to(tl.float32, bitcast=True)
+    return Tile((q * power).to(tl.float16), (tail * power).to(of_tail)), exponent.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -73,6 +73,12 @@ def pointers(x, place, n, ROWS: tl.constexpr, ANEW: tl.constexpr):
 
 
 @triton.jit
+def factor_of(x):
+    """What products take: e4m3 in fp16, which holds it exactly, and all else as it is."""
+    return x.to(tl.float16) if x.dtype == tl.float8e4nv else x
+
+
+@triton.jit
 def load_block(
     x, place, n, valid, channels, SECOND: tl.constexpr, MASKED: tl.constexpr, BY_DESC: tl.constexpr, ANEW: tl.constexpr
 ):
@@ -81,10 +87,10 @@ def load_block(
     COLUMNS: tl.constexpr = channels.TAIL if SECOND else channels.MAIN
     if BY_DESC:  # whose addresses take no registers
         at = [place.b.to(tl.int32), (place.t + n).to(tl.int32), place.h.to(tl.int32), FIRST]
-        return (x.tail_desc if SECOND else x.desc).load(at).reshape(valid.shape[0], COLUMNS)
+        return factor_of((x.tail_desc if SECOND else x.desc).load(at).reshape(valid.shape[0], COLUMNS))
     else:
         ptr, at = pointers(x, place, n, valid.shape[0], ANEW)
-        return load_columns(ptr + FIRST, at, valid, channels.ALL - FIRST, COLUMNS, MASKED)
+        return factor_of(load_columns(ptr + FIRST, at, valid, channels.ALL - FIRST, COLUMNS, MASKED))
 
 
 @triton.jit

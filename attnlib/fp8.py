@@ -1,0 +1,158 @@
+"""fp8 inputs: e4m3 q, k and v with a scale for each sequence and head, and how they come from others."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import bind, is_strided, refuse_tensor
+from .kv import DTYPES
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max
+OF_ZEROS = 2.0**-40  # the least scale: products of two, with a scale of scores, are normal fp32
+LOW = 0xFFFFFFFF
+
+
+class Descales(NamedTuple):
+    """What e4m3 inputs are multiplied by, fp32: ``q_descale`` ``[b, h]``, the others ``[b, g]``; None over a cache."""
+
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+
+class Fp8Inputs(NamedTuple):
+    """What :func:`quantize_fp8` gives; by name, what attention takes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_descale: Tensor
+    k_descale: Tensor
+    v_descale: Tensor
+
+
+def descales_of(q: Tensor | None, k: Tensor | None = None, v: Tensor | None = None) -> Descales | None:
+    """The descales of a call; None where it has none."""
+    return None if q is k is v is None else Descales(q, k, v)
+
+
+def check_descales(descales: Descales | None, dtype: torch.dtype, sizes: dict[str, int], *, over_view: bool) -> None:
+    """Raise TypeError or ValueError unless all descales are there that inputs of this dtype need, and no other.
+
+    ``sizes`` have the call's b, h and g.
+    """
+    needed = () if dtype != E4M3 else ("q_descale",) if over_view else Descales._fields
+    for name, x in (descales or Descales())._asdict().items():
+        if name not in needed and x is not None:
+            raise TypeError(f"{name}: expected None with {dtype} inputs, since it scales {E4M3}; see quantize_fp8()")
+        if name not in needed:
+            continue
+        if not is_strided(x) or x.dtype != torch.float32:
+            got = x.dtype if isinstance(x, Tensor) else None if x is None else type(x).__name__
+            raise TypeError(f"{name}: expected an fp32 tensor with {dtype} inputs, got {got}; see quantize_fp8()")
+        bind((name, x, "bh" if name == "q_descale" else "bg"), known=sizes)
+
+
+def quantize_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    incoherent: bool = False,
+) -> Fp8Inputs:
+    """q ``[b, s, h, d]``, k ``[b, t, g, d]`` and v ``[b, t, g, e]`` in e4m3, each sequence and head with a scale.
+
+    The largest number of a head becomes 448, the largest of e4m3; what is not finite becomes NaN and moves no scale.
+    With offsets, q, k and v are packed. ``incoherent`` turns q and k by one orthogonal matrix, which leaves every q·k
+    as it is and spreads an outlier over all channels, so that it takes less of the others' bits: random signs, the same
+    in every call, then Hadamard's matrix of each power of two that ``d`` is a sum of ("incoherent processing"; Shah et
+    al., 2024, arXiv 2407.08608; Chee et al., 2023, arXiv 2307.13304).
+
+    Raises:
+        ValueError, TypeError: shapes and dtypes that do not fit.
+
+    >>> q, k = torch.randn(2, 9, 8, 64), torch.randn(2, 9, 2, 64)
+    >>> attention(**quantize_fp8(q, k, k, incoherent=True)._asdict(), mask=CAUSAL).dtype
+    torch.bfloat16
+    """
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if not isinstance(incoherent, bool):
+        raise TypeError(f"incoherent: expected a bool, got {type(incoherent).__name__}")
+    if incoherent:
+        turn = rotation(q.shape[-1], q.device)
+        q, k = q.float() @ turn, k.float() @ turn
+    (q, q_descale), (k, k_descale) = _quantized(q, cu_seqlens_q), _quantized(k, cu_seqlens_k)
+    v, v_descale = _quantized(v, cu_seqlens_k)
+    return Fp8Inputs(q, k, v, q_descale, k_descale, v_descale)
+
+
+def per_token(scale: Tensor, tokens: int, cu_seqlens: Tensor | None) -> Tensor:
+    """A scale ``[b, h]`` as a factor of ``[b, t, h, d]``, or of packed ``[t, h, d]``: 1 behind the last offset."""
+    if cu_seqlens is None:
+        return scale[:, None, :, None]
+    return torch.cat((scale, scale.new_ones(1, scale.shape[1])))[_owners(tokens, cu_seqlens)][..., None]
+
+
+def _owners(tokens: int, cu_seqlens: Tensor) -> Tensor:
+    """The number of each token's sequence, int64 ``[t]``; ``b`` behind the last offset."""
+    n = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:], n, right=True)
+
+
+def _quantized(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A tensor in e4m3, and what that is to be multiplied by, ``[b, h]``."""
+    x = x.float() if x.dtype == torch.float64 else x
+    sizes = torch.linalg.vector_norm(x.nan_to_num(0, 0, 0), torch.inf, -1).float()  # [b, t, h]
+    if cu_seqlens is None:
+        largest = sizes.amax(1) if sizes.shape[1] else sizes.sum(1)
+    else:
+        owners = _owners(len(x), cu_seqlens)[:, None].expand(sizes.shape)
+        largest = sizes.new_zeros(len(cu_seqlens), x.shape[1]).scatter_reduce(0, owners, sizes, "amax")[:-1]
+    descale = (largest / LARGEST).clamp(min=OF_ZEROS)
+    x = x.nan_to_num(torch.nan, torch.nan, torch.nan)  # some versions of torch make 448 of infinity
+    return (x / per_token(descale, x.shape[-3], cu_seqlens)).to(E4M3), descale
+
+
+def rotation(d: int, device: torch.device) -> Tensor:
+    """An orthogonal matrix ``[d, d]``; see :func:`quantize_fp8`."""
+    powers = [1 << n for n in reversed(range(d.bit_length())) if d >> n & 1]
+    blocks = [_hadamard(n, device) * n**-0.5 for n in powers]
+    return _signs(d, device)[:, None] * torch.block_diag(*blocks)
+
+
+def _hadamard(n: int, device: torch.device) -> Tensor:
+    """Sylvester's matrix of a power of two: ones and minus ones, whose rows are orthogonal."""
+    x = torch.ones(1, 1, device=device)
+    while len(x) < n:
+        x = torch.cat((torch.cat((x, x), 1), torch.cat((x, -x), 1)))
+    return x
+
+
+def _signs(d: int, device: torch.device) -> Tensor:
+    """Ones and minus ones by a hash of the channel, made where they are needed: nothing waits, nothing is stored."""
+    x = torch.arange(1, d + 1, device=device)
+    for factor in (0x7FEB352D, 0x846CA68B):
+        x = ((x ^ x >> 16) * factor) & LOW
+    return 1.0 - 2.0 * (x >> 16 & 1)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
+    packed = not cu_seqlens_q is cu_seqlens_k is None
+    offsets = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)) if packed else ()
+    for name, x in (("q", q), ("k", k), ("v", v), *offsets):
+        if not is_strided(x):
+            refuse_tensor(name, x)
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} like q, got {x.device}")
+        if name in ("q", "k", "v") and x.dtype not in DTYPES:
+            raise TypeError(f"{name}: expected fp16, bf16, fp32 or fp64, got {x.dtype}")
+    for name, x in offsets:
+        if x.dtype != torch.int32 or x.dim() != 1 or not len(x):
+            raise TypeError(f"{name}: expected int32 [b + 1] offsets, got {x.dtype} {tuple(x.shape)}")
+    of_q, of_k, of_v = ("shd", "tgd", "tge") if packed else ("bshd", "btgd", "btge")
+    bind(("q", q, of_q), ("k", k, of_k), ("v", v, of_v))
+    bind(*((name, x, "n") for name, x in offsets))
