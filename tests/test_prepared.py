@@ -32,7 +32,7 @@ def key(q, k, v, mask=CAUSAL, *, name=None, **given):
 def test_a_repeated_call_reads_the_new_tensors():
     first, second = tensors(), tensors()
     attention_with_lse(*first, mask=CAUSAL)
-    assert PREPARED.find(key(*second)) is not None
+    assert PREPARED.find(None, key(*second)) is not None
     again = attention_with_lse(*second, mask=CAUSAL)
     PREPARED.forget()
     assert_same_bits(*zip(again, attention_with_lse(*second, mask=CAUSAL), strict=True))
@@ -45,7 +45,7 @@ def test_a_repeated_call_has_its_own_gradients():
 
     first, second = ([x.requires_grad_() for x in tensors()] for _ in range(2))
     gradients(first)
-    assert PREPARED.find(key(*second)) is not None
+    assert PREPARED.find(None, key(*second)) is not None
     again = gradients(second)
     PREPARED.forget()
     assert_same_bits(*zip(again, gradients(second), strict=True))
@@ -79,7 +79,7 @@ def test_what_differs_is_another_call():
         key(*heads_first),
         key(q.half(), k.half(), v.half()),
     ]
-    assert all(other is not None and PREPARED.find(other) is None for other in others)
+    assert all(other is not None and PREPARED.find(None, other) is None for other in others)
     assert len({key(q, k, v), *others}) == len(others) + 1
 
 
