@@ -13,8 +13,8 @@ from .mask import Mask
 from .rope import Angles
 from .watched import are_watched, is_forward_mode
 
-# Takes q, k, v and their descales.
-Run = Callable[[Tensor, Tensor | None, Tensor | None, Descales | None], tuple[Tensor, Tensor]]
+# Takes q, k, v and their descales; gives the output, and the LSE where it is asked for.
+Run = Callable[[Tensor, Tensor | None, Tensor | None, Descales | None], tuple[Tensor, Tensor | None]]
 Write = Callable[[Tensor, Tensor | None, Angles | None], None]  # takes k and v of a step's tokens
 FLOATS, NAMES = frozenset((float, type(None))), (str, type(None))
 NO_ORIGIN = Call._field_defaults["origin"]
@@ -49,7 +49,7 @@ def key_of(call: Call, name: str | None) -> tuple | None:
     ):
         return None
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    asked = (q.get_device(), q.shape, q.stride(), q.dtype, call.mask, score, grad, name)
+    asked = (q.get_device(), q.shape, q.stride(), q.dtype, call.mask, score, grad, name, call.lse)
     if call.descales is not None:
         if not all(x is None or _is_plain(x) for x in call.descales):
             return None
