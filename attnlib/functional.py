@@ -262,7 +262,7 @@ def attend(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
     if kv is not None and kv.shared is not None and (plan := planned(call)).shared is not None:
         return _merged(plan, name)
     key = key_of(call, name)
-    if key is not None and (run := PREPARED.find(key)) is not None:
+    if key is not None and (run := PREPARED.find(kv, key)) is not None:
         return run(call.q, call.k, call.v, call.descales)
     call = checked(call)
     backend = select(call.spec, name)
@@ -274,14 +274,14 @@ def attend(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
             key = None  # or the next call would not be checked
         result = backend.cached_attention(call)
     if key is not None:
-        PREPARED.remember(key, backend.prepare(call))
+        PREPARED.remember(kv, key, backend.prepare(call))
     return result
 
 
 def _over(q: Tensor, kv: KVView, mask: Mask, score: Score, q_descale: Tensor | None, *, lse: bool = False) -> Call:
     if not isinstance(kv, KVView):
         raise TypeError(f"kv: expected the KVView that append() or view() of a cache returned, got {type(kv).__name__}")
-    return Call(q, mask, score, kv=kv, descales=descales_of(q_descale), lse=lse)
+    return Call(q, mask, score, None, None, kv, descales=descales_of(q_descale), lse=lse)
 
 
 def _sees_all_before(call: Call) -> bool:

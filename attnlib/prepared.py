@@ -1,7 +1,6 @@
 """Calls that come again: on a GPU they run what the first call of their kind prepared."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 from weakref import finalize
 
 import torch
@@ -14,21 +13,18 @@ from .mask import Mask
 from .rope import Angles
 from .watched import are_watched, is_forward_mode
 
-# Takes q, k, v and their descales.
-Run = Callable[[Tensor, Tensor | None, Tensor | None, Descales | None], tuple[Tensor, Tensor]]
+# Takes q, k, v and their descales; gives the output, and the LSE where it is asked for.
+Run = Callable[[Tensor, Tensor | None, Tensor | None, Descales | None], tuple[Tensor, Tensor | None]]
 Write = Callable[[Tensor, Tensor | None, Angles | None], None]  # takes k and v of a step's tokens
 FLOATS, NAMES = frozenset((float, type(None))), (str, type(None))
+NO_ORIGIN = Call._field_defaults["origin"]
 
 
-class Key(NamedTuple):
-    """All that a call depends on but its tensors' values: the view that it is over, and the rest."""
+def key_of(call: Call, name: str | None) -> tuple | None:
+    """All that a call on the backend of this name depends on, but its view and its tensors' values.
 
-    view: KVView | None
-    rest: tuple
-
-
-def key_of(call: Call, name: str | None) -> Key | None:
-    """The key of a call on the backend of this name; None for a call that depends on more than keys tell."""
+    None for a call that depends on more.
+    """
     q, k, v, score, dropout = call.q, call.k, call.v, call.score, call.dropout
     if call.kv is not None:
         k = v = q
@@ -37,7 +33,7 @@ def key_of(call: Call, name: str | None) -> Key | None:
         or are_watched(q, k, v)  # also by a compiler
         or type(call.mask) is not Mask
         or call.packing is not None
-        or call.origin is not Call._field_defaults["origin"]
+        or call.origin is not NO_ORIGIN
         or not (call.key_starts is call.key_ends is dropout.seed is None)
         or dropout.p != 0
         or type(dropout.p) is not float
@@ -45,7 +41,7 @@ def key_of(call: Call, name: str | None) -> Key | None:
         or not FLOATS.issuperset(map(type, score))
         or type(name) not in NAMES
         or not (q.layout is k.layout is v.layout is torch.strided)
-        or torch.is_autocast_enabled("cuda")
+        or torch.is_autocast_enabled()
         or is_forward_mode(q, k, v)
         or q.is_nested
         or k.is_nested
@@ -53,15 +49,15 @@ def key_of(call: Call, name: str | None) -> Key | None:
     ):
         return None
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    asked = (q.get_device(), q.shape, q.stride(), q.dtype, call.mask, score, grad, name)
+    asked = (q.get_device(), q.shape, q.stride(), q.dtype, call.mask, score, grad, name, call.lse)
     if call.descales is not None:
         if not all(x is None or _is_plain(x) for x in call.descales):
             return None
         asked += tuple(None if x is None else (x.get_device(), x.shape, x.dtype) for x in call.descales)
     if call.kv is not None:
-        return Key(call.kv, (*asked, q.data_ptr() & 15))
+        return *asked, q.data_ptr() & 15
     layouts = (k.get_device(), k.shape, k.stride(), k.dtype, v.get_device(), v.shape, v.stride(), v.dtype)
-    return Key(None, (*asked, *layouts))
+    return *asked, *layouts
 
 
 def _is_plain(x: object) -> bool:
@@ -77,22 +73,22 @@ class PreparedCalls:
         self._over_tensors: dict[tuple, Run | Write] = {}
         self._over_views: dict[int, dict[tuple, Run | Write]] = {}  # by the id of a view, while that lives
 
-    def find(self, key: Key) -> Run | Write | None:
-        """What was prepared for this key."""
-        runs = self._over_tensors if key.view is None else self._over_views.get(id(key.view))
-        return None if runs is None else runs.get(key.rest)
+    def find(self, view: KVView | None, key: tuple) -> Run | Write | None:
+        """What was prepared for this key over a view, or over tensors where there is none."""
+        runs = self._over_tensors if view is None else self._over_views.get(id(view))
+        return None if runs is None else runs.get(key)
 
-    def remember(self, key: Key, run: Run | Write | None) -> None:
+    def remember(self, view: KVView | None, key: tuple, run: Run | Write | None) -> None:
         """Run calls of this key by ``run``, if there is one, from now on; too many are all forgotten first."""
         if run is None:
             return
-        runs = self._over_tensors if key.view is None else self._over_views.get(id(key.view))
+        runs = self._over_tensors if view is None else self._over_views.get(id(view))
         if runs is None:
-            runs = self._over_views[id(key.view)] = {}
-            finalize(key.view, self._over_views.pop, id(key.view), None)
+            runs = self._over_views[id(view)] = {}
+            finalize(view, self._over_views.pop, id(view), None)
         if len(runs) >= self.limit:
             runs.clear()
-        runs[key.rest] = run
+        runs[key] = run
 
     def count(self, view: KVView | None = None) -> int:
         """How many there are over tensors, or over a view."""

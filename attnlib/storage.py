@@ -8,7 +8,7 @@ from torch import Tensor
 from .checks import are_checks_on, check_slots
 from .dispatch import PREPARED, storing
 from .kv import KVLayout, KVView
-from .prepared import Key, Write
+from .prepared import Write
 from .rope import Angles
 
 
@@ -30,16 +30,12 @@ def write_cache(
         check_slots(slots, kv.k.shape[0] * kv.page_size)
     write = storing(kv.layout.dtype, kv.k.device).write_cache(kv, k, v, slots, angles)
     if key is not None and not checks:
-        PREPARED.remember(_of_write(kv, slots, key), write)
+        PREPARED.remember(kv, ("write", id(slots), key), write)  # what is prepared keeps the slots alive
 
 
 def prepared_write(kv: KVView, slots: Tensor, key: tuple) -> Write | None:
     """What writes tokens of this key to these slots of a view sooner than :func:`write_cache`, if anything."""
-    return PREPARED.find(_of_write(kv, slots, key))
-
-
-def _of_write(kv: KVView, slots: Tensor, key: tuple) -> Key:
-    return Key(kv, ("write", id(slots), key))  # what is prepared keeps the slots alive
+    return PREPARED.find(kv, ("write", id(slots), key))
 
 
 def new_schedule(

@@ -23,7 +23,7 @@ from attnlib import (
 )
 from attnlib.call import Call, checked
 from attnlib.dispatch import PREFERENCE, explanation, select
-from attnlib.prepared import Key, PreparedCalls
+from attnlib.prepared import PreparedCalls
 
 
 def spec_of(*, strided: bool = False, **options):
@@ -180,12 +180,12 @@ def test_what_is_prepared_is_bounded_and_lives_as_long_as_its_view():
         view = replace(kv.append(*torch.randn(2, 1, 1, 2, 8)))
     store = PreparedCalls(2)
     for n in range(3):
-        store.remember(Key(None, (n,)), lambda q, k, v: None)
-        store.remember(Key(view, (n,)), lambda q, k, v: None)
-    store.remember(Key(view, (3,)), None)
+        store.remember(None, (n,), lambda q, k, v: None)
+        store.remember(view, (n,), lambda q, k, v: None)
+    store.remember(view, (3,), None)
     assert store.count() == store.count(view) == 1
-    assert store.find(Key(None, (2,))) is not store.find(Key(view, (2,))) is not None
-    assert store.find(Key(view, (3,))) is store.find(Key(replace(view), (2,))) is None
+    assert store.find(None, (2,)) is not store.find(view, (2,)) is not None
+    assert store.find(view, (3,)) is store.find(replace(view), (2,)) is None
     del view
     assert not len(store._over_views)
     store.forget()

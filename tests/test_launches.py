@@ -1,18 +1,21 @@
 """How a kernel is launched: by names, directly with a Triton that is known, and as anybody would with every other."""
 
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
 
 from attnlib.backends._triton import launch as launches
 from attnlib.backends._triton.launch import Block, Launch, remembered
+from attnlib.backends._triton.repeated import Repeated, blank
 from attnlib.backends._triton.tables import LaunchConfig
 
 pytest.importorskip("triton")
 from triton import knobs
+from triton.runtime import driver
 
 
 def named(q, k, out=None):
@@ -66,8 +69,8 @@ def test_an_unknown_triton_launches_every_time(kernel, monkeypatch):
     launch, (q, k, out) = made(kernel), torch.zeros(3, 8).unbind()
     for _ in range(3):
         launch.on(named(q, k, out))
-        launch.bound(named(q, k), "query", "out")(q, out)
-    assert len(kernel.launched) == 6
+        assert not Repeated([launch], named(q, k), "query", "out").on((q.data_ptr(), out.data_ptr()))
+    assert len(kernel.launched) == 3
     assert not kernel.ran
 
 
@@ -95,12 +98,12 @@ def test_a_launch_goes_to_the_device_of_its_tensors(kernel, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(launches, "current_device", lambda: current[-1])
     monkeypatch.setattr(launches, "current_stream", lambda device: 90 + device)
-    bound, on = launch.bound(named(x, x, x), "out"), partial(launch.on, named(x, x, x))
+    repeated, given = Repeated([launch], named(x, x, x), "out"), named(x, x, x)
     for current[0] in (0, 1, 0):
-        for run in (partial(bound, x), on):
-            run()
-    assert kernel.devices == [1] * 6  # where it is compiled, and then run
-    assert [ran[3] for ran in kernel.ran] == [91] * 5
+        launch.on(given)
+        assert repeated.on((160,)) == (current[0] == 1)
+    assert kernel.devices == [1] * 4  # where it is compiled, and then run
+    assert [ran[3] for ran in kernel.ran] == [91] * 3
     assert current == [0]
 
 
@@ -110,10 +113,53 @@ def test_a_known_launcher_is_skipped_but_where_it_has_work(version, scratch, is_
     monkeypatch.setattr(launches, "version", lambda: version)
     sizes = {"global_scratch_size": scratch, "profile_scratch_size": 0}
     run = SimpleNamespace(launch=object(), launch_cooperative_grid=False, launch_pdl=True, **sizes)
-    start, constants = launches.started(SimpleNamespace(run=run, function=7, packed_metadata="metadata"))
+    binary = SimpleNamespace(run=run, function=7, packed_metadata="metadata")
+    start, constants, described = launches.starting(binary, [])
     given = (7, "metadata", None, None, None)
     assert start is (run.launch if is_quick else run)
     assert constants == ((7, False, True, None, None, *given[1:]) if is_quick else given)
+    assert described == []
+
+
+FORM = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 4, 1, 16]}
+
+
+@pytest.mark.parametrize(("version", "forms"), [("3.6", [FORM]), ("3.6", [None]), ("3.7", [FORM])])
+def test_a_descriptor_is_made_once_for_an_address(version, forms, monkeypatch):
+    """As the chip takes it, where Triton's launcher would make that; else as Triton does."""
+
+    def made_by_triton(launcher, tensordesc_meta):
+        return lambda *given: (launcher, tensordesc_meta)
+
+    filled = []
+    fill = SimpleNamespace(fill_tma_descriptor=lambda *given: filled.append(given) or f"map {given[0]}")
+    monkeypatch.setattr(type(driver), "active", SimpleNamespace(utils=fill))
+    monkeypatch.setattr(launches, "version", lambda: version)
+    in_c, x = object(), torch.zeros(2, 8, 1, 16, dtype=torch.float16)
+    run = SimpleNamespace(launch=made_by_triton(in_c, forms), launch_cooperative_grid=False, launch_pdl=False)
+    run.global_scratch_size = run.profile_scratch_size = 0
+    binary = SimpleNamespace(run=run, function=7, packed_metadata="metadata")
+    first = Block("key", 4, 16).descriptor(x)
+    start, _, [absent, (descriptors, sizes)] = launches.starting(binary, [None, first])
+    assert absent[1] == []
+    if version == "3.6" and None not in forms:
+        assert start is in_c
+        assert [descriptors[at] for at in (160, 320, 160)] == ["map 160", "map 320", "map 160"]
+        assert filled == [(at, 3, 2, 9, [1, 4, 1, 16], [2, 8, 1, 16], [128, 16, 16, 1], 0) for at in (160, 320)]
+        assert sizes == [2, 8, 1, 16, 128, 16, 16, 1]
+    else:
+        assert start is (run.launch if version == "3.6" else run)
+        assert descriptors[160].base.data_ptr() == 160
+        assert descriptors[160] is descriptors[160] is not descriptors[320]
+        assert {**vars(descriptors[160]), "base": x} == vars(first)
+        assert sizes == []
+
+
+def test_descriptors_are_kept_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr(launches, "MOST", 2)
+    found = launches.Descriptors(lambda address: [address])
+    assert [found[n] for n in (1, 2, 3, 1)] == [[1], [2], [3], [1]]
+    assert len(found) <= 2
 
 
 def test_a_profiler_sees_every_launch(kernel, monkeypatch):
@@ -132,15 +178,28 @@ def test_other_alignments_and_absent_tensors_are_compiled_apart(kernel):
     assert len(kernel.ran) == 3
 
 
-def test_what_is_bound_takes_the_rest(kernel):
+def test_what_is_repeated_takes_the_rest(kernel):
     launch, (q, k, out, other) = made(kernel), torch.zeros(4, 8).unbind()
-    call = launch.bound(named(q, k), "query", "out")
-    call(q, out)
-    call(other, out)
+    call = Repeated([launch, launch], named(q, k), "query", "nobody", "out")
+    assert not call.on((q.data_ptr(), 0, out.data_ptr()))  # which has never been launched
+    launch.on(named(q, k, out))
+    assert call.on((other.data_ptr(), 5 * 16, out.data_ptr()))
     assert [x[1][:3] for x in kernel.launched] == [(q, k, out)]
-    assert kernel.ran[0][9:12] == (other.data_ptr(), k.data_ptr(), out.data_ptr())
-    assert made(kernel, programs=0).bound(named(q, k), "query", "out")(q, out) is None
+    assert [ran[9:12] for ran in kernel.ran] == [(other.data_ptr(), k.data_ptr(), out.data_ptr())] * 2
+    assert not call.on((other.data_ptr() + 4, 0, out.data_ptr()))
+    assert len(kernel.ran) == 2
+    empty = made(kernel, programs=0)
+    empty.on(named(q, k, out))
+    assert not Repeated([empty], named(q, k), "query", "out").on((q.data_ptr(), out.data_ptr()))
     assert len(kernel.launched) == 1
+
+
+def test_a_profiler_sees_what_is_repeated(kernel, monkeypatch):
+    launch, (q, k, out) = made(kernel), torch.zeros(3, 8).unbind()
+    call = Repeated([launch], named(q, k), "query", "out")
+    launch.on(named(q, k, out))
+    monkeypatch.setattr(knobs.runtime.launch_exit_hook, "calls", [lambda metadata: None])
+    assert not call.on((q.data_ptr(), out.data_ptr()))
 
 
 @pytest.mark.parametrize("names", [("query", "out"), ("key", "out")])
@@ -148,11 +207,27 @@ def test_descriptors_follow_the_tensors(kernel, names):
     launch = made(kernel, {"key_desc": Block("key", 4, 16)})
     q, k, out = (torch.zeros(2, 8, 1, 16) for _ in range(3))
     tensors = {"query": q, "key": k, "out": out}
-    call = launch.bound(named(q, k), *names)
+    call = Repeated([launch], named(q, k), *names)
     for _ in range(2):
-        call(*(tensors[name] for name in names))
-    described = kernel.launched[0][1][3], kernel.ran[0][12]
-    assert all(x.base is k and x.block_shape == [1, 4, 1, 16] for x in described)
+        launch.on(tensors)
+    assert call.on([tensors[name].data_ptr() for name in names])
+    described = kernel.launched.pop()[1][3], *(ran[12] for ran in kernel.ran)
+    assert [x.base.data_ptr() for x in described] == [k.data_ptr()] * 3
+    assert all(x.block_shape == [1, 4, 1, 16] for x in described)
+
+
+def test_a_launch_keeps_no_tensor(kernel):
+    launch = made(kernel, {"key_desc": Block("key", 4, 16)})
+    kept = [ref(x) for x in launched_on_new_tensors(launch)]
+    kernel.launched.clear()
+    assert [x() for x in kept] == [None] * 3
+
+
+def launched_on_new_tensors(launch):
+    tensors = [torch.zeros(2, 8, 1, 16) for _ in range(3)]
+    for _ in range(2):
+        launch.on(named(*tensors))
+    return tensors
 
 
 def test_plans_are_remembered_up_to_a_limit(monkeypatch):
@@ -169,3 +244,10 @@ def test_plans_are_remembered_up_to_a_limit(monkeypatch):
         plan(key)
     assert asked == [1, 2, 3, 1]
     assert launches.planned.cache_info().currsize <= 2
+
+
+def test_what_is_like_a_blank_is_as_anything_new():
+    for shape in ((3,), (1, 1), (2, 5, 1, 4), (1, 7, 3, 8), (5, 1, 1, 1)):
+        for dtype in (torch.float16, torch.float32):
+            x, new = torch.empty_like(blank(shape, dtype, torch.device("cpu"))), torch.empty(shape, dtype=dtype)
+            assert (x.shape, x.stride(), x.dtype, x._base) == (new.shape, new.stride(), dtype, None)

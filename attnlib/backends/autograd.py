@@ -6,6 +6,8 @@ Function (one core of an EPYC, 2026-11).
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,30 +46,46 @@ class Operators:
 
     def differentiable(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         """Output and LSE with their gradients, around the dispatcher, where nobody follows it."""
-        return _Attention.apply(self, None, None, arguments[WITH_GRADIENTS:], *arguments[:WITH_GRADIENTS])
+        return _Attention.apply(self, arguments[WITH_GRADIENTS:], *arguments[:WITH_GRADIENTS])
 
-    def repeated(self, run: Run, backward: Callable, arguments: Arguments) -> Run:
-        """What runs a call again on other q, k and v, by ``run``, and ``backward`` for their gradients.
+    def repeated(self, run: Run, backward: Callable, a: Arguments, *, lse: bool) -> Run:
+        """What runs a call again on other q, k and v, by ``run``; it has no other tensors, so there are no descales.
 
-        It has no other tensors, so there are no descales.
+        ``backward`` takes dout and what was saved, and gives the gradients of these three, or None where it cannot.
+        Without ``lse`` the output alone is followed, and no LSE returned.
         """
-        rest = arguments[WITH_GRADIENTS:]
-        return lambda q, k, v, descales=None: _Attention.apply(self, run, backward, rest, q, k, v, None, None)
+        again = Again(run, partial(self._repeated_gradients, backward, a[3:]), lse)
+        apply = partial(super(torch.autograd.Function, _Repeated).apply, again)  # transforms, which it asks for, watch
+        return lambda q, k, v, descales=None: apply(q, k, v) if lse else (apply(q, k, v), None)
 
     def gradients(self, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient of each argument of the forward operator, None where there is none to give."""
         out, lse, *tensors = ctx.saved_tensors
         a = Arguments(*tensors, *ctx.numbers)
         dout = torch.zeros_like(out) if dout is None else dout
-        # With create_graph=True the operator refuses to be differentiated again.
-        followed = are_watched(dout, out, a.q) or torch.is_grad_enabled() or are_batched(dout, dlse)
-        run = self._operator("backward") if followed else ctx.again or self.backward
+        run = self._operator("backward") if _is_followed(dout, dlse, out, a.q) else self.backward
         # It gives those of the first arguments: q, k, v, slopes and sinks.
         given = [None if x is None else grad for x, grad in zip(a, run(dout, dlse, out, lse, *a), strict=False)]
         return *given, *(None,) * (len(a) - len(given))
 
+    def _repeated_gradients(self, backward, rest, dout, dlse, out, lse, q, k, v):
+        dout = torch.zeros_like(out) if dout is None else dout
+        if _is_followed(dout, dlse, out, q):
+            run = self._operator("backward")
+        elif dlse is None and (found := backward(dout, out, lse, q, k, v)) is not None:
+            return found
+        else:
+            run = self.backward
+        dq, dk, dv, _, _ = run(dout, dlse, out, lse, q, k, v, *rest)
+        return dq, dk, dv
+
     def _operator(self, direction: str) -> Callable:
         return getattr(torch.ops.attnlib, f"{self.name}_{direction}").default
+
+
+def _is_followed(dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor) -> bool:
+    """Whether a backward must go through the dispatcher; with create_graph=True it refuses to be differentiated."""
+    return are_watched(dout, out, q) or torch.is_grad_enabled() or are_batched(dout, dlse)
 
 
 class _Attention(torch.autograd.Function):
@@ -77,16 +95,42 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, operators, run, backward, rest, q, k, v, *options):
+    def forward(ctx, operators, rest, q, k, v, *options):
         inputs = (q, k, v, *options, *rest)
-        output = operators.forward(*inputs) if run is None else run(q, k, v)
+        output = operators.forward(*inputs)
         _keep(ctx, inputs, output)
-        ctx.operators, ctx.again = operators, backward
+        ctx.operators = operators
         return output
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return None, None, None, None, *ctx.operators.gradients(ctx, dout, dlse)[:WITH_GRADIENTS]
+        return None, None, *ctx.operators.gradients(ctx, dout, dlse)[:WITH_GRADIENTS]
+
+
+class Again(NamedTuple):
+    """How a call runs again: its forward, its gradients, and whether its LSE is asked for."""
+
+    run: Run
+    gradients: Callable
+    lse: bool
+
+
+class _Repeated(torch.autograd.Function):
+    """A call that came before. torch takes its time for each argument, each result and all that is saved."""
+
+    @staticmethod
+    def forward(ctx, again: Again, q, k, v):
+        out, lse = again.run(q, k, v)
+        ctx.save_for_backward(out, lse, q, k, v)  # as the first call has, which a checkpoint may hold it against
+        ctx.gradients = again.gradients
+        if not again.lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
+        return None, *ctx.gradients(dout, dlse, *ctx.saved_tensors)
 
 
 def register_cached(name: str, run: Callable) -> torch.library.Library | None:
@@ -96,7 +140,7 @@ def register_cached(name: str, run: Callable) -> torch.library.Library | None:
 
 def _keep(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*output, *inputs[:TENSORS])
-    ctx.numbers, ctx.again = inputs[TENSORS:], None
+    ctx.numbers = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
 
 

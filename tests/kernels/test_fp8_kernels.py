@@ -201,10 +201,9 @@ def test_a_repeated_call_reads_new_bytes_and_new_descales(name):
         moved(quantize_fp8(*(factor * torch.randn(2, 700, h, 128) for h in (4, 2, 2)))) for factor in (1, 3)
     )
     attention_with_lse(**first, mask=CAUSAL, backend=name)
-    call = Call(
-        second["q"], CAUSAL, k=second["k"], v=second["v"], descales=Descales(*(second[n] for n in Descales._fields))
-    )
-    assert PREPARED.find(key_of(call, name)) is not None
+    descales = Descales(*(second[n] for n in Descales._fields))
+    call = Call(second["q"], CAUSAL, k=second["k"], v=second["v"], descales=descales, lse=True)
+    assert PREPARED.find(None, key_of(call, name)) is not None
     again = attention_with_lse(**second, mask=CAUSAL, backend=name)
     PREPARED.forget()
     assert_same_bits(*zip(again, attention_with_lse(**second, mask=CAUSAL, backend=name), strict=True))

@@ -1,5 +1,6 @@
 """Attention over a cache by Triton kernels: from layouts to launches, and the operator."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from ..operators import CachedArguments, flat_over_view, outputs, readable, resu
 from . import decode_tables, schedule
 from .launch import Block, Launch, is_gluon_known, remembered
 from .plans import Key, contiguous, key_of, scoring, strides
+from .repeated import Repeated, blank
 from .tables import LaunchConfig
 
 
@@ -57,20 +59,24 @@ class Cached:
             return None
         a = flat_over_view(call, given)
         plan = cached_plan(self.key(a))
-        tensors = _tensors(a._replace(q=None, q_descale=None))  # what is prepared keeps no tensor of a call
-        scaled = () if call.descales is None else ("q_descale",)
-        decode = plan.decode.bound(tensors, "q", "out", "lse", "split", *scaled)
-        combine = None if plan.combine is None else plan.combine.bound(tensors, "split", "out", "lse")
-        shape, lse_shape = (*q.shape[:-1], spec.value_dim), (*q.shape[:-3], q.shape[-2], q.shape[-3])
-        dtype = result_dtype(q.dtype)
+        a = a._replace(q=None, q_descale=None)  # what is prepared keeps no tensor of a call
+        launches = [plan.decode] if plan.combine is None else [plan.decode, plan.combine]
+        launch = Repeated(launches, _tensors(a), "q", "out", "lse", "split", "q_descale")
+        lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+        blank_out = blank((*q.shape[:-1], spec.value_dim), result_dtype(q.dtype), q.device)
+        blank_lse = blank(lse_shape, torch.float32, q.device) if call.lse else None
+        # An LSE that is not asked for lies behind the splits, whose rows are multiples of 16.
+        size = plan.floats if call.lse else plan.floats + math.prod(lse_shape)
+        blank_room, beyond = blank((size,), torch.float32, q.device), 4 * plan.floats
 
-        def run(q: Tensor, k: None, v: None, descales: Descales | None = None) -> tuple[Tensor, Tensor]:
-            out, lse = q.new_empty(shape, dtype=dtype), q.new_empty(lse_shape, dtype=torch.float32)
-            splits = lse if combine is None else lse.new_empty(plan.floats)
-            decode(q, out, lse, splits, *(() if descales is None else (descales.q_descale,)))
-            if combine is not None:
-                combine(splits, out, lse)
-            return out, lse
+        def run(q: Tensor, k: None, v: None, descales: Descales | None = None) -> tuple[Tensor, Tensor | None]:
+            out, room = torch.empty_like(blank_out), torch.empty_like(blank_room)
+            lse, at = None if blank_lse is None else torch.empty_like(blank_lse), room.data_ptr()
+            at_lse = at + beyond if lse is None else lse.data_ptr()
+            scale = None if descales is None else descales.q_descale
+            if launch.on((q.data_ptr(), out.data_ptr(), at_lse, at, 0 if scale is None else scale.data_ptr())):
+                return out, lse
+            return self.run(*a._replace(q=q, q_descale=scale))
 
         return run
 

@@ -1,5 +1,9 @@
 """Dense and packed attention by Triton kernels: one FlashAttention core, forward and backward."""
 
+import math
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,6 +13,7 @@ from ...prepared import Run
 from ..autograd import Operators
 from ..operators import Arguments, flat, option_grads, outputs, readable, result_dtype
 from . import plans, variants
+from .repeated import Repeated, blank
 
 
 class Dense:
@@ -34,31 +39,34 @@ class Dense:
 
     def prepare(self, call: Call) -> Run | None:
         """What runs a call again, on tensors of the same layouts, without optional ones but descales."""
-        if call.spec.strided or call.spec.dtype == torch.float32:  # whose products torch's settings decide
+        # Products of fp32 are what torch's settings decide.
+        if call.spec.strided or call.spec.dtype == torch.float32 or not (call.q.numel() and call.v.numel()):
             return None
         given = flat(call)
-        named = () if call.descales is None else Descales._fields
-        a = given._replace(q=None, k=None, v=None, **dict.fromkeys(named))  # what is prepared keeps no tensor of a call
-        (b, s, h, _), e, device = call.q.shape, call.v.shape[-1], call.q.device
-        key = self._key(given)
-        plan = variants.forward(key)
-        launch = plan.launch.bound(a._asdict(), "q", "k", "v", "out", "lse", "counter", *named)
-        dtype = result_dtype(call.q.dtype)
+        # What is prepared keeps no tensor of a call.
+        a = given._replace(q=None, k=None, v=None, **dict.fromkeys(Descales._fields))
+        run = self._repeated(given, a)
+        if not call.spec.grad:
+            return run
+        return self.operators.repeated(run, _RepeatedBackward(self._key(given), given, a), a, lse=call.lse)
+
+    def _repeated(self, given: Arguments, a: Arguments) -> Run:
+        """The forward of a call like ``given``; all but q, k, v and their descales is in ``a``."""
+        q, (*batch, s, h, _), plan = given.q, given.q.shape, variants.forward(self._key(given))
+        blank_out = blank((*batch, s, h, given.v.shape[-1]), result_dtype(q.dtype), q.device)
+        blank_lse, device = blank((*batch, h, s), torch.float32, q.device), q.device
+        launch = Repeated([plan.launch], a._asdict(), "q", "k", "v", "out", "lse", "counter", *Descales._fields)
 
         def run(q: Tensor, k: Tensor, v: Tensor, descales: Descales | None = None) -> tuple[Tensor, Tensor]:
-            if plan.launch.blocks and not plans.aligned(q, k, v):
-                return self._forward(*a._replace(q=q, k=k, v=v, **({} if descales is None else descales._asdict())))
-            out, lse = q.new_empty((b, s, h, e), dtype=dtype), q.new_empty((b, h, s), dtype=torch.float32)
-            launch(q, k, v, out, lse, plan.counter(device), *(descales or ()))
-            return out, lse
+            out, lse = torch.empty_like(blank_out), torch.empty_like(blank_lse)
+            counter = plan.counter(device)
+            at = 0 if counter is None else counter.data_ptr()
+            scales = (0, 0, 0) if descales is None else [x.data_ptr() for x in descales]
+            if launch.on((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), at, *scales)):
+                return out, lse
+            return self._forward(*a._replace(q=q, k=k, v=v, **({} if descales is None else descales._asdict())))
 
-        def backward(dout, dlse, out, lse, *arguments):
-            x = Arguments(*arguments)
-            known = key if plans.aligned(x.q, x.k, x.v) else self._key(x)
-            dq, dk, dv, _, _ = self._gradients(known, x, dout, dlse, out, lse)
-            return dq, dk, dv
-
-        return self.operators.repeated(run, backward, a) if call.spec.grad else run
+        return run
 
     def _key(self, a: Arguments) -> plans.Key:
         return plans.key_of(a, a.q, a.k, a.v)._replace(hopper=self.hopper)
@@ -96,6 +104,48 @@ class Dense:
             cu = a.cu_seqlens_q
             dslopes = dslopes.sum(-1) if cu is None else _by_sequence(dslopes, cu, plan.queries.arguments["BLOCK_M"])
         return dq, dk, dv, dslopes, delta
+
+
+class _RepeatedBackward:
+    """The backward of a call like ``given``, by launches planned once; all but q, k and v is in ``a``."""
+
+    def __init__(self, key: plans.Key, given: Arguments, a: Arguments):
+        self._key, self._arguments = key, a._asdict() | {"dlse": None, "dslopes": None}
+        q, k, v, (*batch, s, h, _) = given.q, given.k, given.v, given.q.shape
+        self._out = plans.contiguous((*batch, s, h, v.shape[-1]), q.dtype)
+        lse = plans.contiguous((*batch, h, s), torch.float32)
+        self._blanks = [blank(x.shape, x.dtype, x.device) for x in (q, k, v)]
+        self._strides = q.stride(), k.stride(), v.stride(), self._out.strides, lse.strides
+        self._rows = -(-math.prod(lse.shape) // 4) * 4  # in which every line begins at a multiple of 16 bytes
+        self._planned: dict[bool, tuple[Repeated, Callable[[], Tensor]]] = {}  # by whether torch wants it deterministic
+
+    def __call__(
+        self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The gradients of q, k and v; None where these launches cannot run.
+
+        Hooks may give back what was saved with other strides.
+        """
+        if (q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()) != self._strides:
+            return None
+        launches, make_room = self._planned.get(torch.are_deterministic_algorithms_enabled()) or self._plan()
+        of_q, of_k, of_v = self._blanks
+        dq, dk, dv, room = torch.empty_like(of_q), torch.empty_like(of_k), torch.empty_like(of_v), make_room()
+        dout, rows, at = dout if dout.is_contiguous() else dout.contiguous(), self._rows, room.data_ptr()
+        addresses = (
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), dout.data_ptr(),
+            dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), at, at + 4 * rows, at + 8 * rows,
+        )  # fmt: skip
+        return (dq, dk, dv) if launches.on(addresses) else None
+
+    def _plan(self) -> tuple[Repeated, Callable[[], Tensor]]:
+        plan = variants.backward(variants.in_order(self._key), self._out, None)
+        names = ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "lse2", "delta", "dq_sums")
+        launches = Repeated([plan.prepare, plan.keys, plan.queries], self._arguments, *names)
+        room = blank((2 * self._rows + plan.sums,), torch.float32, self._key.device)
+        found = launches, partial(torch.zeros_like if plan.sums else torch.empty_like, room)
+        self._planned[torch.are_deterministic_algorithms_enabled()] = found
+        return found
 
 
 def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:

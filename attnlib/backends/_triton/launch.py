@@ -7,6 +7,7 @@ every other one launches as anybody would.
 
 from collections.abc import Callable
 from functools import lru_cache, partial, wraps
+from inspect import getclosurevars
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from .tables import LaunchConfig
 
 KNOWN = ("3.6", "3.7")  # the versions of Triton whose launchers the tests have passed with
 GLUON = ("3.6", "3.7")  # and those whose Gluon
+STREAM = 3  # the place of the stream among what starts a binary, after the grid
+MOST = 1024  # descriptors of a block that are kept
 
 if IS_KNOWN and hasattr(torch._C, "_cuda_getDevice"):  # a microsecond sooner than what is public
     current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
@@ -76,11 +79,50 @@ def tile_layout(shape: tuple[int, ...], dtype: torch.dtype):
     return gl.NVMMASharedLayout.get_default_for(list(shape), getattr(gl, str(dtype).removeprefix("torch.")))
 
 
-def _copied(descriptor: object, x: Tensor | None) -> object:
-    """The same descriptor of another tensor, unchecked."""
-    new = object.__new__(type(descriptor))
-    new.__dict__.update(descriptor.__dict__, base=x)
-    return new
+class _Address(int):
+    """An address, which Triton asks a tensor for."""
+
+    def data_ptr(self) -> int:
+        """Itself."""
+        return self
+
+
+class Descriptors(dict):
+    """The descriptors of one block by the addresses of its tensor, made where there is none yet.
+
+    All else is as in the first one, so that nothing is checked again.
+    """
+
+    def __init__(self, make: Callable[[int], object]):
+        self._make = make
+
+    def __missing__(self, address: int) -> object:
+        if len(self) >= MOST:
+            self.clear()
+        made = self[address] = self._make(address)
+        return made
+
+
+class Started(NamedTuple):
+    """What starts a compiled kernel again: ``start(*arguments)``, where a few are filled in first.
+
+    The current stream belongs at ``STREAM``, the addresses of the kernel's tensors from ``first`` on, and descriptors
+    at places of their own, each of a tensor by its name. Triton's ``hooks`` say whether a profiler follows launches.
+    """
+
+    device: int
+    hooks: object
+    start: Callable
+    arguments: list
+    first: int
+    descriptors: list[tuple[int, str, Descriptors]]
+
+    def stream(self) -> int | None:
+        """The stream to start on, the current one; None where Triton must be asked: on another device, or followed."""
+        hooks = self.hooks
+        if self.device != current_device() or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            return None
+        return current_stream(self.device)
 
 
 class Launch:
@@ -101,8 +143,6 @@ class Launch:
         *,
         early: bool = False,
     ):
-        from triton.knobs import runtime
-
         self.kernel, self.programs, self.blocks = kernel, programs, blocks or {}
         given = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages, **arguments}
         names = kernel.arg_names
@@ -111,98 +151,101 @@ class Launch:
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
         self.options |= {"launch_pdl": True} if early else {}
         self._pick, self._values = itemgetter(*self.tensors), tuple(self.arguments.values())
-        self._described: dict[Block, object] = {}  # a descriptor of each block, without its tensor
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
-        self._hooks = runtime if version() in KNOWN else None
-        self._compiled: dict[object, tuple] = {}  # by which tensors begin at a multiple of 16 bytes
+        self._started: dict[object, Started] = {}  # by which tensors begin at a multiple of 16 bytes
 
     def on(self, tensors: dict[str, Tensor | None]) -> None:
         """Launch on tensors by name, of which there may be more, on the current stream of their device."""
-        ready, bits, n = *self._ready(tensors), len(self.tensors)
-        aligned = bits & 15 == 0 or tuple((address or 0) & 15 == 0 for address in ready[:n])
-        if not self.programs or self._run(aligned, ready):
+        if not self.programs:
             return
+        addresses = self.addresses(tensors)
+        started = self.started(addresses)
+        if started is None or (stream := started.stream()) is None:
+            self._ask(tensors, addresses)
+            return
+        arguments = started.arguments.copy()
+        arguments[STREAM] = stream
+        arguments[started.first : started.first + len(addresses)] = addresses
+        for place, name, descriptors in started.descriptors:
+            arguments[place] = descriptors[tensors[name].data_ptr()]
+        started.start(*arguments)
+
+    def addresses(self, tensors: dict[str, Tensor | None]) -> list[int | None]:
+        """The addresses of the kernel's tensors, in its order."""
+        return [None if x is None else x.data_ptr() for x in self._pick(tensors)]
+
+    def started(self, addresses: list[int | None]) -> Started | None:
+        """How this starts on tensors aligned as those at these addresses; None where it never has."""
+        return self._started.get(_aligned(addresses))
+
+    def _ask(self, tensors: dict[str, Tensor | None], addresses: list[int | None]) -> None:
+        """Launch as anybody would, and remember how Triton does it."""
         pointers = self._pick(tensors)
         device = pointers[0].get_device()
         if pointers[0].is_cuda and device != current_device():
             with torch.cuda.device(device):
                 self.on(tensors)
             return
-        described = self._described_anew(tensors)
-        binary = self.kernel[(self.programs,)](*pointers, *described, *self._values, **self.options)
-        if self._hooks is not None and binary is not None:  # as it is under the interpreter
-            self._compiled[aligned] = (device, *started(binary))
-
-    def bound(self, tensors: dict[str, Tensor | None], *names: str) -> Callable[..., None]:
-        """The same on these tensors, but for those of ``names``: they are given at each call, in this order.
-
-        A tensor that this kernel does not take may be named too.
-        """
-        fixed = tensors | dict.fromkeys(names)
-        known, known_bits = self._ready(fixed)
-        places = [self.tensors.index(name) if name in self.tensors else None for name in names]
-        described = enumerate(self._blocks, len(self.tensors))
-        moved = [(place, x) for place, x in described if x is not None and x.tensor in names]
-
-        def call(*new: Tensor | None) -> None:
-            ready, bits = known.copy(), known_bits
-            for place, x in zip(places, new, strict=True):
-                if x is not None and place is not None:
-                    ready[place] = address = x.data_ptr()
-                    bits |= address
-            named = moved and dict(zip(names, new, strict=True))
-            for place, block in moved:
-                ready[place] = self._describe(block, named[block.tensor])
-            if bits & 15 or not self._run(True, ready):
-                self.on(fixed | dict(zip(names, new, strict=True)))
-
-        return call
-
-    def _ready(self, tensors: dict[str, Tensor | None]) -> tuple[list, int]:
-        """What the kernel takes of these tensors and by itself, and the bits of all addresses."""
-        addresses, bits = [None if x is None else x.data_ptr() for x in self._pick(tensors)], 0
-        for address in addresses:
-            bits |= address or 0
-        loaded = [(block, None if block is None else tensors[block.tensor]) for block in self._blocks]
-        described = [None if x is None else self._describe(block, x) for block, x in loaded]
-        return [*addresses, *described, *self._values], bits
-
-    def _described_anew(self, tensors: dict[str, Tensor | None]) -> list:
-        """The kernel's descriptors, as Triton makes and checks them."""
         made = [None if block is None else block.descriptor(tensors[block.tensor]) for block in self._blocks]
-        self._described = {block: _copied(x, None) for block, x in zip(self._blocks, made, strict=True) if block}
-        return made
+        binary = self.kernel[(self.programs,)](*pointers, *made, *self._values, **self.options)
+        if version() not in KNOWN or binary is None:  # as it is under the interpreter
+            return
+        from triton.knobs import runtime
 
-    def _describe(self, block: Block, x: Tensor) -> object:
-        """A descriptor for what is compiled: it takes 5 us to check a layout, which is that of the launch."""
-        known = self._described.get(block)
-        return block.descriptor(x) if known is None else _copied(known, x)
-
-    def _run(self, aligned: object, ready: list) -> bool:
-        """Launch what is compiled, as Triton does.
-
-        False where nothing is, where another device is current, or where a profiler follows launches.
-        """
-        compiled = self._compiled.get(aligned)
-        if compiled is None or self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
-            return False
-        device, start, constants = compiled
-        if device != current_device():
-            return False
-        start(self.programs, 1, 1, current_stream(device), *constants, *ready)
-        return True
+        start, constants, described = starting(binary, made)
+        arguments = [self.programs, 1, 1, None, *constants, *addresses]
+        first, places = STREAM + 1 + len(constants), []
+        for block, (descriptors, sizes) in zip(self._blocks, described, strict=True):
+            if block is not None:
+                places.append((len(arguments), block.tensor, descriptors))
+            arguments += [None, *sizes]
+        arguments += self._values
+        self._started[_aligned(addresses)] = Started(device, runtime, start, arguments, first, places)
 
 
-def started(binary) -> tuple[Callable, tuple]:
-    """What starts a binary, and what it takes between the stream and the kernel's arguments.
+def _aligned(addresses: list[int | None]) -> object:
+    """Which of these addresses are multiples of 16 bytes, as Triton tells them apart; True for all."""
+    bits = 0
+    for address in addresses:
+        bits |= address or 0
+    return bits & 15 == 0 or tuple((address or 0) & 15 == 0 for address in addresses)
 
-    It is a function in C; or, of another Triton or where a kernel needs memory of its own, the one in Python before it,
-    which takes a microsecond.
+
+def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[Descriptors, list]]]:
+    """What starts a binary, and what it takes between the stream and the tensors; and what of these descriptors.
+
+    It is a function in C, which takes a descriptor as the chip does, and then its sizes; or, of another Triton or where
+    a kernel needs memory of its own, the one in Python before it.
     """
     run, function, metadata, no_hooks = binary.run, binary.function, binary.packed_metadata, (None, None, None)
-    if version() == "3.6" and hasattr(run, "launch") and run.global_scratch_size == run.profile_scratch_size == 0:
-        return run.launch, (function, run.launch_cooperative_grid, run.launch_pdl, None, None, metadata, *no_hooks)
-    return run, (function, metadata, *no_hooks)
+    described = [(x and Descriptors(partial(_moved, _moved(x, 0))), []) for x in made]  # which keep no tensor
+    if version() != "3.6" or not hasattr(run, "launch") or run.global_scratch_size or run.profile_scratch_size:
+        return run, (function, metadata, *no_hooks), described
+    start, constants = run.launch, (function, run.launch_cooperative_grid, run.launch_pdl, None, None)
+    kept = getclosurevars(start).nonlocals if any(x is not None for x in made) else {}
+    forms = kept.get("tensordesc_meta", ())
+    if forms and None not in forms:
+        forms = iter(forms)
+        start, described = kept["launcher"], [(x, []) if x is None else _encoded(x, next(forms)) for x in made]
+    return start, (*constants, metadata, *no_hooks), described
+
+
+def _moved(descriptor: object, address: int) -> object:
+    """The same descriptor of a tensor elsewhere."""
+    new = object.__new__(type(descriptor))
+    new.__dict__.update(descriptor.__dict__, base=_Address(address))
+    return new
+
+
+def _encoded(descriptor: object, form: dict) -> tuple[Descriptors, list]:
+    """The chip's descriptors like this one, of tensors elsewhere, and the sizes that kernels take besides."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+    from triton.runtime import driver
+
+    fill, shape, strides = driver.active.utils.fill_tma_descriptor, descriptor.shape, descriptor.strides
+    dtype, block = TMA_DTYPE_DEVICE_TO_HOST[form["elem_type"]], form["block_size"]
+    fixed = (form["swizzle"], form["elem_size"], dtype, block, shape, strides, int(descriptor.padding == "nan"))
+    return Descriptors(lambda address: fill(address, *fixed)), [*shape, *strides]
 
 
 def is_gluon_known() -> bool:

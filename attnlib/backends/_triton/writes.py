@@ -15,6 +15,7 @@ from ..operators import WRITE, WriteArguments, fake_write
 from ..registration import Operator, register
 from .launch import Launch, against, remembered
 from .plans import Key, key_of, strides
+from .repeated import Repeated
 from .tables import LaunchConfig, fitting, power_of_two
 
 # Values of a tile, by how many there are in all; not timed.
@@ -54,15 +55,18 @@ def _arguments(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: A
 
 def _prepared(a: WriteArguments) -> Write:
     stored = _as_bytes(a)
-    launch = plan(key_of(stored, a.slots)).bound(stored._asdict(), "new_k", "new_v", "cos", "sin")
+    launch = Repeated([plan(key_of(stored, a.slots))], stored._asdict(), "new_k", "new_v", "cos", "sin")
     a = a._replace(new_k=None, new_v=None, cos=None, sin=None)  # what is prepared keeps no tensor of a call
 
     def write(k: Tensor, v: Tensor | None, angles: Angles | None) -> None:
         cos, sin = (None, None) if angles is None else (angles.cos, angles.sin)
+        run = torch.ops.attnlib.triton_write
         if not _is_followed(k, v, cos):
-            launch(k, v, cos, sin)
-        else:
-            torch.ops.attnlib.triton_write(*a._replace(new_k=k, new_v=v, cos=cos, sin=sin))
+            at_v, at_cos = 0 if v is None else v.data_ptr(), 0 if cos is None else cos.data_ptr()
+            if launch.on((k.data_ptr(), at_v, at_cos, 0 if sin is None else sin.data_ptr())):
+                return
+            run = _write
+        run(*a._replace(new_k=k, new_v=v, cos=cos, sin=sin))
 
     return write
 
