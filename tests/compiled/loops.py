@@ -74,19 +74,17 @@ MOST = MappingProxyType({"backward": 30})  # words that a trip of any build read
 # that takes registers, and nobody has measured what they cost; calls without options may spill none.
 SPILLING = MappingProxyType(
     {
-        "forward d64 bf16 left Hopper": 54,
-        "forward d64 bf16 sliding Hopper": 48,
-        "forward d64 bf16 prefix Hopper": 67,
-        "forward d64 bf16 causal starts Hopper": 22,
-        "forward d64 bf16 causal starts and ends Hopper": 22,
-        "forward d64 bf16 causal Hopper, softcap": 14,
+        "forward d64 bf16 left Hopper": 4,
+        "forward d64 bf16 sliding Hopper": 12,
+        "forward d64 bf16 prefix Hopper": 6,
+        "forward d64 bf16 causal starts Hopper": 4,
+        "forward d64 bf16 causal ends Hopper": 2,
+        "forward d64 bf16 causal starts and ends Hopper": 6,
+        "forward d64 bf16 causal packed Hopper": 2,
+        "forward d64 bf16 causal Hopper, softcap": 6,
         "forward d64 bf16 causal Hopper, slopes": 33,
-        "forward d128 bf16 left Hopper": 4,
-        "forward d128 bf16 sliding Hopper": 12,
-        "forward d128 bf16 causal Hopper, slopes": 8,
-        "forward d192/128 bf16 left Hopper": 8,
-        "forward d192/128 bf16 sliding Hopper": 12,
-        "forward d192/128 bf16 causal Hopper, slopes": 8,
+        "forward d128 bf16 causal Hopper, slopes": 18,
+        "forward d192/128 bf16 causal Hopper, slopes": 16,
     }
 )
 

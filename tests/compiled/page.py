@@ -34,7 +34,7 @@ them, and the slots for keys and for values. Registers are those at the launch; 
 those that multiply. The check reads the loops of each: a trip without masking has the matrix instructions of its two
 products and no more, waits for them as often as it should, has its exponentials before the wait for the product that
 they run under, and leaves the stack alone, but for the entries of `SPILLING` in `tests/compiled/loops.py`. What else
-they spill, they spill outside such trips: in a tile's first and last block, or where a block is masked.
+they spill, they spill outside such trips: in a tile's first and last block, or where one is masked or done again.
 
 Calls over caches (`decode`, then `combine` for splits of sequences, which `schedule` cuts; `write` stores tokens) say
 query heads x channels of a stored key and value, `32 x d128`, with four query heads to a KV head, or those of a latent

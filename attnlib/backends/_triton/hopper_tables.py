@@ -53,10 +53,10 @@ class BackwardConfig(NamedTuple):
 
 # By the widest head that fits; bf16 on an H200, 2026-11. TFLOP/s of the causal and the full 8k cases of bench/cases.py.
 FORWARD = (
-    (64, ForwardConfig(128, 3, 2, 2, 2, False, False, 160, 32)),  # 478, 477; 4 consumers, 64 keys 414, 409
-    (128, ForwardConfig(128, 2, 1, 3, 2, True, False, 240, 24)),  # 657, 694
-    (192, ForwardConfig(128, 2, 1, 2, 2, True, True, 240, 24)),  # 720
-    (256, ForwardConfig(64, 2, 1, 3, 2, False, True, 240, 24)),  # 710
+    (64, ForwardConfig(128, 3, 2, 2, 2, False, False, 160, 32)),  # 539, 585; 3 slots 540, 583
+    (128, ForwardConfig(128, 2, 1, 3, 2, True, False, 240, 24)),  # 705, 745
+    (192, ForwardConfig(128, 2, 1, 2, 2, True, True, 240, 24)),  # 740
+    (256, ForwardConfig(64, 2, 1, 3, 2, False, True, 240, 24)),  # 713
 )
 # Bytes of keys and values of the heads that run together. Full, d128 8k: one head 693 TFLOP/s, four 627, 32 586; MLA
 # 742, 653, 608. Causal, d128 8k: one 626, four 617, 32 574; GQA 4k 571, 575, 544; 1k one 419, 16 428.

@@ -89,12 +89,9 @@ def sum_by_place(p, BLOCK_N: gl.constexpr):
 @gluon.jit
 def scores(s, modifiers, i, n, band, sizes, masked):
     """Scores of products with the keys from ``n`` on; -inf where they are hidden, if ``masked``."""
+    i = (i - n)[:, None]  # counted from the block's first key, which takes fewer registers
     j = gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, s.type.layout))[None, :]
-    if sizes.FROM_BLOCK:
-        i = (i - n)[:, None]
-        band = Band(band.start - n, band.end - n, band.left, band.right, band.prefix, band.apart, band.key + n)
-    else:
-        i, j = i[:, None], n + j
+    band = Band(band.start - n, band.end - n, band.left, band.right, band.prefix, band.apart, band.key + n)
     s, _ = modify(s, modifiers, i + band.apart, j)
     if masked:
         s = opaque(gl.where(visible(i, j, band), s, float("-inf")))

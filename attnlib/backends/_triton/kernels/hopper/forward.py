@@ -177,12 +177,11 @@ def forward(
     """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h, t]``."""
     HOLES: gl.constexpr = cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
     HIDES_FIRST: gl.constexpr = left is not None or key_starts_ptr is not None
-    FROM_BLOCK: gl.constexpr = CONSUMERS > 2  # three consumers have no registers to spare
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     THREADS: gl.constexpr = CONSUMERS * 128 + 32
     sizes: gl.constexpr = Sizes(
         D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, Q_SLOTS, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, OUT_IN_Q, HOLES,
-        HIDES_FIRST, FROM_BLOCK, PACKED, THREADS,
+        HIDES_FIRST, PACKED, THREADS,
     )  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q = ring(dtype, Q_SLOTS * CONSUMERS, ROWS, D_MAIN)

@@ -18,7 +18,6 @@ class Sizes(NamedTuple):
     """What a kernel is compiled for: channels of blocks, keys of a block, consumers, and the slots of each ring.
 
     ``HOLES``: rows beyond a sequence's keys may be another's. ``HIDES_FIRST``: so may the mask hide its first keys.
-    ``FROM_BLOCK``: queries and keys are counted from a block's first key, which takes fewer registers.
     """
 
     D: gl.constexpr
@@ -33,7 +32,6 @@ class Sizes(NamedTuple):
     OUT_IN_Q: gl.constexpr
     HOLES: gl.constexpr
     HIDES_FIRST: gl.constexpr
-    FROM_BLOCK: gl.constexpr
     PACKED: gl.constexpr
     THREADS: gl.constexpr
 
