@@ -1,5 +1,6 @@
 """fp8 inputs: e4m3 q, k and v with a scale for each sequence and head, and how they come from others."""
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -84,7 +85,9 @@ def quantize_fp8(
         raise TypeError(f"incoherent: expected a bool, got {type(incoherent).__name__}")
     if incoherent:
         turn = rotation(q.shape[-1], q.device)
-        q, k = q.float() @ turn, k.float() @ turn
+        device = q.device.type  # autocast would round what is turned, and knows no meta
+        with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
+            q, k = q.float() @ turn, k.float() @ turn
     (q, q_descale), (k, k_descale) = _quantized(q, cu_seqlens_q), _quantized(k, cu_seqlens_k)
     v, v_descale = _quantized(v, cu_seqlens_k)
     return Fp8Inputs(q, k, v, q_descale, k_descale, v_descale)

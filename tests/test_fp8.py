@@ -302,6 +302,18 @@ def test_autocast_leaves_bytes_alone():
         assert_same_bits((attention(**x._asdict(), mask=CAUSAL), plain))
 
 
+def test_shapes_alone():
+    q = torch.randn(2, 9, 4, 16, device="meta")
+    assert quantize_fp8(q, q, q, incoherent=True).k_descale.shape == (2, 4)
+
+
+def test_autocast_rounds_no_rotation():
+    q = torch.randn(2, 9, 4, 64)
+    plain = quantize_fp8(q, q, q, incoherent=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(*zip(quantize_fp8(q, q, q, incoherent=True)[3:], plain[3:], strict=True))
+
+
 def test_autocast_adds_up_in_fp32():
     """A thousand values of 300 are more than fp16 holds."""
     q, v = torch.zeros(1, 1000, 1, 16), torch.full((1, 1000, 1, 16), 300.0)
