@@ -93,7 +93,7 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         "dq": dense(QUERY_HEADS, d), "dk": dense(KV_HEADS, d), "dv": dense(KV_HEADS, e),
         "out": out.bfloat16() if fp8 else out, "dout": dense(QUERY_HEADS, e),
         "lse": numbers(*statistics), "lse2": numbers(*statistics), "delta": numbers(*statistics),
-        "dlse": numbers(*statistics, given=build.dlse), "dq_sums": numbers(1),
+        "dlse": numbers(*statistics, given=build.dlse), "dq_sums": numbers(4096),
         "alibi_slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
         "sinks": numbers(QUERY_HEADS, given=build.sinks),
         "key_starts": numbers(BATCH, dtype=torch.int32, given="starts" in build.rows),

@@ -33,7 +33,8 @@ class BackwardConfig(NamedTuple):
 
     Of 64 keys, one tile, one of two warpgroups makes dk and the other dv; of two tiles each makes both gradients.
     ``by_rows``: they share a tile of dq by its queries, not by its channels. ``halves``: probabilities are kept in 16
-    bits. ``early``: the products with values begin before those with keys have ended.
+    bits. ``early``: the products with values begin before those with keys have ended. ``engine``: dq is added to by way
+    of shared memory, by the copy engine.
     """
 
     block_m: int
@@ -44,6 +45,7 @@ class BackwardConfig(NamedTuple):
     early: bool
     registers: int = 240
     producer_registers: int = 24
+    engine: bool = False
 
     @property
     def constants(self) -> dict[str, int]:
@@ -68,6 +70,13 @@ BACKWARD = (
     (192, BackwardConfig(64, 1, 3, False, False, True)),
     (256, BackwardConfig(64, 1, 2, False, False, False)),
 )
+# All programs of a head add to the same tile at once, and registers wait for it longer than the copy engine does: full
+# 8k d64 by the engine 464 TFLOP/s, from registers 419, four heads at a time; one at a time by the engine 483.
+BACKWARD_FULL = ((64, BACKWARD[0][1]._replace(engine=True)), *BACKWARD[1:])
+# Bytes of keys and values of the heads that run together. Their queries, the gradient of their output and their sums of
+# dq take two or three times as many. Causal 1k: 8 MB 325 TFLOP/s, 16 MB 321, 24 MB 297; causal 8k alike from 8 to 24.
+# Full, the kernel alone: one head d64 486, d128 546; 24 MB 442, 531.
+BACKWARD_L2 = 16 << 20
 NARROWEST = 64  # channels of a block that these kernels have layouts for
 
 
@@ -86,7 +95,7 @@ def forward(case: DenseCase, *, keys: int) -> ForwardConfig | None:
 def backward(case: DenseCase, *, keys: int) -> BackwardConfig | None:
     """How the backward of a call is launched; None where the two plain passes run it."""
     main, _, value = widths(case.head_dim, case.value_dim)
-    config = _fitting(BACKWARD, case, keys) if value == main else None
+    config = _fitting(BACKWARD if case.causal else BACKWARD_FULL, case, keys) if value == main else None
     # A cap takes registers that two tiles of keys do not leave: 70 and more words would be spilled in every step.
     return None if config is not None and config.tiles > 1 and not case.plain else config
 

@@ -56,11 +56,11 @@ class Block(NamedTuple):
     gluon: bool = False
 
     def descriptor(self, x: Tensor):
-        """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other."""
+        """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other, be it of a vector."""
         if self.of_heads:
             x, block = x if x.dim() == 4 else x[None], (1, self.rows, 1, self.columns)
         else:
-            x, block = x.view(-1, x.shape[-1]), (self.rows, self.columns)
+            x, block = x.view(-1, self.columns if x.dim() == 1 else x.shape[-1]), (self.rows, self.columns)
         shape, strides = list(x.shape), list(x.stride())
         if self.gluon:
             from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -98,9 +98,14 @@ def _hopper_backward(x: BackwardShapes, config: BackwardConfig) -> Backward:
     from .kernels.hopper.backward import backward
     from .kernels.hopper.backward_results import finish_queries
 
-    (pairs, wave), tiles = x.waves(x.g), x.blocks(x.s, config.block_m)
+    # As in a forward, and their queries and sums of dq are in the L2 cache too.
+    pairs, wave = x.waves(x.g, 0 if x.are_alike else hopper_tables.BACKWARD_L2)
+    tiles = x.blocks(x.s, config.block_m)
     arguments = x.arguments | config.constants | {"heads_per_wave": wave, "dq_tiles": tiles}
     blocks = _blocks(x, q=config.block_m, k=ROWS, dout=config.block_m, v=ROWS, dk=ROWS, dv=ROWS)
+    if config.engine:  # each of two consumers adds half of a tile, in rows of 32 sums
+        rows = config.block_m * arguments["D_MAIN"] // 64
+        blocks["dq_sums_desc"] = Block("dq_sums", rows, 32, of_heads=False, gluon=True)
     heads, width = x.rows * x.h, arguments["D_MAIN"] + arguments["D_TAIL"]
     launched = LaunchConfig(config.block_m, 0, 1, 4)
     keys = Launch(backward, pairs * x.blocks(x.t, ROWS * config.tiles), arguments, launched, blocks)

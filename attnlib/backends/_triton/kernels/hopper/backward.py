@@ -5,6 +5,7 @@ A program owns keys: a producer warp loads queries, tile after tile, and two con
 ``dS = P * (dP - delta)``; products start from ``-lse`` and ``-delta``, which so cost no registers. All programs add to
 dq in fp32, in tiles as threads hold them, so that a warp adds 512 bytes that lie side by side. Through shared memory
 and the copy engine, causal 8k runs at 488 TFLOP/s and not 559 (d = 128): products take all that shared memory can give.
+At d = 64 without a mask all programs of a head add to the same tile at once. Registers then wait, and the engine pays.
 """
 
 from triton.experimental import gluon
@@ -15,7 +16,7 @@ from ..band import Band, bounds, origin_of
 from ..tile import COUNTS, locate
 from .backward_by_keys import consume
 from .backward_by_products import consume_keys, consume_values
-from .backward_parts import KEYS, Problem, Shared, Sizes, job_of, produce
+from .backward_parts import KEYS, LINE, Problem, Shared, Sizes, job_of, produce
 from .backward_results import Gradient, Results
 from .primitives import barriers, ring
 
@@ -40,8 +41,11 @@ def room(tile_type: gl.constexpr, sizes):
         q_tail, k_tail = ring(tile_type, SLOTS, BLOCK_M, sizes.D_TAIL), ring(tile_type, TILES, KEYS, sizes.D_TAIL)
     if TILES == 1:
         p = ring(tile_type, 1, KEYS, BLOCK_M)
+    dq = ds
+    if sizes.ENGINE:
+        dq = ring(gl.float32, 2, BLOCK_M * sizes.D // (2 * LINE), LINE)
     shared = Shared(
-        q, q_tail, dout, k, k_tail, v, p, ds, vectors(SLOTS, BLOCK_M), vectors(SLOTS, BLOCK_M), barriers(1, 1),
+        q, q_tail, dout, k, k_tail, v, p, ds, dq, vectors(SLOTS, BLOCK_M), vectors(SLOTS, BLOCK_M), barriers(1, 1),
         barriers(SLOTS, 2), barriers(SLOTS, 1),
     )  # fmt: skip
     fence_async_shared()
@@ -52,7 +56,7 @@ def room(tile_type: gl.constexpr, sizes):
 def backward(
     lse2_ptr, delta_ptr, dk_ptr, dv_ptr, dq_sums_ptr, alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,
-    q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, dk_desc, dk_tail_desc, dv_desc,
+    q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, dk_desc, dk_tail_desc, dv_desc, dq_sums_desc,
     stride_dkt, stride_dkg, stride_dvt, stride_dvg, stride_lb, stride_lh, stride_slopes,
     batch, heads, kv_heads, group, s, t, heads_per_wave, dq_tiles, left, right, prefix, scale, softcap,
     D: gl.constexpr, D_MAIN: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, E_MAIN: gl.constexpr,
@@ -64,6 +68,7 @@ def backward(
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     sizes: gl.constexpr = Sizes(
         D_MAIN, D_TAIL, E_MAIN, D, E, TILES, BLOCK_M, SLOTS, BY_ROWS, HALVES, EARLY, HOLES, PACKED,
+        dq_sums_desc is not None,
     )  # fmt: skip
     shared = room(q_desc.dtype, sizes)
     BLOCK_N: gl.constexpr = TILES * KEYS
@@ -79,7 +84,7 @@ def backward(
     )  # fmt: skip
     dk = Gradient(dk_desc, dk_tail_desc, dk_ptr, stride_dkt, stride_dkg)
     dv = Gradient(dv_desc, None, dv_ptr, stride_dvt, stride_dvg)
-    results, job = Results(dk, dv, dq_sums_ptr), job_of(work, band, call, sizes)
+    results, job = Results(dk, dv, dq_sums_ptr, dq_sums_desc), job_of(work, band, call, sizes)
     loads = (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes)
     if TILES == 2:
         gl.warp_specialize(

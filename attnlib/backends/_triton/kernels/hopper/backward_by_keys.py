@@ -115,7 +115,7 @@ def advance(sums, number: gl.constexpr, step, now, job, band, call, results, sha
     shared.ds.index((now.parity ^ 1) * 2 + number).store(ds)
     fence_async_shared()
     dv, dq, _ = warpgroup_mma_wait(1, deps=[dv, dq, p16])
-    add_dq(dq, number, step.dq_before, 0, results, sizes)
+    add_dq(dq, number, step.dq_before, 0, results, shared, sizes)
     dk, _ = warpgroup_mma_wait(0, deps=[dk, ds16])
     barrier_arrive(FREED + slot, CONSUMERS + 32)
     barrier_arrive(FIRST + (1 - number) * 2 + (now.parity ^ 1), CONSUMERS)
@@ -146,7 +146,7 @@ def consume(number: gl.constexpr, job, band, call, results, shared, sizes):
     barrier_sync(FIRST + number * 2 + parity, CONSUMERS)
     if job.steps > 0:
         dq = warpgroup_mma_wait(0, deps=[issue_dq(number, parity, shared, sizes)])
-        add_dq(dq, number, step.dq_before, 0, results, sizes)
+        add_dq(dq, number, step.dq_before, 0, results, shared, sizes)
     barrier_sync(DONE, CONSUMERS)
     put(sums.dv, 1.0, number, shared.v.index(number), results.dv.desc, results.dv, 0, sizes.E_ALL, job, band, sizes)
     put_keys(sums.dk, sums.dk, number, job, band, call, results, shared, sizes)

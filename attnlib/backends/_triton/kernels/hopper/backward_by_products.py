@@ -65,11 +65,11 @@ def wait_for_shares(dq, dq_tail, sizes):
 
 
 @gluon.jit
-def add_shares(dq, dq_tail, number: gl.constexpr, tile, results, sizes):
+def add_shares(dq, dq_tail, number: gl.constexpr, tile, results, shared, sizes):
     """Add half of the channels to the sums of a tile."""
-    add_dq(dq, number, tile, 0, results, sizes)
+    add_dq(dq, number, tile, 0, results, shared, sizes)
     if sizes.D_TAIL:
-        add_dq(dq_tail, number, tile, sizes.D, results, sizes)
+        add_dq(dq_tail, number, tile, sizes.D, results, shared, sizes)
 
 
 @gluon.jit
@@ -78,7 +78,7 @@ def finish_dq(number: gl.constexpr, tile, job, results, shared, sizes):
     if job.steps > 0:
         dq, dq_tail = issue_shares(number, (job.steps & 1) ^ 1, shared, sizes)
         dq, dq_tail = wait_for_shares(dq, dq_tail, sizes)
-        add_shares(dq, dq_tail, number, tile, results, sizes)
+        add_shares(dq, dq_tail, number, tile, results, shared, sizes)
     barrier_sync(DONE, CONSUMERS)
 
 
@@ -130,7 +130,7 @@ def consume_values(job, band, call, results, shared, sizes):
         dq, dq_tail = issue_shares(0, before, shared, sizes)
         dv, p16 = warpgroup_mma_wait(SHARES, deps=[dv, p16])
         dq, dq_tail = wait_for_shares(dq, dq_tail, sizes)
-        add_shares(dq, dq_tail, 0, step.dq_before, results, sizes)
+        add_shares(dq, dq_tail, 0, step.dq_before, results, shared, sizes)
         barrier_arrive(FREED + slot, CONSUMERS + 32)
         step = next_step(step, job, call)
     barrier_sync(P_EMPTY, CONSUMERS)
@@ -182,7 +182,7 @@ def consume_keys(job, band, call, results, shared, sizes):
         if sizes.D_TAIL:
             dk_tail = warpgroup_mma(ds16, shared.q_tail.index(slot), dk_tail, is_async=True)
         if sizes.EARLY:
-            add_shares(dq, dq_tail, 1, step.dq_before, results, sizes)
+            add_shares(dq, dq_tail, 1, step.dq_before, results, shared, sizes)
         else:
             dq, dq_tail = issue_shares(1, before, shared, sizes)
         if sizes.D_TAIL:
@@ -191,7 +191,7 @@ def consume_keys(job, band, call, results, shared, sizes):
             dk, ds16 = warpgroup_mma_wait(0 if sizes.EARLY else SHARES, deps=[dk, ds16])
         if not sizes.EARLY:
             dq, dq_tail = wait_for_shares(dq, dq_tail, sizes)
-            add_shares(dq, dq_tail, 1, step.dq_before, results, sizes)
+            add_shares(dq, dq_tail, 1, step.dq_before, results, shared, sizes)
         barrier_arrive(FREED + slot, CONSUMERS + 32)
         step = next_step(step, job, call)
     finish_dq(1, step.dq_before, job, results, shared, sizes)

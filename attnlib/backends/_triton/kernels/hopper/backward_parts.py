@@ -11,6 +11,7 @@ from ..scores import Modifiers, unit_of
 from .primitives import FIRST, barrier_sync
 
 KEYS: gl.constexpr = gl.constexpr(64)  # of a tile
+LINE: gl.constexpr = gl.constexpr(32)  # sums that the copy engine takes as a row
 CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads of both
 DONE: gl.constexpr = gl.constexpr(FIRST + 4)  # a barrier: nobody reads keys any more
 FREED: gl.constexpr = gl.constexpr(FIRST + 5)  # the first barrier of those that hand a slot back to the producer
@@ -21,7 +22,7 @@ class Sizes(NamedTuple):
 
     ``BY_ROWS``: each consumer adds half of a tile's queries to dq, otherwise half of the channels. ``HALVES``: of the
     probabilities, dk has 16 bits too. ``EARLY``: dq is multiplied under the exponentials. ``HOLES``: rows beyond a
-    sequence's keys may be another's.
+    sequence's keys may be another's. ``ENGINE``: the copy engine adds to dq.
     """
 
     D: gl.constexpr
@@ -37,6 +38,7 @@ class Sizes(NamedTuple):
     EARLY: gl.constexpr
     HOLES: gl.constexpr
     PACKED: gl.constexpr
+    ENGINE: gl.constexpr
 
 
 class Problem(NamedTuple):
@@ -101,6 +103,7 @@ class Shared(NamedTuple):
     v: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     keys_full: gl.shared_memory_descriptor

@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..band import Band, bounds, origin_of, sees_any
 from ..tile import COUNTS, locate
-from .backward_parts import KEYS
-from .primitives import add_fours
+from .backward_parts import KEYS, LINE
+from .primitives import add_fours, add_tile
 
 
 class Gradient(NamedTuple):
@@ -33,6 +33,7 @@ class Results(NamedTuple):
     dk: Gradient
     dv: Gradient
     dq_sums_ptr: gl.tensor
+    dq_sums_desc: gl.tensor
 
 
 @gluon.jit
@@ -44,13 +45,20 @@ def as_held(x):
 
 
 @gluon.jit
-def add_dq(dq, number: gl.constexpr, tile, first: gl.constexpr, results, sizes):
+def add_dq(dq, number: gl.constexpr, tile, first: gl.constexpr, results, shared, sizes):
     """Add a consumer's share of a block of channels, from ``first`` on, to the sums of a tile."""
     SIZE: gl.constexpr = dq.shape[0] * dq.shape[1]
     TILE: gl.constexpr = sizes.BLOCK_M * (sizes.D + sizes.D_TAIL)
     held = as_held(dq)
     at = results.dq_sums_ptr + tile.to(gl.int64) * TILE + (first * sizes.BLOCK_M + number * SIZE)
-    add_fours(at + gl.arange(0, SIZE, held.type.layout), held)
+    if sizes.ENGINE:
+        tma.store_wait(0)
+        share = shared.dq.index(number)
+        share.store(held.reshape([SIZE // LINE, LINE]))
+        fence_async_shared()
+        add_tile(results.dq_sums_desc, [tile * (TILE // LINE) + number * (SIZE // LINE), 0], share)
+    else:
+        add_fours(at + gl.arange(0, SIZE, held.type.layout), held)
 
 
 @gluon.jit

@@ -5,8 +5,10 @@ whole warpgroup first, and an elected thread. Numbers below FIRST are Triton's o
 use 15 and those below it.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 FIRST: gl.constexpr = gl.constexpr(6)
@@ -153,6 +155,13 @@ def add_fours(ptrs, x):
         "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
         "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [ptrs.to(gl.int64), x], dtype=gl.int32, is_pure=False, pack=4,
     )  # fmt: skip
+
+
+@builtin
+def add_tile(desc, coord, tile, _semantic=None):
+    """Add a tile of shared memory to one of global memory, by the copy engine; Gluon has a name for it later on."""
+    at = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, tile.handle)
 
 
 @gluon.jit
