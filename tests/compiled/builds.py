@@ -91,6 +91,12 @@ def hopper_entries() -> Iterator[Build]:
         for rows in ROWS[1:]:
             yield Build("backward_keys", 90, head, rows=rows, hopper=True)
         yield Build("backward_queries", 90, head, hopper=True)
+        for mask in MASKS:
+            yield Build("forward", 90, head, "fp8", mask=mask, hopper=True)
+        for rows in ROWS[1:]:
+            yield Build("forward", 90, head, "fp8", rows=rows, hopper=True)
+        for option in ("softcap", "slopes", "sinks"):
+            yield Build("forward", 90, head, "fp8", hopper=True, **{option: True})
     yield Build("backward_keys", 90, (192, 128), softcap=True, hopper=True)
     yield Build("backward_keys", 90, (256, 256), softcap=True, hopper=True)
 

@@ -60,6 +60,14 @@ FORWARD = (
     (192, ForwardConfig(128, 2, 1, 2, 2, True, True, 240, 24)),  # 740
     (256, ForwardConfig(64, 2, 1, 3, 2, False, True, 240, 24)),  # 713
 )
+# Of 8 bits; d128 full 8k: 764 where bf16 had 751. Another slot of each ring gave 744 -> 780 in an earlier form. 128
+# keys do not fit d256: products would wait for each other.
+FORWARD_FP8 = (
+    (64, ForwardConfig(128, 2, 1, 3, 2, True, False, 232, 48)),
+    (128, ForwardConfig(128, 2, 1, 4, 3, False, False, 232, 48)),
+    (192, ForwardConfig(128, 2, 1, 3, 2, False, False, 232, 48)),
+    (256, ForwardConfig(64, 2, 1, 3, 2, False, False, 240, 32)),
+)
 # Bytes of keys and values of the heads that run together. Full, d128 8k: one head 693 TFLOP/s, four 627, 32 586; MLA
 # 742, 653, 608. Causal, d128 8k: one 626, four 617, 32 574; GQA 4k 571, 575, 544; 1k one 419, 16 428.
 L2 = 10 << 20
@@ -88,14 +96,15 @@ def forward(case: DenseCase, *, keys: int) -> ForwardConfig | None:
     (128, None)
     """
     main, _, value = widths(case.head_dim, case.value_dim)
-    config = _fitting(FORWARD, case, keys)
+    config = _fitting(FORWARD_FP8 if case.itemsize == 1 else FORWARD, case, keys) if case.itemsize < 4 else None
     return None if config is not None and config.out_in_q and value != main else config
 
 
 def backward(case: DenseCase, *, keys: int) -> BackwardConfig | None:
     """How the backward of a call is launched; None where the two plain passes run it."""
     main, _, value = widths(case.head_dim, case.value_dim)
-    config = _fitting(BACKWARD if case.causal else BACKWARD_FULL, case, keys) if value == main else None
+    table = BACKWARD if case.causal else BACKWARD_FULL
+    config = _fitting(table, case, keys) if value == main and case.itemsize == 2 else None
     # A cap takes registers that two tiles of keys do not leave: 70 and more words would be spilled in every step.
     return None if config is not None and config.tiles > 1 and not case.plain else config
 
@@ -103,5 +112,5 @@ def backward(case: DenseCase, *, keys: int) -> BackwardConfig | None:
 def _fitting(table: tuple[tuple, ...], case: DenseCase, keys: int) -> ForwardConfig | BackwardConfig | None:
     main, tail, value = widths(case.head_dim, case.value_dim)
     widest, (limit, _) = max(main + tail, value), table[-1]
-    runs = case.arch == 90 and case.itemsize == 2 and case.aligned and main >= NARROWEST and widest <= limit
+    runs = case.arch == 90 and case.aligned and main >= NARROWEST and widest <= limit
     return fitting(table, widest) if runs and keys > FEW_KEYS else None

@@ -76,7 +76,8 @@ def tile_layout(shape: tuple[int, ...], dtype: torch.dtype):
     """How a tile lies in shared memory where matrix products read it."""
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout.get_default_for(list(shape), getattr(gl, str(dtype).removeprefix("torch.")))
+    name = str(dtype).removeprefix("torch.").replace("float8_e4m3fn", "float8e4nv")
+    return gl.NVMMASharedLayout.get_default_for(list(shape), getattr(gl, name))
 
 
 class _Address(int):

@@ -53,14 +53,16 @@ def forward(key: Key) -> Forward:
 
 def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, drawn: bool, processors: int) -> Forward:
     from .kernels.hopper.forward import forward
+    from .kernels.hopper.forward_fp8 import forward_fp8
 
+    kernel = forward_fp8 if x.case.itemsize == 1 else forward
     block_m, block_n = ROWS * config.consumers, config.block_n
     # Heads whose blocks are all of one length may run one after another: none waits for the longest.
     pairs, wave = x.waves(x.h, 0 if x.are_alike else hopper_tables.L2)
     tiles = pairs * x.blocks(x.s, block_m)
     arguments = x.arguments | config.constants | {"heads_per_wave": wave, "tiles": tiles}
     blocks = _blocks(x, q=ROWS, k=block_n, v=block_n, out=ROWS)
-    launch = Launch(forward, min(processors, tiles), arguments, LaunchConfig(block_m, block_n, 1, 4), blocks)
+    launch = Launch(kernel, min(processors, tiles), arguments, LaunchConfig(block_m, block_n, 1, 4), blocks)
     return Forward(launch, "Hopper", drawn)
 
 

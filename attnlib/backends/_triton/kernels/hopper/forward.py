@@ -181,7 +181,7 @@ def forward(
     THREADS: gl.constexpr = CONSUMERS * 128 + 32
     sizes: gl.constexpr = Sizes(
         D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, Q_SLOTS, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, OUT_IN_Q, HOLES,
-        HIDES_FIRST, PACKED, THREADS,
+        HIDES_FIRST, PACKED, 1, THREADS,
     )  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q = ring(dtype, Q_SLOTS * CONSUMERS, ROWS, D_MAIN)

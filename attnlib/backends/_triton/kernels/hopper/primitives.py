@@ -145,6 +145,30 @@ def opaque_halves(x):
 
 
 @gluon.jit
+def e4m3_in_fours(x):
+    """Numbers ``[rows, n, 2, 2]`` in e4m3, four in a word ``[rows, n]``."""
+    even, odd = x.split()
+    a, c = even.split()
+    b, d = odd.split()
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; "
+        "mov.b32 $0, {l, h}; }",
+        "=r,f,f,f,f", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def fours_of(words, LAYOUT: gl.constexpr):
+    """The numbers in e4m3 ``[rows, 4 n]`` of which words ``[rows, n]`` hold four each; a thread has all four."""
+    twice = gl.join(words, words)
+    x = gl.join(twice, twice).reshape([words.shape[0], words.shape[1] * 4])
+    x = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r,r,r", [gl.convert_layout(x, LAYOUT)], dtype=gl.int8, is_pure=True, pack=4
+    )
+    return x.to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
 def add_fours(ptrs, x):
     """Add fp32 numbers to those of global memory, four at a time: each thread's come in fours that lie side by side.
 

@@ -31,7 +31,7 @@ def load(desc, tail_desc, tiles, tails, slot, full, at, D: gl.constexpr, D_TAIL:
     """Load a tile, and its second block if it has one, into a slot of a ring, from row ``at[1]`` of head ``at[2]``."""
     plane, row, head = at
     ready = full.index(slot)
-    mbarrier.expect(ready, tiles.shape[1] * (D + D_TAIL) * 2)
+    mbarrier.expect(ready, tiles.shape[1] * (D + D_TAIL) * (tiles.dtype.primitive_bitwidth // 8))
     tma.async_copy_global_to_shared(desc, [plane, row, head, 0], ready, tiles.index(slot))
     if D_TAIL:
         tma.async_copy_global_to_shared(tail_desc, [plane, row, head, D], ready, tails.index(slot))

@@ -18,6 +18,7 @@ class Sizes(NamedTuple):
     """What a kernel is compiled for: channels of blocks, keys of a block, consumers, and the slots of each ring.
 
     ``HOLES``: rows beyond a sequence's keys may be another's. ``HIDES_FIRST``: so may the mask hide its first keys.
+    ``PIECES``: the channels of values are multiplied in as many parts.
     """
 
     D: gl.constexpr
@@ -33,6 +34,7 @@ class Sizes(NamedTuple):
     HOLES: gl.constexpr
     HIDES_FIRST: gl.constexpr
     PACKED: gl.constexpr
+    PIECES: gl.constexpr
     THREADS: gl.constexpr
 
 
@@ -115,7 +117,7 @@ def post(work, tile, number, call, shared, sizes):
     slot = number % sizes.Q_SLOTS * sizes.CONSUMERS
     for c in gl.static_range(sizes.CONSUMERS):
         mbarrier.wait(shared.q_empty.index(slot + c), ((number // sizes.Q_SLOTS) & 1) ^ 1)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     zero, at = gl.full([1], 0, gl.int32, LAYOUT), number % POSTS * WORDS
     shared.work.index(at).store(zero + tile)
     shared.work.index(at + 1).store(zero + work.sequence.to(gl.int32))
