@@ -76,11 +76,11 @@ def test_programs_of_a_split_leave_room_for_fewer_splits(resident):
     """What a schedule has room for at a level runs at once, and is more than half of what could."""
     config = decode_tables.LaunchConfig(16, 64, 2, 4, resident=resident)
     for processors, blocks, heads in product((33, 132), (1, 2, 3, 8, 9), (1, 2, 8)):
-        level = decode_tables.halvings(config, blocks)
+        level = decode_tables.halvings(config, blocks * heads, heads)
         room = decode_tables.capacity(processors, heads) >> level
         assert room * blocks * heads <= resident * processors
         assert 2 * (room + 1) * blocks * heads > resident * processors - heads
-    assert decode_tables.halvings(config, 100_000) == decode_tables.HALVINGS - 1
+    assert decode_tables.halvings(config, 100_000, 1) == decode_tables.HALVINGS - 1
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2, 17, 1000])

@@ -121,7 +121,9 @@ def _common(arch: int) -> Iterator[CachedBuild]:
         yield decode(page=page)
     for store in stores:
         yield decode(store=store)
-    yield decode(GQA256, store="int8")
+    for layer in (GQA64, GQA256):
+        yield decode(layer, store="int8")
+    yield decode(tokens=8)
     yield decode(mask="sliding", softcap=True, slopes=True, sinks=True)
     for layer in (GQA128, GQA256, MLA):
         yield decode(layer, dtype="fp32")

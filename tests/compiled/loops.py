@@ -17,7 +17,7 @@ LINE = re.compile(
 )
 JUMP = re.compile(r"BRA\b.*`\((\.L_\w+)\)")
 LEAVES = re.compile(r"(?:BRA|BRX|EXIT|RET)\b")  # without a guard, what comes next is not run next
-MULTIPLIES = re.compile(r"[HQ]GMMA")  # of 16 bits, and of 8
+PRODUCT = re.compile(r"(?:HG?|QG)MMA\b")  # of a warpgroup, of 16 or of 8 bits, or of a warp
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)")
 
 
@@ -36,7 +36,10 @@ class Trip(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """What a trip through a loop with products should run; all of its exponentials, if any, before the last wait."""
+    """What a trip through a loop with products should run; all of its exponentials, if any, before the last wait.
+
+    Products of single warps have no waits: a warp waits for what it reads.
+    """
 
     products: int
     waits: tuple[int, ...]
@@ -81,6 +84,7 @@ EXPECTED = MappingProxyType(
         "finish_queries": lambda constants: (),
         "decode_many": lambda constants: (Loop(44, (1, 0, 0)), Loop(44, (0, 0, 0))),
         "decode_few": lambda constants: (Loop(68, (0, 0)),) * 2,
+        "decode_pages": lambda constants: (Loop(32, ()),) * (constants["BLOCK_M"] // 16),
     }
 )
 MOST = MappingProxyType({"backward": 30})  # words that a trip of any build reads and writes on the stack
@@ -148,7 +152,7 @@ def trips(text: str) -> list[Trip]:
         for at, x in enumerate(code)
         if x.target is not None and x.target < at and (path := _quickest(code, x.target, at))
     }
-    multiplying = [(a, b) for a, b in loops if any(MULTIPLIES.match(x.text) for x in code[a : b + 1])]
+    multiplying = [(a, b) for a, b in loops if any(PRODUCT.match(x.text) for x in code[a : b + 1])]
     innermost = [
         (a, b) for a, b in multiplying if not any(a <= c and d <= b for c, d in multiplying if (a, b) != (c, d))
     ]
@@ -196,9 +200,9 @@ def _trip(path: list[str]) -> Trip:
     exponentials = [at for at, x in enumerate(path) if x.startswith("MUFU.EX2")]
     last = max((at for at, running in waits if running == 0), default=-1)
     return Trip(
-        products=sum(bool(MULTIPLIES.match(x)) for x in path),
+        products=sum(bool(PRODUCT.match(x)) for x in path),
         waits=tuple(running for _, running in waits),
         exponentials=len(exponentials),
-        late=sum(at > last for at in exponentials),
+        late=sum(at > last for at in exponentials) if waits else 0,
         spills=sum(bool(re.match(r"(?:LDL|STL)\b", x)) for x in path),
     )

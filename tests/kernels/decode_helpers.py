@@ -222,6 +222,7 @@ def plan_for(
         patch.setattr(triton_schedule, "processors", lambda device: processors)
     if small:
         patch.setattr(decode_tables, "GRANULARITY", 16)
+        patch.setattr(decode_tables, "FINEST", 16)
         patch.setattr(decode_tables, "SMALLEST", 16)
         patch.setattr(decode_tables, "LARGEST", 32)
         patch.setattr(decode_tables, "HALVINGS", 3)

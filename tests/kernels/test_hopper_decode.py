@@ -9,7 +9,8 @@ from helpers import assert_same_bits
 from kernel_helpers import DEVICE, INTERPRETED
 
 from attnlib import CAUSAL, FULL, KVLayout, Mask, sliding
-from attnlib.backends._triton import cached
+from attnlib.backends._triton import cached, decode_tables
+from attnlib.backends._triton.launch import planned
 from attnlib.backends.operators import flat_over_view
 from attnlib.call import Call as Attention
 from attnlib.call import checked
@@ -61,6 +62,75 @@ def test_pages_that_no_tile_fits_are_for_the_plain_kernel(page_size):
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_thousand_repeats_are_the_same_bits(heads):
     call = store(LATENT, Sizes((4000,) * 20, page_size=64)).call(1, heads).scheduled()
+    first = call.solve()
+    for _ in range(1000):
+        assert_same_bits(*zip(call.solve(), first, strict=True))
+
+
+@pytest.fixture
+def of_any_size(monkeypatch):
+    """Caches with little room are for the plain kernel otherwise."""
+    monkeypatch.setattr(decode_tables, "HELD", 1)
+    planned.cache_clear()
+    yield
+    planned.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "tokens"), [(8, 4, 1), (1, 16, 1), (1, 32, 1), (2, 5, 3), (4, 8, 4), (6, 1, 20), (16, 1, 2)]
+)
+def test_any_kv_heads_and_rows_over_pages(of_any_size, kv_heads, group, tokens):
+    layout = KVLayout.grouped(kv_heads, 128, dtype=torch.bfloat16)
+    call = store(layout, Sizes((1024, 41, 327, 513, 70, 2000))).call(tokens, kv_heads * group)
+    assert kernel(call) == "decode_pages"
+    assert_right(call)
+
+
+@pytest.mark.parametrize("options", [(), ("softcap",), ("alibi_slopes", "sinks"), ("scale",)], ids=str)
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(33), Mask(None, 0, 9), Mask(7, 3), Mask(None, -2)], ids=str)
+def test_any_mask_and_option_over_pages(of_any_size, mask, options):
+    assert_right(
+        store(KVLayout.grouped(4, 128, dtype=torch.bfloat16), Sizes(LENGTHS, STARTS)).call(2, 16, mask, options)
+    )
+
+
+@pytest.mark.parametrize("page_size", [32, 48, 256, None])
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_any_page_and_dtype_over_pages(of_any_size, kv_heads, page_size):
+    call = store(KVLayout.grouped(kv_heads, 128, dtype=torch.float16), Sizes(LENGTHS, STARTS, page_size)).call(1, 8)
+    assert kernel(call) == "decode_pages"
+    assert_right(call)
+
+
+@pytest.mark.parametrize(
+    "counts", [(1, 1, 1, 1, 1, 1), (1, 4, 0, 1, 1, 0), (0, 5, 0, 1, 0, 0), (2, 1, 3, 1, 2, 1)], ids=str
+)
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_packed_sequences_over_pages(of_any_size, kv_heads, counts):
+    """Five tokens are more rows than fit a program."""
+    layout = KVLayout.grouped(kv_heads, 128, dtype=torch.bfloat16)
+    call = store(layout, Sizes((1024, 41, 327, 513, 70, 2000))).call(counts, 4 * kv_heads)
+    assert kernel(call) == "decode_pages"
+    assert_right(call)
+
+
+def test_what_no_tile_of_pages_fits_is_for_the_plain_kernel(of_any_size):
+    layout = KVLayout.grouped(2, 128, dtype=torch.bfloat16)
+    assert kernel(store(layout, Sizes(LENGTHS, page_size=24)).call(1, 8)) == "decode"
+    assert kernel(store(layout, Sizes(LENGTHS, order="heads")).call(1, 8)) == "decode"
+    assert kernel(store(layout, Sizes(LENGTHS)).call(9, 8)) == "decode"
+    assert kernel(store(replace(layout, store=torch.int8), Sizes(LENGTHS)).call(1, 8)) == "decode"
+    assert kernel(store(replace(layout, dim=64, value_dim=64), Sizes(LENGTHS)).call(1, 8)) == "decode"
+
+
+def test_a_small_cache_is_for_the_plain_kernel():
+    layout = KVLayout.grouped(8, 128, dtype=torch.bfloat16)
+    assert kernel(store(layout, Sizes((1000,))).call(1, 32)) == "decode"
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_a_thousand_repeats_over_pages_are_the_same_bits(of_any_size, kv_heads):
+    call = store(KVLayout.grouped(kv_heads, 128, dtype=torch.bfloat16), Sizes((4000,) * 20)).call(1, 32).scheduled()
     first = call.solve()
     for _ in range(1000):
         assert_same_bits(*zip(call.solve(), first, strict=True))

@@ -8,7 +8,7 @@ from kernel_helpers import DEVICE, INTERPRETED
 
 from attnlib.backends._triton import decode_tables
 from attnlib.backends._triton import schedule as triton_schedule
-from attnlib.backends._triton.decode_tables import ENTRY, GRANULARITY, HALVINGS
+from attnlib.backends._triton.decode_tables import ENTRY, FINEST, GRANULARITY, HALVINGS
 from attnlib.backends._triton.launch import planned
 
 END = 2**31 - 1  # of a last part, whose sequence may grow
@@ -52,9 +52,10 @@ def least_size(grains: list[int], room: int, slots: int) -> int:
     return size
 
 
-def check(entries: list[list[int]], ranges: list[tuple[int, int]], room: int) -> None:
+def check(entries: list[list[int]], ranges: list[tuple[int, int]], room: int, level: int) -> None:
+    room, grain = max(1, room >> level), min(FINEST << level, GRANULARITY)
     slots = decode_tables.slots(len(ranges), room)
-    grains = [max(1, -(-length // GRANULARITY) - start // GRANULARITY) for start, length in ranges]
+    grains = [max(1, -(-length // grain) - start // grain) for start, length in ranges]
     size, slot = least_size(grains, room, slots), 0
     for n, ((start, length), many) in enumerate(zip(ranges, grains, strict=True)):
         first, splits = entries[n][4:6]
@@ -63,9 +64,9 @@ def check(entries: list[list[int]], ranges: list[tuple[int, int]], room: int) ->
         for number, (sequence, begin, end, of, *_) in enumerate(entries[first : first + splits]):
             assert (sequence, of) == (n, splits)
             assert begin == ends[-1]
-            assert end % GRANULARITY == 0 or number == splits - 1
+            assert end % grain == 0 or number == splits - 1
             assert end > begin
-            assert -(-min(end, length) // GRANULARITY) - begin // GRANULARITY <= size
+            assert -(-min(end, length) // grain) - begin // grain <= size
             ends.append(end)
         assert ends[-1] == END
         assert all(end < length for end in ends[1:-1])
@@ -87,7 +88,7 @@ def test_splits_tile_what_is_seen(device):
             room = decode_tables.capacity(processors, heads)
             ranges = [bounds(*pair, 2**20, reach) for pair in zip(starts, chosen, strict=True)]
             for level, row in enumerate(entries):
-                check(row, ranges, max(1, room >> level))
+                check(row, ranges, room, level)
     entries = scheduled(device(33), [0] * 5, [1, 128000, 3, 0, 9])[0]
     splits = [entry[5] for entry in entries[:5]]
     assert splits == [1, splits[1], 1, 1, 1]
@@ -103,4 +104,4 @@ def test_wrong_lengths_are_contained(device):
         ranges = [bounds(*pair, limit, reach) for pair in zip(starts, lengths, strict=True)]
         room = decode_tables.capacity(33, 1)
         for level, row in enumerate(entries):
-            check(row, ranges, max(1, room >> level))
+            check(row, ranges, room, level)

@@ -142,14 +142,17 @@ class DecodeShapes:
             and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale) if x),
         )  # fmt: skip
         takes = key.hopper and not a.split_size and a.origin is None and is_gluon_known()
-        self.hopper = decode_tables.hopper(self.case) if takes else None
+        self.hopper = decode_tables.hopper(self.case, self.b * self.max_tokens * self.g) if takes else None
+        self.heads = decode_tables.together(self.g, self.hopper)
         self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
         self.pairs = not a.split_size and decode_tables.pairs(self.case, self.tiles)
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
         mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries of a sequence
         self.blocks = 1 if self.packed and not a.split_size else -(-mean * self.group // self.tiles.block_m)
         processors = schedule.processors(key.device)
-        self.halvings = 0 if a.split_size else decode_tables.halvings(self.tiles, self.blocks)
+        self.halvings = (
+            0 if a.split_size else decode_tables.halvings(self.tiles, self.g // self.heads * self.blocks, self.g)
+        )
         self.capacity = max(1, decode_tables.capacity(processors, self.g) >> self.halvings)
         self.slots = decode_tables.slots(self.b, self.capacity)
         self.scheduled = mean <= decode_tables.LONG or self.b < self.capacity
@@ -174,7 +177,7 @@ class DecodeShapes:
         elif self.scheduled:
             self.long_slots = 0
         of_lines = self.planned + (self.long_slots * self.long_splits if self.long_splits > 1 else 0)
-        self.programs = (self.planned + self.long_slots * self.long_splits) * self.g * self.blocks
+        self.programs = (self.planned + self.long_slots * self.long_splits) * (self.g // self.heads) * self.blocks
         self.lines = of_lines * self.g * self.blocks * self.tiles.block_m
 
     def arguments(self) -> dict:
@@ -195,7 +198,7 @@ class DecodeShapes:
             "ONE": case.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": case.arch > 0,
             "FULL": self.tiles.tma or self.pairs or not (case.one or a.split_size), "PAGE": case.page_size,
             "KV_HEADS": self.g, "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
-            "PAIRS": self.pairs, "EARLY": self.case.arch == 90,
+            "PAIRS": self.pairs, "HEADS": self.heads, "EARLY": self.case.arch == 90,
         }  # fmt: skip
 
 
@@ -207,13 +210,20 @@ def _kernel(x: DecodeShapes) -> Callable:
         return decode
     from .kernels.hopper.decode_few import decode_few
     from .kernels.hopper.decode_many import decode_many
+    from .kernels.hopper.decode_pages import decode_pages
 
+    if not x.case.latent:
+        return decode_pages
     return decode_few if x.hopper.block_m == 16 else decode_many
 
 
 def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
-    """What descriptors load: of a key, and of its tail if it has one; in Hopper's own kernels, of half of a latent."""
+    """What descriptors load: of a key, and of its tail if it has one; in Hopper's own kernels, half of a latent or of
+    keys and values."""
     own = x.hopper is not None
+    if own and not x.case.latent:
+        block = Block("k", x.tiles.block_n, 64, gluon=True, together=x.heads)
+        return {"k_desc": block, "v_desc": block._replace(tensor="v")}
     rows, width = x.tiles.block_n, arguments["D_MAIN"] // 2 if own else arguments["D_MAIN"]
     blocks = {"k_desc": Block("k", rows, width, of_heads=False, gluon=own)}
     if x.case.tail:

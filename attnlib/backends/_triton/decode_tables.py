@@ -5,8 +5,9 @@ from typing import NamedTuple
 from .tables import LaunchConfig, fitting, power_of_two, widths
 
 GRANULARITY = 128  # tokens, of which splits of a sequence are multiples
+FINEST = 32  # those of the most splits; of half of them, multiples of twice as many
 ENTRY = 8  # int32 that a schedule holds for each split
-HALVINGS = 10  # of the capacity, for each of which there is a schedule: for up to 512 programs to a split
+HALVINGS = 12  # of the capacity, for each of which there is a schedule
 RESIDENT = 4  # programs that an SM runs at once at most, which schedules count with
 LARGE = (80, 90, 100)  # chips with more than 99 KB of shared memory
 EDGE = 16  # tokens of the tiles around those that descriptors load
@@ -76,18 +77,41 @@ LATENT_MANY = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
 HOPPER_FEW = LaunchConfig(16, 64, 2, 4, tma=True, resident=1)
 HOPPER_MANY = LaunchConfig(64, 64, 3, 4, tma=True, resident=1)  # 32 heads, 64 x 8k: 168; in two blocks of few, 183
 
+# 128 channels in its own kernel: 16 rows for all warps, or for each half of them. us, pages of 16, own / plain / cuDNN:
+# 16 x 8k 130 / 132 / 123, 128 x 1k 129 / 139 / 126, 64 x 8k 489 / 498 / 481, 1 x 128k 131 / 133 / 127,
+# 1 x 1k 7.4 / 6.5 / 6.9; of 32 rows, MQA 64 x 8k 77 / 79 / 83. A form for stored bytes took 364 where plain takes 290.
+HOPPER_PAGES = LaunchConfig(16, 16, 3, 8, tma=True, resident=1)
+HOPPER_PAGES_MANY = LaunchConfig(32, 16, 6, 4, tma=True, resident=1)
+HELD = 1 << 17  # tokens times KV heads that a cache must have room for: 64 MB, which is more than the L2 cache holds
 
-def hopper(case: DecodeCase) -> LaunchConfig | None:
-    """Tiles of Hopper's own kernels over latents of 512 + 64; None where a plain kernel runs the call.
+
+def hopper(case: DecodeCase, held: int) -> LaunchConfig | None:
+    """Tiles of Hopper's own kernels over latents of 512 + 64, or keys and values of 128; None where a plain one runs.
 
     >>> case = DecodeCase(128, 512, 64, 512, 2, True, True, 64, 90, True)
-    >>> hopper(case).block_m, hopper(case._replace(rows=16)).block_m, hopper(case._replace(page_size=16))
+    >>> hopper(case, 1).block_m, hopper(case._replace(rows=16), 1).block_m, hopper(case._replace(page_size=16), 1)
     (64, 16, None)
+    >>> case = DecodeCase(4, 128, 0, 128, 2, False, True, 16, 90, True)
+    >>> hopper(case, HELD).block_m, hopper(case._replace(rows=17), HELD).block_m, hopper(case, 1024)
+    (16, 32, None)
     """
-    is_there = case.arch == 90 and case.latent and case.itemsize == 2 and case.aligned
-    if not is_there or (case.head_dim, case.tail) != (512, 64) or case.page_size % HOPPER_MANY.block_n:
+    few, many = (HOPPER_FEW, HOPPER_MANY) if case.latent else (HOPPER_PAGES, HOPPER_PAGES_MANY)
+    is_there = case.arch == 90 and case.aligned and case.itemsize == 2 and case.page_size % many.block_n == 0
+    channels = (512, 64, 512) if case.latent else (128, 0, 128)
+    if not is_there or (case.head_dim, case.tail, case.value_dim) != channels or (held < HELD and not case.latent):
         return None
-    return HOPPER_FEW if case.rows <= HOPPER_FEW.block_m else HOPPER_MANY
+    if case.rows <= few.block_m:
+        return few
+    return many if case.latent or case.rows <= many.block_m else None
+
+
+def together(kv_heads: int, config: LaunchConfig | None) -> int:
+    """KV heads that a program reads: all that lie side by side, one a warp, in Hopper's own kernel over pages.
+
+    >>> [together(heads, HOPPER_PAGES) for heads in (1, 6, 32)], together(8, None)
+    ([1, 2, 8], 1)
+    """
+    return 1 if config is None else min(config.warps, kv_heads & -kv_heads)
 
 
 def decode(case: DecodeCase) -> LaunchConfig:
@@ -153,9 +177,14 @@ def rows(tokens: int, batch: int, group: int) -> int:
     return group * max(mean, min(most, TILE // group))
 
 
-def halvings(config: LaunchConfig, blocks: int) -> int:
-    """How often the capacity is halved for ``blocks`` programs to each split and KV head."""
-    return min(HALVINGS - 1, (-(-blocks * RESIDENT // config.resident) - 1).bit_length())
+def halvings(config: LaunchConfig, programs: int, kv_heads: int) -> int:
+    """How often the capacity is halved for so many programs to each split of all KV heads.
+
+    >>> halvings(FEW_ROWS[0][1], 8, 8), halvings(HOPPER_PAGES, 1, 8), halvings(HOPPER_PAGES, 1, 1)
+    (2, 0, 2)
+    """
+    most = config.resident * min(kv_heads, RESIDENT)
+    return min(HALVINGS - 1, (-(-programs * RESIDENT // most) - 1).bit_length())
 
 
 def long_splits(config: LaunchConfig, blocks: int, processors: int) -> int:
@@ -168,8 +197,8 @@ def long_splits(config: LaunchConfig, blocks: int, processors: int) -> int:
 
 
 def capacity(processors: int, kv_heads: int) -> int:
-    """Splits, of all sequences, that fill a GPU of so many multiprocessors."""
-    return max(1, RESIDENT * processors // kv_heads)
+    """Splits, of all sequences, that fill a GPU of so many multiprocessors if a program has 4 KV heads at least."""
+    return max(1, RESIDENT * processors // min(kv_heads, RESIDENT))
 
 
 def joined(splits: int, width: int) -> tuple[int, int, int]:

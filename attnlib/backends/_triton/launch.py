@@ -47,6 +47,7 @@ class Block(NamedTuple):
     """What a descriptor loads at once of a tensor: so many rows and columns, of one head if it has heads.
 
     ``gluon``: for a kernel in Gluon, which says how a tile lies in shared memory.
+    ``together``: of so many heads of a plane ``[pages, page_size, g, d]``.
     """
 
     tensor: str
@@ -54,10 +55,13 @@ class Block(NamedTuple):
     columns: int
     of_heads: bool = True
     gluon: bool = False
+    together: int = 0
 
     def descriptor(self, x: Tensor):
         """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other, be it of a vector."""
-        if self.of_heads:
+        if self.together:
+            x, block = x.view(-1, *x.shape[-2:]).transpose(0, 1), (self.together, self.rows, self.columns)
+        elif self.of_heads:
             x, block = x if x.dim() == 4 else x[None], (1, self.rows, 1, self.columns)
         else:
             x, block = x.view(-1, self.columns if x.dim() == 1 else x.shape[-1]), (self.rows, self.columns)

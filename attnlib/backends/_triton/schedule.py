@@ -42,6 +42,7 @@ def _plan(device: torch.device, shape: torch.Size, batch: int, limit: int, reach
     arguments = {
         "batch": batch, "slots": slots, "capacity": capacity, "limit": limit, "reach": reach,
         "ROWS": lanes, "SPLITS": max(1, 128 // lanes), "GRANULARITY": split_size or decode_tables.GRANULARITY,
+        "FINEST": split_size or decode_tables.FINEST,
         "SMALLEST": decode_tables.SMALLEST, "LARGEST": decode_tables.LARGEST,
     }  # fmt: skip
     return Launch(schedule, halvings, arguments, LaunchConfig(0, 0, 1, 4))

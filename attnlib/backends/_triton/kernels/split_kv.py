@@ -108,7 +108,7 @@ def combine(
 @triton.jit(do_not_specialize=COUNTS)
 def schedule(
     starts_ptr, lengths_ptr, schedule_ptr, batch, slots, capacity, limit, reach,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, GRANULARITY: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, GRANULARITY: tl.constexpr, FINEST: tl.constexpr,
     SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Cuts sequences into splits for ``capacity`` programs, and at the next level for half of them, and so on.
@@ -121,8 +121,9 @@ def schedule(
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + b, mask=b < batch, other=0), limit), 0)
     start = tl.maximum(tl.load(starts_ptr + b, mask=b < batch, other=0), length - reach)
     start = tl.minimum(tl.maximum(start, 0), length)
-    origin = start // GRANULARITY
-    units = tl.where(b < batch, tl.maximum(tl.cdiv(length, GRANULARITY) - origin, 1), 0)
+    grain = tl.minimum(FINEST << level, GRANULARITY)
+    origin = start // grain
+    units = tl.where(b < batch, tl.maximum(tl.cdiv(length, grain) - origin, 1), 0)
     programs = tl.maximum(capacity >> level, 1)
     size = tl.maximum(tl.cdiv(tl.sum(units, 0), programs), 1)
     max_splits = tl.maximum(batch + (programs + 1) // 2, programs)
@@ -141,8 +142,8 @@ def schedule(
         item = schedule_ptr + (first[:, None] + p) * ENTRY
         mine = p < splits[:, None]
         tl.store(item, b[:, None], mask=mine)
-        tl.store(item + 1, tl.maximum(low * GRANULARITY, start[:, None]), mask=mine)
-        tl.store(item + 2, tl.where(p == n - 1, LAST, high * GRANULARITY), mask=mine)
+        tl.store(item + 1, tl.maximum(low * grain, start[:, None]), mask=mine)
+        tl.store(item + 2, tl.where(p == n - 1, LAST, high * grain), mask=mine)
         tl.store(item + 3, n, mask=mine)
     tl.store(schedule_ptr + b * ENTRY + 4, first, mask=b < batch)
     tl.store(schedule_ptr + b * ENTRY + 5, splits, mask=b < batch)

@@ -62,7 +62,8 @@ class Results(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Rows from ``start`` on of the ``count`` queries of a sequence from ``row`` on, of which there are ``splits``.
+    """Rows from ``start`` on of the ``count`` queries of a sequence from ``row`` on, of which there are ``splits``;
+    and the number of its KV head, or of some together.
 
     They see tokens ``[begin, end)`` at most, tokens ``[low, high)`` of those if any, and all of them
     ``[all_low, all_high)``. ``entry`` is the entry of the page table for column ``column``, where they may begin.
@@ -83,6 +84,7 @@ class Split(NamedTuple):
     all_high: gl.tensor
     entry: gl.tensor
     column: gl.tensor
+    head: gl.tensor
 
 
 @gluon.jit
@@ -110,6 +112,7 @@ def split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M: gl.
     return Split(
         work.sequence + zero, work.plane, work.row + zero, work.rows + zero, work.start, splits, length, begin,
         end, low, high, all_low + zero, all_high + zero, entry, column,
+        work.head.to(gl.int32),
     )  # fmt: skip
 
 

@@ -102,6 +102,14 @@ def scale_rows(acc, factor, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def prefetch(ptr):
+    """Bring what lies here into the L2 cache."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def opaque(x):
     """The same fp32 numbers; what makes them stays behind its branch."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)

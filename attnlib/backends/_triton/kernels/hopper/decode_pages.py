@@ -1,0 +1,194 @@
+"""Decoding over pages of keys and values for Hopper, in Gluon: one program an SM, at the cache's bandwidth.
+
+A producer warp loads what neighbouring KV heads store of the same tokens, which lies side by side, by descriptors.
+Eight warps share out the heads, and 16 tokens of a tile each, and have sums of their own: a warp waits for tiles, and
+never for another warp. More than 16 rows of queries are two consumers' of four warps each.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..band import Band, origin_of, visible
+from ..paged import ENTRY, claimed
+from ..scores import Modifiers, load_slope, modify, unit_of
+from ..tile import COUNTS
+from .decode_splits import Problem, Queries, Results, split_of, weighed
+from .page_results import store_apart, store_joined
+from .page_splits import (
+    HALF,
+    ROOM,
+    THREADS,
+    TOKENS,
+    M,
+    Room,
+    Sizes,
+    channels,
+    factor_of,
+    produce,
+    rows_in,
+    sums_of,
+    tiles_of,
+    tokens_in,
+)
+from .primitives import FIRST, barrier_arrive, barriers, prefetch
+
+
+class State(NamedTuple):
+    """The sums of both halves of the channels, ``[warp, row, HALF]``; of weights by place in a tile; the maximum."""
+
+    left: gl.tensor
+    right: gl.tensor
+    l_i: gl.tensor
+    m_i: gl.tensor
+
+
+@gluon.jit
+def load_queries(number: gl.constexpr, half: gl.constexpr, queries, split, call, sizes):
+    """Half of the channels of all rows, ``[warp, row, HALF]``, zeros beyond the last row."""
+    LEFT: gl.constexpr = factor_of(sizes.WARPS, 0)
+    head, token = rows_in(number, split, call, gl.SliceLayout(2, LEFT), sizes)
+    at = split.plane * queries.stride_qb + head * queries.stride_qh
+    at += ((split.row + token).to(gl.int64) * queries.stride_qs)[None, :]
+    c = channels(half, gl.SliceLayout(0, gl.SliceLayout(0, LEFT)))
+    valid = gl.expand_dims((token < split.count)[None, :], 2)
+    return gl.load(queries.q_ptr + (gl.expand_dims(at, 2) + gl.expand_dims(c[None, :], 0)), mask=valid, other=0.0)
+
+
+@gluon.jit
+def both_halves(boxes, number, KEYS: gl.constexpr, sizes):
+    """Both halves of the keys or values of a tile, as second factors."""
+    RIGHT: gl.constexpr = factor_of(sizes.WARPS, 1)
+    left, right = boxes.index(number), boxes.index(number + 1)
+    if KEYS:
+        left, right = left.permute((0, 2, 1)), right.permute((0, 2, 1))
+    return left.load(RIGHT), right.load(RIGHT)
+
+
+@gluon.jit
+def add_tile(state, q, n, i, modifiers, band, split, boxes, number, sizes):
+    """The sums with a tile, from token ``n`` on."""
+    SUMS: gl.constexpr = sums_of(sizes.WARPS)
+    RIGHT: gl.constexpr = factor_of(sizes.WARPS, 1)
+    TILE: gl.constexpr = sizes.WARPS // sizes.HEADS * TOKENS
+    left, right = both_halves(boxes, number, True, sizes)
+    s = mma_v2(q[1], right, mma_v2(q[0], left, gl.zeros([sizes.WARPS, M, TOKENS], gl.float32, SUMS)))
+    left, right = both_halves(boxes, number + 2, False, sizes)
+    j = gl.expand_dims(n + tokens_in(gl.SliceLayout(1, SUMS), sizes), 1)
+    s, _ = modify(s, modifiers, i + band.apart, j)
+    if (n < split.all_low) | (n + TILE > split.all_high):
+        s = gl.where(visible(i, j, band), s, float("-inf"))
+        token = n + tokens_in(gl.SliceLayout(2, RIGHT), sizes)
+        there = gl.expand_dims((token >= split.low) & (token < split.high), 2)
+        left, right = gl.where(there, left, gl.zeros_like(left)), gl.where(there, right, gl.zeros_like(right))
+    p, m_i, factor = weighed(s, state.m_i, unit_of(modifiers), 2)
+    weights, factor = gl.convert_layout(p.to(left.dtype), factor_of(sizes.WARPS, 0)), gl.expand_dims(factor, 2)
+    acc_left = mma_v2(weights, left, state.left * factor)
+    acc_right = mma_v2(weights, right, state.right * factor)
+    return State(acc_left, acc_right, state.l_i * factor + p, m_i)
+
+
+@gluon.jit
+def consume(number: gl.constexpr, queries, split, call, results, room, sizes):
+    """Attention of 16 rows of every KV head over all tiles, and its results."""
+    SUMS: gl.constexpr = sums_of(sizes.WARPS)
+    BY_ROW: gl.constexpr = gl.SliceLayout(2, SUMS)
+    SLOTS: gl.constexpr = room.full.shape[0]
+    left = load_queries(number, 0, queries, split, call, sizes)
+    right = load_queries(number, 1, queries, split, call, sizes)
+    known = gl.where(split.sequence >= call.batch, 0, split.sequence)
+    origin = origin_of(call.origin_ptr, known, call.batch)
+    band = Band(split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+    head, token = rows_in(number, split, call, BY_ROW, sizes)
+    i, slope = gl.expand_dims((split.length - split.count + token)[None, :], 2), None
+    if call.slopes_ptr is not None:
+        slope = gl.expand_dims(load_slope(call.slopes_ptr, call.stride_slopes, known, head, call.batch), 2)
+    modifiers = Modifiers(call.scale, call.softcap, slope)
+
+    nothing = gl.zeros([sizes.WARPS, M, HALF], gl.float32, SUMS)
+    least = gl.full([sizes.WARPS, M], float("-inf"), gl.float32, BY_ROW)
+    state = State(nothing, nothing, gl.zeros([sizes.WARPS, M, TOKENS], gl.float32, SUMS), least)
+    first, tiles, TILE = tiles_of(split, sizes)
+    for t in range(tiles):
+        slot, n = t % SLOTS, (first + t) * TILE
+        mbarrier.wait(room.full.index(slot), (t // SLOTS) & 1)
+        state = add_tile(state, (left, right), n, i, modifiers, band, split, room.boxes, slot * 4, sizes)
+        barrier_arrive(FIRST + slot, THREADS)
+
+    gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
+    if sizes.WARPS == sizes.HEADS:
+        store_apart(number, state, band, split, call, results, sizes)
+    else:
+        store_joined(number, state, band, split, call, results, room, sizes)
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def decode_pages(
+    q_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
+    schedule_ptr, out_ptr, lse_ptr, split_ptr,
+    k_desc, v_desc,
+    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
+    stride_lh, stride_slopes,
+    pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
+    left, right, prefix, scale, softcap,
+    SCHEDULED: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr, HEADS: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or splits of them, of ``HEADS`` KV heads a program.
+
+    Every other parameter is that of the plain kernel.
+    """
+    schedule_ptr += schedule_offset
+    if SCHEDULED:
+        slot = gl.minimum(gl.program_id(0) // (KV_HEADS // HEADS), slots - 1)
+        prefetch(schedule_ptr + slot * ENTRY)
+        prefetch(starts_ptr + slot % batch)
+        prefetch(lengths_ptr + slot % batch)
+    gdc_wait()
+    work, splits, n = claimed(
+        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, KV_HEADS // HEADS, 1,
+        BLOCK_M,
+    )  # fmt: skip
+    if SCHEDULED and work.sequence < 0:
+        return
+    WARPS: gl.constexpr = gl.num_warps()
+    SLOTS: gl.constexpr = ROOM // WARPS // 4
+    sizes: gl.constexpr = Sizes(WARPS, HEADS, PAGE, BLOCK_M)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS, TOKENS, HALF], k_desc.dtype)
+    room = Room(
+        gl.allocate_shared_memory(k_desc.dtype, [ROOM // WARPS, WARPS, TOKENS, HALF], LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [2 * BLOCK_M // M, WARPS, M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+        barriers(SLOTS),
+    )
+    fence_async_shared()
+    call = Problem(
+        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
+        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
+    )  # fmt: skip
+    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
+    results = Results(
+        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
+    )
+    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M, PAGE)
+    if BLOCK_M == M:
+        gl.warp_specialize(
+            [
+                (consume, (0, queries, split, call, results, room, sizes)),
+                (produce, (k_desc, v_desc, split, call, room, sizes)),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, queries, split, call, results, room, sizes)),
+                (consume, (1, queries, split, call, results, room, sizes)),
+                (produce, (k_desc, v_desc, split, call, room, sizes)),
+            ],
+            [4, 1],
+            [240, 24],
+        )

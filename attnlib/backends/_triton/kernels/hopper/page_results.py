@@ -1,0 +1,89 @@
+"""How the consumers of a cache's pages end: they join what several warps have of a KV head, and store it."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..band import sees_any
+from ..scores import LN2, LOG2E
+from ..split_kv import shares
+from .page_splits import HALF, ROOM, THREADS, M, channels, sums_of
+from .primitives import FIRST, barrier_sync
+
+
+@gluon.jit
+def finish(l_i, m_i, h, r, band, split, call, results, sizes):
+    """Store the LSE of rows ``r`` of KV heads ``h``; what their sums are to be multiplied by, and where they go."""
+    query, head = (split.start + r) // call.group, (split.head * sizes.HEADS + h) * call.group
+    head += (split.start + r) % call.group
+    valid, token = (query < split.count) & (h >= 0), (split.row + query).to(gl.int64)
+    share = gl.where(sees_any(split.length - split.count + query, band), 1.0, 0.0)
+    m_i = gl.where(l_i == 0.0, float("-inf"), m_i)
+    if call.sinks_ptr is not None:  # splits get it when they have been joined
+        mine = valid & (split.splits == 1) & (split.sequence < call.batch)
+        sink = gl.load(call.sinks_ptr + head, mask=mine, other=float("-inf")).to(gl.float32)
+        keeps, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
+        share *= keeps
+    l_i = gl.where(l_i == 0.0, 1.0, l_i)
+    lse2, line = m_i + gl.log2(l_i), (gl.program_id(0).to(gl.int64) * sizes.HEADS + h) * sizes.BLOCK_M + r
+    at = split.plane * results.stride_ob + token * results.stride_os + head * results.stride_oh
+    if split.splits == 1:
+        at_lse = split.plane * results.stride_lb + head * results.stride_lh + token
+        gl.store(results.lse_ptr + at_lse, lse2 * LN2, mask=valid)
+    else:
+        gl.store(results.split_ptr + results.lines * (2 * HALF) + line, lse2, mask=valid)
+    return share / l_i, at, line * (2 * HALF), valid
+
+
+@gluon.jit
+def store_half(acc, c, rows, split, results):
+    """Store half of the channels of rows, times their share, or as a split. A share of 0 makes anything 0."""
+    AXIS: gl.constexpr = len(acc.shape) - 1
+    share, at, line, valid = rows
+    share = gl.expand_dims(share, AXIS)
+    acc = gl.where(share == 0.0, 0.0, acc * share)
+    mask = gl.expand_dims(valid, AXIS) & (c >= 0)
+    if split.splits == 1:
+        gl.store(results.out_ptr + (gl.expand_dims(at, AXIS) + c), acc.to(results.out_ptr.dtype.element_ty), mask=mask)
+    else:
+        gl.store(results.split_ptr + (gl.expand_dims(line, AXIS) + c), acc, mask=mask)
+
+
+@gluon.jit
+def store_apart(number: gl.constexpr, state, band, split, call, results, sizes):
+    """Store the sums of warps that have a KV head each."""
+    BY_ROW: gl.constexpr = gl.SliceLayout(2, sums_of(sizes.WARPS))
+    h = gl.arange(0, sizes.WARPS, gl.SliceLayout(1, BY_ROW))[:, None]
+    r = number * M + gl.arange(0, M, gl.SliceLayout(0, BY_ROW))[None, :]
+    rows = finish(gl.sum(state.l_i, 2), state.m_i, h, r, band, split, call, results, sizes)
+    for half in gl.static_range(2):
+        c = channels(half, gl.SliceLayout(0, gl.SliceLayout(0, sums_of(sizes.WARPS))))
+        store_half((state.left, state.right)[half], gl.expand_dims(c[None, :], 0), rows, split, results)
+
+
+@gluon.jit
+def store_joined(number: gl.constexpr, state, band, split, call, results, room, sizes):
+    """Join the sums of all parts of tiles through shared memory, and store them."""
+    PARTS: gl.constexpr = sizes.WARPS // sizes.HEADS
+    ROWS: gl.constexpr = sizes.HEADS * M
+    OF: gl.constexpr = gl.BlockedLayout([PARTS, 1, 4], [1, 2, 16], [1, sizes.WARPS, 1], [2, 1, 0])
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, OF))
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    MIXED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
+    room.sums.index(2 * number).store(state.m_i)
+    room.sums.index(2 * number + 1).store(gl.sum(state.l_i, 2))
+    barrier_sync(FIRST + room.full.shape[0], THREADS - 32)  # all consumers have read all tiles
+    m_i = room.sums.index(2 * number)._reinterpret(gl.float32, [PARTS, ROWS], PLAIN).load(gl.SliceLayout(2, OF))
+    l_i = room.sums.index(2 * number + 1)._reinterpret(gl.float32, [PARTS, ROWS], PLAIN).load(gl.SliceLayout(2, OF))
+    most = gl.max(m_i, 0)
+    weight = gl.exp2(m_i - gl.where(most == float("-inf"), 0.0, most)[None, :])
+    l_i, most = gl.convert_layout(gl.sum(l_i * weight, 0), BY_ROW), gl.convert_layout(most, BY_ROW)
+    x, weight = gl.arange(0, ROWS, BY_ROW), gl.expand_dims(weight, 2)
+    rows = finish(l_i, most, x // M, number * M + x % M, band, split, call, results, sizes)
+    for half in gl.static_range(2):
+        boxes = room.boxes._reinterpret(gl.float32, [ROOM // 2 // sizes.WARPS, sizes.WARPS, M, HALF], MIXED).index(
+            number
+        )
+        boxes.store((state.left, state.right)[half])
+        acc = boxes._reinterpret(gl.float32, [PARTS, ROWS, HALF], MIXED).load(OF)
+        c = channels(half, gl.SliceLayout(0, gl.SliceLayout(0, OF)))[None, :]
+        store_half(gl.sum(gl.where(weight == 0.0, 0.0, acc * weight), 0), c, rows, split, results)
