@@ -236,7 +236,7 @@ def cached_plan(key: Key) -> DecodePlan:
         return DecodePlan(launch, variant)
     queries, slots = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.b
     splits = x.long_splits if x.long_splits > 1 else x.capacity // max(1, x.b)  # of a sequence, if all are alike
-    together, at_once, channels = decode_tables.joined(splits, width)
+    together, at_once, channels = decode_tables.joined(splits, width, x.b * x.g * queries * (x.long_splits == 1))
     rows = queries if x.b >= x.capacity else together  # where few sequences will have splits, few programs
     if x.long_splits > 1:
         rows, slots = decode_tables.TOGETHER, slots + x.long_slots
