@@ -21,13 +21,13 @@ from ..band import Band, origin_of, sees_any
 from ..paged import claimed
 from ..scores import Modifiers, load_slope
 from ..tile import COUNTS
+from .decode_results import Results, in_fp32, share_of, store_half, store_lse, with_sink
 from .decode_splits import (
     HALF,
     TAIL,
     TOKENS,
     Problem,
     Queries,
-    Results,
     clear_others,
     entry_of,
     first_entry,
@@ -38,10 +38,7 @@ from .decode_splits import (
     row_of,
     softmax,
     split_of,
-    store_lse,
-    store_sums,
     tiles_of,
-    with_sink,
 )
 from .primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring, scale_rows_in_place
 
@@ -159,8 +156,8 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
     """Attention over half of the channels: that of even tiles for consumer 0, that of odd ones for consumer 1."""
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     TAILS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
-    shared.q.index(number).store(load_queries(queries, split, call, number * HALF, ROWS, HALF, Q))
     tail = load_queries(queries, split, call, 2 * HALF, ROWS, TAIL, TAILS)
+    shared.q.index(number).store(load_queries(queries, split, call, number * HALF, ROWS, HALF, Q))
     fence_async_shared()
     barrier_sync(BOTH, CONSUMERS)
 
@@ -213,9 +210,9 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
     if number == 0:
         store_lse(l_i, m_i, r, split, call, results)
     share = gl.convert_layout(gl.where(sees_any(i, band), keeps / l_i, 0.0), gl.SliceLayout(1, SUMS))
-    r = split.start + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-    c = number * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))
-    store_sums(state.acc, share, r, c, split, call, results, 1)
+    half = in_fp32(shared.left if number == 0 else shared.right, ROWS)
+    half.store(share_of(state.acc, share, 1))
+    store_half(half, number * HALF, split, call, results)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
