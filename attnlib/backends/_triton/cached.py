@@ -141,7 +141,7 @@ class DecodeShapes:
             aligned=key.aligned and all(x.is_in_lines for x in planes)
             and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale) if x),
         )  # fmt: skip
-        takes = key.hopper and not a.split_size and a.origin is None and is_gluon_known()
+        takes = key.hopper and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and is_gluon_known()
         self.hopper = decode_tables.hopper(self.case) if takes else None
         self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
         self.pairs = not a.split_size and decode_tables.pairs(self.case, self.tiles)
@@ -205,20 +205,26 @@ def _kernel(x: DecodeShapes) -> Callable:
 
     if x.hopper is None:
         return decode
+    from .kernels.hopper.decode_bytes import decode_bytes
     from .kernels.hopper.decode_few import decode_few
     from .kernels.hopper.decode_many import decode_many
 
-    return decode_few if x.hopper.block_m == 16 else decode_many
+    few = decode_bytes if x.case.itemsize == 1 else decode_few
+    return few if x.hopper.block_m == 16 else decode_many
 
 
 def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
     """What descriptors load: of a key, and of its tail if it has one; in Hopper's own kernels, of half of a latent."""
-    own = x.hopper is not None
-    rows, width = x.tiles.block_n, arguments["D_MAIN"] // 2 if own else arguments["D_MAIN"]
-    blocks = {"k_desc": Block("k", rows, width, of_heads=False, gluon=own)}
+    own, pairs, rows = x.hopper is not None, x.hopper is not None and x.case.itemsize == 1, x.tiles.block_n
+    width = arguments["D_MAIN"] // 2 if own else arguments["D_MAIN"]
+    blocks = {}
     if x.case.tail:
         blocks["tail_desc"] = Block("k_tail", rows, arguments["D_TAIL"], of_heads=False, gluon=own)
-    return blocks
+    if pairs and x.tiles.block_m > 16:  # bytes that become 16 bits are loaded by addresses
+        return blocks
+    if pairs:
+        blocks["scale_desc"] = Block("k_scale", 1, rows, of_heads=False, gluon=True)
+    return blocks | {"k_desc": Block("k", rows, width, of_heads=False, gluon=own, pairs=pairs)}
 
 
 @remembered

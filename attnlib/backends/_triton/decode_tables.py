@@ -76,6 +76,9 @@ LATENT_MANY = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
 # Latents of 512 + 64 in Hopper's own kernels: rows as columns of products, or as their 64 rows.
 HOPPER_FEW = LaunchConfig(16, 64, 2, 4, tma=True, resident=1)
 HOPPER_MANY = LaunchConfig(64, 64, 3, 4, tma=True, resident=1)  # 32 heads, 64 x 8k: 168; in two blocks of few, 183
+# Of stored bytes; 32 heads, 64 x 8k: 156 in fp8 and 182 in int8; as 64 rows, of bytes made 16 bits, 183 and 188.
+HOPPER_BYTES = LaunchConfig(16, 64, 4, 4, tma=True, resident=1)
+MOST_OF_BYTES = 32  # rows, in two blocks
 
 
 def hopper(case: DecodeCase) -> LaunchConfig | None:
@@ -84,11 +87,14 @@ def hopper(case: DecodeCase) -> LaunchConfig | None:
     >>> case = DecodeCase(128, 512, 64, 512, 2, True, True, 64, 90, True)
     >>> hopper(case).block_m, hopper(case._replace(rows=16)).block_m, hopper(case._replace(page_size=16))
     (64, 16, None)
+    >>> [hopper(case._replace(rows=rows, itemsize=1)).block_m for rows in (16, 32, 64)]
+    [16, 16, 64]
     """
-    is_there = case.arch == 90 and case.latent and case.itemsize == 2 and case.aligned
+    is_there = case.arch == 90 and case.latent and case.itemsize <= 2 and case.aligned
     if not is_there or (case.head_dim, case.tail) != (512, 64) or case.page_size % HOPPER_MANY.block_n:
         return None
-    return HOPPER_FEW if case.rows <= HOPPER_FEW.block_m else HOPPER_MANY
+    few, most = (HOPPER_BYTES, MOST_OF_BYTES) if case.itemsize == 1 else (HOPPER_FEW, HOPPER_FEW.block_m)
+    return few if case.rows <= most else HOPPER_MANY
 
 
 def decode(case: DecodeCase) -> LaunchConfig:

@@ -46,7 +46,7 @@ def remembered(plan: Callable) -> Callable:
 class Block(NamedTuple):
     """What a descriptor loads at once of a tensor: so many rows and columns, of one head if it has heads.
 
-    ``gluon``: for a kernel in Gluon, which says how a tile lies in shared memory.
+    ``gluon``: for a kernel in Gluon, which says how a tile lies in shared memory. ``pairs``: of stored bytes, as int16.
     """
 
     tensor: str
@@ -54,13 +54,17 @@ class Block(NamedTuple):
     columns: int
     of_heads: bool = True
     gluon: bool = False
+    pairs: bool = False
 
     def descriptor(self, x: Tensor):
-        """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other."""
+        """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other; one row of numbers."""
         if self.of_heads:
             x, block = x if x.dim() == 4 else x[None], (1, self.rows, 1, self.columns)
         else:
-            x, block = x.view(-1, x.shape[-1]), (self.rows, self.columns)
+            x = x.view(torch.int16) if self.pairs else x
+            n = x.numel()  # a row begins at a multiple of 16 bytes, and be there but one
+            x = x.view(-1, x.shape[-1]) if x.shape[-1] > 1 else x.as_strided((1, n), (-(-n // 16) * 16, 1))
+            block = self.rows, self.columns
         shape, strides = list(x.shape), list(x.stride())
         if self.gluon:
             from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
