@@ -135,7 +135,7 @@ def _common(arch: int) -> Iterator[CachedBuild]:
     yield decode(MLA, tokens=2)
     for layer in (MLA, WIDE_MLA):
         yield decode(layer, page=16)
-    yield decode(MLA, store="int8", page=16)
+        yield decode(layer, store="int8", page=16)
     yield decode(MLA, tokens=4, page=16)
     for layer in (GQA128, MLA):
         for sequences in (16, 1):

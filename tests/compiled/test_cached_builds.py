@@ -59,7 +59,7 @@ def test_every_kernel_is_built_for_every_chip():
 
 def test_few_are_built_in_ci_and_none_twice():
     few = distinct(cached_entries())
-    assert len(few) < 56
+    assert len(few) < 60
     every = distinct((*few, *cached_calls(), *cached_product()))
     assert every[: len(few)] == few
     assert len({(str(build), build.arch) for build in every}) == len(every)
@@ -153,7 +153,11 @@ def test_chips_differ_in_how_many_splits_fill_them():
         ({"layer": WIDE_MLA, "page": 16}, "decode"),
         ({"layer": WIDE_MLA, "aligned": False}, "decode"),
         ({"layer": WIDE_MLA, "dtype": "fp32"}, "decode"),
-        ({"layer": MLA, "store": "fp8"}, "decode"),
+        ({"layer": MLA, "store": "fp8"}, "decode_bytes"),
+        ({"layer": WIDE_MLA, "store": "int8", "page": 0}, "decode_many"),
+        ({"layer": MLA, "store": "int8", "page": 16}, "decode"),
+        ({"layer": MLA, "store": "fp8", "dtype": "fp8"}, "decode"),
+        ({"layer": MLA, "store": "int8", "invariant": True}, "decode"),
         ({"layer": MLA, "invariant": True}, "decode"),
         ({"layer": WIDE_MLA, "arch": 100}, "decode"),
         ({}, "decode_pages"),
@@ -169,6 +173,17 @@ def test_chips_differ_in_how_many_splits_fill_them():
 )
 def test_which_calls_hopper_has_kernels_for(changes, kernel):
     assert prepared(DECODE._replace(**changes))[0].kernel.__name__ == kernel
+
+
+@pytest.mark.parametrize("page", [64, 0])
+def test_descriptors_of_stored_bytes(page):
+    """A row of pairs for each token, and one row of all scales; of many rows of queries, those of neither."""
+    for layer in (MLA, WIDE_MLA):
+        launch, named = prepared(DECODE._replace(layer=layer, store="int8", page=page))
+        tokens = named["k"].shape[:2].numel()
+        shapes = {name: block.descriptor(named[block.tensor]).shape for name, block in launch.blocks.items()}
+        of_few = {"k_desc": [tokens, 256], "scale_desc": [1, tokens]} if layer is MLA else {}
+        assert shapes == {"tail_desc": [tokens, 64], **of_few}
 
 
 def test_nothing_stays_replaced():

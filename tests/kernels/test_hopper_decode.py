@@ -54,14 +54,56 @@ def test_any_page_and_dtype(heads, page_size):
     assert_right(call)
 
 
+@pytest.mark.parametrize("counts", [1, 2, (1, 1, 3, 0, 1, 2)], ids=str)
+@pytest.mark.parametrize("options", [(), ("softcap",), ("alibi_slopes", "sinks")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_stored_bytes(dtype, options, counts):
+    stored = store(replace(LATENT, store=dtype), Sizes(LENGTHS, page_size=64))
+    for heads, name in ((4, "decode_bytes"), (16, "decode_bytes"), (64, "decode_many")):
+        call = stored.call(counts, heads, CAUSAL, options)
+        assert kernel(call) == name or not isinstance(counts, int)
+        assert_right(call)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(33), Mask(None, 0, 9), Mask(7, 3)], ids=str)
+@pytest.mark.parametrize("counts", [1, 3, (1, 40, 0, 1, 5, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_stored_bytes_under_any_mask(dtype, counts, mask):
+    """Sequences without tokens among them; what no token stores is NaN."""
+    for page_size in (128, None):
+        sizes = Sizes((1024, 0, 327, 513, 70, 2000), (*STARTS[:1], 0, *STARTS[2:]), page_size)
+        stored = store(replace(LATENT, store=dtype, dtype=torch.float16), sizes)
+        for heads in (16, 128):
+            call = stored.call(counts, heads, mask)
+            assert kernel(call).startswith("decode_")
+            assert_right(call)
+
+
+@pytest.mark.parametrize("heads", [5, 16, 64])
+@pytest.mark.parametrize("sigma", [1e-6, 1.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_scales_of_any_size(dtype, sigma, heads):
+    """Those of neighbours differ by up to 2^60; 16-bit factors would not hold them."""
+    stored = store(replace(LATENT, store=dtype), Sizes((6000, 70, 513), page_size=64), sigma)
+    for n, (k, v) in enumerate(stored.tokens):
+        at = torch.arange(len(k))
+        factor = torch.tensor([2.0**-60, 1.0, 2.0**-20, 0.0, 4.0, 1.0, 2.0**-9])[at % 7]
+        pages = stored.view.table[n].cpu()[at // 64].long()
+        stored.view.k_scale[pages.to(DEVICE), (at % 64).to(DEVICE), 0] *= factor.to(DEVICE)
+        k[..., :512] *= factor[:, None, None]
+        v[..., :512] = k[..., :512]
+    assert_right(stored.call(1, heads))
+
+
 @pytest.mark.parametrize("page_size", [16, 24])
 def test_pages_that_no_tile_fits_are_for_the_plain_kernel(page_size):
     assert kernel(store(LATENT, Sizes(LENGTHS, page_size=page_size)).call(1, 128)) == "decode"
 
 
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("heads", [16, 128])
-def test_a_thousand_repeats_are_the_same_bits(heads):
-    call = store(LATENT, Sizes((4000,) * 20, page_size=64)).call(1, heads).scheduled()
+def test_a_thousand_repeats_are_the_same_bits(heads, stored):
+    call = store(replace(LATENT, store=stored), Sizes((4000,) * 20, page_size=64)).call(1, heads).scheduled()
     first = call.solve()
     for _ in range(1000):
         assert_same_bits(*zip(call.solve(), first, strict=True))

@@ -141,7 +141,7 @@ class DecodeShapes:
             aligned=key.aligned and all(x.is_in_lines for x in planes)
             and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale) if x),
         )  # fmt: skip
-        takes = key.hopper and not a.split_size and a.origin is None and is_gluon_known()
+        takes = key.hopper and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and is_gluon_known()
         self.hopper = decode_tables.hopper(self.case, self.b * self.max_tokens * self.g) if takes else None
         self.heads = decode_tables.together(self.g, self.hopper)
         self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
@@ -208,27 +208,33 @@ def _kernel(x: DecodeShapes) -> Callable:
 
     if x.hopper is None:
         return decode
+    from .kernels.hopper.decode_bytes import decode_bytes
     from .kernels.hopper.decode_few import decode_few
     from .kernels.hopper.decode_many import decode_many
     from .kernels.hopper.decode_pages import decode_pages
 
     if not x.case.latent:
         return decode_pages
-    return decode_few if x.hopper.block_m == 16 else decode_many
+    few = decode_bytes if x.case.itemsize == 1 else decode_few
+    return few if x.hopper.block_m == 16 else decode_many
 
 
 def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
     """What descriptors load: of a key, and of its tail if it has one; in Hopper's own kernels, half of a latent or of
     keys and values."""
-    own = x.hopper is not None
+    own, rows = x.hopper is not None, x.tiles.block_n
     if own and not x.case.latent:
-        block = Block("k", x.tiles.block_n, 64, gluon=True, together=x.heads)
+        block = Block("k", rows, 64, gluon=True, together=x.heads)
         return {"k_desc": block, "v_desc": block._replace(tensor="v")}
-    rows, width = x.tiles.block_n, arguments["D_MAIN"] // 2 if own else arguments["D_MAIN"]
-    blocks = {"k_desc": Block("k", rows, width, of_heads=False, gluon=own)}
+    pairs, width = own and x.case.itemsize == 1, arguments["D_MAIN"] // 2 if own else arguments["D_MAIN"]
+    blocks = {}
     if x.case.tail:
         blocks["tail_desc"] = Block("k_tail", rows, arguments["D_TAIL"], of_heads=False, gluon=own)
-    return blocks
+    if pairs and x.tiles.block_m > 16:  # bytes that become 16 bits are loaded by addresses
+        return blocks
+    if pairs:
+        blocks["scale_desc"] = Block("k_scale", 1, rows, of_heads=False, gluon=True)
+    return blocks | {"k_desc": Block("k", rows, width, of_heads=False, gluon=own, pairs=pairs)}
 
 
 @remembered
@@ -246,7 +252,7 @@ def cached_plan(key: Key) -> DecodePlan:
         return DecodePlan(launch, variant)
     queries, slots = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.b
     splits = x.long_splits if x.long_splits > 1 else x.capacity // max(1, x.b)  # of a sequence, if all are alike
-    together, at_once, channels = decode_tables.joined(splits, width)
+    together, at_once, channels = decode_tables.joined(splits, width, x.b * x.g * queries * (x.long_splits == 1))
     rows = queries if x.b >= x.capacity else together  # where few sequences will have splits, few programs
     if x.long_splits > 1:
         rows, slots = decode_tables.TOGETHER, slots + x.long_slots

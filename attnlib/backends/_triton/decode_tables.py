@@ -15,6 +15,7 @@ TILE = 64  # rows of queries in a tile of few
 SMALLEST, LARGEST = 512, 4096  # tokens of the splits of long packed sequences, which have more rows than a tile
 LONG_SPLITS = 16  # of each of their blocks at most: more take longer to join than they spare
 TOGETHER = 16  # rows that a program joins where there are such splits
+JOINING = 256  # programs that join at least: 128 heads, 1 x 8k, 64 splits: 1,024 take 6.8 us, 512 4.8 and 256 3.7
 LONG = 16  # query tokens of a sequence, on the mean, from which there may be enough programs without splits
 
 
@@ -76,6 +77,9 @@ LATENT_MANY = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
 # Latents of 512 + 64 in Hopper's own kernels: rows as columns of products, or as their 64 rows.
 HOPPER_FEW = LaunchConfig(16, 64, 2, 4, tma=True, resident=1)
 HOPPER_MANY = LaunchConfig(64, 64, 3, 4, tma=True, resident=1)  # 32 heads, 64 x 8k: 168; in two blocks of few, 183
+# Of stored bytes; 32 heads, 64 x 8k: 156 in fp8 and 182 in int8; as 64 rows, of bytes made 16 bits, 183 and 188.
+HOPPER_BYTES = LaunchConfig(16, 64, 4, 4, tma=True, resident=1)
+MOST_OF_BYTES = 32  # rows, in two blocks
 
 # 128 channels in its own kernel: 16 rows for all warps, or for each half of them. us, pages of 16, own / plain / cuDNN:
 # 16 x 8k 130 / 132 / 123, 128 x 1k 129 / 139 / 126, 64 x 8k 489 / 498 / 481, 1 x 128k 131 / 133 / 127,
@@ -91,18 +95,22 @@ def hopper(case: DecodeCase, held: int) -> LaunchConfig | None:
     >>> case = DecodeCase(128, 512, 64, 512, 2, True, True, 64, 90, True)
     >>> hopper(case, 1).block_m, hopper(case._replace(rows=16), 1).block_m, hopper(case._replace(page_size=16), 1)
     (64, 16, None)
+    >>> [hopper(case._replace(rows=rows, itemsize=1), 1).block_m for rows in (16, 32, 64)]
+    [16, 16, 64]
     >>> case = DecodeCase(4, 128, 0, 128, 2, False, True, 16, 90, True)
     >>> hopper(case, HELD).block_m, hopper(case._replace(rows=17), HELD).block_m, hopper(case, 1024)
     (16, 32, None)
     """
-    few, many = (HOPPER_FEW, HOPPER_MANY) if case.latent else (HOPPER_PAGES, HOPPER_PAGES_MANY)
-    is_there = case.arch == 90 and case.aligned and case.itemsize == 2 and case.page_size % many.block_n == 0
-    channels = (512, 64, 512) if case.latent else (128, 0, 128)
-    if not is_there or (case.head_dim, case.tail, case.value_dim) != channels or (held < HELD and not case.latent):
+    if case.latent:
+        few, most = (HOPPER_BYTES, MOST_OF_BYTES) if case.itemsize == 1 else (HOPPER_FEW, HOPPER_FEW.block_m)
+        many, channels, is_there = HOPPER_MANY, (512, 64, 512), case.itemsize <= 2
+    else:
+        few, most, many, channels = HOPPER_PAGES, HOPPER_PAGES.block_m, HOPPER_PAGES_MANY, (128, 0, 128)
+        is_there = case.itemsize == 2 and held >= HELD and case.rows <= many.block_m
+    is_there = is_there and case.arch == 90 and case.aligned and case.page_size % many.block_n == 0
+    if not is_there or (case.head_dim, case.tail, case.value_dim) != channels:
         return None
-    if case.rows <= few.block_m:
-        return few
-    return many if case.latent or case.rows <= many.block_m else None
+    return few if case.rows <= most else many
 
 
 def together(kv_heads: int, config: LaunchConfig | None) -> int:
@@ -201,15 +209,17 @@ def capacity(processors: int, kv_heads: int) -> int:
     return max(1, RESIDENT * processors // min(kv_heads, RESIDENT))
 
 
-def joined(splits: int, width: int) -> tuple[int, int, int]:
-    """Rows, splits and channels that a program joins at once: of as many splits as sequences have if all are alike.
+def joined(splits: int, width: int, rows: int) -> tuple[int, int, int]:
+    """Rows, splits and channels that a program joins at once, of ``rows`` in all: of as many splits as sequences have
+    if all are alike.
 
-    >>> joined(2, 512), joined(4, 128), joined(66, 128), joined(132, 512)
-    ((4, 2, 512), (8, 4, 128), (1, 64, 64), (1, 128, 32))
+    >>> joined(2, 512, 4096), joined(4, 128, 512), joined(22, 512, 384), joined(66, 512, 128), joined(132, 512, 16)
+    ((4, 2, 512), (8, 4, 128), (2, 16, 256), (4, 64, 64), (1, 128, 32))
     """
     at_once = min(128, max(2, 1 << splits.bit_length() >> 1))
     channels = min(width, 4096 // at_once)
-    return min(8, 4096 // (at_once * channels)), at_once, channels
+    many = 1 << (rows * (width // channels) // JOINING).bit_length() >> 1
+    return max(min(8, 4096 // (at_once * channels)), min(4, many)), at_once, channels
 
 
 def slots(batch: int, capacity: int) -> int:

@@ -46,7 +46,7 @@ def remembered(plan: Callable) -> Callable:
 class Block(NamedTuple):
     """What a descriptor loads at once of a tensor: so many rows and columns, of one head if it has heads.
 
-    ``gluon``: for a kernel in Gluon, which says how a tile lies in shared memory.
+    ``gluon``: for a kernel in Gluon, which says how a tile lies in shared memory. ``pairs``: of stored bytes, as int16.
     ``together``: of so many heads of a plane ``[pages, page_size, g, d]``.
     """
 
@@ -55,16 +55,24 @@ class Block(NamedTuple):
     columns: int
     of_heads: bool = True
     gluon: bool = False
+    pairs: bool = False
     together: int = 0
 
     def descriptor(self, x: Tensor):
-        """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other, be it of a vector."""
+        """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other, be it of a vector; of
+        ``[pages, page_size, 1]`` as one row."""
+        block = self.rows, self.columns
         if self.together:
-            x, block = x.view(-1, *x.shape[-2:]).transpose(0, 1), (self.together, self.rows, self.columns)
+            x, block = x.view(-1, *x.shape[-2:]).transpose(0, 1), (self.together, *block)
         elif self.of_heads:
             x, block = x if x.dim() == 4 else x[None], (1, self.rows, 1, self.columns)
+        elif x.dim() == 1:
+            x = x.view(-1, self.columns)
+        elif x.shape[-1] == 1:  # a row begins at a multiple of 16 bytes, and be there but one
+            x = x.as_strided((1, x.numel()), (-(-x.numel() // 16) * 16, 1))
         else:
-            x, block = x.view(-1, self.columns if x.dim() == 1 else x.shape[-1]), (self.rows, self.columns)
+            x = x.view(torch.int16) if self.pairs else x
+            x = x.view(-1, x.shape[-1])
         shape, strides = list(x.shape), list(x.stride())
         if self.gluon:
             from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -17,17 +17,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..band import Band, origin_of, sees_any
+from ..band import Band, origin_of
 from ..paged import claimed
 from ..scores import Modifiers, load_slope
 from ..tile import COUNTS
+from .decode_results import Results, Sums, in_fp32, join_and_store
 from .decode_splits import (
     HALF,
     TAIL,
     TOKENS,
     Problem,
     Queries,
-    Results,
     clear_others,
     entry_of,
     first_entry,
@@ -38,10 +38,7 @@ from .decode_splits import (
     row_of,
     softmax,
     split_of,
-    store_lse,
-    store_sums,
     tiles_of,
-    with_sink,
 )
 from .primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring
 
@@ -125,32 +122,14 @@ def add_tile(number: gl.constexpr, state, s, n, i, modifiers, band, split, share
 
 
 @gluon.jit
-def joined(state, l_i, shared):
-    """The sums of this consumer with those that the other one left in the slot of its last tile."""
-    rows: gl.constexpr = gl.SliceLayout(0, SUMS)
-    m_i, other = state.m_i, shared.joined.index(0).load(rows)
-    m_new = gl.maximum(m_i, other)
-    safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    mine, others = gl.exp2(m_i - safe), gl.exp2(other - safe)
-    left = state.left * mine[None, :] + in_fp32(shared.left).load(SUMS) * others[None, :]
-    right = state.right * mine[None, :] + in_fp32(shared.right).load(SUMS) * others[None, :]
-    return left, right, l_i * mine + shared.joined.index(1).load(rows) * others, m_new
-
-
-@gluon.jit
-def in_fp32(tiles):
-    """The second slot, as sums in fp32."""
-    return tiles.index(1)._reinterpret(gl.float32, [HALF, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-
-
-@gluon.jit
 def consume(number: gl.constexpr, queries, split, call, results, shared):
-    """Attention over every other tile, from that of this number on; consumer 0 joins both and stores them."""
+    """Attention over every other tile, from that of this number on; each consumer joins and stores half of both's."""
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     TAILS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    shared.q.index(number).store(load_queries(queries, split, call, number * HALF, ROWS, HALF, Q))
+    half = load_queries(queries, split, call, number * HALF, ROWS, HALF, Q)
     if number == 0:
         shared.q_tail.index(0).store(load_queries(queries, split, call, 2 * HALF, ROWS, TAIL, TAILS))
+    shared.q.index(number).store(half)
     fence_async_shared()
     barrier_sync(BOTH, CONSUMERS)
 
@@ -174,23 +153,10 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
         barrier_arrive(FIRST + number, WITH_PRODUCER)
 
     gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
-    l_i = gl.sum(state.l_i, 0)
-    if number == 1:
-        in_fp32(shared.left).store(state.left)
-        in_fp32(shared.right).store(state.right)
-        shared.joined.index(0).store(state.m_i)
-        shared.joined.index(1).store(l_i)
-        barrier_arrive(BOTH, CONSUMERS)
-    else:
-        barrier_sync(BOTH, CONSUMERS)
-        left, right, l_i, m_i = joined(state, l_i, shared)
-        keeps, l_i, m_i = with_sink(l_i, gl.where(l_i == 0.0, float("-inf"), m_i), r, split, call)
-        l_i = gl.where(l_i == 0.0, 1.0, l_i)
-        store_lse(l_i, m_i, r, split, call, results)
-        share = gl.where(sees_any(i, band), keeps / l_i, 0.0)
-        c = gl.arange(0, HALF, gl.SliceLayout(1, SUMS))
-        store_sums(left, share, r, c, split, call, results, 0)
-        store_sums(right, share, r, c + HALF, split, call, results, 0)
+    given = in_fp32(shared.right.index(0) if number == 0 else shared.left.index(1), ROWS)  # the slot of its last tile
+    taken = in_fp32(shared.left.index(1) if number == 0 else shared.right.index(0), ROWS)
+    sums = Sums(state.left, state.right, gl.sum(state.l_i, 0), state.m_i)
+    join_and_store(number, sums, given, taken, shared.joined, band, split, call, results, BOTH, CONSUMERS)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
@@ -218,7 +184,7 @@ def decode_few(
     dtype: gl.constexpr = k_desc.dtype
     shared = Shared(
         ring(dtype, 2, ROWS, HALF), ring(dtype, 1, ROWS, TAIL), ring(dtype, 2, TOKENS, HALF),
-        ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, TOKENS, ROWS), numbers(2, ROWS),
+        ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, TOKENS, ROWS), numbers(4, ROWS),
         barriers(2), barriers(2),
     )  # fmt: skip
     fence_async_shared()

@@ -21,13 +21,14 @@ from ..band import Band, origin_of, sees_any
 from ..paged import claimed
 from ..scores import Modifiers, load_slope
 from ..tile import COUNTS
+from .decode_conversion import convert
+from .decode_results import Results, in_fp32, share_of, store_half, store_lse, with_sink
 from .decode_splits import (
     HALF,
     TAIL,
     TOKENS,
     Problem,
     Queries,
-    Results,
     clear_others,
     entry_of,
     first_entry,
@@ -38,10 +39,7 @@ from .decode_splits import (
     row_of,
     softmax,
     split_of,
-    store_lse,
-    store_sums,
     tiles_of,
-    with_sink,
 )
 from .primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring, scale_rows_in_place
 
@@ -54,6 +52,7 @@ RIGHT: gl.constexpr = gl.constexpr(FIRST + 2)
 HANDED: gl.constexpr = gl.constexpr(FIRST + 4)
 BOTH: gl.constexpr = gl.constexpr(FIRST + 6)
 WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads
+WITH_LOADERS: gl.constexpr = gl.constexpr(256)
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
@@ -155,12 +154,12 @@ def begin_other(number: gl.constexpr, state, n, split, shared):
 
 
 @gluon.jit
-def consume(number: gl.constexpr, queries, split, call, results, shared):
+def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS: gl.constexpr):
     """Attention over half of the channels: that of even tiles for consumer 0, that of odd ones for consumer 1."""
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     TAILS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
-    shared.q.index(number).store(load_queries(queries, split, call, number * HALF, ROWS, HALF, Q))
     tail = load_queries(queries, split, call, 2 * HALF, ROWS, TAIL, TAILS)
+    shared.q.index(number).store(load_queries(queries, split, call, number * HALF, ROWS, HALF, Q))
     fence_async_shared()
     barrier_sync(BOTH, CONSUMERS)
 
@@ -186,11 +185,11 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
             p, m_i, factor = softmax(s, state.m_i, n, i, modifiers, band, split, 1)
             hand_over(0, p.to(shared.p.dtype), m_i, shared)
             state = add_own(0, state, p, m_i, factor, n, split, shared)
-            barrier_arrive(LEFT, WITH_PRODUCER)
+            barrier_arrive(LEFT, THREADS)
             mbarrier.wait(shared.left_full.index(1), phase)
             state = begin_other(0, state, n + TOKENS, split, shared)
             acc = warpgroup_mma_wait(0, deps=[state.acc])
-            barrier_arrive(LEFT + 1, WITH_PRODUCER)
+            barrier_arrive(LEFT + 1, THREADS)
             state = State(acc, state.l_i, state.m_i)
         else:
             mbarrier.wait(shared.right_full.index(0), phase)
@@ -199,9 +198,9 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
             p, m_i, factor = softmax(s, state.m_i, n + TOKENS, i, modifiers, band, split, 1)
             hand_over(1, p.to(shared.p.dtype), m_i, shared)
             acc = warpgroup_mma_wait(0, deps=[state.acc])
-            barrier_arrive(RIGHT, WITH_PRODUCER)
+            barrier_arrive(RIGHT, THREADS)
             state = add_own(1, State(acc, state.l_i, state.m_i), p, m_i, factor, n + TOKENS, split, shared)
-            barrier_arrive(RIGHT + 1, WITH_PRODUCER)
+            barrier_arrive(RIGHT + 1, THREADS)
 
     gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
     shared.m.index(2 + number).store(state.l_i)
@@ -213,15 +212,15 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
     if number == 0:
         store_lse(l_i, m_i, r, split, call, results)
     share = gl.convert_layout(gl.where(sees_any(i, band), keeps / l_i, 0.0), gl.SliceLayout(1, SUMS))
-    r = split.start + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-    c = number * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))
-    store_sums(state.acc, share, r, c, split, call, results, 1)
+    half = in_fp32(shared.left if number == 0 else shared.right, ROWS)
+    half.store(share_of(state.acc, share, 1))
+    store_half(half, number * HALF, split, call, results)
 
 
 @gluon.jit(do_not_specialize=COUNTS)
 def decode_many(
-    q_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
-    schedule_ptr, out_ptr, lse_ptr, split_ptr,
+    q_ptr, k_ptr, k_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
+    origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr,
     k_desc, tail_desc,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
     stride_lh, stride_slopes,
@@ -240,10 +239,11 @@ def decode_many(
     )
     if SCHEDULED and work.sequence < 0:
         return
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: gl.constexpr = tail_desc.dtype
     shared = Shared(
         ring(dtype, 2, ROWS, HALF), ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, HALF),
-        ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, ROWS, TOKENS), numbers(4, ROWS), barriers(2), barriers(2),
+        ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, ROWS, TOKENS), numbers(4, ROWS), barriers(2),
+        barriers(2, 1 if k_scale_ptr is None else 2),
     )  # fmt: skip
     fence_async_shared()
     call = Problem(
@@ -255,12 +255,23 @@ def decode_many(
         out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
     )
     split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
-    gl.warp_specialize(
-        [
-            (consume, (0, queries, split, call, results, shared)),
-            (consume, (1, queries, split, call, results, shared)),
-            (produce, (k_desc, tail_desc, split, call, shared, PAGE)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if k_scale_ptr is None:
+        gl.warp_specialize(
+            [
+                (consume, (0, queries, split, call, results, shared, WITH_PRODUCER)),
+                (consume, (1, queries, split, call, results, shared, WITH_PRODUCER)),
+                (produce, (k_desc, tail_desc, split, call, shared, PAGE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, queries, split, call, results, shared, WITH_LOADERS)),
+                (consume, (1, queries, split, call, results, shared, WITH_LOADERS)),
+                (convert, (k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE, LEFT, RIGHT, WITH_LOADERS)),
+            ],
+            [4, 4],
+            [216, 72],
+        )

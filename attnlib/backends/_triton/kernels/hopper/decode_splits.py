@@ -8,8 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..band import Band, key_range, origin_of, visible
 from ..paged import tokens_of_split
-from ..scores import LN2, LOG2E, modify, unit_of
-from ..split_kv import shares
+from ..scores import modify, unit_of
 from .primitives import anew, opaque
 
 TOKENS: gl.constexpr = gl.constexpr(64)  # of a tile
@@ -45,20 +44,6 @@ class Queries(NamedTuple):
     stride_qb: gl.tensor
     stride_qs: gl.tensor
     stride_qh: gl.tensor
-
-
-class Results(NamedTuple):
-    """Where out and the LSE go, or splits of them, of so many lines."""
-
-    out_ptr: gl.tensor
-    lse_ptr: gl.tensor
-    split_ptr: gl.tensor
-    stride_ob: gl.tensor
-    stride_os: gl.tensor
-    stride_oh: gl.tensor
-    stride_lb: gl.tensor
-    stride_lh: gl.tensor
-    lines: gl.tensor
 
 
 class Split(NamedTuple):
@@ -169,11 +154,15 @@ def load_queries(
     queries, split, call, FIRST: gl.constexpr, ROWS: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """``COUNT`` channels of the rows from channel ``FIRST`` on, zeros beyond the last row."""
-    r = split.start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    c = FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
-    token, head = split.row + r // call.group, r % call.group
+    n, c = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
+    valid, head = split.start + n < split.count * call.group, split.start % call.group + n
+    if call.group < ROWS:
+        later = head // call.group
+    else:  # a division of each row would take longer than the load
+        later = (head >= call.group).to(gl.int32)
+    token, head = split.row + split.start // call.group + later, head - later * call.group
     at = split.plane * queries.stride_qb + token.to(gl.int64) * queries.stride_qs + head * queries.stride_qh
-    return gl.load(queries.q_ptr + (at[:, None] + c[None, :]), mask=(r < split.count * call.group)[:, None], other=0.0)
+    return gl.load(queries.q_ptr + (at[:, None] + c[None, :]), mask=valid[:, None], other=0.0)
 
 
 @gluon.jit
@@ -216,45 +205,6 @@ def weighed(s, m_i, unit, AXIS: gl.constexpr):
 def softmax(s, m_i, n, i, modifiers, band, split, AXIS: gl.constexpr):
     """Probabilities of products from token ``n`` on, as :func:`weighed` gives them."""
     return weighed(scored(s, n, i, modifiers, band, split, AXIS), m_i, unit_of(modifiers), AXIS)
-
-
-@gluon.jit
-def with_sink(l_i, m_i, r, split, call):
-    """Sums with a key whose value is 0: what they keep of their shares, their weight, and the largest."""
-    keeps = gl.full([r.shape[0]], 1.0, gl.float32, r.type.layout)
-    if call.sinks_ptr is not None:  # splits get it when they have been joined
-        mine = (r < split.count * call.group) & (split.splits == 1) & (split.sequence < call.batch)
-        sink = gl.load(call.sinks_ptr + r % call.group, mask=mine, other=float("-inf")).to(gl.float32)
-        keeps, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
-    return keeps, l_i, m_i
-
-
-@gluon.jit
-def store_lse(l_i, m_i, r, split, call, results):
-    """Store the LSE of rows, natural, or in log2 units that of a split."""
-    lse2 = m_i + gl.log2(l_i)
-    token, valid = split.row + r // call.group, r < split.count * call.group
-    if split.splits == 1:
-        at = split.plane * results.stride_lb + r % call.group * results.stride_lh + token
-        gl.store(results.lse_ptr + at, lse2 * LN2, mask=valid)
-    else:
-        line = gl.program_id(0).to(gl.int64) * r.shape[0] + r - split.start
-        gl.store(results.split_ptr + results.lines * (2 * HALF) + line, lse2, mask=valid)
-
-
-@gluon.jit
-def store_sums(acc, share, r, c, split, call, results, AXIS: gl.constexpr):
-    """Store channels ``c`` of the sums of rows, times their share, or as a split. A share of 0 makes anything 0."""
-    share, c = gl.expand_dims(share, AXIS), gl.expand_dims(c, 1 - AXIS)
-    valid = gl.expand_dims(r < split.count * call.group, AXIS) & (c >= 0)
-    acc = gl.where(share == 0.0, 0.0, acc * share)
-    if split.splits == 1:
-        token = (split.row + r // call.group).to(gl.int64)
-        at = split.plane * results.stride_ob + token * results.stride_os + r % call.group * results.stride_oh
-        gl.store(results.out_ptr + (gl.expand_dims(at, AXIS) + c), acc.to(results.out_ptr.dtype.element_ty), mask=valid)
-    else:
-        line = gl.program_id(0).to(gl.int64) * r.shape[0] + r - split.start
-        gl.store(results.split_ptr + (gl.expand_dims(line * (2 * HALF), AXIS) + c), acc, mask=valid)
 
 
 @gluon.jit

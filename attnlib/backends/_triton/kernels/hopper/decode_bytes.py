@@ -1,0 +1,243 @@
+"""Attention of 16 rows of queries over latents in int8 or fp8 for Hopper, in Gluon: one program an SM.
+
+As in decode_few.py, products are transposed, and consumers take turns with tiles. Pairs of stored bytes are read from
+shared memory as the 16 bits that a product takes in registers, and become even and odd channels in fp16 there.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..band import Band, origin_of
+from ..paged import claimed
+from ..scores import Modifiers, load_slope, unit_of
+from ..stored_bytes import both_factors, halved, in_range, split_scale
+from ..tile import COUNTS, Tile
+from .decode_results import Results, Sums, in_fp32, join_and_store
+from .decode_splits import (
+    HALF,
+    TAIL,
+    TOKENS,
+    Problem,
+    Queries,
+    clear_others,
+    entry_of,
+    first_entry,
+    load_queries,
+    numbers,
+    row_of,
+    scored,
+    split_of,
+    tiles_of,
+    weighed,
+)
+from .primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring
+
+ROWS: gl.constexpr = gl.constexpr(16)
+SLOTS: gl.constexpr = gl.constexpr(4)
+CHUNK: gl.constexpr = gl.constexpr(128)  # pairs of channels that are in registers at once: half of them
+SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # and scores
+PAIRS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
+# Named barriers: of slots, for their loads; of both consumers.
+BOTH: gl.constexpr = gl.constexpr(FIRST + SLOTS)
+WITH_PRODUCER: gl.constexpr = gl.constexpr(160)  # threads
+CONSUMERS: gl.constexpr = gl.constexpr(256)
+
+
+class Shared(NamedTuple):
+    """Shared memory: even and odd channels of queries, and the rotary ones; tiles of pairs, rotary channels and scales;
+    probabilities; what is joined."""
+
+    q: gl.shared_memory_descriptor
+    q_tail: gl.shared_memory_descriptor
+    pairs: gl.shared_memory_descriptor
+    tail: gl.shared_memory_descriptor
+    scale: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+    joined: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+
+class State(NamedTuple):
+    """The sums of even and of odd channels of each chunk; of weights, by place in a tile; the maximum so far."""
+
+    sums: tuple
+    l_i: gl.tensor
+    m_i: gl.tensor
+
+
+@gluon.jit
+def produce(k_desc, tail_desc, scale_desc, split, call, shared, PAGE: gl.constexpr):
+    """Load tiles as slots become free."""
+    first, tiles = tiles_of(split)
+    entry = first_entry(first, split, call, PAGE)
+    for t in range(tiles):
+        slot, n = t % SLOTS, (first + t) * TOKENS
+        row = row_of(entry, n, split, call, PAGE)
+        entry = entry_of(n + TOKENS, split, call, PAGE)
+        if t >= SLOTS:
+            barrier_sync(FIRST + slot, WITH_PRODUCER)
+        full = shared.full.index(slot)
+        mbarrier.expect(full, TOKENS * (2 * HALF + 2 * TAIL + 4))
+        tma.async_copy_global_to_shared(k_desc, [row, 0], full, shared.pairs.index(slot))
+        tma.async_copy_global_to_shared(tail_desc, [row, 0], full, shared.tail.index(slot))
+        tma.async_copy_global_to_shared(scale_desc, [0, row], full, shared.scale.index(slot))
+    for slot in range(gl.minimum(tiles, SLOTS)):  # a barrier that is left half full would hang the next program
+        barrier_sync(FIRST + slot, WITH_PRODUCER)
+
+
+@gluon.jit
+def load_in_range(number: gl.constexpr, queries, split, call, shared):
+    """Half of the queries into shared memory; what undoes the scale of each row."""
+    Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    main = load_queries(queries, split, call, 0, ROWS, 2 * HALF, Q)
+    tail = load_queries(queries, split, call, 2 * HALF, ROWS, TAIL, Q)
+    scaled, gain = in_range(Tile(main, tail), shared.q_tail.dtype)
+    halves = halved(scaled)
+    if number == 0:
+        shared.q.index(0).store(halves.main)
+        shared.q_tail.index(0).store(halves.tail)
+    else:
+        shared.q.index(1).store(halves.odd)
+    fence_async_shared()
+    barrier_sync(BOTH, CONSUMERS)
+    return gl.convert_layout(gain, gl.SliceLayout(0, SUMS))
+
+
+@gluon.jit
+def factors(pairs, STORED: gl.constexpr):
+    """Pairs in registers, as even and odd factors of a product."""
+    return both_factors(pairs.load(PAIRS), STORED, True)
+
+
+@gluon.jit
+def scores(slot, scale, shared, STORED: gl.constexpr):
+    """``k @ q.T`` for a tile, ``scale`` of whose tokens the rotary channels do not have."""
+    s, q = gl.zeros([TOKENS, ROWS], gl.float32, SUMS), anew(0)
+    for c in gl.static_range(0, HALF, CHUNK):
+        even, odd = factors(shared.pairs.index(slot).slice(c, CHUNK, 1), STORED)
+        q_even, q_odd = shared.q.index(q).slice(c, CHUNK, 1), shared.q.index(q + 1).slice(c, CHUNK, 1)
+        s = warpgroup_mma(even, q_even.permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(odd, q_odd.permute((1, 0)), s, is_async=True)
+        s, _, _ = warpgroup_mma_wait(0, deps=[s, even, odd])
+    s = warpgroup_mma(shared.tail.index(slot), shared.q_tail.index(q).permute((1, 0)), s * scale, is_async=True)
+    return warpgroup_mma_wait(0, deps=[s])
+
+
+@gluon.jit
+def add_tile(number: gl.constexpr, state, slot, n, i, modifiers, band, split, shared, STORED: gl.constexpr):
+    """The sums with a tile, from token ``n`` on. What is no token of the sequence has a scale of 0."""
+    clear_others(shared.pairs.index(slot), n, split)
+    j = (n + gl.arange(0, TOKENS, gl.SliceLayout(1, SUMS)))[:, None]
+    scale = shared.scale.index(slot).permute((1, 0)).load(SUMS)
+    scale = gl.where((j >= split.begin) & (j < split.end), scale, 0.0)
+    exponent, inverse, rest = split_scale(scale)
+    s = scored(scores(slot, scale, shared, STORED), n, i, modifiers, band, split, 0)
+    p, m_i, factor = weighed(s * unit_of(modifiers) + exponent, state.m_i, 1.0, 0)
+    weights, factor = shared.p.index(number), factor[None, :]
+    weights.store((p * rest).to(shared.p.dtype))
+    fence_async_shared()
+    sums = ()
+    for c in gl.static_range(0, HALF, CHUNK):
+        even, odd = factors(shared.pairs.index(slot).slice(c, CHUNK, 1).permute((1, 0)), STORED)
+        acc_even = warpgroup_mma(even, weights, state.sums[c // CHUNK * 2] * factor, is_async=True)
+        acc_odd = warpgroup_mma(odd, weights, state.sums[c // CHUNK * 2 + 1] * factor, is_async=True)
+        acc_even, acc_odd, _, _ = warpgroup_mma_wait(0, deps=[acc_even, acc_odd, even, odd])
+        sums = sums + (acc_even, acc_odd)  # noqa: RUF005
+    return State(sums, state.l_i * factor + p * inverse, m_i)
+
+
+@gluon.jit
+def in_order(even, odd):
+    """The sums of all channels of a chunk."""
+    return gl.join(even, odd).permute((0, 2, 1)).reshape([HALF, ROWS])
+
+
+@gluon.jit
+def consume(number: gl.constexpr, queries, split, call, results, shared, STORED: gl.constexpr):
+    """Attention over every other tile, from that of this number on; each consumer joins and stores half of both's."""
+    gain = load_in_range(number, queries, split, call, shared)
+    known = gl.where(split.sequence >= call.batch, 0, split.sequence)
+    origin = origin_of(call.origin_ptr, known, call.batch)
+    band = Band(split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+    r = split.start + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
+    i = split.length - split.count + r // call.group
+    slope = None
+    if call.slopes_ptr is not None:
+        slope = load_slope(call.slopes_ptr, call.stride_slopes, known, r % call.group, call.batch)[None, :]
+    modifiers = Modifiers((call.scale * gain)[None, :], call.softcap, slope)
+
+    none = gl.zeros([CHUNK, ROWS], gl.float32, SUMS)
+    least = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
+    state = State((none, none, none, none), gl.zeros([TOKENS, ROWS], gl.float32, SUMS), least)
+    first, tiles = tiles_of(split)
+    for t in range(number, tiles, 2):
+        slot = t % SLOTS
+        mbarrier.wait(shared.full.index(slot), (t // SLOTS) & 1)
+        state = add_tile(number, state, slot, (first + t) * TOKENS, i, modifiers, band, split, shared, STORED)
+        barrier_arrive(FIRST + slot, WITH_PRODUCER)
+
+    gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
+    given = in_fp32(shared.pairs.index(number), ROWS)  # a slot of its tiles
+    taken = in_fp32(shared.pairs.index(1 - number), ROWS)
+    left, right = in_order(state.sums[0], state.sums[1]), in_order(state.sums[2], state.sums[3])
+    sums = Sums(left, right, gl.sum(state.l_i, 0), state.m_i)
+    join_and_store(number, sums, given, taken, shared.joined, band, split, call, results, BOTH, CONSUMERS)
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def decode_bytes(
+    q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
+    schedule_ptr, out_ptr, lse_ptr, split_ptr,
+    k_desc, tail_desc, scale_desc,
+    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
+    stride_lh, stride_slopes,
+    pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
+    left, right, prefix, scale, softcap,
+    SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or splits of them.
+
+    Every parameter is that of the plain kernel.
+    """
+    gdc_wait()
+    schedule_ptr += schedule_offset
+    work, splits, n = claimed(
+        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, 1, BLOCKS, ROWS
+    )
+    if SCHEDULED and work.sequence < 0:
+        return
+    shared = Shared(
+        ring(gl.float16, 2, ROWS, HALF), ring(tail_desc.dtype, 1, ROWS, TAIL), ring(gl.int16, SLOTS, TOKENS, HALF),
+        ring(tail_desc.dtype, SLOTS, TOKENS, TAIL), ring(gl.float32, SLOTS, 1, TOKENS),
+        ring(gl.float16, 2, TOKENS, ROWS), numbers(4, ROWS), barriers(SLOTS),
+    )  # fmt: skip
+    fence_async_shared()
+    call = Problem(
+        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
+        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
+    )  # fmt: skip
+    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
+    results = Results(
+        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
+    )
+    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, ROWS, PAGE)
+    STORED: gl.constexpr = k_ptr.dtype.element_ty
+    gl.warp_specialize(
+        [
+            (consume, (0, queries, split, call, results, shared, STORED)),
+            (consume, (1, queries, split, call, results, shared, STORED)),
+            (produce, (k_desc, tail_desc, scale_desc, split, call, shared, PAGE)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -1,0 +1,99 @@
+"""Warps that load latents in int8 or fp8 for decode_many.py, and leave them in shared memory as 16-bit numbers."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from .decode_splits import HALF, TAIL, TOKENS, entry_of, first_entry, row_of, tiles_of
+from .primitives import barrier_sync
+
+WORDS: gl.constexpr = gl.constexpr(32)  # of four bytes each: a quarter of the channels
+# A thread's 16 bytes become 32. Four threads leave a line, and eight two of which swizzling keeps the banks apart.
+LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
+IN_WORDS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+
+
+@gluon.constexpr_function
+def _scaled(stored, dtype):
+    of_int8 = """mov.b32 middle, 0x64806480; xor.b32 word, $2, 0x80808080;
+        prmt.b32 first, word, 0x64646464, 0x4140; prmt.b32 last, word, 0x64646464, 0x4342;
+        sub.f16x2 first, first, middle; sub.f16x2 last, last, middle;"""
+    of_e4m3 = "mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 first, a; cvt.rn.f16x2.e4m3x2 last, b;"
+    to, numbers = "bf16" if dtype == gl.bfloat16 else "f16", zip("abcd", "wxyz", strict=True)
+    products = " ".join(f"cvt.f32.f16 {x}, {half}; mul.f32 {x}, {x}, $3;" for half, x in numbers)
+    return f"""{{ .reg .b16 a, b, c, d; .reg .b32 word, middle, first, last; .reg .f32 w, x, y, z;
+        {of_int8 if stored == gl.int8 else of_e4m3} mov.b32 {{a, b}}, first; mov.b32 {{c, d}}, last;
+        {products} cvt.rn.{to}x2.f32 $0, x, w; cvt.rn.{to}x2.f32 $1, z, y; }}"""
+
+
+@gluon.jit
+def rows_from(row, call):
+    """The rows of the planes from one on that a tile has, those of a contiguous cache's last page that there are."""
+    return gl.minimum(row + gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT)), call.pages * call.page_rows - 1)
+
+
+@gluon.jit
+def load_bytes(k_ptr, rows, QUARTER: gl.constexpr):
+    """A quarter of the channels of a tile, in words: Triton would take a register for each byte."""
+    c = QUARTER * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
+    words = k_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    return gl.load(words + (rows.to(gl.int64)[:, None] * (4 * WORDS) + c[None, :]))
+
+
+@gluon.jit
+def leave(words, scale, half, QUARTER: gl.constexpr, STORED: gl.constexpr):
+    """Leave bytes times their scales in shared memory, as the first or the second quarter of a half."""
+    first, last = gl.inline_asm_elementwise(
+        _scaled(STORED, half.dtype), "=&r,=&r,r,f", [words, scale[:, None]],
+        dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    words = half._reinterpret(gl.int32, [TOKENS, HALF // 2], IN_WORDS)
+    words.slice(QUARTER * 2 * WORDS, 2 * WORDS, 1).store(gl.join(first, last).reshape([TOKENS, 2 * WORDS]))
+
+
+@gluon.jit
+def tell(full):
+    """Say that half of a tile is there."""
+    fence_async_shared()
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def convert(
+    k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    THREADS: gl.constexpr,
+):  # fmt: skip
+    """Load pairs of tiles, half of one ahead, and convert each half as its slot becomes free."""
+    STORED: gl.constexpr = k_ptr.dtype.element_ty
+    first, tiles = tiles_of(split)
+    tiles = gl.cdiv(tiles, 2) * 2  # the last one may be loaded twice
+    entry = first_entry(first, split, call, PAGE)
+    row = row_of(entry, first * TOKENS, split, call, PAGE)
+    rows = rows_from(row, call)
+    a, b, scale = load_bytes(k_ptr, rows, 0), load_bytes(k_ptr, rows, 1), gl.load(k_scale_ptr + rows)
+    for t in range(tiles):
+        slot, n = t % 2, (first + t + 1) * TOKENS
+        entry = entry_of(n, split, call, PAGE)
+        if t >= 2:
+            barrier_sync(LEFT + slot, THREADS)
+        left, right, full = shared.left.index(slot), shared.right.index(slot), shared.right_full.index(slot)
+        leave(a, scale, left, 0, STORED)
+        a = load_bytes(k_ptr, rows, 2)
+        leave(b, scale, left, 1, STORED)
+        b = load_bytes(k_ptr, rows, 3)
+        tell(shared.left_full.index(slot))
+        if t >= 2:
+            barrier_sync(RIGHT + slot, THREADS)
+        mbarrier.expect(full, TOKENS * TAIL * 2)
+        tma.async_copy_global_to_shared(tail_desc, [row, 0], full, shared.tail.index(slot))
+        row = row_of(entry, n, split, call, PAGE)
+        rows = rows_from(row, call)
+        leave(a, scale, right, 0, STORED)
+        a = load_bytes(k_ptr, rows, 0)
+        leave(b, scale, right, 1, STORED)
+        b, scale = load_bytes(k_ptr, rows, 1), gl.load(k_scale_ptr + rows)
+        tell(full)
+    if tiles > 0:  # a barrier that is left half full would hang the next program
+        for slot in gl.static_range(2):
+            barrier_sync(LEFT + slot, THREADS)
+            barrier_sync(RIGHT + slot, THREADS)
