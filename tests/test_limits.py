@@ -140,10 +140,10 @@ def test_a_planted_wide_function_is_found():
 
 
 def test_backends_and_kernels_stay_small():
-    """2,500 lines of code, and what splits long packed sequences, repeats calls (160), runs Hopper's kernels and takes
-    fp8 inputs (50)."""
+    """2,500 lines of code, and what splits long packed sequences, repeats calls (160), plans Hopper's kernels (40) and
+    takes fp8 inputs (50)."""
     lines = {source.path: len(source.code_lines) for source in BACKENDS if source.is_core}
-    assert sum(lines.values()) <= 3200, f"{sum(lines.values())} lines of code in backends/, not 3200: {lines}"
+    assert sum(lines.values()) <= 3210, f"{sum(lines.values())} lines of code in backends/, not 3210: {lines}"
 
 
 def test_the_benchmark_stays_small():

@@ -102,7 +102,7 @@ def test_a_kernel_is_compiled_without_a_chip():
     ("build", "words"),
     [
         (Build("prepare", 80, (16, 16)), "32, 4 warps"),
-        (CachedBuild("combine", 90), "2 x 128, 4 warps"),
+        (CachedBuild("combine", 90), "8 x 128, 4 warps"),
         (CachedBuild("schedule", 90, sequences=64), "64 x 2, 4 warps"),
         (Build("forward", 90, (64, 64), hopper=True), "192 x 128, 4 warps, 2 + 2 slots, TMA"),
     ],

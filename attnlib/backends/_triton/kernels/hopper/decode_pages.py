@@ -17,7 +17,8 @@ from ..band import Band, origin_of, visible
 from ..paged import ENTRY, claimed
 from ..scores import Modifiers, load_slope, modify, unit_of
 from ..tile import COUNTS
-from .decode_splits import Problem, Queries, Results, split_of, weighed
+from .decode_results import Results
+from .decode_splits import Problem, Queries, split_of, weighed
 from .page_results import store_apart, store_joined
 from .page_splits import (
     HALF,
