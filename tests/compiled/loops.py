@@ -88,7 +88,8 @@ EXPECTED = MappingProxyType(
         "decode_pages": lambda constants: (Loop(32, ()),) * (constants["BLOCK_M"] // 16),
     }
 )
-MOST = MappingProxyType({"backward": 30})  # words that a trip of any build reads and writes on the stack
+# Words that a trip of any build reads and writes on the stack.
+MOST = MappingProxyType({"backward": 30, "forward_fp8": 30})
 # Words that a trip reads and writes on the stack, by build, with either Triton: no more than these. All have an option
 # that takes registers, and nobody has measured what they cost; calls without options may spill none.
 SPILLING = MappingProxyType(
