@@ -70,12 +70,15 @@ def test_stored_bytes(dtype, options, counts):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_stored_bytes_under_any_mask(dtype, counts, mask):
     """Sequences without tokens among them; what no token stores is NaN."""
-    for page_size in (128, None):
+    for page_size in (128, 2048, None):
         sizes = Sizes((1024, 0, 327, 513, 70, 2000), (*STARTS[:1], 0, *STARTS[2:]), page_size)
         stored = store(replace(LATENT, store=dtype, dtype=torch.float16), sizes)
         for heads in (16, 128):
             call = stored.call(counts, heads, mask)
-            assert kernel(call).startswith("decode_")
+            if page_size == 2048:
+                call = call.over(table=call.stored.view.table[:, :1])
+            # Scales of an odd page do not begin at 16 bytes, where a descriptor can load.
+            assert kernel(call).startswith("decode_") == (page_size is not None)
             assert_right(call)
 
 

@@ -142,6 +142,7 @@ class DecodeShapes:
             and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale) if x),
         )  # fmt: skip
         takes = key.hopper and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and is_gluon_known()
+        takes = takes and (a.k_scale is None or page_size % 4 == 0)  # a descriptor loads scales from 16 bytes on
         self.hopper = decode_tables.hopper(self.case, self.b * self.max_tokens * self.g) if takes else None
         self.heads = decode_tables.together(self.g, self.hopper)
         self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
