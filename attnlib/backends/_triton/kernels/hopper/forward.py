@@ -213,7 +213,7 @@ def forward(
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
         )
-    elif CONSUMERS == 3:
+    else:
         gl.warp_specialize(
             [
                 (consume, (0, call, results, shared, sizes)),
@@ -223,16 +223,4 @@ def forward(
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (0, call, results, shared, sizes)),
-                (consume, (1, call, results, shared, sizes)),
-                (consume, (2, call, results, shared, sizes)),
-                (consume, (3, call, results, shared, sizes)),
-                (produce, loads),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )
