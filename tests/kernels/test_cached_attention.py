@@ -362,7 +362,8 @@ def test_descriptors_load_rows_without_gaps(monkeypatch):
     assert not tma(wide, 64, "apart")
     assert not tma(replace(wide, dim=300, value_dim=300), 64)
     assert not tma(replace(wide, tail=20), 64)
-    assert [tma(replace(wide, store=torch.int8), page_size) for page_size in (16, 64, None)] == [False, True, True]
+    # A contiguous cache has an odd number of tokens here, and so scales between 16 bytes.
+    assert [tma(replace(wide, store=torch.int8), page_size) for page_size in (16, 64, None)] == [False, True, False]
     planned.cache_clear()
 
 
