@@ -118,7 +118,7 @@ def _tiles(launch: Launch, warps: int) -> str:
     names = TILES.get(launch.kernel.__name__, ("BLOCK_M", "BLOCK_N"))
     tile = " x ".join(str(constants[name]) for name in names if name in constants)
     stages, most = constants.get("STAGES", 1), options.get("maxnreg")
-    found = [f"{tile}, {warps} warps"]
+    found = [tile] * bool(tile) + [f"{warps} warps"]
     found += [f"{stages} stages"] if stages > 1 else []
     found += [f"{constants['K_SLOTS']} + {constants['V_SLOTS']} slots"] if "K_SLOTS" in constants else []
     found += [f"<= {most} registers"] if most else []

@@ -90,8 +90,8 @@ EXPECTED = MappingProxyType(
 )
 # Words that a trip of any build reads and writes on the stack.
 MOST = MappingProxyType({"backward": 30, "forward_fp8": 30})
-# Words that a trip reads and writes on the stack, by build, with either Triton: no more than these. All have an option
-# that takes registers, and nobody has measured what they cost; calls without options may spill none.
+# Words that a trip reads and writes on the stack, by build, with either Triton: no more than these. All but the
+# last, which spills under 3.7 alone, have an option that takes registers, and nobody has measured what they cost.
 SPILLING = MappingProxyType(
     {
         "forward d64 bf16 left Hopper": 4,
@@ -105,6 +105,7 @@ SPILLING = MappingProxyType(
         "forward d64 bf16 causal Hopper, slopes": 33,
         "forward d128 bf16 causal Hopper, slopes": 18,
         "forward d192/128 bf16 causal Hopper, slopes": 16,
+        "decode 16 x d512+64 bf16 causal 2 tokens": 1,
     }
 )
 
