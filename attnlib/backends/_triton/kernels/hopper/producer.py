@@ -38,6 +38,16 @@ def load(desc, tail_desc, tiles, tails, slot, full, at, D: gl.constexpr, D_TAIL:
 
 
 @gluon.jit
+def load_queries(q_desc, q_tail_desc, number, work, shared, sizes):
+    """Load the queries of all consumers for the ``number``-th tile of this program."""
+    slot = number % sizes.Q_SLOTS * sizes.CONSUMERS
+    plane, first, head = work.plane.to(gl.int32), work.row.to(gl.int32) + work.start, work.head.to(gl.int32)
+    for c in gl.static_range(sizes.CONSUMERS):
+        at = (plane, first + c * ROWS, head)
+        load(q_desc, q_tail_desc, shared.q, shared.q_tail, slot + c, shared.q_full, at, sizes.D, sizes.D_TAIL)
+
+
+@gluon.jit
 def drain(loaded, SLOTS: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constexpr):
     """Take the last messages of a ring: a barrier that is left half full would hang the next program."""
     slot = gl.where(loaded < SLOTS, 0, loaded % SLOTS)
@@ -59,8 +69,8 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
         origin = origin_of(call.origin_ptr, work.sequence, call.batch)
         band = Band(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
         blocks = blocks_of(work, band, sizes, 0, ROWS * sizes.CONSUMERS)
-        plane, head, kv_head = work.plane.to(gl.int32), work.head.to(gl.int32), (work.head // call.group).to(gl.int32)
-        first, first_key = work.row.to(gl.int32) + work.start, work.other.to(gl.int32)
+        plane, kv_head = work.plane.to(gl.int32), (work.head // call.group).to(gl.int32)
+        first_key = work.other.to(gl.int32)
         for step in range(blocks.top - blocks.bottom):
             at = (plane, first_key + (blocks.top - 1 - step) * sizes.BLOCK_N, kv_head)
             if loaded >= sizes.K_SLOTS:
@@ -68,13 +78,7 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
             load(k_desc, k_tail_desc, shared.k, shared.k_tail, k_slot, shared.k_full, at, sizes.D, sizes.D_TAIL)
             if step == 0:  # the first keys are on their way before there is room for queries
                 post(work, tile, number, call, shared, sizes)
-                slot = number % sizes.Q_SLOTS * sizes.CONSUMERS
-                for c in gl.static_range(sizes.CONSUMERS):
-                    rows = (plane, first + c * ROWS, head)
-                    q_slot = slot + c
-                    load(
-                        q_desc, q_tail_desc, shared.q, shared.q_tail, q_slot, shared.q_full, rows, sizes.D, sizes.D_TAIL
-                    )
+                load_queries(q_desc, q_tail_desc, number, work, shared, sizes)
             if loaded >= sizes.V_SLOTS:
                 barrier_sync(V_NUMBER + v_slot, THREADS)
             load(v_desc, v_desc, shared.v, shared.v, v_slot, shared.v_full, at, sizes.E, 0)

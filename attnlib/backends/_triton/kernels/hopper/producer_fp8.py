@@ -11,7 +11,7 @@ from ..band import Band, bounds, origin_of
 from ..tile import Work
 from .consumer import clear_others
 from .primitives import FIRST, barrier_sync
-from .producer import drain, load, next_tile
+from .producer import drain, load, load_queries, next_tile
 from .shared import ROWS, blocks_of, post, work_of
 
 AT_ONCE: gl.constexpr = gl.constexpr(128)  # channels that are turned at once
@@ -77,8 +77,8 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
         origin = origin_of(call.origin_ptr, work.sequence, call.batch)
         band = Band(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
         blocks = blocks_of(work, band, sizes, 0, ROWS * sizes.CONSUMERS)
-        plane, head, kv_head = work.plane.to(gl.int32), work.head.to(gl.int32), (work.head // call.group).to(gl.int32)
-        first, first_key = work.row.to(gl.int32) + work.start, work.other.to(gl.int32)
+        plane, kv_head = work.plane.to(gl.int32), (work.head // call.group).to(gl.int32)
+        first_key = work.other.to(gl.int32)
         for step in range(blocks.top - blocks.bottom):
             n = (blocks.top - 1 - step) * sizes.BLOCK_N
             at, k_slot = (plane, first_key + n, kv_head), loaded % sizes.K_SLOTS
@@ -90,12 +90,7 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
                 turn(loaded - 1, last_n, last_start, last_end, raw, raw_full, shared, sizes)
             if step == 0:  # the first keys are on their way before there is room for queries
                 post(work, tile, number, call, shared, sizes)
-                slot = number % sizes.Q_SLOTS * sizes.CONSUMERS
-                for c in gl.static_range(sizes.CONSUMERS):
-                    rows, q_slot = (plane, first + c * ROWS, head), slot + c
-                    load(
-                        q_desc, q_tail_desc, shared.q, shared.q_tail, q_slot, shared.q_full, rows, sizes.D, sizes.D_TAIL
-                    )
+                load_queries(q_desc, q_tail_desc, number, work, shared, sizes)
             last_n, last_start, last_end = n, start, end
             loaded += 1
         number += 1
