@@ -83,9 +83,12 @@ def backward_keys(
     tiles = tiles_of(low - i0, high - i0, all_low - i0, all_high - i0, BLOCK_M, BLOCK_M)
     for MASKED in tl.static_range(2):
         count = tiles.masked if MASKED else tiles.full
+        # Loads of the first steps are issued ahead, where count may be 0. Were that divided by, a compiler might take it
+        # to be more, and issue them for a loop that has no step: they would land in tiles of the next loop.
+        tiles_of_head = tl.maximum(count, 1)
         for step in tl.range(0, GROUP * count, num_stages=STAGES):  # one loop for the group's heads never drains
-            head = kv_head * GROUP + step // count if GROUP > 1 else kv_head
-            tile = step % count if GROUP > 1 else step
+            head = kv_head * GROUP + step // tiles_of_head if GROUP > 1 else kv_head
+            tile = step % tiles_of_head if GROUP > 1 else step
             m0 = tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
             i, of_q = (i0 + m0 + m)[None, :], Place(work.plane, work.other, head)
             rows_at = head * stride_lh + m0
