@@ -84,6 +84,7 @@ EXPECTED = MappingProxyType(
         "finish_queries": lambda constants: (),
         "decode_many": lambda constants: (Loop(44, (1, 0, 0)), Loop(44, (0, 0, 0))),
         "decode_bytes": lambda constants: (Loop(68, (0,) * 5),) * 2,
+        "decode_page_bytes": lambda constants: (Loop(64, ()),),
         "decode_few": lambda constants: (Loop(68, (0, 0)),) * 2,
         "decode_pages": lambda constants: (Loop(32, ()),) * (constants["BLOCK_M"] // 16),
     }

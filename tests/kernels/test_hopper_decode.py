@@ -174,14 +174,37 @@ def test_what_no_tile_of_pages_fits_is_for_the_plain_kernel(of_any_size):
     assert kernel(store(replace(layout, dim=64, value_dim=64), Sizes(LENGTHS)).call(1, 8)) == "decode"
 
 
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(33), Mask(None, 0, 9), Mask(7, 3), Mask(None, -2)], ids=str)
+@pytest.mark.parametrize(("counts", "options"), [(1, ()), (3, ("softcap",)), (2, ("alibi_slopes", "sinks"))], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_stored_bytes_over_pages(of_any_size, dtype, counts, options, mask):
+    layout = KVLayout.grouped(8, 128, dtype=torch.bfloat16, store=dtype)
+    call = store(layout, Sizes((1024, 0, 327, 513, 70, 2000), (*STARTS[:1], 0, *STARTS[2:]))).call(
+        counts, 32, mask, options
+    )
+    assert kernel(call) == "decode_page_bytes"
+    assert_right(call)
+
+
+@pytest.mark.parametrize("counts", [1, (1, 4, 0, 1, 0, 0), (0, 5, 0, 1, 0, 0)], ids=str)
+@pytest.mark.parametrize("page_size", [16, 48, 256, None])
+@pytest.mark.parametrize(("kv_heads", "dtype"), [(8, torch.int8), (16, torch.float8_e4m3fn)], ids=str)
+def test_stored_bytes_over_any_page(of_any_size, kv_heads, dtype, page_size, counts):
+    layout = KVLayout.grouped(kv_heads, 128, dtype=torch.float16, store=dtype)
+    call = store(layout, Sizes(LENGTHS, STARTS, page_size)).call(counts, 4 * kv_heads)
+    assert kernel(call) == "decode_page_bytes"
+    assert_right(call)
+
+
 def test_a_small_cache_is_for_the_plain_kernel():
     layout = KVLayout.grouped(8, 128, dtype=torch.bfloat16)
     assert kernel(store(layout, Sizes((1000,))).call(1, 32)) == "decode"
 
 
-@pytest.mark.parametrize("kv_heads", [1, 8])
-def test_a_thousand_repeats_over_pages_are_the_same_bits(of_any_size, kv_heads):
-    call = store(KVLayout.grouped(kv_heads, 128, dtype=torch.bfloat16), Sizes((4000,) * 20)).call(1, 32).scheduled()
+@pytest.mark.parametrize(("kv_heads", "stored"), [(1, None), (8, None), (8, torch.int8)], ids=str)
+def test_a_thousand_repeats_over_pages_are_the_same_bits(of_any_size, kv_heads, stored):
+    layout = KVLayout.grouped(kv_heads, 128, dtype=torch.bfloat16, store=stored)
+    call = store(layout, Sizes((4000,) * 20)).call(1, 32).scheduled()
     first = call.solve()
     for _ in range(1000):
         assert_same_bits(*zip(call.solve(), first, strict=True))

@@ -108,7 +108,7 @@ def _schedule_of(kv: KVView) -> Tensor | None:
 
 def decode_key(a: CachedArguments) -> Key:
     """What decides the launches of a call."""
-    return key_of(a, a.q, a.k, a.v, a.k_tail, a.k_scale)
+    return key_of(a, a.q, a.k, a.v, a.k_tail, a.k_scale, a.v_scale)
 
 
 def _tensors(a: CachedArguments) -> dict[str, Tensor | None]:
@@ -139,10 +139,11 @@ class DecodeShapes:
             d, tail, e, 4 if a.q.dtype.itemsize > 2 else a.k.dtype.itemsize, latent=a.v is None,
             one=not self.packed and self.s == 1, page_size=0 if columns == 1 else page_size, arch=arch_of(key.device),
             aligned=key.aligned and all(x.is_in_lines for x in planes)
-            and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale) if x),
+            and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale, a.v_scale) if x),
         )  # fmt: skip
         takes = key.hopper and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and is_gluon_known()
-        takes = takes and (a.k_scale is None or page_size % 4 == 0)  # a descriptor loads scales from 16 bytes on
+        # A descriptor loads scales from 16 bytes on, and those of the heads that all warps have.
+        takes = takes and (a.k_scale is None or (page_size % 4 if a.v is None else self.g % 8) == 0)
         self.hopper = decode_tables.hopper(self.case, self.b * self.max_tokens * self.g) if takes else None
         self.heads = decode_tables.together(self.g, self.hopper)
         self.tiles = self.hopper or (decode_tables.fixed if a.split_size else decode_tables.decode)(self.case)
@@ -151,9 +152,8 @@ class DecodeShapes:
         mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries of a sequence
         self.blocks = 1 if self.packed and not a.split_size else -(-mean * self.group // self.tiles.block_m)
         processors = schedule.processors(key.device)
-        self.halvings = (
-            0 if a.split_size else decode_tables.halvings(self.tiles, self.g // self.heads * self.blocks, self.g)
-        )
+        programs = self.g // self.heads * self.blocks  # of each split
+        self.halvings = 0 if a.split_size else decode_tables.halvings(self.tiles, programs, self.g)
         self.capacity = max(1, decode_tables.capacity(processors, self.g) >> self.halvings)
         self.slots = decode_tables.slots(self.b, self.capacity)
         self.scheduled = mean <= decode_tables.LONG or self.b < self.capacity
@@ -212,11 +212,12 @@ def _kernel(x: DecodeShapes) -> Callable:
     from .kernels.hopper.decode_bytes import decode_bytes
     from .kernels.hopper.decode_few import decode_few
     from .kernels.hopper.decode_many import decode_many
+    from .kernels.hopper.decode_page_bytes import decode_page_bytes
     from .kernels.hopper.decode_pages import decode_pages
 
+    few, pages = (decode_bytes, decode_page_bytes) if x.case.itemsize == 1 else (decode_few, decode_pages)
     if not x.case.latent:
-        return decode_pages
-    few = decode_bytes if x.case.itemsize == 1 else decode_few
+        return pages
     return few if x.hopper.block_m == 16 else decode_many
 
 
@@ -224,13 +225,14 @@ def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
     """What descriptors load: of a key, and of its tail if it has one; in Hopper's own kernels, half of a latent or of
     keys and values."""
     own, rows = x.hopper is not None, x.tiles.block_n
-    if own and not x.case.latent:
-        block = Block("k", rows, 64, gluon=True, together=x.heads)
-        return {"k_desc": block, "v_desc": block._replace(tensor="v")}
     pairs, width = own and x.case.itemsize == 1, arguments["D_MAIN"] // 2 if own else arguments["D_MAIN"]
-    blocks = {}
-    if x.case.tail:
-        blocks["tail_desc"] = Block("k_tail", rows, arguments["D_TAIL"], of_heads=False, gluon=own)
+    if own and not x.case.latent:
+        plane = Block("k", rows, 64, gluon=True, pairs=pairs, together=x.heads)
+        scale = Block("k_scale", rows, x.heads, of_heads=False, gluon=True)
+        named = {"k": plane, "v": plane, "k_scale": scale, "v_scale": scale}
+        return {f"{name}_desc": block._replace(tensor=name) for name, block in named.items()}
+    tail = Block("k_tail", rows, arguments["D_TAIL"], of_heads=False, gluon=own)
+    blocks = {"tail_desc": tail} if x.case.tail else {}
     if pairs and x.tiles.block_m > 16:  # bytes that become 16 bits are loaded by addresses
         return blocks
     if pairs:

@@ -81,11 +81,13 @@ HOPPER_MANY = LaunchConfig(64, 64, 3, 4, tma=True, resident=1)  # 32 heads, 64 x
 HOPPER_BYTES = LaunchConfig(16, 64, 4, 4, tma=True, resident=1)
 MOST_OF_BYTES = 32  # rows, in two blocks
 
-# 128 channels in its own kernel: 16 rows for all warps, or for each half of them. us, pages of 16, own / plain / cuDNN:
-# 16 x 8k 130 / 132 / 123, 128 x 1k 129 / 139 / 126, 64 x 8k 489 / 498 / 481, 1 x 128k 131 / 133 / 127,
-# 1 x 1k 7.4 / 6.5 / 6.9; of 32 rows, MQA 64 x 8k 77 / 79 / 83. A form for stored bytes took 364 where plain takes 290.
-HOPPER_PAGES = LaunchConfig(16, 16, 3, 8, tma=True, resident=1)
-HOPPER_PAGES_MANY = LaunchConfig(32, 16, 6, 4, tma=True, resident=1)
+# 128 channels in kernels of their own: 16 rows for all warps, or for each half of them. us, pages of 16, own / cuDNN:
+# 16 x 8k 129.4 / 124.0, 128 x 1k 128.5 / 126.2, 64 x 8k 487 / 480, 1 x 128k 129.6 / 126.7; of 32 rows, MQA 64 x 8k
+# 70.7 / 82.8. In bytes 64 x 8k, own / plain: int8 255 / 282, fp8 255 / 277; 16 x 1k 14.3 / 15.2. 1 x 1k 7.4 / 6.5.
+# Fewer loads in flight are faster. By slots: 16 x 8k 126.8 with two, 127.6 with three; int8 255, 258; MQA 72.4 with
+# two, 70.8 with three, 73.0 with four, 76.6 with six.
+HOPPER_PAGES = LaunchConfig(16, 16, 2, 8, tma=True, resident=1)
+HOPPER_PAGES_MANY = LaunchConfig(32, 16, 3, 4, tma=True, resident=1)
 HELD = 1 << 17  # tokens times KV heads that a cache must have room for: 64 MB, which is more than the L2 cache holds
 
 
@@ -100,13 +102,16 @@ def hopper(case: DecodeCase, held: int) -> LaunchConfig | None:
     >>> case = DecodeCase(4, 128, 0, 128, 2, False, True, 16, 90, True)
     >>> hopper(case, HELD).block_m, hopper(case._replace(rows=17), HELD).block_m, hopper(case, 1024)
     (16, 32, None)
+    >>> [hopper(case._replace(rows=rows, itemsize=1), HELD) is None for rows in (16, 17)]
+    [False, True]
     """
     if case.latent:
         few, most = (HOPPER_BYTES, MOST_OF_BYTES) if case.itemsize == 1 else (HOPPER_FEW, HOPPER_FEW.block_m)
         many, channels, is_there = HOPPER_MANY, (512, 64, 512), case.itemsize <= 2
     else:
-        few, most, many, channels = HOPPER_PAGES, HOPPER_PAGES.block_m, HOPPER_PAGES_MANY, (128, 0, 128)
-        is_there = case.itemsize == 2 and held >= HELD and case.rows <= many.block_m
+        few, most, channels = HOPPER_PAGES, HOPPER_PAGES.block_m, (128, 0, 128)
+        many = few if case.itemsize == 1 else HOPPER_PAGES_MANY
+        is_there = case.itemsize <= 2 and held >= HELD and case.rows <= many.block_m
     is_there = is_there and case.arch == 90 and case.aligned and case.page_size % many.block_n == 0
     if not is_there or (case.head_dim, case.tail, case.value_dim) != channels:
         return None

@@ -62,6 +62,7 @@ class Block(NamedTuple):
         """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other, be it of a vector; of
         ``[pages, page_size, 1]`` as one row."""
         block = self.rows, self.columns
+        x = x.view(torch.int16) if self.pairs else x
         if self.together:
             x, block = x.view(-1, *x.shape[-2:]).transpose(0, 1), (self.together, *block)
         elif self.of_heads:
@@ -71,7 +72,6 @@ class Block(NamedTuple):
         elif x.shape[-1] == 1:  # a row begins at a multiple of 16 bytes, and be there but one
             x = x.as_strided((1, x.numel()), (-(-x.numel() // 16) * 16, 1))
         else:
-            x = x.view(torch.int16) if self.pairs else x
             x = x.view(-1, x.shape[-1])
         shape, strides = list(x.shape), list(x.stride())
         if self.gluon:

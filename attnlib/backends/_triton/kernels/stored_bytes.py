@@ -93,9 +93,10 @@ def in_range(queries, of_tail: tl.constexpr):
     it has a dtype of its own, and so has that of a query.
     """
     q, tail = queries.main.to(tl.float32), queries.tail.to(tl.float32)
-    top = tl.maximum(tl.max(tl.abs(q), 1), tl.max(tl.abs(tail), 1))
+    CHANNELS: tl.constexpr = len(q.shape) - 1
+    top = tl.maximum(tl.max(tl.abs(q), CHANNELS), tl.max(tl.abs(tail), CHANNELS))
     exponent = tl.minimum(top.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
-    power = (0x7F000000 - exponent).to(tl.float32, bitcast=True)[:, None]
+    power = tl.expand_dims((0x7F000000 - exponent).to(tl.float32, bitcast=True), CHANNELS)
     return Tile((q * power).to(tl.float16), (tail * power).to(of_tail)), exponent.to(tl.float32, bitcast=True)
 
 

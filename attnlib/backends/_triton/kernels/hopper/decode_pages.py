@@ -22,8 +22,6 @@ from .decode_splits import Problem, Queries, split_of, weighed
 from .page_results import store_apart, store_joined
 from .page_splits import (
     HALF,
-    ROOM,
-    THREADS,
     TOKENS,
     M,
     Room,
@@ -33,6 +31,7 @@ from .page_splits import (
     produce,
     rows_in,
     sums_of,
+    threads_of,
     tiles_of,
     tokens_in,
 )
@@ -118,7 +117,7 @@ def consume(number: gl.constexpr, queries, split, call, results, room, sizes):
         slot, n = t % SLOTS, (first + t) * TILE
         mbarrier.wait(room.full.index(slot), (t // SLOTS) & 1)
         state = add_tile(state, (left, right), n, i, modifiers, band, split, room.boxes, slot * 4, sizes)
-        barrier_arrive(FIRST + slot, THREADS)
+        barrier_arrive(FIRST + slot, threads_of(sizes))
 
     gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
     if sizes.WARPS == sizes.HEADS:
@@ -137,6 +136,7 @@ def decode_pages(
     pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
     left, right, prefix, scale, softcap,
     SCHEDULED: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr, HEADS: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or splits of them, of ``HEADS`` KV heads a program.
 
@@ -156,13 +156,12 @@ def decode_pages(
     if SCHEDULED and work.sequence < 0:
         return
     WARPS: gl.constexpr = gl.num_warps()
-    SLOTS: gl.constexpr = ROOM // WARPS // 4
     sizes: gl.constexpr = Sizes(WARPS, HEADS, PAGE, BLOCK_M)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS, TOKENS, HALF], k_desc.dtype)
     room = Room(
-        gl.allocate_shared_memory(k_desc.dtype, [ROOM // WARPS, WARPS, TOKENS, HALF], LAYOUT),
+        gl.allocate_shared_memory(k_desc.dtype, [STAGES * 4, WARPS, TOKENS, HALF], LAYOUT),
         gl.allocate_shared_memory(gl.float32, [2 * BLOCK_M // M, WARPS, M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
-        barriers(SLOTS),
+        barriers(STAGES),
     )
     fence_async_shared()
     call = Problem(

@@ -194,11 +194,16 @@ def weighed(s, m_i, unit, AXIS: gl.constexpr):
 
     The maximum stays while no row's grows by more than ``MOVED`` powers of two; sums are exact all the same.
     """
-    highest = gl.max(s, AXIS) * unit
+    m_new, safe = raised(m_i, gl.max(s, AXIS) * unit)
+    return gl.exp2(s * unit - gl.expand_dims(safe, AXIS)), m_new, gl.exp2(m_i - safe)
+
+
+@gluon.jit
+def raised(m_i, highest):
+    """A maximum that is raised to what is highest now if that is much higher; and as it can be subtracted."""
     m_new = gl.where(highest > m_i + MOVED, highest, m_i)
     # A row that has seen nothing keeps -inf as its maximum; subtracting it would give NaN.
-    safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    return gl.exp2(s * unit - gl.expand_dims(safe, AXIS)), m_new, gl.exp2(m_i - safe)
+    return m_new, gl.where(m_new == float("-inf"), 0.0, m_new)
 
 
 @gluon.jit

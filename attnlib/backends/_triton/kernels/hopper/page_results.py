@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from ..band import sees_any
 from ..scores import LN2, LOG2E
 from ..split_kv import shares
-from .page_splits import HALF, ROOM, THREADS, M, channels, sums_of
+from .page_splits import HALF, M, channels, sums_of, threads_of
 from .primitives import FIRST, barrier_sync
 
 
@@ -35,8 +35,8 @@ def finish(l_i, m_i, h, r, band, split, call, results, sizes):
 
 
 @gluon.jit
-def store_half(acc, c, rows, split, results):
-    """Store half of the channels of rows, times their share, or as a split. A share of 0 makes anything 0."""
+def store_channels(acc, c, rows, split, results):
+    """Store channels ``c`` of rows, times their share, or as a split. A share of 0 makes anything 0."""
     AXIS: gl.constexpr = len(acc.shape) - 1
     share, at, line, valid = rows
     share = gl.expand_dims(share, AXIS)
@@ -57,7 +57,7 @@ def store_apart(number: gl.constexpr, state, band, split, call, results, sizes):
     rows = finish(gl.sum(state.l_i, 2), state.m_i, h, r, band, split, call, results, sizes)
     for half in gl.static_range(2):
         c = channels(half, gl.SliceLayout(0, gl.SliceLayout(0, sums_of(sizes.WARPS))))
-        store_half((state.left, state.right)[half], gl.expand_dims(c[None, :], 0), rows, split, results)
+        store_channels((state.left, state.right)[half], gl.expand_dims(c[None, :], 0), rows, split, results)
 
 
 @gluon.jit
@@ -71,7 +71,7 @@ def store_joined(number: gl.constexpr, state, band, split, call, results, room, 
     MIXED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
     room.sums.index(2 * number).store(state.m_i)
     room.sums.index(2 * number + 1).store(gl.sum(state.l_i, 2))
-    barrier_sync(FIRST + room.full.shape[0], THREADS - 32)  # all consumers have read all tiles
+    barrier_sync(FIRST + room.full.shape[0], threads_of(sizes) - 32)  # all consumers have read all tiles
     m_i = room.sums.index(2 * number)._reinterpret(gl.float32, [PARTS, ROWS], PLAIN).load(gl.SliceLayout(2, OF))
     l_i = room.sums.index(2 * number + 1)._reinterpret(gl.float32, [PARTS, ROWS], PLAIN).load(gl.SliceLayout(2, OF))
     most = gl.max(m_i, 0)
@@ -79,11 +79,10 @@ def store_joined(number: gl.constexpr, state, band, split, call, results, room, 
     l_i, most = gl.convert_layout(gl.sum(l_i * weight, 0), BY_ROW), gl.convert_layout(most, BY_ROW)
     x, weight = gl.arange(0, ROWS, BY_ROW), gl.expand_dims(weight, 2)
     rows = finish(l_i, most, x // M, number * M + x % M, band, split, call, results, sizes)
+    BOXES: gl.constexpr = room.boxes.shape[0] // 2
     for half in gl.static_range(2):
-        boxes = room.boxes._reinterpret(gl.float32, [ROOM // 2 // sizes.WARPS, sizes.WARPS, M, HALF], MIXED).index(
-            number
-        )
+        boxes = room.boxes._reinterpret(gl.float32, [BOXES, sizes.WARPS, M, HALF], MIXED).index(number)
         boxes.store((state.left, state.right)[half])
         acc = boxes._reinterpret(gl.float32, [PARTS, ROWS, HALF], MIXED).load(OF)
         c = channels(half, gl.SliceLayout(0, gl.SliceLayout(0, OF)))[None, :]
-        store_half(gl.sum(gl.where(weight == 0.0, 0.0, acc * weight), 0), c, rows, split, results)
+        store_channels(gl.sum(gl.where(weight == 0.0, 0.0, acc * weight), 0), c, rows, split, results)

@@ -12,9 +12,7 @@ from .primitives import FIRST, barrier_sync
 M: gl.constexpr = gl.constexpr(16)  # rows of queries of a KV head that a warp multiplies
 TOKENS: gl.constexpr = gl.constexpr(16)  # of a warp's part of a tile
 HALF: gl.constexpr = gl.constexpr(64)  # channels come in halves
-ROOM: gl.constexpr = gl.constexpr(96)  # boxes of 16 tokens and 64 channels of 16 bits that there is room for
-BOX: gl.constexpr = gl.constexpr(2048)  # bytes of a box
-THREADS: gl.constexpr = gl.constexpr(9 * 32)  # of consumers and the producer
+BOX: gl.constexpr = gl.constexpr(2048)  # bytes of a box of 16 tokens and 64 channels of 16 bits
 
 
 class Sizes(NamedTuple):
@@ -44,6 +42,12 @@ def sums_of(warps):
 def factor_of(warps, number):
     """The layout of a first or second factor."""
     return gl.DotOperandLayout(number, sums_of(warps), 2)
+
+
+@gluon.constexpr_function
+def threads_of(sizes):
+    """Threads of consumers and the producer."""
+    return (sizes.WARPS * sizes.BLOCK_M // M + 1) * 32
 
 
 @gluon.jit
@@ -90,7 +94,7 @@ def produce(k_desc, v_desc, split, call, room, sizes):
         slot, n = t % SLOTS, (first + t) * TILE
         following = entries_at(n + TILE, split, call, sizes)
         if t >= SLOTS:
-            barrier_sync(FIRST + slot, THREADS)
+            barrier_sync(FIRST + slot, threads_of(sizes))
         full, number = room.full.index(slot), slot * 4
         mbarrier.expect(full, BOX * 4 * sizes.WARPS)
         for part in gl.static_range(sizes.WARPS // sizes.HEADS):
@@ -99,7 +103,7 @@ def produce(k_desc, v_desc, split, call, room, sizes):
             load_part(v_desc, room.boxes, number + 2, part, head, row, full, sizes)
         entries = following
     for slot in range(gl.minimum(tiles, SLOTS)):  # a barrier that is left half full would hang the next program
-        barrier_sync(FIRST + slot, THREADS)
+        barrier_sync(FIRST + slot, threads_of(sizes))
 
 
 @gluon.jit

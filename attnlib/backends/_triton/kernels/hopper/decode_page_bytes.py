@@ -1,0 +1,247 @@
+"""Decoding over pages of keys and values in int8 or fp8 for Hopper, in Gluon: one program an SM, as in decode_pages.py.
+
+A producer warp loads what eight KV heads store of 32 tokens, and the scales, by descriptors. Each of eight warps has a
+KV head, and takes the tokens in two groups. Pairs of stored bytes are read from shared memory as the 16 bits that a
+product takes in registers, and become even and odd channels in fp16 there.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..band import Band, origin_of, visible
+from ..paged import ENTRY, claimed
+from ..scores import Modifiers, load_slope, modify, unit_of
+from ..stored_bytes import both_factors, in_range, split_scale
+from ..tile import COUNTS, Tile
+from .decode_results import Results
+from .decode_splits import Problem, Queries, entry_of, raised, split_of
+from .page_results import finish, store_channels
+from .page_splits import BOX, HALF, TOKENS, M, Sizes, factor_of, row_of, rows_in, sums_of, threads_of, tokens_in
+from .primitives import FIRST, barrier_arrive, barrier_sync, barriers, prefetch
+
+WARPS: gl.constexpr = gl.constexpr(8)  # and KV heads
+TILE: gl.constexpr = gl.constexpr(32)  # tokens of a tile
+
+
+class Room(NamedTuple):
+    """Shared memory: boxes of 16 tokens, two of keys and two of values a slot; their scales; barriers of loads."""
+
+    boxes: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+
+class State(NamedTuple):
+    """The sums of even and of odd channels, ``[head, row, HALF]``; of weights by place in a group; the maximum."""
+
+    even: gl.tensor
+    odd: gl.tensor
+    l_i: gl.tensor
+    m_i: gl.tensor
+
+
+@gluon.jit
+def tiles_of(split):
+    """The number of the first tile, and how many there are."""
+    first = split.low // TILE
+    return first, gl.maximum(gl.cdiv(split.high, TILE) - first, 0)
+
+
+@gluon.jit
+def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, room, sizes):
+    """Load tiles as slots become free."""
+    SLOTS: gl.constexpr = room.full.shape[0]
+    first, tiles = tiles_of(split)
+    head, n = split.head * WARPS, first * TILE
+    entries = (entry_of(n, split, call, sizes.PAGE), entry_of(n + TOKENS, split, call, sizes.PAGE))
+    for t in range(tiles):
+        slot, n = t % SLOTS, (first + t) * TILE
+        following = (
+            entry_of(n + TILE, split, call, sizes.PAGE),
+            entry_of(n + TILE + TOKENS, split, call, sizes.PAGE),
+        )
+        if t >= SLOTS:
+            barrier_sync(FIRST + slot, threads_of(sizes))
+        full = room.full.index(slot)
+        mbarrier.expect(full, (BOX + TOKENS * 4) * 4 * WARPS)
+        for group in gl.static_range(2):
+            row, number = row_of(entries[group], n + group * TOKENS, call, sizes), slot * 4 + group
+            tma.async_copy_global_to_shared(k_desc, [head, row, 0], full, room.boxes.index(number))
+            tma.async_copy_global_to_shared(k_scale_desc, [row, head], full, room.scales.index(number))
+            tma.async_copy_global_to_shared(v_desc, [head, row, 0], full, room.boxes.index(number + 2))
+            tma.async_copy_global_to_shared(v_scale_desc, [row, head], full, room.scales.index(number + 2))
+        entries = following
+    for slot in range(gl.minimum(tiles, SLOTS)):  # a barrier that is left half full would hang the next program
+        barrier_sync(FIRST + slot, threads_of(sizes))
+
+
+@gluon.jit
+def load_queries(queries, split, call, sizes):
+    """Even and odd channels of all rows in the range of fp16, ``[head, row, HALF]``; what undoes the scale of each."""
+    LEFT: gl.constexpr = factor_of(WARPS, 0)
+    head, token = rows_in(0, split, call, gl.SliceLayout(2, LEFT), sizes)
+    at = split.plane * queries.stride_qb + head * queries.stride_qh
+    at += ((split.row + token).to(gl.int64) * queries.stride_qs)[None, :]
+    c = 2 * gl.arange(0, HALF, gl.SliceLayout(0, gl.SliceLayout(0, LEFT)))
+    at, valid = gl.expand_dims(at, 2) + gl.expand_dims(c[None, :], 0), gl.expand_dims((token < split.count)[None, :], 2)
+    even = gl.load(queries.q_ptr + at, mask=valid, other=0.0)
+    odd = gl.load(queries.q_ptr + (at + 1), mask=valid, other=0.0)
+    scaled, gain = in_range(Tile(even, odd), gl.float16)
+    return scaled.main, scaled.tail, gain
+
+
+@gluon.jit
+def scale_of(scales):
+    """The scales of a group's tokens, ``[head, token]``."""
+    return scales.permute((1, 0)).load(gl.SliceLayout(1, sums_of(WARPS)))
+
+
+@gluon.jit
+def scores(group: gl.constexpr, q, slot, n, i, modifiers, band, split, room, STORED: gl.constexpr, sizes):
+    """Scores of a group of tokens from ``n`` on, which grow by the exponents of values' scales; what undoes that for
+    weights, and what is left of the scales; and pairs of values.
+    """
+    SUMS: gl.constexpr = sums_of(WARPS)
+    RIGHT: gl.constexpr = factor_of(WARPS, 1)
+    even, odd = both_factors(room.boxes.index(slot * 4 + group).permute((0, 2, 1)).load(RIGHT), STORED, True)
+    s = mma_v2(q[1], odd, mma_v2(q[0], even, gl.zeros([WARPS, M, TOKENS], gl.float32, SUMS)))
+    s *= gl.expand_dims(scale_of(room.scales.index(slot * 4 + group)), 1)
+    values = room.boxes.index(slot * 4 + 2 + group).load(RIGHT)
+    scale = scale_of(room.scales.index(slot * 4 + 2 + group))
+    token = n + tokens_in(gl.SliceLayout(1, SUMS), sizes)
+    j = gl.expand_dims(token, 1)
+    s, _ = modify(s, modifiers, i + band.apart, j)
+    if (n < split.all_low) | (n + TOKENS > split.all_high):
+        s = gl.where(visible(i, j, band), s, float("-inf"))
+        scale = gl.where((token >= split.low) & (token < split.high), scale, 0.0)
+        row = n + tokens_in(gl.SliceLayout(2, RIGHT), sizes)
+        there = gl.expand_dims((row >= split.low) & (row < split.high), 2)
+        values = gl.where(there, values, gl.zeros_like(values))
+    exponent, inverse, rest = split_scale(scale)
+    s = s * unit_of(modifiers) + gl.expand_dims(exponent, 1)
+    return s, gl.expand_dims(inverse, 1), gl.expand_dims(rest, 1), values
+
+
+@gluon.jit
+def add_values(even, odd, weights, values, STORED: gl.constexpr):
+    """The sums of even and of odd channels with weighed values."""
+    weights = gl.convert_layout(weights.to(gl.float16), factor_of(WARPS, 0))
+    v_even, v_odd = both_factors(values, STORED, True)
+    return mma_v2(weights, v_even, even), mma_v2(weights, v_odd, odd)
+
+
+@gluon.jit
+def add_tile(state, q, slot, n, i, modifiers, band, split, room, STORED: gl.constexpr, sizes):
+    """The sums with a tile, from token ``n`` on."""
+    s_a, inverse_a, rest_a, v_a = scores(0, q, slot, n, i, modifiers, band, split, room, STORED, sizes)
+    s_b, inverse_b, rest_b, v_b = scores(1, q, slot, n + TOKENS, i, modifiers, band, split, room, STORED, sizes)
+    m_i, safe = raised(state.m_i, gl.max(gl.maximum(s_a, s_b), 2))
+    factor, safe = gl.expand_dims(gl.exp2(state.m_i - safe), 2), gl.expand_dims(safe, 2)
+    a, b = gl.exp2(s_a - safe), gl.exp2(s_b - safe)
+    even, odd = add_values(state.even * factor, state.odd * factor, a * rest_a, v_a, STORED)
+    even, odd = add_values(even, odd, b * rest_b, v_b, STORED)
+    return State(even, odd, state.l_i * factor + (a * inverse_a + b * inverse_b), m_i)
+
+
+@gluon.jit
+def store(state, band, split, call, results, sizes):
+    """Store the sums of all heads, channels in order."""
+    acc = gl.join(state.even, state.odd).reshape([WARPS, M, 2 * HALF])
+    BY_ROW: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
+    l_i, m_i = gl.convert_layout(gl.sum(state.l_i, 2), BY_ROW), gl.convert_layout(state.m_i, BY_ROW)
+    h = gl.arange(0, WARPS, gl.SliceLayout(1, BY_ROW))[:, None]
+    r = gl.arange(0, M, gl.SliceLayout(0, BY_ROW))[None, :]
+    c = gl.arange(0, 2 * HALF, gl.SliceLayout(0, gl.SliceLayout(0, acc.type.layout)))
+    rows = finish(l_i, m_i, h, r, band, split, call, results, sizes)
+    store_channels(acc, gl.expand_dims(c[None, :], 0), rows, split, results)
+
+
+@gluon.jit
+def consume(queries, split, call, results, room, STORED: gl.constexpr, sizes):
+    """Attention of the rows of every KV head over all tiles, and its results."""
+    SUMS: gl.constexpr = sums_of(WARPS)
+    BY_ROW: gl.constexpr = gl.SliceLayout(2, SUMS)
+    even, odd, gain = load_queries(queries, split, call, sizes)
+    known = gl.where(split.sequence >= call.batch, 0, split.sequence)
+    origin = origin_of(call.origin_ptr, known, call.batch)
+    band = Band(split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+    head, token = rows_in(0, split, call, BY_ROW, sizes)
+    i, slope = gl.expand_dims((split.length - split.count + token)[None, :], 2), None
+    if call.slopes_ptr is not None:
+        slope = gl.expand_dims(load_slope(call.slopes_ptr, call.stride_slopes, known, head, call.batch), 2)
+    modifiers = Modifiers(gl.expand_dims(call.scale * gl.convert_layout(gain, BY_ROW), 2), call.softcap, slope)
+
+    nothing = gl.zeros([WARPS, M, HALF], gl.float32, SUMS)
+    least = gl.full([WARPS, M], float("-inf"), gl.float32, BY_ROW)
+    state = State(nothing, nothing, gl.zeros([WARPS, M, TOKENS], gl.float32, SUMS), least)
+    first, tiles = tiles_of(split)
+    SLOTS: gl.constexpr = room.full.shape[0]
+    for t in range(tiles):
+        slot, n = t % SLOTS, (first + t) * TILE
+        mbarrier.wait(room.full.index(slot), (t // SLOTS) & 1)
+        state = add_tile(state, (even, odd), slot, n, i, modifiers, band, split, room, STORED, sizes)
+        barrier_arrive(FIRST + slot, threads_of(sizes))
+
+    gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
+    store(state, band, split, call, results, sizes)
+
+
+@gluon.jit(do_not_specialize=COUNTS)
+def decode_page_bytes(
+    q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
+    schedule_ptr, out_ptr, lse_ptr, split_ptr,
+    k_desc, v_desc, k_scale_desc, v_scale_desc,
+    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
+    stride_lh, stride_slopes,
+    pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
+    left, right, prefix, scale, softcap,
+    SCHEDULED: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or splits of them, of eight KV heads a program.
+
+    Every other parameter is that of the plain kernel.
+    """
+    schedule_ptr += schedule_offset
+    if SCHEDULED:
+        slot = gl.minimum(gl.program_id(0) // (KV_HEADS // WARPS), slots - 1)
+        prefetch(schedule_ptr + slot * ENTRY)
+        prefetch(starts_ptr + slot % batch)
+        prefetch(lengths_ptr + slot % batch)
+    gdc_wait()
+    work, splits, n = claimed(
+        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, KV_HEADS // WARPS, 1, M
+    )
+    if SCHEDULED and work.sequence < 0:
+        return
+    sizes: gl.constexpr = Sizes(WARPS, WARPS, PAGE, M)
+    BOXES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS, TOKENS, HALF], k_desc.dtype)
+    SCALES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, WARPS], gl.float32)
+    room = Room(
+        gl.allocate_shared_memory(k_desc.dtype, [STAGES * 4, WARPS, TOKENS, HALF], BOXES),
+        gl.allocate_shared_memory(gl.float32, [STAGES * 4, TOKENS, WARPS], SCALES),
+        barriers(STAGES),
+    )
+    fence_async_shared()
+    call = Problem(
+        table_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, stride_table, stride_slopes, pages,
+        (stride_kp // stride_kt).to(gl.int32), batch, group, left, right, prefix, scale, softcap,
+    )  # fmt: skip
+    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh)
+    results = Results(
+        out_ptr, lse_ptr, split_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, lines.to(gl.int64)
+    )
+    split = split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, M, PAGE)
+    STORED: gl.constexpr = k_ptr.dtype.element_ty
+    gl.warp_specialize(
+        [
+            (consume, (queries, split, call, results, room, STORED, sizes)),
+            (produce, (k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, room, sizes)),
+        ],
+        [1],
+        [24],
+    )
