@@ -49,7 +49,6 @@ KEEPERS = ({"backends/_triton/launch.py"}, {"prepared.py", "dispatch.py"}, {"spe
 PRIVATE = {
     "watched.py": "asks whether anybody follows operators",
     "backends/_triton/launch.py": "launches a compiled kernel",
-    "backends/_triton/kernels/hopper/primitives.py": "adds by the copy engine, for which Gluon has no name yet",
     "backends/_torch/fused.py": "calls ATen's fused CPU attention, whose backward has no public name",
 }
 

@@ -62,7 +62,7 @@ def _dense(build: Build) -> Prepared:
         mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None,
     )  # fmt: skip
     loaded = (named["q"], named["k"], named["v"])
-    key = key_of(arguments, *loaded)._replace(tf32=build.dtype == "tf32", hopper=build.hopper)
+    key = key_of(arguments, *loaded)._replace(tf32=build.dtype == "tf32", hopper=build.hopper, in_order=build.in_order)
     if build.kernel == "forward":
         plan = variants.forward(key)
         return plan.launch, named | {

@@ -65,13 +65,14 @@ def _forward_fp8(constants: dict) -> tuple[Loop, ...]:
 
 
 def _backward(constants: dict) -> tuple[Loop, ...]:
-    """A loop for each consumer; where heads are wide, one without softmax makes dv."""
+    if constants["APART"]:
+        consumer = Loop((channels + 2 * rows) // DEPTH, waits=(0, 1, 0))
+        return consumer, Loop(2 * KEYS // DEPTH, (0,), softmax=False), consumer
+    """A loop for each consumer; of the widest heads, one without softmax makes dv; one may be for dq alone."""
     rows, channels = constants["BLOCK_M"], constants["D_MAIN"] + constants["E_MAIN"]
     if constants["TILES"] == 2:
-        return (Loop((channels + 2 * rows + 2 * KEYS) // DEPTH, waits=(0, 0, 1, 0)),) * 2
-    shares = 2 if constants["D_TAIL"] else 1  # of dq, which run on
-    of_keys = (shares, 0, 0) if constants["EARLY"] else (0, shares, 0)
-    return Loop(24, of_keys, softmax=False), Loop(24, (0, shares, 0))
+        return (Loop(48, waits=(0, 1, 0, 1, 1, 0)),) * 2
+    return Loop(24, (0, 1, 0), softmax=False), Loop(24, (0, 1, 0))
 
 
 DEPTH, KEYS = 16, 64  # channels, or keys, of a matrix instruction; keys of a tile of the backward

@@ -1,7 +1,9 @@
 """Attention on the Triton backend, held against eager torch."""
 
 import os
+import time
 
+import pytest
 import torch
 from helpers import Problem, assert_close, assert_lse, eager
 from torch import Tensor
@@ -60,3 +62,13 @@ def assert_forward(problem: Problem) -> None:
     noise = torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * largest
     assert_close("out", out, naive, golden[0], 2, noise)
     assert_lse(problem, lse, golden[1])
+
+
+def wait_for(seconds: float = 30) -> None:
+    """Wait for the GPU; a kernel that hangs ends the session instead of keeping it."""
+    event, until = torch.cuda.Event(), time.monotonic() + seconds
+    event.record()
+    while not event.query():
+        if time.monotonic() > until:
+            pytest.exit(f"a kernel still runs after {seconds} s", returncode=3)
+        time.sleep(0.001)

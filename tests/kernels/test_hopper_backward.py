@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import assert_same_bits, make
-from kernel_helpers import INTERPRETED, assert_both
+from kernel_helpers import INTERPRETED, assert_both, wait_for
 
 from attnlib import CAUSAL, FULL, Mask, attention, attention_with_lse, explain, sliding, varlen_attention_with_lse
 from attnlib.backends._triton import hopper_tables
@@ -16,11 +16,12 @@ HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 LENGTHS = ((1, 65), (65, 1), (129, 129), (129, 321), (320, 129), (63, 700))
 
 
-@pytest.fixture(autouse=True)
-def _in_any_order(monkeypatch):
-    """Programs add to the gradient of queries as they come, which torch's deterministic algorithms would refuse."""
+@pytest.fixture(autouse=True, params=[False, True], ids=["any order", "in order"])
+def in_order(request, monkeypatch):
+    """Programs add to the gradient of queries as they come, or in a fixed order, for deterministic algorithms."""
     monkeypatch.setattr(hopper_tables, "FEW_KEYS", 0)
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(request.param)
+    return request.param
 
 
 def tokens(*shape: int) -> torch.Tensor:
@@ -46,7 +47,8 @@ def assert_alike(ours: list[torch.Tensor], others: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize(("d", "e"), HEADS)
 def test_any_lengths(d, e, mask):
     for s, t in LENGTHS:
-        assert_both(make(2, s, t, 6, 2, d, e, mask=mask, dtype=torch.bfloat16))
+        for h, g in ((6, 2), (3, 3)):  # whose programs take turns the other way around
+            assert_both(make(2, s, t, h, g, d, e, mask=mask, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("options", [("bounds",), ("softcap", "sinks"), ("scale",)], ids="+".join)
@@ -57,21 +59,22 @@ def test_any_options(d, e, options):
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(90)], ids=str)
+@pytest.mark.parametrize("h", [4, 2])
 @pytest.mark.parametrize(("d", "e"), HEADS)
-def test_packed_sequences_do_not_meet(d, e, mask):
+def test_packed_sequences_do_not_meet(d, e, h, mask):
     queries, keys = [130, 1, 0, 570, 65, 200], [200, 1, 30, 570, 0, 131]
     cu = [torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda() for n in (queries, keys)]
     of_q, of_k = (slice(offsets[3], offsets[4]) for offsets in cu)
-    q, k = tokens(sum(queries) + 7, 4, d), tokens(sum(keys) + 5, 2, d)
-    v, dout = tokens(sum(keys) + 5, 2, e), tokens(sum(queries) + 7, 4, e)
+    q, k = tokens(sum(queries) + 7, h, d), tokens(sum(keys) + 5, 2, d)
+    v, dout = tokens(sum(keys) + 5, 2, e), tokens(sum(queries) + 7, h, e)
     options = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "mask": mask}
     clean = [x.clone() for x in (q, k, v, dout)]
-    for x in clean:  # what follows the last sequence has no gradient, whatever it holds
-        x[sum(queries if x.shape[1] == 4 else keys) :] = 0
+    ends = (sum(queries), sum(keys), sum(keys), sum(queries))
+    for x, end in zip(clean, ends, strict=True):  # what follows the last sequence has no gradient, whatever it holds
+        x[end:] = 0
     expected = gradients(*clean, varlen_attention_with_lse, backend="triton:plain", **options)
-    for x, part in ((q, of_q), (k, of_k), (v, of_k), (dout, of_q)):
-        x[part] = torch.nan
-        x[sum(queries if x.shape[1] == 4 else keys) :] = torch.nan
+    for x, part, end in zip((q, k, v, dout), (of_q, of_k, of_k, of_q), ends, strict=True):
+        x[part], x[end:] = torch.nan, torch.nan
     found = gradients(q, k, v, dout, varlen_attention_with_lse, backend="triton", **options)
     for x, y, part in zip(found, expected, (of_q, of_k, of_k), strict=True):
         x[part] = y[part] = 0
@@ -91,37 +94,57 @@ def test_bounds_hide_whatever_is_beyond():
     assert_same_bits(*zip(after[1:], before[1:], strict=True))
 
 
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(700)], ids=str)
+@pytest.mark.parametrize("g", [2, 4])
 @pytest.mark.parametrize(("d", "e"), HEADS)
-def test_calls_repeat(d, e):
-    """The gradients of keys to the bit; those of queries are added up in any order."""
-    q, k, v, dout = tokens(4, 1100, 12, d), tokens(4, 1100, 4, d), tokens(4, 1100, 4, e), tokens(4, 1100, 12, e)
-    first = gradients(q, k, v, dout, mask=CAUSAL, backend="triton")
-    for _ in range(200):
-        again = gradients(q, k, v, dout, mask=CAUSAL, backend="triton")
-        assert_same_bits(*zip(first[1:], again[1:], strict=True))
+def test_calls_repeat(d, e, g, mask, in_order):
+    """To the bit, but for dq that is added up in any order; few heads, so that all programs meet at its tiles."""
+    q, k, v, dout = tokens(2, 4100, 4, d), tokens(2, 4100, g, d), tokens(2, 4100, g, e), tokens(2, 4100, 4, e)
+    first, same = gradients(q, k, v, dout, mask=mask, backend="triton"), 0 if in_order else 1
+    for _ in range(1000):
+        again = gradients(q, k, v, dout, mask=mask, backend="triton")
+        wait_for()
+        assert_same_bits(*zip(first[same:], again[same:], strict=True))
     assert_alike(again, first)
-    assert_alike(first, gradients(q, k, v, dout, mask=CAUSAL, backend="triton:plain"))
+    assert_alike(first, gradients(q, k, v, dout, mask=mask, backend="triton:plain"))
+
+
+def test_streams_take_turns_of_their_own(in_order):
+    """Programs of each stream wait for their own alone, and begin as those of others end."""
+    q, k, v, dout = tokens(2, 4100, 8, 128), tokens(2, 4100, 2, 128), tokens(2, 4100, 2, 128), tokens(2, 4100, 8, 128)
+    expected, streams = gradients(q, k, v, dout, mask=CAUSAL), [torch.cuda.Stream() for _ in "123"]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(gradients(q, k, v, dout, mask=CAUSAL))
+    wait_for()
+    torch.cuda.synchronize()
+    for result in results:
+        assert_alike(result, expected)
+        same = 0 if in_order else 1
+        assert_same_bits(*zip(result[same:], expected[same:], strict=True))
 
 
 @pytest.mark.parametrize(("d", "e"), HEADS)
 def test_memory_of_long_sequences(d, e):
-    """At most 1.3 times what two passes take: the sums of dq in fp32 are all that comes beside gradients."""
+    """At most 1.3 times what two passes take: the sums of dq in fp32 are all that comes beside gradients.
+
+    Sums of 96 channels have room for 128, and take 1.34 times as much.
+    """
     q, k, v, dout = tokens(1, 65536, 4, d), tokens(1, 65536, 4, d), tokens(1, 65536, 4, e), tokens(1, 65536, 4, e)
     most = []
     for backend in ("triton", "triton:plain"):
         torch.cuda.reset_peak_memory_stats()
         gradients(q, k, v, dout, mask=sliding(100), backend=backend)
         most.append(torch.cuda.max_memory_allocated())
-    assert most[0] <= 1.3 * most[1]
+    assert most[0] <= (1.34 if d == 96 else 1.3) * most[1]
 
 
-def test_deterministic_algorithms_take_two_passes():
-    q, dout = tokens(1, 700, 2, 128).requires_grad_(), tokens(1, 700, 2, 128)
-    assert explain(attention, q, q, q, mask=CAUSAL).variant == "Hopper"
-    torch.use_deterministic_algorithms(True)
-    told = explain(attention, q, q, q, mask=CAUSAL).variant
-    assert told == "Hopper forward, plain backward"
-    # The forwards differ, and so does what the backwards are given.
-    first = gradients(q, q, q, dout, mask=CAUSAL, backend="triton")
-    for _ in range(20):
-        assert_same_bits(*zip(first, gradients(q, q, q, dout, mask=CAUSAL, backend="triton"), strict=True))
+@pytest.mark.parametrize(("d", "e"), HEADS)
+def test_which_backward_runs_is_told(d, e, in_order):
+    q, k, v = tokens(1, 700, 2, d).requires_grad_(), tokens(1, 700, 2, d), tokens(1, 700, 2, e)
+    told = explain(attention, q, k, v, mask=CAUSAL).variant
+    backward = "plain" if d == 192 else "ordered Hopper"
+    assert told == (f"Hopper forward, {backward} backward" if in_order else "Hopper")

@@ -5,6 +5,11 @@ from typing import NamedTuple
 from .tables import FEW_KEYS, DenseCase, fitting, widths
 
 
+def _constants(config: NamedTuple) -> dict[str, int]:
+    """What a kernel is compiled for, by its parameters."""
+    return {name.upper(): value for name, value in config._asdict().items()}
+
+
 class ForwardConfig(NamedTuple):
     """Keys of a block, consumers of 64 queries each, slots of the rings, and registers of a thread.
 
@@ -22,35 +27,26 @@ class ForwardConfig(NamedTuple):
     registers: int
     producer_registers: int
 
-    @property
-    def constants(self) -> dict[str, int]:
-        """What the kernel is compiled for, by its parameters."""
-        return {name.upper(): value for name, value in self._asdict().items()}
+    constants = property(_constants)
 
 
 class BackwardConfig(NamedTuple):
     """Queries of a tile and keys of a program, slots of the ring of queries, and registers of a thread.
 
     Of 64 keys, one tile, one of two warpgroups makes dk and the other dv; of two tiles each makes both gradients.
-    ``by_rows``: they share a tile of dq by its queries, not by its channels. ``halves``: probabilities are kept in 16
-    bits. ``early``: the products with values begin before those with keys have ended. ``engine``: dq is added to by way
-    of shared memory, by the copy engine.
+    ``by_rows``: a tile of dq is multiplied in halves of its queries, not of its channels. ``apart``: registers of a
+    third warpgroup, which multiplies dq; 0: the two do.
     """
 
     block_m: int
     tiles: int
     slots: int
     by_rows: bool
-    halves: bool
-    early: bool
     registers: int = 240
     producer_registers: int = 24
-    engine: bool = False
+    apart: int = 0
 
-    @property
-    def constants(self) -> dict[str, int]:
-        """What the kernel is compiled for, by its parameters."""
-        return {name.upper(): value for name, value in self._asdict().items()}
+    constants = property(_constants)
 
 
 # By the widest head that fits; bf16 on an H200, 2026-11. TFLOP/s of the causal and the full 8k cases of bench/cases.py.
@@ -71,19 +67,18 @@ FORWARD_FP8 = (
 # Bytes of keys and values of the heads that run together. Full, d128 8k: one head 693 TFLOP/s, four 627, 32 586; MLA
 # 742, 653, 608. Causal, d128 8k: one 626, four 617, 32 574; GQA 4k 571, 575, 544; 1k one 419, 16 428.
 L2 = 10 << 20
-# Adding dq from registers, not through shared memory: causal 8k d128 559 and 488 TFLOP/s, d64 475 and 433.
+# Adding dq from registers, not through shared memory: causal 8k d128 559 and 488 TFLOP/s, d64 475 and 433. By a third
+# warpgroup, with prepare and all: d128 full 8k 597, by the two 559; causal 577, 541; GQA 4k 535, 509; 1k 331, 316; d64
+# full 516, 480, causal 478, 445. 64 queries a tile at d64: full 486. A third slot: d128 full 543, causal 521 for 576.
 BACKWARD = (
-    (64, BackwardConfig(128, 2, 2, True, True, False)),
-    (128, BackwardConfig(64, 2, 2, False, False, False)),
-    (192, BackwardConfig(64, 1, 3, False, False, True)),
-    (256, BackwardConfig(64, 1, 2, False, False, False)),
+    (64, BackwardConfig(128, 2, 2, True, registers=216, apart=64)),
+    (128, BackwardConfig(64, 2, 2, False, registers=216, apart=64)),
+    (192, BackwardConfig(64, 2, 2, False)),  # causal 8k 515; one tile of keys 401
+    (256, BackwardConfig(64, 1, 2, False)),
 )
-# All programs of a head add to the same tile at once, and registers wait for it longer than the copy engine does: full
-# 8k d64 by the engine 464 TFLOP/s, from registers 419, four heads at a time; one at a time by the engine 483.
-BACKWARD_FULL = ((64, BACKWARD[0][1]._replace(engine=True)), *BACKWARD[1:])
 # Bytes of keys and values of the heads that run together. Their queries, the gradient of their output and their sums of
 # dq take two or three times as many. Causal 1k: 8 MB 325 TFLOP/s, 16 MB 321, 24 MB 297; causal 8k alike from 8 to 24.
-# Full, the kernel alone: one head d64 486, d128 546; 24 MB 442, 531.
+# Full, the kernel alone, an earlier form: one head d64 486, d128 546; 24 MB 442, 531.
 BACKWARD_L2 = 16 << 20
 NARROWEST = 64  # channels of a block that these kernels have layouts for
 
@@ -100,11 +95,15 @@ def forward(case: DenseCase, *, keys: int) -> ForwardConfig | None:
     return None if config is not None and config.out_in_q and value != main else config
 
 
-def backward(case: DenseCase, *, keys: int) -> BackwardConfig | None:
-    """How the backward of a call is launched; None where the two plain passes run it."""
-    main, _, value = widths(case.head_dim, case.value_dim)
-    table = BACKWARD if case.causal else BACKWARD_FULL
-    config = _fitting(table, case, keys) if value == main and case.itemsize == 2 else None
+def backward(case: DenseCase, *, keys: int, in_order: bool = False) -> BackwardConfig | None:
+    """How the backward of a call is launched; None where the two plain passes run it.
+
+    ``in_order``: programs add to dq in a fixed order. Heads in two blocks then take the two passes: MLA, causal 8k, 429
+    TFLOP/s, in order 365 in an earlier form.
+    """
+    main, tail, value = widths(case.head_dim, case.value_dim)
+    runs = value == main and case.itemsize == 2 and not (tail and in_order)
+    config = _fitting(BACKWARD, case, keys) if runs else None
     # A cap takes registers that two tiles of keys do not leave: 70 and more words would be spilled in every step.
     return None if config is not None and config.tiles > 1 and not case.plain else config
 

@@ -38,6 +38,7 @@ class Key(NamedTuple):
     aligned: bool  # the tensors that descriptors may load begin at multiples of 16 bytes
     arguments: OperatorArguments
     hopper: bool = True  # whether Hopper's own kernels may run it
+    in_order: bool = False  # whether sums must be added up in a fixed order
 
     @property
     def layouts(self) -> OperatorArguments:

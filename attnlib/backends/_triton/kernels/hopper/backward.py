@@ -2,22 +2,24 @@
 
 A program owns keys: a producer warp loads queries, tile after tile, and two consumers multiply. Tiles are transposed,
 ``[keys, queries]``. With probabilities ``P = exp(S - lse)`` and ``dP = v @ dout.T``, scores have the gradient
-``dS = P * (dP - delta)``; products start from ``-lse`` and ``-delta``, which so cost no registers. All programs add to
-dq in fp32, in tiles as threads hold them, so that a warp adds 512 bytes that lie side by side. Through shared memory
-and the copy engine, causal 8k runs at 488 TFLOP/s and not 559 (d = 128): products take all that shared memory can give.
-At d = 64 without a mask all programs of a head add to the same tile at once. Registers then wait, and the engine pays.
+``dS = P * (dP - delta)``. All programs add to dq in fp32, in tiles as threads hold them, so that a warp adds 512 bytes
+that lie side by side. Through shared memory and the copy engine, causal 8k ran at 488 TFLOP/s and not 559 (d = 128):
+products take all that shared memory can give.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..band import Band, bounds, origin_of
 from ..tile import COUNTS, locate
-from .backward_by_keys import consume
+from .backward_apart import consume_apart, multiply_queries
 from .backward_by_products import consume_keys, consume_values
-from .backward_parts import KEYS, LINE, Problem, Shared, Sizes, job_of, produce
+from .backward_by_wide_keys import consume_wide
+from .backward_parts import KEYS, Problem, Shared, Sizes, job_of, produce
 from .backward_results import Gradient, Results
+from .backward_turns import end_turns, wait_for_turns
 from .primitives import barriers, ring
 
 
@@ -41,12 +43,9 @@ def room(tile_type: gl.constexpr, sizes):
         q_tail, k_tail = ring(tile_type, SLOTS, BLOCK_M, sizes.D_TAIL), ring(tile_type, TILES, KEYS, sizes.D_TAIL)
     if TILES == 1:
         p = ring(tile_type, 1, KEYS, BLOCK_M)
-    dq = ds
-    if sizes.ENGINE:
-        dq = ring(gl.float32, 2, BLOCK_M * sizes.D // (2 * LINE), LINE)
     shared = Shared(
-        q, q_tail, dout, k, k_tail, v, p, ds, dq, vectors(SLOTS, BLOCK_M), vectors(SLOTS, BLOCK_M), barriers(1, 1),
-        barriers(SLOTS, 2), barriers(SLOTS, 1),
+        q, q_tail, dout, k, k_tail, v, p, ds, vectors(SLOTS, BLOCK_M), vectors(SLOTS, BLOCK_M), barriers(1, 1),
+        barriers(SLOTS, 2), barriers(SLOTS, 1), barriers(1),
     )  # fmt: skip
     fence_async_shared()
     return shared
@@ -56,41 +55,63 @@ def room(tile_type: gl.constexpr, sizes):
 def backward(
     lse2_ptr, delta_ptr, dk_ptr, dv_ptr, dq_sums_ptr, alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,
-    q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, dk_desc, dk_tail_desc, dv_desc, dq_sums_desc,
+    q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, dk_desc, dk_tail_desc, dv_desc,
     stride_dkt, stride_dkg, stride_dvt, stride_dvg, stride_lb, stride_lh, stride_slopes,
-    batch, heads, kv_heads, group, s, t, heads_per_wave, dq_tiles, left, right, prefix, scale, softcap,
+    batch, heads, kv_heads, group, s, t, heads_per_wave, dq_tiles, sums, left, right, prefix, scale, softcap,
     D: gl.constexpr, D_MAIN: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, E_MAIN: gl.constexpr,
-    BLOCK_M: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, BY_ROWS: gl.constexpr, HALVES: gl.constexpr,
-    EARLY: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    BLOCK_M: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, BY_ROWS: gl.constexpr,
+    APART: gl.constexpr, AFTER: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Writes dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``, and adds to the sums of dq, ``dq_tiles`` tiles a head."""
+    """Writes dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``, and adds to the sums of dq, ``dq_tiles`` tiles a head.
+
+    Programs start before what they read is there, and wait for it; those of the kernel that follows may start then. If
+    they add in a fixed order, they draw their work from a counter behind the ``sums``, and take turns by what follows.
+    """
     HOLES: gl.constexpr = cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     sizes: gl.constexpr = Sizes(
-        D_MAIN, D_TAIL, E_MAIN, D, E, TILES, BLOCK_M, SLOTS, BY_ROWS, HALVES, EARLY, HOLES, PACKED,
-        dq_sums_desc is not None,
+        D_MAIN, D_TAIL, E_MAIN, D, E, TILES, BLOCK_M, SLOTS, BY_ROWS, HOLES, PACKED, APART > 0, AFTER,
     )  # fmt: skip
     shared = room(q_desc.dtype, sizes)
+    gdc_wait()
+    gdc_launch_dependents()
     BLOCK_N: gl.constexpr = TILES * KEYS
+    program, turns_ptr = gl.program_id(0), dq_sums_ptr
+    if AFTER:
+        counter_ptr = (dq_sums_ptr + sums).to(gl.pointer_type(gl.int32), bitcast=True)
+        program, turns_ptr = gl.atomic_add(counter_ptr, 1), counter_ptr + 1
     work = locate(
-        gl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, kv_heads, t, s, heads_per_wave, BLOCK_N, False
+        program, cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, kv_heads, t, s, heads_per_wave, BLOCK_N, AFTER > 0
     )
     start, end = bounds(key_starts_ptr, key_ends_ptr, work.sequence, work.rows)
     origin = origin_of(origin_ptr, work.sequence, batch)
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     call = Problem(
-        lse2_ptr, delta_ptr, alibi_slopes_ptr, stride_lb, stride_lh, stride_slopes, batch, heads, group, dq_tiles,
-        scale, softcap,
+        lse2_ptr, delta_ptr, turns_ptr, alibi_slopes_ptr, stride_lb, stride_lh, stride_slopes, batch, heads, group,
+        dq_tiles, scale, softcap,
     )  # fmt: skip
     dk = Gradient(dk_desc, dk_tail_desc, dk_ptr, stride_dkt, stride_dkg)
     dv = Gradient(dv_desc, None, dv_ptr, stride_dvt, stride_dvg)
-    results, job = Results(dk, dv, dq_sums_ptr, dq_sums_desc), job_of(work, band, call, sizes)
+    results, job = Results(dk, dv, dq_sums_ptr), job_of(work, band, call, sizes)
     loads = (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes)
-    if TILES == 2:
+    if APART:
         gl.warp_specialize(
             [
-                (consume, (0, job, band, call, results, shared, sizes)),
-                (consume, (1, job, band, call, results, shared, sizes)),
+                (consume_apart, (0, job, band, call, results, shared, sizes)),
+                (consume_apart, (1, job, band, call, results, shared, sizes)),
+                (multiply_queries, (job, call, results, shared, sizes)),
+                (produce, loads),
+                (wait_for_turns, (work, band, job, call, shared, sizes)),
+                (end_turns, (work, job, call, sizes)),
+            ],
+            [4, 4, 1, 1, 1],
+            [REGISTERS, APART, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif TILES == 2:  # never in a fixed order
+        gl.warp_specialize(
+            [
+                (consume_wide, (0, job, band, call, results, shared, sizes)),
+                (consume_wide, (1, job, band, call, results, shared, sizes)),
                 (produce, loads),
             ],
             [4, 1],
@@ -102,7 +123,9 @@ def backward(
                 (consume_values, (job, band, call, results, shared, sizes)),
                 (consume_keys, (job, band, call, results, shared, sizes)),
                 (produce, loads),
+                (wait_for_turns, (work, band, job, call, shared, sizes)),
+                (end_turns, (work, job, call, sizes)),
             ],
-            [4, 1],
-            [REGISTERS, PRODUCER_REGISTERS],
+            [4, 1, 1, 1],
+            [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )

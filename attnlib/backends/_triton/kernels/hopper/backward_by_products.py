@@ -1,4 +1,4 @@
-"""Consumers of a backward that own a gradient each, of the same 64 keys: of values or of keys, for heads beyond 128.
+"""Consumers of a backward that own a gradient each, of the same 64 keys: of values or of keys, for heads beyond 192.
 
 The one makes the probabilities, the other the gradient of scores, and either half of the channels of dq, one step late.
 """
@@ -25,9 +25,11 @@ from .backward_parts import (
     full_queries,
     next_step,
     spread,
+    start_of,
     wait_for_keys,
 )
 from .backward_results import add_dq, put, put_keys
+from .backward_turns import tell_added, wait_to_add
 from .primitives import FIRST, barrier_arrive, barrier_sync, opaque
 
 P_FULL: gl.constexpr = gl.constexpr(FIRST)
@@ -36,49 +38,23 @@ DS_FULL: gl.constexpr = gl.constexpr(FIRST + 2)  # and the next, by turns
 
 
 @gluon.jit
-def issue_share(number: gl.constexpr, ds, k):
-    """Begin half of the channels of ``ds.T @ k``, for a block of channels."""
-    COLUMNS: gl.constexpr = k.shape[1] // 2
+def issue_share(number: gl.constexpr, parity, shared, sizes):
+    """Begin half of the channels of ``ds.T @ k``."""
+    COLUMNS: gl.constexpr = sizes.D // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
-    k = k.slice(number * COLUMNS, COLUMNS, 1)
+    ds, k = shared.ds.index(parity), shared.k.index(0).slice(number * COLUMNS, COLUMNS, 1)
     return warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def issue_shares(number: gl.constexpr, parity, shared, sizes):
-    """Begin half of the channels of ``ds.T @ k``. Without a second block, that is the first again and goes unread."""
-    ds = shared.ds.index(parity)
-    dq = issue_share(number, ds, shared.k.index(0))
-    return dq, issue_share(number, ds, shared.k_tail.index(0)) if sizes.D_TAIL else dq
-
-
-@gluon.jit
-def wait_for_shares(dq, dq_tail, sizes):
-    """Both blocks, once they are there."""
-    if sizes.D_TAIL:
-        dq, dq_tail = warpgroup_mma_wait(0, deps=[dq, dq_tail])
-    else:
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        dq_tail = dq
-    return dq, dq_tail
-
-
-@gluon.jit
-def add_shares(dq, dq_tail, number: gl.constexpr, tile, results, shared, sizes):
-    """Add half of the channels to the sums of a tile."""
-    add_dq(dq, number, tile, 0, results, shared, sizes)
-    if sizes.D_TAIL:
-        add_dq(dq_tail, number, tile, sizes.D, results, shared, sizes)
 
 
 @gluon.jit
 def finish_dq(number: gl.constexpr, tile, job, results, shared, sizes):
     """Add what the last step left."""
     if job.steps > 0:
-        dq, dq_tail = issue_shares(number, (job.steps & 1) ^ 1, shared, sizes)
-        dq, dq_tail = wait_for_shares(dq, dq_tail, sizes)
-        add_shares(dq, dq_tail, number, tile, results, shared, sizes)
+        dq = warpgroup_mma_wait(0, deps=[issue_share(number, (job.steps & 1) ^ 1, shared, sizes)])
+        wait_to_add(job.steps - 1, shared, sizes)
+        add_dq(dq, number, tile, 0, results, shared, sizes)
+        tell_added(job.steps - 1, sizes)
     barrier_sync(DONE, CONSUMERS)
 
 
@@ -90,7 +66,6 @@ def consume_values(job, band, call, results, shared, sizes):
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     OF_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OF_V, k_width=2)
-    SHARES: gl.constexpr = 2 if sizes.D_TAIL else 1
     zero, dv = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES), gl.zeros([KEYS, sizes.E], gl.float32, OF_V)
     all_low, all_high = full_queries(job.start, job, band)
     j = (job.start + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES)))[:, None]
@@ -98,14 +73,12 @@ def consume_values(job, band, call, results, shared, sizes):
     step = first_step(job, call)
     for n in range(job.steps):
         slot, phase, before = n % sizes.SLOTS, (n // sizes.SLOTS) & 1, (n & 1) ^ 1
-        m0, dout = job.first + step.tile * BLOCK_M, shared.dout.index(slot)
+        m0, dout = start_of(step, job, sizes), shared.dout.index(slot)
         i0 = job.ahead + m0
         clear_queries(m0, slot, phase, job, shared, sizes)
         mbarrier.wait(shared.q_full.index(slot), phase)
         s = spread(shared.lse.index(slot), zero) if IN_SUMS else zero
         s = warpgroup_mma(shared.k.index(0), shared.q.index(slot).permute((1, 0)), s, is_async=True)
-        if sizes.D_TAIL:
-            s = warpgroup_mma(shared.k_tail.index(0), shared.q_tail.index(slot).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         i = (i0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES)))[None, :]
         slope = None
@@ -127,12 +100,14 @@ def consume_values(job, band, call, results, shared, sizes):
         # There are no registers for dq beside p.
         dv = warpgroup_mma(p16, dout, dv, is_async=True)
         barrier_sync(DS_FULL + before, CONSUMERS)
-        dq, dq_tail = issue_shares(0, before, shared, sizes)
-        dv, p16 = warpgroup_mma_wait(SHARES, deps=[dv, p16])
-        dq, dq_tail = wait_for_shares(dq, dq_tail, sizes)
-        add_shares(dq, dq_tail, 0, step.dq_before, results, shared, sizes)
+        dq = issue_share(0, before, shared, sizes)
+        wait_to_add(n - 1, shared, sizes)
+        dv, p16 = warpgroup_mma_wait(1, deps=[dv, p16])
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        add_dq(dq, 0, step.dq_before, 0, results, shared, sizes)
+        tell_added(n - 1, sizes)
         barrier_arrive(FREED + slot, CONSUMERS + 32)
-        step = next_step(step, job, call)
+        step = next_step(step, job, call, sizes)
     barrier_sync(P_EMPTY, CONSUMERS)
     barrier_sync(DS_FULL + ((job.steps & 1) ^ 1), CONSUMERS)
     finish_dq(0, step.dq_before, job, results, shared, sizes)
@@ -146,12 +121,8 @@ def consume_keys(job, band, call, results, shared, sizes):
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_M, 16])
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D, 16])
     DS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OF_K, k_width=2)
-    SHARES: gl.constexpr = 2 if sizes.D_TAIL else 1
     zero, dk = gl.zeros([KEYS, sizes.BLOCK_M], gl.float32, SCORES), gl.zeros([KEYS, sizes.D], gl.float32, OF_K)
-    dk_tail, v = dk, shared.v.index(0)
-    if sizes.D_TAIL:
-        OF_TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D_TAIL, 16])
-        dk_tail = gl.zeros([KEYS, sizes.D_TAIL], gl.float32, OF_TAIL)
+    v = shared.v.index(0)
     wait_for_keys(job, band, shared, sizes)
     shared.ds.index(1).store(zero.to(v.dtype))  # of the step before the first
     fence_async_shared()
@@ -160,14 +131,12 @@ def consume_keys(job, band, call, results, shared, sizes):
     step = first_step(job, call)
     for n in range(job.steps):
         slot, phase, before = n % sizes.SLOTS, (n // sizes.SLOTS) & 1, (n & 1) ^ 1
-        clear_queries(job.first + step.tile * sizes.BLOCK_M, slot, phase, job, shared, sizes)
+        clear_queries(start_of(step, job, sizes), slot, phase, job, shared, sizes)
         mbarrier.wait(shared.q_full.index(slot), phase)
         mbarrier.wait(shared.dout_full.index(slot), phase)
         dp = spread(shared.delta.index(slot), zero)
         dp = warpgroup_mma(v, shared.dout.index(slot).permute((1, 0)), dp, is_async=True)
-        if sizes.EARLY:
-            dq, dq_tail = issue_shares(1, before, shared, sizes)
-        dp = warpgroup_mma_wait(SHARES if sizes.EARLY else 0, deps=[dp])
+        dp = warpgroup_mma_wait(0, deps=[dp])
         barrier_sync(P_FULL, CONSUMERS)
         p = shared.p.index(0).load(SCORES)
         barrier_arrive(P_EMPTY, CONSUMERS)
@@ -175,25 +144,16 @@ def consume_keys(job, band, call, results, shared, sizes):
         shared.ds.index(n & 1).store(ds)
         fence_async_shared()
         barrier_arrive(DS_FULL + (n & 1), CONSUMERS)
-        if sizes.EARLY:
-            dq, dq_tail = wait_for_shares(dq, dq_tail, sizes)
         ds16 = gl.convert_layout(ds, DS)
         dk = warpgroup_mma(ds16, shared.q.index(slot), dk, is_async=True)
-        if sizes.D_TAIL:
-            dk_tail = warpgroup_mma(ds16, shared.q_tail.index(slot), dk_tail, is_async=True)
-        if sizes.EARLY:
-            add_shares(dq, dq_tail, 1, step.dq_before, results, shared, sizes)
-        else:
-            dq, dq_tail = issue_shares(1, before, shared, sizes)
-        if sizes.D_TAIL:
-            dk, dk_tail, ds16 = warpgroup_mma_wait(0 if sizes.EARLY else SHARES, deps=[dk, dk_tail, ds16])
-        else:
-            dk, ds16 = warpgroup_mma_wait(0 if sizes.EARLY else SHARES, deps=[dk, ds16])
-        if not sizes.EARLY:
-            dq, dq_tail = wait_for_shares(dq, dq_tail, sizes)
-            add_shares(dq, dq_tail, 1, step.dq_before, results, shared, sizes)
+        dq = issue_share(1, before, shared, sizes)
+        dk, ds16 = warpgroup_mma_wait(1, deps=[dk, ds16])
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        wait_to_add(n - 1, shared, sizes)
+        add_dq(dq, 1, step.dq_before, 0, results, shared, sizes)
+        tell_added(n - 1, sizes)
         barrier_arrive(FREED + slot, CONSUMERS + 32)
-        step = next_step(step, job, call)
+        step = next_step(step, job, call, sizes)
     finish_dq(1, step.dq_before, job, results, shared, sizes)
-    put_keys(dk, dk_tail, 0, job, band, call, results, shared, sizes)
+    put_keys(dk, dk, 0, job, band, call, results, shared, sizes)
     tma.store_wait(0)

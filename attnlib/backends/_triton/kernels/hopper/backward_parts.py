@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -11,18 +12,17 @@ from ..scores import Modifiers, unit_of
 from .primitives import FIRST, barrier_sync
 
 KEYS: gl.constexpr = gl.constexpr(64)  # of a tile
-LINE: gl.constexpr = gl.constexpr(32)  # sums that the copy engine takes as a row
 CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads of both
-DONE: gl.constexpr = gl.constexpr(FIRST + 4)  # a barrier: nobody reads keys any more
-FREED: gl.constexpr = gl.constexpr(FIRST + 5)  # the first barrier of those that hand a slot back to the producer
+DONE: gl.constexpr = gl.constexpr(FIRST + 6)  # a barrier: nobody reads keys any more
+FREED: gl.constexpr = gl.constexpr(FIRST + 7)  # the first barrier of those that hand a slot back to the producer
 
 
 class Sizes(NamedTuple):
     """What a kernel is compiled for: channels of blocks, and of tensors; tiles of keys, queries of a tile, slots.
 
-    ``BY_ROWS``: each consumer adds half of a tile's queries to dq, otherwise half of the channels. ``HALVES``: of the
-    probabilities, dk has 16 bits too. ``EARLY``: dq is multiplied under the exponentials. ``HOLES``: rows beyond a
-    sequence's keys may be another's. ``ENGINE``: the copy engine adds to dq.
+    ``BY_ROWS``: a tile of dq is multiplied in halves of its queries, otherwise of its channels. ``HOLES``:
+    rows beyond a sequence's keys may be another's. ``APART``: a third warpgroup multiplies dq. ``AFTER``: programs add
+    to dq in any order (0), after that of the next keys (1), or of the keys before (-1).
     """
 
     D: gl.constexpr
@@ -34,11 +34,10 @@ class Sizes(NamedTuple):
     BLOCK_M: gl.constexpr
     SLOTS: gl.constexpr
     BY_ROWS: gl.constexpr
-    HALVES: gl.constexpr
-    EARLY: gl.constexpr
     HOLES: gl.constexpr
     PACKED: gl.constexpr
-    ENGINE: gl.constexpr
+    APART: gl.constexpr
+    AFTER: gl.constexpr
 
 
 class Problem(NamedTuple):
@@ -46,6 +45,7 @@ class Problem(NamedTuple):
 
     lse2_ptr: gl.tensor
     delta_ptr: gl.tensor
+    turns_ptr: gl.tensor
     slopes_ptr: gl.tensor
     stride_lb: gl.tensor
     stride_lh: gl.tensor
@@ -103,23 +103,33 @@ class Shared(NamedTuple):
     v: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
-    dq: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     keys_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     dout_full: gl.shared_memory_descriptor
+    turn: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def tiles_of(start, work, band, sizes):
+    """The queries ``[low, high)`` that see keys of a program whose first is ``start``; their first tile; how many."""
+    ahead = work.rows - work.others
+    j0, j1 = gl.maximum(start, band.start), gl.minimum(start + sizes.TILES * KEYS, band.end)
+    low, high, _, _ = query_range(j0, j1, ahead, work.rows, band)
+    low, high = low - ahead, high - ahead
+    first = low // sizes.BLOCK_M
+    valid = (start >= 0) & (start < work.rows)
+    return low, high, first, gl.where(valid, gl.maximum(gl.cdiv(high, sizes.BLOCK_M) - first, 0), 0)
 
 
 @gluon.jit
 def job_of(work, band, call, sizes):
     """What a program does for its keys."""
     ahead = work.rows - work.others
-    j0, j1 = gl.maximum(work.start, band.start), gl.minimum(work.start + sizes.TILES * KEYS, band.end)
-    low, high, _, _ = query_range(j0, j1, ahead, work.rows, band)
-    low, high = low - ahead, high - ahead
-    first = low // sizes.BLOCK_M
-    tiles = gl.where(work.start < work.rows, gl.maximum(gl.cdiv(high, sizes.BLOCK_M) - first, 0), 0)
+    low, high, first, tiles = tiles_of(work.start, work, band, sizes)
+    if sizes.AFTER < 0:
+        first += tiles - 1
     first_dq = (work.plane.to(gl.int32) * call.heads + work.head.to(gl.int32) * call.group) * call.dq_tiles + first
     if sizes.PACKED:  # sequences lie side by side, with a partial tile for each
         first_dq += work.other.to(gl.int32) // sizes.BLOCK_M + work.sequence.to(gl.int32)
@@ -136,12 +146,27 @@ def first_step(job, call):
 
 
 @gluon.jit
-def next_step(step, job, call):
-    """The next tile of queries: of the same head, or the first of the next."""
-    tile, head, dq = step.tile + 1, step.head, step.dq + 1
-    if tile == job.tiles:
-        tile, head, dq = 0, head + 1, dq + call.dq_tiles - job.tiles
+def next_step(step, job, call, sizes):
+    """The next tile of queries: of the same head, or the first of the next.
+
+    After the program of the keys before, tiles follow backwards, and in all heads of the group before the next: each
+    program so begins where that one did.
+    """
+    if sizes.AFTER < 0:
+        tile, head, dq = step.tile, step.head + 1, step.dq + call.dq_tiles
+        if head == (job.kv_head + 1) * call.group:
+            tile, head, dq = tile + 1, head - call.group, dq - call.dq_tiles * call.group - 1
+    else:
+        tile, head, dq = step.tile + 1, step.head, step.dq + 1
+        if tile == job.tiles:
+            tile, head, dq = 0, head + 1, dq + call.dq_tiles - job.tiles
     return Step(tile, head, dq, step.dq)
+
+
+@gluon.jit
+def start_of(step, job, sizes):
+    """The first query of a step."""
+    return job.first + step.tile * (-sizes.BLOCK_M if sizes.AFTER < 0 else sizes.BLOCK_M)
 
 
 @gluon.jit
@@ -163,7 +188,7 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
     """
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
-    IN_SUMS: gl.constexpr = call.softcap is None and call.slopes_ptr is None
+    IN_SUMS: gl.constexpr = call.softcap is None and call.slopes_ptr is None and sizes.TILES == 1
     plane, key, kv_head = job.plane.to(gl.int32), job.row.to(gl.int32) + job.start, job.kv_head.to(gl.int32)
     full = shared.keys_full.index(0)
     mbarrier.expect(full, sizes.TILES * KEYS * (sizes.D + sizes.D_TAIL + sizes.E) * 2)
@@ -176,15 +201,15 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
             tma.async_copy_global_to_shared(k_tail_desc, at, full, shared.k_tail.index(c))
 
     unit = -1.0 / unit_of(Modifiers(call.scale, call.softcap, call.slopes_ptr))
-    m, tile, head = gl.arange(0, BLOCK_M, LAYOUT), 0, kv_head * call.group
-    for step in range(job.steps):
-        start = job.first + tile * BLOCK_M
+    m, step = gl.arange(0, BLOCK_M, LAYOUT), first_step(job, call)
+    for n in range(job.steps):
+        start, head = start_of(step, job, sizes), step.head.to(gl.int32)
         at = job.plane * call.stride_lb + job.other + head * call.stride_lh
         valid = (start + m >= job.low) & (start + m < job.high)
         lse2 = gl.load(call.lse2_ptr + at + (start + m), mask=valid, other=float("inf"))
         delta = gl.load(call.delta_ptr + at + (start + m), mask=valid, other=0.0)
-        slot = step % sizes.SLOTS
-        if step >= sizes.SLOTS:
+        slot = n % sizes.SLOTS
+        if n >= sizes.SLOTS:
             barrier_sync(FREED + slot, CONSUMERS + 32)
         at = [plane, job.other.to(gl.int32) + start, head, 0]
         q_full, dout_full = shared.q_full.index(slot), shared.dout_full.index(slot)
@@ -198,11 +223,9 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
         shared.lse.index(slot).store(lse2 * unit if IN_SUMS else lse2)
         shared.delta.index(slot).store(-delta)
         mbarrier.arrive(q_full, count=1)
-        tile += 1
-        if tile == job.tiles:
-            tile, head = 0, head + 1
-    for step in range(gl.maximum(job.steps - sizes.SLOTS, 0), job.steps):  # a barrier half full hangs the next program
-        barrier_sync(FREED + step % sizes.SLOTS, CONSUMERS + 32)
+        step = next_step(step, job, call, sizes)
+    for n in range(gl.maximum(job.steps - sizes.SLOTS, 0), job.steps):  # a barrier half full hangs the next program
+        barrier_sync(FREED + n % sizes.SLOTS, CONSUMERS + 32)
 
 
 # ---- what consumers read
@@ -249,6 +272,7 @@ def clear_queries(m0, slot, phase, job, shared, sizes):
             clear_outside(shared.q_tail.index(slot), m0, job.low, job.high)
         clear_outside(shared.dout.index(slot), m0, job.low, job.high)
         fence_async_shared()
+        tl.debug_barrier()  # or Triton makes every step pass one, behind this branch
 
 
 @gluon.jit

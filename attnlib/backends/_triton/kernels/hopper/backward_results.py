@@ -10,11 +10,12 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.language.extra.cuda import gdc_wait
 
 from ..band import Band, bounds, origin_of, sees_any
 from ..tile import COUNTS, locate
-from .backward_parts import KEYS, LINE
-from .primitives import add_fours, add_tile
+from .backward_parts import KEYS
+from .primitives import add_fours
 
 
 class Gradient(NamedTuple):
@@ -33,7 +34,6 @@ class Results(NamedTuple):
     dk: Gradient
     dv: Gradient
     dq_sums_ptr: gl.tensor
-    dq_sums_desc: gl.tensor
 
 
 @gluon.jit
@@ -51,14 +51,7 @@ def add_dq(dq, number: gl.constexpr, tile, first: gl.constexpr, results, shared,
     TILE: gl.constexpr = sizes.BLOCK_M * (sizes.D + sizes.D_TAIL)
     held = as_held(dq)
     at = results.dq_sums_ptr + tile.to(gl.int64) * TILE + (first * sizes.BLOCK_M + number * SIZE)
-    if sizes.ENGINE:
-        tma.store_wait(0)
-        share = shared.dq.index(number)
-        share.store(held.reshape([SIZE // LINE, LINE]))
-        fence_async_shared()
-        add_tile(results.dq_sums_desc, [tile * (TILE // LINE) + number * (SIZE // LINE), 0], share)
-    else:
-        add_fours(at + gl.arange(0, SIZE, held.type.layout), held)
+    add_fours(at + gl.arange(0, SIZE, held.type.layout), held)
 
 
 @gluon.jit
@@ -130,10 +123,13 @@ def finish_queries(
     batch, heads, s, t, dq_tiles, left, right, prefix, scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes dq ``[b, s, h, d]``: one program for each tile of sums; a query that sees no key gets zeros."""
-    work = locate(
-        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, s, t, batch * heads, BLOCK_M, False
-    )
+    """Writes dq ``[b, s, h, d]``: one program for each tile of sums; a query that sees no key gets zeros.
+
+    The last sums come first: they are still in the L2 cache. Programs start before these are there, and wait for them.
+    """
+    gdc_wait()
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    work = locate(pid, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, s, t, batch * heads, BLOCK_M, False)
     if work.start >= work.rows:
         return
     start, end = bounds(key_starts_ptr, key_ends_ptr, work.sequence, work.others)

@@ -1,14 +1,12 @@
 """What Hopper's kernels are made of beside Gluon: room, barriers, and pieces of loops that ptxas must leave in order.
 
 A named barrier (``bar.sync``, ``bar.arrive``) is one instruction of a warp. An mbarrier would take a barrier of the
-whole warpgroup first, and an elected thread. Numbers below FIRST are Triton's own: partition ``i`` uses 2 + i. Flags
-use 15 and those below it.
+whole warpgroup first, and an elected thread. Numbers below FIRST are Triton's own: partition ``i`` uses 2 + i, but for
+one of a single warp, which uses none. Flags use 15 and those below it.
 """
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 FIRST: gl.constexpr = gl.constexpr(6)
@@ -152,6 +150,38 @@ def opaque_halves(x):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
+@gluon.constexpr_function
+def _pack(name):
+    return f"cvt.rn.{name}x2.f32 $0, $2, $1;"
+
+
+@gluon.constexpr_function
+def _unpack(name):
+    if name == "f16":
+        return "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }"
+    return "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+
+
+@gluon.jit
+def halves_of(x, like):
+    """fp32 numbers in 16 bits, of the type of ``like``: two in a register from here on, and not in one each."""
+    NAME: gl.constexpr = "f16" if like.dtype == gl.float16 else "bf16"
+    return gl.inline_asm_elementwise(_pack(NAME), "=r,r,r", [x], dtype=like.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def floats_of(x):
+    """Numbers of 16 bits in fp32: made here, and not before, where they would take twice the registers."""
+    NAME: gl.constexpr = "f16" if x.dtype == gl.float16 else "bf16"
+    return gl.inline_asm_elementwise(_unpack(NAME), "=r,=r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def opaque_words(x):
+    """The same words in registers that no product under way reads: ptxas waits for each where those are written."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def e4m3_in_fours(x):
     """Numbers ``[rows, n, 2, 2]`` in e4m3, four in a word ``[rows, n]``."""
@@ -189,11 +219,23 @@ def add_fours(ptrs, x):
     )  # fmt: skip
 
 
-@builtin
-def add_tile(desc, coord, tile, _semantic=None):
-    """Add a tile of shared memory to one of global memory, by the copy engine; Gluon has a name for it later on."""
-    at = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, tile.handle)
+@gluon.jit
+def wait_for_turn(ptr, turn):
+    """Wait until an int32 of global memory is ``turn``. What whoever wrote it did before is then there."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 v; "
+        "AGAIN: ld.acquire.gpu.global.b32 v, [$1]; setp.ne.s32 p, v, $2; @p bra AGAIN; } mov.b32 $0, 0;",
+        "=r,l,r", [ptr.to(gl.int64), turn], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def end_turn(ptr, turn):
+    """Write an int32 that others wait for, after all that this thread and those that it waited for have written."""
+    gl.inline_asm_elementwise(
+        "fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r", [ptr.to(gl.int64), turn], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
