@@ -23,7 +23,7 @@ class Rounding(NamedTuple):
     of_scores: float = 2.0**-21
 
 
-NONE, TO_FP16, TO_E4M3 = Rounding(0, 0), Rounding(2.0**-11, 2.0**-25), Rounding(2.0**-4, 2.0**-17, 2.0**-11)
+NONE, TO_FP16, TO_E4M3 = Rounding(0, 0), Rounding(2.0**-11, 2.0**-25), Rounding(2.0**-4, 2.0**-14, 2.0**-11)
 
 
 def quantized(problem: Problem, **options) -> Fp8Inputs:

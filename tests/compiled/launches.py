@@ -64,9 +64,10 @@ def _dense(build: Build) -> Prepared:
     loaded = (named["q"], named["k"], named["v"])
     key = key_of(arguments, *loaded)._replace(tf32=build.dtype == "tf32", hopper=build.hopper, in_order=build.in_order)
     if build.kernel == "forward":
-        plan = variants.forward(key)
-        return plan.launch, named | {
-            "counter": torch.empty(1, dtype=torch.int32, device="meta") if plan.drawn else None
+        plan, dtype = variants.forward(key), named["v"].dtype
+        return plan.launches[-1], named | {
+            "counter": torch.empty(1, dtype=torch.int32, device="meta") if plan.drawn else None,
+            "turned": torch.empty(plan.turned, dtype=dtype, device="meta"),
         }
     plan = variants.backward(key, layout(named["dout"]), layout(named["dlse"]))
     return getattr(plan, build.kernel.removeprefix("backward_")), named

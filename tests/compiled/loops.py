@@ -54,22 +54,20 @@ def _forward(constants: dict) -> tuple[Loop, ...]:
 
 
 def _forward_fp8(constants: dict) -> tuple[Loop, ...]:
-    """A loop for each consumer: products with values, added up piece by piece, then scores. Softmax is under nothing.
-
-    It is under the products of the other consumer.
-    """
+    """A loop for each consumer. Wide values are multiplied piece by piece, before scores: softmax is under nothing."""
     channels, values = constants["D_MAIN"] + constants["D_TAIL"], constants["E_MAIN"]
     pieces = values // 64 if values > 128 else 1
     products = (channels + pieces * constants["BLOCK_N"]) // (2 * DEPTH)
-    return (Loop(products, waits=(1,) * pieces + (0,), under_product=False),) * constants["CONSUMERS"]
+    waits = (1, 0) if pieces == 1 else (1,) * (pieces - 1) + (0, 0)
+    return (Loop(products, waits, under_product=pieces == 1),) * constants["CONSUMERS"]
 
 
 def _backward(constants: dict) -> tuple[Loop, ...]:
+    """A loop for each consumer; of the widest heads, one without softmax makes dv; one may be for dq alone."""
+    rows, channels = constants["BLOCK_M"], constants["D_MAIN"] + constants["E_MAIN"]
     if constants["APART"]:
         consumer = Loop((channels + 2 * rows) // DEPTH, waits=(0, 1, 0))
         return consumer, Loop(2 * KEYS // DEPTH, (0,), softmax=False), consumer
-    """A loop for each consumer; of the widest heads, one without softmax makes dv; one may be for dq alone."""
-    rows, channels = constants["BLOCK_M"], constants["D_MAIN"] + constants["E_MAIN"]
     if constants["TILES"] == 2:
         return (Loop(48, waits=(0, 1, 0, 1, 1, 0)),) * 2
     return Loop(24, (0, 1, 0), softmax=False), Loop(24, (0, 1, 0))
@@ -85,13 +83,13 @@ EXPECTED = MappingProxyType(
         "finish_queries": lambda constants: (),
         "decode_many": lambda constants: (Loop(44, (1, 0, 0)), Loop(44, (0, 0, 0))),
         "decode_bytes": lambda constants: (Loop(68, (0,) * 5),) * 2,
-        "decode_page_bytes": lambda constants: (Loop(64, ()),),
         "decode_few": lambda constants: (Loop(68, (0, 0)),) * 2,
+        "decode_page_bytes": lambda constants: (Loop(64, ()),),
         "decode_pages": lambda constants: (Loop(32, ()),) * (constants["BLOCK_M"] // 16),
     }
 )
 # Words that a trip of any build reads and writes on the stack.
-MOST = MappingProxyType({"backward": 30, "forward_fp8": 30})
+MOST = MappingProxyType({"backward": 30, "forward_fp8": 2})
 # Words that a trip reads and writes on the stack, by build, with either Triton: no more than these. All but the
 # last, which spills under 3.7 alone, have an option that takes registers, and nobody has measured what they cost.
 SPILLING = MappingProxyType(

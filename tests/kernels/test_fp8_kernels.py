@@ -90,6 +90,30 @@ def test_maxima_that_move_far(name, d):
         assert_right(make(1, s, t, 2, 1, d, mask=CAUSAL, sigma=scale), name)
 
 
+@needs_gpu
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_scores_that_rise_from_block_to_block(d):
+    """Where they do, probabilities relative to the maxima so far are too large, and the block is done again."""
+    for mask in (CAUSAL, FULL, sliding(300)):
+        for rise in (-0.04, 0.04):
+            problem = make(1, 300, 900, 2, 1, d, mask=mask)
+            problem.q[..., 0] = 8.0
+            problem.q[:, ::7, :, 0] = -8.0  # and falls for some rows
+            problem.k[..., 0] = (rise * torch.arange(900.0) * d**0.5 / 8)[None, :, None]
+            assert_right(problem, "triton")
+
+
+@needs_gpu
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_means_over_many_keys_are_kept(d):
+    """The tensor cores, left to themselves, lose half of them."""
+    q, k, v = (torch.randn(1, n, 1, d, device=DEVICE) for n in (64, 65536, 65536))
+    x = quantize_fp8(q, k, 20 * v + 100)
+    mean = (x.v.float() * x.v_descale).mean(1, keepdim=True)
+    out = attention(**x._asdict(), mask=FULL, backend="triton").float()
+    assert ((out - mean).mean() / mean.mean()).abs() < 2.0**-7
+
+
 def offsets(*lengths: int) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int().to(DEVICE)
 

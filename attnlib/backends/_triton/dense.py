@@ -55,14 +55,13 @@ class Dense:
         q, (*batch, s, h, _), plan = given.q, given.q.shape, variants.forward(self._key(given))
         blank_out = blank((*batch, s, h, given.v.shape[-1]), result_dtype(q.dtype), q.device)
         blank_lse, device = blank((*batch, h, s), torch.float32, q.device), q.device
-        launch = Repeated([plan.launch], a._asdict(), "q", "k", "v", "out", "lse", "counter", *Descales._fields)
+        on = Repeated(plan.launches, a._asdict(), *"qkv", "out", "lse", "counter", "turned", *Descales._fields).on
 
         def run(q: Tensor, k: Tensor, v: Tensor, descales: Descales | None = None) -> tuple[Tensor, Tensor]:
             out, lse = torch.empty_like(blank_out), torch.empty_like(blank_lse)
-            counter = plan.counter(device)
-            at = 0 if counter is None else counter.data_ptr()
-            scales = (0, 0, 0) if descales is None else [x.data_ptr() for x in descales]
-            if launch.on((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), at, *scales)):
+            counter, turned = plan.counter(device), v.new_empty(plan.turned) if plan.turned else None
+            others = [0 if x is None else x.data_ptr() for x in (counter, turned, *(descales or (None,) * 3))]
+            if on((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *others)):
                 return out, lse
             return self._forward(*a._replace(q=q, k=k, v=v, **({} if descales is None else descales._asdict())))
 
@@ -75,7 +74,9 @@ class Dense:
         a = readable(Arguments(*arguments))
         out, lse = outputs(a.q, a.v)
         plan = variants.forward(self._key(a))
-        plan.launch.on(a._asdict() | {"out": out, "lse": lse, "counter": plan.counter(a.q.device)})
+        made = {"out": out, "lse": lse, "counter": plan.counter(a.q.device), "turned": a.v.new_empty(plan.turned)}
+        for launch in plan.launches:
+            launch.on(a._asdict() | made)
         return out, lse
 
     def _backward(self, dout, dlse, out, lse, *arguments):

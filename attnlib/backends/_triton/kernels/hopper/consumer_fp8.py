@@ -1,8 +1,7 @@
-"""The steps of a Hopper forward's consumers of 8 bits, whose softmax runs under the products of one another.
+"""The steps of a Hopper forward's consumers of 8 bits.
 
-Products with values are added up in fp32, block after block: the tensor cores add those of 8 bits in about 13 bits, and
-lose 14 % of a channel's mean over 8k keys, half over 64k (now 0.2 % over any). A softmax under this consumer's own
-products: 715 TFLOP/s at d128 full, 764 like this, 721 where consumers take turns.
+Products with values are added up in fp32: the tensor cores add those of 8 bits in about 13 bits, and lose 14 % of a
+channel's mean over 8k keys, half over 64k. Added every block it is 0.2 % over any, every second block 0.3 %.
 """
 
 from typing import NamedTuple
@@ -13,32 +12,43 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..scores import unit_of
 from .consumer import Turn, advance, issue_scores, scores, sum_by_place
-from .primitives import FIRST, barrier_arrive, e4m3_in_fours, fours_of
+from .primitives import (
+    FIRST,
+    anew,
+    barrier_arrive,
+    e4m3_in_fours,
+    fours_of,
+    is_raised,
+    opaque_words,
+    raise_flag_above,
+)
 from .shared import ROWS
 
-RAISED: gl.constexpr = gl.constexpr(8.0)  # powers of two that lift probabilities in e4m3, whose largest is 448
+# Powers of two that lift probabilities, and what those of a thread may add up to: the largest number of e4m3. Sixteen
+# that are all the largest add up to 256.
+RAISED: gl.constexpr = gl.constexpr(4.0)
+LIMIT: gl.constexpr = gl.constexpr(448.0)
 
 
 class State(NamedTuple):
-    """The sums of a consumer, and what waits for its product: probabilities, and the factor of the sums before them."""
+    """The sums of a consumer, and the probabilities of the last block, which wait for their product."""
 
     acc: gl.tuple  # the channels' sums in pieces
+    product: gl.tuple  # of one piece: what is to be added to them
     p: gl.tensor  # four in a word
-    factor: gl.tensor
     m_i: gl.tensor
     l_i: gl.tensor  # [ROWS, 8], by place
 
 
 @gluon.jit
-def issue_product(p, slot, piece: gl.constexpr, shared, SUMS: gl.constexpr, sizes):
-    """Begin ``p @ v`` for a piece of the channels of values."""
+def issue_product(p, piece: gl.constexpr, product, use_acc, slot, shared, sizes):
+    """Begin ``p @ v`` for a piece of the channels of values; it is added to ``product`` if ``use_acc``."""
     WIDTH: gl.constexpr = sizes.E // sizes.PIECES
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=4)
-    zero = gl.zeros([ROWS, WIDTH], gl.float32, SUMS)
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product.type.layout, k_width=4)
     v = shared.v.index(slot)
     if sizes.PIECES > 1:
         v = v.slice(piece * WIDTH, WIDTH, 0)
-    return warpgroup_mma(fours_of(p, LAYOUT), v.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(fours_of(p, LAYOUT), v.permute((1, 0)), product, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
@@ -53,23 +63,26 @@ def packed(p, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def add(acc, product, factor):
-    """``acc * factor[:, None] + product``, and at once: LLVM would first wait for all products."""
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))
+def add(acc, product):
+    """``acc + product``, and at once: LLVM would first wait for all products."""
     return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [acc, factor[:, None], product],
-        dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "add.f32 $0, $1, $2;", "=f,f,f", [acc, product], dtype=gl.float32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
-def softmax_fp8(s, m_i, modifiers, i, n, band, sizes, masked):
-    """Probabilities that fill the range of e4m3, the maximum that they are relative to, what sums are scaled by."""
-    unit = unit_of(modifiers)
-    s = scores(s, modifiers, i, n, band, sizes, masked)
-    parts = gl.max(s.reshape([ROWS, 2, sizes.BLOCK_N // 16, 8]), 2)  # in a thread, whose one maximum would take long
-    highest = gl.convert_layout(gl.max(gl.max(parts, 1), 1), m_i.type.layout) * unit
-    m_new = gl.maximum(m_i, highest - RAISED)
+def scaled(pieces, factor):
+    """Pieces of sums, times ``factor[:, None]``."""
+    made = ()
+    for n in gl.static_range(len(pieces)):
+        made += (pieces[n] * gl.convert_layout(factor, gl.SliceLayout(1, pieces[n].type.layout))[:, None],)
+    return made
+
+
+@gluon.jit
+def softmax_fp8(s, m_i, moves, unit):
+    """:func:`softmax` whose largest probability is 2 to the power of ``RAISED``."""
+    m_new = gl.where(moves, gl.maximum(m_i, gl.max(s, 1) * unit - RAISED), m_i)
     safe = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet
     return gl.exp2(s * unit - safe[:, None]), m_new, gl.exp2(m_i - safe)
 
@@ -83,46 +96,74 @@ def begin(turn, block, queries, modifiers, band, shared, sizes, SUMS: gl.constex
     s = warpgroup_mma_wait(0, deps=[s])
     barrier_arrive(FIRST + turn.k, sizes.THREADS)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
-    p, m_i, _ = softmax_fp8(s, m_i, modifiers, i, block * sizes.BLOCK_N, band, sizes, True)
+    s = scores(s, modifiers, i, block * sizes.BLOCK_N, band, sizes, True)
+    p, m_i, _ = softmax_fp8(s, m_i, True, unit_of(modifiers))
     k, k_phase = advance(turn.k, turn.k_phase, sizes.K_SLOTS)
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=more)
     zeros = gl.zeros([ROWS, sizes.E // sizes.PIECES], gl.float32, SUMS)
-    acc = (zeros,) * sizes.PIECES
-    factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, s.type.layout))
+    product = (zeros,) if sizes.PIECES == 1 else ()
     l_i = sum_by_place(p, sizes.BLOCK_N)
-    return State(acc, packed(p, sizes.BLOCK_N), factor, m_i, l_i), Turn(k, k_phase, turn.v, turn.v_phase)
+    state = State((zeros,) * sizes.PIECES, product, packed(p, sizes.BLOCK_N), m_i, l_i)
+    return state, Turn(k, k_phase, turn.v, turn.v_phase)
 
 
 @gluon.jit
-def add_pieces(state, product, slot, shared, SUMS: gl.constexpr, sizes):
-    """The sums of all pieces but the last, whose product is under way; ``product`` is that of the first."""
+def add_products(state, slot, shared, sizes):
+    """The channels' sums with the last block in them, whose values' slot is then free."""
+    zeros = gl.zeros_like(state.acc[0])
+    if sizes.PIECES == 1:
+        product = issue_product(state.p, 0, state.product[0], True, slot, shared, sizes)
+    else:
+        product = issue_product(state.p, 0, zeros, False, slot, shared, sizes)
     acc = ()
     for n in gl.static_range(1, sizes.PIECES):
-        after = issue_product(state.p, slot, n, shared, SUMS, sizes)
+        after = issue_product(state.p, n, zeros, False, slot, shared, sizes)
         product = warpgroup_mma_wait(1, deps=[product])
-        acc += (add(state.acc[n - 1], product, state.factor),)
+        acc += (add(state.acc[n - 1], product),)
         product = after
-    return acc, product
+    product, _ = warpgroup_mma_wait(0, deps=[product, state.p])
+    barrier_arrive(FIRST + sizes.K_SLOTS + slot, sizes.THREADS)
+    acc += (add(state.acc[sizes.PIECES - 1], product),)
+    return acc
 
 
 @gluon.jit
-def step_fp8(state, turn, block, queries, modifiers, band, shared, sizes, masked, more):
-    """The state with one block more: the product of the block before, then scores, and their softmax."""
+def step_fp8(state, turn, block, queries, modifiers, band, shared, sizes, masked, more, number: gl.constexpr):
+    """The state with one block more; its softmax runs under the product of the block before, if that is one piece."""
     q, q_slot, i, zero = queries
-    SUMS: gl.constexpr = state.acc[0].type.layout
-    of_sums: gl.constexpr = gl.SliceLayout(1, state.l_i.type.layout)
-    mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
-    product = issue_product(state.p, turn.v, 0, shared, SUMS, sizes)
-    acc, product = add_pieces(state, product, turn.v, shared, SUMS, sizes)
-    s = issue_scores(q, q_slot, turn.k, shared, zero, sizes)
-    product, _ = warpgroup_mma_wait(1, deps=[product, state.p])
-    barrier_arrive(FIRST + sizes.K_SLOTS + turn.v, sizes.THREADS)  # the values' slot is free
-    acc += (add(state.acc[sizes.PIECES - 1], product, state.factor),)
-    s = warpgroup_mma_wait(0, deps=[s])
-    barrier_arrive(FIRST + turn.k, sizes.THREADS)  # and the keys'
-    p, m_i, factor = softmax_fp8(s, state.m_i, modifiers, i, block * sizes.BLOCK_N, band, sizes, masked)
-    l_i = state.l_i * gl.convert_layout(factor, of_sums)[:, None] + sum_by_place(p, sizes.BLOCK_N)
+    acc, product, m_i, l_i = state.acc, state.product, state.m_i, state.l_i
+    n, unit = block * sizes.BLOCK_N, unit_of(modifiers)
+    if sizes.PIECES == 1:
+        s = issue_scores(q, q_slot, turn.k, shared, zero, sizes)
+        mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
+        adds = (block & 1) == 0
+        if adds:
+            acc = (add(acc[0], product[0]),)
+        product = (issue_product(state.p, 0, product[0], ~adds, turn.v, shared, sizes),)
+        s = warpgroup_mma_wait(1, deps=[s])
+    else:  # scores have no room beside products
+        mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
+        acc = add_products(state, turn.v, shared, sizes)
+        s = issue_scores(q, q_slot, turn.k, shared, zero, sizes)
+        s = warpgroup_mma_wait(0, deps=[s])
+    p = gl.exp2(scores(s, modifiers, i, n, band, sizes, masked) * unit - m_i[:, None])
+    sums, words = sum_by_place(p, sizes.BLOCK_N), packed(p, sizes.BLOCK_N)
+    raise_flag_above(sums, LIMIT, number)
+    if sizes.PIECES == 1:
+        done, _ = warpgroup_mma_wait(0, deps=[product[0], state.p])
+        barrier_arrive(FIRST + sizes.K_SLOTS + turn.v, sizes.THREADS)  # the values' slot is free
+        product, words = (done,), opaque_words(words)
     k, k_phase = advance(turn.k, turn.k_phase, sizes.K_SLOTS)
     mbarrier.wait(shared.k_full.index(k), k_phase, pred=more)
+    if is_raised(number):
+        above = gl.max(gl.where(sums <= LIMIT, 0, 1), 1)
+        s = issue_scores(q, q_slot, anew(turn.k), shared, zero, sizes)
+        s = warpgroup_mma_wait(0, deps=[s])
+        s = scores(s, modifiers, i, anew(n), band, sizes, True)
+        p, m_i, factor = softmax_fp8(s, m_i, gl.convert_layout(above, m_i.type.layout) > 0, unit)
+        sums, words = sum_by_place(p, sizes.BLOCK_N), packed(p, sizes.BLOCK_N)
+        l_i *= gl.convert_layout(factor, gl.SliceLayout(1, l_i.type.layout))[:, None]
+        acc, product = scaled(acc, factor), scaled(product, factor)
+    barrier_arrive(FIRST + turn.k, sizes.THREADS)  # and the keys'
     v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
-    return State(acc, packed(p, sizes.BLOCK_N), factor, m_i, l_i), Turn(k, k_phase, v, v_phase)
+    return State(acc, product, words, m_i, l_i + sums), Turn(k, k_phase, v, v_phase)

@@ -1,19 +1,19 @@
-"""FlashAttention-3's forward of 8 bits for Hopper: :mod:`.forward` with a producer that transposes values."""
+"""The forward of 8 bits for Hopper: :mod:`.forward` over values by channels, which :mod:`.turn_values` makes."""
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..band import Band, bounds, origin_of, sees_any
 from ..scores import Modifiers, descaled, load_slope
 from ..tile import COUNTS
 from .consumer import Turn, advance, hand_back
-from .consumer_fp8 import add, add_pieces, begin, issue_product, step_fp8
+from .consumer_fp8 import add_products, begin, step_fp8
 from .forward import Results, put_lse, put_out
-from .primitives import FIRST, barrier_arrive, barriers, opaque, ring
-from .producer_fp8 import produce
+from .primitives import barriers, make_flag, opaque, ring
+from .producer import produce
 from .shared import POSTS, ROWS, WORDS, Problem, Shared, Sizes, blocks_of, read, wait_for_work
 
 
@@ -27,11 +27,10 @@ class Descales(NamedTuple):
 
 @gluon.jit
 def put_piece(acc, share, sees, n: gl.constexpr, out, sizes):
-    """Write a piece of out to shared memory, its channels in their order again."""
+    """Write a piece of out to shared memory."""
     WIDTH: gl.constexpr = sizes.E // sizes.PIECES
     # A row that sees nothing has met whatever its blocks hold. Opaque, or 16-bit halves would be selected.
     acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
-    acc = acc.reshape([ROWS, WIDTH // 16, 2, 8]).permute((0, 1, 3, 2)).reshape([ROWS, WIDTH])
     if sizes.PIECES > 1:
         out = out.slice(n * WIDTH, WIDTH, 1)
     out.store(acc.to(out.dtype))
@@ -43,10 +42,10 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_N, 32])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E // sizes.PIECES, 32])
     FIRST_ROW: gl.constexpr = number * ROWS
-    LAST: gl.constexpr = sizes.PIECES - 1
     zero = gl.zeros([ROWS, sizes.BLOCK_N], gl.float32, SCORES)
     out = shared.out.index(number)
     turn, count = Turn(0, 0, 0, 0), 0
+    make_flag(number)
     tile = wait_for_work(count, shared)
     while tile < call.tiles:
         work = read(count, shared, sizes)
@@ -85,26 +84,22 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
         for n in range(1, top - bottom):
             b = block - n
             masked = (b >= full_top) | (b < full_bottom)
-            state, turn = step_fp8(state, turn, b, queries, modifiers, band, shared, sizes, masked, b > bottom)
+            state, turn = step_fp8(state, turn, b, queries, modifiers, band, shared, sizes, masked, b > bottom, number)
 
         if sizes.D_TAIL or not sizes.Q_IN_REGISTERS:
             mbarrier.arrive(shared.q_empty.index(number), count=1)
         mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
-        product = issue_product(state.p, turn.v, 0, shared, SUMS, sizes)
+        acc = add_products(state, turn.v, shared, sizes)
+        v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
+        turn = hand_back(Turn(turn.k, turn.k_phase, v, v_phase), bottom - every.bottom, shared, sizes)
         first = work.start + FIRST_ROW
         l_i = gl.convert_layout(gl.sum(state.l_i, 1), gl.SliceLayout(1, SCORES))
         share = put_lse(state.m_i, l_i, work, first, call, results) * v_descale
         share = gl.convert_layout(share, gl.SliceLayout(1, SUMS))
         sees = gl.convert_layout(sees_any(i, band), gl.SliceLayout(1, SUMS))
         tma.store_wait(0)  # the last tile has left the buffer
-        acc, product = add_pieces(state, product, turn.v, shared, SUMS, sizes)
-        for n in gl.static_range(LAST):
+        for n in gl.static_range(sizes.PIECES):
             put_piece(acc[n], share, sees, n, out, sizes)
-        product, _ = warpgroup_mma_wait(0, deps=[product, state.p])
-        barrier_arrive(FIRST + sizes.K_SLOTS + turn.v, sizes.THREADS)
-        v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
-        turn = hand_back(Turn(turn.k, turn.k_phase, v, v_phase), bottom - every.bottom, shared, sizes)
-        put_piece(add(state.acc[LAST], product, state.factor), share, sees, LAST, out, sizes)
         put_out(out, work, first, results, sizes)
         count += 1
         tile = wait_for_work(count, shared)
@@ -131,18 +126,17 @@ def forward_fp8(
     PIECES: gl.constexpr = E_MAIN // 64 if E_MAIN > 128 else 1
     sizes: gl.constexpr = Sizes(
         D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, 1, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, False, HOLES, HIDES_FIRST,
-        PACKED, PIECES, CONSUMERS * 128 + 128,
+        PACKED, PIECES, CONSUMERS * 128 + 32, True,
     )  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q, out = ring(dtype, CONSUMERS, ROWS, D_MAIN), ring(out_desc.dtype, CONSUMERS, ROWS, E_MAIN)
-    k, raw = ring(dtype, K_SLOTS, BLOCK_N, D_MAIN), ring(dtype, V_SLOTS, BLOCK_N, E_MAIN)
-    v = ring(dtype, V_SLOTS, E_MAIN, BLOCK_N)
+    k, v = ring(dtype, K_SLOTS, BLOCK_N, D_MAIN), ring(dtype, V_SLOTS, E_MAIN, BLOCK_N)
     q_tail, k_tail = q, k
     if D_TAIL:
         q_tail, k_tail = ring(dtype, CONSUMERS, ROWS, D_TAIL), ring(dtype, K_SLOTS, BLOCK_N, D_TAIL)
     work = gl.allocate_shared_memory(gl.int32, [POSTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     work_full, q_full, q_empty = barriers(POSTS), barriers(CONSUMERS), barriers(CONSUMERS)
-    k_full, raw_full, v_full = barriers(K_SLOTS), barriers(V_SLOTS), barriers(V_SLOTS)
+    k_full, v_full = barriers(K_SLOTS), barriers(V_SLOTS)
     shared = Shared(q, q_tail, k, k_tail, v, out, work, work_full, q_full, q_empty, k_full, v_full)
     fence_async_shared()
     call = Problem(
@@ -151,13 +145,13 @@ def forward_fp8(
     )  # fmt: skip
     descales = Descales(q_descale_ptr, k_descale_ptr, v_descale_ptr)
     results = Results(out_desc, out_ptr, lse_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, E)
-    loads = (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, raw, raw_full, shared, sizes)
+    loads = (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes)
     gl.warp_specialize(
         [
             (consume, (0, call, descales, results, shared, sizes)),
             (consume, (1, call, descales, results, shared, sizes)),
             (produce, loads),
         ],
-        [4, 4],
+        [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
     )

@@ -8,6 +8,7 @@ from ..band import Band, bounds, origin_of
 from ..tile import Work
 from .primitives import FIRST, barrier_sync
 from .shared import ROWS, blocks_of, post, work_of
+from .turn_values import block_of
 
 
 @gluon.jit
@@ -35,6 +36,15 @@ def load(desc, tail_desc, tiles, tails, slot, full, at, D: gl.constexpr, D_TAIL:
     tma.async_copy_global_to_shared(desc, [plane, row, head, 0], ready, tiles.index(slot))
     if D_TAIL:
         tma.async_copy_global_to_shared(tail_desc, [plane, row, head, D], ready, tails.index(slot))
+
+
+@gluon.jit
+def load_turned(desc, tiles, slot, full, at):
+    """Load a tile of values by channels: all channels of the keys from ``at[1]`` on."""
+    plane, key, head = at
+    ready = full.index(slot)
+    mbarrier.expect(ready, tiles.shape[1] * tiles.shape[2])
+    tma.async_copy_global_to_shared(desc, [plane, 0, head, key], ready, tiles.index(slot))
 
 
 @gluon.jit
@@ -71,8 +81,12 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
         blocks = blocks_of(work, band, sizes, 0, ROWS * sizes.CONSUMERS)
         plane, kv_head = work.plane.to(gl.int32), (work.head // call.group).to(gl.int32)
         first_key = work.other.to(gl.int32)
+        first_turned = 0
+        if sizes.TURNED and sizes.PACKED:
+            first_turned = block_of(first_key, work.sequence.to(gl.int32), sizes.BLOCK_N) * sizes.BLOCK_N
         for step in range(blocks.top - blocks.bottom):
-            at = (plane, first_key + (blocks.top - 1 - step) * sizes.BLOCK_N, kv_head)
+            n = (blocks.top - 1 - step) * sizes.BLOCK_N
+            at = (plane, first_key + n, kv_head)
             if loaded >= sizes.K_SLOTS:
                 barrier_sync(FIRST + k_slot, THREADS)
             load(k_desc, k_tail_desc, shared.k, shared.k_tail, k_slot, shared.k_full, at, sizes.D, sizes.D_TAIL)
@@ -81,7 +95,10 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
                 load_queries(q_desc, q_tail_desc, number, work, shared, sizes)
             if loaded >= sizes.V_SLOTS:
                 barrier_sync(V_NUMBER + v_slot, THREADS)
-            load(v_desc, v_desc, shared.v, shared.v, v_slot, shared.v_full, at, sizes.E, 0)
+            if sizes.TURNED:
+                load_turned(v_desc, shared.v, v_slot, shared.v_full, (plane, first_turned + n, kv_head))
+            else:
+                load(v_desc, v_desc, shared.v, shared.v, v_slot, shared.v_full, at, sizes.E, 0)
             k_slot = gl.where(k_slot + 1 == sizes.K_SLOTS, 0, k_slot + 1)
             v_slot = gl.where(v_slot + 1 == sizes.V_SLOTS, 0, v_slot + 1)
             loaded += 1

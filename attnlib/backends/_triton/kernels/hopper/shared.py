@@ -18,7 +18,7 @@ class Sizes(NamedTuple):
     """What a kernel is compiled for: channels of blocks, keys of a block, consumers, and the slots of each ring.
 
     ``HOLES``: rows beyond a sequence's keys may be another's. ``HIDES_FIRST``: so may the mask hide its first keys.
-    ``PIECES``: the channels of values are multiplied in as many parts.
+    ``PIECES``: the channels of values are multiplied in as many parts. ``TURNED``: values lie by channels.
     """
 
     D: gl.constexpr
@@ -36,6 +36,7 @@ class Sizes(NamedTuple):
     PACKED: gl.constexpr
     PIECES: gl.constexpr
     THREADS: gl.constexpr
+    TURNED: gl.constexpr = False
 
 
 class Problem(NamedTuple):
