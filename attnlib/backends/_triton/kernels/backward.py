@@ -83,8 +83,8 @@ def backward_keys(
     tiles = tiles_of(low - i0, high - i0, all_low - i0, all_high - i0, BLOCK_M, BLOCK_M)
     for MASKED in tl.static_range(2):
         count = tiles.masked if MASKED else tiles.full
-        # Loads of the first steps are issued ahead, where count may be 0. Were that divided by, a compiler might take it
-        # to be more, and issue them for a loop that has no step: they would land in tiles of the next loop.
+        # Loads of first steps are issued ahead, where count may be 0. Were it divided by, a compiler might take it for
+        # more, and issue them for a loop that has no step: they would land in the tiles of the next one.
         tiles_of_head = tl.maximum(count, 1)
         for step in tl.range(0, GROUP * count, num_stages=STAGES):  # one loop for the group's heads never drains
             head = kv_head * GROUP + step // tiles_of_head if GROUP > 1 else kv_head
