@@ -1,0 +1,215 @@
+"""A function of indices as a program: a list of steps, each an operation on earlier values and constants.
+
+A program is text, in which two functions that do the same are the same, and which an operator can take. Every backend
+reads it: torch's runs the steps on tiles, Triton's writes them into its kernels.
+"""
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple
+
+BOOL, INT, FLOAT = KINDS = ("bool", "int", "float")  # each holds those before
+INDICES = ("b", "h", "i", "j", "first")
+SCORED = ("score", *INDICES)
+# By operation, how many operands it takes, the kind they are brought to (None: the widest of theirs, at least INT), and
+# the kind of its result (None: theirs).
+OPERATIONS = MappingProxyType(
+    {
+        **dict.fromkeys(("add", "sub", "mul", "floordiv", "mod", "minimum", "maximum"), (2, None, None)),
+        **dict.fromkeys(("neg", "abs"), (1, None, None)),
+        "truediv": (2, FLOAT, FLOAT),
+        **dict.fromkeys(("exp", "log", "tanh"), (1, FLOAT, FLOAT)),
+        **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), (2, None, BOOL)),
+        **dict.fromkeys(("logical_and", "logical_or"), (2, BOOL, BOOL)),
+        "logical_not": (1, BOOL, BOOL),
+    }
+)
+
+
+class Value(NamedTuple):
+    """What an input, a captured tensor or an earlier step is called."""
+
+    name: str
+
+
+Operand = Value | bool | int | float
+
+
+class Captured(NamedTuple):
+    """What a program depends on of a tensor: the kind of its elements, and its rank."""
+
+    kind: str
+    rank: int
+
+
+class Step(NamedTuple):
+    """An operation on operands, which are brought to the kind that it ``takes``; its result's name and kind.
+
+    Two have operands of other kinds too. ``load`` takes a tensor and an index for each of its dimensions, which is
+    clamped to what there is. ``where`` takes a bool, and what to choose from.
+    """
+
+    result: Value
+    operation: str
+    operands: tuple[Operand, ...]
+    takes: str
+    kind: str
+
+
+class Program(NamedTuple):
+    """A function of indices, as text; its steps are :func:`read` of it.
+
+    >>> steps = Steps(INDICES, [Captured(INT, 2)])
+    >>> owners = [steps.load(0, Value("b"), Value(index)) for index in "ij"]
+    >>> print(steps.program("mask", steps.add("eq", *owners)))
+    def mask(b, h, i, j, first, t0: int[2]):
+        x0 = load(t0, b, i)
+        x1 = load(t0, b, j)
+        x2 = eq(x0, x1)
+        return x2
+    """
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Parsed(NamedTuple):
+    """What a program's text says: its inputs, its tensors, its steps in order, and what it gives."""
+
+    inputs: tuple[str, ...]
+    captured: tuple[Captured, ...]
+    steps: tuple[Step, ...]
+    result: Operand
+
+
+class Steps:
+    """The steps of a program to be, each of them once; ``add`` and its like give the value that a step makes."""
+
+    def __init__(self, inputs: Sequence[str], captured: Sequence[Captured]):
+        self.inputs, self.captured = tuple(inputs), tuple(captured)
+        self._made: dict[tuple, Step] = {}
+        self._kinds = {Value(name): FLOAT if name == "score" else INT for name in inputs}
+
+    def add(self, operation: str, *operands: Operand) -> Value:
+        """An operation of :data:`OPERATIONS`.
+
+        Raises:
+            TypeError: an operand is no bool, where one is needed.
+        """
+        _, takes, kind = OPERATIONS[operation]
+        takes = takes or self._widest(operands)
+        for x in operands:
+            if takes == BOOL and self.kind(x) != BOOL:
+                raise TypeError(f"{operation}: expected a bool, got {self.kind(x)}; compare it with something")
+        return self._step(operation, operands, takes, kind or takes)
+
+    def where(self, condition: Operand, x: Operand, y: Operand) -> Value:
+        """One of two, by a bool; two bools give a bool.
+
+        Raises:
+            TypeError: the condition is no bool.
+        """
+        if self.kind(condition) != BOOL:
+            raise TypeError(f"where: expected a bool to choose by, got {self.kind(condition)}")
+        kind = BOOL if self.kind(x) == self.kind(y) == BOOL else self._widest((x, y))
+        return self._step("where", (condition, x, y), kind, kind)
+
+    def load(self, n: int, *indices: Operand) -> Value:
+        """An element of captured tensor ``n``.
+
+        Raises:
+            TypeError: there is not one int for each dimension.
+        """
+        kind, rank = self.captured[n]
+        if len(indices) != rank:
+            raise TypeError(f"tensor {n}: expected {rank} indices, one for each dimension, got {len(indices)}")
+        for x in indices:
+            if self.kind(x) != INT:
+                raise TypeError(f"tensor {n}: expected int indices, got {self.kind(x)}")
+        return self._step("load", (Value(f"t{n}"), *indices), INT, kind)
+
+    def cast(self, x: Operand, kind: str) -> Operand:
+        """``x`` as of another kind; a float becomes an int towards zero."""
+        return x if self.kind(x) == kind else self._step(f"to_{kind}", (x,), self.kind(x), kind)
+
+    def kind(self, x: Operand) -> str:
+        """Of what kind an operand is."""
+        return self._kinds[x] if isinstance(x, Value) else type(x).__name__
+
+    def copied(self, program: Program, tensors: Sequence[int]) -> Operand:
+        """What another program gives, whose captured tensors are those of these numbers here."""
+        parsed = read(program)
+        here = {Value(name): Value(name) for name in parsed.inputs}
+        here |= {Value(f"t{n}"): Value(f"t{at}") for n, at in enumerate(tensors)}
+        for step in parsed.steps:
+            operands = tuple(here.get(x, x) if isinstance(x, Value) else x for x in step.operands)
+            here[step.result] = self._step(step.operation, operands, step.takes, step.kind)
+        return here[parsed.result] if isinstance(parsed.result, Value) else parsed.result
+
+    def program(self, name: str, result: Operand) -> Program:
+        """The program that gives ``result``."""
+        tensors = [f"t{n}: {kind}[{rank}]" for n, (kind, rank) in enumerate(self.captured)]
+        lines = [f"def {name}({', '.join((*self.inputs, *tensors))}):"]
+        for step in self._made.values():
+            lines.append(f"    {step.result.name} = {step.operation}({', '.join(map(_spelled, step.operands))})")
+        return Program("\n".join([*lines, f"    return {_spelled(result)}"]))
+
+    def _widest(self, operands: Sequence[Operand]) -> str:
+        return max((INT, *map(self.kind, operands)), key=KINDS.index)
+
+    def _step(self, operation: str, operands: tuple[Operand, ...], takes: str, kind: str) -> Value:
+        key = (operation, *((type(x), x) for x in operands))  # True, 1 and 1.0 are equal
+        if key not in self._made:
+            result = Value(f"x{len(self._made)}")
+            self._made[key], self._kinds[result] = Step(result, operation, operands, takes, kind), kind
+        return self._made[key].result
+
+    def parsed(self, result: Operand) -> Parsed:
+        """All of it, as readers take it."""
+        return Parsed(self.inputs, self.captured, tuple(self._made.values()), result)
+
+
+@lru_cache(256)
+def read(program: Program) -> Parsed:
+    """The steps that a program's text tells of."""
+    (function,) = ast.parse(program.text).body
+    arguments, (*body, last) = function.args.args, function.body
+    inputs = [x.arg for x in arguments if x.annotation is None]
+    captured = [
+        Captured(x.annotation.value.id, x.annotation.slice.value) for x in arguments if x.annotation is not None
+    ]
+    steps = Steps(inputs, captured)
+    for line in body:
+        name, operands = line.value.func.id, [_operand(x) for x in line.value.args]
+        if name == "load":
+            steps.load(int(operands[0].name[1:]), *operands[1:])
+        elif name == "where":
+            steps.where(*operands)
+        elif name in OPERATIONS:
+            steps.add(name, *operands)
+        else:
+            steps.cast(*operands, name.removeprefix("to_"))
+    return steps.parsed(_operand(last.value))
+
+
+def combined(operation: str, *parts: tuple[Program, Sequence[int]], captured: Sequence[Captured]) -> Program:
+    """A logical operation on what masks give; beside each program are the numbers of its tensors among ``captured``."""
+    steps = Steps(INDICES, captured)
+    return steps.program("mask", steps.add(operation, *(steps.copied(*part) for part in parts)))
+
+
+def _operand(node: ast.expr) -> Operand:
+    if isinstance(node, ast.UnaryOp):
+        return -_operand(node.operand)
+    if isinstance(node, ast.Constant):
+        return node.value
+    return float(node.id) if node.id in ("inf", "nan") else Value(node.id)
+
+
+def _spelled(x: Operand) -> str:
+    return x.name if isinstance(x, Value) else repr(x)
