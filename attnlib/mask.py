@@ -1,8 +1,14 @@
 """Which keys a query sees: a band of storage indices, with an optional always-visible prefix."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from .checks import INT32
+from .mask_function import MaskFunction, function_of
+from .program import INDICES, Operand, Program, Steps, Value
+from .trace import FirstQuery
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,12 +19,16 @@ class Mask:
     ``None`` leaves a side unbounded; a side may be negative. Indices are storage indices, and the
     queries of a call are the last ``s`` of its ``t`` keys, so row ``r`` is query ``i = t - s + r``.
 
+    ``&``, ``|`` and ``~`` of masks are masks: a band where it is one, and else a MaskFunction.
+
     Raises:
         TypeError: a bound is not an int.
         ValueError: a bound is beyond int32, or the prefix is negative or combined with a bounded ``left``.
 
     >>> CAUSAL.visible(3, 3), CAUSAL.visible(3, 4), sliding(2).visible(3, 1)
     (True, False, False)
+    >>> CAUSAL & Mask(left=3) == sliding(4), ~CAUSAL, sliding(2) | CAUSAL.shift(2)
+    (True, Mask(left=-1, right=None, prefix=0), Mask(left=None, right=2, prefix=0))
     """
 
     left: int | None = None
@@ -44,6 +54,71 @@ class Mask:
         if self.right is not None:
             seen = seen & (j <= i + self.right)
         return seen | (j < self.prefix)
+
+    def __and__(self, other: "Mask | MaskFunction") -> "Mask | MaskFunction":
+        met = self.meet(other) if isinstance(other, Mask) else None
+        return self.as_function() & other if met is None else met
+
+    def __or__(self, other: "Mask | MaskFunction") -> "Mask | MaskFunction":
+        joined = self._join(other) if isinstance(other, Mask) else None
+        return self.as_function() | other if joined is None else joined
+
+    def __invert__(self) -> "Mask | MaskFunction":
+        if self.prefix or None not in (self.left, self.right):
+            return ~self.as_function()
+        if self.right is not None:
+            return Mask(left=-self.right - 1)
+        return NOTHING if self.left is None else Mask(right=-self.left - 1)
+
+    def as_function(self) -> MaskFunction:
+        """The function that says what the band says."""
+        return MaskFunction(self)
+
+    def meet(self, other: "Mask") -> "Mask | None":
+        """The keys that both show, if they are a band."""
+        left, right = (_least(x, y) for x, y in ((self.left, other.left), (self.right, other.right)))
+        if not (self.prefix or other.prefix):
+            return Mask(left, right)
+        for x, y in ((self, other), (other, self)):
+            if x.right is None and x.left is None:
+                return y
+            within = y.right is None or (x.right is not None and x.right <= y.right)
+            if left is None and within and (y.right is None or x.prefix <= y.prefix or x.right == y.right):
+                return Mask(None, x.right, x.prefix if y.right is None else min(x.prefix, y.prefix))
+        return None
+
+    def _join(self, other: "Mask") -> "Mask | None":
+        """The keys that either shows, if they are a band: none lies between them."""
+        bounds = [(-INT32 if x.left is None else -x.left, INT32 if x.right is None else x.right) for x in (self, other)]
+        (start, stop), (other_start, other_stop) = sorted(bounds)
+        is_whole = stop >= other_start - 1 and start <= stop and other_start <= other_stop
+        hull = self.hull(other)
+        return hull if is_whole and (hull.left is None or not hull.prefix) else None
+
+    def hull(self, other: "Mask") -> "Mask":
+        """The least band that shows what either shows."""
+        left, right = (None if None in both else max(both) for both in zip(self._sides, other._sides, strict=True))
+        return Mask(left, right, max(self.prefix, other.prefix) if right is not None else 0)
+
+    @property
+    def _sides(self) -> tuple[int | None, int | None]:
+        return self.left, self.right
+
+    def unbounded(self) -> "Mask":
+        """The band of all keys."""
+        return FULL
+
+    def program(self) -> Program:
+        """Whether query ``i`` sees key ``j``, as a program."""
+        steps, i, j = Steps(INDICES, ()), Value("i"), Value("j")
+        seen: Operand = True
+        if self.left is not None:
+            seen = steps.add("ge", j, steps.add("sub", i, self.left))
+        if self.right is not None:
+            seen = steps.add("logical_and", seen, steps.add("le", j, steps.add("add", i, self.right)))
+        if self.prefix:
+            seen = steps.add("logical_or", seen, steps.add("lt", j, self.prefix))
+        return steps.program("mask", seen)
 
     def keys(self, first: int, last: int, total: int) -> tuple[int, int]:
         """The exact half-open range of keys, of ``total``, that some query in ``[first, last)`` sees.
@@ -140,6 +215,36 @@ class Mask:
 
 FULL = Mask()
 CAUSAL = Mask(right=0)
+NOTHING = Mask(left=0, right=-1)
+
+
+def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunction:
+    """The keys that a function of indices lets a query see: ``function(b, h, i, j, *arguments)`` gives a bool.
+
+    ``b`` is the sequence, ``h`` the query head, ``i`` and ``j`` the storage indices of query and key, as in
+    :class:`Mask`. The function may use arithmetic, comparisons,
+    ``& | ~``, ``torch.where``, ``abs``, ``minimum``, ``maximum``, ``clamp``, ``exp``, ``log``, ``tanh`` and the indexing of
+    tensors that are passed as arguments. Indices of tensors are clamped to what there is. It is called once,
+    with stand-ins, so that Python's ``if`` cannot look at an index. ``FIRST_QUERY`` among the arguments stands for int32
+    ``[b]``, the storage index of each sequence's first query.
+
+    Raises:
+        TraceError: what the function does cannot run in a kernel; the message names the line.
+
+    >>> documents = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
+    >>> mask = CAUSAL & mask_mod(lambda b, h, i, j, document: document[b, i] == document[b, j], documents)
+    >>> print(mask.program)
+    def mask(b, h, i, j, first, t0: int[2]):
+        x0 = load(t0, b, i)
+        x1 = load(t0, b, j)
+        x2 = eq(x0, x1)
+        return x2
+    """
+    return function_of(FULL, function, arguments)
+
+
+def _least(x: int | None, y: int | None) -> int | None:
+    return y if x is None else x if y is None else min(x, y)
 
 
 def sliding(window: int) -> Mask:

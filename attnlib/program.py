@@ -95,17 +95,20 @@ class Steps:
         self._made: dict[tuple, Step] = {}
         self._kinds = {Value(name): FLOAT if name == "score" else INT for name in inputs}
 
-    def add(self, operation: str, *operands: Operand) -> Value:
-        """An operation of :data:`OPERATIONS`.
+    def add(self, operation: str, *operands: Operand) -> Operand:
+        """An operation of :data:`OPERATIONS`. A logical one with True or False needs no step.
 
         Raises:
             TypeError: an operand is no bool, where one is needed.
         """
+        if operation.startswith("logical"):
+            for x in operands:
+                if self.kind(x) != BOOL:
+                    raise TypeError(f"{operation}: expected a bool, got {self.kind(x)}; compare it with something")
+            if any(isinstance(x, bool) for x in operands):
+                return _decided(operation, operands)
         _, takes, kind = OPERATIONS[operation]
         takes = takes or self._widest(operands)
-        for x in operands:
-            if takes == BOOL and self.kind(x) != BOOL:
-                raise TypeError(f"{operation}: expected a bool, got {self.kind(x)}; compare it with something")
         return self._step(operation, operands, takes, kind or takes)
 
     def where(self, condition: Operand, x: Operand, y: Operand) -> Value:
@@ -201,6 +204,15 @@ def combined(operation: str, *parts: tuple[Program, Sequence[int]], captured: Se
     """A logical operation on what masks give; beside each program are the numbers of its tensors among ``captured``."""
     steps = Steps(INDICES, captured)
     return steps.program("mask", steps.add(operation, *(steps.copied(*part) for part in parts)))
+
+
+def _decided(operation: str, operands: Sequence[Operand]) -> Operand:
+    """A logical operation of which an operand is known."""
+    if operation == "logical_not":
+        return not operands[0]
+    known, other = sorted(operands, key=lambda x: not isinstance(x, bool))
+    decides = operation == "logical_or"  # what the known one has to be for the other to make no difference
+    return decides if known is decides else other
 
 
 def _operand(node: ast.expr) -> Operand:

@@ -77,6 +77,40 @@ def traced(name: str, function: Callable, tensors: Sequence[Tensor | FirstQuery]
     return tracer.program(function(*(_Known(Value(x), tracer) for x in inputs[:-1]), *of_tensors))
 
 
+def applied(function: Callable, arguments: Sequence[Tensor | FirstQuery], first: Tensor, *numbers: Tensor) -> Tensor:
+    """What ``function`` gives of numbers, tensors that broadcast, as a program of it would: it is called.
+
+    ``first`` is the storage index of the first query of the sequence that all indices are of.
+    """
+    return function(*numbers, *(_First(first) if x is FIRST_QUERY else _clamping(x) for x in arguments))
+
+
+class _First:
+    """What FIRST_QUERY stands for within one sequence."""
+
+    def __init__(self, first: Tensor):
+        self._first = first
+
+    def __getitem__(self, b: Tensor) -> Tensor:
+        return self._first
+
+
+class _Clamping:
+    """A tensor whose indices are clamped to what there is."""
+
+    def __init__(self, x: Tensor):
+        self._x = x
+
+    def __getitem__(self, at: object) -> Tensor:
+        at = at if isinstance(at, tuple) else (at,)
+        sizes = zip(at, self._x.shape, strict=True)
+        return self._x[tuple(torch.as_tensor(n, device=self._x.device).clamp(0, size - 1) for n, size in sizes)]
+
+
+def _clamping(x: Tensor) -> "Tensor | _Clamping":
+    return _Clamping(x) if x.dim() else x
+
+
 def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[Captured]:
     """What a program depends on of these tensors.
 

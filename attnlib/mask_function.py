@@ -1,0 +1,112 @@
+"""Which keys a query sees, where no band says it: a band and a function of indices, which both have to agree."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .program import Captured, Program, combined, read
+from .trace import FirstQuery, applied, traced
+
+EVERYWHERE = Program("def mask(b, h, i, j, first):\n    return True")
+Definition = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # takes b, h, i, j and first
+
+
+class Band(Protocol):
+    """What a function asks of the band beside it, which is a :class:`attnlib.Mask`."""
+
+    def visible(self, i: Tensor, j: Tensor) -> Tensor: ...
+    def meet(self, other: "Band") -> "Band | None": ...
+    def hull(self, other: "Band") -> "Band": ...
+    def unbounded(self) -> "Band": ...
+    def program(self) -> Program: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskFunction:
+    """The keys that a band and a function of indices both let a query see; :func:`attnlib.mask_mod` makes it.
+
+    ``program`` is what the function does, ``tensors`` what it reads; ``definition`` calls the function itself. Masks
+    compose by ``&``, ``|`` and ``~``, bands and functions alike.
+    """
+
+    band: Band
+    program: Program = EVERYWHERE
+    tensors: tuple[Tensor, ...] = ()
+    definition: Definition = field(default=lambda b, h, i, j, first: (i == i) & (j == j), repr=False)
+
+    def visible(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
+        """Whether query ``i`` of head ``h`` in sequence ``b`` sees key ``j``: the definition, for tensors that broadcast.
+
+        ``first`` is the storage index of the first query of each sequence.
+        """
+        return self.band.visible(i, j) & self.definition(b, h, i, j, first)
+
+    def as_function(self) -> "MaskFunction":
+        """Itself; a band gives the function that it is."""
+        return self
+
+    def __and__(self, other: object) -> "Band | MaskFunction":
+        if (other := _function(other)) is None:
+            return NotImplemented
+        if (band := self.band.meet(other.band)) is not None:
+            return _joined("logical_and", self, other, band)
+        return _joined("logical_and", _all_of(self), other, other.band)
+
+    def __or__(self, other: object) -> "Band | MaskFunction":
+        if (other := _function(other)) is None:
+            return NotImplemented
+        return _joined("logical_or", _all_of(self), _all_of(other), self.band.hull(other.band))
+
+    def __invert__(self) -> "Band | MaskFunction":
+        own = _all_of(self)
+        program = combined("logical_not", (own.program, range(len(own.tensors))), captured=read(own.program).captured)
+        return _simplest(own.band, program, own.tensors, lambda *at: ~own.definition(*at))
+
+    __rand__, __ror__ = __and__, __or__
+
+
+def function_of(band: Band, function: Callable, arguments: Sequence[Tensor | FirstQuery]) -> MaskFunction:
+    """The keys in a band that ``function(b, h, i, j, *arguments)`` lets a query see; see :func:`attnlib.mask_mod`."""
+    tensors = tuple(x for x in arguments if isinstance(x, Tensor))
+    program = traced("mask", function, arguments)
+
+    def definition(b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
+        return torch.as_tensor(applied(function, arguments, first, b, h, i, j), device=i.device)
+
+    return MaskFunction(band, program, tensors, definition)
+
+
+def _function(x: object) -> MaskFunction | None:
+    return x.as_function() if hasattr(x, "as_function") else None
+
+
+def _all_of(x: MaskFunction) -> MaskFunction:
+    """The same mask, with its band in its program too, and so with any band around it."""
+    own = tuple(range(len(x.tensors)))
+    program = combined("logical_and", (x.band.program(), ()), (x.program, own), captured=read(x.program).captured)
+    return MaskFunction(x.band.unbounded(), program, x.tensors, x.visible)
+
+
+def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Band | MaskFunction":
+    """What both functions say, within a band; a tensor that both read is read once."""
+    tensors, at_y = list(x.tensors), []
+    captured: list[Captured] = list(read(x.program).captured)
+    for tensor, kind in zip(y.tensors, read(y.program).captured, strict=True):
+        known = [n for n, other in enumerate(tensors) if other is tensor]
+        at_y.append(known[0] if known else len(tensors))
+        if not known:
+            tensors.append(tensor)
+            captured.append(kind)
+    program = combined(operation, (x.program, range(len(x.tensors))), (y.program, at_y), captured=captured)
+    of_x, of_y, both = x.definition, y.definition, operation == "logical_and"
+    return _simplest(
+        band, program, tuple(tensors), lambda *at: (of_x(*at) & of_y(*at)) if both else (of_x(*at) | of_y(*at))
+    )
+
+
+def _simplest(band: Band, program: Program, tensors: tuple[Tensor, ...], definition: Definition):
+    """The band alone, where the program says nothing."""
+    return band if program.text.endswith("return True") and not tensors else MaskFunction(band, program, tensors, definition)
