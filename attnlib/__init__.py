@@ -22,15 +22,19 @@ from .functional import (
 )
 from .kv import KVLayout, KVView
 from .layers import GroupedQueryAttention, MultiHeadAttention, MultiHeadLatentAttention, MultiQueryAttention
-from .mask import CAUSAL, FULL, Mask, sliding
+from .mask import CAUSAL, FULL, Mask, mask_mod, sliding
+from .mask_function import MaskFunction
 from .merge import merge_states
 from .rope import Angles, Rope, rotate
+from .scores import ScoreFunction, score_mod
+from .trace import FIRST_QUERY, TraceError
 
 # For selective activation checkpointing: outputs that are linear in tokens to keep, and quadratic to compute again.
 SAVE_OPS = tuple(getattr(torch.ops.attnlib, f"{name}_forward").default for name in ("torch", "triton", "triton_plain"))
 
 __all__ = [
     "CAUSAL",
+    "FIRST_QUERY",
     "FLOP_FORMULAS",
     "FULL",
     "SAVE_OPS",
@@ -43,19 +47,24 @@ __all__ = [
     "KVLayout",
     "KVView",
     "Mask",
+    "MaskFunction",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "MultiQueryAttention",
     "Rope",
+    "ScoreFunction",
     "SlowPathWarning",
+    "TraceError",
     "attention",
     "attention_with_lse",
     "cached_attention",
     "cached_attention_with_lse",
     "explain",
+    "mask_mod",
     "merge_states",
     "quantize_fp8",
     "rotate",
+    "score_mod",
     "sliding",
     "varlen_attention",
     "varlen_attention_with_lse",

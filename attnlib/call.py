@@ -10,7 +10,10 @@ from .checks import INT32, bind, is_strided, refuse_tensor
 from .fp8 import E4M3, Descales, check_descales
 from .kv import KVView
 from .mask import Mask
-from .spec import AttentionSpec, describe
+from .mask_function import MaskFunction
+from .program import Program
+from .scores import ScoreFunction
+from .spec import AttentionSpec, Programs, describe
 
 FP32 = torch.finfo(torch.float32)
 
@@ -22,11 +25,12 @@ class Score(NamedTuple):
     softcap: float | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    function: ScoreFunction | None = None
 
     @property
     def options(self) -> tuple[str, ...]:
         """The names of what there is beside the scale."""
-        if self.softcap is self.alibi_slopes is self.sinks is None:
+        if self.softcap is self.alibi_slopes is self.sinks is self.function is None:
             return ()
         return tuple(name for name, x in self._asdict().items() if x is not None and name != "scale")
 
@@ -75,6 +79,27 @@ class Origin(NamedTuple):
         return torch.stack([torch.as_tensor(x, dtype=torch.int32, device=device).expand(sequences) for x in self], 1)
 
 
+class Functions(NamedTuple):
+    """What functions of indices say of a mask and of scores, and the tensors that they read."""
+
+    mask: Program | None
+    score: Program | None
+    mask_tensors: tuple[Tensor, ...]
+    score_tensors: tuple[Tensor, ...]
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """The tensors, by names for people."""
+        both = (("mask_mod", self.mask_tensors), ("score_mod", self.score_tensors))
+        return {f"tensor {n} of {name}": x for name, tensors in both for n, x in enumerate(tensors)}
+
+    @property
+    def programs(self) -> Programs:
+        """All but the tensors, of which there are dtypes and ranks."""
+        kinds = tuple((x.dtype, x.dim()) for x in (*self.mask_tensors, *self.score_tensors))
+        return Programs(self.mask, self.score, kinds)
+
+
 class Call(NamedTuple):
     """What one call computes. ``k`` and ``v`` are None over a view, ``kv`` is None over tensors.
 
@@ -82,7 +107,7 @@ class Call(NamedTuple):
     """
 
     q: Tensor
-    mask: Mask
+    mask: Mask | MaskFunction
     score: Score = Score()
     k: Tensor | None = None
     v: Tensor | None = None
@@ -106,14 +131,25 @@ class Call(NamedTuple):
         """The tensors that need not be there, by name, and are."""
         score, packing, seed, descales = self.score, self.packing, self.dropout.seed, self.descales
         if packing is descales is score.alibi_slopes is score.sinks is self.key_starts is self.key_ends is seed is None:
-            return {}
-        found = {"alibi_slopes": score.alibi_slopes, "sinks": score.sinks}
+            return {} if self.functions is None else self.functions.named
+        found = {} if self.functions is None else self.functions.named
+        found |= {"alibi_slopes": score.alibi_slopes, "sinks": score.sinks}
         found |= {"key_starts": self.key_starts, "key_ends": self.key_ends, "dropout_seed": seed}
         if packing is not None:
             found |= {"cu_seqlens_q": packing.cu_seqlens_q, "cu_seqlens_k": packing.cu_seqlens_k}
         if descales is not None:
             found |= descales._asdict()
         return {name: x for name, x in found.items() if x is not None}
+
+    @property
+    def functions(self) -> Functions | None:
+        """What functions of indices say of its mask and its scores, if any do."""
+        mask, score = self.mask, self.score.function
+        if type(mask) is Mask and score is None:
+            return None
+        of_mask = (None, ()) if type(mask) is Mask else (mask.program, mask.tensors)
+        of_score = (None, ()) if score is None else (score.program, score.tensors)
+        return Functions(of_mask[0], of_score[0], of_mask[1], of_score[1])
 
     @property
     def sequences(self) -> int:
@@ -171,8 +207,8 @@ def _bind_to_view(call: Call) -> dict[str, int]:
     sizes = bind(("q", q, "bshd" if kv.cu_seqlens_q is None else "shd"), known=known)
     if sizes["h"] == 0 or sizes["h"] % layout.heads:
         raise ValueError(f"q: expected a multiple of the cache's g={layout.heads} KV heads, got h={sizes['h']}")
-    if isinstance(mask, Mask):  # what is none, describe() refuses
-        layout.check_reach(mask)
+    if isinstance(mask, Mask | MaskFunction):  # what is none, describe() refuses
+        layout.check_reach(mask.band)
     return sizes | {"g": layout.heads, "e": layout.value_dim}
 
 
@@ -189,7 +225,9 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _filled(score: Score, head_dim: int) -> Score:
     scale = max(head_dim, 1) ** -0.5 if score.scale is None else _positive("scale", score.scale)
     softcap = None if score.softcap is None else _positive("softcap", score.softcap)
-    return Score(scale, softcap, score.alibi_slopes, score.sinks)
+    if score.function is not None and type(score.function) is not ScoreFunction:
+        raise TypeError(f"score: expected what score_mod() makes, got {type(score.function).__name__}")
+    return Score(scale, softcap, score.alibi_slopes, score.sinks, score.function)
 
 
 def _positive(name: str, value: float) -> float:
@@ -218,6 +256,9 @@ def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
         return
     per_sequence = "alibi_slopes" in optional and is_strided(score.alibi_slopes) and score.alibi_slopes.dim() == 2
     dims = {"alibi_slopes": "bh" if per_sequence else "h", "sinks": "h", "key_starts": "b", "key_ends": "b"}
+    for name, x in ({} if call.functions is None else call.functions.named).items():
+        if 0 in x.shape:
+            raise ValueError(f"{name}: expected an element in each dimension, got {tuple(x.shape)}")
     named = [(name, x, dims[name]) for name, x in optional.items() if name in dims]
     for name, x, _ in named:
         if not is_strided(x):

@@ -76,11 +76,15 @@ class Explanation(NamedTuple):
 
     def _lines(self) -> list[str]:
         spec = ", ".join(
-            f"{name}={value}" for name, value in self.spec._asdict().items() if value not in (None, False, (), 0)
+            f"{name}={value}"
+            for name, value in self.spec._asdict().items()
+            if name != "functions" and value not in (None, False, (), 0)
         )
+        programs = () if self.spec.functions is None else (self.spec.functions.mask, self.spec.functions.score)
         variant = f", {self.variant} kernels" if self.variant else ""
         lines = [f"{self.spec.kind} attention: {spec}", f"runs on: {self.chosen or 'nothing'}{variant}"]
         lines += [f"  slow: {reason}" for reason in self.slow]
+        lines += [f"  {line}" for program in programs if program is not None for line in program.text.splitlines()]
         return lines + [f"  not on {name}: {reason}" for name, reasons in self.rejected.items() for reason in reasons]
 
 

@@ -12,8 +12,10 @@ from .dispatch import PREPARED, Explanation, explained, select
 from .fp8 import Descales, descales_of
 from .kv import KVView
 from .mask import FULL, Mask
+from .mask_function import MaskFunction
 from .merge import merge_states
 from .prepared import key_of
+from .scores import ScoreFunction
 
 
 def attention(
@@ -21,11 +23,12 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask,
+    mask: Mask | MaskFunction,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score: ScoreFunction | None = None,
     key_starts: Tensor | None = None,
     key_ends: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -41,7 +44,7 @@ def attention(
     ``s`` of the ``t`` keys (bottom-right alignment). The score of a visible pair is
     ``softcap * tanh(scale * q·k / softcap)`` (without softcap ``scale * q·k``) minus ``slope * |i - j|``. ``scale``
     defaults to ``d ** -0.5``. ``alibi_slopes`` are ``[h]`` or ``[b, h]``. ``sinks`` ``[h]`` are logits without a value,
-    neither scaled nor capped. ``key_starts`` and ``key_ends`` int32 ``[b]`` hide keys outside ``[start, end)`` and move
+    neither scaled nor capped. ``score``, of :func:`score_mod`, changes scores last. ``key_starts`` and ``key_ends`` int32 ``[b]`` hide keys outside ``[start, end)`` and move
     nothing else. A query that sees no key gives 0, with zero gradients. Dropout keeps what Philox bits of
     (``dropout_seed``, sequence, head, i, j) say; ``dropout_seed`` int64 ``[1]`` is drawn when None. q, k and v in
     float8_e4m3fn, as :func:`quantize_fp8` makes them, come with what they are to be multiplied by, above 0 and fp32:
@@ -56,9 +59,9 @@ def attention(
     >>> attention(q, k, k, mask=CAUSAL).shape
     torch.Size([2, 9, 8, 64])
     """
-    score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
+    options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
     descales = descales_of(q_descale, k_descale, v_descale)
-    call = Call(q, mask, score, k, v, None, key_starts, key_ends, None, dropout, descales=descales)
+    call = Call(q, mask, options, k, v, None, key_starts, key_ends, None, dropout, descales=descales)
     return attend(call, backend)[0]
 
 
@@ -67,11 +70,12 @@ def attention_with_lse(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask,
+    mask: Mask | MaskFunction,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score: ScoreFunction | None = None,
     key_starts: Tensor | None = None,
     key_ends: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -85,9 +89,9 @@ def attention_with_lse(
 
     The LSE is fp32 (fp64 for fp64 inputs), includes the sink, and is -inf where there is neither key nor sink.
     """
-    score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
+    options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
     descales = descales_of(q_descale, k_descale, v_descale)
-    call = Call(q, mask, score, k, v, None, key_starts, key_ends, None, dropout, descales=descales, lse=True)
+    call = Call(q, mask, options, k, v, None, key_starts, key_ends, None, dropout, descales=descales, lse=True)
     return attend(call, backend)
 
 
@@ -100,11 +104,12 @@ def varlen_attention(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    mask: Mask,
+    mask: Mask | MaskFunction,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score: ScoreFunction | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     q_descale: Tensor | None = None,
@@ -117,10 +122,10 @@ def varlen_attention(
     Sequence ``n`` owns rows ``cu_seqlens[n]:cu_seqlens[n + 1]`` (int32, ``[b + 1]``, from 0); rows after the last
     offset give 0. The longest lengths are hints and may be too large. See :func:`attention` for the rest.
     """
-    score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
+    options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
     descales = descales_of(q_descale, k_descale, v_descale)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    call = Call(q, mask, score, k, v, packing=packing, dropout=dropout, descales=descales, lse=False)
+    call = Call(q, mask, options, k, v, packing=packing, dropout=dropout, descales=descales, lse=False)
     return attend(call, backend)[0]
 
 
@@ -133,11 +138,12 @@ def varlen_attention_with_lse(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    mask: Mask,
+    mask: Mask | MaskFunction,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score: ScoreFunction | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     q_descale: Tensor | None = None,
@@ -146,10 +152,10 @@ def varlen_attention_with_lse(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`varlen_attention` and its LSE ``[h, t]``; rows after the last offset are -inf."""
-    score, dropout = Score(scale, softcap, alibi_slopes, sinks), Dropout(dropout_p, dropout_seed)
+    options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
     descales = descales_of(q_descale, k_descale, v_descale)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    call = Call(q, mask, score, k, v, packing=packing, dropout=dropout, descales=descales, lse=True)
+    call = Call(q, mask, options, k, v, packing=packing, dropout=dropout, descales=descales, lse=True)
     return attend(call, backend)
 
 
@@ -157,11 +163,12 @@ def cached_attention(
     q: Tensor,
     kv: KVView,
     *,
-    mask: Mask,
+    mask: Mask | MaskFunction,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score: ScoreFunction | None = None,
     q_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -176,23 +183,24 @@ def cached_attention(
         ValueError: the mask reaches further left than a windowed layout keeps, or shapes that do not fit; with
             ``ATTNLIB_CHECK=1`` also lengths, pages or offsets that kernels would clamp.
     """
-    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks), q_descale), backend)[0]
+    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks, score), q_descale), backend)[0]
 
 
 def cached_attention_with_lse(
     q: Tensor,
     kv: KVView,
     *,
-    mask: Mask,
+    mask: Mask | MaskFunction,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score: ScoreFunction | None = None,
     q_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`cached_attention` and its LSE, ``[b, h, s]`` or packed ``[h, t]``."""
-    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks), q_descale, lse=True), backend)
+    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks, score), q_descale, lse=True), backend)
 
 
 def explain(call: Callable, *args, **kwargs) -> Explanation:
@@ -224,12 +232,13 @@ def explain(call: Callable, *args, **kwargs) -> Explanation:
 
 def _call_of(kind: str, arguments: Mapping[str, Any], *, lse: bool) -> Call:
     """The call that a function of this kind makes of its arguments."""
-    q, mask, score = arguments["q"], arguments["mask"], Score(*(arguments[name] for name in Score._fields))
+    options = Score(*(arguments["score" if name == "function" else name] for name in Score._fields))
+    q, mask = arguments["q"], arguments["mask"]
     if kind == "cached":
-        return _over(q, arguments["kv"], mask, score, arguments["q_descale"], lse=lse)
+        return _over(q, arguments["kv"], mask, options, arguments["q_descale"], lse=lse)
     dropout = Dropout(arguments["dropout_p"], arguments["dropout_seed"])
     descales = descales_of(*(arguments[name] for name in Descales._fields))
-    call = Call(q, mask, score, arguments["k"], arguments["v"], dropout=dropout, descales=descales, lse=lse)
+    call = Call(q, mask, options, arguments["k"], arguments["v"], dropout=dropout, descales=descales, lse=lse)
     if kind == "dense":
         return call._replace(key_starts=arguments["key_starts"], key_ends=arguments["key_ends"])
     return call._replace(packing=Packing(*(arguments[name] for name in Packing._fields)))
@@ -278,7 +287,7 @@ def attend(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
     return result
 
 
-def _over(q: Tensor, kv: KVView, mask: Mask, score: Score, q_descale: Tensor | None, *, lse: bool = False) -> Call:
+def _over(q: Tensor, kv: KVView, mask: Mask | MaskFunction, score: Score, q_descale: Tensor | None, *, lse: bool = False) -> Call:
     if not isinstance(kv, KVView):
         raise TypeError(f"kv: expected the KVView that append() or view() of a cache returned, got {type(kv).__name__}")
     return Call(q, mask, score, None, None, kv, descales=descales_of(q_descale), lse=lse)
@@ -286,7 +295,7 @@ def _over(q: Tensor, kv: KVView, mask: Mask, score: Score, q_descale: Tensor | N
 
 def _sees_all_before(call: Call) -> bool:
     """Whether every query sees all keys before its own, and no score depends on how far off they are, or on whose."""
-    is_alike = call.score.alibi_slopes is call.descales is None  # those of a group's sequences may differ
+    is_alike = call.score.alibi_slopes is call.score.function is call.descales is None  # those of a group's sequences may differ
     return isinstance(call.mask, Mask) and call.mask.sees_all_before and is_alike
 
 

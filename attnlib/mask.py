@@ -70,6 +70,11 @@ class Mask:
             return Mask(left=-self.right - 1)
         return NOTHING if self.left is None else Mask(right=-self.left - 1)
 
+    @property
+    def band(self) -> "Mask":
+        """Itself, as the band of a MaskFunction."""
+        return self
+
     def as_function(self) -> MaskFunction:
         """The function that says what the band says."""
         return MaskFunction(self)

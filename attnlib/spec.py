@@ -9,17 +9,27 @@ import torch
 from .fp8 import E4M3
 from .kv import DTYPES, KVLayout, KVView
 from .mask import Mask
+from .mask_function import MaskFunction
+from .program import Program
 from .watched import is_forward_mode
 
 NO_BACKWARD = "cached attention has no backward; wrap the call in torch.no_grad()"
 NO_FP8_BACKWARD = "fp8 inputs have no backward; wrap the call in torch.no_grad(), or train in bf16"
 
 
+class Programs(NamedTuple):
+    """What functions say of a mask and of scores, and the dtypes and ranks of what they read."""
+
+    mask: Program | None
+    score: Program | None
+    tensors: tuple[tuple[torch.dtype, int], ...]
+
+
 class AttentionSpec(NamedTuple):
     """A problem without its lengths: everything that may decide which backend or kernel runs it.
 
-    ``kind`` is ``dense``, ``varlen`` or ``cached``; ``arch`` is 90 for sm_90 and 0 off CUDA; ``score`` names the
-    options of scores; ``strided`` names the tensors whose last dimension is not contiguous; ``layout``, ``page_size``
+    ``kind`` is ``dense``, ``varlen`` or ``cached``; ``arch`` is 90 for sm_90 and 0 off CUDA; ``mask`` is a band, within
+    which ``functions`` may hide more; ``score`` names the options of scores; ``strided`` names the tensors whose last dimension is not contiguous; ``layout``, ``page_size``
     and ``batch_invariant`` belong to cached calls; ``interpreted`` says that Triton runs kernels without a GPU.
     """
 
@@ -42,6 +52,7 @@ class AttentionSpec(NamedTuple):
     page_size: int
     batch_invariant: bool
     interpreted: bool = False
+    functions: Programs | None = None
 
     @property
     def without_backward(self) -> list[str]:
@@ -61,8 +72,9 @@ def describe(call, sizes: dict[str, int]) -> AttentionSpec:
         ValueError: tensors on different devices.
     """
     mask, score, kv, dropout = call.mask, call.score, call.kv, call.dropout
-    if type(mask) is not Mask:  # what a subclass says of visible(), no kernel would know
+    if type(mask) not in (Mask, MaskFunction):  # what a subclass says of visible(), no kernel would know
         raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
+    functions = call.functions
     device, dtype = call.q.device, call.q.dtype
     if dtype not in DTYPES and dtype != E4M3:
         raise TypeError(f"q: expected fp16, bf16, fp32 or fp64, got {dtype}")
@@ -90,7 +102,7 @@ def describe(call, sizes: dict[str, int]) -> AttentionSpec:
         device_type,
         arch_of(device),
         dtype,
-        mask,
+        mask.band,
         sizes["h"],
         sizes["g"],
         sizes["d"],
@@ -105,6 +117,7 @@ def describe(call, sizes: dict[str, int]) -> AttentionSpec:
         0 if kv is None else kv.page_size,
         kv is not None and kv.split_size > 0,
         device_type == "cpu" and is_interpreted(),
+        None if functions is None else functions.programs,
     )
 
 

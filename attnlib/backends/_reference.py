@@ -9,6 +9,8 @@ from torch import Tensor
 from ..call import Call, Score
 from ..fp8 import per_token
 from ..kv import KVView
+from ..mask import Mask
+from ..mask_function import MaskFunction
 from ..philox import dropout_keep
 from ..reference import attend
 from ..spec import AttentionSpec
@@ -90,20 +92,33 @@ def _sequences(call: Call) -> Iterator[tuple[Tensor, Tensor, Tensor, int, int]]:
 def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, call: Call) -> tuple[Tensor, Tensor]:
     """One sequence, whose keys outside ``[start, end)`` are hidden."""
     (s, h, _), t, p, options = q.shape, k.shape[0], call.dropout.p, call.score._asdict()
+    function = options.pop("function")
     stored = torch.arange(t, device=q.device)
     query, key, head, sequence = (x if isinstance(x, int) else int(x[n]) for x in call.origin)
     i, j = query + torch.arange(t - s, t, device=q.device)[:, None], key + stored
-    visible = call.mask.visible(i, j) & (stored >= start) & (stored < end)
-    bias = weight = None
+    heads = torch.arange(head, head + h, device=q.device)
+    own, first = torch.tensor(sequence + n, device=q.device), torch.tensor(query + t - s, device=q.device)
+    visible = _visible(call.mask, own, heads, i, j, first) & (stored >= start) & (stored < end)
+    bias = weight = change = None
+    if function is not None:
+
+        def change(score: Tensor, row: int, keys: Tensor) -> Tensor:
+            return function.definition(score, own, heads[:, None], i[row], j[keys], first).to(score.dtype)
+
     slopes = options.pop("alibi_slopes")
     if slopes is not None:
         bias = -(slopes if slopes.dim() == 1 else slopes[n])[:, None, None] * (i - j).abs()
     if p > 0:
-        heads = torch.arange(head, head + h, device=q.device)
-        sequences = torch.tensor([sequence + n], device=q.device)
-        where = {"sequences": sequences, "heads": heads, "rows": i[:, 0], "first": key, "last": key + t}
+        where = {"sequences": own[None], "heads": heads, "rows": i[:, 0], "first": key, "last": key + t}
         weight = dropout_keep(int(call.dropout.seed), p, **where)[0].to(wide(q)) / (1 - p)
-    return attend(q, k, v, visible, bias=bias, weight=weight, **options)
+    return attend(q, k, v, visible, bias=bias, change=change, weight=weight, **options)
+
+
+def _visible(mask: Mask | MaskFunction, b: Tensor, heads: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
+    """Which pairs of queries ``[s, 1]`` and keys ``[t]`` a mask shows: ``[s, t]``, or ``[h, s, t]`` by a function."""
+    if isinstance(mask, Mask):
+        return mask.visible(i, j)
+    return mask.visible(b, heads[:, None, None], i, j, first).expand(len(heads), len(i), len(j))
 
 
 def _stored(kv: KVView, n: int, start: int, length: int) -> tuple[Tensor, Tensor]:

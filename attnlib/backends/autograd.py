@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..prepared import Run
 from ..spec import NO_BACKWARD
 from ..watched import are_batched, are_watched, have_tangents, is_forward_mode
 from .flops import backward_flops, cached_flops, forward_flops
-from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, fake_attention, fake_backward
+from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, fake_attention, fake_backward, learns
 from .registration import Operator, register
 
 WITH_GRADIENTS = 5  # arguments, q, k, v, slopes and sinks
@@ -38,7 +39,8 @@ class Operators:
         Raises:
             NotImplementedError: a tensor carries a forward-mode derivative.
         """
-        if is_forward_mode(*arguments) and have_tangents(*arguments):  # which operators would drop
+        tensors = (*arguments[:TENSORS], *arguments.captured)
+        if is_forward_mode(*tensors) and have_tangents(*tensors):  # which operators would drop
             raise NotImplementedError("attention has no forward-mode derivative; differentiate in reverse mode")
         if are_watched(arguments.q, arguments.k, arguments.v):
             return self._operator("forward")(*arguments)
@@ -46,7 +48,8 @@ class Operators:
 
     def differentiable(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         """Output and LSE with their gradients, around the dispatcher, where nobody follows it."""
-        return _Attention.apply(self, arguments[WITH_GRADIENTS:], *arguments[:WITH_GRADIENTS])
+        rest = arguments[WITH_GRADIENTS:TENSORS], arguments[TENSORS + 1 :]
+        return _Attention.apply(self, rest, *arguments[:WITH_GRADIENTS], *arguments.captured)
 
     def repeated(self, run: Run, backward: Callable, a: Arguments, *, lse: bool) -> Run:
         """What runs a call again on other q, k and v, by ``run``; it has no other tensors, so there are no descales.
@@ -61,11 +64,14 @@ class Operators:
     def gradients(self, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient of each argument of the forward operator, None where there is none to give."""
         out, lse, *tensors = ctx.saved_tensors
-        a = Arguments(*tensors, *ctx.numbers)
+        a = Arguments(*tensors[:TENSORS], tensors[TENSORS:], *ctx.numbers)
         dout = torch.zeros_like(out) if dout is None else dout
         run = self._operator("backward") if _is_followed(dout, dlse, out, a.q) else self.backward
-        # It gives those of the first arguments: q, k, v, slopes and sinks.
-        given = [None if x is None else grad for x, grad in zip(a, run(dout, dlse, out, lse, *a), strict=False)]
+        # It gives those of the first arguments, q, k, v, slopes and sinks, and of captured tensors.
+        *first, captured = run(dout, dlse, out, lse, *a)
+        given = [None if x is None else grad for x, grad in zip(a, first, strict=False)]
+        of_captured = [grad if known else None for grad, known in zip(captured, learns(a), strict=True)]
+        given += [None] * (TENSORS - len(given)) + [of_captured or None]
         return *given, *(None,) * (len(a) - len(given))
 
     def _repeated_gradients(self, backward, rest, dout, dlse, out, lse, q, k, v):
@@ -76,7 +82,7 @@ class Operators:
             return found
         else:
             run = self.backward
-        dq, dk, dv, _, _ = run(dout, dlse, out, lse, q, k, v, *rest)
+        dq, dk, dv, *_ = run(dout, dlse, out, lse, q, k, v, *rest)
         return dq, dk, dv
 
     def _operator(self, direction: str) -> Callable:
@@ -95,8 +101,9 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, operators, rest, q, k, v, *options):
-        inputs = (q, k, v, *options, *rest)
+    def forward(ctx, operators, rest, q, k, v, alibi_slopes, sinks, *captured):
+        tensors, numbers = rest
+        inputs = (q, k, v, alibi_slopes, sinks, *tensors, list(captured), *numbers)
         output = operators.forward(*inputs)
         _keep(ctx, inputs, output)
         ctx.operators = operators
@@ -104,7 +111,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return None, None, *ctx.operators.gradients(ctx, dout, dlse)[:WITH_GRADIENTS]
+        given = ctx.operators.gradients(ctx, dout, dlse)
+        return None, None, *given[:WITH_GRADIENTS], *(given[TENSORS] or ())
 
 
 class Again(NamedTuple):
@@ -139,8 +147,8 @@ def register_cached(name: str, run: Callable) -> torch.library.Library | None:
 
 
 def _keep(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:TENSORS])
-    ctx.numbers = inputs[TENSORS:]
+    ctx.save_for_backward(*output, *inputs[:TENSORS], *inputs[TENSORS])
+    ctx.numbers = inputs[TENSORS + 1 :]
     ctx.set_materialize_grads(False)
 
 
@@ -160,10 +168,18 @@ def _vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple[Tens
     n, pairs = info.batch_size, list(zip(inputs, in_dims, strict=True))
     leading = len(inputs) - len(Arguments._fields) + 3  # before q, k and v, a backward has four others
     alike = all((x is None) == (dim is None) for x, dim in pairs[:leading])
-    if alike and all(x is None for x in inputs[leading : leading + TENSORS - 3]):
+    if alike and not any(x is not None and x != [] for x in inputs[leading : leading + TENSORS - 2]):
         joined = [x if x is None else x.movedim(dim, 0).flatten(0, 1) for x, dim in pairs[:leading]]
-        results = [x.unflatten(0, (n, x.shape[0] // n)) for x in operator(*joined, *inputs[leading:])]
+        results = operator(*joined, *inputs[leading:])
+        results = tree_map(lambda x: x.unflatten(0, (n, x.shape[0] // n)), results)
     else:
-        each = [operator(*(x if dim is None else x.select(dim, i) for x, dim in pairs)) for i in range(n)]
-        results = [torch.stack(x) for x in zip(*each, strict=True)]
-    return tuple(results), (0,) * len(results)
+        each = [operator(*(_selected(x, dim, i) for x, dim in pairs)) for i in range(n)]
+        results = tree_map(lambda *x: torch.stack(x), *each)
+    return results, tree_map(lambda x: 0, results)
+
+
+def _selected(x: object, dim: object, i: int) -> object:
+    """What of an argument the ``i``-th call takes."""
+    if isinstance(x, list):
+        return [_selected(*each, i) for each in zip(x, dim or [None] * len(x), strict=True)]
+    return x if dim is None else x.select(dim, i)

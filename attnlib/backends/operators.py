@@ -9,15 +9,21 @@ from typing import NamedTuple, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from ..call import Call, Score
+from ..call import Call, Functions, Score
 from ..fp8 import E4M3
 from ..mask import Mask
+from ..program import Program, read
 
-TYPES = MappingProxyType({Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"})
+TYPES = MappingProxyType(
+    {Tensor: "Tensor", list[Tensor]: "Tensor[]", int: "SymInt", float: "float", bool: "bool", str: "str"}
+)
 
 
 class Arguments(NamedTuple):
-    """What a forward operator takes, in the order of its schema; the tensors come first."""
+    """What a forward operator takes, in the order of its schema; the tensors come first.
+
+    The programs of a mask and of scores read the ``captured`` tensors, the mask's first.
+    """
 
     q: Tensor
     k: Tensor
@@ -33,6 +39,7 @@ class Arguments(NamedTuple):
     q_descale: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
+    captured: list[Tensor]
     left: int | None
     right: int | None
     prefix: int
@@ -41,6 +48,8 @@ class Arguments(NamedTuple):
     dropout_p: float
     max_seqlen_q: int | None
     max_seqlen_k: int | None
+    mask_program: str | None
+    score_program: str | None
 
 
 class CachedArguments(NamedTuple):
@@ -61,12 +70,15 @@ class CachedArguments(NamedTuple):
     sinks: Tensor | None
     origin: Tensor | None
     q_descale: Tensor | None
+    captured: list[Tensor]
     left: int | None
     right: int | None
     prefix: int
     scale: float
     softcap: float | None
     split_size: int
+    mask_program: str | None
+    score_program: str | None
 
     @property
     def value_plane(self) -> Tensor:
@@ -98,30 +110,40 @@ class WriteArguments(NamedTuple):
 
 def flat(call: Call) -> Arguments:
     """A checked call on tensors as operators take it, in tensors whose channels lie side by side."""
-    q, k, v, mask, score, packing, dropout = call.q, call.k, call.v, call.mask, call.score, call.packing, call.dropout
+    q, k, v, score, packing, dropout, mask = call.q, call.k, call.v, call.score, call.packing, call.dropout, call.mask.band
     if call.spec.strided:
         q, k, v = (x.contiguous() if name in call.spec.strided else x for name, x in zip("qkv", (q, k, v), strict=True))
     cu_q, cu_k, max_q, max_k = (None,) * 4 if packing is None else packing
     origin = call.origin.table(call.sequences, q.device)
     q_descale, k_descale, v_descale = (None,) * 3 if call.descales is None else call.descales
+    captured, *programs = _flat_functions(call)
+    numbers = mask.left, mask.right, mask.prefix, score.scale, score.softcap, dropout.p, max_q, max_k
     return Arguments(
         q, k, v, score.alibi_slopes, score.sinks, call.key_starts, call.key_ends, cu_q, cu_k, dropout.seed, origin,
-        q_descale, k_descale, v_descale, mask.left, mask.right, mask.prefix, score.scale, score.softcap, dropout.p,
-        max_q, max_k,
+        q_descale, k_descale, v_descale, captured, *numbers, *programs,
     )  # fmt: skip
 
 
 def flat_over_view(call: Call, schedule: Tensor | None = None) -> CachedArguments:
     """A checked call over a view as operators take it."""
-    kv, mask, score = call.kv, call.mask, call.score
+    kv, mask, score = call.kv, call.mask.band, call.score
+    captured, *programs = _flat_functions(call)
     q = call.q.contiguous() if call.spec.strided else call.q
     v, v_scale = (None, None) if kv.layout.is_latent else (kv.v, kv.v_scale)
     q_descale = None if call.descales is None else call.descales.q_descale
     return CachedArguments(
         q, kv.k, v, kv.k_tail, kv.k_scale, v_scale, kv.table, kv.starts, kv.lengths, kv.cu_seqlens_q, schedule,
-        score.alibi_slopes, score.sinks, call.origin.table(call.sequences, q.device), q_descale,
-        mask.left, mask.right, mask.prefix, score.scale, score.softcap, kv.split_size,
+        score.alibi_slopes, score.sinks, call.origin.table(call.sequences, q.device), q_descale, captured,
+        mask.left, mask.right, mask.prefix, score.scale, score.softcap, kv.split_size, *programs,
     )  # fmt: skip
+
+
+def _flat_functions(call: Call) -> tuple[list[Tensor], str | None, str | None]:
+    """The tensors that functions of indices read, and what these say of the mask and of scores."""
+    if (functions := call.functions) is None:
+        return [], None, None
+    texts = (None if x is None else x.text for x in (functions.mask, functions.score))
+    return [*functions.mask_tensors, *functions.score_tensors], *texts
 
 
 def _typed(fields: type[NamedTuple], written: int = 0) -> str:
@@ -132,16 +154,24 @@ def _typed(fields: type[NamedTuple], written: int = 0) -> str:
 
 
 def _type(hint: type, written: str = "") -> str:
-    optional = get_args(hint)
-    return f"{TYPES[optional[0]]}{written}?" if optional else f"{TYPES[hint]}{written}"
+    return f"{TYPES[hint]}{written}" if hint in TYPES else f"{TYPES[get_args(hint)[0]]}{written}?"
 
 
-TENSORS = sum(_type(hint).startswith("Tensor") for hint in get_type_hints(Arguments).values())  # they come first
+TENSORS = Arguments._fields.index("captured")  # they come first
 BY_POSITION = Arguments._fields[3:TENSORS]  # tensors that kernels read as if they were contiguous
 FORWARD = f"({_typed(Arguments)}) -> (Tensor, Tensor)"
-BACKWARD = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_typed(Arguments)}) -> ({', '.join(['Tensor'] * 5)})"
+BACKWARD = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_typed(Arguments)}) -> ({'Tensor, ' * 5}Tensor[])"
 CACHED = f"({_typed(CachedArguments)}) -> (Tensor, Tensor)"
 WRITE = f"({_typed(WriteArguments, written=4)}) -> ()"
+
+
+def functions_of(a: AnyArguments) -> Functions | None:
+    """What functions of indices say, if any do."""
+    if a.mask_program is a.score_program is None:
+        return None
+    mask, score = (None if text is None else Program(text) for text in (a.mask_program, a.score_program))
+    of_mask = 0 if mask is None else len(read(mask).captured)
+    return Functions(mask, score, tuple(a.captured[:of_mask]), tuple(a.captured[of_mask:]))
 
 
 def rule_of(a: AnyArguments) -> tuple[Mask, Score]:
@@ -177,9 +207,20 @@ def fake_attention(q: Tensor, k: Tensor, v: Tensor | None, *rest) -> tuple[Tenso
     return outputs(q, k if v is None else v)
 
 
-def fake_backward(dout, dlse, out, lse, *arguments) -> tuple[Tensor, ...]:
-    """Gradients of the first arguments, q, k, v, slopes and sinks, empty where there are none, without values."""
-    return tuple(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in arguments[:5])
+def fake_backward(dout, dlse, out, lse, *arguments) -> tuple[Tensor | list[Tensor], ...]:
+    """Gradients of the first arguments, q, k, v, slopes and sinks, and of captured tensors, without values.
+
+    They are empty where there are none.
+    """
+    a = Arguments(*arguments)
+    captured = [x.new_empty(x.shape) if known else lse.new_empty(0) for x, known in zip(a.captured, learns(a), strict=True)]
+    return *(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in arguments[:5]), captured
+
+
+def learns(a: Arguments) -> list[bool]:
+    """Of each captured tensor, whether it has a gradient: it is of floats, and scores read it."""
+    of_mask = 0 if a.mask_program is None else len(read(Program(a.mask_program)).captured)
+    return [n >= of_mask and x.is_floating_point() for n, x in enumerate(a.captured)]
 
 
 def fake_write(*arguments) -> None:

@@ -1,5 +1,7 @@
 """Attention of one sequence, by its definition: each query attends to the keys it sees, and touches no other."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,12 +15,14 @@ def attend(
     scale: float,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    change: Callable[[Tensor, int, Tensor], Tensor] | None = None,
     sinks: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output ``[s, h, e]`` and natural-log LSE ``[h, s]`` of q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]``.
 
-    ``visible`` is bool ``[s, t]``; ``bias`` ``[h, s, t]`` is added after the softcap; ``sinks`` ``[h]`` are logits
+    ``visible`` is bool ``[s, t]``, or ``[h, s, t]``; ``bias`` ``[h, s, t]`` is added after the softcap; then ``change``
+    takes scores ``[h, n]`` of a query's number and those of keys ``[n]`` to others; ``sinks`` ``[h]`` are logits
     without a value; ``weight`` ``[h, s, t]`` multiplies the probabilities (dropout). Computes in fp32, or fp64 for fp64
     inputs, one query at a time, on the keys that it sees alone: a hidden key cannot reach an output or a gradient.
     """
@@ -27,7 +31,8 @@ def attend(
     queries, keys, values = q.to(wide), k.to(wide), v.to(wide)
     out, lse = [], []
     for i in range(q.shape[0]):
-        seen = visible[i].nonzero()[:, 0]
+        own = visible[..., i, :]
+        seen = (own if own.dim() == 1 else own.any(0)).nonzero()[:, 0]
         # Query head h reads KV head h // group.
         heads = queries[i].unflatten(0, (-1, group))
         logits = scale * torch.einsum("gfd,tgd->gft", heads, keys[seen]).flatten(0, 1)
@@ -35,9 +40,11 @@ def attend(
             logits = softcap * torch.tanh(logits / softcap)
         if bias is not None:
             logits = logits + bias[:, i, seen]
+        logits = logits if change is None else change(logits, i, seen)
+        logits = logits if own.dim() == 1 else logits.masked_fill(~own[:, seen], -torch.inf)
         summed = logits if sinks is None else torch.cat((logits, sinks.to(wide)[:, None]), 1)
         lse.append(_logsumexp(summed))
-        weights = torch.exp(logits - lse[-1][:, None])
+        weights = torch.exp(logits - lse[-1].masked_fill(lse[-1] == -torch.inf, 0)[:, None])
         if weight is not None:
             weights = weights * weight[:, i, seen]
         out.append(torch.einsum("gft,tge->gfe", weights.unflatten(0, (-1, group)), values[seen]).flatten(0, 1))

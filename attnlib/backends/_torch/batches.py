@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...call import Dropout, Origin, Packing, Score
+from ...call import Dropout, Functions, Origin, Packing, Score
 from ...mask import Mask
-from ..operators import AnyArguments, Arguments, CachedArguments, result_dtype, rule_of
+from ..operators import AnyArguments, Arguments, CachedArguments, functions_of, result_dtype, rule_of
 from .pages import Index, Keys
 
 
@@ -18,7 +18,7 @@ class Batch(NamedTuple):
     ``q`` ``[b, s, h, d]`` is at ``index`` in the call's, all of it where there is no index; its row 0 is query
     ``first``. The mask and ``first`` count from the first key that there is. Dropout adds ``origin.key`` to keys and
     queries, and the origin's head and sequence. Products with keys and with values are multiplied by ``score_factor``
-    and ``value_factor``, ``[b, h, s]``, if there are any.
+    and ``value_factor``, ``[b, h, s]``, if there are any; ``functions`` of indices see those of dropout.
     """
 
     q: Tensor
@@ -32,6 +32,7 @@ class Batch(NamedTuple):
     origin: Origin
     score_factor: Tensor | None
     value_factor: Tensor | None
+    functions: Functions | None
 
     def of(self, x: Tensor) -> Tensor:
         """What of a call's ``[..., s, h, *]`` is the batch's."""
@@ -110,7 +111,8 @@ def _batch(a: AnyArguments, index: Index, keys: Keys, n: int, total: int, origin
     first = total - q.shape[1] + origin.query - origin.key
     mask, score = rule_of(a)
     factors = (None, None) if a.q_descale is None else _factors(a, n, q)
-    return Batch(q, keys, index, n, first, mask.counted_from(origin.key), score, dropout, origin, *factors)
+    mask = mask.counted_from(origin.key)
+    return Batch(q, keys, index, n, first, mask, score, dropout, origin, *factors, functions_of(a))
 
 
 def _factors(a: AnyArguments, n: int, q: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -19,7 +19,7 @@ def causality(batch: Batch) -> bool | None:
     # Over fewer keys than a vector holds (16 with AVX-512), torch turns the row of a NaN query into zeros (#141128).
     if not IS_KNOWN or q.device.type != "cpu" or q.numel() == 0 or t < 16:
         return None
-    if batch.score.options or batch.dropout.p or batch.score_factor is not None:
+    if batch.score.options or batch.dropout.p or batch.score_factor is not None or batch.functions is not None:
         return None
     if q.shape[-1] != keys.v.shape[-1] or not keys.at_once:
         return None

@@ -21,12 +21,12 @@ OPERATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
 
 
 def evaluated(
-    program: Program, inputs: Mapping[str, Tensor], tensors: Sequence[Tensor], dtype: torch.dtype, *, checked: bool = False
+    program: Program, inputs: Mapping[str, Tensor], tensors: Sequence[Tensor], dtype: torch.dtype, *, counted: Tensor | None = None
 ) -> Tensor:
     """What a program gives of inputs that broadcast; its floats are of ``dtype``. A gradient flows through it.
 
     Raises:
-        IndexError: ``checked``, and an index is outside of its tensor.
+        IndexError: an index is outside of its tensor, for one of the ``counted`` pairs.
     """
     parsed = read(program)
     device = next(iter(inputs.values())).device
@@ -38,15 +38,18 @@ def evaluated(
         return known[x].to(of) if isinstance(x, Value) else torch.tensor(x, dtype=of, device=device)
 
     for step in parsed.steps:
-        known[step.result] = _done(step, captured, brought, checked=checked)
+        known[step.result] = _done(step, captured, brought, counted)
     return brought(parsed.result, FLOAT if "score" in inputs else BOOL)
 
 
-def _done(step: Step, captured: Mapping[Value, Tensor], brought: Callable, *, checked: bool) -> Tensor:
+def _done(step: Step, captured: Mapping[Value, Tensor], brought: Callable, counted: Tensor | None) -> Tensor:
     """What a step gives."""
     if step.operation == "load":
         x, indices = captured[step.operands[0]], [brought(n, step.takes) for n in step.operands[1:]]
-        return _loaded(step, x, indices, checked=checked)
+        if counted is not None:
+            _check(step, x, indices, counted)
+        at = tuple(index.clamp(0, size - 1) for index, size in zip(indices, x.shape, strict=True))
+        return x[at] if at else x
     if step.operation == "where":
         condition, *choices = step.operands
         return torch.where(brought(condition, BOOL), *(brought(x, step.takes) for x in choices))
@@ -55,13 +58,13 @@ def _done(step: Step, captured: Mapping[Value, Tensor], brought: Callable, *, ch
     return OPERATIONS[step.operation](*(brought(x, step.takes) for x in step.operands))
 
 
-def _loaded(step: Step, x: Tensor, indices: list[Tensor], *, checked: bool) -> Tensor:
+def _check(step: Step, x: Tensor, indices: list[Tensor], counted: Tensor) -> None:
+    """Raise IndexError for an index outside of the tensor, where a pair counts."""
     for n, (index, size) in enumerate(zip(indices, x.shape, strict=True)):
-        if checked and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
-            at = f"{int(index.min())} to {int(index.max())}"
-            raise IndexError(f"{step.operands[0].name}: expected indices in [0, {size}) of dimension {n}, got {at}")
-    at = tuple(index.clamp(0, size - 1) for index, size in zip(indices, x.shape, strict=True))
-    return x[at] if at else x
+        outside = ((index < 0) | (index >= size)) & counted
+        if outside.any():
+            wrong = int(index.broadcast_to(outside.shape)[outside][0])
+            raise IndexError(f"{step.operands[0].name}: expected indices in [0, {size}) of dimension {n}, got {wrong}")
 
 
 def _divisor(y: Tensor) -> Tensor:

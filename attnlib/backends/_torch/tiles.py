@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...checks import are_checks_on
 from ...philox import dropout_keep
 from ..operators import result_dtype, wide
 from .batches import Batch, rows, unrows
 from .pages import KEYS, Keys
+from .programs import evaluated
 
 # Scores per tile: 2 MiB in fp32, so that the softmax passes over a tile stay in a core's cache.
 SCORES = 2**19
@@ -40,8 +42,9 @@ class Tile(NamedTuple):
     v: Tensor
     scores: Tensor  # [n * g, f * s, t], hidden ones -inf
     tanh: Tensor | None  # of the capped scores
-    hidden: Tensor | None  # bool [s, t]; None when every pair is visible
+    hidden: Tensor | None  # bool [s, t], by a function [n, h, s, t]; None when every pair is visible
     distance: Tensor | None  # [s, t]
+    indices: dict[str, Tensor] | None  # what functions are given, and the scores that they change
     weight: Tensor | None  # of dropout
 
     def dropped(self, p: Tensor) -> Tensor:
@@ -61,7 +64,8 @@ def forward(batch: Batch) -> tuple[Tensor, Tensor]:
         l_i = (m_i > -torch.inf).to(m_i.dtype)
         acc = block.q.new_zeros(*block.q.shape[:2], out.shape[-1])
         for start, stop in _key_ranges(batch.keys, block):
-            tile = _tile(batch, block, start, stop)
+            if (tile := _tile(batch, block, start, stop)) is None:
+                continue
             new_m = torch.maximum(m_i, tile.scores.amax(-1, keepdim=True))
             # A row that has seen nothing yet keeps -inf as its maximum; subtracting it would give NaN.
             safe = new_m.masked_fill(new_m == -torch.inf, 0)
@@ -93,10 +97,12 @@ def backward(batch: Batch, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Te
         do = rows(dout[block.sequences, block.rows], g).flatten(0, 1).to(lse.dtype)
         row_lse, row_delta, row_dq = block.of(lse), block.of(delta), torch.zeros_like(block.q)
         for start, stop in _key_ranges(keys, block):
-            tile = _tile(batch, block, start, stop)
+            if (tile := _tile(batch, block, start, stop)) is None:
+                continue
             p = tile.scores.sub_(row_lse).exp_()
             ds = tile.dropped(do @ tile.v.mT).sub_(row_delta).mul_(p)
-            _hide(ds, tile.hidden, 0)
+            _hide(ds, tile.hidden, h, 0)
+            ds = _unchanged(batch, tile, ds, dcaptured)
             if tile.distance is not None:
                 dslopes[block.sequences] -= (ds.view(-1, h, *tile.distance.shape) * tile.distance).sum((-1, -2))
             if tile.tanh is not None:
@@ -140,25 +146,33 @@ def _key_ranges(keys: Keys, block: QueryBlock) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _tile(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile:
+def _tile(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile | None:
+    """The tile of a block's queries and the keys ``[start, stop)``; None where a function hides all of it."""
     h, q, score = batch.q.shape[2], block.q, batch.score
+    first, last = batch.first + block.rows.start, batch.first + block.rows.stop
+    i, j = torch.arange(first, last, device=q.device)[:, None], torch.arange(start, stop, device=q.device)
+    hidden = None if batch.mask.covers(first, last, start, stop) else ~batch.mask.visible(i, j)
+    indices = None if batch.functions is None else _indices(batch, block, i, j)
+    if batch.functions is not None and batch.functions.mask is not None:
+        hidden = _hidden(batch, indices, hidden)
+        if hidden.all():
+            return None
     k, v = (x.flatten(0, 1).to(q.dtype) for x in batch.keys.read(block.sequences, start, stop))
     scores = q @ k.mT
-    tanh = distance = hidden = weight = None
+    tanh = distance = weight = None
     if score.softcap is not None:
         tanh = torch.tanh(scores / score.softcap)
         scores = tanh * score.softcap
-    first, last = batch.first + block.rows.start, batch.first + block.rows.stop
-    i, j = torch.arange(first, last, device=q.device)[:, None], torch.arange(start, stop, device=q.device)
     if score.alibi_slopes is not None:
         distance = (i - j).abs().to(q.dtype)
         scores = (scores.view(-1, h, *distance.shape) - _slopes(batch, block) * distance).view_as(scores)
-    if not batch.mask.covers(first, last, start, stop):
-        hidden = ~batch.mask.visible(i, j)
-        _hide(scores, hidden, -torch.inf)
+    if batch.functions is not None and batch.functions.score is not None:
+        indices |= {"score": scores.view(-1, h, *i.shape[:1], *j.shape)}
+        scores = _changed(batch, indices, hidden).view_as(scores)
+    _hide(scores, hidden, h, -torch.inf)
     if batch.dropout.p > 0:
         weight = _dropout(batch, block, i[:, 0], start, stop).view_as(scores)
-    return Tile(k, v, scores, tanh, hidden, distance, weight)
+    return Tile(k, v, scores, tanh, hidden, distance, indices, weight)
 
 
 def _slopes(batch: Batch, block: QueryBlock) -> Tensor:
@@ -179,7 +193,46 @@ def _dropout(batch: Batch, block: QueryBlock, i: Tensor, start: int, stop: int) 
     return keep.to(block.q.dtype) / (1 - p)
 
 
-def _hide(x: Tensor, hidden: Tensor | None, value: float) -> None:
-    """Overwrite the hidden pairs of a tile ``[*, f * s, t]`` in place."""
+def _hide(x: Tensor, hidden: Tensor | None, heads: int, value: float) -> None:
+    """Overwrite the hidden pairs of a tile ``[n * g, f * s, t]`` in place."""
     if hidden is not None:
-        x.view(x.shape[0], -1, *hidden.shape).masked_fill_(hidden, value)
+        x.view(-1, heads, *hidden.shape[-2:]).masked_fill_(hidden, value)
+
+
+# ---- functions of indices
+
+
+def _indices(batch: Batch, block: QueryBlock, i: Tensor, j: Tensor) -> dict[str, Tensor]:
+    """What functions are given for a tile ``[n, h, s, t]``, whose queries are ``i`` and whose keys ``j``."""
+    origin, device = batch.origin, i.device
+    n, sequences = batch.sequence + origin.sequence, block.sequences
+    return {
+        "b": torch.arange(n + sequences.start, n + sequences.stop, device=device)[:, None, None, None],
+        "h": torch.arange(origin.head, origin.head + batch.q.shape[2], device=device)[:, None, None],
+        "i": i + origin.key,
+        "j": j + origin.key,
+        "first": torch.tensor(batch.first + origin.key, device=device),
+    }
+
+
+def _hidden(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) -> Tensor:
+    """The pairs that the band hides, or the mask's function: bool ``[n or 1, h or 1, s, t]``."""
+    functions = batch.functions
+    seen = evaluated(functions.mask, indices, functions.mask_tensors, wide(batch.q), counted=_counted(batch, hidden))
+    shape = (indices["i"].shape[0], indices["j"].shape[0])
+    seen = seen.broadcast_to((*(1,) * (4 - seen.dim()), *seen.shape)[:2] + shape)
+    return ~seen if hidden is None else hidden | ~seen
+
+
+def _changed(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) -> Tensor:
+    """The scores that a function makes of those of a tile, in memory of their own."""
+    functions, score = batch.functions, indices["score"]
+    changed = evaluated(functions.score, indices, functions.score_tensors, score.dtype, counted=_counted(batch, hidden))
+    return changed.broadcast_to(score.shape).clone()
+
+
+def _counted(batch: Batch, hidden: Tensor | None) -> Tensor | None:
+    """The pairs whose indices are checked, with ``ATTNLIB_CHECK=1``: those that may be seen."""
+    if not are_checks_on(batch.q):
+        return None
+    return torch.tensor(True, device=batch.q.device) if hidden is None else ~hidden
