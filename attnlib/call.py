@@ -8,12 +8,12 @@ from torch import Tensor
 
 from .checks import INT32, bind, is_strided, refuse_tensor
 from .fp8 import E4M3, Descales, check_descales
+from .functions import Functions, functions_of
 from .kv import KVView
 from .mask import Mask
 from .mask_function import MaskFunction
-from .program import Program
 from .scores import ScoreFunction
-from .spec import AttentionSpec, Programs, describe
+from .spec import AttentionSpec, describe
 
 FP32 = torch.finfo(torch.float32)
 
@@ -79,27 +79,6 @@ class Origin(NamedTuple):
         return torch.stack([torch.as_tensor(x, dtype=torch.int32, device=device).expand(sequences) for x in self], 1)
 
 
-class Functions(NamedTuple):
-    """What functions of indices say of a mask and of scores, and the tensors that they read."""
-
-    mask: Program | None
-    score: Program | None
-    mask_tensors: tuple[Tensor, ...]
-    score_tensors: tuple[Tensor, ...]
-
-    @property
-    def named(self) -> dict[str, Tensor]:
-        """The tensors, by names for people."""
-        both = (("mask_mod", self.mask_tensors), ("score_mod", self.score_tensors))
-        return {f"tensor {n} of {name}": x for name, tensors in both for n, x in enumerate(tensors)}
-
-    @property
-    def programs(self) -> Programs:
-        """All but the tensors, of which there are dtypes and ranks."""
-        kinds = tuple((x.dtype, x.dim()) for x in (*self.mask_tensors, *self.score_tensors))
-        return Programs(self.mask, self.score, kinds)
-
-
 class Call(NamedTuple):
     """What one call computes. ``k`` and ``v`` are None over a view, ``kv`` is None over tensors.
 
@@ -144,12 +123,7 @@ class Call(NamedTuple):
     @property
     def functions(self) -> Functions | None:
         """What functions of indices say of its mask and its scores, if any do."""
-        mask, score = self.mask, self.score.function
-        if type(mask) is Mask and score is None:
-            return None
-        of_mask = (None, ()) if type(mask) is Mask else (mask.program, mask.tensors)
-        of_score = (None, ()) if score is None else (score.program, score.tensors)
-        return Functions(of_mask[0], of_score[0], of_mask[1], of_score[1])
+        return functions_of(self.mask, self.score.function)
 
     @property
     def sequences(self) -> int:
@@ -256,9 +230,8 @@ def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
         return
     per_sequence = "alibi_slopes" in optional and is_strided(score.alibi_slopes) and score.alibi_slopes.dim() == 2
     dims = {"alibi_slopes": "bh" if per_sequence else "h", "sinks": "h", "key_starts": "b", "key_ends": "b"}
-    for name, x in ({} if call.functions is None else call.functions.named).items():
-        if 0 in x.shape:
-            raise ValueError(f"{name}: expected an element in each dimension, got {tuple(x.shape)}")
+    if (functions := call.functions) is not None:
+        functions.check()
     named = [(name, x, dims[name]) for name, x in optional.items() if name in dims]
     for name, x, _ in named:
         if not is_strided(x):

@@ -80,11 +80,10 @@ class Explanation(NamedTuple):
             for name, value in self.spec._asdict().items()
             if name != "functions" and value not in (None, False, (), 0)
         )
-        programs = () if self.spec.functions is None else (self.spec.functions.mask, self.spec.functions.score)
         variant = f", {self.variant} kernels" if self.variant else ""
         lines = [f"{self.spec.kind} attention: {spec}", f"runs on: {self.chosen or 'nothing'}{variant}"]
         lines += [f"  slow: {reason}" for reason in self.slow]
-        lines += [f"  {line}" for program in programs if program is not None for line in program.text.splitlines()]
+        lines += [] if self.spec.functions is None else [f"  {line}" for line in self.spec.functions.lines]
         return lines + [f"  not on {name}: {reason}" for name, reasons in self.rejected.items() for reason in reasons]
 
 

@@ -42,13 +42,14 @@ def attention(
 
     Query head ``i`` reads KV head ``i // (h / g)``; K and V are never copied for it. The queries are the last
     ``s`` of the ``t`` keys (bottom-right alignment). The score of a visible pair is
-    ``softcap * tanh(scale * q·k / softcap)`` (without softcap ``scale * q·k``) minus ``slope * |i - j|``. ``scale``
-    defaults to ``d ** -0.5``. ``alibi_slopes`` are ``[h]`` or ``[b, h]``. ``sinks`` ``[h]`` are logits without a value,
-    neither scaled nor capped. ``score``, of :func:`score_mod`, changes scores last. ``key_starts`` and ``key_ends`` int32 ``[b]`` hide keys outside ``[start, end)`` and move
-    nothing else. A query that sees no key gives 0, with zero gradients. Dropout keeps what Philox bits of
-    (``dropout_seed``, sequence, head, i, j) say; ``dropout_seed`` int64 ``[1]`` is drawn when None. q, k and v in
-    float8_e4m3fn, as :func:`quantize_fp8` makes them, come with what they are to be multiplied by, above 0 and fp32:
-    ``q_descale`` ``[b, h]``, ``k_descale`` and ``v_descale`` ``[b, g]``. They give bf16, and have no backward.
+    ``softcap * tanh(scale * q·k / softcap)`` (without softcap ``scale * q·k``) minus ``slope * |i - j|``, and then what
+    ``score``, of :func:`score_mod`, makes of it. ``scale`` defaults to ``d ** -0.5``. ``alibi_slopes`` are ``[h]`` or
+    ``[b, h]``. ``sinks`` ``[h]`` are logits without a value, which nothing changes. ``key_starts`` and ``key_ends``
+    int32 ``[b]`` hide keys outside ``[start, end)`` and move nothing else. A query that sees no key gives 0, with zero
+    gradients. Dropout keeps what Philox bits of (``dropout_seed``, sequence, head, i, j) say; ``dropout_seed`` int64
+    ``[1]`` is drawn when None. q, k and v in float8_e4m3fn, as :func:`quantize_fp8` makes them, come with what they are
+    to be multiplied by, above 0 and fp32: ``q_descale`` ``[b, h]``, ``k_descale`` and ``v_descale`` ``[b, g]``. They
+    give bf16, and have no backward.
 
     Raises:
         ValueError: shapes or values that do not fit; the message names the argument and the remedy.
@@ -287,7 +288,9 @@ def attend(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
     return result
 
 
-def _over(q: Tensor, kv: KVView, mask: Mask | MaskFunction, score: Score, q_descale: Tensor | None, *, lse: bool = False) -> Call:
+def _over(
+    q: Tensor, kv: KVView, mask: Mask | MaskFunction, score: Score, q_descale: Tensor | None, *, lse: bool = False
+) -> Call:
     if not isinstance(kv, KVView):
         raise TypeError(f"kv: expected the KVView that append() or view() of a cache returned, got {type(kv).__name__}")
     return Call(q, mask, score, None, None, kv, descales=descales_of(q_descale), lse=lse)
@@ -295,7 +298,9 @@ def _over(q: Tensor, kv: KVView, mask: Mask | MaskFunction, score: Score, q_desc
 
 def _sees_all_before(call: Call) -> bool:
     """Whether every query sees all keys before its own, and no score depends on how far off they are, or on whose."""
-    is_alike = call.score.alibi_slopes is call.score.function is call.descales is None  # those of a group's sequences may differ
+    is_alike = (
+        call.score.alibi_slopes is call.score.function is call.descales is None
+    )  # those of a group's sequences may differ
     return isinstance(call.mask, Mask) and call.mask.sees_all_before and is_alike
 
 

@@ -227,11 +227,11 @@ def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunctio
     """The keys that a function of indices lets a query see: ``function(b, h, i, j, *arguments)`` gives a bool.
 
     ``b`` is the sequence, ``h`` the query head, ``i`` and ``j`` the storage indices of query and key, as in
-    :class:`Mask`. The function may use arithmetic, comparisons,
-    ``& | ~``, ``torch.where``, ``abs``, ``minimum``, ``maximum``, ``clamp``, ``exp``, ``log``, ``tanh`` and the indexing of
-    tensors that are passed as arguments. Indices of tensors are clamped to what there is. It is called once,
-    with stand-ins, so that Python's ``if`` cannot look at an index. ``FIRST_QUERY`` among the arguments stands for int32
-    ``[b]``, the storage index of each sequence's first query.
+    :class:`Mask`. The function may use arithmetic, comparisons, ``& | ~``, ``torch.where``, ``abs``, ``minimum``,
+    ``maximum``, ``clamp``, ``exp``, ``log``, ``tanh`` and the indexing of tensors that are passed as arguments, whose
+    indices are clamped to what there is. It is called once, with stand-ins, so that Python's ``if`` cannot look at an
+    index. ``FIRST_QUERY`` among the arguments stands for int32 ``[b]``, the storage index of the first query of each
+    sequence.
 
     Raises:
         TraceError: what the function does cannot run in a kernel; the message names the line.

@@ -1,17 +1,18 @@
 """Which keys a query sees, where no band says it: a band and a function of indices, which both have to agree."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .program import Captured, Program, combined, read
-from .trace import FirstQuery, applied, traced
+from .trace import FirstQuery, applied, filled, traced
 
 EVERYWHERE = Program("def mask(b, h, i, j, first):\n    return True")
-Definition = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # takes b, h, i, j and first
+Tensors = Sequence[Tensor]
+Definition = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # takes tensors, b, h, i, j and first
 
 
 class Band(Protocol):
@@ -28,21 +29,25 @@ class Band(Protocol):
 class MaskFunction:
     """The keys that a band and a function of indices both let a query see; :func:`attnlib.mask_mod` makes it.
 
-    ``program`` is what the function does, ``tensors`` what it reads; ``definition`` calls the function itself. Masks
-    compose by ``&``, ``|`` and ``~``, bands and functions alike.
+    ``program`` is what the function does, ``tensors`` what it reads; ``definition`` calls the function itself with such
+    tensors. Masks compose by ``&``, ``|`` and ``~``, bands and functions alike.
     """
 
     band: Band
     program: Program = EVERYWHERE
     tensors: tuple[Tensor, ...] = ()
-    definition: Definition = field(default=lambda b, h, i, j, first: (i == i) & (j == j), repr=False)
+    definition: Definition = field(default=lambda tensors, b, h, i, j, first: (i == i) & (j == j), repr=False)
 
     def visible(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
-        """Whether query ``i`` of head ``h`` in sequence ``b`` sees key ``j``: the definition, for tensors that broadcast.
+        """Whether query ``i`` of head ``h`` in sequence ``b`` sees key ``j``: the definition.
 
-        ``first`` is the storage index of the first query of each sequence.
+        Tensors broadcast. ``first`` is the storage index of the first query of each sequence.
         """
-        return self.band.visible(i, j) & self.definition(b, h, i, j, first)
+        return self.band.visible(i, j) & self.definition(self.tensors, b, h, i, j, first)
+
+    def reading(self, tensors: Tensors) -> "MaskFunction":
+        """The same function of other tensors, of the same dtypes and ranks."""
+        return replace(self, tensors=tuple(tensors))
 
     def as_function(self) -> "MaskFunction":
         """Itself; a band gives the function that it is."""
@@ -70,13 +75,13 @@ class MaskFunction:
 
 def function_of(band: Band, function: Callable, arguments: Sequence[Tensor | FirstQuery]) -> MaskFunction:
     """The keys in a band that ``function(b, h, i, j, *arguments)`` lets a query see; see :func:`attnlib.mask_mod`."""
-    tensors = tuple(x for x in arguments if isinstance(x, Tensor))
     program = traced("mask", function, arguments)
 
-    def definition(b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
-        return torch.as_tensor(applied(function, arguments, first, b, h, i, j), device=i.device)
+    def definition(tensors: Tensors, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
+        given = applied(function, filled(arguments, tensors), first, b, h, i, j)
+        return torch.as_tensor(given, device=i.device)
 
-    return MaskFunction(band, program, tensors, definition)
+    return MaskFunction(band, program, tuple(x for x in arguments if isinstance(x, Tensor)), definition)
 
 
 def _function(x: object) -> MaskFunction | None:
@@ -87,7 +92,11 @@ def _all_of(x: MaskFunction) -> MaskFunction:
     """The same mask, with its band in its program too, and so with any band around it."""
     own = tuple(range(len(x.tensors)))
     program = combined("logical_and", (x.band.program(), ()), (x.program, own), captured=read(x.program).captured)
-    return MaskFunction(x.band.unbounded(), program, x.tensors, x.visible)
+    band, definition = x.band, x.definition
+    return MaskFunction(
+        band.unbounded(), program, x.tensors,
+        lambda tensors, b, h, i, j, first: band.visible(i, j) & definition(tensors, b, h, i, j, first),
+    )  # fmt: skip
 
 
 def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Band | MaskFunction":
@@ -101,12 +110,19 @@ def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Ba
             tensors.append(tensor)
             captured.append(kind)
     program = combined(operation, (x.program, range(len(x.tensors))), (y.program, at_y), captured=captured)
-    of_x, of_y, both = x.definition, y.definition, operation == "logical_and"
-    return _simplest(
-        band, program, tuple(tensors), lambda *at: (of_x(*at) & of_y(*at)) if both else (of_x(*at) | of_y(*at))
-    )
+    of_x, of_y, count, both = x.definition, y.definition, len(x.tensors), operation == "logical_and"
+
+    def definition(tensors: Tensors, *at: Tensor) -> Tensor:
+        seen = of_x(tensors[:count], *at), of_y([tensors[n] for n in at_y], *at)
+        return seen[0] & seen[1] if both else seen[0] | seen[1]
+
+    return _simplest(band, program, tuple(tensors), definition)
 
 
 def _simplest(band: Band, program: Program, tensors: tuple[Tensor, ...], definition: Definition):
     """The band alone, where the program says nothing."""
-    return band if program.text.endswith("return True") and not tensors else MaskFunction(band, program, tensors, definition)
+    return (
+        band
+        if program.text.endswith("return True") and not tensors
+        else MaskFunction(band, program, tensors, definition)
+    )

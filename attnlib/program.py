@@ -5,8 +5,7 @@ reads it: torch's runs the steps on tiles, Triton's writes them into its kernels
 """
 
 import ast
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -93,7 +92,7 @@ class Steps:
     def __init__(self, inputs: Sequence[str], captured: Sequence[Captured]):
         self.inputs, self.captured = tuple(inputs), tuple(captured)
         self._made: dict[tuple, Step] = {}
-        self._kinds = {Value(name): FLOAT if name == "score" else INT for name in inputs}
+        self._kinds = {Value(name): INT if name in INDICES else FLOAT for name in inputs}
 
     def add(self, operation: str, *operands: Operand) -> Operand:
         """An operation of :data:`OPERATIONS`. A logical one with True or False needs no step.

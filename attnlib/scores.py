@@ -1,13 +1,13 @@
 """Scores by function: what a plain function makes of the score of a query and a key."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .program import Program
-from .trace import FirstQuery, applied, traced
+from .trace import FirstQuery, applied, filled, traced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +21,10 @@ class ScoreFunction:
     tensors: tuple[Tensor, ...]
     function: Callable
     arguments: tuple[Tensor | FirstQuery, ...]
+
+    def reading(self, tensors: Sequence[Tensor]) -> "ScoreFunction":
+        """The same function of other tensors, of the same dtypes and ranks."""
+        return replace(self, tensors=tuple(tensors), arguments=filled(self.arguments, tensors))
 
     def definition(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
         """The new score of query ``i`` of head ``h`` in sequence ``b`` and key ``j``, for tensors that broadcast.

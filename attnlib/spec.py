@@ -7,30 +7,23 @@ from typing import NamedTuple
 import torch
 
 from .fp8 import E4M3
+from .functions import Programs
 from .kv import DTYPES, KVLayout, KVView
 from .mask import Mask
 from .mask_function import MaskFunction
-from .program import Program
 from .watched import is_forward_mode
 
 NO_BACKWARD = "cached attention has no backward; wrap the call in torch.no_grad()"
 NO_FP8_BACKWARD = "fp8 inputs have no backward; wrap the call in torch.no_grad(), or train in bf16"
 
 
-class Programs(NamedTuple):
-    """What functions say of a mask and of scores, and the dtypes and ranks of what they read."""
-
-    mask: Program | None
-    score: Program | None
-    tensors: tuple[tuple[torch.dtype, int], ...]
-
-
 class AttentionSpec(NamedTuple):
     """A problem without its lengths: everything that may decide which backend or kernel runs it.
 
-    ``kind`` is ``dense``, ``varlen`` or ``cached``; ``arch`` is 90 for sm_90 and 0 off CUDA; ``mask`` is a band, within
-    which ``functions`` may hide more; ``score`` names the options of scores; ``strided`` names the tensors whose last dimension is not contiguous; ``layout``, ``page_size``
-    and ``batch_invariant`` belong to cached calls; ``interpreted`` says that Triton runs kernels without a GPU.
+    ``kind`` is ``dense``, ``varlen`` or ``cached``; ``arch`` is 90 for sm_90 and 0 off CUDA; ``mask`` is a band, in
+    which ``functions`` may hide more; ``score`` names the options of scores; ``strided`` names the tensors whose last
+    dimension is not contiguous; ``layout``, ``page_size`` and ``batch_invariant`` belong to cached calls;
+    ``interpreted`` says that Triton runs kernels without a GPU.
     """
 
     kind: str

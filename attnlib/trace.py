@@ -85,6 +85,12 @@ def applied(function: Callable, arguments: Sequence[Tensor | FirstQuery], first:
     return function(*numbers, *(_First(first) if x is FIRST_QUERY else _clamping(x) for x in arguments))
 
 
+def filled(arguments: Sequence[Tensor | FirstQuery], tensors: Sequence[Tensor]) -> tuple[Tensor | FirstQuery, ...]:
+    """The arguments of a function, with these tensors in place of its own."""
+    given = iter(tensors)
+    return tuple(x if x is FIRST_QUERY else next(given) for x in arguments)
+
+
 class _First:
     """What FIRST_QUERY stands for within one sequence."""
 
@@ -122,7 +128,9 @@ def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[Captu
         if x is FIRST_QUERY:
             continue
         if not is_strided(x):
-            raise TypeError(f"{name}_mod: expected a strided tensor or FIRST_QUERY as argument {n}, got {type(x).__name__}")
+            raise TypeError(
+                f"{name}_mod: expected a strided tensor or FIRST_QUERY as argument {n}, got {type(x).__name__}"
+            )
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}_mod: expected bools, integers or floats as argument {n}, got {x.dtype}")
         found.append(Captured(DTYPES[x.dtype], x.dim()))
@@ -261,11 +269,11 @@ class _Tracer(TracerBase):
             self.refuse("a tensor from around the function; pass it as an argument")
         if isinstance(x, Value | bool | float):
             return x
-        if isinstance(x, int):
-            if not -INT32 <= x <= INT32:
-                self.refuse(f"expected ints within +-{INT32}, since indices are int32, got {x}")
-            return x
-        self.refuse(f"expected a number, got {type(x).__name__}")
+        if not isinstance(x, int):
+            self.refuse(f"expected a number, got {type(x).__name__}")
+        if not -INT32 <= x <= INT32:
+            self.refuse(f"expected ints within +-{INT32}, since indices are int32, got {x}")
+        return x
 
 
 class _Tensor(NamedTuple):

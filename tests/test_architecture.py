@@ -15,16 +15,32 @@ from source_state import holds, private_names, stores
 import attnlib
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 
-VALUES = ("merge", "fp8", "kv", "mask", "rope", "scaling", "philox", "checks")
+VALUES = (
+    "merge", "functions", "fp8", "kv", "mask", "mask_function", "scores", "trace", "derivative", "program",
+    "rope", "scaling", "philox", "checks",
+)  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
 # The rooms from top to bottom, and which each may import: rooms below it alone. bench imports what users do.
 ROOMS = {
     "__main__": {"bench", "convert", "sizes"},
     "bench": {"__init__"},
-    "__init__": {"layers", "cache", "functional", "dispatch", "merge", "kv", "mask", "rope", "fp8"},
+    "__init__": {
+        "layers",
+        "cache",
+        "functional",
+        "dispatch",
+        "merge",
+        "kv",
+        "mask",
+        "mask_function",
+        "scores",
+        "trace",
+        "rope",
+        "fp8",
+    },
     "convert": {"layers", "cache", "functional", "sizes", *VALUES},
-    "layers": {"functional", "cache", *VALUES},
+    "layers": {"functional", "cache", "call", *VALUES},
     "cache": {"storage", *VALUES},
     "functional": {"dispatch", "prepared", "call", "spec", *VALUES},
     "storage": {"dispatch", "prepared", *VALUES},

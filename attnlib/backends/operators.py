@@ -9,8 +9,9 @@ from typing import NamedTuple, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from ..call import Call, Functions, Score
+from ..call import Call, Score
 from ..fp8 import E4M3
+from ..functions import Functions
 from ..mask import Mask
 from ..program import Program, read
 
@@ -110,7 +111,15 @@ class WriteArguments(NamedTuple):
 
 def flat(call: Call) -> Arguments:
     """A checked call on tensors as operators take it, in tensors whose channels lie side by side."""
-    q, k, v, score, packing, dropout, mask = call.q, call.k, call.v, call.score, call.packing, call.dropout, call.mask.band
+    q, k, v, score, packing, dropout, mask = (
+        call.q,
+        call.k,
+        call.v,
+        call.score,
+        call.packing,
+        call.dropout,
+        call.mask.band,
+    )
     if call.spec.strided:
         q, k, v = (x.contiguous() if name in call.spec.strided else x for name, x in zip("qkv", (q, k, v), strict=True))
     cu_q, cu_k, max_q, max_k = (None,) * 4 if packing is None else packing
@@ -213,7 +222,9 @@ def fake_backward(dout, dlse, out, lse, *arguments) -> tuple[Tensor | list[Tenso
     They are empty where there are none.
     """
     a = Arguments(*arguments)
-    captured = [x.new_empty(x.shape) if known else lse.new_empty(0) for x, known in zip(a.captured, learns(a), strict=True)]
+    captured = [
+        x.new_empty(x.shape) if known else lse.new_empty(0) for x, known in zip(a.captured, learns(a), strict=True)
+    ]
     return *(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in arguments[:5]), captured
 
 

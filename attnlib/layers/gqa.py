@@ -8,7 +8,10 @@ from ..checks import check_count
 from ..functional import attention, cached_attention, varlen_attention
 from ..kv import KVLayout, KVView
 from ..mask import Mask
+from ..mask_function import MaskFunction
 from ..rope import Angles, Rope, rotate
+from ..scores import ScoreFunction
+from .captured import captured_by_mask, captured_by_score, function_options
 from .inputs import angles_of, check, check_options, check_stored, computed_dtype, scaled_head, window_of
 from .parameters import reset_children
 from .tensor_parallel import Share, normed, share_of
@@ -37,7 +40,7 @@ class GroupedQueryAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         *,
-        mask: Mask,
+        mask: Mask | MaskFunction,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         bias: bool = False,
@@ -49,6 +52,7 @@ class GroupedQueryAttention(nn.Module):
         softcap: float | None = None,
         alibi: bool = False,
         scale: float | None = None,
+        score: ScoreFunction | None = None,
         dropout_p: float = 0.0,
         backend: str | None = None,
         device: torch.device | str | None = None,
@@ -75,6 +79,7 @@ class GroupedQueryAttention(nn.Module):
             raise ValueError(f"rope: expected dim at most head_dim={head_dim}, got {rope.dim}")
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_dim, self.mask, self.rope, self.softcap = head_dim, mask, rope, softcap
+        self.mask_tensors, self.score = captured_by_mask(mask), captured_by_score(score)
         self.dropout_p, self.backend = dropout_p, backend
         # YaRN's temperature acts on rotated channels: on all of them it is a scale, on some a gain of q.
         temperature = 1.0 if rope is None else rope.amplitude**2
@@ -140,12 +145,14 @@ class GroupedQueryAttention(nn.Module):
         kv: LayerCache | None = None,
         positions: Tensor | Angles | None = None,
         cu_seqlens: Tensor | None = None,
+        mask: Mask | MaskFunction | None = None,
     ) -> Tensor:
         """``x`` ``[b, s, m]``, or packed ``[t, m]`` with ``cu_seqlens`` or a packed cache step, to the same shape.
 
         ``context`` is what to attend to instead of x (cross-attention): a tensor ``[b, t, m]``, or the KVView of a
         stored context. ``positions`` (``[b, s]``, ``[t]`` or computed Angles) affect rope only; None means
-        ``kv.positions`` in a cached step, restarting at 0 with ``cu_seqlens``, else ``arange(s)``.
+        ``kv.positions`` in a cached step, restarting at 0 with ``cu_seqlens``, else ``arange(s)``. ``mask`` hides more
+        than the layer's does.
 
         Raises:
             ValueError: inputs that contradict each other.
@@ -155,7 +162,7 @@ class GroupedQueryAttention(nn.Module):
         angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
         q = self._query(x, angles)
         share = self._share(q)
-        options = self._options(share)
+        options = self._options(share, mask)
         if isinstance(context, KVView):
             out = cached_attention(q, context, **options)
         elif kv is not None:
@@ -182,13 +189,13 @@ class GroupedQueryAttention(nn.Module):
             share = self._share(self.q_proj(context.flatten(0, -2)[:1]).unflatten(-1, (-1, self.head_dim)))
         kv.append(*self._key_value(context, share))
 
-    def _options(self, share: Share | None) -> dict[str, object]:
+    def _options(self, share: Share | None, mask: Mask | MaskFunction | None) -> dict[str, object]:
         """What every attention of this layer takes, with one value for each query head of this rank."""
+        options = function_options(self, mask, is_shared=share is not None)
         slopes, sinks = self.alibi_slopes, self.sinks
         if share is not None:
             slopes, sinks = (None if x is None else share.local(x) for x in (slopes, sinks))
-        return {
-            "mask": self.mask,
+        return options | {
             "scale": self.scale,
             "softcap": self.softcap,
             "alibi_slopes": slopes,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ..cache.kv_cache import LayerCache
 from ..kv import DTYPES, KVLayout, KVView
 from ..mask import Mask
+from ..mask_function import MaskFunction
 from ..rope import Angles, DynamicNTK, Rope
 
 FP32 = torch.finfo(torch.float32)
@@ -15,7 +16,7 @@ FP32 = torch.finfo(torch.float32)
 
 def check_options(
     *,
-    mask: Mask,
+    mask: Mask | MaskFunction,
     rope: Rope | None,
     dropout_p: float,
     dtype: torch.dtype | None,
@@ -23,7 +24,7 @@ def check_options(
     flags: Mapping[str, bool],
 ) -> None:
     """Raise ValueError or TypeError for what no layer can be made with; ``numbers`` are to be above 0."""
-    if type(mask) is not Mask:  # what a subclass changes, kernels would not know
+    if type(mask) not in (Mask, MaskFunction):  # what a subclass changes, kernels would not know
         raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
     if rope is not None and not isinstance(rope, Rope):
         raise TypeError(f"rope: expected a Rope such as Rope(64, theta=10_000.0), got {type(rope).__name__}")
@@ -215,9 +216,9 @@ def sequence_of(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.bucketize(tokens, cu_seqlens[1:], right=True)
 
 
-def window_of(mask: Mask) -> int | None:
+def window_of(mask: Mask | MaskFunction) -> int | None:
     """How many keys, the query's own included, a cache must keep for this mask; None for all."""
-    reach = mask.reach
+    reach = mask.band.reach
     return None if reach is None or reach < 0 else reach + 1
 
 

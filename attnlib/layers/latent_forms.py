@@ -9,10 +9,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..cache.sequences import Prompt
-from ..functional import varlen_attention_with_lse
+from ..call import Call, Origin, Packing, Score
+from ..functional import attend
 from ..kv import KVView
 from ..mask import FULL, Mask
+from ..mask_function import MaskFunction
 from ..merge import merge_states
+from ..scores import ScoreFunction
 from .inputs import sequence_of
 
 # Stored tokens of all sequences together whose K and V exist at once. With DeepSeek-V3's 128 heads of 192 + 128
@@ -48,9 +51,11 @@ def attend_expanded(
     view: KVView,
     expand: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]],
     *,
-    longest: int | None,
-    mask: Mask,
+    longest: int | None = None,
+    row: int = 0,
+    mask: Mask | MaskFunction,
     scale: float,
+    score: ScoreFunction | None,
     backend: str | None,
 ) -> Tensor:
     """Attention of q ``[b, s, h, n + p]``, or packed ``[t, h, n + p]``, over stored latents, giving ``[..., h, e]``.
@@ -58,14 +63,14 @@ def attend_expanded(
     ``expand`` makes K ``[c, h, n + p]`` and V ``[c, h, e]`` from latents ``[c, r]`` and rotary keys ``[c, p]`` (None if
     p is 0). It gets ``CHUNK`` tokens at a time, or as many as there are queries if those are more (their K and V are no
     larger than q then, and fewer partial results are to be merged). No sequence is longer than ``longest``; None means
-    the capacity of the table.
+    the capacity of the table. The first sequence is number ``row`` to functions of indices.
 
     Raises:
         ValueError: q is not of the view's step, or the mask reaches further left than a windowed layout keeps.
         TypeError: K and V have another dtype than the cache.
         NotImplementedError: a gradient is asked for.
     """
-    _check(q, view, mask)
+    _check(q, view, mask.band)
     b, capacity = view.lengths.shape[0], view.table.shape[1] * view.page_size
     longest = capacity if longest is None else min(longest, capacity)
     rows, cu_q, queries = q, view.cu_seqlens_q, q.shape[-3]
@@ -74,13 +79,16 @@ def attend_expanded(
     size = max(1, max(CHUNK, rows.shape[0]) // max(1, b))
 
     state = None
-    for starts, ends, band in _chunks(view, mask, size, longest, queries):
+    for starts, ends, band in _chunks(view, mask.band, size, longest, queries):
         latent, k_rope, cu_k = _read(view, starts, ends, b * size)
         k, v = expand(latent, k_rope)
         check_heads(q, k)
         _check_values(q, v, view)
-        options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "mask": band, "scale": scale, "backend": backend}
-        out, lse = varlen_attention_with_lse(rows, k, v, **options)
+        call = Call(rows, band, Score(scale), k, v, packing=Packing(cu_q, cu_k), lse=True)
+        if not (score is None and isinstance(mask, Mask)):  # functions see the indices of the whole
+            origin = Origin((view.lengths - cu_k.diff()).int(), starts.int(), sequence=row)
+            call = call._replace(mask=mask, score=Score(scale, function=score), origin=origin)
+        out, lse = attend(call, backend)
         if state is not None:  # merged in fp32, as otherwise every chunk would round all that came before it
             out, lse = merge_states(state[0].to(lse.dtype), state[1], out.to(lse.dtype), lse)
         state = out, lse

@@ -11,8 +11,11 @@ from ..checks import check_count, is_recorded
 from ..functional import attention, cached_attention, varlen_attention
 from ..kv import KVLayout, KVView
 from ..mask import Mask
+from ..mask_function import MaskFunction
 from ..rope import Angles, Rope, rotate
+from ..scores import ScoreFunction
 from . import latent_forms
+from .captured import captured_by_mask, captured_by_score, function_options
 from .inputs import angles_of, check, check_options, check_stored, computed_dtype, window_of
 from .latent_forms import attend_expanded, cheaper_form, check_heads, of_sequence, runs, without
 from .parameters import reset_children
@@ -41,7 +44,7 @@ class MultiHeadLatentAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         *,
-        mask: Mask,
+        mask: Mask | MaskFunction,
         q_lora_rank: int | None,
         kv_lora_rank: int,
         qk_nope_head_dim: int,
@@ -51,6 +54,7 @@ class MultiHeadLatentAttention(nn.Module):
         rope: Rope | None = None,
         norm_eps: float = 1e-6,
         scale: float | None = None,
+        score: ScoreFunction | None = None,
         dropout_p: float = 0.0,
         form: str = "auto",
         backend: str | None = None,
@@ -83,6 +87,7 @@ class MultiHeadLatentAttention(nn.Module):
         if not isinstance(form, str) or form not in FORMS:
             raise ValueError(f"form: expected one of {FORMS}, got {form!r}")
         self.hidden_size, self.num_heads, self.mask, self.rope, self.form = hidden_size, num_heads, mask, rope, form
+        self.mask_tensors, self.score = captured_by_mask(mask), captured_by_score(score)
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         self.dropout_p, self.backend = dropout_p, backend
@@ -121,20 +126,23 @@ class MultiHeadLatentAttention(nn.Module):
         kv: LayerCache | None = None,
         positions: Tensor | Angles | None = None,
         cu_seqlens: Tensor | None = None,
+        mask: Mask | MaskFunction | None = None,
     ) -> Tensor:
         """As :meth:`attnlib.GroupedQueryAttention.forward`."""
         inputs = {"context": context, "kv": kv, "positions": positions, "cu_seqlens": cu_seqlens}
         check(x, self.hidden_size, **inputs, rope=self.rope, projection=self.kv_a_proj_with_mqa)
         angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
         q_nope, q_rope = self._query(x, angles)
+        options = function_options(self, mask, is_shared=q_nope.shape[-2] != self.num_heads)
+        options |= {"scale": self.scale, "backend": self.backend}
         if isinstance(context, KVView):
-            out = self._attend_stored(q_nope, q_rope, context, self._possible("absorbed"))
+            out = self._attend_stored(q_nope, q_rope, context, self._possible("absorbed"), options)
         elif kv is not None:
-            out = self._attend_step(q_nope, q_rope, x, kv, angles)
+            out = self._attend_step(q_nope, q_rope, x, kv, angles, options)
         else:
             latent, k_rope = self._latent(x if context is None else context, angles)
-            dropout_p = self.dropout_p if self.training else 0.0
-            out = self._attend_fresh(q_nope, q_rope, latent, k_rope, cu_seqlens=cu_seqlens, dropout_p=dropout_p)
+            options["dropout_p"] = self.dropout_p if self.training else 0.0
+            out = self._attend_fresh(q_nope, q_rope, latent, k_rope, options, cu_seqlens=cu_seqlens)
         return self.o_proj(out.flatten(-2))
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
@@ -163,23 +171,26 @@ class MultiHeadLatentAttention(nn.Module):
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
         return self.kv_a_layernorm(latent), k_rope if self.qk_rope_head_dim else None
 
-    def _attend_step(self, q_nope: Tensor, q_rope: Tensor, x: Tensor, kv: LayerCache, angles: Angles | None) -> Tensor:
+    def _attend_step(
+        self, q_nope: Tensor, q_rope: Tensor, x: Tensor, kv: LayerCache, angles: Angles | None, options: dict
+    ) -> Tensor:
         """Append this step's tokens and attend to all that is stored; a fresh prompt need not read the cache back."""
         latent, k_rope = self._latent(x, None)
         view = kv.append(latent, k_rope, angles=angles)
         if not kv.prefill or view.split_size:  # which stands for the same bits however the tokens come
-            return self._attend_stored(q_nope, q_rope, view, self._possible("absorbed"))
+            return self._attend_stored(q_nope, q_rope, view, self._possible("absorbed"), options)
         if kv.history:
             prompts = self._expanded_prompts(kv, view, q_nope.shape[-2])
             if prompts:
-                return self._attend_mixed(q_nope, q_rope, view, prompts)
+                return self._attend_mixed(q_nope, q_rope, view, prompts, options)
             new = x.shape[:-1].numel() // view.lengths.shape[0]  # tokens of a sequence, on the mean
             form, longest = self._cheaper_step(new, kv.history), kv.history + x.shape[-2]
-            return self._attend_stored(q_nope, q_rope, view, form, longest=longest)
+            return self._attend_stored(q_nope, q_rope, view, form, options, longest=longest)
         if angles is not None:
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
         starts = view.starts if view.cu_seqlens_q is None else None
-        return self._attend_fresh(q_nope, q_rope, latent, k_rope, cu_seqlens=view.cu_seqlens_q, key_starts=starts)
+        of_step = {"cu_seqlens": view.cu_seqlens_q, "key_starts": starts}
+        return self._attend_fresh(q_nope, q_rope, latent, k_rope, options, **of_step)
 
     def _expanded_prompts(self, kv: LayerCache, view: KVView, heads: int) -> list[Prompt]:
         """The prompts of a packed step that are much cheaper expanded, where others are absorbed.
@@ -192,17 +203,19 @@ class MultiHeadLatentAttention(nn.Module):
         prompts = [x for x in kv.prompts if self._cheaper_step(x.tokens, x.history, least) == "expanded"]
         return prompts if len(prompts) < view.lengths.shape[0] else []
 
-    def _attend_mixed(self, q_nope: Tensor, q_rope: Tensor, view: KVView, prompts: Sequence[Prompt]) -> Tensor:
+    def _attend_mixed(
+        self, q_nope: Tensor, q_rope: Tensor, view: KVView, prompts: Sequence[Prompt], options: dict
+    ) -> Tensor:
         """Attention of a packed step: expanded for these prompts, and absorbed for all other sequences."""
         sizes = runs(prompts, q_nope.shape[0])
         parts = list(zip(q_nope.split(sizes), q_rope.split(sizes), strict=True))
         others = (torch.cat(x) for x in zip(*parts[::2], strict=True))
-        out = self._attend_stored(*others, without(view, prompts), "absorbed")
+        out = self._attend_stored(*others, without(view, prompts), "absorbed", options)
         outs = list(out.split(sizes[::2]))
         for n, prompt in enumerate(prompts):
-            longest = prompt.history + prompt.tokens
-            alone = self._attend_stored(*parts[2 * n + 1], of_sequence(view, prompt.row), "expanded", longest=longest)
-            outs.insert(2 * n + 1, alone)
+            alone = {"longest": prompt.history + prompt.tokens, "row": prompt.row}
+            view_of = of_sequence(view, prompt.row)
+            outs.insert(2 * n + 1, self._attend_stored(*parts[2 * n + 1], view_of, "expanded", options, **alone))
         return torch.cat(outs)
 
     def _attend_fresh(
@@ -211,13 +224,12 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope: Tensor,
         latent: Tensor,
         k_rope: Tensor | None,
+        options: dict,
         *,
         cu_seqlens: Tensor | None,
         key_starts: Tensor | None = None,
-        dropout_p: float = 0.0,
     ) -> Tensor:
         """Attention over latents ``[..., t, r]`` and rotated rotary keys ``[..., t, p]`` in the cheaper form."""
-        options = {"mask": self.mask, "scale": self.scale, "dropout_p": dropout_p, "backend": self.backend}
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if cu_seqlens is None:
@@ -232,13 +244,12 @@ class MultiHeadLatentAttention(nn.Module):
         return self._unabsorb(attend(self._absorb(q_nope, q_rope), k, k[..., : self.kv_lora_rank]))
 
     def _attend_stored(
-        self, q_nope: Tensor, q_rope: Tensor, view: KVView, form: str, *, longest: int | None = None
+        self, q_nope: Tensor, q_rope: Tensor, view: KVView, form: str, options: dict, **alone: int
     ) -> Tensor:
-        """Attention over a latent cache in this form; ``longest`` is as in :func:`attend_expanded`."""
-        options = {"mask": self.mask, "scale": self.scale, "backend": self.backend}
+        """Attention over a latent cache in this form; ``longest`` and ``row`` are as in :func:`attend_expanded`."""
         if form == "absorbed":
             return self._unabsorb(cached_attention(self._absorb(q_nope, q_rope), view, **options))
-        return attend_expanded(torch.cat((q_nope, q_rope), -1), view, self._expand, longest=longest, **options)
+        return attend_expanded(torch.cat((q_nope, q_rope), -1), view, self._expand, **alone, **options)
 
     def _cheaper(self, queries: int, keys: int, least: int = 0) -> str:
         """The cheaper form at this layer's sizes."""
@@ -247,7 +258,8 @@ class MultiHeadLatentAttention(nn.Module):
 
     def _cheaper_step(self, queries: int, history: int, least: int = 0) -> str:
         """The cheaper possible form for so many new tokens of a sequence, over those that it has stored."""
-        seen = history if self.mask.reach is None else min(history, self.mask.reach)
+        reach = self.mask.band.reach
+        seen = history if reach is None else min(history, reach)
         return self._possible(self._cheaper(queries, seen + queries, least))
 
     def _absorb(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:

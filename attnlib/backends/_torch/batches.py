@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...call import Dropout, Functions, Origin, Packing, Score
+from ...call import Dropout, Origin, Packing, Score
+from ...functions import Functions
 from ...mask import Mask
 from ..operators import AnyArguments, Arguments, CachedArguments, functions_of, result_dtype, rule_of
 from .pages import Index, Keys

@@ -7,13 +7,15 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ...program import BOOL, FLOAT, Operand, Program, Step, Value, read
+from ...derivative import BY_RESULT, derivative
+from ...program import BOOL, FLOAT, INT, Operand, Program, Step, Value, read
 
 OPERATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
-        **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "eq", "ne", "lt", "le", "gt", "ge")},
-        **{name: getattr(torch, name) for name in ("neg", "abs", "minimum", "maximum", "exp", "log", "tanh", "where")},
-        **{name: getattr(torch, name) for name in ("logical_and", "logical_or", "logical_not")},
+        **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+        **{name: getattr(torch, name) for name in ("add", "sub", "mul", "neg", "abs", "minimum", "maximum")},
+        **{name: getattr(torch, name) for name in ("exp", "log", "tanh", "logical_and", "logical_or", "logical_not")},
+        "truediv": torch.true_divide,
         "floordiv": lambda x, y: torch.div(x, _divisor(y), rounding_mode="floor"),
         "mod": lambda x, y: torch.remainder(x, _divisor(y)),
     }
@@ -21,7 +23,12 @@ OPERATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
 
 
 def evaluated(
-    program: Program, inputs: Mapping[str, Tensor], tensors: Sequence[Tensor], dtype: torch.dtype, *, counted: Tensor | None = None
+    program: Program,
+    inputs: Mapping[str, Tensor],
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    counted: Tensor | None = None,
 ) -> Tensor:
     """What a program gives of inputs that broadcast; its floats are of ``dtype``. A gradient flows through it.
 
@@ -29,17 +36,46 @@ def evaluated(
         IndexError: an index is outside of its tensor, for one of the ``counted`` pairs.
     """
     parsed = read(program)
+    brought = _run(parsed.steps, inputs, tensors, dtype, counted)
+    return brought(parsed.result, BOOL if "score" not in parsed.inputs else FLOAT)
+
+
+def differentiated(
+    program: Program, d: Tensor, inputs: Mapping[str, Tensor], tensors: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Tensor:
+    """The derivative by the score, of ``d``, that by what a program gives; adds those by what it reads to ``grads``."""
+    by = derivative(program)
+    brought = _run(by.steps, {**inputs, BY_RESULT: d}, tensors, d.dtype)
+    for tensor, indices, value in by.reads:
+        n = int(tensor.name[1:])
+        at = [
+            x.clamp(0, size - 1) for x, size in zip((brought(x, INT) for x in indices), tensors[n].shape, strict=True)
+        ]
+        at = torch.broadcast_tensors(*at, d.new_zeros((1,) * d.dim(), dtype=torch.int64))[:-1]
+        value = brought(value, FLOAT).broadcast_to(d.shape).sum_to_size(at[0].shape if at else (1,) * d.dim())
+        grads[n].index_put_(tuple(at), value, accumulate=True) if at else grads[n].add_(value.view(()))
+    return brought(by.score, FLOAT).broadcast_to(d.shape)
+
+
+def _run(
+    steps: Sequence[Step],
+    inputs: Mapping[str, Tensor],
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+    counted: Tensor | None = None,
+) -> Callable[[Operand, str], Tensor]:
+    """What gives any operand of these steps, once they are done, as a tensor of a kind."""
     device = next(iter(inputs.values())).device
-    known = {Value(name): inputs[name] for name in parsed.inputs}
+    known = {Value(name): x for name, x in inputs.items()}
     captured = {Value(f"t{n}"): x for n, x in enumerate(tensors)}
 
     def brought(x: Operand, kind: str) -> Tensor:
         of = {BOOL: torch.bool, FLOAT: dtype}.get(kind, torch.int64)
         return known[x].to(of) if isinstance(x, Value) else torch.tensor(x, dtype=of, device=device)
 
-    for step in parsed.steps:
+    for step in steps:
         known[step.result] = _done(step, captured, brought, counted)
-    return brought(parsed.result, FLOAT if "score" in inputs else BOOL)
+    return brought
 
 
 def _done(step: Step, captured: Mapping[Value, Tensor], brought: Callable, counted: Tensor | None) -> Tensor:

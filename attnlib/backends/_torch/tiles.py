@@ -15,7 +15,7 @@ from ...philox import dropout_keep
 from ..operators import result_dtype, wide
 from .batches import Batch, rows, unrows
 from .pages import KEYS, Keys
-from .programs import evaluated
+from .programs import differentiated, evaluated
 
 # Scores per tile: 2 MiB in fp32, so that the softmax passes over a tile stay in a core's cache.
 SCORES = 2**19
@@ -82,10 +82,13 @@ def forward(batch: Batch) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(batch: Batch, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(
+    batch: Batch, dout: Tensor, lse: Tensor, delta: Tensor, dcaptured: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq ``[b, s, h, d]``, dk and dv ``[b, t, g, *]`` of the batch's keys, and the gradient of slopes ``[b, h]``.
 
-    ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[b, h, s]``.
+    ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[b, h, s]``. Adds to ``dcaptured``, the gradients of what
+    the scores' function reads, in the dtype of scores.
     """
     q, keys, g = batch.q, batch.keys, batch.keys.k.shape[2]
     b, _, h, _ = q.shape
@@ -102,7 +105,8 @@ def backward(batch: Batch, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Te
             p = tile.scores.sub_(row_lse).exp_()
             ds = tile.dropped(do @ tile.v.mT).sub_(row_delta).mul_(p)
             _hide(ds, tile.hidden, h, 0)
-            ds = _unchanged(batch, tile, ds, dcaptured)
+            if batch.functions is not None and batch.functions.score is not None:
+                ds = _by_score(batch, tile, ds, dcaptured)
             if tile.distance is not None:
                 dslopes[block.sequences] -= (ds.view(-1, h, *tile.distance.shape) * tile.distance).sum((-1, -2))
             if tile.tanh is not None:
@@ -229,6 +233,13 @@ def _changed(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) ->
     functions, score = batch.functions, indices["score"]
     changed = evaluated(functions.score, indices, functions.score_tensors, score.dtype, counted=_counted(batch, hidden))
     return changed.broadcast_to(score.shape).clone()
+
+
+def _by_score(batch: Batch, tile: Tile, ds: Tensor, dcaptured: list[Tensor]) -> Tensor:
+    """The gradient of the scores that a function changed, of those that it gave; adds to that of what it reads."""
+    functions, d = batch.functions, ds.view_as(tile.indices["score"])
+    grads = dcaptured[len(functions.mask_tensors) :]
+    return differentiated(functions.score, d, tile.indices, functions.score_tensors, grads).reshape(ds.shape)
 
 
 def _counted(batch: Batch, hidden: Tensor | None) -> Tensor | None:

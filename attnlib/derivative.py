@@ -1,0 +1,120 @@
+"""The derivative of a score program, in steps: by the score that it is given, and by every number that it reads.
+
+It runs through the steps from the last to the first, as torch's autograd does, and follows torch's rules: of two equal
+numbers, ``minimum`` and ``maximum`` give each half, ``clamp`` gives the number all, and ``abs`` has none at 0.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from .program import FLOAT, Operand, Parsed, Program, Step, Steps, Value, read
+
+BY_RESULT = "d"  # the input that the derivative by the program's result is
+
+
+class Read(NamedTuple):
+    """A number that was read: of which tensor, at which indices, and the derivative by it."""
+
+    tensor: Value
+    indices: tuple[Operand, ...]
+    derivative: Operand
+
+
+class Derivative(NamedTuple):
+    """Steps of the program's inputs and of ``d``, the derivative by its result.
+
+    ``score`` is the derivative by the score; ``reads`` are those of all floats that the result depends on.
+    """
+
+    inputs: tuple[str, ...]
+    steps: tuple[Step, ...]
+    score: Operand
+    reads: tuple[Read, ...]
+
+
+@lru_cache(256)
+def derivative(program: Program) -> Derivative:
+    """The derivative of a score program.
+
+    >>> shown = derivative(Program("def score(score, b, t0: float[1]):\\n    x0 = load(t0, b)\\n    x1 = mul(score, x0)\\n    return x1"))
+    >>> print(shown.score, shown.reads[0].derivative)
+    Value(name='x1') Value(name='x2')
+    """
+    parsed = read(program)
+    steps = Steps((*parsed.inputs, BY_RESULT), parsed.captured)
+    steps.copied(program, range(len(parsed.captured)))
+    by: dict[Operand, Operand] = {parsed.result: Value(BY_RESULT)}
+    reads = []
+    for step in reversed(parsed.steps):
+        if step.kind != FLOAT or step.result not in by:
+            continue
+        if step.operation == "load":
+            reads.append(Read(step.operands[0], step.operands[1:], by[step.result]))
+            continue
+        for x, part in zip(step.operands, _parts(steps, step, by[step.result]), strict=False):
+            if part is not None and isinstance(x, Value) and steps.kind(x) == FLOAT:
+                by[x] = steps.add("add", by[x], part) if x in by else part
+    score = by.get(Value("score"), 0.0)
+    return Derivative(parsed.inputs, _needed(steps.parsed(score), [score, *_operands(reads)]), score, tuple(reads))
+
+
+def _parts(steps: Steps, step: Step, d: Operand) -> Sequence[Operand | None]:
+    """The derivative by each operand of a step, where there is one; ``d`` is that by its result."""
+    add, result, x = steps.add, step.result, step.operands[0]
+    y = step.operands[-1]
+    match step.operation:
+        case "add":
+            return d, d
+        case "sub":
+            return d, add("neg", d)
+        case "mul":
+            return add("mul", d, y), add("mul", d, x)
+        case "truediv":
+            by_x = add("truediv", d, y)
+            return by_x, add("neg", add("mul", by_x, result))
+        case "mod":
+            return d, add("neg", add("mul", d, add("floordiv", x, y)))
+        case "neg":
+            return (add("neg", d),)
+        case "exp":
+            return (add("mul", d, result),)
+        case "log":
+            return (add("truediv", d, x),)
+        case "tanh":
+            return (add("mul", d, add("sub", 1.0, add("mul", result, result))),)
+        case "abs":
+            return (steps.where(add("eq", x, 0.0), 0.0, steps.where(add("lt", x, 0.0), add("neg", d), d)),)
+        case "minimum":
+            return _chosen(steps, d, x, y, "lt")
+        case "maximum":
+            return _chosen(steps, d, x, y, "gt")
+        case "where":
+            condition = step.operands[0]
+            return None, steps.where(condition, d, 0.0), steps.where(condition, 0.0, d)
+    return ()  # of floordiv and casts
+
+
+def _chosen(steps: Steps, d: Operand, x: Operand, y: Operand, before: str) -> tuple[Operand, Operand]:
+    """The derivatives by two numbers of which the one that comes ``before`` the other is taken."""
+    equal = steps.add("eq", x, y)
+    shared = d if not (isinstance(x, Value) and isinstance(y, Value)) else steps.add("mul", d, 0.5)
+
+    def by(own: Operand, other: Operand) -> Operand:
+        return steps.where(equal, shared, steps.where(steps.add(before, own, other), d, 0.0))
+
+    return by(x, y), by(y, x)
+
+
+def _operands(reads: Sequence[Read]) -> list[Operand]:
+    return [x for known in reads for x in (*known.indices, known.derivative)]
+
+
+def _needed(parsed: Parsed, results: Sequence[Operand]) -> tuple[Step, ...]:
+    """The steps on which these results depend."""
+    needed, kept = {x for x in results if isinstance(x, Value)}, []
+    for step in reversed(parsed.steps):
+        if step.result in needed:
+            kept.append(step)
+            needed.update(x for x in step.operands if isinstance(x, Value))
+    return tuple(reversed(kept))

@@ -1,0 +1,61 @@
+"""What functions of indices say of one call: of its mask and of its scores."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .mask import Mask
+from .mask_function import MaskFunction
+from .program import Program
+from .scores import ScoreFunction
+
+
+class Programs(NamedTuple):
+    """What functions say of a mask and of scores, and the dtypes and ranks of what they read."""
+
+    mask: Program | None
+    score: Program | None
+    tensors: tuple[tuple[torch.dtype, int], ...]
+
+    @property
+    def lines(self) -> list[str]:
+        """Their steps, for people."""
+        return [line for x in (self.mask, self.score) if x is not None for line in x.text.splitlines()]
+
+
+class Functions(NamedTuple):
+    """What functions say of a mask and of scores, and the tensors that they read."""
+
+    mask: Program | None
+    score: Program | None
+    mask_tensors: tuple[Tensor, ...]
+    score_tensors: tuple[Tensor, ...]
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """The tensors, by names for people."""
+        both = (("mask_mod", self.mask_tensors), ("score_mod", self.score_tensors))
+        return {f"tensor {n} of {name}": x for name, tensors in both for n, x in enumerate(tensors)}
+
+    @property
+    def programs(self) -> Programs:
+        """All but the tensors, of which there are dtypes and ranks."""
+        kinds = tuple((x.dtype, x.dim()) for x in (*self.mask_tensors, *self.score_tensors))
+        return Programs(self.mask, self.score, kinds)
+
+    def check(self) -> None:
+        """Raise ValueError for a tensor from which nothing could be read."""
+        for name, x in self.named.items():
+            if 0 in x.shape:
+                raise ValueError(f"{name}: expected an element in each dimension, got {tuple(x.shape)}")
+
+
+def functions_of(mask: Mask | MaskFunction, score: ScoreFunction | None) -> Functions | None:
+    """What the functions among these say; None without any."""
+    by_mask, by_score = type(mask) is MaskFunction, type(score) is ScoreFunction
+    if not (by_mask or by_score):
+        return None
+    of_mask = (mask.program, mask.tensors) if by_mask else (None, ())
+    of_score = (score.program, score.tensors) if by_score else (None, ())
+    return Functions(of_mask[0], of_score[0], of_mask[1], of_score[1])
