@@ -5,10 +5,9 @@ numbers, ``minimum`` and ``maximum`` give each half, ``clamp`` gives the number 
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
-from .program import FLOAT, Operand, Parsed, Program, Step, Steps, Value, read
+from .program import FLOAT, Operand, Parsed, Program, Step, Steps, Value
 
 BY_RESULT = "d"  # the input that the derivative by the program's result is
 
@@ -33,15 +32,15 @@ class Derivative(NamedTuple):
     reads: tuple[Read, ...]
 
 
-@lru_cache(256)
 def derivative(program: Program) -> Derivative:
     """The derivative of a score program.
 
-    >>> shown = derivative(Program("def score(score, b, t0: float[1]):\\n    x0 = load(t0, b)\\n    x1 = mul(score, x0)\\n    return x1"))
-    >>> print(shown.score, shown.reads[0].derivative)
-    Value(name='x1') Value(name='x2')
+    >>> doubled = "def score(score, h, t0: float[1]):\\n    x0 = load(t0, h)\\n    x1 = mul(score, x0)\\n    return x1"
+    >>> by = derivative(Program(doubled))
+    >>> print(by.score, by.reads[0].derivative)
+    Value(name='x2') Value(name='x3')
     """
-    parsed = read(program)
+    parsed = program.parsed
     steps = Steps((*parsed.inputs, BY_RESULT), parsed.captured)
     steps.copied(program, range(len(parsed.captured)))
     by: dict[Operand, Operand] = {parsed.result: Value(BY_RESULT)}

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .program import Captured, Program, combined, read
+from .program import Captured, Program, combined
 from .trace import FirstQuery, applied, filled, traced
 
 EVERYWHERE = Program("def mask(b, h, i, j, first):\n    return True")
@@ -67,7 +67,7 @@ class MaskFunction:
 
     def __invert__(self) -> "Band | MaskFunction":
         own = _all_of(self)
-        program = combined("logical_not", (own.program, range(len(own.tensors))), captured=read(own.program).captured)
+        program = combined("logical_not", (own.program, range(len(own.tensors))), captured=own.program.parsed.captured)
         return _simplest(own.band, program, own.tensors, lambda *at: ~own.definition(*at))
 
     __rand__, __ror__ = __and__, __or__
@@ -91,7 +91,7 @@ def _function(x: object) -> MaskFunction | None:
 def _all_of(x: MaskFunction) -> MaskFunction:
     """The same mask, with its band in its program too, and so with any band around it."""
     own = tuple(range(len(x.tensors)))
-    program = combined("logical_and", (x.band.program(), ()), (x.program, own), captured=read(x.program).captured)
+    program = combined("logical_and", (x.band.program(), ()), (x.program, own), captured=x.program.parsed.captured)
     band, definition = x.band, x.definition
     return MaskFunction(
         band.unbounded(), program, x.tensors,
@@ -102,8 +102,8 @@ def _all_of(x: MaskFunction) -> MaskFunction:
 def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Band | MaskFunction":
     """What both functions say, within a band; a tensor that both read is read once."""
     tensors, at_y = list(x.tensors), []
-    captured: list[Captured] = list(read(x.program).captured)
-    for tensor, kind in zip(y.tensors, read(y.program).captured, strict=True):
+    captured: list[Captured] = list(x.program.parsed.captured)
+    for tensor, kind in zip(y.tensors, y.program.parsed.captured, strict=True):
         known = [n for n, other in enumerate(tensors) if other is tensor]
         at_y.append(known[0] if known else len(tensors))
         if not known:

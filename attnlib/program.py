@@ -6,7 +6,7 @@ reads it: torch's runs the steps on tiles, Triton's writes them into its kernels
 
 import ast
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -58,8 +58,18 @@ class Step(NamedTuple):
     kind: str
 
 
-class Program(NamedTuple):
-    """A function of indices, as text; its steps are :func:`read` of it.
+class Parsed(NamedTuple):
+    """What a program's text says: its inputs, its tensors, its steps in order, and what it gives."""
+
+    inputs: tuple[str, ...]
+    captured: tuple[Captured, ...]
+    steps: tuple[Step, ...]
+    result: Operand
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A function of indices, as text; ``parsed`` is what it says.
 
     >>> steps = Steps(INDICES, [Captured(INT, 2)])
     >>> owners = [steps.load(0, Value("b"), Value(index)) for index in "ij"]
@@ -72,18 +82,14 @@ class Program(NamedTuple):
     """
 
     text: str
+    parsed: Parsed = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self):
+        if self.parsed is None:
+            object.__setattr__(self, "parsed", _read(self.text))
 
     def __str__(self) -> str:
         return self.text
-
-
-class Parsed(NamedTuple):
-    """What a program's text says: its inputs, its tensors, its steps in order, and what it gives."""
-
-    inputs: tuple[str, ...]
-    captured: tuple[Captured, ...]
-    steps: tuple[Step, ...]
-    result: Operand
 
 
 class Steps:
@@ -110,7 +116,7 @@ class Steps:
         takes = takes or self._widest(operands)
         return self._step(operation, operands, takes, kind or takes)
 
-    def where(self, condition: Operand, x: Operand, y: Operand) -> Value:
+    def where(self, condition: Operand, x: Operand, y: Operand) -> Operand:
         """One of two, by a bool; two bools give a bool.
 
         Raises:
@@ -121,7 +127,7 @@ class Steps:
         kind = BOOL if self.kind(x) == self.kind(y) == BOOL else self._widest((x, y))
         return self._step("where", (condition, x, y), kind, kind)
 
-    def load(self, n: int, *indices: Operand) -> Value:
+    def load(self, n: int, *indices: Operand) -> Operand:
         """An element of captured tensor ``n``.
 
         Raises:
@@ -145,7 +151,7 @@ class Steps:
 
     def copied(self, program: Program, tensors: Sequence[int]) -> Operand:
         """What another program gives, whose captured tensors are those of these numbers here."""
-        parsed = read(program)
+        parsed = program.parsed
         here = {Value(name): Value(name) for name in parsed.inputs}
         here |= {Value(f"t{n}"): Value(f"t{at}") for n, at in enumerate(tensors)}
         for step in parsed.steps:
@@ -159,7 +165,7 @@ class Steps:
         lines = [f"def {name}({', '.join((*self.inputs, *tensors))}):"]
         for step in self._made.values():
             lines.append(f"    {step.result.name} = {step.operation}({', '.join(map(_spelled, step.operands))})")
-        return Program("\n".join([*lines, f"    return {_spelled(result)}"]))
+        return Program("\n".join([*lines, f"    return {_spelled(result)}"]), self.parsed(result))
 
     def _widest(self, operands: Sequence[Operand]) -> str:
         return max((INT, *map(self.kind, operands)), key=KINDS.index)
@@ -176,10 +182,9 @@ class Steps:
         return Parsed(self.inputs, self.captured, tuple(self._made.values()), result)
 
 
-@lru_cache(256)
-def read(program: Program) -> Parsed:
-    """The steps that a program's text tells of."""
-    (function,) = ast.parse(program.text).body
+def _read(text: str) -> Parsed:
+    """The steps that a text tells of."""
+    (function,) = ast.parse(text).body
     arguments, (*body, last) = function.args.args, function.body
     inputs = [x.arg for x in arguments if x.annotation is None]
     captured = [

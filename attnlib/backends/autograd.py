@@ -11,13 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ..prepared import Run
 from ..spec import NO_BACKWARD
 from ..watched import are_batched, are_watched, have_tangents, is_forward_mode
 from .flops import backward_flops, cached_flops, forward_flops
-from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, fake_attention, fake_backward, learns
+from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, fake_attention, fake_backward, learnt
 from .registration import Operator, register
 
 WITH_GRADIENTS = 5  # arguments, q, k, v, slopes and sinks
@@ -39,7 +38,7 @@ class Operators:
         Raises:
             NotImplementedError: a tensor carries a forward-mode derivative.
         """
-        tensors = (*arguments[:TENSORS], *arguments.captured)
+        tensors = (*arguments[:TENSORS], *(arguments.captured or ()))
         if is_forward_mode(*tensors) and have_tangents(*tensors):  # which operators would drop
             raise NotImplementedError("attention has no forward-mode derivative; differentiate in reverse mode")
         if are_watched(arguments.q, arguments.k, arguments.v):
@@ -49,7 +48,7 @@ class Operators:
     def differentiable(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         """Output and LSE with their gradients, around the dispatcher, where nobody follows it."""
         rest = arguments[WITH_GRADIENTS:TENSORS], arguments[TENSORS + 1 :]
-        return _Attention.apply(self, rest, *arguments[:WITH_GRADIENTS], *arguments.captured)
+        return _Attention.apply(self, rest, *arguments[:WITH_GRADIENTS], *(arguments.captured or ()))
 
     def repeated(self, run: Run, backward: Callable, a: Arguments, *, lse: bool) -> Run:
         """What runs a call again on other q, k and v, by ``run``; it has no other tensors, so there are no descales.
@@ -64,15 +63,13 @@ class Operators:
     def gradients(self, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient of each argument of the forward operator, None where there is none to give."""
         out, lse, *tensors = ctx.saved_tensors
-        a = Arguments(*tensors[:TENSORS], tensors[TENSORS:], *ctx.numbers)
+        a = Arguments(*tensors[:TENSORS], tensors[TENSORS:] or None, *ctx.numbers)
         dout = torch.zeros_like(out) if dout is None else dout
         run = self._operator("backward") if _is_followed(dout, dlse, out, a.q) else self.backward
         # It gives those of the first arguments, q, k, v, slopes and sinks, and of captured tensors.
         *first, captured = run(dout, dlse, out, lse, *a)
         given = [None if x is None else grad for x, grad in zip(a, first, strict=False)]
-        of_captured = [grad if known else None for grad, known in zip(captured, learns(a), strict=True)]
-        given += [None] * (TENSORS - len(given)) + [of_captured or None]
-        return *given, *(None,) * (len(a) - len(given))
+        return *given, *(None,) * (TENSORS - len(given)), _apart(captured, a), *(None,) * (len(a) - TENSORS - 1)
 
     def _repeated_gradients(self, backward, rest, dout, dlse, out, lse, q, k, v):
         dout = torch.zeros_like(out) if dout is None else dout
@@ -103,7 +100,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, operators, rest, q, k, v, alibi_slopes, sinks, *captured):
         tensors, numbers = rest
-        inputs = (q, k, v, alibi_slopes, sinks, *tensors, list(captured), *numbers)
+        inputs = (q, k, v, alibi_slopes, sinks, *tensors, list(captured) or None, *numbers)
         output = operators.forward(*inputs)
         _keep(ctx, inputs, output)
         ctx.operators = operators
@@ -147,7 +144,7 @@ def register_cached(name: str, run: Callable) -> torch.library.Library | None:
 
 
 def _keep(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:TENSORS], *inputs[TENSORS])
+    ctx.save_for_backward(*output, *inputs[:TENSORS], *(inputs[TENSORS] or ()))
     ctx.numbers = inputs[TENSORS + 1 :]
     ctx.set_materialize_grads(False)
 
@@ -168,14 +165,23 @@ def _vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple[Tens
     n, pairs = info.batch_size, list(zip(inputs, in_dims, strict=True))
     leading = len(inputs) - len(Arguments._fields) + 3  # before q, k and v, a backward has four others
     alike = all((x is None) == (dim is None) for x, dim in pairs[:leading])
-    if alike and not any(x is not None and x != [] for x in inputs[leading : leading + TENSORS - 2]):
+    if alike and all(x is None for x in inputs[leading : leading + TENSORS - 2]):
         joined = [x if x is None else x.movedim(dim, 0).flatten(0, 1) for x, dim in pairs[:leading]]
-        results = operator(*joined, *inputs[leading:])
-        results = tree_map(lambda x: x.unflatten(0, (n, x.shape[0] // n)), results)
+        results = [x.unflatten(0, (n, x.shape[0] // n)) for x in operator(*joined, *inputs[leading:])]
     else:
         each = [operator(*(_selected(x, dim, i) for x, dim in pairs)) for i in range(n)]
-        results = tree_map(lambda *x: torch.stack(x), *each)
-    return results, tree_map(lambda x: 0, results)
+        results = [torch.stack(x) for x in zip(*each, strict=True)]
+    return tuple(results), (0,) * len(results)
+
+
+def _apart(grads: Tensor, a: Arguments) -> list[Tensor | None] | None:
+    """The gradient of each captured tensor, from all of them side by side; None where it has none."""
+    if a.captured is None:
+        return None
+    known = learnt(a)
+    parts = iter(grads.split([x.numel() for x, has_grad in zip(a.captured, known, strict=True) if has_grad]))
+    each = zip(a.captured, known, strict=True)
+    return [next(parts).view(x.shape).to(x.dtype) if has_grad else None for x, has_grad in each]
 
 
 def _selected(x: object, dim: object, i: int) -> object:

@@ -13,7 +13,7 @@ from ..call import Call, Score
 from ..fp8 import E4M3
 from ..functions import Functions
 from ..mask import Mask
-from ..program import Program, read
+from ..program import Program
 
 TYPES = MappingProxyType(
     {Tensor: "Tensor", list[Tensor]: "Tensor[]", int: "SymInt", float: "float", bool: "bool", str: "str"}
@@ -40,7 +40,7 @@ class Arguments(NamedTuple):
     q_descale: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
-    captured: list[Tensor]
+    captured: list[Tensor] | None
     left: int | None
     right: int | None
     prefix: int
@@ -71,7 +71,7 @@ class CachedArguments(NamedTuple):
     sinks: Tensor | None
     origin: Tensor | None
     q_descale: Tensor | None
-    captured: list[Tensor]
+    captured: list[Tensor] | None
     left: int | None
     right: int | None
     prefix: int
@@ -147,10 +147,10 @@ def flat_over_view(call: Call, schedule: Tensor | None = None) -> CachedArgument
     )  # fmt: skip
 
 
-def _flat_functions(call: Call) -> tuple[list[Tensor], str | None, str | None]:
+def _flat_functions(call: Call) -> tuple[list[Tensor] | None, str | None, str | None]:
     """The tensors that functions of indices read, and what these say of the mask and of scores."""
     if (functions := call.functions) is None:
-        return [], None, None
+        return None, None, None
     texts = (None if x is None else x.text for x in (functions.mask, functions.score))
     return [*functions.mask_tensors, *functions.score_tensors], *texts
 
@@ -169,7 +169,7 @@ def _type(hint: type, written: str = "") -> str:
 TENSORS = Arguments._fields.index("captured")  # they come first
 BY_POSITION = Arguments._fields[3:TENSORS]  # tensors that kernels read as if they were contiguous
 FORWARD = f"({_typed(Arguments)}) -> (Tensor, Tensor)"
-BACKWARD = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_typed(Arguments)}) -> ({'Tensor, ' * 5}Tensor[])"
+BACKWARD = f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_typed(Arguments)}) -> ({', '.join(['Tensor'] * 6)})"
 CACHED = f"({_typed(CachedArguments)}) -> (Tensor, Tensor)"
 WRITE = f"({_typed(WriteArguments, written=4)}) -> ()"
 
@@ -179,7 +179,7 @@ def functions_of(a: AnyArguments) -> Functions | None:
     if a.mask_program is a.score_program is None:
         return None
     mask, score = (None if text is None else Program(text) for text in (a.mask_program, a.score_program))
-    of_mask = 0 if mask is None else len(read(mask).captured)
+    of_mask = 0 if mask is None else len(mask.parsed.captured)
     return Functions(mask, score, tuple(a.captured[:of_mask]), tuple(a.captured[of_mask:]))
 
 
@@ -216,22 +216,25 @@ def fake_attention(q: Tensor, k: Tensor, v: Tensor | None, *rest) -> tuple[Tenso
     return outputs(q, k if v is None else v)
 
 
-def fake_backward(dout, dlse, out, lse, *arguments) -> tuple[Tensor | list[Tensor], ...]:
-    """Gradients of the first arguments, q, k, v, slopes and sinks, and of captured tensors, without values.
+def fake_backward(dout, dlse, out, lse, *arguments) -> tuple[Tensor, ...]:
+    """Gradients of the first arguments, q, k, v, slopes and sinks, empty where there are none, without values.
 
-    They are empty where there are none.
+    The last one is that of all captured tensors, side by side.
     """
-    a = Arguments(*arguments)
-    captured = [
-        x.new_empty(x.shape) if known else lse.new_empty(0) for x, known in zip(a.captured, learns(a), strict=True)
-    ]
+    captured = lse.new_empty(count_learnt(Arguments(*arguments)))
     return *(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in arguments[:5]), captured
 
 
-def learns(a: Arguments) -> list[bool]:
+def learnt(a: Arguments) -> list[bool]:
     """Of each captured tensor, whether it has a gradient: it is of floats, and scores read it."""
-    of_mask = 0 if a.mask_program is None else len(read(Program(a.mask_program)).captured)
-    return [n >= of_mask and x.is_floating_point() for n, x in enumerate(a.captured)]
+    functions = functions_of(a)
+    of_mask = 0 if functions is None else len(functions.mask_tensors)
+    return [n >= of_mask and x.is_floating_point() for n, x in enumerate(a.captured or ())]
+
+
+def count_learnt(a: Arguments) -> int:
+    """How many numbers of captured tensors have a gradient."""
+    return sum(x.numel() for x, has_grad in zip(a.captured or (), learnt(a), strict=True) if has_grad)
 
 
 def fake_write(*arguments) -> None:

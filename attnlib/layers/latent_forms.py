@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from ..cache.sequences import Prompt
 from ..call import Call, Origin, Packing, Score
-from ..functional import attend
+from ..functional import attend, varlen_attention_with_lse
 from ..kv import KVView
 from ..mask import FULL, Mask
 from ..mask_function import MaskFunction
@@ -84,11 +84,13 @@ def attend_expanded(
         k, v = expand(latent, k_rope)
         check_heads(q, k)
         _check_values(q, v, view)
-        call = Call(rows, band, Score(scale), k, v, packing=Packing(cu_q, cu_k), lse=True)
-        if not (score is None and isinstance(mask, Mask)):  # functions see the indices of the whole
+        if score is None and isinstance(mask, Mask):
+            options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "mask": band, "scale": scale, "backend": backend}
+            out, lse = varlen_attention_with_lse(rows, k, v, **options)
+        else:  # functions see the indices of the whole
             origin = Origin((view.lengths - cu_k.diff()).int(), starts.int(), sequence=row)
-            call = call._replace(mask=mask, score=Score(scale, function=score), origin=origin)
-        out, lse = attend(call, backend)
+            options, packing = Score(scale, function=score), Packing(cu_q, cu_k)
+            out, lse = attend(Call(rows, mask, options, k, v, packing=packing, origin=origin, lse=True), backend)
         if state is not None:  # merged in fp32, as otherwise every chunk would round all that came before it
             out, lse = merge_states(state[0].to(lse.dtype), state[1], out.to(lse.dtype), lse)
         state = out, lse

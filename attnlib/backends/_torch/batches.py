@@ -47,17 +47,18 @@ class Batch(NamedTuple):
 def batches(a: Arguments) -> Iterator[Batch]:
     """The batches of a call on tensors, in order: neighbours with equal bounds, or one packed sequence."""
     dropout = Dropout(a.dropout_p, None if a.dropout_seed is None else a.dropout_seed.cpu())
+    rest = dropout, functions_of(a)
     if a.cu_seqlens_q is not None:
         packing = Packing(a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q, a.max_seqlen_k)
         rows, tokens = packing.read(queries=a.q.shape[0], keys=a.k.shape[0])
         each = zip(pairwise(rows), pairwise(tokens), _origins(a.origin, len(rows) - 1), strict=True)
         for n, ((r0, r1), (k0, k1), origin) in enumerate(each):
             keys = _keys(a, (None, slice(k0, k1)), 0, k1 - k0)
-            yield _batch(a, (None, slice(r0, r1)), keys, n, k1 - k0, origin, dropout)
+            yield _batch(a, (None, slice(r0, r1)), keys, n, k1 - k0, origin, *rest)
         return
     b, t = a.q.shape[0], a.k.shape[1]
     if b and a.key_starts is a.key_ends is a.origin is None:
-        yield _batch(a, (), _keys(a, (), 0, t), 0, t, Origin(), dropout)
+        yield _batch(a, (), _keys(a, (), 0, t), 0, t, Origin(), *rest)
         return
     starts = [0] * b if a.key_starts is None else a.key_starts.clamp(0, t).tolist()
     stops = [t] * b if a.key_ends is None else a.key_ends.clamp(0, t).tolist()
@@ -65,7 +66,7 @@ def batches(a: Arguments) -> Iterator[Batch]:
     for n, m in _neighbours(each):
         start, stop, origin = each[n]
         index = () if (m - n, start, stop) == (b, 0, t) else (slice(n, m),)
-        yield _batch(a, index, _keys(a, index, min(start, stop), stop), n, t, origin, dropout)
+        yield _batch(a, index, _keys(a, index, min(start, stop), stop), n, t, origin, *rest)
 
 
 def cached_batches(a: CachedArguments) -> Iterator[Batch]:
@@ -81,7 +82,7 @@ def cached_batches(a: CachedArguments) -> Iterator[Batch]:
     if longest > columns * size:
         raise ValueError(f"lengths: expected at most {columns * size} tokens like the table, got {longest}")
     table = a.table[:, : -(-longest // size)].tolist()
-    offsets = None if a.cu_seqlens_q is None else a.cu_seqlens_q.tolist()
+    offsets, functions = None if a.cu_seqlens_q is None else a.cu_seqlens_q.tolist(), functions_of(a)
     # Neighbours in a contiguous cache, which has one column, lie in one piece: their rows are as far apart as they are.
     together = columns == 1 and offsets is None and longest > 0
     distances = [row - n for n, (row,) in enumerate(table)] if together else range(len(lengths))
@@ -96,14 +97,23 @@ def cached_batches(a: CachedArguments) -> Iterator[Batch]:
         index = () if m - n == len(lengths) else (slice(n, m),)
         if offsets is not None:
             index = (None, slice(offsets[n], offsets[n + 1]))
-        yield _batch(a, index, keys, n, stop, origin, Dropout())
+        yield _batch(a, index, keys, n, stop, origin, Dropout(), functions)
 
 
 def _keys(a: Arguments, index: Index, start: int, stop: int) -> Keys:
     return Keys(_at(a.k, index), _at(a.v, index), None, None, None, a.q.dtype, [0], start, stop, index)
 
 
-def _batch(a: AnyArguments, index: Index, keys: Keys, n: int, total: int, origin: Origin, dropout: Dropout) -> Batch:
+def _batch(
+    a: AnyArguments,
+    index: Index,
+    keys: Keys,
+    n: int,
+    total: int,
+    origin: Origin,
+    dropout: Dropout,
+    functions: Functions | None,
+) -> Batch:
     """The batch of the queries at ``index``, the first of which are of sequence ``n``.
 
     They are the last ones of ``total`` keys unless the origin moves them.
@@ -113,7 +123,7 @@ def _batch(a: AnyArguments, index: Index, keys: Keys, n: int, total: int, origin
     mask, score = rule_of(a)
     factors = (None, None) if a.q_descale is None else _factors(a, n, q)
     mask = mask.counted_from(origin.key)
-    return Batch(q, keys, index, n, first, mask, score, dropout, origin, *factors, functions_of(a))
+    return Batch(q, keys, index, n, first, mask, score, dropout, origin, *factors, functions)
 
 
 def _factors(a: AnyArguments, n: int, q: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import Operators, register_cached
-from ..operators import Arguments, CachedArguments, fake_write, learns, option_grads, outputs
+from ..operators import Arguments, CachedArguments, count_learnt, fake_write, option_grads, outputs
 from ..registration import Operator, register
 from . import fused, pages, tiles
 from .batches import Batch, batches, cached_batches
@@ -55,9 +55,7 @@ def _backward(dout, dlse, out, lse, *arguments):
     if not plan or any(causal is None for _, causal in plan):  # fused attention makes its own
         delta = (out.to(lse.dtype) * dout).sum(-1).mT - (0 if dlse is None else dlse)
 
-    dcaptured = [
-        lse.new_zeros(x.shape) if known else lse.new_empty(0) for x, known in zip(a.captured, learns(a), strict=True)
-    ]
+    dcaptured = lse.new_zeros(count_learnt(a))
 
     def differentiate(batch: Batch, causal: bool | None) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
         """The gradients of a batch's queries, keys, values and slopes: 0 from fused attention, which knows none."""
@@ -67,18 +65,14 @@ def _backward(dout, dlse, out, lse, *arguments):
 
     if plan and not plan[0][0].index:
         dq, dk, dv, dslopes = differentiate(*plan[0])
-        return dq, dk, dv, *option_grads(a, dslopes, lse, delta), _in_dtypes(dcaptured, a.captured)
+        return dq, dk, dv, *option_grads(a, dslopes, lse, delta), dcaptured
     dq, dk, dv = (x.new_zeros(x.shape) for x in (a.q, a.k, a.v))
     dslopes = lse.new_zeros(sum(batch.q.shape[0] for batch, _ in plan), a.q.shape[-2])
     for batch, causal in plan:
         keys, sequences = batch.keys, slice(batch.sequence, batch.sequence + batch.q.shape[0])
         of_k, of_v = (x[keys.index][:, keys.start : keys.stop] for x in (dk, dv))
         dq[batch.index], of_k[:], of_v[:], dslopes[sequences] = differentiate(batch, causal)
-    return dq, dk, dv, *option_grads(a, dslopes, lse, delta), _in_dtypes(dcaptured, a.captured)
-
-
-def _in_dtypes(grads: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    return [grad.to(x.dtype) if grad.shape == x.shape else grad for grad, x in zip(grads, tensors, strict=True)]
+    return dq, dk, dv, *option_grads(a, dslopes, lse, delta), dcaptured
 
 
 def _write(k, v, new_k, new_v, slots):

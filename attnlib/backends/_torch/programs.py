@@ -2,13 +2,14 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from ...derivative import BY_RESULT, derivative
-from ...program import BOOL, FLOAT, INT, Operand, Program, Step, Value, read
+from ...derivative import BY_RESULT, Derivative
+from ...program import BOOL, FLOAT, INT, Operand, Program, Step, Value
 
 OPERATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
@@ -35,26 +36,33 @@ def evaluated(
     Raises:
         IndexError: an index is outside of its tensor, for one of the ``counted`` pairs.
     """
-    parsed = read(program)
+    parsed = program.parsed
     brought = _run(parsed.steps, inputs, tensors, dtype, counted)
     return brought(parsed.result, BOOL if "score" not in parsed.inputs else FLOAT)
 
 
 def differentiated(
-    program: Program, d: Tensor, inputs: Mapping[str, Tensor], tensors: Sequence[Tensor], grads: Sequence[Tensor]
+    by: Derivative, d: Tensor, inputs: Mapping[str, Tensor], tensors: Sequence[Tensor], grads: Tensor
 ) -> Tensor:
-    """The derivative by the score, of ``d``, that by what a program gives; adds those by what it reads to ``grads``."""
-    by = derivative(program)
+    """The derivative by the score, of ``d``, that by what a program gives; ``by`` says how.
+
+    Adds those by what the program reads to ``grads``, in which all its tensors of floats lie side by side.
+    """
+    firsts = [0, *accumulate(x.numel() if x.is_floating_point() else 0 for x in tensors)]
     brought = _run(by.steps, {**inputs, BY_RESULT: d}, tensors, d.dtype)
     for tensor, indices, value in by.reads:
         n = int(tensor.name[1:])
-        at = [
-            x.clamp(0, size - 1) for x, size in zip((brought(x, INT) for x in indices), tensors[n].shape, strict=True)
-        ]
-        at = torch.broadcast_tensors(*at, d.new_zeros((1,) * d.dim(), dtype=torch.int64))[:-1]
-        value = brought(value, FLOAT).broadcast_to(d.shape).sum_to_size(at[0].shape if at else (1,) * d.dim())
-        grads[n].index_put_(tuple(at), value, accumulate=True) if at else grads[n].add_(value.view(()))
+        at = torch.full((1,) * d.dim(), firsts[n], device=d.device)
+        for x, size, stride in zip(indices, tensors[n].shape, _contiguous(tensors[n]), strict=True):
+            at = at + brought(x, INT).clamp(0, size - 1) * stride
+        value = brought(value, FLOAT).broadcast_to(d.shape).sum_to_size(at.shape)  # what is added to one number
+        grads.index_add_(0, at.flatten(), value.flatten())
     return brought(by.score, FLOAT).broadcast_to(d.shape)
+
+
+def _contiguous(x: Tensor) -> Sequence[int]:
+    """How far apart neighbours are in each dimension, if x is packed."""
+    return torch.empty(x.shape, device="meta").stride()
 
 
 def _run(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...checks import are_checks_on
+from ...derivative import Derivative, derivative
 from ...philox import dropout_keep
 from ..operators import result_dtype, wide
 from .batches import Batch, rows, unrows
@@ -83,17 +84,19 @@ def forward(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    batch: Batch, dout: Tensor, lse: Tensor, delta: Tensor, dcaptured: list[Tensor]
+    batch: Batch, dout: Tensor, lse: Tensor, delta: Tensor, dcaptured: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq ``[b, s, h, d]``, dk and dv ``[b, t, g, *]`` of the batch's keys, and the gradient of slopes ``[b, h]``.
 
-    ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[b, h, s]``. Adds to ``dcaptured``, the gradients of what
-    the scores' function reads, in the dtype of scores.
+    ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[b, h, s]``. Adds to ``dcaptured``, the gradients of the
+    floats that the scores' function reads, side by side.
     """
     q, keys, g = batch.q, batch.keys, batch.keys.k.shape[2]
     b, _, h, _ = q.shape
     dq, dslopes = q.new_zeros(q.shape), lse.new_zeros(b, h)
     dk, dv = (lse.new_zeros(b, keys.stop - keys.start, g, x.shape[-1]).transpose(1, 2) for x in (q, keys.v))
+    changes = batch.functions is not None and batch.functions.score is not None
+    by_score = derivative(batch.functions.score) if changes else None
     # Rows that saw nothing have lse = -inf; +inf makes every probability of theirs 0.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     for block in _query_blocks(batch):
@@ -105,8 +108,8 @@ def backward(
             p = tile.scores.sub_(row_lse).exp_()
             ds = tile.dropped(do @ tile.v.mT).sub_(row_delta).mul_(p)
             _hide(ds, tile.hidden, h, 0)
-            if batch.functions is not None and batch.functions.score is not None:
-                ds = _by_score(batch, tile, ds, dcaptured)
+            if by_score is not None:
+                ds = _unchanged(batch, by_score, tile, ds, dcaptured)
             if tile.distance is not None:
                 dslopes[block.sequences] -= (ds.view(-1, h, *tile.distance.shape) * tile.distance).sum((-1, -2))
             if tile.tanh is not None:
@@ -235,11 +238,10 @@ def _changed(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) ->
     return changed.broadcast_to(score.shape).clone()
 
 
-def _by_score(batch: Batch, tile: Tile, ds: Tensor, dcaptured: list[Tensor]) -> Tensor:
+def _unchanged(batch: Batch, by: Derivative, tile: Tile, ds: Tensor, dcaptured: Tensor) -> Tensor:
     """The gradient of the scores that a function changed, of those that it gave; adds to that of what it reads."""
     functions, d = batch.functions, ds.view_as(tile.indices["score"])
-    grads = dcaptured[len(functions.mask_tensors) :]
-    return differentiated(functions.score, d, tile.indices, functions.score_tensors, grads).reshape(ds.shape)
+    return differentiated(by, d, tile.indices, functions.score_tensors, dcaptured).reshape(ds.shape)
 
 
 def _counted(batch: Batch, hidden: Tensor | None) -> Tensor | None:

@@ -82,7 +82,7 @@ class Dense:
     def _backward(self, dout, dlse, out, lse, *arguments):
         a, lse = readable(Arguments(*arguments)), lse.contiguous()
         dq, dk, dv, dslopes, delta = self._gradients(self._key(a), a, dout, dlse, out, lse)
-        return dq, dk, dv, *option_grads(a, dslopes, lse, delta), []
+        return dq, dk, dv, *option_grads(a, dslopes, lse, delta), lse.new_empty(0)
 
     def _gradients(
         self, key: plans.Key, a: Arguments, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor

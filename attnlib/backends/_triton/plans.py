@@ -62,7 +62,7 @@ def aligned(*tensors: Tensor | None) -> bool:
 def key_of(a: OperatorArguments, first: Tensor, *others: Tensor | None) -> Key:
     """What decides the launches of a call with these arguments, of which descriptors may load some."""
     tf32 = first.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    layouts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None if x == [] else x for x in a]
+    layouts = [x if x is None or not isinstance(x, Tensor) else (x.shape, x.stride(), x.dtype) for x in a]
     return Key(first.device, tf32, aligned(first, *others), a._make(layouts))
 
 
