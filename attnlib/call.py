@@ -10,29 +10,9 @@ from .checks import INT32, bind, is_strided, refuse_tensor
 from .fp8 import E4M3, Descales, check_descales
 from .functions import Functions, functions_of
 from .kv import KVView
-from .mask import Mask
-from .mask_function import MaskFunction
-from .scores import ScoreFunction
+from .mask import AnyMask
+from .scores import Score
 from .spec import AttentionSpec, describe
-
-FP32 = torch.finfo(torch.float32)
-
-
-class Score(NamedTuple):
-    """The options that make a visible pair's score from q·k, as in :func:`attnlib.attention`."""
-
-    scale: float | None = None
-    softcap: float | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    function: ScoreFunction | None = None
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """The names of what there is beside the scale."""
-        if self.softcap is self.alibi_slopes is self.sinks is self.function is None:
-            return ()
-        return tuple(name for name, x in self._asdict().items() if x is not None and name != "scale")
 
 
 class Packing(NamedTuple):
@@ -86,7 +66,7 @@ class Call(NamedTuple):
     """
 
     q: Tensor
-    mask: Mask | MaskFunction
+    mask: AnyMask
     score: Score = Score()
     k: Tensor | None = None
     v: Tensor | None = None
@@ -108,11 +88,10 @@ class Call(NamedTuple):
     @property
     def optional(self) -> dict[str, Tensor]:
         """The tensors that need not be there, by name, and are."""
-        score, packing, seed, descales = self.score, self.packing, self.dropout.seed, self.descales
-        if packing is descales is score.alibi_slopes is score.sinks is self.key_starts is self.key_ends is seed is None:
-            return {} if self.functions is None else self.functions.named
-        found = {} if self.functions is None else self.functions.named
-        found |= {"alibi_slopes": score.alibi_slopes, "sinks": score.sinks}
+        packing, seed, descales, functions = self.packing, self.dropout.seed, self.descales, self.functions
+        found = self.score.tensors if functions is None else self.score.tensors | functions.named
+        if packing is descales is self.key_starts is self.key_ends is seed is None:
+            return found
         found |= {"key_starts": self.key_starts, "key_ends": self.key_ends, "dropout_seed": seed}
         if packing is not None:
             found |= {"cu_seqlens_q": packing.cu_seqlens_q, "cu_seqlens_k": packing.cu_seqlens_k}
@@ -146,7 +125,7 @@ def checked(call: Call) -> Call:
         sizes = _bind_to_view(call)
         (q,), k, v = _autocast(call.q), None, None
     _check_tensors(call, sizes)
-    score, dropout = _filled(call.score, sizes["d"]), _seeded(call.dropout, q.device)
+    score, dropout = call.score.filled(sizes["d"]), _seeded(call.dropout, q.device)
     bounds = call.key_starts, call.key_ends
     rest = (call.packing, dropout, call.origin, call.descales, call.lse)  # _replace() would take three times as long
     spec = describe(Call(q, call.mask, score, k, v, call.kv, *bounds, *rest), sizes)
@@ -181,7 +160,7 @@ def _bind_to_view(call: Call) -> dict[str, int]:
     sizes = bind(("q", q, "bshd" if kv.cu_seqlens_q is None else "shd"), known=known)
     if sizes["h"] == 0 or sizes["h"] % layout.heads:
         raise ValueError(f"q: expected a multiple of the cache's g={layout.heads} KV heads, got h={sizes['h']}")
-    if isinstance(mask, Mask | MaskFunction):  # what is none, describe() refuses
+    if isinstance(mask, AnyMask):  # what is none, describe() refuses
         layout.check_reach(mask.band)
     return sizes | {"g": layout.heads, "e": layout.value_dim}
 
@@ -196,26 +175,6 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype not in stay else x for x in tensors)
 
 
-def _filled(score: Score, head_dim: int) -> Score:
-    scale = max(head_dim, 1) ** -0.5 if score.scale is None else _positive("scale", score.scale)
-    softcap = None if score.softcap is None else _positive("softcap", score.softcap)
-    if score.function is not None and type(score.function) is not ScoreFunction:
-        raise TypeError(f"score: expected what score_mod() makes, got {type(score.function).__name__}")
-    return Score(scale, softcap, score.alibi_slopes, score.sinks, score.function)
-
-
-def _positive(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"{name}: expected a Python number, got {type(value).__name__}; reading a tensor would wait for it"
-        )
-    # As fp32, a greater number would be inf and a smaller one 0, and their products NaN. (Not isfinite, which
-    # torch.compile cannot trace on a float that varies.)
-    if not FP32.tiny <= value <= FP32.max:
-        raise ValueError(f"{name}: expected a finite fp32 number above 0, got {value}")
-    return 1.0 * value  # an int may be too large for torch
-
-
 def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
     """Raise ValueError or TypeError for slopes, sinks, bounds, offsets and descales that do not fit."""
     score, packing = call.score, call.packing
@@ -228,8 +187,7 @@ def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
         check_descales(call.descales, call.q.dtype, sizes, over_view=call.kv is not None)
     if not (optional := call.optional):
         return
-    per_sequence = "alibi_slopes" in optional and is_strided(score.alibi_slopes) and score.alibi_slopes.dim() == 2
-    dims = {"alibi_slopes": "bh" if per_sequence else "h", "sinks": "h", "key_starts": "b", "key_ends": "b"}
+    dims = score.dims | {"key_starts": "b", "key_ends": "b"}
     if (functions := call.functions) is not None:
         functions.check()
     named = [(name, x, dims[name]) for name, x in optional.items() if name in dims]

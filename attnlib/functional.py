@@ -6,16 +6,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .call import Call, Dropout, Packing, Score, checked
+from .call import Call, Dropout, Packing, checked
 from .checks import are_checks_on, is_strided
 from .dispatch import PREPARED, Explanation, explained, select
 from .fp8 import Descales, descales_of
 from .kv import KVView
-from .mask import FULL, Mask
-from .mask_function import MaskFunction
+from .mask import FULL, AnyMask, Mask
 from .merge import merge_states
 from .prepared import key_of
-from .scores import ScoreFunction
+from .scores import Score, ScoreFunction
 
 
 def attention(
@@ -23,7 +22,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | MaskFunction,
+    mask: AnyMask,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
@@ -40,16 +39,15 @@ def attention(
 ) -> Tensor:
     """Softmax attention of q ``[b, s, h, d]`` over k ``[b, t, g, d]`` and v ``[b, t, g, e]``, giving ``[b, s, h, e]``.
 
-    Query head ``i`` reads KV head ``i // (h / g)``; K and V are never copied for it. The queries are the last
-    ``s`` of the ``t`` keys (bottom-right alignment). The score of a visible pair is
-    ``softcap * tanh(scale * q·k / softcap)`` (without softcap ``scale * q·k``) minus ``slope * |i - j|``, and then what
-    ``score``, of :func:`score_mod`, makes of it. ``scale`` defaults to ``d ** -0.5``. ``alibi_slopes`` are ``[h]`` or
-    ``[b, h]``. ``sinks`` ``[h]`` are logits without a value, which nothing changes. ``key_starts`` and ``key_ends``
-    int32 ``[b]`` hide keys outside ``[start, end)`` and move nothing else. A query that sees no key gives 0, with zero
-    gradients. Dropout keeps what Philox bits of (``dropout_seed``, sequence, head, i, j) say; ``dropout_seed`` int64
-    ``[1]`` is drawn when None. q, k and v in float8_e4m3fn, as :func:`quantize_fp8` makes them, come with what they are
-    to be multiplied by, above 0 and fp32: ``q_descale`` ``[b, h]``, ``k_descale`` and ``v_descale`` ``[b, g]``. They
-    give bf16, and have no backward.
+    Query head ``i`` reads KV head ``i // (h / g)``; K and V are never copied for it. The queries are the last ``s`` of
+    the ``t`` keys. The score of a visible pair is ``softcap * tanh(scale * q·k / softcap)`` (without softcap
+    ``scale * q·k``) minus ``slope * |i - j|``, and then what ``score``, of :func:`score_mod`, makes of it. ``scale``
+    defaults to ``d ** -0.5``. ``alibi_slopes`` are ``[h]`` or ``[b, h]``. ``sinks`` ``[h]`` are logits without a value,
+    which nothing changes. ``key_starts`` and ``key_ends`` int32 ``[b]`` hide keys outside ``[start, end)`` and move
+    nothing else. A query that sees no key gives 0, with zero gradients. Dropout keeps what Philox bits of
+    (``dropout_seed``, sequence, head, i, j) say; ``dropout_seed`` int64 ``[1]`` is drawn when None. q, k and v in
+    float8_e4m3fn, as of :func:`quantize_fp8`, come with factors above 0 in fp32: ``q_descale`` ``[b, h]``,
+    ``k_descale`` and ``v_descale`` ``[b, g]``. They give bf16, and have no backward.
 
     Raises:
         ValueError: shapes or values that do not fit; the message names the argument and the remedy.
@@ -71,7 +69,7 @@ def attention_with_lse(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | MaskFunction,
+    mask: AnyMask,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
@@ -105,7 +103,7 @@ def varlen_attention(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    mask: Mask | MaskFunction,
+    mask: AnyMask,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
@@ -139,7 +137,7 @@ def varlen_attention_with_lse(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    mask: Mask | MaskFunction,
+    mask: AnyMask,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
@@ -164,7 +162,7 @@ def cached_attention(
     q: Tensor,
     kv: KVView,
     *,
-    mask: Mask | MaskFunction,
+    mask: AnyMask,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
@@ -191,7 +189,7 @@ def cached_attention_with_lse(
     q: Tensor,
     kv: KVView,
     *,
-    mask: Mask | MaskFunction,
+    mask: AnyMask,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
@@ -213,43 +211,36 @@ def explain(call: Callable, *args, **kwargs) -> Explanation:
     runs on: torch
       not on triton: needs a CUDA device, got cpu
     """
-    kinds = {
-        attention: "dense",
-        attention_with_lse: "dense",
-        varlen_attention: "varlen",
-        varlen_attention_with_lse: "varlen",
-        cached_attention: "cached",
-        cached_attention_with_lse: "cached",
-    }
-    if not any(call is function for function in kinds):  # not `in`: what is none of them may have no hash
-        raise ValueError(f"call: expected one of {', '.join(function.__name__ for function in kinds)}, got {call!r}")
+    plain = (attention, varlen_attention, cached_attention)
+    with_lse = (attention_with_lse, varlen_attention_with_lse, cached_attention_with_lse)
+    if not any(call is function for function in plain + with_lse):  # not `in`: what is none of them may have no hash
+        raise ValueError(f"call: expected one of {', '.join(x.__name__ for x in plain + with_lse)}, got {call!r}")
     bound = signature(call).bind(*args, **kwargs)
     bound.apply_defaults()
     name = bound.arguments["backend"]
-    plan = planned(_call_of(kinds[call], bound.arguments, lse=call.__name__.endswith("_with_lse")))
+    plan = planned(_call_of(bound.arguments, lse=call in with_lse))
     own = explained(checked(plan.own), name)
     return own if plan.shared is None else own._replace(shared=explained(checked(plan.shared), name))
 
 
-def _call_of(kind: str, arguments: Mapping[str, Any], *, lse: bool) -> Call:
-    """The call that a function of this kind makes of its arguments."""
-    options = Score(*(arguments["score" if name == "function" else name] for name in Score._fields))
+def _call_of(arguments: Mapping[str, Any], *, lse: bool) -> Call:
+    """The call that one of the six functions makes of its arguments."""
     q, mask = arguments["q"], arguments["mask"]
-    if kind == "cached":
+    options = Score(*(arguments["score" if name == "function" else name] for name in Score._fields))
+    if "kv" in arguments:
         return _over(q, arguments["kv"], mask, options, arguments["q_descale"], lse=lse)
     dropout = Dropout(arguments["dropout_p"], arguments["dropout_seed"])
     descales = descales_of(*(arguments[name] for name in Descales._fields))
     call = Call(q, mask, options, arguments["k"], arguments["v"], dropout=dropout, descales=descales, lse=lse)
-    if kind == "dense":
+    if "cu_seqlens_q" not in arguments:
         return call._replace(key_starts=arguments["key_starts"], key_ends=arguments["key_ends"])
     return call._replace(packing=Packing(*(arguments[name] for name in Packing._fields)))
 
 
 class CallPlan(NamedTuple):
-    """The calls that answer one call: itself alone, or two where a view has shared prefixes.
+    """The calls that answer one call: itself alone, or two that :func:`merge_states` joins.
 
-    Then ``own`` attends to the keys that each sequence has for itself, ``shared`` to those that groups of sequences
-    share, and :func:`merge_states` joins their results.
+    Then ``own`` attends to the keys that each sequence has for itself, ``shared`` to those that groups of them share.
     """
 
     own: Call
@@ -288,9 +279,7 @@ def attend(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
     return result
 
 
-def _over(
-    q: Tensor, kv: KVView, mask: Mask | MaskFunction, score: Score, q_descale: Tensor | None, *, lse: bool = False
-) -> Call:
+def _over(q: Tensor, kv: KVView, mask: AnyMask, score: Score, q_descale: Tensor | None, *, lse: bool = False) -> Call:
     if not isinstance(kv, KVView):
         raise TypeError(f"kv: expected the KVView that append() or view() of a cache returned, got {type(kv).__name__}")
     return Call(q, mask, score, None, None, kv, descales=descales_of(q_descale), lse=lse)
@@ -298,9 +287,7 @@ def _over(
 
 def _sees_all_before(call: Call) -> bool:
     """Whether every query sees all keys before its own, and no score depends on how far off they are, or on whose."""
-    is_alike = (
-        call.score.alibi_slopes is call.score.function is call.descales is None
-    )  # those of a group's sequences may differ
+    is_alike = call.score.alibi_slopes is call.score.function is call.descales is None  # those of sequences may differ
     return isinstance(call.mask, Mask) and call.mask.sees_all_before and is_alike
 
 

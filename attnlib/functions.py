@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .mask import Mask
+from .mask import AnyMask
 from .mask_function import MaskFunction
 from .program import Program
 from .scores import ScoreFunction
@@ -51,7 +51,7 @@ class Functions(NamedTuple):
                 raise ValueError(f"{name}: expected an element in each dimension, got {tuple(x.shape)}")
 
 
-def functions_of(mask: Mask | MaskFunction, score: ScoreFunction | None) -> Functions | None:
+def functions_of(mask: AnyMask, score: ScoreFunction | None) -> Functions | None:
     """What the functions among these say; None without any."""
     by_mask, by_score = type(mask) is MaskFunction, type(score) is ScoreFunction
     if not (by_mask or by_score):

@@ -55,15 +55,15 @@ class Mask:
             seen = seen & (j <= i + self.right)
         return seen | (j < self.prefix)
 
-    def __and__(self, other: "Mask | MaskFunction") -> "Mask | MaskFunction":
+    def __and__(self, other: "AnyMask") -> "AnyMask":
         met = self.meet(other) if isinstance(other, Mask) else None
         return self.as_function() & other if met is None else met
 
-    def __or__(self, other: "Mask | MaskFunction") -> "Mask | MaskFunction":
+    def __or__(self, other: "AnyMask") -> "AnyMask":
         joined = self._join(other) if isinstance(other, Mask) else None
         return self.as_function() | other if joined is None else joined
 
-    def __invert__(self) -> "Mask | MaskFunction":
+    def __invert__(self) -> "AnyMask":
         if self.prefix or None not in (self.left, self.right):
             return ~self.as_function()
         if self.right is not None:
@@ -94,6 +94,8 @@ class Mask:
 
     def _join(self, other: "Mask") -> "Mask | None":
         """The keys that either shows, if they are a band: none lies between them."""
+        if self._is_hollow or other._is_hollow:
+            return other if self._is_hollow else self
         bounds = [(-INT32 if x.left is None else -x.left, INT32 if x.right is None else x.right) for x in (self, other)]
         (start, stop), (other_start, other_stop) = sorted(bounds)
         is_whole = stop >= other_start - 1 and start <= stop and other_start <= other_stop
@@ -104,6 +106,11 @@ class Mask:
         """The least band that shows what either shows."""
         left, right = (None if None in both else max(both) for both in zip(self._sides, other._sides, strict=True))
         return Mask(left, right, max(self.prefix, other.prefix) if right is not None else 0)
+
+    @property
+    def _is_hollow(self) -> bool:
+        """Whether it shows no key to any query."""
+        return None not in self._sides and self.left + self.right < 0
 
     @property
     def _sides(self) -> tuple[int | None, int | None]:
@@ -131,8 +138,7 @@ class Mask:
         The range has no hole: every key in it is seen by at least one of these queries. An empty
         range is ``(0, 0)``.
         """
-        hollow = self.left is not None and self.right is not None and self.left + self.right < 0
-        if first >= last or hollow:
+        if first >= last or self._is_hollow:
             return (0, 0)
         start = 0 if self.left is None else max(0, first - self.left)
         stop = total if self.right is None else min(total, max(last + self.right, self.prefix))
@@ -191,8 +197,7 @@ class Mask:
         >>> sliding(3).queries(0, 9, 4, 6)
         (4, 8)
         """
-        hollow = self.left is not None and self.right is not None and self.left + self.right < 0
-        if start >= stop or hollow:
+        if start >= stop or self._is_hollow:
             return (0, 0)
         if self.right is not None and start >= self.prefix:
             first = max(first, start - self.right)
@@ -218,6 +223,7 @@ class Mask:
         return Mask(self.left, self.right, max(0, min(self.prefix - key, INT32))) if self.prefix else self
 
 
+AnyMask = Mask | MaskFunction
 FULL = Mask()
 CAUSAL = Mask(right=0)
 NOTHING = Mask(left=0, right=-1)

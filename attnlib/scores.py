@@ -1,13 +1,17 @@
-"""Scores by function: what a plain function makes of the score of a query and a key."""
+"""How a visible pair's score comes from q·k: by options, and by a function of indices."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .checks import is_strided
 from .program import Program
 from .trace import FirstQuery, applied, filled, traced
+
+FP32 = torch.finfo(torch.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,3 +52,56 @@ def score_mod(function: Callable, *arguments: Tensor | FirstQuery) -> ScoreFunct
     """
     program = traced("score", function, arguments)
     return ScoreFunction(program, tuple(x for x in arguments if isinstance(x, Tensor)), function, arguments)
+
+
+class Score(NamedTuple):
+    """The options that make a visible pair's score from q·k, as in :func:`attnlib.attention`."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    function: ScoreFunction | None = None
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of what there is beside the scale."""
+        if self.softcap is self.alibi_slopes is self.sinks is self.function is None:
+            return ()
+        return tuple(name for name, x in self._asdict().items() if x is not None and name != "scale")
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its own tensors, by name, that are there."""
+        named = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
+        return {name: x for name, x in named.items() if x is not None}
+
+    @property
+    def dims(self) -> dict[str, str]:
+        """The dimensions of its tensors: slopes may be of each sequence."""
+        per_sequence = is_strided(self.alibi_slopes) and self.alibi_slopes.dim() == 2
+        return {"alibi_slopes": "bh" if per_sequence else "h", "sinks": "h"}
+
+    def filled(self, head_dim: int) -> "Score":
+        """With a scale, where none is given: of heads of so many channels.
+
+        Raises:
+            ValueError, TypeError: naming the option, what was expected and what came.
+        """
+        scale = max(head_dim, 1) ** -0.5 if self.scale is None else _positive("scale", self.scale)
+        softcap = None if self.softcap is None else _positive("softcap", self.softcap)
+        if self.function is not None and type(self.function) is not ScoreFunction:
+            raise TypeError(f"score: expected what score_mod() makes, got {type(self.function).__name__}")
+        return Score(scale, softcap, self.alibi_slopes, self.sinks, self.function)
+
+
+def _positive(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(
+            f"{name}: expected a Python number, got {type(value).__name__}; reading a tensor would wait for it"
+        )
+    # As fp32, a greater number would be inf and a smaller one 0, and their products NaN. (Not isfinite, which
+    # torch.compile cannot trace on a float that varies.)
+    if not FP32.tiny <= value <= FP32.max:
+        raise ValueError(f"{name}: expected a finite fp32 number above 0, got {value}")
+    return 1.0 * value  # an int may be too large for torch

@@ -9,7 +9,7 @@ from fuzz_values import DTYPES, finite, is_int, is_mask, is_number, is_tensor
 from torch import Tensor
 
 import attnlib
-from attnlib import CAUSAL, KVCache, KVLayout
+from attnlib import CAUSAL, KVCache, KVLayout, ScoreFunction, score_mod
 
 H, G, D, E = 4, 2, 8, 5
 
@@ -53,10 +53,15 @@ def numbers(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def halved(score, b, h, i, j, bias):
+    return score / 2 + bias[h]
+
+
 def dense(target):
     return {
         "q": numbers(2, 3, H, D), "k": numbers(2, 5, G, D), "v": numbers(2, 5, G, E), "mask": CAUSAL,
         "scale": 0.3, "softcap": 3.0, "alibi_slopes": numbers(H).abs(), "sinks": numbers(H),
+        "score": score_mod(halved, numbers(H)),
         "key_starts": ints(0, 1), "key_ends": ints(5, 4), "dropout_p": 0.3, "dropout_seed": torch.tensor([5]),
         "backend": None,
     }  # fmt: skip
@@ -93,6 +98,7 @@ def terms_agree(a, b, h):
         and all(absent_or(name, is_number) for name in ("scale", "softcap"))
         and absent_or("alibi_slopes", lambda x: is_floats(x) and tuple(x.shape) in ((h,), (b, h)))
         and absent_or("sinks", lambda x: is_floats(x) and tuple(x.shape) == (h,))
+        and absent_or("score", lambda x: isinstance(x, ScoreFunction))
         and isinstance(p, int | float) and not isinstance(p, bool) and 0 <= p < 1
         and (seed is None or (is_tensor(seed, torch.int64) and tuple(seed.shape) == (1,)))
         and a["backend"] is None

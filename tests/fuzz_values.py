@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnlib import CAUSAL, Angles, KVLayout, Mask, Rope
+from attnlib import CAUSAL, Angles, KVLayout, Mask, MaskFunction, Rope
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INT32 = 2**31 - 1
@@ -86,7 +86,7 @@ def is_tensor(x: Any, *dtypes: torch.dtype) -> bool:
 
 
 def is_mask(x: Any) -> bool:
-    return isinstance(x, Mask)
+    return isinstance(x, Mask | MaskFunction)
 
 
 def is_angles(x: Any) -> bool:

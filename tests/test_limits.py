@@ -12,7 +12,7 @@ DESCALES = ("q_descale", "k_descale", "v_descale")
 FILES_OF_A_WORD = dict.fromkeys(SCORE_OPTIONS, 10) | dict.fromkeys(MASK_FIELDS + DESCALES, 8)
 DOORS = {"attention", "varlen_attention", "cached_attention"}
 PUBLIC = {*DOORS, *(f"{name}_with_lse" for name in DOORS)}
-LONG = {("layers/mla.py", "__init__"), ("spec.py", "describe")}  # functions beyond 40 lines: none may be added
+LONG = {("spec.py", "describe")}  # functions beyond 40 lines: none may be added
 VALUES = Values(CORE)
 # torch gives and takes flat lists; their order is written in the first, and the second is what torch calls.
 IN_ORDER = ("backends/operators.py", "backends/autograd.py")
@@ -140,10 +140,10 @@ def test_a_planted_wide_function_is_found():
 
 
 def test_backends_and_kernels_stay_small():
-    """2,500 lines of code, and what splits long packed sequences, repeats calls (160), plans Hopper's kernels (40) and
-    takes fp8 inputs (50)."""
+    """2,500 lines of code, and what splits long packed sequences, repeats calls (160), plans Hopper's kernels (40),
+    takes fp8 inputs (50) and runs masks and scores by function on a CPU (210)."""
     lines = {source.path: len(source.code_lines) for source in BACKENDS if source.is_core}
-    assert sum(lines.values()) <= 3210, f"{sum(lines.values())} lines of code in backends/, not 3210: {lines}"
+    assert sum(lines.values()) <= 3420, f"{sum(lines.values())} lines of code in backends/, not 3420: {lines}"
 
 
 def test_the_benchmark_stays_small():

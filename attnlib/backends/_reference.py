@@ -9,8 +9,7 @@ from torch import Tensor
 from ..call import Call, Score
 from ..fp8 import per_token
 from ..kv import KVView
-from ..mask import Mask
-from ..mask_function import MaskFunction
+from ..mask import AnyMask, Mask
 from ..philox import dropout_keep
 from ..reference import attend
 from ..spec import AttentionSpec
@@ -114,7 +113,7 @@ def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, cal
     return attend(q, k, v, visible, bias=bias, change=change, weight=weight, **options)
 
 
-def _visible(mask: Mask | MaskFunction, b: Tensor, heads: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
+def _visible(mask: AnyMask, b: Tensor, heads: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
     """Which pairs of queries ``[s, 1]`` and keys ``[t]`` a mask shows: ``[s, t]``, or ``[h, s, t]`` by a function."""
     if isinstance(mask, Mask):
         return mask.visible(i, j)

@@ -98,9 +98,9 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, operators, rest, q, k, v, alibi_slopes, sinks, *captured):
+    def forward(ctx, operators, rest, *given):
         tensors, numbers = rest
-        inputs = (q, k, v, alibi_slopes, sinks, *tensors, list(captured) or None, *numbers)
+        inputs = (*given[:WITH_GRADIENTS], *tensors, list(given[WITH_GRADIENTS:]) or None, *numbers)
         output = operators.forward(*inputs)
         _keep(ctx, inputs, output)
         ctx.operators = operators

@@ -180,7 +180,8 @@ def functions_of(a: AnyArguments) -> Functions | None:
         return None
     mask, score = (None if text is None else Program(text) for text in (a.mask_program, a.score_program))
     of_mask = 0 if mask is None else len(mask.parsed.captured)
-    return Functions(mask, score, tuple(a.captured[:of_mask]), tuple(a.captured[of_mask:]))
+    captured = tuple(a.captured or ())
+    return Functions(mask, score, captured[:of_mask], captured[of_mask:])
 
 
 def rule_of(a: AnyArguments) -> tuple[Mask, Score]:

@@ -4,7 +4,7 @@ from inspect import signature
 
 from torch import Tensor, nn
 
-from ..mask import Mask
+from ..mask import AnyMask, Mask
 from ..mask_function import MaskFunction
 from ..scores import ScoreFunction
 
@@ -29,7 +29,7 @@ class Captured(nn.Module):
         """Nothing: they were given, and nobody here knows to what they could be reset."""
 
 
-def captured_by_mask(mask: Mask | MaskFunction) -> Captured | None:
+def captured_by_mask(mask: AnyMask) -> Captured | None:
     """The tensors of a layer's mask; None for a band."""
     return None if isinstance(mask, Mask) else Captured(mask, [f"t{n}" for n in range(len(mask.tensors))])
 
@@ -50,7 +50,7 @@ def captured_by_score(score: ScoreFunction | None) -> Captured | None:
     return Captured(score, known if whole else [f"t{n}" for n in range(len(score.tensors))])
 
 
-def function_options(layer: nn.Module, mask: Mask | MaskFunction | None, *, is_shared: bool) -> dict[str, object]:
+def function_options(layer: nn.Module, mask: AnyMask | None, *, is_shared: bool) -> dict[str, object]:
     """A layer's mask within a call's, and its score; ``is_shared`` says that this rank has some of the heads alone.
 
     Raises:
@@ -59,7 +59,7 @@ def function_options(layer: nn.Module, mask: Mask | MaskFunction | None, *, is_s
     """
     own = layer.mask if layer.mask_tensors is None else layer.mask_tensors()
     if mask is not None:
-        if not isinstance(mask, Mask | MaskFunction):
+        if not isinstance(mask, AnyMask):
             raise TypeError(f"mask: expected a Mask such as CAUSAL or what mask_mod() makes, got {type(mask).__name__}")
         own = own & mask
     score = None if layer.score is None else layer.score()

@@ -7,8 +7,7 @@ from ..cache.kv_cache import LayerCache
 from ..checks import check_count
 from ..functional import attention, cached_attention, varlen_attention
 from ..kv import KVLayout, KVView
-from ..mask import Mask
-from ..mask_function import MaskFunction
+from ..mask import AnyMask
 from ..rope import Angles, Rope, rotate
 from ..scores import ScoreFunction
 from .captured import captured_by_mask, captured_by_score, function_options
@@ -40,7 +39,7 @@ class GroupedQueryAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         *,
-        mask: Mask | MaskFunction,
+        mask: AnyMask,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         bias: bool = False,
@@ -145,7 +144,7 @@ class GroupedQueryAttention(nn.Module):
         kv: LayerCache | None = None,
         positions: Tensor | Angles | None = None,
         cu_seqlens: Tensor | None = None,
-        mask: Mask | MaskFunction | None = None,
+        mask: AnyMask | None = None,
     ) -> Tensor:
         """``x`` ``[b, s, m]``, or packed ``[t, m]`` with ``cu_seqlens`` or a packed cache step, to the same shape.
 
@@ -189,7 +188,7 @@ class GroupedQueryAttention(nn.Module):
             share = self._share(self.q_proj(context.flatten(0, -2)[:1]).unflatten(-1, (-1, self.head_dim)))
         kv.append(*self._key_value(context, share))
 
-    def _options(self, share: Share | None, mask: Mask | MaskFunction | None) -> dict[str, object]:
+    def _options(self, share: Share | None, mask: AnyMask | None) -> dict[str, object]:
         """What every attention of this layer takes, with one value for each query head of this rank."""
         options = function_options(self, mask, is_shared=share is not None)
         slopes, sinks = self.alibi_slopes, self.sinks

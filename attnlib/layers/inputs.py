@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
 from ..kv import DTYPES, KVLayout, KVView
-from ..mask import Mask
+from ..mask import AnyMask, Mask
 from ..mask_function import MaskFunction
 from ..rope import Angles, DynamicNTK, Rope
 
@@ -16,7 +16,7 @@ FP32 = torch.finfo(torch.float32)
 
 def check_options(
     *,
-    mask: Mask | MaskFunction,
+    mask: AnyMask,
     rope: Rope | None,
     dropout_p: float,
     dtype: torch.dtype | None,
@@ -216,7 +216,7 @@ def sequence_of(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.bucketize(tokens, cu_seqlens[1:], right=True)
 
 
-def window_of(mask: Mask | MaskFunction) -> int | None:
+def window_of(mask: AnyMask) -> int | None:
     """How many keys, the query's own included, a cache must keep for this mask; None for all."""
     reach = mask.band.reach
     return None if reach is None or reach < 0 else reach + 1

@@ -12,8 +12,7 @@ from ..cache.sequences import Prompt
 from ..call import Call, Origin, Packing, Score
 from ..functional import attend, varlen_attention_with_lse
 from ..kv import KVView
-from ..mask import FULL, Mask
-from ..mask_function import MaskFunction
+from ..mask import FULL, AnyMask, Mask
 from ..merge import merge_states
 from ..scores import ScoreFunction
 from .inputs import sequence_of
@@ -53,7 +52,7 @@ def attend_expanded(
     *,
     longest: int | None = None,
     row: int = 0,
-    mask: Mask | MaskFunction,
+    mask: AnyMask,
     scale: float,
     score: ScoreFunction | None,
     backend: str | None,

@@ -10,8 +10,7 @@ from ..cache.sequences import Prompt
 from ..checks import check_count, is_recorded
 from ..functional import attention, cached_attention, varlen_attention
 from ..kv import KVLayout, KVView
-from ..mask import Mask
-from ..mask_function import MaskFunction
+from ..mask import AnyMask
 from ..rope import Angles, Rope, rotate
 from ..scores import ScoreFunction
 from . import latent_forms
@@ -44,7 +43,7 @@ class MultiHeadLatentAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         *,
-        mask: Mask | MaskFunction,
+        mask: AnyMask,
         q_lora_rank: int | None,
         kv_lora_rank: int,
         qk_nope_head_dim: int,
@@ -62,26 +61,15 @@ class MultiHeadLatentAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        sizes = {
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "kv_lora_rank": kv_lora_rank,
-            "qk_nope_head_dim": qk_nope_head_dim,
-            "v_head_dim": v_head_dim,
-        }
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "kv_lora_rank": kv_lora_rank}
+        sizes |= {"qk_nope_head_dim": qk_nope_head_dim, "v_head_dim": v_head_dim}
         for name, size in sizes.items():
             check_count(name, size, least=1)
         check_count("qk_rope_head_dim", qk_rope_head_dim)
         if q_lora_rank is not None:
             check_count("q_lora_rank", q_lora_rank, least=1)
-        check_options(
-            mask=mask,
-            rope=rope,
-            dropout_p=dropout_p,
-            dtype=dtype,
-            numbers={"norm_eps": norm_eps} | ({} if scale is None else {"scale": scale}),
-            flags={"bias": bias},
-        )
+        numbers, flags = {"norm_eps": norm_eps} | ({} if scale is None else {"scale": scale}), {"bias": bias}
+        check_options(mask=mask, rope=rope, dropout_p=dropout_p, dtype=dtype, numbers=numbers, flags=flags)
         if rope is not None and rope.dim != qk_rope_head_dim:
             raise ValueError(f"rope: expected dim={qk_rope_head_dim} like qk_rope_head_dim, got {rope.dim}")
         if not isinstance(form, str) or form not in FORMS:
@@ -126,7 +114,7 @@ class MultiHeadLatentAttention(nn.Module):
         kv: LayerCache | None = None,
         positions: Tensor | Angles | None = None,
         cu_seqlens: Tensor | None = None,
-        mask: Mask | MaskFunction | None = None,
+        mask: AnyMask | None = None,
     ) -> Tensor:
         """As :meth:`attnlib.GroupedQueryAttention.forward`."""
         inputs = {"context": context, "kv": kv, "positions": positions, "cu_seqlens": cu_seqlens}

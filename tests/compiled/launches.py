@@ -58,8 +58,8 @@ def _dense(build: Build) -> Prepared:
     mask = MASKS[build.mask]
     scale, softcap = build.head[0] ** -0.5, 50.0 if build.softcap else None
     arguments = Arguments(
-        *map(named.get, Arguments._fields[:TENSORS]),
-        mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None,
+        *map(named.get, Arguments._fields[:TENSORS]), None,
+        mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, *(None,) * 4,
     )  # fmt: skip
     loaded = (named["q"], named["k"], named["v"])
     key = key_of(arguments, *loaded)._replace(tf32=build.dtype == "tf32", hopper=build.hopper, in_order=build.in_order)

@@ -1,0 +1,258 @@
+"""Masks and scores by function: their algebra, and attention by them against the function itself, pair by pair."""
+
+from functools import reduce
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnlib import (
+    CAUSAL,
+    FIRST_QUERY,
+    FULL,
+    KVCache,
+    KVLayout,
+    Mask,
+    MaskFunction,
+    attention,
+    attention_with_lse,
+    cached_attention_with_lse,
+    explain,
+    mask_mod,
+    score_mod,
+    sliding,
+    varlen_attention_with_lse,
+)
+
+N = 12
+ROWS, COLUMNS = torch.arange(-N, N)[:, None], torch.arange(N)
+ZERO = torch.tensor(0)
+SIDES = (None, -3, -1, 0, 2, 5)
+BANDS = [Mask(left, right) for left in SIDES for right in SIDES]
+BANDS += [Mask(None, right, prefix) for right in SIDES for prefix in (1, 4)]
+
+
+def table(mask):
+    """Which of the pairs a mask shows."""
+    if isinstance(mask, Mask):
+        return mask.visible(ROWS, COLUMNS)
+    return mask.visible(ZERO, ZERO, ROWS, COLUMNS, ZERO).broadcast_to(2 * N, N)
+
+
+def striped(b, h, i, j):
+    return (i + j) // 3 % 2 == 0
+
+
+def chosen(b, h, i, j, keys):
+    return keys[j] | (i > 2)
+
+
+KEYS = torch.tensor([True, False] * N)
+FUNCTIONS = [mask_mod(striped), mask_mod(chosen, KEYS), mask_mod(lambda b, h, i, j: i % 4 != j % 4)]
+MASKS = st.recursive(
+    st.sampled_from(BANDS + FUNCTIONS * 10).map(lambda mask: (mask, table(mask))),
+    lambda parts: st.one_of(
+        parts.map(lambda x: (~x[0], ~x[1])),
+        st.tuples(parts, parts).map(lambda x: (x[0][0] & x[1][0], x[0][1] & x[1][1])),
+        st.tuples(parts, parts).map(lambda x: (x[0][0] | x[1][0], x[0][1] | x[1][1])),
+    ),
+    max_leaves=5,
+)
+
+
+@given(MASKS)
+def test_composition_is_of_what_is_seen(pair):
+    mask, seen = pair
+    assert torch.equal(table(mask), seen)
+
+
+def test_two_bands_stay_a_band_where_they_are_one():
+    """By brute force: what a band could say is said by one."""
+    bands = BANDS[: len(SIDES) ** 2]
+    sayable = {
+        table(Mask(left, right)).numpy().tobytes() for left in (None, *range(-6, 7)) for right in (None, *range(-6, 7))
+    }
+    for x in bands:
+        for y in bands:
+            assert isinstance(x & y, Mask)
+            assert isinstance(x | y, Mask) == ((table(x) | table(y)).numpy().tobytes() in sayable)
+    assert CAUSAL & Mask(left=3) == sliding(4)
+    assert CAUSAL & Mask(right=0, prefix=5) == CAUSAL
+    assert isinstance(sliding(4) & Mask(right=0, prefix=2), MaskFunction)
+    assert FULL & CAUSAL == CAUSAL
+    assert ~~CAUSAL == CAUSAL
+
+
+def test_a_tensor_that_both_read_is_read_once():
+    both = mask_mod(chosen, KEYS) & ~mask_mod(chosen, KEYS)
+    assert len(both.tensors) == 1
+    assert len(both.program.parsed.captured) == 1
+    assert not table(both).any()
+
+
+def test_the_band_of_a_function_bounds_what_is_visited():
+    mask = sliding(5) & mask_mod(striped)
+    assert mask.band == sliding(5)
+    assert (mask | sliding(3)).band == sliding(5)
+    assert (~mask).band == FULL
+
+
+# ---- attention by them
+
+
+def same_document(b, h, i, j, document):
+    return document[b, i] == document[b, j]
+
+
+def tree(b, h, i, j, first, shown):
+    return (j < first[b]) | shown[i - first[b], (j - first[b]).clamp(0)]
+
+
+def relative(score, b, h, i, j, bias, gain):
+    return score * gain + bias[h, (i - j).clamp(-4, 4) + 4]
+
+
+def faded(score, b, h, i, j, rate):
+    return score - torch.exp(rate[b, h]) * (i - j).abs() / (1 + abs(score)) + torch.maximum(score, rate[0, 0])
+
+
+def functions(b=2, h=4, t=60):
+    """Masks and scores of every kind of step, and the leaves of the latter."""
+    document = torch.randint(0, 4, (b, t)).sort().values.int()
+    shown = torch.rand(t, t) > 0.3
+    bias = torch.randn(h, 9, dtype=torch.float64, requires_grad=True)
+    gain = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+    rate = torch.randn(b, h, dtype=torch.float64, requires_grad=True)
+    masks = {
+        "documents": CAUSAL & mask_mod(same_document, document),
+        "tree": mask_mod(tree, FIRST_QUERY, shown),
+        "by head": sliding(20) | mask_mod(lambda b, h, i, j: (h == 1) & (j % 3 == 0)),
+        "nothing": mask_mod(lambda b, h, i, j: i < 0),
+        "outside": FULL & ~(sliding(9) & mask_mod(striped)),
+    }
+    scores = {
+        "relative": (score_mod(relative, bias, gain), (bias, gain)),
+        "faded": (score_mod(faded, rate), (rate,)),
+        "a number": (score_mod(lambda score, b, h, i, j: score / 2 + h), ()),
+    }
+    return masks, scores
+
+
+MASK_NAMES, SCORE_NAMES = functions()[0].keys(), (None, *functions()[1].keys())
+
+
+def by_definition(q, k, v, mask, score, sequences=None):
+    """Attention by calling the functions with all pairs, in torch's own operations."""
+    (b, s, h, d), (t, g) = q.shape, k.shape[1:3]
+    i, j, first = torch.arange(t - s, t)[:, None], torch.arange(t), torch.tensor(t - s)
+    at = (
+        torch.arange(b)[:, None, None, None] if sequences is None else sequences,
+        torch.arange(h)[:, None, None],
+        i,
+        j,
+    )
+    scores = torch.einsum("bshd,bthd->bhst", q, k.repeat_interleave(h // g, 2)) * d**-0.5
+    if score is not None:
+        scores = score.definition(scores, *at, first)
+    seen = mask.visible(i, j) if isinstance(mask, Mask) else mask.visible(*at, first)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0)
+    lse = torch.logsumexp(scores.masked_fill(nothing, 0), -1).masked_fill(nothing[..., 0], -torch.inf)
+    return torch.einsum("bhst,bthe->bshe", weights, v.repeat_interleave(h // g, 2)), lse
+
+
+def tensors(b=2, s=37, t=60, h=4, g=2, d=8):
+    shapes = ((b, s, h, d), (b, t, g, d), (b, t, g, 5))
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def loss(out, lse):
+    return out.sin().sum() + lse[lse > -torch.inf].cos().sum()
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("score_name", SCORE_NAMES)
+@pytest.mark.parametrize("mask_name", MASK_NAMES)
+def test_attention_is_that_of_the_function(mask_name, score_name, backend):
+    masks, scores = functions()
+    mask, (score, leaves) = masks[mask_name], scores.get(score_name, (None, ()))
+    leaves = [*tensors(), *leaves]
+    ours, theirs = (
+        attention_with_lse(*leaves[:3], mask=mask, score=score, backend=backend),
+        by_definition(*leaves[:3], mask, score),
+    )
+    torch.testing.assert_close(ours, theirs)
+    grads = [torch.autograd.grad(loss(*x), leaves, allow_unused=True, materialize_grads=True) for x in (ours, theirs)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("mask_name", MASK_NAMES)
+def test_packed_sequences_are_numbered(mask_name):
+    masks, scores = functions()
+    mask, (score, leaves) = masks[mask_name], scores["relative"]
+    lengths = ((37, 60), (0, 3), (5, 5), (1, 59))
+    q, k, v = tensors(1, sum(s for s, _ in lengths), sum(t for _, t in lengths))
+    if mask_name == "documents":  # of as many sequences as there are
+        mask = CAUSAL & mask_mod(same_document, torch.randint(0, 4, (4, 60)).sort().values)
+    cu = [torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32) for x in zip(*lengths, strict=True)]
+    out, lse = varlen_attention_with_lse(
+        q[0], k[0], v[0], cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], mask=mask, score=score
+    )
+    parts = []
+    for n, (rows, keys) in enumerate(zip(*(map(slice, x[:-1], x[1:]) for x in cu), strict=True)):
+        alone = by_definition(q[:, rows], k[:, keys], v[:, keys], mask, score, sequences=torch.tensor(n))
+        torch.testing.assert_close((out[rows], lse[:, rows]), (alone[0][0], alone[1][0]))
+        parts.append(loss(*alone))
+    leaves = [q, k, v, *leaves]
+    ours = torch.autograd.grad(loss(out, lse), leaves, allow_unused=True, materialize_grads=True)
+    theirs = torch.autograd.grad(reduce(torch.add, parts), leaves, allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("score_name", SCORE_NAMES)
+@pytest.mark.parametrize("mask_name", MASK_NAMES)
+@torch.no_grad()
+def test_over_a_cache_indices_go_on(mask_name, score_name, backend):
+    """A prompt and then some tokens see what all of them see at once."""
+    masks, scores = functions()
+    mask, (score, _) = masks[mask_name], scores.get(score_name, (None, ()))
+    q, k, v = tensors(s=60)
+    cache = KVCache.paged([KVLayout.grouped(2, 8, 5, dtype=torch.float64)], pages=40, page_size=4, max_sequences=2)
+    cache.admit(2)
+    done = 0
+    for count in (50, 1, 9):
+        part = slice(done, done := done + count)
+        with cache.step(count) as (layer,):
+            view = layer.append(k[:, part], v[:, part])
+            ours = cached_attention_with_lse(q[:, part], view, mask=mask, score=score, backend=backend)
+        torch.testing.assert_close(ours, by_definition(q[:, part], k[:, :done], v[:, :done], mask, score))
+
+
+def test_a_band_by_function_gives_the_bits_of_the_band():
+    """Within the same band, which says what tiles there are."""
+    q, k, v = (x.float() for x in tensors())
+    for mask in (CAUSAL, sliding(9), Mask(3, 2), Mask(right=0, prefix=7)):
+        by_function = mask & mask_mod(lambda b, h, i, j, m=mask: m.visible(i, j))
+        assert isinstance(by_function, MaskFunction)
+        ours, theirs = (attention_with_lse(q, k, v, mask=x, backend="torch") for x in (by_function, mask))
+        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def test_gradcheck_of_what_scores_read():
+    q, k, v = tensors(1, 5, 7, 2, 1, 3)
+    for score, leaves in functions(1, 2, 7)[1].values():
+        torch.autograd.gradcheck(
+            lambda *x, score=score: attention_with_lse(*x[:3], mask=CAUSAL, score=score.reading(x[3:])),
+            (q, k, v, *leaves),
+        )
+
+
+def test_explain_shows_the_steps():
+    q, k, v = tensors()
+    shown = str(explain(attention, q, k, v, mask=functions()[0]["documents"], score=functions()[1]["relative"][0]))
+    assert "x0 = load(t0, b, i)" in shown
+    assert "def score(score, b, h, i, j, first, t0: float[2], t1: float[0]):" in shown
+    assert "not on triton: has no kernels yet for masks and scores by function" in shown
