@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .checks import INT32
-from .mask_function import MaskFunction, function_of
+from .mask_function import EVERYWHERE, MaskFunction, everywhere, function_of
 from .program import INDICES, Operand, Program, Steps, Value
 from .trace import FirstQuery
 
@@ -77,7 +78,7 @@ class Mask:
 
     def as_function(self) -> MaskFunction:
         """The function that says what the band says."""
-        return MaskFunction(self)
+        return MaskFunction(self, EVERYWHERE, (), everywhere)
 
     def meet(self, other: "Mask") -> "Mask | None":
         """The keys that both show, if they are a band."""
@@ -122,15 +123,7 @@ class Mask:
 
     def program(self) -> Program:
         """Whether query ``i`` sees key ``j``, as a program."""
-        steps, i, j = Steps(INDICES, ()), Value("i"), Value("j")
-        seen: Operand = True
-        if self.left is not None:
-            seen = steps.add("ge", j, steps.add("sub", i, self.left))
-        if self.right is not None:
-            seen = steps.add("logical_and", seen, steps.add("le", j, steps.add("add", i, self.right)))
-        if self.prefix:
-            seen = steps.add("logical_or", seen, steps.add("lt", j, self.prefix))
-        return steps.program("mask", seen)
+        return Program(_text_of(self.left, self.right, self.prefix))
 
     def keys(self, first: int, last: int, total: int) -> tuple[int, int]:
         """The exact half-open range of keys, of ``total``, that some query in ``[first, last)`` sees.
@@ -252,6 +245,20 @@ def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunctio
         return x2
     """
     return function_of(FULL, function, arguments)
+
+
+@torch.compiler.assume_constant_result
+def _text_of(left: int | None, right: int | None, prefix: int) -> str:
+    """The text of a band's program."""
+    steps, i, j = Steps(INDICES, ()), Value("i"), Value("j")
+    seen: Operand = True
+    if left is not None:
+        seen = steps.add("ge", j, steps.add("sub", i, left))
+    if right is not None:
+        seen = steps.add("logical_and", seen, steps.add("le", j, steps.add("add", i, right)))
+    if prefix:
+        seen = steps.add("logical_or", seen, steps.add("lt", j, prefix))
+    return steps.program("mask", seen).text
 
 
 def _least(x: int | None, y: int | None) -> int | None:

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .program import Captured, Program, combined
-from .trace import FirstQuery, applied, filled, traced
+from .program import Program, combined
+from .trace import FirstQuery, applied, captured_of, filled, traced
 
 EVERYWHERE = Program("def mask(b, h, i, j, first):\n    return True")
 Tensors = Sequence[Tensor]
@@ -34,9 +34,9 @@ class MaskFunction:
     """
 
     band: Band
-    program: Program = EVERYWHERE
-    tensors: tuple[Tensor, ...] = ()
-    definition: Definition = field(default=lambda tensors, b, h, i, j, first: (i == i) & (j == j), repr=False)
+    program: Program
+    tensors: tuple[Tensor, ...]
+    definition: Definition = field(repr=False)
 
     def visible(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
         """Whether query ``i`` of head ``h`` in sequence ``b`` sees key ``j``: the definition.
@@ -67,10 +67,17 @@ class MaskFunction:
 
     def __invert__(self) -> "Band | MaskFunction":
         own = _all_of(self)
-        program = combined("logical_not", (own.program, range(len(own.tensors))), captured=own.program.parsed.captured)
+        program = combined(
+            "logical_not", (own.program, range(len(own.tensors))), captured=captured_of("mask", own.tensors)
+        )
         return _simplest(own.band, program, own.tensors, lambda *at: ~own.definition(*at))
 
     __rand__, __ror__ = __and__, __or__
+
+
+def everywhere(tensors: Tensors, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
+    """The definition of what hides nothing."""
+    return (i == i) & (j == j)
 
 
 def function_of(band: Band, function: Callable, arguments: Sequence[Tensor | FirstQuery]) -> MaskFunction:
@@ -91,7 +98,7 @@ def _function(x: object) -> MaskFunction | None:
 def _all_of(x: MaskFunction) -> MaskFunction:
     """The same mask, with its band in its program too, and so with any band around it."""
     own = tuple(range(len(x.tensors)))
-    program = combined("logical_and", (x.band.program(), ()), (x.program, own), captured=x.program.parsed.captured)
+    program = combined("logical_and", (x.band.program(), ()), (x.program, own), captured=captured_of("mask", x.tensors))
     band, definition = x.band, x.definition
     return MaskFunction(
         band.unbounded(), program, x.tensors,
@@ -102,13 +109,11 @@ def _all_of(x: MaskFunction) -> MaskFunction:
 def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Band | MaskFunction":
     """What both functions say, within a band; a tensor that both read is read once."""
     tensors, at_y = list(x.tensors), []
-    captured: list[Captured] = list(x.program.parsed.captured)
-    for tensor, kind in zip(y.tensors, y.program.parsed.captured, strict=True):
+    for tensor in y.tensors:
         known = [n for n, other in enumerate(tensors) if other is tensor]
         at_y.append(known[0] if known else len(tensors))
-        if not known:
-            tensors.append(tensor)
-            captured.append(kind)
+        tensors += [] if known else [tensor]
+    captured = captured_of("mask", tensors)
     program = combined(operation, (x.program, range(len(x.tensors))), (y.program, at_y), captured=captured)
     of_x, of_y, count, both = x.definition, y.definition, len(x.tensors), operation == "logical_and"
 

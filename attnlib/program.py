@@ -4,11 +4,11 @@ A program is text, in which two functions that do the same are the same, and whi
 reads it: torch's runs the steps on tiles, Triton's writes them into its kernels.
 """
 
-import ast
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
+
+import torch
 
 BOOL, INT, FLOAT = KINDS = ("bool", "int", "float")  # each holds those before
 INDICES = ("b", "h", "i", "j", "first")
@@ -67,8 +67,7 @@ class Parsed(NamedTuple):
     result: Operand
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
+class Program(NamedTuple):
     """A function of indices, as text; ``parsed`` is what it says.
 
     >>> steps = Steps(INDICES, [Captured(INT, 2)])
@@ -82,14 +81,14 @@ class Program:
     """
 
     text: str
-    parsed: Parsed = field(default=None, compare=False, repr=False)
-
-    def __post_init__(self):
-        if self.parsed is None:
-            object.__setattr__(self, "parsed", _read(self.text))
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def parsed(self) -> Parsed:
+        """What it says, read from its text."""
+        return _read(self.text)
 
 
 class Steps:
@@ -165,7 +164,7 @@ class Steps:
         lines = [f"def {name}({', '.join((*self.inputs, *tensors))}):"]
         for step in self._made.values():
             lines.append(f"    {step.result.name} = {step.operation}({', '.join(map(_spelled, step.operands))})")
-        return Program("\n".join([*lines, f"    return {_spelled(result)}"]), self.parsed(result))
+        return Program("\n".join([*lines, f"    return {_spelled(result)}"]))
 
     def _widest(self, operands: Sequence[Operand]) -> str:
         return max((INT, *map(self.kind, operands)), key=KINDS.index)
@@ -184,15 +183,18 @@ class Steps:
 
 def _read(text: str) -> Parsed:
     """The steps that a text tells of."""
-    (function,) = ast.parse(text).body
-    arguments, (*body, last) = function.args.args, function.body
-    inputs = [x.arg for x in arguments if x.annotation is None]
-    captured = [
-        Captured(x.annotation.value.id, x.annotation.slice.value) for x in arguments if x.annotation is not None
-    ]
+    first, *lines, last = text.splitlines()
+    inputs, captured = [], []
+    for argument in first[first.index("(") + 1 : -2].split(", "):
+        name, _, kind = argument.partition(": ")
+        if kind:
+            captured.append(Captured(kind[: kind.index("[")], int(kind[kind.index("[") + 1 : -1])))
+        else:
+            inputs.append(name)
     steps = Steps(inputs, captured)
-    for line in body:
-        name, operands = line.value.func.id, [_operand(x) for x in line.value.args]
+    for line in lines:
+        name, _, operands = line.partition(" = ")[2][:-1].partition("(")
+        operands = [_operand(x) for x in operands.split(", ") if x]
         if name == "load":
             steps.load(int(operands[0].name[1:]), *operands[1:])
         elif name == "where":
@@ -201,13 +203,20 @@ def _read(text: str) -> Parsed:
             steps.add(name, *operands)
         else:
             steps.cast(*operands, name.removeprefix("to_"))
-    return steps.parsed(_operand(last.value))
+    return steps.parsed(_operand(last.removeprefix("    return ")))
 
 
 def combined(operation: str, *parts: tuple[Program, Sequence[int]], captured: Sequence[Captured]) -> Program:
     """A logical operation on what masks give; beside each program are the numbers of its tensors among ``captured``."""
-    steps = Steps(INDICES, captured)
-    return steps.program("mask", steps.add(operation, *(steps.copied(*part) for part in parts)))
+    parts = tuple((program.text, tuple(tensors)) for program, tensors in parts)
+    return Program(_combined(operation, parts, tuple(tuple(x) for x in captured)))
+
+
+@torch.compiler.assume_constant_result
+def _combined(operation: str, parts: tuple, captured: tuple) -> str:
+    steps = Steps(INDICES, [Captured(*x) for x in captured])
+    copies = [steps.copied(Program(text), tensors) for text, tensors in parts]
+    return steps.program("mask", steps.add(operation, *copies)).text
 
 
 def _decided(operation: str, operands: Sequence[Operand]) -> Operand:
@@ -219,12 +228,12 @@ def _decided(operation: str, operands: Sequence[Operand]) -> Operand:
     return decides if known is decides else other
 
 
-def _operand(node: ast.expr) -> Operand:
-    if isinstance(node, ast.UnaryOp):
-        return -_operand(node.operand)
-    if isinstance(node, ast.Constant):
-        return node.value
-    return float(node.id) if node.id in ("inf", "nan") else Value(node.id)
+def _operand(text: str) -> Operand:
+    if text in ("True", "False"):
+        return text == "True"
+    if text[0].isalpha() and text not in ("inf", "nan"):
+        return Value(text)
+    return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
 def _spelled(x: Operand) -> str:

@@ -1,5 +1,6 @@
 """How a visible pair's score comes from q·k: by options, and by a function of indices."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -7,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import is_strided
+from .checks import is_strided, refuse_tensor
 from .program import Program
-from .trace import FirstQuery, applied, filled, traced
+from .trace import FIRST_QUERY, FirstQuery, applied, filled, traced
 
 FP32 = torch.finfo(torch.float32)
 
@@ -105,3 +106,52 @@ def _positive(name: str, value: float) -> float:
     if not FP32.tiny <= value <= FP32.max:
         raise ValueError(f"{name}: expected a finite fp32 number above 0, got {value}")
     return 1.0 * value  # an int may be too large for torch
+
+
+# ---- ready-made
+
+
+def bias_tensor(bias: Tensor) -> ScoreFunction:
+    """Scores plus ``bias`` ``[b, h, s, t]``, whose dimensions may be 1; its rows are the call's queries."""
+    batch, heads, rows, columns = _sizes("bias", bias, 4)
+
+    def add(score, b, h, i, j, first, bias):
+        at = b if batch > 1 else 0, h if heads > 1 else 0, i - first[b] if rows > 1 else 0, j if columns > 1 else 0
+        return score + bias[at]
+
+    return score_mod(add, FIRST_QUERY, bias)
+
+
+def distance_bias(bias: Tensor) -> ScoreFunction:
+    """Scores plus ``bias[h, i - j]``, ``[h, n]``; keys ``n`` or more before the query have that of ``n - 1``."""
+    last = _sizes("bias", bias, 2)[1] - 1
+    return score_mod(lambda score, b, h, i, j, bias: score + bias[h, (i - j).clamp(0, last)], bias)
+
+
+def t5_bias(bias: Tensor, *, max_distance: int = 128, bidirectional: bool = False) -> ScoreFunction:
+    """Scores plus T5's relative bias ``[h, buckets]`` (Raffel et al., 2019, 1910.10683).
+
+    Half of the buckets are of one distance each, the others of distances that grow up to ``max_distance``;
+    ``bidirectional``, half of all are of keys behind the query.
+    """
+    buckets = _sizes("bias", bias, 2)[1] // (2 if bidirectional else 1)
+    exact = buckets // 2
+
+    def add(score, b, h, i, j, bias):
+        behind = torch.where(j > i, buckets, 0) if bidirectional else 0
+        distance = (i - j).abs() if bidirectional else (i - j).clamp(0)
+        far = torch.log(distance.clamp(1).float() / exact) * ((buckets - exact) / math.log(max_distance / exact))
+        bucket = torch.where(distance < exact, distance, (exact + far.int()).clamp(max=buckets - 1))
+        return score + bias[h, bucket + behind]
+
+    return score_mod(add, bias)
+
+
+def _sizes(name: str, x: Tensor, dims: int) -> tuple[int, ...]:
+    if not is_strided(x):
+        refuse_tensor(name, x)
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: expected floats, got {x.dtype}")
+    if x.dim() != dims:
+        raise ValueError(f"{name}: expected {dims} dimensions, got {tuple(x.shape)}")
+    return tuple(x.shape)

@@ -69,12 +69,20 @@ def traced(name: str, function: Callable, tensors: Sequence[Tensor | FirstQuery]
     """
     if not callable(function):
         raise TypeError(f"{name}_mod: expected a function of indices, got {type(function).__name__}")
+    kinds = captured_of(name, tensors)
+    given = iter(kinds)
+    return Program(_text_of(name, function, tuple(None if x is FIRST_QUERY else tuple(next(given)) for x in tensors)))
+
+
+@torch.compiler.assume_constant_result
+def _text_of(name: str, function: Callable, kinds: tuple[tuple[str, int] | None, ...]) -> str:
+    """The text of the program, for arguments of these kinds and ranks; None is FIRST_QUERY."""
     _refuse_enclosed(name, function)
     inputs = SCORED if name == "score" else SCORED[1:]
-    tracer = _Tracer(name, Steps(inputs, captured_of(name, tensors)))
-    numbers = iter(range(len(tensors)))
-    of_tensors = [tracer.first if x is FIRST_QUERY else tracer.captured(next(numbers)) for x in tensors]
-    return tracer.program(function(*(_Known(Value(x), tracer) for x in inputs[:-1]), *of_tensors))
+    tracer = _Tracer(name, Steps(inputs, [Captured(*x) for x in kinds if x is not None]))
+    numbers = iter(range(len(kinds)))
+    of_tensors = [tracer.first if x is None else tracer.captured(next(numbers)) for x in kinds]
+    return tracer.program(function(*(_Known(Value(x), tracer) for x in inputs[:-1]), *of_tensors)).text
 
 
 def applied(function: Callable, arguments: Sequence[Tensor | FirstQuery], first: Tensor, *numbers: Tensor) -> Tensor:
@@ -128,9 +136,8 @@ def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[Captu
         if x is FIRST_QUERY:
             continue
         if not is_strided(x):
-            raise TypeError(
-                f"{name}_mod: expected a strided tensor or FIRST_QUERY as argument {n}, got {type(x).__name__}"
-            )
+            got = "one that is not strided" if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name}_mod: expected a tensor or FIRST_QUERY as argument {n}, got {got}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}_mod: expected bools, integers or floats as argument {n}, got {x.dtype}")
         found.append(Captured(DTYPES[x.dtype], x.dim()))

@@ -1,0 +1,127 @@
+"""Masks by function that people ask for, in a few lines each; all of them compose by ``&``, ``|`` and ``~``.
+
+Indices are storage indices, as in :class:`attnlib.Mask`. Tensors lie on the device of the call.
+"""
+
+import torch
+from torch import Tensor
+
+from .checks import check_count, is_strided, refuse_tensor
+from .mask import CAUSAL, FULL, AnyMask, mask_mod, sliding
+from .mask_function import MaskFunction
+from .trace import FIRST_QUERY
+
+
+def documents(numbers: Tensor) -> MaskFunction:
+    """Queries see the keys of their own document; ``numbers`` int ``[b, t]`` tell which document a token is of.
+
+    >>> documents(torch.tensor([[0, 0, 1, 1, 1]])) & CAUSAL
+    MaskFunction(band=Mask(left=None, right=0, prefix=0), ...
+    """
+    _check("numbers", numbers, 2)
+    return mask_mod(lambda b, h, i, j, number: number[b, i] == number[b, j], numbers)
+
+
+def documents_of(cu_seqlens: Tensor, tokens: int) -> MaskFunction:
+    """:func:`documents` of one sequence ``[1, tokens]``, which begin at these offsets, int ``[n + 1]`` from 0."""
+    _check("cu_seqlens", cu_seqlens, 1)
+    at = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return documents(torch.bucketize(at, cu_seqlens[1:], right=True, out_int32=True)[None])
+
+
+def prefix_lm(lengths: Tensor) -> MaskFunction:
+    """All of a prompt, and causally what follows; the prompts have ``lengths`` int ``[b]``."""
+    _check("lengths", lengths, 1)
+    return CAUSAL | mask_mod(lambda b, h, i, j, length: j < length[b], lengths)
+
+
+def dilated(step: int) -> MaskFunction:
+    """Every ``step``-th key, counted from the query's own."""
+    check_count("step", step, least=1)
+    return mask_mod(lambda b, h, i, j: (i - j) % step == 0)
+
+
+def global_tokens(count: int) -> MaskFunction:
+    """The first ``count`` tokens see all and are seen by all; with a window, Longformer (Beltagy et al., 2004.05150).
+
+    >>> (sliding(256) | global_tokens(4)).band
+    Mask(left=None, right=None, prefix=0)
+    """
+    check_count("count", count, least=1)
+    return mask_mod(lambda b, h, i, j: (i < count) | (j < count))
+
+
+def attention_sinks(count: int, window: int) -> AnyMask:
+    """The last ``window`` keys and the first ``count`` ones, causally (StreamingLLM; Xiao et al., 2023, 2309.17453)."""
+    check_count("count", count, least=1)
+    return sliding(window) | (CAUSAL & mask_mod(lambda b, h, i, j: j < count))
+
+
+def chunked(size: int) -> MaskFunction:
+    """Causal attention within chunks of ``size`` tokens, as in Llama 4."""
+    check_count("size", size, least=1)
+    return sliding(size) & mask_mod(lambda b, h, i, j: i // size == j // size)
+
+
+def bidirectional_spans(numbers: Tensor) -> MaskFunction:
+    """Causal attention, and all of the span that a token is in, as image tokens have in Gemma 3.
+
+    ``numbers`` int ``[b, t]`` tell which span a token is in; below 0 it is in none.
+    """
+    _check("numbers", numbers, 2)
+    return CAUSAL | mask_mod(lambda b, h, i, j, n: (n[b, i] == n[b, j]) & (n[b, i] >= 0), numbers)
+
+
+def head_windows(windows: Tensor) -> MaskFunction:
+    """Causal attention to the last ``windows[h]`` keys, int ``[h]``, of which the query's own is one."""
+    _check("windows", windows, 1)
+    return CAUSAL & mask_mod(lambda b, h, i, j, window: i - j < window[h], windows)
+
+
+def tree(shown: Tensor) -> MaskFunction:
+    """All that was stored before this step, and of the step's own tokens those that ``shown`` has, for drafts.
+
+    ``shown`` bool ``[tokens, tokens]`` tells of each token of a draft tree which it descends from, itself included.
+    """
+    _check("shown", shown, 2, torch.bool)
+
+    def descends(b, h, i, j, first, shown):
+        return (j < first[b]) | shown[i - first[b], (j - first[b]).clamp(0)]
+
+    return mask_mod(descends, FIRST_QUERY, shown)
+
+
+def used(queries: Tensor, keys: Tensor) -> MaskFunction:
+    """Causal attention of the first ``queries[b]`` rows to the first ``keys[b]`` keys, int ``[b]`` each.
+
+    They are flash-attn's ``seqused_q`` and ``seqused_k``: the last of these rows sees the last of these keys, and rows
+    beyond see nothing.
+    """
+    _check("queries", queries, 1)
+    _check("keys", keys, 1)
+
+    def aligned(b, h, i, j, first, queries, keys):
+        row = i - first[b]
+        return (row < queries[b]) & (j < keys[b]) & (j <= row + keys[b] - queries[b])
+
+    return mask_mod(aligned, FIRST_QUERY, queries, keys)
+
+
+def mask_tensor(shown: Tensor) -> MaskFunction:
+    """What a bool tensor ``[b, h, s, t]`` shows, whose dimensions may be 1; its rows are the call's queries."""
+    _check("shown", shown, 4, torch.bool)
+    batch, heads, rows, columns = (size > 1 for size in shown.shape)
+
+    def read(b, h, i, j, first, shown):
+        return shown[b if batch else 0, h if heads else 0, i - first[b] if rows else 0, j if columns else 0]
+
+    return FULL & mask_mod(read, FIRST_QUERY, shown)
+
+
+def _check(name: str, x: Tensor, dims: int, dtype: torch.dtype | None = None) -> None:
+    if not is_strided(x):
+        refuse_tensor(name, x)
+    if (x.dtype != dtype) if dtype else (x.is_floating_point() or x.dtype == torch.bool):
+        raise TypeError(f"{name}: expected {dtype or 'integers'}, got {x.dtype}")
+    if x.dim() != dims:
+        raise ValueError(f"{name}: expected {dims} dimensions, got {tuple(x.shape)}")

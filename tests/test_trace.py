@@ -1,0 +1,244 @@
+"""From functions to programs: what they say, what is refused and how, and what torch makes of their steps."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnlib import CAUSAL, FIRST_QUERY, TraceError, attention, mask_mod, score_mod
+from attnlib.backends._torch.programs import differentiated, evaluated
+from attnlib.derivative import derivative
+from attnlib.program import INDICES, Captured, Program, Steps, Value
+from attnlib.trace import traced
+
+DOCUMENT = torch.zeros(2, 9, dtype=torch.int32)
+TABLE, GAIN = torch.randn(4, 9).double(), torch.tensor(1.3).double()
+AT = {
+    "b": torch.arange(2)[:, None, None, None],
+    "h": torch.arange(4)[:, None, None],
+    "i": torch.arange(-3, 4)[:, None],
+    "j": torch.arange(9),
+    "first": torch.tensor(3),
+}
+
+
+def given(function, *tensors, score=None):
+    """What a program gives of all pairs, and what the function gives when called with them."""
+    program = traced("mask" if score is None else "score", function, tensors)
+    inputs = AT if score is None else {"score": score} | AT
+    ours = evaluated(program, inputs, [x for x in tensors if x is not FIRST_QUERY], torch.float64)
+    return ours, function(*(x for name, x in inputs.items() if name != "first"), *tensors)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, h, i, j: i // 3 == j % 4,
+        lambda b, h, i, j: (i - 5) // -3 < (i - 7) % -4,
+        lambda b, h, i, j: ~(i > j) | (i != h) & (b >= 1),
+        lambda b, h, i, j: abs(i) <= -(1 - j),
+        lambda b, h, i, j: torch.where(i > 0, i, j) > 2,
+        lambda b, h, i, j: torch.where(i > 0, i > j, b == 0),
+        lambda b, h, i, j: torch.minimum(i, j).eq(torch.maximum(i, h)),
+        lambda b, h, i, j: i.clamp(0, 3) + j.clamp(max=4) == torch.clamp(h, min=2) + j.clamp_min(1),
+        lambda b, h, i, j: torch.logical_not(torch.logical_and(i > 0, j > 0)),
+        lambda b, h, i, j: (i / 2).to(torch.int64) * 2 == i,
+        lambda b, h, i, j: (j * 0.5).int() + (i > 0) == torch.div(j, 2, rounding_mode="floor"),
+        lambda b, h, i, j: 3 - i > 7 - 2 * j,
+        lambda b, h, i, j: (j > 3).float() * 1.5 + 0.25 > i.float().exp(),
+    ],
+)
+def test_a_mask_gives_what_its_function_gives(function):
+    ours, theirs = given(function)
+    assert torch.equal(*torch.broadcast_tensors(ours, theirs))
+
+
+@pytest.mark.parametrize(
+    ("function", "tensors"),
+    [
+        (lambda s, b, h, i, j, t: s + t[h, j], (TABLE,)),
+        (lambda s, b, h, i, j, t, g: torch.where(i > j, s * g + t[h, j].exp(), -s.tanh() / t[b, j]), (TABLE, GAIN)),
+        (lambda s, b, h, i, j, t: (s * s + 1).log() * t[b, 0] - (s - 1).abs() + s % 0.7, (TABLE,)),
+        (lambda s, b, h, i, j, t: torch.maximum(s, t[h, 0]) + s.minimum(t[h, j]) * s.clamp(-0.3, 0.4), (TABLE,)),
+        (lambda s, b, h, i, j: (i * 1.5).double(), ()),
+        (lambda s, b, h, i, j, t: 3 - t[b, j] / s - (-s) + s.float(), (DOCUMENT,)),
+        (lambda s, b, h, i, j, t: s * t[b, j].double() + t[0, 0], (TABLE,)),
+    ],
+)  # fmt: skip
+def test_a_score_and_its_derivative_are_torchs(function, tensors):
+    score, d = (torch.randn(2, 4, 7, 9, dtype=torch.float64) for _ in "12")
+    leaves = [x.clone().requires_grad_() for x in (score, *tensors) if x.is_floating_point()]
+    reading = iter(leaves[1:])
+    ours, theirs = given(function, *(next(reading) if x.is_floating_point() else x for x in tensors), score=leaves[0])
+    torch.testing.assert_close(*torch.broadcast_tensors(ours, theirs))
+    options = {"allow_unused": True, "materialize_grads": True}
+    wanted = torch.autograd.grad(theirs.broadcast_to(d.shape), leaves, d, **options) if theirs.requires_grad else None
+    grads = torch.zeros(sum(x.numel() for x in leaves[1:]), dtype=torch.float64)
+    by = derivative(traced("score", function, tensors))
+    by_score = differentiated(by, d, {"score": score} | AT, tensors, grads)
+    wanted = [torch.zeros_like(x) for x in leaves] if wanted is None else wanted
+    torch.testing.assert_close(by_score, wanted[0])
+    torch.testing.assert_close(grads, torch.cat([grads[:0], *(x.flatten() for x in wanted[1:])]))
+
+
+def test_of_two_equal_numbers_each_has_half_and_a_clamped_one_has_all():
+    score = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    for function in (
+        lambda s, b, h, i, j, t: torch.maximum(s, t[j]),
+        lambda s, b, h, i, j, t: torch.minimum(s, t[j]),
+        lambda s, b, h, i, j, t: s.clamp(1, 2) * t[0],
+        lambda s, b, h, i, j, t: (s - 1).abs() * t[0],
+    ):
+        tensor = torch.tensor([1.0, 2.0])
+        at = {"b": torch.tensor(0), "h": torch.tensor(0), "i": torch.zeros(1, 1).long(), "j": torch.arange(2)}
+        (wanted,) = torch.autograd.grad(function(score, *at.values(), tensor).sum(), score)
+        by = derivative(traced("score", function, (tensor,)))
+        ours = differentiated(
+            by, torch.ones(1, 2), {"score": score.detach(), "first": torch.tensor(0)} | at, [tensor], torch.zeros(2)
+        )
+        assert torch.equal(ours, wanted)
+
+
+def test_indices_are_clamped_and_a_divisor_of_zero_is_one():
+    program = traced("mask", lambda b, h, i, j: (i // h == i) & (i % h == 0), ())
+    assert evaluated(program, AT, [], torch.float32)[0].all()
+    program = traced("mask", lambda b, h, i, j, t: t[i, j * 5] == 8, (torch.arange(9).view(1, 9),))
+    seen = evaluated(program, AT, [torch.arange(9).view(1, 9)], torch.float32)
+    assert torch.equal(seen, (AT["j"] * 5 >= 8).expand(7, 9))
+
+
+def test_a_program_is_its_text():
+    steps = Steps(INDICES, [Captured("float", 1)])
+    x = steps.add("mul", steps.load(0, Value("h")), -2.5)
+    y = steps.where(steps.add("lt", Value("i"), -3), x, float("-inf"))
+    program = steps.program("score", steps.add("add", y, steps.add("mul", Value("j"), 1e-30)))
+    assert Program(program.text).parsed == steps.parsed(program.parsed.result)
+    assert Program("def mask(b, h, i, j, first):\n    return True").parsed.result is True
+    assert traced("mask", lambda b, h, i, j: i == j, ()) == traced("mask", lambda w, x, y, z: y == z, ())
+
+
+def test_what_is_computed_twice_is_one_step():
+    program = traced("mask", lambda b, h, i, j: ((i - j) > 2) | ((i - j) < 0), ())
+    assert [step.operation for step in program.parsed.steps] == ["sub", "gt", "lt", "logical_or"]
+    assert traced("mask", lambda b, h, i, j: (1 == True) & (i < 1.0), ()) != traced(
+        "mask", lambda b, h, i, j: i < 1, ()
+    )
+
+
+def enclosed():
+    around = torch.ones(3)
+    return lambda b, h, i, j: around[i] > 0
+
+
+@pytest.mark.parametrize(
+    ("function", "tensors", "message"),
+    [
+        (lambda b, h, i, j: i - j, (), "expected a function that gives a bool, got one that gives a int"),
+        (lambda b, h, i, j: i if i > j else j, (), r"test_trace.py:\d+: Python's if, and, or"),
+        (lambda b, h, i, j: (i > j) and (j > 2), (), "use torch.where, & | ~"),
+        (lambda b, h, i, j: not (i > j), (), "Python's if"),
+        (lambda b, h, i, j: min(i, j) > 2, (), "torch.minimum"),
+        (lambda b, h, i, j: i in (1, 2), (), "Python's if"),
+        (lambda b, h, i, j: DOCUMENT[b, i] == 0, (), r"DOCUMENT is a tensor from around .* pass it as an argument"),
+        (enclosed(), (), "around is a tensor from around the function"),
+        (lambda b, h, i, j, d=DOCUMENT: d[b, i] == 0, (), r"test_trace.py:\d+: a tensor from around"),
+        (lambda b, h, i, j: i + torch.ones(()) > 0, (), "a tensor from around the function; pass it"),
+        (lambda b, h, i, j, d: d[b] == 0, (DOCUMENT,), "tensor 0: expected 2 indices, one for each dimension, got 1"),
+        (lambda b, h, i, j, d: d == 0, (DOCUMENT,), "tensor 0 is used as a whole; index it"),
+        (lambda b, h, i, j, d: d[b, i * 1.0] == 0, (DOCUMENT,), "tensor 0: expected int indices, got float"),
+        (lambda b, h, i, j, d: i < d.shape[1], (DOCUMENT,), ".shape cannot be known"),
+        (lambda b, h, i, j, d: i < len(d), (DOCUMENT,), r"len\(\) cannot know a tensor"),
+        (lambda b, h, i, j, first: i < first, (FIRST_QUERY,), "FIRST_QUERY is used as a whole"),
+        (lambda b, h, i, j, first: i < first[h], (FIRST_QUERY,), "index it by b"),
+        (lambda b, h, i, j: i.sqrt() > 2, (), "sqrt of 1: it may use arithmetic"),
+        (lambda b, h, i, j: torch.sin(i) > 2, (), "sin of 1"),
+        (lambda b, h, i, j: i**2 > 2, (), "pow of 2"),
+        (lambda b, h, i, j: torch.div(i, 2, rounding_mode="trunc") > 2, (), "div of 2 and rounding_mode"),
+        (lambda b, h, i, j: i & j, (), "logical_and: expected a bool, got int"),
+        (lambda b, h, i, j: torch.where(i, i, j) > 1, (), "where: expected a bool to choose by, got int"),
+        (lambda b, h, i, j: int(i) > 2, (), r"int\(\) cannot know an index"),
+        (lambda b, h, i, j: float(i) > 2, (), r"float\(\) cannot know"),
+        (lambda b, h, i, j: list(i) == j, (), "cannot be iterated over"),
+        (lambda b, h, i, j: i < 2**40, (), r"expected ints within \+-2147483647"),
+        (lambda b, h, i, j: i < "3", (), "expected a number, got str"),
+        (lambda b, h, i, j: i[0] > 2, (), "a number is indexed"),
+        (lambda b, h, i, j: None, (), "expected a number, got NoneType"),
+    ],
+)
+def test_what_no_kernel_could_do_is_refused(function, tensors, message):
+    with pytest.raises(TraceError, match=message):
+        mask_mod(function, *tensors)
+
+
+def reads_all(b, h, i, j, x):
+    return x[j] > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: mask_mod(3), TypeError, "mask_mod: expected a function of indices, got int"),
+        (lambda: mask_mod(reads_all, 3), TypeError, "expected a tensor or FIRST_QUERY as argument 0, got int"),
+        (lambda: mask_mod(reads_all, torch.zeros(3).to_sparse()), TypeError, "one that is not strided"),
+        (lambda: mask_mod(reads_all, torch.zeros(3, dtype=torch.complex64)), TypeError, "bools, integers or floats"),
+        (lambda: score_mod(lambda s, b, h, i, j: i > j), TraceError, "gives a float, got one that gives a bool"),
+        (lambda: mask_mod(lambda b, h: True), TypeError, "takes 2 positional arguments but 4 were given"),
+    ],
+)
+def test_other_arguments_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def call(mask, **options):
+    q = torch.randn(2, 5, 4, 8)
+    return attention(q, q, q, mask=mask, **options)
+
+
+def test_what_does_not_fit_a_call_is_refused():
+    of_nothing = mask_mod(lambda b, h, i, j, x: x[j] > 0, torch.zeros(0))
+    with pytest.raises(ValueError, match=r"tensor 0 of mask_mod: expected an element in each dimension, got \(0,\)"):
+        call(of_nothing)
+    elsewhere = score_mod(lambda s, b, h, i, j, x: s + x[h], torch.zeros(4, device="meta"))
+    with pytest.raises(ValueError, match="tensor 0 of score_mod: expected device cpu like q, got meta"):
+        call(CAUSAL, score=elsewhere)
+    with pytest.raises(TypeError, match="score: expected what score_mod"):
+        call(CAUSAL, score=lambda *x: 0)
+    with pytest.raises(TypeError, match="mask: expected a Mask"):
+        call(lambda *x: True)
+    with pytest.raises(NotImplementedError, match="triton: .*no kernels yet for masks and scores by function"):
+        call(elsewhere and mask_mod(lambda b, h, i, j: i > j), backend="triton")
+
+
+def test_an_index_outside_is_an_error_where_checks_are_on(monkeypatch):
+    short = mask_mod(lambda b, h, i, j, x: x[j] > 0, torch.ones(3))
+    call(CAUSAL & short)
+    monkeypatch.setenv("ATTNLIB_CHECK", "1")
+    with pytest.raises(IndexError, match=r"t0: expected indices in \[0, 3\) of dimension 0, got 3"):
+        call(CAUSAL & short)
+    before = score_mod(lambda s, b, h, i, j, x: s + x[i - j], torch.ones(5))
+    call(CAUSAL, score=before)  # a hidden pair may read anywhere
+    with pytest.raises(IndexError, match="got -1"):
+        call(~CAUSAL, score=before)
+
+
+def test_compiled_functions_are_one_graph():
+    """Also where they are made and composed within; other numbers in the same tensors compile nothing again."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def attend(q: Tensor, document: Tensor, bias: Tensor) -> Tensor:
+        mask = CAUSAL & mask_mod(lambda b, h, i, j, d: d[b, i] == d[b, j], document)
+        return attention(q, q, q, mask=mask, score=score_mod(lambda s, b, h, i, j, t: s + t[h], bias))
+
+    compiled = torch.compile(attend, fullgraph=True, backend=count)
+    for _ in range(3):
+        q, bias = torch.randn(2, 9, 4, 8, requires_grad=True), torch.randn(4, requires_grad=True)
+        document = torch.randint(0, 3, (2, 9)).sort().values.int()
+        ours, theirs = compiled(q, document, bias), attend(q, document, bias)
+        torch.testing.assert_close(ours, theirs)
+        grads = [torch.autograd.grad(x.sin().sum(), (q, bias)) for x in (ours, theirs)]
+        torch.testing.assert_close(*grads)
+    assert len(graphs) == 1
