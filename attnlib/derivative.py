@@ -7,7 +7,7 @@ numbers, ``minimum`` and ``maximum`` give each half, ``clamp`` gives the number 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .program import FLOAT, Operand, Parsed, Program, Step, Steps, Value
+from .program import FLOAT, Operand, Program, Step, Steps, Value
 
 BY_RESULT = "d"  # the input that the derivative by the program's result is
 
@@ -55,7 +55,7 @@ def derivative(program: Program) -> Derivative:
             if part is not None and isinstance(x, Value) and steps.kind(x) == FLOAT:
                 by[x] = steps.add("add", by[x], part) if x in by else part
     score = by.get(Value("score"), 0.0)
-    return Derivative(parsed.inputs, _needed(steps.parsed(score), [score, *_operands(reads)]), score, tuple(reads))
+    return Derivative(parsed.inputs, needed(steps.parsed(score).steps, [score, *operands_of(reads)]), score, tuple(reads))
 
 
 def _parts(steps: Steps, step: Step, d: Operand) -> Sequence[Operand | None]:
@@ -105,15 +105,16 @@ def _chosen(steps: Steps, d: Operand, x: Operand, y: Operand, before: str) -> tu
     return by(x, y), by(y, x)
 
 
-def _operands(reads: Sequence[Read]) -> list[Operand]:
+def operands_of(reads: Sequence[Read]) -> list[Operand]:
+    """All that is needed to add up what was read: indices and derivatives."""
     return [x for known in reads for x in (*known.indices, known.derivative)]
 
 
-def _needed(parsed: Parsed, results: Sequence[Operand]) -> tuple[Step, ...]:
+def needed(steps: Sequence[Step], results: Sequence[Operand]) -> tuple[Step, ...]:
     """The steps on which these results depend."""
-    needed, kept = {x for x in results if isinstance(x, Value)}, []
-    for step in reversed(parsed.steps):
-        if step.result in needed:
+    found, kept = {x for x in results if isinstance(x, Value)}, []
+    for step in reversed(steps):
+        if step.result in found:
             kept.append(step)
-            needed.update(x for x in step.operands if isinstance(x, Value))
+            found.update(x for x in step.operands if isinstance(x, Value))
     return tuple(reversed(kept))
