@@ -55,7 +55,9 @@ def derivative(program: Program) -> Derivative:
             if part is not None and isinstance(x, Value) and steps.kind(x) == FLOAT:
                 by[x] = steps.add("add", by[x], part) if x in by else part
     score = by.get(Value("score"), 0.0)
-    return Derivative(parsed.inputs, needed(steps.parsed(score).steps, [score, *operands_of(reads)]), score, tuple(reads))
+    return Derivative(
+        parsed.inputs, needed(steps.parsed(score).steps, [score, *operands_of(reads)]), score, tuple(reads)
+    )
 
 
 def _parts(steps: Steps, step: Step, d: Operand) -> Sequence[Operand | None]:

@@ -1,0 +1,67 @@
+"""Programs of indices as device functions, which kernels take as constexpr arguments and inline.
+
+What such a function reads comes as ``t``, a tuple with a ``Table`` for each captured tensor. Indices are int32, scalars
+and tiles that broadcast.
+"""
+
+import linecache
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+
+from torch import Tensor
+
+from ...derivative import derivative
+from ...program import Program
+from .launch import remembered
+from .sources import Source, derivative_source, gradients_source, source
+
+
+def tables(tensors: Iterable[Tensor | None]) -> tuple:
+    """Captured tensors as kernels take them; None for one that is not there."""
+    from .kernels.elements import Table
+
+    return tuple(None if x is None else Table(x, tuple(x.shape), tuple(x.stride())) for x in tensors)
+
+
+def learned(program: Program) -> tuple[int, ...]:
+    """The numbers of the tensors that a score program has gradients for."""
+    return tuple(sorted({int(x.tensor.name[1:]) for x in derivative(program).reads}))
+
+
+@remembered
+def function_of(program: Program) -> Callable:
+    """``mask(b, h, i, j, first, t)``, which broadcasts, or ``score(score, b, h, i, j, first, t)``, a whole tile."""
+    return device_function(source(program))
+
+
+@remembered
+def derivative_of(program: Program) -> Callable:
+    """``derivative(score, d, b, h, i, j, first, t)``: by the score, where ``d`` is that by what the program gives."""
+    return device_function(derivative_source(program))
+
+
+@remembered
+def gradients_of(program: Program) -> Callable | None:
+    """``gradients(score, d, seen, b, h, i, j, first, t, grads)``; None where the program has no gradients.
+
+    It adds to ``grads``, which has a ``Table`` of fp32 for each tensor that is :func:`learned`, and None for others.
+    Pairs that are not ``seen``, a tile of bools or True, add nothing, whatever their scores and derivatives are.
+    """
+    return device_function(gradients_source(program)) if learned(program) else None
+
+
+def device_function(source: Source) -> Callable:
+    """What Triton makes of a source, whose module and file are named by what it says: no two share their compilations.
+
+    Triton asks inspect for the source, which finds it among the lines that linecache holds.
+    """
+    from .kernels import elements
+    from .kernels.scores import LOG2E, tanh
+
+    digest = sha256(source.text.encode()).hexdigest()[:16]
+    file = f"<{source.name} {digest}>"
+    linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
+    names = {name: x for name, x in vars(elements).items() if not name.startswith("__")}  # triton and tl among them
+    names |= {"__name__": f"attnlib.programs.{digest}", "LOG2E": LOG2E, "tanh": tanh}
+    exec(compile(source.text, file, "exec"), names)
+    return names[source.name]

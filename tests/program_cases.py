@@ -1,0 +1,158 @@
+"""Functions of indices with the tensors that they read, which are smaller than a tile's indices reach, and those.
+
+Floats keep away from where a function jumps, or has no derivative.
+"""
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnlib.program import Program
+from attnlib.trace import FIRST_QUERY, FirstQuery, applied, traced
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.randint(-3, 8, shape, dtype=torch.int64).to(dtype)
+
+
+def bools(*shape: int) -> Tensor:
+    return torch.rand(shape) < 0.5
+
+
+class Case(NamedTuple):
+    """A function of indices, and what makes its arguments."""
+
+    function: Callable
+    makers: tuple[Callable[[], Tensor] | FirstQuery, ...] = ()
+
+    def arguments(self) -> list[Tensor | FirstQuery]:
+        """New arguments."""
+        return [make if make is FIRST_QUERY else make() for make in self.makers]
+
+
+class Tile(NamedTuple):
+    """Where a tile lies: whose it is, the indices along its two sides, and the first query's."""
+
+    b: int = 1
+    h: int = 2
+    i: range = range(-3, 13)
+    j: range = range(-6, 26)
+    first: int = 4
+
+    def indices(self) -> tuple[Tensor, ...]:
+        """b, h, i and j for functions."""
+        i, j = torch.tensor(self.i)[:, None], torch.tensor(self.j)[None, :]
+        return torch.tensor(self.b), torch.tensor(self.h), i, j
+
+    def called(self, case: Case, arguments: list[Tensor | FirstQuery], *score: Tensor) -> Tensor:
+        """What a function gives of the whole tile."""
+        result = applied(case.function, arguments, torch.tensor(self.first), *score, *self.indices())
+        return torch.as_tensor(result).broadcast_to(len(self.i), len(self.j))
+
+
+def program_of(name: str, case: Case, arguments: list[Tensor | FirstQuery]) -> Program:
+    return traced(name, case.function, arguments)
+
+
+def _tree(b, h, i, j, first, tree):
+    return (j < first[b]) | tree[i - first[b], (j - first[b]).clamp(0)]
+
+
+MASKS = MappingProxyType(
+    {
+        "causal": Case(lambda b, h, i, j: i >= j),
+        "every head, or one": Case(lambda b, h, i, j: h == 2),
+        "documents": Case(lambda b, h, i, j, t: t[b, i] == t[b, j], (lambda: ints(2, 11, dtype=torch.int64),)),
+        "dilated": Case(lambda b, h, i, j: (i - j) % 3 == 0),
+        "blocks": Case(lambda b, h, i, j: (i // 4 == j // 4) & (j // -3 < i % -5)),
+        "tree": Case(_tree, (FIRST_QUERY, lambda: bools(7, 9))),
+        "windows of heads": Case(lambda b, h, i, j, t: (i - j).abs() <= t[h], (lambda: ints(4, dtype=torch.uint8),)),
+        "any divisor": Case(
+            lambda b, h, i, j, t: (i // t[j] > j % t[j]) | (7 // t[i] == 2), (lambda: ints(13) * 2 + 1,)
+        ),
+        "a float scalar": Case(lambda b, h, i, j, t: ~(t > 0) & (i > j) | (t != 0.25), (lambda: floats(),)),
+        "bools": Case(
+            lambda b, h, i, j, s, t: (~s | t[h, j]) & torch.where(i > 3, t[h, i], s),
+            (lambda: bools(), lambda: bools(4, 9)),
+        ),
+        "halves": Case(lambda b, h, i, j: (i / 3).int() >= (j / 4).int()),
+        "quotients": Case(lambda b, h, i, j: (i / 7) * 7 == i.float()),
+        "looked up": Case(
+            lambda b, h, i, j, s, t: t[s[j], b] < i,
+            (lambda: ints(9, dtype=torch.int64), lambda: ints(4, 2, dtype=torch.int16)),
+        ),
+        "kinds": Case(
+            lambda b, h, i, j, t: (torch.minimum(i, t[j]) < j * 0.5) | ((i > j).int() + b == 2),
+            (lambda: floats(20, dtype=torch.bfloat16),),
+        ),
+    }
+)
+
+SCORES = MappingProxyType(
+    {
+        "nothing": Case(lambda score, b, h, i, j: score),
+        "a constant": Case(lambda score, b, h, i, j: 1.5),
+        "an index": Case(lambda score, b, h, i, j: j),
+        "constants beyond fp32": Case(lambda score, b, h, i, j: score * 1e-300 + 1e-40 + h),
+        "an element": Case(lambda score, b, h, i, j, t: t[h], (lambda: floats(4),)),
+        "relative": Case(
+            lambda score, b, h, i, j, t: score + t[h, (i - j).clamp(-3, 3) + 3],
+            (lambda: floats(4, 7, dtype=torch.bfloat16),),
+        ),
+        "bias": Case(lambda score, b, h, i, j, t: score + t[b, h, i, j], (lambda: floats(2, 3, 9, 14),)),
+        "broadcast bias": Case(
+            lambda score, b, h, i, j, t: score + t[0, h, 0, j], (lambda: floats(1, 4, 1, 1).expand(1, 4, 1, 9),)
+        ),
+        "alibi": Case(lambda score, b, h, i, j, t: score - t[h] * abs(i - j), (lambda: floats(4),)),
+        "softcap": Case(lambda score, b, h, i, j: 3 * torch.tanh(score / 3)),
+        "temperature": Case(
+            lambda score, b, h, i, j, t: score * torch.exp(t[h, i]) / (i * i + 1), (lambda: floats(4, 9),)
+        ),
+        "logarithm": Case(lambda score, b, h, i, j, t: score * torch.log(t[j] * t[j] + 1), (lambda: floats(31),)),
+        "where": Case(lambda score, b, h, i, j, t: torch.where(i >= j, score, t[j] * score), (lambda: floats(20),)),
+        "hidden": Case(
+            lambda score, b, h, i, j, s, t: torch.where(s[j], score * t, float("-inf")),
+            (lambda: bools(22), lambda: floats()),
+        ),
+        "minimum": Case(lambda score, b, h, i, j, t: torch.minimum(score, t[h, j]), (lambda: floats(4, 20),)),
+        "maximum": Case(lambda score, b, h, i, j, t: torch.maximum(t[i] * score, score), (lambda: floats(20),)),
+        "clamp": Case(lambda score, b, h, i, j: score.clamp(-0.5, 1)),
+        "abs": Case(lambda score, b, h, i, j, t: score.abs() * t, (lambda: floats(dtype=torch.float64),)),
+        "remainder": Case(
+            lambda score, b, h, i, j, t: score % 1.7 + t[i] * torch.div(score, -0.6, rounding_mode="floor"),
+            (lambda: floats(20),),
+        ),
+        "remainder of elements": Case(lambda score, b, h, i, j, t: 5 * score % (t[h] * t[h] + 1), (lambda: floats(4),)),
+        "signs": Case(lambda score, b, h, i, j, t: -score - (-t[j]), (lambda: floats(20, dtype=torch.float16),)),
+        "squares": Case(lambda score, b, h, i, j, t: score * score * t[h] * t[h], (lambda: floats(4),)),
+        "quotient": Case(
+            lambda score, b, h, i, j, t: t[j] / (score.abs() + 1) + 1 / (1 + score * score), (lambda: floats(20),)
+        ),
+        "casts": Case(
+            lambda score, b, h, i, j, t: score * (i > j).float() + t[j % 3] * score.int() + (score * 3).bool(),
+            (lambda: floats(3),),
+        ),
+        "buckets": Case(
+            lambda score, b, h, i, j, s, t: score + t[s[i, j]],
+            (lambda: ints(9, 15, dtype=torch.int64), lambda: floats(5)),
+        ),
+        "many reads": Case(lambda score, b, h, i, j, t: t[h, i] * t[h, j] + score * t[b, 0], (lambda: floats(4, 20),)),
+        "from the first query": Case(
+            lambda score, b, h, i, j, s, t: score + t[i - s[b], j], (FIRST_QUERY, lambda: floats(10, 20).mT)
+        ),
+        "negative": Case(
+            lambda score, b, h, i, j, t: score * t[(i - j) // 3 + 4, (j - i) % -4], (lambda: floats(9, 4),)
+        ),
+        "a decision": Case(lambda score, b, h, i, j, t: torch.where(t > 0.1, score, -score), (lambda: floats(),)),
+        "strided": Case(lambda score, b, h, i, j, t: score + t[b, j], (lambda: floats(2, 40)[:, ::2],)),
+    }
+)
