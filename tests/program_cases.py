@@ -40,18 +40,23 @@ class Case(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Where a tile lies: whose it is, the indices along its two sides, and the first query's."""
+    """Where a tile lies: whose it is, the indices along its two sides, and the first query's.
+
+    The heads of a group take turns along its rows.
+    """
 
     b: int = 1
     h: int = 2
     i: range = range(-3, 13)
     j: range = range(-6, 26)
     first: int = 4
+    group: int = 1
 
     def indices(self) -> tuple[Tensor, ...]:
         """b, h, i and j for functions."""
         i, j = torch.tensor(self.i)[:, None], torch.tensor(self.j)[None, :]
-        return torch.tensor(self.b), torch.tensor(self.h), i, j
+        heads = torch.arange(len(self.i))[:, None] % self.group
+        return torch.tensor(self.b), self.h + heads if self.group > 1 else torch.tensor(self.h), i, j
 
     def called(self, case: Case, arguments: list[Tensor | FirstQuery], *score: Tensor) -> Tensor:
         """What a function gives of the whole tile."""

@@ -11,23 +11,28 @@ from attnlib.trace import FIRST_QUERY
 
 
 @triton.jit
-def places(i0, j0, M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr):
-    """The indices of a tile from ``i0`` and ``j0`` on, ``[M, N]`` or turned, and where its elements lie."""
+def places(h, i0, j0, M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr, GROUP: tl.constexpr):
+    """The indices of a tile from ``i0`` and ``j0`` on, ``[M, N]`` or turned, and where its elements lie.
+
+    The heads of a group take turns along its rows.
+    """
     m, n = tl.arange(0, M), tl.arange(0, N)
     if TURNED:
         m, n = m[None, :], n[:, None]
     else:
         m, n = m[:, None], n[None, :]
-    return i0 + m, j0 + n, m * N + n
+    if GROUP > 1:
+        h += m % GROUP
+    return h, i0 + m, j0 + n, m * N + n
 
 
 @triton.jit(do_not_specialize=["b", "h", "i0", "j0", "first"])
 def of_mask(
     seen_ptr, t, b, h, i0, j0, first,
-    MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr,
+    MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Writes which pairs are seen, int8 ``[M, N]``."""
-    i, j, at = places(i0, j0, M, N, TURNED)
+    h, i, j, at = places(h, i0, j0, M, N, TURNED, GROUP)
     seen = MASK(b, h, i, j, first, t) & (at >= 0)
     tl.store(seen_ptr + at, seen.to(tl.int8))
 
@@ -36,10 +41,10 @@ def of_mask(
 def of_score(
     changed_ptr, by_score_ptr, score_ptr, d_ptr, seen_ptr, t, grads, b, h, i0, j0, first,
     SCORE: tl.constexpr, DERIVATIVE: tl.constexpr, GRADIENTS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Writes what becomes of scores, and their derivatives, ``[M, N]``, and adds to the gradients of what is read."""
-    i, j, at = places(i0, j0, M, N, TURNED)
+    h, i, j, at = places(h, i0, j0, M, N, TURNED, GROUP)
     score, d, seen = tl.load(score_ptr + at), tl.load(d_ptr + at), tl.load(seen_ptr + at)
     tl.store(changed_ptr + at, SCORE(score, b, h, i, j, first, t))
     tl.store(by_score_ptr + at, DERIVATIVE(score, d, b, h, i, j, first, t))
@@ -57,20 +62,22 @@ def compiled(arch: int = 90) -> None:
     for name, case in MASKS.items():
         arguments = case.arguments()
         t, mask = tables(x for x in arguments if x is not FIRST_QUERY), function_of(program_of("mask", case, arguments))
-        of_mask[(1,)](seen, t, 1, 2, -3, -6, 4, mask, 16, 32, False)
+        of_mask[(1,)](seen, t, 1, 2, -3, -6, 4, mask, 16, 32, False, 1)
         assert count(of_mask) <= len(MASKS), f"{name} was compiled twice"
     for case in SCORES.values():
         arguments = case.arguments()
         tensors, program = [x for x in arguments if x is not FIRST_QUERY], program_of("score", case, arguments)
         grads = tables(x.float() if n in learned(program) else None for n, x in enumerate(tensors))
         functions = function_of(program), derivative_of(program), gradients_of(program)
-        of_score[(1,)](tile, tile, tile, tile, seen, tables(tensors), grads, 1, 2, -3, -6, 4, *functions, 16, 32, True)
+        of_score[(1,)](
+            tile, tile, tile, tile, seen.bool(), tables(tensors), grads, 1, 2, -3, -6, 4, *functions, 16, 32, True, 1
+        )
     assert (count(of_mask), count(of_score)) == (len(MASKS), len(SCORES))
     for length in (32, 64, 32 * 7, 33, 39):
         documents = torch.zeros(2, length, dtype=torch.int64)
         planned.cache_clear()  # what is made anew needs no compilation
         mask = function_of(program_of("mask", MASKS["documents"], [documents]))
-        of_mask[(1,)](seen, tables([documents]), 1, 2, -3, -6, 4, mask, 16, 32, False)
+        of_mask[(1,)](seen, tables([documents]), 1, 2, -3, -6, 4, mask, 16, 32, False, 1)
     # One was for 11 indices, and those below are like it; another is for multiples of 16.
     assert count(of_mask) == len(MASKS) + 1
 

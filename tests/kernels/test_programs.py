@@ -22,6 +22,7 @@ from attnlib.trace import FIRST_QUERY
 ROOT = Path(__file__).parents[2]
 OLDER = ROOT / "out/triton-3.6.0"
 TILE = Tile()
+FORMS = {"rows": (False, 1), "columns": (True, 1), "rows of two heads": (False, 2)}
 SHAPE = len(TILE.i), len(TILE.j)
 PLACE = (TILE.b, TILE.h, TILE.i.start, TILE.j.start, TILE.first)
 
@@ -31,19 +32,23 @@ def moved(arguments: list) -> list[Tensor]:
     return [x.to(DEVICE) for x in arguments if x is not FIRST_QUERY]
 
 
-def mask_by_kernel(program: Program, arguments: list, turned: bool = False) -> Tensor:
+def tile_of(form: str) -> Tile:
+    return TILE._replace(group=FORMS[form][1])
+
+
+def mask_by_kernel(program: Program, arguments: list, form: str = "rows") -> Tensor:
     seen = torch.full(SHAPE, 7, dtype=torch.int8, device=DEVICE)
-    of_mask[(1,)](seen, tables(moved(arguments)), *PLACE, function_of(program), *SHAPE, turned)
+    of_mask[(1,)](seen, tables(moved(arguments)), *PLACE, function_of(program), *SHAPE, *FORMS[form])
     return seen.cpu()
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(name, turned):
+def test_masks(name, form):
     case = MASKS[name]
     arguments = case.arguments()
-    seen = mask_by_kernel(program_of("mask", case, arguments), arguments, turned)
-    assert torch.equal(seen, TILE.called(case, arguments).to(torch.int8))
+    seen = mask_by_kernel(program_of("mask", case, arguments), arguments, form)
+    assert torch.equal(seen, tile_of(form).called(case, arguments).to(torch.int8))
 
 
 @pytest.mark.parametrize("function", ["i // t[0] > j % t[0]", "i / 2 // s > j / 2 % s", "i // 0 > j % 0"])
@@ -66,21 +71,21 @@ def test_division_rounds_down(numbers, divisor):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # of NaN to an int, where nothing is seen
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", SCORES)
-def test_scores_and_their_derivatives(name, turned):
+def test_scores_and_their_derivatives(name, form):
     case = SCORES[name]
     arguments = case.arguments()
     score, d = torch.randn(2, *SHAPE)
     seen = torch.rand(SHAPE) < 0.9
-    found = by_kernel(program_of("score", case, arguments), arguments, score, d, seen, turned)
-    golden, naive = (by_torch(case, arguments, score, d, seen, dtype) for dtype in (torch.float64, torch.float32))
+    found = by_kernel(program_of("score", case, arguments), arguments, score, d, seen, form)
+    golden, naive = (by_torch(case, arguments, score, d, seen, form, dtype) for dtype in (torch.float64, torch.float32))
     assert found.keys() == golden.keys()
     for part, x in found.items():
         assert_close(part, x, [naive[part]], golden[part], 2, 32 * torch.finfo(torch.float32).eps)
 
 
-def by_kernel(program: Program, arguments: list, score: Tensor, d: Tensor, seen: Tensor, turned: bool) -> dict:
+def by_kernel(program: Program, arguments: list, score: Tensor, d: Tensor, seen: Tensor, form: str) -> dict:
     """What becomes of scores, the derivative by them where they are seen, and those of what is read by its number."""
     tensors, broken = moved(arguments), torch.where(seen, torch.stack((score, d)), float("nan")).to(DEVICE)
     numbers = learned(program)
@@ -88,18 +93,20 @@ def by_kernel(program: Program, arguments: list, score: Tensor, d: Tensor, seen:
     changed, by_score = torch.full((2, *SHAPE), float("nan"), device=DEVICE)
     of_score[(1,)](
         changed, by_score, *broken, seen.to(DEVICE), tables(tensors), tables(grads), *PLACE,
-        function_of(program), derivative_of(program), gradients_of(program), *SHAPE, turned,
+        function_of(program), derivative_of(program), gradients_of(program), *SHAPE, *FORMS[form],
     )  # fmt: skip
     found = {"changed": changed, "by score": by_score, **{str(n): grads[n] for n in numbers}}
     return {part: x.cpu().masked_fill(~seen, 0) if x.shape == SHAPE else x.cpu() for part, x in found.items()}
 
 
-def by_torch(case: Case, arguments: list, score: Tensor, d: Tensor, seen: Tensor, dtype: torch.dtype) -> dict:
+def by_torch(
+    case: Case, arguments: list, score: Tensor, d: Tensor, seen: Tensor, form: str, dtype: torch.dtype
+) -> dict:
     """The same of the function, and of autograd, in another precision."""
     of_floats = [x is not FIRST_QUERY and x.dtype in FLOATS for x in arguments]
     given = [x.to(dtype).requires_grad_() if known else x for x, known in zip(arguments, of_floats, strict=True)]
     score, d = score.to(dtype).requires_grad_(), d.to(dtype).masked_fill(~seen, 0)
-    changed = TILE.called(case, given, score).to(dtype)
+    changed = tile_of(form).called(case, given, score).to(dtype)
     leaves = {"by score": score}
     tensors = [x for x in given if x is not FIRST_QUERY]
     leaves |= {str(n): tensors[n] for n in learned(program_of("score", case, arguments))}
