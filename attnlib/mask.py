@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .checks import INT32
 from .mask_function import EVERYWHERE, MaskFunction, everywhere, function_of
-from .program import INDICES, Operand, Program, Steps, Value
+from .program import INDICES, Operand, Program, Steps, Value, constant
 from .trace import FirstQuery
 
 
@@ -247,7 +246,7 @@ def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunctio
     return function_of(FULL, function, arguments)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _text_of(left: int | None, right: int | None, prefix: int) -> str:
     """The text of a band's program."""
     steps, i, j = Steps(INDICES, ()), Value("i"), Value("j")

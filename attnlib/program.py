@@ -4,11 +4,9 @@ A program is text, in which two functions that do the same are the same, and whi
 reads it: torch's runs the steps on tiles, Triton's writes them into its kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
-
-import torch
 
 BOOL, INT, FLOAT = KINDS = ("bool", "int", "float")  # each holds those before
 INDICES = ("b", "h", "i", "j", "first")
@@ -26,6 +24,15 @@ OPERATIONS = MappingProxyType(
         "logical_not": (1, BOOL, BOOL),
     }
 )
+
+
+def constant(function: Callable) -> Callable:
+    """Marks what a compiler is to call once, and take what it gives for a constant.
+
+    It is what ``torch.compiler.assume_constant_result`` does, without the compiler, whose import takes two seconds.
+    """
+    function._dynamo_marked_constant = True
+    return function
 
 
 class Value(NamedTuple):
@@ -212,7 +219,7 @@ def combined(operation: str, *parts: tuple[Program, Sequence[int]], captured: Se
     return Program(_combined(operation, parts, tuple(tuple(x) for x in captured)))
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _combined(operation: str, parts: tuple, captured: tuple) -> str:
     steps = Steps(INDICES, [Captured(*x) for x in captured])
     copies = [steps.copied(Program(text), tensors) for text, tensors in parts]

@@ -12,7 +12,7 @@ from torch.fx import Graph, Proxy
 from torch.fx.proxy import TracerBase
 
 from .checks import INT32, is_strided
-from .program import BOOL, FLOAT, INT, OPERATIONS, SCORED, Captured, Operand, Program, Steps, Value
+from .program import BOOL, FLOAT, INT, OPERATIONS, SCORED, Captured, Operand, Program, Steps, Value, constant
 
 # What Python, torch and its tensors call the operations of a program.
 SPELLED = MappingProxyType(
@@ -74,7 +74,7 @@ def traced(name: str, function: Callable, tensors: Sequence[Tensor | FirstQuery]
     return Program(_text_of(name, function, tuple(None if x is FIRST_QUERY else tuple(next(given)) for x in tensors)))
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _text_of(name: str, function: Callable, kinds: tuple[tuple[str, int] | None, ...]) -> str:
     """The text of the program, for arguments of these kinds and ranks; None is FIRST_QUERY."""
     _refuse_enclosed(name, function)

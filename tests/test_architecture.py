@@ -16,7 +16,7 @@ import attnlib
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 
 VALUES = (
-    "merge", "functions", "fp8", "kv", "mask", "mask_function", "scores", "trace", "derivative", "program",
+    "merge", "functions", "fp8", "kv", "masks", "mask", "mask_function", "scores", "trace", "derivative", "program",
     "rope", "scaling", "philox", "checks",
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")

@@ -20,11 +20,12 @@ MODULES = [
 ]
 
 
-def test_the_readme_example_runs():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/masks.md"])
+def test_the_examples_of_a_page_run(page):
+    blocks, known = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL), {}
     assert blocks
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+        exec(compile(block, page, "exec"), known)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 import torch
 
-from attnlib import Mask, call
+from attnlib import Mask
 from attnlib.backends import _torch, autograd
 from attnlib.backends._torch import implementations, tiles
 from attnlib.backends.operators import outputs
 from attnlib.cache import kv_cache
 from attnlib.cache.pages import PageAllocator
 from attnlib.cache.step import StepBuffers, TableBuffers
+from attnlib.scores import Score
 
 Bug = Callable[[Callable], object]  # what takes the attribute that it is put in the place of
 
@@ -118,7 +119,7 @@ def shortest_heir(heirs: Callable) -> Callable:
 # name -> the kind of case that meets it, how many cases it may take, where it is, and the bug
 PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "the mask sees one key too far": ("dense", 20, Mask, "visible", seen_one_too_far),
-    "scale squared": ("varlen", 20, call, "_filled", scale_squared),
+    "scale squared": ("varlen", 20, Score, "filled", scale_squared),
     "an LSE without sink": ("dense", 40, tiles, "forward", lse_without_sink),
     "head h reads h % g": ("varlen", 20, tiles, "rows", group_by_remainder),
     "a tail cut off": ("dense", 20, tiles, "_key_ranges", tail_cut_off),

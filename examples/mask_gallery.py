@@ -1,0 +1,124 @@
+"""Ready-made masks as pictures: which keys each query sees, and which tiles a tile-by-tile attention has to visit.
+
+Prints, of each mask, how many of its tiles are full, partial and empty, and writes ``mask_gallery.png``.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnlib import CAUSAL, Mask, mask_mod, masks, sliding
+from attnlib.mask import AnyMask
+
+EMPTY, PARTIAL, FULL_TILE = range(3)
+
+
+class Panel(NamedTuple):
+    """Bool ``[s, t]``: which pairs a mask shows; and of each tile whether it is empty, partial or full."""
+
+    seen: Tensor
+    tiles: Tensor
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many tiles are full, partial and empty."""
+        return tuple(int((self.tiles == kind).sum()) for kind in (FULL_TILE, PARTIAL, EMPTY))
+
+
+def gallery(tokens: int) -> Mapping[str, AnyMask]:
+    """Masks by name, for a sequence of so many tokens."""
+    number = torch.arange(tokens)
+    thirds = (3 * number // tokens)[None].int()
+    spans = torch.where((number // (tokens // 8)) % 4 == 1, number // (tokens // 8), -1)[None].int()
+    parents = [-1 if n == 0 else (n - 1) // 2 for n in range(tokens)]
+    shown = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for n, parent in enumerate(parents):
+        shown[n] = shown[parent] if parent >= 0 else False
+        shown[n, n] = True
+    return {
+        "causal": CAUSAL,
+        "sliding(t / 4)": sliding(tokens // 4),
+        "documents": CAUSAL & masks.documents(thirds),
+        "prefix of t / 3": masks.prefix_lm(torch.tensor([tokens // 3])),
+        "window and global tokens": sliding(tokens // 8) | masks.global_tokens(tokens // 16),
+        "attention sinks": masks.attention_sinks(tokens // 16, tokens // 4),
+        "chunks": masks.chunked(tokens // 4),
+        "spans in a causal text": masks.bidirectional_spans(spans),
+        "dilated": CAUSAL & masks.dilated(4),
+        "a tree of drafts": masks.tree(shown),
+        "blocks by a function": mask_mod(lambda b, h, i, j: (i // 16 + j // 16) % 3 == 0),
+        "~(window) & causal": CAUSAL & ~sliding(tokens // 4),
+    }
+
+
+def panel(mask: AnyMask, tokens: int, size: int) -> Panel:
+    """What the first head of the first sequence sees, by tiles of ``size`` x ``size``."""
+    zero, i, j = torch.tensor(0), torch.arange(tokens)[:, None], torch.arange(tokens)
+    seen = mask.visible(i, j) if isinstance(mask, Mask) else mask.visible(zero, zero, i, j, zero)
+    seen = seen.broadcast_to(tokens, tokens)
+    blocks = seen.unflatten(1, (-1, size)).unflatten(0, (-1, size)).transpose(1, 2).flatten(2)
+    return Panel(seen, blocks.any(-1).int() + blocks.all(-1))
+
+
+def draw(panels: Mapping[str, Panel], size: int, picture: Path) -> None:
+    """Write the pictures of all masks, four in a row."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.colors import ListedColormap
+
+    rows = -(-len(panels) // 4)
+    figure, axes = pyplot.subplots(rows, 4, figsize=(11, 2.9 * rows), squeeze=False)
+    colors = ListedColormap(["#ffffff", "#fdd9a0", "#9ecae1"])
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, (name, shown) in zip(axes.flat, panels.items(), strict=False):
+        tokens = len(shown.seen)
+        axis.imshow(
+            shown.tiles.numpy(), cmap=colors, vmin=0, vmax=2, extent=(0, tokens, tokens, 0), interpolation="nearest"
+        )
+        pairs = torch.where(shown.seen, 0.45, 0.0)
+        axis.imshow(
+            torch.zeros(tokens, tokens).numpy(), cmap="gray", alpha=pairs.numpy(), extent=(0, tokens, tokens, 0)
+        )
+        axis.set_axis_on()
+        axis.set_xticks(range(0, tokens + 1, size), [])
+        axis.set_yticks(range(0, tokens + 1, size), [])
+        axis.grid(color="#cccccc", linewidth=0.4)
+        axis.tick_params(length=0)
+        full, partial, empty = shown.counts
+        axis.set_title(f"{name}\n{full} full, {partial} partial, {empty} empty", fontsize=8)
+    figure.suptitle("queries down, keys across; blue tiles are full, orange ones partial, white ones need no visit")
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    pyplot.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the example from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=128, help="a multiple of 16 (default: 128)")
+    parser.add_argument("--tile", type=int, default=16, help="a divisor of the tokens (default: 16)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
+    options = parser.parse_args(arguments)
+    if options.tokens < 16 or options.tokens % 16:
+        parser.error(f"--tokens: expected a multiple of 16, got {options.tokens}")
+    if options.tile < 1 or options.tokens % options.tile:
+        parser.error(f"--tile: expected a divisor of {options.tokens}, got {options.tile}")
+    panels = {name: panel(mask, options.tokens, options.tile) for name, mask in gallery(options.tokens).items()}
+    for name, shown in panels.items():
+        full, partial, empty = shown.counts
+        print(f"{name:26} {full:4} full {partial:4} partial {empty:4} empty")
+    options.out.mkdir(parents=True, exist_ok=True)
+    picture = options.out / "mask_gallery.png"
+    draw(panels, options.tile, picture)
+    print(f"\nwrote {picture}")
+
+
+if __name__ == "__main__":
+    main()
