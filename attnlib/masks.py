@@ -107,6 +107,29 @@ def used(queries: Tensor, keys: Tensor) -> MaskFunction:
     return mask_mod(aligned, FIRST_QUERY, queries, keys)
 
 
+def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
+    """Of ``keys`` keys the blocks that a list names, int ``[b, h, query blocks, n]``; -1 names none, and h may be 1.
+
+    Blocks have ``block_size`` tokens, those of queries counted from the call's first row, those of keys from 0. So
+    select native sparse attention (Yuan et al., 2025, 2502.11089) and MoBA (Lu et al., 2025, 2502.13189).
+    """
+    _check("indices", indices, 4)
+    check_count("block_size", block_size, least=1)
+    check_count("keys", keys, least=1)
+    blocks = -(-keys // block_size)
+    # One more, for those that name none, and for keys beyond.
+    shown = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
+    known = (indices >= 0) & (indices < blocks)
+    shown.scatter_(3, torch.where(known, indices, blocks).long(), True)
+    shown[..., blocks] = False
+    one_head = indices.shape[1] == 1
+
+    def read(b, h, i, j, first, shown):
+        return shown[b, 0 if one_head else h, (i - first[b]) // block_size, j // block_size]
+
+    return mask_mod(read, FIRST_QUERY, shown)
+
+
 def mask_tensor(shown: Tensor) -> MaskFunction:
     """What a bool tensor ``[b, h, s, t]`` shows, whose dimensions may be 1; its rows are the call's queries."""
     _check("shown", shown, 4, torch.bool)

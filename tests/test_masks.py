@@ -11,6 +11,7 @@ NUMBERS = torch.tensor([[0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3], [-1] * 4 + [
 WINDOWS, LENGTHS = torch.tensor([1, 3, 7, 99]), torch.tensor([8, 3])
 SHOWN = torch.rand(S, S) > 0.4
 PAIRS = torch.rand(B, 1, S, T) > 0.3
+LISTED = torch.randint(-1, 4, (B, H, 3, 2))
 QUERIES, KEYS = torch.tensor([9, 4]), torch.tensor([14, 6])
 
 
@@ -30,6 +31,10 @@ CASES = {
     "used": (
         masks.used(QUERIES, KEYS),
         lambda b, h, i, j: i - FIRST < QUERIES[b] and j < KEYS[b] and KEYS[b] - j >= QUERIES[b] - (i - FIRST),
+    ),
+    "blocks": (
+        masks.block_list(LISTED, 4, T),
+        lambda b, h, i, j: j // 4 in LISTED[b, h, (i - FIRST) // 4],
     ),
     "a tensor": (masks.mask_tensor(PAIRS), lambda b, h, i, j: PAIRS[b, 0, i - FIRST, j]),
 }

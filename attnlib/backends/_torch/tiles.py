@@ -164,6 +164,7 @@ def _tile(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile | None
         hidden = _hidden(batch, indices, hidden)
         if hidden.all():
             return None
+        hidden = hidden if hidden.any() else None
     k, v = (x.flatten(0, 1).to(q.dtype) for x in batch.keys.read(block.sequences, start, stop))
     scores = q @ k.mT
     tanh = distance = weight = None
