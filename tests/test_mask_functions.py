@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from attnlib import (
     CAUSAL,
@@ -248,6 +249,52 @@ def test_gradcheck_of_what_scores_read():
             lambda *x, score=score: attention_with_lse(*x[:3], mask=CAUSAL, score=score.reading(x[3:])),
             (q, k, v, *leaves),
         )
+
+
+BY_HEAD = sliding(9) | mask_mod(lambda b, h, i, j: (h == 1) & (j % 3 == 0))
+
+
+def biased(q, bias):
+    return attention(q, q, q, mask=BY_HEAD, score=score_mod(relative, bias, torch.tensor(1.3)))
+
+
+def test_calls_may_be_mapped_and_checkpointed():
+    """As calls without functions may."""
+    qs, biases = torch.randn(3, 2, 20, 4, 8, requires_grad=True), torch.randn(3, 4, 9, requires_grad=True)
+    for dims in ((0, 0), (0, None), (None, 0)):
+        pairs = [[x[n] if dim == 0 else x[0] for x, dim in zip((qs, biases), dims, strict=True)] for n in range(3)]
+        given = [x if dim == 0 else x[0] for x, dim in zip((qs, biases), dims, strict=True)]
+        mapped, looped = torch.vmap(biased, dims)(*given), torch.stack([biased(*pair) for pair in pairs])
+        torch.testing.assert_close(mapped, looped)
+        of_mapped, of_looped = (torch.autograd.grad(x.sin().sum(), (qs, biases)) for x in (mapped, looped))
+        torch.testing.assert_close(of_mapped, of_looped)
+    leaves = (qs[0].detach().requires_grad_(), biases[0].detach().requires_grad_())
+    out = biased(*leaves)
+    douts = torch.randn(5, *out.shape)
+    many = torch.autograd.grad(out, leaves, douts, is_grads_batched=True, retain_graph=True)
+    one = zip(*(torch.autograd.grad(out, leaves, dout, retain_graph=True) for dout in douts), strict=True)
+    torch.testing.assert_close(many, tuple(map(torch.stack, one)))
+    again = checkpoint(biased, *leaves, use_reentrant=False)
+    grads = [torch.autograd.grad(x.sin().sum(), leaves) for x in (again, out)]
+    torch.testing.assert_close(*grads)
+
+
+def test_gradients_under_autocast_add_up_in_fp32():
+    q, bias = torch.randn(2, 20, 4, 8, requires_grad=True), torch.randn(4, 9, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = biased(q, bias)
+        inside = torch.autograd.grad(out.float().sin().sum(), (q, bias), retain_graph=True)
+    outside = torch.autograd.grad(out.float().sin().sum(), (q, bias))
+    assert [x.dtype for x in inside] == [torch.float32, torch.float32]
+    torch.testing.assert_close(inside, outside)
+
+
+@given(MASKS, st.integers(0, 2**32))
+def test_any_composition_in_attention(pair, seed):
+    mask, _ = pair
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, n, 2, 4, dtype=torch.float64, generator=generator) for n in (5, 9, 9))
+    torch.testing.assert_close(attention_with_lse(q, k, v, mask=mask), by_definition(q, k, v, mask, None))
 
 
 def test_explain_shows_the_steps():

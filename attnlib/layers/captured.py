@@ -14,7 +14,8 @@ class Captured(nn.Module):
 
     def __init__(self, function: MaskFunction | ScoreFunction, names: list[str]):
         super().__init__()
-        self._function, self._names = function, names
+        self._names = names
+        self._function = function.reading([x.new_empty(0) for x in function.tensors])  # which keeps none alive
         for name, x in zip(names, function.tensors, strict=True):
             if isinstance(x, nn.Parameter):
                 self.register_parameter(name, x)

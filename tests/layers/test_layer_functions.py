@@ -1,5 +1,7 @@
 """Masks and scores by function in layers: their own tensors, a call's mask, and every way a layer attends."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -129,3 +131,19 @@ def test_what_is_no_function_is_refused(options, message):
         GroupedQueryAttention(32, 4, **options)
     with pytest.raises(TypeError, match="mask: expected a Mask such as CAUSAL or what"):
         grouped(mask=FULL)(torch.randn(1, 3, 32), mask="causal")
+
+
+def test_a_layer_with_functions_is_exported_copied_and_made_without_memory():
+    layer, x = grouped(mask=CAUSAL & documents()), torch.randn(2, 40, 32)
+    exported = torch.export.export(layer, (x,)).module()
+    torch.testing.assert_close(exported(x), layer(x))
+    other = deepcopy(layer)
+    other.score.bias.data.zero_()
+    assert not torch.equal(other(x), layer(x))
+    with torch.device("meta"):
+        other = grouped(mask=CAUSAL)
+    other.to_empty(device="cpu").load_state_dict(layer.state_dict())
+    other.score.gain.fill_(1.5)
+    other.mask = layer.mask
+    other.mask_tensors = layer.mask_tensors
+    torch.testing.assert_close(other(x), layer(x))

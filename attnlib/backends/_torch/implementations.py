@@ -50,6 +50,9 @@ def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dout, dlse, out, lse, *arguments):
+    if torch.is_autocast_enabled(dout.device.type):  # as in a forward
+        with torch.autocast(dout.device.type, enabled=False):
+            return _backward(dout, dlse, out, lse, *arguments)
     a, dout, delta = Arguments(*arguments), dout.contiguous(), None  # autograd hands out expanded ones
     plan = [(batch, fused.causality(batch) if dlse is None else None) for batch in batches(a)]
     if not plan or any(causal is None for _, causal in plan):  # fused attention makes its own
