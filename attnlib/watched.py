@@ -71,6 +71,11 @@ def _follows_functions() -> bool:
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
+def is_transforming() -> bool:
+    """Whether a transform of torch.func, such as vmap, runs; not known of an unknown torch."""
+    return IS_KNOWN and peek_interpreter_stack() is not None
+
+
 def are_batched(*tensors: Tensor | None) -> bool:
     """Whether these may be many gradients in one, as ``torch.autograd.grad(..., is_grads_batched=True)`` hands out."""
     if not IS_KNOWN:

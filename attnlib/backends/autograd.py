@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..prepared import Run
 from ..spec import NO_BACKWARD
-from ..watched import are_batched, are_watched, have_tangents, is_forward_mode
+from ..watched import are_batched, are_watched, have_tangents, is_forward_mode, is_transforming
 from .flops import backward_flops, cached_flops, forward_flops
 from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, fake_attention, fake_backward, learnt
 from .registration import Operator, register
@@ -42,6 +42,9 @@ class Operators:
         if is_forward_mode(*tensors) and have_tangents(*tensors):  # which operators would drop
             raise NotImplementedError("attention has no forward-mode derivative; differentiate in reverse mode")
         if are_watched(arguments.q, arguments.k, arguments.v):
+            if arguments.captured and is_transforming():  # vmap sees what is mapped in no list: q is mapped as they are
+                zeros = [torch.zeros_like(x.flatten()[0]) for x in arguments.captured]
+                arguments = arguments._replace(q=sum(zeros, arguments.q))
             return self._operator("forward")(*arguments)
         return self.differentiable(arguments) if grad else self.forward(*arguments)
 
