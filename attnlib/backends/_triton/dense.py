@@ -11,8 +11,19 @@ from ...call import Call
 from ...fp8 import Descales
 from ...prepared import Run
 from ..autograd import Operators
-from ..operators import Arguments, flat, option_grads, outputs, readable, result_dtype
+from ..operators import (
+    Arguments,
+    count_learnt,
+    flat,
+    functions_of,
+    learnt,
+    option_grads,
+    outputs,
+    readable,
+    result_dtype,
+)
 from . import plans, variants
+from .programs import tables
 from .repeated import Repeated, blank
 
 
@@ -75,17 +86,26 @@ class Dense:
         out, lse = outputs(a.q, a.v)
         plan = variants.forward(self._key(a))
         made = {"out": out, "lse": lse, "counter": plan.counter(a.q.device), "turned": a.v.new_empty(plan.turned)}
+        made |= captured(a)
         for launch in plan.launches:
             launch.on(a._asdict() | made)
         return out, lse
 
     def _backward(self, dout, dlse, out, lse, *arguments):
         a, lse = readable(Arguments(*arguments)), lse.contiguous()
-        dq, dk, dv, dslopes, delta = self._gradients(self._key(a), a, dout, dlse, out, lse)
-        return dq, dk, dv, *option_grads(a, dslopes, lse, delta), lse.new_empty(0)
+        dcaptured = lse.new_zeros(count_learnt(a))
+        dq, dk, dv, dslopes, delta = self._gradients(self._key(a), a, dout, dlse, out, lse, dcaptured)
+        return dq, dk, dv, *option_grads(a, dslopes, lse, delta), dcaptured
 
     def _gradients(
-        self, key: plans.Key, a: Arguments, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+        self,
+        key: plans.Key,
+        a: Arguments,
+        dout: Tensor,
+        dlse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        dcaptured: Tensor,
     ) -> tuple:
         """The gradients of q, k and v, that of the slopes of each sequence or None, and delta."""
         if not dout.is_contiguous() or dout.data_ptr() & 15:
@@ -99,6 +119,7 @@ class Dense:
             "out": out, "lse": lse, "dout": dout, "dlse": dlse, "dslopes": dslopes, "lse2": lse2, "delta": delta,
             "dq": dq, "dk": dk, "dv": dv, "dq_sums": lse.new_zeros(plan.sums) if plan.sums else None,
         }  # fmt: skip
+        tensors |= captured(a, dcaptured)
         for launch in (plan.prepare, plan.keys, plan.queries):
             launch.on(tensors)
         if dslopes is not None:
@@ -159,3 +180,17 @@ def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:
     finite = shares.isfinite()
     sums = shares.masked_fill(~finite, 0).double() @ owned
     return sums.masked_fill((~finite).double() @ owned > 0, torch.nan).T.to(shares.dtype)
+
+
+def captured(a: Arguments, grads: Tensor | None = None) -> dict[str, tuple]:
+    """What functions of indices read, as kernels take it, and where the gradients of it are added up, side by side."""
+    if (functions := functions_of(a)) is None:
+        return {}
+    made = {"mask_tensors": tables(functions.mask_tensors), "score_tensors": tables(functions.score_tensors)}
+    if grads is not None:
+        parts = iter(
+            grads.split([x.numel() for x, has_grad in zip(a.captured or (), learnt(a), strict=True) if has_grad])
+        )
+        of_scores = [(x, x.is_floating_point()) for x in functions.score_tensors]
+        made["grad_tensors"] = tables(next(parts).view(x.shape) if has_grad else None for x, has_grad in of_scores)
+    return made

@@ -142,8 +142,9 @@ class Launch:
     """``programs`` programs of a kernel, for tensors of the same device, shapes, strides and dtypes.
 
     The kernel's parameters say what it takes: tensors (``x_ptr``), descriptors (``x_desc``), of which ``blocks`` are
-    there, each with its :class:`Block`, and what ``arguments`` say by name, in which there may be more. ``early``: the
-    kernel starts while the one before it runs, and waits for it where it needs what that one makes.
+    there, each with its :class:`Block`, what functions of indices read (``x_tensors``), and what ``arguments`` say by
+    name, in which there may be more. ``early``: the kernel starts while the one before it runs, and waits for it where
+    it needs what that one makes.
     """
 
     def __init__(
@@ -160,7 +161,8 @@ class Launch:
         given = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages, **arguments}
         names = kernel.arg_names
         self.tensors = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
-        self.arguments = {name: given[name] for name in names if not name.endswith(("_ptr", "_desc"))}
+        self.arguments = {name: given[name] for name in names if not name.endswith(("_ptr", "_desc", "_tensors"))}
+        self.captured = [name for name in names if name.endswith("_tensors")]
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
         self.options |= {"launch_pdl": True} if early else {}
         self._pick, self._values = itemgetter(*self.tensors), tuple(self.arguments.values())
@@ -172,7 +174,7 @@ class Launch:
         if not self.programs:
             return
         addresses = self.addresses(tensors)
-        started = self.started(addresses)
+        started = None if self._reads(tensors) else self.started(addresses)
         if started is None or (stream := started.stream()) is None:
             self._ask(tensors, addresses)
             return
@@ -187,6 +189,10 @@ class Launch:
         """The addresses of the kernel's tensors, in its order."""
         return [None if x is None else x.data_ptr() for x in self._pick(tensors)]
 
+    def _reads(self, tensors: dict[str, Tensor | None]) -> bool:
+        """Whether functions of indices read tensors, which only Triton knows how to hand on."""
+        return any(tensors.get(name) for name in self.captured)
+
     def started(self, addresses: list[int | None]) -> Started | None:
         """How this starts on tensors aligned as those at these addresses; None where it never has."""
         return self._started.get(_aligned(addresses))
@@ -200,8 +206,9 @@ class Launch:
                 self.on(tensors)
             return
         made = [None if block is None else block.descriptor(tensors[block.tensor]) for block in self._blocks]
-        binary = self.kernel[(self.programs,)](*pointers, *made, *self._values, **self.options)
-        if version() not in KNOWN or binary is None:  # as it is under the interpreter
+        read = [tensors.get(name) for name in self.captured]
+        binary = self.kernel[(self.programs,)](*pointers, *made, *read, *self._values, **self.options)
+        if version() not in KNOWN or binary is None or self._reads(tensors):  # None is under the interpreter
             return
         from triton.knobs import runtime
 
@@ -212,7 +219,7 @@ class Launch:
             if block is not None:
                 places.append((len(arguments), block.tensor, descriptors))
             arguments += [None, *sizes]
-        arguments += self._values
+        arguments += [*read, *self._values]
         self._started[_aligned(addresses)] = Started(device, runtime, start, arguments, first, places)
 
 

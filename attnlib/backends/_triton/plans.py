@@ -7,10 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...program import Program
 from ...spec import arch_of
 from ..operators import Arguments, CachedArguments, WriteArguments, result_dtype
 from . import tables
 from .launch import Block, Launch
+from .programs import derivative_of, function_of, gradients_of
 from .tables import LaunchConfig
 
 PREPARED = LaunchConfig(32, 0, 1, 4)  # the first backward kernel, which has no keys
@@ -62,7 +64,8 @@ def aligned(*tensors: Tensor | None) -> bool:
 def key_of(a: OperatorArguments, first: Tensor, *others: Tensor | None) -> Key:
     """What decides the launches of a call with these arguments, of which descriptors may load some."""
     tf32 = first.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    layouts = [x if x is None or not isinstance(x, Tensor) else (x.shape, x.stride(), x.dtype) for x in a]
+    # What functions of indices read decides nothing.
+    layouts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None if type(x) is list else x for x in a]
     return Key(first.device, tf32, aligned(first, *others), a._make(layouts))
 
 
@@ -77,7 +80,7 @@ class DenseShapes:
         self.length = self.t // max(1, self.batch) if self.packed else self.t  # the mean of what is packed
         self.case = tables.DenseCase(
             d, e, a.q.dtype.itemsize, causal=a.right is not None, arch=arch_of(key.device),
-            plain=a.softcap is None and a.alibi_slopes is None and a.dropout_p == 0,
+            plain=a.softcap is a.alibi_slopes is a.mask_program is a.score_program is None and a.dropout_p == 0,
             aligned=key.aligned and all(x.is_in_lines for x in (a.q, a.k, a.v)),
         )  # fmt: skip
         for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
@@ -95,7 +98,7 @@ class DenseShapes:
             "group": self.h // self.g, "GROUP": self.h // self.g, **scoring(a, self.h, self.s + self.t),
             "threshold": math.ceil(a.dropout_p * 2**32), "dropout_scale": 1 / (1 - a.dropout_p),
             "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value,
-            "PRECISION": "tf32" if key.tf32 else "ieee",
+            "PRECISION": "tf32" if key.tf32 else "ieee", **functions(a),
         }  # fmt: skip
 
     def blocks(self, length: int, block: int) -> int:
@@ -131,6 +134,19 @@ def scoring(a: Arguments | CachedArguments, heads: int, reach: int) -> dict[str,
         "left": left, "right": right, "prefix": min(a.prefix, reach) or None, "scale": a.scale, "softcap": a.softcap,
         "stride_slopes": heads if per_sequence else 0,
     }  # fmt: skip
+
+
+def functions(a: Arguments) -> dict[str, Callable | None]:
+    """The functions of indices that kernels inline, of a mask and of scores; None without."""
+    named = {"MASK": a.mask_program, "SCORE": a.score_program}
+    return {name: None if text is None else function_of(Program(text)) for name, text in named.items()}
+
+
+def derivatives(a: Arguments) -> dict[str, Callable | None]:
+    """What kernels inline of the derivative of a score's function; None without."""
+    program = None if a.score_program is None else Program(a.score_program)
+    made = {"DERIVATIVE": derivative_of, "GRADIENTS": gradients_of}
+    return {name: None if program is None else make(program) for name, make in made.items()}
 
 
 def strides(dims: str, **tensors: Layout | None) -> dict[str, int]:
@@ -169,6 +185,7 @@ class BackwardShapes(DenseShapes):
         self.case = self.case._replace(aligned=self.case.aligned and dout.is_in_lines)
         a = key.layouts
         dq, dk, dv = (contiguous(x.shape, x.dtype) for x in (a.q, a.k, a.v))
+        self.arguments |= derivatives(a)
         self.has_slopes, self.rows = a.alibi_slopes is not None, 1 if self.packed else self.batch
         self.arguments |= {
             **strides("bshd", do=dout, dq=dq), **strides("btgd", dk=dk, dv=dv), **strides("bhs", dl=dlse),

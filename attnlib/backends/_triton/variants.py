@@ -48,6 +48,7 @@ def forward(key: Key) -> Forward:
     """The launches of a forward, which makes out and lse."""
     x, a = DenseShapes(key), key.layouts
     takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines  # pieces of a call have not been tried
+    takes = takes and a.mask_program is a.score_program is None
     config = hopper_tables.forward(x.case, keys=x.length) if key.hopper and takes and is_gluon_known() else None
     if config is not None:
         return _hopper_forward(x, config, drawn=not x.are_alike, processors=processors(key.device))
@@ -97,6 +98,7 @@ def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
     x, a = BackwardShapes(key, Layout(*dout), None if dlse is None else Layout(*dlse)), key.layouts
     takes = a.dropout_p == 0 and a.origin is None and not x.has_slopes and x.out.is_in_lines and key.hopper
     takes = takes and a.scale != 0 and is_gluon_known()  # by the scale it divides
+    takes = takes and a.mask_program is a.score_program is None
     if takes and (config := hopper_tables.backward(x.case, keys=x.length, in_order=key.in_order)):
         return _hopper_backward(x, config, in_order=key.in_order)
     return plans.backward(x)

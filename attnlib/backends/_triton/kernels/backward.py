@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .band import Band, bounds, key_range, origin_of, query_range, sees_any, tile_at, tiles_of, visible
-from .scores import LOG2E, Modifiers, dropout_keep, load_slope, modify, unit_of
+from .scores import LOG2E, Modifiers, changed, dropout_keep, load_slope, modify, placed, unchanged, unit_of
 from .tile import COUNTS, Channels, Place, Rows, add_products, load_tile, locate, products, store_tile, zeros
 
 
@@ -43,13 +43,14 @@ def backward_keys(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
     alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr,
-    q_desc, q_tail_desc, dout_desc,
+    q_desc, q_tail_desc, dout_desc, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_dob, stride_dos, stride_doh, stride_dkb, stride_dkt, stride_dkg, stride_dvb, stride_dvt, stride_dvg,
     stride_lb, stride_lh, stride_slopes,
     batch, kv_heads, s, t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,  # of functions of indices, or None
 ):  # fmt: skip
     """Writes dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``: one program for each block of keys, KV head and sequence.
 
@@ -80,7 +81,8 @@ def backward_keys(
 
     j, i0 = (n0 + n)[:, None], keys - rows
     low, high, all_low, all_high = query_range(tl.maximum(n0, start), tl.minimum(n0 + BLOCK_N, end), i0, keys, band)
-    tiles = tiles_of(low - i0, high - i0, all_low - i0, all_high - i0, BLOCK_M, BLOCK_M)
+    FULL: tl.constexpr = BLOCK_M if MASK is None else 0
+    tiles = tiles_of(low - i0, high - i0, all_low - i0, all_high - i0, FULL, BLOCK_M)
     for MASKED in tl.static_range(2):
         count = tiles.masked if MASKED else tiles.full
         # Loads of first steps are issued ahead, where count may be 0. Were it divided by, a compiler might take it for
@@ -101,13 +103,18 @@ def backward_keys(
             slope = None
             if alibi_slopes_ptr is not None:
                 slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
-            modifiers = Modifiers(scale, softcap, slope)
+            modifiers = Modifiers(scale, softcap, slope, SCORE is not None)
             s_ij, derivative = modify(products(k, q, d, PRECISION), modifiers, i + band.apart, j)
+            place = placed(origin, sequence, head, i, j, i0)
+            score = changed(s_ij, place, score_tensors, SCORE)
             if not MASKED:
                 lse2 = tl.load(lse2_ptr + rows_at + m)
-            p = tl.exp2(s_ij * unit_of(modifiers) - lse2[None, :])
+            p = tl.exp2(score * unit_of(modifiers) - lse2[None, :])
+            seen = True
             if MASKED:
                 seen = visible(i, j, band)
+                if MASK is not None:
+                    seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
                 p = tl.where(seen, p, 0.0)
             dout = load_tile(dout_rows, of_q, m0, valid, e, MASKED, True, True)
             if MASKED:
@@ -121,7 +128,8 @@ def backward_keys(
                 keep = dropout_keep(seed, threshold, origin, sequence, head, q_i, n0, BLOCK_N, origin_ptr is None).T
                 dp = tl.where(keep, dp * dropout_scale, 0.0)
                 kept = tl.where(keep, p, 0.0)
-            ds = p * (dp - delta[None, :]) * derivative
+            ds = p * (dp - delta[None, :])
+            ds = unchanged(ds, s_ij, seen, place, score_tensors, None, DERIVATIVE, None) * derivative
             if MASKED:
                 ds = tl.where(seen, ds, 0.0)
             dv = add_products(dv, kept, dout, e, PRECISION)
@@ -137,17 +145,19 @@ def backward_queries(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, dslopes_ptr,
     alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr,
-    k_desc, k_tail_desc, v_desc,
+    k_desc, k_tail_desc, v_desc, mask_tensors, score_tensors, grad_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh,
     stride_lb, stride_lh, stride_slopes, stride_sb, stride_sh,
     batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr, GRADIENTS: tl.constexpr,
 ):  # fmt: skip
     """Writes dq ``[b, s, h, d]``: one program for each block of queries, head and sequence.
 
-    With slopes also each program's share of their gradient, ``[b, h, blocks]``, packed ``[h, blocks]``.
+    With slopes also each program's share of their gradient, ``[b, h, blocks]``, packed ``[h, blocks]``. The gradients
+    of what a function of indices reads are added up in no fixed order.
     """
     work = locate(
         tl.program_id(0),
@@ -169,7 +179,7 @@ def backward_queries(
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     slope = None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
-    modifiers = Modifiers(scale, softcap, slope)
+    modifiers = Modifiers(scale, softcap, slope, SCORE is not None)
     seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)
     of_q, of_k = Place(work.plane, work.row, head), Place(work.plane, work.other, kv_head)
     k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, k_desc, k_tail_desc)
@@ -192,7 +202,8 @@ def backward_queries(
     i = (i0 + m)[:, None]
     i_whole = i + band.apart
     low, high, all_low, all_high = key_range(i0, tl.minimum(i0 + BLOCK_M, keys), band)
-    tiles = tiles_of(low, high, all_low, all_high, BLOCK_N, BLOCK_N)
+    FULL: tl.constexpr = BLOCK_N if MASK is None else 0
+    tiles = tiles_of(low, high, all_low, all_high, FULL, BLOCK_N)
     for MASKED in tl.static_range(2):
         for tile in tl.range(0, tiles.masked if MASKED else tiles.full, num_stages=STAGES):
             n0 = tile_at(tile, tiles, MASKED, BLOCK_N, BLOCK_N)
@@ -200,16 +211,20 @@ def backward_queries(
             valid = (j >= start) & (j < end)
             k = load_tile(k_rows, of_k, n0, valid, d, MASKED, HOLES)
             s_ij, derivative = modify(products(q, k, d, PRECISION), modifiers, i_whole, j[None, :])
-            p = tl.exp2(s_ij * unit_of(modifiers) - lse2)
+            place = placed(origin, sequence, head, i, j[None, :], keys - rows)
+            p = tl.exp2(changed(s_ij, place, score_tensors, SCORE) * unit_of(modifiers) - lse2)
             v = load_tile(v_rows, of_k, n0, valid, e, MASKED, HOLES)
             dp = products(dout, v, e, PRECISION)
             if dropout_seed_ptr is not None:
                 keep = dropout_keep(seed, threshold, origin, sequence, head, i0 + m, n0, BLOCK_N, origin_ptr is None)
                 dp = tl.where(keep, dp * dropout_scale, 0.0)
-            ds = p * (dp - delta)
+            ds, seen = p * (dp - delta), i < keys
             if MASKED:
-                seen = visible(i, j[None, :], band) & (i < keys)
+                seen = seen & visible(i, j[None, :], band)
+                if MASK is not None:
+                    seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
                 ds = tl.where(seen, ds, 0.0)
+            ds = unchanged(ds, s_ij, seen, place, score_tensors, grad_tensors, DERIVATIVE, GRADIENTS)
             if alibi_slopes_ptr is not None:
                 dslope -= tl.sum(ds * tl.abs(i_whole - j[None, :]).to(tl.float32), 1)
             # The derivative of a row that sees nothing may be NaN.

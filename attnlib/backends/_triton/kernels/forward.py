@@ -4,7 +4,19 @@ import triton
 import triton.language as tl
 
 from .band import Band, bounds, key_range, origin_of, sees_any, visible
-from .scores import LN2, LOG2E, Modifiers, descaled, dropout_keep, load_slope, modify, online_softmax, unit_of
+from .scores import (
+    LN2,
+    LOG2E,
+    Modifiers,
+    changed,
+    descaled,
+    dropout_keep,
+    load_slope,
+    modify,
+    online_softmax,
+    placed,
+    unit_of,
+)  # fmt: skip
 from .tile import COUNTS, Channels, Place, Rows, Tile, load_tile, locate, products, store_tile
 
 
@@ -13,12 +25,13 @@ def forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
-    k_desc, k_tail_desc, v_desc,
+    k_desc, k_tail_desc, v_desc, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes,
     batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr,  # functions of indices, or None
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h, t]``."""
     work = locate(
@@ -44,7 +57,7 @@ def forward(
     scale = descaled(scale, q_descale_ptr, sequence * heads + head, sequence, batch)
     scale = descaled(scale, k_descale_ptr, of_kv, sequence, batch)
     dropout_scale = descaled(dropout_scale, v_descale_ptr, of_kv, sequence, batch)
-    modifiers = Modifiers(scale, softcap, slope)
+    modifiers = Modifiers(scale, softcap, slope, SCORE is not None)
     unit = unit_of(modifiers)
     seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)
 
@@ -72,7 +85,7 @@ def forward(
     HIDES_FIRST: tl.constexpr = left is not None or key_starts_ptr is not None
     low = low // BLOCK_N * BLOCK_N
     all_low = tl.cdiv(all_low, BLOCK_N) * BLOCK_N if HIDES_FIRST else low
-    all_high = tl.maximum(all_high // BLOCK_N * BLOCK_N, all_low)
+    all_high = all_low if MASK is not None else tl.maximum(all_high // BLOCK_N * BLOCK_N, all_low)
     for phase in tl.static_range(0 if HIDES_FIRST else 1, 3):  # masked tiles, full ones, masked ones
         begin = low if phase == 0 else (all_low if phase == 1 else all_high)
         stop = tl.minimum(all_low, high) if phase == 0 else (all_high if phase == 1 else high)
@@ -81,8 +94,13 @@ def forward(
             valid = (j >= start) & (j < end)
             k = load_tile(k_rows, of_k, n, valid, d, phase != 1, HOLES)
             p, _ = modify(products(q, k, d, PRECISION), modifiers, (i + band.apart)[:, None], j[None, :])
+            place = placed(origin, sequence, head, i[:, None], j[None, :], keys - work.rows)
+            p = changed(p, place, score_tensors, SCORE)
             if phase != 1:
-                p = tl.where(visible(i[:, None], j[None, :], band), p, float("-inf"))
+                seen = visible(i[:, None], j[None, :], band)
+                if MASK is not None:
+                    seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
+                p = tl.where(seen, p, float("-inf"))
             m_i, p, correction = online_softmax(m_i, p, unit)
             l_i = l_i * correction + tl.sum(p, 1)
             acc *= correction[:, None]
@@ -97,5 +115,5 @@ def forward(
     lse = tl.where(nothing, float("-inf"), m_i * (unit * LN2) + tl.log2(l_i) * LN2)
     tl.store(lse_ptr + (work.plane * stride_lb + work.row + head * stride_lh + work.start) + m, lse, mask=stored)
     out_rows, factor = Rows(out_ptr, stride_ob, stride_os, stride_oh), (dropout_scale / l_i)[:, None]
-    seen = sees_any(i, band)[:, None]  # a row that sees nothing has met whatever its tiles hold
-    store_tile(out_rows, of_q, work.start, stored, Tile(acc, acc), factor, seen, e)
+    sees = sees_any(i, band)[:, None]  # a row that sees nothing has met whatever its tiles hold
+    store_tile(out_rows, of_q, work.start, stored, Tile(acc, acc), factor, sees, e)

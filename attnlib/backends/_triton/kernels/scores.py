@@ -15,12 +15,13 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 class Modifiers(NamedTuple):
     """What makes a score of a product: its scale, a cap (None without), and the head's slope in log2 units (or None).
 
-    ``slope`` is one number, or one a row.
+    ``slope`` is one number, or one a row. ``changes``: a function changes scores after that.
     """
 
     scale: tl.tensor
     softcap: tl.tensor | None
     slope: tl.tensor | None
+    changes: tl.constexpr = False
 
 
 @triton.jit
@@ -51,7 +52,13 @@ def tanh(x):
 @triton.jit
 def unit_of(modifiers):
     """What scores are multiplied by in ``exp2``: plain ones are products as they are, others in log2 units."""
-    return modifiers.scale * LOG2E if modifiers.softcap is None and modifiers.slope is None else 1.0
+    return modifiers.scale * LOG2E if are_products(modifiers) else 1.0
+
+
+@triton.jit
+def are_products(modifiers):
+    """Whether scores are products times a scale."""
+    return modifiers.softcap is None and modifiers.slope is None and not modifiers.changes
 
 
 @triton.jit
@@ -61,7 +68,7 @@ def modify(s, modifiers, i, j):
     That is by the scaled products, and 1 without a cap.
     """
     derivative = 1.0
-    if modifiers.softcap is not None or modifiers.slope is not None:
+    if not are_products(modifiers):
         s *= modifiers.scale
         if modifiers.softcap is not None:
             capped = tanh(s / modifiers.softcap)
@@ -70,6 +77,47 @@ def modify(s, modifiers, i, j):
         if modifiers.slope is not None:
             s -= modifiers.slope * tl.abs(i - j).to(tl.float32)
     return s, derivative
+
+
+class Place(NamedTuple):
+    """What functions of indices are given of a tile: its indices in the whole of which this is a piece."""
+
+    b: tl.tensor
+    h: tl.tensor
+    i: tl.tensor
+    j: tl.tensor
+    first: tl.tensor
+
+
+@triton.jit
+def placed(origin, sequence, head, i, j, first):
+    """The indices of a tile, from those of a piece; ``first`` is that of the sequence's first query."""
+    b, h = (origin.sequence + sequence).to(tl.int32), (origin.head + head).to(tl.int32)
+    return Place(b, h, i + origin.query, j + origin.key, first + origin.query)
+
+
+@triton.jit
+def changed(s, place, tensors, SCORE: tl.constexpr):
+    """Scores in log2 units as a function changes them, if there is one."""
+    if SCORE is None:
+        return s
+    else:
+        return SCORE(s * LN2, place.b, place.h, place.i, place.j, place.first, tensors) * LOG2E
+
+
+@triton.jit
+def unchanged(ds, s, seen, place, tensors, grads, DERIVATIVE: tl.constexpr, GRADIENTS: tl.constexpr):
+    """The gradient of scores before a function, from that behind it; 0 where not ``seen``, a tile of bools or True.
+
+    Adds the gradients of what the function reads to ``grads``, where there are any.
+    """
+    if DERIVATIVE is None:
+        return ds
+    else:
+        s *= LN2
+        if GRADIENTS is not None:
+            GRADIENTS(s, ds, seen, place.b, place.h, place.i, place.j, place.first, tensors, grads)
+        return tl.where(seen, DERIVATIVE(s, ds, place.b, place.h, place.i, place.j, place.first, tensors), 0.0)
 
 
 @triton.jit
