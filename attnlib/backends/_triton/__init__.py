@@ -31,7 +31,7 @@ class TritonBackend:
         layout = spec.layout
         dtype = layout.dtype if layout is not None and layout.tail else spec.dtype  # of what is multiplied
         reasons = against(dtype, spec.device, spec.arch, interpreted=spec.interpreted)
-        if spec.functions is not None and not (spec.interpreted and spec.kind != "cached"):
+        if spec.functions is not None and not spec.interpreted:
             reasons.append("has no kernels yet for masks and scores by function")
         if spec.without_backward:
             return [*reasons, *spec.without_backward]

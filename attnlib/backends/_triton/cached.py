@@ -18,7 +18,8 @@ from ..autograd import register_cached
 from ..operators import CachedArguments, flat_over_view, outputs, readable, result_dtype
 from . import decode_tables, schedule
 from .launch import Block, Launch, is_gluon_known, remembered
-from .plans import Key, contiguous, key_of, scoring, strides
+from .plans import Key, contiguous, functions, key_of, scoring, strides
+from .programs import captured
 from .repeated import Repeated, blank
 from .tables import LaunchConfig
 
@@ -92,7 +93,7 @@ class Cached:
             return out.zero_(), lse.fill_(-torch.inf)
         a = a if a.schedule is not None else a._replace(schedule=_scheduled(a))
         plan = cached_plan(self.key(a))
-        tensors = _tensors(a) | {"out": out, "lse": lse, "split": lse.new_empty(plan.floats)}
+        tensors = _tensors(a) | {"out": out, "lse": lse, "split": lse.new_empty(plan.floats)} | captured(a)
         plan.decode.on(tensors)
         if plan.combine is not None:
             plan.combine.on(tensors)
@@ -141,7 +142,8 @@ class DecodeShapes:
             aligned=key.aligned and all(x.is_in_lines for x in planes)
             and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale, a.v_scale) if x),
         )  # fmt: skip
-        takes = key.hopper and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and is_gluon_known()
+        takes = key.hopper and a.mask_program is a.score_program is None
+        takes = takes and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and is_gluon_known()
         # A descriptor loads scales from 16 bytes on, and those of the heads that all warps have.
         takes = takes and (a.k_scale is None or (page_size % 4 if a.v is None else self.g % 8) == 0)
         self.hopper = decode_tables.hopper(self.case, self.b * self.max_tokens * self.g) if takes else None
@@ -185,6 +187,7 @@ class DecodeShapes:
         """By name, what both kernels are launched with."""
         a, case = self.a, self.case
         main, tail, value = decode_tables.widths_of(case.head_dim, case.tail, case.value_dim)
+        full = self.tiles.tma or self.pairs or not (case.one or a.split_size)
         return {
             **strides("bshd", q=a.q, o=contiguous((*a.q.shape[:-1], case.value_dim), result_dtype(a.q.dtype))),
             **strides("ptgd", k=a.k, v=a.v or a.k, t=a.k_tail or a.k),
@@ -197,7 +200,7 @@ class DecodeShapes:
             "limit": min(INT32, self.max_tokens), "D": case.head_dim + case.tail, "D_MAIN": main, "D_TAIL": tail,
             "TAIL": 0 if case.tail else main, "E": case.value_dim, "E_MAIN": value, "LATENT": case.latent,
             "ONE": case.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": case.arch > 0,
-            "FULL": self.tiles.tma or self.pairs or not (case.one or a.split_size), "PAGE": case.page_size,
+            "FULL": full and a.mask_program is None, "PAGE": case.page_size, **functions(a),
             "KV_HEADS": self.g, "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
             "PAIRS": self.pairs, "HEADS": self.heads, "EARLY": self.case.arch == 90,
         }  # fmt: skip

@@ -15,15 +15,13 @@ from ..operators import (
     Arguments,
     count_learnt,
     flat,
-    functions_of,
-    learnt,
     option_grads,
     outputs,
     readable,
     result_dtype,
 )
 from . import plans, variants
-from .programs import tables
+from .programs import captured
 from .repeated import Repeated, blank
 
 
@@ -180,17 +178,3 @@ def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:
     finite = shares.isfinite()
     sums = shares.masked_fill(~finite, 0).double() @ owned
     return sums.masked_fill((~finite).double() @ owned > 0, torch.nan).T.to(shares.dtype)
-
-
-def captured(a: Arguments, grads: Tensor | None = None) -> dict[str, tuple]:
-    """What functions of indices read, as kernels take it, and where the gradients of it are added up, side by side."""
-    if (functions := functions_of(a)) is None:
-        return {}
-    made = {"mask_tensors": tables(functions.mask_tensors), "score_tensors": tables(functions.score_tensors)}
-    if grads is not None:
-        parts = iter(
-            grads.split([x.numel() for x, has_grad in zip(a.captured or (), learnt(a), strict=True) if has_grad])
-        )
-        of_scores = [(x, x.is_floating_point()) for x in functions.score_tensors]
-        made["grad_tensors"] = tables(next(parts).view(x.shape) if has_grad else None for x, has_grad in of_scores)
-    return made

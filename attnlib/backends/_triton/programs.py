@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...derivative import derivative
 from ...program import Program
+from ..operators import AnyArguments, functions_of, learnt
 from .launch import remembered
 from .sources import Source, derivative_source, gradients_source, source
 
@@ -65,3 +66,17 @@ def device_function(source: Source) -> Callable:
     names |= {"__name__": f"attnlib.programs.{digest}", "LOG2E": LOG2E, "tanh": tanh}
     exec(compile(source.text, file, "exec"), names)
     return names[source.name]
+
+
+def captured(a: AnyArguments, grads: Tensor | None = None) -> dict[str, tuple]:
+    """What functions of indices read, as kernels take it, and where the gradients of it are added up, side by side."""
+    if (functions := functions_of(a)) is None:
+        return {}
+    made = {"mask_tensors": tables(functions.mask_tensors), "score_tensors": tables(functions.score_tensors)}
+    if grads is not None:
+        parts = iter(
+            grads.split([x.numel() for x, has_grad in zip(a.captured or (), learnt(a), strict=True) if has_grad])
+        )
+        of_scores = [(x, x.is_floating_point()) for x in functions.score_tensors]
+        made["grad_tensors"] = tables(next(parts).view(x.shape) if has_grad else None for x, has_grad in of_scores)
+    return made

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .band import Band, key_range, origin_of, sees_any, tiles_of
-from .decode_tiles import Sizes, Stored, Sums, sweep
+from .decode_tiles import Functions, Sizes, Stored, Sums, sweep
 from .paged import claimed, tokens_of_split
 from .scores import LN2, LOG2E, Modifiers, descaled, load_slope, unit_of
 from .split_kv import join, shares
@@ -21,7 +21,7 @@ from .tile import COUNTS, Rows, Tile, load_columns
 def decode(
     q_ptr, k_ptr, k_tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr,
     alibi_slopes_ptr, sinks_ptr, origin_ptr, q_descale_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr,
-    k_desc, tail_desc,
+    k_desc, tail_desc, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_kg, stride_tp, stride_tt, stride_tg,
     stride_vp, stride_vt, stride_vg, stride_ksp, stride_kst, stride_ksg, stride_vsp, stride_vst, stride_vsg,
     stride_table, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes,
@@ -31,7 +31,7 @@ def decode(
     E_MAIN: tl.constexpr, LATENT: tl.constexpr, ONE: tl.constexpr, SCHEDULED: tl.constexpr, SPLIT_SIZE: tl.constexpr,
     FULL: tl.constexpr, PAGE: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, STAGES: tl.constexpr, TF32: tl.constexpr,
-    PAIRS: tl.constexpr, EARLY: tl.constexpr,
+    PAIRS: tl.constexpr, EARLY: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or splits of them.
 
@@ -94,7 +94,8 @@ def decode(
     slope = (
         None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, known, head, batch)[:, None]
     )
-    modifiers = Modifiers(scale, softcap, slope)
+    modifiers = Modifiers(scale, softcap, slope, SCORE is not None)
+    functions = Functions(origin, known, head, length - count, mask_tensors, score_tensors, MASK, SCORE)
     unit = 1.0 if SCALED else unit_of(modifiers)
 
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
@@ -104,7 +105,7 @@ def decode(
         for split in range(low // SPLIT_SIZE, tl.cdiv(high, SPLIT_SIZE)):
             split_low, split_high = tl.maximum(low, split * SPLIT_SIZE), tl.minimum(high, (split + 1) * SPLIT_SIZE)
             tiles = tiles_of(split_low, split_high, 0, 0, WHOLE, EDGE)
-            part = sweep(sums, tiles, queries, i, modifiers, band, stored, sizes, True)
+            part = sweep(sums, tiles, queries, i, modifiers, functions, band, stored, sizes, True)
             part_l = tl.sum(part.l_i, 1) if APART else part.l_i
             divisor = tl.where(part_l == 0.0, 1.0, part_l)
             lse2 = tl.where(part_l == 0.0, float("-inf"), tl.fma(part.m_i, unit, tl.log2(divisor)))
@@ -112,7 +113,7 @@ def decode(
     else:
         tiles = tiles_of(low, high, all_low, all_high, WHOLE, EDGE)
         for MASKED in tl.static_range(0 if FULL else 1, 2):
-            sums = sweep(sums, tiles, queries, i, modifiers, band, stored, sizes, MASKED)
+            sums = sweep(sums, tiles, queries, i, modifiers, functions, band, stored, sizes, MASKED)
         acc, l_i = sums.acc, tl.sum(sums.l_i, 1) if APART else sums.l_i
         acc = tl.join(acc, sums.odd).reshape(BLOCK_M, E_MAIN) if PAIRS else acc
         m_i = tl.where(l_i == 0.0, float("-inf"), sums.m_i * unit)

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .band import tile_at, visible
+from .band import Origin, tile_at, visible
 from .paged import entries_at, page_in, place
-from .scores import modify, online_softmax, unit_of
+from .scores import changed, modify, online_softmax, placed, unit_of
 from .stored_bytes import as_factor, both_factors, split_scale
 from .tile import Rows, load_columns
 
@@ -62,6 +62,22 @@ class Sums(NamedTuple):
     l_i: tl.tensor
 
 
+class Functions(NamedTuple):
+    """Functions of indices (None where there are none), what they read, and what of their indices a tile shares.
+
+    ``head`` are those of the tile's rows.
+    """
+
+    origin: Origin
+    sequence: tl.tensor
+    head: tl.tensor
+    first: tl.tensor
+    mask_tensors: tuple
+    score_tensors: tuple
+    MASK: tl.constexpr
+    SCORE: tl.constexpr
+
+
 @triton.jit
 def load_plane(x, page, n, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr):
     """A tile of a plane, ``WIDTH`` channels; where masked, zeros but for valid tokens."""
@@ -79,7 +95,9 @@ def load_scale(x, page, n, valid, PAGE: tl.constexpr):
 
 
 @triton.jit
-def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+def add_tile(
+    sums, page, n, queries, i, modifiers, functions, band, stored, sizes, MASKED: tl.constexpr, BLOCK: tl.constexpr
+):
     """The running sums with one tile of ``BLOCK`` tokens, from ``n`` on."""
     LATENT: tl.constexpr = stored.v.ptr is None
     SCALED: tl.constexpr = stored.k_scale.ptr is not None
@@ -114,12 +132,17 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
     if sizes.D_TAIL and LATENT:  # whose scale is 1
         s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
     s, _ = modify(s, modifiers, (i + band.apart)[:, None], j[None, :])
+    own = functions
+    at = placed(own.origin, own.sequence, own.head[:, None], i[:, None], j[None, :], own.first)
+    s = changed(s, at, own.score_tensors, own.SCORE)
     unit = unit_of(modifiers)
     if SCALED:
         s = s * unit + exponent[None, :]
         unit = 1.0
     if MASKED:
         seen = valid[None, :] if sizes.ONE else visible(i[:, None], j[None, :], band)
+        if own.MASK is not None:
+            seen = seen & own.MASK(at.b, at.h, at.i, at.j, at.first, own.mask_tensors)
         s = tl.where(seen, s, float("-inf"))
     m_i, p, correction = online_softmax(sums.m_i, s, unit)
     shares, p = (p * inverse[None, :], p * rest[None, :]) if SCALED else (p, p)
@@ -140,7 +163,7 @@ def add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED: 
 
 
 @triton.jit
-def sweep(sums, tiles, queries, i, modifiers, band, stored, sizes, MASKED: tl.constexpr):
+def sweep(sums, tiles, queries, i, modifiers, functions, band, stored, sizes, MASKED: tl.constexpr):
     """The running sums with all tiles that need a mask, or with all that need none."""
     BLOCK: tl.constexpr = sizes.EDGE if MASKED else sizes.FULL
     n = tile_at(0, tiles, MASKED, sizes.FULL, sizes.EDGE)
@@ -148,7 +171,7 @@ def sweep(sums, tiles, queries, i, modifiers, band, stored, sizes, MASKED: tl.co
     for t in tl.range(0, tiles.masked if MASKED else tiles.full, num_stages=sizes.STAGES):
         n = tile_at(t, tiles, MASKED, sizes.FULL, sizes.EDGE)
         page = page_in(entries, n, stored.pages, sizes.PAGE, BLOCK)
-        sums = add_tile(sums, page, n, queries, i, modifiers, band, stored, sizes, MASKED, BLOCK)
+        sums = add_tile(sums, page, n, queries, i, modifiers, functions, band, stored, sizes, MASKED, BLOCK)
         if sizes.PAGE:  # carried, so that the loads of a tile wait for no other load
             following = tile_at(t + 1, tiles, MASKED, sizes.FULL, sizes.EDGE)
             entries = entries_at(stored.table_ptr, following, stored.high, sizes.PAGE, BLOCK)
