@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .band import Band, bounds, key_range, origin_of, query_range, sees_any, tile_at, tiles_of, visible
-from .scores import LOG2E, Modifiers, changed, dropout_keep, load_slope, modify, placed, unchanged, unit_of
+from .scores import LOG2E, Modifiers, changed, dropout_keep, load_slope, modify, placed, unchanged, unit_behind
 from .tile import COUNTS, Channels, Place, Rows, add_products, load_tile, locate, products, store_tile, zeros
 
 
@@ -103,13 +103,13 @@ def backward_keys(
             slope = None
             if alibi_slopes_ptr is not None:
                 slope = load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
-            modifiers = Modifiers(scale, softcap, slope, SCORE is not None)
+            modifiers = Modifiers(scale, softcap, slope)
             s_ij, derivative = modify(products(k, q, d, PRECISION), modifiers, i + band.apart, j)
             place = placed(origin, sequence, head, i, j, i0)
-            score = changed(s_ij, place, score_tensors, SCORE)
+            score = changed(s_ij, modifiers, place, score_tensors, SCORE)
             if not MASKED:
                 lse2 = tl.load(lse2_ptr + rows_at + m)
-            p = tl.exp2(score * unit_of(modifiers) - lse2[None, :])
+            p = tl.exp2(score * unit_behind(modifiers, SCORE) - lse2[None, :])
             seen = True
             if MASKED:
                 seen = visible(i, j, band)
@@ -129,7 +129,7 @@ def backward_keys(
                 dp = tl.where(keep, dp * dropout_scale, 0.0)
                 kept = tl.where(keep, p, 0.0)
             ds = p * (dp - delta[None, :])
-            ds = unchanged(ds, s_ij, seen, place, score_tensors, None, DERIVATIVE, None) * derivative
+            ds = unchanged(ds, s_ij, modifiers, seen, place, score_tensors, None, DERIVATIVE, None) * derivative
             if MASKED:
                 ds = tl.where(seen, ds, 0.0)
             dv = add_products(dv, kept, dout, e, PRECISION)
@@ -179,7 +179,7 @@ def backward_queries(
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     slope = None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
-    modifiers = Modifiers(scale, softcap, slope, SCORE is not None)
+    modifiers = Modifiers(scale, softcap, slope)
     seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)
     of_q, of_k = Place(work.plane, work.row, head), Place(work.plane, work.other, kv_head)
     k_rows = Rows(k_ptr, stride_kb, stride_kt, stride_kg, k_desc, k_tail_desc)
@@ -212,7 +212,7 @@ def backward_queries(
             k = load_tile(k_rows, of_k, n0, valid, d, MASKED, HOLES)
             s_ij, derivative = modify(products(q, k, d, PRECISION), modifiers, i_whole, j[None, :])
             place = placed(origin, sequence, head, i, j[None, :], keys - rows)
-            p = tl.exp2(changed(s_ij, place, score_tensors, SCORE) * unit_of(modifiers) - lse2)
+            p = tl.exp2(changed(s_ij, modifiers, place, score_tensors, SCORE) * unit_behind(modifiers, SCORE) - lse2)
             v = load_tile(v_rows, of_k, n0, valid, e, MASKED, HOLES)
             dp = products(dout, v, e, PRECISION)
             if dropout_seed_ptr is not None:
@@ -224,7 +224,7 @@ def backward_queries(
                 if MASK is not None:
                     seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
                 ds = tl.where(seen, ds, 0.0)
-            ds = unchanged(ds, s_ij, seen, place, score_tensors, grad_tensors, DERIVATIVE, GRADIENTS)
+            ds = unchanged(ds, s_ij, modifiers, seen, place, score_tensors, grad_tensors, DERIVATIVE, GRADIENTS)
             if alibi_slopes_ptr is not None:
                 dslope -= tl.sum(ds * tl.abs(i_whole - j[None, :]).to(tl.float32), 1)
             # The derivative of a row that sees nothing may be NaN.

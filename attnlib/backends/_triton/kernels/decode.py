@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .band import Band, key_range, origin_of, sees_any, tiles_of
 from .decode_tiles import Functions, Sizes, Stored, Sums, sweep
 from .paged import claimed, tokens_of_split
-from .scores import LN2, LOG2E, Modifiers, descaled, load_slope, unit_of
+from .scores import LN2, LOG2E, Modifiers, descaled, load_slope, unit_behind
 from .split_kv import join, shares
 from .stored_bytes import Queries, halved, in_range, pairs_at
 from .tile import COUNTS, Rows, Tile, load_columns
@@ -94,9 +94,9 @@ def decode(
     slope = (
         None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, known, head, batch)[:, None]
     )
-    modifiers = Modifiers(scale, softcap, slope, SCORE is not None)
+    modifiers = Modifiers(scale, softcap, slope)
     functions = Functions(origin, known, head, length - count, mask_tensors, score_tensors, MASK, SCORE)
-    unit = 1.0 if SCALED else unit_of(modifiers)
+    unit = 1.0 if SCALED else unit_behind(modifiers, SCORE)
 
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, E_MAIN // 2 if PAIRS else E_MAIN], tl.float32)

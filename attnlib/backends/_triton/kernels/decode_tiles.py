@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .band import Origin, tile_at, visible
 from .paged import entries_at, page_in, place
-from .scores import changed, modify, online_softmax, placed, unit_of
+from .scores import changed, modify, online_softmax, placed, unit_behind
 from .stored_bytes import as_factor, both_factors, split_scale
 from .tile import Rows, load_columns
 
@@ -134,8 +134,8 @@ def add_tile(
     s, _ = modify(s, modifiers, (i + band.apart)[:, None], j[None, :])
     own = functions
     at = placed(own.origin, own.sequence, own.head[:, None], i[:, None], j[None, :], own.first)
-    s = changed(s, at, own.score_tensors, own.SCORE)
-    unit = unit_of(modifiers)
+    s = changed(s, modifiers, at, own.score_tensors, own.SCORE)
+    unit = unit_behind(modifiers, own.SCORE)
     if SCALED:
         s = s * unit + exponent[None, :]
         unit = 1.0

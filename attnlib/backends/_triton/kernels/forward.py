@@ -15,7 +15,7 @@ from .scores import (
     modify,
     online_softmax,
     placed,
-    unit_of,
+    unit_behind,
 )  # fmt: skip
 from .tile import COUNTS, Channels, Place, Rows, Tile, load_tile, locate, products, store_tile
 
@@ -57,8 +57,8 @@ def forward(
     scale = descaled(scale, q_descale_ptr, sequence * heads + head, sequence, batch)
     scale = descaled(scale, k_descale_ptr, of_kv, sequence, batch)
     dropout_scale = descaled(dropout_scale, v_descale_ptr, of_kv, sequence, batch)
-    modifiers = Modifiers(scale, softcap, slope, SCORE is not None)
-    unit = unit_of(modifiers)
+    modifiers = Modifiers(scale, softcap, slope)
+    unit = unit_behind(modifiers, SCORE)
     seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)
 
     of_q, of_k = Place(work.plane, work.row, head), Place(work.plane, work.other, kv_head)
@@ -95,7 +95,7 @@ def forward(
             k = load_tile(k_rows, of_k, n, valid, d, phase != 1, HOLES)
             p, _ = modify(products(q, k, d, PRECISION), modifiers, (i + band.apart)[:, None], j[None, :])
             place = placed(origin, sequence, head, i[:, None], j[None, :], keys - work.rows)
-            p = changed(p, place, score_tensors, SCORE)
+            p = changed(p, modifiers, place, score_tensors, SCORE)
             if phase != 1:
                 seen = visible(i[:, None], j[None, :], band)
                 if MASK is not None:

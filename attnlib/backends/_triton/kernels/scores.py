@@ -15,13 +15,12 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 class Modifiers(NamedTuple):
     """What makes a score of a product: its scale, a cap (None without), and the head's slope in log2 units (or None).
 
-    ``slope`` is one number, or one a row. ``changes``: a function changes scores after that.
+    ``slope`` is one number, or one a row.
     """
 
     scale: tl.tensor
     softcap: tl.tensor | None
     slope: tl.tensor | None
-    changes: tl.constexpr = False
 
 
 @triton.jit
@@ -52,13 +51,7 @@ def tanh(x):
 @triton.jit
 def unit_of(modifiers):
     """What scores are multiplied by in ``exp2``: plain ones are products as they are, others in log2 units."""
-    return modifiers.scale * LOG2E if are_products(modifiers) else 1.0
-
-
-@triton.jit
-def are_products(modifiers):
-    """Whether scores are products times a scale."""
-    return modifiers.softcap is None and modifiers.slope is None and not modifiers.changes
+    return modifiers.scale * LOG2E if modifiers.softcap is None and modifiers.slope is None else 1.0
 
 
 @triton.jit
@@ -68,7 +61,7 @@ def modify(s, modifiers, i, j):
     That is by the scaled products, and 1 without a cap.
     """
     derivative = 1.0
-    if not are_products(modifiers):
+    if modifiers.softcap is not None or modifiers.slope is not None:
         s *= modifiers.scale
         if modifiers.softcap is not None:
             capped = tanh(s / modifiers.softcap)
@@ -97,16 +90,29 @@ def placed(origin, sequence, head, i, j, first):
 
 
 @triton.jit
-def changed(s, place, tensors, SCORE: tl.constexpr):
-    """Scores in log2 units as a function changes them, if there is one."""
-    if SCORE is None:
-        return s
-    else:
-        return SCORE(s * LN2, place.b, place.h, place.i, place.j, place.first, tensors) * LOG2E
+def natural(s, modifiers):
+    """Scores of :func:`modify`, times their scale if they are products."""
+    return s * (unit_of(modifiers) * LN2)
 
 
 @triton.jit
-def unchanged(ds, s, seen, place, tensors, grads, DERIVATIVE: tl.constexpr, GRADIENTS: tl.constexpr):
+def changed(s, modifiers, place, tensors, SCORE: tl.constexpr):
+    """Scores of :func:`modify` as a function changes them, in log2 units then; as they are where there is none."""
+    if SCORE is None:
+        return s
+    else:
+        s = natural(s, modifiers)
+        return SCORE(s, place.b, place.h, place.i, place.j, place.first, tensors) * LOG2E
+
+
+@triton.jit
+def unit_behind(modifiers, SCORE: tl.constexpr):
+    """What scores of :func:`changed` are multiplied by in ``exp2``."""
+    return unit_of(modifiers) if SCORE is None else 1.0
+
+
+@triton.jit
+def unchanged(ds, s, modifiers, seen, place, tensors, grads, DERIVATIVE: tl.constexpr, GRADIENTS: tl.constexpr):
     """The gradient of scores before a function, from that behind it; 0 where not ``seen``, a tile of bools or True.
 
     Adds the gradients of what the function reads to ``grads``, where there are any.
@@ -114,7 +120,7 @@ def unchanged(ds, s, seen, place, tensors, grads, DERIVATIVE: tl.constexpr, GRAD
     if DERIVATIVE is None:
         return ds
     else:
-        s *= LN2
+        s = natural(s, modifiers)
         if GRADIENTS is not None:
             GRADIENTS(s, ds, seen, place.b, place.h, place.i, place.j, place.first, tensors, grads)
         return tl.where(seen, DERIVATIVE(s, ds, place.b, place.h, place.i, place.j, place.first, tensors), 0.0)
