@@ -4,13 +4,23 @@ from functools import reduce
 
 import pytest
 import torch
+from function_cases import (
+    MASK_NAMES,
+    SCORE_NAMES,
+    by_definition,
+    functions,
+    loss,
+    relative,
+    same_document,
+    striped,
+    tensors,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from attnlib import (
     CAUSAL,
-    FIRST_QUERY,
     FULL,
     KVCache,
     KVLayout,
@@ -39,10 +49,6 @@ def table(mask):
     if isinstance(mask, Mask):
         return mask.visible(ROWS, COLUMNS)
     return mask.visible(ZERO, ZERO, ROWS, COLUMNS, ZERO).broadcast_to(2 * N, N)
-
-
-def striped(b, h, i, j):
-    return (i + j) // 3 % 2 == 0
 
 
 def chosen(b, h, i, j, keys):
@@ -100,77 +106,6 @@ def test_the_band_of_a_function_bounds_what_is_visited():
 
 
 # ---- attention by them
-
-
-def same_document(b, h, i, j, document):
-    return document[b, i] == document[b, j]
-
-
-def tree(b, h, i, j, first, shown):
-    return (j < first[b]) | shown[i - first[b], (j - first[b]).clamp(0)]
-
-
-def relative(score, b, h, i, j, bias, gain):
-    return score * gain + bias[h, (i - j).clamp(-4, 4) + 4]
-
-
-def faded(score, b, h, i, j, rate):
-    return score - torch.exp(rate[b, h]) * (i - j).abs() / (1 + abs(score)) + torch.maximum(score, rate[0, 0])
-
-
-def functions(b=2, h=4, t=60):
-    """Masks and scores of every kind of step, and the leaves of the latter."""
-    document = torch.randint(0, 4, (b, t)).sort().values.int()
-    shown = torch.rand(t, t) > 0.3
-    bias = torch.randn(h, 9, dtype=torch.float64, requires_grad=True)
-    gain = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
-    rate = torch.randn(b, h, dtype=torch.float64, requires_grad=True)
-    masks = {
-        "documents": CAUSAL & mask_mod(same_document, document),
-        "tree": mask_mod(tree, FIRST_QUERY, shown),
-        "by head": sliding(20) | mask_mod(lambda b, h, i, j: (h == 1) & (j % 3 == 0)),
-        "nothing": mask_mod(lambda b, h, i, j: i < 0),
-        "outside": FULL & ~(sliding(9) & mask_mod(striped)),
-    }
-    scores = {
-        "relative": (score_mod(relative, bias, gain), (bias, gain)),
-        "faded": (score_mod(faded, rate), (rate,)),
-        "a number": (score_mod(lambda score, b, h, i, j: score / 2 + h), ()),
-    }
-    return masks, scores
-
-
-MASK_NAMES, SCORE_NAMES = functions()[0].keys(), (None, *functions()[1].keys())
-
-
-def by_definition(q, k, v, mask, score, sequences=None):
-    """Attention by calling the functions with all pairs, in torch's own operations."""
-    (b, s, h, d), (t, g) = q.shape, k.shape[1:3]
-    i, j, first = torch.arange(t - s, t)[:, None], torch.arange(t), torch.tensor(t - s)
-    at = (
-        torch.arange(b)[:, None, None, None] if sequences is None else sequences,
-        torch.arange(h)[:, None, None],
-        i,
-        j,
-    )
-    scores = torch.einsum("bshd,bthd->bhst", q, k.repeat_interleave(h // g, 2)) * d**-0.5
-    if score is not None:
-        scores = score.definition(scores, *at, first)
-    seen = mask.visible(i, j) if isinstance(mask, Mask) else mask.visible(*at, first)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    nothing = (scores == -torch.inf).all(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0)
-    lse = torch.logsumexp(scores.masked_fill(nothing, 0), -1).masked_fill(nothing[..., 0], -torch.inf)
-    return torch.einsum("bhst,bthe->bshe", weights, v.repeat_interleave(h // g, 2)), lse
-
-
-def tensors(b=2, s=37, t=60, h=4, g=2, d=8):
-    shapes = ((b, s, h, d), (b, t, g, d), (b, t, g, 5))
-    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-
-
-def loss(out, lse):
-    return out.sin().sum() + lse[lse > -torch.inf].cos().sum()
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

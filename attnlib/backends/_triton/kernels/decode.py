@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .band import Band, key_range, origin_of, sees_any, tiles_of
-from .decode_tiles import Functions, Sizes, Stored, Sums, sweep
+from .decode_tiles import Scoring, Sizes, Stored, Sums, sweep
 from .paged import claimed, tokens_of_split
 from .scores import LN2, LOG2E, Modifiers, descaled, load_slope, unit_behind
 from .split_kv import join, shares
@@ -95,7 +95,7 @@ def decode(
         None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, known, head, batch)[:, None]
     )
     modifiers = Modifiers(scale, softcap, slope)
-    functions = Functions(origin, known, head, length - count, mask_tensors, score_tensors, MASK, SCORE)
+    scoring = Scoring(i, head, known, length - count, origin, band, modifiers, mask_tensors, score_tensors)
     unit = 1.0 if SCALED else unit_behind(modifiers, SCORE)
 
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
@@ -105,7 +105,7 @@ def decode(
         for split in range(low // SPLIT_SIZE, tl.cdiv(high, SPLIT_SIZE)):
             split_low, split_high = tl.maximum(low, split * SPLIT_SIZE), tl.minimum(high, (split + 1) * SPLIT_SIZE)
             tiles = tiles_of(split_low, split_high, 0, 0, WHOLE, EDGE)
-            part = sweep(sums, tiles, queries, i, modifiers, functions, band, stored, sizes, True)
+            part = sweep(sums, tiles, queries, scoring, stored, sizes, MASK, SCORE, True)
             part_l = tl.sum(part.l_i, 1) if APART else part.l_i
             divisor = tl.where(part_l == 0.0, 1.0, part_l)
             lse2 = tl.where(part_l == 0.0, float("-inf"), tl.fma(part.m_i, unit, tl.log2(divisor)))
@@ -113,7 +113,7 @@ def decode(
     else:
         tiles = tiles_of(low, high, all_low, all_high, WHOLE, EDGE)
         for MASKED in tl.static_range(0 if FULL else 1, 2):
-            sums = sweep(sums, tiles, queries, i, modifiers, functions, band, stored, sizes, MASKED)
+            sums = sweep(sums, tiles, queries, scoring, stored, sizes, MASK, SCORE, MASKED)
         acc, l_i = sums.acc, tl.sum(sums.l_i, 1) if APART else sums.l_i
         acc = tl.join(acc, sums.odd).reshape(BLOCK_M, E_MAIN) if PAIRS else acc
         m_i = tl.where(l_i == 0.0, float("-inf"), sums.m_i * unit)

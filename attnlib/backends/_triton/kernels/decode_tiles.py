@@ -5,9 +5,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .band import Origin, tile_at, visible
+from .band import Band, Origin, tile_at, visible
 from .paged import entries_at, page_in, place
-from .scores import changed, modify, online_softmax, placed, unit_behind
+from .scores import Modifiers, changed, modify, online_softmax, placed, unit_behind
 from .stored_bytes import as_factor, both_factors, split_scale
 from .tile import Rows, load_columns
 
@@ -62,20 +62,21 @@ class Sums(NamedTuple):
     l_i: tl.tensor
 
 
-class Functions(NamedTuple):
-    """Functions of indices (None where there are none), what they read, and what of their indices a tile shares.
+class Scoring(NamedTuple):
+    """What decides the scores of a tile's rows: their indices ``i`` and heads, what they see, and how they score.
 
-    ``head`` are those of the tile's rows.
+    Functions of indices are told these indices, and read the tensors; ``first`` is that of the sequence's first query.
     """
 
-    origin: Origin
-    sequence: tl.tensor
+    i: tl.tensor
     head: tl.tensor
+    sequence: tl.tensor
     first: tl.tensor
+    origin: Origin
+    band: Band
+    modifiers: Modifiers
     mask_tensors: tuple
     score_tensors: tuple
-    MASK: tl.constexpr
-    SCORE: tl.constexpr
 
 
 @triton.jit
@@ -96,8 +97,9 @@ def load_scale(x, page, n, valid, PAGE: tl.constexpr):
 
 @triton.jit
 def add_tile(
-    sums, page, n, queries, i, modifiers, functions, band, stored, sizes, MASKED: tl.constexpr, BLOCK: tl.constexpr
-):
+    sums, page, n, queries, scoring, stored, sizes,
+    MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The running sums with one tile of ``BLOCK`` tokens, from ``n`` on."""
     LATENT: tl.constexpr = stored.v.ptr is None
     SCALED: tl.constexpr = stored.k_scale.ptr is not None
@@ -131,18 +133,18 @@ def add_tile(
         s *= k_scale[None, :]
     if sizes.D_TAIL and LATENT:  # whose scale is 1
         s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
+    i, band, modifiers = scoring.i, scoring.band, scoring.modifiers
     s, _ = modify(s, modifiers, (i + band.apart)[:, None], j[None, :])
-    own = functions
-    at = placed(own.origin, own.sequence, own.head[:, None], i[:, None], j[None, :], own.first)
-    s = changed(s, modifiers, at, own.score_tensors, own.SCORE)
-    unit = unit_behind(modifiers, own.SCORE)
+    at = placed(scoring.origin, scoring.sequence, scoring.head[:, None], i[:, None], j[None, :], scoring.first)
+    s = changed(s, modifiers, at, scoring.score_tensors, SCORE)
+    unit = unit_behind(modifiers, SCORE)
     if SCALED:
         s = s * unit + exponent[None, :]
         unit = 1.0
     if MASKED:
         seen = valid[None, :] if sizes.ONE else visible(i[:, None], j[None, :], band)
-        if own.MASK is not None:
-            seen = seen & own.MASK(at.b, at.h, at.i, at.j, at.first, own.mask_tensors)
+        if MASK is not None:
+            seen = seen & MASK(at.b, at.h, at.i, at.j, at.first, scoring.mask_tensors)
         s = tl.where(seen, s, float("-inf"))
     m_i, p, correction = online_softmax(sums.m_i, s, unit)
     shares, p = (p * inverse[None, :], p * rest[None, :]) if SCALED else (p, p)
@@ -163,7 +165,7 @@ def add_tile(
 
 
 @triton.jit
-def sweep(sums, tiles, queries, i, modifiers, functions, band, stored, sizes, MASKED: tl.constexpr):
+def sweep(sums, tiles, queries, scoring, stored, sizes, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr):
     """The running sums with all tiles that need a mask, or with all that need none."""
     BLOCK: tl.constexpr = sizes.EDGE if MASKED else sizes.FULL
     n = tile_at(0, tiles, MASKED, sizes.FULL, sizes.EDGE)
@@ -171,7 +173,7 @@ def sweep(sums, tiles, queries, i, modifiers, functions, band, stored, sizes, MA
     for t in tl.range(0, tiles.masked if MASKED else tiles.full, num_stages=sizes.STAGES):
         n = tile_at(t, tiles, MASKED, sizes.FULL, sizes.EDGE)
         page = page_in(entries, n, stored.pages, sizes.PAGE, BLOCK)
-        sums = add_tile(sums, page, n, queries, i, modifiers, functions, band, stored, sizes, MASKED, BLOCK)
+        sums = add_tile(sums, page, n, queries, scoring, stored, sizes, MASK, SCORE, MASKED, BLOCK)
         if sizes.PAGE:  # carried, so that the loads of a tile wait for no other load
             following = tile_at(t + 1, tiles, MASKED, sizes.FULL, sizes.EDGE)
             entries = entries_at(stored.table_ptr, following, stored.high, sizes.PAGE, BLOCK)
