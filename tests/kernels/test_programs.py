@@ -51,11 +51,19 @@ def test_masks(name, form):
     assert torch.equal(seen, tile_of(form).called(case, arguments).to(torch.int8))
 
 
-@pytest.mark.parametrize("function", ["i // t[0] > j % t[0]", "i / 2 // s > j / 2 % s", "i // 0 > j % 0"])
-def test_a_divisor_of_0_counts_as_1(function):
-    case = Case(eval(f"lambda b, h, i, j, s, t: {function}"))
+def divided_by(n):
+    """Quotients and rests by what is read, and by a constant."""
+    return {
+        "ints": lambda b, h, i, j, s, t: i // t[0] > j % t[0],
+        "floats": lambda b, h, i, j, s, t: i / 2 // s > j / 2 % s,
+        "a constant": lambda b, h, i, j, s, t: i // n > j % n,
+    }
+
+
+@pytest.mark.parametrize("name", divided_by(0))
+def test_a_divisor_of_0_counts_as_1(name):
+    case, ones = Case(divided_by(0)[name]), Case(divided_by(1)[name])
     arguments = [torch.tensor(0.0), torch.zeros(1, dtype=torch.int32)]
-    ones = Case(eval(f"lambda b, h, i, j, s, t: {function.replace(' 0', ' 1')}"))
     expected = TILE.called(ones, [x + 1 for x in arguments])
     assert torch.equal(mask_by_kernel(program_of("mask", case, arguments), arguments), expected.to(torch.int8))
 
@@ -64,10 +72,16 @@ def test_a_divisor_of_0_counts_as_1(function):
 def test_division_rounds_down(numbers, divisor):
     """By constants and by what is read, of ints and of floats."""
     t, s = torch.tensor(numbers, dtype=torch.int64), torch.tensor(divisor)
-    for x, y in (("t[j]", divisor), ("t[j]", "s"), ("t[j] / 2", divisor), ("t[j] / 2", "s * 1.0")):
-        case = Case(eval(f"lambda b, h, i, j, s, t: ({x}) // ({y}) * 8 + ({x}) % ({y}) >= i"))
-        expected = TILE.called(case, [s, t]).to(torch.int8)
-        assert torch.equal(mask_by_kernel(program_of("mask", case, [s, t]), [s, t]), expected), (x, y)
+    for half in (False, True):
+        for known in (False, True):
+
+            def rounded(b, h, i, j, s, t, half=half, known=known):
+                x, y = t[j] / 2 if half else t[j], divisor if known else s * 1.0 if half else s
+                return x // y * 8 + x % y >= i
+
+            case = Case(rounded)
+            expected = TILE.called(case, [s, t]).to(torch.int8)
+            assert torch.equal(mask_by_kernel(program_of("mask", case, [s, t]), [s, t]), expected), (half, known)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # of NaN to an int, where nothing is seen
