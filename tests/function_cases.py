@@ -25,6 +25,12 @@ def faded(score, b, h, i, j, rate):
     return score - torch.exp(rate[b, h]) * (i - j).abs() / (1 + abs(score)) + torch.maximum(score, rate[0, 0])
 
 
+def undefined(score, b, h, i, j, rate):
+    """NaN for keys behind the query, which a causal mask hides, and beyond every number for rows behind the last."""
+    behind = (i - j).double()
+    return score * (behind + 1).log() + rate[b, h] * (behind + 0.5).log()
+
+
 def functions(b=2, h=4, t=60):
     """Masks and scores of every kind of step, and the leaves of the latter."""
     document = torch.randint(0, 4, (b, t)).sort().values.int()

@@ -14,6 +14,7 @@ from function_cases import (
     same_document,
     striped,
     tensors,
+    undefined,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -238,3 +239,13 @@ def test_explain_shows_the_steps():
     assert "x0 = load(t0, b, i)" in shown
     assert "def score(score, b, h, i, j, first, t0: float[2], t1: float[0]):" in shown
     assert "not on triton: no GPU has run its masks and scores by function yet" in shown
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, sliding(9)], ids=str)
+def test_what_a_function_makes_of_hidden_pairs_reaches_no_gradient(mask):
+    golden = [*tensors(d=16), torch.randn(2, 4, dtype=torch.float64, requires_grad=True)]
+    leaves = [x.detach().requires_grad_() for x in golden]
+    ours = attention_with_lse(*leaves[:3], mask=mask, score=score_mod(undefined, leaves[3]), backend="torch")
+    theirs = attention_with_lse(*golden[:3], mask=mask, score=score_mod(undefined, golden[3]), backend="reference")
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*(torch.autograd.grad(loss(*x), y) for x, y in ((ours, leaves), (theirs, golden))))

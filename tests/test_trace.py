@@ -74,7 +74,7 @@ def test_a_score_and_its_derivative_are_torchs(function, tensors):
     wanted = torch.autograd.grad(theirs.broadcast_to(d.shape), leaves, d, **options) if theirs.requires_grad else None
     grads = torch.zeros(sum(x.numel() for x in leaves[1:]), dtype=torch.float64)
     by = derivative(traced("score", function, tensors))
-    by_score = differentiated(by, d, {"score": score} | AT, tensors, grads)
+    by_score = differentiated(by, d, None, {"score": score} | AT, tensors, grads)
     wanted = [torch.zeros_like(x) for x in leaves] if wanted is None else wanted
     torch.testing.assert_close(by_score, wanted[0])
     torch.testing.assert_close(grads, torch.cat([grads[:0], *(x.flatten() for x in wanted[1:])]))
@@ -93,7 +93,12 @@ def test_of_two_equal_numbers_each_has_half_and_a_clamped_one_has_all():
         (wanted,) = torch.autograd.grad(function(score, *at.values(), tensor).sum(), score)
         by = derivative(traced("score", function, (tensor,)))
         ours = differentiated(
-            by, torch.ones(1, 2), {"score": score.detach(), "first": torch.tensor(0)} | at, [tensor], torch.zeros(2)
+            by,
+            torch.ones(1, 2),
+            None,
+            {"score": score.detach(), "first": torch.tensor(0)} | at,
+            [tensor],
+            torch.zeros(2),
         )
         assert torch.equal(ours, wanted)
 

@@ -16,7 +16,7 @@ from ..prepared import Run
 from ..spec import NO_BACKWARD
 from ..watched import are_batched, are_watched, have_tangents, is_forward_mode, is_transforming
 from .flops import backward_flops, cached_flops, forward_flops
-from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, fake_attention, fake_backward, learnt
+from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, apart, fake_attention, fake_backward
 from .registration import Operator, register
 
 WITH_GRADIENTS = 5  # arguments, q, k, v, slopes and sinks
@@ -72,7 +72,11 @@ class Operators:
         # It gives those of the first arguments, q, k, v, slopes and sinks, and of captured tensors.
         *first, captured = run(dout, dlse, out, lse, *a)
         given = [None if x is None else grad for x, grad in zip(a, first, strict=False)]
-        return *given, *(None,) * (TENSORS - len(given)), _apart(captured, a), *(None,) * (len(a) - TENSORS - 1)
+        parts = None
+        if a.captured is not None:
+            pairs = zip(a.captured, apart(captured, a), strict=True)
+            parts = [grad if grad is None else grad.to(x.dtype) for x, grad in pairs]
+        return *given, *(None,) * (TENSORS - len(given)), parts, *(None,) * (len(a) - TENSORS - 1)
 
     def _repeated_gradients(self, backward, rest, dout, dlse, out, lse, q, k, v):
         dout = torch.zeros_like(out) if dout is None else dout
@@ -175,16 +179,6 @@ def _vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple[Tens
         each = [operator(*(_selected(x, dim, i) for x, dim in pairs)) for i in range(n)]
         results = [torch.stack(x) for x in zip(*each, strict=True)]
     return tuple(results), (0,) * len(results)
-
-
-def _apart(grads: Tensor, a: Arguments) -> list[Tensor | None] | None:
-    """The gradient of each captured tensor, from all of them side by side; None where it has none."""
-    if a.captured is None:
-        return None
-    known = learnt(a)
-    parts = iter(grads.split([x.numel() for x, has_grad in zip(a.captured, known, strict=True) if has_grad]))
-    each = zip(a.captured, known, strict=True)
-    return [next(parts).view(x.shape).to(x.dtype) if has_grad else None for x, has_grad in each]
 
 
 def _selected(x: object, dim: object, i: int) -> object:

@@ -111,15 +111,8 @@ class WriteArguments(NamedTuple):
 
 def flat(call: Call) -> Arguments:
     """A checked call on tensors as operators take it, in tensors whose channels lie side by side."""
-    q, k, v, score, packing, dropout, mask = (
-        call.q,
-        call.k,
-        call.v,
-        call.score,
-        call.packing,
-        call.dropout,
-        call.mask.band,
-    )
+    q, k, v, mask, score = call.q, call.k, call.v, call.mask.band, call.score
+    packing, dropout = call.packing, call.dropout
     if call.spec.strided:
         q, k, v = (x.contiguous() if name in call.spec.strided else x for name, x in zip("qkv", (q, k, v), strict=True))
     cu_q, cu_k, max_q, max_k = (None,) * 4 if packing is None else packing
@@ -231,6 +224,13 @@ def learnt(a: Arguments) -> list[bool]:
     functions = functions_of(a)
     of_mask = 0 if functions is None else len(functions.mask_tensors)
     return [n >= of_mask and x.is_floating_point() for n, x in enumerate(a.captured or ())]
+
+
+def apart(grads: Tensor, a: Arguments) -> list[Tensor | None]:
+    """The gradient of each captured tensor, a view of all of them side by side; None where it has none."""
+    known = list(zip(a.captured or (), learnt(a), strict=True))
+    parts = iter(grads.split([x.numel() for x, has_grad in known if has_grad]))
+    return [next(parts).view(x.shape) if has_grad else None for x, has_grad in known]
 
 
 def count_learnt(a: Arguments) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from function_cases import MASK_NAMES, SCORE_NAMES, by_definition, functions, loss, same_document, tensors
+from function_cases import MASK_NAMES, SCORE_NAMES, by_definition, functions, loss, same_document, tensors, undefined
 from kernel_helpers import INTERPRETED
 
 from attnlib import (
@@ -14,6 +14,7 @@ from attnlib import (
     attention_with_lse,
     cached_attention_with_lse,
     mask_mod,
+    score_mod,
     sliding,
     varlen_attention_with_lse,
 )
@@ -121,3 +122,14 @@ def test_a_mask_by_function_gives_the_bits_of_its_band():
         by_function = mask & mask_mod(lambda b, h, i, j, m=mask: m.visible(i, j))
         ours, theirs = (attention(q, k, v, mask=x, backend="triton") for x in (by_function, mask))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2**-21)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numbers, which are hidden
+@pytest.mark.parametrize("mask", [CAUSAL, sliding(9)], ids=str)
+def test_what_a_function_makes_of_hidden_pairs_reaches_no_gradient(mask):
+    golden = [*tensors(d=16), torch.randn(2, 4, dtype=torch.float64, requires_grad=True)]
+    leaves = narrow(*golden)
+    ours = attention_with_lse(*leaves[:3], mask=mask, score=score_mod(undefined, leaves[3]), backend="triton")
+    theirs = attention_with_lse(*golden[:3], mask=mask, score=score_mod(undefined, golden[3]), backend="reference")
+    close(ours, theirs)
+    close(*(torch.autograd.grad(loss(*x), y) for x, y in ((ours, leaves), (theirs, golden))))

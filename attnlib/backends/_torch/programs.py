@@ -42,22 +42,32 @@ def evaluated(
 
 
 def differentiated(
-    by: Derivative, d: Tensor, inputs: Mapping[str, Tensor], tensors: Sequence[Tensor], grads: Tensor
+    by: Derivative,
+    d: Tensor,
+    hidden: Tensor | None,
+    inputs: Mapping[str, Tensor],
+    tensors: Sequence[Tensor],
+    grads: Tensor,
 ) -> Tensor:
-    """The derivative by the score, of ``d``, that by what a program gives; ``by`` says how.
+    """The derivative by the score, of ``d``, that by what a program gives; ``by`` says how. That of hidden pairs is 0.
 
     Adds those by what the program reads to ``grads``, in which all its tensors of floats lie side by side.
     """
     firsts = [0, *accumulate(x.numel() if x.is_floating_point() else 0 for x in tensors)]
     brought = _run(by.steps, {**inputs, BY_RESULT: d}, tensors, d.dtype)
+
+    def shown(x: Operand) -> Tensor:
+        whole = brought(x, FLOAT).broadcast_to(d.shape)
+        return whole if hidden is None else whole.masked_fill(hidden, 0)  # a function may make NaN of hidden pairs
+
     for tensor, indices, value in by.reads:
         n = int(tensor.name[1:])
         at = torch.full((1,) * d.dim(), firsts[n], device=d.device)
         for x, size, stride in zip(indices, tensors[n].shape, _contiguous(tensors[n]), strict=True):
             at = at + brought(x, INT).clamp(0, size - 1) * stride
-        value = brought(value, FLOAT).broadcast_to(d.shape).sum_to_size(at.shape)  # what is added to one number
+        value = shown(value).sum_to_size(at.shape)  # what is added to one number
         grads.index_add_(0, at.flatten(), value.flatten())
-    return brought(by.score, FLOAT).broadcast_to(d.shape)
+    return shown(by.score)
 
 
 def _contiguous(x: Tensor) -> Sequence[int]:

@@ -242,7 +242,8 @@ def _changed(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) ->
 def _unchanged(batch: Batch, by: Derivative, tile: Tile, ds: Tensor, dcaptured: Tensor) -> Tensor:
     """The gradient of the scores that a function changed, of those that it gave; adds to that of what it reads."""
     functions, d = batch.functions, ds.view_as(tile.indices["score"])
-    return differentiated(by, d, tile.indices, functions.score_tensors, dcaptured).reshape(ds.shape)
+    found = differentiated(by, d, tile.hidden, tile.indices, functions.score_tensors, dcaptured)
+    return found.reshape(ds.shape)
 
 
 def _counted(batch: Batch, hidden: Tensor | None) -> Tensor | None:

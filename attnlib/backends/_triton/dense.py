@@ -11,15 +11,7 @@ from ...call import Call
 from ...fp8 import Descales
 from ...prepared import Run
 from ..autograd import Operators
-from ..operators import (
-    Arguments,
-    count_learnt,
-    flat,
-    option_grads,
-    outputs,
-    readable,
-    result_dtype,
-)
+from ..operators import Arguments, count_learnt, flat, option_grads, outputs, readable, result_dtype
 from . import plans, variants
 from .programs import captured
 from .repeated import Repeated, blank

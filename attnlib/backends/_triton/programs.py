@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...derivative import derivative
 from ...program import Program
-from ..operators import AnyArguments, functions_of, learnt
+from ..operators import AnyArguments, apart, functions_of
 from .launch import remembered
 from .sources import Source, derivative_source, gradients_source, source
 
@@ -74,9 +74,5 @@ def captured(a: AnyArguments, grads: Tensor | None = None) -> dict[str, tuple]:
         return {}
     made = {"mask_tensors": tables(functions.mask_tensors), "score_tensors": tables(functions.score_tensors)}
     if grads is not None:
-        parts = iter(
-            grads.split([x.numel() for x, has_grad in zip(a.captured or (), learnt(a), strict=True) if has_grad])
-        )
-        of_scores = [(x, x.is_floating_point()) for x in functions.score_tensors]
-        made["grad_tensors"] = tables(next(parts).view(x.shape) if has_grad else None for x, has_grad in of_scores)
+        made["grad_tensors"] = tables(apart(grads, a)[len(functions.mask_tensors) :])
     return made

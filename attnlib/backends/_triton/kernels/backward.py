@@ -113,6 +113,8 @@ def backward_keys(
             seen = True
             if MASKED:
                 seen = visible(i, j, band)
+                if SCORE is not None:  # which may make anything of rows beyond the last query
+                    seen = seen & (i < keys)
                 if MASK is not None:
                     seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
                 p = tl.where(seen, p, 0.0)

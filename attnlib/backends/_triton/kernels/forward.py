@@ -16,7 +16,7 @@ from .scores import (
     online_softmax,
     placed,
     unit_behind,
-)  # fmt: skip
+)
 from .tile import COUNTS, Channels, Place, Rows, Tile, load_tile, locate, products, store_tile
 
 
