@@ -9,7 +9,7 @@ from source_values import Values, reads_by_place
 SCORE_OPTIONS = ("softcap", "alibi_slopes", "sinks")
 MASK_FIELDS = ("left", "right", "prefix")
 DESCALES = ("q_descale", "k_descale", "v_descale")
-FILES_OF_A_WORD = dict.fromkeys(SCORE_OPTIONS, 10) | dict.fromkeys(MASK_FIELDS + DESCALES, 8)
+FILES_OF_A_WORD = dict.fromkeys(SCORE_OPTIONS, 10) | dict.fromkeys(MASK_FIELDS, 9) | dict.fromkeys(DESCALES, 8)
 DOORS = {"attention", "varlen_attention", "cached_attention"}
 PUBLIC = {*DOORS, *(f"{name}_with_lse" for name in DOORS)}
 LONG = {("spec.py", "describe")}  # functions beyond 40 lines: none may be added
@@ -142,9 +142,9 @@ def test_a_planted_wide_function_is_found():
 def test_backends_and_kernels_stay_small():
     """2,500 lines of code, and what splits long packed sequences, repeats calls (160), plans Hopper's kernels (40),
     takes fp8 inputs (50) and runs masks and scores by function on a CPU (215);
-    and what inlines those in Triton's kernels (330)."""
+    what inlines those in Triton's kernels (330), and what finds the tiles that they hide (220)."""
     lines = {source.path: len(source.code_lines) for source in BACKENDS if source.is_core}
-    assert sum(lines.values()) <= 3765, f"{sum(lines.values())} lines of code in backends/, not 3765: {lines}"
+    assert sum(lines.values()) <= 3990, f"{sum(lines.values())} lines of code in backends/, not 3990: {lines}"
 
 
 def test_the_benchmark_stays_small():

@@ -42,12 +42,12 @@ def forward_arguments(name: str) -> tuple:
         q, k, v = q[0], k[0], v[0]
         offsets = torch.tensor([0, 2, 18], dtype=torch.int32)
         numbers = (0, 0, 0.3, None, 0.0, 17, 17, None, None)
-        return (q, k, v, None, None, None, None, offsets, offsets, *(None,) * 7, *numbers)
+        return (q, k, v, None, None, None, None, offsets, offsets, *(None,) * 8, *numbers)
     if name != "everything":
         right = 0 if name == "causal" else None
-        return (q, k, v, *(None,) * 13, right, 0, 0.3, None, 0.0, *(None,) * 4)
+        return (q, k, v, *(None,) * 14, right, 0, 0.3, None, 0.0, *(None,) * 4)
     bounds = (torch.tensor([0, 2], dtype=torch.int32), torch.tensor([9, 6], dtype=torch.int32))
-    return (q, k, v, torch.rand(2, 4), torch.randn(4), *bounds, None, None, torch.tensor([3]), *(None,) * 5, 5, 0, 0,
+    return (q, k, v, torch.rand(2, 4), torch.randn(4), *bounds, None, None, torch.tensor([3]), *(None,) * 6, 5, 0, 0,
             0.3, 2.0, 0.2, *(None,) * 4)  # fmt: skip
 
 

@@ -210,8 +210,6 @@ def test_what_does_not_fit_a_call_is_refused():
         call(CAUSAL, score=lambda *x: 0)
     with pytest.raises(TypeError, match="mask: expected a Mask"):
         call(lambda *x: True)
-    with pytest.raises(NotImplementedError, match="no GPU has run its masks and scores by function yet"):
-        call(elsewhere and mask_mod(lambda b, h, i, j: i > j), backend="triton")
 
 
 def test_an_index_outside_is_an_error_where_checks_are_on(monkeypatch):

@@ -23,7 +23,8 @@ TYPES = MappingProxyType(
 class Arguments(NamedTuple):
     """What a forward operator takes, in the order of its schema; the tensors come first.
 
-    The programs of a mask and of scores read the ``captured`` tensors, the mask's first.
+    The programs of a mask and of scores read the ``captured`` tensors, the mask's first. ``mask_tiles`` says which
+    tiles the mask's hides; without it kernels find out.
     """
 
     q: Tensor
@@ -40,6 +41,7 @@ class Arguments(NamedTuple):
     q_descale: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
+    mask_tiles: Tensor | None
     captured: list[Tensor] | None
     left: int | None
     right: int | None
@@ -122,7 +124,7 @@ def flat(call: Call) -> Arguments:
     numbers = mask.left, mask.right, mask.prefix, score.scale, score.softcap, dropout.p, max_q, max_k
     return Arguments(
         q, k, v, score.alibi_slopes, score.sinks, call.key_starts, call.key_ends, cu_q, cu_k, dropout.seed, origin,
-        q_descale, k_descale, v_descale, captured, *numbers, *programs,
+        q_descale, k_descale, v_descale, None, captured, *numbers, *programs,
     )  # fmt: skip
 
 

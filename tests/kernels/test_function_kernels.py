@@ -3,7 +3,7 @@
 import pytest
 import torch
 from function_cases import MASK_NAMES, SCORE_NAMES, by_definition, functions, loss, same_document, tensors, undefined
-from kernel_helpers import INTERPRETED
+from kernel_helpers import DEVICE
 
 from attnlib import (
     CAUSAL,
@@ -19,7 +19,12 @@ from attnlib import (
     varlen_attention_with_lse,
 )
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="no GPU has run these yet: the backend refuses them there")
+
+@pytest.fixture(autouse=True)
+def _here():
+    """Every tensor where kernels run."""
+    with torch.device(DEVICE):
+        yield
 
 
 def narrow(*xs):

@@ -31,8 +31,6 @@ class TritonBackend:
         layout = spec.layout
         dtype = layout.dtype if layout is not None and layout.tail else spec.dtype  # of what is multiplied
         reasons = against(dtype, spec.device, spec.arch, interpreted=spec.interpreted)
-        if spec.functions is not None and not spec.interpreted:
-            reasons.append("no GPU has run its masks and scores by function yet")
         if spec.without_backward:
             return [*reasons, *spec.without_backward]
         if spec.device == "cuda" and spec.arch < 89:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...call import Call
 from ...fp8 import Descales
 from ...prepared import Run
+from ...watched import are_watched
 from ..autograd import Operators
 from ..operators import Arguments, count_learnt, flat, option_grads, outputs, readable, result_dtype
 from . import plans, variants
@@ -26,7 +27,10 @@ class Dense:
 
     def attention(self, call: Call) -> tuple[Tensor, Tensor]:
         """Dense or packed attention and its LSE."""
-        return self.operators(flat(call), grad=call.spec.grad)
+        a = flat(call)
+        if a.mask_program is not None and not are_watched(a.q, a.k, a.v):  # once for forward and backward
+            a = self._with_tiles(readable(a))
+        return self.operators(a, grad=call.spec.grad)
 
     def variant(self, call: Call) -> str:
         """Which kernels run a call."""
@@ -56,7 +60,9 @@ class Dense:
         q, (*batch, s, h, _), plan = given.q, given.q.shape, variants.forward(self._key(given))
         blank_out = blank((*batch, s, h, given.v.shape[-1]), result_dtype(q.dtype), q.device)
         blank_lse, device = blank((*batch, h, s), torch.float32, q.device), q.device
-        on = Repeated(plan.launches, a._asdict(), *"qkv", "out", "lse", "counter", "turned", *Descales._fields).on
+        on = Repeated(
+            plan.launches, a._asdict() | {"lists": None}, *"qkv", "out", "lse", "counter", "turned", *Descales._fields
+        ).on
 
         def run(q: Tensor, k: Tensor, v: Tensor, descales: Descales | None = None) -> tuple[Tensor, Tensor]:
             out, lse = torch.empty_like(blank_out), torch.empty_like(blank_lse)
@@ -71,18 +77,27 @@ class Dense:
     def _key(self, a: Arguments) -> plans.Key:
         return plans.key_of(a, a.q, a.k, a.v)._replace(hopper=self.hopper)
 
+    def _with_tiles(self, a: Arguments) -> Arguments:
+        """The arguments, with what tells the tiles of a mask by function apart."""
+        if a.mask_program is None or a.mask_tiles is not None or not a.q.numel() or not a.k.numel():
+            return a
+        launch, shape = variants.states(self._key(a))
+        tiles = a.q.new_empty(shape, dtype=torch.int8)
+        launch.on(a._asdict() | captured(a) | {"states": tiles})
+        return a._replace(mask_tiles=tiles)
+
     def _forward(self, *arguments):
-        a = readable(Arguments(*arguments))
+        a = self._with_tiles(readable(Arguments(*arguments)))
         out, lse = outputs(a.q, a.v)
         plan = variants.forward(self._key(a))
         made = {"out": out, "lse": lse, "counter": plan.counter(a.q.device), "turned": a.v.new_empty(plan.turned)}
-        made |= captured(a)
+        made |= _lists(a, plan.lists) | captured(a)
         for launch in plan.launches:
             launch.on(a._asdict() | made)
         return out, lse
 
     def _backward(self, dout, dlse, out, lse, *arguments):
-        a, lse = readable(Arguments(*arguments)), lse.contiguous()
+        a, lse = self._with_tiles(readable(Arguments(*arguments))), lse.contiguous()
         dcaptured = lse.new_zeros(count_learnt(a))
         dq, dk, dv, dslopes, delta = self._gradients(self._key(a), a, dout, dlse, out, lse, dcaptured)
         return dq, dk, dv, *option_grads(a, dslopes, lse, delta), dcaptured
@@ -109,8 +124,8 @@ class Dense:
             "out": out, "lse": lse, "dout": dout, "dlse": dlse, "dslopes": dslopes, "lse2": lse2, "delta": delta,
             "dq": dq, "dk": dk, "dv": dv, "dq_sums": lse.new_zeros(plan.sums) if plan.sums else None,
         }  # fmt: skip
-        tensors |= captured(a, dcaptured)
-        for launch in (plan.prepare, plan.keys, plan.queries):
+        tensors |= _lists(a, plan.lists) | captured(a, dcaptured)
+        for launch in plan.launches:
             launch.on(tensors)
         if dslopes is not None:
             cu = a.cu_seqlens_q
@@ -122,7 +137,7 @@ class _RepeatedBackward:
     """The backward of a call like ``given``, by launches planned once; all but q, k and v is in ``a``."""
 
     def __init__(self, key: plans.Key, given: Arguments, a: Arguments):
-        self._key, self._arguments = key, a._asdict() | {"dlse": None, "dslopes": None}
+        self._key, self._arguments = key, a._asdict() | {"dlse": None, "dslopes": None, "lists": None}
         q, k, v, (*batch, s, h, _) = given.q, given.k, given.v, given.q.shape
         self._out = plans.contiguous((*batch, s, h, v.shape[-1]), q.dtype)
         lse = plans.contiguous((*batch, h, s), torch.float32)
@@ -153,11 +168,16 @@ class _RepeatedBackward:
     def _plan(self) -> tuple[Repeated, Callable[[], Tensor]]:
         plan = variants.backward(variants.in_order(self._key), self._out, None)
         names = ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "lse2", "delta", "dq_sums")
-        launches = Repeated([plan.prepare, plan.keys, plan.queries], self._arguments, *names)
+        launches = Repeated(plan.launches, self._arguments, *names)
         room = blank((2 * self._rows + plan.sums,), torch.float32, self._key.device)
         found = launches, partial(torch.zeros_like if plan.sums else torch.empty_like, room)
         self._planned[torch.are_deterministic_algorithms_enabled()] = found
         return found
+
+
+def _lists(a: Arguments, numbers: int) -> dict[str, Tensor | None]:
+    """What says which tiles a mask by function hides, and room to list those to visit."""
+    return {"states": a.mask_tiles, "lists": a.q.new_empty(numbers, dtype=torch.int32) if numbers else None}
 
 
 def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...program import Program
+from ...program import Program, Value
 from ...spec import arch_of
 from ..operators import Arguments, CachedArguments, WriteArguments, result_dtype
 from . import tables
@@ -89,6 +89,8 @@ class DenseShapes:
                 raise NotImplementedError(f"triton: {apart}; call .contiguous()")
         # Whether every block of queries sees as many keys as any other.
         self.are_alike = a.left is a.right is a.key_starts is a.key_ends is None and not self.packed
+        self.bounded = not (a.key_starts is a.key_ends is a.origin is None)  # each sequence of its own
+        self.states = None if a.mask_program is None else self._states(Program(a.mask_program), a.origin is not None)
         main, tail, value = tables.widths(d, e)
         self.out = contiguous((*a.q.shape[:-1], e), result_dtype(a.q.dtype))
         self.arguments = {
@@ -99,7 +101,15 @@ class DenseShapes:
             "threshold": math.ceil(a.dropout_p * 2**32), "dropout_scale": 1 / (1 - a.dropout_p),
             "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value,
             "PRECISION": "tf32" if key.tf32 else "ieee", **functions(a),
+            "room": None, "stride_list_b": None, "stride_list_h": None,  # where tiles are listed, those of the list
         }  # fmt: skip
+
+    def _states(self, program: Program, has_origin: bool) -> tuple[int, int, int, int]:
+        """The shape of what tells tiles of a mask apart; 1 where all sequences or all heads see the same."""
+        read = {operand for step in program.parsed.steps for operand in step.operands}
+        sequences = self.batch if not self.packed and (Value("b") in read or has_origin) else 1
+        heads = self.h if Value("h") in read else 1
+        return sequences, heads, self.blocks(self.s, tables.GRAIN), -(-self.t // tables.GRAIN)
 
     def blocks(self, length: int, block: int) -> int:
         """Programs along a sequence; packed, along all, with a partial block for each."""
@@ -166,13 +176,6 @@ def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
     return Layout(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
-def forward(x: DenseShapes) -> Launch:
-    """The launch of a forward, which makes out and lse."""
-    from .kernels.forward import forward
-
-    return x.launch(forward, tables.forward(x.case, keys=x.length), x.arguments)
-
-
 class BackwardShapes(DenseShapes):
     """The shapes of a backward, and by name what its kernels are launched with."""
 
@@ -196,33 +199,3 @@ class BackwardShapes(DenseShapes):
         from .kernels.backward import prepare
 
         return Launch(prepare, self.rows * self.h * -(-self.s // PREPARED.block_m), self.arguments, PREPARED)
-
-
-class Backward(NamedTuple):
-    """The launches of a backward.
-
-    ``prepare`` makes lse2 and delta, ``keys`` dk and dv, and ``queries`` dq and, of each head, so many ``shares`` of
-    the slopes' gradient; None without slopes. Of so many ``sums`` in fp32, zeros to begin with, ``keys`` may make what
-    ``queries`` makes dq of.
-    """
-
-    prepare: Launch
-    keys: Launch
-    queries: Launch
-    variant: str
-    shares: int | None = None
-    sums: int = 0
-
-
-def backward(x: BackwardShapes) -> Backward:
-    """The launches of two passes, one that owns keys and one that owns queries."""
-    from .kernels.backward import backward_keys, backward_queries
-
-    of_keys, of_queries = (f(x.case, keys=x.length) for f in (tables.backward_keys, tables.backward_queries))
-    blocks = x.blocks(x.s, of_queries.block_m)
-    arguments = x.arguments | {"stride_sb": 1 if x.packed else x.h * blocks, "stride_sh": blocks}
-    keys, queries = (
-        x.launch(backward_keys, of_keys, arguments, of_keys=True),
-        x.launch(backward_queries, of_queries, arguments),
-    )
-    return Backward(x.prepare(), keys, queries, "plain", blocks if x.has_slopes else None)

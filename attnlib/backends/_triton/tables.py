@@ -9,6 +9,7 @@ WIDEST_BACKWARD = 256
 SHORT = 2048  # tokens, up to which smaller tiles pay
 FEW_KEYS = 512  # tokens, up to which descriptors take the CPU longer than they spare the GPU
 ALIKE = 64  # channels of 16 bits, from which tiles of any width have the same layout
+GRAIN = 64  # queries and keys of the tiles in which a function of a mask is looked at
 FARTHEST = 2**24  # elements between rows, which int32 offsets within a tile of 128 rows can hold
 
 

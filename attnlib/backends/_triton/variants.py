@@ -5,10 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import hopper_tables, plans
+from . import hopper_tables, mask_tiles, passes
 from .hopper_tables import BackwardConfig, ForwardConfig
 from .launch import Block, Launch, current_stream, is_gluon_known, remembered
-from .plans import Backward, BackwardShapes, DenseShapes, Key, Layout
+from .passes import Backward
+from .plans import BackwardShapes, DenseShapes, Key, Layout
 from .schedule import processors
 from .tables import LaunchConfig
 
@@ -18,13 +19,14 @@ ROWS = 64  # queries or keys of a warpgroup
 class Forward(NamedTuple):
     """The launches of a forward. Where it is ``drawn``, programs of the last draw their tiles from a counter.
 
-    The first of two writes values in another order, in the shape of ``turned``.
+    The first of two writes values in another order, in the shape of ``turned``, or so many numbers of ``lists``.
     """
 
     launches: tuple[Launch, ...]
     variant: str
     drawn: bool = False
     turned: tuple[int, ...] = ()
+    lists: int = 0
 
     def counter(self, device: torch.device) -> Tensor | None:
         """The counter for a launch on the current stream.
@@ -44,6 +46,13 @@ _counter_of = remembered(_zero)  # kernels leave it at 0
 
 
 @remembered
+def states(key: Key) -> tuple[Launch, tuple[int, ...]]:
+    """The launch that tells apart the tiles of a mask by function, and the shape of what it makes."""
+    x = DenseShapes(key)
+    return mask_tiles.states(x), x.states
+
+
+@remembered
 def forward(key: Key) -> Forward:
     """The launches of a forward, which makes out and lse."""
     x, a = DenseShapes(key), key.layouts
@@ -52,7 +61,8 @@ def forward(key: Key) -> Forward:
     config = hopper_tables.forward(x.case, keys=x.length) if key.hopper and takes and is_gluon_known() else None
     if config is not None:
         return _hopper_forward(x, config, drawn=not x.are_alike, processors=processors(key.device))
-    return Forward((plans.forward(x),), "plain")
+    launches, lists = passes.forward(x)
+    return Forward(launches, "plain", lists=lists)
 
 
 def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, drawn: bool, processors: int) -> Forward:
@@ -101,7 +111,7 @@ def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
     takes = takes and a.mask_program is a.score_program is None
     if takes and (config := hopper_tables.backward(x.case, keys=x.length, in_order=key.in_order)):
         return _hopper_backward(x, config, in_order=key.in_order)
-    return plans.backward(x)
+    return passes.backward(x)
 
 
 def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: bool) -> Backward:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .band import Band, bounds, key_range, origin_of, query_range, sees_any, tile_at, tiles_of, visible
+from .mask_tiles import entry, listed
 from .scores import LOG2E, Modifiers, changed, dropout_keep, load_slope, modify, placed, unchanged, unit_behind
 from .tile import COUNTS, Channels, Place, Rows, add_products, load_tile, locate, products, store_tile, zeros
 
@@ -42,11 +43,11 @@ def prepare(
 def backward_keys(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
     alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr, lists_ptr,
     q_desc, q_tail_desc, dout_desc, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_dob, stride_dos, stride_doh, stride_dkb, stride_dkt, stride_dkg, stride_dvb, stride_dvt, stride_dvg,
-    stride_lb, stride_lh, stride_slopes,
+    stride_lb, stride_lh, stride_slopes, stride_list_b, stride_list_h, room,
     batch, kv_heads, s, t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -81,17 +82,24 @@ def backward_keys(
 
     j, i0 = (n0 + n)[:, None], keys - rows
     low, high, all_low, all_high = query_range(tl.maximum(n0, start), tl.minimum(n0 + BLOCK_N, end), i0, keys, band)
-    FULL: tl.constexpr = BLOCK_M if MASK is None else 0
-    tiles = tiles_of(low - i0, high - i0, all_low - i0, all_high - i0, FULL, BLOCK_M)
+    LISTED: tl.constexpr = MASK is not None
+    if LISTED:
+        tiles = listed(lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_N, cu_seqlens_k_ptr is not None)
+        counts = tiles.whole, tiles.cut
+    else:
+        tiles = tiles_of(low - i0, high - i0, all_low - i0, all_high - i0, BLOCK_M, BLOCK_M)
+        counts = tiles.full, tiles.masked
     for MASKED in tl.static_range(2):
-        count = tiles.masked if MASKED else tiles.full
+        count = counts[MASKED]
         # Loads of first steps are issued ahead, where count may be 0. Were it divided by, a compiler might take it for
         # more, and issue them for a loop that has no step: they would land in the tiles of the next one.
-        tiles_of_head = tl.maximum(count, 1)
-        for step in tl.range(0, GROUP * count, num_stages=STAGES):  # one loop for the group's heads never drains
-            head = kv_head * GROUP + step // tiles_of_head if GROUP > 1 else kv_head
-            tile = step % tiles_of_head if GROUP > 1 else step
-            m0 = tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
+        tiles_of_head = tl.maximum(room // GROUP if LISTED else count, 1)
+        steps = count if LISTED else GROUP * count  # a list has those of all heads
+        for step in tl.range(0, steps, num_stages=STAGES):  # one loop for the group's heads never drains
+            tile = entry(tiles, step, MASKED) if LISTED else step
+            head = kv_head * GROUP + tile // tiles_of_head if GROUP > 1 else kv_head
+            tile = tile % tiles_of_head if GROUP > 1 else tile
+            m0 = tile * BLOCK_M if LISTED else tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
             i, of_q = (i0 + m0 + m)[None, :], Place(work.plane, work.other, head)
             rows_at = head * stride_lh + m0
             # Rows that see nothing of this block may see nothing at all, be padding and hold anything: they are zeros.
@@ -146,11 +154,11 @@ def backward_keys(
 def backward_queries(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, dslopes_ptr,
     alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr, lists_ptr,
     k_desc, k_tail_desc, v_desc, mask_tensors, score_tensors, grad_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
     stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh,
-    stride_lb, stride_lh, stride_slopes, stride_sb, stride_sh,
+    stride_lb, stride_lh, stride_slopes, stride_sb, stride_sh, stride_list_b, stride_list_h, room,
     batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -204,11 +212,16 @@ def backward_queries(
     i = (i0 + m)[:, None]
     i_whole = i + band.apart
     low, high, all_low, all_high = key_range(i0, tl.minimum(i0 + BLOCK_M, keys), band)
-    FULL: tl.constexpr = BLOCK_N if MASK is None else 0
-    tiles = tiles_of(low, high, all_low, all_high, FULL, BLOCK_N)
+    LISTED: tl.constexpr = MASK is not None
+    if LISTED:
+        tiles = listed(lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_M, cu_seqlens_q_ptr is not None)
+        counts = tiles.whole, tiles.cut
+    else:
+        tiles = tiles_of(low, high, all_low, all_high, BLOCK_N, BLOCK_N)
+        counts = tiles.full, tiles.masked
     for MASKED in tl.static_range(2):
-        for tile in tl.range(0, tiles.masked if MASKED else tiles.full, num_stages=STAGES):
-            n0 = tile_at(tile, tiles, MASKED, BLOCK_N, BLOCK_N)
+        for step in tl.range(0, counts[MASKED], num_stages=STAGES):
+            n0 = entry(tiles, step, MASKED) * BLOCK_N if LISTED else tile_at(step, tiles, MASKED, BLOCK_N, BLOCK_N)
             j = n0 + tl.arange(0, BLOCK_N)
             valid = (j >= start) & (j < end)
             k = load_tile(k_rows, of_k, n0, valid, d, MASKED, HOLES)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .band import Band, bounds, key_range, origin_of, sees_any, visible
+from .mask_tiles import entry, listed
 from .scores import (
     LN2,
     LOG2E,
@@ -25,9 +26,10 @@ def forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
+    lists_ptr,  # of the tiles to visit, where a function hides some
     k_desc, k_tail_desc, v_desc, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
-    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes,
+    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes, stride_list_b, stride_list_h, room,
     batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -83,13 +85,23 @@ def forward(
     i = i0 + m
     low, high, all_low, all_high = key_range(i0, tl.minimum(i0 + BLOCK_M, keys), band)
     HIDES_FIRST: tl.constexpr = left is not None or key_starts_ptr is not None
-    low = low // BLOCK_N * BLOCK_N
-    all_low = tl.cdiv(all_low, BLOCK_N) * BLOCK_N if HIDES_FIRST else low
-    all_high = all_low if MASK is not None else tl.maximum(all_high // BLOCK_N * BLOCK_N, all_low)
+    LISTED: tl.constexpr = MASK is not None
+    HIDES_FIRST: tl.constexpr = left is not None or key_starts_ptr is not None or LISTED
+    if LISTED:
+        tiles = listed(lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_M, cu_seqlens_q_ptr is not None)
+        edges = tiles.before, tiles.whole, tiles.cut
+    else:
+        low = low // BLOCK_N * BLOCK_N
+        all_low = tl.cdiv(all_low, BLOCK_N) * BLOCK_N if HIDES_FIRST else low
+        all_high = tl.maximum(all_high // BLOCK_N * BLOCK_N, all_low)
+        edges = tl.minimum(all_low, high), all_high, high
     for phase in tl.static_range(0 if HIDES_FIRST else 1, 3):  # masked tiles, full ones, masked ones
-        begin = low if phase == 0 else (all_low if phase == 1 else all_high)
-        stop = tl.minimum(all_low, high) if phase == 0 else (all_high if phase == 1 else high)
-        for n in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        if LISTED:
+            begin = tiles.before if phase == 2 else 0
+        else:
+            begin = low if phase == 0 else (all_low if phase == 1 else all_high)
+        for at in tl.range(begin, edges[phase], 1 if LISTED else BLOCK_N, num_stages=STAGES):
+            n = entry(tiles, at, phase != 1) * BLOCK_N if LISTED else at
             j = n + tl.arange(0, BLOCK_N)
             valid = (j >= start) & (j < end)
             k = load_tile(k_rows, of_k, n, valid, d, phase != 1, HOLES)

@@ -1,0 +1,163 @@
+"""Which tiles a mask by function hides, cuts or shows whole; and for each block of rows, a list of those to visit.
+
+``classify_tiles`` calls the function once for each pair within the band, whatever the heads and passes. ``list_tiles``
+joins small tiles to those of a kernel, and cuts them at the band and at the bounds of a sequence. A line of a list is a
+header, and entries: of tiles that are cut from the front on, of whole ones from the back, each in ascending order.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .band import Band, bounds, key_range, origin_of, query_range
+from .scores import placed
+from .tile import COUNTS, locate
+
+HIDDEN: tl.constexpr = tl.constexpr(0)  # a tile in which no pair is seen; 1: some are
+WHOLE: tl.constexpr = tl.constexpr(2)  # all are
+HEADER: tl.constexpr = tl.constexpr(4)  # numbers before the entries of a line, three of which are counts
+AT_ONCE: tl.constexpr = tl.constexpr(16)  # tiles that a program looks at
+CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that are listed at once
+
+
+class Listed(NamedTuple):
+    """The tiles that a block of rows visits: how many are cut before the first whole one, cut at all, and whole.
+
+    ``first`` is where the first cut one is written, ``last`` where the first whole one is.
+    """
+
+    first: tl.tensor
+    last: tl.tensor
+    before: tl.tensor
+    cut: tl.tensor
+    whole: tl.tensor
+
+
+@triton.jit
+def line_of(work, stride_b, stride_h, room, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """How far from the first line of all the line of a block of rows begins."""
+    at = work.plane * stride_b + work.head * stride_h
+    return at + slot_of(work.row, work.sequence, work.start, BLOCK, PACKED).to(tl.int64) * (HEADER + room)
+
+
+@triton.jit
+def slot_of(row, sequence, start, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """The number of a block of rows; packed sequences lie side by side, with a partial block for each."""
+    return row // BLOCK + sequence + start // BLOCK if PACKED else start // BLOCK
+
+
+@triton.jit
+def listed(lists_ptr, work, stride_b, stride_h, room, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """What is listed for a block of rows."""
+    line = lists_ptr + line_of(work, stride_b, stride_h, room, BLOCK, PACKED)
+    first = line + HEADER
+    return Listed(first, first + room - 1, tl.load(line), tl.load(line + 1), tl.load(line + 2))
+
+
+@triton.jit
+def entry(tiles, n, CUT: tl.constexpr):
+    """The ``n``-th tile of those that are cut, or of the whole ones."""
+    return tl.load(tiles.first + n if CUT else tiles.last - n)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def classify_tiles(
+    states_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors,  # offsets and origin may be None
+    batch, planes, s, t, columns, left, right, prefix, GRAIN: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Writes what the function makes of each tile within the band, int8 ``[b, h, rows of tiles, columns]``.
+
+    Pairs behind the last query or key count neither as seen nor as hidden. ``planes`` is how many heads differ.
+    """
+    chunks = tl.cdiv(columns, AT_ONCE)
+    pid, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    work = locate(pid, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, planes, s, t, 1, GRAIN, False)
+    if work.start >= work.rows:
+        return
+    keys, rows = work.others, work.rows
+    origin = origin_of(origin_ptr, work.sequence, batch)
+    band = Band(0, keys, left, right, prefix, origin.query - origin.key, origin.key)
+    i0 = keys - rows + work.start
+    low, high, _, _ = key_range(i0, tl.minimum(i0 + GRAIN, keys), band)
+    PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
+    rows_of_plane = s // GRAIN + batch + 1 if PACKED else tl.cdiv(s, GRAIN)
+    row = (work.plane * planes + work.head) * rows_of_plane
+    row += slot_of(work.row, work.sequence, work.start, GRAIN, PACKED)
+    i, n = (i0 + tl.arange(0, GRAIN))[:, None], tl.arange(0, GRAIN)[None, :]
+    for column in range(chunk * AT_ONCE, tl.minimum(chunk * AT_ONCE + AT_ONCE, columns)):
+        j, state = column * GRAIN + n, tl.full([], HIDDEN, tl.int32)
+        if (column * GRAIN < high) & (column * GRAIN + GRAIN > low):
+            place = placed(origin, work.sequence, work.head, i, j, keys - rows)
+            seen, there = MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors), (i < keys) & (j < keys)
+            some = tl.max(tl.max(tl.where(seen & there, 1, 0), 1), 0)
+            state = some + some * tl.min(tl.min(tl.where(seen | ~there, 1, 0), 1), 0)
+        tl.store(states_ptr + row * columns + column, state.to(tl.int8))
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def list_tiles(
+    lists_ptr, states_ptr, key_starts_ptr, key_ends_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,
+    batch, planes, s, t, columns, room, stride_state_b, stride_state_h, stride_list_b, stride_list_h,
+    left, right, prefix,
+    GRAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Writes for each block of queries the tiles of keys that it visits, int32 ``[b, h, blocks, HEADER + room]``.
+
+    ``BY_KEYS``: for each block of keys those of queries, of one head of the group after the other; tile ``n`` of head
+    ``m`` is ``m * room // GROUP + n``.
+    """
+    if BY_KEYS:
+        OWN: tl.constexpr = BLOCK_N
+        OTHER: tl.constexpr = BLOCK_M
+        work = locate(tl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, planes, t, s, 1, OWN, False)
+        first_query, queries, keys = work.other, work.others, work.rows
+    else:
+        OWN: tl.constexpr = BLOCK_M
+        OTHER: tl.constexpr = BLOCK_N
+        work = locate(tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, planes, s, t, 1, OWN, False)
+        first_query, queries, keys = work.row, work.rows, work.others
+    if work.start >= work.rows:
+        return
+    origin = origin_of(origin_ptr, work.sequence, batch)
+    start, end = bounds(key_starts_ptr, key_ends_ptr, work.sequence, keys)
+    band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
+    i0, stop = keys - queries, work.start + OWN
+    if BY_KEYS:
+        first = tl.maximum(work.start, start)
+        low, high, all_low, all_high = query_range(first, tl.minimum(stop, end), i0, keys, band)
+        low, high, all_low, all_high = low - i0, high - i0, all_low - i0, all_high - i0
+    else:
+        low, high, all_low, all_high = key_range(i0 + work.start, tl.minimum(i0 + stop, keys), band)
+    low = tl.maximum(low, 0)
+
+    PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
+    of_sequence = states_ptr + work.plane * stride_state_b
+    of_sequence += tl.cast(slot_of(first_query, work.sequence, 0, GRAIN, PACKED), tl.int64) * columns
+    line = lists_ptr + line_of(work, stride_list_b, stride_list_h, room, OWN, PACKED)
+    before, cut, whole = 0, 0, 0
+    for member in range(GROUP):
+        states = of_sequence + (work.head * GROUP + member) * stride_state_h
+        for first in range(low // OTHER, tl.cdiv(high, OTHER), CHUNK):
+            n = first + tl.arange(0, CHUNK)
+            some, every = tl.full([CHUNK], HIDDEN, tl.int32), tl.full([CHUNK], WHOLE, tl.int32)
+            for a in tl.static_range(max(1, OWN // GRAIN)):
+                for b in tl.static_range(max(1, OTHER // GRAIN)):
+                    own, other = work.start // GRAIN + a, n * OTHER // GRAIN + b
+                    i, j = (other, own) if BY_KEYS else (own, other)
+                    there = (i * GRAIN < queries) & (j * GRAIN < keys) & (n >= 0)
+                    state = tl.load(states + i.to(tl.int64) * columns + j, mask=there, other=HIDDEN).to(tl.int32)
+                    some = tl.maximum(some, state)
+                    every = tl.minimum(every, tl.where(there, state, WHOLE))
+            visited = (some > HIDDEN) & (n * OTHER < high)
+            is_whole = visited & (every == WHOLE) & (n * OTHER >= all_low) & ((n + 1) * OTHER <= all_high)
+            is_cut, value = visited & ~is_whole, member * (room // GROUP) + n
+            cuts, wholes = tl.cumsum(is_cut.to(tl.int32), 0), tl.cumsum(is_whole.to(tl.int32), 0)
+            tl.store(line + HEADER + cut + cuts - 1, value, mask=is_cut)
+            tl.store(line + HEADER + room - whole - wholes, value, mask=is_whole)
+            before += tl.sum(tl.where(is_cut & (whole + wholes == 0), 1, 0), 0)
+            cut += tl.sum(is_cut.to(tl.int32), 0)
+            whole += tl.sum(is_whole.to(tl.int32), 0)
+    tl.store(line, before)
+    tl.store(line + 1, cut)
+    tl.store(line + 2, whole)
