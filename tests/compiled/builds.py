@@ -13,6 +13,7 @@ TRAINED = HEADS[:-1]  # those with a backward
 MIXED = ((64, 32), (32, 16), (16, 64), (96, 96))  # whose tiles would differ in layout, but for launch.widths
 MASKS = ("causal", "full", "left", "sliding", "prefix")
 ROWS = ("dense", "starts", "ends", "starts and ends", "packed")
+FUNCTIONS = ("documents", "relative")
 OTHERS = (80, 86, 100, 120)  # chips that few tables are for
 SHORT, LONG = 1024, 8192  # tokens
 
@@ -35,6 +36,7 @@ class Build(NamedTuple):
     aligned: bool = True  # rows of q, k and v begin at multiples of 16 bytes
     hopper: bool = False  # by Hopper's own kernels, where there are some for it
     in_order: bool = False  # for deterministic algorithms
+    function: str = ""  # of indices: documents hide tiles, relative scores are learned; see FUNCTIONS
 
     def __str__(self) -> str:
         d, e = self.head
@@ -45,6 +47,7 @@ class Build(NamedTuple):
         plain += [] if self.aligned else ["unaligned"]
         plain += ["Hopper"] if self.hopper else []
         plain += ["in order"] if self.in_order else []
+        plain += [self.function] if self.function else []
         words = [self.kernel, f"d{d}" if d == e else f"d{d}/{e}", self.dtype, self.mask]
         return f"{' '.join(words + plain)}{', ' if flags else ''}{' '.join(flags)}"
 
@@ -76,6 +79,10 @@ def entries() -> Iterator[Build]:
             yield Build(kernel, arch, (128, 128))
     for arch in (100, 120):
         yield Build("forward", arch, (128, 128), dtype="fp8")
+    for function in FUNCTIONS:
+        for head in TRAINED:
+            for kernel in ("forward", *KERNELS[2:]):
+                yield Build(kernel, 90, head, function=function)
     yield from hopper_entries()
 
 

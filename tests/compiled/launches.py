@@ -9,14 +9,16 @@ from torch import Tensor
 from attnlib.backends._triton import backend, cached, plans, schedule, variants, writes
 from attnlib.backends._triton.launch import Launch, planned
 from attnlib.backends._triton.plans import Key, key_of, layout
+from attnlib.backends._triton.programs import captured
 from attnlib.backends._triton.writes import write_cache
-from attnlib.backends.operators import TENSORS, Arguments
+from attnlib.backends.operators import TENSORS, Arguments, count_learnt
 from attnlib.cache.buffer import split_size_of
 from attnlib.call import Call, Score, checked
 from attnlib.fp8 import descales_of
 from attnlib.kv import KVLayout, KVView
-from attnlib.mask import CAUSAL, FULL, Mask, sliding
+from attnlib.mask import CAUSAL, FULL, Mask, mask_mod, sliding
 from attnlib.rope import Angles
+from attnlib.scores import score_mod
 
 from .builds import Build
 from .cached_builds import GROUP, AnyBuild, CachedBuild
@@ -57,10 +59,12 @@ def _dense(build: Build) -> Prepared:
     named = _tensors(build)
     mask = MASKS[build.mask]
     scale, softcap = build.head[0] ** -0.5, 50.0 if build.softcap else None
+    read, *programs = _function(build)
     arguments = Arguments(
-        *map(named.get, Arguments._fields[:TENSORS]), None,
-        mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, *(None,) * 4,
+        *map(named.get, Arguments._fields[:TENSORS]), read,
+        mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None, *programs,
     )  # fmt: skip
+    named |= captured(arguments, torch.empty(count_learnt(arguments), device="meta"))
     loaded = (named["q"], named["k"], named["v"])
     key = key_of(arguments, *loaded)._replace(tf32=build.dtype == "tf32", hopper=build.hopper, in_order=build.in_order)
     if build.kernel == "forward":
@@ -71,6 +75,25 @@ def _dense(build: Build) -> Prepared:
         }
     plan = variants.backward(key, layout(named["dout"]), layout(named["dlse"]))
     return getattr(plan, build.kernel.removeprefix("backward_")), named
+
+
+def _function(build: Build) -> tuple[list[Tensor] | None, str | None, str | None]:
+    """The tensors that a function of indices reads, and what it says of a mask or of scores."""
+    if build.function == "documents":
+        mask = mask_mod(_same_document, torch.empty(BATCH, build.tokens, dtype=torch.int32, device="meta"))
+        return list(mask.tensors), mask.program.text, None
+    if build.function == "relative":
+        score = score_mod(_relative, torch.empty(QUERY_HEADS, 257, device="meta"))
+        return list(score.tensors), None, score.program.text
+    return None, None, None
+
+
+def _same_document(b, h, i, j, document):
+    return document[b, i] == document[b, j]
+
+
+def _relative(score, b, h, i, j, bias):
+    return score + bias[h, (i - j).clamp(-128, 128) + 128]
 
 
 def _tensors(build: Build) -> dict[str, Tensor | None]:
@@ -95,6 +118,7 @@ def _tensors(build: Build) -> dict[str, Tensor | None]:
         "out": out.bfloat16() if fp8 else out, "dout": dense(QUERY_HEADS, e),
         "lse": numbers(*statistics), "lse2": numbers(*statistics), "delta": numbers(*statistics),
         "dlse": numbers(*statistics, given=build.dlse), "dq_sums": numbers(4096),
+        "lists": numbers(4096, dtype=torch.int32, given=build.function == "documents"),
         "alibi_slopes": numbers(QUERY_HEADS, given=build.slopes), "dslopes": numbers(1, given=build.slopes),
         "sinks": numbers(QUERY_HEADS, given=build.sinks),
         "key_starts": numbers(BATCH, dtype=torch.int32, given="starts" in build.rows),

@@ -84,7 +84,6 @@ def forward(
     i0 = keys - work.rows + work.start
     i = i0 + m
     low, high, all_low, all_high = key_range(i0, tl.minimum(i0 + BLOCK_M, keys), band)
-    HIDES_FIRST: tl.constexpr = left is not None or key_starts_ptr is not None
     LISTED: tl.constexpr = MASK is not None
     HIDES_FIRST: tl.constexpr = left is not None or key_starts_ptr is not None or LISTED
     if LISTED:
