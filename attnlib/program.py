@@ -97,6 +97,17 @@ class Program(NamedTuple):
         """What it says, read from its text."""
         return _read(self.text)
 
+    @property
+    def gathers(self) -> int:
+        """How many numbers it reads anew for each pair of a query and a key."""
+        of_pairs = {Value("i"): {"i"}, Value("j"): {"j"}, Value("score"): {"i", "j"}}
+        found = 0
+        for step in self.parsed.steps:
+            depends = set().union(*(of_pairs.get(x, ()) for x in step.operands))
+            of_pairs[step.result] = depends
+            found += step.operation == "load" and len(depends) > 1
+        return found
+
 
 class Steps:
     """The steps of a program to be, each of them once; ``add`` and its like give the value that a step makes."""

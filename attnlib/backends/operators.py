@@ -14,6 +14,7 @@ from ..fp8 import E4M3
 from ..functions import Functions
 from ..mask import Mask
 from ..program import Program
+from ..watched import is_transforming
 
 TYPES = MappingProxyType(
     {Tensor: "Tensor", list[Tensor]: "Tensor[]", int: "SymInt", float: "float", bool: "bool", str: "str"}
@@ -53,6 +54,7 @@ class Arguments(NamedTuple):
     max_seqlen_k: int | None
     mask_program: str | None
     score_program: str | None
+    learns: bool  # whether a gradient flows into what scores read
 
 
 class CachedArguments(NamedTuple):
@@ -124,7 +126,7 @@ def flat(call: Call) -> Arguments:
     numbers = mask.left, mask.right, mask.prefix, score.scale, score.softcap, dropout.p, max_q, max_k
     return Arguments(
         q, k, v, score.alibi_slopes, score.sinks, call.key_starts, call.key_ends, cu_q, cu_k, dropout.seed, origin,
-        q_descale, k_descale, v_descale, None, captured, *numbers, *programs,
+        q_descale, k_descale, v_descale, None, captured, *numbers, *programs, _learns(call),
     )  # fmt: skip
 
 
@@ -148,6 +150,13 @@ def _flat_functions(call: Call) -> tuple[list[Tensor] | None, str | None, str | 
         return None, None, None
     texts = (None if x is None else x.text for x in (functions.mask, functions.score))
     return [*functions.mask_tensors, *functions.score_tensors], *texts
+
+
+def _learns(call: Call) -> bool:
+    """Whether a gradient flows into a tensor that scores read. Transforms do not tell."""
+    if call.functions is None:
+        return False
+    return is_transforming() or (call.spec.grad and any(x.requires_grad for x in call.functions.score_tensors))
 
 
 def _typed(fields: type[NamedTuple], written: int = 0) -> str:
@@ -222,10 +231,10 @@ def fake_backward(dout, dlse, out, lse, *arguments) -> tuple[Tensor, ...]:
 
 
 def learnt(a: Arguments) -> list[bool]:
-    """Of each captured tensor, whether it has a gradient: it is of floats, and scores read it."""
+    """Of each captured tensor, whether it has a gradient: it is of floats, and scores read it and learn."""
     functions = functions_of(a)
     of_mask = 0 if functions is None else len(functions.mask_tensors)
-    return [n >= of_mask and x.is_floating_point() for n, x in enumerate(a.captured or ())]
+    return [a.learns and n >= of_mask and x.is_floating_point() for n, x in enumerate(a.captured or ())]
 
 
 def apart(grads: Tensor, a: Arguments) -> list[Tensor | None]:

@@ -97,6 +97,8 @@ def backward(
     dk, dv = (lse.new_zeros(b, keys.stop - keys.start, g, x.shape[-1]).transpose(1, 2) for x in (q, keys.v))
     changes = batch.functions is not None and batch.functions.score is not None
     by_score = derivative(batch.functions.score) if changes else None
+    if by_score is not None and not dcaptured.numel():  # nothing that it reads learns
+        by_score = by_score._replace(reads=())
     # Rows that saw nothing have lse = -inf; +inf makes every probability of theirs 0.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     for block in _query_blocks(batch):

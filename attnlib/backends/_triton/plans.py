@@ -80,8 +80,10 @@ class DenseShapes:
         self.length = self.t // max(1, self.batch) if self.packed else self.t  # the mean of what is packed
         self.case = tables.DenseCase(
             d, e, a.q.dtype.itemsize, causal=a.right is not None, arch=arch_of(key.device),
-            plain=a.softcap is a.alibi_slopes is a.mask_program is a.score_program is None and a.dropout_p == 0,
+            plain=a.softcap is a.alibi_slopes is None and a.dropout_p == 0,
             aligned=key.aligned and all(x.is_in_lines for x in (a.q, a.k, a.v)),
+            by_function=not (a.mask_program is a.score_program is None),
+            gathers=sum(Program(text).gathers for text in (a.mask_program, a.score_program) if text is not None),
         )  # fmt: skip
         for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
             if x.strides[-3] >= tables.FARTHEST:
@@ -155,8 +157,9 @@ def functions(a: Arguments) -> dict[str, Callable | None]:
 def derivatives(a: Arguments) -> dict[str, Callable | None]:
     """What kernels inline of the derivative of a score's function; None without."""
     program = None if a.score_program is None else Program(a.score_program)
-    made = {"DERIVATIVE": derivative_of, "GRADIENTS": gradients_of}
-    return {name: None if program is None else make(program) for name, make in made.items()}
+    if program is None:
+        return {"DERIVATIVE": None, "GRADIENTS": None}
+    return {"DERIVATIVE": derivative_of(program), "GRADIENTS": gradients_of(program) if a.learns else None}
 
 
 def strides(dims: str, **tensors: Layout | None) -> dict[str, int]:

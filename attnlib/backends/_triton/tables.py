@@ -15,7 +15,7 @@ FARTHEST = 2**24  # elements between rows, which int32 offsets within a tile of 
 
 class DenseCase(NamedTuple):
     """What decides the tiles of a call. ``plain`` scores have no options and no dropout; ``aligned`` rows
-    begin at multiples of 16 bytes."""
+    begin at multiples of 16 bytes. Masks or scores are by a function, which reads ``gathers`` tensors at each pair."""
 
     head_dim: int
     value_dim: int
@@ -24,6 +24,8 @@ class DenseCase(NamedTuple):
     plain: bool
     arch: int
     aligned: bool
+    by_function: bool = False
+    gathers: int = 0
 
 
 class LaunchConfig(NamedTuple):
@@ -95,6 +97,24 @@ BACKWARD_FP32 = (
     (256, LaunchConfig(16, 16, 1, 8)),
 )
 
+# Where functions of indices hide or change scores. Milliseconds at d = 128, causal 8k (ALiBi by function; a window of
+# 1024; documents): forward 1.36, 0.43, 0.40, of the large tables' 3 stages 1.21, 0.45, 0.43, 64 x 64 1.39, 0.43, 0.39.
+FORWARD_FUNCTIONS = (
+    (64, LaunchConfig(128, 64, 3, 8, tma=True)),  # 0.76, 0.24, 0.27; 64 x 64 with 168 registers 0.79, 0.25, 0.23
+    (128, LaunchConfig(128, 128, 2, 8, tma=True)),
+    *FORWARD_SMALL[2:],
+)
+BACKWARD_KEYS_FUNCTIONS = (
+    (64, LaunchConfig(64, 64, 3, 4, tma=True)),  # 1.19, 0.37, 0.33; 128 x 64 with 2 stages 1.42, 0.37, 0.37
+    (128, LaunchConfig(64, 64, 2, 4, tma=True)),  # 1.85, 0.57, 0.55; 64 x 128 with 8 warps 2.09, 0.71, 0.63
+    *BACKWARD_SMALL[2:],
+)
+BACKWARD_QUERIES_FUNCTIONS = (
+    (64, LaunchConfig(64, 64, 3, 4)),  # 1.22, 0.24, 0.25; T 1.18, 0.24, 0.28
+    (128, LaunchConfig(64, 64, 2, 4, tma=True)),  # 2.24, 0.40, 0.35; 128 x 64 with 3 stages, 8 warps 1.76, 0.54, 0.45
+    *BACKWARD_SMALL[2:],
+)
+
 
 def forward(case: DenseCase, *, keys: int) -> LaunchConfig:
     """Tiles of the forward kernel.
@@ -104,25 +124,31 @@ def forward(case: DenseCase, *, keys: int) -> LaunchConfig:
     LaunchConfig(block_m=128, block_n=128, stages=3, warps=8, tma=True, registers=None, resident=2)
     """
     long = FORWARD_CAUSAL if case.causal else FORWARD_FULL
-    return _first_that_fits(case, keys, FORWARD_SHORT if keys <= SHORT else long, FORWARD_SMALL, FORWARD_FP32)
+    long = FORWARD_FUNCTIONS if case.by_function else FORWARD_SHORT if keys <= SHORT else long
+    return _first_that_fits(case, keys, long, FORWARD_SMALL, FORWARD_FP32)
 
 
 def backward_keys(case: DenseCase, *, keys: int) -> LaunchConfig:
     """Tiles of the pass that owns keys."""
-    return _first_that_fits(case, keys, BACKWARD_KEYS, BACKWARD_SMALL, BACKWARD_FP32)
+    large = BACKWARD_KEYS_FUNCTIONS if case.by_function else BACKWARD_KEYS
+    return _first_that_fits(case, keys, large, BACKWARD_SMALL, BACKWARD_FP32)
 
 
 def backward_queries(case: DenseCase, *, keys: int) -> LaunchConfig:
     """Tiles of the pass that owns queries."""
-    return _first_that_fits(case, keys, BACKWARD_QUERIES, BACKWARD_SMALL, BACKWARD_FP32)
+    large = BACKWARD_QUERIES_FUNCTIONS if case.by_function else BACKWARD_QUERIES
+    return _first_that_fits(case, keys, large, BACKWARD_SMALL, BACKWARD_FP32)
 
 
 def _first_that_fits(case: DenseCase, keys: int, large: tuple, small: tuple, fp32: tuple) -> LaunchConfig:
-    table = large if case.plain and case.aligned and case.arch in (90, 100) else small
+    # What is read at each pair takes a tile of shared memory a stage, as keys do.
+    fits = case.plain and case.aligned and case.arch in (90, 100) and not case.gathers
+    table = large if fits else small
     _, _, value = widths(case.head_dim, case.value_dim)
     widest = max(case.head_dim, value)  # values are padded, heads split
     config = fitting(fp32 if case.itemsize > 2 else table, widest)
-    return config._replace(tma=config.tma and keys > FEW_KEYS)
+    stages = 1 if case.gathers > 2 else config.stages
+    return config._replace(stages=stages, tma=config.tma and keys > FEW_KEYS)
 
 
 def fitting(table: tuple[tuple, ...], n: int):

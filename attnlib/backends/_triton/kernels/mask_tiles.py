@@ -17,7 +17,7 @@ from .tile import COUNTS, locate
 HIDDEN: tl.constexpr = tl.constexpr(0)  # a tile in which no pair is seen; 1: some are
 WHOLE: tl.constexpr = tl.constexpr(2)  # all are
 HEADER: tl.constexpr = tl.constexpr(4)  # numbers before the entries of a line, three of which are counts
-AT_ONCE: tl.constexpr = tl.constexpr(16)  # tiles that a program looks at
+AT_ONCE: tl.constexpr = tl.constexpr(4)  # tiles that a program looks at
 CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that are listed at once
 
 
@@ -90,8 +90,9 @@ def classify_tiles(
         if (column * GRAIN < high) & (column * GRAIN + GRAIN > low):
             place = placed(origin, work.sequence, work.head, i, j, keys - rows)
             seen, there = MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors), (i < keys) & (j < keys)
-            some = tl.max(tl.max(tl.where(seen & there, 1, 0), 1), 0)
-            state = some + some * tl.min(tl.min(tl.where(seen | ~there, 1, 0), 1), 0)
+            count = tl.sum(tl.sum(tl.where(seen & there, 1, 0), 1), 0)
+            pairs = tl.minimum(GRAIN, keys - i0) * tl.minimum(GRAIN, keys - column * GRAIN)
+            state = tl.where(count == pairs, WHOLE, tl.minimum(count, 1))
         tl.store(states_ptr + row * columns + column, state.to(tl.int8))
 
 
