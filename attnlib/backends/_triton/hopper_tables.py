@@ -56,6 +56,8 @@ FORWARD = (
     (192, ForwardConfig(128, 2, 1, 2, 2, True, True, 240, 24)),  # 740
     (256, ForwardConfig(64, 2, 1, 3, 2, False, True, 240, 24)),  # 713
 )
+# Functions of indices take registers that three consumers do not have.
+FORWARD_FUNCTIONS = ((64, ForwardConfig(128, 2, 2, 3, 2, True, False, 240, 24)), *FORWARD[1:])
 # Of 8 bits, whole calls; d128 full 8k 936 to 991 TFLOP/s where bf16 had 777 (a slot of values more: 982), d256 causal
 # 8k 1,036 to 1,085 and 723 (64 keys 857). 64 channels are no faster than bf16: 515.
 FORWARD_FP8 = (
@@ -90,7 +92,8 @@ def forward(case: DenseCase, *, keys: int) -> ForwardConfig | None:
     (128, None)
     """
     main, _, value = widths(case.head_dim, case.value_dim)
-    config = _fitting(FORWARD_FP8 if case.itemsize == 1 else FORWARD, case, keys) if case.itemsize < 4 else None
+    table = FORWARD_FP8 if case.itemsize == 1 else FORWARD_FUNCTIONS if case.by_function else FORWARD
+    config = _fitting(table, case, keys) if case.itemsize < 4 else None
     return None if config is not None and config.out_in_q and value != main else config
 
 

@@ -57,7 +57,7 @@ def forward(key: Key) -> Forward:
     """The launches of a forward, which makes out and lse."""
     x, a = DenseShapes(key), key.layouts
     takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines  # pieces of a call have not been tried
-    takes = takes and a.mask_program is a.score_program is None
+    takes = takes and not (x.case.by_function and x.case.itemsize == 1)
     config = hopper_tables.forward(x.case, keys=x.length) if key.hopper and takes and is_gluon_known() else None
     if config is not None:
         return _hopper_forward(x, config, drawn=not x.are_alike, processors=processors(key.device))
@@ -81,8 +81,12 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, drawn: bool, proce
         # Eight warps: 25 us where four take 42 (d64), and 24 as with four elsewhere; a copy of the same bytes takes 22.
         before = (Launch(turn_values.turn_values, planes * key_blocks, arguments, launched._replace(warps=8)),)
         kernel, blocks["v_desc"] = forward_fp8.forward_fp8, Block("turned", arguments["E_MAIN"], block_n, gluon=True)
+    lists = 0
+    if x.states is not None:
+        found = mask_tiles.lists(x, launched, by_keys=False)
+        before, arguments, lists, drawn = (found.launch,), arguments | found.arguments, found.numbers, True
     launch = Launch(kernel, min(processors, tiles), arguments, launched, blocks)
-    return Forward((*before, launch), "Hopper", drawn, turned)
+    return Forward((*before, launch), "Hopper", drawn, turned, lists)
 
 
 def _blocks(x: DenseShapes, **rows: int) -> dict[str, Block]:

@@ -159,6 +159,7 @@ def list_tiles(
             before += tl.sum(tl.where(is_cut & (whole + wholes == 0), 1, 0), 0)
             cut += tl.sum(is_cut.to(tl.int32), 0)
             whole += tl.sum(is_whole.to(tl.int32), 0)
+    tl.store(line + HEADER, 0, mask=cut + whole == 0)  # for those who must visit one
     tl.store(line, before)
     tl.store(line + 1, cut)
     tl.store(line + 2, whole)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..band import Band, visible
-from ..scores import modify, unit_of
+from ..scores import Place, changed, modify, unit_behind
 from .primitives import FIRST, anew, barrier_arrive, is_raised, opaque, opaque_halves, raise_flag_above, scale_rows
 from .shared import ROWS
 
@@ -86,15 +86,32 @@ def sum_by_place(p, BLOCK_N: gl.constexpr):
     return gl.sum(p.reshape([ROWS, BLOCK_N // 8, 8]), 1)
 
 
+class Given(NamedTuple):
+    """What functions of indices are given beside a query and a key, and what they read."""
+
+    b: gl.tensor
+    h: gl.tensor
+    first: gl.tensor
+    mask_tensors: gl.tuple
+    score_tensors: gl.tuple
+
+
 @gluon.jit
-def scores(s, modifiers, i, n, band, sizes, masked):
+def scores(s, modifiers, i, n, band, sizes, masked, given=None, MASK: gl.constexpr = None, SCORE: gl.constexpr = None):
     """Scores of products with the keys from ``n`` on; -inf where they are hidden, if ``masked``."""
+    at = i[:, None]
     i = (i - n)[:, None]  # counted from the block's first key, which takes fewer registers
     j = gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, s.type.layout))[None, :]
     band = Band(band.start - n, band.end - n, band.left, band.right, band.prefix, band.apart, band.key + n)
     s, _ = modify(s, modifiers, i + band.apart, j)
+    if SCORE is not None:
+        place = Place(given.b, given.h, at, j + n, given.first)
+        s = changed(s, modifiers, place, given.score_tensors, SCORE)
     if masked:
-        s = opaque(gl.where(visible(i, j, band), s, float("-inf")))
+        seen = visible(i, j, band)
+        if MASK is not None:
+            seen = seen & MASK(given.b, given.h, at, j + n, given.first, given.mask_tensors)
+        s = opaque(gl.where(seen, s, float("-inf")))
     return s
 
 
@@ -128,18 +145,22 @@ def hand_back(turn, count, shared, sizes):
 
 
 @gluon.jit
-def step(state, turn, block, queries, modifiers, band, shared, sizes, masked, more, number: gl.constexpr):
+def step(
+    state, turn, block, before, queries, modifiers, band, given, shared, sizes, masked, more,
+    number: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
+):  # fmt: skip
     """The state with one block more: its softmax runs under the product of the block before with its values."""
     q, q_slot, i, zero = queries
-    n, unit, m_i = block * sizes.BLOCK_N, unit_of(modifiers), state.m_i
+    n, unit, m_i = block * sizes.BLOCK_N, unit_behind(modifiers, SCORE), state.m_i
     p_before = opaque_halves(state.p)  # else one of three consumers turns all halves around
     s = issue_scores(q, q_slot, turn.k, shared, zero, sizes)
     mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
     if sizes.HOLES:
-        clear_others(shared.v.index(turn.v), n + sizes.BLOCK_N, band, sizes)
+        clear_others(shared.v.index(turn.v), before * sizes.BLOCK_N, band, sizes)
     acc = warpgroup_mma(p_before, shared.v.index(turn.v), state.acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
-    p = gl.exp2(scores(s, modifiers, i, n, band, sizes, masked) * unit - m_i[:, None])
+    s = scores(s, modifiers, i, n, band, sizes, masked, given, MASK, SCORE)
+    p = gl.exp2(s * unit - m_i[:, None])
     sums, factor = sum_by_place(p, sizes.BLOCK_N), gl.full([ROWS], 1.0, gl.float32, m_i.type.layout)
     raise_flag_above(sums, LIMIT, number)
     k, k_phase = advance(turn.k, turn.k_phase, sizes.K_SLOTS)
@@ -148,7 +169,7 @@ def step(state, turn, block, queries, modifiers, band, shared, sizes, masked, mo
         above = gl.max(gl.where(sums <= LIMIT, 0, 1), 1)
         s = issue_scores(q, q_slot, anew(turn.k), shared, zero, sizes)
         s = warpgroup_mma_wait(0, deps=[s])
-        s = scores(s, modifiers, i, anew(n), band, sizes, True)
+        s = scores(s, modifiers, i, anew(n), band, sizes, True, given, MASK, SCORE)
         p, m_i, factor = softmax(s, m_i, gl.convert_layout(above, m_i.type.layout) > 0, unit)
         sums = sum_by_place(p, sizes.BLOCK_N)
     barrier_arrive(FIRST + turn.k, sizes.THREADS)  # the keys' slot is free
@@ -162,7 +183,10 @@ def step(state, turn, block, queries, modifiers, band, shared, sizes, masked, mo
 
 
 @gluon.jit
-def first_step(turn, block, queries, modifiers, band, shared, sizes, SUMS: gl.constexpr, P: gl.constexpr, more):
+def first_step(
+    turn, block, queries, modifiers, band, given, shared, sizes, more,
+    SUMS: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
+):  # fmt: skip
     """The state after the first block, whose probabilities wait for their product."""
     q, q_slot, i, zero = queries
     mbarrier.wait(shared.k_full.index(turn.k), turn.k_phase)
@@ -170,8 +194,8 @@ def first_step(turn, block, queries, modifiers, band, shared, sizes, SUMS: gl.co
     s = warpgroup_mma_wait(0, deps=[s])
     barrier_arrive(FIRST + turn.k, sizes.THREADS)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
-    s = scores(s, modifiers, i, block * sizes.BLOCK_N, band, sizes, True)
-    p, m_i, _ = softmax(s, m_i, True, unit_of(modifiers))
+    s = scores(s, modifiers, i, block * sizes.BLOCK_N, band, sizes, True, given, MASK, SCORE)
+    p, m_i, _ = softmax(s, m_i, True, unit_behind(modifiers, SCORE))
     l_i = sum_by_place(p, sizes.BLOCK_N)
     p = gl.convert_layout(p.to(shared.v.dtype), P)
     k, k_phase = advance(turn.k, turn.k_phase, sizes.K_SLOTS)

@@ -18,10 +18,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..band import Band, bounds, origin_of, sees_any
 from ..scores import LN2, LOG2E, Modifiers, load_slope
 from ..tile import COUNTS
-from .consumer import Turn, advance, clear_others, first_step, hand_back, step
+from .consumer import Given, Turn, advance, clear_others, first_step, hand_back, step
 from .primitives import FIRST, barrier_arrive, barriers, make_flag, opaque, opaque_halves, ring
 from .producer import produce
-from .shared import POSTS, ROWS, WORDS, Problem, Shared, Sizes, blocks_of, read, wait_for_work
+from .shared import (
+    POSTS,
+    ROWS,
+    WORDS,
+    Problem,
+    Shared,
+    Sizes,
+    blocks_of,
+    read,
+    visited,
+    visits_of,
+    wait_for_work,
+)
 
 
 class Results(NamedTuple):
@@ -85,7 +97,10 @@ def put_out(out, work, first, results, sizes):
 
 
 @gluon.jit
-def consume(number: gl.constexpr, call, results, shared, sizes):
+def consume(
+    number: gl.constexpr, call, mask_tensors, score_tensors, results, shared, sizes,
+    MASK: gl.constexpr, SCORE: gl.constexpr,
+):  # fmt: skip
     """Attention of the queries of one consumer, tile after tile."""
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -102,11 +117,14 @@ def consume(number: gl.constexpr, call, results, shared, sizes):
         start, end = bounds(call.starts_ptr, call.ends_ptr, work.sequence, work.others)
         origin = origin_of(call.origin_ptr, work.sequence, call.batch)
         band = Band(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
-        every = blocks_of(work, band, sizes, 0, ROWS * sizes.CONSUMERS)
-        mine = blocks_of(work, band, sizes, FIRST_ROW, ROWS)
-        bottom = gl.minimum(gl.maximum(mine.bottom, every.bottom), every.top - 1)
-        top = gl.minimum(gl.maximum(mine.top, bottom + 1), every.top)
-        turn = hand_back(turn, every.top - top, shared, sizes)
+        every = visits_of(work, band, call, sizes)
+        if sizes.LISTED:
+            bottom, top = 0, every.count
+        else:
+            mine, all_bottom = blocks_of(work, band, sizes, FIRST_ROW, ROWS), every.top - every.count
+            bottom = gl.minimum(gl.maximum(mine.bottom, all_bottom), every.top - 1)
+            top = gl.minimum(gl.maximum(mine.top, bottom + 1), every.top)
+            turn = hand_back(turn, every.top - top, shared, sizes)
 
         slope = None
         if call.slopes_ptr is not None:
@@ -122,23 +140,34 @@ def consume(number: gl.constexpr, call, results, shared, sizes):
                 mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
         queries = (q, q_slot, i, zero)
 
-        block = top - 1
-        state, turn = first_step(turn, block, queries, modifiers, band, shared, sizes, SUMS, P, block > bottom)
-        full_top = gl.maximum(gl.minimum(mine.full_top, block), bottom)
-        full_bottom = bottom
-        if sizes.HIDES_FIRST:
-            full_bottom = gl.maximum(gl.minimum(mine.full_bottom, full_top), bottom)
+        given = Given(work.sequence, work.head, work.others - work.rows, mask_tensors, score_tensors)
+        block = visited(every, 0, sizes) if sizes.LISTED else top - 1
+        state, turn = first_step(
+            turn, block, queries, modifiers, band, given, shared, sizes, top - bottom > 1, SUMS, P, MASK, SCORE
+        )
+        if not sizes.LISTED:
+            full_top = gl.maximum(gl.minimum(mine.full_top, block), bottom)
+            full_bottom = bottom
+            if sizes.HIDES_FIRST:
+                full_bottom = gl.maximum(gl.minimum(mine.full_bottom, full_top), bottom)
         for n in range(1, top - bottom):
-            b = block - n
-            masked = (b >= full_top) | (b < full_bottom)
-            state, turn = step(state, turn, b, queries, modifiers, band, shared, sizes, masked, b > bottom, number)
+            if sizes.LISTED:
+                before, block = block, visited(every, n, sizes)
+                b, masked, more = block, n < every.cut, n + 1 < top
+            else:  # b is no variable of the loop
+                b = block - n
+                before, masked, more = b + 1, (b >= full_top) | (b < full_bottom), b > bottom
+            state, turn = step(
+                state, turn, b, before, queries, modifiers, band, given, shared, sizes, masked, more,
+                number, MASK, SCORE,
+            )  # fmt: skip
 
         p = opaque_halves(state.p)
         if not (sizes.OUT_IN_Q or sizes.Q_IN_REGISTERS):
             mbarrier.arrive(shared.q_empty.index(q_slot), count=1)
         mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
         if sizes.HOLES:
-            clear_others(shared.v.index(turn.v), bottom * BLOCK_N, band, sizes)
+            clear_others(shared.v.index(turn.v), (block if sizes.LISTED else bottom) * BLOCK_N, band, sizes)
         acc = warpgroup_mma(p, shared.v.index(turn.v), state.acc, is_async=True)
         first = work.start + FIRST_ROW
         l_i = gl.convert_layout(gl.sum(state.l_i, 1), gl.SliceLayout(1, SCORES))
@@ -149,7 +178,9 @@ def consume(number: gl.constexpr, call, results, shared, sizes):
         acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
         barrier_arrive(FIRST + sizes.K_SLOTS + turn.v, sizes.THREADS)
         v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
-        turn = hand_back(Turn(turn.k, turn.k_phase, v, v_phase), bottom - every.bottom, shared, sizes)
+        turn = Turn(turn.k, turn.k_phase, v, v_phase)
+        if not sizes.LISTED:
+            turn = hand_back(turn, bottom - all_bottom, shared, sizes)
         # A row that sees nothing has met whatever its blocks hold. Opaque, or 16-bit halves would be selected.
         acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
         out.store(acc.to(shared.v.dtype))
@@ -165,14 +196,14 @@ def consume(number: gl.constexpr, call, results, shared, sizes):
 @gluon.jit(do_not_specialize=[*COUNTS, "tiles"])
 def forward(
     out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # each but two may be None
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, counter_ptr,
-    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, out_desc,
-    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, counter_ptr, lists_ptr,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, out_desc, mask_tensors, score_tensors,
+    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes, stride_list_b, stride_list_h, room,
     batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, tiles,
     D: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, E_MAIN: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    D_MAIN: gl.constexpr,
+    D_MAIN: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,  # functions of indices, or None
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h, t]``."""
     HOLES: gl.constexpr = cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
@@ -181,7 +212,7 @@ def forward(
     THREADS: gl.constexpr = CONSUMERS * 128 + 32
     sizes: gl.constexpr = Sizes(
         D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, Q_SLOTS, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, OUT_IN_Q, HOLES,
-        HIDES_FIRST, PACKED, 1, THREADS,
+        HIDES_FIRST, PACKED, 1, THREADS, LISTED=MASK is not None,
     )  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q = ring(dtype, Q_SLOTS * CONSUMERS, ROWS, D_MAIN)
@@ -200,14 +231,15 @@ def forward(
     call = Problem(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_starts_ptr, key_ends_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
         stride_slopes, batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, tiles,
+        lists_ptr, stride_list_b, stride_list_h, room,
     )  # fmt: skip
     results = Results(out_desc, out_ptr, lse_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, E)
     loads = (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, call, results, shared, sizes)),
-                (consume, (1, call, results, shared, sizes)),
+                (consume, (0, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
+                (consume, (1, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
                 (produce, loads),
             ],
             [4, 1],
@@ -216,9 +248,9 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, call, results, shared, sizes)),
-                (consume, (1, call, results, shared, sizes)),
-                (consume, (2, call, results, shared, sizes)),
+                (consume, (0, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
+                (consume, (1, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
+                (consume, (2, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
                 (produce, loads),
             ],
             [4, 4, 1],

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ..band import Band, bounds, origin_of
 from ..tile import Work
 from .primitives import FIRST, barrier_sync
-from .shared import ROWS, blocks_of, post, work_of
+from .shared import ROWS, post, visited, visits_of, work_of
 from .turn_values import block_of
 
 
@@ -78,14 +78,14 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
         start, end = bounds(call.starts_ptr, call.ends_ptr, work.sequence, work.others)
         origin = origin_of(call.origin_ptr, work.sequence, call.batch)
         band = Band(start, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
-        blocks = blocks_of(work, band, sizes, 0, ROWS * sizes.CONSUMERS)
+        visits = visits_of(work, band, call, sizes)
         plane, kv_head = work.plane.to(gl.int32), (work.head // call.group).to(gl.int32)
         first_key = work.other.to(gl.int32)
         first_turned = 0
         if sizes.TURNED and sizes.PACKED:
             first_turned = block_of(first_key, work.sequence.to(gl.int32), sizes.BLOCK_N) * sizes.BLOCK_N
-        for step in range(blocks.top - blocks.bottom):
-            n = (blocks.top - 1 - step) * sizes.BLOCK_N
+        for step in range(visits.count):
+            n = visited(visits, step, sizes) * sizes.BLOCK_N
             at = (plane, first_key + n, kv_head)
             if loaded >= sizes.K_SLOTS:
                 barrier_sync(FIRST + k_slot, THREADS)

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..band import key_range
+from ..mask_tiles import listed
 from ..tile import Work, locate
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of a consumer
@@ -18,7 +19,8 @@ class Sizes(NamedTuple):
     """What a kernel is compiled for: channels of blocks, keys of a block, consumers, and the slots of each ring.
 
     ``HOLES``: rows beyond a sequence's keys may be another's. ``HIDES_FIRST``: so may the mask hide its first keys.
-    ``PIECES``: the channels of values are multiplied in as many parts. ``TURNED``: values lie by channels.
+    ``PIECES``: the channels of values are multiplied in as many parts. ``TURNED``: values lie by channels. ``LISTED``:
+    a function hides keys, and lists say which blocks are left.
     """
 
     D: gl.constexpr
@@ -37,6 +39,7 @@ class Sizes(NamedTuple):
     PIECES: gl.constexpr
     THREADS: gl.constexpr
     TURNED: gl.constexpr = False
+    LISTED: gl.constexpr = False
 
 
 class Problem(NamedTuple):
@@ -62,6 +65,10 @@ class Problem(NamedTuple):
     scale: gl.tensor
     softcap: gl.tensor
     tiles: gl.tensor
+    lists_ptr: gl.tensor = None
+    stride_list_b: gl.tensor = None
+    stride_list_h: gl.tensor = None
+    room: gl.tensor = None
 
 
 class Shared(NamedTuple):
@@ -107,6 +114,37 @@ def blocks_of(work, band, sizes, FIRST_ROW: gl.constexpr, COUNT: gl.constexpr):
     bottom = gl.maximum(low, 0) // sizes.BLOCK_N
     top = gl.maximum(gl.cdiv(high, sizes.BLOCK_N), bottom + 1)
     return Blocks(bottom, top, gl.cdiv(all_low, sizes.BLOCK_N), all_high // sizes.BLOCK_N)
+
+
+class Visits(NamedTuple):
+    """The blocks of keys that consumers visit, one at least: from ``top`` down, or those of a list, cut ones first."""
+
+    count: gl.tensor
+    top: gl.tensor
+    cut: gl.tensor
+    first_ptr: gl.tensor
+    room: gl.tensor
+
+
+@gluon.jit
+def visits_of(work, band, call, sizes):
+    """The blocks of keys that the work visits."""
+    BLOCK_M: gl.constexpr = ROWS * sizes.CONSUMERS
+    if sizes.LISTED:
+        tiles = listed(call.lists_ptr, work, call.stride_list_b, call.stride_list_h, call.room, BLOCK_M, sizes.PACKED)
+        return Visits(gl.maximum(tiles.cut + tiles.whole, 1), 0, tiles.cut, tiles.first, call.room)
+    else:
+        blocks = blocks_of(work, band, sizes, 0, BLOCK_M)
+        return Visits(blocks.top - blocks.bottom, blocks.top, 0, None, 0)
+
+
+@gluon.jit
+def visited(visits, n, sizes):
+    """The number of the ``n``-th block that is visited."""
+    if sizes.LISTED:
+        return gl.load(visits.first_ptr + gl.where(n < visits.cut, n, visits.room - 1 - (n - visits.cut)))
+    else:
+        return visits.top - 1 - n
 
 
 @gluon.jit
