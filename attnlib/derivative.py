@@ -31,6 +31,12 @@ class Derivative(NamedTuple):
     score: Operand
     reads: tuple[Read, ...]
 
+    @property
+    def needs_score(self) -> bool:
+        """Whether the derivative by the score depends on the score itself."""
+        read = {x for step in needed(self.steps, [self.score]) for x in step.operands}
+        return Value("score") in read
+
 
 def derivative(program: Program) -> Derivative:
     """The derivative of a score program.

@@ -85,9 +85,13 @@ LAYOUTS = {
 }
 
 
+CASES = [*((mask, None) for mask in MASK_NAMES), *((None, score) for score in SCORE_NAMES), ("documents", "relative")]
+
+
+@pytest.mark.parametrize(("mask_name", "score_name"), CASES)
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
-def test_over_a_cache(name):
+def test_over_a_cache(name, mask_name, score_name):
     """As in the reference backend, over a prompt, one token and several, dense steps and packed ones."""
     layout, page_size = LAYOUTS[name]
     invariant = {"batch_invariant": name == "any batch"}
@@ -96,11 +100,10 @@ def test_over_a_cache(name):
     else:
         cache = KVCache.contiguous([layout], max_sequences=2, max_length=60, **invariant)
     masks, scores = functions(h=8)
+    mask, (score, _) = masks.get(mask_name, CAUSAL if score_name else FULL), scores.get(score_name, (None, ()))
     handles, done = cache.admit(2), 0
     shapes = ((2, 60, 16), (2, 60, 8)) if layout.is_latent else ((2, 60, 2, 16),) * 2
     q, k, v = torch.randn(2, 60, 8, layout.dim + layout.tail), *map(torch.randn, shapes)
-    cases = [(mask, None) for mask in masks.values()] + [(CAUSAL, score) for score, _ in scores.values()]
-    cases += [(masks["documents"], scores["relative"][0]), (FULL, None)]
     for counts in (45, 1, (9, 2)):
         packed = isinstance(counts, tuple)
         steps = counts if packed else (counts, counts)
@@ -111,12 +114,12 @@ def test_over_a_cache(name):
 
         with cache.step(dict(zip(handles, counts, strict=True)) if packed else counts) as (layer,):
             view = layer.append(of(k), of(v))
-            for mask, score in cases:
-                options = {"mask": mask, "score": score}
-                ours = cached_attention_with_lse(of(q), view, **options, backend="triton")
-                close(
-                    ours, [x.double() for x in cached_attention_with_lse(of(q), view, **options, backend="reference")]
-                )
+            options = {"mask": mask, "score": score}
+            ours, theirs = (
+                cached_attention_with_lse(of(q), view, **options, backend=backend)
+                for backend in ("triton", "reference")
+            )
+            close(ours, [x.double() for x in theirs])
         done += steps[0]
 
 

@@ -5,6 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...derivative import derivative
+from ...program import Program
+from ..operators import Arguments
 from . import hopper_tables, mask_tiles, passes
 from .hopper_tables import BackwardConfig, ForwardConfig
 from .launch import Block, Launch, current_stream, is_gluon_known, remembered
@@ -112,10 +115,21 @@ def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
     x, a = BackwardShapes(key, Layout(*dout), None if dlse is None else Layout(*dlse)), key.layouts
     takes = a.dropout_p == 0 and a.origin is None and not x.has_slopes and x.out.is_in_lines and key.hopper
     takes = takes and a.scale != 0 and is_gluon_known()  # by the scale it divides
-    takes = takes and a.mask_program is a.score_program is None
-    if takes and (config := hopper_tables.backward(x.case, keys=x.length, in_order=key.in_order)):
-        return _hopper_backward(x, config, in_order=key.in_order)
-    return passes.backward(x)
+    config = hopper_tables.backward(x.case, keys=x.length, in_order=key.in_order) if takes else None
+    if config is None or (x.case.by_function and not _takes_functions(a, config, in_order=key.in_order)):
+        return passes.backward(x)
+    return _hopper_backward(x, config, in_order=key.in_order)
+
+
+def _takes_functions(a: Arguments, config: BackwardConfig, *, in_order: bool) -> bool:
+    """Whether Hopper's backward runs the functions of a call.
+
+    In a fixed order, programs rely on bands. Atomics, by which what scores read learns, crash ptxas beside products;
+    and there is no room for scores, where a derivative needs them.
+    """
+    if in_order or not config.apart:
+        return False
+    return a.score_program is None or not (a.learns or derivative(Program(a.score_program)).needs_score)
 
 
 def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: bool) -> Backward:
@@ -135,6 +149,11 @@ def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: boo
     launched = LaunchConfig(config.block_m, 0, 1, 4)
     # In a fixed order, a counter from which programs draw their work, and whose turn it is at each tile of sums.
     room, programs = sums + (1 + heads * tiles) * in_order, pairs * x.blocks(x.t, ROWS * config.tiles)
-    keys = Launch(backward, programs, arguments, launched, blocks, early=True)
+    before, lists = None, 0
+    if x.states is not None:
+        found = mask_tiles.lists(x, LaunchConfig(config.block_m, ROWS * config.tiles, 1, 4), by_keys=True)
+        before, lists, arguments = found.launch, found.numbers, arguments | found.arguments
+    keys = Launch(backward, programs, arguments, launched, blocks, early=before is None)
     queries = Launch(finish_queries, heads * tiles, arguments, launched, early=True)
-    return Backward(x.prepare(), keys, queries, "ordered Hopper" if in_order else "Hopper", sums=room)
+    variant = "ordered Hopper" if in_order else "Hopper"
+    return Backward(x.prepare(), keys, queries, variant, sums=room, before_keys=before, lists=lists)

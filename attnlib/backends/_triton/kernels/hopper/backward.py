@@ -30,7 +30,7 @@ def vectors(SLOTS: gl.constexpr, LENGTH: gl.constexpr):
 
 
 @gluon.jit
-def room(tile_type: gl.constexpr, sizes):
+def allocate(tile_type: gl.constexpr, sizes):
     """The shared memory of a program."""
     TILES: gl.constexpr = sizes.TILES
     SLOTS: gl.constexpr = sizes.SLOTS
@@ -54,13 +54,16 @@ def room(tile_type: gl.constexpr, sizes):
 @gluon.jit(do_not_specialize=[*COUNTS, "dq_tiles"])
 def backward(
     lse2_ptr, delta_ptr, dk_ptr, dv_ptr, dq_sums_ptr, alibi_slopes_ptr, key_starts_ptr, key_ends_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, lists_ptr,
     q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, dk_desc, dk_tail_desc, dv_desc,
+    mask_tensors, score_tensors,
     stride_dkt, stride_dkg, stride_dvt, stride_dvg, stride_lb, stride_lh, stride_slopes,
+    stride_list_b, stride_list_h, room,
     batch, heads, kv_heads, group, s, t, heads_per_wave, dq_tiles, sums, left, right, prefix, scale, softcap,
     D: gl.constexpr, D_MAIN: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, E_MAIN: gl.constexpr,
     BLOCK_M: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, BY_ROWS: gl.constexpr,
     APART: gl.constexpr, AFTER: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,  # of functions of indices, where apart
 ):  # fmt: skip
     """Writes dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``, and adds to the sums of dq, ``dq_tiles`` tiles a head.
 
@@ -71,8 +74,9 @@ def backward(
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     sizes: gl.constexpr = Sizes(
         D_MAIN, D_TAIL, E_MAIN, D, E, TILES, BLOCK_M, SLOTS, BY_ROWS, HOLES, PACKED, APART > 0, AFTER,
+        MASK is not None,
     )  # fmt: skip
-    shared = room(q_desc.dtype, sizes)
+    shared = allocate(q_desc.dtype, sizes)
     gdc_wait()
     gdc_launch_dependents()
     BLOCK_N: gl.constexpr = TILES * KEYS
@@ -88,17 +92,18 @@ def backward(
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     call = Problem(
         lse2_ptr, delta_ptr, turns_ptr, alibi_slopes_ptr, stride_lb, stride_lh, stride_slopes, batch, heads, group,
-        dq_tiles, scale, softcap,
+        dq_tiles, scale, softcap, lists_ptr, stride_list_b, stride_list_h, room,
     )  # fmt: skip
     dk = Gradient(dk_desc, dk_tail_desc, dk_ptr, stride_dkt, stride_dkg)
     dv = Gradient(dv_desc, None, dv_ptr, stride_dvt, stride_dvg)
     results, job = Results(dk, dv, dq_sums_ptr), job_of(work, band, call, sizes)
     loads = (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes)
     if APART:
+        read = (mask_tensors, score_tensors)
         gl.warp_specialize(
             [
-                (consume_apart, (0, job, band, call, results, shared, sizes)),
-                (consume_apart, (1, job, band, call, results, shared, sizes)),
+                (consume_apart, (0, job, band, call, read, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
+                (consume_apart, (1, job, band, call, read, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
                 (multiply_queries, (job, call, results, shared, sizes)),
                 (produce, loads),
                 (wait_for_turns, (work, band, job, call, shared, sizes)),

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..band import visible
-from ..scores import Modifiers, load_slope, modify, unit_of
+from ..scores import Modifiers, Place, changed, load_slope, modify, unchanged, unit_behind
 from .backward_parts import (
     CONSUMERS,
     FREED,
@@ -58,8 +58,11 @@ class Now(NamedTuple):
 
 
 @gluon.jit
-def advance(sums, number: gl.constexpr, step, now, job, band, call, shared, sizes):
-    """The sums with one tile of queries more."""
+def advance(
+    sums, number: gl.constexpr, step, now, job, band, call, read, shared, sizes,
+    MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,
+):  # fmt: skip
+    """The sums with one tile of queries more. ``read`` is what functions of indices read, of a mask and of scores."""
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums.dv.type.layout, k_width=2)
@@ -79,16 +82,25 @@ def advance(sums, number: gl.constexpr, step, now, job, band, call, shared, size
         slope = load_slope(call.slopes_ptr, call.stride_slopes, job.sequence, step.head, call.batch)
     modifiers = Modifiers(call.scale, call.softcap, slope)
     s, derivative = modify(s, modifiers, i + band.apart, j)
-    p = gl.exp2(s * unit_of(modifiers) - lse2)
+    place = Place(job.sequence.to(gl.int32), step.head.to(gl.int32), i, j, job.ahead)
+    score = changed(s, modifiers, place, read[1], SCORE)
+    p = gl.exp2(score * unit_behind(modifiers, SCORE) - lse2)
     if now.masked:
-        p = opaque(gl.where(visible(i, j, band), p, 0.0))
+        seen = visible(i, j, band)
+        if SCORE is not None:  # which may make anything of rows behind the last query
+            seen = seen & (i < job.rows)
+        if MASK is not None:
+            seen = seen & MASK(place.b, place.h, i, j, place.first, read[0])
+        p = opaque(gl.where(seen, p, 0.0))
     p16 = halves_of(p, dout)
     p_as_factor = gl.convert_layout(p16, P)
     dp = spread(shared.delta.index(slot), zero)
     dp = warpgroup_mma(shared.v.index(number), dout.permute((1, 0)), dp, is_async=True)
     dv = warpgroup_mma(p_as_factor, dout, sums.dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = halves_of(floats_of(p16) * dp * derivative, dout)
+    p = floats_of(p16)
+    ds = unchanged(p * dp, s, modifiers, p != 0.0, place, read[1], None, DERIVATIVE, None)
+    ds = halves_of(ds * derivative, dout)
     ds16 = gl.convert_layout(ds, P)
     dk = warpgroup_mma(ds16, q, sums.dk, is_async=True)
     barrier_sync(TAKEN + number * 2 + now.parity, CONSUMERS)
@@ -101,21 +113,32 @@ def advance(sums, number: gl.constexpr, step, now, job, band, call, shared, size
 
 
 @gluon.jit
-def consume_apart(number: gl.constexpr, job, band, call, results, shared, sizes):
+def consume_apart(
+    number: gl.constexpr, job, band, call, read, results, shared, sizes,
+    MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,
+):  # fmt: skip
     """The gradients of a consumer's keys."""
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D, 16])
     OF_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E, 16])
     sums = Sums(gl.zeros([KEYS, sizes.D], gl.float32, OF_K), gl.zeros([KEYS, sizes.E], gl.float32, OF_V))
-    all_low, all_high = full_queries(job.start + number * KEYS, job, band)
+    first_key = job.start + number * KEYS
+    all_low, all_high = full_queries(first_key, job, band)
+    ends = (first_key < band.start) | (first_key + KEYS > band.end)  # whatever lists say of these keys
     wait_for_keys(job, band, shared, sizes)
-    step = first_step(job, call)
+    step = first_step(job, call, sizes)
     for n in range(job.steps):
         i0 = job.ahead + start_of(step, job, sizes)
-        masked = (i0 < all_low) | (i0 + BLOCK_M > all_high)
+        if sizes.LISTED:
+            masked = (n < job.cut) | ends
+        else:
+            masked = (i0 < all_low) | (i0 + BLOCK_M > all_high)
         now = Now(n % sizes.SLOTS, (n // sizes.SLOTS) & 1, n & 1, masked)
         mbarrier.wait(shared.q_full.index(now.slot), now.phase)
-        sums = advance(sums, number, step, now, job, band, call, shared, sizes)
+        sums = advance(
+            sums, number, step, now, job, band, call, read, shared, sizes,
+            MASK, SCORE, DERIVATIVE,
+        )  # fmt: skip
         step = next_step(step, job, call, sizes)
     for parity in gl.static_range(2):  # nobody reads these keys any more
         barrier_sync(TAKEN + number * 2 + parity, CONSUMERS)
@@ -137,7 +160,7 @@ def multiply_queries(job, call, results, shared, sizes):
         k = k._reinterpret(k.dtype, [4, KEYS, 64], HALF)
     for c in gl.static_range(4):
         barrier_arrive(TAKEN + c, CONSUMERS)
-    step = first_step(job, call)
+    step = first_step(job, call, sizes)
     for n in range(2 * job.steps):
         half, parity = n & 1, (n >> 1) & 1
         if half == 0:

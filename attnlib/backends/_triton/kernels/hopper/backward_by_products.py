@@ -70,7 +70,7 @@ def consume_values(job, band, call, results, shared, sizes):
     all_low, all_high = full_queries(job.start, job, band)
     j = (job.start + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES)))[:, None]
     wait_for_keys(job, band, shared, sizes)
-    step = first_step(job, call)
+    step = first_step(job, call, sizes)
     for n in range(job.steps):
         slot, phase, before = n % sizes.SLOTS, (n // sizes.SLOTS) & 1, (n & 1) ^ 1
         m0, dout = start_of(step, job, sizes), shared.dout.index(slot)
@@ -128,7 +128,7 @@ def consume_keys(job, band, call, results, shared, sizes):
     fence_async_shared()
     barrier_arrive(DS_FULL + 1, CONSUMERS)
     barrier_arrive(P_EMPTY, CONSUMERS)
-    step = first_step(job, call)
+    step = first_step(job, call, sizes)
     for n in range(job.steps):
         slot, phase, before = n % sizes.SLOTS, (n // sizes.SLOTS) & 1, (n & 1) ^ 1
         clear_queries(start_of(step, job, sizes), slot, phase, job, shared, sizes)

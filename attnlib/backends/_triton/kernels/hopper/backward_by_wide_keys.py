@@ -117,7 +117,7 @@ def consume_wide(number: gl.constexpr, job, band, call, results, shared, sizes):
     shared.ds.index(number).store(gl.zeros([KEYS, BLOCK_M], shared.q.dtype, OF_K))  # of the step before the first
     fence_async_shared()
     barrier_arrive(FIRST + (1 - number) * 2, CONSUMERS)
-    step = first_step(job, call)
+    step = first_step(job, call, sizes)
     for n in range(job.steps):
         i0 = job.ahead + job.first + step.tile * BLOCK_M
         masked = (i0 < all_low) | (i0 + BLOCK_M > all_high)

@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..band import query_range
+from ..mask_tiles import listed
 from ..scores import Modifiers, unit_of
 from .primitives import FIRST, barrier_sync
 
@@ -22,7 +23,8 @@ class Sizes(NamedTuple):
 
     ``BY_ROWS``: a tile of dq is multiplied in halves of its queries, otherwise of its channels. ``HOLES``:
     rows beyond a sequence's keys may be another's. ``APART``: a third warpgroup multiplies dq. ``AFTER``: programs add
-    to dq in any order (0), after that of the next keys (1), or of the keys before (-1).
+    to dq in any order (0), after that of the next keys (1), or of the keys before (-1). ``LISTED``: a function hides
+    keys, and lists say which tiles are left.
     """
 
     D: gl.constexpr
@@ -38,6 +40,7 @@ class Sizes(NamedTuple):
     PACKED: gl.constexpr
     APART: gl.constexpr
     AFTER: gl.constexpr
+    LISTED: gl.constexpr = False
 
 
 class Problem(NamedTuple):
@@ -56,6 +59,10 @@ class Problem(NamedTuple):
     dq_tiles: gl.tensor
     scale: gl.tensor
     softcap: gl.tensor
+    lists_ptr: gl.tensor = None
+    stride_list_b: gl.tensor = None
+    stride_list_h: gl.tensor = None
+    room: gl.tensor = None
 
 
 class Job(NamedTuple):
@@ -63,7 +70,8 @@ class Job(NamedTuple):
 
     The sequence has ``rows`` keys from ``row`` on and ``queries`` from ``other`` on, in sequence ``plane`` of the
     tensors; its first query has index ``ahead``. Queries ``[low, high)`` see some of the keys. The first tile of a head
-    begins at query ``first``, its sums of dq are the ``first_dq``-th; ``tiles`` follow, ``steps`` in all heads.
+    begins at query ``first``, its sums of dq are the ``first_dq``-th; ``tiles`` follow, ``steps`` in all heads. Where
+    tiles are listed, ``tiles`` is what a head could have, and the first ``cut`` steps are of tiles that are not whole.
     """
 
     sequence: gl.tensor
@@ -81,15 +89,18 @@ class Job(NamedTuple):
     first_dq: gl.tensor
     tiles: gl.tensor
     steps: gl.tensor
+    cut: gl.tensor = 0
+    entries_ptr: gl.tensor = None
 
 
 class Step(NamedTuple):
-    """A tile of queries, of a head; where its sums of dq are; and where those of the tile before are."""
+    """A tile of queries, of a head; where its sums of dq are, and those of the tile before; its number in a list."""
 
     tile: gl.tensor
     head: gl.tensor
     dq: gl.tensor
     dq_before: gl.tensor
+    number: gl.tensor
 
 
 class Shared(NamedTuple):
@@ -130,19 +141,39 @@ def job_of(work, band, call, sizes):
     low, high, first, tiles = tiles_of(work.start, work, band, sizes)
     if sizes.AFTER < 0:
         first += tiles - 1
+    if sizes.LISTED:
+        first = 0
     first_dq = (work.plane.to(gl.int32) * call.heads + work.head.to(gl.int32) * call.group) * call.dq_tiles + first
     if sizes.PACKED:  # sequences lie side by side, with a partial tile for each
         first_dq += work.other.to(gl.int32) // sizes.BLOCK_M + work.sequence.to(gl.int32)
+    steps, cut, entries_ptr = tiles * call.group, 0, None
+    if sizes.LISTED:
+        BLOCK_N: gl.constexpr = sizes.TILES * KEYS
+        left = listed(call.lists_ptr, work, call.stride_list_b, call.stride_list_h, call.room, BLOCK_N, sizes.PACKED)
+        steps, cut, entries_ptr, tiles = left.cut + left.whole, left.cut, left.first, call.room // call.group
     return Job(
         work.sequence, work.plane, work.head, work.start, work.row, work.rows, work.other, work.others, ahead, low,
-        high, first * sizes.BLOCK_M, first_dq, tiles, tiles * call.group,
+        high, first * sizes.BLOCK_M, first_dq, tiles, steps, cut, entries_ptr,
     )  # fmt: skip
 
 
 @gluon.jit
-def first_step(job, call):
+def listed_step(number, job, call):
+    """The tile of queries of this number in a list. The tile before is itself."""
+    at = gl.where(number < job.cut, number, call.room - 1 - (number - job.cut))
+    found = gl.load(job.entries_ptr + at, mask=number < job.steps, other=0)
+    member, tile = found // job.tiles, found % job.tiles
+    dq = job.first_dq + member * call.dq_tiles + tile
+    return Step(tile, job.kv_head * call.group + member, dq, dq, number)
+
+
+@gluon.jit
+def first_step(job, call, sizes):
     """The first tile of queries. The tile before is itself: what is added there is zeros."""
-    return Step(0, job.kv_head * call.group, job.first_dq, job.first_dq)
+    if sizes.LISTED:
+        return listed_step(job.steps * 0, job, call)
+    else:
+        return Step(0, job.kv_head * call.group, job.first_dq, job.first_dq, 0)
 
 
 @gluon.jit
@@ -152,15 +183,18 @@ def next_step(step, job, call, sizes):
     After the program of the keys before, tiles follow backwards, and in all heads of the group before the next: each
     program so begins where that one did.
     """
-    if sizes.AFTER < 0:
-        tile, head, dq = step.tile, step.head + 1, step.dq + call.dq_tiles
-        if head == (job.kv_head + 1) * call.group:
-            tile, head, dq = tile + 1, head - call.group, dq - call.dq_tiles * call.group - 1
+    if sizes.LISTED:
+        return listed_step(step.number + 1, job, call)
     else:
-        tile, head, dq = step.tile + 1, step.head, step.dq + 1
-        if tile == job.tiles:
-            tile, head, dq = 0, head + 1, dq + call.dq_tiles - job.tiles
-    return Step(tile, head, dq, step.dq)
+        if sizes.AFTER < 0:
+            tile, head, dq = step.tile, step.head + 1, step.dq + call.dq_tiles
+            if head == (job.kv_head + 1) * call.group:
+                tile, head, dq = tile + 1, head - call.group, dq - call.dq_tiles * call.group - 1
+        else:
+            tile, head, dq = step.tile + 1, step.head, step.dq + 1
+            if tile == job.tiles:
+                tile, head, dq = 0, head + 1, dq + call.dq_tiles - job.tiles
+        return Step(tile, head, dq, step.dq, 0)
 
 
 @gluon.jit
@@ -201,7 +235,7 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
             tma.async_copy_global_to_shared(k_tail_desc, at, full, shared.k_tail.index(c))
 
     unit = -1.0 / unit_of(Modifiers(call.scale, call.softcap, call.slopes_ptr))
-    m, step = gl.arange(0, BLOCK_M, LAYOUT), first_step(job, call)
+    m, step = gl.arange(0, BLOCK_M, LAYOUT), first_step(job, call, sizes)
     for n in range(job.steps):
         start, head = start_of(step, job, sizes), step.head.to(gl.int32)
         at = job.plane * call.stride_lb + job.other + head * call.stride_lh

@@ -43,7 +43,7 @@ def wait_for_turns(work, band, job, call, shared, sizes):
     if sizes.AFTER:
         other = work.start + sizes.AFTER * (sizes.TILES * KEYS)
         _, _, first, tiles = tiles_of(other, work, band, sizes)
-        step = first_step(job, call)
+        step = first_step(job, call, sizes)
         for n in range(job.steps):
             tile = start_of(step, job, sizes) // sizes.BLOCK_M
             added = gl.where((tile >= first) & (tile < first + tiles), number_of(other, sizes), 0)
@@ -60,7 +60,7 @@ def wait_for_turns(work, band, job, call, shared, sizes):
 def end_turns(work, job, call, sizes):
     """Say to which tiles of dq this program has added."""
     if sizes.AFTER:
-        step = first_step(job, call)
+        step = first_step(job, call, sizes)
         for _ in range(job.steps):
             meet(True, sizes)
             end_turn(call.turns_ptr + step.dq, number_of(work.start, sizes))
