@@ -36,7 +36,7 @@ class Build(NamedTuple):
     aligned: bool = True  # rows of q, k and v begin at multiples of 16 bytes
     hopper: bool = False  # by Hopper's own kernels, where there are some for it
     in_order: bool = False  # for deterministic algorithms
-    function: str = ""  # of indices: documents hide tiles, relative scores are learned; see FUNCTIONS
+    function: str = ""  # of indices: documents hide tiles, relative scores are learned but in Hopper's own kernels
 
     def __str__(self) -> str:
         d, e = self.head
@@ -95,6 +95,10 @@ def hopper_entries() -> Iterator[Build]:
             yield Build("forward", 90, head, rows=rows, hopper=True)
         for option in ("softcap", "slopes", "sinks"):
             yield Build("forward", 90, head, hopper=True, **{option: True})
+        for function in FUNCTIONS:
+            yield Build("forward", 90, head, hopper=True, function=function)
+            if max(head) <= 128:
+                yield Build("backward_keys", 90, head, hopper=True, function=function)
         for mask in MASKS:
             yield Build("backward_keys", 90, head, mask=mask, hopper=True)
         for rows in ROWS[1:]:

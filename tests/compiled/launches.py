@@ -62,7 +62,7 @@ def _dense(build: Build) -> Prepared:
     read, *programs = _function(build)
     arguments = Arguments(
         *map(named.get, Arguments._fields[:TENSORS]), read,
-        mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None, *programs, True,
+        mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None, *programs, not build.hopper,
     )  # fmt: skip
     named |= captured(arguments, torch.empty(count_learnt(arguments), device="meta"))
     loaded = (named["q"], named["k"], named["v"])

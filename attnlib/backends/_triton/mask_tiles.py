@@ -19,12 +19,12 @@ class Lists(NamedTuple):
 
 def states(x: DenseShapes) -> Launch:
     """The launch that makes ``states``, int8 ``x.states``."""
-    from .kernels.mask_tiles import AT_ONCE, classify_tiles
+    from .kernels.mask_tiles import EACH, classify_tiles
 
     sequences, planes, rows, columns = x.states
-    programs = sequences * planes * rows * -(-columns // AT_ONCE.value)
+    programs = sequences * planes * rows * -(-columns // EACH.value)
     arguments = x.arguments | _counts(x, sequences, planes)
-    return Launch(classify_tiles, programs, arguments, LaunchConfig(tables.GRAIN, tables.GRAIN, 1, 4))
+    return Launch(classify_tiles, programs, arguments, LaunchConfig(tables.GRAIN, tables.GRAIN, 1, 8))
 
 
 def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool) -> Lists:

@@ -17,7 +17,8 @@ from .tile import COUNTS, locate
 HIDDEN: tl.constexpr = tl.constexpr(0)  # a tile in which no pair is seen; 1: some are
 WHOLE: tl.constexpr = tl.constexpr(2)  # all are
 HEADER: tl.constexpr = tl.constexpr(4)  # numbers before the entries of a line, three of which are counts
-AT_ONCE: tl.constexpr = tl.constexpr(4)  # tiles that a program looks at
+AT_ONCE: tl.constexpr = tl.constexpr(4)  # tiles side by side that are looked at together
+EACH: tl.constexpr = tl.constexpr(16)  # tiles that a program looks at
 CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that are listed at once
 
 
@@ -70,7 +71,7 @@ def classify_tiles(
 
     Pairs behind the last query or key count neither as seen nor as hidden. ``planes`` is how many heads differ.
     """
-    chunks = tl.cdiv(columns, AT_ONCE)
+    chunks = tl.cdiv(columns, EACH)
     pid, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     work = locate(pid, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, planes, s, t, 1, GRAIN, False)
     if work.start >= work.rows:
@@ -84,16 +85,18 @@ def classify_tiles(
     rows_of_plane = s // GRAIN + batch + 1 if PACKED else tl.cdiv(s, GRAIN)
     row = (work.plane * planes + work.head) * rows_of_plane
     row += slot_of(work.row, work.sequence, work.start, GRAIN, PACKED)
-    i, n = (i0 + tl.arange(0, GRAIN))[:, None], tl.arange(0, GRAIN)[None, :]
-    for column in range(chunk * AT_ONCE, tl.minimum(chunk * AT_ONCE + AT_ONCE, columns)):
-        j, state = column * GRAIN + n, tl.full([], HIDDEN, tl.int32)
-        if (column * GRAIN < high) & (column * GRAIN + GRAIN > low):
+    i, n, m = (i0 + tl.arange(0, GRAIN))[:, None], tl.arange(0, AT_ONCE * GRAIN)[None, :], tl.arange(0, AT_ONCE)
+    height = tl.minimum(GRAIN, keys - i0)
+    for first in range(chunk * EACH, tl.minimum(chunk * EACH + EACH, columns), AT_ONCE):
+        j, state = first * GRAIN + n, tl.full([AT_ONCE], HIDDEN, tl.int32)
+        if (first * GRAIN < high) & ((first + AT_ONCE) * GRAIN > low):
             place = placed(origin, work.sequence, work.head, i, j, keys - rows)
-            seen, there = MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors), (i < keys) & (j < keys)
-            count = tl.sum(tl.sum(tl.where(seen & there, 1, 0), 1), 0)
-            pairs = tl.minimum(GRAIN, keys - i0) * tl.minimum(GRAIN, keys - column * GRAIN)
+            seen = MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
+            counts = tl.sum(tl.where(seen & (i < keys) & (j < keys), 1, 0), 0)
+            count = tl.sum(counts.reshape(AT_ONCE, GRAIN), 1)
+            pairs = height * tl.minimum(GRAIN, keys - (first + m) * GRAIN)
             state = tl.where(count == pairs, WHOLE, tl.minimum(count, 1))
-        tl.store(states_ptr + row * columns + column, state.to(tl.int8))
+        tl.store(states_ptr + row * columns + first + m, state.to(tl.int8), mask=first + m < columns)
 
 
 @triton.jit(do_not_specialize=COUNTS)

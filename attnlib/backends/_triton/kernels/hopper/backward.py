@@ -17,7 +17,8 @@ from ..tile import COUNTS, locate
 from .backward_apart import consume_apart, multiply_queries
 from .backward_by_products import consume_keys, consume_values
 from .backward_by_wide_keys import consume_wide
-from .backward_parts import KEYS, Problem, Shared, Sizes, job_of, produce
+from .backward_parts import KEYS, Problem, Shared, Sizes, job_of
+from .backward_producer import produce
 from .backward_results import Gradient, Results
 from .backward_turns import end_turns, wait_for_turns
 from .primitives import barriers, ring
@@ -93,17 +94,17 @@ def backward(
     call = Problem(
         lse2_ptr, delta_ptr, turns_ptr, alibi_slopes_ptr, stride_lb, stride_lh, stride_slopes, batch, heads, group,
         dq_tiles, scale, softcap, lists_ptr, stride_list_b, stride_list_h, room,
+        mask_tensors, score_tensors,
     )  # fmt: skip
     dk = Gradient(dk_desc, dk_tail_desc, dk_ptr, stride_dkt, stride_dkg)
     dv = Gradient(dv_desc, None, dv_ptr, stride_dvt, stride_dvg)
     results, job = Results(dk, dv, dq_sums_ptr), job_of(work, band, call, sizes)
     loads = (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes)
     if APART:
-        read = (mask_tensors, score_tensors)
         gl.warp_specialize(
             [
-                (consume_apart, (0, job, band, call, read, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
-                (consume_apart, (1, job, band, call, read, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
+                (consume_apart, (0, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
+                (consume_apart, (1, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
                 (multiply_queries, (job, call, results, shared, sizes)),
                 (produce, loads),
                 (wait_for_turns, (work, band, job, call, shared, sizes)),

@@ -59,10 +59,10 @@ class Now(NamedTuple):
 
 @gluon.jit
 def advance(
-    sums, number: gl.constexpr, step, now, job, band, call, read, shared, sizes,
+    sums, number: gl.constexpr, step, now, job, band, call, shared, sizes,
     MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,
 ):  # fmt: skip
-    """The sums with one tile of queries more. ``read`` is what functions of indices read, of a mask and of scores."""
+    """The sums with one tile of queries more."""
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums.dv.type.layout, k_width=2)
@@ -83,14 +83,14 @@ def advance(
     modifiers = Modifiers(call.scale, call.softcap, slope)
     s, derivative = modify(s, modifiers, i + band.apart, j)
     place = Place(job.sequence.to(gl.int32), step.head.to(gl.int32), i, j, job.ahead)
-    score = changed(s, modifiers, place, read[1], SCORE)
+    score = changed(s, modifiers, place, call.score_tensors, SCORE)
     p = gl.exp2(score * unit_behind(modifiers, SCORE) - lse2)
     if now.masked:
         seen = visible(i, j, band)
         if SCORE is not None:  # which may make anything of rows behind the last query
             seen = seen & (i < job.rows)
         if MASK is not None:
-            seen = seen & MASK(place.b, place.h, i, j, place.first, read[0])
+            seen = seen & MASK(place.b, place.h, i, j, place.first, call.mask_tensors)
         p = opaque(gl.where(seen, p, 0.0))
     p16 = halves_of(p, dout)
     p_as_factor = gl.convert_layout(p16, P)
@@ -99,7 +99,7 @@ def advance(
     dv = warpgroup_mma(p_as_factor, dout, sums.dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     p = floats_of(p16)
-    ds = unchanged(p * dp, s, modifiers, p != 0.0, place, read[1], None, DERIVATIVE, None)
+    ds = unchanged(p * dp, s, modifiers, p != 0.0, place, call.score_tensors, None, DERIVATIVE, None)
     ds = halves_of(ds * derivative, dout)
     ds16 = gl.convert_layout(ds, P)
     dk = warpgroup_mma(ds16, q, sums.dk, is_async=True)
@@ -114,7 +114,7 @@ def advance(
 
 @gluon.jit
 def consume_apart(
-    number: gl.constexpr, job, band, call, read, results, shared, sizes,
+    number: gl.constexpr, job, band, call, results, shared, sizes,
     MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,
 ):  # fmt: skip
     """The gradients of a consumer's keys."""
@@ -136,7 +136,7 @@ def consume_apart(
         now = Now(n % sizes.SLOTS, (n // sizes.SLOTS) & 1, n & 1, masked)
         mbarrier.wait(shared.q_full.index(now.slot), now.phase)
         sums = advance(
-            sums, number, step, now, job, band, call, read, shared, sizes,
+            sums, number, step, now, job, band, call, shared, sizes,
             MASK, SCORE, DERIVATIVE,
         )  # fmt: skip
         step = next_step(step, job, call, sizes)

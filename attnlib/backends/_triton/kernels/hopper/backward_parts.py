@@ -1,16 +1,15 @@
-"""What the consumers of a backward share: what a program works on, its producer, and how they find what it loads."""
+"""What the warps of a backward share: what a program works on, step by step, and how consumers find what is loaded."""
 
 from typing import NamedTuple
 
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..band import query_range
 from ..mask_tiles import listed
-from ..scores import Modifiers, unit_of
-from .primitives import FIRST, barrier_sync
+from .primitives import FIRST
 
 KEYS: gl.constexpr = gl.constexpr(64)  # of a tile
 CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads of both
@@ -63,6 +62,8 @@ class Problem(NamedTuple):
     stride_list_b: gl.tensor = None
     stride_list_h: gl.tensor = None
     room: gl.tensor = None
+    mask_tensors: gl.tuple = None
+    score_tensors: gl.tuple = None
 
 
 class Job(NamedTuple):
@@ -90,7 +91,7 @@ class Job(NamedTuple):
     tiles: gl.tensor
     steps: gl.tensor
     cut: gl.tensor = 0
-    entries_ptr: gl.tensor = None
+    entries_ptr: gl.tensor = 0
 
 
 class Step(NamedTuple):
@@ -146,7 +147,7 @@ def job_of(work, band, call, sizes):
     first_dq = (work.plane.to(gl.int32) * call.heads + work.head.to(gl.int32) * call.group) * call.dq_tiles + first
     if sizes.PACKED:  # sequences lie side by side, with a partial tile for each
         first_dq += work.other.to(gl.int32) // sizes.BLOCK_M + work.sequence.to(gl.int32)
-    steps, cut, entries_ptr = tiles * call.group, 0, None
+    steps, cut, entries_ptr = tiles * call.group, 0, 0
     if sizes.LISTED:
         BLOCK_N: gl.constexpr = sizes.TILES * KEYS
         left = listed(call.lists_ptr, work, call.stride_list_b, call.stride_list_h, call.room, BLOCK_N, sizes.PACKED)
@@ -209,57 +210,6 @@ def full_queries(j, job, band):
     j0, j1 = gl.maximum(j, band.start), gl.minimum(j + KEYS, band.end)
     _, _, low, high = query_range(j0, j1, job.ahead, job.ahead + job.queries, band)
     return low, gl.where(j1 - j0 < KEYS, low, high)
-
-
-# ---- the producer
-
-
-@gluon.jit
-def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes):
-    """Load the keys and values of a program, and then tile after tile of queries, into slots as they become free.
-
-    Queries that see none of the keys get an LSE that makes their probabilities 0.
-    """
-    BLOCK_M: gl.constexpr = sizes.BLOCK_M
-    LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
-    IN_SUMS: gl.constexpr = call.softcap is None and call.slopes_ptr is None and sizes.TILES == 1
-    plane, key, kv_head = job.plane.to(gl.int32), job.row.to(gl.int32) + job.start, job.kv_head.to(gl.int32)
-    full = shared.keys_full.index(0)
-    mbarrier.expect(full, sizes.TILES * KEYS * (sizes.D + sizes.D_TAIL + sizes.E) * 2)
-    for c in gl.static_range(sizes.TILES):
-        at = [plane, key + c * KEYS, kv_head, 0]
-        tma.async_copy_global_to_shared(k_desc, at, full, shared.k.index(c))
-        tma.async_copy_global_to_shared(v_desc, at, full, shared.v.index(c))
-        if sizes.D_TAIL:
-            at = [plane, key + c * KEYS, kv_head, sizes.D]
-            tma.async_copy_global_to_shared(k_tail_desc, at, full, shared.k_tail.index(c))
-
-    unit = -1.0 / unit_of(Modifiers(call.scale, call.softcap, call.slopes_ptr))
-    m, step = gl.arange(0, BLOCK_M, LAYOUT), first_step(job, call, sizes)
-    for n in range(job.steps):
-        start, head = start_of(step, job, sizes), step.head.to(gl.int32)
-        at = job.plane * call.stride_lb + job.other + head * call.stride_lh
-        valid = (start + m >= job.low) & (start + m < job.high)
-        lse2 = gl.load(call.lse2_ptr + at + (start + m), mask=valid, other=float("inf"))
-        delta = gl.load(call.delta_ptr + at + (start + m), mask=valid, other=0.0)
-        slot = n % sizes.SLOTS
-        if n >= sizes.SLOTS:
-            barrier_sync(FREED + slot, CONSUMERS + 32)
-        at = [plane, job.other.to(gl.int32) + start, head, 0]
-        q_full, dout_full = shared.q_full.index(slot), shared.dout_full.index(slot)
-        mbarrier.expect(q_full, BLOCK_M * (sizes.D + sizes.D_TAIL) * 2)
-        tma.async_copy_global_to_shared(q_desc, at, q_full, shared.q.index(slot))
-        if sizes.D_TAIL:
-            at_tail = [plane, job.other.to(gl.int32) + start, head, sizes.D]
-            tma.async_copy_global_to_shared(q_tail_desc, at_tail, q_full, shared.q_tail.index(slot))
-        mbarrier.expect(dout_full, BLOCK_M * sizes.E * 2)
-        tma.async_copy_global_to_shared(dout_desc, at, dout_full, shared.dout.index(slot))
-        shared.lse.index(slot).store(lse2 * unit if IN_SUMS else lse2)
-        shared.delta.index(slot).store(-delta)
-        mbarrier.arrive(q_full, count=1)
-        step = next_step(step, job, call, sizes)
-    for n in range(gl.maximum(job.steps - sizes.SLOTS, 0), job.steps):  # a barrier half full hangs the next program
-        barrier_sync(FREED + n % sizes.SLOTS, CONSUMERS + 32)
 
 
 # ---- what consumers read

@@ -146,25 +146,25 @@ def hand_back(turn, count, shared, sizes):
 
 @gluon.jit
 def step(
-    state, turn, block, before, queries, modifiers, band, given, shared, sizes, masked, more,
+    state, turn, visit, queries, modifiers, band, given, shared, sizes,
     number: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
     """The state with one block more: its softmax runs under the product of the block before with its values."""
     q, q_slot, i, zero = queries
-    n, unit, m_i = block * sizes.BLOCK_N, unit_behind(modifiers, SCORE), state.m_i
+    n, unit, m_i = visit.block * sizes.BLOCK_N, unit_behind(modifiers, SCORE), state.m_i
     p_before = opaque_halves(state.p)  # else one of three consumers turns all halves around
     s = issue_scores(q, q_slot, turn.k, shared, zero, sizes)
     mbarrier.wait(shared.v_full.index(turn.v), turn.v_phase)
     if sizes.HOLES:
-        clear_others(shared.v.index(turn.v), before * sizes.BLOCK_N, band, sizes)
+        clear_others(shared.v.index(turn.v), visit.before * sizes.BLOCK_N, band, sizes)
     acc = warpgroup_mma(p_before, shared.v.index(turn.v), state.acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
-    s = scores(s, modifiers, i, n, band, sizes, masked, given, MASK, SCORE)
+    s = scores(s, modifiers, i, n, band, sizes, visit.masked, given, MASK, SCORE)
     p = gl.exp2(s * unit - m_i[:, None])
     sums, factor = sum_by_place(p, sizes.BLOCK_N), gl.full([ROWS], 1.0, gl.float32, m_i.type.layout)
     raise_flag_above(sums, LIMIT, number)
     k, k_phase = advance(turn.k, turn.k_phase, sizes.K_SLOTS)
-    mbarrier.wait(shared.k_full.index(k), k_phase, pred=more)  # ptxas moves no wait for a product above this one
+    mbarrier.wait(shared.k_full.index(k), k_phase, pred=visit.more)  # ptxas moves no wait for a product above this one
     if is_raised(number):
         above = gl.max(gl.where(sums <= LIMIT, 0, 1), 1)
         s = issue_scores(q, q_slot, anew(turn.k), shared, zero, sizes)
@@ -184,7 +184,7 @@ def step(
 
 @gluon.jit
 def first_step(
-    turn, block, queries, modifiers, band, given, shared, sizes, more,
+    turn, visit, queries, modifiers, band, given, shared, sizes,
     SUMS: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
     """The state after the first block, whose probabilities wait for their product."""
@@ -194,11 +194,11 @@ def first_step(
     s = warpgroup_mma_wait(0, deps=[s])
     barrier_arrive(FIRST + turn.k, sizes.THREADS)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
-    s = scores(s, modifiers, i, block * sizes.BLOCK_N, band, sizes, True, given, MASK, SCORE)
+    s = scores(s, modifiers, i, visit.block * sizes.BLOCK_N, band, sizes, True, given, MASK, SCORE)
     p, m_i, _ = softmax(s, m_i, True, unit_behind(modifiers, SCORE))
     l_i = sum_by_place(p, sizes.BLOCK_N)
     p = gl.convert_layout(p.to(shared.v.dtype), P)
     k, k_phase = advance(turn.k, turn.k_phase, sizes.K_SLOTS)
-    mbarrier.wait(shared.k_full.index(k), k_phase, pred=more)
+    mbarrier.wait(shared.k_full.index(k), k_phase, pred=visit.more)
     acc = gl.zeros([ROWS, sizes.E], gl.float32, SUMS)
     return State(acc, p, m_i, l_i), Turn(k, k_phase, turn.v, turn.v_phase)

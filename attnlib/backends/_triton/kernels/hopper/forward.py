@@ -28,6 +28,7 @@ from .shared import (
     Problem,
     Shared,
     Sizes,
+    Visit,
     blocks_of,
     read,
     visited,
@@ -142,9 +143,8 @@ def consume(
 
         given = Given(work.sequence, work.head, work.others - work.rows, mask_tensors, score_tensors)
         block = visited(every, 0, sizes) if sizes.LISTED else top - 1
-        state, turn = first_step(
-            turn, block, queries, modifiers, band, given, shared, sizes, top - bottom > 1, SUMS, P, MASK, SCORE
-        )
+        visit = Visit(block, block, True, top - bottom > 1)
+        state, turn = first_step(turn, visit, queries, modifiers, band, given, shared, sizes, SUMS, P, MASK, SCORE)
         if not sizes.LISTED:
             full_top = gl.maximum(gl.minimum(mine.full_top, block), bottom)
             full_bottom = bottom
@@ -153,14 +153,11 @@ def consume(
         for n in range(1, top - bottom):
             if sizes.LISTED:
                 before, block = block, visited(every, n, sizes)
-                b, masked, more = block, n < every.cut, n + 1 < top
+                visit = Visit(block, before, n < every.cut, n + 1 < top)
             else:  # b is no variable of the loop
                 b = block - n
-                before, masked, more = b + 1, (b >= full_top) | (b < full_bottom), b > bottom
-            state, turn = step(
-                state, turn, b, before, queries, modifiers, band, given, shared, sizes, masked, more,
-                number, MASK, SCORE,
-            )  # fmt: skip
+                visit = Visit(b, b + 1, (b >= full_top) | (b < full_bottom), b > bottom)
+            state, turn = step(state, turn, visit, queries, modifiers, band, given, shared, sizes, number, MASK, SCORE)
 
         p = opaque_halves(state.p)
         if not (sizes.OUT_IN_Q or sizes.Q_IN_REGISTERS):

@@ -126,6 +126,15 @@ class Visits(NamedTuple):
     room: gl.tensor
 
 
+class Visit(NamedTuple):
+    """A block that is visited, and the one before; whether it is masked, and whether more follow."""
+
+    block: gl.tensor
+    before: gl.tensor
+    masked: gl.tensor
+    more: gl.tensor
+
+
 @gluon.jit
 def visits_of(work, band, call, sizes):
     """The blocks of keys that the work visits."""
@@ -135,7 +144,7 @@ def visits_of(work, band, call, sizes):
         return Visits(gl.maximum(tiles.cut + tiles.whole, 1), 0, tiles.cut, tiles.first, call.room)
     else:
         blocks = blocks_of(work, band, sizes, 0, BLOCK_M)
-        return Visits(blocks.top - blocks.bottom, blocks.top, 0, None, 0)
+        return Visits(blocks.top - blocks.bottom, blocks.top, 0, 0, 0)
 
 
 @gluon.jit
