@@ -106,6 +106,9 @@ SPILLING = MappingProxyType(
         "forward d128 bf16 causal Hopper, slopes": 18,
         "forward d192/128 bf16 causal Hopper, slopes": 16,
         "forward d256 fp8 causal Hopper, slopes": 28,
+        "forward d64 bf16 causal Hopper relative": 9,
+        "forward d128 bf16 causal Hopper relative": 9,
+        "forward d192/128 bf16 causal Hopper relative": 9,
         "decode 16 x d512+64 bf16 causal 2 tokens": 1,
     }
 )
