@@ -11,6 +11,7 @@ from .fp8 import E4M3, Descales, check_descales
 from .functions import Functions, functions_of
 from .kv import KVView
 from .mask import AnyMask
+from .mask_function import GRAIN, MaskFunction
 from .scores import Score
 from .spec import AttentionSpec, describe
 
@@ -185,11 +186,13 @@ def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
         sizes = {**sizes, "b": packing.cu_seqlens_q.shape[0] - 1}
     if call.descales is not None or call.q.dtype == E4M3:
         check_descales(call.descales, call.q.dtype, sizes, over_view=call.kv is not None)
+    if (functions := call.functions) is not None:
+        functions.check()
+        if functions.mask_tiles is not None and call.kind == "dense":
+            _check_tiles(call.mask, call.q.device, sizes)
     if not (optional := call.optional):
         return
     dims = score.dims | {"key_starts": "b", "key_ends": "b"}
-    if (functions := call.functions) is not None:
-        functions.check()
     named = [(name, x, dims[name]) for name, x in optional.items() if name in dims]
     for name, x, _ in named:
         if not is_strided(x):
@@ -200,6 +203,14 @@ def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
             raise TypeError(f"{name}: expected torch.int32, got {x.dtype}")
     if named:
         bind(*named, known=sizes)
+
+
+def _check_tiles(mask: MaskFunction, device: torch.device, sizes: dict[str, int]) -> None:
+    b, h, s, t = (sizes[name] for name in "bhst")
+    expected = (*mask.planes(b, h), -(-s // GRAIN), -(-t // GRAIN))
+    if tuple(mask.tiles.shape) != expected or mask.tiles.device != device:
+        got = f"tiles {tuple(mask.tiles.shape)} on {mask.tiles.device}, not {expected} on {device}"
+        raise ValueError(f"mask: expected a mask for b={b}, h={h}, s={s}, t={t}, got {got}; see block_mask()")
 
 
 def _check_origin(call: Call) -> None:

@@ -25,12 +25,13 @@ class Programs(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """What functions say of a mask and of scores, and the tensors that they read."""
+    """What functions say of a mask and of scores, the tensors that they read, and what is known of the mask's tiles."""
 
     mask: Program | None
     score: Program | None
     mask_tensors: tuple[Tensor, ...]
     score_tensors: tuple[Tensor, ...]
+    mask_tiles: Tensor | None = None
 
     @property
     def named(self) -> dict[str, Tensor]:
@@ -58,4 +59,4 @@ def functions_of(mask: AnyMask, score: ScoreFunction | None) -> Functions | None
         return None
     of_mask = (mask.program, mask.tensors) if by_mask else (None, ())
     of_score = (score.program, score.tensors) if by_score else (None, ())
-    return Functions(of_mask[0], of_score[0], of_mask[1], of_score[1])
+    return Functions(of_mask[0], of_score[0], of_mask[1], of_score[1], mask.tiles if by_mask else None)

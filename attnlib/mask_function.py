@@ -10,6 +10,7 @@ from torch import Tensor
 from .program import Program, combined
 from .trace import FirstQuery, applied, captured_of, filled, traced
 
+GRAIN = 64  # queries and keys of the tiles in which kernels look at a function
 EVERYWHERE = Program("def mask(b, h, i, j, first):\n    return True")
 Tensors = Sequence[Tensor]
 Definition = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # takes tensors, b, h, i, j and first
@@ -30,13 +31,15 @@ class MaskFunction:
     """The keys that a band and a function of indices both let a query see; :func:`attnlib.mask_mod` makes it.
 
     ``program`` is what the function does, ``tensors`` what it reads; ``definition`` calls the function itself with such
-    tensors. Masks compose by ``&``, ``|`` and ``~``, bands and functions alike.
+    tensors. Masks compose by ``&``, ``|`` and ``~``, bands and functions alike. ``tiles`` is what :meth:`block_mask`
+    has found.
     """
 
     band: Band
     program: Program
     tensors: tuple[Tensor, ...]
     definition: Definition = field(repr=False)
+    tiles: Tensor | None = field(default=None, repr=False)
 
     def visible(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
         """Whether query ``i`` of head ``h`` in sequence ``b`` sees key ``j``: the definition.
@@ -47,7 +50,22 @@ class MaskFunction:
 
     def reading(self, tensors: Tensors) -> "MaskFunction":
         """The same function of other tensors, of the same dtypes and ranks."""
-        return replace(self, tensors=tuple(tensors))
+        return replace(self, tensors=tuple(tensors), tiles=None)
+
+    def block_mask(self, b: int, h: int, s: int, t: int, *, device: torch.device | str | None = None) -> "MaskFunction":
+        """The same mask for dense calls of ``b`` sequences, ``h`` query heads, ``s`` queries and ``t`` keys.
+
+        It knows which tiles the function hides or shows whole, which kernels else find out at each call: worth it where
+        many layers share a mask. Dense calls of other sizes are refused; others find out for themselves. Make it anew
+        when a tensor that the function reads has changed. Without such tensors, name the ``device``.
+        """
+        device = self.tensors[0].device if self.tensors and device is None else device
+        return replace(self, tiles=_tiles(self, self.planes(b, h), s, t, device))
+
+    def planes(self, b: int, h: int) -> tuple[int, int]:
+        """How many sequences and heads of a dense call differ: one, where the function does not ask which it is."""
+        read = self.program.read
+        return b if "b" in read else 1, h if "h" in read else 1
 
     def as_function(self) -> "MaskFunction":
         """Itself; a band gives the function that it is."""
@@ -57,7 +75,9 @@ class MaskFunction:
         if (other := _function(other)) is None:
             return NotImplemented
         if (band := self.band.meet(other.band)) is not None:
-            return _joined("logical_and", self, other, band)
+            both = _joined("logical_and", self, other, band)
+            known = [x.tiles for x in (self, other) if x.program != EVERYWHERE]
+            return replace(both, tiles=known[0]) if len(known) == 1 else both  # of a band, tiles say nothing
         return _joined("logical_and", _all_of(self), other, other.band)
 
     def __or__(self, other: object) -> "Band | MaskFunction":
@@ -89,6 +109,26 @@ def function_of(band: Band, function: Callable, arguments: Sequence[Tensor | Fir
         return torch.as_tensor(given, device=i.device)
 
     return MaskFunction(band, program, tuple(x for x in arguments if isinstance(x, Tensor)), definition)
+
+
+@torch.no_grad()
+def _tiles(mask: MaskFunction, planes: tuple[int, int], s: int, t: int, device: torch.device | str | None) -> Tensor:
+    """What the function says of tiles, int8 ``[b, h, rows of tiles, columns]``: 0 is hidden, 1 cut, and 2 whole.
+
+    A row of tiles at a time; pairs behind the last query or key do not count.
+    """
+    b, h = planes
+    columns = -(-t // GRAIN)
+    found = torch.empty(b, h, -(-s // GRAIN), columns, dtype=torch.int8, device=device)
+    at = torch.arange(b, device=device)[:, None, None, None], torch.arange(h, device=device)[:, None, None]
+    j, first = torch.arange(t, device=device), torch.tensor(t - s, device=device)
+    for row in range(found.shape[2]):
+        i = torch.arange(t - s + row * GRAIN, min(t - s + (row + 1) * GRAIN, t), device=device)[:, None]
+        seen = mask.definition(mask.tensors, *at, i, j, first).expand(b, h, len(i), t)
+        counts = torch.nn.functional.pad(seen.sum(2), (0, columns * GRAIN - t)).view(b, h, columns, GRAIN).sum(-1)
+        pairs = len(i) * (t - torch.arange(columns, device=device) * GRAIN).clamp(max=GRAIN)
+        found[:, :, row] = (counts > 0).to(torch.int8) + (counts == pairs).to(torch.int8)
+    return found
 
 
 def _function(x: object) -> MaskFunction | None:

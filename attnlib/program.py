@@ -98,6 +98,16 @@ class Program(NamedTuple):
         return _read(self.text)
 
     @property
+    def read(self) -> frozenset[str]:
+        """The names of all that its steps take, inputs among them."""
+        return frozenset(x.name for step in self.parsed.steps for x in step.operands if isinstance(x, Value))
+
+    @property
+    def exponentials(self) -> int:
+        """How many exponentials, logarithms and hyperbolic tangents it takes for each pair, or fewer."""
+        return sum(step.operation in ("exp", "log", "tanh") for step in self.parsed.steps)
+
+    @property
     def gathers(self) -> int:
         """How many numbers it reads anew for each pair of a query and a key."""
         of_pairs = {Value("i"): {"i"}, Value("j"): {"j"}, Value("score"): {"i", "j"}}

@@ -123,10 +123,12 @@ def flat(call: Call) -> Arguments:
     origin = call.origin.table(call.sequences, q.device)
     q_descale, k_descale, v_descale = (None,) * 3 if call.descales is None else call.descales
     captured, *programs = _flat_functions(call)
+    whole = call.functions is not None and packing is None and origin is None
+    tiles = call.functions.mask_tiles if whole else None
     numbers = mask.left, mask.right, mask.prefix, score.scale, score.softcap, dropout.p, max_q, max_k
     return Arguments(
         q, k, v, score.alibi_slopes, score.sinks, call.key_starts, call.key_ends, cu_q, cu_k, dropout.seed, origin,
-        q_descale, k_descale, v_descale, None, captured, *numbers, *programs, _learns(call),
+        q_descale, k_descale, v_descale, tiles, captured, *numbers, *programs, _learns(call),
     )  # fmt: skip
 
 

@@ -105,7 +105,8 @@ def test_hoppers_own_kernels_run_them(d):
         name: explain(attention_with_lse, q, k, v, mask=documents, score=x).variant for name, x in scores(4).items()
     }
     assert runs["distance"] == runs[""] == "Hopper"
-    assert runs["learns"] == runs["capped"] == "Hopper forward, plain backward"
+    assert runs["learns"] == ("plain" if d == 64 else "Hopper forward, plain backward")
+    assert runs["capped"] == "plain"
 
 
 def test_a_mask_by_function_is_as_exact_as_its_band():

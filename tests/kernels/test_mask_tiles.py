@@ -162,6 +162,22 @@ def test_a_mask_by_function_gives_the_bits_of_its_band(small, band):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("name", MASK_NAMES)
+def test_tiles_found_before_are_those_of_kernels(name):
+    """Within the band; outside it kernels call no function."""
+    mask, (b, s, t, h) = functions(2, 4, 200)[0][name], (2, 130, 200, 4)
+    q, k = torch.randn(b, s, h, 16), torch.randn(b, t, 2, 16)
+    blocks = mask.block_mask(b, h, s, t)
+    found = backend.dense._with_tiles(flat(checked(Call(q, mask, k=k, v=k)))).mask_tiles
+    given = flat(checked(Call(q, blocks, k=k, v=k)))
+    assert given.mask_tiles is blocks.tiles
+    assert backend.dense._with_tiles(given).mask_tiles is blocks.tiles
+    everywhere = mask.band.visible(torch.arange(t - s, t)[:, None], torch.arange(t)).float()
+    inside = torch.nn.functional.max_pool2d(everywhere[None], 64, ceil_mode=True)[0] > 0
+    assert torch.equal(found.where(inside, 0), blocks.tiles.where(inside, 0))
+    assert torch.equal(*(attention(q, k, k, mask=x, backend="triton") for x in (mask, blocks)))
+
+
 def test_a_mask_that_hides_most_is_small_work():
     """A window of 64 by function: of 1024 keys each block of queries visits two or three of 64."""
     q = torch.randn(1, 1024, 1, 16)

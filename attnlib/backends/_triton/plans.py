@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...program import Program, Value
+from ...program import Program
 from ...spec import arch_of
 from ..operators import Arguments, CachedArguments, WriteArguments, result_dtype
 from . import tables
@@ -82,7 +82,8 @@ class DenseShapes:
             d, e, a.q.dtype.itemsize, causal=a.right is not None, arch=arch_of(key.device),
             plain=a.softcap is a.alibi_slopes is None and a.dropout_p == 0,
             aligned=key.aligned and all(x.is_in_lines for x in (a.q, a.k, a.v)),
-            by_function=not (a.mask_program is a.score_program is None),
+            by_function=not (a.mask_program is a.score_program is None), changed=a.score_program is not None,
+            exponentials=0 if a.score_program is None else Program(a.score_program).exponentials,
             gathers=sum(Program(text).gathers for text in (a.mask_program, a.score_program) if text is not None),
         )  # fmt: skip
         for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
@@ -108,9 +109,9 @@ class DenseShapes:
 
     def _states(self, program: Program, has_origin: bool) -> tuple[int, int, int, int]:
         """The shape of what tells tiles of a mask apart; 1 where all sequences or all heads see the same."""
-        read = {operand for step in program.parsed.steps for operand in step.operands}
-        sequences = self.batch if not self.packed and (Value("b") in read or has_origin) else 1
-        heads = self.h if Value("h") in read else 1
+        read = program.read
+        sequences = self.batch if not self.packed and ("b" in read or has_origin) else 1
+        heads = self.h if "h" in read else 1
         return sequences, heads, self.blocks(self.s, tables.GRAIN), -(-self.t // tables.GRAIN)
 
     def blocks(self, length: int, block: int) -> int:

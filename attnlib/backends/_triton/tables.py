@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from ...mask_function import GRAIN as GRAIN
+
 L2 = 24 << 20  # bytes of keys and values that a heads_per_wave of heads may hold: about half of an H200's L2 cache
 WIDEST = 576  # MLA's latent and rotary channels
 WIDEST_VALUE = 512  # of which a tile holds a power of two
@@ -9,13 +11,13 @@ WIDEST_BACKWARD = 256
 SHORT = 2048  # tokens, up to which smaller tiles pay
 FEW_KEYS = 512  # tokens, up to which descriptors take the CPU longer than they spare the GPU
 ALIKE = 64  # channels of 16 bits, from which tiles of any width have the same layout
-GRAIN = 64  # queries and keys of the tiles in which a function of a mask is looked at
 FARTHEST = 2**24  # elements between rows, which int32 offsets within a tile of 128 rows can hold
 
 
 class DenseCase(NamedTuple):
     """What decides the tiles of a call. ``plain`` scores have no options and no dropout; ``aligned`` rows
-    begin at multiples of 16 bytes. Masks or scores are by a function, which reads ``gathers`` tensors at each pair."""
+    begin at multiples of 16 bytes. Masks or scores are ``by_function``; scores are ``changed`` by one, with so many
+    ``exponentials``; at each pair, functions read ``gathers`` tensors."""
 
     head_dim: int
     value_dim: int
@@ -25,6 +27,8 @@ class DenseCase(NamedTuple):
     arch: int
     aligned: bool
     by_function: bool = False
+    changed: bool = False
+    exponentials: int = 0
     gathers: int = 0
 
 
