@@ -7,6 +7,7 @@ import torch
 from program_cases import FLOATS, SCORES, Case, Tile, program_of
 from torch import Tensor
 
+from attnlib import score_mod
 from attnlib.derivative import BY_RESULT, derivative
 from attnlib.program import BOOL, FLOAT, INT, Operand, Program, Step, Value
 from attnlib.trace import FIRST_QUERY
@@ -121,3 +122,15 @@ def test_ints_and_bools_have_none():
     case = Case(lambda score, b, h, i, j, t: torch.where(t[h] > 0.5, i // 2, (t[j] * 2).int()))
     by = derivative(program_of("score", case, [torch.randn(3)]))
     assert (by.steps, by.score, by.reads) == ((), 0.0, ())
+
+
+def test_what_a_program_asks_for():
+    bias = torch.zeros(4, 9)
+    relative = score_mod(lambda s, b, h, i, j, x: s + x[h, (i - j).clamp(-4, 4) + 4] + x[h, 0], bias).program
+    capped = score_mod(
+        lambda s, b, h, i, j: torch.tanh(s) * 2,
+    ).program
+    squared = score_mod(lambda s, b, h, i, j: s * s).program
+    assert (relative.gathers, relative.exponentials, "b" in relative.read, "h" in relative.read) == (1, 0, False, True)
+    assert (capped.gathers, capped.exponentials) == (0, 1)
+    assert [derivative(x).needs_score for x in (relative, capped, squared)] == [False, True, True]

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from attnlib.backends._triton import tables
+from attnlib.backends._triton import hopper_tables, tables
 from attnlib.backends._triton.tables import DenseCase
 
 SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one program may take, by sm
@@ -15,10 +15,11 @@ SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one p
     ("d", "e"), [(1, 1), (64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (256, 256), (300, 300), (576, 512)]
 )
 @pytest.mark.parametrize("plain", [True, False])
-def test_tiles_fit_into_shared_memory(arch, d, e, plain):
+@pytest.mark.parametrize("gathers", [None, 0, 2, 3])  # of functions of indices, where there are any
+def test_tiles_fit_into_shared_memory(arch, d, e, plain, gathers):
     width = sum(tables.head_split(d)) + tables.power_of_two(e)
     for causal, aligned, keys in product((True, False), (True, False), (1, 100_000)):
-        case = DenseCase(d, e, 2, causal, plain, arch, aligned)
+        case = DenseCase(d, e, 2, causal, plain, arch, aligned, gathers is not None, gathers=gathers or 0)
         forward = tables.forward(case, keys=keys)
         loaded = [forward.block_m * sum(tables.head_split(d)) + forward.stages * forward.block_n * width]
         configs = [forward]
@@ -49,6 +50,19 @@ def test_tiles_of_keys_and_values_have_one_layout(d, e):
     assert e <= value
     assert main == value or min(main, value) >= 64
     assert tail == 0 or tail >= 64
+
+
+def test_functions_have_tiles_and_kernels_of_their_own():
+    case = DenseCase(128, 128, 2, True, True, 90, True)
+    hides, reads = case._replace(by_function=True), case._replace(by_function=True, changed=True, gathers=1)
+    assert tables.forward(hides, keys=8192) in [config for _, config in tables.FORWARD_FUNCTIONS]
+    assert not tables.forward(reads, keys=8192).tma
+    assert tables.forward(reads._replace(gathers=3), keys=8192).stages == 1
+    assert hopper_tables.forward(hides, keys=8192) == hopper_tables.forward(reads, keys=8192) is not None
+    adds, caps = reads._replace(gathers=0), reads._replace(gathers=0, exponentials=1)
+    assert hopper_tables.forward(adds, keys=8192) is not None
+    assert hopper_tables.forward(adds._replace(head_dim=64, value_dim=64), keys=8192) is None
+    assert hopper_tables.forward(caps, keys=8192) is None
 
 
 def test_a_wave_holds_whole_groups():
