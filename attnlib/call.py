@@ -211,6 +211,8 @@ def _check_tiles(mask: MaskFunction, device: torch.device, sizes: dict[str, int]
     if tuple(mask.tiles.shape) != expected or mask.tiles.device != device:
         got = f"tiles {tuple(mask.tiles.shape)} on {mask.tiles.device}, not {expected} on {device}"
         raise ValueError(f"mask: expected a mask for b={b}, h={h}, s={s}, t={t}, got {got}; see block_mask()")
+    if not torch.compiler.is_compiling() and mask.versions != mask.versions_now():
+        raise ValueError("mask: a tensor that it reads has changed since block_mask(); call that again")
 
 
 def _check_origin(call: Call) -> None:

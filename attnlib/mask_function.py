@@ -40,6 +40,7 @@ class MaskFunction:
     tensors: tuple[Tensor, ...]
     definition: Definition = field(repr=False)
     tiles: Tensor | None = field(default=None, repr=False)
+    versions: tuple[int, ...] = field(default=(), repr=False)  # of the tensors, when tiles were found
 
     def visible(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
         """Whether query ``i`` of head ``h`` in sequence ``b`` sees key ``j``: the definition.
@@ -50,17 +51,22 @@ class MaskFunction:
 
     def reading(self, tensors: Tensors) -> "MaskFunction":
         """The same function of other tensors, of the same dtypes and ranks."""
-        return replace(self, tensors=tuple(tensors), tiles=None)
+        return replace(self, tensors=tuple(tensors), tiles=None, versions=())
 
     def block_mask(self, b: int, h: int, s: int, t: int, *, device: torch.device | str | None = None) -> "MaskFunction":
         """The same mask for dense calls of ``b`` sequences, ``h`` query heads, ``s`` queries and ``t`` keys.
 
         It knows which tiles the function hides or shows whole, which kernels else find out at each call: worth it where
-        many layers share a mask. Dense calls of other sizes are refused; others find out for themselves. Make it anew
-        when a tensor that the function reads has changed. Without such tensors, name the ``device``.
+        many layers share a mask. Dense calls of other sizes are refused, and any once a tensor that the function reads
+        has changed in place; packed calls and those over caches find out for themselves. Without such tensors, name the
+        ``device``.
         """
         device = self.tensors[0].device if self.tensors and device is None else device
-        return replace(self, tiles=_tiles(self, self.planes(b, h), s, t, device))
+        return replace(self, tiles=_tiles(self, self.planes(b, h), s, t, device), versions=self.versions_now())
+
+    def versions_now(self) -> tuple[int, ...]:
+        """How often each tensor that the function reads has changed in place; 0 for those that do not count."""
+        return tuple(0 if x.is_inference() else x._version for x in self.tensors)
 
     def planes(self, b: int, h: int) -> tuple[int, int]:
         """How many sequences and heads of a dense call differ: one, where the function does not ask which it is."""
@@ -76,8 +82,10 @@ class MaskFunction:
             return NotImplemented
         if (band := self.band.meet(other.band)) is not None:
             both = _joined("logical_and", self, other, band)
-            known = [x.tiles for x in (self, other) if x.program != EVERYWHERE]
-            return replace(both, tiles=known[0]) if len(known) == 1 else both  # of a band, tiles say nothing
+            known = [x for x in (self, other) if x.program != EVERYWHERE]
+            if len(known) == 1:  # whose tiles say nothing of the band
+                return replace(both, tiles=known[0].tiles, versions=known[0].versions)
+            return both
         return _joined("logical_and", _all_of(self), other, other.band)
 
     def __or__(self, other: object) -> "Band | MaskFunction":

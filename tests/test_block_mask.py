@@ -61,3 +61,14 @@ def test_other_calls_are_refused():
     elsewhere = mask_mod(reach).block_mask(1, 2, 100, 100, device="meta")
     with pytest.raises(ValueError, match="on meta, not"):
         attention(q, q, q, mask=elsewhere)
+
+
+def test_tiles_of_other_numbers_are_refused():
+    q, documents = torch.randn(1, 100, 2, 8), torch.zeros(1, 100, dtype=torch.int32)
+    mask = mask_mod(lambda b, h, i, j, x: x[b, i] == x[b, j], documents)
+    blocks = CAUSAL & mask.block_mask(1, 2, 100, 100)
+    attention(q, q, q, mask=blocks)
+    documents[:, 50:] = 1
+    with pytest.raises(ValueError, match=r"has changed since block_mask\(\); call that again"):
+        attention(q, q, q, mask=blocks)
+    attention(q, q, q, mask=CAUSAL & mask)
