@@ -83,7 +83,7 @@ class MaskFunction:
         if (band := self.band.meet(other.band)) is not None:
             both = _joined("logical_and", self, other, band)
             known = [x for x in (self, other) if x.program != EVERYWHERE]
-            if len(known) == 1:  # whose tiles say nothing of the band
+            if len(known) == 1 and known[0].tiles is not None:  # which say nothing of the band
                 return replace(both, tiles=known[0].tiles, versions=known[0].versions)
             return both
         return _joined("logical_and", _all_of(self), other, other.band)

@@ -86,7 +86,7 @@ def _compiled_for(launch: Launch, tensors: dict) -> tuple:
 def _kind(n: object, parameter) -> tuple:
     """A constant itself; a number's type, and for an int that is specialized whether it is 1, or a multiple of 16."""
     if parameter.is_constexpr or n is None:
-        return (n,)
+        return (getattr(n, "__module__", n),)  # a function of indices is in a module named by what it says
     if isinstance(n, float):
         return (float,)
     alike = parameter.do_not_specialize

@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from function_cases import MASK_NAMES, SCORE_NAMES, by_definition, functions, loss, same_document, tensors, undefined
+from function_cases import (
+    MASK_NAMES,
+    SCORE_NAMES,
+    by_definition,
+    close,
+    functions,
+    loss,
+    narrow,
+    same_document,
+    tensors,
+    undefined,
+)
 from kernel_helpers import DEVICE
 
 from attnlib import (
@@ -25,18 +36,6 @@ def _here():
     """Every tensor where kernels run."""
     with torch.device(DEVICE):
         yield
-
-
-def narrow(*xs):
-    """fp32 leaves of fp64 ones."""
-    return [x.detach().float().requires_grad_() for x in xs]
-
-
-def close(ours, theirs):
-    """To fp32 rounding, -inf where -inf is."""
-    for x, y in zip(ours, theirs, strict=True):
-        assert torch.equal(x == -torch.inf, y == -torch.inf)
-        torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("score_name", SCORE_NAMES)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from function_cases import MASK_NAMES, by_definition, functions, loss, tensors
+from function_cases import MASK_NAMES, by_definition, close, functions, loss, narrow, tensors
 from kernel_helpers import DEVICE
 
 from attnlib import CAUSAL, FULL, attention, attention_with_lse, mask_mod, sliding, varlen_attention_with_lse
@@ -36,18 +36,6 @@ def small(request, monkeypatch):
     for name in ("forward", "backward_keys", "backward_queries"):
         monkeypatch.setattr(tables, name, lambda case, *, keys: LaunchConfig(block_m, block_n, 1, 4))
     return block_m, block_n
-
-
-def narrow(*xs):
-    """fp32 leaves of fp64 ones."""
-    return [x.detach().float().requires_grad_() for x in xs]
-
-
-def close(ours, theirs):
-    """To fp32 rounding, -inf where -inf is."""
-    for x, y in zip(ours, theirs, strict=True):
-        assert torch.equal(x == -torch.inf, y == -torch.inf)
-        torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=1e-4)
 
 
 def lines(call: Call, block_m: int, block_n: int, *, by_keys: bool):

@@ -101,22 +101,20 @@ BACKWARD_FP32 = (
     (256, LaunchConfig(16, 16, 1, 8)),
 )
 
-# Where functions of indices hide or change scores. Milliseconds at d = 128, causal 8k (ALiBi by function; a window of
-# 1024; documents): forward 1.36, 0.43, 0.40, of the large tables' 3 stages 1.21, 0.45, 0.43, 64 x 64 1.39, 0.43, 0.39.
+# Where functions of indices hide or change scores; wider heads take small tiles. Milliseconds at d = 128, causal 8k
+# (ALiBi by function; a window of 1024; documents): forward 1.36, 0.43, 0.40, of the large tables' 3 stages 1.21, 0.45,
+# 0.43, 64 x 64 1.39, 0.43, 0.39.
 FORWARD_FUNCTIONS = (
     (64, LaunchConfig(128, 64, 3, 8, tma=True)),  # 0.76, 0.24, 0.27; 64 x 64 with 168 registers 0.79, 0.25, 0.23
     (128, LaunchConfig(128, 128, 2, 8, tma=True)),
-    *FORWARD_SMALL[2:],
 )
 BACKWARD_KEYS_FUNCTIONS = (
     (64, LaunchConfig(64, 64, 3, 4, tma=True)),  # 1.19, 0.37, 0.33; 128 x 64 with 2 stages 1.42, 0.37, 0.37
     (128, LaunchConfig(64, 64, 2, 4, tma=True)),  # 1.85, 0.57, 0.55; 64 x 128 with 8 warps 2.09, 0.71, 0.63
-    *BACKWARD_SMALL[2:],
 )
 BACKWARD_QUERIES_FUNCTIONS = (
     (64, LaunchConfig(64, 64, 3, 4)),  # 1.22, 0.24, 0.25; T 1.18, 0.24, 0.28
     (128, LaunchConfig(64, 64, 2, 4, tma=True)),  # 2.24, 0.40, 0.35; 128 x 64 with 3 stages, 8 warps 1.76, 0.54, 0.45
-    *BACKWARD_SMALL[2:],
 )
 
 
@@ -145,12 +143,11 @@ def backward_queries(case: DenseCase, *, keys: int) -> LaunchConfig:
 
 
 def _first_that_fits(case: DenseCase, keys: int, large: tuple, small: tuple, fp32: tuple) -> LaunchConfig:
-    # What is read at each pair takes a tile of shared memory a stage, as keys do.
-    fits = case.plain and case.aligned and case.arch in (90, 100) and not case.gathers
-    table = large if fits else small
     _, _, value = widths(case.head_dim, case.value_dim)
     widest = max(case.head_dim, value)  # values are padded, heads split
-    config = fitting(fp32 if case.itemsize > 2 else table, widest)
+    # What is read at each pair takes a tile of shared memory a stage, as keys do.
+    fits = case.plain and case.aligned and case.arch in (90, 100) and not case.gathers and widest <= large[-1][0]
+    config = fitting(fp32 if case.itemsize > 2 else large if fits else small, widest)
     stages = 1 if case.gathers > 2 else config.stages
     return config._replace(stages=stages, tma=config.tma and keys > FEW_KEYS)
 

@@ -153,6 +153,7 @@ def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: boo
     if x.states is not None:
         found = mask_tiles.lists(x, LaunchConfig(config.block_m, ROWS * config.tiles, 1, 4), by_keys=True)
         before, lists, arguments = found.launch, found.numbers, arguments | found.arguments
+    # Of two kernels before it, one that starts early would wait for the last alone.
     keys = Launch(backward, programs, arguments, launched, blocks, early=before is None)
     queries = Launch(finish_queries, heads * tiles, arguments, launched, early=True)
     variant = "ordered Hopper" if in_order else "Hopper"
