@@ -42,9 +42,9 @@ def launch(
 ):  # fmt: skip
     """The gradients of q, k, v and of the slopes, by tiles of this size."""
     tiles = LaunchConfig(block_m, block_n, 1, 4)
-    terms = (alibi_slopes, sinks, key_starts, key_ends, cu_q, cu_k, dropout_seed, *(None,) * 5)
+    terms = (alibi_slopes, sinks, key_starts, key_ends, cu_q, cu_k, dropout_seed, *(None,) * 6)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    numbers = (mask.left, mask.right, mask.prefix, scale, softcap, dropout_p, *(None,) * 4)
+    numbers = (mask.left, mask.right, mask.prefix, scale, softcap, dropout_p, *(None,) * 4, False)
     planned.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("backward_keys", "backward_queries"):
