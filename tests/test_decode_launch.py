@@ -16,8 +16,9 @@ LATENT = [(64, 16), (128, 0), (300, 20), (512, 64), (512, 0)]
 def problems(arch: int):
     sizes = [(d, tail, e, False) for d, tail, e in HEADS] + [(d, tail, d, True) for d, tail in LATENT]
     for (d, tail, e, latent), itemsize, rows in product(sizes, (1, 2, 4), (1, 8, 16, 17, 64, 65, 128, 4096)):
-        for one, page, aligned in product((True, False), (0, 1, 16, 64, 256), (True, False)):
-            yield DecodeCase(rows, d, tail, e, itemsize, latent, one, page, arch, aligned)
+        choices = product((True, False), (0, 1, 16, 64, 256), (True, False), (False, True))
+        for one, page, aligned, changed in choices:
+            yield DecodeCase(rows, d, tail, e, itemsize, latent, one, page, arch, aligned, changed)
 
 
 @pytest.mark.parametrize("arch", SHARED)

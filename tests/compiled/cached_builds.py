@@ -5,7 +5,7 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-from .builds import OTHERS, Build, pairwise
+from .builds import FUNCTIONS, OTHERS, Build, pairwise
 
 GROUP = 4  # query heads to a KV head of grouped storage
 WITHOUT_FP8 = (80, 86)
@@ -48,6 +48,7 @@ class CachedBuild(NamedTuple):
     aligned: bool = True  # rows begin at multiples of 16 bytes
     invariant: bool = False  # cut alike whatever the batch is
     rope: str = ""  # or half, interleaved, for what is written
+    function: str = ""  # of indices: documents hides tiles, relative changes scores
 
     def __str__(self) -> str:
         if self.kernel == "schedule":
@@ -56,7 +57,7 @@ class CachedBuild(NamedTuple):
         words = [self.kernel, str(self.layer), self.dtype]
         words += [f"in {self.store}"] if self.store else []
         words += [f"{self.rope} rope"] if self.rope else []
-        words += [self.mask] if self.kernel == "decode" else []
+        words += [self.mask, *([self.function] if self.function else [])] if self.kernel == "decode" else []
         words += ["packed"] if self.packed else []
         words += [f"{self.tokens} tokens"] if self.tokens > 1 else []
         words += [f"batch of {self.sequences}"] if self.sequences != 16 else []
@@ -103,6 +104,7 @@ def cached_product() -> Iterator[CachedBuild]:
         "sinks": (False, True),
         "invariant": (False, True),
         "aligned": (True, False),
+        "function": ("", *FUNCTIONS),
     }
     never = {frozenset((("arch", arch), ("store", "fp8"))) for arch in WITHOUT_FP8}
     for row in pairwise(factors, never):
@@ -137,6 +139,8 @@ def _common(arch: int) -> Iterator[CachedBuild]:
         yield decode(layer, page=16)
         yield decode(layer, store="int8", page=16)
     yield decode(MLA, tokens=4, page=16)
+    for layer, function, tokens in product((GQA128, MLA, WIDE_MLA), FUNCTIONS, (1, 64)):
+        yield decode(layer, function=function, tokens=tokens)
     for layer in (GQA128, MLA):
         for sequences in (16, 1):
             yield combine(layer, sequences=sequences)
@@ -150,6 +154,7 @@ def _common(arch: int) -> Iterator[CachedBuild]:
 def _rare(arch: int) -> Iterator[CachedBuild]:
     """What else a call may be: of several tokens, over latents in fewer bits, of a large batch, of a prompt."""
     decode, combine, write = (partial(CachedBuild, kernel, arch) for kernel in ("decode", "combine", "write"))
+    stores = ("", "int8") if arch in WITHOUT_FP8 else ("", "int8", "fp8")
     yield decode(GQA64, tokens=64)
     yield decode(tokens=4)
     yield decode(tokens=4, mask="sliding", softcap=True, slopes=True, sinks=True)
@@ -157,6 +162,8 @@ def _rare(arch: int) -> Iterator[CachedBuild]:
     for layer, page in product((MLA, WIDE_MLA), (64, 16)):
         yield decode(layer, page=page)
         yield decode(layer, page=page, tokens=4)
+    for layer, page, store in product((GQA128, GQA256, MLA, WIDE_MLA), (16, 0), stores):
+        yield decode(layer, page=page, store=store, function="documents")
     if arch not in WITHOUT_FP8:
         for layer in (GQA128, MLA):
             yield decode(layer, dtype="fp8", store="fp8")

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from attnlib.backends._triton import backend, cached, plans, schedule, variants, writes
+from attnlib.backends._triton import backend, cached, decode_shapes, plans, schedule, variants, writes
 from attnlib.backends._triton.launch import Launch, planned
 from attnlib.backends._triton.plans import Key, key_of, layout
 from attnlib.backends._triton.programs import captured
@@ -135,9 +135,9 @@ def _over_cache(build: CachedBuild) -> Prepared:
     made = {}
 
     def remember(launch: Launch, tensors: dict[str, Tensor | None]):
-        names = {*launch.tensors, *(block.tensor for block in launch.blocks.values())}
+        names = {*launch.tensors, *(block.tensor for block in launch.blocks.values()), *launch.captured}
         kernel = launch.kernel.__name__
-        made["decode" if kernel.startswith("decode") else kernel] = launch, {name: tensors[name] for name in names}
+        made["decode" if kernel.startswith("decode") else kernel] = launch, {name: tensors.get(name) for name in names}
 
     cached_plan = cached.cached_plan
 
@@ -147,7 +147,7 @@ def _over_cache(build: CachedBuild) -> Prepared:
     with (
         patch.object(torch.ops.attnlib, "triton_cached", backend.cached.run),  # else torch would ask for shapes alone
         patch.object(torch.ops.attnlib, "triton_write", writes._write),
-        patch.object(cached, "arch_of", lambda device: build.arch),
+        patch.object(decode_shapes, "arch_of", lambda device: build.arch),
         patch.object(Launch, "on", remember),
         patch.object(cached, "cached_plan", plan),
         patch.object(schedule, "processors", lambda device: PROCESSORS[build.arch]),
@@ -159,12 +159,16 @@ def _over_cache(build: CachedBuild) -> Prepared:
 
 
 def _read(build: CachedBuild):
-    view, mask, layer = _view(build), MASKS[build.mask], build.layer
+    view, mask, layer, function = _view(build), MASKS[build.mask], build.layer, None
+    if build.function == "documents":
+        mask &= mask_mod(_same_document, torch.empty(build.sequences, CAPACITY, dtype=torch.int32, device="meta"))
+    elif build.function == "relative":
+        function = score_mod(_relative, torch.empty(layer.heads, 257, device="meta"))
     width = layer.key + layer.value if layer.latent else layer.key
     q = _tokens(build, layer.heads, width)
     slopes = torch.empty(layer.heads, device="meta") if build.slopes else None
     sinks = torch.empty(layer.heads, device="meta") if build.sinks else None
-    score = Score(width**-0.5, 50.0 if build.softcap else None, slopes, sinks)
+    score = Score(width**-0.5, 50.0 if build.softcap else None, slopes, sinks, function)
     descale = torch.empty(build.sequences, layer.heads, device="meta") if build.dtype == "fp8" else None
     backend.cached.attention(checked(Call(q, mask, score, kv=view, descales=descales_of(descale))))
 

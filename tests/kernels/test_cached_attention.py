@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from attnlib import CAUSAL, FULL, KVCache, KVLayout, KVView, Mask, explain, merge_states, sliding
 from attnlib import cached_attention_with_lse as attend
 from attnlib.backends._triton import cached as triton_cached
+from attnlib.backends._triton import decode_shapes
 from attnlib.backends._triton.launch import planned
 from attnlib.backends._triton.tables import LaunchConfig
 from attnlib.backends.operators import flat_over_view
@@ -356,7 +357,7 @@ def test_descriptors_load_rows_without_gaps(monkeypatch):
         return bool(triton_cached.cached_plan(triton_cached.decode_key(arguments)).decode.blocks)
 
     planned.cache_clear()
-    monkeypatch.setattr(triton_cached, "arch_of", lambda device: 90)
+    monkeypatch.setattr(decode_shapes, "arch_of", lambda device: 90)
     wide = KVLayout.latent(512, 64, dtype=torch.float16)
     assert [tma(wide, page_size) for page_size in (1, 16, 64, 256, None)] == [False, False, True, True, True]
     assert not tma(wide, 64, "apart")

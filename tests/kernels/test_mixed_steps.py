@@ -10,6 +10,7 @@ from kernel_helpers import DEVICE, INTERPRETED
 
 from attnlib import CAUSAL, FULL, KVLayout, Mask, sliding
 from attnlib.backends._triton import cached as triton_cached
+from attnlib.backends._triton.decode_shapes import DecodeShapes
 from attnlib.backends._triton.tables import LaunchConfig
 from attnlib.backends.operators import flat_over_view
 from attnlib.call import Call as Attention
@@ -39,11 +40,11 @@ def mixed(layout: KVLayout = GROUPED, counts=COUNTS, mask: Mask = CAUSAL, option
     return store(layout, Sizes(LENGTHS, page_size=8)).call(counts, 6, mask, options).scheduled()
 
 
-def shapes(call: Call) -> triton_cached.DecodeShapes:
+def shapes(call: Call) -> DecodeShapes:
     """What the launches of a call are planned from."""
     view = call.stored.view
     asked = checked(Attention(call.q.to(DEVICE), call.mask, kv=view))
-    return triton_cached.DecodeShapes(triton_cached.decode_key(flat_over_view(asked, view.schedule)))
+    return DecodeShapes(triton_cached.decode_key(flat_over_view(asked, view.schedule)))
 
 
 def test_long_sequences_have_splits(plan):

@@ -21,8 +21,8 @@ LONG = 16  # query tokens of a sequence, on the mean, from which there may be en
 
 class DecodeCase(NamedTuple):
     """What decides the tiles of a call: ``rows`` of queries for each sequence and KV head, the bytes of a stored value
-    (4 if what is computed with is fp32), whether every sequence has ``one`` query, and the tokens of a page (0 where a
-    page holds all)."""
+    (4 if what is computed with is fp32), whether every sequence has ``one`` query, the tokens of a page (0 where a
+    page holds all), and whether a function changes scores."""
 
     rows: int
     head_dim: int
@@ -34,6 +34,7 @@ class DecodeCase(NamedTuple):
     page_size: int
     arch: int
     aligned: bool
+    changed: bool = False
 
     @property
     def widest(self) -> int:
@@ -59,6 +60,8 @@ EIGHT_BIT = (
     (256, LaunchConfig(16, 64, 3, 4)),
     (576, LaunchConfig(16, 64, 3, 4)),  # 16 heads, 64 x 8k: 122; 16 x 32 138
 )
+# More rows, whose scores a function changes, which takes registers: of 128 rows it spills 328 bytes (none was timed).
+MANY_ROWS_CHANGED = ((128, LaunchConfig(64, 64, 3, 8)), *MANY_ROWS[1:])
 # Batch-invariant calls, whatever the rows.
 BATCH_INVARIANT = (
     (128, LaunchConfig(64, 64, 3, 4)),
@@ -138,10 +141,11 @@ def decode(case: DecodeCase) -> LaunchConfig:
         if case.rows <= LATENT_FEW.block_m:
             return LATENT_FEW
         tma = case.page_size % LATENT_MANY.block_n == 0 and case.aligned
-        if case.arch == 90 and (tma or case.one):
+        if case.arch == 90 and (tma or case.one) and not case.changed:
             return LATENT_MANY._replace(tma=tma)
     small, max_rows = (EIGHT_BIT, 16 if widest > 256 else TILE) if case.itemsize == 1 else (FEW_ROWS, TILE)
-    table = FP32 if case.itemsize > 2 else MANY_ROWS if case.rows > max_rows else small
+    many = MANY_ROWS_CHANGED if case.changed else MANY_ROWS
+    table = FP32 if case.itemsize > 2 else many if case.rows > max_rows else small
     config = fitting(table, widest)
     if table is small:
         block_m = min(TILE, power_of_two(case.rows))
@@ -190,14 +194,15 @@ def rows(tokens: int, batch: int, group: int) -> int:
     return group * max(mean, min(most, TILE // group))
 
 
-def halvings(config: LaunchConfig, programs: int, kv_heads: int) -> int:
-    """How often the capacity is halved for so many programs to each split of all KV heads.
+def halvings(config: LaunchConfig, programs: int, kv_heads: int, *, whole: bool = False) -> int:
+    """How often the capacity is halved for so many programs to each split of all KV heads; ``whole``: of whole tiles.
 
     >>> halvings(FEW_ROWS[0][1], 8, 8), halvings(HOPPER_PAGES, 1, 8), halvings(HOPPER_PAGES, 1, 1)
     (2, 0, 2)
     """
     most = config.resident * min(kv_heads, RESIDENT)
-    return min(HALVINGS - 1, (-(-programs * RESIDENT // most) - 1).bit_length())
+    least = (config.block_n // FINEST).bit_length() - 1 if whole else 0
+    return min(HALVINGS - 1, max(least, (-(-programs * RESIDENT // most) - 1).bit_length()))
 
 
 def long_splits(config: LaunchConfig, blocks: int, processors: int) -> int:

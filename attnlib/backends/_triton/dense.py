@@ -83,7 +83,7 @@ class Dense:
             return a
         launch, shape = variants.states(self._key(a))
         tiles = a.q.new_empty(shape, dtype=torch.int8)
-        launch.on(a._asdict() | captured(a) | {"states": tiles})
+        launch.on(a._asdict() | captured(a) | {"states": tiles, "lengths": None})
         return a._replace(mask_tiles=tiles)
 
     def _forward(self, *arguments):

@@ -11,32 +11,65 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .band import Band, key_range, origin_of, sees_any, tiles_of
 from .decode_tiles import Scoring, Sizes, Stored, Sums, sweep
 from .paged import claimed, tokens_of_split
+from .runs import Blocks, Range, States, list_runs, run_at
 from .scores import LN2, LOG2E, Modifiers, descaled, load_slope, unit_behind
 from .split_kv import join, shares
 from .stored_bytes import Queries, halved, in_range, pairs_at
 from .tile import COUNTS, Rows, Tile, load_columns
 
 
+@triton.jit
+def sums_of_splits(
+    low, high, unit, empty, queries, scoring, stored, sizes,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The output, weights and maximum over the tokens ``[low, high)``, from ``empty`` sums of ``SIZE`` tokens each."""
+    acc, m_i = empty.acc, empty.m_i
+    l_i = tl.zeros([m_i.shape[0]], tl.float32)
+    APART: tl.constexpr = len(empty.l_i.shape) == 2
+    for split in range(low // SIZE, tl.cdiv(high, SIZE)):
+        split_low, split_high = tl.maximum(low, split * SIZE), tl.minimum(high, (split + 1) * SIZE)
+        tiles = tiles_of(split_low, split_high, 0, 0, 0, sizes.EDGE)
+        part = sweep(empty, tiles, queries, scoring, stored, sizes, MASK, SCORE, True)
+        part_l = tl.sum(part.l_i, 1) if APART else part.l_i
+        divisor = tl.where(part_l == 0.0, 1.0, part_l)
+        lse2 = tl.where(part_l == 0.0, float("-inf"), tl.fma(part.m_i, unit, tl.log2(divisor)))
+        acc, l_i, m_i = join(acc, l_i, m_i, part.acc * (1.0 / divisor)[:, None], lse2)
+    return acc, l_i, m_i
+
+
+@triton.jit
+def sums_of_runs(runs, sums, queries, scoring, stored, sizes, MASK: tl.constexpr, SCORE: tl.constexpr):
+    """The running sums with all runs of tiles, of whole ones without a mask."""
+    for r in range(runs.count):
+        for MASKED in tl.static_range(2):
+            tiles = run_at(r, runs, sizes.FULL, sizes.EDGE)
+            sums = sweep(sums, tiles, queries, scoring, stored, sizes, MASK, SCORE, MASKED)
+    return sums
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def decode(
     q_ptr, k_ptr, k_tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr,
-    alibi_slopes_ptr, sinks_ptr, origin_ptr, q_descale_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr,
-    k_desc, tail_desc, mask_tensors, score_tensors,
+    alibi_slopes_ptr, sinks_ptr, origin_ptr, q_descale_ptr, schedule_ptr, states_ptr, runs_ptr,
+    out_ptr, lse_ptr, split_ptr, k_desc, tail_desc, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_kg, stride_tp, stride_tt, stride_tg,
     stride_vp, stride_vt, stride_vg, stride_ksp, stride_kst, stride_ksg, stride_vsp, stride_vst, stride_vsg,
     stride_table, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes,
-    pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
+    pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit, planes, columns, room,
     left, right, prefix, scale, softcap,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, TAIL: tl.constexpr, E: tl.constexpr,
     E_MAIN: tl.constexpr, LATENT: tl.constexpr, ONE: tl.constexpr, SCHEDULED: tl.constexpr, SPLIT_SIZE: tl.constexpr,
     FULL: tl.constexpr, PAGE: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, STAGES: tl.constexpr, TF32: tl.constexpr,
     PAIRS: tl.constexpr, EARLY: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
+    GRAIN_M: tl.constexpr, GRAIN: tl.constexpr,
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or splits of them.
 
     ``FULL``: tiles that all rows see whole need no mask; without it, all have one. ``SPLIT_SIZE``: so many tokens are
-    added up at a time, and joined as splits are, so that splits of this size each make no difference to any bit.
+    added up at a time, and joined as splits are, so that splits of this size each make no difference to any bit. With
+    ``states`` of tiles of ``GRAIN_M`` queries and ``GRAIN`` keys, those that a mask by function hides are not read.
     """
     if EARLY:
         gdc_wait()
@@ -62,9 +95,8 @@ def decode(
     first, last = work.start // group, tl.minimum((work.start + BLOCK_M - 1) // group + 1, count)
     low, high, all_low, all_high = key_range(length - count + first, length - count + last, band)
     high = tl.where(first < last, high, low)
-    if not SPLIT_SIZE:  # else all blocks have one split
-        if n >= 0:
-            low, high = tokens_of_split(low, high, n, splits, BLOCK_N)
+    if not SPLIT_SIZE and n >= 0:  # else all blocks have one split
+        low, high = tokens_of_split(low, high, n, splits, BLOCK_N)
 
     STORED: tl.constexpr = k_ptr.dtype.element_ty
     PER: tl.constexpr = 2 if PAIRS else 1  # channels of what is loaded at once
@@ -102,18 +134,17 @@ def decode(
     acc = tl.zeros([BLOCK_M, E_MAIN // 2 if PAIRS else E_MAIN], tl.float32)
     sums = Sums(acc, acc, m_i, tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if APART else l_i)
     if SPLIT_SIZE:  # not FULL
-        for split in range(low // SPLIT_SIZE, tl.cdiv(high, SPLIT_SIZE)):
-            split_low, split_high = tl.maximum(low, split * SPLIT_SIZE), tl.minimum(high, (split + 1) * SPLIT_SIZE)
-            tiles = tiles_of(split_low, split_high, 0, 0, WHOLE, EDGE)
-            part = sweep(sums, tiles, queries, scoring, stored, sizes, MASK, SCORE, True)
-            part_l = tl.sum(part.l_i, 1) if APART else part.l_i
-            divisor = tl.where(part_l == 0.0, 1.0, part_l)
-            lse2 = tl.where(part_l == 0.0, float("-inf"), tl.fma(part.m_i, unit, tl.log2(divisor)))
-            acc, l_i, m_i = join(acc, l_i, m_i, part.acc * (1.0 / divisor)[:, None], lse2)
+        acc, l_i, m_i = sums_of_splits(low, high, unit, sums, queries, scoring, stored, sizes, MASK, SCORE, SPLIT_SIZE)
     else:
-        tiles = tiles_of(low, high, all_low, all_high, WHOLE, EDGE)
-        for MASKED in tl.static_range(0 if FULL else 1, 2):
-            sums = sweep(sums, tiles, queries, scoring, stored, sizes, MASK, SCORE, MASKED)
+        if states_ptr is not None:
+            blocks: tl.constexpr = Blocks(BLOCK_M, BLOCK_N, GRAIN_M, GRAIN, KV_HEADS, cu_seqlens_q_ptr is not None)
+            states = States(states_ptr, runs_ptr, planes, columns, room, batch, s, group)
+            runs = list_runs(states, blocks, work, first, last, Range(low, high, all_low, all_high))
+            sums = sums_of_runs(runs, sums, queries, scoring, stored, sizes, MASK, SCORE)
+        else:
+            tiles = tiles_of(low, high, all_low, all_high, WHOLE, EDGE)
+            for MASKED in tl.static_range(0 if FULL else 1, 2):
+                sums = sweep(sums, tiles, queries, scoring, stored, sizes, MASK, SCORE, MASKED)
         acc, l_i = sums.acc, tl.sum(sums.l_i, 1) if APART else sums.l_i
         acc = tl.join(acc, sums.odd).reshape(BLOCK_M, E_MAIN) if PAIRS else acc
         m_i = tl.where(l_i == 0.0, float("-inf"), sums.m_i * unit)

@@ -49,6 +49,12 @@ def slot_of(row, sequence, start, BLOCK: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def lines_of(rows, batch, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """How many blocks there are of as many rows, of all sequences if packed."""
+    return rows // BLOCK + batch + 1 if PACKED else tl.cdiv(rows, BLOCK)
+
+
+@triton.jit
 def listed(lists_ptr, work, stride_b, stride_h, room, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """What is listed for a block of rows."""
     line = lists_ptr + line_of(work, stride_b, stride_h, room, BLOCK, PACKED)
@@ -64,29 +70,31 @@ def entry(tiles, n, CUT: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS)
 def classify_tiles(
-    states_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors,  # offsets and origin may be None
-    batch, planes, s, t, columns, left, right, prefix, GRAIN: tl.constexpr, MASK: tl.constexpr,
+    states_ptr, lengths_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors,  # all but the first: or None
+    batch, planes, s, t, columns, left, right, prefix, BLOCK_M: tl.constexpr, GRAIN: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Writes what the function makes of each tile within the band, int8 ``[b, h, rows of tiles, columns]``.
 
-    Pairs behind the last query or key count neither as seen nor as hidden. ``planes`` is how many heads differ.
+    Pairs behind the last query or key count neither as seen nor as hidden. ``planes`` is how many heads differ. Each
+    sequence of a cache has as many keys as ``lengths`` says, ``t`` at most.
     """
     chunks = tl.cdiv(columns, EACH)
     pid, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    work = locate(pid, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, planes, s, t, 1, GRAIN, False)
-    if work.start >= work.rows:
-        return
+    work = locate(pid, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, planes, s, t, 1, BLOCK_M, False)
     keys, rows = work.others, work.rows
+    if lengths_ptr is not None:
+        keys = tl.minimum(tl.load(lengths_ptr + work.sequence, mask=work.sequence < batch, other=0), t)
+    if (work.start >= rows) | (chunk * EACH * GRAIN >= keys):
+        return
     origin = origin_of(origin_ptr, work.sequence, batch)
     band = Band(0, keys, left, right, prefix, origin.query - origin.key, origin.key)
     i0 = keys - rows + work.start
-    low, high, _, _ = key_range(i0, tl.minimum(i0 + GRAIN, keys), band)
+    low, high, _, _ = key_range(i0, tl.minimum(i0 + BLOCK_M, keys), band)
     PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
-    rows_of_plane = s // GRAIN + batch + 1 if PACKED else tl.cdiv(s, GRAIN)
-    row = (work.plane * planes + work.head) * rows_of_plane
-    row += slot_of(work.row, work.sequence, work.start, GRAIN, PACKED)
-    i, n, m = (i0 + tl.arange(0, GRAIN))[:, None], tl.arange(0, AT_ONCE * GRAIN)[None, :], tl.arange(0, AT_ONCE)
-    height = tl.minimum(GRAIN, keys - i0)
+    row = (work.plane * planes + work.head) * lines_of(s, batch, BLOCK_M, PACKED)
+    row += slot_of(work.row, work.sequence, work.start, BLOCK_M, PACKED)
+    i, n, m = (i0 + tl.arange(0, BLOCK_M))[:, None], tl.arange(0, AT_ONCE * GRAIN)[None, :], tl.arange(0, AT_ONCE)
+    height = tl.minimum(BLOCK_M, keys - i0)
     for first in range(chunk * EACH, tl.minimum(chunk * EACH + EACH, columns), AT_ONCE):
         j, state = first * GRAIN + n, tl.full([AT_ONCE], HIDDEN, tl.int32)
         if (first * GRAIN < high) & ((first + AT_ONCE) * GRAIN > low):

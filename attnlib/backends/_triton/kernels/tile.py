@@ -215,9 +215,9 @@ def locate(pid, cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK:
     if PACKED:
         n, block = owner(cu_ptr, block, batch, s, 1, BLOCK, 0)
         row, rows = tokens_of(cu_ptr, n, batch, s)
-        other, others = tokens_of(cu_other_ptr, n, batch, t)
-        n, others = n.to(tl.int64), tl.where(n < batch, others, 0)
-        return Work(n, n * 0, pair, block * BLOCK, row.to(tl.int64), rows, other.to(tl.int64), others)
+        other, others = (0, t) if cu_other_ptr is None else tokens_of(cu_other_ptr, n, batch, t)
+        n, other, others = n.to(tl.int64), tl.cast(other, tl.int64), tl.where(n < batch, others, 0)
+        return Work(n, n * 0, pair, block * BLOCK, row.to(tl.int64), rows, other, others)
     else:
         n = pair // heads
         return Work(n, n, pair % heads, block * BLOCK, n * 0, s, n * 0, t)
