@@ -162,7 +162,7 @@ def _bind_to_view(call: Call) -> dict[str, int]:
     if sizes["h"] == 0 or sizes["h"] % layout.heads:
         raise ValueError(f"q: expected a multiple of the cache's g={layout.heads} KV heads, got h={sizes['h']}")
     if isinstance(mask, AnyMask):  # what is none, describe() refuses
-        layout.check_reach(mask.band)
+        layout.check_reach(mask)
     return sizes | {"g": layout.heads, "e": layout.value_dim}
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_count
-from .mask import Mask
+from .mask import AnyMask
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STORES = (torch.int8, torch.float8_e4m3fn)
@@ -18,9 +18,9 @@ class KVLayout:
     """What one token stores in one layer of a cache; made by :meth:`grouped` or :meth:`latent`.
 
     ``tail`` is the width of the second plane of latent storage (the shared rotary key), 0 for grouped.
-    ``window`` counts the query itself; a paged cache drops pages that it cannot reach. ``dtype`` is what is
-    computed with. ``store`` keeps every plane but the tail in one byte a value, with an fp32 scale per
-    token and head.
+    ``window`` counts the query itself; a paged cache drops pages that it cannot reach, but for those of the first
+    ``keep_first`` tokens. ``dtype`` is what is computed with. ``store`` keeps every plane but the tail in one byte a
+    value, with an fp32 scale per token and head.
     """
 
     heads: int
@@ -31,6 +31,7 @@ class KVLayout:
     window: int | None
     dtype: torch.dtype
     store: torch.dtype | None
+    keep_first: int = 0
 
     @classmethod
     def grouped(
@@ -40,6 +41,7 @@ class KVLayout:
         value_dim: int | None = None,
         *,
         window: int | None = None,
+        keep_first: int = 0,
         dtype: torch.dtype = torch.float32,
         store: torch.dtype | None = None,
     ) -> "KVLayout":
@@ -49,7 +51,7 @@ class KVLayout:
             ValueError: a size is not positive.
             TypeError: a size is no int, ``store`` is neither int8 nor float8_e4m3fn, or ``dtype`` is none of the four.
         """
-        return cls(heads, dim, dim if value_dim is None else value_dim, 0, False, window, dtype, store)
+        return cls(heads, dim, dim if value_dim is None else value_dim, 0, False, window, dtype, store, keep_first)
 
     @classmethod
     def latent(
@@ -58,6 +60,7 @@ class KVLayout:
         rope_dim: int,
         *,
         window: int | None = None,
+        keep_first: int = 0,
         dtype: torch.dtype = torch.float32,
         store: torch.dtype | None = None,
     ) -> "KVLayout":
@@ -65,25 +68,41 @@ class KVLayout:
 
         Raises: as :meth:`grouped`.
         """
-        return cls(1, rank, rank, rope_dim, True, window, dtype, store)
+        return cls(1, rank, rank, rope_dim, True, window, dtype, store, keep_first)
 
     def __post_init__(self):
         arguments = {"dim": "rank", "value_dim": "rank", "tail": "rope_dim"} if self.is_latent else {}
         for name, least in (("heads", 1), ("dim", 1), ("value_dim", 1), ("tail", 0)):
             check_count(arguments.get(name, name), getattr(self, name), least=least)
+        check_count("keep_first", self.keep_first)
         if self.window is not None:
             check_count("window", self.window, least=1)
+        elif self.keep_first:
+            raise ValueError(f"keep_first: expected 0 without a window, since all is kept then, got {self.keep_first}")
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             raise TypeError(f"dtype: expected fp16, bf16, fp32 or fp64, got {self.dtype}")
         if self.store is not None and (not isinstance(self.store, torch.dtype) or self.store not in STORES):
             raise TypeError(f"store: expected None, torch.int8 or torch.float8_e4m3fn, got {self.store}")
 
-    def check_reach(self, mask: Mask) -> None:
-        """Raise ValueError for a mask that reaches further back than the window, before which keys are dropped."""
-        if self.window is not None and (mask.reach is None or mask.reach >= self.window):
-            reach = "without bound" if mask.reach is None else f"{mask.reach} keys"
+    @property
+    def window_class(self) -> int | tuple[int, int] | None:
+        """What layers have in common that share pages: their window, and with it the first tokens that are kept."""
+        return (self.window, self.keep_first) if self.keep_first else self.window
+
+    def check_reach(self, mask: AnyMask) -> None:
+        """Raise ValueError for a mask that shows keys which this layout drops."""
+        band, kept = mask.band, mask.kept
+        if self.window is None or (band.reach is not None and band.reach < self.window):
+            return
+        if kept.window is None or kept.window > self.window:
+            reach = "without bound" if kept.window is None else f"{kept.window - 1} keys"
             raise ValueError(
                 f"mask: it reaches back {reach}, and the cache keeps a window of {self.window}; use sliding()"
+            )
+        if kept.first > self.keep_first:
+            raise ValueError(
+                f"mask: it shows the first {kept.first} keys, and the cache keeps {self.keep_first} of them; "
+                f"make its layout with keep_first={kept.first}"
             )
 
     @property

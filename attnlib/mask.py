@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .checks import INT32
-from .mask_function import EVERYWHERE, MaskFunction, everywhere, function_of
+from .mask_function import EVERYWHERE, Kept, MaskFunction, everywhere, function_of
 from .program import INDICES, Operand, Program, Steps, Value, constant
 from .trace import FirstQuery
 
@@ -143,6 +143,15 @@ class Mask:
         after_left = self.left is None or start >= last - 1 - self.left
         before_right = self.right is None or stop - 1 <= first + self.right
         return after_left and before_right
+
+    @property
+    def kept(self) -> Kept:
+        """What a cache must keep for this mask.
+
+        >>> sliding(4).kept, CAUSAL.kept
+        (Kept(window=4, first=0), Kept(window=None, first=0))
+        """
+        return Kept(None if self.reach is None or self.reach < 0 else self.reach + 1)
 
     @property
     def reach(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,20 @@ Tensors = Sequence[Tensor]
 Definition = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # takes tensors, b, h, i, j and first
 
 
+class Kept(NamedTuple):
+    """What a cache must keep for a mask: the last ``window`` keys, the query's own included, None for all; and besides
+    them the ``first`` ones."""
+
+    window: int | None
+    first: int = 0
+
+    def within(self, other: "Kept") -> "Kept":
+        """What is enough for the keys that two masks both show."""
+        if None in (self.window, other.window):
+            return other if self.window is None else self
+        return Kept(min(self.window, other.window), max(self.first, other.first))
+
+
 class Band(Protocol):
     """What a function asks of the band beside it, which is a :class:`attnlib.Mask`."""
 
@@ -24,6 +38,8 @@ class Band(Protocol):
     def hull(self, other: "Band") -> "Band": ...
     def unbounded(self) -> "Band": ...
     def program(self) -> Program: ...
+    @property
+    def kept(self) -> Kept: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +48,7 @@ class MaskFunction:
 
     ``program`` is what the function does, ``tensors`` what it reads; ``definition`` calls the function itself with such
     tensors. Masks compose by ``&``, ``|`` and ``~``, bands and functions alike. ``tiles`` is what :meth:`block_mask`
-    has found.
+    has found. ``far`` is what its author knows that a cache must keep, if less than its band says.
     """
 
     band: Band
@@ -41,6 +57,12 @@ class MaskFunction:
     definition: Definition = field(repr=False)
     tiles: Tensor | None = field(default=None, repr=False)
     versions: tuple[int, ...] = field(default=(), repr=False)  # of the tensors, when tiles were found
+    far: Kept | None = None
+
+    @property
+    def kept(self) -> Kept:
+        """What a cache must keep for this mask."""
+        return self.band.kept if self.far is None else self.far
 
     def visible(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
         """Whether query ``i`` of head ``h`` in sequence ``b`` sees key ``j``: the definition.
@@ -84,9 +106,11 @@ class MaskFunction:
             both = _joined("logical_and", self, other, band)
             known = [x for x in (self, other) if x.program != EVERYWHERE]
             if len(known) == 1 and known[0].tiles is not None:  # which say nothing of the band
-                return replace(both, tiles=known[0].tiles, versions=known[0].versions)
-            return both
-        return _joined("logical_and", _all_of(self), other, other.band)
+                both = replace(both, tiles=known[0].tiles, versions=known[0].versions)
+        else:
+            both = _joined("logical_and", _all_of(self), other, other.band)
+        kept = self.kept.within(other.kept)
+        return both if kept == both.kept else replace(both, far=kept)
 
     def __or__(self, other: object) -> "Band | MaskFunction":
         if (other := _function(other)) is None:

@@ -3,12 +3,14 @@
 Indices are storage indices, as in :class:`attnlib.Mask`. Tensors lie on the device of the call.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from .checks import check_count, is_strided, refuse_tensor
 from .mask import CAUSAL, FULL, AnyMask, mask_mod, sliding
-from .mask_function import MaskFunction
+from .mask_function import Kept, MaskFunction
 from .trace import FIRST_QUERY
 
 
@@ -52,9 +54,13 @@ def global_tokens(count: int) -> MaskFunction:
 
 
 def attention_sinks(count: int, window: int) -> AnyMask:
-    """The last ``window`` keys and the first ``count`` ones, causally (StreamingLLM; Xiao et al., 2023, 2309.17453)."""
+    """The last ``window`` keys and the first ``count`` ones, causally (StreamingLLM; Xiao et al., 2023, 2309.17453).
+
+    A paged cache of the layers that have this mask keeps both, and drops the pages between.
+    """
     check_count("count", count, least=1)
-    return sliding(window) | (CAUSAL & mask_mod(lambda b, h, i, j: j < count))
+    both = sliding(window) | (CAUSAL & mask_mod(lambda b, h, i, j: j < count))
+    return replace(both, far=Kept(window, count))
 
 
 def chunked(size: int) -> MaskFunction:

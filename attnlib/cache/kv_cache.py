@@ -11,7 +11,7 @@ from ..kv import KVLayout
 from ..storage import copy_pages
 from .layer_cache import LayerCache as LayerCache
 from .options import ReadOptions, pages_by_window, read_options
-from .pages import Handle, StepPlan
+from .pages import Handle, StepPlan, Window
 from .sequences import Freed, Request, Sequences
 from .step import StepBuffers
 
@@ -53,7 +53,7 @@ class KVCache:
             self._buffers = StepBuffers(sequences, page_size, options, device)
             self._buffers.schedule(self.layouts)
             self._layers = tuple(
-                LayerCache(layout, sequences.allocators[layout.window].total, page_size, device)
+                LayerCache(layout, sequences.allocators[layout.window_class].total, page_size, device)
                 for layout in self.layouts
             )
         self._poison([(window, range(allocator.total)) for window, allocator in sequences.allocators.items()])
@@ -84,7 +84,7 @@ class KVCache:
         cls,
         layouts: Sequence[KVLayout],
         *,
-        pages: int | Mapping[int | None, int],
+        pages: int | Mapping[Window, int],
         page_size: int = 64,
         max_sequences: int,
         max_length: int | None = None,
@@ -95,7 +95,8 @@ class KVCache:
     ) -> "KVCache":
         """A cache whose sequences take pages of ``page_size`` tokens, any number of them, as they grow.
 
-        ``pages`` counts the pages of each window class (a mapping from window to count sets them apart).
+        ``pages`` counts the pages of each window class (a mapping from window to count sets them apart; from
+        ``(window, keep_first)`` for layouts that keep first tokens).
         ``max_length`` bounds one sequence and so the table's width; None means as long as all pages.
         ``rollback`` tokens stay reachable for ``truncate`` and ``read`` behind a window.
         With ``shared_prefixes``, layers without a window read pages that neighbours in a step share once for all of
@@ -226,7 +227,7 @@ class KVCache:
     def used_bytes(self) -> int:
         """Bytes of the pages in use, a shared page once."""
         pages = {window: allocator.used for window, allocator in self._sequences.allocators.items()}
-        return sum(pages[layout.window] * self.page_size * layout.token_bytes for layout in self.layouts)
+        return sum(pages[layout.window_class] * self.page_size * layout.token_bytes for layout in self.layouts)
 
     def _refuse_inside(self, what: str) -> None:
         if self._open is not None:
@@ -254,13 +255,13 @@ class KVCache:
         per_step, windows = self._buffers.slices(request, writing=what == "step")
         by_window = dict(zip(self._sequences.allocators, windows, strict=True))
         for layer in self._layers:
-            layer.prepare(self.page_size, per_step, by_window[layer.layout.window])
+            layer.prepare(self.page_size, per_step, by_window[layer.layout.window_class])
 
     def _copy_shared(self, plans: Sequence[StepPlan]) -> None:
         for window, plan in zip(self._sequences.allocators, plans, strict=True):
             pairs = plan.copies
             for layer in self._layers if pairs else ():
-                if layer.layout.window == window:
+                if layer.layout.window_class == window:
                     copy_pages(layer.view(), pairs)
 
     def _check_complete(self, tokens: int, replay: bool) -> None:
@@ -291,7 +292,7 @@ class KVCache:
     def _poison(self, freed: Freed) -> None:
         for window, pages in freed if self._poisons else ():
             for layer in self._layers if pages else ():
-                if layer.layout.window == window:
+                if layer.layout.window_class == window:
                     layer.poison(pages)
 
     def __reduce_ex__(self, protocol):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from ..checks import check_count
 from ..kv import KVLayout
 from .buffer import split_size_of
+from .pages import Window
 
 
 class ReadOptions(NamedTuple):
@@ -29,7 +30,7 @@ def read_options(shared_prefixes: int, batch_invariant: bool, max_length: int) -
     return ReadOptions(shared_prefixes, split_size_of(max_length) if batch_invariant else 0)
 
 
-def pages_by_window(pages: int | Mapping[int | None, int], layouts: Sequence[KVLayout]) -> dict[int | None, int]:
+def pages_by_window(pages: int | Mapping[Window, int], layouts: Sequence[KVLayout]) -> dict[Window, int]:
     """How many pages the layers of each window get; every window has a page allocator of its own."""
     windows = _windows(layouts)
     counts = dict(pages) if isinstance(pages, Mapping) else dict.fromkeys(windows, pages)
@@ -40,7 +41,7 @@ def pages_by_window(pages: int | Mapping[int | None, int], layouts: Sequence[KVL
     return counts
 
 
-def _windows(layouts: Sequence[KVLayout]) -> list[int | None]:
+def _windows(layouts: Sequence[KVLayout]) -> list[Window]:
     """The distinct windows of the layouts, in their order."""
     if not isinstance(layouts, Sequence):
         raise TypeError(f"layouts: expected a sequence of KVLayouts, one for each layer, got {type(layouts).__name__}")
@@ -49,4 +50,4 @@ def _windows(layouts: Sequence[KVLayout]) -> list[int | None]:
             raise TypeError(f"layouts: expected one KVLayout for each layer, got {type(layout).__name__}")
     if not layouts:
         raise ValueError("layouts: expected one KVLayout for each layer, got none")
-    return list(dict.fromkeys(layout.window for layout in layouts))
+    return list(dict.fromkeys(layout.window_class for layout in layouts))

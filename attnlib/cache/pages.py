@@ -5,6 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+# What layers have in common that share pages: their window, None without, and with it the first tokens that are kept.
+Window = int | None | tuple[int, int]
+
 
 class CacheFullError(RuntimeError):
     """A step, an admission or a fork needs more pages or rows than are free; nothing was changed."""
@@ -21,7 +24,8 @@ class Holding:
     """What one sequence holds: its pages from absolute page ``dropped`` on, and ``length`` stored tokens.
 
     The first ``padding`` tokens are never visible, and ``start`` is the first token that still can be.
-    Between steps the pages are exactly those of the tokens ``[dropped * page_size, length)``.
+    Between steps the pages are exactly those of the tokens ``[dropped * page_size, length)``; and before the dropped
+    ones, in ``first``, those of tokens that a window keeps for ever.
     """
 
     padding: int
@@ -29,6 +33,7 @@ class Holding:
     length: int = 0
     dropped: int = 0
     pages: list[int] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
 
 
 class Grant(NamedTuple):
@@ -60,10 +65,13 @@ class PageAllocator:
     Between ``reserve`` and ``commit`` or ``restore`` nothing else may be called.
     """
 
-    def __init__(self, pages: int, page_size: int, *, window: int | None = None, rollback: int = 0):
+    def __init__(
+        self, pages: int, page_size: int, *, window: int | None = None, keep_first: int = 0, rollback: int = 0
+    ):
         self.total = pages
         self.page_size = page_size
         self.window = window
+        self.keep_first = keep_first
         self.rollback = rollback
         self._free = list(reversed(range(pages)))  # a stack: low pages first, and the last freed is the next given
         self._owners = [0] * pages
@@ -185,11 +193,18 @@ class PageAllocator:
                 first_visible = max(0, holding.length - self.window + 1 - self.rollback)
                 count = first_visible // self.page_size - holding.dropped
                 if count > 0:
-                    freed += self._disown(holding.pages[:count])
+                    kept = min(count, max(0, -(-self.keep_first // self.page_size) - holding.dropped))
+                    holding.first += holding.pages[:kept]
+                    freed += self._disown(holding.pages[kept:count])
                     del holding.pages[:count]
                     holding.dropped += count
-                    holding.start = max(holding.padding, holding.dropped * self.page_size)
+                    if not self.keep_first:
+                        holding.start = self._from(holding)
         return freed
+
+    def _from(self, holding: Holding) -> int:
+        """The first token of those that a window keeps."""
+        return max(holding.padding, holding.dropped * self.page_size)
 
     def restore(self, plan: StepPlan) -> Sequence[int]:
         """Undo the reservation; returns the pages that became free."""
@@ -211,9 +226,9 @@ class PageAllocator:
     def fork(self, handle: Handle, child: Handle) -> None:
         """Start ``child`` as a copy of ``handle`` that shares all of its pages."""
         of = self.holding(handle)
-        for page in of.pages:
+        for page in (*of.first, *of.pages):
             self._owners[page] += 1
-        self._holdings[child] = Holding(of.padding, of.start, of.length, of.dropped, list(of.pages))
+        self._holdings[child] = Holding(of.padding, of.start, of.length, of.dropped, list(of.pages), list(of.first))
 
     def shortest(self, handle: Handle) -> int:
         """The least length that ``truncate`` accepts: its next query still finds every key of its window."""
@@ -227,8 +242,8 @@ class PageAllocator:
             raise ValueError(f"length: expected 0 to {holding.length}, what the sequence has stored, got {length}")
         if length < shortest:
             raise RuntimeError(
-                f"length: the layers of window={self.window} keep this sequence from {holding.start} on, so it can be "
-                f"truncated to {shortest} at least, got {length}; construct the cache with a larger rollback="
+                f"length: the layers of window={self.window} keep this sequence from {self._from(holding)} on, so it "
+                f"can be truncated to {shortest} at least, got {length}; construct the cache with a larger rollback="
             )
 
     def check_read(self, tokens: Mapping[Handle, int]) -> None:
@@ -241,8 +256,8 @@ class PageAllocator:
             holding, shortest = self.holding(handle), self.shortest(handle)
             if shortest and n and holding.length - n < shortest:
                 raise RuntimeError(
-                    f"tokens: the layers of window={self.window} keep this sequence from {holding.start} on, so its "
-                    f"last {max(0, holding.length - shortest)} tokens can be queries again, got {n}; "
+                    f"tokens: the layers of window={self.window} keep this sequence from {self._from(holding)} on, so "
+                    f"its last {max(0, holding.length - shortest)} tokens can be queries again, got {n}; "
                     "construct the cache with a larger rollback="
                 )
 
@@ -263,7 +278,8 @@ class PageAllocator:
 
     def release(self, handle: Handle) -> Sequence[int]:
         """End a sequence; returns the pages that became free."""
-        freed = self._disown(self.holding(handle).pages)
+        holding = self.holding(handle)
+        freed = self._disown((*holding.first, *holding.pages))
         del self._holdings[handle]
         return freed
 

@@ -5,9 +5,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..checks import INT32, check_count
-from .pages import CacheFullError, Handle, Holding, PageAllocator, StepPlan
+from .pages import CacheFullError, Handle, Holding, PageAllocator, StepPlan, Window
 
-Window = int | None
 Freed = list[tuple[Window, Sequence[int]]]  # pages that became free, by window
 
 
@@ -49,12 +48,18 @@ class Sequences:
     """What a cache knows of its sequences on the host. Every change happens in all page allocators or in none."""
 
     def __init__(
-        self, pages: Mapping[Window, int], page_size: int, *, max_sequences: int, max_length: int, rollback: int = 0
+        self,
+        pages: Mapping[Window, int],
+        page_size: int,
+        *,
+        max_sequences: int,
+        max_length: int,
+        rollback: int = 0,
     ):
         self.max_sequences = max_sequences
         self.max_length = max_length
         self.allocators = {
-            window: PageAllocator(count, page_size, window=window, rollback=rollback) for window, count in pages.items()
+            of: PageAllocator(count, page_size, **_window(of), rollback=rollback) for of, count in pages.items()
         }
         self._first = next(iter(self.allocators.values()))  # for what is the same in all
 
@@ -180,3 +185,9 @@ class Sequences:
         if len(set(handles)) < len(handles):
             raise ValueError("handle: expected each sequence once, got one of them twice")
         return [(window, pages.release(handle)) for window, pages in self.allocators.items() for handle in handles]
+
+
+def _window(of: Window) -> dict[str, int | None]:
+    """The window of a class, and the first tokens that it keeps."""
+    window, first = of if isinstance(of, tuple) else (of, 0)
+    return {"window": window, "keep_first": first}

@@ -52,6 +52,7 @@ class TableBuffers:
             self.shared_prefix = SharedPrefixBuffers(allocator, self.table, min(options.max_prefix_groups, rows))
         self._entries, self._pages = (Buffer(code, MAX_PINNED, device) for code in "qi")
         self._shown_starts: array | None = None
+        self._shown_dropped: list[int] = []
 
     def schedule(self, layout: KVLayout) -> None:
         """Keep schedules for this layout too."""
@@ -66,7 +67,7 @@ class TableBuffers:
             self._update_starts(array("i", [holding.start for holding in self.allocator.holdings(rows)]))
         if plan is not None:
             self.slots.show(self.allocator.slots(plan.tokens))
-        if rows != shown or (plan is not None and plan.grants):
+        if rows != shown or (plan is not None and plan.grants) or self._has_dropped(rows):
             self._update_table(rows, shown, plan)
         if self.shared_prefix is not None:
             self.shared_prefix.update(request, counted=plan is not None, same_rows=rows == shown)
@@ -74,9 +75,17 @@ class TableBuffers:
     def update_schedules(self, lengths: Tensor, max_tokens: int) -> None:
         """Schedule sequences of these lengths, in steps of at most ``max_tokens`` tokens for each."""
         window, starts = self.allocator.window, self.starts.tensor[: lengths.shape[0]]
-        self.schedules.update(starts, lengths, reach=None if window is None else window + max_tokens)
+        is_all_read = window is None or self.allocator.keep_first > 0
+        self.schedules.update(starts, lengths, reach=None if is_all_read else window + max_tokens)
         if self.shared_prefix is not None:
             self.shared_prefix.update_schedules(lengths)
+
+    def _has_dropped(self, rows: Sequence[Handle]) -> bool:
+        """Whether pages that follow kept ones have been dropped since the table was shown."""
+        if not self.allocator.keep_first:
+            return False
+        dropped = [holding.dropped for holding in self.allocator.holdings(rows)]
+        return dropped != self._shown_dropped
 
     def _update_starts(self, starts: array) -> None:
         if starts != self._shown_starts:
@@ -87,11 +96,20 @@ class TableBuffers:
     def _update_table(self, rows: Sequence[Handle], shown: Sequence[Handle], plan: StepPlan | None) -> None:
         columns = self.table.shape[1]
         entries, pages = array("q"), array("i")
+
+        def put(row: int, index: int, found: Sequence[int]) -> None:
+            entries.extend(range(row * columns + index, row * columns + index + len(found)))
+            pages.extend(found)
+
         for row, (handle, holding) in enumerate(zip(rows, self.allocator.holdings(rows), strict=True)):
+            kept, known = len(holding.first), self._shown_dropped[row : row + 1]
             if row >= len(shown) or shown[row] is not handle:
-                first = row * columns + holding.dropped
-                entries.extend(range(first, first + len(holding.pages)))
-                pages.extend(holding.pages)
+                put(row, holding.dropped, holding.pages)
+                put(row, 0, holding.first)
+                known = []
+            if kept:  # a tile that begins in a kept page goes on in dropped ones, and must meet no other's numbers
+                index = max([kept, *known])
+                put(row, index, [holding.first[-1]] * (holding.dropped - index))
         if plan is not None and plan.grants:
             row_of = {handle: row for row, handle in enumerate(rows)}
             entries.extend(row_of[grant.handle] * columns + grant.index for grant in plan.grants)
@@ -103,6 +121,7 @@ class TableBuffers:
                 at = torch.frombuffer(entries, dtype=torch.int64).to(self.table.device)
                 to = torch.frombuffer(pages, dtype=torch.int32).to(self.table.device)
             self.table.view(-1).index_copy_(0, at, to)
+        self._shown_dropped = [holding.dropped for holding in self.allocator.holdings(rows)]
 
 
 class StepBuffers:

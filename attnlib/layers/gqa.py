@@ -11,7 +11,7 @@ from ..mask import AnyMask
 from ..rope import Angles, Rope, rotate
 from ..scores import ScoreFunction
 from .captured import captured_by_mask, captured_by_score, function_options
-from .inputs import angles_of, check, check_options, check_stored, computed_dtype, scaled_head, window_of
+from .inputs import angles_of, check, check_options, check_stored, computed_dtype, scaled_head
 from .parameters import reset_children
 from .tensor_parallel import Share, normed, share_of
 
@@ -110,7 +110,8 @@ class GroupedQueryAttention(nn.Module):
         weight, share = self.k_proj.weight, share_of(self.q_proj, self.num_heads)
         # Rows, not num_kv_heads: the layer may have been sharded by hand.
         heads = weight.shape[0] // self.head_dim if share is None else share.kv_heads(self.num_kv_heads)[1]
-        return KVLayout.grouped(heads, self.head_dim, window=window_of(self.mask), dtype=computed_dtype(weight))
+        window, first = self.mask.kept
+        return KVLayout.grouped(heads, self.head_dim, window=window, keep_first=first, dtype=computed_dtype(weight))
 
     def reset_parameters(self) -> None:
         """Initialise every parameter and buffer in place; works after ``to_empty``.

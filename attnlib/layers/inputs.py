@@ -216,12 +216,6 @@ def sequence_of(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.bucketize(tokens, cu_seqlens[1:], right=True)
 
 
-def window_of(mask: AnyMask) -> int | None:
-    """How many keys, the query's own included, a cache must keep for this mask; None for all."""
-    reach = mask.band.reach
-    return None if reach is None or reach < 0 else reach + 1
-
-
 def scaled_head(q: Tensor, rotated: int, gain: float) -> Tensor:
     """q with its first ``rotated`` channels times ``gain``: YaRN's temperature where rope leaves channels unrotated."""
     return q if gain == 1 else torch.cat((q[..., :rotated] * gain, q[..., rotated:]), -1)

@@ -69,7 +69,7 @@ def attend_expanded(
         TypeError: K and V have another dtype than the cache.
         NotImplementedError: a gradient is asked for.
     """
-    _check(q, view, mask.band)
+    _check(q, view, mask)
     b, capacity = view.lengths.shape[0], view.table.shape[1] * view.page_size
     longest = capacity if longest is None else min(longest, capacity)
     rows, cu_q, queries = q, view.cu_seqlens_q, q.shape[-3]
@@ -78,7 +78,7 @@ def attend_expanded(
     size = max(1, max(CHUNK, rows.shape[0]) // max(1, b))
 
     state = None
-    for starts, ends, band in _chunks(view, mask.band, size, longest, queries):
+    for starts, ends, band in _chunks(view, mask, size, longest, queries):
         latent, k_rope, cu_k = _read(view, starts, ends, b * size)
         k, v = expand(latent, k_rope)
         check_heads(q, k)
@@ -96,14 +96,19 @@ def attend_expanded(
     return state[0].to(v.dtype).unflatten(0, q.shape[:-2])
 
 
-def _chunks(view: KVView, mask: Mask, size: int, longest: int, queries: int) -> Iterator[tuple[Tensor, Tensor, Mask]]:
+def _chunks(
+    view: KVView, mask: AnyMask, size: int, longest: int, queries: int
+) -> Iterator[tuple[Tensor, Tensor, Mask]]:
     """Disjoint ranges ``[starts, ends)`` of at most ``size`` tokens, and the mask of a call on these alone.
 
     They are counted from the ends of the sequences, since there the queries are: the n-th is as far from the queries in
-    every sequence, so that the band within it is the mask's, shifted. Only a prefix lies where a sequence begins.
+    every sequence, so that the band within it is the mask's, shifted. Only a prefix lies where a sequence begins, or
+    the first tokens beside a window.
     """
-    starts, prefix, band = view.starts, mask.prefix, mask.without_prefix()
-    visible = longest if mask.reach is None else min(longest, mask.reach + queries)  # tokens from the ends
+    (window, first), reach = mask.kept, mask.band.reach
+    starts, prefix, band = view.starts, max(mask.band.prefix, first), mask.band.without_prefix()
+    reach = window - 1 if reach is None and window is not None else reach
+    visible = longest if reach is None else min(longest, reach + queries)  # tokens from the ends
     for n in range(max(1, -(-visible // size))):
         ends, shifted = view.lengths - n * size, band.shift(n * size)
         hides = not shifted.covers(size - queries, size, 0, size)
@@ -164,7 +169,7 @@ def check_heads(q: Tensor, k: Tensor) -> None:
         )
 
 
-def _check(q: Tensor, view: KVView, mask: Mask) -> None:
+def _check(q: Tensor, view: KVView, mask: AnyMask) -> None:
     if view.split_size:
         raise NotImplementedError("batch_invariant: expected the absorbed form over such a cache, got the expanded one")
     b, packed = view.lengths.shape[0], view.cu_seqlens_q is not None

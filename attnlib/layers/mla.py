@@ -15,7 +15,7 @@ from ..rope import Angles, Rope, rotate
 from ..scores import ScoreFunction
 from . import latent_forms
 from .captured import captured_by_mask, captured_by_score, function_options
-from .inputs import angles_of, check, check_options, check_stored, computed_dtype, window_of
+from .inputs import angles_of, check, check_options, check_stored, computed_dtype
 from .latent_forms import attend_expanded, cheaper_form, check_heads, of_sequence, runs, without
 from .parameters import reset_children
 from .tensor_parallel import joined, share_of
@@ -100,7 +100,8 @@ class MultiHeadLatentAttention(nn.Module):
     def kv_layout(self) -> KVLayout:
         """What this layer stores per token in a cache; within ``torch.autocast`` in its dtype."""
         dtype = computed_dtype(self.kv_a_proj_with_mqa.weight)
-        return KVLayout.latent(self.kv_lora_rank, self.qk_rope_head_dim, window=window_of(self.mask), dtype=dtype)
+        (window, first), widths = self.mask.kept, (self.kv_lora_rank, self.qk_rope_head_dim)
+        return KVLayout.latent(*widths, window=window, keep_first=first, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """As :meth:`attnlib.GroupedQueryAttention.reset_parameters`."""

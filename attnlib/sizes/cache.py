@@ -8,7 +8,8 @@ from ..kv import KVLayout
 def cache_bytes(layouts: Sequence[KVLayout], lengths: Sequence[int], *, page_size: int, rollback: int = 0) -> int:
     """Bytes that sequences of these ``lengths`` take in a cache of ``layouts``, in whole pages.
 
-    A windowed layout keeps only the pages that its next query, or one ``rollback`` tokens earlier, can see.
+    A windowed layout keeps only the pages that its next query, or one ``rollback`` tokens earlier, can see, and those
+    of its first ``keep_first`` tokens.
     A contiguous cache is the case ``page_size=max_length``. Sequences that share pages take less.
 
     >>> cache_bytes([KVLayout.latent(512, 64, dtype=torch.bfloat16)], [1000], page_size=64)
@@ -20,7 +21,7 @@ def cache_bytes(layouts: Sequence[KVLayout], lengths: Sequence[int], *, page_siz
             f"got page_size={page_size}, rollback={rollback} and a shortest length of {min(lengths, default=0)}"
         )
     return sum(
-        _pages(layout.window, length, page_size, rollback) * page_size * layout.token_bytes
+        _pages(layout, length, page_size, rollback) * page_size * layout.token_bytes
         for layout in layouts
         for length in lengths
     )
@@ -54,7 +55,8 @@ def longest_context(layouts: Sequence[KVLayout], memory: int, *, batch: int, pag
         return batch * _peak(layouts, pages, page_size) <= memory
 
     windows = [layout.window for layout in layouts]
-    if None not in windows and fits(max(windows, default=0) // page_size + 2):
+    first = max((-(-layout.keep_first // page_size) for layout in layouts), default=0)
+    if None not in windows and fits(max(windows, default=0) // page_size + 2 + first):
         return None  # by then every window has moved on by a page, and no cache grows any more
     too_many = 1
     while fits(too_many):
@@ -74,6 +76,7 @@ def _peak(layouts: Sequence[KVLayout], pages: int, page_size: int) -> int:
     return cache_bytes(layouts, [(pages - 1) * page_size + 1], page_size=page_size, rollback=1)
 
 
-def _pages(window: int | None, length: int, page_size: int, rollback: int) -> int:
-    kept_from = 0 if window is None else max(0, length - window + 1 - rollback)
-    return -(-length // page_size) - kept_from // page_size
+def _pages(layout: KVLayout, length: int, page_size: int, rollback: int) -> int:
+    kept_from = 0 if layout.window is None else max(0, length - layout.window + 1 - rollback)
+    dropped = kept_from // page_size
+    return -(-length // page_size) - dropped + min(dropped, -(-layout.keep_first // page_size))

@@ -14,6 +14,7 @@ LAYERS = (
     KVLayout.grouped(1, 2, window=6),
     KVLayout.latent(3, 0),
 )
+KEEPING = KVLayout.grouped(1, 2, window=4, keep_first=3)
 
 
 def values(tokens, layer: int, heads: int, width: int, sign: int = 1) -> torch.Tensor:
@@ -35,12 +36,19 @@ def append_all(layers, tokens) -> list:
     return [layer.append(*content(layer.layout, tokens, i)) for i, layer in enumerate(layers)]
 
 
-def stored(view, row: int, layer: int, tokens: list[int]) -> None:
-    """Assert that a row of the view shows exactly ``tokens`` from its start on, read as a kernel would."""
-    start, length, size = int(view.starts[row]), int(view.lengths[row]), view.page_size
+def stored(view, row: int, layer: int, tokens: list[int], reach: int = 0) -> None:
+    """Assert that a row of the view shows exactly ``tokens`` from its start on, read as a kernel would.
+
+    Where first tokens are kept, those before ``reach`` that follow them are read of their own page, whatever it holds.
+    """
+    start, length, size, first = int(view.starts[row]), int(view.lengths[row]), view.page_size, view.layout.keep_first
     assert length == len(tokens)
     for j in range(start, length):
         page = int(view.table[row, j // size])
+        if first and j >= -(-first // size) * size and j < reach // size * size:
+            own = {int(view.table[row, n // size]) for n in (*range(first), *range(reach, length))}
+            assert page in own
+            continue
         k, second = content(view.layout, tokens[j], layer)
         assert torch.equal(view.k[page, j % size], k if not view.layout.is_latent else k[None])
         if view.layout.is_latent:
@@ -55,7 +63,8 @@ def stored(view, row: int, layer: int, tokens: list[int]) -> None:
 def allocator_state(allocator: PageAllocator) -> tuple:
     """Everything an allocator knows, to compare."""
     holdings = {
-        handle: (h.padding, h.start, h.length, h.dropped, tuple(h.pages)) for handle, h in allocator._holdings.items()
+        handle: (h.padding, h.start, h.length, h.dropped, tuple(h.pages), tuple(h.first))
+        for handle, h in allocator._holdings.items()
     }
     return holdings, tuple(allocator._free), tuple(allocator._owners)
 
@@ -63,14 +72,15 @@ def allocator_state(allocator: PageAllocator) -> tuple:
 def check_allocator(allocator: PageAllocator) -> None:
     """The invariants of an allocator between steps."""
     holdings = allocator._holdings.values()
-    owners = Counter(page for holding in holdings for page in holding.pages)
+    owners = Counter(page for holding in holdings for page in (*holding.first, *holding.pages))
     assert allocator._owners == [owners[page] for page in range(allocator.total)]
     assert sorted(allocator._free) == [page for page in range(allocator.total) if not owners[page]]
     assert allocator.used + len(allocator._free) == allocator.total
     for h in holdings:
-        assert len(set(h.pages)) == len(h.pages)
+        assert len({*h.first, *h.pages}) == len(h.first) + len(h.pages)
+        assert len(h.first) == min(h.dropped, -(-allocator.keep_first // allocator.page_size))
         assert h.dropped + len(h.pages) == max(h.dropped, -(-h.length // allocator.page_size))
-        assert h.start == max(h.padding, h.dropped * allocator.page_size)
+        assert h.start == max(h.padding, 0 if allocator.keep_first else h.dropped * allocator.page_size)
         reach = 0 if allocator.window is None else max(0, h.length - allocator.window + 1)
         assert h.dropped * allocator.page_size <= reach
 
@@ -144,7 +154,7 @@ class Twin:
         for row, (handle, tokens) in enumerate(rows.items()):
             reach = 0 if window is None else max(0, before[handle] - window + 1)
             assert self.padding[handle] <= int(view.starts[row]) <= max(self.padding[handle], reach)
-            stored(view, row, layer, tokens)
+            stored(view, row, layer, tokens, reach)
 
     def needs(self, tokens) -> list[tuple[int, int]]:
         """Pages that a step needs and that are free, per allocator, counted sequence by sequence."""
@@ -153,7 +163,7 @@ class Twin:
         for allocator in self.cache._sequences.allocators.values():
             size, need, owners = allocator.page_size, 0, Counter()
             for holding in allocator._holdings.values():
-                owners.update(holding.pages)
+                owners.update([*holding.first, *holding.pages])
             for handle, n in counts.items():
                 length = len(self.model[handle])
                 need += -(-(length + n) // size) - -(-length // size)
@@ -183,7 +193,8 @@ class Twin:
         """Whether all keys are kept that the last ``n`` tokens of a sequence can see as queries."""
         first = len(self.model[handle]) - n
         for layer in self.cache._layers:
-            kept = self.cache._sequences.allocators[layer.layout.window].holding(handle).dropped * self.cache.page_size
+            holding = self.cache._sequences.allocators[layer.layout.window_class].holding(handle)
+            kept = holding.dropped * self.cache.page_size
             if n and kept > max(0, first - (layer.layout.window or 0) + 1):
                 return False
         return True
@@ -203,7 +214,7 @@ class Twin:
         held = 0
         for window, allocator in self.cache._sequences.allocators.items():
             check_allocator(allocator)
-            mine = [layer for layer in self.cache._layers if layer.layout.window == window]
+            mine = [layer for layer in self.cache._layers if layer.layout.window_class == window]
             held += allocator.used * allocator.page_size * sum(layer.layout.token_bytes for layer in mine)
             for layer in mine if self.cache._poisons else ():
                 assert all(plane[allocator._free].isnan().all() for plane in layer.planes.values())

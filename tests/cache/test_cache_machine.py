@@ -4,7 +4,7 @@ import os
 from unittest import mock
 
 import pytest
-from cache_model import LAYERS, Abort, Twin, state
+from cache_model import KEEPING, LAYERS, Abort, Twin, state
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,7 +17,9 @@ MAX_SEQUENCES = 5
 def build(kind: str, page_size: int, rollback: int, max_length: int | None, layouts) -> KVCache:
     if kind == "contiguous":
         return KVCache.contiguous(layouts, max_sequences=MAX_SEQUENCES, max_length=max_length or 24)
-    pages = dict(zip(dict.fromkeys(layout.window for layout in layouts), (9, 7, 8), strict=False))  # each its own
+    pages = dict(
+        zip(dict.fromkeys(layout.window_class for layout in layouts), (9, 7, 8, 10), strict=False)
+    )  # each its own
     sizes = {"page_size": page_size, "max_sequences": MAX_SEQUENCES, "max_length": max_length, "rollback": rollback}
     return KVCache.paged(layouts, pages=pages, **sizes)
 
@@ -30,7 +32,7 @@ class CacheMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 3, 4]),
         rollback=st.sampled_from([0, 2]),
         max_length=st.sampled_from([None, 11]),
-        layouts=st.sampled_from([LAYERS, LAYERS[:1], LAYERS[1:2], LAYERS[:2]]),
+        layouts=st.sampled_from([LAYERS, LAYERS[:1], LAYERS[1:2], LAYERS[:2], (KEEPING,), (*LAYERS, KEEPING)]),
         check=st.booleans(),
     )
     def start(self, kind, page_size, rollback, max_length, layouts, check):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attnlib import CAUSAL, FULL, KVLayout, KVView, Mask, sliding
+from attnlib.masks import attention_sinks
 
 
 def test_grouped_planes():
@@ -40,6 +41,17 @@ def test_a_mask_may_reach_as_far_back_as_the_window():
             windowed.check_reach(mask)
 
 
+def test_a_mask_may_show_as_many_first_keys_as_are_kept():
+    keeping = KVLayout.grouped(2, 64, window=4, keep_first=3)
+    for mask in (sliding(4), attention_sinks(3, 4), attention_sinks(2, 3), CAUSAL & attention_sinks(3, 4)):
+        keeping.check_reach(mask)
+    with pytest.raises(ValueError, match="mask: it shows the first 4 keys, and the cache keeps 3 of them; make its la"):
+        keeping.check_reach(attention_sinks(4, 4))
+    for mask, reach in ((attention_sinks(3, 5), "4 keys"), (attention_sinks(1, 1) | CAUSAL, "without bound")):
+        with pytest.raises(ValueError, match=f"mask: it reaches back {reach}, and the cache keeps a window of 4"):
+            keeping.check_reach(mask)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -48,6 +60,12 @@ def test_a_mask_may_reach_as_far_back_as_the_window():
         (lambda: KVLayout.grouped(2, 64, 0), ValueError, "value_dim: expected at least 1, got 0"),
         (lambda: KVLayout.latent(512, -1), ValueError, "rope_dim: expected at least 0, got -1"),
         (lambda: KVLayout.grouped(2, 64, window=0), ValueError, "window: expected at least 1, got 0"),
+        (lambda: KVLayout.grouped(2, 64, keep_first=4), ValueError, "keep_first: expected 0 without a window"),
+        (
+            lambda: KVLayout.latent(64, 0, window=4, keep_first=-1),
+            ValueError,
+            "keep_first: expected at least 0, got -1",
+        ),
         (lambda: KVLayout.grouped(2, 64, dtype=torch.int8), TypeError, "dtype: expected fp16"),
         (lambda: KVLayout.grouped(2, 64, dtype=torch.float8_e4m3fn), TypeError, "dtype: expected fp16"),
         (lambda: KVLayout.grouped(2, 64, store=torch.float16), TypeError, "store: expected None"),

@@ -68,11 +68,18 @@ def test_slots_of_a_step_are_new_distinct_and_owned(lengths, more, page_size, wi
     check_allocator(allocator)
 
 
-@given(chunks=st.lists(st.integers(0, 7), max_size=8), page_size=sizes, window=windows, rollback=st.integers(0, 5))
+@given(
+    chunks=st.lists(st.integers(0, 7), max_size=8),
+    page_size=sizes,
+    window=windows,
+    first=st.integers(0, 9),
+    rollback=st.integers(0, 5),
+)
 @laws
-def test_pages_are_those_that_sizes_counts(chunks, page_size, window, rollback):
-    allocator, (handle,) = allocator_of(0, page_size=page_size, window=window, rollback=rollback)
-    layout = KVLayout.grouped(1, 1, window=window)
+def test_pages_are_those_that_sizes_counts(chunks, page_size, window, first, rollback):
+    kept = {"window": window, "keep_first": 0 if window is None else first}
+    allocator, (handle,) = allocator_of(0, page_size=page_size, **kept, rollback=rollback)
+    layout = KVLayout.grouped(1, 1, **kept)
     for n in chunks:
         allocator.commit(allocator.reserve({handle: n}))
         length = allocator.holding(handle).length

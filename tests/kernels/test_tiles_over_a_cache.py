@@ -1,5 +1,7 @@
 """Over a cache, which tiles of a mask by function are read, and what comes of those."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from function_cases import MASK_NAMES, close, functions
@@ -9,6 +11,7 @@ from attnlib import CAUSAL, KVCache, KVLayout, cached_attention_with_lse, mask_m
 from attnlib.backends._triton import decode_tables, tables
 from attnlib.backends._triton.launch import planned
 from attnlib.backends._triton.tables import LaunchConfig
+from attnlib.masks import attention_sinks
 
 SIZES = [(16, 16, 16), (32, 16, 32), (16, 64, 16), (64, 32, 32)]  # rows and keys of a tile, and of what is told apart
 LAYOUTS = {
@@ -51,13 +54,20 @@ class Sequences:
         lead = (sum(counts),) if isinstance(counts, tuple) else (2, counts)
         return torch.randn(*lead, *sizes)
 
+    @contextmanager
     def step(self, counts):
-        """Queries of as many new tokens, and the view with their keys."""
+        """A step of as many tokens: their queries, and the view with their keys."""
         sizes = ((16,), (8,)) if self.layout.is_latent else ((2, 16), (2, 16))
         new = counts if not isinstance(counts, tuple) else dict(zip(self.handles, counts, strict=True))
         with self.cache.step(new) as (layer,):
             view = layer.append(*(self._tokens(counts, *x) for x in sizes))
-        return self._tokens(counts, self.heads, self.layout.dim + self.layout.tail), view
+            yield self._tokens(counts, self.heads, self.layout.dim + self.layout.tail), view
+
+
+def agree(mask, q, view):
+    """The kernels agree with the reference backend."""
+    ours, theirs = (cached_attention_with_lse(q, view, mask=mask, backend=x) for x in ("triton", "reference"))
+    close(ours, [x.double() for x in theirs])
 
 
 @pytest.mark.parametrize(("_small", "name", "mask_name"), CASES, indirect=["_small"], ids=str)
@@ -66,11 +76,8 @@ def test_steps_as_in_the_reference_backend(_small, name, mask_name):
     """Dense and packed ones, of few and of many queries, whose groups are cut by blocks of rows."""
     sequences, mask = Sequences(LAYOUTS[name]), functions(t=140)[0][mask_name]
     for counts in STEPS:
-        q, view = sequences.step(counts)
-        ours, theirs = (
-            cached_attention_with_lse(q, view, mask=mask, backend=backend) for backend in ("triton", "reference")
-        )
-        close(ours, [x.double() for x in theirs])
+        with sequences.step(counts) as step:
+            agree(mask, *step)
 
 
 @pytest.mark.parametrize("name", ["grouped", "latent"])
@@ -81,8 +88,8 @@ def test_steps_as_in_the_reference_backend(_small, name, mask_name):
 def test_hidden_tiles_are_not_read(_small, by_head, counts, name):
     """What lies there is NaN, and reaches nothing. A tile that some head of a block sees is read for all."""
     sequences = Sequences(LAYOUTS[name])
-    sequences.step(100)
-    q, view = sequences.step(counts)
+    with sequences.step(100):
+        pass
     shown = torch.ones(6, 4, dtype=torch.bool)
     shown[:, 1] = False  # keys 32 to 63
     shown[:3, 2] = False  # and, where heads differ, those from 64 to 95 of the first half of them
@@ -90,9 +97,22 @@ def test_hidden_tiles_are_not_read(_small, by_head, counts, name):
         mask = CAUSAL & mask_mod(lambda b, h, i, j, shown: shown[h, (j // 32).clamp(max=3)], shown)
     else:
         mask = CAUSAL & mask_mod(lambda b, h, i, j, shown: shown[(j // 32).clamp(max=3)], shown[-1])
-    clean, _ = cached_attention_with_lse(q, view, mask=mask, backend="reference")
-    for plane in (view.k, view.k_tail, view.v):
-        for token in range(32, 64) if plane is not None else ():
-            plane[view.table[:, token // 8].long(), token % 8] = torch.nan
-    ours, _ = cached_attention_with_lse(q, view, mask=mask, backend="triton")
-    close([ours], [clean.double()])
+    with sequences.step(counts) as (q, view):
+        clean, _ = cached_attention_with_lse(q, view, mask=mask, backend="reference")
+        for plane in (view.k, view.k_tail, view.v):
+            for token in range(32, 64) if plane is not None else ():
+                plane[view.table[:, token // 8].long(), token % 8] = torch.nan
+        ours, _ = cached_attention_with_lse(q, view, mask=mask, backend="triton")
+        close([ours], [clean.double()])
+
+
+@pytest.mark.parametrize("_small", SIZES[2:], indirect=True, ids=str)
+@torch.no_grad()
+def test_a_window_with_first_tokens(_small, monkeypatch):
+    """Tiles of a kept page go on in dropped ones, which hold NaN, or are another sequence's by now."""
+    monkeypatch.setenv("ATTNLIB_CHECK", "1")
+    sequences = Sequences(KVLayout.grouped(2, 16, window=20, keep_first=5))
+    for counts in (*STEPS, 1):
+        with sequences.step(counts) as step:
+            agree(attention_sinks(5, 20), *step)
+    assert sequences.cache._sequences.allocators[(20, 5)].used <= 2 * (1 + 4)
