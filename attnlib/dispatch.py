@@ -2,8 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -40,10 +39,8 @@ class Backend(Protocol):
 
 
 PREPARED = PreparedCalls(4096)  # the one store of calls that come again
-PREFERENCE: Mapping[str, Backend] = MappingProxyType(
-    {"triton": _triton.backend, "torch": _torch, "reference": _reference}
-)
-BACKENDS: Mapping[str, Backend] = MappingProxyType({**PREFERENCE, "triton:plain": _triton.plain})  # by name alone
+PREFERENCE = ("triton", "torch", "reference")
+NAMES = (*PREFERENCE, "triton:plain")  # the last by name alone
 FLOP_FORMULAS = flops.formulas()
 
 
@@ -100,12 +97,17 @@ def select(spec: AttentionSpec, name: str | None = None) -> Backend:
         _check_name(name)
         if name != "strict":
             return _named(spec, name)
-    for known, backend in PREFERENCE.items():
-        if not backend.unsupported(spec):
+    for known in PREFERENCE:
+        if not backend_of(known).unsupported(spec):
             if name == "strict" or spec.device == "cuda":
                 _refuse_or_warn(known, spec, strict=name == "strict")
-            return backend
+            return backend_of(known)
     raise NotImplementedError(f"no backend can run this call\n{explanation(spec, None)}")
+
+
+def backend_of(name: str) -> Backend:
+    """The backend of a known name. (No mapping of the module's, which Dynamo may lose sight of.)"""
+    return (_triton.backend, _torch, _reference, _triton.plain)[NAMES.index(name)]
 
 
 def storing(dtype: torch.dtype, device: torch.device) -> Backend:
@@ -117,10 +119,10 @@ def explanation(spec: AttentionSpec, name: str | None) -> Explanation:
     """Why ``select(spec, name)`` chooses what it does; raises for an unknown name alone."""
     if name is not None:
         _check_name(name)
-    asked = PREFERENCE if name in (None, "strict") else {name: BACKENDS[name]}
-    reasons = {known: backend.unsupported(spec) for known, backend in asked.items()}
+    asked = PREFERENCE if name in (None, "strict") else (name,)
+    reasons = {known: backend_of(known).unsupported(spec) for known in asked}
     able = [known for known, why in reasons.items() if not why]
-    slow = BACKENDS[able[0]].slow(spec) if able else []
+    slow = backend_of(able[0]).slow(spec) if able else []
     chosen = able[0] if able and not (name == "strict" and slow) else None
     return Explanation(spec, chosen, {key: why for key, why in reasons.items() if why}, slow)
 
@@ -128,11 +130,11 @@ def explanation(spec: AttentionSpec, name: str | None) -> Explanation:
 def explained(call: Call, name: str | None) -> Explanation:
     """The explanation of a checked call, with the kernels that would run it."""
     found = explanation(call.spec, name)
-    return found if found.chosen is None else found._replace(variant=BACKENDS[found.chosen].variant(call))
+    return found if found.chosen is None else found._replace(variant=backend_of(found.chosen).variant(call))
 
 
 def _check_name(name: str) -> None:
-    known = ("strict", *BACKENDS)
+    known = ("strict", *NAMES)
     if not isinstance(name, str):
         raise TypeError(f"backend: expected None or a name, got {type(name).__name__}")
     if name not in known:
@@ -140,14 +142,14 @@ def _check_name(name: str) -> None:
 
 
 def _named(spec: AttentionSpec, name: str) -> Backend:
-    backend = BACKENDS[name]
+    backend = backend_of(name)
     if reasons := backend.unsupported(spec):
         raise NotImplementedError(f"{name}: {'; '.join(reasons)}")
     return backend
 
 
 def _refuse_or_warn(name: str, spec: AttentionSpec, *, strict: bool) -> None:
-    if not (reasons := PREFERENCE[name].slow(spec)):
+    if not (reasons := backend_of(name).slow(spec)):
         return
     if strict:
         raise NotImplementedError(f"strict: {name} would be slow: {'; '.join(reasons)}")

@@ -26,11 +26,8 @@ SPELLED = MappingProxyType(
     }
 )  # fmt: skip
 CASTS = MappingProxyType({"bool": BOOL, "int": INT, "long": INT, "float": FLOAT, "double": FLOAT})
-DTYPES = MappingProxyType(
-    {torch.bool: BOOL}
-    | dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), INT)
-    | dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), FLOAT)
-)
+INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KNOWN = (
     "arithmetic, //, %, comparisons, & | ~, torch.where, abs, minimum, maximum, clamp, exp, log, tanh, casts, and the "
     "indexing of tensors that are passed as arguments"
@@ -138,10 +135,15 @@ def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[Captu
         if not is_strided(x):
             got = "one that is not strided" if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name}_mod: expected a tensor or FIRST_QUERY as argument {n}, got {got}")
-        if x.dtype not in DTYPES:
+        if (kind := kind_of(x.dtype)) is None:
             raise TypeError(f"{name}_mod: expected bools, integers or floats as argument {n}, got {x.dtype}")
-        found.append(Captured(DTYPES[x.dtype], x.dim()))
+        found.append(Captured(kind, x.dim()))
     return found
+
+
+def kind_of(dtype: object) -> str | None:
+    """What a program knows numbers of a dtype as; None for others. (No mapping, which Dynamo may lose sight of.)"""
+    return BOOL if dtype == torch.bool else INT if dtype in INTS else FLOAT if dtype in FLOATS else None
 
 
 def _refuse_enclosed(name: str, function: Callable) -> None:
@@ -231,8 +233,8 @@ class _Tracer(TracerBase):
             return self._clamped(spelled, *args, **kwargs)
         if spelled in ("div", "divide") and kwargs == {"rounding_mode": "floor"}:
             spelled, kwargs = "floordiv", {}
-        if spelled == "to" and len(args) == 2 and args[1] in DTYPES:
-            return steps.cast(self._operand(args[0]), DTYPES[args[1]])
+        if spelled == "to" and len(args) == 2 and (kind := kind_of(args[1])) is not None:
+            return steps.cast(self._operand(args[0]), kind)
         operands = [self._operand(x) for x in args]
         if spelled == "pos" and not kwargs:
             return operands[0]

@@ -39,6 +39,7 @@ ROOMS = {
         "rope",
         "fp8",
     },
+    "integrations": {"layers", "cache", "functional", "storage", "packing", "sizes", *VALUES},
     "convert": {"layers", "cache", "functional", "sizes", *VALUES},
     "layers": {"functional", "cache", "call", *VALUES},
     "cache": {"storage", *VALUES},
@@ -56,6 +57,7 @@ ROOMS = {
     "watched": set(),
     "sizes": {*VALUES},
     "reference": set(),
+    "packing": {*VALUES},
     **{name: set(VALUES[at + 1 :]) for at, name in enumerate(VALUES)},
 }
 ORDER = list(ROOMS)

@@ -22,7 +22,8 @@ from attnlib import (
     varlen_attention,
 )
 from attnlib.call import Call, checked
-from attnlib.dispatch import PREFERENCE, explanation, select
+from attnlib.dispatch import PREFERENCE, backend_of, explanation, select
+from attnlib.masks import mask_tensor
 from attnlib.prepared import PreparedCalls
 
 
@@ -41,7 +42,7 @@ def test_an_unknown_backend_is_refused_with_the_known_ones():
 @pytest.mark.parametrize("name", list(PREFERENCE))
 def test_a_named_backend_runs_or_raises(name):
     spec = spec_of()._replace(device="cuda", arch=90)
-    assert select(spec, name) is PREFERENCE[name]
+    assert select(spec, name) is backend_of(name)
     cached = spec._replace(kind="cached", grad=True)
     with pytest.raises(NotImplementedError, match=rf"{name}: .*cached attention has no backward; wrap .*no_grad"):
         select(cached, name)
@@ -50,17 +51,17 @@ def test_a_named_backend_runs_or_raises(name):
 def test_the_answer_depends_on_the_spec_alone():
     """So that a laptop can ask about any GPU."""
     spec = spec_of()._replace(device="cuda", arch=90)
-    for backend in PREFERENCE.values():
+    for backend in map(backend_of, PREFERENCE):
         assert backend.unsupported(spec) == backend.unsupported(spec_of()._replace(device="cuda", arch=90))
         assert backend.slow(spec) == backend.slow(spec_of()._replace(device="cuda", arch=90))
-    assert select(spec) is select(spec, "strict") is PREFERENCE["triton"]
+    assert select(spec) is select(spec, "strict") is backend_of("triton")
     wide = spec._replace(grad=True, value_dim=320)
     with pytest.warns(SlowPathWarning, match="torch: runs tile by tile"):
-        assert select(wide) is PREFERENCE["torch"]
+        assert select(wide) is backend_of("torch")
     with pytest.raises(NotImplementedError, match="strict: torch would be slow: runs tile by tile"):
         select(wide, "strict")
     packed = wide._replace(kind="varlen")
-    assert any("waits for the device" in reason for reason in PREFERENCE["torch"].slow(packed))
+    assert any("waits for the device" in reason for reason in backend_of("torch").slow(packed))
 
 
 FP8 = KVLayout.grouped(2, 64, store=torch.float8_e4m3fn)
@@ -79,14 +80,14 @@ FP8 = KVLayout.grouped(2, 64, store=torch.float8_e4m3fn)
     ],
 )
 def test_what_triton_refuses(changes, reason):
-    [told] = PREFERENCE["triton"].unsupported(spec_of()._replace(**({"device": "cuda", "arch": 90} | changes)))
+    [told] = backend_of("triton").unsupported(spec_of()._replace(**({"device": "cuda", "arch": 90} | changes)))
     assert told.startswith(reason)
 
 
 def test_a_cpu_call_is_not_slow_and_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert select(spec_of()) is select(spec_of(), "strict") is PREFERENCE["torch"]
+        assert select(spec_of()) is select(spec_of(), "strict") is backend_of("torch")
 
 
 def test_strict_refuses_to_copy():
@@ -190,3 +191,16 @@ def test_what_is_prepared_is_bounded_and_lives_as_long_as_its_view():
     assert not len(store._over_views)
     store.forget()
     assert store.count() == 0
+
+
+def test_a_compiled_caller_may_change_its_dicts():
+    """Dynamo follows no mapping of a module once a dict has changed, as in models of transformers."""
+
+    def step(q, shown, known):
+        known["seen"] = q
+        return attention(q, q, q, mask=mask_tensor(shown)), attention(q, q, q, mask=CAUSAL)
+
+    q, shown = torch.randn(1, 5, 2, 8), torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    for ours, theirs in zip(compiled(q, shown, {}), step(q, shown, {}), strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -27,7 +27,7 @@ from attnlib import (
 )
 from attnlib.backends.operators import flat, flat_over_view
 from attnlib.call import Call, checked
-from attnlib.dispatch import PREFERENCE
+from attnlib.dispatch import backend_of
 from attnlib.fp8 import LARGEST, OF_ZEROS, Descales, rotation
 
 BACKENDS = ("reference", "torch")
@@ -425,7 +425,7 @@ def test_what_triton_says():
     told = explain(attention, **x._asdict(), mask=CAUSAL)
     assert told.chosen == "torch"
     assert told.spec.dtype == E4M3
-    spec, triton = told.spec._replace(device="cuda", arch=90), PREFERENCE["triton"]
+    spec, triton = told.spec._replace(device="cuda", arch=90), backend_of("triton")
     assert triton.unsupported(spec) == []
     assert triton.unsupported(spec._replace(arch=80)) == ["takes fp8 inputs from sm_89 on, got sm_80; use bf16"]
     assert any("no backward" in reason for reason in triton.unsupported(spec._replace(grad=True)))

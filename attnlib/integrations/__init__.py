@@ -1,0 +1,1 @@
+"""attnlib within other libraries, each of which is imported by its own module alone."""

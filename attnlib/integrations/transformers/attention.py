@@ -1,0 +1,116 @@
+"""The attention function that transformers calls, over attnlib's."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...functional import attention, cached_attention, varlen_attention
+from ...kv import KVLayout, KVView
+from ...mask import CAUSAL, FULL, AnyMask, sliding
+from ...masks import documents, mask_tensor
+from ...packing import bounds_of
+from ...scores import bias_tensor
+
+# What transformers may hand over, and is refused where it says anything.
+REFUSED = ("output_attentions", "cache", "block_table", "head_mask")
+
+
+class Options(NamedTuple):
+    """What models hand over beside tensors, by transformers' names."""
+
+    is_causal: bool | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    s_aux: Tensor | None = None
+    position_bias: Tensor | None = None
+    cu_seq_lens_q: Tensor | None = None
+    cu_seq_lens_k: Tensor | None = None
+    max_length_q: int | None = None
+    max_length_k: int | None = None
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention of query ``[b, h, s, d]`` over key ``[b, g, t, d]`` and value ``[b, g, t, e]``: ``[b, s, h, e]``, None.
+
+    ``attention_mask`` is what :func:`.masks.attention_mask` makes, or a bool or additive one ``[b, h|1, s, t]`` of
+    anybody. Without one, or with one ``[b, t]``, the model's flags say whether it is causal, and its window. Arguments
+    that nobody knows are ignored, as transformers' own functions do.
+
+    Raises:
+        NotImplementedError: something is asked for that attnlib does not have.
+    """
+    for name in REFUSED:
+        if kwargs.get(name) not in (None, False):
+            raise NotImplementedError(f'{name}: attn_implementation="attnlib" has none; use "eager" for it')
+    given = Options(**{name: kwargs[name] for name in Options._fields if name in kwargs})
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    options = {"scale": scaling, "softcap": given.softcap, "sinks": given.s_aux}
+    mask = _band(module, given, q.shape[1])
+    if given.cu_seq_lens_q is not None and q.shape[0] == 1:
+        return _packed(q, k, v, mask, given, dropout, options), None
+    bias = given.position_bias
+    if attention_mask is not None and attention_mask.dim() == 2:
+        tokens = attention_mask.shape[1]  # of a static cache, whose other rows lie behind; or also of dropped keys
+        k, v, bias = k[:, :tokens], v[:, :tokens], None if bias is None else bias[..., :tokens]
+        attention_mask = attention_mask[:, tokens - k.shape[1] :]
+        if attention_mask.dtype == torch.bool:
+            options["key_starts"], options["key_ends"] = bounds_of(attention_mask)
+            if torch.compiler.is_compiling():  # when nobody has looked for holes
+                mask = mask & mask_tensor(attention_mask[:, None, None])
+        else:
+            mask = mask & documents(attention_mask.int())
+    elif attention_mask is not None and attention_mask.dtype == torch.bool:
+        mask = mask_tensor(attention_mask[..., : k.shape[1]])
+    elif attention_mask is not None:
+        mask, added = FULL, attention_mask[..., : k.shape[1]]
+        bias = added if bias is None else bias + added
+    if bias is not None:
+        options["score"] = bias_tensor(bias)
+    if _decodes(q, k, v, bias, dropout):
+        return _decoded(q, k, v, mask, options), None
+    return attention(q, k, v, mask=mask, dropout_p=dropout, **options).contiguous(), None
+
+
+def _band(module: nn.Module, given: Options, queries: int) -> AnyMask:
+    """The mask that a model's flags describe; one query comes last, and sees all."""
+    is_causal = getattr(module, "is_causal", True) if given.is_causal is None else given.is_causal
+    if not is_causal or queries == 1:
+        return FULL
+    return CAUSAL if given.sliding_window is None else sliding(given.sliding_window)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, given: Options, dropout: float, options: dict) -> Tensor:
+    """Attention of packed sequences, ``[1, t, h, d]``."""
+    cu_k = given.cu_seq_lens_q if given.cu_seq_lens_k is None else given.cu_seq_lens_k
+    offsets = {"cu_seqlens_q": given.cu_seq_lens_q.int(), "cu_seqlens_k": cu_k.int(), "dropout_p": dropout}
+    longest = {"max_seqlen_q": given.max_length_q, "max_seqlen_k": given.max_length_k}
+    return varlen_attention(q[0], k[0], v[0], mask=mask, **offsets, **longest, **options)[None]
+
+
+def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> bool:
+    """Whether this is one query for each sequence without a gradient, for which long keys are worth splitting."""
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return q.shape[1] == 1 and bias is None and not (dropout or grad) and k.shape[1] > 0
+
+
+def _decoded(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, options: dict) -> Tensor:
+    """Attention of one query each to keys and values as they lie, as a cache of one page a sequence."""
+    (b, t, g, d), e = k.shape, v.shape[-1]
+    starts, ends = options.pop("key_starts", None), options.pop("key_ends", None)
+    rows = torch.arange(b, dtype=torch.int32, device=q.device)
+    starts = rows * 0 if starts is None else starts
+    ends = rows * 0 + t if ends is None else ends
+    view = KVView(
+        KVLayout.grouped(g, d, e, dtype=k.dtype), t, k, v, table=rows[:, None], starts=starts, lengths=ends, check=False
+    )
+    return cached_attention(q, view, mask=mask, **options)
