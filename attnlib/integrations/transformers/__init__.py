@@ -4,10 +4,12 @@
 >>> hf.register()  # then: AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnlib")
 """
 
+from torch import nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from .attention import attention_forward
+from .latents import keep_latents
 from .masks import attention_mask
 
 NAME = "attnlib"  # without "flash", by which transformers would take it for a package of that kind
@@ -21,3 +23,20 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def absorb(model: nn.Module) -> nn.Module:
+    """The same model of transformers, which decodes from its latent cache as it is stored, without expanding it.
+
+    It is for layers over latents, DeepSeek-V2's and those after it. Steps of few queries absorb the up-projections,
+    where that is cheaper; prompts and training expand, as do layers whose ``kv_b_proj`` is no plain weight (LoRA,
+    quantised).
+
+    Raises:
+        ValueError: the model has no such layer.
+        NotImplementedError: its layers choose keys by an indexer.
+    """
+    register()
+    keep_latents(model, NAME)
+    model.set_attn_implementation(NAME)
+    return model

@@ -11,6 +11,7 @@ from ...mask import CAUSAL, FULL, AnyMask, sliding
 from ...masks import documents, mask_tensor
 from ...packing import bounds_of
 from ...scores import bias_tensor
+from .latents import absorbed, are_latents, expanded, may_absorb, unabsorbed
 
 # What transformers may hand over, and is refused where it says anything.
 REFUSED = ("output_attentions", "cache", "block_table", "head_mask")
@@ -42,6 +43,7 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention of query ``[b, h, s, d]`` over key ``[b, g, t, d]`` and value ``[b, g, t, e]``: ``[b, s, h, e]``, None.
 
+    Of a layer that keeps latents, ``key`` are its rotary keys and ``value`` the latents (:mod:`.latents`).
     ``attention_mask`` is what :func:`.masks.attention_mask` makes, or a bool or additive one ``[b, h|1, s, t]`` of
     anybody. Without one, or with one ``[b, t]``, the model's flags say whether it is causal, and its window. Arguments
     that nobody knows are ignored, as transformers' own functions do.
@@ -53,32 +55,49 @@ def attention_forward(
         if kwargs.get(name) not in (None, False):
             raise NotImplementedError(f'{name}: attn_implementation="attnlib" has none; use "eager" for it')
     given = Options(**{name: kwargs[name] for name in Options._fields if name in kwargs})
+    is_latent = are_latents(query, key)
+    if is_latent and not _absorbs(module, query, key, attention_mask, dropout):
+        (key, value), is_latent = expanded(module, key, value), False
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options = {"scale": scaling, "softcap": given.softcap, "sinks": given.s_aux}
     mask = _band(module, given, q.shape[1])
-    if given.cu_seq_lens_q is not None and q.shape[0] == 1:
+    if given.cu_seq_lens_q is not None and q.shape[0] == 1 and not is_latent:
         return _packed(q, k, v, mask, given, dropout, options), None
-    bias = given.position_bias
-    if attention_mask is not None and attention_mask.dim() == 2:
+    k, v, mask, bias, bounds = _seen(k, v, mask, attention_mask, given.position_bias)
+    if is_latent:
+        return unabsorbed(module, _stored(absorbed(module, q), k, v, mask, bounds, options)), None
+    if _decodes(q, k, v, bias, dropout):
+        return _stored(q, k, v, mask, bounds, options), None
+    options |= {} if bounds is None else dict(zip(("key_starts", "key_ends"), bounds, strict=True))
+    options["score"] = None if bias is None else bias_tensor(bias)
+    return attention(q, k, v, mask=mask, dropout_p=dropout, **options).contiguous(), None
+
+
+def _absorbs(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, dropout: float) -> bool:
+    """Whether latents are attended to as they are: in steps whose last query comes last in every sequence."""
+    is_aligned = query.shape[2] == 1 or attention_mask is None or attention_mask.dim() == 4
+    return is_aligned and not dropout and may_absorb(module, query, key)
+
+
+def _seen(
+    k: Tensor, v: Tensor, mask: AnyMask, attention_mask: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, AnyMask, Tensor | None, tuple[Tensor, Tensor] | None]:
+    """Keys and values that there are, the mask of them, what is added to scores, and their bounds."""
+    if attention_mask is None:
+        return k, v, mask, bias, None
+    if attention_mask.dim() == 2:
         tokens = attention_mask.shape[1]  # of a static cache, whose other rows lie behind; or also of dropped keys
         k, v, bias = k[:, :tokens], v[:, :tokens], None if bias is None else bias[..., :tokens]
         attention_mask = attention_mask[:, tokens - k.shape[1] :]
-        if attention_mask.dtype == torch.bool:
-            options["key_starts"], options["key_ends"] = bounds_of(attention_mask)
-            if torch.compiler.is_compiling():  # when nobody has looked for holes
-                mask = mask & mask_tensor(attention_mask[:, None, None])
-        else:
-            mask = mask & documents(attention_mask.int())
-    elif attention_mask is not None and attention_mask.dtype == torch.bool:
-        mask = mask_tensor(attention_mask[..., : k.shape[1]])
-    elif attention_mask is not None:
-        mask, added = FULL, attention_mask[..., : k.shape[1]]
-        bias = added if bias is None else bias + added
-    if bias is not None:
-        options["score"] = bias_tensor(bias)
-    if _decodes(q, k, v, bias, dropout):
-        return _decoded(q, k, v, mask, options), None
-    return attention(q, k, v, mask=mask, dropout_p=dropout, **options).contiguous(), None
+        if attention_mask.dtype != torch.bool:
+            return k, v, mask & documents(attention_mask.int()), bias, None
+        if torch.compiler.is_compiling():  # when nobody has looked for holes
+            mask = mask & mask_tensor(attention_mask[:, None, None])
+        return k, v, mask, bias, bounds_of(attention_mask)
+    given = attention_mask[..., : k.shape[1]]
+    if given.dtype == torch.bool:
+        return k, v, mask_tensor(given), bias, None
+    return k, v, FULL, given if bias is None else bias + given, None
 
 
 def _band(module: nn.Module, given: Options, queries: int) -> AnyMask:
@@ -103,14 +122,19 @@ def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: floa
     return q.shape[1] == 1 and bias is None and not (dropout or grad) and k.shape[1] > 0
 
 
-def _decoded(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, options: dict) -> Tensor:
-    """Attention of one query each to keys and values as they lie, as a cache of one page a sequence."""
+def _stored(
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, bounds: tuple[Tensor, Tensor] | None, options: dict
+) -> Tensor:
+    """Attention to keys and values as they lie, as to a cache of one page a sequence; without a gradient.
+
+    Rotary keys and latents are such a cache too.
+    """
     (b, t, g, d), e = k.shape, v.shape[-1]
-    starts, ends = options.pop("key_starts", None), options.pop("key_ends", None)
     rows = torch.arange(b, dtype=torch.int32, device=q.device)
-    starts = rows * 0 if starts is None else starts
-    ends = rows * 0 + t if ends is None else ends
-    view = KVView(
-        KVLayout.grouped(g, d, e, dtype=k.dtype), t, k, v, table=rows[:, None], starts=starts, lengths=ends, check=False
-    )
+    starts, lengths = (rows * 0, rows * 0 + t) if bounds is None else bounds
+    if d == q.shape[-1]:
+        layout, planes = KVLayout.grouped(g, d, e, dtype=k.dtype), {"k": k, "v": v}
+    else:
+        layout, planes = KVLayout.latent(e, d, dtype=k.dtype), {"k": v, "v": v, "k_tail": k}
+    view = KVView(layout, t, **planes, table=rows[:, None], starts=starts, lengths=lengths, check=False)
     return cached_attention(q, view, mask=mask, **options)
