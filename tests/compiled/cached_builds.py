@@ -141,6 +141,7 @@ def _common(arch: int) -> Iterator[CachedBuild]:
     yield decode(MLA, tokens=4, page=16)
     for layer, function, tokens in product((GQA128, MLA, WIDE_MLA), FUNCTIONS, (1, 64)):
         yield decode(layer, function=function, tokens=tokens)
+    yield decode(GQA256, function="relative", tokens=64)
     for layer in (GQA128, MLA):
         for sequences in (16, 1):
             yield combine(layer, sequences=sequences)

@@ -59,7 +59,7 @@ def test_every_kernel_is_built_for_every_chip():
 
 def test_few_are_built_in_ci_and_none_twice():
     few = distinct(cached_entries())
-    assert len(few) < 60
+    assert len(few) < 70
     every = distinct((*few, *cached_calls(), *cached_product()))
     assert every[: len(few)] == few
     assert len({(str(build), build.arch) for build in every}) == len(every)

@@ -87,10 +87,10 @@ def lines_for(x, sizes, work, first, last):
 def kinds_of(n, lines, tokens, N: tl.constexpr, GRAIN: tl.constexpr):
     """Whether tiles ``n`` are hidden, cut or seen whole by all rows; hidden those that are not of these tokens."""
     some, every = tl.full(n.shape, HIDDEN, tl.int32), tl.full(n.shape, WHOLE, tl.int32)
-    visited = (n >= tokens.low // N) & (n * N < tokens.high)
+    visited, per_head = (n >= tokens.low // N) & (n * N < tokens.high), tl.maximum(lines.rows, 1)
     for several in range(0, lines.heads * lines.rows, LINES):
         at = several + tl.arange(0, LINES)
-        line = lines.ptr + (at // lines.rows * lines.apart + at % lines.rows).to(tl.int64)[:, None] * lines.columns
+        line = lines.ptr + (at // per_head * lines.apart + at % per_head).to(tl.int64)[:, None] * lines.columns
         for b in tl.static_range(max(1, N // GRAIN)):
             other = n * N // GRAIN + b
             there = (at < lines.heads * lines.rows)[:, None] & (visited & (other * GRAIN < tokens.high))[None, :]
