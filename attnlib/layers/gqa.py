@@ -11,7 +11,7 @@ from ..mask import AnyMask
 from ..rope import Angles, Rope, rotate
 from ..scores import ScoreFunction
 from .captured import captured_by_mask, captured_by_score, function_options
-from .inputs import angles_of, check, check_options, check_stored, computed_dtype, scaled_head
+from .inputs import Inputs, angles_of, check, check_options, check_stored, computed_dtype, scaled_head
 from .parameters import reset_children
 from .tensor_parallel import Share, normed, share_of
 
@@ -145,20 +145,24 @@ class GroupedQueryAttention(nn.Module):
         kv: LayerCache | None = None,
         positions: Tensor | Angles | None = None,
         cu_seqlens: Tensor | None = None,
+        cu_seqlens_context: Tensor | None = None,
+        key_starts: Tensor | None = None,
+        key_ends: Tensor | None = None,
         mask: AnyMask | None = None,
     ) -> Tensor:
         """``x`` ``[b, s, m]``, or packed ``[t, m]`` with ``cu_seqlens`` or a packed cache step, to the same shape.
 
-        ``context`` is what to attend to instead of x (cross-attention): a tensor ``[b, t, m]``, or the KVView of a
-        stored context. ``positions`` (``[b, s]``, ``[t]`` or computed Angles) affect rope only; None means
-        ``kv.positions`` in a cached step, restarting at 0 with ``cu_seqlens``, else ``arange(s)``. ``mask`` hides more
-        than the layer's does.
+        ``context`` is what to attend to instead of x (cross-attention): a tensor ``[b, t, m]``, packed ``[t, m]`` with
+        ``cu_seqlens_context``, or the KVView of a stored context. ``key_starts`` and ``key_ends`` int32 ``[b]`` hide
+        the padding of a dense x, or of its context. ``positions`` (``[b, s]``, ``[t]`` or computed Angles) affect rope
+        only; None means ``kv.positions`` in a cached step, restarting at 0 with ``cu_seqlens``, else ``arange(s)``.
+        ``mask`` hides more than the layer's does.
 
         Raises:
             ValueError: inputs that contradict each other.
         """
-        inputs = {"context": context, "kv": kv, "positions": positions, "cu_seqlens": cu_seqlens}
-        check(x, self.hidden_size, **inputs, rope=self.rope, projection=self.q_proj)
+        given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends)
+        check(x, self.hidden_size, given, rope=self.rope, projection=self.q_proj)
         angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
         q = self._query(x, angles)
         share = self._share(q)
@@ -171,10 +175,8 @@ class GroupedQueryAttention(nn.Module):
             k, v = self._key_value(x if context is None else context, share)
             k = k if angles is None else rotate(k, angles)
             options["dropout_p"] = self.dropout_p if self.training else 0.0
-            if cu_seqlens is None:
-                out = attention(q, k, v, **options)
-            else:
-                out = varlen_attention(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **options)
+            attend = attention if cu_seqlens is None else varlen_attention
+            out = attend(q, k, v, **given.sequences, **options)
         return self.o_proj(out.flatten(-2))
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:

@@ -1,6 +1,7 @@
 """What every layer does with its inputs: check them, and find the rotary angles."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,40 +43,56 @@ def check_options(
         raise TypeError(f"dtype: expected fp16, bf16, fp32 or fp64, got {dtype}")
 
 
-def check(
-    x: Tensor,
-    hidden_size: int,
-    *,
-    context: Tensor | KVView | None,
-    kv: LayerCache | None,
-    positions: Tensor | Angles | None,
-    cu_seqlens: Tensor | None,
-    rope: Rope | None,
-    projection: nn.Module,
-) -> None:
+class Inputs(NamedTuple):
+    """What a layer is called with beside x; see :meth:`attnlib.GroupedQueryAttention.forward`."""
+
+    context: Tensor | KVView | None = None
+    kv: LayerCache | None = None
+    positions: Tensor | Angles | None = None
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_context: Tensor | None = None
+    key_starts: Tensor | None = None
+    key_ends: Tensor | None = None
+
+    @property
+    def sequences(self) -> dict[str, Tensor | None]:
+        """What attention without a cache is told of sequences: their offsets if packed, or the bounds of their keys."""
+        if self.cu_seqlens is None:
+            return {"key_starts": self.key_starts, "key_ends": self.key_ends}
+        of_keys = self.cu_seqlens if self.cu_seqlens_context is None else self.cu_seqlens_context
+        return {"cu_seqlens_q": self.cu_seqlens, "cu_seqlens_k": of_keys}
+
+
+def check(x: Tensor, hidden_size: int, given: Inputs, *, rope: Rope | None, projection: nn.Module) -> None:
     """Check a layer's inputs; ``projection`` is the first to multiply x.
 
     Raises:
         ValueError, TypeError, RuntimeError: they contradict the layer, each other or the step of a cache.
     """
+    context, kv, cu_seqlens = given.context, given.kv, given.cu_seqlens
     check_tokens("x", x, hidden_size, projection)
-    _check_types(context, kv, positions, cu_seqlens)
+    _check_types(given)
+    for name in ("cu_seqlens", "cu_seqlens_context"):
+        if getattr(given, name) is not None:
+            _check_offsets(name, getattr(given, name), x.device)
     if kv is not None and (context is not None or cu_seqlens is not None):
         raise ValueError("kv: it excludes context= and cu_seqlens=; a cache step knows its own sequences")
-    if cu_seqlens is not None and (x.dim() != 2 or context is not None):
+    if cu_seqlens is not None and (x.dim() != 2 or (context is None) != (given.cu_seqlens_context is None)):
         raise ValueError(
-            "cu_seqlens: expected packed x [t, m] and no context; store a packed context with append_context"
+            "cu_seqlens: expected packed x [t, m], and cu_seqlens_context= with a packed context [t, m] if there is one"
         )
+    if given.cu_seqlens_context is not None and cu_seqlens is None:
+        raise ValueError("cu_seqlens_context: expected cu_seqlens= with it, of the packed x that attends")
+    for name in ("key_starts", "key_ends"):
+        is_dense = kv is None and cu_seqlens is None and not isinstance(context, KVView)
+        if getattr(given, name) is not None and not is_dense:
+            raise ValueError(f"{name}: it bounds the keys of dense calls; a cache and packed sequences know their own")
     if x.dim() == 2 and cu_seqlens is None and kv is None and not isinstance(context, KVView):
         raise ValueError(f"x: packed [t, m] needs cu_seqlens= or a packed cache step, got {tuple(x.shape)} alone")
     if context is not None and rope is not None:
         raise ValueError("context: positions of x and of a context are unrelated; make cross-attention with rope=None")
     if isinstance(context, Tensor):
-        check_tokens("context", context, hidden_size, projection)
-        if context.dim() != 3:
-            raise ValueError(f"context: expected [b, t, m={hidden_size}], got {tuple(context.shape)}")
-    if cu_seqlens is not None and cu_seqlens.device != x.device:
-        raise ValueError(f"cu_seqlens: expected device {x.device} like x, got {cu_seqlens.device}")
+        _check_context(context, x, hidden_size, projection)
     if kv is not None:
         _check_step("x", x, kv, projection)
         _check_autocast("kv", x, kv.layout)
@@ -83,20 +100,34 @@ def check(
         _check_autocast("context", x, context.layout)
 
 
-def _check_types(context, kv, positions, cu_seqlens) -> None:
+def _check_context(context: Tensor, x: Tensor, hidden_size: int, projection: nn.Module) -> None:
+    check_tokens("context", context, hidden_size, projection)
+    if context.dim() != x.dim():
+        expected = f"[b, t, m={hidden_size}]" if x.dim() == 3 else f"packed [t, m={hidden_size}] like x"
+        raise ValueError(f"context: expected {expected}, got {tuple(context.shape)}")
+
+
+def _check_types(given: Inputs) -> None:
+    context, kv, positions = given.context, given.kv, given.positions
     if context is not None and not isinstance(context, Tensor | KVView):
         raise TypeError(f"context: expected a tensor [b, t, m] or a KVView, got {type(context).__name__}")
     if kv is not None and not isinstance(kv, LayerCache):
         raise TypeError(f"kv: expected a layer of `with cache.step(...) as layers`, got {type(kv).__name__}")
     if positions is not None and not isinstance(positions, Tensor | Angles):
         raise TypeError(f"positions: expected an integer tensor or Angles, got {type(positions).__name__}")
-    if cu_seqlens is not None and (not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32):
-        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens: expected an int32 tensor [b + 1], got {got}")
-    if cu_seqlens is not None and (cu_seqlens.layout is not torch.strided or cu_seqlens.is_nested):
-        raise TypeError("cu_seqlens: expected a strided tensor [b + 1], got a nested or sparse one")
-    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1):
-        raise ValueError(f"cu_seqlens: expected [b + 1] offsets, got {tuple(cu_seqlens.shape)}")
+
+
+def _check_offsets(name: str, x: Tensor, device: torch.device) -> None:
+    """Raise TypeError or ValueError unless ``x`` are offsets of packed sequences on this device."""
+    if not isinstance(x, Tensor) or x.dtype != torch.int32:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: expected an int32 tensor [b + 1], got {got}")
+    if x.layout is not torch.strided or x.is_nested:
+        raise TypeError(f"{name}: expected a strided tensor [b + 1], got a nested or sparse one")
+    if x.dim() != 1 or x.shape[0] < 1:
+        raise ValueError(f"{name}: expected [b + 1] offsets, got {tuple(x.shape)}")
+    if x.device != device:
+        raise ValueError(f"{name}: expected device {device} like x, got {x.device}")
 
 
 def check_stored(context: Tensor, kv: LayerCache, hidden_size: int, projection: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Multi-head latent attention with decoupled rope: one set of weights, an expanded and an absorbed form."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from ..rope import Angles, Rope, rotate
 from ..scores import ScoreFunction
 from . import latent_forms
 from .captured import captured_by_mask, captured_by_score, function_options
-from .inputs import angles_of, check, check_options, check_stored, computed_dtype
+from .inputs import Inputs, angles_of, check, check_options, check_stored, computed_dtype
 from .latent_forms import attend_expanded, cheaper_form, check_heads, of_sequence, runs, without
 from .parameters import reset_children
 from .tensor_parallel import joined, share_of
@@ -115,11 +116,14 @@ class MultiHeadLatentAttention(nn.Module):
         kv: LayerCache | None = None,
         positions: Tensor | Angles | None = None,
         cu_seqlens: Tensor | None = None,
+        cu_seqlens_context: Tensor | None = None,
+        key_starts: Tensor | None = None,
+        key_ends: Tensor | None = None,
         mask: AnyMask | None = None,
     ) -> Tensor:
         """As :meth:`attnlib.GroupedQueryAttention.forward`."""
-        inputs = {"context": context, "kv": kv, "positions": positions, "cu_seqlens": cu_seqlens}
-        check(x, self.hidden_size, **inputs, rope=self.rope, projection=self.kv_a_proj_with_mqa)
+        given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends)
+        check(x, self.hidden_size, given, rope=self.rope, projection=self.kv_a_proj_with_mqa)
         angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
         q_nope, q_rope = self._query(x, angles)
         options = function_options(self, mask, is_shared=q_nope.shape[-2] != self.num_heads)
@@ -131,7 +135,7 @@ class MultiHeadLatentAttention(nn.Module):
         else:
             latent, k_rope = self._latent(x if context is None else context, angles)
             options["dropout_p"] = self.dropout_p if self.training else 0.0
-            out = self._attend_fresh(q_nope, q_rope, latent, k_rope, options, cu_seqlens=cu_seqlens)
+            out = self._attend_fresh(q_nope, q_rope, latent, k_rope, options | given.sequences)
         return self.o_proj(out.flatten(-2))
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
@@ -178,8 +182,8 @@ class MultiHeadLatentAttention(nn.Module):
         if angles is not None:
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
         starts = view.starts if view.cu_seqlens_q is None else None
-        of_step = {"cu_seqlens": view.cu_seqlens_q, "key_starts": starts}
-        return self._attend_fresh(q_nope, q_rope, latent, k_rope, options, **of_step)
+        of_step = Inputs(cu_seqlens=view.cu_seqlens_q, key_starts=starts).sequences
+        return self._attend_fresh(q_nope, q_rope, latent, k_rope, options | of_step)
 
     def _expanded_prompts(self, kv: LayerCache, view: KVView, heads: int) -> list[Prompt]:
         """The prompts of a packed step that are much cheaper expanded, where others are absorbed.
@@ -208,23 +212,10 @@ class MultiHeadLatentAttention(nn.Module):
         return torch.cat(outs)
 
     def _attend_fresh(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent: Tensor,
-        k_rope: Tensor | None,
-        options: dict,
-        *,
-        cu_seqlens: Tensor | None,
-        key_starts: Tensor | None = None,
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor | None, options: dict
     ) -> Tensor:
         """Attention over latents ``[..., t, r]`` and rotated rotary keys ``[..., t, p]`` in the cheaper form."""
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if cu_seqlens is None:
-                return attention(q, k, v, key_starts=key_starts, **options)
-            return varlen_attention(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **options)
-
+        attend = partial(varlen_attention if "cu_seqlens_q" in options else attention, **options)
         if self._possible(self._cheaper(q_nope.shape[-3], latent.shape[-2])) == "expanded":
             k, v = self._expand(latent, k_rope)
             check_heads(q_nope, k)

@@ -114,6 +114,31 @@ CALLS = {
         ValueError,
         "cu_seq",
     ),
+    "packed context without its offsets": (
+        False,
+        {"x": tokens(5), "context": tokens(3), "cu_seqlens": PACKED},
+        ValueError,
+        "cu_seqlens: expected packed x .*, and cu_seqlens_context=",
+    ),
+    "offsets of a context alone": (
+        False,
+        {"context": tokens(2, 3), "cu_seqlens_context": PACKED},
+        ValueError,
+        "cu_seqlens_context: expected cu_seqlens= with it",
+    ),
+    "a dense context of packed x": (
+        False,
+        {"x": tokens(5), "context": tokens(1, 3), "cu_seqlens": PACKED, "cu_seqlens_context": PACKED},
+        ValueError,
+        r"context: expected packed \[t, m=24\] like x",
+    ),
+    "bounds of packed sequences": (
+        True,
+        {"x": tokens(5), "cu_seqlens": PACKED, "key_ends": torch.ones(2).int()},
+        ValueError,
+        "key_ends: it bounds the keys of dense calls",
+    ),
+    "bounds of another batch": (True, {"key_starts": torch.zeros(3).int()}, ValueError, "key_starts: .*2"),
     "another batch": (False, {"context": tokens(3, 4)}, ValueError, "b=2"),
     "float positions": (True, {"positions": torch.zeros(2, 5)}, TypeError, "positions: expected an integer tensor"),
     "angles of another pairing": (
@@ -211,6 +236,8 @@ def test_a_cache_excludes_other_keys(cached):
         for inputs in ({"context": tokens(2, 3)}, {"cu_seqlens": PACKED}):
             with pytest.raises(ValueError, match="kv: it excludes context= and cu_seqlens="):
                 layer(tokens(2, 1), kv=kv, **inputs)
+        with pytest.raises(ValueError, match="key_starts: it bounds the keys of dense calls; a cache"):
+            layer(tokens(2, 1), kv=kv, key_starts=torch.zeros(2).int())
         layer(tokens(2, 1), kv=kv)
 
 

@@ -108,6 +108,40 @@ def test_cross_attention_reads_a_stored_context(kind, page_size):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_bounds_of_keys_hide_padding(kind):
+    """On either side, with its positions, in outputs and gradients."""
+    layer, lengths, left = make(kind), (5, 9, 1), (4, 0, 3)
+    starts, ends = torch.tensor(left).int(), torch.tensor([n + m for n, m in zip(lengths, left, strict=True)]).int()
+    x = tokens(3, 9)
+    positions = torch.arange(9) - starts[:, None]
+    out = layer(x, key_starts=starts, key_ends=ends, positions=positions)
+    weights = tokens(3, 9, seed=1)
+    alone_outs = [layer(x[n : n + 1, a:b])[0] for n, (a, b) in enumerate(zip(starts, ends, strict=True))]
+    for n, (a, b) in enumerate(zip(starts, ends, strict=True)):
+        close(out[n, a:b], alone_outs[n])
+    padded = sum((out[n, a:b] * weights[n, a:b]).sum() for n, (a, b) in enumerate(zip(starts, ends, strict=True)))
+    apart = sum((alone_outs[n] * weights[n, a:b]).sum() for n, (a, b) in enumerate(zip(starts, ends, strict=True)))
+    for ours, theirs in zip(*(torch.autograd.grad(y, list(layer.parameters())) for y in (padded, apart)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_contexts_of_several_lengths_are_packed_or_bounded(kind):
+    layer, x, lengths = make(kind, rope=False, mask=FULL), tokens(3, 4), (7, 0, 3)
+    contexts = [tokens(n, seed=n) for n in lengths]
+    padded = torch.full((3, 7, HIDDEN), 9.0, dtype=x.dtype)
+    for row, context in zip(padded, contexts, strict=True):
+        row[: len(context)] = context
+    ends, queries = torch.tensor(lengths).int(), torch.tensor([0, 4, 8, 12]).int()
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    bounded = layer(x, context=padded, key_ends=ends)
+    packed = layer(x.flatten(0, 1), context=torch.cat(contexts), cu_seqlens=queries, cu_seqlens_context=offsets)
+    close(packed.view(3, 4, HIDDEN), bounded)
+    for n in (0, 2):
+        close(bounded[n], alone(layer, x[n], context=contexts[n][None]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_cross_attention_depends_on_the_set_of_keys_only(kind):
     layer, x, context = make(kind, rope=False, mask=FULL), tokens(2, 4), tokens(2, 6, seed=1)
     out = layer(x, context=context)
