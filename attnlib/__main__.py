@@ -1,9 +1,10 @@
-"""``python -m attnlib`` with sizes, convert or bench: the library's command line."""
+"""``python -m attnlib`` with sizes, convert, bench or doctor: the library's command line."""
 
 import argparse
 import os
 import sys
 
+from . import doctor
 from .bench import command as bench
 from .convert import command as convert
 from .sizes import command as sizes
@@ -39,6 +40,9 @@ def _run(argv: list[str] | None) -> int:
     timing = commands.add_parser("bench", help="time attnlib against torch on this machine")
     bench.add_arguments(timing)
     timing.set_defaults(run=bench.run)
+    looking = commands.add_parser("doctor", help="versions, devices, which backend runs here and why, safety of caches")
+    doctor.add_arguments(looking)
+    looking.set_defaults(run=doctor.run)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 

@@ -23,8 +23,9 @@ BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
 # The rooms from top to bottom, and which each may import: rooms below it alone. bench imports what users do.
 ROOMS = {
-    "__main__": {"bench", "convert", "sizes"},
+    "__main__": {"bench", "convert", "sizes", "doctor"},
     "bench": {"__init__"},
+    "doctor": {"__init__"},
     "__init__": {
         "layers",
         "cache",

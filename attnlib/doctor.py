@@ -1,0 +1,102 @@
+"""``python -m attnlib doctor``: what this machine has, which backend runs here and why, and whether caches are safe."""
+
+import argparse
+import getpass
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from . import CAUSAL, KVCache, KVLayout, attention, cached_attention, explain
+
+PACKAGES = ("attnlib", "torch", "triton", "safetensors", "transformers")
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It has none."""
+
+
+def run(_arguments: argparse.Namespace) -> int:
+    """Print it all; returns 1 where somebody else could put code into a cache that this user's programs load."""
+    print(f"Python {sys.version.split()[0]}, {', '.join(f'{name} {_version(name)}' for name in PACKAGES)}")
+    print("\n".join(_devices()))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"\nbackends, for bf16 on {device}")
+    for name, told in _explanations(device):
+        print(f"  {name}")
+        print("\n".join(f"    {line}" for line in told.splitlines()))
+    print("\nfolders of compiled code, which programs load and run")
+    wrong = 0
+    for path in cache_folders():
+        why = unsafe(path)
+        wrong += bool(why)
+        print(f"  {path}: {why or ('safe' if path.exists() else 'not there yet')}")
+    return int(wrong > 0)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _devices() -> Iterator[str]:
+    if not torch.cuda.is_available():
+        yield f"no GPU that torch {torch.__version__} can use; {torch.get_num_threads()} CPU threads"
+    for n in range(torch.cuda.device_count()):
+        x = torch.cuda.get_device_properties(n)
+        yield f"GPU {n}: {x.name}, sm_{x.major}{x.minor}, {x.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+
+
+def _explanations(device: str) -> Iterator[tuple[str, str]]:
+    """What runs the usual calls, and why nothing before it does."""
+    options = {"dtype": torch.bfloat16, "device": device}
+    q, k = torch.zeros(1, 64, 8, 128, **options), torch.zeros(1, 64, 2, 128, **options)
+    yield "training, GQA of 128 channels", str(explain(attention, q.requires_grad_(), k, k, mask=CAUSAL))
+    with torch.no_grad():
+        for name, layout in (
+            ("decoding, GQA of 128 channels", KVLayout.grouped(2, 128, dtype=torch.bfloat16)),
+            ("decoding, MLA of 512 + 64", KVLayout.latent(512, 64, dtype=torch.bfloat16)),
+        ):
+            cache = KVCache.paged([layout], pages=1, max_sequences=1, device=device)
+            cache.admit()
+            with cache.step(1) as (kv,):
+                q = torch.zeros(1, 1, 16, layout.dim + layout.tail, **options)
+                widths = ((layout.dim,), (layout.tail,)) if layout.is_latent else ((2, 128), (2, 128))
+                view = kv.append(*(torch.zeros(1, 1, *width, **options) for width in widths))
+                yield name, str(explain(cached_attention, q, view, mask=CAUSAL))
+
+
+def cache_folders() -> list[Path]:
+    """Where Triton and torch's compiler keep what they have compiled."""
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    triton = os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache"
+    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return [Path(triton), Path(inductor or Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")]
+
+
+def unsafe(path: Path) -> str:
+    """Why somebody else could put files into a folder, or put another folder in its place; nothing if nobody can."""
+    if not hasattr(os, "getuid"):
+        return ""
+    trusted, named, real = {0, os.getuid()}, path.absolute(), path.resolve()  # which differ by links
+    for folder in (named, real, *named.parents, *real.parents):
+        try:
+            found = folder.stat()
+        except FileNotFoundError:
+            continue
+        if found.st_uid not in trusted:
+            return f"unsafe: {folder} belongs to another user; name a folder of your own in the environment"
+        sticky = (
+            folder not in (named, real) and found.st_mode & stat.S_ISVTX
+        )  # where others may create, but not replace
+        if found.st_mode & OTHERS_WRITE and not sticky:
+            return f"unsafe: others may write into {folder}; chmod go-w {folder}"
+    return ""
