@@ -155,6 +155,10 @@ def check_grouped(layer: nn.Module) -> None:
         raise TypeError(f"layer: expected a GroupedQueryAttention, got {type(layer).__name__}")
     if layer.score is not None:
         raise NotImplementedError("layer: its score is by function, which conversion does not carry over yet")
+    if layer.v_head_dim != layer.head_dim:
+        raise NotImplementedError(
+            f"layer: expected values as wide as keys, head_dim={layer.head_dim}, got v_head_dim={layer.v_head_dim}"
+        )
     for name in PROJECTIONS:
         module = getattr(layer, name)
         if type(module) is not nn.Linear:

@@ -19,7 +19,8 @@ from .tensor_parallel import Share, normed, share_of
 class GroupedQueryAttention(nn.Module):
     """Attention whose query heads share KV heads in groups (Ainslie et al., 2023, arXiv 2305.13245).
 
-    ``num_heads`` query heads read ``num_kv_heads`` KV heads (None: as many). ``mask`` is required: causality is never
+    ``num_heads`` query heads read ``num_kv_heads`` KV heads (None: as many), whose values have ``v_head_dim`` channels
+    (None: ``head_dim``). ``mask`` is required: causality is never
     inferred. Parameters are named as in transformers: q_proj, k_proj, v_proj, o_proj, with ``qk_norm`` q_norm and
     k_norm (per head, before rope, as in Qwen 3), with ``sinks`` sinks (as in gpt-oss). ``bias`` is for q, k and v,
     ``output_bias`` for o (None: as ``bias``). ``alibi`` takes the slopes of Press et al., 2021 (arXiv 2108.12409).
@@ -42,6 +43,7 @@ class GroupedQueryAttention(nn.Module):
         mask: AnyMask,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
+        v_head_dim: int | None = None,
         bias: bool = False,
         output_bias: bool | None = None,
         rope: Rope | None = None,
@@ -63,7 +65,7 @@ class GroupedQueryAttention(nn.Module):
         if num_kv_heads is not None:
             check_count("num_kv_heads", num_kv_heads, least=1)
         num_kv_heads = self._kv_heads(num_heads, num_kv_heads)
-        head_dim = _head_dim(hidden_size, num_heads, head_dim)
+        head_dim, v_head_dim = _head_dims(hidden_size, num_heads, head_dim, v_head_dim)
         output_bias = bias if output_bias is None else output_bias
         optional = {"scale": scale, "softcap": softcap}
         check_options(
@@ -77,7 +79,7 @@ class GroupedQueryAttention(nn.Module):
         if rope is not None and rope.dim > head_dim:
             raise ValueError(f"rope: expected dim at most head_dim={head_dim}, got {rope.dim}")
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
-        self.head_dim, self.mask, self.rope, self.softcap = head_dim, mask, rope, softcap
+        self.head_dim, self.v_head_dim, self.mask, self.rope, self.softcap = head_dim, v_head_dim, mask, rope, softcap
         self.mask_tensors, self.score = captured_by_mask(mask), captured_by_score(score)
         self.dropout_p, self.backend = dropout_p, backend
         # YaRN's temperature acts on rotated channels: on all of them it is a scale, on some a gain of q.
@@ -88,8 +90,8 @@ class GroupedQueryAttention(nn.Module):
         factory = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias, **factory)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, **factory)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, **factory)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias, **factory)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * v_head_dim, bias=bias, **factory)
+        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=output_bias, **factory)
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
         self.sinks = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
@@ -110,8 +112,8 @@ class GroupedQueryAttention(nn.Module):
         weight, share = self.k_proj.weight, share_of(self.q_proj, self.num_heads)
         # Rows, not num_kv_heads: the layer may have been sharded by hand.
         heads = weight.shape[0] // self.head_dim if share is None else share.kv_heads(self.num_kv_heads)[1]
-        window, first = self.mask.kept
-        return KVLayout.grouped(heads, self.head_dim, window=window, keep_first=first, dtype=computed_dtype(weight))
+        kept = dict(zip(("window", "keep_first"), self.mask.kept, strict=True))
+        return KVLayout.grouped(heads, self.head_dim, self.v_head_dim, **kept, dtype=computed_dtype(weight))
 
     def reset_parameters(self) -> None:
         """Initialise every parameter and buffer in place; works after ``to_empty``.
@@ -219,7 +221,8 @@ class GroupedQueryAttention(nn.Module):
 
     def _key_value(self, x: Tensor, share: Share | None = None) -> tuple[Tensor, Tensor]:
         """``[..., g, d]`` each, of this rank's ``share``; keys are normalised and not yet rotated."""
-        k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.v_head_dim))
         if share is not None:
             k, v = share.local_kv("k_proj", k, self.num_kv_heads), share.local_kv("v_proj", v, self.num_kv_heads)
         elif k.shape[-2] != self.num_kv_heads and share_of(self.k_proj, self.num_kv_heads, k.shape[-2]) is not None:
@@ -256,12 +259,14 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]
 
 
-def _head_dim(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
-    if head_dim is not None:
-        check_count("head_dim", head_dim, least=1)
-        return head_dim
-    if hidden_size % num_heads:
+def _head_dims(hidden_size: int, num_heads: int, head_dim: int | None, v_head_dim: int | None) -> tuple[int, int]:
+    """The channels of a key and of a value."""
+    for name, value in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+        if value is not None:
+            check_count(name, value, least=1)
+    if head_dim is None and hidden_size % num_heads:
         raise ValueError(
             f"num_heads: expected a divisor of hidden_size={hidden_size}, got {num_heads}; or pass head_dim="
         )
-    return hidden_size // num_heads
+    head_dim = hidden_size // num_heads if head_dim is None else head_dim
+    return head_dim, head_dim if v_head_dim is None else v_head_dim

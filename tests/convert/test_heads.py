@@ -451,6 +451,8 @@ def test_what_cannot_be_converted_is_refused():
     sizes = {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4, "q_lora_rank": None}
     with pytest.raises(TypeError, match="expected a GroupedQueryAttention, got MultiHeadLatentAttention"):
         mha_to_gqa(MultiHeadLatentAttention(HIDDEN, 2, mask=CAUSAL, **sizes), 2)
+    with pytest.raises(NotImplementedError, match=r"layer: expected values as wide as keys, .*v_head_dim=3"):
+        mha_to_gqa(MultiHeadAttention(HIDDEN, 4, v_head_dim=3, mask=CAUSAL), 2)
     layer.o_proj = Adapter(4 * D, HIDDEN)
     with pytest.raises(TypeError, match=r"o_proj: expected a plain nn.Linear, got Adapter"):
         mha_to_gqa(layer, 2)

@@ -86,8 +86,9 @@ def test_a_rope_of_odd_width_is_refused(dim):
         Rope(dim)
 
 
-def test_heads_may_have_any_width_that_is_named():
-    layer = GroupedQueryAttention(HIDDEN, 5, head_dim=7, mask=CAUSAL)
+@pytest.mark.parametrize("options", [{"head_dim": 7}, {"head_dim": 7, "v_head_dim": 3}])
+def test_heads_may_have_any_width_that_is_named(options):
+    layer = GroupedQueryAttention(HIDDEN, 5, **options, mask=CAUSAL)
     assert layer(tokens(1, 3, dtype=torch.float32)).shape == (1, 3, HIDDEN)
 
 

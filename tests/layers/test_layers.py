@@ -22,7 +22,7 @@ from layer_helpers import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from attnlib import CAUSAL, FULL, sliding
+from attnlib import CAUSAL, FULL, GroupedQueryAttention, Rope, attention, rotate, sliding
 
 # Inputs
 
@@ -326,3 +326,22 @@ def test_nothing_gives_nothing(kind, shape):
     results = gradients(layer, tokens(*shape), layer)
     assert results["out"].shape == (*shape, HIDDEN)
     assert all(not value.any() for name, value in results.items())
+
+
+@pytest.mark.parametrize("width", [3, 11])
+def test_values_of_another_width_than_keys(width):
+    """Dense against attention itself, and step by step over a cache that stores no more than they have."""
+    sizes = {"num_kv_heads": 2, "head_dim": 6, "v_head_dim": width}
+    layer = GroupedQueryAttention(HIDDEN, 4, **sizes, mask=CAUSAL, rope=Rope(6), dtype=torch.float64)
+    x = tokens(2, 9)
+    angles = layer.rope.angles(torch.arange(9))
+    q, k = (rotate(p(x).unflatten(-1, (-1, layer.head_dim)), angles) for p in (layer.q_proj, layer.k_proj))
+    v = layer.v_proj(x).unflatten(-1, (-1, width))
+    out = layer.o_proj(attention(q, k, v, mask=CAUSAL, scale=layer.scale).flatten(-2))
+    close(layer(x), out)
+    assert layer.kv_layout.value_dim == width
+    model = Stack(layer)
+    cache = cache_for(model)
+    cache.admit(2)
+    with torch.no_grad():
+        close(torch.cat([feed_dense(model, cache, part) for part in x.split((5, 1, 3), 1)], 1), model(x))
