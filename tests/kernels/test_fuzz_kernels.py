@@ -4,7 +4,7 @@ import pytest
 from fuzz.cases import failures
 from kernel_helpers import INTERPRETED
 
-from attnlib.backends._triton import cached as triton_cached
+from attnlib.backends._triton import decode_shapes
 from attnlib.backends._triton import plans as triton_plans
 from attnlib.backends._triton.launch import planned
 
@@ -53,7 +53,7 @@ def one_too_far(scoring):
     [
         ("dense", triton_plans, "strides", as_if_contiguous),
         ("varlen", triton_plans, "scoring", one_too_far),
-        ("cached", triton_cached, "scoring", one_too_far),
+        ("cached", decode_shapes, "scoring", one_too_far),
     ],
 )
 def test_a_planted_bug_is_found(kind, where, attribute, bug, monkeypatch):
