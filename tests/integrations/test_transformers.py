@@ -7,6 +7,8 @@ import torch
 from families import DECODERS, small
 
 from attnlib.integrations import transformers as hf
+from attnlib.integrations.transformers import attention, masks
+from attnlib.packing import bounds_of
 
 hf.register()
 
@@ -144,6 +146,18 @@ def test_half_precision_is_no_worse_than_theirs(family):
     exact = copy.deepcopy(eager).double()(ids).logits
     theirs, mine = (((model.bfloat16()(ids).logits).double() - exact).square().mean() for model in (eager, ours))
     assert mine <= 1.21 * theirs  # 1.1 of its root
+
+
+@torch.no_grad()
+def test_bounds_are_found_once_for_all_layers(monkeypatch):
+    _, ours = both("llama")
+    found = []
+    for module in (attention, masks):
+        monkeypatch.setattr(module, "bounds_of", lambda mask: found.append(mask) or bounds_of(mask))
+    mask = torch.ones(2, 23, dtype=torch.long)
+    mask[0, :5] = 0
+    ours(tokens(ours), attention_mask=mask)
+    assert len(found) == 1
 
 
 def test_flags_of_a_collator():

@@ -86,6 +86,7 @@ def _seen(
     if attention_mask is None:
         return k, v, mask, bias, None
     if attention_mask.dim() == 2:
+        bounds = None if torch.compiler.is_compiling() else getattr(attention_mask, "bounds", None)
         tokens = attention_mask.shape[1]  # of a static cache, whose other rows lie behind; or also of dropped keys
         k, v, bias = k[:, :tokens], v[:, :tokens], None if bias is None else bias[..., :tokens]
         attention_mask = attention_mask[:, tokens - k.shape[1] :]
@@ -93,7 +94,7 @@ def _seen(
             return k, v, mask & documents(attention_mask.int()), bias, None
         if torch.compiler.is_compiling():  # when nobody has looked for holes
             mask = mask & mask_tensor(attention_mask[:, None, None])
-        return k, v, mask, bias, bounds_of(attention_mask)
+        return k, v, mask, bias, bounds_of(attention_mask) if bounds is None else bounds
     given = attention_mask[..., : k.shape[1]]
     if given.dtype == torch.bool:
         return k, v, mask_tensor(given), bias, None

@@ -90,7 +90,11 @@ def _least(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[], 
     full, solid = torch.stack([(counts == there.shape[1]).all(), (counts == ends - starts).all()]).tolist()
     if full and may_skip:
         return None
-    return pad(there, (offset, 0)) if solid else or_else()
+    if not solid:
+        return or_else()
+    mask = pad(there, (offset, 0))
+    mask.bounds = starts, ends  # which every layer would find again
+    return mask
 
 
 def _kinds(function: Callable) -> Iterator[Callable | str]:
