@@ -102,7 +102,7 @@ BEFORE = "import torch; from torch.utils.flop_counter import FlopCounterMode; im
 TOLD = """
 from torch.utils.flop_counter import flop_registry
 told = {operator: formula for operator, formula in flop_registry.items() if "attnlib" in str(operator)}
-assert told == dict(attnlib.FLOP_FORMULAS) and len(told) == 6, told
+assert told == dict(attnlib.FLOP_FORMULAS) and len(told) == 9, told
 """
 GIVEN = "custom_mapping=attnlib.FLOP_FORMULAS"
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .operators import Arguments, CachedArguments
 
+BACKENDS = ("torch", "triton", "triton_plain")  # that are operators
+
 
 def _formula(named: Callable, pairs: Callable, *, over_d: int, over_e: int) -> Callable:
     """What an operator counts: for each pair of a query and a key so many products over d and over e.
@@ -56,5 +58,5 @@ cached_flops = _formula(CachedArguments, _cached_pairs, over_d=1, over_e=1)
 def formulas() -> Mapping[object, Callable]:
     """The formula of each operator that computes attention; the backends must be loaded."""
     kinds = {"forward": forward_flops, "backward": backward_flops, "cached": cached_flops}
-    named = ((f"{backend}_{kind}", flops) for backend in ("torch", "triton") for kind, flops in kinds.items())
+    named = ((f"{backend}_{kind}", flops) for backend in BACKENDS for kind, flops in kinds.items())
     return MappingProxyType({getattr(torch.ops.attnlib, name): flops for name, flops in named})
