@@ -271,11 +271,15 @@ def test_the_exports():
 def test_importing_is_light():
     """No heavy module comes along, no device is asked, and torch's own import time is all but the whole."""
     code = """
-import sys, time, torch
+import gc, sys, time
+times = [time.process_time()]  # not wall time, which other work on the machine stretches
+import torch
 before = set(sys.modules)
-start = time.process_time()  # not wall time, which other work on the machine stretches
+gc.disable()  # a collection of all that torch made takes as long as the import, and may fall into it
+times.append(time.process_time())
 import attnlib
-print(time.process_time() - start)
+times.append(time.process_time())
+print((times[2] - times[1]) / (times[1] - times[0]))
 heavy = {"triton", "transformers", "matplotlib", "einops", "tqdm", "safetensors"}
 assert not {name.split(".")[0] for name in set(sys.modules) - before} & heavy
 assert not torch.cuda.is_initialized()
@@ -283,4 +287,4 @@ assert not torch.cuda.is_initialized()
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}  # compiled once
     options = {"capture_output": True, "text": True, "check": True, "env": kept}
     runs = (subprocess.run([sys.executable, "-c", code], **options) for _ in range(3))
-    assert any(float(run.stdout) < 0.15 for run in runs)
+    assert any(float(run.stdout) < 0.1 for run in runs)  # 0.05 to 0.06, on a busy machine too
