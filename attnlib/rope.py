@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from .checks import INT32
-from .scaling import NTK, DynamicNTK, Linear, Llama3, YaRN, check_number
+from .scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Scaling, YaRN, check_number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +67,7 @@ class Rope:
 
     dim: int
     theta: float = 10_000.0
-    scaling: Linear | NTK | DynamicNTK | Llama3 | YaRN | None = None
+    scaling: Scaling | None = None
     interleaved: bool = False
 
     def __post_init__(self):
@@ -75,30 +76,41 @@ class Rope:
         if not 2 <= self.dim <= INT32 or self.dim % 2:
             raise ValueError(f"rope.dim: expected a positive even number of channels, got {self.dim}")
         check_number("rope.theta", self.theta, above=0)
-        if not isinstance(self.scaling, Linear | NTK | DynamicNTK | Llama3 | YaRN | None):
-            raise TypeError(
-                f"rope.scaling: expected Linear, NTK, DynamicNTK, Llama3, YaRN or None, got {self.scaling!r}"
-            )
+        if not isinstance(self.scaling, Scaling | None):
+            known = ", ".join(kind.__name__ for kind in get_args(Scaling))
+            raise TypeError(f"rope.scaling: expected {known} or None, got {self.scaling!r}")
         if not isinstance(self.interleaved, bool):
             raise TypeError(f"rope.interleaved: expected a bool, got {self.interleaved!r}")
         if isinstance(self.scaling, NTK | DynamicNTK) and self.dim == 2:
             raise ValueError("rope.dim: expected at least 4 channels with an NTK scaling (one pair has no base), got 2")
         if isinstance(self.scaling, YaRN) and self.theta <= 1:
             raise ValueError(f"rope.theta: expected more than 1 with YaRN, got {self.theta}")
+        if isinstance(self.scaling, LongRoPE) and 2 * len(self.scaling.short_factor) != self.dim:
+            pairs = len(self.scaling.short_factor)
+            raise ValueError(f"rope.scaling: expected {self.dim // 2} factors, one for each pair, got {pairs}")
+
+    @property
+    def needs_length(self) -> bool:
+        """Whether angles depend on how long the sequence is."""
+        scaling = self.scaling
+        chooses = isinstance(scaling, LongRoPE) and scaling.short_factor != scaling.long_factor
+        return chooses or isinstance(scaling, DynamicNTK)
 
     @property
     def amplitude(self) -> float:
-        """The factor that YaRN puts on both rotated q and rotated k (1 without YaRN).
+        """The factor that YaRN and LongRoPE put on both rotated q and rotated k (1 without them).
 
         Angles do not contain it. Scores of rotated channels carry its square: a layer that rotates whole heads
         multiplies ``scale`` by ``amplitude ** 2``, and one that rotates some channels multiplies these
         channels of q by it, so that stored keys are free of it. Hugging Face multiplies cos and sin by ``amplitude``.
         """
         scaling = self.scaling
-        if not isinstance(scaling, YaRN):
+        if not isinstance(scaling, YaRN | LongRoPE):
             return 1.0
         if scaling.attention_factor is not None:
             return scaling.attention_factor
+        if isinstance(scaling, LongRoPE):
+            return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position))
         if scaling.mscale and scaling.mscale_all_dim:
             return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
         return _mscale(scaling.factor, 1.0)
@@ -121,9 +133,10 @@ class Rope:
 
         Raises:
             TypeError: ``length`` is not an int.
-            ValueError: ``length`` is missing with DynamicNTK, or given without it.
+            ValueError: ``length`` is missing where the rule needs it, or given where it does not.
         """
         scaling = self.scaling
+        self._check_length(length)
         exponents = _quotient(torch.arange(0, self.dim, 2, dtype=torch.float32, device=device), self.dim)
         # fp32 powers and quotients differ by units in the last place between devices and compilers, and position
         # 100_000 turns one such unit into 0.01 radian; taken in fp64 they are rounded to the same fp32 everywhere.
@@ -141,18 +154,26 @@ class Rope:
             pairs = torch.arange(self.dim // 2, dtype=torch.float32, device=device)
             smooth = 1 - _quotient(pairs - low, high - low).clamp(0, 1)
             return 1.0 / (1.0 * scaling.factor * wavelengths) * (1 - smooth) + frequencies * smooth
+        if isinstance(scaling, LongRoPE):
+            is_long = length is not None and length > scaling.original_max_position
+            factors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor, device=device)
+            return (1.0 / (factors * wavelengths).double()).float()
+        if isinstance(scaling, Proportional):
+            turning = int(scaling.share * self.dim // 2)
+            slowed = _quotient(frequencies, scaling.factor)
+            return torch.cat((slowed[:turning], torch.zeros_like(slowed[turning:])))
         return frequencies
 
     def angles(self, positions: Tensor, *, length: int | None = None) -> Angles:
         """The angles at integer ``positions`` of any shape, computed in fp32; a pure rotation, without amplitude.
 
-        ``length`` is the length that DynamicNTK scales for, at least one more than the greatest position; every other
-        rule refuses it. Negative positions turn backwards. A phase is an fp32 product, so its error is about
-        ``position * 2 ** -24`` radian, and positions beyond ``2 ** 24`` are rounded.
+        ``length`` is the length that DynamicNTK scales for and by which LongRoPE chooses, at least one more than the
+        greatest position; every other rule refuses it. Negative positions turn backwards. A phase is an fp32 product,
+        so its error is about ``position * 2 ** -24`` radian, and positions beyond ``2 ** 24`` are rounded.
 
         Raises:
             TypeError: positions are not integers, or ``length`` is not an int.
-            ValueError: ``length`` is missing with DynamicNTK, or given without it.
+            ValueError: ``length`` is missing where the rule needs it, or given where it does not.
         """
         _check_strided("positions", positions, "an integer tensor")
         if positions.dtype == torch.bool or positions.is_floating_point() or positions.is_complex():
@@ -172,20 +193,26 @@ class Rope:
     def _ntk_factor(self, length: int | None) -> float | None:
         scaling = self.scaling
         if not isinstance(scaling, DynamicNTK):
-            if length is not None:
-                raise ValueError(f"length: only DynamicNTK depends on it, and scaling={scaling}; leave length out")
             return scaling.factor if isinstance(scaling, NTK) else None
+        original = scaling.original_max_position
+        return scaling.factor * max(length, original) / original - (scaling.factor - 1)
+
+    def _check_length(self, length: int | None) -> None:
+        if not self.needs_length:
+            if length is not None:
+                raise ValueError(
+                    f"length: only DynamicNTK and LongRoPE depend on it, and scaling={self.scaling}; leave length out"
+                )
+            return
         if length is None:
             raise ValueError(
-                "length: DynamicNTK needs the length that the angles are for, got None; "
+                f"length: {type(self.scaling).__name__} needs the length that the angles are for, got None; "
                 "compute rope.angles(positions, length=n) and give the Angles to the layer"
             )
         if isinstance(length, bool) or not isinstance(length, int | torch.SymInt):
             raise TypeError(f"length: expected an int, got {length!r}")
         if length > INT32:
             raise ValueError(f"length: expected at most {INT32}, got {length}")
-        original = scaling.original_max_position
-        return scaling.factor * max(length, original) / original - (scaling.factor - 1)
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:

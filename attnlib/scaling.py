@@ -1,6 +1,7 @@
 """How published models scale rope to longer contexts: one frozen class for each rule. Rope does the arithmetic."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -131,6 +132,102 @@ class YaRN:
                 check_number(f"YaRN.{name}", value, least=0)
         if not isinstance(self.truncate, bool):
             raise TypeError(f"YaRN.truncate: expected a bool, got {self.truncate!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class LongRoPE:
+    """LongRoPE (Ding et al., 2024, arXiv 2402.13753): each pair slowed by a factor of its own, found by a search.
+
+    Up to ``original_max_position`` the factors are ``short_factor``, beyond it ``long_factor``, one for each pair, so
+    that angles need a length; not so where both are alike, which is how to choose one of them for all lengths.
+    ``Rope.amplitude`` is ``sqrt(1 + ln(factor) / ln(original_max_position))``, or ``attention_factor`` when that is
+    given; ``factor`` is how many times longer sequences may become.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a number is out of range, or there are not as many long factors as short ones.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    factor: float
+    original_max_position: int
+    attention_factor: float | None = None
+
+    def __post_init__(self):
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self, name)
+            if not isinstance(factors, tuple) or len(factors) != len(self.short_factor):
+                raise TypeError(f"LongRoPE.{name}: expected a tuple with a number for each pair, got {factors!r}")
+            for factor in factors:
+                check_number(f"LongRoPE.{name}", factor, above=0)
+        check_number("LongRoPE.factor", self.factor, least=1)
+        check_count("LongRoPE.original_max_position", self.original_max_position, least=2)
+        if self.attention_factor is not None:
+            check_number("LongRoPE.attention_factor", self.attention_factor, above=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Proportional:
+    """Only the first ``share`` of the pairs turn, at the frequencies of the whole head divided by ``factor``.
+
+    The pairs of a rope of fewer channels are ``(c, c + p / 2)`` of these; here they are ``(c, c + d / 2)`` of all.
+
+    Raises:
+        TypeError: a field is not a number.
+        ValueError: ``share`` is not above 0 and at most 1, or ``factor`` is below 1.
+    """
+
+    share: float
+    factor: float = 1.0
+
+    def __post_init__(self):
+        check_number("Proportional.share", self.share, above=0)
+        check_number("Proportional.factor", self.factor, least=1)
+        if self.share > 1:
+            raise ValueError(f"Proportional.share: expected at most 1, got {self.share}")
+
+
+Scaling = Linear | NTK | DynamicNTK | Llama3 | YaRN | LongRoPE | Proportional
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")  # Hugging Face's names
+
+
+def scaling_of(fields: Mapping[str, object], *, max_position: int | None) -> Scaling | None:
+    """The rule that a Hugging Face config's ``rope_parameters`` describe; ``max_position`` is the model's longest.
+
+    Raises:
+        KeyError: a number is missing.
+        TypeError, ValueError: the kind is unknown, or a number impossible.
+    """
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    if kind not in KINDS:
+        raise ValueError(f"rope_type: expected one of {', '.join(KINDS)}, got {str(kind)[:80]!r}")
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return Linear(fields["factor"])
+    if kind == "proportional":
+        return Proportional(fields.get("partial_rotary_factor", 1.0), fields.get("factor") or 1.0)
+    if kind == "dynamic":
+        return DynamicNTK(fields["factor"], _longest(max_position))
+    original = fields.get("original_max_position_embeddings")
+    original = _longest(max_position) if original is None else original
+    if kind == "llama3":
+        return Llama3(fields["factor"], fields["low_freq_factor"], fields["high_freq_factor"], original)
+    factor = fields.get("factor")
+    factor = _longest(max_position) / original if factor is None else factor
+    if kind == "longrope":
+        short, long = (tuple(fields[name]) for name in ("short_factor", "long_factor"))
+        return LongRoPE(short, long, factor, original, fields.get("attention_factor"))
+    betas = fields.get("beta_fast") or 32.0, fields.get("beta_slow") or 1.0
+    weights = (fields.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    return YaRN(factor, original, *betas, *weights, fields.get("truncate", True))
+
+
+def _longest(max_position: int | None) -> int:
+    if max_position is None:
+        raise KeyError("max_position_embeddings")
+    return max_position
 
 
 def check_number(name: str, value: float, *, least: float = -math.inf, above: float = -math.inf) -> None:

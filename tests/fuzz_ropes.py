@@ -53,7 +53,7 @@ LLAMA = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origin
 def frequencies_are_finite(target, args, result):
     rope = result if isinstance(result, Rope) else Rope(8, scaling=result)
     if rope.dim < 1000:
-        length = 100 if isinstance(rope.scaling, DynamicNTK) else None
+        length = 100 if rope.needs_length else None
         assert rope.inverse_frequencies(length=length).isfinite().all()
 
 

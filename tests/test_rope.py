@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnlib.rope
-from attnlib.rope import NTK, Angles, DynamicNTK, Linear, Llama3, Rope, YaRN, rotate
+from attnlib.rope import NTK, Angles, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rope, YaRN, rotate
+from attnlib.scaling import scaling_of
 
 SCALINGS = {
     "plain": None,
@@ -21,6 +22,7 @@ SCALINGS = {
     "dynamic": DynamicNTK(2.0, original_max_position=1024),
     "llama3": Llama3(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192),
     "yarn": YaRN(40.0, original_max_position=4096, mscale=1.0, mscale_all_dim=0.707),
+    "proportional": Proportional(0.5),
 }
 LENGTH = {"dynamic": 5000}  # the rule that needs one
 FAR = (0, 1, 4096, 100_000)  # position 0 alone cannot see an error
@@ -35,7 +37,7 @@ def make(rule: str, dim: int, interleaved: bool = False, theta: float = 10_000.0
 
 def turn(x, rope, positions):
     """x rotated at integer positions, whatever the rule."""
-    length = 5000 if isinstance(rope.scaling, DynamicNTK) else None
+    length = 5000 if rope.needs_length else None
     return rotate(x, rope.angles(torch.as_tensor(positions), length=length))
 
 
@@ -347,6 +349,8 @@ PARITY = {
             "original_max_position_embeddings": ORIGINAL,
         },
     ),
+    "proportional": (Proportional(0.25), {"partial_rotary_factor": 0.25}),
+    "proportional, slowed": (Proportional(0.5, 4.0), {"partial_rotary_factor": 0.5, "factor": 4.0}),
     **{
         f"yarn, {name}": (
             YaRN(original_max_position=ORIGINAL, **fields),
@@ -378,7 +382,7 @@ def hf():
 
 def llama_config(hf, case, dim, theta):
     kind = case.split(",")[0]
-    longest = ORIGINAL if kind in ("default", "dynamic") else int(ORIGINAL * PARITY[case][1]["factor"])
+    longest = ORIGINAL if kind in ("default", "dynamic") else int(ORIGINAL * PARITY[case][1].get("factor", 1))
     return hf.LlamaConfig(
         hidden_size=4 * dim,
         num_attention_heads=4,
@@ -430,6 +434,49 @@ def test_cos_and_sin_are_those_of_transformers_at_far_positions(hf, case):
     for got, expected in ((angles.cos, cos), (angles.sin, sin)):
         assert ((got.double() * rope.amplitude - expected[..., :32]).abs() <= bound).all()
         assert ((got.double() * rope.amplitude - expected[..., 32:]).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("case", PARITY)
+def test_rules_are_read_from_a_config(hf, case):
+    config = llama_config(hf, case, 64, 10_000.0)
+    assert scaling_of(config.rope_parameters, max_position=config.max_position_embeddings) == PARITY[case][0]
+
+
+@pytest.mark.parametrize("given", [{}, {"attention_factor": 1.3}, {"factor": 6.0}])
+@pytest.mark.parametrize("dim", [16, 96])
+def test_longrope_is_that_of_transformers(hf, dim, given):
+    short, long = ([1.0 + x * n / dim for n in range(dim // 2)] for x in (0.5, 40.0))
+    fields = {"short_factor": short, "long_factor": long, "original_max_position_embeddings": ORIGINAL, **given}
+    config = hf.LlamaConfig(
+        hidden_size=4 * dim,
+        num_attention_heads=4,
+        max_position_embeddings=4 * ORIGINAL,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10_000.0, **fields},
+    )
+    rope = Rope(dim, scaling=scaling_of(config.rope_parameters, max_position=4 * ORIGINAL))
+    module = hf.llama.LlamaRotaryEmbedding(config)
+    for longest in (ORIGINAL - 1, ORIGINAL, 3 * ORIGINAL):
+        expected, factor = hf.init["longrope"](config, device=torch.device("cpu"), seq_len=longest + 1)
+        assert ulps(rope.inverse_frequencies(length=longest + 1), expected).max() <= 2
+        assert rope.amplitude == factor
+        positions = torch.tensor([[0, 5, longest]])
+        angles, (cos, _) = rope.angles(positions, length=longest + 1), module(torch.empty(0), positions)
+        torch.testing.assert_close(angles.cos * factor, cos[..., : dim // 2], rtol=0, atol=longest * 2**-21)
+
+
+def test_longrope_with_one_list_needs_no_length():
+    rope = Rope(8, scaling=LongRoPE((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0), 4.0, 64))
+    assert not rope.needs_length
+    expected = Rope(8).inverse_frequencies() / torch.tensor([1.0, 2.0, 3.0, 4.0])
+    torch.testing.assert_close(rope.inverse_frequencies(), expected)
+
+
+def test_pairs_that_do_not_turn_pass_through():
+    """They are the last of each half, unlike those of a rope of fewer channels."""
+    x = torch.randn(1, 3, 2, 16)
+    turned = rotate(x, Rope(16, scaling=Proportional(0.5)).angles(torch.arange(3)))
+    same = (turned == x).all(1).all(0).all(0)
+    assert same.tolist() == [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4
 
 
 @pytest.mark.parametrize("case", YARNS)
@@ -523,6 +570,7 @@ def test_an_odd_or_empty_width_is_refused(dim):
         ({"dim": 2, "scaling": NTK(2.0)}, ValueError, "at least 4 channels with an NTK scaling"),
         ({"dim": 2, "scaling": DynamicNTK(2.0, 1024)}, ValueError, "at least 4 channels with an NTK scaling"),
         ({"theta": 1.0, "scaling": YaRN(2.0, 1024)}, ValueError, "rope.theta: expected more than 1 with YaRN"),
+        ({"scaling": LongRoPE((1.0,), (2.0,), 2.0, 64)}, ValueError, "rope.scaling: expected 32 factors, .* got 1"),
     ],
 )
 def test_a_wrong_rope_is_refused(fields, error, message):
@@ -555,6 +603,17 @@ def test_a_wrong_rope_is_refused(fields, error, message):
         (lambda: YaRN(2.0, 4096, mscale=-1.0), ValueError, "YaRN.mscale: "),
         (lambda: YaRN(2.0, 4096, mscale_all_dim="1"), TypeError, "YaRN.mscale_all_dim: "),
         (lambda: YaRN(2.0, 4096, truncate=None), TypeError, "YaRN.truncate: expected a bool, got None"),
+        (lambda: LongRoPE([1.0], (1.0,), 2.0, 64), TypeError, "LongRoPE.short_factor: expected a tuple"),
+        (lambda: LongRoPE((1.0,), (1.0, 2.0), 2.0, 64), TypeError, "LongRoPE.long_factor: expected a tuple"),
+        (lambda: LongRoPE((1.0,), (0.0,), 2.0, 64), ValueError, "LongRoPE.long_factor: expected a finite number"),
+        (lambda: LongRoPE((1.0,), (1.0,), 0.5, 64), ValueError, "LongRoPE.factor"),
+        (lambda: LongRoPE((1.0,), (1.0,), 2.0, 1), ValueError, "LongRoPE.original_max_position: expected at least 2"),
+        (lambda: LongRoPE((1.0,), (1.0,), 2.0, 64, 0.0), ValueError, "LongRoPE.attention_factor"),
+        (lambda: Proportional(0.0), ValueError, "Proportional.share: expected a finite number above 0"),
+        (lambda: Proportional(1.5), ValueError, "Proportional.share: expected at most 1, got 1.5"),
+        (lambda: Proportional(0.5, 0.5), ValueError, "Proportional.factor"),
+        (lambda: scaling_of({"rope_type": "spiral"}, max_position=8), ValueError, "rope_type: expected one of default"),
+        (lambda: scaling_of({"rope_type": "yarn", "factor": 2.0}, max_position=None), KeyError, "max_position_embed"),
     ],
 )
 def test_a_wrong_scaling_is_refused(build, error, message):
@@ -569,7 +628,7 @@ def test_a_wrong_scaling_is_refused(build, error, message):
         (Rope(8), torch.ones(3, dtype=torch.bool), None, TypeError, "got torch.bool"),
         (Rope(8), torch.ones(3, dtype=torch.complex64), None, TypeError, "got torch.complex64"),
         (Rope(8), [0, 1], None, TypeError, "positions: expected an integer tensor, got list"),
-        (Rope(8), torch.arange(3), 3, ValueError, "length: only DynamicNTK depends on it"),
+        (Rope(8), torch.arange(3), 3, ValueError, "length: only DynamicNTK and LongRoPE depend on it"),
         (Rope(8, scaling=Linear(2.0)), torch.arange(3), 3, ValueError, "leave length out"),
         (make("dynamic", 8), torch.arange(3), None, ValueError, r"compute rope.angles\(positions, length=n\)"),
         (make("dynamic", 8), torch.arange(3), 3.0, TypeError, "length: expected an int, got 3.0"),

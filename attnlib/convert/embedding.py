@@ -6,7 +6,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..rope import DynamicNTK, Rope
+from ..rope import Rope
 from .calibration import Calibration
 from .selected_rope import select
 from .weights import Heads, rows_of
@@ -62,9 +62,9 @@ def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach:
     bases = vectors.flip(-1).mH  # [c, component, g]
     query_energy = calibration.energy(queries[:, :, None]).unflatten(0, (len(heads.k), -1)).sum(1)  # [g, c]
     query_energy = torch.einsum("cag,gc->ca", bases.abs().square(), query_energy)
-    length = reach if isinstance(heads.rope.scaling, DynamicNTK) else None
+    length = reach if heads.rope.needs_length else None
     turn = heads.rope.inverse_frequencies(length=length, device=keys.device).double() * reach
-    matters = squares.flip(-1).clamp(min=0) * query_energy * (1 - turn.sin() / turn)[:, None]
+    matters = squares.flip(-1).clamp(min=0) * query_energy * (1 - torch.sinc(turn / torch.pi))[:, None]
     kept = torch.zeros_like(matters, dtype=torch.bool)
     kept.view(-1)[matters.flatten().sort(descending=True, stable=True).indices[: rope_dim // 2]] = True
     return _select(heads, bases, kept)

@@ -19,6 +19,9 @@ class SelectedRope(Rope):
     source: Rope
     pairs: tuple[int, ...]
 
+    def __post_init__(self):
+        """Nothing more to check: the source is a rope, and it may have more pairs."""
+
     @property
     def amplitude(self) -> float:
         return 1.0

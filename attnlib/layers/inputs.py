@@ -10,7 +10,7 @@ from ..cache.kv_cache import LayerCache
 from ..kv import DTYPES, KVLayout, KVView
 from ..mask import AnyMask, Mask
 from ..mask_function import MaskFunction
-from ..rope import Angles, DynamicNTK, Rope
+from ..rope import Angles, Rope
 
 FP32 = torch.finfo(torch.float32)
 
@@ -206,8 +206,8 @@ def angles_of(
     Positions of None count the tokens of each sequence; in a cache they go on from its length.
 
     Raises:
-        ValueError: dynamic NTK in a cache, or with positions of unknown length, or Angles without rope, or of another
-            pairing or width.
+        ValueError: a rope that depends on the length, in a cache or with positions of unknown length; or Angles
+            without rope, or of another pairing or width.
     """
     if rope is None:
         if isinstance(positions, Angles):
@@ -220,13 +220,15 @@ def angles_of(
         if (positions.interleaved, 2 * positions.cos.shape[-1]) != (rope.interleaved, rope.dim):
             raise ValueError(f"positions: expected Angles of {rope}, got {positions.convention}")
         return positions
-    if isinstance(rope.scaling, DynamicNTK):
+    if rope.needs_length:
+        rule = type(rope.scaling).__name__
         if kv is not None:
             raise ValueError(
-                "rope: dynamic NTK turns stored keys as the sequence grows; use another scaling with a cache"
+                f"rope: {rule} turns stored keys as the sequence grows; use another scaling with a cache, or pass "
+                "positions=rope.angles(kv.positions, length=n) with one n for all steps"
             )
         if positions is not None or cu_seqlens is not None:
-            raise ValueError("positions: dynamic NTK needs a length; pass rope.angles(positions, length=...) instead")
+            raise ValueError(f"positions: {rule} needs a length; pass rope.angles(positions, length=...) instead")
         return rope.angles(torch.arange(x.shape[1], device=x.device), length=x.shape[1])
     if positions is None:
         positions = _natural_positions(x, kv, cu_seqlens)

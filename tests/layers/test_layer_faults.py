@@ -202,7 +202,7 @@ def test_dynamic_ntk_needs_a_length_and_refuses_a_cache(kind):
     layer.rope = Rope(layer.rope.dim, scaling=DynamicNTK(2.0, 4), interleaved=layer.rope.interleaved)
     cache = cache_for(Stack(layer))
     cache.admit()
-    with pytest.raises(ValueError, match=r"rope: dynamic NTK .*cache"):
+    with pytest.raises(ValueError, match=r"rope: DynamicNTK .*cache"):
         feed_dense(Stack(layer), cache, x)
     for inputs in ({"positions": torch.arange(5)}, {"x": x[0], "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}):
         with pytest.raises(ValueError, match=r"positions: .*rope.angles\(positions, length="):

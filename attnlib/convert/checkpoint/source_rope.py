@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from ...rope import DynamicNTK, Linear, Llama3, Rope, YaRN
+from ...rope import Rope
+from ...scaling import scaling_of
 from .errors import CheckpointError
 from .folder import CONFIG
 from .model import shape_of
@@ -46,42 +47,13 @@ def rope_of(config: Mapping[str, object]) -> Rope | None:
         raise CheckpointError(f"{CONFIG}: partial_rotary_factor: expected a share of 1, got {str(share)[:80]}")
     try:
         dim = int(shape_of(config, family).head_dim * share)
-        return Rope(dim, fields.get("rope_theta", THETA), _scaling(kind, fields, config))
+        if config.get("original_max_position_embeddings") is not None:
+            fields["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+        scaling = scaling_of(fields, max_position=config.get("max_position_embeddings"))
+        return Rope(dim, fields.get("rope_theta", THETA), scaling)
     except KeyError as error:
         raise CheckpointError(f"{CONFIG}: {key}: expected {error.args[0]} with {kind!r}, and it is missing") from None
     except (TypeError, ValueError, ArithmeticError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{CONFIG}: {key}: {error}") from error
-
-
-def _scaling(kind: str, fields: Mapping, config: Mapping) -> Linear | DynamicNTK | Llama3 | YaRN | None:
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return Linear(fields["factor"])
-    if kind == "dynamic":
-        return DynamicNTK(fields["factor"], _length(config, "max_position_embeddings"))
-    if config.get("original_max_position_embeddings") is not None:
-        original = config["original_max_position_embeddings"]
-    else:
-        original = fields.get("original_max_position_embeddings") or _length(config, "max_position_embeddings")
-    if kind == "llama3":
-        return Llama3(fields["factor"], fields["low_freq_factor"], fields["high_freq_factor"], original)
-    factor = fields.get("factor")
-    return YaRN(
-        _length(config, "max_position_embeddings") / original if factor is None else factor,
-        original,
-        fields.get("beta_fast") or 32.0,
-        fields.get("beta_slow") or 1.0,
-        fields.get("attention_factor"),
-        fields.get("mscale"),
-        fields.get("mscale_all_dim"),
-        fields.get("truncate", True),
-    )
-
-
-def _length(config: Mapping, key: str) -> int:
-    if config.get(key) is None:
-        raise KeyError(key)
-    return config[key]
