@@ -1,10 +1,11 @@
-"""How published models scale rope to longer contexts: one frozen class for each rule. Rope does the arithmetic."""
+"""How published models reach longer contexts: rules that scale rope, and a temperature. Rope does the arithmetic."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .checks import check_count
 
@@ -186,6 +187,33 @@ class Proportional:
         check_number("Proportional.factor", self.factor, least=1)
         if self.share > 1:
             raise ValueError(f"Proportional.share: expected at most 1, got {self.share}")
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Queries that grow with their position i, by ``1 + weight * ln(1 + floor((i + offset) / interval))``.
+
+    Llama 4 has it in its layers without rope (``offset`` 1), Ministral 3 in all (0). Negative positions count as 0.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field is out of range.
+    """
+
+    weight: float
+    interval: int
+    offset: int = 0
+
+    def __post_init__(self):
+        check_number("Temperature.weight", self.weight, above=0)
+        check_count("Temperature.interval", self.interval, least=1)
+        check_count("Temperature.offset", self.offset)
+
+    def scaled(self, q: Tensor, positions: Tensor) -> Tensor:
+        """``q`` ``[..., h, d]`` of tokens at integer ``positions`` ``[...]``, leading dimensions 1 or absent."""
+        steps = ((positions.clamp(min=0) + self.offset) // self.interval)[..., None, None]
+        steps = steps.to(torch.promote_types(q.dtype, torch.float32))
+        return (q * (1 + self.weight * torch.log1p(steps))).to(q.dtype)
 
 
 Scaling = Linear | NTK | DynamicNTK | Llama3 | YaRN | LongRoPE | Proportional

@@ -18,13 +18,15 @@ from attnlib import (
     MultiQueryAttention,
     Rope,
 )
+from attnlib.layers.parameters import PROJECTIONS
+from attnlib.scaling import Temperature
 
 X = numbers(2, 3, M)
 
 GROUPED = {
     "hidden_size": M, "num_heads": H, "mask": CAUSAL, "num_kv_heads": None, "head_dim": D, "bias": False,
     "output_bias": None, "rope": Rope(4), "qk_norm": False, "norm_eps": 1e-6, "sinks": False, "softcap": None,
-    "alibi": False, "scale": None, "dropout_p": 0.0, "dtype": None,
+    "alibi": False, "scale": None, "dropout_p": 0.0, "dtype": None, "temperature": None, "norm_after_rope": False,
 }  # fmt: skip
 LATENT = {
     "hidden_size": M, "num_heads": H, "mask": CAUSAL, "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 6,
@@ -53,7 +55,10 @@ def grouped_is_legal(kv_heads):
         if a["head_dim"] is None and a["hidden_size"] % a["num_heads"]:
             return False
         width = a["head_dim"] or a["hidden_size"] // a["num_heads"]
-        flags = ("bias", "qk_norm", "sinks", "alibi")
+        names = isinstance(a["bias"], tuple) and a["output_bias"] is None and set(a["bias"]) <= set(PROJECTIONS)
+        if not (names or is_bool(a["bias"])) or not none_or(a["temperature"], lambda x: isinstance(x, Temperature)):
+            return False
+        flags = ("norm_after_rope", "qk_norm", "sinks", "alibi")
         return options_are_legal(a, *flags) and none_or(a["rope"], lambda rope: rope.dim <= width)
 
     return legal

@@ -159,6 +159,12 @@ def check_grouped(layer: nn.Module) -> None:
         raise NotImplementedError(
             f"layer: expected values as wide as keys, head_dim={layer.head_dim}, got v_head_dim={layer.v_head_dim}"
         )
+    if layer.temperature is not None or layer.norm_after_rope:
+        raise NotImplementedError("layer: conversion knows no temperature, and no norms after rope")
+    for name in ("q_norm", "k_norm"):
+        if type(getattr(layer, name)) not in (nn.RMSNorm, type(None)):
+            kind = type(getattr(layer, name)).__name__
+            raise NotImplementedError(f"{name}: conversion knows norms of each head by nn.RMSNorm alone, got {kind}")
     for name in PROJECTIONS:
         module = getattr(layer, name)
         if type(module) is not nn.Linear:

@@ -1,5 +1,7 @@
 """Grouped-query attention as a layer; multi-head and multi-query attention are its corner cases."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -9,10 +11,11 @@ from ..functional import attention, cached_attention, varlen_attention
 from ..kv import KVLayout, KVView
 from ..mask import AnyMask
 from ..rope import Angles, Rope, rotate
+from ..scaling import Temperature
 from ..scores import ScoreFunction
 from .captured import captured_by_mask, captured_by_score, function_options
-from .inputs import Inputs, angles_of, check, check_options, check_stored, computed_dtype, scaled_head
-from .parameters import reset_children
+from .inputs import Inputs, angles_of, check, check_options, check_stored, computed_dtype, positions_of, scaled_head
+from .parameters import biased, head_dims, reset_children
 from .tensor_parallel import Share, normed, share_of
 
 
@@ -22,9 +25,11 @@ class GroupedQueryAttention(nn.Module):
     ``num_heads`` query heads read ``num_kv_heads`` KV heads (None: as many), whose values have ``v_head_dim`` channels
     (None: ``head_dim``). ``mask`` is required: causality is never
     inferred. Parameters are named as in transformers: q_proj, k_proj, v_proj, o_proj, with ``qk_norm`` q_norm and
-    k_norm (per head, before rope, as in Qwen 3), with ``sinks`` sinks (as in gpt-oss). ``bias`` is for q, k and v,
-    ``output_bias`` for o (None: as ``bias``). ``alibi`` takes the slopes of Press et al., 2021 (arXiv 2108.12409).
-    ``dropout_p`` acts on the probabilities, in training only.
+    k_norm (per head, before rope as in Qwen 3, or with ``norm_after_rope`` as in HunYuan), with ``sinks`` sinks (as in
+    gpt-oss). Another norm may take the place of q_norm or k_norm: a module from ``[..., h, d]`` to the same. ``bias``
+    is for q, k and v, ``output_bias`` for o (None: as ``bias``); or ``bias`` names the projections that have one, as
+    ``("q_proj", "v_proj")``. ``alibi`` takes the slopes of Press et al., 2021 (arXiv 2108.12409). A ``temperature``
+    scales queries by their positions, after rope. ``dropout_p`` acts on the probabilities, in training only.
 
     Raises:
         ValueError: sizes that do not divide, a number out of range, or a rope wider than the head.
@@ -44,10 +49,12 @@ class GroupedQueryAttention(nn.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         v_head_dim: int | None = None,
-        bias: bool = False,
+        bias: bool | tuple[str, ...] = False,
         output_bias: bool | None = None,
         rope: Rope | None = None,
+        temperature: Temperature | None = None,
         qk_norm: bool = False,
+        norm_after_rope: bool = False,
         norm_eps: float = 1e-6,
         sinks: bool = False,
         softcap: float | None = None,
@@ -65,8 +72,8 @@ class GroupedQueryAttention(nn.Module):
         if num_kv_heads is not None:
             check_count("num_kv_heads", num_kv_heads, least=1)
         num_kv_heads = self._kv_heads(num_heads, num_kv_heads)
-        head_dim, v_head_dim = _head_dims(hidden_size, num_heads, head_dim, v_head_dim)
-        output_bias = bias if output_bias is None else output_bias
+        head_dim, v_head_dim = head_dims(hidden_size, num_heads, head_dim, v_head_dim)
+        has_bias = biased(bias, output_bias)
         optional = {"scale": scale, "softcap": softcap}
         check_options(
             mask=mask,
@@ -74,24 +81,24 @@ class GroupedQueryAttention(nn.Module):
             dropout_p=dropout_p,
             dtype=dtype,
             numbers={"norm_eps": norm_eps} | {name: x for name, x in optional.items() if x is not None},
-            flags={"bias": bias, "output_bias": output_bias, "qk_norm": qk_norm, "sinks": sinks, "alibi": alibi},
+            flags={"qk_norm": qk_norm, "norm_after_rope": norm_after_rope, "sinks": sinks, "alibi": alibi},
         )
-        if rope is not None and rope.dim > head_dim:
-            raise ValueError(f"rope: expected dim at most head_dim={head_dim}, got {rope.dim}")
+        _check_positions(rope, temperature, head_dim, norm_after_rope)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_dim, self.v_head_dim, self.mask, self.rope, self.softcap = head_dim, v_head_dim, mask, rope, softcap
+        self.temperature, self.norm_after_rope = temperature, norm_after_rope
         self.mask_tensors, self.score = captured_by_mask(mask), captured_by_score(score)
         self.dropout_p, self.backend = dropout_p, backend
         # YaRN's temperature acts on rotated channels: on all of them it is a scale, on some a gain of q.
-        temperature = 1.0 if rope is None else rope.amplitude**2
+        gain = 1.0 if rope is None else rope.amplitude**2
         rotates_all = rope is not None and rope.dim == head_dim
-        self.scale = (head_dim**-0.5 if scale is None else scale) * (temperature if rotates_all else 1.0)
-        self.q_gain = 1.0 if rotates_all else temperature
+        self.scale = (head_dim**-0.5 if scale is None else scale) * (gain if rotates_all else 1.0)
+        self.q_gain = 1.0 if rotates_all else gain
         factory = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias, **factory)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, **factory)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * v_head_dim, bias=bias, **factory)
-        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=output_bias, **factory)
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias="q_proj" in has_bias, **factory)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias="k_proj" in has_bias, **factory)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * v_head_dim, bias="v_proj" in has_bias, **factory)
+        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias="o_proj" in has_bias, **factory)
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
         self.sinks = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
@@ -114,6 +121,10 @@ class GroupedQueryAttention(nn.Module):
         heads = weight.shape[0] // self.head_dim if share is None else share.kv_heads(self.num_kv_heads)[1]
         kept = dict(zip(("window", "keep_first"), self.mask.kept, strict=True))
         return KVLayout.grouped(heads, self.head_dim, self.v_head_dim, **kept, dtype=computed_dtype(weight))
+
+    def kv_layout_as(self, dtype: torch.dtype) -> KVLayout:
+        """:attr:`kv_layout` in another dtype, such as that in which torch.autocast will compute."""
+        return replace(self.kv_layout, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise every parameter and buffer in place; works after ``to_empty``.
@@ -166,16 +177,17 @@ class GroupedQueryAttention(nn.Module):
         given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends)
         check(x, self.hidden_size, given, rope=self.rope, projection=self.q_proj)
         angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
-        q = self._query(x, angles)
+        at = None if self.temperature is None else positions_of(positions, x, kv, cu_seqlens)
+        q = self.query(x, angles, at)
         share = self._share(q)
         options = self._options(share, mask)
         if isinstance(context, KVView):
             out = cached_attention(q, context, **options)
         elif kv is not None:
-            out = cached_attention(q, kv.append(*self._key_value(x, share), angles=angles), **options)
+            own, left = (angles, None) if self.norm_after_rope else (None, angles)  # what is left to the cache
+            out = cached_attention(q, kv.append(*self.key_value(x, own, share), angles=left), **options)
         else:
-            k, v = self._key_value(x if context is None else context, share)
-            k = k if angles is None else rotate(k, angles)
+            k, v = self.key_value(x if context is None else context, angles, share)
             options["dropout_p"] = self.dropout_p if self.training else 0.0
             attend = attention if cu_seqlens is None else varlen_attention
             out = attend(q, k, v, **given.sequences, **options)
@@ -191,7 +203,7 @@ class GroupedQueryAttention(nn.Module):
         share = share_of(self.q_proj, self.num_heads)
         if share is not None:  # its weight is sharded, but its output may be gathered, which one token shows
             share = self._share(self.q_proj(context.flatten(0, -2)[:1]).unflatten(-1, (-1, self.head_dim)))
-        kv.append(*self._key_value(context, share))
+        kv.append(*self.key_value(context, None, share))
 
     def _options(self, share: Share | None, mask: AnyMask | None) -> dict[str, object]:
         """What every attention of this layer takes, with one value for each query head of this rank."""
@@ -212,22 +224,33 @@ class GroupedQueryAttention(nn.Module):
         local_heads = q.shape[-2]
         return None if local_heads == self.num_heads else share_of(self.q_proj, self.num_heads, local_heads)
 
-    def _query(self, x: Tensor, angles: Angles | None) -> Tensor:
-        """``[..., h, d]``, normalised, then rotated."""
+    def query(self, x: Tensor, angles: Angles | None = None, positions: Tensor | None = None) -> Tensor:
+        """Queries ``[..., h, d]`` as attention takes them; integer ``positions`` are for the temperature."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None:
-            q = normed(self.q_norm, q, self._share(q))
-        return q if angles is None else scaled_head(rotate(q, angles), self.rope.dim, self.q_gain)
+        q = self._turned(self.q_norm, q, angles, self._share(q))
+        q = q if angles is None else scaled_head(q, self.rope.dim, self.q_gain)
+        return q if self.temperature is None else self.temperature.scaled(q, positions)
 
-    def _key_value(self, x: Tensor, share: Share | None = None) -> tuple[Tensor, Tensor]:
-        """``[..., g, d]`` each, of this rank's ``share``; keys are normalised and not yet rotated."""
+    def key_value(self, x: Tensor, angles: Angles | None = None, share: Share | None = None) -> tuple[Tensor, Tensor]:
+        """Keys ``[..., g, d]`` and values ``[..., g, e]``, of this rank's ``share``.
+
+        Without ``angles`` keys are not rotated yet, as a cache takes them, which rotates what it writes; but where
+        norms come after rope, it takes them rotated.
+        """
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.v_head_dim))
         if share is not None:
             k, v = share.local_kv("k_proj", k, self.num_kv_heads), share.local_kv("v_proj", v, self.num_kv_heads)
         elif k.shape[-2] != self.num_kv_heads and share_of(self.k_proj, self.num_kv_heads, k.shape[-2]) is not None:
             raise ValueError("k_proj: it is sharded by heads and q_proj is not; shard both, or q_proj alone")
-        return (k if self.k_norm is None else normed(self.k_norm, k, share)), v
+        return self._turned(self.k_norm, k, angles, share), v
+
+    def _turned(self, norm: nn.Module | None, x: Tensor, angles: Angles | None, share: Share | None) -> Tensor:
+        """Heads ``[..., h, d]`` normalised and rotated, in the order of this layer."""
+        if norm is not None and not self.norm_after_rope:
+            x = normed(norm, x, share)
+        x = x if angles is None else rotate(x, angles)
+        return normed(norm, x, share) if norm is not None and self.norm_after_rope else x
 
 
 class MultiHeadAttention(GroupedQueryAttention):
@@ -259,14 +282,11 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]
 
 
-def _head_dims(hidden_size: int, num_heads: int, head_dim: int | None, v_head_dim: int | None) -> tuple[int, int]:
-    """The channels of a key and of a value."""
-    for name, value in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
-        if value is not None:
-            check_count(name, value, least=1)
-    if head_dim is None and hidden_size % num_heads:
-        raise ValueError(
-            f"num_heads: expected a divisor of hidden_size={hidden_size}, got {num_heads}; or pass head_dim="
-        )
-    head_dim = hidden_size // num_heads if head_dim is None else head_dim
-    return head_dim, head_dim if v_head_dim is None else v_head_dim
+def _check_positions(rope: Rope | None, temperature: Temperature | None, head_dim: int, norm_after_rope: bool) -> None:
+    """Raise ValueError or TypeError for a rope or a temperature that heads of this width cannot have."""
+    if temperature is not None and not isinstance(temperature, Temperature):
+        raise TypeError(f"temperature: expected a Temperature or None, got {type(temperature).__name__}")
+    if rope is not None and rope.dim > head_dim:
+        raise ValueError(f"rope: expected dim at most head_dim={head_dim}, got {rope.dim}")
+    if norm_after_rope and rope is not None and rope.amplitude != 1:
+        raise ValueError("norm_after_rope: expected a rope of amplitude 1, since a norm takes another one away")

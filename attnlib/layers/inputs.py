@@ -235,6 +235,19 @@ def angles_of(
     return rope.angles(positions)
 
 
+def positions_of(
+    positions: Tensor | Angles | None, x: Tensor, kv: LayerCache | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """The positions of x's tokens as integers, as :func:`angles_of` counts them.
+
+    Raises:
+        TypeError: they are Angles, which do not tell them.
+    """
+    if isinstance(positions, Angles):
+        raise TypeError("positions: the layer's temperature needs integers, got Angles; pass the positions instead")
+    return _natural_positions(x, kv, cu_seqlens) if positions is None else positions
+
+
 def _natural_positions(x: Tensor, kv: LayerCache | None, cu_seqlens: Tensor | None) -> Tensor:
     if kv is not None:
         return kv.positions

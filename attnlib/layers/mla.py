@@ -1,6 +1,7 @@
 """Multi-head latent attention with decoupled rope: one set of weights, an expanded and an absorbed form."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -104,6 +105,10 @@ class MultiHeadLatentAttention(nn.Module):
         (window, first), widths = self.mask.kept, (self.kv_lora_rank, self.qk_rope_head_dim)
         return KVLayout.latent(*widths, window=window, keep_first=first, dtype=dtype)
 
+    def kv_layout_as(self, dtype: torch.dtype) -> KVLayout:
+        """As :meth:`attnlib.GroupedQueryAttention.kv_layout_as`."""
+        return replace(self.kv_layout, dtype=dtype)
+
     def reset_parameters(self) -> None:
         """As :meth:`attnlib.GroupedQueryAttention.reset_parameters`."""
         reset_children(self)
@@ -125,7 +130,7 @@ class MultiHeadLatentAttention(nn.Module):
         given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends)
         check(x, self.hidden_size, given, rope=self.rope, projection=self.kv_a_proj_with_mqa)
         angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
-        q_nope, q_rope = self._query(x, angles)
+        q_nope, q_rope = self.query(x, angles)
         options = function_options(self, mask, is_shared=q_nope.shape[-2] != self.num_heads)
         options |= {"scale": self.scale, "backend": self.backend}
         if isinstance(context, KVView):
@@ -133,7 +138,7 @@ class MultiHeadLatentAttention(nn.Module):
         elif kv is not None:
             out = self._attend_step(q_nope, q_rope, x, kv, angles, options)
         else:
-            latent, k_rope = self._latent(x if context is None else context, angles)
+            latent, k_rope = self.latent(x if context is None else context, angles)
             options["dropout_p"] = self.dropout_p if self.training else 0.0
             out = self._attend_fresh(q_nope, q_rope, latent, k_rope, options | given.sequences)
         return self.o_proj(out.flatten(-2))
@@ -145,9 +150,9 @@ class MultiHeadLatentAttention(nn.Module):
                 "context: positions of x and of a context are unrelated; make cross-attention with rope=None"
             )
         check_stored(context, kv, self.hidden_size, self.kv_a_proj_with_mqa)
-        kv.append(*self._latent(context, None))
+        kv.append(*self.latent(context, None))
 
-    def _query(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
+    def query(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
         """Unrotated ``[..., h, n]`` and rotated ``[..., h, p]`` channels of q."""
         q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q_nope, q_rope = q.unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)).split(
@@ -157,7 +162,7 @@ class MultiHeadLatentAttention(nn.Module):
             q_rope = rotate(q_rope, angles)
         return q_nope, q_rope if self.q_gain == 1 else q_rope * self.q_gain
 
-    def _latent(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor | None]:
+    def latent(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor | None]:
         """The latent ``[..., r]``, normalised, and the rotary key ``[..., p]`` of all heads (None if p is 0)."""
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         if angles is not None:
@@ -168,7 +173,7 @@ class MultiHeadLatentAttention(nn.Module):
         self, q_nope: Tensor, q_rope: Tensor, x: Tensor, kv: LayerCache, angles: Angles | None, options: dict
     ) -> Tensor:
         """Append this step's tokens and attend to all that is stored; a fresh prompt need not read the cache back."""
-        latent, k_rope = self._latent(x, None)
+        latent, k_rope = self.latent(x, None)
         view = kv.append(latent, k_rope, angles=angles)
         if not kv.prefill or view.split_size:  # which stands for the same bits however the tokens come
             return self._attend_stored(q_nope, q_rope, view, self._possible("absorbed"), options)
@@ -217,7 +222,7 @@ class MultiHeadLatentAttention(nn.Module):
         """Attention over latents ``[..., t, r]`` and rotated rotary keys ``[..., t, p]`` in the cheaper form."""
         attend = partial(varlen_attention if "cu_seqlens_q" in options else attention, **options)
         if self._possible(self._cheaper(q_nope.shape[-3], latent.shape[-2])) == "expanded":
-            k, v = self._expand(latent, k_rope)
+            k, v = self.expand(latent, k_rope)
             check_heads(q_nope, k)
             return attend(torch.cat((q_nope, q_rope), -1), k, v)
         k = (latent if k_rope is None else torch.cat((latent, k_rope), -1)).unsqueeze(-2)
@@ -229,7 +234,7 @@ class MultiHeadLatentAttention(nn.Module):
         """Attention over a latent cache in this form; ``longest`` and ``row`` are as in :func:`attend_expanded`."""
         if form == "absorbed":
             return self._unabsorb(cached_attention(self._absorb(q_nope, q_rope), view, **options))
-        return attend_expanded(torch.cat((q_nope, q_rope), -1), view, self._expand, **alone, **options)
+        return attend_expanded(torch.cat((q_nope, q_rope), -1), view, self.expand, **alone, **options)
 
     def _cheaper(self, queries: int, keys: int, least: int = 0) -> str:
         """The cheaper form at this layer's sizes."""
@@ -257,7 +262,7 @@ class MultiHeadLatentAttention(nn.Module):
         sizes = (self.qk_nope_head_dim, self.v_head_dim)
         return self.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
 
-    def _expand(self, latent: Tensor, k_rope: Tensor | None) -> tuple[Tensor, Tensor]:
+    def expand(self, latent: Tensor, k_rope: Tensor | None) -> tuple[Tensor, Tensor]:
         """K ``[..., h, n + p]`` and V ``[..., h, e]`` from latents ``[..., r]`` and rotated keys ``[..., p]``."""
         sizes = (self.qk_nope_head_dim, self.v_head_dim)
         k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)

@@ -1,8 +1,12 @@
-"""Initialising a layer whose modules may have been replaced."""
+"""What parameters a layer has, and initialising them, where modules may have been replaced."""
 
 from collections.abc import Iterator
 
 from torch import nn
+
+from ..checks import check_count
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def reset_children(layer: nn.Module) -> None:
@@ -27,3 +31,41 @@ def _resettable(parent: nn.Module, path: str = "") -> Iterator[nn.Module]:
                 f"{owned} and without it; define it there, or initialise the modules one by one"
             )
         yield from _resettable(module, f"{path}{name}.")
+
+
+def biased(bias: bool | tuple[str, ...], output_bias: bool | None) -> tuple[str, ...]:
+    """The projections that have a bias: ``bias`` names them, or is for q, k and v, and ``output_bias`` for o.
+
+    Raises:
+        TypeError: either is neither.
+        ValueError: a name is none of a projection, or o is spoken of twice.
+    """
+    if output_bias is not None and not isinstance(output_bias, bool):
+        raise TypeError(f"output_bias: expected a bool, got {type(output_bias).__name__}")
+    if isinstance(bias, bool):
+        output_bias = bias if output_bias is None else output_bias
+        return (PROJECTIONS[:3] if bias else ()) + (PROJECTIONS[3:] if output_bias else ())
+    if not isinstance(bias, tuple):
+        raise TypeError(f"bias: expected a bool or a tuple of names of projections, got {type(bias).__name__}")
+    unknown = [name for name in bias if name not in PROJECTIONS]
+    if unknown or output_bias is not None:
+        wrong = f"{unknown[0]!r}" if unknown else f"output_bias={output_bias} beside names"
+        raise ValueError(f"bias: expected a bool or some of {', '.join(PROJECTIONS)}, got {wrong}")
+    return bias
+
+
+def head_dims(hidden_size: int, num_heads: int, head_dim: int | None, v_head_dim: int | None) -> tuple[int, int]:
+    """The channels of a key and of a value.
+
+    Raises:
+        ValueError, TypeError: one is not a positive int, or there is none and the heads do not divide the width.
+    """
+    for name, value in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+        if value is not None:
+            check_count(name, value, least=1)
+    if head_dim is None and hidden_size % num_heads:
+        raise ValueError(
+            f"num_heads: expected a divisor of hidden_size={hidden_size}, got {num_heads}; or pass head_dim="
+        )
+    head_dim = hidden_size // num_heads if head_dim is None else head_dim
+    return head_dim, head_dim if v_head_dim is None else v_head_dim

@@ -69,7 +69,7 @@ def test_a_layer_attends_by_its_functions():
     layer.o_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     layer(x, mask=mask)
     angles = layer.rope.angles(torch.arange(40))
-    q, (k, v) = layer._query(x, angles), layer._key_value(x)
+    q, (k, v) = layer.query(x, angles), layer.key_value(x)
     from attnlib import rotate
 
     expected = attention(q, rotate(k, angles), v, mask=CAUSAL & mask, score=layer.score(), scale=layer.scale)

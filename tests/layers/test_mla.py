@@ -85,9 +85,9 @@ def test_gradcheck(case, form):
 
 def eager(layer, x):
     """Causal attention over expanded keys by the textbook, in the layer's own dtype."""
-    q_nope, q_rope = layer._query(x, layer.rope.angles(torch.arange(x.shape[1])))
-    latent, k_rope = layer._latent(x, layer.rope.angles(torch.arange(x.shape[1])))
-    k, v = layer._expand(latent, k_rope)
+    q_nope, q_rope = layer.query(x, layer.rope.angles(torch.arange(x.shape[1])))
+    latent, k_rope = layer.latent(x, layer.rope.angles(torch.arange(x.shape[1])))
+    k, v = layer.expand(latent, k_rope)
     scores = torch.einsum("bshd,bthd->bhst", torch.cat((q_nope, q_rope), -1), k) * layer.scale
     hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)

@@ -41,8 +41,8 @@ def weighted(scores, values):
 
 def grouped(layer, shape, x, cached, query):
     """Rows of ``layer(x)``, one query at a time over the keys it sees; keys before ``query`` come from the cache."""
-    k, v = (torch.cat(pair) for pair in zip(cached, layer._key_value(x[query:]), strict=True))
-    q = layer._query(x[query:], None)
+    k, v = (torch.cat(pair) for pair in zip(cached, layer.key_value(x[query:]), strict=True))
+    q = layer.query(x[query:], None)
     group = shape.num_heads // shape.num_kv_heads
     rows = []
     for i in range(query, len(x)):
@@ -54,8 +54,8 @@ def grouped(layer, shape, x, cached, query):
 
 def expanded(layer, shape, x):
     """MLA with the keys and values of each head made from the latents."""
-    q = torch.cat(layer._query(x, None), -1)
-    k, v = layer._expand(*layer._latent(x, None))
+    q = torch.cat(layer.query(x, None), -1)
+    k, v = layer.expand(*layer.latent(x, None))
     rows = []
     for i in range(len(x)):
         keys, values = (z[seen(shape, i)].transpose(0, 1) for z in (k, v))
@@ -65,10 +65,10 @@ def expanded(layer, shape, x):
 
 def absorbed(layer, shape, x, cached, query):
     """MLA over the latents themselves; those before ``query`` come from the cache."""
-    latent, k_rope = layer._latent(x[query:], None)
+    latent, k_rope = layer.latent(x[query:], None)
     latent = torch.cat((cached[0], latent))
     k = latent if k_rope is None else torch.cat((latent, torch.cat((cached[1], k_rope))), -1)
-    q_nope, q_rope = layer._query(x[query:], None)
+    q_nope, q_rope = layer.query(x[query:], None)
     k_up, v_up = layer._up_projections()
     rows = []
     for i in range(query, len(x)):
@@ -107,7 +107,7 @@ def test_flops_of_grouped_attention(shape, length):
     out, flops = counted(lambda: grouped(layer, shape, x, nothing, 0))
     torch.testing.assert_close(out, expected)
     assert prefill_flops(shape, length) == flops
-    before = [z.detach() for z in layer._key_value(x[:-1])]
+    before = [z.detach() for z in layer.key_value(x[:-1])]
     out, flops = counted(lambda: grouped(layer, shape, x, before, length - 1))
     torch.testing.assert_close(out, expected[-1:])
     assert decode_flops(shape, length) == flops
@@ -129,7 +129,7 @@ def test_flops_of_latent_attention(shape, length):
     sizes = {"rank": shape.kv_lora_rank, "nope": shape.qk_nope_head_dim, "rope": shape.qk_rope_head_dim}
     chosen = cheaper_form(length, length, **sizes, value=shape.v_head_dim)
     assert prefill_flops(shape, length) == forms[chosen][1]
-    before = [z if z is None else z.detach() for z in layer._latent(x[:-1], None)]
+    before = [z if z is None else z.detach() for z in layer.latent(x[:-1], None)]
     out, flops = counted(lambda: absorbed(layer, shape, x, before, length - 1))
     torch.testing.assert_close(out, expected[-1:])
     assert decode_flops(shape, length) == flops
