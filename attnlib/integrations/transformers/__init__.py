@@ -4,13 +4,19 @@
 >>> hf.register()  # then: AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnlib")
 """
 
-from torch import nn
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from .attention import attention_forward
+from .building import layer_from
 from .latents import keep_latents
 from .masks import attention_mask
+from .replacing import replace_attention
 
 NAME = "attnlib"  # without "flash", by which transformers would take it for a package of that kind
 
@@ -39,4 +45,45 @@ def absorb(model: nn.Module) -> nn.Module:
     register()
     keep_latents(model, NAME)
     model.set_attn_implementation(NAME)
+    return model
+
+
+def from_config(
+    config: Any,
+    layer_index: int = 0,
+    *,
+    part: str = "self",
+    weights: Mapping[str, Tensor] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """The attention layer ``layer_index`` of a model with this config, as a layer of attnlib.
+
+    ``part`` is "self", or "cross" or "encoder" of a model that has them. ``weights`` are the tensors of the model's own
+    module by its names; the layer takes them as they are, in their dtype, whatever is fused or transposed there.
+
+    Raises:
+        NotImplementedError: the family, or a field of the config, is not known.
+        ValueError: the weights are not those of such a layer.
+
+    >>> from transformers import LlamaConfig
+    >>> from_config(LlamaConfig(hidden_size=32, num_attention_heads=4), device="meta").num_heads
+    4
+    """
+    return layer_from(config, layer_index, part, weights, {"device": device, "dtype": dtype})
+
+
+def replace(model: nn.Module) -> nn.Module:
+    """The same model of transformers, whose attention is layers of attnlib with its weights.
+
+    They lie in ``layer`` of each attention module. The model runs as before, in training and in ``generate``; its state
+    dict keeps transformers' names and shapes, so that ``save_pretrained`` writes a folder of the family's own.
+
+    Raises:
+        ValueError: the model has no attention of a known family.
+        NotImplementedError: of a known one, a field of the config is not known.
+    """
+    register()
+    model.set_attn_implementation(NAME)
+    replace_attention(model)
     return model

@@ -1,0 +1,130 @@
+"""A layer of attnlib from the config of a model of transformers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
+from ...mask import CAUSAL, FULL, AnyMask, sliding
+from ...masks import chunked
+from ...rope import Rope
+from ...scaling import Temperature, scaling_of
+from .families import FAMILIES, Family
+from .fields import SIZES, check_fields, check_rope
+from .weights import to_ours
+
+
+def family_of(config: Any, part: str) -> Family:
+    """The family of a config, and of the ``part`` of its model.
+
+    Raises:
+        NotImplementedError: none that is known.
+    """
+    family = FAMILIES.get((config.model_type, part))
+    if family is None:
+        known = sorted({name if at == "self" else f"{name} ({at})" for name, at in FAMILIES})
+        raise NotImplementedError(
+            f"config: expected one of {', '.join(known)}, got {config.model_type!r} ({part}); "
+            'attn_implementation="attnlib" runs other models with their own layers'
+        )
+    return family
+
+
+def layer_from(
+    config: Any, index: int, part: str, weights: Mapping[str, Tensor] | None, factory: Mapping[str, Any]
+) -> nn.Module:
+    """As :func:`attnlib.integrations.transformers.from_config`."""
+    family = family_of(config, part)
+    check_fields(family, config)
+    options = {"mask": mask_of(family, config, index), "rope": rope_of(family, config, index)}
+    options["dropout_p"] = getattr(config, family.dropout, 0.0) or 0.0
+    layer = (_latent if family.is_latent else _grouped)(family, config, index, options | dict(factory))
+    if weights is not None:
+        layer.load_state_dict(to_ours(family, weights, layer), assign=True)
+    return layer
+
+
+def mask_of(family: Family, config: Any, index: int) -> AnyMask:
+    """What the keys that layer ``index`` sees are."""
+    kind = layer_type(config, index) if family.window == "layer_types" else "full_attention"
+    if not family.is_causal:
+        return FULL
+    if kind == "chunked_attention":
+        return CAUSAL & chunked(config.attention_chunk_size)
+    if kind not in ("full_attention", "sliding_attention"):
+        raise NotImplementedError(f"layer_types: expected full, sliding or chunked attention, got {kind!r}")
+    window = None
+    if kind == "sliding_attention" or family.window == "sliding_window":
+        window = config.sliding_window
+    return CAUSAL if window is None else sliding(window)
+
+
+def layer_type(config: Any, index: int) -> str:
+    """What the config calls the layer's attention."""
+    types = getattr(config, "layer_types", None)
+    return "full_attention" if types is None else types[index]
+
+
+def rope_of(family: Family, config: Any, index: int) -> Rope | None:
+    """The rope of layer ``index``; None if it has none."""
+    if family.rope is None or not _rotates(family, config, index):
+        return None
+    fields = dict(config.rope_parameters)
+    if any(isinstance(value, Mapping) for value in fields.values()):  # one for each kind of layer
+        fields = dict(fields[layer_type(config, index)])
+    check_rope(fields)
+    share, width = fields.get("partial_rotary_factor") or 1.0, _head_dim(family, config)
+    scaling = scaling_of(fields, max_position=getattr(config, "max_position_embeddings", None))
+    if fields.get("rope_type") != "proportional" and share != 1:
+        if not family.rotates_part:
+            raise NotImplementedError(f"partial_rotary_factor: {config.model_type} rotates whole heads, got {share}")
+        width = int(width * share)
+    is_interleaved = getattr(config, family.rope) if hasattr(config, family.rope) else family.rope == "interleaved"
+    return Rope(width, fields["rope_theta"], scaling, is_interleaved)
+
+
+def _rotates(family: Family, config: Any, index: int) -> bool:
+    if family.rope_layers is None:
+        return True
+    if family.rope_layers == "layer_types":
+        return layer_type(config, index) == "sliding_attention"
+    return bool(getattr(config, family.rope_layers)[index])
+
+
+def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -> nn.Module:
+    heads = getattr(config, family.heads)
+    options |= {"num_kv_heads": None if family.kv_heads is None else getattr(config, family.kv_heads)}
+    options |= {"head_dim": _head_dim(family, config), "sinks": family.sinks, "norm_after_rope": family.norm_after_rope}
+    options |= {"bias": _value(config, family.bias), "output_bias": _value(config, family.output_bias)}
+    options |= {"scale": None if family.scale is None else family.scale(config, index)}
+    options |= {"softcap": None if family.softcap is None else getattr(config, family.softcap)}
+    if family.temperature and options["rope"] is None and config.attn_temperature_tuning:
+        options |= {"temperature": Temperature(config.attn_scale, int(config.floor_scale), 1)}
+    layer = GroupedQueryAttention(getattr(config, family.width), heads, **options)
+    has_norm = family.norm_if is None or getattr(config, family.norm_if)
+    if family.norm is not None and has_norm and not (family.temperature and options["rope"] is None):
+        eps = _value(config, family.norm_eps)
+        factory = {name: options.get(name) for name in ("device", "dtype")}
+        layer.q_norm = family.norm(heads, layer.head_dim, eps, **factory)
+        layer.k_norm = family.norm(layer.num_kv_heads, layer.head_dim, eps, **factory)
+    return layer
+
+
+def _latent(family: Family, config: Any, index: int, options: dict[str, Any]) -> nn.Module:
+    options |= {name: getattr(config, name) for name in SIZES}
+    options |= {"bias": _value(config, family.bias), "norm_eps": _value(config, family.norm_eps)}
+    return MultiHeadLatentAttention(getattr(config, family.width), getattr(config, family.heads), **options)
+
+
+def _head_dim(family: Family, config: Any) -> int:
+    """The channels of a head, or those of a latent layer that rotate."""
+    if family.is_latent:
+        return config.qk_rope_head_dim
+    given = None if family.head_dim is None else getattr(config, family.head_dim, None)
+    return given or getattr(config, family.width) // getattr(config, family.heads)
+
+
+def _value(config: Any, name: object) -> Any:
+    """A field of the config by its name, or what is no name."""
+    return getattr(config, name) if isinstance(name, str) else name

@@ -1,0 +1,221 @@
+"""Families of models of transformers whose attention attnlib builds, and what sets each apart: one table."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from .norms import HeadLayerNorm, HeadRMSNorm, OffsetRMSNorm, PlainRMSNorm, WideRMSNorm
+
+Names = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def alike(*names: str) -> Names:
+    """Modules that have our names."""
+    return tuple((name, (name,)) for name in names)
+
+
+GROUPED = alike("q_proj", "k_proj", "v_proj", "o_proj")
+NORMED = (*GROUPED, *alike("q_norm", "k_norm"))
+LATENT = alike("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+LATENT += alike("o_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How the layers of a family differ from Llama's, whose they are by default.
+
+    Strings name fields of the config, where they may be told apart. ``path`` matches the name of a layer's attention,
+    and its group the layer's index; ``weights`` pair names of its modules with ours, several where ours are fused.
+    ``place`` is the part of it that is replaced, where the model calls the rest itself, and what is ``beside`` stays.
+    """
+
+    path: str = r"(?:^|\.)layers\.(\d+)\.self_attn$"
+    place: str = ""
+    beside: tuple[str, ...] = ()
+    weights: Names = GROUPED
+    is_transposed: bool = False  # weights are [in, out]
+    is_latent: bool = False
+    is_cross: bool = False
+    is_causal: bool = True
+    width: str = "hidden_size"
+    heads: str = "num_attention_heads"
+    kv_heads: str | None = "num_key_value_heads"
+    head_dim: str | None = "head_dim"
+    bias: str | bool | tuple[str, ...] = "attention_bias"  # of q, k and v
+    output_bias: str | bool | None = "attention_bias"
+    rope: str | None = "half"  # or "interleaved", or the name of a field that says whether it is
+    rotates_part: bool = False  # as partial_rotary_factor says
+    rope_layers: str | None = None  # a field that lists which layers rotate, or "layer_types": those with a window
+    norm: Callable[..., nn.Module] | None = None
+    norm_if: str | None = None
+    norm_eps: str | float = "rms_norm_eps"
+    norm_after_rope: bool = False
+    window: str | None = None  # "layer_types": of layers that these say; "sliding_window": of all layers
+    scale: Callable[[Any, int], float] | None = None
+    reads: tuple[str, ...] = ()  # fields of which scale or temperature come
+    softcap: str | None = None
+    sinks: bool = False
+    temperature: bool = False
+    dropout: str = "attention_dropout"
+    residual_dropout: str | None = None
+    fixed: MappingProxyType[str, object] = field(default_factory=lambda: MappingProxyType({}))  # and no other value
+    returns: int = 2  # what the model takes from its attention: the third is T5's
+
+
+LLAMA = Family()
+MISTRAL = Family(bias=False, output_bias=False, window="sliding_window")
+QWEN2 = Family(bias=True, output_bias=False, window="layer_types")
+QWEN3 = Family(norm=HeadRMSNorm, weights=NORMED, window="layer_types")
+NOT_BOTH_WAYS = MappingProxyType({"use_bidirectional_attention": False})
+GEMMA = Family(fixed=NOT_BOTH_WAYS)
+GEMMA2 = Family(
+    window="layer_types",
+    scale=lambda config, _: config.query_pre_attn_scalar**-0.5,
+    reads=("query_pre_attn_scalar",),
+    softcap="attn_logit_softcapping",
+    fixed=NOT_BOTH_WAYS,
+)
+GLM4 = Family(rope="interleaved", rotates_part=True, output_bias=False)
+OLMO2 = Family(norm=WideRMSNorm, weights=NORMED)
+DEEPSEEK = Family(
+    is_latent=True,
+    weights=LATENT,
+    kv_heads=None,
+    head_dim=None,
+    output_bias=None,
+    rope="rope_interleave",
+    norm_eps=1e-6,
+)
+BERT = Family(
+    path=r"(?:^|\.)encoder\.layer\.(\d+)\.attention$",
+    place="self",
+    beside=("output.LayerNorm.",),
+    weights=(
+        ("self.query", ("q_proj",)),
+        ("self.key", ("k_proj",)),
+        ("self.value", ("v_proj",)),
+        ("output.dense", ("o_proj",)),
+    ),
+    is_causal=False,
+    kv_heads=None,
+    head_dim=None,
+    bias=True,
+    output_bias=True,
+    rope=None,
+    dropout="attention_probs_dropout_prob",
+    fixed=MappingProxyType({"is_decoder": False, "add_cross_attention": False}),
+)
+WHISPER = Family(
+    path=r"(?:^|\.)decoder\.layers\.(\d+)\.self_attn$",
+    weights=(*alike("q_proj", "k_proj", "v_proj"), ("out_proj", ("o_proj",))),
+    width="d_model",
+    heads="decoder_attention_heads",
+    kv_heads=None,
+    head_dim=None,
+    bias=("q_proj", "v_proj", "o_proj"),
+    output_bias=None,
+    rope=None,
+)
+# By the config's model_type, and the part: of a decoder, or of the only stack, it is "self".
+FAMILIES = MappingProxyType(
+    {
+        ("llama", "self"): LLAMA,
+        ("mistral", "self"): MISTRAL,
+        ("mixtral", "self"): MISTRAL,
+        ("qwen2", "self"): QWEN2,
+        ("qwen2_moe", "self"): replace(QWEN2, bias="qkv_bias"),
+        ("qwen3", "self"): QWEN3,
+        ("qwen3_moe", "self"): replace(QWEN3, window="sliding_window"),
+        ("gemma", "self"): GEMMA,
+        ("gemma2", "self"): GEMMA2,
+        ("gemma3_text", "self"): replace(GEMMA2, norm=OffsetRMSNorm, weights=NORMED),
+        ("phi3", "self"): replace(
+            MISTRAL,
+            weights=(("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("o_proj", ("o_proj",))),
+            rotates_part=True,
+        ),
+        ("glm4", "self"): GLM4,
+        ("glm4_moe", "self"): replace(GLM4, rope="half", norm=HeadRMSNorm, norm_if="use_qk_norm", weights=NORMED),
+        ("cohere", "self"): Family(
+            rope="interleaved", norm=HeadLayerNorm, norm_if="use_qk_norm", norm_eps="layer_norm_eps", weights=NORMED
+        ),
+        ("cohere2", "self"): Family(rope="interleaved", rope_layers="layer_types", window="layer_types"),
+        ("olmo2", "self"): OLMO2,
+        ("olmo3", "self"): replace(OLMO2, window="layer_types"),
+        ("granite", "self"): Family(
+            scale=lambda config, _: config.attention_multiplier, reads=("attention_multiplier",)
+        ),
+        ("starcoder2", "self"): replace(
+            MISTRAL, bias="use_bias", output_bias="use_bias", residual_dropout="residual_dropout"
+        ),
+        ("smollm3", "self"): Family(rope_layers="no_rope_layers", window="layer_types"),
+        ("gpt_oss", "self"): Family(sinks=True, window="layer_types", weights=(*GROUPED, ("", ("sinks",)))),
+        ("hunyuan_v1_dense", "self"): Family(
+            norm=HeadRMSNorm,
+            norm_after_rope=True,
+            weights=(*GROUPED, ("query_layernorm", ("q_norm",)), ("key_layernorm", ("k_norm",))),
+        ),
+        ("llama4_text", "self"): Family(
+            rope="interleaved",
+            rope_layers="no_rope_layers",
+            norm=PlainRMSNorm,
+            norm_if="use_qk_norm",
+            window="layer_types",
+            temperature=True,
+            reads=("attn_temperature_tuning", "floor_scale", "attn_scale", "attention_chunk_size"),
+        ),
+        ("gpt2", "self"): Family(
+            path=r"(?:^|\.)h\.(\d+)\.attn$",
+            weights=(("c_attn", ("q_proj", "k_proj", "v_proj")), ("c_proj", ("o_proj",))),
+            is_transposed=True,
+            kv_heads=None,
+            head_dim=None,
+            bias=True,
+            output_bias=True,
+            rope=None,
+            scale=lambda config, index: (
+                (config.hidden_size // config.num_attention_heads) ** (-0.5 if config.scale_attn_weights else 0)
+                / (index + 1 if config.scale_attn_by_inverse_layer_idx else 1)
+            ),
+            reads=("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
+            dropout="attn_pdrop",
+            residual_dropout="resid_pdrop",
+            fixed=MappingProxyType({"add_cross_attention": False, "reorder_and_upcast_attn": False}),
+        ),
+        ("bert", "self"): BERT,
+        ("whisper", "self"): WHISPER,
+        ("whisper", "cross"): replace(
+            WHISPER, path=r"(?:^|\.)decoder\.layers\.(\d+)\.encoder_attn$", is_cross=True, is_causal=False
+        ),
+        ("whisper", "encoder"): replace(
+            WHISPER,
+            path=r"(?:^|\.)encoder\.layers\.(\d+)\.self_attn$",
+            is_causal=False,
+            heads="encoder_attention_heads",
+        ),
+        ("t5", "cross"): Family(
+            path=r"(?:^|\.)decoder\.block\.(\d+)\.layer\.1\.EncDecAttention$",
+            weights=tuple((name, (f"{name}_proj",)) for name in "qkvo"),
+            is_cross=True,
+            is_causal=False,
+            width="d_model",
+            heads="num_heads",
+            kv_heads=None,
+            head_dim="d_kv",
+            bias=False,
+            output_bias=False,
+            rope=None,
+            scale=lambda *_: 1.0,
+            dropout="dropout_rate",
+            returns=3,
+        ),
+        ("deepseek_v2", "self"): replace(DEEPSEEK, rope="interleaved"),
+        ("deepseek_v3", "self"): DEEPSEEK,
+        ("kimi_k2", "self"): DEEPSEEK,
+        ("glm4_moe_lite", "self"): DEEPSEEK,
+        ("minicpm3", "self"): replace(DEEPSEEK, rope="half"),
+    }
+)

@@ -1,0 +1,223 @@
+"""Layers of attnlib in the place of a model's own attention: what the model calls them with, and its weights' names."""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import EncoderDecoderCache
+
+from ...mask import FULL, Mask
+from ...rope import Angles, Rope
+from .attention import attention_forward
+from .building import family_of, layer_from, layer_type
+from .families import FAMILIES, Family
+from .latents import SIZES
+from .weights import to_ours, to_theirs
+
+
+class ReplacedAttention(nn.Module):
+    """``layer`` of attnlib, as a model of transformers calls its attention."""
+
+    def __init__(self, layer: nn.Module, family: Family, config: Any, index: int):
+        super().__init__()
+        self.layer, self.family, self.config, self.layer_idx = layer, family, config, index
+        self.is_causal = layer.mask != FULL
+        self.sliding_window = layer.mask.kept[0] if isinstance(layer.mask, Mask) else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        mask: Tensor | None = None,
+        position_embeddings: Angles | None = None,
+        past_key_values: Any = None,
+        key_value_states: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """Of ``hidden_states`` ``[b, s, m]``, and as many None as the model expects beside it.
+
+        T5 calls its mask ``mask``, and hands a bias that is 0 from layer to layer.
+        """
+        angles = None if self.layer.rope is None else position_embeddings
+        q = self._query(hidden_states, angles, past_key_values)
+        key, value = self._stored(hidden_states, angles, past_key_values, key_value_states)
+        out, _ = attention_forward(
+            self,
+            q,
+            key,
+            value,
+            mask if attention_mask is None else attention_mask,
+            dropout=self.layer.dropout_p if self.training else 0.0,
+            scaling=self.layer.scale,
+            softcap=getattr(self.layer, "softcap", None),
+            s_aux=getattr(self.layer, "sinks", None),
+            **kwargs | {"is_causal": self.is_causal, "sliding_window": self.sliding_window},
+        )
+        out = self.layer.o_proj(out.flatten(-2))
+        if self.family.residual_dropout is not None:
+            p = getattr(self.config, self.family.residual_dropout)
+            out = nn.functional.dropout(out, p, training=self.training)
+        return (out, None) if self.family.returns == 2 else (out, position_bias, None)
+
+    def _query(self, x: Tensor, angles: Angles | None, past_key_values: Any) -> Tensor:
+        """``[b, h, s, d]``. Temperatures count tokens, padding too, as transformers does."""
+        positions = None
+        if getattr(self.layer, "temperature", None) is not None:
+            positions = torch.arange(x.shape[1], device=x.device)
+            if past_key_values is not None:
+                positions = positions + past_key_values.get_seq_length(self.layer_idx)
+        return self.layer.query(x, angles, positions).transpose(1, 2)
+
+    def _stored(
+        self, x: Tensor, angles: Angles | None, past_key_values: Any, source: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of x and of what is cached; of a ``source`` in cross-attention, which is cached once."""
+        cache, is_stored = past_key_values, False
+        if isinstance(cache, EncoderDecoderCache):
+            is_stored = source is not None and cache.is_updated.get(self.layer_idx)
+            if source is not None:
+                cache.is_updated[self.layer_idx] = True
+            cache = cache.self_attention_cache if source is None else cache.cross_attention_cache
+        if is_stored:
+            return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+        key, value = self._key_value(x if source is None else source, angles)
+        return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
+
+    def _key_value(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
+        """What a token stores, ``[b, g, s, d]`` each."""
+        k, v = self.layer.key_value(x, angles)
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+
+class ReplacedLatentAttention(ReplacedAttention):
+    """The same of a layer over latents, which are what is cached, and are absorbed as :mod:`.latents` says."""
+
+    def __init__(self, layer: nn.Module, family: Family, config: Any, index: int):
+        super().__init__(layer, family, config, index)
+        for name in SIZES:
+            setattr(self, name, getattr(layer, name))
+
+    @property
+    def kv_b_proj(self) -> nn.Module:
+        """The up-projection of keys and values."""
+        return self.layer.kv_b_proj
+
+    def expand_kv(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys ``[b, h, t, n + p]`` and values ``[b, h, t, e]``."""
+        k, v = self.layer.expand(latent[:, 0], k_rope[:, 0])
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+    def _query(self, x: Tensor, angles: Angles | None, past_key_values: Any) -> Tensor:
+        return torch.cat(self.layer.query(x, angles), -1).transpose(1, 2)
+
+    def _key_value(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
+        latent, k_rope = self.layer.latent(x, angles)
+        return latent[:, None], k_rope[:, None]
+
+    def _stored(
+        self, x: Tensor, angles: Angles | None, past_key_values: Any, source: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        latent, k_rope = super()._stored(x, angles, past_key_values, source)
+        grad = torch.is_grad_enabled() and (latent.requires_grad or self.kv_b_proj.weight.requires_grad)
+        return self.expand_kv(latent, k_rope) if grad else (k_rope, latent)
+
+
+class ReplacedRotary(nn.Module):
+    """The angles of a step, once for all layers with the same rope; ``ropes`` are by the layers' type."""
+
+    def __init__(self, ropes: Mapping[str, Rope]):
+        super().__init__()
+        self.ropes = dict(ropes)
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Angles:
+        """Of ``position_ids`` ``[b, s]``; ``x`` is not looked at."""
+        rope = next(iter(self.ropes.values())) if layer_type is None else self.ropes[layer_type]
+        return rope.angles(position_ids, length=int(position_ids.max()) + 1 if rope.needs_length else None)
+
+
+def replace_attention(model: nn.Module) -> None:
+    """Put layers of attnlib, with the model's weights, where its known families have theirs.
+
+    Raises:
+        ValueError: the model has no attention of a known family.
+        NotImplementedError: of a known one, something is not known.
+    """
+    made = [(path, module, _replaced(module, *at)) for path, module, at in _found(model)]
+    if not made:
+        family_of(model.config.get_text_config(), "self")
+        raise ValueError(f"model: expected one with attention of a known family, got {type(model).__name__}")
+    ropes: dict[int, dict[str, Rope]] = {}
+    for path, module, attention in made:
+        family, config = attention.family, attention.config
+        if attention.layer.rope is not None:
+            of_types = ropes.setdefault(id(config), {})
+            of_types[layer_type(config, attention.layer_idx)] = attention.layer.rope
+        if not family.place:
+            _put(model, path, attention)
+            _keep_names(attention, family, "layer.")
+            continue
+        _put(module, family.place, attention)
+        for name, _ in family.weights:
+            if not name.startswith(f"{family.place}."):
+                _put(module, name, nn.Identity())  # which the layer does itself
+        _keep_names(module, family, f"{family.place}.layer.")
+    for path, module in list(model.named_modules()):
+        if path.endswith("rotary_emb") and id(getattr(module, "config", None)) in ropes:
+            _put(model, path, ReplacedRotary(ropes[id(module.config)]))
+
+
+def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, int]]]:
+    """The name, the module, and the part and index of each attention that a known family has."""
+    for path, module in model.named_modules():
+        config = _config(module)
+        for (model_type, part), family in FAMILIES.items() if config is not None else ():
+            match = re.search(family.path, path) if config.model_type == model_type else None
+            if match:
+                yield path, module, (part, int(match[1]))
+
+
+def _config(module: nn.Module) -> Any:
+    """The config by which the module, or what it holds, was made."""
+    holders = (module, *module.children())
+    return next((x.config for x in holders if hasattr(getattr(x, "config", None), "model_type")), None)
+
+
+def _replaced(module: nn.Module, part: str, index: int) -> ReplacedAttention:
+    config = _config(module)
+    family, weights = family_of(config, part), dict(module.state_dict())
+    weights = {name: x for name, x in weights.items() if not name.startswith(family.beside)}
+    layer = layer_from(config, index, part, weights, {"device": "meta"})
+    layer.requires_grad_(any(x.requires_grad for x in module.parameters()))
+    kind = ReplacedLatentAttention if family.is_latent else ReplacedAttention
+    return kind(layer, family, config, index).train(module.training)
+
+
+def _put(root: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent), name, module)
+
+
+def _keep_names(owner: nn.Module, family: Family, inner: str) -> None:
+    """Let state dicts have transformers' names and shapes, so that what is saved is a folder of the family's own."""
+    owner.register_state_dict_post_hook(partial(_rename_saved, family, inner))
+    owner.register_load_state_dict_pre_hook(partial(_rename_loaded, family, inner))
+
+
+def _rename_saved(family: Family, inner: str, owner: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+    ours = {name: state.pop(name) for name in list(state) if name.startswith(prefix + inner)}
+    theirs = to_theirs(family, {name.removeprefix(prefix + inner): x for name, x in ours.items()})
+    state |= {prefix + name: x for name, x in theirs.items()}
+
+
+def _rename_loaded(family: Family, inner: str, owner: nn.Module, state: dict, prefix: str, *_: object) -> None:
+    layer = owner.get_submodule(inner.removesuffix("."))
+    names = {name for name in state if name.startswith(prefix) and not name.startswith(prefix + inner)}
+    names = {name for name in names if not name.removeprefix(prefix).startswith(family.beside)}
+    theirs = {name.removeprefix(prefix): state.pop(name) for name in names}
+    if theirs:
+        state |= {prefix + inner + name: x for name, x in to_ours(family, theirs, layer).items()}
