@@ -24,6 +24,11 @@ def is_strided(x: object) -> bool:
     return isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided
 
 
+def varies(size: int) -> bool:
+    """Whether a dimension has more than one index, as a plain bool also where torch.compile leaves the size open."""
+    return True if size > 1 else False  # noqa: SIM210 - a comparison of such a size is no bool, and bool() of it neither
+
+
 def refuse_tensor(name: str, x: object) -> NoReturn:
     """Raise TypeError for what is not :func:`is_strided`."""
     if not isinstance(x, Tensor):

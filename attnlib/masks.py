@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .checks import check_count, is_strided, refuse_tensor
+from .checks import check_count, is_strided, refuse_tensor, varies
 from .mask import CAUSAL, FULL, AnyMask, mask_mod, sliding
 from .mask_function import Kept, MaskFunction
 from .trace import FIRST_QUERY
@@ -139,7 +139,7 @@ def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
 def mask_tensor(shown: Tensor) -> MaskFunction:
     """What a bool tensor ``[b, h, s, t]`` shows, whose dimensions may be 1; its rows are the call's queries."""
     _check("shown", shown, 4, torch.bool)
-    batch, heads, rows, columns = (size > 1 for size in shown.shape)
+    batch, heads, rows, columns = (varies(size) for size in shown.shape)
 
     def read(b, h, i, j, first, shown):
         return shown[b if batch else 0, h if heads else 0, i - first[b] if rows else 0, j if columns else 0]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import is_strided, refuse_tensor
+from .checks import is_strided, refuse_tensor, varies
 from .program import Program
 from .trace import FIRST_QUERY, FirstQuery, applied, filled, traced
 
@@ -113,10 +113,10 @@ def _positive(name: str, value: float) -> float:
 
 def bias_tensor(bias: Tensor) -> ScoreFunction:
     """Scores plus ``bias`` ``[b, h, s, t]``, whose dimensions may be 1; its rows are the call's queries."""
-    batch, heads, rows, columns = _sizes("bias", bias, 4)
+    batch, heads, rows, columns = (varies(size) for size in _sizes("bias", bias, 4))
 
     def add(score, b, h, i, j, first, bias):
-        at = b if batch > 1 else 0, h if heads > 1 else 0, i - first[b] if rows > 1 else 0, j if columns > 1 else 0
+        at = b if batch else 0, h if heads else 0, i - first[b] if rows else 0, j if columns else 0
         return score + bias[at]
 
     return score_mod(add, FIRST_QUERY, bias)

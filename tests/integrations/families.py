@@ -14,39 +14,81 @@ LATENT = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "num_key_value_heads": 4,
 }  # fmt: skip
-# What the config of each family says beside the sizes.
+WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "mscale": 1.0, "mscale_all_dim": 0.8,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0, 1.1], "long_factor": [1.0, 4.0],
+    "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16,
+}  # fmt: skip
+# What the config of each family says beside the sizes, so that all that sets the family apart is at work.
 DECODERS = MappingProxyType(
     {
-        "llama": {},
+        "llama": {"rope_parameters": LLAMA3},
         "mistral": {"sliding_window": 7},
-        "mixtral": EXPERTS,
-        "qwen2": {},
-        "qwen3": {"head_dim": 16},
-        "qwen3_moe": EXPERTS | {"head_dim": 16},
+        "mixtral": EXPERTS | {"sliding_window": 7},
+        "qwen2": WINDOWS,
+        "qwen3": WINDOWS | {"head_dim": 16},
+        "qwen3_moe": EXPERTS | {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7},
         "gemma": {"head_dim": 16},
-        "gemma2": {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
-        "gemma3_text": {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
-        "phi3": {"sliding_window": 7},
+        "gemma2": {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 5.0},
+        "gemma3_text": {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 9,
+            "sliding_window_pattern": 2,
+        },
+        "phi3": {"sliding_window": 7, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
         "glm4": {"head_dim": 16},
-        "cohere": {},
+        "cohere": {"use_qk_norm": True},
         "cohere2": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
         "olmo2": {},
         "olmo3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
         "granite": {"attention_multiplier": 0.3},
         "starcoder2": {"sliding_window": 7},
-        "smollm3": {},
+        "smollm3": WINDOWS | {"no_rope_layers": [1, 0]},
         "gpt_oss": EXPERTS | {"head_dim": 16, "sliding_window": 7},
-        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        "gpt2": {"scale_attn_by_inverse_layer_idx": True, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
         "deepseek_v2": LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
-        "deepseek_v3": LATENT | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+        "deepseek_v3": LATENT
+        | {"rope_parameters": YARN, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
         "minicpm3": LATENT,
-        "llama4_text": EXPERTS | {"head_dim": 16, "attention_chunk_size": 8, "intermediate_size_mlp": 48},
+        "llama4_text": EXPERTS
+        | {
+            "head_dim": 16,
+            "attention_chunk_size": 8,
+            "intermediate_size_mlp": 48,
+            "no_rope_layers": [1, 0],
+            "floor_scale": 4,
+        },
+        "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "use_qk_norm": True},
+        "glm4_moe_lite": LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "hunyuan_v1_dense": {"head_dim": 16},
         "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32, "use_sliding_window": True, "sliding_window": 7},
     }
 )
 
 
 def small(family: str) -> torch.nn.Module:
-    """A causal language model of a family."""
-    config = CONFIG_MAPPING[family](**SIZES | DECODERS[family])
-    return AutoModelForCausalLM.from_config(config).float()
+    """A causal language model of a family, whose every weight shows in its logits."""
+    make = CONFIG_MAPPING[family]
+    biased = {"attention_bias": True} if hasattr(make(), "attention_bias") else {}
+    config = make(**SIZES | biased | DECODERS[family])
+    return lively(AutoModelForCausalLM.from_config(config).float())
+
+
+@torch.no_grad()
+def lively(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with weights of such sizes that attention is no mean, and gains, biases and sinks that differ."""
+    for name, x in model.named_parameters():
+        if x.dim() > 1 and "norm" not in name:
+            torch.nn.init.normal_(x, std=1.2 * x.shape[-1] ** -0.5)
+        else:
+            torch.nn.init.uniform_(x, 0.3, 1.2)
+    return model

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
-from test_transformers import agree
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSeq2SeqLM
+from families import lively
+from test_transformers import agree, gradients
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from attnlib.integrations import transformers as hf
+from attnlib.integrations.transformers.replacing import ReplacedAttention
 
 hf.register()
 ENCODERS = {
@@ -28,13 +30,13 @@ BOTH = {
 TOKENS = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
-def both(make, config):
+def both(make, config, way):
     torch.manual_seed(0)
-    eager = make.from_config(config).float().eval()
+    eager = lively(make.from_config(config).float()).eval()
     ours = copy.deepcopy(eager)
     eager.set_attn_implementation("eager")
     ours.set_attn_implementation("attnlib")
-    return eager, ours
+    return eager, hf.replace(ours) if way == "layers" else ours
 
 
 def padded():
@@ -45,38 +47,45 @@ def padded():
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize(("family", "way"), [("bert", "attention"), ("bert", "layers"), ("modernbert", "attention")])
 @torch.no_grad()
-def test_encoders(family, is_padded):
-    pair = both(AutoModel, CONFIG_MAPPING[family](**TOKENS | ENCODERS[family]))
+def test_encoders(family, way, is_padded):
+    pair = both(AutoModel, CONFIG_MAPPING[family](**TOKENS | ENCODERS[family]), way)
     ids, mask = padded()
     theirs, mine = (x(ids, attention_mask=mask if is_padded else None).last_hidden_state for x in pair)
     agree(mine, theirs, mask.bool() if is_padded else slice(None))
 
 
-@pytest.mark.parametrize("family", BOTH)
-def test_decoders_with_an_encoder(family):
+@pytest.mark.parametrize(("family", "way"), [("bart", "attention"), ("t5", "attention"), ("t5", "layers")])
+def test_decoders_with_an_encoder(family, way):
     """Logits, gradients, and tokens by beams; what scores gain by distance (T5) learns too."""
-    pair = both(AutoModelForSeq2SeqLM, CONFIG_MAPPING[family](**TOKENS | BOTH[family]))
+    pair = both(AutoModelForSeq2SeqLM, CONFIG_MAPPING[family](**TOKENS | BOTH[family]), way)
     ids, mask = padded()
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "num_beams": 3}
+    theirs, mine = (x.generate(ids, **options) for x in pair)
+    assert torch.equal(mine, theirs)
     outputs = [x(ids, attention_mask=mask, decoder_input_ids=ids[:, :11]).logits for x in pair]
     agree(*outputs[::-1])
     weights = torch.randn_like(outputs[0])
     for x in outputs:
         (x * weights).sum().backward()
-    for (name, theirs), mine in zip(pair[0].named_parameters(), pair[1].parameters(), strict=True):
-        if theirs.grad is not None:
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "num_beams": 3}
-    theirs, mine = (x.generate(ids, **options) for x in pair)
-    assert torch.equal(mine, theirs)
+    theirs, mine = (gradients(x) for x in pair)
+    assert mine.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        torch.testing.assert_close(mine[name], grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("way", ["attention", "layers"])
 @torch.no_grad()
-def test_speech():
+def test_speech(way):
     sizes = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32, "suppress_tokens": None}
     config = CONFIG_MAPPING["whisper"](**TOKENS | BART | sizes | {"begin_suppress_tokens": None})
-    pair = both(AutoModel, config)
+    pair = both(AutoModelForSpeechSeq2Seq, config, way)
     features, ids = torch.randn(2, 8, 32), torch.randint(3, 61, (2, 7))
-    theirs, mine = (x(features, decoder_input_ids=ids).last_hidden_state for x in pair)
+    theirs, mine = (x(features, decoder_input_ids=ids).logits for x in pair)
     agree(mine, theirs)
+    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 2}
+    theirs, mine = (x.generate(features, decoder_input_ids=ids, **options) for x in pair)
+    assert torch.equal(mine, theirs)
+    if way == "layers":
+        assert sum(isinstance(x, ReplacedAttention) for x in pair[1].modules()) == 6

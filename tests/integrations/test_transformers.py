@@ -13,19 +13,22 @@ from attnlib.packing import bounds_of
 hf.register()
 
 
-@pytest.fixture(params=DECODERS)
+WAYS = ("attention", "layers")  # of attnlib: called by the model's own layers, or with them
+
+
+@pytest.fixture(params=[(family, way) for way in WAYS for family in DECODERS], ids="-".join)
 def pair(request):
     """A small model of a family with random weights, on eager attention and on attnlib's."""
-    return both(request.param)
+    return both(*request.param)
 
 
-def both(family: str):
+def both(family: str, way: str = "attention"):
     torch.manual_seed(0)
     eager = small(family).eval()
     ours = copy.deepcopy(eager)
     for model, name in ((eager, "eager"), (ours, "attnlib")):
         model.set_attn_implementation(name)
-    return eager, ours
+    return eager, hf.replace(ours) if way == "layers" else ours
 
 
 def tokens(model, b: int = 2, s: int = 23):
@@ -44,10 +47,18 @@ def test_logits_and_gradients(pair):
     weights = torch.randn_like(outputs[0])
     for x in outputs:
         (x * weights).sum().backward()
-    for (name, theirs), mine in zip(eager.named_parameters(), ours.parameters(), strict=True):
-        assert (theirs.grad is None) == (mine.grad is None), name
-        if theirs.grad is not None:
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    mine, theirs = (gradients(model) for model in (ours, eager))
+    assert mine.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        torch.testing.assert_close(mine[name], grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@torch.no_grad()
+def gradients(model) -> dict:
+    """The gradients in the places of the weights, by transformers' names and in their shapes."""
+    for p in model.parameters():
+        p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+    return model.state_dict()
 
 
 @pytest.mark.parametrize("side", ["left", "right", "holes"])

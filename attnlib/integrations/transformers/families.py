@@ -55,7 +55,7 @@ class Family:
     norm_after_rope: bool = False
     window: str | None = None  # "layer_types": of layers that these say; "sliding_window": of all layers
     scale: Callable[[Any, int], float] | None = None
-    reads: tuple[str, ...] = ()  # fields of which scale or temperature come
+    reads: tuple[str, ...] = ()  # fields of which scale or temperature come, or those of other parts
     softcap: str | None = None
     sinks: bool = False
     temperature: bool = False
@@ -118,6 +118,7 @@ WHISPER = Family(
     bias=("q_proj", "v_proj", "o_proj"),
     output_bias=None,
     rope=None,
+    reads=("encoder_attention_heads", "decoder_attention_heads"),
 )
 # By the config's model_type, and the part: of a decoder, or of the only stack, it is "self".
 FAMILIES = MappingProxyType(
@@ -131,7 +132,13 @@ FAMILIES = MappingProxyType(
         ("qwen3_moe", "self"): replace(QWEN3, window="sliding_window"),
         ("gemma", "self"): GEMMA,
         ("gemma2", "self"): GEMMA2,
-        ("gemma3_text", "self"): replace(GEMMA2, norm=OffsetRMSNorm, weights=NORMED),
+        ("gemma3_text", "self"): replace(
+            GEMMA2,
+            norm=OffsetRMSNorm,
+            weights=NORMED,
+            softcap=None,
+            fixed=MappingProxyType({**NOT_BOTH_WAYS, "attn_logit_softcapping": None}),  # which its layers never read
+        ),
         ("phi3", "self"): replace(
             MISTRAL,
             weights=(("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("o_proj", ("o_proj",))),
@@ -209,6 +216,7 @@ FAMILIES = MappingProxyType(
             output_bias=False,
             rope=None,
             scale=lambda *_: 1.0,
+            reads=("is_decoder",),
             dropout="dropout_rate",
             returns=3,
         ),

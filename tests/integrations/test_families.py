@@ -1,0 +1,236 @@
+"""The table of families: every entry decides what a model computes, and what is not known is refused."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from families import DECODERS, SIZES, small
+from test_transformers import tokens
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
+
+from attnlib import CAUSAL, GroupedQueryAttention, Rope
+from attnlib.integrations import transformers as hf
+from attnlib.integrations.transformers import building, families, replacing
+from attnlib.integrations.transformers.norms import HeadLayerNorm, HeadRMSNorm, OffsetRMSNorm, PlainRMSNorm, WideRMSNorm
+
+NORMS = (HeadRMSNorm, OffsetRMSNorm, WideRMSNorm, HeadLayerNorm, PlainRMSNorm, None)
+# Of each entry, what else it could be.
+OTHERS = {
+    "weights": lambda x: [swapped(x)],
+    "is_transposed": lambda x: [not x],
+    "is_causal": lambda x: [not x],
+    "bias": lambda x: [False, True, ("q_proj",)],
+    "output_bias": lambda x: [False, True],
+    "rope": lambda x: ["half", "interleaved", None],
+    "rotates_part": lambda x: [not x],
+    "rope_layers": lambda x: [None, "layer_types", "no_rope_layers"],
+    "norm": lambda x: NORMS,
+    "norm_eps": lambda x: [0.1],
+    "norm_after_rope": lambda x: [not x],
+    "window": lambda x: [None, "layer_types", "sliding_window"],
+    "scale": lambda x: [lambda *_: 0.7, None],
+    "softcap": lambda x: [None, "initializer_range"],
+    "sinks": lambda x: [not x],
+    "temperature": lambda x: [not x],
+}
+OF_LATENTS = {"weights", "is_transposed", "is_causal", "bias", "rope", "norm_eps"}
+
+
+def swapped(names):
+    """Keys in the place of values, or of the latents' projection, and the other way round."""
+    names = list(names)
+    at = [n for n, (_, ours) in enumerate(names) if ours in (("k_proj",), ("v_proj",), ("q_a_proj",), ("q_b_proj",))]
+    if not at:  # fused
+        return tuple((name, ours[::-1]) for name, ours in names)
+    one, other = at
+    names[one], names[other] = (names[one][0], names[other][1]), (names[other][0], names[one][1])
+    return tuple(names)
+
+
+def changes(family, config):
+    """The family with one entry changed, wherever that says something else of this config."""
+    for name, others in OTHERS.items():
+        value = getattr(family, name)
+        for other in others(value):
+            says = [building._value(config, x) if name in ("bias", "output_bias") else x for x in (value, other)]
+            if says[0] != says[1] and is_said(name, other, family, config):
+                yield name, other, dataclasses.replace(family, **{name: other})
+
+
+def is_said(name, other, family, config) -> bool:
+    """Whether anything depends on the entry."""
+    if family.is_latent and name not in OF_LATENTS:
+        return False
+    if name == "rope" and family.rope == "rope_interleave":
+        return other != "interleaved"
+    if name == "norm_eps":
+        return family.norm is not None or family.is_latent
+    if name == "norm_after_rope":  # norms without gains commute with a rotation
+        return family.norm not in (None, PlainRMSNorm)
+    if name == "rope_layers":
+        return family.rope is not None and (other != "layer_types" or hasattr(config, "layer_types"))
+    if name == "window":
+        if family.temperature:  # Llama 4's chunks come with its masks: see test_chunks_are_the_layers
+            return False
+        return other != "layer_types" or hasattr(config, "layer_types")
+    if name == "norm" and other is PlainRMSNorm:
+        return family.norm is not None
+    return getattr(family, name) or name not in ("rotates_part", "temperature")
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@torch.no_grad()
+def test_every_entry_matters(family, monkeypatch):
+    """A model whose family has another entry cannot be made, or computes something else."""
+    torch.manual_seed(0)
+    model = small(family).eval()
+    model.set_attn_implementation("eager")
+    ids = tokens(model)
+    expected = model(ids).logits
+    error = (hf.replace(copy.deepcopy(model))(ids).logits - expected).abs().max()
+    entry, tried = families.FAMILIES[family, "self"], 0
+    for name, other, changed in changes(entry, model.config):
+        tried += 1
+        with monkeypatch.context() as patch:
+            for module in (building, replacing):
+                patch.setattr(module, "FAMILIES", {(family, "self"): changed})
+            try:
+                got = hf.replace(copy.deepcopy(model))(ids).logits
+            except (ValueError, RuntimeError, TypeError, NotImplementedError, AttributeError, KeyError):
+                continue
+        assert (got - expected).abs().max() > 100 * error + 1e-5, f"{name}={other}"
+    assert tried > 5
+
+
+@pytest.mark.parametrize(("family", "part"), families.FAMILIES)
+def test_dropout_is_the_familys(family, part):
+    entry = families.FAMILIES[family, part]
+    make = DeepseekV3Config if family == "kimi_k2" else CONFIG_MAPPING[family]
+    config = make(**(SIZES | DECODERS[family] if family in DECODERS else {}) | {entry.dropout: 0.25})
+    config.model_type = family
+    assert hf.from_config(config, part=part, device="meta").dropout_p == 0.25
+
+
+@pytest.mark.parametrize("family", ["gpt2", "starcoder2"])
+def test_dropout_after_the_layer(family):
+    entry = families.FAMILIES[family, "self"]
+    torch.manual_seed(0)
+    model = hf.replace(small(family)).train()
+    setattr(model.config, entry.residual_dropout, 0.5)
+    module = next(x for x in model.modules() if isinstance(x, replacing.ReplacedAttention))
+    module.layer.dropout_p = 0.0
+    zeros = [(x == 0).float().mean() for x in (module(torch.randn(2, 23, 32), position_embeddings=angles(module))[0],)]
+    assert 0.4 < zeros[0] < 0.6
+
+
+def angles(module):
+    return None if module.layer.rope is None else module.layer.rope.angles(torch.arange(23))
+
+
+def test_chunks_are_the_layers():
+    """Where no model hands them on."""
+    config = CONFIG_MAPPING["llama4_text"](**SIZES | DECODERS["llama4_text"])
+    masks = [hf.from_config(config, n, device="meta").mask for n in range(2)]
+    i = torch.arange(20)
+    nought = torch.tensor(0)
+    shown = masks[0].visible(nought, nought, i[:, None], i, nought[None])
+    assert torch.equal(shown, (i[:, None] // 8 == i // 8) & (i[:, None] >= i))
+    assert masks[1] == CAUSAL
+
+
+# What is refused
+
+
+def llama(**fields):
+    return LlamaConfig(**SIZES | fields)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: CONFIG_MAPPING["bloom"](), "config: expected one of bert, .* got 'bloom'"),
+        (lambda: llama(attention_sinks=True), "config: attention_sinks=True is not known of llama"),
+        (lambda: CONFIG_MAPPING["mistral"](attention_bias=True), "attention_bias=True is not known of mistral"),
+        (lambda: CONFIG_MAPPING["gemma2"](attention_multiplier=0.3), "attention_multiplier=0.3 is not known of gemma2"),
+        (lambda: CONFIG_MAPPING["gemma2"](use_bidirectional_attention=True), "use_bidirectional_attention: expected F"),
+        (lambda: CONFIG_MAPPING["gpt2"](add_cross_attention=True), "add_cross_attention: expected False, got True"),
+        (lambda: CONFIG_MAPPING["bert"](is_decoder=True), "is_decoder: expected False, got True"),
+        (
+            lambda: llama(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+            "partial_rotary_factor: llama rotates whole heads, got 0.5",
+        ),
+        (
+            lambda: llama(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "alpha": 2.0}),
+            "rope_parameters: alpha=2.0 is not known",
+        ),
+        (lambda: CONFIG_MAPPING["qwen3"](layer_types=["linear_attention"] * 32), "got 'linear_attention'"),
+    ],
+)
+def test_what_is_not_known_is_refused(config, message):
+    with pytest.raises(NotImplementedError, match=message):
+        hf.from_config(config())
+
+
+def test_a_part_that_a_family_has_not():
+    with pytest.raises(NotImplementedError, match=r"got 't5' \(self\)"):
+        hf.from_config(CONFIG_MAPPING["t5"]())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("q_proj.weight"), "q_proj.weight: expected it among the weights"),
+        (
+            lambda w: w.update({"q_proj.lora_A.weight": torch.ones(2, 32)}),
+            "q_proj.lora_A.weight: the layer has no such",
+        ),
+        (lambda w: w.update({"k_proj.weight": torch.ones(32, 32)}), r"k_proj.weight: expected \(16, 32\).*\(32, 32\)"),
+    ],
+)
+def test_other_weights_are_refused(change, message):
+    config = llama()
+    weights = dict(AutoModelForCausalLM.from_config(config).model.layers[0].self_attn.state_dict())
+    change(weights)
+    with pytest.raises(ValueError, match=message):
+        hf.from_config(config, weights=weights)
+
+
+def test_a_model_without_attention_of_a_family():
+    with pytest.raises(NotImplementedError, match="got 'bloom'"):
+        hf.replace(AutoModelForCausalLM.from_config(CONFIG_MAPPING["bloom"](hidden_size=32, n_head=4, n_layer=1)))
+
+
+def test_a_layer_by_itself():
+    """With the weights of the module, whose tensors it takes, and on any device."""
+    config = llama()
+    module = AutoModelForCausalLM.from_config(config).model.layers[1].self_attn
+    layer = hf.from_config(config, 1, weights=module.state_dict())
+    assert type(layer) is GroupedQueryAttention
+    assert (layer.rope, layer.mask, layer.num_kv_heads) == (Rope(8), CAUSAL, 2)
+    assert layer.q_proj.weight.data_ptr() == module.q_proj.weight.data_ptr()
+    assert hf.from_config(config, device="meta", dtype=torch.bfloat16).o_proj.weight.dtype == torch.bfloat16
+
+
+# A replaced model
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_saved_folder_is_the_familys_own(family, tmp_path):
+    """It opens as the family's model, and in a replaced one."""
+    torch.manual_seed(0)
+    model = small(family).eval()
+    ours = hf.replace(copy.deepcopy(model))
+    ours.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    for (name, x), y in zip(model.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(x, y), name
+    other = hf.replace(small(family))
+    other.load_state_dict(theirs.state_dict())
+    for (name, x), y in zip(ours.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_frozen_weights_stay_frozen():
+    model = small("llama").requires_grad_(False)
+    assert not any(x.requires_grad for x in hf.replace(model).parameters())
