@@ -98,10 +98,11 @@ def test_generated_tokens(pair, cache):
     agree(torch.stack(mine.logits), torch.stack(theirs.logits))
 
 
+@pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
-def test_a_static_cache_in_a_compiled_step():
+def test_a_static_cache_in_a_compiled_step(way):
     """Its masks are made outside the step, and again within."""
-    pair = both("qwen3")
+    pair = both("qwen3", way)
     ids, mask = tokens(pair[0], 3, 12), torch.ones(3, 12, dtype=torch.long)
     mask[0, :4], mask[1, 5] = 0, 0
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 60}
@@ -111,9 +112,11 @@ def test_a_static_cache_in_a_compiled_step():
     assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
-def test_training_compiled_as_a_whole(family):
-    pair = both(family)
+def test_training_compiled_as_a_whole(family, way):
+    torch.compiler.reset()  # other models of this process have the same code
+    pair = both(family, way)
     ids, mask = tokens(pair[0]), torch.ones(2, 23, dtype=torch.long)
     mask[0, -5:] = 0
     compiled = torch.compile(pair[1], fullgraph=True, backend="aot_eager")
@@ -123,10 +126,11 @@ def test_training_compiled_as_a_whole(family):
         torch.testing.assert_close(*grads[::-1], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @torch.no_grad()
-def test_beams_and_an_assistant(family):
-    pair, (assistant, _) = both(family), both(family)
+def test_beams_and_an_assistant(family, way):
+    pair, (assistant, _) = both(family, way), both(family)
     ids = tokens(pair[0], 1, 9)
     for options in ({"num_beams": 3}, {"assistant_model": assistant}):
         options |= {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
@@ -134,9 +138,10 @@ def test_beams_and_an_assistant(family):
         assert torch.equal(mine, theirs)
 
 
-def test_checkpoints_of_layers():
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpoints_of_layers(way):
     """Recomputed layers give the gradients of kept ones."""
-    _, model = both("llama")
+    _, model = both("llama", way)
     ids, grads = tokens(model), []
     for recomputed in (False, True):
         if recomputed:
@@ -148,11 +153,12 @@ def test_checkpoints_of_layers():
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "cohere", "deepseek_v3"])
 @torch.no_grad()
-def test_half_precision_is_no_worse_than_theirs(family):
+def test_half_precision_is_no_worse_than_theirs(family, way):
     """Against fp64."""
-    eager, ours = both(family)
+    eager, ours = both(family, way)
     ids = tokens(eager)
     exact = copy.deepcopy(eager).double()(ids).logits
     theirs, mine = (((model.bfloat16()(ids).logits).double() - exact).square().mean() for model in (eager, ours))
@@ -171,9 +177,10 @@ def test_bounds_are_found_once_for_all_layers(monkeypatch):
     assert len(found) == 1
 
 
-def test_flags_of_a_collator():
+@pytest.mark.parametrize("way", WAYS)
+def test_flags_of_a_collator(way):
     """Offsets of packed sequences are taken as they are."""
-    eager, ours = both("llama")
+    eager, ours = both("llama", way)
     ids, lengths = tokens(eager, 1), (5, 7, 11)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
