@@ -28,6 +28,7 @@ LONGROPE = {
     "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16,
 }  # fmt: skip
 # What the config of each family says beside the sizes, so that all that sets the family apart is at work.
+# fmt: off
 DECODERS = MappingProxyType(
     {
         "llama": {"rope_parameters": LLAMA3},
@@ -54,7 +55,14 @@ DECODERS = MappingProxyType(
         "starcoder2": {"sliding_window": 7},
         "smollm3": WINDOWS | {"no_rope_layers": [1, 0]},
         "gpt_oss": EXPERTS | {"head_dim": 16, "sliding_window": 7},
-        "gpt2": {"scale_attn_by_inverse_layer_idx": True, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        "gpt2": {
+            "scale_attn_by_inverse_layer_idx": True,
+            "num_key_value_heads": None,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+        },
         "deepseek_v2": LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
         "deepseek_v3": LATENT
         | {"rope_parameters": YARN, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
@@ -73,6 +81,7 @@ DECODERS = MappingProxyType(
         "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32, "use_sliding_window": True, "sliding_window": 7},
     }
 )
+# fmt: on
 
 
 def small(family: str) -> torch.nn.Module:

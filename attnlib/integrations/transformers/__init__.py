@@ -16,9 +16,10 @@ from .attention import attention_forward
 from .building import layer_from
 from .latents import keep_latents
 from .masks import attention_mask
+from .paged import NAME, PagedCache
 from .replacing import replace_attention
 
-NAME = "attnlib"  # without "flash", by which transformers would take it for a package of that kind
+__all__ = ["PagedCache", "absorb", "from_config", "register", "replace"]
 
 
 def register() -> None:

@@ -12,6 +12,7 @@ from ...masks import documents, mask_tensor
 from ...packing import bounds_of
 from ...scores import bias_tensor
 from .latents import absorbed, are_latents, expanded, may_absorb, unabsorbed
+from .pages import attention_to_pages, view_of
 
 # What transformers may hand over, and is refused where it says anything.
 REFUSED = ("output_attentions", "cache", "block_table", "head_mask")
@@ -56,6 +57,9 @@ def attention_forward(
             raise NotImplementedError(f'{name}: attn_implementation="attnlib" has none; use "eager" for it')
     given = Options(**{name: kwargs[name] for name in Options._fields if name in kwargs})
     is_latent = are_latents(query, key)
+    if view_of(key) is not None:
+        options = {"scale": scaling, "softcap": given.softcap, "sinks": given.s_aux}
+        return attention_to_pages(module, query, key, attention_mask, given.position_bias, options), None
     if is_latent and not _absorbs(module, query, key, attention_mask, dropout):
         (key, value), is_latent = expanded(module, key, value), False
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -76,7 +80,7 @@ def attention_forward(
 def _absorbs(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, dropout: float) -> bool:
     """Whether latents are attended to as they are: in steps whose last query comes last in every sequence."""
     is_aligned = query.shape[2] == 1 or attention_mask is None or attention_mask.dim() == 4
-    return is_aligned and not dropout and may_absorb(module, query, key)
+    return is_aligned and not dropout and may_absorb(module, query, key.shape[2])
 
 
 def _seen(

@@ -1,7 +1,7 @@
 """Families of models of transformers whose attention attnlib builds, and what sets each apart: one table."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -61,7 +61,7 @@ class Family:
     temperature: bool = False
     dropout: str = "attention_dropout"
     residual_dropout: str | None = None
-    fixed: MappingProxyType[str, object] = field(default_factory=lambda: MappingProxyType({}))  # and no other value
+    fixed: tuple[tuple[str, object], ...] = ()  # fields with the values that they may have
     returns: int = 2  # what the model takes from its attention: the third is T5's
 
 
@@ -69,7 +69,7 @@ LLAMA = Family()
 MISTRAL = Family(bias=False, output_bias=False, window="sliding_window")
 QWEN2 = Family(bias=True, output_bias=False, window="layer_types")
 QWEN3 = Family(norm=HeadRMSNorm, weights=NORMED, window="layer_types")
-NOT_BOTH_WAYS = MappingProxyType({"use_bidirectional_attention": False})
+NOT_BOTH_WAYS = (("use_bidirectional_attention", False),)
 GEMMA = Family(fixed=NOT_BOTH_WAYS)
 GEMMA2 = Family(
     window="layer_types",
@@ -106,7 +106,7 @@ BERT = Family(
     output_bias=True,
     rope=None,
     dropout="attention_probs_dropout_prob",
-    fixed=MappingProxyType({"is_decoder": False, "add_cross_attention": False}),
+    fixed=(("is_decoder", False), ("add_cross_attention", False)),
 )
 WHISPER = Family(
     path=r"(?:^|\.)decoder\.layers\.(\d+)\.self_attn$",
@@ -137,7 +137,7 @@ FAMILIES = MappingProxyType(
             norm=OffsetRMSNorm,
             weights=NORMED,
             softcap=None,
-            fixed=MappingProxyType({**NOT_BOTH_WAYS, "attn_logit_softcapping": None}),  # which its layers never read
+            fixed=(*NOT_BOTH_WAYS, ("attn_logit_softcapping", None)),  # which its layers never read
         ),
         ("phi3", "self"): replace(
             MISTRAL,
@@ -190,7 +190,7 @@ FAMILIES = MappingProxyType(
             reads=("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
             dropout="attn_pdrop",
             residual_dropout="resid_pdrop",
-            fixed=MappingProxyType({"add_cross_attention": False, "reorder_and_upcast_attn": False}),
+            fixed=(("add_cross_attention", False), ("reorder_and_upcast_attn", False)),
         ),
         ("bert", "self"): BERT,
         ("whisper", "self"): WHISPER,

@@ -46,7 +46,7 @@ def check_fields(family: Family, config: Any) -> None:
     Raises:
         NotImplementedError: with the field.
     """
-    for name, expected in family.fixed.items():
+    for name, expected in family.fixed:
         if getattr(config, name, expected) not in (expected, None):
             raise NotImplementedError(f"{name}: expected {expected!r}, got {getattr(config, name)!r}")
     known = ELSEWHERE | _read(family)
@@ -60,7 +60,7 @@ def check_fields(family: Family, config: Any) -> None:
 def _read(family: Family) -> frozenset[str]:
     """The fields that the family's attention comes from."""
     named = (getattr(family, name) for name in type(family).__slots__)
-    read = frozenset(value for value in named if isinstance(value, str)) | family.fixed.keys() | READ
+    read = frozenset(value for value in named if isinstance(value, str)) | READ | {name for name, _ in family.fixed}
     read |= SIZES | DERIVED if family.is_latent else set()
     return read | ({"sliding_window"} if family.window is not None else set()) | set(family.reads)
 

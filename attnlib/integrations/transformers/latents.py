@@ -43,6 +43,12 @@ def _kept(name: str):
     return expand_kv
 
 
+def keeps_latents(model: nn.Module) -> bool:
+    """Whether the layers over latents of a model hand these on."""
+    found = [module for module in model.modules() if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")]
+    return bool(found) and all("expand_kv" in vars(module) or hasattr(module, "layer") for module in found)
+
+
 def are_latents(query: Tensor, key: Tensor) -> bool:
     """Whether these are a rotary key and, as values, latents: keys are as wide as queries else."""
     return key.shape[-1] != query.shape[-1]
@@ -53,8 +59,8 @@ def expanded(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     return type(module).expand_kv(module, value, key)
 
 
-def may_absorb(module: nn.Module, query: Tensor, key: Tensor) -> bool:
-    """Whether absorbing is cheaper, and ``kv_b_proj`` is a plain weight.
+def may_absorb(module: nn.Module, query: Tensor, keys: int) -> bool:
+    """Whether absorbing is cheaper over so many ``keys``, and ``kv_b_proj`` is a plain weight.
 
     Of others, such as one with LoRA, nobody knows what they add to the weight.
 
@@ -72,7 +78,7 @@ def may_absorb(module: nn.Module, query: Tensor, key: Tensor) -> bool:
             f"kv_b_proj: expected [{heads * (nope + value)}, {rank}] for {heads} heads like q, "
             f"got {tuple(projection.weight.shape)}; shard both by whole heads"
         )
-    return cheaper_form(queries, key.shape[2], rank=rank, nope=nope, rope=rope, value=value) == "absorbed"
+    return cheaper_form(queries, keys, rank=rank, nope=nope, rope=rope, value=value) == "absorbed"
 
 
 def absorbed(module: nn.Module, q: Tensor) -> Tensor:

@@ -1,0 +1,75 @@
+"""Attention to pages, and what stands for them where a model of transformers hands on keys and values."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ...functional import cached_attention
+from ...kv import KVView
+from ...layers.latent_forms import attend_expanded
+from ...mask import CAUSAL, AnyMask, sliding
+from ...masks import mask_tensor
+from ...packing import bounds_of
+from ...scores import bias_tensor
+from .latents import absorbed, expanded, may_absorb, unabsorbed
+
+
+def stand_in(x: Tensor, tokens: int, view: KVView) -> Tensor:
+    """What has the shape of ``x`` ``[b, g, s, d]`` over so many tokens, and takes no memory: NaN, with the ``view``."""
+    standing = x.new_full((), torch.nan).expand(*x.shape[:2], tokens, x.shape[3])
+    standing.view_of_pages = view
+    return standing
+
+
+def view_of(key: Tensor) -> KVView | None:
+    """The pages that ``key`` stands for; None of keys."""
+    return getattr(key, "view_of_pages", None)
+
+
+def attention_to_pages(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    bias: Tensor | None,
+    options: dict[str, object],
+) -> Tensor:
+    """Attention ``[b, s, h, e]`` of query ``[b, h, s, d]``, the last tokens of rows, to what ``key`` stands for.
+
+    ``attention_mask`` hides more than order and window do: a bool ``[b, t]`` what is padded, on the left, since what
+    comes later is hidden anyway; one ``[b, 1, s, t]`` anything; an additive one is added to the ``bias``.
+
+    Raises:
+        NotImplementedError: documents, which begin again within a row.
+    """
+    (b, _, s, _), view = query.shape, view_of(key)
+    mask: AnyMask = CAUSAL if view.layout.window is None else sliding(view.layout.window)
+    if attention_mask is not None and attention_mask.dim() == 2:
+        if attention_mask.dtype != torch.bool:
+            raise NotImplementedError(
+                "position_ids: they begin again within a row of a cache, which keeps one sequence"
+            )
+        starts, _ = getattr(attention_mask, "bounds", None) or bounds_of(attention_mask)
+        view = replace(view, starts=torch.maximum(view.starts, starts), schedule=None, check=False)
+    elif attention_mask is not None and attention_mask.dtype == torch.bool:
+        mask = mask & mask_tensor(attention_mask)
+    elif attention_mask is not None:
+        bias = attention_mask if bias is None else bias + attention_mask
+    options = options | {"mask": mask, "score": None if bias is None else bias_tensor(bias)}
+    q = query.transpose(1, 2).flatten(0, 1)
+    if not view.layout.is_latent:
+        out = cached_attention(q, view, **options)
+    elif may_absorb(module, query, key.shape[2]):
+        out = unabsorbed(module, cached_attention(absorbed(module, q), view, **options))
+    else:
+        options = {name: options[name] for name in ("mask", "score", "scale")}
+        out = attend_expanded(q, view, partial(_keys, module), longest=key.shape[2], backend=None, **options)
+    return out.unflatten(0, (b, s))
+
+
+def _keys(module: nn.Module, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys ``[c, h, n + p]`` and values ``[c, h, e]`` of latents ``[c, r]`` and rotary keys ``[c, p]``."""
+    k, v = expanded(module, k_rope[None, None], latent[None, None])
+    return k[0].transpose(0, 1), v[0].transpose(0, 1)
