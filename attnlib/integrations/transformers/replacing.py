@@ -15,7 +15,7 @@ from .attention import attention_forward
 from .building import family_of, layer_from, layer_type
 from .families import FAMILIES, Family
 from .latents import SIZES
-from .weights import to_ours, to_theirs
+from .weights import rename_loaded, rename_saved
 
 
 class ReplacedAttention(nn.Module):
@@ -204,20 +204,5 @@ def _put(root: nn.Module, path: str, module: nn.Module) -> None:
 
 def _keep_names(owner: nn.Module, family: Family, inner: str) -> None:
     """Let state dicts have transformers' names and shapes, so that what is saved is a folder of the family's own."""
-    owner.register_state_dict_post_hook(partial(_rename_saved, family, inner))
-    owner.register_load_state_dict_pre_hook(partial(_rename_loaded, family, inner))
-
-
-def _rename_saved(family: Family, inner: str, owner: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
-    ours = {name: state.pop(name) for name in list(state) if name.startswith(prefix + inner)}
-    theirs = to_theirs(family, {name.removeprefix(prefix + inner): x for name, x in ours.items()})
-    state |= {prefix + name: x for name, x in theirs.items()}
-
-
-def _rename_loaded(family: Family, inner: str, owner: nn.Module, state: dict, prefix: str, *_: object) -> None:
-    layer = owner.get_submodule(inner.removesuffix("."))
-    names = {name for name in state if name.startswith(prefix) and not name.startswith(prefix + inner)}
-    names = {name for name in names if not name.removeprefix(prefix).startswith(family.beside)}
-    theirs = {name.removeprefix(prefix): state.pop(name) for name in names}
-    if theirs:
-        state |= {prefix + inner + name: x for name, x in to_ours(family, theirs, layer).items()}
+    owner.register_state_dict_post_hook(partial(rename_saved, family, inner))
+    owner.register_load_state_dict_pre_hook(partial(rename_loaded, family, inner))

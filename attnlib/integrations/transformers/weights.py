@@ -1,6 +1,6 @@
 """The weights of a layer by the names of transformers' module, and by ours."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,42 +18,54 @@ def to_ours(family: Family, theirs: Mapping[str, Tensor], layer: nn.Module) -> d
         ValueError: a name or a shape is not that of the layer.
     """
     left, ours = dict(theirs), {}
-    shapes = {name: x.shape for name, x in layer.state_dict().items()}
-    for theirs_name, parts, names in _pairs(family, shapes):
-        if theirs_name not in left:
-            raise ValueError(f"{theirs_name}: expected it among the weights, got {sorted(theirs)}")
-        x = left.pop(theirs_name)
-        x = x.T.contiguous() if family.is_transposed and x.dim() == 2 else x
-        sizes = [shapes[name][0] for name in names]
-        if x.shape[0] != sum(sizes) or x.shape[1:] != shapes[names[0]][1:]:
-            expected = (sum(sizes), *shapes[names[0]][1:])
-            raise ValueError(f"{theirs_name}: expected {expected} as the config says, got {tuple(x.shape)}")
-        split = x.split(sizes) if len(parts) > 1 else (x,)
-        ours |= dict(zip(names, split, strict=True))
+    own = layer.state_dict()
+    for name, names in _pairs(family, own):
+        if name not in left:
+            raise ValueError(f"{name}: expected it among the weights, got {sorted(theirs)}")
+        ours |= _split(family, name, left.pop(name), {part: own[part].shape for part in names})
     if left:
         raise ValueError(f"{min(left)}: the layer has no such weight; fold adapters and packed weights first")
     return ours
 
 
-def to_theirs(family: Family, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`to_ours`, of a layer's own tensors; what it does not know keeps its name."""
-    left, theirs = dict(ours), {}
-    for theirs_name, parts, names in _pairs(family, ours):
-        tensors = [left.pop(name) for name in names]
-        x = torch.cat(tensors) if len(parts) > 1 else tensors[0]
-        theirs[theirs_name] = x.T.contiguous() if family.is_transposed and x.dim() == 2 else x
-    return theirs | left
+def rename_saved(family: Family, inner: str, owner: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """A hook after ``owner.state_dict()``: what lies in ``inner`` gets their names and shapes, in place.
+
+    What they do not have, such as an adapter and what it wraps, keeps its name.
+    """
+    begin = prefix + inner
+    own = {name.removeprefix(begin): x for name, x in state.items() if name.startswith(begin)}
+    for name, names in _pairs(family, own):
+        parts = [state.pop(begin + part) for part in names]
+        x = torch.cat(parts) if len(parts) > 1 else parts[0]
+        state[prefix + name] = x.T.contiguous() if family.is_transposed and x.dim() == 2 else x
 
 
-def _pairs(family: Family, ours: Mapping[str, object]) -> list[tuple[str, tuple[str, ...], list[str]]]:
-    """Their name of each of our tensors that there are, our modules in it, and our names."""
-    pairs = []
+def rename_loaded(family: Family, inner: str, owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """A hook before ``owner.load_state_dict()``: the inverse of :func:`rename_saved`, of what there is."""
+    own = owner.get_submodule(inner.removesuffix(".")).state_dict()
+    for name, names in _pairs(family, own):
+        if prefix + name in state:
+            split = _split(family, name, state.pop(prefix + name), {part: own[part].shape for part in names})
+            state |= {prefix + inner + part: x for part, x in split.items()}
+
+
+def _split(family: Family, name: str, x: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Our tensors in theirs, which may be transposed, and hold several of these shapes one after another."""
+    x = x.T.contiguous() if family.is_transposed and x.dim() == 2 else x
+    sizes, rest = [shape[0] for shape in shapes.values()], next(iter(shapes.values()))[1:]
+    if x.shape != (sum(sizes), *rest):
+        raise ValueError(f"{name}: expected {(sum(sizes), *rest)} as the config says, got {tuple(x.shape)}")
+    return dict(zip(shapes, x.split(sizes) if len(sizes) > 1 else (x,), strict=True))
+
+
+def _pairs(family: Family, own: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
+    """Their name of each of our tensors that there are, and our names in it."""
     for module, parts in family.weights:
         if not module:  # parameters of the layer itself
-            pairs += [(name, (name,), [name]) for name in parts if name in ours]
+            yield from ((name, [name]) for name in parts if name in own)
             continue
         for parameter in PARAMETERS:
             names = [f"{part}.{parameter}" for part in parts]
-            if all(name in ours for name in names):
-                pairs.append((f"{module}.{parameter}", parts, names))
-    return pairs
+            if all(name in own for name in names):
+                yield f"{module}.{parameter}", names
