@@ -1,4 +1,6 @@
-"""A model of transformers on attnlib's core: the same tokens as on its own attentions, and what each takes.
+"""A model of transformers on attnlib: the same tokens as on its own attentions, and how fast each is.
+
+The last rows are attnlib's attention with a cache of pages, and its layers in the place of the model's.
 
 With ``--model`` a folder or a name on the Hub, else a small Llama with random weights.
 """
@@ -45,12 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in range(options.batch):  # padded on the left, as prompts of several lengths are
         mask[row, : row * options.prompt // (2 * options.batch)] = 0
     wanted = {"attention_mask": mask, "max_new_tokens": options.new, "min_new_tokens": options.new, "do_sample": False}
-    found = {}
-    for name in ("eager", "sdpa", hf.NAME):
-        model.set_attn_implementation(name)
-        model.generate(prompt, **wanted | {"max_new_tokens": 2, "min_new_tokens": 2}, pad_token_id=0)
+    found, pages = {}, options.batch * (-(-(options.prompt + options.new) // 64) + 1)
+    for name in ("eager", "sdpa", "attnlib", "pages", "layers"):
+        if name == "pages" and hasattr(model.config, "kv_lora_rank"):
+            hf.absorb(model)
+        elif name == "layers":
+            hf.replace(model)
+        elif name != "pages":
+            model.set_attn_implementation(name)
+        cache = {}
+        if name == "pages":
+            cache = {"past_key_values": hf.PagedCache(model, pages=pages, max_sequences=options.batch)}
+        model.generate(prompt, **wanted | {"max_new_tokens": 2, "min_new_tokens": 2}, pad_token_id=0, **cache)
+        for made in cache.values():
+            made.reset()
         start = time.perf_counter()
-        found[name] = model.generate(prompt, **wanted, pad_token_id=0)
+        found[name] = model.generate(prompt, **wanted, pad_token_id=0, **cache)
         seconds = time.perf_counter() - start
         print(f"{name:8} {options.batch * options.new / seconds:8.0f} tokens/s")
     same = all(torch.equal(x, found["eager"]) for x in found.values())
