@@ -35,9 +35,9 @@ ROPE = frozenset({
     "max_position_embeddings", "mscale", "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor",
     "rope_theta", "rope_type", "short_factor", "truncate", "type",
 })  # fmt: skip
-READ = {"layer_types", "rope_parameters", "original_max_position_embeddings", "num_key_value_heads"}
-SIZES = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}  # of latents
-DERIVED = {"qk_head_dim", "head_dim"}  # from these
+READ = frozenset({"layer_types", "rope_parameters", "original_max_position_embeddings", "num_key_value_heads"})
+SIZES = frozenset({"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})  # of latents
+DERIVED = frozenset({"qk_head_dim", "head_dim"})  # from these
 
 
 def check_fields(family: Family, config: Any) -> None:
