@@ -31,7 +31,7 @@ GROUPED = {
 LATENT = {
     "hidden_size": M, "num_heads": H, "mask": CAUSAL, "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4, "v_head_dim": 5, "bias": False, "rope": Rope(4), "norm_eps": 1e-6, "scale": None,
-    "dropout_p": 0.0, "form": "auto", "dtype": None,
+    "dropout_p": 0.0, "form": "auto", "dtype": None, "temperature": None,
 }  # fmt: skip
 
 
@@ -39,7 +39,12 @@ def options_are_legal(a, *flags):
     p = a["dropout_p"]
     numbers = all(none_or(a.get(name), is_number) for name in ("scale", "softcap")) and is_number(a["norm_eps"])
     dropout = isinstance(p, int | float) and not is_bool(p) and 0 <= p < 1
-    types = is_mask(a["mask"]) and none_or(a["rope"], lambda x: isinstance(x, Rope)) and none_or(a["dtype"], is_dtype)
+    types = (
+        none_or(a["temperature"], lambda x: isinstance(x, Temperature))
+        and is_mask(a["mask"])
+        and none_or(a["rope"], lambda x: isinstance(x, Rope))
+        and none_or(a["dtype"], is_dtype)
+    )
     return numbers and dropout and types and all(is_bool(a[name]) for name in flags)
 
 
@@ -56,7 +61,7 @@ def grouped_is_legal(kv_heads):
             return False
         width = a["head_dim"] or a["hidden_size"] // a["num_heads"]
         names = isinstance(a["bias"], tuple) and a["output_bias"] is None and set(a["bias"]) <= set(PROJECTIONS)
-        if not (names or is_bool(a["bias"])) or not none_or(a["temperature"], lambda x: isinstance(x, Temperature)):
+        if not (names or is_bool(a["bias"])):
             return False
         flags = ("norm_after_rope", "qk_norm", "sinks", "alibi")
         return options_are_legal(a, *flags) and none_or(a["rope"], lambda rope: rope.dim <= width)

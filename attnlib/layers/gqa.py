@@ -14,7 +14,17 @@ from ..rope import Angles, Rope, rotate
 from ..scaling import Temperature
 from ..scores import ScoreFunction
 from .captured import captured_by_mask, captured_by_score, function_options
-from .inputs import Inputs, angles_of, check, check_options, check_stored, computed_dtype, positions_of, scaled_head
+from .inputs import (
+    Inputs,
+    angles_of,
+    check,
+    check_options,
+    check_rope,
+    check_stored,
+    computed_dtype,
+    positions_of,
+    scaled_head,
+)
 from .parameters import biased, head_dims, reset_children
 from .tensor_parallel import Share, normed, share_of
 
@@ -78,12 +88,13 @@ class GroupedQueryAttention(nn.Module):
         check_options(
             mask=mask,
             rope=rope,
+            temperature=temperature,
             dropout_p=dropout_p,
             dtype=dtype,
             numbers={"norm_eps": norm_eps} | {name: x for name, x in optional.items() if x is not None},
             flags={"qk_norm": qk_norm, "norm_after_rope": norm_after_rope, "sinks": sinks, "alibi": alibi},
         )
-        _check_positions(rope, temperature, head_dim, norm_after_rope)
+        check_rope(rope, head_dim, norm_after_rope)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_dim, self.v_head_dim, self.mask, self.rope, self.softcap = head_dim, v_head_dim, mask, rope, softcap
         self.temperature, self.norm_after_rope = temperature, norm_after_rope
@@ -280,13 +291,3 @@ def alibi_slopes(num_heads: int) -> list[float]:
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]
-
-
-def _check_positions(rope: Rope | None, temperature: Temperature | None, head_dim: int, norm_after_rope: bool) -> None:
-    """Raise ValueError or TypeError for a rope or a temperature that heads of this width cannot have."""
-    if temperature is not None and not isinstance(temperature, Temperature):
-        raise TypeError(f"temperature: expected a Temperature or None, got {type(temperature).__name__}")
-    if rope is not None and rope.dim > head_dim:
-        raise ValueError(f"rope: expected dim at most head_dim={head_dim}, got {rope.dim}")
-    if norm_after_rope and rope is not None and rope.amplitude != 1:
-        raise ValueError("norm_after_rope: expected a rope of amplitude 1, since a norm takes another one away")

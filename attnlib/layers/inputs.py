@@ -11,6 +11,7 @@ from ..kv import DTYPES, KVLayout, KVView
 from ..mask import AnyMask, Mask
 from ..mask_function import MaskFunction
 from ..rope import Angles, Rope
+from ..scaling import Temperature
 
 FP32 = torch.finfo(torch.float32)
 
@@ -19,6 +20,7 @@ def check_options(
     *,
     mask: AnyMask,
     rope: Rope | None,
+    temperature: Temperature | None,
     dropout_p: float,
     dtype: torch.dtype | None,
     numbers: Mapping[str, float],
@@ -29,6 +31,8 @@ def check_options(
         raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
     if rope is not None and not isinstance(rope, Rope):
         raise TypeError(f"rope: expected a Rope such as Rope(64, theta=10_000.0), got {type(rope).__name__}")
+    if temperature is not None and not isinstance(temperature, Temperature):
+        raise TypeError(f"temperature: expected a Temperature or None, got {type(temperature).__name__}")
     for name, value in {**numbers, "dropout_p": dropout_p}.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name}: expected a Python number, got {type(value).__name__}")
@@ -41,6 +45,14 @@ def check_options(
             raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in DTYPES):
         raise TypeError(f"dtype: expected fp16, bf16, fp32 or fp64, got {dtype}")
+
+
+def check_rope(rope: Rope | None, head_dim: int, norm_after_rope: bool) -> None:
+    """Raise ValueError for a rope that heads of this width cannot have."""
+    if rope is not None and rope.dim > head_dim:
+        raise ValueError(f"rope: expected dim at most head_dim={head_dim}, got {rope.dim}")
+    if norm_after_rope and rope is not None and rope.amplitude != 1:
+        raise ValueError("norm_after_rope: expected a rope of amplitude 1, since a norm takes another one away")
 
 
 class Inputs(NamedTuple):

@@ -14,10 +14,11 @@ from ..functional import attention, cached_attention, varlen_attention
 from ..kv import KVLayout, KVView
 from ..mask import AnyMask
 from ..rope import Angles, Rope, rotate
+from ..scaling import Temperature
 from ..scores import ScoreFunction
 from . import latent_forms
 from .captured import captured_by_mask, captured_by_score, function_options
-from .inputs import Inputs, angles_of, check, check_options, check_stored, computed_dtype
+from .inputs import Inputs, angles_of, check, check_options, check_stored, computed_dtype, positions_of
 from .latent_forms import attend_expanded, cheaper_form, check_heads, of_sequence, runs, without
 from .parameters import reset_children
 from .tensor_parallel import joined, share_of
@@ -33,7 +34,7 @@ class MultiHeadLatentAttention(nn.Module):
     value up-projection to the output, and attends over the latents themselves as one KV head. Both are exact and use
     the same weights; ``form`` forces one, ``"auto"`` takes the cheaper. ``bias`` is for q_a_proj, kv_a_proj_with_mqa
     and o_proj. DeepSeek rotates interleaved pairs, ``rope=Rope(qk_rope_head_dim, interleaved=True)``; with
-    ``qk_rope_head_dim=0`` there is no rope.
+    ``qk_rope_head_dim=0`` there is no rope. A ``temperature`` scales queries by their positions.
 
     Raises:
         ValueError: sizes that do not fit, a number out of range, or an unknown form.
@@ -53,6 +54,7 @@ class MultiHeadLatentAttention(nn.Module):
         v_head_dim: int,
         bias: bool = False,
         rope: Rope | None = None,
+        temperature: Temperature | None = None,
         norm_eps: float = 1e-6,
         scale: float | None = None,
         score: ScoreFunction | None = None,
@@ -71,7 +73,8 @@ class MultiHeadLatentAttention(nn.Module):
         if q_lora_rank is not None:
             check_count("q_lora_rank", q_lora_rank, least=1)
         numbers, flags = {"norm_eps": norm_eps} | ({} if scale is None else {"scale": scale}), {"bias": bias}
-        check_options(mask=mask, rope=rope, dropout_p=dropout_p, dtype=dtype, numbers=numbers, flags=flags)
+        options = {"mask": mask, "rope": rope, "temperature": temperature, "dropout_p": dropout_p, "dtype": dtype}
+        check_options(**options, numbers=numbers, flags=flags)
         if rope is not None and rope.dim != qk_rope_head_dim:
             raise ValueError(f"rope: expected dim={qk_rope_head_dim} like qk_rope_head_dim, got {rope.dim}")
         if not isinstance(form, str) or form not in FORMS:
@@ -80,7 +83,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.mask_tensors, self.score = captured_by_mask(mask), captured_by_score(score)
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
-        self.dropout_p, self.backend = dropout_p, backend
+        self.dropout_p, self.backend, self.temperature = dropout_p, backend, temperature
         qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
         latent_scale = 1.0 if rope is None else rope.latent_scale
         self.scale = (qk_head_dim**-0.5 if scale is None else scale) * latent_scale
@@ -130,7 +133,8 @@ class MultiHeadLatentAttention(nn.Module):
         given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends)
         check(x, self.hidden_size, given, rope=self.rope, projection=self.kv_a_proj_with_mqa)
         angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
-        q_nope, q_rope = self.query(x, angles)
+        at = None if self.temperature is None else positions_of(positions, x, kv, cu_seqlens)
+        q_nope, q_rope = self.query(x, angles, at)
         options = function_options(self, mask, is_shared=q_nope.shape[-2] != self.num_heads)
         options |= {"scale": self.scale, "backend": self.backend}
         if isinstance(context, KVView):
@@ -152,12 +156,13 @@ class MultiHeadLatentAttention(nn.Module):
         check_stored(context, kv, self.hidden_size, self.kv_a_proj_with_mqa)
         kv.append(*self.latent(context, None))
 
-    def query(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
-        """Unrotated ``[..., h, n]`` and rotated ``[..., h, p]`` channels of q."""
+    def query(self, x: Tensor, angles: Angles | None, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Unrotated ``[..., h, n]`` and rotated ``[..., h, p]`` channels of q; a temperature needs ``positions``."""
         q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q_nope, q_rope = q.unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)).split(
-            (self.qk_nope_head_dim, self.qk_rope_head_dim), -1
-        )
+        widths = (self.qk_nope_head_dim, self.qk_rope_head_dim)
+        q = q.unflatten(-1, (-1, sum(widths)))
+        q = q if self.temperature is None else self.temperature.scaled(q, positions)
+        q_nope, q_rope = q.split(widths, -1)
         if angles is not None:
             q_rope = rotate(q_rope, angles)
         return q_nope, q_rope if self.q_gain == 1 else q_rope * self.q_gain

@@ -3,7 +3,7 @@
 from types import MappingProxyType
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Mistral4ForCausalLM
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -23,6 +23,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "mscale": 1.0, "mscale_all_dim": 0.8,
 }  # fmt: skip
+GROWING = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4}  # queries, every four tokens
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0, 1.1], "long_factor": [1.0, 4.0],
     "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16,
@@ -34,6 +35,7 @@ DECODERS = MappingProxyType(
         "llama": {"rope_parameters": LLAMA3},
         "mistral": {"sliding_window": 7},
         "mixtral": EXPERTS | {"sliding_window": 7},
+        "ministral3": {"rope_parameters": YARN | GROWING, "sliding_window": 7},
         "qwen2": WINDOWS,
         "qwen3": WINDOWS | {"head_dim": 16},
         "qwen3_moe": EXPERTS | {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7},
@@ -67,6 +69,9 @@ DECODERS = MappingProxyType(
         "deepseek_v3": LATENT
         | {"rope_parameters": YARN, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
         "minicpm3": LATENT,
+        "mistral4": LATENT
+        | {"rope_parameters": YARN | GROWING, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 32},
         "llama4_text": EXPERTS
         | {
             "head_dim": 16,
@@ -89,7 +94,8 @@ def small(family: str) -> torch.nn.Module:
     make = CONFIG_MAPPING[family]
     biased = {"attention_bias": True} if hasattr(make(), "attention_bias") else {}
     config = make(**SIZES | biased | DECODERS[family])
-    return lively(AutoModelForCausalLM.from_config(config).float())
+    model = Mistral4ForCausalLM(config) if family == "mistral4" else AutoModelForCausalLM.from_config(config)
+    return lively(model.float())
 
 
 @torch.no_grad()

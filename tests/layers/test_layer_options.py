@@ -1,10 +1,11 @@
 """Options of grouped layers that one family or another has: their definition, and the same from every path."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
-from layer_helpers import HIDDEN, Stack, alone, cache_for, close, feed, feed_dense, grouped, tokens
+from layer_helpers import HIDDEN, Stack, alone, cache_for, close, feed, feed_dense, grouped, latent, tokens
 from torch import nn
 from torch.nn import functional as F
 
@@ -123,6 +124,23 @@ def test_gradients_reach_every_parameter(layer):
     for name, p in layer.named_parameters():
         assert p.grad is not None, name
         assert p.grad.any(), name
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_a_temperature_of_latents(form):
+    """Is a scale for each query, from every path."""
+    layer, x = latent(form, temperature=GROWING), tokens(11)
+    whole = alone(layer, x)
+    plain = latent(form)
+    plain.load_state_dict(layer.state_dict())
+    for i in (0, 2, 3, 7, 10):
+        plain.scale = layer.scale * (1 + 0.7 * math.log1p((i + 1) // 4))
+        close(whole[i], alone(plain, x)[i])
+    model = Stack(layer)
+    cache = cache_for(model)
+    [handle] = cache.admit(1)
+    got = [feed(model, cache, {handle: part})[handle] for part in x.split([7, 1, 3])]
+    close(torch.cat(got), alone(model, x))
 
 
 def test_biases_by_name():

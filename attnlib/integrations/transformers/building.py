@@ -9,9 +9,10 @@ from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ...mask import CAUSAL, FULL, AnyMask, sliding
 from ...masks import chunked
 from ...rope import Rope
-from ...scaling import Temperature, scaling_of
+from ...scaling import scaling_of
 from .families import FAMILIES, Family
 from .fields import SIZES, check_fields, check_rope
+from .norms import PlainRMSNorm
 from .weights import to_ours
 
 
@@ -37,7 +38,9 @@ def layer_from(
     """As :func:`attnlib.integrations.transformers.from_config`."""
     family = family_of(config, part)
     check_fields(family, config)
-    options = {"mask": mask_of(family, config, index), "rope": rope_of(family, config, index)}
+    rope = rope_of(family, config, index)
+    options = {"mask": mask_of(family, config, index), "rope": rope}
+    options["temperature"] = None if family.temperature is None else family.temperature(config, rope is not None)
     options["dropout_p"] = getattr(config, family.dropout, 0.0) or 0.0
     layer = (_latent if family.is_latent else _grouped)(family, config, index, options | dict(factory))
     if weights is not None:
@@ -73,13 +76,13 @@ def rope_of(family: Family, config: Any, index: int) -> Rope | None:
     fields = dict(config.rope_parameters)
     if any(isinstance(value, Mapping) for value in fields.values()):  # one for each kind of layer
         fields = dict(fields[layer_type(config, index)])
-    check_rope(fields)
+    check_rope(family, fields)
     share, width = fields.get("partial_rotary_factor") or 1.0, _head_dim(family, config)
     scaling = scaling_of(fields, max_position=getattr(config, "max_position_embeddings", None))
     if fields.get("rope_type") != "proportional" and share != 1:
         if not family.rotates_part:
             raise NotImplementedError(f"partial_rotary_factor: {config.model_type} rotates whole heads, got {share}")
-        width = int(width * share)
+        width = width if family.is_latent else int(width * share)  # that of latents is the part already
     is_interleaved = getattr(config, family.rope) if hasattr(config, family.rope) else family.rope == "interleaved"
     return Rope(width, fields["rope_theta"], scaling, is_interleaved)
 
@@ -99,11 +102,9 @@ def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -
     options |= {"bias": _value(config, family.bias), "output_bias": _value(config, family.output_bias)}
     options |= {"scale": None if family.scale is None else family.scale(config, index)}
     options |= {"softcap": None if family.softcap is None else getattr(config, family.softcap)}
-    if family.temperature and options["rope"] is None and config.attn_temperature_tuning:
-        options |= {"temperature": Temperature(config.attn_scale, int(config.floor_scale), 1)}
     layer = GroupedQueryAttention(getattr(config, family.width), heads, **options)
     has_norm = family.norm_if is None or getattr(config, family.norm_if)
-    if family.norm is not None and has_norm and not (family.temperature and options["rope"] is None):
+    if family.norm is not None and has_norm and not (family.norm is PlainRMSNorm and options["rope"] is None):
         eps = _value(config, family.norm_eps)
         factory = {name: options.get(name) for name in ("device", "dtype")}
         layer.q_norm = family.norm(heads, layer.head_dim, eps, **factory)

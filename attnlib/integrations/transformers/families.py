@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ...scaling import Temperature
 from .norms import HeadLayerNorm, HeadRMSNorm, OffsetRMSNorm, PlainRMSNorm, WideRMSNorm
 
 Names = tuple[tuple[str, tuple[str, ...]], ...]
@@ -58,7 +59,8 @@ class Family:
     reads: tuple[str, ...] = ()  # fields of which scale or temperature come, or those of other parts
     softcap: str | None = None
     sinks: bool = False
-    temperature: bool = False
+    temperature: Callable[[Any, bool], Temperature | None] | None = None  # of a layer that rotates, or does not
+    counts_padding: bool = False  # in the temperature's positions
     dropout: str = "attention_dropout"
     residual_dropout: str | None = None
     fixed: tuple[tuple[str, object], ...] = ()  # fields with the values that they may have
@@ -89,6 +91,21 @@ DEEPSEEK = Family(
     rope="rope_interleave",
     norm_eps=1e-6,
 )
+
+
+def mistral_temperature(config: Any, rotates: bool) -> Temperature | None:
+    """Of all layers, over what the model was first trained on, if the rope says how much."""
+    weight = config.rope_parameters.get("llama_4_scaling_beta")
+    return Temperature(weight, config.rope_parameters["original_max_position_embeddings"]) if weight else None
+
+
+def llama4_temperature(config: Any, rotates: bool) -> Temperature | None:
+    """Of layers without rope."""
+    if rotates or not config.attn_temperature_tuning:
+        return None
+    return Temperature(config.attn_scale, int(config.floor_scale), offset=1)
+
+
 BERT = Family(
     path=r"(?:^|\.)encoder\.layer\.(\d+)\.attention$",
     place="self",
@@ -126,6 +143,7 @@ FAMILIES = MappingProxyType(
         ("llama", "self"): LLAMA,
         ("mistral", "self"): MISTRAL,
         ("mixtral", "self"): MISTRAL,
+        ("ministral3", "self"): replace(MISTRAL, temperature=mistral_temperature, reads=("llama_4_scaling_beta",)),
         ("qwen2", "self"): QWEN2,
         ("qwen2_moe", "self"): replace(QWEN2, bias="qkv_bias"),
         ("qwen3", "self"): QWEN3,
@@ -171,7 +189,8 @@ FAMILIES = MappingProxyType(
             norm=PlainRMSNorm,
             norm_if="use_qk_norm",
             window="layer_types",
-            temperature=True,
+            temperature=llama4_temperature,
+            counts_padding=True,
             reads=("attn_temperature_tuning", "floor_scale", "attn_scale", "attention_chunk_size"),
         ),
         ("gpt2", "self"): Family(
@@ -224,6 +243,9 @@ FAMILIES = MappingProxyType(
         ("deepseek_v3", "self"): DEEPSEEK,
         ("kimi_k2", "self"): DEEPSEEK,
         ("glm4_moe_lite", "self"): DEEPSEEK,
+        ("mistral4", "self"): replace(
+            DEEPSEEK, rotates_part=True, temperature=mistral_temperature, reads=("llama_4_scaling_beta",)
+        ),
         ("minicpm3", "self"): replace(DEEPSEEK, rope="half"),
     }
 )

@@ -65,12 +65,12 @@ def _read(family: Family) -> frozenset[str]:
     return read | ({"sliding_window"} if family.window is not None else set()) | set(family.reads)
 
 
-def check_rope(fields: dict[str, Any]) -> None:
+def check_rope(family: Family, fields: dict[str, Any]) -> None:
     """Refuse parameters of a rope that nobody here knows.
 
     Raises:
         NotImplementedError: with the name.
     """
     for name, value in fields.items():
-        if name not in ROPE and value is not None:
+        if value is not None and name not in ROPE and name not in family.reads:
             raise NotImplementedError(f"rope_parameters: {name}={value!r} is not known, and may change the rope")

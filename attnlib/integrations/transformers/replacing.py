@@ -44,7 +44,8 @@ class ReplacedAttention(nn.Module):
         T5 calls its mask ``mask``, and hands a bias that is 0 from layer to layer.
         """
         angles = None if self.layer.rope is None else position_embeddings
-        q = self._query(hidden_states, angles, past_key_values)
+        at = self._positions(hidden_states, kwargs.get("position_ids"), past_key_values)
+        q = self._query(hidden_states, angles, at)
         key, value = self._stored(hidden_states, angles, past_key_values, key_value_states)
         out, _ = attention_forward(
             self,
@@ -64,13 +65,15 @@ class ReplacedAttention(nn.Module):
             out = nn.functional.dropout(out, p, training=self.training)
         return (out, None) if self.family.returns == 2 else (out, position_bias, None)
 
-    def _query(self, x: Tensor, angles: Angles | None, past_key_values: Any) -> Tensor:
-        """``[b, h, s, d]``. Temperatures count tokens, padding too, as transformers does."""
-        positions = None
-        if getattr(self.layer, "temperature", None) is not None:
-            positions = torch.arange(x.shape[1], device=x.device)
-            if past_key_values is not None:
-                positions = positions + past_key_values.get_seq_length(self.layer_idx)
+    def _positions(self, x: Tensor, position_ids: Tensor | None, past_key_values: Any) -> Tensor | None:
+        """What a temperature counts: positions, or all tokens of a row."""
+        if self.layer.temperature is None or not self.family.counts_padding:
+            return position_ids
+        stored = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+        return torch.arange(x.shape[1], device=x.device) + stored
+
+    def _query(self, x: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
+        """``[b, h, s, d]``."""
         return self.layer.query(x, angles, positions).transpose(1, 2)
 
     def _stored(
@@ -112,8 +115,8 @@ class ReplacedLatentAttention(ReplacedAttention):
         k, v = self.layer.expand(latent[:, 0], k_rope[:, 0])
         return k.transpose(1, 2), v.transpose(1, 2)
 
-    def _query(self, x: Tensor, angles: Angles | None, past_key_values: Any) -> Tensor:
-        return torch.cat(self.layer.query(x, angles), -1).transpose(1, 2)
+    def _query(self, x: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
+        return torch.cat(self.layer.query(x, angles, positions), -1).transpose(1, 2)
 
     def _key_value(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
         latent, k_rope = self.layer.latent(x, angles)
