@@ -1,0 +1,209 @@
+"""How fast models of transformers run on attnlib: prompts and decoding, beside transformers' own ways.
+
+    python examples/hf_speed.py llama      # Llama-3-8B's sizes, 4 layers: sdpa, attnlib, pages, a graph over pages
+    python examples/hf_speed.py deepseek   # DeepSeek-V3's attention, 4 layers: latents expanded, and absorbed
+
+Weights are random. Tokens are compared first, in fp32 and over short prompts, and a way that differs is not timed.
+``--small`` is for machines without a GPU.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from decoder import Decoder
+from decoding import greedy, paged_cache, prefill
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedModel
+
+from attnlib.integrations import transformers as hf
+
+PAGE = 64
+
+
+class Case(NamedTuple):
+    """A model, and how many rows of how many tokens it decodes."""
+
+    config: Callable[..., Any]
+    sizes: Mapping[str, Any]
+    small: Mapping[str, Any]
+    batch: int
+    context: int
+
+
+LLAMA = {
+    "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 4,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+}  # fmt: skip
+DEEPSEEK = {
+    "vocab_size": 32_000, "hidden_size": 7168, "intermediate_size": 2048, "num_hidden_layers": 4,
+    "first_k_dense_replace": 4, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "max_position_embeddings": 131_072,
+}  # fmt: skip
+FEWER = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+LATENTS = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+CASES = {
+    "llama": Case(LlamaConfig, LLAMA, FEWER | {"num_key_value_heads": 2}, batch=32, context=8192),
+    "deepseek": Case(DeepseekV3Config, DEEPSEEK, FEWER | LATENTS | {"num_key_value_heads": 4}, batch=8, context=16_384),
+}
+
+
+def models(case: Case, small: bool, device: str, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
+    """The same random model on sdpa and on attnlib, which share their weights."""
+    torch.manual_seed(0)
+    config = case.config(**dict(case.sizes) | dict(case.small if small else {}), pad_token_id=0, eos_token_id=None)
+    with torch.device(device):
+        made = {"sdpa": AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()}
+    hf.register()
+    with torch.device("meta"):
+        ours = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="attnlib").eval()
+    ours.load_state_dict(made["sdpa"].state_dict(), assign=True)
+    for name, x in made["sdpa"].named_buffers():  # those that no state dict has
+        parent, _, last = name.rpartition(".")
+        setattr(ours.get_submodule(parent), last, x)
+    ours.model.rotary_emb = made["sdpa"].model.rotary_emb
+    made["attnlib"] = hf.absorb(ours) if hasattr(config, "kv_lora_rank") else ours
+    return made
+
+
+def decoder_of(model: PreTrainedModel) -> Decoder:
+    """examples/decoder.py's model with the same weights, of a Llama."""
+    config, layers = model.config, model.model.layers
+    made = Decoder(
+        config.vocab_size,
+        config.hidden_size,
+        len(layers),
+        attention=lambda i: hf.from_config(config, i, weights=layers[i].self_attn.state_dict()),
+        mlp_size=config.intermediate_size,
+        tie_embeddings=False,
+        norm_eps=config.rms_norm_eps,
+    )
+    for block, theirs in zip(made.blocks, layers, strict=True):
+        block.mlp.load_state_dict(theirs.mlp.state_dict(), assign=True)
+        block.attention_norm.load_state_dict(theirs.input_layernorm.state_dict(), assign=True)
+        block.mlp_norm.load_state_dict(theirs.post_attention_layernorm.state_dict(), assign=True)
+    made.embed.weight, made.lm_head.weight = model.model.embed_tokens.weight, model.lm_head.weight
+    made.norm.load_state_dict(model.model.norm.state_dict(), assign=True)
+    return made.eval()
+
+
+def by_generate(model: PreTrainedModel, **options: Any) -> Callable[[Tensor, int], Tensor]:
+    """What gives ``new`` tokens after prompts ``[b, t]`` by transformers' own loop."""
+
+    def run(ids: Tensor, new: int) -> Tensor:
+        given = {name: value(ids, new) if callable(value) else value for name, value in options.items()}
+        wanted = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **wanted, **given)[:, ids.shape[1] :]
+
+    return run
+
+
+def by_pages(model: PreTrainedModel) -> Callable[[Tensor, int], Any]:
+    """What makes a cache of pages for prompts and new tokens."""
+
+    def make(ids: Tensor, new: int) -> hf.PagedCache:
+        pages = ids.shape[0] * -(-(ids.shape[1] + new) // PAGE)
+        return hf.PagedCache(model, pages=pages, page_size=PAGE, max_sequences=ids.shape[0])
+
+    return make
+
+
+@torch.no_grad()
+def by_graph(model: Decoder, ids: Tensor, new: int) -> Tensor:
+    """The same by a Decoder over pages, whose steps are one CUDA graph; without a GPU they are eager."""
+    cache = paged_cache(model, sequences=len(ids), length=ids.shape[1] + new, page_size=PAGE)
+    handles, logits = prefill(model, cache, list(ids))
+    tokens, found, graph = greedy(logits), [], None
+    found.append(tokens.clone())
+    for _ in range(new - 1):
+        with cache.step(dict.fromkeys(handles, 1), replay=graph is not None) as layers:
+            if graph is not None:
+                graph.replay()
+            elif ids.is_cuda:
+                graph = _captured(lambda layers=layers: tokens.copy_(greedy(model(tokens, caches=layers))), tokens)
+            else:
+                tokens.copy_(greedy(model(tokens, caches=layers)))
+        found.append(tokens.clone())
+    return torch.stack(found, 1)
+
+
+def _captured(step: Callable[[], Tensor], tokens: Tensor) -> torch.cuda.CUDAGraph:
+    """A graph of ``step``, run once; what it does before the capture is undone."""
+    before, stream = tokens.clone(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        tokens.copy_(before)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    return graph
+
+
+def ways(made: Mapping[str, PreTrainedModel]) -> dict[str, Callable[[Tensor, int], Tensor]]:
+    """Who generates, by name."""
+    sdpa, ours = made["sdpa"], made["attnlib"]
+    found = {
+        "sdpa": by_generate(sdpa),
+        "sdpa, static, compiled": by_generate(sdpa, cache_implementation="static"),
+        "attnlib": by_generate(ours),
+        "attnlib, pages": by_generate(ours, past_key_values=by_pages(ours)),
+    }
+    if ours.config.model_type == "llama":
+        decoder = decoder_of(sdpa)
+        found["a graph over pages"] = lambda ids, new: by_graph(decoder, ids, new)
+    return found
+
+
+def seconds(run: Callable[[], object], device: str) -> float:
+    """Of a call, after another one."""
+    for _ in range(2):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+@torch.no_grad()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare tokens, then time; returns 1 where tokens differ."""
+    parser = argparse.ArgumentParser(prog="hf_speed.py", description=__doc__.splitlines()[0])
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--small", action="store_true", help="small sizes, for a machine without a GPU")
+    parser.add_argument("--new", type=int, default=64, metavar="N", help="tokens to time (64)")
+    options = parser.parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    case = CASES[options.case]
+    batch, context = (2, 24) if options.small else (case.batch, case.context)
+    exact = ways(models(case, options.small, device, torch.float32))
+    ids = torch.randint(1, 64, (2, 24 if options.small else 256), device=device)
+    expected = exact["sdpa"](ids, 16)
+    different = [name for name, run in exact.items() if not torch.equal(run(ids, 16), expected)]
+    print(f"tokens in fp32: {', '.join(different) + ' differ' if different else 'all the same'}")
+    del exact
+    with suppress(AttributeError):
+        torch.compiler.reset()
+    timed = ways(models(case, options.small, device, torch.float32 if options.small else torch.bfloat16))
+    ids = torch.randint(1, 64, (batch, context), device=device)
+    print(f"{options.case}, {batch} x {context:,} on {device}")
+    for name, run in timed.items():
+        if name in different:
+            continue
+        prompt = seconds(lambda run=run: run(ids, 1), device)
+        whole = seconds(lambda run=run: run(ids, options.new + 1), device)
+        rate = batch * options.new / max(whole - prompt, 1e-9)
+        print(f"{name:24} prompt {prompt * 1e3:9.1f} ms   {rate:9.0f} tokens/s")
+    return int(bool(different))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
