@@ -128,6 +128,15 @@ def angles(module):
     return None if module.layer.rope is None else module.layer.rope.angles(torch.arange(23))
 
 
+def test_a_kimi_is_a_deepseek():
+    """Whose config says the same by another name."""
+    model, x, layers = small("deepseek_v3"), torch.randn(1, 9, 32), []
+    config, weights = model.config, model.model.layers[0].self_attn.state_dict()
+    for config.model_type in ("deepseek_v3", "kimi_k2"):
+        layers.append(hf.from_config(config, weights=weights))
+    assert torch.equal(*(layer(x) for layer in layers))
+
+
 def test_chunks_are_the_layers():
     """Where no model hands them on."""
     config = CONFIG_MAPPING["llama4_text"](**SIZES | DECODERS["llama4_text"])

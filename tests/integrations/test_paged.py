@@ -44,6 +44,20 @@ def test_generated_tokens(family, way):
     agree(torch.stack(mine.logits), torch.stack(theirs.logits))
 
 
+@torch.no_grad()
+def test_what_comes_later_is_shown_where_a_mask_says_so():
+    """As parts of an image see each other; in a step after others."""
+    eager, ours = pair_of("llama")
+    ids, cache, theirs = tokens(eager, 1, 15), paged(ours), DynamicCache(config=eager.config)
+    shown = torch.ones(15, 15, dtype=torch.bool).tril()
+    shown[9:12, 9:12] = True
+    for begin, end in ((0, 8), (8, 15)):
+        given = shown[None, None, begin:end, :end]
+        mine = ours(ids[:, begin:end], past_key_values=cache, attention_mask=given).logits
+        added = torch.zeros(given.shape).masked_fill(~given, torch.finfo(torch.float32).min)
+        agree(mine, eager(ids[:, begin:end], past_key_values=theirs, attention_mask=added).logits)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "llama4_text", "deepseek_v3"])
 @torch.no_grad()
 def test_several_tokens_after_a_prompt(family):

@@ -126,16 +126,21 @@ def test_training_compiled_as_a_whole(family, way):
         torch.testing.assert_close(*grads[::-1], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["llama", "mistral"])
 @torch.no_grad()
-def test_beams_and_an_assistant(family, way):
-    pair, (assistant, _) = both(family, way), both(family)
-    ids = tokens(pair[0], 1, 9)
-    for options in ({"num_beams": 3}, {"assistant_model": assistant}):
-        options |= {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+def test_beams_and_an_assistant(pair):
+    """An assistant that errs, since its weights are others."""
+    eager, ours = pair
+    assistant = copy.deepcopy(ours)
+    for x in assistant.parameters():
+        x.add_(0.02 * torch.randn_like(x))
+    ids = tokens(eager, 1, 9)
+    ways = [{"num_beams": 3}, {"assistant_model": assistant}]
+    if eager.config.model_type == "phi3":  # begins anew where its rope changes, with a cache that keeps no past
+        ways.pop()
+    for options in ways:
+        options |= {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
         theirs, mine = (model.generate(ids, **options) for model in pair)
-        assert torch.equal(mine, theirs)
+        assert torch.equal(mine, theirs), next(iter(options))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...functional import cached_attention
 from ...kv import KVView
 from ...layers.latent_forms import attend_expanded
-from ...mask import CAUSAL, AnyMask, sliding
+from ...mask import CAUSAL, AnyMask, Mask, sliding
 from ...masks import mask_tensor
 from ...packing import bounds_of
 from ...scores import bias_tensor
@@ -38,14 +38,15 @@ def attention_to_pages(
 ) -> Tensor:
     """Attention ``[b, s, h, e]`` of query ``[b, h, s, d]``, the last tokens of rows, to what ``key`` stands for.
 
-    ``attention_mask`` hides more than order and window do: a bool ``[b, t]`` what is padded, on the left, since what
-    comes later is hidden anyway; one ``[b, 1, s, t]`` anything; an additive one is added to the ``bias``.
+    A bool ``attention_mask`` ``[b, t]`` hides what is padded, on the left, since what comes later is hidden anyway; one
+    ``[b, 1, s, t]`` says all but the window; an additive one is added to the ``bias``.
 
     Raises:
         NotImplementedError: documents, which begin again within a row.
     """
     (b, _, s, _), view = query.shape, view_of(key)
-    mask: AnyMask = CAUSAL if view.layout.window is None else sliding(view.layout.window)
+    window = view.layout.window
+    mask: AnyMask = CAUSAL if window is None else sliding(window)
     if attention_mask is not None and attention_mask.dim() == 2:
         if attention_mask.dtype != torch.bool:
             raise NotImplementedError(
@@ -54,7 +55,8 @@ def attention_to_pages(
         starts, _ = getattr(attention_mask, "bounds", None) or bounds_of(attention_mask)
         view = replace(view, starts=torch.maximum(view.starts, starts), schedule=None, check=False)
     elif attention_mask is not None and attention_mask.dtype == torch.bool:
-        mask = mask & mask_tensor(attention_mask)
+        mask = mask_tensor(attention_mask)  # which may show what comes later, as parts of an image
+        mask = mask if window is None else Mask(window - 1, None) & mask
     elif attention_mask is not None:
         bias = attention_mask if bias is None else bias + attention_mask
     options = options | {"mask": mask, "score": None if bias is None else bias_tensor(bias)}
