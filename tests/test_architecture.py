@@ -42,6 +42,7 @@ ROOMS = {
     },
     "integrations": {"layers", "cache", "functional", "storage", "packing", "sizes", *VALUES},
     "convert": {"layers", "cache", "functional", "sizes", *VALUES},
+    "compat": {"layers", "cache", "functional", "storage", "packing", "sizes", *VALUES},
     "layers": {"functional", "cache", "call", *VALUES},
     "cache": {"storage", *VALUES},
     "functional": {"dispatch", "prepared", "call", "spec", *VALUES},

@@ -20,7 +20,7 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/masks.md", "docs/transformers.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/masks.md", "docs/transformers.md", "docs/migration.md"])
 def test_the_examples_of_a_page_run(page):
     blocks, known = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL), {}
     assert blocks

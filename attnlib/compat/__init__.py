@@ -1,0 +1,1 @@
+"""Other libraries' signatures over attnlib: torch's SDPA, and flash-attn's package."""

@@ -1,0 +1,33 @@
+"""flash-attn's ``bert_padding``: padded batches to packed ones, and back."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """The tokens ``[t, ...]`` of ``hidden_states`` ``[b, s, ...]`` that ``attention_mask`` ``[b, s]`` shows.
+
+    With it come their indices in ``[b * s]``, ``cu_seqlens`` int32 ``[b + 1]``, the longest sequence, and the tokens of
+    each that are used. ``unused_mask`` shows tokens that are kept too, but not counted as used.
+    """
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths, used = kept.sum(-1, dtype=torch.int32), attention_mask.sum(-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    cu_seqlens = pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max()) if lengths.numel() else 0
+    return hidden_states.flatten(0, 1)[indices], indices, cu_seqlens, longest, used
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The inverse: ``[b, s, ...]``, 0 where nothing was, of tokens ``[t, ...]`` at ``indices``."""
+    rest = hidden_states.shape[1:]
+    out = hidden_states.new_zeros(batch * seqlen, *rest)
+    return out.index_put((indices,), hidden_states).unflatten(0, (batch, seqlen))
+
+
+def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
+    """Rows of x."""
+    return x[indices]

@@ -1,0 +1,113 @@
+"""flash-attn's functions of dense and packed sequences; those over a cache are in :mod:`.kv_cache`."""
+
+import torch
+from torch import Tensor
+
+from ...functional import attention_with_lse, cached_attention_with_lse, varlen_attention_with_lse
+from .kv_cache import band, pages_of
+from .kv_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
+
+Window = tuple[int, int]
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of q ``[b, s, h, d]`` over k ``[b, t, g, d]`` and v ``[b, t, g, e]``: ``[b, s, h, e]``.
+
+    With ``return_attn_probs`` also the LSE ``[b, h, s]``, which is inf where nothing is seen, and None: probabilities
+    are never made. Which weights dropout drops is attnlib's own.
+
+    Raises:
+        NotImplementedError: ``deterministic`` without ``torch.use_deterministic_algorithms(True)``, which says the same
+            of a backward that comes later.
+    """
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _result(*attention_with_lse(q, k, v, **options), return_attn_probs)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **kwargs) -> Result:
+    """:func:`flash_attn_func` of keys and values in one tensor ``[b, t, 2, g, d]``."""
+    return flash_attn_func(q, *kv.unbind(-3), *args, **kwargs)
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *args, **kwargs) -> Result:
+    """:func:`flash_attn_func` of queries, keys and values in one tensor ``[b, s, 3, h, d]``."""
+    return flash_attn_func(*qkv.unbind(-3), *args, **kwargs)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """:func:`flash_attn_func` of packed sequences: q ``[t, h, d]``, offsets int32 ``[b + 1]``, the LSE ``[h, t]``.
+
+    With a ``block_table`` int32 ``[b, n]``, k and v are pages ``[pages, page_size, g, d]``, and there is no backward.
+    """
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    if block_table is None:
+        offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        return _result(*varlen_attention_with_lse(q, k, v, **offsets, **longest, **options), return_attn_probs)
+    if options.pop("dropout_p"):
+        raise NotImplementedError("dropout_p: expected 0 over pages, which are for inference")
+    view = pages_of(k, v, table=block_table, lengths=cu_seqlens_k.diff().int(), cu_seqlens_q=cu_seqlens_q)
+    return _result(*cached_attention_with_lse(q, view, **options), return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args, **kwargs) -> Result:
+    """:func:`flash_attn_varlen_func` of keys and values in one tensor ``[t, 2, g, d]``."""
+    return flash_attn_varlen_func(q, *kv.unbind(-3), *args, **kwargs)
+
+
+def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args, **kwargs) -> Result:
+    """:func:`flash_attn_varlen_func` of queries, keys and values in one tensor ``[t, 3, h, d]``."""
+    sizes = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(*qkv.unbind(-3), *sizes, *args, **kwargs)
+
+
+def _options(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+) -> dict[str, object]:
+    """attnlib's words for flash-attn's options."""
+    if deterministic and not torch.are_deterministic_algorithms_enabled():
+        raise NotImplementedError(
+            "deterministic: one call cannot ask for it here; call torch.use_deterministic_algorithms(True) before"
+        )
+    options = {"mask": band(causal, window_size), "scale": softmax_scale, "softcap": softcap or None}
+    return options | {"alibi_slopes": alibi_slopes, "dropout_p": dropout_p}
+
+
+def _result(out: Tensor, lse: Tensor, with_lse: bool) -> Result:
+    return (out, lse.masked_fill(lse == -torch.inf, torch.inf), None) if with_lse else out

@@ -1,0 +1,84 @@
+"""torch's ``scaled_dot_product_attention``, by its signature, its layout and its rules."""
+
+import torch
+from torch import Tensor
+
+from ..functional import attention
+from ..mask import CAUSAL, FULL, AnyMask
+from ..masks import mask_tensor
+from ..scores import ScoreFunction, bias_tensor
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention of query ``[..., h, s, d]`` over key ``[..., g, t, d]`` and value ``[..., g, t, e]``.
+
+    It gives ``[..., h, s, e]``, as :func:`torch.nn.functional.scaled_dot_product_attention`. ``is_causal`` aligns the
+    first query with the first key. A bool ``attn_mask`` shows what is True, a float one is added to the scores and may
+    learn; both broadcast to ``[..., h, s, t]``. Grouped heads need ``enable_gqa``. A query that sees nothing gives 0.
+    Which weights dropout drops is attnlib's own.
+
+    Raises:
+        ValueError, TypeError: shapes that do not broadcast, or ``is_causal`` with an ``attn_mask``.
+
+    >>> q, k, v = torch.randn(3, 2, 4, 9, 8).unbind()
+    >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> torch.allclose(scaled_dot_product_attention(q, k, v, is_causal=True), expected, atol=1e-6)
+    True
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            raise ValueError(f"{name}: expected [..., heads, tokens, channels], got {_kind(x)}")
+    if is_causal and attn_mask is not None:
+        raise ValueError("attn_mask: expected None with is_causal=True, as torch does; put the order into the mask")
+    rank = max(x.dim() for x in (query, key, value))
+    q, k, v = (x.reshape(*[1] * (max(rank, 4) - x.dim()), *x.shape) for x in (query, key, value))
+    heads = q.shape[-3]
+    if not enable_gqa:
+        heads = _one("heads", [x.shape[-3] for x in (q, k, v)])
+        q, k, v = (x.expand(*x.shape[:-3], heads, *x.shape[-2:]) for x in (q, k, v))
+    lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    q, k, v = (x.expand(*lead, *x.shape[-3:]).flatten(0, -4).transpose(1, 2) for x in (q, k, v))
+    s, t = q.shape[1], k.shape[1]
+    mask, score = _masked(attn_mask, (*lead, heads, s, t), CAUSAL.shift(s - t) if is_causal else FULL)
+    out = attention(q, k, v, mask=mask, score=score, scale=scale, dropout_p=dropout_p).transpose(1, 2)
+    return out.reshape(*lead, *out.shape[1:]).reshape(*_leading(query, key, value, lead, heads), s, v.shape[-1])
+
+
+def _masked(given: Tensor | None, shape: tuple[int, ...], band: AnyMask) -> tuple[AnyMask, ScoreFunction | None]:
+    """What a mask of torch's says, of calls with scores of this shape: what is shown, or added."""
+    if given is None:
+        return band, None
+    given = given.reshape(*[1] * (len(shape) - given.dim()), *given.shape)
+    if len(shape) > 4:  # leading dimensions are one to a call
+        given = given.expand(*shape[:-3], *given.shape[-3:]).flatten(0, -4)
+    for have, want in zip(reversed(given.shape), reversed(shape), strict=False):
+        if have not in (1, want) and len(shape) == 4:
+            raise ValueError(f"attn_mask: expected a shape that broadcasts to {shape}, got {tuple(given.shape)}")
+    return (mask_tensor(given), None) if given.dtype == torch.bool else (band, bias_tensor(given))
+
+
+def _leading(query: Tensor, key: Tensor, value: Tensor, lead: tuple[int, ...], heads: int) -> tuple[int, ...]:
+    """The dimensions before tokens that torch's result would have."""
+    rank = max(x.dim() for x in (query, key, value))
+    return (*lead, heads)[len(lead) + 3 - rank :] if rank < 4 else (*lead, heads)
+
+
+def _one(name: str, sizes: list[int]) -> int:
+    """The size to which these broadcast."""
+    found = {size for size in sizes if size != 1} or {1}
+    if len(found) > 1:
+        raise ValueError(f"{name}: expected as many of query, key and value, got {sizes}; enable_gqa=True groups them")
+    return found.pop()
+
+
+def _kind(x: object) -> str:
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
