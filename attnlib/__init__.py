@@ -20,6 +20,7 @@ from .functional import (
     varlen_attention,
     varlen_attention_with_lse,
 )
+from .hints import LayoutWarning
 from .kv import KVLayout, KVView
 from .layers import GroupedQueryAttention, MultiHeadAttention, MultiHeadLatentAttention, MultiQueryAttention
 from .mask import CAUSAL, FULL, Mask, mask_mod, sliding
@@ -46,6 +47,7 @@ __all__ = [
     "KVCache",
     "KVLayout",
     "KVView",
+    "LayoutWarning",
     "Mask",
     "MaskFunction",
     "MultiHeadAttention",

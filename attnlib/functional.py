@@ -10,6 +10,7 @@ from .call import Call, Dropout, Packing, checked
 from .checks import are_checks_on, is_strided
 from .dispatch import PREPARED, Explanation, explained, select
 from .fp8 import Descales, descales_of
+from .hints import hinted
 from .kv import KVView
 from .mask import FULL, AnyMask, Mask
 from .merge import merge_states
@@ -61,7 +62,7 @@ def attention(
     options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
     descales = descales_of(q_descale, k_descale, v_descale)
     call = Call(q, mask, options, k, v, None, key_starts, key_ends, None, dropout, descales=descales)
-    return attend(call, backend)[0]
+    return attend(hinted(call), backend)[0]
 
 
 def attention_with_lse(
@@ -91,7 +92,7 @@ def attention_with_lse(
     options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
     descales = descales_of(q_descale, k_descale, v_descale)
     call = Call(q, mask, options, k, v, None, key_starts, key_ends, None, dropout, descales=descales, lse=True)
-    return attend(call, backend)
+    return attend(hinted(call), backend)
 
 
 def varlen_attention(
@@ -217,8 +218,7 @@ def explain(call: Callable, *args, **kwargs) -> Explanation:
         raise ValueError(f"call: expected one of {', '.join(x.__name__ for x in plain + with_lse)}, got {call!r}")
     bound = signature(call).bind(*args, **kwargs)
     bound.apply_defaults()
-    name = bound.arguments["backend"]
-    plan = planned(_call_of(bound.arguments, lse=call in with_lse))
+    name, plan = bound.arguments["backend"], planned(_call_of(bound.arguments, lse=call in with_lse))
     own = explained(checked(plan.own), name)
     return own if plan.shared is None else own._replace(shared=explained(checked(plan.shared), name))
 

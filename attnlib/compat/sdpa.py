@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..functional import attention
+from ..call import Call, Dropout
+from ..functional import attend
 from ..mask import CAUSAL, FULL, AnyMask
 from ..masks import mask_tensor
-from ..scores import ScoreFunction, bias_tensor
+from ..scores import Score, ScoreFunction, bias_tensor
 
 
 def scaled_dot_product_attention(
@@ -49,7 +50,8 @@ def scaled_dot_product_attention(
     q, k, v = (x.expand(*lead, *x.shape[-3:]).flatten(0, -4).transpose(1, 2) for x in (q, k, v))
     s, t = q.shape[1], k.shape[1]
     mask, score = _masked(attn_mask, (*lead, heads, s, t), CAUSAL.shift(s - t) if is_causal else FULL)
-    out = attention(q, k, v, mask=mask, score=score, scale=scale, dropout_p=dropout_p).transpose(1, 2)
+    call = Call(q, mask, Score(scale, function=score), k, v, dropout=Dropout(dropout_p))
+    out = attend(call)[0].transpose(1, 2)
     return out.reshape(*lead, *out.shape[1:]).reshape(*_leading(query, key, value, lead, heads), s, v.shape[-1])
 
 

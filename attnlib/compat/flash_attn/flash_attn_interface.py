@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from ...functional import attention_with_lse, cached_attention_with_lse, varlen_attention_with_lse
+from ...call import Call, Dropout
+from ...functional import attend, cached_attention_with_lse, varlen_attention_with_lse
+from ...scores import Score
 from .kv_cache import band, pages_of
 from .kv_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
 
@@ -34,7 +36,9 @@ def flash_attn_func(
             of a backward that comes later.
     """
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _result(*attention_with_lse(q, k, v, **options), return_attn_probs)
+    score = Score(*(options[name] for name in ("scale", "softcap", "alibi_slopes")))
+    call = Call(q, options["mask"], score, k, v, dropout=Dropout(dropout_p), lse=True)
+    return _result(*attend(call), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **kwargs) -> Result:
