@@ -240,6 +240,20 @@ def test_a_saved_folder_is_the_familys_own(family, tmp_path):
         assert torch.equal(x, y), name
 
 
-def test_frozen_weights_stay_frozen():
-    model = small("llama").requires_grad_(False)
-    assert not any(x.requires_grad for x in hf.replace(model).parameters())
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_frozen_weights_stay_frozen(family):
+    """One by one; those that were fused, together."""
+    model = small(family).requires_grad_(False)
+    name = "model.layers.1.self_attn.k_proj.weight" if family == "llama" else "transformer.h.1.attn.c_attn.weight"
+    model.get_parameter(name).requires_grad_()
+    learning = [name for name, x in hf.replace(model).named_parameters() if x.requires_grad]
+    parts = ["k_proj"] if family == "llama" else ["q_proj", "k_proj", "v_proj"]
+    assert learning == [f"{name.rsplit('.', 2)[0]}.layer.{part}.weight" for part in parts]
+
+
+def test_a_family_that_is_refused_is_left_alone():
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma2"](**SIZES | {"use_bidirectional_attention": True}))
+    before = model.config._attn_implementation
+    with pytest.raises(NotImplementedError, match="use_bidirectional_attention"):
+        hf.replace(model)
+    assert model.config._attn_implementation == before

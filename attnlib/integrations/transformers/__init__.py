@@ -84,7 +84,7 @@ def replace(model: nn.Module) -> nn.Module:
         ValueError: the model has no attention of a known family.
         NotImplementedError: of a known one, a field of the config is not known.
     """
+    replace_attention(model)
     register()
     model.set_attn_implementation(NAME)
-    replace_attention(model)
     return model

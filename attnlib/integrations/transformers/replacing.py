@@ -11,11 +11,12 @@ from transformers import EncoderDecoderCache
 
 from ...mask import FULL, Mask
 from ...rope import Angles, Rope
+from ...scaling import LongRoPE
 from .attention import attention_forward
 from .building import family_of, layer_from, layer_type
 from .families import FAMILIES, Family
 from .latents import SIZES
-from .weights import rename_loaded, rename_saved
+from .weights import rename_loaded, rename_saved, theirs_of
 
 
 class ReplacedAttention(nn.Module):
@@ -140,7 +141,15 @@ class ReplacedRotary(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Angles:
         """Of ``position_ids`` ``[b, s]``; ``x`` is not looked at."""
         rope = next(iter(self.ropes.values())) if layer_type is None else self.ropes[layer_type]
-        return rope.angles(position_ids, length=int(position_ids.max()) + 1 if rope.needs_length else None)
+        if not rope.needs_length:
+            return rope.angles(position_ids)
+        if not isinstance(rope.scaling, LongRoPE):
+            return rope.angles(position_ids, length=int(position_ids.max()) + 1)
+        original = rope.scaling.original_max_position
+        short, long = (rope.angles(position_ids, length=length) for length in (original, original + 1))
+        is_long = position_ids.max() >= original  # chosen on the device
+        cos, sin = (torch.where(is_long, x, y) for x, y in ((long.cos, short.cos), (long.sin, short.sin)))
+        return Angles(cos, sin, rope.interleaved)
 
 
 def replace_attention(model: nn.Module) -> None:
@@ -195,7 +204,9 @@ def _replaced(module: nn.Module, part: str, index: int) -> ReplacedAttention:
     family, weights = family_of(config, part), dict(module.state_dict())
     weights = {name: x for name, x in weights.items() if not name.startswith(family.beside)}
     layer = layer_from(config, index, part, weights, {"device": "meta"})
-    layer.requires_grad_(any(x.requires_grad for x in module.parameters()))
+    learns = {name: x.requires_grad for name, x in module.named_parameters()}
+    for name, x in layer.named_parameters():
+        x.requires_grad_(learns[theirs_of(family, layer)[name]])
     kind = ReplacedLatentAttention if family.is_latent else ReplacedAttention
     return kind(layer, family, config, index).train(module.training)
 

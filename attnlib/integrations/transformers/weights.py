@@ -28,6 +28,11 @@ def to_ours(family: Family, theirs: Mapping[str, Tensor], layer: nn.Module) -> d
     return ours
 
 
+def theirs_of(family: Family, layer: nn.Module) -> dict[str, str]:
+    """The name of what each of our tensors is in, or is."""
+    return {part: name for name, names in _pairs(family, layer.state_dict()) for part in names}
+
+
 def rename_saved(family: Family, inner: str, owner: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
     """A hook after ``owner.state_dict()``: what lies in ``inner`` gets their names and shapes, in place.
 
