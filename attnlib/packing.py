@@ -30,3 +30,29 @@ def bounds_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         return nothing, nothing
     ends = torch.where(there, at + 1, 0).amax(1)
     return torch.minimum(torch.where(there, at, t).amin(1), ends).int(), ends.int()
+
+
+def from_position_ids(position_ids: Tensor) -> tuple[Tensor, int]:
+    """``cu_seqlens`` int32 ``[n + 1]`` and the longest length of what rows of ``position_ids`` ``[b, s]`` hold.
+
+    A sequence begins where a row does, and where a position is not one more than that before. x ``[b, s, m]`` goes with
+    them as ``x.flatten(0, 1)``; ``[s]`` is one row. The longest length is read from the device.
+
+    Raises:
+        TypeError: they are no integer tensor.
+        ValueError: they are not ``[b, s]`` or ``[s]``.
+
+    >>> from_position_ids(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]))
+    (tensor([ 0,  3,  5,  7, 10], dtype=torch.int32), 3)
+    """
+    if not is_strided(position_ids):
+        refuse_tensor("position_ids", position_ids)
+    if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
+        raise TypeError(f"position_ids: expected integers, got {position_ids.dtype}")
+    if position_ids.dim() not in (1, 2):
+        raise ValueError(f"position_ids: expected [b, s] or [s], got {tuple(position_ids.shape)}")
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[..., 1:] = position_ids.diff(dim=-1) != 1
+    starts = begins.flatten().nonzero().flatten()
+    cu_seqlens = torch.cat((starts, starts.new_tensor([position_ids.numel()]))).int()
+    return cu_seqlens, int(cu_seqlens.diff().max()) if len(starts) else 0

@@ -104,8 +104,13 @@ def positions_are_legal(positions, *shapes):
 def dense_is_legal(layer, a):
     if not is_some_x(a["x"], 3) or any(a[name] is not None for name in ("context", "kv", "cu_seqlens")):
         return False
-    b, s, _ = a["x"].shape
-    return positions_are_legal(a["positions"], (s,), (1, s), (b, s))
+    (b, s, _), positions = a["x"].shape, a["positions"]
+    return positions_are_legal(positions, (s,), (1, s), (b, s)) and not begin_again(positions)
+
+
+def begin_again(positions):
+    """Where nothing tells sequences apart."""
+    return isinstance(positions, Tensor) and bool(((positions[..., 1:] == 0) & (positions[..., :-1] > 0)).any())
 
 
 def packed_is_legal(layer, a):

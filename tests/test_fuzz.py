@@ -66,6 +66,7 @@ NOT_CALLED = {
     "Explanation",
     "Fp8Inputs",
     "KVView",
+    "LayoutWarning",
     "MaskFunction",
     "SAVE_OPS",
     "ScoreFunction",

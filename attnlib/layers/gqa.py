@@ -185,8 +185,8 @@ class GroupedQueryAttention(nn.Module):
         Raises:
             ValueError: inputs that contradict each other.
         """
-        given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends)
-        check(x, self.hidden_size, given, rope=self.rope, projection=self.q_proj)
+        given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends, mask)
+        check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.q_proj)
         angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
         at = None if self.temperature is None else positions_of(positions, x, kv, cu_seqlens)
         q = self.query(x, angles, at)

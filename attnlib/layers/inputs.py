@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
+from ..checks import are_checks_on, is_recorded, is_strided
 from ..kv import DTYPES, KVLayout, KVView
 from ..mask import AnyMask, Mask
 from ..mask_function import MaskFunction
@@ -65,6 +66,7 @@ class Inputs(NamedTuple):
     cu_seqlens_context: Tensor | None = None
     key_starts: Tensor | None = None
     key_ends: Tensor | None = None
+    mask: AnyMask | None = None
 
     @property
     def sequences(self) -> dict[str, Tensor | None]:
@@ -75,8 +77,10 @@ class Inputs(NamedTuple):
         return {"cu_seqlens_q": self.cu_seqlens, "cu_seqlens_k": of_keys}
 
 
-def check(x: Tensor, hidden_size: int, given: Inputs, *, rope: Rope | None, projection: nn.Module) -> None:
-    """Check a layer's inputs; ``projection`` is the first to multiply x.
+def check(
+    x: Tensor, hidden_size: int, given: Inputs, *, rope: Rope | None, mask: AnyMask, projection: nn.Module
+) -> None:
+    """Check a layer's inputs; ``mask`` is its own, and ``projection`` the first to multiply x.
 
     Raises:
         ValueError, TypeError, RuntimeError: they contradict the layer, each other or the step of a cache.
@@ -105,11 +109,28 @@ def check(x: Tensor, hidden_size: int, given: Inputs, *, rope: Rope | None, proj
         raise ValueError("context: positions of x and of a context are unrelated; make cross-attention with rope=None")
     if isinstance(context, Tensor):
         _check_context(context, x, hidden_size, projection)
+    if rope is not None and x.dim() == 3 and kv is context is given.key_starts is given.key_ends is None:
+        _check_restarts(given.positions, [mask] if given.mask is None else [mask, given.mask])
     if kv is not None:
         _check_step("x", x, kv, projection)
         _check_autocast("kv", x, kv.layout)
     elif isinstance(context, KVView):
         _check_autocast("context", x, context.layout)
+
+
+def _check_restarts(positions: Tensor | Angles | None, masks: list[AnyMask]) -> None:
+    """Raise ValueError for positions that begin again, on a CPU or with ATTNLIB_CHECK=1, under bands alone."""
+    are_integers = is_strided(positions) and positions.dim() and positions.dtype in (torch.int32, torch.int64)
+    if not (are_integers and all(isinstance(mask, Mask) for mask in masks)):
+        return
+    is_plain = type(positions) is Tensor and positions.device.type == "cpu" and not is_recorded(positions)
+    if not (is_plain or are_checks_on(positions)):
+        return
+    if ((positions[..., 1:] == 0) & (positions[..., :-1] > 0)).any():
+        raise ValueError(
+            "positions: they begin again within a row, whose tokens would see each other; pack the row with "
+            "cu_seqlens= of attnlib.packing.from_position_ids, or give mask=attnlib.masks.documents(numbers)"
+        )
 
 
 def _check_context(context: Tensor, x: Tensor, hidden_size: int, projection: nn.Module) -> None:

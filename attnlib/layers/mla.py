@@ -130,8 +130,8 @@ class MultiHeadLatentAttention(nn.Module):
         mask: AnyMask | None = None,
     ) -> Tensor:
         """As :meth:`attnlib.GroupedQueryAttention.forward`."""
-        given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends)
-        check(x, self.hidden_size, given, rope=self.rope, projection=self.kv_a_proj_with_mqa)
+        given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends, mask)
+        check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.kv_a_proj_with_mqa)
         angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
         at = None if self.temperature is None else positions_of(positions, x, kv, cu_seqlens)
         q_nope, q_rope = self.query(x, angles, at)

@@ -18,6 +18,8 @@ from attnlib import (
     MultiQueryAttention,
     Rope,
 )
+from attnlib.masks import documents
+from attnlib.packing import from_position_ids
 from attnlib.rope import DynamicNTK
 
 PACKED = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -343,3 +345,19 @@ def test_a_layer_that_is_cast_leaves_its_cache_behind(cached):
     layer.double()
     assert feed_dense(Stack(layer), cache, tokens(2, 1)).isfinite().all()
     assert [cache.length(handle) for handle in cache._sequences.handles] == [4, 4]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_positions_that_begin_again_are_packed_or_refused(kind):
+    """Or a mask tells the sequences apart, or bounds hide what comes before."""
+    layer, x = make(kind), tokens(1, 7)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    with pytest.raises(ValueError, match=r"positions: they begin again .*from_position_ids"):
+        layer(x, positions=positions)
+    cu_seqlens, _ = from_position_ids(positions)
+    packed = layer(x[0], cu_seqlens=cu_seqlens)
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1]], dtype=torch.int32)
+    close(layer(x, positions=positions, mask=documents(numbers))[0], packed)
+    starts = torch.tensor([3], dtype=torch.int32)
+    close(layer(x, positions=positions, key_starts=starts)[0, 3:], packed[3:])
+    layer(x, positions=torch.tensor([[2, 1, 3, 3, 2, 9, 5]]))  # any others

@@ -259,4 +259,4 @@ def deepseek(case: str) -> tuple[Theirs, dict]:
 def test_a_latent_layer_equals_transformers(case, form):
     reference, options = deepseek(case)
     layer = MultiHeadLatentAttention(HIDDEN, 4, mask=CAUSAL, form=form, **options)
-    compare(reference, layer, torch.tensor([FAR, FAR[::-1]]))
+    compare(reference, layer, torch.tensor([FAR, [n + 1 for n in FAR[::-1]]]))  # 0 would begin again
