@@ -56,14 +56,13 @@ def attention_forward(
         if kwargs.get(name) not in (None, False):
             raise NotImplementedError(f'{name}: attn_implementation="attnlib" has none; use "eager" for it')
     given = Options(**{name: kwargs[name] for name in Options._fields if name in kwargs})
+    options = {"scale": scaling, "softcap": given.softcap, "sinks": given.s_aux}
     is_latent = are_latents(query, key)
     if view_of(key) is not None:
-        options = {"scale": scaling, "softcap": given.softcap, "sinks": given.s_aux}
         return attention_to_pages(module, query, key, attention_mask, given.position_bias, options), None
     if is_latent and not _absorbs(module, query, key, attention_mask, dropout):
         (key, value), is_latent = expanded(module, key, value), False
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    options = {"scale": scaling, "softcap": given.softcap, "sinks": given.s_aux}
     mask = _band(module, given, q.shape[1])
     if given.cu_seq_lens_q is not None and q.shape[0] == 1 and not is_latent:
         return _packed(q, k, v, mask, given, dropout, options), None
