@@ -200,7 +200,7 @@ def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
         if name in score.options and not x.is_floating_point():
             raise TypeError(f"{name}: expected a float dtype, got {x.dtype}")
         if name not in score.options and x.dtype != torch.int32:
-            raise TypeError(f"{name}: expected torch.int32, got {x.dtype}")
+            raise TypeError(f"{name}: expected torch.int32, got {x.dtype}; cast it with .int()")
     if named:
         bind(*named, known=sizes)
 
@@ -231,7 +231,8 @@ def _check_packing(packing: Packing) -> None:
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         x = getattr(packing, name)
         if not is_strided(x) or x.dtype != torch.int32:
-            raise TypeError(f"{name}: expected an int32 tensor, got {_kind(x)}")
+            remedy = "; cast it with .int()" if is_strided(x) else ""
+            raise TypeError(f"{name}: expected an int32 tensor, got {_kind(x)}{remedy}")
         if x.dim() != 1 or x.shape[0] < 1:
             raise ValueError(f"{name}: expected [b + 1] offsets, got {tuple(x.shape)}")
     if packing.cu_seqlens_q.shape != packing.cu_seqlens_k.shape:

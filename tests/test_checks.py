@@ -1,10 +1,11 @@
-"""bind(): named sizes, and what its messages say."""
+"""bind(): named sizes, and what its messages say; and remedies that messages name."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnlib import CAUSAL, GroupedQueryAttention, attention, varlen_attention
 from attnlib.checks import bind
 
 sizes = st.dictionaries(st.sampled_from("bshgtde"), st.integers(0, 9), min_size=7)
@@ -45,3 +46,19 @@ def test_one_tensor_with_a_letter_twice():
     assert bind(("x", torch.empty(3, 3), "aa")) == {"a": 3}
     with pytest.raises(ValueError, match=r"x: expected \[a=3, a=3\], got \(3, 4\)"):
         bind(("x", torch.empty(3, 4), "aa"))
+
+
+Q, WIDE = torch.randn(2, 5, 4, 8), torch.tensor([0, 5])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: varlen_attention(Q[0], Q[0], Q[0], cu_seqlens_q=WIDE, cu_seqlens_k=WIDE, mask=CAUSAL),
+        lambda: attention(Q, Q, Q, key_starts=WIDE, mask=CAUSAL),
+        lambda: GroupedQueryAttention(32, 4, mask=CAUSAL)(Q[0].flatten(1), cu_seqlens=WIDE),
+    ],
+)
+def test_wide_integers_are_to_be_cast(call):
+    with pytest.raises(TypeError, match=r"got torch.int64.*; cast it with .int\(\)$"):
+        call()

@@ -153,7 +153,7 @@ def _check_types(given: Inputs) -> None:
 def _check_offsets(name: str, x: Tensor, device: torch.device) -> None:
     """Raise TypeError or ValueError unless ``x`` are offsets of packed sequences on this device."""
     if not isinstance(x, Tensor) or x.dtype != torch.int32:
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        got = f"{x.dtype}; cast it with .int()" if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: expected an int32 tensor [b + 1], got {got}")
     if x.layout is not torch.strided or x.is_nested:
         raise TypeError(f"{name}: expected a strided tensor [b + 1], got a nested or sparse one")
