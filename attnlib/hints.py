@@ -3,9 +3,9 @@
 import warnings
 
 import torch
-from torch import Tensor
 
 from .call import Call
+from .checks import is_strided
 from .mask import FULL, AnyMask
 
 HEADS = 256  # more than any model has
@@ -21,7 +21,7 @@ def hinted(call: Call) -> Call:
     For the public functions, not for those who know their layouts; and not under torch.compile.
     """
     q, k = call.q, call.k
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor)) or q.dim() != 4 or k.dim() != 4:
+    if not (is_strided(q) and is_strided(k)) or q.dim() != 4 or k.dim() != 4:
         return call
     _, s, h, _ = q.shape
     if torch.compiler.is_compiling() or not (h > HEADS or (k.shape[1] < s and _is_bounded(call.mask))):

@@ -58,6 +58,12 @@ def test_other_libraries_layouts_are_silent():
     flash_attn.flash_attn_func(q, k, k, causal=True)
 
 
+def test_a_nested_tensor_is_left_to_the_checks():
+    q = torch.nested.nested_tensor([torch.randn(3, 2, 8)], layout=torch.jagged)
+    with pytest.raises(TypeError, match="q: expected a"):
+        attention(q, q, q, mask=CAUSAL)
+
+
 @pytest.mark.usefixtures("silent")
 def test_compiled_calls_are_silent():
     q, k = FEW

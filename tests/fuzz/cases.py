@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlib import LayoutWarning
+
 from .draw import Draw
 from .drawn import dense, varlen
 from .judge import Mismatch
@@ -40,6 +42,7 @@ def run(seed: int, kind: str, device: str) -> Failure | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.simplefilter("ignore", LayoutWarning)  # of shapes that most likely say something else
             if device == "interpreter":  # whose numpy warns of NaN
                 warnings.simplefilter("ignore", RuntimeWarning)
             case = KINDS[kind](Draw(seed, device))

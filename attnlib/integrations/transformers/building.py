@@ -77,7 +77,8 @@ def rope_of(family: Family, config: Any, index: int) -> Rope | None:
     if any(isinstance(value, Mapping) for value in fields.values()):  # one for each kind of layer
         fields = dict(fields[layer_type(config, index)])
     check_rope(family, fields)
-    share, width = fields.get("partial_rotary_factor") or 1.0, _head_dim(family, config)
+    share, width = fields.get("partial_rotary_factor"), _head_dim(family, config)
+    share = getattr(config, "partial_rotary_factor", 1.0) if share is None else share  # where older configs have it
     scaling = scaling_of(fields, max_position=getattr(config, "max_position_embeddings", None))
     if fields.get("rope_type") != "proportional" and share != 1:
         if not family.rotates_part:

@@ -62,6 +62,7 @@ def _read(family: Family) -> frozenset[str]:
     named = (getattr(family, name) for name in type(family).__slots__)
     read = frozenset(value for value in named if isinstance(value, str)) | READ | {name for name, _ in family.fixed}
     read |= SIZES | DERIVED if family.is_latent else set()
+    read |= {"partial_rotary_factor"} if family.rotates_part else set()
     return read | ({"sliding_window"} if family.window is not None else set()) | set(family.reads)
 
 

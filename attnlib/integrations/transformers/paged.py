@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...cache.kv_cache import KVCache, LayerCache
 from ...cache.pages import Handle, Window
@@ -216,10 +216,13 @@ def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list
     if is_latent and not keeps_latents(model):
         raise ValueError("model: it expands its latents before attention; call hf.absorb(model) or hf.replace(model)")
     layouts = []
-    for of_layer, kind, given in zip(config.per_layer_config, *get_layer_types_and_kwargs(config), strict=True):
+    for index, of_layer in enumerate(getattr(config, "per_layer_config", [config] * config.num_hidden_layers)):
+        window = getattr(of_layer, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None)
+        kind = kinds[index] if kinds else "full_attention" if window is None else "sliding_attention"
         if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
             raise NotImplementedError(f"model: expected layers that keep keys and values, got {kind!r}")
-        options["window"] = given["sliding_window"] if kind == "sliding_attention" else None
+        options["window"] = window if kind == "sliding_attention" else None
         if is_latent:
             layouts.append(KVLayout.latent(of_layer.kv_lora_rank, of_layer.qk_rope_head_dim, **options))
             continue
