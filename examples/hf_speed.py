@@ -10,7 +10,6 @@ Weights are random. Tokens are compared first, in fp32 and over short prompts, a
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -190,8 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     different = [name for name, run in exact.items() if not torch.equal(run(ids, 16), expected)]
     print(f"tokens in fp32: {', '.join(different) + ' differ' if different else 'all the same'}")
     del exact
-    with suppress(AttributeError):
-        torch.compiler.reset()
+    torch.compiler.reset()
     timed = ways(models(case, options.small, device, torch.float32 if options.small else torch.bfloat16))
     ids = torch.randint(1, 64, (batch, context), device=device)
     print(f"{options.case}, {batch} x {context:,} on {device}")

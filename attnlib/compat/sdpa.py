@@ -52,7 +52,7 @@ def scaled_dot_product_attention(
     mask, score = _masked(attn_mask, (*lead, heads, s, t), CAUSAL.shift(s - t) if is_causal else FULL)
     call = Call(q, mask, Score(scale, function=score), k, v, dropout=Dropout(dropout_p))
     out = attend(call)[0].transpose(1, 2)
-    return out.reshape(*lead, *out.shape[1:]).reshape(*_leading(query, key, value, lead, heads), s, v.shape[-1])
+    return out.reshape(*(*lead, heads)[max(0, 4 - rank) :], s, v.shape[-1])  # without the dimensions that were added
 
 
 def _masked(given: Tensor | None, shape: tuple[int, ...], band: AnyMask) -> tuple[AnyMask, ScoreFunction | None]:
@@ -66,12 +66,6 @@ def _masked(given: Tensor | None, shape: tuple[int, ...], band: AnyMask) -> tupl
         if have not in (1, want) and len(shape) == 4:
             raise ValueError(f"attn_mask: expected a shape that broadcasts to {shape}, got {tuple(given.shape)}")
     return (mask_tensor(given), None) if given.dtype == torch.bool else (band, bias_tensor(given))
-
-
-def _leading(query: Tensor, key: Tensor, value: Tensor, lead: tuple[int, ...], heads: int) -> tuple[int, ...]:
-    """The dimensions before tokens that torch's result would have."""
-    rank = max(x.dim() for x in (query, key, value))
-    return (*lead, heads)[len(lead) + 3 - rank :] if rank < 4 else (*lead, heads)
 
 
 def _one(name: str, sizes: list[int]) -> int:

@@ -204,9 +204,9 @@ def _replaced(module: nn.Module, part: str, index: int) -> ReplacedAttention:
     family, weights = family_of(config, part), dict(module.state_dict())
     weights = {name: x for name, x in weights.items() if not name.startswith(family.beside)}
     layer = layer_from(config, index, part, weights, {"device": "meta"})
-    learns = {name: x.requires_grad for name, x in module.named_parameters()}
+    learns, theirs = {name: x.requires_grad for name, x in module.named_parameters()}, theirs_of(family, layer)
     for name, x in layer.named_parameters():
-        x.requires_grad_(learns[theirs_of(family, layer)[name]])
+        x.requires_grad_(learns[theirs[name]])
     kind = ReplacedLatentAttention if family.is_latent else ReplacedAttention
     return kind(layer, family, config, index).train(module.training)
 
