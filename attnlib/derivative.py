@@ -41,7 +41,7 @@ class Derivative(NamedTuple):
 def derivative(program: Program) -> Derivative:
     """The derivative of a score program.
 
-    >>> doubled = "def score(score, h, t0: float[1]):\\n    x0 = load(t0, h)\\n    x1 = mul(score, x0)\\n    return x1"
+    >>> doubled = "def score(score, h, t0: float[1]): x0 = load(t0, h); x1 = mul(score, x0); return x1"
     >>> by = derivative(Program(doubled))
     >>> print(by.score, by.reads[0].derivative)
     Value(name='x2') Value(name='x3')

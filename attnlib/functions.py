@@ -21,7 +21,7 @@ class Programs(NamedTuple):
     @property
     def lines(self) -> list[str]:
         """Their steps, for people."""
-        return [line for x in (self.mask, self.score) if x is not None for line in x.text.splitlines()]
+        return [line for x in (self.mask, self.score) if x is not None for line in str(x).splitlines()]
 
 
 class Functions(NamedTuple):

@@ -11,7 +11,7 @@ from .program import Program, combined
 from .trace import FirstQuery, applied, captured_of, filled, traced
 
 GRAIN = 64  # queries and keys of the tiles in which kernels look at a function
-EVERYWHERE = Program("def mask(b, h, i, j, first):\n    return True")
+EVERYWHERE = Program("def mask(b, h, i, j, first): return True")
 Tensors = Sequence[Tensor]
 Definition = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # takes tensors, b, h, i, j and first
 

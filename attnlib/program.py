@@ -75,7 +75,7 @@ class Parsed(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A function of indices, as text; ``parsed`` is what it says.
+    """A function of indices, as a line of text, which compilers may quote in comments; ``parsed`` is what it says.
 
     >>> steps = Steps(INDICES, [Captured(INT, 2)])
     >>> owners = [steps.load(0, Value("b"), Value(index)) for index in "ij"]
@@ -90,7 +90,8 @@ class Program(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        return self.text
+        head, _, body = self.text.partition("): ")
+        return "\n    ".join((f"{head}):", *body.split("; ")))
 
     @property
     def parsed(self) -> Parsed:
@@ -189,10 +190,9 @@ class Steps:
     def program(self, name: str, result: Operand) -> Program:
         """The program that gives ``result``."""
         tensors = [f"t{n}: {kind}[{rank}]" for n, (kind, rank) in enumerate(self.captured)]
-        lines = [f"def {name}({', '.join((*self.inputs, *tensors))}):"]
-        for step in self._made.values():
-            lines.append(f"    {step.result.name} = {step.operation}({', '.join(map(_spelled, step.operands))})")
-        return Program("\n".join([*lines, f"    return {_spelled(result)}"]))
+        made = (f"{x.result.name} = {x.operation}({', '.join(map(_spelled, x.operands))})" for x in self._made.values())
+        body = "; ".join((*made, f"return {_spelled(result)}"))
+        return Program(f"def {name}({', '.join((*self.inputs, *tensors))}): {body}")
 
     def _widest(self, operands: Sequence[Operand]) -> str:
         return max((INT, *map(self.kind, operands)), key=KINDS.index)
@@ -211,9 +211,10 @@ class Steps:
 
 def _read(text: str) -> Parsed:
     """The steps that a text tells of."""
-    first, *lines, last = text.splitlines()
+    head, _, body = text.partition("): ")
+    *lines, last = body.split("; ")
     inputs, captured = [], []
-    for argument in first[first.index("(") + 1 : -2].split(", "):
+    for argument in head[head.index("(") + 1 :].split(", "):
         name, _, kind = argument.partition(": ")
         if kind:
             captured.append(Captured(kind[: kind.index("[")], int(kind[kind.index("[") + 1 : -1])))
@@ -231,7 +232,7 @@ def _read(text: str) -> Parsed:
             steps.add(name, *operands)
         else:
             steps.cast(*operands, name.removeprefix("to_"))
-    return steps.parsed(_operand(last.removeprefix("    return ")))
+    return steps.parsed(_operand(last.removeprefix("return ")))
 
 
 def combined(operation: str, *parts: tuple[Program, Sequence[int]], captured: Sequence[Captured]) -> Program:

@@ -117,7 +117,9 @@ def test_a_program_is_its_text():
     y = steps.where(steps.add("lt", Value("i"), -3), x, float("-inf"))
     program = steps.program("score", steps.add("add", y, steps.add("mul", Value("j"), 1e-30)))
     assert Program(program.text).parsed == steps.parsed(program.parsed.result)
-    assert Program("def mask(b, h, i, j, first):\n    return True").parsed.result is True
+    assert "\n" not in program.text  # torch.compile quotes an operator's arguments in comments of a line
+    assert str(program).splitlines()[-1] == "    return x5"
+    assert Program("def mask(b, h, i, j, first): return True").parsed.result is True
     assert traced("mask", lambda b, h, i, j: i == j, ()) == traced("mask", lambda w, x, y, z: y == z, ())
 
 
