@@ -120,6 +120,10 @@ def add_tile(
         v_scale = k_scale if LATENT else load_scale(stored.v_scale, page, n, valid, sizes.PAGE)
         exponent, inverse, rest = split_scale(v_scale)
 
+    i, band, modifiers = scoring.i, scoring.band, scoring.modifiers
+    at = placed(scoring.origin, scoring.sequence, scoring.head[:, None], i[:, None], j[None, :], scoring.first)
+    if MASK is not None and MASKED:  # before scores, whose layout Triton then takes for their maxima
+        shown = MASK(at.b, at.h, at.i, at.j, at.first, scoring.mask_tensors)
     if sizes.PAIRS:
         even, odd = both_factors(k.T, sizes.STORED, sizes.NATIVE)
         s = tl.dot(queries.odd, odd, tl.dot(q, even))
@@ -133,9 +137,7 @@ def add_tile(
         s *= k_scale[None, :]
     if sizes.D_TAIL and LATENT:  # whose scale is 1
         s = tl.dot(queries.tail, k_tail.T, s, input_precision=sizes.PRECISION)
-    i, band, modifiers = scoring.i, scoring.band, scoring.modifiers
     s, _ = modify(s, modifiers, (i + band.apart)[:, None], j[None, :])
-    at = placed(scoring.origin, scoring.sequence, scoring.head[:, None], i[:, None], j[None, :], scoring.first)
     s = changed(s, modifiers, at, scoring.score_tensors, SCORE)
     unit = unit_behind(modifiers, SCORE)
     if SCALED:
@@ -144,7 +146,7 @@ def add_tile(
     if MASKED:
         seen = valid[None, :] if sizes.ONE else visible(i[:, None], j[None, :], band)
         if MASK is not None:
-            seen = seen & MASK(at.b, at.h, at.i, at.j, at.first, scoring.mask_tensors)
+            seen = seen & shown
         s = tl.where(seen, s, float("-inf"))
     m_i, p, correction = online_softmax(sums.m_i, s, unit)
     shares, p = (p * inverse[None, :], p * rest[None, :]) if SCALED else (p, p)

@@ -104,13 +104,15 @@ def forward(
             j = n + tl.arange(0, BLOCK_N)
             valid = (j >= start) & (j < end)
             k = load_tile(k_rows, of_k, n, valid, d, phase != 1, HOLES)
-            p, _ = modify(products(q, k, d, PRECISION), modifiers, (i + band.apart)[:, None], j[None, :])
             place = placed(origin, sequence, head, i[:, None], j[None, :], keys - work.rows)
+            if MASK is not None and phase != 1:  # before scores, whose layout Triton then takes for their maxima
+                shown = MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
+            p, _ = modify(products(q, k, d, PRECISION), modifiers, (i + band.apart)[:, None], j[None, :])
             p = changed(p, modifiers, place, score_tensors, SCORE)
             if phase != 1:
                 seen = visible(i[:, None], j[None, :], band)
                 if MASK is not None:
-                    seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
+                    seen = seen & shown
                 p = tl.where(seen, p, float("-inf"))
             m_i, p, correction = online_softmax(m_i, p, unit)
             l_i = l_i * correction + tl.sum(p, 1)

@@ -17,8 +17,7 @@ from .tile import COUNTS, locate
 HIDDEN: tl.constexpr = tl.constexpr(0)  # a tile in which no pair is seen; 1: some are
 WHOLE: tl.constexpr = tl.constexpr(2)  # all are
 HEADER: tl.constexpr = tl.constexpr(4)  # numbers before the entries of a line, three of which are counts
-AT_ONCE: tl.constexpr = tl.constexpr(4)  # tiles side by side that are looked at together
-EACH: tl.constexpr = tl.constexpr(16)  # tiles that a program looks at
+EACH: tl.constexpr = tl.constexpr(4)  # tiles side by side that a program looks at
 CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that are listed at once
 
 
@@ -79,12 +78,12 @@ def classify_tiles(
     sequence of a cache has as many keys as ``lengths`` says, ``t`` at most.
     """
     chunks = tl.cdiv(columns, EACH)
-    pid, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    pid, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * EACH
     work = locate(pid, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, planes, s, t, 1, BLOCK_M, False)
     keys, rows = work.others, work.rows
     if lengths_ptr is not None:
         keys = tl.minimum(tl.load(lengths_ptr + work.sequence, mask=work.sequence < batch, other=0), t)
-    if (work.start >= rows) | (chunk * EACH * GRAIN >= keys):
+    if (work.start >= rows) | (first * GRAIN >= keys):
         return
     origin = origin_of(origin_ptr, work.sequence, batch)
     band = Band(0, keys, left, right, prefix, origin.query - origin.key, origin.key)
@@ -93,18 +92,16 @@ def classify_tiles(
     PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
     row = (work.plane * planes + work.head) * lines_of(s, batch, BLOCK_M, PACKED)
     row += slot_of(work.row, work.sequence, work.start, BLOCK_M, PACKED)
-    i, n, m = (i0 + tl.arange(0, BLOCK_M))[:, None], tl.arange(0, AT_ONCE * GRAIN)[None, :], tl.arange(0, AT_ONCE)
-    height = tl.minimum(BLOCK_M, keys - i0)
-    for first in range(chunk * EACH, tl.minimum(chunk * EACH + EACH, columns), AT_ONCE):
-        j, state = first * GRAIN + n, tl.full([AT_ONCE], HIDDEN, tl.int32)
-        if (first * GRAIN < high) & ((first + AT_ONCE) * GRAIN > low):
-            place = placed(origin, work.sequence, work.head, i, j, keys - rows)
-            seen = MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
-            counts = tl.sum(tl.where(seen & (i < keys) & (j < keys), 1, 0), 0)
-            count = tl.sum(counts.reshape(AT_ONCE, GRAIN), 1)
-            pairs = height * tl.minimum(GRAIN, keys - (first + m) * GRAIN)
-            state = tl.where(count == pairs, WHOLE, tl.minimum(count, 1))
-        tl.store(states_ptr + row * columns + first + m, state.to(tl.int8), mask=first + m < columns)
+    i, j = (i0 + tl.arange(0, BLOCK_M))[:, None], (first * GRAIN + tl.arange(0, EACH * GRAIN))[None, :]
+    m, state = first + tl.arange(0, EACH), tl.full([EACH], HIDDEN, tl.int32)
+    if (first * GRAIN < high) & ((first + EACH) * GRAIN > low):
+        place = placed(origin, work.sequence, work.head, i, j, keys - rows)
+        seen = MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
+        counts = tl.sum(tl.where(seen & (i < keys) & (j < keys), 1, 0), 0)
+        count = tl.sum(counts.reshape(EACH, GRAIN), 1)
+        pairs = tl.minimum(BLOCK_M, keys - i0) * tl.minimum(GRAIN, keys - m * GRAIN)
+        state = tl.where(count == pairs, WHOLE, tl.minimum(count, 1))
+    tl.store(states_ptr + row * columns + m, state.to(tl.int8), mask=m < columns)
 
 
 @triton.jit(do_not_specialize=COUNTS)
