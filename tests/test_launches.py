@@ -10,6 +10,7 @@ import torch
 
 from attnlib.backends._triton import launch as launches
 from attnlib.backends._triton.launch import Block, Launch, remembered
+from attnlib.backends._triton.programs import tables
 from attnlib.backends._triton.repeated import Repeated, blank
 from attnlib.backends._triton.tables import LaunchConfig
 
@@ -176,6 +177,28 @@ def test_other_alignments_and_absent_tensors_are_compiled_apart(kernel):
         launch.on(named(q, k, x))
     assert len(kernel.launched) == 3  # an absent tensor is aligned: shapes and presence belong to the plan
     assert len(kernel.ran) == 3
+
+
+def test_what_functions_read_is_handed_on(kernel):
+    """Other tensors of the same form are; Triton is asked where it would compile anew."""
+    kernel.arg_names = ("query_ptr", "mask_tensors", "size")
+    launch, x, y = made(kernel), torch.zeros(3, 8), torch.zeros(40, 8)
+    reads = [
+        tables(tensors)
+        for tensors in ((x,), (y,), (y.int(),), (y[:1],), (y[:, 1:],), (y[:16],), (x, y), (y[:5], x), (None,), ())
+    ]
+    asked = []
+    for read in (*reads, *reads):
+        launch.on({"query": x, "mask_tensors": read})
+        asked.append(len(kernel.launched))
+    assert asked == [1, 1, 2, 3, 4, 5, 6, 6, 7, 8, *[8] * 10]
+    assert kernel.ran[0][-2:] == (reads[1], 5)
+    assert [given[-2] for given in kernel.ran[-10:]] == reads
+    kept = ref(x), ref(y)
+    del x, y, reads, read  # else nobody keeps them
+    kernel.launched.clear()
+    kernel.ran.clear()
+    assert [x() for x in kept] == [None, None]
 
 
 def test_what_is_repeated_takes_the_rest(kernel):

@@ -5,7 +5,7 @@ set of shapes, and remembers. How a binary is launched is private to Triton, so 
 every other one launches as anybody would.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, wraps
 from inspect import getclosurevars
 from operator import itemgetter
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...watched import IS_KNOWN
+from .forms import aligned, forms
 from .tables import LaunchConfig
 
 KNOWN = ("3.6", "3.7")  # the versions of Triton whose launchers the tests have passed with
@@ -119,8 +120,9 @@ class Descriptors(dict):
 class Started(NamedTuple):
     """What starts a compiled kernel again: ``start(*arguments)``, where a few are filled in first.
 
-    The current stream belongs at ``STREAM``, the addresses of the kernel's tensors from ``first`` on, and descriptors
-    at places of their own, each of a tensor by its name. Triton's ``hooks`` say whether a profiler follows launches.
+    The current stream belongs at ``STREAM``, the addresses of the kernel's tensors from ``first`` on, descriptors at
+    places of their own, each of a tensor by its name, and what functions of indices read from ``read`` on. Triton's
+    ``hooks`` say whether a profiler follows launches.
     """
 
     device: int
@@ -129,6 +131,7 @@ class Started(NamedTuple):
     arguments: list
     first: int
     descriptors: list[tuple[int, str, Descriptors]]
+    read: int
 
     def stream(self) -> int | None:
         """The stream to start on, the current one; None where Triton must be asked: on another device, or followed."""
@@ -167,37 +170,35 @@ class Launch:
         self.options |= {"launch_pdl": True} if early else {}
         self._pick, self._values = itemgetter(*self.tensors), tuple(self.arguments.values())
         self._blocks = [self.blocks.get(name) for name in names if name.endswith("_desc")]
-        self._started: dict[object, Started] = {}  # by which tensors begin at a multiple of 16 bytes
+        self._started: dict[object, Started] = {}  # by all that Triton compiles a kernel for
 
     def on(self, tensors: dict[str, Tensor | None]) -> None:
         """Launch on tensors by name, of which there may be more, on the current stream of their device."""
         if not self.programs:
             return
-        addresses = self.addresses(tensors)
-        started = None if self._reads(tensors) else self.started(addresses)
+        addresses, read = self.addresses(tensors), [tensors.get(name) for name in self.captured]
+        started = self.started(addresses, read)
         if started is None or (stream := started.stream()) is None:
-            self._ask(tensors, addresses)
+            self._ask(tensors, addresses, read)
             return
         arguments = started.arguments.copy()
         arguments[STREAM] = stream
         arguments[started.first : started.first + len(addresses)] = addresses
         for place, name, descriptors in started.descriptors:
             arguments[place] = descriptors[tensors[name].data_ptr()]
+        arguments[started.read : started.read + len(read)] = read
         started.start(*arguments)
 
     def addresses(self, tensors: dict[str, Tensor | None]) -> list[int | None]:
         """The addresses of the kernel's tensors, in its order."""
         return [None if x is None else x.data_ptr() for x in self._pick(tensors)]
 
-    def _reads(self, tensors: dict[str, Tensor | None]) -> bool:
-        """Whether functions of indices read tensors, which only Triton knows how to hand on."""
-        return any(tensors.get(name) for name in self.captured)
+    def started(self, addresses: list[int | None], read: Sequence[tuple | None] = ()) -> Started | None:
+        """How this starts on tensors aligned as those at these addresses, and functions that read what is alike; None
+        where it never has."""
+        return self._started.get((aligned(addresses), forms(read)))
 
-    def started(self, addresses: list[int | None]) -> Started | None:
-        """How this starts on tensors aligned as those at these addresses; None where it never has."""
-        return self._started.get(_aligned(addresses))
-
-    def _ask(self, tensors: dict[str, Tensor | None], addresses: list[int | None]) -> None:
+    def _ask(self, tensors: dict[str, Tensor | None], addresses: list[int | None], read: list[tuple | None]) -> None:
         """Launch as anybody would, and remember how Triton does it."""
         pointers = self._pick(tensors)
         device = pointers[0].get_device()
@@ -206,9 +207,8 @@ class Launch:
                 self.on(tensors)
             return
         made = [None if block is None else block.descriptor(tensors[block.tensor]) for block in self._blocks]
-        read = [tensors.get(name) for name in self.captured]
         binary = self.kernel[(self.programs,)](*pointers, *made, *read, *self._values, **self.options)
-        if version() not in KNOWN or binary is None or self._reads(tensors):  # None is under the interpreter
+        if version() not in KNOWN or binary is None:  # None is under the interpreter
             return
         from triton.knobs import runtime
 
@@ -219,16 +219,9 @@ class Launch:
             if block is not None:
                 places.append((len(arguments), block.tensor, descriptors))
             arguments += [None, *sizes]
-        arguments += [*read, *self._values]
-        self._started[_aligned(addresses)] = Started(device, runtime, start, arguments, first, places)
-
-
-def _aligned(addresses: list[int | None]) -> object:
-    """Which of these addresses are multiples of 16 bytes, as Triton tells them apart; True for all."""
-    bits = 0
-    for address in addresses:
-        bits |= address or 0
-    return bits & 15 == 0 or tuple((address or 0) & 15 == 0 for address in addresses)
+        at = len(arguments)
+        arguments += [*(() if x == () else None for x in read), *self._values]  # which keep no tensor
+        self._started[aligned(addresses), forms(read)] = Started(device, runtime, start, arguments, first, places, at)
 
 
 def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[Descriptors, list]]]:

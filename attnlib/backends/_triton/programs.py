@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...derivative import derivative
 from ...program import Program
-from ..operators import AnyArguments, apart, functions_of
+from ..operators import AnyArguments, apart
 from .launch import remembered
 from .sources import Source, derivative_source, gradients_source, source
 
@@ -70,9 +70,16 @@ def device_function(source: Source) -> Callable:
 
 def captured(a: AnyArguments, grads: Tensor | None = None) -> dict[str, tuple]:
     """What functions of indices read, as kernels take it, and where the gradients of it are added up, side by side."""
-    if (functions := functions_of(a)) is None:
+    if a.mask_program is a.score_program is None:
         return {}
-    made = {"mask_tensors": tables(functions.mask_tensors), "score_tensors": tables(functions.score_tensors)}
+    of_mask, read = 0 if a.mask_program is None else _reads(a.mask_program), a.captured or ()
+    made = {"mask_tensors": tables(read[:of_mask]), "score_tensors": tables(read[of_mask:])}
     if grads is not None:
-        made["grad_tensors"] = tables(apart(grads, a)[len(functions.mask_tensors) :])
+        made["grad_tensors"] = tables(apart(grads, a)[of_mask:])
     return made
+
+
+@remembered
+def _reads(program: str) -> int:
+    """How many tensors a program reads."""
+    return len(Program(program).parsed.captured)
