@@ -8,6 +8,7 @@ Weights are random. Tokens are compared first, in fp32 and over short prompts, a
 """
 
 import argparse
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import torch
 from decoder import Decoder
 from decoding import greedy, paged_cache, prefill
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from attnlib.integrations import transformers as hf
 
@@ -55,11 +56,11 @@ def models(case: Case, small: bool, device: str, dtype: torch.dtype) -> dict[str
     """The same random model on sdpa and on attnlib, which share their weights."""
     torch.manual_seed(0)
     config = case.config(**dict(case.sizes) | dict(case.small if small else {}), pad_token_id=0, eos_token_id=None)
-    with torch.device(device):
-        made = {"sdpa": AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()}
     hf.register()
+    with torch.device(device):
+        made = {"sdpa": _model(config, dtype, "sdpa")}
     with torch.device("meta"):
-        ours = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="attnlib").eval()
+        ours = _model(config, dtype, "attnlib")
     ours.load_state_dict(made["sdpa"].state_dict(), assign=True)
     for name, x in made["sdpa"].named_buffers():  # those that no state dict has
         parent, _, last = name.rpartition(".")
@@ -67,6 +68,12 @@ def models(case: Case, small: bool, device: str, dtype: torch.dtype) -> dict[str
     ours.model.rotary_emb = made["sdpa"].model.rotary_emb
     made["attnlib"] = hf.absorb(ours) if hasattr(config, "kv_lora_rank") else ours
     return made
+
+
+def _model(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """A random model with a config of its own, since that says which attention its layers call."""
+    config = copy.deepcopy(config)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
 
 
 def decoder_of(model: PreTrainedModel) -> Decoder:
@@ -111,23 +118,41 @@ def by_pages(model: PreTrainedModel) -> Callable[[Tensor, int], Any]:
     return make
 
 
-@torch.no_grad()
-def by_graph(model: Decoder, ids: Tensor, new: int) -> Tensor:
-    """The same by a Decoder over pages, whose steps are one CUDA graph; without a GPU they are eager."""
-    cache = paged_cache(model, sequences=len(ids), length=ids.shape[1] + new, page_size=PAGE)
-    handles, logits = prefill(model, cache, list(ids))
-    tokens, found, graph = greedy(logits), [], None
-    found.append(tokens.clone())
-    for _ in range(new - 1):
-        with cache.step(dict.fromkeys(handles, 1), replay=graph is not None) as layers:
-            if graph is not None:
-                graph.replay()
-            elif ids.is_cuda:
-                graph = _captured(lambda layers=layers: tokens.copy_(greedy(model(tokens, caches=layers))), tokens)
-            else:
-                tokens.copy_(greedy(model(tokens, caches=layers)))
-        found.append(tokens.clone())
-    return torch.stack(found, 1)
+class ByGraph:
+    """The same by a Decoder over pages, whose steps are one CUDA graph, captured once for prompts of a size; without a
+    GPU they are eager."""
+
+    def __init__(self, model: Decoder):
+        self.model, self.room = model, None
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, new: int) -> Tensor:
+        """``new`` tokens after prompts ``[b, t]``."""
+        room = len(ids), ids.shape[1] + new
+        if room != self.room:
+            self.cache = paged_cache(self.model, sequences=room[0], length=room[1], page_size=PAGE)
+            self.room, self.graph, self.tokens = room, None, ids.new_zeros(len(ids))
+        handles, logits = prefill(self.model, self.cache, list(ids))
+        self.tokens.copy_(greedy(logits))
+        found = [self.tokens.clone()]
+        for _ in range(new - 1):
+            with self.cache.step(dict.fromkeys(handles, 1), replay=self.graph is not None) as layers:
+                self._step(layers)
+            found.append(self.tokens.clone())
+        self.cache.release(*handles)
+        return torch.stack(found, 1)
+
+    def _step(self, layers: Sequence) -> None:
+        """Put the next tokens in the place of the last ones."""
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.tokens.is_cuda:
+            self.graph = _captured(lambda: self._next(layers), self.tokens)
+        else:
+            self._next(layers)
+
+    def _next(self, layers: Sequence) -> None:
+        self.tokens.copy_(greedy(self.model(self.tokens, caches=layers)))
 
 
 def _captured(step: Callable[[], Tensor], tokens: Tensor) -> torch.cuda.CUDAGraph:
@@ -155,8 +180,7 @@ def ways(made: Mapping[str, PreTrainedModel]) -> dict[str, Callable[[Tensor, int
         "attnlib, pages": by_generate(ours, past_key_values=by_pages(ours)),
     }
     if ours.config.model_type == "llama":
-        decoder = decoder_of(sdpa)
-        found["a graph over pages"] = lambda ids, new: by_graph(decoder, ids, new)
+        found["a graph over pages"] = ByGraph(decoder_of(sdpa))
     return found
 
 

@@ -18,3 +18,8 @@ def test_every_way_gives_the_same_tokens(case, capsys, monkeypatch):
     assert out.startswith("tokens in fp32: all the same\n")
     assert "attnlib, pages" in out
     assert ("a graph over pages" in out) == (case == "llama")
+
+
+def test_models_have_attention_of_their_own():
+    made = hf_speed.models(hf_speed.CASES["llama"], True, "cpu", hf_speed.torch.float32)
+    assert {name: model.config._attn_implementation for name, model in made.items()} == {x: x for x in made}
