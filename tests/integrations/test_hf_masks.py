@@ -64,7 +64,7 @@ def test_a_window_that_attention_would_not_be_told_of_is_a_mask_of_pairs():
 
 def test_the_room_of_a_static_cache_is_left_out():
     assert of((5, 0, 9)).shape == (2, 5)
-    assert torch.equal(of((1, 4, 9)), padding("111110000", "111110000"))
+    assert torch.equal(of((1, 4, 9)), padding("11111", "11111"))
     assert of((5, 0, 9), padding=padding("11111", "11111")).shape == (2, 5)
 
 

@@ -135,7 +135,7 @@ def _stored(
     """
     (b, t, g, d), e = k.shape, v.shape[-1]
     rows = torch.arange(b, dtype=torch.int32, device=q.device)
-    starts, lengths = (rows * 0, rows * 0 + t) if bounds is None else bounds
+    starts, lengths = (torch.zeros_like(rows), torch.full_like(rows, t)) if bounds is None else bounds
     if d == q.shape[-1]:
         layout, planes = KVLayout.grouped(g, d, e, dtype=k.dtype), {"k": k, "v": v}
     else:

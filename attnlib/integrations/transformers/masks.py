@@ -61,15 +61,15 @@ def attention_mask(
         kept = {name: options[name] for name in ("use_vmap", "device") if name in options}
         return sdpa_mask(*sizes, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kept)
 
-    if q_length == 1:  # one row says all
-        row = definition()[:, 0, 0]
-        return _least(row, kv_offset, may_skip=skips, or_else=lambda: row[:, None, None])
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     padding = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].bool()
     kinds, visible = list(_kinds(mask_function)), int(q_offset) + q_length - kv_offset  # keys up to the last query
     if kinds == [bidirectional_mask_function] and options.get("allow_is_bidirectional_skip"):
         return None if padding is None else _least(padding, kv_offset, may_skip=True, or_else=definition)
     fits = 0 < visible <= kv_length and (visible == kv_length or kv_offset == 0)
+    if q_length == 1 and not (skips and fits and kinds == [causal_mask_function]):  # one row says all
+        row = definition()[:, 0, 0]
+        return _least(row, kv_offset, may_skip=skips, or_else=lambda: row[:, None, None])
     if skips and fits and _is_band(kinds, options):
         if padding is None and visible < kv_length:  # the rest of a static cache lies behind
             padding = torch.ones(batch_size, visible, dtype=torch.bool, device=options.get("device"))
@@ -85,12 +85,10 @@ def _least(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[], 
 
     Else the mask of all keys, of which those before are hidden: as such it would be read when it is handed back in.
     """
-    starts, ends = bounds_of(there)
-    counts = there.sum(1)
-    full, solid = torch.stack([(counts == there.shape[1]).all(), (counts == ends - starts).all()]).tolist()
-    if full and may_skip:
+    if may_skip and there.all():
         return None
-    if not solid:
+    starts, ends = bounds_of(there)
+    if not (there.sum(1) == ends - starts).all():
         return or_else()
     mask = pad(there, (offset, 0))
     mask.bounds = starts, ends  # which every layer would find again
