@@ -58,7 +58,10 @@ def test_functions_have_tiles_and_kernels_of_their_own():
     assert tables.forward(hides, keys=8192) in [config for _, config in tables.FORWARD_FUNCTIONS]
     assert not tables.forward(reads, keys=8192).tma
     assert tables.forward(reads._replace(gathers=3), keys=8192).stages == 1
-    assert hopper_tables.forward(hides, keys=8192) == hopper_tables.forward(reads, keys=8192) is not None
+    assert (hopper_tables.forward(hides, keys=8192).block_n, hopper_tables.forward(reads, keys=8192).block_n) == (
+        64,
+        128,
+    )
     adds, caps = reads._replace(gathers=0), reads._replace(gathers=0, exponentials=1)
     assert hopper_tables.forward(adds, keys=8192) is not None
     assert hopper_tables.forward(adds._replace(head_dim=64, value_dim=64), keys=8192) is None
