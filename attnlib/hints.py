@@ -31,7 +31,7 @@ def hinted(call: Call) -> Call:
         f"q: expected [b, s, h, d], got {tuple(q.shape)}, which says {many}; if these are SDPA's [b, h, s, d], give "
         "q.transpose(1, 2), k and v alike, or call attnlib.compat.sdpa.scaled_dot_product_attention",
         LayoutWarning,
-        stacklevel=3,
+        stacklevel=4,  # beyond the door, and what explains its arguments
     )
     return call
 

@@ -83,6 +83,11 @@ class Score(NamedTuple):
         per_sequence = is_strided(self.alibi_slopes) and self.alibi_slopes.dim() == 2
         return {"alibi_slopes": "bh" if per_sequence else "h", "sinks": "h"}
 
+    @property
+    def is_alike(self) -> bool:
+        """Whether a score depends on q·k alone, and not on which query, key or sequence it is of."""
+        return self.alibi_slopes is self.function is None
+
     def filled(self, head_dim: int) -> "Score":
         """With a scale, where none is given: of heads of so many channels.
 

@@ -16,8 +16,8 @@ from attnlib import (
     attention_with_lse,
     cached_attention,
     explain,
-    functional,
     rotate,
+    running,
     sliding,
     varlen_attention,
 )
@@ -164,7 +164,7 @@ def test_a_warning_names_the_line_that_called(monkeypatch):
         call = checked(call)
         return call._replace(spec=call.spec._replace(device="cuda", arch=75))
 
-    monkeypatch.setattr(functional, "checked", on_an_old_gpu)
+    monkeypatch.setattr(running, "checked", on_an_old_gpu)
     layer, x, q = GroupedQueryAttention(16, 2, mask=CAUSAL), torch.randn(1, 5, 16), torch.randn(1, 5, 2, 8)
     with pytest.warns(SlowPathWarning, match="tile by tile") as called:
         attention(q, q, q, mask=CAUSAL)

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Dropout
-from ..functional import attend
 from ..mask import CAUSAL, FULL, AnyMask
 from ..masks import mask_tensor
+from ..running import attend
 from ..scores import Score, ScoreFunction, bias_tensor
 
 

@@ -13,6 +13,7 @@ from ..mask import AnyMask
 from ..rope import Angles, Rope, rotate
 from ..scaling import Temperature
 from ..scores import ScoreFunction
+from ..signatures import kind
 from .captured import captured_by_mask, captured_by_score, function_options
 from .inputs import (
     Inputs,
@@ -50,6 +51,7 @@ class GroupedQueryAttention(nn.Module):
     torch.Size([2, 9, 512])
     """
 
+    @kind
     def __init__(
         self,
         hidden_size: int,

@@ -5,15 +5,16 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..cache.sequences import Prompt
 from ..call import Call, Origin, Packing, Score
-from ..functional import attend, varlen_attention_with_lse
+from ..functional import varlen_attention_with_lse
 from ..kv import KVView
 from ..mask import FULL, AnyMask, Mask
 from ..merge import merge_states
+from ..running import attend
 from ..scores import ScoreFunction
 from .inputs import sequence_of
 
@@ -186,3 +187,9 @@ def _check_values(q: Tensor, v: Tensor, view: KVView) -> None:
         )
     if torch.is_grad_enabled() and (q.requires_grad or v.requires_grad):
         raise NotImplementedError("cached attention has no backward; wrap the call in torch.no_grad()")
+
+
+def computes_its_weight_alone(module: nn.Module) -> bool:
+    """Whether ``module(x)`` is ``x @ module.weight.T``, as adapters, quantisation, sharding or hooks may change."""
+    plain = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, Tensor) and module.bias is None
+    return plain and "forward" not in vars(module) and not (module._forward_hooks or module._forward_pre_hooks)

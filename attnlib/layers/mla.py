@@ -16,6 +16,7 @@ from ..mask import AnyMask
 from ..rope import Angles, Rope, rotate
 from ..scaling import Temperature
 from ..scores import ScoreFunction
+from ..signatures import kind
 from . import latent_forms
 from .captured import captured_by_mask, captured_by_score, function_options
 from .inputs import Inputs, angles_of, check, check_options, check_stored, computed_dtype, positions_of
@@ -41,6 +42,7 @@ class MultiHeadLatentAttention(nn.Module):
         TypeError: an argument of another type, such as a mask that is not a Mask.
     """
 
+    @kind
     def __init__(
         self,
         hidden_size: int,
@@ -282,7 +284,7 @@ class MultiHeadLatentAttention(nn.Module):
         Raises:
             NotImplementedError: the absorbed form is forced and kv_b_proj is more than a weight.
         """
-        plain = _computes_its_weight_alone(self.kv_b_proj)
+        plain = latent_forms.computes_its_weight_alone(self.kv_b_proj)
         if self.form == "absorbed" and not plain:
             raise NotImplementedError(
                 "kv_b_proj: absorbing needs a plain nn.Linear without bias, hooks and adapters, "
@@ -291,9 +293,3 @@ class MultiHeadLatentAttention(nn.Module):
         if self.form != "auto":
             return self.form
         return form if plain else "expanded"
-
-
-def _computes_its_weight_alone(module: nn.Module) -> bool:
-    """Whether ``module(x)`` is ``x @ module.weight.T``, as adapters, quantisation, sharding or hooks may change."""
-    plain = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, Tensor) and module.bias is None
-    return plain and "forward" not in vars(module) and not (module._forward_hooks or module._forward_pre_hooks)

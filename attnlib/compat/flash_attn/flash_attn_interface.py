@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from ...call import Call, Dropout
-from ...functional import attend, cached_attention_with_lse, varlen_attention_with_lse
+from ...functional import cached_attention_with_lse, varlen_attention_with_lse
+from ...running import attend
 from ...scores import Score
 from .kv_cache import band, pages_of
 from .kv_cache import flash_attn_with_kvcache as flash_attn_with_kvcache

@@ -1,0 +1,69 @@
+"""A call run: checked once, planned as one call or two, and given to the backend that is selected."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .call import Call, checked
+from .checks import are_checks_on, is_strided
+from .dispatch import PREPARED, select
+from .mask import FULL, Mask
+from .merge import merge_states
+from .prepared import key_of
+
+
+class CallPlan(NamedTuple):
+    """The calls that answer one call: itself alone, or two that :func:`merge_states` joins.
+
+    Then ``own`` attends to the keys that each sequence has for itself, ``shared`` to those that groups of them share.
+    """
+
+    own: Call
+    shared: Call | None = None
+
+
+def planned(call: Call) -> CallPlan:
+    """The calls that answer this one. Shared keys get a call of their own where every query sees all of them."""
+    kv, q = call.kv, call.q
+    if kv is None or kv.shared is None or not _sees_all_before(call) or not is_strided(q):
+        return CallPlan(call)
+    packed = q if kv.cu_seqlens_q is not None or q.dim() != 4 else q.flatten(0, 1)
+    shared = Call(packed, FULL, call.score._replace(sinks=None), kv=kv.shared, lse=True)
+    return CallPlan(call._replace(kv=kv.own, lse=True), shared)
+
+
+def attend(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a call, on the backend of this name; for those who say more of a call than its doors take."""
+    kv = call.kv
+    if kv is not None and kv.shared is not None and (plan := planned(call)).shared is not None:
+        return _merged(plan, name)
+    key = key_of(call, name)
+    if key is not None and (run := PREPARED.find(kv, key)) is not None:
+        return run(call.q, call.k, call.v, call.descales)
+    call = checked(call)
+    backend = select(call.spec, name)
+    if kv is None:
+        result = backend.attention(call)
+    else:
+        if are_checks_on(kv.lengths):
+            kv.check_contents(call.q.shape[0])
+            key = None  # or the next call would not be checked
+        result = backend.cached_attention(call)
+    if key is not None:
+        PREPARED.remember(kv, key, backend.prepare(call))
+    return result
+
+
+def _sees_all_before(call: Call) -> bool:
+    """Whether every query sees all keys before its own, and no score depends on how far off they are, or on whose."""
+    is_alike = call.score.is_alike and call.descales is None  # those of sequences may differ
+    return isinstance(call.mask, Mask) and call.mask.sees_all_before and is_alike
+
+
+def _merged(plan: CallPlan, name: str | None) -> tuple[Tensor, Tensor]:
+    """The results of both calls as one. The shared keys are read once for all queries of a group."""
+    state, q = attend(plan.own, name), plan.own.q
+    out, lse = attend(plan.shared, name)
+    if q.dim() == 4:
+        out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    return merge_states(*state, out, lse)
