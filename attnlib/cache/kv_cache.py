@@ -3,19 +3,21 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from ..checks import check_count
 from ..kv import KVLayout
-from ..storage import copy_pages
+from ..signatures import kind
+from . import saved
 from .layer_cache import LayerCache as LayerCache
-from .options import ReadOptions, pages_by_window, read_options
+from .layers import check_appended, copy_shared, open_layers, poison
+from .options import ReadOptions, pages_by_window, pages_for, read_options
 from .pages import Handle, StepPlan, Window
 from .sequences import Freed, Request, Sequences
 from .step import StepBuffers
-
-PREFILL = 16  # tokens; a step that gives some sequence more is a prefill
 
 
 class KVCache:
@@ -34,6 +36,7 @@ class KVCache:
     (5, 3, True)
     """
 
+    @partial(kind, instead="make a cache by KVCache.paged(...) or KVCache.contiguous(...)")
     def __init__(
         self,
         layouts: Sequence[KVLayout],
@@ -57,6 +60,8 @@ class KVCache:
                 for layout in self.layouts
             )
         self._poison([(window, range(allocator.total)) for window, allocator in sequences.allocators.items()])
+
+    pages_for = staticmethod(pages_for)
 
     @classmethod
     def contiguous(
@@ -153,9 +158,9 @@ class KVCache:
         plans = self._sequences.reserve(request)
         try:
             self._show("step", request, plans)
-            self._copy_shared(plans)
+            copy_shared(self._layers, dict(zip(self._sequences.allocators, plans, strict=True)))
             yield self._layers
-            self._check_complete(sum(request.tokens.values()), replay)
+            check_appended(self._layers, sum(request.tokens.values()), replay=replay)
         except BaseException:
             self._restore(request, plans, conventions)
             raise
@@ -214,6 +219,27 @@ class KVCache:
         self._refuse_inside("release")
         self._poison(self._sequences.release(handles))
 
+    def save(self, handle: Handle, path: str | os.PathLike) -> None:
+        """Write what a sequence has stored, without its left padding, to a file of safetensors, whole or not at all.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: the handle is not live here; inside a step or read.
+            OSError: the file cannot be written.
+        """
+        self._refuse_inside("save")
+        saved.save(Path(path), self._layers, self._sequences.holdings(handle), self.page_size)
+
+    def load(self, path: str | os.PathLike) -> Handle:
+        """Start a sequence with what :meth:`save` wrote, bit for bit; other pages and sizes of a cache may hold it.
+
+        Raises:
+            ValueError: the file is none that ``save`` wrote, or of other layouts, or lacks what this cache would keep.
+            CacheFullError: pages or rows are missing.
+            RuntimeError: inside a step or read, or the cache stores keys of another rotary convention.
+            OSError: the file cannot be read.
+        """
+        return saved.load(Path(path), self, self._sequences)
+
     def length(self, handle: Handle) -> int:
         """How many tokens the sequence has stored, left padding included."""
         return self._sequences.holding(handle).length
@@ -229,6 +255,9 @@ class KVCache:
         pages = {window: allocator.used for window, allocator in self._sequences.allocators.items()}
         return sum(pages[layout.window_class] * self.page_size * layout.token_bytes for layout in self.layouts)
 
+    def __repr__(self) -> str:
+        return f"KVCache({len(self.layouts)} layers, pages of {self.page_size} tokens; {self._sequences})"
+
     def _refuse_inside(self, what: str) -> None:
         if self._open is not None:
             raise RuntimeError(
@@ -238,41 +267,15 @@ class KVCache:
     def _show(self, what: str, request: Request, plans: Sequence[StepPlan]) -> None:
         """Bring the buffers up to this step or read, and open the layers for it."""
         self._open = what
-        longest = max((holding.length for holding in request.holdings), default=0)
-        history = 1 << (longest - 1).bit_length() if longest else 0
-        prefill = max(request.tokens.values(), default=0) > PREFILL
         self._buffers.update(request, plans)
         key = (what, len(request.tokens), request.shape)
-        if key != self._prepared:
-            self._prepare(what, request)
+        if key != self._prepared:  # the next step of the same shape need not prepare the layers
+            per_step, windows = self._buffers.slices(request, writing=what == "step")
+            by_window = dict(zip(self._sequences.allocators, windows, strict=True))
+            for layer in self._layers:
+                layer.prepare(self.page_size, per_step, by_window[layer.layout.window_class])
             self._prepared = key
-        prompts = request.prompts(PREFILL + 1) if prefill else ()
-        for layer in self._layers:
-            layer.open(prefill, history, prompts)
-
-    def _prepare(self, what: str, request: Request) -> None:
-        """Prepare the layers for steps of this shape, so that the next one of the same shape need not."""
-        per_step, windows = self._buffers.slices(request, writing=what == "step")
-        by_window = dict(zip(self._sequences.allocators, windows, strict=True))
-        for layer in self._layers:
-            layer.prepare(self.page_size, per_step, by_window[layer.layout.window_class])
-
-    def _copy_shared(self, plans: Sequence[StepPlan]) -> None:
-        for window, plan in zip(self._sequences.allocators, plans, strict=True):
-            pairs = plan.copies
-            for layer in self._layers if pairs else ():
-                if layer.layout.window_class == window:
-                    copy_pages(layer.view(), pairs)
-
-    def _check_complete(self, tokens: int, replay: bool) -> None:
-        missing = [i for i, layer in enumerate(self._layers) if not layer.appended]
-        if len(missing) == len(self._layers) and (replay or not tokens):
-            return
-        if missing:
-            raise RuntimeError(
-                f"step: layers {missing} of {len(self._layers)} did not append, so the step was undone; call every "
-                "layer of the cache in each step, or say step(..., replay=True) where a captured CUDA graph appends"
-            )
+        open_layers(self._layers, request)
 
     def _restore(self, request: Request, plans: Sequence[StepPlan], conventions: Sequence[str | None]) -> None:
         """Undo a step: on the host first, then on the device."""
@@ -290,10 +293,8 @@ class KVCache:
             layer.close()
 
     def _poison(self, freed: Freed) -> None:
-        for window, pages in freed if self._poisons else ():
-            for layer in self._layers if pages else ():
-                if layer.layout.window_class == window:
-                    layer.poison(pages)
+        if self._poisons:
+            poison(self._layers, freed)
 
     def __reduce_ex__(self, protocol):
-        raise TypeError("a KVCache cannot be copied or pickled; fork() a sequence, or make another cache")
+        raise TypeError("a KVCache cannot be copied or pickled; fork() or save() a sequence, or make another cache")

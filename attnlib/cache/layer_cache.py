@@ -143,6 +143,19 @@ class LayerCache:
             f"{name}: expected {dtype} like the cache, got {x.dtype}; cast it, or make the cache in {x.dtype}"
         )
 
+    def put(self, rows: dict[str, Tensor], convention: str | None) -> None:
+        """Write this step's tokens as they were stored, plane by plane, with keys of this convention: no bit changes.
+
+        Raises:
+            RuntimeError: the cache stores keys of another convention.
+        """
+        if convention is not None:
+            self._record(convention)
+        for name, plane in self.planes.items():
+            # As bytes, which every device can write.
+            plane.view(torch.uint8).flatten(0, 1)[self._slots] = rows[name].to(plane.device).view(torch.uint8)
+        self.appended = True
+
     def _record(self, convention: str) -> None:
         if self.convention is None:
             self.convention = convention

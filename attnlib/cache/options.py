@@ -41,6 +41,48 @@ def pages_by_window(pages: int | Mapping[Window, int], layouts: Sequence[KVLayou
     return counts
 
 
+def pages_for(
+    layouts: Sequence[KVLayout],
+    lengths: Sequence[int],
+    *,
+    page_size: int = 64,
+    most: int | None = None,
+    rollback: int = 0,
+) -> dict[Window, int]:
+    """How many pages sequences of these ``lengths`` need at once, as ``pages=`` of :meth:`KVCache.paged` takes them.
+
+    A window keeps the keys that it reaches, and in a step those of all new tokens of a sequence, ``most`` at a time;
+    None is a prompt in one step, which needs as many pages as without a window. Where all layers have windows, say
+    ``max_length=`` beside ``pages=``, which else decides how long a sequence may become.
+
+    >>> layouts = [KVLayout.grouped(2, 8), KVLayout.grouped(2, 8, window=16)]
+    >>> KVCache.pages_for(layouts, [100, 50], page_size=16)
+    {None: 11, 16: 11}
+    >>> KVCache.pages_for(layouts, [100, 50], page_size=16, most=16)
+    {None: 11, 16: 6}
+
+    Raises:
+        ValueError, TypeError: a count is not an int of at least 1 (0 for a length or ``rollback``).
+    """
+    check_count("page_size", page_size, least=1)
+    check_count("rollback", rollback)
+    if most is not None:
+        check_count("most", most, least=1)
+    for length in lengths:
+        check_count("lengths", length)
+    found = dict.fromkeys(_windows(layouts), 0)
+    for window in found:
+        reach, first = window if isinstance(window, tuple) else (window, 0)
+        for length in lengths:
+            pages = -(-length // page_size)
+            if reach is not None and most is not None:
+                # The oldest key that a step may see lies anywhere in its page, and so does the newest.
+                tokens = reach - 1 + rollback + min(most, length) + 2 * (page_size - 1)
+                pages = min(pages, tokens // page_size + -(-first // page_size))
+            found[window] += pages
+    return {window: max(1, count) for window, count in found.items()}
+
+
 def _windows(layouts: Sequence[KVLayout]) -> list[Window]:
     """The distinct windows of the layouts, in their order."""
     if not isinstance(layouts, Sequence):

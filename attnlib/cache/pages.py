@@ -18,6 +18,9 @@ class Handle:
 
     __slots__ = ()
 
+    def __repr__(self) -> str:
+        return f"Handle({id(self):#x}, a sequence of a KVCache)"
+
 
 @dataclass(slots=True)
 class Holding:

@@ -72,6 +72,17 @@ class Sequences:
         """What the sequence holds in the first allocator; length and padding are the same in all."""
         return self._first.holding(handle)
 
+    def holdings(self, handle: Handle) -> dict[Window, Holding]:
+        """What the sequence holds in every allocator."""
+        return {window: allocator.holding(handle) for window, allocator in self.allocators.items()}
+
+    def __str__(self) -> str:
+        free = [
+            f"{x.total - x.used} of {x.total} pages free" + ("" if window is None else f" for window={window}")
+            for window, x in self.allocators.items()
+        ]
+        return ", ".join((f"{len(self.handles)} of {self.max_sequences} sequences", *free))
+
     def admit(self, n: int, left_padding: Sequence[int] | None = None) -> list[Handle]:
         """Start ``n`` empty sequences, each with a count of left padding if there are any."""
         check_count("n", n)

@@ -1,12 +1,11 @@
 """Rows as a CSV file, and a picture of how caches grow."""
 
 import csv
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from ..files import replacing
 from .cache import cache_bytes
 from .models import Model
 from .report import Row, Setting
@@ -62,20 +61,3 @@ def draw(models: Sequence[Model], setting: Setting, path: Path) -> None:
     axes.legend(frameon=False)
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside ``path`` that takes its place once the block ends well, so that nobody reads half of one.
-
-    Raises:
-        OSError: ``path`` is a folder, or the new file cannot be moved there.
-    """
-    if path.is_dir():
-        raise IsADirectoryError(f"{path}: expected a file to write, got a folder")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ import torch
 from cache_model import LAYERS, Abort, Twin, append_all, content, state, stored
 
 from attnlib import CacheFullError, KVCache, KVLayout
-from attnlib.cache import kv_cache, layer_cache
+from attnlib.cache import layer_cache, layers
 from attnlib.cache.pages import Handle
 
 PLAIN = KVLayout.grouped(2, 3)
@@ -169,7 +169,7 @@ def test_a_failure_anywhere_undoes_the_step_on_host_and_device(make, where, erro
             if where in ("between", "closed early"):
                 fail()
 
-    breaks = {"copy": (kv_cache, "copy_pages"), "write": (layer_cache, "write_cache")}
+    breaks = {"copy": (layers, "copy_pages"), "write": (layer_cache, "write_cache")}
     broken = mock.patch.object(*breaks[where], fail) if where in breaks else nullcontext()
     if where == "buffers":  # once: undoing the step updates them too
         update = twin.cache._buffers.windows[-1].update

@@ -1,0 +1,47 @@
+"""What a cache does with its layers together."""
+
+from collections.abc import Mapping, Sequence
+
+from ..storage import copy_pages
+from .layer_cache import LayerCache
+from .pages import StepPlan, Window
+from .sequences import Freed, Request
+
+PREFILL = 16  # tokens; a step that gives some sequence more is a prefill
+
+
+def open_layers(layers: Sequence[LayerCache], request: Request) -> None:
+    """Open all layers, which are prepared, for a step or read."""
+    longest = max((holding.length for holding in request.holdings), default=0)
+    history = 1 << (longest - 1).bit_length() if longest else 0
+    prefill = max(request.tokens.values(), default=0) > PREFILL
+    prompts = request.prompts(PREFILL + 1) if prefill else ()
+    for layer in layers:
+        layer.open(prefill, history, prompts)
+
+
+def copy_shared(layers: Sequence[LayerCache], plans: Mapping[Window, StepPlan]) -> None:
+    """Copy the pages that a step writes to and others read, in every layer."""
+    for layer in layers:
+        if pairs := plans[layer.layout.window_class].copies:
+            copy_pages(layer.view(), pairs)
+
+
+def check_appended(layers: Sequence[LayerCache], tokens: int, *, replay: bool) -> None:
+    """Raise RuntimeError unless every layer has appended, or none had to."""
+    missing = [i for i, layer in enumerate(layers) if not layer.appended]
+    if len(missing) == len(layers) and (replay or not tokens):
+        return
+    if missing:
+        raise RuntimeError(
+            f"step: layers {missing} of {len(layers)} did not append, so the step was undone; call every "
+            "layer of the cache in each step, or say step(..., replay=True) where a captured CUDA graph appends"
+        )
+
+
+def poison(layers: Sequence[LayerCache], freed: Freed) -> None:
+    """Overwrite pages that became free, so that nobody reads them unnoticed."""
+    for window, pages in freed:
+        for layer in layers if pages else ():
+            if layer.layout.window_class == window:
+                layer.poison(pages)

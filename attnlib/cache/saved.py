@@ -1,0 +1,158 @@
+"""A sequence of a cache as a file of safetensors: what it stored, bit for bit.
+
+The file holds a tensor ``{layer}.{plane}`` of the tokens ``[t, g, *]`` that a layer kept, without left padding; its
+metadata says which these are, how keys are rotated, and what the layouts were.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..checks import INT32
+from ..files import replacing
+from ..kv import KVLayout
+from .layer_cache import LayerCache
+from .pages import Handle, Holding, Window
+from .sequences import Sequences
+
+FORMAT = "attnlib sequence 1"
+
+
+class Steps(Protocol):
+    """What a file asks of a cache."""
+
+    layouts: Sequence[KVLayout]
+    page_size: int
+
+    def admit(self) -> list[Handle]: ...
+    def step(self, tokens: Mapping[Handle, int]) -> AbstractContextManager[Sequence[LayerCache]]: ...
+    def release(self, handle: Handle) -> None: ...
+
+
+class Saved(NamedTuple):
+    """What a file says: a sequence's length, and for each layer its convention, its tokens' numbers and its planes."""
+
+    length: int
+    conventions: Sequence[str | None]
+    numbers: Sequence[Tensor]
+    planes: Sequence[Mapping[str, Tensor]]
+
+    def rows(self, layer: int, begin: int, end: int) -> dict[str, Tensor]:
+        """The tokens ``[begin, end)`` of a layer, plane by plane; zeros for those that it had dropped."""
+        numbers, made = self.numbers[layer], {}
+        there = ((numbers >= begin) & (numbers < end)).nonzero().flatten()
+        into = numbers.index_select(0, there) - begin
+        for name, plane in self.planes[layer].items():
+            made[name] = torch.zeros(end - begin, *plane.shape[1:], dtype=plane.dtype)
+            made[name].view(torch.uint8).index_copy_(0, into, plane.view(torch.uint8).index_select(0, there))
+        return made
+
+
+def held(holding: Holding, page_size: int) -> tuple[Tensor, Tensor]:
+    """The numbers of the tokens that a sequence holds, counted after its padding, and the slots where they lie."""
+    pages = torch.tensor([*holding.first, *holding.pages], dtype=torch.int64)
+    index = torch.cat((torch.arange(len(holding.first)), holding.dropped + torch.arange(len(holding.pages))))
+    within = torch.arange(page_size)
+    numbers, slots = ((x[:, None] * page_size + within).flatten() for x in (index, pages))
+    there = (numbers >= holding.padding) & (numbers < holding.length)
+    return numbers[there] - holding.padding, slots[there]
+
+
+def save(path: Path, layers: Sequence[LayerCache], holdings: Mapping[Window, Holding], page_size: int) -> None:
+    """Write what a sequence holds."""
+    from safetensors.torch import save_file
+
+    tensors, numbers = {}, {}
+    for n, layer in enumerate(layers):
+        numbers[n], slots = held(holdings[layer.layout.window_class], page_size)
+        tensors[f"{n}.numbers"] = numbers[n].int()
+        for name, plane in layer.planes.items():
+            tensors[f"{n}.{name}"] = plane.flatten(0, 1)[slots.to(plane.device)].cpu()
+    first = next(iter(holdings.values()))
+    said = {
+        "format": FORMAT,
+        "length": first.length - first.padding,
+        "layouts": [_said(layer.layout) for layer in layers],
+        "conventions": [layer.convention for layer in layers],
+    }
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, {name: json.dumps(x) for name, x in said.items()})
+
+
+def read(path: Path, layouts: Sequence[KVLayout]) -> Saved:
+    """What a file holds for a cache of these layouts.
+
+    Raises:
+        ValueError: it is no such file, or of other layouts.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            said = {name: json.loads(x) for name, x in (file.metadata() or {}).items()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: expected a file that cache.save() wrote, got {error}") from error
+    if said.get("format") != FORMAT:
+        raise ValueError(f"{path}: expected a file that cache.save() wrote, got format {said.get('format')!r}")
+    mine = [_said(layout) for layout in layouts]
+    if said.get("layouts") != mine:
+        raise ValueError(f"{path}: expected layouts like this cache's, {mine}, got {said.get('layouts')}")
+    length, conventions = said.get("length"), said.get("conventions")
+    if type(length) is not int or not 0 <= length <= INT32 or not isinstance(conventions, list):
+        raise ValueError(f"{path}: its length and conventions are not what cache.save() writes")
+    numbers = [_numbers(path, tensors.get(f"{n}.numbers"), length) for n in range(len(layouts))]
+    planes = []
+    for n, layout in enumerate(layouts):
+        planes.append({name: tensors.get(f"{n}.{name}") for name in layout.planes})
+        for name, (heads, width, dtype) in layout.planes.items():
+            shape, x = (len(numbers[n]), heads, *((width,) if width else ())), planes[n][name]
+            if x is None or x.shape != shape or x.dtype != dtype:
+                got = "none" if x is None else f"{x.dtype} {tuple(x.shape)}"
+                raise ValueError(f"{path}: {n}.{name}: expected {dtype} {shape}, got {got}")
+    if len(conventions) != len(layouts) or not all(x is None or isinstance(x, str) for x in conventions):
+        raise ValueError(f"{path}: conventions: expected one for each layer, got {conventions}")
+    return Saved(length, conventions, numbers, planes)
+
+
+def load(path: Path, cache: "Steps", sequences: Sequences) -> Handle:
+    """Start a sequence of a cache with what a file holds."""
+    saved = read(path, cache.layouts)
+    (handle,) = cache.admit()
+    try:
+        for begin in range(0, saved.length, cache.page_size):  # page by page, so that windows drop theirs
+            end = min(begin + cache.page_size, saved.length)
+            with cache.step({handle: end - begin}) as layers:
+                for n, layer in enumerate(layers):
+                    layer.put(saved.rows(n, begin, end), saved.conventions[n])
+        for n, layout in enumerate(cache.layouts):
+            numbers, _ = held(sequences.holdings(handle)[layout.window_class], cache.page_size)
+            if not torch.isin(numbers, saved.numbers[n]).all():
+                raise ValueError(
+                    f"{path}: layer {n} of this cache keeps more than the file has; load it into a cache of the same "
+                    "page_size and rollback as the one that saved it"
+                )
+    except BaseException:
+        cache.release(handle)
+        raise
+    return handle
+
+
+def _numbers(path: Path, x: Tensor | None, length: int) -> Tensor:
+    """The numbers of the tokens that a layer kept, which ascend."""
+    if x is None or x.dtype != torch.int32 or x.dim() != 1:
+        raise ValueError(f"{path}: expected int32 numbers of each layer's tokens")
+    if len(x) and (x[0] < 0 or x[-1] >= length or (x.diff() <= 0).any()):
+        raise ValueError(f"{path}: numbers: expected tokens of a sequence of {length}, in order")
+    return x.long()
+
+
+def _said(layout: KVLayout) -> dict[str, object]:
+    """A layout as JSON says it."""
+    return {name: x if isinstance(x, bool | int | None) else str(x) for name, x in asdict(layout).items()}
