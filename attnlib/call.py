@@ -208,8 +208,9 @@ def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
 def _check_tiles(mask: MaskFunction, device: torch.device, sizes: dict[str, int]) -> None:
     b, h, s, t = (sizes[name] for name in "bhst")
     expected = (*mask.planes(b, h), -(-s // GRAIN), -(-t // GRAIN))
-    if tuple(mask.tiles.shape) != expected or mask.tiles.device != device:
-        got = f"tiles {tuple(mask.tiles.shape)} on {mask.tiles.device}, not {expected} on {device}"
+    if tuple(mask.tiles.shape) != expected or mask.sizes != (s, t) or mask.tiles.device != device:
+        found = f"{tuple(mask.tiles.shape)} for {mask.sizes} queries and keys on {mask.tiles.device}"
+        got = f"tiles {found}, not {expected} for {(s, t)} on {device}"
         raise ValueError(f"mask: expected a mask for b={b}, h={h}, s={s}, t={t}, got {got}; see block_mask()")
     if not torch.compiler.is_compiling() and mask.versions != mask.versions_now():
         raise ValueError("mask: a tensor that it reads has changed since block_mask(); call that again")

@@ -57,6 +57,7 @@ class MaskFunction:
     definition: Definition = field(repr=False)
     tiles: Tensor | None = field(default=None, repr=False)
     versions: tuple[int, ...] = field(default=(), repr=False)  # of the tensors, when tiles were found
+    sizes: tuple[int, ...] = field(default=(), repr=False)  # queries and keys, then
     far: Kept | None = None
 
     @property
@@ -73,7 +74,7 @@ class MaskFunction:
 
     def reading(self, tensors: Tensors) -> "MaskFunction":
         """The same function of other tensors, of the same dtypes and ranks."""
-        return replace(self, tensors=tuple(tensors), tiles=None, versions=())
+        return replace(self, tensors=tuple(tensors), tiles=None, versions=(), sizes=())
 
     def block_mask(self, b: int, h: int, s: int, t: int, *, device: torch.device | str | None = None) -> "MaskFunction":
         """The same mask for dense calls of ``b`` sequences, ``h`` query heads, ``s`` queries and ``t`` keys.
@@ -84,7 +85,8 @@ class MaskFunction:
         ``device``.
         """
         device = self.tensors[0].device if self.tensors and device is None else device
-        return replace(self, tiles=_tiles(self, self.planes(b, h), s, t, device), versions=self.versions_now())
+        tiles = _tiles(self, self.planes(b, h), s, t, device)
+        return replace(self, tiles=tiles, versions=self.versions_now(), sizes=(s, t))
 
     def versions_now(self) -> tuple[int, ...]:
         """How often each tensor that the function reads has changed in place; 0 for those that do not count."""
@@ -106,7 +108,7 @@ class MaskFunction:
             both = _joined("logical_and", self, other, band)
             known = [x for x in (self, other) if x.program != EVERYWHERE]
             if len(known) == 1 and known[0].tiles is not None:  # which say nothing of the band
-                both = replace(both, tiles=known[0].tiles, versions=known[0].versions)
+                both = replace(both, tiles=known[0].tiles, versions=known[0].versions, sizes=known[0].sizes)
         else:
             both = _joined("logical_and", _all_of(self), other, other.band)
         kept = self.kept.within(other.kept)

@@ -55,7 +55,12 @@ def test_the_result_is_that_of_the_mask():
 
 def test_other_calls_are_refused():
     q = torch.randn(1, 100, 2, 8)
-    for sizes in ((1, 2, 100, 200), (1, 2, 30, 100)):
+    for sizes in (
+        (1, 2, 100, 200),
+        (1, 2, 30, 100),
+        (1, 2, 99, 100),
+        (1, 2, 100, 101),
+    ):  # the last two of as many tiles
         with pytest.raises(ValueError, match=r"expected a mask for b=1, h=2, s=100, t=100, got tiles .*see block_mask"):
             attention(q, q, q, mask=mask_mod(reach).block_mask(*sizes))
     elsewhere = mask_mod(reach).block_mask(1, 2, 100, 100, device="meta")
