@@ -11,7 +11,7 @@ SLOW := slow and not gpu and not gpu2
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST)
 
-.PHONY: demo test test-hf test-slow lint bench bench-gpu compile-quick compile-check clean
+.PHONY: demo test test-hf test-slow lint bench bench-gpu compile-quick compile-check release clean
 
 # Train, decode and compare small language models.
 # Threads that wait asleep: beside other work on the same cores, spinning made training six times slower.
@@ -55,6 +55,10 @@ compile-check: $(READY) $(OLDER)/.ready
 $(OLDER)/.ready: | $(READY)
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(@D) triton==3.6.0
 	touch $@
+
+# Build the sdist and the wheel into dist/, and check them in environments of their own; uploads nothing.
+release:
+	PYTHON=$(PYTHON) .ci/release
 
 clean:
 	rm -rf $(VENV) out dist .pytest_cache .ruff_cache .hypothesis

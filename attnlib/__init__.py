@@ -7,8 +7,11 @@ a tensor through.
 
 import torch
 
-from .cache.kv_cache import KVCache
-from .cache.pages import CacheFullError
+from . import masks as masks
+from . import packing as packing
+from . import scores as scores
+from .cache.kv_cache import KVCache, LayerCache
+from .cache.pages import CacheFullError, Handle
 from .dispatch import FLOP_FORMULAS, Explanation, SlowPathWarning
 from .fp8 import Fp8Inputs, quantize_fp8
 from .functional import (
@@ -27,8 +30,11 @@ from .mask import CAUSAL, FULL, Mask, mask_mod, sliding
 from .mask_function import MaskFunction
 from .merge import merge_states
 from .rope import Angles, Rope, rotate
+from .scaling import NTK, DynamicNTK, Llama3, LongRoPE, Proportional, Temperature, YaRN
 from .scores import ScoreFunction, score_mod
 from .trace import FIRST_QUERY, TraceError
+
+__version__ = "0.1.0"
 
 # For selective activation checkpointing: outputs that are linear in tokens to keep, and quadratic to compute again.
 SAVE_OPS = tuple(getattr(torch.ops.attnlib, f"{name}_forward").default for name in ("torch", "triton", "triton_plain"))
@@ -38,25 +44,34 @@ __all__ = [
     "FIRST_QUERY",
     "FLOP_FORMULAS",
     "FULL",
+    "NTK",
     "SAVE_OPS",
     "Angles",
     "CacheFullError",
+    "DynamicNTK",
     "Explanation",
     "Fp8Inputs",
     "GroupedQueryAttention",
+    "Handle",
     "KVCache",
     "KVLayout",
     "KVView",
+    "LayerCache",
     "LayoutWarning",
+    "Llama3",
+    "LongRoPE",
     "Mask",
     "MaskFunction",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "MultiQueryAttention",
+    "Proportional",
     "Rope",
     "ScoreFunction",
     "SlowPathWarning",
+    "Temperature",
     "TraceError",
+    "YaRN",
     "attention",
     "attention_with_lse",
     "cached_attention",

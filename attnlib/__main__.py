@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from . import doctor
+from . import __version__, doctor
 from .bench import command as bench
 from .convert import command as convert
 from .sizes import command as sizes
@@ -30,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m attnlib", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"attnlib {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     counting = commands.add_parser("sizes", help="cache bytes, parameters, FLOPs and traffic of a model's variants")
     sizes.add_arguments(counting)

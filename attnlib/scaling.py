@@ -213,7 +213,7 @@ class Temperature:
         """``q`` ``[..., h, d]`` of tokens at integer ``positions`` ``[...]``, leading dimensions 1 or absent."""
         steps = ((positions.clamp(min=0) + self.offset) // self.interval)[..., None, None]
         steps = steps.to(torch.promote_types(q.dtype, torch.float32))
-        return (q * (1 + self.weight * torch.log1p(steps))).to(q.dtype)
+        return (q * (1 + float(self.weight) * torch.log1p(steps))).to(q.dtype)
 
 
 Scaling = Linear | NTK | DynamicNTK | Llama3 | YaRN | LongRoPE | Proportional

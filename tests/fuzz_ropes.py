@@ -6,8 +6,22 @@ from fuzz_values import INT32, finite, is_angles, is_bool, is_int, is_number, is
 from torch import Tensor
 
 import attnlib
-from attnlib import CAUSAL, Angles, Mask, Rope, merge_states, rotate
-from attnlib.rope import NTK, DynamicNTK, Linear, Llama3, YaRN
+from attnlib import (
+    CAUSAL,
+    NTK,
+    Angles,
+    DynamicNTK,
+    Llama3,
+    LongRoPE,
+    Mask,
+    Proportional,
+    Rope,
+    Temperature,
+    YaRN,
+    merge_states,
+    rotate,
+)
+from attnlib.scaling import Linear
 
 
 def mask_is_legal(a):
@@ -33,8 +47,8 @@ def llama_is_legal(a):
     return is_factor(a["factor"]) and is_number(low) and is_number(high) and high > low and is_count(a)
 
 
-def is_count(a):
-    return is_int(a["original_max_position"], 1)
+def is_count(a, least=1):
+    return is_int(a["original_max_position"], least)
 
 
 def yarn_is_legal(a):
@@ -44,9 +58,16 @@ def yarn_is_legal(a):
     return numbers and mscales and none_or(a["attention_factor"], is_number) and is_bool(a["truncate"]) and is_count(a)
 
 
+def long_rope_is_legal(a):
+    short, long = a["short_factor"], a["long_factor"]
+    pairs = all(isinstance(x, tuple) and all(map(is_number, x)) for x in (short, long)) and len(short) == len(long)
+    return pairs and is_factor(a["factor"]) and none_or(a["attention_factor"], is_number) and is_count(a, 2)
+
+
 MSCALES = ("mscale", "mscale_all_dim")
 YARN = {"factor": 4.0, "original_max_position": 64, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None}
 YARN |= {"mscale": None, "mscale_all_dim": None, "truncate": True}
+LONG = {"short_factor": (1.0,) * 4, "long_factor": (4.0,) * 4, "factor": 4.0, "original_max_position": 64}
 LLAMA = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 64}
 
 
@@ -55,6 +76,15 @@ def frequencies_are_finite(target, args, result):
     if rope.dim < 1000:
         length = 100 if rope.needs_length else None
         assert rope.inverse_frequencies(length=length).isfinite().all()
+
+
+def frequencies_of_its_pairs_are_finite(target, args, result):
+    if result.short_factor:
+        frequencies_are_finite(target, args, Rope(2 * len(result.short_factor), scaling=result))
+
+
+def temperature_is_legal(a):
+    return is_number(a["weight"]) and is_int(a["interval"], 1) and is_int(a["offset"], 0)
 
 
 def positions_are_legal(a):
@@ -135,6 +165,16 @@ ROPES = {
     ),
     "Llama3": a_call(Llama3, LLAMA, llama_is_legal, frequencies_are_finite),
     "YaRN": a_call(YaRN, YARN, yarn_is_legal, frequencies_are_finite),
+    "LongRoPE": a_call(
+        LongRoPE, LONG | {"attention_factor": None}, long_rope_is_legal, frequencies_of_its_pairs_are_finite
+    ),
+    "Proportional": a_call(
+        Proportional,
+        {"share": 0.5, "factor": 2.0},
+        lambda a: is_number(a["share"]) and a["share"] <= 1 and is_factor(a["factor"]),
+        frequencies_are_finite,
+    ),
+    "Temperature": a_call(Temperature, {"weight": 0.1, "interval": 8, "offset": 1}, temperature_is_legal),
     "Rope.angles": a_call(Rope(8).angles, {"positions": torch.arange(3), "length": None}, lambda a: (
         positions_are_legal(a) and a["length"] is None
     )),

@@ -65,6 +65,7 @@ NOT_CALLED = {
     "CacheFullError",
     "Explanation",
     "Fp8Inputs",
+    "Handle",
     "KVView",
     "LayoutWarning",
     "MaskFunction",

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+import attnlib
+
 READER_GONE = 141
 REFUSED = {
     "sizes": ("--model", "none"),
@@ -46,3 +48,16 @@ def test_a_program_without_an_output_still_runs():
     closed = f"exec {sys.executable} -m attnlib sizes --list >&-"
     ran = subprocess.run(closed, shell=True, stderr=subprocess.PIPE, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_the_version():
+    ran = subprocess.run([sys.executable, "-m", "attnlib", "--version"], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, f"attnlib {attnlib.__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [(), ("convert",)], ids=["all", "convert"])
+def test_help_needs_no_safetensors(arguments):
+    code = "import sys; sys.modules['safetensors'] = None; from attnlib.__main__ import main; main()"
+    ran = subprocess.run([sys.executable, "-c", code, *arguments, "--help"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(" ".join(["usage: python -m attnlib", *arguments]))

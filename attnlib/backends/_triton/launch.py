@@ -7,6 +7,7 @@ every other one launches as anybody would.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, wraps
+from importlib.util import find_spec
 from inspect import getclosurevars
 from operator import itemgetter
 from typing import NamedTuple
@@ -274,11 +275,18 @@ def version() -> str:
     return ".".join(triton.__version__.split(".")[:2])
 
 
+@remembered
+def _is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
 def against(dtype: torch.dtype, device: str, arch: int, *, interpreted: bool) -> list[str]:
     """Why no kernel runs with this dtype on this type of device, or in Triton's interpreter, which needs no GPU."""
     reasons = ["computes in fp32, got fp64"] if dtype == torch.float64 else []
     if device == "cuda" and arch < 80:
         reasons.append(f"needs sm_80 or newer, got sm_{arch}")
+    elif device == "cuda" and not _is_installed():
+        reasons.append("needs triton; pip install 'attnlib[triton]'")
     elif interpreted and dtype == torch.bfloat16:
         reasons.append("Triton's interpreter multiplies bf16 wrongly; use fp16 or fp32")
     elif device != "cuda" and not interpreted:

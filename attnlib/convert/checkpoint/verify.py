@@ -4,8 +4,6 @@ import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from .errors import CheckpointError, VerificationError
 from .folder import SourceFile, buffer_for
 from .header import DTYPES
@@ -47,6 +45,8 @@ def file_sha256(path: Path, advance: Callable[[int], object] = lambda count: Non
 
 
 def _is_intact(folder: Path, shard: Shard, sha256: str, advance: Callable[[int], object]) -> bool:
+    from safetensors import SafetensorError, safe_open  # not above: --help of all commands does without it
+
     names = {dtype: name for name, dtype in DTYPES}
     planned = {name: (names[out.entry.dtype], list(out.entry.shape)) for name, out in shard.outputs.items()}
     try:
