@@ -160,9 +160,10 @@ class PageAllocator:
     def _full(self, need: int) -> str:
         pages, free = f"{need} page{'s' if need > 1 else ''}", len(self._free)
         kind = f"page_size={self.page_size}" + (f", window={self.window}" if self.window else "")
+        parts = ", or give a long prompt in several steps, which a window lets go of" if self.window else ""
         return (
             f"the step needs {pages} and {free} {'is' if free == 1 else 'are'} free ({kind}); "
-            "release() a sequence or make the cache larger"
+            f"release() a sequence or make the cache larger{parts}"
         )
 
     def slots(self, tokens: Mapping[Handle, int]) -> array:

@@ -156,7 +156,7 @@ class Sequences:
             if holding.length + n > self.max_length:
                 raise CacheFullError(
                     f"sequence {row} of the step would hold {holding.length + n} tokens, expected at most "
-                    f"max_length={self.max_length}; truncate() or release() it, or make the cache larger"
+                    f"max_length={self.max_length}; truncate() or release() it, or make the cache with a larger one"
                 )
             if request.packed and n and holding.length < holding.padding:
                 raise ValueError(

@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     path = tmp_path / "x"
     cache.save(handle, path)
     refused(made(LAYOUTS["grouped"]), path, ValueError, "expected layouts like this cache's")
-    refused(made(LAYOUTS["windows"], pages=2), path, CacheFullError, "make the cache larger")
+    refused(made(LAYOUTS["windows"], pages=2), path, CacheFullError, "make the cache with a larger one")
     refused(made(LAYOUTS["windows"], rollback=9), path, ValueError, "layer 1 of this cache keeps more than")
     full = made(LAYOUTS["windows"], rows=1)
     full.admit()

@@ -8,7 +8,7 @@ from attnlib import Mask
 from attnlib.backends import _torch, autograd
 from attnlib.backends._torch import implementations, tiles
 from attnlib.backends.operators import outputs
-from attnlib.cache import kv_cache
+from attnlib.cache import layers
 from attnlib.cache.pages import PageAllocator
 from attnlib.cache.step import StepBuffers, TableBuffers
 from attnlib.scores import Score
@@ -130,7 +130,7 @@ PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "NaN times zero": ("varlen", 20, implementations, "batches", strangers_by_zero),
     "rows of nobody left": ("varlen", 20, implementations, "_nothing", uninitialised),
     "left padding seen": ("cached", 40, implementations, "cached_batches", starts_ignored),
-    "a forked page not copied": ("cached", 60, kv_cache, "copy_pages", nothing),
+    "a forked page not copied": ("cached", 60, layers, "copy_pages", nothing),
     "a forked page lost in a failed step": ("cached", 150, PageAllocator, "_writers_in_place", shortest_heir),
     "a stale table after a failed step": ("cached", 120, StepBuffers, "forget", nothing),
     "stale starts behind a window": ("cached", 60, TableBuffers, "_update_starts", nothing),
