@@ -154,6 +154,14 @@ class Mask:
         return Kept(None if self.reach is None or self.reach < 0 else self.reach + 1)
 
     @property
+    def spelled(self) -> str:
+        """As people write it."""
+        if self.left is None and self.prefix == 0 and self.right in (None, 0):
+            return "FULL" if self.right is None else "CAUSAL"
+        is_window = self.left is not None and self.right == self.prefix == 0
+        return f"sliding({self.left + 1})" if is_window else repr(self)
+
+    @property
     def reach(self) -> int | None:
         """How many keys before its own a query sees; None without bound, negative where it sees later keys alone.
 

@@ -40,6 +40,8 @@ class Band(Protocol):
     def program(self) -> Program: ...
     @property
     def kept(self) -> Kept: ...
+    @property
+    def spelled(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +61,11 @@ class MaskFunction:
     versions: tuple[int, ...] = field(default=(), repr=False)  # of the tensors, when tiles were found
     sizes: tuple[int, ...] = field(default=(), repr=False)  # queries and keys, then
     far: Kept | None = None
+
+    @property
+    def spelled(self) -> str:
+        """Its band as people write it, and that there is more."""
+        return f"{self.band.spelled} & a function"
 
     @property
     def kept(self) -> Kept:

@@ -15,6 +15,7 @@ from ..scaling import Temperature
 from ..scores import ScoreFunction
 from ..signatures import kind
 from .captured import captured_by_mask, captured_by_score, function_options
+from .described import described
 from .inputs import (
     Inputs,
     angles_of,
@@ -205,6 +206,9 @@ class GroupedQueryAttention(nn.Module):
             attend = attention if cu_seqlens is None else varlen_attention
             out = attend(q, k, v, **given.sequences, **options)
         return self.o_proj(out.flatten(-2))
+
+    def extra_repr(self) -> str:
+        return described(self, "num_heads", "num_kv_heads", "head_dim")
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
         """Project and store ``context`` in a step of its own cache, for ``forward(context=view)`` later."""

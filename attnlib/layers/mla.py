@@ -19,6 +19,7 @@ from ..scores import ScoreFunction
 from ..signatures import kind
 from . import latent_forms
 from .captured import captured_by_mask, captured_by_score, function_options
+from .described import described
 from .inputs import Inputs, angles_of, check, check_options, check_stored, computed_dtype, positions_of
 from .latent_forms import attend_expanded, cheaper_form, check_heads, of_sequence, runs, without
 from .parameters import reset_children
@@ -148,6 +149,9 @@ class MultiHeadLatentAttention(nn.Module):
             options["dropout_p"] = self.dropout_p if self.training else 0.0
             out = self._attend_fresh(q_nope, q_rope, latent, k_rope, options | given.sequences)
         return self.o_proj(out.flatten(-2))
+
+    def extra_repr(self) -> str:
+        return described(self, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
         """As :meth:`attnlib.GroupedQueryAttention.append_context`."""

@@ -303,3 +303,8 @@ def test_what_is_printed_says_what_it_is():
     (handle,) = of.admit()
     assert repr(of) == "KVCache(1 layers, pages of 4 tokens; 1 of 4 sequences, 16 of 16 pages free)"
     assert "a sequence of a KVCache" in repr(handle)
+    assert layer().extra_repr() == "num_heads=4, num_kv_heads=2, head_dim=8, mask=CAUSAL, rope=Rope(8, theta=10,000.0)"
+    capped = layer(mask=sliding(4), rope=None, softcap=30.0, dropout_p=0.1).extra_repr()
+    assert capped.endswith("mask=sliding(4), softcap=30.0, dropout_p=0.1")
+    assert "mask=FULL & a function" in layer(mask=masks.mask_tensor(torch.ones(1, 1, 6, 6) > 0)).extra_repr()
+    assert "mask=Mask(left=None, right=0, prefix=3)" in repr(layer(mask=Mask(None, 0, 3)))
