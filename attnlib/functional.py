@@ -1,18 +1,19 @@
 """Attention as functions: bind the shapes, describe the problem, select a backend, run it."""
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from inspect import signature
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from .call import Call, Dropout, Packing, checked
-from .dispatch import Explanation, explained
+from .call import Call, Dropout, Packing
+from .dispatch import Explanation
 from .fp8 import Descales, descales_of
 from .hints import hinted
 from .kv import KVView
 from .mask import AnyMask
-from .running import attend, planned
+from .running import Asked, attend, told
 from .scores import Score, ScoreFunction
 from .signatures import kind
 
@@ -211,21 +212,28 @@ def cached_attention_with_lse(
 def explain(call: Callable, *args, **kwargs) -> Explanation:
     """What ``call(*args, **kwargs)`` would run on and why, without running it; ``call`` is one of this module's six.
 
+    Or it is a layer: of its forward all but attention runs, and what its first attention call would run on is told. A
+    step's tokens are then written to its cache, where the layer writes the same ones once it runs.
+
     >>> q = torch.randn(1, 9, 8, 64)
     >>> print(explain(attention, q, q, q, mask=CAUSAL))
     dense attention: ...
     runs on: torch
       not on triton: needs a CUDA device, got cpu
     """
+    if isinstance(call, nn.Module) and hasattr(call, "backend"):
+        layer, asked = copy(call), Asked(call.backend)
+        layer.backend = asked
+        layer(*args, **kwargs)
+        return asked.told[0]
     plain = (attention, varlen_attention, cached_attention)
     with_lse = (attention_with_lse, varlen_attention_with_lse, cached_attention_with_lse)
     if not any(call is function for function in plain + with_lse):  # not `in`: what is none of them may have no hash
-        raise ValueError(f"call: expected one of {', '.join(x.__name__ for x in plain + with_lse)}, got {call!r}")
+        names = ", ".join(x.__name__ for x in plain + with_lse)
+        raise ValueError(f"call: expected a layer or one of {names}, got {type(call).__name__}")
     bound = signature(call).bind(*args, **kwargs)
     bound.apply_defaults()
-    name, plan = bound.arguments["backend"], planned(_call_of(bound.arguments, lse=call in with_lse))
-    own = explained(checked(plan.own), name)
-    return own if plan.shared is None else own._replace(shared=explained(checked(plan.shared), name))
+    return told(_call_of(bound.arguments, lse=call in with_lse), bound.arguments["backend"])
 
 
 def _call_of(arguments: Mapping[str, Any], *, lse: bool) -> Call:

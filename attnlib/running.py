@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .call import Call, checked
 from .checks import are_checks_on, is_strided
-from .dispatch import PREPARED, select
+from .dispatch import PREPARED, Explanation, explained, select
 from .mask import FULL, Mask
 from .merge import merge_states
 from .prepared import key_of
@@ -32,8 +32,32 @@ def planned(call: Call) -> CallPlan:
     return CallPlan(call._replace(kv=kv.own, lse=True), shared)
 
 
-def attend(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
+def told(call: Call, name: str | None) -> Explanation:
+    """What a call would run on, and why."""
+    plan = planned(call)
+    own = explained(checked(plan.own), name)
+    return own if plan.shared is None else own._replace(shared=explained(checked(plan.shared), name))
+
+
+class Asked:
+    """In the place of a backend's ``name``: calls only tell what they would run on, and give zeros."""
+
+    def __init__(self, name: str | None):
+        self.name = name
+        self.told: list[Explanation] = []
+
+    def answer(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Zeros of the shapes that the call would give."""
+        self.told.append(told(call, self.name))
+        q, values = call.q, call.v if call.kv is None else call.kv.layout
+        width = values.shape[-1] if isinstance(values, Tensor) else values.value_dim
+        return q.new_zeros(*q.shape[:-1], width), q.new_zeros(q.shape[:-1]).float().movedim(-1, -2)
+
+
+def attend(call: Call, name: str | Asked | None = None) -> tuple[Tensor, Tensor]:
     """Output and LSE of a call, on the backend of this name; for those who say more of a call than its doors take."""
+    if type(name) is Asked:
+        return name.answer(call)
     kv = call.kv
     if kv is not None and kv.shared is not None and (plan := planned(call)).shared is not None:
         return _merged(plan, name)

@@ -129,7 +129,7 @@ def test_explain_knows_every_door():
     assert (told.spec.kind, told.spec.kv_heads, told.spec.value_dim, told.spec.page_size) == ("cached", 1, 6, 4)
     assert asked.chosen is None
     assert set(asked.rejected) == {"triton", "torch", "reference"}
-    with pytest.raises(ValueError, match="call: expected one of attention"):
+    with pytest.raises(ValueError, match="call: expected a layer or one of attention"):
         explain(rotate, q)
 
 

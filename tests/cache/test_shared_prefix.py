@@ -22,7 +22,6 @@ from attnlib import (
     Rope,
     cached_attention,
     explain,
-    functional,
     running,
     sliding,
 )
@@ -258,8 +257,7 @@ def test_explain_tells_the_calls_that_run(tokens, call):
     """Two where what is shared is seen whole by all, one elsewhere; run for run."""
     (view,) = forked(n=1).run(tokens)
     q, ran = torch.randn(*((2, 2) if tokens == 2 else (3,)), HEADS, 4, dtype=torch.float64), []
-    spy = mock.Mock(side_effect=lambda x: ran.append(checked(x)) or ran[-1])
-    with mock.patch.object(functional, "checked", spy), mock.patch.object(running, "checked", spy):
+    with mock.patch.object(running, "checked", side_effect=lambda x: ran.append(checked(x)) or ran[-1]):
         told = explain(attend, q, view, **CALLS[call])
         explained = [x.spec for x in ran]
         attend(q, view, **CALLS[call])

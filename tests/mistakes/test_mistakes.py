@@ -274,7 +274,7 @@ MISTAKES = {
         TypeError,
         "kv: expected the KVView.*got Tensor",
     ),
-    "explain a number": (lambda: explain(3), ValueError, "call: expected one of attention"),
+    "explain a number": (lambda: explain(3), ValueError, "call: expected a layer or one of attention"),
     # the command line
     "no source": (
         lambda: sent("convert", "nowhere/at/all", "out", "--to", "gqa", "--kv-heads", "2"),
