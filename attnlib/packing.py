@@ -56,3 +56,37 @@ def from_position_ids(position_ids: Tensor) -> tuple[Tensor, int]:
     starts = begins.flatten().nonzero().flatten()
     cu_seqlens = torch.cat((starts, starts.new_tensor([position_ids.numel()]))).int()
     return cu_seqlens, int(cu_seqlens.diff().max()) if len(starts) else 0
+
+
+def from_jagged(x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Rows ``[t, ...]`` of a jagged NestedTensor ``[b, j, ...]``, their ``cu_seqlens`` int32 ``[b + 1]``, and the
+    longest length, which is read from the device. Gradients flow back into it.
+
+    Raises:
+        TypeError: ``x`` is no jagged NestedTensor.
+        ValueError: it is ragged in another dimension than the second, or has holes.
+
+    >>> x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    >>> rows, cu_seqlens, longest = from_jagged(x)
+    >>> rows.shape, cu_seqlens, longest
+    (torch.Size([5, 4]), tensor([0, 2, 5], dtype=torch.int32), 3)
+    """
+    if not isinstance(x, Tensor) or not x.is_nested or x.layout is not torch.jagged:
+        kind = f"a tensor of layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"x: expected a NestedTensor of layout torch.jagged, got {kind}")
+    if isinstance(x.shape[1], int) or x.lengths() is not None:
+        raise ValueError(f"x: expected [b, j, ...], ragged in its second dimension and without holes, got {x.shape}")
+    offsets = x.offsets()
+    return x.values(), offsets.int(), int(offsets.diff().max()) if len(offsets) > 1 else 0
+
+
+def to_jagged(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """A jagged NestedTensor ``[b, j, ...]`` of packed rows ``[t, ...]``; gradients flow back into them.
+
+    Raises:
+        TypeError: either is no strided tensor.
+    """
+    for name, given in (("x", x), ("cu_seqlens", cu_seqlens)):
+        if not is_strided(given):
+            refuse_tensor(name, given)
+    return torch.nested.nested_tensor_from_jagged(x, cu_seqlens.long())

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlib.packing import bounds_of, from_position_ids
+from attnlib import CAUSAL, attention, varlen_attention
+from attnlib.packing import bounds_of, from_jagged, from_position_ids, to_jagged
 
 
 @given(st.integers(0, 9).flatmap(lambda t: st.lists(st.lists(st.integers(0, 2), min_size=t, max_size=t), max_size=4)))
@@ -45,3 +46,41 @@ def test_what_are_no_positions_is_refused():
         from_position_ids(torch.ones(3))
     with pytest.raises(TypeError, match="position_ids: expected a"):
         from_position_ids([0, 1])
+
+
+def jagged(*lengths, heads=2):
+    """A NestedTensor of sequences of these lengths, and its leaves."""
+    leaves = [torch.randn(n, heads, 8, dtype=torch.float64, requires_grad=True) for n in lengths]
+    return torch.nested.as_nested_tensor(leaves, layout=torch.jagged), leaves
+
+
+def test_jagged_tensors_go_through_packed_calls():
+    """Each sequence as by itself, gradients too; queries and keys may differ in length."""
+    (q, of_q), (k, of_k), (v, of_v) = jagged(5, 1, 7, heads=4), jagged(6, 3, 7), jagged(6, 3, 7)
+    (rows, cu_q, longest), (keys, cu_k, _), (values, _, _) = map(from_jagged, (q, k, v))
+    assert longest == 7
+    out = to_jagged(varlen_attention(rows, keys, values, mask=CAUSAL, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k), cu_q)
+    assert out.is_nested
+    assert out.layout is torch.jagged
+    alone = [attention(*(x[None] for x in one), mask=CAUSAL)[0] for one in zip(of_q, of_k, of_v, strict=True)]
+    for ours, expected in zip(out.unbind(), alone, strict=True):
+        torch.testing.assert_close(ours, expected)
+    leaves = [*of_q, *of_k, *of_v]
+    ours = torch.autograd.grad(out.values().square().sum(), leaves)
+    theirs = torch.autograd.grad(sum(x.square().sum() for x in alone), leaves)
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+def test_what_is_no_jagged_tensor_is_refused():
+    x, _ = jagged(2, 3)
+    for other, got in ((torch.ones(2, 3), "layout torch.strided"), ([1], "list")):
+        with pytest.raises(TypeError, match=f"x: expected a NestedTensor of layout torch.jagged, got .*{got}"):
+            from_jagged(other)
+    with pytest.raises(ValueError, match="ragged in its second dimension"):
+        from_jagged(x.transpose(1, 2))
+    holes = torch.nested.narrow(torch.ones(2, 5, 4), 1, torch.tensor([0, 1]), torch.tensor([2, 3]), torch.jagged)
+    with pytest.raises(ValueError, match="without holes"):
+        from_jagged(holes)
+    with pytest.raises(TypeError, match="x: expected a"):
+        to_jagged(x, x.offsets())

@@ -12,6 +12,7 @@ from attnlib import (
     GroupedQueryAttention,
     KVCache,
     KVLayout,
+    KVView,
     MultiHeadLatentAttention,
     Rope,
     attention_with_lse,
@@ -140,3 +141,34 @@ def test_a_traced_cached_call_refuses_gradients():
     out = graph(q.requires_grad_())
     with pytest.raises(RuntimeError, match="cached attention has no backward"):
         out.sum().backward()
+
+
+class Decoding(torch.nn.Module):
+    """One token over what a cache stores, of tensors alone."""
+
+    def __init__(self, layer: GroupedQueryAttention, page_size: int):
+        super().__init__()
+        self.layer, self.page_size = layer, page_size
+
+    def forward(self, x, k, v, table, starts, lengths):
+        view = KVView(self.layer.kv_layout, self.page_size, k, v, table, starts, lengths)
+        return cached_attention(self.layer.query(x), view, mask=CAUSAL)
+
+
+@torch.no_grad()
+def test_a_decoding_step_is_exported_once():
+    """And read again as the cache grows, whose tensors stay where they are."""
+    layer = GroupedQueryAttention(32, 4, num_kv_heads=2, mask=CAUSAL)
+    cache = KVCache.paged([layer.kv_layout], pages=10, page_size=4, max_sequences=2)
+    cache.admit(2)
+    with cache.step(6) as (kv,):
+        layer(torch.randn(2, 6, 32), kv=kv)
+    exported, step = None, Decoding(layer, 4)
+    for _ in range(3):
+        x = torch.randn(2, 1, 32)
+        with cache.step(1) as (kv,):
+            expected = layer(x, kv=kv)
+            view = kv.view()
+            given = (x, view.k, view.v, view.table, view.starts, view.lengths)
+            exported = exported or torch.export.export(step, given).module()
+            torch.testing.assert_close(layer.o_proj(exported(*given).flatten(-2)), expected)
