@@ -25,7 +25,13 @@ from .functional import (
 )
 from .hints import LayoutWarning
 from .kv import KVLayout, KVView
-from .layers import GroupedQueryAttention, MultiHeadAttention, MultiHeadLatentAttention, MultiQueryAttention
+from .layers import (
+    GroupedQueryAttention,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    MultiQueryAttention,
+    shared_angles,
+)
 from .mask import CAUSAL, FULL, Mask, mask_mod, sliding
 from .mask_function import MaskFunction
 from .merge import merge_states
@@ -82,6 +88,7 @@ __all__ = [
     "quantize_fp8",
     "rotate",
     "score_mod",
+    "shared_angles",
     "sliding",
     "varlen_attention",
     "varlen_attention_with_lse",

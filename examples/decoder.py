@@ -11,11 +11,10 @@ torch.Size([2, 9, 256])
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnlib import Angles, KVLayout
+from attnlib import Angles, KVLayout, shared_angles
 from attnlib.cache.kv_cache import LayerCache
 
 
@@ -77,18 +76,11 @@ class Decoder(nn.Module):
         nn.init.normal_(self.lm_head.weight, std=0.02)
         if tie_embeddings:
             self.lm_head.weight = self.embed.weight
-        self._share_ropes()
 
     def replace_attention(self, layers: Sequence[nn.Module]) -> None:
         """Let the i-th block attend with ``layers[i]`` from now on."""
         for block, layer in zip(self.blocks, layers, strict=True):
             block.attention = layer
-        self._share_ropes()
-
-    def _share_ropes(self) -> None:
-        ropes = [block.attention.rope for block in self.blocks]
-        self.ropes = list(dict.fromkeys(rope for rope in ropes if rope is not None))
-        self.rope_index = [None if rope is None else self.ropes.index(rope) for rope in ropes]
 
     def kv_layouts(self) -> list[KVLayout]:
         """What each layer stores per token: the argument of a KVCache."""
@@ -107,28 +99,10 @@ class Decoder(nn.Module):
         Packed tokens need ``cu_seqlens``, or ``caches`` in a packed step. ``positions`` (``[b, s]``, ``[t]`` or
         computed Angles) default to the caches', else to each token's index in its own sequence.
         """
-        angles = self._angles(tokens, caches, positions, cu_seqlens)
-        x = self.embed(tokens)
+        x, layers = self.embed(tokens), [block.attention for block in self.blocks]
+        first = None if caches is None else caches[0]
+        angles = shared_angles(layers, x, kv=first, positions=positions, cu_seqlens=cu_seqlens)
         for i, block in enumerate(self.blocks):
             kv = None if caches is None else caches[i]
-            rope = self.rope_index[i]
-            x = block(x, kv=kv, positions=None if rope is None else angles[rope], cu_seqlens=cu_seqlens)
+            x = block(x, kv=kv, positions=angles[i], cu_seqlens=cu_seqlens)
         return self.lm_head(self.norm(x))
-
-    def _angles(self, tokens: Tensor, caches, positions, cu_seqlens) -> list[Angles]:
-        """The angles of this call, once for each distinct Rope, for all layers to share."""
-        if isinstance(positions, Angles):
-            return [positions] * len(self.ropes)
-        if positions is None and caches is not None:
-            positions = caches[0].positions
-        elif positions is None:
-            positions = _positions(tokens, cu_seqlens)
-        return [rope.angles(positions) for rope in self.ropes]
-
-
-def _positions(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The index of each token in its own sequence."""
-    index = torch.arange(tokens.shape[-1], device=tokens.device)
-    if cu_seqlens is None:
-        return index
-    return index - cu_seqlens[torch.searchsorted(cu_seqlens[1:], index, right=True)]

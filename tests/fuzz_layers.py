@@ -17,6 +17,7 @@ from attnlib import (
     MultiHeadLatentAttention,
     MultiQueryAttention,
     Rope,
+    shared_angles,
 )
 from attnlib.layers.parameters import PROJECTIONS
 from attnlib.scaling import Temperature
@@ -169,6 +170,14 @@ def forwards():
         right = is_that_of_the_definition
         return Entry(lambda layer, **a: layer(**a), lambda _: dict(inputs), legal, right, lambda: layer, words)
 
+    sharing = next(layer for _, layer in layers())
+    yield "shared_angles", Entry(
+        lambda layer, x, **a: layer(x, **a | {"positions": shared_angles([layer], x, **a)[0]}),
+        lambda _: {"x": X, "kv": None, "positions": torch.arange(3), "cu_seqlens": None},
+        lambda layer, a: dense_is_legal(layer, a | {"context": None}),
+        lambda layer, args, out: is_that_of_the_definition(layer, args | {"context": None}, out),
+        lambda: sharing, words,
+    )  # fmt: skip
     for name, layer in layers():
         yield f"{name}.forward", entry(layer, {"positions": torch.arange(3)}, dense_is_legal)
         yield f"{name}.forward, packed", entry(layer, {"x": X[0], "cu_seqlens": ints(0, 1, 3)}, packed_is_legal)

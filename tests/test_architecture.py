@@ -277,6 +277,7 @@ def test_the_exports():
             "quantize_fp8",
             "rotate",
             "score_mod",
+            "shared_angles",
             "sliding",
             "varlen_attention",
             "varlen_attention_with_lse",

@@ -28,7 +28,7 @@ def test_a_token_does_not_see_later_ones(model):
 
 def test_positions_and_angles_say_the_same(model):
     positions = torch.arange(9)
-    [its_rope] = model.ropes
+    its_rope = model.blocks[0].attention.rope
     expected = model(TOKENS, positions=positions.expand(2, -1))
     torch.testing.assert_close(model(TOKENS), expected)
     torch.testing.assert_close(model(TOKENS, positions=its_rope.angles(positions)), expected)
