@@ -70,7 +70,7 @@ class KVLayout:
         """
         return cls(1, rank, rank, rope_dim, True, window, dtype, store, keep_first)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         arguments = {"dim": "rank", "value_dim": "rank", "tail": "rope_dim"} if self.is_latent else {}
         for name, least in (("heads", 1), ("dim", 1), ("value_dim", 1), ("tail", 0)):
             check_count(arguments.get(name, name), getattr(self, name), least=least)
@@ -168,7 +168,7 @@ class KVView:
     own: "KVView | None" = field(default=None, init=False, repr=False)
     check: InitVar[bool] = True
 
-    def __post_init__(self, check: bool):
+    def __post_init__(self, check: bool) -> None:
         if not check:
             return
         if not isinstance(self.k, Tensor) or not isinstance(self.lengths, Tensor) or not isinstance(self.table, Tensor):

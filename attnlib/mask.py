@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -35,7 +36,7 @@ class Mask:
     right: int | None = None
     prefix: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, value in (("left", self.left), ("right", self.right), ("prefix", self.prefix)):
             if isinstance(value, bool) or not (isinstance(value, int) or (value is None and name != "prefix")):
                 raise TypeError(f"mask: expected an int for {name}, got {value!r}")
@@ -46,7 +47,7 @@ class Mask:
         if self.prefix and self.left is not None:
             raise ValueError(f"mask: a prefix needs left=None, got left={self.left}, prefix={self.prefix}")
 
-    def visible(self, i, j):
+    def visible(self, i: Tensor | int, j: Tensor | int) -> Any:
         """Whether query ``i`` sees key ``j``: the definition. Ints give a bool, integer tensors a bool tensor."""
         seen = (i == i) & (j == j)
         if self.left is not None:

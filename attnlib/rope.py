@@ -27,7 +27,7 @@ class Angles:
     sin: Tensor
     interleaved: bool
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_strided("cos", self.cos)
         _check_strided("sin", self.sin)
         if not isinstance(self.interleaved, bool):
@@ -70,7 +70,7 @@ class Rope:
     scaling: Scaling | None = None
     interleaved: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.dim, bool) or not isinstance(self.dim, int):
             raise TypeError(f"rope.dim: expected an int, got {self.dim!r}")
         if not 2 <= self.dim <= INT32 or self.dim % 2:

@@ -23,7 +23,7 @@ class Linear:
 
     factor: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_number("Linear.factor", self.factor, least=1)
 
 
@@ -40,7 +40,7 @@ class NTK:
 
     factor: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_number("NTK.factor", self.factor, least=1)
 
 
@@ -60,7 +60,7 @@ class DynamicNTK:
     factor: float
     original_max_position: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_number("DynamicNTK.factor", self.factor, least=1)
         check_count("DynamicNTK.original_max_position", self.original_max_position, least=1)
 
@@ -82,7 +82,7 @@ class Llama3:
     high_freq_factor: float
     original_max_position: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_number("Llama3.factor", self.factor, least=1)
         check_number("Llama3.low_freq_factor", self.low_freq_factor, above=0)
         check_number("Llama3.high_freq_factor", self.high_freq_factor, above=0)
@@ -119,7 +119,7 @@ class YaRN:
     mscale_all_dim: float | None = None
     truncate: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_number("YaRN.factor", self.factor, least=1)
         check_count("YaRN.original_max_position", self.original_max_position, least=1)
         check_number("YaRN.beta_fast", self.beta_fast, above=0)
@@ -155,7 +155,7 @@ class LongRoPE:
     original_max_position: int
     attention_factor: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("short_factor", "long_factor"):
             factors = getattr(self, name)
             if not isinstance(factors, tuple) or len(factors) != len(self.short_factor):
@@ -182,7 +182,7 @@ class Proportional:
     share: float
     factor: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_number("Proportional.share", self.share, above=0)
         check_number("Proportional.factor", self.factor, least=1)
         if self.share > 1:
@@ -204,7 +204,7 @@ class Temperature:
     interval: int
     offset: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_number("Temperature.weight", self.weight, above=0)
         check_count("Temperature.interval", self.interval, least=1)
         check_count("Temperature.offset", self.offset)

@@ -6,7 +6,9 @@ from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, signature
 from types import MappingProxyType
+from typing import TypeVar
 
+Function = TypeVar("Function", bound=Callable)
 MASKS = "CAUSAL, FULL or sliding(n)"
 # What other libraries call things, and how they are said here.
 INSTEAD = MappingProxyType(
@@ -35,11 +37,17 @@ INSTEAD = MappingProxyType(
 )
 
 
-def kind(function: Callable, instead: str | None = None) -> Callable:
-    """The same function, whose errors for arguments that it does not take, or misses, say what it does take.
+def kind(function: Function) -> Function:
+    """The same function, whose errors for arguments that it does not take, or misses, say what it does take."""
+    return _answering(function, None)
 
-    Or what to call ``instead``, for a constructor that is nobody's to call.
-    """
+
+def leading_to(instead: str) -> Callable[[Function], Function]:
+    """The same for a constructor that is nobody's to call: its errors say what to call ``instead``."""
+    return lambda function: _answering(function, instead)
+
+
+def _answering(function: Function, instead: str | None) -> Function:
     name = function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)

@@ -3,14 +3,13 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from ..checks import check_count
 from ..kv import KVLayout
-from ..signatures import kind
+from ..signatures import leading_to
 from . import saved
 from .layer_cache import LayerCache as LayerCache
 from .layers import check_appended, copy_shared, open_layers, poison
@@ -36,7 +35,7 @@ class KVCache:
     (5, 3, True)
     """
 
-    @partial(kind, instead="make a cache by KVCache.paged(...) or KVCache.contiguous(...)")
+    @leading_to("make a cache by KVCache.paged(...) or KVCache.contiguous(...)")
     def __init__(
         self,
         layouts: Sequence[KVLayout],
@@ -219,7 +218,7 @@ class KVCache:
         self._refuse_inside("release")
         self._poison(self._sequences.release(handles))
 
-    def save(self, handle: Handle, path: str | os.PathLike) -> None:
+    def save(self, handle: Handle, path: str | os.PathLike[str]) -> None:
         """Write what a sequence has stored, without its left padding, to a file of safetensors, whole or not at all.
 
         Raises:
@@ -229,7 +228,7 @@ class KVCache:
         self._refuse_inside("save")
         saved.save(Path(path), self._layers, self._sequences.holdings(handle), self.page_size)
 
-    def load(self, path: str | os.PathLike) -> Handle:
+    def load(self, path: str | os.PathLike[str]) -> Handle:
         """Start a sequence with what :meth:`save` wrote, bit for bit; other pages and sizes of a cache may hold it.
 
         Raises:
