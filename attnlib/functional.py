@@ -225,7 +225,8 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         layer, asked = copy(call), Asked(call.backend)
         layer.backend = asked
         layer(*args, **kwargs)
-        return asked.told[0]
+        if asked.told:
+            return asked.told[0]
     plain = (attention, varlen_attention, cached_attention)
     with_lse = (attention_with_lse, varlen_attention_with_lse, cached_attention_with_lse)
     if not any(call is function for function in plain + with_lse):  # not `in`: what is none of them may have no hash

@@ -46,11 +46,11 @@ class Saved(NamedTuple):
     def rows(self, layer: int, begin: int, end: int) -> dict[str, Tensor]:
         """The tokens ``[begin, end)`` of a layer, plane by plane; zeros for those that it had dropped."""
         numbers, made = self.numbers[layer], {}
-        there = ((numbers >= begin) & (numbers < end)).nonzero().flatten()
-        into = numbers.index_select(0, there) - begin
+        first, stop = torch.searchsorted(numbers, torch.tensor((begin, end))).tolist()  # they ascend
+        into = numbers.narrow(0, first, stop - first) - begin
         for name, plane in self.planes[layer].items():
             made[name] = torch.zeros(end - begin, *plane.shape[1:], dtype=plane.dtype)
-            made[name].view(torch.uint8).index_copy_(0, into, plane.view(torch.uint8).index_select(0, there))
+            made[name].view(torch.uint8).index_copy_(0, into, plane.view(torch.uint8).narrow(0, first, stop - first))
         return made
 
 

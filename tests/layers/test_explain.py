@@ -59,6 +59,13 @@ def test_a_step_goes_on_as_it_would(name):
         assert torch.equal(out, expected)
 
 
+def test_a_module_without_attention_is_refused():
+    other = torch.nn.Linear(2, 2)
+    other.backend = None
+    with pytest.raises(ValueError, match=r"call: expected a layer or one of attention, .* got Linear"):
+        explain(other, torch.randn(1, 2))
+
+
 def test_a_layer_that_refuses_refuses_here():
     with pytest.raises(ValueError, match=r"x: packed \[t, m\] needs cu_seqlens="):
         explain(LAYERS["grouped"](), torch.randn(7, 32))
