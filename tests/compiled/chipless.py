@@ -19,7 +19,7 @@ from attnlib.checks import INT32
 from .cached_builds import AnyBuild
 from .launches import prepared
 from .loops import disorder
-from .sass import disassembled, lost
+from .sass import disassembled, lost, reused
 
 REGISTERS, COLUMNS = 64 << 10, 512  # of an SM: registers, and columns of tensor memory where there is any
 # The constants that are a kernel's tile, where these are not queries and keys.
@@ -42,7 +42,7 @@ class Binary(NamedTuple):
     """What a thread takes: registers, bytes spilled to its stack. And a program: shared bytes, columns, warps.
 
     ``lost`` are the instructions that read what ptxas never wrote, ``disorder`` what is amiss in the loops of Hopper's
-    own kernels.
+    own kernels, ``reused`` the instructions that use a barrier's room for something else.
     """
 
     tiles: str
@@ -53,6 +53,7 @@ class Binary(NamedTuple):
     warps: int
     lost: tuple[str, ...] = ()
     disorder: tuple[str, ...] = ()
+    reused: tuple[str, ...] = ()
 
     def resident(self, arch: int) -> int:
         """How many programs an SM runs at once; 0 where not even one fits."""
@@ -106,7 +107,7 @@ def binary(build: AnyBuild) -> Binary:
     columns, text = getattr(metadata, "tmem_size", None) or 0, disassembled(cubin)
     return Binary(
         _tiles(launch, metadata.num_warps), registers, spilled, metadata.shared, columns, metadata.num_warps,
-        tuple(lost(text)), tuple(disorder(str(build), launch, text)),
+        tuple(lost(text)), tuple(disorder(str(build), launch, text)), tuple(reused(text)),
     )  # fmt: skip
 
 

@@ -63,6 +63,8 @@ def shortfall(build: AnyBuild, result: Binary | BaseException) -> str:
         return f"takes {result.shared / 1024:.1f} KiB of shared memory, of at most {most}"
     if result.lost:
         return f"reads what ptxas never wrote: {result.lost[0]}"
+    if result.reused:
+        return f"has a barrier where other things lie: {result.reused[0]}"
     if result.disorder:
         return "; ".join(result.disorder)
     return ""

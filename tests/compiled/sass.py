@@ -18,6 +18,9 @@ WRITE = ("R2UR", "S2UR", "CS2UR", "LDCU", "VOTEU", "REDUX", "CREDUX")
 READ = ("UISETP", "UFSETP", "UR2UP")
 # What leaves the 14 bits of an address that a descriptor has room for.
 CUT = MappingProxyType({"ULOP3": "0x3fff", "USGXT": "0xe"})
+# Bytes that plain loads and stores of shared memory move, by what follows their name.
+MOVED = MappingProxyType({"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16})
+DIRECT = re.compile(r"\[UR\d+(?:\+0x([0-9a-f]+))?\]")  # an address that all threads share
 CARRY = ("UMOV", "UIADD3", "ULOP3", "USEL")  # what a descriptor's lower half goes through
 
 
@@ -52,6 +55,26 @@ def lost(text: str) -> list[str]:
             addresses = addresses - {first, *others} | kept
             written |= {first, *others}
     return found
+
+
+def reused(text: str) -> list[str]:
+    """Plain reads and writes of shared memory where a barrier is made.
+
+    Triton gives the room of a barrier that nobody waits for to others. What is written there then comes out wrong, once
+    the chip stops a program midway to let another process compute: the barrier is written after it.
+    """
+    made, plain = set(), []
+    for instruction in INSTRUCTION.finditer(text):
+        name, *parts = instruction[1].split(".")
+        if (found := DIRECT.search(instruction[2])) is None:
+            continue
+        first = int(found[1] or "0", 16)
+        if name == "SYNCS" and parts[0] == "EXCH":
+            made |= set(range(first, first + 8))
+        elif name in ("LDS", "STS"):
+            size = next((MOVED[part] for part in parts if part in MOVED), 4)
+            plain.append((set(range(first, first + size)), f"{instruction[1]} {instruction[2]}"))
+    return [words for places, words in plain if places & made]
 
 
 def _destination(opcode: str, operands: list[str]) -> int:

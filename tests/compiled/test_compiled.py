@@ -185,6 +185,8 @@ def test_what_can_never_run():
     assert shortfall(BUILD, large) == "takes 227.0 KiB of shared memory, of at most 227"
     lost = BINARY._replace(lost=("UIADD3 UR26, UP0, UR26, 0x40, URZ ;",))
     assert shortfall(BUILD, lost) == "reads what ptxas never wrote: UIADD3 UR26, UP0, UR26, 0x40, URZ ;"
+    reused = BINARY._replace(reused=("LDS.128 R8, [UR6+0x28400]",))
+    assert shortfall(BUILD, reused) == "has a barrier where other things lie: LDS.128 R8, [UR6+0x28400]"
     assert shortfall(BUILD, RuntimeError("a | b\nc")) == "does not compile: RuntimeError: a / b c"
     text = section({BUILD: RuntimeError("a | b")}, {BUILD: large})
     assert "1 more kernels. 1 fail to compile or to fit:" in text

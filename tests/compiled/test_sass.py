@@ -1,7 +1,7 @@
 """Which instructions read what ptxas never wrote."""
 
 import pytest
-from compiled.sass import lost
+from compiled.sass import lost, reused
 
 # The first two slices of a tile of values at UR10, as a product reads them; ptxas 12.8 wrote UR26 in place of UR10.
 SLICES = """
@@ -82,3 +82,33 @@ def test_every_register_of_a_read_is_written_before(writes, read):
     for n in range(len(writes)):
         assert lost(code(*writes[:n], *writes[n + 1 :], read)) == [f"{read} ;"]
     assert lost(code(read, *writes)) == [f"{read} ;"]
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        "LDS.128 R8, [UR6+0x28400]",
+        "STS.64 [UR9+0x28400], R6",
+        "STS [UR9+0x28404], R6",
+        "LDS.128 R8, [UR6+0x283f8]",
+        "@P0 LDS.U8 R8, [UR6+0x28407]",
+    ],
+)
+def test_a_barrier_where_other_things_lie(plain):
+    """So were all of Hopper's backwards, where an mbarrier had no use."""
+    made = "@!UP5 SYNCS.EXCH.64 URZ, [UR6+0x28400], UR10"
+    assert len(reused(code(made, plain))) == len(reused(code(plain, made))) == 1
+    assert reused(code(plain)) == []
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "STS.64 [UR9+0x28408], R6",
+        "LDS.128 R8, [UR6+0x283f0]",
+        "STS.64 [R11+0x28400], R8",  # of each thread its own
+        "SYNCS.ARRIVE.TRANS64 RZ, [UR6+0x28400], R2",
+    ],
+)
+def test_a_barrier_beside_other_things(beside):
+    assert reused(code("SYNCS.EXCH.64 URZ, [UR6+0x28400], UR10", beside)) == []

@@ -44,9 +44,13 @@ def allocate(tile_type: gl.constexpr, sizes):
         q_tail, k_tail = ring(tile_type, SLOTS, BLOCK_M, sizes.D_TAIL), ring(tile_type, TILES, KEYS, sizes.D_TAIL)
     if TILES == 1:
         p = ring(tile_type, 1, KEYS, BLOCK_M)
+    keys_full = barriers(1)
+    turn = keys_full  # never a barrier that nobody uses: Triton gives its room to others, and it is written late
+    if sizes.AFTER:
+        turn = barriers(1)
     shared = Shared(
-        q, q_tail, dout, k, k_tail, v, p, ds, vectors(SLOTS, BLOCK_M), vectors(SLOTS, BLOCK_M), barriers(1, 1),
-        barriers(SLOTS, 2), barriers(SLOTS, 1), barriers(1),
+        q, q_tail, dout, k, k_tail, v, p, ds, vectors(SLOTS, BLOCK_M), vectors(SLOTS, BLOCK_M), keys_full,
+        barriers(SLOTS, 2), barriers(SLOTS, 1), turn,
     )  # fmt: skip
     fence_async_shared()
     return shared
