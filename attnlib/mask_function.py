@@ -50,7 +50,8 @@ class MaskFunction:
 
     ``program`` is what the function does, ``tensors`` what it reads; ``definition`` calls the function itself with such
     tensors. Masks compose by ``&``, ``|`` and ``~``, bands and functions alike. ``tiles`` is what :meth:`block_mask`
-    has found. ``far`` is what its author knows that a cache must keep, if less than its band says.
+    has found. ``far`` is what its author knows that a cache must keep, if less than its band says. ``sections``: if the
+    function does no more than keep documents of a row apart, where these begin, and its end; int32.
     """
 
     band: Band
@@ -61,6 +62,7 @@ class MaskFunction:
     versions: tuple[int, ...] = field(default=(), repr=False)  # of the tensors, when tiles were found
     sizes: tuple[int, ...] = field(default=(), repr=False)  # queries and keys, then
     far: Kept | None = None
+    sections: Tensor | None = field(default=None, repr=False)
 
     @property
     def spelled(self) -> str:
@@ -81,7 +83,7 @@ class MaskFunction:
 
     def reading(self, tensors: Tensors) -> "MaskFunction":
         """The same function of other tensors, of the same dtypes and ranks."""
-        return replace(self, tensors=tuple(tensors), tiles=None, versions=(), sizes=())
+        return replace(self, tensors=tuple(tensors), tiles=None, versions=(), sizes=(), sections=None)
 
     def block_mask(self, b: int, h: int, s: int, t: int, *, device: torch.device | str | None = None) -> "MaskFunction":
         """The same mask for dense calls of ``b`` sequences, ``h`` query heads, ``s`` queries and ``t`` keys.
@@ -114,8 +116,9 @@ class MaskFunction:
         if (band := self.band.meet(other.band)) is not None:
             both = _joined("logical_and", self, other, band)
             known = [x for x in (self, other) if x.program != EVERYWHERE]
-            if len(known) == 1 and known[0].tiles is not None:  # which say nothing of the band
-                both = replace(both, tiles=known[0].tiles, versions=known[0].versions, sizes=known[0].sizes)
+            if len(known) == 1 and (known[0].tiles is not None or known[0].sections is not None):
+                (one,) = known  # what is known of its function says nothing of the band
+                both = replace(both, tiles=one.tiles, versions=one.versions, sizes=one.sizes, sections=one.sections)
         else:
             both = _joined("logical_and", _all_of(self), other, other.band)
         kept = self.kept.within(other.kept)

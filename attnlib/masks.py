@@ -25,10 +25,16 @@ def documents(numbers: Tensor) -> MaskFunction:
 
 
 def documents_of(cu_seqlens: Tensor, tokens: int) -> MaskFunction:
-    """:func:`documents` of one sequence ``[1, tokens]``, which begin at these offsets, int ``[n + 1]`` from 0."""
+    """:func:`documents` of one sequence ``[1, tokens]``, which begin at these offsets, int ``[n + 1]`` from 0.
+
+    Dense calls with it run as :func:`attnlib.varlen_attention` does, where nothing else depends on places in the row:
+    no other function, ALiBi, dropout, ``key_starts`` or ``key_ends``.
+    """
     _check("cu_seqlens", cu_seqlens, 1)
     at = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return documents(torch.bucketize(at, cu_seqlens[1:], right=True, out_int32=True)[None])
+    numbers = torch.bucketize(at, cu_seqlens[1:], right=True, out_int32=True)[None]
+    ends = cu_seqlens[1:].clamp(max=tokens), cu_seqlens.new_full((1,), tokens)  # of what comes after them, too
+    return replace(documents(numbers), sections=torch.cat((cu_seqlens.new_zeros(1), *ends)).int())
 
 
 def prefix_lm(lengths: Tensor) -> MaskFunction:

@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .call import Call, checked
+from .call import Call, Packing, checked
 from .checks import are_checks_on, is_strided
 from .dispatch import PREPARED, Explanation, explained, select
 from .mask import FULL, Mask
 from .merge import merge_states
-from .prepared import key_of
+from .prepared import NO_ORIGIN, key_of
 
 
 class CallPlan(NamedTuple):
@@ -32,10 +32,24 @@ def planned(call: Call) -> CallPlan:
     return CallPlan(call._replace(kv=kv.own, lse=True), shared)
 
 
+def packed_by_documents(call: Call) -> Call | None:
+    """The packed call that a checked dense one is, if its mask does no more than keep documents of a row apart."""
+    mask, sections, score = call.mask, getattr(call.mask, "sections", None), call.score
+    if sections is None or mask.band.prefix or not score.is_alike or call.origin is not NO_ORIGIN:
+        return None
+    others = (call.kv, call.packing, call.key_starts, call.key_ends, call.descales)
+    rows = (1, mask.tensors[0].shape[1])
+    if call.dropout.p or any(x is not None for x in others) or not call.q.shape[:2] == call.k.shape[:2] == rows:
+        return None
+    q, k, v = (x.squeeze(0) for x in (call.q, call.k, call.v))
+    return call._replace(q=q, k=k, v=v, mask=mask.band, packing=Packing(sections, sections), spec=None)
+
+
 def told(call: Call, name: str | None) -> Explanation:
     """What a call would run on, and why."""
     plan = planned(call)
-    own = explained(checked(plan.own), name)
+    own = checked(plan.own)
+    own = explained(checked(packed_by_documents(own) or own), name)
     return own if plan.shared is None else own._replace(shared=explained(checked(plan.shared), name))
 
 
@@ -65,6 +79,9 @@ def attend(call: Call, name: str | Asked | None = None) -> tuple[Tensor, Tensor]
     if key is not None and (run := PREPARED.find(kv, key)) is not None:
         return run(call.q, call.k, call.v, call.descales)
     call = checked(call)
+    if (packed := packed_by_documents(call)) is not None:
+        out, lse = attend(packed, name)
+        return out.unsqueeze(0), lse.unsqueeze(0)
     backend = select(call.spec, name)
     if kv is None:
         result = backend.attention(call)

@@ -3,8 +3,10 @@
 import contextlib
 import io
 import re
+import sys
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -39,8 +41,9 @@ def anchor(heading: str) -> str:
 
 def printed(recipe: Recipe) -> str:
     torch.manual_seed(0)
+    module = sys.modules["recipe"] = ModuleType("recipe")  # which torch.compile imports by its name
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile(recipe.codes[0], f"{recipe.page}: {recipe.heading}", "exec"), {"__name__": "recipe"})
+        exec(compile(recipe.codes[0], f"{recipe.page}: {recipe.heading}", "exec"), module.__dict__)
     return out.getvalue()
 
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from attnlib import CAUSAL, FULL, Mask, attention, masks, scores, sliding, varlen_attention
+from attnlib import CAUSAL, FULL, Mask, attention, attention_with_lse, masks, scores, sliding, varlen_attention
+from attnlib.call import Call, Dropout, Origin, Score, checked
+from attnlib.running import packed_by_documents
 
 B, S, T, H = 2, 9, 14, 4
 FIRST = T - S
@@ -62,6 +64,48 @@ def test_documents_are_packed_sequences():
     packed = varlen_attention(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, mask=CAUSAL)
     q = q[None]
     torch.testing.assert_close(attention(q, q, q, mask=CAUSAL & masks.documents_of(lengths, 20))[0], packed)
+
+
+@pytest.mark.parametrize("ends", [[0, 5, 5, 13, 20], [0, 0, 7], [0, 30], [2, 9, 20], [0]], ids=str)
+@pytest.mark.parametrize("band", [FULL, CAUSAL, sliding(4)], ids=str)
+def test_documents_by_offsets_are_documents_by_numbers(band, ends):
+    offsets = torch.tensor(ends)
+    numbers = torch.bucketize(torch.arange(20), offsets[1:], right=True)[None]
+    results = []
+    for mask in (masks.documents_of(offsets, 20), masks.documents(numbers)):
+        q, k, v = (torch.linspace(-1, 1, 20 * h * 8).sin().view(1, 20, h, 8).requires_grad_() for h in (4, 2, 2))
+        out, lse = attention_with_lse(q, k, v, mask=band & mask, sinks=torch.zeros(4))
+        results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_documents_run_packed_where_nothing_else_depends_on_places():
+    mask, q = CAUSAL & masks.documents_of(torch.tensor([0, 5, 20]), 20), torch.randn(1, 20, 4, 8)
+
+    def packed(q=q, k=None, mask=mask, **options):
+        k = q if k is None else k
+        return packed_by_documents(checked(Call(q, mask, Score(), k, k)._replace(**options)))
+
+    call = packed()
+    assert call.q.shape == (20, 4, 8)
+    assert call.mask == CAUSAL
+    assert call.packing.cu_seqlens_q.tolist() == [0, 5, 20, 20]
+    assert packed(mask=sliding(3) & mask).mask == sliding(3)
+    for others in (
+        {"mask": masks.chunked(4) & mask},
+        {"mask": mask | sliding(3)},
+        {"mask": ~mask},
+        {"mask": Mask(None, 0, 3) & masks.documents_of(torch.tensor([0, 5, 20]), 20)},
+        {"q": q[:, 3:], "k": q},
+        {"q": q.expand(2, -1, -1, -1)},
+        {"score": Score(alibi_slopes=torch.rand(4))},
+        {"score": Score(function=scores.distance_bias(torch.randn(4, 9)))},
+        {"dropout": Dropout(0.5)},
+        {"key_starts": torch.zeros(1, dtype=torch.int32)},
+        {"origin": Origin(head=1)},
+    ):
+        assert packed(**others) is None, others
 
 
 def test_scores_plus_a_tensor():
