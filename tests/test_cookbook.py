@@ -4,7 +4,7 @@ import contextlib
 import io
 import re
 import sys
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 PAGES = Path(__file__).parent.parent / "docs/cookbook"
+NUMBERS = count()
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -41,7 +42,8 @@ def anchor(heading: str) -> str:
 
 def printed(recipe: Recipe) -> str:
     torch.manual_seed(0)
-    module = sys.modules["recipe"] = ModuleType("recipe")  # which torch.compile imports by its name
+    name = f"recipe_{next(NUMBERS)}"  # by which torch.compile imports it, and keeps it
+    module = sys.modules[name] = ModuleType(name)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(compile(recipe.codes[0], f"{recipe.page}: {recipe.heading}", "exec"), module.__dict__)
     return out.getvalue()
