@@ -35,11 +35,11 @@ def planned(call: Call) -> CallPlan:
 def packed_by_documents(call: Call) -> Call | None:
     """The packed call that a checked dense one is, if its mask does no more than keep documents of a row apart."""
     mask, sections, score = call.mask, getattr(call.mask, "sections", None), call.score
-    if sections is None or mask.band.prefix or not score.is_alike or call.origin is not NO_ORIGIN:
+    if sections is None or not score.is_alike or call.dropout.p or call.origin is not NO_ORIGIN:
         return None
     others = (call.kv, call.packing, call.key_starts, call.key_ends, call.descales)
-    rows = (1, mask.tensors[0].shape[1])
-    if call.dropout.p or any(x is not None for x in others) or not call.q.shape[:2] == call.k.shape[:2] == rows:
+    is_plain = mask.band.without_prefix() == mask.band and all(x is None for x in others)
+    if not is_plain or not call.q.shape[:2] == call.k.shape[:2] == (1, mask.tensors[0].shape[1]):
         return None
     q, k, v = (x.squeeze(0) for x in (call.q, call.k, call.v))
     return call._replace(q=q, k=k, v=v, mask=mask.band, packing=Packing(sections, sections), spec=None)
@@ -49,7 +49,8 @@ def told(call: Call, name: str | None) -> Explanation:
     """What a call would run on, and why."""
     plan = planned(call)
     own = checked(plan.own)
-    own = explained(checked(packed_by_documents(own) or own), name)
+    packed = packed_by_documents(own)
+    own = explained(own if packed is None else checked(packed), name)
     return own if plan.shared is None else own._replace(shared=explained(checked(plan.shared), name))
 
 
