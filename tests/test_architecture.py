@@ -45,6 +45,7 @@ ROOMS = {
         "hints",
     },
     "integrations": {"layers", "cache", "functional", "running", "storage", "packing", "sizes", *VALUES},
+    "parallel": {"layers", "cache", "functional", "running", "call", "storage", "packing", "sizes", *VALUES},
     "convert": {"layers", "cache", "functional", "sizes", *VALUES},
     "compat": {"layers", "cache", "functional", "running", "call", "storage", "packing", "sizes", *VALUES},
     "layers": {"functional", "running", "cache", "call", *VALUES},

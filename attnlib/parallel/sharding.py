@@ -1,0 +1,53 @@
+"""Which tokens of a sequence a rank has, and how parts become the whole again.
+
+Of ``n`` ranks in zigzag order, rank ``r`` has the chunks ``r`` and ``2 n - 1 - r`` of ``2 n``: under a causal mask
+early queries see few keys and late ones many, and so every rank has as much to compute. Otherwise it has chunk ``r`` of
+``n``.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .exchange import gathered
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def shard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -> Tensor:
+    """This rank's tokens of x, which every rank has whole; ``dim`` is that of tokens. Position ids are sharded alike.
+
+    Raises:
+        ValueError: the tokens cannot be shared out evenly.
+    """
+    return dealt(x.movedim(dim, 0), mesh.size(), zigzag=zigzag)[mesh.get_local_rank()].movedim(0, dim)
+
+
+def unshard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -> Tensor:
+    """The tokens of all ranks in their order, on every rank; gradients of all ranks are summed into each part."""
+    return joined(gathered(x.movedim(dim, 0), mesh.get_group()), zigzag=zigzag).movedim(0, dim)
+
+
+def dealt(x: Tensor, ranks: int, *, zigzag: bool) -> Tensor:
+    """x ``[tokens, ...]`` as ``[ranks, tokens of a rank, ...]``."""
+    chunks = 2 * ranks if zigzag else ranks
+    if x.shape[0] % chunks:
+        raise ValueError(f"x: expected tokens in {chunks} equal chunks, got {x.shape[0]} tokens; pad the sequence")
+    x = x.unflatten(0, (chunks, x.shape[0] // chunks))
+    return torch.stack((x[:ranks], x[ranks:].flip(0)), 1).flatten(1, 2) if zigzag else x
+
+
+def joined(parts: Tensor, *, zigzag: bool) -> Tensor:
+    """Parts ``[ranks, tokens of a rank, ...]`` as ``[tokens, ...]``."""
+    if not zigzag:
+        return parts.flatten(0, 1)
+    early, late = parts.unflatten(1, (2, parts.shape[1] // 2)).unbind(1)
+    return torch.cat((early, late.flip(0))).flatten(0, 1)
+
+
+def starts_of(rank: int, ranks: int, tokens: int, *, zigzag: bool) -> list[int]:
+    """Where the chunks of a rank begin in a sequence of so many tokens."""
+    size = tokens // (2 * ranks if zigzag else ranks)
+    return [rank * size, (2 * ranks - 1 - rank) * size] if zigzag else [rank * size]
