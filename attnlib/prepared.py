@@ -17,10 +17,11 @@ from .watched import are_watched, is_forward_mode
 Run = Callable[[Tensor, Tensor | None, Tensor | None, Descales | None], tuple[Tensor, Tensor | None]]
 Write = Callable[[Tensor, Tensor | None, Angles | None], None]  # takes k and v of a step's tokens
 FLOATS, NAMES = frozenset((float, type(None))), (str, type(None))
+Key = tuple[object, ...]  # by value all that decides a call or a write
 NO_ORIGIN = Call._field_defaults["origin"]
 
 
-def key_of(call: Call, name: str | None) -> tuple | None:
+def key_of(call: Call, name: str | None) -> Key | None:
     """All that a call on the backend of this name depends on, but its view and its tensors' values.
 
     None for a call that depends on more.
@@ -70,15 +71,15 @@ class PreparedCalls:
 
     def __init__(self, limit: int):
         self.limit = limit
-        self._over_tensors: dict[tuple, Run | Write] = {}
-        self._over_views: dict[int, dict[tuple, Run | Write]] = {}  # by the id of a view, while that lives
+        self._over_tensors: dict[Key, Run | Write] = {}
+        self._over_views: dict[int, dict[Key, Run | Write]] = {}  # by the id of a view, while that lives
 
-    def find(self, view: KVView | None, key: tuple) -> Run | Write | None:
+    def find(self, view: KVView | None, key: Key) -> Run | Write | None:
         """What was prepared for this key over a view, or over tensors where there is none."""
         runs = self._over_tensors if view is None else self._over_views.get(id(view))
         return None if runs is None else runs.get(key)
 
-    def remember(self, view: KVView | None, key: tuple, run: Run | Write | None) -> None:
+    def remember(self, view: KVView | None, key: Key, run: Run | Write | None) -> None:
         """Run calls of this key by ``run``, if there is one, from now on; too many are all forgotten first."""
         if run is None:
             return

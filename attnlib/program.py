@@ -124,7 +124,8 @@ class Steps:
     """The steps of a program to be, each of them once; ``add`` and its like give the value that a step makes."""
 
     def __init__(self, inputs: Sequence[str], captured: Sequence[Captured]):
-        self.inputs, self.captured = tuple(inputs), tuple(captured)
+        self.inputs: tuple[str, ...] = tuple(inputs)
+        self.captured: tuple[Captured, ...] = tuple(captured)
         self._made: dict[tuple, Step] = {}
         self._kinds = {Value(name): INT if name in INDICES else FLOAT for name in inputs}
 

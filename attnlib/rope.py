@@ -44,7 +44,7 @@ class Angles:
 
     @property
     def convention(self) -> str:
-        """What a cache must not mix: the pairing and the rotated width, as ``half:64`` or ``interleaved:64``."""
+        """The pairing and the rotated width, which a cache must not mix, as ``half:64`` or ``interleaved:64``."""
         return f"{'interleaved' if self.interleaved else 'half'}:{2 * self.cos.shape[-1]}"
 
 
@@ -117,7 +117,7 @@ class Rope:
 
     @property
     def latent_scale(self) -> float:
-        """DeepSeek's factor on the whole softmax scale: ``mscale(factor, mscale_all_dim) ** 2``, else 1.
+        """DeepSeek's factor on the whole softmax scale, ``mscale(factor, mscale_all_dim) ** 2``, else 1.
 
         It scales rotated and unrotated channels alike, and comes on top of ``amplitude``.
         """
@@ -125,7 +125,7 @@ class Rope:
             return _mscale(self.scaling.factor, self.scaling.mscale_all_dim) ** 2
         return 1.0
 
-    def inverse_frequencies(self, *, length: int | None = None, device=None) -> Tensor:
+    def inverse_frequencies(self, *, length: int | None = None, device: torch.device | str | None = None) -> Tensor:
         """The angle per position of each pair, fp32 ``[dim / 2]``, under every scaling rule.
 
         The numbers are the same on every device, and those of Hugging Face transformers on a CPU to within 4 units in

@@ -8,12 +8,12 @@ from torch import Tensor
 from .checks import are_checks_on, check_slots
 from .dispatch import PREPARED, storing
 from .kv import KVLayout, KVView
-from .prepared import Write
+from .prepared import Key, Write
 from .rope import Angles
 
 
 def write_cache(
-    kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, *, angles: Angles | None = None, key: tuple | None = None
+    kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, *, angles: Angles | None = None, key: Key | None = None
 ) -> None:
     """Write tokens into a view's planes in place: k, rotated by ``angles`` first, and v, at ``slots``.
 
@@ -33,7 +33,7 @@ def write_cache(
         PREPARED.remember(kv, ("write", id(slots), key), write)  # what is prepared keeps the slots alive
 
 
-def prepared_write(kv: KVView, slots: Tensor, key: tuple) -> Write | None:
+def prepared_write(kv: KVView, slots: Tensor, key: Key) -> Write | None:
     """What writes tokens of this key to these slots of a view sooner than :func:`write_cache`, if anything."""
     return PREPARED.find(kv, ("write", id(slots), key))
 

@@ -86,13 +86,13 @@ def are_batched(*tensors: Tensor | None) -> bool:
     return False
 
 
-def is_forward_mode(*arguments) -> bool:
+def is_forward_mode(*arguments: object) -> bool:
     """Whether a level of forward-mode derivatives is open; of an unknown torch, whether a tensor here carries one."""
     if IS_KNOWN:
         return forward_ad._current_level >= 0
     return have_tangents(*arguments)
 
 
-def have_tangents(*arguments) -> bool:
+def have_tangents(*arguments: object) -> bool:
     """Whether a tensor among these carries a forward-mode derivative."""
     return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments)

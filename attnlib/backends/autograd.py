@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from ..prepared import Run
 from ..spec import NO_BACKWARD
@@ -19,14 +20,17 @@ from .flops import backward_flops, cached_flops, forward_flops
 from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, apart, fake_attention, fake_backward
 from .registration import Operator, register
 
+Gradients = Callable[..., tuple[Tensor, ...]]  # takes a backward's dout and what follows it
 WITH_GRADIENTS = 5  # arguments, q, k, v, slopes and sinks
 
 
 class Operators:
     """The operators ``name_forward`` and ``name_backward`` of a backend, and what they run."""
 
-    def __init__(self, name: str, forward: Callable, backward: Callable):
-        self.name, self.forward, self.backward = name, forward, backward
+    def __init__(self, name: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Gradients):
+        self.name = name
+        self.forward = forward
+        self.backward = backward
         self._library = register(
             Operator(f"{name}_forward{FORWARD}", forward, fake_attention, forward_flops, self.gradients, _keep, _vmap),
             Operator(f"{name}_backward{BACKWARD}", backward, fake_backward, backward_flops, _no_second, None, _vmap),
@@ -53,7 +57,7 @@ class Operators:
         rest = arguments[WITH_GRADIENTS:TENSORS], arguments[TENSORS + 1 :]
         return _Attention.apply(self, rest, *arguments[:WITH_GRADIENTS], *(arguments.captured or ()))
 
-    def repeated(self, run: Run, backward: Callable, a: Arguments, *, lse: bool) -> Run:
+    def repeated(self, run: Run, backward: Callable[..., tuple[Tensor, ...] | None], a: Arguments, *, lse: bool) -> Run:
         """What runs a call again on other q, k and v, by ``run``; it has no other tensors, so there are no descales.
 
         ``backward`` takes dout and what was saved, and gives the gradients of these three, or None where it cannot.
@@ -63,7 +67,7 @@ class Operators:
         apply = partial(super(torch.autograd.Function, _Repeated).apply, again)  # transforms, which it asks for, watch
         return lambda q, k, v, descales=None: apply(q, k, v) if lse else (apply(q, k, v), None)
 
-    def gradients(self, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradients(self, ctx: FunctionCtx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient of each argument of the forward operator, None where there is none to give."""
         out, lse, *tensors = ctx.saved_tensors
         a = Arguments(*tensors[:TENSORS], tensors[TENSORS:] or None, *ctx.numbers)
@@ -123,7 +127,7 @@ class Again(NamedTuple):
     """How a call runs again: its forward, its gradients, and whether its LSE is asked for."""
 
     run: Run
-    gradients: Callable
+    gradients: Gradients
     lse: bool
 
 
@@ -145,7 +149,7 @@ class _Repeated(torch.autograd.Function):
         return None, *ctx.gradients(dout, dlse, *ctx.saved_tensors)
 
 
-def register_cached(name: str, run: Callable) -> torch.library.Library | None:
+def register_cached(name: str, run: Callable[..., tuple[Tensor, Tensor]]) -> torch.library.Library | None:
     """Make ``name_cached`` known, whose backward raises, where torch would drop it with a warning; keep the result."""
     return register(Operator(f"{name}_cached{CACHED}", run, fake_attention, cached_flops, _no_backward))
 

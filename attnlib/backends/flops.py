@@ -15,7 +15,7 @@ from .operators import Arguments, CachedArguments
 BACKENDS = ("torch", "triton", "triton_plain")  # that are operators
 
 
-def _formula(named: Callable, pairs: Callable, *, over_d: int, over_e: int) -> Callable:
+def _formula(named: Callable, pairs: Callable, *, d: int, e: int) -> Callable[..., int]:
     """What an operator counts: for each pair of a query and a key so many products over d and over e.
 
     ``named`` gives the names to what the operator takes.
@@ -23,7 +23,7 @@ def _formula(named: Callable, pairs: Callable, *, over_d: int, over_e: int) -> C
 
     def flops(*arguments, out_val=None) -> int:
         a = named(*arguments)
-        widths = over_d * a.q.shape[-1] + over_e * (a.k if a.v is None else a.v).shape[-1]
+        widths = d * a.q.shape[-1] + e * (a.k if a.v is None else a.v).shape[-1]
         return 2 * a.q.shape[-2] * pairs(a) * widths
 
     flops._get_raw = True  # what FlopCounterMode looks for in a custom_mapping; else it would hand over shapes
@@ -49,13 +49,13 @@ def _unknown(x: Tensor) -> bool:
     return x.is_meta or type(x) is not Tensor  # such as a fake one
 
 
-forward_flops = _formula(Arguments, _pairs, over_d=1, over_e=1)  # the score over d, the output over e
+forward_flops: Callable[..., int] = _formula(Arguments, _pairs, d=1, e=1)  # the score over d, the output over e
 # The score again, dq and dk over d, the probability's gradient and dv over e.
-backward_flops = _formula(lambda dout, dlse, out, lse, *rest: Arguments(*rest), _pairs, over_d=3, over_e=2)
-cached_flops = _formula(CachedArguments, _cached_pairs, over_d=1, over_e=1)
+backward_flops: Callable[..., int] = _formula(lambda dout, dlse, out, lse, *rest: Arguments(*rest), _pairs, d=3, e=2)
+cached_flops: Callable[..., int] = _formula(CachedArguments, _cached_pairs, d=1, e=1)
 
 
-def formulas() -> Mapping[object, Callable]:
+def formulas() -> Mapping[object, Callable[..., int]]:
     """The formula of each operator that computes attention; the backends must be loaded."""
     kinds = {"forward": forward_flops, "backward": backward_flops, "cached": cached_flops}
     named = ((f"{backend}_{kind}", flops) for backend in BACKENDS for kind, flops in kinds.items())

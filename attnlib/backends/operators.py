@@ -218,18 +218,18 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def fake_attention(q: Tensor, k: Tensor, v: Tensor | None, *rest) -> tuple[Tensor, Tensor]:
+def fake_attention(q: Tensor, k: Tensor, v: Tensor | None, *rest: object) -> tuple[Tensor, Tensor]:
     """What a forward gives, or attention over a cache, without values."""
     return outputs(q, k if v is None else v)
 
 
-def fake_backward(dout, dlse, out, lse, *arguments) -> tuple[Tensor, ...]:
+def fake_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *given: object) -> tuple[Tensor, ...]:
     """Gradients of the first arguments, q, k, v, slopes and sinks, empty where there are none, without values.
 
     The last one is that of all captured tensors, side by side.
     """
-    captured = lse.new_empty(count_learnt(Arguments(*arguments)))
-    return *(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in arguments[:5]), captured
+    captured = lse.new_empty(count_learnt(Arguments(*given)))
+    return *(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in given[:5]), captured
 
 
 def learnt(a: Arguments) -> list[bool]:
@@ -251,7 +251,7 @@ def count_learnt(a: Arguments) -> int:
     return sum(x.numel() for x, has_grad in zip(a.captured or (), learnt(a), strict=True) if has_grad)
 
 
-def fake_write(*arguments) -> None:
+def fake_write(*arguments: object) -> None:
     """A write gives nothing."""
 
 

@@ -18,12 +18,12 @@ class Operator(NamedTuple):
     """
 
     schema: str
-    run: Callable
-    fake: Callable
-    flops: Callable | None = None
-    gradients: Callable | None = None
-    keep: Callable | None = None
-    vmap: Callable | None = None
+    run: Callable[..., object]
+    fake: Callable[..., object]
+    flops: Callable[..., int] | None = None
+    gradients: Callable[..., object] | None = None
+    keep: Callable[..., None] | None = None
+    vmap: Callable[..., object] | None = None
 
 
 def register(*operators: Operator) -> torch.library.Library | None:

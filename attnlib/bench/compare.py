@@ -5,12 +5,15 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from statistics import median
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from .place import Place
 
+Result = TypeVar("Result")
+Action = Callable[..., object]
 # By module, errors of Triton and of FlashAttention-4's compiler, which are of no kind of Python's.
 FOREIGN = MappingProxyType({"triton.errors": "TritonError", "cutlass.base_dsl.common": "DSLBaseError"})
 APART = 1e-2  # relative norm of an error that is more than bf16's rounding
@@ -25,7 +28,7 @@ class Failure(str):
 Cells = dict[str, float | Failure]  # by column
 
 
-def attempt(call: Callable, *arguments):
+def attempt(call: Callable[..., Result], *arguments: object) -> Result | Failure:
     """What ``call(*arguments)`` returns, or the Failure that it ends in; the first Failure among the arguments, if any.
 
     No implementation ends the comparison of the others.
@@ -85,7 +88,7 @@ def _distance(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
 
 
 def in_turns(
-    actions: Mapping[str, Callable | Failure], clock: Callable[[Callable], float], rounds: int, budget: float = 0.0
+    actions: Mapping[str, Action | Failure], clock: Callable[[Action], float], rounds: int, budget: float = 0.0
 ) -> Cells:
     """Median seconds of each action over rounds in which all take turns, since clocks drift under load.
 
@@ -107,7 +110,7 @@ def in_turns(
 
 def compare_calls(
     place: Place,
-    makers: Mapping[str, Callable[[], Callable]],
+    makers: Mapping[str, Callable[[], Action]],
     *,
     captured: int = 0,
     ours: Collection[str] = (),

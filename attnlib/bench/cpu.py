@@ -51,22 +51,22 @@ class OurDecoder:
     """The layers over a contiguous cache: a call is one step; goes back to the prompt when the cache is full."""
 
     def __init__(self, model: Stack, prompt: Tensor, token: Tensor):
-        batch, self.context, _ = prompt.shape
-        self.model, self.token = model, token
+        batch, self._context, _ = prompt.shape
+        self._model, self._token = model, token
         layouts = [layer.kv_layout for layer in model.layers]
-        self.cache = KVCache.contiguous(layouts, max_sequences=batch, max_length=2 * self.context)
-        self.handles = self.cache.admit(batch)
+        self._cache = KVCache.contiguous(layouts, max_sequences=batch, max_length=2 * self._context)
+        self._handles = self._cache.admit(batch)
         self.step(prompt)
 
     def __call__(self) -> Tensor:
-        return self.step(self.token)
+        return self.step(self._token)
 
     def step(self, x: Tensor) -> Tensor:
-        if self.cache.length(self.handles[0]) == 2 * self.context:
-            for handle in self.handles:
-                self.cache.truncate(handle, self.context)
-        with self.cache.step(x.shape[1]) as caches:
-            return self.model(x, caches)
+        if self._cache.length(self._handles[0]) == 2 * self._context:
+            for handle in self._handles:
+                self._cache.truncate(handle, self._context)
+        with self._cache.step(x.shape[1]) as caches:
+            return self._model(x, caches)
 
 
 class PeerDecoder:
@@ -76,32 +76,32 @@ class PeerDecoder:
     """
 
     def __init__(self, model: Stack, prompt: Tensor, token: Tensor, *, masked: bool):
-        batch, self.context, _ = prompt.shape
-        self.layers, self.length, self.masked, self.token = model.layers, 0, masked, token
-        first = self.layers[0]
-        shape = (len(self.layers), batch, 2 * self.context, first.num_kv_heads, first.head_dim)
-        self.k, self.v = torch.zeros(shape), torch.zeros(shape)
+        batch, self._context, _ = prompt.shape
+        self._layers, self._length, self._masked, self._token = model.layers, 0, masked, token
+        first = self._layers[0]
+        shape = (len(self._layers), batch, 2 * self._context, first.num_kv_heads, first.head_dim)
+        self._k, self._v = torch.zeros(shape), torch.zeros(shape)
         self.step(prompt)
 
     def __call__(self) -> Tensor:
-        return self.step(self.token)
+        return self.step(self._token)
 
     def step(self, x: Tensor) -> Tensor:
-        if self.length == 2 * self.context:
-            self.length = self.context
-        start, self.length = self.length, self.length + x.shape[1]
-        positions = torch.arange(start, self.length)
-        angles = self.layers[0].rope.angles(positions)
+        if self._length == 2 * self._context:
+            self._length = self._context
+        start, self._length = self._length, self._length + x.shape[1]
+        positions = torch.arange(start, self._length)
+        angles = self._layers[0].rope.angles(positions)
         visible = {"is_causal": x.shape[1] > 1}
-        if self.masked:
-            visible = {"attn_mask": torch.arange(2 * self.context) <= positions[:, None]}
-        for layer, k_cache, v_cache in zip(self.layers, self.k, self.v, strict=True):
+        if self._masked:
+            visible = {"attn_mask": torch.arange(2 * self._context) <= positions[:, None]}
+        for layer, k_cache, v_cache in zip(self._layers, self._k, self._v, strict=True):
             q, k, v = (
                 project(x).unflatten(-1, (-1, layer.head_dim)) for project in (layer.q_proj, layer.k_proj, layer.v_proj)
             )
-            k_cache[:, start : self.length] = rotate(k, angles)
-            v_cache[:, start : self.length] = v
-            k, v = (k_cache, v_cache) if self.masked else (k_cache[:, : self.length], v_cache[:, : self.length])
+            k_cache[:, start : self._length] = rotate(k, angles)
+            v_cache[:, start : self._length] = v
+            k, v = (k_cache, v_cache) if self._masked else (k_cache[:, : self._length], v_cache[:, : self._length])
             q, k, v = (t.transpose(1, 2) for t in (rotate(q, angles), k, v))
             out = scaled_dot_product_attention(q, k, v, **visible, enable_gqa=True)
             x = x + layer.o_proj(out.transpose(1, 2).flatten(-2))

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import torch
 
-from .. import KVLayout
+from .. import KVLayout, KVView
 from .compare import APART, attempt, compare_calls
 from .peers import present
 from .place import Place
@@ -37,10 +37,7 @@ LATENT = (
 )
 LATENTS = Decoding("MLA, 16 heads, 64 x 8k", 64, 16, 8192, MLA)
 FEWER_BITS = (GROUPED[2], GROUPED[1], LATENTS)
-SHARED = (
-    Decoding("GQA 32/8, 32 x 16k", 32, 32, 16384, GQA),
-    Decoding("MLA, 16 heads, 32 x 16k", 32, 16, 16384, MLA),
-)
+SHARED = (Decoding("GQA 32/8, 32 x 16k", 32, 32, 16384, GQA), Decoding("MLA, 16 heads, 32 x 16k", 32, 16, 16384, MLA))
 INVARIANT = (GROUPED[0], GROUPED[1], LATENTS)
 
 # By column, what fills the cache that is read.
@@ -60,7 +57,7 @@ def rows(
     place: Place,
     tables: Sequence[Table],
     work: Iterable[Decoding],
-    fills: Mapping[str, Callable],
+    fills: Mapping[str, Callable[..., KVView]],
     *,
     peers: Sequence[str] = (),
     checks: Sequence[str] = (),

@@ -94,7 +94,9 @@ class Report:
     """Rows as they come, kept in files that are whole after each of them, for a run may be cut short."""
 
     def __init__(self, folder: Path, facts: dict[str, str], say: Callable[[str], None] = print):
-        self.folder, self.facts, self.say = folder, facts, say
+        self.folder = folder
+        self.facts = facts
+        self.say = say
         self.tables: dict[Table, list[Row]] = {}
         folder.mkdir(parents=True, exist_ok=True)
 

@@ -19,6 +19,7 @@ from .watchdog import watched
 BATCHES = 30  # of calls whose CPU time is taken
 
 Rows = Iterator[tuple[Table, Row]]
+Pair = tuple[Case, Case]
 
 
 class Column(NamedTuple):
@@ -116,7 +117,7 @@ def rows(place: Place, tables: Sequence[Table], work: Iterable[Case], peers: Seq
             yield table, Row(case.name, cells, case.tokens if table.growing else None)
 
 
-def varlen(place: Place, tables: Sequence[Table], work=cases.VARLEN, check: str = "FA2") -> Rows:
+def varlen(place: Place, tables: Sequence[Table], work: Iterable[Pair] = cases.VARLEN, check: str = "FA2") -> Rows:
     """Packed sequences against a batch of as many tokens."""
     for packed, dense in work:
         columns = (
@@ -142,7 +143,7 @@ def window(place: Place, tables: Sequence[Table], work=cases.WINDOW, peer: str =
     yield from by_what(place, tables[0], name, columns, ("forward", "backward", "both"))
 
 
-def grouped(place: Place, tables: Sequence[Table], work=cases.GROUPED, check: str = "FA2") -> Rows:
+def grouped(place: Place, tables: Sequence[Table], work: Sequence[Case] = cases.GROUPED, check: str = "FA2") -> Rows:
     """Fewer KV heads against as many as query heads."""
     ours = [Column(case.name, "ours", case) for case in work]
     checks = [Column(f"{case.name}, {check}", check, case, timed=False) for case in work]

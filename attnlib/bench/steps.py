@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import CAUSAL, GroupedQueryAttention, MultiHeadLatentAttention, Rope, cached_attention
+from .. import CAUSAL, GroupedQueryAttention, KVCache, LayerCache, MultiHeadLatentAttention, Rope, cached_attention
 from .compare import Cells, Failure, agreeing, attempt, compare_calls, in_turns
 from .place import Place, host_seconds
 from .report import Row, Table
@@ -58,6 +58,7 @@ class LatentLayer(NamedTuple):
         )  # fmt: skip
 
 
+Work = Steps | LatentLayer
 FORMS = (
     LatentLayer("DeepSeek-V3, 1 x 32k", 1, 32768, 7168, 128, 1536),
     LatentLayer("DeepSeek-V3, 8 x 32k", 8, 32768, 7168, 128, 1536),
@@ -73,11 +74,11 @@ class Stack(nn.Module):
         super().__init__()
         ways = {"backend": place.backend, "device": place.device, "dtype": work.dtype}
         sizes = {"num_kv_heads": work.kv_heads, "rope": Rope(work.width // work.heads)}
-        self.layers = nn.ModuleList(
+        self.layers: nn.ModuleList = nn.ModuleList(
             GroupedQueryAttention(work.width, work.heads, mask=CAUSAL, **sizes, **ways) for _ in range(work.layers)
         )
 
-    def forward(self, x: Tensor, caches: Sequence) -> Tensor:
+    def forward(self, x: Tensor, caches: Sequence[LayerCache]) -> Tensor:
         angles = self.layers[0].rope.angles(caches[0].positions)
         for layer, kv in zip(self.layers, caches, strict=True):
             x = x + layer(x, kv=kv, positions=angles)
@@ -88,42 +89,41 @@ class Decoder:
     """A stack over a cache that holds the context and has room for one turn's steps."""
 
     def __init__(self, work: Steps, place: Place):
-        self.work, self.place = work, place
-        self.model = Stack(work, place)
+        self._work, self._place = work, place
+        self.model: Stack = Stack(work, place)
         layouts = [layer.kv_layout for layer in self.model.layers]
-        self.cache = cache_for(layouts, work.batch, work.context + TURN, PAGE, place.device)
-        self.handles = self.cache.admit(work.batch)
-        self.x = _random(place, work.dtype, work.batch, 1, work.width)
+        self.cache: KVCache = cache_for(layouts, work.batch, work.context + TURN, PAGE, place.device)
+        self._handles = self.cache.admit(work.batch)
+        self.x: Tensor = _random(place, work.dtype, work.batch, 1, work.width)
         with self.cache.step(work.context) as layers:
             for layer in layers:
                 _append_random(place, layer, self.model.layers[0].rope)
 
-    def turn(self, run: Callable[[Sequence], Tensor]) -> Tensor:
+    def turn(self, run: Callable[[Sequence[LayerCache]], Tensor]) -> Tensor:
         """Steps from the context on: what the last of them gives."""
-        for handle in self.handles:
-            self.cache.truncate(handle, self.work.context)
+        for handle in self._handles:
+            self.cache.truncate(handle, self._work.context)
         for _ in range(TURN):
             with self.cache.step(1, replay=True) as layers:
                 out = run(layers)
         return out
 
-    def seconds(self, run: Callable[[Sequence], Tensor]) -> float:
+    def seconds(self, run: Callable[[Sequence[LayerCache]], Tensor]) -> float:
         """Of one step, the host's work included, from the first call of a turn until the device has done the last."""
-        self.place.synchronize()
+        self._place.synchronize()
         start = time.perf_counter()
         self.turn(run)
-        self.place.synchronize()
+        self._place.synchronize()
         return (time.perf_counter() - start) / TURN
 
 
 @torch.no_grad()
-def rows(place: Place, tables: Sequence[Table], work: Iterable, measure: Callable[..., Cells]) -> Rows:
+def rows(place: Place, tables: Sequence[Table], work: Iterable[Work], measure: Callable[..., Cells]) -> Rows:
     """A row for each case: microseconds of what is measured."""
     for case in work:
         with watched(f"{tables[0].name}, {case.name}"):
             cells = attempt(measure, place, case)
-        if isinstance(cells, Failure):
-            cells = {"ours": cells}
+        cells = {"ours": cells} if isinstance(cells, Failure) else cells
         place.tidy()
         yield tables[0], Row(case.name, {name: attempt(lambda x: x * 1e6, x) for name, x in cells.items()})
 

@@ -24,13 +24,13 @@ class Sending:
         self._device = device
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         if self._sent is not None:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("step: it cannot be entered while a CUDA graph is captured; capture what is in it")
             self._sent.synchronize()
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(self._device))
 
@@ -45,10 +45,10 @@ class Buffer:
     def __init__(self, typecode: str, size: int, device: torch.device):
         self._host = array(typecode, bytes(array(typecode).itemsize * size))
         self._source = torch.frombuffer(self._host, dtype={"i": torch.int32, "q": torch.int64}[typecode])
-        self.tensor = self._source if device.type == "cpu" else self._source.to(device)
+        self.tensor: Tensor = self._source if device.type == "cpu" else self._source.to(device)
         self._pinned = torch.empty_like(self._source[:MAX_PINNED], pin_memory=True) if device.type == "cuda" else None
 
-    def show(self, values: array) -> Tensor:
+    def show(self, values: "array[int]") -> Tensor:
         """Put ``values`` at the front of the buffer, and return this slice."""
         n = len(values)
         self._host[:n] = values

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final, NoReturn, SupportsIndex
 
 import torch
 
@@ -44,7 +45,7 @@ class KVCache:
         device: torch.device | str | None,
         options: ReadOptions,
     ):
-        self.layouts = tuple(layouts)
+        self.layouts: tuple[KVLayout, ...] = tuple(layouts)
         self.page_size = page_size
         self._sequences = sequences
         self._poisons = os.environ.get("ATTNLIB_CHECK") == "1"
@@ -60,7 +61,7 @@ class KVCache:
             )
         self._poison([(window, range(allocator.total)) for window, allocator in sequences.allocators.items()])
 
-    pages_for = staticmethod(pages_for)
+    pages_for: Final = staticmethod(pages_for)
 
     @classmethod
     def contiguous(
@@ -141,9 +142,9 @@ class KVCache:
         """Append ``tokens`` to every live sequence (int: dense, in admission order) or to those named (mapping: packed,
         in its order), as a transaction: committed on clean exit, else restored.
 
-        ``replay`` says that a captured CUDA graph appends for all layers, which nobody sees.
+        With ``replay`` a captured CUDA graph appends for all layers, unseen. Errors come before a write or on exit.
 
-        Raises (on entry and before anything is written, if not said otherwise):
+        Raises:
             CacheFullError: pages are missing, or a sequence would grow past ``max_length``.
             ValueError, TypeError: a count is not an int of at least 0, a handle is not live here, or left padding
                 would arrive packed.
@@ -172,9 +173,9 @@ class KVCache:
     def read(self, tokens: int | Mapping[Handle, int]) -> Iterator[Sequence[LayerCache]]:
         """Let ``tokens`` queries (as in ``step``) attend to what is stored, changing no length: cross-attention.
 
-        The queries are the last ones of each sequence.
+        The queries are the last ones of each sequence. What ``step`` raises on entry is raised, but for missing space.
 
-        Raises: what ``step`` raises on entry, except for missing space; and
+        Raises:
             RuntimeError: a window has dropped keys that these queries could see (see ``rollback``).
         """
         self._refuse_inside("read")
@@ -295,5 +296,5 @@ class KVCache:
         if self._poisons:
             poison(self._layers, freed)
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError("a KVCache cannot be copied or pickled; fork() or save() a sequence, or make another cache")

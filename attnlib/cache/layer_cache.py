@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -30,16 +30,16 @@ class LayerCache:
 
     def __init__(self, layout: KVLayout, pages: int, page_size: int, device: torch.device):
         self.layout = layout
-        self.prefill = False
-        self.history = 0
+        self.prefill: bool = False
+        self.history: int = 0
         self.prompts: Sequence[Prompt] = ()
         self.positions: Tensor | None = None
-        self.planes = {
+        self.planes: dict[str, Tensor] = {
             name: torch.empty(pages, page_size, heads, *((width,) if width else ()), dtype=dtype, device=device)
             for name, (heads, width, dtype) in layout.planes.items()
         }
         self.convention: str | None = None  # how the stored keys are rotated; None before the first append
-        self.appended = False  # in this step; append only ever sets it, so that no compiled layer depends on it
+        self.appended: bool = False  # in this step; append only ever sets it, so that no compiled layer depends on it
         self._prepared: tuple = ()  # positions, slots and view of the present step shape
         self._slots: Tensor | None = None  # None where nothing may be appended
         self._view: KVView | None = None  # None outside a step and a read
@@ -196,7 +196,7 @@ class LayerCache:
             for page in pages:
                 plane[page].fill_(torch.nan) if byte is None else plane[page].view(torch.uint8).fill_(byte)
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError("a LayerCache cannot be copied or pickled: it is part of a KVCache")
 
 

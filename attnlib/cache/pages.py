@@ -166,7 +166,7 @@ class PageAllocator:
             f"release() a sequence or make the cache larger{parts}"
         )
 
-    def slots(self, tokens: Mapping[Handle, int]) -> array:
+    def slots(self, tokens: Mapping[Handle, int]) -> "array[int]":
         """Where the reserved tokens go, ``page * page_size + offset`` each, one sequence after the other."""
         size, slots = self.page_size, array("q")
         for handle, n in tokens.items():

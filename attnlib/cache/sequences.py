@@ -58,7 +58,7 @@ class Sequences:
     ):
         self.max_sequences = max_sequences
         self.max_length = max_length
-        self.allocators = {
+        self.allocators: dict[Window, PageAllocator] = {
             of: PageAllocator(count, page_size, **_window(of), rollback=rollback) for of, count in pages.items()
         }
         self._first = next(iter(self.allocators.values()))  # for what is the same in all

@@ -79,11 +79,15 @@ class SharedPrefixBuffers:
 
     def __init__(self, allocator: PageAllocator, page_table: Tensor, max_groups: int):
         (rows, columns), device = page_table.shape, page_table.device
-        self.table = torch.zeros(max_groups, columns, dtype=torch.int32, device=device)
-        self.starts, self.lengths, self.own_starts = (Buffer("i", n, device) for n in (max_groups, max_groups, rows))
-        self.cu_seqlens_q, self._leaders = Buffer("i", max_groups + 1, device), Buffer("q", max_groups, device)
+        self.table: Tensor = torch.zeros(max_groups, columns, dtype=torch.int32, device=device)
+        self.starts: Buffer = Buffer("i", max_groups, device)
+        self.lengths: Buffer = Buffer("i", max_groups, device)
+        self.own_starts: Buffer = Buffer("i", rows, device)
+        self.cu_seqlens_q: Buffer = Buffer("i", max_groups + 1, device)
+        self._leaders = Buffer("q", max_groups, device)
         limit = columns * allocator.page_size
-        self.schedules, self.own_schedules = (Schedules(n, limit, 0, device) for n in (max_groups, rows))
+        self.schedules: Schedules = Schedules(max_groups, limit, 0, device)
+        self.own_schedules: Schedules = Schedules(rows, limit, 0, device)
         self._allocator, self._page_table = allocator, page_table
         self._shared: list[int] = []  # first pages, of each row of the step
         self._found_for: tuple | None = None  # the queries for which that was found

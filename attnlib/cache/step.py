@@ -43,10 +43,10 @@ class TableBuffers:
         self, allocator: PageAllocator, rows: int, columns: int, tokens: int, options: ReadOptions, device: torch.device
     ):
         self.allocator = allocator
-        self.table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
-        self.starts = Buffer("i", rows, device)
-        self.slots = Buffer("q", tokens, device)
-        self.schedules = Schedules(rows, columns * allocator.page_size, options.split_size, device)
+        self.table: Tensor = torch.zeros(rows, columns, dtype=torch.int32, device=device)
+        self.starts: Buffer = Buffer("i", rows, device)
+        self.slots: Buffer = Buffer("q", tokens, device)
+        self.schedules: Schedules = Schedules(rows, columns * allocator.page_size, options.split_size, device)
         self.shared_prefix: SharedPrefixBuffers | None = None
         if options.max_prefix_groups and allocator.window is None:  # a window drops the first pages, and hides them
             self.shared_prefix = SharedPrefixBuffers(allocator, self.table, min(options.max_prefix_groups, rows))
@@ -132,11 +132,13 @@ class StepBuffers:
         pages = min(allocator.total for allocator in allocators)
         tokens = min(pages * page_size, rows * sequences.max_length)  # of any one step
         self._sending = Sending(device)
-        self.lengths = Buffer("i", rows, device)
-        self.cu_seqlens_q = Buffer("i", rows + 1, device)
-        self.positions = Buffer("i", tokens, device)
+        self.lengths: Buffer = Buffer("i", rows, device)
+        self.cu_seqlens_q: Buffer = Buffer("i", rows + 1, device)
+        self.positions: Buffer = Buffer("i", tokens, device)
         columns = -(-sequences.max_length // page_size)
-        self.windows = [TableBuffers(allocator, rows, columns, tokens, options, device) for allocator in allocators]
+        self.windows: list[TableBuffers] = [
+            TableBuffers(allocator, rows, columns, tokens, options, device) for allocator in allocators
+        ]
         self._split_size = options.split_size
         self._shown_rows: list[Handle] = []  # the sequence that each row of the tables shows
         self._shown_counts: list[int] | None = None

@@ -22,7 +22,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Attention of query ``[..., h, s, d]`` over key ``[..., g, t, d]`` and value ``[..., g, t, e]``.
 
-    It gives ``[..., h, s, e]``, as :func:`torch.nn.functional.scaled_dot_product_attention`. ``is_causal`` aligns the
+    It gives ``[..., h, s, e]``, as ``torch.nn.functional.scaled_dot_product_attention``. ``is_causal`` aligns the
     first query with the first key. A bool ``attn_mask`` shows what is True, a float one is added to the scores and may
     learn; both broadcast to ``[..., h, s, t]``. Grouped heads need ``enable_gqa``. A query that sees nothing gives 0.
     Which weights dropout drops is attnlib's own.

@@ -29,7 +29,7 @@ class Calibration:
     moment: Tensor
     sample: Tensor | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.moment, Tensor) or self.moment.dtype != torch.float64:
             got = self.moment.dtype if isinstance(self.moment, Tensor) else type(self.moment).__name__
             raise TypeError(f"moment: expected an fp64 tensor [m + 1, m + 1], got {got}")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def summary(report: Mapping, out: Path) -> str:
+def summary(report: Mapping[str, Any], out: Path) -> str:
     """The report in a few lines."""
     cache = report["cache_bytes_per_token"]
     lines = [f"cache bytes a token: {cache['before']:,} before, {cache['after']:,} after", _largest_error(report)]

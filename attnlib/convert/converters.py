@@ -31,7 +31,7 @@ def grouped(
     grouping: Grouping = "neighbours",
     calibrations: Calibrations | None = None,
 ) -> LayerConverter:
-    """Layers of the model of this config.json into layers of ``kv_heads`` KV heads, as :func:`mha_to_gqa` makes them.
+    """Layers of the model of this config.json into layers of ``kv_heads`` KV heads, as ``mha_to_gqa`` makes them.
 
     ``calibrations`` gives the calibration of a layer by its index; None means weights alone. As many heads as there
     are is an exact copy.
@@ -42,7 +42,7 @@ def grouped(
 
     Raises:
         RequestError: ``kv_heads`` does not divide the source's KV heads, or an option that it does not permit.
-        CheckpointError: as :func:`rope_of`; the converter raises it for weights that are not finite.
+        CheckpointError: as ``rope_of``; the converter raises it for weights that are not finite.
     """
     shape, rope = shape_of(config, family_of(config.get("model_type"))), rope_of(config)
     for name, value, known in (

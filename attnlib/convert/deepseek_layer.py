@@ -45,7 +45,7 @@ class Target:
     reach: int = 2048
     norm: Norm = "exact"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.norm not in get_args(Norm):
             raise ValueError(f"norm: expected one of {get_args(Norm)}, got {self.norm!r}")
         check_count("rank", self.rank, least=1 + self.reserved)
@@ -87,7 +87,7 @@ def gqa_to_deepseek(
     """As :func:`gqa_to_mla`, a new layer whose state dict a DeepSeek-V3 checkpoint can hold as it is.
 
     Its rope is ``Rope(rope_dim, theta, scaling, interleaved=True)`` with the old layer's ``theta`` and scaling, its
-    norm_eps 1e-6 and its scale the default. ``norm`` is explained at :class:`Target`; with ``"exact"`` leave the norms'
+    norm_eps 1e-6 and its scale the default. ``norm`` is explained at ``Target``; with ``"exact"`` leave the norms'
     gains and the biases out of a weight decay. A bias of q makes q_lora_rank ``hidden_size + 1``.
 
     Raises:

@@ -37,7 +37,7 @@ def mha_to_gqa(
     The defaults are those of Ainslie et al., 2023 (arXiv 2305.13245): the mean of neighbours. ``merge="first"`` keeps
     one head of each group, ``"energy"`` weights keys and values by their mean squares, and ``"learned"`` makes k_proj
     and v_proj :class:`MixedLinear`, which start as the mean and are trained until :func:`fold`. ``align`` and
-    ``grouping="similar"`` are :func:`align` and :func:`similar`; similarity is taken after alignment. They and
+    ``grouping="similar"`` are ``align`` and ``similar``; similarity is taken after alignment. They and
     ``"energy"`` look at activations over ``calibration``; None means :meth:`Calibration.white`, weights alone.
 
     Everything else, mask, rope, norms, sinks, scale, dtype and mode included, is the old layer's. Sums are fp64.

@@ -33,15 +33,15 @@ def gqa_to_mla(
     """A new latent layer from a grouped-query layer, which stays as it is.
 
     A token stores ``rank + rope_dim`` values instead of ``2 * g * d``. None for ``rope_dim`` keeps all
-    ``g * layer.rope.dim`` rotary channels, and None for ``rank`` the whole latent; both None is :func:`embed`, the same
-    function. Otherwise see :func:`concentrate` and :func:`truncate`; ``calibration`` None means
+    ``g * layer.rope.dim`` rotary channels, and None for ``rank`` the whole latent; both None is ``embed``, the same
+    function. Otherwise see ``concentrate`` and ``truncate``; ``calibration`` None means
     :meth:`Calibration.white`, weights alone.
 
     The result has DeepSeek-V3's names and q_lora_rank None. DeepSeek normalises the latent and a grouped-query layer
     does not, so that kv_a_layernorm is made the identity: with ``eps = 2 ** 100`` the norm divides by ``2 ** 50``,
-    which its gain undoes, to the last bit for latents below ``2 ** 23`` (see :func:`identity_eps`; a gain that large
+    which its gain undoes, to the last bit for latents below ``2 ** 23`` (see ``identity_eps``; a gain that large
     hardly learns). A bias of q is one of q_proj, which MultiHeadLatentAttention itself never makes. ``rope`` is a
-    :class:`SelectedRope`. Mask, scale, dropout, backend, dtype and mode are the old layer's.
+    ``SelectedRope``. Mask, scale, dropout, backend, dtype and mode are the old layer's.
 
     Raises:
         ValueError: a rank, rope_dim or reach out of range, or a calibration of another width.

@@ -15,9 +15,9 @@ class MixedLinear(nn.Module):
 
     def __init__(self, heads: Tensor, head_bias: Tensor | None, mix: Tensor):
         super().__init__()
-        self.heads = nn.Parameter(heads)
-        self.head_bias = None if head_bias is None else nn.Parameter(head_bias)
-        self.mix = nn.Parameter(mix)
+        self.heads: nn.Parameter = nn.Parameter(heads)
+        self.head_bias: nn.Parameter | None = None if head_bias is None else nn.Parameter(head_bias)
+        self.mix: nn.Parameter = nn.Parameter(mix)
 
     @property
     def weight(self) -> Tensor:

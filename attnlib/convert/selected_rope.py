@@ -19,7 +19,7 @@ class SelectedRope(Rope):
     source: Rope
     pairs: tuple[int, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Nothing more to check: the source is a rope, and it may have more pairs."""
 
     @property
@@ -30,7 +30,7 @@ class SelectedRope(Rope):
     def latent_scale(self) -> float:
         return 1.0
 
-    def inverse_frequencies(self, *, length: int | None = None, device=None) -> Tensor:
+    def inverse_frequencies(self, *, length: int | None = None, device: torch.device | str | None = None) -> Tensor:
         """As :meth:`attnlib.Rope.inverse_frequencies`."""
         chosen = torch.tensor(self.pairs, device=device)
         return self.source.inverse_frequencies(length=length, device=device)[chosen]

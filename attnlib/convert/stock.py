@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,12 +19,15 @@ from .checkpoint.folder import CONFIG, read_folder
 from .checkpoint.verify import Errors
 from .deepseek_layer import BASELINE
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 LOSSLESS = 1e-6  # of every error that a converter reports; more than what fp32 rounds
 SAME = 1e-3  # of the largest logit: what rounding of 1e-6 may become on its way through all layers
 TOKENS = 64
 
 
-def stock():
+def stock() -> ModuleType:
     """The transformers package.
 
     Raises:
@@ -35,7 +40,7 @@ def stock():
     return transformers
 
 
-def read_config(folder: Path):
+def read_config(folder: Path) -> "PreTrainedConfig":
     """The config of a folder as transformers reads it; runs no code from there.
 
     Raises:
@@ -67,7 +72,9 @@ class StockCheck:
     """
 
     def __init__(self, source: Path, *, logits: bool, tokens: Tensor | None = None):
-        self.source, self.logits, self.tokens = source, logits, tokens
+        self.source = source
+        self.logits = logits
+        self.tokens = tokens
         found = _amiss(source)
         self._spare = found.pop("unexpected")
         if lacking := _listed(found):

@@ -33,7 +33,8 @@ class TextCalibration:
     """
 
     def __init__(self, model: Model, tokens: Tensor):
-        self.model, self.tokens = model, tokens
+        self.model = model
+        self.tokens = tokens
         self._calibrations: Iterator[Calibration] | None = None
         self._index, self._last = -1, None
         self._loaded: nn.Module | None = None  # the layer that has its weights

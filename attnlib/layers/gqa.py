@@ -14,7 +14,7 @@ from ..rope import Angles, Rope, rotate
 from ..scaling import Temperature
 from ..scores import ScoreFunction
 from ..signatures import kind
-from .captured import captured_by_mask, captured_by_score, function_options
+from .captured import Captured, captured_by_mask, captured_by_score, function_options
 from .described import described
 from .inputs import (
     Inputs,
@@ -51,6 +51,21 @@ class GroupedQueryAttention(nn.Module):
     >>> layer(torch.randn(2, 9, 512)).shape
     torch.Size([2, 9, 512])
     """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    mask: AnyMask
+    rope: Rope | None
+    softcap: float | None
+    temperature: Temperature | None
+    norm_after_rope: bool
+    mask_tensors: Captured | None
+    score: Captured | None
+    dropout_p: float
+    backend: str | None
 
     @kind
     def __init__(
@@ -106,16 +121,17 @@ class GroupedQueryAttention(nn.Module):
         # YaRN's temperature acts on rotated channels: on all of them it is a scale, on some a gain of q.
         gain = 1.0 if rope is None else rope.amplitude**2
         rotates_all = rope is not None and rope.dim == head_dim
-        self.scale = (head_dim**-0.5 if scale is None else scale) * (gain if rotates_all else 1.0)
-        self.q_gain = 1.0 if rotates_all else gain
+        self.scale: float = (head_dim**-0.5 if scale is None else scale) * (gain if rotates_all else 1.0)
+        self.q_gain: float = 1.0 if rotates_all else gain
         factory = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias="q_proj" in has_bias, **factory)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias="k_proj" in has_bias, **factory)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * v_head_dim, bias="v_proj" in has_bias, **factory)
-        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias="o_proj" in has_bias, **factory)
-        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
-        self.sinks = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
+        self.q_proj: nn.Linear = nn.Linear(hidden_size, num_heads * head_dim, bias="q_proj" in has_bias, **factory)
+        self.k_proj: nn.Linear = nn.Linear(hidden_size, num_kv_heads * head_dim, bias="k_proj" in has_bias, **factory)
+        self.v_proj: nn.Linear = nn.Linear(hidden_size, num_kv_heads * v_head_dim, bias="v_proj" in has_bias, **factory)
+        self.o_proj: nn.Linear = nn.Linear(num_heads * v_head_dim, hidden_size, bias="o_proj" in has_bias, **factory)
+        self.q_norm: nn.Module | None = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
+        self.k_norm: nn.Module | None = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
+        self.sinks: nn.Parameter | None = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
+        self.alibi_slopes: Tensor | None
         slopes = torch.empty(num_heads, device=device, dtype=torch.float32) if alibi else None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
         self._reset_own()
@@ -268,28 +284,6 @@ class GroupedQueryAttention(nn.Module):
             x = normed(norm, x, share)
         x = x if angles is None else rotate(x, angles)
         return normed(norm, x, share) if norm is not None and self.norm_after_rope else x
-
-
-class MultiHeadAttention(GroupedQueryAttention):
-    """Grouped-query attention in which every query head has a KV head of its own (Vaswani et al., 2017)."""
-
-    @staticmethod
-    def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
-        if num_kv_heads not in (None, num_heads):
-            raise ValueError(
-                f"num_kv_heads: expected num_heads={num_heads}, got {num_kv_heads}; use GroupedQueryAttention"
-            )
-        return num_heads
-
-
-class MultiQueryAttention(GroupedQueryAttention):
-    """Grouped-query attention with a single KV head (Shazeer, 2019, arXiv 1911.02150)."""
-
-    @staticmethod
-    def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
-        if num_kv_heads not in (None, 1):
-            raise ValueError(f"num_kv_heads: expected 1, got {num_kv_heads}; use GroupedQueryAttention")
-        return 1
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

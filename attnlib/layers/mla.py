@@ -87,22 +87,22 @@ class MultiHeadLatentAttention(nn.Module):
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         self.dropout_p, self.backend, self.temperature = dropout_p, backend, temperature
-        qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
+        qk_head_dim, up_dim = qk_nope_head_dim + qk_rope_head_dim, num_heads * (qk_nope_head_dim + v_head_dim)
         latent_scale = 1.0 if rope is None else rope.latent_scale
-        self.scale = (qk_head_dim**-0.5 if scale is None else scale) * latent_scale
+        self.scale: float = (qk_head_dim**-0.5 if scale is None else scale) * latent_scale
         # YaRN's temperature acts on the rotated channels alone, so it is a gain of the rotated query.
-        self.q_gain = 1.0 if rope is None else rope.amplitude**2
+        self.q_gain: float = 1.0 if rope is None else rope.amplitude**2
         factory = {"device": device, "dtype": dtype}
         if q_lora_rank is None:
-            self.q_proj = nn.Linear(hidden_size, num_heads * qk_head_dim, bias=False, **factory)
+            self.q_proj: nn.Linear = nn.Linear(hidden_size, num_heads * qk_head_dim, bias=False, **factory)
         else:
-            self.q_a_proj = nn.Linear(hidden_size, q_lora_rank, bias=bias, **factory)
-            self.q_a_layernorm = nn.RMSNorm(q_lora_rank, eps=norm_eps, **factory)
-            self.q_b_proj = nn.Linear(q_lora_rank, num_heads * qk_head_dim, bias=False, **factory)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden_size, kv_lora_rank + qk_rope_head_dim, bias=bias, **factory)
-        self.kv_a_layernorm = nn.RMSNorm(kv_lora_rank, eps=norm_eps, **factory)
-        self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False, **factory)
-        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=bias, **factory)
+            self.q_a_proj: nn.Linear = nn.Linear(hidden_size, q_lora_rank, bias=bias, **factory)
+            self.q_a_layernorm: nn.RMSNorm = nn.RMSNorm(q_lora_rank, eps=norm_eps, **factory)
+            self.q_b_proj: nn.Linear = nn.Linear(q_lora_rank, num_heads * qk_head_dim, bias=False, **factory)
+        self.kv_a_proj_with_mqa: nn.Linear = nn.Linear(hidden_size, kv_lora_rank + qk_rope_head_dim, bias, **factory)
+        self.kv_a_layernorm: nn.RMSNorm = nn.RMSNorm(kv_lora_rank, eps=norm_eps, **factory)
+        self.kv_b_proj: nn.Linear = nn.Linear(kv_lora_rank, up_dim, bias=False, **factory)
+        self.o_proj: nn.Linear = nn.Linear(num_heads * v_head_dim, hidden_size, bias=bias, **factory)
 
     @property
     def kv_layout(self) -> KVLayout:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+Where = int | slice | tuple[int | slice, ...]
+
 
 class Traffic(NamedTuple):
     """Elements read from slow memory, written to it, and allocated in it beside the inputs and the results.
@@ -34,7 +36,7 @@ class SlowMemory:
     """
 
     def __init__(self):
-        self.traffic = Traffic(0, 0)
+        self.traffic: Traffic = Traffic(0, 0)
 
     def inputs(self, *tensors: Tensor) -> list["Array"]:
         """Tensors that were there before."""
@@ -65,7 +67,8 @@ class Array:
     """
 
     def __init__(self, tensor: Tensor, memory: SlowMemory):
-        self.tensor, self._memory = tensor, memory
+        self.tensor = tensor
+        self._memory = memory
 
     @property
     def shape(self) -> torch.Size:
@@ -75,12 +78,12 @@ class Array:
         """A tile of this dtype that begins on chip."""
         return self.tensor.new_full(shape, fill)
 
-    def __getitem__(self, where) -> Tensor:
+    def __getitem__(self, where: Where) -> Tensor:
         tile = self.tensor[where].clone()
         self._memory.count(read=tile.numel())
         return tile
 
-    def __setitem__(self, where, tile: Tensor | float) -> None:
+    def __setitem__(self, where: Where, tile: Tensor | float) -> None:
         self.tensor[where] = tile
         self._memory.count(written=self.tensor[where].numel())
 

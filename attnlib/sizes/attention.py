@@ -30,7 +30,7 @@ class GroupedShape:
     qk_norm: bool = False
     sinks: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check(self, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "window")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}")
@@ -96,7 +96,7 @@ class LatentShape:
     v_head_dim: int
     window: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         names = ("hidden_size", "num_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "window")
         _check(self, *names)
         _check(self, "qk_rope_head_dim", least=0)

@@ -20,7 +20,7 @@ class Model:
     layers: tuple[Shape, ...]
     source: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("layers: expected at least 1, got none")
 

@@ -95,11 +95,7 @@ BACKWARD_SMALL = (
     (128, LaunchConfig(32, 64, 1, 4)),
     (256, LaunchConfig(32, 32, 1, 4)),
 )
-BACKWARD_FP32 = (
-    (64, LaunchConfig(32, 32, 1, 4)),
-    (128, LaunchConfig(32, 32, 1, 8)),
-    (256, LaunchConfig(16, 16, 1, 8)),
-)
+BACKWARD_FP32 = ((64, LaunchConfig(32, 32, 1, 4)), (128, LaunchConfig(32, 32, 1, 8)), (256, LaunchConfig(16, 16, 1, 8)))
 
 # Where functions of indices hide or change scores; wider heads take small tiles. Milliseconds at d = 128, causal 8k
 # (ALiBi by function; a window of 1024; documents): forward 1.36, 0.43, 0.40, of the large tables' 3 stages 1.21, 0.45,

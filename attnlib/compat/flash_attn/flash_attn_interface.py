@@ -1,5 +1,7 @@
 """flash-attn's functions of dense and packed sequences; those over a cache are in :mod:`.kv_cache`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,12 +44,12 @@ def flash_attn_func(
     return _result(*attend(call), return_attn_probs)
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **kwargs) -> Result:
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """:func:`flash_attn_func` of keys and values in one tensor ``[b, t, 2, g, d]``."""
     return flash_attn_func(q, *kv.unbind(-3), *args, **kwargs)
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *args, **kwargs) -> Result:
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """:func:`flash_attn_func` of queries, keys and values in one tensor ``[b, s, 3, h, d]``."""
     return flash_attn_func(*qkv.unbind(-3), *args, **kwargs)
 
@@ -85,12 +87,14 @@ def flash_attn_varlen_func(
     return _result(*cached_attention_with_lse(q, view, **options), return_attn_probs)
 
 
-def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args, **kwargs) -> Result:
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """:func:`flash_attn_varlen_func` of keys and values in one tensor ``[t, 2, g, d]``."""
     return flash_attn_varlen_func(q, *kv.unbind(-3), *args, **kwargs)
 
 
-def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args, **kwargs) -> Result:
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any
+) -> Result:
     """:func:`flash_attn_varlen_func` of queries, keys and values in one tensor ``[t, 3, h, d]``."""
     sizes = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return flash_attn_varlen_func(*qkv.unbind(-3), *sizes, *args, **kwargs)

@@ -32,8 +32,8 @@ TOOL = "attnlib checkpoint conversion 2"  # counts up when the same request give
 
 
 def convert(
-    source: str | os.PathLike,
-    out: str | os.PathLike,
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
     convert_layer: LayerConverter,
     *,
     settings: Mapping[str, object] | None = None,
@@ -56,11 +56,14 @@ def convert(
 
     Takes as much memory as two layers and their conversion. Needs a POSIX file system, and huggingface_hub.
 
-    Raises, each with the ``exit_code`` of a command that ends so:
-        RequestError (2): ``out`` is no place for the result, or another conversion writes there.
-        CheckpointError (3): the source is malformed, unsafe, not finite, of an unknown kind, or changed meanwhile.
-        VerificationError (4): the result is not what it should be.
-        NoSpaceError (5): no room, or a quota used up; OutputError (1): it cannot be written for another reason.
+    Each error has the ``exit_code`` of a command that ends so.
+
+    Raises:
+        RequestError: 2, ``out`` is no place for the result, or another conversion writes there.
+        CheckpointError: 3, the source is malformed, unsafe, not finite, of an unknown kind, or changed meanwhile.
+        VerificationError: 4, the result is not what it should be.
+        NoSpaceError: 5, no room, or a quota used up.
+        OutputError: 1, it cannot be written for another reason.
     """
     source, target = Path(source).resolve(), Path(os.path.abspath(out))
     if type(max_shard_size) is not int or max_shard_size < 1:

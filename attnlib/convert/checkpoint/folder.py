@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,7 +123,7 @@ class Checkpoint:
     """A checked folder: its config, tensors by name, shards, files to copy, and the names of what stays behind."""
 
     folder: Path
-    config: dict
+    config: dict[str, Any]
     tensors: Mapping[str, StoredTensor]
     shards: tuple[SourceFile, ...]
     described_by: tuple[SourceFile, ...]

@@ -98,7 +98,7 @@ def check_layer(stored: Mapping[str, Entry], family: Family, shape: LayerShape, 
                 raise CheckpointError(f"{prefix}{name}: expected a floating dtype, got {stored[name].dtype}")
 
 
-def edit_config(config: Mapping[str, object], fields: Mapping[str, object], shape: LayerShape) -> dict:
+def edit_config(config: Mapping[str, object], fields: Mapping[str, object], shape: LayerShape) -> dict[str, object]:
     """``config`` with the converter's ``fields``, an explicit ``head_dim``, and no key that names code to run.
 
     Fields that have a ``model_type`` are those of another model, and all of its config.

@@ -1,11 +1,12 @@
 """JSON from strangers: an object, no key twice, no NaN, never deeper than the parser can stand."""
 
 import json
+from typing import Any
 
 from .errors import CheckpointError
 
 
-def parse_object(text: bytes, name: str) -> dict:
+def parse_object(text: bytes, name: str) -> dict[str, Any]:
     """The JSON object that ``text`` holds; the caller has limited its size.
 
     Raises:
@@ -26,7 +27,7 @@ def dump(value: object) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict:
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = {}
     for name, item in pairs:
         name.encode()  # half a surrogate pair raises: other parsers refuse it

@@ -40,15 +40,16 @@ class Plan:
     """All files of weights, ``index`` (None for one file alone) and ``config``."""
 
     shards: tuple[Shard, ...]
-    index: dict | None
-    config: dict
+    index: dict[str, object] | None
+    config: dict[str, object]
 
 
 class Layers:
     """The layers of a model, converted when they are asked for. It keeps the last, whose tensors come together."""
 
     def __init__(self, model: Model, convert_layer: LayerConverter):
-        self.model, self.convert_layer = model, convert_layer
+        self.model = model
+        self.convert_layer: LayerConverter = convert_layer
         self.errors: dict[int, dict[str, float]] = {}
         self._last: tuple[int, ConvertedLayer, dict[str, Tensor]] | None = None
 

@@ -25,13 +25,14 @@ MAX_PROGRESS = 2**26  # bytes
 class Work:
     """A work folder. ``shards`` gives the sha256 of each finished shard, ``layers`` the errors of each layer."""
 
-    def __init__(self, target: Path, identity: dict):
+    def __init__(self, target: Path, identity: dict[str, object]):
         self.identity = identity
         digest = hashlib.sha256(dump(identity)).hexdigest()[:16]
-        self.target, self.folder = target, target.with_name(f"{target.name}.partial-{digest}")
-        self.checkpoint = self.folder / "checkpoint"
+        self.target = target
+        self.folder: Path = target.with_name(f"{target.name}.partial-{digest}")
+        self.checkpoint: Path = self.folder / "checkpoint"
         self.shards: dict[str, str] = {}
-        self.layers: dict[str, dict] = {}
+        self.layers: dict[str, dict[str, float | None]] = {}
 
     def resume(self, names: Iterable[str]) -> None:
         """Find out which shards of these ``names`` an earlier run finished; what cannot be believed is not done.

@@ -10,7 +10,9 @@ import torch
 from .folder import Checkpoint, SourceFile, buffer_for
 
 
-def scan(checkpoint: Checkpoint, advance: Callable[[int], object]) -> tuple[dict[str, dict], dict[str, dict[str, int]]]:
+def scan(
+    checkpoint: Checkpoint, advance: Callable[[int], object]
+) -> tuple[dict[str, dict[str, int | str]], dict[str, dict[str, int]]]:
     """Size and sha256 by file, and counts of ``nan`` and ``inf`` by tensor, of those that have any.
 
     ``advance`` is told of the bytes that were read.

@@ -1,6 +1,6 @@
 """The attention function that transformers calls, over attnlib's."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ def attention_forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query ``[b, h, s, d]`` over key ``[b, g, t, d]`` and value ``[b, g, t, e]``: ``[b, s, h, e]``, None.
 

@@ -11,6 +11,7 @@ import inspect
 import linecache
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +44,9 @@ def attention_mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
+    mask_function: Callable[..., Tensor] = causal_mask_function,
     attention_mask: Tensor | None = None,
-    **options,
+    **options: Any,
 ) -> Tensor | None:
     """The mask of a step of ``q_length`` queries from index ``q_offset`` on, over keys from ``kv_offset`` on.
 

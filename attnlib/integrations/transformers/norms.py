@@ -4,13 +4,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+Factory = torch.device | str | torch.dtype | None  # device= and dtype=
+
 
 class OffsetRMSNorm(nn.Module):
     """RMS norm of each head whose gain is ``1 + weight`` (Gemma), added in fp32: in bf16 the sum would be rounded."""
 
-    def __init__(self, heads: int, dim: int, eps: float, **factory):
+    def __init__(self, heads: int, dim: int, eps: float, **factory: Factory):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(dim, **factory)), eps
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(dim, **factory))
+        self.eps = eps
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -25,7 +28,7 @@ class OffsetRMSNorm(nn.Module):
 class WideRMSNorm(nn.RMSNorm):
     """RMS norm of all heads together, as of one vector (OLMo 2)."""
 
-    def __init__(self, heads: int, dim: int, eps: float, **factory):
+    def __init__(self, heads: int, dim: int, eps: float, **factory: Factory):
         super().__init__(heads * dim, eps=eps, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,9 +38,10 @@ class WideRMSNorm(nn.RMSNorm):
 class HeadLayerNorm(nn.Module):
     """Layer norm of each head with gains of its own and without a bias (Cohere)."""
 
-    def __init__(self, heads: int, dim: int, eps: float, **factory):
+    def __init__(self, heads: int, dim: int, eps: float, **factory: Factory):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(heads, dim, **factory)), eps
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(heads, dim, **factory))
+        self.eps = eps
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -52,12 +56,12 @@ class HeadLayerNorm(nn.Module):
 class PlainRMSNorm(nn.RMSNorm):
     """RMS norm of each head without a gain (Llama 4)."""
 
-    def __init__(self, heads: int, dim: int, eps: float, **factory):
+    def __init__(self, heads: int, dim: int, eps: float, **factory: Factory):
         super().__init__(dim, eps=eps, elementwise_affine=False, **factory)
 
 
 class HeadRMSNorm(nn.RMSNorm):
     """RMS norm of each head (Qwen 3)."""
 
-    def __init__(self, heads: int, dim: int, eps: float, **factory):
+    def __init__(self, heads: int, dim: int, eps: float, **factory: Factory):
         super().__init__(dim, eps=eps, **factory)

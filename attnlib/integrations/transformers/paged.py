@@ -182,7 +182,8 @@ class PagedLayer(CacheLayerMixin):
     def __init__(self, cache: PagedCache, index: int):
         super().__init__()
         self._cache, self._index = cache, index
-        self.is_initialized, self.is_croppable = True, True
+        self.is_initialized: bool = True
+        self.is_croppable: bool = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: pages are there from the start."""

@@ -24,9 +24,12 @@ class ReplacedAttention(nn.Module):
 
     def __init__(self, layer: nn.Module, family: Family, config: Any, index: int):
         super().__init__()
-        self.layer, self.family, self.config, self.layer_idx = layer, family, config, index
-        self.is_causal = layer.mask != FULL
-        self.sliding_window = layer.mask.kept[0] if isinstance(layer.mask, Mask) else None
+        self.layer = layer
+        self.family = family
+        self.config: Any = config
+        self.layer_idx: int = index
+        self.is_causal: bool = layer.mask != FULL
+        self.sliding_window: int | None = layer.mask.kept[0] if isinstance(layer.mask, Mask) else None
 
     def forward(
         self,
@@ -136,7 +139,7 @@ class ReplacedRotary(nn.Module):
 
     def __init__(self, ropes: Mapping[str, Rope]):
         super().__init__()
-        self.ropes = dict(ropes)
+        self.ropes: dict[str, Rope] = dict(ropes)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Angles:
         """Of ``position_ids`` ``[b, s]``; ``x`` is not looked at."""
