@@ -6,6 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# By their names since torch 2.13, and before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class _Gathered(torch.autograd.Function):
     """x of every rank, ``[ranks, ...]``; the gradient of a rank's own part is the sum of what all ranks have for it."""
@@ -14,13 +18,13 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         out = x.new_empty((group.size(), *x.shape))
-        dist.all_gather_into_tensor(out.flatten(0, 1), x.contiguous(), group=group)
+        _all_gather(out.flatten(0, 1), x.contiguous(), group=group)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         own = grad.new_empty(grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad.contiguous().flatten(0, 1), group=ctx.group)
+        _reduce_scatter(own, grad.contiguous().flatten(0, 1), group=ctx.group)
         return own, None
 
 

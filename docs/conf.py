@@ -1,0 +1,91 @@
+"""Sphinx: these pages as a site. ``make docs`` builds it; nothing is fetched, and a warning is an error."""
+
+import os
+import sys
+from pathlib import Path
+
+from docutils import nodes
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_for_filename
+from sphinx import addnodes
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+sys.path.insert(0, str(ROOT))
+
+import attnlib  # noqa: E402
+
+project, release = "attnlib", attnlib.__version__
+project_copyright = "the authors of attnlib, Apache-2.0"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+nitpicky = True  # a name in a docstring that leads nowhere is a warning too
+highlight_language = "none"  # of blocks that name no language
+python_maximum_signature_line_length = 88
+html_theme, html_title = "furo", f"attnlib {release}"
+html_copy_source = html_show_sourcelink = False
+
+myst_heading_anchors = 4  # the anchors that a forge gives headings
+autodoc_class_signature = "mixed"
+autodoc_inherit_docstrings = False
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+napoleon_numpy_docstring = False
+
+# Pages of the site that stand for files beside docs/; other files become pages of source.
+STANDING_FOR = {"README.md": "index.html", "CHANGELOG.md": "changelog.html", "CONTRIBUTING.md": "contributing.html"}
+
+
+def url_of(path: Path) -> str:
+    """Where the site has a file or folder of the repository, from the site's root."""
+    name = path.relative_to(ROOT).as_posix()
+    if path.is_dir():
+        return "internals.html#files"
+    if path.suffix == ".md" and path.is_relative_to(DOCS):
+        return path.relative_to(DOCS).with_suffix(".html").as_posix()
+    return STANDING_FOR.get(name, f"source/{name}.html")
+
+
+def lead_out(app, doctree) -> None:
+    """Links of a page to what is no page lead to its source in the site, as on a forge they lead to the file."""
+    page = app.env.docname
+    links = [*doctree.findall(addnodes.download_reference), *doctree.findall(addnodes.pending_xref)]
+    for node in (node for node in links if node.get("reftype") == "myst" and not node.get("refdomain")):
+        target, _, anchor = node["reftarget"].partition("#")
+        # A page that includes a file of the root has that file's links.
+        tried = [(folder / target).resolve() for folder in ((DOCS / page).parent, ROOT)]
+        found = next((path for path in tried if path.exists()), None)
+        if found is None or not target or not found.is_relative_to(ROOT):
+            continue  # myst says that it leads nowhere
+        url = url_of(found)
+        if url.startswith("source/"):
+            app.env.attnlib_sources = {*getattr(app.env, "attnlib_sources", ()), found}
+        refuri = os.path.relpath(url, os.path.dirname(page) or ".") + (f"#{anchor}" if anchor else "")
+        node.replace_self(nodes.reference("", "", *node.children, refuri=refuri, internal=True))
+
+
+def source_pages(app):
+    """A page for each file that a page links to."""
+    for path in sorted(getattr(app.env, "attnlib_sources", ())):
+        name = path.relative_to(ROOT).as_posix()
+        code = highlight(path.read_text(), get_lexer_for_filename(name), HtmlFormatter(cssclass="highlight"))
+        yield f"source/{name}", {"title": name, "body": f"<h1>{name}</h1>\n{code}"}, "page.html"
+
+
+def public_type(app, env, node, contnode):
+    """Types of signatures lead to the public name; those of other libraries, and internal ones, are text."""
+    if node.get("refdomain") != "py" or "refwarn" in node:  # what a docstring names has to be there
+        return None
+    entry = "attnlib." + node["reftarget"].rpartition(".")[2]
+    found = env.domains["py"].objects.get(entry) if node["reftarget"].startswith("attnlib.") else None
+    if found is None:
+        return contnode
+    uri = app.builder.get_relative_uri(node["refdoc"], found.docname) + f"#{found.node_id}"
+    return nodes.reference("", "", contnode, refuri=uri, internal=True, reftitle=entry)
+
+
+def setup(app) -> None:
+    app.connect("doctree-read", lead_out, priority=400)  # before sphinx collects what is to be downloaded
+    app.connect("html-collect-pages", source_pages)
+    app.connect("missing-reference", public_type)
