@@ -1,11 +1,12 @@
 """Generate text with a model that compose_lm.py trained: batched, forked from one prompt, or speculatively.
 
     python examples/generate.py batch 'def main(' 'import os' --top-p 0.9
-    python examples/generate.py fork 'class Path' --answers 4
-    python examples/generate.py speculate 'def test_'
+    python examples/generate.py fork --answers 4 --temperature 1.2
+    python examples/generate.py speculate --tokens 1000
 
 The text streams to the terminal; where there are several, line by line. Without weights in the folder --out, a small
-model is trained first.
+model is trained first. Without a prompt, fork and speculate go on with a real text: the beginning of a module of
+Python's standard library, which a small model learns by heart (recital.py).
 """
 
 import argparse
@@ -16,19 +17,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import recital
 import torch
 import variants
 from decoder import Decoder
-from decoding import check_same, greedy, paged_cache, prefill, stream
+from decoding import TIE, check_same, greedy, paged_cache, prefill, stream
+from speculation import speculate
 from text import encode, load
 from torch import Tensor
 from training import train
 from variants import PRESETS, VARIANTS
 
 from attnlib import KVCache
-from attnlib.sizes import cache_bytes
-
-LONGEST_MATCH = 8  # tokens; what the drafter looks for in the text so far, if it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,42 +76,23 @@ def fork_answers(
     yield from stream(model, cache, handles, logits.expand(answers, -1), choose=choose, steps=steps)
 
 
-@torch.no_grad()
-def speculate(model: Decoder, cache: KVCache, prompt: Tensor, *, draft: int, steps: int) -> Iterator[list[int]]:
-    """Yield the ``steps`` greedy tokens after ``prompt`` in bursts: one each, and as many of a draft as were right.
+def check_fork(model: Decoder, prompt: Tensor, tokens: Tensor, logits: Tensor) -> KVCache:
+    """The cache of the same answers ``tokens`` ``[steps, n]`` if each stores the prompt for itself.
 
-    Each step feeds the last token and up to ``draft`` guesses at once, and rolls the cache back to the right ones.
+    Raises:
+        SystemExit: its logits are further from those behind the tokens, ``[steps, n, vocab]``, than rounding explains.
     """
-    [handle], logits = prefill(model, cache, [prompt])
-    text = bytearray(prompt.tolist())
-    burst = greedy(logits).tolist()
-    while True:
-        text.extend(burst)
-        yield burst
-        missing = len(prompt) + steps - len(text)
-        if missing == 0:
-            return
-        guess = look_up(text, min(draft, missing - 1))
-        stored = cache.length(handle)  # all of text but its last token
-        with cache.step({handle: 1 + len(guess)}) as layers:
-            logits = model(torch.tensor([text[-1], *guess], device=prompt.device), caches=layers)
-        burst = greedy(logits).tolist()
-        right = next((i for i, token in enumerate(guess) if token != burst[i]), len(guess))
-        burst = burst[: right + 1]
-        cache.truncate(handle, stored + 1 + right)
-
-
-def look_up(text: bytes | bytearray, count: int) -> bytes:
-    """A guess of ``count`` next tokens: those that followed the last time that ``text`` ended as it does now.
-
-    The longest ending found wins (prompt lookup decoding; Saxena, 2023); what follows it repeats if it is too short.
-    Empty if no ending occurred before.
-    """
-    for length in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
-        at = text.rfind(text[-length:], 0, len(text) - 1)
-        if at >= 0:
-            return (bytes(text[at + length :]) * count)[:count]
-    return b""
+    cache = paged_cache(model, sequences=tokens.shape[1], length=len(prompt) + len(tokens))
+    handles, first = prefill(model, cache, [prompt] * tokens.shape[1])
+    seen, script = [], iter(tokens)
+    for _ in stream(model, cache, handles, first, choose=lambda x: seen.append(x) or next(script), steps=len(tokens)):
+        pass
+    apart, tie = (torch.stack(seen) - logits).abs().max().item(), TIE * logits.abs().max().item()
+    if not apart <= tie:
+        raise SystemExit(
+            f"answers with and without sharing differ: logits by {apart:.2e}, rounding is at most {tie:.2e}"
+        )
+    return cache
 
 
 class Terminal:
@@ -153,14 +134,28 @@ def run_batch(model: Decoder, options: argparse.Namespace) -> None:
 
 
 def run_fork(model: Decoder, options: argparse.Namespace) -> None:
-    """Give several answers to one prompt, which the cache stores once, and if it is long reads once a step."""
-    prompt = encode(options.prompt).to(options.device)
-    cache = paged_cache(model, sequences=options.answers, length=len(prompt) + options.tokens, shared_prefixes=1)
-    answers = fork_answers(model, cache, prompt, options.answers, choose=_sampler(options), steps=options.tokens)
-    _show_all([options.prompt] * options.answers, answers)
-    stored = [len(prompt) + options.tokens - 1] * options.answers
-    alone = cache_bytes(model.kv_layouts(), stored, page_size=cache.page_size)
-    print(f"the cache holds {cache.used_bytes:,} bytes; without sharing pages of the prompt it would be {alone:,}")
+    """Give several answers to one prompt, which the cache stores once, and if it is long reads once a step.
+
+    Raises:
+        SystemExit: without sharing, the answers would be others.
+    """
+    prompt, count = encode(options.prompt).to(options.device), options.answers
+    cache = paged_cache(model, sequences=count, length=len(prompt) + options.tokens, shared_prefixes=1)
+    choose, logits, tokens = _sampler(options), [], []
+    answers = fork_answers(
+        model, cache, prompt, count, choose=lambda x: logits.append(x) or choose(x), steps=options.tokens
+    )
+    _show_all([options.shown] * count, (tokens.append(step) or step for step in answers))
+    alone = check_fork(model, prompt, torch.stack(tokens), torch.stack(logits))
+    size = cache.page_size
+    page = size * sum(layout.token_bytes for layout in cache.layouts)
+    shared = len(prompt) // size
+    held = [f"{x.used_bytes // page:,} pages of {size} tokens, {x.used_bytes:,} bytes" for x in (cache, alone)]
+    print(f"{count} answers share the {shared:,} pages that a prompt of {len(prompt):,} tokens fills")
+    print(f"with sharing, the cache holds    {held[0]}\nwithout sharing, it would hold   {held[1]}")
+    print("measured in two caches; the logits of all answers are the same in both, up to rounding")
+    if not shared:
+        print("a longer prompt would share pages; without a prompt, fork takes one of a real text")
 
 
 def run_speculate(model: Decoder, options: argparse.Namespace) -> None:
@@ -170,27 +165,42 @@ def run_speculate(model: Decoder, options: argparse.Namespace) -> None:
         SystemExit: the two texts differ by more than ties.
     """
     prompt = encode(options.prompt).to(options.device)
-    length, terminal = len(prompt) + options.tokens, Terminal([options.prompt])
+    length, terminal = len(prompt) + options.tokens, Terminal([options.shown])
     for warm in (False, True):  # the first round warms up, unseen
-        start, guided, bursts = time.perf_counter(), [], 0
+        start, bursts = time.perf_counter(), []
         cache = paged_cache(model, sequences=1, length=length)
         for burst in speculate(model, cache, prompt, draft=options.draft, steps=options.tokens):
-            guided += burst
-            bursts += 1
+            bursts.append(burst)
             if warm:
-                terminal.show(0, burst)
+                terminal.show(0, burst.tokens)
         middle = time.perf_counter()
         cache = paged_cache(model, sequences=1, length=length)
         handles, logits = prefill(model, cache, [prompt])
         plain = torch.cat(list(stream(model, cache, handles, logits, choose=greedy, steps=options.tokens)))
         end = time.perf_counter()
     terminal.close()
+    guided = [token for burst in bursts for token in burst.tokens]
     with torch.no_grad():
         logits = model(torch.cat((prompt, plain))[None, :-1])[:, len(prompt) - 1 :]
     note = check_same(torch.tensor([guided]), plain[None].cpu(), logits.cpu())
-    print(note or "the same text as plain greedy decoding")
-    times = (end - middle) / (middle - start)
-    print(f"{options.tokens / bursts:.1f} tokens a step, {times:.1f} times the speed")
+    print(note or "the same text as plain greedy decoding, token by token")
+    if options.expected is not None:
+        right = sum(a == b for a, b in zip(guided, options.expected.tolist(), strict=False))
+        print(f"{right:,} of {len(guided):,} tokens are those of the real text")
+    guessed, accepted = sum(burst.guessed for burst in bursts), len(guided) - len(bursts)
+    print(f"{guessed:,} tokens were guessed from the text so far, and {accepted:,} of them were right")
+    print(f"{len(bursts):,} steps instead of {len(guided):,}: {len(guided) / len(bursts):.1f} tokens a step, ", end="")
+    print(f"{(end - middle) / (middle - start):.1f} times the speed")
+
+
+def real_text(options: argparse.Namespace) -> Decoder:
+    """The model that knows a real text by heart. Its beginning is the prompt, of which the last line is shown."""
+    text = recital.load_text()
+    options.prompt, options.expected = bytes(text[: recital.PROMPT].tolist()).decode(), text[recital.PROMPT :]
+    options.shown = options.prompt.rpartition("\n")[2]
+    model = recital.load_or_learn(options.variant, text, options.out, options.device)
+    print(f"the prompt is the first {recital.PROMPT:,} bytes of Python's bisect.py; it ends so:")
+    return model
 
 
 def load_or_train(options: argparse.Namespace) -> Decoder:
@@ -254,11 +264,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     batch.add_argument("prompts", nargs="+", type=_prompt, metavar="PROMPT")
     batch.set_defaults(run=run_batch)
     fork = commands.add_parser("fork", parents=[common, sampling], help="several answers that share a stored prompt")
-    fork.add_argument("prompt", type=_prompt, metavar="PROMPT")
+    fork.add_argument("prompt", nargs="?", type=_prompt, metavar="PROMPT", help="default: of a real text")
     fork.add_argument("--answers", type=_at_least_one, default=4, help="how many (default: 4)")
     fork.set_defaults(run=run_fork)
     guess = commands.add_parser("speculate", parents=[common], help="greedy decoding sped up by guesses")
-    guess.add_argument("prompt", type=_prompt, metavar="PROMPT")
+    guess.add_argument("prompt", nargs="?", type=_prompt, metavar="PROMPT", help="default: of a real text")
     guess.add_argument("--draft", type=_at_least_one, default=8, help="guesses in a step (default: 8)")
     guess.set_defaults(run=run_speculate)
     options = parser.parse_args(arguments)
@@ -269,7 +279,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Generate as the command line says."""
     options = parse(arguments)
-    options.run(load_or_train(options), options)
+    if getattr(options, "prompt", "") is None:
+        model = real_text(options)
+    else:
+        options.shown, options.expected = getattr(options, "prompt", ""), None
+        model = load_or_train(options)
+    options.run(model, options)
 
 
 if __name__ == "__main__":

@@ -10,33 +10,31 @@ from .report import MISSING, Row, Table
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
 
-def draw(table: Table, rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG of a growing table.
+def draw(table: Table, rows: Sequence[Row], path: Path, where: str) -> None:
+    """Write a PNG of a growing table; ``where`` says what ran on what. Our line is wide, and seen below another.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     names = [name for row in rows for name, value in row.cells.items() if not isinstance(value, Failure)]
     for i, name in enumerate(dict.fromkeys(names)):
         cells = [(row.tokens, row.cells.get(name, MISSING)) for row in rows]
         points = [(tokens, value) for tokens, value in cells if not isinstance(value, Failure)]
         lost = next(((tokens, why) for tokens, why in cells if isinstance(why, Failure)), None)
-        label = name if lost is None else f"{name} ({lost[1].partition(':')[0]} at {lost[0]:,})"
-        colour = COLOURS[i % len(COLOURS)]
-        axes.plot(*zip(*points, strict=True), color=colour, linewidth=2, marker="o", markersize=4, label=label)
+        end = "" if lost is None else f" ({lost[1].partition(':')[0]} at {lost[0]:,})"
+        label = name.replace("ours", "attnlib") + end
+        style = {"linewidth": 4.5, "markersize": 8} if name == "ours" else {"linewidth": 1.6, "markersize": 4}
+        axes.plot(*zip(*points, strict=True), color=COLOURS[i % len(COLOURS)], marker="o", label=label, **style)
     tokens = [row.tokens for row in rows]
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in tokens])
-    axes.set_xlabel("tokens")
     axes.set_ylim(bottom=0) if table.more_is_better else axes.set_yscale("log")
-    axes.set_ylabel(table.unit)
-    axes.set_title(table.title, loc="left")
+    axes.set(xlabel="tokens", ylabel=table.unit)
+    axes.set_title(f"{table.title}\n{where}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, axis="y")
     axes.legend(frameon=False)

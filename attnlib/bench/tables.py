@@ -126,7 +126,8 @@ def _draw(report: Report, table: Table) -> None:
     if find_spec("matplotlib") is None:
         report.say("no pictures without matplotlib: pip install 'attnlib[demo]'")
         return
-    drawn = attempt(draw, table, report.tables[table], report.folder / f"{table.name}.png")
+    where = f"attnlib on {', '.join(report.facts[name] for name in ('device', 'torch', 'date'))}"
+    drawn = attempt(draw, table, report.tables[table], report.folder / f"{table.name}.png", where)
     if isinstance(drawn, Failure):
         report.say(f"no picture of {table.name}: {drawn}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..files import replacing
 from .cache import cache_bytes
 from .models import Model
-from .report import Row, Setting
+from .report import Row, Setting, human, short
 
 # Okabe and Ito's colours, told apart with any colour vision.
 COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9")
@@ -30,6 +30,8 @@ def write_csv(answers: Sequence[Row], path: Path) -> None:
 def draw(models: Sequence[Model], setting: Setting, path: Path) -> None:
     """Write a PNG of cache bytes against context, a line for each model, at the largest batch of the setting.
 
+    A dashed line is the memory of the setting's chip that the cache may take. Ticks are powers of two.
+
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
         OSError: the file cannot be written.
@@ -37,6 +39,7 @@ def draw(models: Sequence[Model], setting: Setting, path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("a picture needs matplotlib: pip install 'attnlib[demo]'") from error
     figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
@@ -46,15 +49,18 @@ def draw(models: Sequence[Model], setting: Setting, path: Path) -> None:
     contexts = sorted({max(1, longest >> halvings) for halvings in range(12)})
     for i, model in enumerate(models):
         layouts = model.shard(setting.ranks).layouts(dtype=setting.dtype, store=setting.store)
-        used = [batch * cache_bytes(layouts, [n], page_size=setting.page_size) / 2**30 for n in contexts]
+        used = [batch * cache_bytes(layouts, [n], page_size=setting.page_size) for n in contexts]
         axes.plot(contexts, used, color=COLOURS[i % len(COLOURS)], linewidth=2, label=model.kind)
-    axes.axhline(setting.budget / 2**30, color="0.35", linestyle="--", linewidth=1.2)
-    axes.annotate("memory", (contexts[0], setting.budget / 2**30), (0, 4), textcoords="offset points", color="0.35")
+    limit = f"{setting.chip.name}: {human(setting.budget)} for the cache"
+    axes.axhline(setting.budget, color="0.35", linestyle="--", linewidth=1.2, label=limit)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set_yscale("log", base=2)
+    for axis, name in ((axes.xaxis, short), (axes.yaxis, human)):
+        axis.set_major_locator(LogLocator(2, numticks=13))
+        axis.set_major_formatter(lambda x, _, name=name: name(round(x)))
     sequences = "1 sequence" if batch == 1 else f"{batch:,} sequences"
     ranks = f", one of {setting.ranks} ranks" if setting.ranks > 1 else ""
-    axes.set(xlabel="context (tokens)", ylabel=f"cache of {sequences}{ranks} (GiB)")
+    axes.set(xlabel="context (tokens)", ylabel=f"cache of {sequences}{ranks}")
     axes.set_title(f"{models[0].name} and its variants", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)

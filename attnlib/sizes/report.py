@@ -30,7 +30,7 @@ class Setting:
     chip: Chip = CHIPS[0]
     memory: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, least in (("contexts", min(self.contexts, default=0)), ("batches", min(self.batches, default=0))):
             if least < 1:
                 raise ValueError(f"{name}: expected sizes of at least 1, got {getattr(self, name)}")
@@ -127,7 +127,7 @@ def table(model: Model, answers: Sequence[Row], setting: Setting) -> str:
     places = [(context, batch) for context in setting.contexts for batch in setting.batches]
 
     def grid(title: str, cell: Callable[[Row], str]) -> str:
-        head = ["variant", *(f"{_short(context)} x {batch:,}" for context, batch in places)]
+        head = ["variant", *(f"{short(context)} x {batch:,}" for context, batch in places)]
         return _section(title, [head, *([name, *(cell(by_place[name, *place]) for place in places)] for name in names)])
 
     by_name = {name: [row for row in answers if row.variant == name] for name in names}
@@ -185,7 +185,7 @@ def _verdict(row: Row) -> str:
 
 
 def _flops(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str]]:
-    contexts = [_short(context) for context in setting.contexts]
+    contexts = [short(context) for context in setting.contexts]
     lines = [["variant", *(f"prompt {context}" for context in contexts), *(f"token {context}" for context in contexts)]]
     for name, own in by_name.items():
         one = {row.context: (row.prefill_flops, row.decode_flops // row.batch) for row in own}
@@ -196,7 +196,7 @@ def _flops(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str]]:
 
 def _limits(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str]]:
     head = [f"context at batch {batch:,}" for batch in setting.batches]
-    head += [f"batch at {_short(context)}" for context in setting.contexts]
+    head += [f"batch at {short(context)}" for context in setting.contexts]
     lines = [["variant", *head]]
     for name, own in by_name.items():
         longest = {row.batch: "any" if row.longest_context is None else f"{row.longest_context:,}" for row in own}
@@ -205,7 +205,12 @@ def _limits(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str]]:
     return lines
 
 
-def _short(tokens: int) -> str:
+def short(tokens: int) -> str:
+    """Tokens, in thousands of 1,024 where that comes out even.
+
+    >>> short(4096), short(1600)
+    ('4K', '1,600')
+    """
     return f"{tokens // 1024:,}K" if tokens % 1024 == 0 else f"{tokens:,}"
 
 

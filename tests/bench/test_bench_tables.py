@@ -198,7 +198,7 @@ def test_the_files_are_whole_after_every_row(tmp_path):
 @pytest.mark.parametrize("unit", ["TFLOP/s", "ms"])
 def test_pictures(tmp_path, rows, unit):
     path = tmp_path / "x.png"
-    plots.draw(SPEEDS._replace(growing=True, unit=unit), rows, path)
+    plots.draw(SPEEDS._replace(growing=True, unit=unit), rows, path, "attnlib on a device")
     assert path.read_bytes()[:8] == PNG
 
 

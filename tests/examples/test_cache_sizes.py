@@ -1,9 +1,12 @@
 """The example checks the formula against the allocator, and notices when they differ."""
 
+import math
+
 import cache_sizes
 import pytest
 
-from attnlib.sizes import Setting, model
+from attnlib.sizes import Setting, chip, model
+from attnlib.sizes.files import draw
 
 
 def test_it_prints_the_table_and_writes_the_picture(tmp_path, capsys):
@@ -30,3 +33,17 @@ def test_an_unknown_model_is_a_usage_error(capsys):
         cache_sizes.main(["--model", "gpt-22"])
     assert ended.value.code == 2
     assert "did you mean 'gpt-2'?" in capsys.readouterr().err
+
+
+def test_the_picture_has_binary_ticks_and_names_its_chip(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn, save = [], figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda self, *a, **k: (save(self, *a, **k), drawn.append(self.axes[0])))
+    draw([model("llama-2-7b")], Setting(chip=chip("a100-80gb"), contexts=(4096,), batches=(1,)), tmp_path / "x.png")
+    [axes] = drawn
+    assert axes.get_legend().get_texts()[-1].get_text() == "a100-80gb: 74.51 GiB for the cache"
+    for axis, name in ((axes.xaxis, "4K"), (axes.yaxis, "1 GiB")):
+        ticks, labels = axis.get_ticklocs(), [label.get_text() for label in axis.get_ticklabels()]
+        assert all(math.frexp(tick)[0] == 0.5 for tick in ticks)  # powers of two
+        assert name in labels
+    assert dict(zip(labels, ticks, strict=True))["1 GiB"] == 2**30

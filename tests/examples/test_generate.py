@@ -1,11 +1,16 @@
 """Generation: speculation changes no token, answers share pages, and sampling keeps to its limits."""
 
+import re
+
 import generate
 import pytest
+import recital
+import speculation
 import torch
 import variants
 from decoding import greedy, paged_cache, prefill, stream
-from generate import Sampler, fork_answers, look_up, speculate
+from generate import Sampler, check_fork, fork_answers
+from speculation import look_up, speculate
 
 PROMPT = torch.arange(21) % 7
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [9.0, 0.0, 0.0, 8.0]])
@@ -17,13 +22,17 @@ def plain_greedy(model, steps: int) -> list[int]:
     return torch.cat(list(stream(model, cache, handles, logits, choose=greedy, steps=steps))).tolist()
 
 
+def flat(bursts) -> list[int]:
+    return [token for burst in bursts for token in burst.tokens]
+
+
 @pytest.mark.parametrize("draft", [1, 5])
 def test_speculation_changes_no_token(model, draft):
     expected = plain_greedy(model, 40)
     cache = paged_cache(model, sequences=1, length=len(PROMPT) + 40, page_size=4)
     bursts = list(speculate(model, cache, PROMPT, draft=draft, steps=40))
-    assert sum(bursts, []) == expected  # noqa: RUF017
-    assert all(len(burst) <= 1 + draft for burst in bursts)
+    assert flat(bursts) == expected
+    assert all(len(burst.tokens) <= 1 + burst.guessed <= 1 + draft for burst in bursts)
 
 
 def test_right_guesses_are_taken_and_wrong_ones_rolled_back(model, monkeypatch):
@@ -35,11 +44,11 @@ def test_right_guesses_are_taken_and_wrong_ones_rolled_back(model, monkeypatch):
         right = list(text[len(so_far) : len(so_far) + count])
         return bytes(token ^ 1 if i == 2 else token for i, token in enumerate(right))
 
-    monkeypatch.setattr(generate, "look_up", oracle)
+    monkeypatch.setattr(speculation, "look_up", oracle)
     cache = paged_cache(model, sequences=1, length=len(PROMPT) + 10)
     bursts = list(speculate(model, cache, PROMPT, draft=4, steps=10))
-    assert sum(bursts, []) == expected  # noqa: RUF017
-    assert [len(burst) for burst in bursts] == [1, 3, 3, 3]
+    assert flat(bursts) == expected
+    assert [(len(burst.tokens), burst.guessed) for burst in bursts] == [(1, 0), (3, 4), (3, 4), (3, 2)]
 
 
 def test_look_up_prefers_the_longest_and_latest_ending():
@@ -82,6 +91,16 @@ def test_forked_answers_are_what_each_would_be_alone(model):
         assert forked[answer].tolist() == [answer, *alone.tolist()]
 
 
+def test_forked_answers_are_held_against_answers_that_share_nothing(model):
+    cache, logits = paged_cache(model, sequences=3, length=40), []
+    choose = lambda x: logits.append(x) or greedy(x)  # noqa: E731
+    tokens = torch.stack(list(fork_answers(model, cache, PROMPT, 3, choose=choose, steps=6)))
+    alone = check_fork(model, PROMPT, tokens, torch.stack(logits))
+    assert alone.used_bytes * 4 == cache.used_bytes * 6  # two pages each; the first of them shared
+    with pytest.raises(SystemExit, match="with and without sharing differ"):
+        check_fork(model, PROMPT, tokens, torch.stack(logits) + 1)
+
+
 @pytest.mark.parametrize(
     ("sampler", "allowed"),
     [
@@ -116,7 +135,7 @@ def test_sampler_refuses(wrong):
 
 
 def command(*arguments) -> None:
-    generate.main([*map(str, arguments), "--device", "cpu", "--tokens", "12"])
+    generate.main([str(arguments[0]), "--device", "cpu", "--tokens", "12", *map(str, arguments[1:])])
 
 
 @pytest.fixture
@@ -137,14 +156,53 @@ def test_fork_command(out, capsys):
     command("fork", prompt, "--answers", "3", "--out", out, "--variant", "mla")
     shown = capsys.readouterr().out
     assert shown.count(prompt) == 3
-    assert "the cache holds" in shown
+    assert "3 answers share the 5 pages that a prompt of 82 tokens fills" in shown
+    assert "the cache holds    8 pages of 16 tokens" in shown  # 82 + 11 tokens: the sixth page is each one's own
+    assert "it would hold   18 pages of 16 tokens" in shown
+
+
+def test_a_prompt_that_fills_no_page_says_so(out, capsys):
+    command("fork", "short", "--answers", "2", "--out", out, "--variant", "mla")
+    assert "share the 0 pages" in (shown := capsys.readouterr().out)
+    assert "without a prompt, fork takes one of a real text" in shown
+
+
+@pytest.fixture
+def short_text(small_preset, monkeypatch):
+    """A real text so short that it is learned in seconds."""
+    monkeypatch.setattr(recital, "LENGTH", 240)
+    monkeypatch.setattr(recital, "PROMPT", 160)
+    monkeypatch.setattr(recital, "LEARNING", {"steps": 250, "learning_rate": 1e-2, "batch": 1})
+
+
+def test_a_real_text_is_learned_by_heart_forked_and_speculated_on(short_text, tmp_path, capsys):
+    command("fork", "--out", tmp_path)
+    shown = capsys.readouterr().out
+    assert "4 answers share the 10 pages that a prompt of 160 tokens fills" in shown
+    assert "the prompt is the first 160 bytes" in shown
+    command("speculate", "--out", tmp_path, "--tokens", "60")
+    shown = capsys.readouterr().out
+    assert "by heart" not in shown  # the model was kept
+    assert "60 of 60 tokens are those of the real text" in shown
+    steps, right = (
+        int(re.search(pattern, shown)[1]) for pattern in (r"(\d+) steps instead", r"(\d+) of them were right")
+    )
+    assert steps + right == 60
+    assert right > 5
+
+
+def test_a_text_may_be_too_short(tmp_path):
+    (tmp_path / "short.py").write_text("x = 1")
+    with pytest.raises(ValueError, match="expected more than 1024 bytes, got 5"):
+        recital.load_text(tmp_path / "short.py")
 
 
 def test_speculate_command(out, capsys):
     command("speculate", "abcabc", "--out", out, "--variant", "mla")
     shown = capsys.readouterr().out
     assert shown.startswith("abcabc")
-    assert "the same text as plain greedy decoding" in shown
+    assert "the same text as plain greedy decoding, token by token" in shown
+    assert "tokens were guessed from the text so far" in shown
 
 
 def test_a_missing_model_is_trained_and_kept(tmp_path, capsys, small_preset):

@@ -1,0 +1,58 @@
+"""Greedy decoding with guesses from the text so far: prompt lookup decoding (Saxena, 2023)."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from decoder import Decoder
+from decoding import greedy, prefill
+from torch import Tensor
+
+from attnlib import KVCache
+
+LONGEST_MATCH = 8  # tokens; what the drafter looks for in the text so far, if it can
+
+
+class Burst(NamedTuple):
+    """The tokens of a step, one and as many guesses as were right, and how many were guessed."""
+
+    tokens: list[int]
+    guessed: int
+
+
+@torch.no_grad()
+def speculate(model: Decoder, cache: KVCache, prompt: Tensor, *, draft: int, steps: int) -> Iterator[Burst]:
+    """Yield the ``steps`` greedy tokens after ``prompt`` in bursts: one each, and as many of a draft as were right.
+
+    Each step feeds the last token and up to ``draft`` guesses at once, and rolls the cache back to the right ones.
+    """
+    [handle], logits = prefill(model, cache, [prompt])
+    text = bytearray(prompt.tolist())
+    burst, guess = greedy(logits).tolist(), b""
+    while True:
+        text.extend(burst)
+        yield Burst(burst, len(guess))
+        missing = len(prompt) + steps - len(text)
+        if missing == 0:
+            return
+        guess = look_up(text, min(draft, missing - 1))
+        stored = cache.length(handle)  # all of text but its last token
+        with cache.step({handle: 1 + len(guess)}) as layers:
+            logits = model(torch.tensor([text[-1], *guess], device=prompt.device), caches=layers)
+        burst = greedy(logits).tolist()
+        right = next((i for i, token in enumerate(guess) if token != burst[i]), len(guess))
+        burst = burst[: right + 1]
+        cache.truncate(handle, stored + 1 + right)
+
+
+def look_up(text: bytes | bytearray, count: int) -> bytes:
+    """A guess of ``count`` next tokens: those that followed the last time that ``text`` ended as it does now.
+
+    The longest ending found wins; what follows it repeats if it is too short.
+    Empty if no ending occurred before.
+    """
+    for length in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
+        at = text.rfind(text[-length:], 0, len(text) - 1)
+        if at >= 0:
+            return (bytes(text[at + length :]) * count)[:count]
+    return b""
