@@ -30,6 +30,7 @@ def gather_attention(
     Raises:
         ValueError, TypeError: as :func:`attnlib.attention` does; or ``dropout_p`` came without a seed.
     """
+    _check(q, k, v, zigzag=zigzag)
     call = _call_of(q, k, v, mask, options)
     k, v = (unshard(x, mesh, zigzag=zigzag) for x in (k, v))
     starts = starts_of(mesh.get_local_rank(), mesh.size(), k.shape[1], zigzag=zigzag)
@@ -49,6 +50,7 @@ def head_attention(
         ValueError, TypeError: as :func:`attnlib.attention` does; the heads cannot be shared out evenly; or
             ``dropout_p`` came without a seed.
     """
+    _check(q, k, v, zigzag=zigzag)
     ranks, group = mesh.size(), mesh.get_group()
     for name, x in (("q", q), ("k", k)):
         if x.shape[2] % ranks:
@@ -68,6 +70,17 @@ def head_attention(
     out, _ = attend(call._replace(q=of_heads(q), k=of_heads(k), v=of_heads(v)), options.get("backend"))
     parts = exchanged(dealt(out.transpose(0, 1), ranks, zigzag=zigzag), group)
     return parts.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, *, zigzag: bool) -> None:
+    """Raise ValueError where these are no shards of one sequence."""
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected [b, tokens here, heads, d], got {tuple(x.shape)}")
+        if x.shape[1] != q.shape[1]:
+            raise ValueError(f"{name}: expected {q.shape[1]} tokens here, as q has, got {x.shape[1]}; shard both alike")
+    if zigzag and q.shape[1] % 2:
+        raise ValueError(f"q: expected two equal chunks of tokens, got {q.shape[1]} tokens; see shard() and zigzag=")
 
 
 def _call_of(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, options: Mapping[str, Any]) -> Call:

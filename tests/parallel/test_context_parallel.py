@@ -94,6 +94,20 @@ def test_refusals_come_before_anything_is_sent(function, tokens, options, why):
         function(q, q, q, mask=CAUSAL, mesh=mesh, **options)
 
 
+@pytest.mark.parametrize("function", [gather_attention, head_attention])
+@pytest.mark.parametrize(
+    ("q", "k", "why"),
+    [
+        ((1, 8, 4, 8), (1, 6, 4, 8), "k: expected 8 tokens here, as q has, got 6; shard both alike"),
+        ((8, 4, 8), (8, 4, 8), r"q: expected \[b, tokens here, heads, d\], got \(8, 4, 8\)"),
+        ((1, 7, 4, 8), (1, 7, 4, 8), "q: expected two equal chunks of tokens, got 7 tokens"),
+    ],
+)
+def test_what_is_no_shard_is_refused(function, q, k, why):
+    with pytest.raises(ValueError, match=why):
+        function(torch.zeros(q), torch.zeros(k), torch.zeros(k), mask=CAUSAL, mesh=None)
+
+
 def test_tokens_that_cannot_be_shared_out():
     with pytest.raises(ValueError, match=r"x: expected tokens in 8 equal chunks, got 20 tokens; pad the sequence"):
         dealt(torch.zeros(20), 4, zigzag=True)
