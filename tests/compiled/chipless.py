@@ -105,9 +105,11 @@ def binary(build: AnyBuild) -> Binary:
     metadata, cubin = absent.launched
     registers, spilled = _usage(cubin)
     columns, text = getattr(metadata, "tmem_size", None) or 0, disassembled(cubin)
+    makes_barriers = ".hopper." in launch.kernel.__module__  # Triton makes those of others, from registers of its own
     return Binary(
         _tiles(launch, metadata.num_warps), registers, spilled, metadata.shared, columns, metadata.num_warps,
-        tuple(lost(text)), tuple(disorder(str(build), launch, text)), tuple(reused(text)),
+        tuple(lost(text)), tuple(disorder(str(build), launch, text)),
+        tuple(reused(text)) if makes_barriers else (),
     )  # fmt: skip
 
 
