@@ -21,6 +21,7 @@ from .tables import LaunchConfig
 
 KNOWN = ("3.6", "3.7")  # the versions of Triton whose launchers the tests have passed with
 GLUON = ("3.6", "3.7")  # and those whose Gluon
+IS_INSTALLED = find_spec("triton") is not None
 STREAM = 3  # the place of the stream among what starts a binary, after the grid
 MOST = 1024  # descriptors of a block that are kept
 
@@ -275,17 +276,12 @@ def version() -> str:
     return ".".join(triton.__version__.split(".")[:2])
 
 
-@remembered
-def _is_installed() -> bool:
-    return find_spec("triton") is not None
-
-
 def against(dtype: torch.dtype, device: str, arch: int, *, interpreted: bool) -> list[str]:
     """Why no kernel runs with this dtype on this type of device, or in Triton's interpreter, which needs no GPU."""
     reasons = ["computes in fp32, got fp64"] if dtype == torch.float64 else []
     if device == "cuda" and arch < 80:
         reasons.append(f"needs sm_80 or newer, got sm_{arch}")
-    elif device == "cuda" and not _is_installed():
+    elif device == "cuda" and not IS_INSTALLED:
         reasons.append("needs triton; pip install 'attnlib[triton]'")
     elif interpreted and dtype == torch.bfloat16:
         reasons.append("Triton's interpreter multiplies bf16 wrongly; use fp16 or fp32")
