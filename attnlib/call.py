@@ -1,5 +1,6 @@
 """A call of attention as one value, and the check that every call passes once."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,6 +40,25 @@ class Dropout(NamedTuple):
 
     p: float = 0.0
     seed: Tensor | None = None
+
+    def seeded(self, device: torch.device) -> "Dropout":
+        """The same with a seed, drawn where there is none and something is dropped.
+
+        Raises:
+            ValueError, TypeError: the probability is no number in [0, 1), or the seed is not int64 ``[1]``.
+        """
+        p, seed = self.p, self.seed
+        if seed is None and p == 0:
+            return self
+        if isinstance(p, bool) or not isinstance(p, int | float):
+            raise TypeError(f"dropout_p: expected a Python number, got {type(p).__name__}")
+        if not 0 <= p < 1:
+            raise ValueError(f"dropout_p: expected a probability in [0, 1), got {p}")
+        if seed is None:
+            return Dropout(p, torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device))
+        if not is_strided(seed) or seed.dtype != torch.int64 or seed.shape != (1,):
+            raise TypeError(f"dropout_seed: expected an int64 tensor [1], got {_kind(seed)}")
+        return self
 
 
 class Origin(NamedTuple):
@@ -113,6 +133,16 @@ class Call(NamedTuple):
         return self.q.shape[0] if self.packing is None else self.packing.cu_seqlens_q.shape[0] - 1
 
 
+class PieceGradients(NamedTuple):
+    """What a piece adds to the gradients of a larger call; ``captured`` are those of what its scores read, or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slopes: Tensor
+    captured: Sequence[Tensor | None]
+
+
 def checked(call: Call) -> Call:
     """The call with tensors of one dtype, a scale, a seed where it drops, and its spec.
 
@@ -126,7 +156,7 @@ def checked(call: Call) -> Call:
         sizes = _bind_to_view(call)
         (q,), k, v = _autocast(call.q), None, None
     _check_tensors(call, sizes)
-    score, dropout = call.score.filled(sizes["d"]), _seeded(call.dropout, q.device)
+    score, dropout = call.score.filled(sizes["d"]), call.dropout.seeded(q.device)
     bounds = call.key_starts, call.key_ends
     rest = (call.packing, dropout, call.origin, call.descales, call.lse)  # _replace() would take three times as long
     spec = describe(Call(q, call.mask, score, k, v, call.kv, *bounds, *rest), sizes)
@@ -257,21 +287,6 @@ def _read_offsets(name: str, cu_seqlens: Tensor, tokens: int, limit_name: str, l
     if limit is not None and lengths and max(lengths) > limit:
         raise ValueError(f"{limit_name}: expected at least the longest sequence, {max(lengths)}, got {limit}")
     return offsets
-
-
-def _seeded(dropout: Dropout, device: torch.device) -> Dropout:
-    p, seed = dropout.p, dropout.seed
-    if seed is None and p == 0:
-        return dropout
-    if isinstance(p, bool) or not isinstance(p, int | float):
-        raise TypeError(f"dropout_p: expected a Python number, got {type(p).__name__}")
-    if not 0 <= p < 1:
-        raise ValueError(f"dropout_p: expected a probability in [0, 1), got {p}")
-    if seed is None:
-        return Dropout(p, torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device))
-    if not is_strided(seed) or seed.dtype != torch.int64 or seed.shape != (1,):
-        raise TypeError(f"dropout_seed: expected an int64 tensor [1], got {_kind(seed)}")
-    return dropout
 
 
 def _kind(x: object) -> str:

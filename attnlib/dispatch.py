@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .backends import _reference, _torch, _triton, flops
-from .call import Call
+from .call import Call, PieceGradients
 from .prepared import PreparedCalls, Run
 from .spec import AttentionSpec
 
@@ -21,15 +21,17 @@ class Backend(Protocol):
 
     ``unsupported`` lists why a spec cannot run, ``slow`` why it would copy K or V, materialise scores or wait for
     the device; both look at the spec alone. ``attention`` and ``cached_attention`` run a checked call to
-    ``(out, lse)``, and ``prepare`` gives a quicker way to run it again, or None. ``variant`` names the kernels that
-    would run it, where there are several; else it is empty. ``cannot_store`` lists why tokens of a dtype cannot be
-    stored on a device; the rest does what :mod:`attnlib.storage` says of it.
+    ``(out, lse)``; ``gradients`` are those of a piece of a larger call, from that one's dout, output and LSE at the
+    queries of the piece; and ``prepare`` gives a quicker way to run a call again, or None. ``variant`` names the
+    kernels that would run it, where there are several; else it is empty. ``cannot_store`` lists why tokens of a dtype
+    cannot be stored on a device; the rest does what :mod:`attnlib.storage` says of it.
     """
 
     unsupported: Callable[[AttentionSpec], list[str]]
     slow: Callable[[AttentionSpec], list[str]]
     attention: Callable[[Call], tuple[Tensor, Tensor]]
     cached_attention: Callable[[Call], tuple[Tensor, Tensor]]
+    gradients: Callable[[Call, Tensor, Tensor, Tensor], PieceGradients]
     prepare: Callable[[Call], Run | None]
     variant: Callable[[Call], str]
     cannot_store: Callable[[torch.dtype, torch.device], list[str]]
@@ -52,7 +54,7 @@ class Explanation(NamedTuple):
     """Which backend a call runs on and why; print it. ``variant`` names the kernels, if there are several.
 
     Over a view with shared prefixes two calls run, and are merged: ``shared`` explains the one over these prefixes, and
-    all else is of the one over what each sequence has for itself.
+    all else is of the one over what each sequence has for itself. ``ranks`` says how ranks share a sequence.
     """
 
     spec: AttentionSpec
@@ -61,6 +63,7 @@ class Explanation(NamedTuple):
     slow: list[str]
     variant: str = ""
     shared: "Explanation | None" = None
+    ranks: str = ""
 
     def __str__(self) -> str:
         if self.shared is None:
@@ -81,6 +84,7 @@ class Explanation(NamedTuple):
         lines = [f"{self.spec.kind} attention: {spec}", f"runs on: {self.chosen or 'nothing'}{variant}"]
         lines += [f"  slow: {reason}" for reason in self.slow]
         lines += [] if self.spec.functions is None else [f"  {line}" for line in self.spec.functions.lines]
+        lines += [f"  shared: {self.ranks}"] if self.ranks else []
         return lines + [f"  not on {name}: {reason}" for name, reasons in self.rejected.items() for reason in reasons]
 
 

@@ -1,21 +1,31 @@
 """Attention as functions: bind the shapes, describe the problem, select a backend, run it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
-from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
 from .call import Call, Dropout, Packing
 from .dispatch import Explanation
-from .fp8 import Descales, descales_of
+from .fp8 import descales_of
 from .hints import hinted
 from .kv import KVView
 from .mask import AnyMask
-from .running import Asked, attend, told
+from .running import Asked, attend
 from .scores import Score, ScoreFunction
 from .signatures import kind
+
+PLAIN = ("attention", "varlen_attention", "cached_attention")
+EXPLAINED = MappingProxyType(  # the functions that explain() knows, by their modules
+    {
+        __name__: (*PLAIN, *(f"{name}_with_lse" for name in PLAIN)),
+        f"{__package__}.parallel.functions": (
+            *("context_attention", "gather_attention", "head_attention", "ring_attention"),
+        ),
+    }
+)
 
 
 @kind
@@ -212,8 +222,9 @@ def cached_attention_with_lse(
 def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """What ``call(*args, **kwargs)`` would run on and why, without running it; ``call`` is one of this module's six.
 
-    Or it is a layer: of its forward all but attention runs, and what its first attention call would run on is told. A
-    step's tokens are then written to its cache, where the layer writes the same ones once it runs.
+    Or it is one of :mod:`attnlib.parallel`, whose first call is told, and no other rank is asked. Or it is a layer: of
+    its forward all but attention runs, and what its first attention call would run on is told. A step's tokens are then
+    written to its cache, where the layer writes the same ones once it runs.
 
     >>> q = torch.randn(1, 9, 8, 64)
     >>> print(explain(attention, q, q, q, mask=CAUSAL))
@@ -227,28 +238,12 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         layer(*args, **kwargs)
         if asked.told:
             return asked.told[0]
-    plain = (attention, varlen_attention, cached_attention)
-    with_lse = (attention_with_lse, varlen_attention_with_lse, cached_attention_with_lse)
-    if not any(call is function for function in plain + with_lse):  # not `in`: what is none of them may have no hash
-        names = ", ".join(x.__name__ for x in plain + with_lse)
+    if getattr(call, "__name__", None) not in EXPLAINED.get(getattr(call, "__module__", None), ()):
+        names = ", ".join(EXPLAINED[__name__])
         raise ValueError(f"call: expected a layer or one of {names}, got {type(call).__name__}")
-    bound = signature(call).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return told(_call_of(bound.arguments, lse=call in with_lse), bound.arguments["backend"])
-
-
-def _call_of(arguments: Mapping[str, Any], *, lse: bool) -> Call:
-    """The call that one of the six functions makes of its arguments."""
-    q, mask = arguments["q"], arguments["mask"]
-    options = Score(*(arguments["score" if name == "function" else name] for name in Score._fields))
-    if "kv" in arguments:
-        return _over(q, arguments["kv"], mask, options, arguments["q_descale"], lse=lse)
-    dropout = Dropout(arguments["dropout_p"], arguments["dropout_seed"])
-    descales = descales_of(*(arguments[name] for name in Descales._fields))
-    call = Call(q, mask, options, arguments["k"], arguments["v"], dropout=dropout, descales=descales, lse=lse)
-    if "cu_seqlens_q" not in arguments:
-        return call._replace(key_starts=arguments["key_starts"], key_ends=arguments["key_ends"])
-    return call._replace(packing=Packing(*(arguments[name] for name in Packing._fields)))
+    asked = Asked(kwargs.get("backend"))
+    call(*args, **kwargs | {"backend": asked})
+    return asked.told[0]
 
 
 def _over(q: Tensor, kv: KVView, mask: AnyMask, score: Score, q_descale: Tensor | None, *, lse: bool = False) -> Call:

@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from .call import Call, Packing, checked
+from .call import Call, Packing, PieceGradients, checked
 from .checks import are_checks_on, is_strided
 from .dispatch import PREPARED, Explanation, explained, select
 from .mask import FULL, Mask
@@ -94,6 +95,17 @@ def attend(call: Call, name: str | Asked | None = None) -> tuple[Tensor, Tensor]
     if key is not None:
         PREPARED.remember(kv, key, backend.prepare(call))
     return result
+
+
+@torch.no_grad()
+def gradients(call: Call, name: str | None, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
+    """The gradients of a piece of a larger call, of which dout, output and LSE are the parts at its queries.
+
+    The piece has no sinks, and is run by the backend that has run its forward.
+    """
+    call = checked(call)
+    call = call._replace(spec=call.spec._replace(grad=True))
+    return select(call.spec, name).gradients(call, dout, out, lse)
 
 
 def _sees_all_before(call: Call) -> bool:

@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..call import Call, Score
+from ..call import Call, PieceGradients, Score
 from ..fp8 import per_token
 from ..kv import KVView
 from ..mask import AnyMask, Mask
@@ -51,6 +51,32 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
 
 
 cached_attention = attention
+
+
+def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
+    """The gradients of a piece of a larger call, of which these are the parts at its queries.
+
+    The whole's output is the sum of those of its pieces, each times ``exp(own LSE - whole LSE)``.
+    """
+    leaves = {name: getattr(call, name).detach().requires_grad_() for name in ("q", "k", "v")}
+    options = {
+        name: x.detach().requires_grad_() for name, x in call.score.tensors.items()
+    }  # slopes; a piece has no sinks
+    function, captured = call.score.function, []
+    if function is not None:
+        captured = [x.detach().requires_grad_(x.is_floating_point()) for x in function.tensors]
+        options["function"] = function.reading(captured)
+    slopes = [x for x in options.values() if isinstance(x, Tensor)]
+    with torch.enable_grad():
+        own_out, own_lse = attention(call._replace(**leaves, score=call.score._replace(**options)))
+        share = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0).detach()
+        dlse = ((own_out - out) * dout).sum(-1).mT.to(lse.dtype) * share
+        asked = [*leaves.values(), *slopes, *(x for x in captured if x.requires_grad)]
+        given = dout * share.mT.unsqueeze(-1).to(dout.dtype), dlse
+        found = torch.autograd.grad((own_out, own_lse), asked, given, materialize_grads=True)
+    rest = iter(found[3 + len(slopes) :])
+    of_captured = [next(rest) if x.requires_grad else None for x in captured]
+    return PieceGradients(*found[:3], found[3] if slopes else lse.new_empty(0), of_captured)
 
 
 def prepare(call: Call) -> None:

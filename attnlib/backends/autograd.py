@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from ..call import Call, PieceGradients
 from ..prepared import Run
 from ..spec import NO_BACKWARD
 from ..watched import are_batched, are_watched, have_tangents, is_forward_mode, is_transforming
 from .flops import backward_flops, cached_flops, forward_flops
-from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, apart, fake_attention, fake_backward
+from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, apart, fake_attention, fake_backward, flat
 from .registration import Operator, register
 
 Gradients = Callable[..., tuple[Tensor, ...]]  # takes a backward's dout and what follows it
@@ -81,6 +82,13 @@ class Operators:
             pairs = zip(a.captured, apart(captured, a), strict=True)
             parts = [grad if grad is None else grad.to(x.dtype) for x, grad in pairs]
         return *given, *(None,) * (TENSORS - len(given)), parts, *(None,) * (len(a) - TENSORS - 1)
+
+    def of_piece(self, call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
+        """The gradients of a piece of a call, whose output and LSE at its queries these are."""
+        a = flat(call)
+        dq, dk, dv, dslopes, _, captured = self.backward(dout, None, out, lse, *a)
+        of_mask = 0 if call.functions is None else len(call.functions.mask_tensors)
+        return PieceGradients(dq, dk, dv, dslopes, apart(captured, a)[of_mask:])
 
     def _repeated_gradients(self, backward, rest, dout, dlse, out, lse, q, k, v):
         dout = torch.zeros_like(out) if dout is None else dout

@@ -1,6 +1,15 @@
 """Attention over sequences that several ranks share, on torch.distributed: each rank has a part of the tokens."""
 
-from .context import gather_attention, head_attention
+from .context_parallel import ContextParallel
+from .functions import context_attention, gather_attention, head_attention, ring_attention
 from .sharding import shard, unshard
 
-__all__ = ["gather_attention", "head_attention", "shard", "unshard"]
+__all__ = [
+    "ContextParallel",
+    "context_attention",
+    "gather_attention",
+    "head_attention",
+    "ring_attention",
+    "shard",
+    "unshard",
+]

@@ -1,63 +1,85 @@
-"""How a layer shares the tokens of its sequences with the ranks of a mesh."""
+"""Attention over a sequence that ranks share, in the form that is asked for or should be the fastest."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..call import Call
-from .sharding import shard
+from ..running import Asked
+from .costs import NVLINK, costs_of
+from .gather import gather
+from .heads import heads
+from .ring import ring
+from .sharding import Sharing, shard
+from .source import Source, source_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-FORMS = ("ring", "gather", "heads")
-
-
-class Source(NamedTuple):
-    """What keys and values are made of, where that is less to send than they are.
-
-    ``tensors`` are this rank's tokens, ``[b, tokens here, ...]`` or packed ``[tokens here, ...]``. ``expand`` makes k
-    and v of them, with these ``weights``, whose gradients are of all tokens that this rank reads.
-    """
-
-    tensors: tuple[Tensor, ...]
-    expand: Callable[..., tuple[Tensor, Tensor]]
-    weights: tuple[Tensor, ...] = ()
+FORMS = MappingProxyType({"ring": ring, "gather": gather, "heads": heads})
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks of a one-dimensional ``mesh`` that share every sequence: each has a part of its tokens.
+    """The ranks of a ``mesh`` that share every sequence: each has a part of its tokens, as :func:`shard` deals them.
 
-    ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``; None takes the one that is expected to be the fastest.
-    ``zigzag`` is as in :func:`shard`.
+    ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``; None takes what should be the fastest, where a rank receives
+    ``bandwidth`` bytes a second. ``zigzag`` is as in :func:`shard`.
 
     Raises:
-        ValueError: an unknown form, or a mesh of more dimensions than one.
+        ValueError: an unknown form, a mesh of more than one dimension, or no bandwidth.
     """
 
     mesh: "DeviceMesh"
     form: str | None = None
     zigzag: bool = True
+    bandwidth: float = NVLINK
 
     def __post_init__(self) -> None:
         if self.form not in (None, *FORMS):
             raise ValueError(f"form: expected None or one of {', '.join(FORMS)}, got {self.form!r}")
         if self.mesh.ndim != 1:
-            raise ValueError(f"mesh: expected one dimension, as mesh['cp'], got {self.mesh.ndim}")
+            raise ValueError(f"mesh: expected one dimension, as of mesh['cp'], got {self.mesh.ndim}")
+        if not self.bandwidth > 0:
+            raise ValueError(f"bandwidth: expected bytes a second above 0, got {self.bandwidth}")
 
     def positions(self, tokens: int, device: torch.device | str | None = None) -> Tensor:
-        """Where this rank's tokens are in the whole sequence, ``[tokens here]``, of so many tokens here."""
-        return shard(torch.arange(tokens * self.mesh.size(), device=device), self.mesh, dim=0, zigzag=self.zigzag)
+        """Where this rank's tokens are in the whole sequence, ``[tokens here]``, if it has so many."""
+        whole = torch.arange(tokens * self.mesh.size(), device=device)
+        return shard(whole, self.mesh, dim=0, zigzag=self.zigzag)
 
-    def attend(self, call: Call, name: str | None = None, source: Source | None = None) -> Tensor:
-        """The output of this rank's tokens, ``call.q``, over all that its mask shows them of the whole sequence.
+    def attend(self, call: Call, name: str | Asked | None = None, source: Source | None = None) -> Tensor:
+        """The output of this rank's queries ``call.q`` over all that the mask shows them of the whole sequence.
 
         ``call`` has this rank's tokens of q, k and v, ``[b, tokens here, h, d]`` or packed ``[tokens here, h, d]``, and
-        the packing, the bounds and all else of the whole sequence; its origin may say which head is the first of this
-        rank. With a ``source`` its k and v are None. ``name`` is of a backend.
+        the packing, the bounds and all else of the whole sequence; its origin may say which head is the first here.
+        With a ``source`` its k and v are None. ``name`` is of a backend. Ranks that drop without a seed draw one of
+        torch's, which has to be in the same state on all of them.
+
+        Raises:
+            ValueError: what ranks have are no shards of one sequence, or ranks cannot share the heads.
         """
-        raise NotImplementedError
+        source = source_of(call.k, call.v) if source is None else source
+        sharing = Sharing(self.mesh, self.zigzag)
+        _check(call, sharing, source)
+        costs = costs_of(call, sharing, source, form=self.form, bandwidth=self.bandwidth)
+        call = call._replace(dropout=call.dropout.seeded(call.q.device))
+        if not isinstance(name, Asked):
+            return FORMS[costs.form](call, sharing, name, source)
+        first = len(name.told)
+        out = FORMS[costs.form](call, sharing, name, source)
+        name.told[first] = name.told[first]._replace(ranks=str(costs))
+        return out
+
+
+def _check(call: Call, sharing: Sharing, source: Source) -> None:
+    """Raise ValueError where these are no shards of one sequence."""
+    tokens, dim = call.q.shape[-3], call.q.dim() - 3
+    for name, x in zip("kv", source.tensors, strict=False):
+        if x.shape[dim] != tokens:
+            raise ValueError(f"{name}: expected {tokens} tokens here, as q has, got {x.shape[dim]}; shard both alike")
+    if sharing.zigzag and tokens % 2:
+        raise ValueError(f"q: expected two equal chunks of tokens, got {tokens} tokens; see shard() and zigzag=")

@@ -1,5 +1,6 @@
-"""What ranks send each other, with gradients."""
+"""What ranks send each other; with gradients, but for what goes around a ring."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,3 +52,33 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """From x ``[ranks, ...]``, whose ``r``-th part is for rank ``r``: what every rank has for this one."""
     return _Exchanged.apply(x, group)
+
+
+class Passing:
+    """Tensors on their way to the next rank of a ring, and others from the one before, while this one computes."""
+
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup):
+        ranks, rank = group.size(), group.rank()
+        self._received = self._sent = [x.contiguous() for x in tensors]
+        self._works: list[dist.Work] = []
+        if ranks > 1:
+            self._received = [torch.empty_like(x) for x in self._sent]
+            to, source = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
+            sends = [dist.P2POp(dist.isend, x, to, group) for x in self._sent]
+            receives = [dist.P2POp(dist.irecv, x, source, group) for x in self._received]
+            self._works = dist.batch_isend_irecv([*sends, *receives])
+
+    def wait(self) -> list[Tensor]:
+        """What the rank before has sent."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def passed_on(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[tuple[int, Sequence[Tensor]]]:
+    """Each rank's tensors once, and whose they are, from this rank's own on; the next travel while these are used."""
+    held = tensors
+    for step in range(group.size()):
+        passing = Passing(held, group) if step + 1 < group.size() else None
+        yield (group.rank() - step) % group.size(), held
+        held = held if passing is None else passing.wait()

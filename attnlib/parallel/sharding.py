@@ -5,15 +5,57 @@ early queries see few keys and late ones many, and so every rank has as much to 
 ``n``.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .exchange import gathered
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+class Range(NamedTuple):
+    """The tokens ``[start, end)`` of a whole sequence, or of a whole pack."""
+
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """How many tokens these are."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the ranks of a one-dimensional mesh share a sequence."""
+
+    mesh: "DeviceMesh"
+    zigzag: bool
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share a sequence."""
+        return self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """Which of them this one is."""
+        return self.mesh.get_local_rank()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Their process group."""
+        return self.mesh.get_group()
+
+    def ranges(self, rank: int, tokens: int) -> list[Range]:
+        """The tokens of a rank in the whole sequence, if every rank has so many, in the order in which it has them."""
+        starts = starts_of(rank, self.ranks, tokens * self.ranks, zigzag=self.zigzag)
+        return [Range(start, start + tokens // len(starts)) for start in starts]
 
 
 def shard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -> Tensor:

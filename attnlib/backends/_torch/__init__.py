@@ -6,7 +6,7 @@ No T x T tensor and no copy of K or V is made.
 import torch
 from torch import Tensor
 
-from ...call import Call
+from ...call import Call, PieceGradients
 from ...kv import KVView
 from ...rope import Angles, rotate
 from ...spec import AttentionSpec
@@ -49,6 +49,11 @@ def cached_attention(call: Call) -> tuple[Tensor, Tensor]:
     """Attention over stored keys and its LSE, gathering at most 512 tokens at a time."""
     run = torch.ops.attnlib.torch_cached if are_watched(call.q, call.q, call.q) else cached
     return run(*flat_over_view(call))
+
+
+def gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
+    """The gradients of a piece of a larger call, of which these are the parts at its queries."""
+    return OPERATORS.of_piece(call, dout, out, lse)
 
 
 def prepare(call: Call) -> None:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ...call import Call
+from ...call import Call, PieceGradients
 from ...fp8 import E4M3
 from ...prepared import Run
 from ...spec import AttentionSpec
@@ -60,6 +60,10 @@ class TritonBackend:
     def cached_attention(self, call: Call) -> tuple[Tensor, Tensor]:
         """Attention over stored keys and its LSE."""
         return self.cached.attention(call)
+
+    def gradients(self, call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> PieceGradients:
+        """The gradients of a piece of a larger call, of which these are the parts at its queries."""
+        return self.dense.operators.of_piece(call, dout, out, lse)
 
     def prepare(self, call: Call) -> Run | None:
         """A quicker way to run this call again, on tensors of the same layouts."""

@@ -1,0 +1,56 @@
+"""Which form of attention over a shared sequence should be the fastest: what ranks send, beside what they compute."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..call import Call
+from .heads import unshared
+from .sharding import Sharing
+from .source import Source
+
+NVLINK = 300e9  # bytes a second that a rank receives from others of its host
+FLOPS = 500e12  # of attention in 16 bits, a second
+MEMORY = 3e12  # bytes a second
+
+
+class Costs(NamedTuple):
+    """The form that is taken, and of every possible one what a rank receives and how long a forward should take.
+
+    These are bytes and seconds.
+    """
+
+    form: str
+    ranks: int
+    received: dict[str, int]
+    seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        told = (f"{x} {t * 1e3:.3g} ms, {self.received[x]:,} bytes received" for x, t in self.seconds.items())
+        return f"{self.form} over {self.ranks} ranks, expected of a forward: {'; '.join(told)}"
+
+
+def costs_of(call: Call, sharing: Sharing, source: Source, *, form: str | None, bandwidth: float) -> Costs:
+    """The costs of all forms that these heads allow; None is for the fastest ``form``.
+
+    A ring sends while it computes, and merges outputs in fp32 after every step but the first.
+    """
+    q, others, k, v = call.q, sharing.ranks - 1, *_shapes(call, source)
+    tokens, heads, width = q.shape[:-2].numel(), q.shape[-2], v[-1]
+    sent = sum(x.numel() * x.element_size() for x in source.tensors)
+    exchanged = tokens * (heads * (q.shape[-1] + width) + k[-2] * (k[-1] + width)) * q.element_size()
+    received = {"ring": others * sent, "gather": others * sent, "heads": exchanged * others // sharing.ranks}
+    if unshared(heads, k[-2], sharing.ranks):
+        del received["heads"]
+    pairs = tokens * q.shape[-3] * sharing.ranks * (1.0 if call.mask.band.right is None else 0.5)
+    computed = 2 * pairs * heads * (q.shape[-1] + width) / FLOPS
+    seconds = {name: computed + x / bandwidth for name, x in received.items()}
+    seconds["ring"] = max(computed, received["ring"] / bandwidth) + others * 16 * tokens * heads * width / MEMORY
+    return Costs(form or min(seconds, key=seconds.__getitem__), sharing.ranks, received, seconds)
+
+
+@torch.no_grad()
+def _shapes(call: Call, source: Source) -> tuple[torch.Size, torch.Size]:
+    """The shapes of k and v of one token of each sequence."""
+    k, v = source.expand(*(x.narrow(call.q.dim() - 3, 0, 1) for x in source.tensors))
+    return k.shape, v.shape

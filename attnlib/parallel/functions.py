@@ -1,0 +1,94 @@
+"""Attention over a shared sequence as functions of this rank's queries, keys and values."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..call import Call, Dropout, Packing
+from ..mask import AnyMask
+from ..scores import Score
+from .context_parallel import ContextParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+OPTIONS = (
+    *("scale", "softcap", "alibi_slopes", "sinks", "score", "key_starts", "key_ends"),
+    *("dropout_p", "dropout_seed", "cu_seqlens", "max_seqlen", "backend"),
+)
+
+
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AnyMask,
+    mesh: "DeviceMesh",
+    form: str | None = None,
+    zigzag: bool = True,
+    **options: Any,
+) -> Tensor:
+    """:func:`attnlib.attention` of a sequence that the ranks of a mesh share.
+
+    q ``[b, tokens here, h, d]``, k and v are this rank's tokens, as :func:`shard` gives them, and so is the output.
+    ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``; None takes what should be the fastest, which
+    :func:`attnlib.explain` tells without any other rank. ``options`` are those of :func:`attnlib.attention`, of the
+    whole sequence, the same on every rank. With ``cu_seqlens`` int32 ``[b + 1]``, and ``max_seqlen`` if it is known, q,
+    k and v are packed ``[tokens here, h, d]``, parts of a pack of sequences that begin where these say. A rank's
+    gradients of sinks, slopes and what scores read are of its own queries, or its own heads, and have to be added up.
+
+    Raises:
+        ValueError, TypeError: as :func:`attnlib.attention` does; these are no shards of one sequence, ranks cannot
+            share the heads, or ``dropout_p`` came without a seed.
+    """
+    sharing = ContextParallel(mesh, form, zigzag)
+    return sharing.attend(_call_of(q, k, v, mask, options), options.get("backend"))
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: AnyMask, mesh: "DeviceMesh", zigzag: bool = True, **options: Any
+) -> Tensor:
+    """:func:`context_attention` with keys and values that go around a ring of ranks (2310.01889).
+
+    No rank holds more than two ranks' keys and values at once, and they travel while it computes.
+    """
+    return context_attention(q, k, v, mask=mask, mesh=mesh, form="ring", zigzag=zigzag, **options)
+
+
+def gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: AnyMask, mesh: "DeviceMesh", zigzag: bool = True, **options: Any
+) -> Tensor:
+    """:func:`context_attention` where every rank gathers all keys and values: best for few KV heads."""
+    return context_attention(q, k, v, mask=mask, mesh=mesh, form="gather", zigzag=zigzag, **options)
+
+
+def head_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: AnyMask, mesh: "DeviceMesh", zigzag: bool = True, **options: Any
+) -> Tensor:
+    """:func:`context_attention` where every rank computes some heads of all tokens (DeepSpeed-Ulysses, 2309.14509).
+
+    It is less to send than all keys and values where there are many KV heads. Ranks have to divide their number.
+    """
+    return context_attention(q, k, v, mask=mask, mesh=mesh, form="heads", zigzag=zigzag, **options)
+
+
+def _call_of(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, options: dict[str, Any]) -> Call:
+    """The call of one rank, whose options are those of the whole."""
+    unknown = sorted({*options} - {*OPTIONS})
+    if unknown:
+        raise TypeError(f"{unknown[0]}: expected one of {', '.join(OPTIONS)}")
+    if options.get("dropout_p") and options.get("dropout_seed") is None:
+        raise ValueError(
+            "dropout_seed: expected int64 [1], the same on every rank, got None; ranks would draw their own"
+        )
+    cu_seqlens = options.get("cu_seqlens")
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if x.dim() != (4 if cu_seqlens is None else 3):
+            dims = "[b, tokens here, heads, d]" if cu_seqlens is None else "[tokens here, heads, d] with cu_seqlens="
+            raise ValueError(f"{name}: expected {dims}, got {tuple(x.shape)}")
+    score = Score(**{name: options.get("score" if name == "function" else name) for name in Score._fields})
+    packing = None if cu_seqlens is None else Packing(*(cu_seqlens,) * 2, *(options.get("max_seqlen"),) * 2)
+    dropout = Dropout(options.get("dropout_p", 0.0), options.get("dropout_seed"))
+    bounds = {name: options.get(name) for name in ("key_starts", "key_ends")}
+    return Call(q, mask, score, k, v, packing=packing, dropout=dropout, **bounds)

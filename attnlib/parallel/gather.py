@@ -1,0 +1,30 @@
+"""Every rank gathers all keys and values, and computes the queries of its own tokens."""
+
+import torch
+from torch import Tensor
+
+from ..call import Call
+from ..running import Asked, attend
+from .pieces import piece_of, seen, whole_of
+from .sharding import Range, Sharing, unshard
+from .source import Source
+
+
+def gather(call: Call, sharing: Sharing, name: str | Asked | None, source: Source) -> Tensor:
+    """The output of this rank's queries over the keys of all ranks."""
+    call, dim = whole_of(call), call.q.dim() - 3
+    k, v = source.expand(*(_whole(x, sharing, dim, asked=isinstance(name, Asked)) for x in source.tensors))
+    outs = []
+    ranges = sharing.ranges(sharing.rank, call.q.shape[dim])
+    for q, queries in zip(call.q.chunk(len(ranges), dim), ranges, strict=True):
+        keys = seen(call, queries, Range(0, k.shape[dim]))
+        of_keys = (x.narrow(dim, keys.start, keys.size) for x in (k, v))
+        outs.append(attend(piece_of(call, q, *of_keys, queries, keys), name)[0])
+    return torch.cat(outs, dim)
+
+
+def _whole(x: Tensor, sharing: Sharing, dim: int, *, asked: bool) -> Tensor:
+    """x of all ranks; where nobody computes, something of its shape."""
+    if asked:
+        return x.narrow(dim, 0, 1).expand(*x.shape[:dim], x.shape[dim] * sharing.ranks, *x.shape[dim + 1 :])
+    return unshard(x, sharing.mesh, dim=dim, zigzag=sharing.zigzag)

@@ -1,0 +1,196 @@
+"""Keys and values travel around a ring of ranks; every rank computes its queries over those that it holds.
+
+Ring attention (Liu, Zaharia and Abbeel, 2023, arXiv 2310.01889). Blocks travel while the ones before them are computed
+with. The backward sends them around again, and with them the gradients that they have so far.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..call import Call, PieceGradients
+from ..running import Asked, attend, gradients
+from .exchange import Passing, passed_on
+from .pieces import Piece, pieces_of, whole_of
+from .sharding import Sharing
+from .source import Expand, Source
+
+
+def ring(call: Call, sharing: Sharing, name: str | Asked | None, source: Source) -> Tensor:
+    """The output of this rank's queries over the keys that travel past it."""
+    score, function = call.score, call.score.function
+    captured = () if function is None else function.tensors
+    plan = _Ring(whole_of(call), sharing, name, source.expand, len(captured), len(source.tensors))
+    given = (call.q, score.alibi_slopes, score.sinks, *captured, *source.tensors, *source.weights)
+    if isinstance(name, Asked):
+        return plan.told(*given)
+    return _RingAttention.apply(plan, *given)
+
+
+class _Given(NamedTuple):
+    """The tensors of a ring in which a gradient may flow."""
+
+    q: Tensor
+    slopes: Tensor | None
+    sinks: Tensor | None
+    captured: Sequence[Tensor]
+    travelling: Sequence[Tensor]
+    weights: Sequence[Tensor]
+
+
+class _Ring(NamedTuple):
+    """What a ring computes, but for the tensors in which a gradient may flow."""
+
+    call: Call
+    sharing: Sharing
+    name: str | Asked | None
+    expand: Expand
+    captured: int
+    travelling: int
+
+    def parts(self, q: Tensor, slopes: Tensor | None, sinks: Tensor | None, *rest: Tensor) -> _Given:
+        """What is given, apart."""
+        at, end = self.captured, self.captured + self.travelling
+        return _Given(q, slopes, sinks, rest[:at], rest[at:end], rest[end:])
+
+    def pieces(self, given: _Given, k: Tensor, v: Tensor, rank: int) -> list[Piece]:
+        """The calls of this rank's queries over the keys and values of a rank, without sinks."""
+        score = self.call.score._replace(alibi_slopes=given.slopes, sinks=None)
+        if score.function is not None:
+            score = score._replace(function=score.function.reading(given.captured))
+        tokens = given.q.shape[-3]
+        own, held = (self.sharing.ranges(x, tokens) for x in (self.sharing.rank, rank))
+        return list(pieces_of(self.call._replace(score=score), given.q, k, v, own, held))
+
+    def told(self, *given: Tensor | None) -> Tensor:
+        """Zeros, for a name that asks what every call runs on."""
+        parts = self.parts(*given)
+        k, v = self.expand(*parts.travelling)
+        for rank in range(self.sharing.ranks):
+            for piece in self.pieces(parts, k, v, rank):
+                attend(piece.call, self.name)
+        return parts.q.new_zeros(*parts.q.shape[:-1], v.shape[-1])
+
+
+class _RingAttention(torch.autograd.Function):
+    """The output of a ring. What it keeps for the backward are this rank's tokens alone."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Ring, *tensors: Tensor | None) -> Tensor:
+        given, state = plan.parts(*tensors), _State()
+        for rank, travelling in passed_on(given.travelling, plan.sharing.group):
+            k, v = plan.expand(*travelling)
+            state.begin(given.q, v)
+            for piece in plan.pieces(given, k, v, rank):
+                state.add(piece.queries, *attend(piece.call._replace(lse=True), plan.name))
+        out, lse = state.result(given.sinks)
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.plan, ctx.autocast = plan, _autocast_now(given.q.device.type)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        with ctx.autocast():
+            found = _gradients(ctx.plan, ctx.plan.parts(*tensors), dout, out, lse)
+        pairs = zip(found, tensors, ctx.needs_input_grad[1:], strict=True)
+        return None, *(x.to(of.dtype) if is_asked else None for x, of, is_asked in pairs)
+
+
+class _State:
+    """The output and LSE of this rank's queries over the keys that have passed, in fp32 (fp64 for fp64)."""
+
+    def __init__(self):
+        self.out: Tensor | None = None
+
+    def begin(self, q: Tensor, v: Tensor) -> None:
+        """Make room at the first keys and values."""
+        if self.out is None:
+            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            self.dtype = v.dtype
+            self.out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide)
+            self.lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide).mT.contiguous()
+
+    def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
+        """Merge what these queries find at other keys."""
+        known, found = self.lse[..., queries], self.out[..., queries, :, :]
+        both = torch.logaddexp(known, lse)
+        share = torch.exp(lse - both).masked_fill(both == -torch.inf, 0)
+        found.lerp_(out.to(found.dtype), share.mT.unsqueeze(-1))
+        known.copy_(both)
+
+    def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output, in the dtype of a call's, and the LSE, with sinks."""
+        if sinks is not None:
+            both = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
+            self.out *= torch.exp(self.lse - both).mT.unsqueeze(-1)
+            self.lse = both
+        return self.out.to(self.dtype), self.lse
+
+
+class _Sums:
+    """The gradients of this rank's tensors, added up in fp32 (fp64 for fp64), one piece after another."""
+
+    def __init__(self, given: _Given, dtype: torch.dtype):
+        self._dtype = dtype
+        self.q, self.captured, self.weights = self.zeros(given.q), *map(self.every, (given.captured, given.weights))
+        self.slopes = None if given.slopes is None else self.zeros(given.slopes)
+
+    def zeros(self, x: Tensor) -> Tensor:
+        """Room for the gradient of x."""
+        return torch.zeros_like(x, dtype=self._dtype, memory_format=torch.contiguous_format)
+
+    def every(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Room for the gradient of each of these."""
+        return [self.zeros(x) for x in xs]
+
+    def add(self, queries: slice, found: PieceGradients) -> None:
+        """Add what a piece has found of its queries and of what scores read."""
+        self.q[..., queries, :, :] += found.q
+        if self.slopes is not None:
+            self.slopes += found.slopes
+        for total, x in zip(self.captured, found.captured, strict=True):
+            total += 0 if x is None else x
+
+
+def _gradients(plan: _Ring, given: _Given, dout: Tensor, out: Tensor, lse: Tensor) -> list[Tensor | None]:
+    """The gradients of all that is given, in its order."""
+    sums, back = _Sums(given, lse.dtype), None
+    for rank, travelling in passed_on(given.travelling, plan.sharing.group):
+        leaves = [x.detach().requires_grad_() for x in travelling]
+        with torch.enable_grad():
+            k, v = plan.expand(*leaves)
+        dk, dv = sums.zeros(k), sums.zeros(v)
+        for piece in plan.pieces(given, k.detach(), v.detach(), rank):
+            rows = piece.queries
+            state = (x.contiguous() for x in (dout[..., rows, :, :], out[..., rows, :, :], lse[..., rows]))
+            found = gradients(piece.call, plan.name, *state)
+            sums.add(rows, found)
+            dk[..., piece.keys, :, :] += found.k
+            dv[..., piece.keys, :, :] += found.v
+        of = torch.autograd.grad((k, v), (*leaves, *given.weights), (dk.to(k.dtype), dv.to(v.dtype)))
+        for total, x in zip(sums.weights, of[len(leaves) :], strict=True):
+            total += x
+        arrived = sums.every(leaves) if back is None else back.wait()
+        back = Passing([x + y for x, y in zip(arrived, of, strict=False)], plan.sharing.group)
+    return [sums.q, sums.slopes, _of_sinks(given.sinks, dout, out, lse), *sums.captured, *back.wait(), *sums.weights]
+
+
+def _of_sinks(sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
+    """The gradient of sinks: each is a key whose value is zero."""
+    if sinks is None:
+        return None
+    delta = (out.to(lse.dtype) * dout).sum(-1).mT
+    found = -torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta
+    return found.sum(-1) if found.dim() == 2 else found.sum((0, -1))
+
+
+def _autocast_now(device: str) -> Callable[[], torch.autocast]:
+    """What makes the backward compute in the dtype that autocast has here."""
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return partial(torch.autocast, device, dtype=dtype, enabled=enabled)
