@@ -49,6 +49,7 @@ def printed(recipe: Recipe) -> str:
     return out.getvalue()
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's advice on products of fp32
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.page}#{anchor(recipe.heading)}")
 def test_a_recipe_runs_and_says_the_same_twice(recipe):
     assert printed(recipe) == printed(recipe)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_sequences import Case, cases, learning, packs, tensors, whole
+from shared_sequences import PACK, Case, cases, learning, packs, tensors, whole
 from torch import Tensor
 
-from attnlib import Mask, merge_states
+from attnlib import CAUSAL, FULL, Mask, attention, merge_states, sliding, varlen_attention
 from attnlib.call import Call, Dropout, Packing, Score
 from attnlib.parallel.pieces import pieces_of, whole_of
 from attnlib.parallel.sharding import Range
@@ -19,7 +19,7 @@ TOKENS = 48
 def call_of(case: Case, options: dict, q: Tensor, *, packed: bool) -> Call:
     score = Score(*(options.get("score" if name == "function" else name) for name in Score._fields))
     dropout = Dropout(options.get("dropout_p", 0.0), options.get("dropout_seed"))
-    cu = torch.tensor((0, 11, 11, 30, 43), dtype=torch.int32)
+    cu = torch.tensor(PACK, dtype=torch.int32, device=q.device)
     packing = Packing(cu, cu) if packed else None
     return whole_of(
         Call(
@@ -31,12 +31,18 @@ def call_of(case: Case, options: dict, q: Tensor, *, packed: bool) -> Call:
 
 def together(cuts: list[int], case: Case, backend: str, *, packed: bool) -> list[Tensor]:
     """The output, and the gradients of q, k and v, by pieces that begin and end at these tokens."""
-    (q, k, v), dout = tensors(case, packed=packed)
-    q, k, v = (x.detach() for x in (q, k, v))
-    options, _ = learning(case)
-    call, dim = call_of(case, options, q, packed=packed), q.dim() - 3
-    ranges = [Range(a, b) for a, b in zip([0, *cuts], [*cuts, TOKENS], strict=True)]
-    state = torch.zeros_like(dout), q.new_full(q.shape[:-1], -torch.inf).mT.contiguous()
+    qkv, dout = tensors(case, packed=packed)
+    qkv = [x.detach() for x in qkv]
+    return pieced(cuts, qkv, dout, call_of(case, learning(case)[0], qkv[0], packed=packed), backend)
+
+
+def pieced(cuts: list[int], qkv: list[Tensor], dout: Tensor, call: Call, backend: str) -> list[Tensor]:
+    """The same of a call of a whole sequence, or pack."""
+    q, k, v = qkv
+    tokens = q.shape[-3]
+    dim = q.dim() - 3
+    ranges = [Range(a, b) for a, b in zip([0, *cuts], [*cuts, tokens], strict=True)]
+    state = torch.zeros_like(dout), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32).mT.contiguous()
     pieces = []
     for held in ranges:
         keys_and_values = [x.narrow(dim, held.start, held.size) for x in (k, v)]
@@ -49,7 +55,7 @@ def together(cuts: list[int], case: Case, backend: str, *, packed: bool) -> list
                     merged = merge_states(*known, *attend(piece.call, backend))
                 state[0][..., rows, :, :], state[1][..., rows] = merged
     out, lse = state
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     for rows, held, piece in pieces:
         of = (x.contiguous() for x in (dout[..., rows, :, :], out[..., rows, :, :], lse[..., rows]))
         found = gradients(piece.call, backend, *of)
@@ -88,3 +94,31 @@ def test_pieces_of_any_band_add_up(left, right, cuts, packed):
     expected = [out, *torch.autograd.grad(out, qkv, dout)]
     for x, y in zip(together(cuts, case, "torch", packed=packed), expected, strict=True):
         assert torch.allclose(x, y, rtol=1e-4, atol=1e-5), (x - y).abs().max()
+
+
+BANDS = [
+    Case("full", FULL),
+    Case("causal", CAUSAL, kv_heads=2),
+    Case("window", sliding(90)),
+    Case("far", Mask(200, -70)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("channels", [64, 128, 256])
+@pytest.mark.parametrize("backend", ["triton", "triton:plain"])
+@pytest.mark.parametrize("case", BANDS, ids=lambda x: x.name)
+def test_pieces_add_up_on_a_gpu(case, backend, channels, packed):
+    torch.manual_seed(0)
+    batch, tokens = () if packed else (2,), 1024
+    shapes = [(*batch, tokens, heads, channels) for heads in (4, case.kv_heads, case.kv_heads)]
+    qkv = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    dout, cu = torch.randn_like(qkv[0]), torch.tensor((0, 300, 300, 900, 1024), dtype=torch.int32, device="cuda")
+    wide = [x.double().requires_grad_() for x in qkv]
+    packing = {"cu_seqlens_q": cu, "cu_seqlens_k": cu} if packed else {}
+    out = (varlen_attention if packed else attention)(*wide, mask=case.mask, backend="torch", **packing)
+    right = [out, *torch.autograd.grad(out, wide, dout.double())]
+    call = Call(qkv[0], case.mask, packing=Packing(cu, cu) if packed else None)
+    for x, y in zip(pieced([256, 640], qkv, dout, call, backend), right, strict=True):
+        assert (x - y).abs().max() <= 2e-2 * y.abs().max(), (x - y).abs().max()
