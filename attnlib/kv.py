@@ -1,12 +1,14 @@
 """What one token stores in one layer (KVLayout), and the storage that a kernel reads (KVView)."""
 
 from dataclasses import InitVar, dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import check_count
 from .mask import AnyMask
+from .ranks import Ranks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STORES = (torch.int8, torch.float8_e4m3fn)
@@ -142,6 +144,9 @@ class KVView:
     them, whose queries are those of its sequences, packed. ``own`` holds the keys that each sequence has for itself,
     from a later start on. All shared keys come before all queries. ``replace`` forgets both.
 
+    A view that ``ranks`` share counts the tokens of all of them, and its planes hold those of this rank: ``held`` says
+    which. ``replace`` forgets that, after which attention refuses the view.
+
     A view equals itself alone. A cache makes its views without a ``check``, since its tensors fit.
 
     Raises:
@@ -164,6 +169,8 @@ class KVView:
     schedule: Tensor | None = None
     split_size: int = 0
     rope: str | None = None
+    ranks: Ranks | None = None
+    held: "Held | None" = field(default=None, init=False, repr=False)
     shared: "KVView | None" = field(default=None, init=False, repr=False)
     own: "KVView | None" = field(default=None, init=False, repr=False)
     check: InitVar[bool] = True
@@ -219,6 +226,47 @@ class KVView:
         object.__setattr__(view, "shared", shared)  # what replace() does not carry over, no constructor takes
         object.__setattr__(view, "own", own)
         return view
+
+    def with_held(self, held: "Held") -> "KVView":
+        """The same view, of whose keys this rank has these."""
+        view = replace(self, check=False)
+        object.__setattr__(view, "held", held)
+        return view
+
+    def with_own_heads(self) -> "KVView":
+        """The same view, for queries of heads that are of this rank alone, where ranks share it.
+
+        The heads of all ranks read the same KV heads. Without this all ranks have the same queries.
+        """
+        if self.ranks is None:
+            return self
+        view = replace(self, ranks=self.ranks.with_own_heads(), check=False)
+        object.__setattr__(view, "held", self.held)
+        return view
+
+
+class Fresh(NamedTuple):
+    """The keys and values of a step's own tokens, as they are stored, beside what was stored before the step.
+
+    ``k`` is ``[b, s, g, d]`` and ``v`` ``[b, s, g, e]``, or packed ``[t, g, *]``. Dense, ``starts`` says how many of a
+    sequence's tokens are left padding, int32 ``[b]``.
+    """
+
+    k: Tensor
+    v: Tensor
+    starts: Tensor | None
+
+
+class Held(NamedTuple):
+    """What a rank has of a view that ranks share.
+
+    ``stored`` are its own tokens; None where no sequence had stored any. They count those of the step, unless these
+    are ``fresh``, which every rank has. ``is_single`` says that no sequence has more queries than its last token.
+    """
+
+    stored: KVView | None
+    is_single: bool
+    fresh: Fresh | None = None
 
 
 def _check_stored(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:

@@ -5,9 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Call, Packing, PieceGradients, checked
-from .checks import are_checks_on, is_strided
+from .call import Call, Origin, Packing, PieceGradients, checked
+from .checks import are_checks_on, is_strided, refuse_tensor
 from .dispatch import PREPARED, Explanation, explained, select
+from .kv import Held
 from .mask import FULL, Mask
 from .merge import merge_states
 from .prepared import NO_ORIGIN, key_of
@@ -47,7 +48,11 @@ def packed_by_documents(call: Call) -> Call | None:
 
 
 def told(call: Call, name: str | None) -> Explanation:
-    """What a call would run on, and why."""
+    """What a call would run on, and why. Over keys that ranks share, what this rank runs over those that it stored."""
+    if call.kv is not None and call.kv.ranks is not None:
+        held = _held_of(call)
+        q = call.q.repeat_interleave(call.kv.ranks.count if call.kv.ranks.have_own_heads else 1, -2)
+        return told(_of_fresh(call, held) if held.stored is None else _of_stored(call, q, held), name)
     plan = planned(call)
     own = checked(plan.own)
     packed = packed_by_documents(own)
@@ -75,6 +80,8 @@ def attend(call: Call, name: str | Asked | None = None) -> tuple[Tensor, Tensor]
     if type(name) is Asked:
         return name.answer(call)
     kv = call.kv
+    if kv is not None and kv.ranks is not None:
+        return _attend_dealt(call, name)
     if kv is not None and kv.shared is not None and (plan := planned(call)).shared is not None:
         return _merged(plan, name)
     key = key_of(call, name)
@@ -112,6 +119,79 @@ def _sees_all_before(call: Call) -> bool:
     """Whether every query sees all keys before its own, and no score depends on how far off they are, or on whose."""
     is_alike = call.score.is_alike and call.descales is None  # those of sequences may differ
     return isinstance(call.mask, Mask) and call.mask.sees_all_before and is_alike
+
+
+def _attend_dealt(call: Call, name: str | None) -> tuple[Tensor, Tensor]:
+    """Attention to keys that ranks share. Each attends to those that it has, and all merge what they found.
+
+    A step's own tokens every rank has, and attends to without the others. Sinks come last, so that they count once.
+    """
+    kv, held, q = call.kv, _held_of(call), call.q
+    if held.stored is None:
+        return attend(_of_fresh(call, held), name)
+    if not q.numel():
+        return attend(_of_stored(call, q, held), name)
+    heads, sinks = kv.layout.heads, call.score.sinks
+    stored, lse = attend(_of_stored(call, kv.ranks.queries(q, heads), held), name)
+    out, lse = kv.ranks.merged(stored, lse, heads)
+    if held.fresh is not None:
+        own, own_lse = attend(_of_fresh(call, held), name)
+        out, lse = merge_states(out, lse, own.to(out.dtype), own_lse)
+    elif sinks is not None:
+        if sinks.shape != q.shape[-2:-1]:
+            raise ValueError(f"sinks: expected [h={q.shape[-2]}] like q, got {tuple(sinks.shape)}")
+        joint = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        seen = torch.exp(lse - joint.masked_fill(joint == -torch.inf, 0))
+        out, lse = out * seen.transpose(-1, -2)[..., None], joint
+    return out.to(stored.dtype), lse
+
+
+def _held_of(call: Call) -> Held:
+    """What this rank has of the keys of a call, which is one that ranks can share.
+
+    Raises:
+        NotImplementedError: a query does not see all keys before its own, or a score depends on which key it is of.
+        RuntimeError: the view does not say what this rank has.
+        ValueError: queries of a read do not see all keys.
+    """
+    q, held = call.q, call.kv.held
+    if not _sees_all_before(call):
+        raise NotImplementedError(
+            "kv: over a cache that ranks share every query sees all keys before its own, and scores depend on q and k "
+            "alone: expected a Mask such as CAUSAL or FULL, and no alibi_slopes, score or q_descale; make the cache "
+            "without mesh=, or for a sliding window with a layout that has it"
+        )
+    if not is_strided(q):
+        refuse_tensor("q", q)
+    if torch.is_grad_enabled() and q.requires_grad:
+        raise NotImplementedError("cached attention has no backward; wrap the call in torch.no_grad()")
+    if held is None:
+        raise RuntimeError(
+            "kv: expected the view that append() returned in this step, of a cache that ranks share, got one without "
+            "the step's own tokens, as view() or replace() make it"
+        )
+    if held.fresh is None and not held.is_single and call.mask.without_prefix() != FULL:
+        raise ValueError(
+            f"mask: expected FULL for several queries of a read, over a cache that ranks share, got {call.mask}"
+        )
+    return held
+
+
+def _of_stored(call: Call, q: Tensor, held: Held) -> Call:
+    """The call of the queries of all ranks over the keys that this one has."""
+    return call._replace(q=q, mask=FULL, score=call.score._replace(sinks=None), kv=held.stored, lse=True)
+
+
+def _of_fresh(call: Call, held: Held) -> Call:
+    """The call over a step's own tokens."""
+    kv, mask, fresh, packing, origin = call.kv, call.mask, held.fresh, None, call.origin
+    if kv.cu_seqlens_q is not None:
+        packing = Packing(kv.cu_seqlens_q, kv.cu_seqlens_q)
+    if mask.without_prefix() != mask:  # a prefix, which counts from where the sequences begin
+        before = kv.lengths - (call.q.shape[1] if packing is None else kv.cu_seqlens_q.diff())
+        origin = Origin(before.int(), before.int())
+    own = {"k": fresh.k, "v": fresh.v, "kv": None, "key_starts": fresh.starts}
+    return call._replace(**own, packing=packing, origin=origin, lse=True)
 
 
 def _merged(plan: CallPlan, name: str | None) -> tuple[Tensor, Tensor]:

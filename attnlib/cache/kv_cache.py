@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Final, NoReturn, SupportsIndex
 
 import torch
 
@@ -12,12 +12,16 @@ from ..checks import check_count
 from ..kv import KVLayout
 from ..signatures import leading_to
 from . import saved
+from .dealt import check_replay
 from .layer_cache import LayerCache as LayerCache
-from .layers import check_appended, copy_shared, open_layers, poison
-from .options import ReadOptions, pages_by_window, pages_for, read_options
+from .layers import check_appended, copy_shared, make_layers, open_layers, poison, prepare_layers
+from .options import ReadOptions, contiguous_sequences, paged_sequences, pages_for, ranks_of, read_options
 from .pages import Handle, StepPlan, Window
 from .sequences import Freed, Request, Sequences
 from .step import StepBuffers
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class KVCache:
@@ -47,18 +51,15 @@ class KVCache:
     ):
         self.layouts: tuple[KVLayout, ...] = tuple(layouts)
         self.page_size = page_size
-        self._sequences = sequences
+        self._sequences, self._ranks = sequences, options.ranks
         self._poisons = os.environ.get("ATTNLIB_CHECK") == "1"
         self._open: str | None = None  # "step" or "read", while inside one
         self._prepared: tuple | None = None  # the shape of step that the layers are prepared for
         with torch.inference_mode(False), torch.no_grad():  # what inference mode makes cannot be written outside it
             device = torch.empty(0, device=device).device
-            self._buffers = StepBuffers(sequences, page_size, options, device)
+            self._buffers = StepBuffers(sequences, options, device)
             self._buffers.schedule(self.layouts)
-            self._layers = tuple(
-                LayerCache(layout, sequences.allocators[layout.window_class].total, page_size, device)
-                for layout in self.layouts
-            )
+            self._layers = make_layers(self.layouts, sequences, page_size, device)
         self._poison([(window, range(allocator.total)) for window, allocator in sequences.allocators.items()])
 
     pages_for: Final = staticmethod(pages_for)
@@ -78,10 +79,7 @@ class KVCache:
         Raises:
             ValueError, TypeError: a size is not a positive int, or there is no layout.
         """
-        check_count("max_sequences", max_sequences, least=1)
-        check_count("max_length", max_length, least=1)
-        rows = pages_by_window(max_sequences, layouts)
-        sequences = Sequences(rows, max_length, max_sequences=max_sequences, max_length=max_length)
+        sequences = contiguous_sequences(layouts, max_sequences, max_length)
         return cls(layouts, sequences, max_length, device, read_options(0, batch_invariant, max_length))
 
     @classmethod
@@ -96,6 +94,7 @@ class KVCache:
         rollback: int = 0,
         shared_prefixes: int = 0,
         batch_invariant: bool = False,
+        mesh: "DeviceMesh | None" = None,
         device: torch.device | str | None = None,
     ) -> "KVCache":
         """A cache whose sequences take pages of ``page_size`` tokens, any number of them, as they grow.
@@ -110,20 +109,19 @@ class KVCache:
         With ``batch_invariant``, attention over this cache gives a sequence the same bits whatever shares its steps,
         and however its tokens come, many at once or one by one; on one kind of GPU, one version of this package and of
         Triton, and for one ``max_length`` (up to powers of two). MLA is absorbed then.
+        The ranks of a one-dimensional ``mesh`` share what layers without a window store: each token is with one of
+        them. ``pages`` and ``page_size`` are those of each rank, and a page of all together holds as many tokens from
+        each. Every rank makes the same calls with the same numbers, since nobody compares them.
 
         Raises:
             ValueError, TypeError: a size is not a positive int, there is no layout, the windows in ``pages`` are not
-                those of the layouts, or both of the last two are asked for.
+                those of the layouts, two of ``shared_prefixes``, ``batch_invariant`` and ``mesh`` are asked for, or
+                the mesh has several dimensions or nothing to share.
         """
-        pages = pages_by_window(pages, layouts)
-        check_count("page_size", page_size, least=1)
-        check_count("max_sequences", max_sequences, least=1)
-        if max_length is None:
-            max_length = max(pages.values()) * page_size
-        check_count("max_length", max_length, least=1)
-        check_count("rollback", rollback)
-        sequences = Sequences(pages, page_size, max_sequences=max_sequences, max_length=max_length, rollback=rollback)
-        return cls(layouts, sequences, page_size, device, read_options(shared_prefixes, batch_invariant, max_length))
+        ranks, sizes = ranks_of(mesh, layouts), {"max_sequences": max_sequences, "max_length": max_length}
+        sequences = paged_sequences(layouts, pages, page_size, **sizes, rollback=rollback, ranks=ranks)
+        options = read_options(shared_prefixes, batch_invariant, sequences.max_length, ranks)
+        return cls(layouts, sequences, page_size, device, options)
 
     def admit(self, n: int = 1, *, left_padding: Sequence[int] | None = None) -> list[Handle]:
         """Start ``n`` empty sequences. ``left_padding[i]`` tokens at the start of the i-th are stored and never seen,
@@ -154,6 +152,7 @@ class KVCache:
         if not isinstance(replay, bool):
             raise TypeError(f"replay: expected a bool, got {type(replay).__name__}")
         request = self._sequences.request(tokens)
+        check_replay(request, self._ranks, replay=replay)
         conventions = [layer.convention for layer in self._layers]
         plans = self._sequences.reserve(request)
         try:
@@ -224,9 +223,10 @@ class KVCache:
 
         Raises:
             ValueError, TypeError, RuntimeError: the handle is not live here; inside a step or read.
-            OSError: the file cannot be written.
+            OSError, NotImplementedError: the file cannot be written; ranks share the cache.
         """
         self._refuse_inside("save")
+        saved.check_whole("save", self._ranks)
         saved.save(Path(path), self._layers, self._sequences.holdings(handle), self.page_size)
 
     def load(self, path: str | os.PathLike[str]) -> Handle:
@@ -236,8 +236,9 @@ class KVCache:
             ValueError: the file is none that ``save`` wrote, or of other layouts, or lacks what this cache would keep.
             CacheFullError: pages or rows are missing.
             RuntimeError: inside a step or read, or the cache stores keys of another rotary convention.
-            OSError: the file cannot be read.
+            OSError, NotImplementedError: the file cannot be read; ranks share the cache.
         """
+        saved.check_whole("load", self._ranks)
         return saved.load(Path(path), self, self._sequences)
 
     def length(self, handle: Handle) -> int:
@@ -246,12 +247,12 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all planes and scales."""
+        """Bytes of all planes and scales, on this rank."""
         return sum(plane.nbytes for layer in self._layers for plane in layer.planes.values())
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages in use, a shared page once."""
+        """Bytes of the pages in use, a shared page once, on this rank."""
         pages = {window: allocator.used for window, allocator in self._sequences.allocators.items()}
         return sum(pages[layout.window_class] * self.page_size * layout.token_bytes for layout in self.layouts)
 
@@ -268,12 +269,11 @@ class KVCache:
         """Bring the buffers up to this step or read, and open the layers for it."""
         self._open = what
         self._buffers.update(request, plans)
-        key = (what, len(request.tokens), request.shape)
+        key = (what, len(request.tokens), request.shape, self._ranks is not None and request.is_single)
         if key != self._prepared:  # the next step of the same shape need not prepare the layers
             per_step, windows = self._buffers.slices(request, writing=what == "step")
             by_window = dict(zip(self._sequences.allocators, windows, strict=True))
-            for layer in self._layers:
-                layer.prepare(self.page_size, per_step, by_window[layer.layout.window_class])
+            prepare_layers(self._layers, self.page_size, per_step, by_window)
             self._prepared = key
         open_layers(self._layers, request)
 

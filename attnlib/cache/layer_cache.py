@@ -7,9 +7,11 @@ from typing import NoReturn, SupportsIndex
 import torch
 from torch import Tensor
 
-from ..kv import KVLayout, KVView
+from ..checks import is_recorded
+from ..kv import Held, KVLayout, KVView
 from ..rope import Angles
 from ..storage import prepared_write, write_cache
+from .dealt import Dealt, fresh
 from .sequences import Prompt
 from .shared_prefix import SharedPrefix
 from .step import PerStep, PerWindow
@@ -43,6 +45,8 @@ class LayerCache:
         self._prepared: tuple = ()  # positions, slots and view of the present step shape
         self._slots: Tensor | None = None  # None where nothing may be appended
         self._view: KVView | None = None  # None outside a step and a read
+        self._dealt: Dealt | None = None  # of this rank, where ranks share the layer
+        self._held: Held | None = None  # to which append adds the step's own tokens
 
     def append(self, k: Tensor, v: Tensor | None = None, *, angles: Angles | None = None) -> KVView:
         """Write this step's keys and values and return the view that includes them.
@@ -64,7 +68,15 @@ class LayerCache:
         else:
             self._write(k, v, angles)
         self.appended = True
-        return self._view
+        return self._view if self._held is None else self._with_fresh(k, v, angles)
+
+    def _with_fresh(self, k: Tensor, v: Tensor | None, angles: Angles | None) -> KVView:
+        """The view of what ranks share, with the step's tokens beside what this one had stored before."""
+        new = fresh(self._view, self._dealt.fresh_starts, k, v, angles)
+        held = self._held._replace(fresh=new)
+        if not is_recorded(new.k) and self.history == 0:  # a recorded step is to serve other histories
+            held = held._replace(stored=None)
+        return self._view.with_held(held)
 
     def _write(self, k: Tensor, v: Tensor | None, angles: Angles | None) -> None:
         """Check everything, write, and let it be remembered how to do it again for tensors of their key."""
@@ -108,7 +120,8 @@ class LayerCache:
     def view(self) -> KVView:
         """What is stored now, with this step's query counts: for cross-attention in a ``read``.
 
-        In a step it counts the tokens that ``append`` writes, whether written yet or not.
+        In a step it counts the tokens that ``append`` writes, whether written yet or not. Where ranks share the cache
+        and the step has several tokens of a sequence, attention takes only what ``append`` returned.
 
         Raises:
             RuntimeError: outside a step and a read.
@@ -178,6 +191,9 @@ class LayerCache:
         view = KVView(self.layout, page_size, **planes, **buffers, rope=rope, check=False)
         if window.shared_prefix is not None:
             view = _with_shared(view, window.shared_prefix)
+        self._dealt, self._held = window.dealt, None
+        if window.dealt is not None:
+            view, self._held = window.dealt.show(view)
         self._prepared = (step.positions, window.slots, view)
 
     def open(self, prefill: bool, history: int, prompts: Sequence[Prompt]) -> None:

@@ -2,12 +2,32 @@
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
+from ..kv import KVLayout
 from ..storage import copy_pages
 from .layer_cache import LayerCache
 from .pages import StepPlan, Window
-from .sequences import Freed, Request
+from .sequences import Freed, Request, Sequences
+from .step import PerStep, PerWindow
 
 PREFILL = 16  # tokens; a step that gives some sequence more is a prefill
+
+
+def make_layers(
+    layouts: Sequence[KVLayout], sequences: Sequences, page_size: int, device: torch.device
+) -> tuple[LayerCache, ...]:
+    """A layer for each layout, with the pages of its window."""
+    totals = {window: allocator.total for window, allocator in sequences.allocators.items()}
+    return tuple(LayerCache(layout, totals[layout.window_class], page_size, device) for layout in layouts)
+
+
+def prepare_layers(
+    layers: Sequence[LayerCache], page_size: int, step: PerStep, windows: Mapping[Window, PerWindow]
+) -> None:
+    """Prepare all layers for steps of one shape."""
+    for layer in layers:
+        layer.prepare(page_size, step, windows[layer.layout.window_class])
 
 
 def open_layers(layers: Sequence[LayerCache], request: Request) -> None:

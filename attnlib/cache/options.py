@@ -1,33 +1,89 @@
 """What a cache is made with, checked: how many pages each window gets, and how attention reads them."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..checks import check_count
 from ..kv import KVLayout
+from ..ranks import Ranks
 from .buffer import split_size_of
 from .pages import Window
+from .sequences import Sequences, tokens_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ReadOptions(NamedTuple):
     """How attention reads a cache.
 
     It reads the shared prefixes of up to ``max_prefix_groups`` groups of neighbours once for each group. A
-    ``split_size`` above 0 fixes the size of every split, so that bits do not depend on the batch.
+    ``split_size`` above 0 fixes the size of every split, so that bits do not depend on the batch. Of layers without a
+    window, each of the ``ranks``, if any, reads what it has.
     """
 
     max_prefix_groups: int
     split_size: int
+    ranks: Ranks | None = None
 
 
-def read_options(shared_prefixes: int, batch_invariant: bool, max_length: int) -> ReadOptions:
+def read_options(
+    shared_prefixes: int, batch_invariant: bool, max_length: int, ranks: Ranks | None = None
+) -> ReadOptions:
     """The read options of a cache with these arguments."""
     check_count("shared_prefixes", shared_prefixes)
     if not isinstance(batch_invariant, bool):
         raise TypeError(f"batch_invariant: expected a bool, got {type(batch_invariant).__name__}")
     if shared_prefixes and batch_invariant:
         raise ValueError("batch_invariant: expected no shared_prefixes with it, since those depend on the batch")
-    return ReadOptions(shared_prefixes, split_size_of(max_length) if batch_invariant else 0)
+    for name, given in {"shared_prefixes": shared_prefixes, "batch_invariant": batch_invariant}.items():
+        if ranks is not None and given:
+            raise ValueError(f"mesh: expected no {name} with it, got {given}; leave one of them out")
+    return ReadOptions(shared_prefixes, split_size_of(max_length) if batch_invariant else 0, ranks)
+
+
+def ranks_of(mesh: "DeviceMesh | None", layouts: Sequence[KVLayout]) -> Ranks | None:
+    """The ranks of a mesh, which share what layers of these layouts store."""
+    if mesh is None:
+        return None
+    windows = _windows(layouts)
+    if None not in windows:
+        raise ValueError(
+            f"mesh: expected a layout without a window, whose tokens ranks can share, got windows {windows}; make the "
+            "cache without mesh="
+        )
+    return Ranks.of(mesh)
+
+
+def contiguous_sequences(layouts: Sequence[KVLayout], max_sequences: int, max_length: int) -> Sequences:
+    """The sequences of a contiguous cache with these arguments."""
+    check_count("max_sequences", max_sequences, least=1)
+    check_count("max_length", max_length, least=1)
+    rows = pages_by_window(max_sequences, layouts)
+    return Sequences(rows, max_length, max_sequences=max_sequences, max_length=max_length)
+
+
+def paged_sequences(
+    layouts: Sequence[KVLayout],
+    pages: int | Mapping[Window, int],
+    page_size: int,
+    *,
+    max_sequences: int,
+    max_length: int | None,
+    rollback: int,
+    ranks: Ranks | None,
+) -> Sequences:
+    """The sequences of a paged cache with these arguments."""
+    counts = pages_by_window(pages, layouts)
+    check_count("page_size", page_size, least=1)
+    check_count("max_sequences", max_sequences, least=1)
+    ranks_count = 1 if ranks is None else ranks.count
+    if max_length is None:
+        max_length = max(n * tokens_of(window, page_size, ranks_count) for window, n in counts.items())
+    check_count("max_length", max_length, least=1)
+    check_count("rollback", rollback)
+    options = {"max_sequences": max_sequences, "max_length": max_length, "rollback": rollback}
+    return Sequences(counts, page_size, **options, ranks=ranks_count)
 
 
 def pages_by_window(pages: int | Mapping[Window, int], layouts: Sequence[KVLayout]) -> dict[Window, int]:
@@ -48,12 +104,14 @@ def pages_for(
     page_size: int = 64,
     most: int | None = None,
     rollback: int = 0,
+    ranks: int = 1,
 ) -> dict[Window, int]:
     """How many pages sequences of these ``lengths`` need at once, as ``pages=`` of :meth:`KVCache.paged` takes them.
 
     A window keeps the keys that it reaches, and in a step those of all new tokens of a sequence, ``most`` at a time;
     None is a prompt in one step, which needs as many pages as without a window. Where all layers have windows, say
-    ``max_length=`` beside ``pages=``, which else decides how long a sequence may become.
+    ``max_length=`` beside ``pages=``, which else decides how long a sequence may become. ``ranks`` share the cache, as
+    many as its ``mesh`` has; the pages are those of each of them.
 
     >>> layouts = [KVLayout.grouped(2, 8), KVLayout.grouped(2, 8, window=16)]
     >>> KVCache.pages_for(layouts, [100, 50], page_size=16)
@@ -66,6 +124,7 @@ def pages_for(
     """
     check_count("page_size", page_size, least=1)
     check_count("rollback", rollback)
+    check_count("ranks", ranks, least=1)
     if most is not None:
         check_count("most", most, least=1)
     for length in lengths:
@@ -74,7 +133,7 @@ def pages_for(
     for window in found:
         reach, first = window if isinstance(window, tuple) else (window, 0)
         for length in lengths:
-            pages = -(-length // page_size)
+            pages = -(-length // tokens_of(window, page_size, ranks))
             if reach is not None and most is not None:
                 # The oldest key that a step may see lies anywhere in its page, and so does the newest.
                 tokens = reach - 1 + rollback + min(most, length) + 2 * (page_size - 1)

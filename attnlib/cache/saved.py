@@ -17,6 +17,7 @@ from torch import Tensor
 from ..checks import INT32
 from ..files import replacing
 from ..kv import KVLayout
+from ..ranks import Ranks
 from .layer_cache import LayerCache
 from .pages import Handle, Holding, Window
 from .sequences import Sequences
@@ -52,6 +53,15 @@ class Saved(NamedTuple):
             made[name] = torch.zeros(end - begin, *plane.shape[1:], dtype=plane.dtype)
             made[name].view(torch.uint8).index_copy_(0, into, plane.view(torch.uint8).narrow(0, first, stop - first))
         return made
+
+
+def check_whole(what: str, ranks: Ranks | None) -> None:
+    """Raise NotImplementedError where ranks share a cache: each has some tokens of a sequence."""
+    if ranks is not None:
+        raise NotImplementedError(
+            f"{what}: expected a cache that has every token of a sequence, got one that {ranks.count} ranks share; "
+            "make one without mesh=, or keep the tokens themselves and compute their keys again"
+        )
 
 
 def held(holding: Holding, page_size: int) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,11 @@ class Request(NamedTuple):
         """Whether the tokens of all sequences lie in one dimension."""
         return len(self.shape) == 1
 
+    @property
+    def is_single(self) -> bool:
+        """Whether no sequence gets more than one token."""
+        return max(self.tokens.values(), default=0) <= 1
+
     def prompts(self, least: int) -> tuple[Prompt, ...]:
         """The sequences that get at least so many tokens packed."""
         counts = list(self.tokens.values()) if self.packed else []
@@ -55,11 +60,13 @@ class Sequences:
         max_sequences: int,
         max_length: int,
         rollback: int = 0,
+        ranks: int = 1,
     ):
         self.max_sequences = max_sequences
         self.max_length = max_length
         self.allocators: dict[Window, PageAllocator] = {
-            of: PageAllocator(count, page_size, **_window(of), rollback=rollback) for of, count in pages.items()
+            of: PageAllocator(count, tokens_of(of, page_size, ranks), **_window(of), rollback=rollback)
+            for of, count in pages.items()
         }
         self._first = next(iter(self.allocators.values()))  # for what is the same in all
 
@@ -196,6 +203,11 @@ class Sequences:
         if len(set(handles)) < len(handles):
             raise ValueError("handle: expected each sequence once, got one of them twice")
         return [(window, pages.release(handle)) for window, pages in self.allocators.items() for handle in handles]
+
+
+def tokens_of(of: Window, page_size: int, ranks: int) -> int:
+    """The tokens of a page, which ``ranks`` share where no window keeps it small."""
+    return page_size * ranks if of is None else page_size
 
 
 def _window(of: Window) -> dict[str, int | None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kv import KVLayout
 from .buffer import MAX_PINNED, Buffer, Schedules, Sending
+from .dealt import Dealt, DealtBuffers
 from .options import ReadOptions
 from .pages import Handle, Holding, PageAllocator, StepPlan
 from .sequences import Request, Sequences
@@ -34,19 +35,28 @@ class PerWindow(NamedTuple):
     slots: Tensor | None
     schedules: Schedules
     shared_prefix: SharedPrefix | None
+    dealt: Dealt | None
 
 
 class TableBuffers:
-    """The buffers that follow one page allocator: its page table, starts and slots, and shared prefixes if any."""
+    """The buffers that follow one page allocator: its page table, starts and slots, and shared prefixes if any.
+
+    Where ranks share its pages, this one has slots for its own tokens alone, which ``dealt`` counts.
+    """
 
     def __init__(
-        self, allocator: PageAllocator, rows: int, columns: int, tokens: int, options: ReadOptions, device: torch.device
+        self, allocator: PageAllocator, rows: int, length: int, tokens: int, options: ReadOptions, device: torch.device
     ):
         self.allocator = allocator
+        columns = -(-length // allocator.page_size)
         self.table: Tensor = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         self.starts: Buffer = Buffer("i", rows, device)
         self.slots: Buffer = Buffer("q", tokens, device)
         self.schedules: Schedules = Schedules(rows, columns * allocator.page_size, options.split_size, device)
+        self.dealt: DealtBuffers | None = None
+        if options.ranks is not None and allocator.window is None:
+            limit = columns * allocator.page_size // options.ranks.count
+            self.dealt = DealtBuffers(options.ranks, rows, limit, device)
         self.shared_prefix: SharedPrefixBuffers | None = None
         if options.max_prefix_groups and allocator.window is None:  # a window drops the first pages, and hides them
             self.shared_prefix = SharedPrefixBuffers(allocator, self.table, min(options.max_prefix_groups, rows))
@@ -56,7 +66,7 @@ class TableBuffers:
 
     def schedule(self, layout: KVLayout) -> None:
         """Keep schedules for this layout too."""
-        self.schedules.add(layout)
+        (self.schedules if self.dealt is None else self.dealt).add(layout)
         if self.shared_prefix is not None:
             self.shared_prefix.schedule(layout)
 
@@ -65,8 +75,12 @@ class TableBuffers:
         rows = list(request.tokens)
         if rows != shown or self.allocator.window is not None:
             self._update_starts(array("i", [holding.start for holding in self.allocator.holdings(rows)]))
-        if plan is not None:
-            self.slots.show(self.allocator.slots(plan.tokens))
+        slots = None if plan is None else self.allocator.slots(plan.tokens)
+        if self.dealt is not None:
+            starts = [holding.start for holding in self.allocator.holdings(rows)]
+            slots = self.dealt.update(request, starts, slots)
+        if slots is not None:
+            self.slots.show(slots)
         if rows != shown or (plan is not None and plan.grants) or self._has_dropped(rows):
             self._update_table(rows, shown, plan)
         if self.shared_prefix is not None:
@@ -74,6 +88,9 @@ class TableBuffers:
 
     def update_schedules(self, lengths: Tensor, max_tokens: int) -> None:
         """Schedule sequences of these lengths, in steps of at most ``max_tokens`` tokens for each."""
+        if self.dealt is not None:
+            self.dealt.update_schedules(lengths.shape[0])
+            return
         window, starts = self.allocator.window, self.starts.tensor[: lengths.shape[0]]
         is_all_read = window is None or self.allocator.keep_first > 0
         self.schedules.update(starts, lengths, reach=None if is_all_read else window + max_tokens)
@@ -127,17 +144,16 @@ class TableBuffers:
 class StepBuffers:
     """All buffers of a cache. They are allocated once, so that a captured graph finds every later step in them."""
 
-    def __init__(self, sequences: Sequences, page_size: int, options: ReadOptions, device: torch.device):
+    def __init__(self, sequences: Sequences, options: ReadOptions, device: torch.device):
         rows, allocators = sequences.max_sequences, sequences.allocators.values()
-        pages = min(allocator.total for allocator in allocators)
-        tokens = min(pages * page_size, rows * sequences.max_length)  # of any one step
+        room = min(allocator.total * allocator.page_size for allocator in allocators)
+        tokens = min(room, rows * sequences.max_length)  # of any one step
         self._sending = Sending(device)
         self.lengths: Buffer = Buffer("i", rows, device)
         self.cu_seqlens_q: Buffer = Buffer("i", rows + 1, device)
         self.positions: Buffer = Buffer("i", tokens, device)
-        columns = -(-sequences.max_length // page_size)
         self.windows: list[TableBuffers] = [
-            TableBuffers(allocator, rows, columns, tokens, options, device) for allocator in allocators
+            TableBuffers(allocator, rows, sequences.max_length, tokens, options, device) for allocator in allocators
         ]
         self._split_size = options.split_size
         self._shown_rows: list[Handle] = []  # the sequence that each row of the tables shows
@@ -197,6 +213,7 @@ class StepBuffers:
                 x.slots.tensor[:tokens] if writing else None,
                 x.schedules,
                 x.shared_prefix and x.shared_prefix.slices(rows),
+                x.dealt and x.dealt.slices(request, writing=writing),
             )
             for x in self.windows
         ]
