@@ -77,7 +77,9 @@ class Origin(NamedTuple):
         """Int32 ``[sequences, 4]`` for kernels to read; None where all begins at 0."""
         if all(type(x) is int and x == 0 for x in self):
             return None
-        return torch.stack([torch.as_tensor(x, dtype=torch.int32, device=device).expand(sequences) for x in self], 1)
+        # Ints are filled in, not copied, as a CUDA graph that is captured may not.
+        filled = {"size": (sequences,), "dtype": torch.int32, "device": device}
+        return torch.stack([x if isinstance(x, Tensor) else torch.full(fill_value=x, **filled) for x in self], 1)
 
 
 class Call(NamedTuple):

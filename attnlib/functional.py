@@ -222,7 +222,7 @@ def cached_attention_with_lse(
 def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """What ``call(*args, **kwargs)`` would run on and why, without running it; ``call`` is one of this module's six.
 
-    Or it is one of :mod:`attnlib.parallel`, whose first call is told, and no other rank is asked. Or it is a layer: of
+    Or it is one of ``attnlib.parallel``, whose first call is told, and no other rank is asked. Or it is a layer: of
     its forward all but attention runs, and what its first attention call would run on is told. A step's tokens are then
     written to its cache, where the layer writes the same ones once it runs.
 

@@ -28,11 +28,12 @@ GROUPED = {
     "hidden_size": M, "num_heads": H, "mask": CAUSAL, "num_kv_heads": None, "head_dim": D, "bias": False,
     "output_bias": None, "rope": Rope(4), "qk_norm": False, "norm_eps": 1e-6, "sinks": False, "softcap": None,
     "alibi": False, "scale": None, "dropout_p": 0.0, "dtype": None, "temperature": None, "norm_after_rope": False,
+    "context_parallel": None,
 }  # fmt: skip
 LATENT = {
     "hidden_size": M, "num_heads": H, "mask": CAUSAL, "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4, "v_head_dim": 5, "bias": False, "rope": Rope(4), "norm_eps": 1e-6, "scale": None,
-    "dropout_p": 0.0, "form": "auto", "dtype": None, "temperature": None,
+    "dropout_p": 0.0, "form": "auto", "dtype": None, "temperature": None, "context_parallel": None,
 }  # fmt: skip
 
 
@@ -45,6 +46,7 @@ def options_are_legal(a, *flags):
         and is_mask(a["mask"])
         and none_or(a["rope"], lambda x: isinstance(x, Rope))
         and none_or(a["dtype"], is_dtype)
+        and a["context_parallel"] is None  # ranks are none of the values here
     )
     return numbers and dropout and types and all(is_bool(a[name]) for name in flags)
 

@@ -16,15 +16,15 @@ import attnlib
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 
 VALUES = (
-    "merge", "functions", "fp8", "kv", "masks", "mask", "mask_function", "scores", "trace", "derivative", "program",
-    "rope", "scaling", "philox", "checks", "files", "signatures",
+    "merge", "functions", "fp8", "kv", "ranks", "masks", "mask", "mask_function", "scores", "trace", "derivative",
+    "program", "rope", "scaling", "philox", "checks", "files", "signatures",
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
 # The rooms from top to bottom, and which each may import: rooms below it alone. bench imports what users do.
 ROOMS = {
     "__main__": {"__init__", "bench", "convert", "sizes", "doctor"},
-    "bench": {"__init__"},
+    "bench": {"__init__", "parallel"},
     "doctor": {"__init__"},
     "__init__": {
         "layers",
@@ -153,7 +153,7 @@ def test_a_training_call_climbs_at_most_once():
         layer(x).sum().backward()
     finally:
         sys.setprofile(before)
-    assert {"layers", "functional", "call", "spec", "dispatch", "backends/_torch", "backends"} <= {*path}
+    assert {"layers", "running", "call", "spec", "dispatch", "backends/_torch", "backends"} <= {*path}
     assert climbs(path) <= 1, f"q's way climbs more than once: {' -> '.join(path)}"
     assert climbs(["layers", "call", "functional", "spec", "dispatch"]) == 2
 

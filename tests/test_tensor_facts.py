@@ -21,7 +21,7 @@ from attnlib import (
     sliding,
 )
 from attnlib.backends._torch import implementations
-from attnlib.layers import gqa as gqa_module
+from attnlib.layers import attending
 
 
 def storage(x: torch.Tensor) -> int:
@@ -173,13 +173,13 @@ def test_layers_split_heads_without_a_copy():
     projected, attended = [], []
     for name in ("q_proj", "k_proj", "v_proj"):
         getattr(layer, name).register_forward_hook(lambda module, args, out: projected.append(out))
-    run = gqa_module.attention
+    run = attending.attend
 
-    def spy(*tensors, **options):
-        attended.extend(tensors)
-        return run(*tensors, **options)
+    def spy(call, *args):
+        attended.extend((call.q, call.k, call.v))
+        return run(call, *args)
 
-    with mock.patch.object(gqa_module, "attention", spy):
+    with mock.patch.object(attending, "attend", spy):
         layer(torch.randn(2, 5, 48))
     assert [storage(x) for x in attended] == [storage(x) for x in projected]
     assert [tuple(x.shape) for x in attended] == [(2, 5, 6, 8), (2, 5, 2, 8), (2, 5, 2, 8)]

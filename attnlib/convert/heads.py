@@ -196,6 +196,7 @@ def _like(layer: GroupedQueryAttention, num_kv_heads: int, state: Mapping[str, T
         softcap=layer.softcap,
         alibi=layer.alibi_slopes is not None,
         dropout_p=layer.dropout_p,
+        context_parallel=layer.context_parallel,
         backend=layer.backend,
         device=weight.device,
         dtype=weight.dtype,

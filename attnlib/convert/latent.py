@@ -167,6 +167,7 @@ def latent_layer(
         norm_eps=norm_eps,
         scale=scale,
         dropout_p=layer.dropout_p,
+        context_parallel=layer.context_parallel,
         backend=layer.backend,
         device=weight.device,
         dtype=weight.dtype,

@@ -2,11 +2,13 @@
 
 from inspect import signature
 
+import torch
 from torch import Tensor, nn
 
 from ..mask import AnyMask, Mask
 from ..mask_function import MaskFunction
 from ..scores import ScoreFunction
+from .tensor_parallel import Share, whole
 
 
 class Captured(nn.Module):
@@ -14,7 +16,7 @@ class Captured(nn.Module):
 
     def __init__(self, function: MaskFunction | ScoreFunction, names: list[str]):
         super().__init__()
-        self._names = names
+        self._names, self._are_given = names, True
         self._function = function.reading([x.new_empty(0) for x in function.tensors])  # which keeps none alive
         for name, x in zip(names, function.tensors, strict=True):
             if isinstance(x, nn.Parameter):
@@ -22,12 +24,32 @@ class Captured(nn.Module):
             else:
                 self.register_buffer(name, x, persistent=False)
 
-    def forward(self) -> MaskFunction | ScoreFunction:
-        """The function of what the tensors are now."""
-        return self._function.reading([getattr(self, name) for name in self._names])
+    def forward(self, share: Share | None = None) -> MaskFunction | ScoreFunction:
+        """The function of what the tensors are now, whole, since indices are of all heads whatever a rank's share."""
+        return self._function.reading([whole(getattr(self, name), share) for name in self._names])
+
+    def _apply(self, fn, recurse=True):
+        """``to_empty`` leaves values that were given, for nobody could make them again."""
+        given = [getattr(self, name).detach() for name in self._names]
+        super()._apply(fn, recurse)
+        with torch.no_grad():
+            for name, x in zip(self._names, given, strict=True):
+                if not (x.is_meta or getattr(self, name).is_meta):
+                    getattr(self, name).copy_(x)
+        self._are_given = self._are_given and not any(x.is_meta for x in given)
+        return self
 
     def reset_parameters(self) -> None:
-        """Nothing: they were given, and nobody here knows to what they could be reset."""
+        """Nothing: they were given, and nobody here knows to what they could be reset.
+
+        Raises:
+            RuntimeError: they were given on the meta device, which has no values.
+        """
+        if not self._are_given:
+            raise RuntimeError(
+                f"{', '.join(self._names)}: expected tensors with values in the function of a mask or score, got some "
+                'on the meta device; make them outside `with torch.device("meta")`'
+            )
 
 
 def captured_by_mask(mask: AnyMask) -> Captured | None:
@@ -51,19 +73,15 @@ def captured_by_score(score: ScoreFunction | None) -> Captured | None:
     return Captured(score, known if whole else [f"t{n}" for n in range(len(score.tensors))])
 
 
-def function_options(layer: nn.Module, mask: AnyMask | None, *, is_shared: bool) -> dict[str, object]:
-    """A layer's mask within a call's, and its score; ``is_shared`` says that this rank has some of the heads alone.
+def own_functions(layer: nn.Module, mask: AnyMask | None, share: Share | None) -> tuple[AnyMask, ScoreFunction | None]:
+    """A layer's mask within a call's, and its score; ``share`` is what this rank has of the heads, if not all.
 
     Raises:
         TypeError: the call's mask is none.
-        NotImplementedError: a function, for which heads would count from 0 on every rank.
     """
     own = layer.mask if layer.mask_tensors is None else layer.mask_tensors()
     if mask is not None:
         if not isinstance(mask, AnyMask):
             raise TypeError(f"mask: expected a Mask such as CAUSAL or what mask_mod() makes, got {type(mask).__name__}")
         own = own & mask
-    score = None if layer.score is None else layer.score()
-    if is_shared and not (isinstance(own, Mask) and score is None):
-        raise NotImplementedError("tensor parallelism: masks and scores by function do not know a rank's heads yet")
-    return {"mask": own, "score": score}
+    return own, None if layer.score is None else layer.score(share)

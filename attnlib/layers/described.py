@@ -4,7 +4,8 @@ from torch import Tensor, nn
 
 from ..scores import Score
 
-OPTIONS = (*Score._fields[1:], "score", "temperature", "dropout_p", "backend")  # a scale there always is
+# A scale there always is.
+OPTIONS = (*Score._fields[1:], "score", "temperature", "dropout_p", "context_parallel", "backend")
 
 
 def described(layer: nn.Module, *sizes: str) -> str:

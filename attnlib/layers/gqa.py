@@ -1,34 +1,30 @@
 """Grouped-query attention as a layer; multi-head and multi-query attention are its corner cases."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
-from ..checks import check_count
-from ..functional import attention, cached_attention, varlen_attention
 from ..kv import KVLayout, KVView
 from ..mask import AnyMask
 from ..rope import Angles, Rope, rotate
 from ..scaling import Temperature
-from ..scores import ScoreFunction
+from ..scores import Score, ScoreFunction
 from ..signatures import kind
-from .captured import Captured, captured_by_mask, captured_by_score, function_options
+from .attending import Attending, attending
+from .captured import Captured, captured_by_mask, captured_by_score
+from .context_parallel import ContextParallel, check_context_parallel
 from .described import described
-from .inputs import (
-    Inputs,
-    angles_of,
-    check,
-    check_options,
-    check_rope,
-    check_stored,
-    computed_dtype,
-    positions_of,
-    scaled_head,
-)
-from .parameters import biased, head_dims, reset_children
-from .tensor_parallel import Share, normed, share_of
+from .inputs import Inputs, check, check_options, check_rope, check_stored, computed_dtype
+from .parameters import biased, check_counts, head_dims, published_slopes, reset_children
+from .positions import angles_of, positions_of, scaled_head
+from .tensor_parallel import Share, normed, plan_of, share_of
+
+if TYPE_CHECKING:  # importing these takes longer than importing this package
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class GroupedQueryAttention(nn.Module):
@@ -41,7 +37,8 @@ class GroupedQueryAttention(nn.Module):
     gpt-oss). Another norm may take the place of q_norm or k_norm: a module from ``[..., h, d]`` to the same. ``bias``
     is for q, k and v, ``output_bias`` for o (None: as ``bias``); or ``bias`` names the projections that have one, as
     ``("q_proj", "v_proj")``. ``alibi`` takes the slopes of Press et al., 2021 (arXiv 2108.12409). A ``temperature``
-    scales queries by their positions, after rope. ``dropout_p`` acts on the probabilities, in training only.
+    scales queries by their positions, after rope. ``dropout_p`` acts on the probabilities, in training only. With
+    ``context_parallel`` x is this rank's tokens of sequences that ranks share, and so is the output.
 
     Raises:
         ValueError: sizes that do not divide, a number out of range, or a rope wider than the head.
@@ -66,6 +63,7 @@ class GroupedQueryAttention(nn.Module):
     score: Captured | None
     dropout_p: float
     backend: str | None
+    context_parallel: ContextParallel | None
 
     @kind
     def __init__(
@@ -90,15 +88,14 @@ class GroupedQueryAttention(nn.Module):
         scale: float | None = None,
         score: ScoreFunction | None = None,
         dropout_p: float = 0.0,
+        context_parallel: ContextParallel | None = None,
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        check_count("hidden_size", hidden_size, least=1)
-        check_count("num_heads", num_heads, least=1)
-        if num_kv_heads is not None:
-            check_count("num_kv_heads", num_kv_heads, least=1)
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads}
+        check_counts(sizes if num_kv_heads is None else sizes | {"num_kv_heads": num_kv_heads})
         num_kv_heads = self._kv_heads(num_heads, num_kv_heads)
         head_dim, v_head_dim = head_dims(hidden_size, num_heads, head_dim, v_head_dim)
         has_bias = biased(bias, output_bias)
@@ -113,11 +110,12 @@ class GroupedQueryAttention(nn.Module):
             flags={"qk_norm": qk_norm, "norm_after_rope": norm_after_rope, "sinks": sinks, "alibi": alibi},
         )
         check_rope(rope, head_dim, norm_after_rope)
+        check_context_parallel(context_parallel)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_dim, self.v_head_dim, self.mask, self.rope, self.softcap = head_dim, v_head_dim, mask, rope, softcap
         self.temperature, self.norm_after_rope = temperature, norm_after_rope
         self.mask_tensors, self.score = captured_by_mask(mask), captured_by_score(score)
-        self.dropout_p, self.backend = dropout_p, backend
+        self.dropout_p, self.backend, self.context_parallel = dropout_p, backend, context_parallel
         # YaRN's temperature acts on rotated channels: on all of them it is a scale, on some a gain of q.
         gain = 1.0 if rope is None else rope.amplitude**2
         rotates_all = rope is not None and rope.dim == head_dim
@@ -170,14 +168,18 @@ class GroupedQueryAttention(nn.Module):
             if self.sinks is not None:
                 self.sinks.zero_()
             if self.alibi_slopes is not None:
-                self.alibi_slopes.copy_(torch.tensor(alibi_slopes(self.num_heads)))
+                self.alibi_slopes.copy_(torch.tensor(published_slopes(self.num_heads)))
 
     def _apply(self, fn, recurse=True):
-        """Casting the layer leaves the slopes fp32: bf16 would round those of a head count that is no power of two."""
+        """Casting the layer leaves the slopes fp32: bf16 would round those of a head count that is no power of two.
+
+        ``to_empty`` leaves them too, for no state dict has them to load.
+        """
         slopes = self.alibi_slopes
         super()._apply(fn, recurse)
-        if slopes is not None and self.alibi_slopes.dtype != slopes.dtype:
-            self.alibi_slopes = slopes.to(self.alibi_slopes.device)
+        if slopes is not None:
+            known = torch.tensor(published_slopes(self.num_heads), device="cpu") if slopes.is_meta else slopes
+            self.alibi_slopes = known.to(self.alibi_slopes.device, slopes.dtype)
         return self
 
     def forward(
@@ -199,28 +201,27 @@ class GroupedQueryAttention(nn.Module):
         ``cu_seqlens_context``, or the KVView of a stored context. ``key_starts`` and ``key_ends`` int32 ``[b]`` hide
         the padding of a dense x, or of its context. ``positions`` (``[b, s]``, ``[t]`` or computed Angles) affect rope
         only; None means ``kv.positions`` in a cached step, restarting at 0 with ``cu_seqlens``, else ``arange(s)``.
-        ``mask`` hides more than the layer's does.
+        ``mask`` hides more than the layer's does. With ``context_parallel`` x and ``positions`` are of this rank's
+        tokens, and all else is of the whole sequences, on every rank alike.
 
         Raises:
             ValueError: inputs that contradict each other.
         """
-        given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends, mask)
+        ranks = self.context_parallel
+        given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends, mask, ranks)
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.q_proj)
-        angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
-        at = None if self.temperature is None else positions_of(positions, x, kv, cu_seqlens)
-        q = self.query(x, angles, at)
+        angles = angles_of(self.rope, x, given)
+        q = self.query(x, angles, None if self.temperature is None else positions_of(x, given))
         share = self._share(q)
-        options = self._options(share, mask)
+        attention = self._attending(q, given, share)
         if isinstance(context, KVView):
-            out = cached_attention(q, context, **options)
+            out = attention.over_view(q, context)
         elif kv is not None:
             own, left = (angles, None) if self.norm_after_rope else (None, angles)  # what is left to the cache
-            out = cached_attention(q, kv.append(*self.key_value(x, own, share), angles=left), **options)
+            out = attention.over_view(q, kv.append(*self.key_value(x, own, share), angles=left))
         else:
             k, v = self.key_value(x if context is None else context, angles, share)
-            options["dropout_p"] = self.dropout_p if self.training else 0.0
-            attend = attention if cu_seqlens is None else varlen_attention
-            out = attend(q, k, v, **given.sequences, **options)
+            out = attention.over_tokens(q, k, v, given)
         return self.o_proj(out.flatten(-2))
 
     def extra_repr(self) -> str:
@@ -228,29 +229,29 @@ class GroupedQueryAttention(nn.Module):
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
         """Project and store ``context`` in a step of its own cache, for ``forward(context=view)`` later."""
-        if self.rope is not None:
-            raise ValueError(
-                "context: positions of x and of a context are unrelated; make cross-attention with rope=None"
-            )
-        check_stored(context, kv, self.hidden_size, self.k_proj)
+        check_stored(context, kv, self.hidden_size, self.k_proj, self.rope)
         share = share_of(self.q_proj, self.num_heads)
         if share is not None:  # its weight is sharded, but its output may be gathered, which one token shows
             share = self._share(self.q_proj(context.flatten(0, -2)[:1]).unflatten(-1, (-1, self.head_dim)))
         kv.append(*self.key_value(context, None, share))
 
-    def _options(self, share: Share | None, mask: AnyMask | None) -> dict[str, object]:
-        """What every attention of this layer takes, with one value for each query head of this rank."""
-        options = function_options(self, mask, is_shared=share is not None)
+    def parallel_plan(self, mesh: "DeviceMesh") -> "dict[str, ParallelStyle]":
+        """Which projections are to be shared out over a one-dimensional mesh, and how.
+
+        For torch: ``parallelize_module(layer, mesh, layer.parallel_plan(mesh))``. Ranks have heads of their own; where
+        there are fewer KV heads than ranks, every rank makes all of them and reads its own.
+
+        Raises:
+            ValueError: the heads do not divide among the ranks.
+        """
+        return plan_of(mesh, self.num_heads, self.num_kv_heads, ("q_proj",), ("k_proj", "v_proj"))
+
+    def _attending(self, q: Tensor, given: Inputs, share: Share | None) -> Attending:
+        """What all attention of this call takes, with one value for each query head of this rank."""
         slopes, sinks = self.alibi_slopes, self.sinks
         if share is not None:
             slopes, sinks = (None if x is None else share.local(x) for x in (slopes, sinks))
-        return options | {
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "alibi_slopes": slopes,
-            "sinks": sinks,
-            "backend": self.backend,
-        }
+        return attending(self, Score(self.scale, self.softcap, slopes, sinks), given, q.shape[-2], share)
 
     def _share(self, q: Tensor) -> Share | None:
         """What this rank has of the heads, if tensor parallelism gave q fewer than all of them."""
@@ -284,10 +285,3 @@ class GroupedQueryAttention(nn.Module):
             x = normed(norm, x, share)
         x = x if angles is None else rotate(x, angles)
         return normed(norm, x, share) if norm is not None and self.norm_after_rope else x
-
-
-def alibi_slopes(num_heads: int) -> list[float]:
-    """The published ALiBi slopes: a geometric series for a power of two, else filled from the series twice as fine."""
-    power = 1 << (num_heads.bit_length() - 1)
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]

@@ -1,4 +1,4 @@
-"""What every layer does with its inputs: check them, and find the rotary angles."""
+"""What every layer is made and called with, and how that is checked."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,14 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
+from ..call import Packing
 from ..checks import are_checks_on, is_recorded, is_strided
 from ..kv import DTYPES, KVLayout, KVView
 from ..mask import AnyMask, Mask
 from ..mask_function import MaskFunction
 from ..rope import Angles, Rope
 from ..scaling import Temperature
+from .context_parallel import ContextParallel, check_context_parallel
 
 FP32 = torch.finfo(torch.float32)
+UNRELATED = "context: positions of x and of a context are unrelated; make cross-attention with rope=None"
 
 
 def check_options(
@@ -67,14 +70,19 @@ class Inputs(NamedTuple):
     key_starts: Tensor | None = None
     key_ends: Tensor | None = None
     mask: AnyMask | None = None
+    context_parallel: ContextParallel | None = None  # the layer's own
 
     @property
-    def sequences(self) -> dict[str, Tensor | None]:
-        """What attention without a cache is told of sequences: their offsets if packed, or the bounds of their keys."""
+    def is_stored(self) -> bool:
+        """Whether a cache has the keys."""
+        return self.kv is not None or isinstance(self.context, KVView)
+
+    @property
+    def packing(self) -> Packing | None:
+        """Where packed sequences begin, of x and of what it attends to; None where they are not packed."""
         if self.cu_seqlens is None:
-            return {"key_starts": self.key_starts, "key_ends": self.key_ends}
-        of_keys = self.cu_seqlens if self.cu_seqlens_context is None else self.cu_seqlens_context
-        return {"cu_seqlens_q": self.cu_seqlens, "cu_seqlens_k": of_keys}
+            return None
+        return Packing(self.cu_seqlens, self.cu_seqlens if self.context is None else self.cu_seqlens_context)
 
 
 def check(
@@ -88,6 +96,8 @@ def check(
     context, kv, cu_seqlens = given.context, given.kv, given.cu_seqlens
     check_tokens("x", x, hidden_size, projection)
     _check_types(given)
+    if given.context_parallel is not None:
+        _check_shared(given)
     for name in ("cu_seqlens", "cu_seqlens_context"):
         if getattr(given, name) is not None:
             _check_offsets(name, getattr(given, name), x.device)
@@ -106,7 +116,7 @@ def check(
     if x.dim() == 2 and cu_seqlens is None and kv is None and not isinstance(context, KVView):
         raise ValueError(f"x: packed [t, m] needs cu_seqlens= or a packed cache step, got {tuple(x.shape)} alone")
     if context is not None and rope is not None:
-        raise ValueError("context: positions of x and of a context are unrelated; make cross-attention with rope=None")
+        raise ValueError(UNRELATED)
     if isinstance(context, Tensor):
         _check_context(context, x, hidden_size, projection)
     if rope is not None and x.dim() == 3 and kv is context is given.key_starts is given.key_ends is None:
@@ -116,6 +126,17 @@ def check(
         _check_autocast("kv", x, kv.layout)
     elif isinstance(context, KVView):
         _check_autocast("context", x, context.layout)
+
+
+def _check_shared(given: Inputs) -> None:
+    """Raise ValueError for what ranks that share the tokens of x cannot attend to."""
+    check_context_parallel(given.context_parallel)
+    for name, x, instead in (("kv", given.kv, "decode"), ("context", given.context, "attend to a context")):
+        if x is not None:
+            raise ValueError(
+                f"{name}: expected None with context_parallel, whose ranks share the tokens of x and nothing else; set "
+                f"layer.context_parallel = None to {instead}"
+            )
 
 
 def _check_restarts(positions: Tensor | Angles | None, masks: list[AnyMask]) -> None:
@@ -163,8 +184,10 @@ def _check_offsets(name: str, x: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name}: expected device {device} like x, got {x.device}")
 
 
-def check_stored(context: Tensor, kv: LayerCache, hidden_size: int, projection: nn.Module) -> None:
+def check_stored(context: Tensor, kv: LayerCache, hidden_size: int, projection: nn.Module, rope: Rope | None) -> None:
     """Raise ValueError, TypeError or RuntimeError for a context that cannot be projected, or no place to store it."""
+    if rope is not None:
+        raise ValueError(UNRELATED)
     check_tokens("context", context, hidden_size, projection)
     if not isinstance(kv, LayerCache):
         raise TypeError(f"kv: expected a layer of `with cache.step(...) as layers`, got {type(kv).__name__}")
@@ -229,72 +252,3 @@ def check_tokens(name: str, x: Tensor, hidden_size: int, projection: nn.Module) 
         raise TypeError(
             f"{name}: expected {weight.dtype} like the layer, got {x.dtype}; cast it, or use torch.autocast"
         )
-
-
-def angles_of(
-    rope: Rope | None, positions: Tensor | Angles | None, x: Tensor, kv: LayerCache | None, cu_seqlens: Tensor | None
-) -> Angles | None:
-    """The angles of x's tokens at ``positions``, which may be Angles already; None without rope.
-
-    Positions of None count the tokens of each sequence; in a cache they go on from its length.
-
-    Raises:
-        ValueError: a rope that depends on the length, in a cache or with positions of unknown length; or Angles
-            without rope, or of another pairing or width.
-    """
-    if rope is None:
-        if isinstance(positions, Angles):
-            raise ValueError(
-                f"positions: the layer has rope=None and would ignore Angles, got {positions.convention}; leave them "
-                "out, or give the layer a rope"
-            )
-        return None
-    if isinstance(positions, Angles):
-        if (positions.interleaved, 2 * positions.cos.shape[-1]) != (rope.interleaved, rope.dim):
-            raise ValueError(f"positions: expected Angles of {rope}, got {positions.convention}")
-        return positions
-    if rope.needs_length:
-        rule = type(rope.scaling).__name__
-        if kv is not None:
-            raise ValueError(
-                f"rope: {rule} turns stored keys as the sequence grows; use another scaling with a cache, or pass "
-                "positions=rope.angles(kv.positions, length=n) with one n for all steps"
-            )
-        if positions is not None or cu_seqlens is not None:
-            raise ValueError(f"positions: {rule} needs a length; pass rope.angles(positions, length=...) instead")
-        return rope.angles(torch.arange(x.shape[1], device=x.device), length=x.shape[1])
-    if positions is None:
-        positions = _natural_positions(x, kv, cu_seqlens)
-    return rope.angles(positions)
-
-
-def positions_of(
-    positions: Tensor | Angles | None, x: Tensor, kv: LayerCache | None, cu_seqlens: Tensor | None
-) -> Tensor:
-    """The positions of x's tokens as integers, as :func:`angles_of` counts them.
-
-    Raises:
-        TypeError: they are Angles, which do not tell them.
-    """
-    if isinstance(positions, Angles):
-        raise TypeError("positions: the layer's temperature needs integers, got Angles; pass the positions instead")
-    return _natural_positions(x, kv, cu_seqlens) if positions is None else positions
-
-
-def _natural_positions(x: Tensor, kv: LayerCache | None, cu_seqlens: Tensor | None) -> Tensor:
-    if kv is not None:
-        return kv.positions
-    tokens = torch.arange(x.shape[-2], device=x.device)
-    if cu_seqlens is None:
-        return tokens
-    return tokens - cu_seqlens[sequence_of(tokens, cu_seqlens)]
-
-
-def sequence_of(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The number of the packed sequence that each token is of; tokens past the last offset are of one more."""
-    return torch.bucketize(tokens, cu_seqlens[1:], right=True)
-
-
-def scaled_head(q: Tensor, rotated: int, gain: float) -> Tensor:
-    """q with its first ``rotated`` channels times ``gain``: YaRN's temperature where rope leaves channels unrotated."""
-    return q if gain == 1 else torch.cat((q[..., :rotated] * gain, q[..., rotated:]), -1)

@@ -16,7 +16,9 @@ from ..mask import FULL, AnyMask, Mask
 from ..merge import merge_states
 from ..running import attend
 from ..scores import ScoreFunction
-from .inputs import sequence_of
+from .context_parallel import ContextParallel, Source, check_context_parallel
+from .positions import sequence_of
+from .tensor_parallel import MARK, local_weight
 
 # Stored tokens of all sequences together whose K and V exist at once. With DeepSeek-V3's 128 heads of 192 + 128
 # channels in bf16 they take 640 MiB, whatever the cache holds, and one up-projection of as many fills a GPU.
@@ -26,6 +28,21 @@ CHUNK = 8192
 # spare 2**38 and 4.26 ms became 3.83; 1024 2**39.5, 8.20 and 5.01; 300 2**36.7, 2.76 and 3.48; 2048 over 32k with 16
 # heads 2**39.6, 7.68 and 3.28.
 WORTH = 1 << 38
+
+
+FORMS = ("auto", "expanded", "absorbed")
+
+
+def check_form(form: str, ranks: ContextParallel | None) -> None:
+    """Raise ValueError or TypeError for a form that is none, or for one that ranks that share tokens do not have."""
+    check_context_parallel(ranks)
+    if not isinstance(form, str) or form not in FORMS:
+        raise ValueError(f"form: expected one of {FORMS}, got {form!r}")
+    if form == "absorbed" and ranks is not None:
+        raise ValueError(
+            "context_parallel: its ranks expand the latents that they send each other, got form='absorbed'; use "
+            "form='auto' or 'expanded'"
+        )
 
 
 def cheaper_form(queries: int, keys: int, *, rank: int, nope: int, rope: int, value: int, least: int = 0) -> str:
@@ -53,6 +70,7 @@ def attend_expanded(
     *,
     longest: int | None = None,
     row: int = 0,
+    head: int = 0,
     mask: AnyMask,
     scale: float,
     score: ScoreFunction | None,
@@ -63,7 +81,7 @@ def attend_expanded(
     ``expand`` makes K ``[c, h, n + p]`` and V ``[c, h, e]`` from latents ``[c, r]`` and rotary keys ``[c, p]`` (None if
     p is 0). It gets ``CHUNK`` tokens at a time, or as many as there are queries if those are more (their K and V are no
     larger than q then, and fewer partial results are to be merged). No sequence is longer than ``longest``; None means
-    the capacity of the table. The first sequence is number ``row`` to functions of indices.
+    the capacity of the table. To functions of indices the first sequence is ``row``, and the first head ``head``.
 
     Raises:
         ValueError: q is not of the view's step, or the mask reaches further left than a windowed layout keeps.
@@ -88,7 +106,7 @@ def attend_expanded(
             options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "mask": band, "scale": scale, "backend": backend}
             out, lse = varlen_attention_with_lse(rows, k, v, **options)
         else:  # functions see the indices of the whole
-            origin = Origin((view.lengths - cu_k.diff()).int(), starts.int(), sequence=row)
+            origin = Origin((view.lengths - cu_k.diff()).int(), starts.int(), head=head, sequence=row)
             options, packing = Score(scale, function=score), Packing(cu_q, cu_k)
             out, lse = attend(Call(rows, mask, options, k, v, packing=packing, origin=origin, lse=True), backend)
         if state is not None:  # merged in fp32, as otherwise every chunk would round all that came before it
@@ -136,6 +154,42 @@ def _read(view: KVView, starts: Tensor, ends: Tensor, capacity: int) -> tuple[Te
     return latent.squeeze(-2), k_rope, cu_k.int()
 
 
+def attend_mixed(
+    attend_stored: Callable[..., Tensor], q_nope: Tensor, q_rope: Tensor, view: KVView, prompts: Sequence[Prompt]
+) -> Tensor:
+    """Attention of a packed step: expanded for these prompts, and absorbed for all other sequences.
+
+    ``attend_stored(q_nope, q_rope, view, form)`` attends; it takes ``longest`` and ``row`` too.
+    """
+    sizes = runs(prompts, q_nope.shape[0])
+    parts = list(zip(q_nope.split(sizes), q_rope.split(sizes), strict=True))
+    others = (torch.cat(x) for x in zip(*parts[::2], strict=True))
+    outs = list(attend_stored(*others, without(view, prompts), "absorbed").split(sizes[::2]))
+    for n, prompt in enumerate(prompts):
+        alone = {"longest": prompt.history + prompt.tokens, "row": prompt.row}
+        outs.insert(2 * n + 1, attend_stored(*parts[2 * n + 1], of_sequence(view, prompt.row), "expanded", **alone))
+    return torch.cat(outs)
+
+
+def source_of(
+    expand: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]],
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor | None,
+    weights: Sequence[Tensor],
+) -> Source:
+    """What ranks send each other in place of the keys and values of q's heads, which ``expand`` makes by weights."""
+
+    def expanded(latent: Tensor, k_rope: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        k, v = expand(latent, k_rope)
+        check_heads(q, k)
+        return k, v
+
+    return Source(
+        (latent,) if k_rope is None else (latent, k_rope), expanded, tuple(x for x in weights if x.requires_grad)
+    )
+
+
 def runs(prompts: Sequence[Prompt], tokens: int) -> list[int]:
     """How many of a packed step's tokens come before the first prompt, are its own, come before the next, and so on.
 
@@ -171,6 +225,11 @@ def check_heads(q: Tensor, k: Tensor) -> None:
 
 
 def _check(q: Tensor, view: KVView, mask: AnyMask) -> None:
+    if view.ranks is not None:
+        raise NotImplementedError(
+            "kv_b_proj: expected the absorbed form over a cache that ranks share, got the expanded one, for which each "
+            "rank would need all latents; leave form='auto' and kv_b_proj a plain nn.Linear, sharded by heads like q"
+        )
     if view.split_size:
         raise NotImplementedError("batch_invariant: expected the absorbed form over such a cache, got the expanded one")
     b, packed = view.lengths.shape[0], view.cu_seqlens_q is not None
@@ -189,7 +248,17 @@ def _check_values(q: Tensor, v: Tensor, view: KVView) -> None:
         raise NotImplementedError("cached attention has no backward; wrap the call in torch.no_grad()")
 
 
-def computes_its_weight_alone(module: nn.Module) -> bool:
-    """Whether ``module(x)`` is ``x @ module.weight.T``, as adapters, quantisation, sharding or hooks may change."""
-    plain = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, Tensor) and module.bias is None
-    return plain and "forward" not in vars(module) and not (module._forward_hooks or module._forward_pre_hooks)
+def computes_its_weight_alone(module: nn.Module, q: Tensor | None = None, heads: int = 1) -> bool:
+    """Whether ``module(x)`` is ``x @ module.weight.T``, as adapters, quantisation, sharding or hooks may change.
+
+    With ``q`` ``[..., h, n]`` of some of ``heads``, and no gradient, the weight may also be shared out by
+    ``parallelize_module``, if what is here is of as many.
+    """
+    if type(module) is not nn.Linear or module.bias is not None or "forward" in vars(module):
+        return False
+    hooks = max(len(module._forward_hooks), len(module._forward_pre_hooks))
+    if type(module.weight) in (nn.Parameter, Tensor):
+        return hooks == 0
+    if q is None or hooks > 1 or not getattr(module, MARK, False):  # which has one of each
+        return False
+    return local_weight(module).shape[0] * heads == module.weight.shape[0] * q.shape[-2]

@@ -1,8 +1,8 @@
 """Multi-head latent attention with decoupled rope: one set of weights, an expanded and an absorbed form."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,22 +10,26 @@ from torch import Tensor, nn
 from ..cache.kv_cache import LayerCache
 from ..cache.sequences import Prompt
 from ..checks import check_count, is_recorded
-from ..functional import attention, cached_attention, varlen_attention
 from ..kv import KVLayout, KVView
 from ..mask import AnyMask
 from ..rope import Angles, Rope, rotate
 from ..scaling import Temperature
-from ..scores import ScoreFunction
+from ..scores import Score, ScoreFunction
 from ..signatures import kind
 from . import latent_forms
-from .captured import captured_by_mask, captured_by_score, function_options
+from .attending import Attending, attending
+from .captured import captured_by_mask, captured_by_score
+from .context_parallel import ContextParallel
 from .described import described
-from .inputs import Inputs, angles_of, check, check_options, check_stored, computed_dtype, positions_of
-from .latent_forms import attend_expanded, cheaper_form, check_heads, of_sequence, runs, without
-from .parameters import reset_children
-from .tensor_parallel import joined, share_of
+from .inputs import Inputs, check, check_options, check_stored, computed_dtype
+from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_form, check_heads, source_of
+from .parameters import check_counts, reset_children
+from .positions import angles_of, positions_of
+from .tensor_parallel import joined, local_weight, plan_of, share_of
 
-FORMS = ("auto", "expanded", "absorbed")
+if TYPE_CHECKING:  # importing these takes longer than importing this package
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -36,7 +40,8 @@ class MultiHeadLatentAttention(nn.Module):
     value up-projection to the output, and attends over the latents themselves as one KV head. Both are exact and use
     the same weights; ``form`` forces one, ``"auto"`` takes the cheaper. ``bias`` is for q_a_proj, kv_a_proj_with_mqa
     and o_proj. DeepSeek rotates interleaved pairs, ``rope=Rope(qk_rope_head_dim, interleaved=True)``; with
-    ``qk_rope_head_dim=0`` there is no rope. A ``temperature`` scales queries by their positions.
+    ``qk_rope_head_dim=0`` there is no rope. A ``temperature`` scales queries by their positions. Ranks of
+    ``context_parallel`` send each other latents, and expand what they receive.
 
     Raises:
         ValueError: sizes that do not fit, a number out of range, or an unknown form.
@@ -62,6 +67,7 @@ class MultiHeadLatentAttention(nn.Module):
         scale: float | None = None,
         score: ScoreFunction | None = None,
         dropout_p: float = 0.0,
+        context_parallel: ContextParallel | None = None,
         form: str = "auto",
         backend: str | None = None,
         device: torch.device | str | None = None,
@@ -70,23 +76,20 @@ class MultiHeadLatentAttention(nn.Module):
         super().__init__()
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "kv_lora_rank": kv_lora_rank}
         sizes |= {"qk_nope_head_dim": qk_nope_head_dim, "v_head_dim": v_head_dim}
-        for name, size in sizes.items():
-            check_count(name, size, least=1)
+        check_counts(sizes if q_lora_rank is None else sizes | {"q_lora_rank": q_lora_rank})
         check_count("qk_rope_head_dim", qk_rope_head_dim)
-        if q_lora_rank is not None:
-            check_count("q_lora_rank", q_lora_rank, least=1)
         numbers, flags = {"norm_eps": norm_eps} | ({} if scale is None else {"scale": scale}), {"bias": bias}
         options = {"mask": mask, "rope": rope, "temperature": temperature, "dropout_p": dropout_p, "dtype": dtype}
         check_options(**options, numbers=numbers, flags=flags)
         if rope is not None and rope.dim != qk_rope_head_dim:
             raise ValueError(f"rope: expected dim={qk_rope_head_dim} like qk_rope_head_dim, got {rope.dim}")
-        if not isinstance(form, str) or form not in FORMS:
-            raise ValueError(f"form: expected one of {FORMS}, got {form!r}")
+        check_form(form, context_parallel)
         self.hidden_size, self.num_heads, self.mask, self.rope, self.form = hidden_size, num_heads, mask, rope, form
         self.mask_tensors, self.score = captured_by_mask(mask), captured_by_score(score)
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         self.dropout_p, self.backend, self.temperature = dropout_p, backend, temperature
+        self.context_parallel: ContextParallel | None = context_parallel
         qk_head_dim, up_dim = qk_nope_head_dim + qk_rope_head_dim, num_heads * (qk_nope_head_dim + v_head_dim)
         latent_scale = 1.0 if rope is None else rope.latent_scale
         self.scale: float = (qk_head_dim**-0.5 if scale is None else scale) * latent_scale
@@ -119,6 +122,16 @@ class MultiHeadLatentAttention(nn.Module):
         """As :meth:`attnlib.GroupedQueryAttention.reset_parameters`."""
         reset_children(self)
 
+    def parallel_plan(self, mesh: "DeviceMesh") -> "dict[str, ParallelStyle]":
+        """As :meth:`attnlib.GroupedQueryAttention.parallel_plan`; every rank makes the latents of all heads."""
+        to_heads = "q_proj" if self.q_lora_rank is None else "q_b_proj"
+        return plan_of(mesh, self.num_heads, self.num_heads, (to_heads, "kv_b_proj"))
+
+    @property
+    def _to_heads(self) -> nn.Module:
+        """What projects to the heads of q."""
+        return self.q_proj if self.q_lora_rank is None else self.q_b_proj
+
     def forward(
         self,
         x: Tensor,
@@ -133,21 +146,20 @@ class MultiHeadLatentAttention(nn.Module):
         mask: AnyMask | None = None,
     ) -> Tensor:
         """As :meth:`attnlib.GroupedQueryAttention.forward`."""
-        given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends, mask)
+        ranks = self.context_parallel
+        given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends, mask, ranks)
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.kv_a_proj_with_mqa)
-        angles = angles_of(self.rope, positions, x, kv, cu_seqlens)
-        at = None if self.temperature is None else positions_of(positions, x, kv, cu_seqlens)
-        q_nope, q_rope = self.query(x, angles, at)
-        options = function_options(self, mask, is_shared=q_nope.shape[-2] != self.num_heads)
-        options |= {"scale": self.scale, "backend": self.backend}
+        angles = angles_of(self.rope, x, given)
+        q_nope, q_rope = self.query(x, angles, None if self.temperature is None else positions_of(x, given))
+        share = share_of(self._to_heads, self.num_heads, q_nope.shape[-2])
+        attention = attending(self, Score(self.scale), given, q_nope.shape[-2], share)
         if isinstance(context, KVView):
-            out = self._attend_stored(q_nope, q_rope, context, self._possible("absorbed"), options)
+            out = self._attend_stored(q_nope, q_rope, context, self._possible("absorbed", q_nope), attention=attention)
         elif kv is not None:
-            out = self._attend_step(q_nope, q_rope, x, kv, angles, options)
+            out = self._attend_step(q_nope, q_rope, x, kv, angles, attention)
         else:
             latent, k_rope = self.latent(x if context is None else context, angles)
-            options["dropout_p"] = self.dropout_p if self.training else 0.0
-            out = self._attend_fresh(q_nope, q_rope, latent, k_rope, options | given.sequences)
+            out = self._attend_fresh(q_nope, q_rope, latent, k_rope, attention, given)
         return self.o_proj(out.flatten(-2))
 
     def extra_repr(self) -> str:
@@ -155,16 +167,12 @@ class MultiHeadLatentAttention(nn.Module):
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
         """As :meth:`attnlib.GroupedQueryAttention.append_context`."""
-        if self.rope is not None:
-            raise ValueError(
-                "context: positions of x and of a context are unrelated; make cross-attention with rope=None"
-            )
-        check_stored(context, kv, self.hidden_size, self.kv_a_proj_with_mqa)
+        check_stored(context, kv, self.hidden_size, self.kv_a_proj_with_mqa, self.rope)
         kv.append(*self.latent(context, None))
 
     def query(self, x: Tensor, angles: Angles | None, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Unrotated ``[..., h, n]`` and rotated ``[..., h, p]`` channels of q; a temperature needs ``positions``."""
-        q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = self._to_heads(x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x)))
         widths = (self.qk_nope_head_dim, self.qk_rope_head_dim)
         q = q.unflatten(-1, (-1, sum(widths)))
         q = q if self.temperature is None else self.temperature.scaled(q, positions)
@@ -181,25 +189,26 @@ class MultiHeadLatentAttention(nn.Module):
         return self.kv_a_layernorm(latent), k_rope if self.qk_rope_head_dim else None
 
     def _attend_step(
-        self, q_nope: Tensor, q_rope: Tensor, x: Tensor, kv: LayerCache, angles: Angles | None, options: dict
+        self, q_nope: Tensor, q_rope: Tensor, x: Tensor, kv: LayerCache, angles: Angles | None, attention: Attending
     ) -> Tensor:
         """Append this step's tokens and attend to all that is stored; a fresh prompt need not read the cache back."""
         latent, k_rope = self.latent(x, None)
         view = kv.append(latent, k_rope, angles=angles)
-        if not kv.prefill or view.split_size:  # which stands for the same bits however the tokens come
-            return self._attend_stored(q_nope, q_rope, view, self._possible("absorbed"), options)
+        # A split size stands for the same bits however the tokens come, and ranks have latents of some tokens alone.
+        if not kv.prefill or view.split_size or (view.ranks is not None and kv.history):
+            return self._attend_stored(q_nope, q_rope, view, self._possible("absorbed", q_nope), attention=attention)
         if kv.history:
             prompts = self._expanded_prompts(kv, view, q_nope.shape[-2])
             if prompts:
-                return self._attend_mixed(q_nope, q_rope, view, prompts, options)
+                return attend_mixed(partial(self._attend_stored, attention=attention), q_nope, q_rope, view, prompts)
             new = x.shape[:-1].numel() // view.lengths.shape[0]  # tokens of a sequence, on the mean
             form, longest = self._cheaper_step(new, kv.history), kv.history + x.shape[-2]
-            return self._attend_stored(q_nope, q_rope, view, form, options, longest=longest)
+            return self._attend_stored(q_nope, q_rope, view, form, attention=attention, longest=longest)
         if angles is not None:
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
         starts = view.starts if view.cu_seqlens_q is None else None
-        of_step = Inputs(cu_seqlens=view.cu_seqlens_q, key_starts=starts).sequences
-        return self._attend_fresh(q_nope, q_rope, latent, k_rope, options | of_step)
+        of_step = Inputs(cu_seqlens=view.cu_seqlens_q, key_starts=starts)
+        return self._attend_fresh(q_nope, q_rope, latent, k_rope, attention, of_step)
 
     def _expanded_prompts(self, kv: LayerCache, view: KVView, heads: int) -> list[Prompt]:
         """The prompts of a packed step that are much cheaper expanded, where others are absorbed.
@@ -212,40 +221,32 @@ class MultiHeadLatentAttention(nn.Module):
         prompts = [x for x in kv.prompts if self._cheaper_step(x.tokens, x.history, least) == "expanded"]
         return prompts if len(prompts) < view.lengths.shape[0] else []
 
-    def _attend_mixed(
-        self, q_nope: Tensor, q_rope: Tensor, view: KVView, prompts: Sequence[Prompt], options: dict
-    ) -> Tensor:
-        """Attention of a packed step: expanded for these prompts, and absorbed for all other sequences."""
-        sizes = runs(prompts, q_nope.shape[0])
-        parts = list(zip(q_nope.split(sizes), q_rope.split(sizes), strict=True))
-        others = (torch.cat(x) for x in zip(*parts[::2], strict=True))
-        out = self._attend_stored(*others, without(view, prompts), "absorbed", options)
-        outs = list(out.split(sizes[::2]))
-        for n, prompt in enumerate(prompts):
-            alone = {"longest": prompt.history + prompt.tokens, "row": prompt.row}
-            view_of = of_sequence(view, prompt.row)
-            outs.insert(2 * n + 1, self._attend_stored(*parts[2 * n + 1], view_of, "expanded", options, **alone))
-        return torch.cat(outs)
-
     def _attend_fresh(
-        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor | None, options: dict
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor | None, attention: Attending, given: Inputs
     ) -> Tensor:
         """Attention over latents ``[..., t, r]`` and rotated rotary keys ``[..., t, p]`` in the cheaper form."""
-        attend = partial(varlen_attention if "cu_seqlens_q" in options else attention, **options)
+        if attention.context_parallel is not None:
+            check_form(self.form, attention.context_parallel)
+            q = torch.cat((q_nope, q_rope), -1)
+            source = source_of(self.expand, q, latent, k_rope, tuple(self.kv_b_proj.parameters()))
+            return attention.over_tokens(q, None, None, given, source)
         if self._possible(self._cheaper(q_nope.shape[-3], latent.shape[-2])) == "expanded":
             k, v = self.expand(latent, k_rope)
             check_heads(q_nope, k)
-            return attend(torch.cat((q_nope, q_rope), -1), k, v)
+            return attention.over_tokens(torch.cat((q_nope, q_rope), -1), k, v, given)
         k = (latent if k_rope is None else torch.cat((latent, k_rope), -1)).unsqueeze(-2)
-        return self._unabsorb(attend(self._absorb(q_nope, q_rope), k, k[..., : self.kv_lora_rank]))
+        out = attention.over_tokens(self._absorb(q_nope, q_rope), k, k[..., : self.kv_lora_rank], given)
+        return self._unabsorb(out)
 
     def _attend_stored(
-        self, q_nope: Tensor, q_rope: Tensor, view: KVView, form: str, options: dict, **alone: int
+        self, q_nope: Tensor, q_rope: Tensor, view: KVView, form: str, *, attention: Attending, **alone: int
     ) -> Tensor:
         """Attention over a latent cache in this form; ``longest`` and ``row`` are as in :func:`attend_expanded`."""
         if form == "absorbed":
-            return self._unabsorb(cached_attention(self._absorb(q_nope, q_rope), view, **options))
-        return attend_expanded(torch.cat((q_nope, q_rope), -1), view, self.expand, **alone, **options)
+            return self._unabsorb(attention.over_view(self._absorb(q_nope, q_rope), view))
+        own = {"mask": attention.mask, "scale": self.scale, "score": attention.score.function, "head": attention.head}
+        q = torch.cat((q_nope, q_rope), -1)
+        return attend_expanded(q, view, self.expand, **alone, **own, backend=attention.backend)
 
     def _cheaper(self, queries: int, keys: int, least: int = 0) -> str:
         """The cheaper form at this layer's sizes."""
@@ -271,7 +272,7 @@ class MultiHeadLatentAttention(nn.Module):
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """Views ``[h, n, r]`` and ``[h, e, r]`` of kv_b_proj's weight, so they can never be stale."""
         sizes = (self.qk_nope_head_dim, self.v_head_dim)
-        return self.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
+        return local_weight(self.kv_b_proj).unflatten(0, (-1, sum(sizes))).split(sizes, 1)
 
     def expand(self, latent: Tensor, k_rope: Tensor | None) -> tuple[Tensor, Tensor]:
         """K ``[..., h, n + p]`` and V ``[..., h, e]`` from latents ``[..., r]`` and rotated keys ``[..., p]``."""
@@ -282,13 +283,13 @@ class MultiHeadLatentAttention(nn.Module):
         k_rope = joined(k_rope, share_of(self.kv_b_proj, self.num_heads, k.shape[-2]))
         return torch.cat((k, k_rope.unsqueeze(-2).expand(*k.shape[:-1], -1)), -1), v
 
-    def _possible(self, form: str) -> str:
-        """``form`` as far as the constructor and the weights allow it.
+    def _possible(self, form: str, stored_for: Tensor | None = None) -> str:
+        """``form`` as far as the constructor and the weights allow it; over a cache, for this q ``[..., h, n]``.
 
         Raises:
             NotImplementedError: the absorbed form is forced and kv_b_proj is more than a weight.
         """
-        plain = latent_forms.computes_its_weight_alone(self.kv_b_proj)
+        plain = latent_forms.computes_its_weight_alone(self.kv_b_proj, stored_for, self.num_heads)
         if self.form == "absorbed" and not plain:
             raise NotImplementedError(
                 "kv_b_proj: absorbing needs a plain nn.Linear without bias, hooks and adapters, "

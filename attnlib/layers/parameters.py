@@ -1,6 +1,6 @@
-"""What parameters a layer has, and initialising them, where modules may have been replaced."""
+"""What parameters and slopes a layer has, and initialising them, where modules may have been replaced."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -54,6 +54,12 @@ def biased(bias: bool | tuple[str, ...], output_bias: bool | None) -> tuple[str,
     return bias
 
 
+def check_counts(sizes: Mapping[str, int]) -> None:
+    """Raise ValueError or TypeError unless each of these, by name, is an int of at least 1."""
+    for name, size in sizes.items():
+        check_count(name, size, least=1)
+
+
 def head_dims(hidden_size: int, num_heads: int, head_dim: int | None, v_head_dim: int | None) -> tuple[int, int]:
     """The channels of a key and of a value.
 
@@ -69,3 +75,10 @@ def head_dims(hidden_size: int, num_heads: int, head_dim: int | None, v_head_dim
         )
     head_dim = hidden_size // num_heads if head_dim is None else head_dim
     return head_dim, head_dim if v_head_dim is None else v_head_dim
+
+
+def published_slopes(num_heads: int) -> list[float]:
+    """The published ALiBi slopes: a geometric series for a power of two, else filled from the series twice as fine."""
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]

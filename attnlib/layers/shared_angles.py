@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
 from ..rope import Angles
-from .inputs import Inputs, angles_of, check
+from .inputs import Inputs, check
+from .positions import angles_of
 
 
 def shared_angles(
@@ -41,9 +42,10 @@ def shared_angles(
     made: list[tuple] = []  # no mapping, whose keys a compiler would have to hash
     shared = []
     for layer in layers:
-        found = next((angles for rope, angles in made if rope == layer.rope), None)
+        wanted = layer.rope, layer.context_parallel
+        found = next((angles for *of, angles in made if tuple(of) == wanted), None)
         if found is None and layer.rope is not None:
-            found = angles_of(layer.rope, positions, x, kv, cu_seqlens)
-            made.append((layer.rope, found))
+            found = angles_of(layer.rope, x, given._replace(context_parallel=layer.context_parallel))
+            made.append((*wanted, found))
         shared.append(found)
     return shared

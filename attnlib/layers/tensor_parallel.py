@@ -2,7 +2,8 @@
 
 ``torch.distributed.tensor.parallel.parallelize_module`` shards the projections to and from the heads. All tensors
 between them are plain and local. Some of these every rank has whole but uses for its own heads alone: MLA's rotary key,
-sinks, the weights of a norm over heads. Their gradients are partial on each rank, and :func:`joined` sums them.
+sinks, the weights of a norm over heads, what scores read. Their gradients are partial on each rank, and :func:`joined`
+sums them.
 """
 
 from math import prod
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-if TYPE_CHECKING:  # importing it takes longer than importing this package
+if TYPE_CHECKING:  # importing these takes longer than importing this package
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 MARK = "_distribute_module_applied"  # what parallelize_module sets on each module whose weights it shards
 
@@ -26,6 +29,13 @@ class Share(NamedTuple):
     total: int
     mesh: "DeviceMesh"
     shares: tuple[bool, ...]  # by dimension of the mesh: whether it shards them
+
+    @property
+    def of_gradients(self) -> "tuple[Placement, ...]":
+        """What each rank finds of the gradient of something that serves all heads: a part of the sum."""
+        from torch.distributed.tensor import Partial, Replicate
+
+        return tuple(Partial() if shared else Replicate() for shared in self.shares)
 
     def kv_heads(self, total: int) -> tuple[int, int]:
         """The first of the KV heads that these query heads read, and how many they are, of ``total``.
@@ -93,10 +103,49 @@ def joined(x: Tensor, share: Share | None) -> Tensor:
     """``x``, which all ranks have alike and each uses for its own heads: the gradients that they find are summed."""
     if share is None or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor import DTensor, Replicate
 
-    placements = tuple(Partial() if shared else Replicate() for shared in share.shares)
-    return DTensor.from_local(x, share.mesh, [Replicate()] * len(placements)).to_local(grad_placements=placements)
+    replicated = DTensor.from_local(x, share.mesh, [Replicate()] * len(share.shares))
+    return replicated.to_local(grad_placements=share.of_gradients)
+
+
+def whole(x: Tensor, share: Share | None) -> Tensor:
+    """``x``, which ranks have alike or sharded and each uses for its own heads, with :func:`joined` gradients.
+
+    Raises:
+        NotImplementedError: it is sharded over another mesh than the heads.
+    """
+    if not _is_distributed(x):
+        return joined(x, share)
+    if share is not None and x.device_mesh != share.mesh:
+        raise NotImplementedError(
+            f"score: expected what it reads whole, or sharded over {share.mesh} like the heads, got {x.device_mesh}"
+        )
+    return x.full_tensor(grad_placements=None if share is None else share.of_gradients)
+
+
+def plan_of(
+    mesh: "DeviceMesh", heads: int, kv_heads: int, columns: tuple[str, ...], of_kv: tuple[str, ...] = ()
+) -> "dict[str, ParallelStyle]":
+    """How ``parallelize_module`` shares out these projections to the heads, and ``o_proj``, over the ranks of a mesh.
+
+    Those ``of_kv`` stay whole where a KV head serves several ranks, which each take what their query heads read.
+
+    Raises:
+        ValueError: the heads do not divide among the ranks, or the mesh has several dimensions.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one dimension, as of mesh['tp'], got {mesh.ndim}")
+    ranks = mesh.size()
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise ValueError(
+            f"mesh: expected a number of ranks that divides num_heads={heads}, and that divides "
+            f"num_kv_heads={kv_heads} or is a multiple of it, got {ranks}"
+        )
+    columns += of_kv if kv_heads % ranks == 0 else ()
+    return {**{name: ColwiseParallel() for name in columns}, "o_proj": RowwiseParallel()}
 
 
 def normed(norm: nn.Module, x: Tensor, share: Share | None) -> Tensor:
@@ -116,6 +165,11 @@ def normed(norm: nn.Module, x: Tensor, share: Share | None) -> Tensor:
             )
         return norm(x)  # parallelize_module sees to their gradients
     return functional_call(norm, {name: joined(w, share) for name, w in weights.items()}, (x,))
+
+
+def local_weight(module: nn.Module) -> Tensor:
+    """The weight of a module, or this rank's part of it."""
+    return module.weight.to_local() if _is_distributed(module.weight) else module.weight
 
 
 def _is_distributed(x: object) -> bool:

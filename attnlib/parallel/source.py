@@ -1,23 +1,12 @@
 """What ranks send each other of keys and values."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from torch import Tensor
 
+from ..layers.context_parallel import Source as Source
+
 Expand = Callable[..., tuple[Tensor, Tensor]]
-
-
-class Source(NamedTuple):
-    """What keys and values are made of, where that is less to send than they are.
-
-    ``tensors`` are of this rank's tokens, ``[b, tokens here, ...]`` or packed ``[tokens here, ...]``. ``expand`` makes
-    k and v of those of any tokens, with these ``weights``.
-    """
-
-    tensors: tuple[Tensor, ...]
-    expand: Expand
-    weights: tuple[Tensor, ...] = ()
 
 
 def source_of(k: Tensor, v: Tensor) -> Source:

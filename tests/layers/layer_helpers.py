@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from attnlib import CAUSAL, GroupedQueryAttention, KVCache, Mask, MultiHeadLatentAttention, Rope
-from attnlib.layers import gqa as gqa_module
+from attnlib.call import Call
+from attnlib.layers import attending as attending_module
 from attnlib.layers import latent_forms as forms_module
-from attnlib.layers import mla as mla_module
 
 torch.set_num_threads(1)
 
@@ -21,6 +21,7 @@ ABSORBED = SIZES["kv_lora_rank"] + SIZES["qk_rope_head_dim"]  # width of a query
 EXPANDED = SIZES["qk_nope_head_dim"] + SIZES["qk_rope_head_dim"]
 DEEPSEEK_V3 = {"rank": 512, "nope": 128, "rope": 64, "value": 128}
 BOTH = ("gqa", "mla-auto")  # one of either class
+DOORS = {"dense": "attention", "varlen": "varlen_attention", "cached": "cached_attention"}  # by kinds of calls
 KINDS = ("mha", "gqa", "mqa", "mla-expanded", "mla-absorbed", "mla-auto")
 
 
@@ -130,24 +131,20 @@ def assert_twice_as_good(ours: dict, theirs: dict, truth: dict, *, factor: float
 
 @contextmanager
 def calls() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    """The functions of the core that layers call meanwhile, each with the shape of its q."""
+    """The functions of the core whose calls layers make meanwhile, each with the shape of its q."""
     seen: list[tuple[str, tuple[int, ...]]] = []
+    attend, in_chunks = attending_module.attend, forms_module.varlen_attention_with_lse
 
-    def spy(name: str, run: Callable) -> Callable:
-        def recorded(q: Tensor, *args, **options):
-            seen.append((name, tuple(q.shape)))
-            return run(q, *args, **options)
+    def recorded(call: Call, *args):
+        seen.append((DOORS[call.kind], tuple(call.q.shape)))
+        return attend(call, *args)
 
-        return recorded
+    def recorded_chunk(q: Tensor, *args, **options):
+        seen.append(("varlen_attention_with_lse", tuple(q.shape)))
+        return in_chunks(q, *args, **options)
 
     with (
-        mock.patch.multiple(gqa_module, **_spies(gqa_module, spy)),
-        mock.patch.multiple(mla_module, **_spies(mla_module, spy)),
-        mock.patch.multiple(forms_module, **_spies(forms_module, spy)),
+        mock.patch.object(attending_module, "attend", recorded),
+        mock.patch.object(forms_module, "varlen_attention_with_lse", recorded_chunk),
     ):
         yield seen
-
-
-def _spies(module, spy: Callable) -> dict[str, Callable]:
-    names = ("attention", "varlen_attention", "varlen_attention_with_lse", "cached_attention")
-    return {name: spy(name, getattr(module, name)) for name in names if hasattr(module, name)}

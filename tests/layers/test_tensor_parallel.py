@@ -25,11 +25,17 @@ from attnlib import (
     GroupedQueryAttention,
     KVCache,
     MultiHeadLatentAttention,
+    MultiQueryAttention,
     Rope,
     SlowPathWarning,
+    mask_mod,
+    scores,
     sliding,
 )
-from attnlib.layers.tensor_parallel import MARK, share_of
+from attnlib.layers.attending import attending
+from attnlib.layers.inputs import Inputs
+from attnlib.layers.tensor_parallel import MARK, Share, share_of
+from attnlib.scores import Score
 
 RANKS = 2
 HIDDEN, HEADS = 32, 4
@@ -46,6 +52,13 @@ def grouped(num_kv_heads: int, *, num_heads: int = HEADS, **options) -> GroupedQ
 def latent(**options) -> MultiHeadLatentAttention:
     options = {"mask": CAUSAL, "q_lora_rank": None, "rope": Rope(16, interleaved=True)} | LATENT | options
     return MultiHeadLatentAttention(HIDDEN, HEADS, **options)
+
+
+def functions() -> dict:
+    """A score and a mask that ask which head it is; one reads weights, the other a table."""
+    shown = torch.randint(0, 3, (HEADS, 2 * TOKENS)).int()
+    masked = mask_mod(lambda b, h, i, j, shown: (shown[h, j] != 0) | (i == j), shown)
+    return {"score": scores.distance_bias(nn.Parameter(torch.randn(HEADS, 5))), "mask": CAUSAL & masked}
 
 
 LAYERS = {
@@ -66,9 +79,19 @@ LAYERS = {
     "mla, fsdp": lambda: latent(q_lora_rank=8),
     "mla, no rope": lambda: latent(qk_rope_head_dim=0, rope=None),
     "mla, context": lambda: latent(mask=FULL, rope=None),
+    "gqa, functions": lambda: grouped(2, rope=Rope(16), sinks=True, **functions()),
+    "mqa, functions": lambda: grouped(1, **functions()),
+    "gqa, functions, sharded scores": lambda: grouped(2, **functions()),
+    "gqa, functions, fsdp": lambda: grouped(2, **functions()),
+    "mla, functions": lambda: latent(**functions()),
+    "mla, functions, expanded": lambda: latent(form="expanded", **functions()),
+    "gqa, dropout": lambda: grouped(2, rope=Rope(16), dropout_p=0.4),
+    "mla, dropout": lambda: latent(dropout_p=0.4),
 }
+FOUR = ("mha", "gqa", "mqa, whole kv", "mla", "gqa, functions", "mqa, functions", "gqa, dropout")
 COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
-COMPILED = ("gqa, sinks", "mqa, whole kv", "mla")
+BY_HAND = ("gqa, whole kv", "gqa, context, whole kv")  # their plans would shard K and V too
+COMPILED = ("gqa, sinks", "mqa, whole kv", "mla", "gqa, functions")
 UNEVEN = {  # the layer, the projections to shard, and what it says
     "k_proj alone": (lambda: grouped(2), ("k_proj", "v_proj"), r"ValueError: k_proj: .*q_proj"),
     "kv_b_proj alone": (latent, ("kv_b_proj",), r"ValueError: kv_b_proj: expected h=4 .*got 2; shard both"),
@@ -103,24 +126,26 @@ def inputs(name: str) -> dict[str, Tensor]:
 def parallel(name: str, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """The layer with its heads shared out."""
     layer, heads = make(name).to(device), mesh["heads"]
-    columns = [column for column in COLUMNS if hasattr(layer, column)]
-    if name.endswith("whole kv"):
-        columns = ["q_proj"]
-    output = Replicate() if name.endswith("gathered") else Shard(-1)
-    plan = {column: ColwiseParallel(output_layouts=output) for column in columns}
-    if not name.endswith("gathered"):
-        plan["o_proj"] = RowwiseParallel()
+    plan = layer.parallel_plan(heads)
+    if name in BY_HAND:
+        plan = {"q_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+    if name.endswith("gathered"):
+        columns = [column for column in COLUMNS if hasattr(layer, column)]
+        plan = {column: ColwiseParallel(output_layouts=Replicate()) for column in columns}
     if name.endswith("sharded norms"):
         plan |= dict.fromkeys(("q_norm", "k_norm"), SequenceParallel(sequence_dim=2, use_local_output=True))
     parallelize_module(layer, heads, plan)
     if name.endswith("sharded sinks"):
         layer.sinks = nn.Parameter(distribute_tensor(layer.sinks.detach(), heads, [Shard(0)]))
+    if name.endswith("sharded scores"):
+        layer.score.bias = nn.Parameter(distribute_tensor(layer.score.bias.detach(), heads, [Shard(0)]))
     return fully_shard(layer, mesh=mesh["data"]) if name.endswith("fsdp") else layer
 
 
 def train(layer: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The output, and the gradients of all inputs and parameters, whole."""
     inputs = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    torch.manual_seed(3)  # of dropout, on every rank
     out = layer(**inputs)
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out))
     results = {"out": out} | {name: x.grad for name, x in inputs.items()}
@@ -163,28 +188,34 @@ def refusal(name: str, mesh: DeviceMesh, device: torch.device) -> str:
     return "nothing"
 
 
-def work(rank: int, device: str, folder: str) -> None:
+def work(rank: int, ranks: int, device: str, folder: str) -> None:
     """One process: what each layer gives here."""
     warnings.simplefilter("error", SlowPathWarning)
     torch.set_num_threads(1)
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(here)
-    init_process_group(BACKENDS[device], init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    mesh = init_device_mesh(device, (1, RANKS), mesh_dim_names=("data", "heads"))
-    results = {name: refusal(name, mesh, here) for name in UNEVEN} if device == "cpu" else {}
-    for name in LAYERS:
+    init_process_group(BACKENDS[device], init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    mesh = init_device_mesh(device, (1, ranks), mesh_dim_names=("data", "heads"))
+    are_few = ranks == RANKS
+    results = {name: refusal(name, mesh, here) for name in UNEVEN} if device == "cpu" and are_few else {}
+    for name in LAYERS if are_few else FOUR:
         given = {key: x.to(here) for key, x in inputs(name).items()}
         layer = parallel(name, mesh, here)
         results[name] = train(layer, given)
-        if not name.endswith("gathered"):  # its kv_layout is of heads that are not gathered
+        if is_decoded(name):
             results[name]["decoded"] = decode(layer, **given)
-        if name in COMPILED:
+        if name in COMPILED and are_few:
             layer.zero_grad()
             layer.compile(fullgraph=True, backend="aot_eager")
             results[f"{name}, compiled"] = train(layer, given)
     write(results, Path(folder, f"{rank}"))
     destroy_process_group()
+
+
+def is_decoded(name: str) -> bool:
+    """Whether decoding gives what training does: dropout is of training, and a kv_layout of heads as they are split."""
+    return not name.endswith(("gathered", "dropout"))
 
 
 def write(results: dict[str, dict[str, Tensor] | str], path: Path) -> None:
@@ -204,10 +235,10 @@ def read(path: Path) -> dict[str, dict[str, Tensor] | str]:
     return results
 
 
-def spawn(device: str, folder: Path) -> list[dict]:
+def spawn(device: str, folder: Path, ranks: int = RANKS) -> list[dict]:
     """The results of all processes."""
-    mp.spawn(work, (device, str(folder)), nprocs=RANKS)
-    return [read(folder / f"{rank}") for rank in range(RANKS)]
+    mp.spawn(work, (ranks, device, str(folder)), nprocs=ranks)
+    return [read(folder / f"{rank}") for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +252,7 @@ def check(results: list[dict], name: str, device: str, run: str = "") -> None:
     single = train(layer, given) | {"decoded": decode(layer, **given)}
     truth["decoded"] = truth["out"]
     for ours in (result[name + run] for result in results):
+        assert ("decoded" in ours) == (is_decoded(name) and not run)
         assert ours.keys() | {"decoded"} == truth.keys()
         assert_twice_as_good(ours, *({key: side[key] for key in ours} for side in (single, truth)))
 
@@ -239,6 +271,80 @@ def test_compiled_layers_have_them_too(processes, name):
 def test_heads_that_cannot_be_shared_out_so_are_refused(processes, name):
     for results in processes:
         assert re.search(UNEVEN[name][2], results[name]), results[name]
+
+
+@pytest.mark.slow
+def test_four_ranks_have_them_too(tmp_path):
+    """There a KV head of two serves two ranks each, and one of one serves all."""
+    results = spawn("cpu", tmp_path, 4)
+    for name in FOUR:
+        check(results, name, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("layer", "ranks", "columns"),
+    [
+        (lambda: grouped(4), 2, "q_proj k_proj v_proj"),
+        (lambda: grouped(2), 2, "q_proj k_proj v_proj"),
+        (lambda: grouped(2), 4, "q_proj"),
+        (lambda: MultiQueryAttention(HIDDEN, HEADS, mask=CAUSAL), 2, "q_proj"),
+        (lambda: MultiQueryAttention(HIDDEN, HEADS, mask=CAUSAL), 1, "q_proj k_proj v_proj"),
+        (latent, 2, "q_proj kv_b_proj"),
+        (lambda: latent(q_lora_rank=8), 4, "q_b_proj kv_b_proj"),
+    ],
+)
+def test_a_plan_shares_out_heads(layer, ranks, columns):
+    plan = layer().parallel_plan(SimpleNamespace(ndim=1, size=lambda: ranks))
+    assert {name for name, style in plan.items() if isinstance(style, ColwiseParallel)} == {*columns.split()}
+    assert [name for name, style in plan.items() if isinstance(style, RowwiseParallel)] == ["o_proj"]
+    assert len(plan) == len(columns.split()) + 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "ranks", "dims", "message"),
+    [
+        (latent, 3, 1, r"mesh: expected a number of ranks that divides num_heads=4, .* got 3"),
+        (lambda: grouped(3, num_heads=6), 2, 1, r"mesh: expected .* num_kv_heads=3 or is a multiple of it, got 2"),
+        (lambda: grouped(4), 2, 2, r"mesh: expected one dimension, as of mesh\['tp'\], got 2"),
+    ],
+)
+def test_heads_that_no_plan_can_share_out(layer, ranks, dims, message):
+    with pytest.raises(ValueError, match=message):
+        layer().parallel_plan(SimpleNamespace(ndim=dims, size=lambda: ranks))
+
+
+def share(first: int) -> Share:
+    return Share(first, 2, HEADS, None, (True,))
+
+
+def test_a_call_says_which_head_is_the_first_where_somebody_counts():
+    """Kernels of a known chip take calls that begin at head 0 alone."""
+    by_key = mask_mod(lambda b, h, i, j: j % 3 != 0).block_mask(1, 2, 9, 9, device="cpu")
+    by_head = mask_mod(lambda b, h, i, j: j % 3 != h).block_mask(1, HEADS, 9, 9, device="cpu")
+    layer, of = grouped(2), Score(1.0)
+
+    def asked(**options):
+        return attending(layer, of, Inputs(**options), 2, share(2))
+
+    assert asked().head == asked(mask=by_key).head == 0
+    assert asked(mask=by_key).mask.tiles is not None
+    assert asked(mask=by_head).head == 2
+    assert asked(mask=by_head).mask.tiles is None  # they were of all heads
+    assert attending(layer, of, Inputs(mask=by_head), 2, share(0)).mask.tiles is None
+    assert attending(layer, of, Inputs(mask=by_head), HEADS, None).mask.tiles is not None
+    layer.dropout_p = 0.5
+    assert asked().head == 2
+    assert layer.eval() is layer
+    assert asked().head == 0
+
+
+def test_functions_of_heads_that_nobody_knows_are_refused():
+    layer = grouped(2, **functions())
+    for name in ("q_proj", "k_proj", "v_proj"):  # as loading half of the rows by hand would
+        whole = getattr(layer, name)
+        setattr(layer, name, nn.Linear(HIDDEN, whole.out_features // 2, bias=False))
+    with pytest.raises(ValueError, match=r"q_proj: expected all 4 heads, whose numbers the mask or .* got 2 heads"):
+        layer(torch.randn(1, TOKENS, HIDDEN))
 
 
 class Grid:
