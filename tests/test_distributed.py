@@ -1,56 +1,97 @@
 """Layers under FSDP2 and checkpointed have the gradients of the whole model: on CPUs with gloo, on GPUs with NCCL."""
 
 import warnings
-from functools import partial
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from sharded_models import model, sharded
 from torch import Tensor, nn
 from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.func import functional_call
 
-from attnlib import CAUSAL, SAVE_OPS, GroupedQueryAttention, MultiHeadLatentAttention, Rope, SlowPathWarning, sliding
+from attnlib import CAUSAL, GroupedQueryAttention, SlowPathWarning, masks, scores
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-SELECTIVE = {"context_fn": partial(create_selective_checkpoint_contexts, list(SAVE_OPS))}
 
 
-class Block(nn.Module):
-    """A layer beside its input, run again in the backward; what ``options`` keep is not."""
+def train(step, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Gradients after two steps, whole; ``step()`` is a loss."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for n in range(2):
+        optimizer.zero_grad()
+        step().backward()
+        if n == 0:
+            optimizer.step()
+    return [x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad for x in parameters]
 
-    def __init__(self, layer: nn.Module, options: dict):
+
+def loss(out: Tensor) -> Tensor:
+    return out.float().square().mean()
+
+
+def in_bf16(whole: nn.Module, x: Tensor) -> Tensor:
+    """What one process would compute with bf16 copies of its fp32 weights, and of nothing twice."""
+    x = x.bfloat16()
+    for block in whole:
+        copies = {name: w.bfloat16() for name, w in block.named_parameters()}
+        x = functional_call(Once(block), {f"block.{name}": w for name, w in copies.items()}, (x,))
+    return x
+
+
+class Once(nn.Module):
+    """A block without its checkpoint."""
+
+    def __init__(self, block: nn.Module):
         super().__init__()
-        self.norm, self.layer, self.options = nn.RMSNorm(64), layer, options
+        self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda x: x + self.layer(self.norm(x)), x, use_reentrant=False, **self.options)
+        return self.block.once(x)
 
 
-def model() -> nn.Sequential:
-    """The same weights in every process."""
-    torch.manual_seed(0)
-    sizes = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
-    layers = (
-        GroupedQueryAttention(64, 4, num_kv_heads=2, mask=CAUSAL, rope=Rope(16), qk_norm=True, sinks=True),
-        GroupedQueryAttention(64, 4, num_kv_heads=1, mask=sliding(5), alibi=True, bias=True, softcap=9.0),
-        MultiHeadLatentAttention(64, 4, mask=CAUSAL, q_lora_rank=None, rope=Rope(16, interleaved=True), **sizes),
-    )
-    return nn.Sequential(*(Block(layer, options) for layer, options in zip(layers, ({}, SELECTIVE, {}), strict=True)))
+def mixed(whole: nn.Module, x: Tensor) -> Tensor:
+    """The mean of the ranks' losses, each of its own rows in bf16: gradients meet in fp32."""
+    return torch.stack([loss(in_bf16(whole, rows)) for rows in x]).mean()
 
 
-def train(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Gradients after two steps, whole, by parameter."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        if step == 0:
-            optimizer.step()
-    grads = {name: x.grad for name, x in model.named_parameters()}
-    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in grads.items()}
+def assert_as(found: list[Tensor], expected: list[Tensor], names: list[str]) -> None:
+    for name, x, y in zip(names, found, expected, strict=True):
+        assert y.any(), name
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def without_memory(mesh, here: torch.device, weights: dict | None) -> nn.Module:
+    """A model that was never whole anywhere: made on the meta device, sharded, and then given weights or new ones."""
+    made = sharded(model("meta"), mesh)
+    assert all(x.is_meta for name, x in made.named_parameters() if "score" not in name)
+    made.to_empty(device=here)
+    if weights is None:
+        torch.manual_seed(mesh.get_local_rank())  # on a CPU torch draws a rank's part as if it were the whole
+        for module in made.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    else:
+        set_model_state_dict(made, weights, options=StateDictOptions(full_state_dict=True))
+    return made
+
+
+def is_new(made: nn.Module, whole: nn.Module) -> None:
+    """New weights are drawn as those of the whole model, and what nobody draws is the same."""
+    theirs = dict(whole.named_parameters())
+    for name, x in made.named_parameters():
+        x, y = x.full_tensor(), theirs[name]
+        if x.dim() == 2 and "score" not in name:
+            torch.testing.assert_close(x.std(), y.std(), rtol=0.1, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+            assert x.unique(dim=0).shape == x.shape, f"{name}: ranks drew the same rows"
+        elif "bias" not in name or "score" in name:
+            assert torch.equal(x, y), name
+    for (name, x), (other, y) in zip(made.named_buffers(), whole.named_buffers(), strict=True):
+        assert name == other
+        assert torch.equal(x, y), name
 
 
 def compare(rank: int, ranks: int, device: str, file: str) -> None:
@@ -61,20 +102,26 @@ def compare(rank: int, ranks: int, device: str, file: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(here)
     init_process_group(BACKENDS[device], init_method=f"file://{file}", rank=rank, world_size=ranks)
-    whole, sharded = model().to(here), model().to(here)
     mesh = init_device_mesh(device, (ranks,))
-    for block in sharded:
-        fully_shard(block, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
-    for ours, theirs in zip(sharded, whole, strict=True):
-        assert ours.layer.kv_layout == theirs.layer.kv_layout  # its weights come together before they compute
-    x = torch.randn(ranks, 2, 9, 64).to(here)  # seeded by model()
-    expected = train(whole, x.flatten(0, 1))
-    grads = train(sharded, x[rank])
-    assert grads.keys() == expected.keys()
-    for name, grad in grads.items():
-        assert expected[name].any(), name
-        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    x = torch.randn(ranks, 2, 9, 64, generator=torch.Generator().manual_seed(1)).to(here)
+    weights = model().to(here).state_dict()
+    cases = {
+        "fp32": (lambda: sharded(model().to(here), mesh), lambda whole: loss(whole(x.flatten(0, 1)))),
+        "mixed precision": (lambda: sharded(model().to(here), mesh, mp_policy=policy), lambda whole: mixed(whole, x)),
+        "from no memory": (lambda: without_memory(mesh, here, weights), lambda whole: loss(whole(x.flatten(0, 1)))),
+    }
+    for make, step in cases.values():
+        ours, whole = make(), model().to(here)
+        for block, other in zip(ours, whole, strict=True):
+            theirs = other.layer.kv_layout
+            assert block.layer.kv_layout_as(theirs.dtype) == theirs  # weights come together before they compute
+        names = [name for name, _ in ours.named_parameters()]
+        assert names == [name for name, _ in whole.named_parameters()]
+        expected = train(lambda step=step, whole=whole: step(whole), list(whole.parameters()))
+        found = train(lambda ours=ours: loss(ours(x[rank])), list(ours.parameters()))
+        assert_as(found, expected, names)
+    is_new(without_memory(mesh, here, None), model().to(here))
     destroy_process_group()
 
 
@@ -84,3 +131,32 @@ def test_sharded_layers_have_the_gradients_of_the_whole(device, tmp_path):
         pytest.skip("no CUDA device")
     ranks = min(2, torch.cuda.device_count()) if device == "cuda" else 2
     mp.spawn(compare, (ranks, device, str(tmp_path / "store")), nprocs=ranks)
+
+
+def captured(**options) -> GroupedQueryAttention:
+    return GroupedQueryAttention(32, 4, alibi=True, **{"mask": CAUSAL} | options)
+
+
+def test_what_no_checkpoint_has_survives_to_empty():
+    """Slopes and captured tensors: emptied as weights are, nobody could load them."""
+    bias, documents = torch.randn(4, 5), torch.randint(0, 3, (2, 9)).sort().values
+    with torch.device("meta"):
+        layer = captured(score=scores.distance_bias(bias), mask=CAUSAL & masks.documents(documents))
+    whole = captured(score=scores.distance_bias(bias), mask=CAUSAL & masks.documents(documents))
+    layer.to_empty(device="cpu").load_state_dict(whole.state_dict())
+    x = torch.randn(2, 9, 32)
+    torch.testing.assert_close(layer(x), whole(x), rtol=0, atol=0)
+    expected = {name: y.clone() for name, y in whole.named_parameters()}
+    bias_of = nn.Parameter(bias.clone())
+    kept = captured(score=scores.distance_bias(bias_of)).to_empty(device="cpu")
+    assert torch.equal(kept.score.bias, bias)
+    assert all(torch.equal(y, expected[name]) for name, y in whole.named_parameters())
+
+
+def test_captured_tensors_without_values_cannot_be_reset():
+    with torch.device("meta"):
+        layer = captured(score=scores.distance_bias(torch.randn(4, 5)))
+    layer.reset_parameters()  # there is nothing to be wrong yet
+    layer.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match="bias: expected tensors with values in the function of a mask or score"):
+        layer.reset_parameters()

@@ -66,7 +66,7 @@ def agreeing(
     """
     found = {name: attempt(results, one) for name, one in made.items()}
     right = {name: x for name, x in found.items() if not isinstance(x, Failure)}
-    apart = {a: {b: _distance(y, x) for b, y in right.items() if a != b} for a, x in right.items()}
+    apart = {a: {b: distance(y, x) for b, y in right.items() if a != b} for a, x in right.items()}
     others = right.keys() - ours
     votes = {
         a: sum(error < bound for b, error in errors.items() if not others or a in others or b in others)
@@ -81,7 +81,7 @@ def agreeing(
     return {name: found[name] if isinstance(found[name], Failure) else one for name, one in made.items()}
 
 
-def _distance(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+def distance(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """The worst relative norm of a difference, of the output and of all gradients; NaN if there is any."""
     errors = [(x.float() - y.float()).norm() / y.float().norm() for x, y in zip(found, expected, strict=True)]
     return float(torch.stack(errors).max())

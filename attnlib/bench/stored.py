@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import CAUSAL, FULL, KVCache, KVLayout, KVView, cached_attention
 from .cases import Case
@@ -52,15 +53,17 @@ def cache_for(
     tokens: int,
     page_size: int | None,
     device: torch.device | str,
+    mesh: DeviceMesh | None = None,
     **options: object,
 ) -> KVCache:
     """An empty cache for so many sequences of so many tokens: contiguous, or of pages given out in random order."""
     if page_size is None:
         return KVCache.contiguous(layouts, max_sequences=batch, max_length=tokens, device=device, **options)
-    pages, rows = -(-tokens // page_size), max(batch, SHELVES)
-    sizes = {"pages": batch * pages, "page_size": page_size, "max_sequences": rows, "max_length": pages * page_size}
-    cache = KVCache.paged(layouts, **sizes, device=device, **options)
-    _mix(cache, batch * pages, page_size, rows)
+    of_all_ranks = page_size * (1 if mesh is None else mesh.size())
+    pages, rows = -(-tokens // of_all_ranks), max(batch, SHELVES)
+    sizes = {"pages": batch * pages, "page_size": page_size, "max_sequences": rows, "max_length": pages * of_all_ranks}
+    cache = KVCache.paged(layouts, **sizes, device=device, mesh=mesh, **options)
+    _mix(cache, batch * pages, of_all_ranks, rows)
     return cache
 
 
@@ -85,10 +88,11 @@ def stored(
     page_size: int | None = PAGE,
     store: torch.dtype | None = None,
     batch_invariant: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> KVView:
     """What a cache of its own, which holds ``keys``, shows to one query of each sequence."""
     layout, device = replace(case.layout, store=store), keys[0].device
-    cache = cache_for([layout], case.batch, case.tokens, page_size, device, batch_invariant=batch_invariant)
+    cache = cache_for([layout], case.batch, case.tokens, page_size, device, mesh, batch_invariant=batch_invariant)
     cache.admit(case.batch)
     with cache.step(case.tokens) as (layer,):
         layer.append(*keys)

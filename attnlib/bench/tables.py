@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import cases, cpu, decode, memory, speed, steps
+from . import cases, cpu, decode, memory, parallel, speed, steps, stored
 from .compare import Failure, attempt
 from .implementations import PEERS
 from .peers import versions
@@ -74,6 +74,20 @@ CPU = (
     _table(cpu.calls, "cpu", "Causal attention, fp32", "ms"),
     _table(cpu.decoding, "cpu-decode", "One token through 8 layers of 512 channels, fp32", "ms"),
 )
+
+
+def _parallel(sequences: Sequence[cases.Case], caches: Sequence[stored.Decoding]) -> tuple[Entry, ...]:
+    shared = partial(parallel.rows, measure=parallel.sequence, work=sequences)
+    decoded = partial(parallel.rows, measure=parallel.latents, work=caches)
+    return (
+        _table(shared, "parallel", "A sequence that ranks share, against one rank that has it whole", "ms", ours=3),
+        _table(shared, "parallel-peers", "The same against torch's context_parallel", "ms", ours=3),
+        _table(decoded, "parallel-decode", "One token over latents that ranks share, each with its own heads", "ms"),
+    )
+
+
+PARALLEL_GPU = _parallel(parallel.SEQUENCES, parallel.CACHES)
+PARALLEL_CPU = _parallel(parallel.SMALL_SEQUENCES, parallel.SMALL_CACHES)
 
 
 def choose(entries: Sequence[Entry], names: Sequence[str]) -> tuple[Entry, ...]:

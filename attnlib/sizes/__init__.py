@@ -1,12 +1,14 @@
 """What attention stores, computes and reads, as plain arithmetic.
 
-``cache.py`` counts the bytes of a cache, ``attention.py`` the parameters and FLOPs of a layer; ``models.py`` turns a
-model into its variants, ``catalogue.py`` knows public models and chips, and ``report.py`` puts one question to all.
+``cache.py`` counts the bytes of a cache, ``attention.py`` the parameters and FLOPs of a layer, and ``exchange.py`` what
+ranks send each other; ``models.py`` turns a model into its variants, ``catalogue.py`` knows public models and chips,
+and ``report.py`` puts one question to all.
 """
 
 from .attention import GroupedShape, LatentShape, decode_bytes, decode_flops, prefill_flops
 from .cache import cache_bytes, largest_batch, longest_context
 from .catalogue import CHIPS, MODELS, Chip, chip, model
+from .exchange import Exchange, exchange_bytes
 from .models import Model, variants
 from .report import Row, Setting, rows, table
 
@@ -14,6 +16,7 @@ __all__ = [
     "CHIPS",
     "MODELS",
     "Chip",
+    "Exchange",
     "GroupedShape",
     "LatentShape",
     "Model",
@@ -23,6 +26,7 @@ __all__ = [
     "chip",
     "decode_bytes",
     "decode_flops",
+    "exchange_bytes",
     "largest_batch",
     "longest_context",
     "model",

@@ -161,21 +161,30 @@ def prefill_flops(shape: Shape, length: int) -> int:
     return 2 * (length * shape.weights + _visible_pairs(length, shape.window) * shape.prompt_pair)
 
 
-def decode_flops(shape: Shape, context: int) -> int:
-    """FLOPs of one token in one layer, as the last of ``context`` tokens."""
-    return 2 * (shape.weights + _seen(context, shape.window) * shape.step_pair)
+def decode_flops(shape: Shape, context: int, *, ranks: int = 1) -> int:
+    """FLOPs of one token in one layer, as the last of ``context`` tokens.
+
+    Where ``ranks`` share the tokens of a cache, those of the rank that has most of them, for the queries of ``shape``.
+    """
+    return 2 * (shape.weights + _seen(context, shape.window, ranks) * shape.step_pair)
 
 
 def decode_bytes(
-    shape: Shape, context: int, *, batch: int, dtype: torch.dtype, store: torch.dtype | None = None
+    shape: Shape, context: int, *, batch: int, dtype: torch.dtype, store: torch.dtype | None = None, ranks: int = 1
 ) -> int:
-    """Bytes that a step of ``batch`` tokens reads in one layer: the weights once, and each sequence's visible keys."""
-    cached = batch * _seen(context, shape.window) * shape.layout(dtype=dtype, store=store).token_bytes
+    """Bytes that a step of ``batch`` tokens reads in one layer: the weights once, and each sequence's visible keys.
+
+    Where ``ranks`` share the tokens of a cache, those of the rank that has most of them.
+    """
+    cached = batch * _seen(context, shape.window, ranks) * shape.layout(dtype=dtype, store=store).token_bytes
     return shape.parameters * dtype.itemsize + cached
 
 
-def _seen(context: int, window: int | None) -> int:
-    return context if window is None else min(context, window)
+def _seen(context: int, window: int | None, ranks: int = 1) -> int:
+    """Keys that the last query sees, of those on one rank; a window is whole on each."""
+    if ranks < 1:
+        raise ValueError(f"ranks: expected at least 1, got {ranks}")
+    return -(-context // ranks) if window is None else min(context, window)
 
 
 def _visible_pairs(length: int, window: int | None) -> int:

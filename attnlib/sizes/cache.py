@@ -5,45 +5,53 @@ from collections.abc import Sequence
 from ..kv import KVLayout
 
 
-def cache_bytes(layouts: Sequence[KVLayout], lengths: Sequence[int], *, page_size: int, rollback: int = 0) -> int:
+def cache_bytes(
+    layouts: Sequence[KVLayout], lengths: Sequence[int], *, page_size: int, rollback: int = 0, ranks: int = 1
+) -> int:
     """Bytes that sequences of these ``lengths`` take in a cache of ``layouts``, in whole pages.
 
     A windowed layout keeps only the pages that its next query, or one ``rollback`` tokens earlier, can see, and those
     of its first ``keep_first`` tokens.
-    A contiguous cache is the case ``page_size=max_length``. Sequences that share pages take less.
+    A contiguous cache is the case ``page_size=max_length``. Sequences that share pages take less. Of a cache that
+    ``ranks`` share these are the bytes of each rank, on which a page has room for ``page_size`` tokens: layers without
+    a window deal their tokens out, and those with one are whole on every rank.
 
     >>> cache_bytes([KVLayout.latent(512, 64, dtype=torch.bfloat16)], [1000], page_size=64)
     1179648
     """
-    if page_size < 1 or rollback < 0 or min(lengths, default=0) < 0:
+    if page_size < 1 or rollback < 0 or ranks < 1 or min(lengths, default=0) < 0:
         raise ValueError(
-            "cache_bytes: expected page_size >= 1, rollback >= 0 and lengths >= 0, "
-            f"got page_size={page_size}, rollback={rollback} and a shortest length of {min(lengths, default=0)}"
+            "cache_bytes: expected page_size >= 1, rollback >= 0, ranks >= 1 and lengths >= 0, got page_size="
+            f"{page_size}, rollback={rollback}, ranks={ranks} and a shortest length of {min(lengths, default=0)}"
         )
     return sum(
-        _pages(layout, length, page_size, rollback) * page_size * layout.token_bytes
+        _pages(layout, length, page_size, rollback, ranks) * page_size * layout.token_bytes
         for layout in layouts
         for length in lengths
     )
 
 
-def largest_batch(layouts: Sequence[KVLayout], memory: int, *, context: int, page_size: int) -> int:
+def largest_batch(layouts: Sequence[KVLayout], memory: int, *, context: int, page_size: int, ranks: int = 1) -> int:
     """How many sequences can grow to ``context`` tokens, token by token, in ``memory`` bytes.
 
     A windowed cache is at times a page larger than at the end: a step takes its new page before it drops an old one.
+    Of a cache that ``ranks`` share, the memory is that of each.
 
     >>> largest_batch([KVLayout.latent(512, 64, dtype=torch.bfloat16)], 2**20, context=100, page_size=64)
     7
     """
     if context < 1:
         raise ValueError(f"context: expected at least 1 token, got {context}")
-    return max(0, memory) // _peak(layouts, -(-context // page_size), page_size)
+    return max(0, memory) // _peak(layouts, -(-context // page_size), page_size, ranks)
 
 
-def longest_context(layouts: Sequence[KVLayout], memory: int, *, batch: int, page_size: int) -> int | None:
+def longest_context(
+    layouts: Sequence[KVLayout], memory: int, *, batch: int, page_size: int, ranks: int = 1
+) -> int | None:
     """The tokens that ``batch`` sequences can each grow to in ``memory`` bytes, in whole pages; None: no limit.
 
-    The inverse of :func:`largest_batch`. Only where every layer is windowed can there be no limit.
+    The inverse of :func:`largest_batch`. Only where every layer is windowed can there be no limit. Of a cache that
+    ``ranks`` share, the memory is that of each.
 
     >>> longest_context([KVLayout.latent(512, 64, dtype=torch.bfloat16)], 2**20, batch=2, page_size=64)
     448
@@ -52,7 +60,7 @@ def longest_context(layouts: Sequence[KVLayout], memory: int, *, batch: int, pag
         raise ValueError(f"batch: expected at least 1 sequence, got {batch}")
 
     def fits(pages: int) -> bool:
-        return batch * _peak(layouts, pages, page_size) <= memory
+        return batch * _peak(layouts, pages, page_size, ranks) <= memory
 
     windows = [layout.window for layout in layouts]
     first = max((-(-layout.keep_first // page_size) for layout in layouts), default=0)
@@ -68,15 +76,17 @@ def longest_context(layouts: Sequence[KVLayout], memory: int, *, batch: int, pag
     return pages * page_size
 
 
-def _peak(layouts: Sequence[KVLayout], pages: int, page_size: int) -> int:
+def _peak(layouts: Sequence[KVLayout], pages: int, page_size: int, ranks: int) -> int:
     """The most that one sequence takes on its way to ``pages`` pages: inside the step that opens the last of them.
 
     Until that step ends, what the token before could see is kept: as if one token might be rolled back.
     """
-    return cache_bytes(layouts, [(pages - 1) * page_size + 1], page_size=page_size, rollback=1)
+    return cache_bytes(layouts, [(pages - 1) * page_size + 1], page_size=page_size, rollback=1, ranks=ranks)
 
 
-def _pages(layout: KVLayout, length: int, page_size: int, rollback: int) -> int:
-    kept_from = 0 if layout.window is None else max(0, length - layout.window + 1 - rollback)
+def _pages(layout: KVLayout, length: int, page_size: int, rollback: int, ranks: int) -> int:
+    if layout.window is None:
+        return -(-length // (page_size * ranks))
+    kept_from = max(0, length - layout.window + 1 - rollback)
     dropped = kept_from // page_size
     return -(-length // page_size) - dropped + min(dropped, -(-layout.keep_first // page_size))

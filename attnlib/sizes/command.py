@@ -46,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serving.add_argument("--store", choices=dict(STORES), default="none", help="one byte a cached value, plus scales")
     serving.add_argument("--page-size", type=int, default=Setting().page_size, metavar="N", help="tokens (default: 64)")
     serving.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads")
+    shared = "ranks that share the tokens of each cache, and of each sequence in training"
+    serving.add_argument("--context-parallel", type=int, default=1, metavar="N", help=shared)
     serving.add_argument("--chip", default=Setting().chip.name, metavar="NAME", help="default: h200")
     serving.add_argument("--memory", type=_gib, metavar="GIB", help="of one rank (default: the chip's)")
     serving.add_argument("--weights", type=_gib, default=0, metavar="GIB", help="of one rank, taken off the memory")
@@ -123,6 +125,7 @@ def _setting(arguments: argparse.Namespace) -> Setting:
         store=dict(STORES)[arguments.store],
         page_size=arguments.page_size,
         ranks=arguments.tensor_parallel,
+        context_ranks=arguments.context_parallel,
         chip=on,
         memory=memory - arguments.weights,
     )

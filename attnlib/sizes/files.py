@@ -49,7 +49,10 @@ def draw(models: Sequence[Model], setting: Setting, path: Path) -> None:
     contexts = sorted({max(1, longest >> halvings) for halvings in range(12)})
     for i, model in enumerate(models):
         layouts = model.shard(setting.ranks).layouts(dtype=setting.dtype, store=setting.store)
-        used = [batch * cache_bytes(layouts, [n], page_size=setting.page_size) for n in contexts]
+        used = [
+            batch * cache_bytes(layouts, [n], page_size=setting.page_size, ranks=setting.context_ranks)
+            for n in contexts
+        ]
         axes.plot(contexts, used, color=COLOURS[i % len(COLOURS)], linewidth=2, label=model.kind)
     limit = f"{setting.chip.name}: {human(setting.budget)} for the cache"
     axes.axhline(setting.budget, color="0.35", linestyle="--", linewidth=1.2, label=limit)
@@ -59,7 +62,8 @@ def draw(models: Sequence[Model], setting: Setting, path: Path) -> None:
         axis.set_major_locator(LogLocator(2, numticks=13))
         axis.set_major_formatter(lambda x, _, name=name: name(round(x)))
     sequences = "1 sequence" if batch == 1 else f"{batch:,} sequences"
-    ranks = f", one of {setting.ranks} ranks" if setting.ranks > 1 else ""
+    count = setting.ranks * setting.context_ranks // setting.sharing(models[0])
+    ranks = f", one of {count} ranks" if count > 1 else ""
     axes.set(xlabel="context (tokens)", ylabel=f"cache of {sequences}{ranks}")
     axes.set_title(f"{models[0].name} and its variants", loc="left")
     axes.spines[["top", "right"]].set_visible(False)

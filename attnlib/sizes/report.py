@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 
-from .attention import decode_bytes, decode_flops, prefill_flops
+from ..kv import KVLayout
+from .attention import LatentShape, Shape, decode_bytes, decode_flops, prefill_flops
 from .cache import cache_bytes, largest_batch, longest_context
 from .catalogue import CHIPS, Chip
+from .exchange import FORMS, exchange_bytes, shares_heads
 from .models import Model
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -16,6 +19,9 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """How a model is served. ``memory`` is what the cache of one rank may take, in bytes; None: all of the chip's.
+
+    ``ranks`` share the heads. ``context_ranks`` share the tokens of each cache, and of each sequence in training: among
+    the former those with the same KV heads, and others where these do not suffice.
 
     Raises:
         ValueError: a size is below 1, or there is no memory left.
@@ -27,6 +33,7 @@ class Setting:
     store: torch.dtype | None = None
     page_size: int = 64
     ranks: int = 1
+    context_ranks: int = 1
     chip: Chip = CHIPS[0]
     memory: int | None = None
 
@@ -36,6 +43,8 @@ class Setting:
                 raise ValueError(f"{name}: expected sizes of at least 1, got {getattr(self, name)}")
         if self.page_size < 1:
             raise ValueError(f"page_size: expected at least 1 token, got {self.page_size}")
+        if self.context_ranks < 1:
+            raise ValueError(f"context_ranks: expected at least 1, got {self.context_ranks}")
         if self.memory is not None and self.memory < 0:
             raise ValueError(f"memory: the weights take {human(-self.memory)} more than there is; use more ranks")
 
@@ -44,15 +53,22 @@ class Setting:
         """Bytes that one rank's cache may take."""
         return self.chip.memory if self.memory is None else self.memory
 
+    def sharing(self, model: Model) -> int:
+        """How many of the ranks that share the tokens of a cache also share the heads of a model."""
+        return gcd(self.context_ranks, *(_copies(shape, self.ranks) for shape in model.layers))
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One variant at one context and batch; every number but ``total_token_bytes`` is one rank's.
 
-    ``token_bytes`` is what a token takes while every window reaches it. ``prefill_flops`` are of one sequence,
-    ``decode_flops`` and ``decode_bytes`` of a step of the whole batch. ``bound`` is what limits that step on the chip,
-    "memory" or "compute", and empty where the chip's 16-bit FLOPs say nothing. ``longest_context`` at this batch is
-    None without a limit.
+    ``token_bytes`` is what a token takes where it is stored, while every window reaches it. ``total_token_bytes`` is
+    what it takes on all ranks together. Where ranks share the tokens of a cache, numbers are of the rank with most of
+    them. ``prefill_flops`` are of one sequence, ``decode_flops`` and ``decode_bytes`` of a step of the whole batch.
+    ``bound`` is what limits that step on the chip, "memory" or "compute", and empty where the chip's 16-bit FLOPs say
+    nothing. ``longest_context`` at this batch is None without a limit. ``ring_bytes``, ``gather_bytes`` and
+    ``heads_bytes`` are what a rank receives in training on one sequence, forward and backward, in each form of context
+    parallelism; None where ranks cannot share the heads.
     """
 
     variant: str
@@ -68,6 +84,9 @@ class Row:
     bound: str
     longest_context: int | None
     largest_batch: int
+    ring_bytes: int
+    gather_bytes: int
+    heads_bytes: int | None
 
     @property
     def intensity(self) -> float:
@@ -97,19 +116,18 @@ def rows(models: Sequence[Model], setting: Setting) -> list[Row]:
 def _row(model: Model, setting: Setting, *, context: int, batch: int) -> Row:
     rank = model.shard(setting.ranks)
     stored = {"dtype": setting.dtype, "store": setting.store}
-    layouts = rank.layouts(**stored)
-    paged = {"page_size": setting.page_size}
-    token_bytes = sum(layout.token_bytes for layout in layouts)
-    flops = batch * sum(decode_flops(shape, context) for shape in rank.layers)
-    read = sum(decode_bytes(shape, context, batch=batch, **stored) for shape in rank.layers)
+    layouts, shared = rank.layouts(**stored), {"ranks": setting.context_ranks}
+    paged = {"page_size": setting.page_size} | shared
+    flops = batch * sum(_step_flops(shape, context, setting, setting.sharing(model)) for shape in rank.layers)
+    read = sum(decode_bytes(shape, context, batch=batch, **stored, **shared) for shape in rank.layers)
     bound = "compute" if flops / read > setting.chip.ridge else "memory"
     return Row(
         variant=model.kind,
         context=context,
         batch=batch,
         parameters=rank.parameters,
-        token_bytes=token_bytes,
-        total_token_bytes=token_bytes * setting.ranks,
+        token_bytes=sum(layout.token_bytes for layout in layouts),
+        total_token_bytes=_on_all_ranks(model, layouts, setting),
         cache_bytes=cache_bytes(layouts, [context], **paged) * batch,
         prefill_flops=sum(prefill_flops(shape, context) for shape in rank.layers),
         decode_flops=flops,
@@ -117,7 +135,26 @@ def _row(model: Model, setting: Setting, *, context: int, batch: int) -> Row:
         bound=bound if setting.dtype.itemsize == 2 else "",
         longest_context=longest_context(layouts, setting.budget, batch=batch, **paged),
         largest_batch=largest_batch(layouts, setting.budget, context=context, **paged),
+        **{f"{form}_bytes": _received(rank, context, setting, form) for form in FORMS},
     )
+
+
+def _copies(shape: Shape, ranks: int) -> int:
+    """How many of the ranks that share the heads store the same of a token."""
+    return ranks if isinstance(shape, LatentShape) else ranks * shape.shard(ranks).num_kv_heads // shape.num_kv_heads
+
+
+def _step_flops(shape: Shape, context: int, setting: Setting, sharing: int) -> int:
+    """FLOPs of one token: a rank computes with its keys for those of other heads too that share them with it."""
+    own, projections = decode_flops(shape, context, ranks=setting.context_ranks), 2 * shape.weights
+    return own if shape.window is not None else projections + sharing * (own - projections)
+
+
+def _on_all_ranks(model: Model, layouts: Sequence[KVLayout], setting: Setting) -> int:
+    """Bytes of a token on all ranks together: on one of those that share a cache, and in windows on each of them."""
+    ranks = setting.ranks * setting.context_ranks // setting.sharing(model)
+    apart = (ranks // setting.context_ranks if layout.window is None else ranks for layout in layouts)
+    return sum(layout.token_bytes * count for layout, count in zip(layouts, apart, strict=True))
 
 
 def table(model: Model, answers: Sequence[Row], setting: Setting) -> str:
@@ -133,7 +170,9 @@ def table(model: Model, answers: Sequence[Row], setting: Setting) -> str:
     by_name = {name: [row for row in answers if row.variant == name] for name in names}
     sections = (
         _head(model, setting),
-        _section("attention in all layers", [_summary_head(setting), *map(_summary, by_name.values())]),
+        _section(
+            "attention in all layers", [_summary_head(setting), *(_summary(own, setting) for own in by_name.values())]
+        ),
         grid("cache of context x batch", lambda row: human(row.cache_bytes)),
         grid("a decoding step reads", lambda row: human(row.decode_bytes)),
         grid("what bounds a decoding step, and its FLOPs per byte read", _verdict),
@@ -143,7 +182,22 @@ def table(model: Model, answers: Sequence[Row], setting: Setting) -> str:
             _limits(by_name, setting),
         ),
     )
+    if setting.context_ranks > 1:
+        title = (
+            "training: what a rank receives of a sequence, forward and backward, in each form of context parallelism"
+        )
+        sections += (_section(title, _exchanges(by_name, setting)),)
     return "\n\n".join(sections)
+
+
+def _received(rank: Model, context: int, setting: Setting, form: str) -> int | None:
+    """Bytes that a rank receives in training on one sequence in all layers; None: it cannot share the heads."""
+    ranks = setting.context_ranks
+    if form == "heads" and not all(shares_heads(shape, ranks) for shape in rank.layers):
+        return None
+    options = {"ranks": ranks, "form": form, "dtype": setting.dtype}
+    found = (exchange_bytes(shape, context, **options) for shape in rank.layers)
+    return sum(one.forward + one.backward for one in found)
 
 
 def human(size: int) -> str:
@@ -160,6 +214,7 @@ def human(size: int) -> str:
 def _head(model: Model, setting: Setting) -> str:
     chip = setting.chip
     where = f"; one of {setting.ranks} tensor-parallel ranks" if setting.ranks > 1 else ""
+    where += f"; {setting.context_ranks} ranks share every sequence" if setting.context_ranks > 1 else ""
     stored = f"{setting.dtype}, stored as {setting.store or setting.dtype}".replace("torch.", "")
     return (
         f"{model.name}: {len(model.layers)} layers, {model.kind}{where}{f' ({model.source})' if model.source else ''}\n"
@@ -170,13 +225,17 @@ def _head(model: Model, setting: Setting) -> str:
 
 
 def _summary_head(setting: Setting) -> list[str]:
-    return ["variant", "parameters", "KiB/token"] + ["KiB/token, all ranks"] * (setting.ranks > 1)
+    return ["variant", "parameters", "KiB/token"] + ["KiB/token, all ranks"] * _has_ranks(setting)
 
 
-def _summary(rows: Sequence[Row]) -> list[str]:
+def _has_ranks(setting: Setting) -> bool:
+    return max(setting.ranks, setting.context_ranks) > 1
+
+
+def _summary(rows: Sequence[Row], setting: Setting) -> list[str]:
     first = rows[0]
     kib = [f"{first.token_bytes / 1024:,.10g}", f"{first.total_token_bytes / 1024:,.10g}"]
-    return [first.variant, f"{first.parameters:,}", *kib[: 1 + (first.total_token_bytes > first.token_bytes)]]
+    return [first.variant, f"{first.parameters:,}", *kib[: 1 + _has_ranks(setting)]]
 
 
 def _verdict(row: Row) -> str:
@@ -202,6 +261,15 @@ def _limits(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str]]:
         longest = {row.batch: "any" if row.longest_context is None else f"{row.longest_context:,}" for row in own}
         largest = {row.context: f"{row.largest_batch:,}" for row in own}
         lines.append([name, *longest.values(), *largest.values()])
+    return lines
+
+
+def _exchanges(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str]]:
+    lines = [["variant", *(f"{form} {short(context)}" for context in setting.contexts for form in FORMS)]]
+    for name, own in by_name.items():
+        of_context = {row.context: (row.ring_bytes, row.gather_bytes, row.heads_bytes) for row in own}
+        cells = ("-" if size is None else human(size) for sizes in of_context.values() for size in sizes)
+        lines.append([name, *cells])
     return lines
 
 

@@ -1,0 +1,156 @@
+"""How much faster several ranks are than one: processes that share a sequence, or a cache, on GPUs or a CPU."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
+
+from .. import CAUSAL, FULL, KVLayout, attention, cached_attention
+from ..parallel import gather_attention, head_attention, ring_attention, shard
+from .cases import Case, plain
+from .compare import APART, Cells, Failure, attempt, distance, in_turns
+from .place import Place, cpu, cuda
+from .report import Row, Table
+from .speed import Rows, Run
+from .stored import Decoding, stored
+from .watchdog import watched
+
+FORMS = MappingProxyType({"ring": ring_attention, "gather": gather_attention, "heads": head_attention})
+WHATS = MappingProxyType({"forward": "forward", "both": "forward + backward"})
+ONE = "one rank"
+ROUNDS = 9  # turns that all take
+Found = list[tuple[str, str, Cells]]  # a table's name, and a row's name and cells
+
+LENGTHS = ((32768, "GQA 32/8 32k"), (131072, "GQA 32/8 128k"))
+SEQUENCES = tuple(x for n, gqa in LENGTHS for x in (plain(n, 16, 128), Case(gqa, 1, 32, 8, n, 128, 128, CAUSAL)))
+CACHES = (Decoding("128 heads, 32 x 32k", 32, 128, 32768, KVLayout.latent(512, 64, dtype=torch.bfloat16)),)
+SMALL_SEQUENCES = (plain(512, 4, 16)._replace(dtype=torch.float32),)
+SMALL_CACHES = (Decoding("8 heads, 2 x 500", 2, 8, 500, KVLayout.latent(32, 8)),)
+
+
+def counts(place: Place) -> list[int]:
+    """The numbers of ranks to try: powers of two, up to all GPUs, else RuntimeError; on a CPU two."""
+    most = torch.cuda.device_count() if place.device == "cuda" else 2
+    if most < 2:
+        raise RuntimeError(f"--parallel: expected at least 2 GPUs, got {most}; without --gpu it runs on the CPU")
+    return [1 << power for power in range(1, most.bit_length())]
+
+
+def rows(place: Place, tables: Sequence[Table], measure: Callable, work: Iterable[Case]) -> Rows:
+    """A row of each table for each number of ranks and each case: what ``measure(place, mesh, case)`` finds."""
+    for ranks in counts(place):
+        with TemporaryDirectory() as folder:
+            try:
+                mp.spawn(_process, (measure, place.device, tuple(work), ranks, folder), nprocs=ranks)
+            except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+                raise RuntimeError(str(error).strip().splitlines()[-1]) from error
+            found = json.loads(Path(folder, "rows.json").read_text())
+        for table, (name, row, cells) in product(tables, found):
+            if table.name == name:
+                told = {column: Failure(x) if isinstance(x, str) else x for column, x in cells.items()}
+                yield table, Row(f"{ranks} ranks, {row}", told)
+
+
+def _process(rank: int, measure: Callable, device: str, work: Sequence[Case], ranks: int, folder: str) -> None:
+    """One rank; the first writes what all have found."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    place, backend = (cuda(), "nccl") if device == "cuda" else (cpu(), "gloo")
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    mesh, found = init_device_mesh(device, (ranks,)), []
+    for case in work:
+        with watched(f"{case.name}, {ranks} ranks"):
+            found += measure(place, mesh, case)
+        place.tidy()
+    if rank == 0:
+        Path(folder, "rows.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _milliseconds(call: Callable, place: Place, calls: int = 1) -> float:
+    """Of a call, one of so many that all ranks begin together, on the slowest of them."""
+    dist.barrier()
+    place.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    place.synchronize()
+    return _most((time.perf_counter() - start) / calls * 1e3, place)
+
+
+def _most(x: float, place: Place) -> float:
+    found = torch.tensor([x], dtype=torch.float64, device=place.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
+def _checked(run: object, results: Callable, expected: Sequence[Tensor], place: Place) -> object:
+    """The same, or a Failure where on some rank its results are not those of one rank."""
+    error = _most(distance(results(run), expected), place)
+    return run if error < APART else Failure(f"differs from {ONE} by {error:.0e}")
+
+
+def sequence(place: Place, mesh: DeviceMesh, case: Case) -> Found:
+    """Attention to a sequence that ranks share, in each form and as torch does it, and on one that has it whole."""
+    torch.manual_seed(0)
+    options, whole = {"mask": case.mask, "backend": place.backend}, case.tensors(place.device)
+    own = [shard(x, mesh).clone() for x in whole]
+    for x in (*whole[:3], *own[:3]):
+        x.requires_grad_()
+    one = Run(partial(attention, **options), tuple(whole[:3]), whole[3], False)
+    expected = [shard(x, mesh).clone() for x in one.results()]
+    runs = {x: Run(partial(call, mesh=mesh, **options), tuple(own[:3]), own[3], False) for x, call in FORMS.items()}
+    right = {x: attempt(_checked, run, Run.results, expected, place) for x, run in runs.items()} | {ONE: one}
+    taken = _by_what(right, place)
+    theirs, found = attempt(_theirs, place, mesh, case, [x.detach() for x in whole], expected), []
+    for what, said in WHATS.items():
+        ours = {x: taken[what][x] for x in FORMS}
+        peer = theirs if isinstance(theirs, Failure) else theirs[what]["torch"]
+        for name, other in (("parallel", {ONE: taken[what][ONE]}), ("parallel-peers", {"torch": peer})):
+            found.append((name, f"{case.name}, {said}", ours | other))
+    return found
+
+
+def _by_what(runs: dict, place: Place) -> dict[str, Cells]:
+    clock = partial(_milliseconds, place=place)
+    return {
+        x: in_turns({name: attempt(Run.action, run, x) for name, run in runs.items()}, clock, ROUNDS) for x in WHATS
+    }
+
+
+def _theirs(place: Place, mesh: DeviceMesh, case: Case, whole: Sequence[Tensor], expected: Sequence[Tensor]) -> dict:
+    """torch's own context parallelism, which deals chunks out as ours, and puts its attention in place of torch's."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    buffers = [x.transpose(1, 2).contiguous() for x in whole]
+    options = {"is_causal": case.mask == CAUSAL, "enable_gqa": case.heads != case.kv_heads}
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers)):
+        *leaves, dout = (x.clone().requires_grad_() for x in buffers)
+        run = Run(partial(functional.scaled_dot_product_attention, **options), tuple(leaves), dout.detach(), True)
+        return _by_what({"torch": attempt(_checked, run, Run.results, expected, place)}, place)
+
+
+@torch.no_grad()
+def latents(place: Place, mesh: DeviceMesh, case: Decoding) -> Found:
+    """A token over latents: dealt out over ranks that share the heads, whole on each of them, and on one rank alone."""
+    q, *keys = case.tensors(place.device)
+    whole, dealt, heads = stored(case, keys), stored(case, keys, mesh=mesh).with_own_heads(), case.heads // mesh.size()
+    here = slice(mesh.get_local_rank() * heads, (mesh.get_local_rank() + 1) * heads)
+    attend = partial(cached_attention, mask=FULL, backend=place.backend)
+    calls = {"dealt out": partial(attend, q[:, :, here], dealt), "copied": partial(attend, q[:, :, here], whole)}
+    expected = [attend(q, whole)[:, :, here]]
+    right = {x: attempt(_checked, run, lambda run: [run()], expected, place) for x, run in calls.items()}
+    clock = partial(_milliseconds, place=place, calls=20)
+    return [("parallel-decode", case.name, in_turns(right | {ONE: partial(attend, q, whole)}, clock, ROUNDS))]

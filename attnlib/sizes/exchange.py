@@ -1,0 +1,69 @@
+"""What ranks that share a sequence receive from each other in training, and what they keep of it."""
+
+from typing import NamedTuple
+
+import torch
+
+from .attention import LatentShape, Shape
+
+FORMS = ("ring", "gather", "heads")
+
+
+class Exchange(NamedTuple):
+    """Bytes of one rank in one layer: received in the forward and in the backward; keys and values kept for the latter.
+
+    Where a rank keeps latents, it makes keys and values of them again.
+    """
+
+    forward: int
+    backward: int
+    kept: int
+
+
+def exchange_bytes(shape: Shape, tokens: int, *, ranks: int, form: str, dtype: torch.dtype) -> Exchange:
+    """What attention to a sequence of so many ``tokens``, which ``ranks`` share, sends to one of them in one layer.
+
+    ``form`` is that of :class:`attnlib.parallel.ContextParallel`. Layers of latents send these in a ring and a gather.
+    A layer that checkpointing runs again receives its forward's bytes twice.
+
+    >>> from attnlib.sizes import GroupedShape
+    >>> shape = GroupedShape(hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128)
+    >>> exchange_bytes(shape, 131072, ranks=8, form="gather", dtype=torch.bfloat16)
+    Exchange(forward=469762048, backward=469762048, kept=536870912)
+
+    Raises:
+        ValueError: an unknown form, no token or rank, or heads that the ranks cannot share.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form: expected one of {', '.join(FORMS)}, got {form!r}")
+    if tokens < 1 or ranks < 1:
+        raise ValueError(f"exchange_bytes: expected tokens and ranks of at least 1, got {tokens} and {ranks}")
+    here, others = -(-tokens // ranks) * dtype.itemsize, ranks - 1
+    sent, query, pair, output = _widths(shape)
+    if form == "heads":
+        if not shares_heads(shape, ranks):
+            raise ValueError(f"form: expected heads that {ranks} ranks can share, got {shape.kind}; use another form")
+        exchanged = here * (query + pair + output) * others // ranks
+        return Exchange(exchanged, exchanged, here * pair)
+    received = here * sent * others
+    if form == "gather":
+        return Exchange(received, received, here * ranks * pair)
+    gradients = here * sent * max(4, dtype.itemsize) // dtype.itemsize * ranks if others else 0  # around, and home
+    return Exchange(received, received + gradients, here * sent)
+
+
+def shares_heads(shape: Shape, ranks: int) -> bool:
+    """Whether so many ranks can share the heads evenly."""
+    kv_heads = shape.num_heads if isinstance(shape, LatentShape) else shape.num_kv_heads
+    return shape.num_heads % ranks == 0 and kv_heads % ranks == 0
+
+
+def _widths(shape: Shape) -> tuple[int, int, int, int]:
+    """Values of a token: what a ring sends, and its queries, its keys and values, and its output, of all heads."""
+    heads = shape.num_heads
+    if isinstance(shape, LatentShape):
+        key = shape.qk_nope_head_dim + shape.qk_rope_head_dim
+        sent = shape.kv_lora_rank + shape.qk_rope_head_dim
+        return sent, heads * key, heads * (key + shape.v_head_dim), heads * shape.v_head_dim
+    pair = 2 * shape.num_kv_heads * shape.head_dim
+    return pair, heads * shape.head_dim, pair, heads * shape.head_dim
