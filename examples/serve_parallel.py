@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from decoder import Decoder
 from decoding import greedy, prefill, stream
 from text import VOCAB_SIZE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from train_long import begin
+from train_long import begin, end
 
 from attnlib import CAUSAL, KVCache, MultiHeadLatentAttention, MultiQueryAttention, Rope
 from attnlib.sizes import cache_bytes
@@ -125,8 +124,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace, mesh: DeviceMesh) -> None:
-    """Decode on one process and on these ranks; the first one tells what it took."""
+def run(options: argparse.Namespace) -> None:
+    """Decode on one process and on all ranks; the first one tells what it took."""
+    mesh = begin(options.device)
     lengths = [max(1, options.prompt_tokens * (n + 1) // options.prompts) for n in range(options.prompts)]
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(VOCAB_SIZE, (n,), generator=generator).to(options.device) for n in lengths]
@@ -150,13 +150,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = parse(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    mesh = begin(options.device)
     try:
-        run(options, mesh)
+        run(options)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     finally:
-        dist.destroy_process_group()
+        end()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ with NCCL. Only attention looks at other ranks' tokens. Fails when the model lea
 """
 
 import argparse
+import gc
 import math
 import os
 import sys
@@ -51,6 +52,13 @@ def begin(device: str) -> DeviceMesh:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device, (dist.get_world_size(),))
+
+
+def end() -> None:
+    """Leave the other ranks, if they were met."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # cycles of torch's own keep gloo's threads, on which a process aborts that ends before they do
 
 
 def make_model(options: argparse.Namespace, shared: ContextParallel) -> Decoder:
@@ -161,8 +169,9 @@ def check(options: argparse.Namespace, ranks: int) -> None:
         raise ValueError(f"--tokens: expected a multiple of 2 x {cp} ranks, got {options.tokens}")
 
 
-def run(options: argparse.Namespace, corpus: Corpus, ranks: DeviceMesh) -> None:
-    """Train on these ranks; the first one tells how it goes."""
+def run(options: argparse.Namespace) -> None:
+    """Train on all ranks; the first one tells how it goes."""
+    ranks, corpus = begin(options.device), load(options.text)
     options.context_parallel = options.context_parallel or ranks.size()
     check(options, ranks.size())
     cp, device, is_first = options.context_parallel, options.device, ranks.get_rank() == 0
@@ -206,13 +215,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = parse(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    ranks = begin(options.device)
     try:
-        run(options, load(options.text), ranks)
+        run(options)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
     finally:
-        dist.destroy_process_group()
+        end()
 
 
 if __name__ == "__main__":
