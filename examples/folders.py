@@ -16,7 +16,7 @@ from attnlib.convert.checkpoint.model import edit_config, read_model
 from attnlib.convert.checkpoint.plain_json import dump
 from attnlib.convert.checkpoint.source_rope import rope_of
 from attnlib.convert.checkpoint.writing import write_file
-from attnlib.convert.deepseek import deepseek_config
+from attnlib.convert.latent.deepseek import deepseek_config
 
 # Ours to theirs, inside a block and outside; what is not listed has the same name.
 IN_BLOCK = {"attention_norm": "input_layernorm", "attention": "self_attn", "mlp_norm": "post_attention_layernorm"}

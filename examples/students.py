@@ -11,9 +11,9 @@ from variants import Preset
 
 from attnlib import GroupedQueryAttention, MultiHeadLatentAttention
 from attnlib.convert import Calibration, calibrate, gqa_to_mla, mha_to_gqa
-from attnlib.convert.deepseek_layer import gqa_to_deepseek
-from attnlib.convert.latent import join, to_latent
-from attnlib.convert.truncation import balance, truncate
+from attnlib.convert.latent.deepseek_layer import gqa_to_deepseek
+from attnlib.convert.latent.layers import join, to_latent
+from attnlib.convert.latent.truncation import balance, truncate
 from attnlib.convert.weights import split
 
 # Distances that converted keys are best at. Text far behind matters less, and this is 16 of the default's contexts.

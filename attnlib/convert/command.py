@@ -11,19 +11,20 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from .align import Align
 from .checkpoint import convert
 from .checkpoint.errors import CheckpointError, OutputError, RequestError, VerificationError
 from .checkpoint.folder import read_folder
 from .checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
 from .checkpoint.model import Model, read_model
 from .checkpoint.report import REPORT
-from .converters import StoredMerge, grouped
-from .deepseek import converter as latent_converter
-from .deepseek_layer import BASELINE, Norm, check_biases
-from .heads import Grouping
+from .heads.align import Align
+from .heads.converter import StoredMerge, grouped
+from .heads.merging import Grouping
+from .latent.deepseek import converter as latent_converter
+from .latent.deepseek_layer import BASELINE, Norm, check_biases
 from .stock import StockCheck, own_errors, stock
-from .text_calibration import TextCalibration, read_text, tokens_of
+from .text.layerwise import TextCalibration
+from .text.tokens import read_text, tokens_of
 
 SAMPLES, LENGTH = 128, 512
 WEIGHTS_ALONE = "the weights alone"

@@ -17,7 +17,7 @@ from torch import Tensor
 from .checkpoint.errors import CheckpointError, VerificationError
 from .checkpoint.folder import CONFIG, read_folder
 from .checkpoint.verify import Errors
-from .deepseek_layer import BASELINE
+from .latent.deepseek_layer import BASELINE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

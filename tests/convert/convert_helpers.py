@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from attnlib import CAUSAL, GroupedQueryAttention, Rope, sliding
-from attnlib.convert.heads import regroup
+from attnlib.convert.heads.merging import regroup
 from attnlib.convert.weights import Heads, join, split
 from attnlib.scaling import Llama3, YaRN
 

@@ -14,12 +14,14 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Lla
 
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 from attnlib.__main__ import main
-from attnlib.convert import VerificationError, command, converters, mha_to_gqa, stock
+from attnlib.convert import VerificationError, command, mha_to_gqa, stock
 from attnlib.convert.checkpoint import conversion, writing
 from attnlib.convert.checkpoint.folder import read_folder
 from attnlib.convert.checkpoint.header import Entry, make_header
 from attnlib.convert.checkpoint.model import read_model
-from attnlib.convert.text_calibration import TextCalibration, tokens_of
+from attnlib.convert.heads import converter as converters
+from attnlib.convert.text.layerwise import TextCalibration
+from attnlib.convert.text.tokens import tokens_of
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 REPORT = "conversion_report.json"

@@ -8,7 +8,7 @@ from convert_helpers import heads_of, state_copy, tokens, with_kv
 from attnlib import Rope
 from attnlib.convert import Calibration, CheckpointError, RequestError, mha_to_gqa
 from attnlib.convert.checkpoint.layer import LayerShape
-from attnlib.convert.converters import ERRORS, grouped
+from attnlib.convert.heads.converter import ERRORS, grouped
 
 ROPE = {"half": {}, "partial": {"partial_rotary_factor": 0.5}}
 

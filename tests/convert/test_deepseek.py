@@ -11,8 +11,8 @@ from attnlib import CAUSAL, GroupedQueryAttention, KVCache, MultiHeadLatentAtten
 from attnlib.convert import Calibration
 from attnlib.convert.checkpoint import CheckpointError, ConvertedLayer, convert
 from attnlib.convert.checkpoint.source_rope import rope_of
-from attnlib.convert.deepseek import converter, deepseek_config
-from attnlib.convert.deepseek_layer import gqa_to_deepseek
+from attnlib.convert.latent.deepseek import converter, deepseek_config
+from attnlib.convert.latent.deepseek_layer import gqa_to_deepseek
 
 KINDS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
 D, WIDTH = 16, 48

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from attnlib import KVCache, MultiHeadLatentAttention, Rope
 from attnlib.convert import Calibration
-from attnlib.convert.deepseek_layer import Target, gqa_to_deepseek, to_deepseek
-from attnlib.convert.folding import even_queries, fold
-from attnlib.convert.truncation import truncate
+from attnlib.convert.latent.deepseek_layer import Target, gqa_to_deepseek, to_deepseek
+from attnlib.convert.latent.folding import even_queries, fold
+from attnlib.convert.latent.truncation import truncate
 
 PLAIN = ["half", "interleaved", "partial", "partial-interleaved", "llama3"]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

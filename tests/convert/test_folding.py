@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from attnlib import Rope, rotate
 from attnlib.convert import Calibration
-from attnlib.convert.embedding import assemble
-from attnlib.convert.folding import even_queries, fold
+from attnlib.convert.latent.embedding import assemble
+from attnlib.convert.latent.folding import even_queries, fold
 from attnlib.scaling import NTK, DynamicNTK, Linear, Llama3, YaRN
 
 PLAIN = ["half", "interleaved", "partial", "partial-interleaved", "llama3"]

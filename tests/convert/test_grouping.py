@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlib.convert.grouping import neighbours, similar, within
+from attnlib.convert.heads.grouping import neighbours, similar, within
 
 sizes = st.sampled_from([(2, 1), (4, 2), (6, 2), (6, 3), (8, 2), (12, 4), (5, 5)])
 

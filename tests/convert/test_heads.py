@@ -29,8 +29,8 @@ from torch import nn
 
 from attnlib import CAUSAL, FULL, KVCache, MultiHeadAttention, MultiHeadLatentAttention, sliding
 from attnlib.convert import Calibration, MixedLinear, fold, mha_to_gqa
-from attnlib.convert.align import agreement, align, polar, similarity, towards_each_other, turn_keys, turn_values
-from attnlib.convert.heads import arrange, merge_heads, shares
+from attnlib.convert.heads.align import agreement, align, polar, similarity, towards_each_other, turn_keys, turn_values
+from attnlib.convert.heads.merging import arrange, merge_heads, shares
 from attnlib.convert.weights import join, pairs_of, rows_of, split
 
 ALIGNS = ("none", "values", "all")

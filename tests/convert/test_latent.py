@@ -27,11 +27,11 @@ from hypothesis import strategies as st
 
 from attnlib import FULL, GroupedQueryAttention, KVCache, MultiHeadLatentAttention, Rope, rotate, sliding
 from attnlib.convert import Calibration, gqa_to_mla
-from attnlib.convert.align import turn_keys
-from attnlib.convert.embedding import concentrate, embed
-from attnlib.convert.latent import identity_eps, join, to_latent
-from attnlib.convert.selected_rope import select
-from attnlib.convert.truncation import balance, errors, truncate
+from attnlib.convert.heads.align import turn_keys
+from attnlib.convert.latent.embedding import concentrate, embed
+from attnlib.convert.latent.layers import identity_eps, join, to_latent
+from attnlib.convert.latent.selected_rope import select
+from attnlib.convert.latent.truncation import balance, errors, truncate
 from attnlib.scaling import DynamicNTK
 
 ROTARY = [name for name, rope in ROPES.items() if rope is not None]

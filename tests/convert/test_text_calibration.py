@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from attnlib.convert import Calibration, CheckpointError, RequestError
 from attnlib.convert.checkpoint.folder import read_folder
 from attnlib.convert.checkpoint.model import read_model
-from attnlib.convert.text_calibration import TextCalibration, read_text, tokens_of
+from attnlib.convert.text.layerwise import TextCalibration
+from attnlib.convert.text.tokens import read_text, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ from pathlib import Path
 import torch
 from attnlib.convert.checkpoint.folder import read_folder
 from attnlib.convert.checkpoint.model import read_model
-from attnlib.convert.text_calibration import TextCalibration
+from attnlib.convert.text.layerwise import TextCalibration
 calibrations = TextCalibration(read_model(read_folder(Path({str(sources["llama"])!r}))), torch.full((2, 9), 5))
 calibrations({index})
 """

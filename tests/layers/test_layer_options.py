@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from attnlib import CAUSAL, GroupedQueryAttention, Rope, rotate
-from attnlib.convert.heads import mha_to_gqa
+from attnlib.convert.heads.layers import mha_to_gqa
 from attnlib.masks import chunked
 from attnlib.scaling import Temperature, YaRN
 from attnlib.scores import t5_bias

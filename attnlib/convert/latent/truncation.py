@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from .calibration import Calibration
+from ..calibration import Calibration
+from ..weights import Heads
 from .embedding import Latent
-from .weights import Heads
 
 
 def truncate(latent: Latent, rank: int, calibration: Calibration, *, balance: float = 1.0) -> Latent:

@@ -4,17 +4,17 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from ..kv import DTYPES
-from ..rope import Linear, Llama3, Rope
-from .calibration import Calibration
-from .checkpoint.errors import CheckpointError
-from .checkpoint.folder import CONFIG
-from .checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
-from .checkpoint.model import shape_of
-from .checkpoint.names import family_of
-from .checkpoint.source_rope import rope_of
+from ...kv import DTYPES
+from ...rope import Linear, Llama3, Rope
+from ..calibration import Calibration
+from ..checkpoint.errors import CheckpointError
+from ..checkpoint.folder import CONFIG
+from ..checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
+from ..checkpoint.model import shape_of
+from ..checkpoint.names import family_of
+from ..checkpoint.source_rope import rope_of
+from ..weights import Heads, split
 from .deepseek_layer import Norm, Target, check_target, to_deepseek
-from .weights import Heads, split
 
 SOURCES = ("llama", "mistral", "qwen2")
 CARRIED = (

@@ -6,10 +6,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..rope import Rope
-from .calibration import Calibration
+from ...rope import Rope
+from ..calibration import Calibration
+from ..weights import Heads, rows_of
 from .selected_rope import select
-from .weights import Heads, rows_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

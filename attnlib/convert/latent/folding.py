@@ -6,10 +6,10 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from ..rope import Linear, Llama3, Rope
-from .calibration import Calibration
+from ...rope import Linear, Llama3, Rope
+from ..calibration import Calibration
+from ..weights import Heads, rows_of
 from .embedding import Latent, assemble
-from .weights import Heads, rows_of
 
 
 def even_queries(heads: Heads, calibration: Calibration) -> Heads:

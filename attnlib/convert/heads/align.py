@@ -13,8 +13,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .calibration import Calibration
-from .weights import Heads, rows_of
+from ..calibration import Calibration
+from ..weights import Heads, rows_of
 
 Align = Literal["none", "values", "all"]
 SWEEPS = 10_000  # of coordinate ascent at most; most end after fewer than ten, and some after hundreds

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, rms_norm
 
-from ..checks import check_count
-from ..kv import DTYPES
-from ..layers import GroupedQueryAttention, MultiHeadLatentAttention
-from ..rope import Rope
-from .calibration import Calibration, fitting
+from ...checks import check_count
+from ...kv import DTYPES
+from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
+from ...rope import Rope
+from ..calibration import Calibration, fitting
+from ..weights import Heads, split
 from .embedding import Latent
 from .folding import check_fold, even_queries, fold
-from .latent import check_latent, check_latent_heads, latent_layer
+from .layers import check_latent, check_latent_heads, latent_layer
 from .truncation import truncate
-from .weights import Heads, split
 
 Norm = Literal["exact", "calibrated"]
 BASELINE = "svd_"  # begins the names of errors that are not the layer's own

@@ -6,16 +6,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ..calibration import Calibration
+from ..checkpoint.errors import CheckpointError, RequestError
+from ..checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
+from ..checkpoint.model import shape_of
+from ..checkpoint.names import family_of
+from ..checkpoint.source_rope import rope_of
+from ..weights import Heads, join, split
 from .align import Align, check_gains
-from .calibration import Calibration
-from .checkpoint.errors import CheckpointError, RequestError
-from .checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
-from .checkpoint.model import shape_of
-from .checkpoint.names import family_of
-from .checkpoint.source_rope import rope_of
 from .grouping import neighbours
-from .heads import Grouping, arrange, merge_heads, shares
-from .weights import Heads, join, split
+from .merging import Grouping, arrange, merge_heads, shares
 
 Calibrations = Callable[[int], Calibration]
 StoredMerge = Literal["mean", "first", "energy"]

@@ -12,14 +12,14 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..checks import check_count
-from ..layers import GroupedQueryAttention, MultiHeadLatentAttention
-from ..rope import Rope
-from .calibration import Calibration, fitting
+from ...checks import check_count
+from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
+from ...rope import Rope
+from ..calibration import Calibration, fitting
+from ..heads.layers import check_grouped
+from ..weights import Heads, split
 from .embedding import Latent, concentrate, embed
-from .heads import check_grouped
 from .truncation import balance, truncate
-from .weights import Heads, split
 
 
 def gqa_to_mla(

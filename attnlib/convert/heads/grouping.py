@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..checks import check_count
+from ...checks import check_count
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -1,0 +1,1 @@
+"""Grouped-query attention with fewer KV heads: which become one, and how."""

@@ -1,0 +1,66 @@
+"""A text, and its tokens by a checkpoint's own tokenizer."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.errors import CheckpointError, RequestError
+from ..checkpoint.folder import COPIED
+from ..stock import quiet, stock
+
+MAX_TEXT = 2**30  # bytes
+
+
+def read_text(path: Path) -> tuple[str, str]:
+    """The text of a UTF-8 file, and the sha256 of its bytes.
+
+    Raises:
+        RequestError: it cannot be read, is no UTF-8, or larger than a text can be.
+    """
+    try:
+        if path.stat().st_size > MAX_TEXT:
+            raise RequestError(f"text: expected at most {MAX_TEXT} bytes, got {path.stat().st_size}; a part is enough")
+        data = path.read_bytes()
+        return data.decode(), hashlib.sha256(data).hexdigest()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"text: expected UTF-8 in {path}, got something else at byte {error.start}") from None
+    except OSError as error:
+        raise RequestError(f"text: expected a file to read, got {path}: {error.strerror}") from error
+
+
+def tokens_of(folder: Path, text: str, *, samples: int, length: int) -> Tensor:
+    """The first tokens of ``text`` as ``[samples, length]``, by the tokenizer in a checkpoint's folder.
+
+    No special tokens and no padding, which would count as text. A text that ends before gives fewer samples.
+
+    Raises:
+        CheckpointError: the folder has no tokenizer that transformers opens without running code from the folder.
+        RequestError: no count, or a text that is too short for one sample.
+    """
+    for name, value in (("samples", samples), ("length", length)):
+        if type(value) is not int or value < 1:
+            raise RequestError(f"{name}: expected a positive count, got {value!r}")
+    tokenizer = _tokenizer(folder)
+    wanted = samples * length
+    read = 8 * wanted  # characters: most texts have fewer in a token
+    while len(tokens := tokenizer(text[:read], add_special_tokens=False, verbose=False)["input_ids"]) <= wanted:
+        if read >= len(text):
+            break
+        read *= 4
+    whole = min(samples, len(tokens) // length)
+    if not whole:
+        raise RequestError(f"text: expected at least length={length} tokens, got {len(tokens)}; use a longer text")
+    return torch.tensor(tokens[: whole * length]).view(whole, length)
+
+
+def _tokenizer(folder: Path):
+    transformers = stock()
+    if not any((folder / name).is_file() for name in COPIED if "token" in name or "vocab" in name):
+        raise CheckpointError(f"{folder}: expected a tokenizer for the text, got none; copy the model's own there")
+    try:
+        with quiet():
+            return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # what tokenizers raises of a bad file has no narrower class
+        raise CheckpointError(f"tokenizer: expected one that transformers opens: {str(error)[:200]}") from error
