@@ -19,7 +19,7 @@ from .checkpoint.model import Model, read_model
 from .checkpoint.report import REPORT
 from .heads.align import Align
 from .heads.converter import StoredMerge, grouped
-from .heads.merging import Grouping
+from .heads.recipe import Grouping
 from .latent.deepseek import converter as latent_converter
 from .latent.deepseek_layer import BASELINE, Norm, check_biases
 from .stock import StockCheck, own_errors, stock

@@ -1,5 +1,7 @@
 """A converter of checkpoint layers against the same conversion of layers, and what its errors say."""
 
+import itertools
+
 import pytest
 import torch
 from convert_helpers import grouped as layer_of
@@ -26,9 +28,15 @@ def converted(layer, kv_heads, config=None, **options):
     return grouped(config or config_of(layer), kv_heads, **options)(state_copy(layer), shape_of(layer))
 
 
-@pytest.mark.parametrize("merge", ["mean", "first", "energy"])
-@pytest.mark.parametrize("align", ["none", "values", "all"])
-@pytest.mark.parametrize("grouping", ["neighbours", "similar"])
+@pytest.mark.parametrize(
+    ("merge", "align"),
+    [
+        *itertools.product(["mean", "first", "energy"], ["none", "values", "all"]),
+        (None, None),
+        ("principal-values", None),
+    ],
+)
+@pytest.mark.parametrize("grouping", ["neighbours", "similar", None])
 @pytest.mark.parametrize(("size", "bias", "dtype"), [((6, 1), True, torch.float32), ((4, 2), False, torch.bfloat16)])
 def test_it_converts_as_mha_to_gqa_does(merge, align, grouping, size, bias, dtype):
     layer, text = layer_of(size, bias=bias, dtype=dtype), Calibration.of([tokens(70)])
@@ -57,17 +65,30 @@ def test_each_layer_has_its_own_calibration():
         assert new["k_proj.weight"].equal(mha_to_gqa(layer, 1, merge="energy", calibration=text).k_proj.weight)
 
 
-def test_errors_are_what_keys_and_values_miss():
-    layer, x = layer_of((4, 2), bias=True), tokens(50)
-    new = converted(layer, 2, calibrations=lambda index: Calibration.of([x]))
+@pytest.mark.parametrize("merge", ["principal", "principal-values", "mean"])
+def test_errors_are_what_scores_and_outputs_miss(merge):
+    layer, x = layer_of((4, 2), rope="none", bias=True, output_bias=False), tokens(50)
+    options = {"merge": merge, "grouping": "neighbours"}
+    new = converted(
+        layer, 2, config_of(layer, model_type="bert"), calibrations=lambda _: Calibration.of([x]), **options
+    )
 
-    def activations(weights, name):
-        return (x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]).unflatten(-1, (-1, layer.head_dim))
+    def heads(weights, name):
+        rows = (x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]).unflatten(-1, (-1, layer.head_dim))
+        return rows.repeat_interleave(layer.num_heads // rows.shape[1], 1)
 
-    for name, error in (("k_proj", "key_error"), ("v_proj", "value_error")):
-        old = activations(state_copy(layer), name)
-        missed = old - activations(new.weights, name).repeat_interleave(2, -2)
-        assert new.errors[error] == pytest.approx(float(missed.norm() / old.norm()), rel=1e-9)
+    def scores(weights):
+        return torch.einsum("thd,shd->hts", heads(weights, "q_proj"), heads(weights, "k_proj"))
+
+    def outputs(weights):
+        o = weights["o_proj.weight"].unflatten(1, (-1, layer.head_dim))
+        return torch.einsum("mhd,thd->htm", o, heads(weights, "v_proj"))
+
+    old = state_copy(layer)
+    missed = scores(old) - scores(new.weights)
+    assert new.errors["key_error"] == pytest.approx(float(missed.norm() / scores(old).norm()), rel=1e-6)
+    missed = outputs(old) - outputs(new.weights)
+    assert new.errors["value_error"] == pytest.approx(float(missed.norm() / outputs(old).norm()), rel=1e-6)
     assert new.errors["query_rounding"] == new.errors["output_rounding"] == 0
     assert tuple(new.errors) == ERRORS
 

@@ -31,6 +31,7 @@ from attnlib import CAUSAL, FULL, KVCache, MultiHeadAttention, MultiHeadLatentAt
 from attnlib.convert import Calibration, MixedLinear, fold, mha_to_gqa
 from attnlib.convert.heads.align import agreement, align, polar, similarity, towards_each_other, turn_keys, turn_values
 from attnlib.convert.heads.merging import arrange, merge_heads, shares
+from attnlib.convert.heads.recipe import Recipe
 from attnlib.convert.weights import join, pairs_of, rows_of, split
 
 ALIGNS = ("none", "values", "all")
@@ -77,8 +78,7 @@ def test_arranging_keeps_the_function(extra, kind, seed, what, grouping, data):
     layer, x = grouped(**kind, **EXTRAS[extra], seed=seed), tokens(2, 7)
     num_kv_heads = data.draw(st.sampled_from(divisors(kind["size"][0])))
     heads, out = heads_of(layer), layer(x)
-    options = {"align": what, "grouping": grouping, "calibration": Calibration.of([x])}
-    arranged = arrange(heads, num_kv_heads, **options)
+    arranged = arrange(heads, num_kv_heads, Recipe("mean", what, grouping), Calibration.of([x]))
     close(with_heads(layer, arranged)(x), out)
 
 
@@ -117,7 +117,7 @@ def test_gains_that_a_turn_would_not_pass_are_refused(norm, rope, channel, reaso
         with pytest.raises(ValueError, match=rf'align: .*{reason}.*align="values"'):
             mha_to_gqa(layer, 2, align="all", grouping=grouping)
     out, heads = layer(x), heads_of(layer)
-    arranged = arrange(heads, 2, align="values", grouping="similar", calibration=None)
+    arranged = arrange(heads, 2, Recipe("mean", "values", "similar"), None)
     assert far(arranged.v, heads.v)
     close(with_heads(layer, arranged)(x), out)
 
@@ -132,7 +132,7 @@ def test_gains_alike_in_each_pair_pass_a_turn(rope):
         layer.k_norm.weight.copy_(torch.cat((each, torch.full((D - 2 * pairs,), 0.7, dtype=torch.float64))))
         layer.q_norm.weight.copy_(layer.k_norm.weight.square())
     heads, out = heads_of(layer), layer(x)
-    arranged = arrange(heads, 1, align="all", grouping="neighbours", calibration=None)
+    arranged = arrange(heads, 1, Recipe("mean", "all", "neighbours"), None)
     assert far(arranged.k, heads.k)
     close(with_heads(layer, arranged)(x), out)
 
@@ -141,7 +141,7 @@ def test_gains_alike_in_each_pair_pass_a_turn(rope):
 
 
 @given(seeds, st.integers(1, 4), st.integers(1, 4), st.booleans())
-@example(269, 3, 3, True)  # takes 424 sweeps
+@example(269, 3, 3, True)  # would climb for 424 sweeps
 def test_alignment_finds_rotated_copies_and_never_agrees_less(seed, f, d, paired):
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.complex128 if paired else torch.float64
@@ -158,10 +158,10 @@ def test_alignment_finds_rotated_copies_and_never_agrees_less(seed, f, d, paired
     close(found @ found.mH, torch.eye(d, dtype=dtype).expand_as(found), within=1e-12)
     aligned = torch.einsum("fde,fte->ftd", found, other)
     assert aligned.sum(0).abs().square().sum() >= (1 - 1e-12) * other.sum(0).abs().square().sum()
-    for i in range(1, f):  # and no head alone could do better
+    for i in range(1, f):  # and no head alone could do better by much
         again = found.clone()
         again[i] = polar(sum(found[j] @ moments[j, i] for j in range(f) if j != i))
-        assert agreement(moments, again) <= (1 + 1e-9) * agreement(moments, found)
+        assert agreement(moments, again) <= (1 + 1e-4) * agreement(moments, found)
 
 
 @pytest.mark.parametrize("seed", [57, 137, 234])
@@ -254,11 +254,12 @@ def test_first_keeps_the_first_head_of_each_group():
 
 def test_energy_weights_are_mean_squares_over_the_text():
     layer, x = grouped((6, 1), bias=True), tokens(40)
-    key_mix, value_mix = shares(heads_of(layer), 2, merge="energy", calibration=Calibration.of([x[:9], x[9:]]))
+    calibration = Calibration.of([x[:9], x[9:]])
+    key_mix, value_mix = shares(heads_of(layer), 2, "energy", calibration)
     for mix, project in ((key_mix, layer.k_proj), (value_mix, layer.v_proj)):
         squares = project(x).unflatten(-1, (2, 3, D)).square().sum((0, -1))
         close(mix, squares / squares.sum(1, keepdim=True))
-    merged = merge_heads(heads_of(layer), key_mix, value_mix)
+    merged = merge_heads(heads_of(layer), 2, "energy", calibration).heads
     close(merged.k[1], sum(key_mix[1, i] * heads_of(layer).k[3 + i] for i in range(3)))
     close(merged.v[0], sum(value_mix[0, i] * heads_of(layer).v[i] for i in range(3)))
 

@@ -28,7 +28,7 @@ from .verify import Check, run_check, verify_shards
 from .writing import clean_errors, new_file, only_one, require_room, sigterm_waits, write_file
 
 REFUSALS = (ValueError, TypeError, NotImplementedError)  # of weights and requests: the same command meets them again
-TOOL = "attnlib checkpoint conversion 2"  # counts up when the same request gives other bytes
+TOOL = "attnlib checkpoint conversion 3"  # counts up when the same request gives other bytes
 
 
 def convert(

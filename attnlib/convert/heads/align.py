@@ -17,7 +17,8 @@ from ..calibration import Calibration
 from ..weights import Heads, rows_of
 
 Align = Literal["none", "values", "all"]
-SWEEPS = 10_000  # of coordinate ascent at most; most end after fewer than ten, and some after hundreds
+SWEEPS = 1_000  # of coordinate ascent at most; most end after fewer than twenty
+GROWTH = 1e-5  # of the agreement in a sweep: less ends the climb
 TIE = 1e-10  # of the largest singular value: above the rounding of moments, below what activations show
 
 
@@ -113,7 +114,7 @@ def towards_each_other(moments: Tensor) -> Tensor:
             others = [j for j in range(f) if j < i or (sweep and j != i)]
             turns[..., i, :, :] = polar((turns[..., others, :, :] @ moments[..., others, i, :, :]).sum(-3))
         before, reached = reached, agreement(moments, turns)
-        if before is not None and not (reached > before + 1e-10 * before.abs()).any():
+        if before is not None and not (reached > before + GROWTH * before.abs()).any():
             break
     better = reached >= agreement(moments, untouched)
     return torch.where(better[..., None, None, None], turns, untouched)

@@ -72,7 +72,7 @@ def annealed(loss: Callable[[tuple[int, ...]], float], heads: int, groups: int) 
         parts[a][i], parts[b][j] = parts[b][j], parts[a][i]
         tried = _canonical(parts)
         worse, cold = total(tried) - total(current), hot * (1 - n / EXCHANGES)
-        if worse <= 0 or random.random() < math.exp(-10 * worse / cold):
+        if worse <= 0 or (cold > 0 and random.random() < math.exp(-10 * worse / cold)):
             current = tried
         if total(current) < least * (1 - 1e-9):  # less is rounding
             best, least = current, total(current)

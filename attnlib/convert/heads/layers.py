@@ -9,54 +9,62 @@ from ...layers import GroupedQueryAttention
 from ..calibration import Calibration
 from ..weights import PROJECTIONS, join, split
 from .align import Align
-from .merging import Grouping, Merge, arrange, merge_heads, shares
+from .merging import arrange, merge_heads
 from .mixed import MixedLinear
+from .recipe import Grouping, Merge, recipe
 
 
 def mha_to_gqa(
     layer: GroupedQueryAttention,
     num_kv_heads: int,
     *,
-    merge: Merge = "mean",
-    align: Align = "none",
-    grouping: Grouping = "neighbours",
+    merge: Merge | None = None,
+    align: Align | None = None,
+    grouping: Grouping | None = None,
     calibration: Calibration | None = None,
 ) -> GroupedQueryAttention:
     """A new layer with ``num_kv_heads`` KV heads, merged from those of an MHA or GQA layer, which stays as it is.
 
-    The defaults are those of Ainslie et al., 2023 (arXiv 2305.13245): the mean of neighbours. ``merge="first"`` keeps
-    one head of each group, ``"energy"`` weights keys and values by their mean squares, and ``"learned"`` makes k_proj
-    and v_proj :class:`MixedLinear`, which start as the mean and are trained until :func:`fold`. ``align`` and
-    ``grouping="similar"`` are ``align`` and ``similar``; similarity is taken after alignment. They and
-    ``"energy"`` look at activations over ``calibration``; None means :meth:`Calibration.white`, weights alone.
+    With a ``calibration`` the default is ``merge="principal"``: the shared head of each group is the one from which the
+    old ones follow best by linear maps, which move into queries and o (Yu et al., 2024, arXiv 2406.07056), and groups
+    are those that lose least. Norms of q and k forbid to map keys; ``"principal-values"`` then takes their mean.
+    Without a calibration the default is that of Ainslie et al., 2023 (arXiv 2305.13245): the mean of neighbours.
+
+    ``merge="first"`` keeps one head of each group, ``"energy"`` weights keys and values by their mean squares, and
+    ``"learned"`` makes k_proj and v_proj :class:`MixedLinear`, which start as the mean and are trained until
+    :func:`fold`. ``align`` turns heads towards each other before one of these; ``grouping="similar"`` puts heads
+    together that lose least (principal), or that are alike after alignment. All look at activations over
+    ``calibration``; None means :meth:`Calibration.white`, weights alone.
 
     Everything else, mask, rope, norms, sinks, scale, dtype and mode included, is the old layer's. Sums are fp64.
 
     Raises:
-        ValueError: ``num_kv_heads`` does not divide the layer's, gains of a norm forbid to align, or an unknown option.
+        ValueError: ``num_kv_heads`` does not divide the layer's, norms forbid to map or to turn keys, ``align`` before
+            a principal merge, or an unknown option.
         TypeError: not a grouped-query layer, or one whose projections are more than a weight.
         NotImplementedError: ``grouping="similar"`` of a layer with ALiBi, whose slopes belong to the order of heads.
 
     >>> layer = MultiHeadAttention(64, 8, mask=CAUSAL, rope=Rope(8))
-    >>> mha_to_gqa(layer, 2, align="all", grouping="similar").kv_layout.heads
+    >>> mha_to_gqa(layer, 2, calibration=Calibration.of([torch.randn(100, 64)])).kv_layout.heads
     2
     """
     check_grouped(layer)
-    if grouping == "similar" and layer.alibi_slopes is not None:
-        raise NotImplementedError(
-            'grouping: "similar" moves query heads, and ALiBi\'s slopes belong to their order; use "neighbours"'
-        )
+    chosen = recipe(
+        merge,
+        align,
+        grouping,
+        calibrated=calibration is not None,
+        maps_keys=layer.k_norm is None,
+        moves_heads=layer.alibi_slopes is None,
+    )
     state = layer.state_dict()
     with torch.no_grad():
         heads = split(state, head_dim=layer.head_dim, rope=layer.rope)
-        options = {"align": align, "grouping": grouping, "calibration": calibration}
-        heads = arrange(heads, num_kv_heads, **options)
-        key_mix, value_mix = shares(heads, num_kv_heads, merge=merge, calibration=calibration)
-        merged = join(merge_heads(heads, key_mix, value_mix), state)
-        new = _like(layer, num_kv_heads, merged)
-        if merge == "learned":
-            new.k_proj = _mixed(heads.k, key_mix, new.k_proj)
-            new.v_proj = _mixed(heads.v, value_mix, new.v_proj)
+        heads = arrange(heads, num_kv_heads, chosen, calibration)
+        merged = merge_heads(heads, num_kv_heads, chosen.merge, calibration).heads
+        new = _like(layer, num_kv_heads, join(merged, state))
+        if chosen.merge == "learned":
+            new.k_proj, new.v_proj = (_mixed(*rows) for rows in ((heads.k, new.k_proj), (heads.v, new.v_proj)))
     return new
 
 
@@ -103,10 +111,12 @@ def check_grouped(layer: nn.Module) -> None:
             )
 
 
-def _mixed(rows: Tensor, mix: Tensor, merged: nn.Linear) -> MixedLinear:
-    rows = rows.unflatten(0, tuple(mix.shape)).to(merged.weight.dtype)
+def _mixed(rows: Tensor, merged: nn.Linear) -> MixedLinear:
+    """What starts as the mean of heads ``[g, d, m + 1]`` in each group, as ``merged`` is, and learns what they give."""
+    groups = merged.out_features // rows.shape[1]
+    rows = rows.unflatten(0, (groups, -1)).to(merged.weight.dtype)
     bias = None if merged.bias is None else rows[..., -1].clone()
-    return MixedLinear(rows[..., :-1].clone(), bias, mix.to(rows.dtype))
+    return MixedLinear(rows[..., :-1].clone(), bias, torch.full_like(rows[:, :, 0, 0], 1 / rows.shape[1]))
 
 
 def _like(layer: GroupedQueryAttention, num_kv_heads: int, state: Mapping[str, Tensor]) -> GroupedQueryAttention:

@@ -1,42 +1,41 @@
 """From many KV heads to fewer: regroup, align, merge.
 
 Regrouping and aligning keep the function; merging is the only step that loses anything, and loses nothing where heads
-that become one are equal, or equal up to an alignment.
+that become one are equal, or equal up to what the merge or an alignment undoes.
 """
 
 from dataclasses import replace
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ..calibration import Calibration, fitting
 from ..weights import Heads
-from .align import Align, check_align, similarity
-from .align import align as align_heads
+from .align import align, similarity
 from .grouping import Groups, neighbours, similar
+from .principal import Merged, group_by_loss, merge_principal
+from .recipe import PRINCIPAL, Merge, Recipe
 
-Merge = Literal["mean", "first", "energy", "learned"]
-Grouping = Literal["neighbours", "similar"]
 
-
-def arrange(
-    heads: Heads, num_kv_heads: int, *, align: Align, grouping: Grouping, calibration: Calibration | None
-) -> Heads:
+def arrange(heads: Heads, num_kv_heads: int, recipe: Recipe, calibration: Calibration | None) -> Heads:
     """The same function with heads in the order in which they will be merged, and turned towards each other.
 
-    Raises: as :func:`mha_to_gqa`.
+    Raises:
+        ValueError: ``num_kv_heads`` does not divide the heads that there are, or gains as in :func:`check_gains`.
     """
-    if grouping not in get_args(Grouping):
-        raise ValueError(f"grouping: expected one of {get_args(Grouping)}, got {grouping!r}")
-    check_align(align)
     calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
     groups = neighbours(len(heads.k), num_kv_heads)
     if len(heads.k) == num_kv_heads:
         return heads
-    if grouping == "similar":
-        groups = similar(similarity(heads, calibration, align), num_kv_heads)
-    return align_heads(regroup(heads, groups), num_kv_heads, calibration, align)
+    if recipe.grouping == "similar":
+        groups = _alike(heads, num_kv_heads, recipe, calibration)
+    return align(regroup(heads, groups), num_kv_heads, calibration, recipe.align)
+
+
+def _alike(heads: Heads, num_kv_heads: int, recipe: Recipe, calibration: Calibration) -> Groups:
+    if recipe.merge in PRINCIPAL:
+        return group_by_loss(heads, num_kv_heads, calibration, keys=recipe.merge == "principal")
+    return similar(similarity(heads, calibration, recipe.align), num_kv_heads)
 
 
 def regroup(heads: Heads, groups: Groups) -> Heads:
@@ -48,15 +47,21 @@ def regroup(heads: Heads, groups: Groups) -> Heads:
     return replace(heads, **moved, sinks=sinks)
 
 
-def shares(heads: Heads, num_kv_heads: int, *, merge: Merge, calibration: Calibration | None) -> tuple[Tensor, Tensor]:
-    """What each head gives to its group's key and value: weights ``[g, f]`` each, which sum to 1 in a group.
-
-    Raises:
-        ValueError: an unknown merge.
-    """
-    if merge not in get_args(Merge):
-        raise ValueError(f"merge: expected one of {get_args(Merge)}, got {merge!r}")
+def merge_heads(heads: Heads, num_kv_heads: int, merge: Merge, calibration: Calibration | None) -> Merged:
+    """One KV head of each run of neighbours, in ``num_kv_heads`` runs of equal length; q and o fit the new heads."""
     calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
+    if merge == "principal":
+        return merge_principal(heads, num_kv_heads, calibration, keys=True)
+    key_mix, value_mix = shares(heads, num_kv_heads, merge, calibration)
+    k = _mixed(heads.k, key_mix)
+    if merge == "principal-values":
+        merged = merge_principal(heads, num_kv_heads, calibration, keys=False)
+        return replace(merged, heads=replace(merged.heads, k=k))
+    return Merged(replace(heads, k=k, v=_mixed(heads.v, value_mix)), len(heads.k))
+
+
+def shares(heads: Heads, num_kv_heads: int, merge: Merge, calibration: Calibration) -> tuple[Tensor, Tensor]:
+    """What each head gives to its group's key and value: weights ``[g, f]`` each, which sum to 1 in a group."""
 
     def share(rows: Tensor) -> Tensor:
         size = torch.ones(len(rows), dtype=rows.dtype, device=rows.device)
@@ -71,10 +76,5 @@ def shares(heads: Heads, num_kv_heads: int, *, merge: Merge, calibration: Calibr
     return share(heads.k), share(heads.v)
 
 
-def merge_heads(heads: Heads, key_mix: Tensor, value_mix: Tensor) -> Heads:
-    """One KV head for each row of the mixes ``[g, f]``, from runs of f neighbours; queries and o stay."""
-    k, v = (
-        torch.einsum("gf,gfdm->gdm", mix, rows.unflatten(0, tuple(mix.shape)))
-        for mix, rows in ((key_mix, heads.k), (value_mix, heads.v))
-    )
-    return replace(heads, k=k, v=v)
+def _mixed(rows: Tensor, mix: Tensor) -> Tensor:
+    return torch.einsum("gf,gfdm->gdm", mix, rows.unflatten(0, tuple(mix.shape)))

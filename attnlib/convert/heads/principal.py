@@ -17,7 +17,7 @@ from torch import Tensor
 from ..calibration import Calibration
 from ..weights import Heads, rows_of
 from .grouping import Groups, annealed
-from .measure import Part, keys_of, values_of
+from .measure import Part, key_parts, keys_of, values_of
 
 FLOOR = 1e-6  # of a weight's mean eigenvalue: directions that no query asks for keep an order among themselves
 RIDGE = 1e-8  # of the inputs' mean square: so do directions that the text never shows
@@ -88,43 +88,46 @@ def _level(shared: Tensor, rows: Tensor, calibration: Calibration) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PrincipalMerge:
-    """Heads whose keys, values or both were merged, and what their rows stand for."""
+class Merged:
+    """Fewer KV heads in the place of ``count``, and what they stand for: factors, or without any themselves."""
 
     heads: Heads
-    keys: tuple[Factors, Factors] | None  # of pairs, and of channels that are not rotated
-    values: Factors
+    count: int
+    keys: tuple[Factors, Factors] | None = None  # of pairs, and of channels that are not rotated
+    values: Factors | None = None
 
-    def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stored rows ``[r, d, m + 1]`` as the keys and values ``[g, d, m + 1]`` that the old heads become."""
-        v = self.values.expanded(v[:, None])[:, 0]
-        if self.keys is None:
-            return k.repeat_interleave(len(v) // len(k), 0), v
-        pairs, free = self.keys
-        rotated = pairs.expanded(self.heads.pairs(k)[:, :, None])[:, :, 0]
-        return _rows(self.heads, rotated, free.expanded(k[:, None, self.heads.rotated :])[:, 0]), v
+    def read(self, stored: Heads) -> tuple[Tensor, Tensor]:
+        """The keys and values ``[count, d, m + 1]`` that queries and o find in the place of the old ones."""
+        k, v = (rows.repeat_interleave(self.count // len(rows), 0) for rows in (stored.k, stored.v))
+        if self.values is not None:
+            v = self.values.expanded(stored.v[:, None])[:, 0]
+        if self.keys is not None:
+            parts = zip(self.keys, key_parts(stored, stored.k), strict=True)
+            k = _joined(stored, *(factors.expanded(rows) for factors, rows in parts))
+        return k, v
 
 
-def merge_principal(heads: Heads, groups: int, calibration: Calibration, *, keys: bool) -> PrincipalMerge:
-    """Each of ``groups`` runs of neighbours as one KV head, with queries and o to fit; keys only if asked for.
+def merge_principal(heads: Heads, groups: int, calibration: Calibration, *, keys: bool) -> Merged:
+    """Each of ``groups`` runs of neighbours as one KV head, with queries and o to fit.
 
     Without ``keys`` they are left as they are, for another merge.
     """
     values = factorise(values_of(heads), groups, calibration)
     o = values.absorbed(heads.o.permute(1, 2, 0)[:, None])[:, 0].permute(2, 0, 1)
-    heads_of_values = replace(heads, v=values.shared[:, 0], o=o)
+    merged = replace(heads, v=values.shared[:, 0], o=o)
     if not keys:
-        return PrincipalMerge(heads_of_values, None, values)
-    pairs, free = (factorise(part, groups, calibration) for part in keys_of(heads, calibration))
-    k = _rows(heads, pairs.shared[:, :, 0], free.shared[:, 0])
-    rotated = pairs.absorbed(heads.pairs(heads.q)[:, :, None])[:, :, 0]
-    q = _rows(heads, rotated, free.absorbed(heads.q[:, None, heads.rotated :])[:, 0])
-    return PrincipalMerge(replace(heads_of_values, q=q, k=k), (pairs, free), values)
+        return Merged(merged, len(heads.k), values=values)
+    factors = tuple(factorise(part, groups, calibration) for part in keys_of(heads, calibration))
+    k = _joined(heads, *(part.shared for part in factors))
+    parts = zip(factors, key_parts(heads, heads.q), strict=True)
+    q = _joined(heads, *(part.absorbed(rows) for part, rows in parts))
+    return Merged(replace(merged, q=q, k=k), len(heads.k), factors, values)
 
 
-def _rows(heads: Heads, pairs: Tensor, free: Tensor) -> Tensor:
+def _joined(heads: Heads, pairs: Tensor, free: Tensor) -> Tensor:
+    """The inverse of :func:`key_parts`."""
     interleaved = heads.rope is not None and heads.rope.interleaved
-    return torch.cat((rows_of(pairs, interleaved=interleaved), free), 1)
+    return torch.cat((rows_of(pairs[:, :, 0], interleaved=interleaved), free[:, 0]), 1)
 
 
 def group_by_loss(heads: Heads, groups: int, calibration: Calibration, *, keys: bool) -> Groups:
@@ -139,7 +142,9 @@ def _loss_of(parts: list[Part], calibration: Calibration) -> Callable[[tuple[int
     grams = []
     for part in parts:
         rows = (_roots(part.weights)[0] @ part.rows).transpose(0, 1)  # [c, g, n, m + 1]
-        grams.append(_gram(rows.flatten(1, 2), calibration).unflatten(-1, rows.shape[1:3]).unflatten(1, rows.shape[1:3]))
+        grams.append(
+            _gram(rows.flatten(1, 2), calibration).unflatten(-1, rows.shape[1:3]).unflatten(1, rows.shape[1:3])
+        )
     whole = sum(float(gram.flatten(3, 4).flatten(1, 2).diagonal(dim1=1, dim2=2).real.sum()) for gram in grams)
 
     def loss(group: tuple[int, ...]) -> float:
