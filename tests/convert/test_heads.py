@@ -259,7 +259,7 @@ def test_energy_weights_are_mean_squares_over_the_text():
     for mix, project in ((key_mix, layer.k_proj), (value_mix, layer.v_proj)):
         squares = project(x).unflatten(-1, (2, 3, D)).square().sum((0, -1))
         close(mix, squares / squares.sum(1, keepdim=True))
-    merged = merge_heads(heads_of(layer), 2, "energy", calibration).heads
+    merged = merge_heads(heads_of(layer), 2, Recipe("energy", "none", "neighbours"), calibration).heads
     close(merged.k[1], sum(key_mix[1, i] * heads_of(layer).k[3 + i] for i in range(3)))
     close(merged.v[0], sum(value_mix[0, i] * heads_of(layer).v[i] for i in range(3)))
 

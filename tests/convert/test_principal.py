@@ -25,10 +25,12 @@ from hypothesis import strategies as st
 
 from attnlib.convert import Calibration, mha_to_gqa
 from attnlib.convert.heads.align import turn_keys, turn_values
+from attnlib.convert.heads.factors import factorise
 from attnlib.convert.heads.grouping import annealed, neighbours
-from attnlib.convert.heads.measure import keys_of, relative_errors, values_of
+from attnlib.convert.heads.measure import relative_errors
 from attnlib.convert.heads.merging import merge_heads, regroup
-from attnlib.convert.heads.principal import factorise, group_by_loss
+from attnlib.convert.heads.parts import keys_of, values_of
+from attnlib.convert.heads.principal import group_by_loss
 from attnlib.convert.heads.recipe import Recipe, recipe
 
 TEXT = Calibration.of([tokens(200)])
@@ -36,8 +38,8 @@ MERGES = ("principal", "principal-values", "mean", "first", "energy")
 
 
 def lost(heads, groups, merge, calibration=TEXT):
-    merged = merge_heads(heads, groups, merge, calibration)
-    return relative_errors(heads, *merged.read(merged.heads), calibration)
+    merged = merge_heads(heads, groups, Recipe(merge, "none", "neighbours"), calibration)
+    return relative_errors(heads, merged, merged.heads, calibration)
 
 
 def mapped(layer, seed=0):

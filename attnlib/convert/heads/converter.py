@@ -35,6 +35,7 @@ def grouped(
     align: Align | None = None,
     grouping: Grouping | None = None,
     calibrations: Calibrations | None = None,
+    reach: int = 2048,
 ) -> LayerConverter:
     """Layers of the model of this config.json into layers of ``kv_heads`` KV heads, as ``mha_to_gqa`` makes them.
 
@@ -56,7 +57,7 @@ def grouped(
         raise RequestError(f"merge: expected one of {get_args(StoredMerge)}, got {merge!r}")
     if align == "all" and not rotates_alike:
         raise RequestError('align: loaders disagree about a partial_rotary_factor, got "all"; use align="values"')
-    chosen = partial(recipe, merge, align, grouping, calibrated=calibrations is not None)
+    chosen = partial(recipe, merge, align, grouping, reach=reach, calibrated=calibrations is not None)
     try:
         neighbours(shape.kv_heads, kv_heads)
         chosen(maps_keys=rotates_alike)
@@ -75,7 +76,7 @@ def grouped(
             raise RequestError(f"layer {shape.index}: {error}") from error
         calibration = Calibration.white(shape.width) if calibrations is None else calibrations(shape.index)
         arranged = arrange(heads, kv_heads, made, calibration)
-        merged = merge_heads(arranged, kv_heads, made.merge, calibration)
+        merged = merge_heads(arranged, kv_heads, made, calibration)
         new = join(merged.heads, weights)
         errors = _errors(arranged, merged, _heads(new, shape, rope), calibration)
         return ConvertedLayer(new, {"num_key_value_heads": kv_heads}, errors)
@@ -98,6 +99,6 @@ def _errors(arranged: Heads, merged: Merged, stored: Heads, calibration: Calibra
         size = exact.square().sum().clamp(min=torch.finfo(exact.dtype).tiny)
         return float(((exact - rounded).square().sum() / size).sqrt())
 
-    measures = relative_errors(arranged, *merged.read(stored), calibration)
+    measures = relative_errors(arranged, merged, stored, calibration)
     measures += (rounding(merged.heads.q, stored.q), rounding(merged.heads.o, stored.o))
     return dict(zip(ERRORS, measures, strict=True))

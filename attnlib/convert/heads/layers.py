@@ -22,13 +22,15 @@ def mha_to_gqa(
     align: Align | None = None,
     grouping: Grouping | None = None,
     calibration: Calibration | None = None,
+    reach: int = 2048,
 ) -> GroupedQueryAttention:
     """A new layer with ``num_kv_heads`` KV heads, merged from those of an MHA or GQA layer, which stays as it is.
 
     With a ``calibration`` the default is ``merge="principal"``: the shared head of each group is the one from which the
     old ones follow best by linear maps, which move into queries and o (Yu et al., 2024, arXiv 2406.07056), and groups
-    are those that lose least. Norms of q and k forbid to map keys; ``"principal-values"`` then takes their mean.
-    Without a calibration the default is that of Ainslie et al., 2023 (arXiv 2305.13245): the mean of neighbours.
+    are those that lose least. Keys are weighed at distances up to ``reach``, each doubling as much as any other. Norms
+    of q and k forbid to map keys; ``"principal-values"`` then takes their mean. Without a calibration the default is
+    that of Ainslie et al., 2023 (arXiv 2305.13245): the mean of neighbours.
 
     ``merge="first"`` keeps one head of each group, ``"energy"`` weights keys and values by their mean squares, and
     ``"learned"`` makes k_proj and v_proj :class:`MixedLinear`, which start as the mean and are trained until
@@ -53,6 +55,7 @@ def mha_to_gqa(
         merge,
         align,
         grouping,
+        reach=reach,
         calibrated=calibration is not None,
         maps_keys=layer.k_norm is None,
         moves_heads=layer.alibi_slopes is None,
@@ -61,7 +64,7 @@ def mha_to_gqa(
     with torch.no_grad():
         heads = split(state, head_dim=layer.head_dim, rope=layer.rope)
         heads = arrange(heads, num_kv_heads, chosen, calibration)
-        merged = merge_heads(heads, num_kv_heads, chosen.merge, calibration).heads
+        merged = merge_heads(heads, num_kv_heads, chosen, calibration).heads
         new = _like(layer, num_kv_heads, join(merged, state))
         if chosen.merge == "learned":
             new.k_proj, new.v_proj = (_mixed(*rows) for rows in ((heads.k, new.k_proj), (heads.v, new.v_proj)))

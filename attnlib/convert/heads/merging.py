@@ -5,6 +5,7 @@ that become one are equal, or equal up to what the merge or an alignment undoes.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -47,17 +48,18 @@ def regroup(heads: Heads, groups: Groups) -> Heads:
     return replace(heads, **moved, sinks=sinks)
 
 
-def merge_heads(heads: Heads, num_kv_heads: int, merge: Merge, calibration: Calibration | None) -> Merged:
+def merge_heads(heads: Heads, num_kv_heads: int, recipe: Recipe, calibration: Calibration | None) -> Merged:
     """One KV head of each run of neighbours, in ``num_kv_heads`` runs of equal length; q and o fit the new heads."""
     calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
-    if merge == "principal":
-        return merge_principal(heads, num_kv_heads, calibration, keys=True)
-    key_mix, value_mix = shares(heads, num_kv_heads, merge, calibration)
+    principal = partial(merge_principal, heads, num_kv_heads, calibration, reach=recipe.reach)
+    if recipe.merge == "principal":
+        return principal(keys=True)
+    key_mix, value_mix = shares(heads, num_kv_heads, recipe.merge, calibration)
     k = _mixed(heads.k, key_mix)
-    if merge == "principal-values":
-        merged = merge_principal(heads, num_kv_heads, calibration, keys=False)
+    if recipe.merge == "principal-values":
+        merged = principal(keys=False)
         return replace(merged, heads=replace(merged.heads, k=k))
-    return Merged(replace(heads, k=k, v=_mixed(heads.v, value_mix)), len(heads.k))
+    return Merged(replace(heads, k=k, v=_mixed(heads.v, value_mix)), recipe.reach)
 
 
 def shares(heads: Heads, num_kv_heads: int, merge: Merge, calibration: Calibration) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ...checks import check_count
 from .align import Align, check_align
 
 Merge = Literal["principal", "principal-values", "mean", "first", "energy", "learned"]
@@ -12,11 +13,15 @@ PRINCIPAL = ("principal", "principal-values")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """``merge`` makes one head of each group, ``align`` turns heads before, and ``grouping`` says which are a group."""
+    """``merge`` makes one head of each group, ``align`` turns heads before, and ``grouping`` says which are a group.
+
+    Keys are weighed at distances up to ``reach``.
+    """
 
     merge: Merge
     align: Align
     grouping: Grouping
+    reach: int = 2048
 
 
 def recipe(
@@ -24,6 +29,7 @@ def recipe(
     align: Align | None = None,
     grouping: Grouping | None = None,
     *,
+    reach: int = 2048,
     calibrated: bool,
     maps_keys: bool = True,
     moves_heads: bool = True,
@@ -41,15 +47,16 @@ def recipe(
         NotImplementedError: ``grouping="similar"`` where heads may not change their order.
 
     >>> recipe(calibrated=True)
-    Recipe(merge='principal', align='none', grouping='similar')
+    Recipe(merge='principal', align='none', grouping='similar', reach=2048)
     >>> recipe(calibrated=False)
-    Recipe(merge='mean', align='none', grouping='neighbours')
+    Recipe(merge='mean', align='none', grouping='neighbours', reach=2048)
     """
     for name, value, known in (("merge", merge, Merge), ("grouping", grouping, Grouping)):
         if value is not None and value not in get_args(known):
             raise ValueError(f"{name}: expected one of {get_args(known)}, got {value!r}")
     align = "none" if align is None else align
     check_align(align)
+    check_count("reach", reach, least=1)
     if merge is None:
         best = "principal" if maps_keys else "principal-values"
         merge = best if calibrated and align == "none" else "mean"
@@ -66,4 +73,4 @@ def recipe(
         raise NotImplementedError(
             'grouping: "similar" moves query heads, and ALiBi\'s slopes belong to their order; use "neighbours"'
         )
-    return Recipe(merge, align, grouping)
+    return Recipe(merge, align, grouping, reach)

@@ -1,0 +1,55 @@
+"""Products of keys as queries meet them: turned by rope, and averaged over distances."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..weights import Heads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Distances:
+    """The distances at which queries meet keys: each doubling, up to ``reach``, as often as any other.
+
+    Distance n has the weight ``1 / (n + 1)``. Rope turns channel ``a`` of ``basis`` ``[d, d]``, which is unitary, by
+    ``exp(i w_a n)``; ``alike`` ``[d, d]`` are means of ``exp(i (w_a - w_b) n)``.
+    """
+
+    basis: Tensor
+    alike: Tensor
+
+    @classmethod
+    def of(cls, heads: Heads, reach: int) -> "Distances":
+        d, device = heads.k.shape[1], heads.k.device
+        channels = torch.eye(d, dtype=torch.float64, device=device)
+        pairs, free = heads.pairs(channels) / 2**0.5, channels[heads.rotated :].to(torch.complex128)
+        speeds = torch.zeros(d, dtype=torch.float64, device=device)
+        if heads.rope is not None:
+            length = reach if heads.rope.needs_length else None
+            turn = heads.rope.inverse_frequencies(length=length, device=device).double()
+            speeds[: heads.rotated] = torch.cat((-turn, turn))
+        distances = torch.arange(reach, dtype=torch.float64, device=device)
+        weights = 1 / (distances + 1)
+        turned = torch.polar((weights / weights.sum()).sqrt().expand(d, -1), speeds[:, None] * distances)
+        return cls(torch.cat((pairs, pairs.conj(), free)), turned @ turned.mH)
+
+    def turned(self, products: Tensor) -> Tensor:
+        """The mean of ``R P R^T`` over turns R, for real P ``[..., d, d]``."""
+        return self._mean(products, self.alike)
+
+    def turned_back(self, products: Tensor) -> Tensor:
+        """The mean of ``R^T P R``."""
+        return self._mean(products, self.alike.conj())
+
+    def _mean(self, products: Tensor, alike: Tensor) -> Tensor:
+        inside = self.basis @ products.to(self.basis.dtype) @ self.basis.mH
+        return (self.basis.mH @ (inside * alike) @ self.basis).real
+
+
+def gains(heads: Heads) -> Tensor:
+    """What scores multiply each channel by ``[d]``: the square of rope's amplitude where it turns."""
+    gain = torch.ones(heads.k.shape[1], dtype=heads.k.dtype, device=heads.k.device)
+    if heads.rope is not None:
+        gain[: heads.rotated] = heads.rope.amplitude**2
+    return gain
