@@ -1,4 +1,4 @@
-"""``python -m attnlib`` with sizes, convert, bench or doctor: the library's command line."""
+"""``python -m attnlib`` with sizes, convert, finetune, bench or doctor: the library's command line."""
 
 import argparse
 import os
@@ -7,6 +7,7 @@ import sys
 from . import __version__, doctor
 from .bench import command as bench
 from .convert import command as convert
+from .finetune import command as finetune
 from .sizes import command as sizes
 
 READER_GONE = 141  # what a shell says of a program that SIGPIPE ended
@@ -38,6 +39,9 @@ def _run(argv: list[str] | None) -> int:
     converting = commands.add_parser("convert", help="a checkpoint folder into one with a smaller KV cache")
     convert.add_arguments(converting)
     converting.set_defaults(run=convert.run)
+    healing = commands.add_parser("finetune", help="a converted checkpoint folder back to the quality of the original")
+    finetune.add_arguments(healing)
+    healing.set_defaults(run=finetune.run)
     timing = commands.add_parser("bench", help="time attnlib against torch on this machine")
     bench.add_arguments(timing)
     timing.set_defaults(run=bench.run)

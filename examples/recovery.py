@@ -1,17 +1,15 @@
-"""What a conversion cost and what training got back: a table, and curves of bits per byte against steps."""
+"""What a conversion cost and what training got back, as a table and as verdicts."""
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from decoder import Decoder
 from decoding import greedy, paged_cache, prefill, stream
-from resumable import Curve
 from text import Corpus
 
-# Okabe and Ito's colours, told apart with any colour vision.
-COLOURS = ("#000000", "#D55E00", "#0072B2", "#CC79A7")
+from attnlib.finetune.state import Curve
+
 SEQUENCES = 8  # decoded at once
 CLOSE = 0.01  # how much worse than its yardstick a recovered model may be
 
@@ -78,27 +76,3 @@ def close(student: Result, yardstick: Result) -> str:
         f"{student.name} ends at {student.end:.4f} bits/byte, {yardstick.name} at {yardstick.end:.4f} after as many "
         f"steps, {worse:+.2%}: {verdict}"
     )
-
-
-def draw(results: Sequence[Result], untrained: float, title: str, path: Path) -> None:
-    """Write the recovery curves as PNG; ``untrained`` is the original, before any of these steps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for result, colour in zip(results, COLOURS, strict=True):
-        steps, bits = zip(*result.curve, strict=True)
-        label = f"{result.name}, {result.bytes_per_token:,} B/token: {result.start:.2f} to {result.end:.3f}"
-        axes.plot(steps, bits, color=colour, linewidth=2, marker="o", markersize=4, label=label)
-    axes.axhline(untrained, color="0.35", linestyle="--", linewidth=1.2, label=f"the original: {untrained:.3f}")
-    axes.set_title(title, loc="left", fontsize=13)
-    axes.set_xlabel("steps after the conversion", fontsize=12)
-    axes.set_ylabel("held-out text (bits per byte)", fontsize=12)
-    axes.set_xlim(left=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.tick_params(labelsize=11)
-    axes.legend(frameon=False, fontsize=11)
-    figure.savefig(path)

@@ -22,26 +22,28 @@ REACH = 2048
 # Adam is nothing beside them, and weight decay would only move them.
 IDENTITY = ("kv_a_layernorm.weight", "kv_a_proj_with_mqa.bias")
 
+MEAN, ALIGNED, PRINCIPAL = "GQA, mean-pool", "GQA, regroup + align", "GQA, principal"
+PLAIN, WHITENED, LATENT = "MLA, plain SVD", "MLA, whitened", "MLA, as DeepSeek"
+
 Convert = Callable[[GroupedQueryAttention, Calibration], nn.Module]
 
 
 def ways(preset: Preset) -> dict[str, Convert]:
     """What makes a new layer of an old one and of what it sees, by the name under which it is compared.
 
-    A token stores ``2 * kv_heads * head_dim`` values in the first two, ``kv_lora_rank + rope_dim`` in the others.
+    A token stores ``2 * kv_heads * head_dim`` values in the first three, ``kv_lora_rank + rope_dim`` in the others.
     """
     heads, rank, rope_dim = preset.kv_heads, preset.kv_lora_rank, preset.rope_dim
     return {
-        "GQA, mean-pool": lambda layer, _: mha_to_gqa(layer, heads),
+        MEAN: lambda layer, _: mha_to_gqa(layer, heads),
         # Weighted by energy, not 1 / f: 3.39 against 3.47 bits a byte before any training (tiny preset, 8 heads to 2).
-        "GQA, regroup + align": lambda layer, seen: mha_to_gqa(
+        ALIGNED: lambda layer, seen: mha_to_gqa(
             layer, heads, merge="energy", align="all", grouping="similar", calibration=seen
         ),
-        "MLA, plain SVD": partial(latent_by_plain_svd, rank=rank, rope_dim=rope_dim),
-        "MLA, whitened": lambda layer, seen: gqa_to_mla(layer, rank, rope_dim=rope_dim, calibration=seen, reach=REACH),
-        "MLA, as DeepSeek": lambda layer, seen: gqa_to_deepseek(
-            layer, rank, rope_dim=rope_dim, calibration=seen, reach=REACH
-        ),
+        PRINCIPAL: lambda layer, seen: mha_to_gqa(layer, heads, calibration=seen, reach=REACH),
+        PLAIN: partial(latent_by_plain_svd, rank=rank, rope_dim=rope_dim),
+        WHITENED: lambda layer, seen: gqa_to_mla(layer, rank, rope_dim=rope_dim, calibration=seen, reach=REACH),
+        LATENT: lambda layer, seen: gqa_to_deepseek(layer, rank, rope_dim=rope_dim, calibration=seen, reach=REACH),
     }
 
 
@@ -71,16 +73,11 @@ def _run(block: Block, x: Tensor) -> Tensor:
 
 
 def student(model: Decoder, convert: Convert, calibrations: Sequence[Calibration]) -> Decoder:
-    """A copy of the model with converted attention layers; what trains of it trains, the rest is frozen."""
+    """A copy of the model with converted attention layers; what makes the norm of a latent the identity is frozen."""
     new = deepcopy(model)
     new.replace_attention(
         [convert(block.attention, seen) for block, seen in zip(model.blocks, calibrations, strict=True)]
     )
-    unfreeze(new, everything=True)
+    for name, parameter in new.named_parameters():
+        parameter.requires_grad_(not name.endswith(IDENTITY))
     return new
-
-
-def unfreeze(model: Decoder, *, everything: bool) -> None:
-    """Let the attention layers train, or everything; what makes the norm of a converted latent the identity never."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_((everything or ".attention." in name) and not name.endswith(IDENTITY))

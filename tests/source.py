@@ -9,7 +9,7 @@ from pathlib import Path
 import attnlib
 
 ROOT = Path(attnlib.__file__).parent
-OUTSIDE = {"bench", "convert", "sizes", "reference", "integrations", "compat", "parallel"}  # of the core
+OUTSIDE = {"bench", "convert", "finetune", "sizes", "reference", "integrations", "compat", "parallel"}  # of the core
 KERNELS = "backends/_triton/kernels/"
 
 

@@ -23,7 +23,7 @@ BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
 # The rooms from top to bottom, and which each may import: rooms below it alone. bench imports what users do.
 ROOMS = {
-    "__main__": {"__init__", "bench", "convert", "sizes", "doctor"},
+    "__main__": {"__init__", "bench", "finetune", "convert", "sizes", "doctor"},
     "bench": {"__init__", "parallel"},
     "doctor": {"__init__"},
     "__init__": {
@@ -44,9 +44,10 @@ ROOMS = {
         "fp8",
         "hints",
     },
-    "integrations": {"layers", "cache", "functional", "running", "storage", "packing", "sizes", *VALUES},
+    "finetune": {"convert", *VALUES},
+    "integrations": {"layers", "cache", "functional", "running", "storage", "packing", "sizes", "families", *VALUES},
     "parallel": {"layers", "cache", "functional", "running", "call", "storage", "packing", "sizes", *VALUES},
-    "convert": {"layers", "cache", "functional", "sizes", *VALUES},
+    "convert": {"layers", "cache", "functional", "sizes", "families", *VALUES},
     "compat": {"layers", "cache", "functional", "running", "call", "storage", "packing", "sizes", *VALUES},
     "layers": {"functional", "running", "cache", "call", *VALUES},
     "cache": {"storage", *VALUES},
@@ -65,6 +66,7 @@ ROOMS = {
     "spec": {"watched", *VALUES},
     "watched": set(),
     "sizes": {*VALUES},
+    "families": set(),
     "reference": set(),
     "packing": {*VALUES},
     **{name: set(VALUES[at + 1 :]) for at, name in enumerate(VALUES)},
@@ -123,6 +125,7 @@ def test_no_modules_import_each_other():
         ("dispatch.py", "from .backends._torch.tiles import Part"),
         ("layers/gqa.py", "from ..storage import write_cache"),
         ("convert/checkpoint/plan.py", "from .. import heads"),
+        ("convert/command.py", "from ..finetune import run"),
     ],
 )
 def test_a_planted_import_is_found(path, text):

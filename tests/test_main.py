@@ -12,6 +12,7 @@ READER_GONE = 141
 REFUSED = {
     "sizes": ("--model", "none"),
     "convert": ("/nowhere", "/nowhere/out", "--to", "gqa"),
+    "finetune": ("/nowhere", "/nowhere/out", "--teacher", "/nowhere", "--text", "/nowhere"),
     "bench": ("--only", "forward"),
 }
 
@@ -55,7 +56,7 @@ def test_the_version():
     assert (ran.returncode, ran.stdout) == (0, f"attnlib {attnlib.__version__}\n")
 
 
-@pytest.mark.parametrize("arguments", [(), ("convert",)], ids=["all", "convert"])
+@pytest.mark.parametrize("arguments", [(), ("convert",), ("finetune",)], ids=["all", "convert", "finetune"])
 def test_help_needs_no_safetensors(arguments):
     code = "import sys; sys.modules['safetensors'] = None; from attnlib.__main__ import main; main()"
     ran = subprocess.run([sys.executable, "-c", code, *arguments, "--help"], capture_output=True, text=True)

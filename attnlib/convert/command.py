@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,11 +16,11 @@ from .checkpoint import convert
 from .checkpoint.errors import CheckpointError, OutputError, RequestError, VerificationError
 from .checkpoint.folder import read_folder
 from .checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
-from .checkpoint.model import Model, read_model
+from .checkpoint.model import Model, has_key_norms, read_model
 from .checkpoint.report import REPORT
 from .heads.align import Align
-from .heads.converter import StoredMerge, grouped
-from .heads.recipe import Grouping
+from .heads.converter import StoredMerge, grouped, rotates_alike
+from .heads.recipe import Grouping, recipe
 from .latent.deepseek import converter as latent_converter
 from .latent.deepseek_layer import BASELINE, Norm, check_biases
 from .stock import StockCheck, own_errors, stock
@@ -27,18 +28,21 @@ from .text.layerwise import TextCalibration
 from .text.tokens import read_text, tokens_of
 
 SAMPLES, LENGTH = 128, 512
+REACH = 2048
+BEST_MERGE = "default: with a text principal, else mean"
+BEST_GROUPING = "default: with a principal merge similar, else neighbours"
 WEIGHTS_ALONE = "the weights alone"
 SMALL = 2 * 10**9  # bytes of weights up to which logits are compared without being asked for
 UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
 GQA_OPTIONS = ("kv_heads", "merge", "align", "grouping")
-MLA_OPTIONS = ("rank", "rope_dim", "reach", "norm")
+MLA_OPTIONS = ("rank", "rope_dim", "norm")
 TEXT_OPTIONS = ("samples", "length")
 EPILOG = """\
 exit codes: 0 done; 2 a wrong request; 3 the checkpoint cannot be converted; 4 the result is not what it should be;
 5 no space; 1 it cannot be written for another reason; 130 interrupted. docs/conversion.md says what is kept.
 
-  python -m attnlib convert llama-2-7b llama-2-7b-gqa --to gqa --kv-heads 8
-  python -m attnlib convert llama-2-7b llama-2-7b-gqa --to gqa --kv-heads 8 --align all --grouping similar --text my.txt
+  python -m attnlib convert llama-2-7b llama-2-7b-gqa --to gqa --kv-heads 8 --text my.txt
+  python -m attnlib convert llama-2-7b llama-2-7b-mla --to mla --rank 448 --text my.txt
 """
 
 
@@ -52,15 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=("gqa", "mla"), required=True, help="fewer KV heads, or latent attention")
     heads = parser.add_argument_group("with --to gqa")
     heads.add_argument("--kv-heads", type=int, metavar="N", help="KV heads of each layer, required")
-    heads.add_argument("--merge", choices=get_args(StoredMerge), help="how heads become one (default: mean)")
+    heads.add_argument("--merge", choices=get_args(StoredMerge), help=f"how heads become one ({BEST_MERGE})")
     heads.add_argument("--align", choices=get_args(Align), help="what is turned before (default: none)")
-    heads.add_argument("--grouping", choices=get_args(Grouping), help="which become one (default: neighbours)")
+    heads.add_argument("--grouping", choices=get_args(Grouping), help=f"which become one ({BEST_GROUPING})")
     latent = parser.add_argument_group("with --to mla")
     latent.add_argument("--rank", type=int, metavar="N", help="of the latent, required")
     latent.add_argument("--rope-dim", type=int, metavar="N", help="rotary channels (default: 64)")
-    latent.add_argument("--reach", type=int, metavar="N", help="tokens over which rope should hold (default: 2048)")
     latent.add_argument(
         "--norm", choices=get_args(Norm), help="how that of latents is passed: exact needs biases (default: exact)"
+    )
+    parser.add_argument(
+        "--reach", type=int, metavar="N", help=f"distance over which keys should hold (default: {REACH})"
     )
     text = parser.add_argument_group("calibration on text; without, by the weights alone")
     text.add_argument("--text", type=Path, metavar="FILE", help="UTF-8, as the model will read it")
@@ -68,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--length", type=int, metavar="N", help=f"tokens in each (default: {LENGTH})")
     files = parser.add_argument_group("files and checks")
     files.add_argument("--max-shard-size", type=_bytes, default=5 * 10**9, metavar="SIZE", help="default: 5GB")
+    files.add_argument("--follow-links", action="store_true", help="take the snapshot of a download cache")
     files.add_argument("--overwrite", action="store_true", help="replace an earlier result")
     files.add_argument("--no-keep", action="store_true", help="remove what a failed run finished, instead of resuming")
     files.add_argument("--allow-nonfinite", action="store_true", help="copy weights that are NaN or infinite")
@@ -125,7 +132,7 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     _require_own_options(arguments)
     stock()  # whose absence should show before the work
     source = arguments.source.resolve()
-    model = read_model(read_folder(source))
+    model = read_model(read_folder(source, follow_links=arguments.follow_links))
     target = _to_gqa if arguments.to == "gqa" else _to_mla
     target(arguments, model, None)  # which refuses wrong options, before a file is read whole
     settings, tokens = {"calibration": WEIGHTS_ALONE}, None
@@ -140,10 +147,13 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     converter, options = target(arguments, model, tokens)
     weights = sum(shard.size for shard in model.checkpoint.shards)
     check = StockCheck(
-        source, logits=arguments.check_logits or weights <= SMALL, tokens=None if tokens is None else tokens[0]
+        source,
+        logits=arguments.check_logits or weights <= SMALL,
+        tokens=None if tokens is None else tokens[0],
+        follow_links=arguments.follow_links,
     )
     return convert(
-        source,
+        model.checkpoint,
         arguments.out,
         converter,
         settings={"to": arguments.to} | options | settings,
@@ -157,17 +167,21 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _to_gqa(arguments: argparse.Namespace, model: Model, tokens: Tensor | None) -> tuple[LayerConverter, dict]:
-    options = {
-        "merge": arguments.merge or "mean",
-        "align": arguments.align or "none",
-        "grouping": arguments.grouping or "neighbours",
-    }
-    config = model.checkpoint.config
-    converter = grouped(config, arguments.kv_heads, calibrations=_calibrations(model, tokens), **options)
-    if arguments.kv_heads != model.shape.kv_heads and config["model_type"] in ("gpt2", "bert"):
+    with _refusals("--to gqa"):
+        chosen = recipe(
+            arguments.merge,
+            arguments.align,
+            arguments.grouping,
+            reach=REACH if arguments.reach is None else arguments.reach,
+            calibrated=arguments.text is not None,
+            maps_keys=rotates_alike(model.config) and not has_key_norms(model),
+        )
+    options = asdict(chosen)
+    converter = grouped(model.config, arguments.kv_heads, calibrations=_calibrations(model, tokens), **options)
+    if arguments.kv_heads != model.shape.kv_heads and model.family.kv_heads is None:
         raise RequestError(
             f"--kv-heads: expected {model.shape.kv_heads}, got {arguments.kv_heads}; stock loaders of "
-            f"{config['model_type']} know no fewer KV heads than heads (mha_to_gqa converts its layers)"
+            f"{model.config['model_type']} know no fewer KV heads than heads (mha_to_gqa converts its layers)"
         )
     return converter, {"kv_heads": arguments.kv_heads} | options
 
@@ -175,7 +189,7 @@ def _to_gqa(arguments: argparse.Namespace, model: Model, tokens: Tensor | None) 
 def _to_mla(arguments: argparse.Namespace, model: Model, tokens: Tensor | None) -> tuple[LayerConverter, dict]:
     options = {
         "rope_dim": 64 if arguments.rope_dim is None else arguments.rope_dim,
-        "reach": 2048 if arguments.reach is None else arguments.reach,
+        "reach": REACH if arguments.reach is None else arguments.reach,
         "norm": arguments.norm or "exact",
     }
     calibrations = _calibrations(model, tokens)

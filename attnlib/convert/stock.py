@@ -5,7 +5,8 @@ of a model does not matter. Logits need the models themselves, in fp32, one afte
 """
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -64,6 +65,8 @@ class StockCheck:
     sequence (None: random ones). Called with the folder and the errors of its layers, it returns measures for the
     report. Tensors of the source that its model has not are no error: no loader uses them, and they are listed.
 
+    ``follow_links`` is that of :func:`.checkpoint.folder.read_folder`, of the source.
+
     Raises:
         CheckpointError: transformers refuses the source's config.json, or would fill in with random numbers what the
             source lacks or has in another shape.
@@ -71,11 +74,11 @@ class StockCheck:
             logits differ by more than rounding though the layers' errors say that nothing was lost.
     """
 
-    def __init__(self, source: Path, *, logits: bool, tokens: Tensor | None = None):
+    def __init__(self, source: Path, *, logits: bool, tokens: Tensor | None = None, follow_links: bool = False):
         self.source = source
         self.logits = logits
         self.tokens = tokens
-        found = _amiss(source)
+        found = _amiss(source, follow_links=follow_links)
         self._spare = found.pop("unexpected")
         if lacking := _listed(found):
             needed = f"{_class_of(source).__name__}, which {CONFIG} asks for"
@@ -126,7 +129,7 @@ def own_errors(errors: Mapping[str, float | None]) -> dict[str, float | None]:
 
 def random_tokens(folder: Path) -> Tensor:
     """TOKENS tokens of the model's vocabulary, or as many as it has positions; always the same."""
-    config = read_config(folder)
+    config = read_config(folder).get_text_config()
     count = min(TOKENS, getattr(config, "max_position_embeddings", TOKENS))
     return torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
 
@@ -157,21 +160,41 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _amiss(folder: Path) -> dict[str, set[str]]:
+def _amiss(folder: Path, *, follow_links: bool = False) -> dict[str, set[str]]:
     """What is missing, unexpected or of another shape when transformers loads the tensors of a folder."""
-    zero = torch.zeros(())
-    shapes = {name: zero.expand(stored.entry.shape) for name, stored in read_folder(folder).tensors.items()}
-    with quiet():
-        _, info = _class_of(folder).from_pretrained(
-            None,
-            config=read_config(folder),
-            state_dict=shapes,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+    # Experts that are stacked would take their memory, if not on meta; transformers takes that from accelerate alone.
+    where = {"device_map": "meta"} if stock().utils.is_accelerate_available() else {}
+    zero = torch.zeros((), device=where.get("device_map"))
+    tensors = read_folder(folder, follow_links=follow_links).tensors
+    try:
+        with quiet():
+            _, info = _class_of(folder).from_pretrained(
+                None,
+                config=read_config(folder),
+                state_dict={name: zero.expand(stored.entry.shape) for name, stored in tensors.items()},
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **where,
+            )
+    except RuntimeError as error:  # of tensors that it puts together
+        named = ", ".join(_holes(tensors)) or str(error)[:200]
+        raise CheckpointError(f"expected all parts of what transformers puts together, got none of {named}") from error
     mismatched = {f"{name} {list(stored)} for {list(made)}" for name, stored, made in info["mismatched_keys"]}
     return {"missing": set(info["missing_keys"]), "unexpected": set(info["unexpected_keys"]), "mismatched": mismatched}
+
+
+def _holes(names: Iterable[str]) -> list[str]:
+    """The tensors that some experts of a layer have and others lack."""
+    found = [match.groups() for name in names if (match := re.fullmatch(r"(.*\.experts\.)([0-9]+)(\..*)", name))]
+    layers = {layer: {(n, part) for other, n, part in found if other == layer} for layer, _, _ in found}
+    return sorted(
+        f"{layer}{n}{part}"
+        for layer, held in layers.items()
+        for n in {n for n, _ in held}
+        for part in {part for _, part in held}
+        if (n, part) not in held
+    )
 
 
 def _listed(amiss: Mapping[str, set[str]]) -> str:
@@ -181,9 +204,10 @@ def _listed(amiss: Mapping[str, set[str]]) -> str:
 
 
 def _class_of(folder: Path):
-    """The class of transformers that config.json names; one for language models if it names none."""
+    """The class of transformers that config.json names; one for its kind of language models if it names none."""
     transformers, config = stock(), read_config(folder)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
         return named
-    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    seeing = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return (seeing if type(config) in seeing else transformers.MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]

@@ -17,8 +17,9 @@ class Heads:
     """Projections of ``h`` query heads and ``g`` KV heads, fp64; query head i reads KV head ``i // (h / g)``.
 
     q ``[h, d, m + 1]``, k and v ``[g, d, m + 1]``: the last column is the bias (0 without), which the constant one of
-    a :class:`Calibration` meets. o ``[m, h, d]``; its bias is nobody's business here. ``gains`` ``[2, d]`` are those of
-    q_norm and k_norm. ``rope`` says which channels are rotated, and in which pairs.
+    a :class:`Calibration` meets. o ``[m, h, d]``; its bias is nobody's business here. ``gains`` are those of q_norm
+    ``[h, d]`` and of k_norm ``[g, d]``, the same row for all heads of most models. ``rope`` says which channels are
+    rotated, and in which pairs.
     """
 
     q: Tensor
@@ -26,7 +27,7 @@ class Heads:
     v: Tensor
     o: Tensor
     rope: Rope | None
-    gains: Tensor | None = None
+    gains: tuple[Tensor, Tensor] | None = None
     sinks: Tensor | None = None
 
     @property
@@ -73,7 +74,7 @@ def split(state: Mapping[str, Tensor], *, head_dim: int, rope: Rope | None) -> H
         raise ValueError(f"state: expected projections of heads of {head_dim} channels, got {shapes}")
     gains, sinks = None, state.get("sinks")
     if "k_norm.weight" in state:
-        gains = torch.stack((state["q_norm.weight"], state["k_norm.weight"])).double()
+        gains = tuple(_gains(state[f"{name}_norm.weight"], rows) for name, rows in (("q", q), ("k", k)))
     sinks = None if sinks is None else sinks.to(torch.float64, copy=True)
     return Heads(q, k, v, rearrange(o, "m (h d) -> m h d", d=head_dim), rope, gains, sinks)
 
@@ -85,9 +86,18 @@ def join(heads: Heads, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         changed[f"{name}.weight"] = rearrange(rows[..., :-1], "h d m -> (h d) m")
         if f"{name}.bias" in state:
             changed[f"{name}.bias"] = rearrange(rows[..., -1], "h d -> (h d)")
+    if heads.gains is not None:
+        for name, gains in zip(("q_norm.weight", "k_norm.weight"), heads.gains, strict=True):
+            if state[name].numel() > gains.shape[1]:  # those of each head, not one row for all
+                changed[name] = gains if state[name].dim() == 2 else gains.flatten()
     if heads.sinks is not None:
         changed["sinks"] = heads.sinks
     return {name: changed[name].to(value.dtype) if name in changed else value for name, value in state.items()}
+
+
+def _gains(weight: Tensor, rows: Tensor) -> Tensor:
+    """The gains of a norm of each head, of all heads as of one vector, or of each head with its own: ``[h, d]``."""
+    return weight.to(torch.float64, copy=True).reshape(-1, rows.shape[1]).expand(rows.shape[:2])
 
 
 def _rows(state: Mapping[str, Tensor], name: str, head_dim: int) -> Tensor:

@@ -11,7 +11,7 @@ from checkpoint_helpers import CONFIG, llama, write_checkpoint, write_index
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
+from safetensors.torch import load_file, save, save_file
 
 from attnlib.convert.checkpoint import CheckpointError, convert, identity
 from attnlib.convert.checkpoint import folder as folders
@@ -80,6 +80,74 @@ def test_links_are_refused_wherever_they_lead(tmp_path, name, inside):
     (source / name).rename(moved)
     (source / name).symlink_to(moved)
     refused(tmp_path, rf"{name}: expected a plain file, got a link")
+
+
+def cached(root):
+    """A snapshot of a download cache: links to blobs."""
+    source = write_checkpoint(root / "plain", llama(), shards=2)
+    blobs, snapshot = root / "models--x" / "blobs", root / "models--x" / "snapshots" / "0a1b"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(source.iterdir())):
+        path.rename(blobs / f"{number:064x}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:064x}")
+    return snapshot
+
+
+def test_a_snapshot_of_a_cache_is_read_through_its_links(tmp_path):
+    snapshot = cached(tmp_path)
+    with pytest.raises(CheckpointError, match=r"config\.json: expected a plain file, got a link; .*--follow-links"):
+        read_folder(snapshot)
+    link = tmp_path / "link"
+    link.symlink_to(snapshot)
+    for place in (snapshot, link):
+        read = read_folder(place, follow_links=True)
+        assert {file.name for file in read.files} == {path.name for path in snapshot.iterdir()}
+        assert all(file.path.parent.name == "blobs" for file in read.files)
+    report = convert(read, tmp_path / "out", identity, progress=False)
+    assert set(report["inputs"]) == {path.name for path in snapshot.iterdir()}
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert saved.keys() == read.tensors.keys()
+    assert all(saved[name].equal(stored.load()) for name, stored in read.tensors.items())
+
+
+@pytest.mark.parametrize("to", ["../../blobs/../secret", "../../../secret", "secret", "../../other/x", "/secret", ".."])
+def test_links_that_leave_the_cache_are_refused(tmp_path, to):
+    snapshot = cached(tmp_path)
+    blob = (snapshot / "config.json").resolve()
+    for place in ("secret", "models--x/secret", "models--x/snapshots/0a1b/secret", "models--x/other/x"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_bytes(blob.read_bytes())
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(to)
+    with pytest.raises(CheckpointError, match=r"config\.json: expected a "):
+        read_folder(snapshot, follow_links=True)
+
+
+@pytest.mark.parametrize("fault", ["linked blob", "linked blobs", "no snapshot", "missing", "changed"])
+def test_a_cache_that_is_none_is_refused(tmp_path, fault):
+    snapshot = cached(tmp_path)
+    blob = (snapshot / "tokenizer.json").resolve()
+    if fault == "linked blob":
+        blob.rename(tmp_path / "moved")
+        blob.symlink_to(tmp_path / "moved")
+    elif fault == "linked blobs":
+        blob.parent.rename(tmp_path / "moved")
+        blob.parent.symlink_to(tmp_path / "moved")
+    elif fault == "no snapshot":
+        snapshot.parent.rename(snapshot.parent.with_name("versions"))
+        snapshot = tmp_path / "models--x" / "versions" / "0a1b"
+    elif fault == "missing":
+        blob.unlink()
+    else:
+        read = read_folder(snapshot, follow_links=True)
+        blob.write_text("{}")
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json: changed during the conversion"):
+            convert(read, tmp_path / "out", identity, progress=False)
+        return
+    with pytest.raises(CheckpointError, match=": expected "):
+        read_folder(snapshot, follow_links=True)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
@@ -315,10 +383,14 @@ CONFIG_LIES = [
     ({"num_attention_heads": 10**9}, "num_attention_heads: expected a count"),
     ({"num_attention_heads": None}, "num_attention_heads: expected a count"),
     ({"hidden_size": "16"}, "hidden_size: expected a count"),
-    ({"model_type": "olmo2"}, "model_type: expected one of llama, .*got 'olmo2'"),
+    ({"model_type": "mamba"}, "model_type: expected one of llama, .*got 'mamba'"),
     ({"model_type": None}, "model_type: expected one of"),
     ({"model_type": ["llama"]}, "model_type: expected one of"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config: packed weights"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config: expected plain weights, got some packed, which"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: .* packed by 'gptq', which cannot"),
+    ({"quantization_config": {"quant_method": "bitsandbytes"}}, "packed by 'bitsandbytes'"),
+    ({"compression_config": {"quant_method": "compressed-tensors"}}, "packed by 'compressed-tensors'"),
+    ({"model_type": "llava", "text_config": {"quantization_config": {"quant_method": "awq"}}}, "packed by 'awq'"),
 ]
 
 

@@ -117,7 +117,7 @@ def test_the_report_says_what_was_done(tmp_path, sources, text, capsys):
     assert report["cache_bytes_per_token"] == {"before": 3 * 2 * 8 * 4 * 4, "after": 3 * 2 * 2 * 4 * 4}
     assert report["settings"]["calibration"].keys() == {"text_sha256", "samples", "length"}
     assert report["settings"]["kv_heads"] == 2
-    assert report["settings"]["merge"] == "mean"
+    assert report["settings"]["merge"] == "principal"
     assert all(row.keys() == {"layer", *converters.ERRORS} and row["key_error"] > 0.1 for row in report["layers"])
     measures = report["measures"]
     assert measures["tokens"] == 20
@@ -334,7 +334,7 @@ def test_what_no_loader_would_load_is_not_made(tmp_path, kind, capsys):
         (("--kv-heads", "3"), "num_kv_heads: expected a divisor of the 8 KV heads that there are, got 3"),
         (("--kv-heads", "16"), "expected a divisor of the 8 KV heads that there are, got 16"),
         (("--kv-heads", "0"), "num_kv_heads"),
-        (("--kv-heads", "2", "--rank", "4", "--reach", "9"), "--rank, --reach: means nothing with --to gqa"),
+        (("--kv-heads", "2", "--rank", "4", "--reach", "9"), "--rank: means nothing with --to gqa"),
         (("--to", "mla"), "--rank: expected with --to mla"),
         (("--to", "mla", "--rank", "4", "--align", "none"), "--align: means nothing with --to mla"),
         (("--kv-heads", "2", "--length", "9"), "--length: means nothing without --text"),
@@ -473,9 +473,9 @@ def test_logits_that_differ_though_nothing_was_lost(tmp_path, monkeypatch, capsy
     load(tmp_path / "out")
 
 
-def _swapped(heads):
-    heads.k.copy_(heads.k.flip(0))
-    return heads
+def _swapped(merged):
+    merged.heads.k.copy_(merged.heads.k.flip(0))
+    return merged
 
 
 @pytest.mark.parametrize("name", ["q_norm.weight", "o_proj.bias"])

@@ -24,7 +24,8 @@ from transformers import (
 from attnlib import CAUSAL, FULL, MultiHeadAttention
 from attnlib.convert.checkpoint import CheckpointError, convert, identity
 from attnlib.convert.checkpoint.layer import LayerShape
-from attnlib.convert.checkpoint.names import FAMILIES, family_of, find_layers, join, split
+from attnlib.convert.checkpoint.names import family_of, find_layers, join, split, text_of
+from attnlib.families import STORED
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER = SIZES | {"num_key_value_heads": 4, "intermediate_size": 40, "head_dim": 8}
@@ -126,40 +127,42 @@ def test_gpt2_fuses_fewer_heads(tmp_path):
 
 
 @given(
-    family=st.sampled_from(FAMILIES),
+    kind=st.sampled_from(sorted(STORED)),
     kv_heads=st.sampled_from([1, 2, 4]),
     head_dim=st.integers(1, 4),
     bias=st.booleans(),
 )
-def test_joining_undoes_splitting(family, kv_heads, head_dim, bias):
-    shape = LayerShape(0, 5, 4, kv_heads, head_dim)
+def test_joining_undoes_splitting(kind, kv_heads, head_dim, bias):
+    family = STORED[kind]
+    shape = LayerShape(0, 5, 4, 4 if family.is_by_head else kv_heads, head_dim)
     stored = {}
-    for disk, ours in family.projections:
+    for disk, ours in family.weights:
         if ours[0] in shape.rows:
             rows, columns = sum(shape.rows[part] for part in ours), 4 * head_dim if ours == ("o_proj",) else 5
-            stored[f"{disk}.weight"] = torch.randn(*((columns, rows) if family.transposed else (rows, columns)))
+            stored[f"{disk}.weight"] = torch.randn(*((columns, rows) if family.is_transposed else (rows, columns)))
             stored |= {f"{disk}.bias": torch.randn(rows)} if bias else {}
         else:
             stored[f"{disk}.weight"] = torch.randn(head_dim)
     weights = split(family, stored, shape)
     assert {name: len(weights[f"{name}.weight"]) for name in shape.rows} == shape.rows
-    joined = join(family, weights)
+    joined = join(family, weights, shape)
     assert joined.keys() == stored.keys()
     assert all(joined[name].equal(x) for name, x in stored.items())
 
 
 def test_what_a_family_has_no_name_for_keeps_ours():
     new = {"q_proj.weight": torch.ones(2, 3), "kv_b_proj.weight": torch.ones(4, 3)}
-    for family in FAMILIES:
-        joined = join(family, new)
+    for family in STORED.values():
+        joined = join(family, new, LayerShape(0, 3, 1, 1, 2))
         assert joined["kv_b_proj.weight"] is new["kv_b_proj.weight"]
         assert len(joined) == 2
 
 
 def test_layers_are_found_in_their_order_whatever_the_prefix():
-    for prefix in ("model.layers.", "layers."):
+    for prefix in ("model.layers.", "layers.", "model.language_model.layers.", "language_model.model.layers."):
         names = [f"{prefix}{layer}.self_attn.q_proj.weight" for layer in (10, 2, 0)]
-        layers, unknown = find_layers(FAMILIES[0], [*names, "lm_head.weight", f"x.{names[0]}"])
+        seeing = "vision_tower.encoder.layers.0.self_attn.q_proj.weight"
+        layers, unknown = find_layers(STORED["llama"], [*names, "lm_head.weight", f"x.{names[0]}", seeing])
         assert [(layer, found.prefix) for layer, found in layers.items()] == [
             (layer, f"{prefix}{layer}.self_attn.") for layer in (0, 2, 10)
         ]
@@ -168,9 +171,27 @@ def test_layers_are_found_in_their_order_whatever_the_prefix():
 
 @pytest.mark.parametrize("number", ["²", "1" * 5000])
 def test_no_layer_has_such_a_number(number):
-    assert find_layers(FAMILIES[0], [f"layers.{number}.self_attn.q_proj.weight"]) == ({}, [])
+    assert find_layers(STORED["llama"], [f"layers.{number}.self_attn.q_proj.weight"]) == ({}, [])
 
 
-def test_a_stranger_is_refused_though_its_names_are_known():
-    with pytest.raises(CheckpointError, match=r"model_type: expected one of llama, .* got 'olmo2'"):
-        family_of("olmo2")
+@pytest.mark.parametrize("kind", ["mamba", None, ["llama"], {}])
+def test_a_stranger_is_refused_though_its_names_are_known(kind):
+    with pytest.raises(CheckpointError, match=r"model_type: expected one of llama, .*, llava, .* got "):
+        family_of(text_of({"model_type": kind}).get("model_type"))
+
+
+def test_the_text_of_a_model_that_also_sees():
+    assert text_of({"model_type": "llama", "text_config": 1})["text_config"] == 1
+    for kind, own in (
+        ("llava", "qwen2"),
+        ("mistral3", "qwen2"),
+        ("gemma3", "gemma3_text"),
+        ("qwen2_vl", "qwen2_vl_text"),
+    ):
+        text = text_of({"model_type": kind, "text_config": {"model_type": "qwen2", "x": 1}})
+        assert text == {"model_type": own, "x": 1}
+    assert text_of({"model_type": "llava", "text_config": {}}) == {"model_type": "llama"}
+    assert text_of({"model_type": "qwen2_5_vl", "x": 1}) == {"model_type": "qwen2_5_vl_text", "x": 1}
+    for part in ({}, {"text_config": None}, {"text_config": "x"}):
+        with pytest.raises(CheckpointError, match="text_config: expected an object"):
+            text_of({"model_type": "llava"} | part)

@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from attnlib.convert.checkpoint.errors import CheckpointError
 from attnlib.convert.checkpoint.source_rope import rope_of
+from attnlib.rope import Linear, Rope
 
 CONFIG = {
     "model_type": "llama",
@@ -98,7 +100,7 @@ def test_an_old_name_of_the_kind():
     assert rope_of(old) == rope_of(CONFIG | {"rope_parameters": {"rope_type": "linear", "factor": 4.0}})
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "bert"])
+@pytest.mark.parametrize("model_type", ["gpt2", "bert", "opt"])
 def test_learned_positions_are_no_rope(model_type):
     assert rope_of({"model_type": model_type}) is None
 
@@ -106,8 +108,9 @@ def test_learned_positions_are_no_rope(model_type):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"rope_parameters": {"rope_type": "longrope"}}, r"rope_parameters: expected a rope_type of .*got 'longrope'"),
-        ({"rope_scaling": {"type": "su"}}, r"rope_scaling: expected a rope_type of .*got 'su'"),
+        ({"rope_parameters": {"rope_type": "x"}}, r"rope_parameters: expected a rope_type of .*got 'x'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, r"rope_parameters: expected short_factor with 'longrope'"),
+        ({"rope_scaling": {"type": "su"}}, r"rope_scaling: expected short_factor with 'longrope'"),
         ({"rope_scaling": {"type": ["x"]}}, r"got .*x"),
         ({"rope_scaling": "linear"}, r"rope_scaling: expected an object, got linear"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, r"one rope for each kind of layer"),
@@ -130,3 +133,73 @@ def test_learned_positions_are_no_rope(model_type):
 def test_what_is_no_rope_of_ours(fields, match):
     with pytest.raises(CheckpointError, match=match):
         rope_of(CONFIG | fields)
+
+
+GEMMA3 = {"model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 12}
+
+
+@pytest.mark.parametrize(
+    ("fields", "window", "full"),
+    [
+        ({}, Rope(256, 1e4), Rope(256, 1e6)),
+        ({"rope_theta": 5e5, "rope_local_base_freq": 100.0}, Rope(256, 100.0), Rope(256, 5e5)),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, Rope(256, 1e4), Rope(256, 1e6, Linear(8.0))),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 9.0}, "full_attention": {"rope_theta": 8.0}}},
+            Rope(256, 9.0),
+            Rope(256, 8.0),
+        ),
+        ({"rope_parameters": {"full_attention": None}}, Rope(256, 1e4), Rope(256, 1e6)),
+        ({"head_dim": 32, "layer_types": ["full_attention", "sliding_attention"] * 6}, Rope(32, 1e6), Rope(32, 1e4)),
+    ],
+)
+def test_layers_with_a_window_have_a_rope_of_their_own(fields, window, full):
+    """By default five of six have one, of which the fifth and the sixth are asked for."""
+    assert (rope_of(GEMMA3 | fields, 4), rope_of(GEMMA3 | fields, 5)) == (window, full)
+    assert rope_of(GEMMA3 | fields) == rope_of(GEMMA3 | fields, 0)
+    assert rope_of({"model_type": "gemma3", "text_config": GEMMA3 | fields}, 5) == full
+
+
+def test_ropes_of_gemma_3_are_transformers():
+    read = Gemma3TextConfig(**GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    theirs = Gemma3RotaryEmbedding(read)
+    for index, kind in ((4, "sliding_attention"), (5, "full_attention")):
+        ours = rope_of(GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, index)
+        torch.testing.assert_close(ours.inverse_frequencies(), getattr(theirs, f"{kind}_inv_freq"), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "rotating"),
+    [
+        ("smollm3", {}, [0, 1, 2, 4]),
+        ("smollm3", {"no_rope_layer_interval": 2}, [0, 2, 4]),
+        ("smollm3", {"no_rope_layers": [0, 0, 1, 0, 1]}, [2, 4]),
+        ("cohere2", {}, [0, 1, 2, 4]),
+        ("cohere2", {"sliding_window_pattern": 2}, [0, 2, 4]),
+        ("cohere2", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"] * 2}, [3, 4]),
+    ],
+)
+def test_some_layers_have_no_rope(kind, fields, rotating):
+    config = {"model_type": kind, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5} | fields
+    assert [index for index in range(5) if rope_of(config, index)] == rotating
+    assert rope_of(config) == rope_of(config, rotating[0])
+
+
+def test_names_of_gpt_neox():
+    config = {"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4}
+    assert rope_of(config) == Rope(4)
+    assert rope_of(config | {"rotary_pct": 0.5, "rotary_emb_base": 7.0, "rope_theta": 3.0}) == Rope(8, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (GEMMA3 | {"rope_parameters": {"rope_theta": 1e4}}, "expected one rope for each kind of layer"),
+        (GEMMA3 | {"layer_types": "sliding_attention"}, "layer_types: expected an entry for layer 0"),
+        (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern: expected a count"),
+        ({"model_type": "smollm3", "no_rope_layers": []}, "no_rope_layers: expected an entry for layer 0"),
+    ],
+)
+def test_what_layers_are_not_told(config, match):
+    with pytest.raises(CheckpointError, match=match):
+        rope_of(config)

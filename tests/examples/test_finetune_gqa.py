@@ -3,27 +3,30 @@
 import json
 import shutil
 from contextlib import redirect_stdout
-from copy import deepcopy
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
 import finetune_gqa
 import pytest
-import resumable
-import text
 import torch
-import training
-import variants
 from recovery import Result, better, close
-from resumable import fit
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from variants import Preset
 
-NAMES = ["MHA, trained on", "GQA, mean-pool", "GQA, regroup + align", "MLA, plain SVD", "MLA, whitened"]
+from attnlib.finetune import training
+
+NAMES = [
+    "MHA, trained on",
+    "GQA, mean-pool",
+    "GQA, regroup + align",
+    "GQA, principal",
+    "MLA, plain SVD",
+    "MLA, whitened",
+]
 NAMES += ["MLA, as DeepSeek"]
 TOKENS = torch.arange(30).reshape(2, 15) * 7 % 100
 
@@ -84,7 +87,8 @@ def test_a_small_run_prints_and_writes_everything(finished):
 
 
 @pytest.mark.parametrize(
-    ("folder", "kind"), [("mha", "Llama"), ("gqa-mean", "Llama"), ("gqa", "Llama"), ("mla", "DeepseekV3")]
+    ("folder", "kind"),
+    [("mha", "Llama"), ("gqa-mean", "Llama"), ("gqa-aligned", "Llama"), ("gqa", "Llama"), ("mla", "DeepseekV3")],
 )
 def test_transformers_reads_the_folders_and_says_the_same(finished, folder, kind):
     theirs = AutoModelForCausalLM.from_pretrained(finished.out / folder, trust_remote_code=False)
@@ -96,7 +100,7 @@ def test_transformers_reads_the_folders_and_says_the_same(finished, folder, kind
 @pytest.mark.parametrize("saves", [0, 3, 11])
 def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(finished, tmp_path, monkeypatch, saves):
     """At the start and at the end of the first training, and halfway in that of a student."""
-    save_state, left = resumable.save_state, [saves]
+    save_state, left = training.save_state, [saves]
 
     def interrupt(*state):
         if not left[0]:
@@ -105,18 +109,18 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(finished, tmp_pat
         save_state(*state)
 
     with monkeypatch.context() as patched:
-        patched.setattr(resumable, "save_state", interrupt)
+        patched.setattr(training, "save_state", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(finished.text, tmp_path)
     assert len(states(tmp_path)) < 9
     run(finished.text, tmp_path)
-    assert len(states(finished.out)) == 9
+    assert len(states(finished.out)) == 11
     assert states(tmp_path) == states(finished.out)
 
 
 def test_a_finished_run_trains_nothing_again(finished, tmp_path, monkeypatch, capsys):
     shutil.copytree(finished.out, tmp_path / "out")
-    monkeypatch.setattr(resumable, "optimise", None)
+    monkeypatch.setattr(training, "take_step", None)
     run(finished.text, tmp_path / "out")
     again = capsys.readouterr().out.splitlines()[:-1]  # the last line names the folder
     assert [line.rsplit("|", 2)[0] for line in again] == [line.rsplit("|", 2)[0] for line in finished.printed[:-1]]
@@ -182,18 +186,21 @@ def test_a_source_is_converted_with_its_own_tokens(text_file, tmp_path, tokenize
     assert sorted(begun["source_sha256"]) == sorted(file.name for file in source.iterdir())
 
 
-def test_a_resumable_run_trains_as_any_other(text_file, tmp_path):
-    preset, corpus = finetune_gqa.PRESETS["tiny"], text.load(text_file)
-    torch.manual_seed(0)
-    plain = variants.make_model("mha", preset)
-    model = deepcopy(plain)
-    training.train(plain, corpus, preset, label="plain", seed=3)
-    options = {"path": tmp_path / "state", "label": "fit", "seed": 3, "every": 3}
-    scores = iter("abc")
-    curve = fit(model, corpus, preset, lambda t, _: training.text_bits(model, t), lambda: next(scores), **options)
-    assert curve == [(0, "a"), (3, "b"), (4, "c")]
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+def test_a_short_run_does_not_unlearn_what_the_original_knew(finished, monkeypatch, tmp_path):
+    """Its yardstick starts at the rate at which the original's training ended, and no step goes faster."""
+    rates = []
+
+    def note(student, teacher, optimizer, *rest):
+        rates.append(optimizer.param_groups[0]["lr"])
+        return {"loss": 0.0}
+
+    shutil.copytree(finished.out, tmp_path / "out")
+    (tmp_path / "out" / "state" / "mha-on.safetensors").unlink()
+    monkeypatch.setattr(training, "take_step", note)
+    run(finished.text, tmp_path / "out")
+    ended = finetune_gqa.FINAL_RATE * finetune_gqa.PRESETS["tiny"].learning_rate
+    assert len(rates) == 5
+    assert max(rates) == pytest.approx(ended)
 
 
 def test_verdicts_follow_the_figures():

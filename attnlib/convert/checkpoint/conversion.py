@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError, DamageError, NoSpaceError, RequestError, VerificationError
-from .folder import CONFIG, INDEX, buffer_for, read_folder
+from .folder import CONFIG, INDEX, Checkpoint, buffer_for, read_folder
 from .layer import LayerConverter
 from .model import Model, read_model
 from .plain_json import dump, parse_object
@@ -32,7 +32,7 @@ TOOL = "attnlib checkpoint conversion 3"  # counts up when the same request give
 
 
 def convert(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Checkpoint,
     out: str | os.PathLike[str],
     convert_layer: LayerConverter,
     *,
@@ -45,6 +45,8 @@ def convert(
     progress: bool = True,
 ) -> dict[str, object]:
     """Convert the attention of the checkpoint in the folder ``source`` into the new folder ``out``; returns its report.
+
+    ``source`` may be what ``read_folder`` has read, as with ``follow_links=True`` of a download cache's snapshot.
 
     ``convert_layer`` gets a layer's weights by this library's parameter names, and its shape; it must be a pure
     function, and ``settings`` (plain JSON) must name it and everything else that decides what it returns: with equal
@@ -65,7 +67,8 @@ def convert(
         NoSpaceError: 5, no room, or a quota used up.
         OutputError: 1, it cannot be written for another reason.
     """
-    source, target = Path(source).resolve(), Path(os.path.abspath(out))
+    read = source if isinstance(source, Checkpoint) else None
+    source, target = Path(source if read is None else read.folder).resolve(), Path(os.path.abspath(out))
     if type(max_shard_size) is not int or max_shard_size < 1:
         raise RequestError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size!r}")
     settings = parse_object(dump(settings or {}), "settings")  # as it will be read again
@@ -73,7 +76,7 @@ def convert(
     with clean_errors("nothing was written"), only_one(target), torch.no_grad():
         unfinished = remove_leftovers(target)
         _require_free(target, overwrite)
-        model = read_model(read_folder(source))
+        model = read_model(read_folder(source) if read is None else read)
         with _bar(model, progress) as bar:
             bar.set_description_str("hashing")
             inputs, nonfinite = scan(model.checkpoint, bar.update)

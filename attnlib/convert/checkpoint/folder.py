@@ -1,7 +1,8 @@
 """A folder with a checkpoint in it, checked before anything in it is trusted.
 
 Only plain files directly in the folder are opened, by names that say nothing but a name; each file has a size limit and
-must stay as it was when it was first seen.
+must stay as it was when it was first seen. Links are refused, but for those of a download cache, where that is asked
+for: they lead from ``snapshots/<revision>`` to a plain file in ``blobs`` beside ``snapshots``, and nowhere else.
 """
 
 import errno
@@ -9,6 +10,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -43,28 +45,29 @@ COPIED = (
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A plain file and what would show that somebody changed it: inode, size and time of the last write."""
+    """A plain file and what would show that somebody changed it: inode, size and time of the last write.
+
+    ``path`` is where it lies, of a link in a cache behind the link, and ``name`` what it is called.
+    """
 
     path: Path
+    name: str
     size: int
     identity: tuple[int, ...]
 
     @classmethod
-    def at(cls, path: Path, *, limit: int | None = None) -> "SourceFile":
-        """The file at ``path``, of at most ``limit`` bytes.
+    def at(cls, path: Path, *, limit: int | None = None, follow_links: bool = False) -> "SourceFile":
+        """The file at ``path``, of at most ``limit`` bytes; with ``follow_links`` also a cache's, behind its link.
 
         Raises:
             CheckpointError: it is missing, a link, no plain file, unreadable or too large.
         """
-        with _open_plain(path) as file:
+        place = _blob(path) if follow_links and path.is_symlink() else path
+        with _open_plain(place) as file:
             status = os.fstat(file.fileno())
         if limit is not None and status.st_size > limit:
             raise CheckpointError(f"{path.name}: expected at most {limit} bytes, got {status.st_size}")
-        return cls(path, status.st_size, _identity(status))
-
-    @property
-    def name(self) -> str:
-        return self.path.name
+        return cls(place, path.name, status.st_size, _identity(status))
 
     def check(self) -> None:
         """Raises CheckpointError if this is no longer the file that was first seen."""
@@ -141,8 +144,10 @@ def buffer_for(size: int) -> memoryview:
     return memoryview(bytearray(min(size, CHUNK)))
 
 
-def read_folder(source: Path) -> Checkpoint:
+def read_folder(source: Path, *, follow_links: bool = False) -> Checkpoint:
     """Check the folder ``source`` and read all of it but the tensors: config.json and the header of each shard.
+
+    ``follow_links`` takes a snapshot of a download cache, whose files are links to the cache's own.
 
     Raises:
         CheckpointError: something is missing, malformed or unsafe; names the file and what to do.
@@ -158,21 +163,22 @@ def read_folder(source: Path) -> Checkpoint:
             f"; {pickles[0]} may run code when it is opened: convert it to safetensors elsewhere" if pickles else ""
         )
         raise CheckpointError(f"{source}: expected {WEIGHTS} or {INDEX}, got neither{advice}")
-    config = SourceFile.at(source / CONFIG, limit=MAX_CONFIG)
+    at = partial(SourceFile.at, follow_links=follow_links)
+    config = at(source / CONFIG, limit=MAX_CONFIG)
     described_by, weight_map = (config,), None
     if INDEX in names:
-        index = SourceFile.at(source / INDEX, limit=MAX_INDEX)
+        index = at(source / INDEX, limit=MAX_INDEX)
         described_by += (index,)
         weight_map = _weight_map(parse_object(index.read(), INDEX))
     shard_names = sorted(set(weight_map.values())) if weight_map is not None else [WEIGHTS]
-    shards = tuple(SourceFile.at(source / name) for name in shard_names)
+    shards = tuple(at(source / name) for name in shard_names)
     tensors = {}
     for shard in shards:
         held = _header(shard)
         if weight_map is not None:
             _agree(held, {tensor for tensor, name in weight_map.items() if name == shard.name}, shard.name)
         tensors |= {tensor: StoredTensor(shard, entry) for tensor, entry in held.items()}
-    copied = tuple(SourceFile.at(source / name, limit=MAX_COPIED) for name in COPIED if name in names)
+    copied = tuple(at(source / name, limit=MAX_COPIED) for name in COPIED if name in names)
     read = {file.name for file in described_by + shards + copied}
     left = tuple(name for name in names if name not in read)
     return Checkpoint(source, parse_object(config.read(), CONFIG), tensors, shards, described_by, copied, left)
@@ -216,6 +222,21 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def _blob(path: Path) -> Path:
+    """Where the link ``path`` of a snapshot leads, which must be a blob of the same cache.
+
+    Raises:
+        CheckpointError: the folder is no snapshot, or the link leads elsewhere.
+    """
+    snapshots, to = path.parent.resolve().parent, PurePosixPath(os.readlink(path))
+    blobs = snapshots.parent / "blobs"
+    if snapshots.name != "snapshots" or blobs.is_symlink():
+        raise CheckpointError(f"{path.name}: expected a plain file or a link of a download cache, got another link")
+    if to.parts != ("..", "..", "blobs", to.name):
+        raise CheckpointError(f"{path.name}: expected a link to ../../blobs, as in a download cache, got {str(to)!r}")
+    return blobs / to.name
+
+
 def _open_plain(path: Path):
     try:
         # No link is followed, and nobody waits for the other end of a pipe.
@@ -225,7 +246,7 @@ def _open_plain(path: Path):
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise CheckpointError(f"{path.name}: cannot be opened: {error.strerror}") from error
-        advice = "links of a download cache become files with `hf download --local-dir`"
+        advice = "follow_links (--follow-links) takes those of a download cache, `hf download --local-dir` makes files"
         raise CheckpointError(f"{path.name}: expected a plain file, got a link; {advice}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

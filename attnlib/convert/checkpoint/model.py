@@ -5,17 +5,18 @@ from dataclasses import dataclass
 
 import torch
 
+from ...families import Stored
 from ...kv import DTYPES, KVLayout
 from .errors import CheckpointError
 from .folder import CONFIG, Checkpoint
 from .header import Entry
 from .layer import LayerShape
-from .names import Family, Layer, family_of, find_layers
+from .names import PARAMETERS, TEXT, Layer, family_of, find_layers, text_of
 
 MAX_COUNT = 2**24  # of heads, layers or channels; a larger number is a mistake or an attack
 FLOATS = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code")  # they name code that a loader would run
-LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+KV_HEADS = "num_key_value_heads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,15 @@ class Model:
     """A checkpoint whose layers are known: where their weights are, and ``unknown`` tensors beside these."""
 
     checkpoint: Checkpoint
-    family: Family
+    family: Stored
     shape: LayerShape
     layers: Mapping[int, Layer]
     unknown: tuple[str, ...]
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """config.json, or the part of it that describes the text model."""
+        return text_of(self.checkpoint.config)
 
     def stored(self, index: int) -> dict[str, Entry]:
         """The tensors of a layer by their names on disk, prefix excluded."""
@@ -47,16 +53,17 @@ def read_model(checkpoint: Checkpoint) -> Model:
         CheckpointError: a model that the table of names does not know, packed weights, a layer missing, or a size that
             differs from what config.json says; names the tensor and both numbers.
     """
-    config = checkpoint.config
-    for key in ("quantization_config", "compression_config"):
-        if config.get(key) is not None:
-            raise CheckpointError(
-                f"{CONFIG}: {key}: packed weights cannot be converted; dequantise them elsewhere first"
-            )
+    config = text_of(checkpoint.config)
+    _require_plain(checkpoint.config)
     family = family_of(config.get("model_type"))
     shape = shape_of(config, family)
+    if family.clip is not None and config.get(family.clip) is not None:
+        raise CheckpointError(
+            f"{CONFIG}: {family.clip}: expected null, got {str(config[family.clip])[:80]}; "
+            "heads whose channels are clipped cannot be converted"
+        )
     layers, unknown = find_layers(family, checkpoint.tensors)
-    count = _count(config, family.layers)
+    count = _count(config, family.layers, family.sizes.layers)
     if sorted(layers) != list(range(count)):
         raise CheckpointError(f"{CONFIG}: {family.layers}: expected {len(layers)} as stored, got {count}")
     model = Model(checkpoint, family, shape, layers, tuple(unknown))
@@ -65,29 +72,29 @@ def read_model(checkpoint: Checkpoint) -> Model:
     return model
 
 
-def shape_of(config: Mapping[str, object], family: Family) -> LayerShape:
-    """The shape of layer 0; all layers have the same."""
-    width, heads = _count(config, family.width), _count(config, family.heads)
-    kv_heads = _count(config, "num_key_value_heads", default=heads)
-    head_dim = _count(config, "head_dim", default=max(1, width // heads))
+def shape_of(config: Mapping[str, object], family: Stored) -> LayerShape:
+    """The shape of layer 0 of the text model; all layers have the same."""
+    config, sizes = text_of(config), family.sizes
+    width, heads = _count(config, family.width, sizes.width), _count(config, family.heads, sizes.heads)
+    kv_heads = _count(config, KV_HEADS, None if family.kv_heads is None else sizes.kv_heads, null=heads)
+    head_dim = max(1, width // heads)
+    if family.head_dim is not None:
+        head_dim = _count(config, family.head_dim, sizes.head_dim, null=head_dim)
     if heads % kv_heads:
-        raise CheckpointError(f"{CONFIG}: num_key_value_heads: expected a divisor of {heads} heads, got {kv_heads}")
+        raise CheckpointError(f"{CONFIG}: {KV_HEADS}: expected a divisor of {heads} heads, got {kv_heads}")
     return LayerShape(0, width, heads, kv_heads, head_dim)
 
 
-def check_layer(stored: Mapping[str, Entry], family: Family, shape: LayerShape, prefix: str) -> None:
+def check_layer(stored: Mapping[str, Entry], family: Stored, shape: LayerShape, prefix: str) -> None:
     """Raises CheckpointError unless a layer has all its weights, as floats, of the sizes that ``shape`` says."""
-    for disk, ours in family.projections:
-        rows = [shape.rows.get(part, shape.head_dim) for part in ours]
-        columns = shape.heads * shape.head_dim if ours == ("o_proj",) else shape.width
+    for disk, ours in family.weights:
         if f"{disk}.weight" not in stored and ours[0] in shape.rows:
             raise CheckpointError(f"{prefix}{disk}.weight: expected in every layer, and it is missing")
-        for parameter in ("weight", "bias"):
+        for parameter in PARAMETERS:
             name = f"{disk}.{parameter}"
             if name not in stored:
                 continue
-            wanted = (sum(rows), columns) if parameter == "weight" and ours[0] in shape.rows else (sum(rows),)
-            wanted = wanted[::-1] if family.transposed else wanted
+            wanted = _wanted(family, shape, ours, parameter)
             if stored[name].shape != wanted:
                 raise CheckpointError(
                     f"{prefix}{name}: expected {list(wanted)}, as {CONFIG} says with {shape.heads} heads, "
@@ -98,15 +105,48 @@ def check_layer(stored: Mapping[str, Entry], family: Family, shape: LayerShape, 
                 raise CheckpointError(f"{prefix}{name}: expected a floating dtype, got {stored[name].dtype}")
 
 
+def _wanted(family: Stored, shape: LayerShape, ours: tuple[str, ...], parameter: str) -> tuple[int, ...]:
+    """The shape on disk of what these of our weights are in."""
+    if ours[0] not in shape.rows:  # norms
+        heads = shape.heads if ours[0] == "q_norm" else shape.kv_heads
+        whole = {"shared": (shape.head_dim,), "joined": (heads * shape.head_dim,), "apart": (heads, shape.head_dim)}
+        return whole[family.gains]
+    rows = sum(shape.rows[part] for part in ours)
+    if parameter == "bias":
+        return (rows,)
+    wanted = (rows, shape.heads * shape.head_dim if ours == ("o_proj",) else shape.width)
+    return wanted[::-1] if family.is_transposed else wanted
+
+
 def edit_config(config: Mapping[str, object], fields: Mapping[str, object], shape: LayerShape) -> dict[str, object]:
     """``config`` with the converter's ``fields``, an explicit ``head_dim``, and no key that names code to run.
 
-    Fields that have a ``model_type`` are those of another model, and all of its config.
+    Of a model that also sees, they go into its ``text_config``, if there is one. Fields that have a ``model_type`` are
+    those of another model, and all of its config.
     """
     if "model_type" in fields:
         return dict(fields)
-    kept = {key: value for key, value in config.items() if key not in CODE_KEYS}
-    return kept | ({"head_dim": shape.head_dim} if fields else {}) | dict(fields)
+    new = dict(fields)
+    if fields and family_of(text_of(config).get("model_type")).head_dim is not None:
+        new = {"head_dim": shape.head_dim} | new
+    kept = _without_code(config)
+    if text_of(config) is config or TEXT not in config:
+        return kept | new
+    return kept | {TEXT: kept[TEXT] | new}
+
+
+def _without_code(config: Mapping[str, object]) -> dict[str, object]:
+    """``config``, and all objects in it, without keys that name code."""
+    return {
+        key: _without_code(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in CODE_KEYS
+    }
+
+
+def has_key_norms(model: Model) -> bool:
+    """Whether some layer has a norm between its keys and their scores."""
+    return any("k_norm" in name for layer in model.layers.values() for name in layer.stored)
 
 
 def is_latent(config: Mapping[str, object]) -> bool:
@@ -124,8 +164,23 @@ def token_bytes(config: Mapping[str, object], model: Model) -> int:
     return len(model.layers) * layout.token_bytes
 
 
-def _count(config: Mapping[str, object], key: str, *, default: int | None = None) -> int:
-    value = default if config.get(key) is None and default is not None else config.get(key)
+def _require_plain(config: Mapping[str, object]) -> None:
+    """Raises CheckpointError for packed weights, with the name of what packed them."""
+    for key in ("quantization_config", "compression_config"):
+        for part in (config, text_of(config)):
+            if (packed := part.get(key)) is not None:
+                method = packed.get("quant_method") if isinstance(packed, Mapping) else None
+                by = f" by {method[:80]!r}" if isinstance(method, str) else ""
+                raise CheckpointError(
+                    f"{CONFIG}: {key}: expected plain weights, got some packed{by}, which cannot be converted; "
+                    "take the original, or dequantise it elsewhere first"
+                )
+
+
+def _count(config: Mapping[str, object], key: str, absent: int | None, *, null: int | None = None) -> int:
+    """A count of ``config``: ``absent`` where it has none, and where that or the value is null, ``null``."""
+    value = config.get(key, absent)
+    value = null if value is None else value
     if type(value) is not int or not 1 <= value <= MAX_COUNT:
         raise CheckpointError(f"{CONFIG}: {key}: expected a count of 1 to {MAX_COUNT}, got {str(value)[:80]}")
     return value

@@ -1,4 +1,4 @@
-"""What each kind of model calls the weights of its attention on disk: one table, and two functions that use it."""
+"""A layer's weights by their names on disk and by ours, after the table of families."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -7,56 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...families import SEEING, STORED, Stored
 from .errors import CheckpointError
 from .layer import LayerShape
 
 PARAMETERS = ("weight", "bias")
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Models whose attention is stored alike.
-
-    ``prefix`` matches what comes before the name of a projection; its group is the layer. ``projections`` pairs the
-    name on disk with ours; several of ours are fused, one after another. ``transposed`` weights are ``[in, out]``.
-    The rest are the keys of config.json.
-    """
-
-    model_types: tuple[str, ...]
-    prefix: str
-    projections: tuple[tuple[str, tuple[str, ...]], ...]
-    transposed: bool = False
-    layers: str = "num_hidden_layers"
-    heads: str = "num_attention_heads"
-    width: str = "hidden_size"
-
-
-FAMILIES = (
-    Family(
-        ("llama", "mistral", "qwen2", "qwen3"),
-        r"(?:model\.)?layers\.([0-9]{1,6})\.self_attn\.",
-        tuple((name, (name,)) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
-    ),
-    Family(
-        ("gpt2",),
-        r"(?:transformer\.)?h\.([0-9]{1,6})\.attn\.",
-        (("c_attn", ("q_proj", "k_proj", "v_proj")), ("c_proj", ("o_proj",))),
-        transposed=True,
-        layers="n_layer",
-        heads="n_head",
-        width="n_embd",
-    ),
-    Family(
-        ("bert",),
-        r"(?:bert\.)?encoder\.layer\.([0-9]{1,6})\.attention\.",
-        (
-            ("self.query", ("q_proj",)),
-            ("self.key", ("k_proj",)),
-            ("self.value", ("v_proj",)),
-            ("output.dense", ("o_proj",)),
-        ),
-    ),
-)
+TEXT = "text_config"
+BESIDE_TEXT = r"(?:(?:model\.)?language_model\.)?"  # before the names of a text model that is part of a larger one
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +24,45 @@ class Layer:
     stored: tuple[str, ...]
 
 
-def family_of(model_type: object) -> Family:
-    """The family of config.json's ``model_type``.
+def text_of(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The part of config.json that describes the text model: of a model that also sees its ``text_config``.
+
+    Older files of Qwen 2 VL have no such part, and say there what it would.
+
+    Raises:
+        CheckpointError: it is no object.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in SEEING:
+        return config
+    part = config.get(TEXT, config if kind.startswith("qwen2") else None)
+    if not isinstance(part, Mapping):
+        raise CheckpointError(f"config.json: {TEXT}: expected an object, got {str(part)[:80]}")
+    # Classes of their own read the text of all but these two, whatever name it has there.
+    known = part.get("model_type") if kind in ("llava", "mistral3") and part is not config else None
+    return {**part, "model_type": known or SEEING[kind]}
+
+
+def family_of(model_type: object) -> Stored:
+    """The family of config.json's ``model_type``, or of its text's.
 
     Raises:
         CheckpointError: none of the table; its attention may differ from all of these by more than its names.
     """
-    for family in FAMILIES:
-        if model_type in family.model_types:
-            return family
-    known = ", ".join(name for family in FAMILIES for name in family.model_types)
+    if isinstance(model_type, str) and model_type in STORED:
+        return STORED[model_type]
+    known = ", ".join([*STORED, *SEEING])
     raise CheckpointError(f"config.json: model_type: expected one of {known}, got {str(model_type)[:80]!r}")
 
 
-def find_layers(family: Family, tensors: Iterable[str]) -> tuple[dict[int, Layer], list[str]]:
+def find_layers(family: Stored, tensors: Iterable[str]) -> tuple[dict[int, Layer], list[str]]:
     """The attention of each layer, and the tensors inside an attention that the table does not know.
 
     Raises:
         CheckpointError: a layer occurs under two prefixes, or a known projection has an unknown part, such as the
             scale of a packed weight.
     """
-    pattern, found, unknown = re.compile(family.prefix), {}, []
+    pattern, found, unknown = re.compile(rf"{BESIDE_TEXT}{family.stem}{family.path}\."), {}, []
     for tensor in sorted(tensors):
         if not (match := pattern.match(tensor)):
             continue
@@ -95,7 +70,7 @@ def find_layers(family: Family, tensors: Iterable[str]) -> tuple[dict[int, Layer
         layer = found.setdefault(int(match[1]), Layer(match[0], ()))
         if layer.prefix != match[0]:
             raise CheckpointError(f"{tensor!r}: expected layer {match[1]} as {layer.prefix!r} only")
-        projection = next((disk for disk, _ in family.projections if name.startswith(f"{disk}.")), None)
+        projection = next((disk for disk, _ in family.weights if name.startswith(f"{disk}.")), None)
         if projection is None:
             unknown.append(tensor)
         elif name[len(projection) + 1 :] not in PARAMETERS:
@@ -107,27 +82,49 @@ def find_layers(family: Family, tensors: Iterable[str]) -> tuple[dict[int, Layer
     return dict(sorted(found.items())), unknown
 
 
-def split(family: Family, stored: Mapping[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
+def split(family: Stored, stored: Mapping[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
     """A layer's tensors by their names on disk (prefix excluded) as weights by our names."""
     weights = {}
     for name, tensor in stored.items():
         disk, parameter = name.rsplit(".", 1)
-        ours = dict(family.projections)[disk]
-        tensor = tensor.T if family.transposed and tensor.ndim == 2 else tensor
-        parts = tensor.split([shape.rows[part] for part in ours]) if len(ours) > 1 else (tensor,)
+        ours = dict(family.weights)[disk]
+        tensor = tensor.T if family.is_transposed and tensor.ndim == 2 else tensor
+        if len(ours) == 1:
+            parts = (tensor,)
+        elif family.is_by_head:
+            heads = tensor.unflatten(0, (shape.heads, len(ours), shape.head_dim))
+            parts = tuple(part.flatten(0, 1) for part in heads.unbind(1))
+        else:
+            parts = tensor.split([shape.rows[part] for part in ours])
         weights |= {f"{part}.{parameter}": value.contiguous() for part, value in zip(ours, parts, strict=True)}
     return weights
 
 
-def join(family: Family, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of :func:`split`. Weights that the family has no name for keep ours, and our orientation."""
+def join(family: Stored, weights: Mapping[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
+    """The inverse of :func:`split`. Weights that the family has no name for keep ours, and our orientation.
+
+    Raises:
+        CheckpointError: queries, keys and values that are fused head by head have different numbers of heads.
+    """
     left, stored = dict(weights), {}
-    for disk, ours in family.projections:
+    for disk, ours in family.weights:
         for parameter in PARAMETERS:
             names = [f"{part}.{parameter}" for part in ours]
             if all(name in left for name in names):
                 parts = [left.pop(name) for name in names]
-                tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
-                tensor = tensor.T if family.transposed and tensor.ndim == 2 else tensor
+                tensor = _fused(parts, shape, is_by_head=family.is_by_head) if len(parts) > 1 else parts[0]
+                tensor = tensor.T if family.is_transposed and tensor.ndim == 2 else tensor
                 stored[f"{disk}.{parameter}"] = tensor.contiguous()
     return stored | left
+
+
+def _fused(parts: list[Tensor], shape: LayerShape, *, is_by_head: bool) -> Tensor:
+    if not is_by_head:
+        return torch.cat(parts)
+    heads = [part.unflatten(0, (-1, shape.head_dim)) for part in parts]
+    if len({len(part) for part in heads}) > 1:
+        raise CheckpointError(
+            f"layer {shape.index}: expected as many heads of keys and values as of queries, which this kind of model "
+            f"stores head by head, got {', '.join(str(len(part)) for part in heads)}"
+        )
+    return torch.stack(heads, 1).flatten(0, 2)

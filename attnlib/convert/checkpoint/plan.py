@@ -78,7 +78,7 @@ class Layers:
             shape = replace(self.model.shape, index=index)
             converted = self.convert_layer(split(family, stored, shape), shape)
             del stored
-            tensors = {layer.prefix + name: tensor for name, tensor in join(family, converted.weights).items()}
+            tensors = {layer.prefix + name: tensor for name, tensor in join(family, converted.weights, shape).items()}
             self.errors[index] = dict(converted.errors)
             self._last = index, converted, tensors
         return self._last

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 
 from .model import Model, token_bytes
+from .names import TEXT
 from .plan import Plan
 
 REPORT = "conversion_report.json"
@@ -34,7 +35,7 @@ def make_report(
         "outputs": dict(outputs),
         "layers": [{"layer": index, **layers[str(index)]} for index in model.layers],
         "cache_bytes_per_token": {"before": token_bytes(source, model), "after": token_bytes(plan.config, model)},
-        "config_changes": {key: x for key, x in plan.config.items() if key not in source or source[key] != x},
+        "config_changes": _changes(source, plan.config),
         "config_keys_dropped": [key for key in source if key not in plan.config],
         "not_finite": dict(nonfinite),
         "not_copied": list(model.checkpoint.left_behind),
@@ -42,6 +43,13 @@ def make_report(
         "verified": checked["check"] != "failed",
         **checked,
     }
+
+
+def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, object]:
+    """The keys of ``after`` that are new or another value, of the part that describes the text also."""
+    changed = {key: x for key, x in after.items() if key not in before or before[key] != x}
+    old, new = before.get(TEXT), changed.get(TEXT)
+    return changed | ({TEXT: _changes(old, new)} if isinstance(old, Mapping) and isinstance(new, Mapping) else {})
 
 
 def plain_errors(errors: Mapping[str, float]) -> dict[str, float | None]:

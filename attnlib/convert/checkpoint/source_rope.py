@@ -1,59 +1,137 @@
 """The rope that a Hugging Face config.json describes, in the form of transformers 5 or an older one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
+from ...families import Stored
 from ...rope import Rope
 from ...scaling import scaling_of
 from .errors import CheckpointError
 from .folder import CONFIG
 from .model import shape_of
-from .names import family_of
+from .names import family_of, text_of
 
-LEARNED = ("gpt2", "bert")  # their positions are rows of an embedding
-THETA = 10_000.0  # transformers' own default
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+RENAMED = MappingProxyType(
+    {"su": "longrope", "mrope": "default"}
+)  # of Phi 3's first files; of positions in images, one for each token
+WINDOW, FULL = "sliding_attention", "full_attention"
+OLD_KEYS = MappingProxyType({"gpt_neox": ("rotary_emb_base", "rotary_pct")})  # and of all others:
+KEYS = ("rope_theta", "partial_rotary_factor")
+LOCAL = "rope_local_base_freq"  # theta of layers with a window
 
 
-def rope_of(config: Mapping[str, object]) -> Rope | None:
-    """The rope of ``config``, whose pairs are ``(c, c + p / 2)``; None for learned positions.
+def rope_of(config: Mapping[str, object], index: int | None = None) -> Rope | None:
+    """The rope of layer ``index`` of ``config``; None for learned positions, and for a layer without any.
+
+    Without ``index`` it is that of the first layer that has one. Which channels are pairs is the same in all layers;
+    how fast they turn may differ between layers with and without a window.
 
     It is in ``rope_parameters`` or, in older files, in ``rope_scaling`` with ``rope_theta`` beside it; where a file has
     both forms, what transformers reads counts. ``partial_rotary_factor`` turns the first part of each head only.
 
     Raises:
-        CheckpointError: an unknown kind of rope, one kind for each kind of layer, or a number that is missing or
+        CheckpointError: an unknown kind of rope, a kind of layer without one, or a number that is missing or
             impossible; or a model or a size that :func:`shape_of` refuses.
     """
+    config = text_of(config)
     family = family_of(config.get("model_type"))
-    if config["model_type"] in LEARNED:
+    if family.rope is None:
         return None
+    if index is None:
+        layers = config.get(family.layers, family.sizes.layers)
+        index = next((i for i in range(layers if type(layers) is int else 1) if _rotates(config, family, i)), None)
+    elif not _rotates(config, family, index):
+        index = None
+    return None if index is None else _rope(config, family, has_window=_has_window(config, index))
+
+
+def _rope(config: Mapping[str, object], family: Stored, *, has_window: bool) -> Rope:
+    """The rope of layers with a window, or of those without."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    fields = config.get(key) or {}
-    if not isinstance(fields, Mapping):
-        raise CheckpointError(f"{CONFIG}: {key}: expected an object, got {str(fields)[:80]}")
-    kind = fields.get("rope_type", fields.get("type", "default"))
-    nested = any(isinstance(value, Mapping) for value in fields.values())
-    if kind not in KINDS or nested:
-        got = "one rope for each kind of layer" if nested else repr(str(kind)[:80])
-        raise CheckpointError(
-            f"{CONFIG}: {key}: expected a rope_type of {', '.join(KINDS)} for all layers, got {got}; "
-            "such a model cannot be converted"
-        )
-    # A field of its own comes after one among the parameters.
-    own = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
-    fields = own | {name: value for name, value in fields.items() if value is not None}
-    share = fields.get("partial_rotary_factor", 1.0)
+    fields = _fields(config, family, key, has_window=has_window)
+    kind = fields["rope_type"]
+    share = fields["partial_rotary_factor"]
     if type(share) not in (int, float) or not 0 < share <= 1:
         raise CheckpointError(f"{CONFIG}: partial_rotary_factor: expected a share of 1, got {str(share)[:80]}")
     try:
         dim = int(shape_of(config, family).head_dim * share)
-        if config.get("original_max_position_embeddings") is not None:
-            fields["original_max_position_embeddings"] = config["original_max_position_embeddings"]
         scaling = scaling_of(fields, max_position=config.get("max_position_embeddings"))
-        return Rope(dim, fields.get("rope_theta", THETA), scaling)
+        return Rope(dim, fields["rope_theta"], scaling, interleaved=family.rope == "interleaved")
     except KeyError as error:
         raise CheckpointError(f"{CONFIG}: {key}: expected {error.args[0]} with {kind!r}, and it is missing") from None
     except (TypeError, ValueError, ArithmeticError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{CONFIG}: {key}: {error}") from error
+
+
+def _fields(config: Mapping[str, object], family: Stored, key: str, *, has_window: bool) -> dict[str, object]:
+    """What ``config`` says of the rope, with what is beside it and what transformers takes where nothing is."""
+    given = config.get(key) or {}
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"{CONFIG}: {key}: expected an object, got {str(given)[:80]}")
+    names, theta = OLD_KEYS.get(str(config["model_type"]), KEYS), family.theta
+    if family.window_theta is not None:
+        given = _of_layers(given, key, has_window=has_window)
+        names, theta = ((LOCAL, KEYS[1]), family.window_theta) if has_window else (names, theta)
+    elif any(isinstance(value, Mapping) for value in given.values()):
+        raise CheckpointError(f"{CONFIG}: {key}: expected one for all layers, got one rope for each kind of layer")
+    fields = {"rope_theta": theta, "partial_rotary_factor": family.share}
+    fields |= {name: config[own] for name, own in zip(KEYS, names, strict=True) if config.get(own) is not None}
+    fields |= {name: value for name, value in given.items() if value is not None}
+    if config.get("original_max_position_embeddings") is not None:
+        fields["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    kind = RENAMED.get(kind, kind) if isinstance(kind, str) else kind
+    if kind not in KINDS:
+        raise CheckpointError(
+            f"{CONFIG}: {key}: expected a rope_type of {', '.join(KINDS)}, got {str(kind)[:80]!r}; "
+            "such a model cannot be converted"
+        )
+    return fields | {"rope_type": kind}
+
+
+def _of_layers(given: Mapping[str, object], key: str, *, has_window: bool) -> Mapping[str, object]:
+    """What is said of layers with a window, or of those without; older files scale the latter alone."""
+    if key == "rope_scaling":
+        return {} if has_window else given
+    kinds = {kind: value or {} for kind, value in given.items()}
+    if any(not isinstance(value, Mapping) for value in kinds.values()):
+        raise CheckpointError(f"{CONFIG}: {key}: expected one rope for each kind of layer, got {str(given)[:80]}")
+    return kinds.get(WINDOW if has_window else FULL, {})
+
+
+def _rotates(config: Mapping[str, object], family: Stored, index: int) -> bool:
+    """Whether the layer has a rope."""
+    if family.rope_layers is None:
+        return True
+    if family.rope_layers == "layer_types":
+        return _has_window(config, index)
+    listed = config.get(family.rope_layers)
+    if listed is None:
+        return (index + 1) % _every(config, "no_rope_layer_interval", 4) != 0
+    return bool(_entry(listed, index, family.rope_layers))
+
+
+def _has_window(config: Mapping[str, object], index: int) -> bool:
+    """Whether the layer sees a window only, as far as ropes differ by that."""
+    listed = config.get("layer_types")
+    if listed is not None:
+        return _entry(listed, index, "layer_types") == WINDOW
+    every = {"gemma3_text": 6, "cohere2": 4, "olmo3": 4}.get(str(config["model_type"]))
+    return every is not None and (index + 1) % _every(config, "sliding_window_pattern", every) != 0
+
+
+def _every(config: Mapping[str, object], key: str, default: int) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"{CONFIG}: {key}: expected a count, got {str(value)[:80]}")
+    return value
+
+
+def _entry(listed: object, index: int, key: str) -> object:
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or not -1 < index < len(listed):
+        raise CheckpointError(f"{CONFIG}: {key}: expected an entry for layer {index}, got {str(listed)[:80]}")
+    return listed[index]

@@ -52,16 +52,20 @@ def check_gains(heads: Heads) -> None:
     """Refuse to turn keys under norms with gains that differ where channels would be mixed.
 
     A turn keeps the root mean square that q_norm and k_norm divide by. It commutes with their gains only where these
-    are equal: within each rotated pair, and over all channels that are not rotated.
+    are equal: within each rotated pair, and over all channels that are not rotated. Gains of each head's own come with
+    norms that subtract a mean, or go over all heads, and are not turned.
 
     Raises:
         ValueError: with the reason.
     """
     if heads.gains is None:
         return
-    paired = heads.pairs(heads.gains[:, :, None])
-    free = heads.gains[:, heads.rotated :]
-    if not torch.equal(paired.real, paired.imag):
+    gains = torch.stack([each[0] for each in heads.gains])
+    paired = heads.pairs(gains[:, :, None])
+    free = gains[:, heads.rotated :]
+    if any(not each.equal(each[:1].expand_as(each)) for each in heads.gains):
+        where = "between heads"
+    elif not torch.equal(paired.real, paired.imag):
         where = "within a rotated pair"
     elif not torch.equal(free, free[:, :1].expand_as(free)):
         where = "between channels that are not rotated"

@@ -12,7 +12,7 @@ from ..calibration import Calibration
 from ..checkpoint.errors import CheckpointError, RequestError
 from ..checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
 from ..checkpoint.model import shape_of
-from ..checkpoint.names import family_of
+from ..checkpoint.names import family_of, text_of
 from ..checkpoint.source_rope import rope_of
 from ..weights import Heads, join, split
 from .align import Align, check_gains
@@ -50,26 +50,27 @@ def grouped(
         RequestError: ``kv_heads`` does not divide the source's KV heads, or an option that it does not permit.
         CheckpointError: as ``rope_of``; the converter raises it for weights that are not finite.
     """
-    shape, rope = shape_of(config, family_of(config.get("model_type"))), rope_of(config)
-    # transformers rotates whole heads of such a model whatever its config says, vLLM a part of them
-    rotates_alike = rope is None or rope.dim == shape.head_dim
+    family = family_of(text_of(config).get("model_type"))
+    shape = shape_of(config, family)
+    alike = rotates_alike(config)
     if merge is not None and merge not in get_args(StoredMerge):
         raise RequestError(f"merge: expected one of {get_args(StoredMerge)}, got {merge!r}")
-    if align == "all" and not rotates_alike:
+    if align == "all" and not alike:
         raise RequestError('align: loaders disagree about a partial_rotary_factor, got "all"; use align="values"')
     chosen = partial(recipe, merge, align, grouping, reach=reach, calibrated=calibrations is not None)
     try:
         neighbours(shape.kv_heads, kv_heads)
-        chosen(maps_keys=rotates_alike)
+        chosen(maps_keys=alike)
     except (TypeError, ValueError) as error:
         raise RequestError(str(error)) from error
 
     def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
         if kv_heads == shape.kv_heads:
             return ConvertedLayer(weights, errors=dict.fromkeys(ERRORS, 0.0))
+        rope = rope_of(config, shape.index)
         heads = _heads(weights, shape, rope)
         try:
-            made = chosen(maps_keys=rotates_alike and heads.gains is None)
+            made = chosen(maps_keys=alike and heads.gains is None)
             if align == "all":
                 check_gains(heads)
         except ValueError as error:
@@ -82,6 +83,12 @@ def grouped(
         return ConvertedLayer(new, {"num_key_value_heads": kv_heads}, errors)
 
     return convert_layer
+
+
+def rotates_alike(config: Mapping[str, object]) -> bool:
+    """Whether all loaders rotate the same channels: of some families transformers rotates whole heads, vLLM a part."""
+    family, rope = family_of(text_of(config).get("model_type")), rope_of(config)
+    return rope is None or rope.dim == shape_of(config, family).head_dim or family.rotates_part
 
 
 def _heads(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope | None) -> Heads:

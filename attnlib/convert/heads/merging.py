@@ -44,8 +44,9 @@ def regroup(heads: Heads, groups: Groups) -> Heads:
     order = torch.tensor([i for group in groups for i in group], device=heads.k.device)
     queries = (order[:, None] * heads.group + torch.arange(heads.group, device=order.device)).flatten()
     sinks = None if heads.sinks is None else heads.sinks[queries]
+    gains = None if heads.gains is None else (heads.gains[0][queries], heads.gains[1][order])
     moved = {"q": heads.q[queries], "o": heads.o[:, queries], "k": heads.k[order], "v": heads.v[order]}
-    return replace(heads, **moved, sinks=sinks)
+    return replace(heads, **moved, sinks=sinks, gains=gains)
 
 
 def merge_heads(heads: Heads, num_kv_heads: int, recipe: Recipe, calibration: Calibration | None) -> Merged:
@@ -56,10 +57,13 @@ def merge_heads(heads: Heads, num_kv_heads: int, recipe: Recipe, calibration: Ca
         return principal(keys=True)
     key_mix, value_mix = shares(heads, num_kv_heads, recipe.merge, calibration)
     k = _mixed(heads.k, key_mix)
+    gains = heads.gains
+    if gains is not None:
+        gains = gains[0], _mixed(gains[1][..., None], key_mix)[..., 0]
     if recipe.merge == "principal-values":
         merged = principal(keys=False)
-        return replace(merged, heads=replace(merged.heads, k=k))
-    return Merged(replace(heads, k=k, v=_mixed(heads.v, value_mix)), recipe.reach)
+        return replace(merged, heads=replace(merged.heads, k=k, gains=gains))
+    return Merged(replace(heads, k=k, v=_mixed(heads.v, value_mix), gains=gains), recipe.reach)
 
 
 def shares(heads: Heads, num_kv_heads: int, merge: Merge, calibration: Calibration) -> tuple[Tensor, Tensor]:

@@ -48,9 +48,17 @@ def merge_principal(heads: Heads, groups: int, calibration: Calibration, *, reac
 
 def group_by_loss(heads: Heads, groups: int, calibration: Calibration, *, keys: bool) -> Groups:
     """Which heads become one so that their principal merge loses least: annealed, always the same."""
+    return annealed(group_loss(heads, calibration, keys=keys), len(heads.k), groups)
+
+
+def group_loss(heads: Heads, calibration: Calibration, *, keys: bool) -> Callable[[tuple[int, ...]], float]:
+    """What a group of heads loses when it becomes one: a share of all values, and with ``keys`` one of all keys.
+
+    Keys by maps that commute with every turn, whose loss is the tail of a spectrum.
+    """
     kinds = [[values_of(heads)], *([list(keys_of(heads, calibration))] if keys else [])]
     losses = [_loss_of(parts, calibration) for parts in kinds]
-    return annealed(cache(lambda group: sum(loss(group) for loss in losses)), len(heads.k), groups)
+    return cache(lambda group: sum(loss(group) for loss in losses))
 
 
 def _loss_of(parts: list[Part], calibration: Calibration) -> Callable[[tuple[int, ...]], float]:

@@ -53,7 +53,7 @@ class TextCalibration:
         return self._last
 
     def _start(self) -> Iterator[Calibration]:
-        if rope_of(self.model.checkpoint.config) is None:
+        if rope_of(self.model.config) is None:
             raise CheckpointError("config.json: expected a model with rope to be run over text, got one without")
         base = _without_weights(self.model)
         prefix = self.model.layers[0].prefix.partition("layers.")[0]
@@ -63,7 +63,8 @@ class TextCalibration:
                 f"tokenizer.json: expected tokens below {len(rows)}, of which the model has embeddings, "
                 f"got {int(self.tokens.max())}"
             )
-        states = [rows[sample][None].float() for sample in self.tokens]
+        scale = self.model.shape.width**0.5 if self.model.family.scales_embedding else 1.0
+        states = [rows[sample][None].float() * scale for sample in self.tokens]
         return calibrate(self._blocks(base, _beside(base, states[0])), states)
 
     def _blocks(self, base: nn.Module, beside: list[dict]) -> Iterator[tuple]:
@@ -76,8 +77,9 @@ class TextCalibration:
             layer.load_state_dict(weights, assign=True)
             del weights
             self._loaded = layer
-            # What q_proj reads is what its layer reads.
-            yield lambda x, layer=layer, arguments=arguments: layer(x, **arguments), layer.self_attn.q_proj
+            # What q_proj reads, or what it is fused into, is what its layer reads.
+            first = layer.self_attn.get_submodule(self.model.family.weights[0][0])
+            yield lambda x, layer=layer, arguments=arguments: layer(x, **arguments), first
             self._unload()  # before the next comes; not in a finally, which may run when the interpreter ends
 
     def _unload(self) -> None:
@@ -100,7 +102,7 @@ def _without_weights(model: Model) -> nn.Module:
     """The model without its head, as transformers makes it, on the meta device; only angles can be computed."""
     transformers = stock()
     with quiet():
-        config = read_config(model.checkpoint.folder)
+        config = read_config(model.checkpoint.folder).get_text_config()
         with torch.device("meta"):
             base = transformers.AutoModel.from_config(config, trust_remote_code=False, dtype=torch.float32)
         base.rotary_emb = type(base.rotary_emb)(config)

@@ -1,55 +1,35 @@
-"""Families of models of transformers whose attention attnlib builds, and what sets each apart: one table."""
+"""Families of models of transformers whose attention attnlib builds, and what sets each apart beyond its names."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
+from ...families import GROUPED, NORMED, STORED, Stored, alike
 from ...scaling import Temperature
 from .norms import HeadLayerNorm, HeadRMSNorm, OffsetRMSNorm, PlainRMSNorm, WideRMSNorm
 
-Names = tuple[tuple[str, tuple[str, ...]], ...]
-
-
-def alike(*names: str) -> Names:
-    """Modules that have our names."""
-    return tuple((name, (name,)) for name in names)
-
-
-GROUPED = alike("q_proj", "k_proj", "v_proj", "o_proj")
-NORMED = (*GROUPED, *alike("q_norm", "k_norm"))
 LATENT = alike("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 LATENT += alike("o_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class Family(Stored):
     """How the layers of a family differ from Llama's, whose they are by default.
 
-    Strings name fields of the config, where they may be told apart. ``path`` matches the name of a layer's attention,
-    and its group the layer's index; ``weights`` pair names of its modules with ours, several where ours are fused.
-    ``place`` is the part of it that is replaced, where the model calls the rest itself, and what is ``beside`` stays.
+    Strings name fields of the config, where they may be told apart. ``place`` is the part of the module that is
+    replaced, where the model calls the rest itself, and what is ``beside`` stays.
     """
 
-    path: str = r"(?:^|\.)layers\.(\d+)\.self_attn$"
     place: str = ""
     beside: tuple[str, ...] = ()
-    weights: Names = GROUPED
-    is_transposed: bool = False  # weights are [in, out]
     is_latent: bool = False
     is_cross: bool = False
     is_causal: bool = True
-    width: str = "hidden_size"
-    heads: str = "num_attention_heads"
-    kv_heads: str | None = "num_key_value_heads"
-    head_dim: str | None = "head_dim"
     bias: str | bool | tuple[str, ...] = "attention_bias"  # of q, k and v
     output_bias: str | bool | None = "attention_bias"
-    rope: str | None = "half"  # or "interleaved", or the name of a field that says whether it is
-    rotates_part: bool = False  # as partial_rotary_factor says
-    rope_layers: str | None = None  # a field that lists which layers rotate, or "layer_types": those with a window
     norm: Callable[..., nn.Module] | None = None
     norm_if: str | None = None
     norm_eps: str | float = "rms_norm_eps"
@@ -67,21 +47,22 @@ class Family:
     returns: int = 2  # what the model takes from its attention: the third is T5's
 
 
-LLAMA = Family()
-MISTRAL = Family(bias=False, output_bias=False, window="sliding_window")
-QWEN2 = Family(bias=True, output_bias=False, window="layer_types")
-QWEN3 = Family(norm=HeadRMSNorm, weights=NORMED, window="layer_types")
+def stored(kind: str) -> Family:
+    """A family that is stored as the table says, and whose layers are Llama's beyond that."""
+    return Family(**{field.name: getattr(STORED[kind], field.name) for field in fields(Stored)})
+
+
+MISTRAL = MappingProxyType({"bias": False, "output_bias": False, "window": "sliding_window"})
+QWEN2 = MappingProxyType({"bias": True, "output_bias": False, "window": "layer_types"})
 NOT_BOTH_WAYS = (("use_bidirectional_attention", False),)
-GEMMA = Family(fixed=NOT_BOTH_WAYS)
-GEMMA2 = Family(
-    window="layer_types",
-    scale=lambda config, _: config.query_pre_attn_scalar**-0.5,
-    reads=("query_pre_attn_scalar",),
-    softcap="attn_logit_softcapping",
-    fixed=NOT_BOTH_WAYS,
+GEMMA2 = MappingProxyType(
+    {
+        "window": "layer_types",
+        "scale": lambda config, _: config.query_pre_attn_scalar**-0.5,
+        "reads": ("query_pre_attn_scalar",),
+    }
 )
-GLM4 = Family(rope="interleaved", rotates_part=True, output_bias=False)
-OLMO2 = Family(norm=WideRMSNorm, weights=NORMED)
+GLM4 = replace(stored("glm4"), output_bias=False)
 DEEPSEEK = Family(
     is_latent=True,
     weights=LATENT,
@@ -106,27 +87,18 @@ def llama4_temperature(config: Any, rotates: bool) -> Temperature | None:
     return Temperature(config.attn_scale, int(config.floor_scale), offset=1)
 
 
-BERT = Family(
-    path=r"(?:^|\.)encoder\.layer\.(\d+)\.attention$",
+BERT = replace(
+    stored("bert"),
     place="self",
     beside=("output.LayerNorm.",),
-    weights=(
-        ("self.query", ("q_proj",)),
-        ("self.key", ("k_proj",)),
-        ("self.value", ("v_proj",)),
-        ("output.dense", ("o_proj",)),
-    ),
     is_causal=False,
-    kv_heads=None,
-    head_dim=None,
     bias=True,
     output_bias=True,
-    rope=None,
     dropout="attention_probs_dropout_prob",
     fixed=(("is_decoder", False), ("add_cross_attention", False)),
 )
 WHISPER = Family(
-    path=r"(?:^|\.)decoder\.layers\.(\d+)\.self_attn$",
+    path=r"decoder\.layers\.(\d+)\.self_attn",
     weights=(*alike("q_proj", "k_proj", "v_proj"), ("out_proj", ("o_proj",))),
     width="d_model",
     heads="decoder_attention_heads",
@@ -140,43 +112,40 @@ WHISPER = Family(
 # By the config's model_type, and the part: of a decoder, or of the only stack, it is "self".
 FAMILIES = MappingProxyType(
     {
-        ("llama", "self"): LLAMA,
-        ("mistral", "self"): MISTRAL,
-        ("mixtral", "self"): MISTRAL,
-        ("ministral3", "self"): replace(MISTRAL, temperature=mistral_temperature, reads=("llama_4_scaling_beta",)),
-        ("qwen2", "self"): QWEN2,
-        ("qwen2_moe", "self"): replace(QWEN2, bias="qkv_bias"),
-        ("qwen3", "self"): QWEN3,
-        ("qwen3_moe", "self"): replace(QWEN3, window="sliding_window"),
-        ("gemma", "self"): GEMMA,
-        ("gemma2", "self"): GEMMA2,
+        ("llama", "self"): stored("llama"),
+        ("mistral", "self"): replace(stored("mistral"), **MISTRAL),
+        ("mixtral", "self"): replace(stored("mixtral"), **MISTRAL),
+        ("ministral3", "self"): Family(**MISTRAL, temperature=mistral_temperature, reads=("llama_4_scaling_beta",)),
+        ("qwen2", "self"): replace(stored("qwen2"), **QWEN2),
+        ("qwen2_moe", "self"): replace(stored("qwen2_moe"), **QWEN2 | {"bias": "qkv_bias"}),
+        ("qwen3", "self"): replace(stored("qwen3"), norm=HeadRMSNorm, window="layer_types"),
+        ("qwen3_moe", "self"): replace(stored("qwen3_moe"), norm=HeadRMSNorm, window="sliding_window"),
+        ("gemma", "self"): replace(stored("gemma"), fixed=NOT_BOTH_WAYS),
+        ("gemma2", "self"): replace(stored("gemma2"), **GEMMA2, softcap="attn_logit_softcapping", fixed=NOT_BOTH_WAYS),
         ("gemma3_text", "self"): replace(
-            GEMMA2,
+            stored("gemma3_text"),
+            **GEMMA2,
             norm=OffsetRMSNorm,
-            weights=NORMED,
-            softcap=None,
             fixed=(*NOT_BOTH_WAYS, ("attn_logit_softcapping", None)),  # which its layers never read
         ),
-        ("phi3", "self"): replace(
-            MISTRAL,
-            weights=(("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("o_proj", ("o_proj",))),
-            rotates_part=True,
-        ),
+        ("phi3", "self"): replace(stored("phi3"), **MISTRAL),
         ("glm4", "self"): GLM4,
         ("glm4_moe", "self"): replace(GLM4, rope="half", norm=HeadRMSNorm, norm_if="use_qk_norm", weights=NORMED),
-        ("cohere", "self"): Family(
-            rope="interleaved", norm=HeadLayerNorm, norm_if="use_qk_norm", norm_eps="layer_norm_eps", weights=NORMED
+        ("cohere", "self"): replace(
+            stored("cohere"), norm=HeadLayerNorm, norm_if="use_qk_norm", norm_eps="layer_norm_eps"
         ),
-        ("cohere2", "self"): Family(rope="interleaved", rope_layers="layer_types", window="layer_types"),
-        ("olmo2", "self"): OLMO2,
-        ("olmo3", "self"): replace(OLMO2, window="layer_types"),
-        ("granite", "self"): Family(
-            scale=lambda config, _: config.attention_multiplier, reads=("attention_multiplier",)
+        ("cohere2", "self"): replace(stored("cohere2"), window="layer_types"),
+        ("olmo2", "self"): replace(stored("olmo2"), norm=WideRMSNorm),
+        ("olmo3", "self"): replace(stored("olmo3"), norm=WideRMSNorm, window="layer_types"),
+        ("granite", "self"): replace(
+            stored("granite"), scale=lambda config, _: config.attention_multiplier, reads=("attention_multiplier",)
         ),
         ("starcoder2", "self"): replace(
-            MISTRAL, bias="use_bias", output_bias="use_bias", residual_dropout="residual_dropout"
+            stored("starcoder2"),
+            **MISTRAL | {"bias": "use_bias", "output_bias": "use_bias"},
+            residual_dropout="residual_dropout",
         ),
-        ("smollm3", "self"): Family(rope_layers="no_rope_layers", window="layer_types"),
+        ("smollm3", "self"): replace(stored("smollm3"), window="layer_types"),
         ("gpt_oss", "self"): Family(sinks=True, window="layer_types", weights=(*GROUPED, ("", ("sinks",)))),
         ("hunyuan_v1_dense", "self"): Family(
             norm=HeadRMSNorm,
@@ -193,15 +162,10 @@ FAMILIES = MappingProxyType(
             counts_padding=True,
             reads=("attn_temperature_tuning", "floor_scale", "attn_scale", "attention_chunk_size"),
         ),
-        ("gpt2", "self"): Family(
-            path=r"(?:^|\.)h\.(\d+)\.attn$",
-            weights=(("c_attn", ("q_proj", "k_proj", "v_proj")), ("c_proj", ("o_proj",))),
-            is_transposed=True,
-            kv_heads=None,
-            head_dim=None,
+        ("gpt2", "self"): replace(
+            stored("gpt2"),
             bias=True,
             output_bias=True,
-            rope=None,
             scale=lambda config, index: (
                 (config.hidden_size // config.num_attention_heads) ** (-0.5 if config.scale_attn_weights else 0)
                 / (index + 1 if config.scale_attn_by_inverse_layer_idx else 1)
@@ -214,16 +178,16 @@ FAMILIES = MappingProxyType(
         ("bert", "self"): BERT,
         ("whisper", "self"): WHISPER,
         ("whisper", "cross"): replace(
-            WHISPER, path=r"(?:^|\.)decoder\.layers\.(\d+)\.encoder_attn$", is_cross=True, is_causal=False
+            WHISPER, path=r"decoder\.layers\.(\d+)\.encoder_attn", is_cross=True, is_causal=False
         ),
         ("whisper", "encoder"): replace(
             WHISPER,
-            path=r"(?:^|\.)encoder\.layers\.(\d+)\.self_attn$",
+            path=r"encoder\.layers\.(\d+)\.self_attn",
             is_causal=False,
             heads="encoder_attention_heads",
         ),
         ("t5", "cross"): Family(
-            path=r"(?:^|\.)decoder\.block\.(\d+)\.layer\.1\.EncDecAttention$",
+            path=r"decoder\.block\.(\d+)\.layer\.1\.EncDecAttention",
             weights=tuple((name, (f"{name}_proj",)) for name in "qkvo"),
             is_cross=True,
             is_causal=False,

@@ -59,7 +59,7 @@ def check_fields(family: Family, config: Any) -> None:
 
 def _read(family: Family) -> frozenset[str]:
     """The fields that the family's attention comes from."""
-    named = (getattr(family, name) for name in type(family).__slots__)
+    named = (getattr(family, name) for name in type(family).__dataclass_fields__)
     read = frozenset(value for value in named if isinstance(value, str)) | READ | {name for name, _ in family.fixed}
     read |= SIZES | DERIVED if family.is_latent else set()
     read |= {"partial_rotary_factor"} if family.rotates_part else set()

@@ -191,7 +191,8 @@ def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, int]]]
     for path, module in model.named_modules():
         config = _config(module)
         for (model_type, part), family in FAMILIES.items() if config is not None else ():
-            match = re.search(family.path, path) if config.model_type == model_type else None
+            is_theirs = config.model_type == model_type
+            match = re.search(rf"(?:^|\.){family.path}$", path) if is_theirs else None
             if match:
                 yield path, module, (part, int(match[1]))
 

@@ -1,0 +1,165 @@
+"""How families of models store their attention, and what their config.json says of it: plain data, one table.
+
+Checkpoint conversion reads folders by it, and the layers of transformers' models are found by it. What a family's
+attention computes beyond that, its windows and norms, is for those who make layers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+Names = tuple[tuple[str, tuple[str, ...]], ...]
+Gains = Literal["shared", "joined", "apart"]
+
+
+def alike(*names: str) -> Names:
+    """Modules that have our names."""
+    return tuple((name, (name,)) for name in names)
+
+
+GROUPED = alike("q_proj", "k_proj", "v_proj", "o_proj")
+NORMED = (*GROUPED, *alike("q_norm", "k_norm"))
+
+
+class Sizes(NamedTuple):
+    """What transformers takes where a config.json does not say; None: as many as heads, and the width over heads."""
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+
+
+LARGE = Sizes(4096, 32, 32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """How a family's attention is stored; Llama's by default.
+
+    ``path`` matches the name of a layer's attention, its group is the layer's number, and ``stem`` what comes before it
+    in a file. ``weights`` pair names of its modules with ours; several of ours are fused, one after another, or head by
+    head if ``is_by_head``. The rest are keys of config.json, and ``sizes`` and ``theta`` what they are where it has
+    none.
+    """
+
+    path: str = r"layers\.([0-9]{1,6})\.self_attn"
+    stem: str = r"(?:model\.)?"
+    weights: Names = GROUPED
+    is_transposed: bool = False  # weights are [in, out]
+    is_by_head: bool = False  # rows are [head, (q, k, v), channel]
+    gains: Gains = "shared"  # of q_norm and k_norm [d]; "joined": [heads * d] of one norm, "apart": [heads, d]
+    width: str = "hidden_size"
+    layers: str = "num_hidden_layers"
+    heads: str = "num_attention_heads"
+    kv_heads: str | None = "num_key_value_heads"  # None: no loader of the family knows fewer than heads
+    head_dim: str | None = "head_dim"
+    sizes: Sizes = LARGE
+    rope: str | None = "half"  # or "interleaved", or the name of a field that says whether it is
+    rotates_part: bool = False  # as partial_rotary_factor says; others rotate whole heads whatever it says
+    rope_layers: str | None = None  # a field that lists which layers rotate, or "layer_types": those with a window
+    theta: float = 10_000.0
+    share: float = 1.0  # of a head that rotates
+    window_theta: float | None = None  # of layers with a window, where these have a rope of their own
+    clip: str | None = None  # a field that bounds q, k and v
+    scales_embedding: bool = False  # by the root of the width, before the first layer
+
+
+LLAMA = Stored()
+GEMMA = Stored(sizes=Sizes(3072, 28, 16, 16, 256), scales_embedding=True)
+GEMMA2 = replace(GEMMA, sizes=Sizes(2304, 26, 8, 4, 256))
+MISTRAL = Stored(sizes=Sizes(4096, 32, 32, 8))
+QWEN2 = Stored(sizes=Sizes(4096, 32, 32, 32))
+QWEN2_VL = Stored(sizes=Sizes(8192, 80, 64, 8), head_dim=None, theta=1e6)
+OLMO2 = Stored(weights=NORMED, gains="joined")
+COHERE = Stored(sizes=Sizes(8192, 40, 64), rope="interleaved")
+# By the config's model_type; of models that also see, by that of its text_config.
+STORED: Mapping[str, Stored] = MappingProxyType(
+    {
+        "llama": LLAMA,
+        "mistral": MISTRAL,
+        "mixtral": replace(MISTRAL, theta=1e6),
+        "qwen2": QWEN2,
+        "qwen2_moe": replace(QWEN2, sizes=Sizes(2048, 24, 16, 16)),
+        "qwen2_vl_text": QWEN2_VL,
+        "qwen2_5_vl_text": QWEN2_VL,
+        "qwen3": Stored(weights=NORMED, sizes=Sizes(4096, 32, 32, 32, 128)),
+        "qwen3_moe": Stored(weights=NORMED, sizes=Sizes(2048, 24, 32, 4)),
+        "gemma": GEMMA,
+        "gemma2": GEMMA2,
+        "gemma3_text": replace(GEMMA2, weights=NORMED, theta=1e6, window_theta=10_000.0),
+        "phi3": Stored(
+            weights=(("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("o_proj", ("o_proj",))),
+            sizes=Sizes(3072, 32, 32),
+            rotates_part=True,
+        ),
+        "olmo": Stored(clip="clip_qkv"),
+        "olmo2": OLMO2,
+        "olmo3": replace(OLMO2, theta=500_000.0, window_theta=500_000.0),
+        "granite": LLAMA,
+        "granitemoe": LLAMA,
+        "smollm3": Stored(sizes=Sizes(2048, 36, 16, 4), theta=2e6, rope_layers="no_rope_layers"),
+        "starcoder2": Stored(sizes=Sizes(3072, 30, 24, 2)),
+        "glm4": Stored(sizes=Sizes(4096, 40, 32, 2, 128), rope="interleaved", rotates_part=True, share=0.5),
+        "cohere": replace(COHERE, weights=NORMED, gains="apart", theta=500_000.0),
+        "cohere2": replace(COHERE, rope_layers="layer_types"),
+        "gpt_neox": Stored(
+            path=r"layers\.([0-9]{1,6})\.attention",
+            stem=r"(?:gpt_neox\.)?",
+            weights=(("query_key_value", ("q_proj", "k_proj", "v_proj")), ("dense", ("o_proj",))),
+            is_by_head=True,
+            kv_heads=None,
+            head_dim=None,
+            sizes=Sizes(6144, 44, 64),
+            rotates_part=True,
+            share=0.25,
+        ),
+        "opt": Stored(
+            stem=r"(?:model\.)?decoder\.",
+            weights=(*alike("q_proj", "k_proj", "v_proj"), ("out_proj", ("o_proj",))),
+            kv_heads=None,
+            head_dim=None,
+            sizes=Sizes(768, 12, 12),
+            rope=None,
+        ),
+        "gpt2": Stored(
+            path=r"h\.([0-9]{1,6})\.attn",
+            stem=r"(?:transformer\.)?",
+            weights=(("c_attn", ("q_proj", "k_proj", "v_proj")), ("c_proj", ("o_proj",))),
+            is_transposed=True,
+            layers="n_layer",
+            heads="n_head",
+            width="n_embd",
+            kv_heads=None,
+            head_dim=None,
+            sizes=Sizes(768, 12, 12),
+            rope=None,
+        ),
+        "bert": Stored(
+            path=r"encoder\.layer\.([0-9]{1,6})\.attention",
+            stem=r"(?:bert\.)?",
+            weights=(
+                ("self.query", ("q_proj",)),
+                ("self.key", ("k_proj",)),
+                ("self.value", ("v_proj",)),
+                ("output.dense", ("o_proj",)),
+            ),
+            kv_heads=None,
+            head_dim=None,
+            sizes=Sizes(768, 12, 12),
+            rope=None,
+        ),
+    }
+)
+# Models that also see, and the family of their text where its config does not say.
+SEEING: Mapping[str, str] = MappingProxyType(
+    {
+        "gemma3": "gemma3_text",
+        "llava": "llama",
+        "mistral3": "mistral",
+        "qwen2_vl": "qwen2_vl_text",
+        "qwen2_5_vl": "qwen2_5_vl_text",
+    }
+)

@@ -1,0 +1,135 @@
+"""Two folders of Hugging Face models, of which one shall learn from the other, as transformers loads them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..convert.checkpoint.errors import CheckpointError, RequestError
+from ..convert.checkpoint.folder import COPIED, read_folder
+from ..convert.stock import StockCheck, quiet, read_config, stock
+from ..convert.text.tokens import tokens_of
+
+ATTENTION = ("self_attn", "self_attention", "attention", "attn")  # what families call it in a decoder layer
+ALIKE = ("num_hidden_layers", "hidden_size", "vocab_size")
+COMPARED = 4096  # characters of the text, by both tokenizers
+
+
+def require_pair(source: Path, teacher: Path, text: str) -> None:
+    """Check that ``source`` can learn what ``teacher`` says of ``text``, from names, shapes and tokenizers alone.
+
+    Raises:
+        CheckpointError: a folder is no whole model that transformers loads, or the two have other sizes or tokens.
+    """
+    for folder in (source, teacher):
+        read_folder(folder)
+        StockCheck(folder, logits=False)
+    ours, theirs = (read_config(folder).get_text_config() for folder in (source, teacher))
+    for name in ALIKE:
+        expected, got = getattr(theirs, name, None), getattr(ours, name, None)
+        if expected != got:
+            raise CheckpointError(
+                f"{name}: expected {expected}, which the teacher {teacher} has, got {got} in {source}; "
+                "give the folder that it was converted from"
+            )
+    start = text[:COMPARED]
+    if all(_has_tokenizer(folder) for folder in (source, teacher)):
+        count = len(start.encode())
+        found = [tokens_of(folder, start, samples=count, length=1) for folder in (source, teacher)]
+        if not found[0].equal(found[1]):
+            raise CheckpointError(
+                f"tokenizer: expected that of the teacher {teacher}, got another in {source}; "
+                "give the folder that it was converted from"
+            )
+
+
+def tokenizer_folder(source: Path, teacher: Path) -> Path:
+    """Which of the folders has a tokenizer, the source if both have.
+
+    Raises:
+        CheckpointError: none has.
+    """
+    for folder in (source, teacher):
+        if _has_tokenizer(folder):
+            return folder
+    raise CheckpointError(f"{source}: expected a tokenizer for the text, got none; copy the model's own there")
+
+
+def require_tokens(tokens: Tensor, folder: Path) -> None:
+    """Raises CheckpointError for tokens that a folder's model has no embedding for."""
+    size = read_config(folder).get_text_config().vocab_size
+    if int(tokens.max()) >= size:
+        raise CheckpointError(f"tokenizer: expected tokens below vocab_size={size}, got {int(tokens.max())}")
+
+
+def load(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The language model of a folder, on the CPU and without dropout, which distillation has no use for.
+
+    Runs no code from the folder and opens no pickle.
+    """
+    with quiet():
+        config = read_config(folder)
+        text = config.get_text_config()
+        for name, value in text.to_dict().items():
+            if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
+                setattr(text, name, 0.0)
+        return stock().AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+
+
+def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
+    """The decoder layers of a model of transformers, in order.
+
+    Raises:
+        CheckpointError: it keeps them elsewhere than others do.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count and _attention(module[0]) is not None:
+            return module
+    raise CheckpointError(
+        f"{type(model).__name__}: expected {count} decoder layers with one of {ATTENTION} in each, got none; "
+        "no attention layer can be told from others"
+    )
+
+
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """The attention layers of a model of transformers, in order."""
+    return [_attention(layer) for layer in decoder_layers(model)]
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype of most of a folder's weights."""
+    sizes: dict[torch.dtype, int] = {}
+    for stored in read_folder(folder).tensors.values():
+        if stored.entry.dtype.is_floating_point:
+            sizes[stored.entry.dtype] = sizes.get(stored.entry.dtype, 0) + stored.entry.nbytes
+    return max(sizes, key=sizes.__getitem__)
+
+
+def read_apart(source: Path, teacher: Path, out: Path) -> None:
+    """Raises RequestError unless a result can appear at ``out``, apart from what is read."""
+    place = out.parent.resolve() / out.name
+    for name, folder in (("SOURCE", source), ("--teacher", teacher)):
+        resolved = folder.resolve()
+        if place.is_relative_to(resolved) or resolved.is_relative_to(place):
+            raise RequestError(f"OUT: expected a folder apart from {name} {folder}, got {out}")
+    if not place.parent.is_dir():
+        raise RequestError(f"OUT: expected its parent to be a folder, got {place.parent}")
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise RequestError(f"OUT: expected an empty folder or nothing there yet, got {out}; remove it or name another")
+
+
+def _attention(layer: nn.Module) -> nn.Module | None:
+    return next((getattr(layer, name) for name in ATTENTION if isinstance(getattr(layer, name, None), nn.Module)), None)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in COPIED if "token" in name or "vocab" in name)

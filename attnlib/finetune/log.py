@@ -1,0 +1,79 @@
+"""Losses and rates of every step as CSV, and for TensorBoard if it is asked for."""
+
+import csv
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..convert.checkpoint.errors import RequestError
+from ..convert.checkpoint.writing import write_file
+
+NAME = "log.csv"
+COLUMNS = ("step", "loss", "kl", "attention", "text", "gradient", "rate", "held_out")
+BOARD = "tensorboard"  # the folder of its files
+
+
+class Log:
+    """``log.csv`` in ``folder``: a line for each step, which a run that goes on continues where its state stands."""
+
+    def __init__(self, folder: Path, *, board: bool = False):
+        self.folder = folder
+        self._board = board_writer() if board else None
+        self._writer = self._file = None
+        self._row: dict[str, object] = {}
+
+    def begin(self, done: int) -> None:
+        """Go on behind step ``done``: later lines are of steps that will be taken again."""
+        path, lines = self.folder / NAME, [",".join(COLUMNS)]
+        if done and path.exists():
+            lines = path.read_text().splitlines()[: done + 1]
+        write_file(self.folder, NAME, ("\n".join(lines) + "\n").encode())
+        self._file = path.open("a", newline="")
+        if self._board is not None:
+            self._writer = self._board(str(self.folder / BOARD), purge_step=done + 1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Note a step; its line is written when it is known whether it has a score."""
+        self._flush()
+        self._row = {"step": step} | values
+        for name, value in values.items() if self._writer is not None else ():
+            self._writer.add_scalar(name, value, step)
+
+    def score(self, step: int, bits: float) -> None:
+        """Note what held-out text takes, in the line of the last step, and make all lines last."""
+        self._row["held_out"] = bits
+        self._flush()
+        os.fsync(self._file.fileno())
+        if self._writer is not None:
+            self._writer.add_scalar("held_out", bits, step)
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Write the last line."""
+        if self._file is not None:
+            self._flush()
+            self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._file = self._writer = None
+
+    def _flush(self) -> None:
+        if self._row:
+            cells = (self._row.get(name, math.nan) for name in COLUMNS)
+            csv.writer(self._file, lineterminator="\n").writerow("" if x != x else x for x in cells)
+            self._file.flush()
+        self._row = {}
+
+
+def board_writer():
+    """TensorBoard's writer, as torch has it.
+
+    Raises:
+        RequestError: TensorBoard is not installed; says what to install.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise RequestError("--tensorboard: expected TensorBoard, got none; pip install tensorboard") from error
+    return SummaryWriter

@@ -1,0 +1,51 @@
+"""Recovery as a picture: bits of held-out text against steps."""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+
+# Okabe and Ito's colours, told apart with any colour vision.
+COLOURS = ("#000000", "#D55E00", "#0072B2", "#CC79A7", "#009E73", "#E69F00")
+ROOM = 0.15  # above and below what is drawn, of its height
+
+
+def draw(
+    curves: Mapping[str, Sequence[tuple[int, float]]], line: tuple[str, float], title: str, unit: str, path: Path
+) -> None:
+    """Write the curves, (steps, bits), as PNG, and a level ``line`` to compare them with.
+
+    A start is often so far above the rest that it would make all else flat: the axis is that of what comes after, and
+    a start beyond it is written down where its curve leaves the picture.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for (name, curve), colour in zip(curves.items(), cycle(COLOURS), strict=False):
+        steps, bits = zip(*curve, strict=True)
+        label = f"{name}: {bits[0]:.3f} to {bits[-1]:.3f}"
+        axes.plot(steps, bits, color=colour, linewidth=2, marker="o", markersize=4, label=label)
+    axes.axhline(line[1], color="0.35", linestyle="--", linewidth=1.2, label=f"{line[0]}: {line[1]:.3f}")
+    bottom, top = _range([bits for curve in curves.values() for _, bits in curve[1:] or curve] + [line[1]])
+    axes.set_ylim(bottom, top)
+    beyond = [(curve[0][1], colour) for curve, colour in zip(curves.values(), cycle(COLOURS), strict=False)]
+    for place, (start, colour) in enumerate(sorted((x for x in beyond if x[0] > top), reverse=True)):
+        at = (0.01, 0.95 - 0.06 * place)
+        axes.annotate(f"{start:.2f} ↑", at, xycoords="axes fraction", color=colour, fontsize=11)
+    axes.set_title(title, loc="left", fontsize=13)
+    axes.set_xlabel("steps after the conversion", fontsize=12)
+    axes.set_ylabel(f"held-out text ({unit})", fontsize=12)
+    axes.set_xlim(left=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.tick_params(labelsize=11)
+    axes.legend(frameon=False, fontsize=11)
+    figure.savefig(path, metadata={"Software": None})
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    room = ROOM * (high - low) or 0.05 * abs(high) or 1.0
+    return low - room, high + room

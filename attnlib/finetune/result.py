@@ -1,0 +1,62 @@
+"""The folder that a finetuning leaves: a model as the source was, with other weights."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from ..convert.checkpoint.errors import VerificationError
+from ..convert.checkpoint.folder import CONFIG, read_folder
+from ..convert.checkpoint.scan import scan
+from ..convert.checkpoint.writing import sync_folder, write_file
+from ..convert.stock import StockCheck, quiet
+from .folders import load, stored_dtype
+from .settings import Settings
+from .state import load_weights
+from .students import merge, prepare
+
+MAX_SHARD = "5GB"
+
+
+def write_model(settings: Settings, state: Path, folder: Path) -> None:
+    """Write the source with what was learnt into ``folder``, in the source's dtype, adapters merged.
+
+    Its config.json, tokenizer and licence are the source's own, byte for byte.
+    """
+    source = read_folder(settings.source)
+    model = load(settings.source, torch.float32)
+    prepare(model, settings)
+    load_weights(state, model)
+    if settings.lora is not None:
+        merge(model)
+    model.to(stored_dtype(settings.source))
+    with quiet():
+        model.save_pretrained(folder, max_shard_size=MAX_SHARD)
+    for file in (*source.copied, *(x for x in source.described_by if x.name == CONFIG)):
+        write_file(folder, file.name, bytes(file.read()))
+    _sync(folder)
+
+
+def check_model(settings: Settings, folder: Path) -> dict[str, str]:
+    """Read what was written again; returns the sha256 of each file.
+
+    Raises:
+        VerificationError: a weight is missing, of another shape or not finite.
+    """
+    StockCheck(settings.source, logits=False)(folder, {})
+    files, nonfinite = scan(read_folder(folder), lambda count: None)
+    if nonfinite:
+        raise VerificationError(f"{', '.join(nonfinite)}: expected finite weights, got {nonfinite}; lower --rate")
+    return {name: str(file["sha256"]) for name, file in files.items()}
+
+
+def _sync(folder: Path) -> None:
+    """Make all files in ``folder`` last."""
+    for path in folder.iterdir():
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    sync_folder(folder)

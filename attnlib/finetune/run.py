@@ -1,0 +1,195 @@
+"""``finetune()``: a folder learns from the one that it was converted from, and another folder has the result."""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ..convert.checkpoint.errors import CheckpointError
+from ..convert.checkpoint.folder import read_folder
+from ..convert.checkpoint.plain_json import dump, parse_object
+from ..convert.checkpoint.progress import Work, remove_leftovers
+from ..convert.checkpoint.scan import scan
+from ..convert.checkpoint.writing import clean_errors, only_one, require_room, write_file
+from ..convert.stock import stock
+from .corpus import Corpus
+from .distillation import Speaker
+from .folders import attention_layers, decoder_layers, load, read_apart, require_pair, require_tokens, tokenizer_folder
+from .log import BOARD, NAME, Log, board_writer
+from .picture import draw
+from .ranks import Ranks, meet
+from .result import check_model, write_model
+from .settings import Settings
+from .state import Curve
+from .students import prepare, require_adapters
+from .training import Run, held_out_bits, train
+
+REPORT, PICTURE, STATE = "finetune_report.json", "recovery.png", "state.safetensors"
+TOOL = "attnlib finetune 1"  # counts up when the same request gives other numbers
+ADVICE = "what is done stays: run the same command again to go on"
+
+
+def finetune(settings: Settings) -> dict[str, object]:
+    """Let ``settings.source`` learn from ``settings.teacher`` and write ``settings.out``; returns the report.
+
+    On the first of several ranks; the others return the same. A run that stops leaves ``OUT.partial-...``, and the same
+    settings go on there.
+
+    Raises:
+        RequestError: an option cannot be meant, ``out`` is no place for a result, or the text is too short.
+        CheckpointError: a folder is no whole model, or the two are no pair.
+        VerificationError: the loss or the result is not finite.
+        OutputError: it cannot be written.
+        ImportError: a package is missing; says which.
+    """
+    settings.check()
+    if settings.lora is not None:
+        require_adapters()
+    if settings.tensorboard:
+        board_writer()
+    stock()
+    read_apart(settings.source, settings.teacher, settings.out)
+    for folder in (settings.source, settings.teacher):
+        read_folder(folder)
+    with meet(settings.device) as ranks, clean_errors(ADVICE), ExitStack() as held:
+        settings.check_parts(ranks.size)
+        folder = tokenizer_folder(settings.source, settings.teacher)
+        corpus = Corpus.read(settings.text, folder, context=settings.context)
+        for model in (settings.source, settings.teacher):
+            require_tokens(corpus.train, model)
+        claimed: list[Work] = []
+        path = Path(ranks.tell(lambda: _claim(settings, corpus, claimed, held)))
+        try:
+            return _finetune(settings, corpus, path, ranks, claimed[0] if claimed else None)
+        except BaseException as error:
+            if path.exists():
+                error.add_note(f"{path}: {ADVICE}")
+            raise
+
+
+def _claim(settings: Settings, corpus: Corpus, claimed: list[Work], held: ExitStack) -> str:
+    """Check all that can be checked before weights are loaded, and take the work folder; returns its path."""
+    require_pair(settings.source, settings.teacher, settings.text[0].read_text()[: 2**16])
+    target = settings.out.absolute()
+    held.enter_context(only_one(target))
+    remove_leftovers(target)
+    inputs, size = {}, 0
+    for name, folder in (("source", settings.source), ("teacher", settings.teacher)):
+        checkpoint = read_folder(folder)
+        files, nonfinite = scan(checkpoint, lambda count: None)
+        if nonfinite:
+            raise CheckpointError(f"{folder}: expected finite weights, got {nonfinite}")
+        inputs[name] = {file: found["sha256"] for file, found in files.items()}
+        size = sum(shard.size for shard in checkpoint.shards)
+    identity = {
+        "tool": TOOL,
+        "torch": str(torch.__version__),
+        "transformers": stock().__version__,
+        "settings": parse_object(dump(settings.identity()), "settings"),
+        "text_sha256": corpus.sha256,
+        "inputs": inputs,
+    }
+    work = Work(target, identity)
+    work.resume(())
+    require_room(target.parent, 4 * size, size, 16)  # weights, their two moments, and a state that replaces another
+    work.begin()
+    claimed.append(work)
+    return str(work.folder)
+
+
+def _finetune(settings: Settings, corpus: Corpus, folder: Path, ranks: Ranks, work: Work | None) -> dict[str, object]:
+    windows = corpus.windows(settings.context, limit=settings.windows)
+
+    def bits(speaker: Speaker) -> float:
+        return held_out_bits(speaker, windows, settings.recipe, ranks)
+
+    original, curve, counted = _learn(settings, corpus, folder, ranks, bits)
+    made = folder / "checkpoint"
+    ranks.tell(lambda: _write(settings, folder / STATE, made))
+    with _speaker(made, settings, ranks, learns=False) as result:
+        scores = {"original": original, "before": curve[0][1], "after": bits(result)}
+    told = ranks.tell(lambda: _finish(settings, corpus, curve, scores, counted, work))
+    return parse_object(told.encode(), REPORT)
+
+
+def _learn(
+    settings: Settings, corpus: Corpus, folder: Path, ranks: Ranks, bits: Callable[[Speaker], float]
+) -> tuple[float, Curve, dict[str, int]]:
+    """Train, or go on; returns what the teacher scores, the student's curve, and how many parameters train."""
+    recipe = settings.recipe
+    log = Log(folder, board=settings.tensorboard) if ranks.is_first else None
+    with (
+        nullcontext() if log is None else closing(log),
+        _speaker(settings.teacher, settings, ranks, learns=False) as teacher,
+        _speaker(settings.source, settings, ranks, learns=True) as student,
+    ):
+        original = bits(teacher)
+        sizes = {"count": recipe.steps, "batch": recipe.batch, "context": recipe.context}
+        batches = corpus.batches(seed=settings.seed, **sizes)
+        run = Run(folder / STATE, settings.out.name, ranks, log, bar=not settings.quiet)
+        curve = train(student, teacher, batches, recipe, lambda: bits(student), run)
+        return original, curve, _counts(student)
+
+
+@contextmanager
+def _speaker(folder: Path, settings: Settings, ranks: Ranks, *, learns: bool) -> Iterator[Speaker]:
+    """The model of a folder, on the device and shared by the ranks; one that does not learn is only read."""
+    dtype = torch.float32 if learns or not settings.half else torch.bfloat16
+    model = load(folder, dtype)
+    attention, layers = attention_layers(model), decoder_layers(model)
+    model.train(learns)
+    if learns:
+        torch.manual_seed(settings.seed)
+        prepare(model, settings)
+        # Parts of a layer, not layers: hooks are on attention layers, and ranks have the weights of one part at a time.
+        for part in (part for layer in layers for part in layer.children()) if settings.checkpointing else ():
+            part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+    else:
+        model.requires_grad_(False)
+    ranks.place(model, [*attention, *layers])
+    with Speaker(model, attention, lambda tokens: model(input_ids=tokens, use_cache=False).logits) as speaker:
+        yield speaker
+
+
+def _counts(student: Speaker) -> dict[str, int]:
+    parameters = list(student.model.parameters())
+    return {"trained": sum(x.numel() for x in parameters if x.requires_grad), "all": sum(x.numel() for x in parameters)}
+
+
+def _write(settings: Settings, state: Path, made: Path) -> str:
+    write_model(settings, state, made)
+    return ""
+
+
+def _finish(
+    settings: Settings,
+    corpus: Corpus,
+    curve: Curve,
+    scores: Mapping[str, float],
+    counted: Mapping[str, int],
+    work: Work,
+) -> str:
+    """Write what belongs beside the weights, and put the result in place; returns its report as JSON."""
+    made = work.checkpoint
+    outputs = check_model(settings, made)
+    per_byte = {name: bits / corpus.bytes_per_token for name, bits in scores.items()}
+    shutil.copyfile(work.folder / NAME, made / NAME)
+    if (work.folder / BOARD).exists():
+        shutil.copytree(work.folder / BOARD, made / BOARD)
+    points = [(steps, bits / corpus.bytes_per_token) for steps, bits in curve]
+    with suppress(ImportError):  # of matplotlib, which a result can do without
+        draw({settings.out.name: points}, ("the original", per_byte["original"]), "", "bits per byte", made / PICTURE)
+    report = work.identity | {
+        "parameters": dict(counted),
+        "held_out_bits_per_byte": per_byte,
+        "held_out_perplexity": {name: 2**bits for name, bits in scores.items()},
+        "curve_bits_per_byte": points,
+        "outputs": outputs,
+    }
+    write_file(made, REPORT, dump(report))
+    work.finish()
+    return dump(report).decode()

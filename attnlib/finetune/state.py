@@ -1,0 +1,95 @@
+"""What a training has done, as one file of safetensors that is whole or absent.
+
+Weights, optimizer and the curve so far are one file, so that they always belong to the same step; nothing is pickled.
+Tensors are whole in it, however many ranks share them: another number of ranks may go on.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..convert.checkpoint.errors import CheckpointError
+from ..convert.checkpoint.writing import sync_folder
+from ..files import replacing
+from .ranks import Ranks, parted, whole
+
+Curve = list[tuple[int, float]]  # steps taken, bits of held-out text
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, curve: Curve, ranks: Ranks) -> None:
+    """Replace the state at ``path``, all of it or nothing; the first rank writes, and all must call."""
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, parameter in trained(model).items():
+        found = {f"model.{name}": parameter.detach()}
+        found |= {f"optimizer.{name}/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+        for key, value in found.items():
+            value = whole(value)
+            if ranks.is_first:
+                tensors[key] = value.cpu().contiguous()
+    if ranks.is_first:
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, {"curve": json.dumps(curve)})
+        sync_folder(path.parent)
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Put the weights of the state at ``path`` into a model's parameters that train, in place.
+
+    Raises:
+        CheckpointError: it is the state of another model.
+    """
+    stored, _ = _read(path)
+    _check(path, stored, model)
+    with torch.no_grad():
+        for name, parameter in trained(model).items():
+            parameter.copy_(parted(stored[f"model.{name}"], parameter))
+
+
+def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Curve:
+    """Put the state at ``path`` into model and optimizer, in place; returns the curve so far.
+
+    Raises:
+        CheckpointError: it is the state of another model.
+    """
+    load_weights(path, model)
+    stored, curve = _read(path)
+    names = {parameter: name for name, parameter in trained(model).items()}
+    states, index = {}, 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            prefix = f"optimizer.{names[parameter]}/"
+            values = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
+            if values:
+                states[index] = {key: parted(x, parameter) if x.ndim else x for key, x in values.items()}
+            index += 1
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+    return curve
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], Curve]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            curve = [tuple(point) for point in json.loads((file.metadata() or {}).get("curve", "[]"))]
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path}: expected the state of a training, got {error}; delete the file") from None
+    return stored, curve
+
+
+def _check(path: Path, stored: dict[str, Tensor], model: nn.Module) -> None:
+    shapes = {f"model.{name}": parameter.shape for name, parameter in trained(model).items()}
+    found = {name: value.shape for name, value in stored.items() if name.startswith("model.")}
+    wrong = sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
+    if wrong:
+        raise CheckpointError(f"{path}: expected the state of this model, got another {wrong[:3]}; delete the file")

@@ -1,0 +1,66 @@
+"""What of a model trains: its attention layers or all of it, as they are or by adapters that are merged in the end."""
+
+from torch import nn
+
+from ..convert.checkpoint.errors import CheckpointError
+from .folders import attention_layers
+from .settings import Settings
+
+# Together they make the norm of a converted latent the identity: a constant channel, and gains as large. A step of
+# Adam is nothing beside them.
+IDENTITY, LARGE = ("_a_layernorm.weight", "_a_proj_with_mqa.bias", "q_a_proj.bias"), 2**10
+SCALE = 2.0  # of what an adapter adds
+
+
+def prepare(model: nn.Module, settings: Settings) -> None:
+    """Let of ``model`` train what is to train, in place.
+
+    Raises:
+        ImportError: adapters are asked for, and peft is not installed.
+        CheckpointError: there are no linear layers to adapt.
+    """
+    if settings.lora is not None:
+        _adapt(model, settings)
+        return
+    inside = {id(x) for layer in attention_layers(model) for x in layer.parameters()}
+    for name, parameter in model.named_parameters():
+        constant = name.endswith(IDENTITY) and float(parameter.detach().abs().max()) >= LARGE
+        parameter.requires_grad_((settings.train == "all" or id(parameter) in inside) and not constant)
+
+
+def require_adapters() -> None:
+    """Raises ImportError unless peft is installed."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise ImportError("--lora needs peft: pip install peft") from error
+
+
+def merge(model: nn.Module) -> None:
+    """Add the adapters of ``model`` to its weights, in place, as if it never had any."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in [x for x in model.named_modules() if isinstance(x[1], LoraLayer)]:
+        module.merge(safe_merge=True)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, module.get_base_layer())
+
+
+def _adapt(model: nn.Module, settings: Settings) -> None:
+    """Add adapters to the linear layers, and let them alone train."""
+    require_adapters()
+    from peft import LoraConfig, inject_adapter_in_model
+
+    inside = {id(x) for layer in attention_layers(model) for x in layer.modules()}
+    head = model.get_output_embeddings()
+    names = [
+        name
+        for name, x in model.named_modules()
+        if isinstance(x, nn.Linear) and x is not head and (settings.train == "all" or id(x) in inside)
+    ]
+    if not names:
+        raise CheckpointError(f"--lora: expected linear layers in {type(model).__name__}, got none; train it without")
+    rank = settings.lora
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=SCALE * rank, target_modules=names), model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)

@@ -1,0 +1,142 @@
+"""Training that can stop anywhere and go on to the same weights: against a teacher, or on text alone."""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..convert.checkpoint.errors import VerificationError
+from .distillation import Speaker, differences, layerwise, text_bits
+from .log import Log
+from .ranks import Ranks, whole
+from .recipe import Recipe
+from .state import Curve, load_state, save_state
+
+
+class Run(NamedTuple):
+    """Where a training keeps its state, its log (None: nowhere), and what it is called; ``ranks`` share the work."""
+
+    state: Path
+    label: str
+    ranks: Ranks
+    log: Log | None = None
+    bar: bool = True
+
+
+def train(
+    student: Speaker,
+    teacher: Speaker | None,
+    batches: Iterable[Tensor],
+    recipe: Recipe,
+    score: Callable[[], float],
+    run: Run,
+) -> Curve:
+    """Train ``student`` in place, from where its state stands; returns (steps taken, score) from the start to the end.
+
+    ``batches`` are all of the steps', ``[batch, context + 1]``, the same ones every time. Without a teacher the student
+    learns the text. All its parameters that require gradients train. On one device with one torch and as many ranks,
+    stopped and resumed runs end with the same bits.
+
+    Raises:
+        VerificationError: the loss is not finite.
+        CheckpointError: the state is another model's.
+    """
+    optimizer = make_optimizer(student.model, recipe)
+    curve = load_state(run.state, student.model, optimizer) if run.state.exists() else []
+    done = curve[-1][0] if curve else 0
+    if not curve:
+        curve.append((0, score()))
+    if run.log is not None:
+        run.log.begin(done)
+    for step, tokens in enumerate(_bar(islice(batches, done, None), recipe, done, run), done):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.rate_at(step)
+        told = take_step(student, teacher, optimizer, tokens, recipe, step, run.ranks)
+        if not math.isfinite(told["loss"]):
+            raise VerificationError(f"loss: expected a number, got {told['loss']} in step {step + 1}; lower the rate")
+        if run.log is not None:
+            run.log.write(step + 1, told | {"rate": recipe.rate_at(step)})
+        if recipe.is_point(step + 1):
+            curve.append((step + 1, score()))
+            if run.log is not None:
+                run.log.score(*curve[-1])
+            save_state(run.state, student.model, optimizer, curve, run.ranks)
+    return curve
+
+
+def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """AdamW over all that trains, its decay of matrices alone."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [x for x in trained if x.ndim >= 2], "weight_decay": recipe.decay},
+        {"params": [x for x in trained if x.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95), fused=True)
+
+
+def take_step(
+    student: Speaker,
+    teacher: Speaker | None,
+    optimizer: torch.optim.Optimizer,
+    tokens: Tensor,
+    recipe: Recipe,
+    step: int,
+    ranks: Ranks,
+) -> dict[str, float]:
+    """Take the step that ``step`` others precede; returns its losses, by name, and the norm of its gradient."""
+    optimizer.zero_grad()
+    total: dict[str, Tensor] = {}
+    for part in ranks.own(tokens).chunk(recipe.accumulate):
+        with autocast(ranks.device, recipe):
+            losses = _losses(student, teacher, part, recipe, step)
+        (losses["loss"] / recipe.accumulate).backward()
+        for name, loss in losses.items():
+            total[name] = total.get(name, 0) + loss.detach().float() / recipe.accumulate
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    norm = whole(nn.utils.clip_grad_norm_(trained, recipe.clip))
+    optimizer.step()
+    means = ranks.mean(torch.stack(list(total.values()))).tolist()
+    return dict(zip(total, means, strict=True)) | {"gradient": float(norm)}
+
+
+def autocast(device: torch.device, recipe: Recipe) -> torch.autocast:
+    """The precision that the recipe computes in."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=recipe.half)
+
+
+def held_out_bits(model: Speaker, windows: Tensor, recipe: Recipe, ranks: Ranks) -> float:
+    """Mean bits per token that a model needs for ``windows`` ``[n, t + 1]``, of which each rank reads its part."""
+    size = max(1, recipe.batch // (ranks.size * recipe.accumulate))
+    missing = -len(windows) % ranks.size  # every rank calls the model as often
+    weights = torch.ones(len(windows) + missing)
+    weights[len(windows) :] = 0
+    padded, sums = torch.cat((windows, windows[:1].expand(missing, -1))), torch.zeros((), device=ranks.device)
+    with torch.no_grad():
+        for rows, counted in zip(ranks.own(padded).split(size), ranks.own(weights).split(size), strict=True):
+            with autocast(ranks.device, recipe):
+                logits = model(rows[:, :-1])
+            sums += (text_bits(logits, rows).mean(1) * counted).sum()
+    return ranks.mean(sums).item() * ranks.size / len(windows)
+
+
+def _losses(student: Speaker, teacher: Speaker | None, tokens: Tensor, recipe: Recipe, step: int) -> dict[str, Tensor]:
+    if teacher is None:
+        text = text_bits(student(tokens[:, :-1]), tokens).mean()
+        return {"loss": text, "text": text}
+    if step < recipe.alone:
+        attention = layerwise(student, teacher, tokens)
+        return {"loss": attention, "attention": attention}
+    found = differences(student, teacher, tokens)
+    return {"loss": found.loss(recipe.progress(step), recipe.objective), **found._asdict()}
+
+
+def _bar(batches: Iterator[Tensor], recipe: Recipe, done: int, run: Run) -> Iterator[Tensor]:
+    from tqdm import tqdm
+
+    options = {"unit": "step", "mininterval": 0.2 if sys.stderr.isatty() else 15}
+    return tqdm(batches, run.label, recipe.steps, initial=done, disable=not (run.bar and run.ranks.is_first), **options)

@@ -1,0 +1,165 @@
+"""Tiny random models of every family that checkpoints are converted of, and what their attention computes."""
+
+import json
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.utils import logging
+
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+HEADS, KV_HEADS, GROUPS = 4, 4, 2
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+WIDE_HEADS = {"head_dim": 16}  # unlike the width over heads
+TYPES = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+DECODERS = MappingProxyType(
+    {
+        "llama": WIDE_HEADS | {"attention_bias": True},
+        "mistral": WIDE_HEADS,
+        "mixtral": WIDE_HEADS | EXPERTS,
+        "qwen2": WIDE_HEADS,
+        "qwen2_moe": WIDE_HEADS | EXPERTS | {"shared_expert_intermediate_size": 24},
+        "qwen3": WIDE_HEADS,
+        "qwen3_moe": WIDE_HEADS | EXPERTS,
+        "gemma": WIDE_HEADS,
+        "gemma2": WIDE_HEADS | {"sliding_window": 64},
+        "gemma3_text": WIDE_HEADS | TYPES,
+        "phi3": WIDE_HEADS,
+        "olmo": WIDE_HEADS,
+        "olmo2": WIDE_HEADS,
+        "olmo3": WIDE_HEADS | TYPES,
+        "granite": WIDE_HEADS | {"attention_multiplier": 0.3},
+        "granitemoe": WIDE_HEADS | EXPERTS,
+        "smollm3": WIDE_HEADS | {"no_rope_layers": [0, 1]},
+        "starcoder2": WIDE_HEADS,
+        "glm4": WIDE_HEADS | {"attention_bias": True},
+        "cohere": WIDE_HEADS | {"use_qk_norm": True},
+        "cohere2": TYPES,
+        "gpt_neox": {"hidden_size": 64},
+        "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": HEADS, "n_positions": 64},
+    }
+)
+MADE_OF_HEADS = ("gpt_neox", "opt", "gpt2", "bert")  # whose configs have no key for fewer KV heads
+SMALL_EYES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+EYES = SMALL_EYES | {"image_size": 16, "patch_size": 8}
+QWEN_EYES = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
+QWEN_EYES |= {"intermediate_size": 24, "fullatt_block_indexes": [0]}
+QWEN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}}
+SEEING = MappingProxyType(
+    {
+        "gemma3": {"text_config": SIZES | DECODERS["gemma3_text"], "vision_config": EYES, "mm_tokens_per_image": 4},
+        "llava": {
+            "text_config": SIZES | {"model_type": "qwen2"},
+            "vision_config": EYES | {"model_type": "clip_vision_model"},
+        },
+        "mistral3": {"text_config": SIZES | WIDE_HEADS, "vision_config": EYES | {"head_dim": 8}},
+        "qwen2_vl": {"text_config": SIZES | QWEN_ROPE, "vision_config": QWEN_EYES},
+        "qwen2_5_vl": {"text_config": SIZES | QWEN_ROPE, "vision_config": QWEN_EYES},
+    }
+)  # fmt: skip
+ALL = (*DECODERS, "bert", *SEEING)
+
+
+def make(kind: str) -> nn.Module:
+    """A model of a kind, whose every parameter shows in what it computes."""
+    torch.manual_seed(0)
+    if kind in SEEING:
+        tokens = {"image_token_id": 60, "image_token_index": 60, "video_token_id": 59, "boi_token_index": 58}
+        model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind](**tokens | SEEING[kind]))
+    elif kind == "bert":
+        model = AutoModel.from_config(CONFIG_MAPPING[kind](**SIZES))
+    else:
+        options = SIZES | DECODERS[kind]
+        if kind in MADE_OF_HEADS:
+            del options["num_key_value_heads"]
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options))
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if x.dim() > 1 and "norm" not in name:
+                nn.init.normal_(x, std=1.2 * x.shape[-1] ** -0.5)
+            else:
+                nn.init.uniform_(x, 0.3, 1.2)
+    return model.float().eval()
+
+
+@torch.no_grad()
+def equalise(model: nn.Module, *, neighbours: bool = True) -> None:
+    """Make the KV heads of each of GROUPS groups the same, with their biases, and gains that are a head's own.
+
+    Groups are of neighbours, or of every other head.
+    """
+    dim = None
+    for name, x in model.named_parameters():
+        if "self_attn" not in name or "vision" in name or "visual" in name:
+            continue
+        dim = dim or getattr(model.config.get_text_config(), "head_dim", None) or 8
+        if "qkv_proj" in name:
+            _, k, v = x.split([HEADS * dim, KV_HEADS * dim, KV_HEADS * dim])
+            rows = (k, v)
+        elif any(part in name for part in ("k_proj", "v_proj")) or ("k_norm" in name and x.numel() > dim):
+            rows = (x,)
+        else:
+            continue
+        for part in rows:
+            size, at = KV_HEADS // GROUPS, int(neighbours)
+            grouped = part.unflatten(0, (GROUPS, size, -1) if neighbours else (size, GROUPS, -1))
+            grouped.copy_(grouped.narrow(at, 0, 1).clone().expand_as(grouped))
+
+
+def load(folder: Path) -> nn.Module:
+    """A folder as transformers loads it; anything missing, unexpected or of another shape is an error."""
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    made = AutoModelForImageTextToText if kind in SEEING else AutoModel if kind == "bert" else AutoModelForCausalLM
+    model, found = made.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    assert not any(found.values()), found
+    return model.eval()
+
+
+@torch.no_grad()
+def says(model: nn.Module) -> Tensor:
+    """What it says of some text, which has no images."""
+    out = model(torch.arange(3, 3 + 2 * 11).view(2, 11))
+    return out.last_hidden_state if getattr(out, "logits", None) is None else out.logits
+
+
+@torch.no_grad()
+def computed(model: nn.Module) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    """What comes into and out of the text's attention layers, without norms and with the usual scale; and its gains."""
+    seen, hooks, gains = [], [], {}
+
+    def keep(module: nn.Module, args: tuple, kwargs: dict, out: object) -> None:
+        x = args[0] if args else kwargs["hidden_states"]
+        seen.append((x.clone(), (out[0] if isinstance(out, tuple) else out).clone(), gains[module]))
+
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind.endswith(("Attention", "BertAttention")) and not any(x in kind for x in ("Vision", "Self", "Pixtral")):
+            if any(x in name for x in ("vision", "visual")):
+                continue
+            gains[module] = {}
+            for norm in ("q_norm", "k_norm"):
+                if hasattr(module, norm):
+                    gains[module][f"{norm}.weight"] = getattr(module, norm).weight.detach()
+                    setattr(module, norm, nn.Identity())
+            if hasattr(module, "scaling") and hasattr(module, "head_dim") and kind != "OPTAttention":
+                module.scaling = module.head_dim**-0.5
+            if hasattr(module, "attn_logit_softcapping"):
+                module.attn_logit_softcapping = None
+            if kind == "BertAttention":  # whose output has the norm of the block
+                module.output.LayerNorm = nn.Identity()
+            hooks.append(module.register_forward_hook(keep, with_kwargs=True))
+    says(model)
+    for hook in hooks:
+        hook.remove()
+    if model.config.model_type == "bert":
+        seen = [(x, y - x, gains) for x, y, gains in seen]
+    return seen
