@@ -19,15 +19,8 @@ from variants import Preset
 
 from attnlib.finetune import training
 
-NAMES = [
-    "MHA, trained on",
-    "GQA, mean-pool",
-    "GQA, regroup + align",
-    "GQA, principal",
-    "MLA, plain SVD",
-    "MLA, whitened",
-]
-NAMES += ["MLA, as DeepSeek"]
+NAMES = ["MHA, trained on", "GQA, mean-pool", "GQA, regroup + align", "GQA, principal"]
+NAMES += ["MLA, plain SVD", "MLA, whitened", "MLA, as DeepSeek"]
 TOKENS = torch.arange(30).reshape(2, 15) * 7 % 100
 
 
@@ -78,18 +71,18 @@ def states(out) -> dict[str, bytes]:
 def test_a_small_run_prints_and_writes_everything(finished):
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in finished.printed if line.startswith("|")]
     assert [row[0] for row in rows[2:]] == NAMES
-    assert [row[1] for row in rows[2:]] == ["1,024"] + ["512"] * 2 + ["256"] * 3
-    assert [bool(row[3]) for row in rows[2:]] == [True, True, True, False, False, True]
+    assert [row[1] for row in rows[2:]] == ["1,024"] + ["512"] * 3 + ["256"] * 3
+    assert [bool(row[3]) for row in rows[2:]] == [True, True, True, True, False, False, True]
     verdicts = [line.split(" at ")[0] for line in finished.printed if " starts at " in line or " ends at " in line]
     assert verdicts == [f"{NAMES[2]} starts", f"{NAMES[4]} starts", f"{NAMES[2]} ends"]
     assert (finished.out / "recovery.png").read_bytes().startswith(b"\x89PNG")
     assert not list(finished.out.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize(
-    ("folder", "kind"),
-    [("mha", "Llama"), ("gqa-mean", "Llama"), ("gqa-aligned", "Llama"), ("gqa", "Llama"), ("mla", "DeepseekV3")],
-)
+FOLDERS = [("mha", "Llama"), ("gqa-mean", "Llama"), ("gqa-aligned", "Llama"), ("gqa", "Llama"), ("mla", "DeepseekV3")]
+
+
+@pytest.mark.parametrize(("folder", "kind"), FOLDERS)
 def test_transformers_reads_the_folders_and_says_the_same(finished, folder, kind):
     theirs = AutoModelForCausalLM.from_pretrained(finished.out / folder, trust_remote_code=False)
     assert type(theirs).__name__ == f"{kind}ForCausalLM"
