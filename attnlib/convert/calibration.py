@@ -63,6 +63,11 @@ class Calibration:
             moments.add(batch)
         return moments.mean()
 
+    def to(self, device: torch.device | str) -> "Calibration":
+        """The same on another device."""
+        sample = None if self.sample is None else self.sample.to(device)
+        return replace(self, moment=self.moment.to(device), sample=sample)
+
     def energy(self, rows: Tensor) -> Tensor:
         """The mean square ``E |W y|^2`` of each ``W`` in real or complex ``[..., d, m + 1]``: real ``[...]``."""
         return torch.einsum("...dm,...dm->...", rows @ self.moment.to(rows.dtype), rows.conj()).real
@@ -118,7 +123,7 @@ def fitting(calibration: Calibration | None, hidden_size: int, device: torch.dev
     width = len(calibration.moment) - 1
     if width != hidden_size:
         raise ValueError(f"calibration: expected inputs of width {hidden_size} like the layer's, got {width}")
-    return replace(calibration, moment=calibration.moment.to(device))
+    return calibration.to(device)
 
 
 class _Moments:

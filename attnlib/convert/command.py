@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
 from .checkpoint import convert
@@ -156,7 +157,7 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
         model.checkpoint,
         arguments.out,
         converter,
-        settings={"to": arguments.to} | options | settings,
+        settings={"to": arguments.to, "device": _device()} | options | settings,
         max_shard_size=arguments.max_shard_size,
         allow_nonfinite=arguments.allow_nonfinite,
         overwrite=arguments.overwrite,
@@ -177,7 +178,9 @@ def _to_gqa(arguments: argparse.Namespace, model: Model, tokens: Tensor | None) 
             maps_keys=rotates_alike(model.config) and not has_key_norms(model),
         )
     options = asdict(chosen)
-    converter = grouped(model.config, arguments.kv_heads, calibrations=_calibrations(model, tokens), **options)
+    converter = grouped(
+        model.config, arguments.kv_heads, calibrations=_calibrations(model, tokens), device=_device(), **options
+    )
     if arguments.kv_heads != model.shape.kv_heads and model.family.kv_heads is None:
         raise RequestError(
             f"--kv-heads: expected {model.shape.kv_heads}, got {arguments.kv_heads}; stock loaders of "
@@ -221,7 +224,12 @@ def _refusals(what: str) -> Iterator[None]:
 
 
 def _calibrations(model: Model, tokens: Tensor | None) -> TextCalibration | None:
-    return None if tokens is None else TextCalibration(model, tokens)
+    return None if tokens is None else TextCalibration(model, tokens, _device())
+
+
+def _device() -> str:
+    """What calibrates and factors: a GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _require_own_options(arguments: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...rope import Rope
-from ..calibration import Calibration
+from ..calibration import Calibration, fitting
 from ..checkpoint.errors import CheckpointError, RequestError
 from ..checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
 from ..checkpoint.model import shape_of
@@ -36,11 +36,12 @@ def grouped(
     grouping: Grouping | None = None,
     calibrations: Calibrations | None = None,
     reach: int = 2048,
+    device: torch.device | str = "cpu",
 ) -> LayerConverter:
     """Layers of the model of this config.json into layers of ``kv_heads`` KV heads, as ``mha_to_gqa`` makes them.
 
     ``calibrations`` gives the calibration of a layer by its index; None means weights alone. As many heads as there
-    are is an exact copy.
+    are is an exact copy. ``device`` computes; what comes out is on the CPU.
 
     Errors of a layer, each 0 if nothing was lost: ``key_error`` and ``value_error`` are the root mean square of what
     queries and o miss of the keys (before norm and rope) and values of the source, relative to these, under the
@@ -68,18 +69,21 @@ def grouped(
         if kv_heads == shape.kv_heads:
             return ConvertedLayer(weights, errors=dict.fromkeys(ERRORS, 0.0))
         rope = rope_of(config, shape.index)
-        heads = _heads(weights, shape, rope)
+        heads = _heads({name: value.to(device) for name, value in weights.items()}, shape, rope)
         try:
             made = chosen(maps_keys=alike and heads.gains is None)
             if align == "all":
                 check_gains(heads)
         except ValueError as error:
             raise RequestError(f"layer {shape.index}: {error}") from error
-        calibration = Calibration.white(shape.width) if calibrations is None else calibrations(shape.index)
+        calibration = None if calibrations is None else calibrations(shape.index)
+        calibration = fitting(calibration, shape.width, heads.k.device)
         arranged = arrange(heads, kv_heads, made, calibration)
         merged = merge_heads(arranged, kv_heads, made, calibration)
         new = join(merged.heads, weights)
-        errors = _errors(arranged, merged, _heads(new, shape, rope), calibration)
+        stored = _heads({name: value.to(device) for name, value in new.items()}, shape, rope)
+        errors = _errors(arranged, merged, stored, calibration)
+        new = {name: value.cpu() for name, value in new.items()}
         return ConvertedLayer(new, {"num_key_value_heads": kv_heads}, errors)
 
     return convert_layer

@@ -21,15 +21,16 @@ class TextCalibration:
     """Gives the calibration of layer ``index`` of ``model`` over ``tokens`` ``[samples, length]``, in fp32.
 
     Layers are run in order: one that is asked for behind the last costs a start from the first. Keeps the hidden states
-    of all tokens and the last layer, ``4 * m`` bytes a token and four a weight.
+    of all tokens and the last layer, ``4 * m`` bytes a token and four a weight, on ``device``. Calibrations are on the
+    CPU.
 
     Raises:
         CheckpointError: a weight that the layers need is missing, of another size or not finite, or a token has no
             embedding.
     """
 
-    def __init__(self, model: Model, tokens: Tensor):
-        self.model = model
+    def __init__(self, model: Model, tokens: Tensor, device: torch.device | str = "cpu"):
+        self.model, self.device = model, device
         self.tokens = tokens
         self._calibrations: Iterator[Calibration] | None = None
         self._index, self._last = -1, None
@@ -42,7 +43,7 @@ class TextCalibration:
             self._calibrations, self._index = self._start(), -1
         try:
             while self._index < index:
-                self._last = next(self._calibrations)
+                self._last = next(self._calibrations).to("cpu")
                 self._index += 1
         except BaseException as error:
             self._last = None
@@ -64,14 +65,15 @@ class TextCalibration:
                 f"got {int(self.tokens.max())}"
             )
         scale = self.model.shape.width**0.5 if self.model.family.scales_embedding else 1.0
-        states = [rows[sample][None].float() * scale for sample in self.tokens]
+        states = [(rows[sample][None].float() * scale).to(self.device) for sample in self.tokens]
+        base.rotary_emb.to(self.device)
         return calibrate(self._blocks(base, _beside(base, states[0])), states)
 
     def _blocks(self, base: nn.Module, beside: list[dict]) -> Iterator[tuple]:
         for index, (layer, arguments) in enumerate(zip(base.layers, beside, strict=True)):
             prefix = self.model.layers[index].prefix.removesuffix("self_attn.")
             weights = {
-                name: self._stored(prefix + name, tuple(wanted.shape)).load().float()
+                name: self._stored(prefix + name, tuple(wanted.shape)).load().to(self.device).float()
                 for name, wanted in layer.state_dict().items()
             }
             layer.load_state_dict(weights, assign=True)
