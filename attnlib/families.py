@@ -64,11 +64,10 @@ class Stored:
     share: float = 1.0  # of a head that rotates
     window_theta: float | None = None  # of layers with a window, where these have a rope of their own
     clip: str | None = None  # a field that bounds q, k and v
-    scales_embedding: bool = False  # by the root of the width, before the first layer
 
 
 LLAMA = Stored()
-GEMMA = Stored(sizes=Sizes(3072, 28, 16, 16, 256), scales_embedding=True)
+GEMMA = Stored(sizes=Sizes(3072, 28, 16, 16, 256))
 GEMMA2 = replace(GEMMA, sizes=Sizes(2304, 26, 8, 4, 256))
 MISTRAL = Stored(sizes=Sizes(4096, 32, 32, 8))
 QWEN2 = Stored(sizes=Sizes(4096, 32, 32, 32))

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 Objective = Literal["teacher", "text"]
 ATTENTION = 1.0  # what a relative error of 1 weighs, in bits
@@ -22,10 +23,11 @@ class Speaker:
     """
 
     def __init__(self, model: nn.Module, attention: Sequence[nn.Module], logits: Callable[[Tensor], Tensor]):
-        self.model, self._attention, self._logits = model, attention, logits
+        self.model: nn.Module = model
+        self._attention, self._logits = attention, logits
         self._heard: dict[int, Tensor] | None = None  # while somebody listens
         self._given: Sequence[Tensor] | None = None
-        self._hooks: list = []
+        self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
         for index, layer in enumerate(self._attention):
@@ -35,7 +37,7 @@ class Speaker:
             ]
         return self
 
-    def __exit__(self, *raised) -> None:
+    def __exit__(self, *raised: object) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 

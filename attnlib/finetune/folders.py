@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..convert.check.stock_check import StockCheck
 from ..convert.checkpoint.errors import CheckpointError, RequestError
 from ..convert.checkpoint.folder import COPIED, read_folder
-from ..convert.stock import StockCheck, quiet, read_config, stock
+from ..convert.stock import quiet, read_config, stock
 from ..convert.text.tokens import tokens_of
 
 ATTENTION = ("self_attn", "self_attention", "attention", "attn")  # what families call it in a decoder layer

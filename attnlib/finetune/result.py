@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 
+from ..convert.check.stock_check import StockCheck
 from ..convert.checkpoint.errors import VerificationError
 from ..convert.checkpoint.folder import CONFIG, read_folder
 from ..convert.checkpoint.scan import scan
 from ..convert.checkpoint.writing import sync_folder, write_file
-from ..convert.stock import StockCheck, quiet
+from ..convert.stock import quiet
 from .folders import load, stored_dtype
 from .settings import Settings
 from .state import load_weights

@@ -250,7 +250,7 @@ def change(folder, edit):
         (("--steps", 0), "--steps: expected a positive count, got 0"),
         (("--batch", 3, "--accumulate", 2), "--batch: expected a multiple of 2"),
         (("--context", 400), "--text: expected at least 4010 tokens"),
-        (("--text", "/nowhere"), "text: expected a file to read"),
+        (("--text", "/nowhere"), "--text: expected a file to read"),
         (("--device", "cuda"), "--device: expected cpu"),
         (("--tensorboard",), "--tensorboard: expected TensorBoard"),
         (("--lora", 4), "--lora needs peft: pip install peft"),
