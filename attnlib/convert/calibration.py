@@ -1,7 +1,10 @@
 """What a conversion knows of a layer's inputs: their second moments over text, one layer at a time."""
 
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +12,10 @@ from torch.nn.functional import pad
 
 from ..philox import philox
 
+Batch = Tensor | tuple[Tensor, Mapping[str, object]]
+Block = Callable[..., Tensor]
+
+STRIP = 512  # rows of a moment that one worker sums
 SAMPLE = 4096  # inputs kept to measure on: of a layer as wide, in fp32, half of what its moment takes
 
 
@@ -81,35 +88,81 @@ class Calibration:
         return None if x is None else pad(x.to(self.moment), (0, 1), value=1.0)
 
 
-def calibrate(
-    blocks: Iterable[tuple[Callable[[Tensor], Tensor], nn.Module]], batches: Iterable[Tensor]
-) -> Iterator[Calibration]:
+def calibrate(blocks: Iterable[tuple[Block, nn.Module]], batches: Iterable[Batch]) -> Iterator[Calibration]:
     """The calibration of one layer after another, as hidden states ``[..., m]`` move through a model's blocks.
 
     ``blocks`` are pairs of a block, called with each batch to give the next block's, and the attention layer inside it,
-    whose inputs are observed. Only one block and one layer's moments are needed at a time: both iterators are lazy, so
-    that blocks may be loaded, converted and released one by one. Blocks are called without gradients, in the mode they
-    are in (dropout belongs switched off), and always as they were before what is done with their calibration.
+    whose inputs are observed. A batch is a tensor, or a pair of one and keyword arguments that every block gets with
+    it, such as the ``cu_seqlens`` of a packed batch. Only one block and one layer's moments are needed at a time: both
+    iterators are lazy, so that blocks may be loaded, converted and released one by one. Blocks are called without
+    gradients, in the mode they are in (dropout belongs switched off), and always as they were before what is done with
+    their calibration.
 
     Raises:
         ValueError: a block that never calls its layer, or inputs as :meth:`Calibration.of` refuses them.
 
     >>> layers = [GroupedQueryAttention(16, 4, mask=CAUSAL) for _ in range(2)]
-    >>> text = [torch.randn(1, 9, 16), torch.randn(1, 4, 16)]
+    >>> packed = torch.randn(9, 16), {"cu_seqlens": torch.tensor([0, 4, 9], dtype=torch.int32)}
+    >>> text = [torch.randn(1, 9, 16), packed]
     >>> [calibration.tokens for calibration in calibrate(((layer, layer) for layer in layers), text)]
-    [13, 13]
+    [18, 18]
     """
     batches = list(batches)
     for block, layer in blocks:
-        moments = _Moments()
-        hook = layer.register_forward_pre_hook(lambda _, args, moments=moments: moments.add(args[0]))
-        try:
-            with torch.no_grad():
-                for n, x in enumerate(batches):
-                    batches[n] = block(x)  # one after another, so that none is in memory twice
-        finally:
-            hook.remove()
-        yield moments.mean()
+        yield observe(block, layer, batches)
+
+
+class Workers(NamedTuple):
+    """``map`` calls a function for each of some things, ``count`` of them side by side; results keep their order."""
+
+    count: int
+    map: Callable[..., Iterable]
+
+
+ALONE = Workers(1, map)
+
+
+def observe(
+    block: Block,
+    layer: nn.Module,
+    batches: list[Batch],
+    *,
+    workers: Workers = ALONE,
+    advance: Callable[[], object] = lambda: None,
+) -> Calibration:
+    """One step of :func:`calibrate`; ``batches`` become the next block's, and ``advance`` is told of each.
+
+    The same bits for any number of workers.
+    """
+    moments, seen = _Moments(), _Seen()
+    hook = layer.register_forward_pre_hook(lambda _, args: seen.inputs.append(args[0]))
+    try:
+        for start in range(0, len(batches), workers.count):
+            some = slice(start, start + workers.count)  # so that few are in memory twice
+            for n, (inputs, batch) in enumerate(workers.map(partial(_moved, block, seen), batches[some]), start):
+                for x in inputs:
+                    moments.add(x, workers)
+                batches[n] = batch
+                advance()
+    finally:
+        hook.remove()
+    return moments.mean()
+
+
+class _Seen(threading.local):
+    """What a layer's hook saw in this thread."""
+
+    def __init__(self):
+        self.inputs: list[Tensor] = []
+
+
+def _moved(block: Block, seen: _Seen, batch: Batch) -> tuple[list[Tensor], Batch]:
+    """What the block's layer saw of a batch, and the batch behind the block."""
+    x, arguments = batch if isinstance(batch, tuple) else (batch, {})
+    seen.inputs = []
+    with torch.no_grad():
+        x = block(x, **arguments)
+    return seen.inputs, (x, arguments) if isinstance(batch, tuple) else x
 
 
 def fitting(calibration: Calibration | None, hidden_size: int, device: torch.device) -> Calibration:
@@ -130,21 +183,29 @@ class _Moments:
     """A sum of ``y y^T`` in fp64, and a sample of the x."""
 
     def __init__(self):
-        self.tokens, self.total, self.sample = 0, None, _Sample()
+        self.tokens, self.total, self.sample = 0, None, _Sample()  # of the symmetric total the upper half is summed
 
-    def add(self, x: Tensor) -> None:
+    def add(self, x: Tensor, workers: Workers = ALONE) -> None:
         x = x.detach().flatten(0, -2)
         y = pad(x.double(), (0, 1), value=1.0)
-        if self.total is not None and len(self.total) != y.shape[-1]:
+        if self.total is None:
+            self.total = y.new_zeros(y.shape[-1], y.shape[-1])
+        if len(self.total) != y.shape[-1]:
             raise ValueError(f"batches: expected width {len(self.total) - 1} like the first one, got {x.shape[-1]}")
         self.tokens += len(x)
         self.sample.add(x)
-        self.total = y.T @ y if self.total is None else self.total.addmm_(y.T, y)
+
+        def add_rows(start: int) -> None:
+            self.total[start : start + STRIP, start:].addmm_(y[:, start : start + STRIP].T, y[:, start:])
+
+        for _ in workers.map(add_rows, range(0, len(self.total), STRIP)):
+            pass
 
     def mean(self) -> Calibration:
         if not self.tokens:
             raise ValueError("batches: expected at least one token that reaches the layer, got none")
-        return Calibration(self.tokens, self.total / self.tokens, self.sample.rows())
+        upper = self.total.triu_()
+        return Calibration(self.tokens, (upper + upper.triu(1).T) / self.tokens, self.sample.rows())
 
 
 class _Sample:

@@ -5,14 +5,18 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from .check.budget import windows_for
+from .check.lost import lost, own_errors
+from .check.stock_check import StockCheck
 from .checkpoint import convert
 from .checkpoint.errors import CheckpointError, OutputError, RequestError, VerificationError
 from .checkpoint.folder import read_folder
@@ -24,20 +28,19 @@ from .heads.converter import StoredMerge, grouped, rotates_alike
 from .heads.recipe import Grouping, recipe
 from .latent.deepseek import converter as latent_converter
 from .latent.deepseek_layer import BASELINE, Norm, check_biases
-from .stock import StockCheck, own_errors, stock
-from .text.layerwise import TextCalibration
-from .text.tokens import read_text, tokens_of
+from .stock import stock
+from .text import choice
+from .text.held_out import held_out
+from .text.kept import Kept
+from .text.tokens import read_text
+from .wording import in_options
 
-SAMPLES, LENGTH = 128, 512
 REACH = 2048
-BEST_MERGE = "default: with a text principal, else mean"
+BEST_MERGE = "default: calibrated principal, else mean"
 BEST_GROUPING = "default: with a principal merge similar, else neighbours"
-WEIGHTS_ALONE = "the weights alone"
-SMALL = 2 * 10**9  # bytes of weights up to which logits are compared without being asked for
 UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
 GQA_OPTIONS = ("kv_heads", "merge", "align", "grouping")
 MLA_OPTIONS = ("rank", "rope_dim", "norm")
-TEXT_OPTIONS = ("samples", "length")
 EPILOG = """\
 exit codes: 0 done; 2 a wrong request; 3 the checkpoint cannot be converted; 4 the result is not what it should be;
 5 no space; 1 it cannot be written for another reason; 130 interrupted. docs/conversion.md says what is kept.
@@ -69,10 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reach", type=int, metavar="N", help=f"distance over which keys should hold (default: {REACH})"
     )
-    text = parser.add_argument_group("calibration on text; without, by the weights alone")
-    text.add_argument("--text", type=Path, metavar="FILE", help="UTF-8, as the model will read it")
-    text.add_argument("--samples", type=int, metavar="N", help=f"pieces of it (default: {SAMPLES})")
-    text.add_argument("--length", type=int, metavar="N", help=f"tokens in each (default: {LENGTH})")
+    choice.add_arguments(parser)
     files = parser.add_argument_group("files and checks")
     files.add_argument("--max-shard-size", type=_bytes, default=5 * 10**9, metavar="SIZE", help="default: 5GB")
     files.add_argument("--follow-links", action="store_true", help="take the snapshot of a download cache")
@@ -81,8 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--allow-nonfinite", action="store_true", help="copy weights that are NaN or infinite")
     files.add_argument(
         "--check-logits",
-        action="store_true",
-        help=f"compare logits, with the whole model in fp32 (default: up to {SMALL // 10**9} GB of weights)",
+        action=argparse.BooleanOptionalAction,
+        help="compare what source and result say of a text (default: up to 2 billion weights, on a GPU 140)",
     )
     files.add_argument("--quiet", action="store_true", help="print errors only")
 
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt as error:
         return _failed("interrupted", getattr(error, "__notes__", ["nothing was written"]), 130)
     except (CheckpointError, RequestError, VerificationError, OutputError) as error:
-        return _failed(str(error), getattr(error, "__notes__", []), error.exit_code)
+        return _failed(in_options(str(error)), getattr(error, "__notes__", []), error.exit_code)
     except ImportError as error:
         return _failed(str(error), [], RequestError.exit_code)
     if not arguments.quiet:
@@ -105,11 +105,14 @@ def run(arguments: argparse.Namespace) -> int:
 def summary(report: Mapping[str, Any], out: Path) -> str:
     """The report in a few lines."""
     cache = report["cache_bytes_per_token"]
-    lines = [f"cache bytes a token: {cache['before']:,} before, {cache['after']:,} after", _largest_error(report)]
+    lines = [f"cache bytes a token: {cache['before']:,} before, {cache['after']:,} after"]
+    lines += [choice.said_of(report["settings"]), _largest_error(report)]
     measures = report["measures"]
     if "kl_nats" in measures:
         difference, largest = measures["largest_logit_difference"], measures["largest_logit"]
         lines.append(f"logits: differ by at most {difference:.3g} of {largest:.3g}; KL {measures['kl_nats']:.3g} nats")
+    if said := lost(measures, out=out):
+        lines.append(said)
     if report["settings"].get("norm") == "exact":
         lines.append("for transformers: loaders that drop biases, as vLLM's does, need --norm calibrated")
     return "\n".join([*lines, f"report: {out / REPORT}"])
@@ -122,7 +125,7 @@ def _largest_error(report: Mapping) -> str:
     line = f"largest error of a layer: {name} {_number(layer[name]):.3g} in layer {layer['layer']}"
     if (baseline := f"{BASELINE}{name}") in layer:
         line += f" (of plain SVD: {_number(layer[baseline]):.3g})"
-    return line + (", for random inputs" if report["settings"]["calibration"] == WEIGHTS_ALONE else "")
+    return line + (", for random inputs" if report["settings"]["calibration"] == choice.WEIGHTS_ALONE else "")
 
 
 def _number(error: float | None) -> float:
@@ -131,56 +134,71 @@ def _number(error: float | None) -> float:
 
 def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     _require_own_options(arguments)
+    chosen = choice.Choice.of(arguments)
     stock()  # whose absence should show before the work
     source = arguments.source.resolve()
     model = read_model(read_folder(source, follow_links=arguments.follow_links))
-    target = _to_gqa if arguments.to == "gqa" else _to_mla
-    target(arguments, model, None)  # which refuses wrong options, before a file is read whole
-    settings, tokens = {"calibration": WEIGHTS_ALONE}, None
-    if arguments.text is not None:
-        text, sha256 = read_text(arguments.text)
-        samples = SAMPLES if arguments.samples is None else arguments.samples
-        length = LENGTH if arguments.length is None else arguments.length
-        tokens = tokens_of(source, text, samples=samples, length=length)
-        samples, length = tokens.shape  # of a short text there are fewer
-        settings["calibration"] = {"text_sha256": sha256, "samples": samples, "length": length}
-        settings["transformers"] = stock().__version__
-    converter, options = target(arguments, model, tokens)
-    weights = sum(shard.size for shard in model.checkpoint.shards)
-    check = StockCheck(
-        source,
-        logits=arguments.check_logits or weights <= SMALL,
-        tokens=None if tokens is None else tokens[0],
+    if arguments.to == "gqa" and arguments.kv_heads == model.shape.kv_heads:
+        chosen, settings = None, {"calibration": choice.NOTHING}
+    else:
+        settings = {"calibration": choice.WEIGHTS_ALONE}
+    target = partial(_to_gqa if arguments.to == "gqa" else _to_mla, arguments, model, calibrated=chosen is not None)
+    converter, options = target(None)  # which refuses wrong options, before a file is read whole
+    tokens, kept = None, nullcontext()
+    if chosen is not None:
+        tokens, settings = chosen.tokens(source)
+        place = chosen.place(arguments.out, is_left=not arguments.no_keep)
+        title = None if arguments.quiet else "calibrating" + ("" if chosen.file else " on the bundled sample")
+        kept = Kept(model, tokens, place, device=_device(), title=title)
+        converter, options = target(kept)
+    check = _check(arguments, model, 0 if tokens is None else tokens.numel())
+    with kept:
+        return convert(
+            model.checkpoint,
+            arguments.out,
+            converter,
+            settings={"to": arguments.to, "device": _device()} | options | settings,
+            max_shard_size=arguments.max_shard_size,
+            allow_nonfinite=arguments.allow_nonfinite,
+            overwrite=arguments.overwrite,
+            keep=not arguments.no_keep,
+            check=check,
+            progress=not arguments.quiet,
+        )
+
+
+def _check(arguments: argparse.Namespace, model: Model, used: int) -> StockCheck:
+    """Holds the result against the source on text that calibrates nothing: behind ``used`` tokens, or the sample's."""
+    windows, held = windows_for(model.checkpoint, _device()), None
+    if arguments.check_logits is not None:
+        windows = max(1, windows) if arguments.check_logits else 0
+    if windows:
+        text = None if arguments.text is None else read_text(arguments.text)[0]
+        held = held_out(model.checkpoint.folder, text, used=used, windows=windows)
+    return StockCheck(
+        model.checkpoint.folder,
+        logits=windows > 0,
+        tokens=None if held is None else held.tokens,
+        text=None if held is None else held.text,
+        device=_device(),
         follow_links=arguments.follow_links,
     )
-    return convert(
-        model.checkpoint,
-        arguments.out,
-        converter,
-        settings={"to": arguments.to, "device": _device()} | options | settings,
-        max_shard_size=arguments.max_shard_size,
-        allow_nonfinite=arguments.allow_nonfinite,
-        overwrite=arguments.overwrite,
-        keep=not arguments.no_keep,
-        check=check,
-        progress=not arguments.quiet,
-    )
 
 
-def _to_gqa(arguments: argparse.Namespace, model: Model, tokens: Tensor | None) -> tuple[LayerConverter, dict]:
+def _to_gqa(
+    arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool
+) -> tuple[LayerConverter, dict]:
     with _refusals("--to gqa"):
         chosen = recipe(
             arguments.merge,
             arguments.align,
             arguments.grouping,
             reach=REACH if arguments.reach is None else arguments.reach,
-            calibrated=arguments.text is not None,
+            calibrated=calibrated,
             maps_keys=rotates_alike(model.config) and not has_key_norms(model),
         )
     options = asdict(chosen)
-    converter = grouped(
-        model.config, arguments.kv_heads, calibrations=_calibrations(model, tokens), device=_device(), **options
-    )
+    converter = grouped(model.config, arguments.kv_heads, calibrations=calibrations, device=_device(), **options)
     if arguments.kv_heads != model.shape.kv_heads and model.family.kv_heads is None:
         raise RequestError(
             f"--kv-heads: expected {model.shape.kv_heads}, got {arguments.kv_heads}; stock loaders of "
@@ -189,13 +207,14 @@ def _to_gqa(arguments: argparse.Namespace, model: Model, tokens: Tensor | None) 
     return converter, {"kv_heads": arguments.kv_heads} | options
 
 
-def _to_mla(arguments: argparse.Namespace, model: Model, tokens: Tensor | None) -> tuple[LayerConverter, dict]:
+def _to_mla(
+    arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool
+) -> tuple[LayerConverter, dict]:
     options = {
         "rope_dim": 64 if arguments.rope_dim is None else arguments.rope_dim,
         "reach": REACH if arguments.reach is None else arguments.reach,
         "norm": arguments.norm or "exact",
     }
-    calibrations = _calibrations(model, tokens)
     with _refusals("--to mla"):
         made = latent_converter(model.checkpoint.config, arguments.rank, calibrations=calibrations, **options)
     for index, layer in model.layers.items():
@@ -223,10 +242,6 @@ def _refusals(what: str) -> Iterator[None]:
         raise RequestError(f"{what}: {error}") from error
 
 
-def _calibrations(model: Model, tokens: Tensor | None) -> TextCalibration | None:
-    return None if tokens is None else TextCalibration(model, tokens, _device())
-
-
 def _device() -> str:
     """What calibrates and factors: a GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -235,12 +250,8 @@ def _device() -> str:
 def _require_own_options(arguments: argparse.Namespace) -> None:
     """Raises RequestError for an option that means nothing here, or without the number that this target needs."""
     needed, other = ("kv_heads", MLA_OPTIONS) if arguments.to == "gqa" else ("rank", GQA_OPTIONS)
-    useless = [(f"with --to {arguments.to}", other)]
-    if arguments.text is None:
-        useless.append(("without --text", TEXT_OPTIONS))
-    for where, names in useless:
-        if given := [_option(name) for name in names if getattr(arguments, name) is not None]:
-            raise RequestError(f"{', '.join(given)}: means nothing {where}; leave it out")
+    if given := [_option(name) for name in other if getattr(arguments, name) is not None]:
+        raise RequestError(f"{', '.join(given)}: means nothing with --to {arguments.to}; leave it out")
     if getattr(arguments, needed) is None:
         raise RequestError(f"{_option(needed)}: expected with --to {arguments.to}, and it is missing")
 

@@ -36,7 +36,7 @@ DECODERS = MappingProxyType(
         "olmo": WIDE_HEADS,
         "olmo2": WIDE_HEADS,
         "olmo3": WIDE_HEADS | TYPES,
-        "granite": WIDE_HEADS | {"attention_multiplier": 0.3},
+        "granite": WIDE_HEADS | {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
         "granitemoe": WIDE_HEADS | EXPERTS,
         "smollm3": WIDE_HEADS | {"no_rope_layers": [0, 1]},
         "starcoder2": WIDE_HEADS,

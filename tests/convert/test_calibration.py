@@ -55,6 +55,18 @@ def test_blocks_are_observed_one_after_another():
     assert not any(layer._forward_pre_hooks for layer in layers)
 
 
+def test_batches_bring_arguments_for_every_block():
+    """Sequences that are packed, with their bounds, are those sequences one by one."""
+    layers, texts = [grouped(seed=seed) for seed in range(2)], [tokens(1, 5), tokens(1, 8, seed=2)]
+    packed = torch.cat(texts, 1)[0], {"cu_seqlens": torch.tensor([0, 5, 13], dtype=torch.int32)}
+    own = [*calibrate(((layer, layer) for layer in layers), [packed, texts[0]])]
+    for found, wanted in zip(own, calibrate(((layer, layer) for layer in layers), [*texts, texts[0]]), strict=True):
+        assert found.tokens == wanted.tokens == 18
+        close(found.moment, wanted.moment)
+    joined = [*calibrate(((layer, layer) for layer in layers), [packed[0][None], texts[0]])]
+    assert not joined[1].moment.allclose(own[1].moment)
+
+
 def test_a_block_that_fails_leaves_no_hook():
     layer = grouped()
     with pytest.raises(RuntimeError, match="block"):

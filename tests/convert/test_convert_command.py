@@ -1,6 +1,7 @@
 """``python -m attnlib convert``: what stock transformers makes of its results, every exit code, runs that stop."""
 
 import json
+import re
 import resource
 import shutil
 import sys
@@ -14,12 +15,15 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Lla
 
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 from attnlib.__main__ import main
-from attnlib.convert import VerificationError, command, mha_to_gqa, stock
+from attnlib.convert import VerificationError, command, mha_to_gqa
+from attnlib.convert.check import budget, lost, stock_check
 from attnlib.convert.checkpoint import conversion, writing
 from attnlib.convert.checkpoint.folder import read_folder
 from attnlib.convert.checkpoint.header import Entry, make_header
 from attnlib.convert.checkpoint.model import read_model
 from attnlib.convert.heads import converter as converters
+from attnlib.convert.text import choice
+from attnlib.convert.text.held_out import BEHIND, SAMPLE, held_out
 from attnlib.convert.text.layerwise import TextCalibration
 from attnlib.convert.text.tokens import tokens_of
 
@@ -35,6 +39,24 @@ def sources(tmp_path_factory):
     return made | {"grouped": save(tmp_path_factory.mktemp("grouped") / "in", "llama", 4)}
 
 
+# What a refusal begins with: an option, a file or folder, a tensor, or a layer.
+BEGINNING = re.compile(
+    r"(--[a-z-]+( [a-z]+)?|OUT|layer [0-9]+|/[^:]*|[a-z.]+\.json|model[0-9a-z-]*\.safetensors|model\.[a-z0-9_.]+)"
+    r"([, ].*)?:"
+    r"|expected all weights of|interrupted|.* need transformers|.*Input/output error|\[Errno"
+)
+
+
+@pytest.fixture(autouse=True)
+def refusals(monkeypatch):
+    """Every refusal that a test meets begins with what it is about."""
+    seen, honest = [], command._failed
+    monkeypatch.setattr(command, "_failed", lambda reason, *rest: seen.append(reason) or honest(reason, *rest))
+    yield seen
+    for reason in seen:
+        assert BEGINNING.match(reason), reason
+
+
 @pytest.fixture
 def text(tmp_path):
     (tmp_path / "text").write_text(TEXT)
@@ -42,8 +64,10 @@ def text(tmp_path):
 
 
 def run(source, out, *options, kv_heads=2):
-    """The exit code of a conversion to GQA."""
+    """The exit code of a conversion to GQA; without a calibration if no option speaks of one."""
     heads = () if kv_heads is None else ("--kv-heads", kv_heads)
+    if not {"--text", "--samples", "--no-calibration"} & {*options}:
+        options = (*options, "--no-calibration")
     return main([str(x) for x in ("convert", source, out, "--to", "gqa", "--quiet", *heads, *options)])
 
 
@@ -120,19 +144,21 @@ def test_the_report_says_what_was_done(tmp_path, sources, text, capsys):
     assert report["settings"]["merge"] == "principal"
     assert all(row.keys() == {"layer", *converters.ERRORS} and row["key_error"] > 0.1 for row in report["layers"])
     measures = report["measures"]
-    assert measures["tokens"] == 20
+    assert measures["tokens"] == 8 * 128
+    assert measures["text"] == BEHIND
     assert measures["kl_nats"] > 0
     printed, bar = capsys.readouterr()
     assert "verifying: 100%" in bar
     worst = max(max(row["key_error"], row["value_error"]) for row in report["layers"])
     assert "cache bytes a token: 768 before, 192 after" in printed
     assert f"{worst:.3g} in layer" in printed
+    assert lost.lost(measures, out=tmp_path / "out") in printed
     assert f"report: {tmp_path / 'out' / REPORT}" in printed
 
 
 def test_measures_are_those_of_the_two_models(tmp_path, sources, text):
     assert run(sources["llama"], tmp_path / "out", *text) == 0
-    tokens = torch.tensor([[ord(letter) for letter in TEXT[:20]]])
+    tokens = held_out(sources["llama"], TEXT, used=80).tokens
     with torch.no_grad():
         old, new = (load(folder)(tokens).logits.double() for folder in (sources["llama"], tmp_path / "out"))
     measures = report_of(tmp_path / "out")["measures"]
@@ -189,7 +215,7 @@ def test_without_text_the_report_says_so(tmp_path, sources):
     assert run(sources["llama"], tmp_path / "out") == 0
     report = report_of(tmp_path / "out")
     assert report["settings"]["calibration"] == "the weights alone"
-    assert report["measures"]["tokens"] == 64
+    assert report["measures"]["text"] == SAMPLE
 
 
 def test_the_other_target_is_latent_attention(tmp_path, text, capsys):
@@ -255,7 +281,8 @@ def test_the_summary_is_of_the_result(tmp_path, text, capsys, with_text):
     """Plain SVD, which the report has for comparison, loses more than anything else, as rope hardly turns."""
     slow = {"rope_type": "linear", "factor": 100.0, "rope_theta": 1e4}
     source = save(tmp_path / "in", "llama", 4, attention_bias=False, rope_parameters=slow)
-    options = ["--to", "mla", "--rope-dim", 4, "--reach", 1, "--rank", 14, *(text if with_text else ())]
+    options = ["--to", "mla", "--rope-dim", 4, "--reach", 1, "--rank", 14]
+    options += text if with_text else ("--no-calibration",)
     assert main([str(x) for x in ("convert", source, tmp_path / "out", *options)]) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if "largest error" in line]
     rows = report_of(tmp_path / "out")["layers"]
@@ -272,9 +299,9 @@ def test_the_summary_is_of_the_result(tmp_path, text, capsys, with_text):
 
 def test_a_baseline_that_loses_is_no_loss_of_the_result():
     lossless = {"key_error": 0.0, "rounding": 1e-8}
-    assert stock.nothing_lost({"0": lossless | {"svd_key_error": 0.5}})
-    assert not stock.nothing_lost({"0": lossless | {"rope_error": 0.5}})
-    assert not stock.nothing_lost({"0": lossless, "1": {"key_error": None}})
+    assert lost.nothing_lost({"0": lossless | {"svd_key_error": 0.5}})
+    assert not lost.nothing_lost({"0": lossless | {"rope_error": 0.5}})
+    assert not lost.nothing_lost({"0": lossless, "1": {"key_error": None}})
 
 
 @pytest.mark.parametrize("how", ["nan", "fp8"])
@@ -331,14 +358,17 @@ def test_what_no_loader_would_load_is_not_made(tmp_path, kind, capsys):
     ("options", "reason"),
     [
         ((), "--kv-heads: expected with --to gqa, and it is missing"),
-        (("--kv-heads", "3"), "num_kv_heads: expected a divisor of the 8 KV heads that there are, got 3"),
+        (("--kv-heads", "3"), "--kv-heads: expected a divisor of the 8 KV heads that there are, got 3"),
         (("--kv-heads", "16"), "expected a divisor of the 8 KV heads that there are, got 16"),
-        (("--kv-heads", "0"), "num_kv_heads"),
+        (("--kv-heads", "0"), "convert: --kv-heads: "),
         (("--kv-heads", "2", "--rank", "4", "--reach", "9"), "--rank: means nothing with --to gqa"),
         (("--to", "mla"), "--rank: expected with --to mla"),
         (("--to", "mla", "--rank", "4", "--align", "none"), "--align: means nothing with --to mla"),
-        (("--kv-heads", "2", "--length", "9"), "--length: means nothing without --text"),
-        (("--kv-heads", "2", "--text", "/nowhere"), "text: expected a file to read"),
+        (
+            ("--kv-heads", "2", "--length", "9", "--no-calibration"),
+            "--length: means nothing with --no-calibration; leave it out",
+        ),
+        (("--kv-heads", "2", "--text", "/nowhere"), "--text: expected a file to read"),
     ],
 )
 def test_requests_that_are_wrong(tmp_path, sources, options, reason, capsys):
@@ -353,10 +383,10 @@ def test_requests_that_are_wrong(tmp_path, sources, options, reason, capsys):
 @pytest.mark.parametrize(
     ("source", "options", "reason"),
     [
-        ("grouped", ("--rank", "30"), "rank: expected at most 29, the rank of the whole latent, got 30"),
-        ("grouped", ("--rank", "1"), "rank: expected at least 2, got 1"),
-        ("grouped", ("--rank", "9", "--rope-dim", "3"), "rope_dim: expected an even divisor of 4"),
-        ("grouped", ("--rank", "9", "--reach", "0"), "reach: expected at least 1, got 0"),
+        ("grouped", ("--rank", "30"), "--rank: expected at most 29, the rank of the whole latent, got 30"),
+        ("grouped", ("--rank", "1"), "--rank: expected at least 2, got 1"),
+        ("grouped", ("--rank", "9", "--rope-dim", "3"), "--rope-dim: expected an even divisor of 4"),
+        ("grouped", ("--rank", "9", "--reach", "0"), "--reach: expected at least 1, got 0"),
         (
             "grouped",
             ("--rank", "9", "--norm", "calibrated"),
@@ -373,7 +403,7 @@ def test_latent_options_are_checked_before_anything_is_read(
         scaling = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
         sources = {"yarn": save(tmp_path / "yarn", "llama", 4, attention_bias=False, rope_parameters=scaling)}
     monkeypatch.setattr(conversion, "scan", lambda *_: pytest.fail("all of the source was read"))
-    monkeypatch.setattr(command, "read_text", lambda *_: pytest.fail("the text was read"))
+    monkeypatch.setattr(choice, "read_text", lambda *_: pytest.fail("the text was read"))
     request = ("--to", "mla", "--rope-dim", "4", *options, *text)
     assert run(sources[source], tmp_path / "out", *request, kv_heads=None) == 2
     assert reason in (error := capsys.readouterr().err)
@@ -381,11 +411,11 @@ def test_latent_options_are_checked_before_anything_is_read(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_biases_of_nothing_need_no_place(tmp_path, sources):
+def test_biases_of_nothing_need_no_place(tmp_path, sources, text):
     shutil.copytree(sources["grouped"], tmp_path / "in")
     tensors = tensors_of(sources["grouped"])
     replace_tensors(tmp_path / "in", {name: 0 * x if name.endswith("bias") else x for name, x in tensors.items()})
-    options = ("--to", "mla", "--rope-dim", "4", "--rank", "9", "--norm", "calibrated")
+    options = ("--to", "mla", "--rope-dim", "4", "--rank", "9", "--norm", "calibrated", *text)
     assert run(tmp_path / "in", tmp_path / "out", *options, kv_heads=None) == 0
 
 
@@ -501,7 +531,7 @@ def test_a_tensor_of_another_shape_is_no_result(tmp_path, sources):
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.ones(39, 24)
     replace_tensors(tmp_path / "out", tensors)
     with pytest.raises(VerificationError, match=r"mismatched model\.layers\.1\.mlp\.up_proj\.weight \[39, 24\] for"):
-        stock.StockCheck(sources["llama"], logits=False)(tmp_path / "out", {})
+        stock_check.StockCheck(sources["llama"], logits=False)(tmp_path / "out", {})
 
 
 def test_names_are_checked_without_memory_for_weights(tmp_path):
@@ -516,20 +546,23 @@ def test_names_are_checked_without_memory_for_weights(tmp_path):
         file.truncate(max(entry.start + entry.nbytes for entry in placed.values()))
     config.save_pretrained(tmp_path)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert stock.StockCheck(tmp_path, logits=False)(tmp_path, {}).keys() == {"loaded_by"}
+    assert stock_check.StockCheck(tmp_path, logits=False)(tmp_path, {}).keys() == {"loaded_by"}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
 
 
 def test_large_models_are_loaded_in_name_only(tmp_path, sources, monkeypatch):
-    monkeypatch.setattr(command, "SMALL", 1000)
-    monkeypatch.setattr(stock, "logits_of", lambda *_: pytest.fail("logits of a large model"))
+    monkeypatch.setattr(budget, "CPU_WORK", 1e6)
+    monkeypatch.setattr(stock_check, "compare", lambda *_, **__: pytest.fail("logits of a large model"))
     assert run(sources["llama"], tmp_path / "out") == 0
     measures = report_of(tmp_path / "out")["measures"]
     assert measures.keys() == {"loaded_by"}
     monkeypatch.undo()
-    monkeypatch.setattr(command, "SMALL", 1000)
+    monkeypatch.setattr(budget, "CPU_WORK", 1e6)
     assert run(sources["llama"], tmp_path / "out", "--overwrite", "--check-logits") == 0
-    assert "kl_nats" in report_of(tmp_path / "out")["measures"]
+    assert report_of(tmp_path / "out")["measures"]["tokens"] == 128
+    monkeypatch.undo()
+    assert run(sources["llama"], tmp_path / "out", "--overwrite", "--no-check-logits") == 0
+    assert report_of(tmp_path / "out")["measures"].keys() == {"loaded_by"}
 
 
 @pytest.mark.parametrize(("free", "code"), [(10, 5), (None, 1)])

@@ -27,13 +27,13 @@ from transformers import CONFIG_MAPPING
 
 from attnlib import CAUSAL, FULL, GroupedQueryAttention
 from attnlib.convert import Calibration
+from attnlib.convert.check.stock_check import StockCheck
 from attnlib.convert.checkpoint import CheckpointError, RequestError, convert, identity, names
 from attnlib.convert.checkpoint.folder import read_folder
 from attnlib.convert.checkpoint.model import read_model
 from attnlib.convert.checkpoint.names import split
 from attnlib.convert.checkpoint.source_rope import rope_of
 from attnlib.convert.heads.converter import grouped
-from attnlib.convert.stock import StockCheck
 from attnlib.convert.text.layerwise import TextCalibration
 from attnlib.families import STORED, Sizes
 from attnlib.integrations.transformers.families import FAMILIES
@@ -149,7 +149,7 @@ def test_norms_move_with_their_heads(kind, tmp_path):
             convert(tmp_path / "in", tmp_path / "refused", refused, progress=False)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FEWER if "moe" not in kind and kind != "mixtral"])
+@pytest.mark.parametrize("kind", FEWER)
 def test_calibrations_over_text_are_of_what_the_layers_read(kind, tmp_path):
     model, tokens, read = make(kind), torch.arange(3, 25).view(2, 11), []
     model.save_pretrained(tmp_path)

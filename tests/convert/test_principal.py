@@ -86,6 +86,26 @@ def test_kinds_of_heads_are_found_wherever_they_lie(rope):
     assert far(mha_to_gqa(layer, 2, calibration=TEXT, grouping="neighbours")(x), layer(x))
 
 
+def test_values_that_are_equal_stay_the_same_to_the_bit():
+    layer = grouped((4, 2))
+    heads = heads_of(layer)
+    layer = with_kv(layer, v=heads.v[:2].repeat_interleave(2, 0))
+    new = mha_to_gqa(layer, 2, grouping="neighbours", calibration=TEXT)
+    assert torch.equal(heads_of(new).v, heads_of(layer).v[::2])
+
+
+def test_shared_values_and_those_who_read_them_have_the_same_products():
+    heads = heads_of(grouped((4, 2)))
+    skewed = replace(heads, v=heads.v * torch.logspace(-2, 2, D, dtype=torch.float64)[:, None])
+    for one in (heads, skewed):
+        part = values_of(one)
+        found = factorise(part, 2, TEXT)
+        made = (found.shared @ found.shared.mH)[:, 0]
+        read = (found.maps.mH @ part.weights @ found.maps).unflatten(0, (2, 2)).sum(1)[:, 0]
+        # Up to the factor that gives them the size of the heads.
+        close(made / made.norm(dim=(1, 2), keepdim=True), read / read.norm(dim=(1, 2), keepdim=True), within=1e-5)
+
+
 def test_heads_that_are_silent_or_unread_stay_finite():
     layer = grouped((4, 1))
     heads = heads_of(layer)

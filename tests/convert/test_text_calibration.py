@@ -70,13 +70,55 @@ def test_any_order_gives_the_same_bits(sources):
         assert jumping(index).moment.equal(in_order[index])
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3"])
+def test_any_number_of_threads_gives_the_same_bits(sources, kind):
+    tokens = tokens_of(sources[kind], TEXT, samples=7, length=31)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            calibrations = streamed(sources[kind], tokens)
+            found.append([calibrations(index) for index in range(3)])
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert one.moment.equal(other.moment)
+            assert one.sample.equal(other.sample)
+
+
+def test_it_goes_on_behind_any_layer(sources):
+    tokens = tokens_of(sources["mistral"], TEXT, samples=3, length=20)
+    whole = streamed(sources["mistral"], tokens)
+    for index in range(2):
+        whole(index)
+        later = streamed(sources["mistral"], tokens)
+        later.go_on(index + 1, whole.states)
+        assert later(2).moment.equal(streamed(sources["mistral"], tokens)(2).moment)
+
+
 def test_one_layer_has_weights_at_a_time(sources):
-    calibrations = streamed(sources["llama"], tokens_of(sources["llama"], TEXT, samples=2, length=8))
-    gc.collect()  # the models of other tests
+    loaded, others = [], decoder_layers()
+    tokens = tokens_of(sources["llama"], TEXT, samples=2, length=8)
+    model = read_model(read_folder(sources["llama"]))
+    calibrations = TextCalibration(model, tokens, advance=lambda: loaded.append(with_weights(others)))
     for index in (0, 1, 2, 0):
         calibrations(index)
-        layers = [x for x in gc.get_objects() if type(x) is LlamaDecoderLayer]
-        assert sum(not any(weight.is_meta for weight in layer.parameters()) for layer in layers) == 1
+        assert with_weights(others) == 0
+    assert loaded == [1] * 2 * 4
+
+
+def decoder_layers():
+    """Those in memory, which are kept there as long as the list is: the next test's have other places."""
+    return [x for x in gc.get_objects() if type(x) is LlamaDecoderLayer]
+
+
+def with_weights(others):
+    """How many decoder layers there are in memory beside ``others`` whose weights are."""
+    known = {id(layer) for layer in others}
+    layers = [x for x in decoder_layers() if id(x) not in known]
+    return sum(not any(weight.is_meta for weight in layer.parameters()) for layer in layers)
 
 
 @pytest.mark.parametrize("index", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -98,12 +140,11 @@ calibrations({index})
 
 def test_a_layer_that_fails_keeps_no_weights(tmp_path, sources):
     folder = changed(tmp_path, sources["llama"], lambda x: x["model.layers.1.mlp.up_proj.weight"].fill_(torch.nan))
+    others = decoder_layers()
     calibrations = streamed(folder, tokens_of(folder, TEXT, samples=1, length=30))
-    gc.collect()
     with pytest.raises(CheckpointError, match="layer 2, over text"):
         calibrations(2)
-    layers = [x for x in gc.get_objects() if type(x) is LlamaDecoderLayer]
-    assert all(weight.is_meta for layer in layers for weight in layer.parameters())
+    assert with_weights(others) == 0
 
 
 def test_tokens_are_the_first_of_the_text(sources):
@@ -144,11 +185,11 @@ def test_a_text_that_cannot_be_read(tmp_path):
 
 
 def test_a_source_without_a_tokenizer_that_opens(tmp_path):
-    with pytest.raises(CheckpointError, match="expected a tokenizer"):
+    with pytest.raises(CheckpointError, match="expected the model's own tokenizer"):
         tokens_of(tmp_path, TEXT, samples=1, length=5)
     (tmp_path / "tokenizer.json").write_text('{"a": 1}')
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CheckpointError, match="tokenizer: expected one that transformers opens"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected one that transformers opens"):
         tokens_of(tmp_path, TEXT, samples=1, length=5)
 
 
@@ -179,11 +220,11 @@ def changed(tmp_path, source, change):
     ("name", "new", "match"),
     [
         ("layers.1.mlp.up_proj.weight", None, r"up_proj\.weight: expected, to run the model over text"),
-        ("embed_tokens.weight", None, r"embed_tokens\.weight: expected, to run"),
+        ("embed_tokens.weight", None, r"embed_tokens\.weight: expected in one place"),
         (
             "layers.2.mlp.up_proj.weight",
             torch.ones(3, 24),
-            r"expected \[40, 24\], as transformers.*got \[3, 24\]",
+            r"expected mlp.up_proj.weight \[40, 24\], as transformers.*got \[3, 24\]",
         ),
         (
             "layers.1.mlp.up_proj.weight",
@@ -200,10 +241,11 @@ def test_a_source_that_cannot_be_run(tmp_path, sources, name, new, match):
             tensors[f"model.{name}"] = new
 
     folder = changed(tmp_path, sources["llama"], change)
-    calibrations = streamed(folder, tokens_of(folder, TEXT, samples=1, length=30))
+    tokens = tokens_of(folder, TEXT, samples=1, length=30)
+    calibrations = None
     for _ in range(2):  # the same again, and no wrong layer
         with pytest.raises(CheckpointError, match=match):
-            calibrations(2)
+            (calibrations := calibrations or streamed(folder, tokens))(2)
 
 
 def test_a_model_without_rope(tmp_path):

@@ -28,7 +28,7 @@ from .verify import Check, run_check, verify_shards
 from .writing import clean_errors, new_file, only_one, require_room, sigterm_waits, write_file
 
 REFUSALS = (ValueError, TypeError, NotImplementedError)  # of weights and requests: the same command meets them again
-TOOL = "attnlib checkpoint conversion 3"  # counts up when the same request gives other bytes
+TOOL = "attnlib checkpoint conversion 4"  # counts up when the same request gives other bytes
 
 
 def convert(
@@ -82,7 +82,7 @@ def convert(
             inputs, nonfinite = scan(model.checkpoint, bar.update)
             if nonfinite and not allow_nonfinite:
                 listed = "; ".join(f"{name} {counts}" for name, counts in nonfinite.items())
-                raise CheckpointError(f"expected finite weights, got {listed}; or pass allow_nonfinite=True")
+                raise CheckpointError(f"{listed}: expected finite weights; or pass allow_nonfinite=True")
             layers = Layers(model, convert_layer)
             plan = make_plan(layers, max_shard_size)
             request = {
@@ -145,7 +145,7 @@ def _write_shard(folder: Path, shard: Shard, layers: Layers, finite: bool, advan
                     file.write(part)
                     advance(len(part))
             else:
-                file.write(_bytes(layers.planned(name, output), finite, name))
+                file.write(_checked(layers.planned(name, output), finite, name))
                 advance(output.entry.nbytes)
     return file.sha256
 
@@ -165,9 +165,14 @@ def _write_rest(folder: Path, plan: Plan, model: Model, inputs: Mapping[str, Map
     return hashes
 
 
-def _bytes(tensor: Tensor, finite: bool, name: str) -> bytearray:
+def _checked(tensor: Tensor, finite: bool, name: str) -> bytearray:
     if finite and (counts := count_nonfinite(tensor)):
         raise VerificationError(f"{name}: expected finite weights of a finite source, got {counts}")
+    return bytes_of(tensor)
+
+
+def bytes_of(tensor: Tensor) -> bytearray:
+    """A tensor's elements one behind the other, as files of safetensors have them."""
     data = bytearray(tensor.nbytes)
     if data:
         torch.frombuffer(data, dtype=torch.uint8).copy_(tensor.contiguous().flatten().view(torch.uint8))
@@ -192,7 +197,7 @@ def _require_free(target: Path, overwrite: bool) -> None:
         if not overwrite:
             raise RequestError(f"out: expected an empty folder or none, got {target} with files; or overwrite=True")
         if not (target / REPORT).is_file():
-            raise RequestError(f"out: overwrite replaces a folder with a {REPORT}, got {target} without")
+            raise RequestError(f"out: overwrite=True replaces a folder with a {REPORT}, got {target} without")
 
 
 def _require_room(work: Work, plan: Plan, model: Model, unfinished: list[Path]) -> None:

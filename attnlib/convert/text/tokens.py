@@ -17,17 +17,23 @@ def read_text(path: Path) -> tuple[str, str]:
     """The text of a UTF-8 file, and the sha256 of its bytes.
 
     Raises:
-        RequestError: it cannot be read, is no UTF-8, or larger than a text can be.
+        RequestError: it cannot be read, is no UTF-8, or larger than a text can be; names it as ``--text``.
     """
     try:
         if path.stat().st_size > MAX_TEXT:
-            raise RequestError(f"text: expected at most {MAX_TEXT} bytes, got {path.stat().st_size}; a part is enough")
-        data = path.read_bytes()
-        return data.decode(), hashlib.sha256(data).hexdigest()
+            raise RequestError(
+                f"--text: expected at most {MAX_TEXT} bytes, got {path.stat().st_size}; a part is enough"
+            )
+        return decoded(path.read_bytes())
     except UnicodeDecodeError as error:
-        raise RequestError(f"text: expected UTF-8 in {path}, got something else at byte {error.start}") from None
+        raise RequestError(f"--text: expected UTF-8 in {path}, got something else at byte {error.start}") from None
     except OSError as error:
-        raise RequestError(f"text: expected a file to read, got {path}: {error.strerror}") from error
+        raise RequestError(f"--text: expected a file to read, got {path}: {error.strerror}") from error
+
+
+def decoded(data: bytes) -> tuple[str, str]:
+    """A text, and the sha256 of its bytes."""
+    return data.decode(), hashlib.sha256(data).hexdigest()
 
 
 def tokens_of(folder: Path, text: str, *, samples: int, length: int) -> Tensor:
@@ -41,8 +47,8 @@ def tokens_of(folder: Path, text: str, *, samples: int, length: int) -> Tensor:
     """
     for name, value in (("samples", samples), ("length", length)):
         if type(value) is not int or value < 1:
-            raise RequestError(f"{name}: expected a positive count, got {value!r}")
-    tokenizer = _tokenizer(folder)
+            raise RequestError(f"--{name}: expected a positive count, got {value!r}")
+    tokenizer = tokenizer_of(folder)
     wanted = samples * length
     read = 8 * wanted  # characters: most texts have fewer in a token
     while len(tokens := tokenizer(text[:read], add_special_tokens=False, verbose=False)["input_ids"]) <= wanted:
@@ -51,16 +57,16 @@ def tokens_of(folder: Path, text: str, *, samples: int, length: int) -> Tensor:
         read *= 4
     whole = min(samples, len(tokens) // length)
     if not whole:
-        raise RequestError(f"text: expected at least length={length} tokens, got {len(tokens)}; use a longer text")
+        raise RequestError(f"--text: expected at least length={length} tokens, got {len(tokens)}; use a longer text")
     return torch.tensor(tokens[: whole * length]).view(whole, length)
 
 
-def _tokenizer(folder: Path):
+def tokenizer_of(folder: Path):
     transformers = stock()
     if not any((folder / name).is_file() for name in COPIED if "token" in name or "vocab" in name):
-        raise CheckpointError(f"{folder}: expected a tokenizer for the text, got none; copy the model's own there")
+        raise CheckpointError(f"{folder}: expected the model's own tokenizer, for the text, got none; copy it there")
     try:
         with quiet():
             return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what tokenizers raises of a bad file has no narrower class
-        raise CheckpointError(f"tokenizer: expected one that transformers opens: {str(error)[:200]}") from error
+        raise CheckpointError(f"tokenizer.json: expected one that transformers opens: {str(error)[:200]}") from error

@@ -1,0 +1,1 @@
+"""Whether stock loaders load a converted folder, and whether it still says the same."""

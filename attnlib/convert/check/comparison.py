@@ -1,0 +1,132 @@
+"""What two folders say of the same tokens: one layer of one model in memory at a time, then some rows of their heads.
+
+A kind of model that cannot be run so is loaded whole, where it is small.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.errors import CheckpointError
+from ..checkpoint.folder import Checkpoint
+from ..stock import class_of, quiet, read_config
+from ..text.freed import give_back
+from ..text.layers import Layers
+from ..text.workers import side_by_side
+from .divergence import Divergence
+from .head import Head
+
+WHOLE = 2 * 10**9  # bytes of weights up to which a model is loaded whole
+WORDS, PLACES = 8192, 128  # logits that are in memory at once, for each worker
+ROWS = 16  # places whose logits are in fp64 at once
+NONE = "none: the model has no head"
+
+Measures = dict[str, object]
+Said = tuple[list[Tensor], Head]  # final hidden states [n, m] of each window, and what makes logits of them
+
+
+def compare(
+    old: Checkpoint,
+    new: Checkpoint,
+    tokens: Tensor,
+    *,
+    device: torch.device | str = "cpu",
+    advance: Callable[[], object] = lambda: None,
+) -> Measures | str:
+    """How far logits of ``new`` are from those of ``old`` over ``tokens`` ``[windows, n]``, in fp32.
+
+    The largest logit of ``old``, the largest difference, the mean KL divergence, and both perplexities of each window's
+    tokens behind its first; or why there are none. ``advance`` is told of each layer that all windows have passed. On a
+    CPU no bit depends on how many threads torch has, if n is a multiple of 16.
+
+    Raises:
+        CheckpointError: a weight is missing or of another size, or a token has no embedding.
+    """
+    try:
+        streams = [Layers(checkpoint, device) for checkpoint in (old, new)]
+    except CheckpointError as error:
+        size = max(sum(shard.size for shard in checkpoint.shards) for checkpoint in (old, new))
+        if size > WHOLE:
+            return f"not compared: {error}; and {size:,} bytes are too many to load the model whole"
+        said = [_whole(checkpoint, tokens, device) for checkpoint in (old, new)]
+    else:
+        said = [_streamed(layers, tokens, device, advance) for layers in streams]
+    if None in said:
+        return NONE
+    return _measures(said[0], said[1], tokens.to(device), device)
+
+
+def _streamed(layers: Layers, tokens: Tensor, device: torch.device | str, advance: Callable[[], object]) -> Said | None:
+    head = Head.of_checkpoint(layers.checkpoint, device)
+    if head is None:
+        return None
+    states = layers.embedded(tokens)
+    for index in range(len(layers)):
+        with layers.layer(index) as layer, side_by_side(device) as workers:
+            for n, x in enumerate(workers.map(partial(_through, layer), states)):
+                states[n] = x
+        give_back()
+        advance()
+    layers.load(layers.norm, f"{layers.prefix}norm.")
+    return [_through(layers.norm, x)[0] for x in states], head
+
+
+def _through(module: nn.Module, states: Tensor) -> Tensor:
+    with torch.no_grad():  # which is a thread's own
+        return module(states)
+
+
+def _whole(checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str) -> Said | None:
+    folder, seen = checkpoint.folder, []
+    with quiet():
+        model = class_of(read_config(folder)).from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+        )
+    head = model.eval().to(device).get_output_embeddings()
+    if head is None:
+        return None
+    hook = head.register_forward_pre_hook(lambda _, given: seen.append(given[0][0]))
+    with torch.no_grad():
+        for window in tokens:
+            model(window[None].to(device))
+    hook.remove()
+    return seen, Head.of_model(model)
+
+
+def _measures(old: Said, new: Said, tokens: Tensor, device: torch.device | str) -> Measures | str:
+    targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-1)
+    cut = [[x for window in states for x in window.split(PLACES)] for states in (old[0], new[0], targets)]
+    places = [(x, y, [Divergence(some) for some in words.split(ROWS)]) for x, y, words in zip(*cut, strict=True)]
+    for first in range(0, old[1].words, WORDS):
+        for head in (old[1], new[1]):
+            head.take(first, min(first + WORDS, head.words))
+        with side_by_side(device) as workers:
+            for _ in workers.map(partial(_add, old[1], new[1], first), places):
+                pass
+        give_back()
+    found = [divergence for _, _, some in places for divergence in some]
+    if not all(math.isfinite(divergence.largest) for divergence in found):
+        return "none: those of the source are not finite"
+    lost = torch.cat([divergence.lost() for divergence in found], 1).mean(1)
+    return {
+        "tokens": tokens.numel(),
+        "largest_logit": max(divergence.largest for divergence in found),
+        "largest_logit_difference": float(torch.tensor([divergence.difference for divergence in found]).double().max()),
+        "kl_nats": float(torch.cat([divergence.kl() for divergence in found]).mean()),
+        "perplexity_before": _perplexity(float(lost[0])),
+        "perplexity_after": _perplexity(float(lost[1])),
+    }
+
+
+def _add(old: Head, new: Head, first: int, place: tuple[Tensor, Tensor, list[Divergence]]) -> None:
+    x, y, found = place
+    for divergence, before, after in zip(found, old(x).split(ROWS), new(y).split(ROWS), strict=True):
+        divergence.add(first, before, after)
+
+
+def _perplexity(nats: float) -> float | None:
+    """None where it is no number."""
+    return math.exp(nats) if nats < 700 else None

@@ -1,0 +1,64 @@
+"""The tensors of a folder held against those that transformers makes of its config.json, by name and shape.
+
+transformers' own loading does it, of tensors that have a shape and no memory, so that the size of a model does not
+matter.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from ..checkpoint.errors import CheckpointError
+from ..checkpoint.folder import read_folder
+from ..stock import class_of, quiet, read_config, stock
+
+Amiss = dict[str, set[str]]
+
+
+def amiss(folder: Path, *, follow_links: bool = False) -> Amiss:
+    """What is missing, unexpected or mismatched, of another shape, when transformers loads a folder.
+
+    Raises:
+        CheckpointError: transformers refuses config.json, or finds parts only of what it puts together.
+    """
+    # Experts that are stacked would take their memory, if not on meta; transformers takes that from accelerate alone.
+    where = {"device_map": "meta"} if stock().utils.is_accelerate_available() else {}
+    zero = torch.zeros((), device=where.get("device_map"))
+    tensors, config = read_folder(folder, follow_links=follow_links).tensors, read_config(folder)
+    try:
+        with quiet():
+            _, info = class_of(config).from_pretrained(
+                None,
+                config=config,
+                state_dict={name: zero.expand(stored.entry.shape) for name, stored in tensors.items()},
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **where,
+            )
+    except RuntimeError as error:  # of tensors that it puts together
+        named = ", ".join(_holes(tensors)) or str(error)[:200]
+        raise CheckpointError(f"expected all parts of what transformers puts together, got none of {named}") from error
+    mismatched = {f"{name} {list(stored)} for {list(made)}" for name, stored, made in info["mismatched_keys"]}
+    return {"missing": set(info["missing_keys"]), "unexpected": set(info["unexpected_keys"]), "mismatched": mismatched}
+
+
+def listed(found: Mapping[str, set[str]]) -> str:
+    """What of :func:`amiss` there is, in words; empty if nothing."""
+    names = [f"{what} {name}" for what, some in found.items() for name in sorted(some)]
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _holes(names: Iterable[str]) -> list[str]:
+    """The tensors that some experts of a layer have and others lack."""
+    found = [match.groups() for name in names if (match := re.fullmatch(r"(.*\.experts\.)([0-9]+)(\..*)", name))]
+    layers = {layer: {(n, part) for other, n, part in found if other == layer} for layer, _, _ in found}
+    return sorted(
+        f"{layer}{n}{part}"
+        for layer, held in layers.items()
+        for n in {n for n, _ in held}
+        for part in {part for _, part in held}
+        if (n, part) not in held
+    )

@@ -1,0 +1,98 @@
+"""Whether stock transformers loads a converted folder, and whether it says the same as before."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.errors import CheckpointError, VerificationError
+from ..checkpoint.folder import CONFIG, read_folder
+from ..checkpoint.verify import Errors
+from ..stock import class_of, read_config, stock
+from .comparison import Measures, compare
+from .lost import nothing_lost
+from .names import amiss, listed
+
+SAME = 1e-3  # of the largest logit: what rounding of 1e-6 may become on its way through all layers
+TOKENS = 64
+
+
+class StockCheck:
+    """Holds a converted folder against the model that transformers makes of its config.json.
+
+    Names and shapes always, of the source when this is made; also logits if ``logits``, see :func:`compare`, over
+    ``tokens`` ``[windows, n]`` or ``[n]`` (None: random ones). Where ``text`` says of which text, perplexities
+    are measured as well. Called with the folder and the errors of its layers, it returns measures for the report.
+    Tensors of the source that its model has not are no error: no loader uses them, and they are listed.
+
+    ``follow_links`` is that of :func:`.checkpoint.folder.read_folder`, of the source.
+
+    Raises:
+        CheckpointError: transformers refuses the source's config.json, or would fill in with random numbers what the
+            source lacks or has in another shape.
+        VerificationError: when called: weights are missing or of another shape, or unexpected and not of the source; or
+            logits differ by more than rounding though the layers' errors say that nothing was lost.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        *,
+        logits: bool,
+        tokens: Tensor | None = None,
+        text: str | None = None,
+        device: torch.device | str = "cpu",
+        follow_links: bool = False,
+        advance: Callable[[], object] = lambda: None,
+    ):
+        self.source: Path = source
+        self.follow_links: bool = follow_links
+        self.logits: bool = logits
+        self.tokens: Tensor | None = tokens
+        self.text: str | None = text
+        self.device: torch.device | str = device
+        self.advance: Callable[[], object] = advance
+        found = amiss(source, follow_links=follow_links)
+        self._spare = found.pop("unexpected")
+        if lacking := listed(found):
+            needed = f"{class_of(read_config(source)).__name__}, which {CONFIG} asks for"
+            raise CheckpointError(f"expected all weights of {needed}, got {lacking}; transformers would make them up")
+
+    def __call__(self, result: Path, errors: Errors) -> Measures:
+        try:
+            found = amiss(result)
+        except CheckpointError as error:
+            raise VerificationError(str(error)) from error
+        spare = sorted(found["unexpected"] & self._spare)
+        found["unexpected"] -= self._spare
+        if wrong := listed(found):
+            raise VerificationError(f"expected a folder that transformers loads whole, got {wrong}")
+        measures = {"loaded_by": f"transformers {stock().__version__}"}
+        measures |= {"unexpected_as_in_source": spare} if spare else {}
+        return measures | (self._compared(result, errors) if self.logits else {})
+
+    def _compared(self, result: Path, errors: Errors) -> Measures:
+        tokens = torch.atleast_2d(random_tokens(self.source) if self.tokens is None else self.tokens)
+        old = read_folder(self.source, follow_links=self.follow_links)
+        measures = compare(old, read_folder(result), tokens, device=self.device, advance=self.advance)
+        if isinstance(measures, str):
+            return {"logits": measures}
+        difference, largest = measures["largest_logit_difference"], measures["largest_logit"]
+        lossless = nothing_lost(errors)
+        if not difference <= (SAME * largest if lossless else math.inf):
+            wanted = "those of the source, for by its errors the conversion lost nothing" if lossless else "numbers"
+            raise VerificationError(
+                f"logits: expected {wanted}, got a difference of {difference:.3g} where the largest is {largest:.3g}"
+            )
+        if self.text is None:
+            return {name: value for name, value in measures.items() if not name.startswith("perplexity")}
+        return {"text": self.text} | measures
+
+
+def random_tokens(folder: Path) -> Tensor:
+    """TOKENS tokens of the model's vocabulary, or as many as it has positions; always the same."""
+    config = read_config(folder).get_text_config()
+    count = min(TOKENS, getattr(config, "max_position_embeddings", TOKENS))
+    return torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(0))

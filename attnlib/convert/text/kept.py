@@ -1,0 +1,168 @@
+"""The calibrations of all layers, made once: a phase of its own, which goes on where it was stopped."""
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..calibration import SAMPLE, Calibration
+from ..checkpoint.conversion import REFUSALS, bytes_of
+from ..checkpoint.errors import CheckpointError, DamageError
+from ..checkpoint.folder import CONFIG, SourceFile, buffer_for
+from ..checkpoint.model import Model
+from ..checkpoint.plain_json import dump
+from ..checkpoint.progress import remove
+from ..checkpoint.writing import clean_errors, only_one, require_room
+from ..stock import stock
+from .layerwise import TextCalibration
+from .stored import Stored
+
+VERSION = 1  # counts up when the same text gives other calibrations
+STAYS = "what is calibrated stays: run the same command again to go on"
+WITHOUT = "--no-calibration goes by the weights alone"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The folder of calibrations is ``<start><identity>``, where ``start`` is a path.
+
+    ``is_kept`` keeps it for other conversions, and ``is_left`` leaves it when a run was stopped.
+    """
+
+    start: Path
+    is_kept: bool = False
+    is_left: bool = True
+
+
+class Kept:
+    """Gives the calibration of layer ``index`` over ``tokens`` ``[samples, length]``, from a folder.
+
+    The first call makes those of all layers that the folder has not. This is a context: behind its block the folder is
+    no longer needed, and goes as ``place`` says, or because the request or the source was refused.
+
+    Raises:
+        CheckpointError: as :class:`TextCalibration`; says how to do without.
+        RequestError: the folder is another user's, or another run writes there.
+        DamageError: a file is no longer what was written.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokens: Tensor,
+        place: Place,
+        *,
+        device: torch.device | str = "cpu",
+        title: str | None = None,
+    ):
+        self.model: Model = model
+        self.tokens: Tensor = tokens
+        self.place: Place = place
+        self.device: torch.device = torch.device(device)
+        self.title: str | None = title  # of a bar; None: none
+        self._advance: Callable[[], object] = lambda: None
+        self._stored: Stored | None = None
+        with advised():
+            self._running: TextCalibration | None = TextCalibration(
+                model, tokens, device, advance=lambda: self._advance()
+            )
+
+    def __enter__(self) -> "Kept":
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if self._stored is None or not self._stored.folder.exists():
+            return
+        refused = isinstance(error, REFUSALS) and not isinstance(error, DamageError)
+        if error is not None and not refused and (self.place.is_left or self.place.is_kept):
+            error.add_note(f"{self._stored.folder}: {STAYS}")
+        elif not self.place.is_kept:
+            remove(self._stored.folder)
+
+    def __call__(self, index: int) -> Calibration:
+        if self._running is not None:
+            self._prepare()
+        return self._stored.calibration(index)
+
+    def _prepare(self) -> None:
+        identity = self._identity()
+        digest = hashlib.sha256(dump(identity)).hexdigest()[:16]
+        folder = self.place.start.with_name(f"{self.place.start.name}{digest}")
+        with clean_errors(STAYS if self.place.is_left else "what was calibrated is removed"), only_one(folder):
+            stored = Stored(folder, identity)
+            states = stored.resume(len(self.model.layers))
+            self._require_room(len(self.model.layers) - len(stored.layers))
+            self._stored = stored
+            stored.begin()
+            with advised():
+                self._calibrate(stored, states)
+        self._running = None  # and the hidden states with it
+
+    def _calibrate(self, stored: Stored, states: list[Tensor] | None) -> None:
+        """Make what is not there yet, layer by layer."""
+        done, count = len(stored.layers), len(self.model.layers)
+        if states is not None:
+            self._running.go_on(done, states)
+        with _bar(len(self.tokens), count, done, self.title) as bar:
+            self._advance = bar.update
+            for index in range(done, count):
+                found = self._running(index)
+                stored.add(found, None if index + 1 == count else self._running.states)
+
+    def _require_room(self, layers: int) -> None:
+        width, tokens = self.model.shape.width, self.tokens.numel()
+        layer, states = 8 * (width + 1) ** 2 + 4 * width * min(tokens, SAMPLE), 4 * width * tokens
+        if layers:
+            require_room(self.place.start.parent, layers * layer + states, max(layer, states), layers + 3)
+
+    def _identity(self) -> dict[str, object]:
+        """What decides every byte: the weights, the tokens, and what computes."""
+        checkpoint = self.model.checkpoint
+        files = [*(file for file in checkpoint.described_by if file.name == CONFIG), *checkpoint.shards]
+        with ThreadPoolExecutor() as pool:
+            inputs = dict(zip((file.name for file in files), pool.map(_sha256, files), strict=True))
+        return {
+            "version": VERSION,
+            "torch": str(torch.__version__),
+            "transformers": stock().__version__,
+            "device": self.device.type,
+            "inputs": inputs,
+            "tokens": hashlib.sha256(bytes_of(self.tokens)).hexdigest(),
+            "shape": list(self.tokens.shape),
+        }
+
+
+def _sha256(file: SourceFile) -> str:
+    digest = hashlib.sha256()
+    for part in file.chunks(0, file.size, buffer_for(file.size)):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """Say of what cannot be calibrated how to convert it all the same."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {WITHOUT}") from error
+
+
+def _bar(samples: int, layers: int, done: int, title: str | None):
+    from tqdm import tqdm  # not above: --help of all commands does without it
+
+    quick = sys.stderr.isatty()
+    return tqdm(
+        total=samples * layers,
+        initial=samples * done,
+        desc=title,
+        unit=" samples x layers",
+        disable=title is None,
+        mininterval=0.2 if quick else 15,
+    )

@@ -1,0 +1,135 @@
+"""A folder with the calibrations of a model's first layers, and the hidden states behind the last of them.
+
+``calibration.json`` says what is finished: of each file the sha256 with which it was written, without which nothing is
+believed. Files are of safetensors, and whole or absent.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..calibration import Calibration
+from ..checkpoint.conversion import bytes_of
+from ..checkpoint.errors import CheckpointError, DamageError, RequestError
+from ..checkpoint.folder import SourceFile
+from ..checkpoint.header import Entry, header_length, make_header, parse_header
+from ..checkpoint.plain_json import dump, parse_object
+from ..checkpoint.progress import remove
+from ..checkpoint.writing import new_file, sync_folder, write_file
+
+DONE = "calibration.json"
+MAX_DONE = 2**24  # bytes
+
+
+class Stored:
+    """The folder. ``layers`` gives the sha256 of each finished layer's file."""
+
+    def __init__(self, folder: Path, identity: Mapping[str, object]):
+        self.folder: Path = folder
+        self.identity: dict[str, object] = dict(identity)
+        self.layers: list[str] = []
+
+    def resume(self, count: int) -> list[Tensor] | None:
+        """Find out what an earlier run finished of ``count`` layers; returns the hidden states behind it.
+
+        What cannot be believed is not done, nor what comes behind it: layers are run in order. None: nothing has to be
+        run, or all of it.
+
+        Raises:
+            RequestError: the folder is not this user's own; its contents may be anything.
+        """
+        if not os.path.lexists(self.folder):
+            return None
+        status = os.lstat(self.folder)
+        if self.folder.is_symlink() or not self.folder.is_dir() or status.st_uid != os.geteuid():
+            raise RequestError(f"{self.folder}: expected a folder of this user, got something else; remove it")
+        with suppress(CheckpointError, KeyError, TypeError):  # whatever a damaged file says
+            done = parse_object(SourceFile.at(self.folder / DONE, limit=MAX_DONE).read(), DONE)
+            if done.get("identity") != self.identity:
+                return None
+            for index, sha256 in enumerate(done["layers"]):
+                _read(self.folder / _layer(index), sha256)
+            states = _read(self.folder / _states(len(done["layers"])), done["states"]) if done["states"] else None
+            if states is not None or len(done["layers"]) == count:
+                self.layers = done["layers"]
+                return None if states is None else [*states["states"][:, None]]
+        return None
+
+    def begin(self) -> None:
+        """Make the folder. Of an earlier run only what is finished stays."""
+        self.folder.mkdir(exist_ok=True)
+        sync_folder(self.folder.parent)
+        self._tidy()
+
+    def add(self, calibration: Calibration, states: Sequence[Tensor] | None) -> None:
+        """Write down the next layer, and the hidden states ``[1, length, m]`` behind it; None behind the last one."""
+        held = {"tokens": [torch.tensor([calibration.tokens])], "moment": [calibration.moment]}
+        sha256 = _write(self.folder, _layer(len(self.layers)), held | {"sample": [calibration.sample]})
+        index = len(self.layers) + 1
+        behind = None if states is None else _write(self.folder, _states(index), {"states": states})
+        done = {"identity": self.identity, "layers": [*self.layers, sha256], "states": behind}
+        write_file(self.folder, DONE, dump(done))
+        self.layers.append(sha256)
+        self._tidy()
+
+    def calibration(self, index: int) -> Calibration:
+        """That of a finished layer.
+
+        Raises:
+            DamageError: its file is not what was written.
+        """
+        try:
+            held = _read(self.folder / _layer(index), self.layers[index])
+        except CheckpointError as error:
+            raise DamageError(f"{error}; run it again, and it is made again") from error
+        return Calibration(int(held["tokens"]), held["moment"], held["sample"])
+
+    def _tidy(self) -> None:
+        """Remove what is neither finished nor needed to go on."""
+        kept = {DONE, _states(len(self.layers)), *(_layer(index) for index in range(len(self.layers)))}
+        for path in self.folder.iterdir():
+            if path.name not in (kept if self.layers else ()):
+                remove(path)
+
+
+def _layer(index: int) -> str:
+    return f"layer-{index:05}.safetensors"
+
+
+def _states(index: int) -> str:
+    """What layer ``index`` reads."""
+    return f"states-{index:05}.safetensors"
+
+
+def _write(folder: Path, name: str, tensors: Mapping[str, Sequence[Tensor]]) -> str:
+    """Write tensors, each given as its parts one behind the other; returns the file's sha256."""
+    shapes = {key: (sum(len(part) for part in parts), *parts[0].shape[1:]) for key, parts in tensors.items()}
+    header, _ = make_header({key: Entry(tensors[key][0].dtype, shape, 0) for key, shape in shapes.items()})
+    with new_file(folder, name) as file:
+        file.write(header)
+        for parts in tensors.values():
+            for part in parts:
+                file.write(bytes_of(part.cpu()))
+    return file.sha256
+
+
+def _read(path: Path, sha256: str) -> dict[str, Tensor]:
+    """The tensors of a file.
+
+    Raises:
+        CheckpointError: it is not there, or not what was written.
+    """
+    file = SourceFile.at(path)
+    data = file.read()
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise CheckpointError(f"{path}: expected what was written, got something else")
+    length = header_length(data[:8], len(data), path.name)
+    return {
+        name: torch.frombuffer(data, dtype=x.dtype, count=x.nbytes // x.dtype.itemsize, offset=x.start).view(x.shape)
+        for name, x in parse_header(bytes(data[8 : 8 + length]), len(data), path.name).items()
+    }

@@ -1,0 +1,37 @@
+"""What functions say of their arguments, in the options of the command."""
+
+import re
+from types import MappingProxyType
+
+OPTIONS = MappingProxyType(
+    {
+        "num_kv_heads": "--kv-heads",
+        "kv_heads": "--kv-heads",
+        "merge": "--merge",
+        "align": "--align",
+        "grouping": "--grouping",
+        "rank": "--rank",
+        "rope_dim": "--rope-dim",
+        "norm": "--norm",
+        "reach": "--reach",
+        "samples": "--samples",
+        "length": "--length",
+        "max_shard_size": "--max-shard-size",
+        "allow_nonfinite": "--allow-nonfinite",
+        "overwrite": "--overwrite",
+        "out": "OUT",
+    }
+)
+NAMES = "|".join(OPTIONS)
+
+
+def in_options(message: str) -> str:
+    """A message with ``rank: ...`` as ``--rank: ...``, ``merge="mean"`` as ``--merge mean``, and so on.
+
+    >>> in_options('num_kv_heads: expected 2, got 3; use align="values" or overwrite=True')
+    '--kv-heads: expected 2, got 3; use --align values or --overwrite'
+    """
+    start = rf"^(?:--to \w+: )?((?:layer [0-9]+: )?)({NAMES})(?=: )"
+    message = re.sub(start, lambda found: found[1] + OPTIONS[found[2]], message)
+    message = re.sub(rf"\b({NAMES})=True\b", lambda found: OPTIONS[found[1]], message)
+    return re.sub(rf'\b({NAMES})="?([\w-]+)"?', lambda found: f"{OPTIONS[found[1]]} {found[2]}", message)

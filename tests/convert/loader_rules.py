@@ -1,0 +1,188 @@
+"""What vLLM and llama.cpp require of a folder: fields of config.json, and tensors by name and shape. Facts alone.
+
+Read in November 2026, from vLLM's ``vllm/model_executor`` and llama.cpp's ``conversion``, ``gguf-py`` and ``src``; each
+rule names its file there. Both are given a config as a dict and the shapes of all tensors by their names on disk, and
+return what is wrong with them.
+"""
+
+from collections.abc import Mapping
+
+Shapes = dict[str, tuple[int, ...]]
+
+# Both read these of every family here. vLLM: models/llama.py, LlamaAttention and LlamaDecoderLayer, and their likes in
+# gemma.py, gemma2.py, gemma3.py, qwen2.py, qwen3.py; transformers_utils/model_arch_config_convertor.py. llama.cpp:
+# conversion/base.py, TextModel.set_gguf_parameters; conversion/llama.py, LlamaModel.set_gguf_parameters.
+FIELDS = (
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_parameters",
+    "vocab_size",
+)
+# vLLM: models/deepseek_v2.py, DeepseekV2DecoderLayer and DeepseekV2MLAAttention; llama.cpp: conversion/deepseek.py,
+# DeepseekV2Model.set_gguf_parameters and modify_tensors.
+LATENT_FIELDS = (
+    *FIELDS,
+    "first_k_dense_replace",
+    "hidden_act",
+    "kv_lora_rank",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "n_shared_experts",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+# Architectures that llama.cpp's converter registers: conversion/llama.py, qwen.py, gemma.py, deepseek.py; vLLM's are
+# those of models/registry.py.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+FOUR_NORMS = ("gemma2", "gemma3_text")
+HEAD_NORMS = ("qwen3", "gemma3_text")
+MLA_HEAD_SIZES = (320, 576)  # vLLM: layers/attention/mla_attention.py, MLACommonBackend.get_supported_head_sizes
+LITE_LAYERS = (26, 27)  # llama.cpp: src/models/deepseek2.cpp, load_arch_hparams
+
+
+def vllm(config: Mapping, shapes: Shapes) -> list[str]:
+    """What vLLM refuses, or passes over in silence."""
+    latent = config.get("model_type") == "deepseek_v3"
+    if wrong := _lacking(config, LATENT_FIELDS if latent else FIELDS):
+        return wrong
+    wanted = _model(config, _latent(config) if latent else _grouped(config))
+    # model_loader/default_loader.py: parameters that no file has are an error; models/llama.py, load_weights, and its
+    # likes: a tensor without a parameter is one too, but a bias without a parameter is skipped in silence.
+    wrong = _differences(wanted, shapes)
+    if not latent:
+        return wrong
+    if config["hidden_act"] != "silu":  # models/deepseek_v2.py, DeepseekV2MLP
+        wrong.append(f"hidden_act: only silu, got {config['hidden_act']}")
+    if config["rope_parameters"].get("rope_type") != "default":  # DeepseekV2MLAAttention: what is not default is YaRN
+        wrong.append(f"rope_type: taken for YaRN: {config['rope_parameters'].get('rope_type')}")
+    # model_arch_config_convertor.py, get_head_size; v1/attention/backend.py, validate_configuration
+    size = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    if size not in MLA_HEAD_SIZES:
+        wrong.append(f"kv_lora_rank + qk_rope_head_dim: expected one of {MLA_HEAD_SIZES}, got {size}")
+    return wrong + _dense(config)
+
+
+def llama_cpp(config: Mapping, shapes: Shapes) -> list[str]:
+    """What llama.cpp's converter refuses, or its loader of what the converter made."""
+    latent = config.get("model_type") == "deepseek_v3"
+    if wrong := _lacking(config, LATENT_FIELDS if latent else FIELDS):
+        return wrong
+    wanted = _model(config, _latent(config) if latent else _grouped(config))
+    # conversion/base.py, map_tensor_name: an unknown name is an error, and a bias is mapped as its weight;
+    # src/llama-model-loader.cpp, done_getting_tensors: so is a tensor that the architecture does not create.
+    wrong = _differences(wanted, shapes)
+    if not latent:
+        heads = config["num_key_value_heads"]
+        if config["model_type"] in ("llama", "mistral") and _head_dim(config) % 2:  # conversion/llama.py, permute
+            wrong.append(f"head_dim: expected pairs of channels, got {_head_dim(config)}")
+        return wrong + [f"num_key_value_heads: no divisor: {heads}"] * bool(config["num_attention_heads"] % heads)
+    # conversion/deepseek.py, modify_tensors: kv_b_proj is split by this number of heads
+    if config["num_key_value_heads"] != config["num_attention_heads"]:
+        wrong.append("num_key_value_heads: expected as many as heads")
+    # src/models/deepseek2.cpp, load_arch_hparams: q_lora_rank is required, but of models with these numbers of layers
+    lite = config["num_hidden_layers"] in LITE_LAYERS
+    lite = lite or (config["num_hidden_layers"] == 48 and config["vocab_size"] == 128256)
+    if not lite and config["q_lora_rank"] is None:
+        wrong.append("q_lora_rank: required")
+    if config["qk_nope_head_dim"] < 1:  # load_arch_tensors
+        wrong.append("qk_nope_head_dim: expected at least 1")
+    return wrong + _dense(config)
+
+
+def _lacking(config: Mapping, fields: tuple[str, ...]) -> list[str]:
+    wrong = [f"{field}: missing" for field in fields if field not in config]
+    if not wrong and config["architectures"] != [ARCHITECTURES[config["model_type"]]]:
+        wrong.append(f"architectures: unknown: {config['architectures']}")
+    return wrong
+
+
+def _dense(config: Mapping) -> list[str]:
+    """vLLM: DeepseekV2DecoderLayer, is_moe_layer; llama.cpp: load_arch_tensors, n_layer_dense_lead."""
+    dense = config["first_k_dense_replace"] >= config["num_hidden_layers"]
+    return [] if dense else ["first_k_dense_replace: layers behind it are experts"]
+
+
+def _differences(wanted: Shapes, shapes: Shapes) -> list[str]:
+    wrong = [f"{name}: missing" for name in wanted if name not in shapes]
+    for name, shape in shapes.items():
+        if name not in wanted:
+            wrong.append(f"{name}: {'dropped in silence, or one too many' if name.endswith('bias') else 'unknown'}")
+        elif shape != wanted[name]:
+            wrong.append(f"{name}: expected {wanted[name]}, got {shape}")
+    return wrong
+
+
+def _model(config: Mapping, attention: Shapes) -> Shapes:
+    """All tensors of a dense model with this attention in each layer.
+
+    vLLM: models/llama.py; llama.cpp: gguf-py/gguf/constants.py, MODEL_TENSORS, and tensor_mapping.py (gguf 0.19).
+    """
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    layer = {f"self_attn.{name}": shape for name, shape in attention.items()}
+    layer |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
+    layer |= {"mlp.down_proj.weight": (width, inner)}
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if config["model_type"] in FOUR_NORMS:  # vLLM: models/gemma2.py, gemma3.py
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    layer |= {f"{norm}.weight": (width,) for norm in norms}
+    whole = {"model.embed_tokens.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}
+    if not config["tie_word_embeddings"]:
+        whole["lm_head.weight"] = (config["vocab_size"], width)
+    for index in range(config["num_hidden_layers"]):
+        whole |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return whole
+
+
+def _head_dim(config: Mapping) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _grouped(config: Mapping) -> Shapes:
+    """vLLM: QKVParallelLinear takes all heads of queries and the KV heads that num_key_value_heads says."""
+    kind, dim, width = config["model_type"], _head_dim(config), config["hidden_size"]
+    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    shapes = {"q_proj.weight": (q, width), "k_proj.weight": (kv, width), "v_proj.weight": (kv, width)}
+    shapes |= {"o_proj.weight": (width, q)}
+    # vLLM: models/qwen2.py has biases of q, k and v always; models/llama.py and its likes where attention_bias says so
+    biased = ("q_proj", "k_proj", "v_proj") if kind == "qwen2" else ()
+    biased = ("q_proj", "k_proj", "v_proj", "o_proj") if config.get("attention_bias") and not biased else biased
+    shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in biased}
+    norms = ("q_norm", "k_norm") if kind in HEAD_NORMS else ()
+    return shapes | {f"{name}.weight": (dim,) for name in norms}
+
+
+def _latent(config: Mapping) -> Shapes:
+    """vLLM: models/deepseek_v2.py, DeepseekV2MLAAttention; llama.cpp: src/models/deepseek2.cpp, load_arch_tensors.
+
+    No projection has a bias in either.
+    """
+    heads, width, rank = config["num_attention_heads"], config["hidden_size"], config["kv_lora_rank"]
+    nope, rope, values = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    shapes = {
+        "kv_a_proj_with_mqa.weight": (rank + rope, width),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (nope + values), rank),
+        "o_proj.weight": (width, heads * values),
+    }
+    if (q_rank := config["q_lora_rank"]) is None:
+        return shapes | {"q_proj.weight": (heads * (nope + rope), width)}
+    shapes |= {"q_a_proj.weight": (q_rank, width), "q_a_layernorm.weight": (q_rank,)}
+    return shapes | {"q_b_proj.weight": (heads * (nope + rope), q_rank)}

@@ -1,0 +1,146 @@
+"""Text that calibrates nothing, and the sentence on what was lost of it."""
+
+import json
+import shutil
+from importlib.resources import files
+
+import pytest
+from model_helpers import TEXT, save
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from attnlib.convert.check.lost import lost
+from attnlib.convert.check.stock_check import StockCheck
+from attnlib.convert.checkpoint.errors import VerificationError
+from attnlib.convert.text import sample
+from attnlib.convert.text.held_out import BEHIND, SAMPLE, held_out
+from attnlib.convert.text.tokens import tokens_of
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("held_out") / "in", "llama")
+
+
+def ids(text):
+    """What the tokenizer of ``source`` makes of a text."""
+    return [0 if letter == "?" else ord(letter) for letter in text]
+
+
+def resized(source, to, positions):
+    shutil.copytree(source, to)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
+    return to
+
+
+@pytest.mark.parametrize("used", [0, 64, 65, 1000, 1400])
+def test_it_begins_behind_what_calibrated(source, used):
+    """Tokens of the text are its letters, the tokenizer puts a 0 before, and the model has 128 positions."""
+    tokens, text = held_out(source, TEXT, used=used)
+    assert text == BEHIND
+    assert (tokens[:, 0] == 0).all()
+    assert tokens.shape[1] == (128 if used < 1400 else 96)
+    assert len(tokens) == min(8, (1500 - used) // (tokens.shape[1] - 1))
+    letters = ids(TEXT[used : used + tokens[:, 1:].numel()])
+    assert tokens[:, 1:].flatten().tolist() == letters
+    calibrated = tokens_of(source, TEXT, samples=max(used, 1), length=1).flatten().tolist()
+    assert calibrated[:used] + letters == ids(TEXT[: used + len(letters)])
+
+
+@pytest.mark.parametrize("used", [1490, 1500, 10**6])
+def test_a_text_that_is_used_up_gives_way_to_the_sample(source, used):
+    tokens, text = held_out(source, TEXT, used=used)
+    assert text == SAMPLE
+    assert tokens.equal(held_out(source).tokens)
+
+
+def test_the_sample_is_held_out_by_default(source):
+    tokens, text = held_out(source)
+    assert (tokens.shape, text) == ((8, 128), SAMPLE)
+    rest = tokens_of(source, sample.held_out().decode(), samples=8 * 127, length=1)
+    assert tokens[:, 1:].flatten().equal(rest.flatten())
+
+
+def test_windows_are_no_longer_than_512_or_the_positions(source, tmp_path):
+    assert held_out(resized(source, tmp_path / "many", 10**6)).tokens.shape == (8, 512)
+    assert held_out(tmp_path / "many", windows=3).tokens.equal(held_out(tmp_path / "many").tokens[:3])
+    assert held_out(resized(source, tmp_path / "odd", 50)).tokens.shape == (8, 48)
+    assert held_out(resized(source, tmp_path / "few", 15)) is None
+
+
+def test_no_tokenizer_or_that_of_another_model(source, tmp_path):
+    shutil.copytree(source, tmp_path / "none")
+    for path in (tmp_path / "none").glob("token*"):
+        path.unlink()
+    assert held_out(tmp_path / "none") is None
+    shutil.copytree(source, tmp_path / "other")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "other/config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    assert held_out(tmp_path / "other") is None
+
+
+def test_a_tokenizer_that_puts_nothing_before_a_text(source, tmp_path):
+    """Also one that knows none of its letters."""
+    for name, known in (("plain", {chr(n): n for n in range(33, 127)} | {"?": 0}), ("unknown", {"?": 0})):
+        shutil.copytree(source, tmp_path / name)
+        tokenizer = Tokenizer(models.WordLevel(known, unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path / name)
+        tokens, _ = held_out(tmp_path / name, TEXT)
+        assert tokens[0].tolist() == (ids(TEXT[:128]) if len(known) > 1 else [0] * 128)
+
+
+def test_the_parts_of_the_sample_are_all_of_it():
+    before, behind = sample.calibrated(), sample.held_out()
+    assert 0.19 < len(behind) / len(before + behind) < 0.22
+    whole = files("attnlib.convert.text").joinpath("sample.txt").read_bytes()
+    assert before + b"\n" + behind == whole
+    assert before[-1:] == b"\n" != before[-2:-1]
+    assert behind.decode()[:100] not in before.decode()
+    assert len(behind) > 8 * 512 * 8  # characters for all windows of most tokenizers
+
+
+def test_perplexities_are_measured_where_a_text_is_named(source, tmp_path):
+    tokens, text = held_out(source, TEXT, used=1000)
+    measures = StockCheck(source, logits=True, tokens=tokens, text=text)(source, {})
+    assert measures["perplexity_before"] == measures["perplexity_after"] > 1
+    assert (measures["text"], measures["tokens"]) == (BEHIND, tokens.numel())
+    for unnamed in (tokens, tokens[0], None):
+        measures = StockCheck(source, logits=True, tokens=unnamed)(source, {})
+        assert not [name for name in measures if "perplexity" in name or name == "text"]
+        assert measures["kl_nats"] == 0
+    assert not {"tokens", "kl_nats", "logits"} & StockCheck(source, logits=False)(source, {}).keys()
+
+
+def test_a_difference_is_an_error_only_where_nothing_was_lost(source, tmp_path):
+    other = save(tmp_path / "other", "llama", rms_norm_eps=0.5)
+    check = StockCheck(source, logits=True)
+    assert check(other, {"0": {"key_error": 0.1}})["kl_nats"] > 0
+    with pytest.raises(VerificationError, match="by its errors the conversion lost nothing"):
+        check(other, {"0": {"key_error": 0.0}})
+
+
+SAID = {"text": "a text", "tokens": 4096, "perplexity_before": 27.94, "perplexity_after": 130.2}
+
+
+@pytest.mark.parametrize(
+    ("changed", "wanted"),
+    [
+        ({}, "perplexity 27.9 before, 130 after on 4,096 tokens of a text; fine-tuning usually returns most of that"),
+        ({"perplexity_after": 15017.3}, "perplexity 27.9 before, 15,017 after on"),
+        ({"perplexity_after": None}, "beyond all numbers after on 4,096 tokens of a text; fine-tuning usually"),
+        ({"perplexity_after": 27.95}, "27.9 after on 4,096 tokens of a text: nothing that training would"),
+        ({"perplexity_after": 20.0}, "20 after on 4,096 tokens of a text: nothing that training would"),
+        ({"perplexity_before": None, "perplexity_after": None}, "beyond all numbers before, beyond all numbers after"),
+    ],
+)
+def test_what_was_lost_in_a_sentence(changed, wanted):
+    said = lost(SAID | changed, source="in", out="out")
+    assert wanted in said
+    assert ("python -m attnlib finetune out HEALED --teacher in --text FILE" in said) == ("nothing that" not in said)
+
+
+def test_nothing_is_said_of_what_was_not_measured():
+    assert lost({"loaded_by": "transformers"}) is None
+    assert lost({"kl_nats": 0.5, "tokens": 64}) is None

@@ -1,0 +1,107 @@
+"""Results as vLLM and llama.cpp read them, by the rules of their sources; tensors and fields are all needed."""
+
+import json
+from functools import cache
+
+import pytest
+import torch
+from family_models import KV_HEADS, make
+from loader_rules import FIELDS, LATENT_FIELDS, MLA_HEAD_SIZES, llama_cpp, vllm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from attnlib.convert.calibration import Calibration
+from attnlib.convert.checkpoint import convert
+from attnlib.convert.checkpoint.folder import read_folder
+from attnlib.convert.heads.converter import grouped
+from attnlib.convert.latent.deepseek import converter
+
+GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+LOADERS = (vllm, llama_cpp)
+SIZES = {"vocab_size": 61, "hidden_size": 320, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 10, "num_key_value_heads": 10, "head_dim": 32, "max_position_embeddings": 64}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """config.json and the shapes of what comes of each kind: fewer KV heads, or a latent by its norm."""
+
+    @cache
+    def made(kind):
+        source, out = (tmp_path_factory.mktemp(kind) / name for name in ("in", "out"))
+        if kind in GROUPED:
+            make(kind).save_pretrained(source)
+            made = grouped(json.loads((source / "config.json").read_text()), KV_HEADS // 2)
+        else:
+            torch.manual_seed(0)
+            LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(source)
+            text = Calibration.of([torch.randn(2, 400, SIZES["hidden_size"]) + 1])
+            config = json.loads((source / "config.json").read_text())
+            made = converter(config, 320 - 32, rope_dim=32, norm=kind, calibrations=lambda _: text)
+        convert(source, out, made, progress=False)
+        checkpoint = read_folder(out)
+        return checkpoint.config, {name: stored.entry.shape for name, stored in checkpoint.tensors.items()}
+
+    return made
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+@pytest.mark.parametrize("loader", LOADERS)
+def test_fewer_heads_are_read_by_both(results, kind, loader):
+    config, shapes = results(kind)
+    assert config["num_key_value_heads"] == KV_HEADS // 2
+    assert loader(config, shapes) == []
+
+
+def test_a_calibrated_norm_is_read_by_vllm(results):
+    config, shapes = results("calibrated")
+    assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == MLA_HEAD_SIZES[0]
+    assert not config["attention_bias"]
+    assert vllm(config, shapes) == []
+
+
+def test_what_the_loaders_have_against_latents(results):
+    """llama.cpp wants low-rank queries of most models, and neither has biases, which an exact norm is made of."""
+    assert llama_cpp(*results("calibrated")) == ["q_lora_rank: required"]
+    config, shapes = results("calibrated")
+    lite = {name.replace("layers.1.", f"layers.{n}."): x for name, x in shapes.items() for n in range(1, 26)}
+    assert llama_cpp(config | {"num_hidden_layers": 26, "first_k_dense_replace": 26}, lite) == []
+    for loader in LOADERS:
+        wrong = loader(*results("exact"))
+        dropped = [line for line in wrong if line.endswith("bias: dropped in silence, or one too many")]
+        assert len(dropped) >= 2 * 2
+        assert set(wrong) - set(dropped) <= {"q_lora_rank: required"}
+    # 448 + 64, as in the command's own example, and the widths of DeepSeek itself
+    for rank, known in ((448, False), (512, True), (256, True)):
+        wrong = vllm(config | {"kv_lora_rank": rank, "qk_rope_head_dim": 64}, shapes)
+        assert any("expected one of (320, 576)" in line for line in wrong) == (not known)
+    scaled = config | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}
+    assert vllm(scaled, shapes) == ["rope_type: taken for YaRN: llama3"]
+
+
+@pytest.mark.parametrize("kind", [*GROUPED, "calibrated"])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_every_tensor_counts(results, kind, loader):
+    config, shapes = results(kind)
+    known = set(loader(config, shapes))
+    for name, shape in shapes.items():
+        others = {other: x for other, x in shapes.items() if other != name}
+        for changed in (others, others | {f"{name}_": shape}, shapes | {name: (*shape[:-1], shape[-1] + 1)}):
+            assert any(name in line for line in set(loader(config, changed)) - known), name
+    assert set(loader(config, shapes | {"model.layers.0.self_attn.sinks": (4,)})) - known
+
+
+@pytest.mark.parametrize("kind", [*GROUPED, "calibrated"])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_every_field_counts(results, kind, loader):
+    config, shapes = results(kind)
+    fields = FIELDS if kind in GROUPED else LATENT_FIELDS
+    assert set(fields) <= config.keys()
+    for field in fields:
+        lacking = {name: x for name, x in config.items() if name != field}
+        assert loader(lacking, shapes) == [f"{field}: missing"]
+    known = set(loader(config, shapes))
+    for field in ("num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"):
+        if kind == "calibrated" and field == "num_key_value_heads" and loader is vllm:
+            continue  # which does not read it of a latent
+        assert set(loader(config | {field: 2 * config[field]}, shapes)) - known, field
+    assert loader(config | {"architectures": ["FooForCausalLM"]}, shapes)
