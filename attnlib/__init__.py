@@ -24,6 +24,7 @@ from .functional import (
     varlen_attention_with_lse,
 )
 from .hints import LayoutWarning
+from .integrations import load
 from .kv import KVLayout, KVView
 from .layers import (
     GroupedQueryAttention,
@@ -83,6 +84,7 @@ __all__ = [
     "cached_attention",
     "cached_attention_with_lse",
     "explain",
+    "load",
     "mask_mod",
     "merge_states",
     "quantize_fp8",

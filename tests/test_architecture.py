@@ -17,7 +17,7 @@ from attnlib import CAUSAL, GroupedQueryAttention, Rope
 
 VALUES = (
     "merge", "functions", "fp8", "kv", "ranks", "masks", "mask", "mask_function", "scores", "trace", "derivative",
-    "program", "rope", "scaling", "philox", "checks", "files", "signatures",
+    "program", "selected_rope", "rope", "scaling", "philox", "checks", "files", "signatures",
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
@@ -43,12 +43,24 @@ ROOMS = {
         "scaling",
         "fp8",
         "hints",
+        "integrations",
     },
     "finetune": {"convert", *VALUES},
-    "integrations": {"layers", "cache", "functional", "running", "storage", "packing", "sizes", "families", *VALUES},
     "parallel": {"layers", "cache", "functional", "running", "call", "storage", "packing", "sizes", *VALUES},
-    "convert": {"layers", "cache", "functional", "sizes", "families", *VALUES},
+    "convert": {"integrations", "layers", "cache", "functional", "sizes", "families", "own_form", *VALUES},
     "compat": {"layers", "cache", "functional", "running", "call", "storage", "packing", "sizes", *VALUES},
+    "integrations": {
+        "layers",
+        "cache",
+        "functional",
+        "running",
+        "storage",
+        "packing",
+        "sizes",
+        "families",
+        "own_form",
+        *VALUES,
+    },
     "layers": {"functional", "running", "cache", "call", *VALUES},
     "cache": {"storage", *VALUES},
     "functional": {"running", "dispatch", "hints", "call", *VALUES},
@@ -67,6 +79,7 @@ ROOMS = {
     "watched": set(),
     "sizes": {*VALUES},
     "families": set(),
+    "own_form": set(),
     "reference": set(),
     "packing": {*VALUES},
     **{name: set(VALUES[at + 1 :]) for at, name in enumerate(VALUES)},
@@ -276,6 +289,7 @@ def test_the_exports():
             "cached_attention",
             "cached_attention_with_lse",
             "explain",
+            "load",
             "mask_mod",
             "merge_states",
             "quantize_fp8",

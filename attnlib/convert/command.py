@@ -4,49 +4,38 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import torch
-from torch import Tensor
-
+from . import targets
 from .check.budget import windows_for
 from .check.lost import lost, own_errors
 from .check.stock_check import StockCheck
 from .checkpoint import convert
 from .checkpoint.errors import CheckpointError, OutputError, RequestError, VerificationError
 from .checkpoint.folder import read_folder
-from .checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
-from .checkpoint.model import Model, has_key_norms, read_model
+from .checkpoint.model import Model, read_model
 from .checkpoint.report import REPORT
-from .heads.align import Align
-from .heads.converter import StoredMerge, grouped, rotates_alike
-from .heads.recipe import Grouping, recipe
-from .latent.deepseek import converter as latent_converter
-from .latent.deepseek_layer import BASELINE, Norm, check_biases
+from .latent.deepseek_layer import BASELINE
+from .picture import draw
 from .stock import stock
+from .targets import device, require_own_options, target_of
 from .text import choice
 from .text.held_out import held_out
 from .text.kept import Kept
 from .text.tokens import read_text
 from .wording import in_options
 
-REACH = 2048
-BEST_MERGE = "default: calibrated principal, else mean"
-BEST_GROUPING = "default: with a principal merge similar, else neighbours"
 UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
-GQA_OPTIONS = ("kv_heads", "merge", "align", "grouping")
-MLA_OPTIONS = ("rank", "rope_dim", "norm")
 EPILOG = """\
 exit codes: 0 done; 2 a wrong request; 3 the checkpoint cannot be converted; 4 the result is not what it should be;
 5 no space; 1 it cannot be written for another reason; 130 interrupted. docs/conversion.md says what is kept.
 
   python -m attnlib convert llama-2-7b llama-2-7b-gqa --to gqa --kv-heads 8 --text my.txt
   python -m attnlib convert llama-2-7b llama-2-7b-mla --to mla --rank 448 --text my.txt
+  python -m attnlib convert llama-2-7b llama-2-7b-own --to attnlib --cache 25% --text my.txt
 """
 
 
@@ -57,21 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a folder with config.json and safetensors")
     parser.add_argument("out", type=Path, metavar="OUT", help="where the result will be")
-    parser.add_argument("--to", choices=("gqa", "mla"), required=True, help="fewer KV heads, or latent attention")
-    heads = parser.add_argument_group("with --to gqa")
-    heads.add_argument("--kv-heads", type=int, metavar="N", help="KV heads of each layer, required")
-    heads.add_argument("--merge", choices=get_args(StoredMerge), help=f"how heads become one ({BEST_MERGE})")
-    heads.add_argument("--align", choices=get_args(Align), help="what is turned before (default: none)")
-    heads.add_argument("--grouping", choices=get_args(Grouping), help=f"which become one ({BEST_GROUPING})")
-    latent = parser.add_argument_group("with --to mla")
-    latent.add_argument("--rank", type=int, metavar="N", help="of the latent, required")
-    latent.add_argument("--rope-dim", type=int, metavar="N", help="rotary channels (default: 64)")
-    latent.add_argument(
-        "--norm", choices=get_args(Norm), help="how that of latents is passed: exact needs biases (default: exact)"
-    )
-    parser.add_argument(
-        "--reach", type=int, metavar="N", help=f"distance over which keys should hold (default: {REACH})"
-    )
+    targets.add_arguments(parser)
     choice.add_arguments(parser)
     files = parser.add_argument_group("files and checks")
     files.add_argument("--max-shard-size", type=_bytes, default=5 * 10**9, metavar="SIZE", help="default: 5GB")
@@ -133,31 +108,32 @@ def _number(error: float | None) -> float:
 
 
 def _convert(arguments: argparse.Namespace) -> dict[str, object]:
-    _require_own_options(arguments)
+    require_own_options(arguments)
     chosen = choice.Choice.of(arguments)
     stock()  # whose absence should show before the work
     source = arguments.source.resolve()
     model = read_model(read_folder(source, follow_links=arguments.follow_links))
-    if arguments.to == "gqa" and arguments.kv_heads == model.shape.kv_heads:
+    if arguments.kv_heads == model.shape.kv_heads:
         chosen, settings = None, {"calibration": choice.NOTHING}
     else:
         settings = {"calibration": choice.WEIGHTS_ALONE}
-    target = partial(_to_gqa if arguments.to == "gqa" else _to_mla, arguments, model, calibrated=chosen is not None)
+    target = target_of(arguments, model, calibrated=chosen is not None)
     converter, options = target(None)  # which refuses wrong options, before a file is read whole
-    tokens, kept = None, nullcontext()
+    tokens, kept = None, None
     if chosen is not None:
         tokens, settings = chosen.tokens(source)
         place = chosen.place(arguments.out, is_left=not arguments.no_keep)
         title = None if arguments.quiet else "calibrating" + ("" if chosen.file else " on the bundled sample")
-        kept = Kept(model, tokens, place, device=_device(), title=title)
-        converter, options = target(kept)
+        kept = Kept(model, tokens, place, device=device(), title=title)
     check = _check(arguments, model, 0 if tokens is None else tokens.numel())
-    with kept:
-        return convert(
+    with kept or nullcontext():
+        if kept is not None:
+            converter, options = target(kept)
+        report = convert(
             model.checkpoint,
             arguments.out,
             converter,
-            settings={"to": arguments.to, "device": _device()} | options | settings,
+            settings={"to": arguments.to, "device": device()} | options | settings,
             max_shard_size=arguments.max_shard_size,
             allow_nonfinite=arguments.allow_nonfinite,
             overwrite=arguments.overwrite,
@@ -165,11 +141,14 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
             check=check,
             progress=not arguments.quiet,
         )
+    with suppress(ImportError):  # of matplotlib, which a result can do without
+        draw(report, arguments.out)
+    return report
 
 
 def _check(arguments: argparse.Namespace, model: Model, used: int) -> StockCheck:
     """Holds the result against the source on text that calibrates nothing: behind ``used`` tokens, or the sample's."""
-    windows, held = windows_for(model.checkpoint, _device()), None
+    windows, held = windows_for(model.checkpoint, device()), None
     if arguments.check_logits is not None:
         windows = max(1, windows) if arguments.check_logits else 0
     if windows:
@@ -180,84 +159,9 @@ def _check(arguments: argparse.Namespace, model: Model, used: int) -> StockCheck
         logits=windows > 0,
         tokens=None if held is None else held.tokens,
         text=None if held is None else held.text,
-        device=_device(),
+        device=device(),
         follow_links=arguments.follow_links,
     )
-
-
-def _to_gqa(
-    arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool
-) -> tuple[LayerConverter, dict]:
-    with _refusals("--to gqa"):
-        chosen = recipe(
-            arguments.merge,
-            arguments.align,
-            arguments.grouping,
-            reach=REACH if arguments.reach is None else arguments.reach,
-            calibrated=calibrated,
-            maps_keys=rotates_alike(model.config) and not has_key_norms(model),
-        )
-    options = asdict(chosen)
-    converter = grouped(model.config, arguments.kv_heads, calibrations=calibrations, device=_device(), **options)
-    if arguments.kv_heads != model.shape.kv_heads and model.family.kv_heads is None:
-        raise RequestError(
-            f"--kv-heads: expected {model.shape.kv_heads}, got {arguments.kv_heads}; stock loaders of "
-            f"{model.config['model_type']} know no fewer KV heads than heads (mha_to_gqa converts its layers)"
-        )
-    return converter, {"kv_heads": arguments.kv_heads} | options
-
-
-def _to_mla(
-    arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool
-) -> tuple[LayerConverter, dict]:
-    options = {
-        "rope_dim": 64 if arguments.rope_dim is None else arguments.rope_dim,
-        "reach": REACH if arguments.reach is None else arguments.reach,
-        "norm": arguments.norm or "exact",
-    }
-    with _refusals("--to mla"):
-        made = latent_converter(model.checkpoint.config, arguments.rank, calibrations=calibrations, **options)
-    for index, layer in model.layers.items():
-        biases = (name for name in layer.stored if name.endswith("bias"))
-        with _refusals(f"layer {index}"):
-            check_biases(
-                options["norm"], {name: model.checkpoint.tensors[layer.prefix + name].load() for name in biases}
-            )
-
-    def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
-        with _refusals(f"layer {shape.index}"):
-            return made(weights, shape)
-
-    return convert_layer, {"rank": arguments.rank} | options
-
-
-@contextmanager
-def _refusals(what: str) -> Iterator[None]:
-    """What mathematics refuses is a wrong request."""
-    try:
-        yield
-    except (CheckpointError, RequestError, VerificationError):
-        raise
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise RequestError(f"{what}: {error}") from error
-
-
-def _device() -> str:
-    """What calibrates and factors: a GPU if there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _require_own_options(arguments: argparse.Namespace) -> None:
-    """Raises RequestError for an option that means nothing here, or without the number that this target needs."""
-    needed, other = ("kv_heads", MLA_OPTIONS) if arguments.to == "gqa" else ("rank", GQA_OPTIONS)
-    if given := [_option(name) for name in other if getattr(arguments, name) is not None]:
-        raise RequestError(f"{', '.join(given)}: means nothing with --to {arguments.to}; leave it out")
-    if getattr(arguments, needed) is None:
-        raise RequestError(f"{_option(needed)}: expected with --to {arguments.to}, and it is missing")
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _bytes(text: str) -> int:

@@ -27,30 +27,43 @@ def stock() -> ModuleType:
 
 
 def read_config(folder: Path) -> "PreTrainedConfig":
-    """The config of a folder as transformers reads it; runs no code from there.
+    """The config of a folder as transformers reads it, or of attnlib's own form; runs no code from there.
 
     Raises:
-        CheckpointError: transformers refuses it.
+        CheckpointError: it is refused.
     """
-    configs = stock().AutoConfig
+    stock()
     from huggingface_hub.errors import StrictDataclassError
+
+    from ..integrations.transformers import loading
 
     refusals = (StrictDataclassError, ValueError, LookupError, TypeError, AttributeError, OSError, ArithmeticError)
     try:
         with quiet():
-            return configs.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return loading.read_config(folder)
     except refusals as error:
         raise CheckpointError(f"{CONFIG}: transformers does not read it: {str(error)[:200]}") from error
 
 
 def class_of(config: "PreTrainedConfig") -> "type[PreTrainedModel]":
-    """The class of transformers that a config names; one for its kind of language models if it names none."""
-    transformers = stock()
-    named = getattr(transformers, (config.architectures or [""])[0], None)
-    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-        return named
-    seeing = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return (seeing if type(config) in seeing else transformers.MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
+    """As :func:`attnlib.integrations.transformers.loading.class_of`."""
+    from ..integrations.transformers import loading
+
+    return loading.class_of(config)
+
+
+def body_class_of(config: "PreTrainedConfig") -> "type[PreTrainedModel]":
+    """As :func:`attnlib.integrations.transformers.loading.body_class_of`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from ..integrations.transformers import loading
+
+    try:
+        return loading.body_class_of(config)
+    except KeyError as error:
+        raise CheckpointError(f"{CONFIG}: model_type: expected a language model, got {config.model_type!r}") from error
 
 
 @contextmanager

@@ -13,6 +13,8 @@ OPTIONS = MappingProxyType(
         "rank": "--rank",
         "rope_dim": "--rope-dim",
         "norm": "--norm",
+        "cache": "--cache",
+        "layers": "--layers",
         "reach": "--reach",
         "samples": "--samples",
         "length": "--length",
@@ -35,3 +37,8 @@ def in_options(message: str) -> str:
     message = re.sub(start, lambda found: found[1] + OPTIONS[found[2]], message)
     message = re.sub(rf"\b({NAMES})=True\b", lambda found: OPTIONS[found[1]], message)
     return re.sub(rf'\b({NAMES})="?([\w-]+)"?', lambda found: f"{OPTIONS[found[1]]} {found[2]}", message)
+
+
+def option(name: str) -> str:
+    """An argument's name as the command spells it."""
+    return f"--{name.replace('_', '-')}"

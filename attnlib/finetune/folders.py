@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..convert.check.stock_check import StockCheck
 from ..convert.checkpoint.errors import CheckpointError, RequestError
 from ..convert.checkpoint.folder import COPIED, read_folder
-from ..convert.stock import quiet, read_config, stock
+from ..convert.stock import class_of, quiet, read_config
 from ..convert.text.tokens import tokens_of
 
 ATTENTION = ("self_attn", "self_attention", "attention", "attn")  # what families call it in a decoder layer
@@ -75,7 +75,7 @@ def load(folder: Path, dtype: torch.dtype) -> nn.Module:
         for name, value in text.to_dict().items():
             if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
                 setattr(text, name, 0.0)
-        return stock().AutoModelForCausalLM.from_pretrained(
+        return class_of(config).from_pretrained(
             folder,
             config=config,
             dtype=dtype,

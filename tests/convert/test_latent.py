@@ -30,9 +30,9 @@ from attnlib.convert import Calibration, gqa_to_mla
 from attnlib.convert.heads.align import turn_keys
 from attnlib.convert.latent.embedding import concentrate, embed
 from attnlib.convert.latent.layers import identity_eps, join, to_latent
-from attnlib.convert.latent.selected_rope import select
 from attnlib.convert.latent.truncation import balance, errors, truncate
 from attnlib.scaling import DynamicNTK
+from attnlib.selected_rope import select
 
 ROTARY = [name for name, rope in ROPES.items() if rope is not None]
 

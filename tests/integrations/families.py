@@ -54,6 +54,8 @@ DECODERS = MappingProxyType(
         "olmo2": {},
         "olmo3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
         "granite": {"attention_multiplier": 0.3},
+        "granitemoe": EXPERTS | {"attention_multiplier": 0.3},
+        "olmo": {},
         "starcoder2": {"sliding_window": 7},
         "smollm3": WINDOWS | {"no_rope_layers": [1, 0]},
         "gpt_oss": EXPERTS | {"head_dim": 16, "sliding_window": 7},

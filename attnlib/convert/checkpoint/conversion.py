@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from .verify import Check, run_check, verify_shards
 from .writing import clean_errors, new_file, only_one, require_room, sigterm_waits, write_file
 
 REFUSALS = (ValueError, TypeError, NotImplementedError)  # of weights and requests: the same command meets them again
-TOOL = "attnlib checkpoint conversion 4"  # counts up when the same request gives other bytes
+TOOL = "attnlib checkpoint conversion 5"  # counts up when the same request gives other bytes
 
 
 def convert(
@@ -113,7 +114,9 @@ def _write(work: Work, plan: Plan, layers: Layers, nonfinite: Mapping, check: Ch
         with sigterm_waits():
             work.shards[shard.name] = _write_shard(work.checkpoint, shard, layers, finite, bar.update)
             work.layers |= {str(index): plain_errors(errors) for index, errors in layers.errors.items()}
+            work.forms |= {str(index): asdict(form) for index, form in layers.forms.items()}
             work.save()
+    plan = plan.with_layers([work.forms[str(index)] for index in model.layers] if work.forms else None)
     outputs = work.shards | _write_rest(work.checkpoint, plan, model, work.identity["inputs"])
     bar.set_description_str("verifying")
     if changed := verify_shards(work.checkpoint, plan, work.shards, bar.update):

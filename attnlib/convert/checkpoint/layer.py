@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ...own_form import LayerForm
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -33,16 +35,28 @@ class ConvertedLayer:
     """A layer's new weights, in the dtype in which they are to be stored.
 
     ``config`` is what config.json must say of them, the same for all layers: keys such as ``num_key_value_heads`` that
-    are added to the source's, or all of another model's, its ``model_type`` among them. ``errors`` go into the report,
-    by names of the converter's choice.
+    are added to the source's, or all of another model's, its ``model_type`` among them. ``form`` is what one of
+    attnlib's own form says of this layer alone. ``errors`` go into the report, by names of the converter's choice.
     """
 
     weights: Mapping[str, Tensor]
     config: Mapping[str, object] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
+    form: LayerForm | None = None
 
 
 LayerConverter = Callable[[Mapping[str, Tensor], LayerShape], ConvertedLayer]
+
+
+@dataclass(frozen=True, slots=True)
+class ConverterByLayer:
+    """A converter to layers of several ``kinds``; of one kind, those that are stored alike come out alike."""
+
+    convert_layer: LayerConverter
+    kinds: tuple[LayerForm, ...]
+
+    def __call__(self, weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
+        return self.convert_layer(weights, shape)
 
 
 def identity(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:

@@ -7,6 +7,7 @@ import torch
 
 from ...families import Stored
 from ...kv import DTYPES, KVLayout
+from ...own_form import GroupedForm, LayerForm, is_own, layers_of
 from .errors import CheckpointError
 from .folder import CONFIG, Checkpoint
 from .header import Entry
@@ -129,16 +130,16 @@ def edit_config(config: Mapping[str, object], fields: Mapping[str, object], shap
     new = dict(fields)
     if fields and family_of(text_of(config).get("model_type")).head_dim is not None:
         new = {"head_dim": shape.head_dim} | new
-    kept = _without_code(config)
+    kept = without_code(config)
     if text_of(config) is config or TEXT not in config:
         return kept | new
     return kept | {TEXT: kept[TEXT] | new}
 
 
-def _without_code(config: Mapping[str, object]) -> dict[str, object]:
+def without_code(config: Mapping[str, object]) -> dict[str, object]:
     """``config``, and all objects in it, without keys that name code."""
     return {
-        key: _without_code(value) if isinstance(value, Mapping) else value
+        key: without_code(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
         if key not in CODE_KEYS
     }
@@ -156,12 +157,21 @@ def is_latent(config: Mapping[str, object]) -> bool:
 
 def token_bytes(config: Mapping[str, object], model: Model) -> int:
     """Bytes that the cache keeps for one token in all layers of a model of ``config``, windows aside."""
+    if is_own(config):
+        return sum(layout_of(form, model).token_bytes for form in layers_of(config))
     if is_latent(config):
         layout = KVLayout.latent(config["kv_lora_rank"], config["qk_rope_head_dim"], dtype=model.dtype)
     else:
         shape = shape_of(config, model.family)
         layout = KVLayout.grouped(shape.kv_heads, shape.head_dim, dtype=model.dtype)
     return len(model.layers) * layout.token_bytes
+
+
+def layout_of(form: LayerForm, model: Model) -> KVLayout:
+    """What a layer of ``model`` that has become ``form`` stores of a token."""
+    if isinstance(form, GroupedForm):
+        return KVLayout.grouped(form.num_key_value_heads, model.shape.head_dim, dtype=model.dtype)
+    return KVLayout.latent(form.kv_lora_rank, form.qk_rope_head_dim, dtype=model.dtype)
 
 
 def _require_plain(config: Mapping[str, object]) -> None:

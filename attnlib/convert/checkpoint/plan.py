@@ -1,15 +1,16 @@
 """What the result will hold, before any of it is written: every tensor, its shard, and the new config."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from ...own_form import LayerForm, is_own
 from .errors import CheckpointError, VerificationError
 from .folder import CONFIG
 from .header import Entry, make_header
-from .layer import ConvertedLayer, LayerConverter
+from .layer import ConvertedLayer, ConverterByLayer, LayerConverter
 from .model import Model, check_layer, edit_config, is_latent, shape_of
 from .names import join, split
 
@@ -43,6 +44,17 @@ class Plan:
     index: dict[str, object] | None
     config: dict[str, object]
 
+    def with_layers(self, layers: Sequence[Mapping[str, object]] | None) -> "Plan":
+        """The same, whose config says of each layer what it became; None: there is nothing to say."""
+        return self if layers is None else replace(self, config=self.config | {"layers": list(layers)})
+
+
+def weights_of(model: Model, index: int) -> dict[str, Tensor]:
+    """The weights of a layer as they are stored, by our names."""
+    layer, tensors = model.layers[index], model.checkpoint.tensors
+    stored = {name: tensors[layer.prefix + name].load() for name in layer.stored}
+    return split(model.family, stored, replace(model.shape, index=index))
+
 
 class Layers:
     """The layers of a model, converted when they are asked for. It keeps the last, whose tensors come together."""
@@ -51,11 +63,18 @@ class Layers:
         self.model = model
         self.convert_layer: LayerConverter = convert_layer
         self.errors: dict[int, dict[str, float]] = {}
+        self.forms: dict[int, LayerForm] = {}
         self._last: tuple[int, ConvertedLayer, dict[str, Tensor]] | None = None
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         """The new tensors of a layer, by their full names."""
         return self._converted(index)[2]
+
+    def kind(self, index: int) -> tuple:
+        """What a layer's result depends on, its numbers aside: how it is stored, and what it shall become."""
+        kinds = self.convert_layer.kinds if isinstance(self.convert_layer, ConverterByLayer) else None
+        stored = ((name, entry.dtype, entry.shape) for name, entry in self.model.stored(index).items())
+        return (None if kinds is None else kinds[index], *stored)
 
     def planned(self, name: str, output: Output) -> Tensor:
         """One of these tensors; raises VerificationError unless it is what ``output`` says."""
@@ -74,18 +93,18 @@ class Layers:
         if self._last is None or self._last[0] != index:
             self._last = None  # before the next layer takes its memory
             layer, family = self.model.layers[index], self.model.family
-            stored = {name: self.model.checkpoint.tensors[layer.prefix + name].load() for name in layer.stored}
             shape = replace(self.model.shape, index=index)
-            converted = self.convert_layer(split(family, stored, shape), shape)
-            del stored
+            converted = self.convert_layer(weights_of(self.model, index), shape)
             tensors = {layer.prefix + name: tensor for name, tensor in join(family, converted.weights, shape).items()}
             self.errors[index] = dict(converted.errors)
+            if converted.form is not None:
+                self.forms[index] = converted.form
             self._last = index, converted, tensors
         return self._last
 
 
 def make_plan(layers: Layers, max_shard_size: int) -> Plan:
-    """Plan the result. Of layers that are stored alike only the first is converted now, to see what comes out.
+    """Plan the result. Of layers that come out alike only the first is converted now, to see what it is.
 
     Raises:
         CheckpointError: a converted tensor has the name of another one.
@@ -94,7 +113,7 @@ def make_plan(layers: Layers, max_shard_size: int) -> Plan:
     model = layers.model
     seen, outputs, fields = {}, {}, None
     for index, layer in model.layers.items():
-        alike = tuple((name, entry.dtype, entry.shape) for name, entry in model.stored(index).items())
+        alike = layers.kind(index)
         if alike not in seen:
             made = layers.tensors(index).items()
             seen[alike] = {name.removeprefix(layer.prefix): Entry(x.dtype, tuple(x.shape), 0) for name, x in made}
@@ -105,7 +124,7 @@ def make_plan(layers: Layers, max_shard_size: int) -> Plan:
             fields = layers.config(index)
         outputs |= {layer.prefix + name: Output(entry, index) for name, entry in seen[alike].items()}
     config = edit_config(model.checkpoint.config, fields, model.shape)
-    if not is_latent(config):
+    if not is_latent(config) and not is_own(config):
         _check_result(layers, seen, config)
     replaced = {layer.prefix + name for layer in model.layers.values() for name in layer.stored}
     for name, tensor in model.checkpoint.tensors.items():

@@ -23,7 +23,7 @@ MAX_PROGRESS = 2**26  # bytes
 
 
 class Work:
-    """A work folder. ``shards`` gives the sha256 of each finished shard, ``layers`` the errors of each layer."""
+    """A work folder: the sha256 of finished ``shards``, and the errors and forms of their ``layers``."""
 
     def __init__(self, target: Path, identity: dict[str, object]):
         self.identity = identity
@@ -33,6 +33,7 @@ class Work:
         self.checkpoint: Path = self.folder / "checkpoint"
         self.shards: dict[str, str] = {}
         self.layers: dict[str, dict[str, float | None]] = {}
+        self.forms: dict[str, dict[str, object]] = {}
 
     def resume(self, names: Iterable[str]) -> None:
         """Find out which shards of these ``names`` an earlier run finished; what cannot be believed is not done.
@@ -51,7 +52,7 @@ class Work:
             return
         if done.get("identity") != self.identity:
             return
-        self.layers = done["layers"]
+        self.layers, self.forms = done["layers"], done["forms"]
         for name in done["shards"].keys() & set(names):
             with suppress(CheckpointError):
                 if file_sha256(self.checkpoint / name) == done["shards"][name]:
@@ -68,7 +69,7 @@ class Work:
 
     def save(self) -> None:
         """Write down what is done."""
-        done = {"identity": self.identity, "shards": self.shards, "layers": self.layers}
+        done = {"identity": self.identity, "shards": self.shards, "layers": self.layers, "forms": self.forms}
         write_file(self.folder, PROGRESS, dump(done))
 
     def forget(self, names: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ The same request gives the same bytes: there is no time, no duration and no path
 import math
 from collections.abc import Mapping
 
+from ...own_form import base_of, is_own
 from .model import Model, token_bytes
 from .names import TEXT
 from .plan import Plan
@@ -29,14 +30,16 @@ def make_report(
     tensors that are not finite, ``outputs`` the sha256 of every file written, ``checked`` the result of the caller's
     check.
     """
-    source = model.checkpoint.config
+    source, result = model.checkpoint.config, plan.config
+    of_layers = {"layers": result["layers"]} if is_own(result) else {}
+    result = base_of(result) if is_own(result) else result
     return {
         **identity,
         "outputs": dict(outputs),
         "layers": [{"layer": index, **layers[str(index)]} for index in model.layers],
         "cache_bytes_per_token": {"before": token_bytes(source, model), "after": token_bytes(plan.config, model)},
-        "config_changes": _changes(source, plan.config),
-        "config_keys_dropped": [key for key in source if key not in plan.config],
+        "config_changes": _changes(source, result) | of_layers,
+        "config_keys_dropped": [key for key in source if key not in result],
         "not_finite": dict(nonfinite),
         "not_copied": list(model.checkpoint.left_behind),
         "attention_tensors_copied_as_they_are": list(model.unknown),

@@ -69,7 +69,7 @@ def grouped(
         if kv_heads == shape.kv_heads:
             return ConvertedLayer(weights, errors=dict.fromkeys(ERRORS, 0.0))
         rope = rope_of(config, shape.index)
-        heads = _heads({name: value.to(device) for name, value in weights.items()}, shape, rope)
+        heads = heads_of({name: value.to(device) for name, value in weights.items()}, shape, rope)
         try:
             made = chosen(maps_keys=alike and heads.gains is None)
             if align == "all":
@@ -81,7 +81,7 @@ def grouped(
         arranged = arrange(heads, kv_heads, made, calibration)
         merged = merge_heads(arranged, kv_heads, made, calibration)
         new = join(merged.heads, weights)
-        stored = _heads({name: value.to(device) for name, value in new.items()}, shape, rope)
+        stored = heads_of({name: value.to(device) for name, value in new.items()}, shape, rope)
         errors = _errors(arranged, merged, stored, calibration)
         new = {name: value.cpu() for name, value in new.items()}
         return ConvertedLayer(new, {"num_key_value_heads": kv_heads}, errors)
@@ -95,7 +95,12 @@ def rotates_alike(config: Mapping[str, object]) -> bool:
     return rope is None or rope.dim == shape_of(config, family).head_dim or family.rotates_part
 
 
-def _heads(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope | None) -> Heads:
+def heads_of(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope | None) -> Heads:
+    """A layer's heads from its weights by our names, whatever their dtype.
+
+    Raises:
+        CheckpointError: they cannot be told apart, or are not finite.
+    """
     wide = {name: value.float() if value.dtype.itemsize == 1 else value for name, value in weights.items()}
     try:
         return split(wide, head_dim=shape.head_dim, rope=rope)  # little is defined on eight bits

@@ -7,9 +7,9 @@ from einops import rearrange
 from torch import Tensor
 
 from ...rope import Rope
+from ...selected_rope import select
 from ..calibration import Calibration
 from ..weights import Heads, rows_of
-from .selected_rope import select
 
 
 @dataclass(frozen=True, slots=True, eq=False)

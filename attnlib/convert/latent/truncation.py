@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..calibration import Calibration
 from ..weights import Heads
@@ -22,13 +23,25 @@ def truncate(latent: Latent, rank: int, calibration: Calibration, *, balance: fl
     """
     if not 1 <= rank <= len(latent.down):
         raise ValueError(f"rank: expected 1 to {len(latent.down)}, the rank of the whole latent, got {rank}")
-    metric = balance * torch.einsum("hnr,hnk->rk", latent.k_up, latent.k_up)
-    metric += torch.einsum("her,hek->rk", latent.v_up, latent.v_up)
-    root = torch.linalg.cholesky(metric, upper=True)  # |root @ latent| is the norm of K and V together
-    rows = root @ latent.down
+    root, rows = _weighed(latent, balance)
     basis = torch.linalg.eigh(rows @ calibration.moment @ rows.T).eigenvectors[:, -rank:].flip(-1)
     up = torch.linalg.solve_triangular(root, basis, upper=True)
     return replace(latent, down=basis.T @ rows, k_up=latent.k_up @ up, v_up=latent.v_up @ up)
+
+
+def lost_by_rank(latent: Latent, calibration: Calibration, *, balance: float = 1.0) -> Tensor:
+    """The sum that :func:`truncate` makes least, at each rank from 0 to the latent's: ``[r + 1]``."""
+    _, rows = _weighed(latent, balance)
+    kept = torch.linalg.eigvalsh(rows @ calibration.moment @ rows.T).clamp(min=0)
+    return torch.nn.functional.pad(kept.cumsum(0), (1, 0)).flip(0)
+
+
+def _weighed(latent: Latent, balance: float) -> tuple[Tensor, Tensor]:
+    """A root, and rows ``root @ down`` whose products with inputs are as long as K and V together."""
+    metric = balance * torch.einsum("hnr,hnk->rk", latent.k_up, latent.k_up)
+    metric += torch.einsum("her,hek->rk", latent.v_up, latent.v_up)
+    root = torch.linalg.cholesky(metric, upper=True)
+    return root, root @ latent.down
 
 
 def balance(heads: Heads, calibration: Calibration) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.folder import Checkpoint, StoredTensor
-from ..stock import quiet, read_config, stock
+from ..stock import body_class_of, quiet, read_config
 from .experts import Parts, parts_of
 
 EMBEDDING = "embed_tokens.weight"
@@ -167,9 +167,10 @@ def _without_weights(checkpoint: Checkpoint) -> nn.Module:
     with quiet():
         config = read_config(checkpoint.folder).get_text_config()
         with torch.device("meta"):
-            base = stock().AutoModel.from_config(config, trust_remote_code=False, dtype=torch.float32)
+            base = body_class_of(config)._from_config(config, dtype=torch.float32)
     if not all(hasattr(base, name) for name in ("layers", "embed_tokens", "norm", "rotary_emb")):
         kind = str(config.model_type)[:80]
         raise CheckpointError(f"config.json: model_type: expected one with rope to be run over text, got {kind!r}")
-    base.rotary_emb = type(base.rotary_emb)(config)
+    if [*base.rotary_emb.buffers()]:  # and no module of ours, which computes all
+        base.rotary_emb = type(base.rotary_emb)(config)
     return base.eval()

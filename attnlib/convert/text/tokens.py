@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..checkpoint.errors import CheckpointError, RequestError
 from ..checkpoint.folder import COPIED
-from ..stock import quiet, stock
+from ..stock import quiet, read_config, stock
 
 MAX_TEXT = 2**30  # bytes
 
@@ -67,6 +67,8 @@ def tokenizer_of(folder: Path):
         raise CheckpointError(f"{folder}: expected the model's own tokenizer, for the text, got none; copy it there")
     try:
         with quiet():
-            return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return transformers.AutoTokenizer.from_pretrained(
+                folder, config=read_config(folder), local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # what tokenizers raises of a bad file has no narrower class
         raise CheckpointError(f"tokenizer.json: expected one that transformers opens: {str(error)[:200]}") from error

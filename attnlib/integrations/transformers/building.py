@@ -33,15 +33,23 @@ def family_of(config: Any, part: str) -> Family:
 
 
 def layer_from(
-    config: Any, index: int, part: str, weights: Mapping[str, Tensor] | None, factory: Mapping[str, Any]
+    config: Any,
+    index: int,
+    part: str,
+    weights: Mapping[str, Tensor] | None,
+    factory: Mapping[str, Any],
+    *,
+    kv_heads: int | None = None,
 ) -> nn.Module:
-    """As :func:`attnlib.integrations.transformers.from_config`."""
+    """As :func:`attnlib.integrations.transformers.from_config`; ``kv_heads`` if not as many as the config says."""
     family = family_of(config, part)
     check_fields(family, config)
     rope = rope_of(family, config, index)
     options = {"mask": mask_of(family, config, index), "rope": rope}
     options["temperature"] = None if family.temperature is None else family.temperature(config, rope is not None)
     options["dropout_p"] = getattr(config, family.dropout, 0.0) or 0.0
+    if kv_heads is not None:
+        options["num_kv_heads"] = kv_heads
     layer = (_latent if family.is_latent else _grouped)(family, config, index, options | dict(factory))
     if weights is not None:
         layer.load_state_dict(to_ours(family, weights, layer), assign=True)
@@ -98,7 +106,7 @@ def _rotates(family: Family, config: Any, index: int) -> bool:
 
 def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -> nn.Module:
     heads = getattr(config, family.heads)
-    options |= {"num_kv_heads": None if family.kv_heads is None else getattr(config, family.kv_heads)}
+    options.setdefault("num_kv_heads", None if family.kv_heads is None else getattr(config, family.kv_heads))
     options |= {"head_dim": _head_dim(family, config), "sinks": family.sinks, "norm_after_rope": family.norm_after_rope}
     options |= {"bias": _value(config, family.bias), "output_bias": _value(config, family.output_bias)}
     options |= {"scale": None if family.scale is None else family.scale(config, index)}

@@ -62,6 +62,7 @@ GEMMA2 = MappingProxyType(
         "reads": ("query_pre_attn_scalar",),
     }
 )
+GRANITE = MappingProxyType({"scale": lambda config, _: config.attention_multiplier, "reads": ("attention_multiplier",)})
 GLM4 = replace(stored("glm4"), output_bias=False)
 DEEPSEEK = Family(
     is_latent=True,
@@ -112,7 +113,7 @@ WHISPER = Family(
 # By the config's model_type, and the part: of a decoder, or of the only stack, it is "self".
 FAMILIES = MappingProxyType(
     {
-        ("llama", "self"): stored("llama"),
+        ("llama", "self"): replace(stored("llama"), fixed=(("rope_interleaved", False),)),
         ("mistral", "self"): replace(stored("mistral"), **MISTRAL),
         ("mixtral", "self"): replace(stored("mixtral"), **MISTRAL),
         ("ministral3", "self"): Family(**MISTRAL, temperature=mistral_temperature, reads=("llama_4_scaling_beta",)),
@@ -137,9 +138,9 @@ FAMILIES = MappingProxyType(
         ("cohere2", "self"): replace(stored("cohere2"), window="layer_types"),
         ("olmo2", "self"): replace(stored("olmo2"), norm=WideRMSNorm),
         ("olmo3", "self"): replace(stored("olmo3"), norm=WideRMSNorm, window="layer_types"),
-        ("granite", "self"): replace(
-            stored("granite"), scale=lambda config, _: config.attention_multiplier, reads=("attention_multiplier",)
-        ),
+        ("olmo", "self"): replace(stored("olmo"), fixed=(("clip_qkv", None),)),
+        ("granite", "self"): replace(stored("granite"), **GRANITE),
+        ("granitemoe", "self"): replace(stored("granitemoe"), **GRANITE),
         ("starcoder2", "self"): replace(
             stored("starcoder2"),
             **MISTRAL | {"bias": "use_bias", "output_bias": "use_bias"},

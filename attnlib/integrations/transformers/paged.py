@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from ...cache.kv_cache import KVCache, LayerCache
 from ...cache.pages import Handle, Window
 from ...kv import KVLayout
 from .latents import SIZES, keeps_latents
+from .own import FORMS
 from .pages import stand_in
+from .replacing import ReplacedAttention
 
 NAME = "attnlib"  # without "flash", by which transformers would take it for a package of that kind
 
@@ -82,8 +85,8 @@ class PagedCache(Cache):
             )
         layer = self._open[index]
         is_latent = layer.layout.is_latent
-        packed = (x[:, 0].flatten(0, 1) if is_latent else x.transpose(1, 2).flatten(0, 1) for x in (key, value))
-        view = layer.append(*packed)
+        k, v = (x[:, 0].flatten(0, 1) if is_latent else x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+        view = layer.append(k, v if v.shape[-1] else None)
         return (key, value) if not self._length else tuple(stand_in(x, self._length + s, view) for x in (key, value))
 
     def length_of(self, index: int) -> int:
@@ -212,6 +215,9 @@ def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list
         NotImplementedError: something else than keys and values, or latents.
         ValueError: latents which the model expands before attention.
     """
+    own = {x.layer_idx: x.layer for x in model.modules() if isinstance(x, ReplacedAttention)}
+    if hasattr(config, FORMS):  # of which each may have sizes of its own
+        return [replace(own[index].kv_layout_as(model.dtype), store=store) for index in sorted(own)]
     options = {"dtype": model.dtype, "store": store}
     is_latent = all(getattr(config, name, None) is not None for name in SIZES)
     if is_latent and not keeps_latents(model):

@@ -1,7 +1,7 @@
 """Layers of attnlib in the place of a model's own attention: what the model calls them with, and its weights' names."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ class ReplacedAttention(nn.Module):
 
         T5 calls its mask ``mask``, and hands a bias that is 0 from layer to layer.
         """
-        angles = None if self.layer.rope is None else position_embeddings
+        angles = self._angles(position_embeddings, kwargs.get("position_ids"))
         at = self._positions(hidden_states, kwargs.get("position_ids"), past_key_values)
         q = self._query(hidden_states, angles, at)
         key, value = self._stored(hidden_states, angles, past_key_values, key_value_states)
@@ -68,6 +68,10 @@ class ReplacedAttention(nn.Module):
             p = getattr(self.config, self.family.residual_dropout)
             out = nn.functional.dropout(out, p, training=self.training)
         return (out, None) if self.family.returns == 2 else (out, position_bias, None)
+
+    def _angles(self, theirs: Angles | None, position_ids: Tensor | None) -> Angles | None:
+        """Those that the model made for all layers, if this one turns."""
+        return None if self.layer.rope is None else theirs
 
     def _positions(self, x: Tensor, position_ids: Tensor | None, past_key_values: Any) -> Tensor | None:
         """What a temperature counts: positions, or all tokens of a row."""
@@ -124,6 +128,7 @@ class ReplacedLatentAttention(ReplacedAttention):
 
     def _key_value(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
         latent, k_rope = self.layer.latent(x, angles)
+        k_rope = latent[..., :0] if k_rope is None else k_rope
         return latent[:, None], k_rope[:, None]
 
     def _stored(
@@ -144,15 +149,20 @@ class ReplacedRotary(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Angles:
         """Of ``position_ids`` ``[b, s]``; ``x`` is not looked at."""
         rope = next(iter(self.ropes.values())) if layer_type is None else self.ropes[layer_type]
-        if not rope.needs_length:
-            return rope.angles(position_ids)
-        if not isinstance(rope.scaling, LongRoPE):
-            return rope.angles(position_ids, length=int(position_ids.max()) + 1)
-        original = rope.scaling.original_max_position
-        short, long = (rope.angles(position_ids, length=length) for length in (original, original + 1))
-        is_long = position_ids.max() >= original  # chosen on the device
-        cos, sin = (torch.where(is_long, x, y) for x, y in ((long.cos, short.cos), (long.sin, short.sin)))
-        return Angles(cos, sin, rope.interleaved)
+        return angles_at(rope, position_ids)
+
+
+def angles_at(rope: Rope, position_ids: Tensor) -> Angles:
+    """Angles at ``position_ids`` ``[b, s]``, of a rope that may depend on how far they go."""
+    if not rope.needs_length:
+        return rope.angles(position_ids)
+    if not isinstance(rope.scaling, LongRoPE):
+        return rope.angles(position_ids, length=int(position_ids.max()) + 1)
+    original = rope.scaling.original_max_position
+    short, long = (rope.angles(position_ids, length=length) for length in (original, original + 1))
+    is_long = position_ids.max() >= original  # chosen on the device
+    cos, sin = (torch.where(is_long, x, y) for x, y in ((long.cos, short.cos), (long.sin, short.sin)))
+    return Angles(cos, sin, rope.interleaved)
 
 
 def replace_attention(model: nn.Module) -> None:
@@ -162,34 +172,39 @@ def replace_attention(model: nn.Module) -> None:
         ValueError: the model has no attention of a known family.
         NotImplementedError: of a known one, something is not known.
     """
-    made = [(path, module, _replaced(module, *at)) for path, module, at in _found(model)]
+    made = [(path, module, _replaced(module, *at)) for path, module, at in attention_of(model)]
     if not made:
         family_of(model.config.get_text_config(), "self")
         raise ValueError(f"model: expected one with attention of a known family, got {type(model).__name__}")
-    ropes: dict[int, dict[str, Rope]] = {}
     for path, module, attention in made:
-        family, config = attention.family, attention.config
-        if attention.layer.rope is not None:
-            of_types = ropes.setdefault(id(config), {})
-            of_types[layer_type(config, attention.layer_idx)] = attention.layer.rope
+        family = attention.family
         if not family.place:
-            _put(model, path, attention)
+            put(model, path, attention)
             _keep_names(attention, family, "layer.")
             continue
-        _put(module, family.place, attention)
+        put(module, family.place, attention)
         for name, _ in family.weights:
             if not name.startswith(f"{family.place}."):
-                _put(module, name, nn.Identity())  # which the layer does itself
+                put(module, name, nn.Identity())  # which the layer does itself
         _keep_names(module, family, f"{family.place}.layer.")
+    put_angles(model, [(x.config, x.layer_idx, x.layer.rope) for _, _, x in made])
+
+
+def put_angles(model: nn.Module, ropes: Iterable[tuple[Any, int, Rope | None]]) -> None:
+    """Have a model make angles by these ropes, each that of a config's layer of this number."""
+    found: dict[int, dict[str, Rope]] = {}
+    for config, index, rope in ropes:
+        if rope is not None:
+            found.setdefault(id(config), {})[layer_type(config, index)] = rope
     for path, module in list(model.named_modules()):
-        if path.endswith("rotary_emb") and id(getattr(module, "config", None)) in ropes:
-            _put(model, path, ReplacedRotary(ropes[id(module.config)]))
+        if path.endswith("rotary_emb") and id(getattr(module, "config", None)) in found:
+            put(model, path, ReplacedRotary(found[id(module.config)]))
 
 
-def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, int]]]:
+def attention_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, int]]]:
     """The name, the module, and the part and index of each attention that a known family has."""
     for path, module in model.named_modules():
-        config = _config(module)
+        config = config_of(module)
         for (model_type, part), family in FAMILIES.items() if config is not None else ():
             is_theirs = config.model_type == model_type
             match = re.search(rf"(?:^|\.){family.path}$", path) if is_theirs else None
@@ -197,14 +212,14 @@ def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, int]]]
                 yield path, module, (part, int(match[1]))
 
 
-def _config(module: nn.Module) -> Any:
+def config_of(module: nn.Module) -> Any:
     """The config by which the module, or what it holds, was made."""
     holders = (module, *module.children())
     return next((x.config for x in holders if hasattr(getattr(x, "config", None), "model_type")), None)
 
 
 def _replaced(module: nn.Module, part: str, index: int) -> ReplacedAttention:
-    config = _config(module)
+    config = config_of(module)
     family, weights = family_of(config, part), dict(module.state_dict())
     weights = {name: x for name, x in weights.items() if not name.startswith(family.beside)}
     layer = layer_from(config, index, part, weights, {"device": "meta"})
@@ -215,7 +230,8 @@ def _replaced(module: nn.Module, part: str, index: int) -> ReplacedAttention:
     return kind(layer, family, config, index).train(module.training)
 
 
-def _put(root: nn.Module, path: str, module: nn.Module) -> None:
+def put(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Put a module in the place of another one."""
     parent, _, name = path.rpartition(".")
     setattr(root.get_submodule(parent), name, module)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...rope import Rope
+from .rope import Rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,108 @@
+"""Layers over latents, in attnlib's own form: with windows, biases and any rope, which DeepSeek's cannot say."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...own_form import LatentForm
+from ..calibration import Calibration, fitting
+from ..checkpoint.layer import ConvertedLayer, LayerShape
+from ..checkpoint.plan import weights_of
+from ..checkpoint.source_rope import rope_of
+from ..heads.converter import heads_of
+from ..latent.embedding import Latent
+from ..latent.layers import identity_eps, join, to_latent
+from ..latent.truncation import balance, errors, lost_by_rank, truncate
+from ..weights import Heads
+from .kind import Kind
+
+ROPE_DIM = 64  # rotary channels where nobody says how many, if there are as many
+STEP = 16  # between ranks that are weighed against each other
+
+
+class LatentKind(Kind):
+    """Layers over latents, whose rank is their size; ``options`` are ``rope_dim`` (None: a usual one) and ``reach``."""
+
+    def sizes(self, index: int) -> list[int]:
+        whole = self._whole(index)
+        step = min(STEP, 2 ** int(math.log2(max(1, whole // STEP))))
+        return [*range(step, whole, step), whole]
+
+    def form(self, index: int, size: int) -> LatentForm:
+        whole, rotary, rope_dim = self._whole(index), self._rotary(index), self._rope_dim(index)
+        if rotary and (not 2 <= rope_dim <= rotary or rope_dim % 2):
+            raise ValueError(f"rope_dim: expected an even number from 2 to {rotary}, got {rope_dim}")
+        if not 1 <= size <= whole:
+            raise ValueError(f"rank: expected 1 to {whole}, the rank of the whole latent, got {size}")
+        return LatentForm(
+            kv_lora_rank=size,
+            qk_nope_head_dim=self._still(index),
+            qk_rope_head_dim=rope_dim,
+            v_head_dim=self.model.shape.head_dim,
+            rope_pairs=(0,) * (rope_dim // 2),
+            norm_eps=identity_eps(self.model.dtype),
+        )
+
+    def losses(self, index: int) -> dict[int, float]:
+        shape = replace(self.model.shape, index=index)
+        whole, heads, calibration = self._latent(weights_of(self.model, index), shape)
+        values = calibration.energy(heads.v).sum()
+        lost = lost_by_rank(whole, calibration, balance=balance(heads, calibration)) / values.where(values > 0, 1.0)
+        return {size: float(lost[size]) for size in self.sizes(index)}
+
+    def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
+        whole, heads, calibration = self._latent(weights, shape)
+        latent = whole
+        if size < len(whole.down):
+            latent = truncate(whole, size, calibration, balance=balance(heads, calibration))
+        state = {name: value.cpu() for name, value in join(latent, weights).items()}
+        keys, values = errors(whole, latent, calibration)
+        form = replace(
+            self.form(shape.index, size),
+            rope_pairs=() if latent.rope is None else latent.rope.pairs,
+            bias="kv_a_proj_with_mqa.bias" in state,
+            query_bias="q_proj.bias" in state,
+        )
+        return ConvertedLayer(
+            state, errors={"key_error": max(0.0, keys) ** 0.5, "value_error": max(0.0, values) ** 0.5}, form=form
+        )
+
+    def _latent(self, weights: Mapping[str, Tensor], shape: LayerShape) -> tuple[Latent, Heads, Calibration]:
+        """The whole latent of a layer, the heads that it is made of, and their calibration."""
+        on_device = {name: value.to(self.device) for name, value in weights.items()}
+        heads = heads_of(on_device, shape, rope_of(self.model.config, shape.index))
+        calibration = None if self.calibrations is None else self.calibrations(shape.index)
+        calibration = fitting(calibration, shape.width, heads.k.device)
+        rope_dim = self._rope_dim(shape.index) or None
+        whole = to_latent(heads, None, rope_dim=rope_dim, calibration=calibration, reach=self.options["reach"])
+        return _widened(whole, self._still(shape.index)), heads, calibration
+
+    def _rotary(self, index: int) -> int:
+        """The rotary channels of all KV heads."""
+        rope = rope_of(self.model.config, index)
+        return 0 if rope is None else rope.dim * self.model.shape.kv_heads
+
+    def _rope_dim(self, index: int) -> int:
+        """As many of them as are asked for; a layer that has none keeps none."""
+        rotary, asked = self._rotary(index), self.options["rope_dim"]
+        return min(ROPE_DIM, rotary) if asked is None or not rotary else asked
+
+    def _whole(self, index: int) -> int:
+        """The rank of the whole latent."""
+        return 2 * self.model.shape.kv_heads * self.model.shape.head_dim - self._rope_dim(index)
+
+    def _still(self, index: int) -> int:
+        """The channels of a query that do not turn: all of a head, where some pairs turn no more."""
+        shape, rotary = self.model.shape, self._rotary(index)
+        if self._rope_dim(index) < rotary:
+            return shape.head_dim
+        return max(1, shape.head_dim - rotary // shape.kv_heads)
+
+
+def _widened(latent: Latent, width: int) -> Latent:
+    """The same with so many channels that do not turn; those that are added are 0."""
+    more = width - latent.q_nope.shape[1]
+    return replace(latent, q_nope=pad(latent.q_nope, (0, 0, 0, more)), k_up=pad(latent.k_up, (0, 0, 0, more)))

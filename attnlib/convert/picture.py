@@ -1,0 +1,51 @@
+"""A conversion as a picture: what each layer lost, and what it stores."""
+
+import math
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from .check.lost import own_errors
+from .checkpoint.writing import write_file
+
+PICTURE = "conversion_report.png"
+# Okabe and Ito's colours, told apart with any colour vision.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+def draw(report: Mapping[str, Any], folder: Path) -> None:
+    """Write ``report`` into ``folder`` as PNG: the errors of each layer and, where layers differ, their sizes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    layers, sizes = report["layers"], report["settings"].get("sizes")
+    indices, names = [layer["layer"] for layer in layers], [name for name in own_errors(layers[0]) if name != "layer"]
+    figure = Figure(figsize=(9, 5 if sizes is None else 7), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(
+        1 if sizes is None else 2, sharex=True, squeeze=False, height_ratios=[3, 2][: 1 + bool(sizes)]
+    )
+    errors = rows[0, 0]
+    for name, colour in zip(names, COLOURS, strict=False):
+        found = [math.nan if layer[name] is None else layer[name] for layer in layers]
+        if any(found) or name == names[0]:
+            errors.plot(indices, found, color=colour, marker="o", markersize=4, label=name.replace("_", " "))
+    errors.set_ylabel("root mean square, relative")
+    errors.set_ylim(bottom=0)
+    errors.legend(frameon=False)
+    if sizes is not None:
+        rows[1, 0].bar(indices, sizes, color="0.5")
+        rows[1, 0].set_ylabel("KV heads" if report["settings"]["layers"] == "gqa" else "rank")
+    rows[-1, 0].set_xlabel("layer")
+    for axes in rows[:, 0]:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    figure.suptitle("What each layer lost", x=0.01, ha="left")
+    data = BytesIO()
+    figure.savefig(data, format="png", metadata={"Software": None})
+    write_file(folder, PICTURE, data.getvalue())

@@ -1,0 +1,184 @@
+"""What a command asks a checkpoint to become: its options held against the model, and the converter that they make."""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from .checkpoint.errors import CheckpointError, RequestError, VerificationError
+from .checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
+from .checkpoint.model import Model, has_key_norms, token_bytes
+from .heads.align import Align
+from .heads.converter import StoredMerge, grouped, rotates_alike
+from .heads.recipe import Grouping, recipe
+from .latent.deepseek import converter as latent_converter
+from .latent.deepseek_layer import Norm, check_biases
+from .own.grouped import GroupedKind
+from .own.kind import Kind
+from .own.latent import ROPE_DIM, LatentKind
+from .own.sizes import allotted, cache_bytes, require_loadable, require_room, smallest
+from .text.kept import Kept
+from .wording import option
+
+Made = tuple[LayerConverter, dict[str, object]]
+REACH = 2048
+BEST_MERGE = "default: calibrated principal, else mean"
+BEST_GROUPING = "default: with a principal merge similar, else neighbours"
+GQA_OPTIONS = ("kv_heads", "merge", "align", "grouping")
+MLA_OPTIONS = ("rank", "rope_dim", "norm")
+OWN_OPTIONS = ("cache", "layers")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of what a checkpoint becomes."""
+    kinds = "fewer KV heads, latents, or layers for attnlib.load"
+    parser.add_argument("--to", choices=("gqa", "mla", "attnlib"), required=True, help=kinds)
+    heads = parser.add_argument_group("with --to gqa")
+    heads.add_argument("--kv-heads", type=int, metavar="N", help="KV heads of each layer, required")
+    heads.add_argument("--merge", choices=get_args(StoredMerge), help=f"how heads become one ({BEST_MERGE})")
+    heads.add_argument("--align", choices=get_args(Align), help="what is turned before (default: none)")
+    heads.add_argument("--grouping", choices=get_args(Grouping), help=f"which become one ({BEST_GROUPING})")
+    latent = parser.add_argument_group("with --to mla")
+    latent.add_argument("--rank", type=int, metavar="N", help="of the latent, required")
+    latent.add_argument("--rope-dim", type=int, metavar="N", help=f"rotary channels (default: {ROPE_DIM})")
+    latent.add_argument(
+        "--norm", choices=get_args(Norm), help="how that of latents is passed: exact needs biases (default: exact)"
+    )
+    own = parser.add_argument_group("with --to attnlib, which takes --kv-heads or --rank as well")
+    own.add_argument("--cache", metavar="SIZE", help="bytes a token of all layers, or a share of the source's: 25%%")
+    own.add_argument("--layers", choices=("gqa", "mla"), help="what shares it (default: mla)")
+    parser.add_argument(
+        "--reach", type=int, metavar="N", help=f"distance over which keys should hold (default: {REACH})"
+    )
+
+
+def require_own_options(arguments: argparse.Namespace) -> None:
+    """Raises RequestError for an option that means nothing here, or without the number that this target needs."""
+    means = {"gqa": GQA_OPTIONS, "mla": MLA_OPTIONS}
+    sizes = {"gqa": ("kv_heads",), "mla": ("rank",), "attnlib": ("kv_heads", "rank", "cache")}[arguments.to]
+    if arguments.to == "attnlib":
+        means = {kind: tuple(x for x in options if x != "norm") for kind, options in means.items()}
+        known = (*means[_kind(arguments)], *OWN_OPTIONS)
+    else:
+        known = means[arguments.to]
+    others = (x for x in (*GQA_OPTIONS, *MLA_OPTIONS, *OWN_OPTIONS) if x not in known and x not in sizes)
+    if given := [option(name) for name in others if getattr(arguments, name) is not None]:
+        raise RequestError(f"{', '.join(given)}: means nothing with --to {arguments.to}; leave it out")
+    given = [name for name in sizes if getattr(arguments, name) is not None]
+    if not given:
+        one = f"one of {', '.join(map(option, sizes))}" if len(sizes) > 1 else option(*sizes)
+        raise RequestError(f"{one}: expected with --to {arguments.to}, and it is missing")
+    if len(given) > 1:
+        raise RequestError(f"{', '.join(map(option, given))}: expected one of them, got {len(given)}")
+    if arguments.layers is not None and arguments.cache is None:
+        raise RequestError("--layers: means nothing without --cache; leave it out")
+
+
+def target_of(arguments: argparse.Namespace, model: Model, *, calibrated: bool) -> Callable[[Kept | None], Made]:
+    """What makes the converter, and what a report says of it, of calibrations; of None to see what is refused."""
+    made = {"gqa": _to_gqa, "mla": _to_mla, "attnlib": _to_own}[arguments.to]
+    return partial(made, arguments, model, calibrated=calibrated)
+
+
+def device() -> str:
+    """What calibrates and factors: a GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _to_gqa(arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool) -> Made:
+    options = _recipe(arguments, model, calibrated=calibrated)
+    converter = grouped(model.config, arguments.kv_heads, calibrations=calibrations, device=device(), **options)
+    if arguments.kv_heads != model.shape.kv_heads and model.family.kv_heads is None:
+        raise RequestError(
+            f"--kv-heads: expected {model.shape.kv_heads}, got {arguments.kv_heads}; stock loaders of "
+            f"{model.config['model_type']} know no fewer KV heads than heads, and --to attnlib writes for attnlib.load"
+        )
+    return converter, {"kv_heads": arguments.kv_heads} | options
+
+
+def _recipe(arguments: argparse.Namespace, model: Model, *, calibrated: bool) -> dict[str, object]:
+    with _refusals(f"--to {arguments.to}"):
+        chosen = recipe(
+            arguments.merge,
+            arguments.align,
+            arguments.grouping,
+            reach=REACH if arguments.reach is None else arguments.reach,
+            calibrated=calibrated,
+            maps_keys=rotates_alike(model.config) and not has_key_norms(model),
+        )
+    return asdict(chosen)
+
+
+def _to_mla(arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool) -> Made:
+    options = {
+        "rope_dim": ROPE_DIM if arguments.rope_dim is None else arguments.rope_dim,
+        "reach": REACH if arguments.reach is None else arguments.reach,
+        "norm": arguments.norm or "exact",
+    }
+    with _refusals("--to mla"):
+        made = latent_converter(model.checkpoint.config, arguments.rank, calibrations=calibrations, **options)
+    for index, layer in model.layers.items():
+        biases = (name for name in layer.stored if name.endswith("bias"))
+        with _refusals(f"layer {index}"):
+            check_biases(
+                options["norm"], {name: model.checkpoint.tensors[layer.prefix + name].load() for name in biases}
+            )
+
+    return _refusing(made), {"rank": arguments.rank} | options
+
+
+def _to_own(arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool) -> Made:
+    kind = _own_kind(arguments, model, calibrations, calibrated=calibrated)
+    size = arguments.kv_heads if arguments.rank is None else arguments.rank
+    with _refusals("--to attnlib"):
+        if size is None:
+            total = cache_bytes(arguments.cache, token_bytes(model.checkpoint.config, model))
+            is_known = calibrations is not None or not calibrated
+            require_room(kind, total)
+            sizes = allotted(kind, total, progress=not arguments.quiet) if is_known else smallest(kind)
+        else:
+            sizes = [size] * len(model.layers)
+        require_loadable(kind, sizes)
+    made = kind.converter(sizes)
+    said = {"cache": arguments.cache, "layers": _kind(arguments), "sizes": sizes}
+    return replace(made, convert_layer=_refusing(made.convert_layer)), said | dict(kind.options)
+
+
+def _own_kind(arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool) -> Kind:
+    if _kind(arguments) == "gqa":
+        return GroupedKind(model, calibrations, device(), _recipe(arguments, model, calibrated=calibrated))
+    options = {"rope_dim": arguments.rope_dim, "reach": REACH if arguments.reach is None else arguments.reach}
+    return LatentKind(model, calibrations, device(), options)
+
+
+def _kind(arguments: argparse.Namespace) -> str:
+    """Which kind of layers attnlib's own form shall have."""
+    if arguments.kv_heads is not None:
+        return "gqa"
+    return "mla" if arguments.rank is not None or arguments.layers is None else arguments.layers
+
+
+def _refusing(converter: LayerConverter) -> LayerConverter:
+    """The same, whose refusals are those of a wrong request."""
+
+    def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
+        with _refusals(f"layer {shape.index}"):
+            return converter(weights, shape)
+
+    return convert_layer
+
+
+@contextmanager
+def _refusals(what: str) -> Iterator[None]:
+    """What mathematics refuses is a wrong request."""
+    try:
+        yield
+    except (CheckpointError, RequestError, VerificationError):
+        raise
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise RequestError(f"{what}: {error}") from error

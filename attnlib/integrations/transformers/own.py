@@ -1,0 +1,145 @@
+"""Models in attnlib's own form: transformers' own class, with the attention layers that a folder's config.json tells.
+
+Their weights go by the names of attnlib's layers, below each attention's ``layer``. transformers itself makes the rest,
+and reads the files.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
+from ...own_form import GroupedForm, LatentForm, LayerForm, base_of, layers_of, own_config
+from ...selected_rope import select
+from .building import family_of, layer_from, rope_of
+from .families import Family
+from .replacing import ReplacedAttention, ReplacedLatentAttention, angles_at, attention_of, config_of, put, put_angles
+
+FORMS = "attnlib_layers"  # a field of a config in memory: what its attention layers are, as plain data
+CONFIG = "config.json"
+
+
+def config_from(said: dict[str, Any]) -> PreTrainedConfig:
+    """The config of transformers in a config.json of this form, which knows its layers.
+
+    Raises:
+        ValueError: it is not of this form, or transformers does not know the model.
+    """
+    base, layers = base_of(said), layers_of(said)
+    config = AutoConfig.for_model(str(base.pop("model_type", None)), **base)
+    text = config.get_text_config()
+    if len(layers) != text.num_hidden_layers:
+        raise ValueError(f"layers: expected {text.num_hidden_layers}, as base says, got {len(layers)}")
+    setattr(text, FORMS, [asdict(layer) for layer in layers])
+    return config
+
+
+def knows_layers(config: PreTrainedConfig) -> bool:
+    """Whether a config knows layers of its own."""
+    return hasattr(config.get_text_config(), FORMS)
+
+
+def own_class(kind: type[PreTrainedModel], config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class ``kind`` of transformers, but that its attention layers are those that ``config`` knows."""
+    layers = layers_of({"layers": getattr(config.get_text_config(), FORMS)})
+
+    class Own(kind):
+        def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
+            super().__init__(config, *args, **kwargs)
+            put_layers(self, layers)
+
+        def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+            """As of any model of transformers; config.json is of attnlib's own form."""
+            super().save_pretrained(save_directory, **kwargs)
+            path = Path(save_directory, CONFIG)
+            base = json.loads(path.read_text("utf-8"))
+            for part in (base, base.get("text_config")):
+                if part is not None:
+                    part.pop(FORMS, None)
+            path.write_text(json.dumps(own_config(base, layers), indent=2) + "\n", "utf-8")
+
+    Own.__name__ = Own.__qualname__ = kind.__name__
+    Own.__module__ = kind.__module__
+    return Own
+
+
+def put_layers(model: nn.Module, layers: Sequence[LayerForm]) -> None:
+    """Put layers of attnlib where a model has its attention, each of the kind that is said; their weights are not set.
+
+    Raises:
+        ValueError: the model has no such layer, or the layer no such size.
+        NotImplementedError: the family or a field of the config is not known, or latents cannot do what it asks for.
+    """
+    made = []
+    for path, module, (part, index) in list(attention_of(model)):
+        config = config_of(module)
+        family = family_of(config, part)
+        if part != "self" or family.place or family.is_latent:
+            raise NotImplementedError(f"base: expected a decoder with heads of its own, got {config.model_type}")
+        attention = _attention(family, config, index, layers[index])
+        put(model, path, attention)
+        made.append(attention)
+    if sorted(attention.layer_idx for attention in made) != list(range(len(layers))):
+        raise ValueError(f"layers: expected {len(made)}, of which {type(model).__name__} knows, got {len(layers)}")
+    put_angles(model, [(x.config, x.layer_idx, rope_of(x.family, x.config, x.layer_idx)) for x in made])
+
+
+def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLatentAttention:
+    """A layer over latents that attends as ``grouped`` does; its weights are not set.
+
+    Raises:
+        ValueError: ``form`` chooses pairs that the rope has not.
+        NotImplementedError: ``grouped`` has what latents do not have.
+    """
+    for name in ("q_norm", "k_norm", "sinks", "softcap", "alibi_slopes"):
+        if getattr(grouped, name) is not None:
+            raise NotImplementedError(f"layers: expected none over latents where the model has {name}, got one")
+    pairs = 0 if grouped.rope is None else grouped.rope.dim // 2
+    if any(pair >= pairs for pair in form.rope_pairs):
+        raise ValueError(
+            f"rope_pairs: expected numbers below {pairs}, of which the rope has pairs, got {form.rope_pairs}"
+        )
+    layer = MultiHeadLatentAttention(
+        grouped.hidden_size,
+        grouped.num_heads,
+        mask=grouped.mask,
+        q_lora_rank=None,
+        kv_lora_rank=form.kv_lora_rank,
+        qk_nope_head_dim=form.qk_nope_head_dim,
+        qk_rope_head_dim=form.qk_rope_head_dim,
+        v_head_dim=form.v_head_dim,
+        bias=form.bias,
+        rope=select(grouped.rope, form.rope_pairs) if form.rope_pairs else None,
+        temperature=grouped.temperature,
+        norm_eps=form.norm_eps,
+        scale=grouped.scale,
+        dropout_p=grouped.dropout_p,
+    )
+    if form.query_bias:
+        layer.q_proj = nn.Linear(grouped.hidden_size, layer.q_proj.out_features)
+    return layer
+
+
+class OwnLatentAttention(ReplacedLatentAttention):
+    """A layer over latents in a model that has others: it turns by angles of its own."""
+
+    def _angles(self, theirs: Any, position_ids: torch.Tensor | None) -> Any:
+        if self.layer.rope is None:
+            return None
+        if position_ids is None:
+            raise NotImplementedError(f"{self.config.model_type}: does not tell its attention position_ids")
+        return angles_at(self.layer.rope, position_ids)
+
+
+def _attention(family: Family, config: Any, index: int, form: LayerForm) -> ReplacedAttention:
+    if isinstance(form, GroupedForm):
+        layer = layer_from(config, index, "self", None, {}, kv_heads=form.num_key_value_heads)
+        return ReplacedAttention(layer, family, config, index)
+    layer = latent_from(layer_from(config, index, "self", None, {"device": "meta"}), form)
+    return OwnLatentAttention(layer, family, config, index)

@@ -1,0 +1,127 @@
+"""attnlib's own form of a model's config.json: any decoder, each of whose attention layers may be of a kind of its own.
+
+``model_type`` is "attnlib", so that no loader takes the folder for what it is not. ``base`` is the config of the model
+that it was, which still says all else, and ``layers`` tells what each attention layer has become.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+
+KIND, VERSION = "attnlib", 1
+MAX_SIZE = 2**24  # of heads, channels or a rank; a larger number is a mistake or an attack
+INNER = "layer."  # begins the names of an attention layer's own weights, which are those of attnlib's layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedForm:
+    """A layer that is as ``base`` says but for its KV heads."""
+
+    num_key_value_heads: int
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentForm:
+    """A layer over latents, by DeepSeek's names.
+
+    Pair c of its rotary channels turns as pair ``rope_pairs[c]`` of the rope that ``base`` says. ``bias`` is of all
+    projections that DeepSeek gives one, ``query_bias`` of q_proj. ``norm_eps`` is that of the latent's norm.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_pairs: tuple[int, ...]
+    norm_eps: float
+    bias: bool = False
+    query_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, least=0)
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got 0")
+        if type(self.rope_pairs) not in (list, tuple) or any(type(pair) is not int for pair in self.rope_pairs):
+            raise ValueError(f"rope_pairs: expected numbers of pairs, got {str(self.rope_pairs)[:80]}")
+        if 2 * len(self.rope_pairs) != self.qk_rope_head_dim or any(not 0 <= x < MAX_SIZE for x in self.rope_pairs):
+            wanted = f"{self.qk_rope_head_dim / 2:g} numbers from 0 on, half of qk_rope_head_dim"
+            raise ValueError(f"rope_pairs: expected {wanted}, got {str(self.rope_pairs)[:80]}")
+        object.__setattr__(self, "rope_pairs", tuple(self.rope_pairs))
+        for name in ("bias", "query_bias"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name}: expected true or false, got {str(getattr(self, name))[:80]}")
+        if type(self.norm_eps) is not float or not 0 < self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps: expected a positive number, got {str(self.norm_eps)[:80]}")
+
+
+LayerForm = GroupedForm | LatentForm
+
+
+def is_own(config: Mapping[str, object]) -> bool:
+    """Whether a config.json is of this form."""
+    return config.get("model_type") == KIND
+
+
+def own_config(base: Mapping[str, object], layers: Sequence[LayerForm] = ()) -> dict[str, object]:
+    """config.json of a model of config ``base`` whose attention layers are these.
+
+    >>> own_config({"model_type": "llama"}, [GroupedForm(num_key_value_heads=2)])["layers"]
+    [{'num_key_value_heads': 2}]
+    """
+    return {
+        "model_type": KIND,
+        "version": VERSION,
+        "base": dict(base),
+        "layers": [asdict(layer) for layer in layers],
+    }
+
+
+def base_of(config: Mapping[str, object]) -> dict[str, object]:
+    """The config of the model that it was.
+
+    Raises:
+        ValueError: there is none, or the form is of a version that is not known.
+    """
+    if config.get("version") != VERSION:
+        raise ValueError(f"version: expected {VERSION}, got {str(config.get('version'))[:80]}; take a newer attnlib")
+    base = config.get("base")
+    if not isinstance(base, Mapping) or is_own(base):
+        raise ValueError(f"base: expected the config of another model, got {str(base)[:80]}")
+    return dict(base)
+
+
+def layers_of(config: Mapping[str, object]) -> tuple[LayerForm, ...]:
+    """What each attention layer is.
+
+    Raises:
+        ValueError: that is not said for some layer, or not as it should be; names it.
+    """
+    layers = config.get("layers")
+    if not isinstance(layers, list) or not layers:
+        raise ValueError(f"layers: expected one entry for each layer, got {str(layers)[:80]}")
+    return tuple(_layer(index, fields) for index, fields in enumerate(layers))
+
+
+def _layer(index: int, said: object) -> LayerForm:
+    if not isinstance(said, Mapping):
+        raise ValueError(f"layers: expected an object for layer {index}, got {str(said)[:80]}")
+    kind = LatentForm if "kv_lora_rank" in said else GroupedForm
+    known = {field.name for field in fields(kind)}
+    if unknown := sorted(str(name) for name in said if name not in known):
+        raise ValueError(f"layers: layer {index}: expected {', '.join(sorted(known))}, got {unknown[0][:80]!r}")
+    try:
+        return kind(**said)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"layers: layer {index}: {error}") from error
+
+
+def _check_sizes(form: object, *, least: int) -> None:
+    """Raises ValueError for a field that should be a size and is none."""
+    for field in fields(form):
+        value = getattr(form, field.name)
+        if field.type is int and (type(value) is not int or not least <= value <= MAX_SIZE):
+            raise ValueError(f"{field.name}: expected {least} to {MAX_SIZE}, got {str(value)[:80]}")

@@ -1,0 +1,326 @@
+"""``--to attnlib`` and ``attnlib.load``: models whose layers are each of a size of their own, and what refuses them."""
+
+import json
+from itertools import product
+
+import pytest
+import torch
+from checkpoint_helpers import contents
+from family_models import DECODERS, GROUPS, KV_HEADS, equalise, make, says
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2Config
+
+import attnlib
+from attnlib.__main__ import main
+from attnlib.convert.own import latent
+from attnlib.convert.own.allotment import allot
+from attnlib.convert.own.sizes import cache_bytes
+from attnlib.integrations.transformers import PagedCache
+from attnlib.own_form import layers_of
+
+LATENT_KINDS = ("llama", "mistral", "mixtral", "qwen2", "gemma", "phi3", "granite", "smollm3", "starcoder2", "glm4")
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+ROPES = {
+    "plain": {"rope_type": "default", "rope_theta": 100.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "short_factor": [1.0, 1.5],
+        "long_factor": [2.0, 4.0],
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    return folder
+
+
+def tiny(config=LlamaConfig, **options):
+    """A small model in which every weight shows."""
+    torch.manual_seed(0)
+    made = config(**TINY | {"rope_parameters": ROPES["plain"]} | options)
+    model = AutoModelForCausalLM.from_config(made)
+    with torch.no_grad():
+        for x in model.parameters():
+            torch.nn.init.normal_(x, std=x.shape[-1] ** -0.5 if x.dim() > 1 else 1.0)
+    return model.eval()
+
+
+def run(source, out, *options, code=0):
+    options = ("--no-calibration", "--quiet", *options)
+    assert main([str(x) for x in ("convert", source, out, "--to", "attnlib", *options)]) == code
+    return out
+
+
+def report_of(out):
+    return json.loads((out / "conversion_report.json").read_text())
+
+
+@torch.no_grad()
+def difference(model, other, length=40):
+    """The largest difference of logits over some tokens, relative to the largest."""
+    tokens = torch.randint(3, 60, (2, length), generator=torch.Generator().manual_seed(1))
+    expected, got = model(tokens).logits, other(tokens).logits
+    return float((expected - got).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind not in ("gpt_neox", "opt")])
+def test_equal_heads_of_every_family_become_one(tmp_path, kind):
+    model = make(kind)
+    fewer = KV_HEADS
+    if kind != "gpt2":
+        equalise(model)
+        fewer = GROUPS
+    out = run(saved(model, tmp_path / "in"), tmp_path / "out", "--kv-heads", fewer, "--grouping", "neighbours")
+    loaded = attnlib.load(out)
+    torch.testing.assert_close(says(loaded), says(model), atol=2e-5, rtol=2e-4)
+    layers = [module for module in loaded.modules() if isinstance(module, attnlib.GroupedQueryAttention)]
+    assert {layer.num_kv_heads for layer in layers} == {fewer}
+
+
+def test_heads_of_a_family_that_has_no_word_for_fewer_become_fewer(tmp_path):
+    model = make("gpt2")
+    out = run(saved(model, tmp_path / "in"), tmp_path / "out", "--kv-heads", 2)
+    loaded = attnlib.load(out)
+    assert loaded.transformer.h[0].attn.layer.k_proj.weight.shape[0] == 2 * 8
+    assert says(loaded).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", LATENT_KINDS)
+def test_a_whole_latent_is_the_same_function(tmp_path, kind):
+    model = make(kind)
+    dim = getattr(model.config, "head_dim", None) or 8
+    rotary = KV_HEADS * int(dim * (getattr(model.config, "rope_parameters", {}).get("partial_rotary_factor") or 1))
+    options = ("--rank", 2 * KV_HEADS * dim - rotary, "--rope-dim", rotary)
+    loaded = attnlib.load(run(saved(model, tmp_path / "in"), tmp_path / "out", *options))
+    torch.testing.assert_close(says(loaded), says(model), atol=2e-5, rtol=2e-4)
+    assert any(isinstance(module, attnlib.MultiHeadLatentAttention) for module in loaded.modules())
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("window", [None, 7])
+def test_latents_have_any_rope_and_window(tmp_path, rope, window):
+    options = {"rope_parameters": ROPES[rope], "head_dim": 4}
+    model = tiny(MistralConfig, sliding_window=window, **options)
+    loaded = attnlib.load(run(saved(model, tmp_path / "in"), tmp_path / "out", "--rank", 16, "--rope-dim", 16))
+    assert difference(model, loaded, length=12) < 1e-5
+    assert difference(model, loaded, length=40) < 1e-5
+
+
+def test_latents_have_biases(tmp_path):
+    model = tiny(Qwen2Config)
+    out = run(saved(model, tmp_path / "in"), tmp_path / "out", "--rank", 16, "--rope-dim", 16)
+    assert report_of(out)["config_changes"]["layers"][0]["query_bias"]
+    assert difference(model, attnlib.load(out)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3", "olmo2", "cohere", "gpt_neox"])
+def test_what_latents_cannot_do_is_refused(tmp_path, kind, capsys):
+    run(saved(make(kind), tmp_path / "in"), tmp_path / "out", "--rank", 16, code=2)
+    assert not (tmp_path / "out").exists()
+    assert "--to attnlib" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return saved(tiny(), tmp_path_factory.mktemp("own") / "in")
+
+
+@pytest.mark.parametrize("options", [("--layers", "gqa"), ("--rope-dim", "8")])
+def test_a_cache_is_shared_by_what_layers_lose(tmp_path, source, options):
+    out = run(source, tmp_path / "out", "--cache", "62%", *options)
+    report = report_of(out)
+    before, after = (report["cache_bytes_per_token"][when] for when in ("before", "after"))
+    assert after <= 0.62 * before
+    forms = layers_of(json.loads((out / "config.json").read_text()))
+    sizes = [getattr(form, "num_key_value_heads", None) or form.kv_lora_rank for form in forms]
+    assert sizes == report["settings"]["sizes"]
+    loaded = attnlib.load(out)
+    layers = (layer.self_attn.layer for layer in loaded.model.layers)
+    assert sum(layer.kv_layout.token_bytes for layer in layers) == after
+
+
+def test_layers_of_sizes_of_their_own_decode_as_they_attend(tmp_path, source):
+    out = run(source, tmp_path / "out", "--cache", "75%", "--layers", "gqa")
+    assert len({*report_of(out)["settings"]["sizes"]}) > 1
+    model = attnlib.load(out).eval()
+    tokens, asked = torch.arange(3, 25).view(2, 11), {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
+    whole = tokens
+    with torch.no_grad():
+        for _ in range(7):
+            whole = torch.cat((whole, model(whole).logits[:, -1:].argmax(-1)), 1)
+    padding = {"attention_mask": torch.ones_like(tokens)}
+    assert model.generate(tokens, **padding, **asked).equal(whole)
+    cache = PagedCache(model, pages=16, page_size=16, max_sequences=2)
+    assert model.generate(tokens, **padding, past_key_values=cache, **asked).equal(whole)
+
+
+@pytest.mark.parametrize("kind", ["llama", "smollm3"])  # of which the latter has layers without rope
+def test_latents_decode_as_they_attend(tmp_path, source, kind):
+    source = source if kind == "llama" else saved(make(kind), tmp_path / "in")
+    out = run(source, tmp_path / "out", "--rank", 12, "--rope-dim", 8)
+    model = attnlib.load(out).eval()
+    tokens, asked = torch.arange(3, 25).view(2, 11), {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
+    padding = {"attention_mask": torch.ones_like(tokens)}
+    made = model.generate(tokens, **padding, **asked)
+    with torch.no_grad():
+        assert model(made).logits[:, 10:-1].argmax(-1).equal(made[:, 11:])
+    cache = PagedCache(model, pages=16, page_size=16, max_sequences=2)
+    assert model.generate(tokens, **padding, past_key_values=cache, **asked).equal(made)
+
+
+def test_a_loaded_model_trains_and_is_saved_as_it_was_read(tmp_path, source):
+    out = run(source, tmp_path / "out", "--rank", 12, "--rope-dim", 8)
+    model = attnlib.load(out, dtype=torch.float32).train()
+    tokens = torch.randint(3, 60, (2, 11))
+    model(tokens, labels=tokens).loss.backward()
+    assert all(x.grad is not None and x.grad.any() for x in model.parameters() if x.dim() > 1)
+    model.save_pretrained(tmp_path / "again")
+    again = json.loads((tmp_path / "again" / "config.json").read_text())
+    first = json.loads((out / "config.json").read_text())
+    assert again["layers"] == first["layers"]
+    assert again["base"]["model_type"] == "llama"
+    assert "attnlib_layers" not in again["base"]
+    assert difference(model.eval(), attnlib.load(tmp_path / "again")) == 0
+
+
+def test_others_refuse_the_folder(tmp_path, source):
+    out = run(source, tmp_path / "out", "--kv-heads", 2)
+    with pytest.raises(ValueError, match="attnlib"):
+        AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_stock_folders_are_loaded_too(source):
+    model = attnlib.load(source)
+    assert type(model) is LlamaForCausalLM
+    assert any(isinstance(module, attnlib.GroupedQueryAttention) for module in model.modules())
+    assert difference(AutoModelForCausalLM.from_pretrained(source), model) < 1e-5
+
+
+@pytest.mark.parametrize("how", ["missing", "unexpected", "mismatched"])
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path, source, how):
+    out = run(source, tmp_path / "out", "--kv-heads", 2)
+    weights, name = load_file(out / "model.safetensors"), "model.layers.1.self_attn.layer.k_proj.weight"
+    taken = weights.pop(name)
+    weights |= {"missing": {}, "unexpected": {name: taken, f"{name}s": taken}, "mismatched": {name: taken[:-1]}}[how]
+    save_file({key: x.clone() for key, x in weights.items()}, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"got {how} .*{name}"):
+        attnlib.load(out)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "reason"),
+    [
+        ({"layers": []}, ValueError, "layers: expected one entry"),
+        ({"layers": [{"num_key_value_heads": 2}]}, ValueError, "layers: expected 3, as base says, got 1"),
+        ({"layers": [{"num_key_value_heads": 3}] * 3}, ValueError, "num_kv_heads: expected a divisor"),
+        ({"version": 7}, ValueError, "version: expected 1"),
+        ({"base": {"model_type": "nobody"}}, ValueError, "nobody"),
+    ],
+)
+def test_configs_that_do_not_fit_are_refused(tmp_path, source, change, error, reason):
+    out = run(source, tmp_path / "out", "--kv-heads", 2)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(error, match=reason):
+        attnlib.load(out)
+
+
+def test_latents_where_the_model_has_what_they_have_not_are_refused(tmp_path, source):
+    out = run(source, tmp_path / "out", "--rank", 12, "--rope-dim", 8)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"base": make("gemma2").config.to_dict()}))
+    with pytest.raises((ValueError, NotImplementedError), match="layers: expected"):
+        attnlib.load(out)
+
+
+def test_an_interrupted_run_gives_the_same_bytes(tmp_path, source, monkeypatch, capsys):
+    honest, calls = latent.join, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return honest(*arguments)
+
+    monkeypatch.setattr(latent, "join", interrupted)
+    options = ("--rank", 12, "--rope-dim", 8, "--max-shard-size", "12KB")
+    run(source, tmp_path / "out", *options, code=130)
+    assert "run the same command again to go on" in capsys.readouterr().err
+    run(source, tmp_path / "out", *options)
+    run(source, tmp_path / "whole", *options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ((), "one of --kv-heads, --rank, --cache: expected with --to attnlib"),
+        (("--rank", 8, "--kv-heads", 2), "--kv-heads, --rank: expected one of them"),
+        (("--rank", 8, "--cache", "50%"), "--rank, --cache: expected one of them"),
+        (("--rank", 8, "--merge", "mean"), "--merge: means nothing"),
+        (("--kv-heads", 2, "--rope-dim", 8), "--rope-dim: means nothing"),
+        (("--kv-heads", 2, "--norm", "exact"), "--norm: means nothing"),
+        (("--kv-heads", 2, "--layers", "gqa"), "--layers: means nothing without --cache"),
+        (("--cache", "lots"), "--cache: expected bytes a token, or a share"),
+        (("--cache", "101%"), "--cache: expected at most the source's"),
+        (("--cache", "1%"), "--cache: expected at least"),
+        (("--kv-heads", 3), "--kv-heads: expected a divisor"),
+        (("--rank", 999), "--rank: expected 1 to"),
+        (("--rank", 8, "--rope-dim", 7), "--rope-dim: expected an even number"),
+    ],
+)
+def test_requests_that_are_wrong(tmp_path, source, options, reason, capsys):
+    run(source, tmp_path / "out", *options, code=2)
+    assert reason in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from((2, 4, 6, 10)), st.floats(0, 9, width=16), min_size=1), min_size=1, max_size=4
+    ),
+    st.integers(0, 45),
+)
+@settings(max_examples=150)
+def test_no_other_sizes_lose_less(losses, total):
+    ways = [
+        (sum(options[size] for options, size in zip(losses, way, strict=True)), sum(way))
+        for way in product(*losses)
+        if sum(way) <= total
+    ]
+    if not ways:
+        with pytest.raises(ValueError, match="expected at least"):
+            allot(losses, total)
+        return
+    found = allot(losses, total)
+    assert sum(found) <= total
+    assert sum(options[size] for options, size in zip(losses, found, strict=True)) == pytest.approx(min(ways)[0])
+
+
+def test_a_cache_is_bytes_or_a_share():
+    assert cache_bytes("50 %", 1000) == 500
+    assert cache_bytes(" 512", 1000) == 512
