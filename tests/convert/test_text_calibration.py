@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from attnlib.convert import Calibration, CheckpointError, RequestError
 from attnlib.convert.checkpoint.folder import read_folder
 from attnlib.convert.checkpoint.model import read_model
+from attnlib.convert.text import layerwise
 from attnlib.convert.text.layerwise import TextCalibration
 from attnlib.convert.text.tokens import read_text, tokens_of
 
@@ -107,6 +108,15 @@ def test_one_layer_has_weights_at_a_time(sources):
         calibrations(index)
         assert with_weights(others) == 0
     assert loaded == [1] * 2 * 4
+
+
+def test_free_memory_is_given_back_behind_each_layer(sources, monkeypatch):
+    """When its weights have gone, or the pages that they were in would not be free."""
+    others, given = decoder_layers(), []
+    monkeypatch.setattr(layerwise, "give_back", lambda: given.append(with_weights(others)))
+    tokens = tokens_of(sources["llama"], TEXT, samples=2, length=8)
+    streamed(sources["llama"], tokens)(2)
+    assert given == [0] * 3
 
 
 def decoder_layers():

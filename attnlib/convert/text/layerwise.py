@@ -9,6 +9,7 @@ from ..calibration import Calibration, observe
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.model import Model
 from ..checkpoint.source_rope import rope_of
+from .freed import give_back
 from .layers import Layers
 from .workers import side_by_side
 
@@ -74,5 +75,6 @@ class TextCalibration:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"layer {index}, over text: {error}") from error
+        give_back()
         self._states = states
         return found.to("cpu")
