@@ -96,21 +96,24 @@ class Kept:
         folder = self.place.start.with_name(f"{self.place.start.name}{digest}")
         with clean_errors(STAYS if self.place.is_left else "what was calibrated is removed"), only_one(folder):
             stored = Stored(folder, identity)
-            states = stored.resume(len(self.model.layers))
-            self._require_room(len(self.model.layers) - len(stored.layers))
+            stored.resume(len(self.model.layers))
+            self._require_room(len(self.model.layers) - len(stored.layers) + len(stored.lost))
             self._stored = stored
             stored.begin()
             with advised():
-                self._calibrate(stored, states)
+                self._calibrate(stored)
         self._running = None  # and the hidden states with it
 
-    def _calibrate(self, stored: Stored, states: list[Tensor] | None) -> None:
-        """Make what is not there yet, layer by layer."""
+    def _calibrate(self, stored: Stored) -> None:
+        """Make what is not there any more, from the first layer on, and then what is not there yet."""
         done, count = len(stored.layers), len(self.model.layers)
-        if states is not None:
-            self._running.go_on(done, states)
-        with _bar(len(self.tokens), count, done, self.title) as bar:
+        again = max(stored.lost, default=-1) + 1
+        with _bar(len(self.tokens), count, done - again, self.title) as bar:
             self._advance = bar.update
+            for index in [*stored.lost]:
+                stored.replace(index, self._running(index))
+            if 0 < done < count:
+                self._running.go_on(done, stored.states())
             for index in range(done, count):
                 found = self._running(index)
                 stored.add(found, None if index + 1 == count else self._running.states)

@@ -60,6 +60,7 @@ class TextCalibration:
 
     def go_on(self, index: int, states: list[Tensor]) -> None:
         """Go on with layer ``index``, which reads these hidden states."""
+        self._states = None
         self.layers.embedded(self.tokens)  # what layers get beside them
         self._index, self._last = index - 1, None
         self._states = [x.to(self.device, copy=True) for x in states]
