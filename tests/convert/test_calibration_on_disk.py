@@ -22,8 +22,9 @@ from attnlib.convert.checkpoint.errors import (
     OutputError,
     RequestError,
 )
-from attnlib.convert.checkpoint.folder import read_folder
+from attnlib.convert.checkpoint.folder import SourceFile, read_folder
 from attnlib.convert.checkpoint.model import read_model
+from attnlib.convert.checkpoint.scan import scan
 from attnlib.convert.text import kept as kept_room
 from attnlib.convert.text import stored as stored_room
 from attnlib.convert.text.kept import Kept, Place
@@ -244,6 +245,20 @@ def test_another_identity_has_another_folder(source, tokens, tmp_path, monkeypat
         calibrations(0)
     assert seen == [0, 1, 2]
     assert len(list(tmp_path.glob("calibration-*"))) == 2
+
+
+def test_what_a_scan_has_read_is_not_read_again(source, tokens, tmp_path, monkeypatch):
+    """But a file that changed since then is found."""
+    shutil.copytree(source, tmp_path / "in")
+    first, second = (kept(folder, tokens, tmp_path) for folder in (source, tmp_path / "in"))
+    scan(second.model.checkpoint, lambda _: None)
+    wanted = first._identity()
+    with monkeypatch.context() as patch:
+        patch.setattr(SourceFile, "chunks", lambda *_: pytest.fail("read again"))
+        assert second._identity() == wanted
+    flip(sorted((tmp_path / "in").glob("*.safetensors"))[0])
+    with pytest.raises(CheckpointError, match="changed during the conversion"):
+        second._identity()
 
 
 def test_a_copy_of_the_source_is_the_same_source(source, tokens, tmp_path, monkeypatch):

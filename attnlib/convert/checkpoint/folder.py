@@ -6,10 +6,11 @@ for: they lead from ``snapshots/<revision>`` to a plain file in ``blobs`` beside
 """
 
 import errno
+import hashlib
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -132,11 +133,27 @@ class Checkpoint:
     described_by: tuple[SourceFile, ...]
     copied: tuple[SourceFile, ...]
     left_behind: tuple[str, ...]
+    hashes: dict[str, str] = field(default_factory=dict, compare=False)  # of files that somebody has read whole
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
         """Every file that the result depends on."""
         return self.described_by + self.shards + self.copied
+
+    def sha256(self, file: SourceFile) -> str:
+        """That of one of the files, which is read whole unless somebody did so before.
+
+        Raises:
+            CheckpointError: it is no longer the file that was first seen.
+        """
+        if file.name in self.hashes:
+            file.check()
+        else:
+            digest = hashlib.sha256()
+            for part in file.chunks(0, file.size, buffer_for(file.size)):
+                digest.update(part)
+            self.hashes[file.name] = digest.hexdigest()
+        return self.hashes[file.name]
 
 
 def buffer_for(size: int) -> memoryview:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..calibration import SAMPLE, Calibration
 from ..checkpoint.conversion import REFUSALS, bytes_of
 from ..checkpoint.errors import CheckpointError, DamageError
-from ..checkpoint.folder import CONFIG, SourceFile, buffer_for
+from ..checkpoint.folder import CONFIG
 from ..checkpoint.model import Model
 from ..checkpoint.plain_json import dump
 from ..checkpoint.progress import remove
@@ -129,7 +129,7 @@ class Kept:
         checkpoint = self.model.checkpoint
         files = [*(file for file in checkpoint.described_by if file.name == CONFIG), *checkpoint.shards]
         with ThreadPoolExecutor() as pool:
-            inputs = dict(zip((file.name for file in files), pool.map(_sha256, files), strict=True))
+            inputs = dict(zip((file.name for file in files), pool.map(checkpoint.sha256, files), strict=True))
         return {
             "version": VERSION,
             "torch": str(torch.__version__),
@@ -139,13 +139,6 @@ class Kept:
             "tokens": hashlib.sha256(bytes_of(self.tokens)).hexdigest(),
             "shape": list(self.tokens.shape),
         }
-
-
-def _sha256(file: SourceFile) -> str:
-    digest = hashlib.sha256()
-    for part in file.chunks(0, file.size, buffer_for(file.size)):
-        digest.update(part)
-    return digest.hexdigest()
 
 
 @contextmanager
