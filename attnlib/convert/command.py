@@ -14,6 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from .bars import steps
 from .check.budget import windows_for
 from .check.lost import lost, own_errors
 from .check.stock_check import StockCheck
@@ -182,6 +183,7 @@ def _check(arguments: argparse.Namespace, model: Model, used: int) -> StockCheck
         text=None if held is None else held.text,
         device=_device(),
         follow_links=arguments.follow_links,
+        advance=steps(None if arguments.quiet else "comparing", 2 * len(model.layers), " layers"),
     )
 
 

@@ -1,7 +1,6 @@
 """The calibrations of all layers, made once: a phase of its own, which goes on where it was stopped."""
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..bars import bar
 from ..calibration import SAMPLE, Calibration
 from ..checkpoint.conversion import REFUSALS, bytes_of
 from ..checkpoint.errors import CheckpointError, DamageError
@@ -108,8 +108,9 @@ class Kept:
         """Make what is not there any more, from the first layer on, and then what is not there yet."""
         done, count = len(stored.layers), len(self.model.layers)
         again = max(stored.lost, default=-1) + 1
-        with _bar(len(self.tokens), count, done - again, self.title) as bar:
-            self._advance = bar.update
+        samples = len(self.tokens)
+        with bar(self.title, samples * count, " samples x layers", done=samples * (done - again)) as shown:
+            self._advance = shown.update
             for index in [*stored.lost]:
                 stored.replace(index, self._running(index))
             if 0 < done < count:
@@ -148,17 +149,3 @@ def advised() -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {WITHOUT}") from error
-
-
-def _bar(samples: int, layers: int, done: int, title: str | None):
-    from tqdm import tqdm  # not above: --help of all commands does without it
-
-    quick = sys.stderr.isatty()
-    return tqdm(
-        total=samples * layers,
-        initial=samples * done,
-        desc=title,
-        unit=" samples x layers",
-        disable=title is None,
-        mininterval=0.2 if quick else 15,
-    )
