@@ -257,7 +257,7 @@ def test_what_a_scan_has_read_is_not_read_again(source, tokens, tmp_path, monkey
         patch.setattr(SourceFile, "chunks", lambda *_: pytest.fail("read again"))
         assert second._identity() == wanted
     flip(sorted((tmp_path / "in").glob("*.safetensors"))[0])
-    with pytest.raises(CheckpointError, match="changed during the conversion"):
+    with pytest.raises(CheckpointError, match="changed meanwhile"):
         second._identity()
 
 
@@ -298,7 +298,7 @@ def test_one_run_at_a_time(source, tokens, tmp_path, monkeypatch):
 
     def reentering(self, index):
         monkeypatch.setattr(TextCalibration, "_next", honest)
-        with pytest.raises(RequestError, match="another conversion"):
+        with pytest.raises(RequestError, match="another run writes there"):
             kept(source, tokens, tmp_path)(0)
         return honest(self, index)
 

@@ -103,7 +103,7 @@ class SourceFile:
         file = _open_plain(self.path)
         if _identity(os.fstat(file.fileno())) != self.identity:
             file.close()
-            raise CheckpointError(f"{self.name}: changed during the conversion; start again when it is at rest")
+            raise CheckpointError(f"{self.name}: changed meanwhile; start again when it is at rest")
         return file
 
 
