@@ -121,6 +121,12 @@ class StoredTensor:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self.file.read(self.entry.start, self.entry.nbytes), dtype=dtype).view(shape)
 
+    def rows(self, first: int, last: int) -> Tensor:
+        """The rows ``first`` to ``last - 1``, without the others."""
+        shape, dtype, start = self.entry.shape, self.entry.dtype, self.entry.start
+        row = self.entry.nbytes // shape[0]
+        return StoredTensor(self.file, Entry(dtype, (last - first, *shape[1:]), start + first * row)).load()
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
