@@ -63,7 +63,7 @@ def test_a_recipe_is_short_introduced_and_checks_something(recipe):
     assert "assert" in code
     assert 1 <= len(re.findall(r"[.?!:](?=\s|$)", recipe.before)) <= 4
     imported = re.findall(r"^(?:from|import) (attnlib[\w.]*)", code, re.MULTILINE)
-    public = {f"attnlib{x}" for x in ("", ".packing", ".sizes", ".convert", ".compat", ".integrations")}
+    public = {f"attnlib{x}" for x in ("", ".__main__", ".packing", ".sizes", ".convert", ".compat", ".integrations")}
     assert imported
     assert {*imported} <= public
 

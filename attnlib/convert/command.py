@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import targets
+from .bars import steps
 from .check.budget import windows_for
 from .check.lost import lost, own_errors
 from .check.stock_check import StockCheck
@@ -161,6 +162,7 @@ def _check(arguments: argparse.Namespace, model: Model, used: int) -> StockCheck
         text=None if held is None else held.text,
         device=device(),
         follow_links=arguments.follow_links,
+        advance=steps(None if arguments.quiet else "comparing", 2 * len(model.layers), " layers"),
     )
 
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..convert.checkpoint.errors import RequestError
+from ..convert.text.freed import give_back
 
 
 class ElsewhereError(RuntimeError):
@@ -44,7 +45,8 @@ class Ranks:
     def place(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
         """Move the model to the device; among several ranks each keeps a piece of every weight (FSDP2).
 
-        A rank has all of a part's weights while it computes that part; what is inside others comes first.
+        A rank has all of a part's weights while it computes that part; what is inside others comes first. The memory
+        that the whole model took goes back to the system.
         """
         if self.mesh is not None:
             from torch.distributed.fsdp import fully_shard
@@ -52,6 +54,7 @@ class Ranks:
             for part in (*parts, model):
                 fully_shard(part, mesh=self.mesh)
         model.to(self.device)
+        give_back()
 
     def tell(self, action: Callable[[], str]) -> str:
         """What ``action`` returns on the first rank, which alone runs it.

@@ -16,6 +16,7 @@ from ..convert.checkpoint.progress import Work, remove_leftovers
 from ..convert.checkpoint.scan import scan
 from ..convert.checkpoint.writing import clean_errors, only_one, require_room, write_file
 from ..convert.stock import stock
+from ..convert.text.freed import give_back
 from .corpus import Corpus
 from .distillation import Speaker
 from .folders import attention_layers, decoder_layers, load, read_apart, require_pair, require_tokens, tokenizer_folder
@@ -108,6 +109,7 @@ def _finetune(settings: Settings, corpus: Corpus, folder: Path, ranks: Ranks, wo
         return held_out_bits(speaker, windows, settings.recipe, ranks)
 
     original, curve, counted = _learn(settings, corpus, folder, ranks, bits)
+    give_back()
     made = folder / "checkpoint"
     ranks.tell(lambda: _write(settings, folder / STATE, made))
     with _speaker(made, settings, ranks, learns=False) as result:
@@ -162,6 +164,7 @@ def _counts(student: Speaker) -> dict[str, int]:
 
 def _write(settings: Settings, state: Path, made: Path) -> str:
     write_model(settings, state, made)
+    give_back()
     return ""
 
 

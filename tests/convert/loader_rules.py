@@ -1,8 +1,11 @@
 """What vLLM and llama.cpp require of a folder: fields of config.json, and tensors by name and shape. Facts alone.
 
-Read in November 2026, from vLLM's ``vllm/model_executor`` and llama.cpp's ``conversion``, ``gguf-py`` and ``src``; each
-rule names its file there. Both are given a config as a dict and the shapes of all tensors by their names on disk, and
-return what is wrong with them.
+Each rule names the file that it was read from in November 2026; nothing was run. vLLM's are in ``vllm`` and
+``vllm/model_executor`` of release 0.33.0, llama.cpp's in its ``conversion``, ``gguf-py`` (0.19) and ``src``. Whether
+llama.cpp has biases in Gemma and of o in Qwen 3 was not looked up: it is taken to have none, as vLLM.
+
+Both are given a config as a dict and the shapes of all tensors by their names on disk, and return what is wrong with
+them.
 """
 
 from collections.abc import Mapping
@@ -40,6 +43,12 @@ LATENT_FIELDS = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
+# vLLM alone, of families' own files: models/llama.py, qwen2.py, qwen3.py, gemma.py, gemma2.py, gemma3.py.
+OF_GEMMA_3 = ("attention_bias", "head_dim", "hidden_activation", "layer_types", "query_pre_attn_scalar")
+OWN_FIELDS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), ("hidden_act",)) | {
+    "gemma2": (*OF_GEMMA_3, "attn_logit_softcapping"),
+    "gemma3_text": OF_GEMMA_3,
+}
 # Architectures that llama.cpp's converter registers: conversion/llama.py, qwen.py, gemma.py, deepseek.py; vLLM's are
 # those of models/registry.py.
 ARCHITECTURES = {
@@ -54,30 +63,55 @@ ARCHITECTURES = {
 }
 FOUR_NORMS = ("gemma2", "gemma3_text")
 HEAD_NORMS = ("qwen3", "gemma3_text")
-MLA_HEAD_SIZES = (320, 576)  # vLLM: layers/attention/mla_attention.py, MLACommonBackend.get_supported_head_sizes
+FREE_ACTIVATIONS = ("gemma", "gemma3_text")  # vLLM: of which they know several
+MLA_HEAD_SIZES = (320, 512, 576)  # vLLM: layers/attention/mla_attention.py, MLACommonBackend.get_supported_head_sizes
+# vLLM: v1/attention/backends/mla/prefill/flash_attn.py, supports_mla_dimensions: unrotated, rotated, of values.
+MLA_HEADS = ((128, 64, 128), (192, 64, 256), (64, 64, 128), (256, 0, 256))
 LITE_LAYERS = (26, 27)  # llama.cpp: src/models/deepseek2.cpp, load_arch_hparams
 
 
 def vllm(config: Mapping, shapes: Shapes) -> list[str]:
     """What vLLM refuses, or passes over in silence."""
-    latent = config.get("model_type") == "deepseek_v3"
-    if wrong := _lacking(config, LATENT_FIELDS if latent else FIELDS):
+    kind = config.get("model_type")
+    latent = kind == "deepseek_v3"
+    if wrong := _lacking(config, LATENT_FIELDS if latent else (*FIELDS, *OWN_FIELDS.get(kind, ()))):
         return wrong
-    wanted = _model(config, _latent(config) if latent else _grouped(config))
-    # model_loader/default_loader.py: parameters that no file has are an error; models/llama.py, load_weights, and its
-    # likes: a tensor without a parameter is one too, but a bias without a parameter is skipped in silence.
-    wrong = _differences(wanted, shapes)
+    # models/qwen2.py, Qwen2Attention: heads are the width over their number, whatever head_dim says
+    dim = config["hidden_size"] // config["num_attention_heads"] if kind == "qwen2" else _head_dim(config)
+    wanted = _model(config, _latent(config) if latent else _grouped(config, dim))
+    # model_loader/default_loader.py, track_weights_loading: parameters that no file has are an error; models/utils.py,
+    # AutoWeightsLoader: a tensor without a parameter is one too, but a bias without a parameter is skipped in silence.
+    wrong = _differences(wanted, shapes) + _refused(config)
     if not latent:
         return wrong
-    if config["hidden_act"] != "silu":  # models/deepseek_v2.py, DeepseekV2MLP
-        wrong.append(f"hidden_act: only silu, got {config['hidden_act']}")
     if config["rope_parameters"].get("rope_type") != "default":  # DeepseekV2MLAAttention: what is not default is YaRN
         wrong.append(f"rope_type: taken for YaRN: {config['rope_parameters'].get('rope_type')}")
     # model_arch_config_convertor.py, get_head_size; v1/attention/backend.py, validate_configuration
     size = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     if size not in MLA_HEAD_SIZES:
         wrong.append(f"kv_lora_rank + qk_rope_head_dim: expected one of {MLA_HEAD_SIZES}, got {size}")
+    heads = tuple(config[field] for field in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    if heads not in MLA_HEADS:
+        wrong.append(f"channels of a head: expected one of {MLA_HEADS}, got {heads}")
     return wrong + _dense(config)
+
+
+def _refused(config: Mapping) -> list[str]:
+    """vLLM: what a family's own file does not know, as the classes named beside each say."""
+    kind, wrong = config["model_type"], []
+    # LlamaMLP, Qwen2MLP, DeepseekV2MLP; Gemma2MLP
+    field, known = ("hidden_activation", "gelu_pytorch_tanh") if kind == "gemma2" else ("hidden_act", "silu")
+    if kind not in FREE_ACTIVATIONS and config[field] != known:
+        wrong.append(f"{field}: only {known}, got {config[field]}")
+    kinds = {*(config.get("layer_types") or ())}
+    all_windows = config.get("max_window_layers") == config["num_hidden_layers"]
+    if kind in ("qwen2", "qwen3") and len(kinds) > 1 and not all_windows:  # Qwen2Model
+        wrong.append("layer_types: windows in some layers alone")
+    if kind == "gemma3_text" and not kinds <= config["rope_parameters"].keys():  # Gemma3Attention
+        wrong.append(f"rope_parameters: expected those of {sorted(kinds)}")
+    if kind == "gemma2" and not config["tie_word_embeddings"]:  # Gemma2ForCausalLM
+        wrong.append("tie_word_embeddings: there is no head")
+    return wrong
 
 
 def llama_cpp(config: Mapping, shapes: Shapes) -> list[str]:
@@ -85,7 +119,7 @@ def llama_cpp(config: Mapping, shapes: Shapes) -> list[str]:
     latent = config.get("model_type") == "deepseek_v3"
     if wrong := _lacking(config, LATENT_FIELDS if latent else FIELDS):
         return wrong
-    wanted = _model(config, _latent(config) if latent else _grouped(config))
+    wanted = _model(config, _latent(config) if latent else _grouped(config, _head_dim(config)))
     # conversion/base.py, map_tensor_name: an unknown name is an error, and a bias is mapped as its weight;
     # src/llama-model-loader.cpp, done_getting_tensors: so is a tensor that the architecture does not create.
     wrong = _differences(wanted, shapes)
@@ -155,18 +189,26 @@ def _head_dim(config: Mapping) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
-def _grouped(config: Mapping) -> Shapes:
+def _grouped(config: Mapping, dim: int) -> Shapes:
     """vLLM: QKVParallelLinear takes all heads of queries and the KV heads that num_key_value_heads says."""
-    kind, dim, width = config["model_type"], _head_dim(config), config["hidden_size"]
+    kind, width = config["model_type"], config["hidden_size"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     shapes = {"q_proj.weight": (q, width), "k_proj.weight": (kv, width), "v_proj.weight": (kv, width)}
     shapes |= {"o_proj.weight": (width, q)}
-    # vLLM: models/qwen2.py has biases of q, k and v always; models/llama.py and its likes where attention_bias says so
-    biased = ("q_proj", "k_proj", "v_proj") if kind == "qwen2" else ()
-    biased = ("q_proj", "k_proj", "v_proj", "o_proj") if config.get("attention_bias") and not biased else biased
-    shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in biased}
+    shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in _biased(config)}
     norms = ("q_norm", "k_norm") if kind in HEAD_NORMS else ()
     return shapes | {f"{name}.weight": (dim,) for name in norms}
+
+
+def _biased(config: Mapping) -> tuple[str, ...]:
+    """vLLM: models/qwen2.py always has biases, but none of o; gemma.py never; the others where attention_bias says so.
+
+    Of o models/qwen3.py has none even then.
+    """
+    kind = config["model_type"]
+    if kind == "gemma" or (kind != "qwen2" and not config.get("attention_bias")):
+        return ()
+    return ("q_proj", "k_proj", "v_proj") if kind in ("qwen2", "qwen3") else ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def _latent(config: Mapping) -> Shapes:

@@ -22,8 +22,9 @@ from attnlib.convert.checkpoint.errors import (
     OutputError,
     RequestError,
 )
-from attnlib.convert.checkpoint.folder import read_folder
+from attnlib.convert.checkpoint.folder import SourceFile, read_folder
 from attnlib.convert.checkpoint.model import read_model
+from attnlib.convert.checkpoint.scan import scan
 from attnlib.convert.text import kept as kept_room
 from attnlib.convert.text import stored as stored_room
 from attnlib.convert.text.kept import Kept, Place
@@ -163,10 +164,41 @@ def misname(path):
 
 
 @pytest.mark.parametrize("damage", [cut, flip, link, os.unlink])
-@pytest.mark.parametrize("name", ["layer-00000.safetensors", "layer-00001.safetensors", "states-00002.safetensors"])
-def test_what_cannot_be_believed_is_made_again(source, tokens, tmp_path, whole, monkeypatch, damage, name):
+@pytest.mark.parametrize(
+    ("name", "run"), [("layer-00000", [0, 2]), ("layer-00001", [0, 1, 2]), ("states-00002", [0, 1, 2])]
+)
+def test_what_cannot_be_believed_is_made_again(source, tokens, tmp_path, whole, monkeypatch, damage, name, run):
+    """And what is behind a damaged layer is not, for the hidden states behind all of them are there."""
     stopped(source, tokens, tmp_path, monkeypatch, 2)
-    damage(folder_of(tmp_path) / name)
+    damage(folder_of(tmp_path) / f"{name}.safetensors")
+    seen = calls_of(monkeypatch)
+    with kept(source, tokens, tmp_path) as calibrations:
+        assert same(calibrations, whole)
+    assert seen == run
+
+
+@pytest.mark.parametrize("lost", [[0], [1], [0, 1], [2]])
+def test_of_a_finished_calibration_damaged_files_are_made_again(source, tokens, tmp_path, whole, monkeypatch, lost):
+    with kept(source, tokens, tmp_path, is_kept=True) as calibrations:
+        calibrations(0)
+    before = contents(tmp_path)
+    for index in lost:
+        flip(folder_of(tmp_path) / f"layer-{index:05}.safetensors")
+    written, honest = [], writing.new_file
+    monkeypatch.setattr(stored_room, "new_file", lambda folder, name: written.append(name) or honest(folder, name))
+    seen = calls_of(monkeypatch)
+    with kept(source, tokens, tmp_path, is_kept=True) as calibrations:
+        assert same(calibrations, whole)
+    assert seen == list(range(lost[-1] + 1))
+    assert written == [f"layer-{index:05}.safetensors" for index in lost]
+    assert contents(tmp_path) == before
+
+
+def test_a_run_that_stops_while_it_makes_files_again_is_gone_on_with(source, tokens, tmp_path, whole, monkeypatch):
+    stopped(source, tokens, tmp_path, monkeypatch, 2)
+    for index in (0, 1):
+        flip(folder_of(tmp_path) / f"layer-{index:05}.safetensors")
+    stopped(source, tokens, tmp_path, monkeypatch, 1)
     seen = calls_of(monkeypatch)
     with kept(source, tokens, tmp_path) as calibrations:
         assert same(calibrations, whole)
@@ -215,6 +247,20 @@ def test_another_identity_has_another_folder(source, tokens, tmp_path, monkeypat
     assert len(list(tmp_path.glob("calibration-*"))) == 2
 
 
+def test_what_a_scan_has_read_is_not_read_again(source, tokens, tmp_path, monkeypatch):
+    """But a file that changed since then is found."""
+    shutil.copytree(source, tmp_path / "in")
+    first, second = (kept(folder, tokens, tmp_path) for folder in (source, tmp_path / "in"))
+    scan(second.model.checkpoint, lambda _: None)
+    wanted = first._identity()
+    with monkeypatch.context() as patch:
+        patch.setattr(SourceFile, "chunks", lambda *_: pytest.fail("read again"))
+        assert second._identity() == wanted
+    flip(sorted((tmp_path / "in").glob("*.safetensors"))[0])
+    with pytest.raises(CheckpointError, match="changed meanwhile"):
+        second._identity()
+
+
 def test_a_copy_of_the_source_is_the_same_source(source, tokens, tmp_path, monkeypatch):
     with kept(source, tokens, tmp_path, is_kept=True) as calibrations:
         calibrations(0)
@@ -252,7 +298,7 @@ def test_one_run_at_a_time(source, tokens, tmp_path, monkeypatch):
 
     def reentering(self, index):
         monkeypatch.setattr(TextCalibration, "_next", honest)
-        with pytest.raises(RequestError, match="another conversion"):
+        with pytest.raises(RequestError, match="another run writes there"):
             kept(source, tokens, tmp_path)(0)
         return honest(self, index)
 

@@ -285,7 +285,7 @@ def test_a_work_folder_of_a_stranger_is_refused(tmp_path, source, monkeypatch):
 
 def test_two_conversions_to_one_target_exclude_each_other(tmp_path, source, whole):
     def reentering(weights, shape):
-        with pytest.raises(RequestError, match="another conversion"):
+        with pytest.raises(RequestError, match="another run writes there"):
             run(source, tmp_path / "out")
         if shape.index == 1:
             run(source, tmp_path / "other")
@@ -319,7 +319,7 @@ def test_a_source_that_changes_meanwhile_is_found_out(tmp_path, source, change, 
             CHANGES[change](source)
         return halve(weights, shape)
 
-    with pytest.raises(CheckpointError, match=r"changed during|missing"):
+    with pytest.raises(CheckpointError, match=r"changed meanwhile|missing"):
         run(source, tmp_path / "out", changing)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 

@@ -143,7 +143,7 @@ def test_a_cache_that_is_none_is_refused(tmp_path, fault):
     else:
         read = read_folder(snapshot, follow_links=True)
         blob.write_text("{}")
-        with pytest.raises(CheckpointError, match=r"tokenizer\.json: changed during the conversion"):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json: changed meanwhile"):
             convert(read, tmp_path / "out", identity, progress=False)
         return
     with pytest.raises(CheckpointError, match=": expected "):

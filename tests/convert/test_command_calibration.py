@@ -48,6 +48,8 @@ def test_without_a_text_the_sample_is_taken_and_named(source, tmp_path, to, caps
     assert "for random inputs" not in printed
     assert "calibrating on the bundled sample: 100%" in bar
     assert "9/9" in bar  # samples x layers
+    assert "comparing: 100%" in bar
+    assert "6/6" in bar  # layers of source and result
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     report = report_of(tmp_path / "out")
     assert to[0] == "mla" or (report["settings"]["merge"], report["settings"]["grouping"]) == ("principal", "similar")
@@ -84,6 +86,14 @@ def test_no_calibration_goes_by_the_weights_alone(source, tmp_path, capsys, monk
     assert "calibrating" not in bar
 
 
+@pytest.mark.parametrize("option", ["--quiet", "--no-check-logits"])
+def test_a_bar_of_a_comparison_is_seen_where_there_is_one(source, tmp_path, capsys, option):
+    assert run(source, tmp_path / "out", *SHORT, option) == 0
+    bars = capsys.readouterr().err
+    assert "comparing" not in bars
+    assert ("calibrating" in bars) == (option != "--quiet")
+
+
 @pytest.mark.parametrize("options", [(), ("--samples", 2)])
 def test_what_merges_nothing_is_not_calibrated(source, tmp_path, capsys, monkeypatch, options):
     monkeypatch.setattr(TextCalibration, "__init__", lambda *_, **__: pytest.fail("a text was run"))
@@ -92,7 +102,9 @@ def test_what_merges_nothing_is_not_calibrated(source, tmp_path, capsys, monkeyp
     for name, source_of, heads in (("a", source, 8), ("b", tmp_path / "gpt2", 4)):
         assert run(source_of, tmp_path / name, *options, to=("gqa", "--kv-heads", heads)) == 0
         assert calibration_of(tmp_path / name) == "none: no heads are merged"
-        assert "calibrated on: none: no heads are merged" in capsys.readouterr().out
+        printed, bar = capsys.readouterr()
+        assert "calibrated on: none: no heads are merged" in printed
+        assert ("comparing" in bar) == (source_of == source)  # GPT-2 is compared whole
 
 
 def test_the_length_is_no_more_than_the_model_reads(source, tmp_path, monkeypatch):

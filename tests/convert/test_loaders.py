@@ -5,9 +5,10 @@ from functools import cache
 
 import pytest
 import torch
-from family_models import KV_HEADS, make
-from loader_rules import FIELDS, LATENT_FIELDS, MLA_HEAD_SIZES, llama_cpp, vllm
-from transformers import LlamaConfig, LlamaForCausalLM
+from family_models import HEADS, KV_HEADS, make
+from family_models import SIZES as SMALL
+from loader_rules import FIELDS, LATENT_FIELDS, MLA_HEAD_SIZES, OWN_FIELDS, llama_cpp, vllm
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from attnlib.convert.calibration import Calibration
 from attnlib.convert.checkpoint import convert
@@ -17,8 +18,8 @@ from attnlib.convert.latent.deepseek import converter
 
 GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 LOADERS = (vllm, llama_cpp)
-SIZES = {"vocab_size": 61, "hidden_size": 320, "intermediate_size": 48, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 10, "num_key_value_heads": 10, "head_dim": 32, "max_position_embeddings": 64}
+SIZES = {"vocab_size": 61, "hidden_size": 256, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 64}
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +30,16 @@ def results(tmp_path_factory):
     def made(kind):
         source, out = (tmp_path_factory.mktemp(kind) / name for name in ("in", "out"))
         if kind in GROUPED:
-            make(kind).save_pretrained(source)
+            # vLLM knows no other heads of Qwen 2 than the width over their number.
+            model = Qwen2ForCausalLM(Qwen2Config(**SMALL)) if kind == "qwen2" else make(kind)
+            model.save_pretrained(source)
             made = grouped(json.loads((source / "config.json").read_text()), KV_HEADS // 2)
         else:
             torch.manual_seed(0)
             LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(source)
             text = Calibration.of([torch.randn(2, 400, SIZES["hidden_size"]) + 1])
             config = json.loads((source / "config.json").read_text())
-            made = converter(config, 320 - 32, rope_dim=32, norm=kind, calibrations=lambda _: text)
+            made = converter(config, 320 - 64, rope_dim=64, norm=kind, calibrations=lambda _: text)
         convert(source, out, made, progress=False)
         checkpoint = read_folder(out)
         return checkpoint.config, {name: stored.entry.shape for name, stored in checkpoint.tensors.items()}
@@ -71,9 +74,10 @@ def test_what_the_loaders_have_against_latents(results):
         assert len(dropped) >= 2 * 2
         assert set(wrong) - set(dropped) <= {"q_lora_rank: required"}
     # 448 + 64, as in the command's own example, and the widths of DeepSeek itself
-    for rank, known in ((448, False), (512, True), (256, True)):
-        wrong = vllm(config | {"kv_lora_rank": rank, "qk_rope_head_dim": 64}, shapes)
-        assert any("expected one of (320, 576)" in line for line in wrong) == (not known)
+    for rank, known in ((384, False), (448, True), (512, True), (256, True)):
+        wrong = vllm(config | {"kv_lora_rank": rank}, shapes)
+        assert any("expected one of (320, 512, 576)" in line for line in wrong) == (not known)
+    assert any("got (128, 32, 128)" in line for line in vllm(config | {"qk_rope_head_dim": 32}, shapes))
     scaled = config | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}
     assert vllm(scaled, shapes) == ["rope_type: taken for YaRN: llama3"]
 
@@ -95,6 +99,7 @@ def test_every_tensor_counts(results, kind, loader):
 def test_every_field_counts(results, kind, loader):
     config, shapes = results(kind)
     fields = FIELDS if kind in GROUPED else LATENT_FIELDS
+    fields += OWN_FIELDS.get(kind, ()) if loader is vllm else ()
     assert set(fields) <= config.keys()
     for field in fields:
         lacking = {name: x for name, x in config.items() if name != field}
@@ -105,3 +110,44 @@ def test_every_field_counts(results, kind, loader):
             continue  # which does not read it of a latent
         assert set(loader(config | {field: 2 * config[field]}, shapes)) - known, field
     assert loader(config | {"architectures": ["FooForCausalLM"]}, shapes)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "gemma2", "gemma3_text", "qwen2", "qwen3"])
+def test_which_biases_vllm_knows(results, kind):
+    """Of the four that transformers makes of attention_bias; Qwen 2 has three without being asked."""
+    config, shapes = results(kind)
+    known = {"gemma": "", "qwen2": "qkv", "qwen3": "qkv"}.get(kind, "qkvo")
+    weights = {name: x for name, x in shapes.items() if "self_attn" in name and name.endswith("_proj.weight")}
+    biased = shapes | {name.replace(".weight", ".bias"): x[:1] for name, x in weights.items()}
+    wrong = vllm(config | {"attention_bias": True}, biased)
+    assert all(line.endswith("bias: dropped in silence, or one too many") for line in wrong)
+    assert len(wrong) == (4 - len(known)) * config["num_hidden_layers"]
+
+
+MIXED = {"layer_types": ["full_attention", "sliding_attention"], "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("mistral", {"hidden_act": "gelu"}, "hidden_act: only silu, got gelu"),
+        ("qwen3", {"hidden_act": "gelu"}, "hidden_act: only silu, got gelu"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation: only gelu_pytorch_tanh, got gelu"),
+        ("gemma2", {"tie_word_embeddings": False}, "tie_word_embeddings: there is no head"),
+        ("qwen2", MIXED, "layer_types: windows in some layers alone"),
+        ("qwen3", MIXED, "layer_types: windows in some layers alone"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters: expected those of"),
+    ],
+)
+def test_what_vllm_refuses_of_a_family(results, kind, change, message):
+    config, shapes = results(kind)
+    assert any(line.startswith(message) for line in vllm(config | change, shapes))
+
+
+def test_vllm_takes_no_head_dim_of_qwen2(tmp_path):
+    make("qwen2").save_pretrained(tmp_path)
+    checkpoint = read_folder(tmp_path)
+    shapes = {name: stored.entry.shape for name, stored in checkpoint.tensors.items()}
+    assert checkpoint.config["head_dim"] == 2 * SMALL["hidden_size"] // HEADS
+    assert llama_cpp(checkpoint.config, shapes) == []
+    assert any("q_proj.weight: expected (32, 32), got (64, 32)" in line for line in vllm(checkpoint.config, shapes))

@@ -14,8 +14,10 @@ from transformers import BertConfig, BertModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from attnlib.convert import Calibration, CheckpointError, RequestError
-from attnlib.convert.checkpoint.folder import read_folder
+from attnlib.convert.checkpoint.folder import SourceFile, read_folder
 from attnlib.convert.checkpoint.model import read_model
+from attnlib.convert.text import layerwise
+from attnlib.convert.text.layers import Layers
 from attnlib.convert.text.layerwise import TextCalibration
 from attnlib.convert.text.tokens import read_text, tokens_of
 
@@ -59,6 +61,16 @@ def test_weights_of_sixteen_bits_are_run_in_fp32(tmp_path):
     tokens = tokens_of(source, TEXT, samples=2, length=20)
     wanted = Calibration.of(observed(source, tokens)[2]).moment
     torch.testing.assert_close(streamed(source, tokens)(2).moment, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_of_the_embedding_what_occurs_is_read_and_no_more(tmp_path, monkeypatch):
+    source, tokens = save(tmp_path / "in", "llama", dtype="bfloat16"), torch.tensor([[70, 3, 4, 5], [129, 4, 70, 0]])
+    layers, read = Layers(read_folder(source)), []
+    honest = SourceFile.read
+    monkeypatch.setattr(SourceFile, "read", lambda *given: read.append(given[2]) or honest(*given))
+    states = torch.cat(layers.embedded(tokens))
+    assert read == [2 * 24 * rows for rows in (1, 3, 1, 1)]  # 0; 3, 4 and 5; 70; 129
+    assert states.equal(load(source).model.embed_tokens(tokens).float())
 
 
 def test_any_order_gives_the_same_bits(sources):
@@ -107,6 +119,15 @@ def test_one_layer_has_weights_at_a_time(sources):
         calibrations(index)
         assert with_weights(others) == 0
     assert loaded == [1] * 2 * 4
+
+
+def test_free_memory_is_given_back_behind_each_layer(sources, monkeypatch):
+    """When its weights have gone, or the pages that they were in would not be free."""
+    others, given = decoder_layers(), []
+    monkeypatch.setattr(layerwise, "give_back", lambda: given.append(with_weights(others)))
+    tokens = tokens_of(sources["llama"], TEXT, samples=2, length=8)
+    streamed(sources["llama"], tokens)(2)
+    assert given == [0] * 3
 
 
 def decoder_layers():

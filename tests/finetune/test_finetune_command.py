@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from attnlib.__main__ import main
+from attnlib.convert.checkpoint.writing import only_one
 from attnlib.finetune import run, training
 from attnlib.finetune.run import PICTURE, REPORT, STATE
 
@@ -264,6 +265,12 @@ def test_a_wrong_request_ends_before_weights_are_loaded(folders, tmp_path, monke
     assert heal(folders, tmp_path / "out", *options) == 2
     assert f"python -m attnlib finetune: {message}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_one_run_at_a_time(folders, tmp_path, capsys):
+    with only_one(tmp_path / "out"):
+        assert heal(folders, tmp_path / "out") == 2
+    assert "out: expected to be alone, and another run writes there; wait for its end" in capsys.readouterr().err
 
 
 def test_a_place_that_is_taken_is_refused(folders, tmp_path, capsys):

@@ -5,7 +5,6 @@ logits are done as there. Only its decoder is another: one that takes final hidd
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +55,7 @@ class Head:
                     f"lm_head.{name}: expected {list(wanted.shape)}, as transformers reads config.json, "
                     f"got {list(stored.entry.shape)}"
                 )
-            rows[name] = lambda first, last, stored=stored: _read(stored, first, last).to(
+            rows[name] = lambda first, last, stored=stored: stored.rows(first, last).to(
                 device, torch.float32, copy=True
             )
         return cls(model, rows)
@@ -111,10 +110,3 @@ def _stored(checkpoint: Checkpoint, parameter: str) -> StoredTensor:
         if len(found) == 1:
             return checkpoint.tensors[found[0]]
     raise CheckpointError(f"lm_head.{parameter}: expected a head, or one embedding that it is tied to, got neither")
-
-
-def _read(stored: StoredTensor, first: int, last: int) -> Tensor:
-    """Some rows of a tensor, without the others."""
-    entry = stored.entry
-    wanted = replace(entry, shape=(last - first, *entry.shape[1:]))
-    return replace(stored, entry=replace(wanted, start=entry.start + first * (wanted.nbytes // (last - first)))).load()

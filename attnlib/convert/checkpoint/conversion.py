@@ -164,7 +164,7 @@ def _write_rest(folder: Path, plan: Plan, model: Model, inputs: Mapping[str, Map
             file.write(source.read())
         hashes[source.name] = file.sha256
         if file.sha256 != inputs[source.name]["sha256"]:
-            raise CheckpointError(f"{source.name}: changed during the conversion; start again when it is at rest")
+            raise CheckpointError(f"{source.name}: changed meanwhile; start again when it is at rest")
     return hashes
 
 

@@ -11,7 +11,7 @@ class CheckpointError(ValueError):
 
 
 class RequestError(ValueError):
-    """The request itself is wrong: where the result should go, or that another conversion is writing there."""
+    """The request itself is wrong: where the result should go, or that another run is writing there."""
 
     exit_code = 2
 

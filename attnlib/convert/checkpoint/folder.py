@@ -6,10 +6,11 @@ for: they lead from ``snapshots/<revision>`` to a plain file in ``blobs`` beside
 """
 
 import errno
+import hashlib
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -102,7 +103,7 @@ class SourceFile:
         file = _open_plain(self.path)
         if _identity(os.fstat(file.fileno())) != self.identity:
             file.close()
-            raise CheckpointError(f"{self.name}: changed during the conversion; start again when it is at rest")
+            raise CheckpointError(f"{self.name}: changed meanwhile; start again when it is at rest")
         return file
 
 
@@ -120,6 +121,12 @@ class StoredTensor:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self.file.read(self.entry.start, self.entry.nbytes), dtype=dtype).view(shape)
 
+    def rows(self, first: int, last: int) -> Tensor:
+        """The rows ``first`` to ``last - 1``, without the others."""
+        shape, dtype, start = self.entry.shape, self.entry.dtype, self.entry.start
+        row = self.entry.nbytes // shape[0]
+        return StoredTensor(self.file, Entry(dtype, (last - first, *shape[1:]), start + first * row)).load()
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -132,11 +139,27 @@ class Checkpoint:
     described_by: tuple[SourceFile, ...]
     copied: tuple[SourceFile, ...]
     left_behind: tuple[str, ...]
+    hashes: dict[str, str] = field(default_factory=dict, compare=False)  # of files that somebody has read whole
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
         """Every file that the result depends on."""
         return self.described_by + self.shards + self.copied
+
+    def sha256(self, file: SourceFile) -> str:
+        """That of one of the files, which is read whole unless somebody did so before.
+
+        Raises:
+            CheckpointError: it is no longer the file that was first seen.
+        """
+        if file.name in self.hashes:
+            file.check()
+        else:
+            digest = hashlib.sha256()
+            for part in file.chunks(0, file.size, buffer_for(file.size)):
+                digest.update(part)
+            self.hashes[file.name] = digest.hexdigest()
+        return self.hashes[file.name]
 
 
 def buffer_for(size: int) -> memoryview:

@@ -15,7 +15,7 @@ def scan(
 ) -> tuple[dict[str, dict[str, int | str]], dict[str, dict[str, int]]]:
     """Size and sha256 by file, and counts of ``nan`` and ``inf`` by tensor, of those that have any.
 
-    ``advance`` is told of the bytes that were read.
+    ``advance`` is told of the bytes that were read, and ``checkpoint`` of each sha256.
     """
     buffer = buffer_for(max(file.size for file in checkpoint.files))
     inputs, nonfinite = {}, {}
@@ -30,6 +30,7 @@ def scan(
                         nonfinite[name] = dict(Counter(nonfinite.get(name, {})) + Counter(counts))
                     hashed.result()
                     advance(len(part))
+            checkpoint.hashes[file.name] = digest.hexdigest()
             inputs[file.name] = {"size": file.size, "sha256": digest.hexdigest()}
     return inputs, nonfinite
 

@@ -131,7 +131,7 @@ def sigterm_waits() -> Iterator[None]:
 
 @contextmanager
 def only_one(target: Path) -> Iterator[None]:
-    """Hold the lock of a target: two conversions to the same one would undo each other. It ends with the process.
+    """Hold the lock of a target: two runs that write the same one would undo each other. It ends with the process.
 
     Raises:
         RequestError: somebody else holds it.
@@ -145,7 +145,7 @@ def only_one(target: Path) -> Iterator[None]:
         except BlockingIOError:
             mine = False
         if not mine:  # held, or removed by its holder between our opening and locking it
-            raise RequestError(f"{target}: expected to be alone, and another conversion writes there; wait for its end")
+            raise RequestError(f"{target}: expected to be alone, and another run writes there; wait for its end")
         try:
             yield
         finally:

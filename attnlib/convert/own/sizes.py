@@ -1,11 +1,11 @@
 """The sizes of all layers: each the same, or of one cache what lets them lose least."""
 
 import re
-import sys
 from collections.abc import Sequence
 
 import torch
 
+from ..bars import steps
 from ..checkpoint.errors import CheckpointError, RequestError
 from ..stock import class_of, quiet
 from .allotment import allot
@@ -14,13 +14,12 @@ from .kind import Kind
 
 def allotted(kind: Kind, total: int, *, progress: bool) -> list[int]:
     """The sizes of all layers that lose least together in a cache of ``total`` bytes a token."""
-    from tqdm import tqdm  # huggingface_hub needs it too
-
-    often = {"mininterval": 0.2 if sys.stderr.isatty() else 15}
-    bar = tqdm(kind.model.layers, desc="measuring", unit=" layers", disable=not progress, **often)
-    losses = [
-        {kind.token_bytes(index, size): (loss, size) for size, loss in kind.losses(index).items()} for index in bar
-    ]
+    advance = steps("measuring" if progress else None, len(kind.model.layers), " layers")
+    losses = []
+    for index in kind.model.layers:
+        found = kind.losses(index)
+        losses.append({kind.token_bytes(index, size): (loss, size) for size, loss in found.items()})
+        advance()
     stored = allot([{count: loss for count, (loss, _) in options.items()} for options in losses], total)
     return [options[count][1] for options, count in zip(losses, stored, strict=True)]
 

@@ -1,7 +1,6 @@
 """The calibrations of all layers, made once: a phase of its own, which goes on where it was stopped."""
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..bars import bar
 from ..calibration import SAMPLE, Calibration
 from ..checkpoint.conversion import REFUSALS, bytes_of
 from ..checkpoint.errors import CheckpointError, DamageError
-from ..checkpoint.folder import CONFIG, SourceFile, buffer_for
+from ..checkpoint.folder import CONFIG
 from ..checkpoint.model import Model
 from ..checkpoint.plain_json import dump
 from ..checkpoint.progress import remove
@@ -96,21 +96,25 @@ class Kept:
         folder = self.place.start.with_name(f"{self.place.start.name}{digest}")
         with clean_errors(STAYS if self.place.is_left else "what was calibrated is removed"), only_one(folder):
             stored = Stored(folder, identity)
-            states = stored.resume(len(self.model.layers))
-            self._require_room(len(self.model.layers) - len(stored.layers))
+            stored.resume(len(self.model.layers))
+            self._require_room(len(self.model.layers) - len(stored.layers) + len(stored.lost))
             self._stored = stored
             stored.begin()
             with advised():
-                self._calibrate(stored, states)
+                self._calibrate(stored)
         self._running = None  # and the hidden states with it
 
-    def _calibrate(self, stored: Stored, states: list[Tensor] | None) -> None:
-        """Make what is not there yet, layer by layer."""
+    def _calibrate(self, stored: Stored) -> None:
+        """Make what is not there any more, from the first layer on, and then what is not there yet."""
         done, count = len(stored.layers), len(self.model.layers)
-        if states is not None:
-            self._running.go_on(done, states)
-        with _bar(len(self.tokens), count, done, self.title) as bar:
-            self._advance = bar.update
+        again = max(stored.lost, default=-1) + 1
+        samples = len(self.tokens)
+        with bar(self.title, samples * count, " samples x layers", done=samples * (done - again)) as shown:
+            self._advance = shown.update
+            for index in [*stored.lost]:
+                stored.replace(index, self._running(index))
+            if 0 < done < count:
+                self._running.go_on(done, stored.states())
             for index in range(done, count):
                 found = self._running(index)
                 stored.add(found, None if index + 1 == count else self._running.states)
@@ -126,7 +130,7 @@ class Kept:
         checkpoint = self.model.checkpoint
         files = [*(file for file in checkpoint.described_by if file.name == CONFIG), *checkpoint.shards]
         with ThreadPoolExecutor() as pool:
-            inputs = dict(zip((file.name for file in files), pool.map(_sha256, files), strict=True))
+            inputs = dict(zip((file.name for file in files), pool.map(checkpoint.sha256, files), strict=True))
         return {
             "version": VERSION,
             "torch": str(torch.__version__),
@@ -138,13 +142,6 @@ class Kept:
         }
 
 
-def _sha256(file: SourceFile) -> str:
-    digest = hashlib.sha256()
-    for part in file.chunks(0, file.size, buffer_for(file.size)):
-        digest.update(part)
-    return digest.hexdigest()
-
-
 @contextmanager
 def advised() -> Iterator[None]:
     """Say of what cannot be calibrated how to convert it all the same."""
@@ -152,17 +149,3 @@ def advised() -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {WITHOUT}") from error
-
-
-def _bar(samples: int, layers: int, done: int, title: str | None):
-    from tqdm import tqdm  # not above: --help of all commands does without it
-
-    quick = sys.stderr.isatty()
-    return tqdm(
-        total=samples * layers,
-        initial=samples * done,
-        desc=title,
-        unit=" samples x layers",
-        disable=title is None,
-        mininterval=0.2 if quick else 15,
-    )

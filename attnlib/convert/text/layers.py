@@ -45,14 +45,15 @@ class Layers:
         Raises:
             CheckpointError: a token has no embedding.
         """
-        rows = self.tensor(f"{self.prefix}{EMBEDDING}")
-        if tokens.max() >= len(rows):
+        stored = self._entry(f"{self.prefix}{EMBEDDING}")
+        words = stored.entry.shape[0]
+        if tokens.max() >= words:
             raise CheckpointError(
-                f"tokenizer.json: expected tokens below {len(rows)}, of which the model has embeddings, "
+                f"tokenizer.json: expected tokens below {words}, of which the model has embeddings, "
                 f"got {int(tokens.max())}"
             )
         used, places = tokens.unique(return_inverse=True)
-        self._embed_by(rows[used].to(self.device, torch.float32, copy=True))
+        self._embed_by(_rows(stored, used).to(self.device, torch.float32, copy=True))
         layers, recorders = self._base.layers, [_Recorder() for _ in self._base.layers]
         self._base.layers, self._base.norm = nn.ModuleList(recorders), nn.Identity()
         with torch.no_grad():
@@ -150,6 +151,12 @@ def _shape(shapes: list[list[tuple[int, ...]]], *, stacked: bool) -> tuple[int, 
     if len(rows) != 1 or len(tails) != 1:
         return ()
     return ((len(shapes),) if stacked else ()) + rows.pop()
+
+
+def _rows(stored: StoredTensor, used: Tensor) -> Tensor:
+    """Rows of a tensor by their indices, which rise; neighbours are read together, and no others."""
+    ends = (used.diff() > 1).nonzero().flatten() + 1
+    return torch.cat([stored.rows(int(run[0]), int(run[-1]) + 1) for run in used.tensor_split(ends.tolist())])
 
 
 def _prefix(checkpoint: Checkpoint) -> str:

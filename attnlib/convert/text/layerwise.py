@@ -9,6 +9,7 @@ from ..calibration import Calibration, observe
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.model import Model
 from ..checkpoint.source_rope import rope_of
+from .freed import give_back
 from .layers import Layers
 from .workers import side_by_side
 
@@ -59,6 +60,7 @@ class TextCalibration:
 
     def go_on(self, index: int, states: list[Tensor]) -> None:
         """Go on with layer ``index``, which reads these hidden states."""
+        self._states = None
         self.layers.embedded(self.tokens)  # what layers get beside them
         self._index, self._last = index - 1, None
         self._states = [x.to(self.device, copy=True) for x in states]
@@ -74,5 +76,6 @@ class TextCalibration:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"layer {index}, over text: {error}") from error
+        give_back()
         self._states = states
         return found.to("cpu")

@@ -20,6 +20,7 @@ from ..checkpoint.folder import SourceFile
 from ..checkpoint.header import Entry, header_length, make_header, parse_header
 from ..checkpoint.plain_json import dump, parse_object
 from ..checkpoint.progress import remove
+from ..checkpoint.verify import file_sha256
 from ..checkpoint.writing import new_file, sync_folder, write_file
 
 DONE = "calibration.json"
@@ -27,38 +28,36 @@ MAX_DONE = 2**24  # bytes
 
 
 class Stored:
-    """The folder. ``layers`` gives the sha256 of each finished layer's file."""
+    """The folder. ``layers`` gives the sha256 of each finished layer's file, and ``lost`` which files are not that."""
 
     def __init__(self, folder: Path, identity: Mapping[str, object]):
         self.folder: Path = folder
         self.identity: dict[str, object] = dict(identity)
         self.layers: list[str] = []
+        self.lost: list[int] = []
+        self._behind: str | None = None  # the sha256 of the hidden states
 
-    def resume(self, count: int) -> list[Tensor] | None:
-        """Find out what an earlier run finished of ``count`` layers; returns the hidden states behind it.
+    def resume(self, count: int) -> None:
+        """Find out what an earlier run finished of ``count`` layers.
 
-        What cannot be believed is not done, nor what comes behind it: layers are run in order. None: nothing has to be
-        run, or all of it.
+        Where the hidden states behind it cannot be believed, that is nothing: layers are run in order.
 
         Raises:
             RequestError: the folder is not this user's own; its contents may be anything.
         """
         if not os.path.lexists(self.folder):
-            return None
+            return
         status = os.lstat(self.folder)
         if self.folder.is_symlink() or not self.folder.is_dir() or status.st_uid != os.geteuid():
             raise RequestError(f"{self.folder}: expected a folder of this user, got something else; remove it")
         with suppress(CheckpointError, KeyError, TypeError):  # whatever a damaged file says
             done = parse_object(SourceFile.at(self.folder / DONE, limit=MAX_DONE).read(), DONE)
             if done.get("identity") != self.identity:
-                return None
-            for index, sha256 in enumerate(done["layers"]):
-                _read(self.folder / _layer(index), sha256)
-            states = _read(self.folder / _states(len(done["layers"])), done["states"]) if done["states"] else None
-            if states is not None or len(done["layers"]) == count:
-                self.layers = done["layers"]
-                return None if states is None else [*states["states"][:, None]]
-        return None
+                return
+            layers, behind = done["layers"], done["states"]
+            if len(layers) == count or self._is_there(_states(len(layers)), behind):
+                lost = [n for n, sha256 in enumerate(layers) if not self._is_there(_layer(n), sha256)]
+                self.layers, self.lost, self._behind = [*layers], lost, behind
 
     def begin(self) -> None:
         """Make the folder. Of an earlier run only what is finished stays."""
@@ -68,14 +67,21 @@ class Stored:
 
     def add(self, calibration: Calibration, states: Sequence[Tensor] | None) -> None:
         """Write down the next layer, and the hidden states ``[1, length, m]`` behind it; None behind the last one."""
-        held = {"tokens": [torch.tensor([calibration.tokens])], "moment": [calibration.moment]}
-        sha256 = _write(self.folder, _layer(len(self.layers)), held | {"sample": [calibration.sample]})
-        index = len(self.layers) + 1
-        behind = None if states is None else _write(self.folder, _states(index), {"states": states})
-        done = {"identity": self.identity, "layers": [*self.layers, sha256], "states": behind}
-        write_file(self.folder, DONE, dump(done))
-        self.layers.append(sha256)
+        self.layers.append(self._write_layer(len(self.layers), calibration))
+        name = _states(len(self.layers))
+        self._behind = None if states is None else _write(self.folder, name, {"states": states})
+        self._save()
         self._tidy()
+
+    def replace(self, index: int, calibration: Calibration) -> None:
+        """Write down a layer that was lost."""
+        self.layers[index] = self._write_layer(index, calibration)
+        self._save()
+        self.lost.remove(index)
+
+    def states(self) -> list[Tensor]:
+        """The hidden states ``[1, length, m]`` behind the last finished layer, which is not the model's last."""
+        return [*_read(self.folder / _states(len(self.layers)), self._behind)["states"][:, None]]
 
     def calibration(self, index: int) -> Calibration:
         """That of a finished layer.
@@ -89,9 +95,23 @@ class Stored:
             raise DamageError(f"{error}; run it again, and it is made again") from error
         return Calibration(int(held["tokens"]), held["moment"], held["sample"])
 
+    def _is_there(self, name: str, sha256: str) -> bool:
+        with suppress(CheckpointError):
+            return file_sha256(self.folder / name) == sha256
+        return False
+
+    def _write_layer(self, index: int, calibration: Calibration) -> str:
+        held = {"tokens": [torch.tensor([calibration.tokens])], "moment": [calibration.moment]}
+        return _write(self.folder, _layer(index), held | {"sample": [calibration.sample]})
+
+    def _save(self) -> None:
+        done = {"identity": self.identity, "layers": self.layers, "states": self._behind}
+        write_file(self.folder, DONE, dump(done))
+
     def _tidy(self) -> None:
         """Remove what is neither finished nor needed to go on."""
-        kept = {DONE, _states(len(self.layers)), *(_layer(index) for index in range(len(self.layers)))}
+        there = set(range(len(self.layers))) - {*self.lost}
+        kept = {DONE, _states(len(self.layers)), *map(_layer, there)}
         for path in self.folder.iterdir():
             if path.name not in (kept if self.layers else ()):
                 remove(path)
