@@ -27,7 +27,8 @@ from .heads.align import Align
 from .heads.converter import StoredMerge, grouped, rotates_alike
 from .heads.recipe import Grouping, recipe
 from .latent.deepseek import converter as latent_converter
-from .latent.deepseek_layer import BASELINE, Norm, check_biases
+from .latent.losses import BASELINE
+from .latent.norm import Norm, check_biases, check_text
 from .stock import stock
 from .text import choice
 from .text.held_out import held_out
@@ -216,7 +217,10 @@ def _to_mla(
         "norm": arguments.norm or "exact",
     }
     with _refusals("--to mla"):
-        made = latent_converter(model.checkpoint.config, arguments.rank, calibrations=calibrations, **options)
+        check_text(options["norm"], calibrated=calibrated)
+        made = latent_converter(
+            model.checkpoint.config, arguments.rank, calibrations=calibrations, device=_device(), **options
+        )
     for index, layer in model.layers.items():
         biases = (name for name in layer.stored if name.endswith("bias"))
         with _refusals(f"layer {index}"):
