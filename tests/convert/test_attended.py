@@ -14,13 +14,13 @@ def seen_of(layer, calibration):
     return attended(heads_of(layer), calibration, scale=layer.scale)
 
 
-def test_attention_is_that_of_softmax():
+def test_attention_is_the_square_of_softmax():
     layer, x = grouped((2, 2), rope="partial-yarn", bias=True), tokens(40)
     heads, y = heads_of(layer), torch.nn.functional.pad(x, (0, 1), value=1.0)
     q, k = torch.einsum("tm,hdm->htd", y, heads.q), torch.einsum("tm,gdm->gtd", y, heads.k).repeat_interleave(2, 0)
     q[..., : layer.rope.dim] *= layer.rope.amplitude**2
-    by_hand = (q @ k.mT * layer.scale).softmax(-1).mean((0, 1))
-    close(attention(heads, y, scale=layer.scale), by_hand)
+    squares = (q @ k.mT * layer.scale).softmax(-1).square().sum((0, 1))
+    close(attention(heads, y, scale=layer.scale), squares / squares.sum())
 
 
 def test_weights_and_moment_are_one_mean():

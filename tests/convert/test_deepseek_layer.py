@@ -100,11 +100,13 @@ def test_the_norm_is_the_identity_up_to_rounding(dtype, size):
         layer.v_proj.weight.mul_(size)
         layer.v_proj.bias.mul_(size)
     x = tokens(64)
-    new = gqa_to_deepseek(layer.to(dtype), D + 1, rope_dim=D, calibration=Calibration.of([x]))
+    layer, calibration = layer.to(dtype), Calibration.of([x])
+    new = gqa_to_deepseek(layer, D + 1, rope_dim=D, calibration=calibration)
     assert new.kv_a_layernorm.eps == 1e-6
     raw = new.kv_a_proj_with_mqa(x.to(dtype))[:, : D + 1]
     stored = new.kv_a_layernorm(raw)
-    assert 0.49 < raw[:, :D].double().square().mean() < 2.05
+    weights = attended(heads_of(layer), calibration, scale=layer.scale).weights
+    assert 0.49 < weights @ raw[:, :D].double().square().mean(1) < 2.05
     assert (stored[:, D] == 0).all()
     v_up = new.kv_b_proj.weight.double().unflatten(0, (2, -1))[0, new.qk_nope_head_dim :]
     v = x.to(dtype).double() @ layer.v_proj.weight.double().T + layer.v_proj.bias.double()

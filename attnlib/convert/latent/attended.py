@@ -9,7 +9,10 @@ from ..calibration import Calibration
 from ..weights import Heads
 from .embedding import temperature
 
-SHARE = 0.25  # of a token's weight that is attention; the rest is the same for all
+# Of a token's weight that is attention; the rest is the same for all. Held-out KL of a model of 135M weights, with
+# latents of 191 and of 63 channels: 0.206 and 0.960 nats for 0; 0.184 and 0.761 for a quarter, 0.187 and 0.755 for a
+# half; and for a quarter of attention that is not squared 0.183 and 0.850 (2026-11).
+SHARE = 0.25
 QUERIES = 512  # that attend to the sample, of up to 4,096
 
 
@@ -50,10 +53,11 @@ def attended(heads: Heads, calibration: Calibration, *, scale: float) -> Attende
 
 
 def attention(heads: Heads, y: Tensor, *, scale: float) -> Tensor:
-    """How much of all attention each of ``[n, m + 1]`` inputs gets, the mean over heads: ``[n]``, 1 in all.
+    """How much ``[n, m + 1]`` inputs are attended to, the sum of squares over queries and heads: ``[n]``, 1 in all.
 
-    Any input attends to all, without a distance: they are not the whole of a text, and what draws attention from
-    everywhere, as first tokens do, draws it by what it is.
+    Squares, as the errors of a token's values reach an output times its attention. Any input attends to all, without a
+    distance: they are not the whole of a text, and what draws attention from everywhere, as first tokens do, draws it
+    by what it is.
     """
     q = heads.q * scale
     q[:, : heads.rotated] *= temperature(heads)
@@ -61,5 +65,5 @@ def attention(heads: Heads, y: Tensor, *, scale: float) -> Tensor:
     got = torch.zeros_like(y[:, 0])
     for index, rows in enumerate(q):
         keys = y @ heads.k[index // heads.group].T
-        got += ((some @ rows.T) @ keys.T).softmax(-1).mean(0)
-    return got / len(q)
+        got += ((some @ rows.T) @ keys.T).softmax(-1).square().sum(0)
+    return got / got.sum()

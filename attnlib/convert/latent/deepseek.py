@@ -56,7 +56,7 @@ def converter(
 
     Raises:
         CheckpointError: a model, or an option of it, that DeepSeek-V3 has no form for; says which.
-        ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`; the converter itself of biases only.
+        ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`; of biases and texts the converter.
     """
     _check(config)
     rope, target = rope_of(config), Target(rank=rank, rope_dim=rope_dim, reach=reach, norm=norm)
