@@ -11,9 +11,11 @@ from variants import Preset
 
 from attnlib import GroupedQueryAttention, MultiHeadLatentAttention
 from attnlib.convert import Calibration, calibrate, gqa_to_mla, mha_to_gqa
+from attnlib.convert.latent.attended import Attended
+from attnlib.convert.latent.cost import Cost
 from attnlib.convert.latent.deepseek_layer import gqa_to_deepseek
 from attnlib.convert.latent.layers import join, to_latent
-from attnlib.convert.latent.truncation import balance, truncate
+from attnlib.convert.latent.truncation import truncate
 from attnlib.convert.weights import split
 
 # Distances that converted keys are best at. Text far behind matters less, and this is 16 of the default's contexts.
@@ -55,8 +57,9 @@ def latent_by_plain_svd(
     new = gqa_to_mla(layer, rank, **options)
     with torch.no_grad():
         heads = split(layer.state_dict(), head_dim=layer.head_dim, rope=layer.rope)
-        white = Calibration.white(layer.hidden_size, layer.q_proj.weight.device)
-        cut = truncate(to_latent(heads, None, **options), rank, white, balance=balance(heads, white))
+        white = Attended.white(layer.hidden_size + 1, layer.q_proj.weight.device)
+        whole = to_latent(heads, None, **options)
+        cut = truncate(whole, rank, white, Cost.plain(whole, heads, white))
         new.load_state_dict(join(cut, layer.state_dict()))
     return new
 

@@ -19,7 +19,7 @@ from .checkpoint.errors import CheckpointError, OutputError, RequestError, Verif
 from .checkpoint.folder import read_folder
 from .checkpoint.model import Model, read_model
 from .checkpoint.report import REPORT
-from .latent.deepseek_layer import BASELINE
+from .latent.losses import BASELINE
 from .picture import draw
 from .stock import stock
 from .targets import device, require_own_options, target_of

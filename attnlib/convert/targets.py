@@ -17,7 +17,7 @@ from .heads.align import Align
 from .heads.converter import StoredMerge, grouped, rotates_alike
 from .heads.recipe import Grouping, recipe
 from .latent.deepseek import converter as latent_converter
-from .latent.deepseek_layer import Norm, check_biases
+from .latent.norm import Norm, check_biases, check_text
 from .own.grouped import GroupedKind
 from .own.kind import Kind
 from .own.latent import ROPE_DIM, LatentKind
@@ -121,7 +121,9 @@ def _to_mla(arguments: argparse.Namespace, model: Model, calibrations: Kept | No
         "norm": arguments.norm or "exact",
     }
     with _refusals("--to mla"):
-        made = latent_converter(model.checkpoint.config, arguments.rank, calibrations=calibrations, **options)
+        check_text(options["norm"], calibrated=calibrated)
+        known = {"calibrations": calibrations, "device": device()}
+        made = latent_converter(model.checkpoint.config, arguments.rank, **known, **options)
     for index, layer in model.layers.items():
         biases = (name for name in layer.stored if name.endswith("bias"))
         with _refusals(f"layer {index}"):

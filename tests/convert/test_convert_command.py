@@ -15,17 +15,20 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Lla
 
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 from attnlib.__main__ import main
-from attnlib.convert import VerificationError, command, mha_to_gqa
+from attnlib.convert import Calibration, VerificationError, command, mha_to_gqa
 from attnlib.convert.check import budget, lost, stock_check
 from attnlib.convert.checkpoint import conversion, writing
 from attnlib.convert.checkpoint.folder import read_folder
 from attnlib.convert.checkpoint.header import Entry, make_header
 from attnlib.convert.checkpoint.model import read_model
+from attnlib.convert.checkpoint.source_rope import rope_of
 from attnlib.convert.heads import converter as converters
+from attnlib.convert.latent.attended import attended
 from attnlib.convert.text import choice
 from attnlib.convert.text.held_out import BEHIND, SAMPLE, held_out
 from attnlib.convert.text.layerwise import TextCalibration
 from attnlib.convert.text.tokens import tokens_of
+from attnlib.convert.weights import split
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 REPORT = "conversion_report.json"
@@ -253,14 +256,20 @@ def test_a_calibrated_norm_is_off_by_what_the_report_says(tmp_path, text, dtype)
     layers = zip(report_of(tmp_path / "out")["layers"], old.model.layers, new.model.layers, inputs, strict=True)
     for row, *layer, x in layers:
         before, after = (block.self_attn for block in layer)
+        heads = split(before.state_dict(), head_dim=4, rope=rope_of(old.config.to_dict()))
+        weights = attended(heads, Calibration.of([x]), scale=0.5).weights
         with torch.no_grad():
             latents = after.kv_a_proj_with_mqa(x)[..., :16]
             normed = after.kv_a_layernorm(latents)
-            values = after.kv_b_proj(normed).unflatten(-1, (8, -1))[..., ::2, -4:].flatten(-2)
-            wanted = before.v_proj(x)
+            values = after.kv_b_proj(normed).unflatten(-1, (8, -1))[..., -4:]
+            wanted = before.v_proj(x).unflatten(-1, (-1, 4)).repeat_interleave(2, -2)
+        read = [torch.einsum("bthd,mhd->bthm", e.double(), heads.o) for e in (values - wanted, wanted)]
+        lost, whole = ((e.square().sum((2, 3)).flatten() @ weights).sqrt() for e in read)
+        z, passed = (y[..., :15].flatten(0, 1).double() * weights.sqrt()[:, None] for y in (latents, normed))
+        changed = (z - passed * (z * passed).sum() / passed.square().sum()).norm()  # but for one factor of all
         within = 1e-4 * row["value_error"] + 4 * row["rounding"]
-        assert row["value_error"] == pytest.approx(float((values - wanted).norm() / wanted.norm()), abs=within)
-        assert row["norm_error"] == pytest.approx(float((normed - latents).norm() / latents.norm()), abs=within)
+        assert row["value_error"] == pytest.approx(float(lost / whole), abs=within)
+        assert row["norm_error"] == pytest.approx(float(changed / z.norm()), abs=within)
         assert row["value_error"] > 0.1 > 5 * within
 
 
@@ -393,6 +402,11 @@ def test_requests_that_are_wrong(tmp_path, sources, options, reason, capsys):
             "layer 0: k_proj.bias, o_proj.bias, q_proj.bias",
         ),
         ("yarn", ("--rank", "9"), "rope: YaRN has other frequencies"),
+        (
+            "llama",
+            ("--rank", "9", "--norm", "calibrated", "--no-calibration"),
+            '--norm: "calibrated" needs a calibration on text, got weights alone; use --norm exact',
+        ),
     ],
 )
 def test_latent_options_are_checked_before_anything_is_read(
@@ -404,7 +418,7 @@ def test_latent_options_are_checked_before_anything_is_read(
         sources = {"yarn": save(tmp_path / "yarn", "llama", 4, attention_bias=False, rope_parameters=scaling)}
     monkeypatch.setattr(conversion, "scan", lambda *_: pytest.fail("all of the source was read"))
     monkeypatch.setattr(choice, "read_text", lambda *_: pytest.fail("the text was read"))
-    request = ("--to", "mla", "--rope-dim", "4", *options, *text)
+    request = ("--to", "mla", "--rope-dim", "4", *options, *(() if "--no-calibration" in options else text))
     assert run(sources[source], tmp_path / "out", *request, kv_heads=None) == 2
     assert reason in (error := capsys.readouterr().err)
     assert error.count("\n") == 1

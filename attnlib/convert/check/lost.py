@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..checkpoint.verify import Errors
-from ..latent.deepseek_layer import BASELINE
+from ..latent.losses import BASELINE
 
 LOSSLESS = 1e-6  # of every error that a converter reports; more than what fp32 rounds
 NOTICED = 1e-3  # of a perplexity, relatively; less is said to be the same

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from ...kv import DTYPES
@@ -14,7 +15,8 @@ from ..checkpoint.model import shape_of
 from ..checkpoint.names import family_of
 from ..checkpoint.source_rope import rope_of
 from ..weights import Heads, split
-from .deepseek_layer import Norm, Target, check_target, to_deepseek
+from .deepseek_layer import Target, check_target, to_deepseek
+from .norm import Norm
 
 SOURCES = ("llama", "mistral", "qwen2")
 CARRIED = (
@@ -44,16 +46,17 @@ def converter(
     calibrations: Callable[[int], Calibration] | None = None,
     reach: int = 2048,
     norm: Norm = "exact",
+    device: torch.device | str = "cpu",
 ) -> LayerConverter:
     """What makes the layers of a Llama, Mistral or Qwen2 with this config.json those of a DeepSeek-V3.
 
-    ``calibrations`` gives that of a layer by its number; None means :meth:`Calibration.white`, weights alone. The rest
-    is as in :func:`gqa_to_deepseek`. The new config.json is a whole one, ``model_type`` included. ``errors`` are those
-    of :class:`DeepseekLayer`.
+    ``calibrations`` gives that of a layer by its number; None means :meth:`Calibration.white`, weights alone.
+    ``device`` computes; what comes out is on the CPU. The rest is as in :func:`gqa_to_deepseek`.
+    The new config.json is a whole one, ``model_type`` included. ``errors`` are those of :class:`DeepseekLayer`.
 
     Raises:
         CheckpointError: a model, or an option of it, that DeepSeek-V3 has no form for; says which.
-        ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`; the converter itself of biases only.
+        ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`; of biases and texts the converter.
     """
     _check(config)
     rope, target = rope_of(config), Target(rank=rank, rope_dim=rope_dim, reach=reach, norm=norm)
@@ -63,10 +66,12 @@ def converter(
     check_target(target, rope, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim)
 
     def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
+        weights = {name: value.to(device) for name, value in weights.items()}
         heads = _heads(weights, shape, rope)
         calibration = None if calibrations is None else calibrations(shape.index)
         made = to_deepseek(heads, weights, target, scale=shape.head_dim**-0.5, calibration=calibration)
-        return ConvertedLayer(made.state, deepseek_config(config, made.state, made.rope, shape), made.errors)
+        state = {name: value.cpu() for name, value in made.state.items()}
+        return ConvertedLayer(state, deepseek_config(config, state, made.rope, shape), made.errors)
 
     return convert_layer
 

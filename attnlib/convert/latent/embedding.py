@@ -80,7 +80,7 @@ def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> La
     g, fold = len(heads.k), bases.shape[2]
     interleaved = rope is not None and rope.interleaved
     owner = torch.arange(len(heads.q), device=heads.q.device) // heads.group  # of query head h
-    queries = rearrange(heads.pairs(heads.q), "h (c j) m -> h c j m", j=fold) * _gain(heads)
+    queries = rearrange(heads.pairs(heads.q), "h (c j) m -> h c j m", j=fold) * temperature(heads)
     components = torch.einsum("cajg,gcjm->cam", bases, rearrange(heads.pairs(heads.k), "g (c j) m -> g c j m", j=fold))
 
     run, component = kept.nonzero(as_tuple=True)
@@ -121,7 +121,7 @@ def _own(owner: Tensor, groups: int, width: int, like: Tensor) -> Tensor:
     return torch.einsum("hg,de->hdge", mine, eye).flatten(-2)
 
 
-def _gain(heads: Heads) -> float:
-    """YaRN's temperature where a head is rotated in part: the layer puts it on q. Elsewhere scale has it."""
+def temperature(heads: Heads) -> float:
+    """YaRN's, of rotated channels of a head that is rotated in part: the layer puts it on q. Elsewhere scale has it."""
     partial = 0 < heads.rotated < heads.k.shape[1]
     return heads.rope.amplitude**2 if partial else 1.0

@@ -18,8 +18,10 @@ from ...rope import Rope
 from ..calibration import Calibration, fitting
 from ..heads.layers import check_grouped
 from ..weights import Heads, split
+from .attended import attended
+from .cost import Cost
 from .embedding import Latent, concentrate, embed
-from .truncation import balance, truncate
+from .truncation import truncate
 
 
 def gqa_to_mla(
@@ -58,14 +60,21 @@ def gqa_to_mla(
     with torch.no_grad():
         state, eps = layer.state_dict(), identity_eps(layer.q_proj.weight.dtype)
         heads = split(state, head_dim=layer.head_dim, rope=layer.rope)
-        latent = to_latent(heads, rank, rope_dim=rope_dim, calibration=calibration, reach=reach)
+        options = {"rope_dim": rope_dim, "calibration": calibration, "reach": reach}
+        latent = to_latent(heads, rank, scale=layer.scale, **options)
         return latent_layer(layer, join(latent, state), rope=latent.rope, norm_eps=eps, scale=layer.scale)
 
 
 def to_latent(
-    heads: Heads, rank: int | None, *, rope_dim: int | None, calibration: Calibration | None, reach: int
+    heads: Heads,
+    rank: int | None,
+    *,
+    rope_dim: int | None,
+    calibration: Calibration | None,
+    reach: int,
+    scale: float | None = None,
 ) -> Latent:
-    """The weights that :func:`gqa_to_mla` gives its layer.
+    """The weights that :func:`gqa_to_mla` gives its layer, whose ``scale`` is ``d ** -0.5`` if it is None.
 
     Raises: as :func:`gqa_to_mla`, of what can be seen from weights.
     """
@@ -82,7 +91,8 @@ def to_latent(
     else:
         latent = concentrate(heads, rope_dim, calibration, reach=reach)
     if rank is not None and rank != len(latent.down):
-        latent = truncate(latent, rank, calibration, balance=balance(heads, calibration))
+        seen = attended(heads, calibration, scale=heads.k.shape[1] ** -0.5 if scale is None else scale)
+        latent = truncate(latent, rank, seen, Cost.of(latent, heads, calibration, seen, reach=reach))
     return latent
 
 

@@ -8,15 +8,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...own_form import LatentForm
-from ..calibration import Calibration, fitting
+from ..calibration import fitting
 from ..checkpoint.layer import ConvertedLayer, LayerShape
 from ..checkpoint.plan import weights_of
 from ..checkpoint.source_rope import rope_of
 from ..heads.converter import heads_of
+from ..latent.attended import Attended, attended
+from ..latent.cost import Cost
 from ..latent.embedding import Latent
 from ..latent.layers import identity_eps, join, to_latent
-from ..latent.truncation import balance, errors, lost_by_rank, truncate
-from ..weights import Heads
+from ..latent.truncation import lost_by_rank, truncate
 from .kind import Kind
 
 ROPE_DIM = 64  # rotary channels where nobody says how many, if there are as many
@@ -48,37 +49,32 @@ class LatentKind(Kind):
 
     def losses(self, index: int) -> dict[int, float]:
         shape = replace(self.model.shape, index=index)
-        whole, heads, calibration = self._latent(weights_of(self.model, index), shape)
-        values = calibration.energy(heads.v).sum()
-        lost = lost_by_rank(whole, calibration, balance=balance(heads, calibration)) / values.where(values > 0, 1.0)
-        return {size: float(lost[size]) for size in self.sizes(index)}
+        lost = lost_by_rank(*self._read(weights_of(self.model, index), shape)).tolist()
+        return {size: lost[size] for size in self.sizes(index)}
 
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
-        whole, heads, calibration = self._latent(weights, shape)
-        latent = whole
-        if size < len(whole.down):
-            latent = truncate(whole, size, calibration, balance=balance(heads, calibration))
+        whole, seen, cost = self._read(weights, shape)
+        latent = whole if size == len(whole.down) else truncate(whole, size, seen, cost)
         state = {name: value.cpu() for name, value in join(latent, weights).items()}
-        keys, values = errors(whole, latent, calibration)
+        keys, values = cost.shares(whole, latent, seen)
         form = replace(
             self.form(shape.index, size),
             rope_pairs=() if latent.rope is None else latent.rope.pairs,
             bias="kv_a_proj_with_mqa.bias" in state,
             query_bias="q_proj.bias" in state,
         )
-        return ConvertedLayer(
-            state, errors={"key_error": max(0.0, keys) ** 0.5, "value_error": max(0.0, values) ** 0.5}, form=form
-        )
+        return ConvertedLayer(state, errors={"key_error": keys**0.5, "value_error": values**0.5}, form=form)
 
-    def _latent(self, weights: Mapping[str, Tensor], shape: LayerShape) -> tuple[Latent, Heads, Calibration]:
-        """The whole latent of a layer, the heads that it is made of, and their calibration."""
+    def _read(self, weights: Mapping[str, Tensor], shape: LayerShape) -> tuple[Latent, Attended, Cost]:
+        """The whole latent of a layer, the inputs that it sees, and what errors of it cost."""
         on_device = {name: value.to(self.device) for name, value in weights.items()}
         heads = heads_of(on_device, shape, rope_of(self.model.config, shape.index))
         calibration = None if self.calibrations is None else self.calibrations(shape.index)
         calibration = fitting(calibration, shape.width, heads.k.device)
-        rope_dim = self._rope_dim(shape.index) or None
-        whole = to_latent(heads, None, rope_dim=rope_dim, calibration=calibration, reach=self.options["reach"])
-        return _widened(whole, self._still(shape.index)), heads, calibration
+        options = {"rope_dim": self._rope_dim(shape.index) or None, "reach": self.options["reach"]}
+        whole = _widened(to_latent(heads, None, calibration=calibration, **options), self._still(shape.index))
+        seen = attended(heads, calibration, scale=shape.head_dim**-0.5)
+        return whole, seen, Cost.of(whole, heads, calibration, seen, reach=options["reach"])
 
     def _rotary(self, index: int) -> int:
         """The rotary channels of all KV heads."""
