@@ -68,7 +68,7 @@ def test_what_missing_all_costs_is_what_scores_and_outputs_have():
     layer, x, reach = grouped((2, 2), rope="partial-yarn", bias=True), tokens(30), 5
     heads, calibration = heads_of(layer), Calibration.of([x])
     seen = seen_of(layer, calibration)
-    latent = concentrate(heads, 4, calibration, reach=reach)
+    latent, _ = concentrate(heads, 4, calibration, reach=reach)
     cost = Cost.of(latent, heads, calibration, seen, reach=reach)
     q, k = (torch.einsum("tm,hdm->htd", seen.inputs, rows) for rows in (heads.q, heads.k.repeat_interleave(2, 0)))
     q[..., : layer.rope.dim] *= layer.rope.amplitude**2

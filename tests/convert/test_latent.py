@@ -23,7 +23,7 @@ from convert_helpers import (
     with_heads,
     with_kv,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlib import FULL, GroupedQueryAttention, KVCache, MultiHeadLatentAttention, Rope, rotate, sliding
@@ -32,6 +32,7 @@ from attnlib.convert.heads.align import turn_keys
 from attnlib.convert.latent.attended import Attended, attended
 from attnlib.convert.latent.cost import Cost
 from attnlib.convert.latent.embedding import concentrate, embed
+from attnlib.convert.latent.folding import even_queries
 from attnlib.convert.latent.layers import identity_eps, join
 from attnlib.convert.latent.truncation import truncate
 from attnlib.scaling import DynamicNTK
@@ -151,7 +152,7 @@ def test_mixing_pairs_over_heads_keeps_the_function(kind, seed):
     if not heads.rotated:
         return
     most = len(heads.k) * heads.rotated
-    mixed, plain = concentrate(heads, most, Calibration.of([tokens(30)]), reach=99), embed(heads)
+    mixed, plain = concentrate(heads, most, Calibration.of([tokens(30)]), reach=99)[0], embed(heads)
     assert len(heads.k) == 1 or far(mixed.k_rope, plain.k_rope)
     close(*(scores(latent, x, latent.rope.angles(torch.arange(9))) for latent in (mixed, plain)))
     close(mixed.v_up @ mixed.down, plain.v_up @ plain.down)
@@ -430,3 +431,27 @@ def test_sizes_out_of_range_are_refused():
     with pytest.raises(TypeError, match="expected a GroupedQueryAttention, got MultiHeadLatentAttention"):
         gqa_to_mla(gqa_to_mla(layer))
     assert isinstance(layer, GroupedQueryAttention)
+
+
+@given(seed=seeds)
+@settings(max_examples=20)
+def test_what_fewer_turns_lose_falls_with_their_number(seed):
+    heads, calibration = heads_of(grouped((3, 2), seed=seed)), Calibration.of([tokens(40)])
+    lost = [concentrate(heads, dim, calibration, reach=99)[1] for dim in range(2, 25, 2)]
+    assert lost == sorted(lost, reverse=True)
+    assert lost[-1] == 0
+    assert 0 < lost[0] < 2
+    assert concentrate(heads, 2, calibration, reach=1)[1] < lost[0]
+
+
+def test_what_fewer_turns_lose_is_the_error_of_turned_keys():
+    """By hand: of one head, whose pairs are all asked for alike, one pair of four goes on turning."""
+    heads = heads_of(grouped((1, 1)))
+    heads = even_queries(heads, calibration := Calibration.of([tokens(40)]))
+    y = torch.nn.functional.pad(tokens(40), (0, 1), value=1.0)
+    keys = torch.einsum("cm,tm->tc", heads.pairs(heads.k[0]), y.to(torch.complex128))
+    speeds, distances = heads.rope.inverse_frequencies().double(), torch.linspace(0, 50, 20_001)
+    turned = torch.polar(torch.ones(4, 1, dtype=torch.float64), speeds[:, None] * distances)
+    missed = (turned - 1).abs().square().mean(1) * keys.abs().square().mean(0)
+    least = (missed.sum() - missed.max()) / keys.abs().square().mean(0).sum()
+    assert concentrate(heads, 2, calibration, reach=50)[1] == pytest.approx(least.item(), rel=1e-3)

@@ -13,6 +13,7 @@ from healing_folders import SIZES, TEXT, add_tokenizer, contents, heal, make_hal
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
+import attnlib
 from attnlib.__main__ import main
 from attnlib.convert.checkpoint.writing import only_one
 from attnlib.finetune import run, training
@@ -48,6 +49,24 @@ def test_the_result_is_the_source_with_other_attention_weights(folders, healed):
         assert (healed / name).read_bytes() == (folders / "half" / name).read_bytes()
     assert (healed / PICTURE).read_bytes().startswith(b"\x89PNG")
     assert not list(healed.parent.glob("out.*"))  # neither a lock nor a work folder
+
+
+@pytest.mark.parametrize("size", [("--kv-heads", 1), ("--cache", "60%", "--rope-dim", 4)], ids=["heads", "latents"])
+@pytest.mark.parametrize("options", [(), ("--lora", 2)])
+def test_attnlibs_own_form_is_healed_too(folders, tmp_path, size, options, capfd):
+    own = ("convert", folders / "original", tmp_path / "own", "--to", "attnlib", *size, "--no-calibration", "--quiet")
+    assert main([str(x) for x in own]) == 0, capfd.readouterr()
+    out = tmp_path / "out"
+    asked = ("finetune", tmp_path / "own", out, "--teacher", folders / "original", "--text", folders / "text")
+    known = ("--steps", 30, "--context", 16, "--batch", 4, "--layerwise", 0.5, "--save-every", 15, "--quiet")
+    assert main([str(x) for x in (*asked, *known, *options)]) == 0
+    bits = json.loads((out / REPORT).read_text())["held_out_bits_per_byte"]
+    assert bits["after"] < bits["before"]
+    assert (out / "config.json").read_bytes() == (tmp_path / "own" / "config.json").read_bytes()
+    old, new = weights(tmp_path / "own"), weights(out)
+    assert {name: x.shape for name, x in old.items()} == {name: x.shape for name, x in new.items()}
+    tokens = torch.arange(3, 19)[None]
+    assert attnlib.load(out)(tokens).logits.isfinite().all()
 
 
 def test_losses_fall_and_are_written_down(folders, tmp_path):

@@ -41,7 +41,7 @@ def embed(heads: Heads) -> Latent:
     return _select(heads, bases, torch.ones(pairs, g, dtype=torch.bool, device=heads.k.device))
 
 
-def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -> Latent:
+def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -> tuple[Latent, float]:
     """As :func:`embed` with ``rope_dim`` rotary channels; the other channels of keys are rotated no more.
 
     A pair is a complex number that rope multiplies by a phase, the same for the same pair of every head, so that any
@@ -49,6 +49,9 @@ def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach:
     components of keys, pair by pair, gather them into few. Of all components of all pairs those keep their rotation
     that would lose most without: mean squares of keys and queries (Ji et al., 2025, MHA2MLA, arXiv 2502.14837) times
     how far the pair turns, ``1 - mean cos(w * distance)`` over distances up to ``reach``.
+
+    Beside the latent is what it loses: the mean square error of rotated keys over these distances relative to their
+    mean square, weighed by queries; at distance 0 there is none.
 
     Raises:
         ValueError: ``rope_dim`` is not an even number of the channels that are rotated.
@@ -64,10 +67,12 @@ def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach:
     query_energy = torch.einsum("cag,gc->ca", bases.abs().square(), query_energy)
     length = reach if heads.rope.needs_length else None
     turn = heads.rope.inverse_frequencies(length=length, device=keys.device).double() * reach
-    matters = squares.flip(-1).clamp(min=0) * query_energy * (1 - torch.sinc(turn / torch.pi))[:, None]
+    sizes = squares.flip(-1).clamp(min=0) * query_energy
+    matters = sizes * (1 - torch.sinc(turn / torch.pi))[:, None]
     kept = torch.zeros_like(matters, dtype=torch.bool)
     kept.view(-1)[matters.flatten().sort(descending=True, stable=True).indices[: rope_dim // 2]] = True
-    return _select(heads, bases, kept)
+    lost = 2 * matters[~kept].sum() / sizes.sum() if sizes.any() else sizes.sum()
+    return _select(heads, bases, kept), lost.item()
 
 
 def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> Latent:

@@ -86,14 +86,18 @@ def to_latent(
     if heads.rope is None and rope_dim:
         raise ValueError(f"rope_dim: expected None or 0 for a layer without rope, got {rope_dim}")
     calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
-    if rope_dim in (None, len(heads.k) * heads.rotated):
-        latent = embed(heads)
-    else:
-        latent = concentrate(heads, rope_dim, calibration, reach=reach)
+    latent, _ = whole_latent(heads, rope_dim, calibration, reach=reach)
     if rank is not None and rank != len(latent.down):
         seen = attended(heads, calibration, scale=heads.k.shape[1] ** -0.5 if scale is None else scale)
         latent = truncate(latent, rank, seen, Cost.of(latent, heads, calibration, seen, reach=reach))
     return latent
+
+
+def whole_latent(heads: Heads, rope_dim: int | None, calibration: Calibration, *, reach: int) -> tuple[Latent, float]:
+    """The latent of so many rotary channels, None for all, and what :func:`concentrate` loses."""
+    if rope_dim in (None, len(heads.k) * heads.rotated):
+        return embed(heads), 0.0
+    return concentrate(heads, rope_dim, calibration, reach=reach)
 
 
 def identity_eps(dtype: torch.dtype) -> float:

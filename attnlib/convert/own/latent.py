@@ -16,7 +16,8 @@ from ..heads.converter import heads_of
 from ..latent.attended import Attended, attended
 from ..latent.cost import Cost
 from ..latent.embedding import Latent
-from ..latent.layers import identity_eps, join, to_latent
+from ..latent.folding import even_queries
+from ..latent.layers import check_latent_heads, identity_eps, join, whole_latent
 from ..latent.truncation import lost_by_rank, truncate
 from .kind import Kind
 
@@ -49,11 +50,12 @@ class LatentKind(Kind):
 
     def losses(self, index: int) -> dict[int, float]:
         shape = replace(self.model.shape, index=index)
-        lost = lost_by_rank(*self._read(weights_of(self.model, index), shape)).tolist()
+        whole, seen, cost, _ = self._read(weights_of(self.model, index), shape)
+        lost = lost_by_rank(whole, seen, cost).tolist()
         return {size: lost[size] for size in self.sizes(index)}
 
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
-        whole, seen, cost = self._read(weights, shape)
+        whole, seen, cost, turned = self._read(weights, shape)
         latent = whole if size == len(whole.down) else truncate(whole, size, seen, cost)
         state = {name: value.cpu() for name, value in join(latent, weights).items()}
         keys, values = cost.shares(whole, latent, seen)
@@ -63,18 +65,21 @@ class LatentKind(Kind):
             bias="kv_a_proj_with_mqa.bias" in state,
             query_bias="q_proj.bias" in state,
         )
-        return ConvertedLayer(state, errors={"key_error": keys**0.5, "value_error": values**0.5}, form=form)
+        lost = {"key_error": keys, "value_error": values, "rope_error": turned}
+        return ConvertedLayer(state, errors={name: share**0.5 for name, share in lost.items()}, form=form)
 
-    def _read(self, weights: Mapping[str, Tensor], shape: LayerShape) -> tuple[Latent, Attended, Cost]:
-        """The whole latent of a layer, the inputs that it sees, and what errors of it cost."""
+    def _read(self, weights: Mapping[str, Tensor], shape: LayerShape) -> tuple[Latent, Attended, Cost, float]:
+        """The whole latent of a layer, the inputs that it sees, what errors cost, and what fewer turns lose."""
         on_device = {name: value.to(self.device) for name, value in weights.items()}
         heads = heads_of(on_device, shape, rope_of(self.model.config, shape.index))
         calibration = None if self.calibrations is None else self.calibrations(shape.index)
         calibration = fitting(calibration, shape.width, heads.k.device)
-        options = {"rope_dim": self._rope_dim(shape.index) or None, "reach": self.options["reach"]}
-        whole = _widened(to_latent(heads, None, calibration=calibration, **options), self._still(shape.index))
-        seen = attended(heads, calibration, scale=shape.head_dim**-0.5)
-        return whole, seen, Cost.of(whole, heads, calibration, seen, reach=options["reach"])
+        check_latent_heads(heads)
+        seen, reach = attended(heads, calibration, scale=shape.head_dim**-0.5), self.options["reach"]
+        heads = heads if heads.rope is None else even_queries(heads, calibration)
+        whole, turned = whole_latent(heads, self._rope_dim(shape.index) or None, calibration, reach=reach)
+        whole = _widened(whole, self._still(shape.index))
+        return whole, seen, Cost.of(whole, heads, calibration, seen, reach=reach), turned
 
     def _rotary(self, index: int) -> int:
         """The rotary channels of all KV heads."""
