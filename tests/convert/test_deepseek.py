@@ -266,3 +266,18 @@ def test_biases_are_refused_without_a_place(tmp_path):
     source_of(tmp_path / "in", "qwen2")
     with pytest.raises(NotImplementedError, match='norm="calibrated" has no place for a bias'):
         run(tmp_path / "in", tmp_path / "out", rank=D, norm="calibrated")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("norm", ["exact", "calibrated"])
+def test_a_device_computes_what_the_cpu_computes(tmp_path, norm):
+    source_of(tmp_path / "in", num_key_value_heads=4)
+    x = 1 + torch.randn(400, WIDTH, generator=torch.Generator().manual_seed(0))
+    options = {"rank": 40, "rope_dim": 8, "norm": norm, "calibrations": lambda _: Calibration.of([x])}
+    reports, models = zip(
+        *(run(tmp_path / "in", tmp_path / device, device=device, **options) for device in ("cpu", "cuda")), strict=True
+    )
+    torch.testing.assert_close(logits(models[1]), logits(models[0]), rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(*(report["layers"] for report in reports), strict=True):
+        assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-7)
