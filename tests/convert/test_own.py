@@ -324,3 +324,35 @@ def test_no_other_sizes_lose_less(losses, total):
 def test_a_cache_is_bytes_or_a_share():
     assert cache_bytes("50 %", 1000) == 500
     assert cache_bytes(" 512", 1000) == 512
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "size",
+    [("--kv-heads", "2"), ("--cache", "60%", "--layers", "gqa"), ("--rank", "80"), ("--cache", "55%")],
+    ids=" ".join,
+)
+def test_a_gpu_says_the_same(tmp_path, size, dtype):
+    wide = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}
+    source = saved(tiny(**wide).to(dtype), tmp_path / "in")
+    out = run(source, tmp_path / "out", *map(str, size))
+    model, other = (attnlib.load(out, dtype=x, device=where) for x, where in ((torch.float32, "cpu"), (dtype, "cuda")))
+    tokens = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, got = model(tokens).logits, other(tokens.cuda()).logits.float().cpu()
+    torch.testing.assert_close(
+        got, expected, atol=(1e-3 if dtype == torch.float32 else 0.1) * expected.abs().max().item(), rtol=0
+    )
+    cache = PagedCache(other, pages=16, page_size=64, max_sequences=2)
+    asked = {
+        "max_new_tokens": 9,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(tokens).cuda(),
+        "pad_token_id": 0,
+    }
+    made = other.generate(tokens.cuda(), past_key_values=cache, **asked)
+    with torch.no_grad():
+        steps = other(made).logits[:, 39:-1].float()
+    chosen = steps.gather(-1, made[:, 40:, None])[..., 0]
+    assert (steps.amax(-1) - chosen).max() <= (1e-3 if dtype == torch.float32 else 0.1) * steps.abs().max()
