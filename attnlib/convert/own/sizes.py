@@ -4,24 +4,59 @@ import re
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ..bars import steps
 from ..checkpoint.errors import CheckpointError, RequestError
 from ..stock import class_of, quiet
 from .allotment import allot
+from .importance import importance
 from .kind import Kind
 
+Losses = list[dict[int, float]]
+# Importance is measured on little text: none is taken for less than a share of the mean, and the rest is drawn towards
+# it. KL of a model of 135M weights in the cache of ranks 128 and 64 for all, 0.268 and 0.779 nats: with all layers
+# alike 0.276 and 0.772, by importance itself 0.265 and 0.669, by its power of 0.7 0.259 and 0.669, of 0.5 0.259 and
+# 0.678 (2026-11).
+LEAST, POWER = 0.05, 0.7
 
-def allotted(kind: Kind, total: int, *, progress: bool) -> list[int]:
-    """The sizes of all layers that lose least together in a cache of ``total`` bytes a token."""
+
+def allotted(kind: Kind, total: int, tokens: Tensor | None, *, progress: bool) -> list[int]:
+    """The sizes of all layers that lose least together in a cache of ``total`` bytes a token.
+
+    What a layer loses is weighed by how much it matters on a text; without ``tokens`` of one all layers matter alike.
+    """
     advance = steps("measuring" if progress else None, len(kind.model.layers), " layers")
     losses = []
     for index in kind.model.layers:
-        found = kind.losses(index)
-        losses.append({kind.token_bytes(index, size): (loss, size) for size, loss in found.items()})
+        losses.append(kind.losses(index))
         advance()
-    stored = allot([{count: loss for count, (loss, _) in options.items()} for options in losses], total)
-    return [options[count][1] for options, count in zip(losses, stored, strict=True)]
+    weights = [1.0] * len(losses)
+    if tokens is not None:
+        weights = _weights(kind, losses, total, tokens, progress=progress)
+    sizes = [{kind.token_bytes(index, size): size for size in found} for index, found in enumerate(losses)]
+    weighed = [
+        {stored: weight * found[size] for stored, size in options.items()}
+        for options, weight, found in zip(sizes, weights, losses, strict=True)
+    ]
+    return [options[stored] for options, stored in zip(sizes, allot(weighed, total), strict=True)]
+
+
+def _weights(kind: Kind, losses: Losses, total: int, tokens: Tensor, *, progress: bool) -> list[float]:
+    """The nats that a layer costs for a unit of its loss: at an equal share of the cache, beyond its largest size."""
+    share, wholes = total // len(losses), [max(found) for found in losses]
+    usual = [
+        max((size for size in found if kind.token_bytes(index, size) <= share), default=min(found))
+        for index, found in enumerate(losses)
+    ]
+    advance = steps("weighing" if progress else None, len(losses), " layers")
+    nats = importance(kind, [sorted({*pair}) for pair in zip(usual, wholes, strict=True)], tokens, advance)
+    weights = []
+    for size, whole, found, cost in zip(usual, wholes, losses, nats, strict=True):
+        loss = found[size] - found[whole]
+        weights.append(max(0.0, cost[size] - cost[whole]) / loss if loss > 0 else 0.0)
+    least = LEAST * sum(weights) / len(weights)
+    return [max(weight, least) ** POWER for weight in weights] if least else [1.0] * len(weights)
 
 
 def smallest(kind: Kind) -> list[int]:

@@ -5,7 +5,7 @@ and reads the files.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -126,8 +126,8 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
     return layer
 
 
-class OwnLatentAttention(ReplacedLatentAttention):
-    """A layer over latents in a model that has others: it turns by angles of its own."""
+class TurnsAlone(ReplacedAttention):
+    """It turns by angles of its own, in a model that makes others."""
 
     def _angles(self, theirs: Any, position_ids: torch.Tensor | None) -> Any:
         if self.layer.rope is None:
@@ -135,6 +135,21 @@ class OwnLatentAttention(ReplacedLatentAttention):
         if position_ids is None:
             raise NotImplementedError(f"{self.config.model_type}: does not tell its attention position_ids")
         return angles_at(self.layer.rope, position_ids)
+
+
+class OwnLatentAttention(TurnsAlone, ReplacedLatentAttention):
+    """A layer over latents, which choose what turns."""
+
+
+def attention_alone(config: Any, index: int, form: LayerForm, state: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A layer of ``form`` with these weights, as a stock model calls its attention; its other layers stay its own."""
+    family = family_of(config, "self")
+    with torch.device("meta"):
+        attention = _attention(family, config, index, form)
+        if isinstance(form, GroupedForm):
+            attention = TurnsAlone(attention.layer, family, config, index)
+    attention.layer.load_state_dict(state, assign=True)
+    return attention.eval()
 
 
 def _attention(family: Family, config: Any, index: int, form: LayerForm) -> ReplacedAttention:
