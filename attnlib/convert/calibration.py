@@ -80,12 +80,8 @@ class Calibration:
         return torch.einsum("...dm,...dm->...", rows @ self.moment.to(rows.dtype), rows.conj()).real
 
     def inputs(self) -> Tensor | None:
-        """Inputs y ``[n, m + 1]``, fp64, to measure on: the sample's; without text normally distributed ones."""
-        x = self.sample
-        if x is None and not self.tokens:
-            generator = torch.Generator().manual_seed(0)
-            x = torch.randn(SAMPLE, len(self.moment) - 1, generator=generator, dtype=torch.float64)
-        return None if x is None else pad(x.to(self.moment), (0, 1), value=1.0)
+        """The sample as inputs y ``[n, m + 1]``, fp64, to measure on; None without one."""
+        return None if self.sample is None else pad(self.sample.to(self.moment), (0, 1), value=1.0)
 
 
 def calibrate(blocks: Iterable[tuple[Block, nn.Module]], batches: Iterable[Batch]) -> Iterator[Calibration]:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     latent.add_argument("--rank", type=int, metavar="N", help="of the latent, required")
     latent.add_argument("--rope-dim", type=int, metavar="N", help=f"rotary channels (default: {ROPE_DIM})")
     latent.add_argument(
-        "--norm", choices=get_args(Norm), help="how that of latents is passed: exact needs biases (default: exact)"
+        "--norm", choices=get_args(Norm), help="how that of latents is passed: exact needs biases (default: without)"
     )
     own = parser.add_argument_group("with --to attnlib, which takes --kv-heads or --rank as well")
     own.add_argument("--cache", metavar="SIZE", help="bytes a token of all layers, or a share of the source's: 25%%")
@@ -118,20 +118,29 @@ def _to_mla(arguments: argparse.Namespace, model: Model, calibrations: Kept | No
     options = {
         "rope_dim": ROPE_DIM if arguments.rope_dim is None else arguments.rope_dim,
         "reach": REACH if arguments.reach is None else arguments.reach,
-        "norm": arguments.norm or "exact",
+        "norm": _norm(arguments.norm, model, calibrated=calibrated),
     }
     with _refusals("--to mla"):
-        check_text(options["norm"], calibrated=calibrated)
         known = {"calibrations": calibrations, "device": device()}
         made = latent_converter(model.checkpoint.config, arguments.rank, **known, **options)
-    for index, layer in model.layers.items():
-        biases = (name for name in layer.stored if name.endswith("bias"))
-        with _refusals(f"layer {index}"):
-            check_biases(
-                options["norm"], {name: model.checkpoint.tensors[layer.prefix + name].load() for name in biases}
-            )
-
     return _refusing(made), {"rank": arguments.rank} | options
+
+
+def _norm(asked: Norm | None, model: Model, *, calibrated: bool) -> Norm:
+    """The norm that is asked for; else the one without biases, which more loaders read, where it can be made."""
+    if asked == "exact" or not calibrated:
+        with _refusals("--to mla"):
+            check_text(asked or "exact", calibrated=calibrated)
+        return "exact"
+    for index, layer in model.layers.items():
+        biases = {name: model.checkpoint.tensors[layer.prefix + name] for name in layer.stored if name.endswith("bias")}
+        try:
+            check_biases("calibrated", {name: stored.load() for name, stored in biases.items()})
+        except NotImplementedError as error:
+            if asked is None:
+                return "exact"
+            raise RequestError(f"layer {index}: {error}") from error
+    return "calibrated"
 
 
 def _to_own(arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool) -> Made:

@@ -102,10 +102,7 @@ def test_what_is_measured_on():
     x = tokens(40)
     y = Calibration.of([x.float()]).inputs()
     assert torch.equal(y, torch.cat((x.float().double(), torch.ones(40, 1, dtype=torch.float64)), -1))
-    white = Calibration.white(HIDDEN).inputs()
-    assert torch.equal(white, Calibration.white(HIDDEN).inputs())
-    moment = white.T @ white / len(white)
-    assert (moment - Calibration.white(HIDDEN).moment).abs().max() < 5 * (2 / len(white)) ** 0.5
+    assert Calibration.white(HIDDEN).inputs() is None
     assert Calibration(40, Calibration.of([x]).moment).inputs() is None
 
 

@@ -225,14 +225,14 @@ def test_the_other_target_is_latent_attention(tmp_path, text, capsys):
     """What it computes is tested with its converter."""
     source = save(tmp_path / "in", "llama", 4, attention_bias=False)
     options = ("--to", "mla", "--rope-dim", "4", "--reach", "64", *text)
-    assert run(source, tmp_path / "out", *options, "--rank", "16", kv_heads=None) == 0
+    assert run(source, tmp_path / "out", *options, "--rank", "16", "--norm", "exact", kv_heads=None) == 0
     assert load(tmp_path / "out").config.kv_lora_rank == 16
     report = report_of(tmp_path / "out")
     assert {"rank": 16, "rope_dim": 4, "reach": 64}.items() <= report["settings"].items()
     assert report["cache_bytes_per_token"]["after"] == 3 * (16 + 4) * 4
     assert run(source, tmp_path / "out2", *options, "--rank", "0", kv_heads=None) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    plain = [source, tmp_path / "plain", *options, "--rank", "16", "--norm", "calibrated"]
+    plain = [source, tmp_path / "plain", *options, "--rank", "16"]  # whose norm more loaders read
     assert main([str(x) for x in ("convert", *plain)]) == 0
     assert "drop biases" not in capsys.readouterr().out
     assert "drop biases" in command.summary(report, tmp_path)
@@ -423,6 +423,14 @@ def test_latent_options_are_checked_before_anything_is_read(
     assert reason in (error := capsys.readouterr().err)
     assert error.count("\n") == 1
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_norm_that_cannot_be_without_biases_has_them(tmp_path, sources, text):
+    options = ("--to", "mla", "--rope-dim", "4", "--rank", "9")
+    for out, asked in (("biased", text), ("untold", ("--no-calibration",))):
+        source = sources["grouped"] if out == "biased" else save(tmp_path / "in", "llama", 4, attention_bias=False)
+        assert run(source, tmp_path / out, *options, *asked, kv_heads=None) == 0
+        assert report_of(tmp_path / out)["settings"]["norm"] == "exact"
 
 
 def test_biases_of_nothing_need_no_place(tmp_path, sources, text):

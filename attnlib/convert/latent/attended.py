@@ -44,9 +44,9 @@ class Attended:
 
 def attended(heads: Heads, calibration: Calibration, *, scale: float) -> Attended:
     """The inputs of a calibration, weighed by attention as its sample shows it; without a sample all alike."""
-    if calibration.sample is None:
-        return Attended(calibration.moment, None, None)
     y = calibration.inputs()
+    if y is None:
+        return Attended(calibration.moment, None, None)
     got = attention(heads, y, scale=scale)
     moment = (1 - SHARE) * calibration.moment + SHARE * (y.T * got) @ y
     return Attended(moment, y, (1 - SHARE) / len(y) + SHARE * got)
