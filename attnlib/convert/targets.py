@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from types import MappingProxyType
 from typing import get_args
 
 import torch
@@ -29,9 +30,10 @@ Made = tuple[LayerConverter, dict[str, object]]
 REACH = 2048
 BEST_MERGE = "default: calibrated principal, else mean"
 BEST_GROUPING = "default: with a principal merge similar, else neighbours"
-GQA_OPTIONS = ("kv_heads", "merge", "align", "grouping")
-MLA_OPTIONS = ("rank", "rope_dim", "norm")
-OWN_OPTIONS = ("cache", "layers")
+OPTIONS = MappingProxyType(
+    {"gqa": ("kv_heads", "merge", "align", "grouping"), "mla": ("rank", "rope_dim", "norm")}
+)  # of a kind of layers
+SIZES = MappingProxyType({"gqa": ("kv_heads",), "mla": ("rank",), "attnlib": ("kv_heads", "rank", "cache")})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,15 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def require_own_options(arguments: argparse.Namespace) -> None:
     """Raises RequestError for an option that means nothing here, or without the number that this target needs."""
-    means = {"gqa": GQA_OPTIONS, "mla": MLA_OPTIONS}
-    sizes = {"gqa": ("kv_heads",), "mla": ("rank",), "attnlib": ("kv_heads", "rank", "cache")}[arguments.to]
-    if arguments.to == "attnlib":
-        means = {kind: tuple(x for x in options if x != "norm") for kind, options in means.items()}
-        known = (*means[_kind(arguments)], *OWN_OPTIONS)
-    else:
-        known = means[arguments.to]
-    others = (x for x in (*GQA_OPTIONS, *MLA_OPTIONS, *OWN_OPTIONS) if x not in known and x not in sizes)
-    if given := [option(name) for name in others if getattr(arguments, name) is not None]:
+    sizes = SIZES[arguments.to]
+    known = {*OPTIONS[_kind(arguments)], *sizes}
+    known = known - {"norm"} | {"layers"} if arguments.to == "attnlib" else known
+    listed = dict.fromkeys((*OPTIONS["gqa"], *OPTIONS["mla"], *SIZES["attnlib"], "layers"))
+    if given := [option(name) for name in listed if name not in known and getattr(arguments, name) is not None]:
         raise RequestError(f"{', '.join(given)}: means nothing with --to {arguments.to}; leave it out")
     given = [name for name in sizes if getattr(arguments, name) is not None]
     if not given:
@@ -169,7 +167,9 @@ def _own_kind(arguments: argparse.Namespace, model: Model, calibrations: Kept | 
 
 
 def _kind(arguments: argparse.Namespace) -> str:
-    """Which kind of layers attnlib's own form shall have."""
+    """Which kind of layers there shall be."""
+    if arguments.to != "attnlib":
+        return arguments.to
     if arguments.kv_heads is not None:
         return "gqa"
     return "mla" if arguments.rank is not None or arguments.layers is None else arguments.layers
