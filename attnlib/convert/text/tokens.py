@@ -62,6 +62,11 @@ def tokens_of(folder: Path, text: str, *, samples: int, length: int) -> Tensor:
 
 
 def tokenizer_of(folder: Path):
+    """The tokenizer in a checkpoint's folder, as transformers opens it.
+
+    Raises:
+        CheckpointError: there is none, or transformers does not open it without running code from the folder.
+    """
     transformers = stock()
     if not any((folder / name).is_file() for name in COPIED if "token" in name or "vocab" in name):
         raise CheckpointError(f"{folder}: expected the model's own tokenizer, for the text, got none; copy it there")
