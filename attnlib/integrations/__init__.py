@@ -20,7 +20,8 @@ def load(
     by default that of the config.
 
     Raises:
-        ValueError: a weight is missing, left over or of another shape; or config.json is not of its form.
+        ValueError: a weight is missing or of another shape, or a layer of attnlib's has one too many; or config.json
+            is not of its form.
         NotImplementedError: a family, or a field of its config, that attnlib does not know.
         ImportError: transformers is not installed.
     """

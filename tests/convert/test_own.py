@@ -1,6 +1,7 @@
 """``--to attnlib`` and ``attnlib.load``: models whose layers are each of a size of their own, and what refuses them."""
 
 import json
+import shutil
 from itertools import product
 
 import pytest
@@ -237,6 +238,17 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path, source, how):
     save_file({key: x.clone() for key, x in weights.items()}, out / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"got {how} .*{name}"):
         attnlib.load(out)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_tensors_that_no_model_has_are_passed_over(tmp_path, source, own):
+    """As transformers does; a conversion copies them."""
+    shutil.copytree(source, tmp_path / "in")
+    weights = load_file(source / "model.safetensors") | {"model.layers.0.spare": torch.ones(2)}
+    save_file(weights, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    folder = run(tmp_path / "in", tmp_path / "out", "--kv-heads", 4) if own else tmp_path / "in"
+    assert "model.layers.0.spare" in load_file(folder / "model.safetensors")
+    assert difference(AutoModelForCausalLM.from_pretrained(source), attnlib.load(folder)) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ...own_form import is_own
+from ...own_form import INNER, is_own
 from .own import config_from, knows_layers, own_class
 
 LOCAL = MappingProxyType({"local_files_only": True, "trust_remote_code": False})
@@ -42,13 +42,18 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None, device: torch.device
     """The whole model of a folder, in evaluation mode; None for ``dtype``: as its config says.
 
     Raises:
-        ValueError: a weight is missing, left over or of another shape; names it.
+        ValueError: a weight is missing or of another shape, or a layer of attnlib has no such weight; names it. Other
+            tensors that the model has not are passed over, as transformers does.
     """
     config = read_config(folder)
     options: dict[str, Any] = {"dtype": "auto" if dtype is None else dtype, "use_safetensors": True, **LOCAL}
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     model, info = class_of(config).from_pretrained(folder, config=config, **options)
-    for what in ("missing", "mismatched", "unexpected"):
-        if found := sorted(map(str, info[f"{what}_keys"])):
+    amiss = {what: sorted(map(str, info[f"{what}_keys"])) for what in ("missing", "mismatched")}
+    amiss["unexpected"] = sorted(
+        name for name in info["unexpected_keys"] if knows_layers(config) and f".{INNER}" in name
+    )
+    for what, found in amiss.items():
+        if found:
             raise ValueError(f"{folder}: expected the weights of {type(model).__name__}, got {what} {found[0]}")
     return model.to(device)
