@@ -283,7 +283,7 @@ def test_a_file_that_is_damaged_later_is_found(source, tokens, tmp_path):
 def test_a_folder_of_a_stranger_is_refused(source, tokens, tmp_path, monkeypatch):
     stopped(source, tokens, tmp_path, monkeypatch, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(stored_room.os, "geteuid", lambda: os.getuid() + 1)
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         with pytest.raises(RequestError, match="of this user"):
             kept(source, tokens, tmp_path)(0)
     folder = folder_of(tmp_path)

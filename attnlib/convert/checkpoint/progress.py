@@ -41,11 +41,8 @@ class Work:
         Raises:
             RequestError: the folder is not this user's own; its contents may be anything.
         """
-        if not os.path.lexists(self.folder):
+        if not is_left(self.folder):
             return
-        status = os.lstat(self.folder)
-        if self.folder.is_symlink() or not self.folder.is_dir() or status.st_uid != os.geteuid():
-            raise RequestError(f"{self.folder}: expected a folder of this user, got something else; remove it")
         try:
             done = parse_object(SourceFile.at(self.folder / PROGRESS, limit=MAX_PROGRESS).read(), PROGRESS)
         except CheckpointError:
@@ -87,6 +84,19 @@ class Work:
         """Remove the folder after a failure, unless what the result was to replace is in it still."""
         if self.folder.exists() and not (self.folder / REPLACED).exists():
             remove(self.folder)
+
+
+def is_left(folder: Path) -> bool:
+    """Whether an earlier run left this folder.
+
+    Raises:
+        RequestError: it is not this user's own; its contents may be anything.
+    """
+    if not os.path.lexists(folder):
+        return False
+    if folder.is_symlink() or not folder.is_dir() or os.lstat(folder).st_uid != os.geteuid():
+        raise RequestError(f"{folder}: expected a folder of this user, got something else; remove it")
+    return True
 
 
 def remove_leftovers(target: Path) -> list[Path]:

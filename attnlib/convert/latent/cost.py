@@ -54,13 +54,25 @@ class Cost:
             eyes(latent.k_up), eyes(latent.v_up), seen.costs(eyes(heads.k), heads.k), seen.costs(eyes(heads.v), heads.v)
         )
 
-    def shares(self, whole: Latent, cut: Latent, seen: Attended) -> tuple[float, float]:
+    def parts(self, whole: Latent, cut: Latent) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Of keys and of values what an error costs, what missing all costs, and the ups of both latents.
+
+        Ups are those of one query head of each group, as others of it read the same.
+        """
+        group = len(whole.k_up) // len(self.keys)
+        return [
+            (self.keys, self.all_keys, whole.k_up[::group], cut.k_up[::group]),
+            (self.values, self.all_values, whole.v_up[::group], cut.v_up[::group]),
+        ]
+
+    def shares(self, whole: Latent, cut: Latent, seen: Attended) -> list[float]:
         """What ``cut`` misses of the keys and of the values of ``whole``, as shares of missing all of them."""
-        group, found = len(whole.k_up) // len(self.keys), []
-        for metric, all_of_it, up, cut_up in (
-            (self.keys, self.all_keys, whole.k_up, cut.k_up),
-            (self.values, self.all_values, whole.v_up, cut.v_up),
-        ):
-            lost = seen.costs(metric, up[::group] @ whole.down - cut_up[::group] @ cut.down)
-            found.append(max(0.0, float(lost / all_of_it)) if all_of_it > 0 else 0.0)
-        return found[0], found[1]
+        return [
+            max(0.0, relative(seen.costs(metric, up @ whole.down - cut_up @ cut.down), size))
+            for metric, size, up, cut_up in self.parts(whole, cut)
+        ]
+
+
+def relative(lost: Tensor, whole: Tensor) -> float:
+    """What was lost of a whole; of nothing 0."""
+    return float(lost / whole) if whole > 0 else 0.0

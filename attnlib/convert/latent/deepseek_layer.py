@@ -14,11 +14,11 @@ from ...rope import Rope
 from ..calibration import Calibration, fitting
 from ..weights import Heads, split
 from .attended import Attended, attended
-from .cost import Cost
+from .cost import Cost, relative
 from .embedding import Latent
 from .folding import check_fold, even_queries, fold
 from .layers import check_latent, check_latent_heads, latent_layer
-from .losses import BASELINE, Losses, relative
+from .losses import BASELINE, Losses
 from .norm import NORM_EPS, Constant, Norm, check_biases, check_text, constant_row
 from .state import deepseek_state
 from .truncation import truncate

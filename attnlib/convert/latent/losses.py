@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .attended import Attended
-from .cost import Cost
+from .cost import Cost, relative
 from .embedding import Latent
 from .norm import Constant
 
@@ -55,26 +55,18 @@ class Losses:
 
     def _by_moments(self, cut: Latent) -> dict[str, float]:
         """Where latents pass the norm as they are, so that moments tell all."""
-        lost = [self.seen.costs(metric, up - cut_up @ cut.down) for metric, up, cut_up in self._parts(cut)]
-        return self._named(*lost, torch.zeros_like(lost[0]))
+        return _named(*self.cost.shares(self.whole, cut, self.seen), 0.0)
 
     def _by_inputs(self, cut: Latent, latents: Tensor, factors: Tensor) -> dict[str, float]:
         """Where the norm multiplies each latent by a factor of its own."""
-        passed, weights, lost = latents * factors[:, None], self.seen.weights, []
-        for metric, up, cut_up in self._parts(cut):
+        passed, weights, shares = latents * factors[:, None], self.seen.weights, []
+        for metric, size, up, cut_up in self.cost.parts(self.whole, cut):
             missed = torch.einsum("tr,gir->tgi", self.seen.inputs, up) - torch.einsum("tr,gir->tgi", passed, cut_up)
-            lost.append(torch.einsum("tgi,gij,tgj->t", missed, metric, missed) @ weights)
+            shares.append(relative(torch.einsum("tgi,gij,tgj->t", missed, metric, missed) @ weights, size))
         sizes = weights * latents.square().sum(-1)
-        return self._named(*lost, sizes @ (factors - 1).square() / sizes.sum())
-
-    def _parts(self, cut: Latent) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
-        return (self.cost.keys, self.whole.k_up, cut.k_up), (self.cost.values, self.whole.v_up, cut.v_up)
-
-    def _named(self, keys: Tensor, values: Tensor, norm: Tensor) -> dict[str, float]:
-        shares = (relative(keys, self.cost.all_keys), relative(values, self.cost.all_values), float(norm))
-        return {name: max(share, 0.0) ** 0.5 for name, share in zip(MEASURED, shares, strict=True)}
+        return _named(*shares, float(sizes @ (factors - 1).square() / sizes.sum()))
 
 
-def relative(lost: Tensor, whole: Tensor) -> float:
-    """What was lost of a whole; of nothing 0."""
-    return float(lost / whole) if whole > 0 else 0.0
+def _named(*shares: float) -> dict[str, float]:
+    """Root mean squares of these shares, by the names of MEASURED."""
+    return {name: max(share, 0.0) ** 0.5 for name, share in zip(MEASURED, shares, strict=True)}

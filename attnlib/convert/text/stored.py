@@ -5,7 +5,6 @@ believed. Files are of safetensors, and whole or absent.
 """
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,11 +14,11 @@ from torch import Tensor
 
 from ..calibration import Calibration
 from ..checkpoint.conversion import bytes_of
-from ..checkpoint.errors import CheckpointError, DamageError, RequestError
+from ..checkpoint.errors import CheckpointError, DamageError
 from ..checkpoint.folder import SourceFile
 from ..checkpoint.header import Entry, header_length, make_header, parse_header
 from ..checkpoint.plain_json import dump, parse_object
-from ..checkpoint.progress import remove
+from ..checkpoint.progress import is_left, remove
 from ..checkpoint.verify import file_sha256
 from ..checkpoint.writing import new_file, sync_folder, write_file
 
@@ -45,11 +44,8 @@ class Stored:
         Raises:
             RequestError: the folder is not this user's own; its contents may be anything.
         """
-        if not os.path.lexists(self.folder):
+        if not is_left(self.folder):
             return
-        status = os.lstat(self.folder)
-        if self.folder.is_symlink() or not self.folder.is_dir() or status.st_uid != os.geteuid():
-            raise RequestError(f"{self.folder}: expected a folder of this user, got something else; remove it")
         with suppress(CheckpointError, KeyError, TypeError):  # whatever a damaged file says
             done = parse_object(SourceFile.at(self.folder / DONE, limit=MAX_DONE).read(), DONE)
             if done.get("identity") != self.identity:
