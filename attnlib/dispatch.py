@@ -24,7 +24,7 @@ class Backend(Protocol):
     ``(out, lse)``; ``gradients`` are those of a piece of a larger call, from that one's dout, output and LSE at the
     queries of the piece; and ``prepare`` gives a quicker way to run a call again, or None. ``variant`` names the
     kernels that would run it, where there are several; else it is empty. ``cannot_store`` lists why tokens of a dtype
-    cannot be stored on a device; the rest does what :mod:`attnlib.storage` says of it.
+    cannot be stored on a device; the rest does what :mod:`attnlib.storage` says of it, ``peer_memory`` for a group.
     """
 
     unsupported: Callable[[AttentionSpec], list[str]]
@@ -38,6 +38,7 @@ class Backend(Protocol):
     write_cache: Callable
     new_schedule: Callable
     update_schedule: Callable
+    peer_memory: Callable
 
 
 PREPARED = PreparedCalls(4096)  # the one store of calls that come again

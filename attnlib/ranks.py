@@ -1,7 +1,7 @@
 """The ranks that share the keys of a cache: what they send each other of queries and of attention to parts."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,12 +11,38 @@ if TYPE_CHECKING:  # importing it takes longer than importing this package
     from torch.distributed.device_mesh import DeviceMesh
 
 
+class Exchange(Protocol):
+    """How the ranks of a call send each other queries, and what they found of them."""
+
+    def queries(self, q: Tensor, kv_heads: int) -> Tensor:
+        """The queries ``[..., h, d]`` of all ranks, by KV heads, and of each KV head by ranks."""
+        ...
+
+    def merged(self, out: Tensor, lse: Tensor, kv_heads: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The attention of this rank's queries to the keys of all ranks, from that of :meth:`queries` to its own keys.
+
+        ``out`` is ``[b, s, h, e]`` with ``lse`` ``[b, h, s]``, or packed ``[t, h, e]`` with ``[h, t]``. The result is
+        computed in the dtype of ``lse``, its output rounded to ``dtype``, and has the same bits on all ranks with these
+        queries.
+        """
+        ...
+
+
+class PeerMemory(Protocol):
+    """Memory of GPUs into which each of the ranks may write."""
+
+    def exchange(self, q: Tensor, value_dim: int, *, have_own_heads: bool) -> Exchange | None:
+        """What carries these queries, and results of so many channels; None where they are too many."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The ranks of a one-dimensional ``mesh`` that share a cache; this one is number ``rank`` of ``count``.
 
     Token ``j`` of a sequence is with rank ``j % count``. ``have_own_heads`` says that each rank has query heads of its
-    own, all of which read the same KV heads; else all ranks have the same queries.
+    own, all of which read the same KV heads; else all ranks have the same queries. ``memory`` is there on GPUs that
+    reach each other's.
     """
 
     mesh: "DeviceMesh"
@@ -24,6 +50,7 @@ class Ranks:
     rank: int
     count: int
     have_own_heads: bool = False
+    memory: PeerMemory | None = None
 
     @classmethod
     def of(cls, mesh: "DeviceMesh") -> "Ranks":
@@ -53,20 +80,34 @@ class Ranks:
         """
         return (tokens + self.count - 1 - self.rank) // self.count
 
+    def exchange(self, q: Tensor, value_dim: int) -> Exchange:
+        """What carries queries ``[..., h, d]``, and results of so many channels: the same on every rank."""
+        if self.memory is not None:
+            found = self.memory.exchange(q, value_dim, have_own_heads=self.have_own_heads)
+            if found is not None:
+                return found
+        return Collectives(self.group, self.count, self.have_own_heads)
+
+
+class Collectives(NamedTuple):
+    """An :class:`Exchange` by collectives of torch.distributed, on any device."""
+
+    group: "ProcessGroup"
+    count: int
+    have_own_heads: bool
+
+    def __str__(self) -> str:
+        return "by collectives"
+
     def queries(self, q: Tensor, kv_heads: int) -> Tensor:
-        """The queries ``[..., h, d]`` of all ranks, by KV heads, and of each KV head by ranks."""
+        """As :meth:`Exchange.queries` says."""
         if not self.have_own_heads:
             return q
         grouped = q.unflatten(-2, (kv_heads, -1)).contiguous()
         return self._gathered(grouped).movedim(0, -3).flatten(-4, -2)
 
-    def merged(self, out: Tensor, lse: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-        """The attention of this rank's queries to the keys of all ranks, from that of :meth:`queries` to its own keys.
-
-        ``out`` is ``[b, s, h, e]`` with ``lse`` ``[b, h, s]``, or packed ``[t, h, e]`` with ``[h, t]``. Both travel as
-        one tensor. The result is in the dtype of ``lse``, in which it is computed, and has the same bits on all ranks
-        with these queries.
-        """
+    def merged(self, out: Tensor, lse: Tensor, kv_heads: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As :meth:`Exchange.merged` says. An output and its LSE travel as one tensor."""
         width, beside = out.shape[-1], lse.transpose(-1, -2).contiguous()[..., None]
         sent = torch.cat((out, beside.view(out.dtype)), -1)
         if self.have_own_heads:
@@ -77,7 +118,7 @@ class Ranks:
         outs, lses = parts[..., :width], parts[..., width:].contiguous().view(lse.dtype)
         total = torch.logsumexp(lses, 0)
         weights = torch.exp(lses - total.masked_fill(total == -torch.inf, 0))
-        return (weights * outs).sum(0), total.squeeze(-1).transpose(-1, -2)
+        return (weights * outs).sum(0).to(dtype), total.squeeze(-1).transpose(-1, -2)
 
     def _gathered(self, x: Tensor) -> Tensor:
         """x of every rank, ``[ranks, ...]``."""

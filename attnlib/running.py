@@ -50,9 +50,12 @@ def packed_by_documents(call: Call) -> Call | None:
 def told(call: Call, name: str | None) -> Explanation:
     """What a call would run on, and why. Over keys that ranks share, what this rank runs over those that it stored."""
     if call.kv is not None and call.kv.ranks is not None:
-        held = _held_of(call)
-        q = call.q.repeat_interleave(call.kv.ranks.count if call.kv.ranks.have_own_heads else 1, -2)
-        return told(_of_fresh(call, held) if held.stored is None else _of_stored(call, q, held), name)
+        held, ranks = _held_of(call), call.kv.ranks
+        if held.stored is None:
+            return told(_of_fresh(call, held), name)
+        q = call.q.repeat_interleave(ranks.count if ranks.have_own_heads else 1, -2)
+        how = f"over {ranks.count} ranks, {ranks.exchange(call.q, call.kv.layout.value_dim)}"
+        return told(_of_stored(call, q, held), name)._replace(ranks=how)
     plan = planned(call)
     own = checked(plan.own)
     packed = packed_by_documents(own)
@@ -131,9 +134,10 @@ def _attend_dealt(call: Call, name: str | None) -> tuple[Tensor, Tensor]:
         return attend(_of_fresh(call, held), name)
     if not q.numel():
         return attend(_of_stored(call, q, held), name)
-    heads, sinks = kv.layout.heads, call.score.sinks
-    stored, lse = attend(_of_stored(call, kv.ranks.queries(q, heads), held), name)
-    out, lse = kv.ranks.merged(stored, lse, heads)
+    heads, sinks, exchange = kv.layout.heads, call.score.sinks, kv.ranks.exchange(q, kv.layout.value_dim)
+    stored, lse = attend(_of_stored(call, exchange.queries(q, heads), held), name)
+    is_all = held.fresh is None and sinks is None
+    out, lse = exchange.merged(stored, lse, heads, dtype=stored.dtype if is_all else lse.dtype)
     if held.fresh is not None:
         own, own_lse = attend(_of_fresh(call, held), name)
         out, lse = merge_states(out, lse, own.to(out.dtype), own_lse)

@@ -1,6 +1,7 @@
 """What a cache asks of a device: write tokens, copy pages, share a step's sequences out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from .checks import are_checks_on, check_slots
 from .dispatch import PREPARED, storing
 from .kv import KVLayout, KVView
 from .prepared import Key, Write
+from .ranks import Ranks
 from .rope import Angles
 
 
@@ -58,6 +60,11 @@ def update_schedule(
     """
     options = {"limit": limit, "reach": reach, "split_size": split_size}
     storing(torch.float32, schedule.device).update_schedule(schedule, starts, lengths, **options)
+
+
+def with_memory(ranks: Ranks, device: torch.device) -> Ranks:
+    """The same ranks, which write into each other's memory from now on where their devices can; all call it alike."""
+    return replace(ranks, memory=storing(torch.float32, device).peer_memory(ranks.group, device))
 
 
 def copy_pages(kv: KVView, pairs: Sequence[tuple[int, int]]) -> None:

@@ -91,6 +91,7 @@ KEEPERS = ({"backends/_triton/launch.py"}, {"prepared.py", "dispatch.py"}, {"spe
 PRIVATE = {
     "watched.py": "asks whether anybody follows operators",
     "backends/_triton/launch.py": "launches a compiled kernel",
+    "backends/_triton/peers.py": "lets GPUs write into each other's memory, for which torch has no public name yet",
     "backends/_torch/fused.py": "calls ATen's fused CPU attention, whose backward has no public name",
 }
 

@@ -148,10 +148,11 @@ def test_backends_and_kernels_stay_small():
     """2,500 lines of code, and what splits long packed sequences, repeats calls (160), plans Hopper's kernels (40),
     takes fp8 inputs (50) and runs masks and scores by function on a CPU (215);
     what inlines those in Triton's kernels (330), and what finds the tiles that they hide (300), over caches too (140);
-    what launches those again without asking Triton (20); what pieces of a call add to the gradients of the whole (40).
+    what launches those again without asking Triton (20); what pieces of a call add to the gradients of the whole (40);
+    what ranks write into each other's memory (165).
     """
     lines = {source.path: len(source.code_lines) for source in BACKENDS if source.is_core}
-    assert sum(lines.values()) <= 4270, f"{sum(lines.values())} lines of code in backends/, not 4270: {lines}"
+    assert sum(lines.values()) <= 4435, f"{sum(lines.values())} lines of code in backends/, not 4435: {lines}"
 
 
 def test_the_benchmark_stays_small():

@@ -118,7 +118,7 @@ class KVCache:
                 those of the layouts, two of ``shared_prefixes``, ``batch_invariant`` and ``mesh`` are asked for, or
                 the mesh has several dimensions or nothing to share.
         """
-        ranks, sizes = ranks_of(mesh, layouts), {"max_sequences": max_sequences, "max_length": max_length}
+        ranks, sizes = ranks_of(mesh, layouts, device), {"max_sequences": max_sequences, "max_length": max_length}
         sequences = paged_sequences(layouts, pages, page_size, **sizes, rollback=rollback, ranks=ranks)
         options = read_options(shared_prefixes, batch_invariant, sequences.max_length, ranks)
         return cls(layouts, sequences, page_size, device, options)

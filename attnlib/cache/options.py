@@ -3,9 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from ..checks import check_count
 from ..kv import KVLayout
 from ..ranks import Ranks
+from ..storage import with_memory
 from .buffer import split_size_of
 from .pages import Window
 from .sequences import Sequences, tokens_of
@@ -42,8 +45,8 @@ def read_options(
     return ReadOptions(shared_prefixes, split_size_of(max_length) if batch_invariant else 0, ranks)
 
 
-def ranks_of(mesh: "DeviceMesh | None", layouts: Sequence[KVLayout]) -> Ranks | None:
-    """The ranks of a mesh, which share what layers of these layouts store."""
+def ranks_of(mesh: "DeviceMesh | None", layouts: Sequence[KVLayout], device: torch.device | str | None) -> Ranks | None:
+    """The ranks of a mesh, which share what layers of these layouts store on devices of this kind."""
     if mesh is None:
         return None
     windows = _windows(layouts)
@@ -52,7 +55,7 @@ def ranks_of(mesh: "DeviceMesh | None", layouts: Sequence[KVLayout]) -> Ranks | 
             f"mesh: expected a layout without a window, whose tokens ranks can share, got windows {windows}; make the "
             "cache without mesh="
         )
-    return Ranks.of(mesh)
+    return with_memory(Ranks.of(mesh), torch.empty(0, device=device).device)
 
 
 def contiguous_sequences(layouts: Sequence[KVLayout], max_sequences: int, max_length: int) -> Sequences:

@@ -69,6 +69,10 @@ def new_schedule(heads: int, rows: int, device: torch.device, *, limit: int = 0,
     """Sequences are not shared out here."""
 
 
+def peer_memory(group: object, device: torch.device) -> None:
+    """No rank reaches another one's memory from here."""
+
+
 def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> None:
     """Store tokens in the planes in place, rotated and quantised first; slot -1 is skipped."""
     latent, store = kv.layout.is_latent, kv.layout.store

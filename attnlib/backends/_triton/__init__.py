@@ -9,6 +9,7 @@ from ...spec import AttentionSpec
 from .cached import Cached
 from .dense import Dense
 from .launch import against
+from .peers import peer_memory
 from .schedule import new_schedule, update_schedule
 from .tables import WIDEST, WIDEST_BACKWARD, WIDEST_VALUE
 from .writes import cannot_store, write_cache
@@ -22,6 +23,7 @@ class TritonBackend:
 
     cannot_store, write_cache = staticmethod(cannot_store), staticmethod(write_cache)
     new_schedule, update_schedule = staticmethod(new_schedule), staticmethod(update_schedule)
+    peer_memory = staticmethod(peer_memory)
 
     def __init__(self, name: str, *, hopper: bool):
         self.dense, self.cached = Dense(name, hopper=hopper), Cached(name, hopper=hopper)

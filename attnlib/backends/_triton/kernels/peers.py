@@ -1,0 +1,78 @@
+"""What ranks write into each other's memory, and how a rank joins what the others wrote into its own.
+
+A line is a row of channels of one token and one head. Addresses are those of the same place in every rank's memory.
+"""
+
+import triton
+import triton.language as tl
+
+from .scores import LN2, LOG2E
+from .split_kv import join
+from .tile import COUNTS
+
+ADDRESSES = (*COUNTS, "lines", "rank", "lse_at", "all_heads")
+
+
+@triton.jit
+def place_of(addresses_ptr, rank, dtype: tl.constexpr, offset):
+    """A place in the memory of a rank, which begins there at a multiple of 16 bytes."""
+    return tl.multiple_of((tl.load(addresses_ptr + rank) + offset).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit(do_not_specialize=ADDRESSES)
+def send_queries(
+    q_ptr, addresses_ptr, lines, rank,
+    RANKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Writes ``lines`` of the queries that one KV head has of a token here to all ranks: ``[lines, RANKS, WIDTH]``."""
+    TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    to, rest = tl.program_id(0) % RANKS, tl.program_id(0) // RANKS
+    line, c = (rest // TILES).to(tl.int64), rest % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = tl.load(q_ptr + line * WIDTH + c, mask=c < WIDTH)
+    place = place_of(addresses_ptr, to, q_ptr.dtype.element_ty, 0)
+    tl.store(place + (line * RANKS + rank) * WIDTH + c, x, mask=c < WIDTH)
+
+
+@triton.jit(do_not_specialize=ADDRESSES)
+def send_results(
+    out_ptr, lse_ptr, addresses_ptr, lse_at, lines, rank, heads, all_heads, group, s,
+    RANKS: tl.constexpr, OWN: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Writes results to the ranks whose queries they are of, or to all, ``[RANKS, lines, E]``; LSEs from ``lse_at`` on.
+
+    ``OWN``: each rank has ``heads`` of its own of ``all_heads``, ``group`` for a KV head, those of a KV head side by
+    side; else all have the same.
+    """
+    to, rest = tl.program_id(0) % RANKS, tl.program_id(0) // RANKS
+    line, c = (rest * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64), tl.arange(0, E_MAIN)
+    token, head, valid = line // heads, line % heads, line < lines
+    if OWN:
+        head = (head // group * RANKS + to) * group + head % group
+    there = valid[:, None] & (c < E)[None, :]
+    x = tl.load(out_ptr + (token * all_heads + head)[:, None] * E + c[None, :], mask=there)
+    lse = tl.load(lse_ptr + (token // s * all_heads + head) * s + token % s, mask=valid)
+    line += rank.to(tl.int64) * lines
+    place = place_of(addresses_ptr, to, out_ptr.dtype.element_ty, 0)
+    tl.store(place + line[:, None] * E + c[None, :], x, mask=there)
+    tl.store(place_of(addresses_ptr, to, tl.float32, lse_at) + line, lse, mask=valid)
+
+
+@triton.jit(do_not_specialize=ADDRESSES)
+def join_results(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, lines, heads, s,
+    RANKS: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Joins what all ranks found, ``[RANKS, lines, E]``, in their order."""
+    line, c = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64), tl.arange(0, E_MAIN)
+    token, head, valid = line // heads, line % heads, line < lines
+    there = valid[:, None] & (c < E)[None, :]
+    l_i, m_i = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc = tl.zeros([BLOCK_M, E_MAIN], tl.float32)
+    for r in tl.static_range(RANKS):
+        at = line + r * lines
+        x = tl.load(part_ptr + at[:, None] * E + c[None, :], mask=there, other=0.0).to(tl.float32)
+        lse = tl.load(part_lse_ptr + at, mask=valid, other=float("-inf"))
+        acc, l_i, m_i = join(acc, l_i, m_i, x, lse * LOG2E)
+    l_i = tl.where(l_i == 0.0, 1.0, l_i)
+    tl.store(out_ptr + line[:, None] * E + c[None, :], (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(lse_ptr + (token // s * heads + head) * s + token % s, (m_i + tl.log2(l_i)) * LN2, mask=valid)
