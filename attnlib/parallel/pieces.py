@@ -4,7 +4,8 @@ Queries and keys of a piece are neighbours in the whole sequence, or in the whol
 """
 
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -106,18 +107,41 @@ def pieces_of(call: Call, q: Tensor, k: Tensor, v: Tensor, own: list[Range], hel
     if are_plain and own == held and call.mask.is_causal_among(0, own[-1].end):  # whose order is that of the whole
         yield Piece(call._replace(q=q, k=k, v=v), every, every)
         return
-    for queries, rows in zip(own, _slices(own), strict=True):
-        of_rows = q[(slice(None),) * dim + (rows,)]
-        if are_plain and all(call.mask.covers(*queries, *keys) for keys in held):
-            yield Piece(call._replace(q=of_rows, k=k, v=v, mask=FULL), rows, every)
+
+    def part(x: Tensor, at: slice) -> Tensor:
+        return x[(slice(None),) * dim + (at,)]
+
+    columns = _slices(held)
+    wholes = [_whole_keys(call, queries, held, columns) if are_plain else None for queries in own]
+    for whole, same in groupby(zip(wholes, own, _slices(own), strict=True), itemgetter(0)):
+        _, ranges, rows = zip(*same, strict=True)
+        if whole is not None:
+            at = slice(rows[0].start, rows[-1].stop)
+            if whole != NOTHING:
+                yield Piece(call._replace(q=part(q, at), k=part(k, whole), v=part(v, whole), mask=FULL), at, whole)
             continue
-        for keys, columns in zip(held, _slices(held), strict=True):
-            visible = seen(call, queries, keys)
-            if visible.size:
-                first = columns.start + visible.start - keys.start
-                at = slice(first, first + visible.size)
-                both = (x[(slice(None),) * dim + (at,)] for x in (k, v))
-                yield Piece(piece_of(call, of_rows, *both, queries, visible), rows, at)
+        for queries, at in zip(ranges, rows, strict=True):
+            for keys, column in zip(held, columns, strict=True):
+                visible = seen(call, queries, keys)
+                if visible.size:
+                    first = column.start + visible.start - keys.start
+                    own_keys = slice(first, first + visible.size)
+                    tensors = part(q, at), part(k, own_keys), part(v, own_keys)
+                    yield Piece(piece_of(call, *tensors, queries, visible), at, own_keys)
+
+
+NOTHING = slice(0, 0)
+
+
+def _whole_keys(call: Call, queries: Range, held: list[Range], columns: list[slice]) -> slice | None:
+    """Where those keys of a rank are of which these queries see all; None where they see some, or some apart."""
+    whole = [column for keys, column in zip(held, columns, strict=True) if call.mask.covers(*queries, *keys)]
+    others = [keys for keys, column in zip(held, columns, strict=True) if column not in whole]
+    if any(seen(call, queries, keys).size for keys in others):
+        return None
+    if any(first.stop != second.start for first, second in pairwise(whole)):
+        return None
+    return slice(whole[0].start, whole[-1].stop) if whole else NOTHING
 
 
 def _is_plain(call: Call) -> bool:

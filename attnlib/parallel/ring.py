@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ..call import Call, PieceGradients
 from ..running import Asked, attend, gradients
+from .accumulation import State, Sum
 from .exchange import Passing, passed_on
 from .pieces import Piece, pieces_of, whole_of
 from .sharding import Sharing
@@ -81,10 +82,11 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: _Ring, *tensors: Tensor | None) -> Tensor:
-        given, state = plan.parts(*tensors), _State()
+        given = plan.parts(*tensors)
+        state = State(given.q)
         for rank, travelling in passed_on(given.travelling, plan.sharing.group):
             k, v = plan.expand(*travelling)
-            state.begin(given.q, v)
+            state.begin(v)
             for piece in plan.pieces(given, k, v, rank):
                 state.add(piece.queries, *attend(piece.call._replace(lse=True), plan.name))
         out, lse = state.result(given.sinks)
@@ -102,56 +104,16 @@ class _RingAttention(torch.autograd.Function):
         return None, *(x.to(of.dtype) if is_asked else None for x, of, is_asked in pairs)
 
 
-class _State:
-    """The output and LSE of this rank's queries over the keys that have passed, in fp32 (fp64 for fp64)."""
-
-    def __init__(self):
-        self.out: Tensor | None = None
-
-    def begin(self, q: Tensor, v: Tensor) -> None:
-        """Make room at the first keys and values."""
-        if self.out is None:
-            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-            self.dtype = v.dtype
-            self.out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide)
-            self.lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide).mT.contiguous()
-
-    def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge what these queries find at other keys."""
-        known, found = self.lse[..., queries], self.out[..., queries, :, :]
-        both = torch.logaddexp(known, lse)
-        share = torch.exp(lse - both).masked_fill(both == -torch.inf, 0)
-        found.lerp_(out.to(found.dtype), share.mT.unsqueeze(-1))
-        known.copy_(both)
-
-    def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output, in the dtype of a call's, and the LSE, with sinks."""
-        if sinks is not None:
-            both = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
-            self.out *= torch.exp(self.lse - both).mT.unsqueeze(-1)
-            self.lse = both
-        return self.out.to(self.dtype), self.lse
-
-
 class _Sums:
-    """The gradients of this rank's tensors, added up in fp32 (fp64 for fp64), one piece after another."""
+    """The gradients of this rank's queries and of what scores read, added up one piece after another."""
 
-    def __init__(self, given: _Given, dtype: torch.dtype):
-        self._dtype = dtype
-        self.q, self.captured, self.weights = self.zeros(given.q), *map(self.every, (given.captured, given.weights))
-        self.slopes = None if given.slopes is None else self.zeros(given.slopes)
-
-    def zeros(self, x: Tensor) -> Tensor:
-        """Room for the gradient of x."""
-        return torch.zeros_like(x, dtype=self._dtype, memory_format=torch.contiguous_format)
-
-    def every(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Room for the gradient of each of these."""
-        return [self.zeros(x) for x in xs]
+    def __init__(self, given: _Given, wide: torch.dtype):
+        self.q, self.captured = Sum(given.q, wide), [_zeros(x, wide) for x in given.captured]
+        self.slopes = None if given.slopes is None else _zeros(given.slopes, wide)
 
     def add(self, queries: slice, found: PieceGradients) -> None:
-        """Add what a piece has found of its queries and of what scores read."""
-        self.q[..., queries, :, :] += found.q
+        """Add what a piece has found."""
+        self.q.add(queries, found.q)
         if self.slopes is not None:
             self.slopes += found.slopes
         for total, x in zip(self.captured, found.captured, strict=True):
@@ -160,25 +122,38 @@ class _Sums:
 
 def _gradients(plan: _Ring, given: _Given, dout: Tensor, out: Tensor, lse: Tensor) -> list[Tensor | None]:
     """The gradients of all that is given, in its order."""
-    sums, back = _Sums(given, lse.dtype), None
-    for rank, travelling in passed_on(given.travelling, plan.sharing.group):
+    wide, last = lse.dtype, plan.sharing.ranks - 1
+    sums, of_weights, back = _Sums(given, wide), [_zeros(x, wide) for x in given.weights], None
+    for step, (rank, travelling) in enumerate(passed_on(given.travelling, plan.sharing.group)):
         leaves = [x.detach().requires_grad_() for x in travelling]
         with torch.enable_grad():
             k, v = plan.expand(*leaves)
-        dk, dv = sums.zeros(k), sums.zeros(v)
+        dk, dv = Sum(k, wide), Sum(v, wide)
         for piece in plan.pieces(given, k.detach(), v.detach(), rank):
             rows = piece.queries
             state = (x.contiguous() for x in (dout[..., rows, :, :], out[..., rows, :, :], lse[..., rows]))
             found = gradients(piece.call, plan.name, *state)
             sums.add(rows, found)
-            dk[..., piece.keys, :, :] += found.k
-            dv[..., piece.keys, :, :] += found.v
-        of = torch.autograd.grad((k, v), (*leaves, *given.weights), (dk.to(k.dtype), dv.to(v.dtype)))
-        for total, x in zip(sums.weights, of[len(leaves) :], strict=True):
+            dk.add(piece.keys, found.k)
+            dv.add(piece.keys, found.v)
+        of = torch.autograd.grad((k, v), (*leaves, *given.weights), (dk.result().to(k.dtype), dv.result().to(v.dtype)))
+        for total, x in zip(of_weights, of[len(leaves) :], strict=True):
             total += x
-        arrived = sums.every(leaves) if back is None else back.wait()
-        back = Passing([x + y for x, y in zip(arrived, of, strict=False)], plan.sharing.group)
-    return [sums.q, sums.slopes, _of_sinks(given.sinks, dout, out, lse), *sums.captured, *back.wait(), *sums.weights]
+        of = of[: len(leaves)] if back is None else _added(back.wait(), of, None if step == last else wide)
+        back = Passing(of, plan.sharing.group)
+    of_scores = (sums.slopes, _of_sinks(given.sinks, dout, out, lse), *sums.captured)
+    return [sums.q.result(), *of_scores, *back.wait(), *of_weights]
+
+
+def _added(arrived: Sequence[Tensor], own: Sequence[Tensor], wide: torch.dtype | None) -> list[Tensor]:
+    """What travels on: in ``wide``, or where it is on its way home (None) rounded as it will be there."""
+    if wide is None:
+        return [(x + y).to(y.dtype) for x, y in zip(arrived, own, strict=False)]
+    return [x.to(wide) + y for x, y in zip(arrived, own, strict=False)]
+
+
+def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _of_sinks(sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:

@@ -6,13 +6,13 @@ early queries see few keys and late ones many, and so every rank has as much to 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import gathered
+from .exchange import gathered, summed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,29 +64,48 @@ def shard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -
     Raises:
         ValueError: the tokens cannot be shared out evenly.
     """
-    return dealt(x.movedim(dim, 0), mesh.size(), zigzag=zigzag)[mesh.get_local_rank()].movedim(0, dim)
+    own = _chunks(x.movedim(dim, 0), mesh.size(), zigzag=zigzag)[mesh.get_local_rank()]
+    return torch.cat(own).movedim(0, dim)
 
 
 def unshard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -> Tensor:
     """The tokens of all ranks in their order, on every rank; gradients of all ranks are summed into each part."""
-    return joined(gathered(x.movedim(dim, 0), mesh.get_group()), zigzag=zigzag).movedim(0, dim)
+    return _Whole.apply(x.movedim(dim, 0), mesh.get_group(), zigzag).movedim(0, dim)
+
+
+class _Whole(torch.autograd.Function):
+    """The tokens of all ranks in their order, of a rank's tokens ``[tokens here, ...]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, zigzag: bool) -> Tensor:
+        ctx.group, ctx.zigzag = group, zigzag
+        return joined(gathered(x, group), zigzag=zigzag)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return summed(dealt(grad, ctx.group.size(), zigzag=ctx.zigzag), ctx.group), None, None
 
 
 def dealt(x: Tensor, ranks: int, *, zigzag: bool) -> Tensor:
     """x ``[tokens, ...]`` as ``[ranks, tokens of a rank, ...]``."""
-    chunks = 2 * ranks if zigzag else ranks
-    if x.shape[0] % chunks:
-        raise ValueError(f"x: expected tokens in {chunks} equal chunks, got {x.shape[0]} tokens; pad the sequence")
-    x = x.unflatten(0, (chunks, x.shape[0] // chunks))
-    return torch.stack((x[:ranks], x[ranks:].flip(0)), 1).flatten(1, 2) if zigzag else x
+    return torch.cat(sum(_chunks(x, ranks, zigzag=zigzag), ())).unflatten(0, (ranks, -1))
 
 
 def joined(parts: Tensor, *, zigzag: bool) -> Tensor:
     """Parts ``[ranks, tokens of a rank, ...]`` as ``[tokens, ...]``."""
     if not zigzag:
         return parts.flatten(0, 1)
-    early, late = parts.unflatten(1, (2, parts.shape[1] // 2)).unbind(1)
-    return torch.cat((early, late.flip(0))).flatten(0, 1)
+    early, late = parts.chunk(2, 1)
+    return torch.cat((*early.unbind(), *late.unbind()[::-1]))
+
+
+def _chunks(x: Tensor, ranks: int, *, zigzag: bool) -> list[tuple[Tensor, ...]]:
+    """Of x ``[tokens, ...]`` the chunks that each rank has."""
+    count = 2 * ranks if zigzag else ranks
+    if x.shape[0] % count:
+        raise ValueError(f"x: expected tokens in {count} equal chunks, got {x.shape[0]} tokens; pad the sequence")
+    chunks = x.tensor_split(count)
+    return [(chunks[rank], chunks[-1 - rank]) if zigzag else (chunks[rank],) for rank in range(ranks)]
 
 
 def starts_of(rank: int, ranks: int, tokens: int, *, zigzag: bool) -> list[int]:

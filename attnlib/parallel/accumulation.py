@@ -1,0 +1,71 @@
+"""What pieces of attention add up to: outputs and gradients of all tokens, in fp32 (fp64 for fp64)."""
+
+import torch
+from torch import Tensor
+
+
+class State:
+    """The output and LSE of queries over the keys that have passed."""
+
+    def __init__(self, q: Tensor):
+        self._q, self._wide = q, wide_of(q)
+        self.out: Tensor | None = None
+
+    def begin(self, v: Tensor) -> None:
+        """Learn from values how wide the output is."""
+        self._width, self._dtype = v.shape[-1], v.dtype
+
+    def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
+        """Merge what these queries find at other keys."""
+        if self.out is None and out.shape[:-1] == self._q.shape[:-1]:  # the first of all queries
+            self.out, self.lse = out.to(self._wide), lse.to(self._wide)
+            return
+        self._make_room()
+        known, found = self.lse[..., queries], self.out[..., queries, :, :]
+        both = torch.logaddexp(known, lse)
+        share = torch.exp(lse - both).masked_fill(both == -torch.inf, 0)
+        found.lerp_(out.to(found.dtype), share.mT.unsqueeze(-1))
+        known.copy_(both)
+
+    def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output, in the dtype of a call's, and the LSE, with sinks."""
+        self._make_room()
+        if sinks is not None:
+            both = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
+            self.out *= torch.exp(self.lse - both).mT.unsqueeze(-1)
+            self.lse = both
+        return self.out.to(self._dtype), self.lse
+
+    def _make_room(self) -> None:
+        if self.out is None:
+            shape = self._q.shape[:-1]
+            self.out = self._q.new_zeros(*shape, self._width, dtype=self._wide)
+            self.lse = self._q.new_full(shape, -torch.inf, dtype=self._wide).mT.contiguous()
+
+
+class Sum:
+    """The gradient of a tensor of tokens, added up from those of its parts; one alone keeps its dtype."""
+
+    def __init__(self, x: Tensor, wide: torch.dtype):
+        self._x, self._wide = x, wide
+        self._found: Tensor | None = None
+
+    def add(self, tokens: slice, part: Tensor) -> None:
+        """Add the gradient of these tokens."""
+        if self._found is None and part.shape == self._x.shape:
+            self._found = part
+        elif self._found is None:
+            self._found = part.new_zeros(self._x.shape)
+            self._found[..., tokens, :, :] = part
+        else:
+            self._found = self._found.to(self._wide)
+            self._found[..., tokens, :, :] += part
+
+    def result(self) -> Tensor:
+        """The sum."""
+        return self._x.new_zeros(self._x.shape) if self._found is None else self._found
+
+
+def wide_of(x: Tensor) -> torch.dtype:
+    """The dtype in which parts of such a tensor are added up."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
