@@ -149,7 +149,8 @@ def latents(place: Place, mesh: DeviceMesh, case: Decoding) -> Found:
     whole, dealt, heads = stored(case, keys), stored(case, keys, mesh=mesh).with_own_heads(), case.heads // mesh.size()
     here = slice(mesh.get_local_rank() * heads, (mesh.get_local_rank() + 1) * heads)
     attend = partial(cached_attention, mask=FULL, backend=place.backend)
-    calls = {"dealt out": partial(attend, q[:, :, here], dealt), "copied": partial(attend, q[:, :, here], whole)}
+    own = q[:, :, here].contiguous()
+    calls = {"dealt out": partial(attend, own, dealt), "copied": partial(attend, own, whole)}
     expected = [attend(q, whole)[:, :, here]]
     right = {x: attempt(_checked, run, lambda run: [run()], expected, place) for x, run in calls.items()}
     several = place.capture or (lambda call, n: lambda: [call() for _ in range(n)])

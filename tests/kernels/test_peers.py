@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kernel_helpers import DEVICE
 from torch import Tensor
 
 from attnlib.backends._triton.peers import PeerMemory
@@ -19,10 +20,10 @@ class Handle:
         self.count += 1
 
 
-def memories(count: int, device: str) -> list[PeerMemory]:
+def memories(count: int) -> list[PeerMemory]:
     """A buffer for each rank, full of NaN."""
-    buffers = [torch.full((BYTES,), 0xFF, dtype=torch.uint8, device=device) for _ in range(count)]
-    starts = torch.tensor([x.data_ptr() for x in buffers], device=device)
+    buffers = [torch.full((BYTES,), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(count)]
+    starts = torch.tensor([x.data_ptr() for x in buffers], device=DEVICE)
     addresses = torch.stack((starts, starts + BYTES // 2))
     return [PeerMemory(x, addresses, Handle(), n, count) for n, x in enumerate(buffers)]
 
@@ -49,20 +50,15 @@ SHAPES = [((3, 1), 1, 4), ((2, 3), 2, 3), ((5,), 2, 1), ((1,), 1, 16)]  # of tok
 @pytest.mark.parametrize(("lead", "kv_heads", "group"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_ranks_have_what_all_found(lead, kv_heads, group, count, own, dtype):
-    check(lead, kv_heads, group, count, own, dtype, "cpu")
-
-
-def check(lead, kv_heads, group, count, own, dtype, device):
-    """Queries of ``kv_heads * group`` heads of each rank, and results that each is told to have found."""
-    every, heads, d, e = memories(count, device), kv_heads * group, 20, 12
-    given = [torch.randn(*lead, heads, d).to(device, dtype) for _ in every]
+    every, heads, d, e = memories(count), kv_heads * group, 20, 12
+    given = [torch.randn(*lead, heads, d).to(DEVICE, dtype) for _ in every]
     given = given if own else given[:1] * count
     exchanges = [memory.exchange(q, e, have_own_heads=own) for memory, q in zip(every, given, strict=True)]
     found = [x.queries(q, kv_heads) for x, q in zip(exchanges, given, strict=True)]
     expected = torch.cat([q.unflatten(-2, (kv_heads, group)) for q in given], -2).flatten(-3, -2) if own else given[0]
     assert all(torch.equal(q, expected) for q in found)
 
-    outs = [torch.randn(*lead, expected.shape[-2], e).to(device, dtype) for _ in every]
+    outs = [torch.randn(*lead, expected.shape[-2], e).to(DEVICE, dtype) for _ in every]
     lses = [lse_of(out) for out in outs]
     outs = [x.masked_fill(lse.transpose(-1, -2)[..., None] == -torch.inf, 0) for x, lse in zip(outs, lses, strict=True)]
     for rounded in (dtype, torch.float32):
@@ -70,12 +66,12 @@ def check(lead, kv_heads, group, count, own, dtype, device):
             given = zip(exchanges, outs, lses, strict=True)
             merged = [x.merged(*state, kv_heads, dtype=rounded) for x, *state in given]
         for n, (out, lse) in enumerate(merged):
-            mine = torch.arange(expected.shape[-2], device=device)
+            mine = torch.arange(expected.shape[-2], device=DEVICE)
             mine = mine.view(kv_heads, count, group)[:, n].flatten() if own else mine
             parts = [x[..., mine, :] for x in outs], [x[..., mine, :] for x in lses]
             right, right_lse = joined(*parts)
             assert out.dtype == rounded
-            torch.testing.assert_close(out.double(), right, rtol=2 * torch.finfo(rounded).eps, atol=1e-5)
+            torch.testing.assert_close(out.double(), right, rtol=max(1e-5, 2 * torch.finfo(rounded).eps), atol=1e-5)
             torch.testing.assert_close(lse.double(), right_lse, rtol=1e-5, atol=1e-5)
     assert [x.handle.count for x in every] == [5] * count  # once before the others' queries are read, and results
 
@@ -92,13 +88,7 @@ def check(lead, kv_heads, group, count, own, dtype, device):
     ],
 )
 def test_what_memory_takes(q, value_dim, own, taken):
-    found = memories(2, "cpu")[0].exchange(q, value_dim, have_own_heads=own)
+    q = q if q.is_meta else q.to(DEVICE)
+    found = memories(2)[0].exchange(q, value_dim, have_own_heads=own)
     assert (found is not None) == taken
     assert found is None or str(found) == "by writing into each other's memory"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize(("lead", "kv_heads", "group"), SHAPES)
-def test_ranks_have_what_all_found_on_a_gpu(lead, kv_heads, group, own):
-    check(lead, kv_heads, group, 2, own, torch.bfloat16, "cuda")

@@ -67,7 +67,7 @@ class PeerExchange(NamedTuple):
         memory, (*lead, heads, d) = self.memory, q.shape
         if self.have_own_heads:
             width, lines = heads // kv_heads * d, q.shape[:-2].numel() * kv_heads
-            launch = _sending_queries(memory.rank, memory.count, lines, width)
+            launch = _sending_queries(memory.rank, memory.count, lines, width, q.dtype)
             launch.on({"q": q.contiguous(), "addresses": memory.addresses[0]})
             q = _part(memory.buffer, 0, (*lead, heads * memory.count, d), q.dtype)
         memory.wait()
@@ -77,9 +77,9 @@ class PeerExchange(NamedTuple):
         """As :meth:`attnlib.ranks.Exchange.merged` says."""
         memory, (*lead, all_heads, e), s = self.memory, out.shape, lse.shape[-1]
         heads = all_heads // memory.count if self.have_own_heads else all_heads
-        lines = out.shape[:-2].numel() * heads
+        lines, dtypes = out.shape[:-2].numel() * heads, (out.dtype, dtype)
         sizes = _Sizes(memory.rank, memory.count, lines, heads, all_heads, heads // kv_heads, s, e, self.have_own_heads)
-        send, join = _exchanging(sizes, sizes.bytes(out.dtype))
+        send, join = _exchanging(sizes, dtypes)
         send.on({"out": out.contiguous(), "lse": lse.contiguous(), "addresses": memory.addresses[1]})
         memory.wait()
         half = memory.buffer.numel() // 2
@@ -114,7 +114,7 @@ def _part(buffer: Tensor, first: int, shape: tuple[int, ...], dtype: torch.dtype
 
 
 @remembered
-def _sending_queries(rank: int, count: int, lines: int, width: int) -> Launch:
+def _sending_queries(rank: int, count: int, lines: int, width: int, dtype: torch.dtype) -> Launch:
     from .kernels.peers import send_queries
 
     arguments = {"lines": lines, "rank": rank, "RANKS": count, "WIDTH": width}
@@ -122,14 +122,14 @@ def _sending_queries(rank: int, count: int, lines: int, width: int) -> Launch:
 
 
 @remembered
-def _exchanging(x: _Sizes, lse_at: int) -> tuple[Launch, Launch]:
-    """The launches that send results, and that join them."""
+def _exchanging(x: _Sizes, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Launch, Launch]:
+    """The launches that send results, and that join them in another dtype."""
     from .kernels.peers import join_results, send_results
 
     main = power_of_two(x.e)
     tiles = LaunchConfig(max(1, VALUES // main), 0, 1, 4)
     arguments = {
-        "lse_at": lse_at, "lines": x.lines, "rank": x.rank, "heads": x.heads, "all_heads": x.all_heads,
+        "lse_at": x.bytes(dtypes[0]), "lines": x.lines, "rank": x.rank, "heads": x.heads, "all_heads": x.all_heads,
         "group": x.group, "s": x.s, "RANKS": x.count, "OWN": x.have_own_heads, "E": x.e, "E_MAIN": main,
     }  # fmt: skip
     programs = -(-x.lines // tiles.block_m)
