@@ -383,7 +383,9 @@ def test_a_view_has_to_say_what_this_rank_has(mesh):
             cached_attention(q, layer.view(), mask=CAUSAL)
         assert str(explain(cached_attention, q, appended(layer), mask=CAUSAL)).startswith("dense attention")
     with cache.step(2) as (layer,):
-        assert str(explain(cached_attention, q, appended(layer), mask=CAUSAL)).startswith("cached attention")
+        told = str(explain(cached_attention, q, appended(layer), mask=CAUSAL))
+        assert told.startswith("cached attention")
+        assert f"shared: over {mesh.size()} ranks, by collectives" in told
     with (
         cache.read(2) as (layer,),
         pytest.raises(ValueError, match="mask: expected FULL for several queries of a read"),

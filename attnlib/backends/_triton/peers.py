@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ...spec import arch_of
 from ...watched import are_watched
 from .launch import Launch, remembered
 from .tables import LaunchConfig, power_of_two
@@ -67,7 +68,7 @@ class PeerExchange(NamedTuple):
         memory, (*lead, heads, d) = self.memory, q.shape
         if self.have_own_heads:
             width, lines = heads // kv_heads * d, q.shape[:-2].numel() * kv_heads
-            launch = _sending_queries(memory.rank, memory.count, lines, width, q.dtype)
+            launch = _sending_queries(q.device, memory.rank, memory.count, lines, width, q.dtype)
             launch.on({"q": q.contiguous(), "addresses": memory.addresses[0]})
             q = _part(memory.buffer, 0, (*lead, heads * memory.count, d), q.dtype)
         memory.wait()
@@ -79,7 +80,7 @@ class PeerExchange(NamedTuple):
         heads = all_heads // memory.count if self.have_own_heads else all_heads
         lines, dtypes = out.shape[:-2].numel() * heads, (out.dtype, dtype)
         sizes = _Sizes(memory.rank, memory.count, lines, heads, all_heads, heads // kv_heads, s, e, self.have_own_heads)
-        send, join = _exchanging(sizes, dtypes)
+        send, join = _exchanging(out.device, sizes, dtypes)
         send.on({"out": out.contiguous(), "lse": lse.contiguous(), "addresses": memory.addresses[1]})
         memory.wait()
         half = memory.buffer.numel() // 2
@@ -114,26 +115,29 @@ def _part(buffer: Tensor, first: int, shape: tuple[int, ...], dtype: torch.dtype
 
 
 @remembered
-def _sending_queries(rank: int, count: int, lines: int, width: int, dtype: torch.dtype) -> Launch:
+def _sending_queries(device: torch.device, rank: int, count: int, lines: int, width: int, dtype: torch.dtype) -> Launch:
     from .kernels.peers import send_queries
 
-    arguments = {"lines": lines, "rank": rank, "RANKS": count, "WIDTH": width}
-    return Launch(send_queries, count * lines * -(-width // QUERIES.block_n), arguments, QUERIES)
+    early, programs = arch_of(device) == 90, count * lines * -(-width // QUERIES.block_n)
+    arguments = {"lines": lines, "rank": rank, "RANKS": count, "WIDTH": width, "EARLY": early}
+    return Launch(send_queries, programs, arguments, QUERIES, early=early)
 
 
 @remembered
-def _exchanging(x: _Sizes, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Launch, Launch]:
+def _exchanging(device: torch.device, x: _Sizes, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Launch, Launch]:
     """The launches that send results, and that join them in another dtype."""
     from .kernels.peers import join_results, send_results
 
-    main = power_of_two(x.e)
+    main, early = power_of_two(x.e), arch_of(device) == 90
     tiles = LaunchConfig(max(1, VALUES // main), 0, 1, 4)
     arguments = {
         "lse_at": x.bytes(dtypes[0]), "lines": x.lines, "rank": x.rank, "heads": x.heads, "all_heads": x.all_heads,
         "group": x.group, "s": x.s, "RANKS": x.count, "OWN": x.have_own_heads, "E": x.e, "E_MAIN": main,
+        "EARLY": early,
     }  # fmt: skip
     programs = -(-x.lines // tiles.block_m)
-    return Launch(send_results, programs * x.count, arguments, tiles), Launch(join_results, programs, arguments, tiles)
+    send = Launch(send_results, programs * x.count, arguments, tiles, early=early)
+    return send, Launch(join_results, programs, arguments, tiles)
 
 
 def peer_memory(group: "ProcessGroup", device: torch.device) -> PeerMemory | None:

@@ -1,10 +1,12 @@
 """What ranks write into each other's memory, and how a rank joins what the others wrote into its own.
 
 A line is a row of channels of one token and one head. Addresses are those of the same place in every rank's memory.
+``EARLY``: programs may start before what they read is there, and let the kernel that follows start beside them.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .scores import LN2, LOG2E
 from .split_kv import join
@@ -22,9 +24,12 @@ def place_of(addresses_ptr, rank, dtype: tl.constexpr, offset):
 @triton.jit(do_not_specialize=ADDRESSES)
 def send_queries(
     q_ptr, addresses_ptr, lines, rank,
-    RANKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    RANKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes ``lines`` of the queries that one KV head has of a token here to all ranks: ``[lines, RANKS, WIDTH]``."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     TILES: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     to, rest = tl.program_id(0) % RANKS, tl.program_id(0) // RANKS
     line, c = (rest // TILES).to(tl.int64), rest % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -37,12 +42,16 @@ def send_queries(
 def send_results(
     out_ptr, lse_ptr, addresses_ptr, lse_at, lines, rank, heads, all_heads, group, s,
     RANKS: tl.constexpr, OWN: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr, BLOCK_M: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes results to the ranks whose queries they are of, or to all, ``[RANKS, lines, E]``; LSEs from ``lse_at`` on.
 
     ``OWN``: each rank has ``heads`` of its own of ``all_heads``, ``group`` for a KV head, those of a KV head side by
     side; else all have the same.
     """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     to, rest = tl.program_id(0) % RANKS, tl.program_id(0) // RANKS
     line, c = (rest * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64), tl.arange(0, E_MAIN)
     token, head, valid = line // heads, line % heads, line < lines
