@@ -157,8 +157,8 @@ def _cut(heads: Heads, whole: Latent, rank: int, losses: Losses) -> tuple[Latent
     cut = _sized_cut(losses.whole, rank, losses.seen, losses.cost, losses.seen)
     constant, baseline = losses.beside(cut), losses.of(plain, losses.beside(plain))
     errors = losses.of(cut, constant) | {f"{BASELINE}{name}": baseline[name] for name in ("key_error", "value_error")}
-    ups = (up.repeat_interleave(heads.group, 0) for up in (cut.k_up, cut.v_up))
-    made = Latent(whole.q_nope, whole.q_rope, cut.down @ whole.down, whole.k_rope, *ups, whole.rope)
+    k_up, v_up = (up.repeat_interleave(heads.group, 0) for up in (cut.k_up, cut.v_up))
+    made = replace(whole, down=cut.down @ whole.down, k_up=k_up, v_up=v_up)
     return made, constant, errors
 
 

@@ -105,5 +105,5 @@ class LatentKind(Kind):
 
 def _widened(latent: Latent, width: int) -> Latent:
     """The same with so many channels that do not turn; those that are added are 0."""
-    more = width - latent.q_nope.shape[1]
-    return replace(latent, q_nope=pad(latent.q_nope, (0, 0, 0, more)), k_up=pad(latent.k_up, (0, 0, 0, more)))
+    more = width - latent.to_nope.shape[1]
+    return replace(latent, to_nope=pad(latent.to_nope, (0, 0, 0, more)), k_up=pad(latent.k_up, (0, 0, 0, more)))
