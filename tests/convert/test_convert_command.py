@@ -395,6 +395,7 @@ def test_requests_that_are_wrong(tmp_path, sources, options, reason, capsys):
         ("grouped", ("--rank", "30"), "--rank: expected at most 29, the rank of the whole latent, got 30"),
         ("grouped", ("--rank", "1"), "--rank: expected at least 2, got 1"),
         ("grouped", ("--rank", "9", "--rope-dim", "3"), "--rope-dim: expected an even divisor of 4"),
+        ("grouped", ("--rank", "9", "--rope-dim", "4", "--q-rank", "99"), "--q-rank: expected at most 25, the rank of"),
         ("grouped", ("--rank", "9", "--reach", "0"), "--reach: expected at least 1, got 0"),
         (
             "grouped",

@@ -64,12 +64,13 @@ def logits(model, tokens=TOKENS):
     return model(tokens).logits.double()
 
 
+@pytest.mark.parametrize("q_rank", [None, WIDTH + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", SOURCES)
-def test_one_kv_head_is_the_same_model_up_to_rounding(tmp_path, name, dtype):
+def test_one_kv_head_is_the_same_model_up_to_rounding(tmp_path, name, dtype, q_rank):
     """By the logits of transformers: not further from fp64 than twice as far as the source in its dtype."""
     old = source_of(tmp_path / "in", name, dtype)
-    report, new = run(tmp_path / "in", tmp_path / "out")
+    report, new = run(tmp_path / "in", tmp_path / "out", q_rank=q_rank)
     assert new.dtype == dtype
     error, naive = (logits(model) for model in (new, old))
     golden = logits(old.double())
@@ -148,6 +149,21 @@ def test_several_heads_are_cut_and_still_speak(tmp_path, norm):
         assert 0 < row["value_error"] < 1
     steps = new.generate(TOKENS[:, 5:10], max_new_tokens=6, do_sample=False, pad_token_id=96, eos_token_id=None)
     assert torch.equal(steps[:, 5:], logits(new, steps)[:, 4:-1].argmax(-1))
+
+
+@pytest.mark.parametrize("norm", ["exact", "calibrated"])
+@pytest.mark.parametrize("q_rank", [9, 33])
+def test_queries_of_low_rank_are_told_and_loaded(tmp_path, norm, q_rank):
+    old = source_of(tmp_path / "in")
+    x = 1 + torch.randn(400, WIDTH, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, -3, WIDTH)
+    known = {"calibrations": lambda _: Calibration.of([x])}
+    report, new = run(tmp_path / "in", tmp_path / "out", norm=norm, q_rank=q_rank, **known)
+    assert config_of(tmp_path / "out")["q_lora_rank"] == q_rank
+    assert new.model.layers[0].self_attn.q_a_proj.weight.shape == (q_rank, WIDTH)
+    assert logits(new).isfinite().all()
+    assert not torch.equal(logits(new), logits(old))
+    for row in report["layers"]:
+        assert 0 < row["query_error"] < (0.3 if q_rank == 9 else 0.1)
 
 
 def test_every_layer_has_its_own_calibration(tmp_path):

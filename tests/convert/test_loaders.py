@@ -18,6 +18,7 @@ from attnlib.convert.latent.deepseek import converter
 
 GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 LOADERS = (vllm, llama_cpp)
+LOW = "calibrated, low-rank"
 SIZES = {"vocab_size": 61, "hidden_size": 256, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 64}
 
@@ -39,7 +40,9 @@ def results(tmp_path_factory):
             LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(source)
             text = Calibration.of([torch.randn(2, 400, SIZES["hidden_size"]) + 1])
             config = json.loads((source / "config.json").read_text())
-            made = converter(config, 320 - 64, rope_dim=64, norm=kind, calibrations=lambda _: text)
+            norm, _, low = kind.partition(", ")
+            q_rank = 96 if low else None
+            made = converter(config, 320 - 64, rope_dim=64, norm=norm, q_rank=q_rank, calibrations=lambda _: text)
         convert(source, out, made, progress=False)
         checkpoint = read_folder(out)
         return checkpoint.config, {name: stored.entry.shape for name, stored in checkpoint.tensors.items()}
@@ -62,6 +65,14 @@ def test_a_calibrated_norm_is_read_by_vllm(results):
     assert vllm(config, shapes) == []
 
 
+@pytest.mark.parametrize("loader", LOADERS)
+def test_queries_of_low_rank_are_read_by_both(results, loader):
+    """Whatever the number of layers."""
+    config, shapes = results(LOW)
+    assert config["q_lora_rank"] == 96
+    assert loader(config, shapes) == []
+
+
 def test_what_the_loaders_have_against_latents(results):
     """llama.cpp wants low-rank queries of most models, and neither has biases, which an exact norm is made of."""
     assert llama_cpp(*results("calibrated")) == ["q_lora_rank: required"]
@@ -82,7 +93,7 @@ def test_what_the_loaders_have_against_latents(results):
     assert vllm(scaled, shapes) == ["rope_type: taken for YaRN: llama3"]
 
 
-@pytest.mark.parametrize("kind", [*GROUPED, "calibrated"])
+@pytest.mark.parametrize("kind", [*GROUPED, "calibrated", LOW])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_every_tensor_counts(results, kind, loader):
     config, shapes = results(kind)
@@ -94,7 +105,7 @@ def test_every_tensor_counts(results, kind, loader):
     assert set(loader(config, shapes | {"model.layers.0.self_attn.sinks": (4,)})) - known
 
 
-@pytest.mark.parametrize("kind", [*GROUPED, "calibrated"])
+@pytest.mark.parametrize("kind", [*GROUPED, "calibrated", LOW])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_every_field_counts(results, kind, loader):
     config, shapes = results(kind)
@@ -106,7 +117,7 @@ def test_every_field_counts(results, kind, loader):
         assert loader(lacking, shapes) == [f"{field}: missing"]
     known = set(loader(config, shapes))
     for field in ("num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"):
-        if kind == "calibrated" and field == "num_key_value_heads" and loader is vllm:
+        if kind in ("calibrated", LOW) and field == "num_key_value_heads" and loader is vllm:
             continue  # which does not read it of a latent
         assert set(loader(config | {field: 2 * config[field]}, shapes)) - known, field
     assert loader(config | {"architectures": ["FooForCausalLM"]}, shapes)

@@ -46,6 +46,7 @@ def converter(
     calibrations: Callable[[int], Calibration] | None = None,
     reach: int = 2048,
     norm: Norm = "exact",
+    q_rank: int | None = None,
     device: torch.device | str = "cpu",
 ) -> LayerConverter:
     """What makes the layers of a Llama, Mistral or Qwen2 with this config.json those of a DeepSeek-V3.
@@ -59,11 +60,12 @@ def converter(
         ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`; of biases and texts the converter.
     """
     _check(config)
-    rope, target = rope_of(config), Target(rank=rank, rope_dim=rope_dim, reach=reach, norm=norm)
+    rope, target = rope_of(config), Target(rank=rank, rope_dim=rope_dim, reach=reach, norm=norm, q_rank=q_rank)
     sizes = shape_of(config, family_of(config["model_type"]))
     if rope.dim < sizes.head_dim:
         raise CheckpointError(f"{CONFIG}: partial_rotary_factor: loaders disagree what it means for this model")
-    check_target(target, rope, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim)
+    wide = {"heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim, "width": sizes.width}
+    check_target(target, rope, **wide)
 
     def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
         weights = {name: value.to(device) for name, value in weights.items()}
