@@ -16,7 +16,7 @@ from attnlib.convert.latent.deepseek_layer import Target, gqa_to_deepseek, to_de
 from attnlib.convert.latent.norm import Constant, nearest_to_one
 from attnlib.convert.latent.queries import QueryCost, low_rank, whole_queries
 
-PLAIN = ["half", "interleaved", "partial", "partial-interleaved", "llama3"]
+PLAIN = ["half", "interleaved", "partial", "partial-interleaved", "llama3", "yarn", "partial-yarn"]
 REACH = 12
 
 
@@ -60,7 +60,7 @@ def test_a_calibrated_norm_of_queries_is_exact_where_an_input_is_always_one(rope
     assert not any(name.endswith("bias") for name in new.state_dict())
 
 
-@given(st.sampled_from(["none", *PLAIN, "yarn", "partial-yarn"]), st.integers(1, 4), st.booleans(), seeds)
+@given(st.sampled_from(["none", *PLAIN]), st.integers(1, 4), st.booleans(), seeds)
 def test_full_rank_is_exact_in_attnlibs_own_form(rope, heads, bias, seed):
     layer, x = grouped((2, heads), rope=rope, bias=bias, seed=seed), tokens(2, 9)
     new = gqa_to_mla(layer, q_rank=full(2 * heads), calibration=Calibration.of([tokens(30, seed=seed + 2)]))
@@ -100,7 +100,7 @@ def test_an_error_costs_what_scores_miss(rope):
     torch.testing.assert_close(cost._mean(error), lost, rtol=1e-5, atol=0.0)  # angles are fp32
 
 
-@given(st.sampled_from(["none", *PLAIN, "yarn"]), seeds, st.booleans(), st.integers(1, 15), st.booleans())
+@given(st.sampled_from(["none", *PLAIN]), seeds, st.booleans(), st.integers(1, 15), st.booleans())
 def test_what_is_missed_is_the_tail_of_the_spectrum(rope, seed, bias, rank, has_offset):
     """That of all queries of a text, as weighed by their keys, which no other queries of this rank can undercut."""
     layer, x = grouped((2, 1), rope=rope, bias=bias, seed=seed), tokens(60, seed=seed)

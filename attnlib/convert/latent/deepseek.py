@@ -1,12 +1,14 @@
 """Grouped-query checkpoints as DeepSeek-V3 ones: what converts a layer, and the config.json that tells loaders so."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
 from ...kv import DTYPES
-from ...rope import Linear, Llama3, Rope
+from ...rope import Rope
+from ...scaling import Linear, Llama3, YaRN
 from ..calibration import Calibration
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.folder import CONFIG
@@ -15,6 +17,7 @@ from ..checkpoint.model import shape_of
 from ..checkpoint.names import family_of
 from ..checkpoint.source_rope import rope_of
 from ..weights import Heads, split
+from .attended import usual_scale
 from .deepseek_layer import Target, check_target, to_deepseek
 from .norm import Norm
 
@@ -71,7 +74,7 @@ def converter(
         weights = {name: value.to(device) for name, value in weights.items()}
         heads = _heads(weights, shape, rope)
         calibration = None if calibrations is None else calibrations(shape.index)
-        made = to_deepseek(heads, weights, target, scale=shape.head_dim**-0.5, calibration=calibration)
+        made = to_deepseek(heads, weights, target, scale=usual_scale(rope, shape.head_dim), calibration=calibration)
         state = {name: value.cpu() for name, value in made.state.items()}
         return ConvertedLayer(state, deepseek_config(config, state, made.rope, shape), made.errors)
 
@@ -174,5 +177,16 @@ def _scaling(rope: Rope) -> dict[str, object] | None:
                 "high_freq_factor": high,
                 "original_max_position_embeddings": original,
             }
+        case YaRN():
+            return _yarn(rope.scaling)
         case None:
             return None
+
+
+def _yarn(yarn: YaRN) -> dict[str, object]:
+    """By Hugging Face's names, without what is not said; rounding to whole pairs is what all do where nothing is."""
+    said = asdict(yarn)
+    original, truncate = said.pop("original_max_position"), said.pop("truncate")
+    said = {name: value for name, value in said.items() if value is not None}
+    said |= {"rope_type": "yarn", "original_max_position_embeddings": original}
+    return said if truncate else said | {"truncate": False}

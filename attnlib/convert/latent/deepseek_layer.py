@@ -16,9 +16,10 @@ from ..weights import Heads, split
 from .attended import Attended, attended
 from .cost import Cost, relative
 from .embedding import Latent
-from .folding import check_fold, even_queries, fold
+from .folding import even_queries, fold
 from .layers import check_latent, check_latent_heads, latent_layer
 from .losses import BASELINE, Losses
+from .narrowed import narrowed
 from .norm import NORM_EPS, Constant, Norm, check_biases, check_text, constant_row
 from .queries import Queries, QueryCost, check_query_rank, low_rank, whole_queries
 from .state import deepseek_state
@@ -89,8 +90,8 @@ def gqa_to_deepseek(
 ) -> MultiHeadLatentAttention:
     """As :func:`gqa_to_mla`, a new layer whose state dict a DeepSeek-V3 checkpoint can hold as it is.
 
-    Its rope is ``Rope(rope_dim, theta, scaling, interleaved=True)`` with the old layer's ``theta`` and scaling, its
-    norm_eps 1e-6 and its scale the default. ``norm`` is explained at ``Target``; with ``"exact"`` leave the norms'
+    Its rope is ``narrowed(layer.rope, rope_dim)``, with the old layer's ``theta`` and scaling, its norm_eps 1e-6 and
+    its scale the default. ``norm`` is explained at ``Target``; with ``"exact"`` leave the norms'
     gains and the biases out of a weight decay. ``q_rank`` is q_lora_rank; if it is None there is none, but with a bias
     of q, which makes it ``hidden_size + 1``.
 
@@ -98,7 +99,7 @@ def gqa_to_deepseek(
         ValueError: a size out of range, ``rope_dim`` does not divide the rotated channels, or an unknown norm; or
             ``norm="calibrated"`` without a text, or with one whose inputs have the mean 0.
         TypeError: as :func:`mha_to_gqa`, or a size that is no int.
-        NotImplementedError: what DeepSeek has not: no rope at all, scalings other than Linear and Llama3, norms of q
+        NotImplementedError: what DeepSeek has not: no rope at all, scalings that :func:`narrowed` refuses, norms of q
             and k, sinks, softcap, ALiBi; and biases with ``norm="calibrated"``.
 
     >>> layer = GroupedQueryAttention(64, 8, num_kv_heads=1, mask=CAUSAL, rope=Rope(8))
@@ -168,7 +169,7 @@ def check_target(target: Target, rope: Rope, *, heads: int, kv_heads: int, head_
 
     Raises: as :func:`gqa_to_deepseek`.
     """
-    check_fold(rope, target.rope_dim)
+    narrowed(rope, target.rope_dim)
     full_rank = 2 * kv_heads * head_dim - target.rope_dim + target.reserved
     if target.rank > full_rank:
         raise ValueError(f"rank: expected at most {full_rank}, the rank of the whole latent, got {target.rank}")

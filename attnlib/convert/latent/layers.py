@@ -19,7 +19,7 @@ from ...rope import Rope
 from ..calibration import Calibration, fitting
 from ..heads.layers import check_grouped
 from ..weights import Heads, split
-from .attended import attended
+from .attended import attended, usual_scale
 from .cost import Cost
 from .embedding import Latent, concentrate, embed
 from .queries import QueryCost, check_query_rank, low_rank
@@ -78,7 +78,7 @@ def to_latent(
     q_rank: int | None = None,
     scale: float | None = None,
 ) -> Latent:
-    """The weights that :func:`gqa_to_mla` gives its layer, whose ``scale`` is ``d ** -0.5`` if it is None.
+    """The weights that :func:`gqa_to_mla` gives its layer, whose ``scale`` is the usual one if it is None.
 
     Raises: as :func:`gqa_to_mla`, of what can be seen from weights.
     """
@@ -94,7 +94,7 @@ def to_latent(
     cuts = rank is not None and rank != len(latent.down)
     if not cuts and q_rank is None:
         return latent
-    seen = attended(heads, calibration, scale=heads.k.shape[1] ** -0.5 if scale is None else scale)
+    seen = attended(heads, calibration, scale=usual_scale(heads.rope, heads.k.shape[1]) if scale is None else scale)
     if cuts:
         latent = truncate(latent, rank, seen, Cost.of(latent, heads, calibration, seen, reach=reach))
     if q_rank is not None:

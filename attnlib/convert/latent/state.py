@@ -20,11 +20,12 @@ def deepseek_state(
 ) -> dict[str, Tensor]:
     """The weights before they are rounded, with biases if the constant is one, from those of a grouped layer.
 
-    ``scale`` is the grouped layer's, and goes into q. Queries of low rank pass beside ``query_constant``.
+    ``scale`` is the grouped layer's; what DeepSeek's own is not of it goes into q. Queries of low rank pass beside
+    ``query_constant``.
     """
     o = state["o_proj.weight"]
     q = torch.cat((latent.q_nope, latent.q_rope), 1)
-    q = (q * (scale * q.shape[1] ** 0.5)).flatten(0, 1)
+    q = (q * (scale * q.shape[1] ** 0.5 / latent.rope.latent_scale)).flatten(0, 1)
     up = torch.cat((latent.k_up, latent.v_up), 1).flatten(0, 1)
     down = torch.cat((latent.down, constant.size * constant.row[None], latent.k_rope))
     new = {"q_proj.weight": q[:, :-1]}

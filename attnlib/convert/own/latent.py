@@ -14,7 +14,7 @@ from ..checkpoint.layer import ConvertedLayer, LayerShape
 from ..checkpoint.plan import weights_of
 from ..checkpoint.source_rope import rope_of
 from ..heads.converter import heads_of
-from ..latent.attended import Attended, attended
+from ..latent.attended import Attended, attended, usual_scale
 from ..latent.cost import Cost
 from ..latent.embedding import Latent
 from ..latent.folding import even_queries
@@ -95,7 +95,8 @@ class LatentKind(Kind):
         calibration = None if self.calibrations is None else self.calibrations(shape.index)
         calibration = fitting(calibration, shape.width, heads.k.device)
         check_latent_heads(heads)
-        seen, reach = attended(heads, calibration, scale=shape.head_dim**-0.5), self.options["reach"]
+        scale, reach = usual_scale(heads.rope, shape.head_dim), self.options["reach"]
+        seen = attended(heads, calibration, scale=scale)
         heads = heads if heads.rope is None else even_queries(heads, calibration)
         whole, turned = whole_latent(heads, self._rope_dim(shape.index) or None, calibration, reach=reach)
         whole = _widened(whole, self._still(shape.index))
