@@ -257,8 +257,11 @@ PLAIN = {"model_type": "llama", **SIZES}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "qwen3"}, "model_type: expected one of llama, mistral, qwen2.* got 'qwen3'"),
-        ({"model_type": "gpt2"}, "model_type: expected one of llama, mistral, qwen2.* got 'gpt2'"),
+        ({"model_type": "qwen3"}, "model_type: expected one of llama, mistral, qwen2.* got 'qwen3', .* --to gqa keeps"),
+        ({"model_type": "olmo2"}, "got 'olmo2', which has q_norm and k_norm that divide each token by a size"),
+        ({"model_type": "gemma"}, "got 'gemma'; --to gqa takes it, and --to attnlib"),
+        ({"model_type": "nobody"}, "model_type: expected one of llama, mistral, qwen2.* got 'nobody'$"),
+        ({"model_type": ["llama"]}, "model_type: expected one of llama, mistral, qwen2.* got "),
         ({"model_type": "mistral", "sliding_window": 64}, "expected no sliding window"),
         ({"model_type": "mistral"}, "expected no sliding window"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "expected no sliding window"),

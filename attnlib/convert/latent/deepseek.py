@@ -6,6 +6,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from ...families import STORED
 from ...kv import DTYPES
 from ...rope import Rope
 from ...scaling import Linear, Llama3, YaRN
@@ -19,6 +20,7 @@ from ..checkpoint.source_rope import rope_of
 from ..weights import Heads, split
 from .attended import usual_scale
 from .deepseek_layer import Target, check_target, to_deepseek
+from .layers import NORMS
 from .norm import Norm
 
 SOURCES = ("llama", "mistral", "qwen2")
@@ -113,6 +115,7 @@ def _check(config: Mapping[str, object]) -> None:
     if kind not in SOURCES:
         raise CheckpointError(
             f"{CONFIG}: model_type: expected one of {', '.join(SOURCES)}, which DeepSeek-V3 can stand for, got {kind!r}"
+            f"{_instead(kind)}"
         )
     windowed = {
         "mistral": config.get("sliding_window", 4096) is not None,  # what transformers takes when there is none
@@ -125,6 +128,15 @@ def _check(config: Mapping[str, object]) -> None:
         raise CheckpointError(f"{CONFIG}: mlp_bias: expected false, as in DeepSeek-V3, got {config['mlp_bias']!r}")
     if config.get("intermediate_size") is None or config.get("vocab_size") is None:
         raise CheckpointError(f"{CONFIG}: expected vocab_size and intermediate_size, as DeepSeek-V3 has others")
+
+
+def _instead(kind: object) -> str:
+    """Why a model cannot be one over latents, and what takes it."""
+    if not isinstance(kind, str) or kind not in STORED:
+        return ""
+    if any("k_norm" in ours for _, ours in STORED[kind].weights):
+        return f", which has {NORMS}; --to gqa keeps them"
+    return "; --to gqa takes it, and --to attnlib"
 
 
 def _carried(config: Mapping[str, object]) -> dict[str, object]:
