@@ -33,8 +33,8 @@ class Target:
     DeepSeek normalises the latent and a grouped-query layer does not. So one of the ``rank`` channels is a constant so
     large that the norm divides by nearly nothing else. With ``norm="exact"`` it is a bias (``attention_bias=True``).
     ``"calibrated"`` needs none: it is the linear function of the inputs that is nearest to a constant over the
-    calibration, and the latent of a token is off by as much as that. ``reach`` is as in :func:`fold`. Queries have the
-    rank ``q_rank``, DeepSeek's q_lora_rank, one channel of which is such a constant too; None: no matter what rank.
+    calibration, and the latent of a token is off by as much as that. ``reach`` is as in :func:`fold`. Queries go
+    through ``q_rank`` channels, DeepSeek's q_lora_rank, one of which is such a constant too; None leaves them whole.
 
     Raises:
         TypeError: a number is no int.
@@ -91,9 +91,9 @@ def gqa_to_deepseek(
     """As :func:`gqa_to_mla`, a new layer whose state dict a DeepSeek-V3 checkpoint can hold as it is.
 
     Its rope is ``narrowed(layer.rope, rope_dim)``, with the old layer's ``theta`` and scaling, its norm_eps 1e-6 and
-    its scale the default. ``norm`` is explained at ``Target``; with ``"exact"`` leave the norms'
-    gains and the biases out of a weight decay. ``q_rank`` is q_lora_rank; if it is None there is none, but with a bias
-    of q, which makes it ``hidden_size + 1``.
+    its scale the default. ``norm`` is explained at ``Target``; with ``"exact"`` leave the norms' gains and the biases
+    out of a weight decay. ``q_rank`` is q_lora_rank; without it there is none, but that a bias of q makes it
+    ``hidden_size + 1``.
 
     Raises:
         ValueError: a size out of range, ``rope_dim`` does not divide the rotated channels, or an unknown norm; or

@@ -28,7 +28,7 @@ STEP = 16  # between ranks that are weighed against each other
 
 
 class Read(NamedTuple):
-    """The whole latent of a layer, the inputs that it sees, what errors of it cost, and what fewer turns lose."""
+    """The whole latent of a layer, the inputs it sees, what errors of it and of queries cost, what fewer turns lose."""
 
     whole: Latent
     seen: Attended
@@ -89,7 +89,7 @@ class LatentKind(Kind):
         )
         return ConvertedLayer(state, errors=errors, form=form)
 
-    def _read(self, weights: Mapping[str, Tensor], shape: LayerShape) -> "Read":
+    def _read(self, weights: Mapping[str, Tensor], shape: LayerShape) -> Read:
         on_device = {name: value.to(self.device) for name, value in weights.items()}
         heads = heads_of(on_device, shape, rope_of(self.model.config, shape.index))
         calibration = None if self.calibrations is None else self.calibrations(shape.index)
