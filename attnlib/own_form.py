@@ -25,10 +25,11 @@ class GroupedForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentForm:
-    """A layer over latents, by DeepSeek's names.
+    """A layer over latents, by DeepSeek's names; q_lora_rank is null where queries have no latent.
 
     Pair c of its rotary channels turns as pair ``rope_pairs[c]`` of the rope that ``base`` says. ``bias`` is of all
-    projections that DeepSeek gives one, ``query_bias`` of q_proj. ``norm_eps`` is that of the latent's norm.
+    projections that DeepSeek gives one, ``query_bias`` of what projects to the heads of
+    queries. ``norm_eps`` is that of the latents' norms.
     """
 
     kv_lora_rank: int
@@ -39,12 +40,16 @@ class LatentForm:
     norm_eps: float
     bias: bool = False
     query_bias: bool = False
+    q_lora_rank: int | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self, least=0)
         for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got 0")
+        rank = self.q_lora_rank
+        if rank is not None and (type(rank) is not int or not 1 <= rank <= MAX_SIZE):
+            raise ValueError(f"q_lora_rank: expected 1 to {MAX_SIZE} or null, got {str(rank)[:80]}")
         if type(self.rope_pairs) not in (list, tuple) or any(type(pair) is not int for pair in self.rope_pairs):
             raise ValueError(f"rope_pairs: expected numbers of pairs, got {str(self.rope_pairs)[:80]}")
         if 2 * len(self.rope_pairs) != self.qk_rope_head_dim or any(not 0 <= x < MAX_SIZE for x in self.rope_pairs):

@@ -150,7 +150,7 @@ class Rope:
             smooth = smooth.clamp(0, 1)
             return _quotient((1 - smooth) * frequencies, scaling.factor) + smooth * frequencies
         if isinstance(scaling, YaRN):
-            low, high = _yarn_ramp(self, scaling)
+            low, high = yarn_ramp(self, scaling)
             pairs = torch.arange(self.dim // 2, dtype=torch.float32, device=device)
             smooth = 1 - _quotient(pairs - low, high - low).clamp(0, 1)
             return 1.0 / (1.0 * scaling.factor * wavelengths) * (1 - smooth) + frequencies * smooth
@@ -283,7 +283,7 @@ def _mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0
 
 
-def _yarn_ramp(rope: Rope, yarn: YaRN) -> tuple[float, float]:
+def yarn_ramp(rope: Rope, yarn: YaRN) -> tuple[float, float]:
     """The pair up to which frequencies are kept and the pair from which they are divided by the factor."""
 
     def pair(turns: float) -> float:

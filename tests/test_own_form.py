@@ -18,6 +18,7 @@ LATENT = {
     "norm_eps": 2.0**100,
     "bias": True,
     "query_bias": False,
+    "q_lora_rank": None,
 }
 sizes = st.integers(1, 2**24)
 grouped = st.builds(GroupedForm, num_key_value_heads=sizes)
@@ -35,6 +36,7 @@ def latents(draw):
         norm_eps=draw(st.floats(min_value=1e-9, max_value=2.0**120)),
         bias=draw(st.booleans()),
         query_bias=draw(st.booleans()),
+        q_lora_rank=draw(st.none() | sizes),
     )
 
 
@@ -68,6 +70,10 @@ def test_what_is_written_is_read_again(layers):
         ("norm_eps", "1e-6"),
         ("bias", 1),
         ("query_bias", None),
+        ("q_lora_rank", 0),
+        ("q_lora_rank", True),
+        ("q_lora_rank", 8.0),
+        ("q_lora_rank", 2**24 + 1),
         ("auto_map", "evil.py"),
     ],
 )
@@ -77,7 +83,10 @@ def test_a_latent_layer_that_is_none_is_refused_by_name(name, value):
         layers_of({"layers": [LATENT, LATENT | {name: value}]})
 
 
-@pytest.mark.parametrize("name", [name for name in LATENT if name not in ("bias", "query_bias", "kv_lora_rank")])
+OPTIONAL = ("bias", "query_bias", "q_lora_rank")
+
+
+@pytest.mark.parametrize("name", [name for name in LATENT if name not in (*OPTIONAL, "kv_lora_rank")])
 def test_a_latent_layer_that_lacks_something_is_refused_by_name(name):
     with pytest.raises(ValueError, match=rf"^layers: layer 0: .*{name}"):
         layers_of({"layers": [{key: value for key, value in LATENT.items() if key != name}]})

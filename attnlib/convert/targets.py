@@ -31,7 +31,7 @@ REACH = 2048
 BEST_MERGE = "default: calibrated principal, else mean"
 BEST_GROUPING = "default: with a principal merge similar, else neighbours"
 OPTIONS = MappingProxyType(
-    {"gqa": ("kv_heads", "merge", "align", "grouping"), "mla": ("rank", "rope_dim", "norm")}
+    {"gqa": ("kv_heads", "merge", "align", "grouping"), "mla": ("rank", "rope_dim", "q_rank", "norm")}
 )  # of a kind of layers
 SIZES = MappingProxyType({"gqa": ("kv_heads",), "mla": ("rank",), "attnlib": ("kv_heads", "rank", "cache")})
 
@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     latent = parser.add_argument_group("with --to mla")
     latent.add_argument("--rank", type=int, metavar="N", help="of the latent, required")
     latent.add_argument("--rope-dim", type=int, metavar="N", help=f"rotary channels (default: {ROPE_DIM})")
+    latent.add_argument("--q-rank", type=int, metavar="N", help="of queries, as llama.cpp wants (default: none)")
     latent.add_argument(
         "--norm", choices=get_args(Norm), help="how that of latents is passed: exact needs biases (default: without)"
     )
@@ -115,6 +116,7 @@ def _recipe(arguments: argparse.Namespace, model: Model, *, calibrated: bool) ->
 def _to_mla(arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool) -> Made:
     options = {
         "rope_dim": ROPE_DIM if arguments.rope_dim is None else arguments.rope_dim,
+        "q_rank": arguments.q_rank,
         "reach": REACH if arguments.reach is None else arguments.reach,
         "norm": _norm(arguments.norm, model, calibrated=calibrated),
     }
@@ -162,7 +164,8 @@ def _to_own(arguments: argparse.Namespace, model: Model, calibrations: Kept | No
 def _own_kind(arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool) -> Kind:
     if _kind(arguments) == "gqa":
         return GroupedKind(model, calibrations, device(), _recipe(arguments, model, calibrated=calibrated))
-    options = {"rope_dim": arguments.rope_dim, "reach": REACH if arguments.reach is None else arguments.reach}
+    reach = REACH if arguments.reach is None else arguments.reach
+    options = {"rope_dim": arguments.rope_dim, "q_rank": arguments.q_rank, "reach": reach}
     return LatentKind(model, calibrations, device(), options)
 
 

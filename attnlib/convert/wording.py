@@ -12,6 +12,7 @@ OPTIONS = MappingProxyType(
         "grouping": "--grouping",
         "rank": "--rank",
         "rope_dim": "--rope-dim",
+        "q_rank": "--q-rank",
         "norm": "--norm",
         "cache": "--cache",
         "layers": "--layers",

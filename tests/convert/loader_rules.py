@@ -43,6 +43,7 @@ LATENT_FIELDS = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
+YARN_FIELDS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 # vLLM alone, of families' own files: models/llama.py, qwen2.py, qwen3.py, gemma.py, gemma2.py, gemma3.py.
 OF_GEMMA_3 = ("attention_bias", "head_dim", "hidden_activation", "layer_types", "query_pre_attn_scalar")
 OWN_FIELDS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), ("hidden_act",)) | {
@@ -84,8 +85,10 @@ def vllm(config: Mapping, shapes: Shapes) -> list[str]:
     wrong = _differences(wanted, shapes) + _refused(config)
     if not latent:
         return wrong
-    if config["rope_parameters"].get("rope_type") != "default":  # DeepseekV2MLAAttention: what is not default is YaRN
-        wrong.append(f"rope_type: taken for YaRN: {config['rope_parameters'].get('rope_type')}")
+    kind = config["rope_parameters"].get("rope_type")
+    if kind not in ("default", "yarn"):  # DeepseekV2MLAAttention: what is not default is YaRN
+        wrong.append(f"rope_type: taken for YaRN: {kind}")
+    wrong += _yarn(config["rope_parameters"])
     # model_arch_config_convertor.py, get_head_size; v1/attention/backend.py, validate_configuration
     size = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     if size not in MLA_HEAD_SIZES:
@@ -138,7 +141,26 @@ def llama_cpp(config: Mapping, shapes: Shapes) -> list[str]:
         wrong.append("q_lora_rank: required")
     if config["qk_nope_head_dim"] < 1:  # load_arch_tensors
         wrong.append("qk_nope_head_dim: expected at least 1")
-    return wrong + _dense(config)
+    kind = config["rope_parameters"].get("rope_type")
+    if kind not in ("default", "linear", "yarn"):  # conversion/base.py: others are up to classes such as LlamaModel
+        wrong.append(f"rope_type: passed over: {kind}")
+    return wrong + _yarn(config["rope_parameters"]) + _dense(config)
+
+
+def _yarn(rope: Mapping) -> list[str]:
+    """What DeepSeek's YaRN has to be for both: with a ramp from and to whole pairs, and a temperature of all channels.
+
+    vLLM: layers/rotary_embedding/deepseek_scaling_rope.py, and common.py, yarn_find_correction_range; llama.cpp:
+    conversion/base.py, conversion/deepseek.py, src/models/deepseek2.cpp, and ggml's ggml_rope_yarn_corr_dims.
+    """
+    if rope.get("rope_type") != "yarn":
+        return []
+    wrong = [f"{field}: missing" for field in YARN_FIELDS if field not in rope]
+    if not wrong and rope["mscale"] != rope["mscale_all_dim"]:
+        wrong.append("mscale: expected mscale_all_dim, which llama.cpp reads alone")
+    if not rope.get("truncate", True):
+        wrong.append("truncate: not read: the ramp's ends are rounded to whole pairs")
+    return wrong
 
 
 def _lacking(config: Mapping, fields: tuple[str, ...]) -> list[str]:

@@ -225,10 +225,13 @@ def test_the_other_target_is_latent_attention(tmp_path, text, capsys):
     """What it computes is tested with its converter."""
     source = save(tmp_path / "in", "llama", 4, attention_bias=False)
     options = ("--to", "mla", "--rope-dim", "4", "--reach", "64", *text)
-    assert run(source, tmp_path / "out", *options, "--rank", "16", "--norm", "exact", kv_heads=None) == 0
+    assert (
+        run(source, tmp_path / "out", *options, "--rank", "16", "--q-rank", "9", "--norm", "exact", kv_heads=None) == 0
+    )
     assert load(tmp_path / "out").config.kv_lora_rank == 16
+    assert load(tmp_path / "out").config.q_lora_rank == 9
     report = report_of(tmp_path / "out")
-    assert {"rank": 16, "rope_dim": 4, "reach": 64}.items() <= report["settings"].items()
+    assert {"rank": 16, "rope_dim": 4, "q_rank": 9, "reach": 64}.items() <= report["settings"].items()
     assert report["cache_bytes_per_token"]["after"] == 3 * (16 + 4) * 4
     assert run(source, tmp_path / "out2", *options, "--rank", "0", kv_heads=None) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -395,13 +398,14 @@ def test_requests_that_are_wrong(tmp_path, sources, options, reason, capsys):
         ("grouped", ("--rank", "30"), "--rank: expected at most 29, the rank of the whole latent, got 30"),
         ("grouped", ("--rank", "1"), "--rank: expected at least 2, got 1"),
         ("grouped", ("--rank", "9", "--rope-dim", "3"), "--rope-dim: expected an even divisor of 4"),
+        ("grouped", ("--rank", "9", "--rope-dim", "4", "--q-rank", "99"), "--q-rank: expected at most 25, the rank of"),
         ("grouped", ("--rank", "9", "--reach", "0"), "--reach: expected at least 1, got 0"),
         (
             "grouped",
             ("--rank", "9", "--norm", "calibrated"),
             "layer 0: k_proj.bias, o_proj.bias, q_proj.bias",
         ),
-        ("yarn", ("--rank", "9"), "rope: YaRN has other frequencies"),
+        ("dynamic", ("--rank", "9"), "got DynamicNTK; gqa_to_mla takes it, and --to attnlib"),
         (
             "llama",
             ("--rank", "9", "--norm", "calibrated", "--no-calibration"),
@@ -413,9 +417,9 @@ def test_latent_options_are_checked_before_anything_is_read(
     tmp_path, sources, text, source, options, reason, monkeypatch, capsys
 ):
     """Neither weights nor text: both take long."""
-    if source == "yarn":
-        scaling = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
-        sources = {"yarn": save(tmp_path / "yarn", "llama", 4, attention_bias=False, rope_parameters=scaling)}
+    if source == "dynamic":
+        scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        sources = {"dynamic": save(tmp_path / "dynamic", "llama", 4, attention_bias=False, rope_parameters=scaling)}
     monkeypatch.setattr(conversion, "scan", lambda *_: pytest.fail("all of the source was read"))
     monkeypatch.setattr(choice, "read_text", lambda *_: pytest.fail("the text was read"))
     request = ("--to", "mla", "--rope-dim", "4", *options, *(() if "--no-calibration" in options else text))

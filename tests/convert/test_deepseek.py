@@ -19,12 +19,20 @@ D, WIDTH = 16, 48
 SIZES = {"vocab_size": 97, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": D, "max_position_embeddings": 128}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 8.0}
 SOURCES = {
     "llama": ("llama", {}),
     "biased llama": ("llama", {"attention_bias": True}),
     "tied llama": ("llama", {"tie_word_embeddings": True, "bos_token_id": 3, "eos_token_id": [4, 5]}),
     "linear llama": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
     "llama3": ("llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64, "rope_theta": 1e5}}),
+    "yarn": ("llama", {"rope_parameters": YARN | {"rope_theta": 100.0}}),
+    "yarn with a factor": ("llama", {"rope_parameters": YARN | {"rope_theta": 100.0, "attention_factor": 0.7}}),
+    "yarn with mscale": (
+        "llama",
+        {"rope_parameters": YARN | {"rope_theta": 50.0, "mscale": 2.0, "mscale_all_dim": 0.5}},
+    ),
+    "biased yarn": ("qwen2", {"rope_parameters": YARN | {"rope_theta": 100.0, "truncate": False}}),
     "mistral": ("mistral", {"sliding_window": None, "rms_norm_eps": 1e-5}),
     "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
 }
@@ -64,12 +72,13 @@ def logits(model, tokens=TOKENS):
     return model(tokens).logits.double()
 
 
+@pytest.mark.parametrize("q_rank", [None, WIDTH + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", SOURCES)
-def test_one_kv_head_is_the_same_model_up_to_rounding(tmp_path, name, dtype):
+def test_one_kv_head_is_the_same_model_up_to_rounding(tmp_path, name, dtype, q_rank):
     """By the logits of transformers: not further from fp64 than twice as far as the source in its dtype."""
     old = source_of(tmp_path / "in", name, dtype)
-    report, new = run(tmp_path / "in", tmp_path / "out")
+    report, new = run(tmp_path / "in", tmp_path / "out", q_rank=q_rank)
     assert new.dtype == dtype
     error, naive = (logits(model) for model in (new, old))
     golden = logits(old.double())
@@ -148,6 +157,21 @@ def test_several_heads_are_cut_and_still_speak(tmp_path, norm):
         assert 0 < row["value_error"] < 1
     steps = new.generate(TOKENS[:, 5:10], max_new_tokens=6, do_sample=False, pad_token_id=96, eos_token_id=None)
     assert torch.equal(steps[:, 5:], logits(new, steps)[:, 4:-1].argmax(-1))
+
+
+@pytest.mark.parametrize("norm", ["exact", "calibrated"])
+@pytest.mark.parametrize("q_rank", [9, 33])
+def test_queries_of_low_rank_are_told_and_loaded(tmp_path, norm, q_rank):
+    old = source_of(tmp_path / "in")
+    x = 1 + torch.randn(400, WIDTH, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, -3, WIDTH)
+    known = {"calibrations": lambda _: Calibration.of([x])}
+    report, new = run(tmp_path / "in", tmp_path / "out", norm=norm, q_rank=q_rank, **known)
+    assert config_of(tmp_path / "out")["q_lora_rank"] == q_rank
+    assert new.model.layers[0].self_attn.q_a_proj.weight.shape == (q_rank, WIDTH)
+    assert logits(new).isfinite().all()
+    assert not torch.equal(logits(new), logits(old))
+    for row in report["layers"]:
+        assert 0 < row["query_error"] < (0.3 if q_rank == 9 else 0.1)
 
 
 def test_every_layer_has_its_own_calibration(tmp_path):
@@ -233,8 +257,11 @@ PLAIN = {"model_type": "llama", **SIZES}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "qwen3"}, "model_type: expected one of llama, mistral, qwen2.* got 'qwen3'"),
-        ({"model_type": "gpt2"}, "model_type: expected one of llama, mistral, qwen2.* got 'gpt2'"),
+        ({"model_type": "qwen3"}, "model_type: expected one of llama, mistral, qwen2.* got 'qwen3', .* --to gqa keeps"),
+        ({"model_type": "olmo2"}, "got 'olmo2', which has q_norm and k_norm that divide each token by a size"),
+        ({"model_type": "gemma"}, "got 'gemma'; --to gqa takes it, and --to attnlib"),
+        ({"model_type": "nobody"}, "model_type: expected one of llama, mistral, qwen2.* got 'nobody'$"),
+        ({"model_type": ["llama"]}, "model_type: expected one of llama, mistral, qwen2.* got "),
         ({"model_type": "mistral", "sliding_window": 64}, "expected no sliding window"),
         ({"model_type": "mistral"}, "expected no sliding window"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "expected no sliding window"),
@@ -254,12 +281,55 @@ def test_a_window_that_is_switched_off_is_none():
     converter(PLAIN | {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}, 9, rope_dim=8)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
-def test_ropes_of_another_form_are_refused(tmp_path, kind):
-    source_of(tmp_path / "in", rope_parameters={"rope_type": kind, "factor": 2.0, "rope_theta": 1e4})
-    with pytest.raises(NotImplementedError, match="has other frequencies with fewer channels"):
+LONG = {"short_factor": [1.0] * (D // 2), "long_factor": [2.0] * (D // 2), "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name"), [("dynamic", {"factor": 2.0}, "DynamicNTK"), ("longrope", LONG, "LongRoPE")]
+)
+def test_ropes_of_another_form_are_refused(tmp_path, kind, options, name):
+    source_of(tmp_path / "in", rope_parameters={"rope_type": kind, "rope_theta": 1e4} | options)
+    with pytest.raises(NotImplementedError, match=f"rope: expected none, .* got {name}; .* --to attnlib"):
         run(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("rope_dim", "slow", "truncate"), [(16, 2.0, True), (8, 2.0, True), (8, 1.5, False), (4, 1.5, False)]
+)
+@pytest.mark.parametrize("given", [{}, {"attention_factor": 0.7}, {"mscale": 2.0, "mscale_all_dim": 0.5}])
+def test_yarn_is_told_in_deepseeks_own_form(tmp_path, rope_dim, slow, truncate, given):
+    """Its pairs turn as every f-th of the source's, and a temperature is one of all channels."""
+    rope = YARN | {"rope_theta": 30.0, "beta_slow": slow} | given
+    old = source_of(tmp_path / "in", rope_parameters=rope)
+    _, new = run(tmp_path / "in", tmp_path / "out", rank=2 * D - rope_dim + 1, rope_dim=rope_dim)
+    said = config_of(tmp_path / "out")["rope_scaling"]
+    assert said["rope_type"] == "yarn"
+    assert said["mscale"] == said["mscale_all_dim"] == 1.0
+    assert ("truncate" not in said) == truncate
+    assert not {"attention_factor", "original_max_position"} & said.keys()
+    inverse, wanted = (model.model.rotary_emb.inv_freq for model in (new, old))
+    torch.testing.assert_close(inverse, wanted[:: D // rope_dim], rtol=1e-6, atol=0.0)
+    assert new.model.rotary_emb.attention_scaling == 1.0
+    attention = new.model.layers[0].self_attn
+    ours = rope_of(config_of(tmp_path / "out") | {"model_type": "llama", "head_dim": rope_dim})
+    assert ours == type(ours)(rope_dim, theta=30.0, scaling=ours.scaling)
+    assert ours.latent_scale == pytest.approx(attention.scaling * attention.qk_head_dim**0.5)
+    if rope_dim == D:
+        torch.testing.assert_close(logits(new), logits(old), rtol=1e-4, atol=1e-4)
+
+
+def test_yarn_of_equal_heads_is_the_same_model_in_fewer_channels_that_turn(tmp_path):
+    """Keys of several heads that are alike need the channels of one; here those that do not turn are 0."""
+    old = source_of(tmp_path / "in", "yarn", num_key_value_heads=2)
+    with torch.no_grad():
+        for block in old.model.layers:
+            k = block.self_attn.k_proj.weight.view(2, 2, D // 2, WIDTH)  # heads, halves of pairs, pairs
+            k[1] = k[0]
+            k[:, :, 1::2] = 0
+    old.save_pretrained(tmp_path / "in")
+    _, new = run(tmp_path / "in", tmp_path / "out", rank=2 * 2 * D - D // 2 + 1, rope_dim=D // 2)
+    torch.testing.assert_close(logits(new), logits(old), rtol=1e-4, atol=1e-4)
 
 
 def test_biases_are_refused_without_a_place(tmp_path):

@@ -16,10 +16,11 @@ from attnlib.convert.latent.cost import Cost
 from attnlib.convert.latent.deepseek_layer import Target, gqa_to_deepseek, to_deepseek
 from attnlib.convert.latent.embedding import embed
 from attnlib.convert.latent.folding import even_queries, fold
+from attnlib.convert.latent.narrowed import narrowed
 from attnlib.convert.latent.norm import nearest_to_one
 from attnlib.convert.latent.truncation import truncate
 
-PLAIN = ["half", "interleaved", "partial", "partial-interleaved", "llama3"]
+PLAIN = ["half", "interleaved", "partial", "partial-interleaved", "llama3", "yarn", "partial-yarn"]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -52,8 +53,8 @@ def test_one_kv_head_is_exact(rope, heads, bias, output_bias, form):
     new.form = form
     close(new(x), layer(x), within=1e-8)
     assert new.q_lora_rank == (HIDDEN + 1 if bias else None)
-    assert new.rope == Rope(layer.rope.dim, scaling=layer.rope.scaling, interleaved=True)
-    assert new.scale == (new.qk_nope_head_dim + new.qk_rope_head_dim) ** -0.5
+    assert new.rope == narrowed(layer.rope, layer.rope.dim)
+    assert new.scale == (new.qk_nope_head_dim + new.qk_rope_head_dim) ** -0.5 * new.rope.latent_scale
 
 
 @given(st.sampled_from(PLAIN), seeds, st.sampled_from([2, 4, 8]), st.booleans())
@@ -414,7 +415,6 @@ def test_what_a_latent_layer_has_not_is_refused(extra):
     ("rope", "options", "error", "message"),
     [
         ("none", {}, NotImplementedError, "rope: expected one, as DeepSeek has, got none"),
-        ("yarn", {}, NotImplementedError, "rope: YaRN has other frequencies"),
         ("half", {"rope_dim": 6}, ValueError, "rope_dim: expected an even divisor of 8, .* got 6"),
         ("half", {"rank": 25 + 1}, ValueError, "rank: expected at most 25, .* got 26"),
         ("half", {"rank": 25 + 1, "norm": "calibrated"}, ValueError, "rank: expected at most 25, .* got 26"),

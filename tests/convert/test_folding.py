@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from convert_helpers import HIDDEN, D, close, far, grouped, heads_of, seeds, tokens
+from convert_helpers import HIDDEN, D, close, grouped, heads_of, seeds, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,10 +12,9 @@ from attnlib import Rope, rotate
 from attnlib.convert import Calibration
 from attnlib.convert.latent.embedding import assemble
 from attnlib.convert.latent.folding import even_queries, fold
-from attnlib.scaling import NTK, DynamicNTK, Linear, Llama3, YaRN
+from attnlib.convert.latent.narrowed import narrowed
 
-PLAIN = ["half", "interleaved", "partial", "partial-interleaved", "llama3"]
-SCALINGS = [None, Linear(4.0), Llama3(8.0, 1.0, 4.0, 64)]
+PLAIN = ["half", "interleaved", "partial", "partial-interleaved", "llama3", "yarn"]
 REACH = 12
 
 
@@ -49,25 +48,6 @@ def loss(heads, latent, y):
     return mean / true_keys(heads, y, 0)[..., : heads.rotated].square().sum()
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize(("width", "rope_dim"), [(128, 128), (128, 64), (128, 32), (96, 32), (8, 2)])
-def test_a_folded_rope_has_every_fth_frequency(width, rope_dim, scaling):
-    old = Rope(width, theta=500_000.0, scaling=scaling).inverse_frequencies()
-    new = Rope(rope_dim, theta=500_000.0, scaling=scaling).inverse_frequencies()
-    assert torch.equal(new, old[:: width // rope_dim])
-
-
-@pytest.mark.parametrize("scaling", [NTK(4.0), DynamicNTK(4.0, 16), YaRN(4.0, 512)])
-def test_scalings_that_depend_on_the_width_are_refused(scaling):
-    layer = grouped((2, 1))
-    layer.rope = Rope(D, scaling=scaling)
-    with pytest.raises(NotImplementedError, match=f"rope: {type(scaling).__name__} has other frequencies"):
-        fold(heads_of(layer), D, Calibration.white(HIDDEN), reach=9)
-    length = {"length": 64} if isinstance(scaling, DynamicNTK) else {}
-    old, new = (Rope(p, scaling=scaling).inverse_frequencies(**length) for p in (64, 32))
-    assert far(new, old[::2])
-
-
 @pytest.mark.parametrize("rope_dim", [0, 1, 3, 6, 16])
 def test_widths_that_do_not_divide_are_refused(rope_dim):
     with pytest.raises(ValueError, match=f"rope_dim: expected an even divisor of 8, .* got {rope_dim}"):
@@ -82,7 +62,7 @@ def test_without_distances_nothing_is_lost(rope, seed, rope_dim, g):
         return
     latent, _ = fold(heads, rope_dim, Calibration.of([tokens(30)]), reach=REACH)
     assert len(latent.down) + len(latent.k_rope) == 2 * g * D
-    assert latent.rope == Rope(rope_dim, theta=heads.rope.theta, scaling=heads.rope.scaling, interleaved=True)
+    assert latent.rope == narrowed(heads.rope, rope_dim)
     close(keys_seen(latent, y, 0), torch.einsum("gdm,tm->tgd", heads.k, y))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from family_models import HEADS, KV_HEADS, make
 from family_models import SIZES as SMALL
-from loader_rules import FIELDS, LATENT_FIELDS, MLA_HEAD_SIZES, OWN_FIELDS, llama_cpp, vllm
+from loader_rules import FIELDS, LATENT_FIELDS, MLA_HEAD_SIZES, OWN_FIELDS, YARN_FIELDS, llama_cpp, vllm
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from attnlib.convert.calibration import Calibration
@@ -18,6 +18,13 @@ from attnlib.convert.latent.deepseek import converter
 
 GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 LOADERS = (vllm, llama_cpp)
+LOW, YARN, BETWEEN = "calibrated, low-rank", "calibrated, yarn", "calibrated, yarn between pairs"
+TURNS = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 2048}
+TURNS |= {"beta_fast": 18.0, "beta_slow": 1.5}  # from pair 20 to pair 38 of 64
+LATENTS = {"exact": ("exact", None, {}), "calibrated": ("calibrated", None, {}), LOW: ("calibrated", 96, {})} | {
+    YARN: ("calibrated", 96, {"rope_parameters": TURNS, "max_position_embeddings": 8192}),
+    BETWEEN: ("calibrated", 96, {"rope_parameters": TURNS | {"beta_slow": 1.7}, "max_position_embeddings": 8192}),
+}
 SIZES = {"vocab_size": 61, "hidden_size": 256, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 64}
 
@@ -36,10 +43,11 @@ def results(tmp_path_factory):
             made = grouped(json.loads((source / "config.json").read_text()), KV_HEADS // 2)
         else:
             torch.manual_seed(0)
-            LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(source)
+            norm, q_rank, options = LATENTS[kind]
+            LlamaForCausalLM(LlamaConfig(**SIZES | options)).save_pretrained(source)
             text = Calibration.of([torch.randn(2, 400, SIZES["hidden_size"]) + 1])
             config = json.loads((source / "config.json").read_text())
-            made = converter(config, 320 - 64, rope_dim=64, norm=kind, calibrations=lambda _: text)
+            made = converter(config, 320 - 64, rope_dim=64, norm=norm, q_rank=q_rank, calibrations=lambda _: text)
         convert(source, out, made, progress=False)
         checkpoint = read_folder(out)
         return checkpoint.config, {name: stored.entry.shape for name, stored in checkpoint.tensors.items()}
@@ -62,6 +70,27 @@ def test_a_calibrated_norm_is_read_by_vllm(results):
     assert vllm(config, shapes) == []
 
 
+@pytest.mark.parametrize("loader", LOADERS)
+def test_yarn_is_read_by_both_from_whole_pairs(results, loader):
+    config, shapes = results(YARN)
+    assert config["rope_parameters"]["rope_type"] == "yarn"
+    assert loader(config, shapes) == []
+    assert loader(*results(BETWEEN)) == ["truncate: not read: the ramp's ends are rounded to whole pairs"]
+    for field in YARN_FIELDS:
+        rope = {name: x for name, x in config["rope_parameters"].items() if name != field}
+        assert loader(config | {"rope_parameters": rope}, shapes) == [f"{field}: missing"]
+    apart = config["rope_parameters"] | {"mscale": 0.5}
+    assert loader(config | {"rope_parameters": apart}, shapes)[0].startswith("mscale: expected mscale_all_dim")
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_queries_of_low_rank_are_read_by_both(results, loader):
+    """Whatever the number of layers."""
+    config, shapes = results(LOW)
+    assert config["q_lora_rank"] == 96
+    assert loader(config, shapes) == []
+
+
 def test_what_the_loaders_have_against_latents(results):
     """llama.cpp wants low-rank queries of most models, and neither has biases, which an exact norm is made of."""
     assert llama_cpp(*results("calibrated")) == ["q_lora_rank: required"]
@@ -80,9 +109,10 @@ def test_what_the_loaders_have_against_latents(results):
     assert any("got (128, 32, 128)" in line for line in vllm(config | {"qk_rope_head_dim": 32}, shapes))
     scaled = config | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}
     assert vllm(scaled, shapes) == ["rope_type: taken for YaRN: llama3"]
+    assert llama_cpp(scaled | {"q_lora_rank": 1}, shapes)[-1] == "rope_type: passed over: llama3"
 
 
-@pytest.mark.parametrize("kind", [*GROUPED, "calibrated"])
+@pytest.mark.parametrize("kind", [*GROUPED, "calibrated", LOW])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_every_tensor_counts(results, kind, loader):
     config, shapes = results(kind)
@@ -94,7 +124,7 @@ def test_every_tensor_counts(results, kind, loader):
     assert set(loader(config, shapes | {"model.layers.0.self_attn.sinks": (4,)})) - known
 
 
-@pytest.mark.parametrize("kind", [*GROUPED, "calibrated"])
+@pytest.mark.parametrize("kind", [*GROUPED, "calibrated", LOW])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_every_field_counts(results, kind, loader):
     config, shapes = results(kind)
@@ -106,7 +136,7 @@ def test_every_field_counts(results, kind, loader):
         assert loader(lacking, shapes) == [f"{field}: missing"]
     known = set(loader(config, shapes))
     for field in ("num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"):
-        if kind == "calibrated" and field == "num_key_value_heads" and loader is vllm:
+        if kind in ("calibrated", LOW) and field == "num_key_value_heads" and loader is vllm:
             continue  # which does not read it of a latent
         assert set(loader(config | {field: 2 * config[field]}, shapes)) - known, field
     assert loader(config | {"architectures": ["FooForCausalLM"]}, shapes)

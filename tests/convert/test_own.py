@@ -146,6 +146,24 @@ def test_latents_have_biases(tmp_path):
     assert difference(model, attnlib.load(out)) < 1e-5
 
 
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config])
+def test_latents_have_queries_of_low_rank(tmp_path, config):
+    """As many channels as inputs are the same function; of fewer the report says what is missed."""
+    model = tiny(config)
+    options = ("--rank", 16, "--rope-dim", 16)
+    whole = run(saved(model, tmp_path / "in"), tmp_path / "whole", *options, "--q-rank", 32)
+    assert difference(model, attnlib.load(whole)) < 1e-5
+    assert all(layer["query_error"] < 1e-6 for layer in report_of(whole)["layers"])
+    cut = run(tmp_path / "in", tmp_path / "cut", *options, "--q-rank", 9)
+    loaded = attnlib.load(cut)
+    assert {form.q_lora_rank for form in layers_of(json.loads((cut / "config.json").read_text()))} == {9}
+    assert loaded.model.layers[0].self_attn.layer.q_a_proj.weight.shape == (9, 32)
+    assert (loaded.model.layers[0].self_attn.layer.q_b_proj.bias is not None) == (config is Qwen2Config)
+    assert difference(model, loaded) > 1e-3
+    assert all(0 < layer["query_error"] < 1 for layer in report_of(cut)["layers"])
+    run(tmp_path / "in", tmp_path / "none", *options, "--q-rank", 33, code=2)
+
+
 @pytest.mark.parametrize("kind", ["gemma2", "qwen3", "olmo2", "cohere", "gpt_neox"])
 def test_what_latents_cannot_do_is_refused(tmp_path, kind, capsys):
     run(saved(make(kind), tmp_path / "in"), tmp_path / "out", "--rank", 16, code=2)
@@ -326,7 +344,7 @@ def test_a_layer_matters_as_much_as_a_model_differs_in_which_it_alone_is_smaller
     if kind == "gqa":
         made, small, whole = GroupedKind(model, None, "cpu", {"merge": "mean"}), 1, 4
     else:
-        made, small, whole = LatentKind(model, None, "cpu", {"rope_dim": 16, "reach": 64}), 3, 16
+        made, small, whole = LatentKind(model, None, "cpu", {"rope_dim": 16, "q_rank": None, "reach": 64}), 3, 16
     tokens = torch.randint(3, 60, (3, 12), generator=torch.Generator().manual_seed(2))
     expected = AutoModelForCausalLM.from_pretrained(source)(tokens).logits.log_softmax(-1)
     found = importance(made, [(small, whole)] * 3, tokens)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...rope import Rope
 from ..calibration import Calibration
 from ..weights import Heads
 from .embedding import temperature
@@ -50,6 +51,11 @@ def attended(heads: Heads, calibration: Calibration, *, scale: float) -> Attende
     got = attention(heads, y, scale=scale)
     moment = (1 - SHARE) * calibration.moment + SHARE * (y.T * got) @ y
     return Attended(moment, y, (1 - SHARE) / len(y) + SHARE * got)
+
+
+def usual_scale(rope: Rope | None, head_dim: int) -> float:
+    """The softmax scale of most models, which has a rope's temperature where all channels of a head turn."""
+    return head_dim**-0.5 * (rope.amplitude**2 if rope is not None and rope.dim == head_dim else 1.0)
 
 
 def attention(heads: Heads, y: Tensor, *, scale: float) -> Tensor:

@@ -1,12 +1,15 @@
 """Grouped-query checkpoints as DeepSeek-V3 ones: what converts a layer, and the config.json that tells loaders so."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
+from ...families import STORED
 from ...kv import DTYPES
-from ...rope import Linear, Llama3, Rope
+from ...rope import Rope
+from ...scaling import Linear, Llama3, YaRN
 from ..calibration import Calibration
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.folder import CONFIG
@@ -15,7 +18,9 @@ from ..checkpoint.model import shape_of
 from ..checkpoint.names import family_of
 from ..checkpoint.source_rope import rope_of
 from ..weights import Heads, split
+from .attended import usual_scale
 from .deepseek_layer import Target, check_target, to_deepseek
+from .layers import NORMS
 from .norm import Norm
 
 SOURCES = ("llama", "mistral", "qwen2")
@@ -46,6 +51,7 @@ def converter(
     calibrations: Callable[[int], Calibration] | None = None,
     reach: int = 2048,
     norm: Norm = "exact",
+    q_rank: int | None = None,
     device: torch.device | str = "cpu",
 ) -> LayerConverter:
     """What makes the layers of a Llama, Mistral or Qwen2 with this config.json those of a DeepSeek-V3.
@@ -59,17 +65,18 @@ def converter(
         ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`; of biases and texts the converter.
     """
     _check(config)
-    rope, target = rope_of(config), Target(rank=rank, rope_dim=rope_dim, reach=reach, norm=norm)
+    rope, target = rope_of(config), Target(rank=rank, rope_dim=rope_dim, reach=reach, norm=norm, q_rank=q_rank)
     sizes = shape_of(config, family_of(config["model_type"]))
     if rope.dim < sizes.head_dim:
         raise CheckpointError(f"{CONFIG}: partial_rotary_factor: loaders disagree what it means for this model")
-    check_target(target, rope, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim)
+    wide = {"heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim, "width": sizes.width}
+    check_target(target, rope, **wide)
 
     def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
         weights = {name: value.to(device) for name, value in weights.items()}
         heads = _heads(weights, shape, rope)
         calibration = None if calibrations is None else calibrations(shape.index)
-        made = to_deepseek(heads, weights, target, scale=shape.head_dim**-0.5, calibration=calibration)
+        made = to_deepseek(heads, weights, target, scale=usual_scale(rope, shape.head_dim), calibration=calibration)
         state = {name: value.cpu() for name, value in made.state.items()}
         return ConvertedLayer(state, deepseek_config(config, state, made.rope, shape), made.errors)
 
@@ -108,6 +115,7 @@ def _check(config: Mapping[str, object]) -> None:
     if kind not in SOURCES:
         raise CheckpointError(
             f"{CONFIG}: model_type: expected one of {', '.join(SOURCES)}, which DeepSeek-V3 can stand for, got {kind!r}"
+            f"{_instead(kind)}"
         )
     windowed = {
         "mistral": config.get("sliding_window", 4096) is not None,  # what transformers takes when there is none
@@ -120,6 +128,15 @@ def _check(config: Mapping[str, object]) -> None:
         raise CheckpointError(f"{CONFIG}: mlp_bias: expected false, as in DeepSeek-V3, got {config['mlp_bias']!r}")
     if config.get("intermediate_size") is None or config.get("vocab_size") is None:
         raise CheckpointError(f"{CONFIG}: expected vocab_size and intermediate_size, as DeepSeek-V3 has others")
+
+
+def _instead(kind: object) -> str:
+    """Why a model cannot be one over latents, and what takes it."""
+    if not isinstance(kind, str) or kind not in STORED:
+        return ""
+    if any("k_norm" in ours for _, ours in STORED[kind].weights):
+        return f", which has {NORMS}; --to gqa keeps them"
+    return "; --to gqa takes it, and --to attnlib"
 
 
 def _carried(config: Mapping[str, object]) -> dict[str, object]:
@@ -172,5 +189,16 @@ def _scaling(rope: Rope) -> dict[str, object] | None:
                 "high_freq_factor": high,
                 "original_max_position_embeddings": original,
             }
+        case YaRN():
+            return _yarn(rope.scaling)
         case None:
             return None
+
+
+def _yarn(yarn: YaRN) -> dict[str, object]:
+    """By Hugging Face's names, without what is not said; rounding to whole pairs is what all do where nothing is."""
+    said = asdict(yarn)
+    original, truncate = said.pop("original_max_position"), said.pop("truncate")
+    said = {name: value for name, value in said.items() if value is not None}
+    said |= {"rope_type": "yarn", "original_max_position_embeddings": original}
+    return said if truncate else said | {"truncate": False}

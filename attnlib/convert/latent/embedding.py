@@ -16,18 +16,31 @@ from ..weights import Heads, rows_of
 class Latent:
     """Weights of a latent layer head by head, fp64, with biases as last columns as in :class:`Heads`.
 
-    q_nope ``[h, n, m + 1]`` and q_rope ``[h, p, m + 1]``; down ``[r, m + 1]`` to the latent and k_rope
-    ``[p, m + 1]`` to the rotary key; up from the latent k_up ``[h, n, r]`` and v_up ``[h, e, r]``. Without ``rope`` p
-    is 0.
+    q ``[h, d, m + 1]`` are the old queries, which are mapped by to_nope ``[h, n, d]`` and to_rope ``[h, p, d]``; down
+    ``[r, m + 1]`` to the latent and k_rope ``[p, m + 1]`` to the rotary key; up from the latent k_up ``[h, n, r]`` and
+    v_up ``[h, e, r]``. Without ``rope`` p is 0. Queries of low rank read, in the place of the inputs, what q_down
+    ``[k, m]`` makes of them: q is ``[h, d, k + 1]`` then.
     """
 
-    q_nope: Tensor
-    q_rope: Tensor
+    q: Tensor
+    to_nope: Tensor
+    to_rope: Tensor
     down: Tensor
     k_rope: Tensor
     k_up: Tensor
     v_up: Tensor
     rope: Rope | None
+    q_down: Tensor | None = None
+
+    @property
+    def q_nope(self) -> Tensor:
+        """Rows of the queries that are not rotated: ``[h, n, m + 1]``."""
+        return self.to_nope @ self.q
+
+    @property
+    def q_rope(self) -> Tensor:
+        """Rows of those that are: ``[h, p, m + 1]``."""
+        return self.to_rope @ self.q
 
 
 def embed(heads: Heads) -> Latent:
@@ -85,12 +98,13 @@ def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> La
     g, fold = len(heads.k), bases.shape[2]
     interleaved = rope is not None and rope.interleaved
     owner = torch.arange(len(heads.q), device=heads.q.device) // heads.group  # of query head h
-    queries = rearrange(heads.pairs(heads.q), "h (c j) m -> h c j m", j=fold) * temperature(heads)
+    old = torch.eye(heads.q.shape[1], dtype=heads.q.dtype, device=heads.q.device).expand(len(heads.q), -1, -1)
+    queries = rearrange(heads.pairs(old), "h (c j) d -> h c j d", j=fold) * temperature(heads)
     components = torch.einsum("cajg,gcjm->cam", bases, rearrange(heads.pairs(heads.k), "g (c j) m -> g c j m", j=fold))
 
     run, component = kept.nonzero(as_tuple=True)
     met = rearrange(bases[run, component][..., owner], "kept j h -> h kept j")
-    q_rope = rows_of((queries[:, run] * met[..., None]).sum(2), interleaved=interleaved)
+    to_rope = rows_of((queries[:, run] * met[..., None]).sum(2), interleaved=interleaved)
     k_rope = rows_of(components[kept], interleaved=interleaved)
 
     # What is rotated no more: pairs of runs that have lost a component, as a map of those that were lost.
@@ -100,17 +114,17 @@ def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> La
     back = torch.where((still[:, None] == lost)[:, None], back[:, None], 0).flatten(1, 2)
     back = torch.cat((torch.cat((back.real, -back.imag), -1), torch.cat((back.imag, back.real), -1)), -2)
     rest, q_rest = components[~kept], queries[:, still].flatten(1, 2)
-    free_q, free_k = heads.q[:, heads.rotated :], heads.k[:, heads.rotated :]
+    free_k = heads.k[:, heads.rotated :]
 
-    q_nope = torch.cat((q_rest.real, q_rest.imag, free_q), 1)
+    to_nope = torch.cat((q_rest.real, q_rest.imag, old[:, heads.rotated :]), 1)
     down = torch.cat((rest.real, rest.imag, free_k.flatten(0, 1), heads.v.flatten(0, 1)))
     values = _own(owner, g, heads.v.shape[1], down)
     k_up = [torch.block_diag(*parts) for parts in zip(back, _own(owner, g, free_k.shape[1], down), strict=True)]
     k_up = torch.nn.functional.pad(torch.stack(k_up), (0, values.shape[-1]))
     v_up = torch.nn.functional.pad(values, (len(down) - values.shape[-1], 0))
-    if not q_nope.shape[1]:  # all is rotated, and a latent layer has at least one channel that is not
-        q_nope, k_up = q_nope.new_zeros(len(heads.q), 1, q_nope.shape[-1]), k_up.new_zeros(len(k_up), 1, len(down))
-    return Latent(q_nope, q_rope, down, k_rope, k_up, v_up, rope)
+    if not to_nope.shape[1]:  # all is rotated, and a latent layer has at least one channel that is not
+        to_nope, k_up = to_nope.new_zeros(len(old), 1, old.shape[-1]), k_up.new_zeros(len(k_up), 1, len(down))
+    return Latent(heads.q, to_nope, to_rope, down, k_rope, k_up, v_up, rope)
 
 
 def _select(heads: Heads, bases: Tensor, kept: Tensor) -> Latent:

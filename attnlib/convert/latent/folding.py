@@ -6,10 +6,10 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from ...rope import Linear, Llama3, Rope
 from ..calibration import Calibration
 from ..weights import Heads, rows_of
 from .embedding import Latent, assemble
+from .narrowed import narrowed
 
 
 def even_queries(heads: Heads, calibration: Calibration) -> Heads:
@@ -28,10 +28,10 @@ def even_queries(heads: Heads, calibration: Calibration) -> Heads:
 
 
 def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -> tuple[Latent, float]:
-    """A latent of ``rope_dim`` rotary channels under the heads' own ``theta`` and scaling, and what it loses.
+    """A latent of ``rope_dim`` rotary channels under a plain rope, and what it loses.
 
-    With f the old rotary width over the new one, pair i of ``Rope(rope_dim)`` turns exactly as pair ``f * i`` of the
-    old. Of the run of f pairs that begins there, of all heads, one component is rotated so and the rest no more (Meng
+    With f the old rotary width over the new one, pair i turns as pair ``f * i`` of the old, see :func:`narrowed`. Of
+    the run of f pairs that begins there, of all heads, one component is rotated so and the rest no more (Meng
     et al., 2025, TransMLA, arXiv 2502.07864: FreqFold). It is the component, of a unitary mix of these ``f * g``
     complex numbers, for which the mean square error of keys over distances up to ``reach`` is least: with f = 1 the
     first principal one; pairs that fall out of step with the first within reach count for less.
@@ -40,11 +40,9 @@ def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -
     weighs as scores feel it when :func:`even_queries` came before.
 
     Raises:
-        ValueError: ``rope_dim`` is not even or does not divide the channels that are rotated.
-        NotImplementedError: a scaling whose frequencies depend on more than ``theta ** (-2 i / rope_dim)``.
+        ValueError, NotImplementedError: as :func:`narrowed`.
     """
-    check_fold(heads.rope, rope_dim)
-    rope, width = heads.rope, heads.rotated
+    rope, width, plain = heads.rope, heads.rotated, narrowed(heads.rope, rope_dim)
     runs, g = (rope_dim // 2, width // rope_dim), len(heads.k)
     keys = rearrange(heads.pairs(heads.k), "g (c j) m -> c (j g) m", c=runs[0])
     moments = keys @ calibration.moment.to(keys.dtype) @ keys.mH
@@ -59,22 +57,7 @@ def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -
     sizes = moments.diagonal(dim1=1, dim2=2).real
     turned = 2 * (1 - _mean_cos(speeds, reach)).repeat_interleave(g, 1) * sizes
     lost = (turned.sum() - gains[:, -1].sum()).clamp(min=0) / sizes.sum() if sizes.any() else sizes.sum()
-    plain = Rope(rope_dim, theta=rope.theta, scaling=rope.scaling, interleaved=True)
     return assemble(heads, bases, kept, plain), lost.item()
-
-
-def check_fold(rope: Rope, rope_dim: int) -> None:
-    """Refuse what :func:`fold` refuses.
-
-    Raises: as :func:`fold`.
-    """
-    if rope_dim < 2 or rope_dim % 2 or rope.dim % rope_dim:
-        raise ValueError(f"rope_dim: expected an even divisor of {rope.dim}, the rotated channels, got {rope_dim}")
-    if not isinstance(rope.scaling, Linear | Llama3 | None):
-        raise NotImplementedError(
-            f"rope: {type(rope.scaling).__name__} has other frequencies with fewer channels; "
-            "expected none, Linear or Llama3"
-        )
 
 
 def _mean_cos(speeds: Tensor, reach: int) -> Tensor:

@@ -7,6 +7,7 @@ rest unrotated, in the latent; truncating keeps of the latent what its inputs us
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from einops import rearrange
@@ -18,10 +19,13 @@ from ...rope import Rope
 from ..calibration import Calibration, fitting
 from ..heads.layers import check_grouped
 from ..weights import Heads, split
-from .attended import attended
+from .attended import attended, usual_scale
 from .cost import Cost
 from .embedding import Latent, concentrate, embed
+from .queries import QueryCost, check_query_rank, low_rank
 from .truncation import truncate
+
+NORMS = "q_norm and k_norm that divide each token by a size of its own"
 
 
 def gqa_to_mla(
@@ -29,6 +33,7 @@ def gqa_to_mla(
     rank: int | None = None,
     *,
     rope_dim: int | None = None,
+    q_rank: int | None = None,
     calibration: Calibration | None = None,
     reach: int = 2048,
 ) -> MultiHeadLatentAttention:
@@ -37,16 +42,16 @@ def gqa_to_mla(
     A token stores ``rank + rope_dim`` values instead of ``2 * g * d``. None for ``rope_dim`` keeps all
     ``g * layer.rope.dim`` rotary channels, and None for ``rank`` the whole latent; both None is ``embed``, the same
     function. Otherwise see ``concentrate`` and ``truncate``; ``calibration`` None means
-    :meth:`Calibration.white`, weights alone.
+    :meth:`Calibration.white`, weights alone. ``q_rank`` makes queries of low rank, see :func:`low_rank`.
 
-    The result has DeepSeek-V3's names and q_lora_rank None. DeepSeek normalises the latent and a grouped-query layer
-    does not, so that kv_a_layernorm is made the identity: with ``eps = 2 ** 100`` the norm divides by ``2 ** 50``,
+    The result has DeepSeek-V3's names and q_lora_rank ``q_rank``. DeepSeek normalises latents and a grouped-query layer
+    does not, so that its norms are made the identity: with ``eps = 2 ** 100`` the norm divides by ``2 ** 50``,
     which its gain undoes, to the last bit for latents below ``2 ** 23`` (see ``identity_eps``; a gain that large
-    hardly learns). A bias of q is one of q_proj, which MultiHeadLatentAttention itself never makes. ``rope`` is a
-    ``SelectedRope``. Mask, scale, dropout, backend, dtype and mode are the old layer's.
+    hardly learns). A bias of q is one of q_proj or q_b_proj, which MultiHeadLatentAttention itself never makes.
+    ``rope`` is a ``SelectedRope``. Mask, scale, dropout, backend, dtype and mode are the old layer's.
 
     Raises:
-        ValueError: a rank, rope_dim or reach out of range, or a calibration of another width.
+        ValueError: a rank, rope_dim, q_rank or reach out of range, or a calibration of another width.
         TypeError: as :func:`mha_to_gqa`, or a size that is no int.
         NotImplementedError: what a latent layer has not: norms of q and k, sinks, softcap, ALiBi.
 
@@ -60,7 +65,7 @@ def gqa_to_mla(
     with torch.no_grad():
         state, eps = layer.state_dict(), identity_eps(layer.q_proj.weight.dtype)
         heads = split(state, head_dim=layer.head_dim, rope=layer.rope)
-        options = {"rope_dim": rope_dim, "calibration": calibration, "reach": reach}
+        options = {"rope_dim": rope_dim, "q_rank": q_rank, "calibration": calibration, "reach": reach}
         latent = to_latent(heads, rank, scale=layer.scale, **options)
         return latent_layer(layer, join(latent, state), rope=latent.rope, norm_eps=eps, scale=layer.scale)
 
@@ -72,9 +77,10 @@ def to_latent(
     rope_dim: int | None,
     calibration: Calibration | None,
     reach: int,
+    q_rank: int | None = None,
     scale: float | None = None,
 ) -> Latent:
-    """The weights that :func:`gqa_to_mla` gives its layer, whose ``scale`` is ``d ** -0.5`` if it is None.
+    """The weights that :func:`gqa_to_mla` gives its layer, whose ``scale`` is the usual one if it is None.
 
     Raises: as :func:`gqa_to_mla`, of what can be seen from weights.
     """
@@ -87,10 +93,28 @@ def to_latent(
         raise ValueError(f"rope_dim: expected None or 0 for a layer without rope, got {rope_dim}")
     calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
     latent, _ = whole_latent(heads, rope_dim, calibration, reach=reach)
-    if rank is not None and rank != len(latent.down):
-        seen = attended(heads, calibration, scale=heads.k.shape[1] ** -0.5 if scale is None else scale)
+    cuts = rank is not None and rank != len(latent.down)
+    if not cuts and q_rank is None:
+        return latent
+    seen = attended(heads, calibration, scale=usual_scale(heads.rope, heads.k.shape[1]) if scale is None else scale)
+    if cuts:
         latent = truncate(latent, rank, seen, Cost.of(latent, heads, calibration, seen, reach=reach))
+    if q_rank is not None:
+        cost = QueryCost.of(heads, calibration, seen, reach=reach)
+        latent, _ = with_low_rank_queries(latent, q_rank, cost)
     return latent
+
+
+def with_low_rank_queries(latent: Latent, q_rank: int, cost: QueryCost) -> tuple[Latent, float]:
+    """The latent with queries of this rank, and what scores miss of them.
+
+    Raises:
+        ValueError: that is more than queries can need.
+    """
+    h, d, width = cost.heads.q.shape
+    check_query_rank(q_rank, heads=h, head_dim=d, width=width - 1)
+    queries = low_rank(cost, q_rank, has_offset=bool(cost.heads.q[..., -1].any())).scaled(cost.calibration)
+    return replace(latent, q=queries.rows, q_down=queries.down), cost.missed(queries)
 
 
 def whole_latent(heads: Heads, rope_dim: int | None, calibration: Calibration, *, reach: int) -> tuple[Latent, float]:
@@ -113,22 +137,29 @@ def join(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of a latent layer, DeepSeek-V3's names, from ``latent`` and a grouped layer's state dict.
 
     All of kv_a_proj_with_mqa, o_proj and the norm's gain are there; biases of the former two are there when ``state``
-    has any, and that of q_proj when ``state`` has it. dtypes are those of ``state``.
+    has any, and that of queries when ``state`` has it. Queries of low rank have a norm too. dtypes are those of
+    ``state``.
     """
     dtype = state["q_proj.weight"].dtype
     q, down = torch.cat((latent.q_nope, latent.q_rope), 1).flatten(0, 1), torch.cat((latent.down, latent.k_rope))
+    to_heads = "q_proj" if latent.q_down is None else "q_b_proj"
     new = {
-        "q_proj.weight": q[:, :-1],
+        f"{to_heads}.weight": q[:, :-1],
         "kv_a_proj_with_mqa.weight": down[:, :-1],
         "kv_a_layernorm.weight": torch.full_like(latent.down[:, 0], identity_eps(dtype) ** 0.5),
         "kv_b_proj.weight": rearrange(torch.cat((latent.k_up, latent.v_up), 1), "h d r -> (h d) r"),
         "o_proj.weight": state["o_proj.weight"],
     }
     if "q_proj.bias" in state:
-        new["q_proj.bias"] = q[:, -1]
+        new[f"{to_heads}.bias"] = q[:, -1]
+    if latent.q_down is not None:
+        new["q_a_proj.weight"] = latent.q_down
+        new["q_a_layernorm.weight"] = torch.full_like(latent.q_down[:, 0], identity_eps(dtype) ** 0.5)
     if "k_proj.bias" in state or "o_proj.bias" in state:
         new["kv_a_proj_with_mqa.bias"] = down[:, -1]
         new["o_proj.bias"] = state.get("o_proj.bias", torch.zeros_like(state["o_proj.weight"][:, 0]))
+        if latent.q_down is not None:
+            new["q_a_proj.bias"] = torch.zeros_like(latent.q_down[:, 0])
     return {name: value.to(dtype, copy=True) for name, value in new.items()}
 
 
@@ -145,16 +176,21 @@ def check_latent(layer: nn.Module) -> None:
 def check_latent_heads(heads: Heads) -> None:
     """Refuse norms of q and k, and sinks.
 
+    A norm divides the key of each token by a size of its own, which no map of a latent does. To divide all by what is
+    usual loses more than a fifth of the rank does, as docs/conversion.md measures.
+
     Raises:
         NotImplementedError: there are some.
     """
-    _refuse("q_norm and k_norm", heads.gains)
+    _refuse(NORMS, heads.gains)
     _refuse("sinks", heads.sinks)
 
 
 def _refuse(name: str, value: object) -> None:
     if value is not None:
-        raise NotImplementedError(f"layer: it has {name}, which a latent layer has not; convert it with mha_to_gqa")
+        raise NotImplementedError(
+            f"layer: it has {name}, which a latent layer has not; convert it with mha_to_gqa, or --to gqa"
+        )
 
 
 def latent_layer(
@@ -186,7 +222,9 @@ def latent_layer(
         device=weight.device,
         dtype=weight.dtype,
     )
-    if "q_proj.bias" in state:
-        new.q_proj = nn.Linear(layer.hidden_size, new.q_proj.out_features, device=weight.device, dtype=weight.dtype)
+    for name in ("q_proj", "q_b_proj"):
+        if f"{name}.bias" in state:
+            rows, channels = state[f"{name}.weight"].shape
+            setattr(new, name, nn.Linear(channels, rows, device=weight.device, dtype=weight.dtype))
     new.load_state_dict(state)
     return new.train(layer.training)

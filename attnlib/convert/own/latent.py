@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -13,11 +14,12 @@ from ..checkpoint.layer import ConvertedLayer, LayerShape
 from ..checkpoint.plan import weights_of
 from ..checkpoint.source_rope import rope_of
 from ..heads.converter import heads_of
-from ..latent.attended import Attended, attended
+from ..latent.attended import Attended, attended, usual_scale
 from ..latent.cost import Cost
 from ..latent.embedding import Latent
 from ..latent.folding import even_queries
-from ..latent.layers import check_latent_heads, identity_eps, join, whole_latent
+from ..latent.layers import check_latent_heads, identity_eps, join, whole_latent, with_low_rank_queries
+from ..latent.queries import QueryCost, check_query_rank
 from ..latent.truncation import lost_by_rank, truncate
 from .kind import Kind
 
@@ -25,8 +27,21 @@ ROPE_DIM = 64  # rotary channels where nobody says how many, if there are as man
 STEP = 16  # between ranks that are weighed against each other
 
 
+class Read(NamedTuple):
+    """The whole latent of a layer, the inputs it sees, what errors of it and of queries cost, what fewer turns lose."""
+
+    whole: Latent
+    seen: Attended
+    cost: Cost
+    queries: QueryCost
+    turned: float
+
+
 class LatentKind(Kind):
-    """Layers over latents, whose rank is their size; ``options`` are ``rope_dim`` (None: a usual one) and ``reach``."""
+    """Layers over latents, whose rank is their size.
+
+    ``options`` are ``rope_dim`` (None: a usual one), ``q_rank`` of queries (None: they have no latent) and ``reach``.
+    """
 
     def sizes(self, index: int) -> list[int]:
         whole = self._whole(index)
@@ -39,47 +54,54 @@ class LatentKind(Kind):
             raise ValueError(f"rope_dim: expected an even number from 2 to {rotary}, got {rope_dim}")
         if not 1 <= size <= whole:
             raise ValueError(f"rank: expected 1 to {whole}, the rank of the whole latent, got {size}")
+        shape = self.model.shape
+        check_query_rank(self.options["q_rank"], heads=shape.heads, head_dim=shape.head_dim, width=shape.width)
         return LatentForm(
             kv_lora_rank=size,
             qk_nope_head_dim=self._still(index),
             qk_rope_head_dim=rope_dim,
-            v_head_dim=self.model.shape.head_dim,
+            v_head_dim=shape.head_dim,
             rope_pairs=(0,) * (rope_dim // 2),
             norm_eps=identity_eps(self.model.dtype),
+            q_lora_rank=self.options["q_rank"],
         )
 
     def losses(self, index: int) -> dict[int, float]:
         shape = replace(self.model.shape, index=index)
-        whole, seen, cost, _ = self._read(weights_of(self.model, index), shape)
-        lost = lost_by_rank(whole, seen, cost).tolist()
+        read = self._read(weights_of(self.model, index), shape)
+        lost = lost_by_rank(read.whole, read.seen, read.cost).tolist()
         return {size: lost[size] for size in self.sizes(index)}
 
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
-        whole, seen, cost, turned = self._read(weights, shape)
+        read = self._read(weights, shape)
+        whole, seen, cost = read.whole, read.seen, read.cost
         latent = whole if size == len(whole.down) else truncate(whole, size, seen, cost)
-        state = {name: value.cpu() for name, value in join(latent, weights).items()}
         keys, values = cost.shares(whole, latent, seen)
+        errors = {"key_error": keys**0.5, "value_error": values**0.5, "rope_error": read.turned**0.5}
+        if self.options["q_rank"] is not None:
+            latent, errors["query_error"] = with_low_rank_queries(latent, self.options["q_rank"], read.queries)
+        state = {name: value.cpu() for name, value in join(latent, weights).items()}
         form = replace(
             self.form(shape.index, size),
             rope_pairs=() if latent.rope is None else latent.rope.pairs,
             bias="kv_a_proj_with_mqa.bias" in state,
-            query_bias="q_proj.bias" in state,
+            query_bias="q_proj.bias" in state or "q_b_proj.bias" in state,
         )
-        lost = {"key_error": keys, "value_error": values, "rope_error": turned}
-        return ConvertedLayer(state, errors={name: share**0.5 for name, share in lost.items()}, form=form)
+        return ConvertedLayer(state, errors=errors, form=form)
 
-    def _read(self, weights: Mapping[str, Tensor], shape: LayerShape) -> tuple[Latent, Attended, Cost, float]:
-        """The whole latent of a layer, the inputs that it sees, what errors cost, and what fewer turns lose."""
+    def _read(self, weights: Mapping[str, Tensor], shape: LayerShape) -> Read:
         on_device = {name: value.to(self.device) for name, value in weights.items()}
         heads = heads_of(on_device, shape, rope_of(self.model.config, shape.index))
         calibration = None if self.calibrations is None else self.calibrations(shape.index)
         calibration = fitting(calibration, shape.width, heads.k.device)
         check_latent_heads(heads)
-        seen, reach = attended(heads, calibration, scale=shape.head_dim**-0.5), self.options["reach"]
+        scale, reach = usual_scale(heads.rope, shape.head_dim), self.options["reach"]
+        seen = attended(heads, calibration, scale=scale)
         heads = heads if heads.rope is None else even_queries(heads, calibration)
         whole, turned = whole_latent(heads, self._rope_dim(shape.index) or None, calibration, reach=reach)
         whole = _widened(whole, self._still(shape.index))
-        return whole, seen, Cost.of(whole, heads, calibration, seen, reach=reach), turned
+        cost = Cost.of(whole, heads, calibration, seen, reach=reach)
+        return Read(whole, seen, cost, QueryCost.of(heads, calibration, seen, reach=reach), turned)
 
     def _rotary(self, index: int) -> int:
         """The rotary channels of all KV heads."""
@@ -105,5 +127,5 @@ class LatentKind(Kind):
 
 def _widened(latent: Latent, width: int) -> Latent:
     """The same with so many channels that do not turn; those that are added are 0."""
-    more = width - latent.q_nope.shape[1]
-    return replace(latent, q_nope=pad(latent.q_nope, (0, 0, 0, more)), k_up=pad(latent.k_up, (0, 0, 0, more)))
+    more = width - latent.to_nope.shape[1]
+    return replace(latent, to_nope=pad(latent.to_nope, (0, 0, 0, more)), k_up=pad(latent.k_up, (0, 0, 0, more)))

@@ -109,7 +109,7 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
         grouped.hidden_size,
         grouped.num_heads,
         mask=grouped.mask,
-        q_lora_rank=None,
+        q_lora_rank=form.q_lora_rank,
         kv_lora_rank=form.kv_lora_rank,
         qk_nope_head_dim=form.qk_nope_head_dim,
         qk_rope_head_dim=form.qk_rope_head_dim,
@@ -122,7 +122,9 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
         dropout_p=grouped.dropout_p,
     )
     if form.query_bias:
-        layer.q_proj = nn.Linear(grouped.hidden_size, layer.q_proj.out_features)
+        name = "q_proj" if form.q_lora_rank is None else "q_b_proj"
+        plain = getattr(layer, name)
+        setattr(layer, name, nn.Linear(plain.in_features, plain.out_features))
     return layer
 
 
