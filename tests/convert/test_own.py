@@ -16,15 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 
 import attnlib
 from attnlib.__main__ import main
-from attnlib.convert.checkpoint import convert
-from attnlib.convert.checkpoint.folder import read_folder
-from attnlib.convert.checkpoint.model import read_model
-from attnlib.convert.own import importance as importance_module
 from attnlib.convert.own import latent
 from attnlib.convert.own.allotment import allot
-from attnlib.convert.own.grouped import GroupedKind
-from attnlib.convert.own.importance import importance
-from attnlib.convert.own.latent import LatentKind
 from attnlib.convert.own.sizes import cache_bytes
 from attnlib.integrations.transformers import PagedCache
 from attnlib.own_form import layers_of
@@ -317,37 +310,6 @@ def test_requests_that_are_wrong(tmp_path, source, options, reason, capsys):
     run(source, tmp_path / "out", *options, code=2)
     assert reason in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("kind", ["gqa", "mla"])
-@torch.no_grad()
-def test_a_layer_matters_as_much_as_a_model_differs_in_which_it_alone_is_smaller(tmp_path, source, kind):
-    model = read_model(read_folder(source))
-    if kind == "gqa":
-        made, small, whole = GroupedKind(model, None, "cpu", {"merge": "mean"}), 1, 4
-    else:
-        made, small, whole = LatentKind(model, None, "cpu", {"rope_dim": 16, "reach": 64}), 3, 16
-    tokens = torch.randint(3, 60, (3, 12), generator=torch.Generator().manual_seed(2))
-    expected = AutoModelForCausalLM.from_pretrained(source)(tokens).logits.log_softmax(-1)
-    found = importance(made, [(small, whole)] * 3, tokens)
-    for index in range(3):
-        sizes = [small if layer == index else whole for layer in range(3)]
-        convert(source, tmp_path / str(index), made.converter(sizes), settings={"sizes": sizes}, progress=False)
-        said = attnlib.load(tmp_path / str(index))(tokens).logits.log_softmax(-1)
-        apart = (expected.exp() * (expected - said)).sum(-1).mean()
-        assert found[index][small] == pytest.approx(float(apart), rel=1e-3, abs=1e-6)
-        assert found[index][whole] == pytest.approx(0, abs=1e-6)
-
-
-def test_little_of_a_long_text_is_read(source, monkeypatch):
-    model, seen = read_model(read_folder(source)), []
-    honest = importance_module.Layers.embedded
-    monkeypatch.setattr(importance_module.Layers, "embedded", lambda self, x: seen.append(x.shape) or honest(self, x))
-    monkeypatch.setattr(importance_module, "TOKENS", 20)
-    made = GroupedKind(model, None, "cpu", {"merge": "mean"})
-    for shape in ((3, 12), (1, 50), (40, 2)):
-        importance(made, [(1,)] * 3, torch.full(shape, 5))
-    assert [*map(tuple, seen)] == [(1, 12), (1, 20), (10, 2)]
 
 
 @pytest.mark.parametrize("options", [("--layers", "gqa"), ("--rope-dim", "8")])

@@ -1,8 +1,9 @@
 """Layers over latents, in attnlib's own form: with windows, biases and any rope, which DeepSeek's cannot say."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -10,7 +11,6 @@ from torch.nn.functional import pad
 from ...own_form import LatentForm
 from ..calibration import fitting
 from ..checkpoint.layer import ConvertedLayer, LayerShape
-from ..checkpoint.plan import weights_of
 from ..checkpoint.source_rope import rope_of
 from ..heads.converter import heads_of
 from ..latent.attended import Attended, attended
@@ -18,11 +18,20 @@ from ..latent.cost import Cost
 from ..latent.embedding import Latent
 from ..latent.folding import even_queries
 from ..latent.layers import check_latent_heads, identity_eps, join, whole_latent
-from ..latent.truncation import lost_by_rank, truncate
-from .kind import Kind
+from ..latent.truncation import Spectrum
+from .kind import Kind, Measured
 
 ROPE_DIM = 64  # rotary channels where nobody says how many, if there are as many
 STEP = 16  # between ranks that are weighed against each other
+
+
+class _Read(NamedTuple):
+    """The whole latent of a layer, the inputs that it sees, what errors cost, and what fewer turns lose."""
+
+    whole: Latent
+    seen: Attended
+    cost: Cost
+    turned: float
 
 
 class LatentKind(Kind):
@@ -48,28 +57,34 @@ class LatentKind(Kind):
             norm_eps=identity_eps(self.model.dtype),
         )
 
-    def losses(self, index: int) -> dict[int, float]:
-        shape = replace(self.model.shape, index=index)
-        whole, seen, cost, _ = self._read(weights_of(self.model, index), shape)
-        lost = lost_by_rank(whole, seen, cost).tolist()
-        return {size: lost[size] for size in self.sizes(index)}
+    def measured(self, weights: Mapping[str, Tensor], shape: LayerShape, sizes: Sequence[int]) -> Measured:
+        read = self._read(weights, shape)
+        spectrum = Spectrum.of(read.whole, read.seen, read.cost)
+        lost = spectrum.lost.tolist()
+        layers = {size: self._layer(read, spectrum, weights, shape, size) for size in sizes}
+        return Measured({size: lost[size] for size in self.sizes(shape.index)}, layers)
 
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
-        whole, seen, cost, turned = self._read(weights, shape)
-        latent = whole if size == len(whole.down) else truncate(whole, size, seen, cost)
+        read = self._read(weights, shape)
+        return self._layer(read, Spectrum.of(read.whole, read.seen, read.cost), weights, shape, size)
+
+    def _layer(
+        self, read: _Read, spectrum: Spectrum, weights: Mapping[str, Tensor], shape: LayerShape, size: int
+    ) -> ConvertedLayer:
+        """The layer of this size."""
+        latent = read.whole if size == len(read.whole.down) else spectrum.cut(read.whole, size)
         state = {name: value.cpu() for name, value in join(latent, weights).items()}
-        keys, values = cost.shares(whole, latent, seen)
+        keys, values = read.cost.shares(read.whole, latent, read.seen)
         form = replace(
             self.form(shape.index, size),
             rope_pairs=() if latent.rope is None else latent.rope.pairs,
             bias="kv_a_proj_with_mqa.bias" in state,
             query_bias="q_proj.bias" in state,
         )
-        lost = {"key_error": keys, "value_error": values, "rope_error": turned}
+        lost = {"key_error": keys, "value_error": values, "rope_error": read.turned}
         return ConvertedLayer(state, errors={name: share**0.5 for name, share in lost.items()}, form=form)
 
-    def _read(self, weights: Mapping[str, Tensor], shape: LayerShape) -> tuple[Latent, Attended, Cost, float]:
-        """The whole latent of a layer, the inputs that it sees, what errors cost, and what fewer turns lose."""
+    def _read(self, weights: Mapping[str, Tensor], shape: LayerShape) -> _Read:
         on_device = {name: value.to(self.device) for name, value in weights.items()}
         heads = heads_of(on_device, shape, rope_of(self.model.config, shape.index))
         calibration = None if self.calibrations is None else self.calibrations(shape.index)
@@ -79,7 +94,7 @@ class LatentKind(Kind):
         heads = heads if heads.rope is None else even_queries(heads, calibration)
         whole, turned = whole_latent(heads, self._rope_dim(shape.index) or None, calibration, reach=reach)
         whole = _widened(whole, self._still(shape.index))
-        return whole, seen, Cost.of(whole, heads, calibration, seen, reach=reach), turned
+        return _Read(whole, seen, Cost.of(whole, heads, calibration, seen, reach=reach), turned)
 
     def _rotary(self, index: int) -> int:
         """The rotary channels of all KV heads."""
