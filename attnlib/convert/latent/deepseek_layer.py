@@ -14,10 +14,10 @@ from ...rope import Rope
 from ..calibration import Calibration, fitting
 from ..weights import Heads, split
 from .attended import Attended, attended
-from .cost import Cost, relative
+from .cost import Cost
 from .embedding import Latent
 from .folding import check_fold, even_queries, fold
-from .layers import check_latent, check_latent_heads, latent_layer
+from .layers import check_latent, check_latent_heads, latent_layer, rounded
 from .losses import BASELINE, Losses
 from .norm import NORM_EPS, Constant, Norm, check_biases, check_text, constant_row
 from .state import deepseek_state
@@ -133,8 +133,7 @@ def to_deepseek(
     losses = Losses.of_inputs(whole, Cost.of(whole, heads, calibration, seen, reach=target.reach), seen, constant)
     cut, constant, errors = _cut(heads, whole, target.rank - target.reserved, losses)
     weights = deepseek_state(cut, constant, state, scale=scale)
-    stored = {name: value.to(dtype, copy=True) for name, value in weights.items()}
-    rounding = max(relative((value - stored[name]).norm(), value.norm()) for name, value in weights.items())
+    stored, rounding = rounded(weights, dtype)
     errors |= {"rope_error": lost**0.5, "rounding": rounding}
     return DeepseekLayer(stored, cut.rope, errors)
 

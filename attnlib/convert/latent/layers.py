@@ -19,7 +19,7 @@ from ..calibration import Calibration, fitting
 from ..heads.layers import check_grouped
 from ..weights import Heads, split
 from .attended import attended
-from .cost import Cost
+from .cost import Cost, relative
 from .embedding import Latent, concentrate, embed
 from .truncation import truncate
 
@@ -115,6 +115,17 @@ def join(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     All of kv_a_proj_with_mqa, o_proj and the norm's gain are there; biases of the former two are there when ``state``
     has any, and that of q_proj when ``state`` has it. dtypes are those of ``state``.
     """
+    return rounded(latent_state(latent, state), state["q_proj.weight"].dtype)[0]
+
+
+def rounded(state: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[dict[str, Tensor], float]:
+    """Weights in the dtype in which they are stored, and the most that one lost by that, relatively."""
+    stored = {name: value.to(dtype, copy=True) for name, value in state.items()}
+    return stored, max(relative((value - stored[name]).norm(), value.norm()) for name, value in state.items())
+
+
+def latent_state(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What :func:`join` rounds, which is fp64 where the latent is in it."""
     dtype = state["q_proj.weight"].dtype
     q, down = torch.cat((latent.q_nope, latent.q_rope), 1).flatten(0, 1), torch.cat((latent.down, latent.k_rope))
     new = {
@@ -129,7 +140,7 @@ def join(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "k_proj.bias" in state or "o_proj.bias" in state:
         new["kv_a_proj_with_mqa.bias"] = down[:, -1]
         new["o_proj.bias"] = state.get("o_proj.bias", torch.zeros_like(state["o_proj.weight"][:, 0]))
-    return {name: value.to(dtype, copy=True) for name, value in new.items()}
+    return new
 
 
 def check_latent(layer: nn.Module) -> None:

@@ -17,7 +17,7 @@ from ..latent.attended import Attended, attended
 from ..latent.cost import Cost
 from ..latent.embedding import Latent
 from ..latent.folding import even_queries
-from ..latent.layers import check_latent_heads, identity_eps, join, whole_latent
+from ..latent.layers import check_latent_heads, identity_eps, latent_state, rounded, whole_latent
 from ..latent.truncation import Spectrum
 from .kind import Kind, Measured
 
@@ -73,7 +73,8 @@ class LatentKind(Kind):
     ) -> ConvertedLayer:
         """The layer of this size."""
         latent = read.whole if size == len(read.whole.down) else spectrum.cut(read.whole, size)
-        state = {name: value.cpu() for name, value in join(latent, weights).items()}
+        stored, rounding = rounded(latent_state(latent, weights), weights["q_proj.weight"].dtype)
+        state = {name: value.cpu() for name, value in stored.items()}
         keys, values = read.cost.shares(read.whole, latent, read.seen)
         form = replace(
             self.form(shape.index, size),
@@ -82,7 +83,8 @@ class LatentKind(Kind):
             query_bias="q_proj.bias" in state,
         )
         lost = {"key_error": keys, "value_error": values, "rope_error": read.turned}
-        return ConvertedLayer(state, errors={name: share**0.5 for name, share in lost.items()}, form=form)
+        errors = {name: share**0.5 for name, share in lost.items()}
+        return ConvertedLayer(state, errors=errors | {"rounding": rounding}, form=form)
 
     def _read(self, weights: Mapping[str, Tensor], shape: LayerShape) -> _Read:
         on_device = {name: value.to(self.device) for name, value in weights.items()}
@@ -91,7 +93,8 @@ class LatentKind(Kind):
         calibration = fitting(calibration, shape.width, heads.k.device)
         check_latent_heads(heads)
         seen, reach = attended(heads, calibration, scale=shape.head_dim**-0.5), self.options["reach"]
-        heads = heads if heads.rope is None else even_queries(heads, calibration)
+        if self._rope_dim(shape.index) < self._rotary(shape.index):  # else no pair is mixed, and bits stay
+            heads = even_queries(heads, calibration)
         whole, turned = whole_latent(heads, self._rope_dim(shape.index) or None, calibration, reach=reach)
         whole = _widened(whole, self._still(shape.index))
         return _Read(whole, seen, Cost.of(whole, heads, calibration, seen, reach=reach), turned)
