@@ -285,7 +285,7 @@ def test_latents_where_the_model_has_what_they_have_not_are_refused(tmp_path, so
 
 
 def test_an_interrupted_run_gives_the_same_bytes(tmp_path, source, monkeypatch, capsys):
-    honest, calls = latent.join, []
+    honest, calls = latent.latent_state, []
 
     def interrupted(*arguments):
         calls.append(1)
@@ -293,7 +293,7 @@ def test_an_interrupted_run_gives_the_same_bytes(tmp_path, source, monkeypatch, 
             raise KeyboardInterrupt
         return honest(*arguments)
 
-    monkeypatch.setattr(latent, "join", interrupted)
+    monkeypatch.setattr(latent, "latent_state", interrupted)
     options = ("--rank", 12, "--rope-dim", 8, "--max-shard-size", "12KB")
     run(source, tmp_path / "out", *options, code=130)
     assert "run the same command again to go on" in capsys.readouterr().err
