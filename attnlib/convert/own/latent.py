@@ -66,12 +66,14 @@ class LatentKind(Kind):
 
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
         read = self._read(weights, shape)
-        return self._layer(read, Spectrum.of(read.whole, read.seen, read.cost), weights, shape, size)
+        is_whole = size == len(read.whole.down)
+        spectrum = None if is_whole else Spectrum.of(read.whole, read.seen, read.cost)
+        return self._layer(read, spectrum, weights, shape, size)
 
     def _layer(
-        self, read: _Read, spectrum: Spectrum, weights: Mapping[str, Tensor], shape: LayerShape, size: int
+        self, read: _Read, spectrum: Spectrum | None, weights: Mapping[str, Tensor], shape: LayerShape, size: int
     ) -> ConvertedLayer:
-        """The layer of this size."""
+        """The layer of this size; the whole one needs no spectrum."""
         latent = read.whole if size == len(read.whole.down) else spectrum.cut(read.whole, size)
         stored, rounding = rounded(latent_state(latent, weights), weights["q_proj.weight"].dtype)
         state = {name: value.cpu() for name, value in stored.items()}
