@@ -4,10 +4,13 @@ Checkpoint conversion reads folders by it, and the layers of transformers' model
 attention computes beyond that, its windows and norms, is for those who make layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 Names = tuple[tuple[str, tuple[str, ...]], ...]
 Gains = Literal["shared", "joined", "apart"]
@@ -64,6 +67,26 @@ class Stored:
     share: float = 1.0  # of a head that rotates
     window_theta: float | None = None  # of layers with a window, where these have a rope of their own
     clip: str | None = None  # a field that bounds q, k and v
+
+
+def parted(family: Stored, x: Tensor, rows: Sequence[int], heads: int) -> tuple[Tensor, ...]:
+    """Our weights or biases in one of a family's file, each with so many ``rows``, of a layer of so many ``heads``."""
+    x = x.T if family.is_transposed and x.dim() == 2 else x
+    if len(rows) == 1:
+        return (x,)
+    if not family.is_by_head:
+        return x.split(tuple(rows))
+    return tuple(part.flatten(0, 1) for part in x.unflatten(0, (heads, len(rows), -1)).unbind(1))
+
+
+def fused(family: Stored, parts: Sequence[Tensor], heads: int) -> Tensor:
+    """The inverse of :func:`parted`; by head all parts have as many heads."""
+    x = parts[0]
+    if len(parts) > 1 and family.is_by_head:
+        x = torch.stack([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 2)
+    elif len(parts) > 1:
+        x = torch.cat(tuple(parts))
+    return x.T if family.is_transposed and x.dim() == 2 else x
 
 
 LLAMA = Stored()

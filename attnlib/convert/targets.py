@@ -151,8 +151,7 @@ def _to_own(arguments: argparse.Namespace, model: Model, calibrations: Kept | No
             total = cache_bytes(arguments.cache, token_bytes(model.checkpoint.config, model))
             is_known = calibrations is not None or not calibrated
             require_room(kind, total)
-            tokens = None if calibrations is None else calibrations.tokens
-            sizes = allotted(kind, total, tokens, progress=not arguments.quiet) if is_known else smallest(kind)
+            sizes = allotted(kind, total, calibrations, progress=not arguments.quiet) if is_known else smallest(kind)
         else:
             sizes = [size] * len(model.layers)
         require_loadable(kind, sizes)

@@ -97,21 +97,25 @@ def equalise(model: nn.Module, *, neighbours: bool = True) -> None:
 
     Groups are of neighbours, or of every other head.
     """
-    dim = None
+    config = model.config.get_text_config()
+    dim = getattr(config, "head_dim", None) or config.hidden_size // HEADS
     for name, x in model.named_parameters():
-        if "self_attn" not in name or "vision" in name or "visual" in name:
+        if not any(part in name for part in ("self_attn", "attention.query_key_value", "c_attn")) or "vis" in name:
             continue
-        dim = dim or getattr(model.config.get_text_config(), "head_dim", None) or 8
         if "qkv_proj" in name:
-            _, k, v = x.split([HEADS * dim, KV_HEADS * dim, KV_HEADS * dim])
-            rows = (k, v)
+            _, *rows = x.split([HEADS * dim, KV_HEADS * dim, KV_HEADS * dim])
+        elif "query_key_value" in name:  # of one head after another
+            _, *rows = x.unflatten(0, (HEADS, 3, dim)).unbind(1)
+        elif "c_attn" in name:  # whose weights are [in, out]
+            _, *rows = x.T.chunk(3) if x.dim() == 2 else x.chunk(3)
         elif any(part in name for part in ("k_proj", "v_proj")) or ("k_norm" in name and x.numel() > dim):
             rows = (x,)
         else:
             continue
         for part in rows:
             size, at = KV_HEADS // GROUPS, int(neighbours)
-            grouped = part.unflatten(0, (GROUPS, size, -1) if neighbours else (size, GROUPS, -1))
+            heads = part if "query_key_value" in name else part.unflatten(0, (KV_HEADS, -1))
+            grouped = heads.unflatten(0, (GROUPS, size) if neighbours else (size, GROUPS))
             grouped.copy_(grouped.narrow(at, 0, 1).clone().expand_as(grouped))
 
 
@@ -129,6 +133,16 @@ def says(model: nn.Module) -> Tensor:
     """What it says of some text, which has no images."""
     out = model(torch.arange(3, 3 + 2 * 11).view(2, 11))
     return out.last_hidden_state if getattr(out, "logits", None) is None else out.logits
+
+
+def is_as_exact(folder: Path, other: nn.Module) -> bool:
+    """Whether a model says what a folder's says: not further from fp64 than twice as far as that in its own dtype."""
+    golden = load(folder)
+    naive = says(golden).double()
+    if hasattr(golden, "set_experts_implementation"):
+        golden.set_experts_implementation("eager")  # torch's product of groups has no fp64
+    exact = says(golden.double())
+    return bool((says(other).double() - exact).norm() <= 2 * (naive - exact).norm())
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from family_models import (
     SEEING,
     computed,
     equalise,
+    is_as_exact,
     load,
     make,
     says,
@@ -110,9 +111,11 @@ def test_the_identity_changes_no_byte(folders, kind, tmp_path):
     assert json.loads((folder / "config.json").read_text()) == json.loads((tmp_path / "out/config.json").read_text())
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", FEWER)
-def test_equal_heads_become_one_and_say_the_same(kind, tmp_path):
-    model = make(kind)
+def test_equal_heads_become_one_and_say_the_same(kind, dtype, tmp_path):
+    model = make(kind).to(dtype)
     equalise(model)
     model.save_pretrained(tmp_path / "in")
     source = read_model(read_folder(tmp_path / "in"))
@@ -124,7 +127,7 @@ def test_equal_heads_become_one_and_say_the_same(kind, tmp_path):
     assert len(str(changes)) < 80
     result = load(tmp_path / "out")
     assert result.config.get_text_config().num_key_value_heads == GROUPS
-    torch.testing.assert_close(says(result), says(model), rtol=1e-5, atol=1e-5)
+    assert is_as_exact(tmp_path / "in", result)
     text = {"text_config"} if kind in SEEING else {"num_key_value_heads", "head_dim"}
     before, after = (json.loads((tmp_path / at / "config.json").read_text()) for at in ("in", "out"))
     assert {key for key in {*before, *after} if before.get(key) != after.get(key)} <= text
@@ -164,9 +167,18 @@ def test_calibrations_over_text_are_of_what_the_layers_read(kind, tmp_path):
         assert (calibrations(index).moment - expected).norm() < 1e-5 * expected.norm()
 
 
+def text_of(kind: str) -> tuple[str, dict]:
+    """The table's entry that a kind of model reads text by, and what its config says beside the sizes."""
+    if kind not in SEEING:
+        return kind, DECODERS.get(kind, {})
+    options = SEEING[kind]["text_config"]
+    return options.get("model_type", names.SEEING[kind]), options
+
+
 def changes(kind: str):
     """The table's entry for this kind of model, one field of it changed at a time."""
-    entry = STORED[kind]
+    text, options = text_of(kind)
+    entry = STORED[text]
     for i in range(len(entry.weights) - 1):
         (one, ours), (other, others) = entry.weights[i : i + 2]
         if len(ours) == len(others) == 1:
@@ -179,7 +191,7 @@ def changes(kind: str):
     others["rope"] = {"half": "interleaved", "interleaved": "half", None: "half"}[entry.rope]
     if any(len(ours) > 1 for _, ours in entry.weights):
         others["is_by_head"] = not entry.is_by_head
-    if "head_dim" in DECODERS.get(kind, ()):
+    if "head_dim" in options:
         others["head_dim"] = None
     if entry.rope is not None:
         others |= {"theta": 50.0, "share": 1.0 if entry.share < 1 else 0.5}
@@ -193,13 +205,13 @@ def changes(kind: str):
         yield name, replace(entry, **{name: value})
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ALL if kind not in SEEING])
+@pytest.mark.parametrize("kind", ALL)
 def test_every_entry_matters(folders, kind, monkeypatch):
     """A folder whose family has another entry is refused, or other attention comes out of it."""
     folder, seen = folders(kind)
     tried = set()
     for name, changed in changes(kind):
-        monkeypatch.setattr(names, "STORED", {kind: changed})
+        monkeypatch.setattr(names, "STORED", {text_of(kind)[0]: changed})
         try:
             found = differs(folder, seen, silent=True)
         except (CheckpointError, RuntimeError, ValueError, AssertionError):
@@ -207,6 +219,11 @@ def test_every_entry_matters(folders, kind, monkeypatch):
         assert found > 1e-4, f"{name}: {getattr(changed, name)}"
         tried.add(name)
     assert len(tried) > 6
+
+
+@pytest.mark.parametrize("kind", names.SEEING)
+def test_the_text_that_no_file_names_is_as_transformers_takes_it(kind):
+    assert names.SEEING[kind] == CONFIG_MAPPING[kind]().text_config.model_type
 
 
 @pytest.mark.parametrize("kind", STORED)

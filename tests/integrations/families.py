@@ -59,6 +59,8 @@ DECODERS = MappingProxyType(
         "starcoder2": {"sliding_window": 7},
         "smollm3": WINDOWS | {"no_rope_layers": [1, 0]},
         "gpt_oss": EXPERTS | {"head_dim": 16, "sliding_window": 7},
+        "gpt_neox": {"hidden_size": 64, "num_key_value_heads": None},
+        "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "num_key_value_heads": None},
         "gpt2": {
             "scale_attn_by_inverse_layer_idx": True,
             "num_key_value_heads": None,

@@ -19,6 +19,7 @@ NORMS = (HeadRMSNorm, OffsetRMSNorm, WideRMSNorm, HeadLayerNorm, PlainRMSNorm, N
 OTHERS = {
     "weights": lambda x: [swapped(x)],
     "is_transposed": lambda x: [not x],
+    "is_by_head": lambda x: [not x],
     "is_causal": lambda x: [not x],
     "bias": lambda x: [False, True, ("q_proj",)],
     "output_bias": lambda x: [False, True],
@@ -64,6 +65,8 @@ def is_said(name, other, family, config) -> bool:
         return False
     if name == "rope" and family.rope == "rope_interleave":
         return other != "interleaved"
+    if name == "is_by_head":
+        return any(len(ours) > 1 for _, ours in family.weights)
     if name == "norm_eps":
         return family.norm is not None or family.is_latent
     if name == "norm_after_rope":  # norms without gains commute with a rotation

@@ -5,6 +5,7 @@ logits are done as there. Only its decoder is another: one that takes final hidd
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,9 +56,7 @@ class Head:
                     f"lm_head.{name}: expected {list(wanted.shape)}, as transformers reads config.json, "
                     f"got {list(stored.entry.shape)}"
                 )
-            rows[name] = lambda first, last, stored=stored: stored.rows(first, last).to(
-                device, torch.float32, copy=True
-            )
+            rows[name] = partial(_in_fp32, stored, device)
         return cls(model, rows)
 
     @classmethod
@@ -76,6 +75,11 @@ class Head:
         """Logits ``[n, words]`` of final hidden states ``[n, m]``."""
         with torch.no_grad():
             return self._model(inputs_embeds=states[None], use_cache=False).logits[0]
+
+
+def _in_fp32(stored: StoredTensor, device: torch.device | str, first: int, last: int) -> Tensor:
+    """Rows of a tensor, which travel as they are stored, in memory of their own."""
+    return stored.rows(first, last).to(device).to(torch.float32, copy=True)
 
 
 class _Given(nn.Module):

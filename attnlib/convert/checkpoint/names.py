@@ -4,10 +4,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from ...families import SEEING, STORED, Stored
+from ...families import SEEING, STORED, Stored, fused, parted
 from .errors import CheckpointError
 from .layer import LayerShape
 
@@ -88,14 +87,8 @@ def split(family: Stored, stored: Mapping[str, Tensor], shape: LayerShape) -> di
     for name, tensor in stored.items():
         disk, parameter = name.rsplit(".", 1)
         ours = dict(family.weights)[disk]
-        tensor = tensor.T if family.is_transposed and tensor.ndim == 2 else tensor
-        if len(ours) == 1:
-            parts = (tensor,)
-        elif family.is_by_head:
-            heads = tensor.unflatten(0, (shape.heads, len(ours), shape.head_dim))
-            parts = tuple(part.flatten(0, 1) for part in heads.unbind(1))
-        else:
-            parts = tensor.split([shape.rows[part] for part in ours])
+        rows = [shape.rows[part] for part in ours] if len(ours) > 1 else [len(tensor)]
+        parts = parted(family, tensor, rows, shape.heads)
         weights |= {f"{part}.{parameter}": value.contiguous() for part, value in zip(ours, parts, strict=True)}
     return weights
 
@@ -112,19 +105,15 @@ def join(family: Stored, weights: Mapping[str, Tensor], shape: LayerShape) -> di
             names = [f"{part}.{parameter}" for part in ours]
             if all(name in left for name in names):
                 parts = [left.pop(name) for name in names]
-                tensor = _fused(parts, shape, is_by_head=family.is_by_head) if len(parts) > 1 else parts[0]
-                tensor = tensor.T if family.is_transposed and tensor.ndim == 2 else tensor
-                stored[f"{disk}.{parameter}"] = tensor.contiguous()
+                _require_alike(family, parts, shape)
+                stored[f"{disk}.{parameter}"] = fused(family, parts, shape.heads).contiguous()
     return stored | left
 
 
-def _fused(parts: list[Tensor], shape: LayerShape, *, is_by_head: bool) -> Tensor:
-    if not is_by_head:
-        return torch.cat(parts)
-    heads = [part.unflatten(0, (-1, shape.head_dim)) for part in parts]
-    if len({len(part) for part in heads}) > 1:
+def _require_alike(family: Stored, parts: list[Tensor], shape: LayerShape) -> None:
+    heads = [len(part) // shape.head_dim for part in parts]
+    if family.is_by_head and len({*heads}) > 1:
         raise CheckpointError(
             f"layer {shape.index}: expected as many heads of keys and values as of queries, which this kind of model "
-            f"stores head by head, got {', '.join(str(len(part)) for part in heads)}"
+            f"stores head by head, got {', '.join(map(str, heads))}"
         )
-    return torch.stack(heads, 1).flatten(0, 2)

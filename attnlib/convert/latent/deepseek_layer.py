@@ -14,10 +14,10 @@ from ...rope import Rope
 from ..calibration import Calibration, fitting
 from ..weights import Heads, split
 from .attended import Attended, attended
-from .cost import Cost, relative
+from .cost import Cost
 from .embedding import Latent
 from .folding import even_queries, fold
-from .layers import check_latent, check_latent_heads, latent_layer
+from .layers import check_latent, check_latent_heads, latent_layer, rounded
 from .losses import BASELINE, Losses
 from .narrowed import narrowed
 from .norm import NORM_EPS, Constant, Norm, check_biases, check_text, constant_row
@@ -146,8 +146,7 @@ def to_deepseek(
         queries, query_constant, missed = _queries(cost, target, dtype)
         cut, errors = replace(cut, q=queries.rows, q_down=queries.down), errors | missed
     weights = deepseek_state(cut, constant, state, scale=scale, query_constant=query_constant)
-    stored = {name: value.to(dtype, copy=True) for name, value in weights.items()}
-    rounding = max(relative((value - stored[name]).norm(), value.norm()) for name, value in weights.items())
+    stored, rounding = rounded(weights, dtype)
     errors |= {"rope_error": lost**0.5, "rounding": rounding}
     return DeepseekLayer(stored, cut.rope, errors)
 

@@ -20,7 +20,7 @@ from ..calibration import Calibration, fitting
 from ..heads.layers import check_grouped
 from ..weights import Heads, split
 from .attended import attended, usual_scale
-from .cost import Cost
+from .cost import Cost, relative
 from .embedding import Latent, concentrate, embed
 from .queries import QueryCost, check_query_rank, low_rank
 from .truncation import truncate
@@ -140,6 +140,17 @@ def join(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     has any, and that of queries when ``state`` has it. Queries of low rank have a norm too. dtypes are those of
     ``state``.
     """
+    return rounded(latent_state(latent, state), state["q_proj.weight"].dtype)[0]
+
+
+def rounded(state: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[dict[str, Tensor], float]:
+    """Weights in the dtype in which they are stored, and the most that one lost by that, relatively."""
+    stored = {name: value.to(dtype, copy=True) for name, value in state.items()}
+    return stored, max(relative((value - stored[name]).norm(), value.norm()) for name, value in state.items())
+
+
+def latent_state(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What :func:`join` rounds, which is fp64 where the latent is in it."""
     dtype = state["q_proj.weight"].dtype
     q, down = torch.cat((latent.q_nope, latent.q_rope), 1).flatten(0, 1), torch.cat((latent.down, latent.k_rope))
     to_heads = "q_proj" if latent.q_down is None else "q_b_proj"
@@ -160,7 +171,7 @@ def join(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         new["o_proj.bias"] = state.get("o_proj.bias", torch.zeros_like(state["o_proj.weight"][:, 0]))
         if latent.q_down is not None:
             new["q_a_proj.bias"] = torch.zeros_like(latent.q_down[:, 0])
-    return {name: value.to(dtype, copy=True) for name, value in new.items()}
+    return new
 
 
 def check_latent(layer: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """A latent of lower rank: what is kept of it is what is made of its inputs, and read."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,16 +24,33 @@ def truncate(latent: Latent, rank: int, seen: Attended, cost: Cost) -> Latent:
     """
     if not 1 <= rank <= len(latent.down):
         raise ValueError(f"rank: expected 1 to {len(latent.down)}, the rank of the whole latent, got {rank}")
-    root, moments = _weighed(latent, seen, cost)
-    basis = torch.linalg.eigh(moments).eigenvectors[:, -rank:].flip(-1)
-    up = torch.linalg.solve_triangular(root, basis, upper=True)
-    return replace(latent, down=basis.T @ root @ latent.down, k_up=latent.k_up @ up, v_up=latent.v_up @ up)
+    return Spectrum.of(latent, seen, cost).cut(latent, rank)
 
 
-def lost_by_rank(latent: Latent, seen: Attended, cost: Cost) -> Tensor:
-    """The least cost that :func:`truncate` finds at each rank, from 0 to the latent's: ``[r + 1]``."""
-    _, moments = _weighed(latent, seen, cost)
-    return torch.nn.functional.pad(torch.linalg.eigvalsh(moments).clamp(min=0).cumsum(0), (1, 0)).flip(0)
+@dataclass(frozen=True, slots=True, eq=False)
+class Spectrum:
+    """One decomposition, from which a latent is cut to any rank.
+
+    ``root`` ``[r, r]`` is that of :func:`_weighed`, ``basis`` ``[r, r]`` the directions that are kept, the first ones
+    longest, and ``lost`` ``[r + 1]`` what is lost at each rank from 0 to the latent's.
+    """
+
+    root: Tensor
+    basis: Tensor
+    lost: Tensor
+
+    @classmethod
+    def of(cls, latent: Latent, seen: Attended, cost: Cost) -> "Spectrum":
+        root, moments = _weighed(latent, seen, cost)
+        values, vectors = torch.linalg.eigh(moments)
+        lost = torch.nn.functional.pad(values.clamp(min=0).cumsum(0), (1, 0)).flip(0)
+        return cls(root, vectors.flip(-1), lost)
+
+    def cut(self, latent: Latent, rank: int) -> Latent:
+        """The latent that this is of, with the best ``rank`` directions alone."""
+        basis = self.basis[:, :rank]
+        up = torch.linalg.solve_triangular(self.root, basis, upper=True)
+        return replace(latent, down=basis.T @ self.root @ latent.down, k_up=latent.k_up @ up, v_up=latent.v_up @ up)
 
 
 def _weighed(latent: Latent, seen: Attended, cost: Cost) -> tuple[Tensor, Tensor]:

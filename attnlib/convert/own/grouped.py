@@ -1,16 +1,14 @@
 """Layers of fewer KV heads, in attnlib's own form."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from ...own_form import GroupedForm
 from ..checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
-from ..checkpoint.plan import weights_of
 from ..heads.converter import grouped
 from ..heads.grouping import neighbours
-from .kind import Kind
+from .kind import Kind, Measured
 
 
 class GroupedKind(Kind):
@@ -24,10 +22,14 @@ class GroupedKind(Kind):
         neighbours(self.model.shape.kv_heads, size)
         return GroupedForm(num_key_value_heads=size)
 
-    def losses(self, index: int) -> dict[int, float]:
-        weights, shape = weights_of(self.model, index), replace(self.model.shape, index=index)
-        made = {size: self._converter(size)(weights, shape).errors for size in self.sizes(index)}
-        return {size: errors["key_error"] ** 2 + errors["value_error"] ** 2 for size, errors in made.items()}
+    def measured(self, weights: Mapping[str, Tensor], shape: LayerShape, sizes: Sequence[int]) -> Measured:
+        losses, layers = {}, {}
+        for size in self.sizes(shape.index):
+            made = self.made(weights, shape, size)
+            losses[size] = made.errors["key_error"] ** 2 + made.errors["value_error"] ** 2
+            if size in sizes:
+                layers[size] = made
+        return Measured(losses, layers)
 
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
         made = self._converter(size)(weights, shape)

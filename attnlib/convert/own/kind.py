@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,16 @@ from ..checkpoint.model import Model, layout_of, without_code
 
 Calibrations = Callable[[int], Calibration]
 Advance = Callable[[], object]
+
+
+class Measured(NamedTuple):
+    """What a layer loses at each size that it may have, and the layers that were asked for, by their size.
+
+    A loss is the share that scores miss of their mean square, plus that of outputs.
+    """
+
+    losses: dict[int, float]
+    layers: dict[int, ConvertedLayer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +49,8 @@ class Kind(ABC):
         """
 
     @abstractmethod
-    def losses(self, index: int) -> dict[int, float]:
-        """What a layer loses at each size: the share that scores miss of their mean square, plus that of outputs."""
+    def measured(self, weights: Mapping[str, Tensor], shape: LayerShape, sizes: Sequence[int]) -> Measured:
+        """What a layer loses, and layers of these ``sizes``, from the weights of one: it is decomposed once."""
 
     @abstractmethod
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:

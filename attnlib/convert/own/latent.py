@@ -1,7 +1,7 @@
 """Layers over latents, in attnlib's own form: with windows, biases and any rope, which DeepSeek's cannot say."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,23 +11,29 @@ from torch.nn.functional import pad
 from ...own_form import LatentForm
 from ..calibration import fitting
 from ..checkpoint.layer import ConvertedLayer, LayerShape
-from ..checkpoint.plan import weights_of
 from ..checkpoint.source_rope import rope_of
 from ..heads.converter import heads_of
 from ..latent.attended import Attended, attended, usual_scale
 from ..latent.cost import Cost
 from ..latent.embedding import Latent
 from ..latent.folding import even_queries
-from ..latent.layers import check_latent_heads, identity_eps, join, whole_latent, with_low_rank_queries
+from ..latent.layers import (
+    check_latent_heads,
+    identity_eps,
+    latent_state,
+    rounded,
+    whole_latent,
+    with_low_rank_queries,
+)
 from ..latent.queries import QueryCost, check_query_rank
-from ..latent.truncation import lost_by_rank, truncate
-from .kind import Kind
+from ..latent.truncation import Spectrum
+from .kind import Kind, Measured
 
 ROPE_DIM = 64  # rotary channels where nobody says how many, if there are as many
 STEP = 16  # between ranks that are weighed against each other
 
 
-class Read(NamedTuple):
+class _Read(NamedTuple):
     """The whole latent of a layer, the inputs it sees, what errors of it and of queries cost, what fewer turns lose."""
 
     whole: Latent
@@ -66,30 +72,40 @@ class LatentKind(Kind):
             q_lora_rank=self.options["q_rank"],
         )
 
-    def losses(self, index: int) -> dict[int, float]:
-        shape = replace(self.model.shape, index=index)
-        read = self._read(weights_of(self.model, index), shape)
-        lost = lost_by_rank(read.whole, read.seen, read.cost).tolist()
-        return {size: lost[size] for size in self.sizes(index)}
+    def measured(self, weights: Mapping[str, Tensor], shape: LayerShape, sizes: Sequence[int]) -> Measured:
+        read = self._read(weights, shape)
+        spectrum = Spectrum.of(read.whole, read.seen, read.cost)
+        lost = spectrum.lost.tolist()
+        layers = {size: self._layer(read, spectrum, weights, shape, size) for size in sizes}
+        return Measured({size: lost[size] for size in self.sizes(shape.index)}, layers)
 
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:
         read = self._read(weights, shape)
-        whole, seen, cost = read.whole, read.seen, read.cost
-        latent = whole if size == len(whole.down) else truncate(whole, size, seen, cost)
-        keys, values = cost.shares(whole, latent, seen)
-        errors = {"key_error": keys**0.5, "value_error": values**0.5, "rope_error": read.turned**0.5}
+        is_whole = size == len(read.whole.down)
+        spectrum = None if is_whole else Spectrum.of(read.whole, read.seen, read.cost)
+        return self._layer(read, spectrum, weights, shape, size)
+
+    def _layer(
+        self, read: _Read, spectrum: Spectrum | None, weights: Mapping[str, Tensor], shape: LayerShape, size: int
+    ) -> ConvertedLayer:
+        """The layer of this size; the whole one needs no spectrum."""
+        latent = read.whole if size == len(read.whole.down) else spectrum.cut(read.whole, size)
+        keys, values = read.cost.shares(read.whole, latent, read.seen)
+        lost = {"key_error": keys, "value_error": values, "rope_error": read.turned}
+        errors = {name: share**0.5 for name, share in lost.items()}
         if self.options["q_rank"] is not None:
             latent, errors["query_error"] = with_low_rank_queries(latent, self.options["q_rank"], read.queries)
-        state = {name: value.cpu() for name, value in join(latent, weights).items()}
+        stored, rounding = rounded(latent_state(latent, weights), weights["q_proj.weight"].dtype)
+        state = {name: value.cpu() for name, value in stored.items()}
         form = replace(
             self.form(shape.index, size),
             rope_pairs=() if latent.rope is None else latent.rope.pairs,
             bias="kv_a_proj_with_mqa.bias" in state,
             query_bias="q_proj.bias" in state or "q_b_proj.bias" in state,
         )
-        return ConvertedLayer(state, errors=errors, form=form)
+        return ConvertedLayer(state, errors=errors | {"rounding": rounding}, form=form)
 
-    def _read(self, weights: Mapping[str, Tensor], shape: LayerShape) -> Read:
+    def _read(self, weights: Mapping[str, Tensor], shape: LayerShape) -> _Read:
         on_device = {name: value.to(self.device) for name, value in weights.items()}
         heads = heads_of(on_device, shape, rope_of(self.model.config, shape.index))
         calibration = None if self.calibrations is None else self.calibrations(shape.index)
@@ -97,11 +113,12 @@ class LatentKind(Kind):
         check_latent_heads(heads)
         scale, reach = usual_scale(heads.rope, shape.head_dim), self.options["reach"]
         seen = attended(heads, calibration, scale=scale)
-        heads = heads if heads.rope is None else even_queries(heads, calibration)
+        if self._rope_dim(shape.index) < self._rotary(shape.index):  # else no pair is mixed, and bits stay
+            heads = even_queries(heads, calibration)
         whole, turned = whole_latent(heads, self._rope_dim(shape.index) or None, calibration, reach=reach)
         whole = _widened(whole, self._still(shape.index))
         cost = Cost.of(whole, heads, calibration, seen, reach=reach)
-        return Read(whole, seen, cost, QueryCost.of(heads, calibration, seen, reach=reach), turned)
+        return _Read(whole, seen, cost, QueryCost.of(heads, calibration, seen, reach=reach), turned)
 
     def _rotary(self, index: int) -> int:
         """The rotary channels of all KV heads."""

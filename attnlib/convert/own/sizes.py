@@ -4,16 +4,16 @@ import re
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from ..bars import steps
 from ..checkpoint.errors import CheckpointError, RequestError
 from ..stock import class_of, quiet
+from ..text.kept import Kept
 from .allotment import allot
-from .importance import importance
 from .kind import Kind
+from .measuring import BySize, Found, found_on, losses_alone
 
-Losses = list[dict[int, float]]
+VERSION = 1  # counts up when the same model and text give other measures
 # Importance is measured on little text: none is taken for less than a share of the mean, and the rest is drawn towards
 # it. KL of a model of 135M weights in the cache of ranks 128 and 64 for all, 0.268 and 0.779 nats: with all layers
 # alike 0.276 and 0.772, by importance itself 0.265 and 0.669, by its power of 0.7 0.259 and 0.669, of 0.5 0.259 and
@@ -21,38 +21,56 @@ Losses = list[dict[int, float]]
 LEAST, POWER = 0.05, 0.7
 
 
-def allotted(kind: Kind, total: int, tokens: Tensor | None, *, progress: bool) -> list[int]:
+def allotted(kind: Kind, total: int, kept: Kept | None, *, progress: bool) -> list[int]:
     """The sizes of all layers that lose least together in a cache of ``total`` bytes a token.
 
-    What a layer loses is weighed by how much it matters on a text; without ``tokens`` of one all layers matter alike.
+    What a layer loses is weighed by how much it matters on a text; without calibrations of one all layers matter alike.
+    What is measured is ``kept`` beside these, and not measured again.
     """
-    advance = steps("measuring" if progress else None, len(kind.model.layers), " layers")
-    losses = []
-    for index in kind.model.layers:
-        losses.append(kind.losses(index))
-        advance()
-    weights = [1.0] * len(losses)
-    if tokens is not None:
-        weights = _weights(kind, losses, total, tokens, progress=progress)
-    sizes = [{kind.token_bytes(index, size): size for size in found} for index, found in enumerate(losses)]
+    found = _found(kind, _compared(kind, total), kept, progress=progress)
+    weights = [1.0] * len(found.losses) if found.nats is None else _weights(found.losses, found.nats)
+    sizes = [{kind.token_bytes(index, size): size for size in losses} for index, losses in enumerate(found.losses)]
     weighed = [
-        {stored: weight * found[size] for stored, size in options.items()}
-        for options, weight, found in zip(sizes, weights, losses, strict=True)
+        {stored: weight * losses[size] for stored, size in options.items()}
+        for options, weight, losses in zip(sizes, weights, found.losses, strict=True)
     ]
     return [options[stored] for options, stored in zip(sizes, allot(weighed, total), strict=True)]
 
 
-def _weights(kind: Kind, losses: Losses, total: int, tokens: Tensor, *, progress: bool) -> list[float]:
+def _compared(kind: Kind, total: int) -> list[list[int]]:
+    """The sizes of each layer that are tried on a text: that of an equal share of the cache, and the largest."""
+    share, compared = total // len(kind.model.layers), []
+    for index in kind.model.layers:
+        sizes = kind.sizes(index)
+        usual = max((size for size in sizes if kind.token_bytes(index, size) <= share), default=min(sizes))
+        compared.append(sorted({usual, max(sizes)}))
+    return compared
+
+
+def _found(kind: Kind, compared: Sequence[Sequence[int]], kept: Kept | None, *, progress: bool) -> Found:
+    """What is measured, or was by another run."""
+    advance = steps("measuring" if progress else None, len(compared), " layers")
+    if kept is None:
+        return losses_alone(kind, advance)
+    asked = {"version": VERSION, "kind": type(kind).__name__, "options": dict(kind.options), "compared": compared}
+    held = kept.recalled(asked)
+    if held is not None:
+        losses, nats = ([{int(size): x for size, x in one.items()} for one in held[name]] for name in Found._fields)
+        return Found(losses, nats)
+    found = found_on(kind, compared, kept.tokens, advance)
+    kept.remember(asked, {name: _plain(value) for name, value in found._asdict().items()})
+    return found
+
+
+def _plain(values: BySize) -> list[dict[str, float]]:
+    return [{str(size): x for size, x in of_layer.items()} for of_layer in values]
+
+
+def _weights(losses: BySize, nats: BySize) -> list[float]:
     """The nats that a layer costs for a unit of its loss: at an equal share of the cache, beyond its largest size."""
-    share, wholes = total // len(losses), [max(found) for found in losses]
-    usual = [
-        max((size for size in found if kind.token_bytes(index, size) <= share), default=min(found))
-        for index, found in enumerate(losses)
-    ]
-    advance = steps("weighing" if progress else None, len(losses), " layers")
-    nats = importance(kind, [sorted({*pair}) for pair in zip(usual, wholes, strict=True)], tokens, advance)
     weights = []
-    for size, whole, found, cost in zip(usual, wholes, losses, nats, strict=True):
+    for found, cost in zip(losses, nats, strict=True):
+        size, whole = min(cost), max(cost)
         loss = found[size] - found[whole]
         weights.append(max(0.0, cost[size] - cost[whole]) / loss if loss > 0 else 0.0)
     least = LEAST * sum(weights) / len(weights)

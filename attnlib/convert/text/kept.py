@@ -1,9 +1,9 @@
 """The calibrations of all layers, made once: a phase of its own, which goes on where it was stopped."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..bars import bar
 from ..calibration import SAMPLE, Calibration
 from ..checkpoint.conversion import REFUSALS, bytes_of
-from ..checkpoint.errors import CheckpointError, DamageError
+from ..checkpoint.errors import CheckpointError, DamageError, RequestError
 from ..checkpoint.folder import CONFIG
 from ..checkpoint.model import Model
 from ..checkpoint.plain_json import dump
@@ -90,11 +90,29 @@ class Kept:
             self._prepare()
         return self._stored.calibration(index)
 
+    def recalled(self, asked: Mapping[str, object]) -> dict[str, object] | None:
+        """What a run that :meth:`remember`-ed it measured with these calibrations of what is ``asked``; None: none."""
+        if self._running is not None:
+            self._prepare()
+        return self._stored.recalled(asked)
+
+    def remember(self, asked: Mapping[str, object], measured: Mapping[str, object]) -> None:
+        """Keep what was measured with these calibrations beside them, as plain data, for as long as they are kept.
+
+        Another run that has the folder just now keeps it for itself, and this is measured again when it is asked for.
+        """
+        with clean_errors(self._advice), suppress(RequestError), only_one(self._stored.folder):
+            self._stored.remember(asked, measured)
+
+    @property
+    def _advice(self) -> str:
+        return STAYS if self.place.is_left else "what was calibrated is removed"
+
     def _prepare(self) -> None:
         identity = self._identity()
         digest = hashlib.sha256(dump(identity)).hexdigest()[:16]
         folder = self.place.start.with_name(f"{self.place.start.name}{digest}")
-        with clean_errors(STAYS if self.place.is_left else "what was calibrated is removed"), only_one(folder):
+        with clean_errors(self._advice), only_one(folder):
             stored = Stored(folder, identity)
             stored.resume(len(self.model.layers))
             self._require_room(len(self.model.layers) - len(stored.layers) + len(stored.lost))

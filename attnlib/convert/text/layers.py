@@ -95,8 +95,8 @@ class Layers:
             stacked = weight.dim() > len(self._entry(parts[0][0]).entry.shape)
             for row, names in zip(weight if stacked else [weight], parts, strict=True):
                 start = 0
-                for part in map(self.tensor, names):
-                    row[start : (start := start + len(part))] = part
+                for part in map(self.tensor, names):  # a GPU gets it as it is stored, and makes fp32 of it itself
+                    row[start : (start := start + len(part))] = part.to(self.device)
             module.load_state_dict({name: weight}, assign=True, strict=False)
 
     def tensor(self, name: str) -> Tensor:

@@ -1,7 +1,8 @@
 """A folder with the calibrations of a model's first layers, and the hidden states behind the last of them.
 
 ``calibration.json`` says what is finished: of each file the sha256 with which it was written, without which nothing is
-believed. Files are of safetensors, and whole or absent.
+believed. Files are of safetensors, and whole or absent. What was measured with the calibrations is in files of JSON,
+each with the sha256 of what it says.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from ..checkpoint.progress import is_left, remove
 from ..checkpoint.verify import file_sha256
 from ..checkpoint.writing import new_file, sync_folder, write_file
 
-DONE = "calibration.json"
+DONE, MEASURED = "calibration.json", "measured-"
 MAX_DONE = 2**24  # bytes
 
 
@@ -91,6 +92,19 @@ class Stored:
             raise DamageError(f"{error}; run it again, and it is made again") from error
         return Calibration(int(held["tokens"]), held["moment"], held["sample"])
 
+    def recalled(self, asked: Mapping[str, object]) -> dict[str, object] | None:
+        """What was measured of what is ``asked``; None where it was not, or cannot be believed."""
+        name = _measured(asked)
+        with suppress(CheckpointError, KeyError):
+            held = parse_object(SourceFile.at(self.folder / name, limit=MAX_DONE).read(), name)
+            if held["sha256"] == _sha256(held["measured"]):
+                return held["measured"]
+        return None
+
+    def remember(self, asked: Mapping[str, object], measured: Mapping[str, object]) -> None:
+        """Write down what was measured."""
+        write_file(self.folder, _measured(asked), dump({"measured": measured, "sha256": _sha256(measured)}))
+
     def _is_there(self, name: str, sha256: str) -> bool:
         with suppress(CheckpointError):
             return file_sha256(self.folder / name) == sha256
@@ -109,8 +123,17 @@ class Stored:
         there = set(range(len(self.layers))) - {*self.lost}
         kept = {DONE, _states(len(self.layers)), *map(_layer, there)}
         for path in self.folder.iterdir():
-            if path.name not in (kept if self.layers else ()):
+            is_measured = path.name.startswith(MEASURED)
+            if not self.layers or (path.name not in kept and not is_measured):
                 remove(path)
+
+
+def _measured(asked: Mapping[str, object]) -> str:
+    return f"{MEASURED}{_sha256(asked)[:16]}.json"
+
+
+def _sha256(plain: Mapping[str, object]) -> str:
+    return hashlib.sha256(dump(plain)).hexdigest()
 
 
 def _layer(index: int) -> str:

@@ -176,6 +176,8 @@ FAMILIES = MappingProxyType(
             residual_dropout="resid_pdrop",
             fixed=(("add_cross_attention", False), ("reorder_and_upcast_attn", False)),
         ),
+        ("gpt_neox", "self"): replace(stored("gpt_neox"), reads=("is_decoder",)),  # which its layers never read
+        ("opt", "self"): replace(stored("opt"), bias="enable_bias", output_bias="enable_bias"),
         ("bert", "self"): BERT,
         ("whisper", "self"): WHISPER,
         ("whisper", "cross"): replace(

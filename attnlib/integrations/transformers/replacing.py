@@ -39,14 +39,17 @@ class ReplacedAttention(nn.Module):
         mask: Tensor | None = None,
         position_embeddings: Angles | None = None,
         past_key_values: Any = None,
+        layer_past: Any = None,
         key_value_states: Tensor | None = None,
         position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
         """Of ``hidden_states`` ``[b, s, m]``, and as many None as the model expects beside it.
 
-        T5 calls its mask ``mask``, and hands a bias that is 0 from layer to layer.
+        T5 calls its mask ``mask``, and hands a bias that is 0 from layer to layer. GPT-NeoX calls its cache
+        ``layer_past``.
         """
+        past_key_values = layer_past if past_key_values is None else past_key_values
         angles = self._angles(position_embeddings, kwargs.get("position_ids"))
         at = self._positions(hidden_states, kwargs.get("position_ids"), past_key_values)
         q = self._query(hidden_states, angles, at)

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ...families import fused, parted
 from .families import Family
 
 PARAMETERS = ("weight", "bias")
@@ -22,7 +22,7 @@ def to_ours(family: Family, theirs: Mapping[str, Tensor], layer: nn.Module) -> d
     for name, names in _pairs(family, own):
         if name not in left:
             raise ValueError(f"{name}: expected it among the weights, got {sorted(theirs)}")
-        ours |= _split(family, name, left.pop(name), {part: own[part].shape for part in names})
+        ours |= _split(family, name, left.pop(name), {part: own[part].shape for part in names}, layer.num_heads)
     if left:
         raise ValueError(f"{min(left)}: the layer has no such weight; fold adapters and packed weights first")
     return ours
@@ -38,30 +38,34 @@ def rename_saved(family: Family, inner: str, owner: nn.Module, state: dict[str, 
 
     What they do not have, such as an adapter and what it wraps, keeps its name.
     """
-    begin = prefix + inner
+    begin, heads = prefix + inner, owner.get_submodule(inner.removesuffix(".")).num_heads
     own = {name.removeprefix(begin): x for name, x in state.items() if name.startswith(begin)}
     for name, names in _pairs(family, own):
         parts = [state.pop(begin + part) for part in names]
-        x = torch.cat(parts) if len(parts) > 1 else parts[0]
-        state[prefix + name] = x.T.contiguous() if family.is_transposed and x.dim() == 2 else x
+        state[prefix + name] = fused(family, parts, heads).contiguous()
 
 
 def rename_loaded(family: Family, inner: str, owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """A hook before ``owner.load_state_dict()``: the inverse of :func:`rename_saved`, of what there is."""
-    own = owner.get_submodule(inner.removesuffix(".")).state_dict()
+    layer = owner.get_submodule(inner.removesuffix("."))
+    own = layer.state_dict()
     for name, names in _pairs(family, own):
         if prefix + name in state:
-            split = _split(family, name, state.pop(prefix + name), {part: own[part].shape for part in names})
+            shapes = {part: own[part].shape for part in names}
+            split = _split(family, name, state.pop(prefix + name), shapes, layer.num_heads)
             state |= {prefix + inner + part: x for part, x in split.items()}
 
 
-def _split(family: Family, name: str, x: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Our tensors in theirs, which may be transposed, and hold several of these shapes one after another."""
-    x = x.T.contiguous() if family.is_transposed and x.dim() == 2 else x
+def _split(
+    family: Family, name: str, x: Tensor, shapes: Mapping[str, tuple[int, ...]], heads: int
+) -> dict[str, Tensor]:
+    """Our tensors in theirs, which may be transposed, and hold several of these shapes."""
     sizes, rest = [shape[0] for shape in shapes.values()], next(iter(shapes.values()))[1:]
-    if x.shape != (sum(sizes), *rest):
-        raise ValueError(f"{name}: expected {(sum(sizes), *rest)} as the config says, got {tuple(x.shape)}")
-    return dict(zip(shapes, x.split(sizes) if len(sizes) > 1 else (x,), strict=True))
+    wanted = (sum(sizes), *rest)
+    wanted = wanted[::-1] if family.is_transposed else wanted
+    if x.shape != wanted:
+        raise ValueError(f"{name}: expected {wanted} as the config says, got {tuple(x.shape)}")
+    return {part: value.contiguous() for part, value in zip(shapes, parted(family, x, sizes, heads), strict=True)}
 
 
 def _pairs(family: Family, own: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
