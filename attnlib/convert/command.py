@@ -29,6 +29,7 @@ from .text.kept import Kept
 from .text.tokens import read_text
 from .wording import in_options
 
+MISREAD = ("Linear", "Llama3")  # scalings of ropes under latents, by loaders that were run; see docs/conversion.md
 UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
 EPILOG = """\
 exit codes: 0 done; 2 a wrong request; 3 the checkpoint cannot be converted; 4 the result is not what it should be;
@@ -91,6 +92,8 @@ def summary(report: Mapping[str, Any], out: Path) -> str:
         lines.append(said)
     if report["settings"].get("norm") == "exact":
         lines.append("for transformers: loaders that drop biases, as vLLM's does, need --norm calibrated")
+    if (scaling := report["settings"].get("rope_scaling")) in MISREAD:
+        lines.append(f"for transformers: vLLM and llama.cpp take {scaling} scaling of a rope under latents for another")
     return "\n".join([*lines, f"report: {out / REPORT}"])
 
 

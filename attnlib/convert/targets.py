@@ -14,6 +14,7 @@ from torch import Tensor
 from .checkpoint.errors import CheckpointError, RequestError, VerificationError
 from .checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
 from .checkpoint.model import Model, has_key_norms, token_bytes
+from .checkpoint.source_rope import rope_of
 from .heads.align import Align
 from .heads.converter import StoredMerge, grouped, rotates_alike
 from .heads.recipe import Grouping, recipe
@@ -123,7 +124,9 @@ def _to_mla(arguments: argparse.Namespace, model: Model, calibrations: Kept | No
     with _refusals("--to mla"):
         known = {"calibrations": calibrations, "device": device()}
         made = latent_converter(model.checkpoint.config, arguments.rank, **known, **options)
-    return _refusing(made), {"rank": arguments.rank} | options
+        scaling = rope_of(model.checkpoint.config).scaling
+    said = {"rank": arguments.rank, "rope_scaling": None if scaling is None else type(scaling).__name__}
+    return _refusing(made), said | options
 
 
 def _norm(asked: Norm | None, model: Model, *, calibrated: bool) -> Norm:

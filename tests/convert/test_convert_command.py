@@ -239,8 +239,18 @@ def test_the_other_target_is_latent_attention(tmp_path, text, capsys):
     assert main([str(x) for x in ("convert", *plain)]) == 0
     assert "drop biases" not in capsys.readouterr().out
     assert "drop biases" in command.summary(report, tmp_path)
+    assert "of a rope under latents" not in command.summary(report, tmp_path)
     assert not [name for name in tensors_of(tmp_path / "plain") if name.endswith("bias")]
     assert report_of(tmp_path / "plain")["settings"]["norm"] == "calibrated"
+
+
+def test_a_rope_that_other_loaders_take_for_another_is_said(tmp_path, text, capsys):
+    turns = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    turns |= {"original_max_position_embeddings": 32}
+    source = save(tmp_path / "in", "llama", 4, rope_parameters=turns)
+    given = (source, tmp_path / "out", "--to", "mla", "--rank", 16, "--rope-dim", 4, "--reach", 64, *text)
+    assert main([str(x) for x in ("convert", *given)]) == 0
+    assert "llama.cpp take Llama3 scaling of a rope under latents for another" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
