@@ -1,25 +1,13 @@
 """Results as vLLM and llama.cpp read them, by the rules of their sources; tensors and fields are all needed."""
 
-import json
 from functools import cache
 
 import pytest
-import torch
-from family_models import HEADS, KV_HEADS, make
-from family_models import SIZES as SMALL
+from loader_models import GROUPED, HEADS, facts, fewer_heads, latents, make
 from loader_rules import FIELDS, LATENT_FIELDS, MLA_HEAD_SIZES, OWN_FIELDS, llama_cpp, vllm
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from attnlib.convert.calibration import Calibration
-from attnlib.convert.checkpoint import convert
-from attnlib.convert.checkpoint.folder import read_folder
-from attnlib.convert.heads.converter import grouped
-from attnlib.convert.latent.deepseek import converter
-
-GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 LOADERS = (vllm, llama_cpp)
-SIZES = {"vocab_size": 61, "hidden_size": 256, "intermediate_size": 48, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 64}
+OF_128 = {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +16,10 @@ def results(tmp_path_factory):
 
     @cache
     def made(kind):
-        source, out = (tmp_path_factory.mktemp(kind) / name for name in ("in", "out"))
-        if kind in GROUPED:
-            # vLLM knows no other heads of Qwen 2 than the width over their number.
-            model = Qwen2ForCausalLM(Qwen2Config(**SMALL)) if kind == "qwen2" else make(kind)
-            model.save_pretrained(source)
-            made = grouped(json.loads((source / "config.json").read_text()), KV_HEADS // 2)
-        else:
-            torch.manual_seed(0)
-            LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(source)
-            text = Calibration.of([torch.randn(2, 400, SIZES["hidden_size"]) + 1])
-            config = json.loads((source / "config.json").read_text())
-            made = converter(config, 320 - 64, rope_dim=64, norm=kind, calibrations=lambda _: text)
-        convert(source, out, made, progress=False)
-        checkpoint = read_folder(out)
-        return checkpoint.config, {name: stored.entry.shape for name, stored in checkpoint.tensors.items()}
+        folder = tmp_path_factory.mktemp(kind)
+        return facts(
+            fewer_heads(folder, kind) if kind in GROUPED else latents(folder, rank=320 - 64, norm=kind, **OF_128)
+        )
 
     return made
 
@@ -51,7 +28,7 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("loader", LOADERS)
 def test_fewer_heads_are_read_by_both(results, kind, loader):
     config, shapes = results(kind)
-    assert config["num_key_value_heads"] == KV_HEADS // 2
+    assert config["num_key_value_heads"] == HEADS // 2
     assert loader(config, shapes) == []
 
 
@@ -80,6 +57,8 @@ def test_what_the_loaders_have_against_latents(results):
     assert any("got (128, 32, 128)" in line for line in vllm(config | {"qk_rope_head_dim": 32}, shapes))
     scaled = config | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}
     assert vllm(scaled, shapes) == ["rope_type: taken for YaRN: llama3"]
+    assert "rope_type: not turned as it says: llama3" in llama_cpp(scaled, shapes)
+    assert "n_routed_experts: expected more than n_group" in llama_cpp(config | {"n_routed_experts": 1}, shapes)
 
 
 @pytest.mark.parametrize("kind", [*GROUPED, "calibrated"])
@@ -144,10 +123,21 @@ def test_what_vllm_refuses_of_a_family(results, kind, change, message):
     assert any(line.startswith(message) for line in vllm(config | change, shapes))
 
 
-def test_vllm_takes_no_head_dim_of_qwen2(tmp_path):
-    make("qwen2").save_pretrained(tmp_path)
-    checkpoint = read_folder(tmp_path)
-    shapes = {name: stored.entry.shape for name, stored in checkpoint.tensors.items()}
-    assert checkpoint.config["head_dim"] == 2 * SMALL["hidden_size"] // HEADS
-    assert llama_cpp(checkpoint.config, shapes) == []
-    assert any("q_proj.weight: expected (32, 32), got (64, 32)" in line for line in vllm(checkpoint.config, shapes))
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("mistral", {"sliding_window": 64}, "sliding_window: passed over"),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True}, "sliding_window: passed over"),
+        ("gemma2", {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar: taken for 64, got 256"),
+        ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types: every 6th layer is taken"),
+    ],
+)
+def test_what_llama_cpp_misreads(results, kind, change, message):
+    config, shapes = results(kind)
+    assert [line[: len(message)] for line in llama_cpp(config | change, shapes)] == [message]
+
+
+def test_neither_takes_a_head_dim_of_qwen2(tmp_path):
+    config, shapes = facts(make(tmp_path, "qwen2", head_dim=128))
+    for loader in LOADERS:
+        assert any("q_proj.weight: expected (256, 256), got (512, 256)" in line for line in loader(config, shapes))
