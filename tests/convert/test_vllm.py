@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("vllm")
 HERE = Path(__file__).parent
-# What vLLM has no network, no telemetry and no pinned threads for.
+# No telemetry, no network, no process of its own for the engine, 1 GiB of cache, threads that are not pinned.
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 QUIET |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # The width of DeepSeek itself, which is the only one of the CPU's kernel for steps.
