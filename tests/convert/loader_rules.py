@@ -1,13 +1,15 @@
 """What vLLM and llama.cpp require of a folder: fields of config.json, and tensors by name and shape. Facts alone.
 
-Each rule names the file that it was read from in November 2026; nothing was run. vLLM's are in ``vllm`` and
-``vllm/model_executor`` of release 0.33.0, llama.cpp's in its ``conversion``, ``gguf-py`` (0.19) and ``src``. Whether
-llama.cpp has biases in Gemma and of o in Qwen 3 was not looked up: it is taken to have none, as vLLM.
+Each rule names the file that it was read from in November 2026. vLLM's are in ``vllm`` and ``vllm/model_executor`` of
+release 0.33.0, llama.cpp's in its ``conversion``, ``gguf-py`` (0.19) and ``src``. Where the packages are installed,
+``test_llama_cpp.py`` and ``test_vllm.py`` run them: what has nothing wrong says what transformers says, and what breaks
+one of the rules tried there is refused or says something else.
 
 Both are given a config as a dict and the shapes of all tensors by their names on disk, and return what is wrong with
 them.
 """
 
+import math
 from collections.abc import Mapping
 
 Shapes = dict[str, tuple[int, ...]]
@@ -43,7 +45,9 @@ LATENT_FIELDS = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
-YARN_FIELDS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+YARN_FIELDS = ("factor", "original_max_position_embeddings")
+YARN_TEMPERATURES = ("attention_factor", "mscale", "mscale_all_dim")
+YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}
 # vLLM alone, of families' own files: models/llama.py, qwen2.py, qwen3.py, gemma.py, gemma2.py, gemma3.py.
 OF_GEMMA_3 = ("attention_bias", "head_dim", "hidden_activation", "layer_types", "query_pre_attn_scalar")
 OWN_FIELDS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), ("hidden_act",)) | {
@@ -69,6 +73,9 @@ MLA_HEAD_SIZES = (320, 512, 576)  # vLLM: layers/attention/mla_attention.py, MLA
 # vLLM: v1/attention/backends/mla/prefill/flash_attn.py, supports_mla_dimensions: unrotated, rotated, of values.
 MLA_HEADS = ((128, 64, 128), (192, 64, 256), (64, 64, 128), (256, 0, 256))
 LITE_LAYERS = (26, 27)  # llama.cpp: src/models/deepseek2.cpp, load_arch_hparams
+# llama.cpp: src/models/gemma2.cpp, gemma3.cpp, load_arch_hparams: the layers of 27B, and every how many has no window.
+LARGE_LAYERS = {"gemma2": 46, "gemma3_text": 62}
+FULL_LAYERS = {"gemma2": 2, "gemma3_text": 6}
 
 
 def vllm(config: Mapping, shapes: Shapes) -> list[str]:
@@ -77,9 +84,7 @@ def vllm(config: Mapping, shapes: Shapes) -> list[str]:
     latent = kind == "deepseek_v3"
     if wrong := _lacking(config, LATENT_FIELDS if latent else (*FIELDS, *OWN_FIELDS.get(kind, ()))):
         return wrong
-    # models/qwen2.py, Qwen2Attention: heads are the width over their number, whatever head_dim says
-    dim = config["hidden_size"] // config["num_attention_heads"] if kind == "qwen2" else _head_dim(config)
-    wanted = _model(config, _latent(config) if latent else _grouped(config, dim))
+    wanted = _model(config, _latent(config) if latent else _grouped(config, _biased(config)))
     # model_loader/default_loader.py, track_weights_loading: parameters that no file has are an error; models/utils.py,
     # AutoWeightsLoader: a tensor without a parameter is one too, but a bias without a parameter is skipped in silence.
     wrong = _differences(wanted, shapes) + _refused(config)
@@ -88,7 +93,6 @@ def vllm(config: Mapping, shapes: Shapes) -> list[str]:
     kind = config["rope_parameters"].get("rope_type")
     if kind not in ("default", "yarn"):  # DeepseekV2MLAAttention: what is not default is YaRN
         wrong.append(f"rope_type: taken for YaRN: {kind}")
-    wrong += _yarn(config["rope_parameters"])
     # model_arch_config_convertor.py, get_head_size; v1/attention/backend.py, validate_configuration
     size = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     if size not in MLA_HEAD_SIZES:
@@ -96,7 +100,7 @@ def vllm(config: Mapping, shapes: Shapes) -> list[str]:
     heads = tuple(config[field] for field in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     if heads not in MLA_HEADS:
         wrong.append(f"channels of a head: expected one of {MLA_HEADS}, got {heads}")
-    return wrong + _dense(config)
+    return wrong + _yarn(config["rope_parameters"]) + _dense(config)
 
 
 def _refused(config: Mapping) -> list[str]:
@@ -122,15 +126,20 @@ def llama_cpp(config: Mapping, shapes: Shapes) -> list[str]:
     latent = config.get("model_type") == "deepseek_v3"
     if wrong := _lacking(config, LATENT_FIELDS if latent else FIELDS):
         return wrong
-    wanted = _model(config, _latent(config) if latent else _grouped(config, _head_dim(config)))
+    # src/llama-model.cpp, create_tensor_qkv: those of q, k and v are loaded of every kind; src/models/llama.cpp: of o
+    output = ("o_proj",) if config["model_type"] in ("llama", "mistral") else ()
+    biased = ("q_proj", "k_proj", "v_proj", *output) if config.get("attention_bias") else _biased(config)
+    wanted = _model(config, _latent(config) if latent else _grouped(config, biased))
     # conversion/base.py, map_tensor_name: an unknown name is an error, and a bias is mapped as its weight;
     # src/llama-model-loader.cpp, done_getting_tensors: so is a tensor that the architecture does not create.
-    wrong = _differences(wanted, shapes)
+    rope, wrong = config["rope_parameters"], _differences(wanted, shapes)
+    wrong += _yarn(rope)
     if not latent:
         heads = config["num_key_value_heads"]
         if config["model_type"] in ("llama", "mistral") and _head_dim(config) % 2:  # conversion/llama.py, permute
             wrong.append(f"head_dim: expected pairs of channels, got {_head_dim(config)}")
-        return wrong + [f"num_key_value_heads: no divisor: {heads}"] * bool(config["num_attention_heads"] % heads)
+        wrong += [f"num_key_value_heads: no divisor: {heads}"] * bool(config["num_attention_heads"] % heads)
+        return wrong + _misread(config) + _yarn_of_llama_cpp(rope, latent=False)
     # conversion/deepseek.py, modify_tensors: kv_b_proj is split by this number of heads
     if config["num_key_value_heads"] != config["num_attention_heads"]:
         wrong.append("num_key_value_heads: expected as many as heads")
@@ -141,25 +150,58 @@ def llama_cpp(config: Mapping, shapes: Shapes) -> list[str]:
         wrong.append("q_lora_rank: required")
     if config["qk_nope_head_dim"] < 1:  # load_arch_tensors
         wrong.append("qk_nope_head_dim: expected at least 1")
-    kind = config["rope_parameters"].get("rope_type")
-    if kind not in ("default", "linear", "yarn"):  # conversion/base.py: others are up to classes such as LlamaModel
-        wrong.append(f"rope_type: passed over: {kind}")
-    return wrong + _yarn(config["rope_parameters"]) + _dense(config)
+    if config.get("n_group", 0) >= config["n_routed_experts"]:  # src/llama-model.cpp, load_hparams, which aborts
+        wrong.append("n_routed_experts: expected more than n_group")
+    # conversion/deepseek.py, generate_extra_tensors: has none, which Llama 3's scaling needs; build_arch_graph in
+    # src/models/deepseek2.cpp: any other scaling changes the scale of scores, as YaRN's does
+    if (kind := rope.get("rope_type")) not in ("default", "yarn"):
+        wrong.append(f"rope_type: not turned as it says: {kind}")
+    return wrong + _yarn_of_llama_cpp(rope, latent=True) + _dense(config)
 
 
 def _yarn(rope: Mapping) -> list[str]:
-    """What DeepSeek's YaRN has to be for both: with a ramp from and to whole pairs, and a temperature of all channels.
+    """What YaRN has to be for llama.cpp, and DeepSeek's for vLLM.
 
-    vLLM: layers/rotary_embedding/deepseek_scaling_rope.py, and common.py, yarn_find_correction_range; llama.cpp:
-    conversion/base.py, conversion/deepseek.py, src/models/deepseek2.cpp, and ggml's ggml_rope_yarn_corr_dims.
+    vLLM: layers/rotary_embedding/__init__.py, deepseek_scaling_rope.py, and common.py, yarn_find_correction_range;
+    llama.cpp: conversion/base.py, set_gguf_parameters, and ggml/src/ggml.c, ggml_rope_yarn_corr_dims.
     """
     if rope.get("rope_type") != "yarn":
         return []
     wrong = [f"{field}: missing" for field in YARN_FIELDS if field not in rope]
-    if not wrong and rope["mscale"] != rope["mscale_all_dim"]:
-        wrong.append("mscale: expected mscale_all_dim, which llama.cpp reads alone")
-    if not rope.get("truncate", True):
-        wrong.append("truncate: not read: the ramp's ends are rounded to whole pairs")
+    return wrong + ["truncate: not read: the ramp's ends are rounded to whole pairs"] * (not rope.get("truncate", True))
+
+
+def _yarn_of_llama_cpp(rope: Mapping, *, latent: bool) -> list[str]:
+    """What llama.cpp takes for something else of YaRN, in silence.
+
+    src/models/deepseek2.cpp, llama.cpp, qwen2.cpp and their likes, load_arch_hparams, read no turns of the file, which
+    src/llama-hparams.h makes YaRN's own, and but for mscale_all_dim of latents no temperature; src/llama-context.cpp
+    takes mscale for mscale_all_dim.
+    """
+    if rope.get("rope_type") != "yarn":
+        return []
+    wrong = [f"{x}: passed over, taken for {own}" for x, own in YARN_TURNS.items() if rope.get(x, own) != own]
+    if not latent:
+        return wrong + [f"{x}: passed over" for x in YARN_TEMPERATURES if rope.get(x) is not None]
+    if (all_dim := rope.get("mscale_all_dim")) and rope.get("mscale", 1.0) != all_dim:
+        wrong.append(f"mscale: taken for mscale_all_dim, {all_dim}")
+    return wrong
+
+
+def _misread(config: Mapping) -> list[str]:
+    """llama.cpp: what it takes for something else in silence, of any model of a kind."""
+    kind, wrong = config["model_type"], []
+    windows = (config.get("sliding_window") or math.inf) < config["max_position_embeddings"]
+    if kind not in LARGE_LAYERS:  # conversion/llama.py, qwen.py: windows are not written
+        used = windows and (kind not in ("qwen2", "qwen3") or config.get("use_sliding_window"))
+        return ["sliding_window: passed over"] * bool(used)
+    large = config["num_hidden_layers"] == LARGE_LAYERS[kind]  # load_arch_hparams, f_attention_scale
+    scale = config["hidden_size"] // config["num_attention_heads"] if large else _head_dim(config)
+    if config.get("query_pre_attn_scalar", scale) != scale:
+        wrong.append(f"query_pre_attn_scalar: taken for {scale}, got {config['query_pre_attn_scalar']}")
+    every, layers = FULL_LAYERS[kind], config.get("layer_types") or ()  # load_arch_hparams, load_swa_pattern
+    if any((layer == "full_attention") != (n % every == 0) for n, layer in enumerate(layers, 1)):
+        wrong.append(f"layer_types: every {every}th layer is taken to have no window")
     return wrong
 
 
@@ -208,16 +250,21 @@ def _model(config: Mapping, attention: Shapes) -> Shapes:
 
 
 def _head_dim(config: Mapping) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    """Of Qwen 2 the width over the heads, whatever head_dim says.
+
+    vLLM: models/qwen2.py, Qwen2Attention; llama.cpp: src/models/qwen2.cpp, load_arch_tensors.
+    """
+    dim = None if config["model_type"] == "qwen2" else config.get("head_dim")
+    return dim or config["hidden_size"] // config["num_attention_heads"]
 
 
-def _grouped(config: Mapping, dim: int) -> Shapes:
+def _grouped(config: Mapping, biased: tuple[str, ...]) -> Shapes:
     """vLLM: QKVParallelLinear takes all heads of queries and the KV heads that num_key_value_heads says."""
-    kind, width = config["model_type"], config["hidden_size"]
+    kind, width, dim = config["model_type"], config["hidden_size"], _head_dim(config)
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     shapes = {"q_proj.weight": (q, width), "k_proj.weight": (kv, width), "v_proj.weight": (kv, width)}
     shapes |= {"o_proj.weight": (width, q)}
-    shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in _biased(config)}
+    shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in biased}
     norms = ("q_norm", "k_norm") if kind in HEAD_NORMS else ()
     return shapes | {f"{name}.weight": (dim,) for name in norms}
 

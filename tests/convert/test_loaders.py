@@ -1,56 +1,32 @@
 """Results as vLLM and llama.cpp read them, by the rules of their sources; tensors and fields are all needed."""
 
-import json
 from functools import cache
 
 import pytest
-import torch
-from family_models import HEADS, KV_HEADS, make
-from family_models import SIZES as SMALL
+from loader_models import BETWEEN, GROUPED, HEADS, RAMP, YARN, facts, fewer_heads, latents, make
 from loader_rules import FIELDS, LATENT_FIELDS, MLA_HEAD_SIZES, OWN_FIELDS, YARN_FIELDS, llama_cpp, vllm
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from attnlib.convert.calibration import Calibration
-from attnlib.convert.checkpoint import convert
-from attnlib.convert.checkpoint.folder import read_folder
-from attnlib.convert.heads.converter import grouped
-from attnlib.convert.latent.deepseek import converter
-
-GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 LOADERS = (vllm, llama_cpp)
-LOW, YARN, BETWEEN = "calibrated, low-rank", "calibrated, yarn", "calibrated, yarn between pairs"
-TURNS = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 2048}
-TURNS |= {"beta_fast": 18.0, "beta_slow": 1.5}  # from pair 20 to pair 38 of 64
-LATENTS = {"exact": ("exact", None, {}), "calibrated": ("calibrated", None, {}), LOW: ("calibrated", 96, {})} | {
-    YARN: ("calibrated", 96, {"rope_parameters": TURNS, "max_position_embeddings": 8192}),
-    BETWEEN: ("calibrated", 96, {"rope_parameters": TURNS | {"beta_slow": 1.7}, "max_position_embeddings": 8192}),
+OF_128 = {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+OF_128 |= {"rank": MLA_HEAD_SIZES[0] - 64}
+LOW = {"norm": "calibrated", "q_rank": 96}
+LATENTS = {
+    "exact": {"norm": "exact"},
+    "calibrated": {"norm": "calibrated"},
+    "low-rank": LOW,
+    "yarn": LOW | YARN,
+    "yarn between pairs": LOW | BETWEEN,
 }
-SIZES = {"vocab_size": 61, "hidden_size": 256, "intermediate_size": 48, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 64}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """config.json and the shapes of what comes of each kind: fewer KV heads, or a latent by its norm."""
+    """config.json and the shapes of what comes of each kind: fewer KV heads, or one of the latents."""
 
     @cache
     def made(kind):
-        source, out = (tmp_path_factory.mktemp(kind) / name for name in ("in", "out"))
-        if kind in GROUPED:
-            # vLLM knows no other heads of Qwen 2 than the width over their number.
-            model = Qwen2ForCausalLM(Qwen2Config(**SMALL)) if kind == "qwen2" else make(kind)
-            model.save_pretrained(source)
-            made = grouped(json.loads((source / "config.json").read_text()), KV_HEADS // 2)
-        else:
-            torch.manual_seed(0)
-            norm, q_rank, options = LATENTS[kind]
-            LlamaForCausalLM(LlamaConfig(**SIZES | options)).save_pretrained(source)
-            text = Calibration.of([torch.randn(2, 400, SIZES["hidden_size"]) + 1])
-            config = json.loads((source / "config.json").read_text())
-            made = converter(config, 320 - 64, rope_dim=64, norm=norm, q_rank=q_rank, calibrations=lambda _: text)
-        convert(source, out, made, progress=False)
-        checkpoint = read_folder(out)
-        return checkpoint.config, {name: stored.entry.shape for name, stored in checkpoint.tensors.items()}
+        folder = tmp_path_factory.mktemp(kind)
+        return facts(fewer_heads(folder, kind) if kind in GROUPED else latents(folder, **OF_128, **LATENTS[kind]))
 
     return made
 
@@ -59,7 +35,7 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("loader", LOADERS)
 def test_fewer_heads_are_read_by_both(results, kind, loader):
     config, shapes = results(kind)
-    assert config["num_key_value_heads"] == KV_HEADS // 2
+    assert config["num_key_value_heads"] == HEADS // 2
     assert loader(config, shapes) == []
 
 
@@ -71,24 +47,40 @@ def test_a_calibrated_norm_is_read_by_vllm(results):
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_yarn_is_read_by_both_from_whole_pairs(results, loader):
-    config, shapes = results(YARN)
-    assert config["rope_parameters"]["rope_type"] == "yarn"
+def test_queries_of_low_rank_are_read_by_both(results, loader):
+    """Whatever the number of layers."""
+    config, shapes = results("low-rank")
+    assert config["q_lora_rank"] == LOW["q_rank"]
     assert loader(config, shapes) == []
-    assert loader(*results(BETWEEN)) == ["truncate: not read: the ramp's ends are rounded to whole pairs"]
-    for field in YARN_FIELDS:
-        rope = {name: x for name, x in config["rope_parameters"].items() if name != field}
-        assert loader(config | {"rope_parameters": rope}, shapes) == [f"{field}: missing"]
-    apart = config["rope_parameters"] | {"mscale": 0.5}
-    assert loader(config | {"rope_parameters": apart}, shapes)[0].startswith("mscale: expected mscale_all_dim")
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_queries_of_low_rank_are_read_by_both(results, loader):
-    """Whatever the number of layers."""
-    config, shapes = results(LOW)
-    assert config["q_lora_rank"] == 96
+def test_yarn_is_read_by_both_from_whole_pairs(results, loader):
+    config, shapes = results("yarn")
+    assert config["rope_parameters"]["rope_type"] == "yarn"
     assert loader(config, shapes) == []
+    assert "truncate: not read: the ramp's ends are rounded to whole pairs" in loader(*results("yarn between pairs"))
+    for field in YARN_FIELDS:
+        rope = {name: x for name, x in config["rope_parameters"].items() if name != field}
+        assert loader(config | {"rope_parameters": rope}, shapes) == [f"{field}: missing"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("yarn", {"beta_fast": 16.0}, "beta_fast: passed over, taken for 32.0"),
+        ("yarn", {"beta_slow": 2.0}, "beta_slow: passed over, taken for 1.0"),
+        ("yarn", {"mscale": 0.5, "mscale_all_dim": 1.0}, "mscale: taken for mscale_all_dim, 1.0"),
+        ("llama", {"beta_slow": 2.0}, "beta_slow: passed over, taken for 1.0"),
+        ("llama", {"attention_factor": 1.0}, "attention_factor: passed over"),
+    ],
+)
+def test_what_llama_cpp_passes_over_of_yarn(results, kind, change, message):
+    """Of latents, and of fewer heads of a source that says so."""
+    config, shapes = results(kind)
+    changed = config | {"rope_parameters": RAMP | change}
+    assert vllm(changed, shapes) == []
+    assert llama_cpp(changed, shapes) == [message]
 
 
 def test_what_the_loaders_have_against_latents(results):
@@ -109,10 +101,11 @@ def test_what_the_loaders_have_against_latents(results):
     assert any("got (128, 32, 128)" in line for line in vllm(config | {"qk_rope_head_dim": 32}, shapes))
     scaled = config | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}
     assert vllm(scaled, shapes) == ["rope_type: taken for YaRN: llama3"]
-    assert llama_cpp(scaled | {"q_lora_rank": 1}, shapes)[-1] == "rope_type: passed over: llama3"
+    assert "rope_type: not turned as it says: llama3" in llama_cpp(scaled, shapes)
+    assert "n_routed_experts: expected more than n_group" in llama_cpp(config | {"n_routed_experts": 1}, shapes)
 
 
-@pytest.mark.parametrize("kind", [*GROUPED, "calibrated", LOW])
+@pytest.mark.parametrize("kind", [*GROUPED, "calibrated", "low-rank"])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_every_tensor_counts(results, kind, loader):
     config, shapes = results(kind)
@@ -124,7 +117,7 @@ def test_every_tensor_counts(results, kind, loader):
     assert set(loader(config, shapes | {"model.layers.0.self_attn.sinks": (4,)})) - known
 
 
-@pytest.mark.parametrize("kind", [*GROUPED, "calibrated", LOW])
+@pytest.mark.parametrize("kind", [*GROUPED, "calibrated", "low-rank"])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_every_field_counts(results, kind, loader):
     config, shapes = results(kind)
@@ -136,7 +129,7 @@ def test_every_field_counts(results, kind, loader):
         assert loader(lacking, shapes) == [f"{field}: missing"]
     known = set(loader(config, shapes))
     for field in ("num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"):
-        if kind in ("calibrated", LOW) and field == "num_key_value_heads" and loader is vllm:
+        if kind in LATENTS and field == "num_key_value_heads" and loader is vllm:
             continue  # which does not read it of a latent
         assert set(loader(config | {field: 2 * config[field]}, shapes)) - known, field
     assert loader(config | {"architectures": ["FooForCausalLM"]}, shapes)
@@ -174,10 +167,21 @@ def test_what_vllm_refuses_of_a_family(results, kind, change, message):
     assert any(line.startswith(message) for line in vllm(config | change, shapes))
 
 
-def test_vllm_takes_no_head_dim_of_qwen2(tmp_path):
-    make("qwen2").save_pretrained(tmp_path)
-    checkpoint = read_folder(tmp_path)
-    shapes = {name: stored.entry.shape for name, stored in checkpoint.tensors.items()}
-    assert checkpoint.config["head_dim"] == 2 * SMALL["hidden_size"] // HEADS
-    assert llama_cpp(checkpoint.config, shapes) == []
-    assert any("q_proj.weight: expected (32, 32), got (64, 32)" in line for line in vllm(checkpoint.config, shapes))
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("mistral", {"sliding_window": 64}, "sliding_window: passed over"),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True}, "sliding_window: passed over"),
+        ("gemma2", {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar: taken for 64, got 256"),
+        ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types: every 6th layer is taken"),
+    ],
+)
+def test_what_llama_cpp_misreads(results, kind, change, message):
+    config, shapes = results(kind)
+    assert [line[: len(message)] for line in llama_cpp(config | change, shapes)] == [message]
+
+
+def test_neither_takes_a_head_dim_of_qwen2(tmp_path):
+    config, shapes = facts(make(tmp_path, "qwen2", head_dim=128))
+    for loader in LOADERS:
+        assert any("q_proj.weight: expected (256, 256), got (512, 256)" in line for line in loader(config, shapes))

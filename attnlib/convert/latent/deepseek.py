@@ -149,7 +149,7 @@ def _carried(config: Mapping[str, object]) -> dict[str, object]:
         "eos_token_id": config.get("eos_token_id", end),
         "first_k_dense_replace": config["num_hidden_layers"],
         "moe_intermediate_size": config["intermediate_size"],
-        "n_routed_experts": 1,
+        "n_routed_experts": 2,  # more than groups: llama.cpp aborts otherwise, though no layer has experts
         "n_shared_experts": 1,
         "num_experts_per_tok": 1,
         "n_group": 1,

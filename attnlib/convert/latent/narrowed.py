@@ -16,8 +16,8 @@ def narrowed(rope: Rope, dim: int) -> Rope:
 
     Without scaling that is ``theta ** (-2 * i / dim) = theta ** (-2 * f * i / rope.dim)``, which linear and Llama 3
     scaling look at alone. YaRN has a ramp over the pairs, whose ends are told as numbers of turns: a pair of either
-    rope turns as often as its likes of the other, so that the ends keep their turns once they are not rounded anew to
-    whole pairs. Its temperature is said as DeepSeek says it, of all channels: in ``latent_scale``, not ``amplitude``.
+    rope turns as often as its likes of the other, so that the ends keep their turns, unless rounding to whole pairs
+    moves them. Its temperature is said as DeepSeek says it, of all channels: in ``latent_scale``, not ``amplitude``.
 
     Raises:
         ValueError: ``dim`` is not even or does not divide the channels that ``rope`` turns.
@@ -30,7 +30,7 @@ def narrowed(rope: Rope, dim: int) -> Rope:
             f"rope: expected none, Linear, Llama3 or YaRN, which DeepSeek-V3 can say of its few channels, got "
             f"{type(rope.scaling).__name__}; gqa_to_mla takes it, and --to attnlib"
         )
-    scaling = _ramp(rope, rope.scaling, rope.dim // dim) if isinstance(rope.scaling, YaRN) else rope.scaling
+    scaling = _ramp(rope, rope.scaling, dim) if isinstance(rope.scaling, YaRN) else rope.scaling
     new = Rope(dim, theta=rope.theta, scaling=scaling, interleaved=True)
     wanted = rope.inverse_frequencies()[:: rope.dim // dim]
     if not torch.allclose(new.inverse_frequencies(), wanted, rtol=ROUNDING, atol=0.0):
@@ -40,20 +40,15 @@ def narrowed(rope: Rope, dim: int) -> Rope:
     return new
 
 
-def _ramp(rope: Rope, yarn: YaRN, f: int) -> YaRN:
-    """YaRN whose ramp begins and ends at an f-th of the pairs at which that of ``rope`` does.
+def _ramp(rope: Rope, yarn: YaRN, dim: int) -> YaRN:
+    """YaRN whose ramp over ``dim`` channels begins and ends at an f-th of the pairs at which that of ``rope`` does.
 
-    Where these are whole, rounding finds them from half a pair before or behind: all loaders round, and not all can do
-    without.
+    Where these are whole, rounding finds them from the numbers of turns as they were, which are left then: vLLM and
+    llama.cpp always round, and llama.cpp takes the numbers of every file for YaRN's own, 32 and 1.
     """
-    yarn = replace(yarn, attention_factor=None, mscale=1.0, mscale_all_dim=1.0)
-    if f == 1:
-        return yarn
-    low, high = yarn_ramp(rope, yarn)
-    whole = low % f == high % f == 0
-    aside = f / 2 if whole else 0
-    fast, slow = (
-        yarn.original_max_position / (2 * math.pi * rope.theta ** (2 * pair / rope.dim))
-        for pair in (low + aside, high - aside)
-    )
-    return replace(yarn, beta_fast=max(fast, slow), beta_slow=slow, truncate=whole)
+    f, new = rope.dim // dim, replace(yarn, attention_factor=None, mscale=1.0, mscale_all_dim=1.0)
+    low, high = (pair / f for pair in yarn_ramp(rope, yarn))
+    if yarn_ramp(Rope(dim, theta=rope.theta), yarn) == (low, high):
+        return new
+    fast, slow = (yarn.original_max_position / (2 * math.pi * rope.theta ** (2 * pair / dim)) for pair in (low, high))
+    return replace(new, beta_fast=max(fast, slow), beta_slow=slow, truncate=False)
