@@ -39,9 +39,9 @@ def heads(call: Call, sharing: Sharing, name: str | Asked | None, source: Source
         q, k, v = (_alike(x, sharing.ranks) for x in (q, k, v))
         attend(call._replace(q=q, k=k, v=v), name)
         return call.q.new_zeros(*call.q.shape[:-1], v.shape[-1])
-    q, k, v = (_Tokens.apply(x, sharing) for x in (q, k, v))
+    q, k, v = (_Moved.apply(x, sharing, True) for x in (q, k, v))
     out, _ = attend(call._replace(q=q, k=k, v=v), name)
-    return _Heads.apply(out, sharing)
+    return _Moved.apply(out, sharing, False)
 
 
 def _origin(call: Call, first: int) -> Origin:
@@ -50,33 +50,22 @@ def _origin(call: Call, first: int) -> Origin:
     return call.origin._replace(head=call.origin.head + first) if counts else call.origin
 
 
-class _Tokens(torch.autograd.Function):
-    """From tokens here of all heads, ``[b, s, h, d]`` or ``[t, h, d]``, to all tokens of the heads here."""
+class _Moved(torch.autograd.Function):
+    """From tokens here of all heads to all tokens of the heads here, or the other way, in which a gradient returns."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sharing: Sharing) -> Tensor:
-        ctx.sharing = sharing
-        return _tokens(x, sharing)
+    def forward(ctx: Any, x: Tensor, sharing: Sharing, to_heads: bool) -> Tensor:
+        ctx.sharing, ctx.to_heads = sharing, to_heads
+        return _tokens(x, sharing) if to_heads else _heads(x, sharing)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _heads(grad, ctx.sharing), None
-
-
-class _Heads(torch.autograd.Function):
-    """From all tokens of the heads here to the tokens here of all heads."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sharing: Sharing) -> Tensor:
-        ctx.sharing = sharing
-        return _heads(x, sharing)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _tokens(grad, ctx.sharing), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        back = _heads if ctx.to_heads else _tokens
+        return back(grad, ctx.sharing), None, None
 
 
 def _tokens(x: Tensor, sharing: Sharing) -> Tensor:
+    """From ``[b, tokens here, h, d]``, or packed ``[tokens here, h, d]``, to all tokens of the heads here."""
     batched = x if x.dim() == 4 else x.unsqueeze(0)
     parts = exchanged(batched.unflatten(2, (sharing.ranks, -1)).permute(2, 1, 0, 3, 4), sharing.group)
     x_of_heads = joined(parts, zigzag=sharing.zigzag).transpose(0, 1)
@@ -84,6 +73,7 @@ def _tokens(x: Tensor, sharing: Sharing) -> Tensor:
 
 
 def _heads(x: Tensor, sharing: Sharing) -> Tensor:
+    """From all tokens of the heads here to the tokens here of all heads."""
     batched = x if x.dim() == 4 else x.unsqueeze(0)
     parts = exchanged(dealt(batched.transpose(0, 1), sharing.ranks, zigzag=sharing.zigzag), sharing.group)
     x_of_tokens = parts.permute(2, 1, 0, 3, 4).flatten(2, 3)

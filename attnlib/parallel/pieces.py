@@ -89,6 +89,9 @@ def _packed(piece: Call, queries: Range, keys: Range) -> tuple[Call, Origin]:
     return piece._replace(packing=Packing(cu_q, cu_k, *limits)), Origin(*origin)
 
 
+NOTHING = slice(0, 0)  # of keys
+
+
 class Piece(NamedTuple):
     """A call, and which of the queries and keys of two ranks it has: slices along their tokens."""
 
@@ -128,9 +131,6 @@ def pieces_of(call: Call, q: Tensor, k: Tensor, v: Tensor, own: list[Range], hel
                     own_keys = slice(first, first + visible.size)
                     tensors = part(q, at), part(k, own_keys), part(v, own_keys)
                     yield Piece(piece_of(call, *tensors, queries, visible), at, own_keys)
-
-
-NOTHING = slice(0, 0)
 
 
 def _whole_keys(call: Call, queries: Range, held: list[Range], columns: list[slice]) -> slice | None:
