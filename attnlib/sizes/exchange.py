@@ -48,7 +48,8 @@ def exchange_bytes(shape: Shape, tokens: int, *, ranks: int, form: str, dtype: t
     received = here * sent * others
     if form == "gather":
         return Exchange(received, received, here * ranks * pair)
-    gradients = here * sent * max(4, dtype.itemsize) // dtype.itemsize * ranks if others else 0  # around, and home
+    wide = max(4, dtype.itemsize) // dtype.itemsize  # gradients on their way, but for the first rank's and when whole
+    gradients = here * sent * (2 + (ranks - 2) * wide) if others else 0  # around, and home
     return Exchange(received, received + gradients, here * sent)
 
 

@@ -295,12 +295,12 @@ def test_ropes_of_another_form_are_refused(tmp_path, kind, options, name):
 
 
 @pytest.mark.parametrize(
-    ("rope_dim", "slow", "truncate"), [(16, 2.0, True), (8, 2.0, True), (8, 1.5, False), (4, 1.5, False)]
+    ("rope_dim", "turns", "truncate"), [(16, 2.0, True), (8, 2.0, True), (8, 1.5, False), (4, 1.5, False)]
 )
 @pytest.mark.parametrize("given", [{}, {"attention_factor": 0.7}, {"mscale": 2.0, "mscale_all_dim": 0.5}])
-def test_yarn_is_told_in_deepseeks_own_form(tmp_path, rope_dim, slow, truncate, given):
+def test_yarn_is_told_in_deepseeks_own_form(tmp_path, rope_dim, turns, truncate, given):
     """Its pairs turn as every f-th of the source's, and a temperature is one of all channels."""
-    rope = YARN | {"rope_theta": 30.0, "beta_slow": slow} | given
+    rope = YARN | {"rope_theta": 30.0, "beta_slow": turns} | given
     old = source_of(tmp_path / "in", rope_parameters=rope)
     _, new = run(tmp_path / "in", tmp_path / "out", rank=2 * D - rope_dim + 1, rope_dim=rope_dim)
     said = config_of(tmp_path / "out")["rope_scaling"]
