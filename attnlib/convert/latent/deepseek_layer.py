@@ -99,7 +99,7 @@ def gqa_to_deepseek(
         ValueError: a size out of range, ``rope_dim`` does not divide the rotated channels, or an unknown norm; or
             ``norm="calibrated"`` without a text, or with one whose inputs have the mean 0.
         TypeError: as :func:`mha_to_gqa`, or a size that is no int.
-        NotImplementedError: what DeepSeek has not: no rope at all, scalings that :func:`narrowed` refuses, norms of q
+        NotImplementedError: what DeepSeek has not: no rope at all, scalings that ``narrowed`` refuses, norms of q
             and k, sinks, softcap, ALiBi; and biases with ``norm="calibrated"``.
 
     >>> layer = GroupedQueryAttention(64, 8, num_kv_heads=1, mask=CAUSAL, rope=Rope(8))

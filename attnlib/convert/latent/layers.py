@@ -42,7 +42,7 @@ def gqa_to_mla(
     A token stores ``rank + rope_dim`` values instead of ``2 * g * d``. None for ``rope_dim`` keeps all
     ``g * layer.rope.dim`` rotary channels, and None for ``rank`` the whole latent; both None is ``embed``, the same
     function. Otherwise see ``concentrate`` and ``truncate``; ``calibration`` None means
-    :meth:`Calibration.white`, weights alone. ``q_rank`` makes queries of low rank, see :func:`low_rank`.
+    :meth:`Calibration.white`, weights alone. ``q_rank`` makes queries of low rank, see ``low_rank``.
 
     The result has DeepSeek-V3's names and q_lora_rank ``q_rank``. DeepSeek normalises latents and a grouped-query layer
     does not, so that its norms are made the identity: with ``eps = 2 ** 100`` the norm divides by ``2 ** 50``,
