@@ -1,5 +1,6 @@
 """The processes that torchrun started, or this one alone: who has which part of a step, and of the weights."""
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -113,3 +114,4 @@ def meet(device: str) -> Iterator[Ranks]:
         yield Ranks(here, dist.get_rank(), dist.get_world_size(), mesh)
     finally:
         dist.destroy_process_group()
+        gc.collect()  # cycles of torch's own keep gloo's threads, on which a process aborts that ends before they do
