@@ -5,9 +5,10 @@ import warnings
 import pytest
 import torch
 import torch.multiprocessing as mp
+from leaving import leave
 from sharded_models import model, sharded
 from torch import Tensor, nn
-from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed import init_process_group
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -122,7 +123,7 @@ def compare(rank: int, ranks: int, device: str, file: str) -> None:
         found = train(lambda ours=ours: loss(ours(x[rank])), list(ours.parameters()))
         assert_as(found, expected, names)
     is_new(without_memory(mesh, here, None), model().to(here))
-    destroy_process_group()
+    leave()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

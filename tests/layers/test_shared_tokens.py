@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.multiprocessing as mp
+from leaving import leave
 from torch import Tensor, nn
-from torch.distributed import all_reduce, destroy_process_group, init_process_group
+from torch.distributed import all_reduce, init_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -143,7 +144,7 @@ def work(rank: int, tokens: int, heads: int, folder: str) -> None:
             for zigzag in (True, False) if ranks > 2 else ((n + at) % 2 == 0,):
                 compare(layer, name, mesh["tokens"], form, zigzag=zigzag)
         compare(layer, name, mesh["tokens"], None, zigzag=True)
-    destroy_process_group()
+    leave()
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from layer_helpers import assert_twice_as_good
+from leaving import leave
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed import init_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -210,7 +211,7 @@ def work(rank: int, ranks: int, device: str, folder: str) -> None:
             layer.compile(fullgraph=True, backend="aot_eager")
             results[f"{name}, compiled"] = train(layer, given)
     write(results, Path(folder, f"{rank}"))
-    destroy_process_group()
+    leave()
 
 
 def is_decoded(name: str) -> bool:

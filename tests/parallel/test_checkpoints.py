@@ -1,6 +1,5 @@
 """A checkpoint saved on some ranks goes on, on any other number of ranks, as if training had never stopped."""
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -8,9 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from leaving import leave
 from sharded_models import model, sharded
 from torch import Tensor, nn
-from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed import init_process_group
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -93,8 +93,7 @@ def go_on(rank: int, chain: tuple[int, ...], folder: str) -> None:
             after = tensors(alone, its_optimizer)
             init_process_group("gloo", init_method=f"file://{folder}/store{n}", rank=rank, world_size=ranks)
             take_part(n, x.chunk(ranks, 1)[rank], Path(folder), before, after)
-            destroy_process_group()
-            gc.collect()  # cycles keep gloo's threads, on which a process aborts that ends before they do
+            leave()
 
 
 def take_part(n: int, x: Tensor, folder: Path, before: dict, after: dict) -> None:

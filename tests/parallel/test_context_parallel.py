@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from leaving import leave
 from shared_sequences import HEADS, PACK, TOKENS, Case, cases, learning, packs, tensors, whole
 from torch import Tensor
-from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed import init_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnlib import CAUSAL, FIRST_QUERY, attention, explain, mask_mod
@@ -76,7 +77,7 @@ def compare(rank: int, ranks: int, file: str) -> None:
                     for n, (x, y) in enumerate(zip(got, right, strict=True)):
                         at = (form, case.name, zigzag, n, (x - y).abs().max())
                         assert torch.allclose(x, y, rtol=1e-5, atol=2e-6), at
-    destroy_process_group()
+    leave()
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -112,7 +113,7 @@ def compare_latents(rank: int, ranks: int, file: str) -> None:
     of_q, of_latent, _ = torch.autograd.grad(out, (*own, weight), shard(dout, mesh).bfloat16())
     assert of_q.dtype == of_latent.dtype == torch.float32
     assert torch.allclose(unshard(of_q, mesh), right[1], atol=0.1)
-    destroy_process_group()
+    leave()
 
 
 def test_latents_travel_and_are_expanded_where_they_are_read(tmp_path):

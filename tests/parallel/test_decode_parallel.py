@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.multiprocessing as mp
+from leaving import leave
 from torch import Tensor, nn
-from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed import init_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -302,7 +303,7 @@ def work(rank: int, ranks: int, file: str, seeds: int, operations: int) -> None:
         compare_layers(LAYERS | GROUPED, grid["across"], grid["near"])
     for seed in range(seeds):
         Pair(mesh, seed).live_on(operations)
-    destroy_process_group()
+    leave()
 
 
 @pytest.mark.parametrize(("ranks", "seeds", "operations"), [(2, 2, 40), pytest.param(4, 6, 80, marks=pytest.mark.slow)])
@@ -315,7 +316,7 @@ def test_ranks_attend_as_to_a_cache_of_their_own(ranks, seeds, operations, tmp_p
 def mesh(tmp_path) -> Iterator[DeviceMesh]:
     init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
-    destroy_process_group()
+    leave()
 
 
 PLAIN = KVLayout.grouped(1, 8)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from leaving import leave
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -119,7 +120,7 @@ def compare(rank: int, ranks: int, file: str) -> None:
         forward, backward, _ = exchange_bytes(LATENT, TOKENS, ranks=ranks, form=form, dtype=torch.float32)
         assert of_latents(form, mesh, torch.float32, counted) == (forward, backward), form
     of_caches(mesh)
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
