@@ -69,7 +69,11 @@ def shard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -
 
 
 def unshard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -> Tensor:
-    """The tokens of all ranks in their order, on every rank; gradients of all ranks are summed into each part."""
+    """The tokens of all ranks in their order, on every rank; gradients of all ranks are summed into each part.
+
+    Raises:
+        ValueError: in zigzag order, an odd number of tokens, which no rank has of :func:`shard`.
+    """
     return _Whole.apply(x.movedim(dim, 0), mesh.get_group(), zigzag).movedim(0, dim)
 
 
@@ -95,6 +99,8 @@ def joined(parts: Tensor, *, zigzag: bool) -> Tensor:
     """Parts ``[ranks, tokens of a rank, ...]`` as ``[tokens, ...]``."""
     if not zigzag:
         return parts.flatten(0, 1)
+    if parts.shape[1] % 2:
+        raise ValueError(f"x: expected two equal chunks of tokens in zigzag order, got {parts.shape[1]} tokens")
     early, late = parts.chunk(2, 1)
     return torch.cat((*early.unbind(), *late.unbind()[::-1]))
 

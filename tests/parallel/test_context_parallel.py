@@ -241,3 +241,9 @@ def test_a_mesh_has_one_dimension_and_a_bandwidth():
 def test_tokens_that_cannot_be_shared_out():
     with pytest.raises(ValueError, match=r"x: expected tokens in 8 equal chunks, got 20 tokens; pad the sequence"):
         dealt(torch.zeros(20), 4, zigzag=True)
+
+
+def test_parts_that_nobody_dealt_are_not_joined():
+    with pytest.raises(ValueError, match="x: expected two equal chunks of tokens in zigzag order, got 3 tokens"):
+        joined(torch.zeros(2, 3, 1), zigzag=True)
+    assert joined(torch.zeros(2, 3, 1), zigzag=False).shape == (6, 1)
