@@ -29,6 +29,7 @@ from attnlib.convert.text import kept as kept_room
 from attnlib.convert.text import stored as stored_room
 from attnlib.convert.text.kept import Kept, Place
 from attnlib.convert.text.layerwise import TextCalibration
+from attnlib.convert.text.stored import Stored
 from attnlib.convert.text.tokens import tokens_of
 
 LAYERS = 3
@@ -74,6 +75,13 @@ def calls_of(monkeypatch):
     seen = []
     honest = TextCalibration._next
     monkeypatch.setattr(TextCalibration, "_next", lambda self, index: seen.append(index) or honest(self, index))
+    return seen
+
+
+def files_written(monkeypatch):
+    """The names of files of tensors that are written from now on."""
+    seen, honest = [], writing.new_file
+    monkeypatch.setattr(stored_room, "new_file", lambda folder, name: seen.append(name) or honest(folder, name))
     return seen
 
 
@@ -126,6 +134,24 @@ def test_a_stopped_run_goes_on_at_its_layer(source, tokens, tmp_path, whole, mon
     with kept(source, tokens, tmp_path) as calibrations:
         assert same(calibrations, whole)
     assert seen == list(range(at, LAYERS))
+
+
+@pytest.mark.parametrize("kept_behind", [0, 1])
+def test_hidden_states_that_were_not_worth_writing_are_made_again(
+    source, tokens, tmp_path, whole, monkeypatch, kept_behind
+):
+    """Layers run again from the last ones that were, and no file of a layer is written twice."""
+    honest = Stored.reach
+    monkeypatch.setattr(kept_room, "PACE", 1e-3 if kept_behind == 0 else kept_room.PACE)
+    monkeypatch.setattr(Stored, "reach", lambda self, states: honest(self, states) if len(self.layers) == 1 else None)
+    stopped(source, tokens, tmp_path, monkeypatch, 2)
+    assert len([*folder_of(tmp_path).glob("layer-*")]) == 2
+    assert len([*folder_of(tmp_path).glob("states-*")]) == kept_behind
+    written, seen = files_written(monkeypatch), calls_of(monkeypatch)
+    with kept(source, tokens, tmp_path) as calibrations:
+        assert same(calibrations, whole)
+    assert seen == list(range(kept_behind, LAYERS))
+    assert written == ["layer-00002.safetensors"]
 
 
 def test_a_stopped_run_can_leave_nothing(source, tokens, tmp_path, monkeypatch):
@@ -184,9 +210,7 @@ def test_of_a_finished_calibration_damaged_files_are_made_again(source, tokens, 
     before = contents(tmp_path)
     for index in lost:
         flip(folder_of(tmp_path) / f"layer-{index:05}.safetensors")
-    written, honest = [], writing.new_file
-    monkeypatch.setattr(stored_room, "new_file", lambda folder, name: written.append(name) or honest(folder, name))
-    seen = calls_of(monkeypatch)
+    written, seen = files_written(monkeypatch), calls_of(monkeypatch)
     with kept(source, tokens, tmp_path, is_kept=True) as calibrations:
         assert same(calibrations, whole)
     assert seen == list(range(lost[-1] + 1))
@@ -235,7 +259,7 @@ def test_another_identity_has_another_folder(source, tokens, tmp_path, monkeypat
         flip(sorted((tmp_path / "other").glob("*.safetensors"))[0])
         source = tmp_path / "other"
     elif what == "version":
-        monkeypatch.setattr(kept_room, "VERSION", 2)
+        monkeypatch.setattr(kept_room, "VERSION", kept_room.VERSION + 1)
     elif what == "transformers":
         monkeypatch.setattr(kept_room.stock(), "__version__", "9.9")
     else:

@@ -4,9 +4,11 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
+from .at_once import read_at_once
 from .folder import Checkpoint, SourceFile, buffer_for
 
 
@@ -17,22 +19,30 @@ def scan(
 
     ``advance`` is told of the bytes that were read, and ``checkpoint`` of each sha256.
     """
-    buffer = buffer_for(max(file.size for file in checkpoint.files))
+    read = read_at_once(partial(_read, checkpoint), checkpoint.files, advance)
     inputs, nonfinite = {}, {}
-    with ThreadPoolExecutor(1) as hashing:
-        for file in checkpoint.files:
-            digest = hashlib.sha256()
-            for name, start, end, dtype in _stretches(checkpoint, file):
-                for part in file.chunks(start, end - start, buffer):
-                    hashed = hashing.submit(digest.update, part)
-                    counts = count_nonfinite(torch.frombuffer(part, dtype=dtype)) if name else {}
-                    if counts:
-                        nonfinite[name] = dict(Counter(nonfinite.get(name, {})) + Counter(counts))
-                    hashed.result()
-                    advance(len(part))
-            checkpoint.hashes[file.name] = digest.hexdigest()
-            inputs[file.name] = {"size": file.size, "sha256": digest.hexdigest()}
+    for file, (sha256, counts) in zip(checkpoint.files, read, strict=True):
+        checkpoint.hashes[file.name] = sha256
+        inputs[file.name] = {"size": file.size, "sha256": sha256}
+        nonfinite |= counts
     return inputs, nonfinite
+
+
+def _read(
+    checkpoint: Checkpoint, file: SourceFile, advance: Callable[[int], object]
+) -> tuple[str, dict[str, dict[str, int]]]:
+    """A file's sha256, and its counts by tensor."""
+    digest, buffer, nonfinite = hashlib.sha256(), buffer_for(file.size), {}
+    with ThreadPoolExecutor(1) as hashing:
+        for name, start, end, dtype in _stretches(checkpoint, file):
+            for part in file.chunks(start, end - start, buffer):
+                hashed = hashing.submit(digest.update, part)
+                counts = count_nonfinite(torch.frombuffer(part, dtype=dtype)) if name else {}
+                if counts:
+                    nonfinite[name] = dict(Counter(nonfinite.get(name, {})) + Counter(counts))
+                hashed.result()
+                advance(len(part))
+    return digest.hexdigest(), nonfinite
 
 
 def _stretches(checkpoint: Checkpoint, file: SourceFile) -> Iterator[tuple[str | None, int, int, torch.dtype]]:

@@ -2,8 +2,10 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
+from .at_once import read_at_once
 from .errors import CheckpointError, VerificationError
 from .folder import SourceFile, buffer_for
 from .header import DTYPES
@@ -15,7 +17,8 @@ Check = Callable[[Path, Errors], Mapping[str, object] | None]
 
 def verify_shards(folder: Path, plan: Plan, hashes: Mapping[str, str], advance: Callable[[int], object]) -> list[str]:
     """The names of shards that are not what was written; ``advance`` is told of the bytes that were read."""
-    return [shard.name for shard in plan.shards if not _is_intact(folder, shard, hashes[shard.name], advance)]
+    intact = read_at_once(partial(_is_intact, folder, hashes), plan.shards, advance)
+    return [shard.name for shard, is_intact in zip(plan.shards, intact, strict=True) if not is_intact]
 
 
 def run_check(check: Check | None, folder: Path, errors: Errors) -> dict[str, object]:
@@ -44,7 +47,7 @@ def file_sha256(path: Path, advance: Callable[[int], object] = lambda count: Non
     return digest.hexdigest()
 
 
-def _is_intact(folder: Path, shard: Shard, sha256: str, advance: Callable[[int], object]) -> bool:
+def _is_intact(folder: Path, hashes: Mapping[str, str], shard: Shard, advance: Callable[[int], object]) -> bool:
     from safetensors import SafetensorError, safe_open  # not above: --help of all commands does without it
 
     names = {dtype: name for name, dtype in DTYPES}
@@ -53,6 +56,6 @@ def _is_intact(folder: Path, shard: Shard, sha256: str, advance: Callable[[int],
         with safe_open(folder / shard.name, "pt") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
             held = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
-        return held == planned and file_sha256(folder / shard.name, advance) == sha256
+        return held == planned and file_sha256(folder / shard.name, advance) == hashes[shard.name]
     except (SafetensorError, CheckpointError, OSError):
         return False

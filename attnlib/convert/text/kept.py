@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ from ..stock import stock
 from .layerwise import TextCalibration
 from .stored import Stored
 
-VERSION = 1  # counts up when the same text gives other calibrations
+VERSION = 2  # counts up when the same text gives other calibrations
 STAYS = "what is calibrated stays: run the same command again to go on"
+PACE = 5e7  # bytes of hidden states written for each second of work: a disk that takes 500 MB/s is busy a tenth of it
 WITHOUT = "--no-calibration goes by the weights alone"
 
 
@@ -113,9 +115,9 @@ class Kept:
         digest = hashlib.sha256(dump(identity)).hexdigest()[:16]
         folder = self.place.start.with_name(f"{self.place.start.name}{digest}")
         with clean_errors(self._advice), only_one(folder):
-            stored = Stored(folder, identity)
-            stored.resume(len(self.model.layers))
-            self._require_room(len(self.model.layers) - len(stored.layers) + len(stored.lost))
+            stored = Stored(folder, identity, len(self.model.layers))
+            stored.resume()
+            self._require_room(stored.count - len(stored.layers) + len(stored.lost))
             self._stored = stored
             stored.begin()
             with advised():
@@ -124,18 +126,21 @@ class Kept:
 
     def _calibrate(self, stored: Stored) -> None:
         """Make what is not there any more, from the first layer on, and then what is not there yet."""
-        done, count = len(stored.layers), len(self.model.layers)
-        again = max(stored.lost, default=-1) + 1
-        samples = len(self.tokens)
-        with bar(self.title, samples * count, " samples x layers", done=samples * (done - again)) as shown:
+        again, samples = max(stored.lost, default=-1) + 1, len(self.tokens)
+        skipped = max(stored.reached - again, 0)
+        with bar(self.title, samples * stored.count, " samples x layers", done=samples * skipped) as shown:
             self._advance = shown.update
             for index in [*stored.lost]:
                 stored.replace(index, self._running(index))
-            if 0 < done < count:
-                self._running.go_on(done, stored.states())
-            for index in range(done, count):
-                found = self._running(index)
-                stored.add(found, None if index + 1 == count else self._running.states)
+            if again < stored.reached < stored.count:
+                self._running.go_on(stored.reached, stored.states())
+            since = monotonic()
+            for index in range(len(stored.layers), stored.count):
+                stored.add(self._running(index))
+                states = self._running.states
+                if index + 1 < stored.count and monotonic() - since > sum(x.nbytes for x in states) / PACE:
+                    stored.reach(states)
+                    since = monotonic()
 
     def _require_room(self, layers: int) -> None:
         width, tokens = self.model.shape.width, self.tokens.numel()

@@ -1,6 +1,7 @@
 """Calibrations of a checkpoint's layers over text, one layer after another."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from .workers import side_by_side
 
 class TextCalibration:
     """Gives the calibration of layer ``index`` of ``model`` over ``tokens`` ``[samples, length]``, in fp32.
+
+    A GPU multiplies by TF32, which takes weights of bf16 as they are.
 
     Layers are run in order: one that is asked for behind the last costs a start from the first. Keeps the hidden states
     of all tokens, ``4 * m`` bytes a token, on ``device``; calibrations are on the CPU. ``advance`` is told of each
@@ -70,7 +73,7 @@ class TextCalibration:
         # What q_proj reads, or what it is fused into, is what its layer reads.
         first = f"layer.self_attn.{self.model.family.weights[0][0]}"
         try:
-            with self.layers.layer(index) as layer, side_by_side(self.device) as workers:
+            with self.layers.layer(index) as layer, side_by_side(self.device) as workers, _quick_products(self.device):
                 found = observe(layer, layer.get_submodule(first), states, workers=workers, advance=self.advance)
         except ValueError as error:
             if isinstance(error, CheckpointError):
@@ -79,3 +82,17 @@ class TextCalibration:
         give_back()
         self._states = states
         return found.to("cpu")
+
+
+@contextmanager
+def _quick_products(device: torch.device | str) -> Iterator[None]:
+    """On a GPU, products of fp32 round their factors to 11 bits, three more than bf16 has: eight times as fast.
+
+    Moments are sums in fp64, which this leaves as they are.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(before if torch.device(device).type == "cpu" else "high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

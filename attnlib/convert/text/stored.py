@@ -1,4 +1,4 @@
-"""A folder with the calibrations of a model's first layers, and the hidden states behind the last of them.
+"""A folder with the calibrations of a model's first layers, and the hidden states behind one of them.
 
 ``calibration.json`` says what is finished: of each file the sha256 with which it was written, without which nothing is
 believed. Files are of safetensors, and whole or absent. What was measured with the calibrations is in files of JSON,
@@ -28,19 +28,23 @@ MAX_DONE = 2**24  # bytes
 
 
 class Stored:
-    """The folder. ``layers`` gives the sha256 of each finished layer's file, and ``lost`` which files are not that."""
+    """The folder, of a model of ``count`` layers.
 
-    def __init__(self, folder: Path, identity: Mapping[str, object]):
+    ``layers`` gives the sha256 of each finished layer's file, and ``lost`` which files are not that. The hidden states
+    that layer ``reached`` reads are there too; before the first layer and behind the last nobody needs any.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, object], count: int):
         self.folder: Path = folder
         self.identity: dict[str, object] = dict(identity)
+        self.count: int = count
         self.layers: list[str] = []
         self.lost: list[int] = []
-        self._behind: str | None = None  # the sha256 of the hidden states
+        self.reached: int = 0
+        self._states: str | None = None  # their sha256
 
-    def resume(self, count: int) -> None:
-        """Find out what an earlier run finished of ``count`` layers.
-
-        Where the hidden states behind it cannot be believed, that is nothing: layers are run in order.
+    def resume(self) -> None:
+        """Find out what an earlier run finished.
 
         Raises:
             RequestError: the folder is not this user's own; its contents may be anything.
@@ -51,10 +55,11 @@ class Stored:
             done = parse_object(SourceFile.at(self.folder / DONE, limit=MAX_DONE).read(), DONE)
             if done.get("identity") != self.identity:
                 return
-            layers, behind = done["layers"], done["states"]
-            if len(layers) == count or self._is_there(_states(len(layers)), behind):
-                lost = [n for n, sha256 in enumerate(layers) if not self._is_there(_layer(n), sha256)]
-                self.layers, self.lost, self._behind = [*layers], lost, behind
+            layers, reached, states = done["layers"], done["reached"], done["states"]
+            lost = [n for n, sha256 in enumerate(layers) if not self._is_there(_layer(n), sha256)]
+            self.layers, self.lost = [*layers], lost
+            if states is None or self._is_there(_states(reached), states):
+                self.reached, self._states = reached, states
 
     def begin(self) -> None:
         """Make the folder. Of an earlier run only what is finished stays."""
@@ -62,11 +67,18 @@ class Stored:
         sync_folder(self.folder.parent)
         self._tidy()
 
-    def add(self, calibration: Calibration, states: Sequence[Tensor] | None) -> None:
-        """Write down the next layer, and the hidden states ``[1, length, m]`` behind it; None behind the last one."""
+    def add(self, calibration: Calibration) -> None:
+        """Write down the next layer."""
         self.layers.append(self._write_layer(len(self.layers), calibration))
-        name = _states(len(self.layers))
-        self._behind = None if states is None else _write(self.folder, name, {"states": states})
+        if len(self.layers) == self.count:
+            self.reached, self._states = self.count, None
+        self._save()
+        self._tidy()
+
+    def reach(self, states: Sequence[Tensor]) -> None:
+        """Write down the hidden states ``[1, length, m]`` behind the last finished layer, in the place of others."""
+        self._states = _write(self.folder, _states(len(self.layers)), {"states": states})
+        self.reached = len(self.layers)
         self._save()
         self._tidy()
 
@@ -77,8 +89,9 @@ class Stored:
         self.lost.remove(index)
 
     def states(self) -> list[Tensor]:
-        """The hidden states ``[1, length, m]`` behind the last finished layer, which is not the model's last."""
-        return [*_read(self.folder / _states(len(self.layers)), self._behind)["states"][:, None]]
+        """The hidden states ``[1, length, m]`` that layer ``reached`` reads."""
+        assert self._states is not None
+        return [*_read(self.folder / _states(self.reached), self._states)["states"][:, None]]
 
     def calibration(self, index: int) -> Calibration:
         """That of a finished layer.
@@ -115,13 +128,13 @@ class Stored:
         return _write(self.folder, _layer(index), held | {"sample": [calibration.sample]})
 
     def _save(self) -> None:
-        done = {"identity": self.identity, "layers": self.layers, "states": self._behind}
+        done = {"identity": self.identity, "layers": self.layers, "reached": self.reached, "states": self._states}
         write_file(self.folder, DONE, dump(done))
 
     def _tidy(self) -> None:
         """Remove what is neither finished nor needed to go on."""
         there = set(range(len(self.layers))) - {*self.lost}
-        kept = {DONE, _states(len(self.layers)), *map(_layer, there)}
+        kept = {DONE, *([] if self._states is None else [_states(self.reached)]), *map(_layer, there)}
         for path in self.folder.iterdir():
             is_measured = path.name.startswith(MEASURED)
             if not self.layers or (path.name not in kept and not is_measured):
