@@ -27,8 +27,8 @@ def sources(tmp_path_factory):
     return {kind: save(tmp_path_factory.mktemp(kind) / "in", kind) for kind in ("llama", "mistral", "qwen2", "qwen3")}
 
 
-def streamed(folder, tokens):
-    return TextCalibration(read_model(read_folder(folder)), tokens)
+def streamed(folder, tokens, device="cpu"):
+    return TextCalibration(read_model(read_folder(folder)), tokens, device)
 
 
 def observed(folder, tokens):
@@ -61,6 +61,34 @@ def test_weights_of_sixteen_bits_are_run_in_fp32(tmp_path):
     tokens = tokens_of(source, TEXT, samples=2, length=20)
     wanted = Calibration.of(observed(source, tokens)[2]).moment
     torch.testing.assert_close(streamed(source, tokens)(2).moment, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("index", range(3))
+def test_a_gpu_rounds_factors_to_eleven_bits(tmp_path, index):
+    """In products of layers alone: the first layer reads what the embedding has."""
+    source = save(tmp_path / "in", "llama", dtype="bfloat16")
+    tokens = tokens_of(source, TEXT, samples=5, length=33)
+    wanted, got = (streamed(source, tokens, device)(index).moment for device in ("cpu", "cuda"))
+    off = (got - wanted).norm() / wanted.norm()
+    assert off < (2**-18 if index == 0 else 2**-10)
+    assert index == 0 or off > 2**-18  # which is fp32's
+
+
+def test_precision_is_changed_on_a_gpu_alone_and_comes_back(sources, monkeypatch):
+    tokens, seen = tokens_of(sources["llama"], TEXT, samples=2, length=20), []
+    monkeypatch.setattr(
+        layerwise, "observe", lambda *_, **__: seen.append(torch.get_float32_matmul_precision()) or 1 / 0
+    )
+    for device in ("cpu", "cuda"):
+        calibrations = streamed(sources["llama"], tokens)
+        calibrations.layers.embedded(tokens)
+        calibrations._states, calibrations.device = [], device
+        with pytest.raises(ZeroDivisionError):
+            calibrations._next(0)
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert seen == ["highest", "high"]
 
 
 def test_of_the_embedding_what_occurs_is_read_and_no_more(tmp_path, monkeypatch):
