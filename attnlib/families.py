@@ -68,6 +68,11 @@ class Stored:
     window_theta: float | None = None  # of layers with a window, where these have a rope of their own
     clip: str | None = None  # a field that bounds q, k and v
 
+    @property
+    def attention(self) -> str:
+        """What a layer calls its attention."""
+        return self.path.rpartition(".")[2]
+
 
 def parted(family: Stored, x: Tensor, rows: Sequence[int], heads: int) -> tuple[Tensor, ...]:
     """Our weights or biases in one of a family's file, each with so many ``rows``, of a layer of so many ``heads``."""

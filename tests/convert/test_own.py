@@ -4,6 +4,7 @@ import json
 import shutil
 from itertools import product
 
+import family_models
 import pytest
 import torch
 from checkpoint_helpers import contents
@@ -354,6 +355,18 @@ def test_a_cache_is_shared_by_what_a_text_shows(tmp_path, options):
     assert report["cache_bytes_per_token"]["after"] <= 0.62 * report["cache_bytes_per_token"]["before"]
     assert report["measures"]["kl_nats"] > 0
     assert not [path for path in tmp_path.iterdir() if path.name not in ("in", "out")]
+
+
+@pytest.mark.parametrize("options", [("--kv-heads", 2), ("--cache", "35%")])
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gpt_neox"])
+def test_a_text_helps_who_has_no_word_for_fewer_heads(tmp_path, kind, options, monkeypatch):
+    monkeypatch.setitem(family_models.SIZES, "vocab_size", 130)
+    add_tokenizer(saved(make(kind), tmp_path / "in"))
+    run(tmp_path / "in", tmp_path / "alone", *options)
+    given = ("convert", tmp_path / "in", tmp_path / "out", "--to", "attnlib", "--samples", 8, "--quiet", *options)
+    assert main([str(x) for x in given]) == 0
+    alone, out = (report_of(tmp_path / name)["measures"]["kl_nats"] for name in ("alone", "out"))
+    assert 0 < out < 0.8 * alone
 
 
 @given(

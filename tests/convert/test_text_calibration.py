@@ -2,12 +2,14 @@
 
 import gc
 import json
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from family_models import DECODERS, make
 from model_helpers import SIZES, TEXT, add_tokenizer, load, save
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
@@ -20,6 +22,7 @@ from attnlib.convert.text import layerwise
 from attnlib.convert.text.layers import Layers
 from attnlib.convert.text.layerwise import TextCalibration
 from attnlib.convert.text.tokens import read_text, tokens_of
+from attnlib.families import STORED
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,24 @@ def test_it_is_what_the_whole_model_sees(sources, kind):
         scale = wanted.moment.diagonal().sqrt()
         difference = (got.moment - wanted.moment).abs() / scale / scale[:, None]
         assert difference.max() < 2**-18  # fp32 sums of a hundred terms, through three layers
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_every_family_is_run_as_it_is_whole(tmp_path, kind):
+    """What its query projection reads, fused with others or not, under learned positions or rope."""
+    model, seen = make(kind), []
+    model.save_pretrained(tmp_path)
+    family = STORED[kind]
+    reads = re.compile(rf"{family.stem}{family.path}\.{family.weights[0][0]}")
+    for module in (module for name, module in model.named_modules() if reads.fullmatch(name)):
+        module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    tokens = torch.arange(3, 3 + 22).view(2, 11)
+    with torch.no_grad():
+        model(tokens)
+    calibrations = streamed(tmp_path, tokens)
+    assert len(seen) == len(calibrations.layers)
+    for index, x in enumerate(seen):
+        torch.testing.assert_close(calibrations(index).moment, Calibration.of([x]).moment, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_of_sixteen_bits_are_run_in_fp32(tmp_path):
@@ -297,10 +318,10 @@ def test_a_source_that_cannot_be_run(tmp_path, sources, name, new, match):
             (calibrations := calibrations or streamed(folder, tokens))(2)
 
 
-def test_a_model_without_rope(tmp_path):
+def test_a_model_that_is_no_decoder(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 4}
     BertModel(BertConfig(**sizes, vocab_size=90)).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="expected a model with rope"):
+    with pytest.raises(CheckpointError, match=r"expected a decoder of an embedding, layers and a norm.*got 'bert'"):
         streamed(tmp_path, torch.ones(1, 5, dtype=torch.int64))(0)
 
 

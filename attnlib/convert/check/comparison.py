@@ -70,8 +70,8 @@ def _streamed(layers: Layers, tokens: Tensor, device: torch.device | str, advanc
                 states[n] = x
         give_back()
         advance()
-    layers.load(layers.norm, f"{layers.prefix}norm.")
-    return [_through(layers.norm, x)[0] for x in states], head
+    norm = layers.load_norm()
+    return [_through(norm, x)[0] for x in states], head
 
 
 def _through(module: nn.Module, states: Tensor) -> Tensor:

@@ -69,14 +69,13 @@ def found_on(
                     branches[size] = _moved(layer, states, workers.map)
             apart.append({})
             for size, made in measured.layers.items():
-                with _attending(layer.layer, _attention(kind, config, index, made)):
+                with _attending(layer.layer, model.family.attention, _attention(kind, config, index, made)):
                     apart[-1][size] = _moved(layer, path, workers.map)
             path = _moved(layer, path, workers.map)
         del measured  # before the next layer takes its memory
         give_back()
         advance()
-    layers.load(layers.norm, f"{layers.prefix}norm.")
-    return Found(losses, _nats(_head(kind), layers.norm, path, apart))
+    return Found(losses, _nats(_head(kind), layers.load_norm(), path, apart))
 
 
 def _measured(kind: Kind, index: int, sizes: Sequence[int]) -> Measured:
@@ -99,13 +98,14 @@ def _moved(layer: nn.Module, states: States, map_: Callable) -> States:
 
 
 @contextmanager
-def _attending(layer: nn.Module, attention: nn.Module) -> Iterator[None]:
-    """The decoder layer has this attention until the block ends."""
-    own, layer.self_attn = layer.self_attn, attention
+def _attending(layer: nn.Module, name: str, attention: nn.Module) -> Iterator[None]:
+    """The decoder layer has this attention in the place of its own, which it calls ``name``, until the block ends."""
+    own = getattr(layer, name)
+    setattr(layer, name, attention)
     try:
         yield
     finally:
-        layer.self_attn = own
+        setattr(layer, name, own)
 
 
 def _attention(kind: Kind, config: object, index: int, made: ConvertedLayer) -> nn.Module:

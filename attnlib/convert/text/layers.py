@@ -6,16 +6,15 @@ states: masks, positions, angles. Then one layer at a time gets its weights, mov
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.folder import Checkpoint, StoredTensor
-from ..stock import body_class_of, quiet, read_config
+from .decoder import names_of, prefix_of, without_weights
 from .experts import Parts, parts_of
-
-EMBEDDING = "embed_tokens.weight"
 
 
 class Layers:
@@ -28,16 +27,25 @@ class Layers:
     def __init__(self, checkpoint: Checkpoint, device: torch.device | str = "cpu"):
         self.checkpoint: Checkpoint = checkpoint
         self.device: torch.device | str = device
-        self.prefix: str = _prefix(checkpoint)
-        self._base = _without_weights(checkpoint)
-        self._base.rotary_emb.to(device)
-        self._arguments: list[dict[str, object]] = []
-        self.norm: nn.Module = self._base.norm
-        for index, layer in enumerate(self._base.layers):
-            self._stored(layer, f"{self.prefix}layers.{index}.")
+        self._base = without_weights(checkpoint)
+        self._names = names_of(self._base)
+        if hasattr(self._base, "rotary_emb"):
+            self._base.rotary_emb.to(device)
+        self.prefix: str = prefix_of(checkpoint, self._names)
+        self._arguments: list[_Arguments] = []
+        for index, layer in enumerate(self._layers):
+            self._stored(layer, self._place(index))
+
+    @property
+    def _layers(self) -> nn.ModuleList:
+        return getattr(self._base, self._names.layers)
+
+    def _place(self, index: int) -> str:
+        """What precedes the names of a layer's weights."""
+        return f"{self.prefix}{self._names.layers}.{index}."
 
     def __len__(self) -> int:
-        return len(self._base.layers)
+        return len(self._layers)
 
     def embedded(self, tokens: Tensor) -> list[Tensor]:
         """The hidden states before the first layer of ``tokens`` ``[samples, length]``: ``[1, length, m]`` each.
@@ -45,7 +53,7 @@ class Layers:
         Raises:
             CheckpointError: a token has no embedding.
         """
-        stored = self._entry(f"{self.prefix}{EMBEDDING}")
+        stored = self._entry(f"{self.prefix}{self._names.embedding}.weight")
         words = stored.entry.shape[0]
         if tokens.max() >= words:
             raise CheckpointError(
@@ -54,18 +62,14 @@ class Layers:
             )
         used, places = tokens.unique(return_inverse=True)
         self._embed_by(_rows(stored, used).to(self.device, torch.float32, copy=True))
-        layers, recorders = self._base.layers, [_Recorder() for _ in self._base.layers]
-        self._base.layers, self._base.norm = nn.ModuleList(recorders), nn.Identity()
-        with torch.no_grad():
+        with self._positions(), self._recording(), torch.no_grad():
             states = [self._base(sample[None].to(self.device), use_cache=False)[0].clone() for sample in places]
-        self._base.layers = layers
-        self._base.embed_tokens.to("meta")
-        self._arguments = [recorder.arguments for recorder in recorders]
+        getattr(self._base, self._names.embedding).to("meta")
         return states
 
     def _embed_by(self, rows: Tensor) -> None:
         """Take these rows for the embedding; what else it has, transformers makes of the config."""
-        embedding = self._base.embed_tokens
+        embedding = getattr(self._base, self._names.embedding)
         embedding.padding_idx = None
         for name, buffer in [*embedding.named_buffers()]:
             embedding.register_buffer(name, torch.empty_like(buffer, device=self.device), persistent=False)
@@ -74,11 +78,48 @@ class Layers:
         embedding.weight = nn.Parameter(rows, requires_grad=False)
 
     @contextmanager
+    def _positions(self) -> Iterator[None]:
+        """What else there is before the first layer has its weights until the block ends: learned positions."""
+        beside = {name: child for name, child in self._base.named_children() if name not in self._names}
+        weighty = {name: child for name, child in beside.items() if [*child.parameters()]}
+        try:
+            for name, child in weighty.items():
+                self.load(child, f"{self.prefix}{name}.")
+            yield
+        finally:
+            for child in weighty.values():
+                child.to("meta")
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Layers remember what they get and do nothing until the block ends, and no norm follows them."""
+        layers, norm = self._layers, self.norm
+        recorders = [_Recorder() for _ in layers]
+        setattr(self._base, self._names.layers, nn.ModuleList(recorders))
+        setattr(self._base, self._names.norm, nn.Identity())
+        try:
+            yield
+        finally:
+            setattr(self._base, self._names.layers, layers)
+            setattr(self._base, self._names.norm, norm)
+        self._arguments = [recorder.arguments for recorder in recorders]
+
+    @property
+    def norm(self) -> nn.Module:
+        """What follows the last layer; :meth:`load_norm` gives it its weights."""
+        return getattr(self._base, self._names.norm)
+
+    def load_norm(self) -> nn.Module:
+        """The norm behind the last layer, with its weights."""
+        self.load(self.norm, f"{self.prefix}{self._names.norm}.")
+        return self.norm
+
+    @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
         """A layer, which has its weights until the block ends. It is called with what :meth:`embedded` saw it get."""
-        layer = self._base.layers[index]
+        layer = self._layers[index]
         try:
-            self.load(layer, f"{self.prefix}layers.{index}.")
+            self.load(layer, self._place(index))
             yield _With(layer, self._arguments[index])
         finally:
             layer.to("meta")
@@ -125,22 +166,29 @@ class Layers:
         return stored
 
 
+class _Arguments(NamedTuple):
+    """What a layer gets besides hidden states."""
+
+    by_place: tuple[object, ...]
+    by_name: dict[str, object]
+
+
 class _With(nn.Module):
     """A layer with the arguments that are the same for all samples."""
 
-    def __init__(self, layer: nn.Module, arguments: dict[str, object]):
+    def __init__(self, layer: nn.Module, arguments: _Arguments):
         super().__init__()
         self.layer, self.arguments = layer, arguments
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.layer(hidden_states, **self.arguments)
+        return self.layer(hidden_states, *self.arguments.by_place, **self.arguments.by_name)
 
 
 class _Recorder(nn.Module):
     """A layer that does nothing but remember its arguments."""
 
-    def forward(self, hidden_states: Tensor, **arguments) -> Tensor:
-        self.arguments = arguments
+    def forward(self, hidden_states: Tensor, *by_place: object, **by_name: object) -> Tensor:
+        self.arguments = _Arguments(by_place, by_name)
         return hidden_states
 
 
@@ -157,27 +205,3 @@ def _rows(stored: StoredTensor, used: Tensor) -> Tensor:
     """Rows of a tensor by their indices, which rise; neighbours are read together, and no others."""
     ends = (used.diff() > 1).nonzero().flatten() + 1
     return torch.cat([stored.rows(int(run[0]), int(run[-1]) + 1) for run in used.tensor_split(ends.tolist())])
-
-
-def _prefix(checkpoint: Checkpoint) -> str:
-    """What precedes the names of a decoder's layers."""
-    places = [name.removesuffix(EMBEDDING) for name in checkpoint.tensors if name.endswith(EMBEDDING)]
-    found = [place for place in places if any(name.startswith(f"{place}layers.0.") for name in checkpoint.tensors)]
-    if len(found) != 1:
-        wanted = "expected in one place beside layers, to run the model over text"
-        raise CheckpointError(f"{EMBEDDING}: {wanted}, got {len(found)} such places")
-    return found[0]
-
-
-def _without_weights(checkpoint: Checkpoint) -> nn.Module:
-    """The model without its head, as transformers makes it, on the meta device; only angles can be computed."""
-    with quiet():
-        config = read_config(checkpoint.folder).get_text_config()
-        with torch.device("meta"):
-            base = body_class_of(config)._from_config(config, dtype=torch.float32)
-    if not all(hasattr(base, name) for name in ("layers", "embed_tokens", "norm", "rotary_emb")):
-        kind = str(config.model_type)[:80]
-        raise CheckpointError(f"config.json: model_type: expected one with rope to be run over text, got {kind!r}")
-    if [*base.rotary_emb.buffers()]:  # and no module of ours, which computes all
-        base.rotary_emb = type(base.rotary_emb)(config)
-    return base.eval()

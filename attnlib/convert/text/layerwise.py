@@ -9,7 +9,6 @@ from torch import Tensor
 from ..calibration import Calibration, observe
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.model import Model
-from ..checkpoint.source_rope import rope_of
 from .freed import give_back
 from .layers import Layers
 from .workers import side_by_side
@@ -37,8 +36,6 @@ class TextCalibration:
         *,
         advance: Callable[[], object] = lambda: None,
     ):
-        if rope_of(model.config) is None:
-            raise CheckpointError("config.json: expected a model with rope to be run over text, got one without")
         self.model: Model = model
         self.tokens: Tensor = tokens
         self.device: torch.device | str = device
@@ -71,7 +68,7 @@ class TextCalibration:
     def _next(self, index: int) -> Calibration:
         states, self._states = self.states, None  # which hold of two layers in the middle
         # What q_proj reads, or what it is fused into, is what its layer reads.
-        first = f"layer.self_attn.{self.model.family.weights[0][0]}"
+        first = f"layer.{self.model.family.attention}.{self.model.family.weights[0][0]}"
         try:
             with self.layers.layer(index) as layer, side_by_side(self.device) as workers, _quick_products(self.device):
                 found = observe(layer, layer.get_submodule(first), states, workers=workers, advance=self.advance)
