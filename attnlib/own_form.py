@@ -28,8 +28,8 @@ class LatentForm:
     """A layer over latents, by DeepSeek's names; q_lora_rank is null where queries have no latent.
 
     Pair c of its rotary channels turns as pair ``rope_pairs[c]`` of the rope that ``base`` says. ``bias`` is of all
-    projections that DeepSeek gives one, ``query_bias`` of what projects to the heads of
-    queries. ``norm_eps`` is that of the latents' norms.
+    projections that DeepSeek gives one, ``query_bias`` of what projects to the heads of queries. ``norm_eps`` is that
+    of the latents' norms.
     """
 
     kv_lora_rank: int

@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from attnlib import CAUSAL, GroupedQueryAttention, Rope, sliding
+from attnlib import CAUSAL, GroupedQueryAttention, KVCache, Rope, sliding
 from attnlib.convert.heads.merging import regroup
 from attnlib.convert.weights import Heads, join, split
 from attnlib.scaling import Llama3, YaRN
@@ -51,6 +51,18 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(HIDDEN, HIDDEN, generator=generator, dtype=torch.float64) * torch.logspace(0, -3, HIDDEN)
     return torch.randn(*shape, HIDDEN, generator=generator, dtype=torch.float64) @ mix + mix[0]
+
+
+@torch.no_grad()
+def decoded(layer: nn.Module, x: Tensor) -> Tensor:
+    """Outputs of a causal layer for nine tokens of two sequences: six at once, then one by one."""
+    cache = KVCache.contiguous([layer.kv_layout], max_sequences=2, max_length=16)
+    cache.admit(2)
+    outs = []
+    for part in x.split((6, 1, 1, 1), 1):
+        with cache.step(part.shape[1]) as (kv,):
+            outs.append(layer(part, kv=kv))
+    return torch.cat(outs, 1)
 
 
 def heads_of(layer: GroupedQueryAttention) -> Heads:

@@ -82,13 +82,18 @@ def make(kind: str) -> nn.Module:
         if kind in MADE_OF_HEADS:
             del options["num_key_value_heads"]
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options))
-    with torch.no_grad():
-        for name, x in model.named_parameters():
-            if x.dim() > 1 and "norm" not in name:
-                nn.init.normal_(x, std=1.2 * x.shape[-1] ** -0.5)
-            else:
-                nn.init.uniform_(x, 0.3, 1.2)
-    return model.float().eval()
+    return telling(model).float().eval()
+
+
+@torch.no_grad()
+def telling(model: nn.Module) -> nn.Module:
+    """The model, every parameter of which now shows in what it computes."""
+    for name, x in model.named_parameters():
+        if x.dim() > 1 and "norm" not in name:
+            nn.init.normal_(x, std=1.2 * x.shape[-1] ** -0.5)
+        else:
+            nn.init.uniform_(x, 0.3, 1.2)
+    return model
 
 
 @torch.no_grad()

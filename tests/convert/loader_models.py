@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from family_models import telling
 from loader_rules import Shapes
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
@@ -49,13 +50,7 @@ def make(folder: Path, kind: str, **options: object) -> Path:
     """A model whose every parameter shows in what it says, with a word for each token."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES | OWN.get(kind, {}) | options)).float()
-    with torch.no_grad():
-        for name, x in model.named_parameters():
-            if x.dim() > 1 and "norm" not in name:
-                nn.init.normal_(x, std=1.2 * x.shape[-1] ** -0.5)
-            else:
-                nn.init.uniform_(x, 0.3, 1.2)
-    model.save_pretrained(folder)
+    telling(model).save_pretrained(folder)
     Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0")).save(str(folder / "tokenizer.json"))
     return folder
 

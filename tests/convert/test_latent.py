@@ -10,6 +10,7 @@ from convert_helpers import (
     ROPES,
     D,
     close,
+    decoded,
     far,
     grouped,
     heads_of,
@@ -328,13 +329,7 @@ def test_a_converted_layer_decodes_what_it_computes_and_trains():
     layer, x = grouped((4, 2), rope="half", bias=True), tokens(2, 9)
     new = gqa_to_mla(layer, 12, rope_dim=8, calibration=Calibration.of([x]))
     assert new.kv_layout.token_bytes == (12 + 8) * 8
-    cache = KVCache.contiguous([new.kv_layout], max_sequences=2, max_length=16)
-    cache.admit(2)
-    outs = []
-    for part in x.split((6, 1, 1, 1), 1):
-        with torch.no_grad(), cache.step(part.shape[1]) as (kv,):
-            outs.append(new(part, kv=kv))
-    close(torch.cat(outs, 1), new(x))
+    close(decoded(new, x), new(x))
     new(x).square().mean().backward()
     for name, parameter in new.named_parameters():
         assert parameter.grad.isfinite().all(), name

@@ -9,7 +9,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -73,6 +73,14 @@ class SourceFile:
     def check(self) -> None:
         """Raises CheckpointError if this is no longer the file that was first seen."""
         self._open().close()
+
+    def sha256(self, advance: Callable[[int], object] = lambda count: None) -> str:
+        """That of all its bytes; ``advance`` is told of those that were read."""
+        digest = hashlib.sha256()
+        for part in self.chunks(0, self.size, buffer_for(self.size)):
+            digest.update(part)
+            advance(len(part))
+        return digest.hexdigest()
 
     def read(self, start: int = 0, length: int | None = None) -> bytearray:
         """``length`` bytes from ``start`` on, in memory of their own; None: to the end."""
@@ -146,7 +154,7 @@ class Checkpoint:
         """Every file that the result depends on."""
         return self.described_by + self.shards + self.copied
 
-    def sha256(self, file: SourceFile) -> str:
+    def sha256(self, file: SourceFile, advance: Callable[[int], object] = lambda count: None) -> str:
         """That of one of the files, which is read whole unless somebody did so before.
 
         Raises:
@@ -155,10 +163,7 @@ class Checkpoint:
         if file.name in self.hashes:
             file.check()
         else:
-            digest = hashlib.sha256()
-            for part in file.chunks(0, file.size, buffer_for(file.size)):
-                digest.update(part)
-            self.hashes[file.name] = digest.hexdigest()
+            self.hashes[file.name] = file.sha256(advance)
         return self.hashes[file.name]
 
 

@@ -1,13 +1,12 @@
 """The written result, read again: every shard by another parser and by its sha256, then the caller's own check."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from .at_once import read_at_once
 from .errors import CheckpointError, VerificationError
-from .folder import SourceFile, buffer_for
+from .folder import SourceFile
 from .header import DTYPES
 from .plan import Plan, Shard
 
@@ -40,11 +39,7 @@ def file_sha256(path: Path, advance: Callable[[int], object] = lambda count: Non
     Raises:
         CheckpointError: it is missing, a link or unreadable.
     """
-    file, digest = SourceFile.at(path), hashlib.sha256()
-    for part in file.chunks(0, file.size, buffer_for(file.size)):
-        digest.update(part)
-        advance(len(part))
-    return digest.hexdigest()
+    return SourceFile.at(path).sha256(advance)
 
 
 def _is_intact(folder: Path, hashes: Mapping[str, str], shard: Shard, advance: Callable[[int], object]) -> bool:

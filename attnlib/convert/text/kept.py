@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ..bars import bar
 from ..calibration import SAMPLE, Calibration
+from ..checkpoint.at_once import read_at_once
 from ..checkpoint.conversion import REFUSALS, bytes_of
 from ..checkpoint.errors import CheckpointError, DamageError, RequestError
 from ..checkpoint.folder import CONFIG
@@ -152,14 +152,13 @@ class Kept:
         """What decides every byte: the weights, the tokens, and what computes."""
         checkpoint = self.model.checkpoint
         files = [*(file for file in checkpoint.described_by if file.name == CONFIG), *checkpoint.shards]
-        with ThreadPoolExecutor() as pool:
-            inputs = dict(zip((file.name for file in files), pool.map(checkpoint.sha256, files), strict=True))
+        hashes = read_at_once(checkpoint.sha256, files, lambda count: None)
         return {
             "version": VERSION,
             "torch": str(torch.__version__),
             "transformers": stock().__version__,
             "device": self.device.type,
-            "inputs": inputs,
+            "inputs": dict(zip((file.name for file in files), hashes, strict=True)),
             "tokens": hashlib.sha256(bytes_of(self.tokens)).hexdigest(),
             "shape": list(self.tokens.shape),
         }

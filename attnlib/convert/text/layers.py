@@ -31,7 +31,7 @@ class Layers:
         self._names = names_of(self._base)
         if hasattr(self._base, "rotary_emb"):
             self._base.rotary_emb.to(device)
-        self.prefix: str = prefix_of(checkpoint, self._names)
+        self._prefix = prefix_of(checkpoint, self._names)
         self._arguments: list[_Arguments] = []
         for index, layer in enumerate(self._layers):
             self._stored(layer, self._place(index))
@@ -42,7 +42,7 @@ class Layers:
 
     def _place(self, index: int) -> str:
         """What precedes the names of a layer's weights."""
-        return f"{self.prefix}{self._names.layers}.{index}."
+        return f"{self._prefix}{self._names.layers}.{index}."
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -53,7 +53,7 @@ class Layers:
         Raises:
             CheckpointError: a token has no embedding.
         """
-        stored = self._entry(f"{self.prefix}{self._names.embedding}.weight")
+        stored = self._entry(f"{self._prefix}{self._names.embedding}.weight")
         words = stored.entry.shape[0]
         if tokens.max() >= words:
             raise CheckpointError(
@@ -84,7 +84,7 @@ class Layers:
         weighty = {name: child for name, child in beside.items() if [*child.parameters()]}
         try:
             for name, child in weighty.items():
-                self.load(child, f"{self.prefix}{name}.")
+                self.load(child, f"{self._prefix}{name}.")
             yield
         finally:
             for child in weighty.values():
@@ -93,7 +93,7 @@ class Layers:
     @contextmanager
     def _recording(self) -> Iterator[None]:
         """Layers remember what they get and do nothing until the block ends, and no norm follows them."""
-        layers, norm = self._layers, self.norm
+        layers, norm = self._layers, getattr(self._base, self._names.norm)
         recorders = [_Recorder() for _ in layers]
         setattr(self._base, self._names.layers, nn.ModuleList(recorders))
         setattr(self._base, self._names.norm, nn.Identity())
@@ -104,15 +104,11 @@ class Layers:
             setattr(self._base, self._names.norm, norm)
         self._arguments = [recorder.arguments for recorder in recorders]
 
-    @property
-    def norm(self) -> nn.Module:
-        """What follows the last layer; :meth:`load_norm` gives it its weights."""
-        return getattr(self._base, self._names.norm)
-
     def load_norm(self) -> nn.Module:
         """The norm behind the last layer, with its weights."""
-        self.load(self.norm, f"{self.prefix}{self._names.norm}.")
-        return self.norm
+        norm = getattr(self._base, self._names.norm)
+        self.load(norm, f"{self._prefix}{self._names.norm}.")
+        return norm
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
