@@ -103,14 +103,13 @@ def backward(
     dk = Gradient(dk_desc, dk_tail_desc, dk_ptr, stride_dkt, stride_dkg)
     dv = Gradient(dv_desc, None, dv_ptr, stride_dvt, stride_dvg)
     results, job = Results(dk, dv, dq_sums_ptr), job_of(work, band, call, sizes)
-    loads = (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes)
     if APART:
         gl.warp_specialize(
             [
                 (consume_apart, (0, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
                 (consume_apart, (1, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
                 (multiply_queries, (job, call, results, shared, sizes)),
-                (produce, loads),
+                (produce, (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes)),
                 (wait_for_turns, (work, band, job, call, shared, sizes)),
                 (end_turns, (work, job, call, sizes)),
             ],
@@ -122,7 +121,7 @@ def backward(
             [
                 (consume_wide, (0, job, band, call, results, shared, sizes)),
                 (consume_wide, (1, job, band, call, results, shared, sizes)),
-                (produce, loads),
+                (produce, (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -132,7 +131,7 @@ def backward(
             [
                 (consume_values, (job, band, call, results, shared, sizes)),
                 (consume_keys, (job, band, call, results, shared, sizes)),
-                (produce, loads),
+                (produce, (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes)),
                 (wait_for_turns, (work, band, job, call, shared, sizes)),
                 (end_turns, (work, job, call, sizes)),
             ],

@@ -34,7 +34,7 @@ from .backward_parts import (
 )
 from .backward_results import as_held, put, put_keys
 from .backward_turns import tell_added, wait_to_add
-from .primitives import FIRST, add_fours, anew, barrier_arrive, barrier_sync, floats_of, halves_of, opaque
+from .primitives import FIRST, add_fours, anew, barrier_arrive, barrier_sync, floats_of, halves_of, opaque, reinterpret
 
 FULL: gl.constexpr = FIRST  # a barrier for each slot of ds: both consumers have stored theirs
 TAKEN: gl.constexpr = gl.constexpr(FIRST + 2)  # and one for each consumer too: dq has been made of it
@@ -155,9 +155,9 @@ def multiply_queries(job, call, results, shared, sizes):
     SIZE: gl.constexpr = 64 * 64
     ds, k = shared.ds, shared.k
     if sizes.BY_ROWS:
-        ds = ds._reinterpret(ds.dtype, [8, KEYS, 64], HALF)
+        ds = reinterpret(ds, ds.dtype, [8, KEYS, 64], HALF)
     else:
-        k = k._reinterpret(k.dtype, [4, KEYS, 64], HALF)
+        k = reinterpret(k, k.dtype, [4, KEYS, 64], HALF)
     for c in gl.static_range(4):
         barrier_arrive(TAKEN + c, CONSUMERS)
     step = first_step(job, call, sizes)

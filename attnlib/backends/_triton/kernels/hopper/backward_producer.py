@@ -2,11 +2,11 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..scores import Modifiers, unit_of
 from .backward_parts import CONSUMERS, FREED, KEYS, first_step, next_step, start_of
-from .primitives import barrier_sync
+from .primitives import async_load, barrier_sync
 
 
 @gluon.jit
@@ -23,11 +23,11 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
     mbarrier.expect(full, sizes.TILES * KEYS * (sizes.D + sizes.D_TAIL + sizes.E) * 2)
     for c in gl.static_range(sizes.TILES):
         at = [plane, key + c * KEYS, kv_head, 0]
-        tma.async_copy_global_to_shared(k_desc, at, full, shared.k.index(c))
-        tma.async_copy_global_to_shared(v_desc, at, full, shared.v.index(c))
+        async_load(k_desc, at, full, shared.k.index(c))
+        async_load(v_desc, at, full, shared.v.index(c))
         if sizes.D_TAIL:
             at = [plane, key + c * KEYS, kv_head, sizes.D]
-            tma.async_copy_global_to_shared(k_tail_desc, at, full, shared.k_tail.index(c))
+            async_load(k_tail_desc, at, full, shared.k_tail.index(c))
 
     unit = -1.0 / unit_of(Modifiers(call.scale, call.softcap, call.slopes_ptr))
     m, step = gl.arange(0, BLOCK_M, LAYOUT), first_step(job, call, sizes)
@@ -43,12 +43,12 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
         at = [plane, job.other.to(gl.int32) + start, head, 0]
         q_full, dout_full = shared.q_full.index(slot), shared.dout_full.index(slot)
         mbarrier.expect(q_full, BLOCK_M * (sizes.D + sizes.D_TAIL) * 2)
-        tma.async_copy_global_to_shared(q_desc, at, q_full, shared.q.index(slot))
+        async_load(q_desc, at, q_full, shared.q.index(slot))
         if sizes.D_TAIL:
             at_tail = [plane, job.other.to(gl.int32) + start, head, sizes.D]
-            tma.async_copy_global_to_shared(q_tail_desc, at_tail, q_full, shared.q_tail.index(slot))
+            async_load(q_tail_desc, at_tail, q_full, shared.q_tail.index(slot))
         mbarrier.expect(dout_full, BLOCK_M * sizes.E * 2)
-        tma.async_copy_global_to_shared(dout_desc, at, dout_full, shared.dout.index(slot))
+        async_load(dout_desc, at, dout_full, shared.dout.index(slot))
         shared.lse.index(slot).store(lse2 * unit if IN_SUMS else lse2)
         shared.delta.index(slot).store(-delta)
         mbarrier.arrive(q_full, count=1)

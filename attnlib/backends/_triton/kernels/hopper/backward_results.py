@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_wait
 
 from ..band import Band, bounds, origin_of, sees_any
 from ..tile import COUNTS, locate
 from .backward_parts import KEYS
-from .primitives import add_fours
+from .primitives import add_fours, async_store
 
 
 class Gradient(NamedTuple):
@@ -67,9 +67,9 @@ def put(sums, factor, number: gl.constexpr, tile, desc, to, first: gl.constexpr,
     fence_async_shared()
     row, head, left = job.row + start, job.kv_head, job.rows - start
     if not sizes.PACKED:
-        tma.async_copy_shared_to_global(desc, [job.plane.to(gl.int32), start, head.to(gl.int32), first], tile)
+        async_store(desc, [job.plane.to(gl.int32), start, head.to(gl.int32), first], tile)
     elif left >= KEYS:
-        tma.async_copy_shared_to_global(desc, [0, row.to(gl.int32), head.to(gl.int32), first], tile)
+        async_store(desc, [0, row.to(gl.int32), head.to(gl.int32), first], tile)
     elif left > 0:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         n = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))

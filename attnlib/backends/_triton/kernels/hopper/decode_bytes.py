@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -40,7 +39,7 @@ from .decode_splits import (
     tiles_of,
     weighed,
 )
-from .primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring
+from .primitives import FIRST, anew, async_load, barrier_arrive, barrier_sync, barriers, ring
 
 ROWS: gl.constexpr = gl.constexpr(16)
 SLOTS: gl.constexpr = gl.constexpr(4)
@@ -88,9 +87,9 @@ def produce(k_desc, tail_desc, scale_desc, split, call, shared, PAGE: gl.constex
             barrier_sync(FIRST + slot, WITH_PRODUCER)
         full = shared.full.index(slot)
         mbarrier.expect(full, TOKENS * (2 * HALF + 2 * TAIL + 4))
-        tma.async_copy_global_to_shared(k_desc, [row, 0], full, shared.pairs.index(slot))
-        tma.async_copy_global_to_shared(tail_desc, [row, 0], full, shared.tail.index(slot))
-        tma.async_copy_global_to_shared(scale_desc, [0, row], full, shared.scale.index(slot))
+        async_load(k_desc, [row, 0], full, shared.pairs.index(slot))
+        async_load(tail_desc, [row, 0], full, shared.tail.index(slot))
+        async_load(scale_desc, [0, row], full, shared.scale.index(slot))
     for slot in range(gl.minimum(tiles, SLOTS)):  # a barrier that is left half full would hang the next program
         barrier_sync(FIRST + slot, WITH_PRODUCER)
 

@@ -2,10 +2,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .decode_splits import HALF, TAIL, TOKENS, entry_of, first_entry, row_of, tiles_of
-from .primitives import barrier_sync
+from .primitives import async_load, barrier_sync, reinterpret
 
 WORDS: gl.constexpr = gl.constexpr(32)  # of four bytes each: a quarter of the channels
 # A thread's 16 bytes become 32. Four threads leave a line, and eight two of which swizzling keeps the banks apart.
@@ -47,7 +47,7 @@ def leave(words, scale, half, QUARTER: gl.constexpr, STORED: gl.constexpr):
         _scaled(STORED, half.dtype), "=&r,=&r,r,f", [words, scale[:, None]],
         dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
-    words = half._reinterpret(gl.int32, [TOKENS, HALF // 2], IN_WORDS)
+    words = reinterpret(half, gl.int32, [TOKENS, HALF // 2], IN_WORDS)
     words.slice(QUARTER * 2 * WORDS, 2 * WORDS, 1).store(gl.join(first, last).reshape([TOKENS, 2 * WORDS]))
 
 
@@ -85,7 +85,7 @@ def convert(
         if t >= 2:
             barrier_sync(RIGHT + slot, THREADS)
         mbarrier.expect(full, TOKENS * TAIL * 2)
-        tma.async_copy_global_to_shared(tail_desc, [row, 0], full, shared.tail.index(slot))
+        async_load(tail_desc, [row, 0], full, shared.tail.index(slot))
         row = row_of(entry, n, split, call, PAGE)
         rows = rows_from(row, call)
         leave(a, scale, right, 0, STORED)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..band import Band, origin_of, visible
@@ -22,7 +22,7 @@ from .decode_results import Results
 from .decode_splits import Problem, Queries, entry_of, raised, split_of
 from .page_results import finish, store_channels
 from .page_splits import BOX, HALF, TOKENS, M, Sizes, factor_of, row_of, rows_in, sums_of, threads_of, tokens_in
-from .primitives import FIRST, barrier_arrive, barrier_sync, barriers, prefetch
+from .primitives import FIRST, async_load, barrier_arrive, barrier_sync, barriers, prefetch
 
 WARPS: gl.constexpr = gl.constexpr(8)  # and KV heads
 TILE: gl.constexpr = gl.constexpr(32)  # tokens of a tile
@@ -71,10 +71,10 @@ def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, room, sizes
         mbarrier.expect(full, (BOX + TOKENS * 4) * 4 * WARPS)
         for group in gl.static_range(2):
             row, number = row_of(entries[group], n + group * TOKENS, call, sizes), slot * 4 + group
-            tma.async_copy_global_to_shared(k_desc, [head, row, 0], full, room.boxes.index(number))
-            tma.async_copy_global_to_shared(k_scale_desc, [row, head], full, room.scales.index(number))
-            tma.async_copy_global_to_shared(v_desc, [head, row, 0], full, room.boxes.index(number + 2))
-            tma.async_copy_global_to_shared(v_scale_desc, [row, head], full, room.scales.index(number + 2))
+            async_load(k_desc, [head, row, 0], full, room.boxes.index(number))
+            async_load(k_scale_desc, [row, head], full, room.scales.index(number))
+            async_load(v_desc, [head, row, 0], full, room.boxes.index(number + 2))
+            async_load(v_scale_desc, [row, head], full, room.scales.index(number + 2))
         entries = following
     for slot in range(gl.minimum(tiles, SLOTS)):  # a barrier that is left half full would hang the next program
         barrier_sync(FIRST + slot, threads_of(sizes))

@@ -9,7 +9,7 @@ from ..band import sees_any
 from ..scores import LN2, LOG2E
 from ..split_kv import shares
 from .decode_splits import HALF
-from .primitives import barrier_sync
+from .primitives import barrier_sync, reinterpret
 
 
 class Results(NamedTuple):
@@ -69,7 +69,7 @@ def share_of(acc, share, AXIS: gl.constexpr):
 @gluon.jit
 def in_fp32(slots, ROWS: gl.constexpr):
     """The room of a half's slots, for fp32 numbers of half of the channels of rows."""
-    return slots._reinterpret(gl.float32, [ROWS, HALF], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    return reinterpret(slots, gl.float32, [ROWS, HALF], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 
 @gluon.jit

@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..band import Band, key_range, origin_of, visible
 from ..paged import tokens_of_split
 from ..scores import modify, unit_of
-from .primitives import anew, opaque
+from .primitives import anew, async_load, opaque
 
 TOKENS: gl.constexpr = gl.constexpr(64)  # of a tile
 HALF: gl.constexpr = gl.constexpr(256)  # channels of a latent come in halves
@@ -138,15 +138,15 @@ def row_of(entry, n, split, call, PAGE: gl.constexpr):
 def load_half(desc, row, column, half, full):
     """Load half of a tile of latents."""
     mbarrier.expect(full, TOKENS * HALF * 2)
-    tma.async_copy_global_to_shared(desc, [row, column], full, half)
+    async_load(desc, [row, column], full, half)
 
 
 @gluon.jit
 def load_last_half(desc, tail_desc, row, half, tail, full):
     """Load the second half of a tile of latents, and their rotary channels."""
     mbarrier.expect(full, TOKENS * (HALF + TAIL) * 2)
-    tma.async_copy_global_to_shared(desc, [row, HALF], full, half)
-    tma.async_copy_global_to_shared(tail_desc, [row, 0], full, tail)
+    async_load(desc, [row, HALF], full, half)
+    async_load(tail_desc, [row, 0], full, tail)
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ from ..band import Band, bounds, origin_of, sees_any
 from ..scores import LN2, LOG2E, Modifiers, load_slope
 from ..tile import COUNTS
 from .consumer import Given, Turn, advance, clear_others, first_step, hand_back, step
-from .primitives import FIRST, barrier_arrive, barriers, make_flag, opaque, opaque_halves, ring
+from .primitives import FIRST, async_store, barrier_arrive, barriers, make_flag, opaque, opaque_halves, ring
 from .producer import produce
 from .shared import (
     POSTS,
@@ -85,10 +85,10 @@ def put_out(out, work, first, results, sizes):
     left = work.rows - first
     if not sizes.PACKED:
         plane, head = work.plane.to(gl.int32), work.head.to(gl.int32)
-        tma.async_copy_shared_to_global(results.out_desc, [plane, first, head, 0], out)
+        async_store(results.out_desc, [plane, first, head, 0], out)
     elif left >= ROWS:
         row = work.row.to(gl.int32) + first
-        tma.async_copy_shared_to_global(results.out_desc, [0, row, work.head.to(gl.int32), 0], out)
+        async_store(results.out_desc, [0, row, work.head.to(gl.int32), 0], out)
     elif left > 0:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         m, e = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, sizes.E, gl.SliceLayout(0, LAYOUT))
@@ -231,13 +231,12 @@ def forward(
         lists_ptr, stride_list_b, stride_list_h, room,
     )  # fmt: skip
     results = Results(out_desc, out_ptr, lse_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, E)
-    loads = (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consume, (0, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
                 (consume, (1, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
-                (produce, loads),
+                (produce, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -248,7 +247,7 @@ def forward(
                 (consume, (0, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
                 (consume, (1, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
                 (consume, (2, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
-                (produce, loads),
+                (produce, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],

@@ -145,12 +145,11 @@ def forward_fp8(
     )  # fmt: skip
     descales = Descales(q_descale_ptr, k_descale_ptr, v_descale_ptr)
     results = Results(out_desc, out_ptr, lse_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, E)
-    loads = (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes)
     gl.warp_specialize(
         [
             (consume, (0, call, descales, results, shared, sizes)),
             (consume, (1, call, descales, results, shared, sizes)),
-            (produce, loads),
+            (produce, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],

@@ -7,7 +7,7 @@ from ..band import sees_any
 from ..scores import LN2, LOG2E
 from ..split_kv import shares
 from .page_splits import HALF, M, channels, sums_of, threads_of
-from .primitives import FIRST, barrier_sync
+from .primitives import FIRST, barrier_sync, reinterpret
 
 
 @gluon.jit
@@ -72,8 +72,8 @@ def store_joined(number: gl.constexpr, state, band, split, call, results, room, 
     room.sums.index(2 * number).store(state.m_i)
     room.sums.index(2 * number + 1).store(gl.sum(state.l_i, 2))
     barrier_sync(FIRST + room.full.shape[0], threads_of(sizes) - 32)  # all consumers have read all tiles
-    m_i = room.sums.index(2 * number)._reinterpret(gl.float32, [PARTS, ROWS], PLAIN).load(gl.SliceLayout(2, OF))
-    l_i = room.sums.index(2 * number + 1)._reinterpret(gl.float32, [PARTS, ROWS], PLAIN).load(gl.SliceLayout(2, OF))
+    m_i = reinterpret(room.sums.index(2 * number), gl.float32, [PARTS, ROWS], PLAIN).load(gl.SliceLayout(2, OF))
+    l_i = reinterpret(room.sums.index(2 * number + 1), gl.float32, [PARTS, ROWS], PLAIN).load(gl.SliceLayout(2, OF))
     most = gl.max(m_i, 0)
     weight = gl.exp2(m_i - gl.where(most == float("-inf"), 0.0, most)[None, :])
     l_i, most = gl.convert_layout(gl.sum(l_i * weight, 0), BY_ROW), gl.convert_layout(most, BY_ROW)
@@ -81,8 +81,8 @@ def store_joined(number: gl.constexpr, state, band, split, call, results, room, 
     rows = finish(l_i, most, x // M, number * M + x % M, band, split, call, results, sizes)
     BOXES: gl.constexpr = room.boxes.shape[0] // 2
     for half in gl.static_range(2):
-        boxes = room.boxes._reinterpret(gl.float32, [BOXES, sizes.WARPS, M, HALF], MIXED).index(number)
+        boxes = reinterpret(room.boxes, gl.float32, [BOXES, sizes.WARPS, M, HALF], MIXED).index(number)
         boxes.store((state.left, state.right)[half])
-        acc = boxes._reinterpret(gl.float32, [PARTS, ROWS, HALF], MIXED).load(OF)
+        acc = reinterpret(boxes, gl.float32, [PARTS, ROWS, HALF], MIXED).load(OF)
         c = channels(half, gl.SliceLayout(0, gl.SliceLayout(0, OF)))[None, :]
         store_channels(gl.sum(gl.where(weight == 0.0, 0.0, acc * weight), 0), c, rows, split, results)

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .decode_splits import entry_of
-from .primitives import FIRST, barrier_sync
+from .primitives import FIRST, async_load, barrier_sync, reinterpret
 
 M: gl.constexpr = gl.constexpr(16)  # rows of queries of a KV head that a warp multiplies
 TOKENS: gl.constexpr = gl.constexpr(16)  # of a warp's part of a tile
@@ -79,8 +79,8 @@ def load_part(desc, boxes, number, part: gl.constexpr, head, row, full, sizes):
     """Load 16 rows of a plane, which are this part of a tile."""
     shape: gl.constexpr = [sizes.WARPS // sizes.HEADS, sizes.HEADS, TOKENS, HALF]
     for half in gl.static_range(2):
-        box = boxes.index(number + half)._reinterpret(boxes.dtype, shape, desc.layout).index(part)
-        tma.async_copy_global_to_shared(desc, [head, row, half * HALF], full, box)
+        box = reinterpret(boxes.index(number + half), boxes.dtype, shape, desc.layout).index(part)
+        async_load(desc, [head, row, half * HALF], full, box)
 
 
 @gluon.jit

@@ -3,13 +3,34 @@
 A named barrier (``bar.sync``, ``bar.arrive``) is one instruction of a warp. An mbarrier would take a barrier of the
 whole warpgroup first, and an elected thread. Numbers below FIRST are Triton's own: partition ``i`` uses 2 + i, but for
 one of a single warp, which uses none. Flags use 15 and those below it.
+
+Gluon is experimental. Each name that differs between versions of Triton is chosen here, by what is there; which names
+a version lacks says ``gluon_names.py``.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 FIRST: gl.constexpr = gl.constexpr(6)
+
+
+def first_of(module, *names):
+    """Return what a module has by the first of these names that it has; the newest comes first.
+
+    Raises:
+        AttributeError: it has none of them.
+    """
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"{module.__name__} has none of {', '.join(names)}")
+
+
+# Triton 3.8 renamed the first two, whose old names raise in 3.9, and 3.9 the third.
+async_load = first_of(tma, "async_load", "async_copy_global_to_shared")
+async_store = first_of(tma, "async_store", "async_copy_shared_to_global")
+reinterpret = first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 
 
 @gluon.constexpr_function

@@ -2,11 +2,11 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..band import Band, bounds, origin_of
 from ..tile import Work
-from .primitives import FIRST, barrier_sync
+from .primitives import FIRST, async_load, barrier_sync
 from .shared import ROWS, post, visited, visits_of, work_of
 from .turn_values import block_of
 
@@ -33,9 +33,9 @@ def load(desc, tail_desc, tiles, tails, slot, full, at, D: gl.constexpr, D_TAIL:
     plane, row, head = at
     ready = full.index(slot)
     mbarrier.expect(ready, tiles.shape[1] * (D + D_TAIL) * (tiles.dtype.primitive_bitwidth // 8))
-    tma.async_copy_global_to_shared(desc, [plane, row, head, 0], ready, tiles.index(slot))
+    async_load(desc, [plane, row, head, 0], ready, tiles.index(slot))
     if D_TAIL:
-        tma.async_copy_global_to_shared(tail_desc, [plane, row, head, D], ready, tails.index(slot))
+        async_load(tail_desc, [plane, row, head, D], ready, tails.index(slot))
 
 
 @gluon.jit
@@ -44,7 +44,7 @@ def load_turned(desc, tiles, slot, full, at):
     plane, key, head = at
     ready = full.index(slot)
     mbarrier.expect(ready, tiles.shape[1] * tiles.shape[2])
-    tma.async_copy_global_to_shared(desc, [plane, 0, head, key], ready, tiles.index(slot))
+    async_load(desc, [plane, 0, head, key], ready, tiles.index(slot))
 
 
 @gluon.jit
