@@ -1,0 +1,64 @@
+"""The names of Gluon that the dedicated Hopper kernels use, and which of them the installed Triton lacks.
+
+Gluon is experimental: a new version of Triton may rename a function, a method or a keyword argument. Where the versions
+of today differ, ``kernels/hopper/primitives.py`` chooses by what is there. This module finds out if all the rest is.
+"""
+
+import inspect
+from importlib import import_module
+from pkgutil import resolve_name
+from types import MappingProxyType
+
+GLUON = "triton.experimental.gluon.language"
+HOPPER = f"{GLUON}.nvidia.hopper"
+# By module or class, with the keyword arguments. tests/test_gluon_names.py compares them with the kernels.
+NAMES = MappingProxyType(
+    {
+        "triton.experimental.gluon": "constexpr_function jit(do_not_specialize)",
+        "triton.experimental.gluon.nvidia.hopper": "TensorDescriptor",
+        GLUON: """
+            BlockedLayout DotOperandLayout(k_width,operand_index,parent) NVMMADistributedLayout NVMMASharedLayout
+            SliceLayout SwizzledSharedLayout allocate_shared_memory arange atomic_add atomic_xchg bfloat16 broadcast
+            cdiv constexpr convert_layout exp2 expand_dims float16 float32 float8e4nv full
+            inline_asm_elementwise(dtype,is_pure,pack) int16 int32 int64 int8 join load(mask,other) log2 max maximum
+            minimum num_programs num_warps pointer_type program_id shared_memory_descriptor static_range store(mask)
+            sum tensor tuple uint32 warp_specialize where zeros zeros_like
+        """,
+        f"{GLUON}.NVMMASharedLayout": "get_default_for",
+        f"{GLUON}.shared_memory_descriptor": "index load permute reshape slice store",
+        f"{GLUON}.tensor": "permute reshape split to",
+        f"{GLUON}.nvidia.ampere": "mma_v2",
+        HOPPER: "fence_async_shared mbarrier tma warpgroup_mma(is_async,use_acc) warpgroup_mma_wait(deps)",
+        f"{HOPPER}.mbarrier": "MBarrierLayout arrive(count) expect init wait(pred)",
+        f"{HOPPER}.tma": "store_wait",
+        "triton.language.extra.cuda": "gdc_launch_dependents gdc_wait",
+    }
+)
+
+
+def missing_names() -> list[str]:
+    """Return the names that the Hopper kernels use and this Triton lacks; an empty list if they can be built.
+
+    A keyword argument that a function does not take is ``function(keyword=)``. Never raises: whatever comes of
+    importing Triton means that a name is missing.
+    """
+    missing = [name for of, names in NAMES.items() for word in names.split() for name in _lacking(of, word)]
+    if not missing:
+        try:
+            import_module(".kernels.hopper.primitives", __package__)
+        except Exception as error:  # which says between which names it could not choose
+            missing.append(str(error))
+    return missing
+
+
+def _lacking(of: str, word: str) -> list[str]:
+    """Return what is missing of one word of ``NAMES``: the name itself, or some of its keyword arguments."""
+    name, _, keywords = word.removesuffix(")").partition("(")
+    try:
+        found = resolve_name(f"{of}.{name}")
+        taken = inspect.signature(getattr(found, "fn", found)).parameters if keywords else {}
+    except Exception:  # an import may raise anything
+        return [f"{of}.{name}"]
+    if any(x.kind is x.VAR_KEYWORD for x in taken.values()):
+        return []
+    return [f"{of}.{name}({x}=)" for x in keywords.split(",") if x and x not in taken]
