@@ -11,24 +11,29 @@ from torch import Tensor
 from .backends import _reference, _torch, _triton, flops
 from .call import Call, PieceGradients
 from .prepared import PreparedCalls, Run
+from .probes import ANSWERS, NotNow, is_first
 from .spec import AttentionSpec
 
 INSIDE = (f"{__package__}.", "torch.")
+FIRST_CALL = "the first call"
+REMEDY = "to do: update attnlib, or install versions of torch and Triton that it is tested with (docs/versioning.md)"
 
 
 class Backend(Protocol):
     """A way to run attention: a module or an object of this shape.
 
     ``unsupported`` lists why a spec cannot run, ``slow`` why it would copy K or V, materialise scores or wait for
-    the device; both look at the spec alone. ``attention`` and ``cached_attention`` run a checked call to
-    ``(out, lse)``; ``gradients`` are those of a piece of a larger call, from that one's dout, output and LSE at the
-    queries of the piece; and ``prepare`` gives a quicker way to run a call again, or None. ``variant`` names the
-    kernels that would run it, where there are several; else it is empty. ``cannot_store`` lists why tokens of a dtype
-    cannot be stored on a device; the rest does what :mod:`attnlib.storage` says of it, ``peer_memory`` for a group.
+    the device; both look at the spec alone. ``failures`` lists which private functions of torch and Triton do not work
+    as expected, and what that costs. ``attention`` and ``cached_attention`` run a checked call to ``(out, lse)``;
+    ``gradients`` are those of a piece of a larger call, from that one's dout, output and LSE at the queries of the
+    piece; and ``prepare`` gives a quicker way to run a call again, or None. ``variant`` names the kernels that would
+    run it, where there are several; else it is empty. ``cannot_store`` lists why tokens of a dtype cannot be stored on
+    a device; the rest does what :mod:`attnlib.storage` says of it, ``peer_memory`` for a group.
     """
 
     unsupported: Callable[[AttentionSpec], list[str]]
     slow: Callable[[AttentionSpec], list[str]]
+    failures: Callable[[AttentionSpec], list[str]]
     attention: Callable[[Call], tuple[Tensor, Tensor]]
     cached_attention: Callable[[Call], tuple[Tensor, Tensor]]
     gradients: Callable[[Call, Tensor, Tensor, Tensor], PieceGradients]
@@ -48,7 +53,8 @@ FLOP_FORMULAS = flops.formulas()
 
 
 class SlowPathWarning(UserWarning):
-    """The automatic choice copies K or V, materialises scores, or waits for the device; ``explain`` says why."""
+    """The automatic choice copies K or V, materialises scores, or waits for the device; or a Hopper GPU runs without a
+    fast path, since a private function of torch or Triton has changed. ``explain`` says why."""
 
 
 class Explanation(NamedTuple):
@@ -56,6 +62,7 @@ class Explanation(NamedTuple):
 
     Over a view with shared prefixes two calls run, and are merged: ``shared`` explains the one over these prefixes, and
     all else is of the one over what each sequence has for itself. ``ranks`` says how ranks share a sequence.
+    ``failures`` says which fast paths are off and why.
     """
 
     spec: AttentionSpec
@@ -65,6 +72,7 @@ class Explanation(NamedTuple):
     variant: str = ""
     shared: "Explanation | None" = None
     ranks: str = ""
+    failures: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.shared is None:
@@ -83,10 +91,15 @@ class Explanation(NamedTuple):
         )
         variant = f", {self.variant} kernels" if self.variant else ""
         lines = [f"{self.spec.kind} attention: {spec}", f"runs on: {self.chosen or 'nothing'}{variant}"]
+        lines += [] if self.chosen is None else [f"  {line}" for line in self._fast_paths()]
         lines += [f"  slow: {reason}" for reason in self.slow]
         lines += [] if self.spec.functions is None else [f"  {line}" for line in self.spec.functions.lines]
         lines += [f"  shared: {self.ranks}"] if self.ranks else []
         return lines + [f"  not on {name}: {reason}" for name, reasons in self.rejected.items() for reason in reasons]
+
+    def _fast_paths(self) -> list[str]:
+        off = [f"fast path off: {failure}" for failure in self.failures]
+        return [*off, REMEDY] if off else ["fast paths: on"]
 
 
 def select(spec: AttentionSpec, name: str | None = None) -> Backend:
@@ -100,8 +113,13 @@ def select(spec: AttentionSpec, name: str | None = None) -> Backend:
     """
     if name is not None:
         _check_name(name)
-        if name != "strict":
-            return _named(spec, name)
+    backend = _preferred(spec, name) if name in (None, "strict") else _named(spec, name)
+    if spec.arch == 90:
+        _warn_of_failures(spec, backend)
+    return backend
+
+
+def _preferred(spec: AttentionSpec, name: str | None) -> Backend:
     for known in PREFERENCE:
         if not backend_of(known).unsupported(spec):
             if name == "strict" or spec.device == "cuda":
@@ -129,7 +147,15 @@ def explanation(spec: AttentionSpec, name: str | None) -> Explanation:
     able = [known for known, why in reasons.items() if not why]
     slow = backend_of(able[0]).slow(spec) if able else []
     chosen = able[0] if able and not (name == "strict" and slow) else None
-    return Explanation(spec, chosen, {key: why for key, why in reasons.items() if why}, slow)
+    failures = _failures(spec, backend_of(able[0])) if able else ()
+    return Explanation(spec, chosen, {key: why for key, why in reasons.items() if why}, slow, failures=failures)
+
+
+def _failures(spec: AttentionSpec, backend: Backend) -> tuple[str, ...]:
+    try:
+        return (*backend.failures(spec),)
+    except NotNow as error:
+        return (f"cannot be tried here, {error}",)
 
 
 def explained(call: Call, name: str | None) -> Explanation:
@@ -160,6 +186,19 @@ def _refuse_or_warn(name: str, spec: AttentionSpec, *, strict: bool) -> None:
         raise NotImplementedError(f"strict: {name} would be slow: {'; '.join(reasons)}")
     level = 4 if torch.compiler.is_compiling() else _level_of_caller()  # the compiler traces no frames
     warnings.warn(f"attention runs on {name}: {'; '.join(reasons)}", SlowPathWarning, stacklevel=level)
+
+
+def _warn_of_failures(spec: AttentionSpec, backend: Backend) -> None:
+    """Warn, once in a process, if a GPU that has fast paths runs without them."""
+    if torch.compiler.is_compiling() or FIRST_CALL in ANSWERS:
+        return
+    try:
+        found = backend.failures(spec)
+    except NotNow:
+        return
+    if is_first(FIRST_CALL) and found:
+        text = "; ".join(found)
+        warnings.warn(f"fast path off: {text}. {REMEDY}", SlowPathWarning, stacklevel=_level_of_caller())
 
 
 def _level_of_caller() -> int:

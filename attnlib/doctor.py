@@ -6,13 +6,13 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from . import CAUSAL, KVCache, KVLayout, attention, cached_attention, explain
+from . import CAUSAL, Explanation, KVCache, KVLayout, attention, cached_attention, explain
 
 PACKAGES = ("attnlib", "torch", "triton", "safetensors", "transformers")
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -28,9 +28,12 @@ def run(_arguments: argparse.Namespace) -> int:
     print("\n".join(_devices()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"\nbackends, for bf16 on {device}")
-    for name, told in _explanations(device):
+    explanations = dict(_explanations(device))
+    for name, explanation in explanations.items():
         print(f"  {name}")
-        print("\n".join(f"    {line}" for line in told.splitlines()))
+        print("\n".join(f"    {line}" for line in str(explanation).splitlines()))
+    for warning in _warnings(explanations.values()):
+        print(f"\n{warning}")
     print("\nfolders of compiled code, which programs load and run")
     wrong = 0
     for path in cache_folders():
@@ -55,11 +58,18 @@ def _devices() -> Iterator[str]:
         yield f"GPU {n}: {x.name}, sm_{x.major}{x.minor}, {x.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
 
 
-def _explanations(device: str) -> Iterator[tuple[str, str]]:
+def _warnings(explanations: Iterable[Explanation]) -> Iterator[str]:
+    """A line for each Hopper GPU that runs without its fast paths."""
+    failures = dict.fromkeys(failure for x in explanations if x.spec.arch == 90 for failure in x.failures or ())
+    if failures:
+        yield f"warning: this GPU could be faster, {len(failures)} of its fast paths are off; each is named above"
+
+
+def _explanations(device: str) -> Iterator[tuple[str, Explanation]]:
     """What runs the usual calls, and why nothing before it does."""
     options = {"dtype": torch.bfloat16, "device": device}
     q, k = torch.zeros(1, 64, 8, 128, **options), torch.zeros(1, 64, 2, 128, **options)
-    yield "training, GQA of 128 channels", str(explain(attention, q.requires_grad_(), k, k, mask=CAUSAL))
+    yield "training, GQA of 128 channels", explain(attention, q.requires_grad_(), k, k, mask=CAUSAL)
     with torch.no_grad():
         for name, layout in (
             ("decoding, GQA of 128 channels", KVLayout.grouped(2, 128, dtype=torch.bfloat16)),
@@ -71,7 +81,7 @@ def _explanations(device: str) -> Iterator[tuple[str, str]]:
                 q = torch.zeros(1, 1, 16, layout.dim + layout.tail, **options)
                 widths = ((layout.dim,), (layout.tail,)) if layout.is_latent else ((2, 128), (2, 128))
                 view = kv.append(*(torch.zeros(1, 1, *width, **options) for width in widths))
-                yield name, str(explain(cached_attention, q, view, mask=CAUSAL))
+                yield name, explain(cached_attention, q, view, mask=CAUSAL)
 
 
 def cache_folders() -> list[Path]:

@@ -230,6 +230,7 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     >>> print(explain(attention, q, q, q, mask=CAUSAL))
     dense attention: ...
     runs on: torch
+      fast paths: on
       not on triton: needs a CUDA device, got cpu
     """
     if isinstance(call, nn.Module) and hasattr(call, "backend"):

@@ -9,7 +9,8 @@ import torch
 from hypothesis import Phase, is_hypothesis_test, settings
 from slow_shares import covering, is_of_share
 
-from attnlib.backends._triton import launch
+from attnlib import probes
+from attnlib.backends._triton import direct
 
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 settings.register_profile("attnlib", max_examples=20, deadline=None, derandomize=True, phases=PHASES)
@@ -19,7 +20,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    text = "launch kernels as with a Triton and a torch whose private parts are unknown"
+    text = "launch kernels as where no private function of Triton or torch has passed its trial"
     parser.addoption("--public-launches", action="store_true", help=text)
     parser.addoption("--slow-share", metavar="N/M", help="of the slow tests, every M-th by a hash of its name")
 
@@ -27,9 +28,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     gc.disable()  # until the tests are collected: no garbage, and a million objects to look through for it
     if config.getoption("--public-launches"):
-        launch.KNOWN = ()
-        launch.current_device = torch.cuda.current_device
-        launch.current_stream = lambda device: torch.cuda.current_stream(device).cuda_stream
+        probes.ANSWERS[direct.DIRECT] = direct.Direct(plain=False, described=False)
+        probes.ANSWERS[direct.STREAMS] = direct.PUBLIC
 
 
 @pytest.fixture(autouse=True)

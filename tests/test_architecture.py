@@ -67,16 +67,27 @@ ROOMS = {
     "hints": {"call", *VALUES},
     "running": {"dispatch", "prepared", "call", *VALUES},
     "storage": {"dispatch", "prepared", *VALUES},
-    "dispatch": {*BACKENDS, "backends", "prepared", "call", "spec"},
-    "backends/_triton": {"backends/_triton/kernels", "backends", "prepared", "call", "spec", "watched", *VALUES},
+    "dispatch": {*BACKENDS, "backends", "prepared", "call", "spec", "probes"},
+    "backends/_triton": {
+        "backends/_triton/kernels",
+        "backends",
+        "prepared",
+        "call",
+        "spec",
+        "watched",
+        "probes",
+        *VALUES,
+    },
     "backends/_triton/kernels": set(),
-    "backends/_torch": {"backends", "prepared", "call", "spec", "watched", *VALUES},
+    "backends/_torch": {"backends", "prepared", "call", "spec", "watched", "probes", *VALUES},
     "backends/_reference": {"backends", "prepared", "call", "spec", "watched", "reference", *VALUES},
     "backends": {"prepared", "call", "spec", "watched", *VALUES},  # what all backends share
     "prepared": {"call", "watched", *VALUES},
     "call": {"spec", *VALUES},
     "spec": {"watched", *VALUES},
-    "watched": set(),
+    "watched": {"torch_questions", "probes"},
+    "torch_questions": {"probes"},
+    "probes": set(),
     "sizes": {*VALUES},
     "families": set(),
     "own_form": set(),
@@ -85,12 +96,14 @@ ROOMS = {
     **{name: set(VALUES[at + 1 :]) for at, name in enumerate(VALUES)},
 }
 ORDER = list(ROOMS)
-# The two stores of mutable state, compiled launches and calls that are prepared; and which chip a device is.
-KEEPERS = ({"backends/_triton/launch.py"}, {"prepared.py", "dispatch.py"}, {"spec.py"})
-# Each behind a guard of the version, or of what the name is needed for.
+# The two stores of mutable state, compiled launches and calls that are prepared; which chip a device is; and which
+# private functions of torch and Triton have passed their trials.
+KEEPERS = ({"backends/_triton/launch.py"}, {"prepared.py", "dispatch.py"}, {"spec.py"}, {"probes.py"})
+# Each behind a trial on first use, or a guard of what the name is needed for.
 PRIVATE = {
     "watched.py": "asks whether anybody follows operators",
-    "backends/_triton/launch.py": "launches a compiled kernel",
+    "torch_questions.py": "tries what answers that",
+    "backends/_triton/direct.py": "asks for the current device and stream, to start a compiled kernel",
     "backends/_triton/peers.py": "lets GPUs write into each other's memory, for which torch has no public name yet",
     "backends/_torch/fused.py": "calls ATen's fused CPU attention, whose backward has no public name",
 }
@@ -161,7 +174,7 @@ def test_a_training_call_climbs_at_most_once():
         name = frame.f_code.co_filename
         if event == "call" and name.startswith(f"{ROOT}{os.sep}"):
             room = room_of(Source(os.path.relpath(name, ROOT).replace(os.sep, "/"), "").parts)
-            if room not in (*VALUES, "watched", *path):
+            if room not in (*VALUES, "watched", "torch_questions", "probes", *path):
                 path.append(room)
 
     before = sys.getprofile()

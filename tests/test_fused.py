@@ -1,26 +1,29 @@
-"""Calls of a torch whose fused attention is not known are solved tile by tile, and are the same."""
+"""Calls of a torch whose fused attention is missing or computes something else are solved tile by tile."""
 
 import pytest
 import torch
 from helpers import assert_precise, make
+from probing import forgotten
+from torch.autograd import profiler
 
-from attnlib import CAUSAL, FULL, KVCache, KVLayout, cached_attention
+from attnlib import CAUSAL, FULL, KVCache, KVLayout, attention, cached_attention, explain, probes
 from attnlib.backends._torch import fused
 
 
-def never(*arguments, **options):
-    raise AssertionError("fused attention ran")
+def missing():
+    raise AttributeError("no such name")
 
 
 @pytest.fixture
-def unknown(monkeypatch):
-    """Makes torch an unknown one, whose fused operators may not run."""
+def unknown():
+    """Takes torch's fused functions away."""
+    with forgotten(), pytest.MonkeyPatch.context() as patch:
 
-    def forget():
-        for name, value in (("IS_KNOWN", False), ("FORWARD", never), ("BACKWARD", never)):
-            monkeypatch.setattr(fused, name, value)
+        def forget():
+            probes.ANSWERS.clear()
+            patch.setattr(fused, "_look_up", missing)
 
-    return forget
+        yield forget
 
 
 @pytest.mark.parametrize(("s", "t", "mask"), [(17, 17, CAUSAL), (1, 65, CAUSAL), (33, 65, FULL)])
@@ -59,10 +62,75 @@ def test_cached_calls_are_the_same(page_size, unknown):
     torch.testing.assert_close(cached_attention(q, view, mask=CAUSAL, backend="torch"), known)
 
 
-def test_a_known_torch_runs_it(unknown, monkeypatch):
+def other(name, change):
+    """torch's functions, one of which gives another result."""
+    right = fused._look_up()
+
+    def run(*arguments, **options):
+        return change(*getattr(right, name)(*arguments, **options))
+
+    return right._replace(**{name: run})
+
+
+def ignores_causality(q, k, v, dropout, causal, *, scale):
+    return fused.torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, False, scale=scale)
+
+
+WRONG = {
+    "scale": ("forward", lambda out, lse: (out * 1.001, lse)),
+    "base of the LSE": ("forward", lambda out, lse: (out, lse * 1.4427)),
+    "NaN": ("forward", lambda out, lse: (out.nan_to_num(0), lse)),
+    "NaN LSE": ("forward", lambda out, lse: (out, lse.nan_to_num(0))),
+    "shape of the LSE": ("forward", lambda out, lse: (out, lse[..., None])),
+    "dq": ("backward", lambda dq, dk, dv: (-dq, dk, dv)),
+    "order of gradients": ("backward", lambda dq, dk, dv: (dq, dv, dk)),
+}
+
+
+@pytest.mark.parametrize("what", [*WRONG, "causality"])
+def test_a_function_that_computes_something_else_is_not_used(what, monkeypatch):
     problem = make(1, 17, 17, 2, 2, 8)
-    unknown()
-    problem.solve()
-    monkeypatch.setattr(fused, "IS_KNOWN", True)
-    with pytest.raises(AssertionError, match="fused attention ran"):
+    right = problem.solve(backend="torch")
+    is_causal = what == "causality"
+    changed = fused._look_up()._replace(forward=ignores_causality) if is_causal else other(*WRONG[what])
+    with forgotten():
+        probes.ANSWERS.clear()
+        monkeypatch.setattr(fused, "_look_up", lambda: changed)
+        torch.testing.assert_close(problem.solve(backend="torch"), right)
+        (failure,) = fused.failures()
+        assert "tile by tile" in failure
+        assert failure in str(explain(attention, *problem.leaves[:3], mask=CAUSAL))
+
+
+def test_this_torch_computes_the_same():
+    with forgotten():
+        assert fused.failures() == []
+
+
+def test_it_runs_where_its_trial_passed(monkeypatch):
+    ran = []
+    right = fused._look_up()
+    with forgotten():
+        monkeypatch.setattr(fused, "_look_up", lambda: right._replace(forward=count(ran, right.forward)))
+        make(1, 17, 17, 2, 2, 8).solve()
+        trials = len(ran)
+        make(1, 17, 17, 2, 2, 8).solve()
+    assert len(ran) > trials
+
+
+def count(ran, function):
+    def run(*arguments, **options):
+        ran.append(function)
+        return function(*arguments, **options)
+
+    return run
+
+
+def test_it_is_not_tried_where_somebody_would_follow():
+    problem = make(1, 17, 17, 2, 2, 8)
+    with forgotten():
+        with profiler.emit_itt():
+            problem.solve()
+        assert fused.FUSED not in probes.ANSWERS
         problem.solve()
+        assert fused.FUSED in probes.ANSWERS

@@ -7,8 +7,11 @@ from weakref import ref
 
 import pytest
 import torch
+from probing import forgotten
 
-from attnlib.backends._triton import launch as launches
+from attnlib import probes
+from attnlib.backends._triton import direct
+from attnlib.backends._triton import launch as launch_store
 from attnlib.backends._triton.launch import Block, Launch, remembered
 from attnlib.backends._triton.programs import tables
 from attnlib.backends._triton.repeated import Repeated, blank
@@ -24,6 +27,20 @@ def named(q, k, out=None):
     return {"size": 0, "key": k, "query": q, "out": out}
 
 
+class Ran:
+    """Triton's launcher of a kernel, which gives what it is started with to a function."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def __call__(
+        self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, launch_enter_hook,
+        launch_exit_hook, *args,
+    ):  # fmt: skip
+        hooks = kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook
+        self.run(gridX, gridY, gridZ, stream, function, *hooks, *args)
+
+
 class Kernel:
     """A kernel that writes down how it is launched, and what is run of it later."""
 
@@ -35,21 +52,23 @@ class Kernel:
     def __getitem__(self, programs):
         def launch(*arguments, **options):
             self.launched.append((programs, arguments, options))
-            self.devices.append(launches.current_device())
-            return SimpleNamespace(run=self.run, function=7, packed_metadata="metadata")
+            self.devices.append(direct.streams().current_device())
+            return SimpleNamespace(run=Ran(self.run), function=7, packed_metadata="metadata")
 
         return launch
 
     def run(self, *given):
         self.ran.append(given)
-        self.devices.append(launches.current_device())
+        self.devices.append(direct.streams().current_device())
 
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(launches, "current_device", lambda: -1)  # of tensors on a CPU
-    monkeypatch.setattr(launches, "current_stream", lambda device: 99)
-    return Kernel()
+    """A kernel that may be launched directly, on tensors of a CPU."""
+    with forgotten():
+        probes.ANSWERS[direct.STREAMS] = direct.Streams(lambda: -1, lambda device: 99)
+        probes.ANSWERS[direct.DIRECT] = direct.Direct(plain=True, described=True)
+        yield Kernel()
 
 
 def made(kernel, blocks=None, programs=3):
@@ -65,8 +84,8 @@ def test_tensors_are_taken_by_name_and_then_by_address(kernel):
     assert kernel.ran == [(3, 1, 1, 99, 7, "metadata", None, None, None, *addresses, None, 5, 16)]
 
 
-def test_an_unknown_triton_launches_every_time(kernel, monkeypatch):
-    monkeypatch.setattr(launches, "KNOWN", ("1.0",))
+def test_a_triton_that_failed_its_trial_launches_every_time(kernel):
+    probes.ANSWERS[direct.DIRECT] = direct.Direct(plain=False, described=False)
     launch, (q, k, out) = made(kernel), torch.zeros(3, 8).unbind()
     for _ in range(3):
         launch.on(named(q, k, out))
@@ -97,8 +116,7 @@ def test_a_launch_goes_to_the_device_of_its_tensors(kernel, monkeypatch):
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(launches, "current_device", lambda: current[-1])
-    monkeypatch.setattr(launches, "current_stream", lambda device: 90 + device)
+    probes.ANSWERS[direct.STREAMS] = direct.Streams(lambda: current[-1], lambda device: 90 + device)
     repeated, given = Repeated([launch], named(x, x, x), "out"), named(x, x, x)
     for current[0] in (0, 1, 0):
         launch.on(given)
@@ -108,25 +126,96 @@ def test_a_launch_goes_to_the_device_of_its_tensors(kernel, monkeypatch):
     assert current == [0]
 
 
-@pytest.mark.parametrize(("version", "scratch", "is_quick"), [("3.6", 0, True), ("3.6", 8, False), ("3.7", 0, False)])
-def test_a_known_launcher_is_skipped_but_where_it_has_work(version, scratch, is_quick, monkeypatch):
+class OlderLauncher:
+    """Triton's launcher as it is up to 3.6, which hands on all but the grid, the stream and the function."""
+
+    launch, launch_cooperative_grid, launch_pdl = object(), False, True
+
+    def __init__(self, scratch=0):
+        self.global_scratch_size, self.profile_scratch_size = scratch, 0
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        pass
+
+
+class Launcher(OlderLauncher):
+    """As it is from 3.7 on."""
+
+    def __call__(
+        self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, launch_enter_hook,
+        launch_exit_hook, *args,
+    ):  # fmt: skip
+        pass
+
+
+def binary_of(run):
+    return SimpleNamespace(run=run, function=7, packed_metadata="metadata")
+
+
+@pytest.mark.parametrize(
+    ("kind", "scratch", "is_quick"), [(OlderLauncher, 0, True), (OlderLauncher, 8, False), (Launcher, 0, False)]
+)
+def test_an_older_launcher_is_skipped_but_where_it_has_work(kind, scratch, is_quick):
     """What it would hand on: the cooperative grid and PDL, no scratch, then what it was given."""
-    monkeypatch.setattr(launches, "version", lambda: version)
-    sizes = {"global_scratch_size": scratch, "profile_scratch_size": 0}
-    run = SimpleNamespace(launch=object(), launch_cooperative_grid=False, launch_pdl=True, **sizes)
-    binary = SimpleNamespace(run=run, function=7, packed_metadata="metadata")
-    start, constants, described = launches.starting(binary, [])
+    run = kind(scratch)
+    start, constants, described = direct.starting(binary_of(run), [])
     given = (7, "metadata", None, None, None)
     assert start is (run.launch if is_quick else run)
     assert constants == ((7, False, True, None, None, *given[1:]) if is_quick else given)
     assert described == []
 
 
+def reordered(gridX, gridY, gridZ, function, stream, *args):
+    pass
+
+
+def longer(gridX, gridY, gridZ, stream, function, cluster, *args):
+    pass
+
+
+def without_more(gridX, gridY, gridZ, stream, function):
+    pass
+
+
+@pytest.mark.parametrize("run", [reordered, longer, without_more])
+def test_a_launcher_with_other_arguments_is_not_started(run):
+    with pytest.raises(TypeError, match="which is not known"):
+        direct.starting(binary_of(run), [])
+
+
+def test_whatever_a_trial_raises_launches_go_through_triton(kernel):
+    def attempt(descriptors):
+        raise {False: ZeroDivisionError("of another version"), True: AssertionError}[descriptors]
+
+    del probes.ANSWERS[direct.DIRECT]
+    assert direct.direct(attempt) == direct.Direct(False, False, direct.direct(attempt).failures)
+    assert direct.direct(attempt).failures[0].startswith("direct launches: ZeroDivisionError: of another version; ")
+    launch, (q, k, out) = made(kernel), torch.zeros(3, 8).unbind()
+    for _ in range(3):
+        launch.on(named(q, k, out))
+    assert len(kernel.launched) == 3
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_descriptors_have_a_trial_of_their_own(kernel, arch, monkeypatch):
+    tried = []
+
+    def attempt(descriptors):
+        tried.append(descriptors)
+        if descriptors:
+            raise RuntimeError("other bits")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (arch // 10, arch % 10))
+    del probes.ANSWERS[direct.DIRECT]
+    found = direct.direct(attempt)
+    assert (found.plain, found.described, tried) == (True, arch < 90, [False, True][: 1 + (arch >= 90)])
+
+
 FORM = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 4, 1, 16]}
 
 
-@pytest.mark.parametrize(("version", "forms"), [("3.6", [FORM]), ("3.6", [None]), ("3.7", [FORM])])
-def test_a_descriptor_is_made_once_for_an_address(version, forms, monkeypatch):
+@pytest.mark.parametrize(("kind", "forms"), [(OlderLauncher, [FORM]), (OlderLauncher, [None]), (Launcher, [FORM])])
+def test_a_descriptor_is_made_once_for_an_address(kind, forms, monkeypatch):
     """As the chip takes it, where Triton's launcher would make that; else as Triton does."""
 
     def made_by_triton(launcher, tensordesc_meta):
@@ -135,21 +224,18 @@ def test_a_descriptor_is_made_once_for_an_address(version, forms, monkeypatch):
     filled = []
     fill = SimpleNamespace(fill_tma_descriptor=lambda *given: filled.append(given) or f"map {given[0]}")
     monkeypatch.setattr(type(driver), "active", SimpleNamespace(utils=fill))
-    monkeypatch.setattr(launches, "version", lambda: version)
-    in_c, x = object(), torch.zeros(2, 8, 1, 16, dtype=torch.float16)
-    run = SimpleNamespace(launch=made_by_triton(in_c, forms), launch_cooperative_grid=False, launch_pdl=False)
-    run.global_scratch_size = run.profile_scratch_size = 0
-    binary = SimpleNamespace(run=run, function=7, packed_metadata="metadata")
+    in_c, x, run = object(), torch.zeros(2, 8, 1, 16, dtype=torch.float16), kind()
+    run.launch = made_by_triton(in_c, forms)
     first = Block("key", 4, 16).descriptor(x)
-    start, _, [absent, (descriptors, sizes)] = launches.starting(binary, [None, first])
+    start, _, [absent, (descriptors, sizes)] = direct.starting(binary_of(run), [None, first])
     assert absent[1] == []
-    if version == "3.6" and None not in forms:
+    if kind is OlderLauncher and None not in forms:
         assert start is in_c
         assert [descriptors[at] for at in (160, 320, 160)] == ["map 160", "map 320", "map 160"]
         assert filled == [(at, 3, 2, 9, [1, 4, 1, 16], [2, 8, 1, 16], [128, 16, 16, 1], 0) for at in (160, 320)]
         assert sizes == [2, 8, 1, 16, 128, 16, 16, 1]
     else:
-        assert start is (run.launch if version == "3.6" else run)
+        assert start is (run.launch if kind is OlderLauncher else run)
         assert descriptors[160].base.data_ptr() == 160
         assert descriptors[160] is descriptors[160] is not descriptors[320]
         assert {**vars(descriptors[160]), "base": x} == vars(first)
@@ -157,8 +243,8 @@ def test_a_descriptor_is_made_once_for_an_address(version, forms, monkeypatch):
 
 
 def test_descriptors_are_kept_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr(launches, "MOST", 2)
-    found = launches.Descriptors(lambda address: [address])
+    monkeypatch.setattr(direct, "MOST", 2)
+    found = direct.Descriptors(lambda address: [address])
     assert [found[n] for n in (1, 2, 3, 1)] == [[1], [2], [3], [1]]
     assert len(found) <= 2
 
@@ -254,7 +340,7 @@ def launched_on_new_tensors(launch):
 
 
 def test_plans_are_remembered_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr(launches, "planned", lru_cache(2)(launches.planned.__wrapped__))
+    monkeypatch.setattr(launch_store, "planned", lru_cache(2)(launch_store.planned.__wrapped__))
     asked = []
 
     @remembered
@@ -266,7 +352,7 @@ def test_plans_are_remembered_up_to_a_limit(monkeypatch):
     for key in (2, 3, 1):
         plan(key)
     assert asked == [1, 2, 3, 1]
-    assert launches.planned.cache_info().currsize <= 2
+    assert launch_store.planned.cache_info().currsize <= 2
 
 
 def test_what_is_like_a_blank_is_as_anything_new():

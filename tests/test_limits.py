@@ -152,7 +152,7 @@ def test_backends_and_kernels_stay_small():
     what ranks write into each other's memory (180).
     """
     lines = {source.path: len(source.code_lines) for source in BACKENDS if source.is_core}
-    assert sum(lines.values()) <= 4450, f"{sum(lines.values())} lines of code in backends/, not 4450: {lines}"
+    assert sum(lines.values()) <= 4700, f"{sum(lines.values())} lines of code in backends/, not 4700: {lines}"
 
 
 def test_the_benchmark_stays_small():

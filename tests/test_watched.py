@@ -1,4 +1,4 @@
-"""Calls on a torch whose private state is not known are the same calls, all through the dispatcher."""
+"""Calls on a torch whose private functions are missing or wrong are the same calls, and only what must be is slower."""
 
 import ast
 import subprocess
@@ -8,14 +8,57 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.autograd import forward_ad
+from probing import forgotten
+from torch.autograd import forward_ad, profiler
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import attnlib
-from attnlib import CAUSAL, KVCache, KVLayout, attention, cached_attention, varlen_attention, watched
+from attnlib import (
+    CAUSAL,
+    KVCache,
+    KVLayout,
+    attention,
+    cached_attention,
+    explain,
+    probes,
+    torch_questions,
+    varlen_attention,
+    watched,
+)
 
 OFFSETS = torch.tensor([0, 3, 9], dtype=torch.int32)
 dense = partial(attention, mask=CAUSAL)
 packed = partial(varlen_attention, mask=CAUSAL, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS)
+QUESTIONS = [x.name for x in torch_questions.QUESTIONS]
+NEEDED = ("dispatch modes", "transforms", "profilers")  # for which there is no public function
+
+
+def missing():
+    raise AttributeError("no such name")
+
+
+WRONG = {  # in place of what looks a private function up
+    "missing": missing,
+    "always no": lambda: lambda: None,
+    "always yes": lambda: lambda: 1,
+    "raises": lambda: missing,
+}
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """``broken(name, how)`` makes torch answer one question otherwise, as if it had just been imported."""
+
+    def change(name, how):
+        probes.ANSWERS.clear()
+        changed = [x._replace(find=WRONG[how]) if x.name == name else x for x in torch_questions.QUESTIONS]
+        monkeypatch.setattr(torch_questions, "QUESTIONS", tuple(changed))
+        if name == "transforms":
+            monkeypatch.setattr(watched, "_peek", None if how == "missing" else WRONG[how]())
+
+    with forgotten():
+        yield change
 
 
 def gradients(call, *tensors):
@@ -33,6 +76,7 @@ def mapped(call, *tensors):
 
 
 def compiled(call, *tensors):
+    torch.compiler.reset()
     return (torch.compile(call, backend="eager", fullgraph=True)(*tensors),)
 
 
@@ -41,24 +85,54 @@ def leaves(call):
     return [torch.randn(*batch, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
 
 
-def through_dispatcher(call) -> bool:
-    """Whether a call runs an operator while nobody follows: its result is the operator's, not a Function's."""
+def goes_through_dispatcher(call) -> bool:
+    """True if a call runs an operator while nobody follows: its result is the operator's, not a Function's."""
     return "_Attention" not in type(call(*leaves(call)).grad_fn).__name__
 
 
-@pytest.mark.parametrize("way", [gradients, batched_gradients, mapped, compiled])
+@pytest.mark.parametrize("how", WRONG)
+@pytest.mark.parametrize("name", QUESTIONS)
 @pytest.mark.parametrize("call", [dense, packed], ids=("dense", "packed"))
-def test_results_are_the_same_on_an_unknown_torch(call, way, monkeypatch):
+def test_results_are_the_same_where_one_answer_is_wrong(call, name, how, broken):
+    """First asked by a plain call, from inside a transform or a compiler, and by a backward."""
     tensors = leaves(call)
-    known = way(call, *tensors)
-    monkeypatch.setattr(watched, "IS_KNOWN", False)
-    torch.compiler.reset()
-    unknown = way(call, *tensors)
-    assert all(torch.equal(x, y) for x, y in zip(known, unknown, strict=True))
+    ways = (gradients, batched_gradients, mapped, *([compiled] if how == "missing" else []))
+    known = [way(call, *tensors) for way in ways]
+    for way, right in zip(ways, known, strict=True):
+        broken(name, how)
+        assert all(torch.equal(x, y) for x, y in zip(way(call, *tensors), right, strict=True)), way.__name__
+
+
+@pytest.mark.parametrize("how", WRONG)
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_wrong_answer_costs_one_question(name, how, broken):
+    """The fast path stays where a public function answers in its place, and explain names what failed."""
+    assert not goes_through_dispatcher(dense)
+    broken(name, how)
+    assert goes_through_dispatcher(dense) == (name in NEEDED)
+    told = str(explain(dense.func, *leaves(dense), mask=CAUSAL))
+    assert f"fast path off: {name}: " in told
+    assert told.count("fast path off") == 1
+    assert "to do: update attnlib" in told
+    assert "fast paths: on" not in told
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_gradients_are_the_same_where_batches_are_not_told(how, broken, monkeypatch):
+    tensors = leaves(dense)
+    known = batched_gradients(dense, *tensors)
+    broken("no question", how)
+    if how == "missing":
+        monkeypatch.delattr(torch._C._functorch, "is_legacy_batchedtensor")
+    else:
+        monkeypatch.setattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: WRONG[how]()())
+    assert all(torch.equal(x, y) for x, y in zip(batched_gradients(dense, *tensors), known, strict=True))
+    assert watched.are_batched(torch.zeros(1))
+    assert [x.partition(":")[0] for x in watched.failures()] == ["batched gradients"]
 
 
 @torch.no_grad()
-def test_cached_calls_are_the_same_on_an_unknown_torch(monkeypatch):
+def test_cached_calls_are_the_same_where_an_answer_is_missing(broken):
     q, k, v = (torch.randn(2, 3, heads, 8) for heads in (4, 2, 2))
 
     def steps():
@@ -69,51 +143,96 @@ def test_cached_calls_are_the_same_on_an_unknown_torch(monkeypatch):
                 yield cached_attention(q[:, i : i + 1], kv.append(k[:, i : i + 1], v[:, i : i + 1]), mask=CAUSAL)
 
     known = list(steps())
-    monkeypatch.setattr(watched, "IS_KNOWN", False)
+    broken("dispatch modes", "missing")
     assert all(torch.equal(x, y) for x, y in zip(known, steps(), strict=True))
 
 
-def test_only_a_known_torch_goes_around_the_dispatcher(monkeypatch):
-    assert not through_dispatcher(dense)
-    monkeypatch.setattr(watched, "IS_KNOWN", False)
-    assert through_dispatcher(dense)
+class Follows(TorchFunctionMode):
+    """A mode that follows torch's functions."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+counter = partial(FlopCounterMode, display=False, custom_mapping=attnlib.FLOP_FORMULAS)
+
+
+@pytest.mark.parametrize("how", [None, *WRONG])
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [
+        ("dispatch modes", counter),
+        ("profilers", profiler.emit_itt),
+        ("function modes", Follows),
+    ],
+)
+def test_followers_are_seen_whatever_torch_answers(name, inside, how, broken):
+    broken(name, how) if how else probes.ANSWERS.clear()
+    with inside():  # before anything has been tried
+        assert goes_through_dispatcher(dense)
+    goes_through_dispatcher(dense)
+    with inside():
+        assert goes_through_dispatcher(dense)
+
+
+def test_nothing_is_remembered_of_a_first_call_that_is_followed(broken):
+    probes.ANSWERS.clear()
+    with counter():
+        dense(*leaves(dense))
+        assert "cannot be tried here, since" in str(explain(attention, *leaves(dense), mask=CAUSAL))
+    compiled(dense, *leaves(dense))
+    mapped(dense, *leaves(dense))
+    with profiler.emit_itt():
+        dense(*leaves(dense))
+    assert watched.SEEN not in probes.ANSWERS
+    assert not goes_through_dispatcher(dense)
+    assert watched.SEEN in probes.ANSWERS
+
+
+def test_a_default_device_follows_nothing(broken):
+    probes.ANSWERS.clear()
+    with torch.device("cpu"):
+        assert not goes_through_dispatcher(dense)
+    broken("function modes", "missing")
+    with torch.device("cpu"):
+        assert goes_through_dispatcher(dense)
 
 
 @pytest.mark.parametrize("which", range(4))
-@pytest.mark.parametrize("is_known", [True, False])
-def test_forward_mode_is_refused_on_any_torch(is_known, which, monkeypatch):
-    monkeypatch.setattr(watched, "IS_KNOWN", is_known)
+@pytest.mark.parametrize("how", [None, *WRONG])
+def test_forward_mode_is_refused_whatever_torch_answers(how, which, broken):
+    broken("forward mode", how) if how else probes.ANSWERS.clear()
     tensors = [*(x.detach() for x in leaves(dense)), torch.zeros(4)]
-    with forward_ad.dual_level():
-        tensors[which] = forward_ad.make_dual(tensors[which], torch.ones_like(tensors[which]))
-        with pytest.raises(NotImplementedError, match="forward-mode"):
-            dense(*tensors[:3], sinks=tensors[3])
+    for _ in range(2):  # before and after the trial
+        with forward_ad.dual_level():
+            tensors[which] = forward_ad.make_dual(tensors[which].detach(), torch.ones_like(tensors[which]))
+            with pytest.raises(NotImplementedError, match="forward-mode"):
+                dense(*tensors[:3], sinks=tensors[3])
+        dense(*(x.detach() for x in tensors[:3]))
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_functional_gradients_are_refused_on_any_torch(is_known, monkeypatch):
-    monkeypatch.setattr(watched, "IS_KNOWN", is_known)
+@pytest.mark.parametrize("how", [None, *WRONG])
+def test_functional_gradients_are_refused_whatever_torch_answers(how, broken):
+    broken("transforms", how) if how else probes.ANSWERS.clear()
     with pytest.raises(RuntimeError, match="functorch transforms"):
         torch.func.grad(lambda *x: dense(*x).sum())(*leaves(dense))
 
 
-def test_which_torch_is_known():
+def test_a_version_that_nobody_knows_keeps_the_fast_path():
     code = """
-import importlib, torch
-from attnlib import watched
-def is_known():
-    return importlib.reload(watched).IS_KNOWN
-for version in ("2.11.0", "2.12.1+cu130", "2.13.0a0+git0"):
-    torch.__version__ = version
-    assert is_known(), version
-for version in ("2.1.1", "2.14.0", "3.0", "unknown"):
-    torch.__version__ = version
-    assert not is_known(), version
-torch.__version__ = "2.13.0"
-del torch.autograd._profiler_enabled
-assert not is_known()
+import torch
+torch.__version__ = torch.torch_version.TorchVersion("9.7.0")
+from attnlib import CAUSAL, attention, explain
+q = torch.randn(1, 17, 2, 8, requires_grad=True)
+out = attention(q, q, q, mask=CAUSAL)
+assert "_Attention" in type(out.grad_fn).__name__, out.grad_fn
+assert "fast paths: on" in str(explain(attention, q, q, q, mask=CAUSAL))
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_this_torch_answers_every_question():
+    assert watched.failures() == []
 
 
 @pytest.mark.parametrize("name", ["spec.py", "prepared.py", "backends/autograd.py"])

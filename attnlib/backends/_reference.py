@@ -26,6 +26,11 @@ def slow(spec: AttentionSpec) -> list[str]:
     return ["runs the definition, one query at a time, and copies the keys each query sees"]
 
 
+def failures(spec: AttentionSpec) -> list[str]:
+    """Nothing: it uses public functions alone."""
+    return []
+
+
 def variant(call: Call) -> str:
     """Nothing: one code runs all calls."""
     return ""

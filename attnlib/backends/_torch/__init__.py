@@ -6,12 +6,14 @@ No T x T tensor and no copy of K or V is made.
 import torch
 from torch import Tensor
 
+from ... import watched
 from ...call import Call, PieceGradients
 from ...kv import KVView
 from ...rope import Angles, rotate
 from ...spec import AttentionSpec
 from ...watched import are_watched
 from ..operators import flat, flat_over_view
+from . import fused
 from .implementations import OPERATORS, cached
 from .pages import quantise
 
@@ -33,6 +35,11 @@ def slow(spec: AttentionSpec) -> list[str]:
     if spec.device not in ("cpu", "meta") and (spec.kind != "dense" or spec.bounds or spec.dropout):
         reasons.append("waits for the device to read lengths on the host")
     return reasons
+
+
+def failures(spec: AttentionSpec) -> list[str]:
+    """What of torch it cannot use as expected, and what that costs."""
+    return [*watched.failures(), *(fused.failures() if spec.device == "cpu" else [])]
 
 
 def variant(call: Call) -> str:

@@ -1,15 +1,45 @@
 """torch's fused CPU attention, and when it is exact."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...watched import KNOWN
+from ... import probes
+from ...probes import answer, failure_of
+from ...watched import refuse_trials
 from .batches import Batch, rows, unrows
 
-# torch keeps these to itself; of another torch nobody knows what they compute.
-FORWARD = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", None)
-BACKWARD = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-IS_KNOWN = ".".join(torch.__version__.split(".")[:2]) in KNOWN and None not in (FORWARD, BACKWARD)
+FUSED = "torch's fused CPU attention"
+
+
+class _Fused(NamedTuple):
+    """torch's two functions, which it keeps to itself; None if they failed their trial."""
+
+    forward: Callable | None
+    backward: Callable | None
+    failures: tuple[str, ...] = ()
+
+
+def failures() -> list[str]:
+    """Why torch's fused attention is not used, if so. Raises NotNow where it cannot be tried."""
+    return probes.failures(FUSED, _find)
+
+
+def _find() -> _Fused:
+    refuse_trials()
+    if why := failure_of(lambda: _try(_look_up())):
+        cost = "attention on CPUs is computed tile by tile, which is right and slower"
+        return _Fused(None, None, (f"{FUSED}: {why}; {cost}",))
+    return _look_up()
+
+
+def _look_up() -> _Fused:
+    aten = torch.ops.aten
+    return _Fused(
+        torch._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward
+    )
 
 
 def causality(batch: Batch) -> bool | None:
@@ -17,22 +47,29 @@ def causality(batch: Batch) -> bool | None:
     q, keys, mask, first = batch.q, batch.keys, batch.mask, batch.first
     s, t = q.shape[1], keys.stop - keys.start
     # Over fewer keys than a vector holds (16 with AVX-512), torch turns the row of a NaN query into zeros (#141128).
-    if not IS_KNOWN or q.device.type != "cpu" or q.numel() == 0 or t < 16:
+    if q.device.type != "cpu" or q.numel() == 0 or t < 16:
         return None
     if batch.score.options or batch.dropout.p or batch.score_factor is not None or batch.functions is not None:
         return None
     if q.shape[-1] != keys.v.shape[-1] or not keys.at_once:
         return None
     if mask.covers(first, first + s, keys.start, keys.stop):
-        return False
-    return True if first == keys.start and s == t and mask.is_causal_among(first, first + s) else None
+        causal = False
+    elif first == keys.start and s == t and mask.is_causal_among(first, first + s):
+        causal = True
+    else:
+        return None
+    fused = answer(FUSED, _find)
+    return None if fused is None or fused.forward is None else causal
 
 
 def forward(batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
     """The output ``[b, s, h, d]`` and the LSE ``[b, h, s]``, contiguous."""
     k, v = _read(batch)
     b, s, h, _ = batch.q.shape
-    out, lse = FORWARD(rows(batch.q, h if causal else k.shape[1]), k, v, 0.0, causal, scale=batch.score.scale)
+    out, lse = answer(FUSED, _find).forward(
+        rows(batch.q, h if causal else k.shape[1]), k, v, 0.0, causal, scale=batch.score.scale
+    )
     return unrows(out, batch.q.shape).contiguous(), lse.reshape(b, h, s).contiguous()
 
 
@@ -42,10 +79,57 @@ def backward(batch: Batch, causal: bool, dout: Tensor, out: Tensor, lse: Tensor)
     # Without a causal order a group's queries share one pass over its keys.
     g = q.shape[2] if causal else k.shape[1]
     solved = (rows(out, g), lse.reshape(q.shape[0], g, -1))
-    dq, dk, dv = BACKWARD(rows(dout, g), rows(q, g), k, v, *solved, 0.0, causal, scale=batch.score.scale)
+    dq, dk, dv = answer(FUSED, _find).backward(
+        rows(dout, g), rows(q, g), k, v, *solved, 0.0, causal, scale=batch.score.scale
+    )
     return unrows(dq, q.shape).contiguous(), dk.transpose(1, 2).contiguous(), dv.transpose(1, 2).contiguous()
 
 
 def _read(batch: Batch) -> tuple[Tensor, Tensor]:
     """All keys and values, ``[b, g, t, d]``."""
     return batch.keys.read(slice(0, batch.q.shape[0]), batch.keys.start, batch.keys.stop)
+
+
+def _try(fused: _Fused) -> None:
+    """Compare it with attention written out, causal and not, with a NaN query; raise RuntimeError where it differs.
+
+    In fp32, where its error against fp64 may be three times that of the formula.
+    """
+    for causal in (False, True):
+        wide = [_numbers(n) for n in range(4)]
+        q, k, v, dout = (x.float() for x in wide)
+        out, lse = fused.forward(q, k, v, 0.0, causal, scale=0.5)
+        found = out, lse, *fused.backward(dout, q, k, v, out, lse, 0.0, causal, scale=0.5)
+        for x, exact, near in zip(found, _written_out(causal, *wide), _written_out(causal, q, k, v, dout), strict=True):
+            _compare(x, exact, near)
+        q[..., 3, :] = torch.nan
+        out, lse = fused.forward(q, k, v, 0.0, causal, scale=0.5)
+        if (
+            not (out[..., 3, :].isnan().all() and lse[..., 3].isnan().all())
+            or out.isnan().sum() != out[..., 3, :].numel()
+        ):
+            raise RuntimeError("a NaN query is not the NaN of its own row alone")
+
+
+def _numbers(n: int) -> Tensor:
+    """Of a batch of one, two heads, 19 tokens and 8 channels, without asking torch's random numbers."""
+    return torch.arange(2 * 19 * 8, dtype=torch.float64, device="cpu").mul(0.7 + n).sin().view(1, 2, 19, 8)
+
+
+def _written_out(causal: bool, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """Output, LSE and gradients of q, k and v by the formula."""
+    scores = 0.5 * q @ k.mT
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    p = (scores - lse).exp()
+    out = p @ v
+    dscores = 0.5 * p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
+    return [out, lse[..., 0], dscores @ k, dscores.mT @ q, p.mT @ dout]
+
+
+def _compare(x: Tensor, exact: Tensor, near: Tensor) -> None:
+    ulp = torch.finfo(torch.float32).eps * exact.abs().max().item()
+    allowed = 3 * (near - exact).abs().max().item() + ulp
+    if x.shape != exact.shape or not (x - exact).abs().max().item() <= allowed:
+        raise RuntimeError(f"a result of shape {list(exact.shape)} is not that of the formula")

@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
+from ... import watched
 from ...call import Call, PieceGradients
 from ...fp8 import E4M3
 from ...prepared import Run
 from ...spec import AttentionSpec
+from . import launch
 from .cached import Cached
 from .dense import Dense
 from .launch import against
@@ -50,6 +52,10 @@ class TritonBackend:
     def slow(self, spec: AttentionSpec) -> list[str]:
         """Why this backend would copy K or V."""
         return [f"{name}: the last dimension is not contiguous, so it is copied once" for name in spec.strided]
+
+    def failures(self, spec: AttentionSpec) -> list[str]:
+        """What of torch and Triton it cannot use as expected, and what that costs."""
+        return [*watched.failures(), *(launch.failures(spec.arch) if spec.device == "cuda" else [])]
 
     def variant(self, call: Call) -> str:
         """Which of its kernels run a call."""

@@ -4,7 +4,7 @@ from ...checks import INT32
 from ...spec import arch_of
 from ..operators import result_dtype
 from . import decode_tables, schedule
-from .launch import is_gluon_known
+from .launch import has_gluon
 from .plans import Key, contiguous, functions, scoring, strides
 
 
@@ -26,7 +26,7 @@ class DecodeShapes:
             and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale, a.v_scale) if x),
         )  # fmt: skip
         takes = key.hopper and a.mask_program is a.score_program is None
-        takes = takes and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and is_gluon_known()
+        takes = takes and not a.split_size and a.origin is None and a.q.dtype.itemsize > 1 and has_gluon()
         # A descriptor loads scales from 16 bytes on, and those of the heads that all warps have.
         takes = takes and (a.k_scale is None or (page_size % 4 if a.v is None else self.g % 8) == 0)
         self.hopper = decode_tables.hopper(self.case, self.b * self.max_tokens * self.g) if takes else None

@@ -1,38 +1,30 @@
 """A kernel with all its arguments but the tensors, launched once through Triton, and directly from then on.
 
 Triton finds out from every argument which binary to run, about 40 us for these kernels. Here a launch belongs to one
-set of shapes, and remembers. How a binary is launched is private to Triton, so this is done with known versions alone;
-every other one launches as anybody would.
+set of shapes, and remembers. How a binary is started is private to Triton, so this is tried on a tiny kernel first;
+where that fails, every launch is as anybody would.
 """
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, wraps
 from importlib.util import find_spec
-from inspect import getclosurevars
 from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...watched import IS_KNOWN
+from ... import probes
+from ...probes import NotNow, answer
+from ...watched import refuse_trials
+from . import direct
+from .direct import STREAM, Started, starting, streams
 from .forms import aligned, forms
+from .gluon_names import missing_names
 from .tables import LaunchConfig
 
-KNOWN = ("3.6", "3.7")  # the versions of Triton whose launchers the tests have passed with
-GLUON = ("3.6", "3.7")  # and those whose Gluon
 IS_INSTALLED = find_spec("triton") is not None
-STREAM = 3  # the place of the stream among what starts a binary, after the grid
-MOST = 1024  # descriptors of a block that are kept
-
-if IS_KNOWN and hasattr(torch._C, "_cuda_getDevice"):  # a microsecond sooner than what is public
-    current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
-else:
-    current_device = torch.cuda.current_device
-
-    def current_stream(device: int) -> int:
-        """The address of the current stream of a device."""
-        return torch.cuda.current_stream(device).cuda_stream
+GLUON = "dedicated Hopper kernels"
 
 
 @lru_cache(4096)
@@ -95,54 +87,6 @@ def tile_layout(shape: tuple[int, ...], dtype: torch.dtype):
     return gl.NVMMASharedLayout.get_default_for(list(shape), getattr(gl, name))
 
 
-class _Address(int):
-    """An address, which Triton asks a tensor for."""
-
-    def data_ptr(self) -> int:
-        """Itself."""
-        return self
-
-
-class Descriptors(dict):
-    """The descriptors of one block by the addresses of its tensor, made where there is none yet.
-
-    All else is as in the first one, so that nothing is checked again.
-    """
-
-    def __init__(self, make: Callable[[int], object]):
-        self._make = make
-
-    def __missing__(self, address: int) -> object:
-        if len(self) >= MOST:
-            self.clear()
-        made = self[address] = self._make(address)
-        return made
-
-
-class Started(NamedTuple):
-    """What starts a compiled kernel again: ``start(*arguments)``, where a few are filled in first.
-
-    The current stream belongs at ``STREAM``, the addresses of the kernel's tensors from ``first`` on, descriptors at
-    places of their own, each of a tensor by its name, and what functions of indices read from ``read`` on. Triton's
-    ``hooks`` say whether a profiler follows launches.
-    """
-
-    device: int
-    hooks: object
-    start: Callable
-    arguments: list
-    first: int
-    descriptors: list[tuple[int, str, Descriptors]]
-    read: int
-
-    def stream(self) -> int | None:
-        """The stream to start on, the current one; None where Triton must be asked: on another device, or followed."""
-        hooks = self.hooks
-        if self.device != current_device() or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            return None
-        return current_stream(self.device)
-
-
 class Launch:
     """``programs`` programs of a kernel, for tensors of the same device, shapes, strides and dtypes.
 
@@ -181,7 +125,7 @@ class Launch:
         addresses, read = self.addresses(tensors), [tensors.get(name) for name in self.captured]
         started = self.started(addresses, read)
         if started is None or (stream := started.stream()) is None:
-            self._ask(tensors, addresses, read)
+            self._ask(tensors)
             return
         arguments = started.arguments.copy()
         arguments[STREAM] = stream
@@ -200,20 +144,31 @@ class Launch:
         where it never has."""
         return self._started.get((aligned(addresses), forms(read)))
 
-    def _ask(self, tensors: dict[str, Tensor | None], addresses: list[int | None], read: list[tuple | None]) -> None:
+    def _ask(self, tensors: dict[str, Tensor | None]) -> None:
         """Launch as anybody would, and remember how Triton does it."""
         pointers = self._pick(tensors)
         device = pointers[0].get_device()
-        if pointers[0].is_cuda and device != current_device():
+        if pointers[0].is_cuda and device != streams().current_device():
             with torch.cuda.device(device):
                 self.on(tensors)
             return
+        binary, made = self.through_triton(tensors)
+        may = None if binary is None else direct.direct(_compare_bits)  # None is under the interpreter
+        if may is not None and (may.described if any(x is not None for x in made) else may.plain):
+            self.remember(binary, made, tensors)
+
+    def through_triton(self, tensors: dict[str, Tensor | None]) -> tuple[object, list]:
+        """Launch as anybody would; the binary that ran, and its descriptors."""
         made = [None if block is None else block.descriptor(tensors[block.tensor]) for block in self._blocks]
-        binary = self.kernel[(self.programs,)](*pointers, *made, *read, *self._values, **self.options)
-        if version() not in KNOWN or binary is None:  # None is under the interpreter
-            return
+        read = [tensors.get(name) for name in self.captured]
+        run = self.kernel[(self.programs,)]
+        return run(*self._pick(tensors), *made, *read, *self._values, **self.options), made
+
+    def remember(self, binary: object, made: list, tensors: dict[str, Tensor | None]) -> None:
+        """Start this binary directly from now on, for tensors that Triton would choose it for."""
         from triton.knobs import runtime
 
+        addresses, read = self.addresses(tensors), [tensors.get(name) for name in self.captured]
         start, constants, described = starting(binary, made)
         arguments = [self.programs, 1, 1, None, *constants, *addresses]
         first, places = STREAM + 1 + len(constants), []
@@ -223,57 +178,63 @@ class Launch:
             arguments += [None, *sizes]
         at = len(arguments)
         arguments += [*(() if x == () else None for x in read), *self._values]  # which keep no tensor
-        self._started[aligned(addresses), forms(read)] = Started(device, runtime, start, arguments, first, places, at)
+        device, ask = self._pick(tensors)[0].get_device(), streams()
+        self._started[aligned(addresses), forms(read)] = Started(
+            device, ask, runtime, start, arguments, first, places, at
+        )
 
 
-def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[Descriptors, list]]]:
-    """What starts a binary, and what it takes between the stream and the tensors; and what of these descriptors.
+def _compare_bits(descriptors: bool) -> None:
+    """Launch a tiny kernel through Triton, and then directly on other tensors; raise RuntimeError if bits differ."""
+    from .kernels import trial
 
-    It is a function in C, which takes a descriptor as the chip does, and then its sizes; or, of another Triton or where
-    a kernel needs memory of its own, the one in Python before it.
+    refuse_trials()
+    config, n = LaunchConfig(16, 16, 1, 1), 40
+    x = torch.arange(2 * 48 * 16, dtype=torch.float32, device="cuda").view(2, 48, 16)
+    if descriptors:
+        launch = Launch(trial.copy_tile, 3, {}, config, {"x_desc": Block("x", 16, 16, of_heads=False)})
+        expected, more = x, {}
+    else:
+        launch = Launch(trial.copy_rows, 3, {"size": n}, config)
+        expected, more = (x + 1).flatten(1)[:, :n], {"absent": None, "read_tensors": (torch.ones_like(x),)}
+    out = [torch.zeros_like(part) for part in expected]
+    tensors = [{"x": part, "out": y, **more} for part, y in zip(x, out, strict=True)]
+    launch.remember(*launch.through_triton(tensors[0]), tensors[0])
+    started = launch.started(launch.addresses(tensors[1]), [tensors[1].get(name) for name in launch.captured])
+    if started.stream() is None:
+        raise NotNow  # a profiler follows launches
+    launch.on(tensors[1])
+    if not torch.equal(torch.stack(out), expected):
+        raise RuntimeError("a kernel that is started directly writes other bits")
+
+
+def failures(arch: int) -> list[str]:
+    """What of Triton or torch cannot be used as expected on a GPU of this architecture, and what that costs.
+
+    Raises:
+        NotNow: it cannot be tried here.
     """
-    run, function, metadata, no_hooks = binary.run, binary.function, binary.packed_metadata, (None, None, None)
-    described = [(x and Descriptors(partial(_moved, _moved(x, 0))), []) for x in made]  # which keep no tensor
-    if version() != "3.6" or not hasattr(run, "launch") or run.global_scratch_size or run.profile_scratch_size:
-        return run, (function, metadata, *no_hooks), described
-    start, constants = run.launch, (function, run.launch_cooperative_grid, run.launch_pdl, None, None)
-    kept = getclosurevars(start).nonlocals if any(x is not None for x in made) else {}
-    forms = kept.get("tensordesc_meta", ())
-    if forms and None not in forms:
-        forms = iter(forms)
-        start, described = kept["launcher"], [(x, []) if x is None else _encoded(x, next(forms)) for x in made]
-    return start, (*constants, metadata, *no_hooks), described
+    launches = direct.failures(_compare_bits) if torch.cuda.is_available() else []
+    return [*launches, *(probes.failures(GLUON, _find_gluon) if arch == 90 else [])]
 
 
-def _moved(descriptor: object, address: int) -> object:
-    """The same descriptor of a tensor elsewhere."""
-    new = object.__new__(type(descriptor))
-    new.__dict__.update(descriptor.__dict__, base=_Address(address))
-    return new
+class _Gluon(NamedTuple):
+    """Whether this Triton has what the dedicated Hopper kernels are written with."""
+
+    is_there: bool
+    failures: tuple[str, ...] = ()
 
 
-def _encoded(descriptor: object, form: dict) -> tuple[Descriptors, list]:
-    """The chip's descriptors like this one, of tensors elsewhere, and the sizes that kernels take besides."""
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-    from triton.runtime import driver
-
-    fill, shape, strides = driver.active.utils.fill_tma_descriptor, descriptor.shape, descriptor.strides
-    dtype, block = TMA_DTYPE_DEVICE_TO_HOST[form["elem_type"]], form["block_size"]
-    fixed = (form["swizzle"], form["elem_size"], dtype, block, shape, strides, int(descriptor.padding == "nan"))
-    return Descriptors(lambda address: fill(address, *fixed)), [*shape, *strides]
+def has_gluon() -> bool:
+    """True if this Triton has what the dedicated Hopper kernels are written with."""
+    found = answer(GLUON, _find_gluon)
+    return found is not None and found.is_there
 
 
-def is_gluon_known() -> bool:
-    """Whether Triton is of a version with whose Gluon the tests have passed."""
-    return version() in GLUON
-
-
-@remembered
-def version() -> str:
-    """The minor version of Triton."""
-    import triton
-
-    return ".".join(triton.__version__.split(".")[:2])
+def _find_gluon() -> _Gluon:
+    missing = missing_names()
+    cost = "the generic kernels run, which are 1.2 to 1.6 times slower"
+    return _Gluon(not missing, (f"{GLUON}: this Triton lacks {', '.join(missing)}; {cost}",) if missing else ())
 
 
 def against(dtype: torch.dtype, device: str, arch: int, *, interpreted: bool) -> list[str]:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import STREAM, Launch, Started, remembered
+from .direct import STREAM, Started
+from .launch import Launch, remembered
 
 
 class _Part(NamedTuple):

@@ -9,8 +9,9 @@ from ...derivative import derivative
 from ...program import Program
 from ..operators import Arguments
 from . import hopper_tables, mask_tiles, passes
+from .direct import streams
 from .hopper_tables import BackwardConfig, ForwardConfig
-from .launch import Block, Launch, current_stream, is_gluon_known, remembered
+from .launch import Block, Launch, has_gluon, remembered
 from .passes import Backward
 from .plans import BackwardShapes, DenseShapes, Key, Layout
 from .schedule import processors
@@ -38,7 +39,7 @@ class Forward(NamedTuple):
         """
         if not self.drawn:
             return None
-        return _counter_of(device) if current_stream(device.index) == 0 else _zero(device)
+        return _counter_of(device) if streams().current_stream(device.index) == 0 else _zero(device)
 
 
 def _zero(device: torch.device) -> Tensor:
@@ -61,7 +62,7 @@ def forward(key: Key) -> Forward:
     x, a = DenseShapes(key), key.layouts
     takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines  # pieces of a call have not been tried
     takes = takes and not (x.case.by_function and x.case.itemsize == 1)
-    config = hopper_tables.forward(x.case, keys=x.length) if key.hopper and takes and is_gluon_known() else None
+    config = hopper_tables.forward(x.case, keys=x.length) if key.hopper and takes and has_gluon() else None
     if config is not None:
         return _hopper_forward(x, config, drawn=not x.are_alike, processors=processors(key.device))
     launches, lists = passes.forward(x)
@@ -114,7 +115,7 @@ def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
     """The launches of a backward."""
     x, a = BackwardShapes(key, Layout(*dout), None if dlse is None else Layout(*dlse)), key.layouts
     takes = a.dropout_p == 0 and a.origin is None and not x.has_slopes and x.out.is_in_lines and key.hopper
-    takes = takes and a.scale != 0 and is_gluon_known()  # by the scale it divides
+    takes = takes and a.scale != 0 and has_gluon()  # by the scale it divides
     config = hopper_tables.backward(x.case, keys=x.length, in_order=key.in_order) if takes else None
     if config is None or (x.case.by_function and not _takes_functions(a, config, in_order=key.in_order)):
         return passes.backward(x)

@@ -1,0 +1,202 @@
+"""What torch knows privately of those who follow operators, and a trial of each private function.
+
+It must say yes inside what it asks about, and no outside. Where one fails, a public function answers in its place;
+where there is none, the answer is yes, which is right and slower.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, profiler
+from torch.overrides import TorchFunctionMode, has_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .probes import NotNow, failure_of
+
+BATCHED = "batched gradients"
+
+
+class Asked(NamedTuple):
+    """The functions that answer, each a private one whose trial passed, or what stands in for it."""
+
+    dispatch_modes: Callable[[], object]
+    mode_stack: Callable[[], list]
+    transforms: Callable[[], object]
+    profiler: Callable[[], bool]
+    function_modes: Callable[[], bool]
+    has_forward_level: bool
+    failures: tuple[str, ...] = ()
+
+
+class Question(NamedTuple):
+    """A private function, which ``find`` looks up, and its trial: ``inside`` gives what it answers where it must say
+    yes. ``public`` answers the same, where torch has such a function; ``instead`` is asked from then on if the trial
+    fails, and ``cost`` says what that means."""
+
+    name: str
+    find: Callable[[], Callable[[], object]]
+    inside: Callable[[Callable], object]
+    public: Callable[[], object] | None
+    instead: Callable[[], object]
+    cost: str
+
+
+def find() -> Asked:
+    looked = [(question, failure_of(lambda question=question: _refuse_inside(question))) for question in QUESTIONS]
+    found = [(question, why or failure_of(lambda question=question: _try(question))) for question, why in looked]
+    functions = [question.instead if why else question.find() for question, why in found]
+    failed = [f"{question.name}: {why}; {question.cost}" for question, why in found if why]
+    return Asked(*functions[:-1], not found[-1][1], tuple(failed))
+
+
+def _refuse_inside(question: Question) -> None:
+    """Raise NotNow inside of what a question is about; RuntimeError if the answer says so and is wrong."""
+    ask = question.find()
+    if ask():
+        if question.public() if question.public else not _in_another_thread(ask):
+            raise NotNow(f"since torch says yes to {question.name}")
+        raise RuntimeError("it says yes where it must say no")
+
+
+def _in_another_thread(ask: Callable) -> object:
+    """What it answers outside of everything: modes, transforms and profilers belong to a thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(ask).result()
+
+
+def _try(question: Question) -> None:
+    """Ask inside, and outside again; raise RuntimeError where an answer is wrong."""
+    ask = question.find()
+    if not question.inside(ask):
+        raise RuntimeError("it says no where it must say yes")
+    if ask():
+        raise RuntimeError("it says yes where it must say no")
+
+
+def yes() -> bool:
+    return True
+
+
+def _inside_dispatch_mode(ask: Callable) -> object:
+    with _Mode():
+        return ask()
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def _inside_transform(ask: Callable) -> object:
+    found = []
+    torch.vmap(lambda x: found.append(ask()) or x)(torch.zeros(1, device="cpu"))
+    return found[0]
+
+
+def _inside_profiler(ask: Callable) -> object:
+    """By the annotation that is quickest: a tenth of a millisecond, where a profile takes one and may print."""
+    with profiler.emit_itt() if torch.profiler.itt.is_available() else profiler.profile(use_kineto=False):
+        return ask()
+
+
+def _inside_function_mode(ask: Callable) -> object:
+    with torch.device("cpu"):
+        if ask():
+            raise RuntimeError("it takes a default device for somebody who follows calls")
+    with TorchFunctionMode():
+        return ask()
+
+
+def _has_function_mode() -> bool:
+    """True in any mode that follows torch's functions, a default device included."""
+    return has_torch_function((None,))
+
+
+def _refuses_forward_mode() -> bool:
+    """True if a level is open, since torch takes only one."""
+    try:
+        with forward_ad.dual_level():
+            return False
+    except RuntimeError:
+        return True
+
+
+def _inside_forward_mode(ask: Callable) -> object:
+    with forward_ad.dual_level():
+        return ask()
+
+
+def _find_function_modes() -> Callable[[], bool]:
+    """A default device is a mode too, which follows nothing."""
+    from torch.utils._device import DeviceContext
+
+    count, modes = torch._C._len_torch_function_stack, torch.overrides._get_current_function_mode_stack
+
+    def ask() -> bool:
+        return bool(count()) and any(type(mode) is not DeviceContext for mode in modes())
+
+    return ask
+
+
+def _find_forward_level() -> Callable[[], bool]:
+    """Whether a level is open, which is a variable of torch's."""
+    forward_ad._current_level  # noqa: B018 - raises where it is not there
+    return lambda: forward_ad._current_level >= 0
+
+
+_SLOWER = "every call goes through torch's dispatcher, which is right and slower"
+QUESTIONS = (  # in the order of Asked
+    Question("dispatch modes", lambda: torch._C._len_torch_dispatch_stack, _inside_dispatch_mode, None, yes, _SLOWER),
+    Question(
+        "the stack of dispatch modes",
+        lambda: torch.utils._python_dispatch._get_current_dispatch_mode_stack,
+        _inside_dispatch_mode,
+        None,
+        list,
+        "a FlopCounterMode without attnlib.FLOP_FORMULAS counts attention as 0 FLOPs",
+    ),
+    Question("transforms", lambda: torch._C._functorch.peek_interpreter_stack, _inside_transform, None, yes, _SLOWER),
+    Question("profilers", lambda: torch.autograd._profiler_enabled, _inside_profiler, None, yes, _SLOWER),
+    Question(
+        "function modes",
+        _find_function_modes,
+        _inside_function_mode,
+        _has_function_mode,
+        _has_function_mode,
+        "calls under a default device go through torch's dispatcher",
+    ),
+    Question(
+        "forward mode",
+        _find_forward_level,
+        _inside_forward_mode,
+        _refuses_forward_mode,
+        yes,
+        "every call looks at each of its tensors",
+    ),
+)
+
+
+class Batched(NamedTuple):
+    is_batched: Callable[[Tensor], bool]
+    failures: tuple[str, ...] = ()
+
+
+def find_batched() -> Batched:
+    """Apart from the others, since it is asked in a backward alone, and torch loads much for its first one."""
+    if why := failure_of(_try_batched):
+        return Batched(lambda x: True, (f"{BATCHED}: {why}; every backward goes through torch's dispatcher",))
+    return Batched(torch._C._functorch.is_legacy_batchedtensor)
+
+
+def _try_batched() -> None:
+    is_batched, found = torch._C._functorch.is_legacy_batchedtensor, []
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(1, device="cpu", requires_grad=True)
+        y = x * 1
+        y.register_hook(lambda grad: found.append(is_batched(grad)))
+        torch.autograd.grad(y, x, torch.ones(2, 1, device="cpu"), is_grads_batched=True)
+    if found != [True] or is_batched(x):
+        raise RuntimeError(f"it says {found} of batched gradients and {is_batched(x)} of others")
