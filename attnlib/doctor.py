@@ -62,7 +62,7 @@ def _warnings(explanations: Iterable[Explanation]) -> Iterator[str]:
     """A line for each Hopper GPU that runs without its fast paths."""
     failures = dict.fromkeys(failure for x in explanations if x.spec.arch == 90 for failure in x.failures or ())
     if failures:
-        yield f"warning: this GPU could be faster, {len(failures)} of its fast paths are off; each is named above"
+        yield f"warning: this GPU could be faster; fast paths that are off, each named above: {len(failures)}"
 
 
 def _explanations(device: str) -> Iterator[tuple[str, Explanation]]:

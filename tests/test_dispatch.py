@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from probing import forgotten
 
 from attnlib import (
     CAUSAL,
@@ -21,6 +22,7 @@ from attnlib import (
     sliding,
     varlen_attention,
 )
+from attnlib.backends._triton import launch
 from attnlib.call import Call, checked
 from attnlib.dispatch import PREFERENCE, backend_of, explanation, select
 from attnlib.masks import mask_tensor
@@ -172,6 +174,31 @@ def test_a_warning_names_the_line_that_called(monkeypatch):
         layer(x)
     assert called[0].filename == layered[0].filename == __file__
     assert called[0].lineno == layered[0].lineno - 2
+
+
+@pytest.mark.parametrize("name", [None, "strict", "triton"])
+def test_a_hopper_gpu_without_its_kernels_warns_once(name, monkeypatch):
+    """Of the first call, whoever chooses the backend; a refusal it is not."""
+    spec = spec_of()._replace(device="cuda", arch=90)
+    monkeypatch.setattr(launch, "missing_names", lambda: ["gluon.tma"])
+    with forgotten():
+        with pytest.warns(
+            SlowPathWarning, match=r"Hopper kernels: this Triton lacks gluon\.tma.*update attnlib"
+        ):
+            assert select(spec, name) is backend_of("triton")
+        select(spec, name)  # warnings are errors
+        assert not launch.has_gluon()
+        told = str(explanation(spec, name))
+    assert "fast path off: dedicated Hopper kernels: this Triton lacks gluon.tma; the generic kernels run" in told
+
+
+@pytest.mark.parametrize("arch", [80, 89, 100])
+def test_other_gpus_have_no_dedicated_kernels_to_miss(arch, monkeypatch):
+    spec = spec_of()._replace(device="cuda", arch=arch)
+    monkeypatch.setattr(launch, "missing_names", lambda: ["gluon.tma"])
+    with forgotten():
+        select(spec)
+        assert "fast paths: on" in str(explanation(spec, None))
 
 
 def test_what_is_prepared_is_bounded_and_lives_as_long_as_its_view():

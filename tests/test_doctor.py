@@ -3,8 +3,10 @@
 import os
 
 import pytest
+from probing import forgotten
 
 from attnlib import __main__, doctor
+from attnlib.backends._torch import fused
 
 
 @pytest.fixture
@@ -24,6 +26,31 @@ def test_it_names_versions_backends_and_folders(folders, capsys):
         assert words in out
     assert "triton_cache_dir: safe" in out
     assert "torchinductor_cache_dir: not there yet" in out
+
+
+def test_it_names_what_is_slower_than_it_could_be(folders, capsys, monkeypatch):
+    def missing():
+        raise AttributeError("torch has no such name")
+
+    monkeypatch.setattr(fused, "_look_up", missing)
+    with forgotten():
+        assert __main__.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "fast path off: torch's fused CPU attention: AttributeError: torch has no such name; attention on" in out
+    assert "to do: update attnlib, or install versions" in out
+    assert "warning" not in out  # which is for GPUs
+
+
+def test_it_warns_on_a_hopper_gpu_without_fast_paths(folders, capsys, monkeypatch):
+    def on_a_hopper_gpu(device):
+        for name, explanation in explanations(device):
+            failures = ("dedicated Hopper kernels: this Triton lacks some",)
+            yield name, explanation._replace(spec=explanation.spec._replace(arch=90), failures=failures)
+
+    explanations = doctor._explanations
+    monkeypatch.setattr(doctor, "_explanations", on_a_hopper_gpu)
+    assert __main__.main(["doctor"]) == 0
+    assert "warning: this GPU could be faster; fast paths that are off, each named above: 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])

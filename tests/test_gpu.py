@@ -1,7 +1,10 @@
 """The torch backend and the caches on a CUDA device: right, and never silently slow."""
 
+import warnings
+
 import pytest
 import torch
+from probing import forgotten
 
 from attnlib import (
     CAUSAL,
@@ -14,9 +17,12 @@ from attnlib import (
     attention,
     attention_with_lse,
     explain,
+    probes,
     sliding,
     varlen_attention,
 )
+from attnlib.backends._triton import direct, launch
+from attnlib.dispatch import PREPARED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SLOW = pytest.mark.filterwarnings("ignore::attnlib.SlowPathWarning")
@@ -32,6 +38,61 @@ def test_the_automatic_choice_is_never_silently_slow():
         attention(wide, wide, wide, mask=CAUSAL)
     with pytest.raises(NotImplementedError, match="strict"):
         attention(wide, wide, wide, mask=CAUSAL, backend="strict")
+
+
+def test_every_fast_path_is_on():
+    """And each trial runs on this GPU, with a descriptor too where there are dedicated kernels."""
+    q = torch.randn(1, 5, 2, 64, device="cuda", dtype=torch.bfloat16)
+    with forgotten():
+        assert "fast paths: on" in str(explain(attention, q, q, q, mask=CAUSAL))
+        assert probes.ANSWERS[direct.DIRECT] == direct.Direct(plain=True, described=True)
+        assert probes.ANSWERS[direct.STREAMS].current_device is not torch.cuda.current_device
+
+
+def test_nothing_is_tried_while_a_graph_is_captured():
+    q, graph = torch.randn(1, 65, 2, 64, device="cuda", dtype=torch.bfloat16), torch.cuda.CUDAGraph()
+    right = attention(q, q, q, mask=CAUSAL)
+    with forgotten():
+        with torch.cuda.graph(graph):
+            out = attention(q, q, q, mask=CAUSAL)
+            assert not {direct.DIRECT, direct.STREAMS} & {*probes.ANSWERS}
+        graph.replay()
+        assert torch.equal(out, right)
+        attention(q[:, :33], q[:, :33], q[:, :33], mask=CAUSAL)
+        assert {direct.DIRECT, direct.STREAMS} <= {*probes.ANSWERS}
+
+
+def _wrong_launcher(binary, made):
+    raise TypeError("Triton's launcher takes other arguments")
+
+
+def _no_stream(device):
+    return 1 << 40
+
+
+def test_results_are_the_same_whatever_trial_fails(monkeypatch):
+    """A launcher that takes other arguments, and private functions that name another device or stream."""
+    q = torch.randn(2, 130, 4, 64, device="cuda", dtype=torch.bfloat16)
+    right = attention(q, q, q, mask=CAUSAL)
+    changes = (
+        (launch, "starting", _wrong_launcher, "direct launches"),
+        (torch._C, "_cuda_getCurrentRawStream", _no_stream, "the current device and stream"),
+        (torch._C, "_cuda_getDevice", lambda: 7, "the current device and stream"),
+    )
+    for owner, name, wrong, failure in changes:
+        with forgotten(), monkeypatch.context() as patch:
+            patch.setattr(owner, name, wrong)
+            PREPARED.forget()
+            launch.planned.cache_clear()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                results = [attention(q, q, q, mask=CAUSAL) for _ in range(3)]
+            assert all(torch.equal(x, right) for x in results)
+            assert f"fast path off: {failure}: " in str(explain(attention, q, q, q, mask=CAUSAL))
+            hopper = torch.cuda.get_device_capability() == (9, 0)
+            assert [x.category for x in caught] == [SlowPathWarning] * hopper
+    PREPARED.forget()
+    launch.planned.cache_clear()
 
 
 @SLOW

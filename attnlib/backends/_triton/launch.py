@@ -192,17 +192,17 @@ def _compare_bits(descriptors: bool) -> None:
     config, n = LaunchConfig(16, 16, 1, 1), 40
     x = torch.arange(2 * 48 * 16, dtype=torch.float32, device="cuda").view(2, 48, 16)
     if descriptors:
-        launch = Launch(trial.copy_tile, 3, {}, config, {"x_desc": Block("x", 16, 16, of_heads=False)})
-        expected, more = x, {}
+        launch = Launch(trial.add_tile, 3, {}, config, {"x_desc": Block("x", 16, 16, of_heads=False)})
+        expected, more = 2 * x, {}
     else:
-        launch = Launch(trial.copy_rows, 3, {"size": n}, config)
+        launch = Launch(trial.add_numbers, 3, {"size": n}, config)
         expected, more = (x + 1).flatten(1)[:, :n], {"absent": None, "read_tensors": (torch.ones_like(x),)}
     out = [torch.zeros_like(part) for part in expected]
     tensors = [{"x": part, "out": y, **more} for part, y in zip(x, out, strict=True)]
     launch.remember(*launch.through_triton(tensors[0]), tensors[0])
     started = launch.started(launch.addresses(tensors[1]), [tensors[1].get(name) for name in launch.captured])
     if started.stream() is None:
-        raise NotNow  # a profiler follows launches
+        raise NotNow("since a profiler follows launches")
     launch.on(tensors[1])
     if not torch.equal(torch.stack(out), expected):
         raise RuntimeError("a kernel that is started directly writes other bits")

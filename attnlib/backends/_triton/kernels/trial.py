@@ -1,11 +1,11 @@
-"""Two tiny kernels that show whether a launch hands on what it should: no attention, only copies."""
+"""Two tiny kernels that show whether a launch hands on what it should."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def copy_rows(x_ptr, absent_ptr, out_ptr, read_tensors, size, BLOCK_N: tl.constexpr):
+def add_numbers(x_ptr, absent_ptr, out_ptr, read_tensors, size, BLOCK_N: tl.constexpr):
     """Write ``x`` plus ``read[0]``, one block of numbers a program."""
     at = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = at < size
@@ -16,8 +16,9 @@ def copy_rows(x_ptr, absent_ptr, out_ptr, read_tensors, size, BLOCK_N: tl.conste
 
 
 @triton.jit
-def copy_tile(out_ptr, x_desc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Write the rows that a descriptor loads, one tile a program."""
+def add_tile(x_ptr, out_ptr, x_desc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Write ``x`` plus the same rows as a descriptor loads them, one tile a program."""
     first = tl.program_id(0) * BLOCK_M
     rows, columns = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    tl.store(out_ptr + rows[:, None] * BLOCK_N + columns[None, :], x_desc.load([first, 0]))
+    at = rows[:, None] * BLOCK_N + columns[None, :]
+    tl.store(out_ptr + at, tl.load(x_ptr + at) + x_desc.load([first, 0]))
