@@ -62,22 +62,20 @@ def test_nothing_is_tried_while_a_graph_is_captured():
         assert {direct.DIRECT, direct.STREAMS} <= {*probes.ANSWERS}
 
 
-def _wrong_launcher(binary, made):
+def _wrong_launcher(*given):
     raise TypeError("Triton's launcher takes other arguments")
-
-
-def _no_stream(device):
-    return 1 << 40
 
 
 def test_results_are_the_same_whatever_trial_fails(monkeypatch):
     """A launcher that takes other arguments, and private functions that name another device or stream."""
     q = torch.randn(2, 130, 4, 64, device="cuda", dtype=torch.bfloat16)
     right = attention(q, q, q, mask=CAUSAL)
+    of_torch = direct.PUBLIC
     changes = (
         (launch, "starting", _wrong_launcher, "direct launches"),
-        (torch._C, "_cuda_getCurrentRawStream", _no_stream, "the current device and stream"),
-        (torch._C, "_cuda_getDevice", lambda: 7, "the current device and stream"),
+        (direct, "_private_streams", lambda: of_torch._replace(current_device=lambda: 7), direct.STREAMS),
+        (direct, "_private_streams", lambda: of_torch._replace(current_stream=lambda device: 1 << 40), direct.STREAMS),
+        (direct, "_private_streams", _wrong_launcher, direct.STREAMS),
     )
     for owner, name, wrong, failure in changes:
         with forgotten(), monkeypatch.context() as patch:
