@@ -187,7 +187,7 @@ def test_a_hopper_gpu_without_its_kernels_warns_once(name, monkeypatch):
         select(spec, name)  # warnings are errors
         assert not launch.has_gluon()
         told = str(explanation(spec, name))
-    assert "fast path off: dedicated Hopper kernels: this Triton lacks gluon.tma; generic kernels run" in told
+    assert "fast path off: dedicated Hopper kernels: this Triton lacks gluon.tma; the generic kernels run" in told
 
 
 @pytest.mark.parametrize("arch", [80, 89, 100])

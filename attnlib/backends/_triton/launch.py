@@ -235,7 +235,7 @@ def _find_gluon() -> _Gluon:
     if not (missing := missing_names()):
         return _Gluon(True)
     named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more names" if len(missing) > 3 else "")
-    return _Gluon(False, (f"{GLUON}: this Triton lacks {named}; generic kernels run, 1.2 to 1.6 times slower",))
+    return _Gluon(False, (f"{GLUON}: this Triton lacks {named}; the generic kernels run, which are slower",))
 
 
 def against(dtype: torch.dtype, device: str, arch: int, *, interpreted: bool) -> list[str]:
