@@ -7,6 +7,7 @@ where an accumulator in flight is read it waits for each product on its own (its
 
 import re
 from collections import Counter
+from itertools import permutations
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ def _backward(constants: dict) -> tuple[Loop, ...]:
 
 
 DEPTH, KEYS = 16, 64  # channels, or keys, of a matrix instruction; keys of a tile of the backward
-# By kernel, from the constants that it is compiled for: its loops, in the order of the code.
+# By kernel, from the constants that it is compiled for: its loops, in any order.
 EXPECTED = MappingProxyType(
     {
         "forward": _forward,
@@ -125,7 +126,9 @@ def disorder(name: str, launch: Launch, text: str) -> list[str]:
     if len(found) != len(expected):
         return [f"has {len(found)} loops with products; expected {len(expected)}"]
     spills = SPILLING.get(name, MOST.get(launch.kernel.__name__, 0))
-    wrong = [x for pair in zip(found, expected, strict=True) for x in faults(*pair, spills)]
+    # Versions of Triton write the loops of a kernel in different orders.
+    orders = [zip(order, expected, strict=True) for order in permutations(found)]
+    wrong = min(([x for pair in order for x in faults(*pair, spills)] for order in orders), key=len)
     return [f"{fault} ({count} of {len(found)} loops)" for fault, count in Counter(wrong).items()]
 
 

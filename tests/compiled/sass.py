@@ -2,7 +2,8 @@
 
 A product on Hopper reads its tiles where descriptors in uniform registers say. ptxas 12.8, which triton 3.6.0 and 3.7.1
 run for Hopper, has lost the instruction that began such a descriptor, where two tiles of different layouts lay at one
-address: the kernel compiled, and read from wherever the register pointed. ptxas 13.1 did not.
+address: the kernel compiled, and read from wherever the register pointed. ptxas 13.1 did not. From 3.9 on Triton runs
+ptxas 13.4 for Hopper too.
 """
 
 import re
@@ -16,8 +17,8 @@ UNIFORM = re.compile(r"-?UR(\d+)$")
 # former those whose uniform operands are all read.
 WRITE = ("R2UR", "S2UR", "CS2UR", "LDCU", "VOTEU", "REDUX", "CREDUX")
 READ = ("UISETP", "UFSETP", "UR2UP")
-# What leaves the 14 bits of an address that a descriptor has room for.
-CUT = MappingProxyType({"ULOP3": "0x3fff", "USGXT": "0xe"})
+# What leaves the bits of an address that a descriptor has room for: 14 of them, and 15 from Triton 3.8 on.
+CUT = MappingProxyType({"ULOP3": {"0x3fff", "0x7fff"}, "USGXT": {"0xe", "0xf"}})
 # Bytes that plain loads and stores of shared memory move, by what follows their name.
 MOVED = MappingProxyType({"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16})
 DIRECT = re.compile(r"\[UR\d+(?:\+0x([0-9a-f]+))?\]")  # an address that all threads share
@@ -113,7 +114,7 @@ def _lower_halves(opcode: str, operands: list[str]) -> set[int]:
 def _is_address(opcode: str, sources: list[str], addresses: set[int]) -> bool:
     """Whether what is written can be the address of a descriptor; what comes from other registers can."""
     name = opcode.split(".")[0]
-    if name == "R2UR" or CUT.get(name) in sources:
+    if name == "R2UR" or not CUT.get(name, set()).isdisjoint(sources):
         return True
     uniform = {int(match[1]) for x in sources if (match := UNIFORM.match(x))}
     return name in CARRY and opcode != "UIADD3.X" and not uniform.isdisjoint(addresses)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
+from compiled import loops
 from compiled.builds import TRAINED, Build, hopper_entries
 from compiled.cached_builds import cached_entries
 from compiled.chipless import distinct
@@ -161,6 +162,16 @@ def test_the_loops_of_a_kernel():
     assert disorder("one", launch(module="attnlib.backends._triton.kernels.forward"), late) == []
     [unknown] = disorder("one", launch("new"), both)
     assert unknown == f"has loops that nothing is expected of, {[GOOD, GOOD]}; EXPECTED has no new"
+
+
+def test_loops_may_come_in_any_order(monkeypatch):
+    monkeypatch.setattr(loops, "EXPECTED", {"forward": lambda _: (TWO_PRODUCTS, TWO_PRODUCTS._replace(products=5))})
+    longer = (LOOP[0], FIRST_PRODUCT, *LOOP[1:])
+    assert disorder("one", launch(), numbered(1, LOOP) + numbered(2, longer)) == []
+    assert disorder("one", launch(), numbered(1, longer) + numbered(2, LOOP)) == []
+    late = moved(LAST_WAIT, LOOP[8])
+    [fault] = disorder("one", launch(), numbered(1, longer) + numbered(2, late))
+    assert fault == "3 of 3 exponentials come after the wait for the product (1 of 2 loops)"
 
 
 def test_what_is_in_disorder_is_amiss():

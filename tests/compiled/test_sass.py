@@ -46,6 +46,8 @@ def test_a_descriptor_made_of_something_else():
     "lower",
     [
         ("ULOP3.LUT UR4, UR9, 0x3fff, URZ, 0xc0, !UPT",),
+        ("ULOP3.LUT UR4, UR9, 0x7fff, URZ, 0xc0, !UPT",),
+        ("USGXT.U32 UR4, UR9, 0xf",),
         ("R2UR UR4, R5",),
         ("USGXT.U32 UR8, UR9, 0xe", "UIADD3 UR4, UP0, UR8, 0x2, URZ"),
         ("USGXT.U32 UR8, UR9, 0xe", "ULOP3.LUT UR4, UR8, 0x4000000, URZ, 0xfc, !UPT"),  # an offset to the next columns
