@@ -1,5 +1,6 @@
 """The launch tables: every entry fits the chip that it is for."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -58,14 +59,24 @@ def test_functions_have_tiles_and_kernels_of_their_own():
     assert tables.forward(hides, keys=8192) in [config for _, config in tables.FORWARD_FUNCTIONS]
     assert not tables.forward(reads, keys=8192).tma
     assert tables.forward(reads._replace(gathers=3), keys=8192).stages == 1
-    assert (hopper_tables.forward(hides, keys=8192).block_n, hopper_tables.forward(reads, keys=8192).block_n) == (
-        64,
-        128,
-    )
+    forward = partial(hopper_tables.forward, keys=8192, triton=hopper_tables.NEWEST)
+    assert (forward(hides).block_n, forward(reads).block_n) == (64, 128)
     adds, caps = reads._replace(gathers=0), reads._replace(gathers=0, exponentials=1)
-    assert hopper_tables.forward(adds, keys=8192) is not None
-    assert hopper_tables.forward(adds._replace(head_dim=64, value_dim=64), keys=8192) is None
-    assert hopper_tables.forward(caps, keys=8192) is None
+    assert forward(adds) is not None
+    assert forward(adds._replace(head_dim=64, value_dim=64)) is None
+    assert forward(caps) is None
+
+
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("functions", [{}, {"by_function": True}, {"by_function": True, "changed": True, "gathers": 1}])
+def test_a_version_of_triton_uses_the_newest_table_that_is_not_above_it(d, e, functions):
+    case = DenseCase(d, e, 2, True, True, 90, True)._replace(**functions)
+    of = {version: hopper_tables.forward(case, keys=8192, triton=version) for version in [(3, n) for n in range(12)]}
+    for version, config in of.items():
+        known = max((x for x in hopper_tables.FORWARD if x <= version), default=min(hopper_tables.FORWARD))
+        assert config == of[known]
+    assert of[3, 6] != of[3, 9] or d == 256
+    assert of[3, 10] == of[3, 9]
 
 
 def test_a_wave_holds_whole_groups():

@@ -1,5 +1,7 @@
 """Which calls run on Hopper's own kernels, and how those are launched: pure tables and rules. Imports no triton."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from .tables import FEW_KEYS, DenseCase, fitting, widths
@@ -49,18 +51,43 @@ class BackwardConfig(NamedTuple):
     constants = property(_constants)
 
 
+# Tables by the first minor version of Triton that they are for: a version uses the newest one that is not above it.
+# ptxas 13.4, which builds for Hopper from 3.9 on, keeps queries in registers twice, and so reads and writes the stack 8
+# to 36 times in each trip; with three consumers 14 to 32 times. It does not where queries stay in shared memory and two
+# consumers have 240 registers each. Compiled, and not timed: no GPU was there with 3.9.
+NEWEST = (3, 9)
 # By the widest head that fits; bf16 on an H200, 2026-11. TFLOP/s of the causal and the full 8k cases of bench/cases.py.
-FORWARD = (
-    (64, ForwardConfig(128, 3, 2, 2, 2, False, False, 160, 32)),  # 539, 585; 3 slots 540, 583
-    (128, ForwardConfig(128, 2, 1, 3, 2, True, False, 240, 24)),  # 705, 745
-    (192, ForwardConfig(128, 2, 1, 2, 2, True, True, 240, 24)),  # 740
-    (256, ForwardConfig(64, 2, 1, 3, 2, False, True, 240, 24)),  # 713
+FORWARD = MappingProxyType(
+    {
+        (3, 6): (
+            (64, ForwardConfig(128, 3, 2, 2, 2, False, False, 160, 32)),  # 539, 585; 3 slots 540, 583
+            (128, ForwardConfig(128, 2, 1, 3, 2, True, False, 240, 24)),  # 705, 745
+            (192, ForwardConfig(128, 2, 1, 2, 2, True, True, 240, 24)),  # 740
+            (256, ForwardConfig(64, 2, 1, 3, 2, False, True, 240, 24)),  # 713
+        ),
+        NEWEST: (
+            (64, ForwardConfig(128, 2, 2, 3, 2, False, False, 240, 24)),
+            (128, ForwardConfig(128, 2, 1, 3, 2, False, False, 240, 24)),
+            (192, ForwardConfig(128, 2, 1, 2, 2, False, True, 240, 24)),
+            (256, ForwardConfig(64, 2, 1, 3, 2, False, True, 240, 24)),
+        ),
+    }
 )
 # Functions of indices take registers that three consumers do not have.
-FORWARD_FUNCTIONS = ((64, ForwardConfig(128, 2, 2, 3, 2, True, False, 240, 24)), *FORWARD[1:])
+FORWARD_FUNCTIONS = MappingProxyType(
+    {
+        (3, 6): ((64, ForwardConfig(128, 2, 2, 3, 2, True, False, 240, 24)), *FORWARD[3, 6][1:]),
+        NEWEST: FORWARD[NEWEST],
+    }
+)
 # Tiles that a mask cuts spill with 128 keys, and more of what they read is hidden. 12 documents, d128 8k: 0.31 ms, with
 # 128 keys 0.44, with fewer slots 0.33; d64 0.27, with 128 keys 0.29, of which longer ones were not timed.
-FORWARD_MASKS = (FORWARD_FUNCTIONS[0], (128, ForwardConfig(64, 2, 2, 4, 4, True, False, 240, 24)), *FORWARD[2:])
+FORWARD_MASKS = MappingProxyType(
+    {
+        version: (table[0], (128, ForwardConfig(64, 2, 2, 4, 4, version < NEWEST, False, 240, 24)), *table[2:])
+        for version, table in FORWARD_FUNCTIONS.items()
+    }
+)
 # Of 8 bits, whole calls; d128 full 8k 936 to 991 TFLOP/s where bf16 had 777 (a slot of values more: 982), d256 causal
 # 8k 1,036 to 1,085 and 723 (64 keys 857). 64 channels are no faster than bf16: 515.
 FORWARD_FP8 = (
@@ -87,12 +114,16 @@ BACKWARD_L2 = 16 << 20
 NARROWEST = 64  # channels of a block that these kernels have layouts for
 
 
-def forward(case: DenseCase, *, keys: int) -> ForwardConfig | None:
+def forward(case: DenseCase, *, keys: int, triton: tuple[int, int]) -> ForwardConfig | None:
     """How the forward of a call is launched; None where the plain kernel runs it.
 
+    ``triton``: the minor version of Triton, of which one that is not known has the entries of the newest below it.
+
     >>> case = DenseCase(128, 128, 2, causal=True, plain=True, arch=90, aligned=True)
-    >>> forward(case, keys=8192).block_n, forward(case, keys=100)
+    >>> forward(case, keys=8192, triton=(3, 6)).block_n, forward(case, keys=100, triton=(3, 6))
     (128, None)
+    >>> [forward(case, keys=8192, triton=version).q_in_registers for version in ((3, 8), (3, 9), (3, 10))]
+    [True, False, False]
     """
     main, _, value = widths(case.head_dim, case.value_dim)
     # Milliseconds of the plain kernel and of this one, causal 8k: tanh at d64 1.54 and 2.54, at d128 2.70 and 2.99;
@@ -100,7 +131,8 @@ def forward(case: DenseCase, *, keys: int) -> ForwardConfig | None:
     if case.changed and not case.gathers and (case.exponentials or main <= 64):
         return None
     of_functions = FORWARD_FUNCTIONS if case.changed else FORWARD_MASKS
-    table = FORWARD_FP8 if case.itemsize == 1 else of_functions if case.by_function else FORWARD
+    tables = of_functions if case.by_function else FORWARD
+    table = FORWARD_FP8 if case.itemsize == 1 else _for_version(tables, triton)
     config = _fitting(table, case, keys) if case.itemsize < 4 else None
     return None if config is not None and config.out_in_q and value != main else config
 
@@ -116,6 +148,11 @@ def backward(case: DenseCase, *, keys: int, in_order: bool = False) -> BackwardC
     config = _fitting(BACKWARD, case, keys) if runs else None
     # A cap takes registers that two tiles of keys do not leave: 70 and more words would be spilled in every step.
     return None if config is not None and config.tiles > 1 and not case.plain else config
+
+
+def _for_version(tables: Mapping[tuple[int, int], tuple], triton: tuple[int, int]) -> tuple:
+    """The newest table that is not above a version of Triton; the oldest for one below them all."""
+    return tables[max((version for version in tables if version <= triton), default=min(tables))]
 
 
 def _fitting(table: tuple[tuple, ...], case: DenseCase, keys: int) -> ForwardConfig | BackwardConfig | None:

@@ -62,11 +62,22 @@ def forward(key: Key) -> Forward:
     x, a = DenseShapes(key), key.layouts
     takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines  # pieces of a call have not been tried
     takes = takes and not (x.case.by_function and x.case.itemsize == 1)
-    config = hopper_tables.forward(x.case, keys=x.length) if key.hopper and takes and has_gluon() else None
+    config = None
+    if key.hopper and takes and has_gluon():
+        config = hopper_tables.forward(x.case, keys=x.length, triton=triton_version())
     if config is not None:
         return _hopper_forward(x, config, drawn=not x.are_alike, processors=processors(key.device))
     launches, lists = passes.forward(x)
     return Forward(launches, "plain", lists=lists)
+
+
+@remembered
+def triton_version() -> tuple[int, int]:
+    """The minor version of Triton, by which tables choose where its compilers differ."""
+    import triton
+
+    major, minor, *_ = triton.__version__.split(".")
+    return int(major), int(minor)
 
 
 def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, drawn: bool, processors: int) -> Forward:
