@@ -12,7 +12,7 @@ import pytest
 from compiled import check
 from compiled.builds import Build, entries, pairwise, product
 from compiled.cached_builds import MLA, CachedBuild
-from compiled.chipless import Binary, _tiles, binary, distinct
+from compiled.chipless import Binary, _absent, _tiles, binary, distinct
 from compiled.launches import prepared
 from compiled.page import PAGE, committed, regressions, section, shortfall, written
 from hypothesis import given
@@ -96,6 +96,19 @@ def test_a_kernel_is_compiled_without_a_chip():
     assert results[small].lost == ()
     assert isinstance(results[broken], KeyError)
     assert "KeyError" in shortfall(broken, results[broken])
+
+
+def fusion_of(build: Build) -> bool:
+    binary(build)
+    metadata, _ = _absent(build.arch).launched
+    return metadata.enable_fp_fusion
+
+
+def test_a_launch_states_the_fusion_of_products_and_sums(monkeypatch):
+    """Triton 3.10 fuses none where nothing is stated."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    assert [fused for _, fused in check.apart(fusion_of, [Build("prepare", 80, (16, 16))], 1)] == [True]
 
 
 @pytest.mark.parametrize(
