@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compile, print, and compare or write; returns 1 if anything is amiss, 2 for what cannot be checked."""
     parser = argparse.ArgumentParser(prog="python tests/compiled", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"compile more calls too, and write {PAGE}")
+    parser.add_argument("--tables", action="store_true", help="no more calls: the entries of the launch tables alone")
     arguments = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET"):
         return _refuse("TRITON_INTERPRET is set, under which nothing is compiled; unset it")
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
     start = time.perf_counter()
     tables = distinct((*entries(), *cached_entries()))
-    more = (*product(), *cached_calls(), *cached_product()) if arguments.write else ()
+    more = (*product(), *cached_calls(), *cached_product()) if arguments.write and not arguments.tables else ()
     built = _build(distinct((*tables, *more)), start)
     amiss = [
         f"{build} on sm_{build.arch} {why}" for build, result in built.items() if (why := shortfall(build, result))

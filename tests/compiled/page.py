@@ -11,6 +11,7 @@ PAGE = "docs/compiled.md"
 SLACK = 16  # bytes that a thread may spill beyond the page: changes that matter move more
 WORST = 12  # builds named of those that spill most
 PAIRS = "### Flags in pairs"  # what ends the tables that later runs compare with
+ABSENT = "not built"  # a kernel that the newest Triton has, and this one does not
 COLUMNS = """\
 | kernel and call | chip | tiles | registers | spilled, bytes | shared, KiB | per SM |
 |---|---|---|---:|---:|---:|---:|
@@ -18,13 +19,13 @@ COLUMNS = """\
 INTRODUCTION = f"""\
 # Compiled kernels
 
-`make compile-check` compiles the kernels for chips that need not be there, and writes this page: what each entry of the
-launch tables takes, and which kernels spill most of those for calls in which any two of these meet: chip, head, dtype,
-mask, padding or packing, softcap, slopes, sinks, dropout, a gradient of the LSE, length. For caches these are chip,
-layer, dtype, store, page size, batch, new tokens, packing, mask and flags, and every kind of call is built for every
-chip. `make compile-quick`, in CI, compiles the tables' entries alone, and fails where one does not compile, does not
-fit, reads a register that ptxas never wrote, spills over {SLACK} bytes more than here, or leaves an SM fewer programs
-at once and spills no less.
+`make compile-check` compiles the kernels for chips that need not be there, with each Triton below, and writes this
+page: what each entry of the launch tables takes with the newest, and where that is something else with the others; and
+which kernels spill most of those for calls in which any two of these meet: chip, head, dtype, mask, padding or packing,
+softcap, slopes, sinks, dropout, a gradient of the LSE, length. For caches these are chip, layer, dtype, store, page
+size, batch, new tokens, packing, mask and flags, and every kind of call is built for every chip. `make compile-quick`,
+in CI, compiles the tables' entries alone, and fails where one does not compile, does not fit, reads a register that
+ptxas never wrote, spills over {SLACK} bytes more than here, or leaves an SM fewer programs at once and spills no less.
 
 Registers and spilled bytes are a thread's (the size of a stack that holds nothing else), shared memory is a program's;
 `per SM` is how many programs an SM has room for.
@@ -96,7 +97,8 @@ def section(tables: Built, more: Built) -> str:
     cached = {build: result for build, result in more.items() if isinstance(build, CachedBuild)}
     pairs = {build: result for build, result in more.items() if build not in cached}
     parts = ["### Launch tables", _table(tables)]
-    parts += [PAIRS, *_summary(pairs), "### More calls over caches", *_summary(cached)]
+    if more:
+        parts += [PAIRS, *_summary(pairs), "### More calls over caches", *_summary(cached)]
     return "\n".join(f"{part.strip()}\n" for part in parts)
 
 
@@ -111,26 +113,56 @@ def _summary(built: Built) -> list[str]:
 
 
 def written(text: str, version: str, section: str) -> str:
-    """The page with another section for one Triton; the newest comes first."""
+    """The page with another section for one Triton; the newest comes first, of others only what differs from it."""
     sections = _sections(text) | {version: section}
-    newest = sorted(sections, key=lambda name: [int(n) for n in re.findall(r"\d+", name)], reverse=True)
-    return "\n".join([INTRODUCTION, *(f"## triton {name}\n\n{sections[name].strip()}\n" for name in newest)])
+    order = sorted(sections, key=lambda name: [int(n) for n in re.findall(r"\d+", name)], reverse=True)
+    newest = sections[order[0]]
+    parts = [newest, *(_differences(sections[name], newest, order[0]) for name in order[1:])]
+    return "\n".join(
+        [INTRODUCTION, *(f"## triton {name}\n\n{x.strip()}\n" for name, x in zip(order, parts, strict=True))]
+    )
 
 
 def committed(text: str, version: str) -> dict[tuple[str, str], Committed]:
     """What the page says of the launch tables with one Triton, by build and chip; nothing if it has none."""
-    tables = _sections(text).get(version, "").partition(PAIRS)[0]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.splitlines() if " | sm_" in line]
+    rows = _rows(_sections(text).get(version, "")).items()
+    cells = {key: [cell.strip() for cell in line.split("|")[3:-1]] for key, line in rows}
     return {
-        (name, chip): Committed(tiles, int(spilled), int(resident))
-        for name, chip, tiles, _, spilled, _, resident in cells
+        key: Committed(tiles, int(spilled), int(resident))
+        for key, (tiles, _, spilled, _, resident) in cells.items()
         if spilled
     }
 
 
 def _sections(text: str) -> dict[str, str]:
+    """What the page says of each Triton, all of it in full."""
     _, *parts = re.split(r"^## triton (.*)\n", text, flags=re.MULTILINE)
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    first = _rows(next(iter(sections.values()), ""))
+    return {name: _with_rows(section, first | _rows(section)) for name, section in sections.items()}
+
+
+def _differences(section: str, newest: str, name: str) -> str:
+    """A section of which only the rows stay that differ from those of the newest Triton, which is called ``name``."""
+    first, own = _rows(newest), _rows(section)
+    absent = {key: f"| {' | '.join((*key, ABSENT))} | | | | |" for key in first if key not in own}
+    differing = {key: line for key, line in own.items() if line != first.get(key)} | absent
+    told = f"As with triton {name}, but for {len(differing)} of {len(first)} kernels:"
+    return _with_rows(section, differing, told)
+
+
+def _rows(section: str) -> dict[tuple[str, str], str]:
+    """The rows of a section's launch tables by build and chip."""
+    lines = section.partition(PAIRS)[0].splitlines()
+    return {tuple(cell.strip() for cell in x.split("|")[1:3]): x for x in lines if " | sm_" in x}
+
+
+def _with_rows(section: str, rows: Mapping[tuple[str, str], str], told: str = "") -> str:
+    """A section with other rows in its launch tables, and a sentence before them."""
+    _, pairs, rest = section.partition(PAIRS)
+    built = [line for line in rows.values() if told or f"| {ABSENT} |" not in line]
+    head = "\n".join(["### Launch tables", *(["", told] if told else []), "", COLUMNS + "\n".join(built)])
+    return f"{head}\n\n{pairs}{rest}".strip() + "\n"
 
 
 def _table(built: Built) -> str:
