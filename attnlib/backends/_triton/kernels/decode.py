@@ -154,7 +154,8 @@ def decode(
     acc = tl.where(sees_any(i, band)[:, None], acc, 0.0)  # other rows have met whatever their tiles hold
     is_whole = not SCHEDULED or splits == 1
     if sinks_ptr is not None:  # splits get it when they have been joined
-        sink = tl.load(sinks_ptr + head, mask=valid & is_whole & (not past), other=float("-inf")).to(tl.float32)
+        rows = tl.where(is_whole & (not past), count * group, 0)
+        sink = tl.load(sinks_ptr + head, mask=r < rows, other=float("-inf")).to(tl.float32)
         share, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
         acc *= share[:, None]
     l_i = tl.where(l_i == 0.0, 1.0, l_i)

@@ -154,7 +154,7 @@ def list_tiles(
                 for b in tl.static_range(max(1, OTHER // GRAIN)):
                     own, other = work.start // GRAIN + a, n * OTHER // GRAIN + b
                     i, j = (other, own) if BY_KEYS else (own, other)
-                    there = (i * GRAIN < queries) & (j * GRAIN < keys) & (n >= 0)
+                    there = (other * GRAIN < tl.where(own * GRAIN < work.rows, work.others, 0)) & (n >= 0)
                     state = tl.load(states + i.to(tl.int64) * columns + j, mask=there, other=HIDDEN).to(tl.int32)
                     some = tl.maximum(some, state)
                     every = tl.minimum(every, tl.where(there, state, WHOLE))

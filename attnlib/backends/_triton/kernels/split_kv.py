@@ -102,7 +102,7 @@ def combine(
         acc = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(into[:, None] + c[None, :], acc, mask=valid[:, None] & (c < E)[None, :])
         at = lse_ptr + plane * stride_lb + head * stride_lh + token
-        tl.store(at, (m_i + tl.log2(l_i)) * LN2, mask=valid & (tile == 0))
+        tl.store(at, (m_i + tl.log2(l_i)) * LN2, mask=r < tl.where(tile == 0, end, 0))
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -48,7 +48,7 @@ def turn_values(
     if cu_ptr is not None:
         to += (block_of(work.row, work.sequence, BLOCK_N) * BLOCK_N).to(tl.int32)
     # What follows the last key of all has no block.
-    inside = ((to < padded) & (work.start < work.rows) & (fours >= 0))[:, None]
+    inside = (fours < tl.where((to < padded) & (work.start < work.rows), BLOCK_N // 4, 0))[:, None]
     turned = turned_ptr.to(tl.pointer_type(tl.int32)) + to // 4 + fours[:, None]
     for first_word in tl.static_range(0, E_MAIN // 4, WIDTH):
         word = first_word + tl.arange(0, WIDTH)[None, :]
