@@ -219,7 +219,7 @@ def test_calls_over_caches_have_a_place_of_their_own():
 def test_other_tritons_show_what_differs_from_the_newest():
     """And are read back in full, whatever the order in which they are written."""
     shared, differs, gone = BUILD, BUILD._replace(mask="full"), BUILD._replace(mask="left")
-    newest = {shared: BINARY, differs: BINARY, gone: BINARY}
+    newest = {shared: BINARY._replace(registers=200), differs: BINARY, gone: BINARY}
     older = {shared: BINARY, differs: BINARY._replace(spilled=80), BUILD._replace(sinks=True): BINARY}
     more = {BUILD._replace(rows="packed"): BINARY}
     sections = {"3.9.0": section(newest, more), "3.10.0": section(older, {})}
@@ -231,7 +231,7 @@ def test_other_tritons_show_what_differs_from_the_newest():
         pages.add(text)
     [text] = pages
     assert text.index("## triton 3.10.0") < text.index("## triton 3.9.0")
-    assert "As with triton 3.10.0, but for 3 of 3 kernels:" in text
+    assert "As with triton 3.10.0 but for registers, and for 3 of 3 kernels:" in text
     assert committed(text, "3.9.0") == committed(written("", "3.9.0", sections["3.9.0"]), "3.9.0")
     assert committed(text, "3.10.0") == committed(written("", "3.10.0", sections["3.10.0"]), "3.10.0")
     own = text.split("## triton 3.9.0")[1]
