@@ -11,11 +11,13 @@ from attnlib import (
     FULL,
     GroupedQueryAttention,
     KVCache,
+    KVLayout,
     MultiHeadLatentAttention,
     Rope,
     SlowPathWarning,
     attention,
     attention_with_lse,
+    cached_attention,
     explain,
     probes,
     sliding,
@@ -23,6 +25,7 @@ from attnlib import (
 )
 from attnlib.backends._triton import direct, launch
 from attnlib.dispatch import PREPARED
+from attnlib.masks import attention_sinks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SLOW = pytest.mark.filterwarnings("ignore::attnlib.SlowPathWarning")
@@ -150,3 +153,34 @@ def test_decoding_equals_the_prompt(name, contiguous):
         torch.testing.assert_close(out[0], layer(x[:1, : t + 1])[0, t])
         torch.testing.assert_close(out[2], layer(x[1:, : t - 9])[0, t - 10])
     torch.testing.assert_close(packed[20:], layer(x[:1, :30])[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [(2, 8), (2, 2)])
+@pytest.mark.parametrize("order", [1, -1])
+def test_layouts_of_a_window_and_other_first_tokens_are_scheduled_each_for_itself(heads, order):
+    """Each attends with a schedule of its own allocator, as the CPU does without one."""
+    masks = [sliding(128), attention_sinks(16, 128)][::order]
+    layouts = [
+        KVLayout.grouped(n, 64, **dict(zip(("window", "keep_first"), mask.kept, strict=True)))
+        for n, mask in zip(heads[::order], masks, strict=True)
+    ]
+    sizes = {"pages": 64, "page_size": 16, "max_sequences": 2, "max_length": 512}
+    caches = {device: KVCache.paged(layouts, device=device, **sizes) for device in ("cpu", "cuda")}
+    for cache in caches.values():
+        cache.admit(2)
+    for tokens in (300, 1, 1, 1):
+        results = {device: [] for device in caches}
+        keys = [torch.randn(2, 2, tokens, layout.heads, 64) for layout in layouts]
+        queries = torch.randn(2, tokens, 16, 64)
+        for device, cache in caches.items():
+            with cache.step(tokens) as layers:
+                for layer, kv, mask in zip(layers, keys, masks, strict=True):
+                    view = layer.append(*kv.to(device))
+                    assert (view.schedule is not None) == (device == "cuda")
+                    results[device].append(cached_attention(queries.to(device), view, mask=mask).cpu())
+        for here, there in zip(*results.values(), strict=True):
+            torch.testing.assert_close(there, here)
+    first, second = (x.schedules for x in caches["cuda"]._buffers.windows)
+    assert {*first._of} == {layouts[0].heads}
+    assert {*second._of} == {layouts[1].heads}

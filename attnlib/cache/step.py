@@ -13,7 +13,7 @@ from ..kv import KVLayout
 from .buffer import MAX_PINNED, Buffer, Schedules, Sending
 from .dealt import Dealt, DealtBuffers
 from .options import ReadOptions
-from .pages import Handle, Holding, PageAllocator, StepPlan
+from .pages import Handle, Holding, PageAllocator, StepPlan, Window
 from .sequences import Request, Sequences
 from .shared_prefix import SharedPrefix, SharedPrefixBuffers
 
@@ -155,6 +155,7 @@ class StepBuffers:
         self.windows: list[TableBuffers] = [
             TableBuffers(allocator, rows, sequences.max_length, tokens, options, device) for allocator in allocators
         ]
+        self._by_window: dict[Window, TableBuffers] = dict(zip(sequences.allocators, self.windows, strict=True))
         self._split_size = options.split_size
         self._shown_rows: list[Handle] = []  # the sequence that each row of the tables shows
         self._shown_counts: list[int] | None = None
@@ -162,7 +163,7 @@ class StepBuffers:
     def schedule(self, layouts: Sequence[KVLayout]) -> None:
         """Keep schedules for these layouts too, where their device has a use for them."""
         for layout in layouts:
-            next(x for x in self.windows if x.allocator.window == layout.window).schedule(layout)
+            self._by_window[layout.window_class].schedule(layout)
 
     def forget(self) -> None:
         """Take the tables for unwritten, so that the next update writes all of their rows."""

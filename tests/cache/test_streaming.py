@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from attnlib import CAUSAL, GroupedQueryAttention, KVCache, Mask, MultiHeadLatentAttention, sliding
+from attnlib import CAUSAL, GroupedQueryAttention, KVCache, KVLayout, Mask, MultiHeadLatentAttention, Rope, sliding
+from attnlib.cache import buffer
 from attnlib.mask_function import Kept
 from attnlib.masks import attention_sinks, documents
 
@@ -16,7 +17,7 @@ def a_layer(kind: str, mask, backend: str = "torch") -> torch.nn.Module:
     if kind == "grouped":
         return GroupedQueryAttention(32, 4, num_kv_heads=2, mask=mask, backend=backend)
     widths = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-    return MultiHeadLatentAttention(32, 4, **widths, mask=mask, backend=backend)
+    return MultiHeadLatentAttention(32, 4, **widths, mask=mask, rope=Rope(4, interleaved=True), backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -65,3 +66,32 @@ def test_pages_of_such_layers_are_counted_by_window_and_first_tokens():
     layouts = [a_layer("grouped", mask).kv_layout for mask in (attention_sinks(4, 8), sliding(8))]
     cache = KVCache.paged(layouts, pages={(8, 4): 5, 8: 4}, page_size=4, max_sequences=1)
     assert [allocator.total for allocator in cache._sequences.allocators.values()] == [5, 4]
+
+
+@pytest.mark.parametrize("heads", [(2, 8), (2, 2)])
+@pytest.mark.parametrize("order", [1, -1])
+def test_layouts_of_a_window_and_other_first_tokens_have_schedules_of_their_own(heads, order, monkeypatch):
+    """A CPU makes none; so one is put in its place that only tells who asked for it, and what it was updated with."""
+    reaches = {}
+
+    def made(layout, rows, device, **sizes):
+        return torch.full((layout.heads, rows), float(layout.keep_first))
+
+    def updated(schedule, starts, lengths, *, reach, **options):
+        reaches[id(schedule)] = reach
+
+    monkeypatch.setattr(buffer, "new_schedule", made)
+    monkeypatch.setattr(buffer, "update_schedule", updated)
+    layouts = [KVLayout.grouped(n, 4, window=8, keep_first=first) for n, first in zip(heads, (0, 5), strict=True)][
+        ::order
+    ]
+    cache = KVCache.paged(layouts, pages=16, page_size=4, max_sequences=2)
+    cache.admit(2)
+    with cache.step(1) as layers:
+        views = [layer.append(*torch.randn(2, 2, 1, layer.layout.heads, 4)) for layer in layers]
+    for view in views:
+        assert view.schedule is not None
+        assert view.schedule.shape[0] == view.layout.heads
+        assert bool((view.schedule == view.layout.keep_first).all())
+        assert reaches[id(view.schedule)] == (None if view.layout.keep_first else 8 + 1)
+    assert len(reaches) == 2  # and nobody else has one, to be updated for nothing
