@@ -91,7 +91,7 @@ class MaskFunction:
         It knows which tiles the function hides or shows whole, which kernels else find out at each call: worth it where
         many layers share a mask. Dense calls of other sizes are refused, and any once a tensor that the function reads
         has changed in place; packed calls and those over caches find out for themselves. Without such tensors, name the
-        ``device``.
+        ``device`` of these calls, which are refused on another one.
         """
         device = self.tensors[0].device if self.tensors and device is None else device
         tiles = _tiles(self, self.planes(b, h), s, t, device)
