@@ -135,6 +135,9 @@ class Call(NamedTuple):
         return self.q.shape[0] if self.packing is None else self.packing.cu_seqlens_q.shape[0] - 1
 
 
+NO_ORIGIN = Call._field_defaults["origin"]
+
+
 class PieceGradients(NamedTuple):
     """What a piece adds to the gradients of a larger call; ``captured`` are those of what its scores read, or None."""
 
@@ -170,12 +173,9 @@ def _bind(call: Call) -> dict[str, int]:
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
         if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
             refuse_tensor(name, x)
-    dims = ("bshd", "btgd", "btge")
-    if call.packing is not None:
-        dims = ("shd", "tgd", "tge")
-        if call.packing.cu_seqlens_q is None:
-            raise TypeError("cu_seqlens_q: expected an int32 tensor, got None")
-    of_q, of_k, of_v = dims
+    of_q, of_k, of_v = ("bshd", "btgd", "btge") if call.packing is None else ("shd", "tgd", "tge")
+    if call.packing is not None and call.packing.cu_seqlens_q is None:
+        raise TypeError("cu_seqlens_q: expected an int32 tensor, got None")
     sizes = bind(("q", call.q, of_q), ("k", call.k, of_k), ("v", call.v, of_v))
     h, g = sizes["h"], sizes["g"]
     if g == 0 or h == 0 or h % g:
@@ -203,15 +203,14 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
-    stay = (torch.float64, E4M3)
+    dtype, stay = torch.get_autocast_dtype(device), (torch.float64, E4M3)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype not in stay else x for x in tensors)
 
 
 def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
     """Raise ValueError or TypeError for slopes, sinks, bounds, offsets and descales that do not fit."""
     score, packing = call.score, call.packing
-    if call.origin is not Call._field_defaults["origin"]:
+    if call.origin is not NO_ORIGIN:
         _check_origin(call)
     if packing is not None:
         _check_packing(packing)
@@ -220,6 +219,8 @@ def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
         check_descales(call.descales, call.q.dtype, sizes, over_view=call.kv is not None)
     if (functions := call.functions) is not None:
         functions.check()
+        if call.score.function is not None and call.origin is NO_ORIGIN:
+            call.score.function.check({dim: sizes[dim] for dim in ("bhst" if call.kind == "dense" else "bh")})
         if functions.mask_tiles is not None and call.kind == "dense":
             _check_tiles(call.mask, call.q.device, sizes)
     if not (optional := call.optional):
@@ -243,7 +244,9 @@ def _check_tiles(mask: MaskFunction, device: torch.device, sizes: dict[str, int]
     if tuple(mask.tiles.shape) != expected or mask.sizes != (s, t) or mask.tiles.device != device:
         found = f"{tuple(mask.tiles.shape)} for {mask.sizes} queries and keys on {mask.tiles.device}"
         got = f"tiles {found}, not {expected} for {(s, t)} on {device}"
-        raise ValueError(f"mask: expected a mask for b={b}, h={h}, s={s}, t={t}, got {got}; see block_mask()")
+        is_lost = not mask.tensors and mask.tiles.device != device  # the function reads no tensor that would tell it
+        remedy = f"device= is missing: block_mask(..., device={str(device)!r})" if is_lost else "see block_mask()"
+        raise ValueError(f"mask: expected a mask for b={b}, h={h}, s={s}, t={t}, got {got}; {remedy}")
     if not torch.compiler.is_compiling() and mask.versions != mask.versions_now():
         raise ValueError("mask: a tensor that it reads has changed since block_mask(); call that again")
 

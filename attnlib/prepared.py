@@ -6,7 +6,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from .call import Call
+from .call import NO_ORIGIN, Call
 from .fp8 import Descales
 from .kv import KVView
 from .mask import Mask
@@ -18,7 +18,6 @@ Run = Callable[[Tensor, Tensor | None, Tensor | None, Descales | None], tuple[Te
 Write = Callable[[Tensor, Tensor | None, Angles | None], None]  # takes k and v of a step's tokens
 FLOATS, NAMES = frozenset((float, type(None))), (str, type(None))
 Key = tuple[object, ...]  # by value all that decides a call or a write
-NO_ORIGIN = Call._field_defaults["origin"]
 
 
 def key_of(call: Call, name: str | None) -> Key | None:

@@ -5,13 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Call, Origin, Packing, PieceGradients, checked
+from .call import NO_ORIGIN, Call, Origin, Packing, PieceGradients, checked
 from .checks import are_checks_on, is_strided, refuse_tensor
 from .dispatch import PREPARED, Explanation, explained, select
 from .kv import Held
 from .mask import FULL, Mask
 from .merge import merge_states
-from .prepared import NO_ORIGIN, key_of
+from .prepared import key_of
 
 
 class CallPlan(NamedTuple):

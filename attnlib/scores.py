@@ -1,7 +1,7 @@
 """How a visible pair's score comes from q·k: by options, and by a function of indices."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,17 +19,34 @@ FP32 = torch.finfo(torch.float32)
 class ScoreFunction:
     """What a function of indices makes of scores; :func:`score_mod` makes it.
 
-    ``program`` is what the function does, ``tensors`` what it reads, in whose floats a gradient flows.
+    ``program`` is what the function does, ``tensors`` what it reads, in whose floats a gradient flows. ``dims`` are the
+    letters of each tensor's dimensions, if its maker documents them; "1" for one that has a single index.
     """
 
     program: Program
     tensors: tuple[Tensor, ...]
     function: Callable
     arguments: tuple[Tensor | FirstQuery, ...]
+    dims: tuple[str, ...] = ()
 
     def reading(self, tensors: Sequence[Tensor]) -> "ScoreFunction":
         """The same function of other tensors, of the same dtypes and ranks."""
         return replace(self, tensors=tuple(tensors), arguments=filled(self.arguments, tensors))
+
+    def of_part(self) -> "ScoreFunction":
+        """Return the same function for a part of a call, whose sizes need not be those of its tensors."""
+        return replace(self, dims=())
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Raise ValueError for a tensor whose documented dimensions have other sizes than the call's."""
+        for x, dims in zip(self.tensors, self.dims, strict=False):
+            if any(sizes.get(dim, size) != size for dim, size in zip(dims, x.shape, strict=True)):
+                expected = ", ".join(f"{dim}={sizes[dim]}" if dim in sizes else dim for dim in dims)
+                turned = x.dim() == 2 and sizes.get("h") == x.shape[1 - dims.index("h")]
+                remedy = "; transpose it, or say heads_last=True for T5's own table [buckets, h]" if turned else ""
+                raise ValueError(
+                    f"score: expected a bias [{expected}] as the call has them, got {tuple(x.shape)}{remedy}"
+                )
 
     def definition(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
         """The new score of query ``i`` of head ``h`` in sequence ``b`` and key ``j``, for tensors that broadcast.
@@ -117,39 +134,59 @@ def _positive(name: str, value: float) -> float:
 
 
 def bias_tensor(bias: Tensor) -> ScoreFunction:
-    """Scores plus ``bias`` ``[b, h, s, t]``, whose dimensions may be 1; its rows are the call's queries."""
-    batch, heads, rows, columns = (varies(size) for size in _sizes("bias", bias, 4))
+    """Add ``bias`` ``[b, h, s, t]`` to the scores; its dimensions may be 1, and its rows are the call's queries.
+
+    Calls raise ValueError for a bias of other sizes than theirs.
+    """
+    batch, heads, rows, columns = which = [varies(size) for size in _sizes("bias", bias, 4)]
 
     def add(score, b, h, i, j, first, bias):
         at = b if batch else 0, h if heads else 0, i - first[b] if rows else 0, j if columns else 0
         return score + bias[at]
 
-    return score_mod(add, FIRST_QUERY, bias)
+    dims = "".join(dim if several else "1" for dim, several in zip("bhst", which, strict=True))
+    return replace(score_mod(add, FIRST_QUERY, bias), dims=(dims,))
 
 
 def distance_bias(bias: Tensor) -> ScoreFunction:
-    """Scores plus ``bias[h, i - j]``, ``[h, n]``; keys ``n`` or more before the query have that of ``n - 1``."""
+    """Add ``bias[h, i - j]``, ``[h, n]``, to the scores; keys ``n`` or more before the query have that of ``n - 1``.
+
+    Calls raise ValueError for a bias of other heads than theirs.
+    """
     last = _sizes("bias", bias, 2)[1] - 1
-    return score_mod(lambda score, b, h, i, j, bias: score + bias[h, (i - j).clamp(0, last)], bias)
+    near = score_mod(lambda score, b, h, i, j, bias: score + bias[h, (i - j).clamp(0, last)], bias)
+    return replace(near, dims=("hn",))
 
 
-def t5_bias(bias: Tensor, *, max_distance: int = 128, bidirectional: bool = False) -> ScoreFunction:
-    """Scores plus T5's relative bias ``[h, buckets]`` (Raffel et al., 2019, 1910.10683).
+def t5_bias(
+    bias: Tensor, *, max_distance: int = 128, bidirectional: bool = False, heads_last: bool = False
+) -> ScoreFunction:
+    """Add T5's relative bias ``[h, buckets]`` to the scores (Raffel et al., 2019, 1910.10683).
 
     Half of the buckets are of one distance each, the others of distances that grow up to ``max_distance``;
-    ``bidirectional``, half of all are of keys behind the query.
+    ``bidirectional``, half of all are of keys behind the query. With ``heads_last`` the bias is ``[buckets, h]``, as
+    T5's checkpoints keep it (``relative_attention_bias.weight``). Calls raise ValueError for a bias of other heads than
+    theirs; where there are as many heads as buckets, no shape tells one order from the other.
+
+    Raises:
+        ValueError: there are fewer than 2 buckets a side, or not as many on both.
     """
-    buckets = _sizes("bias", bias, 2)[1] // (2 if bidirectional else 1)
-    exact = buckets // 2
+    count = _sizes("bias", bias, 2)[0 if heads_last else 1]
+    sides = 2 if bidirectional else 1
+    if count < 2 * sides or count % sides:
+        dims = f"[{'buckets, h' if heads_last else 'h, buckets'}]"
+        expected = "an even number of buckets, at least 4," if bidirectional else "at least 2 buckets"
+        raise ValueError(f"bias: expected {expected} in {dims}, got {count}; heads_last= says which dimension has them")
+    buckets, exact = count // sides, count // sides // 2
 
     def add(score, b, h, i, j, bias):
         behind = torch.where(j > i, buckets, 0) if bidirectional else 0
         distance = (i - j).abs() if bidirectional else (i - j).clamp(0)
         far = torch.log(distance.clamp(1).float() / exact) * ((buckets - exact) / math.log(max_distance / exact))
-        bucket = torch.where(distance < exact, distance, (exact + far.int()).clamp(max=buckets - 1))
-        return score + bias[h, bucket + behind]
+        bucket = torch.where(distance < exact, distance, (exact + far.int()).clamp(max=buckets - 1)) + behind
+        return score + (bias[bucket, h] if heads_last else bias[h, bucket])
 
-    return score_mod(add, bias)
+    return replace(score_mod(add, bias), dims=("nh" if heads_last else "hn",))
 
 
 def _sizes(name: str, x: Tensor, dims: int) -> tuple[int, ...]:

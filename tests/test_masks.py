@@ -1,9 +1,26 @@
 """Ready-made masks and scores, each against what its docstring says, written once more."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from attnlib import CAUSAL, FULL, Mask, attention, attention_with_lse, masks, scores, sliding, varlen_attention
+from attnlib import (
+    CAUSAL,
+    FULL,
+    GroupedQueryAttention,
+    KVCache,
+    KVLayout,
+    Mask,
+    MultiHeadLatentAttention,
+    attention,
+    attention_with_lse,
+    cached_attention,
+    masks,
+    scores,
+    sliding,
+    varlen_attention,
+)
 from attnlib.call import Call, Dropout, Origin, Score, checked
 from attnlib.running import packed_by_documents
 
@@ -137,9 +154,72 @@ def test_t5s_bias_is_that_of_transformers(bidirectional):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_t5s_own_table_has_heads_last(bidirectional):
+    bias, q = torch.randn(H, 12), torch.randn(1, 40, H, 8)
+    ours, theirs = (
+        attention(q, q, q, mask=FULL, score=scores.t5_bias(x, bidirectional=bidirectional, heads_last=last))
+        for x, last in ((bias, False), (bias.T, True))
+    )
+    assert torch.equal(ours, theirs)
+
+
+# Biases of 4 heads, for calls [2, 9 queries, 4 heads] over 14 keys, as their makers document them.
+TABLES = {
+    "by distance": (scores.distance_bias, (H, 5), {0: "h=4"}),
+    "T5's buckets": (scores.t5_bias, (H, 12), {0: "h=4"}),
+    "T5's own": (partial(scores.t5_bias, heads_last=True), (12, H), {1: "h=4"}),
+    "of pairs": (scores.bias_tensor, (B, H, S, T), {0: "b=2", 1: "h=4", 2: "s=9", 3: "t=14"}),
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("added", [-1, 1])
+def test_a_bias_is_compared_with_the_sizes_of_the_call(kind, added):
+    """A clamped index would read another head's, or another query's, without a word."""
+    make, shape, checked_dims = TABLES[kind]
+    q, k = torch.randn(B, S, H, 8), torch.randn(B, T, 2, 8)
+    attention(q, k, k, mask=FULL, score=make(torch.randn(shape)))
+    for dim, expected in checked_dims.items():
+        other = [size + added * (n == dim) for n, size in enumerate(shape)]
+        if other[dim] > 1:  # a dimension of 1 serves all
+            with pytest.raises(ValueError, match=rf"score: expected a bias \[.*{expected}.*got \({other[0]}, "):
+                attention(q, k, k, mask=FULL, score=make(torch.randn(other)))
+
+
+@pytest.mark.parametrize("kind", ["by distance", "T5's buckets", "T5's own"])
+def test_a_bias_of_other_heads_is_refused_packed_cached_and_by_layers(kind):
+    make, shape, _ = TABLES[kind]
+    score = make(torch.randn([2 if size == H else size for size in shape]))
+    q, offsets = torch.randn(S, H, 8), torch.tensor([0, 4, S], dtype=torch.int32)
+    sections = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "mask": CAUSAL}
+    with pytest.raises(ValueError, match="score: .*h=4"):
+        varlen_attention(q, q, q, score=score, **sections)
+    cache = KVCache.contiguous([KVLayout.grouped(2, 8)], max_sequences=1, max_length=8)
+    cache.admit()
+    with cache.step(3) as (layer,):
+        view = layer.append(*torch.randn(2, 1, 3, 2, 8))
+        with pytest.raises(ValueError, match="score: .*h=4"):
+            cached_attention(torch.randn(1, 3, H, 8), view, mask=CAUSAL, score=score)
+    for layer, sizes in (
+        (GroupedQueryAttention, {"num_kv_heads": 2}),
+        (MultiHeadLatentAttention, {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4}),
+    ):
+        with pytest.raises(ValueError, match="score: .*h=4"):
+            layer(32, H, mask=CAUSAL, score=score, **sizes)
+
+
+def test_t5s_own_table_is_told_apart_where_heads_and_buckets_differ():
+    q = torch.randn(1, S, H, 8)
+    with pytest.raises(ValueError, match=r"expected a bias \[h=4, n\].*got \(12, 4\).*heads_last=True"):
+        attention(q, q, q, mask=FULL, score=scores.t5_bias(torch.randn(12, H)))
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        (lambda: scores.t5_bias(torch.zeros(4, 1)), ValueError, r"at least 2 buckets in \[h, buckets\], got 1; heads_"),
+        (lambda: scores.t5_bias(torch.zeros(4, 7), bidirectional=True), ValueError, "an even number of .* got 7"),
         (lambda: masks.documents(torch.zeros(3)), TypeError, "numbers: expected integers, got torch.float32"),
         (lambda: masks.documents(torch.zeros(3).int()), ValueError, r"numbers: expected 2 dimensions, got \(3,\)"),
         (lambda: masks.tree(torch.zeros(3, 3)), TypeError, "shown: expected torch.bool"),

@@ -76,6 +76,8 @@ def attending(layer: nn.Module, score: Score, given: Inputs, heads: int, share: 
             )
         if by_mask:
             mask = mask.reading(mask.tensors)  # what block_mask() knows is of all heads
+        if by_score:
+            function = function.of_part()  # whose tensors are of all heads, which the constructor has looked at
     score = score if function is None else score._replace(function=function)
     sizes = layer.num_heads, getattr(layer, "num_kv_heads", 1)  # latents are one KV head
     return Attending(mask, score, head, dropout_p, layer.backend, layer.context_parallel, share, *sizes)

@@ -57,16 +57,18 @@ def captured_by_mask(mask: AnyMask) -> Captured | None:
     return None if isinstance(mask, Mask) else Captured(mask, [f"t{n}" for n in range(len(mask.tensors))])
 
 
-def captured_by_score(score: ScoreFunction | None) -> Captured | None:
+def captured_by_score(score: ScoreFunction | None, num_heads: int) -> Captured | None:
     """The tensors of a layer's scores, by the names of the function's parameters; None where it has no function.
 
     Raises:
         TypeError: it is not what score_mod() makes.
+        ValueError: a tensor of it is of other heads than the layer.
     """
     if score is None:
         return None
     if type(score) is not ScoreFunction:
         raise TypeError(f"score: expected what score_mod() makes, got {type(score).__name__}")
+    score.check({"h": num_heads})
     names = list(signature(score.function).parameters)[len(("score", "b", "h", "i", "j")) :]
     known = [name for name, x in zip(names, score.arguments, strict=False) if isinstance(x, Tensor)]
     whole = len(known) == len(score.tensors)  # not so where the function takes *tensors

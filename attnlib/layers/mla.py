@@ -55,7 +55,7 @@ class MultiHeadLatentAttention(nn.Module):
         num_heads: int,
         *,
         mask: AnyMask,
-        q_lora_rank: int | None,
+        q_lora_rank: int | None = None,
         kv_lora_rank: int,
         qk_nope_head_dim: int,
         qk_rope_head_dim: int,
@@ -85,7 +85,7 @@ class MultiHeadLatentAttention(nn.Module):
             raise ValueError(f"rope: expected dim={qk_rope_head_dim} like qk_rope_head_dim, got {rope.dim}")
         check_form(form, context_parallel)
         self.hidden_size, self.num_heads, self.mask, self.rope, self.form = hidden_size, num_heads, mask, rope, form
-        self.mask_tensors, self.score = captured_by_mask(mask), captured_by_score(score)
+        self.mask_tensors, self.score = captured_by_mask(mask), captured_by_score(score, num_heads)
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         self.dropout_p, self.backend, self.temperature = dropout_p, backend, temperature

@@ -65,6 +65,9 @@ class ContextParallel:
         source = source_of(call.k, call.v) if source is None else source
         sharing = Sharing(self.mesh, self.zigzag)
         _check(call, sharing, source)
+        if (function := call.score.function) is not None:
+            function.check({"h": call.q.shape[-2]})
+            call = call._replace(score=call.score._replace(function=function.of_part()))
         costs = costs_of(call, sharing, source, form=self.form, bandwidth=self.bandwidth)
         call = call._replace(dropout=call.dropout.seeded(call.q.device))
         if not isinstance(name, Asked):
