@@ -108,8 +108,11 @@ def check_replay(request: Request, ranks: Ranks | None, *, replay: bool) -> None
     """Refuse a replay that may be of a graph which takes every sequence to get one token at most.
 
     Raises:
+        TypeError: ``replay`` is no bool.
         RuntimeError: some sequence gets more, in a packed step whose shape does not tell.
     """
+    if not isinstance(replay, bool):
+        raise TypeError(f"replay: expected a bool, got {type(replay).__name__}")
     is_shared = replay and ranks is not None
     if is_shared and request.packed and not request.is_single and request.shape[0] <= len(request.tokens):
         raise RuntimeError(

@@ -15,7 +15,7 @@ from . import saved
 from .dealt import check_replay
 from .layer_cache import LayerCache as LayerCache
 from .layers import check_appended, copy_shared, make_layers, open_layers, poison, prepare_layers
-from .options import ReadOptions, contiguous_sequences, paged_sequences, pages_for, ranks_of, read_options
+from .options import ReadOptions, contiguous_sequences, paged_sequences, pages_for, ranks_of, read_options, stored_as
 from .pages import Handle, StepPlan, Window
 from .sequences import Freed, Request, Sequences
 from .step import StepBuffers
@@ -71,14 +71,16 @@ class KVCache:
         *,
         max_sequences: int,
         max_length: int,
+        storage_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
         device: torch.device | str | None = None,
     ) -> "KVCache":
-        """A cache with one row of ``max_length`` tokens per sequence; ``batch_invariant`` as in :meth:`paged`.
+        """A cache with one row of ``max_length`` tokens per sequence; the other arguments are those of :meth:`paged`.
 
         Raises:
-            ValueError, TypeError: a size is not a positive int, or there is no layout.
+            ValueError, TypeError: as :meth:`paged`.
         """
+        layouts = stored_as(layouts, storage_dtype)
         sequences = contiguous_sequences(layouts, max_sequences, max_length)
         return cls(layouts, sequences, max_length, device, read_options(0, batch_invariant, max_length))
 
@@ -91,6 +93,7 @@ class KVCache:
         page_size: int = 64,
         max_sequences: int,
         max_length: int | None = None,
+        storage_dtype: torch.dtype | None = None,
         rollback: int = 0,
         shared_prefixes: int = 0,
         batch_invariant: bool = False,
@@ -100,9 +103,9 @@ class KVCache:
         """A cache whose sequences take pages of ``page_size`` tokens, any number of them, as they grow.
 
         ``pages`` counts the pages of each window class (a mapping from window to count sets them apart; from
-        ``(window, keep_first)`` for layouts that keep first tokens).
-        ``max_length`` bounds one sequence and so the table's width; None means as long as all pages.
-        ``rollback`` tokens stay reachable for ``truncate`` and ``read`` behind a window.
+        ``(window, keep_first)`` for layouts that keep first tokens). ``max_length`` bounds one sequence and so the
+        table's width; None means as long as all pages. ``storage_dtype``, int8 or float8_e4m3fn, is the ``store`` of
+        layouts that have none. ``rollback`` tokens stay reachable for ``truncate`` and ``read`` behind a window.
         With ``shared_prefixes``, layers without a window read pages that neighbours in a step share once for all of
         them, at the price of a second attention and a merge in every step. It counts the groups of such neighbours,
         from the first row on; one between them that shares nothing counts too. Rows beyond the last are read alone.
@@ -114,10 +117,11 @@ class KVCache:
         each. Every rank makes the same calls with the same numbers, since nobody compares them.
 
         Raises:
-            ValueError, TypeError: a size is not a positive int, there is no layout, the windows in ``pages`` are not
-                those of the layouts, two of ``shared_prefixes``, ``batch_invariant`` and ``mesh`` are asked for, or
-                the mesh has several dimensions or nothing to share.
+            ValueError, TypeError: a size is not a positive int, there is no layout, or one of another ``store`` than
+                ``storage_dtype``; ``pages`` has other windows than the layouts; two of ``shared_prefixes``,
+                ``batch_invariant`` and ``mesh`` are given, or the mesh has several dimensions or nothing to share.
         """
+        layouts = stored_as(layouts, storage_dtype)
         ranks, sizes = ranks_of(mesh, layouts, device), {"max_sequences": max_sequences, "max_length": max_length}
         sequences = paged_sequences(layouts, pages, page_size, **sizes, rollback=rollback, ranks=ranks)
         options = read_options(shared_prefixes, batch_invariant, sequences.max_length, ranks)
@@ -149,8 +153,6 @@ class KVCache:
             RuntimeError: inside another step or read; on exit, when a layer has not appended.
         """
         self._refuse_inside("step")
-        if not isinstance(replay, bool):
-            raise TypeError(f"replay: expected a bool, got {type(replay).__name__}")
         request = self._sequences.request(tokens)
         check_replay(request, self._ranks, replay=replay)
         conventions = [layer.convention for layer in self._layers]
@@ -253,17 +255,16 @@ class KVCache:
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages in use, a shared page once, on this rank."""
-        pages = {window: allocator.used for window, allocator in self._sequences.allocators.items()}
-        return sum(pages[layout.window_class] * self.page_size * layout.token_bytes for layout in self.layouts)
+        allocators = self._sequences.allocators
+        return sum(allocators[x.window_class].used * self.page_size * x.token_bytes for x in self.layouts)
 
     def __repr__(self) -> str:
         return f"KVCache({len(self.layouts)} layers, pages of {self.page_size} tokens; {self._sequences})"
 
     def _refuse_inside(self, what: str) -> None:
         if self._open is not None:
-            raise RuntimeError(
-                f"{what}: not inside a {self._open}; leave the `with cache.{self._open}(...)` block first"
-            )
+            block = f"`with cache.{self._open}(...)` block"
+            raise RuntimeError(f"{what}: not inside a {self._open}; leave the {block} first")
 
     def _show(self, what: str, request: Request, plans: Sequence[StepPlan]) -> None:
         """Bring the buffers up to this step or read, and open the layers for it."""

@@ -1,12 +1,13 @@
 """What a cache is made with, checked: how many pages each window gets, and how attention reads them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..checks import check_count
-from ..kv import KVLayout
+from ..kv import STORES, KVLayout
 from ..ranks import Ranks
 from ..storage import with_memory
 from .buffer import split_size_of
@@ -56,6 +57,26 @@ def ranks_of(mesh: "DeviceMesh | None", layouts: Sequence[KVLayout], device: tor
             "cache without mesh="
         )
     return with_memory(Ranks.of(mesh), torch.empty(0, device=device).device)
+
+
+def stored_as(layouts: Sequence[KVLayout], storage_dtype: torch.dtype | None) -> tuple[KVLayout, ...]:
+    """Return the layouts, of which those without a ``store`` get this one.
+
+    Raises:
+        TypeError: it is neither None, int8 nor float8_e4m3fn.
+        ValueError: a layout has another store.
+    """
+    _windows(layouts)  # refuses what are no layouts
+    if storage_dtype is None:
+        return tuple(layouts)
+    if not isinstance(storage_dtype, torch.dtype) or storage_dtype not in STORES:
+        raise TypeError(f"storage_dtype: expected None, torch.int8 or torch.float8_e4m3fn, got {storage_dtype}")
+    for index, layout in enumerate(layouts):
+        if layout.store not in (None, storage_dtype):
+            raise ValueError(
+                f"storage_dtype: expected {layout.store} like layouts[{index}].store, got {storage_dtype}; leave one out"
+            )
+    return tuple(replace(layout, store=storage_dtype) for layout in layouts)
 
 
 def contiguous_sequences(layouts: Sequence[KVLayout], max_sequences: int, max_length: int) -> Sequences:

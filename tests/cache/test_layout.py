@@ -1,11 +1,12 @@
 """What a layout says it stores, and what it refuses."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from attnlib import CAUSAL, FULL, KVLayout, KVView, Mask, sliding
+from attnlib import CAUSAL, FULL, KVCache, KVLayout, KVView, Mask, sliding
 from attnlib.masks import attention_sinks
 
 
@@ -133,3 +134,30 @@ def test_planes_may_lie_in_any_order():
     narrow = torch.zeros(5, 4, 2, 16)[..., :8]
     for changes in ({"k": heads_first}, {"k": narrow}, {"table": ints(3, 7)[:, :2]}):
         assert replace(view, **changes).lengths is view.lengths
+
+
+@pytest.mark.parametrize(
+    "make", [partial(KVCache.paged, pages=4, page_size=4), partial(KVCache.contiguous, max_length=8)]
+)
+@pytest.mark.parametrize("store", [torch.int8, torch.float8_e4m3fn])
+def test_a_cache_stores_what_its_layouts_leave_open(make, store):
+    own, other = KVLayout.grouped(2, 8), KVLayout.latent(16, 4, window=5, store=store)
+    cache = make([own, other], max_sequences=1, storage_dtype=store)
+    assert cache.layouts == (replace(own, store=store), other)
+    assert [layer.planes["k"].dtype for layer in cache._layers] == [store, store]
+    assert cache.nbytes == make([replace(own, store=store), other], max_sequences=1).nbytes
+    assert make([own, other], max_sequences=1).layouts == (own, other)
+
+
+@pytest.mark.parametrize(
+    "make", [partial(KVCache.paged, pages=4, page_size=4), partial(KVCache.contiguous, max_length=8)]
+)
+def test_a_layout_of_another_store_is_refused(make):
+    layouts = [KVLayout.grouped(2, 8), KVLayout.grouped(2, 8, store=torch.int8)]
+    with pytest.raises(
+        ValueError, match=r"storage_dtype: expected torch.int8 like layouts\[1\].store, got torch.float8"
+    ):
+        make(layouts, max_sequences=1, storage_dtype=torch.float8_e4m3fn)
+    for wrong in (torch.bfloat16, "int8"):
+        with pytest.raises(TypeError, match=f"storage_dtype: expected None, torch.int8 or .* got {wrong}"):
+            make(layouts, max_sequences=1, storage_dtype=wrong)
