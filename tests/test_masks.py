@@ -193,19 +193,19 @@ def test_a_bias_of_other_heads_is_refused_packed_cached_and_by_layers(kind):
     score = make(torch.randn([2 if size == H else size for size in shape]))
     q, offsets = torch.randn(S, H, 8), torch.tensor([0, 4, S], dtype=torch.int32)
     sections = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "mask": CAUSAL}
-    with pytest.raises(ValueError, match="score: .*h=4"):
+    with pytest.raises(ValueError, match=r"score: .*h=4"):
         varlen_attention(q, q, q, score=score, **sections)
     cache = KVCache.contiguous([KVLayout.grouped(2, 8)], max_sequences=1, max_length=8)
     cache.admit()
     with cache.step(3) as (layer,):
         view = layer.append(*torch.randn(2, 1, 3, 2, 8))
-        with pytest.raises(ValueError, match="score: .*h=4"):
+        with pytest.raises(ValueError, match=r"score: .*h=4"):
             cached_attention(torch.randn(1, 3, H, 8), view, mask=CAUSAL, score=score)
     for layer, sizes in (
         (GroupedQueryAttention, {"num_kv_heads": 2}),
         (MultiHeadLatentAttention, {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4}),
     ):
-        with pytest.raises(ValueError, match="score: .*h=4"):
+        with pytest.raises(ValueError, match=r"score: .*h=4"):
             layer(32, H, mask=CAUSAL, score=score, **sizes)
 
 

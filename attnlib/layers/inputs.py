@@ -119,6 +119,7 @@ def check(
         raise ValueError(UNRELATED)
     if isinstance(context, Tensor):
         _check_context(context, x, hidden_size, projection)
+    _check_positions(x, given.positions, projection)
     if rope is not None and x.dim() == 3 and kv is context is given.key_starts is given.key_ends is None:
         _check_restarts(given.positions, [mask] if given.mask is None else [mask, given.mask])
     if kv is not None:
@@ -137,6 +138,21 @@ def _check_shared(given: Inputs) -> None:
                 f"{name}: expected None with context_parallel, whose ranks share the tokens of x and nothing else; set "
                 f"layer.context_parallel = None to {instead}"
             )
+
+
+def _check_positions(x: Tensor, positions: Tensor | Angles | None, projection: nn.Module) -> None:
+    """Raise ValueError for integer positions that are not those of x's tokens; angles are compared with q's."""
+    if not is_strided(positions) or projection._forward_pre_hooks:  # a hook may gather x from several ranks
+        return
+    shape, tokens = positions.shape, x.shape[:-1]
+    if shape[-1:] == tokens[-1:] and len(shape) <= len(tokens) and (len(shape) == 1 or shape[0] in (1, tokens[0])):
+        return
+    if x.dim() == 2:
+        expected = f"[t={tokens[0]}]"
+    else:
+        expected = f"[b={tokens[0]}, s={tokens[1]}] or [s={tokens[1]}]"
+    several = "; for several positions of a token (M-RoPE) compute the Angles and give them" if len(shape) > 2 else ""
+    raise ValueError(f"positions: expected {expected}, one for each token of x, got {tuple(shape)}{several}")
 
 
 def _check_restarts(positions: Tensor | Angles | None, masks: list[AnyMask]) -> None:

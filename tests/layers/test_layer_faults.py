@@ -164,7 +164,20 @@ CALLS = {
         "x: expected torch.float64 like the layer.*float32",
     ),
     "another device": (True, {"x": tokens(2, 5).to("meta")}, ValueError, "x: expected device cpu .*got meta"),
-    "positions of another length": (True, {"positions": torch.arange(4)}, ValueError, "angles: .*positions"),
+    "positions of another length": (
+        True,
+        {"positions": torch.arange(4)},
+        ValueError,
+        r"positions: expected \[b=2, s=5\] or \[s=5\], one for each token of x, got \(4,\)",
+    ),
+    "positions of another batch": (True, {"positions": torch.zeros(3, 5).int()}, ValueError, r"\[b=2, s=5\].*\(3, 5\)"),
+    "one position": (True, {"positions": torch.tensor(3)}, ValueError, r"positions: expected .* got \(\)"),
+    "positions that say three things of a token": (  # and which begin again, though nobody could tell
+        True,
+        {"positions": torch.tensor([0, 1, 2, 0, 1]).expand(3, 2, 5)},
+        ValueError,
+        r"positions: expected .*\[s=5\].*got \(3, 2, 5\); .*M-RoPE.*Angles",
+    ),
     "64-bit offsets": (
         True,
         {"x": tokens(5), "cu_seqlens": PACKED.long()},
