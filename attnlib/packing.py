@@ -3,18 +3,19 @@
 import torch
 from torch import Tensor
 
-from .checks import is_strided, refuse_tensor
+from .checks import is_recorded, is_strided, refuse_tensor
 
 
 def bounds_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """``key_starts`` and ``key_ends``, int32 ``[b]``, of a mask ``[b, t]`` that is not 0 where there are tokens.
+    """Return ``key_starts`` and ``key_ends``, int32 ``[b]``, of a padding mask ``[b, t]``, not 0 where there are tokens.
 
-    They are the first of these and what follows the last, found on the mask's device; 0 and 0 where there are none.
-    What lies between counts as tokens, so a mask with holes says more than its bounds.
+    They are the first token and what follows the last one, found on the mask's device; 0 and 0 where there are none.
+    Bounds cannot say that a token between them is hidden. Looking for one reads the mask from its device, so nobody
+    looks within torch.compile and while a CUDA graph is captured: there, whatever lies between counts as a token.
 
     Raises:
         TypeError: ``attention_mask`` is no tensor.
-        ValueError: it is not ``[b, t]``.
+        ValueError: it is not ``[b, t]``, or hides a token between others.
 
     >>> bounds_of(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]))
     (tensor([1, 0, 0], dtype=torch.int32), tensor([3, 4, 0], dtype=torch.int32))
@@ -23,11 +24,25 @@ def bounds_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         refuse_tensor("attention_mask", attention_mask)
     if attention_mask.dim() != 2:
         raise ValueError(f"attention_mask: expected [b, t], got {tuple(attention_mask.shape)}")
-    there, t = attention_mask != 0, attention_mask.shape[1]
-    at = torch.arange(t, device=there.device, dtype=torch.int32)
+    there = attention_mask != 0
+    starts, ends = edges_of(there)
+    if type(there) is Tensor and not (is_recorded(there) or there.is_meta):
+        holed = (there.sum(1) != ends - starts).nonzero().flatten().tolist()
+        if holed:
+            raise ValueError(
+                f"attention_mask: expected tokens side by side in each row, got holes in row {holed[0]}; say "
+                "mask=attnlib.masks.mask_tensor(attention_mask[:, None, None] != 0)"
+            )
+    return starts, ends
+
+
+def edges_of(there: Tensor) -> tuple[Tensor, Tensor]:
+    """Return :func:`bounds_of` of a bool mask ``[b, t]``, whose holes the caller looks for."""
+    t = there.shape[1]
     if not t:
         nothing = there.sum(1, dtype=torch.int32)
         return nothing, nothing
+    at = torch.arange(t, device=there.device, dtype=torch.int32)
     ends = torch.where(there, at + 1, 0).amax(1)
     return torch.minimum(torch.where(there, at, t).amin(1), ends).int(), ends.int()
 

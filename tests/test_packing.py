@@ -5,18 +5,46 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlib import CAUSAL, attention, varlen_attention
-from attnlib.packing import bounds_of, from_jagged, from_position_ids, to_jagged
+from attnlib import CAUSAL, FULL, attention, varlen_attention
+from attnlib.masks import mask_tensor
+from attnlib.packing import bounds_of, edges_of, from_jagged, from_position_ids, to_jagged
 
 
 @given(st.integers(0, 9).flatmap(lambda t: st.lists(st.lists(st.integers(0, 2), min_size=t, max_size=t), max_size=4)))
 def test_bounds_hold_all_tokens_and_no_more(rows):
+    """And where they would hold others too, they are refused, and the row is named."""
     mask = torch.tensor(rows, dtype=torch.int64).view(len(rows), len(rows[0]) if rows else 0)
-    starts, ends = bounds_of(mask)
+    holed = [n for n, row in enumerate(rows) if "0" in "".join(str(min(x, 1)) for x in row).strip("0")]
+    if holed:
+        with pytest.raises(
+            ValueError, match=rf"attention_mask: .* got holes in row {holed[0]}; .*masks\.mask_tensor\("
+        ):
+            bounds_of(mask)
+    starts, ends = edges_of(mask != 0) if holed else bounds_of(mask)
     assert starts.dtype == ends.dtype == torch.int32
     for row, start, end in zip(rows, starts.tolist(), ends.tolist(), strict=True):
         there = [n for n, x in enumerate(row) if x]
         assert (start, end) == ((there[0], there[-1] + 1) if there else (0, 0))
+
+
+def test_the_remedy_for_holes_says_what_the_mask_says():
+    attention_mask, q = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 0, 0]]), torch.randn(2, 5, 2, 8)
+    with pytest.raises(ValueError, match="holes in row 0"):
+        bounds_of(attention_mask)
+    shown = mask_tensor(attention_mask[:, None, None] != 0)
+    expected = attention(q[:1], q[:1, [1, 3, 4]], q[:1, [1, 3, 4]], mask=FULL)
+    torch.testing.assert_close(attention(q, q, q, mask=shown)[:1], expected)
+
+
+def test_a_compiler_does_not_read_the_mask():
+    holed = torch.tensor([[0, 1, 0, 1, 0]])
+    starts, ends = torch.compile(bounds_of, fullgraph=True, backend="eager")(holed)
+    assert (starts.item(), ends.item()) == (1, 4)
+
+
+def test_a_mask_without_values_has_bounds_of_its_shape():
+    starts, ends = bounds_of(torch.ones(2, 5, device="meta"))
+    assert starts.shape == ends.shape == (2,)
 
 
 def test_what_is_no_padding_mask_is_refused():

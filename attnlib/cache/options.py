@@ -73,9 +73,8 @@ def stored_as(layouts: Sequence[KVLayout], storage_dtype: torch.dtype | None) ->
         raise TypeError(f"storage_dtype: expected None, torch.int8 or torch.float8_e4m3fn, got {storage_dtype}")
     for index, layout in enumerate(layouts):
         if layout.store not in (None, storage_dtype):
-            raise ValueError(
-                f"storage_dtype: expected {layout.store} like layouts[{index}].store, got {storage_dtype}; leave one out"
-            )
+            own = f"{layout.store} like layouts[{index}].store"
+            raise ValueError(f"storage_dtype: expected {own}, got {storage_dtype}; leave one of them out")
     return tuple(replace(layout, store=storage_dtype) for layout in layouts)
 
 

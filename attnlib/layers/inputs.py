@@ -147,10 +147,7 @@ def _check_positions(x: Tensor, positions: Tensor | Angles | None, projection: n
     shape, tokens = positions.shape, x.shape[:-1]
     if shape[-1:] == tokens[-1:] and len(shape) <= len(tokens) and (len(shape) == 1 or shape[0] in (1, tokens[0])):
         return
-    if x.dim() == 2:
-        expected = f"[t={tokens[0]}]"
-    else:
-        expected = f"[b={tokens[0]}, s={tokens[1]}] or [s={tokens[1]}]"
+    expected = f"[t={tokens[0]}]" if x.dim() == 2 else f"[b={tokens[0]}, s={tokens[1]}] or [s={tokens[1]}]"
     several = "; for several positions of a token (M-RoPE) compute the Angles and give them" if len(shape) > 2 else ""
     raise ValueError(f"positions: expected {expected}, one for each token of x, got {tuple(shape)}{several}")
 

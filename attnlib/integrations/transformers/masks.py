@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from ...packing import bounds_of
+from ...packing import edges_of
 
 # What transformers' mask functions close over, by which their parts are told apart.
 JOINED, WINDOW, PACKED, REMAPPED = (
@@ -88,7 +88,7 @@ def _least(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[], 
     """
     if may_skip and there.all():
         return None
-    starts, ends = bounds_of(there)
+    starts, ends = edges_of(there)
     if not (there.sum(1) == ends - starts).all():
         return or_else()
     mask = pad(there, (offset, 0))
