@@ -77,7 +77,8 @@ def latent_is_legal(a):
     if not all(map(is_size, sizes)) or not is_int(a["qk_rope_head_dim"], 0) or not none_or(a["q_lora_rank"], is_size):
         return False
     form = isinstance(a["form"], str) and a["form"] in ("auto", "expanded", "absorbed")
-    return form and options_are_legal(a, "bias") and none_or(a["rope"], lambda rope: rope.dim == a["qk_rope_head_dim"])
+    rotated = 0 if a["rope"] is None else getattr(a["rope"], "dim", None)
+    return form and options_are_legal(a, "bias") and rotated == a["qk_rope_head_dim"]
 
 
 def runs_once(target, args, layer):
@@ -159,6 +160,7 @@ def keeps_its_shape(used, args, result):
 def layers(**more):
     torch.manual_seed(5)
     yield "GroupedQueryAttention", GroupedQueryAttention(**GROUPED | {"num_kv_heads": G} | more)
+    more |= {"qk_rope_head_dim": 0} if "rope" in more else {}  # which is None
     yield "MultiHeadLatentAttention", MultiHeadLatentAttention(**LATENT | more)
 
 

@@ -61,7 +61,7 @@ ROOMS = {
         "own_form",
         *VALUES,
     },
-    "layers": {"functional", "running", "cache", "call", *VALUES},
+    "layers": {"functional", "hints", "running", "cache", "call", *VALUES},
     "cache": {"storage", *VALUES},
     "functional": {"running", "dispatch", "hints", "call", *VALUES},
     "hints": {"call", *VALUES},

@@ -9,8 +9,11 @@ import attnlib.compat.flash_attn as flash_attn
 from attnlib import (
     CAUSAL,
     FULL,
+    GroupedQueryAttention,
     LayoutWarning,
     MultiHeadAttention,
+    MultiHeadLatentAttention,
+    Rope,
     attention,
     attention_with_lse,
     mask_mod,
@@ -18,6 +21,7 @@ from attnlib import (
     varlen_attention,
 )
 from attnlib.compat.sdpa import scaled_dot_product_attention
+from attnlib.convert import gqa_to_mla
 
 FEW = torch.randn(1, 8, 64, 4), torch.randn(1, 2, 64, 4)  # SDPA's layout: 8 and 2 heads of 64 tokens
 MANY = torch.randn(1, 3, 300, 4)
@@ -150,3 +154,27 @@ def test_a_nested_tensor_is_left_to_the_checks():
 def test_compiled_calls_are_silent():
     q, k = FEW
     torch.compile(attention, fullgraph=True, backend="eager")(q, k, k, mask=CAUSAL)
+
+
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+
+
+def test_a_rope_of_halves_is_not_deepseeks():
+    with pytest.warns(LayoutWarning, match=r"rope: expected Rope\(4, interleaved=True\) as DeepSeek's") as found:
+        MultiHeadLatentAttention(16, 2, mask=CAUSAL, rope=Rope(4), **LATENT)
+    assert found[0].filename == __file__
+
+
+def test_it_comes_once_for_all_layers_of_a_model():
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default", LayoutWarning)
+        [MultiHeadLatentAttention(16, 2, mask=CAUSAL, rope=Rope(4), **LATENT) for _ in range(3)]
+    assert len(found) == 1
+
+
+@pytest.mark.usefixtures("silent")
+def test_the_rope_of_deepseek_and_of_converted_layers_is_silent():
+    """Conversion keeps the pairs that a layer had, whatever they are."""
+    MultiHeadLatentAttention(16, 2, mask=CAUSAL, rope=Rope(4, interleaved=True), **LATENT)
+    layer = gqa_to_mla(GroupedQueryAttention(16, 2, mask=CAUSAL, rope=Rope(8)))
+    assert not layer.rope.interleaved

@@ -1,5 +1,6 @@
 """What every layer is made and called with, and how that is checked."""
 
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from ..cache.kv_cache import LayerCache
 from ..call import Packing
 from ..checks import are_checks_on, is_recorded, is_strided
+from ..hints import warn_once
 from ..kv import DTYPES, KVLayout, KVView
 from ..mask import AnyMask, Mask
 from ..mask_function import MaskFunction
@@ -57,6 +59,26 @@ def check_rope(rope: Rope | None, head_dim: int, norm_after_rope: bool) -> None:
         raise ValueError(f"rope: expected dim at most head_dim={head_dim}, got {rope.dim}")
     if norm_after_rope and rope is not None and rope.amplitude != 1:
         raise ValueError("norm_after_rope: expected a rope of amplitude 1, since a norm takes another one away")
+
+
+def check_latent_rope(rope: Rope | None, channels: int) -> None:
+    """Raise ValueError unless a latent layer's rope rotates its ``qk_rope_head_dim`` channels; warn of halves.
+
+    Checkpoints of DeepSeek's layers have interleaved pairs, and weights do not tell.
+    """
+    if rope is None and channels:
+        raise ValueError(
+            f"rope: expected Rope({channels}, interleaved=True) for qk_rope_head_dim={channels}, got None; a layer "
+            "without rope has qk_rope_head_dim=0, and qk_nope_head_dim as many channels more"
+        )
+    if rope is not None and rope.dim != channels:
+        raise ValueError(f"rope: expected dim={channels} like qk_rope_head_dim, got {rope.dim}")
+    if rope is not None and not rope.interleaved:
+        warn_once(
+            f"rope: expected Rope({channels}, interleaved=True) as DeepSeek's layers rotate, got pairs of halves; "
+            "weights of another layout are for another layer, and nothing else would tell",
+            sys._getframe(3),  # beyond the constructor, and what explains its arguments
+        )
 
 
 class Inputs(NamedTuple):

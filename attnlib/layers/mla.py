@@ -21,7 +21,7 @@ from .attending import Attending, attending
 from .captured import captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel
 from .described import described
-from .inputs import Inputs, check, check_options, check_stored, computed_dtype
+from .inputs import Inputs, check, check_latent_rope, check_options, check_stored, computed_dtype
 from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_form, check_heads, source_of
 from .parameters import check_counts, reset_children
 from .positions import angles_of, positions_of
@@ -39,12 +39,12 @@ class MultiHeadLatentAttention(nn.Module):
     form makes K and V per head from the latents. The *absorbed* form moves the key up-projection to the query and the
     value up-projection to the output, and attends over the latents themselves as one KV head. Both are exact and use
     the same weights; ``form`` forces one, ``"auto"`` takes the cheaper. ``bias`` is for q_a_proj, kv_a_proj_with_mqa
-    and o_proj. DeepSeek rotates interleaved pairs, ``rope=Rope(qk_rope_head_dim, interleaved=True)``; with
-    ``qk_rope_head_dim=0`` there is no rope. A ``temperature`` scales queries by their positions. Ranks of
-    ``context_parallel`` send each other latents, and expand what they receive.
+    and o_proj. DeepSeek rotates interleaved pairs, ``rope=Rope(qk_rope_head_dim, interleaved=True)``; other pairs warn
+    once (:class:`attnlib.LayoutWarning`). ``qk_rope_head_dim=0`` is for layers without rope. A ``temperature`` scales
+    queries by their positions. Ranks of ``context_parallel`` send each other latents, and expand what they receive.
 
     Raises:
-        ValueError: sizes that do not fit, a number out of range, or an unknown form.
+        ValueError: sizes that do not fit, rotary channels without a rope, a number out of range, or an unknown form.
         TypeError: an argument of another type, such as a mask that is not a Mask.
     """
 
@@ -81,8 +81,7 @@ class MultiHeadLatentAttention(nn.Module):
         numbers, flags = {"norm_eps": norm_eps} | ({} if scale is None else {"scale": scale}), {"bias": bias}
         options = {"mask": mask, "rope": rope, "temperature": temperature, "dropout_p": dropout_p, "dtype": dtype}
         check_options(**options, numbers=numbers, flags=flags)
-        if rope is not None and rope.dim != qk_rope_head_dim:
-            raise ValueError(f"rope: expected dim={qk_rope_head_dim} like qk_rope_head_dim, got {rope.dim}")
+        check_latent_rope(rope, qk_rope_head_dim)
         check_form(form, context_parallel)
         self.hidden_size, self.num_heads, self.mask, self.rope, self.form = hidden_size, num_heads, mask, rope, form
         self.mask_tensors, self.score = captured_by_mask(mask), captured_by_score(score, num_heads)

@@ -32,10 +32,10 @@ def grouped(num_kv_heads: int = 2, *, rope: bool = True, **options) -> GroupedQu
 
 
 def latent(form: str = "auto", *, rope: bool = True, **options) -> MultiHeadLatentAttention:
-    """A small latent layer, fp64 and causal if not said otherwise."""
-    options = {"mask": CAUSAL, "dtype": torch.float64} | SIZES | options
+    """A small latent layer, fp64 and causal if not said otherwise; without rope its heads have no rotary channels."""
+    options = {"mask": CAUSAL, "dtype": torch.float64} | SIZES | options | ({} if rope else {"qk_rope_head_dim": 0})
     width = options["qk_rope_head_dim"]
-    turned = Rope(width, interleaved=True) if rope and width else None
+    turned = Rope(width, interleaved=True) if width else None
     return MultiHeadLatentAttention(HIDDEN, 4, form=form, rope=turned, **options)
 
 

@@ -60,6 +60,12 @@ CONSTRUCTION = {
     "only rope": (MultiHeadLatentAttention, {"qk_nope_head_dim": 0}, ValueError, "qk_nope_head_dim.* got 0"),
     "negative rope": (MultiHeadLatentAttention, {"qk_rope_head_dim": -2}, ValueError, "qk_rope_head_dim.* got -2"),
     "other rope": (MultiHeadLatentAttention, {"rope": Rope(6)}, ValueError, "rope: .*dim=4 .*got 6"),
+    "rotary channels without rope": (
+        MultiHeadLatentAttention,
+        {},
+        ValueError,
+        r"rope: expected Rope\(4, interleaved=True\) for qk_rope_head_dim=4, got None; .*qk_rope_head_dim=0",
+    ),
     "rope of nothing": (
         MultiHeadLatentAttention,
         {"qk_rope_head_dim": 0, "rope": Rope(4)},

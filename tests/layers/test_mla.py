@@ -42,7 +42,6 @@ OPTIONS = {
     "direct-q": {},
     "q-lora": {"q_lora_rank": 10},
     "no-rope-channels": {"qk_rope_head_dim": 0},
-    "unrotated": {"rope": False},
     "bias": {"q_lora_rank": 10, "bias": True},
     "window": {"mask": sliding(3)},
     "wide-values": {"v_head_dim": 14},

@@ -79,7 +79,7 @@ LAYERS = {
     "mla, q_lora": lambda: latent(q_lora_rank=8, bias=True),
     "mla, fsdp": lambda: latent(q_lora_rank=8),
     "mla, no rope": lambda: latent(qk_rope_head_dim=0, rope=None),
-    "mla, context": lambda: latent(mask=FULL, rope=None),
+    "mla, context": lambda: latent(mask=FULL, qk_rope_head_dim=0, rope=None),
     "gqa, functions": lambda: grouped(2, rope=Rope(16), sinks=True, **functions()),
     "mqa, functions": lambda: grouped(1, **functions()),
     "gqa, functions, sharded scores": lambda: grouped(2, **functions()),

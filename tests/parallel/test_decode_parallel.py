@@ -395,7 +395,7 @@ def test_a_view_has_to_say_what_this_rank_has(mesh):
 
 
 def test_the_expanded_form_needs_all_latents(mesh):
-    layer = MultiHeadLatentAttention(HIDDEN, HEADS, mask=CAUSAL, form="expanded", **LATENT)
+    layer = MultiHeadLatentAttention(HIDDEN, HEADS, mask=CAUSAL, form="expanded", rope=Rope(8), **LATENT)
     cache = cache_of(mesh, layer.kv_layout)
     cache.admit()
     why = "kv_b_proj: expected the absorbed form"
