@@ -12,6 +12,7 @@ from .backends import _reference, _torch, _triton, flops
 from .call import Call, PieceGradients
 from .prepared import PreparedCalls, Run
 from .probes import ANSWERS, NotNow, is_first
+from .signatures import leading_to
 from .spec import AttentionSpec
 
 INSIDE = (f"{__package__}.", "torch.")
@@ -57,6 +58,7 @@ class SlowPathWarning(UserWarning):
     fast path, since a private function of torch or Triton has changed. ``explain`` says why."""
 
 
+@leading_to("explain(call, *args) makes it")
 class Explanation(NamedTuple):
     """Which backend a call runs on and why; print it. ``variant`` names the kernels, if there are several.
 

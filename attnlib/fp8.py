@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .checks import bind, is_strided, refuse_tensor
 from .kv import DTYPES
+from .signatures import kind, leading_to
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
@@ -23,6 +24,7 @@ class Descales(NamedTuple):
     v_descale: Tensor | None = None
 
 
+@leading_to("quantize_fp8(q, k, v) makes them")
 class Fp8Inputs(NamedTuple):
     """What :func:`quantize_fp8` gives; by name, what attention takes."""
 
@@ -56,6 +58,7 @@ def check_descales(descales: Descales | None, dtype: torch.dtype, sizes: dict[st
         bind((name, x, "bh" if name == "q_descale" else "bg"), known=sizes)
 
 
+@kind
 def quantize_fp8(
     q: Tensor,
     k: Tensor,

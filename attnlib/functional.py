@@ -219,6 +219,7 @@ def cached_attention_with_lse(
     return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks, score), q_descale, lse=True), backend)
 
 
+@kind
 def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """What ``call(*args, **kwargs)`` would run on and why, without running it; ``call`` is one of this module's six.
 

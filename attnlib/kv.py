@@ -9,12 +9,14 @@ from torch import Tensor
 from .checks import check_count
 from .mask import AnyMask
 from .ranks import Ranks
+from .signatures import kind
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STORES = (torch.int8, torch.float8_e4m3fn)
 PLANES = ("k", "k_tail", "v", "k_scale", "v_scale")
 
 
+@kind
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """What one token stores in one layer of a cache; made by :meth:`grouped` or :meth:`latent`.
@@ -128,6 +130,7 @@ class KVLayout:
         return sum(heads * max(width, 1) * dtype.itemsize for heads, width, dtype in self.planes.values())
 
 
+@kind
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class KVView:
     """The stored keys and values of a batch of sequences, as a kernel reads them.
@@ -212,8 +215,7 @@ class KVView:
             if start < 0:
                 raise ValueError(f"starts[{row}]: expected 0 or more, got {start}")
             for index in range(start // size, -(-length // size)):
-                if not 0 <= table[row][index] < pages:
-                    page = table[row][index]
+                if not 0 <= (page := table[row][index]) < pages:
                     raise ValueError(f"table[{row}, {index}]: expected one of {pages} pages, got {page}")
         if self.cu_seqlens_q is not None:
             offsets = self.cu_seqlens_q.tolist()

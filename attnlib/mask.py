@@ -9,9 +9,11 @@ from torch import Tensor
 from .checks import INT32
 from .mask_function import EVERYWHERE, Kept, MaskFunction, everywhere, function_of
 from .program import INDICES, Operand, Program, Steps, Value, constant
+from .signatures import kind
 from .trace import FirstQuery
 
 
+@kind
 @dataclass(frozen=True, slots=True)
 class Mask:
     """A band of visible keys around each query, and a prefix that every query sees.
@@ -239,6 +241,7 @@ CAUSAL = Mask(right=0)
 NOTHING = Mask(left=0, right=-1)
 
 
+@kind
 def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunction:
     """The keys that a function of indices lets a query see: ``function(b, h, i, j, *arguments)`` gives a bool.
 
@@ -282,6 +285,7 @@ def _least(x: int | None, y: int | None) -> int | None:
     return y if x is None else x if y is None else min(x, y)
 
 
+@kind
 def sliding(window: int) -> Mask:
     """Causal attention to the last ``window`` keys, the query's own included.
 
@@ -290,8 +294,7 @@ def sliding(window: int) -> Mask:
     """
     if isinstance(window, bool) or not isinstance(window, int):
         raise TypeError(f"window: expected an int, got {window!r}")
-    if window < 1:
-        raise ValueError(f"window: expected at least 1 key (the query's own counts), got {window}")
-    if window > INT32:
-        raise ValueError(f"window: expected at most {INT32} keys, since lengths are int32, got {window}")
+    if not 1 <= window <= INT32:
+        bound = "at least 1 key (the query's own counts)" if window < 1 else f"at most {INT32} keys, which int32 holds"
+        raise ValueError(f"window: expected {bound}, got {window}")
     return Mask(left=window - 1, right=0)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .program import Program, combined
+from .signatures import leading_to
 from .trace import FirstQuery, applied, captured_of, filled, traced
 
 GRAIN = 64  # queries and keys of the tiles in which kernels look at a function
@@ -44,6 +45,7 @@ class Band(Protocol):
     def spelled(self) -> str: ...
 
 
+@leading_to("make one by mask_mod(function, *tensors)")
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskFunction:
     """The keys that a band and a function of indices both let a query see; :func:`attnlib.mask_mod` makes it.

@@ -11,9 +11,11 @@ from torch import Tensor
 from .checks import check_count, is_strided, refuse_tensor, varies
 from .mask import CAUSAL, FULL, AnyMask, mask_mod, sliding
 from .mask_function import Kept, MaskFunction
+from .signatures import kind
 from .trace import FIRST_QUERY
 
 
+@kind
 def documents(numbers: Tensor) -> MaskFunction:
     """Queries see the keys of their own document; ``numbers`` int ``[b, t]`` tell which document a token is of.
 
@@ -24,6 +26,7 @@ def documents(numbers: Tensor) -> MaskFunction:
     return mask_mod(lambda b, h, i, j, number: number[b, i] == number[b, j], numbers)
 
 
+@kind
 def documents_of(cu_seqlens: Tensor, tokens: int) -> MaskFunction:
     """:func:`documents` of one sequence ``[1, tokens]``, which begin at these offsets, int ``[n + 1]`` from 0.
 
@@ -37,18 +40,21 @@ def documents_of(cu_seqlens: Tensor, tokens: int) -> MaskFunction:
     return replace(documents(numbers), sections=torch.cat((cu_seqlens.new_zeros(1), *ends)).int())
 
 
+@kind
 def prefix_lm(lengths: Tensor) -> MaskFunction:
     """All of a prompt, and causally what follows; the prompts have ``lengths`` int ``[b]``."""
     _check("lengths", lengths, 1)
     return CAUSAL | mask_mod(lambda b, h, i, j, length: j < length[b], lengths)
 
 
+@kind
 def dilated(step: int) -> MaskFunction:
     """Every ``step``-th key, counted from the query's own."""
     check_count("step", step, least=1)
     return mask_mod(lambda b, h, i, j: (i - j) % step == 0)
 
 
+@kind
 def global_tokens(count: int) -> MaskFunction:
     """The first ``count`` tokens see all and are seen by all; with a window, Longformer (Beltagy et al., 2004.05150).
 
@@ -59,6 +65,7 @@ def global_tokens(count: int) -> MaskFunction:
     return mask_mod(lambda b, h, i, j: (i < count) | (j < count))
 
 
+@kind
 def attention_sinks(count: int, window: int) -> AnyMask:
     """The last ``window`` keys and the first ``count`` ones, causally (StreamingLLM; Xiao et al., 2023, 2309.17453).
 
@@ -69,12 +76,14 @@ def attention_sinks(count: int, window: int) -> AnyMask:
     return replace(both, far=Kept(window, count))
 
 
+@kind
 def chunked(size: int) -> MaskFunction:
     """Causal attention within chunks of ``size`` tokens, as in Llama 4."""
     check_count("size", size, least=1)
     return sliding(size) & mask_mod(lambda b, h, i, j: i // size == j // size)
 
 
+@kind
 def bidirectional_spans(numbers: Tensor) -> MaskFunction:
     """Causal attention, and all of the span that a token is in, as image tokens have in Gemma 3.
 
@@ -84,12 +93,14 @@ def bidirectional_spans(numbers: Tensor) -> MaskFunction:
     return CAUSAL | mask_mod(lambda b, h, i, j, n: (n[b, i] == n[b, j]) & (n[b, i] >= 0), numbers)
 
 
+@kind
 def head_windows(windows: Tensor) -> MaskFunction:
     """Causal attention to the last ``windows[h]`` keys, int ``[h]``, of which the query's own is one."""
     _check("windows", windows, 1)
     return CAUSAL & mask_mod(lambda b, h, i, j, window: i - j < window[h], windows)
 
 
+@kind
 def tree(shown: Tensor) -> MaskFunction:
     """All that was stored before this step, and of the step's own tokens those that ``shown`` has, for drafts.
 
@@ -103,6 +114,7 @@ def tree(shown: Tensor) -> MaskFunction:
     return mask_mod(descends, FIRST_QUERY, shown)
 
 
+@kind
 def used(queries: Tensor, keys: Tensor) -> MaskFunction:
     """Causal attention of the first ``queries[b]`` rows to the first ``keys[b]`` keys, int ``[b]`` each.
 
@@ -119,6 +131,7 @@ def used(queries: Tensor, keys: Tensor) -> MaskFunction:
     return mask_mod(aligned, FIRST_QUERY, queries, keys)
 
 
+@kind
 def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
     """Of ``keys`` keys the blocks that a list names, int ``[b, h, query blocks, n]``; -1 names none, and h may be 1.
 
@@ -142,6 +155,7 @@ def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
     return mask_mod(read, FIRST_QUERY, shown)
 
 
+@kind
 def mask_tensor(shown: Tensor) -> MaskFunction:
     """What a bool tensor ``[b, h, s, t]`` shows, whose dimensions may be 1; its rows are the call's queries."""
     _check("shown", shown, 4, torch.bool)

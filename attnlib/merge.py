@@ -5,8 +5,10 @@ from torch import Tensor
 
 from .checks import bind, is_strided, refuse_tensor
 from .kv import DTYPES
+from .signatures import kind
 
 
+@kind
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """The attention over two disjoint sets of keys from the attention over each.
 

@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 from .checks import is_recorded, is_strided, refuse_tensor
+from .signatures import kind
 
 
+@kind
 def bounds_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``key_starts`` and ``key_ends``, int32 ``[b]``, of a padding mask ``[b, t]``, not 0 where there are tokens.
+    """Return ``key_starts`` and ``key_ends``, int32 ``[b]``, of a mask ``[b, t]`` that is not 0 where there are tokens.
 
     They are the first token and what follows the last one, found on the mask's device; 0 and 0 where there are none.
     Bounds cannot say that a token between them is hidden. Looking for one reads the mask from its device, so nobody
@@ -47,6 +49,7 @@ def edges_of(there: Tensor) -> tuple[Tensor, Tensor]:
     return torch.minimum(torch.where(there, at, t).amin(1), ends).int(), ends.int()
 
 
+@kind
 def from_position_ids(position_ids: Tensor) -> tuple[Tensor, int]:
     """``cu_seqlens`` int32 ``[n + 1]`` and the longest length of what rows of ``position_ids`` ``[b, s]`` hold.
 
@@ -73,6 +76,7 @@ def from_position_ids(position_ids: Tensor) -> tuple[Tensor, int]:
     return cu_seqlens, int(cu_seqlens.diff().max()) if len(starts) else 0
 
 
+@kind
 def from_jagged(x: Tensor) -> tuple[Tensor, Tensor, int]:
     """Rows ``[t, ...]`` of a jagged NestedTensor ``[b, j, ...]``, their ``cu_seqlens`` int32 ``[b + 1]``, and the
     longest length, which is read from the device. Gradients flow back into it.
@@ -95,6 +99,7 @@ def from_jagged(x: Tensor) -> tuple[Tensor, Tensor, int]:
     return x.values(), offsets.int(), int(offsets.diff().max()) if len(offsets) > 1 else 0
 
 
+@kind
 def to_jagged(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """A jagged NestedTensor ``[b, j, ...]`` of packed rows ``[t, ...]``; gradients flow back into them.
 

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: a frozen description (Rope), computed angles (Angles), and the rotation."""
+"""Rotary position embeddings: a frozen description (Rope) that computes angles at any position."""
 
 import math
 from dataclasses import dataclass
@@ -8,46 +8,16 @@ import torch
 from torch import Tensor
 
 from .checks import INT32
+from .rotation import Angles as Angles
+from .rotation import check_rotation as check_rotation
+from .rotation import check_strided
+from .rotation import rotate as rotate
+from .rotation import rotated as rotated
 from .scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Scaling, YaRN, check_number
+from .signatures import kind
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Angles:
-    """Cosines and sines fp32 ``[..., p / 2]``, and whether the pairs they turn are interleaved.
-
-    Channels ``(c, c + p / 2)`` form a pair in the half layout, ``(2c, 2c + 1)`` in the interleaved one. Two Angles are
-    equal only when they are the same object.
-
-    Raises:
-        TypeError: cos or sin is not an fp32 tensor, or interleaved no bool.
-        ValueError: their shapes or devices differ.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
-
-    def __post_init__(self) -> None:
-        _check_strided("cos", self.cos)
-        _check_strided("sin", self.sin)
-        if not isinstance(self.interleaved, bool):
-            raise TypeError(f"interleaved: expected a bool, got {self.interleaved!r}")
-        if self.cos.dtype != torch.float32 or self.sin.dtype != torch.float32:
-            raise TypeError(f"angles: expected fp32 cos and sin, got {self.cos.dtype} and {self.sin.dtype}")
-        if self.cos.shape != self.sin.shape or self.cos.ndim == 0:
-            raise ValueError(
-                f"angles: expected cos and sin of one shape [..., p / 2], got {tuple(self.cos.shape)} "
-                f"and {tuple(self.sin.shape)}"
-            )
-        if self.cos.device != self.sin.device:
-            raise ValueError(f"angles: expected cos and sin on one device, got {self.cos.device} and {self.sin.device}")
-
-    @property
-    def convention(self) -> str:
-        """The pairing and the rotated width, which a cache must not mix, as ``half:64`` or ``interleaved:64``."""
-        return f"{'interleaved' if self.interleaved else 'half'}:{2 * self.cos.shape[-1]}"
-
-
+@kind
 @dataclass(frozen=True, slots=True)
 class Rope:
     """Rotation of the first ``dim`` channels of a head by its position (Su et al., 2021, arXiv 2104.09864).
@@ -175,7 +145,7 @@ class Rope:
             TypeError: positions are not integers, or ``length`` is not an int.
             ValueError: ``length`` is missing where the rule needs it, or given where it does not.
         """
-        _check_strided("positions", positions, "an integer tensor")
+        check_strided("positions", positions, "an integer tensor")
         if positions.dtype == torch.bool or positions.is_floating_point() or positions.is_complex():
             raise TypeError(
                 f"positions: expected an integer tensor, got {positions.dtype}; cast it with positions.long()"
@@ -213,64 +183,6 @@ class Rope:
             raise TypeError(f"length: expected an int, got {length!r}")
         if length > INT32:
             raise ValueError(f"length: expected at most {INT32}, got {length}")
-
-
-def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """``x`` ``[..., h, d]`` with its first ``p`` channels rotated by angles ``[..., p / 2]``; the rest pass through.
-
-    Leading dimensions of the angles are those of x, from the right: ``[b, s, h, d]`` takes ``[b, s, p / 2]``,
-    ``[1, s, p / 2]`` and ``[s, p / 2]``; packed ``[t, h, d]`` takes ``[t, p / 2]``. The result keeps x's dtype and
-    pairing (transformers' interleaved rotation returns the half layout instead). Computed in fp32, or for fp64 x in
-    fp64 with the fp32 angles.
-
-    Raises:
-        TypeError: x is not fp16, bf16, fp32 or fp64, or angles are not Angles.
-        ValueError: more channels rotate than x has, or the leading dimensions or the devices do not match.
-
-    >>> x = torch.randn(2, 5, 8, 96)
-    >>> rotate(x, Rope(dim=64).angles(torch.arange(5))).shape
-    torch.Size([2, 5, 8, 96])
-    """
-    check_rotation(x, angles)
-    half = angles.cos.shape[-1]
-    axis, pairs = (-1, (half, 2)) if angles.interleaved else (-2, (2, half))
-    first, second = x[..., : 2 * half].unflatten(-1, pairs).unbind(axis)
-    cos, sin = angles.cos.unsqueeze(-2), angles.sin.unsqueeze(-2)
-    # fp16 and bf16 need no cast: a product with an fp32 tensor is computed in fp32.
-    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), axis).flatten(-2).to(x.dtype)
-    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
-
-
-def check_rotation(x: Tensor, angles: Angles) -> None:
-    """Raise TypeError or ValueError unless these angles can rotate ``x``; the message names the remedy."""
-    _check_strided("x", x)
-    if not isinstance(angles, Angles):
-        raise TypeError(f"angles: expected Angles as rope.angles(positions) gives, got {type(angles).__name__}")
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"x: expected fp16, bf16, fp32 or fp64, got {x.dtype}")
-    if x.device != angles.cos.device:
-        raise ValueError(f"angles: expected device {x.device} like x, got {angles.cos.device}")
-    width = 2 * angles.cos.shape[-1]
-    if x.ndim < 2 or width > x.shape[-1]:
-        raise ValueError(
-            f"x: expected [..., h, d] with d >= {width}, the channels that the angles rotate, got {tuple(x.shape)}; "
-            "make Rope(dim=...) at most the head dimension"
-        )
-    tokens, positions = x.shape[:-2], angles.cos.shape[:-1]
-    # Only leading dimensions may be absent or 1: one position for a whole sequence is a mistake more often than meant.
-    fits = len(positions) <= len(tokens) and positions[-1:] == tokens[-1:]
-    if not fits or any(n not in (1, m) for n, m in zip(reversed(positions), reversed(tokens), strict=False)):
-        raise ValueError(
-            f"angles: expected cos {[*tokens, width // 2]} (batch may be 1 or absent) for x {tuple(x.shape)}, "
-            f"got {tuple(angles.cos.shape)}; compute them from positions [b, s], [s] or, for packed x, [t]"
-        )
-
-
-def _check_strided(name: str, x: Tensor, expected: str = "a strided tensor"):
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
-    if x.is_nested or x.layout is not torch.strided:
-        raise TypeError(f"{name}: expected {expected}, got a nested or sparse one")
 
 
 def _quotient(x: Tensor, divisor: float) -> Tensor:

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from .checks import check_count
+from .signatures import kind
 
 FP32 = torch.finfo(torch.float32)
 
 
+@kind
 @dataclass(frozen=True, slots=True)
 class Linear:
     """Positions divided by ``factor`` (Chen et al., 2023, arXiv 2306.15595).
@@ -27,6 +29,7 @@ class Linear:
         check_number("Linear.factor", self.factor, least=1)
 
 
+@kind
 @dataclass(frozen=True, slots=True)
 class NTK:
     """A fixed NTK-aware base: ``theta * factor ** (dim / (dim - 2))``.
@@ -44,6 +47,7 @@ class NTK:
         check_number("NTK.factor", self.factor, least=1)
 
 
+@kind
 @dataclass(frozen=True, slots=True)
 class DynamicNTK:
     """An NTK-aware base that grows with the length; needs an explicit length, and no cache can use it.
@@ -65,6 +69,7 @@ class DynamicNTK:
         check_count("DynamicNTK.original_max_position", self.original_max_position, least=1)
 
 
+@kind
 @dataclass(frozen=True, slots=True)
 class Llama3:
     """Llama-3.1 scaling: low frequencies divided by ``factor``, high ones kept, a smooth step between.
@@ -94,6 +99,7 @@ class Llama3:
             )
 
 
+@kind
 @dataclass(frozen=True, slots=True)
 class YaRN:
     """YaRN (Peng et al., 2023, arXiv 2309.00071), with DeepSeek's two mscale numbers.
@@ -135,6 +141,7 @@ class YaRN:
             raise TypeError(f"YaRN.truncate: expected a bool, got {self.truncate!r}")
 
 
+@kind
 @dataclass(frozen=True, slots=True)
 class LongRoPE:
     """LongRoPE (Ding et al., 2024, arXiv 2402.13753): each pair slowed by a factor of its own, found by a search.
@@ -168,6 +175,7 @@ class LongRoPE:
             check_number("LongRoPE.attention_factor", self.attention_factor, above=0)
 
 
+@kind
 @dataclass(frozen=True, slots=True)
 class Proportional:
     """Only the first ``share`` of the pairs turn, at the frequencies of the whole head divided by ``factor``.
@@ -189,6 +197,7 @@ class Proportional:
             raise ValueError(f"Proportional.share: expected at most 1, got {self.share}")
 
 
+@kind
 @dataclass(frozen=True, slots=True)
 class Temperature:
     """Queries that grow with their position i, by ``1 + weight * ln(1 + floor((i + offset) / interval))``.

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from .checks import is_strided, refuse_tensor, varies
 from .program import Program
+from .signatures import kind, leading_to
 from .trace import FIRST_QUERY, FirstQuery, applied, filled, traced
 
 FP32 = torch.finfo(torch.float32)
 
 
+@leading_to("make one by score_mod(function, *tensors)")
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreFunction:
     """What a function of indices makes of scores; :func:`score_mod` makes it.
@@ -56,6 +58,7 @@ class ScoreFunction:
         return torch.as_tensor(applied(self.function, self.arguments, first, score, b, h, i, j), device=score.device)
 
 
+@kind
 def score_mod(function: Callable, *arguments: Tensor | FirstQuery) -> ScoreFunction:
     """Scores by a function of indices: ``function(score, b, h, i, j, *arguments)`` gives the new one.
 
@@ -133,6 +136,7 @@ def _positive(name: str, value: float) -> float:
 # ---- ready-made
 
 
+@kind
 def bias_tensor(bias: Tensor) -> ScoreFunction:
     """Add ``bias`` ``[b, h, s, t]`` to the scores; its dimensions may be 1, and its rows are the call's queries.
 
@@ -148,6 +152,7 @@ def bias_tensor(bias: Tensor) -> ScoreFunction:
     return replace(score_mod(add, FIRST_QUERY, bias), dims=(dims,))
 
 
+@kind
 def distance_bias(bias: Tensor) -> ScoreFunction:
     """Add ``bias[h, i - j]``, ``[h, n]``, to the scores; keys ``n`` or more before the query have that of ``n - 1``.
 
@@ -158,6 +163,7 @@ def distance_bias(bias: Tensor) -> ScoreFunction:
     return replace(near, dims=("hn",))
 
 
+@kind
 def t5_bias(
     bias: Tensor, *, max_distance: int = 128, bidirectional: bool = False, heads_last: bool = False
 ) -> ScoreFunction:

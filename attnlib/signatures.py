@@ -1,55 +1,63 @@
-"""What a function answers to arguments that it does not take: what it takes instead."""
+"""Error messages for unknown and missing arguments: they name the argument of attnlib to use instead."""
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
-from inspect import Parameter, signature
-from types import MappingProxyType
+from inspect import Parameter, isclass, isfunction, signature
 from typing import TypeVar
+
+from .words import remedy_of
 
 Function = TypeVar("Function", bound=Callable)
 MASKS = "CAUSAL, FULL or sliding(n)"
-# What other libraries call things, and how they are said here.
-INSTEAD = MappingProxyType(
-    {
-        **dict.fromkeys(("is_causal", "causal"), "say mask=CAUSAL, or mask=FULL"),
-        **dict.fromkeys(("window_size", "sliding_window", "window", "local_window_size"), "say mask=sliding(n)"),
-        **dict.fromkeys(
-            ("attn_mask", "attention_mask", "attn_bias", "bias"),
-            "a bool one [b|1, h|1, s, t] is mask=attnlib.masks.mask_tensor(shown), one that is added to scores is "
-            "score=attnlib.scores.bias_tensor(bias)",
-        ),
-        "key_padding_mask": "say key_starts= and key_ends=, as attnlib.packing.bounds_of(mask) finds them",
-        "block_mask": "say mask=mask_mod(function, *tensors)",
-        "score_mod": "say score=score_mod(function, *tensors)",
-        **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), "say scale="),
-        **dict.fromkeys(("dropout", "attention_dropout", "dropout_prob"), "say dropout_p="),
-        "enable_gqa": "leave it out: k says how many KV heads there are",
-        "cu_seqlens": "say cu_seqlens_q= and cu_seqlens_k=",
-        **dict.fromkeys(("return_lse", "return_softmax_lse"), "call the function whose name ends in _with_lse"),
-        **dict.fromkeys(("need_weights", "output_attentions"), "there are none: no tile of them is kept"),
-        **dict.fromkeys(("embed_dim", "d_model"), "it is hidden_size, which comes first"),
-        **dict.fromkeys(("n_heads", "nhead", "heads"), "say num_heads="),
-        **dict.fromkeys(("n_kv_heads", "kv_heads", "num_key_value_heads"), "say num_kv_heads="),
-        **dict.fromkeys(("past_key_value", "past_key_values", "cache", "kv_cache"), "say kv= a layer of cache.step()"),
-    }
-)
+RECEIVERS = ("self", "cls", "_cls")
+BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def kind(function: Function) -> Function:
-    """The same function, whose errors for arguments that it does not take, or misses, say what it does take."""
-    return _answering(function, None)
+def kind(x: Function) -> Function:
+    """Return the function, whose TypeErrors for unknown and missing arguments say which ones it takes.
+
+    Of a class, the constructor and the public methods are changed so. A method that another decorator has wrapped is
+    left alone: ``@contextmanager``, say, goes around ``@kind``.
+    """
+    if not isclass(x):
+        return _answering(x, None)
+    for name, member in [*vars(x).items()]:
+        function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+        is_public = name == "__init__" or name[0] != "_"
+        if is_public and isfunction(function) and not hasattr(function, "__wrapped__"):
+            changed = _answering(function, None)
+            setattr(x, name, changed if function is member else type(member)(changed))
+    return x
 
 
 def leading_to(instead: str) -> Callable[[Function], Function]:
-    """The same for a constructor that is nobody's to call: its errors say what to call ``instead``."""
-    return lambda function: _answering(function, instead)
+    """Return a decorator of constructors that only attnlib calls: their TypeErrors say what to call ``instead``.
+
+    Of a class, the public methods are changed as by :func:`kind`.
+    """
+
+    def changed(x: Function) -> Function:
+        if not isclass(x):
+            return _answering(x, instead)
+        name = "__new__" if issubclass(x, tuple) else "__init__"
+        setattr(x, name, _answering(getattr(x, name), instead))
+        return kind(x)
+
+    return changed
+
+
+def unknown(argument: str, names: Sequence[str]) -> str:
+    """Return the error message for an argument that a function of arguments ``names`` does not take."""
+    remedy = remedy_of(argument, names)
+    if remedy is None:
+        near = get_close_matches(argument, names, 1)
+        takes = f"it takes {', '.join(names)}" if names else "it takes none"
+        remedy = f"did you mean {near[0]}=" if near else takes
+    return f"{argument}: no such argument; {remedy}"
 
 
 def _answering(function: Function, instead: str | None) -> Function:
-    name = function.__qualname__.removesuffix(".__init__")
-
     @wraps(function)
     def called(*args, **kwargs):
         try:
@@ -58,24 +66,49 @@ def _answering(function: Function, instead: str | None) -> Function:
             if error.__traceback__.tb_next is not None:  # it comes from within
                 raise
             why = str(error)
-        raise TypeError(f"{name}: {instead or _said(function, why)}")
+        name = _name_of(function, args)
+        raise TypeError(f"{name}: {instead or _said(function, name, args, kwargs) or why}")
 
     return called
 
 
-def _said(function: Callable, why: str) -> str:
-    """What Python says of a call that does not fit, with a remedy."""
-    why = why.partition("() ")[2] or why
-    names = [x.name for x in signature(function).parameters.values() if x.name != "self"]
-    if match := re.search(r"unexpected keyword argument '(\w+)'", why):
-        unknown = match[1]
-        near = get_close_matches(unknown, names, 1)
-        remedy = INSTEAD.get(unknown) or (f"did you mean {near[0]}=" if near else f"it takes {', '.join(names)}")
-        return f"{unknown}: no such argument; {remedy}"
-    if re.search(r"missing .*'mask'", why):
+def _name_of(function: Callable, args: Sequence[object]) -> str:
+    """The name of what was called: of a method with the class that it was called on."""
+    *owner, name = function.__qualname__.split(".")
+    if args and _is_method(function):
+        known = args[0] if isclass(args[0]) else type(args[0])
+        owner = [known.__name__] if hasattr(known, name) else owner
+    return ".".join(owner[-1:] if name in ("__init__", "__new__") else [*owner[-1:], name])
+
+
+def _is_method(function: Callable) -> bool:
+    return next(iter(signature(function).parameters), None) in RECEIVERS
+
+
+def _said(function: Callable, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
+    """What is wrong with the arguments, and what to give; None if that cannot be told."""
+    of, count = [*signature(function).parameters.values()], len(args)
+    if _is_method(function):
+        of, count = of[1:], max(0, count - 1)
+    first = [x.name for x in of if x.kind in BY_PLACE]
+    by_name = [x.name for x in of if x.kind is Parameter.KEYWORD_ONLY]
+    kinds = {x.kind for x in of}
+    if Parameter.VAR_KEYWORD not in kinds:
+        for argument in kwargs:
+            if argument not in (*first, *by_name):
+                return unknown(argument, [*first, *by_name])
+    if count > len(first) and Parameter.VAR_POSITIONAL not in kinds:
+        example = "mask=CAUSAL" if "mask" in by_name else "".join(f"{x}=..." for x in by_name[:1])
+        rest = f" and all else by name, as {example}" if example else ""
+        return f"expected {', '.join(first) or 'no arguments'} by position{rest}; {count} were given"
+    if twice := [x for x in first[:count] if x in kwargs]:
+        return f"{twice[0]}: expected once, got it by position and by name"
+    given = {*first[:count], *kwargs}
+    needed = [x for x in of if x.default is Parameter.empty and x.name in (*first, *by_name)]
+    missing = [x.name for x in needed if x.name not in given]
+    if missing == ["mask"]:
         return f"mask: expected a Mask such as {MASKS}, got none; no mask is taken for granted"
-    if re.search(r"takes .*positional arguments?", why):
-        first = [x for x in signature(function).parameters.values() if x.kind is not Parameter.KEYWORD_ONLY]
-        places = ", ".join(x.name for x in first if x.name != "self")
-        return f"expected {places} by position and all else by name, as mask=CAUSAL; it {why}"
-    return why
+    if missing:
+        call = ", ".join(f"{x.name}=..." if x.name in by_name else x.name for x in needed)
+        return f"missing {', '.join(missing)}; call it as {name}({call})"
+    return None

@@ -17,7 +17,7 @@ from attnlib import CAUSAL, GroupedQueryAttention, Rope
 
 VALUES = (
     "merge", "functions", "fp8", "kv", "ranks", "masks", "mask", "mask_function", "scores", "trace", "derivative",
-    "program", "selected_rope", "rope", "scaling", "philox", "checks", "files", "signatures",
+    "program", "selected_rope", "rope", "rotation", "scaling", "philox", "checks", "files", "signatures", "words",
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
@@ -67,7 +67,7 @@ ROOMS = {
     "hints": {"call", *VALUES},
     "running": {"dispatch", "prepared", "call", *VALUES},
     "storage": {"dispatch", "prepared", *VALUES},
-    "dispatch": {*BACKENDS, "backends", "prepared", "call", "spec", "probes"},
+    "dispatch": {*BACKENDS, "backends", "prepared", "call", "spec", "probes", "signatures"},
     "backends/_triton": {
         "backends/_triton/kernels",
         "backends",

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Final, NoReturn, SupportsIndex
 
 import torch
 
-from ..checks import check_count
 from ..kv import KVLayout
-from ..signatures import leading_to
+from ..signatures import kind, leading_to
 from . import saved
 from .dealt import check_replay
 from .layer_cache import LayerCache as LayerCache
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@leading_to("make a cache by KVCache.paged(...) or KVCache.contiguous(...)")
 class KVCache:
     """Keys and values of many sequences over many layers, contiguous or paged; made by one of these two methods.
 
@@ -40,7 +40,6 @@ class KVCache:
     (5, 3, True)
     """
 
-    @leading_to("make a cache by KVCache.paged(...) or KVCache.contiguous(...)")
     def __init__(
         self,
         layouts: Sequence[KVLayout],
@@ -140,6 +139,7 @@ class KVCache:
         return self._sequences.admit(n, left_padding)
 
     @contextmanager
+    @kind
     def step(self, tokens: int | Mapping[Handle, int], *, replay: bool = False) -> Iterator[Sequence[LayerCache]]:
         """Append ``tokens`` to every live sequence (int: dense, in admission order) or to those named (mapping: packed,
         in its order), as a transaction: committed on clean exit, else restored.
@@ -171,6 +171,7 @@ class KVCache:
         self._poison(self._sequences.commit(plans))
 
     @contextmanager
+    @kind
     def read(self, tokens: int | Mapping[Handle, int]) -> Iterator[Sequence[LayerCache]]:
         """Let ``tokens`` queries (as in ``step``) attend to what is stored, changing no length: cross-attention.
 
@@ -207,7 +208,6 @@ class KVCache:
             RuntimeError: inside a step or read, or a window has dropped keys that this length needs (see ``rollback``).
         """
         self._refuse_inside("truncate")
-        check_count("length", length)
         self._poison(self._sequences.truncate(handle, length))
 
     def release(self, *handles: Handle) -> None:
@@ -262,9 +262,8 @@ class KVCache:
         return f"KVCache({len(self.layouts)} layers, pages of {self.page_size} tokens; {self._sequences})"
 
     def _refuse_inside(self, what: str) -> None:
-        if self._open is not None:
-            block = f"`with cache.{self._open}(...)` block"
-            raise RuntimeError(f"{what}: not inside a {self._open}; leave the {block} first")
+        if (block := self._open) is not None:
+            raise RuntimeError(f"{what}: not inside a {block}; leave the `with cache.{block}(...)` block first")
 
     def _show(self, what: str, request: Request, plans: Sequence[StepPlan]) -> None:
         """Bring the buffers up to this step or read, and open the layers for it."""
@@ -291,7 +290,7 @@ class KVCache:
     def _close(self) -> None:
         self._open = None
         for layer in self._layers:
-            layer.close()
+            layer._close()
 
     def _poison(self, freed: Freed) -> None:
         if self._poisons:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..checks import is_recorded
 from ..kv import Held, KVLayout, KVView
 from ..rope import Angles
+from ..signatures import leading_to
 from ..storage import prepared_write, write_cache
 from .dealt import Dealt, fresh
 from .sequences import Prompt
@@ -19,6 +20,7 @@ from .step import PerStep, PerWindow
 AS_GIVEN = "as given"  # the convention of keys that were appended without angles
 
 
+@leading_to("`with cache.step(...) as layers` gives them")
 class LayerCache:
     """One layer of a cache: what an attention layer appends to and reads.
 
@@ -156,7 +158,7 @@ class LayerCache:
             f"{name}: expected {dtype} like the cache, got {x.dtype}; cast it, or make the cache in {x.dtype}"
         )
 
-    def put(self, rows: dict[str, Tensor], convention: str | None) -> None:
+    def _put(self, rows: dict[str, Tensor], convention: str | None) -> None:
         """Write this step's tokens as they were stored, plane by plane, with keys of this convention: no bit changes.
 
         Raises:
@@ -178,7 +180,7 @@ class LayerCache:
                 "use one rotary convention, or another cache"
             )
 
-    def prepare(self, page_size: int, step: PerStep, window: PerWindow) -> None:
+    def _prepare(self, page_size: int, step: PerStep, window: PerWindow) -> None:
         """Build what steps of one shape hand out, once for as long as the shape stays. For the cache to call."""
         planes = dict(self.planes)
         if self.layout.is_latent:
@@ -196,16 +198,16 @@ class LayerCache:
             view, self._held = window.dealt.show(view)
         self._prepared = (step.positions, window.slots, view)
 
-    def open(self, prefill: bool, history: int, prompts: Sequence[Prompt]) -> None:
+    def _open(self, prefill: bool, history: int, prompts: Sequence[Prompt]) -> None:
         """Take up what is prepared, for one step or read. For the cache to call."""
         self.positions, self._slots, self._view = self._prepared
         self.prefill, self.history, self.prompts, self.appended = prefill, history, prompts, False
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Leave the step or read. For the cache to call."""
         self.positions = self._slots = self._view = None
 
-    def poison(self, pages: Sequence[int]) -> None:
+    def _poison(self, pages: Sequence[int]) -> None:
         """Fill pages with NaN, or with -128 where the plane is int8. For the cache to call."""
         for plane in self.planes.values():
             byte = {torch.int8: 0x80, torch.float8_e4m3fn: 0x7F}.get(plane.dtype)  # 0x7F is the NaN of e4m3fn

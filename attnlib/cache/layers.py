@@ -27,7 +27,7 @@ def prepare_layers(
 ) -> None:
     """Prepare all layers for steps of one shape."""
     for layer in layers:
-        layer.prepare(page_size, step, windows[layer.layout.window_class])
+        layer._prepare(page_size, step, windows[layer.layout.window_class])
 
 
 def open_layers(layers: Sequence[LayerCache], request: Request) -> None:
@@ -37,7 +37,7 @@ def open_layers(layers: Sequence[LayerCache], request: Request) -> None:
     prefill = max(request.tokens.values(), default=0) > PREFILL
     prompts = request.prompts(PREFILL + 1) if prefill else ()
     for layer in layers:
-        layer.open(prefill, history, prompts)
+        layer._open(prefill, history, prompts)
 
 
 def copy_shared(layers: Sequence[LayerCache], plans: Mapping[Window, StepPlan]) -> None:
@@ -64,4 +64,4 @@ def poison(layers: Sequence[LayerCache], freed: Freed) -> None:
     for window, pages in freed:
         for layer in layers if pages else ():
             if layer.layout.window_class == window:
-                layer.poison(pages)
+                layer._poison(pages)

@@ -9,6 +9,7 @@ import torch
 from ..checks import check_count
 from ..kv import STORES, KVLayout
 from ..ranks import Ranks
+from ..signatures import kind
 from ..storage import with_memory
 from .buffer import split_size_of
 from .pages import Window
@@ -120,6 +121,7 @@ def pages_by_window(pages: int | Mapping[Window, int], layouts: Sequence[KVLayou
     return counts
 
 
+@kind
 def pages_for(
     layouts: Sequence[KVLayout],
     lengths: Sequence[int],

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..signatures import leading_to
+
 # What layers have in common that share pages: their window, None without, and with it the first tokens that are kept.
 Window = int | None | tuple[int, int]
 
@@ -13,6 +15,7 @@ class CacheFullError(RuntimeError):
     """A step, an admission or a fork needs more pages or rows than are free; nothing was changed."""
 
 
+@leading_to("cache.admit(n) gives them")
 class Handle:
     """One sequence of a cache; compared by identity, so that another cache's handle is never accepted."""
 

@@ -140,7 +140,7 @@ def load(path: Path, cache: "Steps", sequences: Sequences) -> Handle:
             end = min(begin + cache.page_size, saved.length)
             with cache.step({handle: end - begin}) as layers:
                 for n, layer in enumerate(layers):
-                    layer.put(saved.rows(n, begin, end), saved.conventions[n])
+                    layer._put(saved.rows(n, begin, end), saved.conventions[n])
         for n, layout in enumerate(cache.layouts):
             numbers, _ = held(sequences.holdings(handle)[layout.window_class], cache.page_size)
             if not torch.isin(numbers, saved.numbers[n]).all():

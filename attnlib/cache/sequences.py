@@ -192,6 +192,7 @@ class Sequences:
 
     def truncate(self, handle: Handle, length: int) -> Freed:
         """Forget all tokens from ``length`` on."""
+        check_count("length", length)
         for allocator in self.allocators.values():
             allocator.check_truncate(handle, length)
         return [(window, allocator.truncate(handle, length)) for window, allocator in self.allocators.items()]

@@ -8,8 +8,10 @@ from ..mask import CAUSAL, FULL, AnyMask
 from ..masks import mask_tensor
 from ..running import attend
 from ..scores import Score, ScoreFunction, bias_tensor
+from ..signatures import kind
 
 
+@kind
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

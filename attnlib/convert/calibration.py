@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..philox import philox
+from ..signatures import kind
 
 Batch = Tensor | tuple[Tensor, Mapping[str, object]]
 Block = Callable[..., Tensor]
@@ -19,6 +20,7 @@ STRIP = 512  # rows of a moment that one worker sums
 SAMPLE = 4096  # inputs kept to measure on: of a layer as wide, in fp32, half of what its moment takes
 
 
+@kind
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
     """The mean of ``y y^T`` over ``tokens`` inputs x of one layer, with ``y = [x, 1]``: fp64 ``[m + 1, m + 1]``.
@@ -84,6 +86,7 @@ class Calibration:
         return None if self.sample is None else pad(self.sample.to(self.moment), (0, 1), value=1.0)
 
 
+@kind
 def calibrate(blocks: Iterable[tuple[Block, nn.Module]], batches: Iterable[Batch]) -> Iterator[Calibration]:
     """The calibration of one layer after another, as hidden states ``[..., m]`` move through a model's blocks.
 

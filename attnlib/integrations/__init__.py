@@ -5,10 +5,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..signatures import kind
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+@kind
 def load(
     folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> "PreTrainedModel":

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..cache.kv_cache import LayerCache
 from ..kv import KVLayout, KVView
 from ..mask import AnyMask
-from ..rope import Angles, Rope, rotate
+from ..rope import Angles, Rope, rotated
 from ..scaling import Temperature
 from ..scores import Score, ScoreFunction
 from ..signatures import kind
@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # importing these takes longer than importing this package
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
+@kind
 class GroupedQueryAttention(nn.Module):
     """Attention whose query heads share KV heads in groups (Ainslie et al., 2023, arXiv 2305.13245).
 
@@ -65,7 +66,6 @@ class GroupedQueryAttention(nn.Module):
     backend: str | None
     context_parallel: ContextParallel | None
 
-    @kind
     def __init__(
         self,
         hidden_size: int,
@@ -283,5 +283,5 @@ class GroupedQueryAttention(nn.Module):
         """Heads ``[..., h, d]`` normalised and rotated, in the order of this layer."""
         if norm is not None and not self.norm_after_rope:
             x = normed(norm, x, share)
-        x = x if angles is None else rotate(x, angles)
+        x = x if angles is None else rotated(x, angles)
         return normed(norm, x, share) if norm is not None and self.norm_after_rope else x

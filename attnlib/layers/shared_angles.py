@@ -6,10 +6,12 @@ from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
 from ..rope import Angles
+from ..signatures import kind
 from .inputs import Inputs, check
 from .positions import angles_of
 
 
+@kind
 def shared_angles(
     layers: Sequence[nn.Module],
     x: Tensor,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..call import Call
 from ..running import Asked
+from ..signatures import kind
 from .costs import NVLINK, costs_of
 from .gather import gather
 from .heads import heads
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 FORMS = MappingProxyType({"ring": ring, "gather": gather, "heads": heads})
 
 
+@kind
 @dataclass(frozen=True)
 class ContextParallel:
     """The ranks of a ``mesh`` that share every sequence: each has a part of its tokens, as :func:`shard` deals them.

@@ -7,6 +7,7 @@ from torch import Tensor
 from ..call import Call, Dropout, Packing
 from ..mask import AnyMask
 from ..scores import Score
+from ..signatures import kind, unknown
 from .context_parallel import ContextParallel
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ OPTIONS = (
 )
 
 
+@kind
 def context_attention(
     q: Tensor,
     k: Tensor,
@@ -42,10 +44,11 @@ def context_attention(
         ValueError, TypeError: as :func:`attnlib.attention` does; these are no shards of one sequence, ranks cannot
             share the heads, or ``dropout_p`` came without a seed.
     """
-    sharing = ContextParallel(mesh, form, zigzag)
-    return sharing.attend(_call_of(q, k, v, mask, options), options.get("backend"))
+    call = _call_of(q, k, v, mask, options)
+    return ContextParallel(mesh, form, zigzag).attend(call, options.get("backend"))
 
 
+@kind
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: AnyMask, mesh: "DeviceMesh", zigzag: bool = True, **options: Any
 ) -> Tensor:
@@ -56,6 +59,7 @@ def ring_attention(
     return context_attention(q, k, v, mask=mask, mesh=mesh, form="ring", zigzag=zigzag, **options)
 
 
+@kind
 def gather_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: AnyMask, mesh: "DeviceMesh", zigzag: bool = True, **options: Any
 ) -> Tensor:
@@ -63,6 +67,7 @@ def gather_attention(
     return context_attention(q, k, v, mask=mask, mesh=mesh, form="gather", zigzag=zigzag, **options)
 
 
+@kind
 def head_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: AnyMask, mesh: "DeviceMesh", zigzag: bool = True, **options: Any
 ) -> Tensor:
@@ -75,9 +80,10 @@ def head_attention(
 
 def _call_of(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, options: dict[str, Any]) -> Call:
     """The call of one rank, whose options are those of the whole."""
-    unknown = sorted({*options} - {*OPTIONS})
-    if unknown:
-        raise TypeError(f"{unknown[0]}: expected one of {', '.join(OPTIONS)}")
+    strange = sorted({*options} - {*OPTIONS})
+    if strange:
+        named = ("q", "k", "v", "mask", "mesh", "form", "zigzag")
+        raise TypeError(f"context_attention: {unknown(strange[0], [*named, *OPTIONS])}")
     if options.get("dropout_p") and options.get("dropout_seed") is None:
         raise ValueError(
             "dropout_seed: expected int64 [1], the same on every rank, got None; ranks would draw their own"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..signatures import kind
 from .exchange import gathered, summed
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Sharing:
         return [Range(start, start + tokens // len(starts)) for start in starts]
 
 
+@kind
 def shard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -> Tensor:
     """This rank's tokens of x, which every rank has whole; ``dim`` is that of tokens. Position ids are sharded alike.
 
@@ -68,6 +70,7 @@ def shard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -
     return torch.cat(own).movedim(0, dim)
 
 
+@kind
 def unshard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -> Tensor:
     """The tokens of all ranks in their order, on every rank; gradients of all ranks are summed into each part.
 

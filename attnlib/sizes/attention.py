@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..kv import KVLayout
+from ..signatures import kind
 
 
+@kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedShape:
     """The sizes of a :class:`attnlib.GroupedQueryAttention`: MHA with as many KV heads as heads, MQA with one.
@@ -79,6 +81,7 @@ class GroupedShape:
         return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=num_kv_heads)
 
 
+@kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
     """The sizes of a :class:`attnlib.MultiHeadLatentAttention`; ``qk_rope_head_dim=0`` is MLA without rope.
@@ -152,6 +155,7 @@ class LatentShape:
 Shape = GroupedShape | LatentShape
 
 
+@kind
 def prefill_flops(shape: Shape, length: int) -> int:
     """FLOPs of a causal prompt of ``length`` tokens in one layer.
 
@@ -161,6 +165,7 @@ def prefill_flops(shape: Shape, length: int) -> int:
     return 2 * (length * shape.weights + _visible_pairs(length, shape.window) * shape.prompt_pair)
 
 
+@kind
 def decode_flops(shape: Shape, context: int, *, ranks: int = 1) -> int:
     """FLOPs of one token in one layer, as the last of ``context`` tokens.
 
@@ -169,6 +174,7 @@ def decode_flops(shape: Shape, context: int, *, ranks: int = 1) -> int:
     return 2 * (shape.weights + _seen(context, shape.window, ranks) * shape.step_pair)
 
 
+@kind
 def decode_bytes(
     shape: Shape, context: int, *, batch: int, dtype: torch.dtype, store: torch.dtype | None = None, ranks: int = 1
 ) -> int:

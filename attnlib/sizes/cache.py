@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 
 from ..kv import KVLayout
+from ..signatures import kind
 
 
+@kind
 def cache_bytes(
     layouts: Sequence[KVLayout], lengths: Sequence[int], *, page_size: int, rollback: int = 0, ranks: int = 1
 ) -> int:
@@ -31,6 +33,7 @@ def cache_bytes(
     )
 
 
+@kind
 def largest_batch(layouts: Sequence[KVLayout], memory: int, *, context: int, page_size: int, ranks: int = 1) -> int:
     """How many sequences can grow to ``context`` tokens, token by token, in ``memory`` bytes.
 
@@ -45,6 +48,7 @@ def largest_batch(layouts: Sequence[KVLayout], memory: int, *, context: int, pag
     return max(0, memory) // _peak(layouts, -(-context // page_size), page_size, ranks)
 
 
+@kind
 def longest_context(
     layouts: Sequence[KVLayout], memory: int, *, batch: int, page_size: int, ranks: int = 1
 ) -> int | None:

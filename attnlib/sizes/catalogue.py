@@ -4,10 +4,12 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ..signatures import kind
 from .attention import GroupedShape, LatentShape, Shape
 from .models import Model
 
 
+@kind
 @dataclass(frozen=True, slots=True)
 class Chip:
     """A chip's memory in bytes, bandwidth in bytes a second, and dense 16-bit tensor FLOPs a second.
@@ -38,6 +40,7 @@ CHIPS = (
 )
 
 
+@kind
 def chip(name: str) -> Chip:
     """The chip of that name.
 
@@ -47,6 +50,7 @@ def chip(name: str) -> Chip:
     return _named(name, CHIPS, "chip")
 
 
+@kind
 def model(name: str) -> Model:
     """The public model of that name.
 

@@ -4,11 +4,13 @@ from typing import NamedTuple
 
 import torch
 
+from ..signatures import kind, leading_to
 from .attention import LatentShape, Shape
 
 FORMS = ("ring", "gather", "heads")
 
 
+@leading_to("exchange_bytes(shape, tokens) makes it")
 class Exchange(NamedTuple):
     """Bytes of one rank in one layer: received in the forward and in the backward; keys and values kept for the latter.
 
@@ -20,6 +22,7 @@ class Exchange(NamedTuple):
     kept: int
 
 
+@kind
 def exchange_bytes(shape: Shape, tokens: int, *, ranks: int, form: str, dtype: torch.dtype) -> Exchange:
     """What attention to a sequence of so many ``tokens``, which ``ranks`` share, sends to one of them in one layer.
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..kv import KVLayout
+from ..signatures import kind
 from .attention import GroupedShape, LatentShape, Shape
 
 
+@kind
 @dataclass(frozen=True, slots=True)
 class Model:
     """The attention layers of a model, in order; ``source`` says where their shape was published.
@@ -47,6 +49,7 @@ class Model:
         return replace(self, layers=tuple(replace(shape, window=window) for shape in self.layers))
 
 
+@kind
 def variants(model: Model, *, kv_lora_rank: int | None = None, qk_rope_head_dim: int | None = None) -> list[Model]:
     """The model as it is, then as MHA, GQA with 8 KV heads, MQA, and MLA with and without a rotary key.
 

@@ -7,6 +7,7 @@ from math import gcd
 import torch
 
 from ..kv import KVLayout
+from ..signatures import kind, leading_to
 from .attention import LatentShape, Shape, decode_bytes, decode_flops, prefill_flops
 from .cache import cache_bytes, largest_batch, longest_context
 from .catalogue import CHIPS, Chip
@@ -16,6 +17,7 @@ from .models import Model
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
+@kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """How a model is served. ``memory`` is what the cache of one rank may take, in bytes; None: all of the chip's.
@@ -58,6 +60,7 @@ class Setting:
         return gcd(self.context_ranks, *(_copies(shape, self.ranks) for shape in model.layers))
 
 
+@leading_to("rows(models, setting) makes them")
 @dataclass(frozen=True, slots=True)
 class Row:
     """One variant at one context and batch; every number but ``total_token_bytes`` is one rank's.
@@ -94,6 +97,7 @@ class Row:
         return self.decode_flops / self.decode_bytes
 
 
+@kind
 def rows(models: Sequence[Model], setting: Setting) -> list[Row]:
     """A row for each model, context and batch.
 
@@ -157,6 +161,7 @@ def _on_all_ranks(model: Model, layouts: Sequence[KVLayout], setting: Setting) -
     return sum(layout.token_bytes * count for layout, count in zip(layouts, apart, strict=True))
 
 
+@kind
 def table(model: Model, answers: Sequence[Row], setting: Setting) -> str:
     """The rows as text: variants down, contexts and batches across."""
     by_place = {(row.variant, row.context, row.batch): row for row in answers}

@@ -100,7 +100,7 @@ class Twin:
         self.padding: dict = {}
         self._numbers = count()
         for layer in cache._layers:
-            layer.poison(range(len(layer.planes["k"])))  # what was never written is NaN, whatever the environment
+            layer._poison(range(len(layer.planes["k"])))  # what was never written is NaN, whatever the environment
 
     def admit(self, n: int = 1, left_padding=None) -> list:
         handles = self.cache.admit(n, left_padding=left_padding)

@@ -4,7 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...signatures import kind
 
+
+@kind
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
@@ -21,6 +24,7 @@ def unpad_input(
     return hidden_states.flatten(0, 1)[indices], indices, cu_seqlens, longest, used
 
 
+@kind
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The inverse: ``[b, s, ...]``, 0 where nothing was, of tokens ``[t, ...]`` at ``indices``."""
     rest = hidden_states.shape[1:]
@@ -28,6 +32,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return out.index_put((indices,), hidden_states).unflatten(0, (batch, seqlen))
 
 
+@kind
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     """Rows of x."""
     return x[indices]

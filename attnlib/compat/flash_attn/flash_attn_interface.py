@@ -9,6 +9,7 @@ from ...call import Call, Dropout
 from ...functional import cached_attention_with_lse, varlen_attention_with_lse
 from ...running import attend
 from ...scores import Score
+from ...signatures import kind
 from .kv_cache import band, pages_of
 from .kv_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
 
@@ -16,6 +17,7 @@ Window = tuple[int, int]
 Result = Tensor | tuple[Tensor, Tensor, None]
 
 
+@kind
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -44,16 +46,19 @@ def flash_attn_func(
     return _result(*attend(call), return_attn_probs)
 
 
+@kind
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """:func:`flash_attn_func` of keys and values in one tensor ``[b, t, 2, g, d]``."""
     return flash_attn_func(q, *kv.unbind(-3), *args, **kwargs)
 
 
+@kind
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """:func:`flash_attn_func` of queries, keys and values in one tensor ``[b, s, 3, h, d]``."""
     return flash_attn_func(*qkv.unbind(-3), *args, **kwargs)
 
 
+@kind
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -87,11 +92,13 @@ def flash_attn_varlen_func(
     return _result(*cached_attention_with_lse(q, view, **options), return_attn_probs)
 
 
+@kind
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """:func:`flash_attn_varlen_func` of keys and values in one tensor ``[t, 2, g, d]``."""
     return flash_attn_varlen_func(q, *kv.unbind(-3), *args, **kwargs)
 
 
+@kind
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any
 ) -> Result:

@@ -7,9 +7,11 @@ from ...functional import cached_attention_with_lse
 from ...kv import KVLayout, KVView
 from ...mask import Mask
 from ...rope import Angles, rotate
+from ...signatures import kind
 from ...storage import write_cache
 
 
+@kind
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...signatures import kind
 from .errors import CheckpointError, DamageError, NoSpaceError, RequestError, VerificationError
 from .folder import CONFIG, INDEX, Checkpoint, buffer_for, read_folder
 from .layer import LayerConverter
@@ -32,6 +33,7 @@ REFUSALS = (ValueError, TypeError, NotImplementedError)  # of weights and reques
 TOOL = "attnlib checkpoint conversion 5"  # counts up when the same request gives other bytes
 
 
+@kind
 def convert(
     source: str | os.PathLike[str] | Checkpoint,
     out: str | os.PathLike[str],

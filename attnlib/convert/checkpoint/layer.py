@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ...own_form import LayerForm
+from ...signatures import kind
 
 
+@kind
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """Layer ``index`` of the source: ``width`` m, ``heads`` h, ``kv_heads`` g, ``head_dim`` d."""
@@ -30,6 +32,7 @@ class LayerShape:
         return {"q_proj": self.heads * self.head_dim, "k_proj": keys, "v_proj": keys, "o_proj": self.width}
 
 
+@kind
 @dataclass(frozen=True, slots=True)
 class ConvertedLayer:
     """A layer's new weights, in the dtype in which they are to be stored.
@@ -59,6 +62,7 @@ class ConverterByLayer:
         return self.convert_layer(weights, shape)
 
 
+@kind
 def identity(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
     """The layer as it is."""
     return ConvertedLayer(weights)

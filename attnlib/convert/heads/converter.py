@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...rope import Rope
+from ...signatures import kind
 from ..calibration import Calibration, fitting
 from ..checkpoint.errors import CheckpointError, RequestError
 from ..checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
@@ -27,6 +28,7 @@ StoredMerge = Literal["principal", "principal-values", "mean", "first", "energy"
 ERRORS = ("key_error", "value_error", "query_rounding", "output_rounding")
 
 
+@kind
 def grouped(
     config: Mapping[str, object],
     kv_heads: int,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layers import GroupedQueryAttention
+from ...signatures import kind
 from ..calibration import Calibration
 from ..weights import PROJECTIONS, join, split
 from .align import Align
@@ -14,6 +15,7 @@ from .mixed import MixedLinear
 from .recipe import Grouping, Merge, recipe
 
 
+@kind
 def mha_to_gqa(
     layer: GroupedQueryAttention,
     num_kv_heads: int,
@@ -71,6 +73,7 @@ def mha_to_gqa(
     return new
 
 
+@kind
 def fold(layer: GroupedQueryAttention) -> GroupedQueryAttention:
     """A new layer with plain projections that computes what one made with ``merge="learned"`` has learnt.
 

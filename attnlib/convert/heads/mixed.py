@@ -4,7 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...signatures import kind
 
+
+@kind
 class MixedLinear(nn.Module):
     """k_proj or v_proj of ``g`` heads, each the sum of ``f`` old ones times ``mix`` (Chinnakonduru and Mohapatra, 2024,
     arXiv 2407.10855, WGQA: their weights per head, one for keys and one for values).

@@ -11,6 +11,7 @@ from ...checks import check_count
 from ...kv import DTYPES
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ...rope import Rope
+from ...signatures import kind
 from ..calibration import Calibration, fitting
 from ..weights import Heads, split
 from .attended import Attended, attended
@@ -78,6 +79,7 @@ class DeepseekLayer:
     errors: Mapping[str, float]
 
 
+@kind
 def gqa_to_deepseek(
     layer: GroupedQueryAttention,
     rank: int,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...checks import check_count
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ...rope import Rope
+from ...signatures import kind
 from ..calibration import Calibration, fitting
 from ..heads.layers import check_grouped
 from ..weights import Heads, split
@@ -28,6 +29,7 @@ from .truncation import truncate
 NORMS = "q_norm and k_norm that divide each token by a size of its own"
 
 
+@kind
 def gqa_to_mla(
     layer: GroupedQueryAttention,
     rank: int | None = None,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from ...signatures import kind
 from .attention import attention_forward
 from .building import layer_from
 from .latents import keep_latents
@@ -22,6 +23,7 @@ from .replacing import replace_attention
 __all__ = ["PagedCache", "absorb", "from_config", "register", "replace"]
 
 
+@kind
 def register() -> None:
     """Make ``attn_implementation="attnlib"`` known to transformers, for attention and for masks.
 
@@ -32,6 +34,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
 
 
+@kind
 def absorb(model: nn.Module) -> nn.Module:
     """The same model of transformers, which decodes from its latent cache as it is stored, without expanding it.
 
@@ -49,6 +52,7 @@ def absorb(model: nn.Module) -> nn.Module:
     return model
 
 
+@kind
 def from_config(
     config: Any,
     layer_index: int = 0,
@@ -74,6 +78,7 @@ def from_config(
     return layer_from(config, layer_index, part, weights, {"device": device, "dtype": dtype})
 
 
+@kind
 def replace(model: nn.Module) -> nn.Module:
     """The same model of transformers, whose attention is layers of attnlib with its weights.
 

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...cache.kv_cache import KVCache, LayerCache
 from ...cache.pages import Handle, Window
 from ...kv import KVLayout
+from ...signatures import kind
 from .latents import SIZES, keeps_latents
 from .own import FORMS
 from .pages import stand_in
@@ -20,6 +21,7 @@ from .replacing import ReplacedAttention
 NAME = "attnlib"  # without "flash", by which transformers would take it for a package of that kind
 
 
+@kind
 class PagedCache(Cache):
     """A :class:`attnlib.KVCache` for ``model.generate(..., past_key_values=cache)``; the argument is the model.
 
