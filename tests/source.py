@@ -9,7 +9,8 @@ from pathlib import Path
 import attnlib
 
 ROOT = Path(attnlib.__file__).parent
-OUTSIDE = {"bench", "convert", "finetune", "sizes", "reference", "integrations", "compat", "parallel"}  # of the core
+# Of the core; words.py names what callables take, and passes nothing on.
+OUTSIDE = {"bench", "convert", "finetune", "sizes", "reference", "integrations", "compat", "parallel", "words"}
 KERNELS = "backends/_triton/kernels/"
 
 
