@@ -188,4 +188,13 @@ def test_the_allocators_are_plain_python():
         tree = ast.parse(Path(module.__file__).read_text())
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not any(isinstance(node, ast.Import) for node in ast.walk(tree))
-        assert imported <= {"array", "collections.abc", "dataclasses", "itertools", "typing", "checks", "pages"}
+        assert imported <= {
+            "array",
+            "collections.abc",
+            "dataclasses",
+            "itertools",
+            "typing",
+            "checks",
+            "pages",
+            "signatures",
+        }
