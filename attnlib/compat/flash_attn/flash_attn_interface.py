@@ -10,7 +10,7 @@ from ...functional import cached_attention_with_lse, varlen_attention_with_lse
 from ...running import attend
 from ...scores import Score
 from ...signatures import kind
-from .kv_cache import band, pages_of
+from .kv_cache import band, flash_lse, pages_of
 from .kv_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
 
 Window = tuple[int, int]
@@ -126,4 +126,4 @@ def _options(
 
 
 def _result(out: Tensor, lse: Tensor, with_lse: bool) -> Result:
-    return (out, lse.masked_fill(lse == -torch.inf, torch.inf), None) if with_lse else out
+    return (out, flash_lse(lse), None) if with_lse else out

@@ -33,7 +33,9 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q ``[b, s, h, d]`` over a cache, with the LSE ``[b, h, s]`` if asked for; there is no backward.
+    """Attention of q ``[b, s, h, d]`` over a cache; there is no backward.
+
+    With ``return_softmax_lse`` also the LSE ``[b, h, s]``, which is inf for a query that sees no key.
 
     ``k_cache`` and ``v_cache`` are rows ``[n, t, g, d]``, of which ``cache_batch_idx`` chooses one a sequence; or with
     a ``block_table`` ``[b, n]`` pages ``[pages, page_size, g, d]``. ``cache_seqlens`` says how much is stored. New
@@ -66,7 +68,12 @@ def flash_attn_with_kvcache(
         q = rotate(q, _angles(rotary_cos, rotary_sin, at, rotary_interleaved))
     options = {"scale": softmax_scale, "softcap": softcap or None, "alibi_slopes": alibi_slopes}
     out, lse = cached_attention_with_lse(q, view, mask=mask, **options)
-    return (out, lse) if return_softmax_lse else out
+    return (out, flash_lse(lse)) if return_softmax_lse else out
+
+
+def flash_lse(lse: Tensor) -> Tensor:
+    """The LSE as flash-attn returns it: +inf, where attnlib has -inf, for a query that sees no key."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
 def pages_of(
