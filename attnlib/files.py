@@ -1,9 +1,12 @@
 """Files that are written whole or not at all."""
 
+import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from torch import Tensor
 
 
 @contextmanager
@@ -13,11 +16,15 @@ def replacing(path: Path) -> Iterator[Path]:
     It is on the disk before it takes that place.
 
     Raises:
-        OSError: ``path`` is a folder, or the new file cannot be moved there.
+        OSError: ``path`` is a folder or in none, or the new file cannot be made or moved there.
     """
     if path.is_dir():
         raise IsADirectoryError(f"{path}: expected a file to write, got a folder")
+    if not path.parent.exists():
+        said = f"{os.strerror(errno.ENOENT)} to write {path.name} into; make it first"
+        raise FileNotFoundError(errno.ENOENT, said, str(path.parent))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.touch()  # what forbids it raises here, as Python does
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -25,3 +32,19 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, str]) -> None:
+    """Write tensors and strings to a file of safetensors, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with replacing(path) as temporary:
+        try:
+            save_file(dict(tensors), temporary, dict(said))
+        except SafetensorError as error:  # which hides the OSError
+            raise OSError(f"{path}: expected a file that can be written, got {error}") from error

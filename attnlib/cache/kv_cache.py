@@ -229,7 +229,7 @@ class KVCache:
         """
         self._refuse_inside("save")
         saved.check_whole("save", self._ranks)
-        saved.save(Path(path), self._layers, self._sequences.holdings(handle), self.page_size)
+        saved.save(Path(path), self._layers, self._sequences, handle)
 
     def load(self, path: str | os.PathLike[str]) -> Handle:
         """Start a sequence with what :meth:`save` wrote, bit for bit; other pages and sizes of a cache may hold it.

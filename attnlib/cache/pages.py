@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..signatures import leading_to
@@ -31,7 +31,8 @@ class Holding:
 
     The first ``padding`` tokens are never visible, and ``start`` is the first token that still can be.
     Between steps the pages are exactly those of the tokens ``[dropped * page_size, length)``; and before the dropped
-    ones, in ``first``, those of tokens that a window keeps for ever.
+    ones, in ``first``, those of tokens that a window keeps for ever. Of a sequence that a file gave, tokens before
+    ``missing`` are not in these pages.
     """
 
     padding: int
@@ -40,6 +41,7 @@ class Holding:
     dropped: int = 0
     pages: list[int] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
+    missing: int = 0
 
 
 class Grant(NamedTuple):
@@ -211,7 +213,7 @@ class PageAllocator:
 
     def _from(self, holding: Holding) -> int:
         """The first token of those that a window keeps."""
-        return max(holding.padding, holding.dropped * self.page_size)
+        return max(holding.padding, holding.dropped * self.page_size, holding.missing)
 
     def restore(self, plan: StepPlan) -> Sequence[int]:
         """Undo the reservation; returns the pages that became free."""
@@ -235,12 +237,13 @@ class PageAllocator:
         of = self.holding(handle)
         for page in (*of.first, *of.pages):
             self._owners[page] += 1
-        self._holdings[child] = Holding(of.padding, of.start, of.length, of.dropped, list(of.pages), list(of.first))
+        self._holdings[child] = replace(of, pages=list(of.pages), first=list(of.first))
 
     def shortest(self, handle: Handle) -> int:
         """The least length that ``truncate`` accepts: its next query still finds every key of its window."""
-        dropped = self.holding(handle).dropped
-        return dropped * self.page_size + self.window - 1 if dropped else 0
+        holding = self.holding(handle)
+        first = max(holding.dropped * self.page_size, holding.missing)
+        return first + self.window - 1 if first else 0
 
     def check_truncate(self, handle: Handle, length: int) -> None:
         """Raise what :meth:`truncate` raises, and change nothing."""

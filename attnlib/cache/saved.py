@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..checks import INT32
-from ..files import replacing
+from ..files import write_tensors
 from ..kv import KVLayout
 from ..ranks import Ranks
 from .layer_cache import LayerCache
-from .pages import Handle, Holding, Window
+from .pages import Handle, Holding
 from .sequences import Sequences
 
 FORMAT = "attnlib sequence 1"
@@ -37,9 +37,13 @@ class Steps(Protocol):
 
 
 class Saved(NamedTuple):
-    """What a file says: a sequence's length, and for each layer its convention, its tokens' numbers and its planes."""
+    """What a file says: a sequence's length, and for each layer its convention, its tokens' numbers and its planes.
+
+    ``rollback`` is that of the cache that saved it, or -1 of a file that does not tell.
+    """
 
     length: int
+    rollback: int
     conventions: Sequence[str | None]
     numbers: Sequence[Tensor]
     planes: Sequence[Mapping[str, Tensor]]
@@ -71,16 +75,16 @@ def held(holding: Holding, page_size: int) -> tuple[Tensor, Tensor]:
     within = torch.arange(page_size)
     numbers, slots = ((x[:, None] * page_size + within).flatten() for x in (index, pages))
     there = (numbers >= holding.padding) & (numbers < holding.length)
+    there &= (numbers >= holding.missing) | (numbers < len(holding.first) * page_size)
     return numbers[there] - holding.padding, slots[there]
 
 
-def save(path: Path, layers: Sequence[LayerCache], holdings: Mapping[Window, Holding], page_size: int) -> None:
+def save(path: Path, layers: Sequence[LayerCache], sequences: Sequences, handle: Handle) -> None:
     """Write what a sequence holds."""
-    from safetensors.torch import save_file
-
-    tensors, numbers = {}, {}
+    tensors, numbers, holdings = {}, {}, sequences.holdings(handle)
     for n, layer in enumerate(layers):
-        numbers[n], slots = held(holdings[layer.layout.window_class], page_size)
+        window = layer.layout.window_class
+        numbers[n], slots = held(holdings[window], sequences.allocators[window].page_size)
         tensors[f"{n}.numbers"] = numbers[n].int()
         for name, plane in layer.planes.items():
             tensors[f"{n}.{name}"] = plane.flatten(0, 1)[slots.to(plane.device)].cpu()
@@ -88,11 +92,11 @@ def save(path: Path, layers: Sequence[LayerCache], holdings: Mapping[Window, Hol
     said = {
         "format": FORMAT,
         "length": first.length - first.padding,
+        "rollback": sequences.rollback,
         "layouts": [_said(layer.layout) for layer in layers],
         "conventions": [layer.convention for layer in layers],
     }
-    with replacing(path) as temporary:
-        save_file(tensors, temporary, {name: json.dumps(x) for name, x in said.items()})
+    write_tensors(path, tensors, {name: json.dumps(x) for name, x in said.items()})
 
 
 def read(path: Path, layouts: Sequence[KVLayout]) -> Saved:
@@ -114,7 +118,7 @@ def read(path: Path, layouts: Sequence[KVLayout]) -> Saved:
     mine = [_said(layout) for layout in layouts]
     if said.get("layouts") != mine:
         raise ValueError(f"{path}: expected layouts like this cache's, {mine}, got {said.get('layouts')}")
-    length, conventions = said.get("length"), said.get("conventions")
+    length, conventions, rollback = said.get("length"), said.get("conventions"), said.get("rollback", -1)
     if type(length) is not int or not 0 <= length <= INT32 or not isinstance(conventions, list):
         raise ValueError(f"{path}: its length and conventions are not what cache.save() writes")
     numbers = [_numbers(path, tensors.get(f"{n}.numbers"), length) for n in range(len(layouts))]
@@ -128,7 +132,9 @@ def read(path: Path, layouts: Sequence[KVLayout]) -> Saved:
                 raise ValueError(f"{path}: {n}.{name}: expected {dtype} {shape}, got {got}")
     if len(conventions) != len(layouts) or not all(x is None or isinstance(x, str) for x in conventions):
         raise ValueError(f"{path}: conventions: expected one for each layer, got {conventions}")
-    return Saved(length, conventions, numbers, planes)
+    if type(rollback) is not int:
+        raise ValueError(f"{path}: rollback: expected a count, got {str(rollback)[:80]}")
+    return Saved(length, rollback, conventions, numbers, planes)
 
 
 def load(path: Path, cache: "Steps", sequences: Sequences) -> Handle:
@@ -142,8 +148,8 @@ def load(path: Path, cache: "Steps", sequences: Sequences) -> Handle:
                 for n, layer in enumerate(layers):
                     layer._put(saved.rows(n, begin, end), saved.conventions[n])
         for n, layout in enumerate(cache.layouts):
-            numbers, _ = held(sequences.holdings(handle)[layout.window_class], cache.page_size)
-            if not torch.isin(numbers, saved.numbers[n]).all():
+            holding = sequences.holdings(handle)[layout.window_class]
+            if not _is_enough(saved, n, layout, holding, sequences):
                 raise ValueError(
                     f"{path}: layer {n} of this cache keeps more than the file has; load it into a cache of the same "
                     "page_size and rollback as the one that saved it"
@@ -152,6 +158,26 @@ def load(path: Path, cache: "Steps", sequences: Sequences) -> Handle:
         cache.release(handle)
         raise
     return handle
+
+
+def _is_enough(saved: Saved, layer: int, layout: KVLayout, holding: Holding, sequences: Sequences) -> bool:
+    """True if a file has all that later queries of a sequence see; ``holding.missing`` is then where that begins.
+
+    A sequence that was cut back, or that had left padding, has dropped more behind its window than one of its length.
+    """
+    page_size = sequences.allocators[layout.window_class].page_size
+    numbers, _ = held(holding, page_size)
+    lacks = numbers[~torch.isin(numbers, saved.numbers[layer])]
+    if not len(lacks):
+        return True
+    first, last = int(lacks[0]), int(lacks[-1])
+    in_window = layout.window is not None and first >= holding.dropped * page_size
+    if not in_window or last + layout.window > saved.length or sequences.rollback > saved.rollback:
+        return False
+    holding.missing = last + 1
+    if not layout.keep_first:
+        holding.start = max(holding.start, holding.missing)
+    return True
 
 
 def _numbers(path: Path, x: Tensor | None, length: int) -> Tensor:

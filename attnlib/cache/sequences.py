@@ -64,6 +64,7 @@ class Sequences:
     ):
         self.max_sequences = max_sequences
         self.max_length = max_length
+        self.rollback = rollback
         self.allocators: dict[Window, PageAllocator] = {
             of: PageAllocator(count, tokens_of(of, page_size, ranks), **_window(of), rollback=rollback)
             for of, count in pages.items()

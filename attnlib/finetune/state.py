@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..convert.checkpoint.errors import CheckpointError
 from ..convert.checkpoint.writing import sync_folder
-from ..files import replacing
+from ..files import write_tensors
 from .ranks import Ranks, parted, whole
 
 Curve = list[tuple[int, float]]  # steps taken, bits of held-out text
@@ -25,8 +25,6 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, curve: Curve, ranks: Ranks) -> None:
     """Replace the state at ``path``, all of it or nothing; the first rank writes, and all must call."""
-    from safetensors.torch import save_file
-
     tensors = {}
     for name, parameter in trained(model).items():
         found = {f"model.{name}": parameter.detach()}
@@ -36,8 +34,7 @@ def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, c
             if ranks.is_first:
                 tensors[key] = value.cpu().contiguous()
     if ranks.is_first:
-        with replacing(path) as temporary:
-            save_file(tensors, temporary, {"curve": json.dumps(curve)})
+        write_tensors(path, tensors, {"curve": json.dumps(curve)})
         sync_folder(path.parent)
 
 

@@ -5,10 +5,22 @@ import re
 
 import pytest
 import torch
-from safetensors import safe_open
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from attnlib import CAUSAL, CacheFullError, GroupedQueryAttention, KVCache, KVLayout, Rope, sliding
+from attnlib import (
+    CAUSAL,
+    CacheFullError,
+    GroupedQueryAttention,
+    KVCache,
+    KVLayout,
+    Rope,
+    cached_attention,
+    sliding,
+)
+from attnlib.masks import attention_sinks
 
 LAYOUTS = {
     "grouped": [KVLayout.grouped(2, 8), KVLayout.grouped(1, 4, 6)],
@@ -131,6 +143,91 @@ def test_an_empty_sequence(tmp_path):
     assert cache.length(cache.load(tmp_path / "x")) == 0
 
 
+@given(
+    window=st.integers(1, 9),
+    keep_first=st.sampled_from([0, 0, 3]),
+    rollback=st.integers(0, 9),
+    padding=st.integers(0, 6),
+    length=st.integers(1, 40),
+    cut=st.integers(0, 12),
+    page_sizes=st.tuples(st.sampled_from([1, 4, 7]), st.sampled_from([1, 4, 7])),
+)
+@settings(max_examples=60, deadline=None)
+@torch.no_grad()
+def test_whatever_is_saved_is_loaded(tmp_path_factory, window, keep_first, rollback, padding, length, cut, page_sizes):
+    """Cut back, padded on the left, or into pages of another size: it goes on as it would have in its own cache."""
+    if keep_first:
+        padding, page_sizes = 0, page_sizes[:1] * 2  # pages of other first tokens do not fit each other
+    path = tmp_path_factory.getbasetemp() / "cut"
+    layouts = [KVLayout.grouped(1, 4, window=window, keep_first=keep_first), KVLayout.grouped(1, 4)]
+    one, other = (made(layouts, size, 120, rollback=rollback) for size in page_sizes)
+    (handle,) = one.admit(left_padding=[padding])
+    for _ in range(padding + length):  # one by one, so that the window drops what it can
+        append(one, 1, 1)
+    one.truncate(handle, max(padding, least(one, handle), padding + length - cut))
+    one.save(handle, path)
+    loaded = other.load(path)
+    masks = attention_sinks(keep_first, window) if keep_first else sliding(window), CAUSAL
+    q, new = torch.randn(1, 1, 1, 4), torch.randn(2, 1, 1, 1, 4)
+
+    def next_row(cache):
+        with cache.step(1) as layers:
+            return [cached_attention(q, kv.append(*new), mask=mask) for kv, mask in zip(layers, masks, strict=True)]
+
+    torch.testing.assert_close(next_row(other), next_row(one))
+    back = min(rollback, other.length(loaded) - max(least(other, loaded), least(one, handle) - padding, 0))
+    for cache, of in ((one, handle), (other, loaded)):  # as far back as both still have what is seen there
+        cache.truncate(of, cache.length(of) - max(back, 0))
+    torch.testing.assert_close(next_row(other), next_row(one))
+
+
+def least(cache, handle) -> int:
+    """The shortest length to which a sequence can be cut back."""
+    return max(x.shortest(handle) for x in cache._sequences.allocators.values() if x.window)
+
+
+def test_a_loaded_sequence_is_not_cut_back_to_tokens_that_its_file_had_not(tmp_path):
+    layouts = [KVLayout.grouped(1, 4, window=6)]
+    cache = made(layouts, rollback=8)
+    (handle,) = cache.admit()
+    for _ in range(8):
+        append(cache, 5, 1)
+    cache.truncate(handle, 33)
+    cache.save(handle, tmp_path / "x")
+    other = made(layouts, rollback=8)
+    loaded = other.load(tmp_path / "x")
+    assert told(tmp_path / "x")["rollback"] == 8
+    assert load_file(tmp_path / "x")["0.numbers"].tolist() == [*range(24, 33)]
+    other.save(*other.fork(loaded), tmp_path / "again")
+    same(tmp_path / "x", tmp_path / "again")
+    for where, of in ((cache, handle), (other, loaded)):
+        with pytest.raises(RuntimeError, match="can be truncated to 29 at least, got 28"):
+            where.truncate(of, 28)
+        where.truncate(of, 29)
+
+
+def test_a_folder_that_is_not_there_is_an_oserror(tmp_path):
+    cache, (handle, _) = filled(LAYOUTS["grouped"])
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory to write x into; make it first: .*nowhere"):
+        cache.save(handle, tmp_path / "nowhere" / "x")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        cache.save(handle, tmp_path / "file" / "x")
+    with pytest.raises(IsADirectoryError):
+        cache.save(handle, tmp_path)
+
+
+def test_what_safetensors_cannot_write_is_an_oserror(tmp_path, monkeypatch):
+    def full(tensors, path, metadata):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    cache, (handle, _) = filled(LAYOUTS["grouped"])
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match=r"x: expected a file that can be written, got .*No space left"):
+        cache.save(handle, tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
 def refused(cache, path, error, match):
     """Nothing of it stays."""
     rows, used = len(cache._sequences.handles), cache.used_bytes
@@ -176,6 +273,7 @@ CHANGES = {
     "a wide plane": (lambda said, tensors: tensors.update({"0.k": torch.zeros(15, 2, 9)}), r"0\.k: expected"),
     "another dtype": (lambda said, tensors: tensors.update({"0.k": tensors["0.k"].half()}), r"0\.k: expected"),
     "no numbers": (lambda said, tensors: tensors.pop("0.numbers"), "expected int32 numbers"),
+    "another rollback": (lambda said, tensors: said.update(rollback='"8"'), "rollback: expected a count"),
     "turned numbers": (lambda said, tensors: tensors["0.numbers"].copy_(tensors["0.numbers"].flip(0)), "in order"),
 }
 
