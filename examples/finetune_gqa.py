@@ -24,7 +24,7 @@ from text import Corpus, load
 from training import held_out_bits
 from variants import Preset
 
-from attnlib.convert.checkpoint.folder import Checkpoint
+from attnlib.checkpoint_files.folder import Checkpoint
 from attnlib.convert.checkpoint.scan import scan
 from attnlib.convert.checkpoint.writing import only_one
 from attnlib.finetune.distillation import Speaker

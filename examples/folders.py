@@ -10,13 +10,14 @@ from text import byte_tokens
 from torch import Tensor
 
 from attnlib import CAUSAL, GroupedQueryAttention
-from attnlib.convert.checkpoint.folder import CONFIG, WEIGHTS, Checkpoint, read_folder
+from attnlib.checkpoint_files.folder import CONFIG, WEIGHTS, Checkpoint, read_folder
+from attnlib.checkpoint_files.plain_json import dump
 from attnlib.convert.checkpoint.layer import LayerShape
 from attnlib.convert.checkpoint.model import edit_config, read_model
-from attnlib.convert.checkpoint.plain_json import dump
 from attnlib.convert.checkpoint.source_rope import rope_of
 from attnlib.convert.checkpoint.writing import write_file
 from attnlib.convert.latent.deepseek import deepseek_config
+from attnlib.convert.text.tokens import tokenizer_of
 
 # Ours to theirs, inside a block and outside; what is not listed has the same name.
 IN_BLOCK = {"attention_norm": "input_layernorm", "attention": "self_attn", "mlp_norm": "post_attention_layernorm"}
@@ -128,9 +129,7 @@ def tokens_by(source: Checkpoint) -> Callable[[bytes], Tensor]:
     """
     encode, size = byte_tokens, source.config["vocab_size"]
     if {file.name for file in source.copied} & TOKENIZERS:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
+        tokenizer = tokenizer_of(source)
 
         def encode(data: bytes) -> Tensor:
             found = tokenizer(data.decode(errors="replace"), add_special_tokens=False, verbose=False)

@@ -17,9 +17,11 @@ from decoding import TIE, greedy, paged_cache, prefill, stream
 from folders import their_name, tokens_by
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from attnlib.convert.checkpoint.folder import Checkpoint, read_folder
+from attnlib.checkpoint_files.folder import Checkpoint, read_folder
+from attnlib.convert.stock import load_model, read_config
+from attnlib.convert.text.tokens import tokenizer_of
 from attnlib.integrations import transformers as hf
 
 # Families whose blocks are those of a Decoder: norms first, and a gated MLP with SiLU.
@@ -35,7 +37,7 @@ def load(folder: Path, *, device: str = "cpu", dtype: torch.dtype | None = None)
         ValueError: it is no such folder, unsafe to open, or a model with something that a Decoder has not.
     """
     checkpoint = read_folder(folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = read_config(checkpoint)
     if config.model_type not in FAMILIES:
         raise ValueError(f"model_type: expected one of {', '.join(FAMILIES)}, got {config.model_type!r}")
     for name, expected in FIXED.items():
@@ -92,14 +94,13 @@ def generate(
 
 
 @torch.no_grad()
-def check(model: Decoder, folder: Path, prompts: Sequence[Tensor], found: Tensor) -> str:
+def check(model: Decoder, checkpoint: Checkpoint, prompts: Sequence[Tensor], found: Tensor) -> str:
     """Compare with transformers' own model, which reads each text at once.
 
     Raises:
         SystemExit: a token differs by more than rounding.
     """
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=model.embed.weight.dtype, local_files_only=True)
-    theirs.to(found.device).eval()
+    theirs = load_model(checkpoint, dtype=model.embed.weight.dtype, device=found.device)
     for prompt, more in zip(prompts, found, strict=True):
         logits = theirs(torch.cat((prompt, more))[None, :-1]).logits[0, len(prompt) - 1 :].float()
         gaps = logits.amax(-1) - logits.gather(-1, more[:, None])[:, 0]
@@ -131,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{text}{_text(checkpoint, tokens)}\n")
     print(f"{found.numel() / seconds:,.0f} tokens/s")
     if options.check:
-        print(check(model, options.folder, prompts, found))
+        print(check(model, checkpoint, prompts, found))
     return 0
 
 
@@ -139,8 +140,7 @@ def _text(checkpoint: Checkpoint, tokens: list[int]) -> str:
     """The text of tokens, by the folder's tokenizer if it has one, else of bytes."""
     if not any(file.name.startswith("tokenizer") for file in checkpoint.copied):
         return bytes(token % 256 for token in tokens).decode(errors="replace")
-    options = {"trust_remote_code": False, "local_files_only": True}
-    return AutoTokenizer.from_pretrained(checkpoint.folder, **options).decode(tokens, skip_special_tokens=True)
+    return tokenizer_of(checkpoint).decode(tokens, skip_special_tokens=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from attnlib.convert.checkpoint.plain_json import dump, parse_object
+from attnlib.checkpoint_files.plain_json import dump, parse_object
 from attnlib.convert.checkpoint.writing import write_file
 
 SETTINGS = "settings.json"

@@ -10,7 +10,18 @@ import attnlib
 
 ROOT = Path(attnlib.__file__).parent
 # Of the core; words.py names what callables take, and passes nothing on.
-OUTSIDE = {"bench", "convert", "finetune", "sizes", "reference", "integrations", "compat", "parallel", "words"}
+OUTSIDE = {
+    "bench",
+    "checkpoint_files",
+    "convert",
+    "finetune",
+    "sizes",
+    "reference",
+    "integrations",
+    "compat",
+    "parallel",
+    "words",
+}
 KERNELS = "backends/_triton/kernels/"
 
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint_files.folder import read_folder
 from . import targets
 from .bars import steps
 from .check.budget import windows_for
@@ -16,7 +17,6 @@ from .check.lost import lost, own_errors
 from .check.stock_check import StockCheck
 from .checkpoint import convert
 from .checkpoint.errors import CheckpointError, OutputError, RequestError, VerificationError
-from .checkpoint.folder import read_folder
 from .checkpoint.model import Model, read_model
 from .checkpoint.report import REPORT
 from .latent.losses import BASELINE

@@ -6,8 +6,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import torch
+
+from ..checkpoint_files.folder import CONFIG, Checkpoint, read_folder
 from .checkpoint.errors import CheckpointError
-from .checkpoint.folder import CONFIG
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -26,23 +28,22 @@ def stock() -> ModuleType:
     return transformers
 
 
-def read_config(folder: Path) -> "PreTrainedConfig":
+def read_config(source: Path | Checkpoint) -> "PreTrainedConfig":
     """The config of a folder as transformers reads it, or of attnlib's own form; runs no code from there.
 
     Raises:
         CheckpointError: it is refused.
     """
     stock()
-    from huggingface_hub.errors import StrictDataclassError
-
     from ..integrations.transformers import loading
 
-    refusals = (StrictDataclassError, ValueError, LookupError, TypeError, AttributeError, OSError, ArithmeticError)
-    try:
-        with quiet():
-            return loading.read_config(folder)
-    except refusals as error:
-        raise CheckpointError(f"{CONFIG}: transformers does not read it: {str(error)[:200]}") from error
+    with quiet():
+        return loading.read_config(checkpoint_of(source))
+
+
+def checkpoint_of(source: Path | Checkpoint) -> Checkpoint:
+    """A folder that is read already, or is read now without its weights, a download cache's snapshot by its links."""
+    return source if isinstance(source, Checkpoint) else read_folder(source, follow_links=True, weights=False)
 
 
 def class_of(config: "PreTrainedConfig") -> "type[PreTrainedModel]":
@@ -64,6 +65,24 @@ def body_class_of(config: "PreTrainedConfig") -> "type[PreTrainedModel]":
         return loading.body_class_of(config)
     except KeyError as error:
         raise CheckpointError(f"{CONFIG}: model_type: expected a language model, got {config.model_type!r}") from error
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    config: "PreTrainedConfig | None" = None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    allow_nonfinite: bool = False,
+) -> "PreTrainedModel":
+    """As :func:`attnlib.integrations.transformers.loading.load_model`, silently; by default by the folder's config."""
+    stock()
+    from ..integrations.transformers import loading
+
+    with quiet():
+        config = loading.read_config(checkpoint) if config is None else config
+        options = {"dtype": dtype, "device": device, "allow_nonfinite": allow_nonfinite}
+        return loading.load_model(checkpoint, config, **options)
 
 
 @contextmanager

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint_files.folder import COPIED, read_folder
 from ..convert.check.stock_check import StockCheck
 from ..convert.checkpoint.errors import CheckpointError, RequestError
-from ..convert.checkpoint.folder import COPIED, read_folder
-from ..convert.stock import class_of, quiet, read_config
+from ..convert.stock import load_model, read_config
 from ..convert.text.tokens import tokens_of
 
 ATTENTION = ("self_attn", "self_attention", "attention", "attn")  # what families call it in a decoder layer
@@ -68,21 +68,17 @@ def load(folder: Path, dtype: torch.dtype) -> nn.Module:
     """The language model of a folder, on the CPU and without dropout, which distillation has no use for.
 
     Runs no code from the folder and opens no pickle.
+
+    Raises:
+        CheckpointError: the folder is malformed or unsafe, or lacks a weight, or has one that is not finite.
     """
-    with quiet():
-        config = read_config(folder)
-        text = config.get_text_config()
-        for name, value in text.to_dict().items():
-            if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
-                setattr(text, name, 0.0)
-        return class_of(config).from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
+    checkpoint = read_folder(folder)
+    config = read_config(checkpoint)
+    text = config.get_text_config()
+    for name, value in text.to_dict().items():
+        if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
+            setattr(text, name, 0.0)
+    return load_model(checkpoint, config, dtype=dtype)
 
 
 def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:

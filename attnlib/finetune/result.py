@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
+from ..checkpoint_files.folder import CONFIG, read_folder
 from ..convert.check.stock_check import StockCheck
 from ..convert.checkpoint.errors import VerificationError
-from ..convert.checkpoint.folder import CONFIG, read_folder
 from ..convert.checkpoint.scan import scan
 from ..convert.checkpoint.writing import sync_folder, write_file
 from ..convert.stock import quiet

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ..checkpoint_files.folder import read_folder
+from ..checkpoint_files.plain_json import dump, parse_object
 from ..convert.checkpoint.errors import CheckpointError
-from ..convert.checkpoint.folder import read_folder
-from ..convert.checkpoint.plain_json import dump, parse_object
 from ..convert.checkpoint.progress import Work, remove_leftovers
 from ..convert.checkpoint.scan import scan
 from ..convert.checkpoint.writing import clean_errors, only_one, require_room, write_file

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from attnlib.checkpoint_files.folder import read_folder
 from attnlib.convert.calibration import Calibration
 from attnlib.convert.checkpoint import convert
-from attnlib.convert.checkpoint.folder import read_folder
 from attnlib.convert.heads.converter import grouped
 from attnlib.convert.latent.deepseek import converter
 

@@ -14,6 +14,7 @@ from model_helpers import TEXT, save
 from stopped_runs import in_a_process
 
 from attnlib.__main__ import main
+from attnlib.checkpoint_files.folder import SourceFile, read_folder
 from attnlib.convert.checkpoint import writing
 from attnlib.convert.checkpoint.errors import (
     CheckpointError,
@@ -22,7 +23,6 @@ from attnlib.convert.checkpoint.errors import (
     OutputError,
     RequestError,
 )
-from attnlib.convert.checkpoint.folder import SourceFile, read_folder
 from attnlib.convert.checkpoint.model import read_model
 from attnlib.convert.checkpoint.scan import scan
 from attnlib.convert.text import kept as kept_room

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save, save_file
 
+from attnlib.checkpoint_files import folder as folders
+from attnlib.checkpoint_files.folder import INDEX, SourceFile, read_folder
+from attnlib.checkpoint_files.header import Entry, make_header
 from attnlib.convert.checkpoint import CheckpointError, convert, identity
-from attnlib.convert.checkpoint import folder as folders
-from attnlib.convert.checkpoint.folder import INDEX, SourceFile, read_folder
-from attnlib.convert.checkpoint.header import Entry, make_header
 
 
 def refused(root, match):

@@ -15,11 +15,11 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Lla
 
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 from attnlib.__main__ import main
+from attnlib.checkpoint_files.folder import read_folder
+from attnlib.checkpoint_files.header import Entry, make_header
 from attnlib.convert import Calibration, VerificationError, command, mha_to_gqa
 from attnlib.convert.check import budget, lost, stock_check
 from attnlib.convert.checkpoint import conversion, writing
-from attnlib.convert.checkpoint.folder import read_folder
-from attnlib.convert.checkpoint.header import Entry, make_header
 from attnlib.convert.checkpoint.model import read_model
 from attnlib.convert.checkpoint.source_rope import rope_of
 from attnlib.convert.heads import converter as converters

@@ -27,10 +27,10 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from attnlib import CAUSAL, FULL, GroupedQueryAttention
+from attnlib.checkpoint_files.folder import read_folder
 from attnlib.convert import Calibration
 from attnlib.convert.check.stock_check import StockCheck
 from attnlib.convert.checkpoint import CheckpointError, RequestError, convert, identity, names
-from attnlib.convert.checkpoint.folder import read_folder
 from attnlib.convert.checkpoint.model import read_model
 from attnlib.convert.checkpoint.names import split
 from attnlib.convert.checkpoint.source_rope import rope_of

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import attnlib
 from attnlib.__main__ import main
+from attnlib.checkpoint_files.folder import read_folder
 from attnlib.convert.checkpoint import convert, writing
-from attnlib.convert.checkpoint.folder import read_folder
 from attnlib.convert.checkpoint.model import read_model
 from attnlib.convert.own import latent, measuring, sizes
 from attnlib.convert.own.grouped import GroupedKind

@@ -10,12 +10,12 @@ from family_models import ALL, DECODERS, SEEING, SIZES, load, make, says
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, OPTConfig, OPTForCausalLM
 
+from attnlib.checkpoint_files.folder import read_folder
 from attnlib.convert.check import comparison
 from attnlib.convert.check.comparison import compare
 from attnlib.convert.check.divergence import Divergence
 from attnlib.convert.check.head import Head
 from attnlib.convert.checkpoint.errors import CheckpointError
-from attnlib.convert.checkpoint.folder import read_folder
 from attnlib.convert.text.layers import Layers
 
 WHOLE = "opt with less to embed"  # which Layers does not run

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from attnlib.checkpoint_files.folder import SourceFile, read_folder
 from attnlib.convert import Calibration, CheckpointError, RequestError
-from attnlib.convert.checkpoint.folder import SourceFile, read_folder
 from attnlib.convert.checkpoint.model import read_model
 from attnlib.convert.text import layerwise
 from attnlib.convert.text.layers import Layers
@@ -198,7 +198,7 @@ def test_a_calibration_that_is_left_at_exit_is_silent(sources, index):
 from pathlib import Path
 
 import torch
-from attnlib.convert.checkpoint.folder import read_folder
+from attnlib.checkpoint_files.folder import read_folder
 from attnlib.convert.checkpoint.model import read_model
 from attnlib.convert.text.layerwise import TextCalibration
 calibrations = TextCalibration(read_model(read_folder(Path({str(sources["llama"])!r}))), torch.full((2, 9), 5))

@@ -49,11 +49,11 @@ def test_texts_are_continued_and_checked(family, tmp_path, capsys):
 
 def test_a_check_fails_where_tokens_differ(tmp_path):
     folder_of("llama", tmp_path)
-    model, _ = load_hf.load(tmp_path)
+    model, checkpoint = load_hf.load(tmp_path)
     prompt = torch.tensor([5, 6, 7])
     found = load_hf.generate(model, [prompt], 4)
     with pytest.raises(SystemExit, match="prefers another token"):
-        load_hf.check(model, tmp_path, [prompt], (found + 1) % 256)
+        load_hf.check(model, checkpoint, [prompt], (found + 1) % 256)
 
 
 @pytest.mark.parametrize(

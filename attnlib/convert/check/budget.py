@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ..checkpoint.folder import Checkpoint
+from ...checkpoint_files.folder import Checkpoint
 from ..text.held_out import LENGTH, WINDOWS
 
 # Two models, a product and a sum of each weight for each token: 2e11 a second on two cores of a server that does

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint_files.folder import Checkpoint
 from ..checkpoint.errors import CheckpointError
-from ..checkpoint.folder import Checkpoint
-from ..stock import class_of, quiet, read_config
+from ..stock import load_model
 from ..text.freed import give_back
 from ..text.layers import Layers
 from ..text.workers import side_by_side
@@ -80,12 +80,9 @@ def _through(module: nn.Module, states: Tensor) -> Tensor:
 
 
 def _whole(checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str) -> Said | None:
-    folder, seen = checkpoint.folder, []
-    with quiet():
-        model = class_of(read_config(folder)).from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, dtype=torch.float32
-        )
-    head = model.eval().to(device).get_output_embeddings()
+    seen = []
+    model = load_model(checkpoint, dtype=torch.float32, device=device, allow_nonfinite=True)
+    head = model.get_output_embeddings()
     if head is None:
         return None
     hook = head.register_forward_pre_hook(lambda _, given: seen.append(given[0][0]))

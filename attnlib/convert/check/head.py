@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint_files.folder import Checkpoint, StoredTensor
 from ..checkpoint.errors import CheckpointError
-from ..checkpoint.folder import Checkpoint, StoredTensor
 from ..stock import class_of, quiet, read_config
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Head:
             CheckpointError: the file has no tensor for it, or one of another size.
         """
         with quiet(), torch.device("meta"):
-            config = read_config(checkpoint.folder)
+            config = read_config(checkpoint)
             model = class_of(config)(config)
         head = model.get_output_embeddings()
         if head is None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from ...checkpoint_files.folder import read_folder
 from ..checkpoint.errors import CheckpointError
-from ..checkpoint.folder import read_folder
 from ..stock import class_of, quiet, read_config, stock
 
 Amiss = dict[str, set[str]]
@@ -26,7 +26,8 @@ def amiss(folder: Path, *, follow_links: bool = False) -> Amiss:
     # Experts that are stacked would take their memory, if not on meta; transformers takes that from accelerate alone.
     where = {"device_map": "meta"} if stock().utils.is_accelerate_available() else {}
     zero = torch.zeros((), device=where.get("device_map"))
-    tensors, config = read_folder(folder, follow_links=follow_links).tensors, read_config(folder)
+    checkpoint = read_folder(folder, follow_links=follow_links)
+    tensors, config = checkpoint.tensors, read_config(checkpoint)
     try:
         with quiet():
             _, info = class_of(config).from_pretrained(

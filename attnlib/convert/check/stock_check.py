@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...checkpoint_files.folder import CONFIG, read_folder
 from ..checkpoint.errors import CheckpointError, VerificationError
-from ..checkpoint.folder import CONFIG, read_folder
 from ..checkpoint.verify import Errors
 from ..stock import class_of, read_config, stock
 from .comparison import Measures, compare

@@ -16,16 +16,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...checkpoint_files.finite import count_nonfinite
+from ...checkpoint_files.folder import CONFIG, INDEX, Checkpoint, buffer_for, read_folder
+from ...checkpoint_files.plain_json import dump, parse_object
 from ...signatures import kind
 from .errors import CheckpointError, DamageError, NoSpaceError, RequestError, VerificationError
-from .folder import CONFIG, INDEX, Checkpoint, buffer_for, read_folder
 from .layer import LayerConverter
 from .model import Model, read_model
-from .plain_json import dump, parse_object
 from .plan import Layers, Plan, Shard, make_plan
 from .progress import Work, remove_leftovers
 from .report import REPORT, make_report, plain_errors
-from .scan import count_nonfinite, scan
+from .scan import scan
 from .verify import Check, run_check, verify_shards
 from .writing import clean_errors, new_file, only_one, require_room, sigterm_waits, write_file
 

@@ -1,13 +1,10 @@
 """What can go wrong in a conversion, each with the exit code of a command that ends with it.
 
-0 is success and 2 a wrong request (:class:`RequestError`, as argparse has it); 1 is left for what is none of these.
+0 is success and 2 a wrong request (:class:`RequestError`, as argparse has it), 3 a folder that is not read
+(:class:`CheckpointError`); 1 is left for what is none of these.
 """
 
-
-class CheckpointError(ValueError):
-    """The source cannot be converted: it is malformed, unsafe to open, of an unknown kind, or changed meanwhile."""
-
-    exit_code = 3
+from ...checkpoint_files.errors import CheckpointError as CheckpointError
 
 
 class RequestError(ValueError):

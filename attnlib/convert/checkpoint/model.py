@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 import torch
 
+from ...checkpoint_files.config import require_unpacked, without_code
+from ...checkpoint_files.folder import CONFIG, Checkpoint
+from ...checkpoint_files.header import Entry
 from ...families import Stored
 from ...kv import DTYPES, KVLayout
 from ...own_form import GroupedForm, LayerForm, is_own, layers_of
 from .errors import CheckpointError
-from .folder import CONFIG, Checkpoint
-from .header import Entry
 from .layer import LayerShape
 from .names import PARAMETERS, TEXT, Layer, family_of, find_layers, text_of
 
 MAX_COUNT = 2**24  # of heads, layers or channels; a larger number is a mistake or an attack
 FLOATS = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
-CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code")  # they name code that a loader would run
 KV_HEADS = "num_key_value_heads"
 
 
@@ -55,7 +55,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
             differs from what config.json says; names the tensor and both numbers.
     """
     config = text_of(checkpoint.config)
-    _require_plain(checkpoint.config)
+    require_unpacked(checkpoint.config)
     family = family_of(config.get("model_type"))
     shape = shape_of(config, family)
     if family.clip is not None and config.get(family.clip) is not None:
@@ -136,15 +136,6 @@ def edit_config(config: Mapping[str, object], fields: Mapping[str, object], shap
     return kept | {TEXT: kept[TEXT] | new}
 
 
-def without_code(config: Mapping[str, object]) -> dict[str, object]:
-    """``config``, and all objects in it, without keys that name code."""
-    return {
-        key: without_code(value) if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if key not in CODE_KEYS
-    }
-
-
 def has_key_norms(model: Model) -> bool:
     """Whether some layer has a norm between its keys and their scores."""
     return any("k_norm" in name for layer in model.layers.values() for name in layer.stored)
@@ -172,19 +163,6 @@ def layout_of(form: LayerForm, model: Model) -> KVLayout:
     if isinstance(form, GroupedForm):
         return KVLayout.grouped(form.num_key_value_heads, model.shape.head_dim, dtype=model.dtype)
     return KVLayout.latent(form.kv_lora_rank, form.qk_rope_head_dim, dtype=model.dtype)
-
-
-def _require_plain(config: Mapping[str, object]) -> None:
-    """Raises CheckpointError for packed weights, with the name of what packed them."""
-    for key in ("quantization_config", "compression_config"):
-        for part in (config, text_of(config)):
-            if (packed := part.get(key)) is not None:
-                method = packed.get("quant_method") if isinstance(packed, Mapping) else None
-                by = f" by {method[:80]!r}" if isinstance(method, str) else ""
-                raise CheckpointError(
-                    f"{CONFIG}: {key}: expected plain weights, got some packed{by}, which cannot be converted; "
-                    "take the original, or dequantise it elsewhere first"
-                )
 
 
 def _count(config: Mapping[str, object], key: str, absent: int | None, *, null: int | None = None) -> int:

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ...checkpoint_files.folder import SourceFile
+from ...checkpoint_files.plain_json import dump, parse_object
 from .errors import CheckpointError, RequestError
-from .folder import SourceFile
-from .plain_json import dump, parse_object
 from .verify import file_sha256
 from .writing import put_in_place, sync_folder, write_file
 

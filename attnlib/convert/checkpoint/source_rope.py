@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from ...checkpoint_files.folder import CONFIG
 from ...families import Stored
 from ...rope import Rope
 from ...scaling import scaling_of
 from .errors import CheckpointError
-from .folder import CONFIG
 from .model import shape_of
 from .names import family_of, text_of
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from ...checkpoint_files.folder import SourceFile
+from ...checkpoint_files.header import DTYPES
 from .at_once import read_at_once
 from .errors import CheckpointError, VerificationError
-from .folder import SourceFile
-from .header import DTYPES
 from .plan import Plan, Shard
 
 Errors = Mapping[str, Mapping[str, float | None]]

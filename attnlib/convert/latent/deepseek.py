@@ -6,13 +6,13 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from ...checkpoint_files.folder import CONFIG
 from ...families import STORED
 from ...kv import DTYPES
 from ...rope import Rope
 from ...scaling import Linear, Llama3, YaRN
 from ..calibration import Calibration
 from ..checkpoint.errors import CheckpointError
-from ..checkpoint.folder import CONFIG
 from ..checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
 from ..checkpoint.model import shape_of
 from ..checkpoint.names import family_of

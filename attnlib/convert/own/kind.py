@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...checkpoint_files.config import without_code
 from ...own_form import INNER, LayerForm, own_config
 from ..calibration import Calibration
 from ..checkpoint.layer import ConvertedLayer, ConverterByLayer, LayerShape
-from ..checkpoint.model import Model, layout_of, without_code
+from ..checkpoint.model import Model, layout_of
 
 Calibrations = Callable[[int], Calibration]
 Advance = Callable[[], object]

@@ -61,13 +61,14 @@ class LatentKind(Kind):
         if not 1 <= size <= whole:
             raise ValueError(f"rank: expected 1 to {whole}, the rank of the whole latent, got {size}")
         shape = self.model.shape
+        pairs = max(1, rotary // shape.kv_heads // 2)
         check_query_rank(self.options["q_rank"], heads=shape.heads, head_dim=shape.head_dim, width=shape.width)
         return LatentForm(
             kv_lora_rank=size,
             qk_nope_head_dim=self._still(index),
             qk_rope_head_dim=rope_dim,
             v_head_dim=shape.head_dim,
-            rope_pairs=(0,) * (rope_dim // 2),
+            rope_pairs=tuple(c % pairs for c in range(rope_dim // 2)),  # which ones, only the layer tells
             norm_eps=identity_eps(self.model.dtype),
             q_lora_rank=self.options["q_rank"],
         )

@@ -57,7 +57,7 @@ def found_on(
     is told of each layer.
     """
     model, device = kind.model, kind.device
-    layers, config = Layers(model.checkpoint, device), read_config(model.checkpoint.folder).get_text_config()
+    layers, config = Layers(model.checkpoint, device), read_config(model.checkpoint).get_text_config()
     read = _some(tokens, 4 * model.shape.width * sum(map(len, sizes)))
     path, apart, losses = layers.embedded(read), [], []
     for index in model.layers:

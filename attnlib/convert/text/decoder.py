@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ...checkpoint_files.folder import Checkpoint
 from ..checkpoint.errors import CheckpointError
-from ..checkpoint.folder import Checkpoint
 from ..stock import body_class_of, quiet, read_config
 
 
@@ -29,7 +29,7 @@ KNOWN = (
 def without_weights(checkpoint: Checkpoint) -> nn.Module:
     """The decoder without its head, as transformers makes it, on the meta device; only angles can be computed."""
     with quiet():
-        config = read_config(checkpoint.folder).get_text_config()
+        config = read_config(checkpoint).get_text_config()
         with torch.device("meta"):
             base = body_class_of(config)._from_config(config, dtype=torch.float32)
     base = getattr(base, "decoder", base)  # of OPT

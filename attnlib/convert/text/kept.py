@@ -10,14 +10,14 @@ from time import monotonic
 import torch
 from torch import Tensor
 
+from ...checkpoint_files.folder import CONFIG
+from ...checkpoint_files.plain_json import dump
 from ..bars import bar
 from ..calibration import SAMPLE, Calibration
 from ..checkpoint.at_once import read_at_once
 from ..checkpoint.conversion import REFUSALS, bytes_of
 from ..checkpoint.errors import CheckpointError, DamageError, RequestError
-from ..checkpoint.folder import CONFIG
 from ..checkpoint.model import Model
-from ..checkpoint.plain_json import dump
 from ..checkpoint.progress import remove
 from ..checkpoint.writing import clean_errors, only_one, require_room
 from ..stock import stock

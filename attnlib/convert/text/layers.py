@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint_files.folder import Checkpoint, StoredTensor
 from ..checkpoint.errors import CheckpointError
-from ..checkpoint.folder import Checkpoint, StoredTensor
 from .decoder import names_of, prefix_of, without_weights
 from .experts import Parts, parts_of
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...checkpoint_files.folder import SourceFile
+from ...checkpoint_files.header import Entry, header_length, make_header, parse_header
+from ...checkpoint_files.plain_json import dump, parse_object
 from ..calibration import Calibration
 from ..checkpoint.conversion import bytes_of
 from ..checkpoint.errors import CheckpointError, DamageError
-from ..checkpoint.folder import SourceFile
-from ..checkpoint.header import Entry, header_length, make_header, parse_header
-from ..checkpoint.plain_json import dump, parse_object
 from ..checkpoint.progress import is_left, remove
 from ..checkpoint.verify import file_sha256
 from ..checkpoint.writing import new_file, sync_folder, write_file

@@ -6,9 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...checkpoint_files import Checkpoint
+from ...checkpoint_files.folder import COPIED
+from ...checkpoint_files.private import private_folder
 from ..checkpoint.errors import CheckpointError, RequestError
-from ..checkpoint.folder import COPIED
-from ..stock import quiet, read_config, stock
+from ..stock import checkpoint_of, quiet, read_config, stock
 
 MAX_TEXT = 2**30  # bytes
 
@@ -61,19 +63,22 @@ def tokens_of(folder: Path, text: str, *, samples: int, length: int) -> Tensor:
     return torch.tensor(tokens[: whole * length]).view(whole, length)
 
 
-def tokenizer_of(folder: Path):
-    """The tokenizer in a checkpoint's folder, as transformers opens it.
+def tokenizer_of(source: Path | Checkpoint):
+    """The tokenizer in a checkpoint's folder, as transformers opens it: from a copy of the checked files alone.
 
     Raises:
         CheckpointError: there is none, or transformers does not open it without running code from the folder.
     """
     transformers = stock()
-    if not any((folder / name).is_file() for name in COPIED if "token" in name or "vocab" in name):
-        raise CheckpointError(f"{folder}: expected the model's own tokenizer, for the text, got none; copy it there")
+    place = source.folder if isinstance(source, Checkpoint) else source
+    if not any((place / name).is_file() for name in COPIED if "token" in name or "vocab" in name):
+        raise CheckpointError(f"{place}: expected the model's own tokenizer, for the text, got none; copy it there")
+    checkpoint = checkpoint_of(source)
+    config, files = read_config(checkpoint), {file.name: file.read() for file in checkpoint.copied}
     try:
-        with quiet():
+        with quiet(), private_folder(files) as folder:
             return transformers.AutoTokenizer.from_pretrained(
-                folder, config=read_config(folder), local_files_only=True, trust_remote_code=False
+                folder, config=config, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # what tokenizers raises of a bad file has no narrower class
         raise CheckpointError(f"tokenizer.json: expected one that transformers opens: {str(error)[:200]}") from error

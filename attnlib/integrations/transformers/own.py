@@ -105,6 +105,10 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
         raise ValueError(
             f"rope_pairs: expected numbers below {pairs}, of which the rope has pairs, got {form.rope_pairs}"
         )
+    most = max(map(form.rope_pairs.count, form.rope_pairs), default=0)
+    if most > grouped.num_kv_heads:
+        heads = grouped.num_kv_heads
+        raise ValueError(f"rope_pairs: expected each pair at most {heads} times, as there are KV heads, got one {most}")
     layer = MultiHeadLatentAttention(
         grouped.hidden_size,
         grouped.num_heads,

@@ -9,7 +9,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -172,10 +172,11 @@ def buffer_for(size: int) -> memoryview:
     return memoryview(bytearray(min(size, CHUNK)))
 
 
-def read_folder(source: Path, *, follow_links: bool = False) -> Checkpoint:
+def read_folder(source: Path, *, follow_links: bool = False, weights: bool = True) -> Checkpoint:
     """Check the folder ``source`` and read all of it but the tensors: config.json and the header of each shard.
 
-    ``follow_links`` takes a snapshot of a download cache, whose files are links to the cache's own.
+    ``follow_links`` takes a snapshot of a download cache, whose files are links to the cache's own. Without ``weights``
+    there are no shards and no tensors: of config.json and what is copied alone.
 
     Raises:
         CheckpointError: something is missing, malformed or unsafe; names the file and what to do.
@@ -183,22 +184,16 @@ def read_folder(source: Path, *, follow_links: bool = False) -> Checkpoint:
     if not source.is_dir():
         raise CheckpointError(f"{source}: expected a folder with a checkpoint, got no folder")
     names = sorted(os.listdir(source))
-    if WEIGHTS in names and INDEX in names:
-        raise CheckpointError(f"{source}: expected {WEIGHTS} or {INDEX}, got both; remove the one that is not meant")
-    if WEIGHTS not in names and INDEX not in names:
-        pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
-        advice = (
-            f"; {pickles[0]} may run code when it is opened: convert it to safetensors elsewhere" if pickles else ""
-        )
-        raise CheckpointError(f"{source}: expected {WEIGHTS} or {INDEX}, got neither{advice}")
     at = partial(SourceFile.at, follow_links=follow_links)
+    if weights:
+        _require_weights(source, names)
     config = at(source / CONFIG, limit=MAX_CONFIG)
     described_by, weight_map = (config,), None
-    if INDEX in names:
+    if weights and INDEX in names:
         index = at(source / INDEX, limit=MAX_INDEX)
         described_by += (index,)
         weight_map = _weight_map(parse_object(index.read(), INDEX))
-    shard_names = sorted(set(weight_map.values())) if weight_map is not None else [WEIGHTS]
+    shard_names = sorted(set(weight_map.values())) if weight_map is not None else [WEIGHTS] * weights
     shards = tuple(at(source / name) for name in shard_names)
     tensors = {}
     for shard in shards:
@@ -210,6 +205,18 @@ def read_folder(source: Path, *, follow_links: bool = False) -> Checkpoint:
     read = {file.name for file in described_by + shards + copied}
     left = tuple(name for name in names if name not in read)
     return Checkpoint(source, parse_object(config.read(), CONFIG), tensors, shards, described_by, copied, left)
+
+
+def _require_weights(source: Path, names: Sequence[str]) -> None:
+    """Raises CheckpointError unless a folder has one set of weights, in safetensors."""
+    if WEIGHTS in names and INDEX in names:
+        raise CheckpointError(f"{source}: expected {WEIGHTS} or {INDEX}, got both; remove the one that is not meant")
+    if WEIGHTS not in names and INDEX not in names:
+        pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+        advice = (
+            f"; {pickles[0]} may run code when it is opened: convert it to safetensors elsewhere" if pickles else ""
+        )
+        raise CheckpointError(f"{source}: expected {WEIGHTS} or {INDEX}, got neither{advice}")
 
 
 def _weight_map(index: dict) -> dict[str, str]:
@@ -259,7 +266,8 @@ def _blob(path: Path) -> Path:
     snapshots, to = path.parent.resolve().parent, PurePosixPath(os.readlink(path))
     blobs = snapshots.parent / "blobs"
     if snapshots.name != "snapshots" or blobs.is_symlink():
-        raise CheckpointError(f"{path.name}: expected a plain file or a link of a download cache, got another link")
+        wanted = "expected a plain file or a link of a download cache, got another link"
+        raise CheckpointError(f"{path.name}: {wanted}; put the file itself there, as `cp -L` does")
     if to.parts != ("..", "..", "blobs", to.name):
         raise CheckpointError(f"{path.name}: expected a link to ../../blobs, as in a download cache, got {str(to)!r}")
     return blobs / to.name

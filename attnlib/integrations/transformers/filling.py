@@ -1,0 +1,126 @@
+"""The tensors of a checkpoint folder on their way into a model of transformers, each read when it is placed."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...checkpoint_files import Checkpoint, CheckpointError, StoredTensor
+from ...checkpoint_files.finite import count_nonfinite
+from ...checkpoint_files.folder import CONFIG
+from ...own_form import INNER
+
+SLACK = 2**22  # elements that a folder may lack, so that a missing weight is named, and buffers that none holds
+
+
+class Filled:
+    """``slices`` are the ``state_dict`` for ``from_pretrained``; the rest is what was found while it read them.
+
+    Tensors of no floating dtype are left out, in ``integers``, but for those of which ``empty`` has such a buffer.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, empty: nn.Module):
+        self.folder = checkpoint.folder
+        self.most = elements_of(empty)
+        self.failed: list[CheckpointError] = []
+        self.nonfinite: dict[str, dict[str, int]] = {}
+        counters = [name for name, x in empty.named_buffers() if not x.is_floating_point()]
+        self.integers = {
+            name: stored
+            for name, stored in checkpoint.tensors.items()
+            if not stored.entry.dtype.is_floating_point and not any(_is_same(name, other) for other in counters)
+        }
+        left = checkpoint.tensors.keys() - self.integers.keys()
+        self.slices = {name: Slice(name, checkpoint.tensors[name], self) for name in left}
+
+    def check(self, model: nn.Module, info: Mapping[str, Any], *, own: bool, allow_nonfinite: bool) -> None:
+        """Raises CheckpointError unless the model has all its weights, and the folder no layers beside it."""
+        amiss = {what: sorted(map(str, info[f"{what}_keys"])) for what in ("missing", "mismatched", "unexpected")}
+        for name, stored in self.integers.items() if amiss["missing"] else ():
+            if _is_same(name, amiss["missing"][0]):
+                raise CheckpointError(f"{name}: expected a floating dtype, got {stored.entry.dtype}")
+        known = _numbered(model.state_dict())
+        amiss["unexpected"] = [
+            name
+            for name in (*amiss["unexpected"], *self.integers)
+            if (own and f".{INNER}" in name)
+            or _is_beyond(name, known)
+            or _is_beyond(f"{model.base_model_prefix}.{name}", known)
+        ]
+        for what, found in amiss.items():
+            if found:
+                raise CheckpointError(
+                    f"{self.folder}: expected the weights of {type(model).__name__}, as {CONFIG} says, got {what} "
+                    f"{found[0]}"
+                )
+        if self.nonfinite and not allow_nonfinite:
+            listed = "; ".join(f"{name} {counts}" for name, counts in sorted(self.nonfinite.items())[:5])
+            raise CheckpointError(f"{listed}: expected finite weights; or pass allow_nonfinite=True")
+
+
+class Slice:
+    """A stored tensor, as a slice of safetensors is one: ``[...]`` reads it."""
+
+    def __init__(self, name: str, stored: StoredTensor, filled: Filled):
+        self._name, self._stored, self._filled = name, stored, filled
+
+    def get_shape(self) -> list[int]:
+        """Its shape, before it is read."""
+        return list(self._stored.entry.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        try:
+            tensor = self._read()
+        except CheckpointError as error:
+            self._filled.failed.append(error)
+            raise
+        if counts := count_nonfinite(tensor):
+            self._filled.nonfinite[self._name] = counts
+        return tensor[index]
+
+    def _read(self) -> Tensor:
+        if math.prod(self.get_shape()) > self._filled.most:
+            wanted = f"at most {self._filled.most} elements, all that {CONFIG} describes"
+            raise CheckpointError(f"{self._name}: expected {wanted}, got {self.get_shape()}")
+        return self._stored.load()
+
+
+def require_room(empty: nn.Module, checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError for a model of twice the elements that a folder holds, before any of it takes memory."""
+    stored = sum(math.prod(x.entry.shape) for x in checkpoint.tensors.values())
+    wanted = elements_of(empty) + sum(x.numel() for x in empty.buffers())
+    if wanted > 2 * stored + SLACK:
+        raise CheckpointError(
+            f"{CONFIG}: expected a model of the {stored} elements that the folder holds, got one of {wanted}; "
+            "it belongs to other weights"
+        )
+
+
+def elements_of(empty: nn.Module) -> int:
+    """The elements of a model's parameters, of those that it ties once."""
+    tied = getattr(empty, "all_tied_weights_keys", {})
+    return sum(x.numel() for name, x in empty.named_parameters() if name not in tied)
+
+
+def _is_same(name: str, other: str) -> bool:
+    """True if two names are one, but for what precedes either."""
+    return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
+
+
+def _numbered(names: Iterable[str]) -> dict[str, set[str]]:
+    """The numbers that follow each beginning of these names, such as those of layers."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        for match in re.finditer(r"(?<=\.)[0-9]+(?=\.)", name):
+            found.setdefault(name[: match.start()], set()).add(match[0])
+    return found
+
+
+def _is_beyond(name: str, known: Mapping[str, set[str]]) -> bool:
+    """True if a tensor is of a layer, or another numbered part, that the model has with other numbers only."""
+    return any(
+        match[0] not in known.get(name[: match.start()], match[0])
+        for match in re.finditer(r"(?<=\.)[0-9]+(?=\.)", name)
+    )
