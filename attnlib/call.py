@@ -155,7 +155,7 @@ def checked(call: Call) -> Call:
         ValueError, TypeError: naming the argument, what was expected and what came.
     """
     if call.kv is None:
-        sizes = _bind(call)
+        sizes = bound(call)
         q, k, v = _autocast(call.q, call.k, call.v)
     else:
         sizes = _bind_to_view(call)
@@ -168,8 +168,8 @@ def checked(call: Call) -> Call:
     return Call(q, call.mask, score, k, v, call.kv, *bounds, *rest, spec)
 
 
-def _bind(call: Call) -> dict[str, int]:
-    """The sizes of a call on tensors."""
+def bound(call: Call) -> dict[str, int]:
+    """The sizes of a call on tensors, by their letters; raises as :func:`checked`."""
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
         if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
             refuse_tensor(name, x)

@@ -11,6 +11,7 @@ from .dispatch import PREPARED, Explanation, explained, select
 from .kv import Held
 from .mask import FULL, Mask
 from .merge import merge_states
+from .placements import Sharing, local_call
 from .prepared import key_of
 
 
@@ -56,6 +57,8 @@ def told(call: Call, name: str | None) -> Explanation:
         q = call.q.repeat_interleave(ranks.count if ranks.have_own_heads else 1, -2)
         how = f"over {ranks.count} ranks, {ranks.exchange(call.q, call.kv.layout.value_dim)}"
         return told(_of_stored(call, q, held), name)._replace(ranks=how)
+    if (local := local_call(call, Sharing.empty)) is not None:
+        return told(local.call, name)._replace(ranks=f"on DTensors, {local.sharing}")
     plan = planned(call)
     own = checked(plan.own)
     packed = packed_by_documents(own)
@@ -90,6 +93,8 @@ def attend(call: Call, name: str | Asked | None = None) -> tuple[Tensor, Tensor]
     key = key_of(call, name)
     if key is not None and (run := PREPARED.find(kv, key)) is not None:
         return run(call.q, call.k, call.v, call.descales)
+    if key is None and (local := local_call(call)) is not None:
+        return local.whole(*attend(local.call, name))
     call = checked(call)
     if (packed := packed_by_documents(call)) is not None:
         out, lse = attend(packed, name)

@@ -76,7 +76,7 @@ ROOMS = {
     "cache": {"storage", *VALUES},
     "functional": {"running", "dispatch", "hints", "call", *VALUES},
     "hints": {"call", *VALUES},
-    "running": {"dispatch", "prepared", "call", *VALUES},
+    "running": {"placements", "dispatch", "prepared", "call", *VALUES},
     "storage": {"dispatch", "prepared", *VALUES},
     "dispatch": {*BACKENDS, "backends", "prepared", "call", "spec", "probes", "signatures"},
     "backends/_triton": {
@@ -94,6 +94,7 @@ ROOMS = {
     "backends/_reference": {"backends", "prepared", "call", "spec", "watched", "reference", *VALUES},
     "backends": {"prepared", "call", "spec", "watched", *VALUES},  # what all backends share
     "prepared": {"call", "watched", *VALUES},
+    "placements": {"call", *VALUES},
     "call": {"spec", *VALUES},
     "spec": {"watched", *VALUES},
     "watched": {"torch_questions", "probes"},

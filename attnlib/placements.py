@@ -1,0 +1,204 @@
+"""Calls on DTensors: each rank attends with the rows and heads that it has, as the whole call does with these.
+
+The rule is ours and not registered with torch's operators: functions of indices and dropout must know which heads and
+sequences of the whole a rank has, which a strategy of torch's for an operator cannot tell it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .call import Call, Dropout, bound
+from .fp8 import Descales
+from .mask_function import MaskFunction
+from .scores import ScoreFunction
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+REMEDY = (
+    "redistribute it to Shard(0) of sequences, Shard(-2) of heads, or Replicate(); "
+    "attnlib.parallel.context_attention shares the tokens of a sequence"
+)
+LETTERS = ("bshd", "btgd", "btge"), ("shd", "tgd", "tge")  # dimensions of q, k and v, dense and packed
+
+
+def is_dtensor(x: object) -> bool:
+    """True for a DTensor, without importing what DTensors are before somebody has one."""
+    if type(x).__name__ != "DTensor":
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
+class Sharing(NamedTuple):
+    """What each dimension of a mesh shares: ``"b"`` sequences, ``"h"`` heads, ``""`` nothing.
+
+    ``sizes`` are those of the whole call, by their letters.
+    """
+
+    mesh: "torch.distributed.device_mesh.DeviceMesh"
+    shared: tuple[str, ...]
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, call: Call) -> "Sharing":
+        """That of a call on DTensors.
+
+        Raises:
+            TypeError: only some of q, k and v are DTensors, or of other meshes.
+            NotImplementedError: one is sharded over something else than sequences or heads.
+            ValueError: heads that the ranks do not divide.
+        """
+        qkv = {"q": call.q, "k": call.k, "v": call.v}
+        mesh = next(x.device_mesh for x in qkv.values() if is_dtensor(x))
+        for name, x in qkv.items():
+            if not is_dtensor(x) or x.device_mesh != mesh:
+                got = f"one on {x.device_mesh}" if is_dtensor(x) else type(x).__name__
+                raise TypeError(f"{name}: expected a DTensor on {mesh}, as q, k and v are together, got {got}")
+        sizes = bound(call)
+        letters = dict(zip(qkv, LETTERS[call.packing is not None], strict=True))
+        kinds = [[_kind(name, x, letters[name], at) for name, x in qkv.items()] for at in range(mesh.ndim)]
+        sharing = cls(mesh, tuple(next(filter(None, kind), "") for kind in kinds), sizes)
+        h, g, n = sizes["h"], sizes["g"], sharing.ranks("h")
+        if h % n or (g % n and n % g):
+            raise ValueError(
+                f"k: expected KV heads that {n} ranks divide, or that divide them, with h={h} query heads, got g={g}; "
+                "redistribute q, k and v to Replicate()"
+            )
+        return sharing
+
+    def __str__(self) -> str:
+        parts = {"b": "sequences", "h": "heads", "": "nothing"}
+        return f"whose ranks share {' and '.join(parts[shared] for shared in self.shared)}"
+
+    def ranks(self, letter: str) -> int:
+        """How many ranks share this dimension."""
+        return math.prod(self.mesh.size(at) for at, shared in enumerate(self.shared) if shared == letter)
+
+    def span(self, letter: str) -> tuple[int, int]:
+        """Where this rank's part of a dimension begins, and its size, by the rule of DTensors."""
+        start, size = 0, self.sizes[letter]
+        for at, shared in enumerate(self.shared):
+            if shared == letter:
+                chunk = -(-size // self.mesh.size(at))
+                skipped = min(chunk * self.mesh.get_local_rank(at), size)
+                start, size = start + skipped, min(chunk, size - skipped)
+        return start, size
+
+    def placements(self, letters: str) -> list["Placement"]:
+        """Those of a tensor whose dimensions these are."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        whole_keys = "g" in letters and self.sizes["g"] % self.ranks("h") != 0
+        there = {"b": letters.find("b"), "h": -1 if whole_keys else max(letters.find("h"), letters.find("g"))}
+        return [Replicate() if (dim := there.get(shared, -1)) < 0 else Shard(dim) for shared in self.shared]
+
+    def local(self, x: Tensor, letters: str = "") -> Tensor:
+        """This rank's part of a tensor, whose gradient is the whole one's. A local one is the same on all ranks."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        if not is_dtensor(x):
+            x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        wanted = self.placements(letters)
+        pairs = zip(wanted, self.shared, strict=True)
+        grads = [Partial() if p.is_replicate() and shared else p for p, shared in pairs]  # each rank adds its own
+        part = x.redistribute(placements=wanted).to_local(grad_placements=grads)
+        if "g" in letters and self.sizes["g"] % self.ranks("h"):
+            start, size = self.span("h")
+            per_head = self.sizes["h"] // self.sizes["g"]
+            return part.narrow(letters.index("g"), start // per_head, -(-size // per_head))
+        return part
+
+    def empty(self, x: Tensor, letters: str = "") -> Tensor:
+        """A tensor like :meth:`local`'s, whose values say nothing, and for which no rank asks another."""
+        sizes = {letter: self.span(letter)[1] for letter in "bh" if letter in self.sizes}
+        sizes["g"] = -(-sizes["h"] * self.sizes["g"] // self.sizes["h"])
+        shape = [sizes.get(letter, size) for letter, size in zip(letters or " " * x.dim(), x.shape, strict=True)]
+        return torch.empty(shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+
+    def whole(self, x: Tensor | None, letters: str) -> "DTensor | None":
+        """The DTensor of which each rank has such a part."""
+        from torch.distributed.tensor import DTensor
+
+        if x is None:
+            return None
+        shape = torch.Size(self.sizes[letter] for letter in letters)
+        stride = torch.empty(shape, device="meta").stride()
+        placements = self.placements(letters)
+        return DTensor.from_local(x, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+class LocalCall(NamedTuple):
+    """The part of a call that a rank runs, and how its results are parts of the whole ones."""
+
+    call: Call
+    sharing: Sharing
+
+    def whole(self, out: Tensor, lse: Tensor | None) -> tuple["DTensor", "DTensor | None"]:
+        """Output and LSE of the whole call."""
+        names = ("bshe", "bhs") if self.call.packing is None else ("she", "hs")
+        return self.sharing.whole(out, names[0]), self.sharing.whole(lse, names[1])
+
+
+def local_call(call: Call, part: Callable[[Sharing, Tensor, str], Tensor] = Sharing.local) -> LocalCall | None:
+    """What this rank runs of a call on DTensors, of the ``part`` of each tensor; None if it is not on such.
+
+    Raises:
+        TypeError: over a cache; or as :meth:`Sharing.of`, with its other errors.
+    """
+    if not any(map(is_dtensor, (call.q, call.k, call.v))):
+        return None
+    if call.kv is not None:
+        raise TypeError("q: expected a local tensor over a cache, got a DTensor; pass q.to_local()")
+    sharing = Sharing.of(call)
+
+    def of(x: Tensor | None, letters: str = "") -> Tensor | None:
+        return None if x is None else part(sharing, x, letters)
+
+    q, k, v = map(of, (call.q, call.k, call.v), LETTERS[call.packing is not None])
+    score, mask, dims = call.score, call.mask, call.score.dims
+    score = score._replace(**{name: of(x, dims[name]) for name, x in score.tensors.items()})
+    if type(score.function) is ScoreFunction:
+        score = score._replace(function=score.function.reading([*map(of, score.function.tensors)]))
+    if type(mask) is MaskFunction:
+        mask = mask.reading([*map(of, mask.tensors)])
+    packing, descales = call.packing, call.descales
+    if packing is not None:
+        packing = packing._replace(cu_seqlens_q=of(packing.cu_seqlens_q), cu_seqlens_k=of(packing.cu_seqlens_k))
+    if descales is not None:
+        descales = Descales(*map(of, descales, ("bh", "bg", "bg")))
+    bounds = of(call.key_starts, "b"), of(call.key_ends, "b")
+    dropout, origin = call.dropout, call.origin
+    if dropout.p or call.functions is not None:  # which see the whole's indices
+        origin = origin._replace(head=origin.head + sharing.span("h")[0])
+        origin = origin if packing else origin._replace(sequence=origin.sequence + sharing.span("b")[0])
+        dropout = dropout._replace(seed=of(_seed(dropout, q.device, sharing)))
+    return LocalCall(Call(q, mask, score, k, v, None, *bounds, packing, dropout, origin, descales, call.lse), sharing)
+
+
+def _seed(dropout: Dropout, device: torch.device, sharing: Sharing) -> Tensor | None:
+    """The seed, which the first rank draws where none is given."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    seed = dropout.seeded(device).seed
+    if seed is None or dropout.seed is not None:
+        return seed
+    return DTensor.from_local(seed, sharing.mesh, [Replicate()] * sharing.mesh.ndim, run_check=True)
+
+
+def _kind(name: str, x: "DTensor", letters: str, at: int) -> str:
+    """What dimension ``at`` of a mesh shares of a tensor."""
+    from torch.distributed.tensor import Shard
+
+    placement = x.placements[at]
+    if placement.is_replicate() or placement.is_partial():
+        return ""
+    letter = letters[placement.dim % len(letters)].replace("g", "h") if type(placement) is Shard else None
+    if letter not in ("b", "h"):
+        raise NotImplementedError(f"{name}: expected no {placement!r} on dimension {at} of the mesh; {REMEDY}")
+    return letter
