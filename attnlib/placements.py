@@ -78,7 +78,7 @@ class Sharing(NamedTuple):
 
     def ranks(self, letter: str) -> int:
         """How many ranks share this dimension."""
-        return math.prod(self.mesh.size(at) for at, shared in enumerate(self.shared) if shared == letter)
+        return math.prod([self.mesh.size(at) for at, shared in enumerate(self.shared) if shared == letter])
 
     def span(self, letter: str) -> tuple[int, int]:
         """Where this rank's part of a dimension begins, and its size, by the rule of DTensors."""
@@ -96,7 +96,8 @@ class Sharing(NamedTuple):
 
         whole_keys = "g" in letters and self.sizes["g"] % self.ranks("h") != 0
         there = {"b": letters.find("b"), "h": -1 if whole_keys else max(letters.find("h"), letters.find("g"))}
-        return [Replicate() if (dim := there.get(shared, -1)) < 0 else Shard(dim) for shared in self.shared]
+        dims = [there.get(shared, -1) for shared in self.shared]
+        return [Replicate() if dim < 0 else Shard(dim) for dim in dims]
 
     def local(self, x: Tensor, letters: str = "") -> Tensor:
         """This rank's part of a tensor, whose gradient is the whole one's. A local one is the same on all ranks."""
@@ -127,7 +128,7 @@ class Sharing(NamedTuple):
 
         if x is None:
             return None
-        shape = torch.Size(self.sizes[letter] for letter in letters)
+        shape = torch.Size([self.sizes[letter] for letter in letters])
         stride = torch.empty(shape, device="meta").stride()
         placements = self.placements(letters)
         return DTensor.from_local(x, self.mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -180,7 +180,7 @@ def refusals(mesh) -> None:
     three = distribute_tensor(x[:, :, :3], mesh, [HEADS])
     with pytest.raises(ValueError, match=r"k: expected KV heads that 2 ranks divide, .* got g=3; redistribute"):
         attention(distribute_tensor(torch.randn(4, 6, 6, 8), mesh, [HEADS]), three, three, mask=CAUSAL)
-    with pytest.raises(ValueError, match=r"k: expected \[b=4, t, g, d=8\]"):
+    with pytest.raises(ValueError, match=r"k: expected \[b=4, .*, d=8\], got"):
         attention(whole, distribute_tensor(x[..., :4], mesh, [Replicate()]), whole, mask=CAUSAL)
 
 
