@@ -1,13 +1,18 @@
 """The derivative of a score program, in steps: by the score that it is given, and by every number that it reads.
 
 It runs through the steps from the last to the first, as torch's autograd does, and follows torch's rules: of two equal
-numbers, ``minimum`` and ``maximum`` give each half, ``clamp`` gives the number all, and ``abs`` has none at 0.
+numbers, ``minimum`` and ``maximum`` give each half, and ``abs`` has none at 0. What ``clamp`` has at a bound depends
+on the version of torch, which is asked.
 """
 
 from collections.abc import Sequence
+from math import log
 from typing import NamedTuple
 
-from .program import FLOAT, Operand, Program, Step, Steps, Value
+import torch
+
+from .kinds import FLOAT
+from .program import Operand, Program, Step, Steps, Value
 
 BY_RESULT = "d"  # the input that the derivative by the program's result is
 
@@ -82,35 +87,73 @@ def _parts(steps: Steps, step: Step, d: Operand) -> Sequence[Operand | None]:
             return by_x, add("neg", add("mul", by_x, result))
         case "mod":
             return d, add("neg", add("mul", d, add("floordiv", x, y)))
-        case "neg":
-            return (add("neg", d),)
-        case "exp":
-            return (add("mul", d, result),)
-        case "log":
-            return (add("truediv", d, x),)
-        case "tanh":
-            return (add("mul", d, add("sub", 1.0, add("mul", result, result))),)
-        case "abs":
-            return (steps.where(add("eq", x, 0.0), 0.0, steps.where(add("lt", x, 0.0), add("neg", d), d)),)
+        case "pow":
+            if isinstance(x, Value):
+                return (add("mul", d, add("mul", y, add("pow", x, y - 1))), None)
+            return None, add("mul", add("mul", d, result), log(x))
         case "minimum":
-            return _chosen(steps, d, x, y, "lt")
+            return _chosen(steps, d, x, y, "lt", (0.5, 0.5))
         case "maximum":
-            return _chosen(steps, d, x, y, "gt")
+            return _chosen(steps, d, x, y, "gt", (0.5, 0.5))
+        case "clamp_min":
+            return _chosen(steps, d, x, y, "gt", clamped_at_a_tie("clamp_min", by_tensor=isinstance(y, Value)))
+        case "clamp_max":
+            return _chosen(steps, d, x, y, "lt", clamped_at_a_tie("clamp_max", by_tensor=isinstance(y, Value)))
         case "where":
             condition = step.operands[0]
             return None, steps.where(condition, d, 0.0), steps.where(condition, 0.0, d)
-    return ()  # of floordiv and casts
+    return (_of_one(steps, step, d),)
 
 
-def _chosen(steps: Steps, d: Operand, x: Operand, y: Operand, before: str) -> tuple[Operand, Operand]:
-    """The derivatives by two numbers of which the one that comes ``before`` the other is taken."""
+def _of_one(steps: Steps, step: Step, d: Operand) -> Operand | None:
+    """The derivative of a function of one number; None of casts and of ``floordiv``, which have none."""
+    add, result, x = steps.add, step.result, step.operands[0]
+    match step.operation:
+        case "neg":
+            return add("neg", d)
+        case "abs":
+            return steps.where(add("eq", x, 0.0), 0.0, steps.where(add("lt", x, 0.0), add("neg", d), d))
+        case "exp":
+            return add("mul", d, result)
+        case "exp2":
+            return add("mul", add("mul", d, result), log(2))
+        case "log":
+            return add("truediv", d, x)
+        case "tanh":
+            return add("mul", d, add("sub", 1.0, add("mul", result, result)))
+        case "sigmoid":
+            return add("mul", d, add("mul", add("sub", 1.0, result), result))
+        case "sqrt":
+            return add("truediv", d, add("mul", 2.0, result))
+        case "rsqrt":
+            return add("mul", d, add("mul", -0.5, add("mul", result, add("mul", result, result))))
+    return None
+
+
+def _chosen(
+    steps: Steps, d: Operand, x: Operand, y: Operand, before: str, shares: tuple[float, float]
+) -> tuple[Operand, Operand]:
+    """The derivatives by two numbers of which that ``before`` the other is taken; of equal ones each has a share."""
     equal = steps.add("eq", x, y)
-    shared = d if not (isinstance(x, Value) and isinstance(y, Value)) else steps.add("mul", d, 0.5)
 
-    def by(own: Operand, other: Operand) -> Operand:
+    def by(own: Operand, other: Operand, share: float) -> Operand:
+        shared = d if share == 1 else 0.0 if share == 0 else steps.add("mul", d, share)
         return steps.where(equal, shared, steps.where(steps.add(before, own, other), d, 0.0))
 
-    return by(x, y), by(y, x)
+    return by(x, y, shares[0]), by(y, x, shares[1])
+
+
+def clamped_at_a_tie(name: str, *, by_tensor: bool) -> tuple[float, float]:
+    """The derivatives of ``torch.clamp_min`` or ``clamp_max`` by a number and by its bound, where these are equal.
+
+    A bound may be a constant or a number that was read, which torch has differentiated alike, and differently since
+    2.14: so it is asked.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        x, bound = (torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True) for _ in "xy")
+        given = getattr(torch, name)(x, bound if by_tensor else 1.0)
+        of_x, of_bound = torch.autograd.grad(given, (x, bound), allow_unused=True)
+    return float(of_x), 0.0 if of_bound is None else float(of_bound)
 
 
 def operands_of(reads: Sequence[Read]) -> list[Operand]:

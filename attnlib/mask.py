@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .checks import INT32
-from .mask_function import EVERYWHERE, Kept, MaskFunction, everywhere, function_of
+from .mask_function import EVERYWHERE, Kept, MaskFunction, function_of
 from .program import INDICES, Operand, Program, Steps, Value, constant
 from .signatures import kind
 from .trace import FirstQuery
@@ -80,7 +80,7 @@ class Mask:
 
     def as_function(self) -> MaskFunction:
         """The function that says what the band says."""
-        return MaskFunction(self, EVERYWHERE, (), everywhere)
+        return MaskFunction(self, EVERYWHERE, ())
 
     def meet(self, other: "Mask") -> "Mask | None":
         """The keys that both show, if they are a band."""

@@ -1,20 +1,21 @@
 """Which keys a query sees, where no band says it: a band and a function of indices, which both have to agree."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .program import Program, combined
+from .evaluation import evaluated
+from .program import INDICES, Program, combined
 from .signatures import leading_to
-from .trace import FirstQuery, applied, captured_of, filled, traced
+from .trace import FirstQuery, captured_of, traced
 
 GRAIN = 64  # queries and keys of the tiles in which kernels look at a function
+CHANGED = (-1,)  # in place of versions: those of no tensors
 EVERYWHERE = Program("def mask(b, h, i, j, first): return True")
 Tensors = Sequence[Tensor]
-Definition = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # takes tensors, b, h, i, j and first
 
 
 class Kept(NamedTuple):
@@ -50,16 +51,15 @@ class Band(Protocol):
 class MaskFunction:
     """The keys that a band and a function of indices both let a query see; :func:`attnlib.mask_mod` makes it.
 
-    ``program`` is what the function does, ``tensors`` what it reads; ``definition`` calls the function itself with such
-    tensors. Masks compose by ``&``, ``|`` and ``~``, bands and functions alike. ``tiles`` is what :meth:`block_mask`
-    has found. ``far`` is what its author knows that a cache must keep, if less than its band says. ``sections``: if the
-    function does no more than keep documents of a row apart, where these begin, and its end; int32.
+    ``program`` is what the function does, ``tensors`` what it reads; the function itself is not kept, so that masks can
+    be copied and pickled. Masks compose by ``&``, ``|`` and ``~``, bands and functions alike. ``tiles`` is what
+    :meth:`block_mask` has found. ``far`` is what its author knows that a cache must keep, if less than its band says.
+    ``sections``: if the function only keeps documents of a row apart, where these begin, and its end; int32.
     """
 
     band: Band
     program: Program
     tensors: tuple[Tensor, ...]
-    definition: Definition = field(repr=False)
     tiles: Tensor | None = field(default=None, repr=False)
     versions: tuple[int, ...] = field(default=(), repr=False)  # of the tensors, when tiles were found
     sizes: tuple[int, ...] = field(default=(), repr=False)  # queries and keys, then
@@ -81,7 +81,11 @@ class MaskFunction:
 
         Tensors broadcast. ``first`` is the storage index of the first query of each sequence.
         """
-        return self.band.visible(i, j) & self.definition(self.tensors, b, h, i, j, first)
+        return self.band.visible(i, j) & self.definition(b, h, i, j, first)
+
+    def definition(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
+        """Whether the function lets query ``i`` see key ``j``; its floats are fp32, whatever the call's are."""
+        return evaluated(self.program, dict(zip(INDICES, (b, h, i, j, first), strict=True)), self.tensors)
 
     def reading(self, tensors: Tensors) -> "MaskFunction":
         """The same function of other tensors, of the same dtypes and ranks."""
@@ -136,26 +140,27 @@ class MaskFunction:
         program = combined(
             "logical_not", (own.program, range(len(own.tensors))), captured=captured_of("mask", own.tensors)
         )
-        return _simplest(own.band, program, own.tensors, lambda *at: ~own.definition(*at))
+        return _simplest(own.band, program, own.tensors)
 
     __rand__ = __and__
     __ror__ = __or__
 
+    def __getstate__(self) -> dict[str, object]:
+        """All of it; whether tiles are still those of the tensors, since a copy counts their changes anew."""
+        state = {x.name: getattr(self, x.name) for x in fields(self)}
+        return state | {"versions": self.versions == self.versions_now()}
 
-def everywhere(tensors: Tensors, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
-    """The definition of what hides nothing."""
-    return (i == i) & (j == j)
+    def __setstate__(self, state: dict[str, object]) -> None:
+        for name, x in state.items():
+            object.__setattr__(self, name, x)
+        known = () if self.tiles is None else self.versions_now() if state["versions"] else CHANGED
+        object.__setattr__(self, "versions", known)
 
 
 def function_of(band: Band, function: Callable, arguments: Sequence[Tensor | FirstQuery]) -> MaskFunction:
     """The keys in a band that ``function(b, h, i, j, *arguments)`` lets a query see; see :func:`attnlib.mask_mod`."""
     program = traced("mask", function, arguments)
-
-    def definition(tensors: Tensors, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
-        given = applied(function, filled(arguments, tensors), first, b, h, i, j)
-        return torch.as_tensor(given, device=i.device)
-
-    return MaskFunction(band, program, tuple(x for x in arguments if isinstance(x, Tensor)), definition)
+    return MaskFunction(band, program, tuple(x for x in arguments if isinstance(x, Tensor)))
 
 
 @torch.no_grad()
@@ -171,7 +176,7 @@ def _tiles(mask: MaskFunction, planes: tuple[int, int], s: int, t: int, device: 
     j, first = torch.arange(t, device=device), torch.tensor(t - s, device=device)
     for row in range(found.shape[2]):
         i = torch.arange(t - s + row * GRAIN, min(t - s + (row + 1) * GRAIN, t), device=device)[:, None]
-        seen = mask.definition(mask.tensors, *at, i, j, first).expand(b, h, len(i), t)
+        seen = mask.definition(*at, i, j, first).expand(b, h, len(i), t)
         counts = torch.nn.functional.pad(seen.sum(2), (0, columns * GRAIN - t)).view(b, h, columns, GRAIN).sum(-1)
         pairs = len(i) * (t - torch.arange(columns, device=device) * GRAIN).clamp(max=GRAIN)
         found[:, :, row] = (counts > 0).to(torch.int8) + (counts == pairs).to(torch.int8)
@@ -186,11 +191,7 @@ def _all_of(x: MaskFunction) -> MaskFunction:
     """The same mask, with its band in its program too, and so with any band around it."""
     own = tuple(range(len(x.tensors)))
     program = combined("logical_and", (x.band.program(), ()), (x.program, own), captured=captured_of("mask", x.tensors))
-    band, definition = x.band, x.definition
-    return MaskFunction(
-        band.unbounded(), program, x.tensors,
-        lambda tensors, b, h, i, j, first: band.visible(i, j) & definition(tensors, b, h, i, j, first),
-    )  # fmt: skip
+    return MaskFunction(x.band.unbounded(), program, x.tensors)
 
 
 def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Band | MaskFunction":
@@ -202,19 +203,9 @@ def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Ba
         tensors += [] if known else [tensor]
     captured = captured_of("mask", tensors)
     program = combined(operation, (x.program, range(len(x.tensors))), (y.program, at_y), captured=captured)
-    of_x, of_y, count, both = x.definition, y.definition, len(x.tensors), operation == "logical_and"
-
-    def definition(tensors: Tensors, *at: Tensor) -> Tensor:
-        seen = of_x(tensors[:count], *at), of_y([tensors[n] for n in at_y], *at)
-        return seen[0] & seen[1] if both else seen[0] | seen[1]
-
-    return _simplest(band, program, tuple(tensors), definition)
+    return _simplest(band, program, tuple(tensors))
 
 
-def _simplest(band: Band, program: Program, tensors: tuple[Tensor, ...], definition: Definition):
+def _simplest(band: Band, program: Program, tensors: tuple[Tensor, ...]) -> "Band | MaskFunction":
     """The band alone, where the program says nothing."""
-    return (
-        band
-        if program.text.endswith("return True") and not tensors
-        else MaskFunction(band, program, tensors, definition)
-    )
+    return band if program.text.endswith("return True") and not tensors else MaskFunction(band, program, tensors)

@@ -5,25 +5,12 @@ reads it: torch's runs the steps on tiles, Triton's writes them into its kernels
 """
 
 from collections.abc import Callable, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
-BOOL, INT, FLOAT = KINDS = ("bool", "int", "float")  # each holds those before
+from .kinds import BITWISE, BOOL, FLOAT, INT64, OF_BOOLS, OPERATIONS, TRANSCENDENTAL, UINT8, fits, promoted
+
 INDICES = ("b", "h", "i", "j", "first")
 SCORED = ("score", *INDICES)
-# By operation, how many operands it takes, the kind they are brought to (None: the widest of theirs, at least INT), and
-# the kind of its result (None: theirs).
-OPERATIONS = MappingProxyType(
-    {
-        **dict.fromkeys(("add", "sub", "mul", "floordiv", "mod", "minimum", "maximum"), (2, None, None)),
-        **dict.fromkeys(("neg", "abs"), (1, None, None)),
-        "truediv": (2, FLOAT, FLOAT),
-        **dict.fromkeys(("exp", "log", "tanh"), (1, FLOAT, FLOAT)),
-        **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), (2, None, BOOL)),
-        **dict.fromkeys(("logical_and", "logical_or"), (2, BOOL, BOOL)),
-        "logical_not": (1, BOOL, BOOL),
-    }
-)
 
 
 def constant(function: Callable) -> Callable:
@@ -55,7 +42,8 @@ class Step(NamedTuple):
     """An operation on operands, which are brought to the kind that it ``takes``; its result's name and kind.
 
     Two have operands of other kinds too. ``load`` takes a tensor and an index for each of its dimensions, which is
-    clamped to what there is. ``where`` takes a bool, and what to choose from.
+    clamped to what there is; a constant one below 0 counts from the end. ``where`` takes a bool, and what to choose
+    from. Integers wrap around at the limits of their kind, and a divisor of 0 counts as 1.
     """
 
     result: Value
@@ -77,10 +65,10 @@ class Parsed(NamedTuple):
 class Program(NamedTuple):
     """A function of indices, as a line of text, which compilers may quote in comments; ``parsed`` is what it says.
 
-    >>> steps = Steps(INDICES, [Captured(INT, 2)])
+    >>> steps = Steps(INDICES, [Captured("int32", 2)])
     >>> owners = [steps.load(0, Value("b"), Value(index)) for index in "ij"]
     >>> print(steps.program("mask", steps.add("eq", *owners)))
-    def mask(b, h, i, j, first, t0: int[2]):
+    def mask(b, h, i, j, first, t0: int32[2]):
         x0 = load(t0, b, i)
         x1 = load(t0, b, j)
         x2 = eq(x0, x1)
@@ -105,8 +93,8 @@ class Program(NamedTuple):
 
     @property
     def exponentials(self) -> int:
-        """How many exponentials, logarithms and hyperbolic tangents it takes for each pair, or fewer."""
-        return sum(step.operation in ("exp", "log", "tanh") for step in self.parsed.steps)
+        """How many exponentials, logarithms, powers and hyperbolic tangents it takes for each pair, or fewer."""
+        return sum(step.operation in (*TRANSCENDENTAL, "pow") for step in self.parsed.steps)
 
     @property
     def gathers(self) -> int:
@@ -127,33 +115,44 @@ class Steps:
         self.inputs: tuple[str, ...] = tuple(inputs)
         self.captured: tuple[Captured, ...] = tuple(captured)
         self._made: dict[tuple, Step] = {}
-        self._kinds = {Value(name): INT if name in INDICES else FLOAT for name in inputs}
+        self._kinds = {Value(name): INT64 if name in INDICES else FLOAT for name in inputs}
 
     def add(self, operation: str, *operands: Operand) -> Operand:
         """An operation of :data:`OPERATIONS`. A logical one with True or False needs no step.
 
         Raises:
-            TypeError: an operand is no bool, where one is needed.
+            TypeError: torch has no such operation of operands of these kinds.
         """
-        if operation.startswith("logical"):
+        _, takes, kind = OPERATIONS[operation]
+        if takes == BOOL:
             for x in operands:
                 if self.kind(x) != BOOL:
                     raise TypeError(f"{operation}: expected a bool, got {self.kind(x)}; compare it with something")
             if any(isinstance(x, bool) for x in operands):
                 return _decided(operation, operands)
-        _, takes, kind = OPERATIONS[operation]
-        takes = takes or self._widest(operands)
+        takes = takes or self._promoted(operands)
+        if operation == "sub" and BOOL in map(self.kind, operands):
+            raise TypeError("sub: torch has no difference with a bool; write ^, ~ or .int()")
+        if takes == BOOL and kind is None:
+            if operation not in OF_BOOLS:
+                raise TypeError(f"{operation}: torch has none of bools; write .int()")
+            return self.add(OF_BOOLS[operation], *operands)
+        if operation in BITWISE and takes == FLOAT:
+            raise TypeError(f"{operation}: expected integers or bools, got float; write .int()")
+        if operation.startswith("clamp"):
+            self._refuse_wrapped(operation, operands, takes)
         return self._step(operation, operands, takes, kind or takes)
 
     def where(self, condition: Operand, x: Operand, y: Operand) -> Operand:
         """One of two, by a bool; two bools give a bool.
 
         Raises:
-            TypeError: the condition is no bool.
+            TypeError: the condition is no bool, or a constant is beyond the kind of the other one.
         """
         if self.kind(condition) != BOOL:
             raise TypeError(f"where: expected a bool to choose by, got {self.kind(condition)}")
-        kind = BOOL if self.kind(x) == self.kind(y) == BOOL else self._widest((x, y))
+        kind = self._promoted((x, y))
+        self._refuse_wrapped("where", (x, y), kind)
         return self._step("where", (condition, x, y), kind, kind)
 
     def load(self, n: int, *indices: Operand) -> Operand:
@@ -166,17 +165,21 @@ class Steps:
         if len(indices) != rank:
             raise TypeError(f"tensor {n}: expected {rank} indices, one for each dimension, got {len(indices)}")
         for x in indices:
-            if self.kind(x) != INT:
+            if self.kind(x) in (BOOL, FLOAT):
                 raise TypeError(f"tensor {n}: expected int indices, got {self.kind(x)}")
-        return self._step("load", (Value(f"t{n}"), *indices), INT, kind)
+            if self.kind(x) == UINT8:
+                raise TypeError(f"tensor {n}: torch takes an index of uint8 for a mask; write .long()")
+        return self._step("load", (Value(f"t{n}"), *indices), INT64, kind)
 
     def cast(self, x: Operand, kind: str) -> Operand:
-        """``x`` as of another kind; a float becomes an int towards zero."""
+        """``x`` as of another kind; a float becomes an integer towards zero, and an integer wraps around."""
         return x if self.kind(x) == kind else self._step(f"to_{kind}", (x,), self.kind(x), kind)
 
     def kind(self, x: Operand) -> str:
-        """Of what kind an operand is."""
-        return self._kinds[x] if isinstance(x, Value) else type(x).__name__
+        """The kind of an operand; Python's ints are of int64."""
+        if isinstance(x, Value):
+            return self._kinds[x]
+        return BOOL if isinstance(x, bool) else INT64 if isinstance(x, int) else FLOAT
 
     def copied(self, program: Program, tensors: Sequence[int]) -> Operand:
         """What another program gives, whose captured tensors are those of these numbers here."""
@@ -195,8 +198,17 @@ class Steps:
         body = "; ".join((*made, f"return {_spelled(result)}"))
         return Program(f"def {name}({', '.join((*self.inputs, *tensors))}): {body}")
 
-    def _widest(self, operands: Sequence[Operand]) -> str:
-        return max((INT, *map(self.kind, operands)), key=KINDS.index)
+    def _promoted(self, operands: Sequence[Operand]) -> str:
+        return promoted(
+            [self._kinds[x] for x in operands if isinstance(x, Value)],
+            [x for x in operands if not isinstance(x, Value)],
+        )
+
+    def _refuse_wrapped(self, operation: str, operands: Sequence[Operand], kind: str) -> None:
+        """Raise TypeError for a constant that torch refuses, or not, by its version."""
+        for x in operands:
+            if isinstance(x, int) and not isinstance(x, bool) and kind != BOOL and not fits(x, kind):
+                raise TypeError(f"{operation}: expected a number of {kind}, got {x}; write .long()")
 
     def _step(self, operation: str, operands: tuple[Operand, ...], takes: str, kind: str) -> Value:
         key = (operation, *((type(x), x) for x in operands))  # True, 1 and 1.0 are equal
@@ -234,6 +246,18 @@ def _read(text: str) -> Parsed:
         else:
             steps.cast(*operands, name.removeprefix("to_"))
     return steps.parsed(_operand(last.removeprefix("return ")))
+
+
+@constant
+def constant_indices(text: str) -> tuple[tuple[int, int, int], ...]:
+    """The constant indices that a program reads tensors at: the tensor's number, the dimension and the index."""
+    found = []
+    for line in text.split("; "):
+        _, is_load, read = line.partition(" = load(")
+        if is_load:
+            tensor, *indices = read[:-1].split(", ")
+            found += [(int(tensor[1:]), n, int(x)) for n, x in enumerate(indices) if x and not x[0].isalpha()]
+    return tuple(found)
 
 
 def combined(operation: str, *parts: tuple[Program, Sequence[int]], captured: Sequence[Captured]) -> Program:

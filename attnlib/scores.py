@@ -3,15 +3,17 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import is_strided, refuse_tensor, varies
-from .program import Program
+from .evaluation import evaluated
+from .program import SCORED, Program, constant
 from .signatures import kind, leading_to
-from .trace import FIRST_QUERY, FirstQuery, applied, filled, traced
+from .trace import FIRST_QUERY, FirstQuery, traced
 
 FP32 = torch.finfo(torch.float32)
 
@@ -21,19 +23,19 @@ FP32 = torch.finfo(torch.float32)
 class ScoreFunction:
     """What a function of indices makes of scores; :func:`score_mod` makes it.
 
-    ``program`` is what the function does, ``tensors`` what it reads, in whose floats a gradient flows. ``dims`` are the
+    ``program`` is what the function does, ``tensors`` what it reads, in whose floats a gradient flows, and ``names``
+    what it calls them. The function itself is not kept, so that scores can be copied and pickled. ``dims`` are the
     letters of each tensor's dimensions, if its maker documents them; "1" for one that has a single index.
     """
 
     program: Program
     tensors: tuple[Tensor, ...]
-    function: Callable
-    arguments: tuple[Tensor | FirstQuery, ...]
+    names: tuple[str, ...]
     dims: tuple[str, ...] = ()
 
     def reading(self, tensors: Sequence[Tensor]) -> "ScoreFunction":
         """The same function of other tensors, of the same dtypes and ranks."""
-        return replace(self, tensors=tuple(tensors), arguments=filled(self.arguments, tensors))
+        return replace(self, tensors=tuple(tensors))
 
     def of_part(self) -> "ScoreFunction":
         """Return the same function for a part of a call, whose sizes need not be those of its tensors."""
@@ -55,15 +57,16 @@ class ScoreFunction:
 
         ``first`` is the storage index of the first query of each sequence.
         """
-        return torch.as_tensor(applied(self.function, self.arguments, first, score, b, h, i, j), device=score.device)
+        inputs = dict(zip(SCORED, (score, b, h, i, j, first), strict=True))
+        return evaluated(self.program, inputs, self.tensors, score.dtype)
 
 
 @kind
 def score_mod(function: Callable, *arguments: Tensor | FirstQuery) -> ScoreFunction:
     """Scores by a function of indices: ``function(score, b, h, i, j, *arguments)`` gives the new one.
 
-    It runs after scale, softcap and ALiBi and before the mask, in fp32. A gradient flows through it, into float tensors
-    among the arguments too. For the rest see :func:`attnlib.mask_mod`.
+    It runs after scale, softcap and ALiBi and before the mask, in fp32, or in fp64 if q is. A gradient flows through
+    it, into float tensors among the arguments too. For the rest see :func:`attnlib.mask_mod`.
 
     Raises:
         TraceError: what the function does cannot run in a kernel; the message names the line.
@@ -72,7 +75,18 @@ def score_mod(function: Callable, *arguments: Tensor | FirstQuery) -> ScoreFunct
     >>> near = score_mod(lambda score, b, h, i, j, bias: score + bias[h, (i - j).clamp(-128, 128) + 128], bias)
     """
     program = traced("score", function, arguments)
-    return ScoreFunction(program, tuple(x for x in arguments if isinstance(x, Tensor)), function, arguments)
+    of_tensors = tuple(isinstance(x, Tensor) for x in arguments)
+    tensors = tuple(x for x in arguments if isinstance(x, Tensor))
+    return ScoreFunction(program, tensors, _names_of(function, of_tensors))
+
+
+@constant
+def _names_of(function: Callable, of_tensors: tuple[bool, ...]) -> tuple[str, ...]:
+    """The names that a function has for its tensors; numbered where it takes ``*tensors``."""
+    names = list(signature(function).parameters)[len(SCORED) - 1 :]
+    known = tuple(name for name, is_tensor in zip(names, of_tensors, strict=False) if is_tensor)
+    count = sum(of_tensors)
+    return known if len(known) == count else tuple(f"t{n}" for n in range(count))
 
 
 class Score(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlib.program import Program
-from attnlib.trace import FIRST_QUERY, FirstQuery, applied, traced
+from attnlib.trace import FIRST_QUERY, FirstQuery, traced
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -26,6 +26,50 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 def bools(*shape: int) -> Tensor:
     return torch.rand(shape) < 0.5
+
+
+class _Table:
+    """A tensor as a function is given it: floats are widened, and indices that vary are clamped to what there is."""
+
+    def __init__(self, x: Tensor, wide: torch.dtype):
+        self._x = x.to(wide) if x.is_floating_point() else x
+
+    def __getitem__(self, at: object) -> Tensor:
+        at = at if isinstance(at, tuple) else (at,)
+        clamped = (n if isinstance(n, int) else n.clamp(0, size - 1) for n, size in zip(at, self._x.shape, strict=True))
+        return _with_dimensions(self._x[tuple(clamped)])
+
+
+class _First:
+    """What FIRST_QUERY stands for within one sequence."""
+
+    def __init__(self, first: Tensor):
+        self._first = first
+
+    def __getitem__(self, b: Tensor) -> Tensor:
+        return self._first
+
+
+def _with_dimensions(x: Tensor) -> Tensor:
+    """torch promotes tensors with dimensions to each other as it does such without, but not both."""
+    return x if x.dim() else x.view(1, 1)
+
+
+def applied(function: Callable, arguments: list, first: Tensor, *numbers: Tensor) -> Tensor:
+    """What a function gives of numbers, tensors that broadcast: it is called.
+
+    ``first`` is the storage index of the first query of the sequence that all indices are of.
+    """
+    wide = numbers[0].dtype if numbers[0].is_floating_point() else torch.float32
+    given = [
+        _First(_with_dimensions(first))
+        if x is FIRST_QUERY
+        else _Table(x, wide)
+        if x.dim()
+        else _with_dimensions(x.to(wide) if x.is_floating_point() else x)
+        for x in arguments
+    ]
+    return function(*map(_with_dimensions, numbers), *given)
 
 
 class Case(NamedTuple):

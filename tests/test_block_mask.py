@@ -20,7 +20,7 @@ def test_tiles_are_what_the_function_says(name, s, t):
     assert tiles.shape[:2] == (2 if name == "documents" else 1, 4 if name == "by head" else 1)
     at = torch.arange(2)[:, None, None, None], torch.arange(4)[:, None, None]
     i, j = torch.arange(t - s, t)[:, None], torch.arange(t)
-    seen = mask.definition(mask.tensors, *at, i, j, torch.tensor(t - s)).broadcast_to(2, 4, s, t)
+    seen = mask.definition(*at, i, j, torch.tensor(t - s)).broadcast_to(2, 4, s, t)
     for m, rows in enumerate(seen.split(GRAIN, 2)):
         for n, tile in enumerate(rows.split(GRAIN, 3)):
             expected = tile.any((-1, -2)).int() + tile.all(-1).all(-1).int()

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from attnlib import score_mod
 from attnlib.derivative import BY_RESULT, derivative
-from attnlib.program import BOOL, FLOAT, INT, Operand, Program, Step, Value
+from attnlib.kinds import DTYPES, FLOAT, INT64
+from attnlib.program import Operand, Program, Step, Value
 from attnlib.trace import FIRST_QUERY
 
 TILE = Tile()
@@ -25,7 +26,7 @@ def _in_fp64():
 def run(steps: Sequence[Step], inputs: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> Callable[..., Tensor]:
     """What gives any operand, once the steps are done, as one would read their names."""
     known = {Value(name): x for name, x in inputs.items()}
-    kinds = {BOOL: torch.bool, INT: torch.int64, FLOAT: torch.float64}
+    kinds = {**DTYPES, FLOAT: torch.float64}
 
     def brought(x: Operand, kind: str) -> Tensor:
         return torch.as_tensor(known.get(x, x) if isinstance(x, Value) else x).to(kinds[kind])
@@ -34,11 +35,11 @@ def run(steps: Sequence[Step], inputs: Mapping[str, Tensor], tensors: Sequence[T
         operation = step.operation
         if operation == "load":
             table = tensors[int(step.operands[0].name[1:])]
-            known[step.result] = table[clamped(table, [brought(x, INT) for x in step.operands[1:]])]
+            known[step.result] = table[clamped(table, [brought(x, INT64) for x in step.operands[1:]])]
             continue
         given = [brought(x, step.takes) for x in step.operands]
         if operation == "where":
-            known[step.result] = torch.where(brought(step.operands[0], BOOL), *given[1:])
+            known[step.result] = torch.where(brought(step.operands[0], "bool"), *given[1:])
         elif operation.startswith("to_"):
             known[step.result] = brought(step.operands[0], step.kind)
         else:
@@ -60,7 +61,7 @@ def differentiated(program: Program, score: Tensor, d: Tensor, tensors: Sequence
     grads = [torch.zeros(x.shape) for x in tensors]
     for tensor, indices, x in by.reads:
         grad = grads[int(tensor.name[1:])]
-        at = clamped(grad, [brought(n, INT).broadcast_to(d.shape) for n in indices])
+        at = clamped(grad, [brought(n, INT64).broadcast_to(d.shape) for n in indices])
         x = brought(x, FLOAT).broadcast_to(d.shape)
         grad.index_put_(at, x, accumulate=True) if at else grad.add_(x.sum())
     return [

@@ -1,12 +1,16 @@
 """From functions to programs: what they say, what is refused and how, and what torch makes of their steps."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from attnlib import CAUSAL, FIRST_QUERY, TraceError, attention, mask_mod, score_mod
-from attnlib.backends._torch.programs import differentiated, evaluated
+from attnlib.backends._torch.programs import differentiated
 from attnlib.derivative import derivative
+from attnlib.evaluation import evaluated
 from attnlib.program import INDICES, Captured, Program, Steps, Value
 from attnlib.trace import traced
 
@@ -131,6 +135,18 @@ def test_what_is_computed_twice_is_one_step():
     )
 
 
+SMALL, ARRAY = torch.zeros(9, dtype=torch.uint8), np.zeros(9)
+
+
+def assigns(b, h, i, j, d):
+    d[b, i] = 3
+    return d[b, i] > 2
+
+
+def gives_none(b, h, i, j):
+    i > j  # noqa: B015
+
+
 def enclosed():
     around = torch.ones(3)
     return lambda b, h, i, j: around[i] > 0
@@ -153,22 +169,78 @@ def enclosed():
         (lambda b, h, i, j, d: d == 0, (DOCUMENT,), "tensor 0 is used as a whole; index it"),
         (lambda b, h, i, j, d: d[b, i * 1.0] == 0, (DOCUMENT,), "tensor 0: expected int indices, got float"),
         (lambda b, h, i, j, d: i < d.shape[1], (DOCUMENT,), ".shape cannot be known"),
-        (lambda b, h, i, j, d: i < len(d), (DOCUMENT,), r"len\(\) cannot know a tensor"),
+        (lambda b, h, i, j, d: i < len(d), (DOCUMENT,), r"len\(\), torch.tensor\(\) and lists cannot take"),
         (lambda b, h, i, j, first: i < first, (FIRST_QUERY,), "FIRST_QUERY is used as a whole"),
         (lambda b, h, i, j, first: i < first[h], (FIRST_QUERY,), "index it by b"),
-        (lambda b, h, i, j: i.sqrt() > 2, (), "sqrt of 1: it may use arithmetic"),
+        (lambda b, h, i, j: i.cos() > 2, (), "cos of 1: it may use arithmetic"),
         (lambda b, h, i, j: torch.sin(i) > 2, (), "sin of 1"),
-        (lambda b, h, i, j: i**2 > 2, (), "pow of 2"),
+        (lambda b, h, i, j: i**j > 2, (), r"\*\* of two numbers that vary; one of them must be a constant"),
+        (lambda b, h, i, j: i**-1 > 2, (), r"integers have no negative powers; write .float\(\)"),
+        (lambda b, h, i, j: 3**i > 2, (), r"3 \*\* an integer: write 3.0 \*\* it, or 2 \*\* it"),
+        (lambda b, h, i, j: (-3.0) ** i > 2, (), "expected a base above 0, got -3.0"),
+        (lambda b, h, i, j: i ** float("inf") > 2, (), "expected a finite number as exponent, got inf"),
+        (lambda b, h, i, j: i / 2 << 1, (), r"lshift: expected integers or bools, got float; write .int\(\)"),
+        (lambda b, h, i, j: (i > j) - (i < j), (), "sub: torch has no difference with a bool"),
+        (lambda b, h, i, j: (i > j) // (i < j), (), r"floordiv: torch has none of bools; write .int\(\)"),
+        (lambda b, h, i, j: -(i > j), (), "neg: torch has none of bools"),
+        (lambda b, h, i, j: +(i > j), (), r"torch has no \+ of a bool"),
+        (
+            lambda b, h, i, j, t: torch.where(i > j, t[i], 300) > 2,
+            (SMALL,),
+            "expected a number of uint8, got 300",
+        ),
+        (lambda b, h, i, j, t: t[i].clamp(-1) > 2, (SMALL,), "clamp_min: expected a number of uint8, got -1"),
+        (lambda b, h, i, j, t, x: x[t[i]] > 2, (SMALL, SMALL), "an index of uint8 for a mask; write .long()"),
+        (lambda b, h, i, j: i.half() > 2, (), "half: floats are those of the scores, fp32; leave it out"),
+        (lambda b, h, i, j: i.to(torch.bfloat16) > 2, (), "to torch.bfloat16: floats are those of the scores"),
+        (lambda b, h, i, j: torch.max(i, 1) > 2, (), "max of a tensor and a number is that along a dimension"),
+        (lambda b, h, i, j, d: d[b, 9] == 0, (DOCUMENT,), r"test_trace.py:\d+: tensor 0: expected an index below 9"),
+        (
+            lambda b, h, i, j, d: d[-3, i] == 0,
+            (DOCUMENT,),
+            "expected an index below 2 of dimension 0, got -3",
+        ),
+        # what Python, numpy and lists do
+        (lambda b, h, i, j: np.abs(i) > 2, (), r"test_trace.py:\d+: numpy cannot take an index; use torch's functions"),
+        (lambda b, h, i, j: np.int64(3) * i > 2, (), "numpy cannot take an index"),
+        (lambda b, h, i, j: i * np.int64(3) > 2, (), r"expected a number, got int64; write int\(\) or float\(\) of it"),
+        (lambda b, h, i, j: np.where(i > j, 1, 0) > 0, (), "test_trace.py"),
+        (lambda b, h, i, j: torch.tensor(i) > 2, (), r"test_trace.py:\d+: .*torch.tensor\(\)"),
+        (lambda b, h, i, j: torch.as_tensor(i) > 2, (), "test_trace.py"),
+        (
+            lambda b, h, i, j: round(i) > 2,
+            (),
+            r"round\(\) cannot know an index; write \(x \+ 0.5\) // 1",
+        ),
+        (lambda b, h, i, j: math.floor(i) > 2, (), r"floor\(\) cannot know an index; write x // 1"),
+        (lambda b, h, i, j: math.sqrt(i) > 2, (), r"write .float\(\) and torch's functions"),
+        (lambda b, h, i, j: divmod(i, 2)[0] > 2, (), r"divmod\(\) cannot know an index; write // and %"),
+        (lambda b, h, i, j: {0: 1}[h] > 2, (), r"test_trace.py:\d+: a dict or a set cannot be asked for an index"),
+        (lambda b, h, i, j: h in {0, 1}, (), "a dict or a set cannot be asked"),
+        (lambda b, h, i, j: [1, 2][h] > 2, (), "a list, a range or an array is indexed; pass a tensor as an argument"),
+        (lambda b, h, i, j: ARRAY[h] > 2, (), "numpy cannot take an index"),
+        (lambda b, h, i, j: sum(range(i)) > 2, (), "a list, a range or an array is indexed"),
+        (lambda b, h, i, j: i.item() > 2, (), "item of 1: it may use"),
+        (lambda b, h, i, j: i @ j > 2, (), "matmul of 2: it may use"),
+        (lambda b, h, i, j: i > unknown, (), r"test_trace.py:\d+: NameError: name 'unknown' is not defined"),  # noqa: F821
+        (lambda b, h, i, j: i > 1 // 0, (), r"test_trace.py:\d+: ZeroDivisionError"),
+        (assigns, (DOCUMENT,), r"test_trace.py:\d+: tensors are not written to; use torch.where"),
+        (
+            gives_none,
+            (),
+            r"expected a function that returns a number, got NoneType; does it say return",
+        ),
+        (lambda b, h, i, j: (i > j, j > i), (), "expected a function that returns a number, got tuple"),
         (lambda b, h, i, j: torch.div(i, 2, rounding_mode="trunc") > 2, (), "div of 2 and rounding_mode"),
-        (lambda b, h, i, j: i & j, (), "logical_and: expected a bool, got int"),
+        (lambda b, h, i, j: i & j, (), "expected a function that gives a bool, got one that gives a int64"),
+        (lambda b, h, i, j: i & 1.5, (), "bitand: expected integers or bools, got float"),
         (lambda b, h, i, j: torch.where(i, i, j) > 1, (), "where: expected a bool to choose by, got int"),
         (lambda b, h, i, j: int(i) > 2, (), r"int\(\) cannot know an index"),
-        (lambda b, h, i, j: float(i) > 2, (), r"float\(\) cannot know"),
+        (lambda b, h, i, j: float(i) > 2, (), r"float\(\) and math cannot know"),
         (lambda b, h, i, j: list(i) == j, (), "cannot be iterated over"),
-        (lambda b, h, i, j: i < 2**40, (), r"expected ints within \+-2147483647"),
+        (lambda b, h, i, j: i < 2**63, (), "expected ints of 64 bits, got 9223372036854775808"),
         (lambda b, h, i, j: i < "3", (), "expected a number, got str"),
         (lambda b, h, i, j: i[0] > 2, (), "a number is indexed"),
-        (lambda b, h, i, j: None, (), "expected a number, got NoneType"),
     ],
 )
 def test_what_no_kernel_could_do_is_refused(function, tensors, message):

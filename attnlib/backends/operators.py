@@ -151,7 +151,7 @@ def _flat_functions(call: Call) -> tuple[list[Tensor] | None, str | None, str | 
     if (functions := call.functions) is None:
         return None, None, None
     texts = (None if x is None else x.text for x in (functions.mask, functions.score))
-    return [*functions.mask_tensors, *functions.score_tensors], *texts
+    return [*functions.mask_tensors, *functions.score_tensors] or None, *texts
 
 
 def _learns(call: Call) -> bool:

@@ -1,9 +1,7 @@
 """What the functions of indices of a layer read, as the layer's own: it moves and is saved with it, and may train."""
 
-from inspect import signature
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..mask import AnyMask, Mask
 from ..mask_function import MaskFunction
@@ -69,10 +67,7 @@ def captured_by_score(score: ScoreFunction | None, num_heads: int) -> Captured |
     if type(score) is not ScoreFunction:
         raise TypeError(f"score: expected what score_mod() makes, got {type(score).__name__}")
     score.check({"h": num_heads})
-    names = list(signature(score.function).parameters)[len(("score", "b", "h", "i", "j")) :]
-    known = [name for name, x in zip(names, score.arguments, strict=False) if isinstance(x, Tensor)]
-    whole = len(known) == len(score.tensors)  # not so where the function takes *tensors
-    return Captured(score, known if whole else [f"t{n}" for n in range(len(score.tensors))])
+    return Captured(score, list(score.names))
 
 
 def own_functions(layer: nn.Module, mask: AnyMask | None, share: Share | None) -> tuple[AnyMask, ScoreFunction | None]:

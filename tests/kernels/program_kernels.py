@@ -7,6 +7,7 @@ from program_cases import MASKS, SCORES, program_of
 
 from attnlib.backends._triton.launch import planned
 from attnlib.backends._triton.programs import derivative_of, function_of, gradients_of, learned, tables
+from attnlib.backends._triton.ranges import Bounds
 from attnlib.trace import FIRST_QUERY
 
 
@@ -61,14 +62,17 @@ def compiled(arch: int = 90) -> None:
     seen, tile = torch.zeros(16, 32, dtype=torch.int8), torch.zeros(16, 32)
     for name, case in MASKS.items():
         arguments = case.arguments()
-        t, mask = tables(x for x in arguments if x is not FIRST_QUERY), function_of(program_of("mask", case, arguments))
+        t, mask = (
+            tables(x for x in arguments if x is not FIRST_QUERY),
+            function_of(program_of("mask", case, arguments), Bounds()),
+        )
         of_mask[(1,)](seen, t, 1, 2, -3, -6, 4, mask, 16, 32, False, 1)
         assert count(of_mask) <= len(MASKS), f"{name} was compiled twice"
     for case in SCORES.values():
         arguments = case.arguments()
         tensors, program = [x for x in arguments if x is not FIRST_QUERY], program_of("score", case, arguments)
         grads = tables(x.float() if n in learned(program) else None for n, x in enumerate(tensors))
-        functions = function_of(program), derivative_of(program), gradients_of(program)
+        functions = function_of(program, Bounds()), derivative_of(program, Bounds()), gradients_of(program, Bounds())
         of_score[(1,)](
             tile, tile, tile, tile, seen.bool(), tables(tensors), grads, 1, 2, -3, -6, 4, *functions, 16, 32, True, 1
         )
@@ -76,7 +80,7 @@ def compiled(arch: int = 90) -> None:
     for length in (32, 64, 32 * 7, 33, 39):
         documents = torch.zeros(2, length, dtype=torch.int64)
         planned.cache_clear()  # what is made anew needs no compilation
-        mask = function_of(program_of("mask", MASKS["documents"], [documents]))
+        mask = function_of(program_of("mask", MASKS["documents"], [documents]), Bounds())
         of_mask[(1,)](seen, tables([documents]), 1, 2, -3, -6, 4, mask, 16, 32, False, 1)
     # One was for 11 indices, and those below are like it; another is for multiples of 16.
     assert count(of_mask) == len(MASKS) + 1

@@ -16,6 +16,7 @@ from program_kernels import of_mask, of_score
 from torch import Tensor
 
 from attnlib.backends._triton.programs import derivative_of, function_of, gradients_of, learned, tables
+from attnlib.backends._triton.ranges import Bounds
 from attnlib.program import Program
 from attnlib.trace import FIRST_QUERY
 
@@ -38,7 +39,7 @@ def tile_of(form: str) -> Tile:
 
 def mask_by_kernel(program: Program, arguments: list, form: str = "rows") -> Tensor:
     seen = torch.full(SHAPE, 7, dtype=torch.int8, device=DEVICE)
-    of_mask[(1,)](seen, tables(moved(arguments)), *PLACE, function_of(program), *SHAPE, *FORMS[form])
+    of_mask[(1,)](seen, tables(moved(arguments)), *PLACE, function_of(program, Bounds()), *SHAPE, *FORMS[form])
     return seen.cpu()
 
 
@@ -107,7 +108,7 @@ def by_kernel(program: Program, arguments: list, score: Tensor, d: Tensor, seen:
     changed, by_score = torch.full((2, *SHAPE), float("nan"), device=DEVICE)
     of_score[(1,)](
         changed, by_score, *broken, seen.to(DEVICE), tables(tensors), tables(grads), *PLACE,
-        function_of(program), derivative_of(program), gradients_of(program), *SHAPE, *FORMS[form],
+        *(make(program, Bounds()) for make in (function_of, derivative_of, gradients_of)), *SHAPE, *FORMS[form],
     )  # fmt: skip
     found = {"changed": changed, "by score": by_score, **{str(n): grads[n] for n in numbers}}
     return {part: x.cpu().masked_fill(~seen, 0) if x.shape == SHAPE else x.cpu() for part, x in found.items()}
@@ -136,8 +137,8 @@ def by_torch(
 def test_the_same_program_is_the_same_function():
     one, other = (program_of("mask", MASKS["documents"], MASKS["documents"].arguments()) for _ in range(2))
     assert one is not other
-    assert function_of(one) is function_of(other)
-    assert function_of(one) is not function_of(program_of("mask", MASKS["causal"], []))
+    assert function_of(one, Bounds()) is function_of(other, Bounds())
+    assert function_of(one, Bounds()) is not function_of(program_of("mask", MASKS["causal"], []), Bounds())
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="one process for all that is compiled is enough")

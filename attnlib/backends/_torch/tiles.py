@@ -13,12 +13,13 @@ from torch import Tensor
 
 from ...checks import are_checks_on
 from ...derivative import Derivative, derivative
+from ...evaluation import evaluated
 from ...mask import Mask
 from ...philox import dropout_keep
 from ..operators import result_dtype, wide
 from .batches import Batch, rows, unrows
 from .pages import KEYS, Keys
-from .programs import differentiated, evaluated
+from .programs import differentiated
 
 # Scores per tile: 2 MiB in fp32, so that the softmax passes over a tile stay in a core's cache.
 SCORES = 2**19
@@ -232,7 +233,7 @@ def _indices(batch: Batch, block: QueryBlock, i: Tensor, j: Tensor) -> dict[str,
 def _hidden(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) -> Tensor:
     """The pairs that the band hides, or the mask's function: bool ``[n or 1, h or 1, s, t]``."""
     functions = batch.functions
-    seen = evaluated(functions.mask, indices, functions.mask_tensors, wide(batch.q), counted=_counted(batch, hidden))
+    seen = evaluated(functions.mask, indices, functions.mask_tensors, counted=_counted(batch, hidden))
     shape = (indices["i"].shape[0], indices["j"].shape[0])
     seen = seen.broadcast_to((*(1,) * (4 - seen.dim()), *seen.shape)[:2] + shape)
     return ~seen if hidden is None else hidden | ~seen

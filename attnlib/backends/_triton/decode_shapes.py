@@ -5,7 +5,7 @@ from ...spec import arch_of
 from ..operators import result_dtype
 from . import decode_tables, schedule
 from .launch import has_gluon
-from .plans import Key, contiguous, functions, scoring, strides
+from .plans import Key, bounds, contiguous, functions, scoring, strides
 
 
 class DecodeShapes:
@@ -85,7 +85,7 @@ class DecodeShapes:
             "limit": min(INT32, self.max_tokens), "D": case.head_dim + case.tail, "D_MAIN": main, "D_TAIL": tail,
             "TAIL": 0 if case.tail else main, "E": case.value_dim, "E_MAIN": value, "LATENT": case.latent,
             "ONE": case.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": case.arch > 0,
-            "FULL": full, "PAGE": case.page_size, **functions(a),
+            "FULL": full, "PAGE": case.page_size, **functions(a, bounds(a, self.b, self.h, self.max_tokens + self.s)),
             "KV_HEADS": self.g, "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
             "PAIRS": self.pairs, "HEADS": self.heads, "EARLY": self.case.arch == 90,
             **dict.fromkeys(("planes", "columns", "room", "GRAIN_M", "GRAIN")),  # where tiles are listed, others

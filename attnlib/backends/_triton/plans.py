@@ -13,6 +13,7 @@ from ..operators import Arguments, CachedArguments, WriteArguments, result_dtype
 from . import tables
 from .launch import Block, Launch
 from .programs import derivative_of, function_of, gradients_of
+from .ranges import ANYWHERE, Bounds
 from .tables import LaunchConfig
 
 PREPARED = LaunchConfig(32, 0, 1, 4)  # the first backward kernel, which has no keys
@@ -93,6 +94,7 @@ class DenseShapes:
         # Whether every block of queries sees as many keys as any other.
         self.are_alike = a.left is a.right is a.key_starts is a.key_ends is None and not self.packed
         self.bounded = not (a.key_starts is a.key_ends is a.origin is None)  # each sequence of its own
+        self.bounds = bounds(a, self.batch, self.h, self.s + self.t)
         self.states = None if a.mask_program is None else self._states(Program(a.mask_program), a.origin is not None)
         main, tail, value = tables.widths(d, e)
         self.out = contiguous((*a.q.shape[:-1], e), result_dtype(a.q.dtype))
@@ -103,7 +105,7 @@ class DenseShapes:
             "group": self.h // self.g, "GROUP": self.h // self.g, **scoring(a, self.h, self.s + self.t),
             "threshold": math.ceil(a.dropout_p * 2**32), "dropout_scale": 1 / (1 - a.dropout_p),
             "D": d, "D_MAIN": main, "D_TAIL": tail, "E": e, "E_MAIN": value,
-            "PRECISION": "tf32" if key.tf32 else "ieee", **functions(a),
+            "PRECISION": "tf32" if key.tf32 else "ieee", **functions(a, self.bounds),
             "room": None, "stride_list_b": None, "stride_list_h": None,  # where tiles are listed, those of the list
         }  # fmt: skip
 
@@ -149,18 +151,26 @@ def scoring(a: Arguments | CachedArguments, heads: int, reach: int) -> dict[str,
     }  # fmt: skip
 
 
-def functions(a: Arguments) -> dict[str, Callable | None]:
+def bounds(a: Arguments | CachedArguments, sequences: int, heads: int, tokens: int) -> Bounds:
+    """The bounds of the indices that functions of a call are given; nobody knows those of a piece."""
+    return Bounds.of(sequences, heads, tokens) if a.origin is None else ANYWHERE
+
+
+def functions(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
     """The functions of indices that kernels inline, of a mask and of scores; None without."""
     named = {"MASK": a.mask_program, "SCORE": a.score_program}
-    return {name: None if text is None else function_of(Program(text)) for name, text in named.items()}
+    return {name: None if text is None else function_of(Program(text), bounds) for name, text in named.items()}
 
 
-def derivatives(a: Arguments) -> dict[str, Callable | None]:
+def derivatives(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
     """What kernels inline of the derivative of a score's function; None without."""
     program = None if a.score_program is None else Program(a.score_program)
     if program is None:
         return {"DERIVATIVE": None, "GRADIENTS": None}
-    return {"DERIVATIVE": derivative_of(program), "GRADIENTS": gradients_of(program) if a.learns else None}
+    return {
+        "DERIVATIVE": derivative_of(program, bounds),
+        "GRADIENTS": gradients_of(program, bounds) if a.learns else None,
+    }
 
 
 def strides(dims: str, **tensors: Layout | None) -> dict[str, int]:
@@ -192,7 +202,7 @@ class BackwardShapes(DenseShapes):
         self.case = self.case._replace(aligned=self.case.aligned and dout.is_in_lines)
         a = key.layouts
         dq, dk, dv = (contiguous(x.shape, x.dtype) for x in (a.q, a.k, a.v))
-        self.arguments |= derivatives(a)
+        self.arguments |= derivatives(a, self.bounds)
         self.has_slopes, self.rows = a.alibi_slopes is not None, 1 if self.packed else self.batch
         self.arguments |= {
             **strides("bshd", do=dout, dq=dq), **strides("btgd", dk=dk, dv=dv), **strides("bhs", dl=dlse),

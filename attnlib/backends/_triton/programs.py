@@ -1,7 +1,7 @@
 """Programs of indices as device functions, which kernels take as constexpr arguments and inline.
 
 What such a function reads comes as ``t``, a tuple with a ``Table`` for each captured tensor. Indices are int32, scalars
-and tiles that broadcast.
+and tiles that broadcast, and below the ``bounds`` that a function is written for.
 """
 
 import linecache
@@ -14,6 +14,7 @@ from ...derivative import derivative
 from ...program import Program
 from ..operators import AnyArguments, apart
 from .launch import remembered
+from .ranges import Bounds
 from .sources import Source, derivative_source, gradients_source, source
 
 
@@ -30,25 +31,25 @@ def learned(program: Program) -> tuple[int, ...]:
 
 
 @remembered
-def function_of(program: Program) -> Callable:
+def function_of(program: Program, bounds: Bounds) -> Callable:
     """``mask(b, h, i, j, first, t)``, which broadcasts, or ``score(score, b, h, i, j, first, t)``, a whole tile."""
-    return device_function(source(program))
+    return device_function(source(program, bounds))
 
 
 @remembered
-def derivative_of(program: Program) -> Callable:
+def derivative_of(program: Program, bounds: Bounds) -> Callable:
     """``derivative(score, d, b, h, i, j, first, t)``: by the score, where ``d`` is that by what the program gives."""
-    return device_function(derivative_source(program))
+    return device_function(derivative_source(program, bounds))
 
 
 @remembered
-def gradients_of(program: Program) -> Callable | None:
+def gradients_of(program: Program, bounds: Bounds) -> Callable | None:
     """``gradients(score, d, seen, b, h, i, j, first, t, grads)``; None where the program has no gradients.
 
     It adds to ``grads``, which has a ``Table`` of fp32 for each tensor that is :func:`learned`, and None for others.
     Pairs that are not ``seen``, a tile of bools or True, add nothing, whatever their scores and derivatives are.
     """
-    return device_function(gradients_source(program)) if learned(program) else None
+    return device_function(gradients_source(program, bounds)) if learned(program) else None
 
 
 def device_function(source: Source) -> Callable:

@@ -6,16 +6,21 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ...derivative import BY_RESULT, derivative, needed, operands_of
-from ...program import BOOL, FLOAT, INDICES, INT, Captured, Operand, Program, Step, Value
+from ...kinds import BITS, BOOL, FLOAT, INT32, INT64, limits, wrapped
+from ...program import Captured, Operand, Program, Step, Value
+from .ranges import INT32 as NARROW
+from .ranges import Bounds, Range, exact, range_of
 
-TYPES = MappingProxyType({INT: "tl.int32", FLOAT: "tl.float32"})
 COMPARED = MappingProxyType({"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="})
 SPELLED = MappingProxyType(
     {name: f"{{}} {sign} {{}}" for name, sign in COMPARED.items()}
     | {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "neg": "-{}", "abs": "tl.abs({})"}
-    | {"exp": "tl.exp2({} * LOG2E)", "log": "tl.log({})", "tanh": "tanh({})", "where": "tl.where({}, {}, {})"}
+    | {"exp": "tl.exp2({} * LOG2E)", "exp2": "tl.exp2({})", "log": "tl.log({})", "tanh": "tanh({})"}
+    | {"sqrt": "tl.sqrt_rn({})", "rsqrt": "tl.rsqrt({})", "sigmoid": "1.0 / (1.0 + tl.exp2({} * -LOG2E))"}
+    | {"bitand": "{} & {}", "bitor": "{} | {}", "bitxor": "{} ^ {}", "bitnot": "~{}", "where": "tl.where({}, {}, {})"}
     | {"logical_and": "{} & {}", "logical_or": "{} | {}", "logical_not": "~{}"}
 )
+MINIMA = MappingProxyType({"minimum": "minimum", "maximum": "maximum", "clamp_min": "maximum", "clamp_max": "minimum"})
 TILES = frozenset(("score", BY_RESULT))  # inputs that are whole tiles
 ALONG = frozenset(("i", "j")) | TILES  # and those that are no scalars
 LARGEST, SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # of fp32; beyond them Triton takes a number to be of fp64
@@ -29,10 +34,10 @@ class Source(NamedTuple):
     text: str
 
 
-def source(program: Program) -> Source:
+def source(program: Program, bounds: Bounds) -> Source:
     """A mask or a score."""
     parsed = program.parsed
-    body = _Body(parsed.inputs, parsed.steps)
+    body = _Body(parsed.inputs, parsed.steps, bounds)
     if "score" in parsed.inputs:
         says, result = "What becomes of a score", body.tile(parsed.result, "score")
     else:
@@ -42,32 +47,38 @@ def source(program: Program) -> Source:
     return _function(name, (*parsed.inputs, "t"), f"{says}; ``t`` has {_listed(parsed.captured)}.", lines)
 
 
-def derivative_source(program: Program) -> Source:
+def derivative_source(program: Program, bounds: Bounds) -> Source:
     """The derivative of a score by the score that it was made of."""
     by, captured = derivative(program), program.parsed.captured
-    body = _Body((*by.inputs, BY_RESULT), needed(by.steps, [by.score]))
+    body = _Body((*by.inputs, BY_RESULT), needed(by.steps, [by.score]), bounds)
     says = f"The derivative by a score, of ``{BY_RESULT}``, that by what becomes of it; ``t`` has {_listed(captured)}."
     lines = [*body.lines, f"return {body.tile(by.score, BY_RESULT)}"]
     return _function("derivative", (*_with_derivative(by.inputs), "t"), says, lines)
 
 
-def gradients_source(program: Program) -> Source:
+def gradients_source(program: Program, bounds: Bounds) -> Source:
     """What adds up the gradients of the tensors that a score reads."""
     by, captured = derivative(program), program.parsed.captured
-    body = _Body((*by.inputs, BY_RESULT), needed(by.steps, operands_of(by.reads)))
+    body = _Body((*by.inputs, BY_RESULT), needed(by.steps, operands_of(by.reads)), bounds)
     lines = list(body.lines)
     for tensor, indices, x in by.reads:
         value = f"tl.where(seen, {body.spelled(x, FLOAT)}, 0.0)"
-        lines.append(f"add_elements(grads[{tensor.name[1:]}], {body.indices(indices)}, {value})")
+        table = f"grads[{tensor.name[1:]}]"
+        lines.append(f"add_elements({table}, {body.indices(table, indices)}, {value})")
     says = f"Add derivatives by what is read of ``t``, {_listed(captured)}, to ``grads``, for pairs that are seen."
     return _function("gradients", (*_with_derivative(by.inputs, "seen"), "t", "grads"), says, lines)
 
 
 class _Body:
-    """Steps as lines, and operands as these spell them."""
+    """Steps as lines, and operands as these spell them.
 
-    def __init__(self, inputs: Sequence[str], steps: Sequence[Step]):
-        self._kinds = {Value(name): INT if name in INDICES else FLOAT for name in inputs}
+    Integers are tiles of int32, and of int64 if they may lie beyond.
+    """
+
+    def __init__(self, inputs: Sequence[str], steps: Sequence[Step], bounds: Bounds):
+        known = bounds.inputs()
+        self._kinds = {Value(name): INT64 if name in known else FLOAT for name in inputs}
+        self._ranges = {Value(name): known.get(name) for name in inputs}
         self._inputs = {Value(name): frozenset((name,)) for name in inputs}  # which of them a value depends on
         self.lines = [self._line(step) for step in steps]
 
@@ -82,22 +93,50 @@ class _Body:
         whole = self._inputs[x] & TILES
         return self.spelled(x, FLOAT) if whole else f"tl.broadcast_to({self.spelled(x, FLOAT)}, {like}.shape)"
 
-    def indices(self, operands: Sequence[Operand]) -> str:
-        """A tuple of ints."""
-        return f"({', '.join(self.spelled(x, INT) for x in operands)}{',' * (len(operands) == 1)})"
+    def indices(self, table: str, operands: Sequence[Operand]) -> str:
+        """A tuple of ints; constants below 0 count from the end of a table's dimension."""
+        found = [
+            f"{table}.sizes[{n}] - {-x}" if isinstance(x, int) and x < 0 else self._as_stored(x)
+            for n, x in enumerate(operands)
+        ]
+        return f"({', '.join(found)}{',' * (len(found) == 1)})"
 
-    def spelled(self, x: Operand, kind: str) -> str:
-        """An operand, brought to a kind."""
+    def spelled(self, x: Operand, kind: str, width: int = 32) -> str:
+        """An operand, brought to a kind; an integer to one of so many bits, which hold it."""
         if not isinstance(x, Value):
-            return _number(x) if kind == FLOAT else str(int(x) if kind == INT else bool(x))
-        if self._kinds[x] == kind:
+            return self._constant(x, kind, width)
+        own = self._kinds[x]
+        if own == kind and kind in (BOOL, FLOAT):
             return x.name
-        return f"{x.name} != 0" if kind == BOOL else f"tl.cast({x.name}, {TYPES[kind]})"
+        if kind == BOOL:
+            return f"{x.name} != 0"
+        if kind == FLOAT:
+            return f"tl.cast({x.name}, tl.float32)"
+        return x.name if own != BOOL and self._width(x) == width else f"tl.cast({x.name}, tl.int{width})"
+
+    def _constant(self, x: bool | int | float, kind: str, width: int) -> str:
+        if kind in (BOOL, FLOAT):
+            return str(bool(x)) if kind == BOOL else _number(x)
+        x = wrapped(int(x), kind)
+        return str(x) if Range(x, x).within(NARROW) else f"tl.full([], {x}, tl.int{width})"
+
+    def _as_stored(self, x: Operand) -> str:
+        return self.spelled(x, INT64, self._width(x) if isinstance(x, Value) else 64)
+
+    def _width(self, x: Value) -> int:
+        """The bits of the integers that a value is a tile of; bools are brought to 32."""
+        return 32 if self._ranges[x].within(NARROW) else 64
+
+    def _range(self, x: Operand, kind: str) -> Range:
+        """The range of an operand that is brought to a kind of integers."""
+        if isinstance(x, Value):
+            return self._ranges[x]
+        return Range(*[wrapped(int(x), kind)] * 2)
 
     def _line(self, step: Step) -> str:
-        self._kinds[step.result] = step.kind
         depends = [self._inputs[x] for x in step.operands if x in self._inputs]
         self._inputs[step.result] = frozenset().union(*depends)
+        self._kinds[step.result], self._ranges[step.result] = step.kind, range_of(step.kind)
         written = self._written(step)
         if step.kind == BOOL and step.takes == FLOAT and not self._inputs[step.result] & ALONG:
             # The interpreter would broadcast a bool scalar as a number of what was compared.
@@ -107,22 +146,105 @@ class _Body:
     def _written(self, step: Step) -> str:
         operation, operands, takes = step.operation, step.operands, step.takes
         if operation == "load":
-            return f"{step.kind}_of(t[{operands[0].name[1:]}], {self.indices(operands[1:])})"
+            return self._load(step)
+        if operation.startswith("to_"):
+            return self._cast(step)
+        if operation in COMPARED and takes != FLOAT:
+            return self._compared(step)
+        if takes in BITS:
+            return self._of_integers(step)
         if operation == "where":
             condition, *choices = operands
             spelled = [self.spelled(condition, BOOL), *(self.spelled(x, takes) for x in choices)]
             return SPELLED[operation].format(*spelled)
-        if operation.startswith("to_"):
-            return self.spelled(operands[0], step.kind)
+        if operation == "pow":
+            return self._power(*operands)
         spelled = [self.spelled(x, takes) for x in operands]
-        if operation in ("minimum", "maximum"):
-            nan = ", propagate_nan=tl.PropagateNan.ALL" * (takes == FLOAT)
-            return f"tl.{operation}({', '.join(spelled)}{nan})"
+        if operation in MINIMA:
+            return f"tl.{MINIMA[operation]}({', '.join(spelled)}, propagate_nan=tl.PropagateNan.ALL)"
         if operation in ("floordiv", "mod"):
-            return _rounded_down(operation, takes, operands[1], *spelled)
+            return f"float_{'quotient' if operation == 'floordiv' else 'rest'}({', '.join(spelled)})"
         if operation == "truediv":
             return self._divided(operands, *spelled)
         return SPELLED[operation].format(*spelled)
+
+    def _load(self, step: Step) -> str:
+        tensor, *indices = step.operands
+        table = f"t[{tensor.name[1:]}]"
+        arguments = f"{table}, {self.indices(table, indices)}"
+        if step.kind in (BOOL, FLOAT):
+            return f"{step.kind}_of({arguments})"
+        return f"int_of({arguments}, tl.int{self._width(step.result)})"
+
+    def _cast(self, step: Step) -> str:
+        (x,), kind = step.operands, step.kind
+        if kind in (BOOL, FLOAT):
+            return self.spelled(x, kind)
+        if step.takes == FLOAT:  # through an integer that holds it, as torch does
+            width = 64 if kind == INT64 else 32
+            return self._held(f"tl.cast({self.spelled(x, FLOAT)}, tl.int{width})", kind, range_of(INT64), width, step)
+        known = self._range(x, INT64)
+        width = 32 if known.within(NARROW) else 64
+        return self._held(self.spelled(x, INT64, width), kind, known, width, step)
+
+    def _held(self, written: str, kind: str, known: Range, width: int, step: Step) -> str:
+        """An integer of this range and so many bits as its kind has it, and in the bits in which its value is held."""
+        if not known.within(range_of(kind)):
+            if kind in (INT32, INT64):
+                written = written if width == BITS[kind] else f"tl.cast({written}, tl.int{BITS[kind]})"
+                width = BITS[kind]
+            else:
+                written, width = f"tl.cast(tl.cast({written}, tl.{kind}), tl.int32)", 32
+            known = range_of(kind)
+        self._ranges[step.result] = known
+        own = self._width(step.result)
+        return written if own == width else f"tl.cast({written}, tl.int{own})"
+
+    def _compared(self, step: Step) -> str:
+        """A comparison of integers, or of bools as such, in int32 if one of both is."""
+        kind = INT32 if step.takes == BOOL else step.takes
+        ranges = [self._range(x, kind) for x in step.operands]
+        narrow = [known.within(NARROW) for known in ranges]
+        width = 32 if all(narrow) else 64
+        spelled = [self.spelled(x, kind, width) for x in step.operands]
+        if any(narrow) and width == 64:
+            # The other number may as well be the next one beyond the range of this one.
+            n = narrow.index(True)
+            least, most = ranges[n].least - 1, ranges[n].most + 1
+            if Range(least, most).within(NARROW) and isinstance(step.operands[n], Value):
+                nearest = f"tl.minimum(tl.maximum({spelled[1 - n]}, {least}), {most})"
+                spelled[1 - n] = f"tl.cast({nearest}, tl.int32)"
+                spelled[n] = self.spelled(step.operands[n], kind, 32)
+        return SPELLED[step.operation].format(*spelled)
+
+    def _of_integers(self, step: Step) -> str:
+        """A step whose operands are integers, in int32 if neither they nor what it gives may lie beyond."""
+        operation, kind = step.operation, step.takes
+        condition, operands = step.operands[:-2], step.operands
+        if operation == "where":
+            operands = operands[1:]
+        ranges = [self._range(x, kind) for x in operands]
+        known = ranges[0].joined(ranges[1]) if operation == "where" else exact(operation, kind, ranges)
+        narrow = kind != INT64 or all(x.within(NARROW) for x in (*ranges, known))
+        width = 32 if narrow else 64
+        spelled = [self.spelled(x, kind, width) for x in operands]
+        if operation == "where":
+            written = SPELLED[operation].format(self.spelled(condition[0], BOOL), *spelled)
+        elif operation in MINIMA:
+            written = f"tl.{MINIMA[operation]}({', '.join(spelled)})"
+        elif operation in ("floordiv", "mod"):
+            written = _rounded_down(operation, operands[1], *spelled, width)
+        elif operation in ("lshift", "rshift"):
+            written = _shifted(operation, kind, operands[1], *spelled, width)
+        else:
+            written = SPELLED[operation].format(*spelled)
+        return self._held(written, kind, known, width, step)
+
+    def _power(self, x: Operand, y: Operand) -> str:
+        """A power of which one number is a constant."""
+        if not isinstance(x, Value):
+            return f"tl.exp2({self.spelled(y, FLOAT)} * {_number(math.log2(x))})"
+        return f"power({self.spelled(x, FLOAT)}, {_number(y)}, {y == int(y)}, {y % 2 == 1})"
 
     def _divided(self, operands: Sequence[Operand], x: str, y: str) -> str:
         """A quotient; of ints it is rounded as torch does, since what follows may ask whether it is an integer."""
@@ -133,10 +255,20 @@ class _Body:
         return f"{x} / {y}" if FLOAT in kinds else f"tl.div_rn({x}, {y})"
 
 
-def _rounded_down(operation: str, takes: str, divisor: Operand, x: str, y: str) -> str:
-    if takes == INT and _is_power_of_two(divisor) and divisor > 0:
+def _rounded_down(operation: str, divisor: Operand, x: str, y: str, width: int) -> str:
+    if _is_power_of_two(divisor) and divisor > 0:
         return f"{x} >> {int(divisor).bit_length() - 1}" if operation == "floordiv" else f"{x} & {int(divisor) - 1}"
-    return f"{takes}_{'quotient' if operation == 'floordiv' else 'rest'}({x}, {y})"
+    return f"int_{'quotient' if operation == 'floordiv' else 'rest'}({x}, {y}, tl.int{width})"
+
+
+def _shifted(operation: str, kind: str, by: Operand, x: str, y: str, width: int) -> str:
+    """A shift; as in torch, one by fewer than 0 bits or by all of them leaves none, or the sign."""
+    most = min(BITS[kind] - (limits(kind)[0] < 0), width - 1)  # that a shift to the right differs by
+    if isinstance(by, Value):
+        return f"{operation}ed({x}, {y}, {BITS[kind] if operation == 'lshift' else most}, tl.int{width})"
+    if operation == "rshift":
+        return f"{x} >> {by if 0 <= by <= most else most}"
+    return f"{x} << {by}" if 0 <= by < BITS[kind] else f"{x} * 0"
 
 
 def _is_power_of_two(x: Operand) -> bool:

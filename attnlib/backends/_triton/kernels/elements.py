@@ -31,9 +31,9 @@ def bool_of(table, indices):
 
 
 @triton.jit
-def int_of(table, indices):
-    """Elements of a tensor of integers, as int32."""
-    return tl.load(element_at(table, indices)).to(tl.int32)
+def int_of(table, indices, TYPE: tl.constexpr):
+    """Elements of a tensor of integers, as such of int32 or int64."""
+    return tl.load(element_at(table, indices)).to(TYPE)
 
 
 @triton.jit
@@ -65,21 +65,46 @@ def add_elements(table, indices, x):
 
 
 @triton.jit
-def int_quotient(x, y):
+def int_quotient(x, y, TYPE: tl.constexpr):
     """``x // y`` of ints, rounded down; a divisor of 0 counts as 1."""
-    x, y = tl.cast(x, tl.int32), tl.cast(y, tl.int32)
+    x, y = tl.cast(x, TYPE), tl.cast(y, TYPE)
     y = tl.where(y == 0, 1, y)
     quotient, rest = x // y, x % y  # towards 0
     return quotient - tl.where((rest != 0) & ((rest ^ y) < 0), 1, 0)
 
 
 @triton.jit
-def int_rest(x, y):
+def int_rest(x, y, TYPE: tl.constexpr):
     """``x % y`` of ints, of the sign of ``y``; a divisor of 0 counts as 1."""
-    x, y = tl.cast(x, tl.int32), tl.cast(y, tl.int32)
+    x, y = tl.cast(x, TYPE), tl.cast(y, TYPE)
     y = tl.where(y == 0, 1, y)
     rest = x % y  # of the sign of x
     return rest + tl.where((rest != 0) & ((rest ^ y) < 0), y, 0)
+
+
+@triton.jit
+def lshifted(x, n, BITS: tl.constexpr, TYPE: tl.constexpr):
+    """``x << n`` of ints; 0 for fewer than 0 bits, and for all of them."""
+    x, n = tl.cast(x, TYPE), tl.cast(n, TYPE)
+    inside = (n >= 0) & (n < BITS)
+    return tl.where(inside, x << tl.where(inside, n, 0), 0)
+
+
+@triton.jit
+def rshifted(x, n, MOST: tl.constexpr, TYPE: tl.constexpr):
+    """``x >> n`` of ints; by ``MOST`` for more, and for fewer than 0 bits."""
+    x, n = tl.cast(x, TYPE), tl.cast(n, TYPE)
+    return x >> tl.where((n < 0) | (n > MOST), MOST, n)
+
+
+@triton.jit
+def power(x, y: tl.constexpr, INTEGER: tl.constexpr, ODD: tl.constexpr):
+    """``x ** y`` of floats; NaN for ``x`` below 0, unless ``y`` is an integer."""
+    found = tl.exp2(y * tl.log2(tl.abs(x)))
+    if INTEGER:
+        return tl.where(x < 0, -found, found) if ODD else found
+    else:
+        return tl.where(x < 0, float("nan"), found)
 
 
 @triton.jit

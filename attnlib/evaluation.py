@@ -1,0 +1,112 @@
+"""Programs of indices on torch's tensors: each step is an operation of torch on tensors that broadcast."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from .kinds import BITS, BOOL, DTYPES, FLOAT, wrapped
+from .program import Operand, Program, Step, Value
+
+Brought = Callable[[Operand, str], Tensor]
+OPERATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {
+        **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+        **{name: getattr(torch, name) for name in ("add", "sub", "mul", "neg", "abs", "minimum", "maximum")},
+        **{name: getattr(torch, name) for name in ("exp", "exp2", "log", "tanh", "sigmoid", "sqrt", "rsqrt")},
+        **{name: getattr(torch, name) for name in ("logical_and", "logical_or", "logical_not")},
+        **{f"bit{name}": getattr(torch, f"bitwise_{name}") for name in ("and", "or", "xor", "not")},
+        "lshift": torch.bitwise_left_shift,
+        "rshift": torch.bitwise_right_shift,
+        "truediv": torch.true_divide,
+        "floordiv": lambda x, y: torch.div(x, _divisor(y), rounding_mode="floor"),
+        "mod": lambda x, y: torch.remainder(x, _divisor(y)),
+    }
+)  # fmt: skip
+BY_NUMBERS = MappingProxyType({name: getattr(torch, name) for name in ("clamp_min", "clamp_max", "pow")})
+
+
+def evaluated(
+    program: Program,
+    inputs: Mapping[str, Tensor],
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype = torch.float32,
+    *,
+    counted: Tensor | None = None,
+) -> Tensor:
+    """What a program gives of inputs that broadcast; its floats are of ``dtype``. A gradient flows through it.
+
+    Raises:
+        IndexError: an index is outside of its tensor, for one of the ``counted`` pairs.
+    """
+    parsed = program.parsed
+    brought = run(parsed.steps, inputs, tensors, dtype, counted)
+    return brought(parsed.result, BOOL if "score" not in parsed.inputs else FLOAT)
+
+
+def run(
+    steps: Sequence[Step],
+    inputs: Mapping[str, Tensor],
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+    counted: Tensor | None = None,
+) -> Brought:
+    """Run steps, and return what gives any operand of them as a tensor of a kind."""
+    device = next(iter(inputs.values())).device
+    known = {Value(name): x for name, x in inputs.items()}
+    captured = {Value(f"t{n}"): x for n, x in enumerate(tensors)}
+
+    def brought(x: Operand, kind: str) -> Tensor:
+        of = DTYPES.get(kind, dtype)
+        if isinstance(x, Value):
+            return known[x].to(of)
+        return torch.tensor(wrapped(int(x), kind) if kind in BITS else x, dtype=of, device=device)
+
+    for step in steps:
+        known[step.result] = _done(step, captured, brought, counted)
+    return brought
+
+
+def index_at(index: Operand, size: int, brought: Brought, kind: str) -> Tensor:
+    """An index along a dimension of so many, clamped to what there is; a constant below 0 counts from the end."""
+    if isinstance(index, int) and index < 0:
+        index += size
+    return brought(index, kind).clamp(0, size - 1)
+
+
+def _done(step: Step, captured: Mapping[Value, Tensor], brought: Brought, counted: Tensor | None) -> Tensor:
+    """What a step gives."""
+    if step.operation == "load":
+        x, indices = captured[step.operands[0]], step.operands[1:]
+        if counted is not None:
+            _check(step, x, brought, counted)
+        at = tuple(index_at(index, size, brought, step.takes) for index, size in zip(indices, x.shape, strict=True))
+        return x[at] if at else x
+    if step.operation == "where":
+        condition, *choices = step.operands
+        return torch.where(brought(condition, BOOL), *(brought(x, step.takes) for x in choices))
+    if step.operation in BY_NUMBERS:  # whose derivative may be another where a tensor is given
+        numbers = [brought(x, step.takes) if isinstance(x, Value) else x for x in step.operands]
+        return BY_NUMBERS[step.operation](*numbers)
+    if step.operation not in OPERATIONS:  # a cast
+        return brought(*step.operands, step.kind)
+    return OPERATIONS[step.operation](*(brought(x, step.takes) for x in step.operands))
+
+
+def _check(step: Step, x: Tensor, brought: Brought, counted: Tensor) -> None:
+    """Raise IndexError for an index outside of the tensor, where a pair counts. Constant ones were checked before."""
+    for n, (operand, size) in enumerate(zip(step.operands[1:], x.shape, strict=True)):
+        if not isinstance(operand, Value):
+            continue
+        index = brought(operand, step.takes)
+        outside = ((index < 0) | (index >= size)) & counted
+        if outside.any():
+            wrong = int(index.broadcast_to(outside.shape)[outside][0])
+            raise IndexError(f"{step.operands[0].name}: expected indices in [0, {size}) of dimension {n}, got {wrong}")
+
+
+def _divisor(y: Tensor) -> Tensor:
+    """What is divided by: 1 where it is 0, which kernels could not report."""
+    return torch.where(y == 0, 1, y)

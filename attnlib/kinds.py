@@ -1,0 +1,81 @@
+"""The kinds of numbers in functions of indices, and how they meet: torch's promotion of 0-dimensional tensors.
+
+A bool or an integer keeps its dtype. All floats are one kind, computed in fp32, and for scores in fp64 if q is.
+"""
+
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import torch
+
+BOOL, UINT8, INT8, INT16, INT32, INT64, FLOAT = KINDS = ("bool", "uint8", "int8", "int16", "int32", "int64", "float")
+BITS = MappingProxyType({UINT8: 8, INT8: 8, INT16: 16, INT32: 32, INT64: 64})  # of the kinds of integers
+DTYPES = MappingProxyType({kind: getattr(torch, kind) for kind in (BOOL, *BITS)})
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+BITWISE = ("bitand", "bitor", "bitxor", "bitnot", "lshift", "rshift")
+TRANSCENDENTAL = ("exp", "exp2", "log", "tanh", "sigmoid")
+# By operation, how many operands it takes, the kind they are brought to (None: that to which torch promotes them), and
+# the kind of its result (None: theirs).
+OPERATIONS = MappingProxyType(
+    {
+        **dict.fromkeys(("add", "sub", "mul", "floordiv", "mod", "minimum", "maximum"), (2, None, None)),
+        **dict.fromkeys(("clamp_min", "clamp_max"), (2, None, None)),
+        **dict.fromkeys(("neg", "abs"), (1, None, None)),
+        **dict.fromkeys(BITWISE, (2, None, None)),
+        "bitnot": (1, None, None),
+        **dict.fromkeys(("truediv", "pow"), (2, FLOAT, FLOAT)),
+        **dict.fromkeys((*TRANSCENDENTAL, "sqrt", "rsqrt"), (1, FLOAT, FLOAT)),
+        **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), (2, None, BOOL)),
+        **dict.fromkeys(("logical_and", "logical_or"), (2, BOOL, BOOL)),
+        "logical_not": (1, BOOL, BOOL),
+    }
+)
+# Operations of bools alone, by what they are then; torch has no others.
+OF_BOOLS = MappingProxyType(
+    {"add": "logical_or", "mul": "logical_and", "minimum": "logical_and", "maximum": "logical_or"}
+    | {"bitand": "logical_and", "bitor": "logical_or", "bitxor": "ne", "bitnot": "logical_not"}
+)
+
+
+def kind_of(dtype: object) -> str | None:
+    """The kind of numbers of a dtype; None for others. (No mapping, which Dynamo may lose sight of.)"""
+    for kind, known in DTYPES.items():
+        if dtype == known:
+            return kind
+    return FLOAT if dtype in FLOATS else None
+
+
+def limits(kind: str) -> tuple[int, int]:
+    """The least and the greatest integer of a kind, a bool counted as 0 or 1."""
+    if kind in (BOOL, UINT8):
+        return 0, 1 if kind == BOOL else 255
+    return -(1 << (BITS[kind] - 1)), (1 << (BITS[kind] - 1)) - 1
+
+
+def fits(x: int, kind: str) -> bool:
+    """True if a kind holds an integer, or rounds it to a float."""
+    return kind == FLOAT or limits(kind)[0] <= x <= limits(kind)[1]
+
+
+def wrapped(x: int, kind: str) -> int:
+    """An integer modulo the numbers of a kind of integers, as torch casts it."""
+    least = limits(kind)[0]
+    return (x - least) % (1 << BITS[kind]) + least
+
+
+def promoted(kinds: Sequence[str], constants: Sequence[bool | int | float]) -> str:
+    """The kind of a result of numbers of these kinds and of Python's constants.
+
+    As in torch, a constant only decides if it is a float among integers, or a number among bools.
+    """
+    found = BOOL
+    for kind in kinds:
+        found = INT16 if {found, kind} == {UINT8, INT8} else max(found, kind, key=KINDS.index)
+    for x in constants:
+        if isinstance(x, float):
+            found = FLOAT
+        elif not isinstance(x, bool) and found == BOOL:
+            found = INT64
+    return found

@@ -1,0 +1,109 @@
+"""The stand-ins with which a function of indices is called once, and the errors of what they cannot do."""
+
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import NoReturn, Protocol
+
+from torch.fx import Proxy
+
+KNOWN = (
+    "arithmetic, //, %, comparisons, & | ^ ~, << and >>, ** with a constant, torch.where, abs, minimum, maximum, "
+    "clamp, exp, exp2, log, tanh, sigmoid, sqrt, rsqrt, casts, and the indexing of tensors that are passed as arguments"
+)
+CHOICES = "Python's if, and, or, not, min and max cannot look at an index; use torch.where, & | ~, torch.minimum"
+INDEXED = "a tensor from around the function, a list, a range or an array is indexed; pass a tensor as an argument"
+TAKEN = "len(), torch.tensor() and lists cannot take an index or a tensor; use it as it is"
+NUMPY = "numpy cannot take an index; use torch's functions, and int() or float() of numpy's numbers"
+
+
+class TraceError(TypeError):
+    """A function of indices does what no kernel could; the message names the operation and the line."""
+
+
+class FirstQuery:
+    """In place of a tensor it stands for int64 ``[b]``: the storage index of the first query of each sequence."""
+
+    def __repr__(self) -> str:
+        return "FIRST_QUERY"
+
+    def __reduce__(self) -> str:
+        """The same object where it is copied or pickled."""
+        return "FIRST_QUERY"
+
+
+FIRST_QUERY = FirstQuery()
+
+
+class Refusing(Protocol):
+    """What a stand-in asks of its tracer."""
+
+    def refuse(self, why: str) -> NoReturn: ...
+    def create_proxy(self, kind: str, target: object, args: tuple, kwargs: dict) -> Proxy: ...
+
+
+def _refusing(why: str) -> Callable[..., NoReturn]:
+    """A method of a stand-in that raises TraceError."""
+
+    def refuse(self: "Known", *_: object, **__: object) -> NoReturn:
+        self.tracer.refuse(why)
+
+    return refuse
+
+
+class Known(Proxy):
+    """A stand-in for what a step, an input or a tensor is known as; it says which line asks for more."""
+
+    def __init__(self, operand: object, tracer: Refusing):
+        super().__init__(operand, tracer)
+
+    def __abs__(self) -> Proxy:
+        return self.tracer.create_proxy("call_function", "abs", (self,), {})
+
+    __bool__ = _refusing(CHOICES)
+    __index__ = _refusing(INDEXED)
+    __float__ = _refusing("float() and math cannot know an index; write .float() and torch's functions")
+    __int__ = _refusing("int() cannot know an index; write .int()")
+    __complex__ = _refusing("complex() cannot know an index")
+    __iter__ = _refusing("an index cannot be iterated over; pass a tensor as an argument and index it")
+    __contains__ = _refusing("`in` cannot look into a tensor; compare with each, joined by |")
+    __len__ = _refusing(TAKEN)
+    __hash__ = _refusing("a dict or a set cannot be asked for an index; pass a tensor as an argument and index it")
+    __setitem__ = _refusing("tensors are not written to; use torch.where to choose another value")
+    __delitem__ = _refusing("tensors are not written to; use torch.where to choose another value")
+    __round__ = _refusing("round() cannot know an index; write (x + 0.5) // 1")
+    __floor__ = _refusing("math.floor() cannot know an index; write x // 1")
+    __ceil__ = _refusing("math.ceil() cannot know an index; write -(-x // 1)")
+    __trunc__ = _refusing("math.trunc() cannot know an index; write .int()")
+    __divmod__ = _refusing("divmod() cannot know an index; write // and %")
+    __rdivmod__ = _refusing("divmod() cannot know an index; write // and %")
+    __array__ = _refusing(NUMPY)
+    __array_ufunc__ = _refusing(NUMPY)
+
+    def __getattr__(self, name: str) -> Proxy:
+        if name.startswith("__array_"):
+            self.tracer.refuse(NUMPY)
+        if name.startswith(("__cuda_array_", "__dlpack_")):  # what torch.tensor() asks for
+            self.tracer.refuse(TAKEN)
+        return super().__getattr__(name)
+
+
+def line_of(frame: FrameType) -> str:
+    """The line that a frame was called from: the innermost one outside of torch and of what traces."""
+    while _is_ours(frame):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def line_of_error(traceback: TracebackType) -> str | None:
+    """The innermost line outside of torch and of what traces that an error came from; None without any."""
+    found = None
+    while (traceback := traceback.tb_next) is not None:
+        if not _is_ours(traceback.tb_frame):
+            found = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+    return found
+
+
+def _is_ours(frame: FrameType) -> bool:
+    name = frame.f_globals.get("__name__", "")
+    own = [f"{__package__}.{module}" for module in ("stand_ins", "tracer", "trace", "program", "kinds")]
+    return name in own or name.partition(".")[0] in ("torch", "numpy")

@@ -1,0 +1,213 @@
+"""The steps that are added to a program for all that a function of indices does to its stand-ins."""
+
+import math
+import sys
+from numbers import Number
+from types import MappingProxyType
+from typing import NamedTuple, NoReturn
+
+from torch import Tensor
+from torch.fx import Graph, Proxy
+from torch.fx.proxy import TracerBase
+
+from .kinds import BOOL, FLOAT, INT8, INT16, INT32, INT64, OPERATIONS, UINT8, fits, kind_of
+from .program import Operand, Program, Steps, Value
+from .stand_ins import FIRST_QUERY, INDEXED, KNOWN, Known, TraceError, line_of
+
+# What Python, torch and its tensors call the operations of a program.
+SPELLED = MappingProxyType(
+    {name: name for name in OPERATIONS}
+    | {
+        "subtract": "sub", "multiply": "mul", "div": "truediv", "divide": "truediv", "true_divide": "truediv",
+        "floor_divide": "floordiv", "remainder": "mod", "negative": "neg", "absolute": "abs", "min": "minimum",
+        "max": "maximum", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
+        "and_": "bitand", "or_": "bitor", "xor": "bitxor", "invert": "bitnot", "bitwise_and": "bitand",
+        "bitwise_or": "bitor", "bitwise_xor": "bitxor", "bitwise_not": "bitnot", "__and__": "bitand", "__or__": "bitor",
+        "__xor__": "bitxor", "bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift",
+    }
+)  # fmt: skip
+CASTS = MappingProxyType(
+    {"bool": BOOL, "byte": UINT8, "char": INT8, "short": INT16, "int": INT32, "long": INT64}
+    | {"float": FLOAT, "double": FLOAT}
+)
+MULTIPLIED = 8  # powers up to this one are products
+
+
+class Tracer(TracerBase):
+    """Adds a step for all that is done to a stand-in.
+
+    ``shapes`` are those of the captured tensors, if constant indices are to be compared with them.
+    """
+
+    def __init__(self, name: str, steps: Steps, shapes: tuple[tuple[int, ...], ...] | None):
+        super().__init__()
+        self.graph = Graph()  # which stays empty; proxies ask it how to spell what is called
+        self.name, self.steps, self.first, self.shapes = name, steps, Known(FIRST_QUERY, self), shapes
+        self._line: str | None = None  # of an error, if not that which runs now
+
+    def captured(self, n: int) -> Known:
+        """The stand-in of tensor ``n``; without dimensions it is a number."""
+        return Known(self.steps.load(n) if self.steps.captured[n].rank == 0 else _Tensor(n), self)
+
+    def program(self, given: object, line: str) -> Program:
+        """The program that gives what the function gave, which begins at ``line``."""
+        self._line = line
+        if given is None or isinstance(given, tuple | list | dict):
+            self.refuse(f"expected a function that returns a number, got {type(given).__name__}; does it say return?")
+        wanted = FLOAT if self.name == "score" else BOOL
+        result = self._operand(given)
+        kind = self.steps.kind(result)
+        if BOOL in (wanted, kind) and wanted != kind:
+            self.refuse(f"expected a function that gives a {wanted}, got one that gives a {kind}")
+        return self.steps.program(self.name, result)
+
+    def create_proxy(self, kind: str, target: object, args: tuple, kwargs: dict, *rest, **more) -> Proxy:
+        """What torch.fx calls for an operator, a function of torch or a method."""
+        spelled = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        if kind == "call_method" and spelled == "where" and len(args) == 3:
+            args = (args[1], args[0], args[2])
+        try:
+            return Known(self._step(spelled, args, dict(kwargs)), self)
+        except TraceError:
+            raise
+        except TypeError as error:
+            self.refuse(str(error))
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raise for what the line of the function asks for that runs now."""
+        raise TraceError(f"{self.name}_mod: {self._line or line_of(sys._getframe(1))}: {why}") from None
+
+    def _step(self, spelled: str, args: tuple, kwargs: dict) -> Operand:
+        steps = self.steps
+        if spelled == "getitem":
+            return self._load(*args)
+        if spelled == "getattr":
+            self.refuse(f".{args[1]} cannot be known; a function may use {KNOWN}")
+        if spelled in ("clamp", "clip", "clamp_min", "clamp_max"):
+            return self._clamped(spelled, *args, **kwargs)
+        if spelled in ("div", "divide") and kwargs == {"rounding_mode": "floor"}:
+            spelled, kwargs = "floordiv", {}
+        if spelled == "to" and len(args) + len(kwargs) == 2 and (args[1:] or "dtype" in kwargs):
+            return self._cast(args[0], *args[1:], *kwargs.values())
+        if spelled in ("half", "bfloat16"):
+            self.refuse(f"{spelled}: floats are those of the scores, fp32; leave it out")
+        operands = [self._operand(x) for x in args]
+        if spelled == "pos" and not kwargs:
+            return self._positive(*operands)
+        if spelled in CASTS and len(args) == 1:
+            return steps.cast(operands[0], CASTS[spelled])
+        if spelled == "where" and len(args) == 3:
+            return steps.where(*operands)
+        if spelled.startswith("logical_") and not kwargs:
+            operands = [steps.cast(x, BOOL) for x in operands]  # a number counts as whether it is 0
+            spelled = "ne" if spelled == "logical_xor" else spelled
+        if spelled == "square" and len(args) == 1:
+            return self._power(operands[0], 2)
+        operation = SPELLED.get(spelled)
+        if operation is None or kwargs or len(args) != OPERATIONS[operation][0]:
+            self.refuse(f"{spelled} of {len(args)}{' and ' + ', '.join(kwargs) if kwargs else ''}: it may use {KNOWN}")
+        if spelled in ("min", "max") and not isinstance(operands[1], Value):
+            self.refuse(f"{spelled} of a tensor and a number is that along a dimension; use clamp")
+        return self._power(*operands) if operation == "pow" else steps.add(operation, *operands)
+
+    def _load(self, x: Proxy, at: object) -> Operand:
+        if not isinstance(x, Proxy):
+            self.refuse(INDEXED)
+        known = x.node
+        indices = [self._operand(n) for n in (at if isinstance(at, tuple) else (at,))]
+        if known is FIRST_QUERY:
+            if indices != [Value("b")]:
+                self.refuse("FIRST_QUERY is known of the own sequence alone; index it by b")
+            return Value("first")
+        if not isinstance(known, _Tensor):
+            self.refuse("a number is indexed")
+        sizes = () if self.shapes is None else self.shapes[known.number]
+        for dim, (n, size) in enumerate(zip(indices, sizes, strict=False)):
+            if isinstance(n, int) and not -size <= n < size:
+                self.refuse(f"tensor {known.number}: expected an index below {size} of dimension {dim}, got {n}")
+        return self.steps.load(known.number, *indices)
+
+    def _cast(self, x: object, dtype: object) -> Operand:
+        kind = kind_of(dtype)
+        if kind is None or (kind == FLOAT and dtype.itemsize == 2):
+            self.refuse(f"to {dtype}: floats are those of the scores, fp32, and integers those of torch; leave it out")
+        return self.steps.cast(self._operand(x), kind)
+
+    def _positive(self, x: Operand) -> Operand:
+        if self.steps.kind(x) == BOOL:
+            self.refuse("torch has no + of a bool; leave it out")
+        return x
+
+    def _clamped(self, spelled: str, x: object, low: object = None, high: object = None, **named: object) -> Operand:
+        low, high = named.get("min", low), named.get("max", high)
+        if spelled == "clamp_max":
+            low, high = None, low if high is None else high
+        result = self._operand(x)
+        if not isinstance(result, Value):
+            self.refuse("a constant is clamped; write torch.minimum and torch.maximum")
+        if low is not None:
+            result = self.steps.add("clamp_min", result, self._operand(low))
+        return result if high is None else self.steps.add("clamp_max", result, self._operand(high))
+
+    def _power(self, x: Operand, n: Operand) -> Operand:
+        steps = self.steps
+        if isinstance(n, Value):
+            if isinstance(x, Value):
+                self.refuse("** of two numbers that vary; one of them must be a constant")
+            if isinstance(x, int) and steps.kind(n) != FLOAT:
+                if x != 2:
+                    self.refuse(f"{x} ** an integer: write {float(x)} ** it, or 2 ** it")
+                return steps.add("lshift", 1, steps.cast(n, INT64) if steps.kind(n) == BOOL else n)
+            if not 0 < x < math.inf:
+                self.refuse(f"expected a base above 0, got {x}")
+            return steps.add("pow", float(x), n)
+        if not math.isfinite(n) or isinstance(n, bool):
+            self.refuse(f"expected a finite number as exponent, got {n}")
+        if isinstance(n, int) and steps.kind(x) != FLOAT:
+            if n < 0:
+                self.refuse("integers have no negative powers; write .float()")
+            return self._product(steps.cast(x, INT64) if steps.kind(x) == BOOL else x, n)
+        x = steps.cast(x, FLOAT)
+        if abs(n) == 0.5:
+            return steps.add("sqrt" if n > 0 else "rsqrt", x)
+        if n != int(n) or abs(n) > MULTIPLIED:
+            return steps.add("pow", x, float(n))
+        product = self._product(x, abs(int(n))) if n else 1.0
+        return product if n >= 0 else steps.add("truediv", 1.0, product)
+
+    def _product(self, x: Operand, n: int) -> Operand:
+        """``x`` ``n`` times with itself; an integer 0 times is 1 of its kind."""
+        steps = self.steps
+        if n == 0:
+            return steps.add("add", steps.add("mul", x, 0), 1)
+        if n == 1:
+            return x
+        half = self._product(x, n // 2)
+        squared = steps.add("mul", half, half)
+        return steps.add("mul", squared, x) if n % 2 else squared
+
+    def _operand(self, x: object) -> Operand:
+        if isinstance(x, Proxy):
+            x = x.node  # of an attribute: what reading it gives
+        if isinstance(x, _Tensor):
+            self.refuse(f"tensor {x.number} is used as a whole; index it, as in table[h]")
+        if x is FIRST_QUERY:
+            self.refuse("FIRST_QUERY is used as a whole; index it by b")
+        if isinstance(x, Tensor):
+            self.refuse("a tensor from around the function; pass it as an argument")
+        if isinstance(x, Value | bool):
+            return x
+        if isinstance(x, float):
+            return float(x)
+        if not isinstance(x, int):
+            remedy = "; write int() or float() of it" if isinstance(x, Number) or hasattr(x, "dtype") else ""
+            self.refuse(f"expected a number, got {type(x).__name__}{remedy}")
+        if not fits(x, INT64):
+            self.refuse(f"expected ints of 64 bits, got {x}")
+        return int(x)
+
+
+class _Tensor(NamedTuple):
+    """A captured tensor, which is nothing until it is indexed."""
+
+    number: int
