@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .mask import AnyMask
 from .mask_function import MaskFunction
-from .program import Program
+from .program import Program, constant_indices
 from .scores import ScoreFunction
 
 
@@ -46,10 +46,15 @@ class Functions(NamedTuple):
         return Programs(self.mask, self.score, kinds)
 
     def check(self) -> None:
-        """Raise ValueError for a tensor from which nothing could be read."""
+        """Raise ValueError for a tensor from which nothing could be read, or not what a constant index asks for."""
         for name, x in self.named.items():
             if 0 in x.shape:
                 raise ValueError(f"{name}: expected an element in each dimension, got {tuple(x.shape)}")
+        for program, tensors in ((self.mask, self.mask_tensors), (self.score, self.score_tensors)):
+            for n, dim, at in () if program is None else constant_indices(program.text):
+                if not -tensors[n].shape[dim] <= at < tensors[n].shape[dim]:
+                    known = f"{tuple(tensors[n].shape)}, which the function reads at {at} in dimension {dim}"
+                    raise ValueError(f"tensor {n} of a function: expected a larger one, got {known}")
 
 
 def functions_of(mask: AnyMask, score: ScoreFunction | None) -> Functions | None:

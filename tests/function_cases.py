@@ -2,7 +2,7 @@
 
 import torch
 
-from attnlib import CAUSAL, FIRST_QUERY, FULL, Mask, mask_mod, score_mod, sliding
+from attnlib import CAUSAL, FIRST_QUERY, FULL, Mask, attention_with_lse, mask_mod, score_mod, sliding
 
 
 def striped(b, h, i, j):
@@ -96,3 +96,19 @@ def close(ours, theirs):
     for x, y in zip(ours, theirs, strict=True):
         assert torch.equal(x == -torch.inf, y == -torch.inf)
         torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=1e-4)
+
+
+NOTHING = [(2, 0, 5), (2, 5, 0), (2, 0, 0), (0, 3, 5)]  # sequences, queries and keys
+
+
+def assert_zeros_of_nothing(b, s, t, mask_name, score_name, backend):
+    """Zeros, an LSE of -inf, and zero gradients of all that is read, in a call that has no pair."""
+    masks, scores = functions()
+    mask, (score, reads) = masks[mask_name], scores.get(score_name, (None, ()))
+    leaves = narrow(*tensors(b, s, t, d=16), *reads)
+    out, lse = attention_with_lse(*leaves[:3], mask=mask, score=score and score.reading(leaves[3:]), backend=backend)
+    assert out.shape == (b, s, 4, 5)
+    assert not out.any()
+    assert torch.equal(lse, torch.full((b, 4, s), -torch.inf, device=lse.device))
+    grads = torch.autograd.grad(out.sum() + lse.exp().sum(), leaves)
+    assert all(x.shape == leaf.shape and not x.any() for x, leaf in zip(grads, leaves, strict=True))

@@ -6,7 +6,9 @@ import pytest
 import torch
 from function_cases import (
     MASK_NAMES,
+    NOTHING,
     SCORE_NAMES,
+    assert_zeros_of_nothing,
     by_definition,
     functions,
     loss,
@@ -123,6 +125,15 @@ def test_attention_is_that_of_the_function(mask_name, score_name, backend):
     torch.testing.assert_close(ours, theirs)
     grads = [torch.autograd.grad(loss(*x), leaves, allow_unused=True, materialize_grads=True) for x in (ours, theirs)]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.filterwarnings("ignore::attnlib.LayoutWarning")
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("score_name", SCORE_NAMES)
+@pytest.mark.parametrize("mask_name", MASK_NAMES)
+@pytest.mark.parametrize(("b", "s", "t"), NOTHING)
+def test_no_pair_gives_zeros(b, s, t, mask_name, score_name, backend):
+    assert_zeros_of_nothing(b, s, t, mask_name, score_name, backend)
 
 
 @pytest.mark.parametrize("mask_name", MASK_NAMES)

@@ -286,6 +286,22 @@ def test_what_does_not_fit_a_call_is_refused():
         call(lambda *x: True)
 
 
+LAST = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_constant_index_below_0_counts_from_the_end(backend):
+    """As in torch, and in tensors of any size that the function is given later."""
+    q = torch.randn(1, 6, 2, 8)
+    last = mask_mod(lambda b, h, i, j, x: j < x[-1, -1], LAST)
+    for mask, keys in ((last, 6), (last.reading([LAST[:1]]), 3)):
+        fewer = mask_mod(lambda b, h, i, j, keys=keys: j < keys)
+        ours, theirs = (attention(q, q, q, mask=x, backend=backend) for x in (mask, fewer))
+        assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match=r"tensor 0 of a function: expected a larger one, got \(1, 2\).*at 2 in"):
+        call(mask_mod(lambda b, h, i, j, x: x[0, 2] > j, LAST).reading([LAST[:1, :2]]))
+
+
 def test_an_index_outside_is_an_error_where_checks_are_on(monkeypatch):
     short = mask_mod(lambda b, h, i, j, x: x[j] > 0, torch.ones(3))
     call(CAUSAL & short)

@@ -46,9 +46,10 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     call = call._replace(score=Score(*(x.to(wide(q)) if isinstance(x, Tensor) else x for x in score)))
     solved = [_sequence(n, *each, call) for n, each in enumerate(_sequences(call))]
     outs, lses = [out for out, _ in solved], [lse.mT for _, lse in solved]
-    # Queries that belong to no sequence. They depend on no channel of q, k and v, but on all of them to autograd.
+    # Queries that belong to no sequence. They depend on no number of any tensor, but on all of them to autograd.
     rest = q.flatten(0, -3)[sum(map(len, outs)) :]
-    zero = rest[..., :0].sum(-1) + sum(x[..., :0].sum() for x in (k, v) if x is not None)
+    others = k, v, *score.tensors.values(), *(() if score.function is None else score.function.tensors)
+    zero = rest[..., :0].sum(-1) + sum(x.flatten()[:0].sum() for x in others if x is not None)
     out = torch.cat((*outs, zero[..., None].expand(-1, -1, call.spec.value_dim)))
     lse = torch.cat((*lses, zero.to(wide(q)) - torch.inf))
     out = out.to(result_dtype(call.spec.dtype))

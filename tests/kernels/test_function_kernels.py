@@ -4,7 +4,9 @@ import pytest
 import torch
 from function_cases import (
     MASK_NAMES,
+    NOTHING,
     SCORE_NAMES,
+    assert_zeros_of_nothing,
     by_definition,
     close,
     functions,
@@ -50,6 +52,13 @@ def test_training(mask_name, score_name):
     close(ours, theirs)
     options = {"allow_unused": True, "materialize_grads": True}
     close(torch.autograd.grad(loss(*ours), leaves, **options), torch.autograd.grad(loss(*theirs), golden, **options))
+
+
+@pytest.mark.filterwarnings("ignore::attnlib.LayoutWarning")
+@pytest.mark.parametrize(("mask_name", "score_name"), [("documents", None), ("by head", "faded"), ("tree", "relative")])
+@pytest.mark.parametrize(("b", "s", "t"), NOTHING)
+def test_no_pair_gives_zeros(b, s, t, mask_name, score_name):
+    assert_zeros_of_nothing(b, s, t, mask_name, score_name, "triton")
 
 
 @pytest.mark.parametrize("mask_name", MASK_NAMES)

@@ -79,7 +79,7 @@ class Dense:
 
     def _with_tiles(self, a: Arguments) -> Arguments:
         """The arguments, with what tells the tiles of a mask by function apart."""
-        if a.mask_program is None or a.mask_tiles is not None or not a.q.numel() or not a.k.numel():
+        if a.mask_program is None or a.mask_tiles is not None:
             return a
         launch, shape = variants.states(self._key(a))
         tiles = a.q.new_empty(shape, dtype=torch.int8)
