@@ -139,6 +139,57 @@ MASKS = MappingProxyType(
             lambda b, h, i, j, s, t: t[s[j], b] < i,
             (lambda: ints(9, dtype=torch.int64), lambda: ints(4, 2, dtype=torch.int16)),
         ),
+        "long numbers": Case(
+            lambda b, h, i, j, t: (t[i] == t[j]) | (t[j] - t[i] > 3), (lambda: ints(9, dtype=torch.int64) * 2**32,)
+        ),
+        "beyond int32": Case(
+            lambda b, h, i, j, t: (i * 3_000_000_000 > j * 2_000_000_000) & ((i + t[h]) * (j + t[j]) % 7 < 4),
+            (lambda: ints(20, dtype=torch.int32) + 2**31 - 9,),
+        ),
+        "back from int64": Case(
+            lambda b, h, i, j, t: ((i << 40) // (1 << 39) == 2 * i) & (((j * 2**33).int() == 0) | (t[j] // 2**33 < h)),
+            (lambda: ints(20, dtype=torch.int64) * 2**35,),
+        ),
+        "int32 wraps around": Case(
+            lambda b, h, i, j, t: (t[i] + t[j] > 0) ^ (t[h] * t[j] > t[b]) | (-t[i] - 2 > t[j]),
+            (lambda: ints(20, dtype=torch.int32) + 2**31 - 9,),
+        ),
+        "sums of bools": Case(
+            lambda b, h, i, j, t: ((i > 3) + (j > 3) == t[j]) ^ ((i > j) * t[i] + 2 == 3) | torch.logical_xor(i, t[h]),
+            (lambda: bools(20),),
+        ),
+        "bytes": Case(
+            lambda b, h, i, j, t: (t[j] + t[i] < t[h]) ^ (t[i] * 3 - 7 > ~t[j]) | (-t[i] == 300) ^ (t[b] << 5 > t[j]),
+            (lambda: ints(20, dtype=torch.uint8) * 21,),
+        ),
+        "small numbers": Case(
+            lambda b, h, i, j, s, t: (s[i] + s[j] > s[h]) ^ (s[i] + t[j] > 200) | (abs(s[j]) // 3 < s[i] % -5),
+            (lambda: ints(20, dtype=torch.int8) * 19, lambda: ints(20, dtype=torch.uint8) * 30),
+        ),
+        "shifts": Case(
+            lambda b, h, i, j, t: (
+                ((i << j) > (j << t[i])) ^ ((i >> j) < t[j] >> 70) | (1 << (j - 3) > i) ^ (t[j] << -1 == 0)
+            ),
+            (lambda: ints(20, dtype=torch.int64) * 9,),
+        ),
+        "bits": Case(
+            lambda b, h, i, j, t: ((i & j) - (i ^ t[j]) > (t[i] | 5)) | (~i & 7 == j) ^ (t[j] & (i > j) > 0),
+            (lambda: ints(20, dtype=torch.int16),),
+        ),
+        "powers": Case(
+            lambda b, h, i, j, t: (i**2 + (j**3) > 40) ^ (t[j] ** 2 > 99) | (2**j > i) ^ ((i > j) ** 2 + i**0 > t[h]),
+            (lambda: ints(20, dtype=torch.uint8) * 9,),
+        ),
+        "square roots": Case(lambda b, h, i, j: (i.abs() ** 0.5 == 2) | (torch.sqrt(j.abs()) == 3)),
+        "the last": Case(
+            lambda b, h, i, j, t: (t[-1, j] > i) | (t[h, -2] < t[-4, -1]), (lambda: ints(4, 9, dtype=torch.int64),)
+        ),
+        "logic of numbers": Case(
+            lambda b, h, i, j, t: (
+                torch.logical_and(i % 3, t[j]) | torch.logical_not(t[i]) & (i > 2).where(j > 3, i > j)
+            ),
+            (lambda: floats(20).round(),),
+        ),
         "kinds": Case(
             lambda b, h, i, j, t: (torch.minimum(i, t[j]) < j * 0.5) | ((i > j).int() + b == 2),
             (lambda: floats(20, dtype=torch.bfloat16),),
@@ -185,6 +236,39 @@ SCORES = MappingProxyType(
         "squares": Case(lambda score, b, h, i, j, t: score * score * t[h] * t[h], (lambda: floats(4),)),
         "quotient": Case(
             lambda score, b, h, i, j, t: t[j] / (score.abs() + 1) + 1 / (1 + score * score), (lambda: floats(20),)
+        ),
+        "powers": Case(
+            lambda score, b, h, i, j, t: (
+                score**3 - (score.abs() + 1) ** -2 * t[h] + (t[j] * t[j] + 0.5) ** 1.7 + score**0
+            ),
+            (lambda: floats(20),),
+        ),
+        "powers of constants": Case(
+            lambda score, b, h, i, j, t: 1.5**score + 2 ** (t[j] * 2) - 2.0 ** -(i.abs() / 4), (lambda: floats(20),)
+        ),
+        "far powers": Case(
+            lambda score, b, h, i, j, t: (t[h] + score / 9) ** 11 + (t[j] / 3) ** 12, (lambda: floats(20),)
+        ),
+        "roots": Case(
+            lambda score, b, h, i, j, t: (
+                torch.sqrt(score * score + 0.5) * torch.rsqrt(t[h] * t[h] + 0.5) + (t[j] + 4) ** 0.5
+            ),
+            (lambda: floats(20).clamp(-3, 3),),
+        ),
+        "sigmoid": Case(
+            lambda score, b, h, i, j, t: torch.sigmoid(score * t[h]) + (t[j] * 2).sigmoid() * score.exp2(),
+            (lambda: floats(20),),
+        ),
+        "the last": Case(
+            lambda score, b, h, i, j, t: score * t[h, -1] + t[-2, j], (lambda: floats(4, 9, dtype=torch.bfloat16),)
+        ),
+        "clamp by elements": Case(
+            lambda score, b, h, i, j, s, t: score.clamp(t[h], s[j]).clamp(max=t[j] + 1),
+            (lambda: floats(20), lambda: floats(20)),
+        ),
+        "integers": Case(
+            lambda score, b, h, i, j, t, s: score * (i & 3) + ((i ^ j) >> 1) * s[j] + (t[j] + t[i]) + (i << 33) / 2**33,
+            (lambda: ints(20, dtype=torch.uint8) * 33, lambda: floats(20)),
         ),
         "casts": Case(
             lambda score, b, h, i, j, t: score * (i > j).float() + t[j % 3] * score.int() + (score * 3).bool(),

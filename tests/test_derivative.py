@@ -14,6 +14,9 @@ from attnlib.program import Operand, Program, Step, Value
 from attnlib.trace import FIRST_QUERY
 
 TILE = Tile()
+NAMED = {"truediv": "true_divide", "floordiv": "floor_divide", "mod": "remainder"}
+NAMED |= {f"bit{name}": f"bitwise_{name}" for name in ("and", "or", "xor", "not")}
+NAMED |= {"lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift"}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +38,7 @@ def run(steps: Sequence[Step], inputs: Mapping[str, Tensor], tensors: Sequence[T
         operation = step.operation
         if operation == "load":
             table = tensors[int(step.operands[0].name[1:])]
-            known[step.result] = table[clamped(table, [brought(x, INT64) for x in step.operands[1:]])]
+            known[step.result] = table[clamped(table, step.operands[1:], brought)]
             continue
         given = [brought(x, step.takes) for x in step.operands]
         if operation == "where":
@@ -43,13 +46,14 @@ def run(steps: Sequence[Step], inputs: Mapping[str, Tensor], tensors: Sequence[T
         elif operation.startswith("to_"):
             known[step.result] = brought(step.operands[0], step.kind)
         else:
-            named = {"truediv": "true_divide", "floordiv": "floor_divide", "mod": "remainder"}
-            known[step.result] = getattr(torch, named.get(operation, operation))(*given)
+            known[step.result] = getattr(torch, NAMED.get(operation, operation))(*given)
     return brought
 
 
-def clamped(x: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(index.clamp(0, size - 1) for index, size in zip(indices, x.shape, strict=True))
+def clamped(x: Tensor, indices: Sequence[Operand], brought: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    """Indices of a tensor; constants below 0 count from its end."""
+    sizes = zip(indices, x.shape, strict=True)
+    return tuple(n % size if isinstance(n, int) else brought(n, INT64).clamp(0, size - 1) for n, size in sizes)
 
 
 def differentiated(program: Program, score: Tensor, d: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -61,7 +65,7 @@ def differentiated(program: Program, score: Tensor, d: Tensor, tensors: Sequence
     grads = [torch.zeros(x.shape) for x in tensors]
     for tensor, indices, x in by.reads:
         grad = grads[int(tensor.name[1:])]
-        at = clamped(grad, [brought(n, INT64).broadcast_to(d.shape) for n in indices])
+        at = torch.broadcast_tensors(d, *map(torch.as_tensor, clamped(grad, indices, brought)))[1:]
         x = brought(x, FLOAT).broadcast_to(d.shape)
         grad.index_put_(at, x, accumulate=True) if at else grad.add_(x.sum())
     return [
@@ -96,6 +100,10 @@ TIES = {
     "minimum": lambda score, b, h, i, j: torch.minimum(score, (i - j).float()),
     "maximum": lambda score, b, h, i, j: torch.maximum(score, (i - j).float()),
     "clamp": lambda score, b, h, i, j: score.clamp(-1, 2),
+    "clamp_min": lambda score, b, h, i, j: score.clamp_min(-1),
+    "clamp from above": lambda score, b, h, i, j: torch.clamp(score, max=2.0),
+    "clamp to one number": lambda score, b, h, i, j: score.clamp(1, 1),
+    "clamp by numbers that vary": lambda score, b, h, i, j: torch.clamp(score, (i - 3).double(), (j + 9).double()),
     "abs": lambda score, b, h, i, j: score.abs(),
     "where": lambda score, b, h, i, j: torch.where(i > j, score, float("-inf")),
     "remainder": lambda score, b, h, i, j: score % 2.0,

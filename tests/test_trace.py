@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from program_cases import MASKS, SCORES, Tile, program_of
 from torch import Tensor
 
 from attnlib import CAUSAL, FIRST_QUERY, TraceError, attention, mask_mod, score_mod
@@ -82,6 +83,54 @@ def test_a_score_and_its_derivative_are_torchs(function, tensors):
     wanted = [torch.zeros_like(x) for x in leaves] if wanted is None else wanted
     torch.testing.assert_close(by_score, wanted[0])
     torch.testing.assert_close(grads, torch.cat([grads[:0], *(x.flatten() for x in wanted[1:])]))
+
+
+class Given:
+    """A table, or FIRST_QUERY's, as a function is given it for one pair: floats are widened, indices clamped."""
+
+    def __init__(self, x: Tensor, wide: torch.dtype):
+        self.x = x.to(wide) if x.is_floating_point() else x
+
+    def __getitem__(self, at: object) -> Tensor:
+        at = at if isinstance(at, tuple) else (at,)
+        sizes = zip(at, self.x.shape, strict=True)
+        return self.x[tuple(n if isinstance(n, int) else n.clamp(0, size - 1) for n, size in sizes)]
+
+
+def by_pairs(case, arguments, tile, score=None):
+    """What a function gives when it is called for each pair by itself, with 0-dimensional tensors."""
+    wide, first = torch.float32 if score is None else score.dtype, torch.tensor(tile.first)
+    given = [
+        Given(first.expand(8), wide) if x is FIRST_QUERY else Given(x, wide) if x.dim() else x.to(wide)
+        if x.is_floating_point() else x for x in arguments
+    ]  # fmt: skip
+    own = torch.tensor(tile.b), torch.tensor(tile.h)
+    found = [
+        function_of_pair(case.function, own, i, j, given, () if score is None else (score[m, n],))
+        for m, i in enumerate(tile.i) for n, j in enumerate(tile.j)
+    ]  # fmt: skip
+    return torch.stack(found).view(len(tile.i), len(tile.j))
+
+
+def function_of_pair(function, own, i, j, given, score):
+    return torch.as_tensor(function(*score, *own, torch.tensor(i), torch.tensor(j), *given))
+
+
+SMALL_TILE = Tile(i=range(-2, 9), j=range(-1, 12))
+
+
+@pytest.mark.parametrize(("name", "case"), [*MASKS.items(), *SCORES.items()])
+def test_a_program_gives_what_its_function_gives_of_each_pair(name, case):
+    """In torch's meaning for 0-dimensional tensors, which no broadcasting changes."""
+    arguments, (b, h, i, j) = case.arguments(), SMALL_TILE.indices()
+    inputs = {"b": b, "h": h, "i": i, "j": j, "first": torch.tensor(SMALL_TILE.first)}
+    score = None if case in MASKS.values() else torch.randn(len(SMALL_TILE.i), len(SMALL_TILE.j))
+    program = program_of("mask" if score is None else "score", case, arguments)
+    inputs |= {} if score is None else {"score": score}
+    ours = evaluated(program, inputs, [x for x in arguments if x is not FIRST_QUERY])
+    theirs = by_pairs(case, arguments, SMALL_TILE, score)
+    assert score is not None or theirs.dtype == torch.bool
+    torch.testing.assert_close(ours.broadcast_to(theirs.shape), theirs.to(ours.dtype), equal_nan=True)
 
 
 def test_of_two_equal_numbers_each_has_half_and_a_clamped_one_has_all():
