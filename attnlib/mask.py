@@ -246,11 +246,12 @@ def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunctio
     """The keys that a function of indices lets a query see: ``function(b, h, i, j, *arguments)`` gives a bool.
 
     ``b`` is the sequence, ``h`` the query head, ``i`` and ``j`` the storage indices of query and key, as in
-    :class:`Mask`. The function may use arithmetic, comparisons, ``& | ~``, ``torch.where``, ``abs``, ``minimum``,
-    ``maximum``, ``clamp``, ``exp``, ``log``, ``tanh`` and the indexing of tensors that are passed as arguments, whose
-    indices are clamped to what there is. It is called once, with stand-ins, so that Python's ``if`` cannot look at an
-    index. ``FIRST_QUERY`` among the arguments stands for int32 ``[b]``, the storage index of the first query of each
-    sequence.
+    :class:`Mask`. They are int64, and bools and integers mean what they mean in torch; floats are fp32. The function
+    may use arithmetic, ``**`` with a constant, comparisons, ``& | ^ ~ << >>``, ``torch.where``, ``abs``, ``minimum``,
+    ``maximum``, ``clamp``, ``exp``, ``log``, ``tanh``, ``sigmoid``, ``sqrt`` and the indexing of tensors that are passed
+    as arguments, whose indices are clamped to what there is. It is called once, with stand-ins, so that Python's ``if``
+    cannot look at an index. ``FIRST_QUERY`` among the arguments stands for int64 ``[b]``, the storage index of the first
+    query of each sequence.
 
     Raises:
         TraceError: what the function does cannot run in a kernel; the message names the line.
@@ -258,7 +259,7 @@ def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunctio
     >>> documents = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
     >>> mask = CAUSAL & mask_mod(lambda b, h, i, j, document: document[b, i] == document[b, j], documents)
     >>> print(mask.program)
-    def mask(b, h, i, j, first, t0: int[2]):
+    def mask(b, h, i, j, first, t0: int32[2]):
         x0 = load(t0, b, i)
         x1 = load(t0, b, j)
         x2 = eq(x0, x1)

@@ -8,10 +8,11 @@
 
 Fuzzing
 -------
-A case is made from a seed: a dense call, a packed one, or the life of a cache (admissions, steps of both kinds, steps
-that fail and are tried again, forks, truncations, releases and reads, with attention at each). It draws dtypes, heads,
-lengths from 0 on, masks, options, memory layouts, backends, which gradients are asked for and given, and puts NaN where
-nothing may look. ``oracle.py`` says what is right, from docs/conventions.md alone, in fp64; ``judge.py`` compares:
+A case is made from a seed: a dense call, a packed one, a mask and a score by random functions, or the life of a cache
+(admissions, steps of both kinds, steps that fail and are tried again, forks, truncations, releases and reads, with
+attention at each). Attention by functions is compared with the functions, called in Python for each pair
+(``functions.py``). Other cases draw dtypes, heads, lengths from 0 on, masks, options, memory layouts, backends, and which
+gradients are asked for and given, and put NaN where nothing may look. ``oracle.py`` says what is right, from docs/conventions.md alone, in fp64; ``judge.py`` compares:
 errors are at most twice those of eager attention in the dtype under test (gradients': three times), and one rounding of
 every term that is added up; infinities and NaN are the same. Whatever fails is printed with the command that replays
 it, and ends the run with exit code 1. ``--verbose`` prints every command before it runs, for what takes the process
@@ -74,7 +75,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="how long (default: 60, or the one seed)")
     parser.add_argument("--count", type=int, help="how many cases")
     parser.add_argument("--seed", type=int, help="where to start (default: anywhere)")
-    parser.add_argument("--kind", choices=("dense", "varlen", "cached"), help="of the cases (default: all in turn)")
+    parser.add_argument(
+        "--kind", choices=("dense", "varlen", "cached", "function"), help="of the cases (default: all in turn)"
+    )
     parser.add_argument("--device", choices=("cpu", "interpreter", "cuda"), default="cpu")
     parser.add_argument("--verbose", action="store_true", help="print every command before it runs")
     return parser.parse_args(arguments)

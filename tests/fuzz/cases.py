@@ -11,10 +11,11 @@ from attnlib import LayoutWarning
 
 from .draw import Draw
 from .drawn import dense, varlen
+from .functions import function
 from .judge import Mismatch
 from .lives import Life
 
-KINDS: dict[str, Callable] = {"dense": dense, "varlen": varlen, "cached": Life}
+KINDS: dict[str, Callable] = {"dense": dense, "varlen": varlen, "cached": Life, "function": function}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from attnlib import Mask
+from attnlib import Mask, MaskFunction, evaluation, program, trace
 from attnlib.backends import _torch, autograd
 from attnlib.backends._torch import implementations, tiles
 from attnlib.backends.operators import outputs
@@ -116,6 +116,31 @@ def shortest_heir(heirs: Callable) -> Callable:
     return changed
 
 
+def widened(promoted: Callable) -> Callable:
+    """Bools and small integers are added up as integers of 64 bits (F8)."""
+
+    def changed(kinds, constants):
+        kind = promoted(kinds, constants)
+        return kind if kind == "float" else "int64"
+
+    return changed
+
+
+def clamped_from_below(index_at: Callable) -> Callable:
+    """Constant indices below 0 are clamped to the first element (F11)."""
+    return lambda index, size, brought, kind: brought(index, kind).clamp(0, size - 1)
+
+
+def errors_as_they_are(called: Callable) -> Callable:
+    """What a function raises for a stand-in is passed on (F10)."""
+    return lambda name, function, arguments: function(*arguments)
+
+
+def with_its_function(getstate: Callable) -> Callable:
+    """A mask keeps the function that it was made of (F19)."""
+    return lambda mask: getstate(mask) | {"versions": lambda: None}
+
+
 # name -> the kind of case that meets it, how many cases it may take, where it is, and the bug
 PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "the mask sees one key too far": ("dense", 20, Mask, "visible", seen_one_too_far),
@@ -135,5 +160,9 @@ PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "a stale table after a failed step": ("cached", 120, StepBuffers, "forget", nothing),
     "stale starts behind a window": ("cached", 60, TableBuffers, "_update_starts", nothing),
     "a stale length in a read": ("cached", 20, StepBuffers, "_update_per_step", stale_length),
+    "bools and small integers widened": ("function", 25, program, "promoted", widened),
+    "t[-1] is t[0]": ("function", 25, evaluation, "index_at", clamped_from_below),
+    "untraceable, in any words": ("function", 25, trace, "_called", errors_as_they_are),
+    "a mask that cannot be pickled": ("function", 25, MaskFunction, "__getstate__", with_its_function),
     "int8 rounded down": ("cached", 20, _torch, "quantise", rounded_down),
 }

@@ -4,17 +4,21 @@ import pytest
 from fuzz.cases import failures
 from kernel_helpers import INTERPRETED
 
-from attnlib.backends._triton import decode_shapes
+from attnlib.backends._triton import decode_shapes, sources
 from attnlib.backends._triton import plans as triton_plans
+from attnlib.backends._triton.dense import Dense
 from attnlib.backends._triton.launch import planned
 
 DEVICE = "interpreter" if INTERPRETED else "cuda"
+FUNCTIONS = 20  # cases by default, in which bugs of functions are to be found
 # Kind -> first seed and cases: 20 s interpreted on one core of an EPYC, with those behind -m slow.
 SHARES = [
     ("dense", 0, 8),
     pytest.param("dense", 8, 8, marks=pytest.mark.slow),
     ("varlen", 0, 10),
     ("cached", 0, 2),
+    ("function", 0, FUNCTIONS),
+    pytest.param("function", FUNCTIONS, 24, marks=pytest.mark.slow),
     pytest.param("cached", 2, 2, marks=pytest.mark.slow),
 ]
 
@@ -48,9 +52,21 @@ def one_too_far(scoring):
     return wrong
 
 
+def cut_to_int32(width):
+    """Integers of 64 bits are cut to 32 (F7)."""
+    return lambda body, x: 32
+
+
+def without_tiles(with_tiles):
+    """No tiles of a mask by function where there are no queries or no keys (F12)."""
+    return lambda dense, a: with_tiles(dense, a) if a.q.numel() and a.k.numel() else a
+
+
 @pytest.mark.parametrize(
     ("kind", "where", "attribute", "bug"),
     [
+        ("function", sources._Body, "_width", cut_to_int32),
+        ("function", Dense, "_with_tiles", without_tiles),
         ("dense", triton_plans, "strides", as_if_contiguous),
         ("varlen", triton_plans, "scoring", one_too_far),
         ("cached", decode_shapes, "scoring", one_too_far),
@@ -58,4 +74,4 @@ def one_too_far(scoring):
 )
 def test_a_planted_bug_is_found(kind, where, attribute, bug, monkeypatch):
     monkeypatch.setattr(where, attribute, bug(getattr(where, attribute)))
-    assert next(failures(0, 12, DEVICE, (kind,)), None) is not None
+    assert next(failures(0, FUNCTIONS if kind == "function" else 12, DEVICE, (kind,)), None) is not None
