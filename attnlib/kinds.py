@@ -35,6 +35,7 @@ OPERATIONS = MappingProxyType(
 # Operations of bools alone, by what they are then; torch has no others.
 OF_BOOLS = MappingProxyType(
     {"add": "logical_or", "mul": "logical_and", "minimum": "logical_and", "maximum": "logical_or"}
+    | {"clamp_min": "logical_or", "clamp_max": "logical_and"}
     | {"bitand": "logical_and", "bitor": "logical_or", "bitxor": "ne", "bitnot": "logical_not"}
 )
 

@@ -248,10 +248,10 @@ def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunctio
     ``b`` is the sequence, ``h`` the query head, ``i`` and ``j`` the storage indices of query and key, as in
     :class:`Mask`. They are int64, and bools and integers mean what they mean in torch; floats are fp32. The function
     may use arithmetic, ``**`` with a constant, comparisons, ``& | ^ ~ << >>``, ``torch.where``, ``abs``, ``minimum``,
-    ``maximum``, ``clamp``, ``exp``, ``log``, ``tanh``, ``sigmoid``, ``sqrt`` and the indexing of tensors that are passed
-    as arguments, whose indices are clamped to what there is. It is called once, with stand-ins, so that Python's ``if``
-    cannot look at an index. ``FIRST_QUERY`` among the arguments stands for int64 ``[b]``, the storage index of the first
-    query of each sequence.
+    ``maximum``, ``clamp``, ``exp``, ``log``, ``tanh``, ``sigmoid``, ``sqrt`` and the indexing of tensors that are
+    passed as arguments, whose indices are clamped to what there is. It is called once, with stand-ins, so that Python's
+    ``if`` cannot look at an index. ``FIRST_QUERY`` among the arguments stands for int64 ``[b]``, the storage index of
+    the first query of each sequence.
 
     Raises:
         TraceError: what the function does cannot run in a kernel; the message names the line.

@@ -134,7 +134,8 @@ class Steps:
         if operation == "sub" and BOOL in map(self.kind, operands):
             raise TypeError("sub: torch has no difference with a bool; write ^, ~ or .int()")
         if takes == BOOL and kind is None:
-            if operation not in OF_BOOLS:
+            by_constant = operation.startswith("clamp") and not all(isinstance(x, Value) for x in operands)
+            if operation not in OF_BOOLS or by_constant:
                 raise TypeError(f"{operation}: torch has none of bools; write .int()")
             return self.add(OF_BOOLS[operation], *operands)
         if operation in BITWISE and takes == FLOAT:
