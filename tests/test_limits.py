@@ -152,8 +152,8 @@ def test_backends_and_kernels_stay_small():
     what inlines those in Triton's kernels (330), and what finds the tiles that they hide (300), over caches too (140);
     what launches those again without asking Triton (20); what pieces of a call add to the gradients of the whole (40);
     what ranks write into each other's memory (180); masks' methods without the help with arguments (5);
-    what tries private functions of torch and Triton (250); what functions do with integers of any kind, in int64 if they
-    may leave int32 (150).
+    what tries private functions of torch and Triton (250); what functions do with integers of any kind, in int64 if
+    they may leave int32 (150).
     """
     lines = {source.path: len(source.code_lines) for source in BACKENDS if source.is_core}
     assert sum(lines.values()) <= 4855, f"{sum(lines.values())} lines of code in backends/, not 4855: {lines}"
