@@ -9,14 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from ...signatures import kind
-from .attention import attention_forward
 from .building import layer_from
+from .doors import register_doors
 from .latents import keep_latents
-from .masks import attention_mask
 from .paged import NAME, PagedCache
 from .replacing import replace_attention
 
@@ -30,8 +27,7 @@ def register() -> None:
     Any model that supports attention backends runs with it then, in training and in ``generate``; see
     docs/transformers.md. It may be called again.
     """
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, attention_mask)
+    register_doors()
 
 
 @kind

@@ -1,5 +1,7 @@
 """The attention function that transformers calls, over attnlib's."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -9,13 +11,34 @@ from ...functional import attention, cached_attention, varlen_attention
 from ...kv import KVLayout, KVView
 from ...mask import CAUSAL, FULL, AnyMask, sliding
 from ...masks import documents, mask_tensor
-from ...packing import bounds_of
+from ...packing import edges_of
 from ...scores import bias_tensor
+from .handed import has_holes, read
 from .latents import absorbed, are_latents, expanded, may_absorb, unabsorbed
-from .pages import attention_to_pages, view_of
+from .pages import attention_to_pages, pages_of
 
 # What transformers may hand over, and is refused where it says anything.
 REFUSED = ("output_attentions", "cache", "block_table", "head_mask")
+# Tensors that models hand on beside what attention reads, by the reason why it does not have to.
+HARMLESS = MappingProxyType(
+    {
+        "num_items_in_batch": "the loss is divided by it",
+        "position_ids": "queries and keys are rotated by them already, and masks say where a packed sequence begins",
+        "cache_position": "masks are made from it",
+        "position_embeddings": "queries and keys are rotated by them already",
+        "encoder_hidden_states": "keys and values are made from them already",
+        "seq_idx": "convolutions and state spaces read it",
+    }
+)
+WANTED = MappingProxyType(
+    {
+        "indices": "the model wants each query to see only the keys of these indices",
+        "block_indices": "the model wants each query to see only the blocks of keys of these indices",
+        "sinks": "the model wants a score of its own for each query beside those of the keys",
+        "read_index": "continuous batching wants keys from pages of its own",
+        "write_index": "continuous batching wants keys in pages of its own",
+    }
+)
 
 
 class Options(NamedTuple):
@@ -46,25 +69,23 @@ def attention_forward(
 
     Of a layer that keeps latents, ``key`` are its rotary keys and ``value`` the latents (:mod:`.latents`).
     ``attention_mask`` is what :func:`.masks.attention_mask` makes, or a bool or additive one ``[b, h|1, s, t]`` of
-    anybody. Without one, or with one ``[b, t]``, the model's flags say whether it is causal, and its window. Arguments
-    that nobody knows are ignored, as transformers' own functions do.
+    anybody. Without one, or with one ``[b, t]``, the model's flags say whether it is causal, and its window.
 
     Raises:
-        NotImplementedError: something is asked for that attnlib does not have.
+        NotImplementedError: something is asked for that attnlib does not have, or a tensor is given that it does not
+            know. Numbers and flags that it does not know are ignored, as transformers' own functions do.
     """
-    for name in REFUSED:
-        if kwargs.get(name) not in (None, False):
-            raise NotImplementedError(f'{name}: attn_implementation="attnlib" has none; use "eager" for it')
+    check_arguments(kwargs)
     given = Options(**{name: kwargs[name] for name in Options._fields if name in kwargs})
     options = {"scale": scaling, "softcap": given.softcap, "sinks": given.s_aux}
     is_latent = are_latents(query, key)
-    if view_of(key) is not None:
+    if pages_of(key, value) is not None:
         return attention_to_pages(module, query, key, attention_mask, given.position_bias, options), None
-    if is_latent and not _absorbs(module, query, key, attention_mask, dropout):
+    if is_latent and (given.cu_seq_lens_q is not None or not _absorbs(module, query, key, attention_mask, dropout)):
         (key, value), is_latent = expanded(module, key, value), False
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     mask = _band(module, given, q.shape[1])
-    if given.cu_seq_lens_q is not None and q.shape[0] == 1 and not is_latent:
+    if given.cu_seq_lens_q is not None and q.shape[0] == 1:
         return _packed(q, k, v, mask, given, dropout, options), None
     k, v, mask, bias, bounds = _seen(k, v, mask, attention_mask, given.position_bias)
     if is_latent:
@@ -74,6 +95,30 @@ def attention_forward(
     options |= {} if bounds is None else dict(zip(("key_starts", "key_ends"), bounds, strict=True))
     options["score"] = None if bias is None else bias_tensor(bias)
     return attention(q, k, v, mask=mask, dropout_p=dropout, **options).contiguous(), None
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse what models hand on and attnlib does not have.
+
+    Raises:
+        NotImplementedError: with the name, and what the model wants.
+    """
+    for name, value in given.items():
+        if name in REFUSED and not (value is None or value is False):
+            raise NotImplementedError(f'{name}: attn_implementation="attnlib" has none; use "eager" for it')
+        if name not in HARMLESS and name not in Options._fields and _holds_tensor(value):
+            wanted = WANTED.get(name, "the model's attention may depend on it")
+            raise NotImplementedError(
+                f'{name}: attn_implementation="attnlib" does not read this tensor, and {wanted}; use "eager" for it'
+            )
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensor, value))
+    return isinstance(value, Tensor)
 
 
 def _absorbs(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, dropout: float) -> bool:
@@ -89,27 +134,34 @@ def _seen(
     if attention_mask is None:
         return k, v, mask, bias, None
     if attention_mask.dim() == 2:
-        bounds = None if torch.compiler.is_compiling() else getattr(attention_mask, "bounds", None)
+        bounds, attention_mask = read(attention_mask)
         tokens = attention_mask.shape[1]  # of a static cache, whose other rows lie behind; or also of dropped keys
         k, v, bias = k[:, :tokens], v[:, :tokens], None if bias is None else bias[..., :tokens]
         attention_mask = attention_mask[:, tokens - k.shape[1] :]
         if attention_mask.dtype != torch.bool:
             return k, v, mask & documents(attention_mask.int()), bias, None
-        if torch.compiler.is_compiling():  # when nobody has looked for holes
+        if bounds is None and (torch.compiler.is_compiling() or has_holes(attention_mask)):
             mask = mask & mask_tensor(attention_mask[:, None, None])
-        return k, v, mask, bias, bounds_of(attention_mask) if bounds is None else bounds
+            return k, v, mask, bias, None
+        return k, v, mask, bias, edges_of(attention_mask) if bounds is None else bounds
     given = attention_mask[..., : k.shape[1]]
     if given.dtype == torch.bool:
         return k, v, mask_tensor(given), bias, None
     return k, v, FULL, given if bias is None else bias + given, None
 
 
+def flags_of(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> str:
+    """What flags of a model say that a mask leaves out: "full", "causal" or "window"."""
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return "full" if not is_causal else "causal" if sliding_window is None else "window"
+
+
 def _band(module: nn.Module, given: Options, queries: int) -> AnyMask:
     """The mask that a model's flags describe; one query comes last, and sees all."""
-    is_causal = getattr(module, "is_causal", True) if given.is_causal is None else given.is_causal
-    if not is_causal or queries == 1:
+    said = flags_of(module, given.is_causal, given.sliding_window)
+    if said == "full" or queries == 1:
         return FULL
-    return CAUSAL if given.sliding_window is None else sliding(given.sliding_window)
+    return CAUSAL if said == "causal" else sliding(given.sliding_window)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, given: Options, dropout: float, options: dict) -> Tensor:

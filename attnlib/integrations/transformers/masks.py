@@ -25,6 +25,7 @@ from transformers.masking_utils import (
 from transformers.utils.import_utils import is_tracing
 
 from ...packing import edges_of
+from .handed import handed, has_holes, read
 
 # What transformers' mask functions close over, by which their parts are told apart.
 JOINED, WINDOW, PACKED, REMAPPED = (
@@ -36,6 +37,9 @@ JOINED, WINDOW, PACKED, REMAPPED = (
         ("remap_positions_for_packed_sequence", "inner_mask"),
     )
 )
+
+
+PLACES = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask")
 
 
 def attention_mask(
@@ -52,6 +56,7 @@ def attention_mask(
 
     What transformers calls; ``options`` are the rest of what it hands over.
     """
+    attention_mask = None if attention_mask is None else read(attention_mask)[1]
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     if torch.compiler.is_compiling() or (attention_mask is not None and is_tracing(attention_mask)):
         traced = sdpa_mask(*sizes, **options)
@@ -78,7 +83,7 @@ def attention_mask(
             return None
         return _least(padding[:, :visible], kv_offset, may_skip=visible == kv_length, or_else=definition)
     numbers = _documents(mask_function, options) if padding is None else None
-    return definition() if numbers is None else numbers
+    return definition() if numbers is None else handed(numbers)
 
 
 def _least(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[], Tensor]) -> Tensor | None:
@@ -88,12 +93,9 @@ def _least(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[], 
     """
     if may_skip and there.all():
         return None
-    starts, ends = edges_of(there)
-    if not (there.sum(1) == ends - starts).all():
+    if has_holes(there):
         return or_else()
-    mask = pad(there, (offset, 0))
-    mask.bounds = starts, ends  # which every layer would find again
-    return mask
+    return handed(pad(there, (offset, 0)), bounds=edges_of(there))  # which every layer would find again
 
 
 def _kinds(function: Callable) -> Iterator[Callable | str]:
@@ -106,6 +108,17 @@ def _kinds(function: Callable) -> Iterator[Callable | str]:
         yield function
     else:
         yield name
+
+
+def meaning_of(function: Callable) -> str:
+    """What a mask function says beside padding and documents: "full", "causal", "window", or "other"."""
+    if getattr(function, "__qualname__", "") == REMAPPED:
+        return meaning_of(_closed(function, "mask_function"))
+    if getattr(function, "__qualname__", "") == JOINED:
+        said = {meaning_of(part) for part in _closed(function, "mask_functions")} - {"documents"}
+        return "window" if said == {"causal", "window"} else said.pop() if len(said) == 1 else "other"
+    kinds = {WINDOW: "window", PACKED: "documents", causal_mask_function: "causal", bidirectional_mask_function: "full"}
+    return next((kinds[kind] for kind in _kinds(function) if kind in kinds), "other")
 
 
 def _is_band(kinds: list, options: dict) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from ...kv import KVLayout
 from ...signatures import kind
 from .latents import SIZES, keeps_latents
 from .own import FORMS
-from .pages import stand_in
+from .pages import HandedPages, stand_in
 from .replacing import ReplacedAttention
 
 NAME = "attnlib"  # without "flash", by which transformers would take it for a package of that kind
@@ -62,6 +63,8 @@ class PagedCache(Cache):
         self._step: Any = None  # the context of a step that is open, its layers, and its tokens for each row
         self._open: Sequence[LayerCache] = ()
         self._tokens = 0
+        self._handed: dict[int, HandedPages] = {}  # by layer, of the step that is open
+        finalize(self, model.register_forward_hook(EndOfForward(self), always_call=True).remove)
         super().__init__(layers=[PagedLayer(self, index) for index in range(len(layouts))])
 
     @property
@@ -89,7 +92,10 @@ class PagedCache(Cache):
         is_latent = layer.layout.is_latent
         k, v = (x[:, 0].flatten(0, 1) if is_latent else x.transpose(1, 2).flatten(0, 1) for x in (key, value))
         view = layer.append(k, v if v.shape[-1] else None)
-        return (key, value) if not self._length else tuple(stand_in(x, self._length + s, view) for x in (key, value))
+        if not self._length:
+            return key, value
+        pages = self._handed[index] = HandedPages(view)
+        return tuple(stand_in(x, self._length + s, pages) for x in (key, value))
 
     def length_of(self, index: int) -> int:
         """The tokens of each row that the layer has stored."""
@@ -132,7 +138,7 @@ class PagedCache(Cache):
 
     def reset(self) -> None:
         """Free all rows."""
-        self._settle()
+        self._undo()
         self._kv.release(*self.handles)
         self.handles, self._length = [], 0
 
@@ -150,20 +156,57 @@ class PagedCache(Cache):
         self._open = step.__enter__()
         self._step, self._tokens = step, tokens
 
+    def end_of_forward(self, output: Any) -> None:
+        """Keep the step of a forward that has ended; undo it where the forward raised, and gave None.
+
+        Raises:
+            RuntimeError: some layer stored nothing, or nobody attended to its pages.
+        """
+        if output is None:
+            self._undo()
+        elif self._step is not None and not all(layer.appended for layer in self._open):
+            missing = next(index for index, layer in enumerate(self._open) if not layer.appended)
+            self._undo()
+            raise RuntimeError(f"layer {missing}: expected keys and values in every step, got none; the step is undone")
+        else:
+            self._settle()
+
     def _settle(self) -> None:
         """End the step that is open, as late as this, since its views are read after its last append.
 
-        A model that raised midway leaves a step of which some layers have nothing: it is undone.
+        A step of which some layers have nothing is one whose model raised midway: it is undone.
+
+        Raises:
+            RuntimeError: nobody attended to the pages of some layer.
         """
         if self._step is None:
             return
-        step, self._step = self._step, None
-        if all(layer.appended for layer in self._open):
+        unread = [index for index, pages in self._handed.items() if not pages.was_read]
+        if not all(layer.appended for layer in self._open):
+            self._undo()
+        elif unread:
+            self._undo()
+            raise RuntimeError(
+                f"layer {unread[0]}: expected attention to the pages that update() handed out, got none; the model "
+                "computes with them, or calls another attention. The step is undone; use a DynamicCache for this model"
+            )
+        else:
+            step, self._step = self._step, None
+            self._handed.clear()
             step.__exit__(None, None, None)
             self._length += self._tokens
+
+    def _undo(self) -> None:
+        """Take back the step that is open, and the rows that it began."""
+        if self._step is None:
             return
+        step, self._step = self._step, None
+        self._handed.clear()
         with suppress(_Aborted):
             step.__exit__(_Aborted, _Aborted(), None)
+        if not self._length:
+            self._kv.release(*self.handles)
+            self.handles = []
 
     def _select(self, rows: Sequence[int]) -> None:
         """Let the rows be copies of these, which share what is stored."""
@@ -179,6 +222,22 @@ class PagedCache(Cache):
 
 class _Aborted(Exception):
     """What undoes a step."""
+
+
+class EndOfForward:
+    """A hook of a model that ends the step of a cache, as long as there is one; copies of the model have none."""
+
+    def __init__(self, cache: PagedCache | None = None):
+        self._cache = None if cache is None else ref(cache)
+
+    def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
+        """After a forward, also one that raised."""
+        cache = None if self._cache is None or torch.compiler.is_compiling() else self._cache()
+        if cache is not None:
+            cache.end_of_forward(output)
+
+    def __reduce__(self) -> tuple:
+        return EndOfForward, ()
 
 
 class PagedLayer(CacheLayerMixin):

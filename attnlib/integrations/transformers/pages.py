@@ -11,21 +11,41 @@ from ...kv import KVView
 from ...layers.latent_forms import attend_expanded
 from ...mask import CAUSAL, AnyMask, Mask, sliding
 from ...masks import mask_tensor
-from ...packing import bounds_of
+from ...packing import edges_of
 from ...scores import bias_tensor
+from .handed import read
 from .latents import absorbed, expanded, may_absorb, unabsorbed
 
 
-def stand_in(x: Tensor, tokens: int, view: KVView) -> Tensor:
-    """What has the shape of ``x`` ``[b, g, s, d]`` over so many tokens, and takes no memory: NaN, with the ``view``."""
+class HandedPages:
+    """The pages of one layer in one step, for which stand-ins of keys and values are handed to the model."""
+
+    def __init__(self, view: KVView):
+        self.view = view
+        self.was_read = False
+
+
+def stand_in(x: Tensor, tokens: int, pages: HandedPages) -> Tensor:
+    """Return NaN in the shape of ``x`` ``[b, g, s, d]`` over ``tokens``, which takes no memory and names the pages."""
     standing = x.new_full((), torch.nan).expand(*x.shape[:2], tokens, x.shape[3])
-    standing.view_of_pages = view
+    standing.handed_pages = pages
     return standing
 
 
-def view_of(key: Tensor) -> KVView | None:
-    """The pages that ``key`` stands for; None of keys."""
-    return getattr(key, "view_of_pages", None)
+def pages_of(key: Tensor, value: Tensor) -> HandedPages | None:
+    """The pages that keys and values stand for; None of tensors that stand for themselves.
+
+    Raises:
+        NotImplementedError: only one of them came back as it was handed out.
+    """
+    pages, of_value = (getattr(x, "handed_pages", None) for x in (key, value))
+    if pages is not of_value:
+        changed = "key" if pages is None else "value"
+        raise NotImplementedError(
+            f"{changed}: expected what hf.PagedCache handed out, got another tensor; the model computes with its "
+            "cached keys or values before attention: use a DynamicCache for it"
+        )
+    return pages
 
 
 def attention_to_pages(
@@ -44,15 +64,17 @@ def attention_to_pages(
     Raises:
         NotImplementedError: documents, which begin again within a row.
     """
-    (b, _, s, _), view = query.shape, view_of(key)
+    (b, _, s, _), pages = query.shape, key.handed_pages
+    pages.was_read, view = True, pages.view
     window = view.layout.window
     mask: AnyMask = CAUSAL if window is None else sliding(window)
     if attention_mask is not None and attention_mask.dim() == 2:
+        bounds, attention_mask = read(attention_mask)
         if attention_mask.dtype != torch.bool:
             raise NotImplementedError(
                 "position_ids: they begin again within a row of a cache, which keeps one sequence"
             )
-        starts, _ = getattr(attention_mask, "bounds", None) or bounds_of(attention_mask)
+        starts, _ = bounds or edges_of(attention_mask)
         view = replace(view, starts=torch.maximum(view.starts, starts), schedule=None, check=False)
     elif attention_mask is not None and attention_mask.dtype == torch.bool:
         mask = mask_tensor(attention_mask)  # which may show what comes later, as parts of an image
