@@ -1,9 +1,13 @@
 """Small models of transformers' families, with random weights."""
 
+from inspect import signature
 from types import MappingProxyType
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Mistral4ForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaModel, Mistral4ForCausalLM
+
+# The argument of models and of generate, and the field of outputs, since transformers 5.24 and before.
+CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -106,6 +110,8 @@ def small(family: str) -> torch.nn.Module:
 def lively(model: torch.nn.Module) -> torch.nn.Module:
     """The model with weights of such sizes that attention is no mean, and gains, biases and sinks that differ."""
     for name, x in model.named_parameters():
+        if not x.is_floating_point():
+            continue
         if x.dim() > 1 and "norm" not in name:
             torch.nn.init.normal_(x, std=1.2 * x.shape[-1] ** -0.5)
         else:

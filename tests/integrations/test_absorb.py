@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import DECODERS, small
+from families import CACHE, DECODERS, small
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -66,7 +66,7 @@ def test_chunks_over_what_is_stored(queries, forms):
     outs = []
     for model in pair:
         first = model(ids[:, : 40 - queries])
-        outs.append(model(ids[:, 40 - queries :], past_key_values=first.past_key_values).logits)
+        outs.append(model(ids[:, 40 - queries :], **{CACHE: first[CACHE]}).logits)
     torch.testing.assert_close(*outs, rtol=2e-5, atol=2e-5)
     assert forms["absorbed"] == pair[1].config.num_hidden_layers * 1
 

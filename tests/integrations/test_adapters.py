@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import small
+from families import CACHE, small
 from test_transformers import agree, tokens
 
 from attnlib.integrations import transformers as hf
@@ -65,5 +65,5 @@ def test_pages(adapted):
     _, model = adapted
     ids = tokens(model.base_model.model, 2, 9)
     cache = hf.PagedCache(model.base_model.model, pages=64, page_size=4, max_sequences=4)
-    with_pages = model.generate(input_ids=ids, past_key_values=cache, **OPTIONS)
+    with_pages = model.generate(input_ids=ids, **{CACHE: cache}, **OPTIONS)
     assert torch.equal(with_pages, model.generate(input_ids=ids, **OPTIONS))

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
+    and_masks,
     bidirectional_mask_function,
     causal_mask_function,
     chunked_causal_mask_function,
-    packed_sequence_compatibility_function,
+    packed_sequence_mask_function,
+    remap_positions_for_packed_sequence,
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
@@ -103,7 +105,9 @@ def test_attention_with_our_mask_is_sdpa_with_theirs(call, seed):
     elif kind == "packed":
         numbers = torch.randint(0, 3, (2, queries)).sort(1).values
         positions = torch.arange(queries) - (numbers[:, :, None] > numbers[:, None]).sum(-1)
-        function = packed_sequence_compatibility_function(causal_mask_function, positions, numbers)
+        function = and_masks(
+            packed_sequence_mask_function(numbers), remap_positions_for_packed_sequence(causal_mask_function, positions)
+        )
         options["allow_is_causal_skip"] = False
     sizes = (2, queries, keys, past, offset, function)
     q, k, v = torch.randn(2, 4, queries, 8), *torch.randn(2, 2, 2, keys, 8).unbind(0)

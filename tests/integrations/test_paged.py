@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import DECODERS, lively
+from families import CACHE, DECODERS, lively
 from test_encoders import BOTH, TOKENS, padded
 from test_transformers import WAYS, agree, both, tokens
 from torch import nn
@@ -39,7 +39,7 @@ def test_generated_tokens(family, way):
     ids, mask = tokens(eager, 3, 12), torch.ones(3, 12, dtype=torch.long)
     mask[0, :4], mask[1, :9] = 0, 0
     theirs = eager.generate(ids, attention_mask=mask, **OPTIONS, **LOGITS)
-    mine = ours.generate(ids, attention_mask=mask, past_key_values=paged(ours), **OPTIONS, **LOGITS)
+    mine = ours.generate(ids, attention_mask=mask, **{CACHE: paged(ours)}, **OPTIONS, **LOGITS)
     assert torch.equal(mine.sequences, theirs.sequences)
     agree(torch.stack(mine.logits), torch.stack(theirs.logits))
 
@@ -53,9 +53,9 @@ def test_what_comes_later_is_shown_where_a_mask_says_so():
     shown[9:12, 9:12] = True
     for begin, end in ((0, 8), (8, 15)):
         given = shown[None, None, begin:end, :end]
-        mine = ours(ids[:, begin:end], past_key_values=cache, attention_mask=given).logits
+        mine = ours(ids[:, begin:end], **{CACHE: cache}, attention_mask=given).logits
         added = torch.zeros(given.shape).masked_fill(~given, torch.finfo(torch.float32).min)
-        agree(mine, eager(ids[:, begin:end], past_key_values=theirs, attention_mask=added).logits)
+        agree(mine, eager(ids[:, begin:end], **{CACHE: theirs}, attention_mask=added).logits)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "llama4_text", "deepseek_v3"])
@@ -65,8 +65,8 @@ def test_several_tokens_after_a_prompt(family):
     eager, ours = pair_of(family)
     ids, cache, theirs = tokens(eager, 2, 30), paged(ours), DynamicCache(config=eager.config)
     for begin, end in ((0, 9), (9, 20), (20, 21), (21, 30)):
-        mine = ours(ids[:, begin:end], past_key_values=cache).logits
-        agree(mine, eager(ids[:, begin:end], past_key_values=theirs).logits)
+        mine = ours(ids[:, begin:end], **{CACHE: cache}).logits
+        agree(mine, eager(ids[:, begin:end], **{CACHE: theirs}).logits)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v3"])
@@ -75,7 +75,7 @@ def test_beams_share_pages(family):
     eager, ours = pair_of(family)
     ids, cache = tokens(eager, 2, 5), paged(ours)
     options = OPTIONS | {"num_beams": 3, "max_new_tokens": 24}
-    theirs, mine = eager.generate(ids, **options), ours.generate(ids, past_key_values=cache, **options)
+    theirs, mine = eager.generate(ids, **options), ours.generate(ids, **{CACHE: cache}, **options)
     assert torch.equal(mine, theirs)
     assert len(cache.handles) == 6
     layout = cache.kv.layouts[0]
@@ -93,7 +93,7 @@ def test_an_assistant_takes_tokens_back(family):
     ids = tokens(eager, 1, 9)
     theirs = eager.generate(ids, **OPTIONS)
     cache = paged(ours, rollback=32)
-    assert torch.equal(ours.generate(ids, past_key_values=cache, assistant_model=assistant, **OPTIONS), theirs)
+    assert torch.equal(ours.generate(ids, **{CACHE: cache}, assistant_model=assistant, **OPTIONS), theirs)
 
 
 @torch.no_grad()
@@ -102,19 +102,19 @@ def test_rows_are_forked_and_chosen():
     cache, theirs = paged(ours), DynamicCache(config=eager.config)
     ids = tokens(eager, 2, 11)
     for model, own in ((eager, theirs), (ours, cache)):
-        model(ids, past_key_values=own)
+        model(ids, **{CACHE: own})
     used = cache.kv.used_bytes
     for own in (theirs, cache):
         own.batch_repeat_interleave(3)
     assert cache.kv.used_bytes == used
     more = tokens(eager, 6, 2)
-    agree(ours(more, past_key_values=cache).logits, eager(more, past_key_values=theirs).logits)
+    agree(ours(more, **{CACHE: cache}).logits, eager(more, **{CACHE: theirs}).logits)
     assert cache.kv.used_bytes > used
     for rows in (torch.tensor([5, 0, 3]), torch.tensor([True, False, True])):
         for own in (theirs, cache):
             own.batch_select_indices(rows)
         step = tokens(eager, len(cache.handles), 1)
-        agree(ours(step, past_key_values=cache).logits, eager(step, past_key_values=theirs).logits)
+        agree(ours(step, **{CACHE: cache}).logits, eager(step, **{CACHE: theirs}).logits)
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ def test_windows_drop_pages():
     """All but those that a query still reaches, in whole pages."""
     _, ours = pair_of("mistral")
     cache = paged(ours, pages=8, max_length=64)
-    ours.generate(tokens(ours, 2, 5), past_key_values=cache, **OPTIONS | {"max_new_tokens": 50})
+    ours.generate(tokens(ours, 2, 5), **{CACHE: cache}, **OPTIONS | {"max_new_tokens": 50})
     assert cache.length == 54
     assert cache.kv.used_bytes <= 2 * 2 * 3 * 4 * cache.kv.layouts[0].token_bytes  # layers, rows, pages, tokens
 
@@ -132,8 +132,8 @@ def test_windows_drop_pages():
 def test_bytes(store):
     eager, ours = pair_of("llama")
     ids, cache = tokens(eager, 2, 20), paged(ours, store=store)
-    ours(ids[:, :-1], past_key_values=cache)
-    mine, theirs = ours(ids[:, -1:], past_key_values=cache).logits, eager(ids).logits[:, -1:]
+    ours(ids[:, :-1], **{CACHE: cache})
+    mine, theirs = ours(ids[:, -1:], **{CACHE: cache}).logits, eager(ids).logits[:, -1:]
     assert 1e-5 < (mine - theirs).norm() / theirs.norm() < 0.05
     assert cache.kv.layouts[0].store == store
 
@@ -144,7 +144,7 @@ def test_a_cache_is_used_again_after_reset():
     cache = paged(ours)
     for rows in (3, 2):
         ids = tokens(eager, rows, 7)
-        assert torch.equal(ours.generate(ids, past_key_values=cache, **OPTIONS), eager.generate(ids, **OPTIONS))
+        assert torch.equal(ours.generate(ids, **{CACHE: cache}, **OPTIONS), eager.generate(ids, **OPTIONS))
         cache.reset()
         assert (cache.length, cache.kv.used_bytes, cache.get_seq_length()) == (0, 0, 0)
 
@@ -153,17 +153,17 @@ def test_a_cache_is_used_again_after_reset():
 def test_a_model_that_raises_midway_leaves_the_cache_as_it_was():
     eager, ours = pair_of("llama")
     ids, cache = tokens(eager, 2, 9), paged(ours)
-    ours(ids[:, :5], past_key_values=cache)
+    ours(ids[:, :5], **{CACHE: cache})
 
     def fail(*_):
         raise OSError("midway")
 
     hook = ours.model.layers[0].mlp.register_forward_hook(fail)
     with pytest.raises(OSError, match="midway"):
-        ours(ids[:, 5:], past_key_values=cache)
+        ours(ids[:, 5:], **{CACHE: cache})
     hook.remove()
     assert cache.get_mask_sizes(1, 0) == (6, 0)
-    agree(ours(ids[:, 5:], past_key_values=cache).logits, eager(ids).logits[:, 5:])
+    agree(ours(ids[:, 5:], **{CACHE: cache}).logits, eager(ids).logits[:, 5:])
 
 
 class Added(nn.Linear):
@@ -180,8 +180,8 @@ def test_up_projections_that_are_no_plain_weights_expand():
         for block in model.model.layers:
             block.self_attn.kv_b_proj.__class__ = Added
     ids, cache = tokens(eager, 2, 14), paged(ours)
-    agree(ours(ids[:, :9], past_key_values=cache).logits, eager(ids).logits[:, :9])
-    agree(ours(ids[:, 9:], past_key_values=cache).logits, eager(ids).logits[:, 9:])
+    agree(ours(ids[:, :9], **{CACHE: cache}).logits, eager(ids).logits[:, :9])
+    agree(ours(ids[:, 9:], **{CACHE: cache}).logits, eager(ids).logits[:, 9:])
 
 
 @pytest.mark.parametrize("family", BOTH)
@@ -196,7 +196,7 @@ def test_decoders_with_an_encoder(family):
     ids, mask = padded()
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "num_beams": 2}
     cache = EncoderDecoderCache(paged(ours), DynamicCache())
-    assert torch.equal(ours.generate(ids, past_key_values=cache, **options), eager.generate(ids, **options))
+    assert torch.equal(ours.generate(ids, **{CACHE: cache}, **options), eager.generate(ids, **options))
 
 
 # What is refused
@@ -209,13 +209,14 @@ def test_another_attention_is_refused():
 
 
 @torch.no_grad()
-def test_another_attention_gets_nan():
-    """Should it be chosen later."""
+def test_another_attention_is_told():
+    """Should it be chosen later: it got NaN, and no page was read."""
     _, ours = pair_of("llama", "attention")
     cache, ids = paged(ours), tokens(ours, 1, 4)
-    ours(ids, past_key_values=cache)
+    ours(ids, **{CACHE: cache})
     ours.set_attn_implementation("sdpa")
-    assert ours(ids[:, :1], past_key_values=cache).logits.isnan().all()
+    with pytest.raises(RuntimeError, match="layer 0: expected attention to the pages"):
+        ours(ids[:, :1], **{CACHE: cache})
 
 
 def test_expanded_latents_are_refused():
@@ -228,9 +229,9 @@ def test_expanded_latents_are_refused():
 def test_other_rows_are_refused():
     _, ours = pair_of("llama")
     cache = paged(ours)
-    ours(tokens(ours, 3, 4), past_key_values=cache)
+    ours(tokens(ours, 3, 4), **{CACHE: cache})
     with pytest.raises(ValueError, match=r"expected 3 rows as before, got 2; call reset\(\)"):
-        ours(tokens(ours, 2, 1), past_key_values=cache)
+        ours(tokens(ours, 2, 1), **{CACHE: cache})
 
 
 def test_an_assistant_needs_tokens_behind_a_window():

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import DECODERS
+from families import CACHE, DECODERS
 from test_transformers import WAYS, both, tokens
 
 from attnlib.integrations import transformers as hf
@@ -45,7 +45,7 @@ def test_every_cache_gives_the_same_tokens(family, way):
     for cache in (
         {},
         {"cache_implementation": "static", "disable_compile": True},
-        {"past_key_values": pages},
+        {CACHE: pages},
     ):
         assert torch.equal(ours.generate(ids, attention_mask=mask, **OPTIONS, **cache), theirs), list(cache)
 

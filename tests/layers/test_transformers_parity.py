@@ -44,13 +44,7 @@ class Theirs(NamedTuple):
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         make = create_sliding_window_causal_mask if self.windowed else create_causal_mask
         rows = torch.arange(x.shape[1]).expand(x.shape[:2])
-        mask = make(
-            config=self.attention.config,
-            inputs_embeds=x,
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=rows,
-        )
+        mask = make(self.attention.config, x, None, None, rows)  # the fourth is the cache, which was renamed
         return self.attention(x, position_embeddings=self.angles(x, positions), attention_mask=mask)[0]
 
     def angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

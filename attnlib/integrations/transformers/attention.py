@@ -28,6 +28,7 @@ HARMLESS = MappingProxyType(
         "position_embeddings": "queries and keys are rotated by them already",
         "encoder_hidden_states": "keys and values are made from them already",
         "seq_idx": "convolutions and state spaces read it",
+        "labels": "the loss is computed from them",
     }
 )
 WANTED = MappingProxyType(
@@ -135,6 +136,11 @@ def _seen(
         return k, v, mask, bias, None
     if attention_mask.dim() == 2:
         bounds, attention_mask = read(attention_mask)
+        if attention_mask.shape[0] != k.shape[0]:
+            raise NotImplementedError(
+                f"attention_mask: expected one row for each of {k.shape[0]} rows of keys, got "
+                f'{attention_mask.shape[0]}, which attn_implementation="attnlib" does not repeat; use "eager" for it'
+            )
         tokens = attention_mask.shape[1]  # of a static cache, whose other rows lie behind; or also of dropped keys
         k, v, bias = k[:, :tokens], v[:, :tokens], None if bias is None else bias[..., :tokens]
         attention_mask = attention_mask[:, tokens - k.shape[1] :]

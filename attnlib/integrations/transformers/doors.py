@@ -41,13 +41,15 @@ class Doors:
         if torch.compiler.is_compiling():
             return masks.attention_mask(*args, **kwargs)
         named = dict(zip(masks.PLACES, args, strict=False)) | kwargs
-        config, handed = named.get("config"), named.get("attention_mask")
+        config, back = named.get("config"), named.get("attention_mask")
         kinds = self._kinds(config)
         self._refuse_kinds(kinds)
         meaning = masks.meaning_of(named.get("mask_function", masks.causal_mask_function))
         is_row = named["q_length"] == 1
-        if isinstance(handed, HandedMask) and handed.meaning not in (None, meaning) and not is_row:
-            return handed  # as transformers hands on a mask of four dimensions, whatever is asked for now
+        if isinstance(back, HandedMask) and back.numbers is not None:
+            return back.numbers
+        if isinstance(back, HandedMask) and back.meaning not in (None, meaning) and not is_row:
+            return back  # as transformers hands on a mask of four dimensions, whatever is asked for now
         made = masks.attention_mask(**named)
         if isinstance(made, HandedMask):
             made.meaning, made.keys = None if is_row else meaning, named["kv_length"]
@@ -63,8 +65,8 @@ class Doors:
         if not torch.compiler.is_compiling():
             self.calls += 1
             kwargs |= self._flags(module, query, key, attention_mask, kwargs)
-            if isinstance(attention_mask, HandedMask) and attention_mask.is_whole:
-                attention_mask = None
+            if isinstance(attention_mask, HandedMask) and (attention_mask.is_whole or attention_mask.dim() != 2):
+                attention_mask = None if attention_mask.is_whole else attention_mask.plain
         return attention.attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     def expect(self, model: PreTrainedModel) -> None:

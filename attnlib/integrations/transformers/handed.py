@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 SAME = frozenset({"to", "bool", "clone", "contiguous", "cpu", "cuda", "detach"})
-MADE_FOR = ("bounds", "meaning", "keys", "is_whole")
+MADE_FOR = ("bounds", "meaning", "keys", "is_whole", "is_changed", "numbers")
 
 
 class HandedMask(Tensor):
@@ -19,7 +19,9 @@ class HandedMask(Tensor):
 
     ``plain`` is the same tensor without a class; ``bounds`` are the first key of each row and that after its last,
     ``meaning`` is what else the mask says ("full", "causal", "window"; None if there is one query only), and ``keys``
-    how many keys it was made for. ``is_whole`` masks hide nothing.
+    how many keys it was made for. ``is_whole`` masks hide nothing; ``is_changed`` ones came of a mask that left
+    something to flags. ``numbers`` is the mask of documents of which a bool one was made, as transformers does with one
+    that it gets back.
     """
 
     plain: Tensor
@@ -28,6 +30,7 @@ class HandedMask(Tensor):
     keys: int | None = None
     is_whole: bool = False
     is_changed: bool = False
+    numbers: "HandedMask | None" = None
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -38,7 +41,7 @@ class HandedMask(Tensor):
         """
         masks = [x for x in _flat((args, kwargs or {})) if isinstance(x, cls)]
         beside = [x for x in _flat((args, kwargs or {})) if isinstance(x, Tensor) and not isinstance(x, cls)]
-        if any(x.dim() > 2 for x in beside):
+        if any(x.dim() > 2 for x in beside) and all(mask.plain.dim() == 2 for mask in masks):
             raise NotImplementedError(_computes(func))
         try:
             made = func(*_plain(args), **_plain(kwargs or {}))
@@ -47,12 +50,12 @@ class HandedMask(Tensor):
         if not isinstance(made, Tensor) or made.dim() == 0 or not masks:
             return made
         if getattr(func, "__name__", "") in SAME and made.shape == masks[0].plain.shape:
-            return handed(made, **{name: getattr(masks[0], name) for name in MADE_FOR})
-        if all(mask.meaning in (None, "full") for mask in masks):
-            return made  # which says the same of every query
-        made = handed(made)
-        made.is_changed = True
-        return made
+            kept = handed(made, **{name: getattr(masks[0], name) for name in MADE_FOR})
+            if made.dtype == torch.bool and masks[0].plain.dtype != torch.bool:
+                kept.numbers = masks[0]
+            return kept
+        # What says the same of every query may become a mask of another form; what leaves something to flags may not.
+        return handed(made, is_changed=any(x.is_changed or x.meaning not in (None, "full") for x in masks))
 
 
 def handed(mask: Tensor, **made_for: Any) -> HandedMask:

@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from inspect import signature
 from typing import Any
-from weakref import finalize, ref
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...cache.kv_cache import KVCache, LayerCache
@@ -16,7 +18,7 @@ from ...kv import KVLayout
 from ...signatures import kind
 from .latents import SIZES, keeps_latents
 from .own import FORMS
-from .pages import HandedPages, stand_in
+from .pages import EndOfForward, HandedPages, stand_in
 from .replacing import ReplacedAttention
 
 NAME = "attnlib"  # without "flash", by which transformers would take it for a package of that kind
@@ -24,7 +26,7 @@ NAME = "attnlib"  # without "flash", by which transformers would take it for a p
 
 @kind
 class PagedCache(Cache):
-    """A :class:`attnlib.KVCache` for ``model.generate(..., past_key_values=cache)``; the argument is the model.
+    """A :class:`attnlib.KVCache` for ``model.generate(..., **cache.as_argument)``; its own argument is the model.
 
     Rows of a batch are sequences of it: beams fork them, so that they share pages, cropping truncates them, and
     ``reset`` frees them. Layers with a window drop the pages behind it, but for ``rollback`` tokens, which an assistant
@@ -66,6 +68,11 @@ class PagedCache(Cache):
         self._handed: dict[int, HandedPages] = {}  # by layer, of the step that is open
         finalize(self, model.register_forward_hook(EndOfForward(self), always_call=True).remove)
         super().__init__(layers=[PagedLayer(self, index) for index in range(len(layouts))])
+
+    @property
+    def as_argument(self) -> dict[str, "PagedCache"]:
+        """The cache by its argument's name in this transformers: ``cache``, or ``past_key_values`` before 5.24."""
+        return {"cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values": self}
 
     @property
     def kv(self) -> KVCache:
@@ -222,22 +229,6 @@ class PagedCache(Cache):
 
 class _Aborted(Exception):
     """What undoes a step."""
-
-
-class EndOfForward:
-    """A hook of a model that ends the step of a cache, as long as there is one; copies of the model have none."""
-
-    def __init__(self, cache: PagedCache | None = None):
-        self._cache = None if cache is None else ref(cache)
-
-    def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
-        """After a forward, also one that raised."""
-        cache = None if self._cache is None or torch.compiler.is_compiling() else self._cache()
-        if cache is not None:
-            cache.end_of_forward(output)
-
-    def __reduce__(self) -> tuple:
-        return EndOfForward, ()
 
 
 class PagedLayer(CacheLayerMixin):

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +48,22 @@ def pages_of(key: Tensor, value: Tensor) -> HandedPages | None:
             "cached keys or values before attention: use a DynamicCache for it"
         )
     return pages
+
+
+class EndOfForward:
+    """A hook of a model that ends the step of a cache, as long as there is one; copies of the model have none."""
+
+    def __init__(self, cache: Any = None):
+        self._cache = None if cache is None else ref(cache)
+
+    def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
+        """After a forward, also one that raised."""
+        cache = None if self._cache is None or torch.compiler.is_compiling() else self._cache()
+        if cache is not None:
+            cache.end_of_forward(output)
+
+    def __reduce__(self) -> tuple:
+        return EndOfForward, ()
 
 
 def attention_to_pages(

@@ -38,6 +38,7 @@ class ReplacedAttention(nn.Module):
         attention_mask: Tensor | None = None,
         mask: Tensor | None = None,
         position_embeddings: Angles | None = None,
+        cache: Any = None,
         past_key_values: Any = None,
         layer_past: Any = None,
         key_value_states: Tensor | None = None,
@@ -46,14 +47,14 @@ class ReplacedAttention(nn.Module):
     ) -> tuple[Tensor | None, ...]:
         """Of ``hidden_states`` ``[b, s, m]``, and as many None as the model expects beside it.
 
-        T5 calls its mask ``mask``, and hands a bias that is 0 from layer to layer. GPT-NeoX calls its cache
-        ``layer_past``.
+        T5 calls its mask ``mask``, and hands a bias that is 0 from layer to layer. The ``cache`` was called
+        ``past_key_values`` before transformers 5.24; GPT-NeoX calls it ``layer_past``.
         """
-        past_key_values = layer_past if past_key_values is None else past_key_values
+        cache = next((x for x in (cache, past_key_values, layer_past) if x is not None), None)
         angles = self._angles(position_embeddings, kwargs.get("position_ids"))
-        at = self._positions(hidden_states, kwargs.get("position_ids"), past_key_values)
+        at = self._positions(hidden_states, kwargs.get("position_ids"), cache)
         q = self._query(hidden_states, angles, at)
-        key, value = self._stored(hidden_states, angles, past_key_values, key_value_states)
+        key, value = self._stored(hidden_states, angles, cache, key_value_states)
         out, _ = attention_forward(
             self,
             q,
@@ -76,22 +77,20 @@ class ReplacedAttention(nn.Module):
         """Those that the model made for all layers, if this one turns."""
         return None if self.layer.rope is None else theirs
 
-    def _positions(self, x: Tensor, position_ids: Tensor | None, past_key_values: Any) -> Tensor | None:
+    def _positions(self, x: Tensor, position_ids: Tensor | None, cache: Any) -> Tensor | None:
         """What a temperature counts: positions, or all tokens of a row."""
         if self.layer.temperature is None or not self.family.counts_padding:
             return position_ids
-        stored = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+        stored = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         return torch.arange(x.shape[1], device=x.device) + stored
 
     def _query(self, x: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
         """``[b, h, s, d]``."""
         return self.layer.query(x, angles, positions).transpose(1, 2)
 
-    def _stored(
-        self, x: Tensor, angles: Angles | None, past_key_values: Any, source: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _stored(self, x: Tensor, angles: Angles | None, cache: Any, source: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values of x and of what is cached; of a ``source`` in cross-attention, which is cached once."""
-        cache, is_stored = past_key_values, False
+        is_stored = False
         if isinstance(cache, EncoderDecoderCache):
             is_stored = source is not None and cache.is_updated.get(self.layer_idx)
             if source is not None:
@@ -134,10 +133,8 @@ class ReplacedLatentAttention(ReplacedAttention):
         k_rope = latent[..., :0] if k_rope is None else k_rope
         return latent[:, None], k_rope[:, None]
 
-    def _stored(
-        self, x: Tensor, angles: Angles | None, past_key_values: Any, source: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        latent, k_rope = super()._stored(x, angles, past_key_values, source)
+    def _stored(self, x: Tensor, angles: Angles | None, cache: Any, source: Tensor | None) -> tuple[Tensor, Tensor]:
+        latent, k_rope = super()._stored(x, angles, cache, source)
         grad = torch.is_grad_enabled() and (latent.requires_grad or self.kv_b_proj.weight.requires_grad)
         return self.expand_kv(latent, k_rope) if grad else (k_rope, latent)
 

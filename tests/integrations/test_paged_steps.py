@@ -1,0 +1,83 @@
+"""Steps of attnlib's paged cache that go wrong: they are undone, and a layer that caused it is named."""
+
+import copy
+
+import pytest
+import torch
+from families import CACHE
+from test_paged import OPTIONS, paged, pair_of
+from test_transformers import tokens
+
+from attnlib.integrations import transformers as hf
+
+
+def counts(cache: hf.PagedCache) -> tuple:
+    return cache.get_seq_length(), [layer.get_seq_length() for layer in cache.layers], cache.length, len(cache.handles)
+
+
+@pytest.mark.parametrize("place", ["layers.0.mlp", "layers.1.mlp", "norm"])
+@pytest.mark.parametrize("begun", [0, 5])
+@torch.no_grad()
+def test_an_undone_step_leaves_every_count(place, begun):
+    """Also one that raised behind the last layer, and one with which everything began."""
+    eager, ours = pair_of("llama")
+    ids, cache = tokens(eager, 2, 9), paged(ours)
+    if begun:
+        ours(ids[:, :begun], **{CACHE: cache})
+    before = counts(cache)
+
+    def fail(*_):
+        raise OSError("midway")
+
+    hook = ours.model.get_submodule(place).register_forward_hook(fail)
+    with pytest.raises(OSError, match="midway"):
+        ours(ids[:, begun:], **{CACHE: cache})
+    hook.remove()
+    assert counts(cache) == before
+    theirs = eager.generate(ids, **OPTIONS)
+    assert torch.equal(ours.generate(ids, **{CACHE: cache}, **OPTIONS), theirs)
+
+
+@pytest.mark.parametrize("change", ["key", "value", "both"])
+@torch.no_grad()
+def test_a_layer_that_changes_what_it_was_handed_is_named(change, monkeypatch):
+    """As diffllama, which rearranges values, and jetmoe, which repeats both."""
+    eager, ours = pair_of("llama", "attention")
+    ids, cache = tokens(eager, 2, 9), paged(ours)
+    ours(ids[:, :5], **{CACHE: cache})
+    before, update = counts(cache), cache.layers[1].update
+
+    def changed(key, value, *args, **kwargs):
+        key, value = update(key, value, *args, **kwargs)
+        return (key if change == "value" else key.clone()), (value if change == "key" else value.clone())
+
+    monkeypatch.setattr(cache.layers[1], "update", changed)
+    error, text = (RuntimeError, "layer 1: expected attention to the pages") if change == "both" else (
+        NotImplementedError, f"{change}: expected what hf.PagedCache handed out, got another tensor",
+    )  # fmt: skip
+    with pytest.raises(error, match=text):
+        ours(ids[:, 5:], **{CACHE: cache})
+    assert counts(cache) == before
+
+
+@torch.no_grad()
+def test_a_layer_that_stores_nothing_is_named():
+    _, ours = pair_of("llama")
+    ids, cache = tokens(ours, 2, 9), paged(ours)
+    ours(ids[:, :5], **{CACHE: cache})
+    before, ours.model.layers = counts(cache), ours.model.layers[:1]
+    with pytest.raises(RuntimeError, match="layer 1: expected keys and values in every step"):
+        ours(ids[:, 5:], **{CACHE: cache})
+    assert counts(cache) == before
+
+
+@torch.no_grad()
+def test_copies_of_a_model_leave_the_cache_alone(tmp_path):
+    _, ours = pair_of("llama")
+    ids, cache = tokens(ours, 2, 9), paged(ours)
+    torch.save(ours, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    ours(ids, **{CACHE: cache})
+    for other in (copy.deepcopy(ours), loaded):
+        other(ids)
+    assert cache.length == 9
