@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             model.set_attn_implementation(name)
         cache = {}
         if name == "pages":
-            cache = {"past_key_values": hf.PagedCache(model, pages=pages, max_sequences=options.batch)}
+            cache = hf.PagedCache(model, pages=pages, max_sequences=options.batch).as_argument
         model.generate(prompt, **wanted | {"max_new_tokens": 2, "min_new_tokens": 2}, pad_token_id=0, **cache)
         for made in cache.values():
             made.reset()

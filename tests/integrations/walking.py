@@ -84,8 +84,10 @@ def once(run, model: nn.Module, state: dict) -> Results:
 def is_refusal(error: Exception, way: str) -> bool:
     """Whether attnlib says by itself that it has no such thing; of pages, also that a step went wrong."""
     place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    kinds = (NotImplementedError, RuntimeError, ValueError) if way == "pages" else NotImplementedError
-    return isinstance(error, kinds) and Path(attnlib.__file__).parent / "integrations" in place.parents
+    package = Path(attnlib.__file__).parent
+    if way == "pages":
+        return isinstance(error, NotImplementedError | RuntimeError | ValueError) and package in place.parents
+    return isinstance(error, NotImplementedError) and package / "integrations" in place.parents
 
 
 def compared(mine: Results, theirs: Results) -> str:
