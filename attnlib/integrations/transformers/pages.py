@@ -13,7 +13,7 @@ from ...kv import KVView
 from ...layers.latent_forms import attend_expanded
 from ...mask import CAUSAL, AnyMask, Mask, sliding
 from ...masks import mask_tensor
-from ...packing import edges_of
+from ...packing import bounds_of
 from ...scores import bias_tensor
 from .handed import read
 from .latents import absorbed, expanded, may_absorb, unabsorbed
@@ -92,7 +92,7 @@ def attention_to_pages(
             raise NotImplementedError(
                 "position_ids: they begin again within a row of a cache, which keeps one sequence"
             )
-        starts, _ = bounds or edges_of(attention_mask)
+        starts, _ = bounds or bounds_of(attention_mask)
         view = replace(view, starts=torch.maximum(view.starts, starts), schedule=None, check=False)
     elif attention_mask is not None and attention_mask.dtype == torch.bool:
         mask = mask_tensor(attention_mask)  # which may show what comes later, as parts of an image
