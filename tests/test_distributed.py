@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import init_process_group
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 
 from attnlib import CAUSAL, GroupedQueryAttention, SlowPathWarning, masks, scores
@@ -34,13 +34,36 @@ def loss(out: Tensor) -> Tensor:
     return out.float().square().mean()
 
 
-def in_bf16(whole: nn.Module, x: Tensor) -> Tensor:
+def in_bf16(whole: nn.Module, x: Tensor, grad_dtype: torch.dtype) -> Tensor:
     """What one process would compute with bf16 copies of its fp32 weights, and of nothing twice."""
     x = x.bfloat16()
     for block in whole:
-        copies = {name: w.bfloat16() for name, w in block.named_parameters()}
-        x = functional_call(Once(block), {f"block.{name}": w for name, w in copies.items()}, (x,))
+        copies = {f"block.{name}": bf16_copy(w, grad_dtype) for name, w in block.named_parameters()}
+        x = functional_call(Once(block), copies, (x,))
     return x
+
+
+def bf16_copy(weight: nn.Parameter, grad_dtype: torch.dtype) -> Tensor:
+    """Return a leaf in bf16 whose gradient, of ``grad_dtype``, is added to the weight's."""
+    copy = weight.detach().bfloat16().requires_grad_()
+    copy.grad_dtype = grad_dtype
+
+    def add(copy: Tensor) -> None:
+        grad = copy.grad.to(weight.dtype)
+        weight.grad = grad if weight.grad is None else weight.grad + grad
+
+    copy.register_post_accumulate_grad_hook(add)
+    return copy
+
+
+def grad_dtype_of(policy: MixedPrecisionPolicy, mesh) -> torch.dtype:
+    """Return the dtype in which FSDP2's copies of weights take gradients: bf16, and from torch 2.15 on fp32.
+
+    It decides whether the gradient of a weight that is broadcast, as a norm's, is rounded to bf16 after it is summed.
+    """
+    sharded = fully_shard(nn.Linear(2, 2, device=mesh.device_type), mesh=mesh, mp_policy=policy)
+    sharded.unshard()
+    return sharded.weight.grad_dtype
 
 
 class Once(nn.Module):
@@ -54,9 +77,9 @@ class Once(nn.Module):
         return self.block.once(x)
 
 
-def mixed(whole: nn.Module, x: Tensor) -> Tensor:
+def mixed(whole: nn.Module, x: Tensor, grad_dtype: torch.dtype) -> Tensor:
     """The mean of the ranks' losses, each of its own rows in bf16: gradients meet in fp32."""
-    return torch.stack([loss(in_bf16(whole, rows)) for rows in x]).mean()
+    return torch.stack([loss(in_bf16(whole, rows, grad_dtype)) for rows in x]).mean()
 
 
 def assert_as(found: list[Tensor], expected: list[Tensor], names: list[str]) -> None:
@@ -106,10 +129,13 @@ def compare(rank: int, ranks: int, device: str, file: str) -> None:
     mesh = init_device_mesh(device, (ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     x = torch.randn(ranks, 2, 9, 64, generator=torch.Generator().manual_seed(1)).to(here)
-    weights = model().to(here).state_dict()
+    weights, grad_dtype = model().to(here).state_dict(), grad_dtype_of(policy, mesh)
     cases = {
         "fp32": (lambda: sharded(model().to(here), mesh), lambda whole: loss(whole(x.flatten(0, 1)))),
-        "mixed precision": (lambda: sharded(model().to(here), mesh, mp_policy=policy), lambda whole: mixed(whole, x)),
+        "mixed precision": (
+            lambda: sharded(model().to(here), mesh, mp_policy=policy),
+            lambda whole: mixed(whole, x, grad_dtype),
+        ),
         "from no memory": (lambda: without_memory(mesh, here, weights), lambda whole: loss(whole(x.flatten(0, 1)))),
     }
     for make, step in cases.values():
