@@ -1,19 +1,21 @@
-# Every target makes what it needs: the first run creates .venv with the versions pinned in .ci/constraints.txt.
+# Every target makes what it needs: the first run creates .venv with the versions pinned in .ci/constraints.txt, and
+# `make test-newest` one more environment with the newest ones, pinned in .ci/constraints-newest.txt.
 # `make PYTHON=python3.12 test` uses another interpreter; `make demo ARGS=--help` hands arguments on.
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NEWEST := out/newest
 TRITONS := out/triton-3.6.0 out/triton-3.8.0 out/triton-3.9.0
 TYPES := out/types
 SPHINX := out/docs-tools
 SLOW := slow and not gpu and not gpu2
 # On two workers of one thread each, which may keep what they compile: tests start many processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-INTERPRETED := TRITON_INTERPRET=1 $(PYTEST)
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+INTERPRETED = TRITON_INTERPRET=1 $(PYTEST)
 
-.PHONY: demo test test-hf test-slow lint types docs bench bench-gpu compile-quick compile-check release clean
+.PHONY: demo test test-hf test-newest test-slow lint types docs bench bench-gpu compile-quick compile-check release clean
 
 # Train, decode and compare small language models.
 # Threads that wait asleep: beside other work on the same cores, spinning made training six times slower.
@@ -29,6 +31,13 @@ test: $(READY)
 # Models of Hugging Face transformers on attnlib.
 test-hf: $(READY)
 	$(PYTEST) tests/integrations $(ARGS)
+
+# The default suite under the newest torch, Triton and transformers. The largest folders are left out, as they rest
+# least on these versions; of the kernels, three files call Triton in most ways.
+test-newest: BIN := $(NEWEST)/bin
+test-newest: $(NEWEST)/.ready
+	$(PYTEST) $(addprefix --ignore=tests/,kernels convert finetune examples) $(ARGS)
+	$(INTERPRETED) $(patsubst %,tests/kernels/test_%.py,forward function_kernels hopper_functions) $(ARGS)
 
 # What `make test` leaves out, as tests/README.md lists it: more examples of properties, and cases whose like it ran.
 test-slow: $(READY)
@@ -92,7 +101,9 @@ clean:
 	rm -rf $(VENV) out dist .pytest_cache .ruff_cache .hypothesis
 
 # The environment variable, unlike pip's -c, also pins what builds the package.
-$(READY): pyproject.toml .ci/constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=.ci/constraints.txt $(BIN)/pip install --disable-pip-version-check --quiet -e '.[test,demo,dev]'
+$(READY): .ci/constraints.txt
+$(NEWEST)/.ready: .ci/constraints-newest.txt
+$(READY) $(NEWEST)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	PIP_CONSTRAINT=$(filter .ci/%,$^) $(@D)/bin/pip install --disable-pip-version-check --quiet -e '.[test,demo,dev]'
 	touch $@
