@@ -164,8 +164,8 @@ def test_the_head_says_which_peers_were_there(installed, monkeypatch):
 
 
 def test_packages_are_looked_up_by_their_names(monkeypatch):
-    monkeypatch.setattr(peers, "PACKAGES", {"here": "torch", "not here": "no-such-package"})
-    assert peers.versions() == {"here": f"torch {torch.__version__}"}
+    monkeypatch.setattr(peers, "PACKAGES", {"here": "pytest", "not here": "no-such-package"})
+    assert peers.versions() == {"here": f"pytest {pytest.__version__}"}
     assert peers.present(["SDPA", "not here", "here"]) == ["SDPA", "here"]
 
 
