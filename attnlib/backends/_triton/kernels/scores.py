@@ -26,7 +26,10 @@ class Modifiers(NamedTuple):
 @triton.jit
 def load_slope(slopes_ptr, stride, sequence, head, batch):
     """The slope of a head in log2 units; 0 for what follows the last packed sequence."""
-    return tl.load(slopes_ptr + (sequence * stride + head), mask=sequence < batch, other=0).to(tl.float32) * LOG2E
+    known = sequence < batch
+    if len(head.shape) > 0:  # one bool for all heads is no mask to Triton 3.9's interpreter
+        known = sequence + head * 0 < batch
+    return tl.load(slopes_ptr + (sequence * stride + head), mask=known, other=0).to(tl.float32) * LOG2E
 
 
 @triton.jit
@@ -35,7 +38,7 @@ def descaled(x, ptr, at, sequence, batch):
     if ptr is None:
         return x
     else:
-        return x * tl.load(ptr + at, mask=sequence < batch, other=1.0)
+        return x * tl.load(ptr + at, mask=sequence + at * 0 < batch, other=1.0)
 
 
 @triton.jit
