@@ -263,6 +263,16 @@ def test_a_source_without_a_tokenizer_that_opens(tmp_path):
         tokens_of(tmp_path, TEXT, samples=1, length=5)
 
 
+def test_a_tokenizer_is_read_from_its_folder_alone(tmp_path, sources):
+    shutil.copytree(sources["llama"], tmp_path / "in")
+    add_tokenizer(tmp_path / "in")
+    assert tokens_of(tmp_path / "in", "abc", samples=1, length=3).tolist() == [[97, 98, 99]]
+    (tmp_path / "in/tokenizer.json").rename(tmp_path / "outside")
+    (tmp_path / "in/tokenizer.json").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: .* got another link"):
+        tokens_of(tmp_path / "in", "abc", samples=1, length=3)
+
+
 def test_a_tokenizer_of_a_stranger_runs_no_code(tmp_path, sources):
     shutil.copytree(sources["llama"], tmp_path / "in")
     (tmp_path / "in/evil.py").write_text("raise SystemExit('ran')")

@@ -21,6 +21,7 @@ import attnlib
 from attnlib import checkpoint_files
 from attnlib.checkpoint_files.folder import CONFIG, INDEX, WEIGHTS
 from attnlib.convert import CheckpointError
+from attnlib.finetune import folders
 from attnlib.own_form import GroupedForm, LatentForm, own_config
 
 LAYERS, GENERATION = 2, "generation_config.json"
@@ -495,3 +496,13 @@ def test_the_reader_is_where_it_was():
     assert folder is sys.modules["attnlib.checkpoint_files.folder"]
     assert header is sys.modules["attnlib.checkpoint_files.header"]
     assert plain_json is sys.modules["attnlib.checkpoint_files.plain_json"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a shard above", "linked weights", "nan", "a pickle in the index", "a layer too many"]
+)
+def test_who_trains_a_folder_reads_it_so_too(folder, bounded, name):
+    attack, match = HOSTILE[name]
+    attack(folder)
+    with bounded, pytest.raises(CheckpointError, match=match.replace(" .* got another link", ".* got a link")):
+        folders.load(folder, torch.float32)
