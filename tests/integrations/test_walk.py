@@ -1,4 +1,4 @@
-"""Every class of transformers that can be made small: it agrees with ``eager`` in every way to run it, or is refused."""
+"""Every class of transformers that can be made small agrees with ``eager`` in every way to run it, or is refused."""
 
 from collections import Counter
 from pathlib import Path
