@@ -81,8 +81,8 @@ class MultiHeadLatentAttention(nn.Module):
         numbers, flags = {"norm_eps": norm_eps} | ({} if scale is None else {"scale": scale}), {"bias": bias}
         options = {"mask": mask, "rope": rope, "temperature": temperature, "dropout_p": dropout_p, "dtype": dtype}
         check_options(**options, numbers=numbers, flags=flags)
-        check_latent_rope(rope, qk_rope_head_dim)
         check_form(form, context_parallel)
+        check_latent_rope(rope, qk_rope_head_dim)
         self.hidden_size, self.num_heads, self.mask, self.rope, self.form = hidden_size, num_heads, mask, rope, form
         self.mask_tensors, self.score = captured_by_mask(mask), captured_by_score(score, num_heads)
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
