@@ -12,6 +12,7 @@ BOOL, UINT8, INT8, INT16, INT32, INT64, FLOAT = KINDS = ("bool", "uint8", "int8"
 BITS = MappingProxyType({UINT8: 8, INT8: 8, INT16: 16, INT32: 32, INT64: 64})  # of the kinds of integers
 DTYPES = MappingProxyType({kind: getattr(torch, kind) for kind in (BOOL, *BITS)})
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PAIRS = tuple(DTYPES.items())
 
 
 BITWISE = ("bitand", "bitor", "bitxor", "bitnot", "lshift", "rshift")
@@ -42,7 +43,7 @@ OF_BOOLS = MappingProxyType(
 
 def kind_of(dtype: object) -> str | None:
     """The kind of numbers of a dtype; None for others. (No mapping, which Dynamo may lose sight of.)"""
-    for kind, known in DTYPES.items():
+    for kind, known in _PAIRS:
         if dtype == known:
             return kind
     return FLOAT if dtype in FLOATS else None
