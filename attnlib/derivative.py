@@ -146,8 +146,8 @@ def _chosen(
 def clamped_at_a_tie(name: str, *, by_tensor: bool) -> tuple[float, float]:
     """The derivatives of ``torch.clamp_min`` or ``clamp_max`` by a number and by its bound, where these are equal.
 
-    A bound may be a constant or a number that was read, which torch has differentiated alike, and differently since
-    2.14: so it is asked.
+    torch is asked, since its versions differ: up to 2.13 the number has all; from 2.14 on it has nothing at a constant
+    bound, and half at one that varies.
     """
     with torch.inference_mode(False), torch.enable_grad():
         x, bound = (torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True) for _ in "xy")

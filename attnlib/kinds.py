@@ -13,8 +13,6 @@ BITS = MappingProxyType({UINT8: 8, INT8: 8, INT16: 16, INT32: 32, INT64: 64})  #
 DTYPES = MappingProxyType({kind: getattr(torch, kind) for kind in (BOOL, *BITS)})
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PAIRS = tuple(DTYPES.items())
-
-
 BITWISE = ("bitand", "bitor", "bitxor", "bitnot", "lshift", "rshift")
 TRANSCENDENTAL = ("exp", "exp2", "log", "tanh", "sigmoid")
 # By operation, how many operands it takes, the kind they are brought to (None: that to which torch promotes them), and
