@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .checks import is_recorded, is_strided, refuse_tensor
+from .padding import are_holed, edges_of
 from .signatures import kind
 
 
@@ -27,26 +28,14 @@ def bounds_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     if attention_mask.dim() != 2:
         raise ValueError(f"attention_mask: expected [b, t], got {tuple(attention_mask.shape)}")
     there = attention_mask != 0
-    starts, ends = edges_of(there)
     if type(there) is Tensor and not (is_recorded(there) or there.is_meta):
-        holed = (there.sum(1) != ends - starts).nonzero().flatten().tolist()
+        holed = are_holed(there).nonzero().flatten().tolist()
         if holed:
             raise ValueError(
                 f"attention_mask: expected tokens side by side in each row, got holes in row {holed[0]}; say "
                 "mask=attnlib.masks.mask_tensor(attention_mask[:, None, None] != 0)"
             )
-    return starts, ends
-
-
-def edges_of(there: Tensor) -> tuple[Tensor, Tensor]:
-    """Return :func:`bounds_of` of a bool mask ``[b, t]``, whose holes the caller looks for."""
-    t = there.shape[1]
-    if not t:
-        nothing = there.sum(1, dtype=torch.int32)
-        return nothing, nothing
-    at = torch.arange(t, device=there.device, dtype=torch.int32)
-    ends = torch.where(there, at + 1, 0).amax(1)
-    return torch.minimum(torch.where(there, at, t).amin(1), ends).int(), ends.int()
+    return edges_of(there)
 
 
 @kind

@@ -18,7 +18,7 @@ from attnlib import CAUSAL, GroupedQueryAttention, Rope
 VALUES = (
     "merge", "functions", "fp8", "kv", "ranks", "masks", "mask", "mask_function", "scores", "trace", "tracer",
     "stand_ins", "evaluation", "derivative", "program", "kinds", "selected_rope", "rope", "rotation", "scaling",
-    "philox", "checks", "files", "signatures", "words",
+    "philox", "padding", "checks", "files", "signatures", "words",
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}

@@ -11,9 +11,9 @@ from ...functional import attention, cached_attention, varlen_attention
 from ...kv import KVLayout, KVView
 from ...mask import CAUSAL, FULL, AnyMask, sliding
 from ...masks import documents, mask_tensor
-from ...packing import edges_of
+from ...padding import are_holed, edges_of
 from ...scores import bias_tensor
-from .handed import has_holes, read
+from .handed import read
 from .latents import absorbed, are_latents, expanded, may_absorb, unabsorbed
 from .pages import attention_to_pages, pages_of
 
@@ -146,7 +146,7 @@ def _seen(
         attention_mask = attention_mask[:, tokens - k.shape[1] :]
         if attention_mask.dtype != torch.bool:
             return k, v, mask & documents(attention_mask.int()), bias, None
-        if bounds is None and (torch.compiler.is_compiling() or has_holes(attention_mask)):
+        if bounds is None and (torch.compiler.is_compiling() or are_holed(attention_mask).any()):
             mask = mask & mask_tensor(attention_mask[:, None, None])
             return k, v, mask, bias, None
         return k, v, mask, bias, edges_of(attention_mask) if bounds is None else bounds

@@ -74,12 +74,6 @@ def read(mask: Tensor) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
     return mask.bounds, mask.plain
 
 
-def has_holes(there: Tensor) -> bool:
-    """True if some row of ``there`` ``[b, t]`` has keys on both sides of one that is not there. It waits for it."""
-    begins = (there[:, 1:] & ~there[:, :-1]).sum(1) + there[:, 0]
-    return bool((begins > 1).any())
-
-
 def _computes(func: Callable) -> str:
     return (
         f"attention_mask: the model computes with its mask ({getattr(func, '__name__', func)}), of which "

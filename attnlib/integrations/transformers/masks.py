@@ -24,8 +24,8 @@ from transformers.masking_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from ...packing import edges_of
-from .handed import handed, has_holes, read
+from ...padding import are_holed, edges_of
+from .handed import handed, read
 
 # What transformers' mask functions close over, by which their parts are told apart.
 JOINED, WINDOW, PACKED, REMAPPED = (
@@ -93,7 +93,7 @@ def _least(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[], 
     """
     if may_skip and there.all():
         return None
-    if has_holes(there):
+    if are_holed(there).any():
         return or_else()
     return handed(pad(there, (offset, 0)), bounds=edges_of(there))  # which every layer would find again
 

@@ -1,0 +1,21 @@
+"""Bool masks of padding ``[b, t]``: where the tokens of each row begin and end, and if there are holes between them."""
+
+import torch
+from torch import Tensor
+
+
+def edges_of(there: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first token of each row and what follows its last one, int32 ``[b]``; 0 and 0 where there is none."""
+    t = there.shape[1]
+    if not t:
+        nothing = there.sum(1, dtype=torch.int32)
+        return nothing, nothing
+    at = torch.arange(t, device=there.device, dtype=torch.int32)
+    ends = torch.where(there, at + 1, 0).amax(1)
+    return torch.minimum(torch.where(there, at, t).amin(1), ends).int(), ends.int()
+
+
+def are_holed(there: Tensor) -> Tensor:
+    """Return bool ``[b]``: True for a row that has a gap between two tokens."""
+    begins = (there[:, 1:] & ~there[:, :-1]).sum(1) + there[:, :1].sum(1)
+    return begins > 1
