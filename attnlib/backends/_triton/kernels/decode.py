@@ -62,14 +62,13 @@ def decode(
     E_MAIN: tl.constexpr, LATENT: tl.constexpr, ONE: tl.constexpr, SCHEDULED: tl.constexpr, SPLIT_SIZE: tl.constexpr,
     FULL: tl.constexpr, PAGE: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, STAGES: tl.constexpr, TF32: tl.constexpr,
-    PAIRS: tl.constexpr, EARLY: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
-    GRAIN_M: tl.constexpr, GRAIN: tl.constexpr,
+    PAIRS: tl.constexpr, EARLY: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, GRAIN_M: tl.constexpr,
+    GRAIN: tl.constexpr,
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or splits of them.
 
-    ``FULL``: tiles that all rows see whole need no mask; without it, all have one. ``SPLIT_SIZE``: so many tokens are
-    added up at a time, and joined as splits are, so that splits of this size each make no difference to any bit. With
-    ``states`` of tiles of ``GRAIN_M`` queries and ``GRAIN`` keys, those that a mask by function hides are not read.
+    ``FULL``: tiles that all rows see whole need no mask. ``SPLIT_SIZE``: so many tokens are added up at a time and
+    joined as splits are, so that splits of this size change no bit. Tiles that ``states`` hide are not read.
     """
     if EARLY:
         gdc_wait()
