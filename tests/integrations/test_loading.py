@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig, MixtralConfig
 
 import attnlib
 from attnlib import checkpoint_files
@@ -395,6 +395,20 @@ def test_a_folder_says_what_it_said(stock, folder, form, kind):
     assert model.name_or_path == model.config.name_or_path == str(folder)
     assert model.generation_config.to_dict() == GenerationConfig.from_pretrained(stock).to_dict()
     assert not model.training
+
+
+@pytest.mark.parametrize("kind", ["experts", "tied", "fused"])
+def test_weights_that_transformers_rearranges_are_loaded(tmp_path, kind):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+    config = {
+        "experts": lambda: MixtralConfig(**sizes, num_key_value_heads=2, intermediate_size=48, num_local_experts=4),
+        "tied": lambda: LlamaConfig(**sizes, intermediate_size=48, tie_word_embeddings=True),
+        "fused": lambda: GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0),
+    }[kind]()
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(attnlib.load(tmp_path)), logits(theirs), rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_is_its_own_and_not_its_files(folder):
