@@ -83,7 +83,10 @@ class Used:
     def content(self, tokens):
         """Something to append for both sequences."""
         layout = self.layout
-        widths = [(layout.dim,), (layout.tail,)] if layout.is_latent else [(layout.heads, layout.dim)] * 2
+        if layout.is_latent:
+            widths = [(layout.dim,), *([(layout.tail,)] if layout.tail else [])]
+        else:
+            widths = [(layout.heads, layout.dim)] * 2
         return [torch.ones(2, tokens, *width) for width in widths]
 
     def append(self, tokens, k, v=None, angles=None):

@@ -141,7 +141,8 @@ def check(
         raise ValueError(UNRELATED)
     if isinstance(context, Tensor):
         _check_context(context, x, hidden_size, projection)
-    _check_positions(x, given.positions, projection)
+    if rope is not None:
+        _check_positions(x, given.positions, projection)
     if rope is not None and x.dim() == 3 and kv is context is given.key_starts is given.key_ends is None:
         _check_restarts(given.positions, [mask] if given.mask is None else [mask, given.mask])
     if kv is not None:
