@@ -39,8 +39,6 @@ class ReplacedAttention(nn.Module):
         mask: Tensor | None = None,
         position_embeddings: Angles | None = None,
         cache: Any = None,
-        past_key_values: Any = None,
-        layer_past: Any = None,
         key_value_states: Tensor | None = None,
         position_bias: Tensor | None = None,
         **kwargs: Any,
@@ -50,7 +48,8 @@ class ReplacedAttention(nn.Module):
         T5 calls its mask ``mask``, and hands a bias that is 0 from layer to layer. The ``cache`` was called
         ``past_key_values`` before transformers 5.24; GPT-NeoX calls it ``layer_past``.
         """
-        cache = next((x for x in (cache, past_key_values, layer_past) if x is not None), None)
+        older = [kwargs.pop(name, None) for name in ("past_key_values", "layer_past")]
+        cache = next((x for x in (cache, *older) if x is not None), None)
         angles = self._angles(position_embeddings, kwargs.get("position_ids"))
         at = self._positions(hidden_states, kwargs.get("position_ids"), cache)
         q = self._query(hidden_states, angles, at)
