@@ -134,7 +134,7 @@ def forward(case: DenseCase, *, keys: int, triton: tuple[int, int]) -> ForwardCo
         return None
     of_functions = FORWARD_FUNCTIONS if case.changed else FORWARD_MASKS
     tables = of_functions if case.by_function else FORWARD
-    table = FORWARD_FP8 if case.itemsize == 1 else _for_version(tables, triton)
+    table = FORWARD_FP8 if case.itemsize == 1 else for_version(tables, triton)
     config = _fitting(table, case, keys) if case.itemsize < 4 else None
     return None if config is not None and config.out_in_q and value != main else config
 
@@ -152,7 +152,7 @@ def backward(case: DenseCase, *, keys: int, in_order: bool = False) -> BackwardC
     return None if config is not None and config.tiles > 1 and not case.plain else config
 
 
-def _for_version(tables: Mapping[tuple[int, int], tuple], triton: tuple[int, int]) -> tuple:
+def for_version(tables: Mapping[tuple[int, int], tuple], triton: tuple[int, int]) -> tuple:
     """The newest table that is not above a version of Triton; the oldest for one below them all."""
     return tables[max((version for version in tables if version <= triton), default=min(tables))]
 
