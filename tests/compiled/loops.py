@@ -123,6 +123,8 @@ SPILLING = MappingProxyType(
             "forward d64 bf16 causal Hopper relative": 8,
             "forward d128 bf16 causal Hopper, slopes": 4,
             "forward d128 bf16 causal Hopper relative": 21,
+            "forward d192/128 bf16 causal Hopper, slopes": 6,
+            "forward d192/128 bf16 causal Hopper relative": 18,
             "decode 128 x d512+64 bf16 causal": 1,
         },
     }

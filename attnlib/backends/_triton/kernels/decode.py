@@ -87,8 +87,8 @@ def decode(
     origin = origin_of(origin_ptr, known, batch)
     band = Band(begin, end, left, right, prefix, origin.query - origin.key, origin.key)
 
-    r = work.start + tl.arange(0, BLOCK_M)
-    valid = r < count * group
+    r, rows = work.start + tl.arange(0, BLOCK_M), count * group
+    valid = r < rows
     token, head = r // group, kv_head * group + r % group
     i = length - count + token
     first, last = work.start // group, tl.minimum((work.start + BLOCK_M - 1) // group + 1, count)
@@ -153,9 +153,8 @@ def decode(
     acc = tl.where(sees_any(i, band)[:, None], acc, 0.0)  # other rows have met whatever their tiles hold
     is_whole = not SCHEDULED or splits == 1
     if sinks_ptr is not None:  # splits get it when they have been joined
-        rows = tl.where(is_whole & (not past), count * group, 0)
-        sink = tl.load(sinks_ptr + head, mask=r < rows, other=float("-inf")).to(tl.float32)
-        share, _, l_i, m_i = shares(l_i, m_i, sink * LOG2E)
+        sink = tl.load(sinks_ptr + head, mask=r < tl.where(is_whole & (not past), rows, 0), other=float("-inf"))
+        share, _, l_i, m_i = shares(l_i, m_i, sink.to(tl.float32) * LOG2E)
         acc *= share[:, None]
     l_i = tl.where(l_i == 0.0, 1.0, l_i)
     acc, lse2 = acc / l_i[:, None], m_i + tl.log2(l_i)

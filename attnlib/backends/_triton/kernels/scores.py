@@ -26,9 +26,8 @@ class Modifiers(NamedTuple):
 @triton.jit
 def load_slope(slopes_ptr, stride, sequence, head, batch):
     """The slope of a head in log2 units; 0 for what follows the last packed sequence."""
-    known = sequence < batch
-    if len(head.shape) > 0:  # one bool for all heads is no mask to Triton 3.9's interpreter
-        known = sequence + head * 0 < batch
+    # One bool for all heads is no mask to Triton 3.9's interpreter.
+    known = sequence + head * 0 < batch if len(head.shape) > 0 else sequence < batch
     return tl.load(slopes_ptr + (sequence * stride + head), mask=known, other=0).to(tl.float32) * LOG2E
 
 
