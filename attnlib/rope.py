@@ -12,7 +12,6 @@ from .rotation import Angles as Angles
 from .rotation import check_rotation as check_rotation
 from .rotation import check_strided
 from .rotation import rotate as rotate
-from .rotation import rotated as rotated
 from .scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Scaling, YaRN, check_number
 from .signatures import kind
 

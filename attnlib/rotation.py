@@ -1,8 +1,6 @@
 """Computed rotary angles (Angles), and the rotation by them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import unwrap
 
 import torch
 from torch import Tensor
@@ -73,9 +71,6 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     # fp16 and bf16 need no cast: a product with an fp32 tensor is computed in fp32.
     turned = torch.stack((first * cos - second * sin, second * cos + first * sin), axis).flatten(-2).to(x.dtype)
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
-
-
-rotated: Callable[[Tensor, Angles], Tensor] = unwrap(rotate)  # for layers: without the help with arguments
 
 
 def check_rotation(x: Tensor, angles: Angles) -> None:

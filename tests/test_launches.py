@@ -79,7 +79,9 @@ def test_tensors_are_taken_by_name_and_then_by_address(kernel):
     launch, (q, k, out) = made(kernel), torch.zeros(3, 8).unbind()
     for _ in range(2):
         launch.on(named(q, k, out))
-    assert kernel.launched == [((3,), (q, k, out, None, 5, 16), {"num_warps": 4, "num_stages": 2, "maxnreg": None})]
+    assert kernel.launched == [
+        ((3,), (q, k, out, None, 5, 16), {"num_warps": 4, "num_stages": 2, "maxnreg": None, "enable_fp_fusion": True})
+    ]
     addresses = (q.data_ptr(), k.data_ptr(), out.data_ptr())
     assert kernel.ran == [(3, 1, 1, 99, 7, "metadata", None, None, None, *addresses, None, 5, 16)]
 

@@ -151,7 +151,7 @@ def test_backends_and_kernels_stay_small():
     takes fp8 inputs (50) and runs masks and scores by function on a CPU (215);
     what inlines those in Triton's kernels (330), and what finds the tiles that they hide (300), over caches too (140);
     what launches those again without asking Triton (20); what pieces of a call add to the gradients of the whole (40);
-    what ranks write into each other's memory (180); masks' methods without the help with arguments (5);
+    what ranks write into each other's memory (180);
     what tries private functions of torch and Triton (250); what functions do with integers of any kind, in int64 if
     they may leave int32 (150).
     """

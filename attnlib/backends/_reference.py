@@ -49,7 +49,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     # Queries that belong to no sequence. They depend on no number of any tensor, but on all of them to autograd.
     rest = q.flatten(0, -3)[sum(map(len, outs)) :]
     others = k, v, *score.tensors.values(), *(() if score.function is None else score.function.tensors)
-    zero = rest[..., :0].sum(-1) + sum(x.flatten()[:0].sum() for x in others if x is not None)
+    zero = rest[..., :0].sum(-1) + sum(x.flatten()[:0].to(wide(q)).sum() for x in others if x is not None)
     out = torch.cat((*outs, zero[..., None].expand(-1, -1, call.spec.value_dim)))
     lse = torch.cat((*lses, zero.to(wide(q)) - torch.inf))
     out = out.to(result_dtype(call.spec.dtype))

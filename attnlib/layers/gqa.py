@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..cache.kv_cache import LayerCache
 from ..kv import KVLayout, KVView
 from ..mask import AnyMask
-from ..rope import Angles, Rope, rotated
+from ..rope import Angles, Rope, rotate
 from ..scaling import Temperature
 from ..scores import Score, ScoreFunction
 from ..signatures import kind
@@ -283,5 +283,5 @@ class GroupedQueryAttention(nn.Module):
         """Heads ``[..., h, d]`` normalised and rotated, in the order of this layer."""
         if norm is not None and not self.norm_after_rope:
             x = normed(norm, x, share)
-        x = x if angles is None else rotated(x, angles)
+        x = x if angles is None else rotate(x, angles)
         return normed(norm, x, share) if norm is not None and self.norm_after_rope else x

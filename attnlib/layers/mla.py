@@ -12,7 +12,7 @@ from ..cache.sequences import Prompt
 from ..checks import check_count, is_recorded
 from ..kv import KVLayout, KVView
 from ..mask import AnyMask
-from ..rope import Angles, Rope, rotated
+from ..rope import Angles, Rope, rotate
 from ..scaling import Temperature
 from ..scores import Score, ScoreFunction
 from ..signatures import kind
@@ -177,14 +177,14 @@ class MultiHeadLatentAttention(nn.Module):
         q = q if self.temperature is None else self.temperature.scaled(q, positions)
         q_nope, q_rope = q.split(widths, -1)
         if angles is not None:
-            q_rope = rotated(q_rope, angles)
+            q_rope = rotate(q_rope, angles)
         return q_nope, q_rope if self.q_gain == 1 else q_rope * self.q_gain
 
     def latent(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor | None]:
         """The latent ``[..., r]``, normalised, and the rotary key ``[..., p]`` of all heads (None if p is 0)."""
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         if angles is not None:
-            k_rope = rotated(k_rope.unsqueeze(-2), angles).squeeze(-2)
+            k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
         return self.kv_a_layernorm(latent), k_rope if self.qk_rope_head_dim else None
 
     def _attend_step(
@@ -204,7 +204,7 @@ class MultiHeadLatentAttention(nn.Module):
             form, longest = self._cheaper_step(new, kv.history), kv.history + x.shape[-2]
             return self._attend_stored(q_nope, q_rope, view, form, attention=attention, longest=longest)
         if angles is not None:
-            k_rope = rotated(k_rope.unsqueeze(-2), angles).squeeze(-2)
+            k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
         starts = view.starts if view.cu_seqlens_q is None else None
         of_step = Inputs(cu_seqlens=view.cu_seqlens_q, key_starts=starts)
         return self._attend_fresh(q_nope, q_rope, latent, k_rope, attention, of_step)

@@ -1,14 +1,10 @@
 """Where the tokens of a layer's input are, and the rotary angles there."""
 
-from inspect import unwrap
-
 import torch
 from torch import Tensor
 
 from ..rope import Angles, Rope
 from .inputs import Inputs
-
-computed_angles = unwrap(Rope.angles)  # without the help with arguments, which every call of a layer would pay for
 
 
 def angles_of(rope: Rope | None, x: Tensor, given: Inputs) -> Angles | None:
@@ -35,7 +31,7 @@ def angles_of(rope: Rope | None, x: Tensor, given: Inputs) -> Angles | None:
         return positions
     if rope.needs_length:
         return _angles_of_length(rope, x, given)
-    return computed_angles(rope, _natural_positions(x, given) if positions is None else positions)
+    return rope.angles(_natural_positions(x, given) if positions is None else positions)
 
 
 def _angles_of_length(rope: Rope, x: Tensor, given: Inputs) -> Angles:

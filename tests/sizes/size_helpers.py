@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-from attnlib import CAUSAL, GroupedQueryAttention, KVLayout, MultiHeadLatentAttention, sliding
+from attnlib import CAUSAL, GroupedQueryAttention, KVLayout, MultiHeadLatentAttention, Rope, sliding
 from attnlib.sizes import GroupedShape, LatentShape
 
 stores = st.sampled_from([None, torch.int8, torch.float8_e4m3fn])
@@ -35,7 +35,7 @@ def latent_shapes(draw, windows=windows):
         q_lora_rank=draw(st.none() | dims),
         kv_lora_rank=draw(dims),
         qk_nope_head_dim=draw(dims),
-        qk_rope_head_dim=draw(st.integers(0, 4)),
+        qk_rope_head_dim=2 * draw(st.integers(0, 2)),
         v_head_dim=draw(dims),
         window=draw(windows),
     )
@@ -55,4 +55,5 @@ def make_layer(shape, *, device="meta", dtype=torch.bfloat16):
     else:
         names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         layer = MultiHeadLatentAttention
+        made["rope"] = Rope(shape.qk_rope_head_dim, interleaved=True) if shape.qk_rope_head_dim else None
     return layer(shape.hidden_size, shape.num_heads, **{name: getattr(shape, name) for name in names}, **made)

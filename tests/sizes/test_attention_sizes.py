@@ -102,7 +102,8 @@ def test_flops_of_grouped_attention(shape, length):
     if layer.sinks is not None:
         layer.sinks = None  # no product of matrices, and not in the eager form here
     x = torch.randn(length, shape.hidden_size, dtype=torch.float64)
-    expected = layer(x[None])[0].detach()
+    at_zero = layer.rope and layer.rope.angles(torch.zeros(length, dtype=torch.long))  # where nothing is rotated
+    expected = layer(x[None], positions=at_zero)[0].detach()
     nothing = torch.empty(2, 0, shape.num_kv_heads, shape.head_dim, dtype=torch.float64)
     out, flops = counted(lambda: grouped(layer, shape, x, nothing, 0))
     torch.testing.assert_close(out, expected)
@@ -118,7 +119,8 @@ def test_flops_of_grouped_attention(shape, length):
 def test_flops_of_latent_attention(shape, length):
     layer = make_layer(shape, device="cpu", dtype=torch.float64)
     x = torch.randn(length, shape.hidden_size, dtype=torch.float64)
-    expected = layer(x[None])[0].detach()
+    at_zero = layer.rope and layer.rope.angles(torch.zeros(length, dtype=torch.long))  # where nothing is rotated
+    expected = layer(x[None], positions=at_zero)[0].detach()
     nothing = [torch.empty(0, n, dtype=torch.float64) for n in (shape.kv_lora_rank, shape.qk_rope_head_dim)]
     forms = {
         "expanded": counted(lambda: expanded(layer, shape, x)),

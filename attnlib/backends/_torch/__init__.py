@@ -9,7 +9,7 @@ from torch import Tensor
 from ... import watched
 from ...call import Call, PieceGradients
 from ...kv import KVView
-from ...rope import Angles, rotated
+from ...rope import Angles, rotate
 from ...spec import AttentionSpec
 from ...watched import are_watched
 from ..operators import flat, flat_over_view
@@ -86,7 +86,7 @@ def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: 
     if latent:
         k, v = k.unsqueeze(-2), None if v is None else v.unsqueeze(-2)
     if angles is not None:
-        k, v = (k, rotated(v, angles)) if latent else (rotated(k, angles), v)
+        k, v = (k, rotate(v, angles)) if latent else (rotate(k, angles), v)
     if store is not None:
         k, k_scale = quantise(k, store)
         v, v_scale = (v, None) if latent else quantise(v, store)

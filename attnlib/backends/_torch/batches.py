@@ -1,7 +1,6 @@
 """How a dense or packed call falls into batches, whose sequences have equal lengths."""
 
 from collections.abc import Iterator
-from inspect import unwrap
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,8 +11,6 @@ from ...functions import Functions
 from ...mask import Mask
 from ..operators import AnyArguments, Arguments, CachedArguments, functions_of, result_dtype, rule_of
 from .pages import Index, Keys
-
-counted_from = unwrap(Mask.counted_from)  # without the help with arguments, as in tiles.py
 
 
 class Batch(NamedTuple):
@@ -125,7 +122,7 @@ def _batch(
     first = total - q.shape[1] + origin.query - origin.key
     mask, score = rule_of(a)
     factors = (None, None) if a.q_descale is None else _factors(a, n, q)
-    mask = counted_from(mask, origin.key)
+    mask = mask.counted_from(origin.key)
     return Batch(q, keys, index, n, first, mask, score, dropout, origin, *factors, functions)
 
 

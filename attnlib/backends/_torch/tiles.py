@@ -5,7 +5,6 @@ What lies outside a sequence is never part of a product. Inside it, what the mas
 """
 
 from collections.abc import Iterator
-from inspect import unwrap
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from ...checks import are_checks_on
 from ...derivative import Derivative, derivative
 from ...evaluation import evaluated
-from ...mask import Mask
 from ...philox import dropout_keep
 from ..operators import result_dtype, wide
 from .batches import Batch, rows, unrows
@@ -23,8 +21,6 @@ from .programs import differentiated
 
 # Scores per tile: 2 MiB in fp32, so that the softmax passes over a tile stay in a core's cache.
 SCORES = 2**19
-# Every tile calls them: without the help with arguments, which takes a tenth of a microsecond.
-seen_by, keys_of, covers, visible = (unwrap(x) for x in (Mask.queries, Mask.keys, Mask.covers, Mask.visible))
 
 
 class QueryBlock(NamedTuple):
@@ -135,7 +131,7 @@ def _query_blocks(batch: Batch) -> Iterator[QueryBlock]:
     """The queries that see a key, so many together that a tile's scores stay small; the others may hold anything."""
     q, keys, mask = batch.q, batch.keys, batch.mask
     b, s, h, _ = q.shape
-    first, last = seen_by(mask, batch.first, batch.first + s, keys.start, keys.stop)
+    first, last = mask.queries(batch.first, batch.first + s, keys.start, keys.stop)
     width = max(1, h * min(KEYS, keys.span, keys.stop - keys.start))
     sequences = max(1, SCORES // (width * max(1, min(s, 64))))
     queries = max(16, min(512, SCORES // (width * min(b, sequences))))
@@ -143,7 +139,7 @@ def _query_blocks(batch: Batch) -> Iterator[QueryBlock]:
         for i0 in range(first, last, queries):
             i1 = min(last, i0 + queries)
             at = slice(n, min(b, n + sequences)), slice(i0 - batch.first, i1 - batch.first)
-            start, stop = keys_of(mask, i0, i1, keys.stop)
+            start, stop = mask.keys(i0, i1, keys.stop)
             own = rows(q[at], keys.k.shape[2]).flatten(0, 1).to(wide(q)) * batch.score.scale
             block = QueryBlock(*at, max(start, keys.start), stop, own)
             factor = batch.score_factor
@@ -165,7 +161,7 @@ def _tile(batch: Batch, block: QueryBlock, start: int, stop: int) -> Tile | None
     h, q, score = batch.q.shape[2], block.q, batch.score
     first, last = batch.first + block.rows.start, batch.first + block.rows.stop
     i, j = torch.arange(first, last, device=q.device)[:, None], torch.arange(start, stop, device=q.device)
-    hidden = None if covers(batch.mask, first, last, start, stop) else ~visible(batch.mask, i, j)
+    hidden = None if batch.mask.covers(first, last, start, stop) else ~batch.mask.visible(i, j)
     indices = None if batch.functions is None else _indices(batch, block, i, j)
     if batch.functions is not None and batch.functions.mask is not None:
         hidden = _hidden(batch, indices, hidden)
