@@ -187,11 +187,12 @@ def _other_keys(module: nn.Module, keys: int, asked: set[int | None]) -> NotImpl
 
 
 def should_have_called(model: nn.Module) -> bool:
-    """True if a model has attention of transformers that was run as it is: compiled calls are not counted."""
+    """True if a model has attention of transformers that still is to be attnlib's: compiled calls are not counted."""
     modules = list(model.modules())
     is_compiled = any("forward" in vars(x) or hasattr(x, "_orig_mod") or x._compiled_call_impl for x in modules)
     has_attention = any("attention" in type(x).__name__.lower() for x in modules)
-    return has_attention and not is_compiled and not any(isinstance(x, ReplacedAttention) for x in modules)
+    asks = any(getattr(getattr(x, "config", None), "_attn_implementation", None) == NAME for x in modules)
+    return has_attention and asks and not is_compiled and not any(isinstance(x, ReplacedAttention) for x in modules)
 
 
 def doors() -> Doors | None:

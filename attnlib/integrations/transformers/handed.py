@@ -69,9 +69,9 @@ def handed(mask: Tensor, **made_for: Any) -> HandedMask:
 
 def read(mask: Tensor) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
     """The bounds of a mask if it was made here, and the mask without a class."""
-    if torch.compiler.is_compiling() or not isinstance(mask, HandedMask):
+    if not isinstance(mask, HandedMask):
         return None, mask
-    return mask.bounds, mask.plain
+    return None if torch.compiler.is_compiling() else mask.bounds, mask.plain
 
 
 def _computes(func: Callable) -> str:
