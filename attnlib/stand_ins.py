@@ -34,14 +34,17 @@ class FirstQuery:
 FIRST_QUERY = FirstQuery()
 
 
+Refusal = Callable[..., NoReturn]
+
+
 class Refusing(Protocol):
     """What a stand-in asks of its tracer."""
 
     def refuse(self, why: str) -> NoReturn: ...
-    def create_proxy(self, kind: str, target: object, args: tuple, kwargs: dict) -> Proxy: ...
+    def create_proxy(self, kind: str, target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Proxy: ...
 
 
-def _refusing(why: str) -> Callable[..., NoReturn]:
+def _refusing(why: str) -> Refusal:
     """A method of a stand-in that raises TraceError."""
 
     def refuse(self: "Known", *_: object, **__: object) -> NoReturn:
@@ -59,25 +62,25 @@ class Known(Proxy):
     def __abs__(self) -> Proxy:
         return self.tracer.create_proxy("call_function", "abs", (self,), {})
 
-    __bool__ = _refusing(CHOICES)
-    __index__ = _refusing(INDEXED)
-    __float__ = _refusing("float() and math cannot know an index; write .float() and torch's functions")
-    __int__ = _refusing("int() cannot know an index; write .int()")
-    __complex__ = _refusing("complex() cannot know an index")
-    __iter__ = _refusing("an index cannot be iterated over; pass a tensor as an argument and index it")
-    __contains__ = _refusing("`in` cannot look into a tensor; compare with each, joined by |")
-    __len__ = _refusing(TAKEN)
-    __hash__ = _refusing("a dict or a set cannot be asked for an index; pass a tensor as an argument and index it")
-    __setitem__ = _refusing("tensors are not written to; use torch.where to choose another value")
-    __delitem__ = _refusing("tensors are not written to; use torch.where to choose another value")
-    __round__ = _refusing("round() cannot know an index; write (x + 0.5) // 1")
-    __floor__ = _refusing("math.floor() cannot know an index; write x // 1")
-    __ceil__ = _refusing("math.ceil() cannot know an index; write -(-x // 1)")
-    __trunc__ = _refusing("math.trunc() cannot know an index; write .int()")
-    __divmod__ = _refusing("divmod() cannot know an index; write // and %")
-    __rdivmod__ = _refusing("divmod() cannot know an index; write // and %")
-    __array__ = _refusing(NUMPY)
-    __array_ufunc__ = _refusing(NUMPY)
+    __bool__: Refusal = _refusing(CHOICES)
+    __index__: Refusal = _refusing(INDEXED)
+    __float__: Refusal = _refusing("float() and math cannot know an index; write .float() and torch's functions")
+    __int__: Refusal = _refusing("int() cannot know an index; write .int()")
+    __complex__: Refusal = _refusing("complex() cannot know an index")
+    __iter__: Refusal = _refusing("an index cannot be iterated over; pass a tensor as an argument and index it")
+    __contains__: Refusal = _refusing("`in` cannot look into a tensor; compare with each, joined by |")
+    __len__: Refusal = _refusing(TAKEN)
+    __hash__: Refusal = _refusing("a dict or a set cannot hold an index; pass a tensor as an argument and index it")
+    __setitem__: Refusal = _refusing("tensors are not written to; use torch.where to choose another value")
+    __delitem__: Refusal = _refusing("tensors are not written to; use torch.where to choose another value")
+    __round__: Refusal = _refusing("round() cannot know an index; write (x + 0.5) // 1")
+    __floor__: Refusal = _refusing("math.floor() cannot know an index; write x // 1")
+    __ceil__: Refusal = _refusing("math.ceil() cannot know an index; write -(-x // 1)")
+    __trunc__: Refusal = _refusing("math.trunc() cannot know an index; write .int()")
+    __divmod__: Refusal = _refusing("divmod() cannot know an index; write // and %")
+    __rdivmod__: Refusal = _refusing("divmod() cannot know an index; write // and %")
+    __array__: Refusal = _refusing(NUMPY)
+    __array_ufunc__: Refusal = _refusing(NUMPY)
 
     def __getattr__(self, name: str) -> Proxy:
         if name.startswith("__array_"):

@@ -4,7 +4,7 @@ import math
 import sys
 from numbers import Number
 from types import MappingProxyType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 from torch.fx import Graph, Proxy
@@ -41,8 +41,11 @@ class Tracer(TracerBase):
 
     def __init__(self, name: str, steps: Steps, shapes: tuple[tuple[int, ...], ...] | None):
         super().__init__()
-        self.graph = Graph()  # which stays empty; proxies ask it how to spell what is called
-        self.name, self.steps, self.first, self.shapes = name, steps, Known(FIRST_QUERY, self), shapes
+        self.graph: Graph = Graph()  # which stays empty; proxies ask it how to spell what is called
+        self.name: str = name
+        self.steps: Steps = steps
+        self.first: Known = Known(FIRST_QUERY, self)
+        self.shapes: tuple[tuple[int, ...], ...] | None = shapes
         self._line: str | None = None  # of an error, if not that which runs now
 
     def captured(self, n: int) -> Known:
@@ -61,7 +64,7 @@ class Tracer(TracerBase):
             self.refuse(f"expected a function that gives a {wanted}, got one that gives a {kind}")
         return self.steps.program(self.name, result)
 
-    def create_proxy(self, kind: str, target: object, args: tuple, kwargs: dict, *rest, **more) -> Proxy:
+    def create_proxy(self, kind: str, target: object, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Proxy:
         """What torch.fx calls for an operator, a function of torch or a method."""
         spelled = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         if kind == "call_method" and spelled == "where" and len(args) == 3:

@@ -28,11 +28,11 @@ class Doors:
     """What is kept between a mask and the attention that gets it, and of models before their first forward."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, tuple[ref, OrderedDict[tuple[int, int], set[str]]]] = {}  # by the id of a config
+        self.answers: dict[int, tuple[ref[Any], OrderedDict[tuple[int, int], set[str]]]] = {}  # by a config's id
         self.reasons: dict[type, str | None] = {}  # why a class of models is refused
         self.kinds: dict[tuple[type, str], list[type[PreTrainedModel]]] = {}  # by a config's type and a file
-        self.calls = 0  # of attention
-        self.waiting: WeakKeyDictionary[PreTrainedModel, list] = WeakKeyDictionary()  # hooks of models before a forward
+        self.calls: int = 0  # of attention
+        self.waiting: WeakKeyDictionary[PreTrainedModel, list[Any]] = WeakKeyDictionary()  # hooks before a forward
         self.running: list[tuple[int, int]] = []  # ids of these, and the calls at their beginning
         self.warned: set[type] = set()
 
@@ -202,13 +202,13 @@ def doors() -> Doors | None:
     return owner if isinstance(owner, Doors) else None
 
 
-def begin(model: PreTrainedModel, args: tuple) -> None:
+def begin(model: PreTrainedModel, args: tuple[Any, ...]) -> None:
     """Before a forward of a model; a function, so that models are copied and pickled with it."""
     if not torch.compiler.is_compiling() and (ours := doors()) is not None:
         ours.begin(model)
 
 
-def end(model: PreTrainedModel, args: tuple, output: Any) -> None:
+def end(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
     """After a forward."""
     if not torch.compiler.is_compiling() and (ours := doors()) is not None:
         ours.end(model, output)

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,18 +23,18 @@ class Filled:
     """
 
     def __init__(self, checkpoint: Checkpoint, empty: nn.Module):
-        self.folder = checkpoint.folder
-        self.most = elements_of(empty)
+        self.folder: Path = checkpoint.folder
+        self.most: int = elements_of(empty)
         self.failed: list[CheckpointError] = []
         self.nonfinite: dict[str, dict[str, int]] = {}
         counters = [name for name, x in empty.named_buffers() if not x.is_floating_point()]
-        self.integers = {
+        self.integers: dict[str, StoredTensor] = {
             name: stored
             for name, stored in checkpoint.tensors.items()
             if not stored.entry.dtype.is_floating_point and not any(_is_same(name, other) for other in counters)
         }
         left = checkpoint.tensors.keys() - self.integers.keys()
-        self.slices = {name: Slice(name, checkpoint.tensors[name], self) for name in left}
+        self.slices: dict[str, Slice] = {name: Slice(name, checkpoint.tensors[name], self) for name in left}
 
     def check(self, model: nn.Module, info: Mapping[str, Any], *, own: bool, allow_nonfinite: bool) -> None:
         """Raises CheckpointError unless the model has all its weights, and the folder no layers beside it."""

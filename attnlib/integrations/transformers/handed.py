@@ -33,7 +33,7 @@ class HandedMask(Tensor):
     numbers: "HandedMask | None" = None
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute with plain tensors. The same values stay what they are; others are known to be changed.
 
         Raises:

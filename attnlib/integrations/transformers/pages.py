@@ -56,13 +56,13 @@ class EndOfForward:
     def __init__(self, cache: Any = None):
         self._cache = None if cache is None else ref(cache)
 
-    def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After a forward, also one that raised."""
         cache = None if self._cache is None or torch.compiler.is_compiling() else self._cache()
         if cache is not None:
             cache.end_of_forward(output)
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[type, tuple[()]]:
         return EndOfForward, ()
 
 
