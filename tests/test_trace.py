@@ -265,7 +265,7 @@ def enclosed():
         (lambda b, h, i, j: math.sqrt(i) > 2, (), r"write .float\(\) and torch's functions"),
         (lambda b, h, i, j: divmod(i, 2)[0] > 2, (), r"divmod\(\) cannot know an index; write // and %"),
         (lambda b, h, i, j: {0: 1}[h] > 2, (), r"test_trace.py:\d+: a dict or a set cannot hold an index"),
-        (lambda b, h, i, j: h in {0, 1}, (), "a dict or a set cannot be asked"),
+        (lambda b, h, i, j: h in {0, 1}, (), "a dict or a set cannot hold"),
         (lambda b, h, i, j: [1, 2][h] > 2, (), "a list, a range or an array is indexed; pass a tensor as an argument"),
         (lambda b, h, i, j: ARRAY[h] > 2, (), "numpy cannot take an index"),
         (lambda b, h, i, j: sum(range(i)) > 2, (), "a list, a range or an array is indexed"),
