@@ -36,7 +36,7 @@ def evaluated(
     *,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """What a program gives of inputs that broadcast; its floats are of ``dtype``. A gradient flows through it.
+    """Evaluate a program on inputs that broadcast, its floats in ``dtype``; differentiable.
 
     Raises:
         IndexError: an index is outside of its tensor, for one of the ``counted`` pairs.
@@ -77,7 +77,7 @@ def index_at(index: Operand, size: int, brought: Brought, kind: str) -> Tensor:
 
 
 def _done(step: Step, captured: Mapping[Value, Tensor], brought: Brought, counted: Tensor | None) -> Tensor:
-    """What a step gives."""
+    """Evaluate one step."""
     if step.operation == "load":
         x, indices = captured[step.operands[0]], step.operands[1:]
         if counted is not None:
@@ -108,5 +108,5 @@ def _check(step: Step, x: Tensor, brought: Brought, counted: Tensor) -> None:
 
 
 def _divisor(y: Tensor) -> Tensor:
-    """What is divided by: 1 where it is 0, which kernels could not report."""
+    """Replace a divisor of 0 by 1, as kernels cannot report a division by zero."""
     return torch.where(y == 0, 1, y)

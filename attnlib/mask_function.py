@@ -84,7 +84,7 @@ class MaskFunction:
         return self.band.visible(i, j) & self.definition(b, h, i, j, first)
 
     def definition(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
-        """Whether the function lets query ``i`` see key ``j``; its floats are fp32, whatever the call's are."""
+        """True where the function lets query ``i`` see key ``j``; its floats are fp32 for calls of any dtype."""
         return evaluated(self.program, dict(zip(INDICES, (b, h, i, j, first), strict=True)), self.tensors)
 
     def reading(self, tensors: Tensors) -> "MaskFunction":

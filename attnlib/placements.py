@@ -36,9 +36,9 @@ def is_dtensor(x: object) -> bool:
 
 
 class Sharing(NamedTuple):
-    """What each dimension of a mesh shares: ``"b"`` sequences, ``"h"`` heads, ``""`` nothing.
+    """Each dimension of a mesh shards sequences ``"b"`` or heads ``"h"``, or replicates ``""``.
 
-    ``sizes`` are those of the whole call, by their letters.
+    ``sizes`` gives the size of each of these dimensions in the whole call.
     """
 
     mesh: "torch.distributed.device_mesh.DeviceMesh"
@@ -47,7 +47,7 @@ class Sharing(NamedTuple):
 
     @classmethod
     def of(cls, call: Call) -> "Sharing":
-        """That of a call on DTensors.
+        """Read the sharding of a call on DTensors.
 
         Raises:
             TypeError: only some of q, k and v are DTensors, or of other meshes.
@@ -77,11 +77,11 @@ class Sharing(NamedTuple):
         return f"whose ranks share {' and '.join(parts[shared] for shared in self.shared)}"
 
     def ranks(self, letter: str) -> int:
-        """How many ranks share this dimension."""
+        """Count the ranks over which this dimension is sharded."""
         return math.prod([self.mesh.size(at) for at, shared in enumerate(self.shared) if shared == letter])
 
     def span(self, letter: str) -> tuple[int, int]:
-        """Where this rank's part of a dimension begins, and its size, by the rule of DTensors."""
+        """Return the start and size of this rank's shard of a dimension, as DTensor divides it."""
         start, size = 0, self.sizes[letter]
         for at, shared in enumerate(self.shared):
             if shared == letter:
@@ -91,7 +91,7 @@ class Sharing(NamedTuple):
         return start, size
 
     def placements(self, letters: str) -> list["Placement"]:
-        """Those of a tensor whose dimensions these are."""
+        """Return the placements of a tensor whose dimensions are these letters."""
         from torch.distributed.tensor import Replicate, Shard
 
         whole_keys = "g" in letters and self.sizes["g"] % self.ranks("h") != 0
@@ -147,7 +147,7 @@ class LocalCall(NamedTuple):
 
 
 def local_call(call: Call, part: Callable[[Sharing, Tensor, str], Tensor] = Sharing.local) -> LocalCall | None:
-    """What this rank runs of a call on DTensors, of the ``part`` of each tensor; None if it is not on such.
+    """Return this rank's part of a call on DTensors, of the ``part`` of each tensor; None for other calls.
 
     Raises:
         TypeError: over a cache; or as :meth:`Sharing.of`, with its other errors.
@@ -193,7 +193,7 @@ def _seed(dropout: Dropout, device: torch.device, sharing: Sharing) -> Tensor | 
 
 
 def _kind(name: str, x: "DTensor", letters: str, at: int) -> str:
-    """What dimension ``at`` of a mesh shares of a tensor."""
+    """Return the letter of the dimension over which mesh dimension ``at`` shards a tensor."""
     from torch.distributed.tensor import Shard
 
     placement = x.placements[at]

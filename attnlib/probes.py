@@ -13,7 +13,7 @@ ANSWERS: "dict[str, Answer]" = {}  # the one store of answers, by the name of wh
 
 
 class Answer(Protocol):
-    """What a trial found and is used from now on; ``failures`` has a sentence for each part that failed."""
+    """The result of a trial, used from now on; ``failures`` has a sentence for each part that failed."""
 
     failures: tuple[str, ...]
 

@@ -93,7 +93,7 @@ class Program(NamedTuple):
 
     @property
     def exponentials(self) -> int:
-        """How many exponentials, logarithms, powers and hyperbolic tangents it takes for each pair, or fewer."""
+        """Count the exponentials, logarithms, powers and hyperbolic tangents per pair; an upper bound."""
         return sum(step.operation in (*TRANSCENDENTAL, "pow") for step in self.parsed.steps)
 
     @property

@@ -86,7 +86,7 @@ def _is_method(function: Callable) -> bool:
 
 
 def _said(function: Callable, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
-    """What is wrong with the arguments, and what to give; None if that cannot be told."""
+    """Say what is wrong with the arguments and what to pass instead; None if that is unknown."""
     of, count = [*signature(function).parameters.values()], len(args)
     if _is_method(function):
         of, count = of[1:], max(0, count - 1)

@@ -38,7 +38,7 @@ Refusal = Callable[..., NoReturn]
 
 
 class Refusing(Protocol):
-    """What a stand-in asks of its tracer."""
+    """The part of a tracer that stand-ins use."""
 
     def refuse(self, why: str) -> NoReturn: ...
     def create_proxy(self, kind: str, target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Proxy: ...

@@ -1,7 +1,8 @@
-"""What torch knows privately of those who follow operators, and a trial of each private function.
+"""The questions to torch about modes, transforms and profilers that follow operators, and a trial of each.
 
-It must say yes inside what it asks about, and no outside. Where one fails, a public function answers in its place;
-where there is none, the answer is yes, which is right and slower.
+Most are answered by private functions of torch. A trial asks once inside such a context, where the answer must be yes,
+and once outside. If it fails, a public function answers in place of the private one; if there is none, the answer is
+always yes, which is right and slower.
 """
 
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def _refuse_inside(question: Question) -> None:
 
 
 def _in_another_thread(ask: Callable) -> object:
-    """What it answers outside of everything: modes, transforms and profilers belong to a thread."""
+    """Ask in a new thread, which no mode, transform or profiler follows."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(ask).result()
 
@@ -142,7 +143,7 @@ def _find_function_modes() -> Callable[[], bool]:
 
 
 def _find_forward_level() -> Callable[[], bool]:
-    """Whether a level is open, which is a variable of torch's."""
+    """Return the question whether a level of forward mode is open, which a variable of torch tells."""
     forward_ad._current_level  # noqa: B018 - raises where it is not there
     return lambda: forward_ad._current_level >= 0
 

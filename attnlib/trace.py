@@ -55,7 +55,7 @@ def _text_of(name: str, function: Callable, kinds: Kinds, shapes: tuple[tuple[in
 
 
 def _called(name: str, function: Callable, arguments: Sequence[Known]) -> object:
-    """What the function gives of stand-ins."""
+    """Call the function with stand-ins."""
     try:
         return function(*arguments)
     except TraceError:

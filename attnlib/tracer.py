@@ -65,7 +65,7 @@ class Tracer(TracerBase):
         return self.steps.program(self.name, result)
 
     def create_proxy(self, kind: str, target: object, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Proxy:
-        """What torch.fx calls for an operator, a function of torch or a method."""
+        """Record an operator, a function of torch or a method; torch.fx calls this."""
         spelled = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         if kind == "call_method" and spelled == "where" and len(args) == 3:
             args = (args[1], args[0], args[2])

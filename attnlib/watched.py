@@ -1,4 +1,4 @@
-"""Whether anybody follows operators, so that a call must go through torch's dispatcher to be seen."""
+"""True if a mode, transform or profiler follows operators, so that a call must go through torch's dispatcher."""
 
 import sys
 
@@ -73,7 +73,7 @@ def have_tangents(*arguments: object) -> bool:
 
 
 def failures() -> list[str]:
-    """What torch does not say as expected, and what that costs.
+    """Name each question that torch does not answer as expected, and what that costs.
 
     Raises:
         NotNow: it cannot be tried here.

@@ -1,4 +1,4 @@
-"""What other libraries call arguments, and which argument of attnlib to use instead."""
+"""The names of arguments in other libraries, and the argument of attnlib to use instead of each."""
 
 from types import MappingProxyType
 

@@ -7,7 +7,7 @@ from itertools import groupby
 import pytest
 import torch
 from hypothesis import Phase, is_hypothesis_test, settings
-from slow_shares import covering, is_of_share
+from shares import covering, is_of_share
 
 from attnlib import probes
 from attnlib.backends._triton import direct
@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 def pytest_addoption(parser):
     text = "launch kernels as where no private function of Triton or torch has passed its trial"
     parser.addoption("--public-launches", action="store_true", help=text)
-    parser.addoption("--slow-share", metavar="N/M", help="of the slow tests, every M-th by a hash of its name")
+    parser.addoption("--share", metavar="N/M", help="run one test in M, chosen by a hash of its name")
 
 
 def pytest_configure(config):
@@ -51,8 +51,8 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if is_hypothesis_test(item.obj):
                 _ask_for_many(item)
-    if share := config.getoption("--slow-share"):
-        outside = [item for item in items if item.get_closest_marker("slow") and not is_of_share(item.nodeid, share)]
+    if share := config.getoption("--share"):
+        outside = [item for item in items if not is_of_share(item.nodeid, share)]
         config.hook.pytest_deselected(items=outside)
         items[:] = [item for item in items if item not in {*outside}]
 

@@ -41,7 +41,7 @@ class _Table:
 
 
 class _First:
-    """What FIRST_QUERY stands for within one sequence."""
+    """The first query of one sequence, which FIRST_QUERY stands for."""
 
     def __init__(self, first: Tensor):
         self._first = first
@@ -56,7 +56,7 @@ def _with_dimensions(x: Tensor) -> Tensor:
 
 
 def applied(function: Callable, arguments: list, first: Tensor, *numbers: Tensor) -> Tensor:
-    """What a function gives of numbers, tensors that broadcast: it is called.
+    """Call a function with numbers: tensors that broadcast.
 
     ``first`` is the storage index of the first query of the sequence that all indices are of.
     """

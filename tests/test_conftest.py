@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slow_shares import covering, is_of_share
+from shares import covering, is_of_share
 
 PROPERTIES = """
 from hypothesis import given, settings, strategies as st
@@ -96,8 +96,8 @@ def test_other():
 
 @pytest.mark.slow
 def test_cases_and_shares(tmp_path):
-    """The default run and all shares of the slow tests run every case once, each by its name alone."""
-    slow = (["-m", "slow", f"--slow-share={n}/2"] for n in (1, 2))
+    """The default run and all shares of the slow tests run every case once."""
+    slow = (["-m", "slow", f"--share={n}/2"] for n in (1, 2))
     runs = run(tmp_path, CASES, ["-m", "not slow"], *slow)
     default, *shares = (re.findall(r"::(\S+) PASSED", stdout) for stdout in runs)
     covered = [name for name in default if "covered" in name]

@@ -178,7 +178,7 @@ def test_a_warning_names_the_line_that_called(monkeypatch):
 
 @pytest.mark.parametrize("name", [None, "strict", "triton"])
 def test_a_hopper_gpu_without_its_kernels_warns_once(name, monkeypatch):
-    """Of the first call, whoever chooses the backend; a refusal it is not."""
+    """The first call warns, with every way to choose the backend; none raises."""
     spec = spec_of()._replace(device="cuda", arch=90)
     monkeypatch.setattr(launch, "missing_names", lambda: ["gluon.tma"])
     with forgotten():

@@ -1,4 +1,4 @@
-"""Which names of Gluon the Hopper kernels use: all of them are probed, and what a Triton lacks is said by name."""
+"""The names of Gluon in Hopper kernels: each is probed, and each that a Triton lacks is named."""
 
 import ast
 import builtins

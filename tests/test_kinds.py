@@ -1,4 +1,4 @@
-"""What numbers in functions of indices are promoted to, against torch itself for every pair of dtypes."""
+"""Promotion in functions of indices, compared with torch for every pair of dtypes."""
 
 import operator
 from itertools import product

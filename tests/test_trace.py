@@ -98,7 +98,7 @@ class Given:
 
 
 def by_pairs(case, arguments, tile, score=None):
-    """What a function gives when it is called for each pair by itself, with 0-dimensional tensors."""
+    """Call a function once per pair, with 0-dimensional tensors."""
     wide, first = torch.float32 if score is None else score.dtype, torch.tensor(tile.first)
     given = [
         Given(first.expand(8), wide) if x is FIRST_QUERY else Given(x, wide) if x.dim() else x.to(wide)

@@ -37,9 +37,9 @@ class Steps(Protocol):
 
 
 class Saved(NamedTuple):
-    """What a file says: a sequence's length, and for each layer its convention, its tokens' numbers and its planes.
+    """The contents of a file: the sequence's length, and for each layer its convention, token numbers and planes.
 
-    ``rollback`` is that of the cache that saved it, or -1 of a file that does not tell.
+    ``rollback`` is the limit of the cache that saved it; -1 if the file does not say.
     """
 
     length: int

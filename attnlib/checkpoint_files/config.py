@@ -1,4 +1,4 @@
-"""What a config.json must not ask for, whoever reads it: code, files elsewhere, and more than the folder can fill."""
+"""Refuse a config.json that asks for code, for files elsewhere, or for more weights than the folder can hold."""
 
 import math
 import re

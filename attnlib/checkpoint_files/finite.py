@@ -4,7 +4,7 @@ import torch
 
 
 def count_nonfinite(x: torch.Tensor) -> dict[str, int]:
-    """How many ``nan`` and ``inf`` a tensor holds; empty if none, or if it is not of a floating dtype."""
+    """Count the ``nan`` and ``inf`` of a tensor; empty if it has none, or is not of a floating dtype."""
     if not x.dtype.is_floating_point or not x.numel():
         return {}
     if x.dtype.itemsize == 1:

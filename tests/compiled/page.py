@@ -135,7 +135,7 @@ def committed(text: str, version: str) -> dict[tuple[str, str], Committed]:
 
 
 def _sections(text: str) -> dict[str, str]:
-    """What the page says of each Triton, all of it in full."""
+    """Return the section of each Triton, with the rows that it shares with the first filled in."""
     _, *parts = re.split(r"^## triton (.*)\n", text, flags=re.MULTILINE)
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
     first = _rows(next(iter(sections.values()), ""))

@@ -19,7 +19,7 @@ INDICES = ("b", "h", "i", "j")
 
 
 def function(draw: Draw) -> "Functions | Untraceable":
-    """A call with a mask and perhaps a score by function, or a function that cannot be traced."""
+    """Draw a call with a mask and perhaps a score by function, or a function that cannot be traced."""
     heads = draw.one(((1, 1), (2, 1), (2, 2)))
     grammar = Grammar(draw, heads[0])
     if draw.maybe(0.15):
@@ -85,7 +85,7 @@ class Functions:
         raise Mismatch(f"torch refuses it, and attnlib takes it: {error}")
 
     def pairs(self, x: Expression, tables: dict[str, object], numbers: Tensor | None) -> Tensor:
-        """What a function gives of each pair, ``[b, h, s, t]``, called with 0-dimensional tensors."""
+        """Call a function for each pair with 0-dimensional tensors; ``[b, h, s, t]``."""
         b, s, t, h, _ = self.sizes
         function = x.function(INDICES if numbers is None else ("score", *INDICES))
         found = [

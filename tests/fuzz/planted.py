@@ -132,7 +132,7 @@ def clamped_from_below(index_at: Callable) -> Callable:
 
 
 def errors_as_they_are(called: Callable) -> Callable:
-    """What a function raises for a stand-in is passed on (F10)."""
+    """Pass on whatever a function raises for a stand-in (F10)."""
     return lambda name, function, arguments: function(*arguments)
 
 

@@ -67,7 +67,7 @@ def test_without_the_private_contract_the_masks_refuse():
 
 @pytest.mark.parametrize("change", ["missing", "never called"])
 def test_another_contract_is_left_as_it_was(monkeypatch, change):
-    """Where transformers chooses in another way than we know."""
+    """If transformers chooses in a way that attnlib does not know, nothing is wrapped."""
     given = PreTrainedModel.get_correct_attn_implementation.__wrapped__
     monkeypatch.setattr(PreTrainedModel, "get_correct_attn_implementation", given)
     monkeypatch.setattr(PreTrainedModel, "set_attn_implementation", PreTrainedModel.set_attn_implementation.__wrapped__)

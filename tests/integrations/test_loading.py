@@ -118,7 +118,7 @@ def pickle_alone(folder: Path) -> None:
 
 
 def distributed(folder: Path) -> None:
-    """What torch's distributed checkpoints are read by, which is a pickle."""
+    """Replace the weights by a distributed checkpoint of torch, whose metadata is a pickle."""
     (folder / WEIGHTS).unlink()
     for name in (".metadata", "__0_0.distcp"):
         bomb(folder, name)

@@ -38,7 +38,7 @@ def test_a_class_agrees_or_is_refused(name):
 
 
 def kinds() -> Counter:
-    """How many classes agree in all that was tried, are refused in all of it, or in a part, or were not tried."""
+    """Count the classes that agree in every way that was tried, in part, or are refused, and those not tried."""
     names = {"A": "agree", "r": "refused", "Ar": "agree in part", "": "not tried"}
     return Counter(names["".join(sorted(set(letters) - {"-"}))] for letters in WALKED.values())
 

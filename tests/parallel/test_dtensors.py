@@ -55,7 +55,7 @@ OPTIONS = {
 
 
 def learnt(options: dict) -> list[Tensor]:
-    """What of the options has gradients."""
+    """Return the options that have gradients."""
     score = options.get("score")
     return [options[name] for name in ("alibi_slopes", "sinks") if name in options] + list(
         score.tensors if score else ()

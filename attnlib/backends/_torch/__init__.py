@@ -38,7 +38,7 @@ def slow(spec: AttentionSpec) -> list[str]:
 
 
 def failures(spec: AttentionSpec) -> list[str]:
-    """What of torch it cannot use as expected, and what that costs."""
+    """Name each private part of torch that failed its trial, and what that costs."""
     return [*watched.failures(), *(fused.failures() if spec.device == "cpu" else [])]
 
 

@@ -54,7 +54,7 @@ class TritonBackend:
         return [f"{name}: the last dimension is not contiguous, so it is copied once" for name in spec.strided]
 
     def failures(self, spec: AttentionSpec) -> list[str]:
-        """What of torch and Triton it cannot use as expected, and what that costs."""
+        """Name each private part of torch and Triton that failed its trial, and what that costs."""
         return [*watched.failures(), *(launch.failures(spec.arch) if spec.device == "cuda" else [])]
 
     def variant(self, call: Call) -> str:

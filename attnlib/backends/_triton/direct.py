@@ -23,7 +23,7 @@ LATER = (*FIRST, "kernel_metadata", "launch_metadata", "launch_enter_hook", "lau
 
 
 class Streams(NamedTuple):
-    """How to ask for the current device, and for the address of its current stream."""
+    """Functions that return the current device, and the address of its current stream."""
 
     current_device: Callable[[], int]
     current_stream: Callable[[int], int]
@@ -63,7 +63,7 @@ def _compare_streams(private: Streams) -> None:
 
 
 class Started(NamedTuple):
-    """What starts a compiled kernel again: ``start(*arguments)``, where a few are filled in first.
+    """The prepared launch of a compiled kernel: fill in a few arguments, then call ``start(*arguments)``.
 
     The current stream belongs at ``STREAM``, the addresses of the kernel's tensors from ``first`` on, descriptors at
     places of their own, each of a tensor by its name, and what functions of indices read from ``read`` on. Triton's
@@ -104,7 +104,7 @@ class Descriptors(dict):
 
 
 class Direct(NamedTuple):
-    """Which launches may go directly: those without a descriptor, and those with one."""
+    """The launches that may go directly: ``plain`` ones without a descriptor, ``described`` ones with one."""
 
     plain: bool
     described: bool
@@ -112,8 +112,10 @@ class Direct(NamedTuple):
 
 
 def direct(attempt: Callable[[bool], None]) -> Direct | None:
-    """Which launches may go directly. ``attempt`` launches a tiny kernel both ways, with a descriptor or without, and
-    raises where the bits differ; None where it cannot be tried now."""
+    """Find, once, which launches may go directly; return None if that cannot be tried now.
+
+    ``attempt`` launches a tiny kernel both ways, with a descriptor or without, and raises if the bits differ.
+    """
     return answer(DIRECT, partial(_find_direct, attempt))
 
 
@@ -133,7 +135,7 @@ def _find_direct(attempt: Callable[[bool], None]) -> Direct:
 
 
 def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[Descriptors, list]]]:
-    """What starts a binary, and what it takes between the stream and the tensors; and what of these descriptors.
+    """Return the function that starts a binary, its arguments between stream and tensors, and each descriptor's values.
 
     It is a function in C, which takes a descriptor as the chip does, and then its sizes; or, where the arguments stand
     in another order or a kernel needs memory of its own, the one in Python before it.

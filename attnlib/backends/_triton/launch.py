@@ -210,7 +210,7 @@ def _compare_bits(descriptors: bool) -> None:
 
 
 def failures(arch: int) -> list[str]:
-    """What of Triton or torch cannot be used as expected on a GPU of this architecture, and what that costs.
+    """Name each part of Triton and torch that failed its trial on a GPU of this architecture, and what that costs.
 
     Raises:
         NotNow: it cannot be tried here.
@@ -220,7 +220,7 @@ def failures(arch: int) -> list[str]:
 
 
 class _Gluon(NamedTuple):
-    """Whether this Triton has what the dedicated Hopper kernels are written with."""
+    """True if this Triton has all names of Gluon that the dedicated Hopper kernels use; otherwise the reasons."""
 
     is_there: bool
     failures: tuple[str, ...] = ()

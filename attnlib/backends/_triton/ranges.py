@@ -1,4 +1,4 @@
-"""Where the integers of a program lie, so that kernels compute in int32 what cannot leave it, and all else in int64."""
+"""Bounds on the integers of a program: kernels compute in int32 what cannot overflow it, and the rest in int64."""
 
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -29,9 +29,9 @@ INT32 = Range(-(1 << 31), (1 << 31) - 1)
 
 
 class Bounds(NamedTuple):
-    """What the indices of a call are below: its sequences, its heads and its tokens, powers of two.
+    """Upper bounds on the indices of a call, powers of two: its sequences, heads and tokens.
 
-    Kernels are written for these, and few: those of usual sizes are one.
+    A kernel is compiled for each value; calls of usual sizes share one.
     """
 
     sequences: int = 1 << 16

@@ -157,7 +157,7 @@ def _seen(
 
 
 def flags_of(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> str:
-    """What flags of a model say that a mask leaves out: "full", "causal" or "window"."""
+    """Return the mask that a model's flags ask for: "full", "causal" or "window"."""
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return "full" if not is_causal else "causal" if sliding_window is None else "window"
 

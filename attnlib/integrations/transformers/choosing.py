@@ -62,7 +62,7 @@ def classes_of(config: Any, module: Any = None) -> list[type[PreTrainedModel]]:
 
 
 def only_eager(kind: type[PreTrainedModel]) -> bool:
-    """Whether transformers says of no implementation but ``eager`` that the class works with it."""
+    """True if, by its flags, the class works with no implementation but ``eager``."""
     return not (kind._supports_sdpa or kind._supports_flash_attn or kind._supports_flex_attn)
 
 

@@ -25,7 +25,7 @@ REMEMBERED = 1024  # pairs of lengths for each config: a checkpointed layer runs
 
 
 class Doors:
-    """What is kept between a mask and the attention that gets it, and of models before their first forward."""
+    """The mask and attention functions that are registered, and what they remember from a mask to its attention."""
 
     def __init__(self) -> None:
         self.answers: dict[int, tuple[ref[Any], OrderedDict[tuple[int, int], set[str]]]] = {}  # by a config's id
@@ -141,7 +141,7 @@ class Doors:
     def _flags(
         self, module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, given: dict[str, Any]
     ) -> dict[str, Any]:
-        """What the flags of a module have to be for the mask that was made, where they are not.
+        """Return the flags that the mask stands for, if those of the module say something else.
 
         Raises:
             NotImplementedError: the mask was made for other keys, or changed, or says what flags cannot.
@@ -166,7 +166,7 @@ class Doors:
         )
 
     def _meant(self, module: nn.Module, sizes: tuple[int, int], said: str) -> set[str]:
-        """What None may say of a mask of these sizes, for this config; what flags say if no mask was asked for."""
+        """Return the masks that None may stand for at these sizes; ``said``, by flags, if none was made."""
         config = getattr(module, "config", None)
         found = self.answers.get(id(config))
         if found is None or found[0]() is not config:
@@ -196,7 +196,7 @@ def should_have_called(model: nn.Module) -> bool:
 
 
 def doors() -> Doors | None:
-    """What is registered with transformers, if it is ours."""
+    """Return attnlib's functions if they are registered with transformers."""
     registered = AttentionInterface().get(NAME)
     owner = getattr(registered, "__self__", None)
     return owner if isinstance(owner, Doors) else None

@@ -111,7 +111,7 @@ def _kinds(function: Callable) -> Iterator[Callable | str]:
 
 
 def meaning_of(function: Callable) -> str:
-    """What a mask function says beside padding and documents: "full", "causal", "window", or "other"."""
+    """Classify a mask function, apart from padding and documents: "full", "causal", "window" or "other"."""
     if getattr(function, "__qualname__", "") == REMAPPED:
         return meaning_of(_closed(function, "mask_function"))
     if getattr(function, "__qualname__", "") == JOINED:

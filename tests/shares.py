@@ -1,4 +1,4 @@
-"""Which cases of a test run by default, and which slow tests are of a share."""
+"""The cases of a test that run by default, and the tests of a share."""
 
 import re
 from itertools import combinations
@@ -19,8 +19,8 @@ def covering(cases: list[dict[str, int]], together: int) -> set[int]:
 
 
 def is_of_share(name: str, share: str) -> bool:
-    """Whether a test is of share ``N/M``, N counted from 1."""
+    """True if the test of this name is of share ``N/M``, N counted from 1."""
     found = re.fullmatch(r"(\d+)/(\d+)", share)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise pytest.UsageError(f"--slow-share: expected N/M with N from 1 to M, got {share}")
+        raise pytest.UsageError(f"--share: expected N/M with N from 1 to M, got {share}")
     return crc32(name.encode()) % int(found[2]) == int(found[1]) - 1
