@@ -53,11 +53,31 @@ def test_a_layer_that_changes_what_it_was_handed_is_named(change, monkeypatch):
 
     monkeypatch.setattr(cache.layers[1], "update", changed)
     error, text = (RuntimeError, "layer 1: expected attention to the pages") if change == "both" else (
-        NotImplementedError, f"{change}: expected what hf.PagedCache handed out, got another tensor",
+        NotImplementedError, f"layer 1, {change}: expected what hf.PagedCache handed out, got another tensor",
     )  # fmt: skip
     with pytest.raises(error, match=text):
         ours(ids[:, 5:], **{CACHE: cache})
     assert counts(cache) == before
+
+
+@torch.no_grad()
+def test_a_layer_of_other_heads_than_its_config_says_is_named():
+    """As mimo-v2-flash, whose layers with a window have more."""
+    _, ours = pair_of("llama", "attention")
+    ours.config.num_key_value_heads += 1
+    cache = paged(ours)
+    before = counts(cache)
+    with pytest.raises(NotImplementedError, match=r"layer 0: expected 3 heads .* by the model's config, got"):
+        ours(tokens(ours, 2, 9), **{CACHE: cache})
+    assert counts(cache) == before
+
+
+def test_reading_keys_past_attention_is_refused():
+    """As mllama, which looks whether its cross-attention has any, and Whisper's ``generate``."""
+    layer = paged(pair_of("llama", "attention")[1]).layers[1]
+    for name in ("keys", "values"):
+        with pytest.raises(NotImplementedError, match="layer 1: expected no reading of cached keys or values"):
+            getattr(layer, name)
 
 
 @torch.no_grad()

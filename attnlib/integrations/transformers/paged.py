@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
-from typing import Any
+from typing import Any, NoReturn
 from weakref import finalize
 
 import torch
@@ -97,11 +97,13 @@ class PagedCache(Cache):
             )
         layer = self._open[index]
         is_latent = layer.layout.is_latent
+        if not is_latent:
+            _check_shapes(index, layer.layout, key, value)
         k, v = (x[:, 0].flatten(0, 1) if is_latent else x.transpose(1, 2).flatten(0, 1) for x in (key, value))
         view = layer.append(k, v if v.shape[-1] else None)
         if not self._length:
             return key, value
-        pages = self._handed[index] = HandedPages(view)
+        pages = self._handed[index] = HandedPages(index, view)
         return tuple(stand_in(x, self._length + s, pages) for x in (key, value))
 
     def length_of(self, index: int) -> int:
@@ -235,10 +237,28 @@ class PagedLayer(CacheLayerMixin):
     """A layer of a :class:`PagedCache`."""
 
     def __init__(self, cache: PagedCache, index: int):
-        super().__init__()
         self._cache, self._index = cache, index
+        super().__init__()
         self.is_initialized: bool = True
         self.is_croppable: bool = True
+
+    @property
+    def keys(self) -> NoReturn:
+        """Refuse: keys and values lie in pages.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"layer {self._index}: expected no reading of cached keys or values, which hf.PagedCache stores in pages; "
+            "use a DynamicCache for this model"
+        )
+
+    @keys.setter
+    def keys(self, x: Tensor | None) -> None:
+        """Ignore what transformers sets for a layer without tokens."""
+
+    values = keys
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: pages are there from the start."""
@@ -258,6 +278,15 @@ class PagedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """As :meth:`PagedCache.get_max_length`."""
         return self._cache.get_max_length()
+
+
+def _check_shapes(index: int, layout: KVLayout, key: Tensor, value: Tensor) -> None:
+    if (key.shape[1], key.shape[3], value.shape[3]) != (layout.heads, layout.dim, layout.value_dim):
+        raise NotImplementedError(
+            f"layer {index}: expected {layout.heads} heads of {layout.dim} channels of keys and {layout.value_dim} of "
+            f"values, by the model's config, got keys {tuple(key.shape)} and values {tuple(value.shape)}; use "
+            "a DynamicCache for this model"
+        )
 
 
 def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list[KVLayout]:

@@ -22,7 +22,8 @@ from .latents import absorbed, expanded, may_absorb, unabsorbed
 class HandedPages:
     """The pages of one layer in one step, for which stand-ins of keys and values are handed to the model."""
 
-    def __init__(self, view: KVView):
+    def __init__(self, layer: int, view: KVView):
+        self.layer = layer
         self.view = view
         self.was_read = False
 
@@ -42,10 +43,10 @@ def pages_of(key: Tensor, value: Tensor) -> HandedPages | None:
     """
     pages, of_value = (getattr(x, "handed_pages", None) for x in (key, value))
     if pages is not of_value:
-        changed = "key" if pages is None else "value"
+        changed, handed = ("key", of_value) if pages is None else ("value", pages)
         raise NotImplementedError(
-            f"{changed}: expected what hf.PagedCache handed out, got another tensor; the model computes with its "
-            "cached keys or values before attention: use a DynamicCache for it"
+            f"layer {handed.layer}, {changed}: expected what hf.PagedCache handed out, got another tensor; the model "
+            "computes with its cached keys or values before attention: use a DynamicCache for it"
         )
     return pages
 
