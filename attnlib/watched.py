@@ -1,4 +1,4 @@
-"""True if a mode, transform or profiler follows operators, so that a call must go through torch's dispatcher."""
+"""Detect modes, transforms and profilers that follow operators: calls must then go through torch's dispatcher."""
 
 import sys
 
