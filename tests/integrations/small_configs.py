@@ -27,7 +27,7 @@ SMALL = {
     32: "hidden_size d_model n_embd dim embed_dim model_dim hidden_dim embedding_size decoder_dim n_embed "
     "embedding_dim thinker_hidden_size backbone_hidden_size moe_intermediate_size expert_ffn_hidden_size "
     "shared_expert_intermediate_size word_embed_proj_dim projection_dim lru_width out_hidden_size output_dim "
-    "text_hidden_size",
+    "text_hidden_size adapter_in_dim adapter_out_dim adapter_input_size",
     48: "intermediate_size d_ff ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size mlp_dim "
     "speech_encoder_intermediate_size t2u_encoder_ffn_dim t2u_decoder_ffn_dim dense_intermediate_size "
     "intermediate_size_mlp shared_intermediate_size moe_shared_expert_intermediate_size dim_ff ff_dim",
@@ -54,6 +54,30 @@ INDEXED = {
     "indexer_compress_ratio": 4,
 }
 ERNIE_VL = {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}, "moe_intermediate_size": [32, 16]}
+LATENT_WINDOWS = {
+    "num_key_value_heads": 4,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 24,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 12,
+}
+GRANITE_VISION = {
+    "downsample_rate": "1/2",
+    "deepstack_layer_map": [[0, 0]],
+    "spatial_target_layers": [0, 1, 0, 1],
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 64,
+        "patch_size": 16,
+    },
+}
 FLORENCE = {
     "depths": (1, 1),
     "patch_size": (7, 3),
@@ -64,17 +88,19 @@ FLORENCE = {
     "num_heads": (2, 4),
     "num_groups": (2, 4),
 }
+VISION_START = {"vision_start_token_id": 118}
 DECODES = {"is_decoder": True}
 EXTRA = MappingProxyType(
     {
         "BailingHybridConfig": BOTH_KINDS,
         "BambaConfig": {"attn_layer_indices": [1]},
         "BertConfig": DECODES,
-        "Blip2Config": {"num_query_tokens": 4},
+        "Blip2Config": {"num_query_tokens": 4, "image_token_index": 119},
         "CamembertConfig": DECODES,
         "ChameleonConfig": {"vocabulary_map": {"<image>": 119, "IMGIMGAAZ": 118}},
         "CodeGenConfig": {"rotary_dim": 4},
         "CohereCompassTextConfig": {"layer_types": WINDOWED, "rope_parameters": dict.fromkeys(WINDOWED, ROPE)},
+        "CsmDepthDecoderConfig": {"num_codebooks": 32, "pad_token_id": 127},
         "Data2VecTextConfig": DECODES,
         "DbrxAttentionConfig": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
@@ -83,13 +109,15 @@ EXTRA = MappingProxyType(
             "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
         },
         "Dots3NoteConfig": {"num_key_value_heads": 4},
-        "Dots3NoteTextConfig": {"num_key_value_heads": 4},
+        "Dots3NoteTextConfig": LATENT_WINDOWS,
         "ElectraConfig": DECODES,
         "Emu3Config": {"vocabulary_map": {"<image>": 119, "<|extra_200|>": 118, "<|visual token 000000|>": 117}},
+        "EncodecConfig": {"sampling_rate": 32_000, "codebook_size": 128, "target_bandwidths": [2.0]},
         "Ernie4_5_VLMoeTextConfig": ERNIE_VL,
         "Ernie4_5_VL_MoeTextConfig": ERNIE_VL,
         "ErnieConfig": DECODES,
         "Florence2VisionConfig": FLORENCE,
+        "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},
         "GPTJConfig": {"rotary_dim": 4},
         "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "window_size": 7},
         "Gemma3nTextConfig": {
@@ -99,12 +127,13 @@ EXTRA = MappingProxyType(
             "intermediate_size": 48,
         },
         "Glm5NextTextConfig": {"layer_types": INDEXED["layer_types"], "index_kpool": 4, "qk_rope_head_dim": 0},
+        "Granite4VisionConfig": GRANITE_VISION,
         "GraniteMoeHybridConfig": BOTH_KINDS,
         "HunYuanDenseV1Config": HEADS,
         "HunYuanMoEV1Config": HEADS,
         "HunYuanVLTextConfig": HEADS,
-        "InstructBlipConfig": {"num_query_tokens": 4},
-        "InstructBlipVideoConfig": {"num_query_tokens": 4},
+        "InstructBlipConfig": {"num_query_tokens": 4, "image_token_index": 119},
+        "InstructBlipVideoConfig": {"num_query_tokens": 2, "video_token_index": 119},
         "KimiLinearConfig": BOTH_KINDS,
         "Kosmos2Config": {"latent_query_num": 4},
         "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -112,13 +141,16 @@ EXTRA = MappingProxyType(
         "MinistralConfig": HEADS,
         "Mistral4Config": {"head_dim": 16},
         "Molmo2AdapterConfig": {"vision_feature_layer": [-1, -2]},
-        "MoonshineStreamingConfig": {"num_key_value_heads": 2},
+        "MoonshineStreamingConfig": {"num_key_value_heads": 4},
+        "MuseSparkAudioConfig": {"num_hidden_layers": 4, "hidden_sizes": (32, 32, 32, 32), "depths": (1, 1, 1, 1)},
         "NemotronConfig": HEADS,
         "OlmoHybridConfig": BOTH_KINDS,
         "PaddleOCRTextConfig": {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
         "PegasusXConfig": {"block_size": 8, "num_global_tokens": 4},
+        "Qwen2_5OmniThinkerConfig": VISION_START,
         "Qwen3NextConfig": BOTH_KINDS,
         "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 32},
+        "Qwen3OmniMoeThinkerConfig": VISION_START,
         "Qwen3_5MoeTextConfig": BOTH_KINDS,
         "Qwen3_5TextConfig": BOTH_KINDS,
         "Qwen4ExpTextConfig": INDEXED,
