@@ -149,6 +149,7 @@ EXTRA = MappingProxyType(
         "PegasusXConfig": {"block_size": 8, "num_global_tokens": 4},
         "Qwen2_5OmniThinkerConfig": VISION_START,
         "Qwen3NextConfig": BOTH_KINDS,
+        "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},
         "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 32},
         "Qwen3OmniMoeThinkerConfig": VISION_START,
         "Qwen3_5MoeTextConfig": BOTH_KINDS,

@@ -157,8 +157,8 @@ def beside(model: nn.Module, takes: Collection[str], s: int) -> dict[str, Tensor
     if "user_audio_codes" in takes:
         codes = {f"{who}_audio_codes": ids(2, config.num_codebooks * s) % 30 for who in ("moshi", "user")}
         given = {name: x.view(2, -1, s) for name, x in codes.items()}
-    if type(model).__name__.endswith("TextToUnitForConditionalGeneration"):
-        given["inputs_embeds"] = torch.randn(2, s, config.hidden_size)
+    if type(model).__name__.endswith(("TextToUnitForConditionalGeneration", "MoeTalkerForConditionalGeneration")):
+        given["inputs_embeds"] = torch.randn(2, s, config.get_text_config().hidden_size)
     if config.model_type in ("musicgen", "musicgen_melody"):  # each codebook in a row of its own
         given["decoder_input_ids"] = ids(2 * config.decoder.num_codebooks, s - 4, 2)
     if config.model_type == "dia":
