@@ -232,13 +232,13 @@ def _fit_layers(given: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def _fit_heads(given: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Latents have a key for each head."""
+    """Give latents a key for each head."""
     if "qk_rope_head_dim" in fields:
         given["num_key_value_heads"] = 4
 
 
 def _fit_sections(given: dict[str, Any], fields: dict[str, Any], kind: type[PreTrainedConfig]) -> None:
-    """The sections of a rope, given or left to the model's own default, fill the half of a head."""
+    """Fill the half of a head with the sections of a rope, also where the model has a default of its own for them."""
     rope = fields.get("rope_parameters")
     known = "mrope_section" in (getattr(kind, "ignore_keys_at_rope_validation", None) or ())
     if isinstance(rope, dict) and (known or rope.get("mrope_section")):

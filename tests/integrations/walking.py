@@ -237,7 +237,7 @@ def generated(**cache):
 
 
 def in_tensors(model: nn.Module) -> Results:
-    """As ``in_pages``, in transformers' own cache: some models generate otherwise with one that they are given."""
+    """Generate in transformers' own cache, given as pages are: some models generate otherwise with a cache given."""
     if not model.config.is_encoder_decoder:
         return generated()(model)
     cache = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
