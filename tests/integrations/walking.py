@@ -9,6 +9,7 @@ import multiprocessing
 import sys
 import traceback
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,6 +18,7 @@ import transformers
 from families import CACHE, lively
 from small_configs import small_config
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 import attnlib
 from attnlib.integrations import transformers as hf
@@ -119,11 +121,18 @@ def ids(b: int, s: int, seed: int = 1) -> Tensor:
 
 
 def inputs(model: nn.Module, s: int = 23) -> dict[str, Tensor]:
-    """Return what the model reads: tokens, or numbers for sounds."""
+    """Return what the model reads: tokens, or numbers for sounds or pictures."""
     takes, config = inspect.signature(model.forward).parameters, model.config
-    given = {"decoder_input_ids": ids(2, s - 4, 2)} if "decoder_input_ids" in takes else {}
+    given = beside(model, takes, s)
+    if not given.keys().isdisjoint(("input_ids", "inputs_embeds")):
+        return given
     if "input_ids" in takes and model.main_input_name == "input_ids":
         return {"input_ids": ids(2, s)} | given
+    if "flattened_patches" in takes:  # each behind its row and column
+        places = torch.cartesian_prod(torch.arange(1.0, 5), torch.arange(1.0, 5)).expand(2, -1, -1)
+        return {"flattened_patches": torch.cat([places, torch.randn(2, 16, 768)], -1)} | given
+    if "pixel_values" in takes:
+        return seen(config, takes, ids(2, s)) | given
     if "input_features" in takes:
         bins = next((x for n in ("num_mel_bins", "input_feat_per_channel") if (x := getattr(config, n, None))), 80)
         frames = 2 * getattr(config, "max_source_positions", 64)
@@ -132,6 +141,52 @@ def inputs(model: nn.Module, s: int = 23) -> dict[str, Tensor]:
     if "input_values" in takes:
         return {"input_values": torch.randn(2, 4000)} | given
     raise LookupError(f"inputs: {model.main_input_name}")
+
+
+def beside(model: nn.Module, takes: Collection[str], s: int) -> dict[str, Tensor]:
+    """Return what models read beside one row of tokens, and tokens that are not of that form."""
+    config, given = model.config, {}
+    if "decoder_input_ids" in takes and not getattr(config, "use_decoder_only_language_model", False):
+        given["decoder_input_ids"] = ids(2, s - 4, 2)
+    if "bbox" in takes:
+        given["bbox"] = torch.rand(2, s, 4)
+    if "generation_steps" in takes:
+        given["generation_steps"] = 1
+    if "thinker_reply_part" in takes:
+        given["thinker_reply_part"] = torch.randn(2, 1, config.embedding_size)
+    if "user_audio_codes" in takes:
+        codes = {f"{who}_audio_codes": ids(2, config.num_codebooks * s) % 30 for who in ("moshi", "user")}
+        given = {name: x.view(2, -1, s) for name, x in codes.items()}
+    if type(model).__name__.endswith(("TextToUnitForConditionalGeneration", "MoeTalkerForConditionalGeneration")):
+        given["inputs_embeds"] = torch.randn(2, s, config.get_text_config().hidden_size)
+    if config.model_type in ("musicgen", "musicgen_melody"):  # each codebook in a row of its own
+        given["decoder_input_ids"] = ids(2 * config.decoder.num_codebooks, s - 4, 2)
+    if config.model_type == "dia":
+        channels = config.decoder_config.num_channels
+        given["decoder_input_ids"] = ids(2, (s - 4) * channels, 2).view(2, -1, channels) % 30
+    if config.model_type == "kyutai_speech_to_text":  # a token of text, and one of each codebook
+        given["input_ids"] = ids(2, s * (1 + config.num_codebooks)).view(2, s, -1) % 30
+    if config.model_type == "molmo2":
+        given["mm_token_type_ids"] = torch.zeros(2, s, dtype=torch.long)
+    if config.model_type == "voxtral_realtime":
+        frames = 2 * config.downsample_factor * s
+        given["input_features"] = torch.randn(2, config.audio_config.num_mel_bins, frames)
+    return given
+
+
+def seen(config: PreTrainedConfig, takes: Collection[str], tokens: Tensor) -> dict[str, Tensor]:
+    """Return a picture for each row, and the tokens behind those that it replaces."""
+    size, video = getattr(config, "vision_config", config).image_size, "Video" in type(config).__name__
+    given = {"pixel_values": torch.randn(2, *[4] * video, 3, size, size)}
+    count = getattr(config, "latent_query_num", getattr(config, "num_query_tokens", 0)) * (4 if video else 1)
+    if "image_embeds_position_mask" in takes:
+        given["image_embeds_position_mask"] = torch.zeros_like(tokens)
+        given["image_embeds_position_mask"][:, 1 : 1 + count] = 1
+    elif count:
+        tokens[:, 1 : 1 + count] = getattr(config, "video_token_index" if video else "image_token_index")
+    if "qformer_input_ids" in takes:
+        given["qformer_input_ids"] = ids(2, 5)
+    return given | ({"input_ids": tokens} if "input_ids" in takes else {})
 
 
 def logits(model: nn.Module, **given) -> Tensor:
@@ -163,7 +218,7 @@ def padded(*rows: slice):
 def packed(model: nn.Module) -> Results:
     if "decoder_input_ids" in inputs(model) or "position_ids" not in inspect.signature(model.forward).parameters:
         raise LookupError("it takes no position_ids")
-    positions = torch.cat([torch.arange(9), torch.arange(14)]).expand(2, -1)
+    positions = torch.cat([torch.arange(9), torch.arange(14)]).repeat(2, 1)
     return [logits(model, position_ids=positions, use_cache=False)]
 
 
@@ -175,10 +230,18 @@ def generated(**cache):
             given["attention_mask"] = torch.ones(2, 12, dtype=torch.long)
             given["attention_mask"][0, :4] = 0
         asked = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        asked |= {"output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
+        asked |= {"use_cache": True, "output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
         return [torch.stack(model.generate(**given, **asked, **cache).logits)]
 
     return run
+
+
+def in_tensors(model: nn.Module) -> Results:
+    """Generate in transformers' own cache, given as pages are: some models generate otherwise with a cache given."""
+    if not model.config.is_encoder_decoder:
+        return generated()(model)
+    cache = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
+    return generated(**{CACHE: cache})(model)
 
 
 def in_pages(model: nn.Module) -> Results:
@@ -223,7 +286,7 @@ WAYS = MappingProxyType(
         "packed": packed,
         "generate": generated(),
         "static cache": generated(cache_implementation="static"),
-        "pages": generated(),
+        "pages": in_tensors,
         "gradients": trained,
         "loss": counted,
     }
