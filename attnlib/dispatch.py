@@ -17,6 +17,7 @@ from .spec import AttentionSpec
 
 INSIDE = (f"{__package__}.", "torch.")
 FIRST_CALL = "the first call"
+UNTRIED = "cannot be tried here"
 REMEDY = "to do: update attnlib, or install versions of torch and Triton that it is tested with (docs/versioning.md)"
 
 
@@ -101,7 +102,8 @@ class Explanation(NamedTuple):
 
     def _fast_paths(self) -> list[str]:
         off = [f"fast path off: {failure}" for failure in self.failures]
-        return [*off, REMEDY] if off else ["fast paths: on"]
+        failed = [failure for failure in self.failures if not failure.startswith(UNTRIED)]
+        return [*off, *([REMEDY] if failed else [])] if off else ["fast paths: on"]
 
 
 def select(spec: AttentionSpec, name: str | None = None) -> Backend:
@@ -157,7 +159,7 @@ def _failures(spec: AttentionSpec, backend: Backend) -> tuple[str, ...]:
     try:
         return (*backend.failures(spec),)
     except NotNow as error:
-        return (f"cannot be tried here, {error}",)
+        return (f"{UNTRIED}, {error}",)
 
 
 def explained(call: Call, name: str | None) -> Explanation:

@@ -194,7 +194,7 @@ def find_batched() -> Batched:
 
 def _try_batched() -> None:
     is_batched, found = torch._C._functorch.is_legacy_batchedtensor, []
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
         x = torch.zeros(1, device="cpu", requires_grad=True)
         y = x * 1
         y.register_hook(lambda grad: found.append(is_batched(grad)))

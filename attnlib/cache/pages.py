@@ -21,6 +21,9 @@ class Handle:
 
     __slots__ = ()
 
+    def __init__(self):  # its own, since Dynamo cannot trace a wrapped object.__init__
+        pass
+
     def __repr__(self) -> str:
         return f"Handle({id(self):#x}, a sequence of a KVCache)"
 

@@ -89,7 +89,7 @@ FLORENCE = {
     "num_groups": (2, 4),
 }
 VISION_START = {"vision_start_token_id": 118}
-DECODES = {"is_decoder": True}
+DECODES = {"is_decoder": True, "add_cross_attention": True}
 EXTRA = MappingProxyType(
     {
         "BailingHybridConfig": BOTH_KINDS,

@@ -2,22 +2,32 @@
 
 import copy
 import warnings
+from contextlib import suppress
 
 import pytest
 import torch
-from families import SIZES, lively, small
+from families import CACHE, SIZES, lively, small
+from own_model import MASKS, OwnConfig, OwnModel
+from small_configs import small_config
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    BigBirdPegasusForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     CodeGenConfig,
     CodeGenForCausalLM,
+    DynamicCache,
+    EncoderDecoderCache,
     FalconConfig,
     FalconForCausalLM,
     GPTNeoXJapaneseConfig,
     GPTNeoXJapaneseForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    NllbMoeForConditionalGeneration,
+    PegasusXForConditionalGeneration,
     PreTrainedModel,
     SamVisionConfig,
     SamVisionModel,
@@ -189,6 +199,61 @@ def test_a_mask_says_more_than_the_flags_of_a_module(padded):
     torch.testing.assert_close(
         ours(ids, attention_mask=mask).logits[mask.bool()], eager(ids, attention_mask=mask).logits[mask.bool()]
     )
+
+
+def pair(make, *args) -> list[nn.Module]:
+    """Return a model on ``eager`` and one on attnlib, with the same weights."""
+    models = []
+    for name in ("eager", "attnlib"):
+        torch.manual_seed(0)
+        models.append(make(*args, attn_implementation=name).eval())
+    return models
+
+
+@pytest.mark.parametrize("hands_window", [False, True])
+@pytest.mark.parametrize("flag", [None, True, False])
+@pytest.mark.parametrize("masks", MASKS)
+@torch.no_grad()
+def test_a_users_own_model_agrees_or_is_refused(masks, flag, hands_window):
+    """Whatever its flags say of its masks; None means full attention to ``eager``, and causal to others."""
+    eager, ours = pair(OwnModel._from_config, OwnConfig(masks=masks, flag=flag, hands_window=hands_window))
+    for s, start in ((13, 0), (9, 0), (13, 4), (1, 0)):
+        ids, padding = torch.randint(3, 61, (2, s)), torch.ones(2, s, dtype=torch.long)
+        padding[0, :start] = 0
+        with suppress(NotImplementedError):
+            found = ours(ids, attention_mask=padding)
+            torch.testing.assert_close(found[padding.bool()], eager(ids, attention_mask=padding)[padding.bool()])
+            continue
+        assert (masks == "nothing" and flag is not False) or ("window" in masks and not hands_window)
+
+
+@pytest.mark.parametrize("tokens", [9, 7])
+@torch.no_grad()
+def test_cross_attention_is_none_of_the_models_own(tokens):
+    """Also to as many tokens, or to a number that a mask was made for before."""
+    sizes = {"is_decoder": True, "add_cross_attention": True, "initializer_range": 0.3}
+    eager, ours = pair(BertLMHeadModel._from_config, BertConfig(**SIZES | sizes))
+    ids, encoded = torch.randint(3, 61, (1, 9)), torch.randn(1, 9, 32)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    for part in (ids[:, :2], ids[:, 2:]):
+        ours(part, encoder_hidden_states=encoded[:, :3], **{CACHE: cache})
+    theirs, mine = (x(ids[:, :tokens], encoder_hidden_states=encoded).logits for x in (eager, ours))
+    torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "kind", [BigBirdPegasusForCausalLM, NllbMoeForConditionalGeneration, PegasusXForConditionalGeneration]
+)
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@torch.no_grad()
+def test_compiled_models_whose_flags_say_nothing(kind):
+    config = small_config(kind.config_class, 1)
+    eager, ours = (lively(x) for x in pair(kind._from_config, config))
+    ours.load_state_dict(eager.state_dict())
+    ids = {name: torch.randint(3, 61, (1, 13)) for name in ("input_ids", "decoder_input_ids")}
+    if not config.is_encoder_decoder or kind is BigBirdPegasusForCausalLM:
+        ids.pop("decoder_input_ids")
+    torch.testing.assert_close(torch.compile(ours, backend="eager")(**ids).logits, eager(**ids).logits)
 
 
 # Warnings

@@ -81,6 +81,42 @@ def test_reading_keys_past_attention_is_refused():
 
 
 @torch.no_grad()
+def test_a_part_of_the_model_may_be_called():
+    """A step that raises there is undone too, and pages that nobody read are found; adapters call models so."""
+    eager, ours = pair_of("llama", "attention")
+    ids, cache = tokens(ours, 2, 9), paged(ours)
+    ours.model(ids[:, :5], **{CACHE: cache})
+    before = counts(cache)
+    hook = ours.model.layers[0].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ours.model(ids[:, 5:], **{CACHE: cache})
+    hook.remove()
+    assert counts(cache) == before
+    found = ours.model(ids[:, 5:], **{CACHE: cache}).last_hidden_state
+    torch.testing.assert_close(found, eager.model(ids).last_hidden_state[:, 5:])
+    before = counts(cache)
+    ours.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="layer 0: expected attention to the pages"):
+        ours.model(ids[:, :1], **{CACHE: cache})
+    assert counts(cache) == before
+
+
+def test_gradients_are_refused():
+    _, ours = pair_of("llama", "attention")
+    with pytest.raises(NotImplementedError, match=r"hf\.PagedCache: expected no gradients"):
+        ours(tokens(ours, 2, 9), **{CACHE: paged(ours)})
+
+
+@torch.no_grad()
+def test_a_compiled_model_stores_into_pages():
+    eager, ours = pair_of("llama", "attention")
+    ids, cache = tokens(ours, 2, 9), paged(ours)
+    compiled = torch.compile(ours, backend="eager")
+    found = [compiled(part, **{CACHE: cache}).logits for part in (ids[:, :5], ids[:, 5:])]
+    torch.testing.assert_close(torch.cat(found, 1), eager(ids).logits)
+
+
+@torch.no_grad()
 def test_a_layer_that_stores_nothing_is_named():
     _, ours = pair_of("llama")
     ids, cache = tokens(ours, 2, 9), paged(ours)

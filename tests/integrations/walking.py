@@ -222,6 +222,20 @@ def packed(model: nn.Module) -> Results:
     return [logits(model, position_ids=positions, use_cache=False)]
 
 
+@torch.no_grad()
+def of_equal_lengths(model: nn.Module) -> Results:
+    """Attend across to as many tokens as there are, where lengths do not tell cross-attention from the model's own."""
+    given = inputs(model)
+    decoded, read = given.get("decoder_input_ids"), given.get("input_ids", ids(1, 1))
+    if decoded is not None and decoded.shape == read[:, 4:].shape:
+        given["decoder_input_ids"] = ids(*read.shape, 2)
+    elif getattr(model.config, "add_cross_attention", False):
+        given["encoder_hidden_states"] = torch.randn(*read.shape, model.config.hidden_size)
+    else:
+        raise LookupError("it attends to no other tokens, or not to as many")
+    return [model(**given).logits]
+
+
 def generated(**cache):
     def run(model: nn.Module) -> Results:
         given = inputs(model, 12)
@@ -284,6 +298,7 @@ WAYS = MappingProxyType(
         "padded on the right": padded(slice(-5, None)),
         "holes": padded(slice(3, 7)),
         "packed": packed,
+        "equal lengths": of_equal_lengths,
         "generate": generated(),
         "static cache": generated(cache_implementation="static"),
         "pages": in_tensors,

@@ -10,24 +10,25 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)  # as transformers itself finds them
 INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
 BY_NAME = re.compile(r"_CLASSES\[[\w.]*_attn_implementation\]")  # a table that has no entry of ours
 ASKS_FOR_MASKS = re.compile(r"\bcreate_\w*mask\w*\(|\bcreate_masks_for_generate\(")
-ASKS_FOR_CAUSAL = re.compile(r"\bcreate_\w*causal_mask\(")
-SAYS_CAUSAL = re.compile(r"\bis_causal\s*=\s*(?!False\b|None\b|is_causal\b|=)")
+SAYS_CAUSAL = re.compile(r"\bis_causal\s*=(?!\s*(False\b|None\b|is_causal\b|=))")
+SAYS_OTHERWISE = re.compile(r"\bis_causal\s*(:[^=\n]*)?=(?!\s*(True\b|=))")
 
 
 def why_refused(kind: type[PreTrainedModel]) -> str | None:
     """The reason why models of this class cannot run on attnlib's attention; None if they can.
 
     A class with ``_supports_attention_backend`` is trusted. Another one is accepted if its attention calls the
-    interface of transformers and tells it which layers are causal: attnlib's masks leave out what such flags say.
+    interface of transformers.
     """
     source = source_of(kind)
     if BY_NAME.search(source):
@@ -41,8 +42,6 @@ def why_refused(kind: type[PreTrainedModel]) -> str | None:
     if not INTERFACE.search(source):
         is_served = not kind.can_generate() and not ASKS_FOR_MASKS.search(source)
         return None if is_served else without + "its attention never calls the implementation that was chosen"
-    if ASKS_FOR_CAUSAL.search(source) and not SAYS_CAUSAL.search(source):
-        return without + "its attention does not say which layers are causal, and would lose their mask"
     return None
 
 
@@ -53,12 +52,25 @@ def source_of(kind: type[PreTrainedModel]) -> str:
     return "\n".join("".join(linecache.getlines(file)) for file in files if file)
 
 
-def classes_of(config: Any, module: Any = None) -> list[type[PreTrainedModel]]:
-    """The classes of models with a config of this type, in the file of an attention ``module`` or beside the config."""
-    name = type(config).__module__.replace("configuration_", "modeling_") if module is None else type(module).__module__
+def classes_of(config: type) -> list[type[PreTrainedModel]]:
+    """Return the classes of models with a config of this type, from the file beside it."""
+    name = config.__module__.replace("configuration_", "modeling_")
     found = vars(sys.modules.get(name, object)).values()
     kinds = [x for x in found if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == name]
-    return [kind for kind in kinds if kind.config_class is type(config)]
+    return [kind for kind in kinds if kind.config_class is config]
+
+
+@torch.compiler.assume_constant_result
+def some_say_causal(config: type) -> bool:
+    """True if, by their source, some attention of models with a config of this type tells that it is causal."""
+    return any(SAYS_CAUSAL.search(source_of(kind)) for kind in classes_of(config))
+
+
+@lru_cache
+def all_say_causal(config: type) -> bool:
+    """True if, by their source, no attention of models with a config of this type is anything but causal."""
+    sources = [source_of(kind) for kind in classes_of(config)]
+    return any(map(SAYS_CAUSAL.search, sources)) and not any(map(SAYS_OTHERWISE.search, sources))
 
 
 def only_eager(kind: type[PreTrainedModel]) -> bool:

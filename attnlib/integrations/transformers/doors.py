@@ -1,8 +1,9 @@
 """The attention and mask functions that transformers calls, and what the one must know of the other.
 
-transformers asks for masks first, with a config, and then calls attention, with a module. A mask that is None stands
-for what flags of the module say. Models whose flags say something else than the mask was asked for, or whose layers
-attend to other keys, would be silently wrong: so the answers are kept for each config, and attention looks them up.
+transformers asks for masks first, with a config, and then calls attention, with a module. A mask that is None hides
+nothing but what the module's flags say. Models whose flags say something else than the mask was asked for, or whose
+layers attend to other keys, would be silently wrong: so each mask carries what it was asked for, and None is returned
+only where it can mean one thing: then attention looks the answer up by config and lengths.
 """
 
 import warnings
@@ -16,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from . import attention, masks
-from .choosing import classes_of, only_eager, watch_choices, why_refused
+from .choosing import all_say_causal, classes_of, only_eager, some_say_causal, watch_choices, why_refused
 from .handed import HandedMask, handed
 from .paged import NAME
 from .replacing import ReplacedAttention
@@ -28,9 +29,9 @@ class Doors:
     """The mask and attention functions that are registered, and what they remember from a mask to its attention."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, tuple[ref[Any], OrderedDict[tuple[int, int], set[str]]]] = {}  # by a config's id
+        self.answers: dict[int, tuple[ref[Any], OrderedDict[tuple[int, int], str]]] = {}  # by a config's id
         self.reasons: dict[type, str | None] = {}  # why a class of models is refused
-        self.kinds: dict[tuple[type, str], list[type[PreTrainedModel]]] = {}  # by a config's type and a file
+        self.kinds: dict[type, list[type[PreTrainedModel]]] = {}  # by a config's type
         self.calls: int = 0  # of attention
         self.waiting: WeakKeyDictionary[PreTrainedModel, list[Any]] = WeakKeyDictionary()  # hooks before a forward
         self.running: list[tuple[int, int]] = []  # ids of these, and the calls at their beginning
@@ -39,10 +40,12 @@ class Doors:
     def mask(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """:func:`.masks.attention_mask`, remembered."""
         if torch.compiler.is_compiling():
+            if kwargs.get("config") is not None and not some_say_causal(type(kwargs["config"])):
+                kwargs["allow_is_causal_skip"] = False  # flags would not say what None leaves out
             return masks.attention_mask(*args, **kwargs)
         named = dict(zip(masks.PLACES, args, strict=False)) | kwargs
         config, back = named.get("config"), named.get("attention_mask")
-        kinds = self._kinds(config)
+        kinds = self._kinds(type(config))
         self._refuse_kinds(kinds)
         meaning = masks.meaning_of(named.get("mask_function", masks.causal_mask_function))
         is_row = named["q_length"] == 1
@@ -56,7 +59,7 @@ class Doors:
         if made is not None and made.dim() == 4 and kinds and all(only_eager(kind) for kind in kinds):
             added = {name: named[name] for name in ("dtype",) if name in named}
             return torch.zeros((), **added).masked_fill(~made, torch.finfo(added.get("dtype", torch.float32)).min)
-        return self._remembered(config, named, meaning) if made is None and config is not None else made
+        return self._hiding_nothing(config, named, meaning) if made is None and config is not None else made
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -104,11 +107,10 @@ class Doors:
                 stacklevel=2,
             )
 
-    def _kinds(self, config: Any, module: nn.Module | None = None) -> list[type[PreTrainedModel]]:
-        at = type(config), type(module).__module__ if module is not None else ""
-        if at not in self.kinds:
-            self.kinds[at] = classes_of(config, module)
-        return self.kinds[at]
+    def _kinds(self, config: type) -> list[type[PreTrainedModel]]:
+        if config not in self.kinds:
+            self.kinds[config] = classes_of(config)
+        return self.kinds[config]
 
     def _refuse_kinds(self, kinds: list[type[PreTrainedModel]]) -> None:
         """Raise if all these classes are refused, in the name of the first."""
@@ -121,18 +123,22 @@ class Doors:
                 '"eager", or choose for parts of a model, as attn_implementation={"text_config": "attnlib"}'
             )
 
-    def _remembered(self, config: Any, named: dict[str, Any], meaning: str) -> Tensor | None:
-        """None, or a mask that says as much where None already says something else of masks of this size."""
+    def _hiding_nothing(self, config: Any, named: dict[str, Any], meaning: str) -> Tensor | None:
+        """Return a mask that hides nothing beside its ``meaning``, or None if that can mean nothing else.
+
+        None is ambiguous if it already stands for another meaning at these lengths; or for a causal mask, if the model
+        may have attention that is not causal, as cross-attention, and hand None to that on its own account.
+        """
         at, sizes = id(config), (named["q_length"], named["kv_length"])
         found = self.answers.get(at)
         if found is None or found[0]() is not config:
             found = self.answers[at] = (ref(config, lambda _: self.answers.pop(at, None)), OrderedDict())
-        known = found[1].setdefault(sizes, set())
-        found[1].move_to_end(sizes)
-        if len(found[1]) > REMEMBERED:
-            found[1].popitem(last=False)
-        if not known or named["q_length"] == 1 or (meaning == "full") == ("full" in known):
-            known.add(meaning)
+        if named["q_length"] == 1:
+            meaning = found[1].get(sizes, meaning)
+        if (meaning == "full" or all_say_causal(type(config))) and found[1].setdefault(sizes, meaning) == meaning:
+            found[1].move_to_end(sizes)
+            if len(found[1]) > REMEMBERED:
+                found[1].popitem(last=False)
             return None
         offset, length = named.get("kv_offset", 0), named["kv_length"]
         whole = torch.ones(named["batch_size"], length, dtype=torch.bool, device=named.get("device"))
@@ -151,31 +157,34 @@ class Doors:
         if isinstance(attention_mask, HandedMask):
             if attention_mask.is_changed or attention_mask.keys not in (None, keys):
                 raise _other_keys(module, keys, {attention_mask.keys})
-            meant = {attention_mask.meaning or said}
+            meaning = attention_mask.meaning or said
         elif attention_mask is None and given.get("cu_seq_lens_q") is None:
-            meant = self._meant(module, (queries, keys), said)
+            meaning = self._meaning_of_none(module, (queries, keys), said)
         else:
             return {}
-        if queries == 1 or said in meant:
+        if queries == 1 or said == meaning:
             return {}
-        if len(meant) == 1 and (meaning := next(iter(meant))) in ("full", "causal"):
+        if meaning in ("full", "causal"):
             return {"is_causal": meaning == "causal", "sliding_window": None}
         raise NotImplementedError(
-            f"{type(module).__name__}: expected attention that is {' or '.join(sorted(meant))}, as its mask was asked "
-            f'for, got flags that say {said}; use "eager" for it'
+            f"{type(module).__name__}: expected attention that is {meaning}, as its mask was asked for, got flags that "
+            f'say {said}; use "eager" for it'
         )
 
-    def _meant(self, module: nn.Module, sizes: tuple[int, int], said: str) -> set[str]:
-        """Return the masks that None may stand for at these sizes; ``said``, by flags, if none was made."""
+    def _meaning_of_none(self, module: nn.Module, sizes: tuple[int, int], said: str) -> str:
+        """Return the mask that None stands for at these lengths: "full" where no mask was asked for and flags agree."""
         config = getattr(module, "config", None)
-        found = self.answers.get(id(config))
-        if found is None or found[0]() is not config:
-            return {said}
-        if sizes in found[1]:
-            return found[1][sizes]
-        if said == "full":  # as cross-attention, whose encoder made no mask
-            return {said}
-        raise _other_keys(module, sizes[1], {keys for queries, keys in found[1] if queries == sizes[0]})
+        known, asked = self.answers.get(id(config), (lambda: None, {}))
+        asked = asked if known() is config else {}
+        if sizes in asked or said == "full" or sizes[0] == 1:
+            return asked.get(sizes, "full")
+        if asked:
+            raise _other_keys(module, sizes[1], {keys for queries, keys in asked if queries == sizes[0]})
+        raise NotImplementedError(
+            f"{type(module).__name__}: expected a mask, or is_causal=False, got attention_mask=None and "
+            'is_causal=True, which "eager" takes for full attention and others for causal; make the mask by a function '
+            "of transformers.masking_utils, such as create_causal_mask"
+        )
 
 
 def _other_keys(module: nn.Module, keys: int, asked: set[int | None]) -> NotImplementedError:

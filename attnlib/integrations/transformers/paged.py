@@ -9,7 +9,7 @@ from weakref import finalize
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaModel
+from transformers import LlamaModel, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...cache.kv_cache import KVCache, LayerCache
@@ -18,7 +18,7 @@ from ...kv import KVLayout
 from ...signatures import kind
 from .latents import SIZES, keeps_latents
 from .own import FORMS
-from .pages import EndOfForward, HandedPages, stand_in
+from .pages import BeginOfForward, EndOfForward, HandedPages, stand_in
 from .replacing import ReplacedAttention
 
 NAME = "attnlib"  # without "flash", by which transformers would take it for a package of that kind
@@ -66,7 +66,11 @@ class PagedCache(Cache):
         self._open: Sequence[LayerCache] = ()
         self._tokens = 0
         self._handed: dict[int, HandedPages] = {}  # by layer, of the step that is open
-        finalize(self, model.register_forward_hook(EndOfForward(self), always_call=True).remove)
+        self._running: list[int] = []  # ids of the models whose forwards run, the outermost first
+        for part in model.modules():
+            if part is model or isinstance(part, PreTrainedModel):  # any of these may be called by itself
+                finalize(self, part.register_forward_pre_hook(BeginOfForward(self)).remove)
+                finalize(self, part.register_forward_hook(EndOfForward(self), always_call=True).remove)
         super().__init__(layers=[PagedLayer(self, index) for index in range(len(layouts))])
 
     @property
@@ -97,6 +101,11 @@ class PagedCache(Cache):
             )
         layer = self._open[index]
         is_latent = layer.layout.is_latent
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            raise NotImplementedError(
+                "hf.PagedCache: expected no gradients, which pages do not carry, got keys that require them; call the "
+                "model under torch.no_grad(), or with use_cache=False"
+            )
         if not is_latent:
             _check_shapes(index, layer.layout, key, value)
         k, v = (x[:, 0].flatten(0, 1) if is_latent else x.transpose(1, 2).flatten(0, 1) for x in (key, value))
@@ -165,12 +174,20 @@ class PagedCache(Cache):
         self._open = step.__enter__()
         self._step, self._tokens = step, tokens
 
-    def end_of_forward(self, output: Any) -> None:
-        """Keep the step of a forward that has ended; undo it where the forward raised, and gave None.
+    def begin_of_forward(self, model: nn.Module) -> None:
+        """Count the forward among those that run."""
+        self._running.append(id(model))
+
+    def end_of_forward(self, model: nn.Module, output: Any) -> None:
+        """Keep the step of the outermost forward when it ends; undo it if the forward raised, and gave None.
 
         Raises:
             RuntimeError: some layer stored nothing, or nobody attended to its pages.
         """
+        at = self._running.index(id(model)) if id(model) in self._running else 0
+        del self._running[at:]
+        if at:
+            return
         if output is None:
             self._undo()
         elif self._step is not None and not all(layer.appended for layer in self._open):

@@ -51,20 +51,34 @@ def pages_of(key: Tensor, value: Tensor) -> HandedPages | None:
     return pages
 
 
-class EndOfForward:
-    """A hook of a model that ends the step of a cache, as long as there is one; copies of the model have none."""
+class ForwardHook:
+    """A hook that tells a cache of a model's forwards, as long as the cache lives; copies of the model tell nobody."""
 
     def __init__(self, cache: Any = None):
         self._cache = None if cache is None else ref(cache)
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """After a forward, also one that raised."""
-        cache = None if self._cache is None or torch.compiler.is_compiling() else self._cache()
-        if cache is not None:
-            cache.end_of_forward(output)
+    def cache(self) -> Any:
+        """Return the cache; None if there is none, or under a compiler."""
+        return None if self._cache is None or torch.compiler.is_compiling() else self._cache()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return EndOfForward, ()
+        return type(self), ()
+
+
+class BeginOfForward(ForwardHook):
+    """The hook before a forward."""
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        if (cache := self.cache()) is not None:
+            cache.begin_of_forward(model)
+
+
+class EndOfForward(ForwardHook):
+    """The hook after a forward, also one that raised: its output is None then."""
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if (cache := self.cache()) is not None:
+            cache.end_of_forward(model, output)
 
 
 def attention_to_pages(
