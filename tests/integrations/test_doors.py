@@ -34,7 +34,11 @@ from transformers import (
     TrOCRConfig,
     TrOCRForCausalLM,
 )
-from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    ALL_ATTENTION_FUNCTIONS,
+    LlamaPreTrainedModel,
+    eager_attention_forward,
+)
 
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers import choosing
@@ -150,30 +154,62 @@ def test_other_keys_than_the_mask_was_asked_for_are_refused(monkeypatch, side):
     model = changed_by(
         monkeypatch, lambda q, k, v, mask: (q, torch.cat([k, k[:, :, :2]], 2), v.repeat(1, 1, 2, 1), mask)
     )
-    padding = torch.ones(2, 9, dtype=torch.long)
-    if side:
-        padding[0, :3] = 0
+    padding = half_padded() if side else torch.ones(2, 9, dtype=torch.long)
     with pytest.raises(NotImplementedError, match=r"LlamaAttention: expected keys of the mask .*\[9\] of them.*got 11"):
         model(torch.randint(3, 61, (2, 9)), attention_mask=padding)
+
+
+def half_padded() -> torch.Tensor:
+    padding = torch.ones(2, 9, dtype=torch.long)
+    padding[0, :3] = 0
+    return padding
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda mask: mask[:, :, :, :5],
-        lambda mask: mask + torch.zeros(2, 1, 9, 9),
-        lambda mask: torch.cat([mask, torch.ones(2, 1, 9, 9, dtype=torch.bool)], -1),
-        lambda mask: torch.cat([mask, mask[:, :1]], -1)[:, 1:],
+        lambda mask: mask[:, :, :, :9],
+        lambda mask: mask + torch.arange(9.0)[None, None, None],
+        lambda mask: torch.cat([mask[:, :, :4], mask[:, :, 4:]], 2),
     ],
-    ids=["sliced", "added", "joined", "moved"],
+    ids=["sliced", "added", "joined"],
 )
 @torch.no_grad()
-def test_a_model_that_computes_with_its_mask_is_refused(monkeypatch, change):
+def test_a_model_that_computes_with_its_mask_gets_that_of_eager(monkeypatch, change):
+    """As Pix2Struct and BigBird-Pegasus."""
+    eager, ids, padding = small("llama"), torch.randint(3, 61, (2, 9)), half_padded()
+    ours = changed_by(monkeypatch, lambda q, k, v, mask: (q, k, v, change(mask)))
+    ours.load_state_dict(eager.state_dict())
+    eager.set_attn_implementation("eager")
+    found = ours(ids, attention_mask=padding).logits
+    attend = eager_attention_forward
+    monkeypatch.setattr(
+        ALL_ATTENTION_FUNCTIONS, "get_interface",
+        lambda *_: lambda module, q, k, v, mask, **options: attend(module, q, k, v, change(mask), **options),
+    )  # fmt: skip
+    torch.testing.assert_close(found[padding.bool()], eager(ids, attention_mask=padding).logits[padding.bool()])
+
+
+def written(mask):
+    mask[:, :, :, 0] = 0
+    return mask
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mask: mask + torch.zeros(2, 1, 9, 9).to(mask.dtype),
+        lambda mask: torch.cat([mask, mask[:, :1]], -1)[:, 1:],
+        written,
+    ],
+    ids=["cast", "moved", "written"],
+)
+@torch.no_grad()
+def test_a_model_that_computes_with_another_mask_is_refused(monkeypatch, change):
+    """As DeepSeek V4, whose layers join what they cast to the mask's dtype."""
     model = changed_by(monkeypatch, lambda q, k, v, mask: (q, k, v, change(mask)))
-    padding = torch.ones(2, 9, dtype=torch.long)
-    padding[0, :3] = 0
     with pytest.raises(NotImplementedError, match='attn_implementation="attnlib"'):
-        model(torch.randint(3, 61, (2, 9)), attention_mask=padding)
+        model(torch.randint(3, 61, (2, 9)), attention_mask=half_padded())
 
 
 def test_a_mask_that_is_moved_stays_what_it_is():
@@ -247,6 +283,7 @@ def test_cross_attention_is_none_of_the_models_own(tokens):
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @torch.no_grad()
 def test_compiled_models_whose_flags_say_nothing(kind):
+    torch._dynamo.reset()
     config = small_config(kind.config_class, 1)
     eager, ours = (lively(x) for x in pair(kind._from_config, config))
     ours.load_state_dict(eager.state_dict())

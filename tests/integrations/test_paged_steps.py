@@ -111,6 +111,7 @@ def test_gradients_are_refused():
 def test_a_compiled_model_stores_into_pages():
     eager, ours = pair_of("llama", "attention")
     ids, cache = tokens(ours, 2, 9), paged(ours)
+    torch._dynamo.reset()
     compiled = torch.compile(ours, backend="eager")
     found = [compiled(part, **{CACHE: cache}).logits for part in (ids[:, :5], ids[:, 5:])]
     torch.testing.assert_close(torch.cat(found, 1), eager(ids).logits)

@@ -8,17 +8,18 @@ only where it can mean one thing: then attention looks the answer up by config a
 
 import warnings
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from . import attention, masks
 from .choosing import all_say_causal, classes_of, only_eager, some_say_causal, watch_choices, why_refused
-from .handed import HandedMask, handed
+from .handed import HandedMask, handed, read
 from .paged import NAME
 from .replacing import ReplacedAttention
 
@@ -56,6 +57,7 @@ class Doors:
         made = masks.attention_mask(**named)
         if isinstance(made, HandedMask):
             made.meaning, made.keys = None if is_row else meaning, named["kv_length"]
+            made.eager = partial(eager_mask, **named | {"attention_mask": read(back)[1]})
         if made is not None and made.dim() == 4 and kinds and all(only_eager(kind) for kind in kinds):
             added = {name: named[name] for name in ("dtype",) if name in named}
             return torch.zeros((), **added).masked_fill(~made, torch.finfo(added.get("dtype", torch.float32)).min)
@@ -142,7 +144,8 @@ class Doors:
             return None
         offset, length = named.get("kv_offset", 0), named["kv_length"]
         whole = torch.ones(named["batch_size"], length, dtype=torch.bool, device=named.get("device"))
-        return handed(nn.functional.pad(whole, (offset, 0)), meaning=meaning, keys=length, is_whole=True)
+        says = {"meaning": meaning, "keys": length, "eager": partial(eager_mask, **named)}
+        return handed(nn.functional.pad(whole, (offset, 0)), is_whole=True, **says)
 
     def _flags(
         self, module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, given: dict[str, Any]
