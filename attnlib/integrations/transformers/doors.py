@@ -8,8 +8,9 @@ only where it can mean one thing: then attention looks the answer up by config a
 
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -23,6 +24,8 @@ from .handed import HandedMask, handed, read
 from .paged import NAME
 from .replacing import ReplacedAttention
 
+Value = TypeVar("Value")
+OfConfigs = dict[int, tuple[ref[Any], Value]]  # by a config's id
 REMEMBERED = 1024  # pairs of lengths for each config: a checkpointed layer runs again long after its mask was made
 
 
@@ -30,8 +33,9 @@ class Doors:
     """The mask and attention functions that are registered, and what they remember from a mask to its attention."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, tuple[ref[Any], OrderedDict[tuple[int, int], str]]] = {}  # by a config's id
+        self.answers: OfConfigs[OrderedDict[tuple[int, int], str]] = {}
         self.reasons: dict[type, str | None] = {}  # why a class of models is refused
+        self.flags: OfConfigs[set[bool]] = {}  # of layers
         self.kinds: dict[type, list[type[PreTrainedModel]]] = {}  # by a config's type
         self.calls: int = 0  # of attention
         self.waiting: WeakKeyDictionary[PreTrainedModel, list[Any]] = WeakKeyDictionary()  # hooks before a forward
@@ -86,9 +90,14 @@ class Doors:
             self.waiting[model] = list(hooks)
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Count from here, if this is the first forward of the model."""
-        if model in self.waiting:
-            self.running.append((id(model), self.calls))
+        """Count from here, if this is the first forward of the model, and note what its layers say of themselves."""
+        if model not in self.waiting:
+            return
+        self.running.append((id(model), self.calls))
+        for part in model.modules():
+            config, flag = getattr(part, "config", None), vars(part).get("is_causal")
+            if config is not None and isinstance(flag, bool):
+                of_config(config, self.flags, set).add(flag)
 
     def end(self, model: PreTrainedModel, output: Any) -> None:
         """Warn of the class of the outermost model if it has attention, none of which came here."""
@@ -131,21 +140,22 @@ class Doors:
         None is ambiguous if it already stands for another meaning at these lengths; or for a causal mask, if the model
         may have attention that is not causal, as cross-attention, and hand None to that on its own account.
         """
-        at, sizes = id(config), (named["q_length"], named["kv_length"])
-        found = self.answers.get(at)
-        if found is None or found[0]() is not config:
-            found = self.answers[at] = (ref(config, lambda _: self.answers.pop(at, None)), OrderedDict())
-        if named["q_length"] == 1:
-            meaning = found[1].get(sizes, meaning)
-        if (meaning == "full" or all_say_causal(type(config))) and found[1].setdefault(sizes, meaning) == meaning:
-            found[1].move_to_end(sizes)
-            if len(found[1]) > REMEMBERED:
-                found[1].popitem(last=False)
+        sizes, asked = (named["q_length"], named["kv_length"]), of_config(config, self.answers, OrderedDict)
+        is_clear = named["q_length"] == 1 or meaning == "full" or self._are_all_causal(config)
+        if is_clear and (asked.setdefault(sizes, meaning) == meaning or named["q_length"] == 1):
+            asked.move_to_end(sizes)
+            if len(asked) > REMEMBERED:
+                asked.popitem(last=False)
             return None
         offset, length = named.get("kv_offset", 0), named["kv_length"]
         whole = torch.ones(named["batch_size"], length, dtype=torch.bool, device=named.get("device"))
         says = {"meaning": meaning, "keys": length, "eager": partial(eager_mask, **named)}
         return handed(nn.functional.pad(whole, (offset, 0)), is_whole=True, **says)
+
+    def _are_all_causal(self, config: Any) -> bool:
+        """True if all layers with this config say that they are causal; by their source, if none was seen."""
+        flags = of_config(config, self.flags, set)
+        return flags == {True} if flags else all_say_causal(type(config))
 
     def _flags(
         self, module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, given: dict[str, Any]
@@ -177,10 +187,11 @@ class Doors:
     def _meaning_of_none(self, module: nn.Module, sizes: tuple[int, int], said: str) -> str:
         """Return the mask that None stands for at these lengths: "full" where no mask was asked for and flags agree."""
         config = getattr(module, "config", None)
-        known, asked = self.answers.get(id(config), (lambda: None, {}))
-        asked = asked if known() is config else {}
-        if sizes in asked or said == "full" or sizes[0] == 1:
+        asked = {} if config is None else of_config(config, self.answers, OrderedDict)
+        if sizes in asked or said == "full":
             return asked.get(sizes, "full")
+        if not asked and sizes[0] == 1:
+            return "full"
         if asked:
             raise _other_keys(module, sizes[1], {keys for queries, keys in asked if queries == sizes[0]})
         raise NotImplementedError(
@@ -188,6 +199,14 @@ class Doors:
             'is_causal=True, which "eager" takes for full attention and others for causal; make the mask by a function '
             "of transformers.masking_utils, such as create_causal_mask"
         )
+
+
+def of_config(config: Any, kept: "OfConfigs[Value]", make: Callable[[], Value]) -> Value:
+    """Return what is kept for this config, as long as the config lives; configs have no hash."""
+    at = id(config)
+    if at not in kept or kept[at][0]() is not config:
+        kept[at] = ref(config, lambda _: kept.pop(at, None)), make()
+    return kept[at][1]
 
 
 def _other_keys(module: nn.Module, keys: int, asked: set[int | None]) -> NotImplementedError:
