@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 
 import torch
+from families import CACHE
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import (
@@ -31,7 +32,7 @@ def given(config: OwnConfig, x: Tensor, padding: Tensor | None) -> dict:
 
 
 def causal(config: OwnConfig, x: Tensor, padding: Tensor | None) -> Tensor | None:
-    return create_causal_mask(**given(config, x, padding), past_key_values=None)
+    return create_causal_mask(**given(config, x, padding), **{CACHE: None})
 
 
 def both_ways(config: OwnConfig, x: Tensor, padding: Tensor | None) -> Tensor | None:
@@ -39,7 +40,7 @@ def both_ways(config: OwnConfig, x: Tensor, padding: Tensor | None) -> Tensor | 
 
 
 def window(config: OwnConfig, x: Tensor, padding: Tensor | None) -> Tensor | None:
-    return create_sliding_window_causal_mask(**given(config, x, padding), past_key_values=None)
+    return create_sliding_window_causal_mask(**given(config, x, padding), **{CACHE: None})
 
 
 def of_a_copy(config: OwnConfig, x: Tensor, padding: Tensor | None) -> Tensor | None:
