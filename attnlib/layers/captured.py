@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ..mask import AnyMask, Mask
+from ..mask import AnyMask, Mask, refuse_mask
 from ..mask_function import MaskFunction
 from ..scores import ScoreFunction
 from .tensor_parallel import Share, whole
@@ -79,6 +79,6 @@ def own_functions(layer: nn.Module, mask: AnyMask | None, share: Share | None) -
     own = layer.mask if layer.mask_tensors is None else layer.mask_tensors()
     if mask is not None:
         if not isinstance(mask, AnyMask):
-            raise TypeError(f"mask: expected a Mask such as CAUSAL or what mask_mod() makes, got {type(mask).__name__}")
+            refuse_mask(mask)
         own = own & mask
     return own, None if layer.score is None else layer.score(share)
