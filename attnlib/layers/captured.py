@@ -50,9 +50,16 @@ class Captured(nn.Module):
             )
 
 
-def captured_by_mask(mask: AnyMask) -> Captured | None:
-    """The tensors of a layer's mask; None for a band."""
-    return None if isinstance(mask, Mask) else Captured(mask, [f"t{n}" for n in range(len(mask.tensors))])
+def captured_by_mask(mask: AnyMask, num_heads: int) -> Captured | None:
+    """The tensors of a layer's mask; None for a band.
+
+    Raises:
+        ValueError: a tensor of it is of other heads than the layer.
+    """
+    if isinstance(mask, Mask):
+        return None
+    mask.check({"h": num_heads})
+    return Captured(mask, [f"t{n}" for n in range(len(mask.tensors))])
 
 
 def captured_by_score(score: ScoreFunction | None, num_heads: int) -> Captured | None:
