@@ -498,6 +498,14 @@ def test_arguments_are_refused_before_the_folder(options, error, why):
         attnlib.load("nowhere", **options)
 
 
+@pytest.mark.parametrize("kind", ["linear_attention", "sliding_attention"])
+def test_layers_of_another_family_are_refused(folder, kind):
+    """transformers reads these of any model, and fails in its forward."""
+    change(folder, layer_types=[kind] * LAYERS)
+    with pytest.raises(NotImplementedError, match=f"layer_types: expected full attention of llama, got '{kind}'"):
+        attnlib.load(folder)
+
+
 def test_what_a_folder_says_of_results_is_left_to_callers(folder):
     change(folder, return_dict=False)
     assert attnlib.load(folder).config.return_dict
