@@ -1,6 +1,6 @@
 """A call of attention as one value, and the check that every call passes once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .checks import INT32, bind, is_strided, refuse_tensor
 from .fp8 import E4M3, Descales, check_descales
-from .functions import Functions, functions_of
+from .functions import Functions, check_functions, functions_of
 from .kv import KVView
 from .mask import AnyMask
 from .mask_function import GRAIN, MaskFunction
@@ -127,6 +127,13 @@ class Call(NamedTuple):
         """What functions of indices say of its mask and its scores, if any do."""
         return functions_of(self.mask, self.score.function)
 
+    def check_functions(self, sizes: Mapping[str, int]) -> None:
+        """Compare what functions of indices read with these sizes; raises as :func:`check_functions`."""
+        x, packed = self.packing, None
+        if x is not None:
+            packed = {"s": (x.cu_seqlens_q, x.max_seqlen_q), "t": (x.cu_seqlens_k, x.max_seqlen_k)}
+        check_functions(self.mask, self.score.function, sizes, packed, self.kv)
+
     @property
     def sequences(self) -> int:
         """How many sequences attend, each to itself alone."""
@@ -219,8 +226,8 @@ def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
         check_descales(call.descales, call.q.dtype, sizes, over_view=call.kv is not None)
     if (functions := call.functions) is not None:
         functions.check()
-        if call.score.function is not None and call.origin is NO_ORIGIN:
-            call.score.function.check({dim: sizes[dim] for dim in ("bhst" if call.kind == "dense" else "bh")})
+        if call.origin is NO_ORIGIN:
+            call.check_functions(sizes)
         if functions.mask_tiles is not None and call.kind == "dense":
             _check_tiles(call.mask, call.q.device, sizes)
     if not (optional := call.optional):

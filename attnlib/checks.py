@@ -1,12 +1,15 @@
 """Checks that several doors share: counts, named dimensions, and numbers on the device with ``ATTNLIB_CHECK=1``."""
 
 import os
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 INT32 = 2**31 - 1
+NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
 
 def check_count(name: str, value: int, *, least: int = 0) -> None:
@@ -66,6 +69,28 @@ def _mismatch(name, dims, shape, sizes, named) -> str:
     owner = next(other for other, _, other_dims in named if wrong in other_dims)
     owner = "the call" if owner == name else owner
     return f"{name}: expected [{expected}], got {tuple(shape)}; {owner} has {wrong}={sizes[wrong]}"
+
+
+def check_dims(
+    name: str, tensors: Sequence[Tensor], dims: Sequence[str], sizes: Mapping[str, int], least: Mapping[str, int]
+) -> None:
+    """Compare tensors that a function of indices reads with the ``sizes`` of the call; ``least`` are lower bounds.
+
+    ``dims`` are the letters of each tensor's dimensions, "" if unknown. A letter in neither mapping is not compared;
+    "T" stands for ``t`` or more.
+
+    Raises:
+        ValueError: a dimension has another size; an index would be clamped, and read another element.
+    """
+    for x, letters in zip(tensors, dims, strict=False):
+        pairs = [*zip(letters, x.shape, strict=False)]
+        if any(sizes.get(dim, size) != size or size < least.get(dim, 0) for dim, size in pairs):
+            bounds = {dim: f"{dim.lower()}>={size}" for dim, size in least.items() if size}
+            bounds |= {dim: f"{dim}={size}" for dim, size in sizes.items()}
+            expected = ", ".join(bounds.get(dim, dim.lower()) for dim in letters)
+            turned = x.dim() == 2 and "n" in letters and sizes.get("h") == x.shape[1 - letters.index("h")]
+            remedy = "; transpose it, or say heads_last=True for T5's own table [buckets, h]" if turned else ""
+            raise ValueError(f"{name} [{expected}] as the call has them, got {tuple(x.shape)}{remedy}")
 
 
 def is_recorded(x: Tensor) -> bool:

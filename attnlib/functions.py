@@ -1,10 +1,13 @@
 """What functions of indices say of one call: of its mask and of its scores."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .checks import are_checks_on
+from .kv import KVView
 from .mask import AnyMask
 from .mask_function import MaskFunction
 from .program import Program, constant_indices
@@ -65,3 +68,38 @@ def functions_of(mask: AnyMask, score: ScoreFunction | None) -> Functions | None
     of_mask = (mask.program, mask.tensors) if by_mask else (None, ())
     of_score = (score.program, score.tensors) if by_score else (None, ())
     return Functions(of_mask[0], of_score[0], of_mask[1], of_score[1], mask.tiles if by_mask else None)
+
+
+def check_functions(
+    mask: AnyMask,
+    score: ScoreFunction | None,
+    sizes: Mapping[str, int],
+    packed: Mapping[str, tuple[Tensor, int | None]] | None,
+    view: KVView | None,
+) -> None:
+    """Compare the tensors that functions read with the ``sizes`` of a call, as far as the host knows them.
+
+    ``packed`` gives the offsets of packed queries "s" and keys "t", and the bounds of their lengths. Only bounds are
+    known of the lengths of packed and stored sequences; ``ATTNLIB_CHECK=1`` reads them.
+
+    Raises:
+        ValueError: naming the mask or the score, what was expected and what came.
+    """
+    exact, least = {dim: sizes[dim] for dim in ("bh" if packed or view else "bhst")}, {}
+    if packed is not None:
+        least = {dim: _longest(*known) for dim, known in packed.items()}
+    elif view is not None:
+        exact |= {"s": sizes["s"]} if view.cu_seqlens_q is None else {}
+        is_read = are_checks_on(view.lengths) and len(view.lengths)
+        least["t"] = view.lengths.max().item() if is_read else exact.get("s", 0)
+    least["T"] = exact.get("t", least.get("t", 0))
+    for function in (mask, score):
+        if isinstance(function, MaskFunction | ScoreFunction):
+            function.check(exact, least)
+
+
+def _longest(offsets: Tensor, limit: int | None) -> int:
+    """The bound that the caller gives, or with ``ATTNLIB_CHECK=1`` the length of the longest sequence; 0 if unknown."""
+    if limit is None and are_checks_on(offsets) and len(offsets) > 1:
+        return offsets.diff().max().item()
+    return limit or 0

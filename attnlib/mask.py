@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -239,6 +239,17 @@ AnyMask = Mask | MaskFunction
 FULL = Mask()
 CAUSAL = Mask(right=0)
 NOTHING = Mask(left=0, right=-1)
+
+
+def refuse_mask(mask: object) -> NoReturn:
+    """Raise TypeError for what is no mask, and name what makes one of it."""
+    remedy = "; mask=FULL hides nothing" if mask is None else ""
+    if isinstance(mask, Tensor):
+        remedy = "; a bool one [b|1, h|1, s, t], True where a key is seen, is attnlib.masks.mask_tensor(shown)"
+    elif callable(mask):
+        remedy = "; a function of b, h, i, j is attnlib.mask_mod(function, *tensors)"
+    expected = "a Mask such as CAUSAL, FULL or sliding(n), or what masks.mask_tensor() or mask_mod() makes"
+    raise TypeError(f"mask: expected {expected}, got {type(mask).__name__}{remedy}")
 
 
 @kind

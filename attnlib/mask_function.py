@@ -1,12 +1,14 @@
 """Which keys a query sees, where no band says it: a band and a function of indices, which both have to agree."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from .checks import NO_SIZES, check_dims
 from .evaluation import evaluated
 from .program import INDICES, Program, combined
 from .signatures import leading_to
@@ -55,6 +57,7 @@ class MaskFunction:
     be copied and pickled. Masks compose by ``&``, ``|`` and ``~``, bands and functions alike. ``tiles`` is what
     :meth:`block_mask` has found. ``far`` is what its author knows that a cache must keep, if less than its band says.
     ``sections``: if the function only keeps documents of a row apart, where these begin, and its end; int32.
+    ``dims`` are as in :class:`ScoreFunction`, "" for a tensor whose dimensions nobody documents.
     """
 
     band: Band
@@ -65,6 +68,7 @@ class MaskFunction:
     sizes: tuple[int, ...] = field(default=(), repr=False)  # queries and keys, then
     far: Kept | None = None
     sections: Tensor | None = field(default=None, repr=False)
+    dims: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def spelled(self) -> str:
@@ -91,6 +95,14 @@ class MaskFunction:
         """The same function of other tensors, of the same dtypes and ranks."""
         return replace(self, tensors=tuple(tensors), tiles=None, versions=(), sizes=(), sections=None)
 
+    def of_part(self) -> "MaskFunction":
+        """Return the same mask for a part of a call, whose sizes need not be those of its tensors."""
+        return replace(self, dims=())
+
+    def check(self, sizes: Mapping[str, int], least: Mapping[str, int] = NO_SIZES) -> None:
+        """Compare its tensors with the sizes of a call; see :func:`attnlib.checks.check_dims`."""
+        check_dims("mask: expected a tensor", self.tensors, self.dims, sizes, least)
+
     def block_mask(self, b: int, h: int, s: int, t: int, *, device: torch.device | str | None = None) -> "MaskFunction":
         """The same mask for dense calls of ``b`` sequences, ``h`` query heads, ``s`` queries and ``t`` keys.
 
@@ -99,6 +111,7 @@ class MaskFunction:
         has changed in place; packed calls and those over caches find out for themselves. Without such tensors, name the
         ``device`` of these calls, which are refused on another one.
         """
+        self.check({"b": b, "h": h, "s": s, "t": t}, {"T": t})
         device = self.tensors[0].device if self.tensors and device is None else device
         tiles = _tiles(self, self.planes(b, h), s, t, device)
         return replace(self, tiles=tiles, versions=self.versions_now(), sizes=(s, t))
@@ -140,7 +153,7 @@ class MaskFunction:
         program = combined(
             "logical_not", (own.program, range(len(own.tensors))), captured=captured_of("mask", own.tensors)
         )
-        return _simplest(own.band, program, own.tensors)
+        return _simplest(own.band, program, own.tensors, own.dims)
 
     __rand__ = __and__
     __ror__ = __or__
@@ -191,21 +204,26 @@ def _all_of(x: MaskFunction) -> MaskFunction:
     """The same mask, with its band in its program too, and so with any band around it."""
     own = tuple(range(len(x.tensors)))
     program = combined("logical_and", (x.band.program(), ()), (x.program, own), captured=captured_of("mask", x.tensors))
-    return MaskFunction(x.band.unbounded(), program, x.tensors)
+    return MaskFunction(x.band.unbounded(), program, x.tensors, dims=x.dims)
 
 
 def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Band | MaskFunction":
-    """What both functions say, within a band; a tensor that both read is read once."""
-    tensors, at_y = list(x.tensors), []
-    for tensor in y.tensors:
-        known = [n for n, other in enumerate(tensors) if other is tensor]
-        at_y.append(known[0] if known else len(tensors))
-        tensors += [] if known else [tensor]
+    """What both functions say, within a band; a tensor that both read is read once, if its dimensions are the same."""
+    of_x, of_y = (zip_longest(one.tensors, one.dims, fillvalue="") for one in (x, y))
+    read, at_y = [*of_x], []
+    for tensor, letters in of_y:
+        known = [n for n, (other, its) in enumerate(read) if other is tensor and its == letters]
+        at_y.append(known[0] if known else len(read))
+        read += [] if known else [(tensor, letters)]
+    tensors, dims = tuple(tensor for tensor, _ in read), tuple(letters for _, letters in read)
     captured = captured_of("mask", tensors)
     program = combined(operation, (x.program, range(len(x.tensors))), (y.program, at_y), captured=captured)
-    return _simplest(band, program, tuple(tensors))
+    return _simplest(band, program, tensors, dims)
 
 
-def _simplest(band: Band, program: Program, tensors: tuple[Tensor, ...]) -> "Band | MaskFunction":
+def _simplest(
+    band: Band, program: Program, tensors: tuple[Tensor, ...], dims: tuple[str, ...]
+) -> "Band | MaskFunction":
     """The band alone, where the program says nothing."""
-    return band if program.text.endswith("return True") and not tensors else MaskFunction(band, program, tensors)
+    says_nothing = program.text.endswith("return True") and not tensors
+    return band if says_nothing else MaskFunction(band, program, tensors, dims=dims)

@@ -1,6 +1,7 @@
 """Masks by function that people ask for, in a few lines each; all of them compose by ``&``, ``|`` and ``~``.
 
-Indices are storage indices, as in :class:`attnlib.Mask`. Tensors lie on the device of the call.
+Indices are storage indices, as in :class:`attnlib.Mask`. Tensors lie on the device of the call. Calls raise ValueError
+for a tensor of other sizes than theirs; lengths that are known on the device alone need ``ATTNLIB_CHECK=1`` for that.
 """
 
 from dataclasses import replace
@@ -19,11 +20,13 @@ from .trace import FIRST_QUERY
 def documents(numbers: Tensor) -> MaskFunction:
     """Queries see the keys of their own document; ``numbers`` int ``[b, t]`` tell which document a token is of.
 
+    More columns than ``t`` are never read.
+
     >>> documents(torch.tensor([[0, 0, 1, 1, 1]])) & CAUSAL
     MaskFunction(band=Mask(left=None, right=0, prefix=0), ...
     """
     _check("numbers", numbers, 2)
-    return mask_mod(lambda b, h, i, j, number: number[b, i] == number[b, j], numbers)
+    return replace(mask_mod(lambda b, h, i, j, number: number[b, i] == number[b, j], numbers), dims=("bT",))
 
 
 @kind
@@ -44,7 +47,7 @@ def documents_of(cu_seqlens: Tensor, tokens: int) -> MaskFunction:
 def prefix_lm(lengths: Tensor) -> MaskFunction:
     """All of a prompt, and causally what follows; the prompts have ``lengths`` int ``[b]``."""
     _check("lengths", lengths, 1)
-    return CAUSAL | mask_mod(lambda b, h, i, j, length: j < length[b], lengths)
+    return CAUSAL | replace(mask_mod(lambda b, h, i, j, length: j < length[b], lengths), dims=("b",))
 
 
 @kind
@@ -90,14 +93,15 @@ def bidirectional_spans(numbers: Tensor) -> MaskFunction:
     ``numbers`` int ``[b, t]`` tell which span a token is in; below 0 it is in none.
     """
     _check("numbers", numbers, 2)
-    return CAUSAL | mask_mod(lambda b, h, i, j, n: (n[b, i] == n[b, j]) & (n[b, i] >= 0), numbers)
+    spans = mask_mod(lambda b, h, i, j, n: (n[b, i] == n[b, j]) & (n[b, i] >= 0), numbers)
+    return CAUSAL | replace(spans, dims=("bT",))
 
 
 @kind
 def head_windows(windows: Tensor) -> MaskFunction:
     """Causal attention to the last ``windows[h]`` keys, int ``[h]``, of which the query's own is one."""
     _check("windows", windows, 1)
-    return CAUSAL & mask_mod(lambda b, h, i, j, window: i - j < window[h], windows)
+    return CAUSAL & replace(mask_mod(lambda b, h, i, j, window: i - j < window[h], windows), dims=("h",))
 
 
 @kind
@@ -111,7 +115,7 @@ def tree(shown: Tensor) -> MaskFunction:
     def descends(b, h, i, j, first, shown):
         return (j < first[b]) | shown[i - first[b], (j - first[b]).clamp(0)]
 
-    return mask_mod(descends, FIRST_QUERY, shown)
+    return replace(mask_mod(descends, FIRST_QUERY, shown), dims=("ss",))
 
 
 @kind
@@ -128,7 +132,7 @@ def used(queries: Tensor, keys: Tensor) -> MaskFunction:
         row = i - first[b]
         return (row < queries[b]) & (j < keys[b]) & (j <= row + keys[b] - queries[b])
 
-    return mask_mod(aligned, FIRST_QUERY, queries, keys)
+    return replace(mask_mod(aligned, FIRST_QUERY, queries, keys), dims=("b", "b"))
 
 
 @kind
@@ -152,19 +156,25 @@ def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
     def read(b, h, i, j, first, shown):
         return shown[b, 0 if one_head else h, (i - first[b]) // block_size, j // block_size]
 
-    return mask_mod(read, FIRST_QUERY, shown)
+    return replace(mask_mod(read, FIRST_QUERY, shown), dims=("b1" if one_head else "bh",))
 
 
 @kind
 def mask_tensor(shown: Tensor) -> MaskFunction:
-    """What a bool tensor ``[b, h, s, t]`` shows, whose dimensions may be 1; its rows are the call's queries."""
+    """Show what a bool tensor ``[b, h, s, t]`` shows; its dimensions may be 1, and its rows are the call's queries.
+
+    Packed calls take a larger one, and compare it with ``max_seqlen_q`` and ``max_seqlen_k``, if these are given. Calls
+    over a cache take any ``t`` of ``s`` or more. Lengths that are known on the device alone are compared with
+    ``ATTNLIB_CHECK=1`` only.
+    """
     _check("shown", shown, 4, torch.bool)
-    batch, heads, rows, columns = (varies(size) for size in shown.shape)
+    batch, heads, rows, columns = which = [varies(size) for size in shown.shape]
 
     def read(b, h, i, j, first, shown):
         return shown[b if batch else 0, h if heads else 0, i - first[b] if rows else 0, j if columns else 0]
 
-    return FULL & mask_mod(read, FIRST_QUERY, shown)
+    dims = "".join(dim if several else "1" for dim, several in zip("bhst", which, strict=True))
+    return FULL & replace(mask_mod(read, FIRST_QUERY, shown), dims=(dims,))
 
 
 def _check(name: str, x: Tensor, dims: int, dtype: torch.dtype | None = None) -> None:

@@ -162,6 +162,7 @@ def local_call(call: Call, part: Callable[[Sharing, Tensor, str], Tensor] = Shar
         return None if x is None else part(sharing, x, letters)
 
     q, k, v = map(of, (call.q, call.k, call.v), LETTERS[call.packing is not None])
+    call.check_functions(sharing.sizes | {"b": call.sequences})
     score, mask, dims = call.score, call.mask, call.score.dims
     score = score._replace(**{name: of(x, dims[name]) for name, x in score.tensors.items()})
     if type(score.function) is ScoreFunction:

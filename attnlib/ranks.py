@@ -36,6 +36,20 @@ class PeerMemory(Protocol):
         ...
 
 
+def check_mesh(mesh: "DeviceMesh", example: str) -> None:
+    """Refuse what is no mesh of one dimension, such as that of this name.
+
+    Raises:
+        TypeError: it is no DeviceMesh.
+        ValueError: it has more dimensions than one.
+    """
+    if not hasattr(mesh, "ndim") or isinstance(mesh, Tensor):  # a process group, or the number of ranks
+        made = "a DeviceMesh, as init_device_mesh() or DeviceMesh.from_group() makes"
+        raise TypeError(f"mesh: expected {made}, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one dimension, as of mesh[{example!r}], got {mesh.ndim}")
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The ranks of a one-dimensional ``mesh`` that share a cache; this one is number ``rank`` of ``count``.
@@ -54,18 +68,8 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: "DeviceMesh") -> "Ranks":
-        """Those of a mesh.
-
-        Raises:
-            TypeError: it is no DeviceMesh.
-            ValueError: it has more dimensions than one.
-        """
-        from torch.distributed.device_mesh import DeviceMesh
-
-        if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"mesh: expected a DeviceMesh, as init_device_mesh() makes, got {type(mesh).__name__}")
-        if mesh.ndim != 1:
-            raise ValueError(f"mesh: expected one dimension, as mesh['tp'], got {mesh.ndim}")
+        """Those of a mesh; raises as :func:`check_mesh`."""
+        check_mesh(mesh, "tp")
         return cls(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
     def with_own_heads(self) -> "Ranks":

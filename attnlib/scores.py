@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import is_strided, refuse_tensor, varies
+from .checks import NO_SIZES, check_dims, is_strided, refuse_tensor, varies
 from .evaluation import evaluated
 from .program import SCORED, Program, constant
 from .signatures import kind, leading_to
@@ -25,7 +25,8 @@ class ScoreFunction:
 
     ``program`` is what the function does, ``tensors`` what it reads, in whose floats a gradient flows, and ``names``
     what it calls them. The function itself is not kept, so that scores can be copied and pickled. ``dims`` are the
-    letters of each tensor's dimensions, if its maker documents them; "1" for one that has a single index.
+    letters of each tensor's dimensions, if its maker documents them; "1" for one that has a single index, "T" for
+    ``t`` or more.
     """
 
     program: Program
@@ -41,16 +42,9 @@ class ScoreFunction:
         """Return the same function for a part of a call, whose sizes need not be those of its tensors."""
         return replace(self, dims=())
 
-    def check(self, sizes: Mapping[str, int]) -> None:
-        """Raise ValueError for a tensor whose documented dimensions have other sizes than the call's."""
-        for x, dims in zip(self.tensors, self.dims, strict=False):
-            if any(sizes.get(dim, size) != size for dim, size in zip(dims, x.shape, strict=True)):
-                expected = ", ".join(f"{dim}={sizes[dim]}" if dim in sizes else dim for dim in dims)
-                turned = x.dim() == 2 and sizes.get("h") == x.shape[1 - dims.index("h")]
-                remedy = "; transpose it, or say heads_last=True for T5's own table [buckets, h]" if turned else ""
-                raise ValueError(
-                    f"score: expected a bias [{expected}] as the call has them, got {tuple(x.shape)}{remedy}"
-                )
+    def check(self, sizes: Mapping[str, int], least: Mapping[str, int] = NO_SIZES) -> None:
+        """Compare its tensors with the sizes of a call; see :func:`attnlib.checks.check_dims`."""
+        check_dims("score: expected a bias", self.tensors, self.dims, sizes, least)
 
     def definition(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
         """The new score of query ``i`` of head ``h`` in sequence ``b`` and key ``j``, for tensors that broadcast.
@@ -154,7 +148,9 @@ def _positive(name: str, value: float) -> float:
 def bias_tensor(bias: Tensor) -> ScoreFunction:
     """Add ``bias`` ``[b, h, s, t]`` to the scores; its dimensions may be 1, and its rows are the call's queries.
 
-    Calls raise ValueError for a bias of other sizes than theirs.
+    Calls raise ValueError for a bias of other sizes than theirs. Packed calls take a larger one, and compare it with
+    ``max_seqlen_q`` and ``max_seqlen_k``, if these are given. Calls over a cache take any ``t`` of ``s`` or more.
+    Lengths that are known on the device alone are compared with ``ATTNLIB_CHECK=1`` only.
     """
     batch, heads, rows, columns = which = [varies(size) for size in _sizes("bias", bias, 4)]
 

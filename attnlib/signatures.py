@@ -99,6 +99,7 @@ def _said(function: Callable, name: str, args: Sequence[object], kwargs: Mapping
                 return unknown(argument, [*first, *by_name])
     if count > len(first) and Parameter.VAR_POSITIONAL not in kinds:
         example = "mask=CAUSAL" if "mask" in by_name else "".join(f"{x}=..." for x in by_name[:1])
+        example = "context=y for keys and values of other tokens" if "context" in by_name else example
         rest = f" and all else by name, as {example}" if example else ""
         return f"expected {', '.join(first) or 'no arguments'} by position{rest}; {count} were given"
     if twice := [x for x in first[:count] if x in kwargs]:

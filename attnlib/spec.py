@@ -9,7 +9,7 @@ import torch
 from .fp8 import E4M3
 from .functions import Programs
 from .kv import DTYPES, KVLayout, KVView
-from .mask import Mask
+from .mask import Mask, refuse_mask
 from .mask_function import MaskFunction
 from .watched import is_forward_mode
 
@@ -66,7 +66,7 @@ def describe(call, sizes: dict[str, int]) -> AttentionSpec:
     """
     mask, score, kv, dropout = call.mask, call.score, call.kv, call.dropout
     if type(mask) not in (Mask, MaskFunction):  # what a subclass says of visible(), no kernel would know
-        raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
+        refuse_mask(mask)
     functions = call.functions
     device, dtype = call.q.device, call.q.dtype
     if dtype not in DTYPES and dtype != E4M3:

@@ -39,6 +39,11 @@ ROWS = (
     ),
     (
         "key_padding_mask padding_mask memory_key_padding_mask encoder_attention_mask",
+        (
+            "attention_mask",
+            "say attention_mask=, not 0 where there are tokens; that of nn.MultiheadAttention is True where there are "
+            "none: bounds_of(~key_padding_mask)",
+        ),
         ("key_starts", f"say {PADDING.format('mask')}, of a mask that is not 0 where there are tokens; that of "
                        "nn.MultiheadAttention is True where there are none: bounds_of(~key_padding_mask)"),
         ("cu_seqlens_q", "leave it out: packed sequences have no padding"),
@@ -80,6 +85,15 @@ ROWS = (
         ("q", "call the function whose name ends in _with_lse"),
         ("cu_seqlens_context", "a layer gives none; attention_with_lse does"),
     ),
+    ("s_aux learnable_sink sink", ("hidden_size sinks", "say sinks=True, a logit without a value for each head"),
+     ("sinks", "say sinks=, a logit without a value for each head")),
+    ("deterministic", ("mask", "leave it out: torch.use_deterministic_algorithms(True) asks for it")),
+    (
+        "generator rng_state",
+        ("dropout_seed", "say dropout_seed=, int64 [1]; without one, torch's own generator draws it"),
+        ("dropout_p hidden_size", "leave it out: torch's own generator draws the seeds, after torch.manual_seed(n)"),
+    ),
+    ("qv", ("q", "not supported")),
     # tokens
     (
         "query queries hidden_states input inputs q",
@@ -98,8 +112,18 @@ ROWS = (
     (
         "position_ids pos_ids input_pos pos",
         ("positions", "say positions="),
+        ("x angles", "say angles=rope.angles(position_ids)"),
         ("q", "rotate q and k before: attnlib.rotate(q, rope.angles(position_ids))"),
     ),
+    (
+        "cos sin rotary_cos rotary_sin",
+        ("rotary_cos", "say rotary_cos= and rotary_sin="),
+        ("cos", "say cos= and sin="),
+        ("x angles", "say angles=, as rope.angles(positions) makes them"),
+        ("q kv", "rotate q before: attnlib.rotate(q, rope.angles(positions)); append(k, v, angles=) rotates keys"),
+        ("q", "rotate q and k before: attnlib.rotate(q, rope.angles(positions))"),
+    ),
+    ("start_pos seqlen_offset seq_len", ("kv positions", "say positions=, or kv= for a cache")),
     ("cache_position", ("kv positions", "leave it out: a layer of cache.step() knows them; else say positions=")),
     (
         "position_embeddings freqs_cis rotary_pos_emb rotary_emb",
@@ -113,7 +137,7 @@ ROWS = (
         ("key_starts", "call varlen_attention for packed sequences"),
     ),
     (
-        "max_seqlen max_seqlen_q max_seqlen_k max_length_q max_length_k",
+        "max_seqlen max_seqlen_q max_seqlen_k max_length_q max_length_k max_q max_k",
         ("max_seqlen_q", "say max_seqlen_q= and max_seqlen_k="),
         ("max_length", "say max_length="),
         ("cu_seqlens", "leave it out: it is found where it is needed"),
@@ -127,14 +151,22 @@ ROWS = (
         ("layouts", "layouts say it, as layer.kv_layout of each layer"),
     ),
     (
-        "n_kv_heads kv_heads num_key_value_heads num_kv_heads num_heads_k n_head_kv",
+        "n_kv_heads kv_heads num_key_value_heads num_kv_heads num_heads_k num_heads_kv n_head_kv",
+        ("kv_lora_rank", "leave it out: all heads share one latent"),
         ("num_kv_heads", "say num_kv_heads="),
         ("heads", "say heads="),
         ("k", "leave it out: k says how many there are"),
         ("layouts", "layouts say it, as layer.kv_layout of each layer"),
     ),
     (
-        "head_dim head_size d_head dim_head rotary_dim rotary_emb_dim",
+        "rotary_dim rotary_emb_dim",
+        ("qk_rope_head_dim", "say qk_rope_head_dim="),
+        ("hidden_size rope", "say rope=Rope(dim), whose dim is the channels that rotate"),
+        ("dim", "say dim="),
+    ),
+    (
+        "head_dim head_size d_head dim_head qk_head_dim",
+        ("qk_nope_head_dim", "say qk_nope_head_dim= and qk_rope_head_dim=, which add up to it"),
         ("head_dim", "say head_dim="),
         ("dim", "say dim="),
         ("layouts", "layouts say it, as layer.kv_layout of each layer"),
@@ -150,6 +182,13 @@ ROWS = (
     ("use_alibi", ("alibi", "say alibi=")),
     ("attn_implementation implementation use_flash use_flash_attn", ("backend", "say backend=, which None chooses")),
     ("layer_idx layer_index", ("hidden_size", "leave it out: a cache hands each layer its own part")),
+    ("device_mesh tp_mesh", ("mesh", "say mesh="),
+     ("hidden_size", "leave it out: parallelize_module(layer, mesh, layer.parallel_plan(mesh)) shards a layer")),
+    ("subfolder", ("folder", "leave it out: folder is the path of the inner folder")),
+    ("B", ("b h s t", "say b=")),
+    ("H", ("b h s t", "say h=")),
+    ("Q_LEN", ("b h s t", "say s=")),
+    ("KV_LEN", ("b h s t", "say t=")),
     # rope and its rules
     ("base rope_base rope_theta", ("theta", "say theta="), ("hidden_size rope", "say rope=Rope(dim, theta=...)")),
     ("rope_scaling rope_parameters", ("scaling", "say scaling=, one of attnlib's rules, as Llama3(...) or YaRN(...)"),
@@ -170,7 +209,7 @@ ROWS = (
         ("theta", "leave it out: angles are computed at any position"),
         ("hidden_size", "leave it out: angles are computed at any position"),
     ),
-    ("scaling_factor rope_factor", ("factor", "say factor=")),
+    ("scaling_factor scale_factor rope_factor", ("factor", "say factor=")),
     ("attn_factor", ("attention_factor", "say attention_factor=")),
     (
         "partial_rotary_factor rotary_percent rotary_pct",
@@ -197,13 +236,21 @@ ROWS = (
     ("block_size page_block_size", ("page_size", "say page_size=")),
     ("num_pages num_blocks n_pages max_num_pages num_gpu_blocks", ("pages", "say pages=")),
     (
-        "max_batch_size batch_size max_batch max_num_seqs num_sequences",
+        "max_batch_size batch_size batch max_batch max_num_seqs num_sequences",
         ("max_sequences", "say max_sequences="),
         ("batch", "say batch="),
     ),
     ("block_table block_tables page_table", ("block_table", "say block_table="), ("table", "say table="),
-     ("q kv", "say kv=, the KVView that append() or view() of a cache returned")),
-    ("cache_seqlens seqused_k seq_lens kv_lens", ("cache_seqlens", "say cache_seqlens="), ("lengths", "say lengths="),
+     ("q kv", "say kv=, the KVView that append() or view() of a cache returned"),
+     ("q", "call cached_attention, which reads the pages of a cache")),
+    ("k_cache v_cache", ("k_cache", "say k_cache= and v_cache="),
+     ("q kv", "say kv=, the KVView that append() or view() of a cache returned"),
+     ("q", "call cached_attention, which reads a cache")),
+    ("cache_leftpad", ("q kv", "leave it out: admit(left_padding=) of a cache says it")),
+    ("seqused_q seqused_k", ("seqused_k", "say seqused_k="), ("cache_seqlens", "say cache_seqlens="),
+     ("q kv", "say kv=, the KVView that append() or view() of a cache returned"),
+     ("q mask", "say mask=attnlib.masks.used(queries, keys), which is causal")),
+    ("cache_seqlens seq_lens kv_lens", ("cache_seqlens", "say cache_seqlens="), ("lengths", "say lengths="),
      ("q kv", "say kv=, the KVView that append() or view() of a cache returned")),
 )  # fmt: skip
 REMEDIES = MappingProxyType({word: row[1:] for row in ROWS for word in row[0].split()})

@@ -21,7 +21,9 @@ from attnlib import (
     GroupedQueryAttention,
     KVCache,
     KVLayout,
+    Llama3,
     Mask,
+    MultiHeadAttention,
     MultiHeadLatentAttention,
     Rope,
     YaRN,
@@ -29,9 +31,11 @@ from attnlib import (
     cached_attention,
     rotate,
     sliding,
+    varlen_attention,
     words,
 )
 from attnlib.convert import mha_to_gqa
+from attnlib.packing import bounds_of
 from attnlib.parallel import ring_attention
 from attnlib.signatures import kind
 
@@ -178,6 +182,8 @@ Q = torch.randn(1, 3, 2, 8)
 X = torch.randn(1, 3, 16)
 LAYER = GroupedQueryAttention(16, 2, mask=CAUSAL)
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4}
+packed = partial(varlen_attention, Q[0], Q[0], Q[0], mask=FULL)
+latent = partial(MultiHeadLatentAttention, 16, 2, mask=CAUSAL, **LATENT)
 paged = partial(KVCache.paged, [LAYER.kv_layout], pages=4, max_sequences=1)
 # What is typed from habit, and what is said of it.
 HABITS = {
@@ -193,7 +199,7 @@ HABITS = {
     "query": (lambda: LAYER(query=X, key=X, value=X), "query: .*it is x"),
     "key_value_states": (lambda: LAYER(X, key_value_states=X), "say context="),
     "cu_seq_lens_q": (lambda: LAYER(X, cu_seq_lens_q=None), "say cu_seqlens="),
-    "x and all": (lambda: LAYER(X, X, X), "forward: expected x by position and all else by name.*3 were given"),
+    "x and all": (lambda: LAYER(X, X, X), "forward: expected x by position and all else by name, as context=.*3 were"),
     "Rope(base=)": (lambda: Rope(8, base=1e4), "Rope: base: no such argument; say theta="),
     "Rope(head_dim=)": (lambda: Rope(head_dim=8), "Rope: head_dim: .*say dim="),
     "Rope(max_position_embeddings=)": (lambda: Rope(8, max_position_embeddings=9), "leave it out: .*at any position"),
@@ -215,6 +221,39 @@ HABITS = {
     "block_table": (lambda: cached_attention(Q, None, mask=FULL, block_table=1), "say kv=, the KVView"),
     "of ranks": (lambda: ring_attention(Q, Q, Q, mask=FULL, mesh=None, is_causal=True), "is_causal: .*say mask=CAUSAL"),
     "of a conversion": (lambda: mha_to_gqa(LAYER, num_key_value_heads=1), "mha_to_gqa: .*say num_kv_heads="),
+    "num_heads_kv": (lambda: MultiHeadAttention(16, 2, mask=FULL, num_heads_kv=1), "say num_kv_heads="),
+    "rotary_emb_dim": (lambda: MultiHeadAttention(16, 2, mask=FULL, rotary_emb_dim=4), r"say rope=Rope\(dim\)"),
+    "max_k": (lambda: packed(max_k=3, max_q=3), "say max_seqlen_q= and max_seqlen_k="),
+    "start_pos": (lambda: LAYER(X, start_pos=3), "say positions=, or kv= for a cache"),
+    "seqlen_offset": (lambda: LAYER(X, seqlen_offset=3), "say positions=, or kv= for a cache"),
+    "seq_len": (lambda: LAYER(X, seq_len=3), "say positions=, or kv= for a cache"),
+    "KV heads of latents": (lambda: latent(num_key_value_heads=2), "num_key_value_heads: .*leave it out"),
+    "qk_head_dim": (lambda: latent(qk_head_dim=8), "say qk_nope_head_dim= and qk_rope_head_dim="),
+    "head_dim of latents": (lambda: latent(head_dim=8), "say qk_nope_head_dim= and qk_rope_head_dim="),
+    "Llama3(scale_factor=)": (lambda: Llama3(scale_factor=8.0), "say factor="),
+    "load(subfolder=)": (lambda: attnlib.load("x", subfolder="y"), "subfolder: .*path of the inner folder"),
+    "qv": (lambda: attention(Q, Q, Q, mask=FULL, qv=Q), "qv: no such argument; not supported"),
+    "device_mesh": (lambda: MultiHeadAttention(16, 2, mask=FULL, device_mesh=1), r"parallel_plan\(mesh\)"),
+    "s_aux": (lambda: attention(Q, Q, Q, mask=FULL, s_aux=1), "say sinks="),
+    "learnable_sink": (lambda: attention(Q, Q, Q, mask=FULL, learnable_sink=1), "say sinks="),
+    "sinks of a layer": (lambda: MultiHeadAttention(16, 2, mask=FULL, s_aux=1), "say sinks=True"),
+    "deterministic": (lambda: attention(Q, Q, Q, mask=FULL, deterministic=True), "use_deterministic_algorithms"),
+    "generator": (lambda: attention(Q, Q, Q, mask=FULL, generator=1), "say dropout_seed="),
+    "pages of packed": (lambda: packed(block_table=1), "call cached_attention"),
+    "seqused_k": (lambda: packed(seqused_k=1), r"mask=attnlib\.masks\.used\(queries, keys\)"),
+    "k_cache": (lambda: cached_attention(Q, None, mask=FULL, k_cache=1), "say kv=, the KVView"),
+    "cache_leftpad": (lambda: cached_attention(Q, None, mask=FULL, cache_leftpad=1), r"admit\(left_padding=\)"),
+    "rotary_cos": (lambda: cached_attention(Q, None, mask=FULL, rotary_cos=1), r"attnlib\.rotate\(q, .*angles="),
+    "paged(batch=)": (lambda: paged(batch=3), "say max_sequences="),
+    "contiguous(batch=)": (lambda: KVCache.contiguous([], batch=3), "say max_sequences="),
+    "block_mask(B=)": (lambda: attnlib.masks.dilated(2).block_mask(B=1), "B: no such argument; say b="),
+    "block_mask(H=)": (lambda: attnlib.masks.dilated(2).block_mask(H=1), "H: no such argument; say h="),
+    "block_mask(Q_LEN=)": (lambda: attnlib.masks.dilated(2).block_mask(Q_LEN=1), "Q_LEN: no such argument; say s="),
+    "block_mask(KV_LEN=)": (lambda: attnlib.masks.dilated(2).block_mask(KV_LEN=1), "KV_LEN: no such argument; say t="),
+    "bounds_of(key_padding_mask=)": (lambda: bounds_of(key_padding_mask=1), r"bounds_of\(~key_padding_mask\)"),
+    "rotate(cos=)": (lambda: rotate(Q, cos=1, sin=1), r"say angles=, as rope\.angles\(positions\)"),
+    "rotate(sin=)": (lambda: rotate(Q, sin=1), r"say angles=, as rope\.angles\(positions\)"),
+    "rotate(position_ids=)": (lambda: rotate(Q, position_ids=1), r"say angles=rope\.angles\(position_ids\)"),
     "of a method": (lambda: Mask().shift(by=2), r"Mask\.shift: by: no such argument; it takes n"),
     "given twice": (lambda: sliding(4, window=3), "sliding: window: expected once, got it by position and by name"),
 }  # fmt: skip

@@ -104,20 +104,31 @@ def read(path: Path, layouts: Sequence[KVLayout]) -> Saved:
 
     Raises:
         ValueError: it is no such file, or of other layouts.
+        OSError: it cannot be read, or is a folder.
     """
     from safetensors import SafetensorError, safe_open
 
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: expected a file that cache.save() wrote, got a folder")
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
+        raise ValueError(f"{path}: expected a file that cache.save() wrote, got something else")
     try:
         with safe_open(path, "pt") as file:
             said = {name: json.loads(x) for name, x in (file.metadata() or {}).items()}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: expected a file that cache.save() wrote, got {error}") from error
+    except (
+        SafetensorError,
+        ValueError,
+        RecursionError,
+    ) as error:  # of numbers too long, and lists too deep, for Python
+        raise ValueError(f"{path}: expected a file that cache.save() wrote, got {str(error)[:200]}") from error
     if said.get("format") != FORMAT:
-        raise ValueError(f"{path}: expected a file that cache.save() wrote, got format {said.get('format')!r}")
+        raise ValueError(
+            f"{path}: expected a file that cache.save() wrote, got format {str(said.get('format'))[:80]!r}"
+        )
     mine = [_said(layout) for layout in layouts]
     if said.get("layouts") != mine:
-        raise ValueError(f"{path}: expected layouts like this cache's, {mine}, got {said.get('layouts')}")
+        raise ValueError(f"{path}: expected layouts like this cache's, {mine}, got {str(said.get('layouts'))[:400]}")
     length, conventions, rollback = said.get("length"), said.get("conventions"), said.get("rollback", -1)
     if type(length) is not int or not 0 <= length <= INT32 or not isinstance(conventions, list):
         raise ValueError(f"{path}: its length and conventions are not what cache.save() writes")

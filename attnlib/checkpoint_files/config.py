@@ -10,8 +10,10 @@ from .folder import CONFIG, Checkpoint
 CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code")  # they name code that a loader would run
 PACKED_KEYS = ("quantization_config", "compression_config")
 FILE_KEYS = ("transformers_weights", "configuration_files")  # they name other files to read
-# A choice of the caller's, not of a folder's; transformers would download what it names.
-CHOSEN = re.compile(r"_?(attn|experts)_implementation(_internal)?")
+# A choice of the caller's, not of a folder's; transformers would download what an implementation names.
+CHOSEN = re.compile(r"_?(attn|experts)_implementation(_internal)?|return_dict")
+FLAGS = ("output_hidden_states", "output_attentions", "return_dict")  # a forward, and not the constructor, reads them
+EPSILON = re.compile(r"(.*_)?eps(ilon)?")
 # Python loops this often when it builds a model.
 LAYERS = re.compile(r"(.*_)?(layers?|depths?)")
 PARTS = re.compile(r"(.*_)?(blocks|stages|experts|codebooks|labels)")
@@ -27,8 +29,9 @@ def plain_config(checkpoint: Checkpoint) -> dict[str, object]:
     Of a folder that was read without its weights no count is bounded.
 
     Raises:
-        CheckpointError: packed weights; other files, or an implementation of attention to download; or more layers,
-            parts or channels than the folder's tensors can be. Names the field.
+        CheckpointError: packed weights; other files, or an implementation of attention to download; a flag that is
+            none, or a negative epsilon; or more layers, parts or channels than the folder's tensors can be. Names the
+            field.
     """
     elements = sum(math.prod(stored.entry.shape) for stored in checkpoint.tensors.values())
     require_unpacked(checkpoint.config)
@@ -42,6 +45,10 @@ def plain_config(checkpoint: Checkpoint) -> dict[str, object]:
                 f"{CONFIG}: {key}: expected no name of the Hub, whose code would be downloaded, got {_short(value)}; "
                 "remove it"
             )
+        if key in FLAGS and not isinstance(value, bool | None):
+            raise CheckpointError(f"{CONFIG}: {key}: expected true or false, got {_short(value)}")
+        if EPSILON.fullmatch(key) and isinstance(value, int | float) and value < 0:
+            raise CheckpointError(f"{CONFIG}: {key}: expected a number of at least 0, got {_short(value)}")
         for count in _counts(value) if checkpoint.shards else ():
             most = _most(key, len(checkpoint.tensors), elements)
             if count > most:

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from .header import Entry, header_length, parse_header
 from .plain_json import parse_object
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 MAX_CONFIG, MAX_INDEX, MAX_COPIED = 2**20, 64 * 2**20, 256 * 2**20  # bytes
+STRANGE = frozenset('/\\:*?"<>|')  # in no name of a file, or not on every system
 CHUNK = 2**24  # bytes read at a time, a multiple of every element's size
 COPIED = (
     "tokenizer.json",
@@ -37,7 +39,7 @@ COPIED = (
     "spiece.model",
     "sentencepiece.bpe.model",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION,
     "LICENSE",
     "LICENSE.txt",
     "NOTICE",
@@ -188,20 +190,23 @@ def read_folder(source: Path, *, follow_links: bool = False, weights: bool = Tru
     if weights:
         _require_weights(source, names)
     config = at(source / CONFIG, limit=MAX_CONFIG)
-    described_by, weight_map = (config,), None
+    described_by, weight_map, listed = (config,), None, {}
     if weights and INDEX in names:
         index = at(source / INDEX, limit=MAX_INDEX)
         described_by += (index,)
         weight_map = _weight_map(parse_object(index.read(), INDEX))
-    shard_names = sorted(set(weight_map.values())) if weight_map is not None else [WEIGHTS] * weights
+        for tensor, name in weight_map.items():
+            listed.setdefault(name, set()).add(tensor)
+    shard_names = sorted(listed) if weight_map is not None else [WEIGHTS] * weights
     shards = tuple(at(source / name) for name in shard_names)
     tensors = {}
     for shard in shards:
         held = _header(shard)
         if weight_map is not None:
-            _agree(held, {tensor for tensor, name in weight_map.items() if name == shard.name}, shard.name)
+            _agree(held, listed[shard.name], shard.name)
         tensors |= {tensor: StoredTensor(shard, entry) for tensor, entry in held.items()}
-    copied = tuple(at(source / name, limit=MAX_COPIED) for name in COPIED if name in names)
+    limits = dict.fromkeys(COPIED, MAX_COPIED) | {GENERATION: MAX_CONFIG}
+    copied = tuple(at(source / name, limit=limit) for name, limit in limits.items() if name in names)
     read = {file.name for file in described_by + shards + copied}
     left = tuple(name for name in names if name not in read)
     return Checkpoint(source, parse_object(config.read(), CONFIG), tensors, shards, described_by, copied, left)
@@ -236,8 +241,7 @@ def _is_shard_name(name: object) -> bool:
     """Whether it is a name that means the same file directly in the folder to every system."""
     if not isinstance(name, str) or not name.endswith(".safetensors") or len(name.encode()) > 255:
         return False
-    plain = name.isprintable() and not set(name) & set('/\\:*?"<>|') and not name.startswith((".", " "))
-    return plain and PurePosixPath(name).parts == PureWindowsPath(name).parts == (name,)
+    return name.isprintable() and STRANGE.isdisjoint(name) and not name.startswith((".", " "))
 
 
 def _header(file: SourceFile) -> dict[str, Entry]:

@@ -30,17 +30,20 @@ def load(
     The folder is not trusted: only plain files directly in it are read, as ``convert`` reads them. No code from there
     runs, no pickle is opened, no adapter is looked for, and every size is bounded by what the folder holds before
     memory is taken. A snapshot of a download cache is links to the cache's own ``blobs``: these are followed, unless
-    ``follow_links`` is False; any other link is refused. ``allow_nonfinite`` takes weights that are NaN or infinite.
+    ``follow_links`` is False; any other link is refused. ``allow_nonfinite`` takes weights that are NaN or infinite, or
+    become so in ``dtype``.
 
     Raises:
         CheckpointError: the folder is malformed or unsafe; a weight is missing, of another shape or dtype, or not
             finite; there is a layer too many; or config.json is broken or not of its form. It is a ValueError.
+        TypeError, ValueError: ``dtype`` is no floating dtype, or there is no such ``device``.
         NotImplementedError: a family, or a field of its config, that attnlib does not know.
         ImportError: transformers is not installed.
     """
     from .transformers import NAME, register, replace
-    from .transformers.loading import checkpoint_at, load_attnlib
+    from .transformers.loading import check_arguments, checkpoint_at, load_attnlib
 
+    check_arguments(dtype, device)
     checkpoint = checkpoint_at(folder, follow_links=follow_links)
     options = {"dtype": dtype, "device": device, "allow_nonfinite": allow_nonfinite}
     model = load_attnlib(checkpoint, **options, attend=replace)

@@ -52,6 +52,12 @@ class Attending(NamedTuple):
             view = with_heads_of(view, self.share, **sizes)
         return attend(self._placed(Call(q, self.mask, self.score, kv=view)), self.backend)[0]
 
+    def check(self, q: Tensor, view: KVView) -> None:
+        """Compare what functions of indices read with a step of this layer, whose heads are all here."""
+        if self.head == 0:
+            sizes = {"b": view.lengths.shape[0], "s": q.shape[-3], "h": q.shape[-2]}
+            Call(q, self.mask, self.score, kv=view).check_functions(sizes)
+
     def _placed(self, call: Call) -> Call:
         return call if self.head == 0 else call._replace(origin=Origin(head=self.head))
 
@@ -75,7 +81,8 @@ def attending(layer: nn.Module, score: Score, given: Inputs, heads: int, share: 
                 f"sharded by parallelize_module, got {heads} heads"
             )
         if by_mask:
-            mask = mask.reading(mask.tensors)  # what block_mask() knows is of all heads
+            mask.check({"h": layer.num_heads})
+            mask = mask.reading(mask.tensors).of_part()  # what block_mask() knows is of all heads
         if by_score:
             function = function.of_part()  # whose tensors are of all heads, which the constructor has looked at
     score = score if function is None else score._replace(function=function)

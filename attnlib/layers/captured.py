@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ..mask import AnyMask, Mask
+from ..mask import AnyMask, Mask, refuse_mask
 from ..mask_function import MaskFunction
 from ..scores import ScoreFunction
 from .tensor_parallel import Share, whole
@@ -50,9 +50,16 @@ class Captured(nn.Module):
             )
 
 
-def captured_by_mask(mask: AnyMask) -> Captured | None:
-    """The tensors of a layer's mask; None for a band."""
-    return None if isinstance(mask, Mask) else Captured(mask, [f"t{n}" for n in range(len(mask.tensors))])
+def captured_by_mask(mask: AnyMask, num_heads: int) -> Captured | None:
+    """The tensors of a layer's mask; None for a band.
+
+    Raises:
+        ValueError: a tensor of it is of other heads than the layer.
+    """
+    if isinstance(mask, Mask):
+        return None
+    mask.check({"h": num_heads})
+    return Captured(mask, [f"t{n}" for n in range(len(mask.tensors))])
 
 
 def captured_by_score(score: ScoreFunction | None, num_heads: int) -> Captured | None:
@@ -79,6 +86,6 @@ def own_functions(layer: nn.Module, mask: AnyMask | None, share: Share | None) -
     own = layer.mask if layer.mask_tensors is None else layer.mask_tensors()
     if mask is not None:
         if not isinstance(mask, AnyMask):
-            raise TypeError(f"mask: expected a Mask such as CAUSAL or what mask_mod() makes, got {type(mask).__name__}")
+            refuse_mask(mask)
         own = own & mask
     return own, None if layer.score is None else layer.score(share)

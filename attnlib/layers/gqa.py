@@ -114,7 +114,7 @@ class GroupedQueryAttention(nn.Module):
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_dim, self.v_head_dim, self.mask, self.rope, self.softcap = head_dim, v_head_dim, mask, rope, softcap
         self.temperature, self.norm_after_rope = temperature, norm_after_rope
-        self.mask_tensors, self.score = captured_by_mask(mask), captured_by_score(score, num_heads)
+        self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
         self.dropout_p, self.backend, self.context_parallel = dropout_p, backend, context_parallel
         # YaRN's temperature acts on rotated channels: on all of them it is a scale, on some a gain of q.
         gain = 1.0 if rope is None else rope.amplitude**2

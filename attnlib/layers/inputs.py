@@ -12,7 +12,7 @@ from ..call import Packing
 from ..checks import are_checks_on, is_recorded, is_strided
 from ..hints import warn_once
 from ..kv import DTYPES, KVLayout, KVView
-from ..mask import AnyMask, Mask
+from ..mask import AnyMask, Mask, refuse_mask
 from ..mask_function import MaskFunction
 from ..rope import Angles, Rope
 from ..scaling import Temperature
@@ -34,7 +34,7 @@ def check_options(
 ) -> None:
     """Raise ValueError or TypeError for what no layer can be made with; ``numbers`` are to be above 0."""
     if type(mask) not in (Mask, MaskFunction):  # what a subclass changes, kernels would not know
-        raise TypeError(f"mask: expected a Mask such as CAUSAL, FULL or sliding(n), got {type(mask).__name__}")
+        refuse_mask(mask)
     if rope is not None and not isinstance(rope, Rope):
         raise TypeError(f"rope: expected a Rope such as Rope(64, theta=10_000.0), got {type(rope).__name__}")
     if temperature is not None and not isinstance(temperature, Temperature):

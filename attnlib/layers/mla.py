@@ -84,7 +84,7 @@ class MultiHeadLatentAttention(nn.Module):
         check_form(form, context_parallel)
         check_latent_rope(rope, qk_rope_head_dim)
         self.hidden_size, self.num_heads, self.mask, self.rope, self.form = hidden_size, num_heads, mask, rope, form
-        self.mask_tensors, self.score = captured_by_mask(mask), captured_by_score(score, num_heads)
+        self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         self.dropout_p, self.backend, self.temperature = dropout_p, backend, temperature
@@ -193,6 +193,7 @@ class MultiHeadLatentAttention(nn.Module):
         """Append this step's tokens and attend to all that is stored; a fresh prompt need not read the cache back."""
         latent, k_rope = self.latent(x, None)
         view = kv.append(latent, k_rope, angles=angles)
+        attention.check(q_nope, view)  # calls on chunks of it do not, which have an origin
         # A split size stands for the same bits however the tokens come, and ranks have latents of some tokens alone.
         if not kv.prefill or view.split_size or (view.ranks is not None and kv.history):
             return self._attend_stored(q_nope, q_rope, view, self._possible("absorbed", q_nope), attention=attention)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..ranks import check_mesh
+
 if TYPE_CHECKING:  # importing these takes longer than importing this package
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
@@ -132,12 +134,12 @@ def plan_of(
     Those ``of_kv`` stay whole where a KV head serves several ranks, which each take what their query heads read.
 
     Raises:
+        TypeError: ``mesh`` is no DeviceMesh.
         ValueError: the heads do not divide among the ranks, or the mesh has several dimensions.
     """
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    if mesh.ndim != 1:
-        raise ValueError(f"mesh: expected one dimension, as of mesh['tp'], got {mesh.ndim}")
+    check_mesh(mesh, "tp")
     ranks = mesh.size()
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise ValueError(

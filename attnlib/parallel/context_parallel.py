@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from ..call import Call
+from ..mask_function import MaskFunction
+from ..ranks import check_mesh
 from ..running import Asked
+from ..scores import ScoreFunction
 from ..signatures import kind
 from .costs import NVLINK, costs_of
 from .gather import gather
@@ -32,6 +35,7 @@ class ContextParallel:
     ``bandwidth`` bytes a second. ``zigzag`` is as in :func:`shard`.
 
     Raises:
+        TypeError: ``mesh`` is no DeviceMesh.
         ValueError: an unknown form, a mesh of more than one dimension, or no bandwidth.
     """
 
@@ -43,8 +47,7 @@ class ContextParallel:
     def __post_init__(self) -> None:
         if self.form not in (None, *FORMS):
             raise ValueError(f"form: expected None or one of {', '.join(FORMS)}, got {self.form!r}")
-        if self.mesh.ndim != 1:
-            raise ValueError(f"mesh: expected one dimension, as of mesh['cp'], got {self.mesh.ndim}")
+        check_mesh(self.mesh, "cp")
         if not self.bandwidth > 0:
             raise ValueError(f"bandwidth: expected bytes a second above 0, got {self.bandwidth}")
 
@@ -67,9 +70,7 @@ class ContextParallel:
         source = source_of(call.k, call.v) if source is None else source
         sharing = Sharing(self.mesh, self.zigzag)
         _check(call, sharing, source)
-        if (function := call.score.function) is not None:
-            function.check({"h": call.q.shape[-2]})
-            call = call._replace(score=call.score._replace(function=function.of_part()))
+        call = _compared(call, call.q.shape[-3] * sharing.ranks)
         costs = costs_of(call, sharing, source, form=self.form, bandwidth=self.bandwidth)
         call = call._replace(dropout=call.dropout.seeded(call.q.device))
         if not isinstance(name, Asked):
@@ -78,6 +79,14 @@ class ContextParallel:
         out = FORMS[costs.form](call, sharing, name, source)
         name.told[first] = name.told[first]._replace(ranks=str(costs))
         return out
+
+
+def _compared(call: Call, tokens: int) -> Call:
+    """Return the call, after comparing what functions read with the whole sequence, of which ranks run parts."""
+    call.check_functions({"b": call.sequences, "h": call.q.shape[-2], "s": tokens, "t": tokens})
+    mask, function = call.mask, call.score.function
+    score = call.score._replace(function=function.of_part()) if type(function) is ScoreFunction else call.score
+    return call._replace(mask=mask.of_part() if isinstance(mask, MaskFunction) else mask, score=score)
 
 
 def _check(call: Call, sharing: Sharing, source: Source) -> None:

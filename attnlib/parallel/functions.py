@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..call import Call, Dropout, Packing
-from ..mask import AnyMask
+from ..mask import AnyMask, refuse_mask
 from ..scores import Score
 from ..signatures import kind, unknown
 from .context_parallel import ContextParallel
@@ -88,6 +88,8 @@ def _call_of(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, options: dict[str, 
         raise ValueError(
             "dropout_seed: expected int64 [1], the same on every rank, got None; ranks would draw their own"
         )
+    if not isinstance(mask, AnyMask):
+        refuse_mask(mask)
     cu_seqlens = options.get("cu_seqlens")
     for name, x in {"q": q, "k": k, "v": v}.items():
         if x.dim() != (4 if cu_seqlens is None else 3):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ranks import check_mesh
 from ..signatures import kind
 from .exchange import gathered, summed
 
@@ -64,8 +65,10 @@ def shard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -
     """This rank's tokens of x, which every rank has whole; ``dim`` is that of tokens. Position ids are sharded alike.
 
     Raises:
+        TypeError: ``mesh`` is no DeviceMesh.
         ValueError: the tokens cannot be shared out evenly.
     """
+    check_mesh(mesh, "cp")
     own = _chunks(x.movedim(dim, 0), mesh.size(), zigzag=zigzag)[mesh.get_local_rank()]
     return torch.cat(own).movedim(0, dim)
 
@@ -75,8 +78,10 @@ def unshard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True)
     """The tokens of all ranks in their order, on every rank; gradients of all ranks are summed into each part.
 
     Raises:
+        TypeError: ``mesh`` is no DeviceMesh.
         ValueError: in zigzag order, an odd number of tokens, which no rank has of :func:`shard`.
     """
+    check_mesh(mesh, "cp")
     return _Whole.apply(x.movedim(dim, 0), mesh.get_group(), zigzag).movedim(0, dim)
 
 

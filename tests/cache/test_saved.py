@@ -1,6 +1,7 @@
 """A sequence goes to a file and comes back with the same bits, or not at all."""
 
 import json
+import os
 import re
 
 import pytest
@@ -266,6 +267,11 @@ CHANGES = {
     "no metadata": (lambda said, tensors: said.clear(), "expected a file that cache.save"),
     "another format": (lambda said, tensors: said.update(format='"attnlib sequence 2"'), "format 'attnlib sequence 2'"),
     "no JSON": (lambda said, tensors: said.update(length="{"), "expected a file that cache.save"),
+    "deep layouts": (
+        lambda said, tensors: said.update(layouts="[" * 100_000 + "]" * 100_000),
+        "x: expected a file that",
+    ),
+    "5000 digits": (lambda said, tensors: said.update(length="9" * 5000), "x: expected a file that cache.save"),
     "a long length": (lambda said, tensors: said.update(length=str(2**40)), "its length and conventions"),
     "a short length": (lambda said, tensors: said.update(length="3"), "expected tokens of a sequence of 3"),
     "few conventions": (lambda said, tensors: said.update(conventions="[null]"), "expected one for each layer"),
@@ -288,6 +294,13 @@ def test_a_file_that_is_not_ours_is_refused(name, tmp_path):
     change(said, tensors)
     save_file(tensors, path, said or None)
     refused(cache, path, ValueError, match)
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    cache, _ = filled(LAYOUTS["grouped"])
+    refused(cache, tmp_path, IsADirectoryError, re.escape(f"{tmp_path}: expected a file that cache.save() wrote"))
+    os.mkfifo(path := tmp_path / "pipe")
+    refused(cache, path, ValueError, re.escape(f"{path}: expected a file that cache.save() wrote, got something else"))
 
 
 def test_half_a_file_is_refused_and_never_written(tmp_path, monkeypatch):

@@ -130,7 +130,7 @@ def test_a_window_within_a_function_is_kept():
 def test_what_is_no_function_is_refused(options, message):
     with pytest.raises(TypeError, match=message):
         GroupedQueryAttention(32, 4, **options)
-    with pytest.raises(TypeError, match="mask: expected a Mask such as CAUSAL or what"):
+    with pytest.raises(TypeError, match="mask: expected a Mask such as CAUSAL, FULL"):
         grouped(mask=FULL)(torch.randn(1, 3, 32), mask="causal")
 
 

@@ -147,10 +147,28 @@ MISTAKES = {
         "MultiHeadLatentAttention: missing.*kv_lora_rank",
     ),
     # masks and scores
-    "a tensor for a mask": (lambda: call(mask=torch.ones(6, 6) > 0), TypeError, "mask: expected a Mask.*got Tensor"),
-    "None for a mask": (lambda: call(mask=None), TypeError, "mask: expected a Mask.*got NoneType"),
+    "a tensor for a mask": (
+        lambda: call(mask=torch.ones(6, 6) > 0),
+        TypeError,
+        r"mask: expected a Mask.*got Tensor; a bool one .* is attnlib\.masks\.mask_tensor",
+    ),
+    "None for a mask": (lambda: call(mask=None), TypeError, "mask: expected a Mask.*got NoneType; mask=FULL"),
     "a word for a mask": (lambda: call(mask="causal"), TypeError, "mask: expected a Mask.*got str"),
-    "a function for a mask": (lambda: call(mask=lambda b, h, i, j: i >= j), TypeError, "mask: .*got function"),
+    "a function for a mask": (
+        lambda: call(mask=lambda b, h, i, j: i >= j),
+        TypeError,
+        r"mask: .*got function; .* is attnlib\.mask_mod\(function",
+    ),
+    "a tensor for a layer's mask": (
+        lambda: layer(mask=torch.ones(6, 6) > 0),
+        TypeError,
+        r"mask: .*got Tensor; .*mask_tensor",
+    ),
+    "a function for the mask of a layer's call": (
+        lambda: layer()(torch.randn(2, 6, 32), mask=lambda b, h, i, j: i >= j),
+        TypeError,
+        r"mask: .*got function; .*mask_mod",
+    ),
     "a function for scores": (
         lambda: call(score=lambda s, b, h, i, j: s),
         TypeError,

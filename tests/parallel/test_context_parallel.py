@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnlib import CAUSAL, FIRST_QUERY, attention, explain, mask_mod
 from attnlib.call import Call
+from attnlib.masks import documents
 from attnlib.parallel import (
     ContextParallel,
     context_attention,
@@ -28,6 +29,7 @@ from attnlib.parallel.context_parallel import FORMS
 from attnlib.parallel.sharding import dealt, joined, starts_of
 from attnlib.parallel.source import Source
 from attnlib.running import Asked
+from attnlib.scores import bias_tensor
 
 FUNCTIONS = (context_attention, gather_attention, head_attention, ring_attention)
 
@@ -231,9 +233,30 @@ def test_what_is_no_shard_is_refused(function, q, k, why):
         function(torch.zeros(q), torch.zeros(k), torch.zeros(k), mask=CAUSAL, mesh=mesh)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions_are_compared_with_the_whole_sequence(function):
+    """A rank's part is no measure of what its masks and scores read."""
+    mesh = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0, get_group=lambda: None, ndim=1)
+    q = torch.zeros(1, 4, 2, 8)
+    for option, why in (
+        ({"mask": documents(torch.zeros(1, 7).int())}, r"mask: .*\[b=1, t>=8\] .*got \(1, 7\)"),
+        ({"mask": CAUSAL, "score": bias_tensor(torch.zeros(1, 2, 4, 4))}, r"score: .*\[1, h=2, s=8, t=8\]"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            function(q, q, q, mesh=mesh, **option)
+
+
 def test_a_mesh_has_one_dimension_and_a_bandwidth():
     with pytest.raises(ValueError, match=r"mesh: expected one dimension, as of mesh\['cp'\], got 2"):
         ContextParallel(SimpleNamespace(ndim=2))
+    for mesh in (2, dist.ProcessGroup, None):
+        for typed in (ContextParallel, lambda x: shard(torch.zeros(1, 8), x), lambda x: unshard(torch.zeros(1, 8), x)):
+            with pytest.raises(
+                TypeError, match=r"mesh: expected a DeviceMesh, as init_device_mesh\(\) or .*, got \w+$"
+            ):
+                typed(mesh)
+    with pytest.raises(TypeError, match=r"mask: expected a Mask .*got Tensor; .*mask_tensor"):
+        context_attention(*[torch.zeros(1, 8, 4, 8)] * 3, mask=torch.ones(8, 8) > 0, mesh=None)
     with pytest.raises(ValueError, match="bandwidth: expected bytes a second above 0, got 0"):
         ContextParallel(SimpleNamespace(ndim=1), bandwidth=0)
 

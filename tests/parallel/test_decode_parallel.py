@@ -345,7 +345,7 @@ def test_caches_that_ranks_cannot_share(mesh, options, why):
 
 
 def test_what_is_no_mesh_of_one_dimension(mesh):
-    with pytest.raises(ValueError, match=r"mesh: expected one dimension, as mesh\['tp'\], got 2"):
+    with pytest.raises(ValueError, match=r"mesh: expected one dimension, as of mesh\['tp'\], got 2"):
         cache_of(init_device_mesh("cpu", (1, 1)))
     with pytest.raises(TypeError, match="mesh: expected a DeviceMesh, as init_device_mesh"):
         cache_of((1,))

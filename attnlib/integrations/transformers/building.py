@@ -58,9 +58,12 @@ def layer_from(
 
 def mask_of(family: Family, config: Any, index: int) -> AnyMask:
     """What the keys that layer ``index`` sees are."""
-    kind = layer_type(config, index) if family.window == "layer_types" else "full_attention"
     if not family.is_causal:
         return FULL
+    kind = layer_type(config, index)
+    if family.window is None and kind in ("sliding_attention", "chunked_attention", "linear_attention"):
+        raise NotImplementedError(f"layer_types: expected full attention of {config.model_type}, got {kind!r}")
+    kind = kind if family.window == "layer_types" else "full_attention"
     if kind == "chunked_attention":
         return CAUSAL & chunked(config.attention_chunk_size)
     if kind not in ("full_attention", "sliding_attention"):

@@ -3,9 +3,9 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...checkpoint_files import Checkpoint, CheckpointError, StoredTensor
@@ -23,7 +23,7 @@ class Filled:
     """
 
     def __init__(self, checkpoint: Checkpoint, empty: nn.Module):
-        self.folder: Path = checkpoint.folder
+        self.checkpoint, self.folder = checkpoint, checkpoint.folder
         self.most: int = elements_of(empty)
         self.failed: list[CheckpointError] = []
         self.nonfinite: dict[str, dict[str, int]] = {}
@@ -59,6 +59,19 @@ class Filled:
         if self.nonfinite and not allow_nonfinite:
             listed = "; ".join(f"{name} {counts}" for name, counts in sorted(self.nonfinite.items())[:5])
             raise CheckpointError(f"{listed}: expected finite weights; or pass allow_nonfinite=True")
+        if not allow_nonfinite:
+            self._check_range(model)
+
+    def _check_range(self, model: nn.Module) -> None:
+        """Raise CheckpointError for a weight that is finite as it is stored, and not in the dtype of the model."""
+        stored = {x.entry.dtype for x in self.checkpoint.tensors.values() if x.entry.dtype.is_floating_point}
+        most = max((torch.finfo(dtype).max for dtype in stored), default=0.0)
+        for name, x in model.named_parameters():
+            if x.is_floating_point() and torch.finfo(x.dtype).max < most and (counts := count_nonfinite(x.detach())):
+                raise CheckpointError(
+                    f"{name} {counts}: expected weights within {x.dtype}, got larger ones; load them with "
+                    "dtype=torch.bfloat16 or torch.float32, or pass allow_nonfinite=True"
+                )
 
 
 class Slice:

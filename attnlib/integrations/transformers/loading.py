@@ -16,7 +16,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from ...checkpoint_files import Checkpoint, CheckpointError, read_folder
 from ...checkpoint_files.config import plain_config
-from ...checkpoint_files.folder import CONFIG
+from ...checkpoint_files.folder import CONFIG, GENERATION
 from ...checkpoint_files.plain_json import dump, parse_object
 from ...checkpoint_files.private import private_folder
 from ...own_form import base_of, is_own
@@ -25,7 +25,7 @@ from .families import FAMILIES
 from .filling import Filled, require_room
 from .own import config_from, knows_layers, own_class
 
-ADAPTER, GENERATION = "adapter_config.json", "generation_config.json"
+ADAPTER = "adapter_config.json"
 # What transformers, torch and the layers raise of fields that are none. ImportError and NotImplementedError pass.
 BROKEN = (
     StrictDataclassError,
@@ -86,6 +86,24 @@ def body_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The same of the model without a head."""
     kind = transformers.MODEL_MAPPING[type(config)]
     return own_class(kind, config) if knows_layers(config) else kind
+
+
+def check_arguments(dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+    """Refuse what no model can be loaded in or to, before the folder is read.
+
+    Raises:
+        TypeError: ``dtype`` is no floating dtype of torch.
+        ValueError: there is no such device.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        known = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+        remedy = f"; say dtype={known}" if isinstance(known, torch.dtype) else ""
+        raise TypeError(f"dtype: expected a floating dtype such as torch.bfloat16, got {dtype!r}{remedy}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        why = str(error).partition("\n")[0][:200]
+        raise ValueError(f"device: expected one that torch has here, got {device!r}: {why}") from error
 
 
 def load_attnlib(
