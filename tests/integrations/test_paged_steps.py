@@ -7,8 +7,11 @@ import torch
 from families import CACHE
 from test_paged import OPTIONS, paged, pair_of
 from test_transformers import tokens
+from torch import nn
+from transformers import PreTrainedConfig
 
 from attnlib.integrations import transformers as hf
+from attnlib.integrations.transformers.layouts import layouts_of
 
 
 def counts(cache: hf.PagedCache) -> tuple:
@@ -70,6 +73,12 @@ def test_a_layer_of_other_heads_than_its_config_says_is_named():
     with pytest.raises(NotImplementedError, match=r"layer 0: expected 3 heads .* by the model's config, got"):
         ours(tokens(ours, 2, 9), **{CACHE: cache})
     assert counts(cache) == before
+
+
+def test_a_config_that_is_made_of_others_is_refused():
+    """As Blt's."""
+    with pytest.raises(NotImplementedError, match="model: expected num_hidden_layers in its config, got a PreTrained"):
+        layouts_of(nn.Linear(2, 2), PreTrainedConfig(), None)
 
 
 def test_reading_keys_past_attention_is_refused():

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from inspect import signature
 from typing import Any, NoReturn
 from weakref import finalize
@@ -14,12 +13,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...cache.kv_cache import KVCache, LayerCache
 from ...cache.pages import Handle, Window
-from ...kv import KVLayout
 from ...signatures import kind
-from .latents import SIZES, keeps_latents
-from .own import FORMS
+from .layouts import check_shapes, layouts_of
 from .pages import BeginOfForward, EndOfForward, HandedPages, stand_in
-from .replacing import ReplacedAttention
 
 NAME = "attnlib"  # without "flash", by which transformers would take it for a package of that kind
 
@@ -107,7 +103,7 @@ class PagedCache(Cache):
                 "model under torch.no_grad(), or with use_cache=False"
             )
         if not is_latent:
-            _check_shapes(index, layer.layout, key, value)
+            check_shapes(index, layer.layout, key, value)
         k, v = (x[:, 0].flatten(0, 1) if is_latent else x.transpose(1, 2).flatten(0, 1) for x in (key, value))
         view = layer.append(k, v if v.shape[-1] else None)
         if not self._length:
@@ -295,43 +291,3 @@ class PagedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """As :meth:`PagedCache.get_max_length`."""
         return self._cache.get_max_length()
-
-
-def _check_shapes(index: int, layout: KVLayout, key: Tensor, value: Tensor) -> None:
-    if (key.shape[1], key.shape[3], value.shape[3]) != (layout.heads, layout.dim, layout.value_dim):
-        raise NotImplementedError(
-            f"layer {index}: expected {layout.heads} heads of {layout.dim} channels of keys and {layout.value_dim} of "
-            f"values, by the model's config, got keys {tuple(key.shape)} and values {tuple(value.shape)}; use "
-            "a DynamicCache for this model"
-        )
-
-
-def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list[KVLayout]:
-    """What each layer of the model stores of a token.
-
-    Raises:
-        NotImplementedError: something else than keys and values, or latents.
-        ValueError: latents which the model expands before attention.
-    """
-    own = {x.layer_idx: x.layer for x in model.modules() if isinstance(x, ReplacedAttention)}
-    if hasattr(config, FORMS):  # of which each may have sizes of its own
-        return [replace(own[index].kv_layout_as(model.dtype), store=store) for index in sorted(own)]
-    options = {"dtype": model.dtype, "store": store}
-    is_latent = all(getattr(config, name, None) is not None for name in SIZES)
-    if is_latent and not keeps_latents(model):
-        raise ValueError("model: it expands its latents before attention; call hf.absorb(model) or hf.replace(model)")
-    layouts = []
-    for index, of_layer in enumerate(getattr(config, "per_layer_config", [config] * config.num_hidden_layers)):
-        window = getattr(of_layer, "sliding_window", None)
-        kinds = getattr(config, "layer_types", None)
-        kind = kinds[index] if kinds else "full_attention" if window is None else "sliding_attention"
-        if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
-            raise NotImplementedError(f"model: expected layers that keep keys and values, got {kind!r}")
-        options["window"] = window if kind == "sliding_attention" else None
-        if is_latent:
-            layouts.append(KVLayout.latent(of_layer.kv_lora_rank, of_layer.qk_rope_head_dim, **options))
-            continue
-        heads = getattr(of_layer, "num_key_value_heads", None) or of_layer.num_attention_heads
-        width = getattr(of_layer, "head_dim", None) or of_layer.hidden_size // of_layer.num_attention_heads
-        layouts.append(KVLayout.grouped(heads, width, getattr(of_layer, "v_head_dim", None), **options))
-    return layouts

@@ -1,0 +1,65 @@
+"""What the layers of a model of transformers store of a token, read from its config."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kv import KVLayout
+from .latents import SIZES, keeps_latents
+from .own import FORMS
+from .replacing import ReplacedAttention
+
+
+def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list[KVLayout]:
+    """Return what each layer of the model stores of a token.
+
+    Raises:
+        NotImplementedError: a layer stores something else than keys and values, or latents; or the config does not say.
+        ValueError: latents which the model expands before attention.
+    """
+    own = {x.layer_idx: x.layer for x in model.modules() if isinstance(x, ReplacedAttention)}
+    if hasattr(config, FORMS):  # of which each may have sizes of its own
+        return [replace(own[index].kv_layout_as(model.dtype), store=store) for index in sorted(own)]
+    kinds = _kinds_of(config)
+    is_latent = all(getattr(config, name, None) is not None for name in SIZES)
+    if is_latent and not keeps_latents(model):
+        raise ValueError("model: it expands its latents before attention; call hf.absorb(model) or hf.replace(model)")
+    layouts, options = [], {"dtype": model.dtype, "store": store}
+    for of_layer, kind in zip(getattr(config, "per_layer_config", [config] * len(kinds)), kinds, strict=True):
+        options["window"] = of_layer.sliding_window if kind == "sliding_attention" else None
+        if is_latent:
+            layouts.append(KVLayout.latent(of_layer.kv_lora_rank, of_layer.qk_rope_head_dim, **options))
+            continue
+        heads = getattr(of_layer, "num_key_value_heads", None) or of_layer.num_attention_heads
+        width = getattr(of_layer, "head_dim", None) or of_layer.hidden_size // of_layer.num_attention_heads
+        layouts.append(KVLayout.grouped(heads, width, getattr(of_layer, "v_head_dim", None), **options))
+    return layouts
+
+
+def _kinds_of(config: Any) -> list[str]:
+    """Return the kind of attention of each layer; raise NotImplementedError for what keeps no keys and values."""
+    if not hasattr(config, "num_hidden_layers"):
+        raise NotImplementedError(
+            f"model: expected num_hidden_layers in its config, got a {type(config).__name__} without; use a "
+            "DynamicCache for this model"
+        )
+    per_layer = getattr(config, "per_layer_config", [config] * config.num_hidden_layers)
+    windows = [getattr(of_layer, "sliding_window", None) for of_layer in per_layer]
+    kinds = list(getattr(config, "layer_types", None) or [])[: config.num_hidden_layers]
+    kinds = kinds or ["full_attention" if window is None else "sliding_attention" for window in windows]
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
+            raise NotImplementedError(f"model: expected layers that keep keys and values, got {kind!r}")
+    return kinds
+
+
+def check_shapes(index: int, layout: KVLayout, key: Tensor, value: Tensor) -> None:
+    """Raise NotImplementedError if keys ``[b, g, s, d]`` and values are not as the model's config says."""
+    if (key.shape[1], key.shape[3], value.shape[3]) != (layout.heads, layout.dim, layout.value_dim):
+        raise NotImplementedError(
+            f"layer {index}: expected {layout.heads} heads of {layout.dim} channels of keys and {layout.value_dim} of "
+            f"values, by the model's config, got keys {tuple(key.shape)} and values {tuple(value.shape)}; use "
+            "a DynamicCache for this model"
+        )
