@@ -108,6 +108,14 @@ class Grammar:
             )
         )  # fmt: skip
 
+    def unread(self) -> str:
+        """A score that does not read the score: a constant, or a function of few indices."""
+        draw = self.draw
+        kind = draw.upto(2)
+        if kind == 0:
+            return draw.one(("1.5", "-2", "-math.inf"))
+        return f"({self.int(kind - 1)}) % 7 * 0.25" if draw.maybe(0.5) else self.read(torch.float32)
+
     def read(self, dtype: torch.dtype) -> str:
         """An element of a new table."""
         draw, name = self.draw, f"t{len(self.tables)}"
