@@ -11,6 +11,7 @@ from .kinds import BITWISE, BOOL, FLOAT, INT64, OF_BOOLS, OPERATIONS, TRANSCENDE
 
 INDICES = ("b", "h", "i", "j", "first")
 SCORED = ("score", *INDICES)
+BRACKETS = "write an index for each dimension in one pair of brackets, as in t[b, j]"
 
 
 def constant(function: Callable) -> Callable:
@@ -164,7 +165,7 @@ class Steps:
         """
         kind, rank = self.captured[n]
         if len(indices) != rank:
-            raise TypeError(f"tensor {n}: expected {rank} indices, one for each dimension, got {len(indices)}")
+            raise TypeError(f"tensor {n}: expected {rank} indices, got {len(indices)}; {BRACKETS}")
         for x in indices:
             if self.kind(x) in (BOOL, FLOAT):
                 raise TypeError(f"tensor {n}: expected int indices, got {self.kind(x)}")

@@ -49,10 +49,12 @@ class ScoreFunction:
     def definition(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
         """The new score of query ``i`` of head ``h`` in sequence ``b`` and key ``j``, for tensors that broadcast.
 
-        ``first`` is the storage index of the first query of each sequence.
+        It has the shape of the scores even if the function does not read them. ``first`` is the storage index of the
+        first query of each sequence.
         """
         inputs = dict(zip(SCORED, (score, b, h, i, j, first), strict=True))
-        return evaluated(self.program, inputs, self.tensors, score.dtype)
+        changed = evaluated(self.program, inputs, self.tensors, score.dtype)
+        return torch.broadcast_tensors(changed, score)[0]
 
 
 @kind

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn, Protocol
 
+from torch import Tensor
 from torch.fx import Proxy
 
 KNOWN = (
@@ -11,8 +12,13 @@ KNOWN = (
     "clamp, exp, exp2, log, tanh, sigmoid, sqrt, rsqrt, casts, and the indexing of tensors that are passed as arguments"
 )
 CHOICES = "Python's if, and, or, not, min and max cannot look at an index; use torch.where, & | ~, torch.minimum"
-INDEXED = "a tensor from around the function, a list, a range or an array is indexed; pass a tensor as an argument"
+INDEXED = (
+    "range(), lists, arrays and tensors from around the function cannot take an index; pass a tensor as an argument "
+    "and index it, or loop over a fixed number"
+)
 TAKEN = "len(), torch.tensor() and lists cannot take an index or a tensor; use it as it is"
+TEXT = "str(), print() and f-strings cannot know an index; leave them out"
+READ = ("item", "tolist", "numpy")  # methods that would give Python the value of a number
 NUMPY = "numpy cannot take an index; use torch's functions, and int() or float() of numpy's numbers"
 
 
@@ -70,7 +76,9 @@ class Known(Proxy):
     __iter__: Refusal = _refusing("an index cannot be iterated over; pass a tensor as an argument and index it")
     __contains__: Refusal = _refusing("`in` cannot look into a tensor; compare with each, joined by |")
     __len__: Refusal = _refusing(TAKEN)
-    __hash__: Refusal = _refusing("a dict or a set cannot hold an index; pass a tensor as an argument and index it")
+    __hash__: Refusal = _refusing(
+        "a dict, a set or functools.cache cannot hold an index; pass a tensor as an argument and index it"
+    )
     __setitem__: Refusal = _refusing("tensors are not written to; use torch.where to choose another value")
     __delitem__: Refusal = _refusing("tensors are not written to; use torch.where to choose another value")
     __round__: Refusal = _refusing("round() cannot know an index; write (x + 0.5) // 1")
@@ -79,6 +87,8 @@ class Known(Proxy):
     __trunc__: Refusal = _refusing("math.trunc() cannot know an index; write .int()")
     __divmod__: Refusal = _refusing("divmod() cannot know an index; write // and %")
     __rdivmod__: Refusal = _refusing("divmod() cannot know an index; write // and %")
+    __str__: Refusal = _refusing(TEXT)
+    __format__: Refusal = _refusing(TEXT)
     __array__: Refusal = _refusing(NUMPY)
     __array_ufunc__: Refusal = _refusing(NUMPY)
 
@@ -87,12 +97,21 @@ class Known(Proxy):
             self.tracer.refuse(NUMPY)
         if name.startswith(("__cuda_array_", "__dlpack_")):  # what torch.tensor() asks for
             self.tracer.refuse(TAKEN)
+        if name in READ:
+            self.tracer.refuse(f".{name}() cannot read an index, which stands for all of them; use it as it is")
+        if not name.startswith("__") and not callable(getattr(Tensor, name, None)):
+            self.tracer.refuse(f".{name} cannot be known; a function may use {KNOWN}")
         return super().__getattr__(name)
 
 
-def line_of(frame: FrameType) -> str:
-    """The line that a frame was called from: the innermost one outside of torch and of what traces."""
+def line_of(frame: FrameType) -> str | None:
+    """The line that a frame was called from: the innermost one outside of torch and of what traces.
+
+    None if there is none within the call of the function, which is then no Python code itself, as ``max`` is.
+    """
     while _is_ours(frame):
+        if frame.f_globals["__name__"] == f"{__package__}.trace":
+            return None
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .checks import is_strided
 from .kinds import kind_of
-from .program import SCORED, Captured, Program, Steps, Value, constant, constant_indices
+from .program import INDICES, SCORED, Captured, Program, Steps, Value, constant, constant_indices
 from .stand_ins import FIRST_QUERY, KNOWN, FirstQuery, Known, TraceError, line_of_error
 from .tracer import Tracer
 
@@ -47,11 +47,12 @@ def _text_of(name: str, function: Callable, kinds: Kinds, shapes: tuple[tuple[in
     """The text of the program, for arguments of these kinds and ranks, and of these shapes; None is FIRST_QUERY."""
     _refuse_enclosed(name, function)
     inputs = SCORED if name == "score" else SCORED[1:]
-    tracer = Tracer(name, Steps(inputs, [Captured(*x) for x in kinds if x is not None]), shapes)
+    steps = Steps(inputs, [Captured(*x) for x in kinds if x is not None])
+    tracer = Tracer(name, steps, shapes, _beginning(function))
     numbers = iter(range(len(kinds)))
     of_tensors = [tracer.first if x is None else tracer.captured(next(numbers)) for x in kinds]
     given = _called(name, function, [*(Known(Value(x), tracer) for x in inputs[:-1]), *of_tensors])
-    return tracer.program(given, _beginning(function)).text
+    return tracer.program(given).text
 
 
 def _called(name: str, function: Callable, arguments: Sequence[Known]) -> object:
@@ -61,10 +62,13 @@ def _called(name: str, function: Callable, arguments: Sequence[Known]) -> object
     except TraceError:
         raise
     except Exception as error:  # Python and libraries raise anything for a stand-in
-        line = line_of_error(error.__traceback__)
-        if line is None:  # the function was not entered: it takes other arguments
-            raise
-        told = f"{type(error).__name__}: {error}"
+        line, told = line_of_error(error.__traceback__), f"{type(error).__name__}: {error}"
+        if line is None:  # the function was not entered: it takes other arguments, or is none of Python's
+            inputs = SCORED[:-1] if name == "score" else INDICES[:-1]
+            takes = ", ".join((*inputs, *(f"t{n}" for n in range(len(arguments) - len(inputs)))))
+            told = told.splitlines()[0].removesuffix(", but expected one of:")
+            told = f"expected a Python function that takes ({takes}); calling it raised {told}"
+            raise TraceError(f"{name}_mod: {_beginning(function)}: {told}") from error
         raise TraceError(f"{name}_mod: {line}: {told}; a function may use {KNOWN}") from error
 
 

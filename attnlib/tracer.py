@@ -2,7 +2,6 @@
 
 import math
 import sys
-from numbers import Number
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -11,7 +10,7 @@ from torch.fx import Graph, Proxy
 from torch.fx.proxy import TracerBase
 
 from .kinds import BOOL, FLOAT, INT8, INT16, INT32, INT64, OPERATIONS, UINT8, fits, kind_of
-from .program import Operand, Program, Steps, Value
+from .program import BRACKETS, Operand, Program, Steps, Value
 from .stand_ins import FIRST_QUERY, INDEXED, KNOWN, Known, TraceError, line_of
 
 # What Python, torch and its tensors call the operations of a program.
@@ -30,31 +29,42 @@ CASTS = MappingProxyType(
     {"bool": BOOL, "byte": UINT8, "char": INT8, "short": INT16, "int": INT32, "long": INT64}
     | {"float": FLOAT, "double": FLOAT}
 )
+MORE = frozenset(("pos", "where", "square", "logical_xor"))
+MADE = frozenset(("stack", "cat", "arange", *(f"{x}{end}" for x in ("zeros", "ones", "full") for end in ("", "_like"))))
 MULTIPLIED = 8  # powers up to this one are products
 
 
 class Tracer(TracerBase):
     """Adds a step for all that is done to a stand-in.
 
-    ``shapes`` are those of the captured tensors, if constant indices are to be compared with them.
+    ``shapes`` are those of the captured tensors, if constant indices are to be compared with them. ``beginning`` names
+    the function, for errors of no line of it.
     """
 
-    def __init__(self, name: str, steps: Steps, shapes: tuple[tuple[int, ...], ...] | None):
+    def __init__(self, name: str, steps: Steps, shapes: tuple[tuple[int, ...], ...] | None, beginning: str):
         super().__init__()
         self.graph: Graph = Graph()  # which stays empty; proxies ask it how to spell what is called
         self.name: str = name
         self.steps: Steps = steps
         self.first: Known = Known(FIRST_QUERY, self)
         self.shapes: tuple[tuple[int, ...], ...] | None = shapes
-        self._line: str | None = None  # of an error, if not that which runs now
+        self._beginning = beginning
+        self._has_ended = False
+        self._refused: TraceError | None = None  # the first refusal, which the function may have caught
 
     def captured(self, n: int) -> Known:
         """The stand-in of tensor ``n``; without dimensions it is a number."""
         return Known(self.steps.load(n) if self.steps.captured[n].rank == 0 else _Tensor(n), self)
 
-    def program(self, given: object, line: str) -> Program:
-        """The program that gives what the function gave, which begins at ``line``."""
-        self._line = line
+    def program(self, given: object) -> Program:
+        """The program that gives what the function gave.
+
+        Raises:
+            TraceError: the function gave no number of its kind, or caught an earlier one and went on.
+        """
+        self._has_ended = True
+        if self._refused is not None:
+            raise self._refused
         if given is None or isinstance(given, tuple | list | dict):
             self.refuse(f"expected a function that returns a number, got {type(given).__name__}; does it say return?")
         wanted = FLOAT if self.name == "score" else BOOL
@@ -78,11 +88,14 @@ class Tracer(TracerBase):
 
     def refuse(self, why: str) -> NoReturn:
         """Raise for what the line of the function asks for that runs now."""
-        raise TraceError(f"{self.name}_mod: {self._line or line_of(sys._getframe(1))}: {why}") from None
+        line = None if self._has_ended else line_of(sys._getframe(1))
+        error = TraceError(f"{self.name}_mod: {line or self._beginning}: {why}")
+        self._refused = self._refused or error
+        raise error from None
 
     def _step(self, spelled: str, args: tuple, kwargs: dict) -> Operand:
         steps = self.steps
-        if spelled == "getitem":
+        if spelled in ("getitem", "__getitem__"):
             return self._load(*args)
         if spelled == "getattr":
             self.refuse(f".{args[1]} cannot be known; a function may use {KNOWN}")
@@ -94,6 +107,10 @@ class Tracer(TracerBase):
             return self._cast(args[0], *args[1:], *kwargs.values())
         if spelled in ("half", "bfloat16"):
             self.refuse(f"{spelled}: floats are those of the scores, fp32; leave it out")
+        if spelled in MADE:
+            self.refuse(f"{spelled}() makes a tensor; a function computes one number, so use its numbers as they are")
+        if not (spelled in SPELLED or spelled in CASTS or spelled in MORE):
+            self._refuse_unknown(spelled, args, kwargs)
         operands = [self._operand(x) for x in args]
         if spelled == "pos" and not kwargs:
             return self._positive(*operands)
@@ -108,22 +125,28 @@ class Tracer(TracerBase):
             return self._power(operands[0], 2)
         operation = SPELLED.get(spelled)
         if operation is None or kwargs or len(args) != OPERATIONS[operation][0]:
-            self.refuse(f"{spelled} of {len(args)}{' and ' + ', '.join(kwargs) if kwargs else ''}: it may use {KNOWN}")
+            self._refuse_unknown(spelled, args, kwargs)
         if spelled in ("min", "max") and not isinstance(operands[1], Value):
             self.refuse(f"{spelled} of a tensor and a number is that along a dimension; use clamp")
         return self._power(*operands) if operation == "pow" else steps.add(operation, *operands)
 
+    def _refuse_unknown(self, spelled: str, args: tuple, kwargs: dict) -> NoReturn:
+        given = f"{len(args)} argument{'s' * (len(args) != 1)}{' and ' + ', '.join(kwargs) if kwargs else ''}"
+        self.refuse(f"{spelled}() of {given} is not known; a function may use {KNOWN}")
+
     def _load(self, x: Proxy, at: object) -> Operand:
         if not isinstance(x, Proxy):
             self.refuse(INDEXED)
-        known = x.node
-        indices = [self._operand(n) for n in (at if isinstance(at, tuple) else (at,))]
+        known, at = x.node, at if isinstance(at, tuple) else (at,)
+        if any(n is None or n is ... or isinstance(n, slice | list) for n in at):
+            self.refuse(f":, ..., None and lists would give many numbers; {BRACKETS}")
+        indices = [self._operand(n) for n in at]
         if known is FIRST_QUERY:
             if indices != [Value("b")]:
                 self.refuse("FIRST_QUERY is known of the own sequence alone; index it by b")
             return Value("first")
         if not isinstance(known, _Tensor):
-            self.refuse("a number is indexed")
+            self.refuse(f"a number is indexed; {BRACKETS}")
         sizes = () if self.shapes is None else self.shapes[known.number]
         for dim, (n, size) in enumerate(zip(indices, sizes, strict=False)):
             if isinstance(n, int) and not -size <= n < size:
@@ -197,14 +220,15 @@ class Tracer(TracerBase):
         if x is FIRST_QUERY:
             self.refuse("FIRST_QUERY is used as a whole; index it by b")
         if isinstance(x, Tensor):
-            self.refuse("a tensor from around the function; pass it as an argument")
+            self.refuse("a tensor that is made in the function or around it; pass it as an argument, or write a number")
         if isinstance(x, Value | bool):
             return x
         if isinstance(x, float):
             return float(x)
         if not isinstance(x, int):
-            remedy = "; write int() or float() of it" if isinstance(x, Number) or hasattr(x, "dtype") else ""
-            self.refuse(f"expected a number, got {type(x).__name__}{remedy}")
+            if hasattr(x, "__float__"):  # of numpy, or a Decimal
+                self.refuse(f"expected a number of Python's, got {x!r:.60}; write int() or float() of it")
+            self.refuse(f"expected a number, got {type(x).__name__}")
         if not fits(x, INT64):
             self.refuse(f"expected ints of 64 bits, got {x}")
         return int(x)

@@ -172,6 +172,14 @@ MASKS = MappingProxyType(
             ),
             (lambda: ints(20, dtype=torch.int64) * 9,),
         ),
+        "constants beyond their dtype": Case(
+            lambda b, h, i, j, s, t, u: (
+                (s[j] % 128 > s[i] // 128) ^ (t[j] % 2**31 > t[i] // 2**31)
+                | (u[j] % (2**53 + 1) > u[i] % 2**62) ^ (s[j] << 256 > s[i] >> 257)
+                | (u[h] // (2**63 - 1) > t[j] << 2**32)
+            ),
+            (lambda: ints(20, dtype=torch.int8) * 19, lambda: ints(20) * 2**28, lambda: ints(20, dtype=torch.int64)),
+        ),
         "bits": Case(
             lambda b, h, i, j, t: ((i & j) - (i ^ t[j]) > (t[i] | 5)) | (~i & 7 == j) ^ (t[j] & (i > j) > 0),
             (lambda: ints(20, dtype=torch.int16),),

@@ -234,6 +234,30 @@ def test_scores_that_read_nothing_train():
     )
 
 
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, mask_mod(striped)], ids=["full", "causal", "striped"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b, h, i, j, x: x[h],
+        lambda s, b, h, i, j, x: x[j % 4],
+        lambda s, b, h, i, j, x: i - j,
+        lambda s, b, h, i, j, x: 1.5,
+        lambda s, b, h, i, j, x: float("-inf"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_score_need_not_read_score_or_key(backend, function, mask):
+    q, k, v = tensors(1, 5, 7)
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def found(score, backend):
+        out, lse = attention_with_lse(q, k, v, mask=mask, score=score_mod(score, x), backend=backend)
+        return out, lse, *torch.autograd.grad((out.sin().sum() + lse.exp().sum()), (q, k, v, x), materialize_grads=True)
+
+    with_score = found(lambda s, b, h, i, j, x: torch.where(j >= 0, function(s, b, h, i, j, x), s), "torch")
+    torch.testing.assert_close(found(function, backend), with_score, equal_nan=True)
+
+
 BY_HEAD = sliding(9) | mask_mod(lambda b, h, i, j: (h == 1) & (j % 3 == 0))
 
 

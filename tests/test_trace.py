@@ -1,6 +1,8 @@
 """From functions to programs: what they say, what is refused and how, and what torch makes of their steps."""
 
 import math
+from contextlib import suppress
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -192,6 +194,21 @@ def assigns(b, h, i, j, d):
     return d[b, i] > 2
 
 
+def swallows(b, h, i, j):
+    try:
+        if i > j:
+            return j == 0
+    except TypeError:
+        pass
+    return j >= 0
+
+
+def swallows_a_list(b, h, i, j):
+    with suppress(Exception):
+        return [i > j, i < j][h]
+    return j >= 0
+
+
 def gives_none(b, h, i, j):
     i > j  # noqa: B015
 
@@ -212,17 +229,29 @@ def enclosed():
         (lambda b, h, i, j: i in (1, 2), (), "Python's if"),
         (lambda b, h, i, j: DOCUMENT[b, i] == 0, (), r"DOCUMENT is a tensor from around .* pass it as an argument"),
         (enclosed(), (), "around is a tensor from around the function"),
-        (lambda b, h, i, j, d=DOCUMENT: d[b, i] == 0, (), r"test_trace.py:\d+: a tensor from around"),
-        (lambda b, h, i, j: i + torch.ones(()) > 0, (), "a tensor from around the function; pass it"),
-        (lambda b, h, i, j, d: d[b] == 0, (DOCUMENT,), "tensor 0: expected 2 indices, one for each dimension, got 1"),
+        (
+            lambda b, h, i, j, d=DOCUMENT: d[b, i] == 0,
+            (),
+            r"test_trace.py:\d+: .* tensors from around the function cannot",
+        ),
+        (
+            lambda b, h, i, j: i + torch.ones(()) > 0,
+            (),
+            "made in the function or around it; pass it as an argument, or write a number",
+        ),
+        (
+            lambda b, h, i, j, d: d[b] == 0,
+            (DOCUMENT,),
+            r"expected 2 indices, got 1; write an index for each .* in one pair of brackets, as in t\[b, j\]",
+        ),
         (lambda b, h, i, j, d: d == 0, (DOCUMENT,), "tensor 0 is used as a whole; index it"),
         (lambda b, h, i, j, d: d[b, i * 1.0] == 0, (DOCUMENT,), "tensor 0: expected int indices, got float"),
         (lambda b, h, i, j, d: i < d.shape[1], (DOCUMENT,), ".shape cannot be known"),
         (lambda b, h, i, j, d: i < len(d), (DOCUMENT,), r"len\(\), torch.tensor\(\) and lists cannot take"),
         (lambda b, h, i, j, first: i < first, (FIRST_QUERY,), "FIRST_QUERY is used as a whole"),
         (lambda b, h, i, j, first: i < first[h], (FIRST_QUERY,), "index it by b"),
-        (lambda b, h, i, j: i.cos() > 2, (), "cos of 1: it may use arithmetic"),
-        (lambda b, h, i, j: torch.sin(i) > 2, (), "sin of 1"),
+        (lambda b, h, i, j: i.cos() > 2, (), r"cos\(\) of 1 argument is not known; a function may use arithmetic"),
+        (lambda b, h, i, j: torch.sin(i) > 2, (), r"sin\(\) of 1 argument is"),
         (lambda b, h, i, j: i**j > 2, (), r"\*\* of two numbers that vary; one of them must be a constant"),
         (lambda b, h, i, j: i**-1 > 2, (), r"integers have no negative powers; write .float\(\)"),
         (lambda b, h, i, j: 3**i > 2, (), r"3 \*\* an integer: write 3.0 \*\* it, or 2 \*\* it"),
@@ -252,7 +281,7 @@ def enclosed():
         # what Python, numpy and lists do
         (lambda b, h, i, j: np.abs(i) > 2, (), r"test_trace.py:\d+: numpy cannot take an index; use torch's functions"),
         (lambda b, h, i, j: np.int64(3) * i > 2, (), "numpy cannot take an index"),
-        (lambda b, h, i, j: i * np.int64(3) > 2, (), r"expected a number, got int64; write int\(\) or float\(\) of it"),
+        (lambda b, h, i, j: i * np.int64(3) > 2, (), r"got np.int64\(3\); write int\(\) or float\(\) of it"),
         (lambda b, h, i, j: np.where(i > j, 1, 0) > 0, (), "test_trace.py"),
         (lambda b, h, i, j: torch.tensor(i) > 2, (), r"test_trace.py:\d+: .*torch.tensor\(\)"),
         (lambda b, h, i, j: torch.as_tensor(i) > 2, (), "test_trace.py"),
@@ -264,13 +293,21 @@ def enclosed():
         (lambda b, h, i, j: math.floor(i) > 2, (), r"floor\(\) cannot know an index; write x // 1"),
         (lambda b, h, i, j: math.sqrt(i) > 2, (), r"write .float\(\) and torch's functions"),
         (lambda b, h, i, j: divmod(i, 2)[0] > 2, (), r"divmod\(\) cannot know an index; write // and %"),
-        (lambda b, h, i, j: {0: 1}[h] > 2, (), r"test_trace.py:\d+: a dict or a set cannot hold an index"),
-        (lambda b, h, i, j: h in {0, 1}, (), "a dict or a set cannot hold"),
-        (lambda b, h, i, j: [1, 2][h] > 2, (), "a list, a range or an array is indexed; pass a tensor as an argument"),
+        (
+            lambda b, h, i, j: {0: 1}[h] > 2,
+            (),
+            r"test_trace.py:\d+: a dict, a set or functools.cache cannot hold an index",
+        ),
+        (lambda b, h, i, j: h in {0, 1}, (), "a dict, a set or"),
+        (
+            lambda b, h, i, j: [1, 2][h] > 2,
+            (),
+            r"range\(\), lists, arrays and .* cannot take an index; pass a tensor as",
+        ),
         (lambda b, h, i, j: ARRAY[h] > 2, (), "numpy cannot take an index"),
-        (lambda b, h, i, j: sum(range(i)) > 2, (), "a list, a range or an array is indexed"),
-        (lambda b, h, i, j: i.item() > 2, (), "item of 1: it may use"),
-        (lambda b, h, i, j: i @ j > 2, (), "matmul of 2: it may use"),
+        (lambda b, h, i, j: sum(range(i)) > 2, (), "or loop over a fixed number"),
+        (lambda b, h, i, j: i.item() > 2, (), r"\.item\(\) cannot read an index"),
+        (lambda b, h, i, j: i @ j > 2, (), r"matmul\(\) of 2 arguments is not known"),
         (lambda b, h, i, j: i > unknown, (), r"test_trace.py:\d+: NameError: name 'unknown' is not defined"),  # noqa: F821
         (lambda b, h, i, j: i > 1 // 0, (), r"test_trace.py:\d+: ZeroDivisionError"),
         (assigns, (DOCUMENT,), r"test_trace.py:\d+: tensors are not written to; use torch.where"),
@@ -280,7 +317,11 @@ def enclosed():
             r"expected a function that returns a number, got NoneType; does it say return",
         ),
         (lambda b, h, i, j: (i > j, j > i), (), "expected a function that returns a number, got tuple"),
-        (lambda b, h, i, j: torch.div(i, 2, rounding_mode="trunc") > 2, (), "div of 2 and rounding_mode"),
+        (
+            lambda b, h, i, j: torch.div(i, 2, rounding_mode="trunc") > 2,
+            (),
+            r"div\(\) of 2 arguments and rounding_mode",
+        ),
         (lambda b, h, i, j: i & j, (), "expected a function that gives a bool, got one that gives a int64"),
         (lambda b, h, i, j: i & 1.5, (), "bitand: expected integers or bools, got float"),
         (lambda b, h, i, j: torch.where(i, i, j) > 1, (), "where: expected a bool to choose by, got int"),
@@ -290,6 +331,37 @@ def enclosed():
         (lambda b, h, i, j: i < 2**63, (), "expected ints of 64 bits, got 9223372036854775808"),
         (lambda b, h, i, j: i < "3", (), "expected a number, got str"),
         (lambda b, h, i, j: i[0] > 2, (), "a number is indexed"),
+        (lambda b, h, i, j, d: d[b][j] > 2, (DOCUMENT,), "expected 2 indices, got 1; write an index for each"),
+        (lambda b, h, i, j, d: d[b][j] > 2, (SMALL,), "a number is indexed; write an index for each dimension"),
+        (lambda b, h, i, j, d: d[:, j] > 2, (DOCUMENT,), "lists would give many numbers; write an index for each"),
+        (lambda b, h, i, j, d: d[..., j] > 2, (DOCUMENT,), "lists would give many numbers"),
+        (lambda b, h, i, j: i.tolist() > 2, (), r"\.tolist\(\) cannot read an index, which stands for all of them"),
+        (lambda b, h, i, j: i.numpy() > 2, (), r"\.numpy\(\) cannot read an index"),
+        (lambda b, h, i, j: torch.stack([i, j])[0] > 2, (), r"stack\(\) makes a tensor; a function computes one"),
+        (lambda b, h, i, j: torch.full((), i) > 2, (), r"full\(\) makes a tensor; .* use its numbers as they are"),
+        (lambda b, h, i, j: torch.rand(()) > i, (), "a tensor that is made in the function"),
+        (lambda b, h, i, j: i * 1j > 2, (), "expected a number, got complex"),
+        (lambda b, h, i, j: i > j if hasattr(i, "x") else i < j, (), r"test_trace.py:\d+: \.x cannot be known"),
+        (lambda b, h, i, j: i > j if getattr(i, "x", None) is None else i < j, (), r"\.x cannot be known"),
+        (lambda b, h, i, j: i > j if i.is_cuda else i < j, (), r"\.is_cuda cannot be known"),
+        (lambda b, h, i, j: i > j if str(i) == "3" else i < j, (), r"str\(\), print\(\) and f-strings cannot know"),
+        (lambda b, h, i, j: i > j if f"{i}" == "3" else i < j, (), "f-strings cannot know an index; leave them out"),
+        (swallows, (), r"test_trace.py:\d+: Python's if, and, or"),
+        (swallows_a_list, (), r"test_trace.py:\d+: range\(\), lists, arrays"),
+        # functions whose own code is not Python's, or which take other arguments
+        (lru_cache(lambda b, h, i, j: i > j), (), r"mask_mod: .*test_trace.py:\d+: a dict, a set or functools.cache"),
+        (max, (), "mask_mod: <built-in function max>: Python's if"),
+        (
+            torch.vmap(lambda b, h, i, j: i > j),
+            (),
+            r"test_trace.py:\d+: expected a Python function that takes \(b, h, i, j\); .* ValueError: vmap",
+        ),
+        (
+            torch.ge,
+            (DOCUMENT,),
+            r"mask_mod: <built-in method ge.*that takes \(b, h, i, j, t0\); .*TypeError: ge\(\)[^\n]*$",
+        ),
+        (int, (), r"mask_mod: <class 'int'>: expected a Python function that takes"),
     ],
 )
 def test_what_no_kernel_could_do_is_refused(function, tensors, message):
@@ -308,8 +380,13 @@ def reads_all(b, h, i, j, x):
         (lambda: mask_mod(reads_all, 3), TypeError, "expected a tensor or FIRST_QUERY as argument 0, got int"),
         (lambda: mask_mod(reads_all, torch.zeros(3).to_sparse()), TypeError, "one that is not strided"),
         (lambda: mask_mod(reads_all, torch.zeros(3, dtype=torch.complex64)), TypeError, "bools, integers or floats"),
+        (lambda: score_mod(lambda s: s), TraceError, r"score_mod: .*that takes \(score, b, h, i, j\); .* but 5 were"),
         (lambda: score_mod(lambda s, b, h, i, j: i > j), TraceError, "gives a float, got one that gives a bool"),
-        (lambda: mask_mod(lambda b, h: True), TypeError, "takes 2 positional arguments but 4 were given"),
+        (
+            lambda: mask_mod(lambda b, h: True),
+            TypeError,
+            r"mask_mod: .*expected a Python function that takes \(b, h, i, j\); .* takes 2 pos",
+        ),
     ],
 )
 def test_other_arguments_are_refused(make, error, message):

@@ -10,6 +10,7 @@ from .draw import Draw
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 CONSTANTS = (0, 1, 2, 3, 5, 7, 100, -1, -4)
 LARGE = (2**31, 3_000_000_000, -(2**33), 2**62 + 1)
+ODD = (2**53 + 1, 2**54 + 1, 2**60 + 1, 2**63 - 1)  # which fp64 rounds to powers of two
 # Each raises in Python or torch, or gives what no kernel could know; {} is an integer.
 UNTRACEABLE = (
     "np.abs({}) > 2", "torch.tensor({}) > 2", "round({}) > 2", "{{0: 1}}[{}] > 0", "[1, 2][{}] > 1", "int({}) > 1",
@@ -47,6 +48,8 @@ class Grammar:
 
     def bool(self, depth: int) -> str:
         draw = self.draw
+        if draw.maybe(0.2):
+            return f"({self.beyond()} {draw.one(('<', '>='))} {draw.one('hij')})"
         if depth == 0 or draw.maybe(0.15):
             return self.read(torch.bool) if draw.maybe(0.3) else f"({self.int(0)} {self._compares()} {self.int(0)})"
         x, y = self.bool(depth - 1), self.bool(depth - 1)
@@ -67,6 +70,8 @@ class Grammar:
         if constant and draw.maybe(0.3):
             return f"({draw.one(LARGE) if draw.maybe(0.1) else draw.one(CONSTANTS)})"
         if depth == 0 or draw.maybe(0.15):
+            if draw.maybe(0.1):
+                return self.beyond()
             return draw.one("bhiijj") if draw.maybe(0.6) else self.read(draw.one(INTEGERS))
         x, y = self.int(depth - 1), self.int(depth - 1, constant=True)
         kind = draw.upto(12)
@@ -92,6 +97,19 @@ class Grammar:
             return f"({x} ** {draw.one((0, 1, 2, 3))})"
         return draw.one((f"(-{x})", f"(~{x})", f"({x}).abs()", f"({self.bool(depth - 1)} + {y})"))
 
+    def beyond(self) -> str:
+        """An element divided or shifted by a constant near the limits of its dtype, or beyond them."""
+        draw, operator = self.draw, self.draw.one(("<<", ">>", "//", "%", "%"))
+        dtype = draw.one(INTEGERS) if operator in ("<<", ">>") or draw.maybe(0.5) else torch.int64
+        bits, most = torch.iinfo(dtype).bits, torch.iinfo(dtype).max
+        if operator in ("<<", ">>"):
+            numbers = [bits - 1, bits, 2**bits - 1, 2**bits, 2**bits + 2, 1 - 2**bits]
+        else:
+            numbers = (most + 1, -most - 2, *(ODD if operator == "%" else (most,)))
+            numbers = [n for n in numbers if n % 2**bits]  # none that wraps around to 0
+        n = draw.one([n for n in numbers if -(2**63) <= n < 2**63])
+        return f"({self.read(dtype)} {operator} {n})"
+
     def float(self, depth: int) -> str:
         """A smooth function of the score and of tables, whose values stay small."""
         draw = self.draw
@@ -107,6 +125,14 @@ class Grammar:
                 f"torch.log({x} ** 2 + 0.5)",
             )
         )  # fmt: skip
+
+    def unread(self) -> str:
+        """A score that does not read the score: a constant, or a function of few indices."""
+        draw = self.draw
+        kind = draw.upto(2)
+        if kind == 0:
+            return draw.one(("1.5", "-2", "-math.inf"))
+        return f"({self.int(kind - 1)}) % 7 * 0.25" if draw.maybe(0.5) else self.read(torch.float32)
 
     def read(self, dtype: torch.dtype) -> str:
         """An element of a new table."""

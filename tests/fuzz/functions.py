@@ -16,10 +16,11 @@ from .judge import Mismatch
 BACKENDS = {"cpu": ("torch", "reference"), "interpreter": ("triton", "torch", "reference"), "cuda": ("triton", "torch")}
 BANDS = {"FULL": FULL, "CAUSAL": CAUSAL, "sliding(3)": sliding(3)}
 INDICES = ("b", "h", "i", "j")
+ALL = Expression("True", {})  # with a band it is the band, no function
 
 
 def function(draw: Draw) -> "Functions | Untraceable":
-    """Draw a call with a mask and perhaps a score by function, or a function that cannot be traced."""
+    """Draw a call with a mask, a score or both by function, or a function that cannot be traced."""
     heads = draw.one(((1, 1), (2, 1), (2, 2)))
     grammar = Grammar(draw, heads[0])
     if draw.maybe(0.15):
@@ -29,7 +30,8 @@ def function(draw: Draw) -> "Functions | Untraceable":
     score = None
     if draw.maybe(0.5):
         grammar = Grammar(draw, heads[0])
-        score = grammar.expression(grammar.float(draw.upto(3, 1)))
+        score = grammar.expression(grammar.unread() if draw.maybe(0.3) else grammar.float(draw.upto(3, 1)))
+        mask = ALL if draw.maybe(0.3) else mask
     sizes = [draw.one((1, 2)), *(0 if draw.maybe(0.1) else draw.one((1, 2, 3, 5, 7)) for _ in "st")]
     return Functions(draw, mask, score, draw.one(tuple(BANDS)), (*sizes, *heads))
 
@@ -85,21 +87,23 @@ class Functions:
         raise Mismatch(f"torch refuses it, and attnlib takes it: {error}")
 
     def pairs(self, x: Expression, tables: dict[str, object], numbers: Tensor | None) -> Tensor:
-        """Call a function for each pair with 0-dimensional tensors; ``[b, h, s, t]``."""
+        """Call a function for each pair with 0-dimensional tensors; ``[b, h, s, t]``.
+
+        Without pairs it is called once, as torch may refuse what it does.
+        """
         b, s, t, h, _ = self.sizes
-        function = x.function(INDICES if numbers is None else ("score", *INDICES))
+        scored = ("score",) * (numbers is not None)
+        like, function = numbers.dtype if scored else torch.bool, x.function((*scored, *INDICES))
+        if not s * t:
+            function(*(torch.zeros(()) for _ in scored), *map(torch.tensor, (0, 0, 0, 0)), *tables.values())
+            return torch.zeros(b, h, s, t, dtype=like)
         found = [
             function(
-                *(() if numbers is None else (numbers[m, n, i, j],)),
-                *map(torch.tensor, (m, n, t - s + i, j)),
-                *tables.values(),
+                *(numbers[m, n, i, j] for _ in scored), *map(torch.tensor, (m, n, t - s + i, j)), *tables.values()
             )
             for m in range(b) for n in range(h) for i in range(s) for j in range(t)
         ]  # fmt: skip
-        like = torch.bool if numbers is None else numbers.dtype
-        return (
-            torch.stack([x.to(like) for x in found]).view(b, h, s, t) if found else torch.zeros(b, h, s, t, dtype=like)
-        )
+        return torch.stack([torch.as_tensor(x).to(like) for x in found]).view(b, h, s, t)
 
     def by_python(self, given: list[Tensor], directions: tuple[Tensor, Tensor], wide: torch.dtype) -> list[Tensor]:
         """Output, LSE and gradients in a precision; a mask's floats are of fp32 in any."""
@@ -121,6 +125,7 @@ class Functions:
                 scores = self.pairs(self.score, tables, scores)
             finally:
                 torch.set_default_dtype(before)
+        seen = seen & (scores != -torch.inf)
         scores = scores.masked_fill(~seen, -torch.inf)
         nothing = ~seen.any(-1)
         scores = scores.masked_fill(nothing[..., None], 0)

@@ -11,7 +11,7 @@ from attnlib.backends.operators import outputs
 from attnlib.cache import layers
 from attnlib.cache.pages import PageAllocator
 from attnlib.cache.step import StepBuffers, TableBuffers
-from attnlib.scores import Score
+from attnlib.scores import Score, ScoreFunction
 
 Bug = Callable[[Callable], object]  # what takes the attribute that it is put in the place of
 
@@ -131,6 +131,16 @@ def clamped_from_below(index_at: Callable) -> Callable:
     return lambda index, size, brought, kind: brought(index, kind).clamp(0, size - 1)
 
 
+def as_small_as_what_is_read(definition: Callable) -> Callable:
+    """A score that does not read the key is one number for all keys."""
+
+    def changed(function, score, *indices):
+        inputs = dict(zip(program.SCORED, (score, *indices), strict=True))
+        return evaluation.evaluated(function.program, inputs, function.tensors, score.dtype)
+
+    return changed
+
+
 def errors_as_they_are(called: Callable) -> Callable:
     """Pass on whatever a function raises for a stand-in (F10)."""
     return lambda name, function, arguments: function(*arguments)
@@ -162,6 +172,7 @@ PLANTED: dict[str, tuple[str, int, object, str, Bug]] = {
     "a stale length in a read": ("cached", 20, StepBuffers, "_update_per_step", stale_length),
     "bools and small integers widened": ("function", 25, program, "promoted", widened),
     "t[-1] is t[0]": ("function", 25, evaluation, "index_at", clamped_from_below),
+    "a score without the key": ("function", 25, ScoreFunction, "definition", as_small_as_what_is_read),
     "untraceable, in any words": ("function", 25, trace, "_called", errors_as_they_are),
     "a mask that cannot be pickled": ("function", 25, MaskFunction, "__getstate__", with_its_function),
     "int8 rounded down": ("cached", 20, _torch, "quantise", rounded_down),

@@ -1,5 +1,7 @@
 """A share of the fuzzer's cases on the kernels, and bugs planted there."""
 
+import math
+
 import pytest
 from fuzz.cases import failures
 from kernel_helpers import INTERPRETED
@@ -8,6 +10,8 @@ from attnlib.backends._triton import decode_shapes, sources
 from attnlib.backends._triton import plans as triton_plans
 from attnlib.backends._triton.dense import Dense
 from attnlib.backends._triton.launch import planned
+from attnlib.backends._triton.ranges import Range
+from attnlib.program import Value
 
 DEVICE = "interpreter" if INTERPRETED else "cuda"
 FUNCTIONS = 20  # cases by default, in which bugs of functions are to be found
@@ -57,6 +61,26 @@ def cut_to_int32(width):
     return lambda body, x: 32
 
 
+def unwrapped(range_of_operand):
+    """Constants are not brought to the kind of the number beside them (F8)."""
+
+    def wrong(body, x, kind):
+        return range_of_operand(body, x, kind) if isinstance(x, Value) else Range(int(x), int(x))
+
+    return wrong
+
+
+def rounded_to_powers_of_two(rounded_down):
+    """Odd divisors beyond fp64 count as powers of two."""
+
+    def wrong(operation, divisor, x, y, width):
+        if not isinstance(divisor, Value) and divisor > 0 and math.frexp(divisor)[0] == 0.5:
+            return f"{x} >> {divisor.bit_length() - 1}" if operation == "floordiv" else f"{x} & {divisor - 1}"
+        return rounded_down(operation, divisor, x, y, width)
+
+    return wrong
+
+
 def without_tiles(with_tiles):
     """No tiles of a mask by function where there are no queries or no keys (F12)."""
     return lambda dense, a: with_tiles(dense, a) if a.q.numel() and a.k.numel() else a
@@ -66,6 +90,8 @@ def without_tiles(with_tiles):
     ("kind", "where", "attribute", "bug"),
     [
         ("function", sources._Body, "_width", cut_to_int32),
+        ("function", sources._Body, "_range", unwrapped),
+        ("function", sources, "_rounded_down", rounded_to_powers_of_two),
         ("function", Dense, "_with_tiles", without_tiles),
         ("dense", triton_plans, "strides", as_if_contiguous),
         ("varlen", triton_plans, "scoring", one_too_far),

@@ -1,5 +1,6 @@
 """Programs of indices as device functions, against the functions themselves on torch's tensors."""
 
+import operator
 import os
 import subprocess
 import sys
@@ -83,6 +84,35 @@ def test_division_rounds_down(numbers, divisor):
             case = Case(rounded)
             expected = TILE.called(case, [s, t]).to(torch.int8)
             assert torch.equal(mask_by_kernel(program_of("mask", case, [s, t]), [s, t]), expected), (half, known)
+
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+WITH_CONSTANTS = {"%": operator.mod, "//": operator.floordiv, "<<": operator.lshift, ">>": operator.rshift}
+
+
+def near_the_limits(dtype: torch.dtype) -> list[int]:
+    """Constants at and beyond the limits of a dtype, and odd ones that fp64 rounds to powers of two."""
+    bits, most = torch.iinfo(dtype).bits, torch.iinfo(dtype).max
+    known = {bits - 1, bits, bits + 1, most, most + 1, most + 2, 2**bits, 2**bits + 1, 2**bits + 2}
+    known |= {2**53 + 1, 2**54 - 1, 2**60 + 1, 2**62, 2**63 - 1}
+    return sorted(sign * x for x in known for sign in (1, -1) if -(2**63) <= sign * x < 2**63)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("sign", WITH_CONSTANTS)
+def test_constants_wrap_around_as_torchs_do(sign, dtype):
+    """They are brought to the dtype of the number beside them before they divide or shift it (F8)."""
+    done, known = WITH_CONSTANTS[sign], torch.iinfo(dtype)
+    every = torch.tensor([known.min, known.min + 1, known.max - 1, known.max, 0, 1, 3, 77], dtype=dtype)
+    for n in near_the_limits(dtype):
+        rest = n % 2**known.bits
+        if sign in ("%", "//") and rest == 0:  # which counts as 1, and raises in torch
+            continue
+        t = every[1:] if rest == 2**known.bits - 1 else every  # the least number has no quotient by -1
+        arguments = [t, done(t, n)]
+        case = Case(lambda b, h, i, j, t, expected, n=n: done(t[j], n) == expected[j])
+        seen = mask_by_kernel(program_of("mask", case, arguments), arguments)
+        assert seen.all(), (n, arguments[1].tolist())
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # of NaN to an int, where nothing is seen

@@ -228,14 +228,15 @@ class _Body:
         narrow = kind != INT64 or all(x.within(NARROW) for x in (*ranges, known))
         width = 32 if narrow else 64
         spelled = [self.spelled(x, kind, width) for x in operands]
+        last = operands[-1] if isinstance(operands[-1], Value) else ranges[-1].least  # a constant of this kind
         if operation == "where":
             written = SPELLED[operation].format(self.spelled(condition[0], BOOL), *spelled)
         elif operation in MINIMA:
             written = f"tl.{MINIMA[operation]}({', '.join(spelled)})"
         elif operation in ("floordiv", "mod"):
-            written = _rounded_down(operation, operands[1], *spelled, width)
+            written = _rounded_down(operation, last, *spelled, width)
         elif operation in ("lshift", "rshift"):
-            written = _shifted(operation, kind, operands[1], *spelled, width)
+            written = _shifted(operation, kind, last, *spelled, width)
         else:
             written = SPELLED[operation].format(*spelled)
         return self._held(written, kind, known, width, step)
@@ -249,19 +250,19 @@ class _Body:
     def _divided(self, operands: Sequence[Operand], x: str, y: str) -> str:
         """A quotient; of ints it is rounded as torch does, since what follows may ask whether it is an integer."""
         divisor = operands[1]
-        if _is_power_of_two(divisor):
+        if not isinstance(divisor, Value) and 1 / EXACT <= abs(divisor) <= EXACT and abs(math.frexp(divisor)[0]) == 0.5:
             return f"{x} * {_number(1 / divisor)}"
         kinds = [self._kinds[n] for n in operands if isinstance(n, Value)]
         return f"{x} / {y}" if FLOAT in kinds else f"tl.div_rn({x}, {y})"
 
 
-def _rounded_down(operation: str, divisor: Operand, x: str, y: str, width: int) -> str:
-    if _is_power_of_two(divisor) and divisor > 0:
-        return f"{x} >> {int(divisor).bit_length() - 1}" if operation == "floordiv" else f"{x} & {int(divisor) - 1}"
+def _rounded_down(operation: str, divisor: Value | int, x: str, y: str, width: int) -> str:
+    if not isinstance(divisor, Value) and divisor > 0 and divisor & (divisor - 1) == 0:  # a power of two
+        return f"{x} >> {divisor.bit_length() - 1}" if operation == "floordiv" else f"{x} & {divisor - 1}"
     return f"int_{'quotient' if operation == 'floordiv' else 'rest'}({x}, {y}, tl.int{width})"
 
 
-def _shifted(operation: str, kind: str, by: Operand, x: str, y: str, width: int) -> str:
+def _shifted(operation: str, kind: str, by: Value | int, x: str, y: str, width: int) -> str:
     """A shift; as in torch, one by fewer than 0 bits or by all of them leaves none, or the sign."""
     most = min(BITS[kind] - (limits(kind)[0] < 0), width - 1)  # that a shift to the right differs by
     if isinstance(by, Value):
@@ -269,10 +270,6 @@ def _shifted(operation: str, kind: str, by: Operand, x: str, y: str, width: int)
     if operation == "rshift":
         return f"{x} >> {by if 0 <= by <= most else most}"
     return f"{x} << {by}" if 0 <= by < BITS[kind] else f"{x} * 0"
-
-
-def _is_power_of_two(x: Operand) -> bool:
-    return not isinstance(x, Value) and 1 / EXACT <= abs(x) <= EXACT and abs(math.frexp(x)[0]) == 0.5
 
 
 def _number(x: bool | int | float) -> str:
