@@ -100,7 +100,7 @@ class MaskFunction:
         return replace(self, dims=())
 
     def check(self, sizes: Mapping[str, int], least: Mapping[str, int] = NO_SIZES) -> None:
-        """Compare its tensors with the sizes of a call; see :func:`attnlib.checks.check_dims`."""
+        """Compare its tensors with the sizes of a call; see ``checks.check_dims``."""
         check_dims("mask: expected a tensor", self.tensors, self.dims, sizes, least)
 
     def block_mask(self, b: int, h: int, s: int, t: int, *, device: torch.device | str | None = None) -> "MaskFunction":

@@ -43,7 +43,7 @@ class ScoreFunction:
         return replace(self, dims=())
 
     def check(self, sizes: Mapping[str, int], least: Mapping[str, int] = NO_SIZES) -> None:
-        """Compare its tensors with the sizes of a call; see :func:`attnlib.checks.check_dims`."""
+        """Compare its tensors with the sizes of a call; see ``checks.check_dims``."""
         check_dims("score: expected a bias", self.tensors, self.dims, sizes, least)
 
     def definition(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:

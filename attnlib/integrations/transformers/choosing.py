@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -66,7 +66,6 @@ def some_say_causal(config: type) -> bool:
     return any(SAYS_CAUSAL.search(source_of(kind)) for kind in classes_of(config))
 
 
-@lru_cache
 def all_say_causal(config: type) -> bool:
     """True if, by their source, no attention of models with a config of this type is anything but causal."""
     sources = [source_of(kind) for kind in classes_of(config)]

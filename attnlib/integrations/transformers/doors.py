@@ -36,6 +36,7 @@ class Doors:
         self.answers: OfConfigs[OrderedDict[tuple[int, int], str]] = {}
         self.reasons: dict[type, str | None] = {}  # why a class of models is refused
         self.flags: OfConfigs[set[bool]] = {}  # of layers
+        self.causal: dict[type, bool] = {}  # what the source of a config's models says
         self.kinds: dict[type, list[type[PreTrainedModel]]] = {}  # by a config's type
         self.calls: int = 0  # of attention
         self.waiting: WeakKeyDictionary[PreTrainedModel, list[Any]] = WeakKeyDictionary()  # hooks before a forward
@@ -154,8 +155,12 @@ class Doors:
 
     def _are_all_causal(self, config: Any) -> bool:
         """True if all layers with this config say that they are causal; by their source, if none was seen."""
-        flags = of_config(config, self.flags, set)
-        return flags == {True} if flags else all_say_causal(type(config))
+        if flags := of_config(config, self.flags, set):
+            return flags == {True}
+        kind = type(config)
+        if kind not in self.causal:
+            self.causal[kind] = all_say_causal(kind)
+        return self.causal[kind]
 
     def _flags(
         self, module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, given: dict[str, Any]
