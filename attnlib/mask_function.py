@@ -208,7 +208,7 @@ def _all_of(x: MaskFunction) -> MaskFunction:
 
 
 def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Band | MaskFunction":
-    """What both functions say, within a band; a tensor that both read is read once, if its dimensions are the same."""
+    """Join two functions within a band; a tensor that both read is read once if its documented dimensions agree."""
     of_x, of_y = (zip_longest(one.tensors, one.dims, fillvalue="") for one in (x, y))
     read, at_y = [*of_x], []
     for tensor, letters in of_y:

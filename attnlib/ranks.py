@@ -68,7 +68,7 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: "DeviceMesh") -> "Ranks":
-        """Those of a mesh; raises as :func:`check_mesh`."""
+        """Return the ranks of a mesh; raise as :func:`check_mesh`."""
         check_mesh(mesh, "tp")
         return cls(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size())
 

@@ -46,6 +46,7 @@ class Question(NamedTuple):
 
 
 def find() -> Asked:
+    """Try each private function; raise NotNow inside a mode, transform or profiler that it is about."""
     looked = [(question, failure_of(lambda question=question: _refuse_inside(question))) for question in QUESTIONS]
     found = [(question, why or failure_of(lambda question=question: _try(question))) for question, why in looked]
     functions = [question.instead if why else question.find() for question, why in found]
@@ -78,6 +79,7 @@ def _try(question: Question) -> None:
 
 
 def yes() -> bool:
+    """Answer a question that torch does not: somebody may follow this call."""
     return True
 
 
@@ -181,6 +183,8 @@ QUESTIONS = (  # in the order of Asked
 
 
 class Batched(NamedTuple):
+    """The function that recognizes many gradients in one tensor, or one that always says yes."""
+
     is_batched: Callable[[Tensor], bool]
     failures: tuple[str, ...] = ()
 

@@ -62,14 +62,14 @@ def _called(name: str, function: Callable, arguments: Sequence[Known]) -> object
     except TraceError:
         raise
     except Exception as error:  # Python and libraries raise anything for a stand-in
-        line, told = line_of_error(error.__traceback__), f"{type(error).__name__}: {error}"
+        line, message = line_of_error(error.__traceback__), f"{type(error).__name__}: {error}"
         if line is None:  # the function was not entered: it takes other arguments, or is none of Python's
             inputs = SCORED[:-1] if name == "score" else INDICES[:-1]
             takes = ", ".join((*inputs, *(f"t{n}" for n in range(len(arguments) - len(inputs)))))
-            told = told.splitlines()[0].removesuffix(", but expected one of:")
-            told = f"expected a Python function that takes ({takes}); calling it raised {told}"
-            raise TraceError(f"{name}_mod: {_beginning(function)}: {told}") from error
-        raise TraceError(f"{name}_mod: {line}: {told}; a function may use {KNOWN}") from error
+            message = message.splitlines()[0].removesuffix(", but expected one of:")
+            message = f"expected a Python function that takes ({takes}); calling it raised {message}"
+            raise TraceError(f"{name}_mod: {_beginning(function)}: {message}") from error
+        raise TraceError(f"{name}_mod: {line}: {message}; a function may use {KNOWN}") from error
 
 
 def _beginning(function: Callable) -> str:

@@ -120,7 +120,7 @@ def read(path: Path, layouts: Sequence[KVLayout]) -> Saved:
         SafetensorError,
         ValueError,
         RecursionError,
-    ) as error:  # of numbers too long, and lists too deep, for Python
+    ) as error:  # too deep for Python
         raise ValueError(f"{path}: expected a file that cache.save() wrote, got {str(error)[:200]}") from error
     if said.get("format") != FORMAT:
         raise ValueError(

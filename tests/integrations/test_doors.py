@@ -251,7 +251,7 @@ def pair(make, *args) -> list[nn.Module]:
 @pytest.mark.parametrize("masks", MASKS)
 @torch.no_grad()
 def test_a_users_own_model_agrees_or_is_refused(masks, flag, hands_window):
-    """Whatever its flags say of its masks; None means full attention to ``eager``, and causal to others."""
+    """Flags may contradict masks; None is full attention for ``eager``, and causal attention for others."""
     eager, ours = pair(OwnModel._from_config, OwnConfig(masks=masks, flag=flag, hands_window=hands_window))
     for s, start in ((13, 0), (9, 0), (13, 4), (1, 0)):
         ids, padding = torch.randint(3, 61, (2, s)), torch.ones(2, s, dtype=torch.long)

@@ -60,15 +60,20 @@ def classes_of(config: type) -> list[type[PreTrainedModel]]:
     return [kind for kind in kinds if kind.config_class is config]
 
 
+def sources_of(config: type) -> set[str]:
+    """Return the texts that define models with a config of this type; most often one for all of them."""
+    return {source_of(kind) for kind in classes_of(config)}
+
+
 @torch.compiler.assume_constant_result
 def some_say_causal(config: type) -> bool:
     """True if, by their source, some attention of models with a config of this type tells that it is causal."""
-    return any(SAYS_CAUSAL.search(source_of(kind)) for kind in classes_of(config))
+    return any(map(SAYS_CAUSAL.search, sources_of(config)))
 
 
 def all_say_causal(config: type) -> bool:
     """True if, by their source, no attention of models with a config of this type is anything but causal."""
-    sources = [source_of(kind) for kind in classes_of(config)]
+    sources = sources_of(config)
     return any(map(SAYS_CAUSAL.search, sources)) and not any(map(SAYS_OTHERWISE.search, sources))
 
 

@@ -2,8 +2,8 @@
 
 transformers asks for masks first, with a config, and then calls attention, with a module. A mask that is None hides
 nothing but what the module's flags say. Models whose flags say something else than the mask was asked for, or whose
-layers attend to other keys, would be silently wrong: so each mask carries what it was asked for, and None is returned
-only where it can mean one thing: then attention looks the answer up by config and lengths.
+layers attend to other keys, would be silently wrong. So each mask carries what it was asked for. None is returned only
+if it can mean one thing, which attention then looks up by config and lengths.
 """
 
 import warnings
@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from . import attention, masks
 from .choosing import all_say_causal, classes_of, only_eager, some_say_causal, watch_choices, why_refused
-from .handed import HandedMask, handed, read
+from .handed import HandedMask, handed
 from .paged import NAME
 from .replacing import ReplacedAttention
 
@@ -60,13 +60,16 @@ class Doors:
         if isinstance(back, HandedMask) and back.meaning not in (None, meaning) and not is_row:
             return back  # as transformers hands on a mask of four dimensions, whatever is asked for now
         made = masks.attention_mask(**named)
+        if made is None and config is not None:
+            made = self._hiding_nothing(config, named, meaning)
         if isinstance(made, HandedMask):
+            plain = back.plain if isinstance(back, HandedMask) else back
             made.meaning, made.keys = None if is_row else meaning, named["kv_length"]
-            made.eager = partial(eager_mask, **named | {"attention_mask": read(back)[1]})
+            made.eager = partial(eager_mask, **named | {"attention_mask": plain})
         if made is not None and made.dim() == 4 and kinds and all(only_eager(kind) for kind in kinds):
             added = {name: named[name] for name in ("dtype",) if name in named}
             return torch.zeros((), **added).masked_fill(~made, torch.finfo(added.get("dtype", torch.float32)).min)
-        return self._hiding_nothing(config, named, meaning) if made is None and config is not None else made
+        return made
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -135,8 +138,8 @@ class Doors:
                 '"eager", or choose for parts of a model, as attn_implementation={"text_config": "attnlib"}'
             )
 
-    def _hiding_nothing(self, config: Any, named: dict[str, Any], meaning: str) -> Tensor | None:
-        """Return a mask that hides nothing beside its ``meaning``, or None if that can mean nothing else.
+    def _hiding_nothing(self, config: Any, named: dict[str, Any], meaning: str) -> HandedMask | None:
+        """Return a mask that hides nothing beside its ``meaning``, or None if that can mean nothing else here.
 
         None is ambiguous if it already stands for another meaning at these lengths; or for a causal mask, if the model
         may have attention that is not causal, as cross-attention, and hand None to that on its own account.
@@ -150,8 +153,7 @@ class Doors:
             return None
         offset, length = named.get("kv_offset", 0), named["kv_length"]
         whole = torch.ones(named["batch_size"], length, dtype=torch.bool, device=named.get("device"))
-        says = {"meaning": meaning, "keys": length, "eager": partial(eager_mask, **named)}
-        return handed(nn.functional.pad(whole, (offset, 0)), is_whole=True, **says)
+        return handed(nn.functional.pad(whole, (offset, 0)), is_whole=True)
 
     def _are_all_causal(self, config: Any) -> bool:
         """True if all layers with this config say that they are causal; by their source, if none was seen."""

@@ -71,7 +71,7 @@ def handed(mask: Tensor, **made_for: Any) -> HandedMask:
     return made
 
 
-def read(mask: Tensor | None) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
+def read(mask: Tensor) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
     """The bounds of a mask if it was made here, and the mask without a class."""
     if not isinstance(mask, HandedMask):
         return None, mask

@@ -1,4 +1,4 @@
-"""What the layers of a model of transformers store of a token, read from its config."""
+"""Read from the config of a model of transformers which planes its layers store of each token."""
 
 from dataclasses import replace
 from typing import Any
