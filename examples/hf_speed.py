@@ -101,21 +101,21 @@ def by_generate(model: PreTrainedModel, **options: Any) -> Callable[[Tensor, int
     """What gives ``new`` tokens after prompts ``[b, t]`` by transformers' own loop."""
 
     def run(ids: Tensor, new: int) -> Tensor:
-        given = {name: value(ids, new) if callable(value) else value for name, value in options.items()}
         wanted = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **wanted, **given)[:, ids.shape[1] :]
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **wanted, **options)[:, ids.shape[1] :]
 
     return run
 
 
-def by_pages(model: PreTrainedModel) -> Callable[[Tensor, int], Any]:
-    """What makes a cache of pages for prompts and new tokens."""
+def by_pages(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor]:
+    """The same over pages, made for the prompts and the new tokens."""
 
-    def make(ids: Tensor, new: int) -> hf.PagedCache:
+    def run(ids: Tensor, new: int) -> Tensor:
         pages = ids.shape[0] * -(-(ids.shape[1] + new) // PAGE)
-        return hf.PagedCache(model, pages=pages, page_size=PAGE, max_sequences=ids.shape[0])
+        cache = hf.PagedCache(model, pages=pages, page_size=PAGE, max_sequences=ids.shape[0])
+        return by_generate(model, **cache.as_argument)(ids, new)
 
-    return make
+    return run
 
 
 class ByGraph:
@@ -177,7 +177,7 @@ def ways(made: Mapping[str, PreTrainedModel]) -> dict[str, Callable[[Tensor, int
         "sdpa": by_generate(sdpa),
         "sdpa, static, compiled": by_generate(sdpa, cache_implementation="static"),
         "attnlib": by_generate(ours),
-        "attnlib, pages": by_generate(ours, past_key_values=by_pages(ours)),
+        "attnlib, pages": by_pages(ours),
     }
     if ours.config.model_type == "llama":
         found["a graph over pages"] = ByGraph(decoder_of(sdpa))

@@ -117,7 +117,7 @@ def test_a_launch_states_the_fusion_of_products_and_sums(monkeypatch):
         (Build("prepare", 80, (16, 16)), "32, 4 warps"),
         (CachedBuild("combine", 90), "8 x 128, 4 warps"),
         (CachedBuild("schedule", 90, sequences=64), "64 x 2, 4 warps"),
-        (Build("forward", 90, (64, 64), hopper=True), "192 x 128, 4 warps, 2 + 2 slots, TMA"),
+        (Build("forward", 90, (256, 256), hopper=True), "128 x 64, 4 warps, 3 + 2 slots, TMA"),
     ],
 )
 def test_tiles_in_words(build, words):

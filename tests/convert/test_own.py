@@ -210,7 +210,7 @@ def test_layers_of_sizes_of_their_own_decode_as_they_attend(tmp_path, source):
     padding = {"attention_mask": torch.ones_like(tokens)}
     assert model.generate(tokens, **padding, **asked).equal(whole)
     cache = PagedCache(model, pages=16, page_size=16, max_sequences=2)
-    assert model.generate(tokens, **padding, past_key_values=cache, **asked).equal(whole)
+    assert model.generate(tokens, **padding, **cache.as_argument, **asked).equal(whole)
 
 
 @pytest.mark.parametrize("kind", ["llama", "smollm3"])  # of which the latter has layers without rope
@@ -224,7 +224,7 @@ def test_latents_decode_as_they_attend(tmp_path, source, kind):
     with torch.no_grad():
         assert model(made).logits[:, 10:-1].argmax(-1).equal(made[:, 11:])
     cache = PagedCache(model, pages=16, page_size=16, max_sequences=2)
-    assert model.generate(tokens, **padding, past_key_values=cache, **asked).equal(made)
+    assert model.generate(tokens, **padding, **cache.as_argument, **asked).equal(made)
 
 
 def test_a_loaded_model_trains_and_is_saved_as_it_was_read(tmp_path, source):
@@ -421,7 +421,7 @@ def test_a_gpu_says_the_same(tmp_path, size, dtype):
         "attention_mask": torch.ones_like(tokens).cuda(),
         "pad_token_id": 0,
     }
-    made = other.generate(tokens.cuda(), past_key_values=cache, **asked)
+    made = other.generate(tokens.cuda(), **cache.as_argument, **asked)
     with torch.no_grad():
         steps = other(made).logits[:, 39:-1].float()
     chosen = steps.gather(-1, made[:, 40:, None])[..., 0]
