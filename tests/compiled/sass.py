@@ -40,13 +40,21 @@ def lost(text: str) -> list[str]:
     """Instructions that read a uniform register which none before them writes, or a descriptor made of no address.
 
     The second finds registers that still hold something else; before them is where the text has them, loops or not.
+    ptxas 13.4 copies and saves pairs of registers of which one is not written yet. A copy of nothing is nothing, and
+    what reads it is found.
     """
-    written, addresses, found = set(), set(), []
+    written, addresses, empty, found = set(), set(), set(), []
     for instruction in INSTRUCTION.finditer(text):
         opcode, operands = instruction[1], [x.strip() for x in instruction[2].split(",")]
         into = _destination(opcode, operands)
         sources = operands[into + 1 :]
         reads = {n for x in sources for n in _read(opcode, operands, x)}
+        if opcode == "MOV.SPILL":
+            empty = empty - {operands[0]} | ({operands[0]} if reads - written else set())
+            continue
+        if (opcode == "UMOV" and reads - written) or (opcode == "R2UR.FILL" and sources[0] in empty):
+            addresses -= {*_written(opcode, operands[into])}
+            continue
         if reads - written or _lower_halves(opcode, operands) - addresses:
             found.append(" ".join(instruction[0].split("*/", 1)[1].split()))
         written |= reads  # each register once

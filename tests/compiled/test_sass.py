@@ -87,6 +87,28 @@ def test_every_register_of_a_read_is_written_before(writes, read):
 
 
 @pytest.mark.parametrize(
+    "copies", [("UMOV UR5, UR9",), ("MOV.SPILL R4, UR9", "R2UR.FILL UR5, R4"), ("UMOV UR7, UR9", "UMOV UR5, UR7")]
+)
+def test_a_copy_of_nothing_is_nothing(copies):
+    """ptxas copies pairs of registers of which one is written later."""
+    read, whole = "IADD3 R2, R3, UR5, RZ", "UMOV UR5, 0x40004040"
+    assert lost(code(*copies, read)) == [f"{read} ;"]
+    assert lost(code(*copies, whole, read)) == lost(code("UMOV UR9, URZ", *copies, read)) == []
+
+
+def test_a_register_that_saves_something_after_nothing():
+    saves = "MOV.SPILL R4, UR9", "UMOV UR8, URZ", "MOV.SPILL R4, UR8", "R2UR.FILL UR5, R4"
+    assert lost(code(*saves, "IADD3 R2, R3, UR5, RZ")) == []
+
+
+def test_a_descriptor_that_nothing_was_copied_over():
+    begun = "R2UR UR4, R5", "UMOV UR5, 0x40000040", "UMOV UR6, UR4", "UMOV UR7, UR5"
+    product = "HGMMA.64x64x16.F32 R24, gdesc[UR4], !UPT"
+    assert lost(code(*begun, product)) == []
+    assert lost(code(*begun, "UMOV UR4, UR9", product)) == [f"{product} ;"]
+
+
+@pytest.mark.parametrize(
     "plain",
     [
         "LDS.128 R8, [UR6+0x28400]",
