@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from compiled import loops
 from compiled.builds import TRAINED, Build, hopper_entries
-from compiled.cached_builds import cached_entries
+from compiled.cached_builds import cached_calls, cached_entries, cached_product
 from compiled.chipless import distinct
 from compiled.launches import prepared
 from compiled.loops import EXPECTED, SPILLING, Loop, Trip, disorder, faults, trips
@@ -183,7 +183,8 @@ def test_every_kernel_of_hopper_has_expectations():
     builds = distinct((*hopper_entries(), *cached_entries()))
     kernels = {prepared(build)[0].kernel for build in builds}
     assert {kernel.__name__ for kernel in kernels if ".hopper." in kernel.__module__} == EXPECTED.keys()
-    assert {name for spilling in SPILLING.values() for name in spilling} <= {str(build) for build in builds}
+    compiled = {str(build) for build in (*builds, *cached_calls(), *cached_product())}
+    assert {name for spilling in SPILLING.values() for name in spilling} <= compiled
     plain = {str(Build("forward", 90, head, mask=mask, hopper=True)) for head in TRAINED for mask in ("causal", "full")}
     assert plain <= {str(build) for build in builds}
     for spilling in SPILLING.values():

@@ -53,10 +53,13 @@ class BackwardConfig(NamedTuple):
 
 # Tables by the first minor version of Triton that they are for: a version uses the newest one that is not above it.
 # ptxas 13.4, which builds for Hopper from 3.9 on, keeps queries in registers twice, and so reads and writes the stack 8
-# to 36 times in each trip; with three consumers 14 to 32 times. It does not where queries stay in shared memory and two
-# consumers have 240 registers each. Microseconds of the forward, 8k, 3.9 and 3.6 in turns on an H100, 2026-11: d128
-# causal 767 and 758, 192/128 923 and 929, d256 824 and 805. d64 stays slower, full 2,262 and 1,861, causal 1,157 and
-# 983: three consumers take 2,155 and 1,221, two with queries in registers 2,366 and 1,191.
+# to 36 times in each trip; with three consumers 28 to 32 times. It does not where queries stay in shared memory and two
+# consumers have 240 registers each. It also makes more descriptors anew in every trip (instructions of a trip, 3.9 and
+# 3.6: d128 362 and 327, backward of 192/128 570 and 526, MLA decode 512 and 422), most of which products hide.
+# Microseconds, causal 8k, 16 heads, 3.9 and 3.6 in turns on an H100, 2026-11: d128 425 and 422, backward 1,299 and
+# 1,312; 192/128 506 and 505, backward 1,895 and 1,880; MLA decode 150 and 147, of four tokens 470 and 436. d64, 32
+# heads, 612 and 556, full 1,174 and 1,031: two consumers take 614 and 1,152 under 3.6 too; three 665 and 1,194 under
+# 3.9, with queries in registers 631 and 1,187, blocks of 64 keys 677 and 1,378.
 NEWEST = (3, 9)
 # By the widest head that fits; bf16 on an H200, 2026-11. TFLOP/s of the causal and the full 8k cases of bench/cases.py.
 FORWARD = MappingProxyType(
@@ -82,11 +85,18 @@ FORWARD_FUNCTIONS = MappingProxyType(
         NEWEST: FORWARD[NEWEST],
     }
 )
-# Tiles that a mask cuts spill with 128 keys, and more of what they read is hidden. 12 documents, d128 8k: 0.31 ms, with
-# 128 keys 0.44, with fewer slots 0.33; d64 0.27, with 128 keys 0.29, of which longer ones were not timed.
+# Tiles that a mask cuts spill with 128 keys, and more of what they read is hidden. Microseconds of the forward with 128
+# and with 64 keys, causal 8k, 16 heads, H100, 2026-11, in 12 documents, a window of 1,024 and after a prefix of 1,000:
+# d128 202, 201, 505 and 154, 183, 528; 192/128 198, 223, 604 and 172, 217, 626; d64, 32 heads, 151, 151, 369 and 138,
+# 153, 425; d256 with 64 and 32 keys 214, 306, 931 and 237, 337, 1,059. Under 3.9 the same are faster.
 FORWARD_MASKS = MappingProxyType(
     {
-        version: (table[0], (128, ForwardConfig(64, 2, 2, 4, 4, version < NEWEST, False, 240, 24)), *table[2:])
+        version: (
+            table[0],
+            (128, ForwardConfig(64, 2, 2, 4, 4, version < NEWEST, False, 240, 24)),
+            (192, ForwardConfig(64, 2, 1, 4, 4, version < NEWEST, True, 240, 24)),
+            *table[3:],
+        )
         for version, table in FORWARD_FUNCTIONS.items()
     }
 )
