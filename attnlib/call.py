@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import INT32, bind, is_strided, refuse_tensor
 from .fp8 import E4M3, Descales, check_descales
 from .functions import Functions, check_functions, functions_of
+from .internal.checks import INT32, bind, is_strided, refuse_tensor
 from .kv import KVView
 from .mask import AnyMask
 from .mask_function import GRAIN, MaskFunction

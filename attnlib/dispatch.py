@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .backends import _reference, _torch, _triton, flops
 from .call import Call, PieceGradients
+from .internal.probes import ANSWERS, NotNow, is_first
+from .internal.signatures import leading_to
 from .prepared import PreparedCalls, Run
-from .probes import ANSWERS, NotNow, is_first
-from .signatures import leading_to
 from .spec import AttentionSpec
 
 INSIDE = (f"{__package__}.", "torch.")

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import bind, is_strided, refuse_tensor
+from .internal.checks import bind, is_strided, refuse_tensor
+from .internal.signatures import kind, leading_to
 from .kv import DTYPES
-from .signatures import kind, leading_to
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max

@@ -11,11 +11,11 @@ from .call import Call, Dropout, Packing
 from .dispatch import Explanation
 from .fp8 import descales_of
 from .hints import hinted
+from .internal.signatures import kind
 from .kv import KVView
 from .mask import AnyMask
 from .running import Asked, attend
 from .scores import Score, ScoreFunction
-from .signatures import kind
 
 PLAIN = ("attention", "varlen_attention", "cached_attention")
 EXPLAINED = MappingProxyType(  # the functions that explain() knows, by their modules

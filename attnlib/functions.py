@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import are_checks_on
+from .internal.checks import are_checks_on
 from .kv import KVView
 from .mask import AnyMask
 from .mask_function import MaskFunction

@@ -7,7 +7,7 @@ from types import FrameType
 import torch
 
 from .call import Call
-from .checks import is_strided
+from .internal.checks import is_strided
 from .mask import FULL, AnyMask
 
 HEADS = 256  # more than any model has

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_count
+from .internal.checks import check_count
+from .internal.signatures import kind
 from .mask import AnyMask
 from .ranks import Ranks
-from .signatures import kind
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STORES = (torch.int8, torch.float8_e4m3fn)

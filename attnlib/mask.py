@@ -6,10 +6,10 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .checks import INT32
+from .internal.checks import INT32
+from .internal.signatures import kind
 from .mask_function import EVERYWHERE, Kept, MaskFunction, function_of
 from .program import INDICES, Operand, Program, Steps, Value, constant
-from .signatures import kind
 from .trace import FirstQuery
 
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from .checks import bind, is_strided, refuse_tensor
+from .internal.checks import bind, is_strided, refuse_tensor
+from .internal.signatures import kind
 from .kv import DTYPES
-from .signatures import kind
 
 
 @kind

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from .checks import is_recorded, is_strided, refuse_tensor
-from .padding import are_holed, edges_of
-from .signatures import kind
+from .internal.checks import is_recorded, is_strided, refuse_tensor
+from .internal.padding import are_holed, edges_of
+from .internal.signatures import kind
 
 
 @kind

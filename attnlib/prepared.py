@@ -8,10 +8,10 @@ from torch import Tensor
 
 from .call import NO_ORIGIN, Call
 from .fp8 import Descales
+from .internal.watched import are_watched, is_forward_mode
 from .kv import KVView
 from .mask import Mask
 from .rope import Angles
-from .watched import are_watched, is_forward_mode
 
 # Takes q, k, v and their descales; gives the output, and the LSE where it is asked for.
 Run = Callable[[Tensor, Tensor | None, Tensor | None, Descales | None], tuple[Tensor, Tensor | None]]

@@ -7,13 +7,13 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from .checks import INT32
+from .internal.checks import INT32
+from .internal.signatures import kind
 from .rotation import Angles as Angles
 from .rotation import check_rotation as check_rotation
 from .rotation import check_strided
 from .rotation import rotate as rotate
 from .scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Scaling, YaRN, check_number
-from .signatures import kind
 
 
 @kind

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .call import NO_ORIGIN, Call, Origin, Packing, PieceGradients, checked
-from .checks import are_checks_on, is_strided, refuse_tensor
 from .dispatch import PREPARED, Explanation, explained, select
+from .internal.checks import are_checks_on, is_strided, refuse_tensor
 from .kv import Held
 from .mask import FULL, Mask
 from .merge import merge_states

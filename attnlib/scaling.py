@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check_count
-from .signatures import kind
+from .internal.checks import check_count
+from .internal.signatures import kind
 
 FP32 = torch.finfo(torch.float32)
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import NO_SIZES, check_dims, is_strided, refuse_tensor, varies
 from .evaluation import evaluated
+from .internal.checks import NO_SIZES, check_dims, is_strided, refuse_tensor, varies
+from .internal.signatures import kind, leading_to
 from .program import SCORED, Program, constant
-from .signatures import kind, leading_to
 from .trace import FIRST_QUERY, FirstQuery, traced
 
 FP32 = torch.finfo(torch.float32)

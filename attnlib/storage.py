@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .checks import are_checks_on, check_slots
 from .dispatch import PREPARED, storing
+from .internal.checks import are_checks_on, check_slots
 from .kv import KVLayout, KVView
 from .prepared import Key, Write
 from .ranks import Ranks

@@ -9,8 +9,8 @@ import torch
 from hypothesis import Phase, is_hypothesis_test, settings
 from shares import covering, is_of_share
 
-from attnlib import probes
 from attnlib.backends._triton import direct
+from attnlib.internal import probes
 
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 settings.register_profile("attnlib", max_examples=20, deadline=None, derandomize=True, phases=PHASES)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnlib import CAUSAL, FULL, Mask, attention_with_lse, sliding
-from attnlib.philox import dropout_keep
+from attnlib.internal.philox import dropout_keep
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

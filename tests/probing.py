@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from attnlib import probes
+from attnlib.internal import probes
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import attnlib
 
 ROOT = Path(attnlib.__file__).parent
-# Of the core; words.py names what callables take, and passes nothing on.
+# Not of the core. WORDS names what callables take, and passes nothing on.
 OUTSIDE = {
     "bench",
     "checkpoint_files",
@@ -20,8 +20,8 @@ OUTSIDE = {
     "integrations",
     "compat",
     "parallel",
-    "words",
 }
+WORDS = ("internal", "words")
 KERNELS = "backends/_triton/kernels/"
 
 
@@ -38,7 +38,7 @@ class Source:
 
     @property
     def is_core(self) -> bool:
-        return self.parts[0] not in OUTSIDE and "hopper" not in self.parts
+        return self.parts[0] not in OUTSIDE and self.parts != WORDS and "hopper" not in self.parts
 
     @cached_property
     def functions(self) -> list[ast.FunctionDef]:

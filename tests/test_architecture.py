@@ -18,7 +18,7 @@ from attnlib import CAUSAL, GroupedQueryAttention, Rope
 VALUES = (
     "merge", "functions", "fp8", "kv", "ranks", "masks", "mask", "mask_function", "scores", "trace", "tracer",
     "stand_ins", "evaluation", "derivative", "program", "kinds", "selected_rope", "rope", "rotation", "scaling",
-    "philox", "padding", "checks", "files", "signatures", "words",
+    "internal",
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
@@ -79,28 +79,23 @@ ROOMS = {
     "hints": {"call", *VALUES},
     "running": {"placements", "dispatch", "prepared", "call", *VALUES},
     "storage": {"dispatch", "prepared", *VALUES},
-    "dispatch": {*BACKENDS, "backends", "prepared", "call", "spec", "probes", "signatures"},
+    "dispatch": {*BACKENDS, "backends", "prepared", "call", "spec", "internal"},
     "backends/_triton": {
         "backends/_triton/kernels",
         "backends",
         "prepared",
         "call",
         "spec",
-        "watched",
-        "probes",
         *VALUES,
     },
     "backends/_triton/kernels": set(),
-    "backends/_torch": {"backends", "prepared", "call", "spec", "watched", "probes", *VALUES},
-    "backends/_reference": {"backends", "prepared", "call", "spec", "watched", "reference", *VALUES},
-    "backends": {"prepared", "call", "spec", "watched", *VALUES},  # what all backends share
-    "prepared": {"call", "watched", *VALUES},
+    "backends/_torch": {"backends", "prepared", "call", "spec", *VALUES},
+    "backends/_reference": {"backends", "prepared", "call", "spec", "reference", *VALUES},
+    "backends": {"prepared", "call", "spec", *VALUES},  # what all backends share
+    "prepared": {"call", *VALUES},
     "placements": {"call", *VALUES},
     "call": {"spec", *VALUES},
-    "spec": {"watched", *VALUES},
-    "watched": {"torch_questions", "probes"},
-    "torch_questions": {"probes"},
-    "probes": set(),
+    "spec": {*VALUES},
     "sizes": {*VALUES},
     "checkpoint_files": set(),  # below both who converts a folder and who loads it: there is one reader
     "families": set(),
@@ -112,11 +107,11 @@ ROOMS = {
 ORDER = list(ROOMS)
 # The two stores of mutable state, compiled launches and calls that are prepared; which chip a device is; and which
 # private functions of torch and Triton have passed their trials.
-KEEPERS = ({"backends/_triton/launch.py"}, {"prepared.py", "dispatch.py"}, {"spec.py"}, {"probes.py"})
+KEEPERS = ({"backends/_triton/launch.py"}, {"prepared.py", "dispatch.py"}, {"spec.py"}, {"internal/probes.py"})
 # Each behind a trial on first use, or a guard of what the name is needed for.
 PRIVATE = {
-    "watched.py": "asks whether anybody follows operators",
-    "torch_questions.py": "tries what answers that",
+    "internal/watched.py": "asks whether anybody follows operators",
+    "internal/torch_questions.py": "tries what answers that",
     "backends/_triton/direct.py": "asks for the current device and stream, to start a compiled kernel",
     "backends/_triton/peers.py": "lets GPUs write into each other's memory, for which torch has no public name yet",
     "backends/_torch/fused.py": "calls ATen's fused CPU attention, whose backward has no public name",

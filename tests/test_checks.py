@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnlib import CAUSAL, GroupedQueryAttention, attention, varlen_attention
-from attnlib.checks import bind
+from attnlib.internal.checks import bind
 
 sizes = st.dictionaries(st.sampled_from("bshgtde"), st.integers(0, 9), min_size=7)
 

@@ -6,8 +6,9 @@ from helpers import assert_precise, make
 from probing import forgotten
 from torch.autograd import profiler
 
-from attnlib import CAUSAL, FULL, KVCache, KVLayout, attention, cached_attention, explain, probes
+from attnlib import CAUSAL, FULL, KVCache, KVLayout, attention, cached_attention, explain
 from attnlib.backends._torch import fused
+from attnlib.internal import probes
 
 
 def missing():

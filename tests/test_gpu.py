@@ -19,12 +19,12 @@ from attnlib import (
     attention_with_lse,
     cached_attention,
     explain,
-    probes,
     sliding,
     varlen_attention,
 )
 from attnlib.backends._triton import direct, launch
 from attnlib.dispatch import PREPARED
+from attnlib.internal import probes
 from attnlib.masks import attention_sinks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from probing import forgotten
 
-from attnlib import probes
 from attnlib.backends._triton import direct
 from attnlib.backends._triton import launch as launch_store
 from attnlib.backends._triton.launch import Block, Launch, remembered
 from attnlib.backends._triton.programs import tables
 from attnlib.backends._triton.repeated import Repeated, blank
 from attnlib.backends._triton.tables import LaunchConfig
+from attnlib.internal import probes
 
 pytest.importorskip("triton")
 from triton import knobs

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnlib import CAUSAL, FULL, attention, varlen_attention
+from attnlib.internal.padding import edges_of
 from attnlib.masks import mask_tensor
 from attnlib.packing import bounds_of, from_jagged, from_position_ids, to_jagged
-from attnlib.padding import edges_of
 
 
 @given(st.integers(0, 9).flatmap(lambda t: st.lists(st.lists(st.integers(0, 2), min_size=t, max_size=t), max_size=4)))

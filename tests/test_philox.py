@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlib.philox import dropout_keep, philox
+from attnlib.internal.philox import dropout_keep, philox
 
 # Known answers of Random123 1.14 (kat_vectors, philox4x32 with 10 rounds): counter, key, result.
 VECTORS = [

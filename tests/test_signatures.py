@@ -32,12 +32,12 @@ from attnlib import (
     rotate,
     sliding,
     varlen_attention,
-    words,
 )
 from attnlib.convert import mha_to_gqa
+from attnlib.internal import words
+from attnlib.internal.signatures import kind
 from attnlib.packing import bounds_of
 from attnlib.parallel import ring_attention
-from attnlib.signatures import kind
 
 PAGES = sorted((Path(__file__).parent.parent / "docs/api").glob("*.md"))
 ENTRY = re.compile(r"^\.\. (currentmodule|autofunction|autoclass):: ([\w.]+)(.*)\n(?:   :members:(.*)$)?", re.MULTILINE)

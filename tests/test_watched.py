@@ -14,18 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnlib
-from attnlib import (
-    CAUSAL,
-    KVCache,
-    KVLayout,
-    attention,
-    cached_attention,
-    explain,
-    probes,
-    torch_questions,
-    varlen_attention,
-    watched,
-)
+from attnlib import CAUSAL, KVCache, KVLayout, attention, cached_attention, explain, varlen_attention
+from attnlib.internal import probes, torch_questions, watched
 
 OFFSETS = torch.tensor([0, 3, 9], dtype=torch.int32)
 dense = partial(attention, mask=CAUSAL)

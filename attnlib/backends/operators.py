@@ -12,9 +12,9 @@ from torch import Tensor
 from ..call import Call, Score
 from ..fp8 import E4M3
 from ..functions import Functions
+from ..internal.watched import is_transforming
 from ..mask import Mask
 from ..program import Program
-from ..watched import is_transforming
 
 TYPES = MappingProxyType(
     {Tensor: "Tensor", list[Tensor]: "Tensor[]", int: "SymInt", float: "float", bool: "bool", str: "str"}

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final, NoReturn, SupportsIndex
 
 import torch
 
+from ..internal.signatures import kind, leading_to
 from ..kv import KVLayout
-from ..signatures import kind, leading_to
 from . import saved
 from .dealt import check_replay
 from .layer_cache import LayerCache as LayerCache

@@ -7,10 +7,10 @@ from typing import NoReturn, SupportsIndex
 import torch
 from torch import Tensor
 
-from ..checks import is_recorded
+from ..internal.checks import is_recorded
+from ..internal.signatures import leading_to
 from ..kv import Held, KVLayout, KVView
 from ..rope import Angles
-from ..signatures import leading_to
 from ..storage import prepared_write, write_cache
 from .dealt import Dealt, fresh
 from .sequences import Prompt

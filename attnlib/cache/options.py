@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..checks import check_count
+from ..internal.checks import check_count
+from ..internal.signatures import kind
 from ..kv import STORES, KVLayout
 from ..ranks import Ranks
-from ..signatures import kind
 from ..storage import with_memory
 from .buffer import split_size_of
 from .pages import Window

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ..signatures import leading_to
+from ..internal.signatures import leading_to
 
 # What layers have in common that share pages: their window, None without, and with it the first tokens that are kept.
 Window = int | None | tuple[int, int]

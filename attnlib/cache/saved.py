@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..checks import INT32
-from ..files import write_tensors
+from ..internal.checks import INT32
+from ..internal.files import write_tensors
 from ..kv import KVLayout
 from ..ranks import Ranks
 from .layer_cache import LayerCache

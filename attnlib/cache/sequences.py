@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..checks import INT32, check_count
+from ..internal.checks import INT32, check_count
 from .pages import CacheFullError, Handle, Holding, PageAllocator, StepPlan, Window
 
 Freed = list[tuple[Window, Sequence[int]]]  # pages that became free, by window

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Dropout
+from ..internal.signatures import kind
 from ..mask import CAUSAL, FULL, AnyMask
 from ..masks import mask_tensor
 from ..running import attend
 from ..scores import Score, ScoreFunction, bias_tensor
-from ..signatures import kind
 
 
 @kind

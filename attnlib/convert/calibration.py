@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..philox import philox
-from ..signatures import kind
+from ..internal.philox import philox
+from ..internal.signatures import kind
 
 Batch = Tensor | tuple[Tensor, Mapping[str, object]]
 Block = Callable[..., Tensor]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..convert.checkpoint.errors import CheckpointError
 from ..convert.checkpoint.writing import sync_folder
-from ..files import write_tensors
+from ..internal.files import write_tensors
 from .ranks import Ranks, parted, whole
 
 Curve = list[tuple[int, float]]  # steps taken, bits of held-out text

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..signatures import kind
+from ..internal.signatures import kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
+from ..internal.signatures import kind
 from ..kv import KVLayout, KVView
 from ..mask import AnyMask
 from ..rope import Angles, Rope, rotate
 from ..scaling import Temperature
 from ..scores import Score, ScoreFunction
-from ..signatures import kind
 from .attending import Attending, attending
 from .captured import Captured, captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel, check_context_parallel

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
 from ..call import Packing
-from ..checks import are_checks_on, is_recorded, is_strided
 from ..hints import warn_once
+from ..internal.checks import are_checks_on, is_recorded, is_strided
 from ..kv import DTYPES, KVLayout, KVView
 from ..mask import AnyMask, Mask, refuse_mask
 from ..mask_function import MaskFunction

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
 from ..cache.sequences import Prompt
-from ..checks import check_count, is_recorded
+from ..internal.checks import check_count, is_recorded
+from ..internal.signatures import kind
 from ..kv import KVLayout, KVView
 from ..mask import AnyMask
 from ..rope import Angles, Rope, rotate
 from ..scaling import Temperature
 from ..scores import Score, ScoreFunction
-from ..signatures import kind
 from . import latent_forms
 from .attending import Attending, attending
 from .captured import captured_by_mask, captured_by_score

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from ..checks import check_count
+from ..internal.checks import check_count
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
+from ..internal.signatures import kind
 from ..rope import Angles
-from ..signatures import kind
 from .inputs import Inputs, check
 from .positions import angles_of
 

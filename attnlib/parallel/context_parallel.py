@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..call import Call
+from ..internal.signatures import kind
 from ..mask_function import MaskFunction
 from ..ranks import check_mesh
 from ..running import Asked
 from ..scores import ScoreFunction
-from ..signatures import kind
 from .costs import NVLINK, costs_of
 from .gather import gather
 from .heads import heads

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..call import Call, Dropout, Packing
+from ..internal.signatures import kind, unknown
 from ..mask import AnyMask, refuse_mask
 from ..scores import Score
-from ..signatures import kind, unknown
 from .context_parallel import ContextParallel
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from ..internal.signatures import kind
 from ..kv import KVLayout
-from ..signatures import kind
 
 
 @kind

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ..signatures import kind
+from ..internal.signatures import kind
 from .attention import GroupedShape, LatentShape, Shape
 from .models import Model
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..signatures import kind, leading_to
+from ..internal.signatures import kind, leading_to
 from .attention import LatentShape, Shape
 
 FORMS = ("ring", "gather", "heads")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from ..files import replacing
+from ..internal.files import replacing
 from .cache import cache_bytes
 from .models import Model
 from .report import Row, Setting, human, short

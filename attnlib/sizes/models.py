@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..internal.signatures import kind
 from ..kv import KVLayout
-from ..signatures import kind
 from .attention import GroupedShape, LatentShape, Shape
 
 

@@ -6,8 +6,8 @@ from math import gcd
 
 import torch
 
+from ..internal.signatures import kind, leading_to
 from ..kv import KVLayout
-from ..signatures import kind, leading_to
 from .attention import LatentShape, Shape, decode_bytes, decode_flops, prefill_flops
 from .cache import cache_bytes, largest_batch, longest_context
 from .catalogue import CHIPS, Chip

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from attnlib.backends._triton.launch import Launch
 from attnlib.backends._triton.variants import ROWS
-from attnlib.checks import INT32
+from attnlib.internal.checks import INT32
 
 from .cached_builds import AnyBuild
 from .launches import prepared

@@ -8,7 +8,7 @@ from families import DECODERS, small
 
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers import attention, masks
-from attnlib.padding import edges_of
+from attnlib.internal.padding import edges_of
 
 hf.register()
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnlib import FULL, Mask
-from attnlib.philox import dropout_keep
+from attnlib.internal.philox import dropout_keep
 from attnlib.reference import attend, flash1, flash2, incremental, standard
 from attnlib.reference.formulas import Sizes, Visits
 from attnlib.reference.pairs import Pairs

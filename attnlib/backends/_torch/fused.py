@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import probes
-from ...probes import answer, failure_of
-from ...watched import refuse_trials
+from ...internal import probes
+from ...internal.probes import answer, failure_of
+from ...internal.watched import refuse_trials
 from .batches import Batch, rows, unrows
 
 FUSED = "torch's fused CPU attention"

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from ... import watched
 from ...call import Call, PieceGradients
 from ...fp8 import E4M3
+from ...internal import watched
 from ...prepared import Run
 from ...spec import AttentionSpec
 from . import launch

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ...call import Call
-from ...checks import INT32
 from ...fp8 import Descales
+from ...internal.checks import INT32
+from ...internal.watched import are_watched
 from ...kv import KVView
 from ...prepared import Run
-from ...watched import are_watched
 from ..autograd import register_cached
 from ..operators import CachedArguments, flat_over_view, outputs, readable, result_dtype
 from . import decode_tables, mask_tiles, schedule

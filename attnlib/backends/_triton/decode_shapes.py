@@ -1,6 +1,6 @@
 """The shapes of a call over a cache, and what its kernels are launched with."""
 
-from ...checks import INT32
+from ...internal.checks import INT32
 from ...spec import arch_of
 from ..operators import result_dtype
 from . import decode_tables, schedule

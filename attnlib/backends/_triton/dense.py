@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...call import Call
 from ...fp8 import Descales
+from ...internal.watched import are_watched
 from ...prepared import Run
-from ...watched import are_watched
 from ..autograd import Operators
 from ..operators import Arguments, count_learnt, flat, option_grads, outputs, readable, result_dtype
 from . import plans, variants

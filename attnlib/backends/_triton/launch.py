@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import probes
-from ...probes import NotNow, answer
-from ...watched import refuse_trials
+from ...internal import probes
+from ...internal.probes import NotNow, answer
+from ...internal.watched import refuse_trials
 from . import direct
 from .direct import STREAM, Started, starting, streams
 from .forms import aligned, forms

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...signatures import kind
+from ...internal.signatures import kind
 
 
 @kind

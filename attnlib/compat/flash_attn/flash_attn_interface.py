@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ...call import Call, Dropout
 from ...functional import cached_attention_with_lse, varlen_attention_with_lse
+from ...internal.signatures import kind
 from ...running import attend
 from ...scores import Score
-from ...signatures import kind
 from .kv_cache import band, flash_lse, pages_of
 from .kv_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
 

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from ...functional import cached_attention_with_lse
+from ...internal.signatures import kind
 from ...kv import KVLayout, KVView
 from ...mask import Mask
 from ...rope import Angles, rotate
-from ...signatures import kind
 from ...storage import write_cache
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...checkpoint_files.finite import count_nonfinite
 from ...checkpoint_files.folder import CONFIG, INDEX, Checkpoint, buffer_for, read_folder
 from ...checkpoint_files.plain_json import dump, parse_object
-from ...signatures import kind
+from ...internal.signatures import kind
 from .errors import CheckpointError, DamageError, NoSpaceError, RequestError, VerificationError
 from .layer import LayerConverter
 from .model import Model, read_model

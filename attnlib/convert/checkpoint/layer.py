@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ...internal.signatures import kind
 from ...own_form import LayerForm
-from ...signatures import kind
 
 
 @kind

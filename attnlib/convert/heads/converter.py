@@ -7,8 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ...internal.signatures import kind
 from ...rope import Rope
-from ...signatures import kind
 from ..calibration import Calibration, fitting
 from ..checkpoint.errors import CheckpointError, RequestError
 from ..checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape

@@ -7,7 +7,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from ...checks import check_count
+from ...internal.checks import check_count
 
 Groups = tuple[tuple[int, ...], ...]
 EXCHANGES = 256  # that annealing tries

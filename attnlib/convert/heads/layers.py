@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ...internal.signatures import kind
 from ...layers import GroupedQueryAttention
-from ...signatures import kind
 from ..calibration import Calibration
 from ..weights import PROJECTIONS, join, split
 from .align import Align

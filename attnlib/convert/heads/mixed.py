@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...signatures import kind
+from ...internal.signatures import kind
 
 
 @kind

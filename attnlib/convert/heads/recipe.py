@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ...checks import check_count
+from ...internal.checks import check_count
 from .align import Align, check_align
 
 Merge = Literal["principal", "principal-values", "mean", "first", "energy", "learned"]

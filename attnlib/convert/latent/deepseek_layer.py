@@ -7,11 +7,11 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from ...checks import check_count
+from ...internal.checks import check_count
+from ...internal.signatures import kind
 from ...kv import DTYPES
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ...rope import Rope
-from ...signatures import kind
 from ..calibration import Calibration, fitting
 from ..weights import Heads, split
 from .attended import Attended, attended

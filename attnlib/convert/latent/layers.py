@@ -13,10 +13,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ...checks import check_count
+from ...internal.checks import check_count
+from ...internal.signatures import kind
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ...rope import Rope
-from ...signatures import kind
 from ..calibration import Calibration, fitting
 from ..heads.layers import check_grouped
 from ..weights import Heads, split

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...checks import check_count
+from ...internal.checks import check_count
 from ..calibration import Calibration
 from ..heads.distances import Distances
 from ..heads.factors import RIDGE, roots_of

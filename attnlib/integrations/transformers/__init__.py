@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...signatures import kind
+from ...internal.signatures import kind
 from .building import layer_from
 from .doors import register_doors
 from .latents import keep_latents

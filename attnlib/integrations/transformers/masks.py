@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from ...padding import are_holed, edges_of
+from ...internal.padding import are_holed, edges_of
 from .handed import handed, read
 
 # What transformers' mask functions close over, by which their parts are told apart.

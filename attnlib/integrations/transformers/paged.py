@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...cache.kv_cache import KVCache, LayerCache
 from ...cache.pages import Handle, Window
-from ...signatures import kind
+from ...internal.signatures import kind
 from .layouts import check_shapes, layouts_of
 from .pages import BeginOfForward, EndOfForward, HandedPages, stand_in
 
