@@ -1,6 +1,6 @@
 """Attention layers over one shared attention core, trainable and decodable from the same weights.
 
-Start with ``mask.py`` (which keys a query sees) and ``functional.py`` (attention as a function); then
+Start with ``masks/band.py`` (which keys a query sees) and ``functional.py`` (attention as a function); then
 ``kv.py`` (what a cache stores) and ``layers/gqa.py`` (a layer that uses all of it). ``docs/tour.md`` follows
 a tensor through.
 """
@@ -33,8 +33,8 @@ from .layers import (
     MultiQueryAttention,
     shared_angles,
 )
-from .mask import CAUSAL, FULL, Mask, mask_mod, sliding
-from .mask_function import MaskFunction
+from .masks.band import CAUSAL, FULL, Mask, mask_mod, sliding
+from .masks.function import MaskFunction
 from .merge import merge_states
 from .rope import Angles, Rope, rotate
 from .scaling import NTK, DynamicNTK, Llama3, LongRoPE, Proportional, Temperature, YaRN

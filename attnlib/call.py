@@ -11,8 +11,8 @@ from .fp8 import E4M3, Descales, check_descales
 from .functions import Functions, check_functions, functions_of
 from .internal.checks import INT32, bind, is_strided, refuse_tensor
 from .kv import KVView
-from .mask import AnyMask
-from .mask_function import GRAIN, MaskFunction
+from .masks.band import AnyMask
+from .masks.function import GRAIN, MaskFunction
 from .scores import Score
 from .spec import AttentionSpec, describe
 

@@ -13,7 +13,7 @@ from .fp8 import descales_of
 from .hints import hinted
 from .internal.signatures import kind
 from .kv import KVView
-from .mask import AnyMask
+from .masks.band import AnyMask
 from .running import Asked, attend
 from .scores import Score, ScoreFunction
 

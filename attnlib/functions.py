@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .internal.checks import are_checks_on
 from .kv import KVView
-from .mask import AnyMask
-from .mask_function import MaskFunction
+from .masks.band import AnyMask
+from .masks.function import MaskFunction
 from .program import Program, constant_indices
 from .scores import ScoreFunction
 

@@ -8,7 +8,7 @@ import torch
 
 from .call import Call
 from .internal.checks import is_strided
-from .mask import FULL, AnyMask
+from .masks.band import FULL, AnyMask
 
 HEADS = 256  # more than any model has
 FEW = 4  # queries; a step that decodes fewer has more heads than queries by right

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .internal.checks import check_count
 from .internal.signatures import kind
-from .mask import AnyMask
+from .masks.band import AnyMask
 from .ranks import Ranks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .call import Call, Dropout, bound
 from .fp8 import Descales
-from .mask_function import MaskFunction
+from .masks.function import MaskFunction
 from .scores import ScoreFunction
 
 if TYPE_CHECKING:

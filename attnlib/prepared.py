@@ -10,7 +10,7 @@ from .call import NO_ORIGIN, Call
 from .fp8 import Descales
 from .internal.watched import are_watched, is_forward_mode
 from .kv import KVView
-from .mask import Mask
+from .masks.band import Mask
 from .rope import Angles
 
 # Takes q, k, v and their descales; gives the output, and the LSE where it is asked for.

@@ -10,8 +10,8 @@ from .fp8 import E4M3
 from .functions import Programs
 from .internal.watched import is_forward_mode
 from .kv import DTYPES, KVLayout, KVView
-from .mask import Mask, refuse_mask
-from .mask_function import MaskFunction
+from .masks.band import Mask, refuse_mask
+from .masks.function import MaskFunction
 
 NO_BACKWARD = "cached attention has no backward; wrap the call in torch.no_grad()"
 NO_FP8_BACKWARD = "fp8 inputs have no backward; wrap the call in torch.no_grad(), or train in bf16"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnlib import CAUSAL, Mask, mask_mod, masks, sliding
-from attnlib.mask import AnyMask
+from attnlib.masks.band import AnyMask
 
 EMPTY, PARTIAL, FULL_TILE = range(3)
 

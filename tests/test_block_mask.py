@@ -5,7 +5,7 @@ import torch
 from function_cases import MASK_NAMES, functions
 
 from attnlib import CAUSAL, FULL, attention, mask_mod, sliding, varlen_attention
-from attnlib.mask_function import GRAIN
+from attnlib.masks.function import GRAIN
 
 
 def reach(b, h, i, j):

@@ -25,7 +25,7 @@ from attnlib import (
 from attnlib.backends._triton import launch
 from attnlib.call import Call, checked
 from attnlib.dispatch import PREFERENCE, backend_of, explanation, select
-from attnlib.masks import mask_tensor
+from attnlib.masks.ready_made import mask_tensor
 from attnlib.prepared import PreparedCalls
 
 

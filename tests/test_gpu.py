@@ -25,7 +25,7 @@ from attnlib import (
 from attnlib.backends._triton import direct, launch
 from attnlib.dispatch import PREPARED
 from attnlib.internal import probes
-from attnlib.masks import attention_sinks
+from attnlib.masks.ready_made import attention_sinks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SLOW = pytest.mark.filterwarnings("ignore::attnlib.SlowPathWarning")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from attnlib import CAUSAL, FULL, attention, varlen_attention
 from attnlib.internal.padding import edges_of
-from attnlib.masks import mask_tensor
+from attnlib.masks.ready_made import mask_tensor
 from attnlib.packing import bounds_of, from_jagged, from_position_ids, to_jagged
 
 

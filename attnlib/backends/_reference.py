@@ -10,7 +10,7 @@ from ..call import Call, PieceGradients, Score
 from ..fp8 import per_token
 from ..internal.philox import dropout_keep
 from ..kv import KVView
-from ..mask import AnyMask, Mask
+from ..masks.band import AnyMask, Mask
 from ..reference import attend
 from ..spec import AttentionSpec
 from .operators import result_dtype, wide

@@ -13,7 +13,7 @@ from ..call import Call, Score
 from ..fp8 import E4M3
 from ..functions import Functions
 from ..internal.watched import is_transforming
-from ..mask import Mask
+from ..masks.band import Mask
 from ..program import Program
 
 TYPES = MappingProxyType(

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ..call import Call, Dropout
 from ..internal.signatures import kind
-from ..mask import CAUSAL, FULL, AnyMask
-from ..masks import mask_tensor
+from ..masks.band import CAUSAL, FULL, AnyMask
+from ..masks.ready_made import mask_tensor
 from ..running import attend
 from ..scores import Score, ScoreFunction, bias_tensor
 

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from ..call import Call, Dropout, Origin
 from ..kv import KVView
-from ..mask import AnyMask
-from ..mask_function import MaskFunction
+from ..masks.band import AnyMask
+from ..masks.function import MaskFunction
 from ..program import Program, Value, constant
 from ..running import Asked, attend
 from ..scores import Score, ScoreFunction

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from ..mask import AnyMask, Mask, refuse_mask
-from ..mask_function import MaskFunction
+from ..masks.band import AnyMask, Mask, refuse_mask
+from ..masks.function import MaskFunction
 from ..scores import ScoreFunction
 from .tensor_parallel import Share, whole
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..cache.kv_cache import LayerCache
 from ..internal.signatures import kind
 from ..kv import KVLayout, KVView
-from ..mask import AnyMask
+from ..masks.band import AnyMask
 from ..rope import Angles, Rope, rotate
 from ..scaling import Temperature
 from ..scores import Score, ScoreFunction

@@ -12,8 +12,8 @@ from ..call import Packing
 from ..hints import warn_once
 from ..internal.checks import are_checks_on, is_recorded, is_strided
 from ..kv import DTYPES, KVLayout, KVView
-from ..mask import AnyMask, Mask, refuse_mask
-from ..mask_function import MaskFunction
+from ..masks.band import AnyMask, Mask, refuse_mask
+from ..masks.function import MaskFunction
 from ..rope import Angles, Rope
 from ..scaling import Temperature
 from .context_parallel import ContextParallel, check_context_parallel

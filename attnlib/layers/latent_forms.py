@@ -12,7 +12,7 @@ from ..cache.sequences import Prompt
 from ..call import Call, Origin, Packing, Score
 from ..functional import varlen_attention_with_lse
 from ..kv import KVView
-from ..mask import FULL, AnyMask, Mask
+from ..masks.band import FULL, AnyMask, Mask
 from ..merge import merge_states
 from ..running import attend
 from ..scores import ScoreFunction

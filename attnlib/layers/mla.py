@@ -12,7 +12,7 @@ from ..cache.sequences import Prompt
 from ..internal.checks import check_count, is_recorded
 from ..internal.signatures import kind
 from ..kv import KVLayout, KVView
-from ..mask import AnyMask
+from ..masks.band import AnyMask
 from ..rope import Angles, Rope, rotate
 from ..scaling import Temperature
 from ..scores import Score, ScoreFunction

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..call import Call
 from ..internal.signatures import kind
-from ..mask_function import MaskFunction
+from ..masks.function import MaskFunction
 from ..ranks import check_mesh
 from ..running import Asked
 from ..scores import ScoreFunction

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..call import Call, Dropout, Packing
 from ..internal.signatures import kind, unknown
-from ..mask import AnyMask, refuse_mask
+from ..masks.band import AnyMask, refuse_mask
 from ..scores import Score
 from .context_parallel import ContextParallel
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Origin
-from ..mask import Mask
+from ..masks.band import Mask
 from ..running import Asked, attend
 from .exchange import exchanged
 from .sharding import Sharing, dealt, joined

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..call import Call, Origin, Packing
-from ..mask import FULL, Mask
+from ..masks.band import FULL, Mask
 from .sharding import Range
 
 

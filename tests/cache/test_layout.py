@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnlib import CAUSAL, FULL, KVCache, KVLayout, KVView, Mask, sliding
-from attnlib.masks import attention_sinks
+from attnlib.masks.ready_made import attention_sinks
 
 
 def test_grouped_planes():

@@ -21,7 +21,7 @@ from attnlib import (
     cached_attention,
     sliding,
 )
-from attnlib.masks import attention_sinks
+from attnlib.masks.ready_made import attention_sinks
 
 LAYOUTS = {
     "grouped": [KVLayout.grouped(2, 8), KVLayout.grouped(1, 4, 6)],

@@ -5,8 +5,8 @@ import torch
 
 from attnlib import CAUSAL, GroupedQueryAttention, KVCache, KVLayout, Mask, MultiHeadLatentAttention, Rope, sliding
 from attnlib.cache import buffer
-from attnlib.mask_function import Kept
-from attnlib.masks import attention_sinks, documents
+from attnlib.masks.function import Kept
+from attnlib.masks.ready_made import attention_sinks, documents
 
 SIZES = {"page_size": 4, "max_sequences": 2, "max_length": 90}
 STEPS = (9, 1, 1, (5, 0), (0, 5), 17, 1, 1, (3, 1), (0, 2), 26)  # tokens of each sequence, dense or packed

@@ -16,7 +16,7 @@ from attnlib.cache.buffer import split_size_of
 from attnlib.call import Call, Score, checked
 from attnlib.fp8 import descales_of
 from attnlib.kv import KVLayout, KVView
-from attnlib.mask import CAUSAL, FULL, Mask, mask_mod, sliding
+from attnlib.masks.band import CAUSAL, FULL, Mask, mask_mod, sliding
 from attnlib.rope import Angles
 from attnlib.scores import score_mod
 

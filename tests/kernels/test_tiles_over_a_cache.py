@@ -11,7 +11,7 @@ from attnlib import CAUSAL, KVCache, KVLayout, cached_attention_with_lse, mask_m
 from attnlib.backends._triton import decode_tables, tables
 from attnlib.backends._triton.launch import planned
 from attnlib.backends._triton.tables import LaunchConfig
-from attnlib.masks import attention_sinks
+from attnlib.masks.ready_made import attention_sinks
 
 SIZES = [(16, 16, 16), (32, 16, 32), (16, 64, 16), (64, 32, 32)]  # rows and keys of a tile, and of what is told apart
 LAYOUTS = {

@@ -18,7 +18,7 @@ from attnlib import (
     MultiQueryAttention,
     Rope,
 )
-from attnlib.masks import documents
+from attnlib.masks.ready_made import documents
 from attnlib.packing import from_position_ids
 from attnlib.rope import DynamicNTK
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from attnlib import CAUSAL, GroupedQueryAttention, Rope, rotate
 from attnlib.convert.heads.layers import mha_to_gqa
-from attnlib.masks import chunked
+from attnlib.masks.ready_made import chunked
 from attnlib.scaling import Temperature, YaRN
 from attnlib.scores import t5_bias
 

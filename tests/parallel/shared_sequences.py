@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnlib import CAUSAL, FULL, Mask, attention, masks, scores, sliding, varlen_attention
-from attnlib.mask import AnyMask
+from attnlib.masks.band import AnyMask
 
 TOKENS, HEADS, CHANNELS = 48, 4, 8
 PACK = (0, 11, 11, 30, 43)  # where sequences of a pack begin and end; the last tokens belong to none

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnlib import CAUSAL, FIRST_QUERY, attention, explain, mask_mod
 from attnlib.call import Call
-from attnlib.masks import documents
+from attnlib.masks.ready_made import documents
 from attnlib.parallel import (
     ContextParallel,
     context_attention,

@@ -14,7 +14,7 @@ from torch.distributed import all_reduce, destroy_process_group, init_process_gr
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnlib import CAUSAL, FULL, Mask, attention, masks, scores, sliding, varlen_attention
-from attnlib.mask import AnyMask
+from attnlib.masks.band import AnyMask
 from attnlib.parallel import context_attention, shard, unshard
 from attnlib.parallel.context_parallel import FORMS
 

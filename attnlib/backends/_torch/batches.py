@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...call import Dropout, Origin, Packing, Score
 from ...functions import Functions
-from ...mask import Mask
+from ...masks.band import Mask
 from ..operators import AnyArguments, Arguments, CachedArguments, functions_of, result_dtype, rule_of
 from .pages import Index, Keys
 

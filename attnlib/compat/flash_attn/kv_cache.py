@@ -6,7 +6,7 @@ from torch import Tensor
 from ...functional import cached_attention_with_lse
 from ...internal.signatures import kind
 from ...kv import KVLayout, KVView
-from ...mask import Mask
+from ...masks.band import Mask
 from ...rope import Angles, rotate
 from ...storage import write_cache
 

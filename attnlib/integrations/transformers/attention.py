@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ...functional import attention, cached_attention, varlen_attention
 from ...internal.padding import are_holed, edges_of
 from ...kv import KVLayout, KVView
-from ...mask import CAUSAL, FULL, AnyMask, sliding
-from ...masks import documents, mask_tensor
+from ...masks.band import CAUSAL, FULL, AnyMask, sliding
+from ...masks.ready_made import documents, mask_tensor
 from ...scores import bias_tensor
 from .handed import read
 from .latents import absorbed, are_latents, expanded, may_absorb, unabsorbed

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
-from ...mask import CAUSAL, FULL, AnyMask, sliding
-from ...masks import chunked
+from ...masks.band import CAUSAL, FULL, AnyMask, sliding
+from ...masks.ready_made import chunked
 from ...rope import Rope
 from ...scaling import scaling_of
 from .families import FAMILIES, Family

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ...functional import cached_attention
 from ...kv import KVView
 from ...layers.latent_forms import attend_expanded
-from ...mask import CAUSAL, AnyMask, Mask, sliding
-from ...masks import mask_tensor
+from ...masks.band import CAUSAL, AnyMask, Mask, sliding
+from ...masks.ready_made import mask_tensor
 from ...packing import bounds_of
 from ...scores import bias_tensor
 from .handed import read

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
-from ...mask import FULL, Mask
+from ...masks.band import FULL, Mask
 from ...rope import Angles, Rope
 from ...scaling import LongRoPE
 from .attention import attention_forward

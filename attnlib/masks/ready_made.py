@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .internal.checks import check_count, is_strided, refuse_tensor, varies
-from .internal.signatures import kind
-from .mask import CAUSAL, FULL, AnyMask, mask_mod, sliding
-from .mask_function import Kept, MaskFunction
-from .trace import FIRST_QUERY
+from ..internal.checks import check_count, is_strided, refuse_tensor, varies
+from ..internal.signatures import kind
+from ..trace import FIRST_QUERY
+from .band import CAUSAL, FULL, AnyMask, mask_mod, sliding
+from .function import Kept, MaskFunction
 
 
 @kind

@@ -6,11 +6,11 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .internal.checks import INT32
-from .internal.signatures import kind
-from .mask_function import EVERYWHERE, Kept, MaskFunction, function_of
-from .program import INDICES, Operand, Program, Steps, Value, constant
-from .trace import FirstQuery
+from ..internal.checks import INT32
+from ..internal.signatures import kind
+from ..program import INDICES, Operand, Program, Steps, Value, constant
+from ..trace import FirstQuery
+from .function import EVERYWHERE, Kept, MaskFunction, function_of
 
 
 @kind
