@@ -39,7 +39,7 @@ from .merge import merge_states
 from .rope import Angles, Rope, rotate
 from .scaling import NTK, DynamicNTK, Llama3, LongRoPE, Proportional, Temperature, YaRN
 from .scores import ScoreFunction, score_mod
-from .trace import FIRST_QUERY, TraceError
+from .tracing.trace import FIRST_QUERY, TraceError
 
 __version__ = "0.1.0"
 

@@ -10,8 +10,8 @@ from .internal.checks import are_checks_on
 from .kv import KVView
 from .masks.band import AnyMask
 from .masks.function import MaskFunction
-from .program import Program, constant_indices
 from .scores import ScoreFunction
+from .tracing.program import Program, constant_indices
 
 
 class Programs(NamedTuple):

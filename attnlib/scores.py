@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .evaluation import evaluated
 from .internal.checks import NO_SIZES, check_dims, is_strided, refuse_tensor, varies
 from .internal.signatures import kind, leading_to
-from .program import SCORED, Program, constant
-from .trace import FIRST_QUERY, FirstQuery, traced
+from .tracing.evaluation import evaluated
+from .tracing.program import SCORED, Program, constant
+from .tracing.trace import FIRST_QUERY, FirstQuery, traced
 
 FP32 = torch.finfo(torch.float32)
 

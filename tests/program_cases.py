@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnlib.program import Program
-from attnlib.trace import FIRST_QUERY, FirstQuery, traced
+from attnlib.tracing.program import Program
+from attnlib.tracing.trace import FIRST_QUERY, FirstQuery, traced
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

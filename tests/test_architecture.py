@@ -16,9 +16,8 @@ import attnlib
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 
 VALUES = (
-    "merge", "functions", "fp8", "kv", "ranks", "masks", "scores", "trace", "tracer",
-    "stand_ins", "evaluation", "derivative", "program", "kinds", "selected_rope", "rope", "rotation", "scaling",
-    "internal",
+    "merge", "functions", "fp8", "kv", "ranks", "masks", "scores", "tracing", "selected_rope",
+    "rope", "rotation", "scaling", "internal",
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
@@ -37,7 +36,7 @@ ROOMS = {
         "scores",
         "masks",
         "packing",
-        "trace",
+        "tracing",
         "rope",
         "scaling",
         "fp8",

@@ -8,10 +8,10 @@ from program_cases import FLOATS, SCORES, Case, Tile, program_of
 from torch import Tensor
 
 from attnlib import score_mod
-from attnlib.derivative import BY_RESULT, derivative
-from attnlib.kinds import DTYPES, FLOAT, INT64
-from attnlib.program import Operand, Program, Step, Value
-from attnlib.trace import FIRST_QUERY
+from attnlib.tracing.derivative import BY_RESULT, derivative
+from attnlib.tracing.kinds import DTYPES, FLOAT, INT64
+from attnlib.tracing.program import Operand, Program, Step, Value
+from attnlib.tracing.trace import FIRST_QUERY
 
 TILE = Tile()
 NAMED = {"truediv": "true_divide", "floordiv": "floor_divide", "mod": "remainder"}

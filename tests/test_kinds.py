@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from attnlib.kinds import BOOL, DTYPES, FLOAT, fits, kind_of, limits, promoted, wrapped
-from attnlib.program import Captured, Steps
+from attnlib.tracing.kinds import BOOL, DTYPES, FLOAT, fits, kind_of, limits, promoted, wrapped
+from attnlib.tracing.program import Captured, Steps
 
 NUMBERS = {kind: torch.tensor(1, dtype=dtype) for kind, dtype in DTYPES.items()} | {FLOAT: torch.tensor(1.0)}
 CONSTANTS = (True, 3, 2.5)

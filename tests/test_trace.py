@@ -12,10 +12,10 @@ from torch import Tensor
 
 from attnlib import CAUSAL, FIRST_QUERY, TraceError, attention, mask_mod, score_mod
 from attnlib.backends._torch.programs import differentiated
-from attnlib.derivative import derivative
-from attnlib.evaluation import evaluated
-from attnlib.program import INDICES, Captured, Program, Steps, Value
-from attnlib.trace import traced
+from attnlib.tracing.derivative import derivative
+from attnlib.tracing.evaluation import evaluated
+from attnlib.tracing.program import INDICES, Captured, Program, Steps, Value
+from attnlib.tracing.trace import traced
 
 DOCUMENT = torch.zeros(2, 9, dtype=torch.int32)
 TABLE, GAIN = torch.randn(4, 9).double(), torch.tensor(1.3).double()

@@ -14,7 +14,7 @@ from ..fp8 import E4M3
 from ..functions import Functions
 from ..internal.watched import is_transforming
 from ..masks.band import Mask
-from ..program import Program
+from ..tracing.program import Program
 
 TYPES = MappingProxyType(
     {Tensor: "Tensor", list[Tensor]: "Tensor[]", int: "SymInt", float: "float", bool: "bool", str: "str"}

@@ -8,9 +8,9 @@ from ..call import Call, Dropout, Origin
 from ..kv import KVView
 from ..masks.band import AnyMask
 from ..masks.function import MaskFunction
-from ..program import Program, Value, constant
 from ..running import Asked, attend
 from ..scores import Score, ScoreFunction
+from ..tracing.program import Program, Value, constant
 from .captured import own_functions
 from .context_parallel import ContextParallel, Source
 from .dealt_heads import with_heads_of

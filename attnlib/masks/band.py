@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..internal.checks import INT32
 from ..internal.signatures import kind
-from ..program import INDICES, Operand, Program, Steps, Value, constant
-from ..trace import FirstQuery
+from ..tracing.program import INDICES, Operand, Program, Steps, Value, constant
+from ..tracing.trace import FirstQuery
 from .function import EVERYWHERE, Kept, MaskFunction, function_of
 
 

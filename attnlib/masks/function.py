@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..evaluation import evaluated
 from ..internal.checks import NO_SIZES, check_dims
 from ..internal.signatures import leading_to
-from ..program import INDICES, Program, combined
-from ..trace import FirstQuery, captured_of, traced
+from ..tracing.evaluation import evaluated
+from ..tracing.program import INDICES, Program, combined
+from ..tracing.trace import FirstQuery, captured_of, traced
 
 GRAIN = 64  # queries and keys of the tiles in which kernels look at a function
 CHANGED = (-1,)  # in place of versions: those of no tensors

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..internal.checks import check_count, is_strided, refuse_tensor, varies
 from ..internal.signatures import kind
-from ..trace import FIRST_QUERY
+from ..tracing.trace import FIRST_QUERY
 from .band import CAUSAL, FULL, AnyMask, mask_mod, sliding
 from .function import Kept, MaskFunction
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from attnlib import Mask, MaskFunction, evaluation, program, trace
+from attnlib import Mask, MaskFunction
 from attnlib.backends import _torch, autograd
 from attnlib.backends._torch import implementations, tiles
 from attnlib.backends.operators import outputs
@@ -12,6 +12,7 @@ from attnlib.cache import layers
 from attnlib.cache.pages import PageAllocator
 from attnlib.cache.step import StepBuffers, TableBuffers
 from attnlib.scores import Score, ScoreFunction
+from attnlib.tracing import evaluation, program, trace
 
 Bug = Callable[[Callable], object]  # what takes the attribute that it is put in the place of
 

@@ -8,7 +8,7 @@ from program_cases import MASKS, SCORES, program_of
 from attnlib.backends._triton.launch import planned
 from attnlib.backends._triton.programs import derivative_of, function_of, gradients_of, learned, tables
 from attnlib.backends._triton.ranges import Bounds
-from attnlib.trace import FIRST_QUERY
+from attnlib.tracing.trace import FIRST_QUERY
 
 
 @triton.jit

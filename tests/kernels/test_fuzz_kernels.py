@@ -11,7 +11,7 @@ from attnlib.backends._triton import plans as triton_plans
 from attnlib.backends._triton.dense import Dense
 from attnlib.backends._triton.launch import planned
 from attnlib.backends._triton.ranges import Range
-from attnlib.program import Value
+from attnlib.tracing.program import Value
 
 DEVICE = "interpreter" if INTERPRETED else "cuda"
 FUNCTIONS = 20  # cases by default, in which bugs of functions are to be found

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from attnlib.backends._triton.programs import derivative_of, function_of, gradients_of, learned, tables
 from attnlib.backends._triton.ranges import Bounds
-from attnlib.program import Program
-from attnlib.trace import FIRST_QUERY
+from attnlib.tracing.program import Program
+from attnlib.tracing.trace import FIRST_QUERY
 
 ROOT = Path(__file__).parents[2]
 OLDER = ROOT / "out/triton-3.6.0"

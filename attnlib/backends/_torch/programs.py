@@ -6,10 +6,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ...derivative import BY_RESULT, Derivative
-from ...evaluation import index_at, run
-from ...kinds import FLOAT, INT64
-from ...program import Operand
+from ...tracing.derivative import BY_RESULT, Derivative
+from ...tracing.evaluation import index_at, run
+from ...tracing.kinds import FLOAT, INT64
+from ...tracing.program import Operand
 
 
 def differentiated(

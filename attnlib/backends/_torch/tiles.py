@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...derivative import Derivative, derivative
-from ...evaluation import evaluated
 from ...internal.checks import are_checks_on
 from ...internal.philox import dropout_keep
+from ...tracing.derivative import Derivative, derivative
+from ...tracing.evaluation import evaluated
 from ..operators import result_dtype, wide
 from .batches import Batch, rows, unrows
 from .pages import KEYS, Keys

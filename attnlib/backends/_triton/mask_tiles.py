@@ -3,7 +3,7 @@
 from math import prod
 from typing import NamedTuple
 
-from ...program import Program
+from ...tracing.program import Program
 from . import tables
 from .decode_shapes import DecodeShapes
 from .launch import Launch

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...program import Program
 from ...spec import arch_of
+from ...tracing.program import Program
 from ..operators import Arguments, CachedArguments, WriteArguments, result_dtype
 from . import tables
 from .launch import Block, Launch

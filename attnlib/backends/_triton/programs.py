@@ -10,8 +10,8 @@ from hashlib import sha256
 
 from torch import Tensor
 
-from ...derivative import derivative
-from ...program import Program
+from ...tracing.derivative import derivative
+from ...tracing.program import Program
 from ..operators import AnyArguments, apart
 from .launch import remembered
 from .ranges import Bounds

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...derivative import derivative
-from ...program import Program
+from ...tracing.derivative import derivative
+from ...tracing.program import Program
 from ..operators import Arguments
 from . import hopper_tables, mask_tiles, passes
 from .direct import streams

@@ -5,7 +5,7 @@ from inspect import getclosurevars, unwrap
 
 from torch import Tensor
 
-from .internal.checks import is_strided
+from ..internal.checks import is_strided
 from .kinds import kind_of
 from .program import INDICES, SCORED, Captured, Program, Steps, Value, constant, constant_indices
 from .stand_ins import FIRST_QUERY, KNOWN, FirstQuery, Known, TraceError, line_of_error
