@@ -9,6 +9,7 @@ import torch
 
 from . import masks as masks
 from . import packing as packing
+from . import scaling as scaling
 from . import scores as scores
 from .cache.kv_cache import KVCache, LayerCache
 from .cache.pages import CacheFullError, Handle
@@ -36,8 +37,8 @@ from .layers import (
 from .masks.band import CAUSAL, FULL, Mask, mask_mod, sliding
 from .masks.function import MaskFunction
 from .merge import merge_states
-from .rope import Angles, Rope, rotate
-from .scaling import NTK, DynamicNTK, Llama3, LongRoPE, Proportional, Temperature, YaRN
+from .rope.rope import Angles, Rope, rotate
+from .rope.scaling import NTK, DynamicNTK, Llama3, LongRoPE, Proportional, Temperature, YaRN
 from .scores import ScoreFunction, score_mod
 from .tracing.trace import FIRST_QUERY, TraceError
 

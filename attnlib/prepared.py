@@ -11,7 +11,7 @@ from .fp8 import Descales
 from .internal.watched import are_watched, is_forward_mode
 from .kv import KVView
 from .masks.band import Mask
-from .rope import Angles
+from .rope.rope import Angles
 
 # Takes q, k, v and their descales; gives the output, and the LSE where it is asked for.
 Run = Callable[[Tensor, Tensor | None, Tensor | None, Descales | None], tuple[Tensor, Tensor | None]]

@@ -11,7 +11,7 @@ from .internal.checks import are_checks_on, check_slots
 from .kv import KVLayout, KVView
 from .prepared import Key, Write
 from .ranks import Ranks
-from .rope import Angles
+from .rope.rope import Angles
 
 
 def write_cache(

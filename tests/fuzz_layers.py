@@ -20,7 +20,7 @@ from attnlib import (
     shared_angles,
 )
 from attnlib.layers.parameters import PROJECTIONS
-from attnlib.scaling import Temperature
+from attnlib.rope.scaling import Temperature
 
 X = numbers(2, 3, M)
 

@@ -21,7 +21,7 @@ from attnlib import (
     merge_states,
     rotate,
 )
-from attnlib.scaling import Linear
+from attnlib.rope.scaling import Linear
 
 
 def mask_is_legal(a):

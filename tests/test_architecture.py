@@ -16,8 +16,7 @@ import attnlib
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 
 VALUES = (
-    "merge", "functions", "fp8", "kv", "ranks", "masks", "scores", "tracing", "selected_rope",
-    "rope", "rotation", "scaling", "internal",
+    "merge", "functions", "fp8", "kv", "ranks", "masks", "scores", "tracing", "scaling", "rope", "internal",
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}

@@ -83,8 +83,13 @@ def test_the_tour_says_where_a_feature_goes():
 
 
 def test_a_planted_untruth_of_the_tour_is_found():
-    true = "| x | `__init__.py`, `rope.py`, `scaling.py` | `YaRN` |"
-    rows = [true.replace("rope", "mask"), true.replace("`rope.py`, ", ""), "| y | `gone.py` | |", "| z | nowhere | |"]
+    true = "| x | `__init__.py`, `rope/__init__.py`, `rope/rope.py`, `rope/scaling.py`, `scaling.py` | `YaRN` |"
+    rows = [
+        true.replace("rope", "mask"),
+        true.replace("`rope/rope.py`, ", ""),
+        "| y | `gone.py` | |",
+        "| z | nowhere | |",
+    ]
     assert all(untrue(row) for row in rows)
     assert not untrue(f"{true}\n| y | `layers/` | |")
 

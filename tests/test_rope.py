@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import attnlib.rope
-from attnlib.rope import NTK, Angles, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rope, YaRN, rotate
-from attnlib.scaling import scaling_of
+import attnlib.rope.rope
+from attnlib.rope.rope import NTK, Angles, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rope, YaRN, rotate
+from attnlib.rope.scaling import scaling_of
 
 SCALINGS = {
     "plain": None,
@@ -303,7 +303,7 @@ def test_frequencies_are_the_same_on_a_gpu(rule):
 
 
 def test_examples_in_docstrings():
-    result = doctest.testmod(attnlib.rope)
+    result = doctest.testmod(attnlib.rope.rope)
     assert result.attempted > 0
     assert result.failed == 0
 

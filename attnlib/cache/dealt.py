@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kv import Fresh, Held, KVLayout, KVView
 from ..ranks import Ranks
-from ..rope import Angles, rotate
+from ..rope.rope import Angles, rotate
 from ..storage import write_cache
 from .buffer import Buffer, Schedules
 from .sequences import Request

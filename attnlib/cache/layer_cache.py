@@ -10,7 +10,7 @@ from torch import Tensor
 from ..internal.checks import is_recorded
 from ..internal.signatures import leading_to
 from ..kv import Held, KVLayout, KVView
-from ..rope import Angles
+from ..rope.rope import Angles
 from ..storage import prepared_write, write_cache
 from .dealt import Dealt, fresh
 from .sequences import Prompt

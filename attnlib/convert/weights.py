@@ -7,7 +7,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..rope import Rope
+from ..rope.rope import Rope
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 

@@ -10,8 +10,8 @@ from ..cache.kv_cache import LayerCache
 from ..internal.signatures import kind
 from ..kv import KVLayout, KVView
 from ..masks.band import AnyMask
-from ..rope import Angles, Rope, rotate
-from ..scaling import Temperature
+from ..rope.rope import Angles, Rope, rotate
+from ..rope.scaling import Temperature
 from ..scores import Score, ScoreFunction
 from .attending import Attending, attending
 from .captured import Captured, captured_by_mask, captured_by_score

@@ -14,8 +14,8 @@ from ..internal.checks import are_checks_on, is_recorded, is_strided
 from ..kv import DTYPES, KVLayout, KVView
 from ..masks.band import AnyMask, Mask, refuse_mask
 from ..masks.function import MaskFunction
-from ..rope import Angles, Rope
-from ..scaling import Temperature
+from ..rope.rope import Angles, Rope
+from ..rope.scaling import Temperature
 from .context_parallel import ContextParallel, check_context_parallel
 
 FP32 = torch.finfo(torch.float32)

@@ -13,8 +13,8 @@ from ..internal.checks import check_count, is_recorded
 from ..internal.signatures import kind
 from ..kv import KVLayout, KVView
 from ..masks.band import AnyMask
-from ..rope import Angles, Rope, rotate
-from ..scaling import Temperature
+from ..rope.rope import Angles, Rope, rotate
+from ..rope.scaling import Temperature
 from ..scores import Score, ScoreFunction
 from . import latent_forms
 from .attending import Attending, attending

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..rope import Angles, Rope
+from ..rope.rope import Angles, Rope
 from .inputs import Inputs
 
 

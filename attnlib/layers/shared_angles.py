@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
 from ..internal.signatures import kind
-from ..rope import Angles
+from ..rope.rope import Angles
 from .inputs import Inputs, check
 from .positions import angles_of
 

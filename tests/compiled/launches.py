@@ -17,7 +17,7 @@ from attnlib.call import Call, Score, checked
 from attnlib.fp8 import descales_of
 from attnlib.kv import KVLayout, KVView
 from attnlib.masks.band import CAUSAL, FULL, Mask, mask_mod, sliding
-from attnlib.rope import Angles
+from attnlib.rope.rope import Angles
 from attnlib.scores import score_mod
 
 from .builds import Build

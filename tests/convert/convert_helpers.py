@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from attnlib import CAUSAL, GroupedQueryAttention, KVCache, Rope, sliding
 from attnlib.convert.heads.merging import regroup
 from attnlib.convert.weights import Heads, join, split
-from attnlib.scaling import Llama3, YaRN
+from attnlib.rope.scaling import Llama3, YaRN
 
 HIDDEN, D = 20, 8
 ROPES = {

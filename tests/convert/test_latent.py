@@ -36,8 +36,8 @@ from attnlib.convert.latent.embedding import concentrate, embed
 from attnlib.convert.latent.folding import even_queries
 from attnlib.convert.latent.layers import identity_eps, join
 from attnlib.convert.latent.truncation import truncate
-from attnlib.scaling import DynamicNTK
-from attnlib.selected_rope import select
+from attnlib.rope.scaling import DynamicNTK
+from attnlib.rope.selected import select
 
 ROTARY = [name for name, rope in ROPES.items() if rope is not None]
 

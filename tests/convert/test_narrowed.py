@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from attnlib import Rope
 from attnlib.convert.latent.narrowed import narrowed
-from attnlib.rope import yarn_ramp
-from attnlib.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, YaRN
+from attnlib.rope.rope import yarn_ramp
+from attnlib.rope.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, YaRN
 
 PLAIN = [None, Linear(4.0), Llama3(8.0, 1.0, 4.0, 64)]
 SOURCES = {  # theta and what is said of YaRN, of published models and of the default numbers

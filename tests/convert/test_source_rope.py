@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from attnlib.convert.checkpoint.errors import CheckpointError
 from attnlib.convert.checkpoint.source_rope import rope_of
-from attnlib.rope import Linear, Rope
+from attnlib.rope.rope import Linear, Rope
 
 CONFIG = {
     "model_type": "llama",

@@ -20,7 +20,7 @@ from attnlib import (
 )
 from attnlib.masks.ready_made import documents
 from attnlib.packing import from_position_ids
-from attnlib.rope import DynamicNTK
+from attnlib.rope.rope import DynamicNTK
 
 PACKED = torch.tensor([0, 2, 5], dtype=torch.int32)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from attnlib import CAUSAL, GroupedQueryAttention, Rope, rotate
 from attnlib.convert.heads.layers import mha_to_gqa
 from attnlib.masks.ready_made import chunked
-from attnlib.scaling import Temperature, YaRN
+from attnlib.rope.scaling import Temperature, YaRN
 from attnlib.scores import t5_bias
 
 GROWING = Temperature(0.7, 4, offset=1)

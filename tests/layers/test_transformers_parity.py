@@ -27,7 +27,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.stablelm import modeling_stablelm
 
 from attnlib import CAUSAL, GroupedQueryAttention, MultiHeadLatentAttention, Rope, sliding
-from attnlib.rope import Linear, Llama3, YaRN
+from attnlib.rope.rope import Linear, Llama3, YaRN
 
 WINDOW = 5
 HEADS = {"hidden_size": HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2}

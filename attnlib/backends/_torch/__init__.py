@@ -10,7 +10,7 @@ from ...call import Call, PieceGradients
 from ...internal import watched
 from ...internal.watched import are_watched
 from ...kv import KVView
-from ...rope import Angles, rotate
+from ...rope.rope import Angles, rotate
 from ...spec import AttentionSpec
 from ..operators import flat, flat_over_view
 from . import fused

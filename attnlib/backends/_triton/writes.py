@@ -9,7 +9,7 @@ from ...internal.checks import INT32
 from ...internal.watched import are_watched
 from ...kv import KVView
 from ...prepared import Write
-from ...rope import Angles, check_rotation
+from ...rope.rope import Angles, check_rotation
 from ...spec import arch_of, is_interpreted
 from ..operators import WRITE, WriteArguments, fake_write
 from ..registration import Operator, register

@@ -7,7 +7,7 @@ from ...functional import cached_attention_with_lse
 from ...internal.signatures import kind
 from ...kv import KVLayout, KVView
 from ...masks.band import Mask
-from ...rope import Angles, rotate
+from ...rope.rope import Angles, rotate
 from ...storage import write_cache
 
 

@@ -5,8 +5,8 @@ from types import MappingProxyType
 
 from ...checkpoint_files.folder import CONFIG
 from ...families import Stored
-from ...rope import Rope
-from ...scaling import scaling_of
+from ...rope.rope import Rope
+from ...rope.scaling import scaling_of
 from .errors import CheckpointError
 from .model import shape_of
 from .names import family_of, text_of

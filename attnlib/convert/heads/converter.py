@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...internal.signatures import kind
-from ...rope import Rope
+from ...rope.rope import Rope
 from ..calibration import Calibration, fitting
 from ..checkpoint.errors import CheckpointError, RequestError
 from ..checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...rope import Rope
+from ...rope.rope import Rope
 from ..calibration import Calibration
 from ..weights import Heads
 from .embedding import temperature

@@ -9,8 +9,8 @@ from torch import Tensor
 from ...checkpoint_files.folder import CONFIG
 from ...families import STORED
 from ...kv import DTYPES
-from ...rope import Rope
-from ...scaling import Linear, Llama3, YaRN
+from ...rope.rope import Rope
+from ...rope.scaling import Linear, Llama3, YaRN
 from ..calibration import Calibration
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape

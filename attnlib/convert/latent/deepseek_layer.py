@@ -11,7 +11,7 @@ from ...internal.checks import check_count
 from ...internal.signatures import kind
 from ...kv import DTYPES
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
-from ...rope import Rope
+from ...rope.rope import Rope
 from ..calibration import Calibration, fitting
 from ..weights import Heads, split
 from .attended import Attended, attended

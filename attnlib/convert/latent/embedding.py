@@ -6,8 +6,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ...rope import Rope
-from ...selected_rope import select
+from ...rope.rope import Rope
+from ...rope.selected import select
 from ..calibration import Calibration
 from ..weights import Heads, rows_of
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...internal.checks import check_count
 from ...internal.signatures import kind
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
-from ...rope import Rope
+from ...rope.rope import Rope
 from ..calibration import Calibration, fitting
 from ..heads.layers import check_grouped
 from ..weights import Heads, split

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from ...rope import Rope, yarn_ramp
-from ...scaling import Linear, Llama3, YaRN
+from ...rope.rope import Rope, yarn_ramp
+from ...rope.scaling import Linear, Llama3, YaRN
 
 ROUNDING = 1e-6  # of an inverse frequency in fp32, relatively: some units in the last place
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ...masks.band import CAUSAL, FULL, AnyMask, sliding
 from ...masks.ready_made import chunked
-from ...rope import Rope
-from ...scaling import scaling_of
+from ...rope.rope import Rope
+from ...rope.scaling import scaling_of
 from .families import FAMILIES, Family
 from .fields import SIZES, check_fields, check_rope
 from .norms import PlainRMSNorm

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...families import GROUPED, NORMED, STORED, Stored, alike
-from ...scaling import Temperature
+from ...rope.scaling import Temperature
 from .norms import HeadLayerNorm, HeadRMSNorm, OffsetRMSNorm, PlainRMSNorm, WideRMSNorm
 
 LATENT = alike("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
 from ...own_form import GroupedForm, LatentForm, LayerForm, base_of, layers_of, own_config
-from ...selected_rope import select
+from ...rope.selected import select
 from .building import family_of, layer_from, rope_of
 from .families import Family
 from .replacing import ReplacedAttention, ReplacedLatentAttention, angles_at, attention_of, config_of, put, put_angles

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
 from ...masks.band import FULL, Mask
-from ...rope import Angles, Rope
-from ...scaling import LongRoPE
+from ...rope.rope import Angles, Rope
+from ...rope.scaling import LongRoPE
 from .attention import attention_forward
 from .building import family_of, layer_from, layer_type
 from .families import FAMILIES, Family

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .internal.signatures import kind
+from ..internal.signatures import kind
 
 
 @kind

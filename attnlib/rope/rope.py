@@ -7,8 +7,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from .internal.checks import INT32
-from .internal.signatures import kind
+from ..internal.checks import INT32
+from ..internal.signatures import kind
 from .rotation import Angles as Angles
 from .rotation import check_rotation as check_rotation
 from .rotation import check_strided
