@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from .backends import _reference, _torch, _triton, flops
-from .call import Call, PieceGradients
+from .call.cache import PreparedCalls, Run
+from .call.call import Call, PieceGradients
+from .call.spec import AttentionSpec
 from .internal.probes import ANSWERS, NotNow, is_first
 from .internal.signatures import leading_to
-from .prepared import PreparedCalls, Run
-from .spec import AttentionSpec
 
 INSIDE = (f"{__package__}.", "torch.")
 FIRST_CALL = "the first call"

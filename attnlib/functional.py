@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .call import Call, Dropout, Packing
+from .call.call import Call, Dropout, Packing
 from .dispatch import Explanation
 from .fp8 import descales_of
 from .hints import hinted

@@ -6,7 +6,7 @@ from types import FrameType
 
 import torch
 
-from .call import Call
+from .call.call import Call
 from .internal.checks import is_strided
 from .masks.band import FULL, AnyMask
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Call, Dropout, bound
+from .call.call import Call, Dropout, bound
 from .fp8 import Descales
 from .masks.function import MaskFunction
 from .scores import ScoreFunction

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from attnlib import CAUSAL, FULL, Mask, merge_states, sliding
-from attnlib.call import Call, Dropout, Origin, Packing, Score
+from attnlib.call.call import Call, Dropout, Origin, Packing, Score
 from attnlib.running import attend
 
 MASKS = (FULL, CAUSAL, sliding(4), Mask(3, 2), Mask(None, -1, prefix=6), CAUSAL.shift(2))

@@ -16,7 +16,7 @@ import attnlib
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 
 VALUES = (
-    "merge", "functions", "fp8", "kv", "ranks", "masks", "scores", "tracing", "scaling", "rope", "internal",
+    "merge", "fp8", "kv", "ranks", "masks", "scores", "tracing", "scaling", "rope", "internal",
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
@@ -73,25 +73,21 @@ ROOMS = {
     "cache": {"storage", *VALUES},
     "functional": {"running", "dispatch", "hints", "call", *VALUES},
     "hints": {"call", *VALUES},
-    "running": {"placements", "dispatch", "prepared", "call", *VALUES},
-    "storage": {"dispatch", "prepared", *VALUES},
-    "dispatch": {*BACKENDS, "backends", "prepared", "call", "spec", "internal"},
+    "running": {"placements", "dispatch", "call", *VALUES},
+    "storage": {"dispatch", "call", *VALUES},
+    "dispatch": {*BACKENDS, "backends", "call", "internal"},
     "backends/_triton": {
         "backends/_triton/kernels",
         "backends",
-        "prepared",
         "call",
-        "spec",
         *VALUES,
     },
     "backends/_triton/kernels": set(),
-    "backends/_torch": {"backends", "prepared", "call", "spec", *VALUES},
-    "backends/_reference": {"backends", "prepared", "call", "spec", "reference", *VALUES},
-    "backends": {"prepared", "call", "spec", *VALUES},  # what all backends share
-    "prepared": {"call", *VALUES},
+    "backends/_torch": {"backends", "call", *VALUES},
+    "backends/_reference": {"backends", "call", "reference", *VALUES},
+    "backends": {"call", *VALUES},  # what all backends share
     "placements": {"call", *VALUES},
-    "call": {"spec", *VALUES},
-    "spec": {*VALUES},
+    "call": {*VALUES},
     "sizes": {*VALUES},
     "checkpoint_files": set(),  # below both who converts a folder and who loads it: there is one reader
     "families": set(),
@@ -103,7 +99,7 @@ ROOMS = {
 ORDER = list(ROOMS)
 # The two stores of mutable state, compiled launches and calls that are prepared; which chip a device is; and which
 # private functions of torch and Triton have passed their trials.
-KEEPERS = ({"backends/_triton/launch.py"}, {"prepared.py", "dispatch.py"}, {"spec.py"}, {"internal/probes.py"})
+KEEPERS = ({"backends/_triton/launch.py"}, {"call/cache.py", "dispatch.py"}, {"call/spec.py"}, {"internal/probes.py"})
 # Each behind a trial on first use, or a guard of what the name is needed for.
 PRIVATE = {
     "internal/watched.py": "asks whether anybody follows operators",
@@ -150,7 +146,7 @@ def test_no_modules_import_each_other():
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("call.py", "from .dispatch import select"),
+        ("call/call.py", "from ..dispatch import select"),
         ("masks/band.py", "def f():\n    import attnlib.kv"),
         ("backends/_torch/tiles.py", "from .._triton import launch"),
         ("backends/_triton/kernels/band.py", "from ..tables import LaunchConfig"),
@@ -179,7 +175,7 @@ def test_a_training_call_climbs_at_most_once():
         name = frame.f_code.co_filename
         if event == "call" and name.startswith(f"{ROOT}{os.sep}"):
             room = room_of(Source(os.path.relpath(name, ROOT).replace(os.sep, "/"), "").parts)
-            if room not in (*VALUES, "watched", "torch_questions", "probes", *path):
+            if room not in (*VALUES, *path):
                 path.append(room)
 
     before = sys.getprofile()
@@ -188,9 +184,9 @@ def test_a_training_call_climbs_at_most_once():
         layer(x).sum().backward()
     finally:
         sys.setprofile(before)
-    assert {"layers", "running", "call", "spec", "dispatch", "backends/_torch", "backends"} <= {*path}
+    assert {"layers", "running", "call", "dispatch", "backends/_torch", "backends"} <= {*path}
     assert climbs(path) <= 1, f"q's way climbs more than once: {' -> '.join(path)}"
-    assert climbs(["layers", "call", "functional", "spec", "dispatch"]) == 2
+    assert climbs(["layers", "call", "functional", "backends", "dispatch"]) == 2
 
 
 def test_what_is_kept_beyond_a_call_is_two_stores():
@@ -250,12 +246,12 @@ def test_only_these_files_name_private_apis():
     ],
 )
 def test_a_planted_private_api_is_found(text):
-    assert private_names(Source("call.py", text))
+    assert private_names(Source("call/call.py", text))
 
 
 def test_public_names_are_not_private():
     assert not private_names(
-        Source("call.py", "import torch\ntorch.__version__\nself._x\n_f(torch.ops)\nfrom . import _a")
+        Source("call/call.py", "import torch\ntorch.__version__\nself._x\n_f(torch.ops)\nfrom . import _a")
     )
 
 

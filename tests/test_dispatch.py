@@ -23,10 +23,10 @@ from attnlib import (
     varlen_attention,
 )
 from attnlib.backends._triton import launch
-from attnlib.call import Call, checked
+from attnlib.call.cache import PreparedCalls
+from attnlib.call.call import Call, checked
 from attnlib.dispatch import PREFERENCE, backend_of, explanation, select
 from attnlib.masks.ready_made import mask_tensor
-from attnlib.prepared import PreparedCalls
 
 
 def spec_of(*, strided: bool = False, **options):

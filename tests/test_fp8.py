@@ -26,7 +26,7 @@ from attnlib import (
     varlen_attention_with_lse,
 )
 from attnlib.backends.operators import flat, flat_over_view
-from attnlib.call import Call, checked
+from attnlib.call.call import Call, checked
 from attnlib.dispatch import backend_of
 from attnlib.fp8 import LARGEST, OF_ZEROS, Descales, rotation
 

@@ -12,7 +12,7 @@ DESCALES = ("q_descale", "k_descale", "v_descale")
 FILES_OF_A_WORD = dict.fromkeys(SCORE_OPTIONS, 10) | dict.fromkeys(MASK_FIELDS, 9) | dict.fromkeys(DESCALES, 8)
 DOORS = {"attention", "varlen_attention", "cached_attention"}
 PUBLIC = {*DOORS, *(f"{name}_with_lse" for name in DOORS)}
-LONG = {("spec.py", "describe")}  # functions beyond 40 lines: none may be added
+LONG = {("call/spec.py", "describe")}  # functions beyond 40 lines: none may be added
 VALUES = Values(CORE)
 # torch gives and takes flat lists; their order is written in the first, and the second is what torch calls.
 IN_ORDER = ("backends/operators.py", "backends/autograd.py")
@@ -39,13 +39,13 @@ def test_an_option_is_spelled_in_few_files(word):
     ],
 )
 def test_a_planted_word_is_found(text):
-    assert "sinks" in Source("call.py", text).words
+    assert "sinks" in Source("call/call.py", text).words
 
 
 def test_what_is_no_spelling():
     text = "def f():\n    'The sinks.'\n    torch.bucketize(x, right=True)  # sinks\n    f'{x} sinks'\n    sinks_of(x)"
-    assert not Source("call.py", text).words & {"sinks", "right"}
-    assert "right" in Source("call.py", "bucketize(x, right=True)").words
+    assert not Source("call/call.py", text).words & {"sinks", "right"}
+    assert "right" in Source("call/call.py", "bucketize(x, right=True)").words
 
 
 @pytest.mark.parametrize("source", [x for x in CORE if x.path not in IN_ORDER], ids=lambda x: x.path)
@@ -83,7 +83,7 @@ def test_a_planted_read_by_place_is_found(body):
 
 def test_a_method_reads_itself_by_name():
     text = "class Score(NamedTuple):\n    def f(self):\n        return self[0]"
-    assert reads_by_place(Source("call.py", text), VALUES)
+    assert reads_by_place(Source("call/call.py", text), VALUES)
 
 
 def test_other_reads_are_none():
@@ -94,7 +94,7 @@ def test_other_reads_are_none():
     k = Score(*k)
     operator(*Arguments(q))
 """
-    assert not reads_by_place(Source("call.py", text), VALUES)
+    assert not reads_by_place(Source("call/call.py", text), VALUES)
 
 
 def wide_functions(sources: list[Source]) -> list[str]:
@@ -210,7 +210,7 @@ def f(a):
 
 
 def test_lines_of_code_are_counted():
-    source = Source("call.py", TEXT)
+    source = Source("call/call.py", TEXT)
     assert len(source.code_lines) == 5
     assert length(source, source.functions[0]) == 1
     assert length(Source(f"{KERNELS}band.py", TEXT), source.functions[0]) == 3

@@ -22,7 +22,7 @@ from attnlib import (
     sliding,
     varlen_attention,
 )
-from attnlib.call import Call, Dropout, Origin, Score, checked
+from attnlib.call.call import Call, Dropout, Origin, Score, checked
 from attnlib.running import packed_by_documents
 
 B, S, T, H = 2, 9, 14, 4

@@ -23,7 +23,7 @@ from attnlib import (
     varlen_attention,
 )
 from attnlib.backends.operators import flat_over_view
-from attnlib.call import Call, Score, checked
+from attnlib.call.call import Call, Score, checked
 
 OPS = torch.ops.attnlib
 

@@ -9,9 +9,9 @@ from helpers import assert_same_bits
 from torch.utils.checkpoint import checkpoint
 
 from attnlib import CAUSAL, FULL, attention, attention_with_lse, sliding
-from attnlib.call import Call, Dropout, Packing, Score
+from attnlib.call.cache import key_of
+from attnlib.call.call import Call, Dropout, Packing, Score
 from attnlib.dispatch import PREPARED
-from attnlib.prepared import key_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -225,7 +225,7 @@ def test_this_torch_answers_every_question():
     assert watched.failures() == []
 
 
-@pytest.mark.parametrize("name", ["spec.py", "prepared.py", "backends/autograd.py"])
+@pytest.mark.parametrize("name", ["call/spec.py", "call/cache.py", "backends/autograd.py"])
 def test_private_state_is_read_in_one_file(name):
     tree = ast.parse((Path(attnlib.__file__).parent / name).read_text())
     found = {ast.unparse(x) for x in ast.walk(tree) if isinstance(x, ast.Attribute) and x.attr.startswith("_")}

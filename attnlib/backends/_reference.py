@@ -6,13 +6,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..call import Call, PieceGradients, Score
+from ..call.call import Call, PieceGradients, Score
+from ..call.spec import AttentionSpec
 from ..fp8 import per_token
 from ..internal.philox import dropout_keep
 from ..kv import KVView
 from ..masks.band import AnyMask, Mask
 from ..reference import attend
-from ..spec import AttentionSpec
 from .operators import result_dtype, wide
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ..call import Call, PieceGradients
+from ..call.cache import Run
+from ..call.call import Call, PieceGradients
+from ..call.spec import NO_BACKWARD
 from ..internal.watched import are_batched, are_watched, have_tangents, is_forward_mode, is_transforming
-from ..prepared import Run
-from ..spec import NO_BACKWARD
 from .flops import backward_flops, cached_flops, forward_flops
 from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, apart, fake_attention, fake_backward, flat
 from .registration import Operator, register

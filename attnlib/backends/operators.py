@@ -9,9 +9,9 @@ from typing import NamedTuple, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from ..call import Call, Score
+from ..call.call import Call, Score
+from ..call.functions import Functions
 from ..fp8 import E4M3
-from ..functions import Functions
 from ..internal.watched import is_transforming
 from ..masks.band import Mask
 from ..tracing.program import Program

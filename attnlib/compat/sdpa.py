@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..call import Call, Dropout
+from ..call.call import Call, Dropout
 from ..internal.signatures import kind
 from ..masks.band import CAUSAL, FULL, AnyMask
 from ..masks.ready_made import mask_tensor

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..call import Call, Dropout, Origin
+from ..call.call import Call, Dropout, Origin
 from ..kv import KVView
 from ..masks.band import AnyMask
 from ..masks.function import MaskFunction

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..call.call import Call
 from ..running import Asked
 
 if TYPE_CHECKING:  # importing it takes longer than importing this package

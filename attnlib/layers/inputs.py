@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
-from ..call import Packing
+from ..call.call import Packing
 from ..hints import warn_once
 from ..internal.checks import are_checks_on, is_recorded, is_strided
 from ..kv import DTYPES, KVLayout, KVView

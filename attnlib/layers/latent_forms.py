@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..cache.sequences import Prompt
-from ..call import Call, Origin, Packing, Score
+from ..call.call import Call, Origin, Packing, Score
 from ..functional import varlen_attention_with_lse
 from ..kv import KVView
 from ..masks.band import FULL, AnyMask, Mask

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..call.call import Call
 from ..internal.signatures import kind
 from ..masks.function import MaskFunction
 from ..ranks import check_mesh

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..call import Call
+from ..call.call import Call
 from .heads import unshared
 from .sharding import Sharing
 from .source import Source

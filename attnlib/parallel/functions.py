@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..call import Call, Dropout, Packing
+from ..call.call import Call, Dropout, Packing
 from ..internal.signatures import kind, unknown
 from ..masks.band import AnyMask, refuse_mask
 from ..scores import Score

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..call.call import Call
 from ..running import Asked, attend
 from .pieces import piece_of, seen, whole_of
 from .sharding import Range, Sharing, unshard

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Call, Origin
+from ..call.call import Call, Origin
 from ..masks.band import Mask
 from ..running import Asked, attend
 from .exchange import exchanged

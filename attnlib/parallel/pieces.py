@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..call import Call, Origin, Packing
+from ..call.call import Call, Origin, Packing
 from ..masks.band import FULL, Mask
 from .sharding import Range
 

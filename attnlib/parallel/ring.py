@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..call import Call, PieceGradients
+from ..call.call import Call, PieceGradients
 from ..running import Asked, attend, gradients
 from .accumulation import State, Sum
 from .exchange import Passing, passed_on

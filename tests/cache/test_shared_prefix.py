@@ -29,7 +29,7 @@ from attnlib import cached_attention_with_lse as attend
 from attnlib.cache import shared_prefix
 from attnlib.cache.pages import Holding
 from attnlib.cache.shared_prefix import PrefixGroup, prefix_groups
-from attnlib.call import checked
+from attnlib.call.call import checked
 
 HEADS, SIZE, MOST = 4, 2, 24
 GROUPED = KVLayout.grouped(2, 4, 3, dtype=torch.float64)

@@ -13,7 +13,7 @@ from attnlib.backends._triton.programs import captured
 from attnlib.backends._triton.writes import write_cache
 from attnlib.backends.operators import TENSORS, Arguments, count_learnt
 from attnlib.cache.buffer import split_size_of
-from attnlib.call import Call, Score, checked
+from attnlib.call.call import Call, Score, checked
 from attnlib.fp8 import descales_of
 from attnlib.kv import KVLayout, KVView
 from attnlib.masks.band import CAUSAL, FULL, Mask, mask_mod, sliding

@@ -21,8 +21,8 @@ from attnlib.backends._triton import decode_shapes
 from attnlib.backends._triton.launch import planned
 from attnlib.backends._triton.tables import LaunchConfig
 from attnlib.backends.operators import flat_over_view
-from attnlib.call import Call as Attention
-from attnlib.call import Score, checked
+from attnlib.call.call import Call as Attention
+from attnlib.call.call import Score, checked
 
 # The interpreter truncates to bf16 where torch rounds.
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.bfloat16, torch.float16, torch.float32)

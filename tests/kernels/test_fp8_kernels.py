@@ -24,10 +24,10 @@ from attnlib import (
 )
 from attnlib.backends._triton import hopper_tables
 from attnlib.backends.operators import flat, flat_over_view
-from attnlib.call import Call, checked
+from attnlib.call.cache import key_of
+from attnlib.call.call import Call, checked
 from attnlib.dispatch import PREPARED
 from attnlib.fp8 import Descales
-from attnlib.prepared import key_of
 
 MASKS = (FULL, CAUSAL, sliding(100), Mask(150), Mask(None, 0, 40), CAUSAL.shift(-70), CAUSAL.shift(30))
 HEADS = ((64, 64), (128, 128), (192, 128), (256, 256), (96, 96), (128, 64))

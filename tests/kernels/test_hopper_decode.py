@@ -12,8 +12,8 @@ from attnlib import CAUSAL, FULL, KVLayout, Mask, sliding
 from attnlib.backends._triton import cached, decode_tables
 from attnlib.backends._triton.launch import planned
 from attnlib.backends.operators import flat_over_view
-from attnlib.call import Call as Attention
-from attnlib.call import checked
+from attnlib.call.call import Call as Attention
+from attnlib.call.call import checked
 
 LATENT = KVLayout.latent(512, 64, dtype=torch.bfloat16)
 LENGTHS = (1024, 5, 327, 513, 70, 2000)

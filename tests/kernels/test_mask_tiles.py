@@ -11,7 +11,7 @@ from attnlib.backends._triton.plans import DenseShapes
 from attnlib.backends._triton.programs import captured
 from attnlib.backends._triton.tables import LaunchConfig
 from attnlib.backends.operators import flat
-from attnlib.call import Call, Packing, checked
+from attnlib.call.call import Call, Packing, checked
 
 SIZES = [
     (16, 16, 16),

@@ -13,8 +13,8 @@ from attnlib.backends._triton import cached as triton_cached
 from attnlib.backends._triton.decode_shapes import DecodeShapes
 from attnlib.backends._triton.tables import LaunchConfig
 from attnlib.backends.operators import flat_over_view
-from attnlib.call import Call as Attention
-from attnlib.call import checked
+from attnlib.call.call import Call as Attention
+from attnlib.call.call import checked
 
 GROUPED, LATENT = KVLayout.grouped(2, 16), KVLayout.latent(32, 8)
 LENGTHS, LONG = ((90, 61, 7, 110), 27) if INTERPRETED else ((9000, 5000, 40, 12000), 150)

@@ -23,7 +23,7 @@ from attnlib import (
     varlen_attention_with_lse,
 )
 from attnlib.backends import _triton as triton
-from attnlib.call import Call, Score, checked
+from attnlib.call.call import Call, Score, checked
 
 FORWARD, BACKWARD = torch.ops.attnlib.triton_forward, torch.ops.attnlib.triton_backward
 solve = partial(attention, mask=CAUSAL, backend="triton")

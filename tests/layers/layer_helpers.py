@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnlib import CAUSAL, GroupedQueryAttention, KVCache, Mask, MultiHeadLatentAttention, Rope
-from attnlib.call import Call
+from attnlib.call.call import Call
 from attnlib.layers import attending as attending_module
 from attnlib.layers import latent_forms as forms_module
 

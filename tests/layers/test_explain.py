@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnlib import CAUSAL, GroupedQueryAttention, KVCache, MultiHeadLatentAttention, Rope, explain, running, sliding
-from attnlib.call import checked
+from attnlib.call.call import checked
 
 LATENT = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 LAYERS = {

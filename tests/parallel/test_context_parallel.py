@@ -14,7 +14,7 @@ from torch.distributed import init_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnlib import CAUSAL, FIRST_QUERY, attention, explain, mask_mod
-from attnlib.call import Call
+from attnlib.call.call import Call
 from attnlib.masks.ready_made import documents
 from attnlib.parallel import (
     ContextParallel,

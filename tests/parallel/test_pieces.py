@@ -8,7 +8,7 @@ from shared_sequences import PACK, Case, cases, learning, packs, tensors, whole
 from torch import Tensor
 
 from attnlib import CAUSAL, FULL, Mask, attention, merge_states, sliding, varlen_attention
-from attnlib.call import Call, Dropout, Packing, Score
+from attnlib.call.call import Call, Dropout, Packing, Score
 from attnlib.parallel.pieces import pieces_of, whole_of
 from attnlib.parallel.sharding import Range
 from attnlib.running import attend, gradients

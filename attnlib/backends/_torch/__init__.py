@@ -6,12 +6,12 @@ No T x T tensor and no copy of K or V is made.
 import torch
 from torch import Tensor
 
-from ...call import Call, PieceGradients
+from ...call.call import Call, PieceGradients
+from ...call.spec import AttentionSpec
 from ...internal import watched
 from ...internal.watched import are_watched
 from ...kv import KVView
 from ...rope.rope import Angles, rotate
-from ...spec import AttentionSpec
 from ..operators import flat, flat_over_view
 from . import fused
 from .implementations import OPERATORS, cached

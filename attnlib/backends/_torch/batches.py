@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...call import Dropout, Origin, Packing, Score
-from ...functions import Functions
+from ...call.call import Dropout, Origin, Packing, Score
+from ...call.functions import Functions
 from ...masks.band import Mask
 from ..operators import AnyArguments, Arguments, CachedArguments, functions_of, result_dtype, rule_of
 from .pages import Index, Keys

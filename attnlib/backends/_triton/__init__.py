@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from ...call import Call, PieceGradients
+from ...call.cache import Run
+from ...call.call import Call, PieceGradients
+from ...call.spec import AttentionSpec
 from ...fp8 import E4M3
 from ...internal import watched
-from ...prepared import Run
-from ...spec import AttentionSpec
 from . import launch
 from .cached import Cached
 from .dense import Dense

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...call import Call
+from ...call.cache import Run
+from ...call.call import Call
 from ...fp8 import Descales
 from ...internal.checks import INT32
 from ...internal.watched import are_watched
 from ...kv import KVView
-from ...prepared import Run
 from ..autograd import register_cached
 from ..operators import CachedArguments, flat_over_view, outputs, readable, result_dtype
 from . import decode_tables, mask_tiles, schedule

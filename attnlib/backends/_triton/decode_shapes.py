@@ -1,7 +1,7 @@
 """The shapes of a call over a cache, and what its kernels are launched with."""
 
+from ...call.spec import arch_of
 from ...internal.checks import INT32
-from ...spec import arch_of
 from ..operators import result_dtype
 from . import decode_tables, schedule
 from .launch import has_gluon

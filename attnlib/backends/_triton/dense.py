@@ -7,10 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...call import Call
+from ...call.cache import Run
+from ...call.call import Call
 from ...fp8 import Descales
 from ...internal.watched import are_watched
-from ...prepared import Run
 from ..autograd import Operators
 from ..operators import Arguments, count_learnt, flat, option_grads, outputs, readable, result_dtype
 from . import plans, variants

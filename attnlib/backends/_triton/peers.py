@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.spec import arch_of
 from ...internal.watched import are_watched
-from ...spec import arch_of
 from .launch import Launch, remembered
 from .tables import LaunchConfig, power_of_two
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...spec import arch_of
+from ...call.spec import arch_of
 from ...tracing.program import Program
 from ..operators import Arguments, CachedArguments, WriteArguments, result_dtype
 from . import tables

@@ -5,12 +5,12 @@ from math import inf, prod
 import torch
 from torch import Tensor
 
+from ...call.cache import Write
+from ...call.spec import arch_of, is_interpreted
 from ...internal.checks import INT32
 from ...internal.watched import are_watched
 from ...kv import KVView
-from ...prepared import Write
 from ...rope.rope import Angles, check_rotation
-from ...spec import arch_of, is_interpreted
 from ..operators import WRITE, WriteArguments, fake_write
 from ..registration import Operator, register
 from .launch import Launch, against, remembered

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call import Call, Dropout
+from ...call.call import Call, Dropout
 from ...functional import cached_attention_with_lse, varlen_attention_with_lse
 from ...internal.signatures import kind
 from ...running import attend

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .internal.checks import are_checks_on
-from .kv import KVView
-from .masks.band import AnyMask
-from .masks.function import MaskFunction
-from .scores import ScoreFunction
-from .tracing.program import Program, constant_indices
+from ..internal.checks import are_checks_on
+from ..kv import KVView
+from ..masks.band import AnyMask
+from ..masks.function import MaskFunction
+from ..scores import ScoreFunction
+from ..tracing.program import Program, constant_indices
 
 
 class Programs(NamedTuple):

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from .fp8 import E4M3
+from ..fp8 import E4M3
+from ..internal.watched import is_forward_mode
+from ..kv import DTYPES, KVLayout, KVView
+from ..masks.band import Mask, refuse_mask
+from ..masks.function import MaskFunction
 from .functions import Programs
-from .internal.watched import is_forward_mode
-from .kv import DTYPES, KVLayout, KVView
-from .masks.band import Mask, refuse_mask
-from .masks.function import MaskFunction
 
 NO_BACKWARD = "cached attention has no backward; wrap the call in torch.no_grad()"
 NO_FP8_BACKWARD = "fp8 inputs have no backward; wrap the call in torch.no_grad(), or train in bf16"

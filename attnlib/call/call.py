@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .fp8 import E4M3, Descales, check_descales
+from ..fp8 import E4M3, Descales, check_descales
+from ..internal.checks import INT32, bind, is_strided, refuse_tensor
+from ..kv import KVView
+from ..masks.band import AnyMask
+from ..masks.function import GRAIN, MaskFunction
+from ..scores import Score
 from .functions import Functions, check_functions, functions_of
-from .internal.checks import INT32, bind, is_strided, refuse_tensor
-from .kv import KVView
-from .masks.band import AnyMask
-from .masks.function import GRAIN, MaskFunction
-from .scores import Score
 from .spec import AttentionSpec, describe
 
 

@@ -6,12 +6,12 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from ..fp8 import Descales
+from ..internal.watched import are_watched, is_forward_mode
+from ..kv import KVView
+from ..masks.band import Mask
+from ..rope.rope import Angles
 from .call import NO_ORIGIN, Call
-from .fp8 import Descales
-from .internal.watched import are_watched, is_forward_mode
-from .kv import KVView
-from .masks.band import Mask
-from .rope.rope import Angles
 
 # Takes q, k, v and their descales; gives the output, and the LSE where it is asked for.
 Run = Callable[[Tensor, Tensor | None, Tensor | None, Descales | None], tuple[Tensor, Tensor | None]]
