@@ -13,7 +13,8 @@ from . import scaling as scaling
 from . import scores as scores
 from .cache.kv_cache import KVCache, LayerCache
 from .cache.pages import CacheFullError, Handle
-from .dispatch import FLOP_FORMULAS, Explanation, SlowPathWarning
+from .dispatch.select import FLOP_FORMULAS, Explanation, SlowPathWarning
+from .dispatch.warnings import LayoutWarning
 from .fp8 import Fp8Inputs, quantize_fp8
 from .functional import (
     attention,
@@ -24,7 +25,6 @@ from .functional import (
     varlen_attention,
     varlen_attention_with_lse,
 )
-from .hints import LayoutWarning
 from .integrations import load
 from .kv import KVLayout, KVView
 from .layers import (

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from .call.call import Call, Dropout, Packing
-from .dispatch import Explanation
+from .dispatch.run import Asked, attend
+from .dispatch.select import Explanation
+from .dispatch.warnings import hinted
 from .fp8 import descales_of
-from .hints import hinted
 from .internal.signatures import kind
 from .kv import KVView
 from .masks.band import AnyMask
-from .running import Asked, attend
 from .scores import Score, ScoreFunction
 
 PLAIN = ("attention", "varlen_attention", "cached_attention")

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attnlib import CAUSAL, FULL, Mask, merge_states, sliding
 from attnlib.call.call import Call, Dropout, Origin, Packing, Score
-from attnlib.running import attend
+from attnlib.dispatch.run import attend
 
 MASKS = (FULL, CAUSAL, sliding(4), Mask(3, 2), Mask(None, -1, prefix=6), CAUSAL.shift(2))
 OPTIONS = {

@@ -30,6 +30,7 @@ ROOMS = {
         "cache",
         "functional",
         "dispatch",
+        "dispatch/warnings",
         "merge",
         "kv",
         "scores",
@@ -39,11 +40,20 @@ ROOMS = {
         "rope",
         "scaling",
         "fp8",
-        "hints",
         "integrations",
     },
     "finetune": {"convert", "checkpoint_files", *VALUES},
-    "parallel": {"layers", "cache", "functional", "running", "call", "storage", "packing", "sizes", *VALUES},
+    "parallel": {
+        "layers",
+        "cache",
+        "functional",
+        "dispatch/run",
+        "dispatch/storage",
+        "call",
+        "packing",
+        "sizes",
+        *VALUES,
+    },
     "convert": {
         "integrations",
         "layers",
@@ -55,13 +65,23 @@ ROOMS = {
         "own_form",
         *VALUES,
     },
-    "compat": {"layers", "cache", "functional", "running", "call", "storage", "packing", "sizes", *VALUES},
+    "compat": {
+        "layers",
+        "cache",
+        "functional",
+        "dispatch/run",
+        "dispatch/storage",
+        "call",
+        "packing",
+        "sizes",
+        *VALUES,
+    },
     "integrations": {
         "layers",
         "cache",
         "functional",
-        "running",
-        "storage",
+        "dispatch/run",
+        "dispatch/storage",
         "packing",
         "sizes",
         "checkpoint_files",
@@ -69,12 +89,13 @@ ROOMS = {
         "own_form",
         *VALUES,
     },
-    "layers": {"functional", "hints", "running", "cache", "call", *VALUES},
-    "cache": {"storage", *VALUES},
-    "functional": {"running", "dispatch", "hints", "call", *VALUES},
-    "hints": {"call", *VALUES},
-    "running": {"placements", "dispatch", "call", *VALUES},
-    "storage": {"dispatch", "call", *VALUES},
+    "layers": {"functional", "dispatch/warnings", "dispatch/run", "cache", "call", *VALUES},
+    "cache": {"dispatch/storage", *VALUES},
+    "functional": {"dispatch/run", "dispatch", "dispatch/warnings", "call", *VALUES},
+    "dispatch/warnings": {"call", *VALUES},
+    "dispatch/run": {"dispatch/placements", "dispatch", "call", *VALUES},
+    "dispatch/placements": {"call", *VALUES},
+    "dispatch/storage": {"dispatch", "call", *VALUES},
     "dispatch": {*BACKENDS, "backends", "call", "internal"},
     "backends/_triton": {
         "backends/_triton/kernels",
@@ -86,7 +107,6 @@ ROOMS = {
     "backends/_torch": {"backends", "call", *VALUES},
     "backends/_reference": {"backends", "call", "reference", *VALUES},
     "backends": {"call", *VALUES},  # what all backends share
-    "placements": {"call", *VALUES},
     "call": {*VALUES},
     "sizes": {*VALUES},
     "checkpoint_files": set(),  # below both who converts a folder and who loads it: there is one reader
@@ -99,7 +119,12 @@ ROOMS = {
 ORDER = list(ROOMS)
 # The two stores of mutable state, compiled launches and calls that are prepared; which chip a device is; and which
 # private functions of torch and Triton have passed their trials.
-KEEPERS = ({"backends/_triton/launch.py"}, {"call/cache.py", "dispatch.py"}, {"call/spec.py"}, {"internal/probes.py"})
+KEEPERS = (
+    {"backends/_triton/launch.py"},
+    {"call/cache.py", "dispatch/select.py"},
+    {"call/spec.py"},
+    {"internal/probes.py"},
+)
 # Each behind a trial on first use, or a guard of what the name is needed for.
 PRIVATE = {
     "internal/watched.py": "asks whether anybody follows operators",
@@ -150,8 +175,8 @@ def test_no_modules_import_each_other():
         ("masks/band.py", "def f():\n    import attnlib.kv"),
         ("backends/_torch/tiles.py", "from .._triton import launch"),
         ("backends/_triton/kernels/band.py", "from ..tables import LaunchConfig"),
-        ("dispatch.py", "from .backends._torch.tiles import Part"),
-        ("layers/gqa.py", "from ..storage import write_cache"),
+        ("dispatch/select.py", "from ..backends._torch.tiles import Part"),
+        ("layers/gqa.py", "from ..dispatch.storage import write_cache"),
         ("convert/checkpoint/plan.py", "from .. import heads"),
         ("convert/command.py", "from ..finetune import run"),
     ],
@@ -184,7 +209,7 @@ def test_a_training_call_climbs_at_most_once():
         layer(x).sum().backward()
     finally:
         sys.setprofile(before)
-    assert {"layers", "running", "call", "dispatch", "backends/_torch", "backends"} <= {*path}
+    assert {"layers", "dispatch/run", "call", "dispatch", "backends/_torch", "backends"} <= {*path}
     assert climbs(path) <= 1, f"q's way climbs more than once: {' -> '.join(path)}"
     assert climbs(["layers", "call", "functional", "backends", "dispatch"]) == 2
 

@@ -18,14 +18,14 @@ from attnlib import (
     cached_attention,
     explain,
     rotate,
-    running,
     sliding,
     varlen_attention,
 )
 from attnlib.backends._triton import launch
 from attnlib.call.cache import PreparedCalls
 from attnlib.call.call import Call, checked
-from attnlib.dispatch import PREFERENCE, backend_of, explanation, select
+from attnlib.dispatch import run as running
+from attnlib.dispatch.select import PREFERENCE, backend_of, explanation, select
 from attnlib.masks.ready_made import mask_tensor
 
 

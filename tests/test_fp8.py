@@ -27,7 +27,7 @@ from attnlib import (
 )
 from attnlib.backends.operators import flat, flat_over_view
 from attnlib.call.call import Call, checked
-from attnlib.dispatch import backend_of
+from attnlib.dispatch.select import backend_of
 from attnlib.fp8 import LARGEST, OF_ZEROS, Descales, rotation
 
 BACKENDS = ("reference", "torch")

@@ -23,7 +23,7 @@ from attnlib import (
     varlen_attention,
 )
 from attnlib.backends._triton import direct, launch
-from attnlib.dispatch import PREPARED
+from attnlib.dispatch.select import PREPARED
 from attnlib.internal import probes
 from attnlib.masks.ready_made import attention_sinks
 

@@ -5,7 +5,7 @@ import torch
 from helpers import Problem, assert_same_bits, make
 
 from attnlib import CAUSAL, FULL, KVLayout, KVView, Mask, attention_with_lse, cached_attention_with_lse, sliding
-from attnlib.storage import write_cache
+from attnlib.dispatch.storage import write_cache
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
 

@@ -23,7 +23,7 @@ from attnlib import (
     varlen_attention,
 )
 from attnlib.call.call import Call, Dropout, Origin, Score, checked
-from attnlib.running import packed_by_documents
+from attnlib.dispatch.run import packed_by_documents
 
 B, S, T, H = 2, 9, 14, 4
 FIRST = T - S

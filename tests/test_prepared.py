@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from attnlib import CAUSAL, FULL, attention, attention_with_lse, sliding
 from attnlib.call.cache import key_of
 from attnlib.call.call import Call, Dropout, Packing, Score
-from attnlib.dispatch import PREPARED
+from attnlib.dispatch.select import PREPARED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -5,8 +5,8 @@ from array import array
 import torch
 from torch import Tensor
 
+from ..dispatch.storage import new_schedule, update_schedule
 from ..kv import KVLayout
-from ..storage import new_schedule, update_schedule
 
 MAX_PINNED = 1 << 14  # numbers of each kind that are sent without waiting
 MAX_SPLITS = 16  # of the longest sequence, at most

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..dispatch.storage import write_cache
 from ..kv import Fresh, Held, KVLayout, KVView
 from ..ranks import Ranks
 from ..rope.rope import Angles, rotate
-from ..storage import write_cache
 from .buffer import Buffer, Schedules
 from .sequences import Request
 

@@ -7,11 +7,11 @@ from typing import NoReturn, SupportsIndex
 import torch
 from torch import Tensor
 
+from ..dispatch.storage import prepared_write, write_cache
 from ..internal.checks import is_recorded
 from ..internal.signatures import leading_to
 from ..kv import Held, KVLayout, KVView
 from ..rope.rope import Angles
-from ..storage import prepared_write, write_cache
 from .dealt import Dealt, fresh
 from .sequences import Prompt
 from .shared_prefix import SharedPrefix

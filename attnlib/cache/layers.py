@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..dispatch.storage import copy_pages
 from ..kv import KVLayout
-from ..storage import copy_pages
 from .layer_cache import LayerCache
 from .pages import StepPlan, Window
 from .sequences import Freed, Request, Sequences

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..dispatch.storage import with_memory
 from ..internal.checks import check_count
 from ..internal.signatures import kind
 from ..kv import STORES, KVLayout
 from ..ranks import Ranks
-from ..storage import with_memory
 from .buffer import split_size_of
 from .pages import Window
 from .sequences import Sequences, tokens_of

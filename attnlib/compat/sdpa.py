@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call, Dropout
+from ..dispatch.run import attend
 from ..internal.signatures import kind
 from ..masks.band import CAUSAL, FULL, AnyMask
 from ..masks.ready_made import mask_tensor
-from ..running import attend
 from ..scores import Score, ScoreFunction, bias_tensor
 
 

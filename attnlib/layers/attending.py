@@ -5,10 +5,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..call.call import Call, Dropout, Origin
+from ..dispatch.run import Asked, attend
 from ..kv import KVView
 from ..masks.band import AnyMask
 from ..masks.function import MaskFunction
-from ..running import Asked, attend
 from ..scores import Score, ScoreFunction
 from ..tracing.program import Program, Value, constant
 from .captured import own_functions

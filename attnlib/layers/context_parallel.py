@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call
-from ..running import Asked
+from ..dispatch.run import Asked
 
 if TYPE_CHECKING:  # importing it takes longer than importing this package
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..cache.kv_cache import LayerCache
 from ..call.call import Packing
-from ..hints import warn_once
+from ..dispatch.warnings import warn_once
 from ..internal.checks import are_checks_on, is_recorded, is_strided
 from ..kv import DTYPES, KVLayout, KVView
 from ..masks.band import AnyMask, Mask, refuse_mask

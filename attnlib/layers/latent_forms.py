@@ -10,11 +10,11 @@ from torch.nn.functional import pad
 
 from ..cache.sequences import Prompt
 from ..call.call import Call, Origin, Packing, Score
+from ..dispatch.run import attend
 from ..functional import varlen_attention_with_lse
 from ..kv import KVView
 from ..masks.band import FULL, AnyMask, Mask
 from ..merge import merge_states
-from ..running import attend
 from ..scores import ScoreFunction
 from .context_parallel import ContextParallel, Source, check_context_parallel
 from .positions import sequence_of

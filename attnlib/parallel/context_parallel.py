@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call
+from ..dispatch.run import Asked
 from ..internal.signatures import kind
 from ..masks.function import MaskFunction
 from ..ranks import check_mesh
-from ..running import Asked
 from ..scores import ScoreFunction
 from .costs import NVLINK, costs_of
 from .gather import gather

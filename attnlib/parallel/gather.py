@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call
-from ..running import Asked, attend
+from ..dispatch.run import Asked, attend
 from .pieces import piece_of, seen, whole_of
 from .sharding import Range, Sharing, unshard
 from .source import Source

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call, Origin
+from ..dispatch.run import Asked, attend
 from ..masks.band import Mask
-from ..running import Asked, attend
 from .exchange import exchanged
 from .sharding import Sharing, dealt, joined
 from .source import Source

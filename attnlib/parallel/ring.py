@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..call.call import Call, PieceGradients
-from ..running import Asked, attend, gradients
+from ..dispatch.run import Asked, attend, gradients
 from .accumulation import State, Sum
 from .exchange import Passing, passed_on
 from .pieces import Piece, pieces_of, whole_of

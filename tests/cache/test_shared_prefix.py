@@ -22,7 +22,6 @@ from attnlib import (
     Rope,
     cached_attention,
     explain,
-    running,
     sliding,
 )
 from attnlib import cached_attention_with_lse as attend
@@ -30,6 +29,7 @@ from attnlib.cache import shared_prefix
 from attnlib.cache.pages import Holding
 from attnlib.cache.shared_prefix import PrefixGroup, prefix_groups
 from attnlib.call.call import checked
+from attnlib.dispatch import run as running
 
 HEADS, SIZE, MOST = 4, 2, 24
 GROUPED = KVLayout.grouped(2, 4, 3, dtype=torch.float64)

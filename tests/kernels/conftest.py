@@ -7,7 +7,7 @@ from kernel_helpers import INTERPRETED
 from quick_interpreter import quick_interpreter
 
 from attnlib.backends._triton.launch import planned
-from attnlib.dispatch import PREPARED
+from attnlib.dispatch.select import PREPARED
 
 
 @pytest.fixture(autouse=True, scope="session")

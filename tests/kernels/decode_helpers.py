@@ -16,7 +16,7 @@ from attnlib.backends._triton import decode_tables
 from attnlib.backends._triton import schedule as triton_schedule
 from attnlib.backends._triton.launch import planned
 from attnlib.backends._triton.tables import LaunchConfig
-from attnlib.storage import new_schedule, update_schedule
+from attnlib.dispatch.storage import new_schedule, update_schedule
 
 NAN = {torch.int8: 0x80, torch.float8_e4m3fn: 0x7F}  # -128, beside a scale of NaN
 GARBAGE = torch.tensor([2**31 - 1, -1, -(2**31), 2147480000, -123456, 1 << 20], dtype=torch.int32)

@@ -17,8 +17,8 @@ from attnlib import KVCache, KVLayout, KVView, Rope, rotate
 from attnlib.backends import _torch
 from attnlib.backends._triton import writes as triton_writes
 from attnlib.cache import layer_cache
+from attnlib.dispatch.storage import write_cache
 from attnlib.rope.rope import Angles
-from attnlib.storage import write_cache
 
 WRITE = torch.ops.attnlib.triton_write
 PAGES, SIZE = 5, 4

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnlib import CAUSAL, FULL, KVCache, KVLayout, KVView, cached_attention, sliding
 from attnlib import cached_attention_with_lse as attend
-from attnlib.dispatch import PREPARED
+from attnlib.dispatch.select import PREPARED
 
 if INTERPRETED:
     pytest.skip("needs a GPU", allow_module_level=True)

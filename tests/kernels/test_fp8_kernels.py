@@ -26,7 +26,7 @@ from attnlib.backends._triton import hopper_tables
 from attnlib.backends.operators import flat, flat_over_view
 from attnlib.call.cache import key_of
 from attnlib.call.call import Call, checked
-from attnlib.dispatch import PREPARED
+from attnlib.dispatch.select import PREPARED
 from attnlib.fp8 import Descales
 
 MASKS = (FULL, CAUSAL, sliding(100), Mask(150), Mask(None, 0, 40), CAUSAL.shift(-70), CAUSAL.shift(30))

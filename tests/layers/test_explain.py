@@ -5,8 +5,9 @@ from unittest import mock
 import pytest
 import torch
 
-from attnlib import CAUSAL, GroupedQueryAttention, KVCache, MultiHeadLatentAttention, Rope, explain, running, sliding
+from attnlib import CAUSAL, GroupedQueryAttention, KVCache, MultiHeadLatentAttention, Rope, explain, sliding
 from attnlib.call.call import checked
+from attnlib.dispatch import run as running
 
 LATENT = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 LAYERS = {

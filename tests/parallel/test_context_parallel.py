@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnlib import CAUSAL, FIRST_QUERY, attention, explain, mask_mod
 from attnlib.call.call import Call
+from attnlib.dispatch.run import Asked
 from attnlib.masks.ready_made import documents
 from attnlib.parallel import (
     ContextParallel,
@@ -28,7 +29,6 @@ from attnlib.parallel import (
 from attnlib.parallel.context_parallel import FORMS
 from attnlib.parallel.sharding import dealt, joined, starts_of
 from attnlib.parallel.source import Source
-from attnlib.running import Asked
 from attnlib.scores import bias_tensor
 
 FUNCTIONS = (context_attention, gather_attention, head_attention, ring_attention)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from attnlib import CAUSAL, FULL, Mask, attention, merge_states, sliding, varlen_attention
 from attnlib.call.call import Call, Dropout, Packing, Score
+from attnlib.dispatch.run import attend, gradients
 from attnlib.parallel.pieces import pieces_of, whole_of
 from attnlib.parallel.sharding import Range
-from attnlib.running import attend, gradients
 
 TOKENS = 48
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ...call.call import Call, Dropout
+from ...dispatch.run import attend
 from ...functional import cached_attention_with_lse, varlen_attention_with_lse
 from ...internal.signatures import kind
-from ...running import attend
 from ...scores import Score
 from .kv_cache import band, flash_lse, pages_of
 from .kv_cache import flash_attn_with_kvcache as flash_attn_with_kvcache

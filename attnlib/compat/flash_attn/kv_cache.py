@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
+from ...dispatch.storage import write_cache
 from ...functional import cached_attention_with_lse
 from ...internal.signatures import kind
 from ...kv import KVLayout, KVView
 from ...masks.band import Mask
 from ...rope.rope import Angles, rotate
-from ...storage import write_cache
 
 
 @kind

@@ -8,14 +8,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .backends import _reference, _torch, _triton, flops
-from .call.cache import PreparedCalls, Run
-from .call.call import Call, PieceGradients
-from .call.spec import AttentionSpec
-from .internal.probes import ANSWERS, NotNow, is_first
-from .internal.signatures import leading_to
+from ..backends import _reference, _torch, _triton, flops
+from ..call.cache import PreparedCalls, Run
+from ..call.call import Call, PieceGradients
+from ..call.spec import AttentionSpec
+from ..internal.probes import ANSWERS, NotNow, is_first
+from ..internal.signatures import leading_to
 
-INSIDE = (f"{__package__}.", "torch.")
+INSIDE = ("attnlib.", "torch.")
 FIRST_CALL = "the first call"
 UNTRIED = "cannot be tried here"
 REMEDY = "to do: update attnlib, or install versions of torch and Triton that it is tested with (docs/versioning.md)"
@@ -30,7 +30,7 @@ class Backend(Protocol):
     ``gradients`` are those of a piece of a larger call, from that one's dout, output and LSE at the queries of the
     piece; and ``prepare`` gives a quicker way to run a call again, or None. ``variant`` names the kernels that would
     run it, where there are several; else it is empty. ``cannot_store`` lists why tokens of a dtype cannot be stored on
-    a device; the rest does what :mod:`attnlib.storage` says of it, ``peer_memory`` for a group.
+    a device; the rest does what :mod:`attnlib.dispatch.storage` says of it, ``peer_memory`` for a group.
     """
 
     unsupported: Callable[[AttentionSpec], list[str]]

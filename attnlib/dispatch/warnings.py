@@ -6,13 +6,13 @@ from types import FrameType
 
 import torch
 
-from .call.call import Call
-from .internal.checks import is_strided
-from .masks.band import FULL, AnyMask
+from ..call.call import Call
+from ..internal.checks import is_strided
+from ..masks.band import FULL, AnyMask
 
 HEADS = 256  # more than any model has
 FEW = 4  # queries; a step that decodes fewer has more heads than queries by right
-INSIDE = f"{__package__}."
+INSIDE = "attnlib."
 
 
 class LayoutWarning(UserWarning):

@@ -5,14 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .call.cache import key_of
-from .call.call import NO_ORIGIN, Call, Origin, Packing, PieceGradients, checked
-from .dispatch import PREPARED, Explanation, explained, select
-from .internal.checks import are_checks_on, is_strided, refuse_tensor
-from .kv import Held
-from .masks.band import FULL, Mask
-from .merge import merge_states
+from ..call.cache import key_of
+from ..call.call import NO_ORIGIN, Call, Origin, Packing, PieceGradients, checked
+from ..internal.checks import are_checks_on, is_strided, refuse_tensor
+from ..kv import Held
+from ..masks.band import FULL, Mask
+from ..merge import merge_states
 from .placements import Sharing, local_call
+from .select import PREPARED, Explanation, explained, select
 
 
 class CallPlan(NamedTuple):

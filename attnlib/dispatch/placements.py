@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .call.call import Call, Dropout, bound
-from .fp8 import Descales
-from .masks.function import MaskFunction
-from .scores import ScoreFunction
+from ..call.call import Call, Dropout, bound
+from ..fp8 import Descales
+from ..masks.function import MaskFunction
+from ..scores import ScoreFunction
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .call.cache import Key, Write
-from .dispatch import PREPARED, storing
-from .internal.checks import are_checks_on, check_slots
-from .kv import KVLayout, KVView
-from .ranks import Ranks
-from .rope.rope import Angles
+from ..call.cache import Key, Write
+from ..internal.checks import are_checks_on, check_slots
+from ..kv import KVLayout, KVView
+from ..ranks import Ranks
+from ..rope.rope import Angles
+from .select import PREPARED, storing
 
 
 def write_cache(
