@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlib.own_form import GroupedForm, LatentForm, base_of, is_own, layers_of, own_config
+from attnlib.models.own_form import GroupedForm, LatentForm, base_of, is_own, layers_of, own_config
 
 LATENT = {
     "kv_lora_rank": 8,

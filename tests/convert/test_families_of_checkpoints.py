@@ -36,8 +36,8 @@ from attnlib.convert.checkpoint.names import split
 from attnlib.convert.checkpoint.source_rope import rope_of
 from attnlib.convert.heads.converter import grouped
 from attnlib.convert.text.layerwise import TextCalibration
-from attnlib.families import STORED, Sizes
 from attnlib.integrations.transformers.families import FAMILIES
+from attnlib.models.families import STORED, Sizes
 
 FEWER = [kind for kind in ALL if kind not in MADE_OF_HEADS]
 

@@ -25,7 +25,7 @@ from attnlib import CAUSAL, FULL, MultiHeadAttention
 from attnlib.convert.checkpoint import CheckpointError, convert, identity
 from attnlib.convert.checkpoint.layer import LayerShape
 from attnlib.convert.checkpoint.names import family_of, find_layers, join, split, text_of
-from attnlib.families import STORED
+from attnlib.models.families import STORED
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER = SIZES | {"num_key_value_heads": 4, "intermediate_size": 40, "head_dim": 8}

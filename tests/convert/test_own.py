@@ -21,7 +21,7 @@ from attnlib.convert.own import latent
 from attnlib.convert.own.allotment import allot
 from attnlib.convert.own.sizes import cache_bytes
 from attnlib.integrations.transformers import PagedCache
-from attnlib.own_form import layers_of
+from attnlib.models.own_form import layers_of
 
 NORMED = ("qwen3", "qwen3_moe", "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere")  # or with a softcap
 LATENT_KINDS = tuple(kind for kind in DECODERS if kind not in NORMED)

@@ -22,7 +22,7 @@ from attnlib.convert.text import layerwise
 from attnlib.convert.text.layers import Layers
 from attnlib.convert.text.layerwise import TextCalibration
 from attnlib.convert.text.tokens import read_text, tokens_of
-from attnlib.families import STORED
+from attnlib.models.families import STORED
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from attnlib import checkpoint_files
 from attnlib.checkpoint_files.folder import CONFIG, INDEX, WEIGHTS, _weight_map
 from attnlib.convert import CheckpointError
 from attnlib.finetune import folders
-from attnlib.own_form import GroupedForm, LatentForm, own_config
+from attnlib.models.own_form import GroupedForm, LatentForm, own_config
 
 LAYERS, GENERATION = 2, "generation_config.json"
 SHARDS = tuple(f"model-{n}-of-2.safetensors" for n in (1, 2))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ...internal.signatures import kind
-from ...own_form import LayerForm
+from ...models.own_form import LayerForm
 
 
 @kind

@@ -8,9 +8,9 @@ import torch
 from ...checkpoint_files.config import require_unpacked, without_code
 from ...checkpoint_files.folder import CONFIG, Checkpoint
 from ...checkpoint_files.header import Entry
-from ...families import Stored
 from ...kv import DTYPES, KVLayout
-from ...own_form import GroupedForm, LayerForm, is_own, layers_of
+from ...models.families import Stored
+from ...models.own_form import GroupedForm, LayerForm, is_own, layers_of
 from .errors import CheckpointError
 from .layer import LayerShape
 from .names import PARAMETERS, TEXT, Layer, family_of, find_layers, text_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...families import SEEING, STORED, Stored, fused, parted
+from ...models.families import SEEING, STORED, Stored, fused, parted
 from .errors import CheckpointError
 from .layer import LayerShape
 

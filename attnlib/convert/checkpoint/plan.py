@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...checkpoint_files.folder import CONFIG
 from ...checkpoint_files.header import Entry, make_header
-from ...own_form import LayerForm, is_own
+from ...models.own_form import LayerForm, is_own
 from .errors import CheckpointError, VerificationError
 from .layer import ConvertedLayer, ConverterByLayer, LayerConverter
 from .model import Model, check_layer, edit_config, is_latent, shape_of

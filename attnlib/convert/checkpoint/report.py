@@ -6,7 +6,7 @@ The same request gives the same bytes: there is no time, no duration and no path
 import math
 from collections.abc import Mapping
 
-from ...own_form import base_of, is_own
+from ...models.own_form import base_of, is_own
 from .model import Model, token_bytes
 from .names import TEXT
 from .plan import Plan

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from ...checkpoint_files.folder import CONFIG
-from ...families import Stored
+from ...models.families import Stored
 from ...rope.rope import Rope
 from ...rope.scaling import scaling_of
 from .errors import CheckpointError

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ...checkpoint_files.folder import CONFIG
-from ...families import STORED
 from ...kv import DTYPES
+from ...models.families import STORED
 from ...rope.rope import Rope
 from ...rope.scaling import Linear, Llama3, YaRN
 from ..calibration import Calibration

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ...own_form import GroupedForm
+from ...models.own_form import GroupedForm
 from ..checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
 from ..heads.converter import grouped
 from ..heads.grouping import neighbours

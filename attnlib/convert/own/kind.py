@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint_files.config import without_code
-from ...own_form import INNER, LayerForm, own_config
+from ...models.own_form import INNER, LayerForm, own_config
 from ..calibration import Calibration
 from ..checkpoint.layer import ConvertedLayer, ConverterByLayer, LayerShape
 from ..checkpoint.model import Model, layout_of

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...own_form import LatentForm
+from ...models.own_form import LatentForm
 from ..calibration import fitting
 from ..checkpoint.layer import ConvertedLayer, LayerShape
 from ..checkpoint.source_rope import rope_of

@@ -110,7 +110,7 @@ def cache_bytes(asked: str, whole: int) -> int:
 def require_loadable(kind: Kind, sizes: Sequence[int]) -> None:
     """Raises RequestError unless :func:`attnlib.load` knows the model, and layers of these sizes for it."""
     from ...integrations.transformers.own import config_from
-    from ...own_form import own_config
+    from ...models.own_form import own_config
 
     said = own_config(kind.model.checkpoint.config, [*map(kind.form, kind.model.layers, sizes)])
     try:

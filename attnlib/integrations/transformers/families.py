@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ...families import GROUPED, NORMED, STORED, Stored, alike
+from ...models.families import GROUPED, NORMED, STORED, Stored, alike
 from ...rope.scaling import Temperature
 from .norms import HeadLayerNorm, HeadRMSNorm, OffsetRMSNorm, PlainRMSNorm, WideRMSNorm
 

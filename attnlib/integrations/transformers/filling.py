@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...checkpoint_files import Checkpoint, CheckpointError, StoredTensor
 from ...checkpoint_files.finite import count_nonfinite
 from ...checkpoint_files.folder import CONFIG
-from ...own_form import INNER
+from ...models.own_form import INNER
 
 SLACK = 2**22  # elements that a folder may lack, so that a missing weight is named, and buffers that none holds
 

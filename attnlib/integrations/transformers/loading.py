@@ -19,7 +19,7 @@ from ...checkpoint_files.config import plain_config
 from ...checkpoint_files.folder import CONFIG, GENERATION
 from ...checkpoint_files.plain_json import dump, parse_object
 from ...checkpoint_files.private import private_folder
-from ...own_form import base_of, is_own
+from ...models.own_form import base_of, is_own
 from .building import family_of
 from .families import FAMILIES
 from .filling import Filled, require_room

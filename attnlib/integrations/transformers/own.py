@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ...layers import GroupedQueryAttention, MultiHeadLatentAttention
-from ...own_form import GroupedForm, LatentForm, LayerForm, base_of, layers_of, own_config
+from ...models.own_form import GroupedForm, LatentForm, LayerForm, base_of, layers_of, own_config
 from ...rope.selected import select
 from .building import family_of, layer_from, rope_of
 from .families import Family

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...families import fused, parted
+from ...models.families import fused, parted
 from .families import Family
 
 PARAMETERS = ("weight", "bias")
