@@ -9,7 +9,7 @@ import torch
 from hypothesis import Phase, is_hypothesis_test, settings
 from shares import covering, is_of_share
 
-from attnlib.backends._triton import direct
+from attnlib.backends._triton.launching import direct
 from attnlib.internal import probes
 
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)

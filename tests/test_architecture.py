@@ -117,7 +117,7 @@ ORDER = list(ROOMS)
 # The two stores of mutable state, compiled launches and calls that are prepared; which chip a device is; and which
 # private functions of torch and Triton have passed their trials.
 KEEPERS = (
-    {"backends/_triton/launch.py"},
+    {"backends/_triton/launching/launch.py"},
     {"call/cache.py", "dispatch/select.py"},
     {"call/spec.py"},
     {"internal/probes.py"},
@@ -126,8 +126,8 @@ KEEPERS = (
 PRIVATE = {
     "internal/watched.py": "asks whether anybody follows operators",
     "internal/torch_questions.py": "tries what answers that",
-    "backends/_triton/direct.py": "asks for the current device and stream, to start a compiled kernel",
-    "backends/_triton/peers.py": "lets GPUs write into each other's memory, for which torch has no public name yet",
+    "backends/_triton/launching/direct.py": "asks for the current device and stream, to start a compiled kernel",
+    "backends/_triton/decode/peers.py": "lets GPUs write into each other's memory, which no public name of torch does",
     "backends/_torch/fused.py": "calls ATen's fused CPU attention, whose backward has no public name",
 }
 
@@ -171,7 +171,7 @@ def test_no_modules_import_each_other():
         ("call/call.py", "from ..dispatch import select"),
         ("masks/band.py", "def f():\n    import attnlib.kv"),
         ("backends/_torch/tiles.py", "from .._triton import launch"),
-        ("backends/_triton/kernels/band.py", "from ..tables import LaunchConfig"),
+        ("backends/_triton/kernels/band.py", "from ..dense.tables import LaunchConfig"),
         ("dispatch/select.py", "from ..backends._torch.tiles import Part"),
         ("layers/gqa.py", "from ..dispatch.storage import write_cache"),
         ("convert/checkpoint/plan.py", "from .. import heads"),

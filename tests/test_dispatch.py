@@ -21,7 +21,7 @@ from attnlib import (
     sliding,
     varlen_attention,
 )
-from attnlib.backends._triton import launch
+from attnlib.backends._triton.launching import launch
 from attnlib.call.cache import PreparedCalls
 from attnlib.call.call import Call, checked
 from attnlib.dispatch import run as running

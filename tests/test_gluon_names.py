@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from attnlib.backends._triton import gluon_names
-from attnlib.backends._triton.gluon_names import GLUON, HOPPER, NAMES, missing_names
+from attnlib.backends._triton.launching import gluon_names
+from attnlib.backends._triton.launching.gluon_names import GLUON, HOPPER, NAMES, missing_names
 
 pytest.importorskip("triton")
-KERNELS = sorted((Path(gluon_names.__file__).parent / "kernels" / "hopper").glob("*.py"))
+KERNELS = sorted((Path(gluon_names.__file__).parents[1] / "kernels" / "hopper").rglob("*.py"))
 PROBED = "triton.experimental.", "triton.language.extra."  # the rest the generic kernels use too
 METHODS = f"{GLUON}.shared_memory_descriptor", f"{GLUON}.tensor"
 

@@ -22,7 +22,7 @@ from attnlib import (
     sliding,
     varlen_attention,
 )
-from attnlib.backends._triton import direct, launch
+from attnlib.backends._triton.launching import direct, launch
 from attnlib.dispatch.select import PREPARED
 from attnlib.internal import probes
 from attnlib.masks.ready_made import attention_sinks

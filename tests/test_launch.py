@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 
-from attnlib.backends._triton import hopper_tables, tables
-from attnlib.backends._triton.tables import DenseCase
+from attnlib.backends._triton.dense import hopper_tables, tables
+from attnlib.backends._triton.dense.tables import DenseCase
 
 SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one program may take, by sm
 

@@ -136,7 +136,9 @@ def test_a_planted_wide_function_is_found():
     many, twelve = (", ".join(f"x{n}" for n in range(count)) for count in (13, 12))
     kernels = f"def entry({many}): pass\ndef device({many}): pass\ndef narrow({twelve}): pass"
     host = f"from .kernels.decode import entry\ndef f({twelve}): pass\nclass A:\n    def __init__(self, {twelve}): pass"
-    found = wide_functions([Source(f"{KERNELS}decode.py", kernels), Source("backends/_triton/cached.py", host)])
+    found = wide_functions(
+        [Source(f"{KERNELS}decode.py", kernels), Source("backends/_triton/decode/operators.py", host)]
+    )
     assert [line.split()[1] for line in found] == ["device", "f", "__init__"]
     layer = Source(
         "layers/gqa.py", f"class A:\n    def __init__(self, {twelve}): pass\n    def other(self, {many}): pass"

@@ -12,8 +12,8 @@ from tempfile import NamedTemporaryFile
 from types import MappingProxyType
 from typing import NamedTuple
 
-from attnlib.backends._triton.launch import Launch
-from attnlib.backends._triton.variants import ROWS
+from attnlib.backends._triton.dense.hopper import ROWS
+from attnlib.backends._triton.launching.launch import Launch
 from attnlib.internal.checks import INT32
 
 from .cached_builds import AnyBuild

@@ -6,11 +6,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from attnlib.backends._triton import backend, cached, decode_shapes, plans, schedule, variants, writes
-from attnlib.backends._triton.launch import Launch, planned
-from attnlib.backends._triton.plans import Key, key_of, layout
-from attnlib.backends._triton.programs import captured
-from attnlib.backends._triton.writes import write_cache
+from attnlib.backends._triton import backend
+from attnlib.backends._triton.decode import operators as cached
+from attnlib.backends._triton.decode import schedule, writes
+from attnlib.backends._triton.decode import shapes as decode_shapes
+from attnlib.backends._triton.decode.writes import write_cache
+from attnlib.backends._triton.dense import hopper as variants
+from attnlib.backends._triton.dense import shapes as plans
+from attnlib.backends._triton.dense.shapes import Key, key_of, layout
+from attnlib.backends._triton.functions.programs import captured
+from attnlib.backends._triton.launching.launch import Launch, planned
 from attnlib.backends.operators import TENSORS, Arguments, count_learnt
 from attnlib.cache.buffer import split_size_of
 from attnlib.call.call import Call, Score, checked

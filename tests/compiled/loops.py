@@ -11,9 +11,9 @@ from itertools import permutations
 from types import MappingProxyType
 from typing import NamedTuple
 
-from attnlib.backends._triton.hopper_tables import for_version
-from attnlib.backends._triton.launch import Launch
-from attnlib.backends._triton.variants import triton_version
+from attnlib.backends._triton.dense.hopper import triton_version
+from attnlib.backends._triton.dense.hopper_tables import for_version
+from attnlib.backends._triton.launching.launch import Launch
 
 LINE = re.compile(
     r"^(?:(?P<label>\.L_\w+):|\s*/\*[0-9a-f]{4,}\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<code>[A-Z][^;]*?)\s*;)", re.MULTILINE

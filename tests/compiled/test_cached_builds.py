@@ -17,10 +17,10 @@ from compiled.cached_builds import (
 from compiled.chipless import binary, distinct
 from compiled.launches import DTYPES, prepared
 
-from attnlib.backends._triton import decode_tables
-from attnlib.backends._triton import schedule as triton_schedule
-from attnlib.backends._triton.launch import Launch, planned
-from attnlib.backends._triton.tables import LaunchConfig
+from attnlib.backends._triton.decode import schedule as triton_schedule
+from attnlib.backends._triton.decode import tables as decode_tables
+from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.launching.launch import Launch, planned
 
 pytest.importorskip("triton")
 

@@ -18,9 +18,9 @@ from compiled.page import PAGE, committed, regressions, section, shortfall, writ
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnlib.backends._triton import tables
-from attnlib.backends._triton.launch import planned
-from attnlib.backends._triton.tables import LaunchConfig
+from attnlib.backends._triton.dense import tables
+from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.launching.launch import planned
 
 BUILD = Build("forward", 90, (128, 128))
 BINARY = Binary("128 x 64, 8 warps, 3 stages", 255, 24, 160 << 10, 0, 8)

@@ -6,7 +6,7 @@ import pytest
 from kernel_helpers import INTERPRETED
 from quick_interpreter import quick_interpreter
 
-from attnlib.backends._triton.launch import planned
+from attnlib.backends._triton.launching.launch import planned
 from attnlib.dispatch.select import PREPARED
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from attnlib import CAUSAL, KVLayout, KVView, Mask, cached_attention_with_lse
 from attnlib.backends._torch.pages import quantise
-from attnlib.backends._triton import decode_tables
-from attnlib.backends._triton import schedule as triton_schedule
-from attnlib.backends._triton.launch import planned
-from attnlib.backends._triton.tables import LaunchConfig
+from attnlib.backends._triton.decode import schedule as triton_schedule
+from attnlib.backends._triton.decode import tables as decode_tables
+from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.launching.launch import planned
 from attnlib.dispatch.storage import new_schedule, update_schedule
 
 NAN = {torch.int8: 0x80, torch.float8_e4m3fn: 0x7F}  # -128, beside a scale of NaN

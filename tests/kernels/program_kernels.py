@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from program_cases import MASKS, SCORES, program_of
 
-from attnlib.backends._triton.launch import planned
-from attnlib.backends._triton.programs import derivative_of, function_of, gradients_of, learned, tables
-from attnlib.backends._triton.ranges import Bounds
+from attnlib.backends._triton.functions.programs import derivative_of, function_of, gradients_of, learned, tables
+from attnlib.backends._triton.functions.ranges import Bounds
+from attnlib.backends._triton.launching.launch import planned
 from attnlib.tracing.trace import FIRST_QUERY
 
 

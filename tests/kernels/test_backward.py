@@ -6,7 +6,7 @@ from helpers import OPTIONS, assert_same_bits, make
 from kernel_helpers import DEVICE, INTERPRETED, assert_both
 
 from attnlib import CAUSAL, FULL, Mask, attention, explain, sliding, varlen_attention
-from attnlib.backends._triton import tables
+from attnlib.backends._triton.dense import tables
 
 DTYPES = (torch.float32, torch.float16) + (() if INTERPRETED else (torch.bfloat16,))
 SMALL = tables.LaunchConfig(16, 32, 1, 4)

@@ -18,9 +18,9 @@ from attnlib import (
     varlen_attention,
     varlen_attention_with_lse,
 )
-from attnlib.backends._triton import plans as triton_plans
-from attnlib.backends._triton.launch import planned
-from attnlib.backends._triton.tables import LaunchConfig
+from attnlib.backends._triton.dense import shapes as triton_plans
+from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.launching.launch import planned
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnlib import KVCache, KVLayout, KVView, Rope, rotate
 from attnlib.backends import _torch
-from attnlib.backends._triton import writes as triton_writes
+from attnlib.backends._triton.decode import writes as triton_writes
 from attnlib.cache import layer_cache
 from attnlib.dispatch.storage import write_cache
 from attnlib.rope.rope import Angles

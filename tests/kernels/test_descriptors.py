@@ -6,9 +6,9 @@ from helpers import assert_same_bits
 from kernel_helpers import DEVICE
 
 from attnlib import CAUSAL, FULL, attention_with_lse, sliding, varlen_attention_with_lse
-from attnlib.backends._triton import plans as triton_plans
-from attnlib.backends._triton import tables
-from attnlib.backends._triton.launch import planned
+from attnlib.backends._triton.dense import shapes as triton_plans
+from attnlib.backends._triton.dense import tables
+from attnlib.backends._triton.launching.launch import planned
 
 
 def gradients(tensors, tma, monkeypatch, mask, cu=None):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernel_helpers import DEVICE, INTERPRETED, assert_forward, solve
 
 from attnlib import CAUSAL, FULL, Mask, attention_with_lse, sliding, varlen_attention_with_lse
-from attnlib.backends._triton import tables
+from attnlib.backends._triton.dense import tables
 
 # The interpreter multiplies bf16 by its bit patterns.
 DTYPES = (torch.float32, torch.float16) + (() if INTERPRETED else (torch.bfloat16,))

@@ -22,7 +22,7 @@ from attnlib import (
     sliding,
     varlen_attention_with_lse,
 )
-from attnlib.backends._triton import hopper_tables
+from attnlib.backends._triton.dense import hopper_tables
 from attnlib.backends.operators import flat, flat_over_view
 from attnlib.call.cache import key_of
 from attnlib.call.call import Call, checked

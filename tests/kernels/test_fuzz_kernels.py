@@ -6,11 +6,12 @@ import pytest
 from fuzz.cases import failures
 from kernel_helpers import INTERPRETED
 
-from attnlib.backends._triton import decode_shapes, sources
-from attnlib.backends._triton import plans as triton_plans
-from attnlib.backends._triton.dense import Dense
-from attnlib.backends._triton.launch import planned
-from attnlib.backends._triton.ranges import Range
+from attnlib.backends._triton.decode import shapes as decode_shapes
+from attnlib.backends._triton.dense import shapes as triton_plans
+from attnlib.backends._triton.dense.operators import Dense
+from attnlib.backends._triton.functions import sources
+from attnlib.backends._triton.functions.ranges import Range
+from attnlib.backends._triton.launching.launch import planned
 from attnlib.tracing.program import Value
 
 DEVICE = "interpreter" if INTERPRETED else "cuda"

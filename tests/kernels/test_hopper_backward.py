@@ -6,7 +6,7 @@ from helpers import assert_same_bits, make
 from kernel_helpers import INTERPRETED, assert_both, wait_for
 
 from attnlib import CAUSAL, FULL, Mask, attention, attention_with_lse, explain, sliding, varlen_attention_with_lse
-from attnlib.backends._triton import hopper_tables
+from attnlib.backends._triton.dense import hopper_tables
 
 IS_HOPPER = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs an sm_90")

@@ -9,8 +9,9 @@ from helpers import assert_same_bits
 from kernel_helpers import DEVICE, INTERPRETED
 
 from attnlib import CAUSAL, FULL, KVLayout, Mask, sliding
-from attnlib.backends._triton import cached, decode_tables
-from attnlib.backends._triton.launch import planned
+from attnlib.backends._triton.decode import operators as cached
+from attnlib.backends._triton.decode import tables as decode_tables
+from attnlib.backends._triton.launching.launch import planned
 from attnlib.backends.operators import flat_over_view
 from attnlib.call.call import Call as Attention
 from attnlib.call.call import checked

@@ -6,10 +6,13 @@ from function_cases import MASK_NAMES, by_definition, close, functions, loss, na
 from kernel_helpers import DEVICE
 
 from attnlib import CAUSAL, FULL, attention, attention_with_lse, mask_mod, sliding, varlen_attention_with_lse
-from attnlib.backends._triton import backend, mask_tiles, passes, tables, variants
-from attnlib.backends._triton.plans import DenseShapes
-from attnlib.backends._triton.programs import captured
-from attnlib.backends._triton.tables import LaunchConfig
+from attnlib.backends._triton import backend
+from attnlib.backends._triton.dense import generic as passes
+from attnlib.backends._triton.dense import hopper as variants
+from attnlib.backends._triton.dense import mask_tiles, tables
+from attnlib.backends._triton.dense.shapes import DenseShapes
+from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.functions.programs import captured
 from attnlib.backends.operators import flat
 from attnlib.call.call import Call, Packing, checked
 

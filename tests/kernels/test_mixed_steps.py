@@ -9,9 +9,9 @@ from helpers import assert_same_bits
 from kernel_helpers import DEVICE, INTERPRETED
 
 from attnlib import CAUSAL, FULL, KVLayout, Mask, sliding
-from attnlib.backends._triton import cached as triton_cached
-from attnlib.backends._triton.decode_shapes import DecodeShapes
-from attnlib.backends._triton.tables import LaunchConfig
+from attnlib.backends._triton.decode import operators as triton_cached
+from attnlib.backends._triton.decode.shapes import DecodeShapes
+from attnlib.backends._triton.dense.tables import LaunchConfig
 from attnlib.backends.operators import flat_over_view
 from attnlib.call.call import Call as Attention
 from attnlib.call.call import checked

@@ -5,7 +5,7 @@ import torch
 from kernel_helpers import DEVICE
 from torch import Tensor
 
-from attnlib.backends._triton.peers import PeerMemory
+from attnlib.backends._triton.decode.peers import PeerMemory
 
 BYTES = 1 << 16
 

@@ -16,8 +16,8 @@ from program_cases import FLOATS, MASKS, SCORES, Case, Tile, program_of
 from program_kernels import of_mask, of_score
 from torch import Tensor
 
-from attnlib.backends._triton.programs import derivative_of, function_of, gradients_of, learned, tables
-from attnlib.backends._triton.ranges import Bounds
+from attnlib.backends._triton.functions.programs import derivative_of, function_of, gradients_of, learned, tables
+from attnlib.backends._triton.functions.ranges import Bounds
 from attnlib.tracing.program import Program
 from attnlib.tracing.trace import FIRST_QUERY
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from kernel_helpers import DEVICE, INTERPRETED
 
-from attnlib.backends._triton import decode_tables
-from attnlib.backends._triton import schedule as triton_schedule
-from attnlib.backends._triton.decode_tables import ENTRY, FINEST, GRANULARITY, HALVINGS
-from attnlib.backends._triton.launch import planned
+from attnlib.backends._triton.decode import schedule as triton_schedule
+from attnlib.backends._triton.decode import tables as decode_tables
+from attnlib.backends._triton.decode.tables import ENTRY, FINEST, GRANULARITY, HALVINGS
+from attnlib.backends._triton.launching.launch import planned
 
 END = 2**31 - 1  # of a last part, whose sequence may grow
 

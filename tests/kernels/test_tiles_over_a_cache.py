@@ -8,9 +8,10 @@ from function_cases import MASK_NAMES, close, functions
 from kernel_helpers import DEVICE
 
 from attnlib import CAUSAL, KVCache, KVLayout, cached_attention_with_lse, mask_mod
-from attnlib.backends._triton import decode_tables, tables
-from attnlib.backends._triton.launch import planned
-from attnlib.backends._triton.tables import LaunchConfig
+from attnlib.backends._triton.decode import tables as decode_tables
+from attnlib.backends._triton.dense import tables
+from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.launching.launch import planned
 from attnlib.masks.ready_made import attention_sinks
 
 SIZES = [(16, 16, 16), (32, 16, 32), (16, 64, 16), (64, 32, 32)]  # rows and keys of a tile, and of what is told apart

@@ -7,14 +7,14 @@ from ...call.call import Call, PieceGradients
 from ...call.spec import AttentionSpec
 from ...fp8 import E4M3
 from ...internal import watched
-from . import launch
-from .cached import Cached
-from .dense import Dense
-from .launch import against
-from .peers import peer_memory
-from .schedule import new_schedule, update_schedule
-from .tables import WIDEST, WIDEST_BACKWARD, WIDEST_VALUE
-from .writes import cannot_store, write_cache
+from .decode.operators import Cached
+from .decode.peers import peer_memory
+from .decode.schedule import new_schedule, update_schedule
+from .decode.writes import cannot_store, write_cache
+from .dense.operators import Dense
+from .dense.tables import WIDEST, WIDEST_BACKWARD, WIDEST_VALUE
+from .launching import launch
+from .launching.launch import against
 
 
 class TritonBackend:

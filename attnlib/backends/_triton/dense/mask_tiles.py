@@ -3,11 +3,11 @@
 from math import prod
 from typing import NamedTuple
 
-from ...tracing.program import Program
+from ....tracing.program import Program
+from ..decode.shapes import DecodeShapes
+from ..launching.launch import Launch
 from . import tables
-from .decode_shapes import DecodeShapes
-from .launch import Launch
-from .plans import DenseShapes
+from .shapes import DenseShapes
 from .tables import LaunchConfig
 
 
@@ -26,7 +26,7 @@ def states(x: DenseShapes) -> Launch:
 
 def classify(shape: tuple[int, ...], queries: int, arguments: dict) -> Launch:
     """The launch that makes states of this shape, of tiles of so many queries."""
-    from .kernels.mask_tiles import EACH, classify_tiles
+    from ..kernels.mask_tiles import EACH, classify_tiles
 
     *rows, columns = shape
     programs = prod(rows) * -(-columns // EACH.value)
@@ -35,7 +35,7 @@ def classify(shape: tuple[int, ...], queries: int, arguments: dict) -> Launch:
 
 def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool) -> Lists:
     """How tiles are listed for each block of queries; ``by_keys``, for each block of keys."""
-    from .kernels.mask_tiles import HEADER, list_tiles
+    from ..kernels.mask_tiles import HEADER, list_tiles
 
     group = x.h // x.g if by_keys else 1
     (of_sequence, sequences), (of_head, heads) = (

@@ -7,21 +7,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...call.cache import Run
-from ...call.call import Call
-from ...fp8 import Descales
-from ...internal.checks import INT32
-from ...internal.watched import are_watched
-from ...kv import KVView
-from ..autograd import register_cached
-from ..operators import CachedArguments, flat_over_view, outputs, readable, result_dtype
-from . import decode_tables, mask_tiles, schedule
-from .decode_shapes import DecodeShapes
-from .launch import Block, Launch, remembered
-from .plans import Key, key_of
-from .programs import captured
-from .repeated import Repeated, blank
-from .tables import LaunchConfig
+from ....call.cache import Run
+from ....call.call import Call
+from ....fp8 import Descales
+from ....internal.checks import INT32
+from ....internal.watched import are_watched
+from ....kv import KVView
+from ...autograd import register_cached
+from ...operators import CachedArguments, flat_over_view, outputs, readable, result_dtype
+from ..dense import mask_tiles
+from ..dense.shapes import Key, key_of
+from ..dense.tables import LaunchConfig
+from ..functions.programs import captured
+from ..launching.launch import Block, Launch, remembered
+from ..launching.repeated import Repeated, blank
+from . import schedule
+from . import tables as decode_tables
+from .shapes import DecodeShapes
 
 
 class DecodePlan(NamedTuple):
@@ -134,15 +136,15 @@ def _scheduled(a: CachedArguments) -> Tensor:
 
 def _kernel(x: DecodeShapes) -> Callable:
     """The kernel that runs a call."""
-    from .kernels.decode import decode
+    from ..kernels.decode import decode
 
     if x.hopper is None:
         return decode
-    from .kernels.hopper.decode_bytes import decode_bytes
-    from .kernels.hopper.decode_few import decode_few
-    from .kernels.hopper.decode_many import decode_many
-    from .kernels.hopper.decode_page_bytes import decode_page_bytes
-    from .kernels.hopper.decode_pages import decode_pages
+    from ..kernels.hopper.decode_bytes import decode_bytes
+    from ..kernels.hopper.decode_few import decode_few
+    from ..kernels.hopper.decode_many import decode_many
+    from ..kernels.hopper.decode_page_bytes import decode_page_bytes
+    from ..kernels.hopper.decode_pages import decode_pages
 
     few, pages = (decode_bytes, decode_page_bytes) if x.case.itemsize == 1 else (decode_few, decode_pages)
     if not x.case.latent:
@@ -172,7 +174,7 @@ def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
 @remembered
 def cached_plan(key: Key) -> DecodePlan:
     """The launches of a call."""
-    from .kernels.split_kv import combine
+    from ..kernels.split_kv import combine
 
     x = DecodeShapes(key)
     tiles, arguments = x.tiles, x.arguments()

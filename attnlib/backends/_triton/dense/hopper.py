@@ -5,16 +5,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...tracing.derivative import derivative
-from ...tracing.program import Program
-from ..operators import Arguments
-from . import hopper_tables, mask_tiles, passes
-from .direct import streams
+from ....tracing.derivative import derivative
+from ....tracing.program import Program
+from ...operators import Arguments
+from ..decode.schedule import processors
+from ..launching.direct import streams
+from ..launching.launch import Block, Launch, has_gluon, remembered
+from . import generic as passes
+from . import hopper_tables, mask_tiles
+from .generic import Backward
 from .hopper_tables import BackwardConfig, ForwardConfig
-from .launch import Block, Launch, has_gluon, remembered
-from .passes import Backward
-from .plans import BackwardShapes, DenseShapes, Key, Layout
-from .schedule import processors
+from .shapes import BackwardShapes, DenseShapes, Key, Layout
 from .tables import LaunchConfig
 
 ROWS = 64  # queries or keys of a warpgroup
@@ -81,7 +82,7 @@ def triton_version() -> tuple[int, int]:
 
 
 def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, drawn: bool, processors: int) -> Forward:
-    from .kernels.hopper import forward, forward_fp8, turn_values
+    from ..kernels.hopper import forward, forward_fp8, turn_values
 
     block_m, block_n = ROWS * config.consumers, config.block_n
     # Heads whose blocks are all of one length may run one after another: none waits for the longest.
@@ -145,8 +146,8 @@ def _takes_functions(a: Arguments, config: BackwardConfig, *, in_order: bool) ->
 
 
 def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: bool) -> Backward:
-    from .kernels.hopper.backward import backward
-    from .kernels.hopper.backward_results import finish_queries
+    from ..kernels.hopper.backward import backward
+    from ..kernels.hopper.backward_results import finish_queries
 
     # As in a forward, and their queries and sums of dq are in the L2 cache too. In a fixed order few programs of a head
     # should run at once, since they begin one after the other: full 8k d128 one head 470 TFLOP/s, two 489, four 513.

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ...masks.function import GRAIN as GRAIN
+from ....masks.function import GRAIN as GRAIN
 
 L2 = 24 << 20  # bytes of keys and values that a heads_per_wave of heads may hold: about half of an H200's L2 cache
 WIDEST = 576  # MLA's latent and rotary channels

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ...call.spec import arch_of
-from ...internal.watched import are_watched
-from .launch import Launch, remembered
-from .tables import LaunchConfig, power_of_two
+from ....call.spec import arch_of
+from ....internal.watched import are_watched
+from ..dense.tables import LaunchConfig, power_of_two
+from ..launching.launch import Launch, remembered
 
 if TYPE_CHECKING:  # importing it takes longer than importing this package
     from torch.distributed import ProcessGroup
@@ -116,7 +116,7 @@ def _part(buffer: Tensor, first: int, shape: tuple[int, ...], dtype: torch.dtype
 
 @remembered
 def _sending_queries(device: torch.device, rank: int, count: int, lines: int, width: int, dtype: torch.dtype) -> Launch:
-    from .kernels.peers import send_queries
+    from ..kernels.peers import send_queries
 
     early, programs = arch_of(device) == 90, count * lines * -(-width // QUERIES.block_n)
     arguments = {"lines": lines, "rank": rank, "RANKS": count, "WIDTH": width, "EARLY": early}
@@ -126,7 +126,7 @@ def _sending_queries(device: torch.device, rank: int, count: int, lines: int, wi
 @remembered
 def _exchanging(device: torch.device, x: _Sizes, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Launch, Launch]:
     """The launches that send results, and that join them in another dtype."""
-    from .kernels.peers import join_results, send_results
+    from ..kernels.peers import join_results, send_results
 
     main, early = power_of_two(x.e), arch_of(device) == 90
     tiles = LaunchConfig(max(1, VALUES // main), 0, 1, 4)

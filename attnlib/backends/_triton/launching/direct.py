@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...internal import probes
-from ...internal.probes import answer, failure_of
+from ....internal import probes
+from ....internal.probes import answer, failure_of
 
 DIRECT, STREAMS = "direct launches", "the current device and stream"
 STREAM = 3  # the place of the stream among what starts a binary, after the grid

@@ -1,11 +1,12 @@
 """The shapes of a call over a cache, and what its kernels are launched with."""
 
-from ...call.spec import arch_of
-from ...internal.checks import INT32
-from ..operators import result_dtype
-from . import decode_tables, schedule
-from .launch import has_gluon
-from .plans import Key, bounds, contiguous, functions, scoring, strides
+from ....call.spec import arch_of
+from ....internal.checks import INT32
+from ...operators import result_dtype
+from ..dense.shapes import Key, bounds, contiguous, functions, scoring, strides
+from ..launching.launch import has_gluon
+from . import schedule
+from . import tables as decode_tables
 
 
 class DecodeShapes:

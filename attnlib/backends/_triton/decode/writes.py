@@ -5,18 +5,18 @@ from math import inf, prod
 import torch
 from torch import Tensor
 
-from ...call.cache import Write
-from ...call.spec import arch_of, is_interpreted
-from ...internal.checks import INT32
-from ...internal.watched import are_watched
-from ...kv import KVView
-from ...rope.rope import Angles, check_rotation
-from ..operators import WRITE, WriteArguments, fake_write
-from ..registration import Operator, register
-from .launch import Launch, against, remembered
-from .plans import Key, key_of, strides
-from .repeated import Repeated
-from .tables import LaunchConfig, fitting, power_of_two
+from ....call.cache import Write
+from ....call.spec import arch_of, is_interpreted
+from ....internal.checks import INT32
+from ....internal.watched import are_watched
+from ....kv import KVView
+from ....rope.rope import Angles, check_rotation
+from ...operators import WRITE, WriteArguments, fake_write
+from ...registration import Operator, register
+from ..dense.shapes import Key, key_of, strides
+from ..dense.tables import LaunchConfig, fitting, power_of_two
+from ..launching.launch import Launch, against, remembered
+from ..launching.repeated import Repeated
 
 # Values of a tile, by how many there are in all; not timed.
 TILES = ((1 << 20, 512), (inf, 2048))
@@ -94,7 +94,7 @@ def plan(key: Key) -> Launch:
         ValueError: the new tokens are not those of the planes and slots.
         NotImplementedError: int32 cannot count them, or the tokens of the planes.
     """
-    from .kernels.cache_write import write
+    from ..kernels.cache_write import write
 
     a = key.layouts
     (pages, page_size, heads, d), e = a.k.shape, a.v.shape[-1] if a.v else 0

@@ -45,7 +45,7 @@ def missing_names() -> list[str]:
     missing = [name for of, names in NAMES.items() for word in names.split() for name in _lacking(of, word)]
     if not missing:
         try:
-            import_module(".kernels.hopper.primitives", __package__)
+            import_module("attnlib.backends._triton.kernels.hopper.primitives")
         except Exception as error:  # which says between which names it could not choose
             missing.append(str(error))
     return missing

@@ -2,14 +2,14 @@
 
 from typing import NamedTuple
 
+from ..launching.launch import Launch
 from . import mask_tiles, tables
-from .launch import Launch
-from .plans import BackwardShapes, DenseShapes
+from .shapes import BackwardShapes, DenseShapes
 
 
 def forward(x: DenseShapes) -> tuple[tuple[Launch, ...], int]:
     """The launches of a forward, which makes out and lse, and how many numbers of ``lists`` the first one makes."""
-    from .kernels.forward import forward
+    from ..kernels.forward import forward
 
     tiles = tables.forward(x.case, keys=x.length)
     if x.states is None:
@@ -45,7 +45,7 @@ class Backward(NamedTuple):
 
 def backward(x: BackwardShapes) -> Backward:
     """The launches of two passes, one that owns keys and one that owns queries."""
-    from .kernels.backward import backward_keys, backward_queries
+    from ..kernels.backward import backward_keys, backward_queries
 
     of_keys, of_queries = (f(x.case, keys=x.length) for f in (tables.backward_keys, tables.backward_queries))
     blocks = x.blocks(x.s, of_queries.block_m)

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...call.spec import arch_of
-from ...tracing.program import Program
-from ..operators import Arguments, CachedArguments, WriteArguments, result_dtype
+from ....call.spec import arch_of
+from ....tracing.program import Program
+from ...operators import Arguments, CachedArguments, WriteArguments, result_dtype
+from ..functions.programs import derivative_of, function_of, gradients_of
+from ..functions.ranges import ANYWHERE, Bounds
+from ..launching.launch import Block, Launch
 from . import tables
-from .launch import Block, Launch
-from .programs import derivative_of, function_of, gradients_of
-from .ranges import ANYWHERE, Bounds
 from .tables import LaunchConfig
 
 PREPARED = LaunchConfig(32, 0, 1, 4)  # the first backward kernel, which has no keys
@@ -210,6 +210,6 @@ class BackwardShapes(DenseShapes):
 
     def prepare(self) -> Launch:
         """The launch that makes lse2 and delta."""
-        from .kernels.backward import prepare
+        from ..kernels.backward import prepare
 
         return Launch(prepare, self.rows * self.h * -(-self.s // PREPARED.block_m), self.arguments, PREPARED)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from . import decode_tables
-from .launch import Launch, remembered
-from .tables import LaunchConfig, power_of_two
+from ..dense.tables import LaunchConfig, power_of_two
+from ..launching.launch import Launch, remembered
+from . import tables as decode_tables
 
 INTERPRETED = 2  # multiprocessors of what is no GPU
 
@@ -35,7 +35,7 @@ def update_schedule(
 
 @remembered
 def _plan(device: torch.device, shape: torch.Size, batch: int, limit: int, reach: int, split_size: int) -> Launch:
-    from .kernels.split_kv import schedule
+    from ..kernels.split_kv import schedule
 
     (heads, halvings, slots, _), lanes = shape, power_of_two(batch)
     capacity = slots if split_size else decode_tables.capacity(processors(device), heads)

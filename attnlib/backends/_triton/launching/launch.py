@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...internal import probes
-from ...internal.probes import NotNow, answer
-from ...internal.watched import refuse_trials
+from ....internal import probes
+from ....internal.probes import NotNow, answer
+from ....internal.watched import refuse_trials
+from ..dense.tables import LaunchConfig
 from . import direct
 from .direct import STREAM, Started, starting, streams
 from .forms import aligned, forms
 from .gluon_names import missing_names
-from .tables import LaunchConfig
 
 IS_INSTALLED = find_spec("triton") is not None
 GLUON = "dedicated Hopper kernels"
@@ -187,7 +187,7 @@ class Launch:
 
 def _compare_bits(descriptors: bool) -> None:
     """Launch a tiny kernel through Triton, and then directly on other tensors; raise RuntimeError if bits differ."""
-    from .kernels import trial
+    from ..kernels import trial
 
     refuse_trials()
     config, n = LaunchConfig(16, 16, 1, 1), 40

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from ...tracing.kinds import BITS, FLOAT, limits
-from ...tracing.program import INDICES
+from ....tracing.kinds import BITS, FLOAT, limits
+from ....tracing.program import INDICES
 
 FARTHEST = 1 << 30  # what indices of a call are below where its shapes do not tell, as in a piece of another
 

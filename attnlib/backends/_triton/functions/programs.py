@@ -10,17 +10,17 @@ from hashlib import sha256
 
 from torch import Tensor
 
-from ...tracing.derivative import derivative
-from ...tracing.program import Program
-from ..operators import AnyArguments, apart
-from .launch import remembered
+from ....tracing.derivative import derivative
+from ....tracing.program import Program
+from ...operators import AnyArguments, apart
+from ..launching.launch import remembered
 from .ranges import Bounds
 from .sources import Source, derivative_source, gradients_source, source
 
 
 def tables(tensors: Iterable[Tensor | None]) -> tuple:
     """Captured tensors as kernels take them; None for one that is not there."""
-    from .kernels.elements import Table
+    from ..kernels.elements import Table
 
     return tuple(None if x is None else Table(x, tuple(x.shape), tuple(x.stride())) for x in tensors)
 
@@ -57,8 +57,8 @@ def device_function(source: Source) -> Callable:
 
     Triton asks inspect for the source, which finds it among the lines that linecache holds.
     """
-    from .kernels import elements
-    from .kernels.scores import LOG2E, tanh
+    from ..kernels import elements
+    from ..kernels.scores import LOG2E, tanh
 
     digest = sha256(source.text.encode()).hexdigest()[:16]
     file = f"<{source.name} {digest}>"

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...tracing.derivative import BY_RESULT, derivative, needed, operands_of
-from ...tracing.kinds import BITS, BOOL, FLOAT, INT32, INT64, limits, wrapped
-from ...tracing.program import Captured, Operand, Program, Step, Value
+from ....tracing.derivative import BY_RESULT, derivative, needed, operands_of
+from ....tracing.kinds import BITS, BOOL, FLOAT, INT32, INT64, limits, wrapped
+from ....tracing.program import Captured, Operand, Program, Step, Value
 from .ranges import INT32 as NARROW
 from .ranges import Bounds, Range, exact, range_of
 

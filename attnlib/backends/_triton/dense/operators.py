@@ -7,15 +7,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...call.cache import Run
-from ...call.call import Call
-from ...fp8 import Descales
-from ...internal.watched import are_watched
-from ..autograd import Operators
-from ..operators import Arguments, count_learnt, flat, option_grads, outputs, readable, result_dtype
-from . import plans, variants
-from .programs import captured
-from .repeated import Repeated, blank
+from ....call.cache import Run
+from ....call.call import Call
+from ....fp8 import Descales
+from ....internal.watched import are_watched
+from ...autograd import Operators
+from ...operators import Arguments, count_learnt, flat, option_grads, outputs, readable, result_dtype
+from ..functions.programs import captured
+from ..launching.repeated import Repeated, blank
+from . import hopper as variants
+from . import shapes as plans
 
 
 class Dense:
