@@ -20,6 +20,8 @@ VALUES = (
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
+UNDER_PLANS = tuple(f"backends/_triton/{room}" for room in ("functions", "launching", "kernels"))
+INSIDE_TRITON = ("backends/_triton/dense", "backends/_triton/decode", *UNDER_PLANS)
 # The rooms from top to bottom, and which each may import: rooms below it alone. bench imports what users do.
 ROOMS = {
     "__main__": {"__init__", "bench", "finetune", "convert", "sizes", "doctor"},
@@ -95,12 +97,11 @@ ROOMS = {
     "dispatch/placements": {"call", *VALUES},
     "dispatch/storage": {"dispatch", "call", *VALUES},
     "dispatch": {*BACKENDS, "backends", "call", "internal"},
-    "backends/_triton": {
-        "backends/_triton/kernels",
-        "backends",
-        "call",
-        *VALUES,
-    },
+    "backends/_triton": {*INSIDE_TRITON, "backends", "call", *VALUES},
+    "backends/_triton/dense": {*UNDER_PLANS, "backends", "call", *VALUES},
+    "backends/_triton/decode": {*UNDER_PLANS, "backends", "call", *VALUES},
+    "backends/_triton/functions": {"backends/_triton/launching", "backends/_triton/kernels", "backends", *VALUES},
+    "backends/_triton/launching": {"backends/_triton/kernels", "backends", *VALUES},
     "backends/_triton/kernels": set(),
     "backends/_torch": {"backends", "call", *VALUES},
     "backends/_reference": {"backends", "call", "reference", *VALUES},

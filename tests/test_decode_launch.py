@@ -6,7 +6,7 @@ import pytest
 
 from attnlib.backends._triton.decode import tables as decode_tables
 from attnlib.backends._triton.decode.tables import DecodeCase
-from attnlib.backends._triton.dense.tables import power_of_two
+from attnlib.backends._triton.launching.config import power_of_two
 
 SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one program may take, by sm
 HEADS = [(16, 0, 16), (59, 0, 24), (80, 0, 80), (128, 0, 128), (192, 0, 128), (256, 0, 256), (576, 0, 512)]

@@ -7,6 +7,7 @@ import pytest
 
 from attnlib.backends._triton.dense import hopper_tables, tables
 from attnlib.backends._triton.dense.tables import DenseCase
+from attnlib.backends._triton.launching.config import head_split, power_of_two, widths
 
 SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one program may take, by sm
 
@@ -18,11 +19,11 @@ SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one p
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("gathers", [None, 0, 2, 3])  # of functions of indices, where there are any
 def test_tiles_fit_into_shared_memory(arch, d, e, plain, gathers):
-    width = sum(tables.head_split(d)) + tables.power_of_two(e)
+    width = sum(head_split(d)) + power_of_two(e)
     for causal, aligned, keys in product((True, False), (True, False), (1, 100_000)):
         case = DenseCase(d, e, 2, causal, plain, arch, aligned, gathers is not None, gathers=gathers or 0)
         forward = tables.forward(case, keys=keys)
-        loaded = [forward.block_m * sum(tables.head_split(d)) + forward.stages * forward.block_n * width]
+        loaded = [forward.block_m * sum(head_split(d)) + forward.stages * forward.block_n * width]
         configs = [forward]
         if max(d, e) <= tables.WIDEST_BACKWARD:
             owner, queries = (f(case, keys=keys) for f in (tables.backward_keys, tables.backward_queries))
@@ -36,7 +37,7 @@ def test_tiles_fit_into_shared_memory(arch, d, e, plain, gathers):
 
 @pytest.mark.parametrize("d", [1, 7, 16, 17, 40, 64, 80, 96, 111, 128, 160, 192, 256, 576])
 def test_a_head_is_two_blocks_that_hold_it_and_waste_little(d):
-    main, tail = tables.head_split(d)
+    main, tail = head_split(d)
     assert d <= main + tail <= max(16, 2 * d)
     assert main.bit_count() == 1
     assert tail == 0 or (tail.bit_count() == 1 and tail >= 16)
@@ -46,7 +47,7 @@ def test_a_head_is_two_blocks_that_hold_it_and_waste_little(d):
 @pytest.mark.parametrize("d", [1, 16, 17, 40, 59, 64, 80, 111, 128, 192])
 @pytest.mark.parametrize("e", [1, 29, 32, 64, 100, 128])
 def test_tiles_of_keys_and_values_have_one_layout(d, e):
-    main, tail, value = tables.widths(d, e)
+    main, tail, value = widths(d, e)
     assert d <= main + tail
     assert e <= value
     assert main == value or min(main, value) >= 64

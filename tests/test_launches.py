@@ -9,10 +9,10 @@ import pytest
 import torch
 from probing import forgotten
 
-from attnlib.backends._triton.dense.tables import LaunchConfig
 from attnlib.backends._triton.functions.programs import tables
 from attnlib.backends._triton.launching import direct
 from attnlib.backends._triton.launching import launch as launch_store
+from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.backends._triton.launching.launch import Block, Launch, remembered
 from attnlib.backends._triton.launching.repeated import Repeated, blank
 from attnlib.internal import probes

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from attnlib.backends._triton import backend
 from attnlib.backends._triton.decode import operators as cached
-from attnlib.backends._triton.decode import schedule, writes
 from attnlib.backends._triton.decode import shapes as decode_shapes
+from attnlib.backends._triton.decode import writes
 from attnlib.backends._triton.decode.writes import write_cache
 from attnlib.backends._triton.dense import hopper as variants
 from attnlib.backends._triton.dense import shapes as plans
-from attnlib.backends._triton.dense.shapes import Key, key_of, layout
 from attnlib.backends._triton.functions.programs import captured
+from attnlib.backends._triton.launching import layouts
 from attnlib.backends._triton.launching.launch import Launch, planned
+from attnlib.backends._triton.launching.layouts import Key, key_of, layout
 from attnlib.backends.operators import TENSORS, Arguments, count_learnt
 from attnlib.cache.buffer import split_size_of
 from attnlib.call.call import Call, Score, checked
@@ -54,7 +55,7 @@ def prepared(build: AnyBuild) -> Prepared:
     planned.cache_clear()  # of other chips, which are no part of what decides a plan
     with (
         patch.object(plans, "arch_of", lambda device: build.arch),
-        patch.object(variants, "processors", lambda device: PROCESSORS[build.arch]),
+        patch.object(layouts, "processors", lambda device: PROCESSORS[build.arch]),
     ):
         return _over_cache(build) if isinstance(build, CachedBuild) else _dense(build)
 
@@ -155,7 +156,7 @@ def _over_cache(build: CachedBuild) -> Prepared:
         patch.object(decode_shapes, "arch_of", lambda device: build.arch),
         patch.object(Launch, "on", remember),
         patch.object(cached, "cached_plan", plan),
-        patch.object(schedule, "processors", lambda device: PROCESSORS[build.arch]),
+        patch.object(layouts, "processors", lambda device: PROCESSORS[build.arch]),
     ):
         (_write if build.kernel == "write" else _read)(build)
     if build.kernel not in made:

@@ -17,9 +17,9 @@ from compiled.cached_builds import (
 from compiled.chipless import binary, distinct
 from compiled.launches import DTYPES, prepared
 
-from attnlib.backends._triton.decode import schedule as triton_schedule
 from attnlib.backends._triton.decode import tables as decode_tables
-from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.launching import layouts
+from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.backends._triton.launching.launch import Launch, planned
 
 pytest.importorskip("triton")
@@ -190,13 +190,13 @@ def test_descriptors_of_stored_bytes(page):
 
 
 def test_nothing_stays_replaced():
-    call, processors = Launch.on, triton_schedule.processors
+    call, processors = Launch.on, layouts.processors
     prepared(DECODE)
     with pytest.raises(ValueError, match=r"expected one that this call launches, .*decode.*, got prepare"):
         prepared(DECODE._replace(kernel="prepare"))
     assert Launch.on is call
-    assert triton_schedule.processors is processors
-    assert triton_schedule.processors(torch.device("cpu")) == triton_schedule.INTERPRETED
+    assert layouts.processors is processors
+    assert layouts.processors(torch.device("cpu")) == layouts.INTERPRETED
 
 
 def test_one_launch_is_compiled_for_two_chips():

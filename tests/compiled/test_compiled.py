@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnlib.backends._triton.dense import tables
-from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.backends._triton.launching.launch import planned
 
 BUILD = Build("forward", 90, (128, 128))

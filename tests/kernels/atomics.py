@@ -18,11 +18,11 @@ from torch import Tensor
 
 from attnlib import CAUSAL, FULL, Mask, attention_with_lse
 from attnlib import attention as two_passes
-from attnlib.backends._triton.dense.tables import LaunchConfig
 from attnlib.backends._triton.kernels.backward import prepare
 from attnlib.backends._triton.kernels.band import tile_at, tiles_of
 from attnlib.backends._triton.kernels.scores import LOG2E
 from attnlib.backends._triton.kernels.tile import Channels, Place, Rows, Tile, load_tile, store_tile
+from attnlib.backends._triton.launching.config import LaunchConfig
 
 # By bytes of a number, and by the widest head; more keys mean fewer additions. sm_90, compiled by triton 3.6 and 3.7.
 LARGE = (

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from attnlib import CAUSAL, KVLayout, KVView, Mask, cached_attention_with_lse
 from attnlib.backends._torch.pages import quantise
-from attnlib.backends._triton.decode import schedule as triton_schedule
 from attnlib.backends._triton.decode import tables as decode_tables
-from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.launching import layouts
+from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.backends._triton.launching.launch import planned
 from attnlib.dispatch.storage import new_schedule, update_schedule
 
@@ -219,7 +219,7 @@ def plan_for(
     if tiles is not None:
         patch.setattr(decode_tables, "decode", lambda case: tiles)
     if processors is not None:
-        patch.setattr(triton_schedule, "processors", lambda device: processors)
+        patch.setattr(layouts, "processors", lambda device: processors)
     if small:
         patch.setattr(decode_tables, "GRANULARITY", 16)
         patch.setattr(decode_tables, "FINEST", 16)

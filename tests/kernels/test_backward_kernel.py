@@ -19,7 +19,7 @@ from attnlib import (
     varlen_attention_with_lse,
 )
 from attnlib.backends._triton.dense import shapes as triton_plans
-from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.backends._triton.launching.launch import planned
 
 if os.environ.get("TRITON_INTERPRET") != "1":

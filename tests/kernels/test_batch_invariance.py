@@ -14,7 +14,7 @@ from attnlib import CAUSAL, KVCache, KVLayout, Mask, sliding
 from attnlib import cached_attention_with_lse as attend
 from attnlib.backends._triton.decode import operators as triton_cached
 from attnlib.backends._triton.decode import tables as decode_tables
-from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.cache import buffer
 
 if INTERPRETED:

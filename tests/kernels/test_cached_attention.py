@@ -18,7 +18,7 @@ from attnlib import CAUSAL, FULL, KVCache, KVLayout, KVView, Mask, explain, merg
 from attnlib import cached_attention_with_lse as attend
 from attnlib.backends._triton.decode import operators as triton_cached
 from attnlib.backends._triton.decode import shapes as decode_shapes
-from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.backends._triton.launching.launch import planned
 from attnlib.backends.operators import flat_over_view
 from attnlib.call.call import Call as Attention

@@ -11,8 +11,8 @@ from attnlib.backends._triton.dense import generic as passes
 from attnlib.backends._triton.dense import hopper as variants
 from attnlib.backends._triton.dense import mask_tiles, tables
 from attnlib.backends._triton.dense.shapes import DenseShapes
-from attnlib.backends._triton.dense.tables import LaunchConfig
 from attnlib.backends._triton.functions.programs import captured
+from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.backends.operators import flat
 from attnlib.call.call import Call, Packing, checked
 

@@ -11,7 +11,7 @@ from kernel_helpers import DEVICE, INTERPRETED
 from attnlib import CAUSAL, FULL, KVLayout, Mask, sliding
 from attnlib.backends._triton.decode import operators as triton_cached
 from attnlib.backends._triton.decode.shapes import DecodeShapes
-from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.backends.operators import flat_over_view
 from attnlib.call.call import Call as Attention
 from attnlib.call.call import checked

@@ -9,6 +9,7 @@ from kernel_helpers import DEVICE, INTERPRETED
 from attnlib.backends._triton.decode import schedule as triton_schedule
 from attnlib.backends._triton.decode import tables as decode_tables
 from attnlib.backends._triton.decode.tables import ENTRY, FINEST, GRANULARITY, HALVINGS
+from attnlib.backends._triton.launching import layouts
 from attnlib.backends._triton.launching.launch import planned
 
 END = 2**31 - 1  # of a last part, whose sequence may grow
@@ -19,7 +20,7 @@ def device(monkeypatch):
     """Call it for one of so many multiprocessors."""
 
     def of(processors: int) -> torch.device:
-        monkeypatch.setattr(triton_schedule, "processors", lambda device: processors)
+        monkeypatch.setattr(layouts, "processors", lambda device: processors)
         planned.cache_clear()
         return torch.device(DEVICE)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnlib import CAUSAL, KVCache, KVLayout
 from attnlib import cached_attention_with_lse as attend
-from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.cache import shared_prefix
 
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16

@@ -10,7 +10,7 @@ from kernel_helpers import DEVICE
 from attnlib import CAUSAL, KVCache, KVLayout, cached_attention_with_lse, mask_mod
 from attnlib.backends._triton.decode import tables as decode_tables
 from attnlib.backends._triton.dense import tables
-from attnlib.backends._triton.dense.tables import LaunchConfig
+from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.backends._triton.launching.launch import planned
 from attnlib.masks.ready_made import attention_sinks
 

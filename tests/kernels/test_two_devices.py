@@ -5,7 +5,7 @@ import torch
 
 from attnlib import CAUSAL, KVCache, KVLayout, attention_with_lse, cached_attention_with_lse
 from attnlib.backends._triton.decode import schedule, writes
-from attnlib.backends._triton.dense.shapes import Key
+from attnlib.backends._triton.launching.layouts import Key
 from attnlib.backends.operators import WriteArguments
 
 LAYOUTS = (KVLayout.grouped(2, 64, dtype=torch.float16), KVLayout.latent(64, 16, dtype=torch.float16))

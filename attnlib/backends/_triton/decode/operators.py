@@ -15,13 +15,12 @@ from ....internal.watched import are_watched
 from ....kv import KVView
 from ...autograd import register_cached
 from ...operators import CachedArguments, flat_over_view, outputs, readable, result_dtype
-from ..dense import mask_tiles
-from ..dense.shapes import Key, key_of
-from ..dense.tables import LaunchConfig
 from ..functions.programs import captured
+from ..launching.config import LaunchConfig
 from ..launching.launch import Block, Launch, remembered
+from ..launching.layouts import Key, key_of
 from ..launching.repeated import Repeated, blank
-from . import schedule
+from . import mask_tiles, schedule
 from . import tables as decode_tables
 from .shapes import DecodeShapes
 

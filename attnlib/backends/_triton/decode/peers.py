@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ....call.spec import arch_of
 from ....internal.watched import are_watched
-from ..dense.tables import LaunchConfig, power_of_two
+from ..launching.config import LaunchConfig, power_of_two
 from ..launching.launch import Launch, remembered
 
 if TYPE_CHECKING:  # importing it takes longer than importing this package

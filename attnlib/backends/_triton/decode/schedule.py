@@ -3,22 +3,16 @@
 import torch
 from torch import Tensor
 
-from ..dense.tables import LaunchConfig, power_of_two
+from ..launching import layouts
+from ..launching.config import LaunchConfig, power_of_two
 from ..launching.launch import Launch, remembered
 from . import tables as decode_tables
-
-INTERPRETED = 2  # multiprocessors of what is no GPU
-
-
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED
 
 
 def new_schedule(heads: int, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> Tensor:
     """Room for a schedule of up to ``rows`` sequences, ``[heads, halvings, slots, 8]``, which all KV heads share; or
     for splits of a ``split_size`` each, of at most ``limit`` tokens a sequence."""
-    capacity = decode_tables.capacity(processors(device), heads)
+    capacity = decode_tables.capacity(layouts.processors(device), heads)
     halvings, slots = decode_tables.HALVINGS, decode_tables.slots(rows, capacity)
     if split_size:
         halvings, slots = 1, rows * -(-limit // split_size)
@@ -38,7 +32,7 @@ def _plan(device: torch.device, shape: torch.Size, batch: int, limit: int, reach
     from ..kernels.split_kv import schedule
 
     (heads, halvings, slots, _), lanes = shape, power_of_two(batch)
-    capacity = slots if split_size else decode_tables.capacity(processors(device), heads)
+    capacity = slots if split_size else decode_tables.capacity(layouts.processors(device), heads)
     arguments = {
         "batch": batch, "slots": slots, "capacity": capacity, "limit": limit, "reach": reach,
         "ROWS": lanes, "SPLITS": max(1, 128 // lanes), "GRANULARITY": split_size or decode_tables.GRANULARITY,

@@ -3,9 +3,10 @@
 from ....call.spec import arch_of
 from ....internal.checks import INT32
 from ...operators import result_dtype
-from ..dense.shapes import Key, bounds, contiguous, functions, scoring, strides
+from ..functions.programs import bounds, functions
+from ..launching import layouts
 from ..launching.launch import has_gluon
-from . import schedule
+from ..launching.layouts import Key, contiguous, scoring, strides
 from . import tables as decode_tables
 
 
@@ -37,7 +38,7 @@ class DecodeShapes:
         self.tf32 = key.tf32 and decode_tables.may_use_tf32(self.case)
         self.mean = mean = -(-self.s // max(1, self.b)) if self.packed else self.s  # queries of a sequence
         self.blocks = 1 if self.packed and not a.split_size else -(-mean * self.group // self.tiles.block_m)
-        processors = schedule.processors(key.device)
+        processors = layouts.processors(key.device)
         programs = self.g // self.heads * self.blocks  # of each split
         self.listed = a.mask_program is not None and not a.split_size
         self.halvings = 0 if a.split_size else decode_tables.halvings(self.tiles, programs, self.g, whole=self.listed)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ..dense.tables import LaunchConfig, fitting, power_of_two, widths
+from ..launching.config import LaunchConfig, fitting, power_of_two, widths
 
 GRANULARITY = 128  # tokens, of which splits of a sequence are multiples
 FINEST = 32  # those of the most splits; of half of them, multiples of twice as many

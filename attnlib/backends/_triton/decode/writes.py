@@ -13,9 +13,9 @@ from ....kv import KVView
 from ....rope.rope import Angles, check_rotation
 from ...operators import WRITE, WriteArguments, fake_write
 from ...registration import Operator, register
-from ..dense.shapes import Key, key_of, strides
-from ..dense.tables import LaunchConfig, fitting, power_of_two
+from ..launching.config import LaunchConfig, fitting, power_of_two
 from ..launching.launch import Launch, against, remembered
+from ..launching.layouts import Key, key_of, strides
 from ..launching.repeated import Repeated
 
 # Values of a tile, by how many there are in all; not timed.

@@ -8,15 +8,16 @@ from torch import Tensor
 from ....tracing.derivative import derivative
 from ....tracing.program import Program
 from ...operators import Arguments
-from ..decode.schedule import processors
+from ..launching import layouts
+from ..launching.config import LaunchConfig
 from ..launching.direct import streams
 from ..launching.launch import Block, Launch, has_gluon, remembered
+from ..launching.layouts import Key, Layout
 from . import generic as passes
 from . import hopper_tables, mask_tiles
 from .generic import Backward
 from .hopper_tables import BackwardConfig, ForwardConfig
-from .shapes import BackwardShapes, DenseShapes, Key, Layout
-from .tables import LaunchConfig
+from .shapes import BackwardShapes, DenseShapes
 
 ROWS = 64  # queries or keys of a warpgroup
 
@@ -67,7 +68,7 @@ def forward(key: Key) -> Forward:
     if key.hopper and takes and has_gluon():
         config = hopper_tables.forward(x.case, keys=x.length, triton=triton_version())
     if config is not None:
-        return _hopper_forward(x, config, drawn=not x.are_alike, processors=processors(key.device))
+        return _hopper_forward(x, config, drawn=not x.are_alike, processors=layouts.processors(key.device))
     launches, lists = passes.forward(x)
     return Forward(launches, "plain", lists=lists)
 

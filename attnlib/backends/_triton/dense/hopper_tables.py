@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from .tables import FEW_KEYS, DenseCase, fitting, widths
+from ..launching.config import fitting, widths
+from .tables import FEW_KEYS, DenseCase
 
 
 def _constants(config: NamedTuple) -> dict[str, int]:

@@ -3,12 +3,11 @@
 from math import prod
 from typing import NamedTuple
 
-from ....tracing.program import Program
-from ..decode.shapes import DecodeShapes
+from ..launching.config import LaunchConfig
 from ..launching.launch import Launch
+from ..launching.tiles import classify
 from . import tables
 from .shapes import DenseShapes
-from .tables import LaunchConfig
 
 
 class Lists(NamedTuple):
@@ -22,15 +21,6 @@ class Lists(NamedTuple):
 def states(x: DenseShapes) -> Launch:
     """The launch that makes ``states``, int8 ``x.states``."""
     return classify(x.states, tables.GRAIN, x.arguments | _counts(x, *x.states[:2]))
-
-
-def classify(shape: tuple[int, ...], queries: int, arguments: dict) -> Launch:
-    """The launch that makes states of this shape, of tiles of so many queries."""
-    from ..kernels.mask_tiles import EACH, classify_tiles
-
-    *rows, columns = shape
-    programs = prod(rows) * -(-columns // EACH.value)
-    return Launch(classify_tiles, programs, arguments, LaunchConfig(queries, tables.GRAIN, 1, 8))
 
 
 def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool) -> Lists:
@@ -56,29 +46,6 @@ def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool) -> Lists:
     config = LaunchConfig(tiles.block_m, tiles.block_n, 1, 4)
     launch = Launch(list_tiles, sequences * planes * blocks, arguments, config)
     return Lists(launch, sequences * planes * of_plane, found)
-
-
-class OverCache:
-    """How tiles are told apart for a call over a cache: ``launch`` makes so many ``states`` of a byte, and kernels,
-    which are launched with ``arguments`` besides, write so many ``runs`` at most, an int32 each.
-    """
-
-    def __init__(self, x: DecodeShapes):
-        queries = min(tables.GRAIN, 1 << (x.mean - 1).bit_length())
-        planes = x.h if "h" in Program(x.a.mask_program).read else 1
-        columns, room = (-(-x.max_tokens // n) for n in (tables.GRAIN, x.tiles.block_n))
-        self.arguments = {
-            "planes": planes, "columns": columns, "room": room, "GRAIN_M": queries, "GRAIN": tables.GRAIN,
-        }  # fmt: skip
-        rows = planes * _blocks(x, x.s, queries)
-        arguments = x.arguments() | self.arguments
-        self.launch = classify((rows, columns), queries, arguments | {"t": arguments["limit"]})
-        self.states, self.runs = rows * columns, x.g * _blocks(x, x.s * x.group, x.tiles.block_m) * room
-
-
-def _blocks(x: DecodeShapes, rows: int, block: int) -> int:
-    """Blocks of rows of all sequences; packed, with room for a partial one of each."""
-    return rows // block + x.b + 1 if x.packed else x.b * -(-rows // block)
 
 
 def _counts(x: DenseShapes, sequences: int, planes: int) -> dict[str, int]:

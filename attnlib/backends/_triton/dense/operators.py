@@ -14,9 +14,9 @@ from ....internal.watched import are_watched
 from ...autograd import Operators
 from ...operators import Arguments, count_learnt, flat, option_grads, outputs, readable, result_dtype
 from ..functions.programs import captured
+from ..launching.layouts import Key, contiguous, key_of, layout
 from ..launching.repeated import Repeated, blank
 from . import hopper as variants
-from . import shapes as plans
 
 
 class Dense:
@@ -39,7 +39,7 @@ class Dense:
         forward = variants.forward(self._key(a)).variant
         if not call.spec.grad:
             return forward
-        dout = plans.contiguous((*a.q.shape[:-1], a.v.shape[-1]), a.q.dtype)
+        dout = contiguous((*a.q.shape[:-1], a.v.shape[-1]), a.q.dtype)
         backward = variants.backward(variants.in_order(self._key(a)), dout, None).variant
         return forward if forward == backward else f"{forward} forward, {backward} backward"
 
@@ -75,8 +75,8 @@ class Dense:
 
         return run
 
-    def _key(self, a: Arguments) -> plans.Key:
-        return plans.key_of(a, a.q, a.k, a.v)._replace(hopper=self.hopper)
+    def _key(self, a: Arguments) -> Key:
+        return key_of(a, a.q, a.k, a.v)._replace(hopper=self.hopper)
 
     def _with_tiles(self, a: Arguments) -> Arguments:
         """The arguments, with what tells the tiles of a mask by function apart."""
@@ -105,7 +105,7 @@ class Dense:
 
     def _gradients(
         self,
-        key: plans.Key,
+        key: Key,
         a: Arguments,
         dout: Tensor,
         dlse: Tensor | None,
@@ -116,7 +116,7 @@ class Dense:
         """The gradients of q, k and v, that of the slopes of each sequence or None, and delta."""
         if not dout.is_contiguous() or dout.data_ptr() & 15:
             dout = dout.clone(memory_format=torch.contiguous_format)
-        plan = variants.backward(variants.in_order(key), plans.layout(dout), plans.layout(dlse))
+        plan = variants.backward(variants.in_order(key), layout(dout), layout(dlse))
         dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
         # Some programs write none.
         dslopes = None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))
@@ -137,11 +137,11 @@ class Dense:
 class _RepeatedBackward:
     """The backward of a call like ``given``, by launches planned once; all but q, k and v is in ``a``."""
 
-    def __init__(self, key: plans.Key, given: Arguments, a: Arguments):
+    def __init__(self, key: Key, given: Arguments, a: Arguments):
         self._key, self._arguments = key, a._asdict() | {"dlse": None, "dslopes": None, "lists": None}
         q, k, v, (*batch, s, h, _) = given.q, given.k, given.v, given.q.shape
-        self._out = plans.contiguous((*batch, s, h, v.shape[-1]), q.dtype)
-        lse = plans.contiguous((*batch, h, s), torch.float32)
+        self._out = contiguous((*batch, s, h, v.shape[-1]), q.dtype)
+        lse = contiguous((*batch, h, s), torch.float32)
         self._blanks = [blank(x.shape, x.dtype, x.device) for x in (q, k, v)]
         self._strides = q.stride(), k.stride(), v.stride(), self._out.strides, lse.strides
         self._rows = -(-math.prod(lse.shape) // 4) * 4  # in which every line begins at a multiple of 16 bytes

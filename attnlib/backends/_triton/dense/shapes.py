@@ -2,72 +2,17 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from ....call.spec import arch_of
 from ....tracing.program import Program
-from ...operators import Arguments, CachedArguments, WriteArguments, result_dtype
-from ..functions.programs import derivative_of, function_of, gradients_of
-from ..functions.ranges import ANYWHERE, Bounds
+from ...operators import result_dtype
+from ..functions.programs import bounds, derivatives, functions
+from ..launching.config import LaunchConfig, widths
 from ..launching.launch import Block, Launch
+from ..launching.layouts import Key, Layout, contiguous, scoring, strides
 from . import tables
-from .tables import LaunchConfig
 
 PREPARED = LaunchConfig(32, 0, 1, 4)  # the first backward kernel, which has no keys
-OperatorArguments = Arguments | CachedArguments | WriteArguments
-
-
-class Layout(NamedTuple):
-    """A tensor without its address."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def is_in_lines(self) -> bool:
-        """Whether every row of heads begins at a multiple of 16 bytes of the tensor, which descriptors need."""
-        return all(n > 0 and n * self.dtype.itemsize % 16 == 0 for n in self.strides[:-1]) and 0 not in self.shape
-
-
-class Key(NamedTuple):
-    """What decides the launches of a call: its arguments, with layouts in place of tensors, and the device."""
-
-    device: torch.device
-    tf32: bool
-    aligned: bool  # the tensors that descriptors may load begin at multiples of 16 bytes
-    arguments: OperatorArguments
-    hopper: bool = True  # whether Hopper's own kernels may run it
-    in_order: bool = False  # whether sums must be added up in a fixed order
-
-    @property
-    def layouts(self) -> OperatorArguments:
-        """The arguments, with a Layout for each tensor."""
-        return self.arguments._make(Layout(*x) if type(x) is tuple else x for x in self.arguments)
-
-
-def layout(x: Tensor | None) -> tuple | None:
-    """The Layout of a tensor, as a plain tuple, which is made in a fifth of the time."""
-    return None if x is None else (x.shape, x.stride(), x.dtype)
-
-
-def aligned(*tensors: Tensor | None) -> bool:
-    """Whether all that are there begin at multiples of 16 bytes."""
-    bits = 0
-    for x in tensors:
-        bits |= 0 if x is None else x.data_ptr()
-    return bits & 15 == 0
-
-
-def key_of(a: OperatorArguments, first: Tensor, *others: Tensor | None) -> Key:
-    """What decides the launches of a call with these arguments, of which descriptors may load some."""
-    tf32 = first.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    # What functions of indices read decides nothing.
-    layouts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None if type(x) is list else x for x in a]
-    return Key(first.device, tf32, aligned(first, *others), a._make(layouts))
 
 
 class DenseShapes:
@@ -96,7 +41,7 @@ class DenseShapes:
         self.bounded = not (a.key_starts is a.key_ends is a.origin is None)  # each sequence of its own
         self.bounds = bounds(a, self.batch, self.h, self.s + self.t)
         self.states = None if a.mask_program is None else self._states(Program(a.mask_program), a.origin is not None)
-        main, tail, value = tables.widths(d, e)
+        main, tail, value = widths(d, e)
         self.out = contiguous((*a.q.shape[:-1], e), result_dtype(a.q.dtype))
         self.arguments = {
             **strides("bshd", q=a.q, o=self.out), **strides("btgd", k=a.k, v=a.v),
@@ -139,55 +84,6 @@ class DenseShapes:
             blocks = {f"{first}_desc": Block(first, loaded, main), f"{second}_desc": Block(second, loaded, value)}
             blocks |= {f"{first}_tail_desc": Block(first, loaded, tail)} if tail else {}
         return Launch(kernel, pairs * self.blocks(length, block), arguments | {"heads_per_wave": wave}, tiles, blocks)
-
-
-def scoring(a: Arguments | CachedArguments, heads: int, reach: int) -> dict[str, float | None]:
-    """The numbers of a mask and of scores; ``reach`` is a distance beyond which nothing is hidden."""
-    left, right = (x if x is None else max(-reach, min(x, reach)) for x in (a.left, a.right))
-    per_sequence = a.alibi_slopes is not None and len(a.alibi_slopes.shape) == 2
-    return {
-        "left": left, "right": right, "prefix": min(a.prefix, reach) or None, "scale": a.scale, "softcap": a.softcap,
-        "stride_slopes": heads if per_sequence else 0,
-    }  # fmt: skip
-
-
-def bounds(a: Arguments | CachedArguments, sequences: int, heads: int, tokens: int) -> Bounds:
-    """The bounds of the indices that functions of a call are given; nobody knows those of a piece."""
-    return Bounds.of(sequences, heads, tokens) if a.origin is None else ANYWHERE
-
-
-def functions(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
-    """The functions of indices that kernels inline, of a mask and of scores; None without."""
-    named = {"MASK": a.mask_program, "SCORE": a.score_program}
-    return {name: None if text is None else function_of(Program(text), bounds) for name, text in named.items()}
-
-
-def derivatives(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
-    """What kernels inline of the derivative of a score's function; None without."""
-    program = None if a.score_program is None else Program(a.score_program)
-    if program is None:
-        return {"DERIVATIVE": None, "GRADIENTS": None}
-    return {
-        "DERIVATIVE": derivative_of(program, bounds),
-        "GRADIENTS": gradients_of(program, bounds) if a.learns else None,
-    }
-
-
-def strides(dims: str, **tensors: Layout | None) -> dict[str, int]:
-    """Strides as kernels name them: ``stride_qb`` of ``q`` and ``b``.
-
-    A packed tensor is a batch of one, whose stride is 0. So are all strides of a tensor that is not there.
-    """
-    found = {}
-    for name, x in tensors.items():
-        of = (0,) * len(dims) if x is None else (0, *x.strides)[-len(dims) :]
-        found |= {f"stride_{name}{dim}": n for dim, n in zip(dims, of, strict=True)}
-    return found
-
-
-def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-    """The Layout of a new tensor."""
-    return Layout(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
 class BackwardShapes(DenseShapes):

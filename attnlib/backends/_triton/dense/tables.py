@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from ....masks.function import GRAIN as GRAIN
+from ..launching.config import LaunchConfig, fitting, widths
 
 L2 = 24 << 20  # bytes of keys and values that a heads_per_wave of heads may hold: about half of an H200's L2 cache
 WIDEST = 576  # MLA's latent and rotary channels
@@ -10,7 +11,6 @@ WIDEST_VALUE = 512  # of which a tile holds a power of two
 WIDEST_BACKWARD = 256
 SHORT = 2048  # tokens, up to which smaller tiles pay
 FEW_KEYS = 512  # tokens, up to which descriptors take the CPU longer than they spare the GPU
-ALIKE = 64  # channels of 16 bits, from which tiles of any width have the same layout
 FARTHEST = 2**24  # elements between rows, which int32 offsets within a tile of 128 rows can hold
 
 
@@ -30,23 +30,6 @@ class DenseCase(NamedTuple):
     changed: bool = False
     exponentials: int = 0
     gathers: int = 0
-
-
-class LaunchConfig(NamedTuple):
-    """Queries and keys of a tile, loads in flight, warps; whether descriptors load, a bound on registers, and how many
-    such programs an SM runs at once, which decode kernels count with.
-
-    Descriptors (TMA) spare the registers that addresses take; they need sm_90, and addresses and strides of 16 bytes.
-    A thread with fewer registers leaves room for more programs beside it.
-    """
-
-    block_m: int
-    block_n: int
-    stages: int
-    warps: int
-    tma: bool = False
-    registers: int | None = None
-    resident: int = 2
 
 
 # By the widest head that fits; bf16 on an H200, 2026-11. Milliseconds of the cases of bench/cases.py at 8k, warm, by
@@ -146,40 +129,6 @@ def _first_that_fits(case: DenseCase, keys: int, large: tuple, small: tuple, fp3
     config = fitting(fp32 if case.itemsize > 2 else large if fits else small, widest)
     stages = 1 if case.gathers > 2 else config.stages
     return config._replace(stages=stages, tma=config.tma and keys > FEW_KEYS)
-
-
-def fitting(table: tuple[tuple, ...], n: int):
-    """The first entry of a table whose limit holds ``n``."""
-    return next(entry for limit, entry in table if n <= limit)
-
-
-def power_of_two(n: int) -> int:
-    """The least that holds ``n``, and that a product takes: at least 16."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
-def head_split(d: int) -> tuple[int, int]:
-    """A head dimension as a power of two and a second block that holds the rest, 0 or at least 64.
-
-    >>> head_split(192), head_split(160), head_split(96), head_split(59), head_split(8)
-    ((128, 64), (128, 64), (128, 0), (64, 0), (16, 0))
-    """
-    above = power_of_two(d)
-    main, tail = above // 2, max(ALIKE, power_of_two(d - above // 2))
-    return (main, tail) if main + tail < above else (above, 0)
-
-
-def widths(d: int, e: int) -> tuple[int, int, int]:
-    """Channels of the blocks that hold a key, the rest of a key, and a value: equal, or at least 64 each.
-
-    Tiles that are not pipelined share an address; where they then differ in layout, ptxas may leave a descriptor
-    without its base (tests/compiled/sass.py).
-
-    >>> widths(128, 128), widths(192, 128), widths(59, 29), widths(128, 16), widths(16, 32), widths(40, 64)
-    ((128, 0, 128), (128, 64, 128), (64, 0, 64), (128, 0, 64), (32, 0, 32), (64, 0, 64))
-    """
-    (main, tail), value = head_split(d), power_of_two(e)
-    return max(main, min(value, ALIKE)), tail, max(value, min(main, ALIKE))
 
 
 def heads_per_wave(case: DenseCase, *, keys: int, pairs: int, group: int, cache: int = L2) -> int:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ....tracing.derivative import derivative
 from ....tracing.program import Program
-from ...operators import AnyArguments, apart
+from ...operators import AnyArguments, Arguments, CachedArguments, apart
 from ..launching.launch import remembered
-from .ranges import Bounds
+from .ranges import ANYWHERE, Bounds
 from .sources import Source, derivative_source, gradients_source, source
 
 
@@ -84,3 +84,25 @@ def captured(a: AnyArguments, grads: Tensor | None = None) -> dict[str, tuple]:
 def _reads(program: str) -> int:
     """How many tensors a program reads."""
     return len(Program(program).parsed.captured)
+
+
+def bounds(a: Arguments | CachedArguments, sequences: int, heads: int, tokens: int) -> Bounds:
+    """The bounds of the indices that functions of a call are given; nobody knows those of a piece."""
+    return Bounds.of(sequences, heads, tokens) if a.origin is None else ANYWHERE
+
+
+def functions(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
+    """The functions of indices that kernels inline, of a mask and of scores; None without."""
+    named = {"MASK": a.mask_program, "SCORE": a.score_program}
+    return {name: None if text is None else function_of(Program(text), bounds) for name, text in named.items()}
+
+
+def derivatives(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
+    """What kernels inline of the derivative of a score's function; None without."""
+    program = None if a.score_program is None else Program(a.score_program)
+    if program is None:
+        return {"DERIVATIVE": None, "GRADIENTS": None}
+    return {
+        "DERIVATIVE": derivative_of(program, bounds),
+        "GRADIENTS": gradients_of(program, bounds) if a.learns else None,
+    }

@@ -17,8 +17,8 @@ from torch import Tensor
 from ....internal import probes
 from ....internal.probes import NotNow, answer
 from ....internal.watched import refuse_trials
-from ..dense.tables import LaunchConfig
 from . import direct
+from .config import LaunchConfig
 from .direct import STREAM, Started, starting, streams
 from .forms import aligned, forms
 from .gluon_names import missing_names

@@ -1,0 +1,29 @@
+"""Which tiles a mask by function hides, cuts or shows whole, where keys are in a cache."""
+
+from ....masks.function import GRAIN
+from ....tracing.program import Program
+from ..launching.tiles import classify
+from .shapes import DecodeShapes
+
+
+class OverCache:
+    """How tiles are told apart for a call over a cache: ``launch`` makes so many ``states`` of a byte, and kernels,
+    which are launched with ``arguments`` besides, write so many ``runs`` at most, an int32 each.
+    """
+
+    def __init__(self, x: DecodeShapes):
+        queries = min(GRAIN, 1 << (x.mean - 1).bit_length())
+        planes = x.h if "h" in Program(x.a.mask_program).read else 1
+        columns, room = (-(-x.max_tokens // n) for n in (GRAIN, x.tiles.block_n))
+        self.arguments = {
+            "planes": planes, "columns": columns, "room": room, "GRAIN_M": queries, "GRAIN": GRAIN,
+        }  # fmt: skip
+        rows = planes * _blocks(x, x.s, queries)
+        arguments = x.arguments() | self.arguments
+        self.launch = classify((rows, columns), queries, arguments | {"t": arguments["limit"]})
+        self.states, self.runs = rows * columns, x.g * _blocks(x, x.s * x.group, x.tiles.block_m) * room
+
+
+def _blocks(x: DecodeShapes, rows: int, block: int) -> int:
+    """Blocks of rows of all sequences; packed, with room for a partial one of each."""
+    return rows // block + x.b + 1 if x.packed else x.b * -(-rows // block)
