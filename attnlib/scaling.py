@@ -1,5 +1,10 @@
 """The rules that scale a rope, under the name that they have always been imported by: ``attnlib.scaling``."""
 
-from .rope import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Temperature, YaRN
-
-__all__ = ["NTK", "DynamicNTK", "Linear", "Llama3", "LongRoPE", "Proportional", "Temperature", "YaRN"]
+from .rope import NTK as NTK
+from .rope import DynamicNTK as DynamicNTK
+from .rope import Linear as Linear
+from .rope import Llama3 as Llama3
+from .rope import LongRoPE as LongRoPE
+from .rope import Proportional as Proportional
+from .rope import Temperature as Temperature
+from .rope import YaRN as YaRN

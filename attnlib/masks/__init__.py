@@ -4,8 +4,15 @@
 function of indices. ``ready_made.py`` is what people write with it, and where a new mask belongs.
 """
 
-from .band import CAUSAL, FULL, NOTHING, AnyMask, Mask, mask_mod, refuse_mask, sliding
-from .function import MaskFunction
+from .band import CAUSAL as CAUSAL
+from .band import FULL as FULL
+from .band import NOTHING as NOTHING
+from .band import AnyMask as AnyMask
+from .band import Mask as Mask
+from .band import mask_mod as mask_mod
+from .band import refuse_mask as refuse_mask
+from .band import sliding as sliding
+from .function import MaskFunction as MaskFunction
 from .ready_made import (
     attention_sinks,
     bidirectional_spans,
@@ -23,12 +30,6 @@ from .ready_made import (
 )
 
 __all__ = [
-    "CAUSAL",
-    "FULL",
-    "NOTHING",
-    "AnyMask",
-    "Mask",
-    "MaskFunction",
     "attention_sinks",
     "bidirectional_spans",
     "block_list",
@@ -38,11 +39,8 @@ __all__ = [
     "documents_of",
     "global_tokens",
     "head_windows",
-    "mask_mod",
     "mask_tensor",
     "prefix_lm",
-    "refuse_mask",
-    "sliding",
     "tree",
     "used",
 ]

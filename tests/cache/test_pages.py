@@ -194,7 +194,7 @@ def test_the_allocators_are_plain_python():
             "dataclasses",
             "itertools",
             "typing",
-            "checks",
+            "internal.checks",
             "pages",
-            "signatures",
+            "internal.signatures",
         }

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 USUAL = ("--layerwise", 0.25, "--save-every", 3)
 KILLED = """
 import os, signal, sys
-from attnlib import files
+from attnlib.internal import files
 from attnlib.__main__ import main
 left, replace = [int(sys.argv.pop(1))], os.replace
 
