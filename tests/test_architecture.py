@@ -20,7 +20,10 @@ VALUES = (
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
-UNDER_PLANS = tuple(f"backends/_triton/{room}" for room in ("functions", "launching", "kernels"))
+FAMILIES = ("forward", "backward", "mla_decode", "gqa_decode")  # of Hopper's kernels, none of which imports another
+UNDER_FAMILIES = ("backends/_triton/kernels/hopper", "backends/_triton/kernels")
+OF_FAMILIES = tuple(f"backends/_triton/kernels/hopper/{family}" for family in FAMILIES)
+UNDER_PLANS = (*(f"backends/_triton/{room}" for room in ("functions", "launching", "kernels")), *OF_FAMILIES)
 INSIDE_TRITON = ("backends/_triton/dense", "backends/_triton/decode", *UNDER_PLANS)
 # The rooms from top to bottom, and which each may import: rooms below it alone. bench imports what users do.
 ROOMS = {
@@ -101,7 +104,9 @@ ROOMS = {
     "backends/_triton/dense": {*UNDER_PLANS, "backends", "call", *VALUES},
     "backends/_triton/decode": {*UNDER_PLANS, "backends", "call", *VALUES},
     "backends/_triton/functions": {"backends/_triton/launching", "backends/_triton/kernels", "backends", *VALUES},
-    "backends/_triton/launching": {"backends/_triton/kernels", "backends", *VALUES},
+    "backends/_triton/launching": {*UNDER_FAMILIES, "backends", *VALUES},
+    **{f"backends/_triton/kernels/hopper/{family}": {*UNDER_FAMILIES} for family in FAMILIES},
+    "backends/_triton/kernels/hopper": {"backends/_triton/kernels"},
     "backends/_triton/kernels": set(),
     "backends/_torch": {"backends", "call", *VALUES},
     "backends/_reference": {"backends", "call", "reference", *VALUES},

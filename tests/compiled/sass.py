@@ -15,13 +15,14 @@ INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]
 UNIFORM = re.compile(r"-?UR(\d+)$")
 # Beside the opcodes of the uniform datapath, which begin with U, those that write one of its registers; and of the
 # former those whose uniform operands are all read.
-WRITE = ("R2UR", "S2UR", "CS2UR", "LDCU", "VOTEU", "REDUX", "CREDUX")
+WRITE = ("ELECT", "R2UR", "S2UR", "CS2UR", "LDCU", "VOTEU", "REDUX", "CREDUX")
 READ = ("UISETP", "UFSETP", "UR2UP")
 # What leaves the bits of an address that a descriptor has room for: 14 of them, and 15 from Triton 3.8 on.
 CUT = MappingProxyType({"ULOP3": {"0x3fff", "0x7fff"}, "USGXT": {"0xe", "0xf"}})
 # Bytes that plain loads and stores of shared memory move, by what follows their name.
 MOVED = MappingProxyType({"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16})
 DIRECT = re.compile(r"\[UR\d+(?:\+0x([0-9a-f]+))?\]")  # an address that all threads share
+CALLED = re.compile(r"^(\$[\w$]+):$", re.MULTILINE)  # functions that ptxas brings along, behind the kernel: divisions
 CARRY = ("UMOV", "UIADD3", "ULOP3", "USEL")  # what a descriptor's lower half goes through
 
 
@@ -43,10 +44,11 @@ def lost(text: str) -> list[str]:
     ptxas 13.4 copies and saves pairs of registers of which one is not written yet. A copy of nothing is nothing, and
     what reads it is found.
     """
-    written, addresses, empty, found = set(), set(), set(), []
+    written, addresses, empty, found, by_called = set(), set(), set(), [], _written_by_called(text)
     for instruction in INSTRUCTION.finditer(text):
         opcode, operands = instruction[1], [x.strip() for x in instruction[2].split(",")]
         into = _destination(opcode, operands)
+        written |= by_called.get(operands[-1].strip("`()"), set())
         sources = operands[into + 1 :]
         reads = {n for x in sources for n in _read(opcode, operands, x)}
         if opcode == "MOV.SPILL":
@@ -63,6 +65,17 @@ def lost(text: str) -> list[str]:
             kept = {first} if _is_address(opcode, sources, addresses) else set()
             addresses = addresses - {first, *others} | kept
             written |= {first, *others}
+    return found
+
+
+def _written_by_called(text: str) -> dict[str, set[int]]:
+    """The uniform registers that each function behind the kernel writes, by its name."""
+    _, *parts = CALLED.split(text)
+    found = {}
+    for name, body in zip(parts[::2], parts[1::2], strict=True):
+        split = [(x[1], [operand.strip() for operand in x[2].split(",")]) for x in INSTRUCTION.finditer(body)]
+        places = [(opcode, operands, _destination(opcode, operands)) for opcode, operands in split]
+        found[name] = {n for opcode, operands, into in places if into >= 0 for n in _written(opcode, operands[into])}
     return found
 
 

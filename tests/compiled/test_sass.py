@@ -65,6 +65,7 @@ def test_what_a_descriptor_is_made_of(lower):
         (["UMOV UR4, URZ"], "UIADD3 UR4, UR4, 0x1, URZ"),
         (["@!UP0 UMOV UR4, URZ"], "@P0 IADD3 R2, R3, UR4, RZ"),
         (["ULDC.64 UR4, c[0x0][0x208]"], "LDG.E R2, desc[UR4][R2.64]"),
+        (["ELECT P2, UR5, PT"], "IADD3 R2, R3, -UR5, RZ"),
         (["R2UR.FILL UR5, R6"], "IADD3 R2, R3, -UR5, RZ"),
         (["ULOP3.LUT UP0, UR15, URZ, 0x7fffffc0, URZ, 0xc0, !UPT"], "MOV R2, UR15"),
         (["UIMAD.WIDE UR6, URZ, 0x4, URZ"], "IMAD.U32 R2, RZ, RZ, UR7"),
@@ -94,6 +95,15 @@ def test_a_copy_of_nothing_is_nothing(copies):
     read, whole = "IADD3 R2, R3, UR5, RZ", "UMOV UR5, 0x40004040"
     assert lost(code(*copies, read)) == [f"{read} ;"]
     assert lost(code(*copies, whole, read)) == lost(code("UMOV UR9, URZ", *copies, read)) == []
+
+
+def test_a_function_behind_the_kernel_writes_what_it_returns():
+    called = "CALL.REL.NOINC `($__internal_0_$__cuda_sm20_div_s64)"
+    behind = "\n$__internal_0_$__cuda_sm20_div_s64:\n" + code("R2UR UR5, R3")
+    read = "IMAD.U32 R9, RZ, RZ, UR5"
+    assert lost(code(called, read) + behind) == []
+    assert lost(code(read, called) + behind) == [f"{read} ;"]
+    assert lost(code(called, "IMAD.U32 R9, RZ, RZ, UR7") + behind) == ["IMAD.U32 R9, RZ, RZ, UR7 ;"]
 
 
 def test_a_register_that_saves_something_after_nothing():

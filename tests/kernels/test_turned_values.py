@@ -5,7 +5,7 @@ import torch
 from kernel_helpers import DEVICE
 from torch import Tensor
 
-from attnlib.backends._triton.kernels.hopper.turn_values import turn_values
+from attnlib.backends._triton.kernels.hopper.forward.turn_values import turn_values
 
 BLOCK_N = 64
 # Of 16 keys, in the order of products.

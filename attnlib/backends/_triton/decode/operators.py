@@ -139,11 +139,11 @@ def _kernel(x: DecodeShapes) -> Callable:
 
     if x.hopper is None:
         return decode
-    from ..kernels.hopper.decode_bytes import decode_bytes
-    from ..kernels.hopper.decode_few import decode_few
-    from ..kernels.hopper.decode_many import decode_many
-    from ..kernels.hopper.decode_page_bytes import decode_page_bytes
-    from ..kernels.hopper.decode_pages import decode_pages
+    from ..kernels.hopper.gqa_decode.int8_fp8 import decode_page_bytes
+    from ..kernels.hopper.gqa_decode.pages import decode_pages
+    from ..kernels.hopper.mla_decode.rows_16 import decode_few
+    from ..kernels.hopper.mla_decode.rows_16_int8_fp8 import decode_bytes
+    from ..kernels.hopper.mla_decode.rows_64 import decode_many
 
     few, pages = (decode_bytes, decode_page_bytes) if x.case.itemsize == 1 else (decode_few, decode_pages)
     if not x.case.latent:

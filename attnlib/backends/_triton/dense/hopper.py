@@ -83,7 +83,9 @@ def triton_version() -> tuple[int, int]:
 
 
 def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, drawn: bool, processors: int) -> Forward:
-    from ..kernels.hopper import forward, forward_fp8, turn_values
+    from ..kernels.hopper.forward.kernel import forward
+    from ..kernels.hopper.forward.kernel_fp8 import forward_fp8
+    from ..kernels.hopper.forward.turn_values import turn_values
 
     block_m, block_n = ROWS * config.consumers, config.block_n
     # Heads whose blocks are all of one length may run one after another: none waits for the longest.
@@ -91,13 +93,13 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, drawn: bool, proce
     tiles = pairs * x.blocks(x.s, block_m)
     arguments = x.arguments | config.constants | {"heads_per_wave": wave, "tiles": tiles}
     blocks, launched = _blocks(x, q=ROWS, k=block_n, v=block_n, out=ROWS), LaunchConfig(block_m, block_n, 1, 4)
-    kernel, before, turned = forward.forward, (), ()
+    kernel, before, turned = forward, (), ()
     if x.case.itemsize == 1:
         (planes, _), key_blocks = x.waves(x.g), x.blocks(x.t, block_n)
         turned = (planes // x.g, arguments["E"], x.g, key_blocks * block_n)
         # Eight warps: 25 us where four take 42 (d64), and 24 as with four elsewhere; a copy of the same bytes takes 22.
-        before = (Launch(turn_values.turn_values, planes * key_blocks, arguments, launched._replace(warps=8)),)
-        kernel, blocks["v_desc"] = forward_fp8.forward_fp8, Block("turned", arguments["E_MAIN"], block_n, gluon=True)
+        before = (Launch(turn_values, planes * key_blocks, arguments, launched._replace(warps=8)),)
+        kernel, blocks["v_desc"] = forward_fp8, Block("turned", arguments["E_MAIN"], block_n, gluon=True)
     lists = 0
     if x.states is not None:
         found = mask_tiles.lists(x, launched, by_keys=False)
@@ -147,8 +149,8 @@ def _takes_functions(a: Arguments, config: BackwardConfig, *, in_order: bool) ->
 
 
 def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: bool) -> Backward:
-    from ..kernels.hopper.backward import backward
-    from ..kernels.hopper.backward_results import finish_queries
+    from ..kernels.hopper.backward.kernel import backward
+    from ..kernels.hopper.backward.results import finish_queries
 
     # As in a forward, and their queries and sums of dq are in the L2 cache too. In a fixed order few programs of a head
     # should run at once, since they begin one after the other: full 8k d128 one head 470 TFLOP/s, two 489, four 513.

@@ -9,7 +9,7 @@ from ...operators import result_dtype
 from ..functions.programs import bounds, derivatives, functions
 from ..launching.config import LaunchConfig, widths
 from ..launching.launch import Block, Launch
-from ..launching.layouts import Key, Layout, contiguous, scoring, strides
+from ..launching.layouts import Key, Layout, contiguous, has_slopes, hides_nothing, is_plain, scoring, strides
 from . import tables
 
 PREPARED = LaunchConfig(32, 0, 1, 4)  # the first backward kernel, which has no keys
@@ -26,7 +26,7 @@ class DenseShapes:
         self.length = self.t // max(1, self.batch) if self.packed else self.t  # the mean of what is packed
         self.case = tables.DenseCase(
             d, e, a.q.dtype.itemsize, causal=a.right is not None, arch=arch_of(key.device),
-            plain=a.softcap is a.alibi_slopes is None and a.dropout_p == 0,
+            plain=is_plain(a),
             aligned=key.aligned and all(x.is_in_lines for x in (a.q, a.k, a.v)),
             by_function=not (a.mask_program is a.score_program is None), changed=a.score_program is not None,
             exponentials=0 if a.score_program is None else Program(a.score_program).exponentials,
@@ -37,7 +37,7 @@ class DenseShapes:
                 apart = f"rows of {name} lie {x.strides[-3]} elements apart"
                 raise NotImplementedError(f"triton: {apart}; call .contiguous()")
         # Whether every block of queries sees as many keys as any other.
-        self.are_alike = a.left is a.right is a.key_starts is a.key_ends is None and not self.packed
+        self.are_alike = hides_nothing(a) and not self.packed
         self.bounded = not (a.key_starts is a.key_ends is a.origin is None)  # each sequence of its own
         self.bounds = bounds(a, self.batch, self.h, self.s + self.t)
         self.states = None if a.mask_program is None else self._states(Program(a.mask_program), a.origin is not None)
@@ -99,7 +99,7 @@ class BackwardShapes(DenseShapes):
         a = key.layouts
         dq, dk, dv = (contiguous(x.shape, x.dtype) for x in (a.q, a.k, a.v))
         self.arguments |= derivatives(a, self.bounds)
-        self.has_slopes, self.rows = a.alibi_slopes is not None, 1 if self.packed else self.batch
+        self.has_slopes, self.rows = has_slopes(a), 1 if self.packed else self.batch
         self.arguments |= {
             **strides("bshd", do=dout, dq=dq), **strides("btgd", dk=dk, dv=dv), **strides("bhs", dl=dlse),
         }  # fmt: skip

@@ -78,6 +78,21 @@ def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
     return Layout(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
+def is_plain(a: Arguments) -> bool:
+    """Whether scores have no options and no dropout."""
+    return a.softcap is None and not has_slopes(a) and a.dropout_p == 0
+
+
+def has_slopes(a: Arguments) -> bool:
+    """Whether scores fall with distance."""
+    return a.alibi_slopes is not None
+
+
+def hides_nothing(a: Arguments) -> bool:
+    """Whether every query sees every key, but for what functions hide."""
+    return a.left is a.right is a.key_starts is a.key_ends is None
+
+
 def scoring(a: Arguments | CachedArguments, heads: int, reach: int) -> dict[str, float | None]:
     """The numbers of a mask and of scores; ``reach`` is a distance beyond which nothing is hidden."""
     left, right = (x if x is None else max(-reach, min(x, reach)) for x in (a.left, a.right))

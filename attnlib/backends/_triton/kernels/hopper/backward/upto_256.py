@@ -13,9 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..band import visible
-from ..scores import Modifiers, load_slope, modify, unit_of
-from .backward_parts import (
+from ...band import visible
+from ...scores import Modifiers, load_slope, modify, unit_of
+from ..primitives import FIRST, barrier_arrive, barrier_sync, opaque
+from .results import add_dq, put, put_keys
+from .shared import (
     CONSUMERS,
     DONE,
     FREED,
@@ -28,9 +30,7 @@ from .backward_parts import (
     start_of,
     wait_for_keys,
 )
-from .backward_results import add_dq, put, put_keys
-from .backward_turns import tell_added, wait_to_add
-from .primitives import FIRST, barrier_arrive, barrier_sync, opaque
+from .turns import tell_added, wait_to_add
 
 P_FULL: gl.constexpr = gl.constexpr(FIRST)
 P_EMPTY: gl.constexpr = gl.constexpr(FIRST + 1)

@@ -5,25 +5,11 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..band import sees_any
-from ..scores import LN2, LOG2E
-from ..split_kv import shares
-from .decode_splits import HALF
-from .primitives import barrier_sync, reinterpret
-
-
-class Results(NamedTuple):
-    """Where out and the LSE go, or splits of them, of so many lines."""
-
-    out_ptr: gl.tensor
-    lse_ptr: gl.tensor
-    split_ptr: gl.tensor
-    stride_ob: gl.tensor
-    stride_os: gl.tensor
-    stride_oh: gl.tensor
-    stride_lb: gl.tensor
-    stride_lh: gl.tensor
-    lines: gl.tensor
+from ...band import sees_any
+from ...scores import LN2, LOG2E
+from ...split_kv import shares
+from ..primitives import barrier_sync, reinterpret
+from .shared import HALF
 
 
 class Sums(NamedTuple):
@@ -68,8 +54,13 @@ def share_of(acc, share, AXIS: gl.constexpr):
 
 @gluon.jit
 def in_fp32(slots, ROWS: gl.constexpr):
-    """The room of a half's slots, for fp32 numbers of half of the channels of rows."""
-    return reinterpret(slots, gl.float32, [ROWS, HALF], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    """The room of a half's slots, or the first of it, for fp32 numbers of half of the channels of rows.
+
+    All of it is named anew before the first is taken: Triton 3.8 refuses another size.
+    """
+    FIT: gl.constexpr = slots.numel * slots.dtype.primitive_bitwidth // (32 * HALF)
+    room = reinterpret(slots, gl.float32, [FIT, HALF], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    return room.slice(0, ROWS) if FIT > ROWS else room
 
 
 @gluon.jit

@@ -3,11 +3,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..band import sees_any
-from ..scores import LN2, LOG2E
-from ..split_kv import shares
-from .page_splits import HALF, M, channels, sums_of, threads_of
-from .primitives import FIRST, barrier_sync, reinterpret
+from ...band import sees_any
+from ...scores import LN2, LOG2E
+from ...split_kv import shares
+from ..primitives import FIRST, barrier_sync, reinterpret
+from .shared import HALF, M, channels, sums_of, threads_of
 
 
 @gluon.jit

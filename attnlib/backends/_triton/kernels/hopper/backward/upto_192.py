@@ -18,9 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..band import visible
-from ..scores import Modifiers, unit_of
-from .backward_parts import (
+from ...band import visible
+from ...scores import Modifiers, unit_of
+from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, floats_of, opaque
+from .results import add_dq, put, put_keys
+from .shared import (
     CONSUMERS,
     DONE,
     FREED,
@@ -32,8 +34,6 @@ from .backward_parts import (
     spread,
     wait_for_keys,
 )
-from .backward_results import add_dq, put, put_keys
-from .primitives import FIRST, anew, barrier_arrive, barrier_sync, floats_of, opaque
 
 
 class Sums(NamedTuple):

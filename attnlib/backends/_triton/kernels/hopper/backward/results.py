@@ -12,10 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_wait
 
-from ..band import Band, bounds, origin_of, sees_any
-from ..tile import COUNTS, locate
-from .backward_parts import KEYS
-from .primitives import add_fours, async_store
+from ...band import Band, bounds, origin_of, sees_any
+from ...tile import COUNTS, locate
+from ..primitives import add_fours, async_store
+from .shared import KEYS
 
 
 class Gradient(NamedTuple):

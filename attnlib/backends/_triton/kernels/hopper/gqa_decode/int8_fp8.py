@@ -1,4 +1,4 @@
-"""Decoding over pages of keys and values in int8 or fp8 for Hopper, in Gluon: one program an SM, as in decode_pages.py.
+"""Decoding over pages of keys and values in int8 or fp8 for Hopper, in Gluon: one program an SM, as in pages.py.
 
 A producer warp loads what eight KV heads store of 32 tokens, and the scales, by descriptors. Each of eight warps has a
 KV head, and takes the tokens in two groups. Pairs of stored bytes are read from shared memory as the 16 bits that a
@@ -13,16 +13,15 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..band import Band, origin_of, visible
-from ..paged import ENTRY, claimed
-from ..scores import Modifiers, load_slope, modify, unit_of
-from ..stored_bytes import both_factors, in_range, split_scale
-from ..tile import COUNTS, Tile
-from .decode_results import Results
-from .decode_splits import Problem, Queries, entry_of, raised, split_of
-from .page_results import finish, store_channels
-from .page_splits import BOX, HALF, TOKENS, M, Sizes, factor_of, row_of, rows_in, sums_of, threads_of, tokens_in
-from .primitives import FIRST, async_load, barrier_arrive, barrier_sync, barriers, prefetch
+from ...band import Band, origin_of, visible
+from ...paged import ENTRY, claimed
+from ...scores import Modifiers, load_slope, modify, unit_of
+from ...stored_bytes import both_factors, in_range, split_scale
+from ...tile import COUNTS, Tile
+from ..primitives import FIRST, async_load, barrier_arrive, barrier_sync, barriers, prefetch
+from ..splits import Problem, Queries, Results, entry_of, raised, split_of
+from .results import finish, store_channels
+from .shared import BOX, HALF, TOKENS, M, Sizes, factor_of, row_of, rows_in, sums_of, threads_of, tokens_in
 
 WARPS: gl.constexpr = gl.constexpr(8)  # and KV heads
 TILE: gl.constexpr = gl.constexpr(32)  # tokens of a tile

@@ -7,8 +7,8 @@ warpgroup's registers: d256 causal 8k 812 TFLOP/s so, 1,039 where values are tur
 import triton
 import triton.language as tl
 
-from ..band import bounds
-from ..tile import COUNTS, locate
+from ...band import bounds
+from ...tile import COUNTS, locate
 
 AT_ONCE: tl.constexpr = tl.constexpr(128)  # channels
 

@@ -4,9 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..scores import Modifiers, unit_of
-from .backward_parts import CONSUMERS, FREED, KEYS, first_step, next_step, start_of
-from .primitives import async_load, barrier_sync
+from ...scores import Modifiers, unit_of
+from ..primitives import async_load, barrier_sync
+from .shared import CONSUMERS, FREED, KEYS, first_step, next_step, start_of
 
 
 @gluon.jit

@@ -16,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..band import Band, visible
-from ..scores import Place, changed, modify, unit_behind
-from .primitives import FIRST, anew, barrier_arrive, is_raised, opaque, opaque_halves, raise_flag_above, scale_rows
+from ...band import Band, visible
+from ...scores import Place, changed, modify, unit_behind
+from ..primitives import FIRST, anew, barrier_arrive, is_raised, opaque, opaque_halves, raise_flag_above, scale_rows
 from .shared import ROWS
 
 # What probabilities of a block, relative to the maxima before it, may add up to in a thread; fp16 holds each of them.

@@ -13,14 +13,14 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..band import Band, origin_of, visible
-from ..paged import ENTRY, claimed
-from ..scores import Modifiers, load_slope, modify, unit_of
-from ..tile import COUNTS
-from .decode_results import Results
-from .decode_splits import Problem, Queries, split_of, weighed
-from .page_results import store_apart, store_joined
-from .page_splits import (
+from ...band import Band, origin_of, visible
+from ...paged import ENTRY, claimed
+from ...scores import Modifiers, load_slope, modify, unit_of
+from ...tile import COUNTS
+from ..primitives import FIRST, barrier_arrive, barriers, prefetch
+from ..splits import Problem, Queries, Results, split_of, weighed
+from .results import store_apart, store_joined
+from .shared import (
     HALF,
     TOKENS,
     M,
@@ -35,7 +35,6 @@ from .page_splits import (
     tiles_of,
     tokens_in,
 )
-from .primitives import FIRST, barrier_arrive, barriers, prefetch
 
 
 class State(NamedTuple):

@@ -6,13 +6,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..band import Band, bounds, origin_of, sees_any
-from ..scores import Modifiers, descaled, load_slope
-from ..tile import COUNTS
+from ...band import Band, bounds, origin_of, sees_any
+from ...scores import Modifiers, descaled, load_slope
+from ...tile import COUNTS
+from ..primitives import barriers, make_flag, opaque, ring
 from .consumer import Turn, advance, hand_back
 from .consumer_fp8 import add_products, begin, step_fp8
-from .forward import Results, put_lse, put_out
-from .primitives import barriers, make_flag, opaque, ring
+from .kernel import Results, put_lse, put_out
 from .producer import produce
 from .shared import POSTS, ROWS, WORDS, Problem, Shared, Sizes, blocks_of, read, wait_for_work
 

@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..band import key_range
-from ..mask_tiles import listed
-from ..tile import Work, locate
+from ...band import key_range
+from ...mask_tiles import listed
+from ...tile import Work, locate
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of a consumer
 POSTS: gl.constexpr = gl.constexpr(2)  # works that are posted: the last one, and the next

@@ -1,19 +1,15 @@
-"""What a program decodes: rows of queries over a split of a sequence, in tiles of 64 tokens of a latent cache."""
+"""What programs that decode share: the tokens of a split, the page that holds one, weights, and where results go."""
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..band import Band, key_range, origin_of, visible
+from ..band import Band, key_range, origin_of
 from ..paged import tokens_of_split
-from ..scores import modify, unit_of
-from .primitives import anew, async_load, opaque
+from .primitives import anew
 
 TOKENS: gl.constexpr = gl.constexpr(64)  # of a tile
-HALF: gl.constexpr = gl.constexpr(256)  # channels of a latent come in halves
-TAIL: gl.constexpr = gl.constexpr(64)  # rotary channels
 MOVED: gl.constexpr = gl.constexpr(8.0)  # powers of two by which a maximum grows before sums are scaled again
 
 
@@ -102,90 +98,11 @@ def split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M: gl.
 
 
 @gluon.jit
-def tiles_of(split):
-    """The number of the first tile, and how many there are."""
-    first = split.low // TOKENS
-    return first, gl.maximum(gl.cdiv(split.high, TOKENS) - first, 0)
-
-
-@gluon.jit
 def entry_of(n, split, call, PAGE: gl.constexpr):
     """The entry of the page table for token ``n``, or for the last one that is seen."""
     n = gl.minimum(n, gl.maximum(split.high - 1, 0))
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     return gl.load(call.table_ptr + known.to(gl.int64) * call.stride_table + (n // PAGE if PAGE else n * 0))
-
-
-@gluon.jit
-def first_entry(first, split, call, PAGE: gl.constexpr):
-    """The entry for the first tile."""
-    entry = split.entry
-    if PAGE:
-        if first * TOKENS // PAGE != split.column:
-            entry = entry_of(first * TOKENS, split, call, PAGE)
-    return entry
-
-
-@gluon.jit
-def row_of(entry, n, split, call, PAGE: gl.constexpr):
-    """The row of the planes where the tile from token ``n`` on begins, on a page that there is."""
-    n = gl.minimum(n, gl.maximum(split.high - 1, 0) // TOKENS * TOKENS)
-    page = gl.minimum(entry.to(gl.uint32), (call.pages - 1).to(gl.uint32)).to(gl.int32)
-    return page * call.page_rows + (n % PAGE if PAGE else n)
-
-
-@gluon.jit
-def load_half(desc, row, column, half, full):
-    """Load half of a tile of latents."""
-    mbarrier.expect(full, TOKENS * HALF * 2)
-    async_load(desc, [row, column], full, half)
-
-
-@gluon.jit
-def load_last_half(desc, tail_desc, row, half, tail, full):
-    """Load the second half of a tile of latents, and their rotary channels."""
-    mbarrier.expect(full, TOKENS * (HALF + TAIL) * 2)
-    async_load(desc, [row, HALF], full, half)
-    async_load(tail_desc, [row, 0], full, tail)
-
-
-@gluon.jit
-def load_queries(
-    queries, split, call, FIRST: gl.constexpr, ROWS: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """``COUNT`` channels of the rows from channel ``FIRST`` on, zeros beyond the last row."""
-    n, c = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
-    valid, head = split.start + n < split.count * call.group, split.start % call.group + n
-    if call.group < ROWS:
-        later = head // call.group
-    else:  # a division of each row would take longer than the load
-        later = (head >= call.group).to(gl.int32)
-    token, head = split.row + split.start // call.group + later, head - later * call.group
-    at = split.plane * queries.stride_qb + token.to(gl.int64) * queries.stride_qs + head * queries.stride_qh
-    return gl.load(queries.q_ptr + (at[:, None] + c[None, :]), mask=valid[:, None], other=0.0)
-
-
-@gluon.jit
-def clear_others(values, n, split):
-    """Zero the rows of a tile, from token ``n`` on, that are no token of the sequence: they may hold anything."""
-    if (n < split.begin) | (n + TOKENS > split.end):
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        for first in gl.static_range(0, TOKENS, 16):
-            rows = values.slice(first, 16, 0)
-            j = n + first + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-            x = rows.load(LAYOUT)
-            rows.store(gl.where(((j >= split.begin) & (j < split.end))[:, None], x, gl.zeros_like(x)))
-        fence_async_shared()
-
-
-@gluon.jit
-def scored(s, n, i, modifiers, band, split, AXIS: gl.constexpr):
-    """Scores of products from token ``n`` on, which lie along ``AXIS``; -inf where they are hidden."""
-    j = gl.expand_dims(n + gl.arange(0, TOKENS, gl.SliceLayout(1 - AXIS, s.type.layout)), 1 - AXIS)
-    s, _ = modify(s, modifiers, gl.expand_dims(i + band.apart, AXIS), j)
-    if (n < split.all_low) | (n + TOKENS > split.all_high):
-        s = opaque(gl.where(visible(gl.expand_dims(i, AXIS), j, band), s, float("-inf")))
-    return s
 
 
 @gluon.jit
@@ -206,13 +123,15 @@ def raised(m_i, highest):
     return m_new, gl.where(m_new == float("-inf"), 0.0, m_new)
 
 
-@gluon.jit
-def softmax(s, m_i, n, i, modifiers, band, split, AXIS: gl.constexpr):
-    """Probabilities of products from token ``n`` on, as :func:`weighed` gives them."""
-    return weighed(scored(s, n, i, modifiers, band, split, AXIS), m_i, unit_of(modifiers), AXIS)
+class Results(NamedTuple):
+    """Where out and the LSE go, or splits of them, of so many lines."""
 
-
-@gluon.jit
-def numbers(COUNT: gl.constexpr, SIZE: gl.constexpr):
-    """Room for ``COUNT`` vectors of fp32."""
-    return gl.allocate_shared_memory(gl.float32, [COUNT, SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    out_ptr: gl.tensor
+    lse_ptr: gl.tensor
+    split_ptr: gl.tensor
+    stride_ob: gl.tensor
+    stride_os: gl.tensor
+    stride_oh: gl.tensor
+    stride_lb: gl.tensor
+    stride_lh: gl.tensor
+    lines: gl.tensor

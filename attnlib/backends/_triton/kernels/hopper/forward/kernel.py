@@ -15,11 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..band import Band, bounds, origin_of, sees_any
-from ..scores import LN2, LOG2E, Modifiers, load_slope
-from ..tile import COUNTS
+from ...band import Band, bounds, origin_of, sees_any
+from ...scores import LN2, LOG2E, Modifiers, load_slope
+from ...tile import COUNTS
+from ..primitives import FIRST, async_store, barrier_arrive, barriers, make_flag, opaque, opaque_halves, ring
 from .consumer import Given, Turn, advance, clear_others, first_step, hand_back, step
-from .primitives import FIRST, async_store, barrier_arrive, barriers, make_flag, opaque, opaque_halves, ring
 from .producer import produce
 from .shared import (
     POSTS,

@@ -10,9 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..scores import unit_of
-from .consumer import Turn, advance, issue_scores, scores, sum_by_place
-from .primitives import (
+from ...scores import unit_of
+from ..primitives import (
     FIRST,
     anew,
     barrier_arrive,
@@ -22,6 +21,7 @@ from .primitives import (
     opaque_words,
     raise_flag_above,
 )
+from .consumer import Turn, advance, issue_scores, scores, sum_by_place
 from .shared import ROWS
 
 # Powers of two that lift probabilities, and what those of a thread may add up to: the largest number of e4m3. Sixteen

@@ -1,11 +1,12 @@
-"""Warps that load latents in int8 or fp8 for decode_many.py, and leave them in shared memory as 16-bit numbers."""
+"""Warps that load latents in int8 or fp8 for rows_64.py, and leave them in shared memory as 16-bit numbers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .decode_splits import HALF, TAIL, TOKENS, entry_of, first_entry, row_of, tiles_of
-from .primitives import async_load, barrier_sync, reinterpret
+from ..primitives import async_load, barrier_sync, reinterpret
+from ..splits import TOKENS, entry_of
+from .shared import HALF, TAIL, first_entry, row_of, tiles_of
 
 WORDS: gl.constexpr = gl.constexpr(32)  # of four bytes each: a quarter of the channels
 # A thread's 16 bytes become 32. Four threads leave a line, and eight two of which swizzling keeps the banks apart.

@@ -1,6 +1,6 @@
 """Attention of 16 rows of queries over latents in int8 or fp8 for Hopper, in Gluon: one program an SM.
 
-As in decode_few.py, products are transposed, and consumers take turns with tiles. Pairs of stored bytes are read from
+As in rows_16.py, products are transposed, and consumers take turns with tiles. Pairs of stored bytes are read from
 shared memory as the 16 bits that a product takes in registers, and become even and odd channels in fp16 there.
 """
 
@@ -16,30 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..band import Band, origin_of
-from ..paged import claimed
-from ..scores import Modifiers, load_slope, unit_of
-from ..stored_bytes import both_factors, halved, in_range, split_scale
-from ..tile import COUNTS, Tile
-from .decode_results import Results, Sums, in_fp32, join_and_store
-from .decode_splits import (
-    HALF,
-    TAIL,
-    TOKENS,
-    Problem,
-    Queries,
-    clear_others,
-    entry_of,
-    first_entry,
-    load_queries,
-    numbers,
-    row_of,
-    scored,
-    split_of,
-    tiles_of,
-    weighed,
-)
-from .primitives import FIRST, anew, async_load, barrier_arrive, barrier_sync, barriers, ring
+from ...band import Band, origin_of
+from ...paged import claimed
+from ...scores import Modifiers, load_slope, unit_of
+from ...stored_bytes import both_factors, halved, in_range, split_scale
+from ...tile import COUNTS, Tile
+from ..primitives import FIRST, anew, async_load, barrier_arrive, barrier_sync, barriers, ring
+from ..splits import TOKENS, Problem, Queries, Results, entry_of, split_of, weighed
+from .results import Sums, in_fp32, join_and_store
+from .shared import HALF, TAIL, clear_others, first_entry, load_queries, numbers, row_of, scored, tiles_of
 
 ROWS: gl.constexpr = gl.constexpr(16)
 SLOTS: gl.constexpr = gl.constexpr(4)

@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .decode_splits import entry_of
-from .primitives import FIRST, async_load, barrier_sync, reinterpret
+from ..primitives import FIRST, async_load, barrier_sync, reinterpret
+from ..splits import entry_of
 
 M: gl.constexpr = gl.constexpr(16)  # rows of queries of a KV head that a warp multiplies
 TOKENS: gl.constexpr = gl.constexpr(16)  # of a warp's part of a tile

@@ -16,8 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .backward_parts import CONSUMERS, DONE, KEYS, first_step, next_step, start_of, tiles_of
-from .primitives import FIRST, barrier_arrive, barrier_sync, end_turn, wait_for_turn
+from ..primitives import FIRST, barrier_arrive, barrier_sync, end_turn, wait_for_turn
+from .shared import CONSUMERS, DONE, KEYS, first_step, next_step, start_of, tiles_of
 
 
 @gluon.jit

@@ -17,19 +17,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..band import Band, origin_of
-from ..paged import claimed
-from ..scores import Modifiers, load_slope
-from ..tile import COUNTS
-from .decode_results import Results, Sums, in_fp32, join_and_store
-from .decode_splits import (
+from ...band import Band, origin_of
+from ...paged import claimed
+from ...scores import Modifiers, load_slope
+from ...tile import COUNTS
+from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring
+from ..splits import TOKENS, Problem, Queries, Results, entry_of, split_of
+from .results import Sums, in_fp32, join_and_store
+from .shared import (
     HALF,
     TAIL,
-    TOKENS,
-    Problem,
-    Queries,
     clear_others,
-    entry_of,
     first_entry,
     load_half,
     load_last_half,
@@ -37,10 +35,8 @@ from .decode_splits import (
     numbers,
     row_of,
     softmax,
-    split_of,
     tiles_of,
 )
-from .primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring
 
 ROWS: gl.constexpr = gl.constexpr(16)
 SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # and scores

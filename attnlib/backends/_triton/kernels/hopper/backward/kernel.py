@@ -12,16 +12,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..band import Band, bounds, origin_of
-from ..tile import COUNTS, locate
-from .backward_apart import consume_apart, multiply_queries
-from .backward_by_products import consume_keys, consume_values
-from .backward_by_wide_keys import consume_wide
-from .backward_parts import KEYS, Problem, Shared, Sizes, job_of
-from .backward_producer import produce
-from .backward_results import Gradient, Results
-from .backward_turns import end_turns, wait_for_turns
-from .primitives import barriers, ring
+from ...band import Band, bounds, origin_of
+from ...tile import COUNTS, locate
+from ..primitives import barriers, ring
+from .producer import produce
+from .results import Gradient, Results
+from .shared import KEYS, Problem, Shared, Sizes, job_of
+from .turns import end_turns, wait_for_turns
+from .upto_128 import consume_apart, multiply_queries
+from .upto_192 import consume_wide
+from .upto_256 import consume_keys, consume_values
 
 
 @gluon.jit

@@ -7,9 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..band import query_range
-from ..mask_tiles import listed
-from .primitives import FIRST
+from ...band import query_range
+from ...mask_tiles import listed
+from ..primitives import FIRST
 
 KEYS: gl.constexpr = gl.constexpr(64)  # of a tile
 CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads of both

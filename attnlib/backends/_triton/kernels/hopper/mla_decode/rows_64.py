@@ -17,20 +17,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..band import Band, origin_of, sees_any
-from ..paged import claimed
-from ..scores import Modifiers, load_slope
-from ..tile import COUNTS
-from .decode_conversion import convert
-from .decode_results import Results, in_fp32, share_of, store_half, store_lse, with_sink
-from .decode_splits import (
+from ...band import Band, origin_of, sees_any
+from ...paged import claimed
+from ...scores import Modifiers, load_slope
+from ...tile import COUNTS
+from ..primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring, scale_rows_in_place
+from ..splits import TOKENS, Problem, Queries, Results, entry_of, split_of
+from .conversion import convert
+from .results import in_fp32, share_of, store_half, store_lse, with_sink
+from .shared import (
     HALF,
     TAIL,
-    TOKENS,
-    Problem,
-    Queries,
     clear_others,
-    entry_of,
     first_entry,
     load_half,
     load_last_half,
@@ -38,10 +36,8 @@ from .decode_splits import (
     numbers,
     row_of,
     softmax,
-    split_of,
     tiles_of,
 )
-from .primitives import FIRST, anew, barrier_arrive, barrier_sync, barriers, ring, scale_rows_in_place
 
 ROWS: gl.constexpr = gl.constexpr(64)
 SCORES: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))

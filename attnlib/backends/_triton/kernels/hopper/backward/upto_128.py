@@ -18,9 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..band import visible
-from ..scores import Modifiers, Place, changed, load_slope, modify, unchanged, unit_behind
-from .backward_parts import (
+from ...band import visible
+from ...scores import Modifiers, Place, changed, load_slope, modify, unchanged, unit_behind
+from ..primitives import FIRST, add_fours, anew, barrier_arrive, barrier_sync, floats_of, halves_of, opaque, reinterpret
+from .results import as_held, put, put_keys
+from .shared import (
     CONSUMERS,
     FREED,
     KEYS,
@@ -32,9 +34,7 @@ from .backward_parts import (
     start_of,
     wait_for_keys,
 )
-from .backward_results import as_held, put, put_keys
-from .backward_turns import tell_added, wait_to_add
-from .primitives import FIRST, add_fours, anew, barrier_arrive, barrier_sync, floats_of, halves_of, opaque, reinterpret
+from .turns import tell_added, wait_to_add
 
 FULL: gl.constexpr = FIRST  # a barrier for each slot of ds: both consumers have stored theirs
 TAKEN: gl.constexpr = gl.constexpr(FIRST + 2)  # and one for each consumer too: dq has been made of it

@@ -4,9 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..band import Band, bounds, origin_of
-from ..tile import Work
-from .primitives import FIRST, async_load, barrier_sync
+from ...band import Band, bounds, origin_of
+from ...tile import Work
+from ..primitives import FIRST, async_load, barrier_sync
 from .shared import ROWS, post, visited, visits_of, work_of
 from .turn_values import block_of
 
