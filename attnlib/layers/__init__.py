@@ -1,7 +1,7 @@
 """Attention layers: they project, normalise and rotate, and leave attending to the functional core."""
 
 from .gqa import GroupedQueryAttention as GroupedQueryAttention
-from .mha import MultiHeadAttention as MultiHeadAttention
-from .mha import MultiQueryAttention as MultiQueryAttention
+from .gqa import MultiHeadAttention as MultiHeadAttention
+from .gqa import MultiQueryAttention as MultiQueryAttention
 from .mla import MultiHeadLatentAttention as MultiHeadLatentAttention
 from .shared_angles import shared_angles as shared_angles

@@ -16,9 +16,8 @@ from ..scores import Score, ScoreFunction
 from .attending import Attending, attending
 from .captured import Captured, captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel, check_context_parallel
-from .described import described
 from .inputs import Inputs, check, check_options, check_rope, check_stored, computed_dtype
-from .parameters import biased, check_counts, head_dims, published_slopes, reset_children
+from .parameters import biased, check_counts, described, head_dims, published_slopes, reset_children
 from .positions import angles_of, positions_of, scaled_head
 from .tensor_parallel import Share, normed, plan_of, share_of
 
@@ -285,3 +284,25 @@ class GroupedQueryAttention(nn.Module):
             x = normed(norm, x, share)
         x = x if angles is None else rotate(x, angles)
         return normed(norm, x, share) if norm is not None and self.norm_after_rope else x
+
+
+class MultiHeadAttention(GroupedQueryAttention):
+    """Grouped-query attention in which every query head has a KV head of its own (Vaswani et al., 2017)."""
+
+    @staticmethod
+    def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
+        if num_kv_heads not in (None, num_heads):
+            raise ValueError(
+                f"num_kv_heads: expected num_heads={num_heads}, got {num_kv_heads}; use GroupedQueryAttention"
+            )
+        return num_heads
+
+
+class MultiQueryAttention(GroupedQueryAttention):
+    """Grouped-query attention with a single KV head (Shazeer, 2019, arXiv 1911.02150)."""
+
+    @staticmethod
+    def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
+        if num_kv_heads not in (None, 1):
+            raise ValueError(f"num_kv_heads: expected 1, got {num_kv_heads}; use GroupedQueryAttention")
+        return 1

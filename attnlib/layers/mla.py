@@ -20,10 +20,9 @@ from . import latent_forms
 from .attending import Attending, attending
 from .captured import captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel
-from .described import described
 from .inputs import Inputs, check, check_latent_rope, check_options, check_stored, computed_dtype
 from .latent_forms import attend_expanded, attend_mixed, cheaper_form, check_form, check_heads, source_of
-from .parameters import check_counts, reset_children
+from .parameters import check_counts, described, reset_children
 from .positions import angles_of, positions_of
 from .tensor_parallel import joined, local_weight, plan_of, share_of
 

@@ -1,12 +1,15 @@
-"""What parameters and slopes a layer has, and initialising them, where modules may have been replaced."""
+"""What parameters and slopes a layer has, initialising them where modules may have been replaced, and what it prints."""
 
 from collections.abc import Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..internal.checks import check_count
+from ..scores import Score
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+# What a layer prints if it is not as by default; a scale there always is.
+OPTIONS = (*Score._fields[1:], "score", "temperature", "dropout_p", "context_parallel", "backend")
 
 
 def reset_children(layer: nn.Module) -> None:
@@ -82,3 +85,17 @@ def published_slopes(num_heads: int) -> list[float]:
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]
+
+
+def described(layer: nn.Module, *sizes: str) -> str:
+    """The sizes of these names, the mask and the rope, and which options are not as they are by default."""
+    words = [f"{name}={value}" for name in sizes if (value := getattr(layer, name)) is not None]
+    words.append(f"mask={layer.mask.spelled}")
+    words += [] if layer.rope is None else [f"rope=Rope({layer.rope.dim}, theta={layer.rope.theta:,})"]
+    for name in OPTIONS:
+        value = getattr(layer, name, None)
+        if isinstance(value, Tensor | nn.Module):
+            words.append(name)
+        elif value:
+            words.append(f"{name}={value}")
+    return ", ".join(words)
