@@ -4,8 +4,9 @@ import ast
 import os
 import subprocess
 import sys
-from graphlib import TopologicalSorter
-from itertools import pairwise
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise, takewhile
 
 import pytest
 import torch
@@ -169,6 +170,45 @@ def test_every_arrow_between_rooms_points_down():
 
 def test_no_modules_import_each_other():
     TopologicalSorter({x.parts: x.modules() for x in PACKAGE}).prepare()  # raises and names the cycle, if there is one
+
+
+def beside(sources: list[Source]) -> dict[tuple[str, ...], dict[str, set[str]]]:
+    """For each folder, which of what lies in it, folders and files alike, imports which other."""
+    found = defaultdict(lambda: defaultdict(set))
+    for source in sources:
+        for target in source.modules():
+            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(source.parts, target, strict=False)))
+            if common < min(len(source.parts), len(target)):
+                found[source.parts[:common]][source.parts[common]].add(target[common])
+    return found
+
+
+@pytest.mark.parametrize("folder", beside(PACKAGE), ids="/".join)
+def test_no_folders_import_each_other(folder):
+    TopologicalSorter(beside(PACKAGE)[folder]).prepare()
+
+
+def test_planted_folders_that_import_each_other_are_found():
+    one, other = (
+        Source("layers/gqa.py", "from ..cache import pages"),
+        Source("cache/pages.py", "from ..layers import mla"),
+    )
+    with pytest.raises(CycleError):
+        TopologicalSorter(beside([one, other])[()]).prepare()
+
+
+def hiding(source: Source) -> set[str]:
+    """The names that the ``__init__`` of a folder takes from its files and that hide one of these."""
+    inside = {
+        x.parts[len(source.parts) - 1] for x in PACKAGE if x.parts[:-1][: len(source.parts) - 1] == source.parts[:-1]
+    }
+    taken = [x for x in ast.walk(source.tree) if isinstance(x, ast.ImportFrom) and x.module]
+    return {name.asname or name.name for x in taken for name in x.names} & inside
+
+
+@pytest.mark.parametrize("source", [x for x in PACKAGE if x.parts[-1] == "__init__"], ids=lambda x: x.path)
+def test_a_folder_hides_none_of_its_files(source):
+    assert not hiding(source), f"{source.path}: rename these, or what is in them"
 
 
 @pytest.mark.parametrize(

@@ -4,4 +4,4 @@ from .gqa import GroupedQueryAttention as GroupedQueryAttention
 from .gqa import MultiHeadAttention as MultiHeadAttention
 from .gqa import MultiQueryAttention as MultiQueryAttention
 from .mla import MultiHeadLatentAttention as MultiHeadLatentAttention
-from .shared_angles import shared_angles as shared_angles
+from .sharing import shared_angles as shared_angles

@@ -1,4 +1,4 @@
-"""What parameters and slopes a layer has, initialising them where modules may have been replaced, and what it prints."""
+"""What parameters and slopes a layer has, how they are initialised, and what a layer prints of itself."""
 
 from collections.abc import Iterator, Mapping
 
