@@ -1,7 +1,11 @@
-"""Write the tree of files in internals.md, each with the first sentence of its docstring: ``python docs/files.py``."""
+"""Write the tree of files in internals.md, and who may import whom: ``python docs/files.py``.
+
+Of each file the tree has the first sentence of its docstring; the table is that of ``tests/rooms.py``.
+"""
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,10 +35,27 @@ def _line(name: str, file: Path, depth: int) -> str:
     return f"{'  ' * depth}{name:18} {sentence}".rstrip()
 
 
+def imports() -> str:
+    """Return a row for each room with those that it may import, from top to bottom; values stand for all of them."""
+    known = runpy.run_path(str(HERE.parent / "tests" / "rooms.py"))
+    values, rooms = known["VALUES"], known["ROOMS"]
+    rows = [f"| `{room}` | {_named(rooms[room], values)} |" for room in rooms if room not in values]
+    below = f"| values | {', '.join(f'`{room}`' for room in values)}, of which each may import those behind it |"
+    return "\n".join(["| room | may import |", "|---|---|", *rows, below])
+
+
+def _named(rooms: set[str], values: tuple[str, ...]) -> str:
+    names = [f"`{room}`" for room in sorted(rooms - {*values} if rooms >= {*values} else rooms)]
+    return ", ".join(names + ["values"] * (rooms >= {*values})) or "nothing"
+
+
 def written(page: str) -> str:
-    """Return the page with the tree of today."""
+    """Return the page with the tree and the table of today."""
     before, _, after = page.partition("```\n")
-    return f"{before}```\n{tree()}\n```{after.partition('```')[2]}"
+    page = f"{before}```\n{tree()}\n```{after.partition('```')[2]}"
+    before, _, after = page.partition("| room | may import |\n")
+    _, blank, rest = after.partition("\n\n")
+    return f"{before}{imports()}{blank}{rest}"
 
 
 if __name__ == "__main__":

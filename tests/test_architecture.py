@@ -10,117 +10,14 @@ from itertools import pairwise, takewhile
 
 import pytest
 import torch
+from rooms import BACKENDS, ORDER, ROOMS, VALUES
 from source import PACKAGE, ROOT, Source
 from source_state import holds, private_names, stores
 
 import attnlib
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 
-VALUES = (
-    "merge", "fp8", "kv", "ranks", "masks", "scores", "tracing", "scaling", "rope", "internal",
-)  # fmt: skip
-BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
-FAMILIES = ("forward", "backward", "mla_decode", "gqa_decode")  # of Hopper's kernels, none of which imports another
-UNDER_FAMILIES = ("backends/_triton/kernels/hopper", "backends/_triton/kernels")
-OF_FAMILIES = tuple(f"backends/_triton/kernels/hopper/{family}" for family in FAMILIES)
-UNDER_PLANS = (*(f"backends/_triton/{room}" for room in ("functions", "launching", "kernels")), *OF_FAMILIES)
-INSIDE_TRITON = ("backends/_triton/dense", "backends/_triton/decode", *UNDER_PLANS)
-# The rooms from top to bottom, and which each may import: rooms below it alone. bench imports what users do.
-ROOMS = {
-    "__main__": {"__init__", "bench", "finetune", "convert", "sizes", "doctor"},
-    "bench": {"__init__", "parallel"},
-    "doctor": {"__init__"},
-    "__init__": {
-        "layers",
-        "cache",
-        "functional",
-        "dispatch",
-        "dispatch/warnings",
-        "merge",
-        "kv",
-        "scores",
-        "masks",
-        "packing",
-        "tracing",
-        "rope",
-        "scaling",
-        "fp8",
-        "integrations",
-    },
-    "finetune": {"convert", "checkpoint_files", *VALUES},
-    "parallel": {
-        "layers",
-        "cache",
-        "functional",
-        "dispatch/run",
-        "dispatch/storage",
-        "call",
-        "packing",
-        "sizes",
-        *VALUES,
-    },
-    "convert": {
-        "integrations",
-        "layers",
-        "cache",
-        "functional",
-        "sizes",
-        "checkpoint_files",
-        "models",
-        *VALUES,
-    },
-    "compat": {
-        "layers",
-        "cache",
-        "functional",
-        "dispatch/run",
-        "dispatch/storage",
-        "call",
-        "packing",
-        "sizes",
-        *VALUES,
-    },
-    "integrations": {
-        "layers",
-        "cache",
-        "functional",
-        "dispatch/run",
-        "dispatch/storage",
-        "packing",
-        "sizes",
-        "checkpoint_files",
-        "models",
-        *VALUES,
-    },
-    "layers": {"functional", "dispatch/warnings", "dispatch/run", "cache", "call", *VALUES},
-    "cache": {"dispatch/storage", *VALUES},
-    "functional": {"dispatch/run", "dispatch", "dispatch/warnings", "call", *VALUES},
-    "dispatch/warnings": {"call", *VALUES},
-    "dispatch/run": {"dispatch/placements", "dispatch", "call", *VALUES},
-    "dispatch/placements": {"call", *VALUES},
-    "dispatch/storage": {"dispatch", "call", *VALUES},
-    "dispatch": {*BACKENDS, "backends", "call", "internal"},
-    "backends/_triton": {*INSIDE_TRITON, "backends", "call", *VALUES},
-    "backends/_triton/dense": {*UNDER_PLANS, "backends", "call", *VALUES},
-    "backends/_triton/decode": {*UNDER_PLANS, "backends", "call", *VALUES},
-    "backends/_triton/functions": {"backends/_triton/launching", "backends/_triton/kernels", "backends", *VALUES},
-    "backends/_triton/launching": {*UNDER_FAMILIES, "backends", *VALUES},
-    **{f"backends/_triton/kernels/hopper/{family}": {*UNDER_FAMILIES} for family in FAMILIES},
-    "backends/_triton/kernels/hopper": {"backends/_triton/kernels"},
-    "backends/_triton/kernels": set(),
-    "backends/_torch": {"backends", "call", *VALUES},
-    "backends/_reference": {"backends", "call", "reference", *VALUES},
-    "backends": {"call", *VALUES},  # what all backends share
-    "call": {*VALUES},
-    "sizes": {*VALUES},
-    "checkpoint_files": set(),  # below both who converts a folder and who loads it: there is one reader
-    "models": set(),
-    "reference": set(),
-    "packing": {*VALUES},
-    **{name: set(VALUES[at + 1 :]) for at, name in enumerate(VALUES)},
-}
-ORDER = list(ROOMS)
 # The two stores of mutable state, compiled launches and calls that are prepared; which chip a device is; and which
 # private functions of torch and Triton have passed their trials.
 KEEPERS = (
