@@ -33,11 +33,13 @@ test-hf: $(READY)
 	$(PYTEST) tests/integrations $(ARGS)
 
 # The default suite under the newest torch, Triton and transformers. The largest folders are left out, as they rest
-# least on these versions; of the kernels, three files call Triton in most ways.
+# least on these versions; of the kernels, three files call Triton in most ways. Whatever
+# share ARGS asks for, this torch must answer every question about it.
 test-newest: BIN := $(NEWEST)/bin
 test-newest: $(NEWEST)/.ready
 	$(PYTEST) $(addprefix --ignore=tests/,kernels convert finetune examples) $(ARGS)
 	$(INTERPRETED) $(patsubst %,tests/kernels/test_%.py,forward function_kernels hopper_functions) $(ARGS)
+	$(BIN)/python -m pytest -q tests/test_watched.py -k answers_every_question
 
 # What `make test` leaves out, as tests/README.md lists it: more examples of properties, and cases whose like it ran.
 test-slow: $(READY)
