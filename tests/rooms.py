@@ -17,7 +17,7 @@ UNDER_PLANS = (
 # The rooms from top to bottom, and which each may import: rooms below it alone. bench imports what users do.
 ROOMS = {
     "__main__": {"__init__", "bench", "finetune", "convert", "sizes", "doctor"},
-    "bench": {"__init__", "parallel"},
+    "bench": {"__init__", "parallel", "internal"},
     "doctor": {"__init__"},
     "__init__": {
         "layers",

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..internal.plots import COLOURS, blank, plain, png
 from .compare import Failure
 from .report import MISSING, Row, Table
-
-# Okabe and Ito's colours, told apart with any colour vision.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
 
 def draw(table: Table, rows: Sequence[Row], path: Path, where: str) -> None:
@@ -16,9 +14,7 @@ def draw(table: Table, rows: Sequence[Row], path: Path, where: str) -> None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
+    figure = blank(8, 5)
     axes = figure.subplots()
     names = [name for row in rows for name, value in row.cells.items() if not isinstance(value, Failure)]
     for i, name in enumerate(dict.fromkeys(names)):
@@ -35,7 +31,6 @@ def draw(table: Table, rows: Sequence[Row], path: Path, where: str) -> None:
     axes.set_ylim(bottom=0) if table.more_is_better else axes.set_yscale("log")
     axes.set(xlabel="tokens", ylabel=table.unit)
     axes.set_title(f"{table.title}\n{where}", loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, axis="y")
+    plain(axes, grid="y")
     axes.legend(frameon=False)
-    figure.savefig(path, format="png")
+    path.write_bytes(png(figure))

@@ -2,16 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from ..internal.plots import COLOURS, blank, plain, png
 from .check.lost import own_errors
 from .checkpoint.writing import write_file
 
 PICTURE = "conversion_report.png"
-# Okabe and Ito's colours, told apart with any colour vision.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
 def draw(report: Mapping[str, Any], folder: Path) -> None:
@@ -20,13 +18,9 @@ def draw(report: Mapping[str, Any], folder: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     layers, sizes = report["layers"], report["settings"].get("sizes")
     indices, names = [layer["layer"] for layer in layers], [name for name in own_errors(layers[0]) if name != "layer"]
-    figure = Figure(figsize=(9, 5 if sizes is None else 7), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(9, 5 if sizes is None else 7)
     rows = figure.subplots(
         1 if sizes is None else 2, sharex=True, squeeze=False, height_ratios=[3, 2][: 1 + bool(sizes)]
     )
@@ -43,9 +37,6 @@ def draw(report: Mapping[str, Any], folder: Path) -> None:
         rows[1, 0].set_ylabel("KV heads" if report["settings"]["layers"] == "gqa" else "rank")
     rows[-1, 0].set_xlabel("layer")
     for axes in rows[:, 0]:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
+        plain(axes)
     figure.suptitle("What each layer lost", x=0.01, ha="left")
-    data = BytesIO()
-    figure.savefig(data, format="png", metadata={"Software": None})
-    write_file(folder, PICTURE, data.getvalue())
+    write_file(folder, PICTURE, png(figure))

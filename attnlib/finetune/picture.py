@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 
-# Okabe and Ito's colours, told apart with any colour vision.
-COLOURS = ("#000000", "#D55E00", "#0072B2", "#CC79A7", "#009E73", "#E69F00")
+from ..internal.plots import COLOURS, blank, plain, png
+
 ROOM = 0.15  # above and below what is drawn, of its height
 
 
@@ -17,11 +17,7 @@ def draw(
     A start is often so far above the rest that it would make all else flat: the axis is that of what comes after, and
     a start beyond it is written down where its curve leaves the picture.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(9, 5)
     axes = figure.subplots()
     for (name, curve), colour in zip(curves.items(), cycle(COLOURS), strict=False):
         steps, bits = zip(*curve, strict=True)
@@ -38,11 +34,10 @@ def draw(
     axes.set_xlabel("steps after the conversion", fontsize=12)
     axes.set_ylabel(f"held-out text ({unit})", fontsize=12)
     axes.set_xlim(left=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
+    plain(axes)
     axes.tick_params(labelsize=11)
     axes.legend(frameon=False, fontsize=11)
-    figure.savefig(path, metadata={"Software": None})
+    path.write_bytes(png(figure))
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

@@ -6,12 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from ..internal.files import replacing
+from ..internal.plots import COLOURS, blank, plain, png
 from .cache import cache_bytes
 from .models import Model
 from .report import Row, Setting, human, short
-
-# Okabe and Ito's colours, told apart with any colour vision.
-COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def write_csv(answers: Sequence[Row], path: Path) -> None:
@@ -36,14 +34,9 @@ def draw(models: Sequence[Model], setting: Setting, path: Path) -> None:
         ModuleNotFoundError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("a picture needs matplotlib: pip install 'attnlib[demo]'") from error
-    figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(8, 5)
+    from matplotlib.ticker import LogLocator
+
     axes = figure.subplots()
     batch, longest = max(setting.batches), max(setting.contexts)
     contexts = sorted({max(1, longest >> halvings) for halvings in range(12)})
@@ -66,8 +59,7 @@ def draw(models: Sequence[Model], setting: Setting, path: Path) -> None:
     ranks = f", one of {count} ranks" if count > 1 else ""
     axes.set(xlabel="context (tokens)", ylabel=f"cache of {sequences}{ranks}")
     axes.set_title(f"{models[0].name} and its variants", loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
+    plain(axes)
     axes.legend(frameon=False)
     with replacing(path) as temporary:
-        figure.savefig(temporary, format="png")
+        temporary.write_bytes(png(figure))

@@ -3,7 +3,8 @@
 import pytest
 from matplotlib.figure import Figure
 
-from attnlib.finetune.picture import COLOURS, draw
+from attnlib.finetune.picture import draw
+from attnlib.internal.plots import COLOURS
 
 
 @pytest.fixture
