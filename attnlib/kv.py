@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .internal.checks import check_count
+from .internal.checks import came, check_count
 from .internal.signatures import kind
 from .masks.band import AnyMask
 from .ranks import Ranks
@@ -274,7 +274,7 @@ class Held(NamedTuple):
 def _check_stored(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     """Raise TypeError or ValueError unless ``x`` is such a plane or scale, whose channels lie side by side."""
     if not isinstance(x, Tensor) or x.dtype != dtype:
-        raise TypeError(f"{name}: expected a {dtype} tensor like the layout, got {_kind(x)}")
+        raise TypeError(f"{name}: expected a {dtype} tensor like the layout, got {came(x)}")
     if x.shape != shape:
         dims = ", ".join(("pages", "page_size", "g", "width")[: len(shape)])
         raise ValueError(f"{name}: expected [{dims}] = {list(shape)} like the layout, got {tuple(x.shape)}")
@@ -287,14 +287,10 @@ def _check_stored(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ..
 def _check_numbers(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Raise TypeError or ValueError unless ``x`` is int32 of this shape, its last numbers side by side."""
     if not isinstance(x, Tensor) or x.dtype != torch.int32:
-        raise TypeError(f"{name}: expected an int32 tensor, got {_kind(x)}; cast it with .int()")
+        raise TypeError(f"{name}: expected an int32 tensor, got {came(x)}; cast it with .int()")
     if x.shape != shape:
         raise ValueError(f"{name}: expected {list(shape)}, a row for each of the lengths, got {tuple(x.shape)}")
     if x.stride(-1) != 1 and shape[-1] > 1:
         raise ValueError(f"{name}: expected a contiguous last dimension, got strides {x.stride()}")
     if x.device != device:
         raise ValueError(f"{name}: expected device {device} like k, got {x.device}")
-
-
-def _kind(x: object) -> str:
-    return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..fp8 import E4M3, Descales, check_descales
-from ..internal.checks import INT32, bind, is_strided, refuse_tensor
+from ..internal.checks import INT32, bind, came, is_strided, refuse_tensor
 from ..kv import KVView
 from ..masks.band import AnyMask
 from ..masks.function import GRAIN, MaskFunction
@@ -57,7 +57,7 @@ class Dropout(NamedTuple):
         if seed is None:
             return Dropout(p, torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device))
         if not is_strided(seed) or seed.dtype != torch.int64 or seed.shape != (1,):
-            raise TypeError(f"dropout_seed: expected an int64 tensor [1], got {_kind(seed)}")
+            raise TypeError(f"dropout_seed: expected an int64 tensor [1], got {came(seed)}")
         return self
 
 
@@ -263,7 +263,7 @@ def _check_origin(call: Call) -> None:
         if isinstance(x, Tensor):
             if x.dtype != torch.int32 or x.shape != (call.sequences,) or x.device != call.q.device:
                 expected = f"int32 [b={call.sequences}] on {call.q.device} like q"
-                raise ValueError(f"origin: expected {name} as an int or {expected}, got {_kind(x)} on {x.device}")
+                raise ValueError(f"origin: expected {name} as an int or {expected}, got {came(x)} on {x.device}")
         elif isinstance(x, bool) or not isinstance(x, int):
             raise TypeError(f"origin: expected {name} as an int or an int32 tensor, got {type(x).__name__}")
         elif not -INT32 <= x <= INT32:
@@ -275,7 +275,7 @@ def _check_packing(packing: Packing) -> None:
         x = getattr(packing, name)
         if not is_strided(x) or x.dtype != torch.int32:
             remedy = "; cast it with .int()" if is_strided(x) else ""
-            raise TypeError(f"{name}: expected an int32 tensor, got {_kind(x)}{remedy}")
+            raise TypeError(f"{name}: expected an int32 tensor, got {came(x)}{remedy}")
         if x.dim() != 1 or x.shape[0] < 1:
             raise ValueError(f"{name}: expected [b + 1] offsets, got {tuple(x.shape)}")
     if packing.cu_seqlens_q.shape != packing.cu_seqlens_k.shape:
@@ -299,9 +299,3 @@ def _read_offsets(name: str, cu_seqlens: Tensor, tokens: int, limit_name: str, l
     if limit is not None and lengths and max(lengths) > limit:
         raise ValueError(f"{limit_name}: expected at least the longest sequence, {max(lengths)}, got {limit}")
     return offsets
-
-
-def _kind(x: object) -> str:
-    if is_strided(x):
-        return f"{x.dtype} {tuple(x.shape)}"
-    return "one that is not strided" if isinstance(x, Tensor) else type(x).__name__

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..call.call import Call, Dropout
 from ..dispatch.run import attend
+from ..internal.checks import came
 from ..internal.signatures import kind
 from ..masks.band import CAUSAL, FULL, AnyMask
 from ..masks.ready_made import mask_tensor
@@ -39,7 +40,7 @@ def scaled_dot_product_attention(
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor) or x.dim() < 2:
-            raise ValueError(f"{name}: expected [..., heads, tokens, channels], got {_kind(x)}")
+            raise ValueError(f"{name}: expected [..., heads, tokens, channels], got {came(x)}")
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask: expected None with is_causal=True, as torch does; put the order into the mask")
     rank = max(x.dim() for x in (query, key, value))
@@ -76,7 +77,3 @@ def _one(name: str, sizes: list[int]) -> int:
     if len(found) > 1:
         raise ValueError(f"{name}: expected as many of query, key and value, got {sizes}; enable_gqa=True groups them")
     return found.pop()
-
-
-def _kind(x: object) -> str:
-    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__

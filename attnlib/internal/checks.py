@@ -27,6 +27,13 @@ def is_strided(x: object) -> bool:
     return isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided
 
 
+def came(x: object) -> str:
+    """Say what an argument is, for the end of an error: a tensor's dtype and shape, or a type."""
+    if is_strided(x):
+        return f"{x.dtype} {tuple(x.shape)}"
+    return "one that is not strided" if isinstance(x, Tensor) else type(x).__name__
+
+
 def varies(size: int) -> bool:
     """Whether a dimension has more than one index, as a plain bool also where torch.compile leaves the size open."""
     return True if size > 1 else False  # noqa: SIM210 - a comparison of such a size is no bool, and bool() of it neither
