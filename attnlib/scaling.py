@@ -1,4 +1,4 @@
-"""The rules that scale a rope, under the name that they have always been imported by: ``attnlib.scaling``."""
+"""Rope scaling rules under their public path, ``attnlib.scaling``."""
 
 from .rope import NTK as NTK
 from .rope import DynamicNTK as DynamicNTK

@@ -1,5 +1,5 @@
-"""A call of attention as one value: what was asked, checked once, and what of it decides who can run it.
+"""An attention call as one value: validated once, and described by a spec that decides which backend runs it.
 
-``call.py`` is the value, ``spec.py`` the problem without its lengths, ``functions.py`` what functions of indices add,
-``cache.py`` what calls that come again have prepared. An option of attention gets its field in the first two.
+``call.py`` is the value, ``spec.py`` the problem without its lengths, ``functions.py`` the functions of indices, and
+``cache.py`` the call cache. A new option of attention gets its field in ``call.py`` and ``spec.py``.
 """

@@ -1,5 +1,5 @@
-"""Who runs a call: the preference list, the one route from a checked call to a backend, and what is said aloud.
+"""Dispatch: choose a backend for a spec, run the call on it, and warn about slow or suspicious calls.
 
-``select.py`` chooses by the spec alone, ``run.py`` runs, ``storage.py`` asks a device for what caches need,
-``placements.py`` takes DTensors apart, ``warnings.py`` finds calls that most likely mean something else.
+``select.py`` chooses, ``run.py`` runs, ``storage.py`` does the cache's work on a device, ``placements.py`` handles
+DTensors, and ``warnings.py`` detects calls that probably mean something else.
 """

@@ -1,4 +1,4 @@
-"""What every room may use and no user calls: checks of arguments, error messages, probes of torch, files, Philox.
+"""Helpers for every room, not for users: argument checks, error messages, probes of torch, files, pictures, Philox.
 
-Nothing here knows of attention. A helper belongs here once two rooms need it.
+Nothing here knows about attention. A helper belongs here once two rooms need it.
 """

@@ -1,7 +1,7 @@
-"""Masks, which say which keys a query sees: bands of indices, functions of indices, and ready-made ones of both.
+"""Masks: which keys a query sees, as bands of indices, as functions of indices, or ready-made.
 
-``band.py`` holds what most calls need and kernels compute from four numbers. ``function.py`` joins a band with a
-function of indices. ``ready_made.py`` is what people write with it, and where a new mask belongs.
+``band.py`` holds the masks that kernels compute from four numbers. ``function.py`` combines a band with a function of
+indices. Add a new mask to ``ready_made.py``.
 """
 
 from .band import CAUSAL as CAUSAL

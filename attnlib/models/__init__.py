@@ -1,4 +1,4 @@
-"""What checkpoints of model families store of attention: plain data, read by conversion, loading and sizes.
+"""Model families: how their checkpoints store attention, as plain data for conversion, loading and sizes.
 
-A new family is a row of ``families.py``. ``own_form.py`` is attnlib's own form of a model's config.json.
+Add a family as a row of ``families.py``. ``own_form.py`` defines attnlib's own config.json.
 """

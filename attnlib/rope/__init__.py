@@ -1,7 +1,7 @@
-"""Rotary position embeddings: what angles a pair of channels turns by, and the rotation.
+"""Rotary position embeddings.
 
-``rope.py`` is the description that layers hold, ``scaling.py`` the published rules that stretch it to longer contexts,
-``rotation.py`` the angles computed and applied, ``selected.py`` a rope of chosen pairs, which conversion makes.
+``rope.py`` is the description that layers hold, ``scaling.py`` the published rules for longer contexts, ``rotation.py``
+computes and applies angles, and ``selected.py`` makes a rope of chosen pairs of another one, for conversion.
 """
 
 from .rope import Rope, yarn_ramp

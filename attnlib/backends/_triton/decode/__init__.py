@@ -1,5 +1,5 @@
-"""Attention over a cache, and what writes to one: from the operator by shapes and a plan to launches.
+"""Attention over a cache, and writes to one.
 
-``operators.py`` is what torch calls, ``shapes.py`` what follows from layouts, ``tables.py`` the tiles of each chip,
-``schedule.py`` how a step's sequences are shared out. ``peers.py`` writes into the memory of other GPUs.
+``operators.py`` is called by torch, ``shapes.py`` derives sizes and strides from layouts, ``tables.py`` chooses tiles,
+``schedule.py`` splits sequences across the GPU, and ``peers.py`` writes into the memory of other GPUs.
 """

@@ -1,4 +1,4 @@
-"""Which tiles a mask by function hides, cuts or shows whole, where keys are in a cache."""
+"""Classify the tiles of a mask function as hidden, partial or full, for keys in a cache."""
 
 from ....masks.function import GRAIN
 from ....tracing.program import Program

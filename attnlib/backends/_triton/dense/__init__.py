@@ -1,5 +1,6 @@
-"""Attention without a cache, dense or packed: from the operator by shapes and a plan to launches.
+"""Attention without a cache, dense or packed.
 
-``operators.py`` is what torch calls, ``shapes.py`` what follows from layouts, ``generic.py`` and ``hopper.py`` the
-plans, ``tables.py`` and ``hopper_tables.py`` the tiles of each chip. A faster tile is an entry of a table.
+``operators.py`` is called by torch, ``shapes.py`` derives sizes and strides from layouts, ``generic.py`` and
+``hopper.py`` plan the launches, and ``tables.py`` and ``hopper_tables.py`` choose tiles. To add a faster tile, add a
+table entry.
 """

@@ -1,4 +1,4 @@
-"""Programs of indices as device functions, which kernels take as constexpr arguments and inline.
+"""Device functions: programs of indices as Triton source, which kernels take as constexpr arguments and inline.
 
-``sources.py`` writes a line of Triton for each step of a program, in int32 where ``ranges.py`` shows that it suffices.
+``sources.py`` writes one line of source for each step of a program, in int32 if ``ranges.py`` shows that it suffices.
 """

@@ -1,5 +1,5 @@
-"""Kernels with their arguments, launched: through Triton once, and directly from then on.
+"""Kernel launches: through Triton the first time, directly from then on.
 
-The only room that knows private parts of Triton; each is tried before it is taken (``direct.py``). What is launched
-is a record (``launch.py``), which the rooms dense and decode compute.
+This is the only room that uses private parts of Triton, each after a trial (``direct.py``). ``launch.py`` defines the
+launch record that dense and decode compute.
 """

@@ -1,4 +1,4 @@
-"""How a kernel is launched, as a printable record, and the widths of the blocks that heads fall into."""
+"""LaunchConfig, a printable record of tiles, stages and warps; and how a head is split into power-of-two blocks."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What decides the launches of a call: layouts in place of tensors, and the numbers that kernels take of them."""
+"""Layouts: tensors without addresses, the cache key of a call, and the strides and scalars that kernels take."""
 
 from typing import NamedTuple
 

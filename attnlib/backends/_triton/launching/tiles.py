@@ -1,4 +1,4 @@
-"""The launch that tells apart the tiles that a mask by function hides, cuts or shows whole."""
+"""The launch that classifies tiles of a mask function as hidden, partial or full."""
 
 from math import prod
 
@@ -8,7 +8,7 @@ from .launch import Launch
 
 
 def classify(shape: tuple[int, ...], queries: int, arguments: dict) -> Launch:
-    """The launch that makes states of this shape, of tiles of so many queries."""
+    """Return the launch that classifies tiles of ``queries`` rows into states of this shape."""
     from ..kernels.mask_tiles import EACH, classify_tiles
 
     *rows, columns = shape

@@ -1,4 +1,4 @@
-"""What programs that decode share: the tokens of a split, the page that holds one, weights, and where results go."""
+"""Shared by both decode families: the tokens of a split, the page of a token, softmax weights, output pointers."""
 
 from typing import NamedTuple
 

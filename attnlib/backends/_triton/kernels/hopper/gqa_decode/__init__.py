@@ -1,4 +1,4 @@
-"""Decoding few rows of queries over pages of keys and values, on Hopper: each program reads all KV heads of a token.
+"""GQA decoding on Hopper, with few query rows over pages of keys and values: a program reads all KV heads of a token.
 
-``pages.py`` and ``int8_fp8.py`` are launched, by what is stored.
+The entry points are ``pages.py`` and ``int8_fp8.py``, named by what the pages store.
 """

@@ -1,4 +1,4 @@
-"""Decoding over MLA's latents of 512 + 64 channels, on Hopper: all query heads share what is loaded.
+"""MLA decoding on Hopper, over latents of 512 + 64 channels: all query heads share what is loaded.
 
-``rows_16.py``, ``rows_64.py`` and ``rows_16_int8_fp8.py`` are launched, by rows of queries and by what is stored.
+The entry points are ``rows_16.py``, ``rows_64.py`` and ``rows_16_int8_fp8.py``, named by query rows and storage.
 """
