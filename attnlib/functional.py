@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .call.call import Call, Dropout, Packing
-from .dispatch.run import Asked, attend
+from .dispatch.run import ExplainOnly, attend
 from .dispatch.select import Explanation
 from .dispatch.warnings import hinted
 from .fp8 import descales_of
@@ -235,7 +235,7 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       not on triton: needs a CUDA device, got cpu
     """
     if isinstance(call, nn.Module) and hasattr(call, "backend"):
-        layer, asked = copy(call), Asked(call.backend)
+        layer, asked = copy(call), ExplainOnly(call.backend)
         layer.backend = asked
         layer(*args, **kwargs)
         if asked.told:
@@ -243,7 +243,7 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     if getattr(call, "__name__", None) not in EXPLAINED.get(getattr(call, "__module__", None), ()):
         names = ", ".join(EXPLAINED[__name__])
         raise ValueError(f"call: expected a layer or one of {names}, got {type(call).__name__}")
-    asked = Asked(kwargs.get("backend"))
+    asked = ExplainOnly(kwargs.get("backend"))
     call(*args, **kwargs | {"backend": asked})
     return asked.told[0]
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # importing it takes longer than importing this package
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Exchange(Protocol):
+class RankExchange(Protocol):
     """How the ranks of a call send each other queries, and what they found of them."""
 
     def queries(self, q: Tensor, kv_heads: int) -> Tensor:
@@ -31,7 +31,7 @@ class Exchange(Protocol):
 class PeerMemory(Protocol):
     """Memory of GPUs into which each of the ranks may write."""
 
-    def exchange(self, q: Tensor, value_dim: int, *, have_own_heads: bool) -> Exchange | None:
+    def exchange(self, q: Tensor, value_dim: int, *, have_own_heads: bool) -> RankExchange | None:
         """What carries these queries, and results of so many channels; None where they are too many."""
         ...
 
@@ -84,7 +84,7 @@ class Ranks:
         """
         return (tokens + self.count - 1 - self.rank) // self.count
 
-    def exchange(self, q: Tensor, value_dim: int) -> Exchange:
+    def exchange(self, q: Tensor, value_dim: int) -> RankExchange:
         """What carries queries ``[..., h, d]``, and results of so many channels: the same on every rank."""
         if self.memory is not None:
             found = self.memory.exchange(q, value_dim, have_own_heads=self.have_own_heads)

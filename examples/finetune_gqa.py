@@ -29,10 +29,10 @@ from attnlib.convert.checkpoint.scan import scan
 from attnlib.convert.checkpoint.writing import only_one
 from attnlib.finetune.distillation import Speaker
 from attnlib.finetune.picture import draw
-from attnlib.finetune.ranks import Ranks
+from attnlib.finetune.ranks import WorkerGroup
 from attnlib.finetune.recipe import FINAL_RATE, Recipe
 from attnlib.finetune.state import Curve
-from attnlib.finetune.training import Run, train
+from attnlib.finetune.training import TrainingRun, train
 
 #                        hidden layers heads dim kv rank rope context batch steps rate; 0: see sizes()
 PRESETS = {
@@ -85,7 +85,7 @@ class Study(NamedTuple):
             **sizes,
         )
         batches = self.corpus.batches(count=preset.steps, seed=seed, **sizes)
-        run = Run(self.out / "state" / f"{name}.safetensors", name, Ranks(device))
+        run = TrainingRun(self.out / "state" / f"{name}.safetensors", name, WorkerGroup(device))
         with speaker(model) as learner:
             return train(learner, teacher, batches, recipe, lambda: self.score(model), run)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnlib.tracing.kinds import BOOL, DTYPES, FLOAT, fits, kind_of, limits, promoted, wrapped
-from attnlib.tracing.program import Captured, Steps
+from attnlib.tracing.program import CapturedKind, Steps
 
 NUMBERS = {kind: torch.tensor(1, dtype=dtype) for kind, dtype in DTYPES.items()} | {FLOAT: torch.tensor(1.0)}
 CONSTANTS = (True, 3, 2.5)
@@ -34,7 +34,7 @@ def by_torch(function, *operands):
 def by_steps(operation, *operands):
     """The kind of a step on values of kinds, which are loaded first, and on constants."""
     kinds = [x for x in operands if isinstance(x, str)]
-    steps = Steps((), [Captured(kind, 0) for kind in kinds])
+    steps = Steps((), [CapturedKind(kind, 0) for kind in kinds])
     numbers = iter(range(len(kinds)))
     given = [steps.load(next(numbers)) if isinstance(x, str) else x for x in operands]
     try:

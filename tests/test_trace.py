@@ -14,7 +14,7 @@ from attnlib import CAUSAL, FIRST_QUERY, TraceError, attention, mask_mod, score_
 from attnlib.backends._torch.programs import differentiated
 from attnlib.tracing.derivative import derivative
 from attnlib.tracing.evaluation import evaluated
-from attnlib.tracing.program import INDICES, Captured, Program, Steps, Value
+from attnlib.tracing.program import INDICES, CapturedKind, Program, Steps, Value
 from attnlib.tracing.trace import traced
 
 DOCUMENT = torch.zeros(2, 9, dtype=torch.int32)
@@ -167,7 +167,7 @@ def test_indices_are_clamped_and_a_divisor_of_zero_is_one():
 
 
 def test_a_program_is_its_text():
-    steps = Steps(INDICES, [Captured("float", 1)])
+    steps = Steps(INDICES, [CapturedKind("float", 1)])
     x = steps.add("mul", steps.load(0, Value("h")), -2.5)
     y = steps.where(steps.add("lt", Value("i"), -3), x, float("-inf"))
     program = steps.program("score", steps.add("add", y, steps.add("mul", Value("j"), 1e-30)))

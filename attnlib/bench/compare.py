@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .place import Place
+from .place import BenchDevice
 
 Result = TypeVar("Result")
 Action = Callable[..., object]
@@ -109,7 +109,7 @@ def in_turns(
 
 
 def compare_calls(
-    place: Place,
+    place: BenchDevice,
     makers: Mapping[str, Callable[[], Action]],
     *,
     captured: int = 0,

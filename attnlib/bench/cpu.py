@@ -10,22 +10,22 @@ from torch.nn.functional import scaled_dot_product_attention
 from .. import KVCache, rotate
 from .cases import Case, plain
 from .compare import attempt, compare_calls
-from .place import Place
-from .report import Row, Table
+from .place import BenchDevice
+from .report import BenchTable, TableRow
 from .speed import Column, Rows, by_what
-from .steps import Stack, Steps
+from .steps import Stack, StepCase
 
 CALLS = tuple(
     (plain(tokens, 8, 64)._replace(name=f"[1, {tokens}, 8, 64]", dtype=torch.float32), whats)
     for tokens, whats in ((2048, ("inference",)), (8192, ("inference",)), (128, ("inference", "both")))
 )
 DECODING = tuple(
-    Steps(f"8/{kv_heads} heads, 4 x {context}", 4, context, 8, 512, 8, kv_heads, torch.float32)
+    StepCase(f"8/{kv_heads} heads, 4 x {context}", 4, context, 8, 512, 8, kv_heads, torch.float32)
     for kv_heads, context in ((2, 512), (2, 2048), (8, 512), (8, 2048))
 )
 
 
-def calls(place: Place, tables: Sequence[Table], work: Iterable[tuple[Case, Sequence[str]]] = CALLS) -> Rows:
+def calls(place: BenchDevice, tables: Sequence[BenchTable], work: Iterable[tuple[Case, Sequence[str]]] = CALLS) -> Rows:
     """Causal calls, large and small."""
     for case, whats in work:
         columns = Column("ours", "ours", case), Column("SDPA", "transposed", case)
@@ -33,7 +33,7 @@ def calls(place: Place, tables: Sequence[Table], work: Iterable[tuple[Case, Sequ
 
 
 @torch.no_grad()
-def decoding(place: Place, tables: Sequence[Table], work: Iterable[Steps] = DECODING) -> Rows:
+def decoding(place: BenchDevice, tables: Sequence[BenchTable], work: Iterable[StepCase] = DECODING) -> Rows:
     """One token for every sequence of a batch: our cache against torch's attention over preallocated tensors."""
     for case in work:
         model = Stack(case, place)
@@ -44,7 +44,10 @@ def decoding(place: Place, tables: Sequence[Table], work: Iterable[Steps] = DECO
                 "SDPA": partial(PeerDecoder, model, prompt, token, masked=masked),
             }
             seconds = compare_calls(place, makers)
-            yield tables[0], Row(f"{case.name}, {name}", {n: attempt(lambda x: x * 1e3, x) for n, x in seconds.items()})
+            yield (
+                tables[0],
+                TableRow(f"{case.name}, {name}", {n: attempt(lambda x: x * 1e3, x) for n, x in seconds.items()}),
+            )
 
 
 class OurDecoder:

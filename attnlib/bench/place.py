@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 
-class Place(NamedTuple):
+class BenchDevice(NamedTuple):
     """A device and the backend that ours runs on there; None is attnlib's choice.
 
     ``seconds(call)`` is the time of one call, ``peak(call)`` the most bytes that it held beyond those held before it.
@@ -33,12 +33,12 @@ class Place(NamedTuple):
             torch.cuda.empty_cache()
 
 
-def cpu() -> Place:
+def cpu() -> BenchDevice:
     """The CPU, where a call is timed once a turn; there are no graphs, and nobody counts memory."""
-    return Place("cpu", None, cpu_seconds, rounds=5, budget=6)
+    return BenchDevice("cpu", None, cpu_seconds, rounds=5, budget=6)
 
 
-def cuda() -> Place:
+def cuda() -> BenchDevice:
     """The current CUDA device.
 
     Raises:
@@ -46,7 +46,7 @@ def cuda() -> Place:
     """
     if not torch.cuda.is_available():
         raise RuntimeError("no CUDA device; `python -m attnlib bench` times the CPU's cases")
-    return Place("cuda", "triton", gpu_seconds, gpu_peak, gpu_capture, torch.cuda.synchronize)
+    return BenchDevice("cuda", "triton", gpu_seconds, gpu_peak, gpu_capture, torch.cuda.synchronize)
 
 
 def cpu_seconds(call: Callable) -> float:

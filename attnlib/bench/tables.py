@@ -18,20 +18,20 @@ from . import cases, cpu, decode, memory, parallel, speed, steps, stored
 from .compare import Failure, attempt
 from .implementations import PEERS
 from .peers import versions
-from .place import Place
+from .place import BenchDevice
 from .plots import draw
-from .report import Report, Row, Table, markdown
+from .report import BenchTable, Report, TableRow, markdown
 
 
-class Entry(NamedTuple):
+class TableEntry(NamedTuple):
     """A table, and what fills it; neighbours that one function fills are filled together."""
 
-    fill: Callable[[Place, Sequence[Table]], speed.Rows]
-    table: Table
+    fill: Callable[[BenchDevice, Sequence[BenchTable]], speed.Rows]
+    table: BenchTable
 
 
-def _table(fill: Callable, name: str, title: str, unit: str = "us", **options: object) -> Entry:
-    return Entry(fill, Table(name, title, unit, **options))
+def _table(fill: Callable, name: str, title: str, unit: str = "us", **options: object) -> TableEntry:
+    return TableEntry(fill, BenchTable(name, title, unit, **options))
 
 
 TRAINING = partial(speed.rows, work=cases.TRAINING, peers=(*PEERS, "FA4"))
@@ -76,7 +76,7 @@ CPU = (
 )
 
 
-def _parallel(sequences: Sequence[cases.Case], caches: Sequence[stored.Decoding]) -> tuple[Entry, ...]:
+def _parallel(sequences: Sequence[cases.Case], caches: Sequence[stored.Decoding]) -> tuple[TableEntry, ...]:
     shared = partial(parallel.rows, measure=parallel.sequence, work=sequences)
     decoded = partial(parallel.rows, measure=parallel.latents, work=caches)
     return (
@@ -90,7 +90,7 @@ PARALLEL_GPU = _parallel(parallel.SEQUENCES, parallel.CACHES)
 PARALLEL_CPU = _parallel(parallel.SMALL_SEQUENCES, parallel.SMALL_CACHES)
 
 
-def choose(entries: Sequence[Entry], names: Sequence[str]) -> tuple[Entry, ...]:
+def choose(entries: Sequence[TableEntry], names: Sequence[str]) -> tuple[TableEntry, ...]:
     """The named tables, or without names all of them.
 
     Raises:
@@ -102,12 +102,12 @@ def choose(entries: Sequence[Entry], names: Sequence[str]) -> tuple[Entry, ...]:
     return tuple(entry for entry in entries if entry.table.name in (names or known))
 
 
-def listing(entries: Sequence[Entry]) -> str:
+def listing(entries: Sequence[TableEntry]) -> str:
     """The tables, one a line."""
     return "\n".join(f"  {table.name:17} {table.title}, {table.unit}" for _, table in entries)
 
 
-def run(place: Place, entries: Sequence[Entry], folder: Path, command: str) -> int:
+def run(place: BenchDevice, entries: Sequence[TableEntry], folder: Path, command: str) -> int:
     """Fill the tables and write them into ``folder``; returns 1 if ours failed anywhere, else 0."""
     torch.manual_seed(0)
     start = time.perf_counter()
@@ -122,7 +122,7 @@ def run(place: Place, entries: Sequence[Entry], folder: Path, command: str) -> i
         ended = attempt(_fill, report, place, fill, tables)
         for table in tables:
             if isinstance(ended, Failure):
-                report.add(table, Row("the rest", {"ours": ended}))
+                report.add(table, TableRow("the rest", {"ours": ended}))
             print(f"\n{markdown(table, report.tables[table], report.facts)}", flush=True)
             if table.growing:
                 _draw(report, table)
@@ -131,12 +131,12 @@ def run(place: Place, entries: Sequence[Entry], folder: Path, command: str) -> i
     return int(bool(failed))
 
 
-def _fill(report: Report, place: Place, fill: Callable, tables: Sequence[Table]) -> None:
+def _fill(report: Report, place: BenchDevice, fill: Callable, tables: Sequence[BenchTable]) -> None:
     for table, row in fill(place, tables):
         report.add(table, row)
 
 
-def _draw(report: Report, table: Table) -> None:
+def _draw(report: Report, table: BenchTable) -> None:
     if find_spec("matplotlib") is None:
         report.say("no pictures without matplotlib: pip install 'attnlib[demo]'")
         return
@@ -146,7 +146,7 @@ def _draw(report: Report, table: Table) -> None:
         report.say(f"no picture of {table.name}: {drawn}")
 
 
-def facts(place: Place, command: str) -> dict[str, str]:
+def facts(place: BenchDevice, command: str) -> dict[str, str]:
     """The command, what it ran on, and when."""
     found = {"command": command, "device": f"{platform.machine()}, {torch.get_num_threads()} threads"}
     if place.device == "cuda":

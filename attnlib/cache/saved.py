@@ -25,7 +25,7 @@ from .sequences import Sequences
 FORMAT = "attnlib sequence 1"
 
 
-class Steps(Protocol):
+class CacheAccess(Protocol):
     """What a file asks of a cache."""
 
     layouts: Sequence[KVLayout]
@@ -36,7 +36,7 @@ class Steps(Protocol):
     def release(self, handle: Handle) -> None: ...
 
 
-class Saved(NamedTuple):
+class SequenceFile(NamedTuple):
     """The contents of a file: the sequence's length, and for each layer its convention, token numbers and planes.
 
     ``rollback`` is the limit of the cache that saved it; -1 if the file does not say.
@@ -99,7 +99,7 @@ def save(path: Path, layers: Sequence[LayerCache], sequences: Sequences, handle:
     write_tensors(path, tensors, {name: json.dumps(x) for name, x in said.items()})
 
 
-def read(path: Path, layouts: Sequence[KVLayout]) -> Saved:
+def read(path: Path, layouts: Sequence[KVLayout]) -> SequenceFile:
     """What a file holds for a cache of these layouts.
 
     Raises:
@@ -145,10 +145,10 @@ def read(path: Path, layouts: Sequence[KVLayout]) -> Saved:
         raise ValueError(f"{path}: conventions: expected one for each layer, got {conventions}")
     if type(rollback) is not int:
         raise ValueError(f"{path}: rollback: expected a count, got {str(rollback)[:80]}")
-    return Saved(length, rollback, conventions, numbers, planes)
+    return SequenceFile(length, rollback, conventions, numbers, planes)
 
 
-def load(path: Path, cache: "Steps", sequences: Sequences) -> Handle:
+def load(path: Path, cache: "CacheAccess", sequences: Sequences) -> Handle:
     """Start a sequence of a cache with what a file holds."""
     saved = read(path, cache.layouts)
     (handle,) = cache.admit()
@@ -171,7 +171,7 @@ def load(path: Path, cache: "Steps", sequences: Sequences) -> Handle:
     return handle
 
 
-def _is_enough(saved: Saved, layer: int, layout: KVLayout, holding: Holding, sequences: Sequences) -> bool:
+def _is_enough(saved: SequenceFile, layer: int, layout: KVLayout, holding: Holding, sequences: Sequences) -> bool:
     """True if a file has all that later queries of a sequence see; ``holding.missing`` is then where that begins.
 
     A sequence that was cut back, or that had left padding, has dropped more behind its window than one of its length.

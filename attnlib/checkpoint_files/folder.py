@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
-from .header import Entry, header_length, parse_header
+from .header import TensorEntry, header_length, parse_header
 from .plain_json import parse_object
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -122,7 +122,7 @@ class StoredTensor:
     """A tensor on disk: the file, and where in it."""
 
     file: SourceFile
-    entry: Entry
+    entry: TensorEntry
 
     def load(self) -> Tensor:
         """The tensor, in memory of its own."""
@@ -135,7 +135,7 @@ class StoredTensor:
         """The rows ``first`` to ``last - 1``, without the others."""
         shape, dtype, start = self.entry.shape, self.entry.dtype, self.entry.start
         row = self.entry.nbytes // shape[0]
-        return StoredTensor(self.file, Entry(dtype, (last - first, *shape[1:]), start + first * row)).load()
+        return StoredTensor(self.file, TensorEntry(dtype, (last - first, *shape[1:]), start + first * row)).load()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +244,12 @@ def _is_shard_name(name: object) -> bool:
     return name.isprintable() and STRANGE.isdisjoint(name) and not name.startswith((".", " "))
 
 
-def _header(file: SourceFile) -> dict[str, Entry]:
+def _header(file: SourceFile) -> dict[str, TensorEntry]:
     length = header_length(file.read(0, min(8, file.size)), file.size, file.name)
     return parse_header(file.read(8, length), file.size, file.name)
 
 
-def _agree(held: Mapping[str, Entry], listed: set[str], name: str) -> None:
+def _agree(held: Mapping[str, TensorEntry], listed: set[str], name: str) -> None:
     """Raises unless a shard holds exactly the tensors that the index lists for it; so no two shards hold the same."""
     for tensor in sorted(listed - held.keys()):
         raise CheckpointError(f"{name}: expected {tensor!r}, which {INDEX} lists for it, got a file without it")

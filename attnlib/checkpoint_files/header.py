@@ -38,7 +38,7 @@ DTYPES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: its dtype, its shape, and the file's byte it starts at."""
 
     dtype: torch.dtype
@@ -65,7 +65,7 @@ def header_length(first: bytes, size: int, name: str) -> int:
     return length
 
 
-def parse_header(header: bytes, size: int, name: str) -> dict[str, Entry]:
+def parse_header(header: bytes, size: int, name: str) -> dict[str, TensorEntry]:
     """The tensors of a file of ``size`` bytes, in the order in which they lie there.
 
     Raises:
@@ -90,7 +90,7 @@ def parse_header(header: bytes, size: int, name: str) -> dict[str, Entry]:
     return entries
 
 
-def make_header(entries: Mapping[str, Entry]) -> tuple[bytes, dict[str, Entry]]:
+def make_header(entries: Mapping[str, TensorEntry]) -> tuple[bytes, dict[str, TensorEntry]]:
     """The first bytes of a file that holds ``entries`` in this order, and where each of them will lie.
 
     Tensors of wider elements must come first, so that each starts at a multiple of its element's size.
@@ -106,19 +106,19 @@ def make_header(entries: Mapping[str, Entry]) -> tuple[bytes, dict[str, Entry]]:
     header += b" " * (-len(header) % 8)
     start, placed = 8 + len(header), {}
     for tensor, entry in entries.items():
-        placed[tensor] = Entry(entry.dtype, entry.shape, start)
+        placed[tensor] = TensorEntry(entry.dtype, entry.shape, start)
         start += entry.nbytes
     return len(header).to_bytes(8, "little") + header, placed
 
 
-def _entry(field: object, base: int, name: str) -> Entry:
+def _entry(field: object, base: int, name: str) -> TensorEntry:
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{name}: expected a dtype, a shape and data_offsets, got {str(field)[:80]}")
     dtypes = dict(DTYPES)
     if not isinstance(field["dtype"], str) or field["dtype"] not in dtypes:
         raise CheckpointError(f"{name}: dtype: expected one of {', '.join(dtypes)}, got {str(field['dtype'])[:80]}")
     shape, offsets = _counts(field["shape"], f"{name}: shape"), _counts(field["data_offsets"], f"{name}: data_offsets")
-    entry = Entry(dtypes[field["dtype"]], shape, base + offsets[0] if offsets else 0)
+    entry = TensorEntry(dtypes[field["dtype"]], shape, base + offsets[0] if offsets else 0)
     if len(offsets) != 2 or offsets[1] - offsets[0] != entry.nbytes:
         raise CheckpointError(
             f"{name}: data_offsets: expected a span of {entry.nbytes} bytes, as {field['dtype']} {list(shape)} takes, "

@@ -17,7 +17,7 @@ from .check.lost import lost, own_errors
 from .check.stock_check import StockCheck
 from .checkpoint import convert
 from .checkpoint.errors import CheckpointError, OutputError, RequestError, VerificationError
-from .checkpoint.model import Model, read_model
+from .checkpoint.model import CheckpointModel, read_model
 from .checkpoint.report import REPORT
 from .latent.losses import BASELINE
 from .picture import draw
@@ -25,7 +25,7 @@ from .stock import stock
 from .targets import device, require_own_options, target_of
 from .text import choice
 from .text.held_out import held_out
-from .text.kept import Kept
+from .text.kept import CalibrationStore
 from .text.tokens import read_text
 from .wording import in_options
 
@@ -128,7 +128,7 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
         tokens, settings = chosen.tokens(source)
         place = chosen.place(arguments.out, is_left=not arguments.no_keep)
         title = None if arguments.quiet else "calibrating" + ("" if chosen.file else " on the bundled sample")
-        kept = Kept(model, tokens, place, device=device(), title=title)
+        kept = CalibrationStore(model, tokens, place, device=device(), title=title)
     check = _check(arguments, model, 0 if tokens is None else tokens.numel())
     with kept or nullcontext():
         if kept is not None:
@@ -150,7 +150,7 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
     return report
 
 
-def _check(arguments: argparse.Namespace, model: Model, used: int) -> StockCheck:
+def _check(arguments: argparse.Namespace, model: CheckpointModel, used: int) -> StockCheck:
     """Holds the result against the source on text that calibrates nothing: behind ``used`` tokens, or the sample's."""
     windows, held = windows_for(model.checkpoint, device()), None
     if arguments.check_logits is not None:

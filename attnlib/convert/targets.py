@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .checkpoint.errors import CheckpointError, RequestError, VerificationError
 from .checkpoint.layer import ConvertedLayer, LayerConverter, LayerShape
-from .checkpoint.model import Model, has_key_norms, token_bytes
+from .checkpoint.model import CheckpointModel, has_key_norms, token_bytes
 from .checkpoint.source_rope import rope_of
 from .heads.align import Align
 from .heads.converter import StoredMerge, grouped, rotates_alike
@@ -24,7 +24,7 @@ from .own.grouped import GroupedKind
 from .own.kind import Kind
 from .own.latent import ROPE_DIM, LatentKind
 from .own.sizes import allotted, cache_bytes, require_loadable, require_room, smallest
-from .text.kept import Kept
+from .text.kept import CalibrationStore
 from .wording import option
 
 Made = tuple[LayerConverter, dict[str, object]]
@@ -79,7 +79,9 @@ def require_own_options(arguments: argparse.Namespace) -> None:
         raise RequestError("--layers: means nothing without --cache; leave it out")
 
 
-def target_of(arguments: argparse.Namespace, model: Model, *, calibrated: bool) -> Callable[[Kept | None], Made]:
+def target_of(
+    arguments: argparse.Namespace, model: CheckpointModel, *, calibrated: bool
+) -> Callable[[CalibrationStore | None], Made]:
     """What makes the converter, and what a report says of it, of calibrations; of None to see what is refused."""
     made = {"gqa": _to_gqa, "mla": _to_mla, "attnlib": _to_own}[arguments.to]
     return partial(made, arguments, model, calibrated=calibrated)
@@ -90,7 +92,9 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _to_gqa(arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool) -> Made:
+def _to_gqa(
+    arguments: argparse.Namespace, model: CheckpointModel, calibrations: CalibrationStore | None, *, calibrated: bool
+) -> Made:
     options = _recipe(arguments, model, calibrated=calibrated)
     converter = grouped(model.config, arguments.kv_heads, calibrations=calibrations, device=device(), **options)
     if arguments.kv_heads != model.shape.kv_heads and model.family.kv_heads is None:
@@ -101,7 +105,7 @@ def _to_gqa(arguments: argparse.Namespace, model: Model, calibrations: Kept | No
     return converter, {"kv_heads": arguments.kv_heads} | options
 
 
-def _recipe(arguments: argparse.Namespace, model: Model, *, calibrated: bool) -> dict[str, object]:
+def _recipe(arguments: argparse.Namespace, model: CheckpointModel, *, calibrated: bool) -> dict[str, object]:
     with _refusals(f"--to {arguments.to}"):
         chosen = recipe(
             arguments.merge,
@@ -114,7 +118,9 @@ def _recipe(arguments: argparse.Namespace, model: Model, *, calibrated: bool) ->
     return asdict(chosen)
 
 
-def _to_mla(arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool) -> Made:
+def _to_mla(
+    arguments: argparse.Namespace, model: CheckpointModel, calibrations: CalibrationStore | None, *, calibrated: bool
+) -> Made:
     options = {
         "rope_dim": ROPE_DIM if arguments.rope_dim is None else arguments.rope_dim,
         "q_rank": arguments.q_rank,
@@ -129,7 +135,7 @@ def _to_mla(arguments: argparse.Namespace, model: Model, calibrations: Kept | No
     return _refusing(made), said | options
 
 
-def _norm(asked: Norm | None, model: Model, *, calibrated: bool) -> Norm:
+def _norm(asked: Norm | None, model: CheckpointModel, *, calibrated: bool) -> Norm:
     """The norm that is asked for; else the one without biases, which more loaders read, where it can be made."""
     if asked == "exact" or not calibrated:
         with _refusals("--to mla"):
@@ -146,7 +152,9 @@ def _norm(asked: Norm | None, model: Model, *, calibrated: bool) -> Norm:
     return "calibrated"
 
 
-def _to_own(arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool) -> Made:
+def _to_own(
+    arguments: argparse.Namespace, model: CheckpointModel, calibrations: CalibrationStore | None, *, calibrated: bool
+) -> Made:
     kind = _own_kind(arguments, model, calibrations, calibrated=calibrated)
     size = arguments.kv_heads if arguments.rank is None else arguments.rank
     with _refusals("--to attnlib"):
@@ -163,7 +171,9 @@ def _to_own(arguments: argparse.Namespace, model: Model, calibrations: Kept | No
     return replace(made, convert_layer=_refusing(made.convert_layer)), said | dict(kind.options)
 
 
-def _own_kind(arguments: argparse.Namespace, model: Model, calibrations: Kept | None, *, calibrated: bool) -> Kind:
+def _own_kind(
+    arguments: argparse.Namespace, model: CheckpointModel, calibrations: CalibrationStore | None, *, calibrated: bool
+) -> Kind:
     if _kind(arguments) == "gqa":
         return GroupedKind(model, calibrations, device(), _recipe(arguments, model, calibrated=calibrated))
     reach = REACH if arguments.reach is None else arguments.reach

@@ -35,7 +35,7 @@ def is_dtensor(x: object) -> bool:
     return isinstance(x, DTensor)
 
 
-class Sharing(NamedTuple):
+class MeshPlacement(NamedTuple):
     """Each dimension of a mesh shards sequences ``"b"`` or heads ``"h"``, or replicates ``""``.
 
     ``sizes`` gives the size of each of these dimensions in the whole call.
@@ -46,7 +46,7 @@ class Sharing(NamedTuple):
     sizes: Mapping[str, int]
 
     @classmethod
-    def of(cls, call: Call) -> "Sharing":
+    def of(cls, call: Call) -> "MeshPlacement":
         """Read the sharding of a call on DTensors.
 
         Raises:
@@ -138,7 +138,7 @@ class LocalCall(NamedTuple):
     """The part of a call that a rank runs, and how its results are parts of the whole ones."""
 
     call: Call
-    sharing: Sharing
+    sharing: MeshPlacement
 
     def whole(self, out: Tensor, lse: Tensor | None) -> tuple["DTensor", "DTensor | None"]:
         """Output and LSE of the whole call."""
@@ -146,7 +146,9 @@ class LocalCall(NamedTuple):
         return self.sharing.whole(out, names[0]), self.sharing.whole(lse, names[1])
 
 
-def local_call(call: Call, part: Callable[[Sharing, Tensor, str], Tensor] = Sharing.local) -> LocalCall | None:
+def local_call(
+    call: Call, part: Callable[[MeshPlacement, Tensor, str], Tensor] = MeshPlacement.local
+) -> LocalCall | None:
     """Return this rank's part of a call on DTensors, of the ``part`` of each tensor; None for other calls.
 
     Raises:
@@ -156,7 +158,7 @@ def local_call(call: Call, part: Callable[[Sharing, Tensor, str], Tensor] = Shar
         return None
     if call.kv is not None:
         raise TypeError("q: expected a local tensor over a cache, got a DTensor; pass q.to_local()")
-    sharing = Sharing.of(call)
+    sharing = MeshPlacement.of(call)
 
     def of(x: Tensor | None, letters: str = "") -> Tensor | None:
         return None if x is None else part(sharing, x, letters)
@@ -183,7 +185,7 @@ def local_call(call: Call, part: Callable[[Sharing, Tensor, str], Tensor] = Shar
     return LocalCall(Call(q, mask, score, k, v, None, *bounds, packing, dropout, origin, descales, call.lse), sharing)
 
 
-def _seed(dropout: Dropout, device: torch.device, sharing: Sharing) -> Tensor | None:
+def _seed(dropout: Dropout, device: torch.device, sharing: MeshPlacement) -> Tensor | None:
     """The seed, which the first rank draws where none is given."""
     from torch.distributed.tensor import DTensor, Replicate
 

@@ -11,7 +11,7 @@ from ..internal.checks import are_checks_on, is_strided, refuse_tensor
 from ..kv import Held
 from ..masks.band import FULL, Mask
 from ..merge import merge_states
-from .placements import Sharing, local_call
+from .placements import MeshPlacement, local_call
 from .select import PREPARED, Explanation, explained, select
 
 
@@ -57,7 +57,7 @@ def told(call: Call, name: str | None) -> Explanation:
         q = call.q.repeat_interleave(ranks.count if ranks.have_own_heads else 1, -2)
         how = f"over {ranks.count} ranks, {ranks.exchange(call.q, call.kv.layout.value_dim)}"
         return told(_of_stored(call, q, held), name)._replace(ranks=how)
-    if (local := local_call(call, Sharing.empty)) is not None:
+    if (local := local_call(call, MeshPlacement.empty)) is not None:
         return told(local.call, name)._replace(ranks=f"on DTensors, {local.sharing}")
     plan = planned(call)
     own = checked(plan.own)
@@ -66,7 +66,7 @@ def told(call: Call, name: str | None) -> Explanation:
     return own if plan.shared is None else own._replace(shared=explained(checked(plan.shared), name))
 
 
-class Asked:
+class ExplainOnly:
     """In the place of a backend's ``name``: calls only tell what they would run on, and give zeros."""
 
     def __init__(self, name: str | None):
@@ -81,9 +81,9 @@ class Asked:
         return q.new_zeros(*q.shape[:-1], width), q.new_zeros(q.shape[:-1]).float().movedim(-1, -2)
 
 
-def attend(call: Call, name: str | Asked | None = None) -> tuple[Tensor, Tensor]:
+def attend(call: Call, name: str | ExplainOnly | None = None) -> tuple[Tensor, Tensor]:
     """Output and LSE of a call, on the backend of this name; for those who say more of a call than its doors take."""
-    if type(name) is Asked:
+    if type(name) is ExplainOnly:
         return name.answer(call)
     kv = call.kv
     if kv is not None and kv.ranks is not None:

@@ -21,7 +21,7 @@ class ElsewhereError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class WorkerGroup:
     """This process among ``size``; ``mesh`` is None where it is alone."""
 
     device: torch.device
@@ -94,7 +94,7 @@ def parted(x: Tensor, like: Tensor) -> Tensor:
 
 
 @contextmanager
-def meet(device: str) -> Iterator[Ranks]:
+def meet(device: str) -> Iterator[WorkerGroup]:
     """All ranks that torchrun started, on ``device``, ``"cpu"`` or ``"cuda"``.
 
     Raises:
@@ -103,7 +103,7 @@ def meet(device: str) -> Iterator[Ranks]:
     if device == "cuda" and not torch.cuda.is_available():
         raise RequestError("--device: expected cpu, for torch finds no GPU here, got cuda")
     if "RANK" not in os.environ:
-        yield Ranks(torch.device(device))
+        yield WorkerGroup(torch.device(device))
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -111,7 +111,7 @@ def meet(device: str) -> Iterator[Ranks]:
     try:
         mesh = init_device_mesh(device, (dist.get_world_size(),))
         here = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
-        yield Ranks(here, dist.get_rank(), dist.get_world_size(), mesh)
+        yield WorkerGroup(here, dist.get_rank(), dist.get_world_size(), mesh)
     finally:
         dist.destroy_process_group()
         gc.collect()  # cycles of torch's own keep gloo's threads, on which a process aborts that ends before they do

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ..checkpoint_files.folder import read_folder
 from ..checkpoint_files.plain_json import dump, parse_object
 from ..convert.checkpoint.errors import CheckpointError
-from ..convert.checkpoint.progress import Work, remove_leftovers
+from ..convert.checkpoint.progress import WorkFolder, remove_leftovers
 from ..convert.checkpoint.scan import scan
 from ..convert.checkpoint.writing import clean_errors, only_one, require_room, write_file
 from ..convert.stock import stock
@@ -22,12 +22,12 @@ from .distillation import Speaker
 from .folders import attention_layers, decoder_layers, load, read_apart, require_pair, require_tokens, tokenizer_folder
 from .log import BOARD, NAME, Log, board_writer
 from .picture import draw
-from .ranks import Ranks, meet
+from .ranks import WorkerGroup, meet
 from .result import check_model, write_model
 from .settings import Settings
 from .state import Curve
 from .students import prepare, require_adapters
-from .training import Run, held_out_bits, train
+from .training import TrainingRun, held_out_bits, train
 
 REPORT, PICTURE, STATE = "finetune_report.json", "recovery.png", "state.safetensors"
 TOOL = "attnlib finetune 1"  # counts up when the same request gives other numbers
@@ -62,7 +62,7 @@ def finetune(settings: Settings) -> dict[str, object]:
         corpus = Corpus.read(settings.text, folder, context=settings.context)
         for model in (settings.source, settings.teacher):
             require_tokens(corpus.train, model)
-        claimed: list[Work] = []
+        claimed: list[WorkFolder] = []
         path = Path(ranks.tell(lambda: _claim(settings, corpus, claimed, held)))
         try:
             return _finetune(settings, corpus, path, ranks, claimed[0] if claimed else None)
@@ -72,7 +72,7 @@ def finetune(settings: Settings) -> dict[str, object]:
             raise
 
 
-def _claim(settings: Settings, corpus: Corpus, claimed: list[Work], held: ExitStack) -> str:
+def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: ExitStack) -> str:
     """Check all that can be checked before weights are loaded, and take the work folder; returns its path."""
     require_pair(settings.source, settings.teacher, settings.text[0].read_text()[: 2**16])
     target = settings.out.absolute()
@@ -94,7 +94,7 @@ def _claim(settings: Settings, corpus: Corpus, claimed: list[Work], held: ExitSt
         "text_sha256": corpus.sha256,
         "inputs": inputs,
     }
-    work = Work(target, identity)
+    work = WorkFolder(target, identity)
     work.resume(())
     require_room(target.parent, 4 * size, size, 16)  # weights, their two moments, and a state that replaces another
     work.begin()
@@ -102,7 +102,9 @@ def _claim(settings: Settings, corpus: Corpus, claimed: list[Work], held: ExitSt
     return str(work.folder)
 
 
-def _finetune(settings: Settings, corpus: Corpus, folder: Path, ranks: Ranks, work: Work | None) -> dict[str, object]:
+def _finetune(
+    settings: Settings, corpus: Corpus, folder: Path, ranks: WorkerGroup, work: WorkFolder | None
+) -> dict[str, object]:
     windows = corpus.windows(settings.context, limit=settings.windows)
 
     def bits(speaker: Speaker) -> float:
@@ -119,7 +121,7 @@ def _finetune(settings: Settings, corpus: Corpus, folder: Path, ranks: Ranks, wo
 
 
 def _learn(
-    settings: Settings, corpus: Corpus, folder: Path, ranks: Ranks, bits: Callable[[Speaker], float]
+    settings: Settings, corpus: Corpus, folder: Path, ranks: WorkerGroup, bits: Callable[[Speaker], float]
 ) -> tuple[float, Curve, dict[str, int]]:
     """Train, or go on; returns what the teacher scores, the student's curve, and how many parameters train."""
     recipe = settings.recipe
@@ -132,13 +134,13 @@ def _learn(
         original = bits(teacher)
         sizes = {"count": recipe.steps, "batch": recipe.batch, "context": recipe.context}
         batches = corpus.batches(seed=settings.seed, **sizes)
-        run = Run(folder / STATE, settings.out.name, ranks, log, bar=not settings.quiet)
+        run = TrainingRun(folder / STATE, settings.out.name, ranks, log, bar=not settings.quiet)
         curve = train(student, teacher, batches, recipe, lambda: bits(student), run)
         return original, curve, _counts(student)
 
 
 @contextmanager
-def _speaker(folder: Path, settings: Settings, ranks: Ranks, *, learns: bool) -> Iterator[Speaker]:
+def _speaker(folder: Path, settings: Settings, ranks: WorkerGroup, *, learns: bool) -> Iterator[Speaker]:
     """The model of a folder, on the device and shared by the ranks; one that does not learn is only read."""
     dtype = torch.float32 if learns or not settings.half else torch.bfloat16
     model = load(folder, dtype)
@@ -174,7 +176,7 @@ def _finish(
     curve: Curve,
     scores: Mapping[str, float],
     counted: Mapping[str, int],
-    work: Work,
+    work: WorkFolder,
 ) -> str:
     """Write what belongs beside the weights, and put the result in place; returns its report as JSON."""
     made = work.checkpoint

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..convert.checkpoint.errors import CheckpointError
 from ..convert.checkpoint.writing import sync_folder
 from ..internal.files import write_tensors
-from .ranks import Ranks, parted, whole
+from .ranks import WorkerGroup, parted, whole
 
 Curve = list[tuple[int, float]]  # steps taken, bits of held-out text
 
@@ -23,7 +23,9 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, curve: Curve, ranks: Ranks) -> None:
+def save_state(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, curve: Curve, ranks: WorkerGroup
+) -> None:
     """Replace the state at ``path``, all of it or nothing; the first rank writes, and all must call."""
     tensors = {}
     for name, parameter in trained(model).items():

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from ..convert.checkpoint.errors import VerificationError
 from .distillation import Speaker, differences, layerwise, text_bits
 from .log import Log
-from .ranks import Ranks, whole
+from .ranks import WorkerGroup, whole
 from .recipe import Recipe
 from .state import Curve, load_state, save_state
 
 
-class Run(NamedTuple):
+class TrainingRun(NamedTuple):
     """Where a training keeps its state, its log (None: nowhere), and what it is called; ``ranks`` share the work."""
 
     state: Path
     label: str
-    ranks: Ranks
+    ranks: WorkerGroup
     log: Log | None = None
     bar: bool = True
 
@@ -34,7 +34,7 @@ def train(
     batches: Iterable[Tensor],
     recipe: Recipe,
     score: Callable[[], float],
-    run: Run,
+    run: TrainingRun,
 ) -> Curve:
     """Train ``student`` in place, from where its state stands; returns (steps taken, score) from the start to the end.
 
@@ -86,7 +86,7 @@ def take_step(
     tokens: Tensor,
     recipe: Recipe,
     step: int,
-    ranks: Ranks,
+    ranks: WorkerGroup,
 ) -> dict[str, float]:
     """Take the step that ``step`` others precede; returns its losses, by name, and the norm of its gradient."""
     optimizer.zero_grad()
@@ -109,7 +109,7 @@ def autocast(device: torch.device, recipe: Recipe) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=recipe.half)
 
 
-def held_out_bits(model: Speaker, windows: Tensor, recipe: Recipe, ranks: Ranks) -> float:
+def held_out_bits(model: Speaker, windows: Tensor, recipe: Recipe, ranks: WorkerGroup) -> float:
     """Mean bits per token that a model needs for ``windows`` ``[n, t + 1]``, of which each rank reads its part."""
     size = max(1, recipe.batch // (ranks.size * recipe.accumulate))
     missing = -len(windows) % ranks.size  # every rank calls the model as often
@@ -135,7 +135,7 @@ def _losses(student: Speaker, teacher: Speaker | None, tokens: Tensor, recipe: R
     return {"loss": found.loss(recipe.progress(step), recipe.objective), **found._asdict()}
 
 
-def _bar(batches: Iterator[Tensor], recipe: Recipe, done: int, run: Run) -> Iterator[Tensor]:
+def _bar(batches: Iterator[Tensor], recipe: Recipe, done: int, run: TrainingRun) -> Iterator[Tensor]:
     from tqdm import tqdm
 
     options = {"unit": "step", "mininterval": 0.2 if sys.stderr.isatty() else 15}

@@ -20,7 +20,7 @@ from .probes import NotNow, failure_of
 BATCHED = "batched gradients"
 
 
-class Asked(NamedTuple):
+class TorchAnswers(NamedTuple):
     """The functions that answer, each a private one whose trial passed, or what stands in for it."""
 
     dispatch_modes: Callable[[], object]
@@ -45,13 +45,13 @@ class Question(NamedTuple):
     cost: str
 
 
-def find() -> Asked:
+def find() -> TorchAnswers:
     """Try each private function; raise NotNow inside a mode, transform or profiler that it is about."""
     looked = [(question, failure_of(lambda question=question: _refuse_inside(question))) for question in QUESTIONS]
     found = [(question, why or failure_of(lambda question=question: _try(question))) for question, why in looked]
     functions = [question.instead if why else question.find() for question, why in found]
     failed = [f"{question.name}: {why}; {question.cost}" for question, why in found if why]
-    return Asked(*functions[:-1], not found[-1][1], tuple(failed))
+    return TorchAnswers(*functions[:-1], not found[-1][1], tuple(failed))
 
 
 def _refuse_inside(question: Question) -> None:

@@ -5,14 +5,14 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..call.call import Call, Dropout, Origin
-from ..dispatch.run import Asked, attend
+from ..dispatch.run import ExplainOnly, attend
 from ..kv import KVView
 from ..masks.band import AnyMask
 from ..masks.function import MaskFunction
 from ..scores import Score, ScoreFunction
 from ..tracing.program import Program, Value, constant
 from .captured import own_functions
-from .context_parallel import ContextParallel, Source
+from .context_parallel import ContextParallel, KeyValueSource
 from .dealt_heads import with_heads_of
 from .inputs import Inputs
 from .tensor_parallel import Share
@@ -29,14 +29,14 @@ class Attending(NamedTuple):
     score: Score
     head: int
     dropout_p: float
-    backend: str | Asked | None
+    backend: str | ExplainOnly | None
     context_parallel: ContextParallel | None
     share: Share | None
     total_heads: int
     kv_heads: int
 
     def over_tokens(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, given: Inputs, source: Source | None = None
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, given: Inputs, source: KeyValueSource | None = None
     ) -> Tensor:
         """Attention to k and v of tokens that are ``given``, with all that ranks share; they may have a ``source``."""
         bounds, packing, dropout = (given.key_starts, given.key_ends), given.packing, Dropout(self.dropout_p)

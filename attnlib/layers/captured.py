@@ -9,7 +9,7 @@ from ..scores import ScoreFunction
 from .tensor_parallel import Share, whole
 
 
-class Captured(nn.Module):
+class CapturedTensors(nn.Module):
     """The tensors of a function: parameters where they are such, buffers else. A call gives the function of them."""
 
     def __init__(self, function: MaskFunction | ScoreFunction, names: list[str]):
@@ -50,7 +50,7 @@ class Captured(nn.Module):
             )
 
 
-def captured_by_mask(mask: AnyMask, num_heads: int) -> Captured | None:
+def captured_by_mask(mask: AnyMask, num_heads: int) -> CapturedTensors | None:
     """The tensors of a layer's mask; None for a band.
 
     Raises:
@@ -59,10 +59,10 @@ def captured_by_mask(mask: AnyMask, num_heads: int) -> Captured | None:
     if isinstance(mask, Mask):
         return None
     mask.check({"h": num_heads})
-    return Captured(mask, [f"t{n}" for n in range(len(mask.tensors))])
+    return CapturedTensors(mask, [f"t{n}" for n in range(len(mask.tensors))])
 
 
-def captured_by_score(score: ScoreFunction | None, num_heads: int) -> Captured | None:
+def captured_by_score(score: ScoreFunction | None, num_heads: int) -> CapturedTensors | None:
     """The tensors of a layer's scores, by the names of the function's parameters; None where it has no function.
 
     Raises:
@@ -74,7 +74,7 @@ def captured_by_score(score: ScoreFunction | None, num_heads: int) -> Captured |
     if type(score) is not ScoreFunction:
         raise TypeError(f"score: expected what score_mod() makes, got {type(score).__name__}")
     score.check({"h": num_heads})
-    return Captured(score, list(score.names))
+    return CapturedTensors(score, list(score.names))
 
 
 def own_functions(layer: nn.Module, mask: AnyMask | None, share: Share | None) -> tuple[AnyMask, ScoreFunction | None]:

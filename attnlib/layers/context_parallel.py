@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call
-from ..dispatch.run import Asked
+from ..dispatch.run import ExplainOnly
 
 if TYPE_CHECKING:  # importing it takes longer than importing this package
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Source(NamedTuple):
+class KeyValueSource(NamedTuple):
     """What keys and values are made of, where that is less to send than they are.
 
     ``tensors`` are of this rank's tokens, ``[b, tokens here, ...]`` or packed ``[tokens here, ...]``. ``expand`` makes
@@ -38,7 +38,7 @@ class ContextParallel(Protocol):
         """Where this rank's tokens are in the whole sequence, ``[tokens here]``, if it has so many."""
         ...
 
-    def attend(self, call: Call, name: str | Asked | None = None, source: Source | None = None) -> Tensor:
+    def attend(self, call: Call, name: str | ExplainOnly | None = None, source: KeyValueSource | None = None) -> Tensor:
         """The output of this rank's queries over all that the mask shows them of the whole."""
         ...
 

@@ -14,7 +14,7 @@ from ..rope.rope import Angles, Rope, rotate
 from ..rope.scaling import Temperature
 from ..scores import Score, ScoreFunction
 from .attending import Attending, attending
-from .captured import Captured, captured_by_mask, captured_by_score
+from .captured import CapturedTensors, captured_by_mask, captured_by_score
 from .context_parallel import ContextParallel, check_context_parallel
 from .inputs import Inputs, check, check_options, check_rope, check_stored, computed_dtype
 from .parameters import biased, check_counts, described, head_dims, published_slopes, reset_children
@@ -59,8 +59,8 @@ class GroupedQueryAttention(nn.Module):
     softcap: float | None
     temperature: Temperature | None
     norm_after_rope: bool
-    mask_tensors: Captured | None
-    score: Captured | None
+    mask_tensors: CapturedTensors | None
+    score: CapturedTensors | None
     dropout_p: float
     backend: str | None
     context_parallel: ContextParallel | None

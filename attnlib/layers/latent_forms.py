@@ -16,7 +16,7 @@ from ..kv import KVView
 from ..masks.band import FULL, AnyMask, Mask
 from ..merge import merge_states
 from ..scores import ScoreFunction
-from .context_parallel import ContextParallel, Source, check_context_parallel
+from .context_parallel import ContextParallel, KeyValueSource, check_context_parallel
 from .positions import sequence_of
 from .tensor_parallel import MARK, local_weight
 
@@ -177,7 +177,7 @@ def source_of(
     latent: Tensor,
     k_rope: Tensor | None,
     weights: Sequence[Tensor],
-) -> Source:
+) -> KeyValueSource:
     """What ranks send each other in place of the keys and values of q's heads, which ``expand`` makes by weights."""
 
     def expanded(latent: Tensor, k_rope: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -185,7 +185,7 @@ def source_of(
         check_heads(q, k)
         return k, v
 
-    return Source(
+    return KeyValueSource(
         (latent,) if k_rope is None else (latent, k_rope), expanded, tuple(x for x in weights if x.requires_grad)
     )
 

@@ -10,7 +10,7 @@ from ..internal.checks import INT32
 from ..internal.signatures import kind
 from ..tracing.program import INDICES, Operand, Program, Steps, Value, constant
 from ..tracing.trace import FirstQuery
-from .function import EVERYWHERE, Kept, MaskFunction, function_of
+from .function import EVERYWHERE, MaskFunction, RetainedKeys, function_of
 
 
 @kind
@@ -148,13 +148,13 @@ class Mask:
         return after_left and before_right
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> RetainedKeys:
         """What a cache must keep for this mask.
 
         >>> sliding(4).kept, CAUSAL.kept
         (Kept(window=4, first=0), Kept(window=None, first=0))
         """
-        return Kept(None if self.reach is None or self.reach < 0 else self.reach + 1)
+        return RetainedKeys(None if self.reach is None or self.reach < 0 else self.reach + 1)
 
     @property
     def spelled(self) -> str:

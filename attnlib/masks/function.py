@@ -20,18 +20,18 @@ EVERYWHERE = Program("def mask(b, h, i, j, first): return True")
 Tensors = Sequence[Tensor]
 
 
-class Kept(NamedTuple):
+class RetainedKeys(NamedTuple):
     """What a cache must keep for a mask: the last ``window`` keys, the query's own included, None for all; and besides
     them the ``first`` ones."""
 
     window: int | None
     first: int = 0
 
-    def within(self, other: "Kept") -> "Kept":
+    def within(self, other: "RetainedKeys") -> "RetainedKeys":
         """What is enough for the keys that two masks both show."""
         if None in (self.window, other.window):
             return other if self.window is None else self
-        return Kept(min(self.window, other.window), max(self.first, other.first))
+        return RetainedKeys(min(self.window, other.window), max(self.first, other.first))
 
 
 class Band(Protocol):
@@ -43,7 +43,7 @@ class Band(Protocol):
     def unbounded(self) -> "Band": ...
     def program(self) -> Program: ...
     @property
-    def kept(self) -> Kept: ...
+    def kept(self) -> RetainedKeys: ...
     @property
     def spelled(self) -> str: ...
 
@@ -66,7 +66,7 @@ class MaskFunction:
     tiles: Tensor | None = field(default=None, repr=False)
     versions: tuple[int, ...] = field(default=(), repr=False)  # of the tensors, when tiles were found
     sizes: tuple[int, ...] = field(default=(), repr=False)  # queries and keys, then
-    far: Kept | None = None
+    far: RetainedKeys | None = None
     sections: Tensor | None = field(default=None, repr=False)
     dims: tuple[str, ...] = field(default=(), repr=False)
 
@@ -76,7 +76,7 @@ class MaskFunction:
         return f"{self.band.spelled} & a function"
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> RetainedKeys:
         """What a cache must keep for this mask."""
         return self.band.kept if self.far is None else self.far
 

@@ -13,7 +13,7 @@ from ..internal.checks import check_count, is_strided, refuse_tensor, varies
 from ..internal.signatures import kind
 from ..tracing.trace import FIRST_QUERY
 from .band import CAUSAL, FULL, AnyMask, mask_mod, sliding
-from .function import Kept, MaskFunction
+from .function import MaskFunction, RetainedKeys
 
 
 @kind
@@ -76,7 +76,7 @@ def attention_sinks(count: int, window: int) -> AnyMask:
     """
     check_count("count", count, least=1)
     both = sliding(window) | (CAUSAL & mask_mod(lambda b, h, i, j: j < count))
-    return replace(both, far=Kept(window, count))
+    return replace(both, far=RetainedKeys(window, count))
 
 
 @kind

@@ -25,7 +25,7 @@ GROUPED = alike("q_proj", "k_proj", "v_proj", "o_proj")
 NORMED = (*GROUPED, *alike("q_norm", "k_norm"))
 
 
-class Sizes(NamedTuple):
+class DefaultSizes(NamedTuple):
     """What transformers takes where a config.json does not say; None: as many as heads, and the width over heads."""
 
     width: int
@@ -35,11 +35,11 @@ class Sizes(NamedTuple):
     head_dim: int | None = None
 
 
-LARGE = Sizes(4096, 32, 32)
+LARGE = DefaultSizes(4096, 32, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class AttentionStorage:
     """How a family's attention is stored; Llama's by default.
 
     ``path`` matches the name of a layer's attention, its group is the layer's number, and ``stem`` what comes before it
@@ -59,7 +59,7 @@ class Stored:
     heads: str = "num_attention_heads"
     kv_heads: str | None = "num_key_value_heads"  # None: no loader of the family knows fewer than heads
     head_dim: str | None = "head_dim"
-    sizes: Sizes = LARGE
+    sizes: DefaultSizes = LARGE
     rope: str | None = "half"  # or "interleaved", or the name of a field that says whether it is
     rotates_part: bool = False  # as partial_rotary_factor says; others rotate whole heads whatever it says
     rope_layers: str | None = None  # a field that lists which layers rotate, or "layer_types": those with a window
@@ -74,7 +74,7 @@ class Stored:
         return self.path.rpartition(".")[2]
 
 
-def parted(family: Stored, x: Tensor, rows: Sequence[int], heads: int) -> tuple[Tensor, ...]:
+def parted(family: AttentionStorage, x: Tensor, rows: Sequence[int], heads: int) -> tuple[Tensor, ...]:
     """Our weights or biases in one of a family's file, each with so many ``rows``, of a layer of so many ``heads``."""
     x = x.T if family.is_transposed and x.dim() == 2 else x
     if len(rows) == 1:
@@ -84,7 +84,7 @@ def parted(family: Stored, x: Tensor, rows: Sequence[int], heads: int) -> tuple[
     return tuple(part.flatten(0, 1) for part in x.unflatten(0, (heads, len(rows), -1)).unbind(1))
 
 
-def fused(family: Stored, parts: Sequence[Tensor], heads: int) -> Tensor:
+def fused(family: AttentionStorage, parts: Sequence[Tensor], heads: int) -> Tensor:
     """The inverse of :func:`parted`; by head all parts have as many heads."""
     x = parts[0]
     if len(parts) > 1 and family.is_by_head:
@@ -94,64 +94,66 @@ def fused(family: Stored, parts: Sequence[Tensor], heads: int) -> Tensor:
     return x.T if family.is_transposed and x.dim() == 2 else x
 
 
-LLAMA = Stored()
-GEMMA = Stored(sizes=Sizes(3072, 28, 16, 16, 256))
-GEMMA2 = replace(GEMMA, sizes=Sizes(2304, 26, 8, 4, 256))
-MISTRAL = Stored(sizes=Sizes(4096, 32, 32, 8))
-QWEN2 = Stored(sizes=Sizes(4096, 32, 32, 32))
-QWEN2_VL = Stored(sizes=Sizes(8192, 80, 64, 8), head_dim=None, theta=1e6)
-OLMO2 = Stored(weights=NORMED, gains="joined")
-COHERE = Stored(sizes=Sizes(8192, 40, 64), rope="interleaved")
+LLAMA = AttentionStorage()
+GEMMA = AttentionStorage(sizes=DefaultSizes(3072, 28, 16, 16, 256))
+GEMMA2 = replace(GEMMA, sizes=DefaultSizes(2304, 26, 8, 4, 256))
+MISTRAL = AttentionStorage(sizes=DefaultSizes(4096, 32, 32, 8))
+QWEN2 = AttentionStorage(sizes=DefaultSizes(4096, 32, 32, 32))
+QWEN2_VL = AttentionStorage(sizes=DefaultSizes(8192, 80, 64, 8), head_dim=None, theta=1e6)
+OLMO2 = AttentionStorage(weights=NORMED, gains="joined")
+COHERE = AttentionStorage(sizes=DefaultSizes(8192, 40, 64), rope="interleaved")
 # By the config's model_type; of models that also see, by that of its text_config.
-STORED: Mapping[str, Stored] = MappingProxyType(
+STORED: Mapping[str, AttentionStorage] = MappingProxyType(
     {
         "llama": LLAMA,
         "mistral": MISTRAL,
         "mixtral": replace(MISTRAL, theta=1e6),
         "qwen2": QWEN2,
-        "qwen2_moe": replace(QWEN2, sizes=Sizes(2048, 24, 16, 16)),
+        "qwen2_moe": replace(QWEN2, sizes=DefaultSizes(2048, 24, 16, 16)),
         "qwen2_vl_text": QWEN2_VL,
         "qwen2_5_vl_text": QWEN2_VL,
-        "qwen3": Stored(weights=NORMED, sizes=Sizes(4096, 32, 32, 32, 128)),
-        "qwen3_moe": Stored(weights=NORMED, sizes=Sizes(2048, 24, 32, 4)),
+        "qwen3": AttentionStorage(weights=NORMED, sizes=DefaultSizes(4096, 32, 32, 32, 128)),
+        "qwen3_moe": AttentionStorage(weights=NORMED, sizes=DefaultSizes(2048, 24, 32, 4)),
         "gemma": GEMMA,
         "gemma2": GEMMA2,
         "gemma3_text": replace(GEMMA2, weights=NORMED, theta=1e6, window_theta=10_000.0),
-        "phi3": Stored(
+        "phi3": AttentionStorage(
             weights=(("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("o_proj", ("o_proj",))),
-            sizes=Sizes(3072, 32, 32),
+            sizes=DefaultSizes(3072, 32, 32),
             rotates_part=True,
         ),
-        "olmo": Stored(clip="clip_qkv"),
+        "olmo": AttentionStorage(clip="clip_qkv"),
         "olmo2": OLMO2,
         "olmo3": replace(OLMO2, theta=500_000.0, window_theta=500_000.0),
         "granite": LLAMA,
         "granitemoe": LLAMA,
-        "smollm3": Stored(sizes=Sizes(2048, 36, 16, 4), theta=2e6, rope_layers="no_rope_layers"),
-        "starcoder2": Stored(sizes=Sizes(3072, 30, 24, 2)),
-        "glm4": Stored(sizes=Sizes(4096, 40, 32, 2, 128), rope="interleaved", rotates_part=True, share=0.5),
+        "smollm3": AttentionStorage(sizes=DefaultSizes(2048, 36, 16, 4), theta=2e6, rope_layers="no_rope_layers"),
+        "starcoder2": AttentionStorage(sizes=DefaultSizes(3072, 30, 24, 2)),
+        "glm4": AttentionStorage(
+            sizes=DefaultSizes(4096, 40, 32, 2, 128), rope="interleaved", rotates_part=True, share=0.5
+        ),
         "cohere": replace(COHERE, weights=NORMED, gains="apart", theta=500_000.0),
         "cohere2": replace(COHERE, rope_layers="layer_types"),
-        "gpt_neox": Stored(
+        "gpt_neox": AttentionStorage(
             path=r"layers\.([0-9]{1,6})\.attention",
             stem=r"(?:gpt_neox\.)?",
             weights=(("query_key_value", ("q_proj", "k_proj", "v_proj")), ("dense", ("o_proj",))),
             is_by_head=True,
             kv_heads=None,
             head_dim=None,
-            sizes=Sizes(6144, 44, 64),
+            sizes=DefaultSizes(6144, 44, 64),
             rotates_part=True,
             share=0.25,
         ),
-        "opt": Stored(
+        "opt": AttentionStorage(
             stem=r"(?:model\.)?decoder\.",
             weights=(*alike("q_proj", "k_proj", "v_proj"), ("out_proj", ("o_proj",))),
             kv_heads=None,
             head_dim=None,
-            sizes=Sizes(768, 12, 12),
+            sizes=DefaultSizes(768, 12, 12),
             rope=None,
         ),
-        "gpt2": Stored(
+        "gpt2": AttentionStorage(
             path=r"h\.([0-9]{1,6})\.attn",
             stem=r"(?:transformer\.)?",
             weights=(("c_attn", ("q_proj", "k_proj", "v_proj")), ("c_proj", ("o_proj",))),
@@ -161,10 +163,10 @@ STORED: Mapping[str, Stored] = MappingProxyType(
             width="n_embd",
             kv_heads=None,
             head_dim=None,
-            sizes=Sizes(768, 12, 12),
+            sizes=DefaultSizes(768, 12, 12),
             rope=None,
         ),
-        "bert": Stored(
+        "bert": AttentionStorage(
             path=r"encoder\.layer\.([0-9]{1,6})\.attention",
             stem=r"(?:bert\.)?",
             weights=(
@@ -175,7 +177,7 @@ STORED: Mapping[str, Stored] = MappingProxyType(
             ),
             kv_heads=None,
             head_dim=None,
-            sizes=Sizes(768, 12, 12),
+            sizes=DefaultSizes(768, 12, 12),
             rope=None,
         ),
     }

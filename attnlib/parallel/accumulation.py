@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-class State:
+class PartialAttention:
     """The output and LSE of queries over the keys that have passed."""
 
     def __init__(self, q: Tensor):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call
-from ..dispatch.run import Asked
+from ..dispatch.run import ExplainOnly
 from ..internal.signatures import kind
 from ..masks.function import MaskFunction
 from ..ranks import check_mesh
@@ -18,7 +18,7 @@ from .gather import gather
 from .heads import heads
 from .ring import ring
 from .sharding import Sharing, shard
-from .source import Source, source_of
+from .source import KeyValueSource, source_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +56,7 @@ class ContextParallel:
         whole = torch.arange(tokens * self.mesh.size(), device=device)
         return shard(whole, self.mesh, dim=0, zigzag=self.zigzag)
 
-    def attend(self, call: Call, name: str | Asked | None = None, source: Source | None = None) -> Tensor:
+    def attend(self, call: Call, name: str | ExplainOnly | None = None, source: KeyValueSource | None = None) -> Tensor:
         """The output of this rank's queries ``call.q`` over all that the mask shows them of the whole sequence.
 
         ``call`` has this rank's tokens of q, k and v, ``[b, tokens here, h, d]`` or packed ``[tokens here, h, d]``, and
@@ -73,7 +73,7 @@ class ContextParallel:
         call = _compared(call, call.q.shape[-3] * sharing.ranks)
         costs = costs_of(call, sharing, source, form=self.form, bandwidth=self.bandwidth)
         call = call._replace(dropout=call.dropout.seeded(call.q.device))
-        if not isinstance(name, Asked):
+        if not isinstance(name, ExplainOnly):
             return FORMS[costs.form](call, sharing, name, source)
         first = len(name.told)
         out = FORMS[costs.form](call, sharing, name, source)
@@ -89,7 +89,7 @@ def _compared(call: Call, tokens: int) -> Call:
     return call._replace(mask=mask.of_part() if isinstance(mask, MaskFunction) else mask, score=score)
 
 
-def _check(call: Call, sharing: Sharing, source: Source) -> None:
+def _check(call: Call, sharing: Sharing, source: KeyValueSource) -> None:
     """Raise ValueError where these are no shards of one sequence."""
     tokens, dim = call.q.shape[-3], call.q.dim() - 3
     for name, x in zip("kv", source.tensors, strict=False):

@@ -7,7 +7,7 @@ import torch
 from ..call.call import Call
 from .heads import unshared
 from .sharding import Sharing
-from .source import Source
+from .source import KeyValueSource
 
 NVLINK = 300e9  # bytes a second that a rank receives from others of its host
 FLOPS = 500e12  # of attention in 16 bits, a second
@@ -30,7 +30,7 @@ class Costs(NamedTuple):
         return f"{self.form} over {self.ranks} ranks, expected of a forward: {'; '.join(told)}"
 
 
-def costs_of(call: Call, sharing: Sharing, source: Source, *, form: str | None, bandwidth: float) -> Costs:
+def costs_of(call: Call, sharing: Sharing, source: KeyValueSource, *, form: str | None, bandwidth: float) -> Costs:
     """The costs of all forms that these heads allow; None is for the fastest ``form``.
 
     A ring sends while it computes, and merges outputs in fp32 after every step but the first.
@@ -50,7 +50,7 @@ def costs_of(call: Call, sharing: Sharing, source: Source, *, form: str | None, 
 
 
 @torch.no_grad()
-def _shapes(call: Call, source: Source) -> tuple[torch.Size, torch.Size]:
+def _shapes(call: Call, source: KeyValueSource) -> tuple[torch.Size, torch.Size]:
     """The shapes of k and v of one token of each sequence."""
     k, v = source.expand(*(x.narrow(call.q.dim() - 3, 0, 1) for x in source.tensors))
     return k.shape, v.shape

@@ -4,20 +4,20 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call
-from ..dispatch.run import Asked, attend
+from ..dispatch.run import ExplainOnly, attend
 from .pieces import piece_of, seen, whole_of
-from .sharding import Range, Sharing, unshard
-from .source import Source
+from .sharding import Sharing, TokenRange, unshard
+from .source import KeyValueSource
 
 
-def gather(call: Call, sharing: Sharing, name: str | Asked | None, source: Source) -> Tensor:
+def gather(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: KeyValueSource) -> Tensor:
     """The output of this rank's queries over the keys of all ranks."""
     call, dim = whole_of(call), call.q.dim() - 3
-    k, v = source.expand(*(_whole(x, sharing, dim, asked=isinstance(name, Asked)) for x in source.tensors))
+    k, v = source.expand(*(_whole(x, sharing, dim, asked=isinstance(name, ExplainOnly)) for x in source.tensors))
     outs = []
     ranges = sharing.ranges(sharing.rank, call.q.shape[dim])
     for q, queries in zip(call.q.chunk(len(ranges), dim), ranges, strict=True):
-        keys = seen(call, queries, Range(0, k.shape[dim]))
+        keys = seen(call, queries, TokenRange(0, k.shape[dim]))
         of_keys = (x.narrow(dim, keys.start, keys.size) for x in (k, v))
         outs.append(attend(piece_of(call, q, *of_keys, queries, keys), name)[0])
     return torch.cat(outs, dim)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call, Origin
-from ..dispatch.run import Asked, attend
+from ..dispatch.run import ExplainOnly, attend
 from ..masks.band import Mask
 from .exchange import exchanged
 from .sharding import Sharing, dealt, joined
-from .source import Source
+from .source import KeyValueSource
 
 
 def unshared(q_heads: int, kv_heads: int, ranks: int) -> list[str]:
@@ -22,7 +22,7 @@ def unshared(q_heads: int, kv_heads: int, ranks: int) -> list[str]:
     return [f"{x}: expected heads that {ranks} ranks can share, got {n}" for x, n in named.items() if n % ranks]
 
 
-def heads(call: Call, sharing: Sharing, name: str | Asked | None, source: Source) -> Tensor:
+def heads(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: KeyValueSource) -> Tensor:
     """The output of this rank's tokens, whose heads other ranks have computed.
 
     Raises:
@@ -35,7 +35,7 @@ def heads(call: Call, sharing: Sharing, name: str | Asked | None, source: Source
     first = sharing.rank * count
     tensors = {x: y.narrow(-1, first, count) for x, y in call.score.tensors.items()}
     call = call._replace(score=call.score._replace(**tensors), origin=_origin(call, first))
-    if isinstance(name, Asked):
+    if isinstance(name, ExplainOnly):
         q, k, v = (_alike(x, sharing.ranks) for x in (q, k, v))
         attend(call._replace(q=q, k=k, v=v), name)
         return call.q.new_zeros(*call.q.shape[:-1], v.shape[-1])

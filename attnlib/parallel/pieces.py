@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call.call import Call, Origin, Packing
 from ..masks.band import FULL, Mask
-from .sharding import Range
+from .sharding import TokenRange
 
 
 def whole_of(call: Call) -> Call:
@@ -31,17 +31,17 @@ def whole_of(call: Call) -> Call:
     return call if isinstance(mask, Mask) else call._replace(mask=mask.reading(mask.tensors))
 
 
-def seen(call: Call, queries: Range, keys: Range) -> Range:
+def seen(call: Call, queries: TokenRange, keys: TokenRange) -> TokenRange:
     """The keys of these outside which the band of the mask hides all from these queries; empty if it hides all."""
     band = call.mask.band
     if call.packing is not None and band.prefix:  # each sequence has its own
         return keys
     start, end = band.keys(queries.start, queries.end, keys.end)
     start = max(start, keys.start)
-    return Range(start, max(start, end))
+    return TokenRange(start, max(start, end))
 
 
-def piece_of(call: Call, q: Tensor, k: Tensor, v: Tensor, queries: Range, keys: Range) -> Call:
+def piece_of(call: Call, q: Tensor, k: Tensor, v: Tensor, queries: TokenRange, keys: TokenRange) -> Call:
     """The call of these queries over these keys. ``call`` says all else, of the whole sequence."""
     piece = call._replace(q=q, k=k, v=v)
     if call.packing is None:
@@ -65,18 +65,18 @@ def _is_relative(call: Call) -> bool:
     return is_band and call.score.function is None and not call.dropout.p
 
 
-def _first(queries: Range, keys: Range) -> int:
+def _first(queries: TokenRange, keys: TokenRange) -> int:
     """What to add to the index that a piece gives its queries, the last of its keys."""
     return queries.start - (keys.size - queries.size)
 
 
-def _bounds(call: Call, keys: Range) -> dict[str, Tensor | None]:
+def _bounds(call: Call, keys: TokenRange) -> dict[str, Tensor | None]:
     """The bounds of visible keys, counted from the first of these."""
     bounds = {"key_starts": call.key_starts, "key_ends": call.key_ends}
     return {name: None if x is None else (x - keys.start).clamp(0, keys.size) for name, x in bounds.items()}
 
 
-def _packed(piece: Call, queries: Range, keys: Range) -> tuple[Call, Origin]:
+def _packed(piece: Call, queries: TokenRange, keys: TokenRange) -> tuple[Call, Origin]:
     """The piece of a pack, with the parts of all its sequences, most of them empty, and where these begin."""
     cu, limit = piece.packing.cu_seqlens_q, piece.packing.max_seqlen_q
     cu_q, cu_k = ((cu - x.start).clamp(0, x.size) for x in (queries, keys))
@@ -100,7 +100,9 @@ class Piece(NamedTuple):
     keys: slice
 
 
-def pieces_of(call: Call, q: Tensor, k: Tensor, v: Tensor, own: list[Range], held: list[Range]) -> Iterator[Piece]:
+def pieces_of(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, own: list[TokenRange], held: list[TokenRange]
+) -> Iterator[Piece]:
     """The calls, as few as will do, of a rank's queries over the keys and values of a rank.
 
     ``own`` are the tokens of q, and ``held`` those of k and v. Pieces of the same queries have different keys.
@@ -133,7 +135,7 @@ def pieces_of(call: Call, q: Tensor, k: Tensor, v: Tensor, own: list[Range], hel
                     yield Piece(piece_of(call, *tensors, queries, visible), at, own_keys)
 
 
-def _whole_keys(call: Call, queries: Range, held: list[Range], columns: list[slice]) -> slice | None:
+def _whole_keys(call: Call, queries: TokenRange, held: list[TokenRange], columns: list[slice]) -> slice | None:
     """Where those keys of a rank are of which these queries see all; None where they see some, or some apart."""
     whole = [column for keys, column in zip(held, columns, strict=True) if call.mask.covers(*queries, *keys)]
     others = [keys for keys, column in zip(held, columns, strict=True) if column not in whole]
@@ -150,7 +152,7 @@ def _is_plain(call: Call) -> bool:
     return _is_relative(call) and all(x is None for x in others)
 
 
-def _slices(ranges: list[Range]) -> list[slice]:
+def _slices(ranges: list[TokenRange]) -> list[slice]:
     """Where tokens of these ranges are, one range after another."""
     ends = [*accumulate((x.size for x in ranges), initial=0)]
     return [slice(*pair) for pair in pairwise(ends)]

@@ -13,21 +13,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..call.call import Call, PieceGradients
-from ..dispatch.run import Asked, attend, gradients
-from .accumulation import State, Sum
+from ..dispatch.run import ExplainOnly, attend, gradients
+from .accumulation import PartialAttention, Sum
 from .exchange import Passing, passed_on
 from .pieces import Piece, pieces_of, whole_of
 from .sharding import Sharing
-from .source import Expand, Source
+from .source import Expand, KeyValueSource
 
 
-def ring(call: Call, sharing: Sharing, name: str | Asked | None, source: Source) -> Tensor:
+def ring(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: KeyValueSource) -> Tensor:
     """The output of this rank's queries over the keys that travel past it."""
     score, function = call.score, call.score.function
     captured = () if function is None else function.tensors
     plan = _Ring(whole_of(call), sharing, name, source.expand, len(captured), len(source.tensors))
     given = (call.q, score.alibi_slopes, score.sinks, *captured, *source.tensors, *source.weights)
-    if isinstance(name, Asked):
+    if isinstance(name, ExplainOnly):
         return plan.told(*given)
     return _RingAttention.apply(plan, *given)
 
@@ -48,7 +48,7 @@ class _Ring(NamedTuple):
 
     call: Call
     sharing: Sharing
-    name: str | Asked | None
+    name: str | ExplainOnly | None
     expand: Expand
     captured: int
     travelling: int
@@ -83,7 +83,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: _Ring, *tensors: Tensor | None) -> Tensor:
         given = plan.parts(*tensors)
-        state = State(given.q)
+        state = PartialAttention(given.q)
         for rank, travelling in passed_on(given.travelling, plan.sharing.group):
             k, v = plan.expand(*travelling)
             state.begin(v)

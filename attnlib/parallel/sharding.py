@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Range(NamedTuple):
+class TokenRange(NamedTuple):
     """The tokens ``[start, end)`` of a whole sequence, or of a whole pack."""
 
     start: int
@@ -54,10 +54,10 @@ class Sharing:
         """Their process group."""
         return self.mesh.get_group()
 
-    def ranges(self, rank: int, tokens: int) -> list[Range]:
+    def ranges(self, rank: int, tokens: int) -> list[TokenRange]:
         """The tokens of a rank in the whole sequence, if every rank has so many, in the order in which it has them."""
         starts = starts_of(rank, self.ranks, tokens * self.ranks, zigzag=self.zigzag)
-        return [Range(start, start + tokens // len(starts)) for start in starts]
+        return [TokenRange(start, start + tokens // len(starts)) for start in starts]
 
 
 @kind

@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..layers.context_parallel import Source as Source
+from ..layers.context_parallel import KeyValueSource as KeyValueSource
 
 Expand = Callable[..., tuple[Tensor, Tensor]]
 
 
-def source_of(k: Tensor, v: Tensor) -> Source:
+def source_of(k: Tensor, v: Tensor) -> KeyValueSource:
     """Keys and values as they are."""
-    return Source((k, v), _as_they_are)
+    return KeyValueSource((k, v), _as_they_are)
 
 
 def _as_they_are(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

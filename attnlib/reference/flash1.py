@@ -16,7 +16,7 @@ from .softmax import advance, divide, exponentials
 from .traffic import SlowMemory, tiles
 
 
-class Saved(NamedTuple):
+class Flash1Saved(NamedTuple):
     """What the backward pass reads of the forward one: its inputs q, k, v, its output o, and c and pi of every row."""
 
     q: Tensor
@@ -57,7 +57,7 @@ def forward(
 
 
 def backward(
-    saved: Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
+    saved: Flash1Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output, ``do``, with P made again tile by tile (algorithm 4).
 

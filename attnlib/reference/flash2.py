@@ -16,7 +16,7 @@ from .softmax import advance, divide, exponentials
 from .traffic import Array, SlowMemory, tiles
 
 
-class Saved(NamedTuple):
+class Flash2Saved(NamedTuple):
     """What a backward pass reads of the forward one: its inputs q, k, v, its output o, and the LSE."""
 
     q: Tensor
@@ -55,7 +55,7 @@ def forward(
 
 
 def backward_one_pass(
-    saved: Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
+    saved: Flash2Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output (algorithm 2): each tile of pairs is visited once."""
     q, k, v, o, lse, do = memory.inputs(*saved, do)
@@ -66,7 +66,7 @@ def backward_one_pass(
 
 
 def backward_two_pass(
-    saved: Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
+    saved: Flash2Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same gradients, first those of tiles of keys and then those of tiles of queries: P is made twice."""
     q, k, v, o, lse, do = memory.inputs(*saved, do)

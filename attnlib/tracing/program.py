@@ -32,7 +32,7 @@ class Value(NamedTuple):
 Operand = Value | bool | int | float
 
 
-class Captured(NamedTuple):
+class CapturedKind(NamedTuple):
     """What a program depends on of a tensor: the kind of its elements, and its rank."""
 
     kind: str
@@ -58,7 +58,7 @@ class Parsed(NamedTuple):
     """What a program's text says: its inputs, its tensors, its steps in order, and what it gives."""
 
     inputs: tuple[str, ...]
-    captured: tuple[Captured, ...]
+    captured: tuple[CapturedKind, ...]
     steps: tuple[Step, ...]
     result: Operand
 
@@ -112,9 +112,9 @@ class Program(NamedTuple):
 class Steps:
     """The steps of a program to be, each of them once; ``add`` and its like give the value that a step makes."""
 
-    def __init__(self, inputs: Sequence[str], captured: Sequence[Captured]):
+    def __init__(self, inputs: Sequence[str], captured: Sequence[CapturedKind]):
         self.inputs: tuple[str, ...] = tuple(inputs)
-        self.captured: tuple[Captured, ...] = tuple(captured)
+        self.captured: tuple[CapturedKind, ...] = tuple(captured)
         self._made: dict[tuple, Step] = {}
         self._kinds = {Value(name): INT64 if name in INDICES else FLOAT for name in inputs}
 
@@ -232,7 +232,7 @@ def _read(text: str) -> Parsed:
     for argument in head[head.index("(") + 1 :].split(", "):
         name, _, kind = argument.partition(": ")
         if kind:
-            captured.append(Captured(kind[: kind.index("[")], int(kind[kind.index("[") + 1 : -1])))
+            captured.append(CapturedKind(kind[: kind.index("[")], int(kind[kind.index("[") + 1 : -1])))
         else:
             inputs.append(name)
     steps = Steps(inputs, captured)
@@ -262,7 +262,7 @@ def constant_indices(text: str) -> tuple[tuple[int, int, int], ...]:
     return tuple(found)
 
 
-def combined(operation: str, *parts: tuple[Program, Sequence[int]], captured: Sequence[Captured]) -> Program:
+def combined(operation: str, *parts: tuple[Program, Sequence[int]], captured: Sequence[CapturedKind]) -> Program:
     """A logical operation on what masks give; beside each program are the numbers of its tensors among ``captured``."""
     parts = tuple((program.text, tuple(tensors)) for program, tensors in parts)
     return Program(_combined(operation, parts, tuple(tuple(x) for x in captured)))
@@ -270,7 +270,7 @@ def combined(operation: str, *parts: tuple[Program, Sequence[int]], captured: Se
 
 @constant
 def _combined(operation: str, parts: tuple, captured: tuple) -> str:
-    steps = Steps(INDICES, [Captured(*x) for x in captured])
+    steps = Steps(INDICES, [CapturedKind(*x) for x in captured])
     copies = [steps.copied(Program(text), tensors) for text, tensors in parts]
     return steps.program("mask", steps.add(operation, *copies)).text
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..internal.checks import is_strided
 from .kinds import kind_of
-from .program import INDICES, SCORED, Captured, Program, Steps, Value, constant, constant_indices
+from .program import INDICES, SCORED, CapturedKind, Program, Steps, Value, constant, constant_indices
 from .stand_ins import FIRST_QUERY, KNOWN, FirstQuery, Known, TraceError, line_of_error
 from .tracer import Tracer
 
@@ -47,7 +47,7 @@ def _text_of(name: str, function: Callable, kinds: Kinds, shapes: tuple[tuple[in
     """The text of the program, for arguments of these kinds and ranks, and of these shapes; None is FIRST_QUERY."""
     _refuse_enclosed(name, function)
     inputs = SCORED if name == "score" else SCORED[1:]
-    steps = Steps(inputs, [Captured(*x) for x in kinds if x is not None])
+    steps = Steps(inputs, [CapturedKind(*x) for x in kinds if x is not None])
     tracer = Tracer(name, steps, shapes, _beginning(function))
     numbers = iter(range(len(kinds)))
     of_tensors = [tracer.first if x is None else tracer.captured(next(numbers)) for x in kinds]
@@ -78,7 +78,7 @@ def _beginning(function: Callable) -> str:
     return repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[Captured]:
+def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[CapturedKind]:
     """What a program depends on of these tensors.
 
     Raises:
@@ -93,7 +93,7 @@ def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[Captu
             raise TypeError(f"{name}_mod: expected a tensor or FIRST_QUERY as argument {n}, got {got}")
         if (kind := kind_of(x.dtype)) is None:
             raise TypeError(f"{name}_mod: expected bools, integers or floats as argument {n}, got {x.dtype}")
-        found.append(Captured(kind, x.dim()))
+        found.append(CapturedKind(kind, x.dim()))
     return found
 
 

@@ -15,16 +15,16 @@ from attnlib.bench import command, cpu, memory, plots, speed, tables
 from attnlib.bench.cases import packed
 from attnlib.bench.compare import Failure
 from attnlib.bench.place import gpu_seconds, host_seconds
-from attnlib.bench.report import Report, Row, Table, digits, line, markdown
-from attnlib.bench.steps import Steps
+from attnlib.bench.report import BenchTable, Report, TableRow, digits, line, markdown
+from attnlib.bench.steps import StepCase
 
 PNG = b"\x89PNG\r\n\x1a\n"
 FACTS = {"command": "python -m attnlib bench --gpu", "device": "a device", "date": "2026-01-01"}
 TABLES = {entry.table.name: entry.table for entry in (*tables.GPU, *tables.CPU)}
-SPEEDS = Table("speeds", "Speeds", "TFLOP/s", "forward")
+SPEEDS = BenchTable("speeds", "Speeds", "TFLOP/s", "forward")
 ROWS = (
-    Row("one", {"ours": 400.0, "peer": 500.0, "lost": Failure("OOM")}, 1024),
-    Row("two", {"ours": 90.0, "peer": 30.0, "lost": 9.0}, 2048),
+    TableRow("one", {"ours": 400.0, "peer": 500.0, "lost": Failure("OOM")}, 1024),
+    TableRow("two", {"ours": 90.0, "peer": 30.0, "lost": 9.0}, 2048),
 )
 
 
@@ -131,7 +131,7 @@ def test_cpu_calls_with_and_without_gradients():
     assert all(row.cells == {"ours": 1.0, "SDPA": 1.0} for row in rows)
 
 
-SMALL_STEPS = Steps("tiny", 2, 5, layers=2, width=32, heads=4, kv_heads=2, dtype=torch.float32)
+SMALL_STEPS = StepCase("tiny", 2, 5, layers=2, width=32, heads=4, kv_heads=2, dtype=torch.float32)
 
 
 def test_cpu_decoding():
@@ -163,12 +163,12 @@ def test_a_table_in_markdown():
 
 
 def test_less_time_is_a_lead():
-    text = line(SPEEDS._replace(unit="ms"), Row("one", {"ours": 2.0, "peer": 3.0}))
+    text = line(SPEEDS._replace(unit="ms"), TableRow("one", {"ours": 2.0, "peer": 3.0}))
     assert text == "speeds, one: ours 2, peer 3 (1.50x) [ms]"
 
 
 def test_rows_may_have_different_columns():
-    rows = [Row("one", {"ours": 1.0}), Row("two", {"ours": 1.0, "late": 2.0})]
+    rows = [TableRow("one", {"ours": 1.0}), TableRow("two", {"ours": 1.0, "late": 2.0})]
     assert "| one | 1 |  |\n| two | 1 | 2 (0.50x) |" in markdown(SPEEDS, rows, FACTS)
 
 
@@ -207,12 +207,12 @@ def fill(where, wanted):
 
 
 def broken(where, wanted):
-    yield wanted[0], Row("first", {"ours": 1.0})
+    yield wanted[0], TableRow("first", {"ours": 1.0})
     raise RuntimeError("lost the device")
 
 
-BROKEN = tables.Entry(broken, Table("broken", "Broken", "ms"))
-SMALL = tuple(tables.Entry(fill, table) for table in named("growing", "growing-training"))
+BROKEN = tables.TableEntry(broken, BenchTable("broken", "Broken", "ms"))
+SMALL = tuple(tables.TableEntry(fill, table) for table in named("growing", "growing-training"))
 
 
 def test_a_run_writes_everything_and_goes_on_after_a_failure(tmp_path, capsys):
@@ -233,7 +233,7 @@ def test_tables_of_one_function_are_filled_together(tmp_path):
         asked.append([table.name for table in wanted])
         return fill(where, wanted)
 
-    assert tables.run(place(), [tables.Entry(together, table) for _, table in SMALL], tmp_path, "the command") == 0
+    assert tables.run(place(), [tables.TableEntry(together, table) for _, table in SMALL], tmp_path, "the command") == 0
     assert asked == [["growing", "growing-training"]]
     for function, names in ((tables.TRAINING, ["forward", "backward"]), (tables.GROWING, asked[0])):
         assert [table.name for filled_by, table in tables.GPU if filled_by is function] == names

@@ -19,7 +19,7 @@ from attnlib.bench.watchdog import HANGS, watched
 
 TABLES = {table.name: table for _, table in tables.GPU}
 GQA = Decoding("gqa", 3, 4, 40, KVLayout.grouped(2, 16, dtype=torch.float32))
-STEPS = steps.Steps("2 x 9", 2, 9, layers=2, width=64, heads=4, kv_heads=2, dtype=torch.float32)
+STEPS = steps.StepCase("2 x 9", 2, 9, layers=2, width=64, heads=4, kv_heads=2, dtype=torch.float32)
 
 HANGING = """
 import time
@@ -42,7 +42,7 @@ def fill(where, wanted):
 
 seen = [None]
 speed.watched = partial(watched, seconds=2)
-[entry] = [tables.Entry(fill, table) for _, table in tables.GPU if table.name == "forward"]
+[entry] = [tables.TableEntry(fill, table) for _, table in tables.GPU if table.name == "forward"]
 tables.run(place(clock), [entry], Path(sys.argv[1]), "the command")
 """
 

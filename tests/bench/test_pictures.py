@@ -8,12 +8,12 @@ from bench_helpers import place, tiny
 
 from attnlib.bench import plots, speed, tables
 from attnlib.bench.compare import Failure
-from attnlib.bench.report import Row, Table
+from attnlib.bench.report import BenchTable, TableRow
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = runpy.run_path(str(DOCS / "pictures" / "draw.py"))
-GROWING = Table("growing", "Growing", "MiB", growing=True)
-ROWS = [Row("1k", {"ours": 8.0, "peer": Failure("OOM"), "must be held": 8.0}, 1024)]
+GROWING = BenchTable("growing", "Growing", "MiB", growing=True)
+ROWS = [TableRow("1k", {"ours": 8.0, "peer": Failure("OOM"), "must be held": 8.0}, 1024)]
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_picture_names_attnlib_and_shows_its_line_below_another(axes, tmp_path
 def test_a_run_names_its_device_in_the_picture(axes, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "facts", lambda *_: dict.fromkeys(("command", "triton"), "-") | FACTS)
     [table] = [entry.table for entry in tables.GPU if entry.table.name == "growing-training"]
-    fill = tables.Entry(lambda where, wanted: speed.rows(where, wanted, [tiny()], ("eager",)), table)
+    fill = tables.TableEntry(lambda where, wanted: speed.rows(where, wanted, [tiny()], ("eager",)), table)
     assert tables.run(place(), [fill], tmp_path, "the command") == 0
     assert axes[0].get_title(loc="left").endswith("\nattnlib on a GPU, torch 9, a day")
 
@@ -63,8 +63,8 @@ def test_a_picture_of_the_page_is_drawn_from_the_table_above_it():
     assert picture.where == "attnlib on a chip"
     assert picture.table.name == "memory"
     assert picture.rows == [
-        Row("512", {"ours": 16.2, "eager": 140.0}, 512),
-        Row("1k", {"ours": 32.0, "eager": Failure("OOM")}, 1024),
+        TableRow("512", {"ours": 16.2, "eager": 140.0}, 512),
+        TableRow("1k", {"ours": 32.0, "eager": Failure("OOM")}, 1024),
     ]
 
 

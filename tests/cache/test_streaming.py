@@ -5,7 +5,7 @@ import torch
 
 from attnlib import CAUSAL, GroupedQueryAttention, KVCache, KVLayout, Mask, MultiHeadLatentAttention, Rope, sliding
 from attnlib.cache import buffer
-from attnlib.masks.function import Kept
+from attnlib.masks.function import RetainedKeys
 from attnlib.masks.ready_made import attention_sinks, documents
 
 SIZES = {"page_size": 4, "max_sequences": 2, "max_length": 90}
@@ -53,13 +53,13 @@ def test_a_stream_as_the_whole_sequence(kind, backend, monkeypatch):
 def test_what_masks_keep():
     sinks = attention_sinks(4, 16)
     numbers = torch.zeros(1, 8, dtype=torch.int32)
-    assert sinks.kept == Kept(16, 4)
-    assert (sinks & documents(numbers)).kept == (documents(numbers) & sinks).kept == Kept(16, 4)
-    assert (sinks & sliding(8)).kept == Kept(8, 4)
-    assert (sinks & attention_sinks(6, 12)).kept == Kept(12, 6)
-    assert (sinks & CAUSAL).kept == Kept(16, 4)
-    assert (sinks | CAUSAL).kept == (~sinks).kept == Kept(None)
-    assert Mask(left=-3).kept == Kept(None)
+    assert sinks.kept == RetainedKeys(16, 4)
+    assert (sinks & documents(numbers)).kept == (documents(numbers) & sinks).kept == RetainedKeys(16, 4)
+    assert (sinks & sliding(8)).kept == RetainedKeys(8, 4)
+    assert (sinks & attention_sinks(6, 12)).kept == RetainedKeys(12, 6)
+    assert (sinks & CAUSAL).kept == RetainedKeys(16, 4)
+    assert (sinks | CAUSAL).kept == (~sinks).kept == RetainedKeys(None)
+    assert Mask(left=-3).kept == RetainedKeys(None)
 
 
 def test_pages_of_such_layers_are_counted_by_window_and_first_tokens():

@@ -27,9 +27,9 @@ from attnlib.convert.checkpoint.model import read_model
 from attnlib.convert.checkpoint.scan import scan
 from attnlib.convert.text import kept as kept_room
 from attnlib.convert.text import stored as stored_room
-from attnlib.convert.text.kept import Kept, Place
+from attnlib.convert.text.kept import CalibrationPath, CalibrationStore
 from attnlib.convert.text.layerwise import TextCalibration
-from attnlib.convert.text.stored import Stored
+from attnlib.convert.text.stored import LayerFolder
 from attnlib.convert.text.tokens import tokens_of
 
 LAYERS = 3
@@ -53,7 +53,9 @@ def whole(source, tokens):
 
 
 def kept(source, tokens, folder, **options):
-    return Kept(read_model(read_folder(source)), tokens, Place(folder / "calibration-", **options))
+    return CalibrationStore(
+        read_model(read_folder(source)), tokens, CalibrationPath(folder / "calibration-", **options)
+    )
 
 
 def folder_of(folder):
@@ -141,9 +143,11 @@ def test_hidden_states_that_were_not_worth_writing_are_made_again(
     source, tokens, tmp_path, whole, monkeypatch, kept_behind
 ):
     """Layers run again from the last ones that were, and no file of a layer is written twice."""
-    honest = Stored.reach
+    honest = LayerFolder.reach
     monkeypatch.setattr(kept_room, "PACE", 1e-3 if kept_behind == 0 else kept_room.PACE)
-    monkeypatch.setattr(Stored, "reach", lambda self, states: honest(self, states) if len(self.layers) == 1 else None)
+    monkeypatch.setattr(
+        LayerFolder, "reach", lambda self, states: honest(self, states) if len(self.layers) == 1 else None
+    )
     stopped(source, tokens, tmp_path, monkeypatch, 2)
     assert len([*folder_of(tmp_path).glob("layer-*")]) == 2
     assert len([*folder_of(tmp_path).glob("states-*")]) == kept_behind

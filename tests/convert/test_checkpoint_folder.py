@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save, save_file
 
 from attnlib.checkpoint_files import folder as folders
 from attnlib.checkpoint_files.folder import INDEX, SourceFile, read_folder
-from attnlib.checkpoint_files.header import Entry, make_header
+from attnlib.checkpoint_files.header import TensorEntry, make_header
 from attnlib.convert.checkpoint import CheckpointError, convert, identity
 
 
@@ -348,10 +348,10 @@ def test_what_safetensors_refuses_is_refused(tmp_path_factory, data):
 
 def test_a_header_is_what_safetensors_reads(tmp_path):
     entries = {
-        "b": Entry(torch.float64, (3,), 0),
-        "a": Entry(torch.bfloat16, (1, 5), 0),
-        "x": Entry(torch.int8, (0, 7), 0),
-        "é": Entry(torch.bool, (), 0),
+        "b": TensorEntry(torch.float64, (3,), 0),
+        "a": TensorEntry(torch.bfloat16, (1, 5), 0),
+        "x": TensorEntry(torch.int8, (0, 7), 0),
+        "é": TensorEntry(torch.bool, (), 0),
     }
     header, placed = make_header(entries)
     assert len(header) % 8 == 0

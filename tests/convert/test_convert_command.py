@@ -16,7 +16,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Lla
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 from attnlib.__main__ import main
 from attnlib.checkpoint_files.folder import read_folder
-from attnlib.checkpoint_files.header import Entry, make_header
+from attnlib.checkpoint_files.header import TensorEntry, make_header
 from attnlib.convert import Calibration, VerificationError, command, mha_to_gqa
 from attnlib.convert.check import budget, lost, stock_check
 from attnlib.convert.checkpoint import conversion, writing
@@ -575,7 +575,7 @@ def test_names_are_checked_without_memory_for_weights(tmp_path):
     config = LlamaConfig(**SIZES | {"vocab_size": 2**20, "hidden_size": 1024}, tie_word_embeddings=True)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    entries = {name: Entry(x.dtype, tuple(x.shape), 0) for name, x in model.named_parameters()}
+    entries = {name: TensorEntry(x.dtype, tuple(x.shape), 0) for name, x in model.named_parameters()}
     header, placed = make_header(entries)
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.write(header)

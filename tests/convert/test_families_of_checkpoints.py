@@ -37,7 +37,7 @@ from attnlib.convert.checkpoint.source_rope import rope_of
 from attnlib.convert.heads.converter import grouped
 from attnlib.convert.text.layerwise import TextCalibration
 from attnlib.integrations.transformers.families import FAMILIES
-from attnlib.models.families import STORED, Sizes
+from attnlib.models.families import STORED, DefaultSizes
 
 FEWER = [kind for kind in ALL if kind not in MADE_OF_HEADS]
 
@@ -235,7 +235,7 @@ def test_what_a_file_leaves_out_is_as_transformers_takes_it(kind):
 
     fields = config.__dataclass_fields__
     keys = (entry.width, entry.layers, entry.heads, entry.kv_heads, entry.head_dim)
-    assert Sizes(*(default(key) for key in keys)) == entry.sizes
+    assert DefaultSizes(*(default(key) for key in keys)) == entry.sizes
     assert (entry.kv_heads is None) == ("num_key_value_heads" not in fields)
     assert (entry.clip is not None) == ("clip_qkv" in fields)
     assert entry.clip is None or entry.clip == "clip_qkv"

@@ -31,7 +31,7 @@ from attnlib import CAUSAL, FULL, KVCache, MultiHeadAttention, MultiHeadLatentAt
 from attnlib.convert import Calibration, MixedLinear, fold, mha_to_gqa
 from attnlib.convert.heads.align import agreement, align, polar, similarity, towards_each_other, turn_keys, turn_values
 from attnlib.convert.heads.merging import arrange, merge_heads, shares
-from attnlib.convert.heads.recipe import Recipe
+from attnlib.convert.heads.recipe import MergeRecipe
 from attnlib.convert.weights import join, pairs_of, rows_of, split
 
 ALIGNS = ("none", "values", "all")
@@ -78,7 +78,7 @@ def test_arranging_keeps_the_function(extra, kind, seed, what, grouping, data):
     layer, x = grouped(**kind, **EXTRAS[extra], seed=seed), tokens(2, 7)
     num_kv_heads = data.draw(st.sampled_from(divisors(kind["size"][0])))
     heads, out = heads_of(layer), layer(x)
-    arranged = arrange(heads, num_kv_heads, Recipe("mean", what, grouping), Calibration.of([x]))
+    arranged = arrange(heads, num_kv_heads, MergeRecipe("mean", what, grouping), Calibration.of([x]))
     close(with_heads(layer, arranged)(x), out)
 
 
@@ -117,7 +117,7 @@ def test_gains_that_a_turn_would_not_pass_are_refused(norm, rope, channel, reaso
         with pytest.raises(ValueError, match=rf'align: .*{reason}.*align="values"'):
             mha_to_gqa(layer, 2, align="all", grouping=grouping)
     out, heads = layer(x), heads_of(layer)
-    arranged = arrange(heads, 2, Recipe("mean", "values", "similar"), None)
+    arranged = arrange(heads, 2, MergeRecipe("mean", "values", "similar"), None)
     assert far(arranged.v, heads.v)
     close(with_heads(layer, arranged)(x), out)
 
@@ -132,7 +132,7 @@ def test_gains_alike_in_each_pair_pass_a_turn(rope):
         layer.k_norm.weight.copy_(torch.cat((each, torch.full((D - 2 * pairs,), 0.7, dtype=torch.float64))))
         layer.q_norm.weight.copy_(layer.k_norm.weight.square())
     heads, out = heads_of(layer), layer(x)
-    arranged = arrange(heads, 1, Recipe("mean", "all", "neighbours"), None)
+    arranged = arrange(heads, 1, MergeRecipe("mean", "all", "neighbours"), None)
     assert far(arranged.k, heads.k)
     close(with_heads(layer, arranged)(x), out)
 
@@ -259,7 +259,7 @@ def test_energy_weights_are_mean_squares_over_the_text():
     for mix, project in ((key_mix, layer.k_proj), (value_mix, layer.v_proj)):
         squares = project(x).unflatten(-1, (2, 3, D)).square().sum((0, -1))
         close(mix, squares / squares.sum(1, keepdim=True))
-    merged = merge_heads(heads_of(layer), 2, Recipe("energy", "none", "neighbours"), calibration).heads
+    merged = merge_heads(heads_of(layer), 2, MergeRecipe("energy", "none", "neighbours"), calibration).heads
     close(merged.k[1], sum(key_mix[1, i] * heads_of(layer).k[3 + i] for i in range(3)))
     close(merged.v[0], sum(value_mix[0, i] * heads_of(layer).v[i] for i in range(3)))
 

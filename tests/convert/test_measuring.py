@@ -23,7 +23,7 @@ from attnlib.convert.own.grouped import GroupedKind
 from attnlib.convert.own.latent import LatentKind
 from attnlib.convert.own.measuring import found_on
 from attnlib.convert.text import kept
-from attnlib.convert.text.stored import Stored
+from attnlib.convert.text.stored import LayerFolder
 
 LAYERS = 3
 KINDS = [("--layers", "gqa"), ("--rope-dim", "8")]
@@ -64,7 +64,7 @@ def measured_in(folder):
 @pytest.fixture
 def restored(monkeypatch):
     """What the class does to write down measures is as before when the test ends."""
-    monkeypatch.setattr(Stored, "remember", Stored.remember)
+    monkeypatch.setattr(LayerFolder, "remember", LayerFolder.remember)
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
@@ -89,8 +89,8 @@ def test_a_layer_matters_as_much_as_a_model_differs_in_which_it_alone_is_smaller
 
 def test_little_of_a_long_text_is_read(source, monkeypatch):
     model, seen = read_model(read_folder(source)), []
-    honest = measuring.Layers.embedded
-    monkeypatch.setattr(measuring.Layers, "embedded", lambda self, x: seen.append(x.shape) or honest(self, x))
+    honest = measuring.TextLayers.embedded
+    monkeypatch.setattr(measuring.TextLayers, "embedded", lambda self, x: seen.append(x.shape) or honest(self, x))
     monkeypatch.setattr(measuring, "TOKENS", 20)
     made = GroupedKind(model, None, "cpu", {"merge": "mean"})
     for shape in ((3, 12), (1, 50), (40, 2)):
@@ -99,16 +99,16 @@ def test_little_of_a_long_text_is_read(source, monkeypatch):
 
 
 def test_a_layer_is_decomposed_once_to_be_measured(tmp_path, source, restored, monkeypatch):
-    seen, honest, remember = [], latent.Spectrum.of, Stored.remember
+    seen, honest, remember = [], latent.Spectrum.of, LayerFolder.remember
     monkeypatch.setattr(latent.Spectrum, "of", lambda *given: seen.append("decomposed") or honest(*given))
-    monkeypatch.setattr(Stored, "remember", lambda *given: seen.append("measured") or remember(*given))
+    monkeypatch.setattr(LayerFolder, "remember", lambda *given: seen.append("measured") or remember(*given))
     assert run(source, tmp_path / "out", "--rope-dim", 8) == 0
     assert seen.index("measured") == LAYERS
 
 
 @pytest.mark.parametrize("options", KINDS)
 def test_a_run_that_goes_on_does_not_measure_again(tmp_path, source, monkeypatch, options):
-    honest, asked = Stored.calibration, []
+    honest, asked = LayerFolder.calibration, []
 
     def interrupting(self, index):
         if measured_in(tmp_path) and asked.append(index) is None and len(asked) == 3:
@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_does_not_measure_again(tmp_path, source, monkeypatch
         return honest(self, index)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Stored, "calibration", interrupting)
+        patch.setattr(LayerFolder, "calibration", interrupting)
         assert run(source, tmp_path / "out", *options) == 130
     passes = passes_of(monkeypatch)
     assert run(source, tmp_path / "out", *options) == 0
@@ -172,7 +172,7 @@ def test_what_cannot_be_believed_is_measured_again(tmp_path, source, monkeypatch
 
 def remembering(at=None, fault=print):
     """From now on calls that change files are counted while what was measured is written down, and one has a fault."""
-    shim, honest = FaultyOs(at, fault), Stored.remember
+    shim, honest = FaultyOs(at, fault), LayerFolder.remember
 
     def remember(self, *given):
         real, writing.os = writing.os, shim
@@ -181,7 +181,7 @@ def remembering(at=None, fault=print):
         finally:
             writing.os = real
 
-    Stored.remember = remember
+    LayerFolder.remember = remember
     return shim
 
 
@@ -207,7 +207,7 @@ def test_a_kill_while_it_is_written_down_is_gone_on_with(tmp_path, source, resto
 @pytest.mark.parametrize(("code", "exit_code"), [(errno.ENOSPC, 5), (errno.EIO, 1)])
 def test_a_failing_disk_says_so_and_is_gone_on_with(tmp_path, source, restored, monkeypatch, capsys, code, exit_code):
     with monkeypatch.context() as patch:
-        patch.setattr(Stored, "remember", Stored.remember)
+        patch.setattr(LayerFolder, "remember", LayerFolder.remember)
         remembering(1, failing(code))
         assert run(source, tmp_path / "out") == exit_code
     assert "what is calibrated stays" in capsys.readouterr().err

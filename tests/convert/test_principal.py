@@ -31,14 +31,14 @@ from attnlib.convert.heads.measure import relative_errors
 from attnlib.convert.heads.merging import merge_heads, regroup
 from attnlib.convert.heads.parts import keys_of, values_of
 from attnlib.convert.heads.principal import group_by_loss, group_loss
-from attnlib.convert.heads.recipe import Recipe, recipe
+from attnlib.convert.heads.recipe import MergeRecipe, recipe
 
 TEXT = Calibration.of([tokens(200)])
 MERGES = ("principal", "principal-values", "mean", "first", "energy")
 
 
 def lost(heads, groups, merge, calibration=TEXT):
-    merged = merge_heads(heads, groups, Recipe(merge, "none", "neighbours"), calibration)
+    merged = merge_heads(heads, groups, MergeRecipe(merge, "none", "neighbours"), calibration)
     return relative_errors(heads, merged, merged.heads, calibration)
 
 
@@ -235,7 +235,7 @@ def test_annealing_finds_what_no_exchange_of_two_finds():
     ],
 )
 def test_the_best_is_chosen_where_nothing_is(known, wanted):
-    assert recipe(**known) == Recipe(*wanted)
+    assert recipe(**known) == MergeRecipe(*wanted)
 
 
 def test_norms_forbid_to_map_keys_and_leave_values():

@@ -16,7 +16,7 @@ from attnlib.convert.heads.factors import Factors
 from attnlib.convert.heads.measure import relative_errors
 from attnlib.convert.heads.merging import merge_heads
 from attnlib.convert.heads.principal import Merged
-from attnlib.convert.heads.recipe import Recipe
+from attnlib.convert.heads.recipe import MergeRecipe
 from attnlib.convert.heads.shared_keys import commuting_maps, share_keys
 
 TEXT = Calibration.of([tokens(200)])
@@ -52,7 +52,7 @@ def test_products_are_averaged_as_rope_turns_keys_behind_their_query(rope):
 def test_the_error_of_keys_is_that_of_scores(merge, rope):
     """Of new queries with new keys against old ones, over all pairs of tokens at every distance."""
     heads, x, reach = heads_of(grouped((4, 2), rope=rope, bias=True)), tokens(40), 5
-    recipe, y = Recipe(merge, "none", "neighbours", reach), pad(x, (0, 1), value=1.0)
+    recipe, y = MergeRecipe(merge, "none", "neighbours", reach), pad(x, (0, 1), value=1.0)
     merged = merge_heads(heads, 2, recipe, Calibration.of([x]))
     gain = torch.ones(D, dtype=torch.float64)
     gain[: heads.rotated] = heads.rope.amplitude**2
@@ -96,11 +96,11 @@ def test_a_short_reach_lets_pairs_mix_and_a_long_one_does_not():
     heads = heads_of(grouped((4, 1)))
     errors = []
     for reach in (1, 64, 100_000):
-        merged = merge_heads(heads, 1, Recipe("principal", "none", "neighbours", reach), TEXT)
+        merged = merge_heads(heads, 1, MergeRecipe("principal", "none", "neighbours", reach), TEXT)
         errors.append(relative_errors(heads, merged, merged.heads, TEXT)[0])
     assert errors[0] < 0.8 * errors[1] < 0.8 * errors[2] + 1e-9
     plain = replace(heads, rope=None)
-    merged = merge_heads(plain, 1, Recipe("principal", "none", "neighbours"), TEXT)
+    merged = merge_heads(plain, 1, MergeRecipe("principal", "none", "neighbours"), TEXT)
     assert errors[0] == pytest.approx(relative_errors(plain, merged, merged.heads, TEXT)[0], rel=1e-2)
 
 

@@ -16,7 +16,7 @@ from attnlib.convert.check.comparison import compare
 from attnlib.convert.check.divergence import Divergence
 from attnlib.convert.check.head import Head
 from attnlib.convert.checkpoint.errors import CheckpointError
-from attnlib.convert.text.layers import Layers
+from attnlib.convert.text.layers import TextLayers
 
 WHOLE = "opt with less to embed"  # which Layers does not run
 SEEN = torch.arange(3, 3 + 2 * 11).view(2, 11)
@@ -95,7 +95,7 @@ def test_it_is_what_whole_models_say(pairs, kind, monkeypatch):
     wanted = measured(*logits, SEEN)
     assert found == {name: pytest.approx(value, rel=1e-4) for name, value in wanted.items()}
     assert found["largest_logit_difference"] > 0.01 * found["largest_logit"]
-    assert len(steps) == (0 if kind == WHOLE else 2 * len(Layers(read_folder(old))))
+    assert len(steps) == (0 if kind == WHOLE else 2 * len(TextLayers(read_folder(old))))
 
 
 def test_every_family_is_tried():
@@ -137,8 +137,8 @@ def test_one_layer_and_some_words_have_weights_at_a_time(pairs, monkeypatch):
     (old, new), _ = pairs("llama")
     monkeypatch.setattr(comparison, "WORDS", 13)
     streams, heads, held = [], [], []
-    layers_of, heads_of = Layers.__init__, Head.__init__
-    monkeypatch.setattr(Layers, "__init__", lambda self, *x: layers_of(self, *x) or streams.append(self))
+    layers_of, heads_of = TextLayers.__init__, Head.__init__
+    monkeypatch.setattr(TextLayers, "__init__", lambda self, *x: layers_of(self, *x) or streams.append(self))
     monkeypatch.setattr(Head, "__init__", lambda self, *x: heads_of(self, *x) or heads.append(self))
     real = comparison._through
 

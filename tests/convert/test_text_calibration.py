@@ -19,7 +19,7 @@ from attnlib.checkpoint_files.folder import SourceFile, read_folder
 from attnlib.convert import Calibration, CheckpointError, RequestError
 from attnlib.convert.checkpoint.model import read_model
 from attnlib.convert.text import layerwise
-from attnlib.convert.text.layers import Layers
+from attnlib.convert.text.layers import TextLayers
 from attnlib.convert.text.layerwise import TextCalibration
 from attnlib.convert.text.tokens import read_text, tokens_of
 from attnlib.models.families import STORED
@@ -114,7 +114,7 @@ def test_precision_is_changed_on_a_gpu_alone_and_comes_back(sources, monkeypatch
 
 def test_of_the_embedding_what_occurs_is_read_and_no_more(tmp_path, monkeypatch):
     source, tokens = save(tmp_path / "in", "llama", dtype="bfloat16"), torch.tensor([[70, 3, 4, 5], [129, 4, 70, 0]])
-    layers, read = Layers(read_folder(source)), []
+    layers, read = TextLayers(read_folder(source)), []
     honest = SourceFile.read
     monkeypatch.setattr(SourceFile, "read", lambda *given: read.append(given[2]) or honest(*given))
     states = torch.cat(layers.embedded(tokens))

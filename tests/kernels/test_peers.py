@@ -5,7 +5,7 @@ import torch
 from kernel_helpers import DEVICE
 from torch import Tensor
 
-from attnlib.backends._triton.decode.peers import PeerMemory
+from attnlib.backends._triton.decode.peers import PeerBuffers
 
 BYTES = 1 << 16
 
@@ -20,12 +20,12 @@ class Handle:
         self.count += 1
 
 
-def memories(count: int) -> list[PeerMemory]:
+def memories(count: int) -> list[PeerBuffers]:
     """A buffer for each rank, full of NaN."""
     buffers = [torch.full((BYTES,), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(count)]
     starts = torch.tensor([x.data_ptr() for x in buffers], device=DEVICE)
     addresses = torch.stack((starts, starts + BYTES // 2))
-    return [PeerMemory(x, addresses, Handle(), n, count) for n, x in enumerate(buffers)]
+    return [PeerBuffers(x, addresses, Handle(), n, count) for n, x in enumerate(buffers)]
 
 
 def lse_of(out: Tensor) -> Tensor:

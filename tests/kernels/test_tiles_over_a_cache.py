@@ -9,7 +9,6 @@ from kernel_helpers import DEVICE
 
 from attnlib import CAUSAL, KVCache, KVLayout, cached_attention_with_lse, mask_mod
 from attnlib.backends._triton.decode import tables as decode_tables
-from attnlib.backends._triton.dense import tables
 from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.backends._triton.launching.launch import planned
 from attnlib.masks.ready_made import attention_sinks
@@ -36,7 +35,7 @@ def _here():
 def _small(request, monkeypatch):
     """Tiles so small that a short sequence has many."""
     block_m, block_n, grain = request.param
-    monkeypatch.setattr(tables, "GRAIN", grain)
+    monkeypatch.setattr(decode_tables, "GRAIN", grain)
     monkeypatch.setattr(decode_tables, "decode", lambda case: LaunchConfig(block_m, block_n, 1, 4))
     planned.cache_clear()
     yield

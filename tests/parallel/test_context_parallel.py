@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnlib import CAUSAL, FIRST_QUERY, attention, explain, mask_mod
 from attnlib.call.call import Call
-from attnlib.dispatch.run import Asked
+from attnlib.dispatch.run import ExplainOnly
 from attnlib.masks.ready_made import documents
 from attnlib.parallel import (
     ContextParallel,
@@ -28,7 +28,7 @@ from attnlib.parallel import (
 )
 from attnlib.parallel.context_parallel import FORMS
 from attnlib.parallel.sharding import dealt, joined, starts_of
-from attnlib.parallel.source import Source
+from attnlib.parallel.source import KeyValueSource
 from attnlib.scores import bias_tensor
 
 FUNCTIONS = (context_attention, gather_attention, head_attention, ring_attention)
@@ -103,14 +103,16 @@ def compare_latents(rank: int, ranks: int, file: str) -> None:
     right = out, *torch.autograd.grad(out, (*leaves, weight), dout)
     for form in FORMS:
         own = [shard(x, mesh).requires_grad_() for x in (q, latent)]
-        source = Source((own[1],), expand, (weight,))
+        source = KeyValueSource((own[1],), expand, (weight,))
         out = ContextParallel(mesh, form).attend(Call(own[0], CAUSAL), source=source)
         *shards, of_weight = out, *torch.autograd.grad(out, (*own, weight), shard(dout, mesh))
         for x, y in zip((*(unshard(x, mesh) for x in shards), summed(of_weight)), right, strict=True):
             assert (x - y).abs().max() <= 1e-5 * y.abs().max(), (form, (x - y).abs().max(), y.abs().max())
     with torch.autocast("cpu", dtype=torch.bfloat16):  # forward and backward compute in bf16
         own = [shard(x, mesh).requires_grad_() for x in (q, latent)]
-        out = ContextParallel(mesh, "ring").attend(Call(own[0], CAUSAL), source=Source((own[1],), expand, (weight,)))
+        out = ContextParallel(mesh, "ring").attend(
+            Call(own[0], CAUSAL), source=KeyValueSource((own[1],), expand, (weight,))
+        )
     assert out.dtype == torch.bfloat16
     of_q, of_latent, _ = torch.autograd.grad(out, (*own, weight), shard(dout, mesh).bfloat16())
     assert of_q.dtype == of_latent.dtype == torch.float32
@@ -165,7 +167,7 @@ def test_every_form_is_the_fastest_somewhere():
     def form(tokens: int, kv_heads: int, bandwidth: float) -> str:
         q, k = (torch.empty(1, tokens, heads, 128, device="meta") for heads in (32, kv_heads))
         sharing = ContextParallel(mesh, bandwidth=bandwidth)
-        asked = Asked(None)
+        asked = ExplainOnly(None)
         sharing.attend(Call(q, CAUSAL, k=k, v=k), asked)
         return asked.told[0].ranks.partition(" ")[0]
 

@@ -11,7 +11,7 @@ from attnlib import CAUSAL, FULL, Mask, attention, merge_states, sliding, varlen
 from attnlib.call.call import Call, Dropout, Packing, Score
 from attnlib.dispatch.run import attend, gradients
 from attnlib.parallel.pieces import pieces_of, whole_of
-from attnlib.parallel.sharding import Range
+from attnlib.parallel.sharding import TokenRange
 
 TOKENS = 48
 
@@ -41,7 +41,7 @@ def pieced(cuts: list[int], qkv: list[Tensor], dout: Tensor, call: Call, backend
     q, k, v = qkv
     tokens = q.shape[-3]
     dim = q.dim() - 3
-    ranges = [Range(a, b) for a, b in zip([0, *cuts], [*cuts, tokens], strict=True)]
+    ranges = [TokenRange(a, b) for a, b in zip([0, *cuts], [*cuts, tokens], strict=True)]
     state = torch.zeros_like(dout), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32).mT.contiguous()
     pieces = []
     for held in ranges:

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnlib import FULL, Mask
 from attnlib.internal.philox import dropout_keep
 from attnlib.reference import attend, flash1, flash2, incremental, standard
-from attnlib.reference.formulas import Sizes, Visits
+from attnlib.reference.formulas import ProblemSizes, TileVisits
 from attnlib.reference.pairs import Pairs
 from attnlib.reference.traffic import SlowMemory, tiles
 
@@ -43,8 +43,8 @@ class Head:
         return {"rows": self.rows, "columns": self.columns}
 
     @property
-    def sizes(self) -> Sizes:
-        return Sizes(*self.q.shape[:1], *self.k.shape, self.v.shape[1])
+    def sizes(self) -> ProblemSizes:
+        return ProblemSizes(*self.q.shape[:1], *self.k.shape, self.v.shape[1])
 
     @property
     def scale(self) -> float:
@@ -59,12 +59,12 @@ class Head:
         s, t = len(self.q), len(self.k)
         return self.mask.visible(torch.arange(t - s, t)[:, None], torch.arange(t))
 
-    def visits(self) -> Visits:
+    def visits(self) -> TileVisits:
         """By brute force over the definition of visibility."""
         visible = self.visible()
         queries = tiles(len(self.q), self.rows)
         met = [(i, j) for i in queries for j in tiles(len(self.k), self.columns) if visible[i, j].any()]
-        return Visits(sum(i.stop - i.start for i, _ in met), sum(j.stop - j.start for _, j in met))
+        return TileVisits(sum(i.stop - i.start for i, _ in met), sum(j.stop - j.start for _, j in met))
 
     def change(self, **changes) -> "Head":
         return replace(self, **changes)
@@ -107,20 +107,20 @@ def back_standard(head: Head, memory: SlowMemory) -> tuple[Tensor, Tensor, Tenso
 
 def back_flash1(head: Head, memory: SlowMemory) -> tuple[Tensor, Tensor, Tensor]:
     saved = flash1.forward(*head.tensors, head.pairs, **head.tile, memory=SlowMemory())
-    return flash1.backward(flash1.Saved(*head.tensors, *saved), head.do, head.pairs, **head.tile, memory=memory)
+    return flash1.backward(flash1.Flash1Saved(*head.tensors, *saved), head.do, head.pairs, **head.tile, memory=memory)
 
 
 def back_one_pass(head: Head, memory: SlowMemory) -> tuple[Tensor, Tensor, Tensor]:
     saved = run_flash2(head, SlowMemory())
     return flash2.backward_one_pass(
-        flash2.Saved(*head.tensors, *saved), head.do, head.pairs, **head.tile, memory=memory
+        flash2.Flash2Saved(*head.tensors, *saved), head.do, head.pairs, **head.tile, memory=memory
     )
 
 
 def back_two_pass(head: Head, memory: SlowMemory) -> tuple[Tensor, Tensor, Tensor]:
     saved = run_flash2(head, SlowMemory())
     return flash2.backward_two_pass(
-        flash2.Saved(*head.tensors, *saved), head.do, head.pairs, **head.tile, memory=memory
+        flash2.Flash2Saved(*head.tensors, *saved), head.do, head.pairs, **head.tile, memory=memory
     )
 
 

@@ -137,7 +137,7 @@ def test_dropout_is_made_again_and_never_stored():
     pairs, memory = Pairs(CAUSAL, 24, 24, head.scale, DROPOUT, kept), SlowMemory()
     saved = flash2.forward(*head.tensors, pairs, **head.tile, memory=memory)
     first = list(asked)
-    flash2.backward_one_pass(flash2.Saved(*head.tensors, *saved), head.do, pairs, **head.tile, memory=memory)
+    flash2.backward_one_pass(flash2.Flash2Saved(*head.tensors, *saved), head.do, pairs, **head.tile, memory=memory)
     assert set(asked[len(first) :]) == set(first) == {(0, 0), (8, 0), (8, 8), (16, 0), (16, 8), (16, 16)}
     assert memory.traffic.extra == 2 * 24  # L and u
 

@@ -12,7 +12,7 @@ from test_memory import allocations
 from attnlib import CAUSAL, FULL
 from attnlib.reference import formulas, standard
 from attnlib.reference.flash1 import tile_sizes
-from attnlib.reference.formulas import Sizes, Visits
+from attnlib.reference.formulas import ProblemSizes, TileVisits
 from attnlib.reference.matmul import matmul
 from attnlib.reference.traffic import SlowMemory, Traffic, tiles
 
@@ -43,7 +43,7 @@ def test_flash_counts_equal_their_formula_under_any_mask(name, head):
 @given(head=heads())
 def test_no_mask_is_the_bound(name, head):
     run, formula = VISITING[name]
-    full, ours = formula(head.sizes, Visits.full(head.sizes, head.rows, head.columns)), count(run, head)
+    full, ours = formula(head.sizes, TileVisits.full(head.sizes, head.rows, head.columns)), count(run, head)
     assert count(run, head.change(mask=FULL)) == full
     assert all(a <= b for a, b in zip(ours, full, strict=True))
 
@@ -51,8 +51,8 @@ def test_no_mask_is_the_bound(name, head):
 @given(st.integers(1, 6), st.integers(1, 4))
 def test_causal_square_tiles_visit_half(n, tile):
     head = make(n * tile, n * tile, 1, 1, mask=CAUSAL, rows=tile, columns=tile)
-    assert Visits.causal(n * tile, tile) == head.visits()
-    assert Visits.full(head.sizes, tile, tile).keys == 2 * Visits.causal(n * tile, tile).keys - n * tile
+    assert TileVisits.causal(n * tile, tile) == head.visits()
+    assert TileVisits.full(head.sizes, tile, tile).keys == 2 * TileVisits.causal(n * tile, tile).keys - n * tile
 
 
 def test_a_tile_is_a_copy_that_only_assignment_writes_back():
@@ -78,7 +78,7 @@ def test_tiles_of_nothing_are_refused(size):
 
 def test_causal_visits_need_tiles_that_divide_the_length():
     with pytest.raises(ValueError, match="divides length=10, got 4"):
-        Visits.causal(10, 4)
+        TileVisits.causal(10, 4)
 
 
 @given(heads())
@@ -117,12 +117,12 @@ M, D = 51_200, 64
 
 
 def flash1_moved(length: int, on_chip: int, d: int = D) -> int:
-    sizes = Sizes(length, length, d, d)
-    return formulas.flash1_forward(sizes, Visits.full(sizes, *tile_sizes(on_chip, d))).moved
+    sizes = ProblemSizes(length, length, d, d)
+    return formulas.flash1_forward(sizes, TileVisits.full(sizes, *tile_sizes(on_chip, d))).moved
 
 
 def standard_moved(length: int, d: int = D) -> int:
-    return formulas.standard_forward(Sizes(length, length, d, d)).moved
+    return formulas.standard_forward(ProblemSizes(length, length, d, d)).moved
 
 
 @pytest.mark.parametrize("d", [32, 64, 128])
@@ -160,8 +160,8 @@ def test_what_flash2_gains():
     """At equal square tiles it moves 2 d a visited row where the first moved 3 d + 4, and hardly writes."""
     length, tile = 2**14, 128
     assert 4 * tile * D + tile * tile <= M  # q, k, v, o and S fit
-    sizes = Sizes(length, length, D, D)
-    full, causal = Visits.full(sizes, tile, tile), Visits.causal(length, tile)
+    sizes = ProblemSizes(length, length, D, D)
+    full, causal = TileVisits.full(sizes, tile, tile), TileVisits.causal(length, tile)
     first, second = formulas.flash1_forward(sizes, full), formulas.flash2_forward(sizes, full)
     assert second.moved / first.moved == pytest.approx(2 * D / (3 * D + 4), rel=0.01)
     assert second.written == length * (D + 1) < first.written / 100
@@ -170,8 +170,8 @@ def test_what_flash2_gains():
 
 def test_what_the_second_pass_of_the_flash2_backward_costs():
     """Two passes read more, by about a third; but they write every gradient once, where one pass adds 128 times."""
-    sizes = Sizes(2**14, 2**14, D, D)
-    visits = Visits.full(sizes, 128, 128)
+    sizes = ProblemSizes(2**14, 2**14, D, D)
+    visits = TileVisits.full(sizes, 128, 128)
     one, two = formulas.flash2_backward_one_pass(sizes, visits), formulas.flash2_backward_two_pass(sizes, visits)
     assert 1.3 < two.read / one.read < 1.4
     assert two.written == sizes.s * 3 * D + sizes.s  # dq, dk, dv and u
@@ -195,8 +195,8 @@ def test_tiles_fit_on_chip(name):
 def test_extra_memory():
     """Quadratic for standard attention, columns * T for incremental, linear for both FlashAttentions."""
     for length in (256, 512):
-        sizes = Sizes(length, length, D, D)
-        visits = Visits.full(sizes, 32, 32)
+        sizes = ProblemSizes(length, length, D, D)
+        visits = TileVisits.full(sizes, 32, 32)
         assert formulas.standard_forward(sizes).extra == 2 * length**2
         assert formulas.incremental_forward(sizes, visits, 32).extra == length * (32 + 2)
         assert formulas.flash1_forward(sizes, visits).extra == 2 * length

@@ -14,7 +14,7 @@ from ...checkpoint_files.folder import Checkpoint
 from ..checkpoint.errors import CheckpointError
 from ..stock import load_model
 from ..text.freed import give_back
-from ..text.layers import Layers
+from ..text.layers import TextLayers
 from ..text.workers import side_by_side
 from .divergence import Divergence
 from .head import Head
@@ -46,7 +46,7 @@ def compare(
         CheckpointError: a weight is missing or of another size, or a token has no embedding.
     """
     try:
-        streams = [Layers(checkpoint, device) for checkpoint in (old, new)]
+        streams = [TextLayers(checkpoint, device) for checkpoint in (old, new)]
     except CheckpointError as error:
         size = max(sum(shard.size for shard in checkpoint.shards) for checkpoint in (old, new))
         if size > WHOLE:
@@ -59,7 +59,9 @@ def compare(
     return _measures(said[0], said[1], tokens.to(device), device)
 
 
-def _streamed(layers: Layers, tokens: Tensor, device: torch.device | str, advance: Callable[[], object]) -> Said | None:
+def _streamed(
+    layers: TextLayers, tokens: Tensor, device: torch.device | str, advance: Callable[[], object]
+) -> Said | None:
     head = Head.of_checkpoint(layers.checkpoint, device)
     if head is None:
         return None

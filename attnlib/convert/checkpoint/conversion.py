@@ -22,9 +22,9 @@ from ...checkpoint_files.plain_json import dump, parse_object
 from ...internal.signatures import kind
 from .errors import CheckpointError, DamageError, NoSpaceError, RequestError, VerificationError
 from .layer import LayerConverter
-from .model import Model, read_model
-from .plan import Layers, Plan, Shard, make_plan
-from .progress import Work, remove_leftovers
+from .model import CheckpointModel, read_model
+from .plan import ConvertedLayers, Plan, Shard, make_plan
+from .progress import WorkFolder, remove_leftovers
 from .report import REPORT, make_report, plain_errors
 from .scan import scan
 from .verify import Check, run_check, verify_shards
@@ -87,7 +87,7 @@ def convert(
             if nonfinite and not allow_nonfinite:
                 listed = "; ".join(f"{name} {counts}" for name, counts in nonfinite.items())
                 raise CheckpointError(f"{listed}: expected finite weights; or pass allow_nonfinite=True")
-            layers = Layers(model, convert_layer)
+            layers = ConvertedLayers(model, convert_layer)
             plan = make_plan(layers, max_shard_size)
             request = {
                 "tool": TOOL,
@@ -97,14 +97,16 @@ def convert(
                 "allow_nonfinite": allow_nonfinite,
                 "inputs": inputs,
             }
-            work = Work(target, request)
+            work = WorkFolder(target, request)
             work.resume(shard.name for shard in plan.shards)
             _require_room(work, plan, model, unfinished)
             with _resumable(work, keep):
                 return _write(work, plan, layers, nonfinite, check, bar)
 
 
-def _write(work: Work, plan: Plan, layers: Layers, nonfinite: Mapping, check: Check | None, bar) -> dict[str, object]:
+def _write(
+    work: WorkFolder, plan: Plan, layers: ConvertedLayers, nonfinite: Mapping, check: Check | None, bar
+) -> dict[str, object]:
     """Write what is not there yet, verify all, and put it in place; returns the report."""
     model, finite = layers.model, not work.identity["allow_nonfinite"]
     work.begin()
@@ -138,7 +140,9 @@ def _write(work: Work, plan: Plan, layers: Layers, nonfinite: Mapping, check: Ch
     return report
 
 
-def _write_shard(folder: Path, shard: Shard, layers: Layers, finite: bool, advance: Callable[[int], object]) -> str:
+def _write_shard(
+    folder: Path, shard: Shard, layers: ConvertedLayers, finite: bool, advance: Callable[[int], object]
+) -> str:
     """Write one shard, a layer or some megabytes at a time; returns its sha256."""
     buffer = buffer_for(shard.nbytes)
     with new_file(folder, shard.name) as file:
@@ -156,7 +160,7 @@ def _write_shard(folder: Path, shard: Shard, layers: Layers, finite: bool, advan
     return file.sha256
 
 
-def _write_rest(folder: Path, plan: Plan, model: Model, inputs: Mapping[str, Mapping]) -> dict[str, str]:
+def _write_rest(folder: Path, plan: Plan, model: CheckpointModel, inputs: Mapping[str, Mapping]) -> dict[str, str]:
     """Write index, config and what is copied; returns their sha256."""
     texts = {CONFIG: dump(plan.config)} | ({INDEX: dump(plan.index)} if plan.index is not None else {})
     for name, text in texts.items():
@@ -206,7 +210,7 @@ def _require_free(target: Path, overwrite: bool) -> None:
             raise RequestError(f"out: overwrite=True replaces a folder with a {REPORT}, got {target} without")
 
 
-def _require_room(work: Work, plan: Plan, model: Model, unfinished: list[Path]) -> None:
+def _require_room(work: WorkFolder, plan: Plan, model: CheckpointModel, unfinished: list[Path]) -> None:
     sizes = [shard.nbytes for shard in plan.shards if shard.name not in work.shards]
     sizes += [file.size for file in model.checkpoint.copied + model.checkpoint.described_by]
     try:
@@ -218,7 +222,7 @@ def _require_room(work: Work, plan: Plan, model: Model, unfinished: list[Path]) 
 
 
 @contextmanager
-def _resumable(work: Work, keep: bool) -> Iterator[None]:
+def _resumable(work: WorkFolder, keep: bool) -> Iterator[None]:
     """What is finished stays for the next run of a command that was stopped, and goes with one that was refused."""
     advice = "what is finished stays: run the same command again to go on"
     try:
@@ -233,7 +237,7 @@ def _resumable(work: Work, keep: bool) -> Iterator[None]:
         raise
 
 
-def _bar(model: Model, progress: bool):
+def _bar(model: CheckpointModel, progress: bool):
     from tqdm import tqdm  # huggingface_hub needs it too
 
     total, quick = 3 * sum(file.size for file in model.checkpoint.files), sys.stderr.isatty()

@@ -7,9 +7,9 @@ import torch
 
 from ...checkpoint_files.config import require_unpacked, without_code
 from ...checkpoint_files.folder import CONFIG, Checkpoint
-from ...checkpoint_files.header import Entry
+from ...checkpoint_files.header import TensorEntry
 from ...kv import DTYPES, KVLayout
-from ...models.families import Stored
+from ...models.families import AttentionStorage
 from ...models.own_form import GroupedForm, LayerForm, is_own, layers_of
 from .errors import CheckpointError
 from .layer import LayerShape
@@ -21,11 +21,11 @@ KV_HEADS = "num_key_value_heads"
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class CheckpointModel:
     """A checkpoint whose layers are known: where their weights are, and ``unknown`` tensors beside these."""
 
     checkpoint: Checkpoint
-    family: Stored
+    family: AttentionStorage
     shape: LayerShape
     layers: Mapping[int, Layer]
     unknown: tuple[str, ...]
@@ -35,7 +35,7 @@ class Model:
         """config.json, or the part of it that describes the text model."""
         return text_of(self.checkpoint.config)
 
-    def stored(self, index: int) -> dict[str, Entry]:
+    def stored(self, index: int) -> dict[str, TensorEntry]:
         """The tensors of a layer by their names on disk, prefix excluded."""
         layer = self.layers[index]
         return {name: self.checkpoint.tensors[layer.prefix + name].entry for name in layer.stored}
@@ -47,7 +47,7 @@ class Model:
         return entry.dtype if entry.dtype in DTYPES else torch.bfloat16
 
 
-def read_model(checkpoint: Checkpoint) -> Model:
+def read_model(checkpoint: Checkpoint) -> CheckpointModel:
     """Find the layers of a checkpoint, and hold every weight of theirs against config.json.
 
     Raises:
@@ -67,13 +67,13 @@ def read_model(checkpoint: Checkpoint) -> Model:
     count = _count(config, family.layers, family.sizes.layers)
     if sorted(layers) != list(range(count)):
         raise CheckpointError(f"{CONFIG}: {family.layers}: expected {len(layers)} as stored, got {count}")
-    model = Model(checkpoint, family, shape, layers, tuple(unknown))
+    model = CheckpointModel(checkpoint, family, shape, layers, tuple(unknown))
     for index, layer in layers.items():
         check_layer(model.stored(index), family, shape, layer.prefix)
     return model
 
 
-def shape_of(config: Mapping[str, object], family: Stored) -> LayerShape:
+def shape_of(config: Mapping[str, object], family: AttentionStorage) -> LayerShape:
     """The shape of layer 0 of the text model; all layers have the same."""
     config, sizes = text_of(config), family.sizes
     width, heads = _count(config, family.width, sizes.width), _count(config, family.heads, sizes.heads)
@@ -86,7 +86,7 @@ def shape_of(config: Mapping[str, object], family: Stored) -> LayerShape:
     return LayerShape(0, width, heads, kv_heads, head_dim)
 
 
-def check_layer(stored: Mapping[str, Entry], family: Stored, shape: LayerShape, prefix: str) -> None:
+def check_layer(stored: Mapping[str, TensorEntry], family: AttentionStorage, shape: LayerShape, prefix: str) -> None:
     """Raises CheckpointError unless a layer has all its weights, as floats, of the sizes that ``shape`` says."""
     for disk, ours in family.weights:
         if f"{disk}.weight" not in stored and ours[0] in shape.rows:
@@ -106,7 +106,7 @@ def check_layer(stored: Mapping[str, Entry], family: Stored, shape: LayerShape, 
                 raise CheckpointError(f"{prefix}{name}: expected a floating dtype, got {stored[name].dtype}")
 
 
-def _wanted(family: Stored, shape: LayerShape, ours: tuple[str, ...], parameter: str) -> tuple[int, ...]:
+def _wanted(family: AttentionStorage, shape: LayerShape, ours: tuple[str, ...], parameter: str) -> tuple[int, ...]:
     """The shape on disk of what these of our weights are in."""
     if ours[0] not in shape.rows:  # norms
         heads = shape.heads if ours[0] == "q_norm" else shape.kv_heads
@@ -136,7 +136,7 @@ def edit_config(config: Mapping[str, object], fields: Mapping[str, object], shap
     return kept | {TEXT: kept[TEXT] | new}
 
 
-def has_key_norms(model: Model) -> bool:
+def has_key_norms(model: CheckpointModel) -> bool:
     """Whether some layer has a norm between its keys and their scores."""
     return any("k_norm" in name for layer in model.layers.values() for name in layer.stored)
 
@@ -146,7 +146,7 @@ def is_latent(config: Mapping[str, object]) -> bool:
     return config.get("kv_lora_rank") is not None
 
 
-def token_bytes(config: Mapping[str, object], model: Model) -> int:
+def token_bytes(config: Mapping[str, object], model: CheckpointModel) -> int:
     """Bytes that the cache keeps for one token in all layers of a model of ``config``, windows aside."""
     if is_own(config):
         return sum(layout_of(form, model).token_bytes for form in layers_of(config))
@@ -158,7 +158,7 @@ def token_bytes(config: Mapping[str, object], model: Model) -> int:
     return len(model.layers) * layout.token_bytes
 
 
-def layout_of(form: LayerForm, model: Model) -> KVLayout:
+def layout_of(form: LayerForm, model: CheckpointModel) -> KVLayout:
     """What a layer of ``model`` that has become ``form`` stores of a token."""
     if isinstance(form, GroupedForm):
         return KVLayout.grouped(form.num_key_value_heads, model.shape.head_dim, dtype=model.dtype)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...models.families import SEEING, STORED, Stored, fused, parted
+from ...models.families import SEEING, STORED, AttentionStorage, fused, parted
 from .errors import CheckpointError
 from .layer import LayerShape
 
@@ -42,7 +42,7 @@ def text_of(config: Mapping[str, object]) -> Mapping[str, object]:
     return {**part, "model_type": known or SEEING[kind]}
 
 
-def family_of(model_type: object) -> Stored:
+def family_of(model_type: object) -> AttentionStorage:
     """The family of config.json's ``model_type``, or of its text's.
 
     Raises:
@@ -54,7 +54,7 @@ def family_of(model_type: object) -> Stored:
     raise CheckpointError(f"config.json: model_type: expected one of {known}, got {str(model_type)[:80]!r}")
 
 
-def find_layers(family: Stored, tensors: Iterable[str]) -> tuple[dict[int, Layer], list[str]]:
+def find_layers(family: AttentionStorage, tensors: Iterable[str]) -> tuple[dict[int, Layer], list[str]]:
     """The attention of each layer, and the tensors inside an attention that the table does not know.
 
     Raises:
@@ -81,7 +81,7 @@ def find_layers(family: Stored, tensors: Iterable[str]) -> tuple[dict[int, Layer
     return dict(sorted(found.items())), unknown
 
 
-def split(family: Stored, stored: Mapping[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
+def split(family: AttentionStorage, stored: Mapping[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
     """A layer's tensors by their names on disk (prefix excluded) as weights by our names."""
     weights = {}
     for name, tensor in stored.items():
@@ -93,7 +93,7 @@ def split(family: Stored, stored: Mapping[str, Tensor], shape: LayerShape) -> di
     return weights
 
 
-def join(family: Stored, weights: Mapping[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
+def join(family: AttentionStorage, weights: Mapping[str, Tensor], shape: LayerShape) -> dict[str, Tensor]:
     """The inverse of :func:`split`. Weights that the family has no name for keep ours, and our orientation.
 
     Raises:
@@ -110,7 +110,7 @@ def join(family: Stored, weights: Mapping[str, Tensor], shape: LayerShape) -> di
     return stored | left
 
 
-def _require_alike(family: Stored, parts: list[Tensor], shape: LayerShape) -> None:
+def _require_alike(family: AttentionStorage, parts: list[Tensor], shape: LayerShape) -> None:
     heads = [len(part) // shape.head_dim for part in parts]
     if family.is_by_head and len({*heads}) > 1:
         raise CheckpointError(

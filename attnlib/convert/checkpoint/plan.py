@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ...checkpoint_files.folder import CONFIG
-from ...checkpoint_files.header import Entry, make_header
+from ...checkpoint_files.header import TensorEntry, make_header
 from ...models.own_form import LayerForm, is_own
 from .errors import CheckpointError, VerificationError
 from .layer import ConvertedLayer, ConverterByLayer, LayerConverter
-from .model import Model, check_layer, edit_config, is_latent, shape_of
+from .model import CheckpointModel, check_layer, edit_config, is_latent, shape_of
 from .names import join, split
 
 
@@ -19,7 +19,7 @@ from .names import join, split
 class Output:
     """A tensor of the result: what it is, and the layer it is converted with; None: copied as it is."""
 
-    entry: Entry
+    entry: TensorEntry
     layer: int | None = None
 
 
@@ -49,17 +49,17 @@ class Plan:
         return self if layers is None else replace(self, config=self.config | {"layers": list(layers)})
 
 
-def weights_of(model: Model, index: int) -> dict[str, Tensor]:
+def weights_of(model: CheckpointModel, index: int) -> dict[str, Tensor]:
     """The weights of a layer as they are stored, by our names."""
     layer, tensors = model.layers[index], model.checkpoint.tensors
     stored = {name: tensors[layer.prefix + name].load() for name in layer.stored}
     return split(model.family, stored, replace(model.shape, index=index))
 
 
-class Layers:
+class ConvertedLayers:
     """The layers of a model, converted when they are asked for. It keeps the last, whose tensors come together."""
 
-    def __init__(self, model: Model, convert_layer: LayerConverter):
+    def __init__(self, model: CheckpointModel, convert_layer: LayerConverter):
         self.model = model
         self.convert_layer: LayerConverter = convert_layer
         self.errors: dict[int, dict[str, float]] = {}
@@ -103,7 +103,7 @@ class Layers:
         return self._last
 
 
-def make_plan(layers: Layers, max_shard_size: int) -> Plan:
+def make_plan(layers: ConvertedLayers, max_shard_size: int) -> Plan:
     """Plan the result. Of layers that come out alike only the first is converted now, to see what it is.
 
     Raises:
@@ -116,7 +116,7 @@ def make_plan(layers: Layers, max_shard_size: int) -> Plan:
         alike = layers.kind(index)
         if alike not in seen:
             made = layers.tensors(index).items()
-            seen[alike] = {name.removeprefix(layer.prefix): Entry(x.dtype, tuple(x.shape), 0) for name, x in made}
+            seen[alike] = {name.removeprefix(layer.prefix): TensorEntry(x.dtype, tuple(x.shape), 0) for name, x in made}
             if fields is not None and layers.config(index) != fields:
                 raise VerificationError(
                     f"layer {index}: expected config {fields} as before, got {layers.config(index)}"
@@ -137,7 +137,9 @@ def make_plan(layers: Layers, max_shard_size: int) -> Plan:
     return _sharded(dict(sorted(outputs.items(), key=lambda item: _by_number(item[0]))), max_shard_size, config)
 
 
-def _check_result(layers: Layers, seen: Mapping[tuple, Mapping[str, Entry]], config: Mapping[str, object]) -> None:
+def _check_result(
+    layers: ConvertedLayers, seen: Mapping[tuple, Mapping[str, TensorEntry]], config: Mapping[str, object]
+) -> None:
     try:
         shape = shape_of(config, layers.model.family)
         for entries in seen.values():

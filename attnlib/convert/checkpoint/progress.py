@@ -22,7 +22,7 @@ PROGRESS, REPLACED = "progress.json", "replaced"
 MAX_PROGRESS = 2**26  # bytes
 
 
-class Work:
+class WorkFolder:
     """A work folder: the sha256 of finished ``shards``, and the errors and forms of their ``layers``."""
 
     def __init__(self, target: Path, identity: dict[str, object]):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 
 from ...models.own_form import base_of, is_own
-from .model import Model, token_bytes
+from .model import CheckpointModel, token_bytes
 from .names import TEXT
 from .plan import Plan
 
@@ -15,7 +15,7 @@ REPORT = "conversion_report.json"
 
 
 def make_report(
-    model: Model,
+    model: CheckpointModel,
     plan: Plan,
     *,
     identity: Mapping[str, object],

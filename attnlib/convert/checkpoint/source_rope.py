@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from ...checkpoint_files.folder import CONFIG
-from ...models.families import Stored
+from ...models.families import AttentionStorage
 from ...rope.rope import Rope
 from ...rope.scaling import scaling_of
 from .errors import CheckpointError
@@ -46,7 +46,7 @@ def rope_of(config: Mapping[str, object], index: int | None = None) -> Rope | No
     return None if index is None else _rope(config, family, has_window=_has_window(config, index))
 
 
-def _rope(config: Mapping[str, object], family: Stored, *, has_window: bool) -> Rope:
+def _rope(config: Mapping[str, object], family: AttentionStorage, *, has_window: bool) -> Rope:
     """The rope of layers with a window, or of those without."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     fields = _fields(config, family, key, has_window=has_window)
@@ -66,7 +66,7 @@ def _rope(config: Mapping[str, object], family: Stored, *, has_window: bool) -> 
         raise CheckpointError(f"{CONFIG}: {key}: {error}") from error
 
 
-def _fields(config: Mapping[str, object], family: Stored, key: str, *, has_window: bool) -> dict[str, object]:
+def _fields(config: Mapping[str, object], family: AttentionStorage, key: str, *, has_window: bool) -> dict[str, object]:
     """What ``config`` says of the rope, with what is beside it and what transformers takes where nothing is."""
     given = config.get(key) or {}
     if not isinstance(given, Mapping):
@@ -102,7 +102,7 @@ def _of_layers(given: Mapping[str, object], key: str, *, has_window: bool) -> Ma
     return kinds.get(WINDOW if has_window else FULL, {})
 
 
-def _rotates(config: Mapping[str, object], family: Stored, index: int) -> bool:
+def _rotates(config: Mapping[str, object], family: AttentionStorage, index: int) -> bool:
     """Whether the layer has a rope."""
     if family.rope_layers is None:
         return True

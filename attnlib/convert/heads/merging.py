@@ -15,10 +15,10 @@ from ..weights import Heads
 from .align import align, similarity
 from .grouping import Groups, neighbours, similar
 from .principal import Merged, group_by_loss, merge_principal
-from .recipe import PRINCIPAL, Merge, Recipe
+from .recipe import PRINCIPAL, Merge, MergeRecipe
 
 
-def arrange(heads: Heads, num_kv_heads: int, recipe: Recipe, calibration: Calibration | None) -> Heads:
+def arrange(heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: Calibration | None) -> Heads:
     """The same function with heads in the order in which they will be merged, and turned towards each other.
 
     Raises:
@@ -33,7 +33,7 @@ def arrange(heads: Heads, num_kv_heads: int, recipe: Recipe, calibration: Calibr
     return align(regroup(heads, groups), num_kv_heads, calibration, recipe.align)
 
 
-def _alike(heads: Heads, num_kv_heads: int, recipe: Recipe, calibration: Calibration) -> Groups:
+def _alike(heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: Calibration) -> Groups:
     if recipe.merge in PRINCIPAL:
         return group_by_loss(heads, num_kv_heads, calibration, keys=recipe.merge == "principal")
     return similar(similarity(heads, calibration, recipe.align), num_kv_heads)
@@ -49,7 +49,7 @@ def regroup(heads: Heads, groups: Groups) -> Heads:
     return replace(heads, **moved, sinks=sinks, gains=gains)
 
 
-def merge_heads(heads: Heads, num_kv_heads: int, recipe: Recipe, calibration: Calibration | None) -> Merged:
+def merge_heads(heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: Calibration | None) -> Merged:
     """One KV head of each run of neighbours, in ``num_kv_heads`` runs of equal length; q and o fit the new heads."""
     calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
     principal = partial(merge_principal, heads, num_kv_heads, calibration, reach=recipe.reach)

@@ -12,7 +12,7 @@ PRINCIPAL = ("principal", "principal-values")
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class MergeRecipe:
     """``merge`` makes one head of each group, ``align`` turns heads before, and ``grouping`` says which are a group.
 
     Keys are weighed at distances up to ``reach``.
@@ -33,7 +33,7 @@ def recipe(
     calibrated: bool,
     maps_keys: bool = True,
     moves_heads: bool = True,
-) -> Recipe:
+) -> MergeRecipe:
     """These choices, and the best that is known in the place of each None.
 
     With a calibration that is the principal merge, in the groups in which it loses least; without, the mean of
@@ -73,4 +73,4 @@ def recipe(
         raise NotImplementedError(
             'grouping: "similar" moves query heads, and ALiBi\'s slopes belong to their order; use "neighbours"'
         )
-    return Recipe(merge, align, grouping, reach)
+    return MergeRecipe(merge, align, grouping, reach)

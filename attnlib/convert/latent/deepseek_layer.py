@@ -22,7 +22,7 @@ from .layers import check_latent, check_latent_heads, latent_layer, rounded
 from .losses import BASELINE, Losses
 from .narrowed import narrowed
 from .norm import NORM_EPS, Constant, Norm, check_biases, check_text, constant_row
-from .queries import Queries, QueryCost, check_query_rank, low_rank, whole_queries
+from .queries import QueryCost, QueryProjection, check_query_rank, low_rank, whole_queries
 from .state import deepseek_state
 from .truncation import truncate
 
@@ -153,7 +153,7 @@ def to_deepseek(
     return DeepseekLayer(stored, cut.rope, errors)
 
 
-def _queries(cost: QueryCost, target: Target, dtype: torch.dtype) -> tuple[Queries, Constant, dict[str, float]]:
+def _queries(cost: QueryCost, target: Target, dtype: torch.dtype) -> tuple[QueryProjection, Constant, dict[str, float]]:
     """Queries of the rank that is asked for, or as they are; the constant beside their channels, and what is missed."""
     row = constant_row(target.norm, cost.calibration.moment, dtype)
     if target.q_rank is None:

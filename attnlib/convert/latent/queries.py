@@ -19,7 +19,7 @@ from .norm import Constant
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Queries:
+class QueryProjection:
     """Queries of all heads from k channels: ``rows`` ``[h, d, k + 1]``, of what ``down`` ``[k, m]`` makes of inputs.
 
     The last column of rows is the same for all tokens, and is no channel.
@@ -32,11 +32,11 @@ class Queries:
         """Rows of the inputs with a one behind them: ``[h, d, m + 1]``."""
         return torch.cat((self.rows[..., :-1] @ self.down, self.rows[..., -1:]), -1)
 
-    def scaled(self, calibration: Calibration) -> "Queries":
+    def scaled(self, calibration: Calibration) -> "QueryProjection":
         """The same with channels whose mean square is 1 on the mean, up to a power of two, which loses no bit."""
         size = calibration.energy(pad(self.down, (0, 1))[:, None]).mean().sqrt()
         by = size.log2().round().exp2() if size else size + 1.0
-        return Queries(torch.cat((self.rows[..., :-1] * by, self.rows[..., -1:]), -1), self.down / by)
+        return QueryProjection(torch.cat((self.rows[..., :-1] * by, self.rows[..., -1:]), -1), self.down / by)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,14 +58,14 @@ class QueryCost:
         gains = amplitudes(heads)
         return cls(heads, gains[:, None] * keys * gains, calibration)
 
-    def beside(self, queries: Queries, constant: Constant) -> Constant:
+    def beside(self, queries: QueryProjection, constant: Constant) -> Constant:
         """The constant of the size that is best beside these channels."""
         y = self.calibration.inputs()
         if y is None or constant.is_bias:
             return constant
         return constant.steadied(y[:, :-1] @ queries.down.T, y @ constant.row, y.new_full((len(y),), 1 / len(y)))
 
-    def missed(self, queries: Queries, constant: Constant | None = None) -> float:
+    def missed(self, queries: QueryProjection, constant: Constant | None = None) -> float:
         """What scores miss of their root mean square.
 
         Beside a ``constant`` that is no bias a norm multiplies the channels of each token by a factor of its own: that
@@ -79,7 +79,7 @@ class QueryCost:
             return math.nan
         return relative(lost, self._mean(self.heads.q)) ** 0.5
 
-    def _missed_of(self, queries: Queries, constant: Constant, y: Tensor) -> Tensor:
+    def _missed_of(self, queries: QueryProjection, constant: Constant, y: Tensor) -> Tensor:
         channels = y[:, :-1] @ queries.down.T
         passed = pad(channels * constant.factors(channels, y @ constant.row)[:, None], (0, 1), value=1.0)
         lost = y.new_zeros(())
@@ -93,7 +93,7 @@ class QueryCost:
         return torch.einsum("gij,gji->", self.metric, moments)
 
 
-def low_rank(cost: QueryCost, rank: int, *, has_offset: bool) -> Queries:
+def low_rank(cost: QueryCost, rank: int, *, has_offset: bool) -> QueryProjection:
     """The queries from ``rank`` channels that cost least, of all that there are.
 
     With W the root of the metric times what makes queries from inputs, C the moment of the inputs and U the first
@@ -113,13 +113,13 @@ def low_rank(cost: QueryCost, rank: int, *, has_offset: bool) -> Queries:
     basis = torch.linalg.eigh(inner).eigenvectors[:, -rank:].flip(-1)
     down, up = basis.T @ weighed, inverses @ basis.unflatten(0, q.shape[:2])
     offset = q[..., -1] + (q[..., :-1] - up @ down) @ mean
-    return Queries(torch.cat((up, offset[..., None]), -1), down)
+    return QueryProjection(torch.cat((up, offset[..., None]), -1), down)
 
 
-def whole_queries(heads: Heads) -> Queries:
+def whole_queries(heads: Heads) -> QueryProjection:
     """All queries as they are, whose channels are those of the inputs."""
     width = heads.q.shape[-1] - 1
-    return Queries(heads.q, torch.eye(width, dtype=heads.q.dtype, device=heads.q.device))
+    return QueryProjection(heads.q, torch.eye(width, dtype=heads.q.dtype, device=heads.q.device))
 
 
 def check_query_rank(q_rank: int | None, *, heads: int, head_dim: int, width: int, reserved: int = 0) -> None:

@@ -12,7 +12,7 @@ from ...checkpoint_files.config import without_code
 from ...models.own_form import INNER, LayerForm, own_config
 from ..calibration import Calibration
 from ..checkpoint.layer import ConvertedLayer, ConverterByLayer, LayerShape
-from ..checkpoint.model import Model, layout_of
+from ..checkpoint.model import CheckpointModel, layout_of
 
 Calibrations = Callable[[int], Calibration]
 Advance = Callable[[], object]
@@ -32,7 +32,7 @@ class Measured(NamedTuple):
 class Kind(ABC):
     """Layers of ``model`` as one kind of layers; ``options`` are those of the functions that make them."""
 
-    model: Model
+    model: CheckpointModel
     calibrations: Calibrations | None
     device: torch.device | str
     options: Mapping[str, object]

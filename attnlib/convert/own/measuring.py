@@ -15,7 +15,7 @@ from ..checkpoint.layer import ConvertedLayer
 from ..checkpoint.plan import weights_of
 from ..stock import read_config
 from ..text.freed import give_back
-from ..text.layers import Layers
+from ..text.layers import TextLayers
 from ..text.workers import side_by_side
 from .kind import Kind, Measured
 
@@ -57,7 +57,7 @@ def found_on(
     is told of each layer.
     """
     model, device = kind.model, kind.device
-    layers, config = Layers(model.checkpoint, device), read_config(model.checkpoint).get_text_config()
+    layers, config = TextLayers(model.checkpoint, device), read_config(model.checkpoint).get_text_config()
     read = _some(tokens, 4 * model.shape.width * sum(map(len, sizes)))
     path, apart, losses = layers.embedded(read), [], []
     for index in model.layers:

@@ -8,7 +8,7 @@ import torch
 from ..bars import steps
 from ..checkpoint.errors import CheckpointError, RequestError
 from ..stock import class_of, quiet
-from ..text.kept import Kept
+from ..text.kept import CalibrationStore
 from .allotment import allot
 from .kind import Kind
 from .measuring import BySize, Found, found_on, losses_alone
@@ -21,7 +21,7 @@ VERSION = 1  # counts up when the same model and text give other measures
 LEAST, POWER = 0.05, 0.7
 
 
-def allotted(kind: Kind, total: int, kept: Kept | None, *, progress: bool) -> list[int]:
+def allotted(kind: Kind, total: int, kept: CalibrationStore | None, *, progress: bool) -> list[int]:
     """The sizes of all layers that lose least together in a cache of ``total`` bytes a token.
 
     What a layer loses is weighed by how much it matters on a text; without calibrations of one all layers matter alike.
@@ -47,7 +47,7 @@ def _compared(kind: Kind, total: int) -> list[list[int]]:
     return compared
 
 
-def _found(kind: Kind, compared: Sequence[Sequence[int]], kept: Kept | None, *, progress: bool) -> Found:
+def _found(kind: Kind, compared: Sequence[Sequence[int]], kept: CalibrationStore | None, *, progress: bool) -> Found:
     """What is measured, or was by another run."""
     advance = steps("measuring" if progress else None, len(compared), " layers")
     if kept is None:

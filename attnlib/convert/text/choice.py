@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..checkpoint.errors import RequestError
 from ..stock import read_config, stock
-from .kept import Place, advised
+from .kept import CalibrationPath, advised
 from .sample import calibrated
 from .tokens import decoded, read_text, tokens_of
 
@@ -75,21 +75,21 @@ class Choice:
         said |= {"text": SAMPLE} if self.file is None else {}
         return tokens, {"calibration": said, "transformers": stock().__version__}
 
-    def place(self, out: Path, *, is_left: bool) -> Place:
+    def place(self, out: Path, *, is_left: bool) -> CalibrationPath:
         """Where the calibration of a conversion to ``out`` is kept.
 
         Raises:
             RequestError: it can be no folder.
         """
         if self.kept is None:
-            return Place(out.absolute().with_name(f"{out.name}.calibration-"), is_left=is_left)
+            return CalibrationPath(out.absolute().with_name(f"{out.name}.calibration-"), is_left=is_left)
         try:
             self.kept.mkdir(exist_ok=True)
         except OSError as error:
             raise RequestError(
                 f"--keep-calibration: expected a folder, there or to be made, got {self.kept}: {error.strerror}"
             ) from error
-        return Place(self.kept.absolute() / "calibration-", is_kept=True, is_left=is_left)
+        return CalibrationPath(self.kept.absolute() / "calibration-", is_kept=True, is_left=is_left)
 
 
 def bundled() -> bytes:

@@ -17,12 +17,12 @@ from ..calibration import SAMPLE, Calibration
 from ..checkpoint.at_once import read_at_once
 from ..checkpoint.conversion import REFUSALS, bytes_of
 from ..checkpoint.errors import CheckpointError, DamageError, RequestError
-from ..checkpoint.model import Model
+from ..checkpoint.model import CheckpointModel
 from ..checkpoint.progress import remove
 from ..checkpoint.writing import clean_errors, only_one, require_room
 from ..stock import stock
 from .layerwise import TextCalibration
-from .stored import Stored
+from .stored import LayerFolder
 
 VERSION = 2  # counts up when the same text gives other calibrations
 STAYS = "what is calibrated stays: run the same command again to go on"
@@ -31,7 +31,7 @@ WITHOUT = "--no-calibration goes by the weights alone"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CalibrationPath:
     """The folder of calibrations is ``<start><identity>``, where ``start`` is a path.
 
     ``is_kept`` keeps it for other conversions, and ``is_left`` leaves it when a run was stopped.
@@ -42,7 +42,7 @@ class Place:
     is_left: bool = True
 
 
-class Kept:
+class CalibrationStore:
     """Gives the calibration of layer ``index`` over ``tokens`` ``[samples, length]``, from a folder.
 
     The first call makes those of all layers that the folder has not. This is a context: behind its block the folder is
@@ -56,26 +56,26 @@ class Kept:
 
     def __init__(
         self,
-        model: Model,
+        model: CheckpointModel,
         tokens: Tensor,
-        place: Place,
+        place: CalibrationPath,
         *,
         device: torch.device | str = "cpu",
         title: str | None = None,
     ):
-        self.model: Model = model
+        self.model: CheckpointModel = model
         self.tokens: Tensor = tokens
-        self.place: Place = place
+        self.place: CalibrationPath = place
         self.device: torch.device = torch.device(device)
         self.title: str | None = title  # of a bar; None: none
         self._advance: Callable[[], object] = lambda: None
-        self._stored: Stored | None = None
+        self._stored: LayerFolder | None = None
         with advised():
             self._running: TextCalibration | None = TextCalibration(
                 model, tokens, device, advance=lambda: self._advance()
             )
 
-    def __enter__(self) -> "Kept":
+    def __enter__(self) -> "CalibrationStore":
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -115,7 +115,7 @@ class Kept:
         digest = hashlib.sha256(dump(identity)).hexdigest()[:16]
         folder = self.place.start.with_name(f"{self.place.start.name}{digest}")
         with clean_errors(self._advice), only_one(folder):
-            stored = Stored(folder, identity, len(self.model.layers))
+            stored = LayerFolder(folder, identity, len(self.model.layers))
             stored.resume()
             self._require_room(stored.count - len(stored.layers) + len(stored.lost))
             self._stored = stored
@@ -124,7 +124,7 @@ class Kept:
                 self._calibrate(stored)
         self._running = None  # and the hidden states with it
 
-    def _calibrate(self, stored: Stored) -> None:
+    def _calibrate(self, stored: LayerFolder) -> None:
         """Make what is not there any more, from the first layer on, and then what is not there yet."""
         again, samples = max(stored.lost, default=-1) + 1, len(self.tokens)
         skipped = max(stored.reached - again, 0)

@@ -17,7 +17,7 @@ from .decoder import names_of, prefix_of, without_weights
 from .experts import Parts, parts_of
 
 
-class Layers:
+class TextLayers:
     """The decoder layers of a checkpoint's text model, in fp32 on ``device``.
 
     Raises:

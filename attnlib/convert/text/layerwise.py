@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ..calibration import Calibration, observe
 from ..checkpoint.errors import CheckpointError
-from ..checkpoint.model import Model
+from ..checkpoint.model import CheckpointModel
 from .freed import give_back
-from .layers import Layers
+from .layers import TextLayers
 from .workers import side_by_side
 
 
@@ -30,17 +30,17 @@ class TextCalibration:
 
     def __init__(
         self,
-        model: Model,
+        model: CheckpointModel,
         tokens: Tensor,
         device: torch.device | str = "cpu",
         *,
         advance: Callable[[], object] = lambda: None,
     ):
-        self.model: Model = model
+        self.model: CheckpointModel = model
         self.tokens: Tensor = tokens
         self.device: torch.device | str = device
         self.advance: Callable[[], object] = advance
-        self.layers: Layers = Layers(model.checkpoint, device)
+        self.layers: TextLayers = TextLayers(model.checkpoint, device)
         self._states: list[Tensor] | None = None
         self._index, self._last = -1, None
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint_files.folder import SourceFile
-from ...checkpoint_files.header import Entry, header_length, make_header, parse_header
+from ...checkpoint_files.header import TensorEntry, header_length, make_header, parse_header
 from ...checkpoint_files.plain_json import dump, parse_object
 from ..calibration import Calibration
 from ..checkpoint.conversion import bytes_of
@@ -27,7 +27,7 @@ DONE, MEASURED = "calibration.json", "measured-"
 MAX_DONE = 2**24  # bytes
 
 
-class Stored:
+class LayerFolder:
     """The folder, of a model of ``count`` layers.
 
     ``layers`` gives the sha256 of each finished layer's file, and ``lost`` which files are not that. The hidden states
@@ -161,7 +161,7 @@ def _states(index: int) -> str:
 def _write(folder: Path, name: str, tensors: Mapping[str, Sequence[Tensor]]) -> str:
     """Write tensors, each given as its parts one behind the other; returns the file's sha256."""
     shapes = {key: (sum(len(part) for part in parts), *parts[0].shape[1:]) for key, parts in tensors.items()}
-    header, _ = make_header({key: Entry(tensors[key][0].dtype, shape, 0) for key, shape in shapes.items()})
+    header, _ = make_header({key: TensorEntry(tensors[key][0].dtype, shape, 0) for key, shape in shapes.items()})
     with new_file(folder, name) as file:
         file.write(header)
         for parts in tensors.values():

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ...models.families import GROUPED, NORMED, STORED, Stored, alike
+from ...models.families import GROUPED, NORMED, STORED, AttentionStorage, alike
 from ...rope.scaling import Temperature
 from .norms import HeadLayerNorm, HeadRMSNorm, OffsetRMSNorm, PlainRMSNorm, WideRMSNorm
 
@@ -16,7 +16,7 @@ LATENT += alike("o_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family(Stored):
+class Family(AttentionStorage):
     """How the layers of a family differ from Llama's, whose they are by default.
 
     Strings name fields of the config, where they may be told apart. ``place`` is the part of the module that is
@@ -49,7 +49,7 @@ class Family(Stored):
 
 def stored(kind: str) -> Family:
     """A family that is stored as the table says, and whose layers are Llama's beyond that."""
-    return Family(**{field.name: getattr(STORED[kind], field.name) for field in fields(Stored)})
+    return Family(**{field.name: getattr(STORED[kind], field.name) for field in fields(AttentionStorage)})
 
 
 MISTRAL = MappingProxyType({"bias": False, "output_bias": False, "window": "sliding_window"})

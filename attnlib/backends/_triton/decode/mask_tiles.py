@@ -1,8 +1,8 @@
 """Classify the tiles of a mask function as hidden, partial or full, for keys in a cache."""
 
-from ....masks.function import GRAIN
 from ....tracing.program import Program
 from ..launching.tiles import classify
+from . import tables
 from .shapes import DecodeShapes
 
 
@@ -12,11 +12,11 @@ class OverCache:
     """
 
     def __init__(self, x: DecodeShapes):
-        queries = min(GRAIN, 1 << (x.mean - 1).bit_length())
+        queries = min(tables.GRAIN, 1 << (x.mean - 1).bit_length())
         planes = x.h if "h" in Program(x.a.mask_program).read else 1
-        columns, room = (-(-x.max_tokens // n) for n in (GRAIN, x.tiles.block_n))
+        columns, room = (-(-x.max_tokens // n) for n in (tables.GRAIN, x.tiles.block_n))
         self.arguments = {
-            "planes": planes, "columns": columns, "room": room, "GRAIN_M": queries, "GRAIN": GRAIN,
+            "planes": planes, "columns": columns, "room": room, "GRAIN_M": queries, "GRAIN": tables.GRAIN,
         }  # fmt: skip
         rows = planes * _blocks(x, x.s, queries)
         arguments = x.arguments() | self.arguments

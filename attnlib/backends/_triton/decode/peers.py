@@ -29,7 +29,7 @@ VALUES = 4096  # of a program that sends or joins results
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class PeerMemory(NamedTuple):
+class PeerBuffers(NamedTuple):
     """A buffer of this rank, of which every rank knows the ``addresses``, int64 ``[2, count]``: of queries, of results.
 
     ``handle`` is torch's; its barrier waits on the current stream until all ranks have come to it.
@@ -55,16 +55,16 @@ class PeerMemory(NamedTuple):
 
 
 class PeerExchange(NamedTuple):
-    """An :class:`attnlib.ranks.Exchange` by memory that ranks write into."""
+    """An :class:`attnlib.ranks.RankExchange` by memory that ranks write into."""
 
-    memory: PeerMemory
+    memory: PeerBuffers
     have_own_heads: bool
 
     def __str__(self) -> str:
         return "by writing into each other's memory"
 
     def queries(self, q: Tensor, kv_heads: int) -> Tensor:
-        """As :meth:`attnlib.ranks.Exchange.queries` says; they lie in this rank's memory until the next call."""
+        """As :meth:`attnlib.ranks.RankExchange.queries` says; they lie in this rank's memory until the next call."""
         memory, (*lead, heads, d) = self.memory, q.shape
         if self.have_own_heads:
             width, lines = heads // kv_heads * d, q.shape[:-2].numel() * kv_heads
@@ -75,7 +75,7 @@ class PeerExchange(NamedTuple):
         return q
 
     def merged(self, out: Tensor, lse: Tensor, kv_heads: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As :meth:`attnlib.ranks.Exchange.merged` says."""
+        """As :meth:`attnlib.ranks.RankExchange.merged` says."""
         memory, (*lead, all_heads, e), s = self.memory, out.shape, lse.shape[-1]
         heads = all_heads // memory.count if self.have_own_heads else all_heads
         lines, dtypes = out.shape[:-2].numel() * heads, (out.dtype, dtype)
@@ -140,7 +140,7 @@ def _exchanging(device: torch.device, x: _Sizes, dtypes: tuple[torch.dtype, torc
     return send, Launch(join_results, programs, arguments, tiles)
 
 
-def peer_memory(group: "ProcessGroup", device: torch.device) -> PeerMemory | None:
+def peer_memory(group: "ProcessGroup", device: torch.device) -> PeerBuffers | None:
     """Memory of the ranks of a group, which all ask for it; None unless all their GPUs reach each other."""
     if device.type != "cuda" or group.size() == 1 or not _are_near(group, device):
         return None
@@ -151,7 +151,7 @@ def peer_memory(group: "ProcessGroup", device: torch.device) -> PeerMemory | Non
         handle = symmetric.rendezvous(buffer, group.group_name)
     starts = torch.tensor(handle.buffer_ptrs, dtype=torch.int64)
     addresses = torch.stack((starts, starts + HALF)).to(device)
-    return PeerMemory(buffer, addresses, handle, group.rank(), group.size())
+    return PeerBuffers(buffer, addresses, handle, group.rank(), group.size())
 
 
 def _are_near(group: "ProcessGroup", device: torch.device) -> bool:

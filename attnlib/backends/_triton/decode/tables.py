@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from ....masks.function import GRAIN as GRAIN
 from ..launching.config import LaunchConfig, fitting, power_of_two, widths
 
 GRANULARITY = 128  # tokens, of which splits of a sequence are multiples

@@ -15,7 +15,7 @@ from ....tracing.program import Program
 from ...operators import AnyArguments, Arguments, CachedArguments, apart
 from ..launching.launch import remembered
 from .ranges import ANYWHERE, Bounds
-from .sources import Source, derivative_source, gradients_source, source
+from .sources import FunctionSource, derivative_source, gradients_source, source
 
 
 def tables(tensors: Iterable[Tensor | None]) -> tuple:
@@ -52,7 +52,7 @@ def gradients_of(program: Program, bounds: Bounds) -> Callable | None:
     return device_function(gradients_source(program, bounds)) if learned(program) else None
 
 
-def device_function(source: Source) -> Callable:
+def device_function(source: FunctionSource) -> Callable:
     """What Triton makes of a source, whose module and file are named by what it says: no two share their compilations.
 
     Triton asks inspect for the source, which finds it among the lines that linecache holds.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ....tracing.derivative import BY_RESULT, derivative, needed, operands_of
 from ....tracing.kinds import BITS, BOOL, FLOAT, INT32, INT64, limits, wrapped
-from ....tracing.program import Captured, Operand, Program, Step, Value
+from ....tracing.program import CapturedKind, Operand, Program, Step, Value
 from .ranges import INT32 as NARROW
 from .ranges import Bounds, Range, exact, range_of
 
@@ -27,14 +27,14 @@ LARGEST, SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # of fp32; beyond them T
 EXACT = 2.0**64  # powers of two up to here, and 1 over them, are fp32 numbers
 
 
-class Source(NamedTuple):
+class FunctionSource(NamedTuple):
     """The text of a device function of this name."""
 
     name: str
     text: str
 
 
-def source(program: Program, bounds: Bounds) -> Source:
+def source(program: Program, bounds: Bounds) -> FunctionSource:
     """A mask or a score."""
     parsed = program.parsed
     body = _Body(parsed.inputs, parsed.steps, bounds)
@@ -47,7 +47,7 @@ def source(program: Program, bounds: Bounds) -> Source:
     return _function(name, (*parsed.inputs, "t"), f"{says}; ``t`` has {_listed(parsed.captured)}.", lines)
 
 
-def derivative_source(program: Program, bounds: Bounds) -> Source:
+def derivative_source(program: Program, bounds: Bounds) -> FunctionSource:
     """The derivative of a score by the score that it was made of."""
     by, captured = derivative(program), program.parsed.captured
     body = _Body((*by.inputs, BY_RESULT), needed(by.steps, [by.score]), bounds)
@@ -56,7 +56,7 @@ def derivative_source(program: Program, bounds: Bounds) -> Source:
     return _function("derivative", (*_with_derivative(by.inputs), "t"), says, lines)
 
 
-def gradients_source(program: Program, bounds: Bounds) -> Source:
+def gradients_source(program: Program, bounds: Bounds) -> FunctionSource:
     """What adds up the gradients of the tensors that a score reads."""
     by, captured = derivative(program), program.parsed.captured
     body = _Body((*by.inputs, BY_RESULT), needed(by.steps, operands_of(by.reads)), bounds)
@@ -285,10 +285,10 @@ def _with_derivative(inputs: Sequence[str], *more: str) -> tuple[str, ...]:
     return score, BY_RESULT, *more, *indices
 
 
-def _listed(captured: Sequence[Captured]) -> str:
+def _listed(captured: Sequence[CapturedKind]) -> str:
     return ", ".join(f"{kind}[{rank}]" for kind, rank in captured) or "nothing"
 
 
-def _function(name: str, parameters: Sequence[str], says: str, lines: Sequence[str]) -> Source:
+def _function(name: str, parameters: Sequence[str], says: str, lines: Sequence[str]) -> FunctionSource:
     head = ["@triton.jit", f"def {name}({', '.join(parameters)}):", f'    """{says}"""']
-    return Source(name, "\n".join([*head, *(f"    {line}" for line in lines)]) + "\n")
+    return FunctionSource(name, "\n".join([*head, *(f"    {line}" for line in lines)]) + "\n")

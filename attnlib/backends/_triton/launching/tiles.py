@@ -2,7 +2,6 @@
 
 from math import prod
 
-from ....masks.function import GRAIN
 from .config import LaunchConfig
 from .launch import Launch
 
@@ -13,4 +12,4 @@ def classify(shape: tuple[int, ...], queries: int, arguments: dict) -> Launch:
 
     *rows, columns = shape
     programs = prod(rows) * -(-columns // EACH.value)
-    return Launch(classify_tiles, programs, arguments, LaunchConfig(queries, GRAIN, 1, 8))
+    return Launch(classify_tiles, programs, arguments, LaunchConfig(queries, arguments["GRAIN"], 1, 8))
