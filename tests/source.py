@@ -9,7 +9,7 @@ from pathlib import Path
 import attnlib
 
 ROOT = Path(attnlib.__file__).parent
-# Not of the core. WORDS names what callables take, and passes nothing on.
+# Not of the core. Of BESIDE, one names what callables take and passes nothing on, the other draws.
 OUTSIDE = {
     "bench",
     "checkpoint_files",
@@ -21,7 +21,7 @@ OUTSIDE = {
     "compat",
     "parallel",
 }
-WORDS = ("internal", "words")
+BESIDE = {("internal", "words"), ("internal", "plots")}
 KERNELS = "backends/_triton/kernels/"
 
 
@@ -38,7 +38,7 @@ class Source:
 
     @property
     def is_core(self) -> bool:
-        return self.parts[0] not in OUTSIDE and self.parts != WORDS and "hopper" not in self.parts
+        return self.parts[0] not in OUTSIDE and self.parts not in BESIDE and "hopper" not in self.parts
 
     @cached_property
     def functions(self) -> list[ast.FunctionDef]:

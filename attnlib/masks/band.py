@@ -152,7 +152,7 @@ class Mask:
         """What a cache must keep for this mask.
 
         >>> sliding(4).kept, CAUSAL.kept
-        (Kept(window=4, first=0), Kept(window=None, first=0))
+        (RetainedKeys(window=4, first=0), RetainedKeys(window=None, first=0))
         """
         return RetainedKeys(None if self.reach is None or self.reach < 0 else self.reach + 1)
 

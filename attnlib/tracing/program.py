@@ -66,7 +66,7 @@ class Parsed(NamedTuple):
 class Program(NamedTuple):
     """A function of indices, as a line of text, which compilers may quote in comments; ``parsed`` is what it says.
 
-    >>> steps = Steps(INDICES, [Captured("int32", 2)])
+    >>> steps = Steps(INDICES, [CapturedKind("int32", 2)])
     >>> owners = [steps.load(0, Value("b"), Value(index)) for index in "ij"]
     >>> print(steps.program("mask", steps.add("eq", *owners)))
     def mask(b, h, i, j, first, t0: int32[2]):

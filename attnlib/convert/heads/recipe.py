@@ -47,9 +47,9 @@ def recipe(
         NotImplementedError: ``grouping="similar"`` where heads may not change their order.
 
     >>> recipe(calibrated=True)
-    Recipe(merge='principal', align='none', grouping='similar', reach=2048)
+    MergeRecipe(merge='principal', align='none', grouping='similar', reach=2048)
     >>> recipe(calibrated=False)
-    Recipe(merge='mean', align='none', grouping='neighbours', reach=2048)
+    MergeRecipe(merge='mean', align='none', grouping='neighbours', reach=2048)
     """
     for name, value, known in (("merge", merge, Merge), ("grouping", grouping, Grouping)):
         if value is not None and value not in get_args(known):
