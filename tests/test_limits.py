@@ -163,8 +163,8 @@ def test_backends_and_kernels_stay_small():
 
 
 def test_the_benchmark_stays_small():
-    """1,615 lines, and 185 that compare several ranks with one."""
-    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "bench").glob("*.py")) <= 1800
+    """1,600 lines, and what compares several ranks with one (185)."""
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "bench").glob("*.py")) <= 1785
 
 
 @pytest.mark.parametrize("source", PACKAGE, ids=lambda x: x.path)

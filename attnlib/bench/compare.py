@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .place import BenchDevice
+from .place import Target
 
 Result = TypeVar("Result")
 Action = Callable[..., object]
@@ -109,7 +109,7 @@ def in_turns(
 
 
 def compare_calls(
-    place: BenchDevice,
+    place: Target,
     makers: Mapping[str, Callable[[], Action]],
     *,
     captured: int = 0,

@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from .. import KVCache, rotate
 from .cases import Case, plain
 from .compare import attempt, compare_calls
-from .place import BenchDevice
-from .report import BenchTable, TableRow
+from .place import Target
+from .report import Line, Table
 from .speed import Column, Rows, by_what
 from .steps import Stack, StepCase
 
@@ -25,7 +25,7 @@ DECODING = tuple(
 )
 
 
-def calls(place: BenchDevice, tables: Sequence[BenchTable], work: Iterable[tuple[Case, Sequence[str]]] = CALLS) -> Rows:
+def calls(place: Target, tables: Sequence[Table], work: Iterable[tuple[Case, Sequence[str]]] = CALLS) -> Rows:
     """Causal calls, large and small."""
     for case, whats in work:
         columns = Column("ours", "ours", case), Column("SDPA", "transposed", case)
@@ -33,7 +33,7 @@ def calls(place: BenchDevice, tables: Sequence[BenchTable], work: Iterable[tuple
 
 
 @torch.no_grad()
-def decoding(place: BenchDevice, tables: Sequence[BenchTable], work: Iterable[StepCase] = DECODING) -> Rows:
+def decoding(place: Target, tables: Sequence[Table], work: Iterable[StepCase] = DECODING) -> Rows:
     """One token for every sequence of a batch: our cache against torch's attention over preallocated tensors."""
     for case in work:
         model = Stack(case, place)
@@ -46,7 +46,7 @@ def decoding(place: BenchDevice, tables: Sequence[BenchTable], work: Iterable[St
             seconds = compare_calls(place, makers)
             yield (
                 tables[0],
-                TableRow(f"{case.name}, {name}", {n: attempt(lambda x: x * 1e3, x) for n, x in seconds.items()}),
+                Line(f"{case.name}, {name}", {n: attempt(lambda x: x * 1e3, x) for n, x in seconds.items()}),
             )
 
 

@@ -9,8 +9,8 @@ import torch
 from .. import KVLayout, KVView
 from .compare import APART, attempt, compare_calls
 from .peers import present
-from .place import BenchDevice
-from .report import BenchTable, TableRow
+from .place import Target
+from .report import Line, Table
 from .speed import Rows
 from .stored import Decoding, copied, forked, ours, peer, stored
 from .watchdog import watched
@@ -54,8 +54,8 @@ BATCHES = MappingProxyType({"batch-invariant": partial(stored, batch_invariant=T
 
 
 def rows(
-    place: BenchDevice,
-    tables: Sequence[BenchTable],
+    place: Target,
+    tables: Sequence[Table],
     work: Iterable[Decoding],
     fills: Mapping[str, Callable[..., KVView]],
     *,
@@ -71,4 +71,4 @@ def rows(
         mine = list(makers)[: tables[0].ours]
         with watched(f"{tables[0].name}, {case.name}"):
             seconds = compare_calls(place, makers, captured=case.calls, ours=mine, checks=checks, bound=bound)
-        yield tables[0], TableRow(case.name, {name: attempt(lambda x: x * 1e6, x) for name, x in seconds.items()})
+        yield tables[0], Line(case.name, {name: attempt(lambda x: x * 1e6, x) for name, x in seconds.items()})

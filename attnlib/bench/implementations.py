@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .. import CAUSAL, FULL, attention, varlen_attention
 from .cases import Case
 from .peers import flash_attention_4
-from .place import BenchDevice
+from .place import Target
 
 PEERS = ("cuDNN", "FA2", "Flex")
 FUSED = MappingProxyType(
@@ -33,7 +33,7 @@ class Implementation(NamedTuple):
     heads_first: bool
 
 
-def implementation(name: str, case: Case, place: BenchDevice) -> Implementation:
+def implementation(name: str, case: Case, place: Target) -> Implementation:
     """The one called ``name``, made ready for a case.
 
     Raises:
@@ -48,7 +48,7 @@ def implementation(name: str, case: Case, place: BenchDevice) -> Implementation:
     return Implementation(makers[name](case, place), heads_first=name not in tokens_first)
 
 
-def _ours(case: Case, place: BenchDevice) -> Callable:
+def _ours(case: Case, place: Target) -> Callable:
     if not case.lengths:
         return lambda q, k, v: attention(q, k, v, mask=case.mask, backend=place.backend)
     offsets = torch.tensor([0, *case.lengths], device=place.device).cumsum(0).to(torch.int32)
@@ -57,7 +57,7 @@ def _ours(case: Case, place: BenchDevice) -> Callable:
     return lambda q, k, v: varlen_attention(q, k, v, max_seqlen_q=longest, max_seqlen_k=longest, **options)
 
 
-def _fused(case: Case, place: BenchDevice, *, backend: SDPBackend | None) -> Callable:
+def _fused(case: Case, place: Target, *, backend: SDPBackend | None) -> Callable:
     """torch's fused attention."""
     if case.mask not in (FULL, CAUSAL) or case.lengths:
         raise NotImplementedError("torch's fused attention: full or causal batches alone")
@@ -72,13 +72,13 @@ def _fused(case: Case, place: BenchDevice, *, backend: SDPBackend | None) -> Cal
     return call
 
 
-def _transposed(case: Case, place: BenchDevice) -> Callable:
+def _transposed(case: Case, place: Target) -> Callable:
     """torch's fused attention on tensors as projections make them, tokens before heads."""
     call = _fused(case, place, backend=None)
     return lambda *tensors: call(*(x.transpose(1, 2) for x in tensors)).transpose(1, 2)
 
 
-def _by_sequence(case: Case, place: BenchDevice) -> Callable:
+def _by_sequence(case: Case, place: Target) -> Callable:
     """torch's fused attention on one packed sequence after another."""
 
     def call(*tensors: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def _by_sequence(case: Case, place: BenchDevice) -> Callable:
     return call
 
 
-def _flex(case: Case, place: BenchDevice) -> Callable:
+def _flex(case: Case, place: Target) -> Callable:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     attend = torch.compile(flex_attention, dynamic=False) if place.device == "cuda" else flex_attention
@@ -101,7 +101,7 @@ def _flex(case: Case, place: BenchDevice) -> Callable:
     return lambda q, k, v: attend(q, k, v, block_mask=blocks, enable_gqa=case.heads != case.kv_heads)
 
 
-def _eager(case: Case, place: BenchDevice) -> Callable:
+def _eager(case: Case, place: Target) -> Callable:
     """Attention as one would first write it, with its matrix of scores."""
     at = torch.arange(case.tokens, device=place.device)
     hidden = None if case.mask == FULL else ~case.mask.visible(at[:, None], at)

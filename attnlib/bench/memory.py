@@ -6,24 +6,21 @@ from collections.abc import Sequence
 from . import cases
 from .cases import Case
 from .compare import attempt
-from .place import BenchDevice
-from .report import BenchTable, TableRow
-from .speed import Rows, TimedRun, line_up, same_case
+from .place import Target
+from .report import Line, Table
+from .speed import Rows, Run, line_up, same_case
 from .watchdog import watched
 
 
-def rows(place: BenchDevice, tables: Sequence[BenchTable], work=cases.MEMORY, peers=("FA2", "cuDNN", "eager")) -> Rows:
+def rows(place: Target, tables: Sequence[Table], work=cases.MEMORY, peers=("FA2", "cuDNN", "eager")) -> Rows:
     """MiB beyond q, k, v and the output's gradient, and how much of it any implementation must hold."""
     for case in work:
         with watched(f"{tables[0].name}, {case.name}"):
             ready = line_up(place, same_case(case, ("ours", *peers)))
             place.tidy()
-            peaks = {name: attempt(place.peak, attempt(TimedRun.action, run, "both")) for name, run in ready.items()}
+            peaks = {name: attempt(place.peak, attempt(Run.action, run, "both")) for name, run in ready.items()}
         peaks["must be held"] = needed(case)
-        yield (
-            tables[0],
-            TableRow(case.name, {n: attempt(lambda x: x / 2**20, x) for n, x in peaks.items()}, case.tokens),
-        )
+        yield tables[0], Line(case.name, {n: attempt(lambda x: x / 2**20, x) for n, x in peaks.items()}, case.tokens)
         del ready
         place.tidy()
 

@@ -20,9 +20,9 @@ from .. import CAUSAL, FULL, KVLayout, attention, cached_attention
 from ..parallel import gather_attention, head_attention, ring_attention, shard
 from .cases import Case, plain
 from .compare import APART, Cells, Failure, attempt, distance, in_turns
-from .place import BenchDevice, cpu, cuda
-from .report import BenchTable, TableRow
-from .speed import Rows, TimedRun
+from .place import Target, cpu, cuda
+from .report import Line, Table
+from .speed import Rows, Run
 from .stored import Decoding, stored
 from .watchdog import watched
 
@@ -40,7 +40,7 @@ SMALL_SEQUENCES = (plain(512, 4, 16)._replace(dtype=torch.float32),)
 SMALL_CACHES = (Decoding("8 heads, 2 x 500", 2, 8, 500, KVLayout.latent(32, 8)),)
 
 
-def counts(place: BenchDevice) -> list[int]:
+def counts(place: Target) -> list[int]:
     """The numbers of ranks to try: powers of two, up to all GPUs, else RuntimeError; on a CPU two."""
     most = torch.cuda.device_count() if place.device == "cuda" else 2
     if most < 2:
@@ -48,7 +48,7 @@ def counts(place: BenchDevice) -> list[int]:
     return [1 << power for power in range(1, most.bit_length())]
 
 
-def rows(place: BenchDevice, tables: Sequence[BenchTable], measure: Callable, work: Iterable[Case]) -> Rows:
+def rows(place: Target, tables: Sequence[Table], measure: Callable, work: Iterable[Case]) -> Rows:
     """A row of each table for each number of ranks and each case: what ``measure(place, mesh, case)`` finds."""
     for ranks in counts(place):
         with TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ def rows(place: BenchDevice, tables: Sequence[BenchTable], measure: Callable, wo
         for table, (name, row, cells) in product(tables, found):
             if table.name == name:
                 told = {column: Failure(x) if isinstance(x, str) else x for column, x in cells.items()}
-                yield table, TableRow(f"{ranks} ranks, {row}", told)
+                yield table, Line(f"{ranks} ranks, {row}", told)
 
 
 def _process(rank: int, measure: Callable, device: str, work: Sequence[Case], ranks: int, folder: str) -> None:
@@ -80,7 +80,7 @@ def _process(rank: int, measure: Callable, device: str, work: Sequence[Case], ra
     dist.destroy_process_group()
 
 
-def _milliseconds(call: Callable, place: BenchDevice) -> float:
+def _milliseconds(call: Callable, place: Target) -> float:
     """Of a call that all ranks begin together, on the slowest of them."""
     dist.barrier()
     place.synchronize()
@@ -90,31 +90,29 @@ def _milliseconds(call: Callable, place: BenchDevice) -> float:
     return _most((time.perf_counter() - start) * 1e3, place)
 
 
-def _most(x: float, place: BenchDevice) -> float:
+def _most(x: float, place: Target) -> float:
     found = torch.tensor([x], dtype=torch.float64, device=place.device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()
 
 
-def _checked(run: object, results: Callable, expected: Sequence[Tensor], place: BenchDevice) -> object:
+def _checked(run: object, results: Callable, expected: Sequence[Tensor], place: Target) -> object:
     """The same, or a Failure where on some rank its results are not those of one rank."""
     error = _most(distance(results(run), expected), place)
     return run if error < APART else Failure(f"differs from {ONE} by {error:.0e}")
 
 
-def sequence(place: BenchDevice, mesh: DeviceMesh, case: Case) -> Found:
+def sequence(place: Target, mesh: DeviceMesh, case: Case) -> Found:
     """Attention to a sequence that ranks share, in each form and as torch does it, and on one that has it whole."""
     torch.manual_seed(0)
     options, whole = {"mask": case.mask, "backend": place.backend}, case.tensors(place.device)
     own = [shard(x, mesh).clone() for x in whole]
     for x in (*whole[:3], *own[:3]):
         x.requires_grad_()
-    one = TimedRun(partial(attention, **options), tuple(whole[:3]), whole[3], False)
+    one = Run(partial(attention, **options), tuple(whole[:3]), whole[3], False)
     expected = [shard(x, mesh).clone() for x in one.results()]
-    runs = {
-        x: TimedRun(partial(call, mesh=mesh, **options), tuple(own[:3]), own[3], False) for x, call in FORMS.items()
-    }
-    right = {x: attempt(_checked, run, TimedRun.results, expected, place) for x, run in runs.items()} | {ONE: one}
+    runs = {x: Run(partial(call, mesh=mesh, **options), tuple(own[:3]), own[3], False) for x, call in FORMS.items()}
+    right = {x: attempt(_checked, run, Run.results, expected, place) for x, run in runs.items()} | {ONE: one}
     taken = _by_what(right, place)
     theirs, found = attempt(_theirs, place, mesh, case, [x.detach() for x in whole], expected), []
     for what, said in WHATS.items():
@@ -125,17 +123,14 @@ def sequence(place: BenchDevice, mesh: DeviceMesh, case: Case) -> Found:
     return found
 
 
-def _by_what(runs: dict, place: BenchDevice) -> dict[str, Cells]:
+def _by_what(runs: dict, place: Target) -> dict[str, Cells]:
     clock = partial(_milliseconds, place=place)
     return {
-        x: in_turns({name: attempt(TimedRun.action, run, x) for name, run in runs.items()}, clock, ROUNDS)
-        for x in WHATS
+        x: in_turns({name: attempt(Run.action, run, x) for name, run in runs.items()}, clock, ROUNDS) for x in WHATS
     }
 
 
-def _theirs(
-    place: BenchDevice, mesh: DeviceMesh, case: Case, whole: Sequence[Tensor], expected: Sequence[Tensor]
-) -> dict:
+def _theirs(place: Target, mesh: DeviceMesh, case: Case, whole: Sequence[Tensor], expected: Sequence[Tensor]) -> dict:
     """torch's own context parallelism, which deals chunks out as ours, and puts its attention in place of torch's."""
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -143,12 +138,12 @@ def _theirs(
     options = {"is_causal": case.mask == CAUSAL, "enable_gqa": case.heads != case.kv_heads}
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers)):
         *leaves, dout = (x.clone().requires_grad_() for x in buffers)
-        run = TimedRun(partial(functional.scaled_dot_product_attention, **options), tuple(leaves), dout.detach(), True)
-        return _by_what({"torch": attempt(_checked, run, TimedRun.results, expected, place)}, place)
+        run = Run(partial(functional.scaled_dot_product_attention, **options), tuple(leaves), dout.detach(), True)
+        return _by_what({"torch": attempt(_checked, run, Run.results, expected, place)}, place)
 
 
 @torch.no_grad()
-def latents(place: BenchDevice, mesh: DeviceMesh, case: Decoding) -> Found:
+def latents(place: Target, mesh: DeviceMesh, case: Decoding) -> Found:
     """A token over latents: dealt out over ranks that share the heads, whole on each of them, and on one rank alone."""
     q, *keys = case.tensors(place.device)
     whole, dealt, heads = stored(case, keys), stored(case, keys, mesh=mesh).with_own_heads(), case.heads // mesh.size()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import CAUSAL, FULL, KVLayout
 from .cases import Case
-from .place import BenchDevice
+from .place import Target
 
 PACKAGES = MappingProxyType({"FA4": "flash-attn-4", "FlashInfer": "flashinfer-python"})
 PAGE, LATENT_PAGE = 16, 64  # tokens of FlashInfer's pages
@@ -28,7 +28,7 @@ def present(names: Iterable[str]) -> list[str]:
     return [name for name in names if name not in absent]
 
 
-def flash_attention_4(case: Case, place: BenchDevice) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def flash_attention_4(case: Case, place: Target) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """FlashAttention-4, tokens before heads."""
     from flash_attn.cute import flash_attn_func
 

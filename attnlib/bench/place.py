@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 
-class BenchDevice(NamedTuple):
+class Target(NamedTuple):
     """A device and the backend that ours runs on there; None is attnlib's choice.
 
     ``seconds(call)`` is the time of one call, ``peak(call)`` the most bytes that it held beyond those held before it.
@@ -33,12 +33,12 @@ class BenchDevice(NamedTuple):
             torch.cuda.empty_cache()
 
 
-def cpu() -> BenchDevice:
+def cpu() -> Target:
     """The CPU, where a call is timed once a turn; there are no graphs, and nobody counts memory."""
-    return BenchDevice("cpu", None, cpu_seconds, rounds=5, budget=6)
+    return Target("cpu", None, cpu_seconds, rounds=5, budget=6)
 
 
-def cuda() -> BenchDevice:
+def cuda() -> Target:
     """The current CUDA device.
 
     Raises:
@@ -46,7 +46,7 @@ def cuda() -> BenchDevice:
     """
     if not torch.cuda.is_available():
         raise RuntimeError("no CUDA device; `python -m attnlib bench` times the CPU's cases")
-    return BenchDevice("cuda", "triton", gpu_seconds, gpu_peak, gpu_capture, torch.cuda.synchronize)
+    return Target("cuda", "triton", gpu_seconds, gpu_peak, gpu_capture, torch.cuda.synchronize)
 
 
 def cpu_seconds(call: Callable) -> float:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from ..internal.plots import COLOURS, blank, plain, png
 from .compare import Failure
-from .report import MISSING, BenchTable, TableRow
+from .report import MISSING, Line, Table
 
 
-def draw(table: BenchTable, rows: Sequence[TableRow], path: Path, where: str) -> None:
+def draw(table: Table, rows: Sequence[Line], path: Path, where: str) -> None:
     """Write a PNG of a growing table; ``where`` says what ran on what. Our line is wide, and seen below another.
 
     Raises:

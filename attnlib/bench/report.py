@@ -10,7 +10,7 @@ from .compare import Cells, Failure
 MISSING = Failure("")
 
 
-class TableRow(NamedTuple):
+class Line(NamedTuple):
     """A line of a table."""
 
     name: str
@@ -18,7 +18,7 @@ class TableRow(NamedTuple):
     tokens: int | None = None
 
 
-class BenchTable(NamedTuple):
+class Table(NamedTuple):
     """What a table shows. Of what is counted per second more is better.
 
     The first ``ours`` columns of its rows are ours: a single one is compared with each of the others, several with the
@@ -56,11 +56,11 @@ class BenchTable(NamedTuple):
             return None
         return a / b if self.more_is_better else b / a
 
-    def failed(self, row: TableRow) -> bool:
+    def failed(self, row: Line) -> bool:
         """Whether a column that is ours has no number."""
         return any(isinstance(value, Failure) for value in list(row.cells.values())[: self.ours])
 
-    def texts(self, row: TableRow, columns: Sequence[str]) -> list[str]:
+    def texts(self, row: Line, columns: Sequence[str]) -> list[str]:
         """What stands in each column: a number, with a ratio in brackets, or why there is none."""
         found = []
         for column in columns:
@@ -70,7 +70,7 @@ class BenchTable(NamedTuple):
         return found
 
 
-def markdown(table: BenchTable, rows: Sequence[TableRow], facts: dict[str, str]) -> str:
+def markdown(table: Table, rows: Sequence[Line], facts: dict[str, str]) -> str:
     """The table and, above it, how and on what it was made."""
     columns = list(dict.fromkeys(column for row in rows for column in row.cells))
     lines = [f"## {table.title}", ", ".join((f"`{facts['command']}`", *list(facts.values())[1:])), ""]
@@ -79,7 +79,7 @@ def markdown(table: BenchTable, rows: Sequence[TableRow], facts: dict[str, str])
     return "\n".join(lines) + "\n"
 
 
-def line(table: BenchTable, row: TableRow) -> str:
+def line(table: Table, row: Line) -> str:
     """The row as a line of text."""
     cells = zip(row.cells, table.texts(row, list(row.cells)), strict=True)
     return f"{table.name}, {row.name}: {', '.join(f'{column} {cell}' for column, cell in cells)} [{table.unit}]"
@@ -97,10 +97,10 @@ class Report:
         self.folder = folder
         self.facts = facts
         self.say = say
-        self.tables: dict[BenchTable, list[TableRow]] = {}
+        self.tables: dict[Table, list[Line]] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def add(self, table: BenchTable, row: TableRow) -> None:
+    def add(self, table: Table, row: Line) -> None:
         """Print a row and write its table's ``.md`` and ``.json``."""
         rows = self.tables.setdefault(table, [])
         rows.append(row)

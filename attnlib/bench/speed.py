@@ -12,13 +12,13 @@ from .cases import Case
 from .compare import Cells, Failure, agreeing, attempt, in_turns
 from .implementations import implementation
 from .peers import present
-from .place import BenchDevice, host_seconds
-from .report import BenchTable, TableRow
+from .place import Target, host_seconds
+from .report import Line, Table
 from .watchdog import watched
 
 BATCHES = 30  # of calls whose CPU time is taken
 
-Rows = Iterator[tuple[BenchTable, TableRow]]
+Rows = Iterator[tuple[Table, Line]]
 Pair = tuple[Case, Case]
 
 
@@ -31,7 +31,7 @@ class Column(NamedTuple):
     timed: bool = True
 
 
-class TimedRun(NamedTuple):
+class Run(NamedTuple):
     """An implementation on tensors of its own, and on the gradient of its output."""
 
     call: Callable[..., Tensor]
@@ -64,19 +64,19 @@ def same_case(case: Case, names: Iterable[str]) -> list[Column]:
     return [Column(name, name, case) for name in names]
 
 
-def line_up(place: BenchDevice, columns: Sequence[Column]) -> dict[str, TimedRun | Failure]:
+def line_up(place: Target, columns: Sequence[Column]) -> dict[str, Run | Failure]:
     """By column, whoever agrees with another implementation of its case, or why it does not run."""
-    ready: dict[str, TimedRun | Failure] = {}
+    ready: dict[str, Run | Failure] = {}
     for case in dict.fromkeys(column.case for column in columns):
         mine = [column for column in columns if column.case == case]
         layouts = attempt(_layouts, place, case)
         made = {column.name: attempt(_run, column, place, layouts) for column in mine}
         ours = [column.name for column in mine if column.implementation == "ours"]
-        ready |= agreeing(made, TimedRun.results, ours)
+        ready |= agreeing(made, Run.results, ours)
     return ready
 
 
-def _layouts(place: BenchDevice, case: Case) -> dict[bool, list[Tensor]]:
+def _layouts(place: Target, case: Case) -> dict[bool, list[Tensor]]:
     """The same numbers with tokens before heads, and heads before tokens."""
     given = case.tensors(place.device)
     layouts = {False: given, True: [x.transpose(1, 2).contiguous() for x in given] if not case.lengths else given}
@@ -86,19 +86,19 @@ def _layouts(place: BenchDevice, case: Case) -> dict[bool, list[Tensor]]:
     return layouts
 
 
-def _run(column: Column, place: BenchDevice, layouts: Mapping[bool, list[Tensor]]) -> TimedRun:
+def _run(column: Column, place: Target, layouts: Mapping[bool, list[Tensor]]) -> Run:
     call, heads_first = implementation(column.implementation, column.case, place)
     *leaves, dout = layouts[heads_first]
-    return TimedRun(call, tuple(leaves), dout, heads_first)
+    return Run(call, tuple(leaves), dout, heads_first)
 
 
-def compare(place: BenchDevice, columns: Sequence[Column], whats: Iterable[str]) -> dict[str, Cells]:
+def compare(place: Target, columns: Sequence[Column], whats: Iterable[str]) -> dict[str, Cells]:
     """For each of ``whats`` the seconds of every timed column; whoever is apart from the others is not timed."""
     ready = line_up(place, columns)
     timed = [column.name for column in columns if column.timed]
     taken = {}
     for what in whats:
-        actions = {name: attempt(TimedRun.action, ready[name], what) for name in timed}
+        actions = {name: attempt(Run.action, ready[name], what) for name in timed}
         taken[what] = in_turns(actions, place.seconds, place.rounds, place.budget)
         del actions
     del ready
@@ -106,7 +106,7 @@ def compare(place: BenchDevice, columns: Sequence[Column], whats: Iterable[str])
     return taken
 
 
-def rows(place: BenchDevice, tables: Sequence[BenchTable], work: Iterable[Case], peers: Sequence[str]) -> Rows:
+def rows(place: Target, tables: Sequence[Table], work: Iterable[Case], peers: Sequence[str]) -> Rows:
     """Ours against peers: a row of each table for each case, and a column for each implementation."""
     for case in work:
         columns = same_case(case, ("ours", *present(peers)))
@@ -114,12 +114,10 @@ def rows(place: BenchDevice, tables: Sequence[BenchTable], work: Iterable[Case],
             taken = compare(place, columns, [table.what for table in tables])
         for table in tables:
             cells = _in_units(table, table.what, taken[table.what], columns)
-            yield table, TableRow(case.name, cells, case.tokens if table.growing else None)
+            yield table, Line(case.name, cells, case.tokens if table.growing else None)
 
 
-def varlen(
-    place: BenchDevice, tables: Sequence[BenchTable], work: Iterable[Pair] = cases.VARLEN, check: str = "FA2"
-) -> Rows:
+def varlen(place: Target, tables: Sequence[Table], work: Iterable[Pair] = cases.VARLEN, check: str = "FA2") -> Rows:
     """Packed sequences against a batch of as many tokens."""
     for packed, dense in work:
         columns = (
@@ -131,9 +129,7 @@ def varlen(
         yield from by_what(place, tables[0], packed.name, columns, ("forward", "backward"))
 
 
-def window(
-    place: BenchDevice, tables: Sequence[BenchTable], work=cases.WINDOW, peer: str = "Flex", check: str = "FA2"
-) -> Rows:
+def window(place: Target, tables: Sequence[Table], work=cases.WINDOW, peer: str = "Flex", check: str = "FA2") -> Rows:
     """A sliding window against all earlier keys."""
     near, far = work
     columns = (
@@ -147,9 +143,7 @@ def window(
     yield from by_what(place, tables[0], name, columns, ("forward", "backward", "both"))
 
 
-def grouped(
-    place: BenchDevice, tables: Sequence[BenchTable], work: Sequence[Case] = cases.GROUPED, check: str = "FA2"
-) -> Rows:
+def grouped(place: Target, tables: Sequence[Table], work: Sequence[Case] = cases.GROUPED, check: str = "FA2") -> Rows:
     """Fewer KV heads against as many as query heads."""
     ours = [Column(case.name, "ours", case) for case in work]
     checks = [Column(f"{case.name}, {check}", check, case, timed=False) for case in work]
@@ -157,25 +151,23 @@ def grouped(
     yield from by_what(place, tables[0], name, (*ours, *checks), ("forward", "backward"))
 
 
-def overhead(
-    place: BenchDevice, tables: Sequence[BenchTable], case: Case = cases.SMALL, batches: int = BATCHES
-) -> Rows:
+def overhead(place: Target, tables: Sequence[Table], case: Case = cases.SMALL, batches: int = BATCHES) -> Rows:
     """CPU time from a small call to its last launch."""
     clock = partial(host_seconds, synchronize=place.synchronize)
     where = place._replace(seconds=clock, rounds=batches)
     return by_what(where, tables[0], case.name, same_case(case, ("ours", "SDPA")), ("inference", "both"))
 
 
-def by_what(place: BenchDevice, table: BenchTable, name: str, columns: Sequence[Column], whats: Sequence[str]) -> Rows:
+def by_what(place: Target, table: Table, name: str, columns: Sequence[Column], whats: Sequence[str]) -> Rows:
     """A row for each of ``whats``; its columns may be different cases."""
     with watched(f"{table.name}, {name}"):
         taken = compare(place, columns, whats)
     for what in whats:
         said = "forward + backward" if what == "both" else what
-        yield table, TableRow(f"{name}, {said}", _in_units(table, what, taken[what], columns))
+        yield table, Line(f"{name}, {said}", _in_units(table, what, taken[what], columns))
 
 
-def _in_units(table: BenchTable, what: str, seconds: Cells, columns: Iterable[Column]) -> Cells:
+def _in_units(table: Table, what: str, seconds: Cells, columns: Iterable[Column]) -> Cells:
     """Seconds as the table's milliseconds, microseconds or TFLOP/s; a Failure stays one."""
     flops = {column.name: column.case.flops(what) for column in columns}
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from .. import CAUSAL, GroupedQueryAttention, KVCache, LayerCache, MultiHeadLatentAttention, Rope, cached_attention
 from .compare import Cells, Failure, agreeing, attempt, compare_calls, in_turns
-from .place import BenchDevice, host_seconds
-from .report import BenchTable, TableRow
+from .place import Target, host_seconds
+from .report import Line, Table
 from .speed import BATCHES, Rows
 from .stored import PAGE, cache_for
 from .watchdog import watched
@@ -50,7 +50,7 @@ class LatentLayer(NamedTuple):
     rope: int = 64
     dtype: torch.dtype = DTYPE
 
-    def layer(self, place: BenchDevice, form: str, backend: str | None) -> MultiHeadLatentAttention:
+    def layer(self, place: Target, form: str, backend: str | None) -> MultiHeadLatentAttention:
         return MultiHeadLatentAttention(
             self.width, self.heads, mask=CAUSAL, q_lora_rank=self.q_rank, kv_lora_rank=self.rank,
             qk_nope_head_dim=self.head, qk_rope_head_dim=self.rope, v_head_dim=self.head,
@@ -70,7 +70,7 @@ FORMS = (
 class Stack(nn.Module):
     """Grouped-query layers that share one computation of the angles."""
 
-    def __init__(self, work: StepCase, place: BenchDevice):
+    def __init__(self, work: StepCase, place: Target):
         super().__init__()
         ways = {"backend": place.backend, "device": place.device, "dtype": work.dtype}
         sizes = {"num_kv_heads": work.kv_heads, "rope": Rope(work.width // work.heads)}
@@ -88,7 +88,7 @@ class Stack(nn.Module):
 class Decoder:
     """A stack over a cache that holds the context and has room for one turn's steps."""
 
-    def __init__(self, work: StepCase, place: BenchDevice):
+    def __init__(self, work: StepCase, place: Target):
         self._work, self._place = work, place
         self.model: Stack = Stack(work, place)
         layouts = [layer.kv_layout for layer in self.model.layers]
@@ -118,17 +118,17 @@ class Decoder:
 
 
 @torch.no_grad()
-def rows(place: BenchDevice, tables: Sequence[BenchTable], work: Iterable[Work], measure: Callable[..., Cells]) -> Rows:
+def rows(place: Target, tables: Sequence[Table], work: Iterable[Work], measure: Callable[..., Cells]) -> Rows:
     """A row for each case: microseconds of what is measured."""
     for case in work:
         with watched(f"{tables[0].name}, {case.name}"):
             cells = attempt(measure, place, case)
         cells = {"ours": cells} if isinstance(cells, Failure) else cells
         place.tidy()
-        yield tables[0], TableRow(case.name, {name: attempt(lambda x: x * 1e6, x) for name, x in cells.items()})
+        yield tables[0], Line(case.name, {name: attempt(lambda x: x * 1e6, x) for name, x in cells.items()})
 
 
-def ways(place: BenchDevice, case: StepCase, compile: Callable = torch.compile) -> Cells:
+def ways(place: Target, case: StepCase, compile: Callable = torch.compile) -> Cells:
     """A step of some layers in a graph that was captured once, in eager calls and compiled to one graph."""
     decoder = Decoder(case, place)
     model, x = decoder.model, decoder.x
@@ -144,7 +144,7 @@ def ways(place: BenchDevice, case: StepCase, compile: Callable = torch.compile) 
     return in_turns(agreeing(runs, lambda run: [decoder.turn(run).clone()]), decoder.seconds, place.rounds)
 
 
-def launches(place: BenchDevice, case: StepCase, batches: int = BATCHES) -> Cells:
+def launches(place: Target, case: StepCase, batches: int = BATCHES) -> Cells:
     """CPU time of one layer's append and attention, from the call to the last launch."""
     decoder = Decoder(case._replace(layers=1), place)
     rope, width = decoder.model.layers[0].rope, case.width // case.heads
@@ -161,7 +161,7 @@ def launches(place: BenchDevice, case: StepCase, batches: int = BATCHES) -> Cell
         return in_turns(actions, partial(host_seconds, synchronize=place.synchronize), batches)
 
 
-def forms(place: BenchDevice, case: LatentLayer) -> Cells:
+def forms(place: Target, case: LatentLayer) -> Cells:
     """One token through an MLA layer that attends over its latents, and through one that expands them again."""
     layers = {form: case.layer(place, form, place.backend) for form in ("absorbed", "expanded")}
     layers["torch"] = case.layer(place, "absorbed", "torch")
@@ -178,7 +178,7 @@ def forms(place: BenchDevice, case: LatentLayer) -> Cells:
         return compare_calls(place, makers, captured=4, ours=("absorbed", "expanded"), checks=("torch",))
 
 
-def _append_random(place: BenchDevice, kv, rope: Rope) -> None:
+def _append_random(place: Target, kv, rope: Rope) -> None:
     """Fill this step's slots, rotated as a layer with this rope does."""
     layout, rows = kv.layout, kv.positions.shape
     sizes = ((layout.dim,), (layout.tail,)) if layout.is_latent else ((layout.heads, layout.dim),) * 2
@@ -186,5 +186,5 @@ def _append_random(place: BenchDevice, kv, rope: Rope) -> None:
     kv.append(*keys, angles=rope.angles(kv.positions))
 
 
-def _random(place: BenchDevice, dtype: torch.dtype, *size: int) -> Tensor:
+def _random(place: Target, dtype: torch.dtype, *size: int) -> Tensor:
     return torch.randn(*size, device=place.device, dtype=dtype)

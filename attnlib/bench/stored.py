@@ -13,7 +13,7 @@ from .. import CAUSAL, FULL, KVCache, KVLayout, KVView, cached_attention
 from .cases import Case
 from .implementations import implementation
 from .peers import flashinfer
-from .place import BenchDevice
+from .place import Target
 
 PAGE = 64  # tokens, where nothing else is said
 READ = 16 << 30  # bytes that the calls of one graph read together
@@ -117,13 +117,13 @@ def copied(case: Decoding, keys: Sequence[Tensor]) -> KVView:
     return stored(case, repeated)
 
 
-def ours(place: BenchDevice, q: Tensor, fill: Callable[[], KVView]) -> Callable[[], Tensor]:
+def ours(place: Target, q: Tensor, fill: Callable[[], KVView]) -> Callable[[], Tensor]:
     """Attention over the view that ``fill`` gives."""
     view = fill()
     return lambda: cached_attention(q, view, mask=CAUSAL, backend=place.backend)
 
 
-def peer(place: BenchDevice, name: str, case: Decoding, q: Tensor, keys: Sequence[Tensor]) -> Callable[[], Tensor]:
+def peer(place: Target, name: str, case: Decoding, q: Tensor, keys: Sequence[Tensor]) -> Callable[[], Tensor]:
     """One of torch's attentions over plain tensors, heads before tokens; FlashInfer; or of latents the definition."""
     if name == "definition":
         return by_definition(q, *keys)

@@ -18,20 +18,20 @@ from . import cases, cpu, decode, memory, parallel, speed, steps, stored
 from .compare import Failure, attempt
 from .implementations import PEERS
 from .peers import versions
-from .place import BenchDevice
+from .place import Target
 from .plots import draw
-from .report import BenchTable, Report, TableRow, markdown
+from .report import Line, Report, Table, markdown
 
 
 class TableEntry(NamedTuple):
     """A table, and what fills it; neighbours that one function fills are filled together."""
 
-    fill: Callable[[BenchDevice, Sequence[BenchTable]], speed.Rows]
-    table: BenchTable
+    fill: Callable[[Target, Sequence[Table]], speed.Rows]
+    table: Table
 
 
 def _table(fill: Callable, name: str, title: str, unit: str = "us", **options: object) -> TableEntry:
-    return TableEntry(fill, BenchTable(name, title, unit, **options))
+    return TableEntry(fill, Table(name, title, unit, **options))
 
 
 TRAINING = partial(speed.rows, work=cases.TRAINING, peers=(*PEERS, "FA4"))
@@ -107,7 +107,7 @@ def listing(entries: Sequence[TableEntry]) -> str:
     return "\n".join(f"  {table.name:17} {table.title}, {table.unit}" for _, table in entries)
 
 
-def run(place: BenchDevice, entries: Sequence[TableEntry], folder: Path, command: str) -> int:
+def run(place: Target, entries: Sequence[TableEntry], folder: Path, command: str) -> int:
     """Fill the tables and write them into ``folder``; returns 1 if ours failed anywhere, else 0."""
     torch.manual_seed(0)
     start = time.perf_counter()
@@ -122,7 +122,7 @@ def run(place: BenchDevice, entries: Sequence[TableEntry], folder: Path, command
         ended = attempt(_fill, report, place, fill, tables)
         for table in tables:
             if isinstance(ended, Failure):
-                report.add(table, TableRow("the rest", {"ours": ended}))
+                report.add(table, Line("the rest", {"ours": ended}))
             print(f"\n{markdown(table, report.tables[table], report.facts)}", flush=True)
             if table.growing:
                 _draw(report, table)
@@ -131,12 +131,12 @@ def run(place: BenchDevice, entries: Sequence[TableEntry], folder: Path, command
     return int(bool(failed))
 
 
-def _fill(report: Report, place: BenchDevice, fill: Callable, tables: Sequence[BenchTable]) -> None:
+def _fill(report: Report, place: Target, fill: Callable, tables: Sequence[Table]) -> None:
     for table, row in fill(place, tables):
         report.add(table, row)
 
 
-def _draw(report: Report, table: BenchTable) -> None:
+def _draw(report: Report, table: Table) -> None:
     if find_spec("matplotlib") is None:
         report.say("no pictures without matplotlib: pip install 'attnlib[demo]'")
         return
@@ -146,7 +146,7 @@ def _draw(report: Report, table: BenchTable) -> None:
         report.say(f"no picture of {table.name}: {drawn}")
 
 
-def facts(place: BenchDevice, command: str) -> dict[str, str]:
+def facts(place: Target, command: str) -> dict[str, str]:
     """The command, what it ran on, and when."""
     found = {"command": command, "device": f"{platform.machine()}, {torch.get_num_threads()} threads"}
     if place.device == "cuda":

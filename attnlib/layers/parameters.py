@@ -1,4 +1,4 @@
-"""What parameters and slopes a layer has, how they are initialised, and what a layer prints of itself."""
+"""Parameters of layers: head counts, slopes, initialisation, and the text that a layer prints."""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,7 +8,7 @@ from ..internal.checks import check_count
 from ..scores import Score
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# What a layer prints if it is not as by default; a scale there always is.
+# Options that a layer prints if they differ from the default. The scale is left out: it is always set.
 OPTIONS = (*Score._fields[1:], "score", "temperature", "dropout_p", "context_parallel", "backend")
 
 

@@ -1,4 +1,4 @@
-"""How published models reach longer contexts: rules that scale rope, and a temperature. Rope does the arithmetic."""
+"""Published rules that scale rope for longer contexts, and a temperature for scores. Rope does the arithmetic."""
 
 import math
 from collections.abc import Mapping

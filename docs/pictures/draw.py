@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from attnlib.bench import plots
 from attnlib.bench.compare import Failure
-from attnlib.bench.report import BenchTable, TableRow
+from attnlib.bench.report import Line, Table
 from attnlib.bench.tables import GPU
 
 DOCS = Path(__file__).parents[1]
@@ -23,8 +23,8 @@ TABLES = {entry.table.name: entry.table for entry in GPU}
 class Picture(NamedTuple):
     """A table of the page, its rows, and what the page says they were measured on."""
 
-    table: BenchTable
-    rows: list[TableRow]
+    table: Table
+    rows: list[Line]
     where: str
 
 
@@ -40,15 +40,13 @@ def pictures(page: str) -> list[Picture]:
     ]
 
 
-def _rows(above: str, table: BenchTable) -> list[TableRow]:
+def _rows(above: str, table: Table) -> list[Line]:
     """The last table of the text; the ratios in its brackets are left out."""
     block = re.findall(r"(?:^\|.*\|\n)+", above, re.MULTILINE)[-1].splitlines()
     (unit, *columns), _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in block)
     if unit != table.unit:
         raise ValueError(f"{table.name}: expected a table in {table.unit} above the picture, got {unit}")
-    return [
-        TableRow(name, dict(zip(columns, map(_value, cells), strict=True)), _tokens(name)) for name, *cells in lines
-    ]
+    return [Line(name, dict(zip(columns, map(_value, cells), strict=True)), _tokens(name)) for name, *cells in lines]
 
 
 def _value(cell: str) -> float | Failure:

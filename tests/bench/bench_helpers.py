@@ -4,10 +4,10 @@ import torch
 
 from attnlib import CAUSAL, Mask
 from attnlib.bench.cases import Case, plain
-from attnlib.bench.place import BenchDevice
+from attnlib.bench.place import Target
 
 
-def place(seconds=None, *, backend: str = "torch", peak=None) -> BenchDevice:
+def place(seconds=None, *, backend: str = "torch", peak=None) -> Target:
     """A CPU where each call runs once and takes ``seconds(call)``; a captured one is called once for all."""
 
     def clock(call) -> float:
@@ -21,7 +21,7 @@ def place(seconds=None, *, backend: str = "torch", peak=None) -> BenchDevice:
     def capture(call, calls):
         return call
 
-    return BenchDevice("cpu", backend, seconds or clock, peak or count, capture)
+    return Target("cpu", backend, seconds or clock, peak or count, capture)
 
 
 def tiny(tokens: int = 24, mask: Mask = CAUSAL, *, batch: int = 1, kv_heads: int = 4, **changes) -> Case:

@@ -13,7 +13,7 @@ from attnlib.bench import speed
 from attnlib.bench.cases import packed
 from attnlib.bench.compare import Failure, agreeing, attempt, compare_calls, in_turns
 from attnlib.bench.implementations import Implementation, implementation
-from attnlib.bench.speed import Column, TimedRun, compare, line_up, same_case
+from attnlib.bench.speed import Column, Run, compare, line_up, same_case
 
 WHATS = ("inference", "forward", "backward", "both")
 
@@ -39,7 +39,7 @@ def test_flex_computes_each_mask(mask):
 def test_packed_implementations_agree():
     case = packed(7, 1, 12)._replace(dtype=torch.float32)
     ready = line_up(place(), same_case(case, ("ours", "by sequence")))
-    assert {name: type(run) for name, run in ready.items()} == {"ours": TimedRun, "by sequence": TimedRun}
+    assert {name: type(run) for name, run in ready.items()} == {"ours": Run, "by sequence": Run}
 
 
 def test_an_unknown_implementation_is_named():
@@ -72,7 +72,7 @@ def test_who_computes_something_else_is_not_timed(monkeypatch, twist):
     taken = compare(place(), three, ["backward"])["backward"]
     assert taken["other"].startswith("differs from one by")
     assert taken["one"] == taken["two"] == 1e-3
-    assert [name for name, run in line_up(place(), three).items() if isinstance(run, TimedRun)] == ["one", "two"]
+    assert [name for name, run in line_up(place(), three).items() if isinstance(run, Run)] == ["one", "two"]
 
 
 def test_nobody_is_timed_without_agreement(monkeypatch):

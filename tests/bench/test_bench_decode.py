@@ -11,7 +11,7 @@ from bench_helpers import place
 from attnlib import CAUSAL, KVLayout, MultiHeadLatentAttention, attention, cached_attention
 from attnlib.bench import decode, steps, stored, tables
 from attnlib.bench.compare import Failure
-from attnlib.bench.report import BenchTable, TableRow, markdown
+from attnlib.bench.report import Line, Table, markdown
 
 TABLES = {table.name: table for _, table in tables.GPU}
 GROUPED = KVLayout.grouped(2, 16, dtype=torch.float32)
@@ -21,7 +21,7 @@ MLA = stored.Decoding("mla", 3, 4, 40, LATENT)
 STEPS = steps.StepCase("2 x 9", 2, 9, layers=2, width=64, heads=4, kv_heads=2, dtype=torch.float32)
 LAYER = steps.LatentLayer("layer", 2, 40, 32, 4, 16, rank=16, head=8, rope=8, dtype=torch.float32)
 FACTS = {"command": "bench", "device": "a device"}
-SEVERAL = BenchTable("several", "Several", "us", ours=2)
+SEVERAL = Table("several", "Several", "us", ours=2)
 
 
 def named(name):
@@ -199,15 +199,15 @@ def test_forms_that_differ_are_not_timed(monkeypatch):
 
 
 def test_several_columns_of_ours_are_held_against_the_best_other():
-    row = TableRow("one", {"a": 2.0, "b": 4.0, "slow": 9.0, "quick": 3.0, "lost": Failure("OOM")})
+    row = Line("one", {"a": 2.0, "b": 4.0, "slow": 9.0, "quick": 3.0, "lost": Failure("OOM")})
     assert "| one | 2 (1.50x) | 4 (0.75x) | 9 | 3 | OOM |" in markdown(SEVERAL, [row], FACTS)
     rate = SEVERAL._replace(unit="GB/s")
     assert "| one | 2 (0.22x) | 4 (0.44x) | 9 | 3 | OOM |" in markdown(rate, [row], FACTS)
-    assert "| one | 2 | 4 |" in markdown(SEVERAL, [TableRow("one", {"a": 2.0, "b": 4.0})], FACTS)
+    assert "| one | 2 | 4 |" in markdown(SEVERAL, [Line("one", {"a": 2.0, "b": 4.0})], FACTS)
 
 
 def test_any_column_of_ours_that_fails_counts():
-    row = TableRow("one", {"a": 1.0, "b": Failure("OOM"), "peer": 1.0})
+    row = Line("one", {"a": 1.0, "b": Failure("OOM"), "peer": 1.0})
     assert SEVERAL.failed(row)
     assert not SEVERAL._replace(ours=1).failed(row)
     assert not SEVERAL.failed(row._replace(cells={"a": 1.0, "b": 1.0, "peer": Failure("OOM")}))

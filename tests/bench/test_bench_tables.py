@@ -15,16 +15,16 @@ from attnlib.bench import command, cpu, memory, plots, speed, tables
 from attnlib.bench.cases import packed
 from attnlib.bench.compare import Failure
 from attnlib.bench.place import gpu_seconds, host_seconds
-from attnlib.bench.report import BenchTable, Report, TableRow, digits, line, markdown
+from attnlib.bench.report import Line, Report, Table, digits, line, markdown
 from attnlib.bench.steps import StepCase
 
 PNG = b"\x89PNG\r\n\x1a\n"
 FACTS = {"command": "python -m attnlib bench --gpu", "device": "a device", "date": "2026-01-01"}
 TABLES = {entry.table.name: entry.table for entry in (*tables.GPU, *tables.CPU)}
-SPEEDS = BenchTable("speeds", "Speeds", "TFLOP/s", "forward")
+SPEEDS = Table("speeds", "Speeds", "TFLOP/s", "forward")
 ROWS = (
-    TableRow("one", {"ours": 400.0, "peer": 500.0, "lost": Failure("OOM")}, 1024),
-    TableRow("two", {"ours": 90.0, "peer": 30.0, "lost": 9.0}, 2048),
+    Line("one", {"ours": 400.0, "peer": 500.0, "lost": Failure("OOM")}, 1024),
+    Line("two", {"ours": 90.0, "peer": 30.0, "lost": 9.0}, 2048),
 )
 
 
@@ -163,12 +163,12 @@ def test_a_table_in_markdown():
 
 
 def test_less_time_is_a_lead():
-    text = line(SPEEDS._replace(unit="ms"), TableRow("one", {"ours": 2.0, "peer": 3.0}))
+    text = line(SPEEDS._replace(unit="ms"), Line("one", {"ours": 2.0, "peer": 3.0}))
     assert text == "speeds, one: ours 2, peer 3 (1.50x) [ms]"
 
 
 def test_rows_may_have_different_columns():
-    rows = [TableRow("one", {"ours": 1.0}), TableRow("two", {"ours": 1.0, "late": 2.0})]
+    rows = [Line("one", {"ours": 1.0}), Line("two", {"ours": 1.0, "late": 2.0})]
     assert "| one | 1 |  |\n| two | 1 | 2 (0.50x) |" in markdown(SPEEDS, rows, FACTS)
 
 
@@ -207,11 +207,11 @@ def fill(where, wanted):
 
 
 def broken(where, wanted):
-    yield wanted[0], TableRow("first", {"ours": 1.0})
+    yield wanted[0], Line("first", {"ours": 1.0})
     raise RuntimeError("lost the device")
 
 
-BROKEN = tables.TableEntry(broken, BenchTable("broken", "Broken", "ms"))
+BROKEN = tables.TableEntry(broken, Table("broken", "Broken", "ms"))
 SMALL = tuple(tables.TableEntry(fill, table) for table in named("growing", "growing-training"))
 
 

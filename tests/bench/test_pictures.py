@@ -8,12 +8,12 @@ from bench_helpers import place, tiny
 
 from attnlib.bench import plots, speed, tables
 from attnlib.bench.compare import Failure
-from attnlib.bench.report import BenchTable, TableRow
+from attnlib.bench.report import Line, Table
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = runpy.run_path(str(DOCS / "pictures" / "draw.py"))
-GROWING = BenchTable("growing", "Growing", "MiB", growing=True)
-ROWS = [TableRow("1k", {"ours": 8.0, "peer": Failure("OOM"), "must be held": 8.0}, 1024)]
+GROWING = Table("growing", "Growing", "MiB", growing=True)
+ROWS = [Line("1k", {"ours": 8.0, "peer": Failure("OOM"), "must be held": 8.0}, 1024)]
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_a_picture_of_the_page_is_drawn_from_the_table_above_it():
     assert picture.where == "attnlib on a chip"
     assert picture.table.name == "memory"
     assert picture.rows == [
-        TableRow("512", {"ours": 16.2, "eager": 140.0}, 512),
-        TableRow("1k", {"ours": 32.0, "eager": Failure("OOM")}, 1024),
+        Line("512", {"ours": 16.2, "eager": 140.0}, 512),
+        Line("1k", {"ours": 32.0, "eager": Failure("OOM")}, 1024),
     ]
 
 

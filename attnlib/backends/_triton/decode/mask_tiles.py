@@ -7,8 +7,10 @@ from .shapes import DecodeShapes
 
 
 class OverCache:
-    """How tiles are told apart for a call over a cache: ``launch`` makes so many ``states`` of a byte, and kernels,
-    which are launched with ``arguments`` besides, write so many ``runs`` at most, an int32 each.
+    """The buffers and the launch for a mask function over a cache.
+
+    ``launch`` writes ``states`` bytes, one per tile. Kernels take ``arguments`` in addition and write at most ``runs``
+    int32 numbers.
     """
 
     def __init__(self, x: DecodeShapes):

@@ -98,7 +98,7 @@ def functions(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
 
 
 def derivatives(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
-    """What kernels inline of the derivative of a score's function; None without."""
+    """Return the device functions for the derivative of a score function, or None for each if there is none."""
     program = None if a.score_program is None else Program(a.score_program)
     if program is None:
         return {"DERIVATIVE": None, "GRADIENTS": None}

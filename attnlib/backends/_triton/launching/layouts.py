@@ -20,12 +20,12 @@ class Layout(NamedTuple):
 
     @property
     def is_in_lines(self) -> bool:
-        """Whether every row of heads begins at a multiple of 16 bytes of the tensor, which descriptors need."""
+        """True if every row of heads begins at a multiple of 16 bytes of the tensor, as descriptors need."""
         return all(n > 0 and n * self.dtype.itemsize % 16 == 0 for n in self.strides[:-1]) and 0 not in self.shape
 
 
 class Key(NamedTuple):
-    """What decides the launches of a call: its arguments, with layouts in place of tensors, and the device."""
+    """The cache key of a plan: the arguments of a call, with layouts in place of tensors, and the device."""
 
     device: torch.device
     tf32: bool
@@ -46,7 +46,7 @@ def layout(x: Tensor | None) -> tuple | None:
 
 
 def aligned(*tensors: Tensor | None) -> bool:
-    """Whether all that are there begin at multiples of 16 bytes."""
+    """True if every tensor that is not None begins at a multiple of 16 bytes."""
     bits = 0
     for x in tensors:
         bits |= 0 if x is None else x.data_ptr()
@@ -54,9 +54,9 @@ def aligned(*tensors: Tensor | None) -> bool:
 
 
 def key_of(a: OperatorArguments, first: Tensor, *others: Tensor | None) -> Key:
-    """What decides the launches of a call with these arguments, of which descriptors may load some."""
+    """Return the key of a call; descriptors may load the tensors given beside the arguments."""
     tf32 = first.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    # What functions of indices read decides nothing.
+    # Tensors that functions of indices capture do not change the plan.
     layouts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None if type(x) is list else x for x in a]
     return Key(first.device, tf32, aligned(first, *others), a._make(layouts))
 
@@ -79,17 +79,17 @@ def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
 
 
 def is_plain(a: Arguments) -> bool:
-    """Whether scores have no options and no dropout."""
+    """True if scores have no options and no dropout."""
     return a.softcap is None and not has_slopes(a) and a.dropout_p == 0
 
 
 def has_slopes(a: Arguments) -> bool:
-    """Whether scores fall with distance."""
+    """True if the call has ALiBi slopes."""
     return a.alibi_slopes is not None
 
 
 def hides_nothing(a: Arguments) -> bool:
-    """Whether every query sees every key, but for what functions hide."""
+    """True if every query sees every key, apart from keys that a mask function hides."""
     return a.left is a.right is a.key_starts is a.key_ends is None
 
 

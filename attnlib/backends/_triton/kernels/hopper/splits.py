@@ -124,7 +124,7 @@ def raised(m_i, highest):
 
 
 class Results(NamedTuple):
-    """Where out and the LSE go, or splits of them, of so many lines."""
+    """Pointers and strides of the output and the LSE, and of partial results of splits, which have ``lines`` rows."""
 
     out_ptr: gl.tensor
     lse_ptr: gl.tensor

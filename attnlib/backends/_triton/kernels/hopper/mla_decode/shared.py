@@ -1,4 +1,4 @@
-"""What a program decodes: rows of queries over a split of a sequence, in tiles of 64 tokens of a latent cache."""
+"""Shared by the MLA decode kernels: tiles of 64 tokens of a latent cache, queries, scores and softmax."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
