@@ -44,8 +44,11 @@ from .tracing.trace import FIRST_QUERY, TraceError
 
 __version__ = "0.1.0"
 
-# For selective activation checkpointing: outputs that are linear in tokens to keep, and quadratic to compute again.
-SAVE_OPS = tuple(getattr(torch.ops.attnlib, f"{name}_forward").default for name in ("torch", "triton", "triton_plain"))
+# For selective activation checkpointing: outputs that are linear in tokens to keep, and quadratic to compute
+# again.
+SAVE_OPS = tuple(
+    getattr(torch.ops.attnlib, f"{name}_forward").default for name in ("torch", "triton", "triton_plain")
+)
 
 __all__ = [
     "CAUSAL",

@@ -14,7 +14,9 @@ READER_GONE = 141  # what a shell says of a program that SIGPIPE ended
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line and run one command; returns the exit code, 141 if nobody reads the output any more."""
+    """Parse the command line and run one command; returns the exit code, 141 if nobody reads the output any
+    more.
+    """
     try:
         try:
             return _run(argv)
@@ -33,19 +35,25 @@ def _run(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m attnlib", description=__doc__)
     parser.add_argument("--version", action="version", version=f"attnlib {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    counting = commands.add_parser("sizes", help="cache bytes, parameters, FLOPs and traffic of a model's variants")
+    counting = commands.add_parser(
+        "sizes", help="cache bytes, parameters, FLOPs and traffic of a model's variants"
+    )
     sizes.add_arguments(counting)
     counting.set_defaults(run=sizes.run)
     converting = commands.add_parser("convert", help="a checkpoint folder into one with a smaller KV cache")
     convert.add_arguments(converting)
     converting.set_defaults(run=convert.run)
-    healing = commands.add_parser("finetune", help="a converted checkpoint folder back to the quality of the original")
+    healing = commands.add_parser(
+        "finetune", help="a converted checkpoint folder back to the quality of the original"
+    )
     finetune.add_arguments(healing)
     healing.set_defaults(run=finetune.run)
     timing = commands.add_parser("bench", help="time attnlib against torch on this machine")
     bench.add_arguments(timing)
     timing.set_defaults(run=bench.run)
-    looking = commands.add_parser("doctor", help="versions, devices, which backend runs here and why, safety of caches")
+    looking = commands.add_parser(
+        "doctor", help="versions, devices, which backend runs here and why, safety of caches"
+    )
     doctor.add_arguments(looking)
     looking.set_defaults(run=doctor.run)
     arguments = parser.parse_args(argv)

@@ -1,4 +1,6 @@
-"""``python -m attnlib doctor``: what this machine has, which backend runs here and why, and whether caches are safe."""
+"""``python -m attnlib doctor``: what this machine has, which backend runs here and why, and whether caches
+are safe.
+"""
 
 import argparse
 import getpass
@@ -23,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(_arguments: argparse.Namespace) -> int:
-    """Print it all; returns 1 where somebody else could put code into a cache that this user's programs load."""
+    """Print it all; returns 1 where somebody else could put code into a cache that this user's programs
+    load.
+    """
     print(f"Python {sys.version.split()[0]}, {', '.join(f'{name} {_version(name)}' for name in PACKAGES)}")
     print("\n".join(_devices()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,7 +64,9 @@ def _devices() -> Iterator[str]:
 
 def _warnings(explanations: Iterable[Explanation]) -> Iterator[str]:
     """A line for each Hopper GPU that runs without its fast paths."""
-    failures = dict.fromkeys(failure for x in explanations if x.spec.arch == 90 for failure in x.failures or ())
+    failures = dict.fromkeys(
+        failure for x in explanations if x.spec.arch == 90 for failure in x.failures or ()
+    )
     if failures:
         yield f"warning: this GPU could be faster; fast paths that are off, each named above: {len(failures)}"
 
@@ -89,11 +95,16 @@ def cache_folders() -> list[Path]:
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     triton = os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache"
     inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return [Path(triton), Path(inductor or Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")]
+    return [
+        Path(triton),
+        Path(inductor or Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"),
+    ]
 
 
 def unsafe(path: Path) -> str:
-    """Why somebody else could put files into a folder, or put another folder in its place; nothing if nobody can."""
+    """Why somebody else could put files into a folder, or put another folder in its place; nothing if nobody
+    can.
+    """
     if not hasattr(os, "getuid"):
         return ""
     trusted, named, real = {0, os.getuid()}, path.absolute(), path.resolve()  # which differ by links

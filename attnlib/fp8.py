@@ -17,7 +17,9 @@ LOW = 0xFFFFFFFF
 
 
 class Descales(NamedTuple):
-    """What e4m3 inputs are multiplied by, fp32: ``q_descale`` ``[b, h]``, the others ``[b, g]``; None over a cache."""
+    """What e4m3 inputs are multiplied by, fp32: ``q_descale`` ``[b, h]``, the others ``[b, g]``; None over a
+    cache.
+    """
 
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
@@ -41,20 +43,27 @@ def descales_of(q: Tensor | None, k: Tensor | None = None, v: Tensor | None = No
     return None if q is k is v is None else Descales(q, k, v)
 
 
-def check_descales(descales: Descales | None, dtype: torch.dtype, sizes: dict[str, int], *, over_view: bool) -> None:
-    """Raise TypeError or ValueError unless all descales are there that inputs of this dtype need, and no other.
+def check_descales(
+    descales: Descales | None, dtype: torch.dtype, sizes: dict[str, int], *, over_view: bool
+) -> None:
+    """Raise TypeError or ValueError unless all descales are there that inputs of this dtype need, and no
+    other.
 
     ``sizes`` have the call's b, h and g.
     """
     needed = () if dtype != E4M3 else ("q_descale",) if over_view else Descales._fields
     for name, x in (descales or Descales())._asdict().items():
         if name not in needed and x is not None:
-            raise TypeError(f"{name}: expected None with {dtype} inputs, since it scales {E4M3}; see quantize_fp8()")
+            raise TypeError(
+                f"{name}: expected None with {dtype} inputs, since it scales {E4M3}; see quantize_fp8()"
+            )
         if name not in needed:
             continue
         if not is_strided(x) or x.dtype != torch.float32:
             got = x.dtype if isinstance(x, Tensor) else None if x is None else type(x).__name__
-            raise TypeError(f"{name}: expected an fp32 tensor with {dtype} inputs, got {got}; see quantize_fp8()")
+            raise TypeError(
+                f"{name}: expected an fp32 tensor with {dtype} inputs, got {got}; see quantize_fp8()"
+            )
         bind((name, x, "bh" if name == "q_descale" else "bg"), known=sizes)
 
 
@@ -68,13 +77,15 @@ def quantize_fp8(
     cu_seqlens_k: Tensor | None = None,
     incoherent: bool = False,
 ) -> Fp8Inputs:
-    """q ``[b, s, h, d]``, k ``[b, t, g, d]`` and v ``[b, t, g, e]`` in e4m3, each sequence and head with a scale.
+    """q ``[b, s, h, d]``, k ``[b, t, g, d]`` and v ``[b, t, g, e]`` in e4m3, each sequence and head with a
+    scale.
 
-    The largest number of a head becomes 448, the largest of e4m3; what is not finite becomes NaN and moves no scale.
-    With offsets, q, k and v are packed. ``incoherent`` turns q and k by one orthogonal matrix, which leaves every q·k
-    as it is and spreads an outlier over all channels, so that it takes less of the others' bits: random signs, the same
-    in every call, then Hadamard's matrix of each power of two that ``d`` is a sum of ("incoherent processing"; Shah et
-    al., 2024, arXiv 2407.08608; Chee et al., 2023, arXiv 2307.13304).
+    The largest number of a head becomes 448, the largest of e4m3; what is not finite becomes NaN and moves no
+    scale. With offsets, q, k and v are packed. ``incoherent`` turns q and k by one orthogonal matrix, which
+    leaves every q·k as it is and spreads an outlier over all channels, so that it takes less of the others'
+    bits: random signs, the same in every call, then Hadamard's matrix of each power of two that ``d`` is a
+    sum of ("incoherent processing"; Shah et al., 2024, arXiv 2407.08608; Chee et al., 2023, arXiv
+    2307.13304).
 
     Raises:
         ValueError, TypeError: shapes and dtypes that do not fit.
@@ -97,7 +108,9 @@ def quantize_fp8(
 
 
 def per_token(scale: Tensor, tokens: int, cu_seqlens: Tensor | None) -> Tensor:
-    """A scale ``[b, h]`` as a factor of ``[b, t, h, d]``, or of packed ``[t, h, d]``: 1 behind the last offset."""
+    """A scale ``[b, h]`` as a factor of ``[b, t, h, d]``, or of packed ``[t, h, d]``: 1 behind the last
+    offset.
+    """
     if cu_seqlens is None:
         return scale[:, None, :, None]
     return torch.cat((scale, scale.new_ones(1, scale.shape[1])))[_owners(tokens, cu_seqlens)][..., None]
@@ -139,7 +152,9 @@ def _hadamard(n: int, device: torch.device) -> Tensor:
 
 
 def _signs(d: int, device: torch.device) -> Tensor:
-    """Ones and minus ones by a hash of the channel, made where they are needed: nothing waits, nothing is stored."""
+    """Ones and minus ones by a hash of the channel, made where they are needed: nothing waits, nothing is
+    stored.
+    """
     x = torch.arange(1, d + 1, device=device)
     for factor in (0x7FEB352D, 0x846CA68B):
         x = ((x ^ x >> 16) * factor) & LOW

@@ -49,17 +49,19 @@ def attention(
     v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Softmax attention of q ``[b, s, h, d]`` over k ``[b, t, g, d]`` and v ``[b, t, g, e]``, giving ``[b, s, h, e]``.
+    """Softmax attention of q ``[b, s, h, d]`` over k ``[b, t, g, d]`` and v ``[b, t, g, e]``, giving ``[b, s,
+    h, e]``.
 
-    Query head ``i`` reads KV head ``i // (h / g)``; K and V are never copied for it. The queries are the last ``s`` of
-    the ``t`` keys. The score of a visible pair is ``softcap * tanh(scale * q·k / softcap)`` (without softcap
-    ``scale * q·k``) minus ``slope * |i - j|``, and then what ``score``, of :func:`score_mod`, makes of it. ``scale``
-    defaults to ``d ** -0.5``. ``alibi_slopes`` are ``[h]`` or ``[b, h]``. ``sinks`` ``[h]`` are logits without a value,
-    which nothing changes. ``key_starts`` and ``key_ends`` int32 ``[b]`` hide keys outside ``[start, end)`` and move
-    nothing else. A query that sees no key gives 0, with zero gradients. Dropout keeps what Philox bits of
-    (``dropout_seed``, sequence, head, i, j) say; ``dropout_seed`` int64 ``[1]`` is drawn when None. q, k and v in
-    float8_e4m3fn, as of :func:`quantize_fp8`, come with factors above 0 in fp32: ``q_descale`` ``[b, h]``,
-    ``k_descale`` and ``v_descale`` ``[b, g]``. They give bf16, and have no backward.
+    Query head ``i`` reads KV head ``i // (h / g)``; K and V are never copied for it. The queries are the last
+    ``s`` of the ``t`` keys. The score of a visible pair is ``softcap * tanh(scale * q·k / softcap)`` (without
+    softcap ``scale * q·k``) minus ``slope * |i - j|``, and then what ``score``, of :func:`score_mod`, makes
+    of it. ``scale`` defaults to ``d ** -0.5``. ``alibi_slopes`` are ``[h]`` or ``[b, h]``. ``sinks`` ``[h]``
+    are logits without a value, which nothing changes. ``key_starts`` and ``key_ends`` int32 ``[b]`` hide keys
+    outside ``[start, end)`` and move nothing else. A query that sees no key gives 0, with zero gradients.
+    Dropout keeps what Philox bits of (``dropout_seed``, sequence, head, i, j) say; ``dropout_seed`` int64
+    ``[1]`` is drawn when None. q, k and v in float8_e4m3fn, as of :func:`quantize_fp8`, come with factors
+    above 0 in fp32: ``q_descale`` ``[b, h]``, ``k_descale`` and ``v_descale`` ``[b, g]``. They give bf16, and
+    have no backward.
 
     Raises:
         ValueError: shapes or values that do not fit; the message names the argument and the remedy.
@@ -99,11 +101,14 @@ def attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """:func:`attention` and its natural-log LSE ``[b, h, s]``, both differentiable.
 
-    The LSE is fp32 (fp64 for fp64 inputs), includes the sink, and is -inf where there is neither key nor sink.
+    The LSE is fp32 (fp64 for fp64 inputs), includes the sink, and is -inf where there is neither key nor
+    sink.
     """
     options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
     descales = descales_of(q_descale, k_descale, v_descale)
-    call = Call(q, mask, options, k, v, None, key_starts, key_ends, None, dropout, descales=descales, lse=True)
+    call = Call(
+        q, mask, options, k, v, None, key_starts, key_ends, None, dropout, descales=descales, lse=True
+    )
     return attend(hinted(call), backend)
 
 
@@ -130,10 +135,12 @@ def varlen_attention(
     v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """:func:`attention` within packed sequences: q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]`` give ``[s, h, e]``.
+    """:func:`attention` within packed sequences: q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]`` give ``[s,
+    h, e]``.
 
-    Sequence ``n`` owns rows ``cu_seqlens[n]:cu_seqlens[n + 1]`` (int32, ``[b + 1]``, from 0); rows after the last
-    offset give 0. The longest lengths are hints and may be too large. See :func:`attention` for the rest.
+    Sequence ``n`` owns rows ``cu_seqlens[n]:cu_seqlens[n + 1]`` (int32, ``[b + 1]``, from 0); rows after the
+    last offset give 0. The longest lengths are hints and may be too large. See :func:`attention` for the
+    rest.
     """
     options, dropout = Score(scale, softcap, alibi_slopes, sinks, score), Dropout(dropout_p, dropout_seed)
     descales = descales_of(q_descale, k_descale, v_descale)
@@ -187,18 +194,21 @@ def cached_attention(
     q_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Attention of q ``[b, s, h, d]``, or packed ``[t, h, d]``, over what a cache stores, giving ``[..., h, e]``.
+    """Attention of q ``[b, s, h, d]``, or packed ``[t, h, d]``, over what a cache stores, giving ``[..., h,
+    e]``.
 
-    The queries are the last ones of each sequence. For latent storage q is ``[latent | rope]``, and the value is the
-    latent. There is no backward. q may be float8_e4m3fn, with ``q_descale`` fp32 ``[b, h]``, a row for each sequence,
-    over a cache that stores float8_e4m3fn and computes in bf16.
+    The queries are the last ones of each sequence. For latent storage q is ``[latent | rope]``, and the value
+    is the latent. There is no backward. q may be float8_e4m3fn, with ``q_descale`` fp32 ``[b, h]``, a row for
+    each sequence, over a cache that stores float8_e4m3fn and computes in bf16.
 
     Raises:
-        NotImplementedError: a gradient is asked for.
-        ValueError: the mask reaches further left than a windowed layout keeps, or shapes that do not fit; with
+        NotImplementedError: a gradient is asked for. ValueError: the mask reaches further left than a
+        windowed layout keeps, or shapes that do not fit; with
             ``ATTNLIB_CHECK=1`` also lengths, pages or offsets that kernels would clamp.
     """
-    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks, score), q_descale), backend)[0]
+    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks, score), q_descale), backend)[
+        0
+    ]
 
 
 @kind
@@ -216,16 +226,19 @@ def cached_attention_with_lse(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`cached_attention` and its LSE, ``[b, h, s]`` or packed ``[h, t]``."""
-    return attend(_over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks, score), q_descale, lse=True), backend)
+    return attend(
+        _over(q, kv, mask, Score(scale, softcap, alibi_slopes, sinks, score), q_descale, lse=True), backend
+    )
 
 
 @kind
 def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """What ``call(*args, **kwargs)`` would run on and why, without running it; ``call`` is one of this module's six.
+    """What ``call(*args, **kwargs)`` would run on and why, without running it; ``call`` is one of this
+    module's six.
 
-    Or it is one of ``attnlib.parallel``, whose first call is told, and no other rank is asked. Or it is a layer: of
-    its forward all but attention runs, and what its first attention call would run on is told. A step's tokens are then
-    written to its cache, where the layer writes the same ones once it runs.
+    Or it is one of ``attnlib.parallel``, whose first call is told, and no other rank is asked. Or it is a
+    layer: of its forward all but attention runs, and what its first attention call would run on is told. A
+    step's tokens are then written to its cache, where the layer writes the same ones once it runs.
 
     >>> q = torch.randn(1, 9, 8, 64)
     >>> print(explain(attention, q, q, q, mask=CAUSAL))
@@ -248,7 +261,11 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return asked.told[0]
 
 
-def _over(q: Tensor, kv: KVView, mask: AnyMask, score: Score, q_descale: Tensor | None, *, lse: bool = False) -> Call:
+def _over(
+    q: Tensor, kv: KVView, mask: AnyMask, score: Score, q_descale: Tensor | None, *, lse: bool = False
+) -> Call:
     if not isinstance(kv, KVView):
-        raise TypeError(f"kv: expected the KVView that append() or view() of a cache returned, got {type(kv).__name__}")
+        raise TypeError(
+            f"kv: expected the KVView that append() or view() of a cache returned, got {type(kv).__name__}"
+        )
     return Call(q, mask, score, None, None, kv, descales=descales_of(q_descale), lse=lse)

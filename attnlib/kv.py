@@ -22,9 +22,9 @@ class KVLayout:
     """What one token stores in one layer of a cache; made by :meth:`grouped` or :meth:`latent`.
 
     ``tail`` is the width of the second plane of latent storage (the shared rotary key), 0 for grouped.
-    ``window`` counts the query itself; a paged cache drops pages that it cannot reach, but for those of the first
-    ``keep_first`` tokens. ``dtype`` is what is computed with. ``store`` keeps every plane but the tail in one byte a
-    value, with an fp32 scale per token and head.
+    ``window`` counts the query itself; a paged cache drops pages that it cannot reach, but for those of the
+    first ``keep_first`` tokens. ``dtype`` is what is computed with. ``store`` keeps every plane but the tail
+    in one byte a value, with an fp32 scale per token and head.
     """
 
     heads: int
@@ -52,10 +52,12 @@ class KVLayout:
         """K ``[heads, dim]`` and V ``[heads, value_dim]`` of each token.
 
         Raises:
-            ValueError: a size is not positive.
-            TypeError: a size is no int, ``store`` is neither int8 nor float8_e4m3fn, or ``dtype`` is none of the four.
+            ValueError: a size is not positive. TypeError: a size is no int, ``store`` is neither int8 nor
+            float8_e4m3fn, or ``dtype`` is none of the four.
         """
-        return cls(heads, dim, dim if value_dim is None else value_dim, 0, False, window, dtype, store, keep_first)
+        return cls(
+            heads, dim, dim if value_dim is None else value_dim, 0, False, window, dtype, store, keep_first
+        )
 
     @classmethod
     def latent(
@@ -68,7 +70,8 @@ class KVLayout:
         dtype: torch.dtype = torch.float32,
         store: torch.dtype | None = None,
     ) -> "KVLayout":
-        """One latent ``[1, rank]``, read as key and value both, and one rotary key ``[1, rope_dim]`` (may be 0).
+        """One latent ``[1, rank]``, read as key and value both, and one rotary key ``[1, rope_dim]`` (may be
+        0).
 
         Raises: as :meth:`grouped`.
         """
@@ -82,7 +85,9 @@ class KVLayout:
         if self.window is not None:
             check_count("window", self.window, least=1)
         elif self.keep_first:
-            raise ValueError(f"keep_first: expected 0 without a window, since all is kept then, got {self.keep_first}")
+            raise ValueError(
+                f"keep_first: expected 0 without a window, since all is kept then, got {self.keep_first}"
+            )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             raise TypeError(f"dtype: expected fp16, bf16, fp32 or fp64, got {self.dtype}")
         if self.store is not None and (not isinstance(self.store, torch.dtype) or self.store not in STORES):
@@ -90,7 +95,9 @@ class KVLayout:
 
     @property
     def window_class(self) -> int | tuple[int, int] | None:
-        """The window that layers have in common which share pages, and with it the first tokens that are kept."""
+        """The window that layers have in common which share pages, and with it the first tokens that are
+        kept.
+        """
         return (self.window, self.keep_first) if self.keep_first else self.window
 
     def check_reach(self, mask: AnyMask) -> None:
@@ -111,7 +118,9 @@ class KVLayout:
 
     @property
     def planes(self) -> dict[str, tuple[int, int, torch.dtype]]:
-        """Each stored plane as ``name -> (heads, width, dtype)``; a width of 0 (scales) means no last dimension."""
+        """Each stored plane as ``name -> (heads, width, dtype)``; a width of 0 (scales) means no last
+        dimension.
+        """
         main = self.store or self.dtype
         planes = {"k": (self.heads, self.dim, main)}
         if self.tail:
@@ -135,26 +144,26 @@ class KVLayout:
 class KVView:
     """The stored keys and values of a batch of sequences, as a kernel reads them.
 
-    Planes ``k``, ``k_tail`` and ``v`` are ``[pages, page_size, g, *]``; only their last dimension must be contiguous.
-    For latent storage ``g = 1``, ``v is k``, and a query is ``[latent | rope]``. ``table`` int32 ``[b, n]``
-    gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold garbage. Keys
-    ``[starts[b], lengths[b])`` are visible at most, and the queries are the last ones of ``lengths[b]``:
-    ``s`` each when dense, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` when packed. ``schedule`` says how a GPU divides
-    sequences into splits. A ``split_size`` above 0 fixes the size of every split, and splits are merged in their order,
-    so that bits do not depend on the batch.
+    Planes ``k``, ``k_tail`` and ``v`` are ``[pages, page_size, g, *]``; only their last dimension must be
+    contiguous. For latent storage ``g = 1``, ``v is k``, and a query is ``[latent | rope]``. ``table`` int32
+    ``[b, n]`` gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold
+    garbage. Keys ``[starts[b], lengths[b])`` are visible at most, and the queries are the last ones of
+    ``lengths[b]``: ``s`` each when dense, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` when packed. ``schedule``
+    says how a GPU divides sequences into splits. A ``split_size`` above 0 fixes the size of every split, and
+    splits are merged in their order, so that bits do not depend on the batch.
 
-    A view with shared prefixes has two more. ``shared`` holds the keys that neighbours share, a row for each group of
-    them, whose queries are those of its sequences, packed. ``own`` holds the keys that each sequence has for itself,
-    from a later start on. All shared keys come before all queries. ``replace`` forgets both.
+    A view with shared prefixes has two more. ``shared`` holds the keys that neighbours share, a row for each
+    group of them, whose queries are those of its sequences, packed. ``own`` holds the keys that each sequence
+    has for itself, from a later start on. All shared keys come before all queries. ``replace`` forgets both.
 
-    A view that ``ranks`` share counts the tokens of all of them, and its planes hold those of this rank: ``held`` says
-    which. ``replace`` forgets that, after which attention refuses the view.
+    A view that ``ranks`` share counts the tokens of all of them, and its planes hold those of this rank:
+    ``held`` says which. ``replace`` forgets that, after which attention refuses the view.
 
     A view equals itself alone. A cache makes its views without a ``check``, since its tensors fit.
 
     Raises:
-        TypeError: a plane, scale, table or length is no tensor of the dtype that the layout or the kernels ask for.
-        ValueError: its shape, strides or device are not those of the others.
+        TypeError: a plane, scale, table or length is no tensor of the dtype that the layout or the kernels
+        ask for. ValueError: its shape, strides or device are not those of the others.
     """
 
     layout: KVLayout
@@ -181,8 +190,14 @@ class KVView:
     def __post_init__(self, check: bool) -> None:
         if not check:
             return
-        if not isinstance(self.k, Tensor) or not isinstance(self.lengths, Tensor) or not isinstance(self.table, Tensor):
-            raise TypeError("k, lengths, table: expected tensors, as append() and view() of a cache give them")
+        if (
+            not isinstance(self.k, Tensor)
+            or not isinstance(self.lengths, Tensor)
+            or not isinstance(self.table, Tensor)
+        ):
+            raise TypeError(
+                "k, lengths, table: expected tensors, as append() and view() of a cache give them"
+            )
         (pages, *_), device, planes = self.k.shape or (0,), self.k.device, self.layout.planes
         if self.layout.is_latent and not (self.v is self.k and self.v_scale is self.k_scale):
             raise ValueError("v: expected k itself, and its scale, since a latent is key and value both")
@@ -204,14 +219,16 @@ class KVView:
     def check_contents(self, queries: int) -> None:
         """Raise ValueError for lengths, starts, pages or offsets that a kernel would have to clamp.
 
-        Lengths and starts have to fit the table, the pages of visible tokens the planes, and the offsets of a packed
-        call its ``queries``.
+        Lengths and starts have to fit the table, the pages of visible tokens the planes, and the offsets of a
+        packed call its ``queries``.
         """
         size, pages, capacity = self.page_size, self.k.shape[0], self.table.shape[1] * self.page_size
         table = self.table.tolist()
         for row, (start, length) in enumerate(zip(self.starts.tolist(), self.lengths.tolist(), strict=True)):
             if not 0 <= length <= capacity:
-                raise ValueError(f"lengths[{row}]: expected 0 to {capacity}, the capacity of its table, got {length}")
+                raise ValueError(
+                    f"lengths[{row}]: expected 0 to {capacity}, the capacity of its table, got {length}"
+                )
             if start < 0:
                 raise ValueError(f"starts[{row}]: expected 0 or more, got {start}")
             for index in range(start // size, -(-length // size)):
@@ -220,7 +237,9 @@ class KVView:
         if self.cu_seqlens_q is not None:
             offsets = self.cu_seqlens_q.tolist()
             if offsets[0] != 0 or sorted(offsets) != offsets or offsets[-1] > queries:
-                raise ValueError(f"cu_seqlens_q: expected offsets from 0 that grow to {queries} at most, got {offsets}")
+                raise ValueError(
+                    f"cu_seqlens_q: expected offsets from 0 that grow to {queries} at most, got {offsets}"
+                )
 
     def with_shared(self, shared: "KVView", own: "KVView") -> "KVView":
         """The same view, whose keys are those of ``shared`` and ``own``."""
@@ -250,8 +269,8 @@ class KVView:
 class Fresh(NamedTuple):
     """The keys and values of a step's own tokens, as they are stored, beside what was stored before the step.
 
-    ``k`` is ``[b, s, g, d]`` and ``v`` ``[b, s, g, e]``, or packed ``[t, g, *]``. Dense, ``starts`` says how many of a
-    sequence's tokens are left padding, int32 ``[b]``.
+    ``k`` is ``[b, s, g, d]`` and ``v`` ``[b, s, g, e]``, or packed ``[t, g, *]``. Dense, ``starts`` says how
+    many of a sequence's tokens are left padding, int32 ``[b]``.
     """
 
     k: Tensor
@@ -262,8 +281,9 @@ class Fresh(NamedTuple):
 class Held(NamedTuple):
     """What a rank has of a view that ranks share.
 
-    ``stored`` are its own tokens; None where no sequence had stored any. They count those of the step, unless these
-    are ``fresh``, which every rank has. ``is_single`` says that no sequence has more queries than its last token.
+    ``stored`` are its own tokens; None where no sequence had stored any. They count those of the step, unless
+    these are ``fresh``, which every rank has. ``is_single`` says that no sequence has more queries than its
+    last token.
     """
 
     stored: KVView | None
@@ -271,8 +291,12 @@ class Held(NamedTuple):
     fresh: Fresh | None = None
 
 
-def _check_stored(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise TypeError or ValueError unless ``x`` is such a plane or scale, whose channels lie side by side."""
+def _check_stored(
+    name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Raise TypeError or ValueError unless ``x`` is such a plane or scale, whose channels lie side by
+    side.
+    """
     if not isinstance(x, Tensor) or x.dtype != dtype:
         raise TypeError(f"{name}: expected a {dtype} tensor like the layout, got {came(x)}")
     if x.shape != shape:
@@ -289,7 +313,9 @@ def _check_numbers(name: str, x: Tensor, shape: tuple[int, ...], device: torch.d
     if not isinstance(x, Tensor) or x.dtype != torch.int32:
         raise TypeError(f"{name}: expected an int32 tensor, got {came(x)}; cast it with .int()")
     if x.shape != shape:
-        raise ValueError(f"{name}: expected {list(shape)}, a row for each of the lengths, got {tuple(x.shape)}")
+        raise ValueError(
+            f"{name}: expected {list(shape)}, a row for each of the lengths, got {tuple(x.shape)}"
+        )
     if x.stride(-1) != 1 and shape[-1] > 1:
         raise ValueError(f"{name}: expected a contiguous last dimension, got strides {x.stride()}")
     if x.device != device:

@@ -12,8 +12,8 @@ from .kv import DTYPES
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """The attention over two disjoint sets of keys from the attention over each.
 
-    Outputs are ``[b, s, h, e]`` with LSE ``[b, h, s]``, or packed ``[t, h, e]`` with ``[h, t]``. Associative, with
-    identity ``(0, -inf)``; differentiable; computes in fp32 (fp64 for fp64). An LSE of +inf gives NaN.
+    Outputs are ``[b, s, h, e]`` with LSE ``[b, h, s]``, or packed ``[t, h, e]`` with ``[h, t]``. Associative,
+    with identity ``(0, -inf)``; differentiable; computes in fp32 (fp64 for fp64). An LSE of +inf gives NaN.
 
     Raises:
         ValueError: the shapes or devices do not fit.
@@ -25,7 +25,9 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
             refuse_tensor(name, x)
         first, dtypes = states[n % 2], (torch.float32, torch.float64) if n % 2 else DTYPES
         if x.dtype not in dtypes or x.dtype != first[1].dtype:
-            raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, alike in both states, got {x.dtype}")
+            raise TypeError(
+                f"{name}: expected {' or '.join(map(str, dtypes))}, alike in both states, got {x.dtype}"
+            )
         if x.device != out_a.device:
             raise ValueError(f"{name}: expected device {out_a.device} like out_a, got {x.device}")
     dims = ("bshe", "bhs") if out_a.dim() == 4 else ("she", "hs")

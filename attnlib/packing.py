@@ -10,11 +10,13 @@ from .internal.signatures import kind
 
 @kind
 def bounds_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``key_starts`` and ``key_ends``, int32 ``[b]``, of a mask ``[b, t]`` that is not 0 where there are tokens.
+    """Return ``key_starts`` and ``key_ends``, int32 ``[b]``, of a mask ``[b, t]`` that is not 0 where there
+    are tokens.
 
-    They are the first token and what follows the last one, found on the mask's device; 0 and 0 where there are none.
-    Bounds cannot say that a token between them is hidden. Looking for one reads the mask from its device, so nobody
-    looks within torch.compile and while a CUDA graph is captured: there, whatever lies between counts as a token.
+    They are the first token and what follows the last one, found on the mask's device; 0 and 0 where there
+    are none. Bounds cannot say that a token between them is hidden. Looking for one reads the mask from its
+    device, so nobody looks within torch.compile and while a CUDA graph is captured: there, whatever lies
+    between counts as a token.
 
     Raises:
         TypeError: ``attention_mask`` is no tensor.
@@ -40,10 +42,11 @@ def bounds_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
 
 @kind
 def from_position_ids(position_ids: Tensor) -> tuple[Tensor, int]:
-    """``cu_seqlens`` int32 ``[n + 1]`` and the longest length of what rows of ``position_ids`` ``[b, s]`` hold.
+    """``cu_seqlens`` int32 ``[n + 1]`` and the longest length of what rows of ``position_ids`` ``[b, s]``
+    hold.
 
-    A sequence begins where a row does, and where a position is not one more than that before. x ``[b, s, m]`` goes with
-    them as ``x.flatten(0, 1)``; ``[s]`` is one row. The longest length is read from the device.
+    A sequence begins where a row does, and where a position is not one more than that before. x ``[b, s, m]``
+    goes with them as ``x.flatten(0, 1)``; ``[s]`` is one row. The longest length is read from the device.
 
     Raises:
         TypeError: they are no integer tensor.
@@ -67,8 +70,8 @@ def from_position_ids(position_ids: Tensor) -> tuple[Tensor, int]:
 
 @kind
 def from_jagged(x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Rows ``[t, ...]`` of a jagged NestedTensor ``[b, j, ...]``, their ``cu_seqlens`` int32 ``[b + 1]``, and the
-    longest length, which is read from the device. Gradients flow back into it.
+    """Rows ``[t, ...]`` of a jagged NestedTensor ``[b, j, ...]``, their ``cu_seqlens`` int32 ``[b + 1]``, and
+    the longest length, which is read from the device. Gradients flow back into it.
 
     Raises:
         TypeError: ``x`` is no jagged NestedTensor.
@@ -83,7 +86,9 @@ def from_jagged(x: Tensor) -> tuple[Tensor, Tensor, int]:
         kind = f"a tensor of layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"x: expected a NestedTensor of layout torch.jagged, got {kind}")
     if isinstance(x.shape[1], int) or x.lengths() is not None:
-        raise ValueError(f"x: expected [b, j, ...], ragged in its second dimension and without holes, got {x.shape}")
+        raise ValueError(
+            f"x: expected [b, j, ...], ragged in its second dimension and without holes, got {x.shape}"
+        )
     offsets = x.offsets()
     return x.values(), offsets.int(), int(offsets.diff().max()) if len(offsets) > 1 else 0
 

@@ -1,4 +1,6 @@
-"""The ranks that share the keys of a cache: what they send each other of queries and of attention to parts."""
+"""The ranks that share the keys of a cache: what they send each other of queries and of attention to
+parts.
+"""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -19,11 +21,12 @@ class RankExchange(Protocol):
         ...
 
     def merged(self, out: Tensor, lse: Tensor, kv_heads: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The attention of this rank's queries to the keys of all ranks, from that of :meth:`queries` to its own keys.
+        """The attention of this rank's queries to the keys of all ranks, from that of :meth:`queries` to its
+        own keys.
 
-        ``out`` is ``[b, s, h, e]`` with ``lse`` ``[b, h, s]``, or packed ``[t, h, e]`` with ``[h, t]``. The result is
-        computed in the dtype of ``lse``, its output rounded to ``dtype``, and has the same bits on all ranks with these
-        queries.
+        ``out`` is ``[b, s, h, e]`` with ``lse`` ``[b, h, s]``, or packed ``[t, h, e]`` with ``[h, t]``. The
+        result is computed in the dtype of ``lse``, its output rounded to ``dtype``, and has the same bits on
+        all ranks with these queries.
         """
         ...
 
@@ -54,9 +57,9 @@ def check_mesh(mesh: "DeviceMesh", example: str) -> None:
 class Ranks:
     """The ranks of a one-dimensional ``mesh`` that share a cache; this one is number ``rank`` of ``count``.
 
-    Token ``j`` of a sequence is with rank ``j % count``. ``have_own_heads`` says that each rank has query heads of its
-    own, all of which read the same KV heads; else all ranks have the same queries. ``memory`` is there on GPUs that
-    reach each other's.
+    Token ``j`` of a sequence is with rank ``j % count``. ``have_own_heads`` says that each rank has query
+    heads of its own, all of which read the same KV heads; else all ranks have the same queries. ``memory`` is
+    there on GPUs that reach each other's.
     """
 
     mesh: "DeviceMesh"
@@ -129,12 +132,16 @@ class Collectives(NamedTuple):
         import torch.distributed as dist
 
         out = x.new_empty(self.count, *x.shape)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+        gather = (
+            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        )  # the name before torch 2.13
         gather(out.flatten(0, 1), x, group=self.group)
         return out
 
     def _exchanged(self, x: Tensor) -> Tensor:
-        """From x ``[ranks, ...]``, whose ``r``-th part is for rank ``r``: what every rank has for this one."""
+        """From x ``[ranks, ...]``, whose ``r``-th part is for rank ``r``: what every rank has for this
+        one.
+        """
         import torch.distributed as dist
 
         out = torch.empty_like(x)

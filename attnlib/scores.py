@@ -23,10 +23,10 @@ FP32 = torch.finfo(torch.float32)
 class ScoreFunction:
     """What a function of indices makes of scores; :func:`score_mod` makes it.
 
-    ``program`` is what the function does, ``tensors`` what it reads, in whose floats a gradient flows, and ``names``
-    what it calls them. The function itself is not kept, so that scores can be copied and pickled. ``dims`` are the
-    letters of each tensor's dimensions, if its maker documents them; "1" for one that has a single index, "T" for
-    ``t`` or more.
+    ``program`` is what the function does, ``tensors`` what it reads, in whose floats a gradient flows, and
+    ``names`` what it calls them. The function itself is not kept, so that scores can be copied and pickled.
+    ``dims`` are the letters of each tensor's dimensions, if its maker documents them; "1" for one that has a
+    single index, "T" for ``t`` or more.
     """
 
     program: Program
@@ -47,10 +47,11 @@ class ScoreFunction:
         check_dims("score: expected a bias", self.tensors, self.dims, sizes, least)
 
     def definition(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
-        """The new score of query ``i`` of head ``h`` in sequence ``b`` and key ``j``, for tensors that broadcast.
+        """The new score of query ``i`` of head ``h`` in sequence ``b`` and key ``j``, for tensors that
+        broadcast.
 
-        It has the shape of the scores even if the function does not read them. ``first`` is the storage index of the
-        first query of each sequence.
+        It has the shape of the scores even if the function does not read them. ``first`` is the storage index
+        of the first query of each sequence.
         """
         inputs = dict(zip(SCORED, (score, b, h, i, j, first), strict=True))
         changed = evaluated(self.program, inputs, self.tensors, score.dtype)
@@ -61,8 +62,8 @@ class ScoreFunction:
 def score_mod(function: Callable, *arguments: Tensor | FirstQuery) -> ScoreFunction:
     """Scores by a function of indices: ``function(score, b, h, i, j, *arguments)`` gives the new one.
 
-    It runs after scale, softcap and ALiBi and before the mask, in fp32, or in fp64 if q is. A gradient flows through
-    it, into float tensors among the arguments too. For the rest see :func:`attnlib.mask_mod`.
+    It runs after scale, softcap and ALiBi and before the mask, in fp32, or in fp64 if q is. A gradient flows
+    through it, into float tensors among the arguments too. For the rest see :func:`attnlib.mask_mod`.
 
     Raises:
         TraceError: what the function does cannot run in a kernel; the message names the line.
@@ -134,7 +135,8 @@ class Score(NamedTuple):
 def _positive(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(
-            f"{name}: expected a Python number, got {type(value).__name__}; reading a tensor would wait for it"
+            f"{name}: expected a Python number, got {type(value).__name__}; reading a tensor would wait for "
+            "it"
         )
     # As fp32, a greater number would be inf and a smaller one 0, and their products NaN. (Not isfinite, which
     # torch.compile cannot trace on a float that varies.)
@@ -148,11 +150,12 @@ def _positive(name: str, value: float) -> float:
 
 @kind
 def bias_tensor(bias: Tensor) -> ScoreFunction:
-    """Add ``bias`` ``[b, h, s, t]`` to the scores; its dimensions may be 1, and its rows are the call's queries.
+    """Add ``bias`` ``[b, h, s, t]`` to the scores; its dimensions may be 1, and its rows are the call's
+    queries.
 
-    Calls raise ValueError for a bias of other sizes than theirs. Packed calls take a larger one, and compare it with
-    ``max_seqlen_q`` and ``max_seqlen_k``, if these are given. Calls over a cache take any ``t`` of ``s`` or more.
-    Lengths that are known on the device alone are compared with ``ATTNLIB_CHECK=1`` only.
+    Calls raise ValueError for a bias of other sizes than theirs. Packed calls take a larger one, and compare
+    it with ``max_seqlen_q`` and ``max_seqlen_k``, if these are given. Calls over a cache take any ``t`` of
+    ``s`` or more. Lengths that are known on the device alone are compared with ``ATTNLIB_CHECK=1`` only.
     """
     batch, heads, rows, columns = which = [varies(size) for size in _sizes("bias", bias, 4)]
 
@@ -166,7 +169,8 @@ def bias_tensor(bias: Tensor) -> ScoreFunction:
 
 @kind
 def distance_bias(bias: Tensor) -> ScoreFunction:
-    """Add ``bias[h, i - j]``, ``[h, n]``, to the scores; keys ``n`` or more before the query have that of ``n - 1``.
+    """Add ``bias[h, i - j]``, ``[h, n]``, to the scores; keys ``n`` or more before the query have that of ``n
+    - 1``.
 
     Calls raise ValueError for a bias of other heads than theirs.
     """
@@ -182,9 +186,10 @@ def t5_bias(
     """Add T5's relative bias ``[h, buckets]`` to the scores (Raffel et al., 2019, 1910.10683).
 
     Half of the buckets are of one distance each, the others of distances that grow up to ``max_distance``;
-    ``bidirectional``, half of all are of keys behind the query. With ``heads_last`` the bias is ``[buckets, h]``, as
-    T5's checkpoints keep it (``relative_attention_bias.weight``). Calls raise ValueError for a bias of other heads than
-    theirs; where there are as many heads as buckets, no shape tells one order from the other.
+    ``bidirectional``, half of all are of keys behind the query. With ``heads_last`` the bias is ``[buckets,
+    h]``, as T5's checkpoints keep it (``relative_attention_bias.weight``). Calls raise ValueError for a bias
+    of other heads than theirs; where there are as many heads as buckets, no shape tells one order from the
+    other.
 
     Raises:
         ValueError: there are fewer than 2 buckets a side, or not as many on both.
@@ -194,13 +199,17 @@ def t5_bias(
     if count < 2 * sides or count % sides:
         dims = f"[{'buckets, h' if heads_last else 'h, buckets'}]"
         expected = "an even number of buckets, at least 4," if bidirectional else "at least 2 buckets"
-        raise ValueError(f"bias: expected {expected} in {dims}, got {count}; heads_last= says which dimension has them")
+        raise ValueError(
+            f"bias: expected {expected} in {dims}, got {count}; heads_last= says which dimension has them"
+        )
     buckets, exact = count // sides, count // sides // 2
 
     def add(score, b, h, i, j, bias):
         behind = torch.where(j > i, buckets, 0) if bidirectional else 0
         distance = (i - j).abs() if bidirectional else (i - j).clamp(0)
-        far = torch.log(distance.clamp(1).float() / exact) * ((buckets - exact) / math.log(max_distance / exact))
+        far = torch.log(distance.clamp(1).float() / exact) * (
+            (buckets - exact) / math.log(max_distance / exact)
+        )
         bucket = torch.where(distance < exact, distance, (exact + far.int()).clamp(max=buckets - 1)) + behind
         return score + (bias[bucket, h] if heads_last else bias[h, bucket])
 

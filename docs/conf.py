@@ -34,7 +34,11 @@ autodoc_typehints_format = "short"
 napoleon_numpy_docstring = False
 
 # Pages of the site that stand for files beside docs/; other files become pages of source.
-STANDING_FOR = {"README.md": "index.html", "CHANGELOG.md": "changelog.html", "CONTRIBUTING.md": "contributing.html"}
+STANDING_FOR = {
+    "README.md": "index.html",
+    "CHANGELOG.md": "changelog.html",
+    "CONTRIBUTING.md": "contributing.html",
+}
 
 
 def url_of(path: Path) -> str:
@@ -48,7 +52,9 @@ def url_of(path: Path) -> str:
 
 
 def lead_out(app, doctree) -> None:
-    """Links of a page to what is no page lead to its source in the site, as on a forge they lead to the file."""
+    """Links of a page to what is no page lead to its source in the site, as on a forge they lead to the
+    file.
+    """
     page = app.env.docname
     links = [*doctree.findall(addnodes.download_reference), *doctree.findall(addnodes.pending_xref)]
     for node in (node for node in links if node.get("reftype") == "myst" and not node.get("refdomain")):

@@ -36,11 +36,15 @@ def _line(name: str, file: Path, depth: int) -> str:
 
 
 def imports() -> str:
-    """Return a row for each room with those that it may import, from top to bottom; values stand for all of them."""
+    """Return a row for each room with those that it may import, from top to bottom; values stand for all of
+    them.
+    """
     known = runpy.run_path(str(HERE.parent / "tests" / "rooms.py"))
     values, rooms = known["VALUES"], known["ROOMS"]
     rows = [f"| `{room}` | {_named(rooms[room], values)} |" for room in rooms if room not in values]
-    below = f"| values | {', '.join(f'`{room}`' for room in values)}, of which each may import those behind it |"
+    below = (
+        f"| values | {', '.join(f'`{room}`' for room in values)}, of which each may import those behind it |"
+    )
     return "\n".join(["| room | may import |", "|---|---|", *rows, below])
 
 

@@ -1,8 +1,9 @@
-"""What attention would take if a model were MHA, GQA, MQA or MLA: a table, a picture, and the allocator's own count.
+"""What attention would take if a model were MHA, GQA, MQA or MLA: a table, a picture, and the allocator's own
+count.
 
-Prints the table of ``python -m attnlib sizes``, then makes a real KVCache for every variant, lets sequences grow in it,
-and fails when it uses another byte than the formula says. The caches are made on the meta device: every plane has its
-shape and no memory, so they may be larger than the machine.
+Prints the table of ``python -m attnlib sizes``, then makes a real KVCache for every variant, lets sequences
+grow in it, and fails when it uses another byte than the formula says. The caches are made on the meta device:
+every plane has its shape and no memory, so they may be larger than the machine.
 """
 
 import argparse
@@ -31,14 +32,17 @@ def check(variant: Model, setting: Setting) -> int:
         formula = cache_bytes(layouts, [context] * batch, page_size=size)
         if cache.used_bytes != formula:
             raise SystemExit(
-                f"{variant.kind} at {context:,} tokens: expected {formula:,} bytes by formula, got {cache.used_bytes:,}"
+                f"{variant.kind} at {context:,} tokens: expected {formula:,} bytes by formula, got "
+                f"{cache.used_bytes:,}"
             )
     return cache.used_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the example from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="llama-2-7b", help="a name of `python -m attnlib sizes --list`")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
     options = parser.parse_args(arguments)

@@ -1,8 +1,8 @@
 """Train the same small language model with MHA, GQA, MQA and MLA, decode from a paged cache, and compare.
 
-Prints one table, and writes the weights and a picture: losses, and cache growth against context. Fails when a cached
-greedy continuation differs from the uncached one, when a cache holds other bytes than the formula says, or when a
-model learned too little.
+Prints one table, and writes the weights and a picture: losses, and cache growth against context. Fails when a
+cached greedy continuation differs from the uncached one, when a cache holds other bytes than the formula
+says, or when a model learned too little.
 """
 
 import argparse
@@ -41,7 +41,9 @@ class Result(NamedTuple):
     cached_rate: float
 
 
-def study(variant: str, corpus: Corpus, preset: Preset, *, device: torch.device, out: Path, new_tokens: int) -> Result:
+def study(
+    variant: str, corpus: Corpus, preset: Preset, *, device: torch.device, out: Path, new_tokens: int
+) -> Result:
     """Train, save, decode and measure one variant.
 
     Raises:
@@ -83,14 +85,17 @@ def measure_growth(model: Decoder, corpus: Corpus, *, longest: int) -> tuple[lis
     for context, used in growth:
         formula = cache_bytes(model.kv_layouts(), [context], page_size=PAGE_SIZE)
         if used != formula:
-            raise SystemExit(f"cache of {context} tokens: expected {formula} bytes by formula, measured {used}")
+            raise SystemExit(
+                f"cache of {context} tokens: expected {formula} bytes by formula, measured {used}"
+            )
     return growth, cache_bytes(model.kv_layouts(), [PAGE_SIZE], page_size=PAGE_SIZE) / PAGE_SIZE
 
 
 def compare_decoding(
     model: Decoder, corpus: Corpus, context: int, new_tokens: int, *, label: str
 ) -> tuple[float, float]:
-    """New tokens per second of greedy decoding without a cache, and with one; prompts are ragged held-out text.
+    """New tokens per second of greedy decoding without a cache, and with one; prompts are ragged held-out
+    text.
 
     Raises:
         SystemExit: the two continuations differ.
@@ -119,7 +124,9 @@ def decode_cached(model: Decoder, prompts: Sequence[Tensor], steps: int) -> Tens
 
 
 def table(results: Sequence[Result], entropy: float) -> str:
-    """One row per variant; bits per byte are of held-out text, tokens a second of PROMPTS sequences at once."""
+    """One row per variant; bits per byte are of held-out text, tokens a second of PROMPTS sequences at
+    once.
+    """
     names = ["variant", "parameters", "bits/byte", "below unigram", "cache B/token", "by formula"]
     names += ["uncached tok/s", "cached tok/s"]
     lines = [names, ["-" * (len(name) - 1) + ":" for name in names]]
@@ -212,15 +219,25 @@ def _draw_growth(axes, results: Sequence[Result]) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, help="a text file to learn (default: Python's own standard library)")
-    parser.add_argument("--preset", choices=PRESETS, default="tiny", help="model and training sizes (default: tiny)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--text", type=Path, help="a text file to learn (default: Python's own standard library)"
+    )
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="tiny", help="model and training sizes (default: tiny)"
+    )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="which to compare")
     parser.add_argument("--steps", type=int, help="training steps instead of the preset's")
     parser.add_argument("--new-tokens", type=int, help="tokens to decode (default: the preset's context)")
-    parser.add_argument("--margin", type=float, default=0.3, help="how far below the unigram entropy is enough")
+    parser.add_argument(
+        "--margin", type=float, default=0.3, help="how far below the unigram entropy is enough"
+    )
     parser.add_argument("--device", help="where to run (default: a GPU if there is one)")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for weights and picture (default: out)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="folder for weights and picture (default: out)"
+    )
     return parser.parse_args(arguments)
 
 
@@ -241,7 +258,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     entropy = corpus.unigram_entropy()
     options.out.mkdir(parents=True, exist_ok=True)
     tokens = preset.steps * preset.batch * preset.context
-    print(f"{corpus.name}: {corpus.size:,} bytes, a tenth held out, {entropy:.3f} bits/byte by byte frequencies alone")
+    print(
+        f"{corpus.name}: {corpus.size:,} bytes, a tenth held out, {entropy:.3f} bits/byte by byte "
+        "frequencies alone"
+    )
     print(f"each variant reads {tokens:,} bytes in {preset.steps} steps of {preset.batch} x {preset.context}")
     settings = {"device": device, "out": options.out, "new_tokens": options.new_tokens or preset.context}
     results = [study(variant, corpus, preset, **settings) for variant in options.variants]
@@ -251,7 +271,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     enough = (1 - options.margin) * entropy
     poor = [f"{result.variant} {result.held_out:.3f}" for result in results if not result.held_out <= enough]
     if poor:
-        raise SystemExit(f"held-out bits/byte: expected at most {enough:.3f}, got {', '.join(poor)}; train longer")
+        raise SystemExit(
+            f"held-out bits/byte: expected at most {enough:.3f}, got {', '.join(poor)}; train longer"
+        )
 
 
 if __name__ == "__main__":

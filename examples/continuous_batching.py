@@ -1,12 +1,14 @@
-"""Serve many requests from one paged pool, and the same ones from rows of the maximum length in the same memory.
+"""Serve many requests from one paged pool, and the same ones from rows of the maximum length in the same
+memory.
 
     python examples/continuous_batching.py
     python examples/continuous_batching.py --variant mla --requests 200 --rows 16
 
-A seeded trace of requests, most of them short and a few long, arrives in bursts. One scheduler and one class of cache
-serve it twice; only the cache's constructor differs. Prints how many ran at once and how the memory was spent, and
-draws it; then forks one stored prompt to many requests. The weights are random: neither pages nor schedules depend on
-what is said. Fails when an answer differs from that of the request alone, or the shared prompt is stored twice.
+A seeded trace of requests, most of them short and a few long, arrives in bursts. One scheduler and one class
+of cache serve it twice; only the cache's constructor differs. Prints how many ran at once and how the memory
+was spent, and draws it; then forks one stored prompt to many requests. The weights are random: neither pages
+nor schedules depend on what is said. Fails when an answer differs from that of the request alone, or the
+shared prompt is stored twice.
 """
 
 import argparse
@@ -74,11 +76,13 @@ def make_caches(model: Decoder, *, rows: int, page_size: int) -> dict[str, KVCac
 
 
 @torch.no_grad()
-def check_alone(model: Decoder, requests: Sequence[Request], answers: Sequence[list[int]], *, before=()) -> str:
+def check_alone(
+    model: Decoder, requests: Sequence[Request], answers: Sequence[list[int]], *, before=()
+) -> str:
     """Check every answer against its request alone, after the tokens ``before``; returns a note on ties.
 
-    One pass over each text, without a cache and without company, gives the likeliest token at every place. An answer of
-    these tokens only is the greedy one. Where one differs, :func:`decoding.check_same` judges.
+    One pass over each text, without a cache and without company, gives the likeliest token at every place. An
+    answer of these tokens only is the greedy one. Where one differs, :func:`decoding.check_same` judges.
 
     Raises:
         SystemExit: an answer ends elsewhere, or differs by more than a tie.
@@ -123,7 +127,9 @@ def sustained(samples: Sequence[Sample]) -> float:
 
 
 def table(runs: dict[str, Run], fitted: Sequence[Sample], *, nbytes: int, memory: int) -> str:
-    """One row per way to spend the memory; shares of it are averages over the steps in which a request waited."""
+    """One row per way to spend the memory; shares of it are averages over the steps in which a request
+    waited.
+    """
     names = ["memory in", "at once", "peak", "steps", "tokens/s", "filled", "internal", "free"]
     names += ["external", "preempted", "stored twice"]
     lines = [names, ["-" * (len(name) - 1) + ":" for name in names]]
@@ -145,10 +151,14 @@ def _concurrency(samples: Sequence[Sample]) -> list[str]:
 
 
 def _shares(samples: Sequence[Sample], nbytes: int) -> list[str]:
-    """Shares of the memory: filled by tokens, held without tokens, held by nobody, and of this, too scattered."""
+    """Shares of the memory: filled by tokens, held without tokens, held by nobody, and of this, too
+    scattered.
+    """
     chosen = busy(samples)
     total = nbytes * len(chosen)
-    filled, used, external = (sum(getattr(s, name) for s in chosen) for name in ("filled", "used", "external"))
+    filled, used, external = (
+        sum(getattr(s, name) for s in chosen) for name in ("filled", "used", "external")
+    )
     return [f"{part / total:.1%}" for part in (filled, used - filled, total - used, external)]
 
 
@@ -214,7 +224,9 @@ def _draw_memory(axes, run: Run, nbytes: int, colour: str) -> None:
     used = [100 * sample.used / nbytes for sample in run.samples]
     steps = range(len(filled))
     axes.fill_between(steps, filled, color=colour, label="tokens", linewidth=0)
-    axes.fill_between(steps, filled, used, color=colour, alpha=0.35, label="held, without tokens", linewidth=0)
+    axes.fill_between(
+        steps, filled, used, color=colour, alpha=0.35, label="held, without tokens", linewidth=0
+    )
     axes.fill_between(steps, used, [100] * len(used), color="0.92", label="free", linewidth=0)
     axes.legend(frameon=False, fontsize=10, loc="center left", bbox_to_anchor=(1, 0.5))
 
@@ -227,13 +239,17 @@ def _at_least_one(text: str) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=_at_least_one, default=128, help="in the trace (default: 128)")
     parser.add_argument(
         "--rows", type=_at_least_one, default=6, help=f"memory in rows of {MAX_LENGTH} tokens (default: 6)"
     )
     sizes = [1 << n for n in range(MAX_LENGTH.bit_length())]
-    parser.add_argument("--page-size", type=int, choices=sizes, default=16, help="tokens in a page (default: 16)")
+    parser.add_argument(
+        "--page-size", type=int, choices=sizes, default=16, help="tokens in a page (default: 16)"
+    )
     parser.add_argument("--variant", choices=VARIANTS, default="gqa", help="what attends (default: gqa)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the trace (default: 0)")
     parser.add_argument("--device", help="where to run (default: a GPU if there is one)")
@@ -257,7 +273,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     nbytes = cache_bytes(model.kv_layouts(), [memory], page_size=MAX_LENGTH)
     name = options.variant.upper()
     print(f"{name}: {len(requests)} requests of up to {MAX_LENGTH} tokens, {declared:.0f} on average")
-    print(f"memory: {nbytes:,} bytes, {options.rows} rows of {MAX_LENGTH} or pages of {options.page_size} tokens\n")
+    print(
+        f"memory: {nbytes:,} bytes, {options.rows} rows of {MAX_LENGTH} or pages of {options.page_size} "
+        "tokens\n"
+    )
     runs = compare(model, requests, rows=options.rows, page_size=options.page_size)
     fitted = first_fit(requests, runs["pages"].answers, memory=memory, budget=BUDGET)
     print(table(runs, fitted, nbytes=nbytes, memory=memory))

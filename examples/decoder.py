@@ -1,7 +1,7 @@
 """A decoder language model composed from attnlib's layers.
 
-Every other example builds on this file; ``decoding.py`` generates with it. Any attention layer can sit in any block:
-``attention(i)`` makes the i-th.
+Every other example builds on this file; ``decoding.py`` generates with it. Any attention layer can sit in any
+block: ``attention(i)`` makes the i-th.
 
 >>> rope = Rope(32)
 >>> model = Decoder(256, 128, 2, attention=lambda i: MultiQueryAttention(128, 4, mask=CAUSAL, rope=rope))
@@ -51,8 +51,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A pre-norm decoder language model whose i-th block attends with ``attention(i)``.
 
-    ``mlp_size`` defaults to ``8 / 3`` of the hidden size, rounded up to a multiple of 32. ``tie_embeddings`` shares the
-    embedding with the output projection.
+    ``mlp_size`` defaults to ``8 / 3`` of the hidden size, rounded up to a multiple of 32. ``tie_embeddings``
+    shares the embedding with the output projection.
     """
 
     def __init__(
@@ -69,7 +69,9 @@ class Decoder(nn.Module):
         super().__init__()
         mlp_size = mlp_size or -(-8 * hidden_size // 96) * 32
         self.embed = nn.Embedding(vocab_size, hidden_size)
-        self.blocks = nn.ModuleList(Block(attention(i), hidden_size, mlp_size, norm_eps) for i in range(num_layers))
+        self.blocks = nn.ModuleList(
+            Block(attention(i), hidden_size, mlp_size, norm_eps) for i in range(num_layers)
+        )
         self.norm = nn.RMSNorm(hidden_size, eps=norm_eps)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
@@ -96,8 +98,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits ``[..., vocab]`` after each of ``tokens`` ``[b, s]``, or packed ``[t]``.
 
-        Packed tokens need ``cu_seqlens``, or ``caches`` in a packed step. ``positions`` (``[b, s]``, ``[t]`` or
-        computed Angles) default to the caches', else to each token's index in its own sequence.
+        Packed tokens need ``cu_seqlens``, or ``caches`` in a packed step. ``positions`` (``[b, s]``, ``[t]``
+        or computed Angles) default to the caches', else to each token's index in its own sequence.
         """
         x, layers = self.embed(tokens), [block.attention for block in self.blocks]
         first = None if caches is None else caches[0]

@@ -36,7 +36,9 @@ def paged_cache(
 
 @torch.no_grad()
 def prefill(model: Decoder, cache: KVCache, prompts: Sequence[Tensor]) -> tuple[list[Handle], Tensor]:
-    """Store prompts of any lengths in one packed step: their handles, and the logits ``[n, vocab]`` after each."""
+    """Store prompts of any lengths in one packed step: their handles, and the logits ``[n, vocab]`` after
+    each.
+    """
     handles = cache.admit(len(prompts))
     lengths = [len(prompt) for prompt in prompts]
     with cache.step(dict(zip(handles, lengths, strict=True))) as layers:
@@ -69,22 +71,28 @@ def greedy(logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decode_uncached(model: Decoder, prompts: Sequence[Tensor], steps: int) -> tuple[Tensor, Tensor]:
-    """Greedy continuations ``[n, steps]`` that read everything anew for each token, and their logits, on the CPU."""
+    """Greedy continuations ``[n, steps]`` that read everything anew for each token, and their logits, on the
+    CPU.
+    """
     sequences, chosen, all_logits = list(prompts), [], []
     for _ in range(steps):
         ends = torch.tensor([0, *map(len, sequences)], dtype=torch.int32, device=prompts[0].device).cumsum(0)
         logits = model(torch.cat(sequences), cu_seqlens=ends.int())[ends[1:] - 1]
         tokens = greedy(logits)
-        sequences = [torch.cat((sequence, token[None])) for sequence, token in zip(sequences, tokens, strict=True)]
+        sequences = [
+            torch.cat((sequence, token[None])) for sequence, token in zip(sequences, tokens, strict=True)
+        ]
         chosen.append(tokens)
         all_logits.append(logits)
     return torch.stack(chosen, 1).cpu(), torch.stack(all_logits, 1).cpu()
 
 
 def check_same(cached: Tensor, plain: Tensor, logits: Tensor) -> str:
-    """Compare greedy continuations ``[n, steps]``; ``logits`` ``[n, steps, vocab]`` are those behind ``plain``.
+    """Compare greedy continuations ``[n, steps]``; ``logits`` ``[n, steps, vocab]`` are those behind
+    ``plain``.
 
-    Returns a note on sequences that part at a tie, after which they cannot be compared; empty if there is none.
+    Returns a note on sequences that part at a tie, after which they cannot be compared; empty if there is
+    none.
 
     Raises:
         SystemExit: a sequence parts where its logits are further apart than fp32 rounding explains.
@@ -94,8 +102,12 @@ def check_same(cached: Tensor, plain: Tensor, logits: Tensor) -> str:
         step = (cached[row] != plain[row]).nonzero()[0].item()
         at, ours, theirs = logits[row, step], cached[row, step].item(), plain[row, step].item()
         gap, tie = (at[theirs] - at[ours]).item(), TIE * at.abs().max().item()
-        what = f"sequence {row} parts at new token {step}: {ours} cached, {theirs} uncached, logit gap {gap:.2e}"
+        what = (
+            f"sequence {row} parts at new token {step}: {ours} cached, {theirs} uncached, logit gap {gap:.2e}"
+        )
         if not gap <= tie:
-            raise SystemExit(f"cached and uncached greedy decoding differ: {what}, a tie is at most {tie:.2e}")
+            raise SystemExit(
+                f"cached and uncached greedy decoding differ: {what}, a tie is at most {tie:.2e}"
+            )
         notes.append(f"{what} (a tie: at most {tie:.2e})")
     return "; ".join(notes)

@@ -1,8 +1,9 @@
 """Convert a trained MHA language model to GQA and MLA, and distil each back to the quality of the original.
 
-Trains the MHA model first, or takes a Llama from ``--source``. Prints what every conversion starts at and ends at in
-bits per byte of held-out text, beside the original after as many steps more; draws the recovery curves; writes the
-models as Hugging Face folders. Run it again after an interruption, and it goes on where it was.
+Trains the MHA model first, or takes a Llama from ``--source``. Prints what every conversion starts at and
+ends at in bits per byte of held-out text, beside the original after as many steps more; draws the recovery
+curves; writes the models as Hugging Face folders. Run it again after an interruption, and it goes on where it
+was.
 """
 
 import argparse
@@ -42,22 +43,34 @@ PRESETS = {
 STEPS = 1000  # after the conversion
 SHARE = 0.75  # of the rate at which the original was trained
 SOURCE_RATE = 5e-5  # where that is unknown
-# What stays as it was wants smaller steps than what is new, and each gets its own: of the original trained on, 2.172,
-# 2.166 and 2.189 bits a byte at 3e-4, 1e-3 and 2e-3; of its GQA, 1.914 and 1.910 at 1e-3 and 1.5e-3 (tiny preset).
-YARDSTICK_RATE = 2 / 3  # of the students', for STEPS; for fewer so much less, down to where its training ended:
-# 20 steps at 1e-3 make 2.056 of the original's 1.946 bits a byte, and at 1e-4 1.945; 200 steps 1.960 and 1.935.
+# What stays as it was wants smaller steps than what is new, and each gets its own: of the original trained
+# on, 2.172, 2.166 and 2.189 bits a byte at 3e-4, 1e-3 and 2e-3; of its GQA, 1.914 and 1.910 at 1e-3 and
+# 1.5e-3 (tiny preset).
+YARDSTICK_RATE = (
+    2 / 3
+)  # of the students', for STEPS; for fewer so much less, down to where its training ended:
+# 20 steps at 1e-3 make 2.056 of the original's 1.946 bits a byte, and at 1e-4 1.945; 200 steps 1.960 and
+# 1.935.
 DECAY = 0.1  # of weights
 POINTS = 8  # on a curve, and states saved meanwhile
 WINDOWS = 256  # of held-out text for a point, the same ones for every model
 CALIBRATION_BATCHES = 64
-# Attention layers learn alone until they work again, and no longer: meanwhile the rest learns nothing of the text.
-# After 800 steps at 1e-3, 1.908 bits a byte with a share of 0.08 and 1.914 with one of 0.2 (tiny preset).
+# Attention layers learn alone until they work again, and no longer: meanwhile the rest learns nothing of the
+# text. After 800 steps at 1e-3, 1.908 bits a byte with a share of 0.08 and 1.914 with one of 0.2 (tiny
+# preset).
 ATTENTION_FIRST = 0.05  # of the steps
-FOLDERS = {MEAN: "gqa-mean", ALIGNED: "gqa-aligned", PRINCIPAL: "gqa", LATENT: "mla"}  # of those that are trained
+FOLDERS = {
+    MEAN: "gqa-mean",
+    ALIGNED: "gqa-aligned",
+    PRINCIPAL: "gqa",
+    LATENT: "mla",
+}  # of those that are trained
 
 
 class Study(NamedTuple):
-    """What is the same for all models of a comparison; ``after`` are the preset's sizes with the steps of recovery."""
+    """What is the same for all models of a comparison; ``after`` are the preset's sizes with the steps of
+    recovery.
+    """
 
     corpus: Corpus
     preset: Preset
@@ -69,7 +82,9 @@ class Study(NamedTuple):
         """Bits per byte of held-out text."""
         return held_out_bits(model, self.corpus, self.preset, limit=WINDOWS)
 
-    def train(self, model: Decoder, preset: Preset, *, name: str, seed: int, teacher: Speaker | None = None) -> Curve:
+    def train(
+        self, model: Decoder, preset: Preset, *, name: str, seed: int, teacher: Speaker | None = None
+    ) -> Curve:
         """Train a model on the text, and on what a teacher says of it, or go on, or find it trained."""
         device = model.embed.weight.device
         sizes = {"batch": preset.batch, "context": preset.context}
@@ -95,7 +110,9 @@ class Study(NamedTuple):
             return self.train(model, self.after, name=name, seed=self.seed + 1, teacher=teacher)
 
     def measure(self, name: str, model: Decoder, curve: Curve) -> Result:
-        """The curve with the bytes that a token takes, and if there was training how fast the model decodes."""
+        """The curve with the bytes that a token takes, and if there was training how fast the model
+        decodes.
+        """
         stored = sum(layout.token_bytes for layout in model.kv_layouts())
         rate = decode_rate(model, self.corpus, self.preset.context) if len(curve) > 1 else None
         return Result(name, curve, stored, rate)
@@ -109,8 +126,8 @@ def speaker(model: Decoder) -> Speaker:
 def compare(study: Study, original: Decoder) -> tuple[dict[str, Result], dict[str, Decoder]]:
     """Convert the original in every way and train what is to be trained: results and models, by name.
 
-    The yardstick is the original itself after as many steps on the same batches of what a language model is trained on
-    anyway: what the steps would have bought without a conversion.
+    The yardstick is the original itself after as many steps on the same batches of what a language model is
+    trained on anyway: what the steps would have bought without a conversion.
     """
     models = {"MHA, trained on": deepcopy(original)}
     [yardstick] = models
@@ -133,8 +150,12 @@ def compare(study: Study, original: Decoder) -> tuple[dict[str, Result], dict[st
     return results, models
 
 
-def export(study: Study, original: Decoder, models: dict[str, Decoder], source: Checkpoint | None) -> list[Path]:
-    """Write the original and the students as Hugging Face folders, with a source's tokenizer; returns the folders."""
+def export(
+    study: Study, original: Decoder, models: dict[str, Decoder], source: Checkpoint | None
+) -> list[Path]:
+    """Write the original and the students as Hugging Face folders, with a source's tokenizer; returns the
+    folders.
+    """
     options = {"context": study.preset.context, "source": source and source.config}
     layer, llama = original.blocks[0].attention, llama_config(original, **options)
     written = {study.out / "mha": (original, llama)}
@@ -150,12 +171,19 @@ def export(study: Study, original: Decoder, models: dict[str, Decoder], source: 
 
 
 def sizes(options: argparse.Namespace, source: Decoder | None) -> Preset:
-    """The preset, with a source's sizes; by default half the KV heads, and latents of a quarter of the values."""
+    """The preset, with a source's sizes; by default half the KV heads, and latents of a quarter of the
+    values.
+    """
     preset = PRESETS[options.preset]
     held = preset.heads
     if source is not None:
         layer, held = source.blocks[0].attention, source.blocks[0].attention.num_kv_heads
-        own = {"hidden_size": layer.hidden_size, "layers": len(source.blocks), "steps": 0, "learning_rate": SOURCE_RATE}
+        own = {
+            "hidden_size": layer.hidden_size,
+            "layers": len(source.blocks),
+            "steps": 0,
+            "learning_rate": SOURCE_RATE,
+        }
         preset = preset._replace(heads=layer.num_heads, head_dim=layer.head_dim, **own)
     kv_heads, rope_dim = options.kv_heads or max(1, held // 2), options.rope_dim or min(64, preset.head_dim)
     rank = options.rank or max(2, held * preset.head_dim // 2 - rope_dim)
@@ -167,15 +195,22 @@ def settings(study: Study, source: Checkpoint | None, device: torch.device) -> d
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != 1:
         raise ValueError(
-            f"WORLD_SIZE: expected 1, got {world}; this example trains in one process, start it without a launcher"
+            f"WORLD_SIZE: expected 1, got {world}; this example trains in one process, start it without a "
+            "launcher"
         )
     after = study.after
     batches = study.corpus.batches(count=1, batch=after.batch, context=after.context, seed=study.seed + 1)
-    files = None if source is None else {name: file["sha256"] for name, file in scan(source, lambda _: None)[0].items()}
+    files = (
+        None
+        if source is None
+        else {name: file["sha256"] for name, file in scan(source, lambda _: None)[0].items()}
+    )
     return {
         "text": study.corpus.name,
         "text_sha256": study.corpus.sha256,
-        "first_batch_sha256": hashlib.sha256(bytes(next(batches).view(torch.uint8).flatten().tolist())).hexdigest(),
+        "first_batch_sha256": hashlib.sha256(
+            bytes(next(batches).view(torch.uint8).flatten().tolist())
+        ).hexdigest(),
         "source_sha256": files,
         "sizes": study.preset._asdict(),
         "steps_after": after.steps,
@@ -188,18 +223,36 @@ def settings(study: Study, source: Checkpoint | None, device: torch.device) -> d
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, help="a text file to learn (default: Python's own standard library)")
-    parser.add_argument("--source", type=Path, help="a folder with a Llama to start from (default: train one)")
-    parser.add_argument("--preset", choices=PRESETS, default="tiny", help="model and training sizes (default: tiny)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--text", type=Path, help="a text file to learn (default: Python's own standard library)"
+    )
+    parser.add_argument(
+        "--source", type=Path, help="a folder with a Llama to start from (default: train one)"
+    )
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="tiny", help="model and training sizes (default: tiny)"
+    )
     parser.add_argument("--kv-heads", type=int, help="KV heads of the GQA models (default: half)")
-    parser.add_argument("--rope-dim", type=int, help="rotary channels of the MLA models (default: a head, at most 64)")
+    parser.add_argument(
+        "--rope-dim", type=int, help="rotary channels of the MLA models (default: a head, at most 64)"
+    )
     parser.add_argument("--rank", type=int, help="rank of their latent (default: a quarter of the values)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps after the conversion (default: {STEPS})")
-    parser.add_argument("--rate", type=float, help=f"their peak learning rate (default: {SHARE} of the original's)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and of the order of the text (default: 0)")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help=f"steps after the conversion (default: {STEPS})"
+    )
+    parser.add_argument(
+        "--rate", type=float, help=f"their peak learning rate (default: {SHARE} of the original's)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights and of the order of the text (default: 0)"
+    )
     parser.add_argument("--device", help="where to run (default: a GPU if there is one)")
-    parser.add_argument("--out", type=Path, default=Path("out/finetune_gqa"), help="folder for everything written")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/finetune_gqa"), help="folder for everything written"
+    )
     return parser.parse_args(arguments)
 
 
@@ -244,7 +297,9 @@ def run(options: argparse.Namespace) -> None:
     untrained = ("the original", results["MHA, trained on"].start)
     draw(labels, untrained, f"Back to quality on {corpus.name}", "bits per byte", picture)
     print(f"{corpus.name}: {corpus.size:,} tokens, a tenth held out")
-    print(f"after the conversion {after.steps} steps of {after.batch} x {after.context} tokens for each model\n")
+    print(
+        f"after the conversion {after.steps} steps of {after.batch} x {after.context} tokens for each model\n"
+    )
     print(table(list(results.values())), "\n")
     print(better(results[ALIGNED], results[MEAN]))
     print(better(results[PRINCIPAL], results[ALIGNED]))

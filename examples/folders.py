@@ -1,4 +1,6 @@
-"""A Decoder as a Hugging Face checkpoint folder: Llama in and out, DeepSeek-V3 out. Safetensors only, no code runs."""
+"""A Decoder as a Hugging Face checkpoint folder: Llama in and out, DeepSeek-V3 out. Safetensors only, no code
+runs.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,11 +22,21 @@ from attnlib.convert.latent.deepseek import deepseek_config
 from attnlib.convert.text.tokens import tokenizer_of
 
 # Ours to theirs, inside a block and outside; what is not listed has the same name.
-IN_BLOCK = {"attention_norm": "input_layernorm", "attention": "self_attn", "mlp_norm": "post_attention_layernorm"}
+IN_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",
+    "mlp_norm": "post_attention_layernorm",
+}
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
 TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json"}  # any of them
 # What a Llama's config.json may say that a Decoder is not, each with what it must say.
-FIXED = {"model_type": "llama", "hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0.0, "pretraining_tp": 1}
+FIXED = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "pretraining_tp": 1,
+}
 
 
 def their_name(name: str) -> str:
@@ -37,7 +49,8 @@ def their_name(name: str) -> str:
 
 
 def load_llama(folder: Path) -> tuple[Decoder, Checkpoint]:
-    """The model of a folder with a Llama's config.json and safetensors, in fp32 on the CPU, and the checked folder.
+    """The model of a folder with a Llama's config.json and safetensors, in fp32 on the CPU, and the checked
+    folder.
 
     Raises:
         ValueError: it is no such folder, unsafe to open, or a Llama with something that a Decoder has not.
@@ -52,13 +65,19 @@ def load_llama(folder: Path) -> tuple[Decoder, Checkpoint]:
         if type(config.get(name)) is not int or config[name] < 1:
             raise ValueError(f"{CONFIG}: {name}: expected a positive int, got {config.get(name)!r}")
     shape, rope = read_model(checkpoint).shape, rope_of(config)
-    options = {"num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "bias": bool(config.get("attention_bias"))}
+    options = {
+        "num_kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "bias": bool(config.get("attention_bias")),
+    }
     with torch.device("meta"):  # a large model is not made twice
         model = Decoder(
             config["vocab_size"],
             shape.width,
             config["num_hidden_layers"],
-            attention=lambda i: GroupedQueryAttention(shape.width, shape.heads, mask=CAUSAL, rope=rope, **options),
+            attention=lambda i: GroupedQueryAttention(
+                shape.width, shape.heads, mask=CAUSAL, rope=rope, **options
+            ),
             mlp_size=config["intermediate_size"],
             tie_embeddings=config["tie_word_embeddings"],
             norm_eps=config["rms_norm_eps"],
@@ -74,11 +93,15 @@ def _fill(model: Decoder, checkpoint: Checkpoint) -> None:
     spare = {name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")}
     spare |= {"lm_head.weight"} - named.keys()
     shapes = {name: tuple(value.shape) for name, (_, value) in named.items()}
-    found = {name: tuple(stored.entry.shape) for name, stored in checkpoint.tensors.items() if name not in spare}
+    found = {
+        name: tuple(stored.entry.shape) for name, stored in checkpoint.tensors.items() if name not in spare
+    }
     for name in sorted({*shapes, *found}):
         expected, got = shapes.get(name, "none"), found.get(name, "none")
         if expected != got:
-            raise ValueError(f"{name}: expected {expected}, as {CONFIG} says, got {got}; it is not such a Llama")
+            raise ValueError(
+                f"{name}: expected {expected}, as {CONFIG} says, got {got}; it is not such a Llama"
+            )
     weights = {name: checkpoint.tensors[theirs].load().float() for theirs, (name, _) in named.items()}
     if "lm_head.weight" not in weights:
         weights["lm_head.weight"] = weights["embed.weight"]
@@ -95,7 +118,9 @@ def save_folder(model: Decoder, folder: Path, config: Mapping[str, object]) -> N
     write_file(folder, CONFIG, dump(config))
 
 
-def llama_config(model: Decoder, *, context: int, source: Mapping[str, object] | None = None) -> dict[str, object]:
+def llama_config(
+    model: Decoder, *, context: int, source: Mapping[str, object] | None = None
+) -> dict[str, object]:
     """The config.json of a Decoder with grouped layers in fp32; keys of its ``source``'s are kept."""
     layer, mlp = model.blocks[0].attention, model.blocks[0].mlp
     rope = {"rope_theta": layer.rope.theta}
@@ -139,7 +164,8 @@ def tokens_by(source: Checkpoint) -> Callable[[bytes], Tensor]:
         tokens = encode(data)
         if len(tokens) and int(tokens.max()) >= size:
             raise ValueError(
-                f"text: expected tokens below vocab_size={size}, got {tokens.max()}; the tokenizer is another's"
+                f"text: expected tokens below vocab_size={size}, got {tokens.max()}; the tokenizer is "
+                "another's"
             )
         return tokens
 
@@ -152,8 +178,12 @@ def copy_tokenizer(source: Checkpoint, folder: Path) -> None:
         write_file(folder, file.name, file.read())
 
 
-def latent_config(model: Decoder, llama: Mapping[str, object], layer: GroupedQueryAttention) -> dict[str, object]:
-    """The config.json of a Decoder with latent layers of DeepSeek's form, made of a Llama's such as ``layer``."""
+def latent_config(
+    model: Decoder, llama: Mapping[str, object], layer: GroupedQueryAttention
+) -> dict[str, object]:
+    """The config.json of a Decoder with latent layers of DeepSeek's form, made of a Llama's such as
+    ``layer``.
+    """
     made = model.blocks[0].attention
     return deepseek_config(llama, made.state_dict(), made.rope, _shape(layer))
 

@@ -4,9 +4,9 @@
     python examples/generate.py fork --answers 4 --temperature 1.2
     python examples/generate.py speculate --tokens 1000
 
-The text streams to the terminal; where there are several, line by line. Without weights in the folder --out, a small
-model is trained first. Without a prompt, fork and speculate go on with a real text: the beginning of a module of
-Python's standard library, which a small model learns by heart (recital.py).
+The text streams to the terminal; where there are several, line by line. Without weights in the folder --out,
+a small model is trained first. Without a prompt, fork and speculate go on with a real text: the beginning of
+a module of Python's standard library, which a small model learns by heart (recital.py).
 """
 
 import argparse
@@ -35,8 +35,8 @@ from attnlib import KVCache
 class Sampler:
     """Draws tokens ``[n]`` from logits ``[n, vocab]``: a ``choose`` for :func:`decoding.stream`.
 
-    Only the ``top_k`` likeliest tokens can be drawn, and of these only the likeliest that together reach ``top_p`` of
-    their probability. Temperature 0 is greedy.
+    Only the ``top_k`` likeliest tokens can be drawn, and of these only the likeliest that together reach
+    ``top_p`` of their probability. Temperature 0 is greedy.
 
     Raises:
         ValueError: a setting out of its range.
@@ -51,7 +51,9 @@ class Sampler:
         if not self.temperature >= 0:
             raise ValueError(f"temperature: expected at least 0, got {self.temperature}; 0 is greedy")
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k: expected at least 1, got {self.top_k}; leave it out to allow every token")
+            raise ValueError(
+                f"top_k: expected at least 1, got {self.top_k}; leave it out to allow every token"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected above 0 and at most 1, got {self.top_p}; 1 allows every token")
 
@@ -80,12 +82,15 @@ def check_fork(model: Decoder, prompt: Tensor, tokens: Tensor, logits: Tensor) -
     """The cache of the same answers ``tokens`` ``[steps, n]`` if each stores the prompt for itself.
 
     Raises:
-        SystemExit: its logits are further from those behind the tokens, ``[steps, n, vocab]``, than rounding explains.
+        SystemExit: its logits are further from those behind the tokens, ``[steps, n, vocab]``, than rounding
+        explains.
     """
     cache = paged_cache(model, sequences=tokens.shape[1], length=len(prompt) + len(tokens))
     handles, first = prefill(model, cache, [prompt] * tokens.shape[1])
     seen, script = [], iter(tokens)
-    for _ in stream(model, cache, handles, first, choose=lambda x: seen.append(x) or next(script), steps=len(tokens)):
+    for _ in stream(
+        model, cache, handles, first, choose=lambda x: seen.append(x) or next(script), steps=len(tokens)
+    ):
         pass
     apart, tie = (torch.stack(seen) - logits).abs().max().item(), TIE * logits.abs().max().item()
     if not apart <= tie:
@@ -130,7 +135,9 @@ def run_batch(model: Decoder, options: argparse.Namespace) -> None:
     prompts = [encode(prompt).to(options.device) for prompt in options.prompts]
     cache = paged_cache(model, sequences=len(prompts), length=max(map(len, prompts)) + options.tokens)
     handles, logits = prefill(model, cache, prompts)
-    _show_all(options.prompts, stream(model, cache, handles, logits, choose=_sampler(options), steps=options.tokens))
+    _show_all(
+        options.prompts, stream(model, cache, handles, logits, choose=_sampler(options), steps=options.tokens)
+    )
 
 
 def run_fork(model: Decoder, options: argparse.Namespace) -> None:
@@ -150,7 +157,9 @@ def run_fork(model: Decoder, options: argparse.Namespace) -> None:
     size = cache.page_size
     page = size * sum(layout.token_bytes for layout in cache.layouts)
     shared = len(prompt) // size
-    held = [f"{x.used_bytes // page:,} pages of {size} tokens, {x.used_bytes:,} bytes" for x in (cache, alone)]
+    held = [
+        f"{x.used_bytes // page:,} pages of {size} tokens, {x.used_bytes:,} bytes" for x in (cache, alone)
+    ]
     print(f"{count} answers share the {shared:,} pages that a prompt of {len(prompt):,} tokens fills")
     print(f"with sharing, the cache holds    {held[0]}\nwithout sharing, it would hold   {held[1]}")
     print("measured in two caches; the logits of all answers are the same in both, up to rounding")
@@ -189,12 +198,17 @@ def run_speculate(model: Decoder, options: argparse.Namespace) -> None:
         print(f"{right:,} of {len(guided):,} tokens are those of the real text")
     guessed, accepted = sum(burst.guessed for burst in bursts), len(guided) - len(bursts)
     print(f"{guessed:,} tokens were guessed from the text so far, and {accepted:,} of them were right")
-    print(f"{len(bursts):,} steps instead of {len(guided):,}: {len(guided) / len(bursts):.1f} tokens a step, ", end="")
+    print(
+        f"{len(bursts):,} steps instead of {len(guided):,}: {len(guided) / len(bursts):.1f} tokens a step, ",
+        end="",
+    )
     print(f"{(end - middle) / (middle - start):.1f} times the speed")
 
 
 def real_text(options: argparse.Namespace) -> Decoder:
-    """The model that knows a real text by heart. Its beginning is the prompt, of which the last line is shown."""
+    """The model that knows a real text by heart. Its beginning is the prompt, of which the last line is
+    shown.
+    """
     text = recital.load_text()
     options.prompt, options.expected = bytes(text[: recital.PROMPT].tolist()).decode(), text[recital.PROMPT :]
     options.shown = options.prompt.rpartition("\n")[2]
@@ -208,7 +222,10 @@ def load_or_train(options: argparse.Namespace) -> Decoder:
     path = options.out / f"{options.variant}.safetensors"
     if not path.exists():
         preset = PRESETS["tiny"]._replace(steps=options.train_steps)
-        print(f"no weights in {path}: training a small {options.variant} model first (`make demo` trains better ones)")
+        print(
+            f"no weights in {path}: training a small {options.variant} model first (`make demo` trains "
+            "better ones)"
+        )
         options.out.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(0)
         model = variants.make_model(options.variant, preset).to(options.device)
@@ -248,22 +265,38 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--out", type=Path, default=Path("out"), help="folder of the weights (default: out)")
-    common.add_argument("--variant", choices=VARIANTS, default="gqa", help="which model to use (default: gqa)")
-    common.add_argument("--tokens", type=_at_least_one, default=200, help="new tokens of each text (default: 200)")
-    common.add_argument("--train-steps", type=_at_least_one, default=200, help="if there are no weights (default: 200)")
+    common.add_argument(
+        "--variant", choices=VARIANTS, default="gqa", help="which model to use (default: gqa)"
+    )
+    common.add_argument(
+        "--tokens", type=_at_least_one, default=200, help="new tokens of each text (default: 200)"
+    )
+    common.add_argument(
+        "--train-steps", type=_at_least_one, default=200, help="if there are no weights (default: 200)"
+    )
     common.add_argument("--device", help="where to run (default: a GPU if there is one)")
     sampling = argparse.ArgumentParser(add_help=False)
     sampling.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
     sampling.add_argument("--top-k", type=int, help="draw only from the k likeliest tokens")
-    sampling.add_argument("--top-p", type=float, default=1.0, help="draw only from the likeliest with this share")
-    sampling.add_argument("--seed", type=int, default=0, help="the same seed draws the same text (default: 0)")
+    sampling.add_argument(
+        "--top-p", type=float, default=1.0, help="draw only from the likeliest with this share"
+    )
+    sampling.add_argument(
+        "--seed", type=int, default=0, help="the same seed draws the same text (default: 0)"
+    )
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True, metavar="{batch,fork,speculate}")
-    batch = commands.add_parser("batch", parents=[common, sampling], help="continue prompts of any lengths at once")
+    batch = commands.add_parser(
+        "batch", parents=[common, sampling], help="continue prompts of any lengths at once"
+    )
     batch.add_argument("prompts", nargs="+", type=_prompt, metavar="PROMPT")
     batch.set_defaults(run=run_batch)
-    fork = commands.add_parser("fork", parents=[common, sampling], help="several answers that share a stored prompt")
+    fork = commands.add_parser(
+        "fork", parents=[common, sampling], help="several answers that share a stored prompt"
+    )
     fork.add_argument("prompt", nargs="?", type=_prompt, metavar="PROMPT", help="default: of a real text")
     fork.add_argument("--answers", type=_at_least_one, default=4, help="how many (default: 4)")
     fork.set_defaults(run=run_fork)

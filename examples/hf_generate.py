@@ -20,7 +20,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="hf_generate.py", description=__doc__)
     made.add_argument("--model", help="a folder with a model of transformers, or its name on the Hub")
     made.add_argument("--batch", type=int, default=4, metavar="N", help="sequences (4)")
-    made.add_argument("--prompt", type=int, default=64, metavar="N", help="tokens of each prompt, random ones (64)")
+    made.add_argument(
+        "--prompt", type=int, default=64, metavar="N", help="tokens of each prompt, random ones (64)"
+    )
     made.add_argument("--new", type=int, default=32, metavar="N", help="tokens to generate (32)")
     return made
 
@@ -42,11 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hf.register()
     model = load(options.model, device)
-    prompt = torch.randint(3, model.config.get_text_config().vocab_size, (options.batch, options.prompt), device=device)
+    prompt = torch.randint(
+        3, model.config.get_text_config().vocab_size, (options.batch, options.prompt), device=device
+    )
     mask = torch.ones_like(prompt)
     for row in range(options.batch):  # padded on the left, as prompts of several lengths are
         mask[row, : row * options.prompt // (2 * options.batch)] = 0
-    wanted = {"attention_mask": mask, "max_new_tokens": options.new, "min_new_tokens": options.new, "do_sample": False}
+    wanted = {
+        "attention_mask": mask,
+        "max_new_tokens": options.new,
+        "min_new_tokens": options.new,
+        "do_sample": False,
+    }
     found, pages = {}, options.batch * (-(-(options.prompt + options.new) // 64) + 1)
     for name in ("eager", "sdpa", "attnlib", "pages", "layers"):
         if name == "pages" and hasattr(model.config, "kv_lora_rank"):

@@ -1,10 +1,11 @@
 """How fast models of transformers run on attnlib: prompts and decoding, beside transformers' own ways.
 
-    python examples/hf_speed.py llama      # Llama-3-8B's sizes, 4 layers: sdpa, attnlib, pages, a graph over pages
-    python examples/hf_speed.py deepseek   # DeepSeek-V3's attention, 4 layers: latents expanded, and absorbed
+    python examples/hf_speed.py llama      # Llama-3-8B's sizes, 4 layers: sdpa, attnlib, pages, a graph over
+    pages python examples/hf_speed.py deepseek   # DeepSeek-V3's attention, 4 layers: latents expanded, and
+    absorbed
 
-Weights are random. Tokens are compared first, in fp32 and over short prompts, and a way that differs is not timed.
-``--small`` is for machines without a GPU.
+Weights are random. Tokens are compared first, in fp32 and over short prompts, and a way that differs is not
+timed. ``--small`` is for machines without a GPU.
 """
 
 import argparse
@@ -17,7 +18,13 @@ import torch
 from decoder import Decoder
 from decoding import greedy, paged_cache, prefill
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from attnlib.integrations import transformers as hf
 
@@ -44,18 +51,34 @@ DEEPSEEK = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "max_position_embeddings": 131_072,
 }  # fmt: skip
-FEWER = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-LATENTS = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+FEWER = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+LATENTS = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 CASES = {
     "llama": Case(LlamaConfig, LLAMA, FEWER | {"num_key_value_heads": 2}, batch=32, context=8192),
-    "deepseek": Case(DeepseekV3Config, DEEPSEEK, FEWER | LATENTS | {"num_key_value_heads": 4}, batch=8, context=16_384),
+    "deepseek": Case(
+        DeepseekV3Config, DEEPSEEK, FEWER | LATENTS | {"num_key_value_heads": 4}, batch=8, context=16_384
+    ),
 }
 
 
 def models(case: Case, small: bool, device: str, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
     """The same random model on sdpa and on attnlib, which share their weights."""
     torch.manual_seed(0)
-    config = case.config(**dict(case.sizes) | dict(case.small if small else {}), pad_token_id=0, eos_token_id=None)
+    config = case.config(
+        **dict(case.sizes) | dict(case.small if small else {}), pad_token_id=0, eos_token_id=None
+    )
     hf.register()
     with torch.device(device):
         made = {"sdpa": _model(config, dtype, "sdpa")}
@@ -102,7 +125,9 @@ def by_generate(model: PreTrainedModel, **options: Any) -> Callable[[Tensor, int
 
     def run(ids: Tensor, new: int) -> Tensor:
         wanted = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **wanted, **options)[:, ids.shape[1] :]
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **wanted, **options)[
+            :, ids.shape[1] :
+        ]
 
     return run
 
@@ -119,8 +144,8 @@ def by_pages(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor]:
 
 
 class ByGraph:
-    """The same by a Decoder over pages, whose steps are one CUDA graph, captured once for prompts of a size; without a
-    GPU they are eager."""
+    """The same by a Decoder over pages, whose steps are one CUDA graph, captured once for prompts of a size;
+    without a GPU they are eager."""
 
     def __init__(self, model: Decoder):
         self.model, self.room = model, None

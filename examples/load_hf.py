@@ -2,8 +2,9 @@
 
     python examples/load_hf.py FOLDER 'The capital of France is' 'def main(' --new 40
 
-The weights stream from safetensors, one layer at a time, into the device; nothing of the folder is executed, and
-transformers reads only its config and its tokenizer. ``--check`` loads transformers' own model too, and compares.
+The weights stream from safetensors, one layer at a time, into the device; nothing of the folder is executed,
+and transformers reads only its config and its tokenizer. ``--check`` loads transformers' own model too, and
+compares.
 """
 
 import argparse
@@ -30,7 +31,9 @@ FIXED = {"hidden_act": "silu", "mlp_bias": False}
 LAYER, ATTENTION = "model.layers.{}.", "self_attn."
 
 
-def load(folder: Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[Decoder, Checkpoint]:
+def load(
+    folder: Path, *, device: str = "cpu", dtype: torch.dtype | None = None
+) -> tuple[Decoder, Checkpoint]:
     """The model of a folder, in its own dtype or in ``dtype``, and the checked folder.
 
     Raises:
@@ -42,7 +45,9 @@ def load(folder: Path, *, device: str = "cpu", dtype: torch.dtype | None = None)
         raise ValueError(f"model_type: expected one of {', '.join(FAMILIES)}, got {config.model_type!r}")
     for name, expected in FIXED.items():
         if getattr(config, name, expected) != expected:
-            raise ValueError(f"{name}: expected {expected!r}, all that a Decoder has, got {getattr(config, name)!r}")
+            raise ValueError(
+                f"{name}: expected {expected!r}, all that a Decoder has, got {getattr(config, name)!r}"
+            )
     with torch.device("meta"):
         model = Decoder(
             config.vocab_size,
@@ -57,7 +62,9 @@ def load(folder: Path, *, device: str = "cpu", dtype: torch.dtype | None = None)
     return model.eval(), checkpoint
 
 
-def _fill(model: Decoder, config: PreTrainedConfig, checkpoint: Checkpoint, place: Callable[[Tensor], Tensor]) -> None:
+def _fill(
+    model: Decoder, config: PreTrainedConfig, checkpoint: Checkpoint, place: Callable[[Tensor], Tensor]
+) -> None:
     """Load every parameter, and refuse a folder with fewer or more."""
     left = set(checkpoint.tensors)
 

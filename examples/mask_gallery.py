@@ -1,4 +1,5 @@
-"""Ready-made masks as pictures: which keys each query sees, and which tiles a tile-by-tile attention has to visit.
+"""Ready-made masks as pictures: which keys each query sees, and which tiles a tile-by-tile attention has to
+visit.
 
 Prints, of each mask, how many of its tiles are full, partial and empty, and writes ``mask_gallery.png``.
 """
@@ -80,11 +81,19 @@ def draw(panels: Mapping[str, Panel], size: int, picture: Path) -> None:
     for axis, (name, shown) in zip(axes.flat, panels.items(), strict=False):
         tokens = len(shown.seen)
         axis.imshow(
-            shown.tiles.numpy(), cmap=colors, vmin=0, vmax=2, extent=(0, tokens, tokens, 0), interpolation="nearest"
+            shown.tiles.numpy(),
+            cmap=colors,
+            vmin=0,
+            vmax=2,
+            extent=(0, tokens, tokens, 0),
+            interpolation="nearest",
         )
         pairs = torch.where(shown.seen, 0.45, 0.0)
         axis.imshow(
-            torch.zeros(tokens, tokens).numpy(), cmap="gray", alpha=pairs.numpy(), extent=(0, tokens, tokens, 0)
+            torch.zeros(tokens, tokens).numpy(),
+            cmap="gray",
+            alpha=pairs.numpy(),
+            extent=(0, tokens, tokens, 0),
         )
         axis.set_axis_on()
         axis.set_xticks(range(0, tokens + 1, size), [])
@@ -93,7 +102,9 @@ def draw(panels: Mapping[str, Panel], size: int, picture: Path) -> None:
         axis.tick_params(length=0)
         full, partial, empty = shown.counts
         axis.set_title(f"{name}\n{full} full, {partial} partial, {empty} empty", fontsize=8)
-    figure.suptitle("queries down, keys across; blue tiles are full, orange ones partial, white ones need no visit")
+    figure.suptitle(
+        "queries down, keys across; blue tiles are full, orange ones partial, white ones need no visit"
+    )
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
     pyplot.close(figure)
@@ -101,7 +112,9 @@ def draw(panels: Mapping[str, Panel], size: int, picture: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the example from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=128, help="a multiple of 16 (default: 128)")
     parser.add_argument("--tile", type=int, default=16, help="a divisor of the tokens (default: 16)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default: out)")
@@ -110,7 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--tokens: expected a multiple of 16, got {options.tokens}")
     if options.tile < 1 or options.tokens % options.tile:
         parser.error(f"--tile: expected a divisor of {options.tokens}, got {options.tile}")
-    panels = {name: panel(mask, options.tokens, options.tile) for name, mask in gallery(options.tokens).items()}
+    panels = {
+        name: panel(mask, options.tokens, options.tile) for name, mask in gallery(options.tokens).items()
+    }
     for name, shown in panels.items():
         full, partial, empty = shown.counts
         print(f"{name:26} {full:4} full {partial:4} partial {empty:4} empty")

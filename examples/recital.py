@@ -1,8 +1,8 @@
 """A small model that knows a real text by heart: the beginning of a module of Python's standard library.
 
-A byte model as small as these writes nothing sensible, and at temperature 0 soon repeats one word. What forks share and
-what a draft guesses right is better seen on a real text. So the model learns one until it recites it. In ``bisect`` one
-function is much like the next, and a reader of the first can guess some of the others.
+A byte model as small as these writes nothing sensible, and at temperature 0 soon repeats one word. What forks
+share and what a draft guesses right is better seen on a real text. So the model learns one until it recites
+it. In ``bisect`` one function is much like the next, and a reader of the first can guess some of the others.
 """
 
 import bisect
@@ -36,11 +36,16 @@ def load_text(path: Path = Path(bisect.__file__)) -> Tensor:
 
 
 def load_or_learn(variant: str, text: Tensor, folder: Path, device: torch.device) -> Decoder:
-    """The model in ``folder`` that knows this text; if it is not there, it learns the text and is kept there."""
+    """The model in ``folder`` that knows this text; if it is not there, it learns the text and is kept
+    there.
+    """
     digest = hashlib.sha256(bytes(text.tolist())).hexdigest()[:8]
     path = folder / f"{variant}-by-heart-{digest}.safetensors"
     if not path.exists():
-        print(f"a small {variant} model learns {len(text):,} bytes by heart first, and is kept in {path}", flush=True)
+        print(
+            f"a small {variant} model learns {len(text):,} bytes by heart first, and is kept in {path}",
+            flush=True,
+        )
         preset = PRESETS["tiny"]._replace(context=len(text) - 1, **LEARNING)
         torch.manual_seed(0)
         model = variants.make_model(variant, preset).to(device)

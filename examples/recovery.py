@@ -32,7 +32,9 @@ class Result(NamedTuple):
 
 
 def decode_rate(model: Decoder, corpus: Corpus, context: int) -> float:
-    """Tokens a second of greedy decoding from a paged cache, SEQUENCES at once, from half a context to a whole one."""
+    """Tokens a second of greedy decoding from a paged cache, SEQUENCES at once, from half a context to a
+    whole one.
+    """
     device, half = model.embed.weight.device, context // 2
     prompts = [corpus.held_out[i % len(corpus.held_out), :half].long().to(device) for i in range(SEQUENCES)]
     for steps in (2, context - half):  # the first round warms up
@@ -46,7 +48,14 @@ def decode_rate(model: Decoder, corpus: Corpus, context: int) -> float:
 
 def table(results: Sequence[Result]) -> str:
     """One row per model, in Markdown; the first one is what the others are measured against."""
-    names = ["model".ljust(20), "cache B/token", "bits/byte at start", "after training", "against the first", "tok/s"]
+    names = [
+        "model".ljust(20),
+        "cache B/token",
+        "bits/byte at start",
+        "after training",
+        "against the first",
+        "tok/s",
+    ]
     lines = [names, [":" + "-" * 19, *("-" * (len(name) - 1) + ":" for name in names[1:])]]
     for result in results:
         trained = len(result.curve) > 1
@@ -73,6 +82,6 @@ def close(student: Result, yardstick: Result) -> str:
     worse = student.end / yardstick.end - 1
     verdict = f"within {CLOSE:.0%}" if worse <= CLOSE else f"NOT within {CLOSE:.0%}"
     return (
-        f"{student.name} ends at {student.end:.4f} bits/byte, {yardstick.name} at {yardstick.end:.4f} after as many "
-        f"steps, {worse:+.2%}: {verdict}"
+        f"{student.name} ends at {student.end:.4f} bits/byte, {yardstick.name} at {yardstick.end:.4f} after "
+        f"as many steps, {worse:+.2%}: {verdict}"
     )

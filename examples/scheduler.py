@@ -1,10 +1,11 @@
-"""Continuous batching: which requests run in the next step of a decoder over one KVCache. No tensors, no model.
+"""Continuous batching: which requests run in the next step of a decoder over one KVCache. No tensors, no
+model.
 
-A request's prompt and its answer are one text, of which the cache has stored a beginning. A chunk of a prompt, a single
-new token, and what a preempted request must store again are then the same thing: the next tokens of a text. Requests
-join and leave between any two steps (Yu et al., 2022, "Orca"); a preempted one gives back its pages and is stored
-again later (Kwon et al., 2023, arXiv 2309.06180); steps mix prompts with new tokens (Agrawal et al., 2024,
-arXiv 2403.02310).
+A request's prompt and its answer are one text, of which the cache has stored a beginning. A chunk of a
+prompt, a single new token, and what a preempted request must store again are then the same thing: the next
+tokens of a text. Requests join and leave between any two steps (Yu et al., 2022, "Orca"); a preempted one
+gives back its pages and is stored again later (Kwon et al., 2023, arXiv 2309.06180); steps mix prompts with
+new tokens (Agrawal et al., 2024, arXiv 2403.02310).
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,9 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """A request that was submitted as the ``number``-th; it has a ``handle`` in the cache while it is live."""
+    """A request that was submitted as the ``number``-th; it has a ``handle`` in the cache while it is
+    live.
+    """
 
     request: Request
     number: int
@@ -56,15 +59,17 @@ class Stream:
 
 
 class Scheduler:
-    """Decides who runs: of all requests by rank, as many as have room for their texts so far, until one has not.
+    """Decides who runs: of all requests by rank, as many as have room for their texts so far, until one has
+    not.
 
-    Everything follows from this one rule. When texts outgrow the pages, the last by rank is preempted; a request of
-    higher priority displaces lower ones; nobody overtakes whom the rule puts first. The first by rank always runs, and
-    a request that could not even run alone is refused, so every one ends unless higher priorities never cease to come.
+    Everything follows from this one rule. When texts outgrow the pages, the last by rank is preempted; a
+    request of higher priority displaces lower ones; nobody overtakes whom the rule puts first. The first by
+    rank always runs, and a request that could not even run alone is refused, so every one ends unless higher
+    priorities never cease to come.
 
-    ``cache`` is empty, but for ``shared``: a stored prompt that all requests continue; theirs begin after it. It
-    has as many pages as sequences, the same number for every window, and ``max_length`` tokens at most in each.
-    ``budget`` bounds the tokens of a step.
+    ``cache`` is empty, but for ``shared``: a stored prompt that all requests continue; theirs begin after it.
+    It has as many pages as sequences, the same number for every window, and ``max_length`` tokens at most in
+    each. ``budget`` bounds the tokens of a step.
     """
 
     def __init__(self, cache: KVCache, *, max_length: int, budget: int, shared: Handle | None = None):
@@ -95,8 +100,8 @@ class Scheduler:
         capacity = min(self.max_length - self.shared_length, self.pages * size - self.shared_length % size)
         if store > capacity:
             raise ValueError(
-                f"request: expected at most {capacity} tokens to store, got {store} (prompt {prompt}, new {new}); "
-                "ask for fewer, or make the cache larger"
+                f"request: expected at most {capacity} tokens to store, got {store} (prompt {prompt}, new "
+                f"{new}); ask for fewer, or make the cache larger"
             )
         stream = Stream(request, self._submitted, list(request.prompt))
         self._submitted += 1

@@ -3,10 +3,10 @@
     python examples/serve_parallel.py                            # one process
     torchrun --nproc-per-node 8 examples/serve_parallel.py
 
-Projections and MLPs are shared out by heads and channels (tensor parallelism). MLA's latents and MQA's only KV head are
-the same for all of them: without more, every rank would store them all. So the ranks deal the tokens out, and merge
-what each of them finds. Decodes the same prompts on one process first. Fails where the logits differ, or a cache holds
-other bytes than the formula says.
+Projections and MLPs are shared out by heads and channels (tensor parallelism). MLA's latents and MQA's only
+KV head are the same for all of them: without more, every rank would store them all. So the ranks deal the
+tokens out, and merge what each of them finds. Decodes the same prompts on one process first. Fails where the
+logits differ, or a cache holds other bytes than the formula says.
 """
 
 import argparse
@@ -27,7 +27,13 @@ from attnlib import CAUSAL, KVCache, MultiHeadLatentAttention, MultiQueryAttenti
 from attnlib.sizes import cache_bytes
 from attnlib.sizes.report import human
 
-LATENT = {"q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
 HEADS, PAGE_SIZE = 8, 16
 CLOSE = 1e-4
 
@@ -39,7 +45,9 @@ def make_model(options: argparse.Namespace) -> Decoder:
     def attention(i: int) -> nn.Module:
         if options.attention == "mqa":
             return MultiQueryAttention(options.width, HEADS, mask=CAUSAL, rope=Rope(options.width // HEADS))
-        return MultiHeadLatentAttention(options.width, HEADS, mask=CAUSAL, rope=Rope(16, interleaved=True), **LATENT)
+        return MultiHeadLatentAttention(
+            options.width, HEADS, mask=CAUSAL, rope=Rope(16, interleaved=True), **LATENT
+        )
 
     model = Decoder(VOCAB_SIZE, options.width, options.layers, attention=attention, tie_embeddings=False)
     nn.init.normal_(model.embed.weight)
@@ -57,7 +65,9 @@ def share_heads(model: Decoder, mesh: DeviceMesh) -> Decoder:
 
 
 class Decoded(NamedTuple):
-    """Tokens ``[n, steps]``, the logits ``[n, steps, vocab]`` behind them, tokens a second, and bytes of the cache."""
+    """Tokens ``[n, steps]``, the logits ``[n, steps, vocab]`` behind them, tokens a second, and bytes of the
+    cache.
+    """
 
     tokens: Tensor
     logits: Tensor
@@ -79,7 +89,9 @@ def decode(
         SystemExit: the cache holds other bytes than the formula says.
     """
     layouts, ranks = model.kv_layouts(), 1 if mesh is None else mesh.size()
-    pages = KVCache.pages_for(layouts, [len(prompt) + steps for prompt in prompts], page_size=PAGE_SIZE, ranks=ranks)
+    pages = KVCache.pages_for(
+        layouts, [len(prompt) + steps for prompt in prompts], page_size=PAGE_SIZE, ranks=ranks
+    )
     sizes = {"pages": pages, "page_size": PAGE_SIZE, "max_sequences": len(prompts)}
     cache, logits = KVCache.paged(layouts, **sizes, device=prompts[0].device, mesh=mesh), []
 
@@ -100,27 +112,34 @@ def decode(
 
 
 def check_same(shared: Decoded, alone: Decoded) -> float:
-    """How far the logits of ranks are from those of one process behind the same tokens, relative to the largest.
+    """How far the logits of ranks are from those of one process behind the same tokens, relative to the
+    largest.
 
     Raises:
         SystemExit: further than fp32 rounds.
     """
     apart = ((shared.logits - alone.logits).abs().max() / alone.logits.abs().max()).item()
     if not apart < CLOSE:
-        raise SystemExit(f"logits: expected those of one process within {CLOSE:g} of the largest, got {apart:.1e}")
+        raise SystemExit(
+            f"logits: expected those of one process within {CLOSE:g} of the largest, got {apart:.1e}"
+        )
     return apart
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--attention", choices=("mla", "mqa"), default="mla", help="default: mla")
     parser.add_argument("--width", type=int, default=128, help="channels of the model (default: 128)")
     parser.add_argument("--layers", type=int, default=2, help="default: 2")
     parser.add_argument("--prompts", type=int, default=4, help="sequences (default: 4)")
     parser.add_argument("--prompt-tokens", type=int, default=512, help="of the longest prompt (default: 512)")
     parser.add_argument("--new-tokens", type=int, default=32, help="default: 32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: a GPU if there is one)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where to run (default: a GPU if there is one)"
+    )
     return parser.parse_args(arguments)
 
 
@@ -135,7 +154,10 @@ def run(options: argparse.Namespace) -> None:
     shared = decode(share_heads(model, mesh), prompts, options.new_tokens, mesh=mesh, given=alone.tokens)
     apart = check_same(shared, alone)
     if mesh.get_rank() == 0:
-        print(f"{options.prompts} prompts of up to {options.prompt_tokens:,} tokens, {options.new_tokens} more of each")
+        print(
+            f"{options.prompts} prompts of up to {options.prompt_tokens:,} tokens, {options.new_tokens} more "
+            "of each"
+        )
         print(f"{'ranks':>6} {'tokens/s':>10} {'cache of a rank':>16}")
         for ranks, one in ((1, alone), (mesh.size(), shared)):
             print(f"{ranks:6} {one.rate:10,.0f} {human(one.used_bytes):>16}")

@@ -17,7 +17,8 @@ class Sample(NamedTuple):
     """One step: how many requests ran and waited, the tokens it stored, and the cache's bytes after it.
 
     ``used`` bytes are in pages that somebody holds, ``filled`` of them with tokens. What is free is external
-    fragmentation, ``external``, if the first of those who wait asks for no more than that and still has to wait.
+    fragmentation, ``external``, if the first of those who wait asks for no more than that and still has to
+    wait.
     """
 
     live: int
@@ -44,11 +45,15 @@ class Run(NamedTuple):
 
 @torch.no_grad()
 def serve(model: Decoder, scheduler: Scheduler, requests: Sequence[Request], *, label: str = "") -> Run:
-    """Decode greedily until every request, in the order of arrival, is answered. One step is one call of the model."""
+    """Decode greedily until every request, in the order of arrival, is answered. One step is one call of the
+    model.
+    """
     cache, device = scheduler.cache, model.embed.weight.device
     streams, samples, start = [], [], time.perf_counter()
     quick = sys.stderr.isatty()
-    bar = tqdm(total=len(requests), desc=label, unit="request", disable=not label, mininterval=0.2 if quick else 15)
+    bar = tqdm(
+        total=len(requests), desc=label, unit="request", disable=not label, mininterval=0.2 if quick else 15
+    )
     while len(streams) < len(requests) or scheduler.live or scheduler.waiting:
         while len(streams) < len(requests) and requests[len(streams)].arrival <= len(samples):
             streams.append(scheduler.submit(requests[len(streams)]))
@@ -69,7 +74,8 @@ def measure(scheduler: Scheduler, tokens: int) -> Sample:
     """How memory is spent after a step that stored ``tokens``, before its streams advance.
 
     Raises:
-        SystemExit: the cache holds other bytes than whole pages for what each text and the shared prompt have stored.
+        SystemExit: the cache holds other bytes than whole pages for what each text and the shared prompt have
+        stored.
     """
     cache, live, waiting = scheduler.cache, scheduler.live, scheduler.waiting
     stored = [n for n in map(scheduler.stored, live) if n]
@@ -84,7 +90,8 @@ def measure(scheduler: Scheduler, tokens: int) -> Sample:
         len(live),
         len(waiting),
         tokens,
-        (scheduler.shared_length + sum(n + copied for n in stored)) * cache_bytes(cache.layouts, [1], page_size=1),
+        (scheduler.shared_length + sum(n + copied for n in stored))
+        * cache_bytes(cache.layouts, [1], page_size=1),
         cache.used_bytes,
         free * scheduler.page_bytes if blocked else 0,
     )
@@ -93,11 +100,12 @@ def measure(scheduler: Scheduler, tokens: int) -> Sample:
 def first_fit(
     requests: Sequence[Request], answers: Sequence[Sequence[int]], *, memory: int, budget: int
 ) -> list[Sample]:
-    """The same trace with an extent of memory for each request, as long as its text may become; without tensors.
+    """The same trace with an extent of memory for each request, as long as its text may become; without
+    tensors.
 
-    By rank, an extent goes into the first hole that holds it, and is not taken back. A request runs as many steps as
-    its prompt, in chunks of ``budget``, and its answer take if nobody else uses the budget. ``memory`` counts tokens,
-    as do the samples' bytes; ``filled`` is 0.
+    By rank, an extent goes into the first hole that holds it, and is not taken back. A request runs as many
+    steps as its prompt, in chunks of ``budget``, and its answer take if nobody else uses the budget.
+    ``memory`` counts tokens, as do the samples' bytes; ``filled`` is 0.
     """
     extents: list[tuple[int, int, int]] = []  # begin, end, and the step in which it is given back; by address
     samples, waiting, coming = [], [], list(enumerate(requests))

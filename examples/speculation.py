@@ -22,9 +22,11 @@ class Burst(NamedTuple):
 
 @torch.no_grad()
 def speculate(model: Decoder, cache: KVCache, prompt: Tensor, *, draft: int, steps: int) -> Iterator[Burst]:
-    """Yield the ``steps`` greedy tokens after ``prompt`` in bursts: one each, and as many of a draft as were right.
+    """Yield the ``steps`` greedy tokens after ``prompt`` in bursts: one each, and as many of a draft as were
+    right.
 
-    Each step feeds the last token and up to ``draft`` guesses at once, and rolls the cache back to the right ones.
+    Each step feeds the last token and up to ``draft`` guesses at once, and rolls the cache back to the right
+    ones.
     """
     [handle], logits = prefill(model, cache, [prompt])
     text = bytearray(prompt.tolist())

@@ -1,4 +1,6 @@
-"""The models that a trained decoder is converted into: fewer KV heads, or a latent, each in a poor and a good way."""
+"""The models that a trained decoder is converted into: fewer KV heads, or a latent, each in a poor and a good
+way.
+"""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -18,10 +20,11 @@ from attnlib.convert.latent.layers import join, to_latent
 from attnlib.convert.latent.truncation import truncate
 from attnlib.convert.weights import split
 
-# Distances that converted keys are best at. Text far behind matters less, and this is 16 of the default's contexts.
+# Distances that converted keys are best at. Text far behind matters less, and this is 16 of the default's
+# contexts.
 REACH = 2048
-# Together they make the norm of a converted latent the identity: a constant channel, and gains as large. A step of
-# Adam is nothing beside them, and weight decay would only move them.
+# Together they make the norm of a converted latent the identity: a constant channel, and gains as large. A
+# step of Adam is nothing beside them, and weight decay would only move them.
 IDENTITY = ("kv_a_layernorm.weight", "kv_a_proj_with_mqa.bias")
 
 MEAN, ALIGNED, PRINCIPAL = "GQA, mean-pool", "GQA, regroup + align", "GQA, principal"
@@ -33,26 +36,34 @@ Convert = Callable[[GroupedQueryAttention, Calibration], nn.Module]
 def ways(preset: Preset) -> dict[str, Convert]:
     """What makes a new layer of an old one and of what it sees, by the name under which it is compared.
 
-    A token stores ``2 * kv_heads * head_dim`` values in the first three, ``kv_lora_rank + rope_dim`` in the others.
+    A token stores ``2 * kv_heads * head_dim`` values in the first three, ``kv_lora_rank + rope_dim`` in the
+    others.
     """
     heads, rank, rope_dim = preset.kv_heads, preset.kv_lora_rank, preset.rope_dim
     return {
         MEAN: lambda layer, _: mha_to_gqa(layer, heads),
-        # Weighted by energy, not 1 / f: 3.39 against 3.47 bits a byte before any training (tiny preset, 8 heads to 2).
+        # Weighted by energy, not 1 / f: 3.39 against 3.47 bits a byte before any training (tiny preset, 8
+        # heads to 2).
         ALIGNED: lambda layer, seen: mha_to_gqa(
             layer, heads, merge="energy", align="all", grouping="similar", calibration=seen
         ),
         PRINCIPAL: lambda layer, seen: mha_to_gqa(layer, heads, calibration=seen, reach=REACH),
         PLAIN: partial(latent_by_plain_svd, rank=rank, rope_dim=rope_dim),
-        WHITENED: lambda layer, seen: gqa_to_mla(layer, rank, rope_dim=rope_dim, calibration=seen, reach=REACH),
-        LATENT: lambda layer, seen: gqa_to_deepseek(layer, rank, rope_dim=rope_dim, calibration=seen, reach=REACH),
+        WHITENED: lambda layer, seen: gqa_to_mla(
+            layer, rank, rope_dim=rope_dim, calibration=seen, reach=REACH
+        ),
+        LATENT: lambda layer, seen: gqa_to_deepseek(
+            layer, rank, rope_dim=rope_dim, calibration=seen, reach=REACH
+        ),
     }
 
 
 def latent_by_plain_svd(
     layer: GroupedQueryAttention, calibration: Calibration, *, rank: int, rope_dim: int
 ) -> MultiHeadLatentAttention:
-    """As :func:`gqa_to_mla` with the same rotary channels, the latent then cut by the SVD of its weights alone."""
+    """As :func:`gqa_to_mla` with the same rotary channels, the latent then cut by the SVD of its weights
+    alone.
+    """
     options = {"rope_dim": rope_dim, "calibration": calibration, "reach": REACH}
     new = gqa_to_mla(layer, rank, **options)
     with torch.no_grad():
@@ -76,7 +87,9 @@ def _run(block: Block, x: Tensor) -> Tensor:
 
 
 def student(model: Decoder, convert: Convert, calibrations: Sequence[Calibration]) -> Decoder:
-    """A copy of the model with converted attention layers; what makes the norm of a latent the identity is frozen."""
+    """A copy of the model with converted attention layers; what makes the norm of a latent the identity is
+    frozen.
+    """
     new = deepcopy(model)
     new.replace_attention(
         [convert(block.attention, seen) for block, seen in zip(model.blocks, calibrations, strict=True)]

@@ -17,8 +17,8 @@ BLOCKS = 10  # in a group: the last one is held out
 class Corpus(NamedTuple):
     """Tokens in groups of ten blocks: ``train`` ``[groups, 9 * block]`` and ``held_out`` ``[groups, block]``.
 
-    Tokens are bytes, uint8, unless somebody else encoded the text. ``bytes_per_token`` is the mean over all of it, and
-    ``sha256`` that of the text itself.
+    Tokens are bytes, uint8, unless somebody else encoded the text. ``bytes_per_token`` is the mean over all
+    of it, and ``sha256`` that of the text itself.
     """
 
     name: str
@@ -39,7 +39,9 @@ class Corpus(NamedTuple):
         return -torch.special.xlogy(p, p).sum().item() / torch.log(torch.tensor(2.0)).item()
 
     def batches(self, *, count: int, batch: int, context: int, seed: int) -> Iterator[Tensor]:
-        """``count`` batches ``[batch, context + 1]`` int64 of training text; the same ones for the same seed."""
+        """``count`` batches ``[batch, context + 1]`` int64 of training text; the same ones for the same
+        seed.
+        """
         groups, size = self.train.shape
         _check_fits("context", context, size)
         generator = torch.Generator().manual_seed(seed)
@@ -63,7 +65,8 @@ def byte_tokens(data: bytes) -> Tensor:
 
 
 def load(path: Path | None = None, *, tokens_of: Callable[[bytes], Tensor] = byte_tokens) -> Corpus:
-    """The corpus of a file, or of the top-level modules of Python's standard library, in the order of their names.
+    """The corpus of a file, or of the top-level modules of Python's standard library, in the order of their
+    names.
 
     ``tokens_of`` makes integer tokens ``[t]`` of the whole text.
 
@@ -80,7 +83,9 @@ def load(path: Path | None = None, *, tokens_of: Callable[[bytes], Tensor] = byt
     groups = len(tokens) // need
     if not groups:
         unit = "bytes" if tokens_of is byte_tokens else "tokens"
-        raise ValueError(f"text: expected at least {need} {unit}, got {len(tokens)} ({name}); use a longer --text")
+        raise ValueError(
+            f"text: expected at least {need} {unit}, got {len(tokens)} ({name}); use a longer --text"
+        )
     parts = tokens[: groups * need].view(groups, -1)
     digest = hashlib.sha256(data).hexdigest()
     return Corpus(name, parts[:, :-BLOCK], parts[:, -BLOCK:], digest, len(data) / len(tokens))

@@ -3,9 +3,10 @@
     python examples/train_long.py                                       # one process
     torchrun --nproc-per-node 8 examples/train_long.py --tokens 131072 --sequences 1 --checkpointing
 
-Groups of --context-parallel ranks share a sequence, and read different sequences; all ranks share the weights, their
-gradients and the optimizer's state (FSDP2). The losses are the same for any number of ranks: on CPUs with gloo, on GPUs
-with NCCL. Only attention looks at other ranks' tokens. Fails when the model learned too little.
+Groups of --context-parallel ranks share a sequence, and read different sequences; all ranks share the
+weights, their gradients and the optimizer's state (FSDP2). The losses are the same for any number of ranks:
+on CPUs with gloo, on GPUs with NCCL. Only attention looks at other ranks' tokens. Fails when the model
+learned too little.
 """
 
 import argparse
@@ -37,7 +38,13 @@ from attnlib.sizes import GroupedShape, LatentShape, exchange_bytes
 from attnlib.sizes.report import human
 
 WARM_UP = 10  # steps
-LATENT = {"q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 GROUPED = {"num_kv_heads": 2, "head_dim": 32}
 HEADS = 4
 
@@ -68,7 +75,9 @@ def make_model(options: argparse.Namespace, shared: ContextParallel) -> Decoder:
     def attention(i: int) -> nn.Module:
         made = {"mask": CAUSAL, "context_parallel": shared}
         if options.attention == "mla":
-            return MultiHeadLatentAttention(options.width, HEADS, rope=Rope(16, interleaved=True), **LATENT, **made)
+            return MultiHeadLatentAttention(
+                options.width, HEADS, rope=Rope(16, interleaved=True), **LATENT, **made
+            )
         return GroupedQueryAttention(options.width, HEADS, rope=Rope(32), **GROUPED, **made)
 
     return Decoder(VOCAB_SIZE, options.width, options.layers, attention=attention)
@@ -104,10 +113,13 @@ def bits(model: Decoder, text: Tensor, group: int, groups: int, shared: ContextP
     return F.cross_entropy(logits.flatten(0, 1), wanted.flatten()) / math.log(2)
 
 
-def train(model: Decoder, texts: Iterator[Tensor], loss_of, *, steps: int, rate: float, device: str) -> Iterator[float]:
+def train(
+    model: Decoder, texts: Iterator[Tensor], loss_of, *, steps: int, rate: float, device: str
+) -> Iterator[float]:
     """Take a step for each batch, and yield the mean loss of all ranks.
 
-    Each rank's loss is of as many tokens, and FSDP2 averages the ranks' gradients: so they are of all tokens' mean.
+    Each rank's loss is of as many tokens, and FSDP2 averages the ranks' gradients: so they are of all tokens'
+    mean.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     for step, text in enumerate(texts):
@@ -128,7 +140,9 @@ def describe(options: argparse.Namespace, ranks: int) -> str:
     """Who has what, and what a rank receives."""
     cp, shape = options.context_parallel, {"hidden_size": options.width, "num_heads": HEADS}
     shape = LatentShape(**shape, **LATENT) if options.attention == "mla" else GroupedShape(**shape, **GROUPED)
-    told = f"ranks: {ranks}, {cp} to a sequence, with {options.tokens // cp:,} of {options.tokens:,} tokens each"
+    told = (
+        f"ranks: {ranks}, {cp} to a sequence, with {options.tokens // cp:,} of {options.tokens:,} tokens each"
+    )
     if options.form is None or cp == 1:
         return told
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
@@ -138,21 +152,37 @@ def describe(options: argparse.Namespace, ranks: int) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, help="a text file to learn (default: Python's own standard library)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--text", type=Path, help="a text file to learn (default: Python's own standard library)"
+    )
     parser.add_argument("--tokens", type=int, default=1024, help="bytes of a sequence (default: 1024)")
-    parser.add_argument("--sequences", type=int, default=2, help="of a step, on all ranks together (default: 2)")
+    parser.add_argument(
+        "--sequences", type=int, default=2, help="of a step, on all ranks together (default: 2)"
+    )
     parser.add_argument("--steps", type=int, default=150, help="default: 150")
     parser.add_argument("--attention", choices=("gqa", "mla"), default="gqa", help="default: gqa")
     parser.add_argument("--width", type=int, default=128, help="channels of the model (default: 128)")
     parser.add_argument("--layers", type=int, default=2, help="default: 2")
-    parser.add_argument("--context-parallel", type=int, metavar="N", help="ranks that share a sequence (default: all)")
-    parser.add_argument("--form", choices=("ring", "gather", "heads"), help="of attention (default: the fastest)")
+    parser.add_argument(
+        "--context-parallel", type=int, metavar="N", help="ranks that share a sequence (default: all)"
+    )
+    parser.add_argument(
+        "--form", choices=("ring", "gather", "heads"), help="of attention (default: the fastest)"
+    )
     parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak of the learning rate (default: 2e-3)")
-    parser.add_argument("--margin", type=float, default=0.1, help="how far below the unigram entropy is enough")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: a GPU if there is one)")
-    parser.add_argument("--out", type=Path, help="folder for the weights, a file from each rank (default: none)")
+    parser.add_argument(
+        "--margin", type=float, default=0.1, help="how far below the unigram entropy is enough"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where to run (default: a GPU if there is one)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for the weights, a file from each rank (default: none)"
+    )
     return parser.parse_args(arguments)
 
 
@@ -197,8 +227,12 @@ def run(options: argparse.Namespace) -> None:
     memory = f", {human(torch.cuda.max_memory_allocated())} at most on a GPU" if device == "cuda" else ""
     say(f"{rate:,.0f} tokens/s{memory}")
     if options.out is not None:
-        weights = {name: x for name, x in get_model_state_dict(model).items() if name != "lm_head.weight"}  # tied
-        dcp.save(weights, storage_writer=dcp.HuggingFaceStorageWriter(str(options.out), save_distributed=True))
+        weights = {
+            name: x for name, x in get_model_state_dict(model).items() if name != "lm_head.weight"
+        }  # tied
+        dcp.save(
+            weights, storage_writer=dcp.HuggingFaceStorageWriter(str(options.out), save_distributed=True)
+        )
         say(f"wrote the weights to {options.out}")
     late = sum(losses[-5:]) / len(losses[-5:])
     if not late <= (1 - options.margin) * entropy:

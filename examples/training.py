@@ -20,8 +20,8 @@ HELD_OUT_WINDOWS = 512
 def train(model: Decoder, corpus: Corpus, preset: Preset, *, label: str, seed: int = 0) -> list[float]:
     """Train ``model`` in place for ``preset.steps`` batches; returns the loss of each in bits per byte.
 
-    The batches depend on the seed alone, so that every model sees the same text in the same order. On a GPU the matrix
-    products run in bf16.
+    The batches depend on the seed alone, so that every model sees the same text in the same order. On a GPU
+    the matrix products run in bf16.
     """
     batches = corpus.batches(count=preset.steps, batch=preset.batch, context=preset.context, seed=seed)
     options = {"steps": preset.steps, "rate": preset.learning_rate, "label": label}
@@ -46,12 +46,14 @@ def optimise(
 ) -> Iterator[Tensor]:
     """Take a step for each batch and yield its loss, a detached scalar, when the step is taken.
 
-    ``loss_of`` gets the batch and how many steps were taken before. ``batches`` are those after the first ``done`` of
-    ``steps``; ``rate`` is the peak of the learning rate.
+    ``loss_of`` gets the batch and how many steps were taken before. ``batches`` are those after the first
+    ``done`` of ``steps``; ``rate`` is the peak of the learning rate.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     device = parameters[0].device
-    bar = tqdm(batches, label, steps, initial=done, unit="step", mininterval=0.2 if sys.stderr.isatty() else 15)
+    bar = tqdm(
+        batches, label, steps, initial=done, unit="step", mininterval=0.2 if sys.stderr.isatty() else 15
+    )
     for step, tokens in enumerate(bar, done):
         for group in optimizer.param_groups:
             group["lr"] = rate * _rate(step, steps)
@@ -71,11 +73,17 @@ def held_out_bits(model: Decoder, corpus: Corpus, preset: Preset, *, limit: int 
     """Bits per byte that the model needs for held-out text, over at most ``limit`` windows of its context."""
     windows = corpus.held_out_windows(preset.context, limit=limit).to(model.embed.weight.device)
     parts = windows.split(preset.batch)
-    return sum(text_bits(model, part).item() * len(part) for part in parts) / len(windows) / corpus.bytes_per_token
+    return (
+        sum(text_bits(model, part).item() * len(part) for part in parts)
+        / len(windows)
+        / corpus.bytes_per_token
+    )
 
 
 def text_bits(model: Decoder, tokens: Tensor) -> Tensor:
-    """Mean bits per token of predicting each of ``tokens`` ``[b, t]`` from those before it, the first excepted."""
+    """Mean bits per token of predicting each of ``tokens`` ``[b, t]`` from those before it, the first
+    excepted.
+    """
     logits = model(tokens[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / math.log(2)
 

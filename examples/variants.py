@@ -55,7 +55,9 @@ def make_model(variant: str, preset: Preset) -> Decoder:
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant: expected one of {VARIANTS}, got {variant!r}")
-    return Decoder(VOCAB_SIZE, preset.hidden_size, preset.layers, attention=lambda i: _attention(variant, preset))
+    return Decoder(
+        VOCAB_SIZE, preset.hidden_size, preset.layers, attention=lambda i: _attention(variant, preset)
+    )
 
 
 def _attention(variant: str, preset: Preset) -> nn.Module:
@@ -80,7 +82,9 @@ def _attention(variant: str, preset: Preset) -> nn.Module:
 
 def save(model: Decoder, variant: str, preset: Preset, path: Path) -> None:
     """Write the weights, with what :func:`load` needs to build the model around them, as safetensors."""
-    weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    weights = {
+        name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"
+    }  # tied
     save_file(weights, path, metadata={"variant": variant, "preset": json.dumps(preset._asdict())})
 
 

@@ -1,4 +1,6 @@
-"""One thread, one seed, NaN in uninitialised memory; hypothesis without deadlines; and what is behind `-m slow`."""
+"""One thread, one seed, NaN in uninitialised memory; hypothesis without deadlines; and what is behind `-m
+slow`.
+"""
 
 import gc
 import re
@@ -44,7 +46,9 @@ def _every_test_starts_alike():
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(config, items):
-    """`-m slow` runs every property test with at least MANY examples, and the cases that a covering leaves out."""
+    """`-m slow` runs every property test with at least MANY examples, and the cases that a covering leaves
+    out.
+    """
     for item in _uncovered(items):
         item.add_marker("slow")
     if re.search(r"(?<!not )\bslow\b", config.option.markexpr):
@@ -63,20 +67,25 @@ def pytest_collection_finish():
 
 
 def _uncovered(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of every test marked ``covering(n)``, the cases without which the others hold every n values together."""
+    """Of every test marked ``covering(n)``, the cases without which the others hold every n values
+    together.
+    """
     found = []
     marked = [item for item in items if item.get_closest_marker("covering") and hasattr(item, "callspec")]
     for _, group in groupby(marked, key=lambda item: item.nodeid.partition("[")[0]):
         cases = list(group)
         (together,) = cases[0].get_closest_marker("covering").args
-        kept = covering([{name: id(x) for name, x in case.callspec.params.items()} for case in cases], together)
+        kept = covering(
+            [{name: id(x) for name, x in case.callspec.params.items()} for case in cases], together
+        )
         found += [case for n, case in enumerate(cases) if n not in kept]
     return found
 
 
 def _ask_for_many(item: pytest.Item) -> None:
     item.add_marker("slow")
-    # A state machine's settings are public; those of a decorated function hypothesis keeps under a name of its own.
+    # A state machine's settings are public; those of a decorated function hypothesis keeps under a name of
+    # its own.
     owner, name = (item.cls, "settings") if hasattr(item.cls, "settings") else (item.obj, SETTINGS_OF_A_TEST)
     asked = getattr(owner, name)
     setattr(owner, name, settings(asked, max_examples=max(MANY, asked.max_examples)))

@@ -1,4 +1,6 @@
-"""fp8 calls, and how far their results may be from attention over the numbers that e4m3 and descales stand for."""
+"""fp8 calls, and how far their results may be from attention over the numbers that e4m3 and descales stand
+for.
+"""
 
 from typing import NamedTuple
 
@@ -38,7 +40,12 @@ def dequantized(x: Fp8Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def assert_fp8(
-    problem: Problem, x: Fp8Inputs, results: tuple[Tensor, Tensor], *, of_p: Rounding, of_out: float = HALF_OF_BF16
+    problem: Problem,
+    x: Fp8Inputs,
+    results: tuple[Tensor, Tensor],
+    *,
+    of_p: Rounding,
+    of_out: float = HALF_OF_BF16,
 ) -> None:
     """Each element is within what rounding P and the output can do, if those are at most these."""
     out, lse = results
@@ -47,14 +54,18 @@ def assert_fp8(
     golden, golden_lse = eager(q, k, v, mask=problem.mask, **options)
     sums, _ = eager(q, k, v.abs(), mask=problem.mask, **options)
     noise = 2.0**-14 + of_p.of_scores * problem.change(q=q, k=k, v=v).largest_score()
-    lost = of_p.absolute * v.abs().sum(1, keepdim=True).amax(2, keepdim=True) / (1 - options.get("dropout_p", 0))
+    lost = (
+        of_p.absolute * v.abs().sum(1, keepdim=True).amax(2, keepdim=True) / (1 - options.get("dropout_p", 0))
+    )
     allowed = 1.01 * of_out * golden.abs() + (of_p.relative + noise) * sums + lost + 1e-30
     assert out.dtype == torch.bfloat16
     assert lse.dtype == torch.float32
     assert out.shape == golden.shape
     over = (out.double() - golden).abs() - allowed
     assert not out.isnan().any()
-    assert (over <= 0).all(), f"{problem}: {over.max():.3g} beyond what rounding explains, of {golden.abs().max():.3g}"
+    assert (over <= 0).all(), (
+        f"{problem}: {over.max():.3g} beyond what rounding explains, of {golden.abs().max():.3g}"
+    )
     assert (lse.isneginf() == golden_lse.isneginf()).all()
     finite = golden_lse.isfinite()
     torch.testing.assert_close(lse.double()[finite], golden_lse[finite], rtol=1e-5, atol=2 * noise)

@@ -26,7 +26,9 @@ def faded(score, b, h, i, j, rate):
 
 
 def undefined(score, b, h, i, j, rate):
-    """NaN for keys behind the query, which a causal mask hides, and beyond every number for rows behind the last."""
+    """NaN for keys behind the query, which a causal mask hides, and beyond every number for rows behind the
+    last.
+    """
     behind = (i - j).double()
     return score * (behind + 1).log() + rate[b, h] * (behind + 0.5).log()
 
@@ -106,7 +108,9 @@ def assert_zeros_of_nothing(b, s, t, mask_name, score_name, backend):
     masks, scores = functions()
     mask, (score, reads) = masks[mask_name], scores.get(score_name, (None, ()))
     leaves = narrow(*tensors(b, s, t, d=16), *reads)
-    out, lse = attention_with_lse(*leaves[:3], mask=mask, score=score and score.reading(leaves[3:]), backend=backend)
+    out, lse = attention_with_lse(
+        *leaves[:3], mask=mask, score=score and score.reading(leaves[3:]), backend=backend
+    )
     assert out.shape == (b, s, 4, 5)
     assert not out.any()
     assert torch.equal(lse, torch.full((b, 4, s), -torch.inf, device=lse.device))

@@ -109,10 +109,19 @@ class Used:
     def state(self):
         """What a refused call may not change."""
         (ledger,) = self.cache._sequences.allocators.values()
-        holdings = {handle: replace(held, pages=list(held.pages)) for handle, held in ledger._holdings.items()}
+        holdings = {
+            handle: replace(held, pages=list(held.pages)) for handle, held in ledger._holdings.items()
+        }
         (layer,) = self.cache._layers
         planes = [plane.clone().view(torch.uint8) for plane in layer.planes.values()]  # NaN and all
-        return holdings, list(ledger._free), list(ledger._owners), layer.convention, self.cache.used_bytes, planes
+        return (
+            holdings,
+            list(ledger._free),
+            list(ledger._owners),
+            layer.convention,
+            self.cache.used_bytes,
+            planes,
+        )
 
     def assert_unchanged(self, before):
         *books, planes = self.state()
@@ -144,7 +153,10 @@ def tokens_are_legal(used, a):
 
 def fits(used, a):
     tokens = a["tokens"]
-    return tokens_are_legal(used, a) and max([0, *tokens.values()] if isinstance(tokens, Mapping) else [tokens]) < 15
+    return (
+        tokens_are_legal(used, a)
+        and max([0, *tokens.values()] if isinstance(tokens, Mapping) else [tokens]) < 15
+    )
 
 
 def counted(used, args, view):
@@ -155,7 +167,9 @@ def counted(used, args, view):
 
 def append_is_legal(used, a):
     pair = all(is_tensor(a[name], torch.float32) and tuple(a[name].shape) == (2, 3, G, D) for name in "kv")
-    return pair and not (a["k"].requires_grad or a["v"].requires_grad) and a["angles"] is None  # as the stored ones
+    return (
+        pair and not (a["k"].requires_grad or a["v"].requires_grad) and a["angles"] is None
+    )  # as the stored ones
 
 
 def is_stored(used, args, view):
@@ -189,7 +203,9 @@ def rows_remain(used, args, result):
 
 
 def entering(name, legal_call, legal, words=()):
-    return Entry(lambda used, **a: used.enter(name, **a), legal_call, legal, counted, Used, ("handle", *words))
+    return Entry(
+        lambda used, **a: used.enter(name, **a), legal_call, legal, counted, Used, ("handle", *words)
+    )
 
 
 def step_is_legal(used, a):
@@ -211,7 +227,9 @@ CACHES = {
     ),
     "KVCache.contiguous": a_call(KVCache.contiguous, CONTIGUOUS, contiguous_is_legal, runs),
     "KVCache.paged": a_call(KVCache.paged, PAGED, paged_is_legal, runs),
-    "KVCache.admit": method("admit", lambda used: {"n": 1, "left_padding": None}, admission_is_legal, rows_remain),
+    "KVCache.admit": method(
+        "admit", lambda used: {"n": 1, "left_padding": None}, admission_is_legal, rows_remain
+    ),
     "KVCache.step": entering("step", lambda used: {"tokens": 2, "replay": True}, step_is_legal, ("step",)),
     "KVCache.step, packed": entering(
         "step", lambda used: {"tokens": {used.first: 1}, "replay": True}, step_is_legal, ("step",)

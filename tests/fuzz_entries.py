@@ -1,4 +1,6 @@
-"""Every public function, constructor and method: a legal call, its contract restated, and what a right answer is."""
+"""Every public function, constructor and method: a legal call, its contract restated, and what a right answer
+is.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,10 +19,10 @@ H, G, D, E = 4, 2, 8, 5
 class Entry(NamedTuple):
     """One public callable.
 
-    ``target`` makes what a method is called on (None for functions), ``arguments`` a legal call's arguments on it,
-    ``legal`` says of any arguments whether they are allowed, and ``right`` asserts what an allowed call gives. A target
-    with ``state()`` and ``assert_unchanged(state)`` is asked whether a refusal left it alone. An error starts with the
-    name of an argument, or with one of ``words``.
+    ``target`` makes what a method is called on (None for functions), ``arguments`` a legal call's arguments
+    on it, ``legal`` says of any arguments whether they are allowed, and ``right`` asserts what an allowed
+    call gives. A target with ``state()`` and ``assert_unchanged(state)`` is asked whether a refusal left it
+    alone. An error starts with the name of an argument, or with one of ``words``.
     """
 
     call: Callable[..., Any]
@@ -49,7 +51,9 @@ def ints(*values):
 
 
 def numbers(*shape):
-    """The same random numbers at every call (torch.manual_seed would write down the whole stack, for CUDA)."""
+    """The same random numbers at every call (torch.manual_seed would write down the whole stack, for
+    CUDA).
+    """
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -74,7 +78,10 @@ def dense_plain(target):
 
 def varlen(target):
     full = dense(None)
-    packed = {name: full[name][0] for name in "qkv"} | {"cu_seqlens_q": ints(0, 2, 3), "cu_seqlens_k": ints(0, 3, 5)}
+    packed = {name: full[name][0] for name in "qkv"} | {
+        "cu_seqlens_q": ints(0, 2, 3),
+        "cu_seqlens_k": ints(0, 3, 5),
+    }
     rest = {name: x for name, x in full.items() if name not in (*"qkv", "key_starts", "key_ends")}
     return packed | {"max_seqlen_q": 2, "max_seqlen_k": 3} | rest
 
@@ -145,7 +152,9 @@ def attention_is_right(call):
         if args.get("dropout_p") and args["dropout_seed"] is None:
             wide |= {"dropout_p": 0.0}  # drawn: only the shape is known
         wanted = call(**wide)
-        for ours, theirs in zip(*((x if isinstance(x, tuple) else (x,)) for x in (result, wanted)), strict=True):
+        for ours, theirs in zip(
+            *((x if isinstance(x, tuple) else (x,)) for x in (result, wanted)), strict=True
+        ):
             assert ours.shape == theirs.shape
             if finite(args) and not (args.get("dropout_p") and args["dropout_seed"] is None):
                 error = 0.03 if args["q"].dtype.itemsize == 2 else 1e-4
@@ -164,7 +173,12 @@ def function(name, arguments, legal, **more):
     call = getattr(attnlib, name)
     words = ("q_descale",)  # which e4m3 alone needs, and which is not among the arguments
     return Entry(
-        lambda target, **a: call(**a), arguments, lambda _, a: legal(a), attention_is_right(call), words=words, **more
+        lambda target, **a: call(**a),
+        arguments,
+        lambda _, a: legal(a),
+        attention_is_right(call),
+        words=words,
+        **more,
     )
 
 
@@ -195,7 +209,9 @@ def cached_is_legal(a):
 def cached_is_right(call):
     def right(target, args, result):
         wanted = call(**(args | {"backend": "reference"}))
-        for ours, theirs in zip(*((x if isinstance(x, tuple) else (x,)) for x in (result, wanted)), strict=True):
+        for ours, theirs in zip(
+            *((x if isinstance(x, tuple) else (x,)) for x in (result, wanted)), strict=True
+        ):
             assert ours.shape == theirs.shape
             if finite(args):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -207,7 +223,12 @@ def over_cache(name):
     call = getattr(attnlib, name)
     words = ("no backend can run this call\ncached attention", "q_descale")  # a gradient is asked for
     return Entry(
-        lambda target, **a: call(**a), cached, lambda _, a: cached_is_legal(a), cached_is_right(call), a_view, words
+        lambda target, **a: call(**a),
+        cached,
+        lambda _, a: cached_is_legal(a),
+        cached_is_right(call),
+        a_view,
+        words,
     )
 
 
@@ -230,7 +251,9 @@ def quantize_is_legal(a):
     q, k, v, cu = a["q"], a["k"], a["v"], [a.get("cu_seqlens_q"), a.get("cu_seqlens_k")]
     packed = not cu[0] is cu[1] is None
     rank = 3 if packed else 4
-    if not all(is_tensor(x) and x.dim() == rank for x in (q, k, v)) or not isinstance(a.get("incoherent", False), bool):
+    if not all(is_tensor(x) and x.dim() == rank for x in (q, k, v)) or not isinstance(
+        a.get("incoherent", False), bool
+    ):
         return False
     if packed and not all(is_tensor(x, torch.int32) and x.dim() == 1 and len(x) for x in cu):
         return False
@@ -255,7 +278,12 @@ ATTENTION = {
     ),
     "attention, fp8": a_call(
         attention_of_bytes,
-        {"q_descale": torch.ones(2, H), "k_descale": torch.ones(2, G), "v_descale": torch.ones(2, G), "mask": CAUSAL},
+        {
+            "q_descale": torch.ones(2, H),
+            "k_descale": torch.ones(2, G),
+            "v_descale": torch.ones(2, G),
+            "mask": CAUSAL,
+        },
         descales_are_legal,
         words=("no backend can run this call\ndense attention",),  # a gradient is asked for
     ),

@@ -27,19 +27,22 @@ X = numbers(2, 3, M)
 GROUPED = {
     "hidden_size": M, "num_heads": H, "mask": CAUSAL, "num_kv_heads": None, "head_dim": D, "bias": False,
     "output_bias": None, "rope": Rope(4), "qk_norm": False, "norm_eps": 1e-6, "sinks": False, "softcap": None,
-    "alibi": False, "scale": None, "dropout_p": 0.0, "dtype": None, "temperature": None, "norm_after_rope": False,
-    "context_parallel": None,
+    "alibi": False, "scale": None, "dropout_p": 0.0, "dtype": None, "temperature": None,
+    "norm_after_rope": False, "context_parallel": None,
 }  # fmt: skip
 LATENT = {
-    "hidden_size": M, "num_heads": H, "mask": CAUSAL, "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4, "v_head_dim": 5, "bias": False, "rope": Rope(4), "norm_eps": 1e-6, "scale": None,
-    "dropout_p": 0.0, "form": "auto", "dtype": None, "temperature": None, "context_parallel": None,
+    "hidden_size": M, "num_heads": H, "mask": CAUSAL, "q_lora_rank": None, "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "bias": False, "rope": Rope(4),
+    "norm_eps": 1e-6, "scale": None, "dropout_p": 0.0, "form": "auto", "dtype": None, "temperature": None,
+    "context_parallel": None,
 }  # fmt: skip
 
 
 def options_are_legal(a, *flags):
     p = a["dropout_p"]
-    numbers = all(none_or(a.get(name), is_number) for name in ("scale", "softcap")) and is_number(a["norm_eps"])
+    numbers = all(none_or(a.get(name), is_number) for name in ("scale", "softcap")) and is_number(
+        a["norm_eps"]
+    )
     dropout = isinstance(p, int | float) and not is_bool(p) and 0 <= p < 1
     types = (
         none_or(a["temperature"], lambda x: isinstance(x, Temperature))
@@ -63,7 +66,9 @@ def grouped_is_legal(kv_heads):
         if a["head_dim"] is None and a["hidden_size"] % a["num_heads"]:
             return False
         width = a["head_dim"] or a["hidden_size"] // a["num_heads"]
-        names = isinstance(a["bias"], tuple) and a["output_bias"] is None and set(a["bias"]) <= set(PROJECTIONS)
+        names = (
+            isinstance(a["bias"], tuple) and a["output_bias"] is None and set(a["bias"]) <= set(PROJECTIONS)
+        )
         if not (names or is_bool(a["bias"])):
             return False
         flags = ("norm_after_rope", "qk_norm", "sinks", "alibi")
@@ -73,8 +78,14 @@ def grouped_is_legal(kv_heads):
 
 
 def latent_is_legal(a):
-    sizes = [a[name] for name in ("hidden_size", "num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")]
-    if not all(map(is_size, sizes)) or not is_int(a["qk_rope_head_dim"], 0) or not none_or(a["q_lora_rank"], is_size):
+    sizes = [
+        a[name] for name in ("hidden_size", "num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+    ]
+    if (
+        not all(map(is_size, sizes))
+        or not is_int(a["qk_rope_head_dim"], 0)
+        or not none_or(a["q_lora_rank"], is_size)
+    ):
         return False
     form = isinstance(a["form"], str) and a["form"] in ("auto", "expanded", "absorbed")
     rotated = 0 if a["rope"] is None else getattr(a["rope"], "dim", None)
@@ -114,7 +125,9 @@ def dense_is_legal(layer, a):
 
 def begin_again(positions):
     """Where nothing tells sequences apart."""
-    return isinstance(positions, Tensor) and bool(((positions[..., 1:] == 0) & (positions[..., :-1] > 0)).any())
+    return isinstance(positions, Tensor) and bool(
+        ((positions[..., 1:] == 0) & (positions[..., :-1] > 0)).any()
+    )
 
 
 def packed_is_legal(layer, a):
@@ -172,7 +185,9 @@ def forwards():
     def entry(layer, more, legal):
         inputs = nothing | {"x": X, **more}
         right = is_that_of_the_definition
-        return Entry(lambda layer, **a: layer(**a), lambda _: dict(inputs), legal, right, lambda: layer, words)
+        return Entry(
+            lambda layer, **a: layer(**a), lambda _: dict(inputs), legal, right, lambda: layer, words
+        )
 
     sharing = next(layer for _, layer in layers())
     yield "shared_angles", Entry(
@@ -184,7 +199,10 @@ def forwards():
     )  # fmt: skip
     for name, layer in layers():
         yield f"{name}.forward", entry(layer, {"positions": torch.arange(3)}, dense_is_legal)
-        yield f"{name}.forward, packed", entry(layer, {"x": X[0], "cu_seqlens": ints(0, 1, 3)}, packed_is_legal)
+        yield (
+            f"{name}.forward, packed",
+            entry(layer, {"x": X[0], "cu_seqlens": ints(0, 1, 3)}, packed_is_legal),
+        )
     for name, layer in layers(rope=None, mask=FULL):
         yield f"{name}.forward, crossing", entry(layer, {"context": X[:, :2]}, crossing_is_legal)
         used, own = partial(Used, layer), {"kv": "its own"}
@@ -193,17 +211,22 @@ def forwards():
             keeps_its_shape, used, words,
         )  # fmt: skip
         yield f"{name}.append_context", Entry(
-            lambda used, **a: used.append_context(**a), lambda _, own=own: own | {"context": X}, storing_is_legal,
-            keeps_its_shape, used, words,
+            lambda used, **a: used.append_context(**a), lambda _, own=own: own | {"context": X},
+            storing_is_legal, keeps_its_shape, used, words,
         )  # fmt: skip
 
 
 LAYERS = {
     "GroupedQueryAttention": a_call(
-        GroupedQueryAttention, GROUPED | {"num_kv_heads": G}, grouped_is_legal(lambda h, g: h % g == 0), runs_once
+        GroupedQueryAttention,
+        GROUPED | {"num_kv_heads": G},
+        grouped_is_legal(lambda h, g: h % g == 0),
+        runs_once,
     ),
     "MultiHeadAttention": a_call(MultiHeadAttention, GROUPED, grouped_is_legal(int.__eq__), runs_once),
-    "MultiQueryAttention": a_call(MultiQueryAttention, GROUPED, grouped_is_legal(lambda h, g: g == 1), runs_once),
+    "MultiQueryAttention": a_call(
+        MultiQueryAttention, GROUPED, grouped_is_legal(lambda h, g: g == 1), runs_once
+    ),
     "MultiHeadLatentAttention": a_call(MultiHeadLatentAttention, LATENT, latent_is_legal, runs_once),
     **dict(forwards()),
 }

@@ -31,11 +31,17 @@ def mask_is_legal(a):
 
 def rope_is_legal(a):
     scaling = a["scaling"]
-    if not (is_int(a["dim"], 2) and a["dim"] % 2 == 0 and is_number(a["theta"]) and is_bool(a["interleaved"])):
+    if not (
+        is_int(a["dim"], 2) and a["dim"] % 2 == 0 and is_number(a["theta"]) and is_bool(a["interleaved"])
+    ):
         return False
     if isinstance(scaling, NTK | DynamicNTK):
         return a["dim"] >= 4
-    return scaling is None or isinstance(scaling, Linear | Llama3) or (isinstance(scaling, YaRN) and a["theta"] > 1)
+    return (
+        scaling is None
+        or isinstance(scaling, Linear | Llama3)
+        or (isinstance(scaling, YaRN) and a["theta"] > 1)
+    )
 
 
 def is_factor(x):
@@ -53,19 +59,35 @@ def is_count(a, least=1):
 
 def yarn_is_legal(a):
     fast, slow = a["beta_fast"], a["beta_slow"]
-    mscales = all(none_or(a[n], lambda x: is_number(x) or (type(x) in (int, float) and x == 0)) for n in MSCALES)
+    mscales = all(
+        none_or(a[n], lambda x: is_number(x) or (type(x) in (int, float) and x == 0)) for n in MSCALES
+    )
     numbers = is_factor(a["factor"]) and is_number(fast) and is_number(slow) and fast >= slow
-    return numbers and mscales and none_or(a["attention_factor"], is_number) and is_bool(a["truncate"]) and is_count(a)
+    return (
+        numbers
+        and mscales
+        and none_or(a["attention_factor"], is_number)
+        and is_bool(a["truncate"])
+        and is_count(a)
+    )
 
 
 def long_rope_is_legal(a):
     short, long = a["short_factor"], a["long_factor"]
-    pairs = all(isinstance(x, tuple) and all(map(is_number, x)) for x in (short, long)) and len(short) == len(long)
+    pairs = all(isinstance(x, tuple) and all(map(is_number, x)) for x in (short, long)) and len(short) == len(
+        long
+    )
     return pairs and is_factor(a["factor"]) and none_or(a["attention_factor"], is_number) and is_count(a, 2)
 
 
 MSCALES = ("mscale", "mscale_all_dim")
-YARN = {"factor": 4.0, "original_max_position": 64, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None}
+YARN = {
+    "factor": 4.0,
+    "original_max_position": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "attention_factor": None,
+}
 YARN |= {"mscale": None, "mscale_all_dim": None, "truncate": True}
 LONG = {"short_factor": (1.0,) * 4, "long_factor": (4.0,) * 4, "factor": 4.0, "original_max_position": 64}
 LLAMA = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 64}
@@ -98,7 +120,9 @@ def meta(x, *dtypes):
 
 def angles_are_legal(a):
     pair = (a["cos"], a["sin"])
-    alike = all(is_tensor(x, torch.float32) and x.dim() for x in pair) or all(meta(x, torch.float32) for x in pair)
+    alike = all(is_tensor(x, torch.float32) and x.dim() for x in pair) or all(
+        meta(x, torch.float32) for x in pair
+    )
     return alike and pair[0].shape == pair[1].shape and is_bool(a["interleaved"])
 
 
@@ -120,7 +144,10 @@ def norms_are_kept(target, args, result):
 
 
 def states(target):
-    return {name: numbers(2, 5, 4, 3) if name[0] == "o" else numbers(2, 4, 5) + ord(name[-1]) % 2 for name in STATES}
+    return {
+        name: numbers(2, 5, 4, 3) if name[0] == "o" else numbers(2, 4, 5) + ord(name[-1]) % 2
+        for name in STATES
+    }
 
 
 STATES = ("out_a", "lse_a", "out_b", "lse_b")
@@ -142,7 +169,9 @@ def shares_are_right(target, args, result):
     if finite(args):
         wanted = share * out_a + (1 - share) * out_b
         torch.testing.assert_close(result[0].detach().double(), wanted, rtol=0.02, atol=0.02)
-        torch.testing.assert_close(result[1].detach().double(), torch.logaddexp(lse_a, lse_b), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            result[1].detach().double(), torch.logaddexp(lse_a, lse_b), rtol=1e-5, atol=1e-5
+        )
 
 
 X = numbers(2, 3, 4, 8)

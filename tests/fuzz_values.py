@@ -1,4 +1,6 @@
-"""Values that no argument, or only some argument, should take; and the words in which contracts are restated."""
+"""Values that no argument, or only some argument, should take; and the words in which contracts are
+restated.
+"""
 
 import math
 from collections.abc import Iterator
@@ -20,8 +22,43 @@ class Subclass(Tensor):
 
 def junk() -> dict[str, Any]:
     """Values for any argument, by name; each is wrong for most of them and right for a few."""
-    plain = (None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63, 2**70, 10**400, 0.0, 0.5, 2.5, -1.0, 1e300, 1e-300)
-    plain += (math.nan, math.inf, -math.inf, 1j, "", "causal", b"bytes", [], [1, 2], (), (2, 3), {}, {1: 2}, {None: 4})
+    plain = (
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        3,
+        7,
+        2**31,
+        2**63,
+        2**70,
+        10**400,
+        0.0,
+        0.5,
+        2.5,
+        -1.0,
+        1e300,
+        1e-300,
+    )
+    plain += (
+        math.nan,
+        math.inf,
+        -math.inf,
+        1j,
+        "",
+        "causal",
+        b"bytes",
+        [],
+        [1, 2],
+        (),
+        (2, 3),
+        {},
+        {1: 2},
+        {None: 4},
+    )
     values = {repr(value)[:20]: value for value in plain}
     values |= {"an object": object(), "a type": int, "a function": len, "a range": range(2)}
     values |= {"np.int64": np.int64(2), "np.float32": np.float32(0.5), "np.float64": np.float64(0.5)}
@@ -38,7 +75,15 @@ def variants(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield from {"a slice": x[..., 1:], "fewer": x[1:], "none": x[:0], "one more dim": x[None]}.items()
     yield from {"flat": x.flatten(), "a sum": x.sum(), "turned": x.flip(0), "negative": -x}.items()
     yield from {"one dim less": x[0], "doubled": torch.cat((x, x)), "zeros": torch.zeros_like(x)}.items()
-    for dtype in (*DTYPES, torch.int8, torch.int32, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
+    for dtype in (
+        *DTYPES,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+    ):
         yield str(dtype), x.to(dtype)
     yield "meta", x.to("meta")
     yield "strided", torch.stack((x, x), -1)[..., 0]
@@ -95,5 +140,7 @@ def is_angles(x: Any) -> bool:
 
 def finite(args: dict[str, Any]) -> bool:
     """Whether every number in every float tensor is finite, and small enough to be multiplied in fp16."""
-    floats = [x for x in args.values() if isinstance(x, Tensor) and x.is_floating_point() and x.device.type == "cpu"]
+    floats = [
+        x for x in args.values() if isinstance(x, Tensor) and x.is_floating_point() and x.device.type == "cpu"
+    ]
     return all(bool((x.detach().double().abs() < 1e3).all()) for x in floats)

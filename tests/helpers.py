@@ -13,8 +13,12 @@ from attnlib.internal.philox import dropout_keep
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def eager(q, k, v, *, sinks=None, dropout_p=0.0, dropout_seed=None, order=0, **terms) -> tuple[Tensor, Tensor]:
-    """Attention and LSE as one would first write them, in q's dtype; ``order`` is where it scales and adds from."""
+def eager(
+    q, k, v, *, sinks=None, dropout_p=0.0, dropout_seed=None, order=0, **terms
+) -> tuple[Tensor, Tensor]:
+    """Attention and LSE as one would first write them, in q's dtype; ``order`` is where it scales and adds
+    from.
+    """
     (b, s, h, _), t = q.shape, k.shape[1]
     v = v.repeat_interleave(h // v.shape[2], 2)
     logits = eager_scores(q, k, order=order, **terms)
@@ -26,7 +30,9 @@ def eager(q, k, v, *, sinks=None, dropout_p=0.0, dropout_seed=None, order=0, **t
     weights = torch.softmax(logits, -1).masked_fill(nothing, 0)[..., :t]
     if dropout_p > 0:
         where = {"sequences": torch.arange(b), "heads": torch.arange(h), "rows": torch.arange(t - s, t)}
-        weights = weights * dropout_keep(int(dropout_seed), dropout_p, **where, first=0, last=t) / (1 - dropout_p)
+        weights = (
+            weights * dropout_keep(int(dropout_seed), dropout_p, **where, first=0, last=t) / (1 - dropout_p)
+        )
     weights, v = weights.roll(order * t // 3, -1), v.roll(order * t // 3, 1)
     return torch.einsum("bhst,bthe->bshe", weights, v), lse
 
@@ -82,7 +88,10 @@ class Problem:
     @property
     def leaves(self) -> list[Tensor]:
         """What gradients are asked for: q, k, v, and slopes and sinks where there are."""
-        return [*self.tensors, *(self.options[name] for name in ("alibi_slopes", "sinks") if name in self.options)]
+        return [
+            *self.tensors,
+            *(self.options[name] for name in ("alibi_slopes", "sinks") if name in self.options),
+        ]
 
     def to(self, dtype: torch.dtype) -> "Problem":
         """q, k and v in ``dtype``, and slopes and sinks in fp64 if they are; all detached."""
@@ -106,7 +115,9 @@ class Problem:
         return out, torch.randn(self.lse_shape, dtype=self.q.dtype)
 
     def largest_score(self) -> float:
-        terms = {name: x for name, x in self.options.items() if name not in ("sinks", "dropout_p", "dropout_seed")}
+        terms = {
+            name: x for name, x in self.options.items() if name not in ("sinks", "dropout_p", "dropout_seed")
+        }
         scores = eager_scores(self.q.detach().double(), self.k.detach().double(), mask=self.mask, **terms)
         return float(scores.detach().nan_to_num(0, 0, 0).abs().max()) if scores.numel() else 0.0
 
@@ -123,13 +134,20 @@ class Problem:
         lost = dlse.to(lse.dtype).masked_fill(lse == -torch.inf, 0)
         total = (out * dout.to(out.dtype)).sum() + (lse.masked_fill(lse == -torch.inf, 0) * lost).sum()
         grads = torch.autograd.grad(total, leaves, allow_unused=True)
-        names = ["dq", "dk", "dv", *(f"d{name}" for name in ("alibi_slopes", "sinks") if name in self.options)]
+        names = [
+            "dq",
+            "dk",
+            "dv",
+            *(f"d{name}" for name in ("alibi_slopes", "sinks") if name in self.options),
+        ]
         zeros = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True))
         return {"out": out.detach(), "lse": lse.detach()} | dict(zip(names, zeros, strict=True))
 
 
 def assert_defined(problem: Problem, backend: str | None = None) -> None:
-    """Output, LSE and gradients are those of eager attention, in fp64, where rounding cannot excuse anything."""
+    """Output, LSE and gradients are those of eager attention, in fp64, where rounding cannot excuse
+    anything.
+    """
     problem = problem.to(torch.float64)
     dout, dlse = problem.directions()
     ours = problem.to(torch.float64).with_gradients(attention_with_lse, dout, dlse, backend=backend)
@@ -139,7 +157,9 @@ def assert_defined(problem: Problem, backend: str | None = None) -> None:
 
 
 def assert_precise(problem: Problem, backend: str | None = None) -> None:
-    """Our error against fp64 is at most twice (gradients: three times) that of eager torch at the same dtype."""
+    """Our error against fp64 is at most twice (gradients: three times) that of eager torch at the same
+    dtype.
+    """
     dtype = problem.q.dtype
     dout, dlse = problem.directions()
     ours = problem.to(dtype).with_gradients(attention_with_lse, dout, dlse, backend=backend)
@@ -153,11 +173,14 @@ def assert_precise(problem: Problem, backend: str | None = None) -> None:
         if name == "lse" and dtype != torch.float64:
             assert_lse(problem, x, golden["lse"])
         else:
-            # A sink and a slope add up all rows with cancellation, and are so few that luck decides which is nearer.
+            # A sink and a slope add up all rows with cancellation, and are so few that luck decides which is
+            # nearer.
             few = name in ("dsinks", "dalibi_slopes")
             factor = 6 if few else 2 if name in ("out", "lse") else 3
             factor += dtype == torch.float64  # whose reference is no better than eager itself
-            assert_close(name, x, [n[name] for n in naive], golden[name], factor, 32 * noise if few else noise)
+            assert_close(
+                name, x, [n[name] for n in naive], golden[name], factor, 32 * noise if few else noise
+            )
 
 
 def assert_lse(problem: Problem, ours: Tensor, golden: Tensor) -> None:
@@ -172,7 +195,9 @@ def assert_lse(problem: Problem, ours: Tensor, golden: Tensor) -> None:
     torch.testing.assert_close(ours.double(), golden, rtol=1e-5, atol=least + allowed)
 
 
-def assert_close(name: str, ours: Tensor, naive: list[Tensor], golden: Tensor, factor: float, noise: float) -> None:
+def assert_close(
+    name: str, ours: Tensor, naive: list[Tensor], golden: Tensor, factor: float, noise: float
+) -> None:
     """The accuracy rule: worst element, mean, cosine and non-finite pattern."""
     assert ours.dtype == naive[0].dtype
     assert ours.shape == golden.shape
@@ -277,4 +302,6 @@ def problems(
     e = draw(st.sampled_from((d, 1, 11)))
     chosen = draw(st.sets(st.sampled_from(options))) if options else ()
     numbers = {"dtype": draw(st.sampled_from(dtypes)), "sigma": draw(st.sampled_from((0.1, 1.0, 10.0)))}
-    return make(b, s, t, h, g, d, e, mask=draw(masks() if mask is None else mask), options=sorted(chosen), **numbers)
+    return make(
+        b, s, t, h, g, d, e, mask=draw(masks() if mask is None else mask), options=sorted(chosen), **numbers
+    )

@@ -6,6 +6,8 @@ from torch.distributed import destroy_process_group
 
 
 def leave() -> None:
-    """Leave the others, and gloo's threads, on which a process aborts that ends before they do: cycles keep them."""
+    """Leave the others, and gloo's threads, on which a process aborts that ends before they do: cycles keep
+    them.
+    """
     destroy_process_group()
     gc.collect()

@@ -60,12 +60,16 @@ def check_keys(call: Call, name: str, *, as_tensor: bool, bounds: bool) -> None:
         piece = call._replace(k=call.k[:, k0:k1], v=call.v[:, k0:k1], origin=Origin(*where))
         if bounds:
             piece = piece._replace(key_starts=starts - k0, key_ends=ends - k0)
-        states.append(attend(piece._replace(score=call.score if k0 == 0 else call.score._replace(sinks=None)), name))
+        states.append(
+            attend(piece._replace(score=call.score if k0 == 0 else call.score._replace(sinks=None)), name)
+        )
     merged(*states, attend(call, name))
 
 
 def check_packed_keys(call: Call, name: str) -> None:
-    """Two pieces of the keys of each packed sequence, of 5 and the rest of the queries, cut at its own place."""
+    """Two pieces of the keys of each packed sequence, of 5 and the rest of the queries, cut at its own
+    place.
+    """
     (q, k, v), lengths, cuts = (x[0] for x in (call.q, call.k, call.v)), (4, call.k.shape[1] - 4), (3, 1)
     rows, whole = offsets(5, q.shape[0] - 5), offsets(*lengths)
     call = call._replace(q=q, k=k, v=v, packing=Packing(rows, whole))
@@ -77,7 +81,9 @@ def check_packed_keys(call: Call, name: str) -> None:
         origin = Origin(query, torch.tensor([a for a, _ in bounds], dtype=torch.int32))
         score = call.score if not states else call.score._replace(sinks=None)
         packing = Packing(rows, offsets(*own))
-        states.append(attend(call._replace(k=k[at], v=v[at], packing=packing, origin=origin, score=score), name))
+        states.append(
+            attend(call._replace(k=k[at], v=v[at], packing=packing, origin=origin, score=score), name)
+        )
     merged(*states, attend(call, name))
 
 
@@ -112,7 +118,11 @@ def check_gradients(call: Call, name: str) -> None:
         for rows, keys, origin in cut:
             heads = rows[2] if what == "head" else everything
             score = call.score._replace(
-                **{n: x[heads] for n in ("alibi_slopes", "sinks") if (x := getattr(call.score, n)) is not None}
+                **{
+                    n: x[heads]
+                    for n in ("alibi_slopes", "sinks")
+                    if (x := getattr(call.score, n)) is not None
+                }
             )
             mine = attend(call._replace(q=q[rows], k=k[keys], v=v[keys], score=score, origin=origin), name)
             total = total + (mine[0] * dout[rows]).sum()

@@ -1,10 +1,17 @@
-"""The rooms of the package from top to bottom, and which each may import; docs/files.py makes a table of them."""
+"""The rooms of the package from top to bottom, and which each may import; docs/files.py makes a table of
+them.
+"""
 
 VALUES = (
     "merge", "fp8", "kv", "ranks", "masks", "scores", "tracing", "scaling", "rope", "internal",
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
-FAMILIES = ("forward", "backward", "mla_decode", "gqa_decode")  # of Hopper's kernels, none of which imports another
+FAMILIES = (
+    "forward",
+    "backward",
+    "mla_decode",
+    "gqa_decode",
+)  # of Hopper's kernels, none of which imports another
 HOPPER = "backends/_triton/kernels/hopper"
 UNDER_FAMILIES = (HOPPER, "backends/_triton/kernels")
 UNDER_PLANS = (
@@ -90,12 +97,23 @@ ROOMS = {
     "dispatch/storage": {"dispatch", "call", *VALUES},
     "dispatch": {*BACKENDS, "backends", "call", "internal"},
     "backends/_triton": {
-        *("backends/_triton/dense", "backends/_triton/decode", "backends/_triton/launching", "backends", "call"),
+        *(
+            "backends/_triton/dense",
+            "backends/_triton/decode",
+            "backends/_triton/launching",
+            "backends",
+            "call",
+        ),
         *VALUES,
     },
     "backends/_triton/dense": {*UNDER_PLANS, f"{HOPPER}/forward", f"{HOPPER}/backward", *VALUES},
     "backends/_triton/decode": {*UNDER_PLANS, f"{HOPPER}/mla_decode", f"{HOPPER}/gqa_decode", *VALUES},
-    "backends/_triton/functions": {"backends/_triton/launching", "backends/_triton/kernels", "backends", *VALUES},
+    "backends/_triton/functions": {
+        "backends/_triton/launching",
+        "backends/_triton/kernels",
+        "backends",
+        *VALUES,
+    },
     "backends/_triton/launching": {*UNDER_FAMILIES, "backends", *VALUES},
     **{f"{HOPPER}/{family}": {*UNDER_FAMILIES} for family in FAMILIES},
     HOPPER: {"backends/_triton/kernels"},

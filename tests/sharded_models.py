@@ -29,13 +29,19 @@ class Block(nn.Module):
 
 
 def model(device: str = "cpu") -> nn.Sequential:
-    """The same weights in every process; on the meta device none, but what functions captured has its values."""
+    """The same weights in every process; on the meta device none, but what functions captured has its
+    values.
+    """
     torch.manual_seed(0)
     trained, fixed = (scores.distance_bias(x) for x in (nn.Parameter(torch.randn(4, 6)), torch.randn(4, 6)))
     with torch.device(device):
         layers = (
-            GroupedQueryAttention(HIDDEN, 4, num_kv_heads=2, mask=CAUSAL, rope=Rope(16), qk_norm=True, sinks=True),
-            GroupedQueryAttention(HIDDEN, 4, num_kv_heads=1, mask=sliding(5), alibi=True, bias=True, softcap=9.0),
+            GroupedQueryAttention(
+                HIDDEN, 4, num_kv_heads=2, mask=CAUSAL, rope=Rope(16), qk_norm=True, sinks=True
+            ),
+            GroupedQueryAttention(
+                HIDDEN, 4, num_kv_heads=1, mask=sliding(5), alibi=True, bias=True, softcap=9.0
+            ),
             GroupedQueryAttention(HIDDEN, 4, mask=CAUSAL, score=trained),
             GroupedQueryAttention(HIDDEN, 4, mask=CAUSAL, score=fixed),
             MultiHeadLatentAttention(

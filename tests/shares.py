@@ -8,7 +8,9 @@ import pytest
 
 
 def covering(cases: list[dict[str, int]], together: int) -> set[int]:
-    """A few of the cases that hold all that any case holds: every so many values of its parameters together."""
+    """A few of the cases that hold all that any case holds: every so many values of its parameters
+    together.
+    """
     held = [{*combinations(sorted(case.items()), min(together, len(case)))} for case in cases]
     kept, missing = set(), set().union(*held)
     while missing:

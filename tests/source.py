@@ -1,8 +1,6 @@
 """attnlib's own source as facts: who imports whom, who spells what, how long things are, what is kept."""
 
 import ast
-import io
-import tokenize
 from functools import cached_property
 from pathlib import Path
 
@@ -25,6 +23,15 @@ BESIDE = {("internal", "words"), ("internal", "plots")}
 KERNELS = "backends/_triton/kernels/"
 
 
+def statements(body: list[ast.stmt]) -> int:
+    """How many statements ``body`` has, those inside of others too, without docstrings."""
+    found = [node for one in body for node in ast.walk(one) if isinstance(node, ast.stmt)]
+    return len(found) - sum(
+        isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant) and isinstance(x.value.value, str)
+        for x in found
+    )
+
+
 class Source:
     """One file of the package: its path below attnlib, and what follows from its text."""
 
@@ -42,13 +49,16 @@ class Source:
 
     @cached_property
     def functions(self) -> list[ast.FunctionDef]:
-        return [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        return [
+            node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
 
     @cached_property
     def words(self) -> frozenset[str]:
         """Every name, attribute, parameter, keyword and whole string of the code; ``x_ptr`` is ``x``.
 
-        The keywords of torch's functions are torch's words: those where what is called is written ``torch.…``.
+        The keywords of torch's functions are torch's words: those where what is called is written
+        ``torch.…``.
         """
         foreign = {
             keyword
@@ -66,22 +76,15 @@ class Source:
         return frozenset(found)
 
     @cached_property
-    def code_lines(self) -> set[int]:
-        """The lines that hold code: no comment, no blank line, no docstring."""
-        unread = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-        lines = set()
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-            if token.type not in unread:
-                lines.update(range(token.start[0], token.end[0] + 1))
-        for node in ast.walk(self.tree):
-            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            if documented and ast.get_docstring(node, clean=False) is not None:
-                lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-        return lines
+    def statements(self) -> int:
+        """How many statements the file has, docstrings aside."""
+        return statements(self.tree.body)
 
     @cached_property
     def imports(self) -> list[tuple[str, ...]]:
-        """Every import of attnlib, also within functions and for types, as the parts of a module's name below it."""
+        """Every import of attnlib, also within functions and for types, as the parts of a module's name below
+        it.
+        """
         package, found = self.parts[:-1], []
         for node in ast.walk(self.tree):
             if isinstance(node, ast.ImportFrom):
@@ -93,7 +96,9 @@ class Source:
                     module = module[1:]
                 found += [(*module, alias.name) for alias in node.names]
             elif isinstance(node, ast.Import):
-                found += [tuple(x.name.split(".")[1:]) for x in node.names if x.name.split(".")[0] == "attnlib"]
+                found += [
+                    tuple(x.name.split(".")[1:]) for x in node.names if x.name.split(".")[0] == "attnlib"
+                ]
         return found
 
     def modules(self) -> set[tuple[str, ...]]:

@@ -11,14 +11,18 @@ CONTAINERS = (MutableMapping, MutableSequence, MutableSet)
 
 
 def stores(source: Source) -> set[str]:
-    """The names of a module, imports aside, whose values could remember something, and caches within its functions.
+    """The names of a module, imports aside, whose values could remember something, and caches within its
+    functions.
 
     The module is imported and looked at, so that it does not matter how a store is made. A tensor is none.
     """
     module = importlib.import_module(".".join(("attnlib", *source.parts)).removesuffix(".__init__"))
     level = module_level(source.tree)
     imported = {
-        x.asname or x.name for node in level if isinstance(node, ast.Import | ast.ImportFrom) for x in node.names
+        x.asname or x.name
+        for node in level
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for x in node.names
     }
     own = {name: value for name, value in vars(module).items() if name not in imported and name[:2] != "__"}
     return {name for name, value in own.items() if holds(value)} | rebound(source)
@@ -38,7 +42,12 @@ def holds(value: object, depth: int = 4) -> bool:
         inner = [value.__func__]
     elif isinstance(value, types.FunctionType):
         cells = [x.cell_contents for x in value.__closure__ or ()]
-        inner = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values(), *cells]
+        inner = [
+            *(value.__defaults__ or ()),
+            *(value.__kwdefaults__ or {}).values(),
+            *vars(value).values(),
+            *cells,
+        ]
     elif isinstance(value, type) and value.__module__.partition(".")[0] == "attnlib":
         inner = [x for name, x in vars(value).items() if not name.startswith("_")]
     elif of_ours and not isinstance(value, type):
@@ -51,7 +60,9 @@ def _slots(value: object) -> list[str]:
 
 
 def rebound(source: Source) -> set[str]:
-    """Names that a function rebinds in its module, and functions within functions that functools remembers."""
+    """Names that a function rebinds in its module, and functions within functions that functools
+    remembers.
+    """
     top = {node for node in module_level(source.tree) if isinstance(node, ast.FunctionDef)}
     found = {name for node in ast.walk(source.tree) if isinstance(node, ast.Global) for name in node.names}
     for function in source.functions:
@@ -64,8 +75,8 @@ def rebound(source: Source) -> set[str]:
 def private_names(source: Source) -> list[str]:
     """Where a file names something of torch or Triton that begins with an underscore, ``getattr`` included.
 
-    What is told by names alone: an attribute of torch's, or of what a call of torch's returns. ``x._version`` of a
-    tensor that came as an argument stays unseen.
+    What is told by names alone: an attribute of torch's, or of what a call of torch's returns. ``x._version``
+    of a tensor that came as an argument stays unseen.
     """
     return sorted(_private(source))
 
@@ -78,7 +89,9 @@ def _private(source: Source) -> Iterator[str]:
             names = [x.name for x in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names = [f"{node.module}.{x.name}" for x in node.names]
-        theirs = [x for x, name in zip(getattr(node, "names", ()), names, strict=bool(names)) if _is_theirs(name)]
+        theirs = [
+            x for x, name in zip(getattr(node, "names", ()), names, strict=bool(names)) if _is_theirs(name)
+        ]
         foreign.update((x.asname or x.name).partition(".")[0] for x in theirs)
         hidden = [name for name in names if _is_theirs(name) and any(map(_is_private, name.split(".")))]
         yield from (f"{source.path}:{node.lineno}: {name}" for name in hidden)

@@ -1,7 +1,7 @@
 """Where the source reads the fields of a value by their place: an index, a slice, or an unpacking.
 
-A value is a NamedTuple of the core, or a KVView. What a name holds is told by annotations, by what is called, and by
-the fields of other values; nothing else is inferred, so `tuple(zip(call, names))[0]` stays unseen.
+A value is a NamedTuple of the core, or a KVView. What a name holds is told by annotations, by what is called,
+and by the fields of other values; nothing else is inferred, so `tuple(zip(call, names))[0]` stays unseen.
 """
 
 import ast
@@ -18,7 +18,9 @@ class Values:
 
     def __init__(self, sources: Iterable[Source]):
         classes = [node for x in sources for node in ast.walk(x.tree) if isinstance(node, ast.ClassDef)]
-        self.names = {x.name for x in classes if x.name == "KVView" or "NamedTuple" in map(ast.unparse, x.bases)}
+        self.names = {
+            x.name for x in classes if x.name == "KVView" or "NamedTuple" in map(ast.unparse, x.bases)
+        }
         self.fields, self.returns = {}, {}
         for owner, field in ((x, field) for x in classes if x.name in self.names for field in x.body):
             if isinstance(field, ast.AnnAssign):
@@ -40,7 +42,9 @@ class Values:
             return known.get(node.id)
         if isinstance(node, ast.Attribute):
             owner = self.of(node.value, known)
-            return self.fields.get((owner or "Call", node.attr))  # by a call's word where the owner is not known
+            return self.fields.get(
+                (owner or "Call", node.attr)
+            )  # by a call's word where the owner is not known
         if isinstance(node, ast.IfExp):
             return self.of(node.body, known) or self.of(node.orelse, known)
         if isinstance(node, ast.NamedExpr):
@@ -62,8 +66,12 @@ def reads_by_place(source: Source, values: Values) -> list[str]:
     return sorted(_reads(source, values, source.tree, {}, frozenset()))
 
 
-def _reads(source: Source, values: Values, scope: ast.AST, known: dict, lists: frozenset, owner=None) -> Iterator[str]:
-    """Those of a scope, whose outer names are of these values or flat lists, and which may be a method of ``owner``."""
+def _reads(
+    source: Source, values: Values, scope: ast.AST, known: dict, lists: frozenset, owner=None
+) -> Iterator[str]:
+    """Those of a scope, whose outer names are of these values or flat lists, and which may be a method of
+    ``owner``.
+    """
     inside, inner = _inside(scope)
     known, fixed, lists = dict(known), set(), set(lists)
     if isinstance(scope, ast.FunctionDef | ast.Lambda):
@@ -72,7 +80,9 @@ def _reads(source: Source, values: Values, scope: ast.AST, known: dict, lists: f
             known[x.arg] = owner if x.arg == "self" else values.of_annotation(x.annotation)
             fixed.update([x.arg] if x.annotation else [])
         if source.parts[0] == "backends":
-            lists.update([a.vararg.arg] if a.vararg else [], LISTS & {x for x in known if known[x] is None} - fixed)
+            lists.update(
+                [a.vararg.arg] if a.vararg else [], LISTS & {x for x in known if known[x] is None} - fixed
+            )
     pairs = [pair for node in inside for pair in _bindings(node)]
     for _ in range(3):  # a name may hold what another name holds
         for name, value in ((x.id, y) for x, y in pairs if isinstance(x, ast.Name) and x.id not in fixed):

@@ -1,4 +1,6 @@
-"""The rooms of docs/tour.md and the arrows between them; what is kept beyond a call; what importing attnlib costs."""
+"""The rooms of docs/tour.md and the arrows between them; what is kept beyond a call; what importing attnlib
+costs.
+"""
 
 import ast
 import os
@@ -18,8 +20,8 @@ import attnlib
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 
 DOORS = {("backends", "_triton", "__init__"), ("backends", "_torch", "__init__"), ("backends", "_reference")}
-# The two stores of mutable state, compiled launches and calls that are prepared; which chip a device is; and which
-# private functions of torch and Triton have passed their trials.
+# The two stores of mutable state, compiled launches and calls that are prepared; which chip a device is; and
+# which private functions of torch and Triton have passed their trials.
 KEEPERS = (
     {"backends/_triton/launching/launch.py"},
     {"call/cache.py", "dispatch/select.py"},
@@ -38,7 +40,9 @@ PRIVATE = {
 
 def room_of(module: tuple[str, ...]) -> str:
     """The deepest room that a module is in."""
-    return next((room for n in range(len(module), 0, -1) if (room := "/".join(module[:n])) in ROOMS), module[0])
+    return next(
+        (room for n in range(len(module), 0, -1) if (room := "/".join(module[:n])) in ROOMS), module[0]
+    )
 
 
 def wrong_imports(source: Source) -> list[str]:
@@ -46,7 +50,9 @@ def wrong_imports(source: Source) -> list[str]:
     mine = room_of(source.parts)
     targets = [(target, room_of(target)) for target in source.modules()]
     wrong = [target for target, room in targets if room != mine and room not in ROOMS[mine]]
-    inside = [target for target, room in targets if mine == "dispatch" and room in BACKENDS and target not in DOORS]
+    inside = [
+        target for target, room in targets if mine == "dispatch" and room in BACKENDS and target not in DOORS
+    ]
     if source.parts[:2] == ("convert", "checkpoint"):  # folders know nothing of what is converted
         wrong += [target for target, _ in targets if target[0] == "convert" and target[1] != "checkpoint"]
     return sorted(".".join(target) for target in {*wrong, *inside})
@@ -66,7 +72,9 @@ def test_every_arrow_between_rooms_points_down():
 
 
 def test_no_modules_import_each_other():
-    TopologicalSorter({x.parts: x.modules() for x in PACKAGE}).prepare()  # raises and names the cycle, if there is one
+    TopologicalSorter(
+        {x.parts: x.modules() for x in PACKAGE}
+    ).prepare()  # raises and names the cycle, if there is one
 
 
 def beside(sources: list[Source]) -> dict[tuple[str, ...], dict[str, set[str]]]:
@@ -74,7 +82,9 @@ def beside(sources: list[Source]) -> dict[tuple[str, ...], dict[str, set[str]]]:
     found = defaultdict(lambda: defaultdict(set))
     for source in sources:
         for target in source.modules():
-            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(source.parts, target, strict=False)))
+            common = sum(
+                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(source.parts, target, strict=False))
+            )
             if common < min(len(source.parts), len(target)):
                 found[source.parts[:common]][source.parts[common]].add(target[common])
     return found
@@ -97,7 +107,9 @@ def test_planted_folders_that_import_each_other_are_found():
 def hiding(source: Source) -> set[str]:
     """The names that the ``__init__`` of a folder takes from its files and that hide one of these."""
     inside = {
-        x.parts[len(source.parts) - 1] for x in PACKAGE if x.parts[:-1][: len(source.parts) - 1] == source.parts[:-1]
+        x.parts[len(source.parts) - 1]
+        for x in PACKAGE
+        if x.parts[:-1][: len(source.parts) - 1] == source.parts[:-1]
     }
     taken = [x for x in ast.walk(source.tree) if isinstance(x, ast.ImportFrom) and x.module]
     return {name.asname or name.name for x in taken for name in x.names} & inside
@@ -156,7 +168,9 @@ def test_a_training_call_climbs_at_most_once():
 
 def test_what_is_kept_beyond_a_call_is_two_stores():
     found = {x.path: kept for x in PACKAGE if (kept := stores(x))}
-    wrong = [f"{path} keeps {kept}" for path, kept in found.items() if not any(path in files for files in KEEPERS)]
+    wrong = [
+        f"{path} keeps {kept}" for path, kept in found.items() if not any(path in files for files in KEEPERS)
+    ]
     for files in KEEPERS:
         count = sum(len(found.get(path, ())) for path in files)
         wrong += [] if count == 1 else [f"{' or '.join(sorted(files))} has {count} stores, not 1"]
@@ -183,7 +197,9 @@ def test_a_planted_store_is_found(text):
     names = {"__name__": "attnlib.planted"}
     exec(text, names)
     assert any(
-        holds(value) for name, value in names.items() if name[:2] != "__" and name not in ("cache", "deque", "g")
+        holds(value)
+        for name, value in names.items()
+        if name[:2] != "__" and name not in ("cache", "deque", "g")
     )
 
 
@@ -194,7 +210,9 @@ def test_plain_values_are_no_stores():
 def test_only_these_files_name_private_apis():
     wrong = [place for x in PACKAGE if x.path not in PRIVATE for place in private_names(x)]
     assert not wrong, f"a private API belongs into {' or '.join(PRIVATE)}: {wrong}"
-    assert all(private_names(Source(x, (ROOT / x).read_text())) for x in PRIVATE), "PRIVATE lists a file without need"
+    assert all(private_names(Source(x, (ROOT / x).read_text())) for x in PRIVATE), (
+        "PRIVATE lists a file without need"
+    )
 
 
 @pytest.mark.parametrize(
@@ -300,7 +318,9 @@ heavy = {"triton", "transformers", "matplotlib", "einops", "tqdm", "safetensors"
 assert not {name.split(".")[0] for name in set(sys.modules) - before} & heavy
 assert not torch.cuda.is_initialized()
 """
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}  # compiled once
+    kept = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }  # compiled once
     options = {"capture_output": True, "text": True, "check": True, "env": kept}
     runs = (subprocess.run([sys.executable, "-c", code], **options) for _ in range(3))
     assert any(float(run.stdout) < 0.1 for run in runs)  # 0.05 to 0.06, on a busy machine too

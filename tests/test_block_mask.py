@@ -61,10 +61,14 @@ def test_other_calls_are_refused():
         (1, 2, 99, 100),
         (1, 2, 100, 101),
     ):  # the last two of as many tiles
-        with pytest.raises(ValueError, match=r"expected a mask for b=1, h=2, s=100, t=100, got tiles .*see block_mask"):
+        with pytest.raises(
+            ValueError, match=r"expected a mask for b=1, h=2, s=100, t=100, got tiles .*see block_mask"
+        ):
             attention(q, q, q, mask=mask_mod(reach).block_mask(*sizes))
     elsewhere = mask_mod(reach).block_mask(1, 2, 100, 100, device="meta")
-    with pytest.raises(ValueError, match=r"on meta, not.*device= is missing: block_mask\(\.\.\., device='cpu'\)"):
+    with pytest.raises(
+        ValueError, match=r"on meta, not.*device= is missing: block_mask\(\.\.\., device='cpu'\)"
+    ):
         attention(q, q, q, mask=elsewhere)
 
 

@@ -1,4 +1,6 @@
-"""What is behind `-m slow`: property tests with 200 examples or more, cases that a covering leaves out; and shares."""
+"""What is behind `-m slow`: property tests with 200 examples or more, cases that a covering leaves out; and
+shares.
+"""
 
 import ast
 import os
@@ -58,7 +60,9 @@ def test_the_number_of_examples(tmp_path):
 
 
 def run(folder: Path, tests: str, *runs: list[str]) -> list[str]:
-    """What pytest prints of these tests with each list of options, under the suite's conftest, in one process."""
+    """What pytest prints of these tests with each list of options, under the suite's conftest, in one
+    process.
+    """
     (folder / "test_these.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n  gpu\n  covering\n")
     code = f"""

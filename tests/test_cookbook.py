@@ -32,7 +32,9 @@ def recipes_of(path: Path) -> list[Recipe]:
     return [Recipe(path.name, name, body.partition("```")[0], FENCE.findall(body)) for name, body in sections]
 
 
-RECIPES = [recipe for path in sorted(PAGES.glob("*.md")) if path.name != "README.md" for recipe in recipes_of(path)]
+RECIPES = [
+    recipe for path in sorted(PAGES.glob("*.md")) if path.name != "README.md" for recipe in recipes_of(path)
+]
 
 
 def anchor(heading: str) -> str:
@@ -63,7 +65,9 @@ def test_a_recipe_is_short_introduced_and_checks_something(recipe):
     assert "assert" in code
     assert 1 <= len(re.findall(r"[.?!:](?=\s|$)", recipe.before)) <= 4
     imported = re.findall(r"^(?:from|import) (attnlib[\w.]*)", code, re.MULTILINE)
-    public = {f"attnlib{x}" for x in ("", ".__main__", ".packing", ".sizes", ".convert", ".compat", ".integrations")}
+    public = {
+        f"attnlib{x}" for x in ("", ".__main__", ".packing", ".sizes", ".convert", ".compat", ".integrations")
+    }
     assert imported
     assert {*imported} <= public
 
@@ -82,10 +86,14 @@ def test_links_of_the_pages_lead_somewhere():
         for path, at in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", FENCE.sub("", page.read_text())):
             target = page.parent / path if path else page
             assert target.is_file(), f"{page.name}: no {path}"
-            assert not at or at in [anchor(recipe.heading) for recipe in recipes_of(target)], f"{page.name}: no #{at}"
+            assert not at or at in [anchor(recipe.heading) for recipe in recipes_of(target)], (
+                f"{page.name}: no #{at}"
+            )
 
 
 def test_every_block_of_the_pages_is_a_recipe():
     for page in PAGES.glob("*.md"):
         assert len(FENCE.findall(page.read_text())) == sum(recipe.page == page.name for recipe in RECIPES)
-        assert all(here != there for here, there in pairwise(sorted(anchor(x.heading) for x in recipes_of(page))))
+        assert all(
+            here != there for here, there in pairwise(sorted(anchor(x.heading) for x in recipes_of(page)))
+        )

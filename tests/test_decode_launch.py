@@ -39,7 +39,9 @@ def test_tiles_are_what_kernels_take(arch):
         assert config.warps in (4, 8)
         assert 1 <= config.resident <= decode_tables.RESIDENT
         wide = max(case.head_dim + case.tail, case.value_dim) > 256  # whose tiles are of 16 rows, or of 64
-        assert config.block_m < 2 * power_of_two(case.rows) or (wide and 16 < case.rows <= 64 >= config.block_m)
+        assert config.block_m < 2 * power_of_two(case.rows) or (
+            wide and 16 < case.rows <= 64 >= config.block_m
+        )
         if config.tma:
             assert arch in (90, 100)
             assert case.aligned
@@ -58,9 +60,13 @@ def test_rows_of_packed_sequences(group):
         assert found >= min(decode_tables.TILE - group + 1, group * (tokens - batch + 1))
 
 
-@pytest.mark.parametrize(("d", "tail", "e"), [x for x in HEADS if not x[1]] + [(d, tail, d) for d, tail in LATENT])
+@pytest.mark.parametrize(
+    ("d", "tail", "e"), [x for x in HEADS if not x[1]] + [(d, tail, d) for d, tail in LATENT]
+)
 def test_blocks_hold_a_key_and_a_value(d, tail, e):
-    """A key in one plane is in two blocks where that saves channels; a latent and its rotary key have a block each."""
+    """A key in one plane is in two blocks where that saves channels; a latent and its rotary key have a block
+    each.
+    """
     main, rest, value = decode_tables.widths_of(d, tail, e)
     assert {n.bit_count() for n in (main, rest, value)} <= {0, 1}
     assert value >= e

@@ -1,4 +1,6 @@
-"""Derivatives of score programs against torch's autograd in fp64, also where a function has none and torch chooses."""
+"""Derivatives of score programs against torch's autograd in fp64, also where a function has none and torch
+chooses.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,7 +28,9 @@ def _in_fp64():
     torch.set_default_dtype(torch.float32)
 
 
-def run(steps: Sequence[Step], inputs: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> Callable[..., Tensor]:
+def run(
+    steps: Sequence[Step], inputs: Mapping[str, Tensor], tensors: Sequence[Tensor]
+) -> Callable[..., Tensor]:
     """What gives any operand, once the steps are done, as one would read their names."""
     known = {Value(name): x for name, x in inputs.items()}
     kinds = {**DTYPES, FLOAT: torch.float64}
@@ -53,7 +57,9 @@ def run(steps: Sequence[Step], inputs: Mapping[str, Tensor], tensors: Sequence[T
 def clamped(x: Tensor, indices: Sequence[Operand], brought: Callable[..., Tensor]) -> tuple[Tensor, ...]:
     """Indices of a tensor; constants below 0 count from its end."""
     sizes = zip(indices, x.shape, strict=True)
-    return tuple(n % size if isinstance(n, int) else brought(n, INT64).clamp(0, size - 1) for n, size in sizes)
+    return tuple(
+        n % size if isinstance(n, int) else brought(n, INT64).clamp(0, size - 1) for n, size in sizes
+    )
 
 
 def differentiated(program: Program, score: Tensor, d: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -87,7 +93,8 @@ def expected(case: Case, arguments: list, score: Tensor, d: Tensor) -> list[Tens
 def test_it_is_that_of_autograd(name):
     case = SCORES[name]
     arguments = [
-        x.double().requires_grad_() if x is not FIRST_QUERY and x.dtype in FLOATS else x for x in case.arguments()
+        x.double().requires_grad_() if x is not FIRST_QUERY and x.dtype in FLOATS else x
+        for x in case.arguments()
     ]
     score, d = torch.randn(2, len(TILE.i), len(TILE.j))
     wanted = expected(case, arguments, score.requires_grad_(), d)
@@ -103,7 +110,9 @@ TIES = {
     "clamp_min": lambda score, b, h, i, j: score.clamp_min(-1),
     "clamp from above": lambda score, b, h, i, j: torch.clamp(score, max=2.0),
     "clamp to one number": lambda score, b, h, i, j: score.clamp(1, 1),
-    "clamp by numbers that vary": lambda score, b, h, i, j: torch.clamp(score, (i - 3).double(), (j + 9).double()),
+    "clamp by numbers that vary": lambda score, b, h, i, j: torch.clamp(
+        score, (i - 3).double(), (j + 9).double()
+    ),
     "abs": lambda score, b, h, i, j: score.abs(),
     "where": lambda score, b, h, i, j: torch.where(i > j, score, float("-inf")),
     "remainder": lambda score, b, h, i, j: score % 2.0,
@@ -140,6 +149,11 @@ def test_what_a_program_asks_for():
         lambda s, b, h, i, j: torch.tanh(s) * 2,
     ).program
     squared = score_mod(lambda s, b, h, i, j: s * s).program
-    assert (relative.gathers, relative.exponentials, "b" in relative.read, "h" in relative.read) == (1, 0, False, True)
+    assert (relative.gathers, relative.exponentials, "b" in relative.read, "h" in relative.read) == (
+        1,
+        0,
+        False,
+        True,
+    )
     assert (capped.gathers, capped.exponentials) == (0, 1)
     assert [derivative(x).needs_score for x in (relative, capped, squared)] == [False, True, True]

@@ -46,7 +46,9 @@ def test_a_named_backend_runs_or_raises(name):
     spec = spec_of()._replace(device="cuda", arch=90)
     assert select(spec, name) is backend_of(name)
     cached = spec._replace(kind="cached", grad=True)
-    with pytest.raises(NotImplementedError, match=rf"{name}: .*cached attention has no backward; wrap .*no_grad"):
+    with pytest.raises(
+        NotImplementedError, match=rf"{name}: .*cached attention has no backward; wrap .*no_grad"
+    ):
         select(cached, name)
 
 
@@ -82,7 +84,9 @@ FP8 = KVLayout.grouped(2, 64, store=torch.float8_e4m3fn)
     ],
 )
 def test_what_triton_refuses(changes, reason):
-    [told] = backend_of("triton").unsupported(spec_of()._replace(**({"device": "cuda", "arch": 90} | changes)))
+    [told] = backend_of("triton").unsupported(
+        spec_of()._replace(**({"device": "cuda", "arch": 90} | changes))
+    )
     assert told.startswith(reason)
 
 
@@ -113,7 +117,14 @@ def test_explain_names_the_choice_and_runs_nothing(monkeypatch):
     told = explain(attention_with_lse, q, q, q[..., :4], mask=sliding(3), softcap=2.0)
     assert (told.chosen, told.slow, calls) == ("torch", [], [])
     assert told.rejected == {"triton": ["needs a CUDA device, got cpu"]}
-    for words in ("dense attention", "runs on: torch", "value_dim=4", "left=2", "score=('softcap',)", "lse=True"):
+    for words in (
+        "dense attention",
+        "runs on: torch",
+        "value_dim=4",
+        "left=2",
+        "score=('softcap',)",
+        "lse=True",
+    ):
         assert words in str(told)
     slow = explain(attention, q, q, torch.randn(1, 5, 8, 2).transpose(2, 3), mask=CAUSAL)
     assert "slow: v: the last dimension is not contiguous, so it is copied once" in str(slow)
@@ -128,7 +139,12 @@ def test_explain_knows_every_door():
     with cache.step(3, replay=True) as (kv,):
         told = explain(cached_attention, torch.randn(1, 3, 4, 8), kv.view(), mask=CAUSAL)
         asked = explain(cached_attention, torch.randn(1, 3, 4, 8, requires_grad=True), kv.view(), mask=CAUSAL)
-    assert (told.spec.kind, told.spec.kv_heads, told.spec.value_dim, told.spec.page_size) == ("cached", 1, 6, 4)
+    assert (told.spec.kind, told.spec.kv_heads, told.spec.value_dim, told.spec.page_size) == (
+        "cached",
+        1,
+        6,
+        4,
+    )
     assert asked.chosen is None
     assert set(asked.rejected) == {"triton", "torch", "reference"}
     with pytest.raises(ValueError, match="call: expected a layer or one of attention"):
@@ -150,17 +166,23 @@ def test_the_interpreter_is_no_place_for_bf16(monkeypatch):
     assert told.rejected == {"triton": ["Triton's interpreter multiplies bf16 wrongly; use fp16 or fp32"]}
     with pytest.raises(NotImplementedError, match="triton: Triton's interpreter multiplies bf16 wrongly"):
         attention(*[q.bfloat16()] * 3, mask=CAUSAL, backend="triton")
-    cache = KVCache.paged([KVLayout.grouped(2, 16, dtype=torch.bfloat16)], pages=4, page_size=4, max_sequences=1)
+    cache = KVCache.paged(
+        [KVLayout.grouped(2, 16, dtype=torch.bfloat16)], pages=4, page_size=4, max_sequences=1
+    )
     cache.admit()
     new = torch.randn(1, 3, 2, 16).bfloat16()
     with cache.step(3) as (kv,):
         view = kv.append(new, new)
-    assert torch.equal(view.k.flatten(0, 1)[:3], new[0])  # the interpreter would have truncated nothing but rounded
+    assert torch.equal(
+        view.k.flatten(0, 1)[:3], new[0]
+    )  # the interpreter would have truncated nothing but rounded
     assert explain(cached_attention, new, view, mask=CAUSAL).chosen == "torch"
 
 
 def test_a_warning_names_the_line_that_called(monkeypatch):
-    """The one outside this package, be it of a function or of a layer; as on a GPU that Triton does not serve."""
+    """The one outside this package, be it of a function or of a layer; as on a GPU that Triton does not
+    serve.
+    """
 
     def on_an_old_gpu(call: Call) -> Call:
         call = checked(call)
@@ -182,12 +204,17 @@ def test_a_hopper_gpu_without_its_kernels_warns_once(name, monkeypatch):
     spec = spec_of()._replace(device="cuda", arch=90)
     monkeypatch.setattr(launch, "missing_names", lambda: ["gluon.tma"])
     with forgotten():
-        with pytest.warns(SlowPathWarning, match=r"Hopper kernels: this Triton lacks gluon\.tma.*update attnlib"):
+        with pytest.warns(
+            SlowPathWarning, match=r"Hopper kernels: this Triton lacks gluon\.tma.*update attnlib"
+        ):
             assert select(spec, name) is backend_of("triton")
         select(spec, name)  # warnings are errors
         assert not launch.has_gluon()
         told = str(explanation(spec, name))
-    assert "fast path off: dedicated Hopper kernels: this Triton lacks gluon.tma; the generic kernels run" in told
+    assert (
+        "fast path off: dedicated Hopper kernels: this Triton lacks gluon.tma; the generic kernels run"
+        in told
+    )
 
 
 @pytest.mark.parametrize("arch", [80, 89, 100])

@@ -1,4 +1,6 @@
-"""Layers under FSDP2 and checkpointed have the gradients of the whole model: on CPUs with gloo, on GPUs with NCCL."""
+"""Layers under FSDP2 and checkpointed have the gradients of the whole model: on CPUs with gloo, on GPUs with
+NCCL.
+"""
 
 import warnings
 
@@ -59,7 +61,8 @@ def bf16_copy(weight: nn.Parameter, grad_dtype: torch.dtype) -> Tensor:
 def grad_dtype_of(policy: MixedPrecisionPolicy, mesh) -> torch.dtype:
     """Return the dtype in which FSDP2's copies of weights take gradients: bf16, and from torch 2.15 on fp32.
 
-    It decides whether the gradient of a weight that is broadcast, as a norm's, is rounded to bf16 after it is summed.
+    It decides whether the gradient of a weight that is broadcast, as a norm's, is rounded to bf16 after it is
+    summed.
     """
     sharded = fully_shard(nn.Linear(2, 2, device=mesh.device_type), mesh=mesh, mp_policy=policy)
     sharded.unshard()
@@ -89,7 +92,9 @@ def assert_as(found: list[Tensor], expected: list[Tensor], names: list[str]) -> 
 
 
 def without_memory(mesh, here: torch.device, weights: dict | None) -> nn.Module:
-    """A model that was never whole anywhere: made on the meta device, sharded, and then given weights or new ones."""
+    """A model that was never whole anywhere: made on the meta device, sharded, and then given weights or new
+    ones.
+    """
     made = sharded(model("meta"), mesh)
     assert all(x.is_meta for name, x in made.named_parameters() if "score" not in name)
     made.to_empty(device=here)
@@ -109,7 +114,9 @@ def is_new(made: nn.Module, whole: nn.Module) -> None:
     for name, x in made.named_parameters():
         x, y = x.full_tensor(), theirs[name]
         if x.dim() == 2 and "score" not in name:
-            torch.testing.assert_close(x.std(), y.std(), rtol=0.1, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                x.std(), y.std(), rtol=0.1, atol=0, msg=lambda text, n=name: f"{n}: {text}"
+            )
             assert x.unique(dim=0).shape == x.shape, f"{name}: ranks drew the same rows"
         elif "bias" not in name or "score" in name:
             assert torch.equal(x, y), name
@@ -136,13 +143,18 @@ def compare(rank: int, ranks: int, device: str, file: str) -> None:
             lambda: sharded(model().to(here), mesh, mp_policy=policy),
             lambda whole: mixed(whole, x, grad_dtype),
         ),
-        "from no memory": (lambda: without_memory(mesh, here, weights), lambda whole: loss(whole(x.flatten(0, 1)))),
+        "from no memory": (
+            lambda: without_memory(mesh, here, weights),
+            lambda whole: loss(whole(x.flatten(0, 1))),
+        ),
     }
     for make, step in cases.values():
         ours, whole = make(), model().to(here)
         for block, other in zip(ours, whole, strict=True):
             theirs = other.layer.kv_layout
-            assert block.layer.kv_layout_as(theirs.dtype) == theirs  # weights come together before they compute
+            assert (
+                block.layer.kv_layout_as(theirs.dtype) == theirs
+            )  # weights come together before they compute
         names = [name for name, _ in ours.named_parameters()]
         assert names == [name for name, _ in whole.named_parameters()]
         expected = train(lambda step=step, whole=whole: step(whole), list(whole.parameters()))
@@ -185,5 +197,7 @@ def test_captured_tensors_without_values_cannot_be_reset():
         layer = captured(score=scores.distance_bias(torch.randn(4, 5)))
     layer.reset_parameters()  # there is nothing to be wrong yet
     layer.to_empty(device="cpu")
-    with pytest.raises(RuntimeError, match="bias: expected tensors with values in the function of a mask or score"):
+    with pytest.raises(
+        RuntimeError, match="bias: expected tensors with values in the function of a mask or score"
+    ):
         layer.reset_parameters()

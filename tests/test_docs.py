@@ -35,17 +35,25 @@ def test_docstring_examples(name):
     torch.manual_seed(0)
     known = {"torch": torch} | {public: getattr(attnlib, public) for public in attnlib.__all__}
     module = importlib.import_module(name)
-    result = doctest.testmod(module, extraglobs=known, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    result = doctest.testmod(
+        module, extraglobs=known, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    )
     assert result.failed == 0
 
 
 def test_a_page_shows_the_files_of_today():
     page = (ROOT / "docs/internals.md").read_text()
-    assert runpy.run_path(str(ROOT / "docs/files.py"))["written"](page) == page, "python docs/files.py writes it anew"
+    assert runpy.run_path(str(ROOT / "docs/files.py"))["written"](page) == page, (
+        "python docs/files.py writes it anew"
+    )
 
 
 def test_the_papers_table_names_what_exists():
-    rows = [line.split("|")[1:-1] for line in (ROOT / "docs/papers.md").read_text().splitlines() if line[:3] != "|--"]
+    rows = [
+        line.split("|")[1:-1]
+        for line in (ROOT / "docs/papers.md").read_text().splitlines()
+        if line[:3] != "|--"
+    ]
     rows = [row for row in rows if len(row) == 5 and row[0].strip()]
     assert [int(row[0]) for row in rows] == list(range(1, 26))
     for *_, functions, tests in rows:
@@ -61,8 +69,8 @@ def test_the_papers_table_names_what_exists():
 def untrue(table: str) -> dict[str, list[str]]:
     """The rows of the tour's table that are not true, with what is wrong.
 
-    A row names files and folders below attnlib; with an option of today, all files of the core that spell it, or all
-    files of convert if it is about these.
+    A row names files and folders below attnlib; with an option of today, all files of the core that spell it,
+    or all files of convert if it is about these.
     """
     wrong = {}
     for feature, cell, example in re.findall(r"^\| (.+?) \| (.+?) \|(?: `(\w+)`)? \|$", table, re.MULTILINE):
@@ -79,11 +87,15 @@ def untrue(table: str) -> dict[str, list[str]]:
 def test_the_tour_says_where_a_feature_goes():
     table = (ROOT / "docs/tour.md").read_text().partition("## Where would a new feature go?")[2]
     assert len(re.findall(r"^\| .*`\w+` \|$", table, re.MULTILINE)) >= 5  # rows with an option of today
-    assert not untrue(table), "docs/tour.md: " + "; ".join(f"{row}: {why}" for row, why in untrue(table).items())
+    assert not untrue(table), "docs/tour.md: " + "; ".join(
+        f"{row}: {why}" for row, why in untrue(table).items()
+    )
 
 
 def test_a_planted_untruth_of_the_tour_is_found():
-    true = "| x | `__init__.py`, `rope/__init__.py`, `rope/rope.py`, `rope/scaling.py`, `scaling.py` | `YaRN` |"
+    true = (
+        "| x | `__init__.py`, `rope/__init__.py`, `rope/rope.py`, `rope/scaling.py`, `scaling.py` | `YaRN` |"
+    )
     rows = [
         true.replace("rope", "mask"),
         true.replace("`rope/rope.py`, ", ""),

@@ -1,4 +1,6 @@
-"""The site of docs/: every public name and page has its place, every link leads somewhere, every block runs."""
+"""The site of docs/: every public name and page has its place, every link leads somewhere, every block
+runs.
+"""
 
 import importlib
 import importlib.util
@@ -18,7 +20,9 @@ import attnlib
 ROOT = Path(__file__).parent.parent
 DOCS, TOOLS = ROOT / "docs", ROOT / "out/docs-tools"
 PAGES = sorted(DOCS.rglob("*.md"))
-REFERENCE = [page for page in PAGES if page.parent.name == "api" and page.stem != "compat"]  # where arguments are ours
+REFERENCE = [
+    page for page in PAGES if page.parent.name == "api" and page.stem != "compat"
+]  # where arguments are ours
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 OPEN = (
     "masks",
@@ -36,9 +40,13 @@ ELSEWHERE = re.findall(r'"(docs/\S+\.md)"', (ROOT / "tests/test_docs.py").read_t
 
 
 def entries(text: str) -> list[tuple[str, str]]:
-    """The names that a page of the reference has entries for, and what stands behind: ``()`` hides a constructor."""
+    """The names that a page of the reference has entries for, and what stands behind: ``()`` hides a
+    constructor.
+    """
     found, module = [], ""
-    for kind, name, rest in re.findall(r"^\.\. (currentmodule|auto\w+|py:data):: ([\w.]+)(.*)$", text, re.MULTILINE):
+    for kind, name, rest in re.findall(
+        r"^\.\. (currentmodule|auto\w+|py:data):: ([\w.]+)(.*)$", text, re.MULTILINE
+    ):
         if kind == "currentmodule":
             module = name
         else:
@@ -64,13 +72,21 @@ def found(name: str) -> object:
 def unnamed(page: str, name: str, rest: str) -> list[str]:
     """The arguments of a public function or class that its page does not name."""
     x = found(name)
-    if not (inspect.isfunction(x) or inspect.isclass(x)) or (inspect.isclass(x) and issubclass(x, BaseException)):
+    if not (inspect.isfunction(x) or inspect.isclass(x)) or (
+        inspect.isclass(x) and issubclass(x, BaseException)
+    ):
         return []
     takes = [] if rest == "()" else [x]
     if inspect.isclass(x):
         members = vars(x).items()
-        takes += [getattr(x, key) for key, member in members if isinstance(member, classmethod) and key[0] != "_"]
-    arguments = {p.name for f in takes for p in inspect.signature(f).parameters.values()} - {"self", "args", "kwargs"}
+        takes += [
+            getattr(x, key) for key, member in members if isinstance(member, classmethod) and key[0] != "_"
+        ]
+    arguments = {p.name for f in takes for p in inspect.signature(f).parameters.values()} - {
+        "self",
+        "args",
+        "kwargs",
+    }
     text = re.sub(r"\(.*?\)", "", page)
     return sorted(argument for argument in arguments if not re.search(rf"\b{argument}\b", text))
 
@@ -133,9 +149,14 @@ def test_what_a_page_includes_is_there():
 def own_blocks() -> dict[Path, list[str]]:
     """The blocks of each page that no other file of tests runs."""
     pages = [
-        page for page in PAGES if "cookbook" not in page.parts and page.relative_to(ROOT).as_posix() not in ELSEWHERE
+        page
+        for page in PAGES
+        if "cookbook" not in page.parts and page.relative_to(ROOT).as_posix() not in ELSEWHERE
     ]
-    blocks = {page: re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL) for page in pages}
+    blocks = {
+        page: re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+        for page in pages
+    }
     return {page: found for page, found in blocks.items() if found}
 
 
@@ -159,7 +180,16 @@ def test_the_site_builds_without_a_warning(tmp_path):
     if importlib.util.find_spec("sphinx") is None and not (TOOLS / ".ready").exists():
         pytest.skip("needs sphinx, which `make docs` installs")
     env = os.environ | {"PYTHONPATH": str(TOOLS)}
-    command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "docs", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "--quiet",
+        "--fail-on-warning",
+        "--keep-going",
+        "docs",
+        str(tmp_path),
+    ]
     built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     assert not built.stderr

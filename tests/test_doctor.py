@@ -36,7 +36,10 @@ def test_it_names_what_is_slower_than_it_could_be(folders, capsys, monkeypatch):
     with forgotten():
         assert __main__.main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "fast path off: torch's fused CPU attention: AttributeError: torch has no such name; attention on" in out
+    assert (
+        "fast path off: torch's fused CPU attention: AttributeError: torch has no such name; attention on"
+        in out
+    )
     assert "to do: update attnlib, or install versions" in out
     assert "warning" not in out  # which is for GPUs
 
@@ -50,7 +53,10 @@ def test_it_warns_on_a_hopper_gpu_without_fast_paths(folders, capsys, monkeypatc
     explanations = doctor._explanations
     monkeypatch.setattr(doctor, "_explanations", on_a_hopper_gpu)
     assert __main__.main(["doctor"]) == 0
-    assert "warning: this GPU could be faster; fast paths that are off, each named above: 1" in capsys.readouterr().out
+    assert (
+        "warning: this GPU could be faster; fast paths that are off, each named above: 1"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
@@ -85,4 +91,6 @@ def test_what_belongs_to_another_user_is_unsafe(folders, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     if os.geteuid() == 0:  # whom everybody trusts
         os.chown(folders, 54321, 54321)
-    assert doctor.unsafe(folders).startswith(f"unsafe: {folders} belongs to another user; name a folder of your own")
+    assert doctor.unsafe(folders).startswith(
+        f"unsafe: {folders} belongs to another user; name a folder of your own"
+    )

@@ -18,8 +18,12 @@ ROOT = TESTS.parent
 def run(code: str, *flags: str) -> str:
     path = os.pathsep.join(map(str, (ROOT, TESTS, TESTS / "layers")))
     command = [sys.executable, *flags, "-c", code]
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}  # compiled once
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=kept | {"PYTHONPATH": path}).stdout
+    kept = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }  # compiled once
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, env=kept | {"PYTHONPATH": path}
+    ).stdout
 
 
 @pytest.mark.slow
@@ -92,7 +96,9 @@ def test_an_exported_layer_is_the_layer_at_any_length(kind):
         layer = GroupedQueryAttention(24, 4, num_kv_heads=2, mask=CAUSAL, rope=Rope(6))
     else:
         sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
-        layer = MultiHeadLatentAttention(24, 4, mask=CAUSAL, q_lora_rank=None, rope=Rope(4), form="expanded", **sizes)
+        layer = MultiHeadLatentAttention(
+            24, 4, mask=CAUSAL, q_lora_rank=None, rope=Rope(4), form="expanded", **sizes
+        )
     lengths = {1: torch.export.Dim("s", min=2, max=4096)}
     exported = torch.export.export(layer.eval(), (torch.randn(2, 5, 24),), dynamic_shapes=(lengths,))
     assert "attnlib.torch_forward" in exported.graph_module.code

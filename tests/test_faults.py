@@ -76,8 +76,16 @@ REFUSED = {
     "12 softcap 0": (lambda: call(softcap=0), ValueError, "softcap: above 0 0"),
     "13 scale tensor": (lambda: call(scale=torch.tensor(1.0)), TypeError, "scale: Python number Tensor wait"),
     "13 scale bool": (lambda: call(scale=True), TypeError, "scale: Python number bool"),
-    "13 softcap tensor": (lambda: call(softcap=torch.tensor(1.0)), TypeError, "softcap: Python number Tensor"),
-    "13 dropout tensor": (lambda: call(dropout_p=torch.tensor(0.1)), TypeError, "dropout_p: Python number Tensor"),
+    "13 softcap tensor": (
+        lambda: call(softcap=torch.tensor(1.0)),
+        TypeError,
+        "softcap: Python number Tensor",
+    ),
+    "13 dropout tensor": (
+        lambda: call(dropout_p=torch.tensor(0.1)),
+        TypeError,
+        "dropout_p: Python number Tensor",
+    ),
     "16 dropout 1": (lambda: call(dropout_p=1), ValueError, "dropout_p: [0, 1) 1"),
     "16 dropout < 0": (lambda: call(dropout_p=-0.1), ValueError, "dropout_p: [0, 1) -0.1"),
     "16 dropout nan": (lambda: call(dropout_p=float("nan")), ValueError, "dropout_p: [0, 1) nan"),
@@ -91,7 +99,11 @@ REFUSED = {
     "18 bounds length": (lambda: call(key_ends=ints(1, 2, 3)), ValueError, "key_ends: b=2 (3,)"),
     "18 bounds rank": (lambda: call(key_starts=ints(1, 2)[None]), ValueError, "key_starts: [b] (1, 2)"),
     "18 slopes": (lambda: call(alibi_slopes=torch.ones(3)), ValueError, "alibi_slopes: h=4 (3,)"),
-    "18 slopes of batch": (lambda: call(alibi_slopes=torch.ones(3, 4)), ValueError, "alibi_slopes: b=2 (3, 4)"),
+    "18 slopes of batch": (
+        lambda: call(alibi_slopes=torch.ones(3, 4)),
+        ValueError,
+        "alibi_slopes: b=2 (3, 4)",
+    ),
     "18 sinks": (lambda: call(sinks=torch.ones(2, 4)), ValueError, "sinks: [h] (2, 4)"),
     "19 bounds bool": (lambda: call(key_ends=ints(1, 2).bool()), TypeError, "key_ends: int32 torch.bool"),
     "19 bounds int64": (lambda: call(key_ends=ints(1, 2).long()), TypeError, "key_ends: int32 torch.int64"),
@@ -100,7 +112,11 @@ REFUSED = {
     "19 sinks number": (lambda: call(sinks=0.5), TypeError, "sinks: tensor float"),
     "23 mixed": (lambda: call(k=K.bfloat16()), TypeError, "k: torch.float32 like q torch.bfloat16 autocast"),
     "23 v alone": (lambda: call(v=K.half()), TypeError, "v: torch.float32 torch.float16 autocast"),
-    "26 int8": (lambda: call(Q.to(torch.int8), K.to(torch.int8)), TypeError, "q: fp16 bf16 fp32 fp64 torch.int8"),
+    "26 int8": (
+        lambda: call(Q.to(torch.int8), K.to(torch.int8)),
+        TypeError,
+        "q: fp16 bf16 fp32 fp64 torch.int8",
+    ),
     "26 fp8": (
         lambda: call(Q.to(torch.float8_e4m3fn)),
         TypeError,
@@ -110,18 +126,38 @@ REFUSED = {
     "26 list": (lambda: call([1.0]), TypeError, "q: tensor list"),
     "27 devices": (lambda: call(k=K.to("meta")), ValueError, "k: device cpu like q meta"),
     "27 terms": (lambda: call(sinks=torch.ones(4, device="meta")), ValueError, "sinks: device cpu meta"),
-    "30 cached, backward": (lambda: cached(Q.clone().requires_grad_()), NotImplementedError, "backward no_grad"),
-    "36 nested": (lambda: call(torch.nested.nested_tensor([Q[0]], layout=torch.jagged)), TypeError, "q: nested varlen"),
+    "30 cached, backward": (
+        lambda: cached(Q.clone().requires_grad_()),
+        NotImplementedError,
+        "backward no_grad",
+    ),
+    "36 nested": (
+        lambda: call(torch.nested.nested_tensor([Q[0]], layout=torch.jagged)),
+        TypeError,
+        "q: nested varlen",
+    ),
     "36 sparse": (lambda: call(Q.to_sparse()), TypeError, "q: strided sparse_coo"),
     "36 mkldnn": (lambda: call(Q.to_mkldnn()), TypeError, "q: strided mkldnn"),
-    "66 merge batch": (lambda: merged((1, 5, 4, 8), (1, 4, 5)), ValueError, "out_b: b=2 (1, 5, 4, 8) out_a has"),
+    "66 merge batch": (
+        lambda: merged((1, 5, 4, 8), (1, 4, 5)),
+        ValueError,
+        "out_b: b=2 (1, 5, 4, 8) out_a has",
+    ),
     "66 merge lse": (lambda: merged(lse_b=(2, 5, 4)), ValueError, "lse_b: [b=2, h=4, s=5] (2, 5, 4)"),
     "12 scale beyond fp32": (lambda: call(scale=1e39), ValueError, "scale: finite fp32 1e+39"),
     "12 softcap beyond fp32": (lambda: call(softcap=1e-39), ValueError, "softcap: fp32 above 0 1e-39"),
     "14 window beyond int32": (lambda: sliding(2**31), ValueError, "window: at most 2147483647 2147483648"),
     "14 band beyond int32": (lambda: CAUSAL.shift(2**31), ValueError, "mask: right within int32 2147483648"),
-    "66 merge dtype": (lambda: merged(dtype=torch.half), TypeError, "out_b: torch.float32 alike torch.float16"),
-    "66 merge low lse": (lambda: merged(lse_dtype=torch.half), TypeError, "lse_b: torch.float32 torch.float16"),
+    "66 merge dtype": (
+        lambda: merged(dtype=torch.half),
+        TypeError,
+        "out_b: torch.float32 alike torch.float16",
+    ),
+    "66 merge low lse": (
+        lambda: merged(lse_dtype=torch.half),
+        TypeError,
+        "lse_b: torch.float32 torch.float16",
+    ),
     "69 none": (lambda: packed(cu_q=None), TypeError, "cu_seqlens_q: int32 None"),
     "72 negative": (lambda: packed(max_seqlen_k=-1), ValueError, "max_seqlen_k: 0 -1"),
     "a view": (lambda: cached_attention(Q, K, mask=CAUSAL), TypeError, "kv: KVView append() Tensor"),
@@ -175,7 +211,9 @@ def test_offsets_that_do_not_fit_are_refused(fault, backend):
 
 
 @BACKENDS
-@pytest.mark.parametrize("sizes", [(0, 5, 7, 4, 2, 8), (2, 0, 7, 4, 2, 8), (2, 5, 0, 4, 2, 8), (2, 5, 7, 4, 2, 8, 0)])
+@pytest.mark.parametrize(
+    "sizes", [(0, 5, 7, 4, 2, 8), (2, 0, 7, 4, 2, 8), (2, 5, 0, 4, 2, 8), (2, 5, 7, 4, 2, 8, 0)]
+)
 @pytest.mark.parametrize("options", [(), ("sinks", "alibi_slopes", "bounds", "dropout")])
 def test_7_8_9_something_empty(backend, sizes, options):
     problem = make(*sizes, mask=FULL, options=options)

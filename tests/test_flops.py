@@ -10,7 +10,16 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnlib import CAUSAL, FLOP_FORMULAS, KVCache, KVLayout, attention, cached_attention, sliding, varlen_attention
+from attnlib import (
+    CAUSAL,
+    FLOP_FORMULAS,
+    KVCache,
+    KVLayout,
+    attention,
+    cached_attention,
+    sliding,
+    varlen_attention,
+)
 
 
 def flops(call) -> tuple[int, int]:
@@ -25,7 +34,10 @@ def flops(call) -> tuple[int, int]:
 
 def torchs_own(q, k, v):
     """torch's attention with gradients on meta tensors, of which it counts every pair."""
-    k, v = (x.expand(-1, -1, q.shape[-2] // x.shape[-2], -1, -1).flatten(2, 3) for x in (k[:, :, None], v[:, :, None]))
+    k, v = (
+        x.expand(-1, -1, q.shape[-2] // x.shape[-2], -1, -1).flatten(2, 3)
+        for x in (k[:, :, None], v[:, :, None])
+    )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[0]
 
@@ -35,7 +47,10 @@ def torchs_own(q, k, v):
     [(2, 9, 9, 4, 4, 8, 8), (3, 1, 40, 8, 2, 64, 64), (1, 40, 7, 6, 1, 24, 16), (2, 0, 5, 2, 2, 8, 8)],
 )
 def test_flops_are_those_of_torchs_own_attention(b, s, t, h, g, d, e):
-    tensors = [torch.empty(b, *shape, device="meta", requires_grad=True) for shape in ((s, h, d), (t, g, d), (t, g, e))]
+    tensors = [
+        torch.empty(b, *shape, device="meta", requires_grad=True)
+        for shape in ((s, h, d), (t, g, d), (t, g, e))
+    ]
     expected = flops(lambda: torchs_own(*tensors))
     assert flops(lambda: attention(*tensors, mask=CAUSAL)) == expected
     assert flops(lambda: attention(*tensors, mask=sliding(3), softcap=2.0)) == expected
@@ -74,7 +89,10 @@ def test_flops_over_a_cache_are_those_over_its_keys(layout):
         shapes = ((1, s, 4, width), (1, t, layout.heads, width), (1, t, layout.heads, layout.value_dim))
         return flops(lambda: attention(*(torch.randn(shape) for shape in shapes), mask=CAUSAL))[0]
 
-    for tokens, expected in (({long: 7, short: 2}, dense(7, 7) + dense(2, 2)), (1, dense(1, 8) + dense(1, 3))):
+    for tokens, expected in (
+        ({long: 7, short: 2}, dense(7, 7) + dense(2, 2)),
+        (1, dense(1, 8) + dense(1, 3)),
+    ):
         with cache.step(tokens) as (kv,):
             q = torch.randn(*((2, 1) if tokens == 1 else (9,)), 4, width)
             lead = q.shape[:-2]
@@ -118,7 +136,11 @@ def test_flops_are_the_same_in_either_order_of_imports():
     before = f"{BEFORE}\n{TOLD}\n{COUNT.format(given='')}\n{COUNT.format(given=GIVEN)}"
     counts = [*run(before).splitlines(), *run(f"{AFTER}\n{COUNT.format(given=GIVEN)}").splitlines()]
     pairs = 3 * 3 + 1 + 2 * 2
-    expected = {"forward": 2 * 2 * pairs * (8 + 8), "backward": 2 * 2 * pairs * 5 * 8, "cached": 2 * 2 * (8 + 8)}
+    expected = {
+        "forward": 2 * 2 * pairs * (8 + 8),
+        "backward": 2 * 2 * pairs * 5 * 8,
+        "cached": 2 * 2 * (8 + 8),
+    }
     assert ast.literal_eval(counts[0]) == {f"attnlib.torch_{name}": flops for name, flops in expected.items()}
     assert counts[1] == counts[2] == counts[0]
 

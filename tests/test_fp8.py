@@ -137,7 +137,8 @@ def test_a_rotation_halves_the_error_of_outliers():
     stored = dequantized(quantize_fp8(q, k, v))[2]  # no rotation of q and k changes the error of values
     exact = attention(q.double(), k.double(), stored, mask=FULL)
     plain, turned = (
-        (attention(**quantize_fp8(q, k, v, incoherent=on)._asdict(), mask=FULL) - exact).norm() for on in (False, True)
+        (attention(**quantize_fp8(q, k, v, incoherent=on)._asdict(), mask=FULL) - exact).norm()
+        for on in (False, True)
     )
     assert turned <= plain / 2
 
@@ -192,7 +193,9 @@ def test_a_factor_may_stand_in_the_bytes_or_in_the_descale(backend, name):
     whole = (halves.float() * 2).to(E4M3)  # subnormal bytes have lost a bit
     pairs = [
         attention_with_lse(
-            **x._replace(**{name: value, f"{name}_descale": getattr(x, f"{name}_descale") * factor})._asdict(),
+            **x._replace(
+                **{name: value, f"{name}_descale": getattr(x, f"{name}_descale") * factor}
+            )._asdict(),
             mask=CAUSAL,
             softcap=3.0,
             backend=backend,
@@ -205,7 +208,8 @@ def test_a_factor_may_stand_in_the_bytes_or_in_the_descale(backend, name):
 def test_a_factor_on_values_is_one_on_the_output():
     x = quantize_fp8(torch.randn(2, 9, 4, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 8))
     out, more = (
-        attention(**x._replace(v_descale=x.v_descale * factor)._asdict(), mask=sliding(4)) for factor in (1, 4)
+        attention(**x._replace(v_descale=x.v_descale * factor)._asdict(), mask=sliding(4))
+        for factor in (1, 4)
     )
     assert_same_bits((4 * out, more))
 
@@ -213,7 +217,9 @@ def test_a_factor_on_values_is_one_on_the_output():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    "layout", [BF16_IN_E4M3, KVLayout.latent(16, 8, dtype=torch.bfloat16, store=E4M3)], ids=["grouped", "latent"]
+    "layout",
+    [BF16_IN_E4M3, KVLayout.latent(16, 8, dtype=torch.bfloat16, store=E4M3)],
+    ids=["grouped", "latent"],
 )
 def test_over_a_cache_q_may_be_bytes(backend, packed, layout):
     """Equal to a call with the same numbers in bf16, a factor of each head apart."""
@@ -291,7 +297,9 @@ def test_compiles_to_one_graph():
 def test_mapped_calls():
     x = quantize_fp8(torch.randn(3, 9, 4, 16), torch.randn(3, 9, 2, 16), torch.randn(3, 9, 2, 8))
     together = attention(**x._asdict(), mask=CAUSAL)
-    mapped = torch.vmap(lambda *y: attention(*y[:3], mask=CAUSAL, **dict(zip(x._fields[3:], y[3:], strict=True))))
+    mapped = torch.vmap(
+        lambda *y: attention(*y[:3], mask=CAUSAL, **dict(zip(x._fields[3:], y[3:], strict=True)))
+    )
     assert_same_bits((mapped(*(t[:, None] for t in x))[:, 0], together))
 
 
@@ -323,7 +331,9 @@ def test_autocast_adds_up_in_fp32():
 
 def test_last_dimensions_that_are_not_contiguous():
     x = quantize_fp8(torch.randn(2, 9, 4, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 8))
-    odd = x._replace(**{name: getattr(x, name).mT.contiguous().mT for name in ("q", "v", "q_descale", "k_descale")})
+    odd = x._replace(
+        **{name: getattr(x, name).mT.contiguous().mT for name in ("q", "v", "q_descale", "k_descale")}
+    )
     assert_same_bits((attention(**odd._asdict(), mask=CAUSAL), attention(**x._asdict(), mask=CAUSAL)))
 
 
@@ -345,8 +355,16 @@ def over_cache(q: torch.Tensor, **changes):
 
 BYTES, WIDE = torch.randn(2, 9, 4, 16).to(E4M3), torch.randn(2, 9, 4, 16)
 REFUSED = {
-    "no descale": (lambda: call_with(k_descale=None), TypeError, "k_descale: fp32 float8_e4m3fn None quantize_fp8()"),
-    "fp64": (lambda: call_with(v_descale=torch.ones(2, 2).double()), TypeError, "v_descale: fp32 torch.float64"),
+    "no descale": (
+        lambda: call_with(k_descale=None),
+        TypeError,
+        "k_descale: fp32 float8_e4m3fn None quantize_fp8()",
+    ),
+    "fp64": (
+        lambda: call_with(v_descale=torch.ones(2, 2).double()),
+        TypeError,
+        "v_descale: fp32 torch.float64",
+    ),
     "a number": (lambda: call_with(q_descale=1.0), TypeError, "q_descale: fp32 float"),
     "a row a head": (lambda: call_with(k_descale=torch.ones(2, 4)), ValueError, "k_descale: g=2 (2, 4)"),
     "another device": (
@@ -360,23 +378,43 @@ REFUSED = {
         TypeError,
         "q_descale: None torch.bfloat16 float8_e4m3fn quantize_fp8()",
     ),
-    "one of three": (lambda: call_with(k=torch.randn(2, 9, 2, 16)), TypeError, "k: float8_e4m3fn float32 quantize"),
-    "e5m2": (lambda: call_with(q=BYTES.float().to(torch.float8_e5m2)), TypeError, "q_descale: None float8_e5m2"),
+    "one of three": (
+        lambda: call_with(k=torch.randn(2, 9, 2, 16)),
+        TypeError,
+        "k: float8_e4m3fn float32 quantize",
+    ),
+    "e5m2": (
+        lambda: call_with(q=BYTES.float().to(torch.float8_e5m2)),
+        TypeError,
+        "q_descale: None float8_e5m2",
+    ),
     "cache without": (lambda: over_cache(BYTES), TypeError, "q_descale: fp32 float8_e4m3fn None"),
-    "cache of bf16": (lambda: over_cache(WIDE, q_descale=torch.ones(2, 4)), TypeError, "q_descale: None float32"),
+    "cache of bf16": (
+        lambda: over_cache(WIDE, q_descale=torch.ones(2, 4)),
+        TypeError,
+        "q_descale: None float32",
+    ),
     "cache in bf16": (
-        lambda: over_cache(BYTES, q_descale=torch.ones(2, 4), layout=KVLayout.grouped(2, 16, 8, dtype=torch.bfloat16)),
+        lambda: over_cache(
+            BYTES, q_descale=torch.ones(2, 4), layout=KVLayout.grouped(2, 16, 8, dtype=torch.bfloat16)
+        ),
         TypeError,
         "q: bfloat16 store=torch.float8_e4m3fn store=None",
     ),
     "cache of fp16": (
         lambda: over_cache(
-            BYTES, q_descale=torch.ones(2, 4), layout=KVLayout.grouped(2, 16, 8, dtype=torch.float16, store=E4M3)
+            BYTES,
+            q_descale=torch.ones(2, 4),
+            layout=KVLayout.grouped(2, 16, 8, dtype=torch.float16, store=E4M3),
         ),
         TypeError,
         "q: dtype=torch.bfloat16 dtype=torch.float16",
     ),
-    "a slot too many": (lambda: over_cache(BYTES, q_descale=torch.ones(3, 4)), ValueError, "q_descale: b=2 (3, 4)"),
+    "a slot too many": (
+        lambda: over_cache(BYTES, q_descale=torch.ones(3, 4)),
+        ValueError,
+        "q_descale: b=2 (3, 4)",
+    ),
     "bytes again": (lambda: quantize_fp8(BYTES, WIDE, WIDE), TypeError, "q: fp16 bf16 fp32 float8_e4m3fn"),
     "int8": (lambda: quantize_fp8(WIDE, WIDE.to(torch.int8), WIDE), TypeError, "k: fp16 bf16 fp32 int8"),
     "no tensor": (lambda: quantize_fp8(WIDE, WIDE, None), TypeError, "v: tensor NoneType"),
@@ -411,10 +449,16 @@ def test_is_refused_with_the_argument_and_the_remedy(case):
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 @pytest.mark.parametrize("of", ["q", "sinks", "v_descale"])
 def test_gradients_are_refused(backend, of):
-    q, k, v = torch.randn(2, 9, 4, 16, requires_grad=of == "q"), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 8)
+    q, k, v = (
+        torch.randn(2, 9, 4, 16, requires_grad=of == "q"),
+        torch.randn(2, 9, 2, 16),
+        torch.randn(2, 9, 2, 8),
+    )
     given_ = quantize_fp8(q, k, v)._asdict() | {"sinks": torch.randn(4, requires_grad=of == "sinks")}
     given_["v_descale"].requires_grad_(of == "v_descale")
-    with pytest.raises(NotImplementedError, match=r"fp8 inputs have no backward; wrap .*no_grad\(\), or train in bf16"):
+    with pytest.raises(
+        NotImplementedError, match=r"fp8 inputs have no backward; wrap .*no_grad\(\), or train in bf16"
+    ):
         attention(**given_, mask=CAUSAL, backend=backend)
     with torch.no_grad():
         attention(**given_, mask=CAUSAL, backend=backend)
@@ -427,7 +471,9 @@ def test_what_triton_says():
     assert told.spec.dtype == E4M3
     spec, triton = told.spec._replace(device="cuda", arch=90), backend_of("triton")
     assert triton.unsupported(spec) == []
-    assert triton.unsupported(spec._replace(arch=80)) == ["takes fp8 inputs from sm_89 on, got sm_80; use bf16"]
+    assert triton.unsupported(spec._replace(arch=80)) == [
+        "takes fp8 inputs from sm_89 on, got sm_80; use bf16"
+    ]
     assert any("no backward" in reason for reason in triton.unsupported(spec._replace(grad=True)))
 
 

@@ -1,4 +1,6 @@
-"""Every public entry with malformed arguments: a typed error that names one, or a right answer; never anything else."""
+"""Every public entry with malformed arguments: a typed error that names one, or a right answer; never
+anything else.
+"""
 
 import linecache
 import re
@@ -21,7 +23,9 @@ ROOM = str(Path(attnlib.__file__).parent)
 
 
 def refusal(entry, args, error: BaseException) -> str | None:
-    """What is wrong with an error, or None: it is of a listed type, raised by attnlib, and starts with a name."""
+    """What is wrong with an error, or None: it is of a listed type, raised by attnlib, and starts with a
+    name.
+    """
     if type(error) not in ERRORS:
         return f"{type(error).__name__} is no typed error"
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
@@ -107,7 +111,9 @@ def test_several_malformed_arguments(name, data):
     entry = ENTRIES[name]
     target = entry.target()
     args = entry.arguments(target)
-    for argument in sorted(data.draw(st.sets(st.sampled_from(sorted(args)), min_size=min(2, len(args)), max_size=4))):
+    for argument in sorted(
+        data.draw(st.sets(st.sampled_from(sorted(args)), min_size=min(2, len(args)), max_size=4))
+    ):
         values = values_for(args[argument])
         args[argument] = values[data.draw(st.sampled_from(sorted(values)), label=argument)]
     assert (wrong := fault(entry, target, args)) is None, wrong

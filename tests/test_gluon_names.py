@@ -28,7 +28,9 @@ def listed() -> set[str]:
 
 
 def used(source: str) -> Iterator[str]:
-    """The names of Triton in a module of kernels, its keyword arguments behind theirs, and methods as ``.name``."""
+    """The names of Triton in a module of kernels, its keyword arguments behind theirs, and methods as
+    ``.name``.
+    """
     tree, imported = ast.parse(source), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and node.module.startswith("triton"):
@@ -41,9 +43,13 @@ def used(source: str) -> Iterator[str]:
             yield name
         elif isinstance(node, ast.Call) and (name := dotted(node.func, imported)):
             yield from (f"{name}({x.arg}=)" for x in node.keywords)
-        elif isinstance(node, ast.FunctionDef) and any("gluon.jit" in ast.unparse(x) for x in node.decorator_list):
+        elif isinstance(node, ast.FunctionDef) and any(
+            "gluon.jit" in ast.unparse(x) for x in node.decorator_list
+        ):
             calls = (x.func for x in ast.walk(node) if isinstance(x, ast.Call))
-            yield from (f".{x.attr}" for x in calls if isinstance(x, ast.Attribute) and not dotted(x, imported))
+            yield from (
+                f".{x.attr}" for x in calls if isinstance(x, ast.Attribute) and not dotted(x, imported)
+            )
 
 
 def dotted(node: ast.AST, imported: dict[str, str]) -> str | None:
@@ -76,7 +82,10 @@ def test_nothing_else_is_probed():
     ("source", "name"),
     [
         ("from triton.experimental.gluon import language as gl\nx = gl.nothing(1)", f"{GLUON}.nothing"),
-        ("from triton.experimental.gluon import language as gl\ngl.store(1, cache=2)", f"{GLUON}.store(cache=)"),
+        (
+            "from triton.experimental.gluon import language as gl\ngl.store(1, cache=2)",
+            f"{GLUON}.store(cache=)",
+        ),
         (f"from {HOPPER} import tma\nx = tma.async_gather", f"{HOPPER}.tma.async_gather"),
         ("@gluon.jit\ndef f(x):\n    return x.y.turned(1)", ".turned"),
     ],

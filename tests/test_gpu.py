@@ -77,7 +77,12 @@ def test_results_are_the_same_whatever_trial_fails(monkeypatch):
     changes = (
         (launch, "starting", _wrong_launcher, "direct launches"),
         (direct, "_private_streams", lambda: of_torch._replace(current_device=lambda: 7), direct.STREAMS),
-        (direct, "_private_streams", lambda: of_torch._replace(current_stream=lambda device: 1 << 40), direct.STREAMS),
+        (
+            direct,
+            "_private_streams",
+            lambda: of_torch._replace(current_stream=lambda device: 1 << 40),
+            direct.STREAMS,
+        ),
         (direct, "_private_streams", _wrong_launcher, direct.STREAMS),
     )
     for owner, name, wrong, failure in changes:
@@ -126,9 +131,19 @@ def test_packed_equals_the_cpu():
 
 def _layer(name: str) -> torch.nn.Module:
     if name == "gqa":
-        return GroupedQueryAttention(64, 8, num_kv_heads=2, mask=sliding(9), rope=Rope(8), dtype=torch.float64)
-    sizes = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-    return MultiHeadLatentAttention(64, 4, mask=CAUSAL, rope=Rope(4, interleaved=True), dtype=torch.float64, **sizes)
+        return GroupedQueryAttention(
+            64, 8, num_kv_heads=2, mask=sliding(9), rope=Rope(8), dtype=torch.float64
+        )
+    sizes = {
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    }
+    return MultiHeadLatentAttention(
+        64, 4, mask=CAUSAL, rope=Rope(4, interleaved=True), dtype=torch.float64, **sizes
+    )
 
 
 @SLOW

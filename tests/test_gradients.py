@@ -54,7 +54,9 @@ def caller(problem, backend=None, call=attention_with_lse):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("sizes", [(2, 4, 5, 2, 1, 3, 2), (1, 5, 3, 3, 3, 2, 2)], ids=["s<t, grouped, dv<dk", "s>t"])
+@pytest.mark.parametrize(
+    "sizes", [(2, 4, 5, 2, 1, 3, 2), (1, 5, 3, 3, 3, 2, 2)], ids=["s<t, grouped, dv<dk", "s>t"]
+)
 def test_gradcheck(name, sizes):
     mask, options = CASES[name]
     problem = make(*sizes, mask=mask, options=options).to(torch.float64)
@@ -91,7 +93,9 @@ def test_packed_gradients_equal_dense_ones(problem, seed):
     packed = problem.change(**{n: getattr(problem, n).flatten(0, 1) for n in "qkv"}, options=options)
     dout, dlse = problem.directions()
     dense = problem.with_gradients(attention_with_lse, dout, dlse)
-    ours = packed.with_gradients(varlen_attention_with_lse, dout.flatten(0, 1), dlse.transpose(0, 1).flatten(1))
+    ours = packed.with_gradients(
+        varlen_attention_with_lse, dout.flatten(0, 1), dlse.transpose(0, 1).flatten(1)
+    )
     for name in ("dq", "dk", "dv"):
         torch.testing.assert_close(ours[name], dense[name].flatten(0, 1))
     for name in {"dalibi_slopes", "dsinks"} & {*ours}:
@@ -221,14 +225,15 @@ def test_a_nan_in_one_input_reaches_what_sees_it(options, backend, name):
     right = grads(clean, backend=backend)
     assert_reaches(dq, (rows, heads), right[0], exactly=exactly or name == "q")
     last = row + 1 if name == "q" else None
-    # A key's gradient is NaN through the rows that see it; its value's, where they are rows of a NaN probability.
+    # A key's gradient is NaN through the rows that see it; its value's, where they are rows of a NaN
+    # probability.
     assert_reaches(dk, (slice(last), 0), right[1], exactly=exactly and name == "q", must=name == "q")
     assert_reaches(dv, (slice(last), 0), right[2], exactly=exactly and name == "q", must=name == "q")
 
 
 def assert_reaches(x, where, clean, *, exactly, must=True):
-    """Rows and heads ``where`` of sequence 0 are NaN; others of its KV head 0 are clean, or NaN unless ``exactly``; all
-    else is clean."""
+    """Rows and heads ``where`` of sequence 0 are NaN; others of its KV head 0 are clean, or NaN unless
+    ``exactly``; all else is clean."""
     reached, spoilt = (torch.zeros(x.shape[:3], dtype=torch.bool) for _ in range(2))
     reached[(0, *where)] = spoilt[0, :, : x.shape[2] // 2] = True
     nan = x.isnan().any(-1)
@@ -253,10 +258,14 @@ def test_both_results_belong_to_autograd_whatever_is_empty(sizes, backend):
         results = attention_with_lse(*tensors, mask=CAUSAL, backend=backend)
     for x in results:
         for y in tensors if x is results[0] else tensors[:2]:  # an LSE is not of v
-            (grad,) = torch.autograd.grad(x.masked_fill(x.isinf(), 0).sum(), y, retain_graph=True, allow_unused=True)
+            (grad,) = torch.autograd.grad(
+                x.masked_fill(x.isinf(), 0).sum(), y, retain_graph=True, allow_unused=True
+            )
             assert grad is None or not grad.any()
         assert x.requires_grad
-    alone = [x.detach().requires_grad_(n == 1) for n, x in enumerate(tensors)]  # of k, which may be empty, alone
+    alone = [
+        x.detach().requires_grad_(n == 1) for n, x in enumerate(tensors)
+    ]  # of k, which may be empty, alone
     call = varlen_attention_with_lse if sizes == "packed" else attention_with_lse
     options = offsets if sizes == "packed" else {}
     assert all(x.requires_grad for x in call(*alone, **options, mask=CAUSAL, backend=backend))
@@ -268,7 +277,8 @@ def test_gradients_of_half_precision_terms_add_up_in_fp32(backend):
     q, n = torch.zeros(300, 1, 1, 8), torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     k = torch.zeros(300, 2, 1, 8)
     v = torch.tensor([-1.0, 1.0])[None, :, None, None].expand(300, 2, 1, 1)
-    # A sink beside two equal keys has a third of the weight; a slope moves half as much weight to the nearer key.
+    # A sink beside two equal keys has a third of the weight; a slope moves half as much weight to the nearer
+    # key.
     for name, each in (("sinks", 1 / 3), ("alibi_slopes", 0.5)):
         out, lse = attention_with_lse(q, k, v, mask=FULL, backend=backend, **{name: n})
         (grad,) = torch.autograd.grad(lse.sum() if name == "sinks" else out.sum(), n)

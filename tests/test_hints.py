@@ -31,7 +31,9 @@ MANY = torch.randn(1, 3, 300, 4)
 @pytest.mark.parametrize("mask", [CAUSAL, sliding(3), CAUSAL & mask_mod(lambda b, h, i, j: i != j)])
 def test_fewer_keys_than_queries_under_a_bounded_mask(call, mask):
     q, k = FEW
-    with pytest.warns(LayoutWarning, match=r"q: expected \[b, s, h, d\], got \(1, 8, 64, 4\).*8 queries for 2 keys"):
+    with pytest.warns(
+        LayoutWarning, match=r"q: expected \[b, s, h, d\], got \(1, 8, 64, 4\).*8 queries for 2 keys"
+    ):
         call(q, k, k, mask=mask)
 
 
@@ -46,7 +48,9 @@ def test_more_heads_than_models_have():
 def test_as_many_heads_and_keys_as_heads_and_queries(call, mask, shape):
     """SDPA's layout without groups: 8 heads of 128 tokens look like 128 heads of 8 tokens."""
     q = torch.randn(shape)
-    with pytest.warns(LayoutWarning, match=f"which says {shape[2]} heads and {shape[1]} tokens; .*q.transpose"):
+    with pytest.warns(
+        LayoutWarning, match=f"which says {shape[2]} heads and {shape[1]} tokens; .*q.transpose"
+    ):
         call(q, q, q, mask=mask)
 
 
@@ -100,12 +104,12 @@ def test_what_is_meant_is_silent():
 # [s, h, g] of public models, whose keys are their queries' own: prompts, and steps of a few drafted tokens.
 USUAL = {
     "Llama 3 8B": (128, 32, 8), "Llama 3 70B, 8 tokens": (8, 64, 8), "Llama 2 7B": (128, 32, 32),
-    "Qwen 3 0.6B, 5 tokens": (5, 16, 8), "Mistral 7B, 4 tokens": (4, 32, 8), "Gemma 3 4B, 6 tokens": (6, 8, 4),
-    "gpt-oss, 16 tokens": (16, 64, 8), "Falcon 7B, 4 tokens": (4, 71, 1), "StarCoder, 9 tokens": (9, 48, 1),
-    "GPT-2": (64, 12, 12), "GPT-2, 7 tokens": (7, 12, 12), "BERT": (512, 16, 16), "ViT-B/16": (197, 12, 12),
-    "CLIP's text": (77, 8, 8), "Whisper": (1500, 20, 20), "DeepSeek-V3, expanded": (128, 128, 128),
-    "a decoded token": (1, 32, 32), "three drafted tokens": (3, 32, 32), "OPT 125M, 16 tokens": (16, 12, 12),
-    "T5 small": (32, 8, 8),
+    "Qwen 3 0.6B, 5 tokens": (5, 16, 8), "Mistral 7B, 4 tokens": (4, 32, 8),
+    "Gemma 3 4B, 6 tokens": (6, 8, 4), "gpt-oss, 16 tokens": (16, 64, 8), "Falcon 7B, 4 tokens": (4, 71, 1),
+    "StarCoder, 9 tokens": (9, 48, 1), "GPT-2": (64, 12, 12), "GPT-2, 7 tokens": (7, 12, 12),
+    "BERT": (512, 16, 16), "ViT-B/16": (197, 12, 12), "CLIP's text": (77, 8, 8), "Whisper": (1500, 20, 20),
+    "DeepSeek-V3, expanded": (128, 128, 128), "a decoded token": (1, 32, 32),
+    "three drafted tokens": (3, 32, 32), "OPT 125M, 16 tokens": (16, 12, 12), "T5 small": (32, 8, 8),
 }  # fmt: skip
 
 
@@ -160,7 +164,9 @@ LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_he
 
 
 def test_a_rope_of_halves_is_not_deepseeks():
-    with pytest.warns(LayoutWarning, match=r"rope: expected Rope\(4, interleaved=True\) as DeepSeek's") as found:
+    with pytest.warns(
+        LayoutWarning, match=r"rope: expected Rope\(4, interleaved=True\) as DeepSeek's"
+    ) as found:
         MultiHeadLatentAttention(16, 2, mask=CAUSAL, rope=Rope(4), **LATENT)
     assert found[0].filename == __file__
 

@@ -21,13 +21,20 @@ WRONG = {
 
 def view_of(**changes) -> KVView:
     """Sequences of 5 and 3 tokens in pages of 4, the rest of whose table is garbage."""
-    given = {"table": ((0, 1, 99, 99), (2, 99, 99, 99)), "starts": (0, 1), "lengths": (5, 3), "cu_seqlens_q": (0, 2, 3)}
+    given = {
+        "table": ((0, 1, 99, 99), (2, 99, 99, 99)),
+        "starts": (0, 1),
+        "lengths": (5, 3),
+        "cu_seqlens_q": (0, 2, 3),
+    }
     tensors = {name: torch.tensor(x, dtype=torch.int32) for name, x in (given | changes).items()}
     plane = torch.randn(8, 4, 1, 8)
     return KVView(KVLayout.grouped(1, 8), 4, plane, plane.clone(), **tensors)
 
 
-@pytest.mark.parametrize(("what", "changes"), WRONG.items(), ids=lambda x: str(x)[:20] if isinstance(x, dict) else "")
+@pytest.mark.parametrize(
+    ("what", "changes"), WRONG.items(), ids=lambda x: str(x)[:20] if isinstance(x, dict) else ""
+)
 def test_what_is_wrong_is_named(what, changes, monkeypatch):
     monkeypatch.setenv("ATTNLIB_CHECK", "1")
     with pytest.raises(ValueError, match=what):
@@ -35,14 +42,18 @@ def test_what_is_wrong_is_named(what, changes, monkeypatch):
 
 
 def test_what_is_right_passes(monkeypatch):
-    """Garbage behind the lengths, padding that is still to come, and a call that is being compiled included."""
+    """Garbage behind the lengths, padding that is still to come, and a call that is being compiled
+    included.
+    """
     q, view = torch.randn(3, 2, 8), view_of()
     expected = cached_attention(q, view, mask=CAUSAL)
     monkeypatch.setenv("ATTNLIB_CHECK", "1")
     assert cached_attention(q, view, mask=CAUSAL).equal(expected)
     assert not cached_attention(q, view_of(starts=(9, 0)), mask=CAUSAL)[:2].any()
     dense = replace(view, cu_seqlens_q=None)
-    compiled = torch.compile(lambda q: cached_attention(q, dense, mask=CAUSAL), fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda q: cached_attention(q, dense, mask=CAUSAL), fullgraph=True, backend="eager"
+    )
     assert compiled(q[:2, None]).isfinite().all()
 
 

@@ -17,18 +17,22 @@ def values(x: ast.AST) -> set[str]:
 def divisions_by_counts(source: Source) -> list[str]:
     """Where a loop divides by what its range is made of, which is 0 if the loop has no step.
 
-    Triton issues the loads of first steps ahead of a loop, each on condition that there is such a step. Addresses are
-    divided ahead too, and LLVM takes no divisor to be 0. It drops the condition, and the loads of a loop without a step
-    land in the tiles of the next.
+    Triton issues the loads of first steps ahead of a loop, each on condition that there is such a step.
+    Addresses are divided ahead too, and LLVM takes no divisor to be 0. It drops the condition, and the loads
+    of a loop without a step land in the tiles of the next.
     """
     found = []
     for loop in ast.walk(source.tree):
         if isinstance(loop, ast.For):
             counts = values(loop.iter)
             divided = [
-                x for x in ast.walk(loop) if isinstance(x, ast.BinOp) and isinstance(x.op, ast.FloorDiv | ast.Mod)
+                x
+                for x in ast.walk(loop)
+                if isinstance(x, ast.BinOp) and isinstance(x.op, ast.FloorDiv | ast.Mod)
             ]
-            found += [f"{source.path}:{x.lineno}: {ast.unparse(x)}" for x in divided if values(x.right) & counts]
+            found += [
+                f"{source.path}:{x.lineno}: {ast.unparse(x)}" for x in divided if values(x.right) & counts
+            ]
     return found
 
 
@@ -41,11 +45,14 @@ def test_no_loop_divides_by_what_it_counts(source):
 def planted(body: str) -> Source:
     return Source(
         "x.py",
-        f"def f(count, x, GROUP):\n    for n in tl.range(0, GROUP * count, num_stages=x.STAGES):\n        {body}",
+        "def f(count, x, GROUP):\n    for n in tl.range(0, GROUP * count, num_stages=x.STAGES):\n        "
+        f"{body}",
     )
 
 
-@pytest.mark.parametrize("body", ["n // count", "n % count", "f(n // (count + 0))", "y = 1 // count if GROUP else 0"])
+@pytest.mark.parametrize(
+    "body", ["n // count", "n % count", "f(n // (count + 0))", "y = 1 // count if GROUP else 0"]
+)
 def test_a_planted_division_is_found(body):
     assert len(divisions_by_counts(planted(body))) == 1
 

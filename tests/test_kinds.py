@@ -14,8 +14,9 @@ CONSTANTS = (True, 3, 2.5)
 BINARY = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
     "floordiv": operator.floordiv, "mod": operator.mod, "bitand": operator.and_, "bitor": operator.or_,
-    "bitxor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift, "lt": operator.lt, "eq": operator.eq,
-    "minimum": torch.minimum, "maximum": torch.maximum, "clamp_min": torch.clamp_min, "clamp_max": torch.clamp_max,
+    "bitxor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift, "lt": operator.lt,
+    "eq": operator.eq, "minimum": torch.minimum, "maximum": torch.maximum, "clamp_min": torch.clamp_min,
+    "clamp_max": torch.clamp_max,
 }  # fmt: skip
 UNARY = {
     "neg": operator.neg, "abs": torch.abs, "bitnot": operator.invert, "exp": torch.exp, "sqrt": torch.sqrt,
@@ -78,6 +79,14 @@ def test_choices():
 @pytest.mark.parametrize("kind", [kind for kind in DTYPES if kind != BOOL])
 def test_integers_wrap_around_as_torch_casts_them(kind):
     least, most = limits(kind)
-    for x in (least, most, least - 1 if least > -(2**63) else 0, most + 1 if most < 2**63 - 1 else 0, 300, -300, 2**40):
+    for x in (
+        least,
+        most,
+        least - 1 if least > -(2**63) else 0,
+        most + 1 if most < 2**63 - 1 else 0,
+        300,
+        -300,
+        2**40,
+    ):
         assert wrapped(x, kind) == int(torch.tensor(x).to(DTYPES[kind]))
         assert fits(x, kind) == (wrapped(x, kind) == x)

@@ -14,7 +14,8 @@ SHARED = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}  # KiB that one p
 
 @pytest.mark.parametrize("arch", SHARED)
 @pytest.mark.parametrize(
-    ("d", "e"), [(1, 1), (64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (256, 256), (300, 300), (576, 512)]
+    ("d", "e"),
+    [(1, 1), (64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (256, 256), (300, 300), (576, 512)],
 )
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("gathers", [None, 0, 2, 3])  # of functions of indices, where there are any
@@ -69,10 +70,15 @@ def test_functions_have_tiles_and_kernels_of_their_own():
 
 
 @pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (192, 128), (256, 256)])
-@pytest.mark.parametrize("functions", [{}, {"by_function": True}, {"by_function": True, "changed": True, "gathers": 1}])
+@pytest.mark.parametrize(
+    "functions", [{}, {"by_function": True}, {"by_function": True, "changed": True, "gathers": 1}]
+)
 def test_a_version_of_triton_uses_the_newest_table_that_is_not_above_it(d, e, functions):
     case = DenseCase(d, e, 2, True, True, 90, True)._replace(**functions)
-    of = {version: hopper_tables.forward(case, keys=8192, triton=version) for version in [(3, n) for n in range(12)]}
+    of = {
+        version: hopper_tables.forward(case, keys=8192, triton=version)
+        for version in [(3, n) for n in range(12)]
+    }
     for version, config in of.items():
         known = max((x for x in hopper_tables.FORWARD if x <= version), default=min(hopper_tables.FORWARD))
         assert config == of[known]
@@ -82,7 +88,9 @@ def test_a_version_of_triton_uses_the_newest_table_that_is_not_above_it(d, e, fu
 
 def test_a_wave_holds_whole_groups():
     case = DenseCase(128, 128, 2, True, True, 90, True)
-    assert tables.heads_per_wave(case, keys=8192, pairs=64, group=1) == 8  # of 4 MiB each: as many in every wave
+    assert (
+        tables.heads_per_wave(case, keys=8192, pairs=64, group=1) == 8
+    )  # of 4 MiB each: as many in every wave
     assert tables.heads_per_wave(case, keys=8192, pairs=64, group=4) == 32
     assert tables.heads_per_wave(case, keys=1 << 20, pairs=64, group=4) == 4
     assert tables.heads_per_wave(case, keys=16, pairs=64, group=4) == 64

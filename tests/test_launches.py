@@ -1,4 +1,6 @@
-"""How a kernel is launched: by names, directly with a Triton that is known, and as anybody would with every other."""
+"""How a kernel is launched: by names, directly with a Triton that is known, and as anybody would with every
+other.
+"""
 
 from contextlib import contextmanager
 from functools import lru_cache
@@ -80,7 +82,11 @@ def test_tensors_are_taken_by_name_and_then_by_address(kernel):
     for _ in range(2):
         launch.on(named(q, k, out))
     assert kernel.launched == [
-        ((3,), (q, k, out, None, 5, 16), {"num_warps": 4, "num_stages": 2, "maxnreg": None, "enable_fp_fusion": True})
+        (
+            (3,),
+            (q, k, out, None, 5, 16),
+            {"num_warps": 4, "num_stages": 2, "maxnreg": None, "enable_fp_fusion": True},
+        )
     ]
     addresses = (q.data_ptr(), k.data_ptr(), out.data_ptr())
     assert kernel.ran == [(3, 1, 1, 99, 7, "metadata", None, None, None, *addresses, None, 5, 16)]
@@ -155,7 +161,8 @@ def binary_of(run):
 
 
 @pytest.mark.parametrize(
-    ("kind", "scratch", "is_quick"), [(OlderLauncher, 0, True), (OlderLauncher, 8, False), (Launcher, 0, False)]
+    ("kind", "scratch", "is_quick"),
+    [(OlderLauncher, 0, True), (OlderLauncher, 8, False), (Launcher, 0, False)],
 )
 def test_an_older_launcher_is_skipped_but_where_it_has_work(kind, scratch, is_quick):
     """What it would hand on: the cooperative grid and PDL, no scratch, then what it was given."""
@@ -191,7 +198,11 @@ def test_whatever_a_trial_raises_launches_go_through_triton(kernel):
 
     del probes.ANSWERS[direct.DIRECT]
     assert direct.direct(attempt) == direct.Direct(False, False, direct.direct(attempt).failures)
-    assert direct.direct(attempt).failures[0].startswith("direct launches: ZeroDivisionError: of another version; ")
+    assert (
+        direct.direct(attempt)
+        .failures[0]
+        .startswith("direct launches: ZeroDivisionError: of another version; ")
+    )
     launch, (q, k, out) = made(kernel), torch.zeros(3, 8).unbind()
     for _ in range(3):
         launch.on(named(q, k, out))
@@ -216,7 +227,9 @@ def test_descriptors_have_a_trial_of_their_own(kernel, arch, monkeypatch):
 FORM = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 4, 1, 16]}
 
 
-@pytest.mark.parametrize(("kind", "forms"), [(OlderLauncher, [FORM]), (OlderLauncher, [None]), (Launcher, [FORM])])
+@pytest.mark.parametrize(
+    ("kind", "forms"), [(OlderLauncher, [FORM]), (OlderLauncher, [None]), (Launcher, [FORM])]
+)
 def test_a_descriptor_is_made_once_for_an_address(kind, forms, monkeypatch):
     """As the chip takes it, where Triton's launcher would make that; else as Triton does."""
 
@@ -234,7 +247,9 @@ def test_a_descriptor_is_made_once_for_an_address(kind, forms, monkeypatch):
     if kind is OlderLauncher and None not in forms:
         assert start is in_c
         assert [descriptors[at] for at in (160, 320, 160)] == ["map 160", "map 320", "map 160"]
-        assert filled == [(at, 3, 2, 9, [1, 4, 1, 16], [2, 8, 1, 16], [128, 16, 16, 1], 0) for at in (160, 320)]
+        assert filled == [
+            (at, 3, 2, 9, [1, 4, 1, 16], [2, 8, 1, 16], [128, 16, 16, 1], 0) for at in (160, 320)
+        ]
         assert sizes == [2, 8, 1, 16, 128, 16, 16, 1]
     else:
         assert start is (run.launch if kind is OlderLauncher else run)
@@ -273,7 +288,18 @@ def test_what_functions_read_is_handed_on(kernel):
     launch, x, y = made(kernel), torch.zeros(3, 8), torch.zeros(40, 8)
     reads = [
         tables(tensors)
-        for tensors in ((x,), (y,), (y.int(),), (y[:1],), (y[:, 1:],), (y[:16],), (x, y), (y[:5], x), (None,), ())
+        for tensors in (
+            (x,),
+            (y,),
+            (y.int(),),
+            (y[:1],),
+            (y[:, 1:],),
+            (y[:16],),
+            (x, y),
+            (y[:5], x),
+            (None,),
+            (),
+        )
     ]
     asked = []
     for read in (*reads, *reads):
@@ -360,5 +386,8 @@ def test_plans_are_remembered_up_to_a_limit(monkeypatch):
 def test_what_is_like_a_blank_is_as_anything_new():
     for shape in ((3,), (1, 1), (2, 5, 1, 4), (1, 7, 3, 8), (5, 1, 1, 1)):
         for dtype in (torch.float16, torch.float32):
-            x, new = torch.empty_like(blank(shape, dtype, torch.device("cpu"))), torch.empty(shape, dtype=dtype)
+            x, new = (
+                torch.empty_like(blank(shape, dtype, torch.device("cpu"))),
+                torch.empty(shape, dtype=dtype),
+            )
             assert (x.shape, x.stride(), x.dtype, x._base) == (new.shape, new.stride(), dtype, None)

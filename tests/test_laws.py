@@ -139,7 +139,11 @@ def test_p3_outputs_lie_between_the_values(problem, backend):
     close((out, torch.full_like(out, 0.7).masked_fill(~seen, 0)))
 
 
-@given(problems(lengths=(17, 63, 65), mask=st.just(CAUSAL), options=("softcap", "sinks", "dropout")), backends, seeds)
+@given(
+    problems(lengths=(17, 63, 65), mask=st.just(CAUSAL), options=("softcap", "sinks", "dropout")),
+    backends,
+    seeds,
+)
 def test_p5_later_tokens_change_no_bit_of_earlier_rows(problem, backend, seed):
     s, t = problem.q.shape[1], problem.k.shape[1]
     cut = t - seed % min(s, t)
@@ -150,7 +154,11 @@ def test_p5_later_tokens_change_no_bit_of_earlier_rows(problem, backend, seed):
     assert_same_bits((before[0][:, :rows], after[0][:, :rows]), (before[1][..., :rows], after[1][..., :rows]))
 
 
-@given(problems(lengths=(1, 7, 17, 63), options=("softcap", "alibi_slopes", "sinks")), backends, st.integers(1, 9))
+@given(
+    problems(lengths=(1, 7, 17, 63), options=("softcap", "alibi_slopes", "sinks")),
+    backends,
+    st.integers(1, 9),
+)
 def test_p6_queries_in_chunks_equal_queries_at_once(problem, backend, chunk):
     problem = problem.to(torch.float64)
     problem = problem.change(q=problem.q[:, -problem.k.shape[1] :], mask=Mask(problem.mask.left, 0))
@@ -180,7 +188,9 @@ def offsets(lengths):
 lengths = st.lists(st.tuples(st.sampled_from(short), st.sampled_from(short)), max_size=5)
 
 
-@given(lengths, masks(20), st.sets(st.sampled_from(sorted({*OPTIONS} - {"bounds", "dropout"}))), backends, seeds)
+@given(
+    lengths, masks(20), st.sets(st.sampled_from(sorted({*OPTIONS} - {"bounds", "dropout"}))), backends, seeds
+)
 def test_p9_packed_equals_a_loop_over_sequences(lengths, mask, options, backend, seed):
     torch.manual_seed(seed)
     (s, t), b = (sum(x) for x in zip(*lengths, (0, 0), strict=True)), len(lengths)
@@ -197,7 +207,9 @@ def test_p9_packed_equals_a_loop_over_sequences(lengths, mask, options, backend,
         alone = dict(problem.options)
         if "alibi_slopes" in alone:
             alone["alibi_slopes"] = alone["alibi_slopes"].expand(len(lengths), 6)[n]
-        one = attention_with_lse(q[None, a:b], k[None, c:d], v[None, c:d], mask=mask, **alone, backend=backend)
+        one = attention_with_lse(
+            q[None, a:b], k[None, c:d], v[None, c:d], mask=mask, **alone, backend=backend
+        )
         close((out[a:b], one[0][0]), (lse[:, a:b], one[1][0]))
 
 
@@ -214,10 +226,14 @@ def test_packed_equals_tail_padded(lengths, mask, options, backend, seed):
     inside = torch.arange(t) < ends[:, None]
     packed = [x[inside] for x in problem.tensors]
     cu = offsets(lengths)
-    bits = varlen_attention(*packed, cu_seqlens_q=cu, cu_seqlens_k=cu, mask=mask, **problem.options, backend=backend)
+    bits = varlen_attention(
+        *packed, cu_seqlens_q=cu, cu_seqlens_k=cu, mask=mask, **problem.options, backend=backend
+    )
     padded = problem.change(options=problem.options | {"key_ends": ends}).solve(backend=backend)[0]
     close((bits, padded[inside]))
-    for n, length in enumerate(lengths):  # and equal to dense calls on each, whose dropout counts as sequence 0
+    for n, length in enumerate(
+        lengths
+    ):  # and equal to dense calls on each, whose dropout counts as sequence 0
         if "dropout" not in options and "per_sequence_slopes" not in options:
             dense = attention(*(x[n : n + 1, :length] for x in problem.tensors), mask=mask, **problem.options)
             close((dense[0], padded[n, :length]))
@@ -250,7 +266,9 @@ def test_p16_a_wide_window_and_a_high_cap_change_nothing(problem, backend):
     wide = Mask(s + t if band.left is None else band.left, s + t if band.right is None else band.right)
     capped = problem.change(mask=band, options=problem.options | {"softcap": 1e7})
     for other in (problem.change(mask=wide), capped):
-        close(*zip(other.solve(backend=backend), problem.change(mask=band).solve(backend=backend), strict=True))
+        close(
+            *zip(other.solve(backend=backend), problem.change(mask=band).solve(backend=backend), strict=True)
+        )
 
 
 @given(problems(lengths=(1, 7, 17, 65), options=(), heads=((2, 2), (3, 3))), backends)

@@ -4,7 +4,16 @@ import pytest
 import torch
 from helpers import Problem, assert_same_bits, make
 
-from attnlib import CAUSAL, FULL, KVLayout, KVView, Mask, attention_with_lse, cached_attention_with_lse, sliding
+from attnlib import (
+    CAUSAL,
+    FULL,
+    KVLayout,
+    KVView,
+    Mask,
+    attention_with_lse,
+    cached_attention_with_lse,
+    sliding,
+)
 from attnlib.dispatch.storage import write_cache
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -33,9 +42,13 @@ def layouts(x):
 @pytest.mark.parametrize("dims", [(8, 8), (1, 1), (8, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_p14_any_layout_gives_the_same(backend, options, dims, dtype):
-    """To the bit, but where BLAS adds up in another order: misaligned, of width 1, or in the reference's products."""
+    """To the bit, but where BLAS adds up in another order: misaligned, of width 1, or in the reference's
+    products.
+    """
     problem = make(2, 17, 17, 4, 2, *dims, options=options, dtype=dtype)
-    wanted = problem.with_gradients(attention_with_lse, *(directions := problem.directions()), backend=backend)
+    wanted = problem.with_gradients(
+        attention_with_lse, *(directions := problem.directions()), backend=backend
+    )
     for changed in ("q", "k", "v", "qkv"):
         variants = [dict(layouts(getattr(problem, n))) for n in changed]
         for name in variants[0]:
@@ -52,7 +65,10 @@ def test_p14_any_layout_gives_the_same(backend, options, dims, dtype):
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, sliding(4)])
 def test_43_44_expanded_and_overlapping_inputs(backend, t, mask):
     problem = make(2, 33, t, 4, 4, 8, mask=mask)
-    across_heads, across_batch = torch.randn(2, t, 1, 8).expand(2, t, 4, 8), torch.randn(1, t, 4, 8).expand(2, t, 4, 8)
+    across_heads, across_batch = (
+        torch.randn(2, t, 1, 8).expand(2, t, 4, 8),
+        torch.randn(1, t, 4, 8).expand(2, t, 4, 8),
+    )
     overlapping = torch.randn(t * 8 + 200).as_strided((2, t, 4, 8), (16, 8, 4, 1))
     for x in (across_heads, across_batch, overlapping):
         shared, alone = (problem.change(k=y, v=y).solve(backend=backend) for y in (x, x.contiguous()))
@@ -109,7 +125,9 @@ def test_51_a_page_whose_offset_is_more_than_int32(backend):
 def a_view(*, table, lengths, starts=(0,), size=4):
     pool = torch.randn(3, size, 1, 8)
     layout = KVLayout.grouped(1, 8)
-    return KVView(layout, size, pool, pool, torch.tensor(table, dtype=torch.int32), ints(*starts), ints(*lengths))
+    return KVView(
+        layout, size, pool, pool, torch.tensor(table, dtype=torch.int32), ints(*starts), ints(*lengths)
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +174,9 @@ def test_86_slot_minus_one_is_skipped(contiguous):
         assert (rows[[0, 1, 3, 4, *range(6, 12)]] == 0).all()
 
 
-@pytest.mark.parametrize("sizes", [(1, 66_000, 66_000, 1, 1, 2), (66_000, 1, 1, 1, 1, 2), (2, 3, 5, 4096, 4096, 2)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 66_000, 66_000, 1, 1, 2), (66_000, 1, 1, 1, 1, 2), (2, 3, 5, 4096, 4096, 2)]
+)
 def test_52_many_rows_batches_and_heads(sizes):
     problem = make(*sizes, mask=sliding(3))
     out, lse = problem.solve()
@@ -169,7 +189,9 @@ def test_52_many_rows_batches_and_heads(sizes):
 @pytest.mark.parametrize("size", [1, 3, 16, 512, 600, 1024, 1400])
 @pytest.mark.parametrize("mask", [CAUSAL, sliding(700), Mask(None, -3, 20)])
 def test_pages_of_any_size(backend, size, mask):
-    """Ragged queries, and rows that belong to nobody, over sequences of which one starts late and one is empty."""
+    """Ragged queries, and rows that belong to nobody, over sequences of which one starts late and one is
+    empty.
+    """
     lengths, starts, used = (1300, 17, 0), (620, 0, 0), (2, 3, 1)
     pages = [-(-length // size) for length in lengths]
     table = torch.full((3, max(pages) + 1), -7, dtype=torch.int32)

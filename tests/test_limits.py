@@ -1,19 +1,23 @@
-"""How far one option is spread, how values are read, and how long things may be: numbers that keep changes local."""
+"""How far one option is spread, how values are read, and how long things may be: numbers that keep changes
+local.
+"""
 
 import ast
 
 import pytest
-from source import BACKENDS, CORE, KERNELS, PACKAGE, ROOT, Source, parameters
+from source import BACKENDS, CORE, KERNELS, PACKAGE, Source, parameters, statements
 from source_values import Values, reads_by_place
 
 SCORE_OPTIONS = ("softcap", "alibi_slopes", "sinks")
 MASK_FIELDS = ("left", "right", "prefix")
 DESCALES = ("q_descale", "k_descale", "v_descale")
-FILES_OF_A_WORD = dict.fromkeys(SCORE_OPTIONS, 10) | dict.fromkeys(MASK_FIELDS, 9) | dict.fromkeys(DESCALES, 8)
+FILES_OF_A_WORD = (
+    dict.fromkeys(SCORE_OPTIONS, 10) | dict.fromkeys(MASK_FIELDS, 9) | dict.fromkeys(DESCALES, 8)
+)
 DOORS = {"attention", "varlen_attention", "cached_attention"}
 PUBLIC = {*DOORS, *(f"{name}_with_lse" for name in DOORS)}
 LINES = 450  # of a file
-LONG = {("call/spec.py", "describe")}  # functions beyond 40 lines: none may be added
+STATEMENTS, IN_KERNELS = 35, 86  # of a function, of one that a kernel runs
 VALUES = Values(CORE)
 # torch gives and takes flat lists; their order is written in the first, and the second is what torch calls.
 IN_ORDER = ("backends/operators.py", "backends/autograd.py")
@@ -23,7 +27,9 @@ IN_ORDER = ("backends/operators.py", "backends/autograd.py")
 def test_an_option_is_spelled_in_few_files(word):
     files = [source.path for source in CORE if word in source.words]
     most = FILES_OF_A_WORD[word]
-    assert len(files) <= most, f"{word} is spelled in {len(files)} core files, not {most}; pass its value on: {files}"
+    assert len(files) <= most, (
+        f"{word} is spelled in {len(files)} core files, not {most}; pass its value on: {files}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,8 +105,8 @@ def test_other_reads_are_none():
 
 
 def wide_functions(sources: list[Source]) -> list[str]:
-    """Functions with more parameters than they may have, but for public ones, operators, what launches name, and
-    other libraries' functions.
+    """Functions with more parameters than they may have, but for public ones, operators, what launches name,
+    and other libraries' functions.
     """
     launched = {
         alias.name
@@ -124,7 +130,8 @@ def wide_functions(sources: list[Source]) -> list[str]:
             is_theirs = source.parts[0] == "compat" and not function.name.startswith("_")
             if n > most and not is_theirs and function.name not in (launched if in_kernels else free):
                 found.append(
-                    f"{source.path}: {function.name} takes {n} parameters, not {most}; gather them into a value"
+                    f"{source.path}: {function.name} takes {n} parameters, not {most}; gather them into a "
+                    "value"
                 )
     return found
 
@@ -142,29 +149,22 @@ def test_a_planted_wide_function_is_found():
     )
     assert [line.split()[1] for line in found] == ["device", "f", "__init__"]
     layer = Source(
-        "layers/gqa.py", f"class A:\n    def __init__(self, {twelve}): pass\n    def other(self, {many}): pass"
+        "layers/gqa.py",
+        f"class A:\n    def __init__(self, {twelve}): pass\n    def other(self, {many}): pass",
     )
     assert [line.split()[1] for line in wide_functions([layer])] == ["other"]
     theirs = Source("compat/sdpa.py", f"def attend({twelve}): pass\ndef _made({twelve}): pass")
     assert [line.split()[1] for line in wide_functions([theirs])] == ["_made"]
 
 
-def test_backends_and_kernels_stay_small():
-    """2,500 lines of code, and what splits long packed sequences, repeats calls (160), plans Hopper's kernels (40),
-    takes fp8 inputs (50) and runs masks and scores by function on a CPU (215);
-    what inlines those in Triton's kernels (330), and what finds the tiles that they hide (300), over caches too (140);
-    what launches those again without asking Triton (20); what pieces of a call add to the gradients of the whole (40);
-    what ranks write into each other's memory (180);
-    what tries private functions of torch and Triton (250); what functions do with integers of any kind, in int64 if
-    they may leave int32 (150).
-    """
-    lines = {source.path: len(source.code_lines) for source in BACKENDS if source.is_core}
-    assert sum(lines.values()) <= 4855, f"{sum(lines.values())} lines of code in backends/, not 4855: {lines}"
+def test_backends_stay_small():
+    """The limit is what stood there in November 2026; a feature that needs more says so here."""
+    found = {source.path: source.statements for source in BACKENDS if source.is_core}
+    assert sum(found.values()) <= 4121, f"{sum(found.values())} statements in backends/, not 4121: {found}"
 
 
 def test_the_benchmark_stays_small():
-    """1,600 lines, and what compares several ranks with one (185)."""
-    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "bench").glob("*.py")) <= 1785
+    assert sum(source.statements for source in PACKAGE if source.parts[0] == "bench") <= 1084
 
 
 @pytest.mark.parametrize("source", PACKAGE, ids=lambda x: x.path)
@@ -179,28 +179,11 @@ def test_few_files_stand_near_the_limit():
     assert len(near) <= 0.03 * len(PACKAGE), near
 
 
-def length(source: Source, function: ast.FunctionDef) -> int:
-    """Lines of a kernel, all told; of any other function the lines of code of its body."""
-    if source.path.startswith(KERNELS):
-        return function.end_lineno - function.lineno + 1
-    return len(source.code_lines & {*range(function.body[0].lineno, function.end_lineno + 1)})
-
-
 @pytest.mark.parametrize("source", PACKAGE, ids=lambda x: x.path)
 def test_a_function_holds_one_idea(source):
-    most = 120 if source.path.startswith(KERNELS) else 40
-    long = [(x.name, n) for x in source.functions if (n := length(source, x)) > most]
-    wrong = [found for found in long if (source.path, found[0]) not in LONG]
-    assert not wrong, f"{source.path}: {wrong} lines, not {most}; split the function by idea"
-
-
-def test_the_long_functions_are_as_listed():
-    assert len(LONG) <= 3
-    for path, name in LONG:
-        source = Source(path, (ROOT / path).read_text())
-        assert any(x.name == name and length(source, x) > 40 for x in source.functions), (
-            f"LONG lists {path} {name} still"
-        )
+    most = IN_KERNELS if source.path.startswith(KERNELS) else STATEMENTS
+    long = [(x.name, n) for x in source.functions if (n := statements(x.body)) > most]
+    assert not long, f"{source.path}: {long} statements, not {most}; split the function by idea"
 
 
 TEXT = '''"""A docstring
@@ -209,17 +192,15 @@ of two lines."""
 # a comment
 x = (
     1,  # one
-
 )
 
 def f(a):
-    """Says it."""
-    return a
+    """Return it."""
+    if a: b = a; return b
 '''
 
 
-def test_lines_of_code_are_counted():
+def test_statements_are_counted_without_docstrings():
     source = Source("call/call.py", TEXT)
-    assert len(source.code_lines) == 5
-    assert length(source, source.functions[0]) == 1
-    assert length(Source(f"{KERNELS}band.py", TEXT), source.functions[0]) == 3
+    assert source.statements == 5
+    assert statements(source.functions[0].body) == 3

@@ -17,7 +17,9 @@ REFUSED = {
 }
 
 
-def run_unread(*arguments: str, stderr_too: bool = False, unbuffered: str = "") -> subprocess.CompletedProcess:
+def run_unread(
+    *arguments: str, stderr_too: bool = False, unbuffered: str = ""
+) -> subprocess.CompletedProcess:
     """Run the program with an output that nobody reads."""
     read, write = os.pipe()
     os.close(read)

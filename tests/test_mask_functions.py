@@ -1,4 +1,6 @@
-"""Masks and scores by function: their algebra, and attention by them against the function itself, pair by pair."""
+"""Masks and scores by function: their algebra, and attention by them against the function itself, pair by
+pair.
+"""
 
 from functools import reduce
 
@@ -81,7 +83,9 @@ def test_two_bands_stay_a_band_where_they_are_one():
     """By brute force: what a band could say is said by one."""
     bands = BANDS[: len(SIDES) ** 2]
     sayable = {
-        table(Mask(left, right)).numpy().tobytes() for left in (None, *range(-6, 7)) for right in (None, *range(-6, 7))
+        table(Mask(left, right)).numpy().tobytes()
+        for left in (None, *range(-6, 7))
+        for right in (None, *range(-6, 7))
     }
     for x in bands:
         for y in bands:
@@ -123,7 +127,10 @@ def test_attention_is_that_of_the_function(mask_name, score_name, backend):
         by_definition(*leaves[:3], mask, score),
     )
     torch.testing.assert_close(ours, theirs)
-    grads = [torch.autograd.grad(loss(*x), leaves, allow_unused=True, materialize_grads=True) for x in (ours, theirs)]
+    grads = [
+        torch.autograd.grad(loss(*x), leaves, allow_unused=True, materialize_grads=True)
+        for x in (ours, theirs)
+    ]
     torch.testing.assert_close(*grads)
 
 
@@ -144,7 +151,10 @@ def test_packed_sequences_are_numbered(mask_name):
     q, k, v = tensors(1, sum(s for s, _ in lengths), sum(t for _, t in lengths))
     if mask_name == "documents":  # of as many sequences as there are
         mask = CAUSAL & mask_mod(same_document, torch.randint(0, 4, (4, 60)).sort().values)
-    cu = [torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32) for x in zip(*lengths, strict=True)]
+    cu = [
+        torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        for x in zip(*lengths, strict=True)
+    ]
     out, lse = varlen_attention_with_lse(
         q[0], k[0], v[0], cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], mask=mask, score=score
     )
@@ -168,7 +178,9 @@ def test_over_a_cache_indices_go_on(mask_name, score_name, backend):
     masks, scores = functions()
     mask, (score, _) = masks[mask_name], scores.get(score_name, (None, ()))
     q, k, v = tensors(s=60)
-    cache = KVCache.paged([KVLayout.grouped(2, 8, 5, dtype=torch.float64)], pages=40, page_size=4, max_sequences=2)
+    cache = KVCache.paged(
+        [KVLayout.grouped(2, 8, 5, dtype=torch.float64)], pages=40, page_size=4, max_sequences=2
+    )
     cache.admit(2)
     done = 0
     for count in (50, 1, 9):
@@ -203,7 +215,9 @@ def test_gradcheck_of_what_scores_read():
     [
         lambda s, b, h, i, j, x: s**2 + x[h, j] ** 3 + (s.abs() + 1) ** 1.7,
         lambda s, b, h, i, j, x: (s * s + 1) ** -2 + 2 ** x[h, i] + 1.5**s,
-        lambda s, b, h, i, j, x: torch.sqrt(s * s + 1) * torch.rsqrt(x[h, j] * x[h, j] + 1) + (x[h, -1] + 9) ** 0.5,
+        lambda s, b, h, i, j, x: (
+            torch.sqrt(s * s + 1) * torch.rsqrt(x[h, j] * x[h, j] + 1) + (x[h, -1] + 9) ** 0.5
+        ),
         lambda s, b, h, i, j, x: torch.sigmoid(s * x[h, j]) + (s / 3).exp2() * (i & 3),
         lambda s, b, h, i, j, x: s * ((i ^ j) & 1) + x[h, (i << 1 | j >> 1) % 5] * (~i & 7),
     ],
@@ -223,11 +237,15 @@ def test_scores_that_read_nothing_train():
     q, k, v = tensors()
     score = score_mod(lambda s, b, h, i, j: s / 2 + h)
     grads = [
-        torch.autograd.grad(loss(*attention_with_lse(q, k, v, mask=CAUSAL, score=score, backend=backend)), (q, k, v))
+        torch.autograd.grad(
+            loss(*attention_with_lse(q, k, v, mask=CAUSAL, score=score, backend=backend)), (q, k, v)
+        )
         for backend in ("torch", "reference")
     ]
     torch.testing.assert_close(*grads)
-    compiled = torch.compile(lambda *x: attention_with_lse(*x, mask=CAUSAL, score=score)[0], backend="aot_eager")
+    compiled = torch.compile(
+        lambda *x: attention_with_lse(*x, mask=CAUSAL, score=score)[0], backend="aot_eager"
+    )
     torch.testing.assert_close(
         torch.autograd.grad(compiled(q, k, v).sum(), q),
         torch.autograd.grad(attention_with_lse(q, k, v, mask=CAUSAL, score=score)[0].sum(), q),
@@ -252,7 +270,11 @@ def test_a_score_need_not_read_score_or_key(backend, function, mask):
 
     def found(score, backend):
         out, lse = attention_with_lse(q, k, v, mask=mask, score=score_mod(score, x), backend=backend)
-        return out, lse, *torch.autograd.grad((out.sin().sum() + lse.exp().sum()), (q, k, v, x), materialize_grads=True)
+        return (
+            out,
+            lse,
+            *torch.autograd.grad((out.sin().sum() + lse.exp().sum()), (q, k, v, x), materialize_grads=True),
+        )
 
     with_score = found(lambda s, b, h, i, j, x: torch.where(j >= 0, function(s, b, h, i, j, x), s), "torch")
     torch.testing.assert_close(found(function, backend), with_score, equal_nan=True)
@@ -269,7 +291,9 @@ def test_calls_may_be_mapped_and_checkpointed():
     """As calls without functions may."""
     qs, biases = torch.randn(3, 2, 20, 4, 8, requires_grad=True), torch.randn(3, 4, 9, requires_grad=True)
     for dims in ((0, 0), (0, None), (None, 0)):
-        pairs = [[x[n] if dim == 0 else x[0] for x, dim in zip((qs, biases), dims, strict=True)] for n in range(3)]
+        pairs = [
+            [x[n] if dim == 0 else x[0] for x, dim in zip((qs, biases), dims, strict=True)] for n in range(3)
+        ]
         given = [x if dim == 0 else x[0] for x, dim in zip((qs, biases), dims, strict=True)]
         mapped, looped = torch.vmap(biased, dims)(*given), torch.stack([biased(*pair) for pair in pairs])
         torch.testing.assert_close(mapped, looped)
@@ -306,7 +330,9 @@ def test_any_composition_in_attention(pair, seed):
 
 def test_explain_shows_the_steps():
     q, k, v = tensors()
-    shown = str(explain(attention, q, k, v, mask=functions()[0]["documents"], score=functions()[1]["relative"][0]))
+    shown = str(
+        explain(attention, q, k, v, mask=functions()[0]["documents"], score=functions()[1]["relative"][0])
+    )
     assert "x0 = load(t0, b, i)" in shown
     assert "def score(score, b, h, i, j, first, t0: float[2], t1: float[0]):" in shown
 
@@ -316,6 +342,10 @@ def test_what_a_function_makes_of_hidden_pairs_reaches_no_gradient(mask):
     golden = [*tensors(d=16), torch.randn(2, 4, dtype=torch.float64, requires_grad=True)]
     leaves = [x.detach().requires_grad_() for x in golden]
     ours = attention_with_lse(*leaves[:3], mask=mask, score=score_mod(undefined, leaves[3]), backend="torch")
-    theirs = attention_with_lse(*golden[:3], mask=mask, score=score_mod(undefined, golden[3]), backend="reference")
+    theirs = attention_with_lse(
+        *golden[:3], mask=mask, score=score_mod(undefined, golden[3]), backend="reference"
+    )
     torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(*(torch.autograd.grad(loss(*x), y) for x, y in ((ours, leaves), (theirs, golden))))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(loss(*x), y) for x, y in ((ours, leaves), (theirs, golden)))
+    )

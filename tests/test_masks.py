@@ -65,14 +65,19 @@ def test_a_mask_is_what_it_says(name, monkeypatch):
     monkeypatch.setenv("ATTNLIB_CHECK", "1")  # no index is outside of its tensor
     mask, shows = CASES[name]
     seen = torch.tensor(
-        [[[[bool(shows(b, h, i, j)) for j in range(T)] for i in range(FIRST, T)] for h in range(H)] for b in range(B)]
+        [
+            [[[bool(shows(b, h, i, j)) for j in range(T)] for i in range(FIRST, T)] for h in range(H)]
+            for b in range(B)
+        ]
     )
     at = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
     i, j = torch.arange(FIRST, T)[:, None], torch.arange(T)
     found = mask.visible(i, j) if isinstance(mask, Mask) else mask.visible(*at, i, j, torch.tensor(FIRST))
     assert torch.equal(found.broadcast_to(seen.shape), seen)
     q, k, v = torch.randn(B, S, H, 8), torch.randn(B, T, 2, 8), torch.randn(B, T, 2, 8)
-    torch.testing.assert_close(attention(q, k, v, mask=mask), attention(q, k, v, mask=masks.mask_tensor(seen)))
+    torch.testing.assert_close(
+        attention(q, k, v, mask=mask), attention(q, k, v, mask=masks.mask_tensor(seen))
+    )
 
 
 def test_documents_are_packed_sequences():
@@ -91,7 +96,9 @@ def test_documents_by_offsets_are_documents_by_numbers(band, ends):
     numbers = torch.bucketize(torch.arange(20), offsets[1:], right=True)[None]
     results = []
     for mask in (masks.documents_of(offsets, 20), masks.documents(numbers)):
-        q, k, v = (torch.linspace(-1, 1, 20 * h * 8).sin().view(1, 20, h, 8).requires_grad_() for h in (4, 2, 2))
+        q, k, v = (
+            torch.linspace(-1, 1, 20 * h * 8).sin().view(1, 20, h, 8).requires_grad_() for h in (4, 2, 2)
+        )
         out, lse = attention_with_lse(q, k, v, mask=band & mask, sinks=torch.zeros(4))
         results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))))
     for found, expected in zip(*results, strict=True):
@@ -147,7 +154,9 @@ def test_scores_by_distance():
 def test_t5s_bias_is_that_of_transformers(bidirectional):
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
     relative = torch.arange(300) - torch.arange(300)[:, None]
-    bucket = t5._relative_position_bucket(relative, bidirectional=bidirectional, num_buckets=32, max_distance=128)
+    bucket = t5._relative_position_bucket(
+        relative, bidirectional=bidirectional, num_buckets=32, max_distance=128
+    )
     bias, q = torch.randn(H, 32), torch.randn(1, 300, H, 8)
     expected = attention(q, q, q, mask=FULL, score=scores.bias_tensor(bias[:, bucket][None]))
     found = attention(q, q, q, mask=FULL, score=scores.t5_bias(bias, bidirectional=bidirectional))
@@ -183,7 +192,9 @@ def test_a_bias_is_compared_with_the_sizes_of_the_call(kind, added):
     for dim, expected in checked_dims.items():
         other = [size + added * (n == dim) for n, size in enumerate(shape)]
         if other[dim] > 1:  # a dimension of 1 serves all
-            with pytest.raises(ValueError, match=rf"score: expected a bias \[.*{expected}.*got \({other[0]}, "):
+            with pytest.raises(
+                ValueError, match=rf"score: expected a bias \[.*{expected}.*got \({other[0]}, "
+            ):
                 attention(q, k, k, mask=FULL, score=make(torch.randn(other)))
 
 
@@ -203,7 +214,10 @@ def test_a_bias_of_other_heads_is_refused_packed_cached_and_by_layers(kind):
             cached_attention(torch.randn(1, 3, H, 8), view, mask=CAUSAL, score=score)
     for layer, sizes in (
         (GroupedQueryAttention, {"num_kv_heads": 2}),
-        (MultiHeadLatentAttention, {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4}),
+        (
+            MultiHeadLatentAttention,
+            {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4},
+        ),
     ):
         with pytest.raises(ValueError, match=r"score: .*h=4"):
             layer(32, H, mask=CAUSAL, score=score, **sizes)
@@ -218,10 +232,22 @@ def test_t5s_own_table_is_told_apart_where_heads_and_buckets_differ():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: scores.t5_bias(torch.zeros(4, 1)), ValueError, r"at least 2 buckets in \[h, buckets\], got 1; heads_"),
-        (lambda: scores.t5_bias(torch.zeros(4, 7), bidirectional=True), ValueError, "an even number of .* got 7"),
+        (
+            lambda: scores.t5_bias(torch.zeros(4, 1)),
+            ValueError,
+            r"at least 2 buckets in \[h, buckets\], got 1; heads_",
+        ),
+        (
+            lambda: scores.t5_bias(torch.zeros(4, 7), bidirectional=True),
+            ValueError,
+            "an even number of .* got 7",
+        ),
         (lambda: masks.documents(torch.zeros(3)), TypeError, "numbers: expected integers, got torch.float32"),
-        (lambda: masks.documents(torch.zeros(3).int()), ValueError, r"numbers: expected 2 dimensions, got \(3,\)"),
+        (
+            lambda: masks.documents(torch.zeros(3).int()),
+            ValueError,
+            r"numbers: expected 2 dimensions, got \(3,\)",
+        ),
         (lambda: masks.tree(torch.zeros(3, 3)), TypeError, "shown: expected torch.bool"),
         (lambda: masks.mask_tensor(None), TypeError, "shown: expected a tensor, got NoneType"),
         (lambda: masks.chunked(0), ValueError, "size: expected at least 1, got 0"),
@@ -235,7 +261,8 @@ def test_what_does_not_fit_is_refused(make, error, message):
         make()
 
 
-# Ready-made masks of other sizes than calls [3, 5 queries, 4 heads] over 5 keys, and the dimension that does not fit.
+# Ready-made masks of other sizes than calls [3, 5 queries, 4 heads] over 5 keys, and the dimension that does
+# not fit.
 SHORT = {
     "other heads": (lambda: masks.mask_tensor(torch.ones(1, 2, 5, 5) > 0), "h=4"),
     "another batch": (lambda: masks.mask_tensor(torch.ones(2, 1, 5, 5) > 0), "b=3"),
@@ -258,7 +285,9 @@ def test_a_mask_is_compared_with_the_sizes_of_the_call(name, composed):
     """A clamped index would read another sequence's, head's or query's, without a word."""
     make, expected = SHORT[name]
     mask, q = composed(make()), torch.randn(3, 5, H, 8)
-    with pytest.raises(ValueError, match=rf"mask: expected a tensor \[.*{expected}.*\] as the call has them, got \("):
+    with pytest.raises(
+        ValueError, match=rf"mask: expected a tensor \[.*{expected}.*\] as the call has them, got \("
+    ):
         attention(q, q, q, mask=mask)
     with pytest.raises(ValueError, match=rf"mask: expected a tensor \[.*{expected}"):
         mask.block_mask(3, H, 5, 5)

@@ -21,7 +21,9 @@ def allocations(call) -> tuple[int, int]:
 
 
 def test_a_long_call_stays_far_below_its_score_matrix():
-    """Causal, windowed and softcapped, 16k tokens: forward and backward under 5 % of one head's fp32 T x T matrix."""
+    """Causal, windowed and softcapped, 16k tokens: forward and backward under 5 % of one head's fp32 T x T
+    matrix.
+    """
     t, d = 16_384, 16
     q, k, v = (torch.randn(1, t, 1, d, requires_grad=True) for _ in range(3))
 
@@ -35,7 +37,9 @@ def test_a_long_call_stays_far_below_its_score_matrix():
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(300)])
 @pytest.mark.parametrize("dims", [(32, 32), (32, 8)])
 def test_no_mask_and_no_copy_of_keys(mask, dims):
-    """Eight query heads on one KV head of 4096 tokens: nothing as large as a repeated K, or a mask, is ever made."""
+    """Eight query heads on one KV head of 4096 tokens: nothing as large as a repeated K, or a mask, is ever
+    made.
+    """
     t, (d, e) = 4096, dims
     q, k, v = torch.randn(1, t, 8, d), torch.randn(1, t, 1, d), torch.randn(1, t, 1, e)
     largest = allocations(lambda: attention(q, k, v, mask=mask))[1]

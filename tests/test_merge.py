@@ -20,7 +20,9 @@ def states(seed, n, dtype=torch.float64, packed=False, empty=0.3):
     for _ in range(n):
         out, lse = torch.randn(shape, dtype=dtype), 3 * torch.randn(shape[:-1]).transpose(-1, -2)
         nothing = torch.rand(lse.shape) < empty
-        lse = lse.masked_fill(nothing, -torch.inf).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        lse = lse.masked_fill(nothing, -torch.inf).to(
+            torch.float64 if dtype == torch.float64 else torch.float32
+        )
         yield out.masked_fill(nothing.transpose(-1, -2)[..., None], 0), lse
 
 
@@ -45,14 +47,21 @@ def test_nothing_is_the_identity_to_the_bit(seed, packed, dtype):
     assert_same_bits(*zip(merge_states(*nothing, *nothing), nothing, strict=True))
 
 
-@given(problems(lengths=(1, 2, 7, 17, 63), options=("scale", "softcap")), st.lists(st.integers(0, 63), max_size=4))
+@given(
+    problems(lengths=(1, 2, 7, 17, 63), options=("scale", "softcap")),
+    st.lists(st.integers(0, 63), max_size=4),
+)
 def test_any_partition_of_the_keys_gives_the_whole(problem, cuts):
     problem = problem.to(torch.float64)
     t = problem.k.shape[1]
     edges = [0, *sorted(min(cut, t) for cut in cuts), t]
-    merged = torch.zeros_like(eager(*problem.tensors, mask=FULL)[0]), torch.full(problem.lse_shape, -torch.inf).double()
+    merged = (
+        torch.zeros_like(eager(*problem.tensors, mask=FULL)[0]),
+        torch.full(problem.lse_shape, -torch.inf).double(),
+    )
     for a, b in pairwise(edges):
-        # Cutting keys off the end moves the queries, and off the start their numbers: the band moves against both.
+        # Cutting keys off the end moves the queries, and off the start their numbers: the band moves against
+        # both.
         band = problem.mask.shift(t - b)
         mask = Mask(band.left, band.right, max(0, problem.mask.prefix - a))
         part = problem.change(k=problem.k[:, a:b], v=problem.v[:, a:b], mask=mask)

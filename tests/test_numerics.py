@@ -31,20 +31,26 @@ def test_62_what_nobody_sees_is_never_read(problem, backend, poison):
     dout, dlse = problem.directions()
     clean = gradients(problem, backend, (dout, dlse))
     blind = ~seen.any(2)
-    if "sinks" not in problem.options:  # a row without keys ignores its own gradient; with a sink, the sink needs it
+    if (
+        "sinks" not in problem.options
+    ):  # a row without keys ignores its own gradient; with a sink, the sink needs it
         dout = dout.clone()
         dout[blind] = torch.nan
         dlse = dlse.transpose(1, 2).masked_fill(blind[..., None], torch.nan).transpose(1, 2)
     poisoned = gradients(problem.change(q=q, k=k, v=v), backend, (dout, dlse))
     for name, x in poisoned.items():
-        torch.testing.assert_close(x, clean[name], rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            x, clean[name], rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
     for name, hidden in (("dq", blind), ("dk", ~seen.any(1)), ("dv", ~seen.any(1))):
         assert (poisoned[name][hidden] == 0).all()
 
 
 @given(anything, backends, poisons, st.integers(0, 10**6))
 def test_62_a_poisoned_key_stays_in_its_sequence(problem, backend, poison, where):
-    """No other sequence meets it, and rows of its own that do not see it are right, or NaN where torch multiplies."""
+    """No other sequence meets it, and rows of its own that do not see it are right, or NaN where torch
+    multiplies.
+    """
     b, t = problem.k.shape[:2]
     n, j = where % b, where % t
     k, v = problem.k.clone(), problem.v.clone()
@@ -55,7 +61,10 @@ def test_62_a_poisoned_key_stays_in_its_sequence(problem, backend, poison, where
     for x in (clean, ours):
         x["lse"] = x["lse"].transpose(1, 2)
     others = torch.arange(b) != n
-    rows, keys = ~seen[:, :, j], ~(seen & seen[:, :, j, None]).any(1)  # keys that no row sees together with it
+    rows, keys = (
+        ~seen[:, :, j],
+        ~(seen & seen[:, :, j, None]).any(1),
+    )  # keys that no row sees together with it
     for name, kept in (("out", rows), ("lse", rows), ("dq", rows), ("dk", keys), ("dv", keys)):
         torch.testing.assert_close(ours[name][others], clean[name][others], rtol=1e-4, atol=1e-4)
         mine, right = ours[name][n][kept[n]], clean[name][n][kept[n]]
@@ -69,14 +78,22 @@ def test_62_a_poisoned_key_stays_in_its_sequence(problem, backend, poison, where
 @pytest.mark.parametrize("options", [(), ("sinks",), ("softcap", "alibi_slopes", "dropout")])
 @pytest.mark.parametrize("sizes", [(1100, 1100), (600, 700)])
 def test_62_what_lies_outside_the_bounds_is_never_read_across_tiles(backend, mask, options, sizes):
-    """Keys before 100 and from 700 on, and queries that see none of the others; torch solves some of these fused."""
+    """Keys before 100 and from 700 on, and queries that see none of the others; torch solves some of these
+    fused.
+    """
     s, t = sizes if backend == "torch" else (9, 700)
     problem = make(2, s, t, 2, 1, 8, mask=mask, options=options)
     bounds = {"key_starts": torch.full((2,), 100), "key_ends": torch.full((2,), 700)}
     problem = problem.change(options=problem.options | {name: x.int() for name, x in bounds.items()})
     blind = ~problem.visible().any(2)
     q, k, v = (x.clone() for x in problem.tensors)
-    q[blind], k[:, :100], v[:, :100], k[:, 700:], v[:, 700:] = torch.nan, torch.nan, torch.inf, torch.inf, torch.nan
+    q[blind], k[:, :100], v[:, :100], k[:, 700:], v[:, 700:] = (
+        torch.nan,
+        torch.nan,
+        torch.inf,
+        torch.inf,
+        torch.nan,
+    )
     directions = problem.directions()
     ours, clean = (gradients(p, backend, directions) for p in (problem.change(q=q, k=k, v=v), problem))
     assert_same_bits(*((x, clean[name]) for name, x in ours.items()))
@@ -105,7 +122,9 @@ def test_64_one_sequence_without_keys(backend, sink):
     if sink is not None:
         problem.options["sinks"] = torch.full((4,), sink)
     ends = torch.tensor([17, 0, 17], dtype=torch.int32)
-    ours = gradients(problem.change(options=problem.options | {"key_ends": ends}), backend, problem.directions())
+    ours = gradients(
+        problem.change(options=problem.options | {"key_ends": ends}), backend, problem.directions()
+    )
     others = problem.solve(backend=backend)
     assert (ours["out"][1] == 0).all()
     assert_same_bits((ours["lse"][1], torch.full((4, 5), -torch.inf if sink is None else sink)))
@@ -167,7 +186,10 @@ def test_60_a_single_key_returns_its_value_to_the_bit(backend, dtype, e):
     problem = make(2, 3, 1, 4, 2, 8, e, mask=FULL, dtype=dtype, sigma=3.0)
     out, lse = problem.solve(backend=backend)
     assert_same_bits((out, problem.v.repeat_interleave(2, 2).expand_as(out)))
-    logits = torch.einsum("bshd,bthd->bhs", problem.q.double(), problem.k.double().repeat_interleave(2, 2)) * 8**-0.5
+    logits = (
+        torch.einsum("bshd,bthd->bhs", problem.q.double(), problem.k.double().repeat_interleave(2, 2))
+        * 8**-0.5
+    )
     torch.testing.assert_close(lse.double(), logits, rtol=1e-5, atol=1e-5)
 
 

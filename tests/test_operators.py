@@ -35,9 +35,15 @@ def permuted(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def forward_arguments(name: str) -> tuple:
-    """Arguments of attnlib::torch_forward: such as torch's fused attention solves (16 keys or more), or all options."""
+    """Arguments of attnlib::torch_forward: such as torch's fused attention solves (16 keys or more), or all
+    options.
+    """
     queries = {"one token": 1, "everything": 7}.get(name, 19)
-    q, k, v = permuted(2, queries, 4, 8), permuted(2, 19, 2, 8), permuted(2, 19, 2, 5 if name == "everything" else 8)
+    q, k, v = (
+        permuted(2, queries, 4, 8),
+        permuted(2, 19, 2, 8),
+        permuted(2, 19, 2, 5 if name == "everything" else 8),
+    )
     if name == "packed":
         q, k, v = q[0], k[0], v[0]
         offsets = torch.tensor([0, 2, 18], dtype=torch.int32)
@@ -136,7 +142,9 @@ def test_packed_calls_compile_with_changing_offsets():
     counter = CompileCounterWithBackend("aot_eager")
 
     def call(q, cu_seqlens):
-        return varlen_attention(q, q * 1, q * 2, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, mask=CAUSAL)
+        return varlen_attention(
+            q, q * 1, q * 2, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, mask=CAUSAL
+        )
 
     compiled = torch.compile(call, fullgraph=True, backend=counter)
     for cuts in ([0, 4, 9], [0, 0, 9], [0, 1, 7]):
@@ -165,7 +173,10 @@ def test_selective_checkpointing_names_our_operator(save):
     plain = torch.autograd.grad(block(*leaves).sum(), leaves)
     with calls:
         out = checkpoint(
-            block, *leaves, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+            block,
+            *leaves,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(policy),
         )
         kept = torch.autograd.grad(out.sum(), leaves)
     torch.testing.assert_close(kept, plain, rtol=0, atol=0)
@@ -175,9 +186,13 @@ def test_selective_checkpointing_names_our_operator(save):
 
 def layer_of(kind: str) -> torch.nn.Module:
     if kind == "gqa":
-        return GroupedQueryAttention(32, 4, num_kv_heads=2, mask=CAUSAL, rope=Rope(8), sinks=True, softcap=9.0)
+        return GroupedQueryAttention(
+            32, 4, num_kv_heads=2, mask=CAUSAL, rope=Rope(8), sinks=True, softcap=9.0
+        )
     sizes = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-    return MultiHeadLatentAttention(32, 4, mask=CAUSAL, q_lora_rank=None, rope=Rope(4, interleaved=True), **sizes)
+    return MultiHeadLatentAttention(
+        32, 4, mask=CAUSAL, q_lora_rank=None, rope=Rope(4, interleaved=True), **sizes
+    )
 
 
 KEEP = partial(create_selective_checkpoint_contexts, list(SAVE_OPS))
@@ -200,7 +215,9 @@ def test_a_checkpointed_layer_has_the_same_gradients(way, kind):
         kept = backward(out, leaves)
     torch.testing.assert_close(kept, plain, rtol=0, atol=0)
     assert attentions.count == (1 if way == "selective" else 2)
-    assert products.count > 3 * once  # forward, again, and two in backward, where the last one's output is not needed
+    assert (
+        products.count > 3 * once
+    )  # forward, again, and two in backward, where the last one's output is not needed
 
 
 def backward(out: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,4 +1,6 @@
-"""config.json of attnlib's own form: what is written is read again, and what nobody writes is refused by name."""
+"""config.json of attnlib's own form: what is written is read again, and what nobody writes is refused by
+name.
+"""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""What is shipped: the files of both archives, what they need, one version, and a library that runs without Triton."""
+"""What is shipped: the files of both archives, what they need, one version, and a library that runs without
+Triton.
+"""
 
 import os
 import subprocess
@@ -14,7 +16,15 @@ import attnlib
 ROOT = Path(__file__).parent.parent
 VERSION = attnlib.__version__
 SHIPPED = ("attnlib", "tests", "docs", "examples")
-BESIDE = {"README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "Makefile", "pyproject.toml"}
+BESIDE = {
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "CITATION.cff",
+    "Makefile",
+    "pyproject.toml",
+}
 MADE = {".ci", ".gitignore", "PKG-INFO"}  # .ci pins what `make test` installs; the others hatchling adds
 WITHOUT_TRITON = """
 import re, sys
@@ -26,7 +36,9 @@ for example in re.findall(r"```python\\n(.*?)```", open(sys.argv[1]).read(), re.
 
 def files_of(folder: str) -> set[str]:
     """The files that a change of this folder would commit."""
-    found = (path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    found = (
+        path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    )
     return {path.relative_to(ROOT).as_posix() for path in found}
 
 
@@ -57,12 +69,17 @@ def test_a_wheel_is_the_package_alone(wheel):
 
 def test_what_a_wheel_says_of_itself(wheel):
     said = {
-        name: wheel.read(f"attnlib-{VERSION}.dist-info/{name}").decode() for name in ("METADATA", "entry_points.txt")
+        name: wheel.read(f"attnlib-{VERSION}.dist-info/{name}").decode()
+        for name in ("METADATA", "entry_points.txt")
     }
     lines = said["METADATA"].split("\n\n")[0].splitlines()
     needed = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
     assert f"Version: {VERSION}" in lines
-    assert {line.split(">")[0] for line in needed if "extra ==" not in line} == {"einops", "safetensors", "torch"}
+    assert {line.split(">")[0] for line in needed if "extra ==" not in line} == {
+        "einops",
+        "safetensors",
+        "torch",
+    }
     assert any(line.startswith("triton>") and "extra == 'triton'" in line for line in needed)
     assert "attnlib = attnlib.__main__:main" in said["entry_points.txt"]
 

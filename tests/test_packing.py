@@ -11,7 +11,11 @@ from attnlib.masks.ready_made import mask_tensor
 from attnlib.packing import bounds_of, from_jagged, from_position_ids, to_jagged
 
 
-@given(st.integers(0, 9).flatmap(lambda t: st.lists(st.lists(st.integers(0, 2), min_size=t, max_size=t), max_size=4)))
+@given(
+    st.integers(0, 9).flatmap(
+        lambda t: st.lists(st.lists(st.integers(0, 2), min_size=t, max_size=t), max_size=4)
+    )
+)
 def test_bounds_hold_all_tokens_and_no_more(rows):
     """And where they would hold others too, they are refused, and the row is named."""
     mask = torch.tensor(rows, dtype=torch.int64).view(len(rows), len(rows[0]) if rows else 0)
@@ -88,7 +92,9 @@ def test_jagged_tensors_go_through_packed_calls():
     (q, of_q), (k, of_k), (v, of_v) = jagged(5, 1, 7, heads=4), jagged(6, 3, 7), jagged(6, 3, 7)
     (rows, cu_q, longest), (keys, cu_k, _), (values, _, _) = map(from_jagged, (q, k, v))
     assert longest == 7
-    out = to_jagged(varlen_attention(rows, keys, values, mask=CAUSAL, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k), cu_q)
+    out = to_jagged(
+        varlen_attention(rows, keys, values, mask=CAUSAL, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k), cu_q
+    )
     assert out.is_nested
     assert out.layout is torch.jagged
     alone = [attention(*(x[None] for x in one), mask=CAUSAL)[0] for one in zip(of_q, of_k, of_v, strict=True)]
@@ -104,11 +110,15 @@ def test_jagged_tensors_go_through_packed_calls():
 def test_what_is_no_jagged_tensor_is_refused():
     x, _ = jagged(2, 3)
     for other, got in ((torch.ones(2, 3), "layout torch.strided"), ([1], "list")):
-        with pytest.raises(TypeError, match=f"x: expected a NestedTensor of layout torch.jagged, got .*{got}"):
+        with pytest.raises(
+            TypeError, match=f"x: expected a NestedTensor of layout torch.jagged, got .*{got}"
+        ):
             from_jagged(other)
     with pytest.raises(ValueError, match="ragged in its second dimension"):
         from_jagged(x.transpose(1, 2))
-    holes = torch.nested.narrow(torch.ones(2, 5, 4), 1, torch.tensor([0, 1]), torch.tensor([2, 3]), torch.jagged)
+    holes = torch.nested.narrow(
+        torch.ones(2, 5, 4), 1, torch.tensor([0, 1]), torch.tensor([2, 3]), torch.jagged
+    )
     with pytest.raises(ValueError, match="without holes"):
         from_jagged(holes)
     with pytest.raises(TypeError, match="x: expected a"):

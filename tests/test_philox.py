@@ -1,4 +1,6 @@
-"""Dropout bits: the published vectors, an independent implementation, and independence of how a call is cut."""
+"""Dropout bits: the published vectors, an independent implementation, and independence of how a call is
+cut.
+"""
 
 import math
 
@@ -63,7 +65,11 @@ def test_the_definition_weight_by_weight(seed, p):
 
 @given(*(st.integers(-(2**31), 2**31 - 5) for _ in range(4)))
 def test_of_a_negative_index_the_low_32_bits_count(sequence, head, row, key):
-    where = {"sequences": torch.tensor([sequence]), "heads": torch.tensor([head]), "rows": torch.tensor([row])}
+    where = {
+        "sequences": torch.tensor([sequence]),
+        "heads": torch.tensor([head]),
+        "rows": torch.tensor([row]),
+    }
     keep = dropout_keep(11, 0.5, **where, first=key, last=key + 5)
     assert keep.shape == (1, 1, 1, 5)
     for n, j in enumerate(range(key, key + 5)):

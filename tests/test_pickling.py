@@ -1,4 +1,6 @@
-"""Masks, scores and layers with functions of indices, copied and pickled: by program and tensors, not the function."""
+"""Masks, scores and layers with functions of indices, copied and pickled: by program and tensors, not the
+function.
+"""
 
 import copy
 import io
@@ -79,10 +81,18 @@ def test_what_is_known_of_a_mask_stays_known(way):
 
 def layers():
     torch.manual_seed(0)
-    mask = CAUSAL & mask_mod(lambda b, h, i, j, d: d[b, i] == d[b, j], torch.randint(0, 3, (2, 12)).sort().values)
+    mask = CAUSAL & mask_mod(
+        lambda b, h, i, j, d: d[b, i] == d[b, j], torch.randint(0, 3, (2, 12)).sort().values
+    )
     bias = torch.nn.Parameter(torch.randn(4, 17))
     score = score_mod(lambda s, b, h, i, j, bias: s + bias[h, (i - j).clamp(-8, 8) + 8], bias)
-    sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "q_lora_rank": None}
+    sizes = {
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+        "q_lora_rank": None,
+    }
     return {
         "grouped": GroupedQueryAttention(24, 4, num_kv_heads=2, mask=mask, score=score, rope=Rope(4)),
         "latent": MultiHeadLatentAttention(24, num_heads=4, mask=mask, score=score, rope=Rope(4), **sizes),

@@ -1,4 +1,6 @@
-"""A call that repeats on a GPU runs what the first found: the same bits, and anew wherever something differs."""
+"""A call that repeats on a GPU runs what the first found: the same bits, and anew wherever something
+differs.
+"""
 
 from functools import partial
 from weakref import ref
@@ -54,12 +56,16 @@ def test_a_repeated_call_has_its_own_gradients():
 
 
 def leaves_and_gradient(*, heads_first=False):
-    leaves = [x.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else x for x in tensors(tokens=700)]
+    leaves = [
+        x.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else x for x in tensors(tokens=700)
+    ]
     return [x.requires_grad_() for x in leaves], torch.randn_like(leaves[0].contiguous())
 
 
 def gradients(leaves, dout, **options):
-    return torch.autograd.grad(attention(*leaves, mask=CAUSAL, backend="triton:plain"), leaves, dout, **options)
+    return torch.autograd.grad(
+        attention(*leaves, mask=CAUSAL, backend="triton:plain"), leaves, dout, **options
+    )
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
@@ -94,7 +100,9 @@ def test_a_graph_that_is_kept_or_differentiated():
     expected = gradients(leaves, dout)
     out = attention(*leaves, mask=CAUSAL, backend="triton:plain")
     for _ in range(2):
-        assert_same_bits(*zip(torch.autograd.grad(out, leaves, dout, retain_graph=True), expected, strict=True))
+        assert_same_bits(
+            *zip(torch.autograd.grad(out, leaves, dout, retain_graph=True), expected, strict=True)
+        )
     found = torch.autograd.grad(out, leaves, dout, create_graph=True)
     assert_same_bits(*zip((x.detach() for x in found), expected, strict=True))
     with pytest.raises(RuntimeError, match="no second derivative"):
@@ -110,7 +118,9 @@ def test_a_checkpoint_of_a_first_call_runs_a_repeated_one():
     """It holds what is saved then against what was saved before."""
     leaves, dout = leaves_and_gradient()
     call = partial(attention, mask=CAUSAL, backend="triton:plain")
-    found = [torch.autograd.grad(checkpoint(call, *leaves, use_reentrant=False), leaves, dout) for _ in range(2)]
+    found = [
+        torch.autograd.grad(checkpoint(call, *leaves, use_reentrant=False), leaves, dout) for _ in range(2)
+    ]
     assert PREPARED.count() == 1
     assert_same_bits(*zip(*found, strict=True))
 
@@ -136,7 +146,9 @@ def test_gradients_on_other_streams_and_in_a_graph():
 
 
 def test_deterministic_gradients_are_asked_for_and_not():
-    """Hopper's own backward adds to dq in any order; asked not to, the plain one runs, whatever ran before."""
+    """Hopper's own backward adds to dq in any order; asked not to, the plain one runs, whatever ran
+    before.
+    """
     leaves, dout = leaves_and_gradient()
     plain = gradients(leaves, dout)
 
@@ -147,7 +159,10 @@ def test_deterministic_gradients_are_asked_for_and_not():
         torch.use_deterministic_algorithms(asked)
         try:
             for found in (automatic(), automatic()):
-                assert all((x - y).float().norm() < 0.02 * y.float().norm() for x, y in zip(found, plain, strict=True))
+                assert all(
+                    (x - y).float().norm() < 0.02 * y.float().norm()
+                    for x, y in zip(found, plain, strict=True)
+                )
             if asked:
                 assert_same_bits(*zip(automatic(), found, strict=True))
         finally:
@@ -217,7 +232,9 @@ def test_wrong_calls_raise_however_often():
 
 
 def test_an_address_that_descriptors_refuse():
-    """The same layout at an odd address: pointers load it, into other tiles, which add up in another order."""
+    """The same layout at an odd address: pointers load it, into other tiles, which add up in another
+    order.
+    """
     q, k, v = (torch.randn(1, 4096, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     attention(q, k, v, mask=CAUSAL)
     odd = torch.empty(k.numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(k.shape).copy_(k.flip(1))

@@ -12,7 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnlib.rope.rope
-from attnlib.rope.rope import NTK, Angles, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rope, YaRN, rotate
+from attnlib.rope.rope import (
+    NTK,
+    Angles,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRoPE,
+    Proportional,
+    Rope,
+    YaRN,
+    rotate,
+)
 from attnlib.rope.scaling import scaling_of
 
 SCALINGS = {
@@ -57,7 +68,8 @@ def test_scores_depend_on_relative_position_only(rule, interleaved, i, j, shift,
     q, k = torch.randn(2, 1, 1, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     here = (turn(q, rope, [i]) * turn(k, rope, [j])).sum()
     there = (turn(q, rope, [i + shift]) * turn(k, rope, [j + shift])).sum()
-    # Four fp32 phases, each wrong by at most half a unit in the last place of 8192, and four fp32 cos and sin.
+    # Four fp32 phases, each wrong by at most half a unit in the last place of 8192, and four fp32 cos and
+    # sin.
     bound = (4 * 8192 * 2**-24 + 4 * 2**-23) * q.norm() * k.norm()
     assert (here - there).abs() <= bound
 
@@ -80,7 +92,11 @@ def test_interleaved_is_half_after_a_fixed_permutation(rule, half, position, see
     width = 2 * half
     x = torch.randn(2, 3, 2, width + 3, generator=torch.Generator().manual_seed(seed))
     positions = position + torch.arange(3)
-    order = [*range(0, width, 2), *range(1, width, 2), *range(width, width + 3)]  # half's channel c is interleaved's 2c
+    order = [
+        *range(0, width, 2),
+        *range(1, width, 2),
+        *range(width, width + 3),
+    ]  # half's channel c is interleaved's 2c
     expected = turn(x[..., order], make(rule, width), positions)
     assert torch.equal(turn(x, make(rule, width, True), positions)[..., order], expected)
 
@@ -136,7 +152,9 @@ def test_plain_frequencies_are_rounded_correctly(theta):
 def test_the_ntk_base_keeps_the_fastest_pair_and_slows_the_slowest_by_the_factor():
     plain, ntk = (Rope(64, scaling=scaling).inverse_frequencies().double() for scaling in (None, NTK(8.0)))
     assert plain[0] == ntk[0] == 1
-    torch.testing.assert_close(plain[-1] / ntk[-1], torch.tensor(8.0, dtype=torch.float64), rtol=2**-20, atol=0)
+    torch.testing.assert_close(
+        plain[-1] / ntk[-1], torch.tensor(8.0, dtype=torch.float64), rtol=2**-20, atol=0
+    )
     assert ((plain / ntk).diff() > 0).all()
 
 
@@ -144,7 +162,9 @@ def test_dynamic_ntk_is_plain_up_to_its_length_and_a_fixed_ntk_beyond():
     rope = Rope(64, scaling=DynamicNTK(2.0, original_max_position=1024))
     for length in (1, 1023, 1024):
         assert torch.equal(rope.inverse_frequencies(length=length), Rope(64).inverse_frequencies())
-    assert torch.equal(rope.inverse_frequencies(length=2048), Rope(64, scaling=NTK(3.0)).inverse_frequencies())
+    assert torch.equal(
+        rope.inverse_frequencies(length=2048), Rope(64, scaling=NTK(3.0)).inverse_frequencies()
+    )
     assert not torch.equal(rope.inverse_frequencies(length=1025), Rope(64).inverse_frequencies())
 
 
@@ -201,7 +221,11 @@ def test_rotation_is_rounded_once(dtype, interleaved):
         (first * cos - second * sin, second * cos + first * sin),
         strict=True,
     ):
-        bound = info.eps / 2 * exact.abs() + 3 * unit * (first.abs() + second.abs()) + info.eps * info.smallest_normal
+        bound = (
+            info.eps / 2 * exact.abs()
+            + 3 * unit * (first.abs() + second.abs())
+            + info.eps * info.smallest_normal
+        )
         assert ((got - exact).abs() <= bound).all()
 
 
@@ -338,7 +362,12 @@ PARITY = {
     "dynamic": (DynamicNTK(4.0, ORIGINAL), {"factor": 4.0}),
     "llama3": (
         Llama3(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=ORIGINAL),
-        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL},
+        {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL,
+        },
     ),
     "llama3, wide step": (
         Llama3(32.0, low_freq_factor=0.5, high_freq_factor=20.0, original_max_position=ORIGINAL),
@@ -411,8 +440,8 @@ def test_inverse_frequencies_are_those_of_transformers(hf, case, dim):
         rope = Rope(dim, theta, scaling)
         got = rope.inverse_frequencies(length=length if kind == "dynamic" else None)
         assert got.dtype == torch.float32
-        # The power differs by at most one unit (ours is rounded correctly); reciprocals pass it on, and Llama's step,
-        # where the weight depends on the frequency too, doubles it.
+        # The power differs by at most one unit (ours is rounded correctly); reciprocals pass it on, and
+        # Llama's step, where the weight depends on the frequency too, doubles it.
         assert ulps(got, expected).max() <= (4 if kind == "llama3" else 2)
         assert rope.amplitude == factor
 
@@ -446,7 +475,12 @@ def test_rules_are_read_from_a_config(hf, case):
 @pytest.mark.parametrize("dim", [16, 96])
 def test_longrope_is_that_of_transformers(hf, dim, given):
     short, long = ([1.0 + x * n / dim for n in range(dim // 2)] for x in (0.5, 40.0))
-    fields = {"short_factor": short, "long_factor": long, "original_max_position_embeddings": ORIGINAL, **given}
+    fields = {
+        "short_factor": short,
+        "long_factor": long,
+        "original_max_position_embeddings": ORIGINAL,
+        **given,
+    }
     config = hf.LlamaConfig(
         hidden_size=4 * dim,
         num_attention_heads=4,
@@ -529,7 +563,9 @@ def test_half_rotation_is_that_of_transformers(hf, batched):
 
 
 def test_interleaved_rotation_is_that_of_deepseek_v3(hf):
-    """Its result is in the half layout; ours stays interleaved. The two pairings also disagree, as they must."""
+    """Its result is in the half layout; ours stays interleaved. The two pairings also disagree, as they
+    must.
+    """
     angles = Rope(64, interleaved=True).angles(torch.randint(1, 100_000, (2, 5)))
     q, k = torch.randn(2, 5, 4, 64), torch.randn(2, 5, 1, 64)
     expected = hf.deepseek.apply_rotary_pos_emb_interleave(q, k, *full(angles), unsqueeze_dim=2)
@@ -569,8 +605,16 @@ def test_an_odd_or_empty_width_is_refused(dim):
         ({"interleaved": 1}, TypeError, "rope.interleaved: expected a bool, got 1"),
         ({"dim": 2, "scaling": NTK(2.0)}, ValueError, "at least 4 channels with an NTK scaling"),
         ({"dim": 2, "scaling": DynamicNTK(2.0, 1024)}, ValueError, "at least 4 channels with an NTK scaling"),
-        ({"theta": 1.0, "scaling": YaRN(2.0, 1024)}, ValueError, "rope.theta: expected more than 1 with YaRN"),
-        ({"scaling": LongRoPE((1.0,), (2.0,), 2.0, 64)}, ValueError, "rope.scaling: expected 32 factors, .* got 1"),
+        (
+            {"theta": 1.0, "scaling": YaRN(2.0, 1024)},
+            ValueError,
+            "rope.theta: expected more than 1 with YaRN",
+        ),
+        (
+            {"scaling": LongRoPE((1.0,), (2.0,), 2.0, 64)},
+            ValueError,
+            "rope.scaling: expected 32 factors, .* got 1",
+        ),
     ],
 )
 def test_a_wrong_rope_is_refused(fields, error, message):
@@ -587,7 +631,11 @@ def test_a_wrong_rope_is_refused(fields, error, message):
         (lambda: Linear(True), TypeError, "Linear.factor"),
         (lambda: NTK(0.0), ValueError, "NTK.factor"),
         (lambda: DynamicNTK(0.9, 1024), ValueError, "DynamicNTK.factor"),
-        (lambda: DynamicNTK(2.0, 0), ValueError, "DynamicNTK.original_max_position: expected at least 1, got 0"),
+        (
+            lambda: DynamicNTK(2.0, 0),
+            ValueError,
+            "DynamicNTK.original_max_position: expected at least 1, got 0",
+        ),
         (lambda: DynamicNTK(2.0, 1024.0), TypeError, "DynamicNTK.original_max_position: expected an int"),
         (lambda: Llama3(0.5, 1.0, 4.0, 8192), ValueError, "Llama3.factor"),
         (lambda: Llama3(8.0, 0.0, 4.0, 8192), ValueError, "Llama3.low_freq_factor"),
@@ -596,7 +644,11 @@ def test_a_wrong_rope_is_refused(fields, error, message):
         (lambda: Llama3(8.0, 1.0, 4.0, -1), ValueError, "Llama3.original_max_position"),
         (lambda: YaRN(0.5, 4096), ValueError, "YaRN.factor"),
         (lambda: YaRN(2.0, None), TypeError, "YaRN.original_max_position"),
-        (lambda: YaRN(2.0, 4096, beta_fast=1.0, beta_slow=2.0), ValueError, "expected at least beta_slow=2.0, got 1.0"),
+        (
+            lambda: YaRN(2.0, 4096, beta_fast=1.0, beta_slow=2.0),
+            ValueError,
+            "expected at least beta_slow=2.0, got 1.0",
+        ),
         (lambda: YaRN(2.0, 4096, beta_fast=math.inf), ValueError, "YaRN.beta_fast"),
         (lambda: YaRN(2.0, 4096, beta_slow=0.0), ValueError, "YaRN.beta_slow"),
         (lambda: YaRN(2.0, 4096, attention_factor=0.0), ValueError, "YaRN.attention_factor"),
@@ -605,15 +657,31 @@ def test_a_wrong_rope_is_refused(fields, error, message):
         (lambda: YaRN(2.0, 4096, truncate=None), TypeError, "YaRN.truncate: expected a bool, got None"),
         (lambda: LongRoPE([1.0], (1.0,), 2.0, 64), TypeError, "LongRoPE.short_factor: expected a tuple"),
         (lambda: LongRoPE((1.0,), (1.0, 2.0), 2.0, 64), TypeError, "LongRoPE.long_factor: expected a tuple"),
-        (lambda: LongRoPE((1.0,), (0.0,), 2.0, 64), ValueError, "LongRoPE.long_factor: expected a finite number"),
+        (
+            lambda: LongRoPE((1.0,), (0.0,), 2.0, 64),
+            ValueError,
+            "LongRoPE.long_factor: expected a finite number",
+        ),
         (lambda: LongRoPE((1.0,), (1.0,), 0.5, 64), ValueError, "LongRoPE.factor"),
-        (lambda: LongRoPE((1.0,), (1.0,), 2.0, 1), ValueError, "LongRoPE.original_max_position: expected at least 2"),
+        (
+            lambda: LongRoPE((1.0,), (1.0,), 2.0, 1),
+            ValueError,
+            "LongRoPE.original_max_position: expected at least 2",
+        ),
         (lambda: LongRoPE((1.0,), (1.0,), 2.0, 64, 0.0), ValueError, "LongRoPE.attention_factor"),
         (lambda: Proportional(0.0), ValueError, "Proportional.share: expected a finite number above 0"),
         (lambda: Proportional(1.5), ValueError, "Proportional.share: expected at most 1, got 1.5"),
         (lambda: Proportional(0.5, 0.5), ValueError, "Proportional.factor"),
-        (lambda: scaling_of({"rope_type": "spiral"}, max_position=8), ValueError, "rope_type: expected one of default"),
-        (lambda: scaling_of({"rope_type": "yarn", "factor": 2.0}, max_position=None), KeyError, "max_position_embed"),
+        (
+            lambda: scaling_of({"rope_type": "spiral"}, max_position=8),
+            ValueError,
+            "rope_type: expected one of default",
+        ),
+        (
+            lambda: scaling_of({"rope_type": "yarn", "factor": 2.0}, max_position=None),
+            KeyError,
+            "max_position_embed",
+        ),
     ],
 )
 def test_a_wrong_scaling_is_refused(build, error, message):
@@ -624,13 +692,25 @@ def test_a_wrong_scaling_is_refused(build, error, message):
 @pytest.mark.parametrize(
     ("rope", "positions", "length", "error", "message"),
     [
-        (Rope(8), torch.arange(3.0), None, TypeError, r"positions: expected an integer tensor, got torch.float32"),
+        (
+            Rope(8),
+            torch.arange(3.0),
+            None,
+            TypeError,
+            r"positions: expected an integer tensor, got torch.float32",
+        ),
         (Rope(8), torch.ones(3, dtype=torch.bool), None, TypeError, "got torch.bool"),
         (Rope(8), torch.ones(3, dtype=torch.complex64), None, TypeError, "got torch.complex64"),
         (Rope(8), [0, 1], None, TypeError, "positions: expected an integer tensor, got list"),
         (Rope(8), torch.arange(3), 3, ValueError, "length: only DynamicNTK and LongRoPE depend on it"),
         (Rope(8, scaling=Linear(2.0)), torch.arange(3), 3, ValueError, "leave length out"),
-        (make("dynamic", 8), torch.arange(3), None, ValueError, r"compute rope.angles\(positions, length=n\)"),
+        (
+            make("dynamic", 8),
+            torch.arange(3),
+            None,
+            ValueError,
+            r"compute rope.angles\(positions, length=n\)",
+        ),
         (make("dynamic", 8), torch.arange(3), 3.0, TypeError, "length: expected an int, got 3.0"),
         (make("dynamic", 8), torch.arange(3), torch.tensor(3), TypeError, "length: expected an int"),
         (make("dynamic", 8), torch.arange(3), True, TypeError, "length: expected an int"),
@@ -645,7 +725,9 @@ def test_wrong_positions_or_length_are_refused(rope, positions, length, error, m
 def test_rotating_more_channels_than_the_head_has_is_refused(interleaved):
     """Fault 22."""
     angles = Rope(64, interleaved=interleaved).angles(torch.arange(5))
-    with pytest.raises(ValueError, match=r"d >= 64.*got \(2, 5, 3, 63\); make Rope\(dim=...\) at most the head dim"):
+    with pytest.raises(
+        ValueError, match=r"d >= 64.*got \(2, 5, 3, 63\); make Rope\(dim=...\) at most the head dim"
+    ):
         rotate(torch.randn(2, 5, 3, 63), angles)
 
 

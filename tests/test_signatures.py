@@ -1,4 +1,6 @@
-"""Every public callable answers unknown and missing arguments: it names the one to use, in the words of others too."""
+"""Every public callable answers unknown and missing arguments: it names the one to use, in the words of
+others too.
+"""
 
 import copy
 import importlib
@@ -40,11 +42,14 @@ from attnlib.packing import bounds_of
 from attnlib.parallel import ring_attention
 
 PAGES = sorted((Path(__file__).parent.parent / "docs/api").glob("*.md"))
-ENTRY = re.compile(r"^\.\. (currentmodule|autofunction|autoclass):: ([\w.]+)(.*)\n(?:   :members:(.*)$)?", re.MULTILINE)
+ENTRY = re.compile(
+    r"^\.\. (currentmodule|autofunction|autoclass):: ([\w.]+)(.*)\n(?:   :members:(.*)$)?", re.MULTILINE
+)
 
 
 class Public(NamedTuple):
-    """A public callable, called as ``call``; ``takes`` are its own arguments, and ``receivers`` how many come first.
+    """A public callable, called as ``call``; ``takes`` are its own arguments, and ``receivers`` how many come
+    first.
 
     One that only attnlib calls is ``hidden``: its errors lead to what makes such a value.
     """
@@ -69,7 +74,9 @@ def _public(call: Callable, receivers: int = 0, hidden: bool = False) -> Public:
 
 
 def _of_class(name: str, x: type, members: list[str] | None, hidden: bool) -> Iterator[tuple[str, Public]]:
-    """Its constructor, and its methods that are attnlib's own: all without underscore, or those that are listed."""
+    """Its constructor, and its methods that are attnlib's own: all without underscore, or those that are
+    listed.
+    """
     yield name, _public(x, hidden=hidden)
     own = [base for base in x.__mro__ if base.__module__.startswith("attnlib.")]
     for base in own:
@@ -102,7 +109,9 @@ def documented() -> dict[str, Public]:
 
 
 PUBLIC = documented()
-OPEN = [name for name, x in PUBLIC.items() if not x.hidden and not any(p.kind is p.VAR_KEYWORD for p in x.takes)]
+OPEN = [
+    name for name, x in PUBLIC.items() if not x.hidden and not any(p.kind is p.VAR_KEYWORD for p in x.takes)
+]
 # They hand arguments on to another callable, which answers.
 PASSING = {name for name, x in PUBLIC.items() if not x.hidden} - {*OPEN}
 
@@ -175,7 +184,9 @@ def test_a_planted_callable_without_it_is_found():
     for call in (lambda x: x, Planted.plain):
         with pytest.raises(AssertionError):
             assert "no such argument" in _public(call).told(qqq_zzz=1)
-    assert "Planted.plain: qqq_zzz: no such argument; it takes x" in _public(kind(Planted).plain).told(qqq_zzz=1)
+    assert "Planted.plain: qqq_zzz: no such argument; it takes x" in _public(kind(Planted).plain).told(
+        qqq_zzz=1
+    )
 
 
 Q = torch.randn(1, 3, 2, 8)
@@ -187,6 +198,7 @@ latent = partial(MultiHeadLatentAttention, 16, 2, mask=CAUSAL, **LATENT)
 paged = partial(KVCache.paged, [LAYER.kv_layout], pages=4, max_sequences=1)
 # What is typed from habit, and what is said of it.
 HABITS = {
+
     "attention_mask": (lambda: LAYER(X, attention_mask=None), "attention_mask: .*key_starts=.*bounds_of.*mask_tensor"),
     "attn_mask": (lambda: LAYER(X, attn_mask=None), "attn_mask: .*mask=attnlib.masks.mask_tensor.*score="),
     "key_padding_mask": (lambda: LAYER(X, key_padding_mask=None), r"key_starts=.*bounds_of\(~key_padding_mask\)"),
@@ -288,7 +300,9 @@ def test_an_error_from_within_is_its_own():
 
 
 def test_what_is_seen_of_a_callable_stays():
-    assert str(inspect.signature(Rope)) == str(inspect.signature(Rope.__init__.__wrapped__)).replace("(self, ", "(")
+    assert str(inspect.signature(Rope)) == str(inspect.signature(Rope.__init__.__wrapped__)).replace(
+        "(self, ", "("
+    )
     assert [*inspect.signature(LAYER.forward).parameters][:3] == ["x", "context", "kv"]
     assert LAYER.forward.__doc__.startswith("``x`` ``[b, s, m]``")
     assert KVCache.paged.__qualname__ == "KVCache.paged"

@@ -1,4 +1,6 @@
-"""What copies and what does not, by storage identity: torch's own operations, then what the library claims."""
+"""What copies and what does not, by storage identity: torch's own operations, then what the library
+claims.
+"""
 
 from unittest import mock
 
@@ -132,7 +134,9 @@ INSIDE = {
 
 
 class Copies(TorchDispatchMode):
-    """Counts the numbers in everything made in memory of its own from given storages, by the operation that made it."""
+    """Counts the numbers in everything made in memory of its own from given storages, by the operation that
+    made it.
+    """
 
     def __init__(self, *sources: torch.Tensor):
         super().__init__()
@@ -159,7 +163,9 @@ REARRANGING = ("clone", "copy", "repeat", "index", "cat", "contiguous", "stack",
 @pytest.mark.parametrize("heads", [2, 16])
 @pytest.mark.parametrize("b", [1, 2])
 def test_grouped_heads_read_k_and_v_where_they_lie(b, heads, softcap, mask):
-    """K and V are made again neither whole nor repeated: for several sequences BLAS packs one tile of 512 keys."""
+    """K and V are made again neither whole nor repeated: for several sequences BLAS packs one tile of 512
+    keys.
+    """
     q, k, v = torch.randn(b, 3, heads, 16), torch.randn(b, 1300, 2, 16), torch.randn(b, 1300, 2, 16)
     with Copies(k, v) as seen:
         attention(q, k, v, mask=mask, softcap=softcap)

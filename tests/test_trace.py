@@ -63,6 +63,7 @@ def test_a_mask_gives_what_its_function_gives(function):
     ("function", "tensors"),
     [
         (lambda s, b, h, i, j, t: s + t[h, j], (TABLE,)),
+
         (lambda s, b, h, i, j, t, g: torch.where(i > j, s * g + t[h, j].exp(), -s.tanh() / t[b, j]), (TABLE, GAIN)),
         (lambda s, b, h, i, j, t: (s * s + 1).log() * t[b, 0] - (s - 1).abs() + s % 0.7, (TABLE,)),
         (lambda s, b, h, i, j, t: torch.maximum(s, t[h, 0]) + s.minimum(t[h, j]) * s.clamp(-0.3, 0.4), (TABLE,)),
@@ -75,10 +76,16 @@ def test_a_score_and_its_derivative_are_torchs(function, tensors):
     score, d = (torch.randn(2, 4, 7, 9, dtype=torch.float64) for _ in "12")
     leaves = [x.clone().requires_grad_() for x in (score, *tensors) if x.is_floating_point()]
     reading = iter(leaves[1:])
-    ours, theirs = given(function, *(next(reading) if x.is_floating_point() else x for x in tensors), score=leaves[0])
+    ours, theirs = given(
+        function, *(next(reading) if x.is_floating_point() else x for x in tensors), score=leaves[0]
+    )
     torch.testing.assert_close(*torch.broadcast_tensors(ours, theirs))
     options = {"allow_unused": True, "materialize_grads": True}
-    wanted = torch.autograd.grad(theirs.broadcast_to(d.shape), leaves, d, **options) if theirs.requires_grad else None
+    wanted = (
+        torch.autograd.grad(theirs.broadcast_to(d.shape), leaves, d, **options)
+        if theirs.requires_grad
+        else None
+    )
     grads = torch.zeros(sum(x.numel() for x in leaves[1:]), dtype=torch.float64)
     by = derivative(traced("score", function, tensors))
     by_score = differentiated(by, d, None, {"score": score} | AT, tensors, grads)
@@ -88,7 +95,9 @@ def test_a_score_and_its_derivative_are_torchs(function, tensors):
 
 
 class Given:
-    """A table, or FIRST_QUERY's, as a function is given it for one pair: floats are widened, indices clamped."""
+    """A table, or FIRST_QUERY's, as a function is given it for one pair: floats are widened, indices
+    clamped.
+    """
 
     def __init__(self, x: Tensor, wide: torch.dtype):
         self.x = x.to(wide) if x.is_floating_point() else x
@@ -227,7 +236,11 @@ def enclosed():
         (lambda b, h, i, j: not (i > j), (), "Python's if"),
         (lambda b, h, i, j: min(i, j) > 2, (), "torch.minimum"),
         (lambda b, h, i, j: i in (1, 2), (), "Python's if"),
-        (lambda b, h, i, j: DOCUMENT[b, i] == 0, (), r"DOCUMENT is a tensor from around .* pass it as an argument"),
+        (
+            lambda b, h, i, j: DOCUMENT[b, i] == 0,
+            (),
+            r"DOCUMENT is a tensor from around .* pass it as an argument",
+        ),
         (enclosed(), (), "around is a tensor from around the function"),
         (
             lambda b, h, i, j, d=DOCUMENT: d[b, i] == 0,
@@ -250,7 +263,11 @@ def enclosed():
         (lambda b, h, i, j, d: i < len(d), (DOCUMENT,), r"len\(\), torch.tensor\(\) and lists cannot take"),
         (lambda b, h, i, j, first: i < first, (FIRST_QUERY,), "FIRST_QUERY is used as a whole"),
         (lambda b, h, i, j, first: i < first[h], (FIRST_QUERY,), "index it by b"),
-        (lambda b, h, i, j: i.cos() > 2, (), r"cos\(\) of 1 argument is not known; a function may use arithmetic"),
+        (
+            lambda b, h, i, j: i.cos() > 2,
+            (),
+            r"cos\(\) of 1 argument is not known; a function may use arithmetic",
+        ),
         (lambda b, h, i, j: torch.sin(i) > 2, (), r"sin\(\) of 1 argument is"),
         (lambda b, h, i, j: i**j > 2, (), r"\*\* of two numbers that vary; one of them must be a constant"),
         (lambda b, h, i, j: i**-1 > 2, (), r"integers have no negative powers; write .float\(\)"),
@@ -270,16 +287,32 @@ def enclosed():
         (lambda b, h, i, j, t: t[i].clamp(-1) > 2, (SMALL,), "clamp_min: expected a number of uint8, got -1"),
         (lambda b, h, i, j, t, x: x[t[i]] > 2, (SMALL, SMALL), "an index of uint8 for a mask; write .long()"),
         (lambda b, h, i, j: i.half() > 2, (), "half: floats are those of the scores, fp32; leave it out"),
-        (lambda b, h, i, j: i.to(torch.bfloat16) > 2, (), "to torch.bfloat16: floats are those of the scores"),
-        (lambda b, h, i, j: torch.max(i, 1) > 2, (), "max of a tensor and a number is that along a dimension"),
-        (lambda b, h, i, j, d: d[b, 9] == 0, (DOCUMENT,), r"test_trace.py:\d+: tensor 0: expected an index below 9"),
+        (
+            lambda b, h, i, j: i.to(torch.bfloat16) > 2,
+            (),
+            "to torch.bfloat16: floats are those of the scores",
+        ),
+        (
+            lambda b, h, i, j: torch.max(i, 1) > 2,
+            (),
+            "max of a tensor and a number is that along a dimension",
+        ),
+        (
+            lambda b, h, i, j, d: d[b, 9] == 0,
+            (DOCUMENT,),
+            r"test_trace.py:\d+: tensor 0: expected an index below 9",
+        ),
         (
             lambda b, h, i, j, d: d[-3, i] == 0,
             (DOCUMENT,),
             "expected an index below 2 of dimension 0, got -3",
         ),
         # what Python, numpy and lists do
-        (lambda b, h, i, j: np.abs(i) > 2, (), r"test_trace.py:\d+: numpy cannot take an index; use torch's functions"),
+        (
+            lambda b, h, i, j: np.abs(i) > 2,
+            (),
+            r"test_trace.py:\d+: numpy cannot take an index; use torch's functions",
+        ),
         (lambda b, h, i, j: np.int64(3) * i > 2, (), "numpy cannot take an index"),
         (lambda b, h, i, j: i * np.int64(3) > 2, (), r"got np.int64\(3\); write int\(\) or float\(\) of it"),
         (lambda b, h, i, j: np.where(i > j, 1, 0) > 0, (), "test_trace.py"),
@@ -331,25 +364,65 @@ def enclosed():
         (lambda b, h, i, j: i < 2**63, (), "expected ints of 64 bits, got 9223372036854775808"),
         (lambda b, h, i, j: i < "3", (), "expected a number, got str"),
         (lambda b, h, i, j: i[0] > 2, (), "a number is indexed"),
-        (lambda b, h, i, j, d: d[b][j] > 2, (DOCUMENT,), "expected 2 indices, got 1; write an index for each"),
-        (lambda b, h, i, j, d: d[b][j] > 2, (SMALL,), "a number is indexed; write an index for each dimension"),
-        (lambda b, h, i, j, d: d[:, j] > 2, (DOCUMENT,), "lists would give many numbers; write an index for each"),
+        (
+            lambda b, h, i, j, d: d[b][j] > 2,
+            (DOCUMENT,),
+            "expected 2 indices, got 1; write an index for each",
+        ),
+        (
+            lambda b, h, i, j, d: d[b][j] > 2,
+            (SMALL,),
+            "a number is indexed; write an index for each dimension",
+        ),
+        (
+            lambda b, h, i, j, d: d[:, j] > 2,
+            (DOCUMENT,),
+            "lists would give many numbers; write an index for each",
+        ),
         (lambda b, h, i, j, d: d[..., j] > 2, (DOCUMENT,), "lists would give many numbers"),
-        (lambda b, h, i, j: i.tolist() > 2, (), r"\.tolist\(\) cannot read an index, which stands for all of them"),
+        (
+            lambda b, h, i, j: i.tolist() > 2,
+            (),
+            r"\.tolist\(\) cannot read an index, which stands for all of them",
+        ),
         (lambda b, h, i, j: i.numpy() > 2, (), r"\.numpy\(\) cannot read an index"),
-        (lambda b, h, i, j: torch.stack([i, j])[0] > 2, (), r"stack\(\) makes a tensor; a function computes one"),
-        (lambda b, h, i, j: torch.full((), i) > 2, (), r"full\(\) makes a tensor; .* use its numbers as they are"),
+        (
+            lambda b, h, i, j: torch.stack([i, j])[0] > 2,
+            (),
+            r"stack\(\) makes a tensor; a function computes one",
+        ),
+        (
+            lambda b, h, i, j: torch.full((), i) > 2,
+            (),
+            r"full\(\) makes a tensor; .* use its numbers as they are",
+        ),
         (lambda b, h, i, j: torch.rand(()) > i, (), "a tensor that is made in the function"),
         (lambda b, h, i, j: i * 1j > 2, (), "expected a number, got complex"),
-        (lambda b, h, i, j: i > j if hasattr(i, "x") else i < j, (), r"test_trace.py:\d+: \.x cannot be known"),
+        (
+            lambda b, h, i, j: i > j if hasattr(i, "x") else i < j,
+            (),
+            r"test_trace.py:\d+: \.x cannot be known",
+        ),
         (lambda b, h, i, j: i > j if getattr(i, "x", None) is None else i < j, (), r"\.x cannot be known"),
         (lambda b, h, i, j: i > j if i.is_cuda else i < j, (), r"\.is_cuda cannot be known"),
-        (lambda b, h, i, j: i > j if str(i) == "3" else i < j, (), r"str\(\), print\(\) and f-strings cannot know"),
-        (lambda b, h, i, j: i > j if f"{i}" == "3" else i < j, (), "f-strings cannot know an index; leave them out"),
+        (
+            lambda b, h, i, j: i > j if str(i) == "3" else i < j,
+            (),
+            r"str\(\), print\(\) and f-strings cannot know",
+        ),
+        (
+            lambda b, h, i, j: i > j if f"{i}" == "3" else i < j,
+            (),
+            "f-strings cannot know an index; leave them out",
+        ),
         (swallows, (), r"test_trace.py:\d+: Python's if, and, or"),
         (swallows_a_list, (), r"test_trace.py:\d+: range\(\), lists, arrays"),
         # functions whose own code is not Python's, or which take other arguments
-        (lru_cache(lambda b, h, i, j: i > j), (), r"mask_mod: .*test_trace.py:\d+: a dict, a set or functools.cache"),
+        (
+            lru_cache(lambda b, h, i, j: i > j),
+            (),
+            r"mask_mod: .*test_trace.py:\d+: a dict, a set or functools.cache",
+        ),
         (max, (), "mask_mod: <built-in function max>: Python's if"),
         (
             torch.vmap(lambda b, h, i, j: i > j),
@@ -377,11 +450,27 @@ def reads_all(b, h, i, j, x):
     ("make", "error", "message"),
     [
         (lambda: mask_mod(3), TypeError, "mask_mod: expected a function of indices, got int"),
-        (lambda: mask_mod(reads_all, 3), TypeError, "expected a tensor or FIRST_QUERY as argument 0, got int"),
+        (
+            lambda: mask_mod(reads_all, 3),
+            TypeError,
+            "expected a tensor or FIRST_QUERY as argument 0, got int",
+        ),
         (lambda: mask_mod(reads_all, torch.zeros(3).to_sparse()), TypeError, "one that is not strided"),
-        (lambda: mask_mod(reads_all, torch.zeros(3, dtype=torch.complex64)), TypeError, "bools, integers or floats"),
-        (lambda: score_mod(lambda s: s), TraceError, r"score_mod: .*that takes \(score, b, h, i, j\); .* but 5 were"),
-        (lambda: score_mod(lambda s, b, h, i, j: i > j), TraceError, "gives a float, got one that gives a bool"),
+        (
+            lambda: mask_mod(reads_all, torch.zeros(3, dtype=torch.complex64)),
+            TypeError,
+            "bools, integers or floats",
+        ),
+        (
+            lambda: score_mod(lambda s: s),
+            TraceError,
+            r"score_mod: .*that takes \(score, b, h, i, j\); .* but 5 were",
+        ),
+        (
+            lambda: score_mod(lambda s, b, h, i, j: i > j),
+            TraceError,
+            "gives a float, got one that gives a bool",
+        ),
         (
             lambda: mask_mod(lambda b, h: True),
             TypeError,
@@ -401,7 +490,9 @@ def call(mask, **options):
 
 def test_what_does_not_fit_a_call_is_refused():
     of_nothing = mask_mod(lambda b, h, i, j, x: x[j] > 0, torch.zeros(0))
-    with pytest.raises(ValueError, match=r"tensor 0 of mask_mod: expected an element in each dimension, got \(0,\)"):
+    with pytest.raises(
+        ValueError, match=r"tensor 0 of mask_mod: expected an element in each dimension, got \(0,\)"
+    ):
         call(of_nothing)
     elsewhere = score_mod(lambda s, b, h, i, j, x: s + x[h], torch.zeros(4, device="meta"))
     with pytest.raises(ValueError, match="tensor 0 of score_mod: expected device cpu like q, got meta"):
@@ -424,7 +515,9 @@ def test_a_constant_index_below_0_counts_from_the_end(backend):
         fewer = mask_mod(lambda b, h, i, j, keys=keys: j < keys)
         ours, theirs = (attention(q, q, q, mask=x, backend=backend) for x in (mask, fewer))
         assert torch.equal(ours, theirs)
-    with pytest.raises(ValueError, match=r"tensor 0 of a function: expected a larger one, got \(1, 2\).*at 2 in"):
+    with pytest.raises(
+        ValueError, match=r"tensor 0 of a function: expected a larger one, got \(1, 2\).*at 2 in"
+    ):
         call(mask_mod(lambda b, h, i, j, x: x[0, 2] > j, LAST).reading([LAST[:1, :2]]))
 
 
@@ -441,7 +534,9 @@ def test_an_index_outside_is_an_error_where_checks_are_on(monkeypatch):
 
 
 def test_compiled_functions_are_one_graph():
-    """Also where they are made and composed within; other numbers in the same tensors compile nothing again."""
+    """Also where they are made and composed within; other numbers in the same tensors compile nothing
+    again.
+    """
     graphs = []
 
     def count(graph, inputs):

@@ -1,4 +1,6 @@
-"""What torch's transforms make of attention has its gradients: mapped, exported, traced and compiled calls."""
+"""What torch's transforms make of attention has its gradients: mapped, exported, traced and compiled
+calls.
+"""
 
 from functools import partial
 
@@ -69,11 +71,14 @@ def test_vmap_over_some_tensors_and_other_dimensions():
         tensors = [x.clone().requires_grad_() for x in given]
         mapped = torch.vmap(CALLS["tiles"], dims)(*tensors)
         each = [
-            [x if dim is None else x.select(dim, n) for x, dim in zip(tensors, dims, strict=True)] for n in range(3)
+            [x if dim is None else x.select(dim, n) for x, dim in zip(tensors, dims, strict=True)]
+            for n in range(3)
         ]
         looped = [torch.stack(x) for x in zip(*(CALLS["tiles"](*x) for x in each), strict=True)]
         same(torch.autograd.grad(loss(*mapped), tensors), torch.autograd.grad(loss(*looped), tensors))
-    mapped = torch.vmap(lambda slopes: attention_with_lse(q[0], k[0], v[0], mask=CAUSAL, alibi_slopes=slopes))(slopes)
+    mapped = torch.vmap(
+        lambda slopes: attention_with_lse(q[0], k[0], v[0], mask=CAUSAL, alibi_slopes=slopes)
+    )(slopes)
     looped = [attention_with_lse(q[0], k[0], v[0], mask=CAUSAL, alibi_slopes=x) for x in slopes]
     same(mapped, tuple(torch.stack(x) for x in zip(*looped, strict=True)))
 
@@ -99,9 +104,17 @@ def test_a_traced_graph_keeps_gradients(call):
 
 
 def layers() -> dict[str, torch.nn.Module]:
-    sizes = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    sizes = {
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    }
     return {
-        "gqa": GroupedQueryAttention(32, 4, num_kv_heads=2, mask=CAUSAL, rope=Rope(8), sinks=True, qk_norm=True),
+        "gqa": GroupedQueryAttention(
+            32, 4, num_kv_heads=2, mask=CAUSAL, rope=Rope(8), sinks=True, qk_norm=True
+        ),
         "mha": GroupedQueryAttention(32, 4, mask=FULL, alibi=True),
         "mla": MultiHeadLatentAttention(32, 4, mask=CAUSAL, rope=Rope(4, interleaved=True), **sizes),
     }

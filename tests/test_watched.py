@@ -1,4 +1,6 @@
-"""Calls on a torch whose private functions are missing or wrong are the same calls, and only what must be is slower."""
+"""Calls on a torch whose private functions are missing or wrong are the same calls, and only what must be is
+slower.
+"""
 
 import ast
 import subprocess
@@ -58,7 +60,9 @@ def gradients(call, *tensors):
 
 def batched_gradients(call, *tensors):
     out = call(*tensors)
-    return torch.autograd.grad(out, tensors, torch.stack([out.detach(), out.detach() ** 2]), is_grads_batched=True)
+    return torch.autograd.grad(
+        out, tensors, torch.stack([out.detach(), out.detach() ** 2]), is_grads_batched=True
+    )
 
 
 def mapped(call, *tensors):
@@ -76,7 +80,9 @@ def leaves(call):
 
 
 def goes_through_dispatcher(call) -> bool:
-    """True if a call runs an operator while nobody follows: its result is the operator's, not a Function's."""
+    """True if a call runs an operator while nobody follows: its result is the operator's, not a
+    Function's.
+    """
     return "_Attention" not in type(call(*leaves(call)).grad_fn).__name__
 
 
@@ -130,7 +136,9 @@ def test_cached_calls_are_the_same_where_an_answer_is_missing(broken):
         cache.admit(2)
         for i in range(3):
             with cache.step(1) as (kv,):
-                yield cached_attention(q[:, i : i + 1], kv.append(k[:, i : i + 1], v[:, i : i + 1]), mask=CAUSAL)
+                yield cached_attention(
+                    q[:, i : i + 1], kv.append(k[:, i : i + 1], v[:, i : i + 1]), mask=CAUSAL
+                )
 
     known = list(steps())
     broken("dispatch modes", "missing")
@@ -228,6 +236,8 @@ def test_this_torch_answers_every_question():
 @pytest.mark.parametrize("name", ["call/spec.py", "call/cache.py", "backends/autograd.py"])
 def test_private_state_is_read_in_one_file(name):
     tree = ast.parse((Path(attnlib.__file__).parent / name).read_text())
-    found = {ast.unparse(x) for x in ast.walk(tree) if isinstance(x, ast.Attribute) and x.attr.startswith("_")}
+    found = {
+        ast.unparse(x) for x in ast.walk(tree) if isinstance(x, ast.Attribute) and x.attr.startswith("_")
+    }
     torchs = {x for x in found if x.split(".")[0] in ("torch", "forward_ad", "functorch")}
     assert not torchs

@@ -46,7 +46,8 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     call = call._replace(score=Score(*(x.to(wide(q)) if isinstance(x, Tensor) else x for x in score)))
     solved = [_sequence(n, *each, call) for n, each in enumerate(_sequences(call))]
     outs, lses = [out for out, _ in solved], [lse.mT for _, lse in solved]
-    # Queries that belong to no sequence. They depend on no number of any tensor, but on all of them to autograd.
+    # Queries that belong to no sequence. They depend on no number of any tensor, but on all of them to
+    # autograd.
     rest = q.flatten(0, -3)[sum(map(len, outs)) :]
     others = k, v, *score.tensors.values(), *(() if score.function is None else score.function.tensors)
     zero = rest[..., :0].sum(-1) + sum(x.flatten()[:0].to(wide(q)).sum() for x in others if x is not None)
@@ -104,10 +105,14 @@ def _times(x: Tensor, descale: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _sequences(call: Call) -> Iterator[tuple[Tensor, Tensor, Tensor, int, int]]:
-    """q ``[s, h, d]``, k ``[t, g, d]`` and v ``[t, g, e]`` of each sequence, and the bounds of the keys it may see."""
+    """q ``[s, h, d]``, k ``[t, g, d]`` and v ``[t, g, e]`` of each sequence, and the bounds of the keys it
+    may see.
+    """
     q, k, v, kv = call.q, call.k, call.v, call.kv
     if kv is not None:
-        queries = q if kv.cu_seqlens_q is None else [q[r0:r1] for r0, r1 in pairwise(kv.cu_seqlens_q.tolist())]
+        queries = (
+            q if kv.cu_seqlens_q is None else [q[r0:r1] for r0, r1 in pairwise(kv.cu_seqlens_q.tolist())]
+        )
         for n, bounds in enumerate(zip(kv.starts.tolist(), kv.lengths.tolist(), strict=True)):
             yield queries[n], *_stored(kv, n, *bounds), *bounds
     elif call.packing is not None:
@@ -120,7 +125,9 @@ def _sequences(call: Call) -> Iterator[tuple[Tensor, Tensor, Tensor, int, int]]:
         yield from zip(q, k, v, starts, ends, strict=True)
 
 
-def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, call: Call) -> tuple[Tensor, Tensor]:
+def _sequence(
+    n: int, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, call: Call
+) -> tuple[Tensor, Tensor]:
     """One sequence, whose keys outside ``[start, end)`` are hidden."""
     (s, h, _), t, p, options = q.shape, k.shape[0], call.dropout.p, call.score._asdict()
     function = options.pop("function")
@@ -146,14 +153,18 @@ def _sequence(n: int, q: Tensor, k: Tensor, v: Tensor, start: int, end: int, cal
 
 
 def _visible(mask: AnyMask, b: Tensor, heads: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
-    """Which pairs of queries ``[s, 1]`` and keys ``[t]`` a mask shows: ``[s, t]``, or ``[h, s, t]`` by a function."""
+    """Which pairs of queries ``[s, 1]`` and keys ``[t]`` a mask shows: ``[s, t]``, or ``[h, s, t]`` by a
+    function.
+    """
     if isinstance(mask, Mask):
         return mask.visible(i, j)
     return mask.visible(b, heads[:, None, None], i, j, first).expand(len(heads), len(i), len(j))
 
 
 def _stored(kv: KVView, n: int, start: int, length: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of sequence ``n``, ``[length, g, *]``; zeros before ``start``, which padding may still be."""
+    """The keys and values of sequence ``n``, ``[length, g, *]``; zeros before ``start``, which padding may
+    still be.
+    """
     start = max(0, min(start, length))
     capacity, pages = kv.table.shape[1] * kv.page_size, kv.k.shape[0]
     if length > capacity:
@@ -161,7 +172,9 @@ def _stored(kv: KVView, n: int, start: int, length: int) -> tuple[Tensor, Tensor
     at = torch.arange(start, length, device=kv.k.device)
     page, offset = kv.table[n, at // kv.page_size].long(), at % kv.page_size
     if start < length and not (page.min() >= 0 and page.max() < pages):
-        raise ValueError(f"table: expected pages in [0, {pages}), got {page.min()} to {page.max()} in sequence {n}")
+        raise ValueError(
+            f"table: expected pages in [0, {pages}), got {page.min()} to {page.max()} in sequence {n}"
+        )
 
     def read(plane: Tensor, scale: Tensor | None = None) -> Tensor:
         x = plane[page, offset]

@@ -1,8 +1,9 @@
-"""A backend's forward and backward operators as one differentiable call, also where torch maps or traces them.
+"""A backend's forward and backward operators as one differentiable call, also where torch maps or traces
+them.
 
-Each operator has a gradient of its own, so that exported, traced and mapped calls keep it. Where nobody follows
-operators, a call runs what is behind them: torch takes 150 us to differentiate an operator from Python, 20 us for a
-Function (one core of an EPYC, 2026-11).
+Each operator has a gradient of its own, so that exported, traced and mapped calls keep it. Where nobody
+follows operators, a call runs what is behind them: torch takes 150 us to differentiate an operator from
+Python, 20 us for a Function (one core of an EPYC, 2026-11).
 """
 
 from collections.abc import Callable
@@ -18,7 +19,17 @@ from ..call.call import Call, PieceGradients
 from ..call.spec import NO_BACKWARD
 from ..internal.watched import are_batched, are_watched, have_tangents, is_forward_mode, is_transforming
 from .flops import backward_flops, cached_flops, forward_flops
-from .operators import BACKWARD, CACHED, FORWARD, TENSORS, Arguments, apart, fake_attention, fake_backward, flat
+from .operators import (
+    BACKWARD,
+    CACHED,
+    FORWARD,
+    TENSORS,
+    Arguments,
+    apart,
+    fake_attention,
+    fake_backward,
+    flat,
+)
 from .registration import Operator, register
 
 Gradients = Callable[..., tuple[Tensor, ...]]  # takes a backward's dout and what follows it
@@ -33,8 +44,18 @@ class Operators:
         self.forward = forward
         self.backward = backward
         self._library = register(
-            Operator(f"{name}_forward{FORWARD}", forward, fake_attention, forward_flops, self.gradients, _keep, _vmap),
-            Operator(f"{name}_backward{BACKWARD}", backward, fake_backward, backward_flops, _no_second, None, _vmap),
+            Operator(
+                f"{name}_forward{FORWARD}",
+                forward,
+                fake_attention,
+                forward_flops,
+                self.gradients,
+                _keep,
+                _vmap,
+            ),
+            Operator(
+                f"{name}_backward{BACKWARD}", backward, fake_backward, backward_flops, _no_second, None, _vmap
+            ),
         )
 
     def __call__(self, arguments: Arguments, *, grad: bool) -> tuple[Tensor, Tensor]:
@@ -45,9 +66,13 @@ class Operators:
         """
         tensors = (*arguments[:TENSORS], *(arguments.captured or ()))
         if is_forward_mode(*tensors) and have_tangents(*tensors):  # which operators would drop
-            raise NotImplementedError("attention has no forward-mode derivative; differentiate in reverse mode")
+            raise NotImplementedError(
+                "attention has no forward-mode derivative; differentiate in reverse mode"
+            )
         if are_watched(arguments.q, arguments.k, arguments.v):
-            if arguments.captured and is_transforming():  # vmap sees what is mapped in no list: q is mapped as they are
+            if (
+                arguments.captured and is_transforming()
+            ):  # vmap sees what is mapped in no list: q is mapped as they are
                 zeros = [torch.zeros_like(x.flatten()[0]) for x in arguments.captured]
                 arguments = arguments._replace(q=sum(zeros, arguments.q))
             return self._operator("forward")(*arguments)
@@ -58,17 +83,24 @@ class Operators:
         rest = arguments[WITH_GRADIENTS:TENSORS], arguments[TENSORS + 1 :]
         return _Attention.apply(self, rest, *arguments[:WITH_GRADIENTS], *(arguments.captured or ()))
 
-    def repeated(self, run: Run, backward: Callable[..., tuple[Tensor, ...] | None], a: Arguments, *, lse: bool) -> Run:
-        """What runs a call again on other q, k and v, by ``run``; it has no other tensors, so there are no descales.
+    def repeated(
+        self, run: Run, backward: Callable[..., tuple[Tensor, ...] | None], a: Arguments, *, lse: bool
+    ) -> Run:
+        """What runs a call again on other q, k and v, by ``run``; it has no other tensors, so there are no
+        descales.
 
-        ``backward`` takes dout and what was saved, and gives the gradients of these three, or None where it cannot.
-        Without ``lse`` the output alone is followed, and no LSE returned.
+        ``backward`` takes dout and what was saved, and gives the gradients of these three, or None where it
+        cannot. Without ``lse`` the output alone is followed, and no LSE returned.
         """
         again = Again(run, partial(self._repeated_gradients, backward, a[3:]), lse)
-        apply = partial(super(torch.autograd.Function, _Repeated).apply, again)  # transforms, which it asks for, watch
+        apply = partial(
+            super(torch.autograd.Function, _Repeated).apply, again
+        )  # transforms, which it asks for, watch
         return lambda q, k, v, descales=None: apply(q, k, v) if lse else (apply(q, k, v), None)
 
-    def gradients(self, ctx: FunctionCtx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradients(
+        self, ctx: FunctionCtx, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """The gradient of each argument of the forward operator, None where there is none to give."""
         out, lse, *tensors = ctx.saved_tensors
         a = Arguments(*tensors[:TENSORS], tensors[TENSORS:] or None, *ctx.numbers)
@@ -106,7 +138,9 @@ class Operators:
 
 
 def _is_followed(dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor) -> bool:
-    """Whether a backward must go through the dispatcher; with create_graph=True it refuses to be differentiated."""
+    """Whether a backward must go through the dispatcher; with create_graph=True it refuses to be
+    differentiated.
+    """
     return are_watched(dout, out, q) or torch.is_grad_enabled() or are_batched(dout, dlse)
 
 
@@ -145,7 +179,9 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, again: Again, q, k, v):
         out, lse = again.run(q, k, v)
-        ctx.save_for_backward(out, lse, q, k, v)  # as the first call has, which a checkpoint may hold it against
+        ctx.save_for_backward(
+            out, lse, q, k, v
+        )  # as the first call has, which a checkpoint may hold it against
         ctx.gradients = again.gradients
         if not again.lse:
             return out
@@ -158,7 +194,9 @@ class _Repeated(torch.autograd.Function):
 
 
 def register_cached(name: str, run: Callable[..., tuple[Tensor, Tensor]]) -> torch.library.Library | None:
-    """Make ``name_cached`` known, whose backward raises, where torch would drop it with a warning; keep the result."""
+    """Make ``name_cached`` known, whose backward raises, where torch would drop it with a warning; keep the
+    result.
+    """
     return register(Operator(f"{name}_cached{CACHED}", run, fake_attention, cached_flops, _no_backward))
 
 
@@ -179,7 +217,8 @@ def _no_second(ctx, *grads):
 def _vmap(operator: Callable, info, in_dims: tuple, *inputs) -> tuple[tuple[Tensor, ...], tuple]:
     """An operator under vmap.
 
-    Where all tensors are mapped, and there are no optional ones, what is mapped joins the batch; else it is a loop.
+    Where all tensors are mapped, and there are no optional ones, what is mapped joins the batch; else it is a
+    loop.
     """
     n, pairs = info.batch_size, list(zip(inputs, in_dims, strict=True))
     leading = len(inputs) - len(Arguments._fields) + 3  # before q, k and v, a backward has four others

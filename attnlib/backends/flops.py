@@ -26,7 +26,9 @@ def _formula(named: Callable, pairs: Callable, *, d: int, e: int) -> Callable[..
         widths = d * a.q.shape[-1] + e * (a.k if a.v is None else a.v).shape[-1]
         return 2 * a.q.shape[-2] * pairs(a) * widths
 
-    flops._get_raw = True  # what FlopCounterMode looks for in a custom_mapping; else it would hand over shapes
+    flops._get_raw = (
+        True  # what FlopCounterMode looks for in a custom_mapping; else it would hand over shapes
+    )
     return flops
 
 
@@ -38,7 +40,9 @@ def _pairs(a: Arguments) -> int:
 
 
 def _cached_pairs(a: CachedArguments) -> int:
-    """As over tensors, with the keys that a sequence still stores; over a full table where lengths are fake."""
+    """As over tensors, with the keys that a sequence still stores; over a full table where lengths are
+    fake.
+    """
     if _unknown(a.lengths):
         return prod(a.q.shape[:-2]) * a.table.shape[1] * a.k.shape[1]
     queries = a.q.shape[1] if a.cu_seqlens_q is None else a.cu_seqlens_q.diff()
@@ -49,9 +53,13 @@ def _unknown(x: Tensor) -> bool:
     return x.is_meta or type(x) is not Tensor  # such as a fake one
 
 
-forward_flops: Callable[..., int] = _formula(Arguments, _pairs, d=1, e=1)  # the score over d, the output over e
+forward_flops: Callable[..., int] = _formula(
+    Arguments, _pairs, d=1, e=1
+)  # the score over d, the output over e
 # The score again, dq and dk over d, the probability's gradient and dv over e.
-backward_flops: Callable[..., int] = _formula(lambda dout, dlse, out, lse, *rest: Arguments(*rest), _pairs, d=3, e=2)
+backward_flops: Callable[..., int] = _formula(
+    lambda dout, dlse, out, lse, *rest: Arguments(*rest), _pairs, d=3, e=2
+)
 cached_flops: Callable[..., int] = _formula(CachedArguments, _cached_pairs, d=1, e=1)
 
 

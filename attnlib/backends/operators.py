@@ -24,8 +24,8 @@ TYPES = MappingProxyType(
 class Arguments(NamedTuple):
     """What a forward operator takes, in the order of its schema; the tensors come first.
 
-    The programs of a mask and of scores read the ``captured`` tensors, the mask's first. ``mask_tiles`` says which
-    tiles the mask's hides; without it kernels find out.
+    The programs of a mask and of scores read the ``captured`` tensors, the mask's first. ``mask_tiles`` says
+    which tiles the mask's hides; without it kernels find out.
     """
 
     q: Tensor
@@ -95,7 +95,8 @@ AnyArguments = Arguments | CachedArguments
 
 
 class WriteArguments(NamedTuple):
-    """What an operator takes that writes tokens to a cache. It writes the planes and scales, which come first.
+    """What an operator takes that writes tokens to a cache. It writes the planes and scales, which come
+    first.
 
     For latent storage ``k`` and ``v`` are the planes of the latent and of the rotary key.
     """
@@ -118,7 +119,10 @@ def flat(call: Call) -> Arguments:
     q, k, v, mask, score = call.q, call.k, call.v, call.mask.band, call.score
     packing, dropout = call.packing, call.dropout
     if call.spec.strided:
-        q, k, v = (x.contiguous() if name in call.spec.strided else x for name, x in zip("qkv", (q, k, v), strict=True))
+        q, k, v = (
+            x.contiguous() if name in call.spec.strided else x
+            for name, x in zip("qkv", (q, k, v), strict=True)
+        )
     cu_q, cu_k, max_q, max_k = (None,) * 4 if packing is None else packing
     origin = call.origin.table(call.sequences, q.device)
     q_descale, k_descale, v_descale = (None,) * 3 if call.descales is None else call.descales
@@ -127,8 +131,8 @@ def flat(call: Call) -> Arguments:
     tiles = call.functions.mask_tiles if whole else None
     numbers = mask.left, mask.right, mask.prefix, score.scale, score.softcap, dropout.p, max_q, max_k
     return Arguments(
-        q, k, v, score.alibi_slopes, score.sinks, call.key_starts, call.key_ends, cu_q, cu_k, dropout.seed, origin,
-        q_descale, k_descale, v_descale, tiles, captured, *numbers, *programs, _learns(call),
+        q, k, v, score.alibi_slopes, score.sinks, call.key_starts, call.key_ends, cu_q, cu_k, dropout.seed,
+        origin, q_descale, k_descale, v_descale, tiles, captured, *numbers, *programs, _learns(call),
     )  # fmt: skip
 
 
@@ -140,9 +144,9 @@ def flat_over_view(call: Call, schedule: Tensor | None = None) -> CachedArgument
     v, v_scale = (None, None) if kv.layout.is_latent else (kv.v, kv.v_scale)
     q_descale = None if call.descales is None else call.descales.q_descale
     return CachedArguments(
-        q, kv.k, v, kv.k_tail, kv.k_scale, v_scale, kv.table, kv.starts, kv.lengths, kv.cu_seqlens_q, schedule,
-        score.alibi_slopes, score.sinks, call.origin.table(call.sequences, q.device), q_descale, captured,
-        mask.left, mask.right, mask.prefix, score.scale, score.softcap, kv.split_size, *programs,
+        q, kv.k, v, kv.k_tail, kv.k_scale, v_scale, kv.table, kv.starts, kv.lengths, kv.cu_seqlens_q,
+        schedule, score.alibi_slopes, score.sinks, call.origin.table(call.sequences, q.device), q_descale,
+        captured, mask.left, mask.right, mask.prefix, score.scale, score.softcap, kv.split_size, *programs,
     )  # fmt: skip
 
 
@@ -158,7 +162,9 @@ def _learns(call: Call) -> bool:
     """Whether a gradient flows into a tensor that scores read. Transforms do not tell."""
     if call.functions is None:
         return False
-    return is_transforming() or (call.spec.grad and any(x.requires_grad for x in call.functions.score_tensors))
+    return is_transforming() or (
+        call.spec.grad and any(x.requires_grad for x in call.functions.score_tensors)
+    )
 
 
 def _typed(fields: type[NamedTuple], written: int = 0) -> str:
@@ -197,7 +203,9 @@ def rule_of(a: AnyArguments) -> tuple[Mask, Score]:
 
 def readable(a: AnyArguments) -> AnyArguments:
     """The arguments with all tensors but q, k, v and planes contiguous."""
-    scattered = {name: x for name in BY_POSITION if (x := getattr(a, name, None)) is not None and not x.is_contiguous()}
+    scattered = {
+        name: x for name in BY_POSITION if (x := getattr(a, name, None)) is not None and not x.is_contiguous()
+    }
     return a._replace(**{name: x.contiguous() for name, x in scattered.items()}) if scattered else a
 
 
@@ -223,8 +231,11 @@ def fake_attention(q: Tensor, k: Tensor, v: Tensor | None, *rest: object) -> tup
     return outputs(q, k if v is None else v)
 
 
-def fake_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *given: object) -> tuple[Tensor, ...]:
-    """Gradients of the first arguments, q, k, v, slopes and sinks, empty where there are none, without values.
+def fake_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *given: object
+) -> tuple[Tensor, ...]:
+    """Gradients of the first arguments, q, k, v, slopes and sinks, empty where there are none, without
+    values.
 
     The last one is that of all captured tensors, side by side.
     """
@@ -255,11 +266,14 @@ def fake_write(*arguments: object) -> None:
     """A write gives nothing."""
 
 
-def option_grads(a: Arguments, dslopes: Tensor | None, lse: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradients of slopes, from those of each sequence ``[b, h]``, and of sinks; empty where there are none.
+def option_grads(
+    a: Arguments, dslopes: Tensor | None, lse: Tensor, delta: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of slopes, from those of each sequence ``[b, h]``, and of sinks; empty where there are
+    none.
 
-    ``delta`` is ``rowsum(out * dout) - dlse``, like the LSE; it and ``dslopes`` may be None where no option needs them.
-    A sink is a key whose value is zero, so its gradient is its probability times ``0 - delta``.
+    ``delta`` is ``rowsum(out * dout) - dlse``, like the LSE; it and ``dslopes`` may be None where no option
+    needs them. A sink is a key whose value is zero, so its gradient is its probability times ``0 - delta``.
     """
     of_slopes, of_sinks = lse.new_empty(0), lse.new_empty(0)
     if a.alibi_slopes is not None:

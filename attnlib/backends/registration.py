@@ -13,8 +13,8 @@ COUNTER = "torch.utils.flop_counter"
 class Operator(NamedTuple):
     """An operator: its schema, what it runs, what it gives without values, and the FLOPs that it counts as.
 
-    ``gradients`` and ``keep``, which saves what they need, are as ``torch.library.register_autograd`` takes them;
-    ``vmap`` is its rule under vmap, and takes the operator first.
+    ``gradients`` and ``keep``, which saves what they need, are as ``torch.library.register_autograd`` takes
+    them; ``vmap`` is its rule under vmap, and takes the operator first.
     """
 
     schema: str
@@ -29,8 +29,9 @@ class Operator(NamedTuple):
 def register(*operators: Operator) -> torch.library.Library | None:
     """Make operators known to torch; keep what it returns.
 
-    A second copy of the package in one process runs those of the first. torch's FLOP counter imports Triton, so it
-    gets the formulas only where somebody has imported it; who does so later passes ``attnlib.FLOP_FORMULAS``.
+    A second copy of the package in one process runs those of the first. torch's FLOP counter imports Triton,
+    so it gets the formulas only where somebody has imported it; who does so later passes
+    ``attnlib.FLOP_FORMULAS``.
 
     Raises:
         ImportError: the operators in this process are of another version.
@@ -41,7 +42,9 @@ def register(*operators: Operator) -> torch.library.Library | None:
     if hasattr(namespace, next(iter(schemas))):
         for name, schema in schemas.items():
             if known.get(name) != schema:
-                raise ImportError(f"attnlib: another version is loaded in this process, with another operator {name}")
+                raise ImportError(
+                    f"attnlib: another version is loaded in this process, with another operator {name}"
+                )
         return None
     namespace.schemas = known | schemas
     library = torch.library.Library("attnlib", "FRAGMENT")
@@ -52,7 +55,9 @@ def register(*operators: Operator) -> torch.library.Library | None:
             library.impl(name, operator.run, device)
         torch.library.register_fake(path, operator.fake, lib=library)
         if operator.gradients is not None:
-            torch.library.register_autograd(path, operator.gradients, setup_context=operator.keep, lib=library)
+            torch.library.register_autograd(
+                path, operator.gradients, setup_context=operator.keep, lib=library
+            )
         if operator.vmap is not None:
             torch.library.register_vmap(path, partial(operator.vmap, made.default), lib=library)
         if operator.flops is not None and COUNTER in sys.modules:

@@ -84,5 +84,8 @@ VARLEN = (
     (packed(*RAGGED, name="ragged, 1 to 3300"), plain(2048, 16, 128, batch=8)),
 )
 WINDOW = (plain(16384, 16, 128, sliding(1024)), plain(16384, 16, 128))
-GROUPED = (Case("GQA 32/8", 4, 32, 8, 4096, 128, 128, CAUSAL), Case("MHA 32/32", 4, 32, 32, 4096, 128, 128, CAUSAL))
+GROUPED = (
+    Case("GQA 32/8", 4, 32, 8, 4096, 128, 128, CAUSAL),
+    Case("MHA 32/32", 4, 32, 32, 4096, 128, 128, CAUSAL),
+)
 SMALL = Case("[1, 128, 8, 64]", 1, 8, 8, 128, 64, 64, CAUSAL)

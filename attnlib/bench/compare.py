@@ -29,7 +29,8 @@ Cells = dict[str, float | Failure]  # by column
 
 
 def attempt(call: Callable[..., Result], *arguments: object) -> Result | Failure:
-    """What ``call(*arguments)`` returns, or the Failure that it ends in; the first Failure among the arguments, if any.
+    """What ``call(*arguments)`` returns, or the Failure that it ends in; the first Failure among the
+    arguments, if any.
 
     No implementation ends the comparison of the others.
     """
@@ -43,16 +44,31 @@ def attempt(call: Callable[..., Result], *arguments: object) -> Result | Failure
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What implementations raise where they cannot run: refusals, and errors of their own or of their compilers."""
-    known = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ImportError, OSError)
-    return known + tuple(getattr(sys.modules[name], error) for name, error in FOREIGN.items() if name in sys.modules)
+    """What implementations raise where they cannot run: refusals, and errors of their own or of their
+    compilers.
+    """
+    known = (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AssertionError,
+        LookupError,
+        AttributeError,
+        ImportError,
+        OSError,
+    )
+    return known + tuple(
+        getattr(sys.modules[name], error) for name, error in FOREIGN.items() if name in sys.modules
+    )
 
 
 def _why(error: Exception) -> str:
     text = " ".join(str(error).split()).replace("|", "/")
     if isinstance(error, torch.OutOfMemoryError):
         return "OOM"
-    if isinstance(error, NotImplementedError) or text.startswith(("No available kernel", "No viable backend")):
+    if isinstance(error, NotImplementedError) or text.startswith(
+        ("No available kernel", "No viable backend")
+    ):
         return "refuses"
     return f"fails: {type(error).__name__}: {text[:100]}"
 
@@ -60,7 +76,8 @@ def _why(error: Exception) -> str:
 def agreeing(
     made: Mapping[str, object], results: Callable, ours: Collection[str] = (), bound: float = APART
 ) -> dict[str, object]:
-    """``made``, with a Failure in place of each whose ``results`` are not those of the one that most agree with.
+    """``made``, with a Failure in place of each whose ``results`` are not those of the one that most agree
+    with.
 
     Ours share kernels, and so errors: they vouch for each other only where nobody else has results.
     """
@@ -88,7 +105,10 @@ def distance(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
 
 
 def in_turns(
-    actions: Mapping[str, Action | Failure], clock: Callable[[Action], float], rounds: int, budget: float = 0.0
+    actions: Mapping[str, Action | Failure],
+    clock: Callable[[Action], float],
+    rounds: int,
+    budget: float = 0.0,
 ) -> Cells:
     """Median seconds of each action over rounds in which all take turns, since clocks drift under load.
 
@@ -121,7 +141,9 @@ def compare_calls(
 
     Those named in ``checks`` are there to check others, and are not timed.
     """
-    made = agreeing({name: attempt(make) for name, make in makers.items()}, lambda call: _tensors(call()), ours, bound)
+    made = agreeing(
+        {name: attempt(make) for name, make in makers.items()}, lambda call: _tensors(call()), ours, bound
+    )
     timed = {name: call for name, call in made.items() if name not in checks}
     if captured:
         timed = {name: attempt(place.capture, call, captured) for name, call in timed.items()}

@@ -34,7 +34,9 @@ def calls(place: Target, tables: Sequence[Table], work: Iterable[tuple[Case, Seq
 
 @torch.no_grad()
 def decoding(place: Target, tables: Sequence[Table], work: Iterable[StepCase] = DECODING) -> Rows:
-    """One token for every sequence of a batch: our cache against torch's attention over preallocated tensors."""
+    """One token for every sequence of a batch: our cache against torch's attention over preallocated
+    tensors.
+    """
     for case in work:
         model = Stack(case, place)
         prompt, token = (torch.randn(case.batch, n, case.width) for n in (case.context, 1))
@@ -51,7 +53,9 @@ def decoding(place: Target, tables: Sequence[Table], work: Iterable[StepCase] = 
 
 
 class OurDecoder:
-    """The layers over a contiguous cache: a call is one step; goes back to the prompt when the cache is full."""
+    """The layers over a contiguous cache: a call is one step; goes back to the prompt when the cache is
+    full.
+    """
 
     def __init__(self, model: Stack, prompt: Tensor, token: Tensor):
         batch, self._context, _ = prompt.shape
@@ -75,7 +79,8 @@ class OurDecoder:
 class PeerDecoder:
     """The same layers' weights with torch's attention over preallocated ``[b, capacity, g, d]`` tensors.
 
-    ``masked`` attends to all of the tensors under a mask, as static caches do; else to a slice of them, which grows.
+    ``masked`` attends to all of the tensors under a mask, as static caches do; else to a slice of them, which
+    grows.
     """
 
     def __init__(self, model: Stack, prompt: Tensor, token: Tensor, *, masked: bool):
@@ -100,11 +105,16 @@ class PeerDecoder:
             visible = {"attn_mask": torch.arange(2 * self._context) <= positions[:, None]}
         for layer, k_cache, v_cache in zip(self._layers, self._k, self._v, strict=True):
             q, k, v = (
-                project(x).unflatten(-1, (-1, layer.head_dim)) for project in (layer.q_proj, layer.k_proj, layer.v_proj)
+                project(x).unflatten(-1, (-1, layer.head_dim))
+                for project in (layer.q_proj, layer.k_proj, layer.v_proj)
             )
             k_cache[:, start : self._length] = rotate(k, angles)
             v_cache[:, start : self._length] = v
-            k, v = (k_cache, v_cache) if self._masked else (k_cache[:, : self._length], v_cache[:, : self._length])
+            k, v = (
+                (k_cache, v_cache)
+                if self._masked
+                else (k_cache[:, : self._length], v_cache[:, : self._length])
+            )
             q, k, v = (t.transpose(1, 2) for t in (rotate(q, angles), k, v))
             out = scaled_dot_product_attention(q, k, v, **visible, enable_gqa=True)
             x = x + layer.o_proj(out.transpose(1, 2).flatten(-2))

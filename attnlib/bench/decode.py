@@ -37,7 +37,10 @@ LATENT = (
 )
 LATENTS = Decoding("MLA, 16 heads, 64 x 8k", 64, 16, 8192, MLA)
 FEWER_BITS = (GROUPED[2], GROUPED[1], LATENTS)
-SHARED = (Decoding("GQA 32/8, 32 x 16k", 32, 32, 16384, GQA), Decoding("MLA, 16 heads, 32 x 16k", 32, 16, 16384, MLA))
+SHARED = (
+    Decoding("GQA 32/8, 32 x 16k", 32, 32, 16384, GQA),
+    Decoding("MLA, 16 heads, 32 x 16k", 32, 16, 16384, MLA),
+)
 INVARIANT = (GROUPED[0], GROUPED[1], LATENTS)
 
 # By column, what fills the cache that is read.
@@ -47,7 +50,11 @@ STORAGES = MappingProxyType(
 )
 LATENT_STORAGES = MappingProxyType({name: STORAGES[name] for name in ("pages of 64", "contiguous")})
 BYTES = MappingProxyType(
-    {"fp8": partial(stored, store=torch.float8_e4m3fn), "int8": partial(stored, store=torch.int8), "bf16": stored}
+    {
+        "fp8": partial(stored, store=torch.float8_e4m3fn),
+        "int8": partial(stored, store=torch.int8),
+        "bf16": stored,
+    }
 )
 FORKS = MappingProxyType({"forked": forked, "stored apart": copied})
 BATCHES = MappingProxyType({"batch-invariant": partial(stored, batch_invariant=True), "usual": stored})
@@ -63,7 +70,9 @@ def rows(
     checks: Sequence[str] = (),
     bound: float = APART,
 ) -> Rows:
-    """A row for each case: microseconds of one call over each cache, and of peers over tensors or pages of theirs."""
+    """A row for each case: microseconds of one call over each cache, and of peers over tensors or pages of
+    theirs.
+    """
     for case in work:
         q, *keys = case.tensors(place.device)
         makers = {name: partial(ours, place, q, partial(fill, case, keys)) for name, fill in fills.items()}

@@ -40,7 +40,12 @@ def implementation(name: str, case: Case, place: Target) -> Implementation:
         ValueError: there is none.
         NotImplementedError: it cannot compute the case.
     """
-    tokens_first = {"ours": _ours, "by sequence": _by_sequence, "transposed": _transposed, "FA4": flash_attention_4}
+    tokens_first = {
+        "ours": _ours,
+        "by sequence": _by_sequence,
+        "transposed": _transposed,
+        "FA4": flash_attention_4,
+    }
     makers = tokens_first | {"Flex": _flex, "eager": _eager}
     makers |= {fused: partial(_fused, backend=backend) for fused, backend in FUSED.items()}
     if name not in makers:

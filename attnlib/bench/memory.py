@@ -18,9 +18,14 @@ def rows(place: Target, tables: Sequence[Table], work=cases.MEMORY, peers=("FA2"
         with watched(f"{tables[0].name}, {case.name}"):
             ready = line_up(place, same_case(case, ("ours", *peers)))
             place.tidy()
-            peaks = {name: attempt(place.peak, attempt(Run.action, run, "both")) for name, run in ready.items()}
+            peaks = {
+                name: attempt(place.peak, attempt(Run.action, run, "both")) for name, run in ready.items()
+            }
         peaks["must be held"] = needed(case)
-        yield tables[0], Line(case.name, {n: attempt(lambda x: x / 2**20, x) for n, x in peaks.items()}, case.tokens)
+        yield (
+            tables[0],
+            Line(case.name, {n: attempt(lambda x: x / 2**20, x) for n, x in peaks.items()}, case.tokens),
+        )
         del ready
         place.tidy()
 

@@ -1,4 +1,6 @@
-"""How much faster several ranks are than one: processes that share a sequence, or a cache, on GPUs or a CPU."""
+"""How much faster several ranks are than one: processes that share a sequence, or a cache, on GPUs or a
+CPU.
+"""
 
 import json
 import time
@@ -34,7 +36,9 @@ STEPS = 20  # calls over a cache that a turn takes, on a GPU as one graph
 Found = list[tuple[str, str, Cells]]  # a table's name, and a row's name and cells
 
 LENGTHS = ((32768, "GQA 32/8 32k"), (131072, "GQA 32/8 128k"))
-SEQUENCES = tuple(x for n, gqa in LENGTHS for x in (plain(n, 16, 128), Case(gqa, 1, 32, 8, n, 128, 128, CAUSAL)))
+SEQUENCES = tuple(
+    x for n, gqa in LENGTHS for x in (plain(n, 16, 128), Case(gqa, 1, 32, 8, n, 128, 128, CAUSAL))
+)
 CACHES = (Decoding("128 heads, 32 x 32k", 32, 128, 32768, KVLayout.latent(512, 64, dtype=torch.bfloat16)),)
 SMALL_SEQUENCES = (plain(512, 4, 16)._replace(dtype=torch.float32),)
 SMALL_CACHES = (Decoding("8 heads, 2 x 500", 2, 8, 500, KVLayout.latent(32, 8)),)
@@ -44,12 +48,16 @@ def counts(place: Target) -> list[int]:
     """The numbers of ranks to try: powers of two, up to all GPUs, else RuntimeError; on a CPU two."""
     most = torch.cuda.device_count() if place.device == "cuda" else 2
     if most < 2:
-        raise RuntimeError(f"--parallel: expected at least 2 GPUs, got {most}; without --gpu it runs on the CPU")
+        raise RuntimeError(
+            f"--parallel: expected at least 2 GPUs, got {most}; without --gpu it runs on the CPU"
+        )
     return [1 << power for power in range(1, most.bit_length())]
 
 
 def rows(place: Target, tables: Sequence[Table], measure: Callable, work: Iterable[Case]) -> Rows:
-    """A row of each table for each number of ranks and each case: what ``measure(place, mesh, case)`` finds."""
+    """A row of each table for each number of ranks and each case: what ``measure(place, mesh, case)``
+    finds.
+    """
     for ranks in counts(place):
         with TemporaryDirectory() as folder:
             try:
@@ -63,7 +71,9 @@ def rows(place: Target, tables: Sequence[Table], measure: Callable, work: Iterab
                 yield table, Line(f"{ranks} ranks, {row}", told)
 
 
-def _process(rank: int, measure: Callable, device: str, work: Sequence[Case], ranks: int, folder: str) -> None:
+def _process(
+    rank: int, measure: Callable, device: str, work: Sequence[Case], ranks: int, folder: str
+) -> None:
     """One rank; the first writes what all have found."""
     torch.set_num_threads(1)
     if device == "cuda":
@@ -103,7 +113,9 @@ def _checked(run: object, results: Callable, expected: Sequence[Tensor], place: 
 
 
 def sequence(place: Target, mesh: DeviceMesh, case: Case) -> Found:
-    """Attention to a sequence that ranks share, in each form and as torch does it, and on one that has it whole."""
+    """Attention to a sequence that ranks share, in each form and as torch does it, and on one that has it
+    whole.
+    """
     torch.manual_seed(0)
     options, whole = {"mask": case.mask, "backend": place.backend}, case.tensors(place.device)
     own = [shard(x, mesh).clone() for x in whole]
@@ -111,7 +123,10 @@ def sequence(place: Target, mesh: DeviceMesh, case: Case) -> Found:
         x.requires_grad_()
     one = Run(partial(attention, **options), tuple(whole[:3]), whole[3], False)
     expected = [shard(x, mesh).clone() for x in one.results()]
-    runs = {x: Run(partial(call, mesh=mesh, **options), tuple(own[:3]), own[3], False) for x, call in FORMS.items()}
+    runs = {
+        x: Run(partial(call, mesh=mesh, **options), tuple(own[:3]), own[3], False)
+        for x, call in FORMS.items()
+    }
     right = {x: attempt(_checked, run, Run.results, expected, place) for x, run in runs.items()} | {ONE: one}
     taken = _by_what(right, place)
     theirs, found = attempt(_theirs, place, mesh, case, [x.detach() for x in whole], expected), []
@@ -126,27 +141,40 @@ def sequence(place: Target, mesh: DeviceMesh, case: Case) -> Found:
 def _by_what(runs: dict, place: Target) -> dict[str, Cells]:
     clock = partial(_milliseconds, place=place)
     return {
-        x: in_turns({name: attempt(Run.action, run, x) for name, run in runs.items()}, clock, ROUNDS) for x in WHATS
+        x: in_turns({name: attempt(Run.action, run, x) for name, run in runs.items()}, clock, ROUNDS)
+        for x in WHATS
     }
 
 
-def _theirs(place: Target, mesh: DeviceMesh, case: Case, whole: Sequence[Tensor], expected: Sequence[Tensor]) -> dict:
-    """torch's own context parallelism, which deals chunks out as ours, and puts its attention in place of torch's."""
+def _theirs(
+    place: Target, mesh: DeviceMesh, case: Case, whole: Sequence[Tensor], expected: Sequence[Tensor]
+) -> dict:
+    """torch's own context parallelism, which deals chunks out as ours, and puts its attention in place of
+    torch's.
+    """
     from torch.distributed.tensor.experimental import context_parallel
 
     buffers = [x.transpose(1, 2).contiguous() for x in whole]
     options = {"is_causal": case.mask == CAUSAL, "enable_gqa": case.heads != case.kv_heads}
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers)):
         *leaves, dout = (x.clone().requires_grad_() for x in buffers)
-        run = Run(partial(functional.scaled_dot_product_attention, **options), tuple(leaves), dout.detach(), True)
+        run = Run(
+            partial(functional.scaled_dot_product_attention, **options), tuple(leaves), dout.detach(), True
+        )
         return _by_what({"torch": attempt(_checked, run, Run.results, expected, place)}, place)
 
 
 @torch.no_grad()
 def latents(place: Target, mesh: DeviceMesh, case: Decoding) -> Found:
-    """A token over latents: dealt out over ranks that share the heads, whole on each of them, and on one rank alone."""
+    """A token over latents: dealt out over ranks that share the heads, whole on each of them, and on one rank
+    alone.
+    """
     q, *keys = case.tensors(place.device)
-    whole, dealt, heads = stored(case, keys), stored(case, keys, mesh=mesh).with_own_heads(), case.heads // mesh.size()
+    whole, dealt, heads = (
+        stored(case, keys),
+        stored(case, keys, mesh=mesh).with_own_heads(),
+        case.heads // mesh.size(),
+    )
     here = slice(mesh.get_local_rank() * heads, (mesh.get_local_rank() + 1) * heads)
     attend = partial(cached_attention, mask=FULL, backend=place.backend)
     own = q[:, :, here].contiguous()
@@ -156,4 +184,6 @@ def latents(place: Target, mesh: DeviceMesh, case: Decoding) -> Found:
     several = place.capture or (lambda call, n: lambda: [call() for _ in range(n)])
     steps = {x: attempt(several, y, STEPS) for x, y in (right | {ONE: partial(attend, q, whole)}).items()}
     taken = in_turns(steps, partial(_milliseconds, place=place), ROUNDS)
-    return [("parallel-decode", case.name, {name: attempt(lambda x: x / STEPS, x) for name, x in taken.items()})]
+    return [
+        ("parallel-decode", case.name, {name: attempt(lambda x: x / STEPS, x) for name, x in taken.items()})
+    ]

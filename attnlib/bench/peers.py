@@ -19,7 +19,9 @@ WORKSPACE = 512 << 20  # bytes that FlashInfer is given for what splits leave
 def versions() -> dict[str, str]:
     """By column, the packages that are there: ``flash-attn-4 4.0.0``."""
     pairs = PACKAGES.items()
-    return {name: f"{package} {found.version}" for name, package in pairs for found in distributions(name=package)}
+    return {
+        name: f"{package} {found.version}" for name, package in pairs for found in distributions(name=package)
+    }
 
 
 def present(names: Iterable[str]) -> list[str]:
@@ -61,8 +63,12 @@ def flashinfer(layout: KVLayout, q: Tensor, keys: Sequence[Tensor]) -> Callable[
         lengths = torch.full_like(starts[1:], tokens)
         latent = BatchMLAPagedAttentionWrapper(workspace)
         sizes = heads, layout.dim, layout.tail, size
-        latent.plan(sequences, starts, table, lengths, *sizes, causal=False, sm_scale=q.shape[-1] ** -0.5, **dtypes)
+        latent.plan(
+            sequences, starts, table, lengths, *sizes, causal=False, sm_scale=q.shape[-1] ** -0.5, **dtypes
+        )
         return lambda: latent.run(*split, *planes)[:, None]
     grouped = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=heads != layout.heads)
-    grouped.plan(starts, table, torch.full_like(starts[1:], size), heads, layout.heads, layout.dim, size, **dtypes)
+    grouped.plan(
+        starts, table, torch.full_like(starts[1:], size), heads, layout.heads, layout.dim, size, **dtypes
+    )
     return lambda: grouped.run(q, tuple(planes))[:, None]

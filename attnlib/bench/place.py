@@ -11,9 +11,10 @@ import torch
 class Target(NamedTuple):
     """A device and the backend that ours runs on there; None is attnlib's choice.
 
-    ``seconds(call)`` is the time of one call, ``peak(call)`` the most bytes that it held beyond those held before it.
-    ``capture(call, n)`` makes of ``n`` calls one that the device repeats without the host, and that returns what the
-    last of them made. What is compared takes turns: ``rounds`` of them, and more to fill ``budget`` seconds.
+    ``seconds(call)`` is the time of one call, ``peak(call)`` the most bytes that it held beyond those held
+    before it. ``capture(call, n)`` makes of ``n`` calls one that the device repeats without the host, and
+    that returns what the last of them made. What is compared takes turns: ``rounds`` of them, and more to
+    fill ``budget`` seconds.
     """
 
     device: str
@@ -81,7 +82,8 @@ def gpu_capture(call: Callable, calls: int) -> Callable:
     """A CUDA graph of so many calls, as a function that replays it and returns what the last of them made."""
     call()  # what is compiled or allocated once, is so before
     graph = torch.cuda.CUDAGraph()
-    # The outer stream brings the present one back after a capture that fails, which the inner context does not.
+    # The outer stream brings the present one back after a capture that fails, which the inner context does
+    # not.
     with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.graph(graph):
         for _ in range(calls):
             made = call()
@@ -94,7 +96,9 @@ def gpu_capture(call: Callable, calls: int) -> Callable:
 
 
 def host_seconds(call: Callable, synchronize: Callable[[], None], *, calls: int = 50) -> float:
-    """Seconds of CPU time that a call takes to come back; so few are queued that none waits for the device."""
+    """Seconds of CPU time that a call takes to come back; so few are queued that none waits for the
+    device.
+    """
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):

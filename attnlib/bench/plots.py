@@ -9,7 +9,8 @@ from .report import MISSING, Line, Table
 
 
 def draw(table: Table, rows: Sequence[Line], path: Path, where: str) -> None:
-    """Write a PNG of a growing table; ``where`` says what ran on what. Our line is wide, and seen below another.
+    """Write a PNG of a growing table; ``where`` says what ran on what. Our line is wide, and seen below
+    another.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -24,7 +25,9 @@ def draw(table: Table, rows: Sequence[Line], path: Path, where: str) -> None:
         end = "" if lost is None else f" ({lost[1].partition(':')[0]} at {lost[0]:,})"
         label = name.replace("ours", "attnlib") + end
         style = {"linewidth": 4.5, "markersize": 8} if name == "ours" else {"linewidth": 1.6, "markersize": 4}
-        axes.plot(*zip(*points, strict=True), color=COLOURS[i % len(COLOURS)], marker="o", label=label, **style)
+        axes.plot(
+            *zip(*points, strict=True), color=COLOURS[i % len(COLOURS)], marker="o", label=label, **style
+        )
     tokens = [row.tokens for row in rows]
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in tokens])

@@ -21,9 +21,9 @@ class Line(NamedTuple):
 class Table(NamedTuple):
     """What a table shows. Of what is counted per second more is better.
 
-    The first ``ours`` columns of its rows are ours: a single one is compared with each of the others, several with the
-    best of the others. ``what`` is timed, "forward", "backward" or "both", where that does not differ by row. The rows
-    of a ``growing`` table differ by their tokens alone.
+    The first ``ours`` columns of its rows are ours: a single one is compared with each of the others, several
+    with the best of the others. ``what`` is timed, "forward", "backward" or "both", where that does not
+    differ by row. The rows of a ``growing`` table differ by their tokens alone.
     """
 
     name: str
@@ -82,7 +82,9 @@ def markdown(table: Table, rows: Sequence[Line], facts: dict[str, str]) -> str:
 def line(table: Table, row: Line) -> str:
     """The row as a line of text."""
     cells = zip(row.cells, table.texts(row, list(row.cells)), strict=True)
-    return f"{table.name}, {row.name}: {', '.join(f'{column} {cell}' for column, cell in cells)} [{table.unit}]"
+    return (
+        f"{table.name}, {row.name}: {', '.join(f'{column} {cell}' for column, cell in cells)} [{table.unit}]"
+    )
 
 
 def digits(x: float) -> str:

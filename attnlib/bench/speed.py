@@ -23,7 +23,9 @@ Pair = tuple[Case, Case]
 
 
 class Column(NamedTuple):
-    """A column of a row: an implementation and the case that it computes; not ``timed``, it is there as a check."""
+    """A column of a row: an implementation and the case that it computes; not ``timed``, it is there as a
+    check.
+    """
 
     name: str
     implementation: str
@@ -40,7 +42,9 @@ class Run(NamedTuple):
     heads_first: bool
 
     def action(self, what: str) -> Callable[[], object]:
-        """What is timed: "inference"; "forward", in which autograd keeps what it needs; "backward" of one; "both"."""
+        """What is timed: "inference"; "forward", in which autograd keeps what it needs; "backward" of one;
+        "both".
+        """
         if what == "inference":
             tensors = [x.detach() for x in self.leaves]
             return lambda: self.call(*tensors)
@@ -54,7 +58,8 @@ class Run(NamedTuple):
     def results(self) -> list[Tensor]:
         """The output and the gradients of q, k and v, tokens before heads."""
         out = self.call(*self.leaves)
-        # retain_graph, because torch.compile makes a backward that can be repeated only if the first is to be.
+        # retain_graph, because torch.compile makes a backward that can be repeated only if the first is to
+        # be.
         found = [out.detach(), *torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)]
         return [x.transpose(1, 2) for x in found] if self.heads_first else found
 
@@ -79,7 +84,10 @@ def line_up(place: Target, columns: Sequence[Column]) -> dict[str, Run | Failure
 def _layouts(place: Target, case: Case) -> dict[bool, list[Tensor]]:
     """The same numbers with tokens before heads, and heads before tokens."""
     given = case.tensors(place.device)
-    layouts = {False: given, True: [x.transpose(1, 2).contiguous() for x in given] if not case.lengths else given}
+    layouts = {
+        False: given,
+        True: [x.transpose(1, 2).contiguous() for x in given] if not case.lengths else given,
+    }
     for tensors in layouts.values():
         for x in tensors[:3]:
             x.requires_grad_()
@@ -93,7 +101,9 @@ def _run(column: Column, place: Target, layouts: Mapping[bool, list[Tensor]]) ->
 
 
 def compare(place: Target, columns: Sequence[Column], whats: Iterable[str]) -> dict[str, Cells]:
-    """For each of ``whats`` the seconds of every timed column; whoever is apart from the others is not timed."""
+    """For each of ``whats`` the seconds of every timed column; whoever is apart from the others is not
+    timed.
+    """
     ready = line_up(place, columns)
     timed = [column.name for column in columns if column.timed]
     taken = {}
@@ -117,7 +127,9 @@ def rows(place: Target, tables: Sequence[Table], work: Iterable[Case], peers: Se
             yield table, Line(case.name, cells, case.tokens if table.growing else None)
 
 
-def varlen(place: Target, tables: Sequence[Table], work: Iterable[Pair] = cases.VARLEN, check: str = "FA2") -> Rows:
+def varlen(
+    place: Target, tables: Sequence[Table], work: Iterable[Pair] = cases.VARLEN, check: str = "FA2"
+) -> Rows:
     """Packed sequences against a batch of as many tokens."""
     for packed, dense in work:
         columns = (
@@ -129,7 +141,9 @@ def varlen(place: Target, tables: Sequence[Table], work: Iterable[Pair] = cases.
         yield from by_what(place, tables[0], packed.name, columns, ("forward", "backward"))
 
 
-def window(place: Target, tables: Sequence[Table], work=cases.WINDOW, peer: str = "Flex", check: str = "FA2") -> Rows:
+def window(
+    place: Target, tables: Sequence[Table], work=cases.WINDOW, peer: str = "Flex", check: str = "FA2"
+) -> Rows:
     """A sliding window against all earlier keys."""
     near, far = work
     columns = (
@@ -143,7 +157,9 @@ def window(place: Target, tables: Sequence[Table], work=cases.WINDOW, peer: str 
     yield from by_what(place, tables[0], name, columns, ("forward", "backward", "both"))
 
 
-def grouped(place: Target, tables: Sequence[Table], work: Sequence[Case] = cases.GROUPED, check: str = "FA2") -> Rows:
+def grouped(
+    place: Target, tables: Sequence[Table], work: Sequence[Case] = cases.GROUPED, check: str = "FA2"
+) -> Rows:
     """Fewer KV heads against as many as query heads."""
     ours = [Column(case.name, "ours", case) for case in work]
     checks = [Column(f"{case.name}, {check}", check, case, timed=False) for case in work]
@@ -151,7 +167,9 @@ def grouped(place: Target, tables: Sequence[Table], work: Sequence[Case] = cases
     yield from by_what(place, tables[0], name, (*ours, *checks), ("forward", "backward"))
 
 
-def overhead(place: Target, tables: Sequence[Table], case: Case = cases.SMALL, batches: int = BATCHES) -> Rows:
+def overhead(
+    place: Target, tables: Sequence[Table], case: Case = cases.SMALL, batches: int = BATCHES
+) -> Rows:
     """CPU time from a small call to its last launch."""
     clock = partial(host_seconds, synchronize=place.synchronize)
     where = place._replace(seconds=clock, rounds=batches)
@@ -172,6 +190,10 @@ def _in_units(table: Table, what: str, seconds: Cells, columns: Iterable[Column]
     flops = {column.name: column.case.flops(what) for column in columns}
 
     def convert(name: str, taken: float) -> float:
-        return flops[name] / taken / 1e12 if table.unit == "TFLOP/s" else taken * {"ms": 1e3, "us": 1e6}[table.unit]
+        return (
+            flops[name] / taken / 1e12
+            if table.unit == "TFLOP/s"
+            else taken * {"ms": 1e3, "us": 1e6}[table.unit]
+        )
 
     return {name: attempt(convert, name, taken) for name, taken in seconds.items()}

@@ -1,4 +1,6 @@
-"""Whole decoding steps: layers in eager calls, in a graph and compiled, and an MLA layer in both of its forms."""
+"""Whole decoding steps: layers in eager calls, in a graph and compiled, and an MLA layer in both of its
+forms.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -8,7 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import CAUSAL, GroupedQueryAttention, KVCache, LayerCache, MultiHeadLatentAttention, Rope, cached_attention
+from .. import (
+    CAUSAL,
+    GroupedQueryAttention,
+    KVCache,
+    LayerCache,
+    MultiHeadLatentAttention,
+    Rope,
+    cached_attention,
+)
 from .compare import Cells, Failure, agreeing, attempt, compare_calls, in_turns
 from .place import Target, host_seconds
 from .report import Line, Table
@@ -54,7 +64,8 @@ class LatentLayer(NamedTuple):
         return MultiHeadLatentAttention(
             self.width, self.heads, mask=CAUSAL, q_lora_rank=self.q_rank, kv_lora_rank=self.rank,
             qk_nope_head_dim=self.head, qk_rope_head_dim=self.rope, v_head_dim=self.head,
-            rope=Rope(self.rope, interleaved=True), form=form, backend=backend, device=place.device, dtype=self.dtype,
+            rope=Rope(self.rope, interleaved=True), form=form, backend=backend, device=place.device,
+            dtype=self.dtype,
         )  # fmt: skip
 
 
@@ -75,7 +86,8 @@ class Stack(nn.Module):
         ways = {"backend": place.backend, "device": place.device, "dtype": work.dtype}
         sizes = {"num_kv_heads": work.kv_heads, "rope": Rope(work.width // work.heads)}
         self.layers: nn.ModuleList = nn.ModuleList(
-            GroupedQueryAttention(work.width, work.heads, mask=CAUSAL, **sizes, **ways) for _ in range(work.layers)
+            GroupedQueryAttention(work.width, work.heads, mask=CAUSAL, **sizes, **ways)
+            for _ in range(work.layers)
         )
 
     def forward(self, x: Tensor, caches: Sequence[LayerCache]) -> Tensor:
@@ -109,7 +121,9 @@ class Decoder:
         return out
 
     def seconds(self, run: Callable[[Sequence[LayerCache]], Tensor]) -> float:
-        """Of one step, the host's work included, from the first call of a turn until the device has done the last."""
+        """Of one step, the host's work included, from the first call of a turn until the device has done the
+        last.
+        """
         self._place.synchronize()
         start = time.perf_counter()
         self.turn(run)
@@ -162,7 +176,9 @@ def launches(place: Target, case: StepCase, batches: int = BATCHES) -> Cells:
 
 
 def forms(place: Target, case: LatentLayer) -> Cells:
-    """One token through an MLA layer that attends over its latents, and through one that expands them again."""
+    """One token through an MLA layer that attends over its latents, and through one that expands them
+    again.
+    """
     layers = {form: case.layer(place, form, place.backend) for form in ("absorbed", "expanded")}
     layers["torch"] = case.layer(place, "absorbed", "torch")
     first = layers["absorbed"]

@@ -21,7 +21,9 @@ SHELVES = 64  # sequences that give their pages back in turns, to mix them
 
 
 class Decoding(NamedTuple):
-    """One new token for each sequence of a batch: its query heads, how many tokens are stored of each, and how."""
+    """One new token for each sequence of a batch: its query heads, how many tokens are stored of each, and
+    how.
+    """
 
     name: str
     batch: int
@@ -56,19 +58,28 @@ def cache_for(
     mesh: DeviceMesh | None = None,
     **options: object,
 ) -> KVCache:
-    """An empty cache for so many sequences of so many tokens: contiguous, or of pages given out in random order."""
+    """An empty cache for so many sequences of so many tokens: contiguous, or of pages given out in random
+    order.
+    """
     if page_size is None:
         return KVCache.contiguous(layouts, max_sequences=batch, max_length=tokens, device=device, **options)
     of_all_ranks = page_size * (1 if mesh is None else mesh.size())
     pages, rows = -(-tokens // of_all_ranks), max(batch, SHELVES)
-    sizes = {"pages": batch * pages, "page_size": page_size, "max_sequences": rows, "max_length": pages * of_all_ranks}
+    sizes = {
+        "pages": batch * pages,
+        "page_size": page_size,
+        "max_sequences": rows,
+        "max_length": pages * of_all_ranks,
+    }
     cache = KVCache.paged(layouts, **sizes, device=device, mesh=mesh, **options)
     _mix(cache, batch * pages, of_all_ranks, rows)
     return cache
 
 
 def _mix(cache: KVCache, pages: int, page_size: int, rows: int) -> None:
-    """Take every page and give it back, one at a time of a random sequence: who comes next gets them in that order."""
+    """Take every page and give it back, one at a time of a random sequence: who comes next gets them in that
+    order.
+    """
     shelves = cache.admit(rows)
     held = {shelf: (pages // rows + (i < pages % rows)) * page_size for i, shelf in enumerate(shelves)}
     with cache.step(held, replay=True):
@@ -92,7 +103,9 @@ def stored(
 ) -> KVView:
     """What a cache of its own, which holds ``keys``, shows to one query of each sequence."""
     layout, device = replace(case.layout, store=store), keys[0].device
-    cache = cache_for([layout], case.batch, case.tokens, page_size, device, mesh, batch_invariant=batch_invariant)
+    cache = cache_for(
+        [layout], case.batch, case.tokens, page_size, device, mesh, batch_invariant=batch_invariant
+    )
     cache.admit(case.batch)
     with cache.step(case.tokens) as (layer,):
         layer.append(*keys)
@@ -124,13 +137,17 @@ def ours(place: Target, q: Tensor, fill: Callable[[], KVView]) -> Callable[[], T
 
 
 def peer(place: Target, name: str, case: Decoding, q: Tensor, keys: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """One of torch's attentions over plain tensors, heads before tokens; FlashInfer; or of latents the definition."""
+    """One of torch's attentions over plain tensors, heads before tokens; FlashInfer; or of latents the
+    definition.
+    """
     if name == "definition":
         return by_definition(q, *keys)
     if name == "FlashInfer":
         return flashinfer(case.layout, q, keys)
     layout, sizes = case.layout, (case.layout.dim, case.layout.value_dim)
-    work = Case(case.name, case.batch, case.heads, layout.heads, case.tokens, *sizes, FULL, dtype=layout.dtype)
+    work = Case(
+        case.name, case.batch, case.heads, layout.heads, case.tokens, *sizes, FULL, dtype=layout.dtype
+    )
     call = implementation(name, work, place).call
     tensors = [x.transpose(1, 2).contiguous() for x in (q, *keys)]
     return lambda: call(*tensors).transpose(1, 2)

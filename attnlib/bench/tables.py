@@ -39,7 +39,11 @@ LONG = partial(speed.rows, work=cases.LONG, peers=("FA2", "cuDNN", "FA4"))
 GROWING = partial(speed.rows, work=cases.GROWING, peers=("eager", "efficient", *PEERS, "FA4"))
 DECODE = partial(decode.rows, work=decode.GROUPED, fills=decode.STORAGES, peers=(*PEERS, "FlashInfer"))
 MLA = partial(
-    decode.rows, work=decode.LATENT, fills=decode.LATENT_STORAGES, peers=("FlashInfer",), checks=("definition",)
+    decode.rows,
+    work=decode.LATENT,
+    fills=decode.LATENT_STORAGES,
+    peers=("FlashInfer",),
+    checks=("definition",),
 )
 QUANTISED = partial(decode.rows, work=decode.FEWER_BITS, fills=decode.BYTES, bound=decode.ROUGH)
 SHARED = partial(decode.rows, work=decode.SHARED, fills=decode.FORKS)
@@ -59,7 +63,12 @@ GPU = (
     _table(memory.rows, "memory", "Peak memory of training, 16 heads d128 causal, bf16", "MiB", growing=True),
     _table(GROWING, "growing", "48 heads d64, causal forward, bf16", RATE, what="forward", growing=True),
     _table(
-        GROWING, "growing-training", "48 heads d64, causal forward + backward, bf16", RATE, what="both", growing=True
+        GROWING,
+        "growing-training",
+        "48 heads d64, causal forward + backward, bf16",
+        RATE,
+        what="both",
+        growing=True,
     ),
     _table(DECODE, "decode", "One token over a full cache, d128, bf16", ours=5),
     _table(MLA, "mla-decode", "One token over a cache of latents, 512 + 64, absorbed, bf16", ours=2),
@@ -80,9 +89,20 @@ def _parallel(sequences: Sequence[cases.Case], caches: Sequence[stored.Decoding]
     shared = partial(parallel.rows, measure=parallel.sequence, work=sequences)
     decoded = partial(parallel.rows, measure=parallel.latents, work=caches)
     return (
-        _table(shared, "parallel", "A sequence that ranks share, against one rank that has it whole", "ms", ours=3),
+        _table(
+            shared,
+            "parallel",
+            "A sequence that ranks share, against one rank that has it whole",
+            "ms",
+            ours=3,
+        ),
         _table(shared, "parallel-peers", "The same against torch's context_parallel", "ms", ours=3),
-        _table(decoded, "parallel-decode", "One token over latents that ranks share, each with its own heads", "ms"),
+        _table(
+            decoded,
+            "parallel-decode",
+            "One token over latents that ranks share, each with its own heads",
+            "ms",
+        ),
     )
 
 
@@ -126,7 +146,12 @@ def run(place: Target, entries: Sequence[TableEntry], folder: Path, command: str
             print(f"\n{markdown(table, report.tables[table], report.facts)}", flush=True)
             if table.growing:
                 _draw(report, table)
-    failed = [f"{table.name}, {row.name}" for table, rows in report.tables.items() for row in rows if table.failed(row)]
+    failed = [
+        f"{table.name}, {row.name}"
+        for table, rows in report.tables.items()
+        for row in rows
+        if table.failed(row)
+    ]
     say(f"done; the tables are in {folder}" + (f"; ours failed: {'; '.join(failed)}" if failed else ""))
     return int(bool(failed))
 

@@ -27,7 +27,9 @@ class Sending:
     def __enter__(self) -> None:
         if self._sent is not None:
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("step: it cannot be entered while a CUDA graph is captured; capture what is in it")
+                raise RuntimeError(
+                    "step: it cannot be entered while a CUDA graph is captured; capture what is in it"
+                )
             self._sent.synchronize()
 
     def __exit__(self, *error: object) -> None:
@@ -38,15 +40,18 @@ class Sending:
 class Buffer:
     """Integers that the host writes and the device reads, at addresses that never change.
 
-    On a CPU both are the same memory. Up to ``MAX_PINNED`` of them are copied to a GPU from pinned memory without
-    waiting, and only the next update overwrites it. More are copied from pageable memory, which waits.
+    On a CPU both are the same memory. Up to ``MAX_PINNED`` of them are copied to a GPU from pinned memory
+    without waiting, and only the next update overwrites it. More are copied from pageable memory, which
+    waits.
     """
 
     def __init__(self, typecode: str, size: int, device: torch.device):
         self._host = array(typecode, bytes(array(typecode).itemsize * size))
         self._source = torch.frombuffer(self._host, dtype={"i": torch.int32, "q": torch.int64}[typecode])
         self.tensor: Tensor = self._source if device.type == "cpu" else self._source.to(device)
-        self._pinned = torch.empty_like(self._source[:MAX_PINNED], pin_memory=True) if device.type == "cuda" else None
+        self._pinned = (
+            torch.empty_like(self._source[:MAX_PINNED], pin_memory=True) if device.type == "cuda" else None
+        )
 
     def show(self, values: "array[int]") -> Tensor:
         """Put ``values`` at the front of the buffer, and return this slice."""
@@ -79,7 +84,9 @@ class Schedules:
     def add(self, layout: KVLayout) -> None:
         """Keep a schedule for this layout too."""
         if layout.heads not in self._of:
-            made = new_schedule(layout, self._rows, self._device, limit=self._limit, split_size=self._split_size)
+            made = new_schedule(
+                layout, self._rows, self._device, limit=self._limit, split_size=self._split_size
+            )
             if made is not None:
                 self._of[layout.heads] = made
 
@@ -88,7 +95,9 @@ class Schedules:
         return self._of.get(heads)
 
     def update(self, starts: Tensor, lengths: Tensor, *, reach: int | None = None) -> None:
-        """Divide sequences of these starts and lengths into splits; only their last ``reach`` tokens count."""
+        """Divide sequences of these starts and lengths into splits; only their last ``reach`` tokens
+        count.
+        """
         for schedule in self._of.values() if len(lengths) else ():
             options = {"limit": self._limit, "reach": reach, "split_size": self._split_size}
             update_schedule(schedule, starts, lengths, **options)

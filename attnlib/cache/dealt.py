@@ -1,7 +1,7 @@
 """What a rank has of sequences that ranks share: every token is with one of them, in turn.
 
-A page of the allocator holds ``page_size`` tokens on each rank, at the same place on all. So what the allocator decides
-is right on every rank, and every rank decides it alike.
+A page of the allocator holds ``page_size`` tokens on each rank, at the same place on all. So what the
+allocator decides is right on every rank, and every rank decides it alike.
 """
 
 from array import array
@@ -23,8 +23,8 @@ from .sequences import Request
 class Dealt(NamedTuple):
     """What the layers of a step read of this rank's tokens: row ``i`` is the step's i-th sequence.
 
-    ``lengths`` count the tokens of the step where no sequence gets more than one; else these are read by themselves,
-    and ``fresh_starts`` says how many of them are left padding, where they are dense.
+    ``lengths`` count the tokens of the step where no sequence gets more than one; else these are read by
+    themselves, and ``fresh_starts`` says how many of them are left padding, where they are dense.
     """
 
     ranks: Ranks
@@ -38,7 +38,11 @@ class Dealt(NamedTuple):
     def show(self, view: KVView) -> tuple[KVView, Held | None]:
         """The view with what is held of it; and apart where the step's tokens are to be added to that."""
         view = replace(view, ranks=self.ranks, check=False)
-        bounds = {"starts": self.starts, "lengths": self.lengths, "schedule": self.schedules.get(view.layout.heads)}
+        bounds = {
+            "starts": self.starts,
+            "lengths": self.lengths,
+            "schedule": self.schedules.get(view.layout.heads),
+        }
         held = Held(replace(view, **bounds, ranks=None, positions=None, check=False), self.is_single)
         return (view, held) if self.is_before else (view.with_held(held), None)
 
@@ -46,14 +50,17 @@ class Dealt(NamedTuple):
 class DealtBuffers:
     """The buffers of this rank's tokens, beside those of the allocator without a window.
 
-    Which of two ways a step is read depends on its shape and on whether any sequence gets more than one token. Lengths
-    are kept for both, each with a schedule, since a captured graph of one way may be replayed where the cache would
-    take the other: with several tokens of a sequence it never may, which :func:`check_replay` sees to.
+    Which of two ways a step is read depends on its shape and on whether any sequence gets more than one
+    token. Lengths are kept for both, each with a schedule, since a captured graph of one way may be replayed
+    where the cache would take the other: with several tokens of a sequence it never may, which
+    :func:`check_replay` sees to.
     """
 
     def __init__(self, ranks: Ranks, rows: int, limit: int, device: torch.device):
         self.ranks = ranks
-        self._starts, self._lengths, self._before, self._fresh_starts = (Buffer("i", rows, device) for _ in range(4))
+        self._starts, self._lengths, self._before, self._fresh_starts = (
+            Buffer("i", rows, device) for _ in range(4)
+        )
         self._schedules, self._before_schedules = (Schedules(rows, limit, 0, device) for _ in range(2))
         self._shown_starts: array | None = None
         self._is_before = False  # whether the present step may be read beside its own tokens
@@ -63,14 +70,20 @@ class DealtBuffers:
         self._schedules.add(layout)
         self._before_schedules.add(layout)
 
-    def update(self, request: Request, starts: Sequence[int], slots: "array[int] | None") -> "array[int] | None":
+    def update(
+        self, request: Request, starts: Sequence[int], slots: "array[int] | None"
+    ) -> "array[int] | None":
         """Show sequences that begin at these tokens, and return where this rank stores those of a step.
 
         All ranks together have ``slots`` for them; the others' are -1.
         """
         rank, count, held = self.ranks.rank, self.ranks.count, self.ranks.held
         lengths = [holding.length for holding in request.holdings]
-        after = lengths if slots is None else [n + new for n, new in zip(lengths, request.tokens.values(), strict=True)]
+        after = (
+            lengths
+            if slots is None
+            else [n + new for n, new in zip(lengths, request.tokens.values(), strict=True)]
+        )
         self._lengths.show(array("i", map(held, after)))
         if (first := array("i", map(held, starts))) != self._shown_starts:
             self._shown_starts = None
@@ -116,15 +129,19 @@ def check_replay(request: Request, ranks: Ranks | None, *, replay: bool) -> None
     is_shared = replay and ranks is not None
     if is_shared and request.packed and not request.is_single and request.shape[0] <= len(request.tokens):
         raise RuntimeError(
-            "replay: over a cache that ranks share, a graph of no more tokens than sequences was captured for at most "
-            f"one of each, got {list(request.tokens.values())}; leave sequences without tokens out of the step"
+            "replay: over a cache that ranks share, a graph of no more tokens than sequences was captured "
+            f"for at most one of each, got {list(request.tokens.values())}; leave sequences without tokens "
+            "out of the step"
         )
 
 
 def fresh(view: KVView, starts: Tensor | None, k: Tensor, v: Tensor | None, angles: Angles | None) -> Fresh:
     """A step's own tokens, given as to :meth:`LayerCache.append`, as they are read back from the cache."""
     layout = view.layout
-    k, v = k.to(layout.dtype), None if v is None else v.to(layout.dtype)  # what torch.autocast left in another
+    k, v = (
+        k.to(layout.dtype),
+        None if v is None else v.to(layout.dtype),
+    )  # what torch.autocast left in another
     if layout.store is not None:
         return Fresh(*_read_back(view, k, v, angles), starts)
     if layout.is_latent:

@@ -14,7 +14,15 @@ from . import saved
 from .dealt import check_replay
 from .layer_cache import LayerCache as LayerCache
 from .layers import check_appended, copy_shared, make_layers, open_layers, poison, prepare_layers
-from .options import ReadOptions, contiguous_sequences, paged_sequences, pages_for, ranks_of, read_options, stored_as
+from .options import (
+    ReadOptions,
+    contiguous_sequences,
+    paged_sequences,
+    pages_for,
+    ranks_of,
+    read_options,
+    stored_as,
+)
 from .pages import Handle, StepPlan, Window
 from .sequences import Freed, Request, Sequences
 from .step import StepBuffers
@@ -25,12 +33,13 @@ if TYPE_CHECKING:
 
 @leading_to("make a cache by KVCache.paged(...) or KVCache.contiguous(...)")
 class KVCache:
-    """Keys and values of many sequences over many layers, contiguous or paged; made by one of these two methods.
+    """Keys and values of many sequences over many layers, contiguous or paged; made by one of these two
+    methods.
 
-    A contiguous cache is a paged cache with one page per sequence. Layers with equal window share one allocator and one
-    page table. It is for one thread and one CUDA stream; nothing is locked. With ``ATTNLIB_CHECK=1`` in the environment
-    when it is made, free pages are filled with NaN (int8: -128), so that a stale read shows, and an append to a slot
-    outside the cache, or to one slot twice, raises.
+    A contiguous cache is a paged cache with one page per sequence. Layers with equal window share one
+    allocator and one page table. It is for one thread and one CUDA stream; nothing is locked. With
+    ``ATTNLIB_CHECK=1`` in the environment when it is made, free pages are filled with NaN (int8: -128), so
+    that a stale read shows, and an append to a slot outside the cache, or to one slot twice, raises.
 
     >>> cache = KVCache.paged([KVLayout.grouped(2, 8)], pages=64, page_size=16, max_sequences=4)
     >>> first, second = cache.admit(2)
@@ -54,7 +63,10 @@ class KVCache:
         self._poisons = os.environ.get("ATTNLIB_CHECK") == "1"
         self._open: str | None = None  # "step" or "read", while inside one
         self._prepared: tuple | None = None  # the shape of step that the layers are prepared for
-        with torch.inference_mode(False), torch.no_grad():  # what inference mode makes cannot be written outside it
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # what inference mode makes cannot be written outside it
             device = torch.empty(0, device=device).device
             self._buffers = StepBuffers(sequences, options, device)
             self._buffers.schedule(self.layouts)
@@ -74,7 +86,8 @@ class KVCache:
         batch_invariant: bool = False,
         device: torch.device | str | None = None,
     ) -> "KVCache":
-        """A cache with one row of ``max_length`` tokens per sequence; the other arguments are those of :meth:`paged`.
+        """A cache with one row of ``max_length`` tokens per sequence; the other arguments are those of
+        :meth:`paged`.
 
         Raises:
             ValueError, TypeError: as :meth:`paged`.
@@ -102,33 +115,39 @@ class KVCache:
         """A cache whose sequences take pages of ``page_size`` tokens, any number of them, as they grow.
 
         ``pages`` counts the pages of each window class (a mapping from window to count sets them apart; from
-        ``(window, keep_first)`` for layouts that keep first tokens). ``max_length`` bounds one sequence and so the
-        table's width; None means as long as all pages. ``storage_dtype``, int8 or float8_e4m3fn, is the ``store`` of
-        layouts that have none. ``rollback`` tokens stay reachable for ``truncate`` and ``read`` behind a window.
-        With ``shared_prefixes``, layers without a window read pages that neighbours in a step share once for all of
-        them, at the price of a second attention and a merge in every step. It counts the groups of such neighbours,
-        from the first row on; one between them that shares nothing counts too. Rows beyond the last are read alone.
-        With ``batch_invariant``, attention over this cache gives a sequence the same bits whatever shares its steps,
-        and however its tokens come, many at once or one by one; on one kind of GPU, one version of this package and of
-        Triton, and for one ``max_length`` (up to powers of two). MLA is absorbed then.
-        The ranks of a one-dimensional ``mesh`` share what layers without a window store: each token is with one of
-        them. ``pages`` and ``page_size`` are those of each rank, and a page of all together holds as many tokens from
-        each. Every rank makes the same calls with the same numbers, since nobody compares them.
+        ``(window, keep_first)`` for layouts that keep first tokens). ``max_length`` bounds one sequence and
+        so the table's width; None means as long as all pages. ``storage_dtype``, int8 or float8_e4m3fn, is
+        the ``store`` of layouts that have none. ``rollback`` tokens stay reachable for ``truncate`` and
+        ``read`` behind a window. With ``shared_prefixes``, layers without a window read pages that neighbours
+        in a step share once for all of them, at the price of a second attention and a merge in every step. It
+        counts the groups of such neighbours, from the first row on; one between them that shares nothing
+        counts too. Rows beyond the last are read alone. With ``batch_invariant``, attention over this cache
+        gives a sequence the same bits whatever shares its steps, and however its tokens come, many at once or
+        one by one; on one kind of GPU, one version of this package and of Triton, and for one ``max_length``
+        (up to powers of two). MLA is absorbed then. The ranks of a one-dimensional ``mesh`` share what layers
+        without a window store: each token is with one of them. ``pages`` and ``page_size`` are those of each
+        rank, and a page of all together holds as many tokens from each. Every rank makes the same calls with
+        the same numbers, since nobody compares them.
 
         Raises:
-            ValueError, TypeError: a size is not a positive int, there is no layout, or one of another ``store`` than
+            ValueError, TypeError: a size is not a positive int, there is no layout, or one of another
+            ``store`` than
                 ``storage_dtype``; ``pages`` has other windows than the layouts; two of ``shared_prefixes``,
-                ``batch_invariant`` and ``mesh`` are given, or the mesh has several dimensions or nothing to share.
+                ``batch_invariant`` and ``mesh`` are given, or the mesh has several dimensions or nothing to
+                share.
         """
         layouts = stored_as(layouts, storage_dtype)
-        ranks, sizes = ranks_of(mesh, layouts, device), {"max_sequences": max_sequences, "max_length": max_length}
+        ranks, sizes = (
+            ranks_of(mesh, layouts, device),
+            {"max_sequences": max_sequences, "max_length": max_length},
+        )
         sequences = paged_sequences(layouts, pages, page_size, **sizes, rollback=rollback, ranks=ranks)
         options = read_options(shared_prefixes, batch_invariant, sequences.max_length, ranks)
         return cls(layouts, sequences, page_size, device, options)
 
     def admit(self, n: int = 1, *, left_padding: Sequence[int] | None = None) -> list[Handle]:
-        """Start ``n`` empty sequences. ``left_padding[i]`` tokens at the start of the i-th are stored and never seen,
-        and its rotary positions count after them; they must arrive in dense steps.
+        """Start ``n`` empty sequences. ``left_padding[i]`` tokens at the start of the i-th are stored and
+        never seen, and its rotary positions count after them; they must arrive in dense steps.
 
         Raises:
             CacheFullError: there would be more than ``max_sequences``.
@@ -140,15 +159,18 @@ class KVCache:
 
     @contextmanager
     @kind
-    def step(self, tokens: int | Mapping[Handle, int], *, replay: bool = False) -> Iterator[Sequence[LayerCache]]:
-        """Append ``tokens`` to every live sequence (int: dense, in admission order) or to those named (mapping: packed,
-        in its order), as a transaction: committed on clean exit, else restored.
+    def step(
+        self, tokens: int | Mapping[Handle, int], *, replay: bool = False
+    ) -> Iterator[Sequence[LayerCache]]:
+        """Append ``tokens`` to every live sequence (int: dense, in admission order) or to those named
+        (mapping: packed, in its order), as a transaction: committed on clean exit, else restored.
 
-        With ``replay`` a captured CUDA graph appends for all layers, unseen. Errors come before a write or on exit.
+        With ``replay`` a captured CUDA graph appends for all layers, unseen. Errors come before a write or on
+        exit.
 
         Raises:
-            CacheFullError: pages are missing, or a sequence would grow past ``max_length``.
-            ValueError, TypeError: a count is not an int of at least 0, a handle is not live here, or left padding
+            CacheFullError: pages are missing, or a sequence would grow past ``max_length``. ValueError,
+            TypeError: a count is not an int of at least 0, a handle is not live here, or left padding
                 would arrive packed.
             RuntimeError: inside another step or read; on exit, when a layer has not appended.
         """
@@ -173,9 +195,11 @@ class KVCache:
     @contextmanager
     @kind
     def read(self, tokens: int | Mapping[Handle, int]) -> Iterator[Sequence[LayerCache]]:
-        """Let ``tokens`` queries (as in ``step``) attend to what is stored, changing no length: cross-attention.
+        """Let ``tokens`` queries (as in ``step``) attend to what is stored, changing no length:
+        cross-attention.
 
-        The queries are the last ones of each sequence. What ``step`` raises on entry is raised, but for missing space.
+        The queries are the last ones of each sequence. What ``step`` raises on entry is raised, but for
+        missing space.
 
         Raises:
             RuntimeError: a window has dropped keys that these queries could see (see ``rollback``).
@@ -204,8 +228,9 @@ class KVCache:
         """Forget all tokens from ``length`` on (speculative rollback).
 
         Raises:
-            ValueError, TypeError: the handle is not live here, or ``length`` is not an int from 0 to what is stored.
-            RuntimeError: inside a step or read, or a window has dropped keys that this length needs (see ``rollback``).
+            ValueError, TypeError: the handle is not live here, or ``length`` is not an int from 0 to what is
+            stored. RuntimeError: inside a step or read, or a window has dropped keys that this length needs
+            (see ``rollback``).
         """
         self._refuse_inside("truncate")
         self._poison(self._sequences.truncate(handle, length))
@@ -221,7 +246,8 @@ class KVCache:
         self._poison(self._sequences.release(handles))
 
     def save(self, handle: Handle, path: str | os.PathLike[str]) -> None:
-        """Write what a sequence has stored, without its left padding, to a file of safetensors, whole or not at all.
+        """Write what a sequence has stored, without its left padding, to a file of safetensors, whole or not
+        at all.
 
         Raises:
             ValueError, TypeError, RuntimeError: the handle is not live here; inside a step or read.
@@ -232,13 +258,14 @@ class KVCache:
         saved.save(Path(path), self._layers, self._sequences, handle)
 
     def load(self, path: str | os.PathLike[str]) -> Handle:
-        """Start a sequence with what :meth:`save` wrote, bit for bit; other pages and sizes of a cache may hold it.
+        """Start a sequence with what :meth:`save` wrote, bit for bit; other pages and sizes of a cache may
+        hold it.
 
         Raises:
-            ValueError: the file is none that ``save`` wrote, or of other layouts, or lacks what this cache would keep.
-            CacheFullError: pages or rows are missing.
-            RuntimeError: inside a step or read, or the cache stores keys of another rotary convention.
-            OSError, NotImplementedError: the file cannot be read; ranks share the cache.
+            ValueError: the file is none that ``save`` wrote, or of other layouts, or lacks what this cache
+            would keep. CacheFullError: pages or rows are missing. RuntimeError: inside a step or read, or the
+            cache stores keys of another rotary convention. OSError, NotImplementedError: the file cannot be
+            read; ranks share the cache.
         """
         saved.check_whole("load", self._ranks)
         return saved.load(Path(path), self, self._sequences)
@@ -263,7 +290,9 @@ class KVCache:
 
     def _refuse_inside(self, what: str) -> None:
         if (block := self._open) is not None:
-            raise RuntimeError(f"{what}: not inside a {block}; leave the `with cache.{block}(...)` block first")
+            raise RuntimeError(
+                f"{what}: not inside a {block}; leave the `with cache.{block}(...)` block first"
+            )
 
     def _show(self, what: str, request: Request, plans: Sequence[StepPlan]) -> None:
         """Bring the buffers up to this step or read, and open the layers for it."""
@@ -277,7 +306,9 @@ class KVCache:
             self._prepared = key
         open_layers(self._layers, request)
 
-    def _restore(self, request: Request, plans: Sequence[StepPlan], conventions: Sequence[str | None]) -> None:
+    def _restore(
+        self, request: Request, plans: Sequence[StepPlan], conventions: Sequence[str | None]
+    ) -> None:
         """Undo a step: on the host first, then on the device."""
         self._close()
         for layer, convention in zip(self._layers, conventions, strict=True):
@@ -297,4 +328,6 @@ class KVCache:
             poison(self._layers, freed)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError("a KVCache cannot be copied or pickled; fork() or save() a sequence, or make another cache")
+        raise TypeError(
+            "a KVCache cannot be copied or pickled; fork() or save() a sequence, or make another cache"
+        )

@@ -25,11 +25,11 @@ class LayerCache:
     """One layer of a cache: what an attention layer appends to and reads.
 
     The same object is handed out at every step, so that a model compiles once. ``prefill`` says whether some
-    sequence gets more than 16 tokens in this step; ``history`` is the longest length before the step rounded up
-    to a power of two (0 if none), to be read only when ``prefill``; ``prompts`` are such sequences
-    of a packed step, row by row, which no compiled layer may read; ``positions`` are the rotary positions of the
-    step's tokens, int32 ``[b, s]`` dense or ``[t]`` packed: the index in the sequence minus left padding (0 for
-    padding itself), and None outside a step.
+    sequence gets more than 16 tokens in this step; ``history`` is the longest length before the step rounded
+    up to a power of two (0 if none), to be read only when ``prefill``; ``prompts`` are such sequences of a
+    packed step, row by row, which no compiled layer may read; ``positions`` are the rotary positions of the
+    step's tokens, int32 ``[b, s]`` dense or ``[t]`` packed: the index in the sequence minus left padding (0
+    for padding itself), and None outside a step.
     """
 
     def __init__(self, layout: KVLayout, pages: int, page_size: int, device: torch.device):
@@ -39,11 +39,15 @@ class LayerCache:
         self.prompts: Sequence[Prompt] = ()
         self.positions: Tensor | None = None
         self.planes: dict[str, Tensor] = {
-            name: torch.empty(pages, page_size, heads, *((width,) if width else ()), dtype=dtype, device=device)
+            name: torch.empty(
+                pages, page_size, heads, *((width,) if width else ()), dtype=dtype, device=device
+            )
             for name, (heads, width, dtype) in layout.planes.items()
         }
         self.convention: str | None = None  # how the stored keys are rotated; None before the first append
-        self.appended: bool = False  # in this step; append only ever sets it, so that no compiled layer depends on it
+        self.appended: bool = (
+            False  # in this step; append only ever sets it, so that no compiled layer depends on it
+        )
         self._prepared: tuple = ()  # positions, slots and view of the present step shape
         self._slots: Tensor | None = None  # None where nothing may be appended
         self._view: KVView | None = None  # None outside a step and a read
@@ -53,13 +57,14 @@ class LayerCache:
     def append(self, k: Tensor, v: Tensor | None = None, *, angles: Angles | None = None) -> KVView:
         """Write this step's keys and values and return the view that includes them.
 
-        ``k`` is ``[b, s, g, d]`` or packed ``[t, g, d]``, unrotated when ``angles`` are given; for latent storage
-        ``append(latent, k_rope)`` takes ``[..., r]`` and ``[..., p]`` (``k_rope`` None when the layout has no tail)
-        and ``angles`` rotate ``k_rope``. Writes the planes in place; calling twice in a step overwrites the same
-        slots. Under ``torch.autocast`` both are cast to the layout's dtype.
+        ``k`` is ``[b, s, g, d]`` or packed ``[t, g, d]``, unrotated when ``angles`` are given; for latent
+        storage ``append(latent, k_rope)`` takes ``[..., r]`` and ``[..., p]`` (``k_rope`` None when the
+        layout has no tail) and ``angles`` rotate ``k_rope``. Writes the planes in place; calling twice in a
+        step overwrites the same slots. Under ``torch.autocast`` both are cast to the layout's dtype.
 
         Raises:
-            RuntimeError: outside a step, in a ``read``, or with another rotary convention than the first append
+            RuntimeError: outside a step, in a ``read``, or with another rotary convention than the first
+            append
                 (appending without angles is one too).
             ValueError, TypeError: shapes, dtype or device differ from the layout's.
             NotImplementedError: a gradient would have to flow through the cache.
@@ -94,7 +99,9 @@ class LayerCache:
             new_k = self._fit("k", k, (layout.heads, layout.dim))
             new_v = self._fit("v", v, (layout.heads, layout.value_dim))
         if angles is not None and not isinstance(angles, Angles):
-            raise TypeError(f"angles: expected Angles as rope.angles(positions) gives, got {type(angles).__name__}")
+            raise TypeError(
+                f"angles: expected Angles as rope.angles(positions) gives, got {type(angles).__name__}"
+            )
         self._record(AS_GIVEN if angles is None else angles.convention)
         key = self._key(k, v, angles) if new_k is k and new_v is v else None
         write_cache(self._view, new_k, new_v, self._slots, angles=angles, key=key)
@@ -122,8 +129,9 @@ class LayerCache:
     def view(self) -> KVView:
         """What is stored now, with this step's query counts: for cross-attention in a ``read``.
 
-        In a step it counts the tokens that ``append`` writes, whether written yet or not. Where ranks share the cache
-        and the step has several tokens of a sequence, attention takes only what ``append`` returned.
+        In a step it counts the tokens that ``append`` writes, whether written yet or not. Where ranks share
+        the cache and the step has several tokens of a sequence, attention takes only what ``append``
+        returned.
 
         Raises:
             RuntimeError: outside a step and a read.
@@ -159,7 +167,8 @@ class LayerCache:
         )
 
     def _put(self, rows: dict[str, Tensor], convention: str | None) -> None:
-        """Write this step's tokens as they were stored, plane by plane, with keys of this convention: no bit changes.
+        """Write this step's tokens as they were stored, plane by plane, with keys of this convention: no bit
+        changes.
 
         Raises:
             RuntimeError: the cache stores keys of another convention.
@@ -181,7 +190,9 @@ class LayerCache:
             )
 
     def _prepare(self, page_size: int, step: PerStep, window: PerWindow) -> None:
-        """Build what steps of one shape hand out, once for as long as the shape stays. For the cache to call."""
+        """Build what steps of one shape hand out, once for as long as the shape stays. For the cache to
+        call.
+        """
         planes = dict(self.planes)
         if self.layout.is_latent:
             planes["v"] = planes["k"]
@@ -230,7 +241,9 @@ def _with_shared(view: KVView, shared_prefix: SharedPrefix) -> KVView:
         check=False,
     )
     own_schedule = shared_prefix.own_schedules.get(view.layout.heads)
-    return view.with_shared(shared, replace(view, starts=shared_prefix.own_starts, schedule=own_schedule, check=False))
+    return view.with_shared(
+        shared, replace(view, starts=shared_prefix.own_starts, schedule=own_schedule, check=False)
+    )
 
 
 def _shape_error(name: str, x: Tensor, positions: Tensor, last: tuple[int, ...]) -> str:

@@ -55,7 +55,8 @@ def check_appended(layers: Sequence[LayerCache], tokens: int, *, replay: bool) -
     if missing:
         raise RuntimeError(
             f"step: layers {missing} of {len(layers)} did not append, so the step was undone; call every "
-            "layer of the cache in each step, or say step(..., replay=True) where a captured CUDA graph appends"
+            "layer of the cache in each step, or say step(..., replay=True) where a captured CUDA graph "
+            "appends"
         )
 
 

@@ -23,8 +23,8 @@ class ReadOptions(NamedTuple):
     """How attention reads a cache.
 
     It reads the shared prefixes of up to ``max_prefix_groups`` groups of neighbours once for each group. A
-    ``split_size`` above 0 fixes the size of every split, so that bits do not depend on the batch. Of layers without a
-    window, each of the ``ranks``, if any, reads what it has.
+    ``split_size`` above 0 fixes the size of every split, so that bits do not depend on the batch. Of layers
+    without a window, each of the ``ranks``, if any, reads what it has.
     """
 
     max_prefix_groups: int
@@ -40,22 +40,26 @@ def read_options(
     if not isinstance(batch_invariant, bool):
         raise TypeError(f"batch_invariant: expected a bool, got {type(batch_invariant).__name__}")
     if shared_prefixes and batch_invariant:
-        raise ValueError("batch_invariant: expected no shared_prefixes with it, since those depend on the batch")
+        raise ValueError(
+            "batch_invariant: expected no shared_prefixes with it, since those depend on the batch"
+        )
     for name, given in {"shared_prefixes": shared_prefixes, "batch_invariant": batch_invariant}.items():
         if ranks is not None and given:
             raise ValueError(f"mesh: expected no {name} with it, got {given}; leave one of them out")
     return ReadOptions(shared_prefixes, split_size_of(max_length) if batch_invariant else 0, ranks)
 
 
-def ranks_of(mesh: "DeviceMesh | None", layouts: Sequence[KVLayout], device: torch.device | str | None) -> Ranks | None:
+def ranks_of(
+    mesh: "DeviceMesh | None", layouts: Sequence[KVLayout], device: torch.device | str | None
+) -> Ranks | None:
     """The ranks of a mesh, which share what layers of these layouts store on devices of this kind."""
     if mesh is None:
         return None
     windows = _windows(layouts)
     if None not in windows:
         raise ValueError(
-            f"mesh: expected a layout without a window, whose tokens ranks can share, got windows {windows}; make the "
-            "cache without mesh="
+            f"mesh: expected a layout without a window, whose tokens ranks can share, got windows {windows}; "
+            "make the cache without mesh="
         )
     return with_memory(Ranks.of(mesh), torch.empty(0, device=device).device)
 
@@ -71,7 +75,9 @@ def stored_as(layouts: Sequence[KVLayout], storage_dtype: torch.dtype | None) ->
     if storage_dtype is None:
         return tuple(layouts)
     if not isinstance(storage_dtype, torch.dtype) or storage_dtype not in STORES:
-        raise TypeError(f"storage_dtype: expected None, torch.int8 or torch.float8_e4m3fn, got {storage_dtype}")
+        raise TypeError(
+            f"storage_dtype: expected None, torch.int8 or torch.float8_e4m3fn, got {storage_dtype}"
+        )
     for index, layout in enumerate(layouts):
         if layout.store not in (None, storage_dtype):
             own = f"{layout.store} like layouts[{index}].store"
@@ -131,12 +137,13 @@ def pages_for(
     rollback: int = 0,
     ranks: int = 1,
 ) -> dict[Window, int]:
-    """How many pages sequences of these ``lengths`` need at once, as ``pages=`` of :meth:`KVCache.paged` takes them.
+    """How many pages sequences of these ``lengths`` need at once, as ``pages=`` of :meth:`KVCache.paged`
+    takes them.
 
-    A window keeps the keys that it reaches, and in a step those of all new tokens of a sequence, ``most`` at a time;
-    None is a prompt in one step, which needs as many pages as without a window. Where all layers have windows, say
-    ``max_length=`` beside ``pages=``, which else decides how long a sequence may become. ``ranks`` share the cache, as
-    many as its ``mesh`` has; the pages are those of each of them.
+    A window keeps the keys that it reaches, and in a step those of all new tokens of a sequence, ``most`` at
+    a time; None is a prompt in one step, which needs as many pages as without a window. Where all layers have
+    windows, say ``max_length=`` beside ``pages=``, which else decides how long a sequence may become.
+    ``ranks`` share the cache, as many as its ``mesh`` has; the pages are those of each of them.
 
     >>> layouts = [KVLayout.grouped(2, 8), KVLayout.grouped(2, 8, window=16)]
     >>> KVCache.pages_for(layouts, [100, 50], page_size=16)
@@ -170,7 +177,9 @@ def pages_for(
 def _windows(layouts: Sequence[KVLayout]) -> list[Window]:
     """The distinct windows of the layouts, in their order."""
     if not isinstance(layouts, Sequence):
-        raise TypeError(f"layouts: expected a sequence of KVLayouts, one for each layer, got {type(layouts).__name__}")
+        raise TypeError(
+            f"layouts: expected a sequence of KVLayouts, one for each layer, got {type(layouts).__name__}"
+        )
     for layout in layouts:
         if not isinstance(layout, KVLayout):
             raise TypeError(f"layouts: expected one KVLayout for each layer, got {type(layout).__name__}")

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from ..internal.signatures import leading_to
 
-# What layers have in common that share pages: their window, None without, and with it the first tokens that are kept.
+# What layers have in common that share pages: their window, None without, and with it the first tokens that
+# are kept.
 Window = int | None | tuple[int, int]
 
 
@@ -33,9 +34,9 @@ class Holding:
     """What one sequence holds: its pages from absolute page ``dropped`` on, and ``length`` stored tokens.
 
     The first ``padding`` tokens are never visible, and ``start`` is the first token that still can be.
-    Between steps the pages are exactly those of the tokens ``[dropped * page_size, length)``; and before the dropped
-    ones, in ``first``, those of tokens that a window keeps for ever. Of a sequence that a file gave, tokens before
-    ``missing`` are not in these pages.
+    Between steps the pages are exactly those of the tokens ``[dropped * page_size, length)``; and before the
+    dropped ones, in ``first``, those of tokens that a window keeps for ever. Of a sequence that a file gave,
+    tokens before ``missing`` are not in these pages.
     """
 
     padding: int
@@ -48,7 +49,9 @@ class Holding:
 
 
 class Grant(NamedTuple):
-    """A page given to a sequence at an absolute page index; ``source`` is the shared page that it replaces, if any."""
+    """A page given to a sequence at an absolute page index; ``source`` is the shared page that it replaces,
+    if any.
+    """
 
     handle: Handle
     index: int
@@ -71,9 +74,9 @@ class StepPlan(NamedTuple):
 class PageAllocator:
     """Pages of one window class: free list, reference counts, and each sequence's pages by absolute index.
 
-    The only owner of a page writes into it. A sequence that is to write into a shared page gets a copy of it; where
-    all owners are to write, one of them keeps the page itself.
-    Between ``reserve`` and ``commit`` or ``restore`` nothing else may be called.
+    The only owner of a page writes into it. A sequence that is to write into a shared page gets a copy of it;
+    where all owners are to write, one of them keeps the page itself. Between ``reserve`` and ``commit`` or
+    ``restore`` nothing else may be called.
     """
 
     def __init__(
@@ -84,7 +87,9 @@ class PageAllocator:
         self.window = window
         self.keep_first = keep_first
         self.rollback = rollback
-        self._free = list(reversed(range(pages)))  # a stack: low pages first, and the last freed is the next given
+        self._free = list(
+            reversed(range(pages))
+        )  # a stack: low pages first, and the last freed is the next given
         self._owners = [0] * pages
         self._holdings: dict[Handle, Holding] = {}
 
@@ -109,7 +114,9 @@ class PageAllocator:
             raise TypeError(f"handle: expected a Handle from admit() or fork(), got {type(handle).__name__}")
         holding = self._holdings.get(handle)
         if holding is None:
-            raise ValueError("handle: not a live sequence of this cache; it was released, or belongs to another cache")
+            raise ValueError(
+                "handle: not a live sequence of this cache; it was released, or belongs to another cache"
+            )
         return holding
 
     def holdings(self, handles: Iterable[Handle]) -> list[Holding]:
@@ -117,7 +124,9 @@ class PageAllocator:
         return [self._holdings[handle] for handle in handles]
 
     def reserve(self, tokens: Mapping[Handle, int]) -> StepPlan:
-        """Give every sequence the pages its new tokens need, copy-on-write included, or raise and change nothing."""
+        """Give every sequence the pages its new tokens need, copy-on-write included, or raise and change
+        nothing.
+        """
         needs = self._needs(tokens)
         if len(needs) > len(self._free):
             raise CacheFullError(self._full(len(needs)))
@@ -150,9 +159,11 @@ class PageAllocator:
         return needs
 
     def _writers_in_place(self, tokens: Mapping[Handle, int]) -> dict[int, Handle]:
-        """The sequence that keeps each shared page into which all of its owners are to write: the longest of them.
+        """The sequence that keeps each shared page into which all of its owners are to write: the longest of
+        them.
 
-        It writes beyond what any of the others has stored, so that a failing step can give the page back to all.
+        It writes beyond what any of the others has stored, so that a failing step can give the page back to
+        all.
         """
         writers: dict[int, list[Handle]] = {}
         for handle, n in tokens.items():
@@ -252,11 +263,14 @@ class PageAllocator:
         """Raise what :meth:`truncate` raises, and change nothing."""
         holding, shortest = self.holding(handle), self.shortest(handle)
         if not 0 <= length <= holding.length:
-            raise ValueError(f"length: expected 0 to {holding.length}, what the sequence has stored, got {length}")
+            raise ValueError(
+                f"length: expected 0 to {holding.length}, what the sequence has stored, got {length}"
+            )
         if length < shortest:
             raise RuntimeError(
-                f"length: the layers of window={self.window} keep this sequence from {self._from(holding)} on, so it "
-                f"can be truncated to {shortest} at least, got {length}; construct the cache with a larger rollback="
+                f"length: the layers of window={self.window} keep this sequence from {self._from(holding)} "
+                f"on, so it can be truncated to {shortest} at least, got {length}; construct the cache with "
+                "a larger rollback="
             )
 
     def check_read(self, tokens: Mapping[Handle, int]) -> None:
@@ -269,9 +283,9 @@ class PageAllocator:
             holding, shortest = self.holding(handle), self.shortest(handle)
             if shortest and n and holding.length - n < shortest:
                 raise RuntimeError(
-                    f"tokens: the layers of window={self.window} keep this sequence from {self._from(holding)} on, so "
-                    f"its last {max(0, holding.length - shortest)} tokens can be queries again, got {n}; "
-                    "construct the cache with a larger rollback="
+                    f"tokens: the layers of window={self.window} keep this sequence from "
+                    f"{self._from(holding)} on, so its last {max(0, holding.length - shortest)} tokens can "
+                    f"be queries again, got {n}; construct the cache with a larger rollback="
                 )
 
     def truncate(self, handle: Handle, length: int) -> Sequence[int]:

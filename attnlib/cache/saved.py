@@ -1,7 +1,7 @@
 """A sequence of a cache as a file of safetensors: what it stored, bit for bit.
 
-The file holds a tensor ``{layer}.{plane}`` of the tokens ``[t, g, *]`` that a layer kept, without left padding; its
-metadata says which these are, how keys are rotated, and what the layouts were.
+The file holds a tensor ``{layer}.{plane}`` of the tokens ``[t, g, *]`` that a layer kept, without left
+padding; its metadata says which these are, how keys are rotated, and what the layouts were.
 """
 
 import json
@@ -37,7 +37,8 @@ class CacheAccess(Protocol):
 
 
 class SequenceFile(NamedTuple):
-    """The contents of a file: the sequence's length, and for each layer its convention, token numbers and planes.
+    """The contents of a file: the sequence's length, and for each layer its convention, token numbers and
+    planes.
 
     ``rollback`` is the limit of the cache that saved it; -1 if the file does not say.
     """
@@ -55,7 +56,9 @@ class SequenceFile(NamedTuple):
         into = numbers.narrow(0, first, stop - first) - begin
         for name, plane in self.planes[layer].items():
             made[name] = torch.zeros(end - begin, *plane.shape[1:], dtype=plane.dtype)
-            made[name].view(torch.uint8).index_copy_(0, into, plane.view(torch.uint8).narrow(0, first, stop - first))
+            made[name].view(torch.uint8).index_copy_(
+                0, into, plane.view(torch.uint8).narrow(0, first, stop - first)
+            )
         return made
 
 
@@ -63,13 +66,15 @@ def check_whole(what: str, ranks: Ranks | None) -> None:
     """Raise NotImplementedError where ranks share a cache: each has some tokens of a sequence."""
     if ranks is not None:
         raise NotImplementedError(
-            f"{what}: expected a cache that has every token of a sequence, got one that {ranks.count} ranks share; "
-            "make one without mesh=, or keep the tokens themselves and compute their keys again"
+            f"{what}: expected a cache that has every token of a sequence, got one that {ranks.count} ranks "
+            "share; make one without mesh=, or keep the tokens themselves and compute their keys again"
         )
 
 
 def held(holding: Holding, page_size: int) -> tuple[Tensor, Tensor]:
-    """The numbers of the tokens that a sequence holds, counted after its padding, and the slots where they lie."""
+    """The numbers of the tokens that a sequence holds, counted after its padding, and the slots where they
+    lie.
+    """
     pages = torch.tensor([*holding.first, *holding.pages], dtype=torch.int64)
     index = torch.cat((torch.arange(len(holding.first)), holding.dropped + torch.arange(len(holding.pages))))
     within = torch.arange(page_size)
@@ -121,14 +126,18 @@ def read(path: Path, layouts: Sequence[KVLayout]) -> SequenceFile:
         ValueError,
         RecursionError,
     ) as error:  # too deep for Python
-        raise ValueError(f"{path}: expected a file that cache.save() wrote, got {str(error)[:200]}") from error
+        raise ValueError(
+            f"{path}: expected a file that cache.save() wrote, got {str(error)[:200]}"
+        ) from error
     if said.get("format") != FORMAT:
         raise ValueError(
             f"{path}: expected a file that cache.save() wrote, got format {str(said.get('format'))[:80]!r}"
         )
     mine = [_said(layout) for layout in layouts]
     if said.get("layouts") != mine:
-        raise ValueError(f"{path}: expected layouts like this cache's, {mine}, got {str(said.get('layouts'))[:400]}")
+        raise ValueError(
+            f"{path}: expected layouts like this cache's, {mine}, got {str(said.get('layouts'))[:400]}"
+        )
     length, conventions, rollback = said.get("length"), said.get("conventions"), said.get("rollback", -1)
     if type(length) is not int or not 0 <= length <= INT32 or not isinstance(conventions, list):
         raise ValueError(f"{path}: its length and conventions are not what cache.save() writes")
@@ -162,8 +171,8 @@ def load(path: Path, cache: "CacheAccess", sequences: Sequences) -> Handle:
             holding = sequences.holdings(handle)[layout.window_class]
             if not _is_enough(saved, n, layout, holding, sequences):
                 raise ValueError(
-                    f"{path}: layer {n} of this cache keeps more than the file has; load it into a cache of the same "
-                    "page_size and rollback as the one that saved it"
+                    f"{path}: layer {n} of this cache keeps more than the file has; load it into a cache of "
+                    "the same page_size and rollback as the one that saved it"
                 )
     except BaseException:
         cache.release(handle)
@@ -171,10 +180,14 @@ def load(path: Path, cache: "CacheAccess", sequences: Sequences) -> Handle:
     return handle
 
 
-def _is_enough(saved: SequenceFile, layer: int, layout: KVLayout, holding: Holding, sequences: Sequences) -> bool:
-    """True if a file has all that later queries of a sequence see; ``holding.missing`` is then where that begins.
+def _is_enough(
+    saved: SequenceFile, layer: int, layout: KVLayout, holding: Holding, sequences: Sequences
+) -> bool:
+    """True if a file has all that later queries of a sequence see; ``holding.missing`` is then where that
+    begins.
 
-    A sequence that was cut back, or that had left padding, has dropped more behind its window than one of its length.
+    A sequence that was cut back, or that had left padding, has dropped more behind its window than one of its
+    length.
     """
     page_size = sequences.allocators[layout.window_class].page_size
     numbers, _ = held(holding, page_size)

@@ -1,4 +1,6 @@
-"""The sequences of one cache, which every page allocator, one per window, holds in equal lengths. Plain Python."""
+"""The sequences of one cache, which every page allocator, one per window, holds in equal lengths. Plain
+Python.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -11,8 +13,8 @@ Freed = list[tuple[Window, Sequence[int]]]  # pages that became free, by window
 
 
 class Prompt(NamedTuple):
-    """A sequence that gets many tokens in a packed step: its row, and the first and the count of its tokens among all
-    of the step; and how many it had stored before."""
+    """A sequence that gets many tokens in a packed step: its row, and the first and the count of its tokens
+    among all of the step; and how many it had stored before."""
 
     row: int
     first: int
@@ -23,8 +25,8 @@ class Prompt(NamedTuple):
 class Request(NamedTuple):
     """What a step or a read asks for: a count of tokens for each sequence, in row order.
 
-    ``shape`` is that of all tokens, ``[b, s]`` or packed ``[t]``; ``holdings`` are what the sequences hold in the first
-    allocator.
+    ``shape`` is that of all tokens, ``[b, s]`` or packed ``[t]``; ``holdings`` are what the sequences hold in
+    the first allocator.
     """
 
     tokens: Mapping[Handle, int]
@@ -50,7 +52,9 @@ class Request(NamedTuple):
 
 
 class Sequences:
-    """What a cache knows of its sequences on the host. Every change happens in all page allocators or in none."""
+    """What a cache knows of its sequences on the host. Every change happens in all page allocators or in
+    none.
+    """
 
     def __init__(
         self,
@@ -86,7 +90,8 @@ class Sequences:
 
     def __str__(self) -> str:
         free = [
-            f"{x.total - x.used} of {x.total} pages free" + ("" if window is None else f" for window={window}")
+            f"{x.total - x.used} of {x.total} pages free"
+            + ("" if window is None else f" for window={window}")
             for window, x in self.allocators.items()
         ]
         return ", ".join((f"{len(self.handles)} of {self.max_sequences} sequences", *free))
@@ -99,7 +104,9 @@ class Sequences:
             raise TypeError(f"left_padding: expected a sequence of ints, got {type(left_padding).__name__}")
         padding = [0] * n if left_padding is None else list(left_padding)
         if len(padding) != n:
-            raise ValueError(f"left_padding: expected {n} counts, one for each new sequence, got {len(padding)}")
+            raise ValueError(
+                f"left_padding: expected {n} counts, one for each new sequence, got {len(padding)}"
+            )
         for count in padding:
             check_count("left_padding", count)
             if count > self.max_length:
@@ -135,15 +142,21 @@ class Sequences:
         if isinstance(tokens, int):
             check_count("tokens", tokens)
             handles = self.handles
-            return Request(dict.fromkeys(handles, tokens), (len(handles), tokens), self._first.holdings(handles))
+            return Request(
+                dict.fromkeys(handles, tokens), (len(handles), tokens), self._first.holdings(handles)
+            )
         if not isinstance(tokens, Mapping):
-            raise TypeError(f"tokens: expected an int or a mapping of handles to ints, got {type(tokens).__name__}")
+            raise TypeError(
+                f"tokens: expected an int or a mapping of handles to ints, got {type(tokens).__name__}"
+            )
         holdings = [self.holding(handle) for handle in tokens]
         for n in tokens.values():
             check_count("tokens", n)
         total = sum(tokens.values())
         if total > INT32:
-            raise ValueError(f"tokens: expected at most {INT32} together, since offsets are int32, got {total}")
+            raise ValueError(
+                f"tokens: expected at most {INT32} together, since offsets are int32, got {total}"
+            )
         return Request(dict(tokens), (total,), holdings)
 
     def check_read(self, request: Request) -> None:
@@ -164,7 +177,8 @@ class Sequences:
             if holding.length + n > self.max_length:
                 raise CacheFullError(
                     f"sequence {row} of the step would hold {holding.length + n} tokens, expected at most "
-                    f"max_length={self.max_length}; truncate() or release() it, or make the cache with a larger one"
+                    f"max_length={self.max_length}; truncate() or release() it, or make the cache with a "
+                    "larger one"
                 )
             if request.packed and n and holding.length < holding.padding:
                 raise ValueError(
@@ -204,7 +218,9 @@ class Sequences:
             self.holding(handle)
         if len(set(handles)) < len(handles):
             raise ValueError("handle: expected each sequence once, got one of them twice")
-        return [(window, pages.release(handle)) for window, pages in self.allocators.items() for handle in handles]
+        return [
+            (window, pages.release(handle)) for window, pages in self.allocators.items() for handle in handles
+        ]
 
 
 def tokens_of(of: Window, page_size: int, ranks: int) -> int:

@@ -1,6 +1,7 @@
 """Which neighbours in a step share their first pages, so that attention reads these once for the whole group.
 
-Hydragen (Juravsky et al., 2024, arXiv 2402.05099); cascade inference in FlashInfer (Ye et al., 2025, arXiv 2501.01005).
+Hydragen (Juravsky et al., 2024, arXiv 2402.05099); cascade inference in FlashInfer (Ye et al., 2025, arXiv
+2501.01005).
 """
 
 from array import array
@@ -27,11 +28,13 @@ class PrefixGroup(NamedTuple):
     pages: int
 
 
-def prefix_groups(holdings: Sequence[Holding], full_pages: Sequence[int], page_size: int) -> list[PrefixGroup]:
+def prefix_groups(
+    holdings: Sequence[Holding], full_pages: Sequence[int], page_size: int
+) -> list[PrefixGroup]:
     """Divide the sequences of a step into groups of neighbours that share first pages, or none.
 
-    No window may have dropped pages of them. Sequence ``i`` shares at most its first ``full_pages[i]`` pages. A group
-    grows as long as that saves as many reads or more.
+    No window may have dropped pages of them. Sequence ``i`` shares at most its first ``full_pages[i]`` pages.
+    A group grows as long as that saves as many reads or more.
     """
     found: list[PrefixGroup] = []
     for row, holding in enumerate(holdings):
@@ -53,7 +56,9 @@ def prefix_groups(holdings: Sequence[Holding], full_pages: Sequence[int], page_s
 
 
 def common_pages(a: Holding, b: Holding) -> int:
-    """How many first pages two sequences share; all they share are first pages, since only last ones are replaced."""
+    """How many first pages two sequences share; all they share are first pages, since only last ones are
+    replaced.
+    """
     shorter = min(len(a.pages), len(b.pages))
     return bisect_left(range(shorter), True, key=lambda i: a.pages[i] != b.pages[i])
 
@@ -61,8 +66,8 @@ def common_pages(a: Holding, b: Holding) -> int:
 class SharedPrefix(NamedTuple):
     """What the layers of a step read of its groups: a row for each, with their queries packed.
 
-    The last rows may have no queries and no keys. ``own_starts`` says where each sequence's own tokens start, after
-    those of its group.
+    The last rows may have no queries and no keys. ``own_starts`` says where each sequence's own tokens start,
+    after those of its group.
     """
 
     table: Tensor
@@ -98,14 +103,23 @@ class SharedPrefixBuffers:
         self.own_schedules.add(layout)
 
     def update(self, request: Request, *, counted: bool, same_rows: bool) -> None:
-        """Find the groups anew, unless the same sequences come with as many queries, and still have what they share.
+        """Find the groups anew, unless the same sequences come with as many queries, and still have what they
+        share.
 
         ``counted``: the queries are new tokens, which the holdings do not count yet.
         """
         size, counts = self._allocator.page_size, list(request.tokens.values())
-        firsts = [h.length if counted else h.length - n for h, n in zip(request.holdings, counts, strict=True)]
-        full_pages = [first // size for first in firsts]  # what is shared comes before all queries, whatever the mask
-        if same_rows and self._found_for == (counted, counts) and all(map(int.__ge__, full_pages, self._shared)):
+        firsts = [
+            h.length if counted else h.length - n for h, n in zip(request.holdings, counts, strict=True)
+        ]
+        full_pages = [
+            first // size for first in firsts
+        ]  # what is shared comes before all queries, whatever the mask
+        if (
+            same_rows
+            and self._found_for == (counted, counts)
+            and all(map(int.__ge__, full_pages, self._shared))
+        ):
             return
         self._found_for = None
         holdings = self._allocator.holdings(request.tokens)
@@ -118,7 +132,9 @@ class SharedPrefixBuffers:
         rows, queries = (list(accumulate(x, initial=0)) for x in ((group.rows for group in found), counts))
         shared = [group.pages for group in found for _ in range(group.rows)]
         self._shared = shared + [0] * (len(holdings) - len(shared))
-        self.own_starts.show(array("i", [max(a, n * size) for a, n in zip(starts, self._shared, strict=True)]))
+        self.own_starts.show(
+            array("i", [max(a, n * size) for a, n in zip(starts, self._shared, strict=True)])
+        )
         self.starts.show(array("i", [starts[row] for row in rows[:-1]] + unused))
         self.lengths.show(array("i", [group.pages * size for group in found] + unused))
         self.cu_seqlens_q.show(array("i", [queries[row] for row in rows + rows[-1:] * len(unused)]))

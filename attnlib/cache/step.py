@@ -39,13 +39,20 @@ class PerWindow(NamedTuple):
 
 
 class TableBuffers:
-    """The buffers that follow one page allocator: its page table, starts and slots, and shared prefixes if any.
+    """The buffers that follow one page allocator: its page table, starts and slots, and shared prefixes if
+    any.
 
     Where ranks share its pages, this one has slots for its own tokens alone, which ``dealt`` counts.
     """
 
     def __init__(
-        self, allocator: PageAllocator, rows: int, length: int, tokens: int, options: ReadOptions, device: torch.device
+        self,
+        allocator: PageAllocator,
+        rows: int,
+        length: int,
+        tokens: int,
+        options: ReadOptions,
+        device: torch.device,
     ):
         self.allocator = allocator
         columns = -(-length // allocator.page_size)
@@ -58,8 +65,12 @@ class TableBuffers:
             limit = columns * allocator.page_size // options.ranks.count
             self.dealt = DealtBuffers(options.ranks, rows, limit, device)
         self.shared_prefix: SharedPrefixBuffers | None = None
-        if options.max_prefix_groups and allocator.window is None:  # a window drops the first pages, and hides them
-            self.shared_prefix = SharedPrefixBuffers(allocator, self.table, min(options.max_prefix_groups, rows))
+        if (
+            options.max_prefix_groups and allocator.window is None
+        ):  # a window drops the first pages, and hides them
+            self.shared_prefix = SharedPrefixBuffers(
+                allocator, self.table, min(options.max_prefix_groups, rows)
+            )
         self._entries, self._pages = (Buffer(code, MAX_PINNED, device) for code in "qi")
         self._shown_starts: array | None = None
         self._shown_dropped: list[int] = []
@@ -124,7 +135,9 @@ class TableBuffers:
                 put(row, holding.dropped, holding.pages)
                 put(row, 0, holding.first)
                 known = []
-            if kept:  # a tile that begins in a kept page goes on in dropped ones, and must meet no other's numbers
+            if (
+                kept
+            ):  # a tile that begins in a kept page goes on in dropped ones, and must meet no other's numbers
                 index = max([kept, *known])
                 put(row, index, [holding.first[-1]] * (holding.dropped - index))
         if plan is not None and plan.grants:
@@ -142,7 +155,9 @@ class TableBuffers:
 
 
 class StepBuffers:
-    """All buffers of a cache. They are allocated once, so that a captured graph finds every later step in them."""
+    """All buffers of a cache. They are allocated once, so that a captured graph finds every later step in
+    them.
+    """
 
     def __init__(self, sequences: Sequences, options: ReadOptions, device: torch.device):
         rows, allocators = sequences.max_sequences, sequences.allocators.values()
@@ -153,9 +168,12 @@ class StepBuffers:
         self.cu_seqlens_q: Buffer = Buffer("i", rows + 1, device)
         self.positions: Buffer = Buffer("i", tokens, device)
         self.windows: list[TableBuffers] = [
-            TableBuffers(allocator, rows, sequences.max_length, tokens, options, device) for allocator in allocators
+            TableBuffers(allocator, rows, sequences.max_length, tokens, options, device)
+            for allocator in allocators
         ]
-        self._by_window: dict[Window, TableBuffers] = dict(zip(sequences.allocators, self.windows, strict=True))
+        self._by_window: dict[Window, TableBuffers] = dict(
+            zip(sequences.allocators, self.windows, strict=True)
+        )
         self._split_size = options.split_size
         self._shown_rows: list[Handle] = []  # the sequence that each row of the tables shows
         self._shown_counts: list[int] | None = None
@@ -172,8 +190,8 @@ class StepBuffers:
     def update(self, request: Request, plans: Sequence[StepPlan]) -> None:
         """Show these sequences in their order.
 
-        With plans, one for each allocator, lengths count the new tokens, and these get slots. Without, the sequences
-        are shown as they are.
+        With plans, one for each allocator, lengths count the new tokens, and these get slots. Without, the
+        sequences are shown as they are.
         """
         rows, counts = list(request.tokens), list(request.tokens.values())
         shown, self._shown_rows = self._shown_rows, []  # whatever fails below, the next update starts over
@@ -189,7 +207,9 @@ class StepBuffers:
     def _update_per_step(self, request: Request, counts: Sequence[int], *, counted: bool) -> None:
         holdings = request.holdings
         if counted:
-            self.lengths.show(array("i", [holding.length + n for holding, n in zip(holdings, counts, strict=True)]))
+            self.lengths.show(
+                array("i", [holding.length + n for holding, n in zip(holdings, counts, strict=True)])
+            )
             self.positions.show(_positions(holdings, counts))
         else:
             self.lengths.show(array("i", [holding.length for holding in holdings]))

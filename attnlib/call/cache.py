@@ -66,7 +66,9 @@ def _is_plain(x: object) -> bool:
 
 
 class PreparedCalls:
-    """Up to ``limit`` prepared calls over tensors, and as many calls and writes over each view while that lives."""
+    """Up to ``limit`` prepared calls over tensors, and as many calls and writes over each view while that
+    lives.
+    """
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -79,7 +81,9 @@ class PreparedCalls:
         return None if runs is None else runs.get(key)
 
     def remember(self, view: KVView | None, key: Key, run: Run | Write | None) -> None:
-        """Run calls of this key by ``run``, if there is one, from now on; too many are all forgotten first."""
+        """Run calls of this key by ``run``, if there is one, from now on; too many are all forgotten
+        first.
+        """
         if run is None:
             return
         runs = self._over_tensors if view is None else self._over_views.get(id(view))

@@ -18,7 +18,9 @@ from .spec import AttentionSpec, describe
 
 
 class Packing(NamedTuple):
-    """Where the queries and keys of each packed sequence begin, int32 ``[b + 1]``, and bounds of their lengths."""
+    """Where the queries and keys of each packed sequence begin, int32 ``[b + 1]``, and bounds of their
+    lengths.
+    """
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -29,14 +31,17 @@ class Packing(NamedTuple):
         """The offsets on the host, checked against so many packed queries and keys.
 
         Raises:
-            ValueError: they do not start at 0, decrease, pass the last token, or hold a longer sequence than promised.
+            ValueError: they do not start at 0, decrease, pass the last token, or hold a longer sequence than
+            promised.
         """
         rows = _read_offsets("cu_seqlens_q", self.cu_seqlens_q, queries, "max_seqlen_q", self.max_seqlen_q)
         return rows, _read_offsets("cu_seqlens_k", self.cu_seqlens_k, keys, "max_seqlen_k", self.max_seqlen_k)
 
 
 class Dropout(NamedTuple):
-    """Which probabilities are dropped: each with probability ``p``, by Philox bits of the seed, int64 ``[1]``."""
+    """Which probabilities are dropped: each with probability ``p``, by Philox bits of the seed, int64
+    ``[1]``.
+    """
 
     p: float = 0.0
     seed: Tensor | None = None
@@ -62,10 +67,11 @@ class Dropout(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a piece of a larger call begins in the whole: each an int, or int32 ``[b]``, one for each sequence.
+    """Where a piece of a larger call begins in the whole: each an int, or int32 ``[b]``, one for each
+    sequence.
 
-    ``query`` is added to every index of a query, ``key`` to every index of a key, ``head`` and ``sequence`` likewise,
-    wherever masks, ALiBi and dropout see one. So the piece computes what the whole would.
+    ``query`` is added to every index of a query, ``key`` to every index of a key, ``head`` and ``sequence``
+    likewise, wherever masks, ALiBi and dropout see one. So the piece computes what the whole would.
     """
 
     query: int | Tensor = 0
@@ -79,13 +85,16 @@ class Origin(NamedTuple):
             return None
         # Ints are filled in, not copied, as a CUDA graph that is captured may not.
         filled = {"size": (sequences,), "dtype": torch.int32, "device": device}
-        return torch.stack([x if isinstance(x, Tensor) else torch.full(fill_value=x, **filled) for x in self], 1)
+        return torch.stack(
+            [x if isinstance(x, Tensor) else torch.full(fill_value=x, **filled) for x in self], 1
+        )
 
 
 class Call(NamedTuple):
     """What one call computes. ``k`` and ``v`` are None over a view, ``kv`` is None over tensors.
 
-    A :func:`checked` call has its ``spec``: its shapes fit, its dtypes agree, and its scale and its seed are set.
+    A :func:`checked` call has its ``spec``: its shapes fit, its dtypes agree, and its scale and its seed are
+    set.
     """
 
     q: Tensor
@@ -146,7 +155,9 @@ NO_ORIGIN = Call._field_defaults["origin"]
 
 
 class PieceGradients(NamedTuple):
-    """What a piece adds to the gradients of a larger call; ``captured`` are those of what its scores read, or None."""
+    """What a piece adds to the gradients of a larger call; ``captured`` are those of what its scores read, or
+    None.
+    """
 
     q: Tensor
     k: Tensor
@@ -170,7 +181,13 @@ def checked(call: Call) -> Call:
     _check_tensors(call, sizes)
     score, dropout = call.score.filled(sizes["d"]), call.dropout.seeded(q.device)
     bounds = call.key_starts, call.key_ends
-    rest = (call.packing, dropout, call.origin, call.descales, call.lse)  # _replace() would take three times as long
+    rest = (
+        call.packing,
+        dropout,
+        call.origin,
+        call.descales,
+        call.lse,
+    )  # _replace() would take three times as long
     spec = describe(Call(q, call.mask, score, k, v, call.kv, *bounds, *rest), sizes)
     return Call(q, call.mask, score, k, v, call.kv, *bounds, *rest, spec)
 
@@ -199,7 +216,9 @@ def _bind_to_view(call: Call) -> dict[str, int]:
     known = {"b": kv.lengths.shape[0], "d": layout.dim + layout.tail}
     sizes = bind(("q", q, "bshd" if kv.cu_seqlens_q is None else "shd"), known=known)
     if sizes["h"] == 0 or sizes["h"] % layout.heads:
-        raise ValueError(f"q: expected a multiple of the cache's g={layout.heads} KV heads, got h={sizes['h']}")
+        raise ValueError(
+            f"q: expected a multiple of the cache's g={layout.heads} KV heads, got h={sizes['h']}"
+        )
     if isinstance(mask, AnyMask):  # what is none, describe() refuses
         layout.check_reach(mask)
     return sizes | {"g": layout.heads, "e": layout.value_dim}
@@ -251,8 +270,12 @@ def _check_tiles(mask: MaskFunction, device: torch.device, sizes: dict[str, int]
     if tuple(mask.tiles.shape) != expected or mask.sizes != (s, t) or mask.tiles.device != device:
         found = f"{tuple(mask.tiles.shape)} for {mask.sizes} queries and keys on {mask.tiles.device}"
         got = f"tiles {found}, not {expected} for {(s, t)} on {device}"
-        is_lost = not mask.tensors and mask.tiles.device != device  # the function reads no tensor that would tell it
-        remedy = f"device= is missing: block_mask(..., device={str(device)!r})" if is_lost else "see block_mask()"
+        is_lost = (
+            not mask.tensors and mask.tiles.device != device
+        )  # the function reads no tensor that would tell it
+        remedy = (
+            f"device= is missing: block_mask(..., device={str(device)!r})" if is_lost else "see block_mask()"
+        )
         raise ValueError(f"mask: expected a mask for b={b}, h={h}, s={s}, t={t}, got {got}; {remedy}")
     if not torch.compiler.is_compiling() and mask.versions != mask.versions_now():
         raise ValueError("mask: a tensor that it reads has changed since block_mask(); call that again")
@@ -263,7 +286,9 @@ def _check_origin(call: Call) -> None:
         if isinstance(x, Tensor):
             if x.dtype != torch.int32 or x.shape != (call.sequences,) or x.device != call.q.device:
                 expected = f"int32 [b={call.sequences}] on {call.q.device} like q"
-                raise ValueError(f"origin: expected {name} as an int or {expected}, got {came(x)} on {x.device}")
+                raise ValueError(
+                    f"origin: expected {name} as an int or {expected}, got {came(x)} on {x.device}"
+                )
         elif isinstance(x, bool) or not isinstance(x, int):
             raise TypeError(f"origin: expected {name} as an int or an int32 tensor, got {type(x).__name__}")
         elif not -INT32 <= x <= INT32:
@@ -289,7 +314,9 @@ def _check_packing(packing: Packing) -> None:
             raise ValueError(f"{name}: expected a length from 0 to {INT32}, got {limit}")
 
 
-def _read_offsets(name: str, cu_seqlens: Tensor, tokens: int, limit_name: str, limit: int | None) -> list[int]:
+def _read_offsets(
+    name: str, cu_seqlens: Tensor, tokens: int, limit_name: str, limit: int | None
+) -> list[int]:
     offsets = cu_seqlens.tolist()
     lengths = [b - a for a, b in pairwise(offsets)]
     if offsets[0] != 0 or any(length < 0 for length in lengths):

@@ -28,7 +28,9 @@ class Programs(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """What functions say of a mask and of scores, the tensors that they read, and what is known of the mask's tiles."""
+    """What functions say of a mask and of scores, the tensors that they read, and what is known of the mask's
+    tiles.
+    """
 
     mask: Program | None
     score: Program | None
@@ -49,7 +51,9 @@ class Functions(NamedTuple):
         return Programs(self.mask, self.score, kinds)
 
     def check(self) -> None:
-        """Raise ValueError for a tensor from which nothing could be read, or not what a constant index asks for."""
+        """Raise ValueError for a tensor from which nothing could be read, or not what a constant index asks
+        for.
+        """
         for name, x in self.named.items():
             if 0 in x.shape:
                 raise ValueError(f"{name}: expected an element in each dimension, got {tuple(x.shape)}")
@@ -79,8 +83,8 @@ def check_functions(
 ) -> None:
     """Compare the tensors that functions read with the ``sizes`` of a call, as far as the host knows them.
 
-    ``packed`` gives the offsets of packed queries "s" and keys "t", and the bounds of their lengths. Only bounds are
-    known of the lengths of packed and stored sequences; ``ATTNLIB_CHECK=1`` reads them.
+    ``packed`` gives the offsets of packed queries "s" and keys "t", and the bounds of their lengths. Only
+    bounds are known of the lengths of packed and stored sequences; ``ATTNLIB_CHECK=1`` reads them.
 
     Raises:
         ValueError: naming the mask or the score, what was expected and what came.
@@ -101,7 +105,9 @@ def check_functions(
 
 
 def _longest(offsets: Tensor, limit: int | None) -> int:
-    """The bound that the caller gives, or with ``ATTNLIB_CHECK=1`` the length of the longest sequence; 0 if unknown."""
+    """The bound that the caller gives, or with ``ATTNLIB_CHECK=1`` the length of the longest sequence; 0 if
+    unknown.
+    """
     if limit is None and are_checks_on(offsets) and len(offsets) > 1:
         return offsets.diff().max().item()
     return limit or 0

@@ -20,10 +20,10 @@ NO_FP8_BACKWARD = "fp8 inputs have no backward; wrap the call in torch.no_grad()
 class AttentionSpec(NamedTuple):
     """A problem without its lengths: everything that may decide which backend or kernel runs it.
 
-    ``kind`` is ``dense``, ``varlen`` or ``cached``; ``arch`` is 90 for sm_90 and 0 off CUDA; ``mask`` is a band, in
-    which ``functions`` may hide more; ``score`` names the options of scores; ``strided`` names the tensors whose last
-    dimension is not contiguous; ``layout``, ``page_size`` and ``batch_invariant`` belong to cached calls;
-    ``interpreted`` says that Triton runs kernels without a GPU.
+    ``kind`` is ``dense``, ``varlen`` or ``cached``; ``arch`` is 90 for sm_90 and 0 off CUDA; ``mask`` is a
+    band, in which ``functions`` may hide more; ``score`` names the options of scores; ``strided`` names the
+    tensors whose last dimension is not contiguous; ``layout``, ``page_size`` and ``batch_invariant`` belong
+    to cached calls; ``interpreted`` says that Triton runs kernels without a GPU.
     """
 
     kind: str
@@ -56,7 +56,8 @@ class AttentionSpec(NamedTuple):
 
 
 def describe(call, sizes: dict[str, int]) -> AttentionSpec:
-    """The spec of a :class:`~attnlib.call.Call` whose shapes agree already; the only place that looks at a device.
+    """The spec of a :class:`~attnlib.call.Call` whose shapes agree already; the only place that looks at a
+    device.
 
     ``sizes`` have the call's h, g, d and e.
 
@@ -74,7 +75,9 @@ def describe(call, sizes: dict[str, int]) -> AttentionSpec:
     strided, grad = (), False
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)) if kv is None else (("q", call.q),):
         if x.dtype != dtype:
-            remedy = "quantize all three" if E4M3 in (dtype, x.dtype) else "cast it, or run under torch.autocast"
+            remedy = (
+                "quantize all three" if E4M3 in (dtype, x.dtype) else "cast it, or run under torch.autocast"
+            )
             raise TypeError(f"{name}: expected {dtype} like q, got {x.dtype}; {remedy}")
         if x.device != device:
             raise ValueError(f"{name}: expected device {device} like q, got {x.device}")
@@ -131,7 +134,9 @@ def _read_arch(device: torch.device) -> int:
     return 10 * major + minor
 
 
-_known_arch = lru_cache(_read_arch)  # it takes 3 us to read, and never changes; the compiler folds it by itself
+_known_arch = lru_cache(
+    _read_arch
+)  # it takes 3 us to read, and never changes; the compiler folds it by itself
 
 
 def _check_view(kv: KVView, device: torch.device, dtype: torch.dtype) -> None:
@@ -139,8 +144,12 @@ def _check_view(kv: KVView, device: torch.device, dtype: torch.dtype) -> None:
     if dtype == E4M3:
         if (layout.dtype, layout.store) != (torch.bfloat16, E4M3):
             given = f"dtype={layout.dtype} and store={layout.store}"
-            raise TypeError(f"q: expected a cache of dtype={torch.bfloat16} and store={E4M3} for {dtype}, got {given}")
+            raise TypeError(
+                f"q: expected a cache of dtype={torch.bfloat16} and store={E4M3} for {dtype}, got {given}"
+            )
     elif layout.dtype != dtype:
-        raise TypeError(f"q: expected {layout.dtype} like the cache, got {dtype}; cast it, or the cache's layout")
+        raise TypeError(
+            f"q: expected {layout.dtype} like the cache, got {dtype}; cast it, or the cache's layout"
+        )
     if kv.k.device != device:
         raise ValueError(f"kv: expected device {device} like q, got {kv.k.device}")

@@ -1,4 +1,6 @@
-"""Refuse a config.json that asks for code, for files elsewhere, or for more weights than the folder can hold."""
+"""Refuse a config.json that asks for code, for files elsewhere, or for more weights than the folder can
+hold.
+"""
 
 import math
 import re
@@ -12,14 +14,20 @@ PACKED_KEYS = ("quantization_config", "compression_config")
 FILE_KEYS = ("transformers_weights", "configuration_files")  # they name other files to read
 # A choice of the caller's, not of a folder's; transformers would download what an implementation names.
 CHOSEN = re.compile(r"_?(attn|experts)_implementation(_internal)?|return_dict")
-FLAGS = ("output_hidden_states", "output_attentions", "return_dict")  # a forward, and not the constructor, reads them
+FLAGS = (
+    "output_hidden_states",
+    "output_attentions",
+    "return_dict",
+)  # a forward, and not the constructor, reads them
 EPSILON = re.compile(r"(.*_)?eps(ilon)?")
 # Python loops this often when it builds a model.
 LAYERS = re.compile(r"(.*_)?(layers?|depths?)")
 PARTS = re.compile(r"(.*_)?(blocks|stages|experts|codebooks|labels)")
 MOST_LAYERS, MOST_PARTS = 64, 4096  # that are built also where a folder has fewer tensors
 # Other counts are widths of weights, which the folder would have, but for those that are no sizes.
-NO_SIZE = re.compile(r".*(token|position|window|length|theta|seed|max|interval|factor|period|num_ctx|n_ctx).*")
+NO_SIZE = re.compile(
+    r".*(token|position|window|length|theta|seed|max|interval|factor|period|num_ctx|n_ctx).*"
+)
 MOST_SIZE = 2**20  # likewise
 
 
@@ -29,21 +37,23 @@ def plain_config(checkpoint: Checkpoint) -> dict[str, object]:
     Of a folder that was read without its weights no count is bounded.
 
     Raises:
-        CheckpointError: packed weights; other files, or an implementation of attention to download; a flag that is
-            none, or a negative epsilon; or more layers, parts or channels than the folder's tensors can be. Names the
-            field.
+        CheckpointError: packed weights; other files, or an implementation of attention to download; a flag
+        that is
+            none, or a negative epsilon; or more layers, parts or channels than the folder's tensors can be.
+            Names the field.
     """
     elements = sum(math.prod(stored.entry.shape) for stored in checkpoint.tensors.values())
     require_unpacked(checkpoint.config)
     for key, value in _fields(checkpoint.config):
         if key in FILE_KEYS:
             raise CheckpointError(
-                f"{CONFIG}: {key}: expected no other files than the folder's usual ones, got {_short(value)}; remove it"
+                f"{CONFIG}: {key}: expected no other files than the folder's usual ones, got "
+                f"{_short(value)}; remove it"
             )
         if CHOSEN.fullmatch(key) and any("/" in name for name in _strings(value)):
             raise CheckpointError(
-                f"{CONFIG}: {key}: expected no name of the Hub, whose code would be downloaded, got {_short(value)}; "
-                "remove it"
+                f"{CONFIG}: {key}: expected no name of the Hub, whose code would be downloaded, got "
+                f"{_short(value)}; remove it"
             )
         if key in FLAGS and not isinstance(value, bool | None):
             raise CheckpointError(f"{CONFIG}: {key}: expected true or false, got {_short(value)}")
@@ -53,8 +63,9 @@ def plain_config(checkpoint: Checkpoint) -> dict[str, object]:
             most = _most(key, len(checkpoint.tensors), elements)
             if count > most:
                 raise CheckpointError(
-                    f"{CONFIG}: {key}: expected at most {most}, for the folder has {len(checkpoint.tensors)} tensors "
-                    f"of {elements} elements, got {_short(count)}; it belongs to other weights, or is a mistake"
+                    f"{CONFIG}: {key}: expected at most {most}, for the folder has {len(checkpoint.tensors)} "
+                    f"tensors of {elements} elements, got {_short(count)}; it belongs to other weights, or "
+                    "is a mistake"
                 )
     return without(checkpoint.config, lambda key: key in CODE_KEYS or CHOSEN.fullmatch(key) is not None)
 

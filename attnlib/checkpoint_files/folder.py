@@ -1,8 +1,9 @@
 """A folder with a checkpoint in it, checked before anything in it is trusted.
 
-Only plain files directly in the folder are opened, by names that say nothing but a name; each file has a size limit and
-must stay as it was when it was first seen. Links are refused, but for those of a download cache, where that is asked
-for: they lead from ``snapshots/<revision>`` to a plain file in ``blobs`` beside ``snapshots``, and nowhere else.
+Only plain files directly in the folder are opened, by names that say nothing but a name; each file has a size
+limit and must stay as it was when it was first seen. Links are refused, but for those of a download cache,
+where that is asked for: they lead from ``snapshots/<revision>`` to a plain file in ``blobs`` beside
+``snapshots``, and nowhere else.
 """
 
 import errno
@@ -60,7 +61,8 @@ class SourceFile:
 
     @classmethod
     def at(cls, path: Path, *, limit: int | None = None, follow_links: bool = False) -> "SourceFile":
-        """The file at ``path``, of at most ``limit`` bytes; with ``follow_links`` also a cache's, behind its link.
+        """The file at ``path``, of at most ``limit`` bytes; with ``follow_links`` also a cache's, behind its
+        link.
 
         Raises:
             CheckpointError: it is missing, a link, no plain file, unreadable or too large.
@@ -92,7 +94,9 @@ class SourceFile:
         return buffer
 
     def chunks(self, start: int, length: int, into: memoryview) -> Iterator[memoryview]:
-        """``length`` bytes from ``start`` on, read into ``into`` again and again; each part is valid until the next."""
+        """``length`` bytes from ``start`` on, read into ``into`` again and again; each part is valid until
+        the next.
+        """
         with self._open() as file:
             file.seek(start)
             while length:
@@ -104,7 +108,9 @@ class SourceFile:
                     except OSError as error:
                         raise CheckpointError(f"{self.name}: cannot be read: {error.strerror}") from error
                     if not count:
-                        raise CheckpointError(f"{self.name}: expected {self.size} bytes, and they ended before")
+                        raise CheckpointError(
+                            f"{self.name}: expected {self.size} bytes, and they ended before"
+                        )
                     filled += count
                 length -= filled
                 yield part
@@ -135,12 +141,16 @@ class StoredTensor:
         """The rows ``first`` to ``last - 1``, without the others."""
         shape, dtype, start = self.entry.shape, self.entry.dtype, self.entry.start
         row = self.entry.nbytes // shape[0]
-        return StoredTensor(self.file, TensorEntry(dtype, (last - first, *shape[1:]), start + first * row)).load()
+        return StoredTensor(
+            self.file, TensorEntry(dtype, (last - first, *shape[1:]), start + first * row)
+        ).load()
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checked folder: its config, tensors by name, shards, files to copy, and the names of what stays behind."""
+    """A checked folder: its config, tensors by name, shards, files to copy, and the names of what stays
+    behind.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -149,7 +159,9 @@ class Checkpoint:
     described_by: tuple[SourceFile, ...]
     copied: tuple[SourceFile, ...]
     left_behind: tuple[str, ...]
-    hashes: dict[str, str] = field(default_factory=dict, compare=False)  # of files that somebody has read whole
+    hashes: dict[str, str] = field(
+        default_factory=dict, compare=False
+    )  # of files that somebody has read whole
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -175,10 +187,11 @@ def buffer_for(size: int) -> memoryview:
 
 
 def read_folder(source: Path, *, follow_links: bool = False, weights: bool = True) -> Checkpoint:
-    """Check the folder ``source`` and read all of it but the tensors: config.json and the header of each shard.
+    """Check the folder ``source`` and read all of it but the tensors: config.json and the header of each
+    shard.
 
-    ``follow_links`` takes a snapshot of a download cache, whose files are links to the cache's own. Without ``weights``
-    there are no shards and no tensors: of config.json and what is copied alone.
+    ``follow_links`` takes a snapshot of a download cache, whose files are links to the cache's own. Without
+    ``weights`` there are no shards and no tensors: of config.json and what is copied alone.
 
     Raises:
         CheckpointError: something is missing, malformed or unsafe; names the file and what to do.
@@ -209,17 +222,23 @@ def read_folder(source: Path, *, follow_links: bool = False, weights: bool = Tru
     copied = tuple(at(source / name, limit=limit) for name, limit in limits.items() if name in names)
     read = {file.name for file in described_by + shards + copied}
     left = tuple(name for name in names if name not in read)
-    return Checkpoint(source, parse_object(config.read(), CONFIG), tensors, shards, described_by, copied, left)
+    return Checkpoint(
+        source, parse_object(config.read(), CONFIG), tensors, shards, described_by, copied, left
+    )
 
 
 def _require_weights(source: Path, names: Sequence[str]) -> None:
     """Raises CheckpointError unless a folder has one set of weights, in safetensors."""
     if WEIGHTS in names and INDEX in names:
-        raise CheckpointError(f"{source}: expected {WEIGHTS} or {INDEX}, got both; remove the one that is not meant")
+        raise CheckpointError(
+            f"{source}: expected {WEIGHTS} or {INDEX}, got both; remove the one that is not meant"
+        )
     if WEIGHTS not in names and INDEX not in names:
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
         advice = (
-            f"; {pickles[0]} may run code when it is opened: convert it to safetensors elsewhere" if pickles else ""
+            f"; {pickles[0]} may run code when it is opened: convert it to safetensors elsewhere"
+            if pickles
+            else ""
         )
         raise CheckpointError(f"{source}: expected {WEIGHTS} or {INDEX}, got neither{advice}")
 
@@ -227,12 +246,14 @@ def _require_weights(source: Path, names: Sequence[str]) -> None:
 def _weight_map(index: dict) -> dict[str, str]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{INDEX}: weight_map: expected the file of each tensor, got {str(weight_map)[:80]}")
+        raise CheckpointError(
+            f"{INDEX}: weight_map: expected the file of each tensor, got {str(weight_map)[:80]}"
+        )
     for tensor, name in weight_map.items():
         if not _is_shard_name(name):
             raise CheckpointError(
-                f"{INDEX}: weight_map[{tensor!r}]: expected the plain name of a .safetensors file in the same folder, "
-                f"got {str(name)[:80]!r}"
+                f"{INDEX}: weight_map[{tensor!r}]: expected the plain name of a .safetensors file in the "
+                f"same folder, got {str(name)[:80]!r}"
             )
     return weight_map
 
@@ -250,9 +271,13 @@ def _header(file: SourceFile) -> dict[str, TensorEntry]:
 
 
 def _agree(held: Mapping[str, TensorEntry], listed: set[str], name: str) -> None:
-    """Raises unless a shard holds exactly the tensors that the index lists for it; so no two shards hold the same."""
+    """Raises unless a shard holds exactly the tensors that the index lists for it; so no two shards hold the
+    same.
+    """
     for tensor in sorted(listed - held.keys()):
-        raise CheckpointError(f"{name}: expected {tensor!r}, which {INDEX} lists for it, got a file without it")
+        raise CheckpointError(
+            f"{name}: expected {tensor!r}, which {INDEX} lists for it, got a file without it"
+        )
     for tensor in sorted(held.keys() - listed):
         raise CheckpointError(f"{name}: holds {tensor!r}, which {INDEX} lists elsewhere or not at all")
 
@@ -273,7 +298,9 @@ def _blob(path: Path) -> Path:
         wanted = "expected a plain file or a link of a download cache, got another link"
         raise CheckpointError(f"{path.name}: {wanted}; put the file itself there, as `cp -L` does")
     if to.parts != ("..", "..", "blobs", to.name):
-        raise CheckpointError(f"{path.name}: expected a link to ../../blobs, as in a download cache, got {str(to)!r}")
+        raise CheckpointError(
+            f"{path.name}: expected a link to ../../blobs, as in a download cache, got {str(to)!r}"
+        )
     return blobs / to.name
 
 

@@ -1,8 +1,9 @@
 """The header of a safetensors file: what it holds, and where. Nothing here reads the tensors themselves.
 
-A file is eight bytes (the header's length, little-endian), the header (JSON) and the tensors, one after another. The
-safetensors package maps whole files, which counts as memory and ends the process when somebody shortens the file;
-reading the header leaves the tensors to plain reads. Every header that safetensors refuses is refused here.
+A file is eight bytes (the header's length, little-endian), the header (JSON) and the tensors, one after
+another. The safetensors package maps whole files, which counts as memory and ends the process when somebody
+shortens the file; reading the header leaves the tensors to plain reads. Every header that safetensors refuses
+is refused here.
 """
 
 import json
@@ -59,8 +60,8 @@ def header_length(first: bytes, size: int, name: str) -> int:
     length = int.from_bytes(first, "little")
     if len(first) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER):
         raise CheckpointError(
-            f"{name}: expected a header of 2 to {MAX_HEADER} bytes inside the file, got {length} bytes in a file of "
-            f"{size}; the file is cut off or no safetensors file, download it again"
+            f"{name}: expected a header of 2 to {MAX_HEADER} bytes inside the file, got {length} bytes in a "
+            f"file of {size}; the file is cut off or no safetensors file, download it again"
         )
     return length
 
@@ -69,11 +70,14 @@ def parse_header(header: bytes, size: int, name: str) -> dict[str, TensorEntry]:
     """The tensors of a file of ``size`` bytes, in the order in which they lie there.
 
     Raises:
-        CheckpointError: no JSON of the expected form; a dtype that has no whole number of bytes or is unknown; tensors
+        CheckpointError: no JSON of the expected form; a dtype that has no whole number of bytes or is
+        unknown; tensors
             that overlap, leave holes, occur twice or do not end where the file ends.
     """
     if not header.startswith(b"{"):
-        raise CheckpointError(f"{name}: expected the header to start with an opening brace, got {header[:1]!r}")
+        raise CheckpointError(
+            f"{name}: expected the header to start with an opening brace, got {header[:1]!r}"
+        )
     fields = parse_object(header, name)
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -86,7 +90,9 @@ def parse_header(header: bytes, size: int, name: str) -> dict[str, TensorEntry]:
             raise CheckpointError(f"{name}: {tensor!r}: expected to start at byte {end}, got {entry.start}")
         end += entry.nbytes
     if end != size:
-        raise CheckpointError(f"{name}: expected {end} bytes by its header, got {size}; download the file again")
+        raise CheckpointError(
+            f"{name}: expected {end} bytes by its header, got {size}; download the file again"
+        )
     return entries
 
 
@@ -116,13 +122,18 @@ def _entry(field: object, base: int, name: str) -> TensorEntry:
         raise CheckpointError(f"{name}: expected a dtype, a shape and data_offsets, got {str(field)[:80]}")
     dtypes = dict(DTYPES)
     if not isinstance(field["dtype"], str) or field["dtype"] not in dtypes:
-        raise CheckpointError(f"{name}: dtype: expected one of {', '.join(dtypes)}, got {str(field['dtype'])[:80]}")
-    shape, offsets = _counts(field["shape"], f"{name}: shape"), _counts(field["data_offsets"], f"{name}: data_offsets")
+        raise CheckpointError(
+            f"{name}: dtype: expected one of {', '.join(dtypes)}, got {str(field['dtype'])[:80]}"
+        )
+    shape, offsets = (
+        _counts(field["shape"], f"{name}: shape"),
+        _counts(field["data_offsets"], f"{name}: data_offsets"),
+    )
     entry = TensorEntry(dtypes[field["dtype"]], shape, base + offsets[0] if offsets else 0)
     if len(offsets) != 2 or offsets[1] - offsets[0] != entry.nbytes:
         raise CheckpointError(
-            f"{name}: data_offsets: expected a span of {entry.nbytes} bytes, as {field['dtype']} {list(shape)} takes, "
-            f"got {list(offsets)}"
+            f"{name}: data_offsets: expected a span of {entry.nbytes} bytes, as {field['dtype']} "
+            f"{list(shape)} takes, got {list(offsets)}"
         )
     return entry
 

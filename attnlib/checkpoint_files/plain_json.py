@@ -16,7 +16,9 @@ def parse_object(text: bytes, name: str) -> dict[str, Any]:
         CheckpointError: it is no JSON, no object, too deep, has a key twice, or a number that JSON has not.
     """
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite)
+        value = json.loads(
+            text.decode(), object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite
+        )
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error)[:200]
         raise CheckpointError(f"{name}: expected JSON, got something else: {reason}") from None

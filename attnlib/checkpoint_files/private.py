@@ -1,4 +1,6 @@
-"""Folders of one's own, for libraries that read files by name only: nobody else can change or add anything."""
+"""Folders of one's own, for libraries that read files by name only: nobody else can change or add
+anything.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

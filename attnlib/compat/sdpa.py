@@ -25,10 +25,10 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Attention of query ``[..., h, s, d]`` over key ``[..., g, t, d]`` and value ``[..., g, t, e]``.
 
-    It gives ``[..., h, s, e]``, as ``torch.nn.functional.scaled_dot_product_attention``. ``is_causal`` aligns the
-    first query with the first key. A bool ``attn_mask`` shows what is True, a float one is added to the scores and may
-    learn; both broadcast to ``[..., h, s, t]``. Grouped heads need ``enable_gqa``. A query that sees nothing gives 0.
-    Which weights dropout drops is attnlib's own.
+    It gives ``[..., h, s, e]``, as ``torch.nn.functional.scaled_dot_product_attention``. ``is_causal`` aligns
+    the first query with the first key. A bool ``attn_mask`` shows what is True, a float one is added to the
+    scores and may learn; both broadcast to ``[..., h, s, t]``. Grouped heads need ``enable_gqa``. A query
+    that sees nothing gives 0. Which weights dropout drops is attnlib's own.
 
     Raises:
         ValueError, TypeError: shapes that do not broadcast, or ``is_causal`` with an ``attn_mask``.
@@ -42,7 +42,9 @@ def scaled_dot_product_attention(
         if not isinstance(x, Tensor) or x.dim() < 2:
             raise ValueError(f"{name}: expected [..., heads, tokens, channels], got {came(x)}")
     if is_causal and attn_mask is not None:
-        raise ValueError("attn_mask: expected None with is_causal=True, as torch does; put the order into the mask")
+        raise ValueError(
+            "attn_mask: expected None with is_causal=True, as torch does; put the order into the mask"
+        )
     rank = max(x.dim() for x in (query, key, value))
     q, k, v = (x.reshape(*[1] * (max(rank, 4) - x.dim()), *x.shape) for x in (query, key, value))
     heads = q.shape[-3]
@@ -55,10 +57,14 @@ def scaled_dot_product_attention(
     mask, score = _masked(attn_mask, (*lead, heads, s, t), CAUSAL.shift(s - t) if is_causal else FULL)
     call = Call(q, mask, Score(scale, function=score), k, v, dropout=Dropout(dropout_p))
     out = attend(call)[0].transpose(1, 2)
-    return out.reshape(*(*lead, heads)[max(0, 4 - rank) :], s, v.shape[-1])  # without the dimensions that were added
+    return out.reshape(
+        *(*lead, heads)[max(0, 4 - rank) :], s, v.shape[-1]
+    )  # without the dimensions that were added
 
 
-def _masked(given: Tensor | None, shape: tuple[int, ...], band: AnyMask) -> tuple[AnyMask, ScoreFunction | None]:
+def _masked(
+    given: Tensor | None, shape: tuple[int, ...], band: AnyMask
+) -> tuple[AnyMask, ScoreFunction | None]:
     """What a mask of torch's says, of calls with scores of this shape: what is shown, or added."""
     if given is None:
         return band, None
@@ -67,7 +73,9 @@ def _masked(given: Tensor | None, shape: tuple[int, ...], band: AnyMask) -> tupl
         given = given.expand(*shape[:-3], *given.shape[-3:]).flatten(0, -4)
     for have, want in zip(reversed(given.shape), reversed(shape), strict=False):
         if have not in (1, want) and len(shape) == 4:
-            raise ValueError(f"attn_mask: expected a shape that broadcasts to {shape}, got {tuple(given.shape)}")
+            raise ValueError(
+                f"attn_mask: expected a shape that broadcasts to {shape}, got {tuple(given.shape)}"
+            )
     return (mask_tensor(given), None) if given.dtype == torch.bool else (band, bias_tensor(given))
 
 
@@ -75,5 +83,7 @@ def _one(name: str, sizes: list[int]) -> int:
     """The size to which these broadcast."""
     found = {size for size in sizes if size != 1} or {1}
     if len(found) > 1:
-        raise ValueError(f"{name}: expected as many of query, key and value, got {sizes}; enable_gqa=True groups them")
+        raise ValueError(
+            f"{name}: expected as many of query, key and value, got {sizes}; enable_gqa=True groups them"
+        )
     return found.pop()

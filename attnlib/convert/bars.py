@@ -24,7 +24,9 @@ def bar(title: str | None, total: int, unit: str, *, done: int = 0) -> "tqdm":
 
 
 def steps(title: str | None, total: int, unit: str) -> Callable[[], None]:
-    """What to call behind each step: the bar comes with the first one, as there may be none, and ends with the last."""
+    """What to call behind each step: the bar comes with the first one, as there may be none, and ends with
+    the last.
+    """
     shown: list[tqdm] = []
 
     def step() -> None:

@@ -23,11 +23,13 @@ SAMPLE = 4096  # inputs kept to measure on: of a layer as wide, in fp32, half of
 @kind
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """The mean of ``y y^T`` over ``tokens`` inputs x of one layer, with ``y = [x, 1]``: fp64 ``[m + 1, m + 1]``.
+    """The mean of ``y y^T`` over ``tokens`` inputs x of one layer, with ``y = [x, 1]``: fp64 ``[m + 1, m +
+    1]``.
 
-    Queries, keys and values (before norms and rope) are linear in y, whose last entry carries their biases, so that
-    this one matrix C gives the second moments of all of them: those of ``W y`` are ``W C W^T``. What second moments do
-    not tell is measured on ``sample`` ``[n, m]``, some of the x in the order of the text; None if nobody kept any.
+    Queries, keys and values (before norms and rope) are linear in y, whose last entry carries their biases,
+    so that this one matrix C gives the second moments of all of them: those of ``W y`` are ``W C W^T``. What
+    second moments do not tell is measured on ``sample`` ``[n, m]``, some of the x in the order of the text;
+    None if nobody kept any.
 
     Raises:
         TypeError: ``moment`` is not fp64.
@@ -52,14 +54,17 @@ class Calibration:
 
     @classmethod
     def white(cls, hidden_size: int, device: torch.device | str | None = None) -> "Calibration":
-        """No text: uncorrelated inputs of variance 1, so that moments of activations are products of weights."""
+        """No text: uncorrelated inputs of variance 1, so that moments of activations are products of
+        weights.
+        """
         return cls(0, torch.eye(hidden_size + 1, dtype=torch.float64, device=device))
 
     @classmethod
     def of(cls, batches: Iterable[Tensor]) -> "Calibration":
         """Over inputs ``[..., m]`` of one layer, a batch at a time; every token counts, so leave padding out.
 
-        The sample is of all tokens up to 4,096, and of some 2,000 to 4,096 of more, the same however they are batched.
+        The sample is of all tokens up to 4,096, and of some 2,000 to 4,096 of more, the same however they are
+        batched.
 
         Raises:
             ValueError: no token, widths that differ, or a NaN.
@@ -78,7 +83,9 @@ class Calibration:
         return replace(self, moment=self.moment.to(device), sample=sample)
 
     def energy(self, rows: Tensor) -> Tensor:
-        """The mean square ``E |W y|^2`` of each ``W`` in real or complex ``[..., d, m + 1]``: real ``[...]``."""
+        """The mean square ``E |W y|^2`` of each ``W`` in real or complex ``[..., d, m + 1]``: real
+        ``[...]``.
+        """
         return torch.einsum("...dm,...dm->...", rows @ self.moment.to(rows.dtype), rows.conj()).real
 
     def inputs(self) -> Tensor | None:
@@ -88,14 +95,15 @@ class Calibration:
 
 @kind
 def calibrate(blocks: Iterable[tuple[Block, nn.Module]], batches: Iterable[Batch]) -> Iterator[Calibration]:
-    """The calibration of one layer after another, as hidden states ``[..., m]`` move through a model's blocks.
+    """The calibration of one layer after another, as hidden states ``[..., m]`` move through a model's
+    blocks.
 
-    ``blocks`` are pairs of a block, called with each batch to give the next block's, and the attention layer inside it,
-    whose inputs are observed. A batch is a tensor, or a pair of one and keyword arguments that every block gets with
-    it, such as the ``cu_seqlens`` of a packed batch. Only one block and one layer's moments are needed at a time: both
-    iterators are lazy, so that blocks may be loaded, converted and released one by one. Blocks are called without
-    gradients, in the mode they are in (dropout belongs switched off), and always as they were before what is done with
-    their calibration.
+    ``blocks`` are pairs of a block, called with each batch to give the next block's, and the attention layer
+    inside it, whose inputs are observed. A batch is a tensor, or a pair of one and keyword arguments that
+    every block gets with it, such as the ``cu_seqlens`` of a packed batch. Only one block and one layer's
+    moments are needed at a time: both iterators are lazy, so that blocks may be loaded, converted and
+    released one by one. Blocks are called without gradients, in the mode they are in (dropout belongs
+    switched off), and always as they were before what is done with their calibration.
 
     Raises:
         ValueError: a block that never calls its layer, or inputs as :meth:`Calibration.of` refuses them.
@@ -112,7 +120,9 @@ def calibrate(blocks: Iterable[tuple[Block, nn.Module]], batches: Iterable[Batch
 
 
 class Workers(NamedTuple):
-    """``map`` calls a function for each of some things, ``count`` of them side by side; results keep their order."""
+    """``map`` calls a function for each of some things, ``count`` of them side by side; results keep their
+    order.
+    """
 
     count: int
     map: Callable[..., Iterable]
@@ -138,7 +148,9 @@ def observe(
     try:
         for start in range(0, len(batches), workers.count):
             some = slice(start, start + workers.count)  # so that few are in memory twice
-            for n, (inputs, batch) in enumerate(workers.map(partial(_moved, block, seen), batches[some]), start):
+            for n, (inputs, batch) in enumerate(
+                workers.map(partial(_moved, block, seen), batches[some]), start
+            ):
                 for x in inputs:
                     moments.add(x, workers)
                 batches[n] = batch
@@ -182,7 +194,11 @@ class _Moments:
     """A sum of ``y y^T`` in fp64, and a sample of the x."""
 
     def __init__(self):
-        self.tokens, self.total, self.sample = 0, None, _Sample()  # of the symmetric total the upper half is summed
+        self.tokens, self.total, self.sample = (
+            0,
+            None,
+            _Sample(),
+        )  # of the symmetric total the upper half is summed
 
     def add(self, x: Tensor, workers: Workers = ALONE) -> None:
         x = x.detach().flatten(0, -2)
@@ -190,7 +206,9 @@ class _Moments:
         if self.total is None:
             self.total = y.new_zeros(y.shape[-1], y.shape[-1])
         if len(self.total) != y.shape[-1]:
-            raise ValueError(f"batches: expected width {len(self.total) - 1} like the first one, got {x.shape[-1]}")
+            raise ValueError(
+                f"batches: expected width {len(self.total) - 1} like the first one, got {x.shape[-1]}"
+            )
         self.tokens += len(x)
         self.sample.add(x)
 
@@ -210,8 +228,9 @@ class _Moments:
 class _Sample:
     """At most SAMPLE of all rows: those whose random number is below a share, which is halved when needed.
 
-    The number is a function of the row's place in the text alone: the same rows are kept however they come in batches,
-    and first tokens, which models treat unlike others, are met as often as they occur whatever the pieces' length.
+    The number is a function of the row's place in the text alone: the same rows are kept however they come in
+    batches, and first tokens, which models treat unlike others, are met as often as they occur whatever the
+    pieces' length.
     """
 
     def __init__(self):

@@ -29,7 +29,10 @@ from .text.kept import CalibrationStore
 from .text.tokens import read_text
 from .wording import in_options
 
-MISREAD = ("Linear", "Llama3")  # scalings of ropes under latents, by loaders that were run; see docs/conversion.md
+MISREAD = (
+    "Linear",
+    "Llama3",
+)  # scalings of ropes under latents, by loaders that were run; see docs/conversion.md
 UNITS = (("", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
 EPILOG = """\
 exit codes: 0 done; 2 a wrong request; 3 the checkpoint cannot be converted; 4 the result is not what it should be;
@@ -46,15 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = "A checkpoint folder into one with a smaller KV cache, which stock loaders load."
     parser.epilog = EPILOG
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a folder with config.json and safetensors")
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="a folder with config.json and safetensors"
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="where the result will be")
     targets.add_arguments(parser)
     choice.add_arguments(parser)
     files = parser.add_argument_group("files and checks")
-    files.add_argument("--max-shard-size", type=_bytes, default=5 * 10**9, metavar="SIZE", help="default: 5GB")
+    files.add_argument(
+        "--max-shard-size", type=_bytes, default=5 * 10**9, metavar="SIZE", help="default: 5GB"
+    )
     files.add_argument("--follow-links", action="store_true", help="take the snapshot of a download cache")
     files.add_argument("--overwrite", action="store_true", help="replace an earlier result")
-    files.add_argument("--no-keep", action="store_true", help="remove what a failed run finished, instead of resuming")
+    files.add_argument(
+        "--no-keep", action="store_true", help="remove what a failed run finished, instead of resuming"
+    )
     files.add_argument("--allow-nonfinite", action="store_true", help="copy weights that are NaN or infinite")
     files.add_argument(
         "--check-logits",
@@ -87,18 +96,24 @@ def summary(report: Mapping[str, Any], out: Path) -> str:
     measures = report["measures"]
     if "kl_nats" in measures:
         difference, largest = measures["largest_logit_difference"], measures["largest_logit"]
-        lines.append(f"logits: differ by at most {difference:.3g} of {largest:.3g}; KL {measures['kl_nats']:.3g} nats")
+        lines.append(
+            f"logits: differ by at most {difference:.3g} of {largest:.3g}; KL {measures['kl_nats']:.3g} nats"
+        )
     if said := lost(measures, out=out):
         lines.append(said)
     if report["settings"].get("norm") == "exact":
         lines.append("for transformers: loaders that drop biases, as vLLM's does, need --norm calibrated")
     if (scaling := report["settings"].get("rope_scaling")) in MISREAD:
-        lines.append(f"for transformers: vLLM and llama.cpp take {scaling} scaling of a rope under latents for another")
+        lines.append(
+            f"for transformers: vLLM and llama.cpp take {scaling} scaling of a rope under latents for another"
+        )
     return "\n".join([*lines, f"report: {out / REPORT}"])
 
 
 def _largest_error(report: Mapping) -> str:
-    """The largest error of the result, and beside it what plain SVD has there; None, not finite, is larger than any."""
+    """The largest error of the result, and beside it what plain SVD has there; None, not finite, is larger
+    than any.
+    """
     errors = [(layer, name) for layer in report["layers"] for name in own_errors(layer) if name != "layer"]
     layer, name = max(errors, key=lambda error: _number(error[0][error[1]]))
     line = f"largest error of a layer: {name} {_number(layer[name]):.3g} in layer {layer['layer']}"
@@ -151,7 +166,9 @@ def _convert(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _check(arguments: argparse.Namespace, model: CheckpointModel, used: int) -> StockCheck:
-    """Holds the result against the source on text that calibrates nothing: behind ``used`` tokens, or the sample's."""
+    """Holds the result against the source on text that calibrates nothing: behind ``used`` tokens, or the
+    sample's.
+    """
     windows, held = windows_for(model.checkpoint, device()), None
     if arguments.check_logits is not None:
         windows = max(1, windows) if arguments.check_logits else 0

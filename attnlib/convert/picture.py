@@ -13,13 +13,17 @@ PICTURE = "conversion_report.png"
 
 
 def draw(report: Mapping[str, Any], folder: Path) -> None:
-    """Write ``report`` into ``folder`` as PNG: the errors of each layer and, where layers differ, their sizes.
+    """Write ``report`` into ``folder`` as PNG: the errors of each layer and, where layers differ, their
+    sizes.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     layers, sizes = report["layers"], report["settings"].get("sizes")
-    indices, names = [layer["layer"] for layer in layers], [name for name in own_errors(layers[0]) if name != "layer"]
+    indices, names = (
+        [layer["layer"] for layer in layers],
+        [name for name in own_errors(layers[0]) if name != "layer"],
+    )
     figure = blank(9, 5 if sizes is None else 7)
     rows = figure.subplots(
         1 if sizes is None else 2, sharex=True, squeeze=False, height_ratios=[3, 2][: 1 + bool(sizes)]

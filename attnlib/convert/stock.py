@@ -42,7 +42,9 @@ def read_config(source: Path | Checkpoint) -> "PreTrainedConfig":
 
 
 def checkpoint_of(source: Path | Checkpoint) -> Checkpoint:
-    """A folder that is read already, or is read now without its weights, a download cache's snapshot by its links."""
+    """A folder that is read already, or is read now without its weights, a download cache's snapshot by its
+    links.
+    """
     return source if isinstance(source, Checkpoint) else read_folder(source, follow_links=True, weights=False)
 
 
@@ -64,7 +66,9 @@ def body_class_of(config: "PreTrainedConfig") -> "type[PreTrainedModel]":
     try:
         return loading.body_class_of(config)
     except KeyError as error:
-        raise CheckpointError(f"{CONFIG}: model_type: expected a language model, got {config.model_type!r}") from error
+        raise CheckpointError(
+            f"{CONFIG}: model_type: expected a language model, got {config.model_type!r}"
+        ) from error
 
 
 def load_model(
@@ -75,7 +79,9 @@ def load_model(
     device: torch.device | str | None = None,
     allow_nonfinite: bool = False,
 ) -> "PreTrainedModel":
-    """As :func:`attnlib.integrations.transformers.loading.load_model`, silently; by default by the folder's config."""
+    """As :func:`attnlib.integrations.transformers.loading.load_model`, silently; by default by the folder's
+    config.
+    """
     stock()
     from ..integrations.transformers import loading
 

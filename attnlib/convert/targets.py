@@ -1,4 +1,6 @@
-"""What a command asks a checkpoint to become: its options held against the model, and the converter that they make."""
+"""What a command asks a checkpoint to become: its options held against the model, and the converter that they
+make.
+"""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
@@ -49,12 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     latent = parser.add_argument_group("with --to mla")
     latent.add_argument("--rank", type=int, metavar="N", help="of the latent, required")
     latent.add_argument("--rope-dim", type=int, metavar="N", help=f"rotary channels (default: {ROPE_DIM})")
-    latent.add_argument("--q-rank", type=int, metavar="N", help="of queries, as llama.cpp wants (default: none)")
     latent.add_argument(
-        "--norm", choices=get_args(Norm), help="how that of latents is passed: exact needs biases (default: without)"
+        "--q-rank", type=int, metavar="N", help="of queries, as llama.cpp wants (default: none)"
+    )
+    latent.add_argument(
+        "--norm",
+        choices=get_args(Norm),
+        help="how that of latents is passed: exact needs biases (default: without)",
     )
     own = parser.add_argument_group("with --to attnlib, which takes --kv-heads or --rank as well")
-    own.add_argument("--cache", metavar="SIZE", help="bytes a token of all layers, or a share of the source's: 25%%")
+    own.add_argument(
+        "--cache", metavar="SIZE", help="bytes a token of all layers, or a share of the source's: 25%%"
+    )
     own.add_argument("--layers", choices=("gqa", "mla"), help="what shares it (default: mla)")
     parser.add_argument(
         "--reach", type=int, metavar="N", help=f"distance over which keys should hold (default: {REACH})"
@@ -62,12 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_own_options(arguments: argparse.Namespace) -> None:
-    """Raises RequestError for an option that means nothing here, or without the number that this target needs."""
+    """Raises RequestError for an option that means nothing here, or without the number that this target
+    needs.
+    """
     sizes = SIZES[arguments.to]
     known = {*OPTIONS[_kind(arguments)], *sizes}
     known = known - {"norm"} | {"layers"} if arguments.to == "attnlib" else known
     listed = dict.fromkeys((*OPTIONS["gqa"], *OPTIONS["mla"], *SIZES["attnlib"], "layers"))
-    if given := [option(name) for name in listed if name not in known and getattr(arguments, name) is not None]:
+    if given := [
+        option(name) for name in listed if name not in known and getattr(arguments, name) is not None
+    ]:
         raise RequestError(f"{', '.join(given)}: means nothing with --to {arguments.to}; leave it out")
     given = [name for name in sizes if getattr(arguments, name) is not None]
     if not given:
@@ -82,7 +94,9 @@ def require_own_options(arguments: argparse.Namespace) -> None:
 def target_of(
     arguments: argparse.Namespace, model: CheckpointModel, *, calibrated: bool
 ) -> Callable[[CalibrationStore | None], Made]:
-    """What makes the converter, and what a report says of it, of calibrations; of None to see what is refused."""
+    """What makes the converter, and what a report says of it, of calibrations; of None to see what is
+    refused.
+    """
     made = {"gqa": _to_gqa, "mla": _to_mla, "attnlib": _to_own}[arguments.to]
     return partial(made, arguments, model, calibrated=calibrated)
 
@@ -93,14 +107,21 @@ def device() -> str:
 
 
 def _to_gqa(
-    arguments: argparse.Namespace, model: CheckpointModel, calibrations: CalibrationStore | None, *, calibrated: bool
+    arguments: argparse.Namespace,
+    model: CheckpointModel,
+    calibrations: CalibrationStore | None,
+    *,
+    calibrated: bool,
 ) -> Made:
     options = _recipe(arguments, model, calibrated=calibrated)
-    converter = grouped(model.config, arguments.kv_heads, calibrations=calibrations, device=device(), **options)
+    converter = grouped(
+        model.config, arguments.kv_heads, calibrations=calibrations, device=device(), **options
+    )
     if arguments.kv_heads != model.shape.kv_heads and model.family.kv_heads is None:
         raise RequestError(
             f"--kv-heads: expected {model.shape.kv_heads}, got {arguments.kv_heads}; stock loaders of "
-            f"{model.config['model_type']} know no fewer KV heads than heads, and --to attnlib writes for attnlib.load"
+            f"{model.config['model_type']} know no fewer KV heads than heads, and --to attnlib writes for "
+            "attnlib.load"
         )
     return converter, {"kv_heads": arguments.kv_heads} | options
 
@@ -119,7 +140,11 @@ def _recipe(arguments: argparse.Namespace, model: CheckpointModel, *, calibrated
 
 
 def _to_mla(
-    arguments: argparse.Namespace, model: CheckpointModel, calibrations: CalibrationStore | None, *, calibrated: bool
+    arguments: argparse.Namespace,
+    model: CheckpointModel,
+    calibrations: CalibrationStore | None,
+    *,
+    calibrated: bool,
 ) -> Made:
     options = {
         "rope_dim": ROPE_DIM if arguments.rope_dim is None else arguments.rope_dim,
@@ -136,13 +161,19 @@ def _to_mla(
 
 
 def _norm(asked: Norm | None, model: CheckpointModel, *, calibrated: bool) -> Norm:
-    """The norm that is asked for; else the one without biases, which more loaders read, where it can be made."""
+    """The norm that is asked for; else the one without biases, which more loaders read, where it can be
+    made.
+    """
     if asked == "exact" or not calibrated:
         with _refusals("--to mla"):
             check_text(asked or "exact", calibrated=calibrated)
         return "exact"
     for index, layer in model.layers.items():
-        biases = {name: model.checkpoint.tensors[layer.prefix + name] for name in layer.stored if name.endswith("bias")}
+        biases = {
+            name: model.checkpoint.tensors[layer.prefix + name]
+            for name in layer.stored
+            if name.endswith("bias")
+        }
         try:
             check_biases("calibrated", {name: stored.load() for name, stored in biases.items()})
         except NotImplementedError as error:
@@ -153,7 +184,11 @@ def _norm(asked: Norm | None, model: CheckpointModel, *, calibrated: bool) -> No
 
 
 def _to_own(
-    arguments: argparse.Namespace, model: CheckpointModel, calibrations: CalibrationStore | None, *, calibrated: bool
+    arguments: argparse.Namespace,
+    model: CheckpointModel,
+    calibrations: CalibrationStore | None,
+    *,
+    calibrated: bool,
 ) -> Made:
     kind = _own_kind(arguments, model, calibrations, calibrated=calibrated)
     size = arguments.kv_heads if arguments.rank is None else arguments.rank
@@ -162,7 +197,11 @@ def _to_own(
             total = cache_bytes(arguments.cache, token_bytes(model.checkpoint.config, model))
             is_known = calibrations is not None or not calibrated
             require_room(kind, total)
-            sizes = allotted(kind, total, calibrations, progress=not arguments.quiet) if is_known else smallest(kind)
+            sizes = (
+                allotted(kind, total, calibrations, progress=not arguments.quiet)
+                if is_known
+                else smallest(kind)
+            )
         else:
             sizes = [size] * len(model.layers)
         require_loadable(kind, sizes)
@@ -172,7 +211,11 @@ def _to_own(
 
 
 def _own_kind(
-    arguments: argparse.Namespace, model: CheckpointModel, calibrations: CalibrationStore | None, *, calibrated: bool
+    arguments: argparse.Namespace,
+    model: CheckpointModel,
+    calibrations: CalibrationStore | None,
+    *,
+    calibrated: bool,
 ) -> Kind:
     if _kind(arguments) == "gqa":
         return GroupedKind(model, calibrations, device(), _recipe(arguments, model, calibrated=calibrated))

@@ -1,4 +1,6 @@
-"""The weights of a grouped-query layer head by head, as conversions compute with them, from and to its state dict."""
+"""The weights of a grouped-query layer head by head, as conversions compute with them, from and to its state
+dict.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +18,10 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class Heads:
     """Projections of ``h`` query heads and ``g`` KV heads, fp64; query head i reads KV head ``i // (h / g)``.
 
-    q ``[h, d, m + 1]``, k and v ``[g, d, m + 1]``: the last column is the bias (0 without), which the constant one of
-    a :class:`Calibration` meets. o ``[m, h, d]``; its bias is nobody's business here. ``gains`` are those of q_norm
-    ``[h, d]`` and of k_norm ``[g, d]``, the same row for all heads of most models. ``rope`` says which channels are
-    rotated, and in which pairs.
+    q ``[h, d, m + 1]``, k and v ``[g, d, m + 1]``: the last column is the bias (0 without), which the
+    constant one of a :class:`Calibration` meets. o ``[m, h, d]``; its bias is nobody's business here.
+    ``gains`` are those of q_norm ``[h, d]`` and of k_norm ``[g, d]``, the same row for all heads of most
+    models. ``rope`` says which channels are rotated, and in which pairs.
     """
 
     q: Tensor
@@ -47,7 +49,9 @@ class Heads:
 
 
 def pairs_of(rows: Tensor, *, interleaved: bool) -> Tensor:
-    """Channels ``[..., p, m]`` as complex numbers ``[..., p / 2, m]``, paired as :func:`attnlib.rotate` does."""
+    """Channels ``[..., p, m]`` as complex numbers ``[..., p / 2, m]``, paired as :func:`attnlib.rotate`
+    does.
+    """
     channels = "(pair part)" if interleaved else "(part pair)"
     return torch.complex(*rearrange(rows, f"... {channels} m -> part ... pair m", part=2))
 
@@ -59,7 +63,8 @@ def rows_of(pairs: Tensor, *, interleaved: bool) -> Tensor:
 
 
 def split(state: Mapping[str, Tensor], *, head_dim: int, rope: Rope | None) -> Heads:
-    """The heads in a state dict of :class:`attnlib.GroupedQueryAttention`, the names of transformers; all are copies.
+    """The heads in a state dict of :class:`attnlib.GroupedQueryAttention`, the names of transformers; all are
+    copies.
 
     Raises:
         ValueError: weights that no grouped-query layer has, or that are not finite.
@@ -80,7 +85,9 @@ def split(state: Mapping[str, Tensor], *, head_dim: int, rope: Rope | None) -> H
 
 
 def join(heads: Heads, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``state`` with the projections and sinks of ``heads``, in the dtypes and with the biases that it has."""
+    """``state`` with the projections and sinks of ``heads``, in the dtypes and with the biases that it
+    has.
+    """
     changed = {"o_proj.weight": rearrange(heads.o, "m h d -> m (h d)")}
     for name, rows in (("q_proj", heads.q), ("k_proj", heads.k), ("v_proj", heads.v)):
         changed[f"{name}.weight"] = rearrange(rows[..., :-1], "h d m -> (h d) m")
@@ -92,18 +99,24 @@ def join(heads: Heads, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 changed[name] = gains if state[name].dim() == 2 else gains.flatten()
     if heads.sinks is not None:
         changed["sinks"] = heads.sinks
-    return {name: changed[name].to(value.dtype) if name in changed else value for name, value in state.items()}
+    return {
+        name: changed[name].to(value.dtype) if name in changed else value for name, value in state.items()
+    }
 
 
 def _gains(weight: Tensor, rows: Tensor) -> Tensor:
-    """The gains of a norm of each head, of all heads as of one vector, or of each head with its own: ``[h, d]``."""
+    """The gains of a norm of each head, of all heads as of one vector, or of each head with its own: ``[h,
+    d]``.
+    """
     return weight.to(torch.float64, copy=True).reshape(-1, rows.shape[1]).expand(rows.shape[:2])
 
 
 def _rows(state: Mapping[str, Tensor], name: str, head_dim: int) -> Tensor:
     weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
     if weight.dim() != 2 or weight.shape[0] % head_dim:
-        raise ValueError(f"{name}.weight: expected rows of heads of {head_dim} channels, got {tuple(weight.shape)}")
+        raise ValueError(
+            f"{name}.weight: expected rows of heads of {head_dim} channels, got {tuple(weight.shape)}"
+        )
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     rows = torch.cat((weight, bias[:, None]), -1).double()
     return rearrange(rows, "(h d) m -> h d m", d=head_dim)

@@ -1,7 +1,8 @@
-"""Calls on DTensors: each rank attends with the rows and heads that it has, as the whole call does with these.
+"""Calls on DTensors: each rank attends with the rows and heads that it has, as the whole call does with
+these.
 
-The rule is ours and not registered with torch's operators: functions of indices and dropout must know which heads and
-sequences of the whole a rank has, which a strategy of torch's for an operator cannot tell it.
+The rule is ours and not registered with torch's operators: functions of indices and dropout must know which
+heads and sequences of the whole a rank has, which a strategy of torch's for an operator cannot tell it.
 """
 
 import math
@@ -59,7 +60,9 @@ class MeshPlacement(NamedTuple):
         for name, x in qkv.items():
             if not is_dtensor(x) or x.device_mesh != mesh:
                 got = f"one on {x.device_mesh}" if is_dtensor(x) else type(x).__name__
-                raise TypeError(f"{name}: expected a DTensor on {mesh}, as q, k and v are together, got {got}")
+                raise TypeError(
+                    f"{name}: expected a DTensor on {mesh}, as q, k and v are together, got {got}"
+                )
         sizes = bound(call)
         letters = dict(zip(qkv, LETTERS[call.packing is not None], strict=True))
         kinds = [[_kind(name, x, letters[name], at) for name, x in qkv.items()] for at in range(mesh.ndim)]
@@ -67,8 +70,8 @@ class MeshPlacement(NamedTuple):
         h, g, n = sizes["h"], sizes["g"], sharing.ranks("h")
         if h % n or (g % n and n % g):
             raise ValueError(
-                f"k: expected KV heads that {n} ranks divide, or that divide them, with h={h} query heads, got g={g}; "
-                "redistribute q, k and v to Replicate()"
+                f"k: expected KV heads that {n} ranks divide, or that divide them, with h={h} query heads, "
+                f"got g={g}; redistribute q, k and v to Replicate()"
             )
         return sharing
 
@@ -100,14 +103,18 @@ class MeshPlacement(NamedTuple):
         return [Replicate() if dim < 0 else Shard(dim) for dim in dims]
 
     def local(self, x: Tensor, letters: str = "") -> Tensor:
-        """This rank's part of a tensor, whose gradient is the whole one's. A local one is the same on all ranks."""
+        """This rank's part of a tensor, whose gradient is the whole one's. A local one is the same on all
+        ranks.
+        """
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         if not is_dtensor(x):
             x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         wanted = self.placements(letters)
         pairs = zip(wanted, self.shared, strict=True)
-        grads = [Partial() if p.is_replicate() and shared else p for p, shared in pairs]  # each rank adds its own
+        grads = [
+            Partial() if p.is_replicate() and shared else p for p, shared in pairs
+        ]  # each rank adds its own
         part = x.redistribute(placements=wanted).to_local(grad_placements=grads)
         if "g" in letters and self.sizes["g"] % self.ranks("h"):
             start, size = self.span("h")
@@ -119,7 +126,9 @@ class MeshPlacement(NamedTuple):
         """A tensor like :meth:`local`'s, whose values say nothing, and for which no rank asks another."""
         sizes = {letter: self.span(letter)[1] for letter in "bh" if letter in self.sizes}
         sizes["g"] = -(-sizes["h"] * self.sizes["g"] // self.sizes["h"])
-        shape = [sizes.get(letter, size) for letter, size in zip(letters or " " * x.dim(), x.shape, strict=True)]
+        shape = [
+            sizes.get(letter, size) for letter, size in zip(letters or " " * x.dim(), x.shape, strict=True)
+        ]
         return torch.empty(shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
     def whole(self, x: Tensor | None, letters: str) -> "DTensor | None":
@@ -173,7 +182,9 @@ def local_call(
         mask = mask.reading([*map(of, mask.tensors)])
     packing, descales = call.packing, call.descales
     if packing is not None:
-        packing = packing._replace(cu_seqlens_q=of(packing.cu_seqlens_q), cu_seqlens_k=of(packing.cu_seqlens_k))
+        packing = packing._replace(
+            cu_seqlens_q=of(packing.cu_seqlens_q), cu_seqlens_k=of(packing.cu_seqlens_k)
+        )
     if descales is not None:
         descales = Descales(*map(of, descales, ("bh", "bg", "bg")))
     bounds = of(call.key_starts, "b"), of(call.key_ends, "b")
@@ -182,7 +193,9 @@ def local_call(
         origin = origin._replace(head=origin.head + sharing.span("h")[0])
         origin = origin if packing else origin._replace(sequence=origin.sequence + sharing.span("b")[0])
         dropout = dropout._replace(seed=of(_seed(dropout, q.device, sharing)))
-    return LocalCall(Call(q, mask, score, k, v, None, *bounds, packing, dropout, origin, descales, call.lse), sharing)
+    return LocalCall(
+        Call(q, mask, score, k, v, None, *bounds, packing, dropout, origin, descales, call.lse), sharing
+    )
 
 
 def _seed(dropout: Dropout, device: torch.device, sharing: MeshPlacement) -> Tensor | None:
@@ -204,5 +217,7 @@ def _kind(name: str, x: "DTensor", letters: str, at: int) -> str:
         return ""
     letter = letters[placement.dim % len(letters)].replace("g", "h") if type(placement) is Shard else None
     if letter not in ("b", "h"):
-        raise NotImplementedError(f"{name}: expected no {placement!r} on dimension {at} of the mesh; {REMEDY}")
+        raise NotImplementedError(
+            f"{name}: expected no {placement!r} on dimension {at} of the mesh; {REMEDY}"
+        )
     return letter

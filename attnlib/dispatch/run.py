@@ -18,7 +18,8 @@ from .select import PREPARED, Explanation, explained, select
 class CallPlan(NamedTuple):
     """The calls that answer one call: itself alone, or two that :func:`merge_states` joins.
 
-    Then ``own`` attends to the keys that each sequence has for itself, ``shared`` to those that groups of them share.
+    Then ``own`` attends to the keys that each sequence has for itself, ``shared`` to those that groups of
+    them share.
     """
 
     own: Call
@@ -26,7 +27,9 @@ class CallPlan(NamedTuple):
 
 
 def planned(call: Call) -> CallPlan:
-    """The calls that answer this one. Shared keys get a call of their own where every query sees all of them."""
+    """The calls that answer this one. Shared keys get a call of their own where every query sees all of
+    them.
+    """
     kv, q = call.kv, call.q
     if kv is None or kv.shared is None or not _sees_all_before(call) or not is_strided(q):
         return CallPlan(call)
@@ -36,7 +39,9 @@ def planned(call: Call) -> CallPlan:
 
 
 def packed_by_documents(call: Call) -> Call | None:
-    """The packed call that a checked dense one is, if its mask does no more than keep documents of a row apart."""
+    """The packed call that a checked dense one is, if its mask does no more than keep documents of a row
+    apart.
+    """
     mask, sections, score = call.mask, getattr(call.mask, "sections", None), call.score
     if sections is None or not score.is_alike or call.dropout.p or call.origin is not NO_ORIGIN:
         return None
@@ -49,7 +54,9 @@ def packed_by_documents(call: Call) -> Call | None:
 
 
 def told(call: Call, name: str | None) -> Explanation:
-    """What a call would run on, and why. Over keys that ranks share, what this rank runs over those that it stored."""
+    """What a call would run on, and why. Over keys that ranks share, what this rank runs over those that it
+    stored.
+    """
     if call.kv is not None and call.kv.ranks is not None:
         held, ranks = _held_of(call), call.kv.ranks
         if held.stored is None:
@@ -82,7 +89,9 @@ class ExplainOnly:
 
 
 def attend(call: Call, name: str | ExplainOnly | None = None) -> tuple[Tensor, Tensor]:
-    """Output and LSE of a call, on the backend of this name; for those who say more of a call than its doors take."""
+    """Output and LSE of a call, on the backend of this name; for those who say more of a call than its doors
+    take.
+    """
     if type(name) is ExplainOnly:
         return name.answer(call)
     kv = call.kv
@@ -124,7 +133,9 @@ def gradients(call: Call, name: str | None, dout: Tensor, out: Tensor, lse: Tens
 
 
 def _sees_all_before(call: Call) -> bool:
-    """Whether every query sees all keys before its own, and no score depends on how far off they are, or on whose."""
+    """Whether every query sees all keys before its own, and no score depends on how far off they are, or on
+    whose.
+    """
     is_alike = call.score.is_alike and call.descales is None  # those of sequences may differ
     return isinstance(call.mask, Mask) and call.mask.sees_all_before and is_alike
 
@@ -132,7 +143,8 @@ def _sees_all_before(call: Call) -> bool:
 def _attend_dealt(call: Call, name: str | None) -> tuple[Tensor, Tensor]:
     """Attention to keys that ranks share. Each attends to those that it has, and all merge what they found.
 
-    A step's own tokens every rank has, and attends to without the others. Sinks come last, so that they count once.
+    A step's own tokens every rank has, and attends to without the others. Sinks come last, so that they count
+    once.
     """
     kv, held, q = call.kv, _held_of(call), call.q
     if held.stored is None:
@@ -159,16 +171,16 @@ def _held_of(call: Call) -> Held:
     """What this rank has of the keys of a call, which is one that ranks can share.
 
     Raises:
-        NotImplementedError: a query does not see all keys before its own, or a score depends on which key it is of.
-        RuntimeError: the view does not say what this rank has.
-        ValueError: queries of a read do not see all keys.
+        NotImplementedError: a query does not see all keys before its own, or a score depends on which key it
+        is of. RuntimeError: the view does not say what this rank has. ValueError: queries of a read do not
+        see all keys.
     """
     q, held = call.q, call.kv.held
     if not _sees_all_before(call):
         raise NotImplementedError(
-            "kv: over a cache that ranks share every query sees all keys before its own, and scores depend on q and k "
-            "alone: expected a Mask such as CAUSAL or FULL, and no alibi_slopes, score or q_descale; make the cache "
-            "without mesh=, or for a sliding window with a layout that has it"
+            "kv: over a cache that ranks share every query sees all keys before its own, and scores depend "
+            "on q and k alone: expected a Mask such as CAUSAL or FULL, and no alibi_slopes, score or "
+            "q_descale; make the cache without mesh=, or for a sliding window with a layout that has it"
         )
     if not is_strided(q):
         refuse_tensor("q", q)
@@ -176,12 +188,13 @@ def _held_of(call: Call) -> Held:
         raise NotImplementedError("cached attention has no backward; wrap the call in torch.no_grad()")
     if held is None:
         raise RuntimeError(
-            "kv: expected the view that append() returned in this step, of a cache that ranks share, got one without "
-            "the step's own tokens, as view() or replace() make it"
+            "kv: expected the view that append() returned in this step, of a cache that ranks share, got one "
+            "without the step's own tokens, as view() or replace() make it"
         )
     if held.fresh is None and not held.is_single and call.mask.without_prefix() != FULL:
         raise ValueError(
-            f"mask: expected FULL for several queries of a read, over a cache that ranks share, got {call.mask}"
+            "mask: expected FULL for several queries of a read, over a cache that ranks share, got "
+            f"{call.mask}"
         )
     return held
 

@@ -24,13 +24,14 @@ REMEDY = "to do: update attnlib, or install versions of torch and Triton that it
 class Backend(Protocol):
     """A way to run attention: a module or an object of this shape.
 
-    ``unsupported`` lists why a spec cannot run, ``slow`` why it would copy K or V, materialise scores or wait for
-    the device; both look at the spec alone. ``failures`` lists which private functions of torch and Triton do not work
-    as expected, and what that costs. ``attention`` and ``cached_attention`` run a checked call to ``(out, lse)``;
-    ``gradients`` are those of a piece of a larger call, from that one's dout, output and LSE at the queries of the
-    piece; and ``prepare`` gives a quicker way to run a call again, or None. ``variant`` names the kernels that would
-    run it, where there are several; else it is empty. ``cannot_store`` lists why tokens of a dtype cannot be stored on
-    a device; the rest does what :mod:`attnlib.dispatch.storage` says of it, ``peer_memory`` for a group.
+    ``unsupported`` lists why a spec cannot run, ``slow`` why it would copy K or V, materialise scores or wait
+    for the device; both look at the spec alone. ``failures`` lists which private functions of torch and
+    Triton do not work as expected, and what that costs. ``attention`` and ``cached_attention`` run a checked
+    call to ``(out, lse)``; ``gradients`` are those of a piece of a larger call, from that one's dout, output
+    and LSE at the queries of the piece; and ``prepare`` gives a quicker way to run a call again, or None.
+    ``variant`` names the kernels that would run it, where there are several; else it is empty.
+    ``cannot_store`` lists why tokens of a dtype cannot be stored on a device; the rest does what
+    :mod:`attnlib.dispatch.storage` says of it, ``peer_memory`` for a group.
     """
 
     unsupported: Callable[[AttentionSpec], list[str]]
@@ -55,17 +56,17 @@ FLOP_FORMULAS = flops.formulas()
 
 
 class SlowPathWarning(UserWarning):
-    """The automatic choice copies K or V, materialises scores, or waits for the device; or a Hopper GPU runs without a
-    fast path, since a private function of torch or Triton has changed. ``explain`` says why."""
+    """The automatic choice copies K or V, materialises scores, or waits for the device; or a Hopper GPU runs
+    without a fast path, since a private function of torch or Triton has changed. ``explain`` says why."""
 
 
 @leading_to("explain(call, *args) makes it")
 class Explanation(NamedTuple):
     """Which backend a call runs on and why; print it. ``variant`` names the kernels, if there are several.
 
-    Over a view with shared prefixes two calls run, and are merged: ``shared`` explains the one over these prefixes, and
-    all else is of the one over what each sequence has for itself. ``ranks`` says how ranks share a sequence.
-    ``failures`` says which fast paths are off and why.
+    Over a view with shared prefixes two calls run, and are merged: ``shared`` explains the one over these
+    prefixes, and all else is of the one over what each sequence has for itself. ``ranks`` says how ranks
+    share a sequence. ``failures`` says which fast paths are off and why.
     """
 
     spec: AttentionSpec
@@ -98,7 +99,9 @@ class Explanation(NamedTuple):
         lines += [f"  slow: {reason}" for reason in self.slow]
         lines += [] if self.spec.functions is None else [f"  {line}" for line in self.spec.functions.lines]
         lines += [f"  shared: {self.ranks}"] if self.ranks else []
-        return lines + [f"  not on {name}: {reason}" for name, reasons in self.rejected.items() for reason in reasons]
+        return lines + [
+            f"  not on {name}: {reason}" for name, reasons in self.rejected.items() for reason in reasons
+        ]
 
     def _fast_paths(self) -> list[str]:
         off = [f"fast path off: {failure}" for failure in self.failures]
@@ -109,7 +112,8 @@ class Explanation(NamedTuple):
 def select(spec: AttentionSpec, name: str | None = None) -> Backend:
     """The first backend that can run ``spec``; a named one runs it or raises, and never falls back.
 
-    ``"strict"`` is the automatic choice that raises where it would be slow; on a GPU the automatic choice warns.
+    ``"strict"`` is the automatic choice that raises where it would be slow; on a GPU the automatic choice
+    warns.
 
     Raises:
         ValueError, TypeError: no backend has this name.
@@ -152,7 +156,9 @@ def explanation(spec: AttentionSpec, name: str | None) -> Explanation:
     slow = backend_of(able[0]).slow(spec) if able else []
     chosen = able[0] if able and not (name == "strict" and slow) else None
     failures = _failures(spec, backend_of(able[0])) if able else ()
-    return Explanation(spec, chosen, {key: why for key, why in reasons.items() if why}, slow, failures=failures)
+    return Explanation(
+        spec, chosen, {key: why for key, why in reasons.items() if why}, slow, failures=failures
+    )
 
 
 def _failures(spec: AttentionSpec, backend: Backend) -> tuple[str, ...]:
@@ -206,7 +212,8 @@ def _warn_of_failures(spec: AttentionSpec, backend: Backend) -> None:
 
 
 def _level_of_caller() -> int:
-    """The ``stacklevel`` with which a warning of the function that asks names the line of who called this package.
+    """The ``stacklevel`` with which a warning of the function that asks names the line of who called this
+    package.
 
     Layers call it through torch's modules, so that those are passed over too.
     """

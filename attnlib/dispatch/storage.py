@@ -15,14 +15,21 @@ from .select import PREPARED, storing
 
 
 def write_cache(
-    kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, *, angles: Angles | None = None, key: Key | None = None
+    kv: KVView,
+    k: Tensor,
+    v: Tensor | None,
+    slots: Tensor,
+    *,
+    angles: Angles | None = None,
+    key: Key | None = None,
 ) -> None:
     """Write tokens into a view's planes in place: k, rotated by ``angles`` first, and v, at ``slots``.
 
-    A slot is ``page * page_size + offset``, int64, one for each token; -1 is skipped. Grouped: k ``[b, s, g, d]`` or
-    packed ``[t, g, d]``, v ``[..., g, e]``. Latent: k is the latent ``[..., r]``, and v the rotary key ``[..., p]`` or
-    None, which is what ``angles`` rotate. Quantises when the layout stores int8 or fp8. With a ``key`` that holds all
-    that decides a write but the slots, :func:`prepared_write` finds a quicker way to write again.
+    A slot is ``page * page_size + offset``, int64, one for each token; -1 is skipped. Grouped: k ``[b, s, g,
+    d]`` or packed ``[t, g, d]``, v ``[..., g, e]``. Latent: k is the latent ``[..., r]``, and v the rotary
+    key ``[..., p]`` or None, which is what ``angles`` rotate. Quantises when the layout stores int8 or fp8.
+    With a ``key`` that holds all that decides a write but the slots, :func:`prepared_write` finds a quicker
+    way to write again.
 
     Raises:
         ValueError: with ``ATTNLIB_CHECK=1``, a slot is outside the planes, or two tokens get the same.
@@ -36,14 +43,17 @@ def write_cache(
 
 
 def prepared_write(kv: KVView, slots: Tensor, key: Key) -> Write | None:
-    """What writes tokens of this key to these slots of a view sooner than :func:`write_cache`, if anything."""
+    """What writes tokens of this key to these slots of a view sooner than :func:`write_cache`, if
+    anything.
+    """
     return PREPARED.find(kv, ("write", id(slots), key))
 
 
 def new_schedule(
     layout: KVLayout, sequences: int, device: torch.device, *, limit: int = 0, split_size: int = 0
 ) -> Tensor | None:
-    """A buffer for the ``schedule`` of views of up to so many sequences; None where the device has no use for one.
+    """A buffer for the ``schedule`` of views of up to so many sequences; None where the device has no use for
+    one.
 
     With a ``split_size``, for sequences of at most ``limit`` tokens.
     """
@@ -56,14 +66,17 @@ def update_schedule(
 ) -> None:
     """Schedule sequences of these starts and lengths, of at most ``limit`` tokens, in place; on the device.
 
-    Of each the last ``reach`` tokens count, where a window hides the others. A ``split_size`` fixes that of splits.
+    Of each the last ``reach`` tokens count, where a window hides the others. A ``split_size`` fixes that of
+    splits.
     """
     options = {"limit": limit, "reach": reach, "split_size": split_size}
     storing(torch.float32, schedule.device).update_schedule(schedule, starts, lengths, **options)
 
 
 def with_memory(ranks: Ranks, device: torch.device) -> Ranks:
-    """The same ranks, which write into each other's memory from now on where their devices can; all call it alike."""
+    """The same ranks, which write into each other's memory from now on where their devices can; all call it
+    alike.
+    """
     return replace(ranks, memory=storing(torch.float32, device).peer_memory(ranks.group, device))
 
 

@@ -18,18 +18,18 @@ INSIDE = "attnlib."
 class LayoutWarning(UserWarning):
     """Numbers that most likely lie in another order than the call takes them for.
 
-    Tensors in SDPA's ``[b, h, s, d]`` where a function takes ``[b, s, h, d]``, or a rope whose pairs are not those that
-    DeepSeek's layers rotate.
+    Tensors in SDPA's ``[b, h, s, d]`` where a function takes ``[b, s, h, d]``, or a rope whose pairs are not
+    those that DeepSeek's layers rotate.
     """
 
 
 def hinted(call: Call) -> Call:
     """Return the call; warn once a call site if its shapes are most likely SDPA's ``[b, h, s, d]``.
 
-    Three shapes say so: more heads than any model has; fewer keys than queries under a mask that hides keys by their
-    distance; and as many heads and keys in k as heads and queries in q, at least twice as many heads as queries. The
-    last is SDPA's layout without groups. Grouped calls in the right order have fewer heads in k, so they never look
-    like it.
+    Three shapes say so: more heads than any model has; fewer keys than queries under a mask that hides keys
+    by their distance; and as many heads and keys in k as heads and queries in q, at least twice as many heads
+    as queries. The last is SDPA's layout without groups. Grouped calls in the right order have fewer heads in
+    k, so they never look like it.
 
     For the public functions; callers within the package know their layouts. Silent under torch.compile.
     """
@@ -49,23 +49,24 @@ def hinted(call: Call) -> Call:
     else:
         return call
     warn_once(
-        f"q: expected [b, s, h, d], got {tuple(q.shape)}, which says {found}; if these are SDPA's [b, h, s, d], give "
-        "q.transpose(1, 2), k and v alike, or call attnlib.compat.sdpa.scaled_dot_product_attention",
+        f"q: expected [b, s, h, d], got {tuple(q.shape)}, which says {found}; if these are SDPA's [b, h, s, "
+        "d], give q.transpose(1, 2), k and v alike, or call attnlib.compat.sdpa.scaled_dot_product_attention",
         sys._getframe(3),  # beyond the public function, and what explains its arguments
     )
     return call
 
 
 def warn_once(text: str, caller: FrameType) -> None:
-    """Raise a :class:`LayoutWarning` at the line that ``caller`` is at: once for that line, whatever the text says.
+    """Raise a :class:`LayoutWarning` at the line that ``caller`` is at: once for that line, whatever the text
+    says.
 
     Nothing is said to callers within the package.
     """
     module = caller.f_globals.get("__name__", "")
     if module.startswith(INSIDE):
         return
-    # Where Python keeps which warnings a module has shown, by (text, category, line). It keeps none of those that a
-    # filter ignores, always shows or makes an error.
+    # Where Python keeps which warnings a module has shown, by (text, category, line). It keeps none of those
+    # that a filter ignores, always shows or makes an error.
     shown = caller.f_globals.setdefault("__warningregistry__", {})
     if any(isinstance(key, tuple) and key[1:] == (LayoutWarning, caller.f_lineno) for key in shown):
         return

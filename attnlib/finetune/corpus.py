@@ -37,14 +37,16 @@ class Corpus:
         kept = len(tokens) - len(tokens) // HELD_OUT
         if min(kept, len(tokens) - kept) < context + 1:
             raise RequestError(
-                f"--text: expected at least {HELD_OUT * (context + 1)} tokens, a tenth of which is held out, got "
-                f"{len(tokens)}; use a longer text or a shorter --context"
+                f"--text: expected at least {HELD_OUT * (context + 1)} tokens, a tenth of which is held out, "
+                f"got {len(tokens)}; use a longer text or a shorter --context"
             )
         digest = hashlib.sha256(text.encode()).hexdigest()
         return cls(tokens[:kept], tokens[kept:], size / len(tokens), digest)
 
     def batches(self, *, count: int, batch: int, context: int, seed: int) -> Iterator[Tensor]:
-        """``count`` batches ``[batch, context + 1]`` of the text to learn; the same ones for the same seed."""
+        """``count`` batches ``[batch, context + 1]`` of the text to learn; the same ones for the same
+        seed.
+        """
         generator, window = torch.Generator().manual_seed(seed), torch.arange(context + 1)
         for _ in range(count):
             start = torch.randint(len(self.train) - context, (batch, 1), generator=generator)

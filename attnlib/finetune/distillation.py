@@ -1,4 +1,6 @@
-"""What a student has to learn from its teacher: the next token, and what each attention layer adds to the stream."""
+"""What a student has to learn from its teacher: the next token, and what each attention layer adds to the
+stream.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,8 +20,8 @@ SILENT = 1e-12  # the least that a sequence's outputs count as, squared and summ
 class Speaker:
     """A language model as distillation sees it: ``logits(tokens)``, and attention layers that can be heard.
 
-    ``model`` has the parameters; ``attention`` are its attention layers in order, whose first output is ``[b, t, m]``.
-    Hooks are on them inside a ``with`` block alone.
+    ``model`` has the parameters; ``attention`` are its attention layers in order, whose first output is ``[b,
+    t, m]``. Hooks are on them inside a ``with`` block alone.
     """
 
     def __init__(self, model: nn.Module, attention: Sequence[nn.Module], logits: Callable[[Tensor], Tensor]):
@@ -48,8 +50,8 @@ class Speaker:
     def listen(self, tokens: Tensor, given: Sequence[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
         """Logits, and what each attention layer gives out, ``[b, t, m]``.
 
-        With ``given``, that goes on in place of what the layers give out, and no gradient goes through a layer to those
-        before it: each layer then reads what the teacher's reads, and learns alone.
+        With ``given``, that goes on in place of what the layers give out, and no gradient goes through a
+        layer to those before it: each layer then reads what the teacher's reads, and learns alone.
         """
         self._given, self._heard = given, {}
         try:
@@ -75,8 +77,9 @@ class Speaker:
 
 
 class Differences(NamedTuple):
-    """Scalars: KL of the teacher's next tokens from the student's and the text's cross-entropy, in bits per token; and
-    ``|y - y'|^2 / |y|^2`` of what an attention layer gives out, on the mean over layers and sequences."""
+    """Scalars: KL of the teacher's next tokens from the student's and the text's cross-entropy, in bits per
+    token; and ``|y - y'|^2 / |y|^2`` of what an attention layer gives out, on the mean over layers and
+    sequences."""
 
     kl: Tensor
     attention: Tensor
@@ -85,11 +88,12 @@ class Differences(NamedTuple):
     def loss(self, progress: float, objective: Objective) -> Tensor:
         """What training makes smaller, ``progress`` from 0 to 1 through it.
 
-        What attention layers give out fades: in the end only what the model says counts. With ``"teacher"`` that is the
-        KL, for teachers that have read more than the text. With ``"text"`` the student learns the text, and the whole
-        teacher fades (Clark et al., 2019, arXiv 1907.04829), whom a student that learns from the text soon outgrows. Of
-        a GQA model whose teacher still learns: after 300 steps 2.249 bits a byte without the text, 2.223 with it; after
-        500, 2.168 with a teacher that stays, 2.164 with one that fades (tiny preset of examples/finetune_gqa.py).
+        What attention layers give out fades: in the end only what the model says counts. With ``"teacher"``
+        that is the KL, for teachers that have read more than the text. With ``"text"`` the student learns the
+        text, and the whole teacher fades (Clark et al., 2019, arXiv 1907.04829), whom a student that learns
+        from the text soon outgrows. Of a GQA model whose teacher still learns: after 300 steps 2.249 bits a
+        byte without the text, 2.223 with it; after 500, 2.168 with a teacher that stays, 2.164 with one that
+        fades (tiny preset of examples/finetune_gqa.py).
         """
         fading = (1 - progress) * ATTENTION * self.attention
         return self.kl + fading if objective == "teacher" else self.text + (1 - progress) * self.kl + fading
@@ -98,7 +102,8 @@ class Differences(NamedTuple):
 def differences(student: Speaker, teacher: Speaker, tokens: Tensor) -> Differences:
     """How a student differs from its teacher on ``tokens`` ``[b, t + 1]``; gradients reach the student alone.
 
-    Every layer of the student reads its own stream, so that a later one can make up for what an earlier one lost.
+    Every layer of the student reads its own stream, so that a later one can make up for what an earlier one
+    lost.
     """
     tokens, following = tokens[:, :-1], tokens[:, 1:].flatten()
     with torch.no_grad():
@@ -115,8 +120,8 @@ def differences(student: Speaker, teacher: Speaker, tokens: Tensor) -> Differenc
 def layerwise(student: Speaker, teacher: Speaker, tokens: Tensor) -> Tensor:
     """The ``attention`` of Differences where every layer of the student reads what the teacher's reads.
 
-    No layer's error depends on another's weights, so that all of them learn at once, from one pass of the teacher: the
-    student's own is given the teacher's outputs. ``tokens`` are ``[b, t + 1]``, as there.
+    No layer's error depends on another's weights, so that all of them learn at once, from one pass of the
+    teacher: the student's own is given the teacher's outputs. ``tokens`` are ``[b, t + 1]``, as there.
     """
     with torch.no_grad():
         _, taught = teacher.listen(tokens[:, :-1])
@@ -125,7 +130,9 @@ def layerwise(student: Speaker, teacher: Speaker, tokens: Tensor) -> Tensor:
 
 
 def text_bits(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Bits ``[b, t]`` of saying each of ``tokens`` ``[b, t + 1]`` but the first, by logits after those before it."""
+    """Bits ``[b, t]`` of saying each of ``tokens`` ``[b, t + 1]`` but the first, by logits after those before
+    it.
+    """
     nats = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     return nats.view(len(tokens), -1) / math.log(2)
 

@@ -18,10 +18,12 @@ COMPARED = 4096  # characters of the text, by both tokenizers
 
 
 def require_pair(source: Path, teacher: Path, text: str) -> None:
-    """Check that ``source`` can learn what ``teacher`` says of ``text``, from names, shapes and tokenizers alone.
+    """Check that ``source`` can learn what ``teacher`` says of ``text``, from names, shapes and tokenizers
+    alone.
 
     Raises:
-        CheckpointError: a folder is no whole model that transformers loads, or the two have other sizes or tokens.
+        CheckpointError: a folder is no whole model that transformers loads, or the two have other sizes or
+        tokens.
     """
     for folder in (source, teacher):
         read_folder(folder)
@@ -54,7 +56,9 @@ def tokenizer_folder(source: Path, teacher: Path) -> Path:
     for folder in (source, teacher):
         if _has_tokenizer(folder):
             return folder
-    raise CheckpointError(f"{source}: expected a tokenizer for the text, got none; copy the model's own there")
+    raise CheckpointError(
+        f"{source}: expected a tokenizer for the text, got none; copy the model's own there"
+    )
 
 
 def require_tokens(tokens: Tensor, folder: Path) -> None:
@@ -121,11 +125,16 @@ def read_apart(source: Path, teacher: Path, out: Path) -> None:
     if not place.parent.is_dir():
         raise RequestError(f"OUT: expected its parent to be a folder, got {place.parent}")
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise RequestError(f"OUT: expected an empty folder or nothing there yet, got {out}; remove it or name another")
+        raise RequestError(
+            f"OUT: expected an empty folder or nothing there yet, got {out}; remove it or name another"
+        )
 
 
 def _attention(layer: nn.Module) -> nn.Module | None:
-    return next((getattr(layer, name) for name in ATTENTION if isinstance(getattr(layer, name, None), nn.Module)), None)
+    return next(
+        (getattr(layer, name) for name in ATTENTION if isinstance(getattr(layer, name, None), nn.Module)),
+        None,
+    )
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -15,7 +15,9 @@ BOARD = "tensorboard"  # the folder of its files
 
 
 class Log:
-    """``log.csv`` in ``folder``: a line for each step, which a run that goes on continues where its state stands."""
+    """``log.csv`` in ``folder``: a line for each step, which a run that goes on continues where its state
+    stands.
+    """
 
     def __init__(self, folder: Path, *, board: bool = False):
         self.folder = folder
@@ -75,5 +77,7 @@ def board_writer():
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise RequestError("--tensorboard: expected TensorBoard, got none; pip install tensorboard") from error
+        raise RequestError(
+            "--tensorboard: expected TensorBoard, got none; pip install tensorboard"
+        ) from error
     return SummaryWriter

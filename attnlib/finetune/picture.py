@@ -10,12 +10,16 @@ ROOM = 0.15  # above and below what is drawn, of its height
 
 
 def draw(
-    curves: Mapping[str, Sequence[tuple[int, float]]], line: tuple[str, float], title: str, unit: str, path: Path
+    curves: Mapping[str, Sequence[tuple[int, float]]],
+    line: tuple[str, float],
+    title: str,
+    unit: str,
+    path: Path,
 ) -> None:
     """Write the curves, (steps, bits), as PNG, and a level ``line`` to compare them with.
 
-    A start is often so far above the rest that it would make all else flat: the axis is that of what comes after, and
-    a start beyond it is written down where its curve leaves the picture.
+    A start is often so far above the rest that it would make all else flat: the axis is that of what comes
+    after, and a start beyond it is written down where its curve leaves the picture.
     """
     figure = blank(9, 5)
     axes = figure.subplots()

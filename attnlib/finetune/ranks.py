@@ -1,4 +1,6 @@
-"""The processes that torchrun started, or this one alone: who has which part of a step, and of the weights."""
+"""The processes that torchrun started, or this one alone: who has which part of a step, and of the
+weights.
+"""
 
 import gc
 import os
@@ -46,8 +48,8 @@ class WorkerGroup:
     def place(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
         """Move the model to the device; among several ranks each keeps a piece of every weight (FSDP2).
 
-        A rank has all of a part's weights while it computes that part; what is inside others comes first. The memory
-        that the whole model took goes back to the system.
+        A rank has all of a part's weights while it computes that part; what is inside others comes first. The
+        memory that the whole model took goes back to the system.
         """
         if self.mesh is not None:
             from torch.distributed.fsdp import fully_shard
@@ -90,7 +92,11 @@ def whole(x: Tensor) -> Tensor:
 
 def parted(x: Tensor, like: Tensor) -> Tensor:
     """A whole tensor as one that is parted as ``like`` is, if that is."""
-    return distribute_tensor(x.to(like.device), like.device_mesh, like.placements) if isinstance(like, DTensor) else x
+    return (
+        distribute_tensor(x.to(like.device), like.device_mesh, like.placements)
+        if isinstance(like, DTensor)
+        else x
+    )
 
 
 @contextmanager

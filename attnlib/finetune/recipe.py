@@ -10,13 +10,14 @@ FINAL_RATE = 0.05  # of the peak rate
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """``steps`` of ``batch`` sequences of ``context`` tokens, in all, with a learning rate whose peak is ``rate``.
+    """``steps`` of ``batch`` sequences of ``context`` tokens, in all, with a learning rate whose peak is
+    ``rate``.
 
-    In the first ``layerwise`` of the steps attention layers learn by themselves, then end to end after ``objective``.
-    The rate rises over ``warm_up`` of the steps and falls to FINAL_RATE of its peak as a cosine. A batch is computed in
-    ``accumulate`` parts on each rank. ``decay`` is AdamW's, of matrices alone; ``clip`` the largest norm of a gradient.
-    Each ``every`` steps, and at the end, the model is scored and its state saved. ``half`` computes in bf16 what bf16
-    is good enough for; weights stay as they are.
+    In the first ``layerwise`` of the steps attention layers learn by themselves, then end to end after
+    ``objective``. The rate rises over ``warm_up`` of the steps and falls to FINAL_RATE of its peak as a
+    cosine. A batch is computed in ``accumulate`` parts on each rank. ``decay`` is AdamW's, of matrices alone;
+    ``clip`` the largest norm of a gradient. Each ``every`` steps, and at the end, the model is scored and its
+    state saved. ``half`` computes in bf16 what bf16 is good enough for; weights stay as they are.
     """
 
     steps: int

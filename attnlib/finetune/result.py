@@ -47,7 +47,9 @@ def check_model(settings: Settings, folder: Path) -> dict[str, str]:
     StockCheck(settings.source, logits=False)(folder, {})
     files, nonfinite = scan(read_folder(folder), lambda count: None)
     if nonfinite:
-        raise VerificationError(f"{', '.join(nonfinite)}: expected finite weights, got {nonfinite}; lower --rate")
+        raise VerificationError(
+            f"{', '.join(nonfinite)}: expected finite weights, got {nonfinite}; lower --rate"
+        )
     return {name: str(file["sha256"]) for name, file in files.items()}
 
 

@@ -1,4 +1,6 @@
-"""``finetune()``: a folder learns from the one that it was converted from, and another folder has the result."""
+"""``finetune()``: a folder learns from the one that it was converted from, and another folder has the
+result.
+"""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +21,15 @@ from ..convert.stock import stock
 from ..convert.text.freed import give_back
 from .corpus import Corpus
 from .distillation import Speaker
-from .folders import attention_layers, decoder_layers, load, read_apart, require_pair, require_tokens, tokenizer_folder
+from .folders import (
+    attention_layers,
+    decoder_layers,
+    load,
+    read_apart,
+    require_pair,
+    require_tokens,
+    tokenizer_folder,
+)
 from .log import BOARD, NAME, Log, board_writer
 from .picture import draw
 from .ranks import WorkerGroup, meet
@@ -37,8 +47,8 @@ ADVICE = "what is done stays: run the same command again to go on"
 def finetune(settings: Settings) -> dict[str, object]:
     """Let ``settings.source`` learn from ``settings.teacher`` and write ``settings.out``; returns the report.
 
-    On the first of several ranks; the others return the same. A run that stops leaves ``OUT.partial-...``, and the same
-    settings go on there.
+    On the first of several ranks; the others return the same. A run that stops leaves ``OUT.partial-...``,
+    and the same settings go on there.
 
     Raises:
         RequestError: an option cannot be meant, ``out`` is no place for a result, or the text is too short.
@@ -96,7 +106,9 @@ def _claim(settings: Settings, corpus: Corpus, claimed: list[WorkFolder], held: 
     }
     work = WorkFolder(target, identity)
     work.resume(())
-    require_room(target.parent, 4 * size, size, 16)  # weights, their two moments, and a state that replaces another
+    require_room(
+        target.parent, 4 * size, size, 16
+    )  # weights, their two moments, and a state that replaces another
     work.begin()
     claimed.append(work)
     return str(work.folder)
@@ -123,7 +135,9 @@ def _finetune(
 def _learn(
     settings: Settings, corpus: Corpus, folder: Path, ranks: WorkerGroup, bits: Callable[[Speaker], float]
 ) -> tuple[float, Curve, dict[str, int]]:
-    """Train, or go on; returns what the teacher scores, the student's curve, and how many parameters train."""
+    """Train, or go on; returns what the teacher scores, the student's curve, and how many parameters
+    train.
+    """
     recipe = settings.recipe
     log = Log(folder, board=settings.tensorboard) if ranks.is_first else None
     with (
@@ -149,7 +163,8 @@ def _speaker(folder: Path, settings: Settings, ranks: WorkerGroup, *, learns: bo
     if learns:
         torch.manual_seed(settings.seed)
         prepare(model, settings)
-        # Parts of a layer, not layers: hooks are on attention layers, and ranks have the weights of one part at a time.
+        # Parts of a layer, not layers: hooks are on attention layers, and ranks have the weights of one part
+        # at a time.
         for part in (part for layer in layers for part in layer.children()) if settings.checkpointing else ():
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)
     else:
@@ -161,7 +176,10 @@ def _speaker(folder: Path, settings: Settings, ranks: WorkerGroup, *, learns: bo
 
 def _counts(student: Speaker) -> dict[str, int]:
     parameters = list(student.model.parameters())
-    return {"trained": sum(x.numel() for x in parameters if x.requires_grad), "all": sum(x.numel() for x in parameters)}
+    return {
+        "trained": sum(x.numel() for x in parameters if x.requires_grad),
+        "all": sum(x.numel() for x in parameters),
+    }
 
 
 def _write(settings: Settings, state: Path, made: Path) -> str:
@@ -187,7 +205,13 @@ def _finish(
         shutil.copytree(work.folder / BOARD, made / BOARD)
     points = [(steps, bits / corpus.bytes_per_token) for steps, bits in curve]
     with suppress(ImportError):  # of matplotlib, which a result can do without
-        draw({settings.out.name: points}, ("the original", per_byte["original"]), "", "bits per byte", made / PICTURE)
+        draw(
+            {settings.out.name: points},
+            ("the original", per_byte["original"]),
+            "",
+            "bits per byte",
+            made / PICTURE,
+        )
     report = work.identity | {
         "parameters": dict(counted),
         "held_out_bits_per_byte": per_byte,

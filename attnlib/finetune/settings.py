@@ -11,7 +11,8 @@ from .recipe import Recipe
 
 Trained = Literal["attention", "all"]
 Precision = Literal["bf16", "fp32"]
-# Larger models want less and small ones more: one of 600,000 parameters learns best at 3e-3, adapters of it at 1e-2.
+# Larger models want less and small ones more: one of 600,000 parameters learns best at 3e-3, adapters of it
+# at 1e-2.
 RATE, LORA_RATE = 3e-4, 1e-3
 POINTS = 8  # on the curve, unless told otherwise
 PLACES = ("source", "out", "teacher", "text", "quiet", "tensorboard")  # what decides no number
@@ -29,8 +30,9 @@ class Settings:
     batch: int = 8
     context: int = 512
     rate: float | None = None
-    # With 300 steps 2.147 bits a byte, and 2.155 with a share of 0.1; with 1,000 2.132 and 2.135; all at 1e-3, of a
-    # GQA model that starts at 2.778, of an original of 2.122 (tiny preset of examples/finetune_gqa.py).
+    # With 300 steps 2.147 bits a byte, and 2.155 with a share of 0.1; with 1,000 2.132 and 2.135; all at
+    # 1e-3, of a GQA model that starts at 2.778, of an original of 2.122 (tiny preset of
+    # examples/finetune_gqa.py).
     layerwise: float = 0.5
     objective: Objective = "teacher"
     train: Trained = "attention"
@@ -74,7 +76,8 @@ class Settings:
         parts = ranks * self.accumulate
         if self.batch % parts:
             raise RequestError(
-                f"--batch: expected a multiple of {parts}, the ranks ({ranks}) times --accumulate, got {self.batch}"
+                f"--batch: expected a multiple of {parts}, the ranks ({ranks}) times --accumulate, got "
+                f"{self.batch}"
             )
 
     @property
@@ -104,7 +107,11 @@ class Settings:
         """Of the options all that decides a number, as plain JSON, with what they are by default."""
         told = {name: value for name, value in asdict(self).items() if name not in PLACES}
         recipe = self.recipe
-        return told | {"rate": recipe.rate, "save_every": recipe.every, "precision": "bf16" if self.half else "fp32"}
+        return told | {
+            "rate": recipe.rate,
+            "save_every": recipe.every,
+            "precision": "bf16" if self.half else "fp32",
+        }
 
 
 def option(name: str) -> str:

@@ -1,7 +1,7 @@
 """What a training has done, as one file of safetensors that is whole or absent.
 
-Weights, optimizer and the curve so far are one file, so that they always belong to the same step; nothing is pickled.
-Tensors are whole in it, however many ranks share them: another number of ranks may go on.
+Weights, optimizer and the curve so far are one file, so that they always belong to the same step; nothing is
+pickled. Tensors are whole in it, however many ranks share them: another number of ranks may go on.
 """
 
 import json
@@ -30,7 +30,9 @@ def save_state(
     tensors = {}
     for name, parameter in trained(model).items():
         found = {f"model.{name}": parameter.detach()}
-        found |= {f"optimizer.{name}/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+        found |= {
+            f"optimizer.{name}/{key}": value for key, value in optimizer.state.get(parameter, {}).items()
+        }
         for key, value in found.items():
             value = whole(value)
             if ranks.is_first:
@@ -66,7 +68,9 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             prefix = f"optimizer.{names[parameter]}/"
-            values = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
+            values = {
+                key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)
+            }
             if values:
                 states[index] = {key: parted(x, parameter) if x.ndim else x for key, x in values.items()}
             index += 1
@@ -82,7 +86,9 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Curve]:
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
             curve = [tuple(point) for point in json.loads((file.metadata() or {}).get("curve", "[]"))]
     except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path}: expected the state of a training, got {error}; delete the file") from None
+        raise CheckpointError(
+            f"{path}: expected the state of a training, got {error}; delete the file"
+        ) from None
     return stored, curve
 
 
@@ -91,4 +97,6 @@ def _check(path: Path, stored: dict[str, Tensor], model: nn.Module) -> None:
     found = {name: value.shape for name, value in stored.items() if name.startswith("model.")}
     wrong = sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
     if wrong:
-        raise CheckpointError(f"{path}: expected the state of this model, got another {wrong[:3]}; delete the file")
+        raise CheckpointError(
+            f"{path}: expected the state of this model, got another {wrong[:3]}; delete the file"
+        )

@@ -1,4 +1,6 @@
-"""What of a model trains: its attention layers or all of it, as they are or by adapters that are merged in the end."""
+"""What of a model trains: its attention layers or all of it, as they are or by adapters that are merged in
+the end.
+"""
 
 from torch import nn
 
@@ -6,8 +8,8 @@ from ..convert.checkpoint.errors import CheckpointError
 from .folders import attention_layers
 from .settings import Settings
 
-# Together they make the norm of a converted latent the identity: a constant channel, and gains as large. A step of
-# Adam is nothing beside them.
+# Together they make the norm of a converted latent the identity: a constant channel, and gains as large. A
+# step of Adam is nothing beside them.
 IDENTITY, LARGE = ("_a_layernorm.weight", "_a_proj_with_mqa.bias", "q_a_proj.bias"), 2**10
 SCALE = 2.0  # of what an adapter adds
 
@@ -59,7 +61,9 @@ def _adapt(model: nn.Module, settings: Settings) -> None:
         if isinstance(x, nn.Linear) and x is not head and (settings.train == "all" or id(x) in inside)
     ]
     if not names:
-        raise CheckpointError(f"--lora: expected linear layers in {type(model).__name__}, got none; train it without")
+        raise CheckpointError(
+            f"--lora: expected linear layers in {type(model).__name__}, got none; train it without"
+        )
     rank = settings.lora
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=SCALE * rank, target_modules=names), model)
     for name, parameter in model.named_parameters():

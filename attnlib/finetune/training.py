@@ -19,7 +19,9 @@ from .state import Curve, load_state, save_state
 
 
 class TrainingRun(NamedTuple):
-    """Where a training keeps its state, its log (None: nowhere), and what it is called; ``ranks`` share the work."""
+    """Where a training keeps its state, its log (None: nowhere), and what it is called; ``ranks`` share the
+    work.
+    """
 
     state: Path
     label: str
@@ -36,11 +38,12 @@ def train(
     score: Callable[[], float],
     run: TrainingRun,
 ) -> Curve:
-    """Train ``student`` in place, from where its state stands; returns (steps taken, score) from the start to the end.
+    """Train ``student`` in place, from where its state stands; returns (steps taken, score) from the start to
+    the end.
 
-    ``batches`` are all of the steps', ``[batch, context + 1]``, the same ones every time. Without a teacher the student
-    learns the text. All its parameters that require gradients train. On one device with one torch and as many ranks,
-    stopped and resumed runs end with the same bits.
+    ``batches`` are all of the steps', ``[batch, context + 1]``, the same ones every time. Without a teacher
+    the student learns the text. All its parameters that require gradients train. On one device with one torch
+    and as many ranks, stopped and resumed runs end with the same bits.
 
     Raises:
         VerificationError: the loss is not finite.
@@ -58,7 +61,9 @@ def train(
             group["lr"] = recipe.rate_at(step)
         told = take_step(student, teacher, optimizer, tokens, recipe, step, run.ranks)
         if not math.isfinite(told["loss"]):
-            raise VerificationError(f"loss: expected a number, got {told['loss']} in step {step + 1}; lower the rate")
+            raise VerificationError(
+                f"loss: expected a number, got {told['loss']} in step {step + 1}; lower the rate"
+            )
         if run.log is not None:
             run.log.write(step + 1, told | {"rate": recipe.rate_at(step)})
         if recipe.is_point(step + 1):
@@ -88,7 +93,9 @@ def take_step(
     step: int,
     ranks: WorkerGroup,
 ) -> dict[str, float]:
-    """Take the step that ``step`` others precede; returns its losses, by name, and the norm of its gradient."""
+    """Take the step that ``step`` others precede; returns its losses, by name, and the norm of its
+    gradient.
+    """
     optimizer.zero_grad()
     total: dict[str, Tensor] = {}
     for part in ranks.own(tokens).chunk(recipe.accumulate):
@@ -110,7 +117,9 @@ def autocast(device: torch.device, recipe: Recipe) -> torch.autocast:
 
 
 def held_out_bits(model: Speaker, windows: Tensor, recipe: Recipe, ranks: WorkerGroup) -> float:
-    """Mean bits per token that a model needs for ``windows`` ``[n, t + 1]``, of which each rank reads its part."""
+    """Mean bits per token that a model needs for ``windows`` ``[n, t + 1]``, of which each rank reads its
+    part.
+    """
     size = max(1, recipe.batch // (ranks.size * recipe.accumulate))
     missing = -len(windows) % ranks.size  # every rank calls the model as often
     weights = torch.ones(len(windows) + missing)
@@ -124,7 +133,9 @@ def held_out_bits(model: Speaker, windows: Tensor, recipe: Recipe, ranks: Worker
     return ranks.mean(sums).item() * ranks.size / len(windows)
 
 
-def _losses(student: Speaker, teacher: Speaker | None, tokens: Tensor, recipe: Recipe, step: int) -> dict[str, Tensor]:
+def _losses(
+    student: Speaker, teacher: Speaker | None, tokens: Tensor, recipe: Recipe, step: int
+) -> dict[str, Tensor]:
     if teacher is None:
         text = text_bits(student(tokens[:, :-1]), tokens).mean()
         return {"loss": text, "text": text}
@@ -139,4 +150,11 @@ def _bar(batches: Iterator[Tensor], recipe: Recipe, done: int, run: TrainingRun)
     from tqdm import tqdm
 
     options = {"unit": "step", "mininterval": 0.2 if sys.stderr.isatty() else 15}
-    return tqdm(batches, run.label, recipe.steps, initial=done, disable=not (run.bar and run.ranks.is_first), **options)
+    return tqdm(
+        batches,
+        run.label,
+        recipe.steps,
+        initial=done,
+        disable=not (run.bar and run.ranks.is_first),
+        **options,
+    )

@@ -1,4 +1,6 @@
-"""Checks that several doors share: counts, named dimensions, and numbers on the device with ``ATTNLIB_CHECK=1``."""
+"""Checks that several doors share: counts, named dimensions, and numbers on the device with
+``ATTNLIB_CHECK=1``.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,9 @@ def came(x: object) -> str:
 
 
 def varies(size: int) -> bool:
-    """Whether a dimension has more than one index, as a plain bool also where torch.compile leaves the size open."""
+    """Whether a dimension has more than one index, as a plain bool also where torch.compile leaves the size
+    open.
+    """
     return True if size > 1 else False  # noqa: SIM210 - a comparison of such a size is no bool, and bool() of it neither
 
 
@@ -44,12 +48,15 @@ def refuse_tensor(name: str, x: object) -> NoReturn:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if x.is_nested:
-        raise TypeError(f"{name}: expected a strided tensor, got a nested one; pack it and use varlen_attention")
+        raise TypeError(
+            f"{name}: expected a strided tensor, got a nested one; pack it and use varlen_attention"
+        )
     raise TypeError(f"{name}: expected a strided tensor, got {x.layout}")
 
 
 def bind(*named: tuple[str, Tensor, str], known: dict[str, int] | None = None) -> dict[str, int]:
-    """The sizes of single-letter dimensions over several tensors, such as ``("q", q, "bshd"), ("k", k, "btgd")``.
+    """The sizes of single-letter dimensions over several tensors, such as ``("q", q, "bshd"), ("k", k,
+    "btgd")``.
 
     ``known`` are sizes bound before.
 
@@ -79,12 +86,17 @@ def _mismatch(name, dims, shape, sizes, named) -> str:
 
 
 def check_dims(
-    name: str, tensors: Sequence[Tensor], dims: Sequence[str], sizes: Mapping[str, int], least: Mapping[str, int]
+    name: str,
+    tensors: Sequence[Tensor],
+    dims: Sequence[str],
+    sizes: Mapping[str, int],
+    least: Mapping[str, int],
 ) -> None:
-    """Compare tensors that a function of indices reads with the ``sizes`` of the call; ``least`` are lower bounds.
+    """Compare tensors that a function of indices reads with the ``sizes`` of the call; ``least`` are lower
+    bounds.
 
-    ``dims`` are the letters of each tensor's dimensions, "" if unknown. A letter in neither mapping is not compared;
-    "T" stands for ``t`` or more.
+    ``dims`` are the letters of each tensor's dimensions, "" if unknown. A letter in neither mapping is not
+    compared; "T" stands for ``t`` or more.
 
     Raises:
         ValueError: a dimension has another size; an index would be clamped, and read another element.
@@ -96,17 +108,23 @@ def check_dims(
             bounds |= {dim: f"{dim}={size}" for dim, size in sizes.items()}
             expected = ", ".join(bounds.get(dim, dim.lower()) for dim in letters)
             turned = x.dim() == 2 and "n" in letters and sizes.get("h") == x.shape[1 - letters.index("h")]
-            remedy = "; transpose it, or say heads_last=True for T5's own table [buckets, h]" if turned else ""
+            remedy = (
+                "; transpose it, or say heads_last=True for T5's own table [buckets, h]" if turned else ""
+            )
             raise ValueError(f"{name} [{expected}] as the call has them, got {tuple(x.shape)}{remedy}")
 
 
 def is_recorded(x: Tensor) -> bool:
-    """Whether what is done with ``x`` will be done again with other numbers, by a compiler or a CUDA graph."""
+    """Whether what is done with ``x`` will be done again with other numbers, by a compiler or a CUDA
+    graph.
+    """
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def are_checks_on(x: Tensor) -> bool:
-    """Whether ``ATTNLIB_CHECK=1`` is set, and ``x`` can be read: it is no compiler's, and no CUDA graph is captured."""
+    """Whether ``ATTNLIB_CHECK=1`` is set, and ``x`` can be read: it is no compiler's, and no CUDA graph is
+    captured.
+    """
     return os.environ.get("ATTNLIB_CHECK") == "1" and type(x) is Tensor and not (is_recorded(x) or x.is_meta)
 
 
@@ -115,6 +133,8 @@ def check_slots(slots: Tensor, capacity: int) -> None:
     written = [slot for slot in slots.flatten().tolist() if slot != -1]
     for slot in written:
         if not 0 <= slot < capacity:
-            raise ValueError(f"slots: expected -1 or less than {capacity}, the tokens of the cache, got {slot}")
+            raise ValueError(
+                f"slots: expected -1 or less than {capacity}, the tokens of the cache, got {slot}"
+            )
     if len(set(written)) < len(written):
         raise ValueError("slots: expected each slot once, got one of them twice")

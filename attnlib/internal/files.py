@@ -11,7 +11,8 @@ from torch import Tensor
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside ``path`` that takes its place once the block ends well, so that nobody reads half of one.
+    """A new file beside ``path`` that takes its place once the block ends well, so that nobody reads half of
+    one.
 
     It is on the disk before it takes that place.
 

@@ -1,11 +1,15 @@
-"""Bool masks of padding ``[b, t]``: where the tokens of each row begin and end, and if there are holes between them."""
+"""Bool masks of padding ``[b, t]``: where the tokens of each row begin and end, and if there are holes
+between them.
+"""
 
 import torch
 from torch import Tensor
 
 
 def edges_of(there: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first token of each row and what follows its last one, int32 ``[b]``; 0 and 0 where there is none."""
+    """Return the first token of each row and what follows its last one, int32 ``[b]``; 0 and 0 where there is
+    none.
+    """
     t = there.shape[1]
     if not t:
         nothing = there.sum(1, dtype=torch.int32)

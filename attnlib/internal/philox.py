@@ -1,4 +1,6 @@
-"""Dropout bits: Philox-4x32-10, a function of position alone, so that nothing is stored and every backend agrees."""
+"""Dropout bits: Philox-4x32-10, a function of position alone, so that nothing is stored and every backend
+agrees.
+"""
 
 import math
 
@@ -20,7 +22,12 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     for _ in range(10):
         # int64 products wrap, and their low 64 bits are those of the unsigned product.
         first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
-        a, b, c, d = ((second >> 32) & _LOW) ^ b ^ k0, second & _LOW, ((first >> 32) & _LOW) ^ d ^ k1, first & _LOW
+        a, b, c, d = (
+            ((second >> 32) & _LOW) ^ b ^ k0,
+            second & _LOW,
+            ((first >> 32) & _LOW) ^ d ^ k1,
+            first & _LOW,
+        )
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return [a, b, c, d]
 
@@ -30,9 +37,9 @@ def dropout_keep(
 ) -> Tensor:
     """Which weights dropout keeps: bool ``[n, h, s, last - first]`` for keys ``first <= j < last``.
 
-    Counter words are ``(j // 4, i, head, sequence)`` and the lane is ``j % 4``; ``i``, given as ``rows``, and ``j`` are
-    storage indices inside the sequence. Of a negative one the low 32 bits count. A weight is kept when its u32 is at
-    least ``p * 2**32``.
+    Counter words are ``(j // 4, i, head, sequence)`` and the lane is ``j % 4``; ``i``, given as ``rows``, and
+    ``j`` are storage indices inside the sequence. Of a negative one the low 32 bits count. A weight is kept
+    when its u32 is at least ``p * 2**32``.
     """
     quads = torch.arange(first // 4, (last + 3) // 4, device=rows.device)
     counter = (quads, rows[:, None], heads[:, None, None], sequences[:, None, None, None])

@@ -1,7 +1,8 @@
 """Answers about this torch and this Triton: which of their private functions work, tried once and remembered.
 
-Versions are not listed. Whoever uses a private function gives :func:`answer` a trial of it, which runs on first use; a
-trial that fails costs what depends on it, never the result. The trials stand beside the code that they are for.
+Versions are not listed. Whoever uses a private function gives :func:`answer` a trial of it, which runs on
+first use; a trial that fails costs what depends on it, never the result. The trials stand beside the code
+that they are for.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,9 @@ class Answer(Protocol):
 
 
 class NotNow(Exception):
-    """A trial cannot run here, and its text says why: a compiler, a mode, a transform or the capture of a graph."""
+    """A trial cannot run here, and its text says why: a compiler, a mode, a transform or the capture of a
+    graph.
+    """
 
 
 def answer(name: str, attempt: Callable[[], Answer]) -> Answer | None:

@@ -17,8 +17,8 @@ BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 def kind(x: Function) -> Function:
     """Return the function, whose TypeErrors for unknown and missing arguments say which ones it takes.
 
-    Of a class, the constructor and the public methods are changed so. A method that another decorator has wrapped is
-    left alone: ``@contextmanager``, say, goes around ``@kind``.
+    Of a class, the constructor and the public methods are changed so. A method that another decorator has
+    wrapped is left alone: ``@contextmanager``, say, goes around ``@kind``.
     """
     if not isclass(x):
         return _answering(x, None)
@@ -32,7 +32,8 @@ def kind(x: Function) -> Function:
 
 
 def leading_to(instead: str) -> Callable[[Function], Function]:
-    """Return a decorator of constructors that only attnlib calls: their TypeErrors say what to call ``instead``.
+    """Return a decorator of constructors that only attnlib calls: their TypeErrors say what to call
+    ``instead``.
 
     Of a class, the public methods are changed as by :func:`kind`.
     """

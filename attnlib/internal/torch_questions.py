@@ -1,8 +1,8 @@
 """The questions to torch about modes, transforms and profilers that follow operators, and a trial of each.
 
-Most are answered by private functions of torch. A trial asks once inside such a context, where the answer must be yes,
-and once outside. If it fails, a public function answers in place of the private one; if there is none, the answer is
-always yes, which is right and slower.
+Most are answered by private functions of torch. A trial asks once inside such a context, where the answer
+must be yes, and once outside. If it fails, a public function answers in place of the private one; if there is
+none, the answer is always yes, which is right and slower.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,9 @@ class TorchAnswers(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A private function, which ``find`` looks up, and its trial: ``inside`` gives what it answers where it must say
-    yes. ``public`` answers the same, where torch has such a function; ``instead`` is asked from then on if the trial
-    fails, and ``cost`` says what that means."""
+    """A private function, which ``find`` looks up, and its trial: ``inside`` gives what it answers where it
+    must say yes. ``public`` answers the same, where torch has such a function; ``instead`` is asked from then
+    on if the trial fails, and ``cost`` says what that means."""
 
     name: str
     find: Callable[[], Callable[[], object]]
@@ -47,8 +47,12 @@ class Question(NamedTuple):
 
 def find() -> TorchAnswers:
     """Try each private function; raise NotNow inside a mode, transform or profiler that it is about."""
-    looked = [(question, failure_of(lambda question=question: _refuse_inside(question))) for question in QUESTIONS]
-    found = [(question, why or failure_of(lambda question=question: _try(question))) for question, why in looked]
+    looked = [
+        (question, failure_of(lambda question=question: _refuse_inside(question))) for question in QUESTIONS
+    ]
+    found = [
+        (question, why or failure_of(lambda question=question: _try(question))) for question, why in looked
+    ]
     functions = [question.instead if why else question.find() for question, why in found]
     failed = [f"{question.name}: {why}; {question.cost}" for question, why in found if why]
     return TorchAnswers(*functions[:-1], not found[-1][1], tuple(failed))
@@ -100,7 +104,9 @@ def _inside_transform(ask: Callable) -> object:
 
 
 def _inside_profiler(ask: Callable) -> object:
-    """By the annotation that is quickest: a tenth of a millisecond, where a profile takes one and may print."""
+    """By the annotation that is quickest: a tenth of a millisecond, where a profile takes one and may
+    print.
+    """
     with profiler.emit_itt() if torch.profiler.itt.is_available() else profiler.profile(use_kineto=False):
         return ask()
 
@@ -152,7 +158,14 @@ def _find_forward_level() -> Callable[[], bool]:
 
 _SLOWER = "every call goes through torch's dispatcher, which is right and slower"
 QUESTIONS = (  # in the order of Asked
-    Question("dispatch modes", lambda: torch._C._len_torch_dispatch_stack, _inside_dispatch_mode, None, yes, _SLOWER),
+    Question(
+        "dispatch modes",
+        lambda: torch._C._len_torch_dispatch_stack,
+        _inside_dispatch_mode,
+        None,
+        yes,
+        _SLOWER,
+    ),
     Question(
         "the stack of dispatch modes",
         lambda: torch.utils._python_dispatch._get_current_dispatch_mode_stack,
@@ -161,7 +174,14 @@ QUESTIONS = (  # in the order of Asked
         list,
         "a FlopCounterMode without attnlib.FLOP_FORMULAS counts attention as 0 FLOPs",
     ),
-    Question("transforms", lambda: torch._C._functorch.peek_interpreter_stack, _inside_transform, None, yes, _SLOWER),
+    Question(
+        "transforms",
+        lambda: torch._C._functorch.peek_interpreter_stack,
+        _inside_transform,
+        None,
+        yes,
+        _SLOWER,
+    ),
     Question("profilers", lambda: torch.autograd._profiler_enabled, _inside_profiler, None, yes, _SLOWER),
     Question(
         "function modes",
@@ -190,7 +210,9 @@ class Batched(NamedTuple):
 
 
 def find_batched() -> Batched:
-    """Apart from the others, since it is asked in a backward alone, and torch loads much for its first one."""
+    """Apart from the others, since it is asked in a backward alone, and torch loads much for its first
+    one.
+    """
     if why := failure_of(_try_batched):
         return Batched(lambda x: True, (f"{BATCHED}: {why}; every backward goes through torch's dispatcher",))
     return Batched(torch._C._functorch.is_legacy_batchedtensor)

@@ -1,4 +1,6 @@
-"""Detect modes, transforms and profilers that follow operators: calls must then go through torch's dispatcher."""
+"""Detect modes, transforms and profilers that follow operators: calls must then go through torch's
+dispatcher.
+"""
 
 import sys
 
@@ -14,7 +16,8 @@ SEEN = "calls that are followed"
 
 
 def are_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if a compiler, tracer, mode, transform or profiler follows operators, or one of these tensors is for such.
+    """True if a compiler, tracer, mode, transform or profiler follows operators, or one of these tensors is
+    for such.
 
     If not, a call may go around torch's dispatcher, which takes longer than all the rest of it.
 
@@ -48,7 +51,9 @@ def is_transforming() -> bool:
 
 
 def are_batched(*tensors: Tensor | None) -> bool:
-    """True if these may be many gradients in one, as ``torch.autograd.grad(..., is_grads_batched=True)`` hands out."""
+    """True if these may be many gradients in one, as ``torch.autograd.grad(..., is_grads_batched=True)``
+    hands out.
+    """
     ask = answer(BATCHED, find_batched)
     if ask is None:
         return True
@@ -60,7 +65,9 @@ def are_batched(*tensors: Tensor | None) -> bool:
 
 
 def is_forward_mode(*arguments: object) -> bool:
-    """True if a level of forward-mode derivatives is open; where torch does not say, if a tensor here carries one."""
+    """True if a level of forward-mode derivatives is open; where torch does not say, if a tensor here carries
+    one.
+    """
     ask = None if torch.compiler.is_compiling() else ANSWERS.get(SEEN) or answer(SEEN, find)
     if ask is None or not ask.has_forward_level:
         return have_tangents(*arguments)
@@ -95,10 +102,13 @@ def _refuse_counters(modes: list) -> None:
         return
     for mode in modes:
         owner = getattr(mode, "counter", None)
-        if isinstance(owner, counter.FlopCounterMode) and torch.ops.attnlib.torch_forward not in owner.flop_registry:
+        if (
+            isinstance(owner, counter.FlopCounterMode)
+            and torch.ops.attnlib.torch_forward not in owner.flop_registry
+        ):
             raise RuntimeError(
-                "FlopCounterMode would count attention as 0 FLOPs; give it custom_mapping=attnlib.FLOP_FORMULAS, "
-                "or import torch.utils.flop_counter before attnlib"
+                "FlopCounterMode would count attention as 0 FLOPs; give it "
+                "custom_mapping=attnlib.FLOP_FORMULAS, or import torch.utils.flop_counter before attnlib"
             )
 
 

@@ -7,16 +7,16 @@ BOOLS = "a bool one [b|1, h|1, s, t] is mask=attnlib.masks.mask_tensor(shown)"
 ADDED = "one that is added to scores is score=attnlib.scores.bias_tensor(bias)"
 MADE = "the layer takes {} when it is made"
 
-# Words, and remedies: each is for callables that have all of the arguments named before it, and the first that fits is
-# said. Only forward() of a layer has cu_seqlens_context, only attention functions have q, only layers hidden_size.
+# Words, and remedies: each is for callables that have all of the arguments named before it, and the first
+# that fits is said. Only forward() of a layer has cu_seqlens_context, only attention functions have q, only
+# layers hidden_size.
 ROWS = (
     # masks and scores
     (
         "is_causal causal",
+
         ("cu_seqlens_context", MADE.format("mask=CAUSAL or mask=FULL") + "; mask= of a call hides more than that"),
-        ("mask", "say mask=CAUSAL, or mask=FULL"),
-        ("is_causal", "say is_causal="),
-        ("causal", "say causal="),
+        ("mask", "say mask=CAUSAL, or mask=FULL"), ("is_causal", "say is_causal="), ("causal", "say causal="),
     ),
     (
         "window_size sliding_window window local_window_size attention_window",
@@ -41,8 +41,8 @@ ROWS = (
         "key_padding_mask padding_mask memory_key_padding_mask encoder_attention_mask",
         (
             "attention_mask",
-            "say attention_mask=, not 0 where there are tokens; that of nn.MultiheadAttention is True where there are "
-            "none: bounds_of(~key_padding_mask)",
+            "say attention_mask=, not 0 where there are tokens; that of nn.MultiheadAttention is True where "
+            "there are none: bounds_of(~key_padding_mask)",
         ),
         ("key_starts", f"say {PADDING.format('mask')}, of a mask that is not 0 where there are tokens; that of "
                        "nn.MultiheadAttention is True where there are none: bounds_of(~key_padding_mask)"),
@@ -227,6 +227,7 @@ ROWS = (
     ),
     (
         "dtype torch_dtype cache_dtype kv_cache_dtype kv_dtype",
+
         ("storage_dtype", "layouts have it, as layer.kv_layout_as(dtype); storage_dtype= is for int8 and fp8 alone"),
         ("dtype", "say dtype="),
         ("layouts", "layouts have it, as layer.kv_layout or layer.kv_layout_as(dtype)"),
@@ -257,7 +258,8 @@ REMEDIES = MappingProxyType({word: row[1:] for row in ROWS for word in row[0].sp
 
 
 def remedy_of(argument: str, names: list[str]) -> str | None:
-    """Return how a function of arguments ``names`` is told what others call ``argument``; None if no row says it.
+    """Return how a function of arguments ``names`` is told what others call ``argument``; None if no row says
+    it.
 
     >>> remedy_of("base", ["dim", "theta"]), remedy_of("base", ["q", "k"])
     ('say theta=', None)

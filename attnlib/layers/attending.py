@@ -1,4 +1,6 @@
-"""Attention as a layer asks for it: over tokens that are here, over those that ranks share, and over a cache."""
+"""Attention as a layer asks for it: over tokens that are here, over those that ranks share, and over a
+cache.
+"""
 
 from typing import NamedTuple
 
@@ -21,8 +23,8 @@ from .tensor_parallel import Share
 class Attending(NamedTuple):
     """What all attention of a layer takes in one call of the layer.
 
-    ``head`` is the number of this rank's first one where somebody counts them, else 0: the fastest kernels take calls
-    that begin at 0 alone.
+    ``head`` is the number of this rank's first one where somebody counts them, else 0: the fastest kernels
+    take calls that begin at 0 alone.
     """
 
     mask: AnyMask
@@ -36,9 +38,16 @@ class Attending(NamedTuple):
     kv_heads: int
 
     def over_tokens(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, given: Inputs, source: KeyValueSource | None = None
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        given: Inputs,
+        source: KeyValueSource | None = None,
     ) -> Tensor:
-        """Attention to k and v of tokens that are ``given``, with all that ranks share; they may have a ``source``."""
+        """Attention to k and v of tokens that are ``given``, with all that ranks share; they may have a
+        ``source``.
+        """
         bounds, packing, dropout = (given.key_starts, given.key_ends), given.packing, Dropout(self.dropout_p)
         call = self._placed(Call(q, self.mask, self.score, k, v, None, *bounds, packing, dropout))
         if self.context_parallel is None:
@@ -63,7 +72,8 @@ class Attending(NamedTuple):
 
 
 def attending(layer: nn.Module, score: Score, given: Inputs, heads: int, share: Share | None) -> Attending:
-    """How a layer attends with ``heads`` of its heads here: ``score`` has all of its options but the function.
+    """How a layer attends with ``heads`` of its heads here: ``score`` has all of its options but the
+    function.
 
     Raises:
         ValueError: a function asks for the number of a head, which nobody knows of those that are here.
@@ -77,14 +87,16 @@ def attending(layer: nn.Module, score: Score, given: Inputs, heads: int, share: 
             head = share.first
         elif by_mask or by_score:
             raise ValueError(
-                f"q_proj: expected all {layer.num_heads} heads, whose numbers the mask or the score asks for, or to be "
-                f"sharded by parallelize_module, got {heads} heads"
+                f"q_proj: expected all {layer.num_heads} heads, whose numbers the mask or the score asks "
+                f"for, or to be sharded by parallelize_module, got {heads} heads"
             )
         if by_mask:
             mask.check({"h": layer.num_heads})
             mask = mask.reading(mask.tensors).of_part()  # what block_mask() knows is of all heads
         if by_score:
-            function = function.of_part()  # whose tensors are of all heads, which the constructor has looked at
+            function = (
+                function.of_part()
+            )  # whose tensors are of all heads, which the constructor has looked at
     score = score if function is None else score._replace(function=function)
     sizes = layer.num_heads, getattr(layer, "num_kv_heads", 1)  # latents are one KV head
     return Attending(mask, score, head, dropout_p, layer.backend, layer.context_parallel, share, *sizes)

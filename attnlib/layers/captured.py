@@ -1,4 +1,6 @@
-"""What the functions of indices of a layer read, as the layer's own: it moves and is saved with it, and may train."""
+"""What the functions of indices of a layer read, as the layer's own: it moves and is saved with it, and may
+train.
+"""
 
 import torch
 from torch import nn
@@ -10,12 +12,16 @@ from .tensor_parallel import Share, whole
 
 
 class CapturedTensors(nn.Module):
-    """The tensors of a function: parameters where they are such, buffers else. A call gives the function of them."""
+    """The tensors of a function: parameters where they are such, buffers else. A call gives the function of
+    them.
+    """
 
     def __init__(self, function: MaskFunction | ScoreFunction, names: list[str]):
         super().__init__()
         self._names, self._are_given = names, True
-        self._function = function.reading([x.new_empty(0) for x in function.tensors])  # which keeps none alive
+        self._function = function.reading(
+            [x.new_empty(0) for x in function.tensors]
+        )  # which keeps none alive
         for name, x in zip(names, function.tensors, strict=True):
             if isinstance(x, nn.Parameter):
                 self.register_parameter(name, x)
@@ -23,7 +29,9 @@ class CapturedTensors(nn.Module):
                 self.register_buffer(name, x, persistent=False)
 
     def forward(self, share: Share | None = None) -> MaskFunction | ScoreFunction:
-        """The function of what the tensors are now, whole, since indices are of all heads whatever a rank's share."""
+        """The function of what the tensors are now, whole, since indices are of all heads whatever a rank's
+        share.
+        """
         return self._function.reading([whole(getattr(self, name), share) for name in self._names])
 
     def _apply(self, fn, recurse=True):
@@ -45,7 +53,8 @@ class CapturedTensors(nn.Module):
         """
         if not self._are_given:
             raise RuntimeError(
-                f"{', '.join(self._names)}: expected tensors with values in the function of a mask or score, got some "
+                f"{', '.join(self._names)}: expected tensors with values in the function of a mask or score, "
+                "got some "
                 'on the meta device; make them outside `with torch.device("meta")`'
             )
 
@@ -63,7 +72,8 @@ def captured_by_mask(mask: AnyMask, num_heads: int) -> CapturedTensors | None:
 
 
 def captured_by_score(score: ScoreFunction | None, num_heads: int) -> CapturedTensors | None:
-    """The tensors of a layer's scores, by the names of the function's parameters; None where it has no function.
+    """The tensors of a layer's scores, by the names of the function's parameters; None where it has no
+    function.
 
     Raises:
         TypeError: it is not what score_mod() makes.
@@ -77,8 +87,11 @@ def captured_by_score(score: ScoreFunction | None, num_heads: int) -> CapturedTe
     return CapturedTensors(score, list(score.names))
 
 
-def own_functions(layer: nn.Module, mask: AnyMask | None, share: Share | None) -> tuple[AnyMask, ScoreFunction | None]:
-    """A layer's mask within a call's, and its score; ``share`` is what this rank has of the heads, if not all.
+def own_functions(
+    layer: nn.Module, mask: AnyMask | None, share: Share | None
+) -> tuple[AnyMask, ScoreFunction | None]:
+    """A layer's mask within a call's, and its score; ``share`` is what this rank has of the heads, if not
+    all.
 
     Raises:
         TypeError: the call's mask is none.

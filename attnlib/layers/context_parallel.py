@@ -1,4 +1,6 @@
-"""What a layer asks of ranks that share its tokens. :mod:`attnlib.parallel` has them, and layers may not import it."""
+"""What a layer asks of ranks that share its tokens. :mod:`attnlib.parallel` has them, and layers may not
+import it.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
@@ -16,8 +18,8 @@ if TYPE_CHECKING:  # importing it takes longer than importing this package
 class KeyValueSource(NamedTuple):
     """What keys and values are made of, where that is less to send than they are.
 
-    ``tensors`` are of this rank's tokens, ``[b, tokens here, ...]`` or packed ``[tokens here, ...]``. ``expand`` makes
-    k and v of those of any tokens, with these ``weights``.
+    ``tensors`` are of this rank's tokens, ``[b, tokens here, ...]`` or packed ``[tokens here, ...]``.
+    ``expand`` makes k and v of those of any tokens, with these ``weights``.
     """
 
     tensors: tuple[Tensor, ...]
@@ -27,7 +29,9 @@ class KeyValueSource(NamedTuple):
 
 @runtime_checkable
 class ContextParallel(Protocol):
-    """The ranks that share every sequence of a layer: :class:`attnlib.parallel.ContextParallel`, as a layer sees it."""
+    """The ranks that share every sequence of a layer: :class:`attnlib.parallel.ContextParallel`, as a layer
+    sees it.
+    """
 
     @property
     def mesh(self) -> "DeviceMesh":
@@ -38,7 +42,9 @@ class ContextParallel(Protocol):
         """Where this rank's tokens are in the whole sequence, ``[tokens here]``, if it has so many."""
         ...
 
-    def attend(self, call: Call, name: str | ExplainOnly | None = None, source: KeyValueSource | None = None) -> Tensor:
+    def attend(
+        self, call: Call, name: str | ExplainOnly | None = None, source: KeyValueSource | None = None
+    ) -> Tensor:
         """The output of this rank's queries over all that the mask shows them of the whole."""
         ...
 

@@ -5,18 +5,20 @@ from .tensor_parallel import Share
 
 
 def with_heads_of(view: KVView, share: Share | None, *, heads: int, total: int, kv_heads: int) -> KVView:
-    """A view that ranks share, for ``heads`` query heads of ``total`` here, which read some of ``kv_heads`` KV heads.
+    """A view that ranks share, for ``heads`` query heads of ``total`` here, which read some of ``kv_heads``
+    KV heads.
 
     Raises:
-        ValueError: ranks that share the view have other KV heads than this one, or some have the same query heads and
+        ValueError: ranks that share the view have other KV heads than this one, or some have the same query
+        heads and
             others do not, or nobody knows.
     """
     if heads == total or view.ranks.count == 1:
         return view
     if share is None:
         raise ValueError(
-            f"q_proj: expected all {total} heads, or to be sharded by parallelize_module, over a cache that ranks "
-            f"share, got {heads} heads; nobody knows which the other ranks have"
+            f"q_proj: expected all {total} heads, or to be sharded by parallelize_module, over a cache that "
+            f"ranks share, got {heads} heads; nobody knows which the other ranks have"
         )
     if kv_heads == 1 and share.mesh == view.ranks.mesh:
         return view.with_own_heads()
@@ -26,16 +28,20 @@ def with_heads_of(view: KVView, share: Share | None, *, heads: int, total: int, 
     read = {first * kv_heads // total for first in firsts}
     if len({*firsts}) < len(firsts) or len(read) > 1 or share.kv_heads(kv_heads)[1] > 1:
         raise ValueError(
-            f"mesh: expected a cache that ranks share whose query heads read the same KV head, or who have the same "
-            f"query heads, got ranks whose heads begin at {firsts} of {total}, over {kv_heads} KV heads; make the "
-            "cache with mesh= of such ranks, or without"
+            "mesh: expected a cache that ranks share whose query heads read the same KV head, or who have "
+            f"the same query heads, got ranks whose heads begin at {firsts} of {total}, over {kv_heads} KV "
+            "heads; make the cache with mesh= of such ranks, or without"
         )
     return view.with_own_heads()
 
 
 def _firsts(view: KVView, share: Share) -> list[int] | None:
-    """The first query head of each rank that shares the view; None where other shares of the heads are alike."""
-    placed = {int(rank): at for at, rank in zip(_indices(share), share.mesh.mesh.flatten().tolist(), strict=True)}
+    """The first query head of each rank that shares the view; None where other shares of the heads are
+    alike.
+    """
+    placed = {
+        int(rank): at for at, rank in zip(_indices(share), share.mesh.mesh.flatten().tolist(), strict=True)
+    }
     sharing = view.ranks.mesh.mesh.flatten().tolist()
     known = [rank for rank in sharing if rank in placed]
     if len(known) == len(sharing):

@@ -30,15 +30,16 @@ if TYPE_CHECKING:  # importing these takes longer than importing this package
 class GroupedQueryAttention(nn.Module):
     """Attention whose query heads share KV heads in groups (Ainslie et al., 2023, arXiv 2305.13245).
 
-    ``num_heads`` query heads read ``num_kv_heads`` KV heads (None: as many), whose values have ``v_head_dim`` channels
-    (None: ``head_dim``). ``mask`` is required: causality is never
-    inferred. Parameters are named as in transformers: q_proj, k_proj, v_proj, o_proj, with ``qk_norm`` q_norm and
-    k_norm (per head, before rope as in Qwen 3, or with ``norm_after_rope`` as in HunYuan), with ``sinks`` sinks (as in
-    gpt-oss). Another norm may take the place of q_norm or k_norm: a module from ``[..., h, d]`` to the same. ``bias``
-    is for q, k and v, ``output_bias`` for o (None: as ``bias``); or ``bias`` names the projections that have one, as
-    ``("q_proj", "v_proj")``. ``alibi`` takes the slopes of Press et al., 2021 (arXiv 2108.12409). A ``temperature``
-    scales queries by their positions, after rope. ``dropout_p`` acts on the probabilities, in training only. With
-    ``context_parallel`` x is this rank's tokens of sequences that ranks share, and so is the output.
+    ``num_heads`` query heads read ``num_kv_heads`` KV heads (None: as many), whose values have ``v_head_dim``
+    channels (None: ``head_dim``). ``mask`` is required: causality is never inferred. Parameters are named as
+    in transformers: q_proj, k_proj, v_proj, o_proj, with ``qk_norm`` q_norm and k_norm (per head, before rope
+    as in Qwen 3, or with ``norm_after_rope`` as in HunYuan), with ``sinks`` sinks (as in gpt-oss). Another
+    norm may take the place of q_norm or k_norm: a module from ``[..., h, d]`` to the same. ``bias`` is for q,
+    k and v, ``output_bias`` for o (None: as ``bias``); or ``bias`` names the projections that have one, as
+    ``("q_proj", "v_proj")``. ``alibi`` takes the slopes of Press et al., 2021 (arXiv 2108.12409). A
+    ``temperature`` scales queries by their positions, after rope. ``dropout_p`` acts on the probabilities, in
+    training only. With ``context_parallel`` x is this rank's tokens of sequences that ranks share, and so is
+    the output.
 
     Raises:
         ValueError: sizes that do not divide, a number out of range, or a rope wider than the head.
@@ -111,7 +112,13 @@ class GroupedQueryAttention(nn.Module):
         check_rope(rope, head_dim, norm_after_rope)
         check_context_parallel(context_parallel)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
-        self.head_dim, self.v_head_dim, self.mask, self.rope, self.softcap = head_dim, v_head_dim, mask, rope, softcap
+        self.head_dim, self.v_head_dim, self.mask, self.rope, self.softcap = (
+            head_dim,
+            v_head_dim,
+            mask,
+            rope,
+            softcap,
+        )
         self.temperature, self.norm_after_rope = temperature, norm_after_rope
         self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
         self.dropout_p, self.backend, self.context_parallel = dropout_p, backend, context_parallel
@@ -121,10 +128,18 @@ class GroupedQueryAttention(nn.Module):
         self.scale: float = (head_dim**-0.5 if scale is None else scale) * (gain if rotates_all else 1.0)
         self.q_gain: float = 1.0 if rotates_all else gain
         factory = {"device": device, "dtype": dtype}
-        self.q_proj: nn.Linear = nn.Linear(hidden_size, num_heads * head_dim, bias="q_proj" in has_bias, **factory)
-        self.k_proj: nn.Linear = nn.Linear(hidden_size, num_kv_heads * head_dim, bias="k_proj" in has_bias, **factory)
-        self.v_proj: nn.Linear = nn.Linear(hidden_size, num_kv_heads * v_head_dim, bias="v_proj" in has_bias, **factory)
-        self.o_proj: nn.Linear = nn.Linear(num_heads * v_head_dim, hidden_size, bias="o_proj" in has_bias, **factory)
+        self.q_proj: nn.Linear = nn.Linear(
+            hidden_size, num_heads * head_dim, bias="q_proj" in has_bias, **factory
+        )
+        self.k_proj: nn.Linear = nn.Linear(
+            hidden_size, num_kv_heads * head_dim, bias="k_proj" in has_bias, **factory
+        )
+        self.v_proj: nn.Linear = nn.Linear(
+            hidden_size, num_kv_heads * v_head_dim, bias="v_proj" in has_bias, **factory
+        )
+        self.o_proj: nn.Linear = nn.Linear(
+            num_heads * v_head_dim, hidden_size, bias="o_proj" in has_bias, **factory
+        )
         self.q_norm: nn.Module | None = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
         self.k_norm: nn.Module | None = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
         self.sinks: nn.Parameter | None = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
@@ -142,7 +157,9 @@ class GroupedQueryAttention(nn.Module):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """What this layer stores per token in a cache, on this rank; within ``torch.autocast`` in its dtype."""
+        """What this layer stores per token in a cache, on this rank; within ``torch.autocast`` in its
+        dtype.
+        """
         weight, share = self.k_proj.weight, share_of(self.q_proj, self.num_heads)
         # Rows, not num_kv_heads: the layer may have been sharded by hand.
         heads = weight.shape[0] // self.head_dim if share is None else share.kv_heads(self.num_kv_heads)[1]
@@ -157,7 +174,8 @@ class GroupedQueryAttention(nn.Module):
         """Initialise every parameter and buffer in place; works after ``to_empty``.
 
         Raises:
-            TypeError: a module that was put in has parameters and no ``reset_parameters``; then nothing is reset.
+            TypeError: a module that was put in has parameters and no ``reset_parameters``; then nothing is
+            reset.
         """
         reset_children(self)
         self._reset_own()
@@ -170,7 +188,8 @@ class GroupedQueryAttention(nn.Module):
                 self.alibi_slopes.copy_(torch.tensor(published_slopes(self.num_heads)))
 
     def _apply(self, fn, recurse=True):
-        """Casting the layer leaves the slopes fp32: bf16 would round those of a head count that is no power of two.
+        """Casting the layer leaves the slopes fp32: bf16 would round those of a head count that is no power
+        of two.
 
         ``to_empty`` leaves them too, for no state dict has them to load.
         """
@@ -194,20 +213,24 @@ class GroupedQueryAttention(nn.Module):
         key_ends: Tensor | None = None,
         mask: AnyMask | None = None,
     ) -> Tensor:
-        """``x`` ``[b, s, m]``, or packed ``[t, m]`` with ``cu_seqlens`` or a packed cache step, to the same shape.
+        """``x`` ``[b, s, m]``, or packed ``[t, m]`` with ``cu_seqlens`` or a packed cache step, to the same
+        shape.
 
-        ``context`` is what to attend to instead of x (cross-attention): a tensor ``[b, t, m]``, packed ``[t, m]`` with
-        ``cu_seqlens_context``, or the KVView of a stored context. ``key_starts`` and ``key_ends`` int32 ``[b]`` hide
-        the padding of a dense x, or of its context. ``positions`` (``[b, s]``, ``[t]`` or computed Angles) affect rope
-        only; None means ``kv.positions`` in a cached step, restarting at 0 with ``cu_seqlens``, else ``arange(s)``.
-        ``mask`` hides more than the layer's does. With ``context_parallel`` x and ``positions`` are of this rank's
-        tokens, and all else is of the whole sequences, on every rank alike.
+        ``context`` is what to attend to instead of x (cross-attention): a tensor ``[b, t, m]``, packed ``[t,
+        m]`` with ``cu_seqlens_context``, or the KVView of a stored context. ``key_starts`` and ``key_ends``
+        int32 ``[b]`` hide the padding of a dense x, or of its context. ``positions`` (``[b, s]``, ``[t]`` or
+        computed Angles) affect rope only; None means ``kv.positions`` in a cached step, restarting at 0 with
+        ``cu_seqlens``, else ``arange(s)``. ``mask`` hides more than the layer's does. With
+        ``context_parallel`` x and ``positions`` are of this rank's tokens, and all else is of the whole
+        sequences, on every rank alike.
 
         Raises:
             ValueError: inputs that contradict each other.
         """
         ranks = self.context_parallel
-        given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends, mask, ranks)
+        given = Inputs(
+            context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends, mask, ranks
+        )
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.q_proj)
         angles = angles_of(self.rope, x, given)
         q = self.query(x, angles, None if self.temperature is None else positions_of(x, given))
@@ -216,7 +239,9 @@ class GroupedQueryAttention(nn.Module):
         if isinstance(context, KVView):
             out = attention.over_view(q, context)
         elif kv is not None:
-            own, left = (angles, None) if self.norm_after_rope else (None, angles)  # what is left to the cache
+            own, left = (
+                (angles, None) if self.norm_after_rope else (None, angles)
+            )  # what is left to the cache
             out = attention.over_view(q, kv.append(*self.key_value(x, own, share), angles=left))
         else:
             k, v = self.key_value(x if context is None else context, angles, share)
@@ -237,8 +262,8 @@ class GroupedQueryAttention(nn.Module):
     def parallel_plan(self, mesh: "DeviceMesh") -> "dict[str, ParallelStyle]":
         """Which projections are to be shared out over a one-dimensional mesh, and how.
 
-        For torch: ``parallelize_module(layer, mesh, layer.parallel_plan(mesh))``. Ranks have heads of their own; where
-        there are fewer KV heads than ranks, every rank makes all of them and reads its own.
+        For torch: ``parallelize_module(layer, mesh, layer.parallel_plan(mesh))``. Ranks have heads of their
+        own; where there are fewer KV heads than ranks, every rank makes all of them and reads its own.
 
         Raises:
             ValueError: the heads do not divide among the ranks.
@@ -264,21 +289,31 @@ class GroupedQueryAttention(nn.Module):
         q = q if angles is None else scaled_head(q, self.rope.dim, self.q_gain)
         return q if self.temperature is None else self.temperature.scaled(q, positions)
 
-    def key_value(self, x: Tensor, angles: Angles | None = None, share: Share | None = None) -> tuple[Tensor, Tensor]:
+    def key_value(
+        self, x: Tensor, angles: Angles | None = None, share: Share | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Keys ``[..., g, d]`` and values ``[..., g, e]``, of this rank's ``share``.
 
-        Without ``angles`` keys are not rotated yet, as a cache takes them, which rotates what it writes; but where
-        norms come after rope, it takes them rotated.
+        Without ``angles`` keys are not rotated yet, as a cache takes them, which rotates what it writes; but
+        where norms come after rope, it takes them rotated.
         """
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.v_head_dim))
         if share is not None:
-            k, v = share.local_kv("k_proj", k, self.num_kv_heads), share.local_kv("v_proj", v, self.num_kv_heads)
-        elif k.shape[-2] != self.num_kv_heads and share_of(self.k_proj, self.num_kv_heads, k.shape[-2]) is not None:
+            k, v = (
+                share.local_kv("k_proj", k, self.num_kv_heads),
+                share.local_kv("v_proj", v, self.num_kv_heads),
+            )
+        elif (
+            k.shape[-2] != self.num_kv_heads
+            and share_of(self.k_proj, self.num_kv_heads, k.shape[-2]) is not None
+        ):
             raise ValueError("k_proj: it is sharded by heads and q_proj is not; shard both, or q_proj alone")
         return self._turned(self.k_norm, k, angles, share), v
 
-    def _turned(self, norm: nn.Module | None, x: Tensor, angles: Angles | None, share: Share | None) -> Tensor:
+    def _turned(
+        self, norm: nn.Module | None, x: Tensor, angles: Angles | None, share: Share | None
+    ) -> Tensor:
         """Heads ``[..., h, d]`` normalised and rotated, in the order of this layer."""
         if norm is not None and not self.norm_after_rope:
             x = normed(norm, x, share)

@@ -58,25 +58,28 @@ def check_rope(rope: Rope | None, head_dim: int, norm_after_rope: bool) -> None:
     if rope is not None and rope.dim > head_dim:
         raise ValueError(f"rope: expected dim at most head_dim={head_dim}, got {rope.dim}")
     if norm_after_rope and rope is not None and rope.amplitude != 1:
-        raise ValueError("norm_after_rope: expected a rope of amplitude 1, since a norm takes another one away")
+        raise ValueError(
+            "norm_after_rope: expected a rope of amplitude 1, since a norm takes another one away"
+        )
 
 
 def check_latent_rope(rope: Rope | None, channels: int) -> None:
-    """Raise ValueError unless a latent layer's rope rotates its ``qk_rope_head_dim`` channels; warn of halves.
+    """Raise ValueError unless a latent layer's rope rotates its ``qk_rope_head_dim`` channels; warn of
+    halves.
 
     Checkpoints of DeepSeek's layers have interleaved pairs, and weights do not tell.
     """
     if rope is None and channels:
         raise ValueError(
-            f"rope: expected Rope({channels}, interleaved=True) for qk_rope_head_dim={channels}, got None; a layer "
-            "without rope has qk_rope_head_dim=0, and qk_nope_head_dim as many channels more"
+            f"rope: expected Rope({channels}, interleaved=True) for qk_rope_head_dim={channels}, got None; a "
+            "layer without rope has qk_rope_head_dim=0, and qk_nope_head_dim as many channels more"
         )
     if rope is not None and rope.dim != channels:
         raise ValueError(f"rope: expected dim={channels} like qk_rope_head_dim, got {rope.dim}")
     if rope is not None and not rope.interleaved:
         warn_once(
-            f"rope: expected Rope({channels}, interleaved=True) as DeepSeek's layers rotate, got pairs of halves; "
-            "weights of another layout are for another layer, and nothing else would tell",
+            f"rope: expected Rope({channels}, interleaved=True) as DeepSeek's layers rotate, got pairs of "
+            "halves; weights of another layout are for another layer, and nothing else would tell",
             sys._getframe(3),  # beyond the constructor, and what explains its arguments
         )
 
@@ -127,16 +130,21 @@ def check(
         raise ValueError("kv: it excludes context= and cu_seqlens=; a cache step knows its own sequences")
     if cu_seqlens is not None and (x.dim() != 2 or (context is None) != (given.cu_seqlens_context is None)):
         raise ValueError(
-            "cu_seqlens: expected packed x [t, m], and cu_seqlens_context= with a packed context [t, m] if there is one"
+            "cu_seqlens: expected packed x [t, m], and cu_seqlens_context= with a packed context [t, m] if "
+            "there is one"
         )
     if given.cu_seqlens_context is not None and cu_seqlens is None:
         raise ValueError("cu_seqlens_context: expected cu_seqlens= with it, of the packed x that attends")
     for name in ("key_starts", "key_ends"):
         is_dense = kv is None and cu_seqlens is None and not isinstance(context, KVView)
         if getattr(given, name) is not None and not is_dense:
-            raise ValueError(f"{name}: it bounds the keys of dense calls; a cache and packed sequences know their own")
+            raise ValueError(
+                f"{name}: it bounds the keys of dense calls; a cache and packed sequences know their own"
+            )
     if x.dim() == 2 and cu_seqlens is None and kv is None and not isinstance(context, KVView):
-        raise ValueError(f"x: packed [t, m] needs cu_seqlens= or a packed cache step, got {tuple(x.shape)} alone")
+        raise ValueError(
+            f"x: packed [t, m] needs cu_seqlens= or a packed cache step, got {tuple(x.shape)} alone"
+        )
     if context is not None and rope is not None:
         raise ValueError(UNRELATED)
     if isinstance(context, Tensor):
@@ -158,25 +166,37 @@ def _check_shared(given: Inputs) -> None:
     for name, x, instead in (("kv", given.kv, "decode"), ("context", given.context, "attend to a context")):
         if x is not None:
             raise ValueError(
-                f"{name}: expected None with context_parallel, whose ranks share the tokens of x and nothing else; set "
-                f"layer.context_parallel = None to {instead}"
+                f"{name}: expected None with context_parallel, whose ranks share the tokens of x and nothing "
+                f"else; set layer.context_parallel = None to {instead}"
             )
 
 
 def _check_positions(x: Tensor, positions: Tensor | Angles | None, projection: nn.Module) -> None:
-    """Raise ValueError for integer positions that are not those of x's tokens; angles are compared with q's."""
+    """Raise ValueError for integer positions that are not those of x's tokens; angles are compared with
+    q's.
+    """
     if not is_strided(positions) or projection._forward_pre_hooks:  # a hook may gather x from several ranks
         return
     shape, tokens = positions.shape, x.shape[:-1]
-    if shape[-1:] == tokens[-1:] and len(shape) <= len(tokens) and (len(shape) == 1 or shape[0] in (1, tokens[0])):
+    if (
+        shape[-1:] == tokens[-1:]
+        and len(shape) <= len(tokens)
+        and (len(shape) == 1 or shape[0] in (1, tokens[0]))
+    ):
         return
     expected = f"[t={tokens[0]}]" if x.dim() == 2 else f"[b={tokens[0]}, s={tokens[1]}] or [s={tokens[1]}]"
-    several = "; for several positions of a token (M-RoPE) compute the Angles and give them" if len(shape) > 2 else ""
+    several = (
+        "; for several positions of a token (M-RoPE) compute the Angles and give them"
+        if len(shape) > 2
+        else ""
+    )
     raise ValueError(f"positions: expected {expected}, one for each token of x, got {tuple(shape)}{several}")
 
 
 def _check_restarts(positions: Tensor | Angles | None, masks: list[AnyMask]) -> None:
-    """Raise ValueError for positions that begin again, on a CPU or with ATTNLIB_CHECK=1, under bands alone."""
+    """Raise ValueError for positions that begin again, on a CPU or with ATTNLIB_CHECK=1, under bands
+    alone.
+    """
     are_integers = is_strided(positions) and positions.dim() and positions.dtype in (torch.int32, torch.int64)
     if not (are_integers and all(isinstance(mask, Mask) for mask in masks)):
         return
@@ -220,8 +240,12 @@ def _check_offsets(name: str, x: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name}: expected device {device} like x, got {x.device}")
 
 
-def check_stored(context: Tensor, kv: LayerCache, hidden_size: int, projection: nn.Module, rope: Rope | None) -> None:
-    """Raise ValueError, TypeError or RuntimeError for a context that cannot be projected, or no place to store it."""
+def check_stored(
+    context: Tensor, kv: LayerCache, hidden_size: int, projection: nn.Module, rope: Rope | None
+) -> None:
+    """Raise ValueError, TypeError or RuntimeError for a context that cannot be projected, or no place to
+    store it.
+    """
     if rope is not None:
         raise ValueError(UNRELATED)
     check_tokens("context", context, hidden_size, projection)
@@ -234,14 +258,19 @@ def check_stored(context: Tensor, kv: LayerCache, hidden_size: int, projection: 
 def _check_step(name: str, x: Tensor, kv: LayerCache, projection: nn.Module) -> None:
     """Raise unless ``x`` has as many tokens as the step of ``kv``."""
     if kv.positions is None:
-        raise RuntimeError("kv: takes tokens only within `with cache.step(...) as layers`; pass kv=layers[i] there")
+        raise RuntimeError(
+            "kv: takes tokens only within `with cache.step(...) as layers`; pass kv=layers[i] there"
+        )
     step = kv.positions.shape
     if x.shape[:-1] == step or projection._forward_pre_hooks:  # a hook may gather x from several ranks
         return
     if len(step) == 1:
         expected, remedy = f"[t={step[0]}, m={x.shape[-1]}]", "step({handle: n}) is for packed tokens"
     elif step[0] == 0:
-        expected, remedy = f"[b=0, s={step[1]}, m={x.shape[-1]}]", "no sequence is live: call cache.admit(n) first"
+        expected, remedy = (
+            f"[b=0, s={step[1]}, m={x.shape[-1]}]",
+            "no sequence is live: call cache.admit(n) first",
+        )
     else:
         expected = f"[b={step[0]}, s={step[1]}, m={x.shape[-1]}]"
         remedy = f"step({step[1]}) is for as many tokens of each live sequence, step({{handle: n}}) for packed ones"
@@ -255,8 +284,8 @@ def _check_autocast(name: str, x: Tensor, layout: KVLayout) -> None:
     dtype = computed_dtype(x)
     if layout.dtype != dtype:
         raise TypeError(
-            f"{name}: expected a cache of {dtype}, in which torch.autocast computes, got {layout.dtype}; make it with "
-            "the layer's kv_layout read within torch.autocast"
+            f"{name}: expected a cache of {dtype}, in which torch.autocast computes, got {layout.dtype}; "
+            "make it with the layer's kv_layout read within torch.autocast"
         )
 
 
@@ -269,14 +298,16 @@ def computed_dtype(x: Tensor) -> torch.dtype:
 
 
 def check_tokens(name: str, x: Tensor, hidden_size: int, projection: nn.Module) -> None:
-    """Raise ValueError or TypeError unless x is ``[b, s, m]`` or ``[t, m]``, and fits a plain ``projection``."""
+    """Raise ValueError or TypeError unless x is ``[b, s, m]`` or ``[t, m]``, and fits a plain
+    ``projection``.
+    """
     if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
         kind = "a nested or sparse one" if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: expected a strided tensor [b, s, m={hidden_size}], got {kind}")
     if x.dim() not in (2, 3) or x.shape[-1] != hidden_size:
         raise ValueError(
-            f"{name}: expected [b, {'s' if name == 'x' else 't'}, m={hidden_size}] or packed [t, m={hidden_size}], "
-            f"got {tuple(x.shape)}"
+            f"{name}: expected [b, {'s' if name == 'x' else 't'}, m={hidden_size}] or packed [t, "
+            f"m={hidden_size}], got {tuple(x.shape)}"
         )
     # A wrapper, a hook or an adapter may change x before it multiplies.
     if type(projection) is not nn.Linear or "forward" in vars(projection) or projection._forward_pre_hooks:

@@ -1,4 +1,6 @@
-"""The two forms of attention over latents: which one is cheaper, and the expanded one over a cache, in chunks."""
+"""The two forms of attention over latents: which one is cheaper, and the expanded one over a cache, in
+chunks.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,13 +22,14 @@ from .context_parallel import ContextParallel, KeyValueSource, check_context_par
 from .positions import sequence_of
 from .tensor_parallel import MARK, local_weight
 
-# Stored tokens of all sequences together whose K and V exist at once. With DeepSeek-V3's 128 heads of 192 + 128
-# channels in bf16 they take 640 MiB, whatever the cache holds, and one up-projection of as many fills a GPU.
+# Stored tokens of all sequences together whose K and V exist at once. With DeepSeek-V3's 128 heads of 192 +
+# 128 channels in bf16 they take 640 MiB, whatever the cache holds, and one up-projection of as many fills a
+# GPU.
 CHUNK = 8192
-# Multiplications of all heads that expanding a prompt by itself is to spare: its K and V are written and read too, and
-# its calls are launched. On an H200 (2026-11, replayed), beside 31 or 63 sequences: 512 tokens over 8k with 128 heads
-# spare 2**38 and 4.26 ms became 3.83; 1024 2**39.5, 8.20 and 5.01; 300 2**36.7, 2.76 and 3.48; 2048 over 32k with 16
-# heads 2**39.6, 7.68 and 3.28.
+# Multiplications of all heads that expanding a prompt by itself is to spare: its K and V are written and read
+# too, and its calls are launched. On an H200 (2026-11, replayed), beside 31 or 63 sequences: 512 tokens over
+# 8k with 128 heads spare 2**38 and 4.26 ms became 3.83; 1024 2**39.5, 8.20 and 5.01; 300 2**36.7, 2.76 and
+# 3.48; 2048 over 32k with 16 heads 2**39.6, 7.68 and 3.28.
 WORTH = 1 << 38
 
 
@@ -34,29 +37,34 @@ FORMS = ("auto", "expanded", "absorbed")
 
 
 def check_form(form: str, ranks: ContextParallel | None) -> None:
-    """Raise ValueError or TypeError for a form that is none, or for one that ranks that share tokens do not have."""
+    """Raise ValueError or TypeError for a form that is none, or for one that ranks that share tokens do not
+    have.
+    """
     check_context_parallel(ranks)
     if not isinstance(form, str) or form not in FORMS:
         raise ValueError(f"form: expected one of {FORMS}, got {form!r}")
     if form == "absorbed" and ranks is not None:
         raise ValueError(
-            "context_parallel: its ranks expand the latents that they send each other, got form='absorbed'; use "
-            "form='auto' or 'expanded'"
+            "context_parallel: its ranks expand the latents that they send each other, got form='absorbed'; "
+            "use form='auto' or 'expanded'"
         )
 
 
-def cheaper_form(queries: int, keys: int, *, rank: int, nope: int, rope: int, value: int, least: int = 0) -> str:
+def cheaper_form(
+    queries: int, keys: int, *, rank: int, nope: int, rope: int, value: int, least: int = 0
+) -> str:
     """The form with fewer multiplications, per head, for ``queries`` over ``keys`` given as latents.
 
-    Expanding costs an up-projection of every key; absorbing costs one of every query, and wider scores and sums:
+    Expanding costs an up-projection of every key; absorbing costs one of every query, and wider scores and
+    sums:
 
         expanded = keys * rank * (nope + value) + queries * keys * (nope + rope + value)
         absorbed = queries * rank * (nope + value) + queries * keys * (2 * rank + rope)
 
-    Over many keys only what is multiplied by them counts, so that expanding is cheaper from about
-    ``rank * (nope + value) / (2 * rank - nope - value)`` queries on: 171 with DeepSeek-V3's 512, 128 and 128. Pairs
-    that a mask hides count in both. Over a cache ``queries`` is the mean of a step's sequences and ``keys`` a bound.
-    Expanding is to spare ``least`` multiplications.
+    Over many keys only what is multiplied by them counts, so that expanding is cheaper from about ``rank *
+    (nope + value) / (2 * rank - nope - value)`` queries on: 171 with DeepSeek-V3's 512, 128 and 128. Pairs
+    that a mask hides count in both. Over a cache ``queries`` is the mean of a step's sequences and ``keys`` a
+    bound. Expanding is to spare ``least`` multiplications.
     """
     expanded = keys * rank * (nope + value) + queries * keys * (nope + rope + value)
     absorbed = queries * rank * (nope + value) + queries * keys * (2 * rank + rope)
@@ -76,17 +84,19 @@ def attend_expanded(
     score: ScoreFunction | None,
     backend: str | None,
 ) -> Tensor:
-    """Attention of q ``[b, s, h, n + p]``, or packed ``[t, h, n + p]``, over stored latents, giving ``[..., h, e]``.
+    """Attention of q ``[b, s, h, n + p]``, or packed ``[t, h, n + p]``, over stored latents, giving ``[...,
+    h, e]``.
 
-    ``expand`` makes K ``[c, h, n + p]`` and V ``[c, h, e]`` from latents ``[c, r]`` and rotary keys ``[c, p]`` (None if
-    p is 0). It gets ``CHUNK`` tokens at a time, or as many as there are queries if those are more (their K and V are no
-    larger than q then, and fewer partial results are to be merged). No sequence is longer than ``longest``; None means
-    the capacity of the table. To functions of indices the first sequence is ``row``, and the first head ``head``.
+    ``expand`` makes K ``[c, h, n + p]`` and V ``[c, h, e]`` from latents ``[c, r]`` and rotary keys ``[c,
+    p]`` (None if p is 0). It gets ``CHUNK`` tokens at a time, or as many as there are queries if those are
+    more (their K and V are no larger than q then, and fewer partial results are to be merged). No sequence is
+    longer than ``longest``; None means the capacity of the table. To functions of indices the first sequence
+    is ``row``, and the first head ``head``.
 
     Raises:
-        ValueError: q is not of the view's step, or the mask reaches further left than a windowed layout keeps.
-        TypeError: K and V have another dtype than the cache.
-        NotImplementedError: a gradient is asked for.
+        ValueError: q is not of the view's step, or the mask reaches further left than a windowed layout
+        keeps. TypeError: K and V have another dtype than the cache. NotImplementedError: a gradient is asked
+        for.
     """
     _check(q, view, mask)
     b, capacity = view.lengths.shape[0], view.table.shape[1] * view.page_size
@@ -103,12 +113,20 @@ def attend_expanded(
         check_heads(q, k)
         _check_values(q, v, view)
         if score is None and isinstance(mask, Mask):
-            options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "mask": band, "scale": scale, "backend": backend}
+            options = {
+                "cu_seqlens_q": cu_q,
+                "cu_seqlens_k": cu_k,
+                "mask": band,
+                "scale": scale,
+                "backend": backend,
+            }
             out, lse = varlen_attention_with_lse(rows, k, v, **options)
         else:  # functions see the indices of the whole
             origin = Origin((view.lengths - cu_k.diff()).int(), starts.int(), head=head, sequence=row)
             options, packing = Score(scale, function=score), Packing(cu_q, cu_k)
-            out, lse = attend(Call(rows, mask, options, k, v, packing=packing, origin=origin, lse=True), backend)
+            out, lse = attend(
+                Call(rows, mask, options, k, v, packing=packing, origin=origin, lse=True), backend
+            )
         if state is not None:  # merged in fp32, as otherwise every chunk would round all that came before it
             out, lse = merge_states(state[0].to(lse.dtype), state[1], out.to(lse.dtype), lse)
         state = out, lse
@@ -120,9 +138,9 @@ def _chunks(
 ) -> Iterator[tuple[Tensor, Tensor, Mask]]:
     """Disjoint ranges ``[starts, ends)`` of at most ``size`` tokens, and the mask of a call on these alone.
 
-    They are counted from the ends of the sequences, since there the queries are: the n-th is as far from the queries in
-    every sequence, so that the band within it is the mask's, shifted. Only a prefix lies where a sequence begins, or
-    the first tokens beside a window.
+    They are counted from the ends of the sequences, since there the queries are: the n-th is as far from the
+    queries in every sequence, so that the band within it is the mask's, shifted. Only a prefix lies where a
+    sequence begins, or the first tokens beside a window.
     """
     (window, first), reach = mask.kept, mask.band.reach
     starts, prefix, band = view.starts, max(mask.band.prefix, first), mask.band.without_prefix()
@@ -139,8 +157,8 @@ def _chunks(
 def _read(view: KVView, starts: Tensor, ends: Tensor, capacity: int) -> tuple[Tensor, Tensor | None, Tensor]:
     """Latents ``[capacity, r]`` and rotary keys ``[capacity, p]`` of these ranges, packed, and their offsets.
 
-    Rows past the last offset, which nobody reads, repeat the last token of a range, so that every index is one of the
-    table.
+    Rows past the last offset, which nobody reads, repeat the last token of a range, so that every index is
+    one of the table.
     """
     cu_k = pad((ends - starts).clamp(min=0).cumsum(0), (1, 0))
     token = torch.arange(capacity, device=cu_k.device)
@@ -155,7 +173,11 @@ def _read(view: KVView, starts: Tensor, ends: Tensor, capacity: int) -> tuple[Te
 
 
 def attend_mixed(
-    attend_stored: Callable[..., Tensor], q_nope: Tensor, q_rope: Tensor, view: KVView, prompts: Sequence[Prompt]
+    attend_stored: Callable[..., Tensor],
+    q_nope: Tensor,
+    q_rope: Tensor,
+    view: KVView,
+    prompts: Sequence[Prompt],
 ) -> Tensor:
     """Attention of a packed step: expanded for these prompts, and absorbed for all other sequences.
 
@@ -167,7 +189,9 @@ def attend_mixed(
     outs = list(attend_stored(*others, without(view, prompts), "absorbed").split(sizes[::2]))
     for n, prompt in enumerate(prompts):
         alone = {"longest": prompt.history + prompt.tokens, "row": prompt.row}
-        outs.insert(2 * n + 1, attend_stored(*parts[2 * n + 1], of_sequence(view, prompt.row), "expanded", **alone))
+        outs.insert(
+            2 * n + 1, attend_stored(*parts[2 * n + 1], of_sequence(view, prompt.row), "expanded", **alone)
+        )
     return torch.cat(outs)
 
 
@@ -178,7 +202,9 @@ def source_of(
     k_rope: Tensor | None,
     weights: Sequence[Tensor],
 ) -> KeyValueSource:
-    """What ranks send each other in place of the keys and values of q's heads, which ``expand`` makes by weights."""
+    """What ranks send each other in place of the keys and values of q's heads, which ``expand`` makes by
+    weights.
+    """
 
     def expanded(latent: Tensor, k_rope: Tensor | None = None) -> tuple[Tensor, Tensor]:
         k, v = expand(latent, k_rope)
@@ -186,12 +212,15 @@ def source_of(
         return k, v
 
     return KeyValueSource(
-        (latent,) if k_rope is None else (latent, k_rope), expanded, tuple(x for x in weights if x.requires_grad)
+        (latent,) if k_rope is None else (latent, k_rope),
+        expanded,
+        tuple(x for x in weights if x.requires_grad),
     )
 
 
 def runs(prompts: Sequence[Prompt], tokens: int) -> list[int]:
-    """How many of a packed step's tokens come before the first prompt, are its own, come before the next, and so on.
+    """How many of a packed step's tokens come before the first prompt, are its own, come before the next, and
+    so on.
 
     >>> runs([Prompt(row=2, first=2, tokens=50, history=0)], 55)
     [2, 50, 3]
@@ -213,25 +242,31 @@ def of_sequence(view: KVView, row: int) -> KVView:
     rows = slice(row, row + 1)
     of = {"table": view.table[rows], "starts": view.starts[rows], "lengths": view.lengths[rows]}
     first = view.cu_seqlens_q[rows]
-    return replace(view, **of, cu_seqlens_q=view.cu_seqlens_q[row : row + 2] - first, schedule=None, check=False)
+    return replace(
+        view, **of, cu_seqlens_q=view.cu_seqlens_q[row : row + 2] - first, schedule=None, check=False
+    )
 
 
 def check_heads(q: Tensor, k: Tensor) -> None:
     """Raise ValueError unless every query head ``[..., s, h, *]`` has a key of its own ``[..., t, h, *]``."""
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(
-            f"kv_b_proj: expected h={q.shape[-2]} heads like the projection of q, got {k.shape[-2]}; shard both alike"
+            f"kv_b_proj: expected h={q.shape[-2]} heads like the projection of q, got {k.shape[-2]}; shard "
+            "both alike"
         )
 
 
 def _check(q: Tensor, view: KVView, mask: AnyMask) -> None:
     if view.ranks is not None:
         raise NotImplementedError(
-            "kv_b_proj: expected the absorbed form over a cache that ranks share, got the expanded one, for which each "
-            "rank would need all latents; leave form='auto' and kv_b_proj a plain nn.Linear, sharded by heads like q"
+            "kv_b_proj: expected the absorbed form over a cache that ranks share, got the expanded one, for "
+            "which each rank would need all latents; leave form='auto' and kv_b_proj a plain nn.Linear, "
+            "sharded by heads like q"
         )
     if view.split_size:
-        raise NotImplementedError("batch_invariant: expected the absorbed form over such a cache, got the expanded one")
+        raise NotImplementedError(
+            "batch_invariant: expected the absorbed form over such a cache, got the expanded one"
+        )
     b, packed = view.lengths.shape[0], view.cu_seqlens_q is not None
     if q.dim() != (3 if packed else 4) or not (packed or q.shape[0] == b):
         step = "[t, h, d]" if packed else f"[b={b}, s, h, d]"
@@ -249,7 +284,8 @@ def _check_values(q: Tensor, v: Tensor, view: KVView) -> None:
 
 
 def computes_its_weight_alone(module: nn.Module, q: Tensor | None = None, heads: int = 1) -> bool:
-    """Whether ``module(x)`` is ``x @ module.weight.T``, as adapters, quantisation, sharding or hooks may change.
+    """Whether ``module(x)`` is ``x @ module.weight.T``, as adapters, quantisation, sharding or hooks may
+    change.
 
     With ``q`` ``[..., h, n]`` of some of ``heads``, and no gradient, the weight may also be shared out by
     ``parallelize_module``, if what is here is of as many.

@@ -35,17 +35,18 @@ if TYPE_CHECKING:  # importing these takes longer than importing this package
 class MultiHeadLatentAttention(nn.Module):
     """Attention over a cached latent (DeepSeek-V2, 2024, arXiv 2405.04434); DeepSeek-V3's names.
 
-    A token stores ``kv_lora_rank + qk_rope_head_dim`` values. ``q_lora_rank=None`` projects q directly. The *expanded*
-    form makes K and V per head from the latents. The *absorbed* form moves the key up-projection to the query and the
-    value up-projection to the output, and attends over the latents themselves as one KV head. Both are exact and use
-    the same weights; ``form`` forces one, ``"auto"`` takes the cheaper. ``bias`` is for q_a_proj, kv_a_proj_with_mqa
-    and o_proj. DeepSeek rotates interleaved pairs, ``rope=Rope(qk_rope_head_dim, interleaved=True)``; other pairs warn
-    once (:class:`attnlib.LayoutWarning`). ``qk_rope_head_dim=0`` is for layers without rope. A ``temperature`` scales
-    queries by their positions. Ranks of ``context_parallel`` send each other latents, and expand what they receive.
+    A token stores ``kv_lora_rank + qk_rope_head_dim`` values. ``q_lora_rank=None`` projects q directly. The
+    *expanded* form makes K and V per head from the latents. The *absorbed* form moves the key up-projection
+    to the query and the value up-projection to the output, and attends over the latents themselves as one KV
+    head. Both are exact and use the same weights; ``form`` forces one, ``"auto"`` takes the cheaper. ``bias``
+    is for q_a_proj, kv_a_proj_with_mqa and o_proj. DeepSeek rotates interleaved pairs,
+    ``rope=Rope(qk_rope_head_dim, interleaved=True)``; other pairs warn once (:class:`attnlib.LayoutWarning`).
+    ``qk_rope_head_dim=0`` is for layers without rope. A ``temperature`` scales queries by their positions.
+    Ranks of ``context_parallel`` send each other latents, and expand what they receive.
 
     Raises:
-        ValueError: sizes that do not fit, rotary channels without a rope, a number out of range, or an unknown form.
-        TypeError: an argument of another type, such as a mask that is not a Mask.
+        ValueError: sizes that do not fit, rotary channels without a rope, a number out of range, or an
+        unknown form. TypeError: an argument of another type, such as a mask that is not a Mask.
     """
 
     def __init__(
@@ -78,14 +79,30 @@ class MultiHeadLatentAttention(nn.Module):
         check_counts(sizes if q_lora_rank is None else sizes | {"q_lora_rank": q_lora_rank})
         check_count("qk_rope_head_dim", qk_rope_head_dim)
         numbers, flags = {"norm_eps": norm_eps} | ({} if scale is None else {"scale": scale}), {"bias": bias}
-        options = {"mask": mask, "rope": rope, "temperature": temperature, "dropout_p": dropout_p, "dtype": dtype}
+        options = {
+            "mask": mask,
+            "rope": rope,
+            "temperature": temperature,
+            "dropout_p": dropout_p,
+            "dtype": dtype,
+        }
         check_options(**options, numbers=numbers, flags=flags)
         check_form(form, context_parallel)
         check_latent_rope(rope, qk_rope_head_dim)
-        self.hidden_size, self.num_heads, self.mask, self.rope, self.form = hidden_size, num_heads, mask, rope, form
+        self.hidden_size, self.num_heads, self.mask, self.rope, self.form = (
+            hidden_size,
+            num_heads,
+            mask,
+            rope,
+            form,
+        )
         self.mask_tensors, self.score = captured_by_mask(mask, num_heads), captured_by_score(score, num_heads)
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
-        self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
+        self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = (
+            qk_nope_head_dim,
+            qk_rope_head_dim,
+            v_head_dim,
+        )
         self.dropout_p, self.backend, self.temperature = dropout_p, backend, temperature
         self.context_parallel: ContextParallel | None = context_parallel
         qk_head_dim, up_dim = qk_nope_head_dim + qk_rope_head_dim, num_heads * (qk_nope_head_dim + v_head_dim)
@@ -100,7 +117,9 @@ class MultiHeadLatentAttention(nn.Module):
             self.q_a_proj: nn.Linear = nn.Linear(hidden_size, q_lora_rank, bias=bias, **factory)
             self.q_a_layernorm: nn.RMSNorm = nn.RMSNorm(q_lora_rank, eps=norm_eps, **factory)
             self.q_b_proj: nn.Linear = nn.Linear(q_lora_rank, num_heads * qk_head_dim, bias=False, **factory)
-        self.kv_a_proj_with_mqa: nn.Linear = nn.Linear(hidden_size, kv_lora_rank + qk_rope_head_dim, bias, **factory)
+        self.kv_a_proj_with_mqa: nn.Linear = nn.Linear(
+            hidden_size, kv_lora_rank + qk_rope_head_dim, bias, **factory
+        )
         self.kv_a_layernorm: nn.RMSNorm = nn.RMSNorm(kv_lora_rank, eps=norm_eps, **factory)
         self.kv_b_proj: nn.Linear = nn.Linear(kv_lora_rank, up_dim, bias=False, **factory)
         self.o_proj: nn.Linear = nn.Linear(num_heads * v_head_dim, hidden_size, bias=bias, **factory)
@@ -121,7 +140,9 @@ class MultiHeadLatentAttention(nn.Module):
         reset_children(self)
 
     def parallel_plan(self, mesh: "DeviceMesh") -> "dict[str, ParallelStyle]":
-        """As :meth:`attnlib.GroupedQueryAttention.parallel_plan`; every rank makes the latents of all heads."""
+        """As :meth:`attnlib.GroupedQueryAttention.parallel_plan`; every rank makes the latents of all
+        heads.
+        """
         to_heads = "q_proj" if self.q_lora_rank is None else "q_b_proj"
         return plan_of(mesh, self.num_heads, self.num_heads, (to_heads, "kv_b_proj"))
 
@@ -145,14 +166,18 @@ class MultiHeadLatentAttention(nn.Module):
     ) -> Tensor:
         """As :meth:`attnlib.GroupedQueryAttention.forward`."""
         ranks = self.context_parallel
-        given = Inputs(context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends, mask, ranks)
+        given = Inputs(
+            context, kv, positions, cu_seqlens, cu_seqlens_context, key_starts, key_ends, mask, ranks
+        )
         check(x, self.hidden_size, given, rope=self.rope, mask=self.mask, projection=self.kv_a_proj_with_mqa)
         angles = angles_of(self.rope, x, given)
         q_nope, q_rope = self.query(x, angles, None if self.temperature is None else positions_of(x, given))
         share = share_of(self._to_heads, self.num_heads, q_nope.shape[-2])
         attention = attending(self, Score(self.scale), given, q_nope.shape[-2], share)
         if isinstance(context, KVView):
-            out = self._attend_stored(q_nope, q_rope, context, self._possible("absorbed", q_nope), attention=attention)
+            out = self._attend_stored(
+                q_nope, q_rope, context, self._possible("absorbed", q_nope), attention=attention
+            )
         elif kv is not None:
             out = self._attend_step(q_nope, q_rope, x, kv, angles, attention)
         else:
@@ -161,15 +186,21 @@ class MultiHeadLatentAttention(nn.Module):
         return self.o_proj(out.flatten(-2))
 
     def extra_repr(self) -> str:
-        return described(self, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return described(
+            self, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+        )
 
     def append_context(self, context: Tensor, kv: LayerCache) -> None:
         """As :meth:`attnlib.GroupedQueryAttention.append_context`."""
         check_stored(context, kv, self.hidden_size, self.kv_a_proj_with_mqa, self.rope)
         kv.append(*self.latent(context, None))
 
-    def query(self, x: Tensor, angles: Angles | None, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Unrotated ``[..., h, n]`` and rotated ``[..., h, p]`` channels of q; a temperature needs ``positions``."""
+    def query(
+        self, x: Tensor, angles: Angles | None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Unrotated ``[..., h, n]`` and rotated ``[..., h, p]`` channels of q; a temperature needs
+        ``positions``.
+        """
         q = self._to_heads(x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x)))
         widths = (self.qk_nope_head_dim, self.qk_rope_head_dim)
         q = q.unflatten(-1, (-1, sum(widths)))
@@ -180,26 +211,41 @@ class MultiHeadLatentAttention(nn.Module):
         return q_nope, q_rope if self.q_gain == 1 else q_rope * self.q_gain
 
     def latent(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor | None]:
-        """The latent ``[..., r]``, normalised, and the rotary key ``[..., p]`` of all heads (None if p is 0)."""
+        """The latent ``[..., r]``, normalised, and the rotary key ``[..., p]`` of all heads (None if p is
+        0).
+        """
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         if angles is not None:
             k_rope = rotate(k_rope.unsqueeze(-2), angles).squeeze(-2)
         return self.kv_a_layernorm(latent), k_rope if self.qk_rope_head_dim else None
 
     def _attend_step(
-        self, q_nope: Tensor, q_rope: Tensor, x: Tensor, kv: LayerCache, angles: Angles | None, attention: Attending
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        x: Tensor,
+        kv: LayerCache,
+        angles: Angles | None,
+        attention: Attending,
     ) -> Tensor:
-        """Append this step's tokens and attend to all that is stored; a fresh prompt need not read the cache back."""
+        """Append this step's tokens and attend to all that is stored; a fresh prompt need not read the cache
+        back.
+        """
         latent, k_rope = self.latent(x, None)
         view = kv.append(latent, k_rope, angles=angles)
         attention.check(q_nope, view)  # calls on chunks of it do not, which have an origin
-        # A split size stands for the same bits however the tokens come, and ranks have latents of some tokens alone.
+        # A split size stands for the same bits however the tokens come, and ranks have latents of some tokens
+        # alone.
         if not kv.prefill or view.split_size or (view.ranks is not None and kv.history):
-            return self._attend_stored(q_nope, q_rope, view, self._possible("absorbed", q_nope), attention=attention)
+            return self._attend_stored(
+                q_nope, q_rope, view, self._possible("absorbed", q_nope), attention=attention
+            )
         if kv.history:
             prompts = self._expanded_prompts(kv, view, q_nope.shape[-2])
             if prompts:
-                return attend_mixed(partial(self._attend_stored, attention=attention), q_nope, q_rope, view, prompts)
+                return attend_mixed(
+                    partial(self._attend_stored, attention=attention), q_nope, q_rope, view, prompts
+                )
             new = x.shape[:-1].numel() // view.lengths.shape[0]  # tokens of a sequence, on the mean
             form, longest = self._cheaper_step(new, kv.history), kv.history + x.shape[-2]
             return self._attend_stored(q_nope, q_rope, view, form, attention=attention, longest=longest)
@@ -212,7 +258,8 @@ class MultiHeadLatentAttention(nn.Module):
     def _expanded_prompts(self, kv: LayerCache, view: KVView, heads: int) -> list[Prompt]:
         """The prompts of a packed step that are much cheaper expanded, where others are absorbed.
 
-        What is recorded serves any prompts, and a shared prefix is read once for all: these have one form for all.
+        What is recorded serves any prompts, and a shared prefix is read once for all: these have one form for
+        all.
         """
         if is_recorded(view.k) or view.shared is not None or self._possible("absorbed") == "expanded":
             return []
@@ -221,9 +268,17 @@ class MultiHeadLatentAttention(nn.Module):
         return prompts if len(prompts) < view.lengths.shape[0] else []
 
     def _attend_fresh(
-        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor | None, attention: Attending, given: Inputs
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        k_rope: Tensor | None,
+        attention: Attending,
+        given: Inputs,
     ) -> Tensor:
-        """Attention over latents ``[..., t, r]`` and rotated rotary keys ``[..., t, p]`` in the cheaper form."""
+        """Attention over latents ``[..., t, r]`` and rotated rotary keys ``[..., t, p]`` in the cheaper
+        form.
+        """
         if attention.context_parallel is not None:
             check_form(self.form, attention.context_parallel)
             q = torch.cat((q_nope, q_rope), -1)
@@ -240,17 +295,26 @@ class MultiHeadLatentAttention(nn.Module):
     def _attend_stored(
         self, q_nope: Tensor, q_rope: Tensor, view: KVView, form: str, *, attention: Attending, **alone: int
     ) -> Tensor:
-        """Attention over a latent cache in this form; ``longest`` and ``row`` are as in :func:`attend_expanded`."""
+        """Attention over a latent cache in this form; ``longest`` and ``row`` are as in
+        :func:`attend_expanded`.
+        """
         if form == "absorbed":
             return self._unabsorb(attention.over_view(self._absorb(q_nope, q_rope), view))
-        own = {"mask": attention.mask, "scale": self.scale, "score": attention.score.function, "head": attention.head}
+        own = {
+            "mask": attention.mask,
+            "scale": self.scale,
+            "score": attention.score.function,
+            "head": attention.head,
+        }
         q = torch.cat((q_nope, q_rope), -1)
         return attend_expanded(q, view, self.expand, **alone, **own, backend=attention.backend)
 
     def _cheaper(self, queries: int, keys: int, least: int = 0) -> str:
         """The cheaper form at this layer's sizes."""
         nope, rope, value = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
-        return cheaper_form(queries, keys, rank=self.kv_lora_rank, nope=nope, rope=rope, value=value, least=least)
+        return cheaper_form(
+            queries, keys, rank=self.kv_lora_rank, nope=nope, rope=rope, value=value, least=least
+        )
 
     def _cheaper_step(self, queries: int, history: int, least: int = 0) -> str:
         """The cheaper possible form for so many new tokens of a sequence, over those that it has stored."""
@@ -274,7 +338,9 @@ class MultiHeadLatentAttention(nn.Module):
         return local_weight(self.kv_b_proj).unflatten(0, (-1, sum(sizes))).split(sizes, 1)
 
     def expand(self, latent: Tensor, k_rope: Tensor | None) -> tuple[Tensor, Tensor]:
-        """K ``[..., h, n + p]`` and V ``[..., h, e]`` from latents ``[..., r]`` and rotated keys ``[..., p]``."""
+        """K ``[..., h, n + p]`` and V ``[..., h, e]`` from latents ``[..., r]`` and rotated keys ``[...,
+        p]``.
+        """
         sizes = (self.qk_nope_head_dim, self.v_head_dim)
         k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
         if k_rope is None:
@@ -283,7 +349,8 @@ class MultiHeadLatentAttention(nn.Module):
         return torch.cat((k, k_rope.unsqueeze(-2).expand(*k.shape[:-1], -1)), -1), v
 
     def _possible(self, form: str, stored_for: Tensor | None = None) -> str:
-        """``form`` as far as the constructor and the weights allow it; over a cache, for this q ``[..., h, n]``.
+        """``form`` as far as the constructor and the weights allow it; over a cache, for this q ``[..., h,
+        n]``.
 
         Raises:
             NotImplementedError: the absorbed form is forced and kv_b_proj is more than a weight.

@@ -13,7 +13,8 @@ OPTIONS = (*Score._fields[1:], "score", "temperature", "dropout_p", "context_par
 
 
 def reset_children(layer: nn.Module) -> None:
-    """Call ``reset_parameters`` of every module in ``layer``; of a module without one, those of the modules in it.
+    """Call ``reset_parameters`` of every module in ``layer``; of a module without one, those of the modules
+    in it.
 
     Raises:
         TypeError: a module owns parameters and has no ``reset_parameters``; then nothing is reset.
@@ -30,8 +31,8 @@ def _resettable(parent: nn.Module, path: str = "") -> Iterator[nn.Module]:
         owned = [own for own, _ in module.named_parameters(recurse=False)]
         if owned:
             raise TypeError(
-                f"{path}{name}: expected a module with reset_parameters(), got {type(module).__name__} with parameters "
-                f"{owned} and without it; define it there, or initialise the modules one by one"
+                f"{path}{name}: expected a module with reset_parameters(), got {type(module).__name__} with "
+                f"parameters {owned} and without it; define it there, or initialise the modules one by one"
             )
         yield from _resettable(module, f"{path}{name}.")
 
@@ -49,7 +50,9 @@ def biased(bias: bool | tuple[str, ...], output_bias: bool | None) -> tuple[str,
         output_bias = bias if output_bias is None else output_bias
         return (PROJECTIONS[:3] if bias else ()) + (PROJECTIONS[3:] if output_bias else ())
     if not isinstance(bias, tuple):
-        raise TypeError(f"bias: expected a bool or a tuple of names of projections, got {type(bias).__name__}")
+        raise TypeError(
+            f"bias: expected a bool or a tuple of names of projections, got {type(bias).__name__}"
+        )
     unknown = [name for name in bias if name not in PROJECTIONS]
     if unknown or output_bias is not None:
         wrong = f"{unknown[0]!r}" if unknown else f"output_bias={output_bias} beside names"
@@ -63,11 +66,14 @@ def check_counts(sizes: Mapping[str, int]) -> None:
         check_count(name, size, least=1)
 
 
-def head_dims(hidden_size: int, num_heads: int, head_dim: int | None, v_head_dim: int | None) -> tuple[int, int]:
+def head_dims(
+    hidden_size: int, num_heads: int, head_dim: int | None, v_head_dim: int | None
+) -> tuple[int, int]:
     """The channels of a key and of a value.
 
     Raises:
-        ValueError, TypeError: one is not a positive int, or there is none and the heads do not divide the width.
+        ValueError, TypeError: one is not a positive int, or there is none and the heads do not divide the
+        width.
     """
     for name, value in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
         if value is not None:
@@ -81,7 +87,9 @@ def head_dims(hidden_size: int, num_heads: int, head_dim: int | None, v_head_dim
 
 
 def published_slopes(num_heads: int) -> list[float]:
-    """The published ALiBi slopes: a geometric series for a power of two, else filled from the series twice as fine."""
+    """The published ALiBi slopes: a geometric series for a power of two, else filled from the series twice as
+    fine.
+    """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]

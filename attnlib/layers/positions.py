@@ -8,21 +8,23 @@ from .inputs import Inputs
 
 
 def angles_of(rope: Rope | None, x: Tensor, given: Inputs) -> Angles | None:
-    """The angles of x's tokens at the positions that are ``given``, which may be Angles already; None without rope.
+    """The angles of x's tokens at the positions that are ``given``, which may be Angles already; None without
+    rope.
 
-    Positions of None count the tokens of each sequence, the whole one where ranks share it; in a cache they go on from
-    its length.
+    Positions of None count the tokens of each sequence, the whole one where ranks share it; in a cache they
+    go on from its length.
 
     Raises:
-        ValueError: a rope that depends on the length, in a cache or with positions of unknown length; or Angles
+        ValueError: a rope that depends on the length, in a cache or with positions of unknown length; or
+        Angles
             without rope, or of another pairing or width.
     """
     positions = given.positions
     if rope is None:
         if isinstance(positions, Angles):
             raise ValueError(
-                f"positions: the layer has rope=None and would ignore Angles, got {positions.convention}; leave them "
-                "out, or give the layer a rope"
+                f"positions: the layer has rope=None and would ignore Angles, got {positions.convention}; "
+                "leave them out, or give the layer a rope"
             )
         return None
     if isinstance(positions, Angles):
@@ -39,8 +41,8 @@ def _angles_of_length(rope: Rope, x: Tensor, given: Inputs) -> Angles:
     rule = type(rope.scaling).__name__
     if given.kv is not None:
         raise ValueError(
-            f"rope: {rule} turns stored keys as the sequence grows; use another scaling with a cache, or pass "
-            "positions=rope.angles(kv.positions, length=n) with one n for all steps"
+            f"rope: {rule} turns stored keys as the sequence grows; use another scaling with a cache, or "
+            "pass positions=rope.angles(kv.positions, length=n) with one n for all steps"
         )
     if given.positions is not None or given.cu_seqlens is not None:
         raise ValueError(f"positions: {rule} needs a length; pass rope.angles(positions, length=...) instead")
@@ -55,7 +57,9 @@ def positions_of(x: Tensor, given: Inputs) -> Tensor:
         TypeError: they are Angles, which do not tell them.
     """
     if isinstance(given.positions, Angles):
-        raise TypeError("positions: the layer's temperature needs integers, got Angles; pass the positions instead")
+        raise TypeError(
+            "positions: the layer's temperature needs integers, got Angles; pass the positions instead"
+        )
     return _natural_positions(x, given) if given.positions is None else given.positions
 
 
@@ -70,10 +74,14 @@ def _natural_positions(x: Tensor, given: Inputs) -> Tensor:
 
 
 def sequence_of(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The number of the packed sequence that each token is of; tokens past the last offset are of one more."""
+    """The number of the packed sequence that each token is of; tokens past the last offset are of one
+    more.
+    """
     return torch.bucketize(tokens, cu_seqlens[1:], right=True)
 
 
 def scaled_head(q: Tensor, rotated: int, gain: float) -> Tensor:
-    """q with its first ``rotated`` channels times ``gain``: YaRN's temperature where rope leaves channels unrotated."""
+    """q with its first ``rotated`` channels times ``gain``: YaRN's temperature where rope leaves channels
+    unrotated.
+    """
     return q if gain == 1 else torch.cat((q[..., :rotated] * gain, q[..., rotated:]), -1)

@@ -20,10 +20,11 @@ def shared_angles(
     positions: Tensor | Angles | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> list[Angles | None]:
-    """For each of these layers the angles of x's tokens, to be given as its ``positions``; None without a rope.
+    """For each of these layers the angles of x's tokens, to be given as its ``positions``; None without a
+    rope.
 
-    They are computed once for each rope, not once a layer. ``x`` ``[b, s, m]``, or packed ``[t, m]``, and the rest are
-    what the first layer is called with; ``kv`` is any layer of a step.
+    They are computed once for each rope, not once a layer. ``x`` ``[b, s, m]``, or packed ``[t, m]``, and the
+    rest are what the first layer is called with; ``kv`` is any layer of a step.
 
     >>> layers = [GroupedQueryAttention(64, 4, mask=CAUSAL, rope=Rope(16)) for _ in range(3)]
     >>> x = torch.randn(2, 9, 64)

@@ -1,9 +1,10 @@
-"""Tensor parallelism: a rank computes its own heads, and what serves all heads gets its gradient from every rank.
+"""Tensor parallelism: a rank computes its own heads, and what serves all heads gets its gradient from every
+rank.
 
-``torch.distributed.tensor.parallel.parallelize_module`` shards the projections to and from the heads. All tensors
-between them are plain and local. Some of these every rank has whole but uses for its own heads alone: MLA's rotary key,
-sinks, the weights of a norm over heads, what scores read. Their gradients are partial on each rank, and :func:`joined`
-sums them.
+``torch.distributed.tensor.parallel.parallelize_module`` shards the projections to and from the heads. All
+tensors between them are plain and local. Some of these every rank has whole but uses for its own heads alone:
+MLA's rotary key, sinks, the weights of a norm over heads, what scores read. Their gradients are partial on
+each rank, and :func:`joined` sums them.
 """
 
 from math import prod
@@ -48,8 +49,8 @@ class Share(NamedTuple):
         group = self.total // total
         if self.count % group and group % self.count:
             raise ValueError(
-                f"q_proj: expected groups of {group} query heads on each rank, or a number that divides a group, got "
-                f"{self.count} heads; use another number of ranks"
+                f"q_proj: expected groups of {group} query heads on each rank, or a number that divides a "
+                f"group, got {self.count} heads; use another number of ranks"
             )
         return self.first // group, max(1, self.count // group)
 
@@ -65,8 +66,8 @@ class Share(NamedTuple):
             return joined(x, self).narrow(-2, first, count)
         if x.shape[-2] != count:
             raise ValueError(
-                f"{name}: expected {count} KV heads for the {self.count} query heads of this rank, or all {total}, got "
-                f"{x.shape[-2]}; shard it as q_proj, or not at all"
+                f"{name}: expected {count} KV heads for the {self.count} query heads of this rank, or all "
+                f"{total}, got {x.shape[-2]}; shard it as q_proj, or not at all"
             )
         return x
 
@@ -74,8 +75,8 @@ class Share(NamedTuple):
 def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) -> Share | None:
     """What this rank has of the ``heads`` that ``projection`` makes; None where that is all, or not known.
 
-    ``local_heads`` is how many it made. Without it the weight decides. FSDP shards weights too, but joins them before
-    they compute, so only modules count that ``parallelize_module`` has marked.
+    ``local_heads`` is how many it made. Without it the weight decides. FSDP shards weights too, but joins
+    them before they compute, so only modules count that ``parallelize_module`` has marked.
 
     Raises:
         ValueError: the heads do not divide among the ranks.
@@ -87,13 +88,16 @@ def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) 
         return None
     from torch.distributed.tensor import Shard
 
-    # type(): FSDP around it, where it still shards the weight, adds a dimension of _StridedShard, which is joined.
+    # type(): FSDP around it, where it still shards the weight, adds a dimension of _StridedShard, which is
+    # joined.
     mesh, shares = weight.device_mesh, tuple(type(p) is Shard and p.dim == 0 for p in weight.placements)
     sizes = [mesh.size(dim) if shared else 1 for dim, shared in enumerate(shares)]
     if (ranks := prod(sizes)) == 1:
         return None
     if heads % ranks:
-        raise ValueError(f"tensor parallelism: expected a number of ranks that divides {heads} heads, got {ranks}")
+        raise ValueError(
+            f"tensor parallelism: expected a number of ranks that divides {heads} heads, got {ranks}"
+        )
     index = 0
     for dim, size in enumerate(sizes):
         index = index * size + (mesh.get_local_rank(dim) if size > 1 else 0)
@@ -102,7 +106,9 @@ def share_of(projection: nn.Module, heads: int, local_heads: int | None = None) 
 
 
 def joined(x: Tensor, share: Share | None) -> Tensor:
-    """``x``, which all ranks have alike and each uses for its own heads: the gradients that they find are summed."""
+    """``x``, which all ranks have alike and each uses for its own heads: the gradients that they find are
+    summed.
+    """
     if share is None or not (x.requires_grad and torch.is_grad_enabled()):
         return x
     from torch.distributed.tensor import DTensor, Replicate
@@ -112,7 +118,8 @@ def joined(x: Tensor, share: Share | None) -> Tensor:
 
 
 def whole(x: Tensor, share: Share | None) -> Tensor:
-    """``x``, which ranks have alike or sharded and each uses for its own heads, with :func:`joined` gradients.
+    """``x``, which ranks have alike or sharded and each uses for its own heads, with :func:`joined`
+    gradients.
 
     Raises:
         NotImplementedError: it is sharded over another mesh than the heads.
@@ -121,7 +128,8 @@ def whole(x: Tensor, share: Share | None) -> Tensor:
         return joined(x, share)
     if share is not None and x.device_mesh != share.mesh:
         raise NotImplementedError(
-            f"score: expected what it reads whole, or sharded over {share.mesh} like the heads, got {x.device_mesh}"
+            f"score: expected what it reads whole, or sharded over {share.mesh} like the heads, got "
+            f"{x.device_mesh}"
         )
     return x.full_tensor(grad_placements=None if share is None else share.of_gradients)
 
@@ -129,9 +137,11 @@ def whole(x: Tensor, share: Share | None) -> Tensor:
 def plan_of(
     mesh: "DeviceMesh", heads: int, kv_heads: int, columns: tuple[str, ...], of_kv: tuple[str, ...] = ()
 ) -> "dict[str, ParallelStyle]":
-    """How ``parallelize_module`` shares out these projections to the heads, and ``o_proj``, over the ranks of a mesh.
+    """How ``parallelize_module`` shares out these projections to the heads, and ``o_proj``, over the ranks of
+    a mesh.
 
-    Those ``of_kv`` stay whole where a KV head serves several ranks, which each take what their query heads read.
+    Those ``of_kv`` stay whole where a KV head serves several ranks, which each take what their query heads
+    read.
 
     Raises:
         TypeError: ``mesh`` is no DeviceMesh.
@@ -162,8 +172,8 @@ def normed(norm: nn.Module, x: Tensor, share: Share | None) -> Tensor:
     if any(_is_distributed(w) for w in weights.values()):
         if not getattr(norm, MARK, False):
             raise NotImplementedError(
-                "qk_norm: tensor parallelism needs the weights of norms before they are called, and FSDP has sharded "
-                "them; call fully_shard on the layer, not on its norms"
+                "qk_norm: tensor parallelism needs the weights of norms before they are called, and FSDP has "
+                "sharded them; call fully_shard on the layer, not on its norms"
             )
         return norm(x)  # parallelize_module sees to their gradients
     return functional_call(norm, {name: joined(w, share) for name, w in weights.items()}, (x,))

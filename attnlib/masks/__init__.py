@@ -1,7 +1,7 @@
 """Masks: which keys a query sees, as bands of indices, as functions of indices, or ready-made.
 
-``band.py`` holds the masks that kernels compute from four numbers. ``function.py`` combines a band with a function of
-indices. Add a new mask to ``ready_made.py``.
+``band.py`` holds the masks that kernels compute from four numbers. ``function.py`` combines a band with a
+function of indices. Add a new mask to ``ready_made.py``.
 """
 
 from .band import CAUSAL as CAUSAL

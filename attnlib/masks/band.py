@@ -40,17 +40,23 @@ class Mask:
 
     def __post_init__(self) -> None:
         for name, value in (("left", self.left), ("right", self.right), ("prefix", self.prefix)):
-            if isinstance(value, bool) or not (isinstance(value, int) or (value is None and name != "prefix")):
+            if isinstance(value, bool) or not (
+                isinstance(value, int) or (value is None and name != "prefix")
+            ):
                 raise TypeError(f"mask: expected an int for {name}, got {value!r}")
             if value is not None and not -INT32 <= value <= INT32:
-                raise ValueError(f"mask: expected {name} within +-{INT32}, since lengths are int32, got {value}")
+                raise ValueError(
+                    f"mask: expected {name} within +-{INT32}, since lengths are int32, got {value}"
+                )
         if self.prefix < 0:
             raise ValueError(f"mask: expected prefix >= 0, got {self.prefix}")
         if self.prefix and self.left is not None:
             raise ValueError(f"mask: a prefix needs left=None, got left={self.left}, prefix={self.prefix}")
 
     def visible(self, i: Tensor | int, j: Tensor | int) -> Any:
-        """Whether query ``i`` sees key ``j``: the definition. Ints give a bool, integer tensors a bool tensor."""
+        """Whether query ``i`` sees key ``j``: the definition. Ints give a bool, integer tensors a bool
+        tensor.
+        """
         seen = (i == i) & (j == j)
         if self.left is not None:
             seen = seen & (j >= i - self.left)
@@ -99,7 +105,10 @@ class Mask:
         """The keys that either shows, if they are a band: none lies between them."""
         if self._is_hollow or other._is_hollow:
             return other if self._is_hollow else self
-        bounds = [(-INT32 if x.left is None else -x.left, INT32 if x.right is None else x.right) for x in (self, other)]
+        bounds = [
+            (-INT32 if x.left is None else -x.left, INT32 if x.right is None else x.right)
+            for x in (self, other)
+        ]
         (start, stop), (other_start, other_stop) = sorted(bounds)
         is_whole = stop >= other_start - 1 and start <= stop and other_start <= other_stop
         hull = self.hull(other)
@@ -107,7 +116,9 @@ class Mask:
 
     def hull(self, other: "Mask") -> "Mask":
         """The least band that shows what either shows."""
-        left, right = (None if None in both else max(both) for both in zip(self._sides, other._sides, strict=True))
+        left, right = (
+            None if None in both else max(both) for both in zip(self._sides, other._sides, strict=True)
+        )
         return Mask(left, right, max(self.prefix, other.prefix) if right is not None else 0)
 
     @property
@@ -140,7 +151,9 @@ class Mask:
         return (start, stop) if start < stop else (0, 0)
 
     def covers(self, first: int, last: int, start: int, stop: int) -> bool:
-        """Whether every query in ``[first, last)`` sees every key in ``[start, stop)``: such a tile needs no mask."""
+        """Whether every query in ``[first, last)`` sees every key in ``[start, stop)``: such a tile needs no
+        mask.
+        """
         if stop <= self.prefix:
             return True
         after_left = self.left is None or start >= last - 1 - self.left
@@ -166,7 +179,8 @@ class Mask:
 
     @property
     def reach(self) -> int | None:
-        """How many keys before its own a query sees; None without bound, negative where it sees later keys alone.
+        """How many keys before its own a query sees; None without bound, negative where it sees later keys
+        alone.
 
         >>> sliding(4).reach, CAUSAL.reach, sliding(4).shift(9).reach
         (3, None, -6)
@@ -218,7 +232,8 @@ class Mask:
         return (first, last) if first < last else (0, 0)
 
     def is_causal_among(self, first: int, last: int) -> bool:
-        """Whether each query in ``[first, last)``, two or more, sees of the keys there those up to its own alone.
+        """Whether each query in ``[first, last)``, two or more, sees of the keys there those up to its own
+        alone.
 
         >>> sliding(3).is_causal_among(5, 8), sliding(3).is_causal_among(5, 9)
         (True, False)
@@ -245,7 +260,9 @@ def refuse_mask(mask: object) -> NoReturn:
     """Raise TypeError for what is no mask, and name what makes one of it."""
     remedy = "; mask=FULL hides nothing" if mask is None else ""
     if isinstance(mask, Tensor):
-        remedy = "; a bool one [b|1, h|1, s, t], True where a key is seen, is attnlib.masks.mask_tensor(shown)"
+        remedy = (
+            "; a bool one [b|1, h|1, s, t], True where a key is seen, is attnlib.masks.mask_tensor(shown)"
+        )
     elif callable(mask):
         remedy = "; a function of b, h, i, j is attnlib.mask_mod(function, *tensors)"
     expected = "a Mask such as CAUSAL, FULL or sliding(n), or what masks.mask_tensor() or mask_mod() makes"
@@ -254,15 +271,16 @@ def refuse_mask(mask: object) -> NoReturn:
 
 @kind
 def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunction:
-    """The keys that a function of indices lets a query see: ``function(b, h, i, j, *arguments)`` gives a bool.
+    """The keys that a function of indices lets a query see: ``function(b, h, i, j, *arguments)`` gives a
+    bool.
 
     ``b`` is the sequence, ``h`` the query head, ``i`` and ``j`` the storage indices of query and key, as in
-    :class:`Mask`. They are int64, and bools and integers mean what they mean in torch; floats are fp32. The function
-    may use arithmetic, ``**`` with a constant, comparisons, ``& | ^ ~ << >>``, ``torch.where``, ``abs``, ``minimum``,
-    ``maximum``, ``clamp``, ``exp``, ``log``, ``tanh``, ``sigmoid``, ``sqrt`` and the indexing of tensors that are
-    passed as arguments, whose indices are clamped to what there is. It is called once, with stand-ins, so that Python's
-    ``if`` cannot look at an index. ``FIRST_QUERY`` among the arguments stands for int64 ``[b]``, the storage index of
-    the first query of each sequence.
+    :class:`Mask`. They are int64, and bools and integers mean what they mean in torch; floats are fp32. The
+    function may use arithmetic, ``**`` with a constant, comparisons, ``& | ^ ~ << >>``, ``torch.where``,
+    ``abs``, ``minimum``, ``maximum``, ``clamp``, ``exp``, ``log``, ``tanh``, ``sigmoid``, ``sqrt`` and the
+    indexing of tensors that are passed as arguments, whose indices are clamped to what there is. It is called
+    once, with stand-ins, so that Python's ``if`` cannot look at an index. ``FIRST_QUERY`` among the arguments
+    stands for int64 ``[b]``, the storage index of the first query of each sequence.
 
     Raises:
         TraceError: what the function does cannot run in a kernel; the message names the line.
@@ -307,6 +325,10 @@ def sliding(window: int) -> Mask:
     if isinstance(window, bool) or not isinstance(window, int):
         raise TypeError(f"window: expected an int, got {window!r}")
     if not 1 <= window <= INT32:
-        bound = "at least 1 key (the query's own counts)" if window < 1 else f"at most {INT32} keys, which int32 holds"
+        bound = (
+            "at least 1 key (the query's own counts)"
+            if window < 1
+            else f"at most {INT32} keys, which int32 holds"
+        )
         raise ValueError(f"window: expected {bound}, got {window}")
     return Mask(left=window - 1, right=0)

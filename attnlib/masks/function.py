@@ -1,4 +1,6 @@
-"""Which keys a query sees, where no band says it: a band and a function of indices, which both have to agree."""
+"""Which keys a query sees, where no band says it: a band and a function of indices, which both have to
+agree.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -21,8 +23,8 @@ Tensors = Sequence[Tensor]
 
 
 class RetainedKeys(NamedTuple):
-    """What a cache must keep for a mask: the last ``window`` keys, the query's own included, None for all; and besides
-    them the ``first`` ones."""
+    """What a cache must keep for a mask: the last ``window`` keys, the query's own included, None for all;
+    and besides them the ``first`` ones."""
 
     window: int | None
     first: int = 0
@@ -53,11 +55,12 @@ class Band(Protocol):
 class MaskFunction:
     """The keys that a band and a function of indices both let a query see; :func:`attnlib.mask_mod` makes it.
 
-    ``program`` is what the function does, ``tensors`` what it reads; the function itself is not kept, so that masks can
-    be copied and pickled. Masks compose by ``&``, ``|`` and ``~``, bands and functions alike. ``tiles`` is what
-    :meth:`block_mask` has found. ``far`` is what its author knows that a cache must keep, if less than its band says.
-    ``sections``: if the function only keeps documents of a row apart, where these begin, and its end; int32.
-    ``dims`` are as in :class:`ScoreFunction`, "" for a tensor whose dimensions nobody documents.
+    ``program`` is what the function does, ``tensors`` what it reads; the function itself is not kept, so that
+    masks can be copied and pickled. Masks compose by ``&``, ``|`` and ``~``, bands and functions alike.
+    ``tiles`` is what :meth:`block_mask` has found. ``far`` is what its author knows that a cache must keep,
+    if less than its band says. ``sections``: if the function only keeps documents of a row apart, where these
+    begin, and its end; int32. ``dims`` are as in :class:`ScoreFunction`, "" for a tensor whose dimensions
+    nobody documents.
     """
 
     band: Band
@@ -88,7 +91,9 @@ class MaskFunction:
         return self.band.visible(i, j) & self.definition(b, h, i, j, first)
 
     def definition(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: Tensor) -> Tensor:
-        """True where the function lets query ``i`` see key ``j``; its floats are fp32 for calls of any dtype."""
+        """True where the function lets query ``i`` see key ``j``; its floats are fp32 for calls of any
+        dtype.
+        """
         return evaluated(self.program, dict(zip(INDICES, (b, h, i, j, first), strict=True)), self.tensors)
 
     def reading(self, tensors: Tensors) -> "MaskFunction":
@@ -103,13 +108,16 @@ class MaskFunction:
         """Compare its tensors with the sizes of a call; see ``checks.check_dims``."""
         check_dims("mask: expected a tensor", self.tensors, self.dims, sizes, least)
 
-    def block_mask(self, b: int, h: int, s: int, t: int, *, device: torch.device | str | None = None) -> "MaskFunction":
+    def block_mask(
+        self, b: int, h: int, s: int, t: int, *, device: torch.device | str | None = None
+    ) -> "MaskFunction":
         """The same mask for dense calls of ``b`` sequences, ``h`` query heads, ``s`` queries and ``t`` keys.
 
-        It knows which tiles the function hides or shows whole, which kernels else find out at each call: worth it where
-        many layers share a mask. Dense calls of other sizes are refused, and any once a tensor that the function reads
-        has changed in place; packed calls and those over caches find out for themselves. Without such tensors, name the
-        ``device`` of these calls, which are refused on another one.
+        It knows which tiles the function hides or shows whole, which kernels else find out at each call:
+        worth it where many layers share a mask. Dense calls of other sizes are refused, and any once a tensor
+        that the function reads has changed in place; packed calls and those over caches find out for
+        themselves. Without such tensors, name the ``device`` of these calls, which are refused on another
+        one.
         """
         self.check({"b": b, "h": h, "s": s, "t": t}, {"T": t})
         device = self.tensors[0].device if self.tensors and device is None else device
@@ -117,11 +125,15 @@ class MaskFunction:
         return replace(self, tiles=tiles, versions=self.versions_now(), sizes=(s, t))
 
     def versions_now(self) -> tuple[int, ...]:
-        """How often each tensor that the function reads has changed in place; 0 for those that do not count."""
+        """How often each tensor that the function reads has changed in place; 0 for those that do not
+        count.
+        """
         return tuple(0 if x.is_inference() else x._version for x in self.tensors)
 
     def planes(self, b: int, h: int) -> tuple[int, int]:
-        """How many sequences and heads of a dense call differ: one, where the function does not ask which it is."""
+        """How many sequences and heads of a dense call differ: one, where the function does not ask which it
+        is.
+        """
         read = self.program.read
         return b if "b" in read else 1, h if "h" in read else 1
 
@@ -137,7 +149,9 @@ class MaskFunction:
             known = [x for x in (self, other) if x.program != EVERYWHERE]
             if len(known) == 1 and (known[0].tiles is not None or known[0].sections is not None):
                 (one,) = known  # what is known of its function says nothing of the band
-                both = replace(both, tiles=one.tiles, versions=one.versions, sizes=one.sizes, sections=one.sections)
+                both = replace(
+                    both, tiles=one.tiles, versions=one.versions, sizes=one.sizes, sections=one.sections
+                )
         else:
             both = _joined("logical_and", _all_of(self), other, other.band)
         kept = self.kept.within(other.kept)
@@ -171,14 +185,19 @@ class MaskFunction:
 
 
 def function_of(band: Band, function: Callable, arguments: Sequence[Tensor | FirstQuery]) -> MaskFunction:
-    """The keys in a band that ``function(b, h, i, j, *arguments)`` lets a query see; see :func:`attnlib.mask_mod`."""
+    """The keys in a band that ``function(b, h, i, j, *arguments)`` lets a query see; see
+    :func:`attnlib.mask_mod`.
+    """
     program = traced("mask", function, arguments)
     return MaskFunction(band, program, tuple(x for x in arguments if isinstance(x, Tensor)))
 
 
 @torch.no_grad()
-def _tiles(mask: MaskFunction, planes: tuple[int, int], s: int, t: int, device: torch.device | str | None) -> Tensor:
-    """What the function says of tiles, int8 ``[b, h, rows of tiles, columns]``: 0 is hidden, 1 cut, and 2 whole.
+def _tiles(
+    mask: MaskFunction, planes: tuple[int, int], s: int, t: int, device: torch.device | str | None
+) -> Tensor:
+    """What the function says of tiles, int8 ``[b, h, rows of tiles, columns]``: 0 is hidden, 1 cut, and 2
+    whole.
 
     A row of tiles at a time; pairs behind the last query or key do not count.
     """
@@ -190,7 +209,9 @@ def _tiles(mask: MaskFunction, planes: tuple[int, int], s: int, t: int, device: 
     for row in range(found.shape[2]):
         i = torch.arange(t - s + row * GRAIN, min(t - s + (row + 1) * GRAIN, t), device=device)[:, None]
         seen = mask.definition(*at, i, j, first).expand(b, h, len(i), t)
-        counts = torch.nn.functional.pad(seen.sum(2), (0, columns * GRAIN - t)).view(b, h, columns, GRAIN).sum(-1)
+        counts = (
+            torch.nn.functional.pad(seen.sum(2), (0, columns * GRAIN - t)).view(b, h, columns, GRAIN).sum(-1)
+        )
         pairs = len(i) * (t - torch.arange(columns, device=device) * GRAIN).clamp(max=GRAIN)
         found[:, :, row] = (counts > 0).to(torch.int8) + (counts == pairs).to(torch.int8)
     return found
@@ -203,12 +224,16 @@ def _function(x: object) -> MaskFunction | None:
 def _all_of(x: MaskFunction) -> MaskFunction:
     """The same mask, with its band in its program too, and so with any band around it."""
     own = tuple(range(len(x.tensors)))
-    program = combined("logical_and", (x.band.program(), ()), (x.program, own), captured=captured_of("mask", x.tensors))
+    program = combined(
+        "logical_and", (x.band.program(), ()), (x.program, own), captured=captured_of("mask", x.tensors)
+    )
     return MaskFunction(x.band.unbounded(), program, x.tensors, dims=x.dims)
 
 
 def _joined(operation: str, x: MaskFunction, y: MaskFunction, band: Band) -> "Band | MaskFunction":
-    """Join two functions within a band; a tensor that both read is read once if its documented dimensions agree."""
+    """Join two functions within a band; a tensor that both read is read once if its documented dimensions
+    agree.
+    """
     of_x, of_y = (zip_longest(one.tensors, one.dims, fillvalue="") for one in (x, y))
     read, at_y = [*of_x], []
     for tensor, letters in of_y:

@@ -1,7 +1,8 @@
 """Masks by function that people ask for, in a few lines each; all of them compose by ``&``, ``|`` and ``~``.
 
-Indices are storage indices, as in :class:`attnlib.Mask`. Tensors lie on the device of the call. Calls raise ValueError
-for a tensor of other sizes than theirs; lengths that are known on the device alone need ``ATTNLIB_CHECK=1`` for that.
+Indices are storage indices, as in :class:`attnlib.Mask`. Tensors lie on the device of the call. Calls raise
+ValueError for a tensor of other sizes than theirs; lengths that are known on the device alone need
+``ATTNLIB_CHECK=1`` for that.
 """
 
 from dataclasses import replace
@@ -18,7 +19,8 @@ from .function import MaskFunction, RetainedKeys
 
 @kind
 def documents(numbers: Tensor) -> MaskFunction:
-    """Queries see the keys of their own document; ``numbers`` int ``[b, t]`` tell which document a token is of.
+    """Queries see the keys of their own document; ``numbers`` int ``[b, t]`` tell which document a token is
+    of.
 
     More columns than ``t`` are never read.
 
@@ -31,15 +33,19 @@ def documents(numbers: Tensor) -> MaskFunction:
 
 @kind
 def documents_of(cu_seqlens: Tensor, tokens: int) -> MaskFunction:
-    """:func:`documents` of one sequence ``[1, tokens]``, which begin at these offsets, int ``[n + 1]`` from 0.
+    """:func:`documents` of one sequence ``[1, tokens]``, which begin at these offsets, int ``[n + 1]`` from
+    0.
 
-    Dense calls with it run as :func:`attnlib.varlen_attention` does, where nothing else depends on places in the row:
-    no other function, ALiBi, dropout, ``key_starts`` or ``key_ends``.
+    Dense calls with it run as :func:`attnlib.varlen_attention` does, where nothing else depends on places in
+    the row: no other function, ALiBi, dropout, ``key_starts`` or ``key_ends``.
     """
     _check("cu_seqlens", cu_seqlens, 1)
     at = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     numbers = torch.bucketize(at, cu_seqlens[1:], right=True, out_int32=True)[None]
-    ends = cu_seqlens[1:].clamp(max=tokens), cu_seqlens.new_full((1,), tokens)  # of what comes after them, too
+    ends = (
+        cu_seqlens[1:].clamp(max=tokens),
+        cu_seqlens.new_full((1,), tokens),
+    )  # of what comes after them, too
     return replace(documents(numbers), sections=torch.cat((cu_seqlens.new_zeros(1), *ends)).int())
 
 
@@ -59,7 +65,8 @@ def dilated(step: int) -> MaskFunction:
 
 @kind
 def global_tokens(count: int) -> MaskFunction:
-    """The first ``count`` tokens see all and are seen by all; with a window, Longformer (Beltagy et al., 2004.05150).
+    """The first ``count`` tokens see all and are seen by all; with a window, Longformer (Beltagy et al.,
+    2004.05150).
 
     >>> (sliding(256) | global_tokens(4)).band
     Mask(left=None, right=None, prefix=0)
@@ -70,7 +77,8 @@ def global_tokens(count: int) -> MaskFunction:
 
 @kind
 def attention_sinks(count: int, window: int) -> AnyMask:
-    """The last ``window`` keys and the first ``count`` ones, causally (StreamingLLM; Xiao et al., 2023, 2309.17453).
+    """The last ``window`` keys and the first ``count`` ones, causally (StreamingLLM; Xiao et al., 2023,
+    2309.17453).
 
     A paged cache of the layers that have this mask keeps both, and drops the pages between.
     """
@@ -106,9 +114,11 @@ def head_windows(windows: Tensor) -> MaskFunction:
 
 @kind
 def tree(shown: Tensor) -> MaskFunction:
-    """All that was stored before this step, and of the step's own tokens those that ``shown`` has, for drafts.
+    """All that was stored before this step, and of the step's own tokens those that ``shown`` has, for
+    drafts.
 
-    ``shown`` bool ``[tokens, tokens]`` tells of each token of a draft tree which it descends from, itself included.
+    ``shown`` bool ``[tokens, tokens]`` tells of each token of a draft tree which it descends from, itself
+    included.
     """
     _check("shown", shown, 2, torch.bool)
 
@@ -122,8 +132,8 @@ def tree(shown: Tensor) -> MaskFunction:
 def used(queries: Tensor, keys: Tensor) -> MaskFunction:
     """Causal attention of the first ``queries[b]`` rows to the first ``keys[b]`` keys, int ``[b]`` each.
 
-    They are flash-attn's ``seqused_q`` and ``seqused_k``: the last of these rows sees the last of these keys, and rows
-    beyond see nothing.
+    They are flash-attn's ``seqused_q`` and ``seqused_k``: the last of these rows sees the last of these keys,
+    and rows beyond see nothing.
     """
     _check("queries", queries, 1)
     _check("keys", keys, 1)
@@ -137,10 +147,12 @@ def used(queries: Tensor, keys: Tensor) -> MaskFunction:
 
 @kind
 def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
-    """Of ``keys`` keys the blocks that a list names, int ``[b, h, query blocks, n]``; -1 names none, and h may be 1.
+    """Of ``keys`` keys the blocks that a list names, int ``[b, h, query blocks, n]``; -1 names none, and h
+    may be 1.
 
-    Blocks have ``block_size`` tokens, those of queries counted from the call's first row, those of keys from 0. So
-    select native sparse attention (Yuan et al., 2025, 2502.11089) and MoBA (Lu et al., 2025, 2502.13189).
+    Blocks have ``block_size`` tokens, those of queries counted from the call's first row, those of keys from
+    0. So select native sparse attention (Yuan et al., 2025, 2502.11089) and MoBA (Lu et al., 2025,
+    2502.13189).
     """
     _check("indices", indices, 4)
     check_count("block_size", block_size, least=1)
@@ -161,11 +173,12 @@ def block_list(indices: Tensor, block_size: int, keys: int) -> MaskFunction:
 
 @kind
 def mask_tensor(shown: Tensor) -> MaskFunction:
-    """Show what a bool tensor ``[b, h, s, t]`` shows; its dimensions may be 1, and its rows are the call's queries.
+    """Show what a bool tensor ``[b, h, s, t]`` shows; its dimensions may be 1, and its rows are the call's
+    queries.
 
-    Packed calls take a larger one, and compare it with ``max_seqlen_q`` and ``max_seqlen_k``, if these are given. Calls
-    over a cache take any ``t`` of ``s`` or more. Lengths that are known on the device alone are compared with
-    ``ATTNLIB_CHECK=1`` only.
+    Packed calls take a larger one, and compare it with ``max_seqlen_q`` and ``max_seqlen_k``, if these are
+    given. Calls over a cache take any ``t`` of ``s`` or more. Lengths that are known on the device alone are
+    compared with ``ATTNLIB_CHECK=1`` only.
     """
     _check("shown", shown, 4, torch.bool)
     batch, heads, rows, columns = which = [varies(size) for size in shown.shape]

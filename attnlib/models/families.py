@@ -1,7 +1,7 @@
 """How families of models store their attention, and what their config.json says of it: plain data, one table.
 
-Checkpoint conversion reads folders by it, and the layers of transformers' models are found by it. What a family's
-attention computes beyond that, its windows and norms, is for those who make layers.
+Checkpoint conversion reads folders by it, and the layers of transformers' models are found by it. What a
+family's attention computes beyond that, its windows and norms, is for those who make layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,9 @@ NORMED = (*GROUPED, *alike("q_norm", "k_norm"))
 
 
 class DefaultSizes(NamedTuple):
-    """What transformers takes where a config.json does not say; None: as many as heads, and the width over heads."""
+    """What transformers takes where a config.json does not say; None: as many as heads, and the width over
+    heads.
+    """
 
     width: int
     layers: int
@@ -42,10 +44,10 @@ LARGE = DefaultSizes(4096, 32, 32)
 class AttentionStorage:
     """How a family's attention is stored; Llama's by default.
 
-    ``path`` matches the name of a layer's attention, its group is the layer's number, and ``stem`` what comes before it
-    in a file. ``weights`` pair names of its modules with ours; several of ours are fused, one after another, or head by
-    head if ``is_by_head``. The rest are keys of config.json, and ``sizes`` and ``theta`` what they are where it has
-    none.
+    ``path`` matches the name of a layer's attention, its group is the layer's number, and ``stem`` what comes
+    before it in a file. ``weights`` pair names of its modules with ours; several of ours are fused, one after
+    another, or head by head if ``is_by_head``. The rest are keys of config.json, and ``sizes`` and ``theta``
+    what they are where it has none.
     """
 
     path: str = r"layers\.([0-9]{1,6})\.self_attn"
@@ -53,7 +55,9 @@ class AttentionStorage:
     weights: Names = GROUPED
     is_transposed: bool = False  # weights are [in, out]
     is_by_head: bool = False  # rows are [head, (q, k, v), channel]
-    gains: Gains = "shared"  # of q_norm and k_norm [d]; "joined": [heads * d] of one norm, "apart": [heads, d]
+    gains: Gains = (
+        "shared"  # of q_norm and k_norm [d]; "joined": [heads * d] of one norm, "apart": [heads, d]
+    )
     width: str = "hidden_size"
     layers: str = "num_hidden_layers"
     heads: str = "num_attention_heads"
@@ -62,7 +66,9 @@ class AttentionStorage:
     sizes: DefaultSizes = LARGE
     rope: str | None = "half"  # or "interleaved", or the name of a field that says whether it is
     rotates_part: bool = False  # as partial_rotary_factor says; others rotate whole heads whatever it says
-    rope_layers: str | None = None  # a field that lists which layers rotate, or "layer_types": those with a window
+    rope_layers: str | None = (
+        None  # a field that lists which layers rotate, or "layer_types": those with a window
+    )
     theta: float = 10_000.0
     share: float = 1.0  # of a head that rotates
     window_theta: float | None = None  # of layers with a window, where these have a rope of their own
@@ -75,7 +81,9 @@ class AttentionStorage:
 
 
 def parted(family: AttentionStorage, x: Tensor, rows: Sequence[int], heads: int) -> tuple[Tensor, ...]:
-    """Our weights or biases in one of a family's file, each with so many ``rows``, of a layer of so many ``heads``."""
+    """Our weights or biases in one of a family's file, each with so many ``rows``, of a layer of so many
+    ``heads``.
+    """
     x = x.T if family.is_transposed and x.dim() == 2 else x
     if len(rows) == 1:
         return (x,)
@@ -127,7 +135,9 @@ STORED: Mapping[str, AttentionStorage] = MappingProxyType(
         "olmo3": replace(OLMO2, theta=500_000.0, window_theta=500_000.0),
         "granite": LLAMA,
         "granitemoe": LLAMA,
-        "smollm3": AttentionStorage(sizes=DefaultSizes(2048, 36, 16, 4), theta=2e6, rope_layers="no_rope_layers"),
+        "smollm3": AttentionStorage(
+            sizes=DefaultSizes(2048, 36, 16, 4), theta=2e6, rope_layers="no_rope_layers"
+        ),
         "starcoder2": AttentionStorage(sizes=DefaultSizes(3072, 30, 24, 2)),
         "glm4": AttentionStorage(
             sizes=DefaultSizes(4096, 40, 32, 2, 128), rope="interleaved", rotates_part=True, share=0.5

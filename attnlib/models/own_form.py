@@ -1,7 +1,8 @@
-"""attnlib's own form of a model's config.json: any decoder, each of whose attention layers may be of a kind of its own.
+"""attnlib's own form of a model's config.json: any decoder, each of whose attention layers may be of a kind
+of its own.
 
-``model_type`` is "attnlib", so that no loader takes the folder for what it is not. ``base`` is the config of the model
-that it was, which still says all else, and ``layers`` tells what each attention layer has become.
+``model_type`` is "attnlib", so that no loader takes the folder for what it is not. ``base`` is the config of
+the model that it was, which still says all else, and ``layers`` tells what each attention layer has become.
 """
 
 import math
@@ -27,9 +28,9 @@ class GroupedForm:
 class LatentForm:
     """A layer over latents, by DeepSeek's names; q_lora_rank is null where queries have no latent.
 
-    Pair c of its rotary channels turns as pair ``rope_pairs[c]`` of the rope that ``base`` says. ``bias`` is of all
-    projections that DeepSeek gives one, ``query_bias`` of what projects to the heads of queries. ``norm_eps`` is that
-    of the latents' norms.
+    Pair c of its rotary channels turns as pair ``rope_pairs[c]`` of the rope that ``base`` says. ``bias`` is
+    of all projections that DeepSeek gives one, ``query_bias`` of what projects to the heads of queries.
+    ``norm_eps`` is that of the latents' norms.
     """
 
     kv_lora_rank: int
@@ -50,9 +51,13 @@ class LatentForm:
         rank = self.q_lora_rank
         if rank is not None and (type(rank) is not int or not 1 <= rank <= MAX_SIZE):
             raise ValueError(f"q_lora_rank: expected 1 to {MAX_SIZE} or null, got {str(rank)[:80]}")
-        if type(self.rope_pairs) not in (list, tuple) or any(type(pair) is not int for pair in self.rope_pairs):
+        if type(self.rope_pairs) not in (list, tuple) or any(
+            type(pair) is not int for pair in self.rope_pairs
+        ):
             raise ValueError(f"rope_pairs: expected numbers of pairs, got {str(self.rope_pairs)[:80]}")
-        if 2 * len(self.rope_pairs) != self.qk_rope_head_dim or any(not 0 <= x < MAX_SIZE for x in self.rope_pairs):
+        if 2 * len(self.rope_pairs) != self.qk_rope_head_dim or any(
+            not 0 <= x < MAX_SIZE for x in self.rope_pairs
+        ):
             wanted = f"{self.qk_rope_head_dim / 2:g} numbers from 0 on, half of qk_rope_head_dim"
             raise ValueError(f"rope_pairs: expected {wanted}, got {str(self.rope_pairs)[:80]}")
         object.__setattr__(self, "rope_pairs", tuple(self.rope_pairs))
@@ -92,7 +97,9 @@ def base_of(config: Mapping[str, object]) -> dict[str, object]:
         ValueError: there is none, or the form is of a version that is not known.
     """
     if config.get("version") != VERSION:
-        raise ValueError(f"version: expected {VERSION}, got {str(config.get('version'))[:80]}; take a newer attnlib")
+        raise ValueError(
+            f"version: expected {VERSION}, got {str(config.get('version'))[:80]}; take a newer attnlib"
+        )
     base = config.get("base")
     if not isinstance(base, Mapping) or is_own(base):
         raise ValueError(f"base: expected the config of another model, got {str(base)[:80]}")
@@ -117,7 +124,9 @@ def _layer(index: int, said: object) -> LayerForm:
     kind = LatentForm if "kv_lora_rank" in said else GroupedForm
     known = {field.name for field in fields(kind)}
     if unknown := sorted(str(name) for name in said if name not in known):
-        raise ValueError(f"layers: layer {index}: expected {', '.join(sorted(known))}, got {unknown[0][:80]!r}")
+        raise ValueError(
+            f"layers: layer {index}: expected {', '.join(sorted(known))}, got {unknown[0][:80]!r}"
+        )
     try:
         return kind(**said)
     except (ValueError, TypeError) as error:

@@ -29,10 +29,11 @@ FORMS = MappingProxyType({"ring": ring, "gather": gather, "heads": heads})
 @kind
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks of a ``mesh`` that share every sequence: each has a part of its tokens, as :func:`shard` deals them.
+    """The ranks of a ``mesh`` that share every sequence: each has a part of its tokens, as :func:`shard`
+    deals them.
 
-    ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``; None takes what should be the fastest, where a rank receives
-    ``bandwidth`` bytes a second. ``zigzag`` is as in :func:`shard`.
+    ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``; None takes what should be the fastest, where a rank
+    receives ``bandwidth`` bytes a second. ``zigzag`` is as in :func:`shard`.
 
     Raises:
         TypeError: ``mesh`` is no DeviceMesh.
@@ -56,13 +57,16 @@ class ContextParallel:
         whole = torch.arange(tokens * self.mesh.size(), device=device)
         return shard(whole, self.mesh, dim=0, zigzag=self.zigzag)
 
-    def attend(self, call: Call, name: str | ExplainOnly | None = None, source: KeyValueSource | None = None) -> Tensor:
-        """The output of this rank's queries ``call.q`` over all that the mask shows them of the whole sequence.
+    def attend(
+        self, call: Call, name: str | ExplainOnly | None = None, source: KeyValueSource | None = None
+    ) -> Tensor:
+        """The output of this rank's queries ``call.q`` over all that the mask shows them of the whole
+        sequence.
 
-        ``call`` has this rank's tokens of q, k and v, ``[b, tokens here, h, d]`` or packed ``[tokens here, h, d]``, and
-        the packing, the bounds and all else of the whole sequence; its origin may say which head is the first here.
-        With a ``source`` its k and v are None. ``name`` is of a backend. Ranks that drop without a seed draw one of
-        torch's, which has to be in the same state on all of them.
+        ``call`` has this rank's tokens of q, k and v, ``[b, tokens here, h, d]`` or packed ``[tokens here, h,
+        d]``, and the packing, the bounds and all else of the whole sequence; its origin may say which head is
+        the first here. With a ``source`` its k and v are None. ``name`` is of a backend. Ranks that drop
+        without a seed draw one of torch's, which has to be in the same state on all of them.
 
         Raises:
             ValueError: what ranks have are no shards of one sequence, or ranks cannot share the heads.
@@ -82,10 +86,14 @@ class ContextParallel:
 
 
 def _compared(call: Call, tokens: int) -> Call:
-    """Return the call, after comparing what functions read with the whole sequence, of which ranks run parts."""
+    """Return the call, after comparing what functions read with the whole sequence, of which ranks run
+    parts.
+    """
     call.check_functions({"b": call.sequences, "h": call.q.shape[-2], "s": tokens, "t": tokens})
     mask, function = call.mask, call.score.function
-    score = call.score._replace(function=function.of_part()) if type(function) is ScoreFunction else call.score
+    score = (
+        call.score._replace(function=function.of_part()) if type(function) is ScoreFunction else call.score
+    )
     return call._replace(mask=mask.of_part() if isinstance(mask, MaskFunction) else mask, score=score)
 
 
@@ -94,6 +102,10 @@ def _check(call: Call, sharing: Sharing, source: KeyValueSource) -> None:
     tokens, dim = call.q.shape[-3], call.q.dim() - 3
     for name, x in zip("kv", source.tensors, strict=False):
         if x.shape[dim] != tokens:
-            raise ValueError(f"{name}: expected {tokens} tokens here, as q has, got {x.shape[dim]}; shard both alike")
+            raise ValueError(
+                f"{name}: expected {tokens} tokens here, as q has, got {x.shape[dim]}; shard both alike"
+            )
     if sharing.zigzag and tokens % 2:
-        raise ValueError(f"q: expected two equal chunks of tokens, got {tokens} tokens; see shard() and zigzag=")
+        raise ValueError(
+            f"q: expected two equal chunks of tokens, got {tokens} tokens; see shard() and zigzag="
+        )

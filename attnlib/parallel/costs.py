@@ -1,4 +1,6 @@
-"""Which form of attention over a shared sequence should be the fastest: what ranks send, beside what they compute."""
+"""Which form of attention over a shared sequence should be the fastest: what ranks send, beside what they
+compute.
+"""
 
 from typing import NamedTuple
 
@@ -15,7 +17,8 @@ MEMORY = 3e12  # bytes a second
 
 
 class Costs(NamedTuple):
-    """The form that is taken, and of every possible one what a rank receives and how long a forward should take.
+    """The form that is taken, and of every possible one what a rank receives and how long a forward should
+    take.
 
     These are bytes and seconds.
     """
@@ -30,7 +33,9 @@ class Costs(NamedTuple):
         return f"{self.form} over {self.ranks} ranks, expected of a forward: {'; '.join(told)}"
 
 
-def costs_of(call: Call, sharing: Sharing, source: KeyValueSource, *, form: str | None, bandwidth: float) -> Costs:
+def costs_of(
+    call: Call, sharing: Sharing, source: KeyValueSource, *, form: str | None, bandwidth: float
+) -> Costs:
     """The costs of all forms that these heads allow; None is for the fastest ``form``.
 
     A ring sends while it computes, and merges outputs in fp32 after every step but the first.
@@ -45,7 +50,9 @@ def costs_of(call: Call, sharing: Sharing, source: KeyValueSource, *, form: str 
     pairs = tokens * q.shape[-3] * sharing.ranks * (1.0 if call.mask.band.right is None else 0.5)
     computed = 2 * pairs * heads * (q.shape[-1] + width) / FLOPS
     seconds = {name: computed + x / bandwidth for name, x in received.items()}
-    seconds["ring"] = max(computed, received["ring"] / bandwidth) + others * 16 * tokens * heads * width / MEMORY
+    seconds["ring"] = (
+        max(computed, received["ring"] / bandwidth) + others * 16 * tokens * heads * width / MEMORY
+    )
     return Costs(form or min(seconds, key=seconds.__getitem__), sharing.ranks, received, seconds)
 
 

@@ -19,7 +19,9 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """From x ``[ranks, ...]`` of every rank, whose ``r``-th part is for rank ``r``: the sum of those for this one."""
+    """From x ``[ranks, ...]`` of every rank, whose ``r``-th part is for rank ``r``: the sum of those for this
+    one.
+    """
     own = x.new_empty(x.shape[1:])
     _reduce_scatter(own, x.contiguous().flatten(0, 1), group=group)
     return own
@@ -33,7 +35,9 @@ def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Passing:
-    """Tensors on their way to the next rank of a ring, and others from the one before, while this one computes."""
+    """Tensors on their way to the next rank of a ring, and others from the one before, while this one
+    computes.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup):
         ranks, rank = group.size(), group.rank()
@@ -54,7 +58,9 @@ class Passing:
 
 
 def passed_on(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Each rank's tensors once, and whose they are, from this rank's own on; the next travel while these are used."""
+    """Each rank's tensors once, and whose they are, from this rank's own on; the next travel while these are
+    used.
+    """
     held = tensors
     for step in range(group.size()):
         passing = Passing(held, group) if step + 1 < group.size() else None

@@ -33,15 +33,17 @@ def context_attention(
 ) -> Tensor:
     """:func:`attnlib.attention` of a sequence that the ranks of a mesh share.
 
-    q ``[b, tokens here, h, d]``, k and v are this rank's tokens, as :func:`shard` gives them, and so is the output.
-    ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``; None takes what should be the fastest, which
-    :func:`attnlib.explain` tells without any other rank. ``options`` are those of :func:`attnlib.attention`, of the
-    whole sequence, the same on every rank. With ``cu_seqlens`` int32 ``[b + 1]``, and ``max_seqlen`` if it is known, q,
-    k and v are packed ``[tokens here, h, d]``, parts of a pack of sequences that begin where these say. A rank's
-    gradients of sinks, slopes and what scores read are of its own queries, or its own heads, and have to be added up.
+    q ``[b, tokens here, h, d]``, k and v are this rank's tokens, as :func:`shard` gives them, and so is the
+    output. ``form`` is ``"ring"``, ``"gather"`` or ``"heads"``; None takes what should be the fastest, which
+    :func:`attnlib.explain` tells without any other rank. ``options`` are those of :func:`attnlib.attention`,
+    of the whole sequence, the same on every rank. With ``cu_seqlens`` int32 ``[b + 1]``, and ``max_seqlen``
+    if it is known, q, k and v are packed ``[tokens here, h, d]``, parts of a pack of sequences that begin
+    where these say. A rank's gradients of sinks, slopes and what scores read are of its own queries, or its
+    own heads, and have to be added up.
 
     Raises:
-        ValueError, TypeError: as :func:`attnlib.attention` does; these are no shards of one sequence, ranks cannot
+        ValueError, TypeError: as :func:`attnlib.attention` does; these are no shards of one sequence, ranks
+        cannot
             share the heads, or ``dropout_p`` came without a seed.
     """
     call = _call_of(q, k, v, mask, options)
@@ -71,9 +73,11 @@ def gather_attention(
 def head_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: AnyMask, mesh: "DeviceMesh", zigzag: bool = True, **options: Any
 ) -> Tensor:
-    """:func:`context_attention` where every rank computes some heads of all tokens (DeepSpeed-Ulysses, 2309.14509).
+    """:func:`context_attention` where every rank computes some heads of all tokens (DeepSpeed-Ulysses,
+    2309.14509).
 
-    It is less to send than all keys and values where there are many KV heads. Ranks have to divide their number.
+    It is less to send than all keys and values where there are many KV heads. Ranks have to divide their
+    number.
     """
     return context_attention(q, k, v, mask=mask, mesh=mesh, form="heads", zigzag=zigzag, **options)
 
@@ -93,7 +97,11 @@ def _call_of(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, options: dict[str, 
     cu_seqlens = options.get("cu_seqlens")
     for name, x in {"q": q, "k": k, "v": v}.items():
         if x.dim() != (4 if cu_seqlens is None else 3):
-            dims = "[b, tokens here, heads, d]" if cu_seqlens is None else "[tokens here, heads, d] with cu_seqlens="
+            dims = (
+                "[b, tokens here, heads, d]"
+                if cu_seqlens is None
+                else "[tokens here, heads, d] with cu_seqlens="
+            )
             raise ValueError(f"{name}: expected {dims}, got {tuple(x.shape)}")
     score = Score(**{name: options.get("score" if name == "function" else name) for name in Score._fields})
     packing = None if cu_seqlens is None else Packing(*(cu_seqlens,) * 2, *(options.get("max_seqlen"),) * 2)

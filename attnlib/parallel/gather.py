@@ -13,7 +13,9 @@ from .source import KeyValueSource
 def gather(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: KeyValueSource) -> Tensor:
     """The output of this rank's queries over the keys of all ranks."""
     call, dim = whole_of(call), call.q.dim() - 3
-    k, v = source.expand(*(_whole(x, sharing, dim, asked=isinstance(name, ExplainOnly)) for x in source.tensors))
+    k, v = source.expand(
+        *(_whole(x, sharing, dim, asked=isinstance(name, ExplainOnly)) for x in source.tensors)
+    )
     outs = []
     ranges = sharing.ranges(sharing.rank, call.q.shape[dim])
     for q, queries in zip(call.q.chunk(len(ranges), dim), ranges, strict=True):

@@ -1,4 +1,5 @@
-"""Every rank computes some heads of all tokens: ranks exchange tokens for heads before attention, and back after it.
+"""Every rank computes some heads of all tokens: ranks exchange tokens for heads before attention, and back
+after it.
 
 DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv 2309.14509).
 """
@@ -19,7 +20,9 @@ from .source import KeyValueSource
 def unshared(q_heads: int, kv_heads: int, ranks: int) -> list[str]:
     """Why ranks cannot share these heads."""
     named = {"q": q_heads, "k": kv_heads}
-    return [f"{x}: expected heads that {ranks} ranks can share, got {n}" for x, n in named.items() if n % ranks]
+    return [
+        f"{x}: expected heads that {ranks} ranks can share, got {n}" for x, n in named.items() if n % ranks
+    ]
 
 
 def heads(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: KeyValueSource) -> Tensor:
@@ -45,13 +48,17 @@ def heads(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: 
 
 
 def _origin(call: Call, first: int) -> Origin:
-    """Where heads begin, for those who count them: kernels of a known chip take calls without an origin alone."""
+    """Where heads begin, for those who count them: kernels of a known chip take calls without an origin
+    alone.
+    """
     counts = bool(call.dropout.p) or call.score.function is not None or not isinstance(call.mask, Mask)
     return call.origin._replace(head=call.origin.head + first) if counts else call.origin
 
 
 class _Moved(torch.autograd.Function):
-    """From tokens here of all heads to all tokens of the heads here, or the other way, in which a gradient returns."""
+    """From tokens here of all heads to all tokens of the heads here, or the other way, in which a gradient
+    returns.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sharing: Sharing, to_heads: bool) -> Tensor:

@@ -1,4 +1,5 @@
-"""A piece of attention over a shared sequence: some of its queries and some of its keys, as a call that says the same.
+"""A piece of attention over a shared sequence: some of its queries and some of its keys, as a call that says
+the same.
 
 Queries and keys of a piece are neighbours in the whole sequence, or in the whole pack.
 """
@@ -25,14 +26,16 @@ def whole_of(call: Call) -> Call:
     programs = [] if functions is None else [functions.mask, functions.score]
     if any(program is not None and "first" in program.read for program in programs):
         raise ValueError(
-            "FIRST_QUERY: expected functions without it where ranks share a sequence, since the first query of every "
-            "piece is another; the whole's is 0"
+            "FIRST_QUERY: expected functions without it where ranks share a sequence, since the first query "
+            "of every piece is another; the whole's is 0"
         )
     return call if isinstance(mask, Mask) else call._replace(mask=mask.reading(mask.tensors))
 
 
 def seen(call: Call, queries: TokenRange, keys: TokenRange) -> TokenRange:
-    """The keys of these outside which the band of the mask hides all from these queries; empty if it hides all."""
+    """The keys of these outside which the band of the mask hides all from these queries; empty if it hides
+    all.
+    """
     band = call.mask.band
     if call.packing is not None and band.prefix:  # each sequence has its own
         return keys
@@ -46,11 +49,18 @@ def piece_of(call: Call, q: Tensor, k: Tensor, v: Tensor, queries: TokenRange, k
     piece = call._replace(q=q, k=k, v=v)
     if call.packing is None:
         piece = piece._replace(**_bounds(call, keys))
-        origin = Origin(queries.end - keys.end, 0) if _is_relative(call) else Origin(_first(queries, keys), keys.start)
+        origin = (
+            Origin(queries.end - keys.end, 0)
+            if _is_relative(call)
+            else Origin(_first(queries, keys), keys.start)
+        )
     else:
         piece, origin = _packed(piece, queries, keys)
     if _is_relative(call):
-        if call.mask.covers(queries.start, queries.end, keys.start, keys.end) and call.score.alibi_slopes is None:
+        if (
+            call.mask.covers(queries.start, queries.end, keys.start, keys.end)
+            and call.score.alibi_slopes is None
+        ):
             return piece._replace(mask=FULL, origin=call.origin)
         if queries.end == keys.end:  # queries are the last of the keys, as in any call
             return piece._replace(origin=call.origin)
@@ -85,7 +95,11 @@ def _packed(piece: Call, queries: TokenRange, keys: TokenRange) -> tuple[Call, O
     lengths = cu.diff()
     first_query, first_key = ((x.start - cu[:-1]).clamp(min=0).minimum(lengths) for x in (queries, keys))
     end_query, end_key = ((x.end - cu[:-1]).clamp(min=0).minimum(lengths) for x in (queries, keys))
-    origin = (end_query - end_key, 0) if _is_relative(piece) else (first_query - (cu_k.diff() - cu_q.diff()), first_key)
+    origin = (
+        (end_query - end_key, 0)
+        if _is_relative(piece)
+        else (first_query - (cu_k.diff() - cu_q.diff()), first_key)
+    )
     return piece._replace(packing=Packing(cu_q, cu_k, *limits)), Origin(*origin)
 
 
@@ -105,11 +119,14 @@ def pieces_of(
 ) -> Iterator[Piece]:
     """The calls, as few as will do, of a rank's queries over the keys and values of a rank.
 
-    ``own`` are the tokens of q, and ``held`` those of k and v. Pieces of the same queries have different keys.
+    ``own`` are the tokens of q, and ``held`` those of k and v. Pieces of the same queries have different
+    keys.
     """
     dim, are_plain = q.dim() - 3, _is_plain(call)
     every = slice(0, k.shape[dim])
-    if are_plain and own == held and call.mask.is_causal_among(0, own[-1].end):  # whose order is that of the whole
+    if (
+        are_plain and own == held and call.mask.is_causal_among(0, own[-1].end)
+    ):  # whose order is that of the whole
         yield Piece(call._replace(q=q, k=k, v=v), every, every)
         return
 
@@ -123,7 +140,9 @@ def pieces_of(
         if whole is not None:
             at = slice(rows[0].start, rows[-1].stop)
             if whole != NOTHING:
-                yield Piece(call._replace(q=part(q, at), k=part(k, whole), v=part(v, whole), mask=FULL), at, whole)
+                yield Piece(
+                    call._replace(q=part(q, at), k=part(k, whole), v=part(v, whole), mask=FULL), at, whole
+                )
             continue
         for queries, at in zip(ranges, rows, strict=True):
             for keys, column in zip(held, columns, strict=True):
@@ -135,8 +154,12 @@ def pieces_of(
                     yield Piece(piece_of(call, *tensors, queries, visible), at, own_keys)
 
 
-def _whole_keys(call: Call, queries: TokenRange, held: list[TokenRange], columns: list[slice]) -> slice | None:
-    """Where those keys of a rank are of which these queries see all; None where they see some, or some apart."""
+def _whole_keys(
+    call: Call, queries: TokenRange, held: list[TokenRange], columns: list[slice]
+) -> slice | None:
+    """Where those keys of a rank are of which these queries see all; None where they see some, or some
+    apart.
+    """
     whole = [column for keys, column in zip(held, columns, strict=True) if call.mask.covers(*queries, *keys)]
     others = [keys for keys, column in zip(held, columns, strict=True) if column not in whole]
     if any(seen(call, queries, keys).size for keys in others):

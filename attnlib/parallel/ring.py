@@ -1,7 +1,7 @@
 """Keys and values travel around a ring of ranks; every rank computes its queries over those that it holds.
 
-Ring attention (Liu, Zaharia and Abbeel, 2023, arXiv 2310.01889). Blocks travel while the ones before them are computed
-with. The backward sends them around again, and with them the gradients that they have so far.
+Ring attention (Liu, Zaharia and Abbeel, 2023, arXiv 2310.01889). Blocks travel while the ones before them are
+computed with. The backward sends them around again, and with them the gradients that they have so far.
 """
 
 from collections.abc import Callable, Sequence
@@ -136,7 +136,9 @@ def _gradients(plan: _Ring, given: _Given, dout: Tensor, out: Tensor, lse: Tenso
             sums.add(rows, found)
             dk.add(piece.keys, found.k)
             dv.add(piece.keys, found.v)
-        of = torch.autograd.grad((k, v), (*leaves, *given.weights), (dk.result().to(k.dtype), dv.result().to(v.dtype)))
+        of = torch.autograd.grad(
+            (k, v), (*leaves, *given.weights), (dk.result().to(k.dtype), dv.result().to(v.dtype))
+        )
         for total, x in zip(of_weights, of[len(leaves) :], strict=True):
             total += x
         of = of[: len(leaves)] if back is None else _added(back.wait(), of, None if step == last else wide)

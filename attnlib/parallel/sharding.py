@@ -1,8 +1,8 @@
 """Which tokens of a sequence a rank has, and how parts become the whole again.
 
-Of ``n`` ranks in zigzag order, rank ``r`` has the chunks ``r`` and ``2 n - 1 - r`` of ``2 n``: under a causal mask
-early queries see few keys and late ones many, and so every rank has as much to compute. Otherwise it has chunk ``r`` of
-``n``.
+Of ``n`` ranks in zigzag order, rank ``r`` has the chunks ``r`` and ``2 n - 1 - r`` of ``2 n``: under a causal
+mask early queries see few keys and late ones many, and so every rank has as much to compute. Otherwise it has
+chunk ``r`` of ``n``.
 """
 
 from dataclasses import dataclass
@@ -55,14 +55,17 @@ class Sharing:
         return self.mesh.get_group()
 
     def ranges(self, rank: int, tokens: int) -> list[TokenRange]:
-        """The tokens of a rank in the whole sequence, if every rank has so many, in the order in which it has them."""
+        """The tokens of a rank in the whole sequence, if every rank has so many, in the order in which it has
+        them.
+        """
         starts = starts_of(rank, self.ranks, tokens * self.ranks, zigzag=self.zigzag)
         return [TokenRange(start, start + tokens // len(starts)) for start in starts]
 
 
 @kind
 def shard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -> Tensor:
-    """This rank's tokens of x, which every rank has whole; ``dim`` is that of tokens. Position ids are sharded alike.
+    """This rank's tokens of x, which every rank has whole; ``dim`` is that of tokens. Position ids are
+    sharded alike.
 
     Raises:
         TypeError: ``mesh`` is no DeviceMesh.
@@ -75,7 +78,8 @@ def shard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -
 
 @kind
 def unshard(x: Tensor, mesh: "DeviceMesh", *, dim: int = 1, zigzag: bool = True) -> Tensor:
-    """The tokens of all ranks in their order, on every rank; gradients of all ranks are summed into each part.
+    """The tokens of all ranks in their order, on every rank; gradients of all ranks are summed into each
+    part.
 
     Raises:
         TypeError: ``mesh`` is no DeviceMesh.
@@ -108,7 +112,9 @@ def joined(parts: Tensor, *, zigzag: bool) -> Tensor:
     if not zigzag:
         return parts.flatten(0, 1)
     if parts.shape[1] % 2:
-        raise ValueError(f"x: expected two equal chunks of tokens in zigzag order, got {parts.shape[1]} tokens")
+        raise ValueError(
+            f"x: expected two equal chunks of tokens in zigzag order, got {parts.shape[1]} tokens"
+        )
     early, late = parts.chunk(2, 1)
     return torch.cat((*early.unbind(), *late.unbind()[::-1]))
 
@@ -117,7 +123,9 @@ def _chunks(x: Tensor, ranks: int, *, zigzag: bool) -> list[tuple[Tensor, ...]]:
     """Of x ``[tokens, ...]`` the chunks that each rank has."""
     count = 2 * ranks if zigzag else ranks
     if x.shape[0] % count:
-        raise ValueError(f"x: expected tokens in {count} equal chunks, got {x.shape[0]} tokens; pad the sequence")
+        raise ValueError(
+            f"x: expected tokens in {count} equal chunks, got {x.shape[0]} tokens; pad the sequence"
+        )
     chunks = x.tensor_split(count)
     return [(chunks[rank], chunks[-1 - rank]) if zigzag else (chunks[rank],) for rank in range(ranks)]
 

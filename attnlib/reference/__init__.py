@@ -1,4 +1,5 @@
-"""The definition of attention in plain torch, which every backend is tested against, and the papers' algorithms.
+"""The definition of attention in plain torch, which every backend is tested against, and the papers'
+algorithms.
 
 The algorithms solve one head, tile by tile, and count every access to slow memory: they are for reading.
 """

@@ -1,4 +1,6 @@
-"""Attention of one sequence, by its definition: each query attends to the keys it sees, and touches no other."""
+"""Attention of one sequence, by its definition: each query attends to the keys it sees, and touches no
+other.
+"""
 
 from collections.abc import Callable
 
@@ -19,12 +21,14 @@ def attend(
     sinks: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[s, h, e]`` and natural-log LSE ``[h, s]`` of q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g, e]``.
+    """Output ``[s, h, e]`` and natural-log LSE ``[h, s]`` of q ``[s, h, d]``, k ``[t, g, d]``, v ``[t, g,
+    e]``.
 
-    ``visible`` is bool ``[s, t]``, or ``[h, s, t]``; ``bias`` ``[h, s, t]`` is added after the softcap; then ``change``
-    takes scores ``[h, n]`` of a query's number and those of keys ``[n]`` to others; ``sinks`` ``[h]`` are logits
-    without a value; ``weight`` ``[h, s, t]`` multiplies the probabilities (dropout). Computes in fp32, or fp64 for fp64
-    inputs, one query at a time, on the keys that it sees alone: a hidden key cannot reach an output or a gradient.
+    ``visible`` is bool ``[s, t]``, or ``[h, s, t]``; ``bias`` ``[h, s, t]`` is added after the softcap; then
+    ``change`` takes scores ``[h, n]`` of a query's number and those of keys ``[n]`` to others; ``sinks``
+    ``[h]`` are logits without a value; ``weight`` ``[h, s, t]`` multiplies the probabilities (dropout).
+    Computes in fp32, or fp64 for fp64 inputs, one query at a time, on the keys that it sees alone: a hidden
+    key cannot reach an output or a gradient.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[1]
@@ -47,15 +51,21 @@ def attend(
         weights = torch.exp(logits - lse[-1].masked_fill(lse[-1] == -torch.inf, 0)[:, None])
         if weight is not None:
             weights = weights * weight[:, i, seen]
-        out.append(torch.einsum("gft,tge->gfe", weights.unflatten(0, (-1, group)), values[seen]).flatten(0, 1))
+        out.append(
+            torch.einsum("gft,tge->gfe", weights.unflatten(0, (-1, group)), values[seen]).flatten(0, 1)
+        )
     if not out:
-        zero = queries.sum(-1) + keys[..., :0].sum() + values[..., :0].sum()  # of no number, but of all to autograd
+        zero = (
+            queries.sum(-1) + keys[..., :0].sum() + values[..., :0].sum()
+        )  # of no number, but of all to autograd
         return zero[..., None].expand(-1, -1, v.shape[-1]).to(q.dtype), zero.mT
     return torch.stack(out).to(q.dtype), torch.stack(lse, 1)
 
 
 def _logsumexp(x: Tensor) -> Tensor:
-    """``log(sum(exp(x)))`` over the last dimension; -inf, with zero gradient, over nothing, or nothing but -inf."""
+    """``log(sum(exp(x)))`` over the last dimension; -inf, with zero gradient, over nothing, or nothing but
+    -inf.
+    """
     if not x.shape[-1]:
         return x.sum(-1) - torch.inf
     nothing = (x == -torch.inf).all(-1)

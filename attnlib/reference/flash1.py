@@ -1,9 +1,10 @@
-"""FlashAttention, forward and backward, as first published (Dao, Fu, Ermon, Rudra and Re, 2022, arXiv 2205.14135).
+"""FlashAttention, forward and backward, as first published (Dao, Fu, Ermon, Rudra and Re, 2022, arXiv
+2205.14135).
 
-The outer loop runs over tiles j of keys and the inner one over tiles i of queries, so that what belongs to a query (the
-output and its statistics, in the backward pass dQ) is read and written again at every inner step. Their m is our c,
-their l is pi, D_i is u_i; B_r and B_c are ``rows`` and ``columns``. A tile of pairs that are all hidden is passed over,
-as in their block-sparse algorithm 5.
+The outer loop runs over tiles j of keys and the inner one over tiles i of queries, so that what belongs to a
+query (the output and its statistics, in the backward pass dQ) is read and written again at every inner step.
+Their m is our c, their l is pi, D_i is u_i; B_r and B_c are ``rows`` and ``columns``. A tile of pairs that
+are all hidden is passed over, as in their block-sparse algorithm 5.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,9 @@ from .traffic import SlowMemory, tiles
 
 
 class Flash1Saved(NamedTuple):
-    """What the backward pass reads of the forward one: its inputs q, k, v, its output o, and c and pi of every row."""
+    """What the backward pass reads of the forward one: its inputs q, k, v, its output o, and c and pi of
+    every row.
+    """
 
     q: Tensor
     k: Tensor
@@ -40,7 +43,9 @@ def tile_sizes(on_chip: int, d: int) -> tuple[int, int]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[s, e]``, row maxima c ``[s]`` and normalisers pi ``[s]`` (algorithm 2); the LSE is c + log pi."""
+    """Output ``[s, e]``, row maxima c ``[s]`` and normalisers pi ``[s]`` (algorithm 2); the LSE is c + log
+    pi.
+    """
     q, k, v = memory.inputs(q, k, v)
     (s, _), (t, e) = q.shape, v.shape
     o = memory.output(q, s, e, fill=0.0)

@@ -1,9 +1,10 @@
 """FlashAttention-2, forward and backward (Dao, 2023, arXiv 2307.08691).
 
-Forward, a program owns a tile i of queries and walks over tiles j of keys with an unnormalised output on chip; all that
-it saves is L = c + log pi. Backward, P = exp(S - L), either in one pass whose programs own keys and add into dQ (with
-atomic adds, if they run at once), or in two passes, where everything is written once and by its owner. A program reads
-the tile it owns, and of the others those with a visible pair. Their D is our u; B_r and B_c are ``rows``, ``columns``.
+Forward, a program owns a tile i of queries and walks over tiles j of keys with an unnormalised output on
+chip; all that it saves is L = c + log pi. Backward, P = exp(S - L), either in one pass whose programs own
+keys and add into dQ (with atomic adds, if they run at once), or in two passes, where everything is written
+once and by its owner. A program reads the tile it owns, and of the others those with a visible pair. Their D
+is our u; B_r and B_c are ``rows``, ``columns``.
 """
 
 from typing import NamedTuple
@@ -68,7 +69,9 @@ def backward_one_pass(
 def backward_two_pass(
     saved: Flash2Saved, do: Tensor, pairs: Pairs, *, rows: int, columns: int, memory: SlowMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same gradients, first those of tiles of keys and then those of tiles of queries: P is made twice."""
+    """The same gradients, first those of tiles of keys and then those of tiles of queries: P is made
+    twice.
+    """
     q, k, v, o, lse, do = memory.inputs(*saved, do)
     u = _row_sums(o, do, rows, memory)
     dq = memory.output(q, *q.shape)

@@ -1,8 +1,9 @@
 """What each algorithm moves, as formulas. A run under ``SlowMemory`` counts the same to the element.
 
-FlashAttention's traffic depends on its tiles through ``TileVisits`` alone. Without a mask those are s * t / columns
-queries, so that with tiles that fill a fast memory of M elements the forward pass moves Theta(T**2 d**2 / M), against
-Theta(T**2 + T d) of standard attention (Dao et al., 2022, arXiv 2205.14135, theorem 2). It gains while d**2 << M.
+FlashAttention's traffic depends on its tiles through ``TileVisits`` alone. Without a mask those are s * t /
+columns queries, so that with tiles that fill a fast memory of M elements the forward pass moves Theta(T**2
+d**2 / M), against Theta(T**2 + T d) of standard attention (Dao et al., 2022, arXiv 2205.14135, theorem 2). It
+gains while d**2 << M.
 """
 
 from typing import NamedTuple
@@ -75,7 +76,9 @@ def standard_backward(sizes: ProblemSizes) -> Traffic:
 
 
 def incremental_forward(sizes: ProblemSizes, visits: TileVisits, columns: int) -> Traffic:
-    """Visits as of one tile of queries; each reads q, k, v, o, c, pi, writes o, c, pi, and writes and reads scores."""
+    """Visits as of one tile of queries; each reads q, k, v, o, c, pi, writes o, c, pi, and writes and reads
+    scores.
+    """
     s, t, d, e = sizes
     scores = s * visits.keys
     read = visits.queries * (d + e + 2) + visits.keys * (d + e) + scores + s * (e + 1)
@@ -108,7 +111,9 @@ def flash2_backward_one_pass(sizes: ProblemSizes, visits: TileVisits) -> Traffic
 
 
 def flash2_backward_two_pass(sizes: ProblemSizes, visits: TileVisits) -> Traffic:
-    """u first; then each owner reads its own once and visits the others, and every gradient is written once."""
+    """u first; then each owner reads its own once and visits the others, and every gradient is written
+    once.
+    """
     s, t, d, e = sizes
     keys = t * (d + e) + visits.queries * (d + e + 2)
     queries = s * (d + e + 2) + visits.keys * (d + e)

@@ -1,7 +1,8 @@
 """Attention over one chunk of keys after another (Rabe and Staats, 2021, arXiv 2112.05682).
 
-Their m* is our running maximum ``c``, their s* the normaliser ``pi``, their v* the unnormalised output. All queries
-meet a chunk of ``columns`` keys at once, so scores take O(s * columns) extra memory instead of O(s t).
+Their m* is our running maximum ``c``, their s* the normaliser ``pi``, their v* the unnormalised output. All
+queries meet a chunk of ``columns`` keys at once, so scores take O(s * columns) extra memory instead of O(s
+t).
 """
 
 import torch

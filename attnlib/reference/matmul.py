@@ -8,8 +8,8 @@ from .traffic import SlowMemory, tiles
 def matmul(a: Tensor, b: Tensor, *, tile: int, memory: SlowMemory) -> Tensor:
     """``a @ b`` of a ``[s, m]`` and b ``[m, t]`` with three square tiles on chip.
 
-    With ``tile=1`` each dot product reads its row and its column: 2 n**3 reads for n x n matrices. With ``tile=n``
-    each element is read once: 2 n**2. Between them it is 2 n**3 / tile.
+    With ``tile=1`` each dot product reads its row and its column: 2 n**3 reads for n x n matrices. With
+    ``tile=n`` each element is read once: 2 n**2. Between them it is 2 n**3 / tile.
     """
     a, b = memory.inputs(a, b)
     product = memory.output(a, a.shape[0], b.shape[1])

@@ -1,4 +1,6 @@
-"""The pairs of queries and keys of one head, tile by tile: which are seen, how they score, what dropout leaves."""
+"""The pairs of queries and keys of one head, tile by tile: which are seen, how they score, what dropout
+leaves.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +24,10 @@ class Visibility(Protocol):
 class Pairs:
     """``queries`` x ``keys`` pairs under a mask; the queries are the last ones of the keys.
 
-    A tile is two slices, ``i`` of queries and ``j`` of keys, both counted from 0. ``kept(i, j)`` says, as bool, which
-    of a tile's probabilities dropout keeps: a function of position, so that a backward pass makes the bits again and
-    nothing is stored. Kept ones are divided by ``1 - dropout_p`` (Dao et al., 2022: the product with Z_ij).
+    A tile is two slices, ``i`` of queries and ``j`` of keys, both counted from 0. ``kept(i, j)`` says, as
+    bool, which of a tile's probabilities dropout keeps: a function of position, so that a backward pass makes
+    the bits again and nothing is stored. Kept ones are divided by ``1 - dropout_p`` (Dao et al., 2022: the
+    product with Z_ij).
     """
 
     mask: Visibility

@@ -1,7 +1,7 @@
 """Softmax in three passes, in two and in one (Milakov and Gimelshein, 2018, arXiv 1805.02867).
 
-Rows are independent; ``columns`` of each are read at a time. Their m is our running maximum ``c``, their d our
-normaliser ``pi``. A row of nothing but -inf has seen nothing: it gives 0, and an LSE of -inf.
+Rows are independent; ``columns`` of each are read at a time. Their m is our running maximum ``c``, their d
+our normaliser ``pi``. A row of nothing but -inf has seen nothing: it gives 0, and an LSE of -inf.
 """
 
 import torch
@@ -11,7 +11,9 @@ from .traffic import SlowMemory, tiles
 
 
 def correction(old: Tensor, new: Tensor) -> Tensor:
-    """What sums taken under the maximum ``old`` are multiplied by under ``new``: exactly 1 where it did not move."""
+    """What sums taken under the maximum ``old`` are multiplied by under ``new``: exactly 1 where it did not
+    move.
+    """
     # The selection matters while nothing has been seen: -inf - (-inf) is a NaN.
     return torch.where(old == new, 1, torch.exp(old - new))
 
@@ -51,7 +53,9 @@ def three_pass(x: Tensor, *, columns: int, memory: SlowMemory) -> tuple[Tensor, 
 
 
 def two_pass(x: Tensor, *, columns: int, memory: SlowMemory) -> tuple[Tensor, Tensor]:
-    """Softmax and LSE ``[s]`` of x ``[s, t]``: maximum and normaliser together (their algorithm 3), then the result."""
+    """Softmax and LSE ``[s]`` of x ``[s, t]``: maximum and normaliser together (their algorithm 3), then the
+    result.
+    """
     (x,) = memory.inputs(x)
     s, t = x.shape
     y, lse = memory.output(x, s, t), memory.output(x, s)
@@ -65,7 +69,9 @@ def two_pass(x: Tensor, *, columns: int, memory: SlowMemory) -> tuple[Tensor, Te
 
 
 def one_pass(x: Tensor, v: Tensor, *, columns: int, memory: SlowMemory) -> tuple[Tensor, Tensor]:
-    """softmax(x) v ``[s, e]`` and LSE ``[s]`` of x ``[s, t]`` and v ``[t, e]``: the softmax itself is never there."""
+    """softmax(x) v ``[s, e]`` and LSE ``[s]`` of x ``[s, t]`` and v ``[t, e]``: the softmax itself is never
+    there.
+    """
     x, v = memory.inputs(x, v)
     (s, t), e = x.shape, v.shape[1]
     out, lse = memory.output(x, s, e), memory.output(x, s)

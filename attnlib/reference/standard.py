@@ -1,7 +1,8 @@
 """Standard attention and its backward, step by step, every intermediate result in slow memory.
 
-A step reads each operand once and writes its result once, the least that unfused steps can do. For q ``[s, d]``,
-k ``[t, d]``, v ``[t, e]`` of one head that is Theta(s t) beside the inputs and outputs, at any size of the fast memory.
+A step reads each operand once and writes its result once, the least that unfused steps can do. For q ``[s,
+d]``, k ``[t, d]``, v ``[t, e]`` of one head that is Theta(s t) beside the inputs and outputs, at any size of
+the fast memory.
 """
 
 import torch

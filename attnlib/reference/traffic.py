@@ -11,7 +11,8 @@ Where = int | slice | tuple[int | slice, ...]
 class Traffic(NamedTuple):
     """Elements read from slow memory, written to it, and allocated in it beside the inputs and the results.
 
-    Statistics that a forward pass leaves for its backward pass are ``extra``: the caller did not ask for them.
+    Statistics that a forward pass leaves for its backward pass are ``extra``: the caller did not ask for
+    them.
     """
 
     read: int
@@ -24,7 +25,8 @@ class Traffic(NamedTuple):
 
 
 class SlowMemory:
-    """The large memory of a chip with a small fast one. An algorithm's arrays lie here; its tiles are on chip, free.
+    """The large memory of a chip with a small fast one. An algorithm's arrays lie here; its tiles are on
+    chip, free.
 
     >>> memory = SlowMemory()
     >>> (x,) = memory.inputs(torch.ones(4, 3))
@@ -51,17 +53,22 @@ class SlowMemory:
         return array
 
     def scratch(self, like: "Array", *shape: int, fill: float | None = None) -> "Array":
-        """An ``output`` that nobody asked for. It is never freed: no algorithm here would peak lower for it."""
+        """An ``output`` that nobody asked for. It is never freed: no algorithm here would peak lower for
+        it.
+        """
         array = self.output(like, *shape, fill=fill)
         self.count(extra=array.tensor.numel())
         return array
 
     def count(self, read: int = 0, written: int = 0, extra: int = 0) -> None:
-        self.traffic = Traffic(self.traffic.read + read, self.traffic.written + written, self.traffic.extra + extra)
+        self.traffic = Traffic(
+            self.traffic.read + read, self.traffic.written + written, self.traffic.extra + extra
+        )
 
 
 class Array:
-    """A tensor in slow memory: ``x[i]`` reads a copy of a tile, ``x[i] = tile`` writes one, ``x[i] += tile`` does both.
+    """A tensor in slow memory: ``x[i]`` reads a copy of a tile, ``x[i] = tile`` writes one, ``x[i] += tile``
+    does both.
 
     ``tensor`` is for the caller who collects a result; an algorithm does not touch it.
     """

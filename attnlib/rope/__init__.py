@@ -1,7 +1,8 @@
 """Rotary position embeddings.
 
-``rope.py`` is the description that layers hold, ``scaling.py`` the published rules for longer contexts, ``rotation.py``
-computes and applies angles, and ``selected.py`` makes a rope of chosen pairs of another one, for conversion.
+``rope.py`` is the description that layers hold, ``scaling.py`` the published rules for longer contexts,
+``rotation.py`` computes and applies angles, and ``selected.py`` makes a rope of chosen pairs of another one,
+for conversion.
 """
 
 from .rope import Rope, yarn_ramp

@@ -21,13 +21,14 @@ from .scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Sc
 class Rope:
     """Rotation of the first ``dim`` channels of a head by its position (Su et al., 2021, arXiv 2104.09864).
 
-    Pair ``c`` of a token at position ``i`` (the paper's ``m``) turns by ``i * theta ** (-2 * c / dim)``, slowed by
-    ``scaling``. A Rope holds numbers and no tensors: angles are computed when asked for, at any position, on the device
-    of the positions, so there is no table to outgrow, to move or to share between inference and training.
+    Pair ``c`` of a token at position ``i`` (the paper's ``m``) turns by ``i * theta ** (-2 * c / dim)``,
+    slowed by ``scaling``. A Rope holds numbers and no tensors: angles are computed when asked for, at any
+    position, on the device of the positions, so there is no table to outgrow, to move or to share between
+    inference and training.
 
     Raises:
-        TypeError: a field has the wrong type.
-        ValueError: ``dim`` is odd or not positive, or ``theta`` not positive and finite, or too small for the scaling.
+        TypeError: a field has the wrong type. ValueError: ``dim`` is odd or not positive, or ``theta`` not
+        positive and finite, or too small for the scaling.
 
     >>> rope = Rope(dim=64, theta=500_000.0, scaling=Llama3(8.0, 1.0, 4.0, original_max_position=8192))
     >>> rope.angles(torch.arange(10)).convention
@@ -51,12 +52,16 @@ class Rope:
         if not isinstance(self.interleaved, bool):
             raise TypeError(f"rope.interleaved: expected a bool, got {self.interleaved!r}")
         if isinstance(self.scaling, NTK | DynamicNTK) and self.dim == 2:
-            raise ValueError("rope.dim: expected at least 4 channels with an NTK scaling (one pair has no base), got 2")
+            raise ValueError(
+                "rope.dim: expected at least 4 channels with an NTK scaling (one pair has no base), got 2"
+            )
         if isinstance(self.scaling, YaRN) and self.theta <= 1:
             raise ValueError(f"rope.theta: expected more than 1 with YaRN, got {self.theta}")
         if isinstance(self.scaling, LongRoPE) and 2 * len(self.scaling.short_factor) != self.dim:
             pairs = len(self.scaling.short_factor)
-            raise ValueError(f"rope.scaling: expected {self.dim // 2} factors, one for each pair, got {pairs}")
+            raise ValueError(
+                f"rope.scaling: expected {self.dim // 2} factors, one for each pair, got {pairs}"
+            )
 
     @property
     def needs_length(self) -> bool:
@@ -69,9 +74,10 @@ class Rope:
     def amplitude(self) -> float:
         """The factor that YaRN and LongRoPE put on both rotated q and rotated k (1 without them).
 
-        Angles do not contain it. Scores of rotated channels carry its square: a layer that rotates whole heads
-        multiplies ``scale`` by ``amplitude ** 2``, and one that rotates some channels multiplies these
-        channels of q by it, so that stored keys are free of it. Hugging Face multiplies cos and sin by ``amplitude``.
+        Angles do not contain it. Scores of rotated channels carry its square: a layer that rotates whole
+        heads multiplies ``scale`` by ``amplitude ** 2``, and one that rotates some channels multiplies these
+        channels of q by it, so that stored keys are free of it. Hugging Face multiplies cos and sin by
+        ``amplitude``.
         """
         scaling = self.scaling
         if not isinstance(scaling, YaRN | LongRoPE):
@@ -94,11 +100,13 @@ class Rope:
             return _mscale(self.scaling.factor, self.scaling.mscale_all_dim) ** 2
         return 1.0
 
-    def inverse_frequencies(self, *, length: int | None = None, device: torch.device | str | None = None) -> Tensor:
+    def inverse_frequencies(
+        self, *, length: int | None = None, device: torch.device | str | None = None
+    ) -> Tensor:
         """The angle per position of each pair, fp32 ``[dim / 2]``, under every scaling rule.
 
-        The numbers are the same on every device, and those of Hugging Face transformers on a CPU to within 4 units in
-        the last place (nearly all are equal).
+        The numbers are the same on every device, and those of Hugging Face transformers on a CPU to within 4
+        units in the last place (nearly all are equal).
 
         Raises:
             TypeError: ``length`` is not an int.
@@ -107,15 +115,18 @@ class Rope:
         scaling = self.scaling
         self._check_length(length)
         exponents = _quotient(torch.arange(0, self.dim, 2, dtype=torch.float32, device=device), self.dim)
-        # fp32 powers and quotients differ by units in the last place between devices and compilers, and position
-        # 100_000 turns one such unit into 0.01 radian; taken in fp64 they are rounded to the same fp32 everywhere.
+        # fp32 powers and quotients differ by units in the last place between devices and compilers, and
+        # position 100_000 turns one such unit into 0.01 radian; taken in fp64 they are rounded to the same
+        # fp32 everywhere.
         wavelengths = (self._base(length) ** exponents.double()).float()
         frequencies = (1.0 / wavelengths.double()).float()
         if isinstance(scaling, Linear):
             return _quotient(frequencies, scaling.factor)
         if isinstance(scaling, Llama3):
             turns = scaling.original_max_position / (2 * math.pi / frequencies)
-            smooth = _quotient(turns - scaling.low_freq_factor, scaling.high_freq_factor - scaling.low_freq_factor)
+            smooth = _quotient(
+                turns - scaling.low_freq_factor, scaling.high_freq_factor - scaling.low_freq_factor
+            )
             smooth = smooth.clamp(0, 1)
             return _quotient((1 - smooth) * frequencies, scaling.factor) + smooth * frequencies
         if isinstance(scaling, YaRN):
@@ -134,11 +145,13 @@ class Rope:
         return frequencies
 
     def angles(self, positions: Tensor, *, length: int | None = None) -> Angles:
-        """The angles at integer ``positions`` of any shape, computed in fp32; a pure rotation, without amplitude.
+        """The angles at integer ``positions`` of any shape, computed in fp32; a pure rotation, without
+        amplitude.
 
-        ``length`` is the length that DynamicNTK scales for and by which LongRoPE chooses, at least one more than the
-        greatest position; every other rule refuses it. Negative positions turn backwards. A phase is an fp32 product,
-        so its error is about ``position * 2 ** -24`` radian, and positions beyond ``2 ** 24`` are rounded.
+        ``length`` is the length that DynamicNTK scales for and by which LongRoPE chooses, at least one more
+        than the greatest position; every other rule refuses it. Negative positions turn backwards. A phase is
+        an fp32 product, so its error is about ``position * 2 ** -24`` radian, and positions beyond ``2 **
+        24`` are rounded.
 
         Raises:
             TypeError: positions are not integers, or ``length`` is not an int.
@@ -170,7 +183,8 @@ class Rope:
         if not self.needs_length:
             if length is not None:
                 raise ValueError(
-                    f"length: only DynamicNTK and LongRoPE depend on it, and scaling={self.scaling}; leave length out"
+                    f"length: only DynamicNTK and LongRoPE depend on it, and scaling={self.scaling}; leave "
+                    "length out"
                 )
             return
         if length is None:
@@ -185,7 +199,9 @@ class Rope:
 
 
 def _quotient(x: Tensor, divisor: float) -> Tensor:
-    """fp32 ``x`` over ``divisor`` rounded to fp32, rounded once: a GPU would multiply by a rounded reciprocal."""
+    """fp32 ``x`` over ``divisor`` rounded to fp32, rounded once: a GPU would multiply by a rounded
+    reciprocal.
+    """
     return (x.double() / torch.full_like(x, 1.0 * divisor).double()).float()
 
 
@@ -199,7 +215,11 @@ def yarn_ramp(rope: Rope, yarn: YaRN) -> tuple[float, float]:
 
     def pair(turns: float) -> float:
         """The (fractional) pair that turns so many times over the original positions."""
-        return rope.dim * math.log(yarn.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            rope.dim
+            * math.log(yarn.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
     low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:

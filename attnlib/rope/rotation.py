@@ -13,8 +13,8 @@ from ..internal.signatures import kind
 class Angles:
     """Cosines and sines fp32 ``[..., p / 2]``, and whether the pairs they turn are interleaved.
 
-    Channels ``(c, c + p / 2)`` form a pair in the half layout, ``(2c, 2c + 1)`` in the interleaved one. Two Angles are
-    equal only when they are the same object.
+    Channels ``(c, c + p / 2)`` form a pair in the half layout, ``(2c, 2c + 1)`` in the interleaved one. Two
+    Angles are equal only when they are the same object.
 
     Raises:
         TypeError: cos or sin is not an fp32 tensor, or interleaved no bool.
@@ -38,22 +38,27 @@ class Angles:
                 f"and {tuple(self.sin.shape)}"
             )
         if self.cos.device != self.sin.device:
-            raise ValueError(f"angles: expected cos and sin on one device, got {self.cos.device} and {self.sin.device}")
+            raise ValueError(
+                f"angles: expected cos and sin on one device, got {self.cos.device} and {self.sin.device}"
+            )
 
     @property
     def convention(self) -> str:
-        """The pairing and the rotated width, which a cache must not mix, as ``half:64`` or ``interleaved:64``."""
+        """The pairing and the rotated width, which a cache must not mix, as ``half:64`` or
+        ``interleaved:64``.
+        """
         return f"{'interleaved' if self.interleaved else 'half'}:{2 * self.cos.shape[-1]}"
 
 
 @kind
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """``x`` ``[..., h, d]`` with its first ``p`` channels rotated by angles ``[..., p / 2]``; the rest pass through.
+    """``x`` ``[..., h, d]`` with its first ``p`` channels rotated by angles ``[..., p / 2]``; the rest pass
+    through.
 
     Leading dimensions of the angles are those of x, from the right: ``[b, s, h, d]`` takes ``[b, s, p / 2]``,
-    ``[1, s, p / 2]`` and ``[s, p / 2]``; packed ``[t, h, d]`` takes ``[t, p / 2]``. The result keeps x's dtype and
-    pairing (transformers' interleaved rotation returns the half layout instead). Computed in fp32, or for fp64 x in
-    fp64 with the fp32 angles.
+    ``[1, s, p / 2]`` and ``[s, p / 2]``; packed ``[t, h, d]`` takes ``[t, p / 2]``. The result keeps x's
+    dtype and pairing (transformers' interleaved rotation returns the half layout instead). Computed in fp32,
+    or for fp64 x in fp64 with the fp32 angles.
 
     Raises:
         TypeError: x is not fp16, bf16, fp32 or fp64, or angles are not Angles.
@@ -69,7 +74,9 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     first, second = x[..., : 2 * half].unflatten(-1, pairs).unbind(axis)
     cos, sin = angles.cos.unsqueeze(-2), angles.sin.unsqueeze(-2)
     # fp16 and bf16 need no cast: a product with an fp32 tensor is computed in fp32.
-    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), axis).flatten(-2).to(x.dtype)
+    turned = (
+        torch.stack((first * cos - second * sin, second * cos + first * sin), axis).flatten(-2).to(x.dtype)
+    )
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
 
 
@@ -77,7 +84,9 @@ def check_rotation(x: Tensor, angles: Angles) -> None:
     """Raise TypeError or ValueError unless these angles can rotate ``x``; the message names the remedy."""
     check_strided("x", x)
     if not isinstance(angles, Angles):
-        raise TypeError(f"angles: expected Angles as rope.angles(positions) gives, got {type(angles).__name__}")
+        raise TypeError(
+            f"angles: expected Angles as rope.angles(positions) gives, got {type(angles).__name__}"
+        )
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"x: expected fp16, bf16, fp32 or fp64, got {x.dtype}")
     if x.device != angles.cos.device:
@@ -85,16 +94,18 @@ def check_rotation(x: Tensor, angles: Angles) -> None:
     width = 2 * angles.cos.shape[-1]
     if x.ndim < 2 or width > x.shape[-1]:
         raise ValueError(
-            f"x: expected [..., h, d] with d >= {width}, the channels that the angles rotate, got {tuple(x.shape)}; "
-            "make Rope(dim=...) at most the head dimension"
+            f"x: expected [..., h, d] with d >= {width}, the channels that the angles rotate, got "
+            f"{tuple(x.shape)}; make Rope(dim=...) at most the head dimension"
         )
     tokens, positions = x.shape[:-2], angles.cos.shape[:-1]
-    # Only leading dimensions may be absent or 1: one position for a whole sequence is a mistake more often than meant.
+    # Only leading dimensions may be absent or 1: one position for a whole sequence is a mistake more often
+    # than meant.
     fits = len(positions) <= len(tokens) and positions[-1:] == tokens[-1:]
     if not fits or any(n not in (1, m) for n, m in zip(reversed(positions), reversed(tokens), strict=False)):
         raise ValueError(
-            f"angles: expected cos {[*tokens, width // 2]} (batch may be 1 or absent) for x {tuple(x.shape)}, "
-            f"got {tuple(angles.cos.shape)}; compute them from positions [b, s], [s] or, for packed x, [t]"
+            f"angles: expected cos {[*tokens, width // 2]} (batch may be 1 or absent) for x "
+            f"{tuple(x.shape)}, got {tuple(angles.cos.shape)}; compute them from positions [b, s], [s] or, "
+            "for packed x, [t]"
         )
 
 

@@ -1,4 +1,6 @@
-"""Published rules that scale rope for longer contexts, and a temperature for scores. Rope does the arithmetic."""
+"""Published rules that scale rope for longer contexts, and a temperature for scores. Rope does the
+arithmetic.
+"""
 
 import math
 from collections.abc import Mapping
@@ -52,9 +54,9 @@ class NTK:
 class DynamicNTK:
     """An NTK-aware base that grows with the length; needs an explicit length, and no cache can use it.
 
-    Up to ``original_max_position`` (``max_position_embeddings`` of a Hugging Face config) nothing is scaled; at a
-    greater length it is ``NTK(factor * length / original_max_position - (factor - 1))``. Angles of different lengths
-    do not mix, so keys rotated at one length are wrong at the next.
+    Up to ``original_max_position`` (``max_position_embeddings`` of a Hugging Face config) nothing is scaled;
+    at a greater length it is ``NTK(factor * length / original_max_position - (factor - 1))``. Angles of
+    different lengths do not mix, so keys rotated at one length are wrong at the next.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -74,8 +76,8 @@ class DynamicNTK:
 class Llama3:
     """Llama-3.1 scaling: low frequencies divided by ``factor``, high ones kept, a smooth step between.
 
-    A pair is low when it turns less than ``low_freq_factor`` times over ``original_max_position`` positions, and high
-    when it turns more than ``high_freq_factor`` times.
+    A pair is low when it turns less than ``low_freq_factor`` times over ``original_max_position`` positions,
+    and high when it turns more than ``high_freq_factor`` times.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -104,12 +106,12 @@ class Llama3:
 class YaRN:
     """YaRN (Peng et al., 2023, arXiv 2309.00071), with DeepSeek's two mscale numbers.
 
-    Pairs that turn more than ``beta_fast`` (the paper's beta) times over ``original_max_position`` (L) positions are
-    kept, those that turn less than ``beta_slow`` (alpha) times are divided by ``factor`` (s), with a ramp between;
-    ``truncate`` rounds the ends of the ramp outward to whole pairs. ``Rope.amplitude`` is the paper's ``sqrt(1 / t)``,
-    or ``attention_factor`` when that is given. As in Hugging Face configs an mscale of 0 counts as missing,
-    ``Rope.amplitude`` reads the two mscale numbers only when both are there, and ``Rope.latent_scale`` reads only
-    ``mscale_all_dim``.
+    Pairs that turn more than ``beta_fast`` (the paper's beta) times over ``original_max_position`` (L)
+    positions are kept, those that turn less than ``beta_slow`` (alpha) times are divided by ``factor`` (s),
+    with a ramp between; ``truncate`` rounds the ends of the ramp outward to whole pairs. ``Rope.amplitude``
+    is the paper's ``sqrt(1 / t)``, or ``attention_factor`` when that is given. As in Hugging Face configs an
+    mscale of 0 counts as missing, ``Rope.amplitude`` reads the two mscale numbers only when both are there,
+    and ``Rope.latent_scale`` reads only ``mscale_all_dim``.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -131,7 +133,9 @@ class YaRN:
         check_number("YaRN.beta_fast", self.beta_fast, above=0)
         check_number("YaRN.beta_slow", self.beta_slow, above=0)
         if self.beta_fast < self.beta_slow:
-            raise ValueError(f"YaRN.beta_fast: expected at least beta_slow={self.beta_slow}, got {self.beta_fast}")
+            raise ValueError(
+                f"YaRN.beta_fast: expected at least beta_slow={self.beta_slow}, got {self.beta_fast}"
+            )
         if self.attention_factor is not None:
             check_number("YaRN.attention_factor", self.attention_factor, above=0)
         for name, value in (("mscale", self.mscale), ("mscale_all_dim", self.mscale_all_dim)):
@@ -144,12 +148,13 @@ class YaRN:
 @kind
 @dataclass(frozen=True, slots=True)
 class LongRoPE:
-    """LongRoPE (Ding et al., 2024, arXiv 2402.13753): each pair slowed by a factor of its own, found by a search.
+    """LongRoPE (Ding et al., 2024, arXiv 2402.13753): each pair slowed by a factor of its own, found by a
+    search.
 
-    Up to ``original_max_position`` the factors are ``short_factor``, beyond it ``long_factor``, one for each pair, so
-    that angles need a length; not so where both are alike, which is how to choose one of them for all lengths.
-    ``Rope.amplitude`` is ``sqrt(1 + ln(factor) / ln(original_max_position))``, or ``attention_factor`` when that is
-    given; ``factor`` is how many times longer sequences may become.
+    Up to ``original_max_position`` the factors are ``short_factor``, beyond it ``long_factor``, one for each
+    pair, so that angles need a length; not so where both are alike, which is how to choose one of them for
+    all lengths. ``Rope.amplitude`` is ``sqrt(1 + ln(factor) / ln(original_max_position))``, or
+    ``attention_factor`` when that is given; ``factor`` is how many times longer sequences may become.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -166,7 +171,9 @@ class LongRoPE:
         for name in ("short_factor", "long_factor"):
             factors = getattr(self, name)
             if not isinstance(factors, tuple) or len(factors) != len(self.short_factor):
-                raise TypeError(f"LongRoPE.{name}: expected a tuple with a number for each pair, got {factors!r}")
+                raise TypeError(
+                    f"LongRoPE.{name}: expected a tuple with a number for each pair, got {factors!r}"
+                )
             for factor in factors:
                 check_number(f"LongRoPE.{name}", factor, above=0)
         check_number("LongRoPE.factor", self.factor, least=1)
@@ -180,7 +187,8 @@ class LongRoPE:
 class Proportional:
     """Only the first ``share`` of the pairs turn, at the frequencies of the whole head divided by ``factor``.
 
-    The pairs of a rope of fewer channels are ``(c, c + p / 2)`` of these; here they are ``(c, c + d / 2)`` of all.
+    The pairs of a rope of fewer channels are ``(c, c + p / 2)`` of these; here they are ``(c, c + d / 2)`` of
+    all.
 
     Raises:
         TypeError: a field is not a number.
@@ -202,7 +210,8 @@ class Proportional:
 class Temperature:
     """Queries that grow with their position i, by ``1 + weight * ln(1 + floor((i + offset) / interval))``.
 
-    Llama 4 has it in its layers without rope (``offset`` 1), Ministral 3 in all (0). Negative positions count as 0.
+    Llama 4 has it in its layers without rope (``offset`` 1), Ministral 3 in all (0). Negative positions count
+    as 0.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -219,7 +228,9 @@ class Temperature:
         check_count("Temperature.offset", self.offset)
 
     def scaled(self, q: Tensor, positions: Tensor) -> Tensor:
-        """``q`` ``[..., h, d]`` of tokens at integer ``positions`` ``[...]``, leading dimensions 1 or absent."""
+        """``q`` ``[..., h, d]`` of tokens at integer ``positions`` ``[...]``, leading dimensions 1 or
+        absent.
+        """
         steps = ((positions.clamp(min=0) + self.offset) // self.interval)[..., None, None]
         steps = steps.to(torch.promote_types(q.dtype, torch.float32))
         return (q * (1 + float(self.weight) * torch.log1p(steps))).to(q.dtype)
@@ -230,7 +241,8 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proporti
 
 
 def scaling_of(fields: Mapping[str, object], *, max_position: int | None) -> Scaling | None:
-    """The rule that a Hugging Face config's ``rope_parameters`` describe; ``max_position`` is the model's longest.
+    """The rule that a Hugging Face config's ``rope_parameters`` describe; ``max_position`` is the model's
+    longest.
 
     Raises:
         KeyError: a number is missing.

@@ -12,8 +12,9 @@ from .rope import Rope
 class SelectedRope(Rope):
     """Pair c turns as pair ``pairs[c]`` of ``source`` does, which may be repeated; made by :func:`select`.
 
-    The rotary keys of several heads side by side need it, and what a concentration leaves of them: no ``theta`` has
-    such frequencies. Its temperature is 1, whatever the source's: who selects puts that into weights or scale.
+    The rotary keys of several heads side by side need it, and what a concentration leaves of them: no
+    ``theta`` has such frequencies. Its temperature is 1, whatever the source's: who selects puts that into
+    weights or scale.
     """
 
     source: Rope
@@ -30,7 +31,9 @@ class SelectedRope(Rope):
     def latent_scale(self) -> float:
         return 1.0
 
-    def inverse_frequencies(self, *, length: int | None = None, device: torch.device | str | None = None) -> Tensor:
+    def inverse_frequencies(
+        self, *, length: int | None = None, device: torch.device | str | None = None
+    ) -> Tensor:
         """As :meth:`attnlib.Rope.inverse_frequencies`."""
         chosen = torch.tensor(self.pairs, device=device)
         return self.source.inverse_frequencies(length=length, device=device)[chosen]

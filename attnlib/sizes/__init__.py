@@ -1,8 +1,8 @@
 """What attention stores, computes and reads, as plain arithmetic.
 
-``cache.py`` counts the bytes of a cache, ``attention.py`` the parameters and FLOPs of a layer, and ``exchange.py`` what
-ranks send each other; ``models.py`` turns a model into its variants, ``catalogue.py`` knows public models and chips,
-and ``report.py`` puts one question to all.
+``cache.py`` counts the bytes of a cache, ``attention.py`` the parameters and FLOPs of a layer, and
+``exchange.py`` what ranks send each other; ``models.py`` turns a model into its variants, ``catalogue.py``
+knows public models and chips, and ``report.py`` puts one question to all.
 """
 
 from .attention import GroupedShape, LatentShape, decode_bytes, decode_flops, prefill_flops

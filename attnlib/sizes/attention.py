@@ -1,8 +1,8 @@
 """The arithmetic of one attention layer: its parameters, its FLOPs, and what a decoding step reads.
 
-Parameters are those of the layer alone: no embedding, MLP or block norm. A multiplication with its addition is two
-FLOPs; only matrix products are counted, since norms, rope, softmax and biases are a per cent of them. Of a causal
-prompt only the visible half is counted.
+Parameters are those of the layer alone: no embedding, MLP or block norm. A multiplication with its addition
+is two FLOPs; only matrix products are counted, since norms, rope, softmax and biases are a per cent of them.
+Of a causal prompt only the visible half is counted.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,8 @@ from ..kv import KVLayout
 @kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedShape:
-    """The sizes of a :class:`attnlib.GroupedQueryAttention`: MHA with as many KV heads as heads, MQA with one.
+    """The sizes of a :class:`attnlib.GroupedQueryAttention`: MHA with as many KV heads as heads, MQA with
+    one.
 
     Raises:
         ValueError: a size is below 1, or the KV heads do not divide the heads.
@@ -35,7 +36,9 @@ class GroupedShape:
     def __post_init__(self) -> None:
         _check(self, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "window")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}")
+            raise ValueError(
+                f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}"
+            )
 
     @property
     def kind(self) -> str:
@@ -66,17 +69,22 @@ class GroupedShape:
 
     def layout(self, *, dtype: torch.dtype, store: torch.dtype | None = None) -> KVLayout:
         """What one token stores."""
-        return KVLayout.grouped(self.num_kv_heads, self.head_dim, window=self.window, dtype=dtype, store=store)
+        return KVLayout.grouped(
+            self.num_kv_heads, self.head_dim, window=self.window, dtype=dtype, store=store
+        )
 
     def shard(self, ranks: int) -> "GroupedShape":
-        """One rank of tensor parallelism. KV heads are sharded, or copied where there are more ranks than heads.
+        """One rank of tensor parallelism. KV heads are sharded, or copied where there are more ranks than
+        heads.
 
         Raises:
             ValueError: the heads cannot be sharded evenly.
         """
         _check_ranks(self.num_heads, ranks)
         if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
-            raise ValueError(f"ranks: expected a divisor or multiple of num_kv_heads={self.num_kv_heads}, got {ranks}")
+            raise ValueError(
+                f"ranks: expected a divisor or multiple of num_kv_heads={self.num_kv_heads}, got {ranks}"
+            )
         num_kv_heads = max(1, self.num_kv_heads // ranks)
         return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=num_kv_heads)
 
@@ -100,7 +108,15 @@ class LatentShape:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        names = ("hidden_size", "num_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "window")
+        names = (
+            "hidden_size",
+            "num_heads",
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "v_head_dim",
+            "window",
+        )
         _check(self, *names)
         _check(self, "qk_rope_head_dim", least=0)
 
@@ -110,9 +126,11 @@ class LatentShape:
 
     @property
     def weights(self) -> int:
-        """Elements of the projections' matrices: the multiplications of one token's projections in either form.
+        """Elements of the projections' matrices: the multiplications of one token's projections in either
+        form.
 
-        Absorbing takes the up-projections of keys and values to the query and the output: as many multiplications.
+        Absorbing takes the up-projections of keys and values to the query and the output: as many
+        multiplications.
         """
         q_width = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
         rank = self.q_lora_rank
@@ -128,7 +146,9 @@ class LatentShape:
 
     @property
     def prompt_pair(self) -> int:
-        """Multiplications of one query with one key and its value, over all heads, in the prompt's cheaper form."""
+        """Multiplications of one query with one key and its value, over all heads, in the prompt's cheaper
+        form.
+        """
         expanded = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
         return min(expanded, self.step_pair)
 
@@ -169,16 +189,24 @@ def prefill_flops(shape: Shape, length: int) -> int:
 def decode_flops(shape: Shape, context: int, *, ranks: int = 1) -> int:
     """FLOPs of one token in one layer, as the last of ``context`` tokens.
 
-    Where ``ranks`` share the tokens of a cache, those of the rank that has most of them, for the queries of ``shape``.
+    Where ``ranks`` share the tokens of a cache, those of the rank that has most of them, for the queries of
+    ``shape``.
     """
     return 2 * (shape.weights + _seen(context, shape.window, ranks) * shape.step_pair)
 
 
 @kind
 def decode_bytes(
-    shape: Shape, context: int, *, batch: int, dtype: torch.dtype, store: torch.dtype | None = None, ranks: int = 1
+    shape: Shape,
+    context: int,
+    *,
+    batch: int,
+    dtype: torch.dtype,
+    store: torch.dtype | None = None,
+    ranks: int = 1,
 ) -> int:
-    """Bytes that a step of ``batch`` tokens reads in one layer: the weights once, and each sequence's visible keys.
+    """Bytes that a step of ``batch`` tokens reads in one layer: the weights once, and each sequence's visible
+    keys.
 
     Where ``ranks`` share the tokens of a cache, those of the rank that has most of them.
     """

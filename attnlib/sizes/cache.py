@@ -12,11 +12,11 @@ def cache_bytes(
 ) -> int:
     """Bytes that sequences of these ``lengths`` take in a cache of ``layouts``, in whole pages.
 
-    A windowed layout keeps only the pages that its next query, or one ``rollback`` tokens earlier, can see, and those
-    of its first ``keep_first`` tokens.
-    A contiguous cache is the case ``page_size=max_length``. Sequences that share pages take less. Of a cache that
-    ``ranks`` share these are the bytes of each rank, on which a page has room for ``page_size`` tokens: layers without
-    a window deal their tokens out, and those with one are whole on every rank.
+    A windowed layout keeps only the pages that its next query, or one ``rollback`` tokens earlier, can see,
+    and those of its first ``keep_first`` tokens. A contiguous cache is the case ``page_size=max_length``.
+    Sequences that share pages take less. Of a cache that ``ranks`` share these are the bytes of each rank, on
+    which a page has room for ``page_size`` tokens: layers without a window deal their tokens out, and those
+    with one are whole on every rank.
 
     >>> cache_bytes([KVLayout.latent(512, 64, dtype=torch.bfloat16)], [1000], page_size=64)
     1179648
@@ -24,7 +24,8 @@ def cache_bytes(
     if page_size < 1 or rollback < 0 or ranks < 1 or min(lengths, default=0) < 0:
         raise ValueError(
             "cache_bytes: expected page_size >= 1, rollback >= 0, ranks >= 1 and lengths >= 0, got page_size="
-            f"{page_size}, rollback={rollback}, ranks={ranks} and a shortest length of {min(lengths, default=0)}"
+            f"{page_size}, rollback={rollback}, ranks={ranks} and a shortest length of "
+            f"{min(lengths, default=0)}"
         )
     return sum(
         _pages(layout, length, page_size, rollback, ranks) * page_size * layout.token_bytes
@@ -34,11 +35,13 @@ def cache_bytes(
 
 
 @kind
-def largest_batch(layouts: Sequence[KVLayout], memory: int, *, context: int, page_size: int, ranks: int = 1) -> int:
+def largest_batch(
+    layouts: Sequence[KVLayout], memory: int, *, context: int, page_size: int, ranks: int = 1
+) -> int:
     """How many sequences can grow to ``context`` tokens, token by token, in ``memory`` bytes.
 
-    A windowed cache is at times a page larger than at the end: a step takes its new page before it drops an old one.
-    Of a cache that ``ranks`` share, the memory is that of each.
+    A windowed cache is at times a page larger than at the end: a step takes its new page before it drops an
+    old one. Of a cache that ``ranks`` share, the memory is that of each.
 
     >>> largest_batch([KVLayout.latent(512, 64, dtype=torch.bfloat16)], 2**20, context=100, page_size=64)
     7
@@ -52,10 +55,11 @@ def largest_batch(layouts: Sequence[KVLayout], memory: int, *, context: int, pag
 def longest_context(
     layouts: Sequence[KVLayout], memory: int, *, batch: int, page_size: int, ranks: int = 1
 ) -> int | None:
-    """The tokens that ``batch`` sequences can each grow to in ``memory`` bytes, in whole pages; None: no limit.
+    """The tokens that ``batch`` sequences can each grow to in ``memory`` bytes, in whole pages; None: no
+    limit.
 
-    The inverse of :func:`largest_batch`. Only where every layer is windowed can there be no limit. Of a cache that
-    ``ranks`` share, the memory is that of each.
+    The inverse of :func:`largest_batch`. Only where every layer is windowed can there be no limit. Of a cache
+    that ``ranks`` share, the memory is that of each.
 
     >>> longest_context([KVLayout.latent(512, 64, dtype=torch.bfloat16)], 2**20, batch=2, page_size=64)
     448
@@ -81,7 +85,8 @@ def longest_context(
 
 
 def _peak(layouts: Sequence[KVLayout], pages: int, page_size: int, ranks: int) -> int:
-    """The most that one sequence takes on its way to ``pages`` pages: inside the step that opens the last of them.
+    """The most that one sequence takes on its way to ``pages`` pages: inside the step that opens the last of
+    them.
 
     Until that step ends, what the token before could see is kept: as if one token might be rolled back.
     """

@@ -31,8 +31,12 @@ class Chip:
 
 # B200 is missing: its published memory and bandwidth differ from board to board.
 CHIPS = (
-    Chip("h200", 141 * 10**9, 4.8e12, 989e12, "NVIDIA H200 data sheet, SXM; half of the figure with sparsity"),
-    Chip("h100", 80 * 10**9, 3.35e12, 989e12, "NVIDIA H100 data sheet, SXM; half of the figure with sparsity"),
+    Chip(
+        "h200", 141 * 10**9, 4.8e12, 989e12, "NVIDIA H200 data sheet, SXM; half of the figure with sparsity"
+    ),
+    Chip(
+        "h100", 80 * 10**9, 3.35e12, 989e12, "NVIDIA H100 data sheet, SXM; half of the figure with sparsity"
+    ),
     Chip("a100-80gb", 80 * 10**9, 2.039e12, 312e12, "NVIDIA A100 data sheet, SXM 80 GB"),
     Chip("l40s", 48 * 10**9, 864e9, 362.05e12, "NVIDIA L40S data sheet"),
     Chip("rtx-4090", 24 * 10**9, 1008e9, 165.2e12, "NVIDIA Ada architecture white paper; fp32 accumulation"),
@@ -96,12 +100,28 @@ MODELS = (
         "openai-community/gpt2 config.json; Radford et al., 2019",
     ),
     Model("falcon-7b", (_grouped(4544, 71, 1, 64),) * 32, "tiiuae/falcon-7b config.json; arXiv 2311.16867"),
-    Model("llama-2-7b", (_grouped(4096, 32, 32),) * 32, "meta-llama/Llama-2-7b-hf config.json; arXiv 2307.09288"),
-    Model("llama-2-70b", (_grouped(8192, 64, 8),) * 80, "meta-llama/Llama-2-70b-hf config.json; arXiv 2307.09288"),
-    Model("llama-3-8b", (_grouped(4096, 32, 8),) * 32, "meta-llama/Meta-Llama-3-8B config.json; arXiv 2407.21783"),
-    Model("llama-3-70b", (_grouped(8192, 64, 8),) * 80, "meta-llama/Meta-Llama-3-70B config.json; arXiv 2407.21783"),
     Model(
-        "llama-3.1-405b", (_grouped(16384, 128, 8),) * 126, "meta-llama/Llama-3.1-405B config.json; arXiv 2407.21783"
+        "llama-2-7b", (_grouped(4096, 32, 32),) * 32, "meta-llama/Llama-2-7b-hf config.json; arXiv 2307.09288"
+    ),
+    Model(
+        "llama-2-70b",
+        (_grouped(8192, 64, 8),) * 80,
+        "meta-llama/Llama-2-70b-hf config.json; arXiv 2307.09288",
+    ),
+    Model(
+        "llama-3-8b",
+        (_grouped(4096, 32, 8),) * 32,
+        "meta-llama/Meta-Llama-3-8B config.json; arXiv 2407.21783",
+    ),
+    Model(
+        "llama-3-70b",
+        (_grouped(8192, 64, 8),) * 80,
+        "meta-llama/Meta-Llama-3-70B config.json; arXiv 2407.21783",
+    ),
+    Model(
+        "llama-3.1-405b",
+        (_grouped(16384, 128, 8),) * 126,
+        "meta-llama/Llama-3.1-405B config.json; arXiv 2407.21783",
     ),
     Model(
         "mistral-7b",
@@ -153,6 +173,14 @@ MODELS = (
         (_deepseek(2048, 16, None),) * 27,
         "deepseek-ai/DeepSeek-V2-Lite config.json; arXiv 2405.04434",
     ),
-    Model("deepseek-v2", (_deepseek(5120, 128, 1536),) * 60, "deepseek-ai/DeepSeek-V2 config.json; arXiv 2405.04434"),
-    Model("deepseek-v3", (_deepseek(7168, 128, 1536),) * 61, "deepseek-ai/DeepSeek-V3 config.json; arXiv 2412.19437"),
+    Model(
+        "deepseek-v2",
+        (_deepseek(5120, 128, 1536),) * 60,
+        "deepseek-ai/DeepSeek-V2 config.json; arXiv 2405.04434",
+    ),
+    Model(
+        "deepseek-v3",
+        (_deepseek(7168, 128, 1536),) * 61,
+        "deepseek-ai/DeepSeek-V3 config.json; arXiv 2412.19437",
+    ),
 )

@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = "Cache, parameters, FLOPs and traffic of attention, and what fits into a memory."
     parser.epilog = EPILOG
-    parser.add_argument("--list", action="store_true", help="list the known models and chips, with their sources")
+    parser.add_argument(
+        "--list", action="store_true", help="list the known models and chips, with their sources"
+    )
     shape = parser.add_argument_group("the model: a known one, or any shape")
     shape.add_argument("--model", metavar="NAME", help="a known model")
     shape.add_argument("--hidden-size", type=int, metavar="N")
@@ -36,21 +38,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--num-kv-heads", type=int, metavar="N", help="default: as many as heads")
     shape.add_argument("--head-dim", type=int, metavar="N", help="default: hidden size / heads")
     shape.add_argument("--layers", type=int, metavar="N")
-    shape.add_argument("--window", type=int, metavar="N", help="tokens that every layer sees, the query's own included")
-    shape.add_argument("--kv-lora-rank", type=int, metavar="N", help="latent of the MLA variants (default: own or 512)")
-    shape.add_argument("--qk-rope-head-dim", type=int, metavar="N", help="their rotary key (default: own or 64)")
+    shape.add_argument(
+        "--window", type=int, metavar="N", help="tokens that every layer sees, the query's own included"
+    )
+    shape.add_argument(
+        "--kv-lora-rank", type=int, metavar="N", help="latent of the MLA variants (default: own or 512)"
+    )
+    shape.add_argument(
+        "--qk-rope-head-dim", type=int, metavar="N", help="their rotary key (default: own or 64)"
+    )
     serving = parser.add_argument_group("how it is served")
-    serving.add_argument("--context", type=_sizes, default=Setting().contexts, metavar="N,N", help="tokens a sequence")
+    serving.add_argument(
+        "--context", type=_sizes, default=Setting().contexts, metavar="N,N", help="tokens a sequence"
+    )
     serving.add_argument("--batch", type=_sizes, default=Setting().batches, metavar="N,N", help="sequences")
-    serving.add_argument("--dtype", choices=dict(DTYPES), default="bf16", help="of weights and cache (default: bf16)")
-    serving.add_argument("--store", choices=dict(STORES), default="none", help="one byte a cached value, plus scales")
-    serving.add_argument("--page-size", type=int, default=Setting().page_size, metavar="N", help="tokens (default: 64)")
-    serving.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads")
+    serving.add_argument(
+        "--dtype", choices=dict(DTYPES), default="bf16", help="of weights and cache (default: bf16)"
+    )
+    serving.add_argument(
+        "--store", choices=dict(STORES), default="none", help="one byte a cached value, plus scales"
+    )
+    serving.add_argument(
+        "--page-size", type=int, default=Setting().page_size, metavar="N", help="tokens (default: 64)"
+    )
+    serving.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads"
+    )
     shared = "ranks that share the tokens of each cache, and of each sequence in training"
     serving.add_argument("--context-parallel", type=int, default=1, metavar="N", help=shared)
     serving.add_argument("--chip", default=Setting().chip.name, metavar="NAME", help="default: h200")
     serving.add_argument("--memory", type=_gib, metavar="GIB", help="of one rank (default: the chip's)")
-    serving.add_argument("--weights", type=_gib, default=0, metavar="GIB", help="of one rank, taken off the memory")
+    serving.add_argument(
+        "--weights", type=_gib, default=0, metavar="GIB", help="of one rank, taken off the memory"
+    )
     files = parser.add_argument_group("files to write besides the table")
     files.add_argument("--csv", type=Path, metavar="FILE")
     files.add_argument("--png", type=Path, metavar="FILE", help="cache against context, at the largest batch")
@@ -82,7 +102,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def listing() -> str:
     """The known models and chips, one a line, with their sources."""
-    lines = [f"{known.name:18} {len(known.layers):4} layers  {known.kind:11}  {known.source}" for known in MODELS]
+    lines = [
+        f"{known.name:18} {len(known.layers):4} layers  {known.kind:11}  {known.source}" for known in MODELS
+    ]
     for known in CHIPS:
         speed = f"{known.bandwidth / 1e12:5.3g} TB/s  {known.flops / 1e12:6g} TFLOP/s"
         lines.append(f"{known.name:18} {human(known.memory):>10}  {speed}  {known.source}")
@@ -93,13 +115,17 @@ def _model(arguments: argparse.Namespace) -> Model:
     sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "layers")
     given = [name for name in sizes if getattr(arguments, name) is not None]
     if arguments.model is not None and given:
-        raise ValueError(f"--model: expected a name or sizes, got both {arguments.model!r} and {', '.join(given)}")
+        raise ValueError(
+            f"--model: expected a name or sizes, got both {arguments.model!r} and {', '.join(given)}"
+        )
     if arguments.model is not None:
         found = model(arguments.model)
     elif {"hidden_size", "num_heads", "layers"} <= set(given):
         found = Model("given", (_shape(arguments),) * arguments.layers)
     else:
-        raise ValueError("--model: expected a name (--list), or --hidden-size, --num-heads and --layers, got neither")
+        raise ValueError(
+            "--model: expected a name (--list), or --hidden-size, --num-heads and --layers, got neither"
+        )
     return found if arguments.window is None else found.with_window(arguments.window)
 
 

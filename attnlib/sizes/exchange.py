@@ -12,7 +12,8 @@ FORMS = ("ring", "gather", "heads")
 
 @leading_to("exchange_bytes(shape, tokens) makes it")
 class Exchange(NamedTuple):
-    """Bytes of one rank in one layer: received in the forward and in the backward; keys and values kept for the latter.
+    """Bytes of one rank in one layer: received in the forward and in the backward; keys and values kept for
+    the latter.
 
     Where a rank keeps latents, it makes keys and values of them again.
     """
@@ -24,10 +25,11 @@ class Exchange(NamedTuple):
 
 @kind
 def exchange_bytes(shape: Shape, tokens: int, *, ranks: int, form: str, dtype: torch.dtype) -> Exchange:
-    """What attention to a sequence of so many ``tokens``, which ``ranks`` share, sends to one of them in one layer.
+    """What attention to a sequence of so many ``tokens``, which ``ranks`` share, sends to one of them in one
+    layer.
 
-    ``form`` is that of :class:`attnlib.parallel.ContextParallel`. Layers of latents send these in a ring and a gather.
-    A layer that checkpointing runs again receives its forward's bytes twice.
+    ``form`` is that of :class:`attnlib.parallel.ContextParallel`. Layers of latents send these in a ring and
+    a gather. A layer that checkpointing runs again receives its forward's bytes twice.
 
     >>> from attnlib.sizes import GroupedShape
     >>> shape = GroupedShape(hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -45,13 +47,17 @@ def exchange_bytes(shape: Shape, tokens: int, *, ranks: int, form: str, dtype: t
     sent, query, pair, output = _widths(shape)
     if form == "heads":
         if not shares_heads(shape, ranks):
-            raise ValueError(f"form: expected heads that {ranks} ranks can share, got {shape.kind}; use another form")
+            raise ValueError(
+                f"form: expected heads that {ranks} ranks can share, got {shape.kind}; use another form"
+            )
         exchanged = here * (query + pair + output) * others // ranks
         return Exchange(exchanged, exchanged, here * pair)
     received = here * sent * others
     if form == "gather":
         return Exchange(received, received, here * ranks * pair)
-    wide = max(4, dtype.itemsize) // dtype.itemsize  # gradients on their way, but for the first rank's and when whole
+    wide = (
+        max(4, dtype.itemsize) // dtype.itemsize
+    )  # gradients on their way, but for the first rank's and when whole
     gradients = here * sent * (2 + (ranks - 2) * wide) if others else 0  # around, and home
     return Exchange(received, received + gradients, here * sent)
 
@@ -63,7 +69,9 @@ def shares_heads(shape: Shape, ranks: int) -> bool:
 
 
 def _widths(shape: Shape) -> tuple[int, int, int, int]:
-    """Values of a token: what a ring sends, and its queries, its keys and values, and its output, of all heads."""
+    """Values of a token: what a ring sends, and its queries, its keys and values, and its output, of all
+    heads.
+    """
     heads = shape.num_heads
     if isinstance(shape, LatentShape):
         key = shape.qk_nope_head_dim + shape.qk_rope_head_dim

@@ -50,11 +50,13 @@ class Model:
 
 
 @kind
-def variants(model: Model, *, kv_lora_rank: int | None = None, qk_rope_head_dim: int | None = None) -> list[Model]:
+def variants(
+    model: Model, *, kv_lora_rank: int | None = None, qk_rope_head_dim: int | None = None
+) -> list[Model]:
     """The model as it is, then as MHA, GQA with 8 KV heads, MQA, and MLA with and without a rotary key.
 
-    Widths, heads and windows stay. A head of a converted latent is as wide as its values; a converted MLA has the
-    model's own latent sizes if there are any, else 512 + 64 as in DeepSeek-V2 and a full-rank query.
+    Widths, heads and windows stay. A head of a converted latent is as wide as its values; a converted MLA has
+    the model's own latent sizes if there are any, else 512 + 64 as in DeepSeek-V2 and a full-rank query.
 
     >>> [variant.kind for variant in variants(Model("toy", (GroupedShape(
     ...     hidden_size=64, num_heads=16, num_kv_heads=16, head_dim=4),)))]
@@ -64,7 +66,9 @@ def variants(model: Model, *, kv_lora_rank: int | None = None, qk_rope_head_dim:
     own = (first.kv_lora_rank, first.qk_rope_head_dim) if isinstance(first, LatentShape) else (512, 64)
     rank = own[0] if kv_lora_rank is None else kv_lora_rank
     rope = own[1] if qk_rope_head_dim is None else qk_rope_head_dim
-    kv_heads = [first.num_heads, 8, 1] if first.num_heads > 8 and first.num_heads % 8 == 0 else [first.num_heads, 1]
+    kv_heads = (
+        [first.num_heads, 8, 1] if first.num_heads > 8 and first.num_heads % 8 == 0 else [first.num_heads, 1]
+    )
     converted = [[_grouped(shape, heads) for shape in model.layers] for heads in kv_heads]
     converted += [[_latent(shape, rank, width) for shape in model.layers] for width in (rope, 0)]
     distinct = dict.fromkeys([model.layers, *map(tuple, converted)])

@@ -1,4 +1,6 @@
-"""The sizes of a model's variants at some contexts and batches: as rows of numbers, and as a table to read."""
+"""The sizes of a model's variants at some contexts and batches: as rows of numbers, and as a table to
+read.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,10 +22,11 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 @kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How a model is served. ``memory`` is what the cache of one rank may take, in bytes; None: all of the chip's.
+    """How a model is served. ``memory`` is what the cache of one rank may take, in bytes; None: all of the
+    chip's.
 
-    ``ranks`` share the heads. ``context_ranks`` share the tokens of each cache, and of each sequence in training: among
-    the former those with the same KV heads, and others where these do not suffice.
+    ``ranks`` share the heads. ``context_ranks`` share the tokens of each cache, and of each sequence in
+    training: among the former those with the same KV heads, and others where these do not suffice.
 
     Raises:
         ValueError: a size is below 1, or there is no memory left.
@@ -40,7 +43,10 @@ class Setting:
     memory: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("contexts", min(self.contexts, default=0)), ("batches", min(self.batches, default=0))):
+        for name, least in (
+            ("contexts", min(self.contexts, default=0)),
+            ("batches", min(self.batches, default=0)),
+        ):
             if least < 1:
                 raise ValueError(f"{name}: expected sizes of at least 1, got {getattr(self, name)}")
         if self.page_size < 1:
@@ -48,7 +54,9 @@ class Setting:
         if self.context_ranks < 1:
             raise ValueError(f"context_ranks: expected at least 1, got {self.context_ranks}")
         if self.memory is not None and self.memory < 0:
-            raise ValueError(f"memory: the weights take {human(-self.memory)} more than there is; use more ranks")
+            raise ValueError(
+                f"memory: the weights take {human(-self.memory)} more than there is; use more ranks"
+            )
 
     @property
     def budget(self) -> int:
@@ -65,13 +73,14 @@ class Setting:
 class Row:
     """One variant at one context and batch; every number but ``total_token_bytes`` is one rank's.
 
-    ``token_bytes`` is what a token takes where it is stored, while every window reaches it. ``total_token_bytes`` is
-    what it takes on all ranks together. Where ranks share the tokens of a cache, numbers are of the rank with most of
-    them. ``prefill_flops`` are of one sequence, ``decode_flops`` and ``decode_bytes`` of a step of the whole batch.
-    ``bound`` is what limits that step on the chip, "memory" or "compute", and empty where the chip's 16-bit FLOPs say
-    nothing. ``longest_context`` at this batch is None without a limit. ``ring_bytes``, ``gather_bytes`` and
-    ``heads_bytes`` are what a rank receives in training on one sequence, forward and backward, in each form of context
-    parallelism; None where ranks cannot share the heads.
+    ``token_bytes`` is what a token takes where it is stored, while every window reaches it.
+    ``total_token_bytes`` is what it takes on all ranks together. Where ranks share the tokens of a cache,
+    numbers are of the rank with most of them. ``prefill_flops`` are of one sequence, ``decode_flops`` and
+    ``decode_bytes`` of a step of the whole batch. ``bound`` is what limits that step on the chip, "memory" or
+    "compute", and empty where the chip's 16-bit FLOPs say nothing. ``longest_context`` at this batch is None
+    without a limit. ``ring_bytes``, ``gather_bytes`` and ``heads_bytes`` are what a rank receives in training
+    on one sequence, forward and backward, in each form of context parallelism; None where ranks cannot share
+    the heads.
     """
 
     variant: str
@@ -145,17 +154,25 @@ def _row(model: Model, setting: Setting, *, context: int, batch: int) -> Row:
 
 def _copies(shape: Shape, ranks: int) -> int:
     """How many of the ranks that share the heads store the same of a token."""
-    return ranks if isinstance(shape, LatentShape) else ranks * shape.shard(ranks).num_kv_heads // shape.num_kv_heads
+    return (
+        ranks
+        if isinstance(shape, LatentShape)
+        else ranks * shape.shard(ranks).num_kv_heads // shape.num_kv_heads
+    )
 
 
 def _step_flops(shape: Shape, context: int, setting: Setting, sharing: int) -> int:
-    """FLOPs of one token: a rank computes with its keys for those of other heads too that share them with it."""
+    """FLOPs of one token: a rank computes with its keys for those of other heads too that share them with
+    it.
+    """
     own, projections = decode_flops(shape, context, ranks=setting.context_ranks), 2 * shape.weights
     return own if shape.window is not None else projections + sharing * (own - projections)
 
 
 def _on_all_ranks(model: Model, layouts: Sequence[KVLayout], setting: Setting) -> int:
-    """Bytes of a token on all ranks together: on one of those that share a cache, and in windows on each of them."""
+    """Bytes of a token on all ranks together: on one of those that share a cache, and in windows on each of
+    them.
+    """
     ranks = setting.ranks * setting.context_ranks // setting.sharing(model)
     apart = (ranks // setting.context_ranks if layout.window is None else ranks for layout in layouts)
     return sum(layout.token_bytes * count for layout, count in zip(layouts, apart, strict=True))
@@ -170,13 +187,16 @@ def table(model: Model, answers: Sequence[Row], setting: Setting) -> str:
 
     def grid(title: str, cell: Callable[[Row], str]) -> str:
         head = ["variant", *(f"{short(context)} x {batch:,}" for context, batch in places)]
-        return _section(title, [head, *([name, *(cell(by_place[name, *place]) for place in places)] for name in names)])
+        return _section(
+            title, [head, *([name, *(cell(by_place[name, *place]) for place in places)] for name in names)]
+        )
 
     by_name = {name: [row for row in answers if row.variant == name] for name in names}
     sections = (
         _head(model, setting),
         _section(
-            "attention in all layers", [_summary_head(setting), *(_summary(own, setting) for own in by_name.values())]
+            "attention in all layers",
+            [_summary_head(setting), *(_summary(own, setting) for own in by_name.values())],
         ),
         grid("cache of context x batch", lambda row: human(row.cache_bytes)),
         grid("a decoding step reads", lambda row: human(row.decode_bytes)),
@@ -188,15 +208,15 @@ def table(model: Model, answers: Sequence[Row], setting: Setting) -> str:
         ),
     )
     if setting.context_ranks > 1:
-        title = (
-            "training: what a rank receives of a sequence, forward and backward, in each form of context parallelism"
-        )
+        title = "training: what a rank receives of a sequence, forward and backward, in each form of context parallelism"
         sections += (_section(title, _exchanges(by_name, setting)),)
     return "\n\n".join(sections)
 
 
 def _received(rank: Model, context: int, setting: Setting, form: str) -> int | None:
-    """Bytes that a rank receives in training on one sequence in all layers; None: it cannot share the heads."""
+    """Bytes that a rank receives in training on one sequence in all layers; None: it cannot share the
+    heads.
+    """
     ranks = setting.context_ranks
     if form == "heads" and not all(shares_heads(shape, ranks) for shape in rank.layers):
         return None
@@ -222,10 +242,11 @@ def _head(model: Model, setting: Setting) -> str:
     where += f"; {setting.context_ranks} ranks share every sequence" if setting.context_ranks > 1 else ""
     stored = f"{setting.dtype}, stored as {setting.store or setting.dtype}".replace("torch.", "")
     return (
-        f"{model.name}: {len(model.layers)} layers, {model.kind}{where}{f' ({model.source})' if model.source else ''}\n"
-        f"{stored}, pages of {setting.page_size} tokens, {human(setting.budget)} for the cache\n"
-        f"{chip.name}: {chip.bandwidth / 1e12:g} TB/s, {chip.flops / 1e12:g} TFLOP/s, "
-        f"compute-bound from {chip.ridge:.0f} FLOPs a byte"
+        f"{model.name}: {len(model.layers)} layers, "
+        f"{model.kind}{where}{f' ({model.source})' if model.source else ''}\n{stored}, pages of "
+        f"{setting.page_size} tokens, {human(setting.budget)} for the cache\n{chip.name}: "
+        f"{chip.bandwidth / 1e12:g} TB/s, {chip.flops / 1e12:g} TFLOP/s, compute-bound from {chip.ridge:.0f} "
+        "FLOPs a byte"
     )
 
 
@@ -250,7 +271,13 @@ def _verdict(row: Row) -> str:
 
 def _flops(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str]]:
     contexts = [short(context) for context in setting.contexts]
-    lines = [["variant", *(f"prompt {context}" for context in contexts), *(f"token {context}" for context in contexts)]]
+    lines = [
+        [
+            "variant",
+            *(f"prompt {context}" for context in contexts),
+            *(f"token {context}" for context in contexts),
+        ]
+    ]
     for name, own in by_name.items():
         one = {row.context: (row.prefill_flops, row.decode_flops // row.batch) for row in own}
         prompts, tokens = zip(*one.values(), strict=True)
@@ -263,7 +290,9 @@ def _limits(by_name: dict[str, list[Row]], setting: Setting) -> list[list[str]]:
     head += [f"batch at {short(context)}" for context in setting.contexts]
     lines = [["variant", *head]]
     for name, own in by_name.items():
-        longest = {row.batch: "any" if row.longest_context is None else f"{row.longest_context:,}" for row in own}
+        longest = {
+            row.batch: "any" if row.longest_context is None else f"{row.longest_context:,}" for row in own
+        }
         largest = {row.context: f"{row.largest_batch:,}" for row in own}
         lines.append([name, *longest.values(), *largest.values()])
     return lines

@@ -1,8 +1,9 @@
-"""The derivative of a score program, in steps: by the score that it is given, and by every number that it reads.
+"""The derivative of a score program, in steps: by the score that it is given, and by every number that it
+reads.
 
-It runs through the steps from the last to the first, as torch's autograd does, and follows torch's rules: of two equal
-numbers, ``minimum`` and ``maximum`` give each half, and ``abs`` has none at 0. What ``clamp`` has at a bound depends
-on the version of torch, which is asked.
+It runs through the steps from the last to the first, as torch's autograd does, and follows torch's rules: of
+two equal numbers, ``minimum`` and ``maximum`` give each half, and ``abs`` has none at 0. What ``clamp`` has
+at a bound depends on the version of torch, which is asked.
 """
 
 from collections.abc import Sequence
@@ -96,9 +97,13 @@ def _parts(steps: Steps, step: Step, d: Operand) -> Sequence[Operand | None]:
         case "maximum":
             return _chosen(steps, d, x, y, "gt", (0.5, 0.5))
         case "clamp_min":
-            return _chosen(steps, d, x, y, "gt", clamped_at_a_tie("clamp_min", by_tensor=isinstance(y, Value)))
+            return _chosen(
+                steps, d, x, y, "gt", clamped_at_a_tie("clamp_min", by_tensor=isinstance(y, Value))
+            )
         case "clamp_max":
-            return _chosen(steps, d, x, y, "lt", clamped_at_a_tie("clamp_max", by_tensor=isinstance(y, Value)))
+            return _chosen(
+                steps, d, x, y, "lt", clamped_at_a_tie("clamp_max", by_tensor=isinstance(y, Value))
+            )
         case "where":
             condition = step.operands[0]
             return None, steps.where(condition, d, 0.0), steps.where(condition, 0.0, d)
@@ -133,7 +138,9 @@ def _of_one(steps: Steps, step: Step, d: Operand) -> Operand | None:
 def _chosen(
     steps: Steps, d: Operand, x: Operand, y: Operand, before: str, shares: tuple[float, float]
 ) -> tuple[Operand, Operand]:
-    """The derivatives by two numbers of which that ``before`` the other is taken; of equal ones each has a share."""
+    """The derivatives by two numbers of which that ``before`` the other is taken; of equal ones each has a
+    share.
+    """
     equal = steps.add("eq", x, y)
 
     def by(own: Operand, other: Operand, share: float) -> Operand:
@@ -144,10 +151,11 @@ def _chosen(
 
 
 def clamped_at_a_tie(name: str, *, by_tensor: bool) -> tuple[float, float]:
-    """The derivatives of ``torch.clamp_min`` or ``clamp_max`` by a number and by its bound, where these are equal.
+    """The derivatives of ``torch.clamp_min`` or ``clamp_max`` by a number and by its bound, where these are
+    equal.
 
-    torch is asked, since its versions differ: up to 2.13 the number has all; from 2.14 on it has nothing at a constant
-    bound, and half at one that varies.
+    torch is asked, since its versions differ: up to 2.13 the number has all; from 2.14 on it has nothing at a
+    constant bound, and half at one that varies.
     """
     with torch.inference_mode(False), torch.enable_grad():
         x, bound = (torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True) for _ in "xy")

@@ -70,7 +70,9 @@ def run(
 
 
 def index_at(index: Operand, size: int, brought: Brought, kind: str) -> Tensor:
-    """An index along a dimension of so many, clamped to what there is; a constant below 0 counts from the end."""
+    """An index along a dimension of so many, clamped to what there is; a constant below 0 counts from the
+    end.
+    """
     if isinstance(index, int) and index < 0:
         index += size
     return brought(index, kind).clamp(0, size - 1)
@@ -82,7 +84,9 @@ def _done(step: Step, captured: Mapping[Value, Tensor], brought: Brought, counte
         x, indices = captured[step.operands[0]], step.operands[1:]
         if counted is not None:
             _check(step, x, brought, counted)
-        at = tuple(index_at(index, size, brought, step.takes) for index, size in zip(indices, x.shape, strict=True))
+        at = tuple(
+            index_at(index, size, brought, step.takes) for index, size in zip(indices, x.shape, strict=True)
+        )
         return x[at] if at else x
     if step.operation == "where":
         condition, *choices = step.operands
@@ -96,7 +100,9 @@ def _done(step: Step, captured: Mapping[Value, Tensor], brought: Brought, counte
 
 
 def _check(step: Step, x: Tensor, brought: Brought, counted: Tensor) -> None:
-    """Raise IndexError for an index outside of the tensor, where a pair counts. Constant ones were checked before."""
+    """Raise IndexError for an index outside of the tensor, where a pair counts. Constant ones were checked
+    before.
+    """
     for n, (operand, size) in enumerate(zip(step.operands[1:], x.shape, strict=True)):
         if not isinstance(operand, Value):
             continue
@@ -104,7 +110,9 @@ def _check(step: Step, x: Tensor, brought: Brought, counted: Tensor) -> None:
         outside = ((index < 0) | (index >= size)) & counted
         if outside.any():
             wrong = int(index.broadcast_to(outside.shape)[outside][0])
-            raise IndexError(f"{step.operands[0].name}: expected indices in [0, {size}) of dimension {n}, got {wrong}")
+            raise IndexError(
+                f"{step.operands[0].name}: expected indices in [0, {size}) of dimension {n}, got {wrong}"
+            )
 
 
 def _divisor(y: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
-"""The kinds of numbers in functions of indices, and how they meet: torch's promotion of 0-dimensional tensors.
+"""The kinds of numbers in functions of indices, and how they meet: torch's promotion of 0-dimensional
+tensors.
 
-A bool or an integer keeps its dtype. All floats are one kind, computed in fp32, and for scores in fp64 if q is.
+A bool or an integer keeps its dtype. All floats are one kind, computed in fp32, and for scores in fp64 if q
+is.
 """
 
 from collections.abc import Sequence
@@ -8,15 +10,23 @@ from types import MappingProxyType
 
 import torch
 
-BOOL, UINT8, INT8, INT16, INT32, INT64, FLOAT = KINDS = ("bool", "uint8", "int8", "int16", "int32", "int64", "float")
+BOOL, UINT8, INT8, INT16, INT32, INT64, FLOAT = KINDS = (
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float",
+)
 BITS = MappingProxyType({UINT8: 8, INT8: 8, INT16: 16, INT32: 32, INT64: 64})  # of the kinds of integers
 DTYPES = MappingProxyType({kind: getattr(torch, kind) for kind in (BOOL, *BITS)})
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PAIRS = tuple(DTYPES.items())
 BITWISE = ("bitand", "bitor", "bitxor", "bitnot", "lshift", "rshift")
 TRANSCENDENTAL = ("exp", "exp2", "log", "tanh", "sigmoid")
-# By operation, how many operands it takes, the kind they are brought to (None: that to which torch promotes them), and
-# the kind of its result (None: theirs).
+# By operation, how many operands it takes, the kind they are brought to (None: that to which torch promotes
+# them), and the kind of its result (None: theirs).
 OPERATIONS = MappingProxyType(
     {
         **dict.fromkeys(("add", "sub", "mul", "floordiv", "mod", "minimum", "maximum"), (2, None, None)),

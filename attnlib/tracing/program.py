@@ -1,7 +1,7 @@
 """A function of indices as a program: a list of steps, each an operation on earlier values and constants.
 
-A program is text, in which two functions that do the same are the same, and which an operator can take. Every backend
-reads it: torch's runs the steps on tiles, Triton's writes them into its kernels.
+A program is text, in which two functions that do the same are the same, and which an operator can take. Every
+backend reads it: torch's runs the steps on tiles, Triton's writes them into its kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,8 @@ BRACKETS = "write an index for each dimension in one pair of brackets, as in t[b
 def constant(function: Callable) -> Callable:
     """Marks what a compiler is to call once, and take what it gives for a constant.
 
-    It is what ``torch.compiler.assume_constant_result`` does, without the compiler, whose import takes two seconds.
+    It is what ``torch.compiler.assume_constant_result`` does, without the compiler, whose import takes two
+    seconds.
     """
     function._dynamo_marked_constant = True
     return function
@@ -42,9 +43,9 @@ class CapturedKind(NamedTuple):
 class Step(NamedTuple):
     """An operation on operands, which are brought to the kind that it ``takes``; its result's name and kind.
 
-    Two have operands of other kinds too. ``load`` takes a tensor and an index for each of its dimensions, which is
-    clamped to what there is; a constant one below 0 counts from the end. ``where`` takes a bool, and what to choose
-    from. Integers wrap around at the limits of their kind, and a divisor of 0 counts as 1.
+    Two have operands of other kinds too. ``load`` takes a tensor and an index for each of its dimensions,
+    which is clamped to what there is; a constant one below 0 counts from the end. ``where`` takes a bool, and
+    what to choose from. Integers wrap around at the limits of their kind, and a divisor of 0 counts as 1.
     """
 
     result: Value
@@ -64,7 +65,8 @@ class Parsed(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A function of indices, as a line of text, which compilers may quote in comments; ``parsed`` is what it says.
+    """A function of indices, as a line of text, which compilers may quote in comments; ``parsed`` is what it
+    says.
 
     >>> steps = Steps(INDICES, [CapturedKind("int32", 2)])
     >>> owners = [steps.load(0, Value("b"), Value(index)) for index in "ij"]
@@ -110,7 +112,9 @@ class Program(NamedTuple):
 
 
 class Steps:
-    """The steps of a program to be, each of them once; ``add`` and its like give the value that a step makes."""
+    """The steps of a program to be, each of them once; ``add`` and its like give the value that a step
+    makes.
+    """
 
     def __init__(self, inputs: Sequence[str], captured: Sequence[CapturedKind]):
         self.inputs: tuple[str, ...] = tuple(inputs)
@@ -128,7 +132,9 @@ class Steps:
         if takes == BOOL:
             for x in operands:
                 if self.kind(x) != BOOL:
-                    raise TypeError(f"{operation}: expected a bool, got {self.kind(x)}; compare it with something")
+                    raise TypeError(
+                        f"{operation}: expected a bool, got {self.kind(x)}; compare it with something"
+                    )
             if any(isinstance(x, bool) for x in operands):
                 return _decided(operation, operands)
         takes = takes or self._promoted(operands)
@@ -196,7 +202,10 @@ class Steps:
     def program(self, name: str, result: Operand) -> Program:
         """The program that gives ``result``."""
         tensors = [f"t{n}: {kind}[{rank}]" for n, (kind, rank) in enumerate(self.captured)]
-        made = (f"{x.result.name} = {x.operation}({', '.join(map(_spelled, x.operands))})" for x in self._made.values())
+        made = (
+            f"{x.result.name} = {x.operation}({', '.join(map(_spelled, x.operands))})"
+            for x in self._made.values()
+        )
         body = "; ".join((*made, f"return {_spelled(result)}"))
         return Program(f"def {name}({', '.join((*self.inputs, *tensors))}): {body}")
 
@@ -252,7 +261,9 @@ def _read(text: str) -> Parsed:
 
 @constant
 def constant_indices(text: str) -> tuple[tuple[int, int, int], ...]:
-    """The constant indices that a program reads tensors at: the tensor's number, the dimension and the index."""
+    """The constant indices that a program reads tensors at: the tensor's number, the dimension and the
+    index.
+    """
     found = []
     for line in text.split("; "):
         _, is_load, read = line.partition(" = load(")
@@ -262,8 +273,12 @@ def constant_indices(text: str) -> tuple[tuple[int, int, int], ...]:
     return tuple(found)
 
 
-def combined(operation: str, *parts: tuple[Program, Sequence[int]], captured: Sequence[CapturedKind]) -> Program:
-    """A logical operation on what masks give; beside each program are the numbers of its tensors among ``captured``."""
+def combined(
+    operation: str, *parts: tuple[Program, Sequence[int]], captured: Sequence[CapturedKind]
+) -> Program:
+    """A logical operation on what masks give; beside each program are the numbers of its tensors among
+    ``captured``.
+    """
     parts = tuple((program.text, tuple(tensors)) for program, tensors in parts)
     return Program(_combined(operation, parts, tuple(tuple(x) for x in captured)))
 

@@ -8,13 +8,16 @@ from torch import Tensor
 from torch.fx import Proxy
 
 KNOWN = (
-    "arithmetic, //, %, comparisons, & | ^ ~, << and >>, ** with a constant, torch.where, abs, minimum, maximum, "
-    "clamp, exp, exp2, log, tanh, sigmoid, sqrt, rsqrt, casts, and the indexing of tensors that are passed as arguments"
+    "arithmetic, //, %, comparisons, & | ^ ~, << and >>, ** with a constant, torch.where, abs, minimum, "
+    "maximum, clamp, exp, exp2, log, tanh, sigmoid, sqrt, rsqrt, casts, and the indexing of tensors that are "
+    "passed as arguments"
 )
-CHOICES = "Python's if, and, or, not, min and max cannot look at an index; use torch.where, & | ~, torch.minimum"
+CHOICES = (
+    "Python's if, and, or, not, min and max cannot look at an index; use torch.where, & | ~, torch.minimum"
+)
 INDEXED = (
-    "range(), lists, arrays and tensors from around the function cannot take an index; pass a tensor as an argument "
-    "and index it, or loop over a fixed number"
+    "range(), lists, arrays and tensors from around the function cannot take an index; pass a tensor as an "
+    "argument and index it, or loop over a fixed number"
 )
 TAKEN = "len(), torch.tensor() and lists cannot take an index or a tensor; use it as it is"
 TEXT = "str(), print() and f-strings cannot know an index; leave them out"
@@ -27,7 +30,9 @@ class TraceError(TypeError):
 
 
 class FirstQuery:
-    """In place of a tensor it stands for int64 ``[b]``: the storage index of the first query of each sequence."""
+    """In place of a tensor it stands for int64 ``[b]``: the storage index of the first query of each
+    sequence.
+    """
 
     def __repr__(self) -> str:
         return "FIRST_QUERY"
@@ -47,7 +52,9 @@ class Refusing(Protocol):
     """The part of a tracer that stand-ins use."""
 
     def refuse(self, why: str) -> NoReturn: ...
-    def create_proxy(self, kind: str, target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Proxy: ...
+    def create_proxy(
+        self, kind: str, target: object, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Proxy: ...
 
 
 def _refusing(why: str) -> Refusal:
@@ -70,10 +77,14 @@ class Known(Proxy):
 
     __bool__: Refusal = _refusing(CHOICES)
     __index__: Refusal = _refusing(INDEXED)
-    __float__: Refusal = _refusing("float() and math cannot know an index; write .float() and torch's functions")
+    __float__: Refusal = _refusing(
+        "float() and math cannot know an index; write .float() and torch's functions"
+    )
     __int__: Refusal = _refusing("int() cannot know an index; write .int()")
     __complex__: Refusal = _refusing("complex() cannot know an index")
-    __iter__: Refusal = _refusing("an index cannot be iterated over; pass a tensor as an argument and index it")
+    __iter__: Refusal = _refusing(
+        "an index cannot be iterated over; pass a tensor as an argument and index it"
+    )
     __contains__: Refusal = _refusing("`in` cannot look into a tensor; compare with each, joined by |")
     __len__: Refusal = _refusing(TAKEN)
     __hash__: Refusal = _refusing(
@@ -98,7 +109,9 @@ class Known(Proxy):
         if name.startswith(("__cuda_array_", "__dlpack_")):  # what torch.tensor() asks for
             self.tracer.refuse(TAKEN)
         if name in READ:
-            self.tracer.refuse(f".{name}() cannot read an index, which stands for all of them; use it as it is")
+            self.tracer.refuse(
+                f".{name}() cannot read an index, which stands for all of them; use it as it is"
+            )
         if not name.startswith("__") and not callable(getattr(Tensor, name, None)):
             self.tracer.refuse(f".{name} cannot be known; a function may use {KNOWN}")
         return super().__getattr__(name)

@@ -1,4 +1,6 @@
-"""From a function of indices to a program: torch.fx calls it once, with proxies in place of numbers and tensors."""
+"""From a function of indices to a program: torch.fx calls it once, with proxies in place of numbers and
+tensors.
+"""
 
 from collections.abc import Callable, Sequence
 from inspect import getclosurevars, unwrap
@@ -15,7 +17,8 @@ Kinds = tuple[tuple[str, int] | None, ...]
 
 
 def traced(name: str, function: Callable, tensors: Sequence[Tensor | FirstQuery]) -> Program:
-    """What ``function`` does: a ``mask`` of ``(b, h, i, j, *tensors)`` to a bool, or a ``score``, which it takes first.
+    """What ``function`` does: a ``mask`` of ``(b, h, i, j, *tensors)`` to a bool, or a ``score``, which it
+    takes first.
 
     Of the tensors it depends on kinds and ranks alone; constant indices are compared with their shapes.
 
@@ -44,7 +47,9 @@ def traced(name: str, function: Callable, tensors: Sequence[Tensor | FirstQuery]
 
 @constant
 def _text_of(name: str, function: Callable, kinds: Kinds, shapes: tuple[tuple[int, ...], ...] | None) -> str:
-    """The text of the program, for arguments of these kinds and ranks, and of these shapes; None is FIRST_QUERY."""
+    """The text of the program, for arguments of these kinds and ranks, and of these shapes; None is
+    FIRST_QUERY.
+    """
     _refuse_enclosed(name, function)
     inputs = SCORED if name == "score" else SCORED[1:]
     steps = Steps(inputs, [CapturedKind(*x) for x in kinds if x is not None])
@@ -106,6 +111,6 @@ def _refuse_enclosed(name: str, function: Callable) -> None:
     for variable, x in {**around.globals, **around.nonlocals}.items():
         if isinstance(x, Tensor):
             raise TraceError(
-                f"{name}_mod: {_beginning(function)}: {variable} is a tensor from around the function; pass it as an "
-                f"argument, {name}_mod({function.__name__}, {variable})"
+                f"{name}_mod: {_beginning(function)}: {variable} is a tensor from around the function; pass "
+                f"it as an argument, {name}_mod({function.__name__}, {variable})"
             )

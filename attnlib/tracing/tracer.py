@@ -18,11 +18,12 @@ SPELLED = MappingProxyType(
     {name: name for name in OPERATIONS}
     | {
         "subtract": "sub", "multiply": "mul", "div": "truediv", "divide": "truediv", "true_divide": "truediv",
-        "floor_divide": "floordiv", "remainder": "mod", "negative": "neg", "absolute": "abs", "min": "minimum",
-        "max": "maximum", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
-        "and_": "bitand", "or_": "bitor", "xor": "bitxor", "invert": "bitnot", "bitwise_and": "bitand",
-        "bitwise_or": "bitor", "bitwise_xor": "bitxor", "bitwise_not": "bitnot", "__and__": "bitand", "__or__": "bitor",
-        "__xor__": "bitxor", "bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift",
+        "floor_divide": "floordiv", "remainder": "mod", "negative": "neg", "absolute": "abs",
+        "min": "minimum", "max": "maximum", "greater": "gt", "greater_equal": "ge", "less": "lt",
+        "less_equal": "le", "not_equal": "ne", "and_": "bitand", "or_": "bitor", "xor": "bitxor",
+        "invert": "bitnot", "bitwise_and": "bitand", "bitwise_or": "bitor", "bitwise_xor": "bitxor",
+        "bitwise_not": "bitnot", "__and__": "bitand", "__or__": "bitor", "__xor__": "bitxor",
+        "bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift",
     }
 )  # fmt: skip
 CASTS = MappingProxyType(
@@ -30,15 +31,17 @@ CASTS = MappingProxyType(
     | {"float": FLOAT, "double": FLOAT}
 )
 MORE = frozenset(("pos", "where", "square", "logical_xor"))
-MADE = frozenset(("stack", "cat", "arange", *(f"{x}{end}" for x in ("zeros", "ones", "full") for end in ("", "_like"))))
+MADE = frozenset(
+    ("stack", "cat", "arange", *(f"{x}{end}" for x in ("zeros", "ones", "full") for end in ("", "_like")))
+)
 MULTIPLIED = 8  # powers up to this one are products
 
 
 class Tracer(TracerBase):
     """Adds a step for all that is done to a stand-in.
 
-    ``shapes`` are those of the captured tensors, if constant indices are to be compared with them. ``beginning`` names
-    the function, for errors of no line of it.
+    ``shapes`` are those of the captured tensors, if constant indices are to be compared with them.
+    ``beginning`` names the function, for errors of no line of it.
     """
 
     def __init__(self, name: str, steps: Steps, shapes: tuple[tuple[int, ...], ...] | None, beginning: str):
@@ -66,7 +69,9 @@ class Tracer(TracerBase):
         if self._refused is not None:
             raise self._refused
         if given is None or isinstance(given, tuple | list | dict):
-            self.refuse(f"expected a function that returns a number, got {type(given).__name__}; does it say return?")
+            self.refuse(
+                f"expected a function that returns a number, got {type(given).__name__}; does it say return?"
+            )
         wanted = FLOAT if self.name == "score" else BOOL
         result = self._operand(given)
         kind = self.steps.kind(result)
@@ -74,7 +79,9 @@ class Tracer(TracerBase):
             self.refuse(f"expected a function that gives a {wanted}, got one that gives a {kind}")
         return self.steps.program(self.name, result)
 
-    def create_proxy(self, kind: str, target: object, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Proxy:
+    def create_proxy(
+        self, kind: str, target: object, args: Any, kwargs: Any, *rest: Any, **more: Any
+    ) -> Proxy:
         """Record an operator, a function of torch or a method; torch.fx calls this."""
         spelled = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         if kind == "call_method" and spelled == "where" and len(args) == 3:
@@ -108,7 +115,9 @@ class Tracer(TracerBase):
         if spelled in ("half", "bfloat16"):
             self.refuse(f"{spelled}: floats are those of the scores, fp32; leave it out")
         if spelled in MADE:
-            self.refuse(f"{spelled}() makes a tensor; a function computes one number, so use its numbers as they are")
+            self.refuse(
+                f"{spelled}() makes a tensor; a function computes one number, so use its numbers as they are"
+            )
         if not (spelled in SPELLED or spelled in CASTS or spelled in MORE):
             self._refuse_unknown(spelled, args, kwargs)
         operands = [self._operand(x) for x in args]
@@ -150,13 +159,17 @@ class Tracer(TracerBase):
         sizes = () if self.shapes is None else self.shapes[known.number]
         for dim, (n, size) in enumerate(zip(indices, sizes, strict=False)):
             if isinstance(n, int) and not -size <= n < size:
-                self.refuse(f"tensor {known.number}: expected an index below {size} of dimension {dim}, got {n}")
+                self.refuse(
+                    f"tensor {known.number}: expected an index below {size} of dimension {dim}, got {n}"
+                )
         return self.steps.load(known.number, *indices)
 
     def _cast(self, x: object, dtype: object) -> Operand:
         kind = kind_of(dtype)
         if kind is None or (kind == FLOAT and dtype.itemsize == 2):
-            self.refuse(f"to {dtype}: floats are those of the scores, fp32, and integers those of torch; leave it out")
+            self.refuse(
+                f"to {dtype}: floats are those of the scores, fp32, and integers those of torch; leave it out"
+            )
         return self.steps.cast(self._operand(x), kind)
 
     def _positive(self, x: Operand) -> Operand:
@@ -164,7 +177,9 @@ class Tracer(TracerBase):
             self.refuse("torch has no + of a bool; leave it out")
         return x
 
-    def _clamped(self, spelled: str, x: object, low: object = None, high: object = None, **named: object) -> Operand:
+    def _clamped(
+        self, spelled: str, x: object, low: object = None, high: object = None, **named: object
+    ) -> Operand:
         low, high = named.get("min", low), named.get("max", high)
         if spelled == "clamp_max":
             low, high = None, low if high is None else high
@@ -220,7 +235,10 @@ class Tracer(TracerBase):
         if x is FIRST_QUERY:
             self.refuse("FIRST_QUERY is used as a whole; index it by b")
         if isinstance(x, Tensor):
-            self.refuse("a tensor that is made in the function or around it; pass it as an argument, or write a number")
+            self.refuse(
+                "a tensor that is made in the function or around it; pass it as an argument, or write a "
+                "number"
+            )
         if isinstance(x, Value | bool):
             return x
         if isinstance(x, float):

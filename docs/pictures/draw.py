@@ -1,4 +1,5 @@
-"""Draw the pictures of docs/performance.md anew, each from the table above it and under what the page calls it.
+"""Draw the pictures of docs/performance.md anew, each from the table above it and under what the page calls
+it.
 
     python docs/pictures/draw.py
 
@@ -46,7 +47,10 @@ def _rows(above: str, table: Table) -> list[Line]:
     (unit, *columns), _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in block)
     if unit != table.unit:
         raise ValueError(f"{table.name}: expected a table in {table.unit} above the picture, got {unit}")
-    return [Line(name, dict(zip(columns, map(_value, cells), strict=True)), _tokens(name)) for name, *cells in lines]
+    return [
+        Line(name, dict(zip(columns, map(_value, cells), strict=True)), _tokens(name))
+        for name, *cells in lines
+    ]
 
 
 def _value(cell: str) -> float | Failure:

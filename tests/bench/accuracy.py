@@ -1,6 +1,8 @@
-"""``python tests/bench/accuracy.py``: what a cache of one byte a value does to attention, as a Markdown table.
+"""``python tests/bench/accuracy.py``: what a cache of one byte a value does to attention, as a Markdown
+table.
 
-One query over 4,096 tokens, the output against fp64 over the values before they were stored, relative, over 16 heads.
+One query over 4,096 tokens, the output against fp64 over the values before they were stored, relative, over
+16 heads.
 """
 
 from collections.abc import Iterator
@@ -28,7 +30,9 @@ def outliers(*shape: int) -> Tensor:
 
 
 def heavy(*shape: int) -> Tensor:
-    """Student's t with three degrees of freedom: single values that are much larger than the others of a token."""
+    """Student's t with three degrees of freedom: single values that are much larger than the others of a
+    token.
+    """
     return torch.distributions.StudentT(3.0).sample(shape)
 
 
@@ -56,9 +60,13 @@ def rows() -> Iterator[str]:
     """The lines of the table."""
     yield f"| relative error | bytes a token | {' | '.join(d.__name__ for d in (normal, outliers, heavy))} |"
     yield "|---|---:|---:|---:|---:|"
-    for name, make, sizes in (("d128", KVLayout.grouped, (1, 128)), ("latent 512 + 64", KVLayout.latent, (512, 64))):
+    for name, make, sizes in (
+        ("d128", KVLayout.grouped, (1, 128)),
+        ("latent 512 + 64", KVLayout.latent, (512, 64)),
+    ):
         for stored, store in STORES.items():
-            # What is computed with is fp32, so that it is storing alone that is measured; bf16 computes in bf16.
+            # What is computed with is fp32, so that it is storing alone that is measured; bf16 computes in
+            # bf16.
             layout = make(*sizes, dtype=torch.float32 if store else torch.bfloat16, store=store)
             size = make(*sizes, dtype=torch.bfloat16, store=store).token_bytes
             errors = " | ".join(f"{error(layout, draw):.1e}" for draw in (normal, outliers, heavy))

@@ -1,6 +1,7 @@
 """``python tests/bench/fp8_accuracy.py [cuda]``: what fp8 inputs do to attention, as a Markdown table.
 
-Root mean square errors against fp64, of 1,024 queries over 8,192 keys, 4 heads, nothing hidden; as in FlashAttention-3.
+Root mean square errors against fp64, of 1,024 queries over 8,192 keys, 4 heads, nothing hidden; as in
+FlashAttention-3.
 """
 
 import sys
@@ -40,7 +41,9 @@ def rows(device: str) -> Iterator[str]:
     yield "| root mean square error | kernels | bf16 | fp8 | fp8, rotated |"
     yield "|---|---|---:|---:|---:|"
     for d in DIMS:
-        told = explain(attention, **quantize_fp8(*[torch.zeros(1, KEYS, 1, d, device=device)] * 3)._asdict(), mask=FULL)
+        told = explain(
+            attention, **quantize_fp8(*[torch.zeros(1, KEYS, 1, d, device=device)] * 3)._asdict(), mask=FULL
+        )
         kernels = ", ".join(name for name in (told.chosen, told.variant) if name)
         for draw in (normal, outliers):
             yield f"| d{d}, {draw.__name__} | {kernels} | {' | '.join(f'{x:.1e}' for x in errors(d, draw, device))} |"

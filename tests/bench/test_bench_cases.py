@@ -39,7 +39,12 @@ def test_packed_cases_have_as_many_tokens_and_about_as_many_pairs_as_their_batch
 def test_tensors():
     case = tiny(6, batch=2, kv_heads=2)._replace(value_dim=8)
     q, k, v, dout = case.tensors("cpu")
-    assert [tuple(x.shape) for x in (q, k, v, dout)] == [(2, 6, 4, 16), (2, 6, 2, 16), (2, 6, 2, 8), (2, 6, 4, 8)]
+    assert [tuple(x.shape) for x in (q, k, v, dout)] == [
+        (2, 6, 4, 16),
+        (2, 6, 2, 16),
+        (2, 6, 2, 8),
+        (2, 6, 4, 8),
+    ]
     assert q.dtype == torch.float32
     q, *_ = cases.packed(5, 3).tensors("cpu")
     assert q.shape == (8, 16, 128)

@@ -23,7 +23,9 @@ WHATS = ("inference", "forward", "backward", "both")
 def test_implementations_agree_and_are_timed(mask, kv_heads):
     case = tiny(24, mask, batch=2, kv_heads=kv_heads)
     names = ("ours", "FA2", "eager", "SDPA", "transposed")
-    assert compare(place(), same_case(case, names), WHATS) == {what: dict.fromkeys(names, 1e-3) for what in WHATS}
+    assert compare(place(), same_case(case, names), WHATS) == {
+        what: dict.fromkeys(names, 1e-3) for what in WHATS
+    }
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -48,12 +50,16 @@ def test_an_unknown_implementation_is_named():
 
 
 def test_who_refuses_is_marked_and_the_rest_timed():
-    taken = compare(place(), same_case(tiny(24, sliding(5)), ("ours", "FA2", "eager")), ["forward"])["forward"]
+    taken = compare(place(), same_case(tiny(24, sliding(5)), ("ours", "FA2", "eager")), ["forward"])[
+        "forward"
+    ]
     assert taken == {"ours": 1e-3, "FA2": "refuses", "eager": 1e-3}
 
 
 def _twisted(monkeypatch, **twists):
-    """Implementations whose output is changed: it stays right, but not the gradients, or it becomes something else."""
+    """Implementations whose output is changed: it stays right, but not the gradients, or it becomes something
+    else.
+    """
 
     def changed(name, case, where):
         call, heads_first = implementation("eager", case, where)
@@ -78,7 +84,9 @@ def test_who_computes_something_else_is_not_timed(monkeypatch, twist):
 def test_nobody_is_timed_without_agreement(monkeypatch):
     _twisted(monkeypatch, two=lambda out, q: 2 * out)
     for names in (("one", "two"), ("one",)):
-        assert set(compare(place(), same_case(tiny(), names), ["both"])["both"].values()) == {"agrees with nobody"}
+        assert set(compare(place(), same_case(tiny(), names), ["both"])["both"].values()) == {
+            "agrees with nobody"
+        }
 
 
 def test_who_fails_while_timed_does_not_end_the_comparison():
@@ -117,7 +125,11 @@ def test_untimed_columns_check_and_do_not_show():
 
 def test_cases_of_one_row_are_checked_apart():
     long, short = tiny(24), tiny(8)
-    mixed = [Column("long", "ours", long), Column("short", "ours", short), Column("check", "FA2", short, timed=False)]
+    mixed = [
+        Column("long", "ours", long),
+        Column("short", "ours", short),
+        Column("check", "FA2", short, timed=False),
+    ]
     assert compare(place(), mixed, ["forward"])["forward"] == {"long": "agrees with nobody", "short": 1e-3}
 
 
@@ -135,7 +147,8 @@ def agree(ours=(), bound=1e-2, **results):
     """What is left of implementations that give these numbers: themselves, or a Failure."""
     made = {name: torch.tensor(x) for name, x in results.items()}
     return {
-        name: x if isinstance(x, Failure) else None for name, x in agreeing(made, lambda x: [x], ours, bound).items()
+        name: x if isinstance(x, Failure) else None
+        for name, x in agreeing(made, lambda x: [x], ours, bound).items()
     }
 
 
@@ -162,7 +175,12 @@ def test_the_gradient_that_differs_most_decides():
 
 def test_ours_do_not_vouch_for_each_other():
     wrong = agree(("one", "two"), one=2.0, two=2.0, FA2=1.0, cuDNN=1.0)
-    assert wrong == {"one": "differs from FA2 by 1e+00", "two": "differs from FA2 by 1e+00", "FA2": None, "cuDNN": None}
+    assert wrong == {
+        "one": "differs from FA2 by 1e+00",
+        "two": "differs from FA2 by 1e+00",
+        "FA2": None,
+        "cuDNN": None,
+    }
     one = agree(("one", "two"), one=1.0, two=3.0, FA2=1.0, Flex=1.001)
     assert one == {"one": None, "two": "differs from one by 2e+00", "FA2": None, "Flex": None}
     assert agree(("one", "two"), one=1.0, two=1.0) == {"one": None, "two": None}
@@ -214,7 +232,9 @@ def test_calls_are_compared_one_by_one_or_captured():
 
 
 def test_a_check_is_not_timed():
-    assert compare_calls(place(), made(ours=1.0, check=1.0), ours=("ours",), checks=("check",)) == {"ours": 1e-3}
+    assert compare_calls(place(), made(ours=1.0, check=1.0), ours=("ours",), checks=("check",)) == {
+        "ours": 1e-3
+    }
 
 
 def test_who_cannot_be_captured_or_made_does_not_end_the_comparison():

@@ -45,7 +45,9 @@ def eager_compiler():
 def test_caches_against_torch():
     columns = ["contiguous", "pages of 1", "pages of 16", "pages of 64", "pages of 256"]
     row = filled("decode", GQA, peers=("FA2", "cuDNN"))
-    assert row.cells == dict.fromkeys([*columns, "FA2"], pytest.approx(1e3 / GQA.calls)) | {"cuDNN": "refuses"}
+    assert row.cells == dict.fromkeys([*columns, "FA2"], pytest.approx(1e3 / GQA.calls)) | {
+        "cuDNN": "refuses"
+    }
     assert list(row.cells)[: TABLES["decode"].ours] == columns
     assert not TABLES["decode"].failed(row)
 
@@ -90,7 +92,10 @@ def test_fewer_bits(case):
 
 @BOTH
 def test_forks_of_one_prompt(case):
-    assert filled("shared-prefix", case).cells == {"forked": pytest.approx(5), "stored apart": pytest.approx(5)}
+    assert filled("shared-prefix", case).cells == {
+        "forked": pytest.approx(5),
+        "stored apart": pytest.approx(5),
+    }
 
 
 def test_forks_share_their_pages_and_keep_their_last_token():
@@ -191,7 +196,9 @@ def test_forms_that_differ_are_not_timed(monkeypatch):
 
     absorb = MultiHeadLatentAttention._absorb
     monkeypatch.setattr(
-        MultiHeadLatentAttention, "_absorb", lambda self, *q: (absorb if self.backend == "torch" else wrong)(self, *q)
+        MultiHeadLatentAttention,
+        "_absorb",
+        lambda self, *q: (absorb if self.backend == "torch" else wrong)(self, *q),
     )
     row = filled("mla-layer", LAYER, place(backend="reference"))
     assert row.cells["expanded"] == 250

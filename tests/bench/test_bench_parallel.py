@@ -55,7 +55,8 @@ def missing(place, mesh, case):
 def test_who_differs_from_one_rank_is_not_timed(alone):
     expected = [torch.randn(9, 9), torch.randn(9)]
     checked = [
-        parallel._checked(x, lambda x: [y * x for y in expected], expected, alone) for x in (1.0, 1.1, torch.nan)
+        parallel._checked(x, lambda x: [y * x for y in expected], expected, alone)
+        for x in (1.0, 1.1, torch.nan)
     ]
     assert checked == [1.0, "differs from one rank by 1e-01", "differs from one rank by nan"]
     assert isinstance(checked[1], Failure)
@@ -68,4 +69,7 @@ def test_ranks_are_powers_of_two(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert main(["bench", "--gpu", "--parallel"]) == 2
-    assert "--parallel: expected at least 2 GPUs, got 1; without --gpu it runs on the CPU" in capsys.readouterr().err
+    assert (
+        "--parallel: expected at least 2 GPUs, got 1; without --gpu it runs on the CPU"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""Peers beyond torch, which are not here: modules in their place that compute eagerly, called as the peers are."""
+"""Peers beyond torch, which are not here: modules in their place that compute eagerly, called as the peers
+are.
+"""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -22,7 +24,9 @@ TABLES = {table.name: (fill, table) for fill, table in tables.GPU}
 
 
 class Decode:
-    """FlashInfer's decoding over pages: what it is planned for is kept, and computed one sequence after another."""
+    """FlashInfer's decoding over pages: what it is planned for is kept, and computed one sequence after
+    another.
+    """
 
     def __init__(self, workspace: Tensor, layout: str, *, use_tensor_cores: bool):
         assert layout == "NHD"
@@ -39,11 +43,15 @@ class Decode:
     def run(self, q: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
         assert {x.shape[1:3] for x in caches} == {self.sizes}
         keys = [
-            [x[pages].flatten(0, 1)[: len(pages) * x.shape[1] - x.shape[1] + last].transpose(0, 1) for x in caches]
+            [
+                x[pages].flatten(0, 1)[: len(pages) * x.shape[1] - x.shape[1] + last].transpose(0, 1)
+                for x in caches
+            ]
             for pages, last in zip(self.pages, self.last.tolist(), strict=True)
         ]
         outs = [
-            scaled_dot_product_attention(row[:, None], *kv, enable_gqa=True) for row, kv in zip(q, keys, strict=True)
+            scaled_dot_product_attention(row[:, None], *kv, enable_gqa=True)
+            for row, kv in zip(q, keys, strict=True)
         ]
         return torch.stack(outs)[:, :, 0]
 
@@ -170,7 +178,11 @@ def test_packages_are_looked_up_by_their_names(monkeypatch):
 
 
 def test_every_table_with_peers_asks_for_them():
-    asked = {name: fill.keywords.get("peers", ()) for name, (fill, _) in TABLES.items() if hasattr(fill, "keywords")}
+    asked = {
+        name: fill.keywords.get("peers", ())
+        for name, (fill, _) in TABLES.items()
+        if hasattr(fill, "keywords")
+    }
     assert {name for name, names in asked.items() if "FA4" in names} == {
         "forward",
         "backward",

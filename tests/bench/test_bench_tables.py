@@ -66,7 +66,9 @@ def test_varlen():
 def test_window():
     work = tiny(24, sliding(4)), tiny(24)
     rows = [row for _, row in speed.window(place(), named("window"), work, peer="eager")]
-    assert [row.name for row in rows] == [f"4 of 24 keys, {x}" for x in ("forward", "backward", "forward + backward")]
+    assert [row.name for row in rows] == [
+        f"4 of 24 keys, {x}" for x in ("forward", "backward", "forward + backward")
+    ]
     assert [row.cells for row in rows] == [{"sliding": 1.0, "causal": 1.0, "eager, sliding": 1.0}] * 3
 
 
@@ -79,7 +81,9 @@ def test_grouped():
 def test_memory_counts_what_must_be_held():
     case = tiny(8, batch=2, kv_heads=2)._replace(value_dim=8)
     made = memory.needed(case)
-    assert made == sum(x.nbytes for x in case.tensors("cpu")) + 2 * 4 * 2 * 8 * 4  # as many gradients; LSE and delta
+    assert (
+        made == sum(x.nbytes for x in case.tensors("cpu")) + 2 * 4 * 2 * 8 * 4
+    )  # as many gradients; LSE and delta
     [(_, row)] = memory.rows(place(peak=lambda call: 2 * made), named("memory"), [case], peers=("eager",))
     assert row.cells == {"ours": made / 2**19, "eager": made / 2**19, "must be held": made / 2**20}
 
@@ -218,7 +222,9 @@ SMALL = tuple(tables.TableEntry(fill, table) for table in named("growing", "grow
 def test_a_run_writes_everything_and_goes_on_after_a_failure(tmp_path, capsys):
     assert tables.run(place(), (BROKEN, *SMALL), tmp_path, "the command") == 1
     names = {path.name for path in tmp_path.iterdir()}
-    written = {f"{name}.{kind}" for name in ("growing", "growing-training", "broken") for kind in ("md", "json")}
+    written = {
+        f"{name}.{kind}" for name in ("growing", "growing-training", "broken") for kind in ("md", "json")
+    }
     assert names == written | {"growing.png", "growing-training.png"}
     text = capsys.readouterr().out
     assert "## 48 heads d64, causal forward, bf16" in text
@@ -233,7 +239,12 @@ def test_tables_of_one_function_are_filled_together(tmp_path):
         asked.append([table.name for table in wanted])
         return fill(where, wanted)
 
-    assert tables.run(place(), [tables.TableEntry(together, table) for _, table in SMALL], tmp_path, "the command") == 0
+    assert (
+        tables.run(
+            place(), [tables.TableEntry(together, table) for _, table in SMALL], tmp_path, "the command"
+        )
+        == 0
+    )
     assert asked == [["growing", "growing-training"]]
     for function, names in ((tables.TRAINING, ["forward", "backward"]), (tables.GROWING, asked[0])):
         assert [table.name for filled_by, table in tables.GPU if filled_by is function] == names

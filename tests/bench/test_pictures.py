@@ -1,4 +1,6 @@
-"""What pictures of growing tables name and show, and how those of docs/performance.md are drawn from its tables."""
+"""What pictures of growing tables name and show, and how those of docs/performance.md are drawn from its
+tables.
+"""
 
 import runpy
 from pathlib import Path
@@ -21,7 +23,9 @@ def axes(monkeypatch):
     """The axes of each figure that is written."""
     figure = pytest.importorskip("matplotlib.figure").Figure
     found, save = [], figure.savefig
-    monkeypatch.setattr(figure, "savefig", lambda self, *a, **k: (found.append(self.axes[0]), save(self, *a, **k)))
+    monkeypatch.setattr(
+        figure, "savefig", lambda self, *a, **k: (found.append(self.axes[0]), save(self, *a, **k))
+    )
     return found
 
 

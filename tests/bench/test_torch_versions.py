@@ -1,4 +1,6 @@
-"""The comparison of two versions of torch: it refuses other results, takes turns, and fails beyond its bound."""
+"""The comparison of two versions of torch: it refuses other results, takes turns, and fails beyond its
+bound.
+"""
 
 import sys
 

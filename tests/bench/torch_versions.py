@@ -1,9 +1,11 @@
-"""``python tests/bench/torch_versions.py PYTHON NEWER``: compare attnlib's CPU calls under two versions of torch.
+"""``python tests/bench/torch_versions.py PYTHON NEWER``: compare attnlib's CPU calls under two versions of
+torch.
 
-PYTHON and NEWER are interpreters, each of which has a torch of its own. Each runs one process, and the two take turns.
-In a turn, a process times every case as attnlib computes it and as torch's ``scaled_dot_product_attention`` (SDPA)
-does, after a check that both compute the same. The table gives the median of ours / SDPA over the turns. The script
-exits with 1 if a ratio under NEWER is more than 1.1 times the one under PYTHON.
+PYTHON and NEWER are interpreters, each of which has a torch of its own. Each runs one process, and the two
+take turns. In a turn, a process times every case as attnlib computes it and as torch's
+``scaled_dot_product_attention`` (SDPA) does, after a check that both compute the same. The table gives the
+median of ours / SDPA over the turns. The script exits with 1 if a ratio under NEWER is more than 1.1 times
+the one under PYTHON.
 """
 
 import argparse
@@ -71,7 +73,9 @@ def seconds(call: Callable) -> float:
 
 
 def serve(tokens: Sequence[int]) -> None:
-    """Print the version of torch; then answer each line of stdin with ours / SDPA by case, as a line of JSON."""
+    """Print the version of torch; then answer each line of stdin with ours / SDPA by case, as a line of
+    JSON.
+    """
     torch.set_num_threads(1)
     timed = list(cases(tokens))
     print(torch.__version__, flush=True)
@@ -86,7 +90,9 @@ class Server:
         here = Path(__file__).parent
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (here.parents[1], here)))}
         command = [python, "-c", f"from torch_versions import serve; serve({list(tokens)})"]
-        self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.version = self._answer()
 
     def turn(self) -> dict[str, float]:
@@ -120,7 +126,9 @@ def compare(older: Server, newer: Server, turns: int) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison that the arguments ask for; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pythons", nargs=2, metavar="PYTHON", help="an interpreter that has torch")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--turns", type=int, default=20)

@@ -1,4 +1,6 @@
-"""A KVCache beside its model, a dict of lists: every token is a number, and every operation is done on both."""
+"""A KVCache beside its model, a dict of lists: every token is a number, and every operation is done on
+both.
+"""
 
 from collections import Counter
 from itertools import count
@@ -18,7 +20,9 @@ KEEPING = KVLayout.grouped(1, 2, window=4, keep_first=3)
 
 
 def values(tokens, layer: int, heads: int, width: int, sign: int = 1) -> torch.Tensor:
-    """What the token numbers are stored as in a layer: ``[*tokens.shape, heads, width]``, different everywhere."""
+    """What the token numbers are stored as in a layer: ``[*tokens.shape, heads, width]``, different
+    everywhere.
+    """
     channel = torch.arange(heads * width).unflatten(0, (heads, width))
     return sign * (torch.as_tensor(tokens)[..., None, None] * 64 + layer * 16 + channel + 1).float()
 
@@ -39,9 +43,15 @@ def append_all(layers, tokens) -> list:
 def stored(view, row: int, layer: int, tokens: list[int], reach: int = 0) -> None:
     """Assert that a row of the view shows exactly ``tokens`` from its start on, read as a kernel would.
 
-    Where first tokens are kept, those before ``reach`` that follow them are read of their own page, whatever it holds.
+    Where first tokens are kept, those before ``reach`` that follow them are read of their own page, whatever
+    it holds.
     """
-    start, length, size, first = int(view.starts[row]), int(view.lengths[row]), view.page_size, view.layout.keep_first
+    start, length, size, first = (
+        int(view.starts[row]),
+        int(view.lengths[row]),
+        view.page_size,
+        view.layout.keep_first,
+    )
     assert length == len(tokens)
     for j in range(start, length):
         page = int(view.table[row, j // size])
@@ -100,7 +110,9 @@ class Twin:
         self.padding: dict = {}
         self._numbers = count()
         for layer in cache._layers:
-            layer._poison(range(len(layer.planes["k"])))  # what was never written is NaN, whatever the environment
+            layer._poison(
+                range(len(layer.planes["k"]))
+            )  # what was never written is NaN, whatever the environment
 
     def admit(self, n: int = 1, left_padding=None) -> list:
         handles = self.cache.admit(n, left_padding=left_padding)
@@ -116,7 +128,9 @@ class Twin:
         return new, flat.view(len(counts), tokens) if isinstance(tokens, int) else flat
 
     def step(self, tokens, fail_after: int | None = None) -> None:
-        """A step of these tokens; with ``fail_after`` its body raises once so many layers have appended, or all."""
+        """A step of these tokens; with ``fail_after`` its body raises once so many layers have appended, or
+        all.
+        """
         new, numbers = self.draw(tokens)
         before = {handle: len(self.model[handle]) for handle in new}
         with self.cache.step(tokens) as layers:
@@ -209,7 +223,9 @@ class Twin:
                 self.check_view(layer.view(), i, rows, before)
 
     def check(self) -> None:
-        """Everything that is stored equals the model, the allocators are sound, and free pages are poison if asked."""
+        """Everything that is stored equals the model, the allocators are sound, and free pages are poison if
+        asked.
+        """
         self.read(0)
         held = 0
         for window, allocator in self.cache._sequences.allocators.items():

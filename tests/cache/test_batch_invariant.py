@@ -53,8 +53,17 @@ def test_splits_are_few_and_follow_the_longest_sequence():
 @torch.no_grad()
 def test_a_prompt_is_absorbed_too(monkeypatch):
     """In the form that later tokens have; the other one is refused."""
-    sizes = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4}
-    layer, x = MultiHeadLatentAttention(16, 2, mask=CAUSAL, backend="reference", **sizes), torch.randn(1, 40, 16)
+    sizes = {
+        "q_lora_rank": None,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 0,
+        "v_head_dim": 4,
+    }
+    layer, x = (
+        MultiHeadLatentAttention(16, 2, mask=CAUSAL, backend="reference", **sizes),
+        torch.randn(1, 40, 16),
+    )
     for form in ("auto", "expanded"):
         layer.form = form
         cache = cache_of(layer.kv_layout)
@@ -73,7 +82,9 @@ def test_a_prompt_is_absorbed_too(monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_left_padding_may_arrive_in_pieces(batch_invariant):
-    """A sequence of which nothing but padding is stored sees nothing; later ones agree with torch's backend."""
+    """A sequence of which nothing but padding is stored sees nothing; later ones agree with torch's
+    backend.
+    """
     cache = KVCache.paged([LAYOUT], pages=9, page_size=4, max_sequences=2, batch_invariant=batch_invariant)
     cache.admit(2, left_padding=[5, 0])
     for tokens in (2, 2, 3):

@@ -20,7 +20,12 @@ def build(kind: str, page_size: int, rollback: int, max_length: int | None, layo
     pages = dict(
         zip(dict.fromkeys(layout.window_class for layout in layouts), (9, 7, 8, 10), strict=False)
     )  # each its own
-    sizes = {"page_size": page_size, "max_sequences": MAX_SEQUENCES, "max_length": max_length, "rollback": rollback}
+    sizes = {
+        "page_size": page_size,
+        "max_sequences": MAX_SEQUENCES,
+        "max_length": max_length,
+        "rollback": rollback,
+    }
     return KVCache.paged(layouts, pages=pages, **sizes)
 
 
@@ -32,7 +37,9 @@ class CacheMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 3, 4]),
         rollback=st.sampled_from([0, 2]),
         max_length=st.sampled_from([None, 11]),
-        layouts=st.sampled_from([LAYERS, LAYERS[:1], LAYERS[1:2], LAYERS[:2], (KEEPING,), (*LAYERS, KEEPING)]),
+        layouts=st.sampled_from(
+            [LAYERS, LAYERS[:1], LAYERS[1:2], LAYERS[:2], (KEEPING,), (*LAYERS, KEEPING)]
+        ),
         check=st.booleans(),
     )
     def start(self, kind, page_size, rollback, max_length, layouts, check):
@@ -68,7 +75,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def fits(self, tokens) -> bool:
         counts = dict.fromkeys(self.live, tokens) if isinstance(tokens, int) else tokens
-        short = any(len(self.twin.model[h]) + n > self.twin.cache._sequences.max_length for h, n in counts.items())
+        short = any(
+            len(self.twin.model[h]) + n > self.twin.cache._sequences.max_length for h, n in counts.items()
+        )
         return not short and all(need <= free for need, free in self.twin.needs(tokens))
 
     @rule(data=st.data())
@@ -115,12 +124,17 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def retried_step_of_a_family(self, data):
-        """A sequence and its forks, of several lengths, write into what they share: in vain, and then again."""
+        """A sequence and its forks, of several lengths, write into what they share: in vain, and then
+        again.
+        """
         parent, room = self.some(data), MAX_SEQUENCES - len(self.live)
         family = [parent, *self.twin.fork(parent, min(room, data.draw(st.integers(1, 2), label="forks")))]
         for handle in family:
             self.cut(handle, data, self.twin.cache.page_size)
-        tokens = {handle: data.draw(st.integers(1, 2), label="tokens") for handle in data.draw(st.permutations(family))}
+        tokens = {
+            handle: data.draw(st.integers(1, 2), label="tokens")
+            for handle in data.draw(st.permutations(family))
+        }
         if self.padding_arrives(tokens) or not self.fits(tokens):
             return
         self.refused(Abort, lambda: self.twin.step(tokens, fail_after=len(self.objects)))

@@ -62,7 +62,11 @@ def test_the_same_layers_and_the_same_memory_at_every_step(make):
                 names |= {"cu_seqlens_q": view.cu_seqlens_q} if isinstance(tokens, dict) else {}
                 names |= {plane: getattr(view, plane) for plane in ("k", "v")}
                 for name, tensor in names.items():
-                    by_window = {"table": view.layout.window, "starts": view.layout.window, "slots": view.layout.window}
+                    by_window = {
+                        "table": view.layout.window,
+                        "starts": view.layout.window,
+                        "slots": view.layout.window,
+                    }
                     key = f"{name} {i if name in 'kv' else by_window.get(name)}"
                     tensors.setdefault(key, set()).add(tensor.data_ptr())
                     assert tensor.dtype == {"slots": torch.int64, "k": torch.float32, "v": torch.float32}.get(
@@ -94,21 +98,37 @@ def test_prefill_and_history():
     first, second = twin.admit(2)
     seen = []
     for tokens in (1, 16, 17, {first: 1, second: 17}, {first: 1}, {second: 17}):
-        before = max(len(twin.model[handle]) for handle in (tokens if isinstance(tokens, dict) else twin.model))
+        before = max(
+            len(twin.model[handle]) for handle in (tokens if isinstance(tokens, dict) else twin.model)
+        )
         with twin.cache.step(tokens) as layers:
-            assert {(layer.prefill, layer.history) for layer in layers} == {(layers[0].prefill, layers[0].history)}
+            assert {(layer.prefill, layer.history) for layer in layers} == {
+                (layers[0].prefill, layers[0].history)
+            }
             seen.append((before, layers[0].prefill, layers[0].history))
             append_all(layers, torch.zeros(layers[0].positions.shape, dtype=torch.int64))
         for handle in twin.model:
             twin.model[handle] = [0] * twin.cache.length(handle)
-    assert seen == [(0, False, 0), (1, False, 1), (17, True, 32), (34, True, 64), (35, False, 64), (51, True, 64)]
+    assert seen == [
+        (0, False, 0),
+        (1, False, 1),
+        (17, True, 32),
+        (34, True, 64),
+        (35, False, 64),
+        (51, True, 64),
+    ]
 
 
 @both
 def test_left_padding_moves_rotary_positions_and_is_never_visible(make):
     twin = make()
     padded, plain = twin.admit(2, left_padding=[3, 0])
-    refused(twin, ValueError, lambda: twin.step({plain: 1, padded: 1}), "sequence 1 of the step has left padding 3")
+    refused(
+        twin,
+        ValueError,
+        lambda: twin.step({plain: 1, padded: 1}),
+        "sequence 1 of the step has left padding 3",
+    )
     twin.step(2)
     refused(twin, ValueError, lambda: twin.step({padded: 1}), "padding arrives in dense steps")
     twin.step(3)
@@ -290,7 +310,12 @@ def test_released_and_foreign_handles_are_refused(call):
     twin.release(dead)
     arguments = (1,) if call == "truncate" else ()
     for handle in (dead, foreign.admit()[0]):
-        refused(twin, ValueError, lambda handle=handle: getattr(twin.cache, call)(handle, *arguments), "not a live")
+        refused(
+            twin,
+            ValueError,
+            lambda handle=handle: getattr(twin.cache, call)(handle, *arguments),
+            "not a live",
+        )
     refused(twin, TypeError, lambda: getattr(twin.cache, call)(3, *arguments), "expected a Handle")
     if call == "release":
         refused(twin, ValueError, lambda: twin.cache.release(live, dead), "not a live")
@@ -313,7 +338,10 @@ def test_truncating_past_a_window_in_one_layer_changes_no_layer():
     (handle,) = twin.admit()
     twin.step(9)
     refused(
-        twin, RuntimeError, lambda: twin.truncate(handle, 5), r"truncated to 6 at least, got 5; .* larger rollback="
+        twin,
+        RuntimeError,
+        lambda: twin.truncate(handle, 5),
+        r"truncated to 6 at least, got 5; .* larger rollback=",
     )
     kept = paged(PLAIN, KVLayout.grouped(1, 2, window=3), rollback=4)
     (handle,) = kept.admit()
@@ -341,7 +369,10 @@ def test_two_windows_of_which_only_the_second_lacks_pages():
     first, _ = twin.admit(2)
     twin.step({first: 4})
     refused(
-        twin, CacheFullError, lambda: twin.step({first: 5}), r"needs 2 pages and 1 is free \(page_size=4, window=4\)"
+        twin,
+        CacheFullError,
+        lambda: twin.step({first: 5}),
+        r"needs 2 pages and 1 is free \(page_size=4, window=4\)",
     )
     for _ in range(12):  # steps that stay within the window's pages go on for ever
         twin.step({first: 1})
@@ -354,11 +385,17 @@ def test_one_token_too_many_for_a_sequence(make):
     first, second = twin.admit(2)
     twin.step({first: 11, second: 2})
     refused(
-        twin, CacheFullError, lambda: twin.step(2), "sequence 0 of the step would hold 13 tokens, expected at most max"
+        twin,
+        CacheFullError,
+        lambda: twin.step(2),
+        "sequence 0 of the step would hold 13 tokens, expected at most max",
     )
     twin.step(1)
     refused(
-        twin, CacheFullError, lambda: twin.step({second: 1, first: 1}), "sequence 1 of the step would hold 13 tokens"
+        twin,
+        CacheFullError,
+        lambda: twin.step({second: 1, first: 1}),
+        "sequence 1 of the step would hold 13 tokens",
     )
     twin.step({second: 9})
     twin.check()
@@ -482,7 +519,9 @@ def test_nothing_is_filled_without_check_mode(monkeypatch):
 @both
 @pytest.mark.parametrize("lengths", [(3, 1), (1, 3), (2, 2), (3, 0), (1, 2, 3), (3, 2, 1)])
 def test_a_failed_step_leaves_what_forks_share(make, lengths):
-    """Forks of one sequence, cut to these lengths, all write into the page that they share; then again, for good."""
+    """Forks of one sequence, cut to these lengths, all write into the page that they share; then again, for
+    good.
+    """
     twin = make(PLAIN)
     (first,) = twin.admit()
     twin.step(3)
@@ -577,7 +616,11 @@ def test_layouts_are_checked():
         ({"n": True}, TypeError, "n: expected an int"),
         ({"n": 2, "left_padding": [1]}, ValueError, "left_padding: expected 2 counts"),
         ({"n": 1, "left_padding": [-1]}, ValueError, "left_padding: expected at least 0"),
-        ({"n": 2, "left_padding": [0, 65]}, ValueError, "left_padding: expected at most max_length=64, got 65"),
+        (
+            {"n": 2, "left_padding": [0, 65]},
+            ValueError,
+            "left_padding: expected at most max_length=64, got 65",
+        ),
     ],
 )
 def test_wrong_admissions_are_refused(arguments, error, message):

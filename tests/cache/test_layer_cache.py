@@ -25,7 +25,9 @@ def appending(cache: KVCache, *tensors, tokens=3, **given) -> None:
 
 
 def kv(*shape: int, dtype=torch.float32, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(*shape, 2, 4, dtype=dtype, **options), torch.randn(*shape, 2, 3, dtype=dtype, **options)
+    return torch.randn(*shape, 2, 4, dtype=dtype, **options), torch.randn(
+        *shape, 2, 3, dtype=dtype, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,14 +49,23 @@ def kv(*shape: int, dtype=torch.float32, **options) -> tuple[torch.Tensor, torch
         (LATENT, False, [(2, 3, 1, 4), (2, 3, 1, 2)], "latent: expected"),
         (LATENT, True, [(6, 4), (6, 3)], r"k_rope: expected \[t=6, p=2\] in this step"),
         (LATENT, True, [(6, 4)], r"k_rope: expected the shared rotary key \[..., p=2\], got None"),
-        (KVLayout.latent(4, 0), True, [(6, 4), (6, 2)], "k_rope: expected None, since the layout has rope_dim=0"),
+        (
+            KVLayout.latent(4, 0),
+            True,
+            [(6, 4), (6, 2)],
+            "k_rope: expected None, since the layout has rope_dim=0",
+        ),
     ],
 )
 def test_shapes_are_checked_against_the_step_and_the_layout(layout, packed, shapes, message):
     cache = cache_of(layout)
     handles = cache.admit(2)
     with pytest.raises(ValueError, match=message):
-        appending(cache, *(torch.randn(shape) for shape in shapes), tokens=dict.fromkeys(handles, 3) if packed else 3)
+        appending(
+            cache,
+            *(torch.randn(shape) for shape in shapes),
+            tokens=dict.fromkeys(handles, 3) if packed else 3,
+        )
     assert cache.used_bytes == 0
 
 
@@ -69,7 +80,9 @@ def test_dtype_must_be_the_layouts():
     cache = cache_of(GROUPED)
     cache.admit()
     for dtype in (torch.float16, torch.float64, torch.int64):
-        with pytest.raises(TypeError, match=r"k: expected torch.float32 like the cache, got .*; cast it, or make"):
+        with pytest.raises(
+            TypeError, match=r"k: expected torch.float32 like the cache, got .*; cast it, or make"
+        ):
             appending(cache, *(x.to(dtype) for x in kv(1, 3)))
     assert cache.used_bytes == 0
 
@@ -100,7 +113,9 @@ def test_no_gradient_is_silently_cut(which):
     cache.admit()
     tensors = kv(1, 3)
     tensors[which].requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"a cache has no backward; wrap the call in torch.no_grad\(\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"a cache has no backward; wrap the call in torch.no_grad\(\)"
+    ):
         appending(cache, *tensors)
     with torch.no_grad():
         appending(cache, *tensors)
@@ -166,7 +181,10 @@ def test_a_failed_step_records_no_convention():
     cache = cache_of(GROUPED)
     cache.admit()
     half, interleaved = (Rope(4, interleaved=on).angles(torch.arange(3)[None]) for on in (False, True))
-    with pytest.raises(RuntimeError, match="rotated as 'half:4', got 'interleaved:4'"), cache.step(3) as (layer,):
+    with (
+        pytest.raises(RuntimeError, match="rotated as 'half:4', got 'interleaved:4'"),
+        cache.step(3) as (layer,),
+    ):
         [layer.append(*kv(1, 3), angles=angles) for angles in (half, interleaved)]
     appending(cache, *kv(1, 3), angles=interleaved)
 

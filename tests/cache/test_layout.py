@@ -29,7 +29,11 @@ def test_stored_bytes_get_scales_and_leave_the_rotary_key_alone(store):
     assert grouped["k"] == grouped["v"] == (2, 64, store)
     assert grouped["k_scale"] == grouped["v_scale"] == (2, 0, torch.float32)
     latent = KVLayout.latent(512, 64, dtype=torch.float16, store=store).planes
-    assert latent == {"k": (1, 512, store), "k_tail": (1, 64, torch.float16), "k_scale": (1, 0, torch.float32)}
+    assert latent == {
+        "k": (1, 512, store),
+        "k_tail": (1, 64, torch.float16),
+        "k_scale": (1, 0, torch.float32),
+    }
 
 
 def test_a_mask_may_reach_as_far_back_as_the_window():
@@ -37,8 +41,14 @@ def test_a_mask_may_reach_as_far_back_as_the_window():
     for mask in (sliding(4), sliding(4).shift(2), Mask(left=-3)):
         windowed.check_reach(mask)
     KVLayout.grouped(2, 64).check_reach(FULL)
-    for mask, reach in ((sliding(5), "4 keys"), (CAUSAL, "without bound"), (Mask(right=0, prefix=1), "without bound")):
-        with pytest.raises(ValueError, match=f"mask: it reaches back {reach}, and the cache keeps a window of 4"):
+    for mask, reach in (
+        (sliding(5), "4 keys"),
+        (CAUSAL, "without bound"),
+        (Mask(right=0, prefix=1), "without bound"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"mask: it reaches back {reach}, and the cache keeps a window of 4"
+        ):
             windowed.check_reach(mask)
 
 
@@ -46,10 +56,14 @@ def test_a_mask_may_show_as_many_first_keys_as_are_kept():
     keeping = KVLayout.grouped(2, 64, window=4, keep_first=3)
     for mask in (sliding(4), attention_sinks(3, 4), attention_sinks(2, 3), CAUSAL & attention_sinks(3, 4)):
         keeping.check_reach(mask)
-    with pytest.raises(ValueError, match="mask: it shows the first 4 keys, and the cache keeps 3 of them; make its la"):
+    with pytest.raises(
+        ValueError, match="mask: it shows the first 4 keys, and the cache keeps 3 of them; make its la"
+    ):
         keeping.check_reach(attention_sinks(4, 4))
     for mask, reach in ((attention_sinks(3, 5), "4 keys"), (attention_sinks(1, 1) | CAUSAL, "without bound")):
-        with pytest.raises(ValueError, match=f"mask: it reaches back {reach}, and the cache keeps a window of 4"):
+        with pytest.raises(
+            ValueError, match=f"mask: it reaches back {reach}, and the cache keeps a window of 4"
+        ):
             keeping.check_reach(mask)
 
 
@@ -61,7 +75,11 @@ def test_a_mask_may_show_as_many_first_keys_as_are_kept():
         (lambda: KVLayout.grouped(2, 64, 0), ValueError, "value_dim: expected at least 1, got 0"),
         (lambda: KVLayout.latent(512, -1), ValueError, "rope_dim: expected at least 0, got -1"),
         (lambda: KVLayout.grouped(2, 64, window=0), ValueError, "window: expected at least 1, got 0"),
-        (lambda: KVLayout.grouped(2, 64, keep_first=4), ValueError, "keep_first: expected 0 without a window"),
+        (
+            lambda: KVLayout.grouped(2, 64, keep_first=4),
+            ValueError,
+            "keep_first: expected 0 without a window",
+        ),
         (
             lambda: KVLayout.latent(64, 0, window=4, keep_first=-1),
             ValueError,
@@ -99,19 +117,39 @@ K_SHAPE = r"k: expected \[pages, page_size, g, width\] = \[5, 4, 2, 8\] like the
 @pytest.mark.parametrize(
     ("layout", "changes", "error", "message"),
     [
-        (GROUPED, {"table": ints(3, 2).long()}, TypeError, r"table: expected an int32 tensor, got .*; cast .*int\(\)"),
+        (
+            GROUPED,
+            {"table": ints(3, 2).long()},
+            TypeError,
+            r"table: expected an int32 tensor, got .*; cast .*int\(\)",
+        ),
         (GROUPED, {"table": ints(2, 2)}, ValueError, r"table: expected \[3, 2\], a row for each"),
         (GROUPED, {"table": ints(2, 3).mT}, ValueError, "table: expected a contiguous last dimension"),
         (GROUPED, {"starts": ints(1)}, ValueError, r"starts: expected \[3\]"),
         (GROUPED, {"starts": ints(6)[::2]}, ValueError, "starts: expected a contiguous last dimension"),
-        (GROUPED, {"starts": torch.zeros(3)}, TypeError, "starts: expected an int32 tensor, got torch.float32"),
+        (
+            GROUPED,
+            {"starts": torch.zeros(3)},
+            TypeError,
+            "starts: expected an int32 tensor, got torch.float32",
+        ),
         (GROUPED, {"lengths": ints(3, 1)}, ValueError, r"lengths: expected \[3\]"),
         (GROUPED, {"lengths": [0, 0, 0]}, TypeError, "k, lengths, table: expected tensors"),
         (GROUPED, {"cu_seqlens_q": ints(3)}, ValueError, r"cu_seqlens_q: expected \[4\]"),
         (GROUPED, {"page_size": 8}, ValueError, r"k: expected .* = \[5, 8, 2, 8\]"),
         (GROUPED, {"k": torch.zeros(5, 4, 2, 16)}, ValueError, K_SHAPE),
-        (GROUPED, {"k": torch.zeros(5, 4, 2, 16)[..., ::2]}, ValueError, "k: expected a contiguous last dimension"),
-        (GROUPED, {"k": torch.zeros(5, 4, 2, 8).half()}, TypeError, "k: expected a torch.float32 tensor like the"),
+        (
+            GROUPED,
+            {"k": torch.zeros(5, 4, 2, 16)[..., ::2]},
+            ValueError,
+            "k: expected a contiguous last dimension",
+        ),
+        (
+            GROUPED,
+            {"k": torch.zeros(5, 4, 2, 8).half()},
+            TypeError,
+            "k: expected a torch.float32 tensor like the",
+        ),
         (GROUPED, {"k": torch.zeros(())}, ValueError, "k: expected"),
         (GROUPED, {"v": torch.zeros(6, 4, 2, 4)}, ValueError, "v: expected"),
         (GROUPED, {"v": torch.zeros(5, 4, 2, 4, device="meta")}, ValueError, "v: expected device cpu like k"),

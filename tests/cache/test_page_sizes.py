@@ -5,7 +5,10 @@ import torch
 
 from attnlib import CAUSAL, KVCache, KVLayout, Mask, cached_attention_with_lse, sliding
 
-LAYOUTS = (KVLayout.grouped(2, 8, 5, dtype=torch.float64), KVLayout.latent(16, 4, window=600, dtype=torch.float64))
+LAYOUTS = (
+    KVLayout.grouped(2, 8, 5, dtype=torch.float64),
+    KVLayout.latent(16, 4, window=600, dtype=torch.float64),
+)
 MASKS = ((CAUSAL, Mask(None, 0, 7)), (sliding(600), sliding(5)))
 
 

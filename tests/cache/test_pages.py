@@ -20,7 +20,9 @@ windows = st.none() | st.integers(1, 9)
 growth = st.lists(st.integers(0, 9), max_size=5)
 
 
-def allocator_of(*lengths: int, total: int = 64, page_size: int = 4, **kept) -> tuple[PageAllocator, list[Handle]]:
+def allocator_of(
+    *lengths: int, total: int = 64, page_size: int = 4, **kept
+) -> tuple[PageAllocator, list[Handle]]:
     allocator = PageAllocator(total, page_size, **kept)
     handles = [Handle() for _ in lengths]
     for handle, length in zip(handles, lengths, strict=True):
@@ -99,9 +101,13 @@ def test_rollback_tokens_stay_reachable_behind_a_window(length, window, rollback
 
 
 def test_truncate_past_what_a_window_kept_is_refused_and_changes_nothing():
-    allocator, (handle,) = allocator_of(17, page_size=4, window=5)  # the next query sees 13 on: pages 0 to 2 are gone
+    allocator, (handle,) = allocator_of(
+        17, page_size=4, window=5
+    )  # the next query sees 13 on: pages 0 to 2 are gone
     before = allocator_state(allocator)
-    with pytest.raises(RuntimeError, match="truncated to 16 at least, got 15; construct the cache with a larger roll"):
+    with pytest.raises(
+        RuntimeError, match="truncated to 16 at least, got 15; construct the cache with a larger roll"
+    ):
         allocator.truncate(handle, 15)
     assert allocator_state(allocator) == before
     allocator.truncate(handle, 16)

@@ -31,7 +31,10 @@ LAYOUTS = {
         KVLayout.grouped(1, 8, window=6),
         KVLayout.grouped(1, 8, window=5, keep_first=3),
     ],
-    "int8": [KVLayout.grouped(2, 8, store=torch.int8, dtype=torch.bfloat16), KVLayout.latent(8, 4, store=torch.int8)],
+    "int8": [
+        KVLayout.grouped(2, 8, store=torch.int8, dtype=torch.bfloat16),
+        KVLayout.latent(8, 4, store=torch.int8),
+    ],
     "fp8": [KVLayout.grouped(2, 8, store=torch.float8_e4m3fn, dtype=torch.float16)],
 }
 
@@ -49,7 +52,9 @@ def append(cache: KVCache, n: int, rows: int) -> None:
                 tail = torch.randn(*lead, x.tail, dtype=dtype) if x.tail else None
                 layer.append(torch.randn(*lead, x.dim, dtype=dtype), tail)
             else:
-                layer.append(*(torch.randn(*lead, x.heads, width, dtype=dtype) for width in (x.dim, x.value_dim)))
+                layer.append(
+                    *(torch.randn(*lead, x.heads, width, dtype=dtype) for width in (x.dim, x.value_dim))
+                )
 
 
 def filled(layouts, **options) -> tuple[KVCache, list]:
@@ -134,7 +139,9 @@ def test_nothing_of_others_is_saved(tmp_path):
     with cache.step(5) as (kv,):
         kv.append(torch.ones(1, 5, 1, 4), torch.ones(1, 5, 1, 4))
     cache.save(second, tmp_path / "x")
-    assert all((x == 1).all() and x.shape[0] == 5 for n, x in load_file(tmp_path / "x").items() if "numbers" not in n)
+    assert all(
+        (x == 1).all() and x.shape[0] == 5 for n, x in load_file(tmp_path / "x").items() if "numbers" not in n
+    )
 
 
 def test_an_empty_sequence(tmp_path):
@@ -155,8 +162,12 @@ def test_an_empty_sequence(tmp_path):
 )
 @settings(max_examples=60, deadline=None)
 @torch.no_grad()
-def test_whatever_is_saved_is_loaded(tmp_path_factory, window, keep_first, rollback, padding, length, cut, page_sizes):
-    """Cut back, padded on the left, or into pages of another size: it goes on as it would have in its own cache."""
+def test_whatever_is_saved_is_loaded(
+    tmp_path_factory, window, keep_first, rollback, padding, length, cut, page_sizes
+):
+    """Cut back, padded on the left, or into pages of another size: it goes on as it would have in its own
+    cache.
+    """
     if keep_first:
         padding, page_sizes = 0, page_sizes[:1] * 2  # pages of other first tokens do not fit each other
     path = tmp_path_factory.getbasetemp() / "cut"
@@ -173,7 +184,10 @@ def test_whatever_is_saved_is_loaded(tmp_path_factory, window, keep_first, rollb
 
     def next_row(cache):
         with cache.step(1) as layers:
-            return [cached_attention(q, kv.append(*new), mask=mask) for kv, mask in zip(layers, masks, strict=True)]
+            return [
+                cached_attention(q, kv.append(*new), mask=mask)
+                for kv, mask in zip(layers, masks, strict=True)
+            ]
 
     torch.testing.assert_close(next_row(other), next_row(one))
     back = min(rollback, other.length(loaded) - max(least(other, loaded), least(one, handle) - padding, 0))
@@ -209,7 +223,9 @@ def test_a_loaded_sequence_is_not_cut_back_to_tokens_that_its_file_had_not(tmp_p
 
 def test_a_folder_that_is_not_there_is_an_oserror(tmp_path):
     cache, (handle, _) = filled(LAYOUTS["grouped"])
-    with pytest.raises(FileNotFoundError, match=r"No such file or directory to write x into; make it first: .*nowhere"):
+    with pytest.raises(
+        FileNotFoundError, match=r"No such file or directory to write x into; make it first: .*nowhere"
+    ):
         cache.save(handle, tmp_path / "nowhere" / "x")
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
@@ -265,22 +281,37 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 CHANGES = {
     "no metadata": (lambda said, tensors: said.clear(), "expected a file that cache.save"),
-    "another format": (lambda said, tensors: said.update(format='"attnlib sequence 2"'), "format 'attnlib sequence 2'"),
+    "another format": (
+        lambda said, tensors: said.update(format='"attnlib sequence 2"'),
+        "format 'attnlib sequence 2'",
+    ),
     "no JSON": (lambda said, tensors: said.update(length="{"), "expected a file that cache.save"),
     "deep layouts": (
         lambda said, tensors: said.update(layouts="[" * 100_000 + "]" * 100_000),
         "x: expected a file that",
     ),
-    "5000 digits": (lambda said, tensors: said.update(length="9" * 5000), "x: expected a file that cache.save"),
+    "5000 digits": (
+        lambda said, tensors: said.update(length="9" * 5000),
+        "x: expected a file that cache.save",
+    ),
     "a long length": (lambda said, tensors: said.update(length=str(2**40)), "its length and conventions"),
     "a short length": (lambda said, tensors: said.update(length="3"), "expected tokens of a sequence of 3"),
-    "few conventions": (lambda said, tensors: said.update(conventions="[null]"), "expected one for each layer"),
+    "few conventions": (
+        lambda said, tensors: said.update(conventions="[null]"),
+        "expected one for each layer",
+    ),
     "a missing plane": (lambda said, tensors: tensors.pop("1.v"), r"1\.v: expected .* got none"),
     "a wide plane": (lambda said, tensors: tensors.update({"0.k": torch.zeros(15, 2, 9)}), r"0\.k: expected"),
-    "another dtype": (lambda said, tensors: tensors.update({"0.k": tensors["0.k"].half()}), r"0\.k: expected"),
+    "another dtype": (
+        lambda said, tensors: tensors.update({"0.k": tensors["0.k"].half()}),
+        r"0\.k: expected",
+    ),
     "no numbers": (lambda said, tensors: tensors.pop("0.numbers"), "expected int32 numbers"),
     "another rollback": (lambda said, tensors: said.update(rollback='"8"'), "rollback: expected a count"),
-    "turned numbers": (lambda said, tensors: tensors["0.numbers"].copy_(tensors["0.numbers"].flip(0)), "in order"),
+    "turned numbers": (
+        lambda said, tensors: tensors["0.numbers"].copy_(tensors["0.numbers"].flip(0)),
+        "in order",
+    ),
 }
 
 
@@ -298,9 +329,16 @@ def test_a_file_that_is_not_ours_is_refused(name, tmp_path):
 
 def test_what_is_no_file_is_refused_at_once(tmp_path):
     cache, _ = filled(LAYOUTS["grouped"])
-    refused(cache, tmp_path, IsADirectoryError, re.escape(f"{tmp_path}: expected a file that cache.save() wrote"))
+    refused(
+        cache, tmp_path, IsADirectoryError, re.escape(f"{tmp_path}: expected a file that cache.save() wrote")
+    )
     os.mkfifo(path := tmp_path / "pipe")
-    refused(cache, path, ValueError, re.escape(f"{path}: expected a file that cache.save() wrote, got something else"))
+    refused(
+        cache,
+        path,
+        ValueError,
+        re.escape(f"{path}: expected a file that cache.save() wrote, got something else"),
+    )
 
 
 def test_half_a_file_is_refused_and_never_written(tmp_path, monkeypatch):

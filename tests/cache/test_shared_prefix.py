@@ -1,4 +1,6 @@
-"""What neighbours share is read once for all of them, and every answer is the one that each would get alone."""
+"""What neighbours share is read once for all of them, and every answer is the one that each would get
+alone.
+"""
 
 from dataclasses import replace
 from unittest import mock
@@ -88,16 +90,27 @@ class Pair:
 
     def shortest(self, i: int) -> int:
         """The length that a truncation may leave at least."""
-        return max(allocator.shortest(self.live[i][0]) for allocator in self.caches[0]._sequences.allocators.values())
+        return max(
+            allocator.shortest(self.live[i][0]) for allocator in self.caches[0]._sequences.allocators.values()
+        )
 
     def length(self, i: int) -> int:
         return self.caches[0].length(self.live[i][0])
 
-    def run(self, tokens: int | dict[int, int], *, reading: bool = False, fail: bool = False, calls=CALLS) -> list:
-        """Attend in a step or a read of so many tokens, for all or by number, alike in both caches; the views."""
-        given = [tokens if isinstance(tokens, int) else {self.live[i][j]: n for i, n in tokens.items()} for j in (0, 1)]
+    def run(
+        self, tokens: int | dict[int, int], *, reading: bool = False, fail: bool = False, calls=CALLS
+    ) -> list:
+        """Attend in a step or a read of so many tokens, for all or by number, alike in both caches; the
+        views.
+        """
+        given = [
+            tokens if isinstance(tokens, int) else {self.live[i][j]: n for i, n in tokens.items()}
+            for j in (0, 1)
+        ]
         shape = (len(self.live), tokens) if isinstance(tokens, int) else (sum(tokens.values()),)
-        new = [[torch.randn(*shape, *x, dtype=torch.float64) for x in _widths(layout)] for layout in self.layouts]
+        new = [
+            [torch.randn(*shape, *x, dtype=torch.float64) for x in _widths(layout)] for layout in self.layouts
+        ]
         answers, views = [], []
         for cache, counts in zip(self.caches, given, strict=True):
             with (cache.read if reading else cache.step)(counts) as layers:
@@ -105,7 +118,11 @@ class Pair:
                 if fail:
                     raise Abort
                 views += of
-                asked = [(view, x[0], call) for view, x in zip(of, new, strict=True) for call in _possible(view, calls)]
+                asked = [
+                    (view, x[0], call)
+                    for view, x in zip(of, new, strict=True)
+                    for call in _possible(view, calls)
+                ]
                 answers.append([y for view, q, call in asked for y in attend(q, view, **call)])
         for ours, plain in zip(*answers, strict=True):
             torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
@@ -139,7 +156,9 @@ def forked(prefixes: int = 1, length: int = 7, n: int = 3, layouts=(GROUPED,)) -
 class SharingMachine(RuleBasedStateMachine):
     """Admissions, steps, reads, forks, truncations and releases in any order change no answer."""
 
-    @initialize(prefixes=st.integers(1, 3), padding=st.sampled_from([0, 3]), tokens=st.sampled_from([4, 5, 6]))
+    @initialize(
+        prefixes=st.integers(1, 3), padding=st.sampled_from([0, 3]), tokens=st.sampled_from([4, 5, 6])
+    )
     def start(self, prefixes, padding, tokens):
         self.pair = Pair(prefixes)
         self.pair.admit(2, padding)
@@ -169,7 +188,9 @@ class SharingMachine(RuleBasedStateMachine):
 
     def readable(self, tokens):
         """As many of these queries as see no key that the window has dropped."""
-        last = [self.pair.length(i) - self.pair.shortest(i) if self.pair.shortest(i) else MOST for i in self.live]
+        last = [
+            self.pair.length(i) - self.pair.shortest(i) if self.pair.shortest(i) else MOST for i in self.live
+        ]
         if isinstance(tokens, int):
             return min(tokens, *last)
         return {i: min(n, last[i]) for i, n in tokens.items()}
@@ -234,7 +255,9 @@ def test_forks_attend_as_if_each_had_stored_its_own(tokens, call, backend):
 
 @pytest.mark.parametrize("layout", [GROUPED, LATENT, LAYOUTS[3]], ids=("grouped", "latent", "int8"))
 def test_shared_pages_are_read_in_one_row(layout):
-    """The row of a group is all that reads them: elsewhere the table may name any page. Without it they are missed."""
+    """The row of a group is all that reads them: elsewhere the table may name any page. Without it they are
+    missed.
+    """
     (view,) = forked(length=7, n=3, layouts=(layout,)).run(1)
     shared, own = view.shared, view.own
     assert shared.lengths.tolist() == [6]
@@ -262,7 +285,9 @@ def test_explain_tells_the_calls_that_run(tokens, call):
         explained = [x.spec for x in ran]
         attend(q, view, **CALLS[call])
     assert [x.spec for x in ran[len(explained) :]] == explained == [x.spec for x in (told, told.shared) if x]
-    assert [x.kv for x in ran[: len(explained)]] == ([view] if told.shared is None else [view.own, view.shared])
+    assert [x.kv for x in ran[: len(explained)]] == (
+        [view] if told.shared is None else [view.own, view.shared]
+    )
     assert (told.shared is None) == (call in ("behind", "sliding", "slopes"))
 
 
@@ -366,7 +391,9 @@ def test_more_groups_than_are_asked_for():
 
 
 def test_what_is_truncated_is_not_shared_when_it_has_grown_again():
-    """By steps of the same sequences and sizes, which look for groups no more while all keep what they share."""
+    """By steps of the same sequences and sizes, which look for groups no more while all keep what they
+    share.
+    """
     pair = forked(n=1)
     (view,) = pair.run(5)
     assert view.shared.lengths.tolist() == [6]
@@ -467,9 +494,19 @@ def test_who_does_not_ask_gets_one_view():
 def layer(kind: str, form: str = "absorbed"):
     torch.manual_seed(0)
     if kind == "gqa":
-        return GroupedQueryAttention(16, HEADS, num_kv_heads=2, mask=CAUSAL, rope=Rope(4), dtype=torch.float64)
-    sizes = {"q_lora_rank": None, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
-    return MultiHeadLatentAttention(16, HEADS, mask=CAUSAL, rope=Rope(2), form=form, dtype=torch.float64, **sizes)
+        return GroupedQueryAttention(
+            16, HEADS, num_kv_heads=2, mask=CAUSAL, rope=Rope(4), dtype=torch.float64
+        )
+    sizes = {
+        "q_lora_rank": None,
+        "kv_lora_rank": 6,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 4,
+    }
+    return MultiHeadLatentAttention(
+        16, HEADS, mask=CAUSAL, rope=Rope(2), form=form, dtype=torch.float64, **sizes
+    )
 
 
 @torch.no_grad()

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from attnlib import CAUSAL, GroupedQueryAttention, KVCache, KVLayout, Mask, MultiHeadLatentAttention, Rope, sliding
+from attnlib import (
+    CAUSAL,
+    GroupedQueryAttention,
+    KVCache,
+    KVLayout,
+    Mask,
+    MultiHeadLatentAttention,
+    Rope,
+    sliding,
+)
 from attnlib.cache import buffer
 from attnlib.masks.function import RetainedKeys
 from attnlib.masks.ready_made import attention_sinks, documents
@@ -16,8 +25,16 @@ def a_layer(kind: str, mask, backend: str = "torch") -> torch.nn.Module:
     torch.manual_seed(0)
     if kind == "grouped":
         return GroupedQueryAttention(32, 4, num_kv_heads=2, mask=mask, backend=backend)
-    widths = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-    return MultiHeadLatentAttention(32, 4, **widths, mask=mask, rope=Rope(4, interleaved=True), backend=backend)
+    widths = {
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    }
+    return MultiHeadLatentAttention(
+        32, 4, **widths, mask=mask, rope=Rope(4, interleaved=True), backend=backend
+    )
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -45,7 +62,10 @@ def test_a_stream_as_the_whole_sequence(kind, backend, monkeypatch):
             with cache.step(counts) as (kv,):
                 y = layer(x[:, done[0] : done[0] + counts], kv=kv)
             torch.testing.assert_close(y, whole[:, done[0] : done[0] + counts])
-        done = [n + m for n, m in zip(done, counts if isinstance(counts, tuple) else (counts, counts), strict=True)]
+        done = [
+            n + m
+            for n, m in zip(done, counts if isinstance(counts, tuple) else (counts, counts), strict=True)
+        ]
     allocator = cache._sequences.allocators[(8, 5)]
     assert allocator.used <= 2 * (2 + 3)  # two pages for five first tokens, three for a window
 
@@ -71,7 +91,9 @@ def test_pages_of_such_layers_are_counted_by_window_and_first_tokens():
 @pytest.mark.parametrize("heads", [(2, 8), (2, 2)])
 @pytest.mark.parametrize("order", [1, -1])
 def test_layouts_of_a_window_and_other_first_tokens_have_schedules_of_their_own(heads, order, monkeypatch):
-    """A CPU makes none; so one is put in its place that only tells who asked for it, and what it was updated with."""
+    """A CPU makes none; so one is put in its place that only tells who asked for it, and what it was updated
+    with.
+    """
     reaches = {}
 
     def made(layout, rows, device, **sizes):
@@ -82,9 +104,9 @@ def test_layouts_of_a_window_and_other_first_tokens_have_schedules_of_their_own(
 
     monkeypatch.setattr(buffer, "new_schedule", made)
     monkeypatch.setattr(buffer, "update_schedule", updated)
-    layouts = [KVLayout.grouped(n, 4, window=8, keep_first=first) for n, first in zip(heads, (0, 5), strict=True)][
-        ::order
-    ]
+    layouts = [
+        KVLayout.grouped(n, 4, window=8, keep_first=first) for n, first in zip(heads, (0, 5), strict=True)
+    ][::order]
     cache = KVCache.paged(layouts, pages=16, page_size=4, max_sequences=2)
     cache.admit(2)
     with cache.step(1) as layers:

@@ -22,7 +22,9 @@ class Options(NamedTuple):
 
 
 def defined(q, k, v, options: Options, *, upcast=True, start: int = 0):
-    """Attention ``[s, h, d]`` and LSE ``[h, s]`` of one sequence; in fp64, or else step by step in the dtype."""
+    """Attention ``[s, h, d]`` and LSE ``[h, s]`` of one sequence; in fp64, or else step by step in the
+    dtype.
+    """
     dtype = q.dtype
     if upcast:
         q, k, v = (x.double() for x in (q, k, v))
@@ -56,7 +58,9 @@ def drawn(seed: int):
     d = rng.choice([8, 32, 40, 59, 64, 96, 111, 128])
     window = rng.choice([(-1, -1), (-1, -1), (rng.randrange(t), rng.randrange(t)), (7, 0), (0, -1)])
     slopes = torch.rand(h) * 0.3 if rng.random() < 0.3 else None
-    options = Options(rng.choice([None, 0.3]), rng.random() < 0.5, window, rng.choice([0.0, 0.0, 5.0]), slopes)
+    options = Options(
+        rng.choice([None, 0.3]), rng.random() < 0.5, window, rng.choice([0.0, 0.0, 5.0]), slopes
+    )
     return rng.choice([1, 2, 3]), s, t, h, h // group, d, options
 
 
@@ -66,7 +70,9 @@ def cases(count: int):
 
 @pytest.mark.parametrize("seed", cases(300))
 def test_flash_attentions_own_rule(seed):
-    """An error at most twice that of eager attention in the dtype, of gradients three times, and exact in fp64."""
+    """An error at most twice that of eager attention in the dtype, of gradients three times, and exact in
+    fp64.
+    """
     b, s, t, h, g, d, options = drawn(seed)
     torch.manual_seed(seed)
     exact = [torch.randn(b, n, heads, d, dtype=torch.float64) for n, heads in ((s, h), (t, g), (t, g))]
@@ -113,9 +119,14 @@ def test_packed_sequences(seed):
     torch.manual_seed(seed)
     lengths_q, lengths_k = [3, 0, 17, 5], [11, 4, 17, 0]
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).int() for x in (lengths_q, lengths_k))
-    q, k, v = (torch.randn(sum(n), heads, d).double() for n, heads in ((lengths_q, h), (lengths_k, g), (lengths_k, g)))
+    q, k, v = (
+        torch.randn(sum(n), heads, d).double()
+        for n, heads in ((lengths_q, h), (lengths_k, g), (lengths_k, g))
+    )
     sizes = (cu_q, cu_k, max(lengths_q), max(lengths_k))
-    out, lse, _ = flash_attn.flash_attn_varlen_func(q, k, v, *sizes, **options._asdict(), return_attn_probs=True)
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        q, k, v, *sizes, **options._asdict(), return_attn_probs=True
+    )
     parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
     expected = [defined(*part, options) for part in parts]
     torch.testing.assert_close(out, torch.cat([x for x, _ in expected]), rtol=1e-9, atol=1e-9)
@@ -134,7 +145,9 @@ def test_one_tensor_for_several():
     qkv = torch.randn(2, 9, 3, 4, 8)
     expected = flash_attn.flash_attn_func(*qkv.unbind(2), causal=True)
     assert torch.equal(flash_attn.flash_attn_qkvpacked_func(qkv, causal=True), expected)
-    assert torch.equal(flash_attn.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], causal=True), expected)
+    assert torch.equal(
+        flash_attn.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], causal=True), expected
+    )
     cu = torch.tensor([0, 9, 18], dtype=torch.int32)
     packed = flash_attn.flash_attn_varlen_qkvpacked_func(qkv.flatten(0, 1), cu, 9, causal=True)
     torch.testing.assert_close(packed.unflatten(0, (2, 9)), expected)
@@ -154,8 +167,12 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("new", "rotary"), [(0, None), *((n, x) for n in (1, 4) for x in (None, False, True))])
-@pytest.mark.parametrize("options", [Options(), Options(causal=True), Options(window_size=(5, 0), softcap=5.0)])
+@pytest.mark.parametrize(
+    ("new", "rotary"), [(0, None), *((n, x) for n in (1, 4) for x in (None, False, True))]
+)
+@pytest.mark.parametrize(
+    "options", [Options(), Options(causal=True), Options(window_size=(5, 0), softcap=5.0)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_is_written_and_read(kind, options, new, rotary):
     torch.manual_seed(0)
@@ -185,7 +202,9 @@ def test_a_cache_is_written_and_read(kind, options, new, rotary):
         given |= {"rotary_cos": angles.cos, "rotary_sin": angles.sin, "rotary_interleaved": rotary}
     if new:
         given |= {"k": k, "v": v}
-    out, lse = flash_attn.flash_attn_with_kvcache(q, *cache, **given, **options._asdict(), return_softmax_lse=True)
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        q, *cache, **given, **options._asdict(), return_softmax_lse=True
+    )
     for row, length in enumerate(stored):
         after, keys, turned = length + new, k[row], q[row]
         if rotary is not None:
@@ -221,7 +240,11 @@ def test_padding_is_taken_out_and_put_back():
     ("change", "error", "message"),
     [
         ({"k": torch.ones(1, 1, 2, 8)}, ValueError, "k, v: expected both or neither"),
-        ({"k": torch.ones(1, 1, 2, 8), "v": torch.ones(1, 1, 2, 8)}, ValueError, "and cache_seqlens with them"),
+        (
+            {"k": torch.ones(1, 1, 2, 8), "v": torch.ones(1, 1, 2, 8)},
+            ValueError,
+            "and cache_seqlens with them",
+        ),
         ({"rotary_cos": torch.ones(8, 4)}, ValueError, "rotary_cos: expected new keys"),
         ({"softmax_scale": -1.0}, ValueError, "scale: expected a finite fp32 number above 0"),
     ],

@@ -14,7 +14,9 @@ MASKS = {
     "bool of all": lambda s, t: torch.rand(s, t) > 0.3,
     "bool of batches": lambda s, t: torch.rand(B, 1, 1, t) > 0.3,
     "bool of heads": lambda s, t: torch.rand(1, H, s, t) > 0.3,
-    "rows that see nothing": lambda s, t: (torch.arange(s)[:, None] % 3 > 0) & torch.ones(s, t, dtype=torch.bool),
+    "rows that see nothing": lambda s, t: (
+        (torch.arange(s)[:, None] % 3 > 0) & torch.ones(s, t, dtype=torch.bool)
+    ),
     "added": lambda s, t: torch.randn(B, H, s, t, dtype=torch.float64),
     "added of keys": lambda s, t: torch.randn(t, dtype=torch.float64),
 }
@@ -89,9 +91,15 @@ def test_dropout_keeps_the_mean():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"is_causal": True, "attn_mask": torch.ones(S, T, dtype=torch.bool)}, "attn_mask: expected None with"),
+        (
+            {"is_causal": True, "attn_mask": torch.ones(S, T, dtype=torch.bool)},
+            "attn_mask: expected None with",
+        ),
         ({"attn_mask": torch.ones(S, T + 1, dtype=torch.bool)}, r"a shape that broadcasts to \(2, 4"),
-        ({"key": torch.randn(B, 2, T, D)}, r"heads: expected as many .* got \[4, 2, 4\]; enable_gqa=True groups them"),
+        (
+            {"key": torch.randn(B, 2, T, D)},
+            r"heads: expected as many .* got \[4, 2, 4\]; enable_gqa=True groups them",
+        ),
         ({"query": 3}, r"query: expected \[..., heads, tokens, channels\], got int"),
     ],
 )

@@ -1,4 +1,5 @@
-"""What the compile check builds: kernels for calls that reach every entry of the launch tables, and flags in pairs.
+"""What the compile check builds: kernels for calls that reach every entry of the launch tables, and flags in
+pairs.
 
 Those over caches are in cached_builds.py.
 """
@@ -19,7 +20,9 @@ SHORT, LONG = 1024, 8192  # tokens
 
 
 class Build(NamedTuple):
-    """A kernel, the chip and the call that it is built for; ``head`` is the channels of a key and of a value."""
+    """A kernel, the chip and the call that it is built for; ``head`` is the channels of a key and of a
+    value.
+    """
 
     kernel: str
     arch: int
@@ -36,7 +39,9 @@ class Build(NamedTuple):
     aligned: bool = True  # rows of q, k and v begin at multiples of 16 bytes
     hopper: bool = False  # by Hopper's own kernels, where there are some for it
     in_order: bool = False  # for deterministic algorithms
-    function: str = ""  # of indices: documents hide tiles, relative scores are learned but in Hopper's own kernels
+    function: str = (
+        ""  # of indices: documents hide tiles, relative scores are learned but in Hopper's own kernels
+    )
 
     def __str__(self) -> str:
         d, e = self.head
@@ -129,7 +134,12 @@ def product() -> Iterator[Build]:
         "slopes": (False, True),
         "aligned": (True, False),
     }
-    narrow = ((16, 16), (160, 96), (111, 55), (59, 29))  # one small, one in two blocks, two odd with narrower values
+    narrow = (
+        (16, 16),
+        (160, 96),
+        (111, 55),
+        (59, 29),
+    )  # one small, one in two blocks, two odd with narrower values
     for row in pairwise({"head": (*HEADS, *narrow), **common, "sinks": (False, True)}):
         yield Build("forward", **row)
     for row in pairwise({"head": (*TRAINED, *narrow), **common, "dlse": (False, True)}):
@@ -138,14 +148,20 @@ def product() -> Iterator[Build]:
 
 
 def pairwise(factors: Mapping[str, Sequence], never: Set[frozenset] = frozenset()) -> list[dict]:
-    """Rows with a level of each factor, in which any two levels of two factors meet. Greedy, and always the same.
+    """Rows with a level of each factor, in which any two levels of two factors meet. Greedy, and always the
+    same.
 
     ``never`` are pairs of ``(factor, level)`` that must not meet.
 
     Raises:
         ValueError: no level of a factor goes with what a row has already.
     """
-    pairs = (frozenset(((a, x), (b, y))) for a, b in combinations(factors, 2) for x in factors[a] for y in factors[b])
+    pairs = (
+        frozenset(((a, x), (b, y)))
+        for a, b in combinations(factors, 2)
+        for x in factors[a]
+        for y in factors[b]
+    )
     missing = dict.fromkeys(pair for pair in pairs if pair not in never)
     rows = []
     while missing:
@@ -153,9 +169,15 @@ def pairwise(factors: Mapping[str, Sequence], never: Set[frozenset] = frozenset(
         for name in factors:
             if name not in row:
                 meets = {x: [frozenset(((name, x), pair)) for pair in row.items()] for x in factors[name]}
-                met = {x: sum(map(missing.__contains__, new)) for x, new in meets.items() if never.isdisjoint(new)}
+                met = {
+                    x: sum(map(missing.__contains__, new))
+                    for x, new in meets.items()
+                    if never.isdisjoint(new)
+                }
                 if not met:
-                    raise ValueError(f"{name}: expected a level that may meet {row}, got none; allow one in `never`")
+                    raise ValueError(
+                        f"{name}: expected a level that may meet {row}, got none; allow one in `never`"
+                    )
                 row[name] = max(met, key=met.get)
         for pair in combinations(row.items(), 2):
             missing.pop(frozenset(pair), None)

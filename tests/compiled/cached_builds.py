@@ -1,4 +1,6 @@
-"""What the compile check builds for caches: kernels that read one, that add up and cut its splits, that write it."""
+"""What the compile check builds for caches: kernels that read one, that add up and cut its splits, that write
+it.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +14,9 @@ WITHOUT_FP8 = (80, 86)
 
 
 class Layer(NamedTuple):
-    """Query heads, and the channels of a stored key and its value; ``latent``: of a latent and its rotary key."""
+    """Query heads, and the channels of a stored key and its value; ``latent``: of a latent and its rotary
+    key.
+    """
 
     heads: int
     key: int
@@ -30,7 +34,9 @@ MLA, WIDE_MLA = (Layer(heads, 512, 64, latent=True) for heads in (16, 128))
 
 
 class CachedBuild(NamedTuple):
-    """A kernel, the chip and the call over a cache that it is built for; ``tokens`` are the new ones of a sequence."""
+    """A kernel, the chip and the call over a cache that it is built for; ``tokens`` are the new ones of a
+    sequence.
+    """
 
     kernel: str  # decode, combine, schedule, write
     arch: int
@@ -153,7 +159,9 @@ def _common(arch: int) -> Iterator[CachedBuild]:
 
 
 def _rare(arch: int) -> Iterator[CachedBuild]:
-    """What else a call may be: of several tokens, over latents in fewer bits, of a large batch, of a prompt."""
+    """What else a call may be: of several tokens, over latents in fewer bits, of a large batch, of a
+    prompt.
+    """
     decode, combine, write = (partial(CachedBuild, kernel, arch) for kernel in ("decode", "combine", "write"))
     stores = ("", "int8") if arch in WITHOUT_FP8 else ("", "int8", "fp8")
     yield decode(GQA64, tokens=64)

@@ -25,7 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     """Compile, print, and compare or write; returns 1 if anything is amiss, 2 for what cannot be checked."""
     parser = argparse.ArgumentParser(prog="python tests/compiled", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"compile more calls too, and write {PAGE}")
-    parser.add_argument("--tables", action="store_true", help="no more calls: the entries of the launch tables alone")
+    parser.add_argument(
+        "--tables", action="store_true", help="no more calls: the entries of the launch tables alone"
+    )
     arguments = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET"):
         return _refuse("TRITON_INTERPRET is set, under which nothing is compiled; unset it")
@@ -39,19 +41,28 @@ def main(argv: list[str] | None = None) -> int:
 
     start = time.perf_counter()
     tables = distinct((*entries(), *cached_entries()))
-    more = (*product(), *cached_calls(), *cached_product()) if arguments.write and not arguments.tables else ()
+    more = (
+        (*product(), *cached_calls(), *cached_product()) if arguments.write and not arguments.tables else ()
+    )
     built = _build(distinct((*tables, *more)), start)
     amiss = [
-        f"{build} on sm_{build.arch} {why}" for build, result in built.items() if (why := shortfall(build, result))
+        f"{build} on sm_{build.arch} {why}"
+        for build, result in built.items()
+        if (why := shortfall(build, result))
     ]
     if arguments.write:
         rest = {build: built[build] for build in built if build not in tables}
-        page.write_text(written(text, triton.__version__, section({build: built[build] for build in tables}, rest)))
+        page.write_text(
+            written(text, triton.__version__, section({build: built[build] for build in tables}, rest))
+        )
     else:
         amiss += regressions(built, expected)
     for line in amiss:
         print(f"AMISS: {line}")
-    print(f"triton {triton.__version__}: {len(built)} kernels, {time.perf_counter() - start:.0f} s, {len(amiss)} amiss")
+    print(
+        f"triton {triton.__version__}: {len(built)} kernels, {time.perf_counter() - start:.0f} s, "
+        f"{len(amiss)} amiss"
+    )
     if amiss and not arguments.write:
         print(f"if this is what a change is meant to do, `make compile-check` writes {PAGE} anew")
     return int(bool(amiss))

@@ -39,10 +39,11 @@ CHIPS = MappingProxyType(
 
 
 class Binary(NamedTuple):
-    """What a thread takes: registers, bytes spilled to its stack. And a program: shared bytes, columns, warps.
+    """What a thread takes: registers, bytes spilled to its stack. And a program: shared bytes, columns,
+    warps.
 
-    ``lost`` are the instructions that read what ptxas never wrote, ``disorder`` what is amiss in the loops of Hopper's
-    own kernels, ``reused`` the instructions that use a barrier's room for something else.
+    ``lost`` are the instructions that read what ptxas never wrote, ``disorder`` what is amiss in the loops of
+    Hopper's own kernels, ``reused`` the instructions that use a barrier's room for something else.
     """
 
     tiles: str
@@ -60,11 +61,15 @@ class Binary(NamedTuple):
         chip = CHIPS[arch]
         by_registers = REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.warps)
         by_columns = COLUMNS // self.columns if self.columns else by_registers
-        return min(by_registers, by_columns, (chip.shared << 10) // (self.shared + 1024), chip.warps // self.warps)
+        return min(
+            by_registers, by_columns, (chip.shared << 10) // (self.shared + 1024), chip.warps // self.warps
+        )
 
     def line(self, arch: int) -> str:
         """All of it, in words."""
-        taken = f"{self.registers} registers, {self.spilled} bytes spilled, {self.shared / 1024:.1f} KiB shared"
+        taken = (
+            f"{self.registers} registers, {self.spilled} bytes spilled, {self.shared / 1024:.1f} KiB shared"
+        )
         return f"{self.tiles}: {taken}, {self.resident(arch)} per SM"
 
 
@@ -77,7 +82,9 @@ def distinct(builds: Iterable[AnyBuild]) -> list[AnyBuild]:
 
 
 def _compiled_for(launch: Launch, tensors: dict) -> tuple:
-    """What Triton compiles for: constants, options, dtypes, and of every number its type and what divides it."""
+    """What Triton compiles for: constants, options, dtypes, and of every number its type and what divides
+    it.
+    """
     parameters = {parameter.name: parameter for parameter in launch.kernel.params}
     kinds = [_kind(n, parameters[name]) for name, n in launch.arguments.items()]
     dtypes = [x if x is None else x.dtype for x in map(tensors.get, launch.tensors)]
@@ -85,7 +92,9 @@ def _compiled_for(launch: Launch, tensors: dict) -> tuple:
 
 
 def _kind(n: object, parameter) -> tuple:
-    """A constant itself; a number's type, and for an int that is specialized whether it is 1, or a multiple of 16."""
+    """A constant itself; a number's type, and for an int that is specialized whether it is 1, or a multiple
+    of 16.
+    """
     if parameter.is_constexpr or n is None:
         return (getattr(n, "__module__", n),)  # a function of indices is in a module named by what it says
     if isinstance(n, float):
@@ -105,7 +114,9 @@ def binary(build: AnyBuild) -> Binary:
     metadata, cubin = absent.launched
     registers, spilled = _usage(cubin)
     columns, text = getattr(metadata, "tmem_size", None) or 0, disassembled(cubin)
-    makes_barriers = ".hopper." in launch.kernel.__module__  # Triton makes those of others, from registers of its own
+    makes_barriers = (
+        ".hopper." in launch.kernel.__module__
+    )  # Triton makes those of others, from registers of its own
     return Binary(
         _tiles(launch, metadata.num_warps), registers, spilled, metadata.shared, columns, metadata.num_warps,
         tuple(lost(text)), tuple(disorder(str(build), launch, text)),
@@ -114,7 +125,9 @@ def binary(build: AnyBuild) -> Binary:
 
 
 def _tiles(launch: Launch, warps: int) -> str:
-    """``128 x 64, 8 warps, 3 stages``; of ``warps`` a kernel whose warps differ has more than it is launched with."""
+    """``128 x 64, 8 warps, 3 stages``; of ``warps`` a kernel whose warps differ has more than it is launched
+    with.
+    """
     constants, options = launch.arguments, launch.options
     if "CONSUMERS" in constants:
         constants = constants | {"BLOCK_M": ROWS * constants["CONSUMERS"]}
@@ -143,7 +156,9 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 
 class _Absent:
-    """A Triton driver for a chip that is not there. Its functions are binaries, and it remembers the last launched."""
+    """A Triton driver for a chip that is not there. Its functions are binaries, and it remembers the last
+    launched.
+    """
 
     def __init__(self, arch: int):
         self.arch, self.utils, self.launched = arch, self, None

@@ -1,4 +1,6 @@
-"""From a build to the launch that its call would make on the chip, and the tensors it takes, which hold nothing."""
+"""From a build to the launch that its call would make on the chip, and the tensors it takes, which hold
+nothing.
+"""
 
 from types import MappingProxyType
 from unittest.mock import patch
@@ -36,11 +38,18 @@ DTYPES = MappingProxyType(
     }
 )  # fmt: skip
 MASKS = MappingProxyType(
-    {"causal": CAUSAL, "full": FULL, "left": Mask(1023), "sliding": sliding(1024), "prefix": Mask(right=0, prefix=100)}
+    {
+        "causal": CAUSAL,
+        "full": FULL,
+        "left": Mask(1023),
+        "sliding": sliding(1024),
+        "prefix": Mask(right=0, prefix=100),
+    }
 )
 BATCH, QUERY_HEADS, KV_HEADS = 2, 8, 2  # of every call without a cache
 CAPACITY = 8192  # tokens of a sequence in a cache
-# Multiprocessors, by which sequences are cut into splits: of an A100, an A40, an H200, a B200 and an RTX 5090.
+# Multiprocessors, by which sequences are cut into splits: of an A100, an A40, an H200, a B200 and an RTX
+# 5090.
 PROCESSORS = MappingProxyType({80: 108, 86: 84, 90: 132, 100: 148, 120: 170})
 
 Prepared = tuple[Launch, dict[str, Tensor | None]]
@@ -68,11 +77,14 @@ def _dense(build: Build) -> Prepared:
     read, *programs = _function(build)
     arguments = Arguments(
         *map(named.get, Arguments._fields[:TENSORS]), read,
-        mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None, *programs, not build.hopper,
+        mask.left, mask.right, mask.prefix, scale, softcap, build.dropout, None, None, *programs,
+        not build.hopper,
     )  # fmt: skip
     named |= captured(arguments, torch.empty(count_learnt(arguments), device="meta"))
     loaded = (named["q"], named["k"], named["v"])
-    key = key_of(arguments, *loaded)._replace(tf32=build.dtype == "tf32", hopper=build.hopper, in_order=build.in_order)
+    key = key_of(arguments, *loaded)._replace(
+        tf32=build.dtype == "tf32", hopper=build.hopper, in_order=build.in_order
+    )
     if build.kernel == "forward":
         plan, dtype = variants.forward(key), named["v"].dtype
         return plan.launches[-1], named | {
@@ -143,7 +155,10 @@ def _over_cache(build: CachedBuild) -> Prepared:
     def remember(launch: Launch, tensors: dict[str, Tensor | None]):
         names = {*launch.tensors, *(block.tensor for block in launch.blocks.values()), *launch.captured}
         kernel = launch.kernel.__name__
-        made["decode" if kernel.startswith("decode") else kernel] = launch, {name: tensors.get(name) for name in names}
+        made["decode" if kernel.startswith("decode") else kernel] = (
+            launch,
+            {name: tensors.get(name) for name in names},
+        )
 
     cached_plan = cached.cached_plan
 
@@ -151,7 +166,9 @@ def _over_cache(build: CachedBuild) -> Prepared:
         return cached_plan(key._replace(tf32=build.dtype == "tf32"))
 
     with (
-        patch.object(torch.ops.attnlib, "triton_cached", backend.cached.run),  # else torch would ask for shapes alone
+        patch.object(
+            torch.ops.attnlib, "triton_cached", backend.cached.run
+        ),  # else torch would ask for shapes alone
         patch.object(torch.ops.attnlib, "triton_write", writes._write),
         patch.object(decode_shapes, "arch_of", lambda device: build.arch),
         patch.object(Launch, "on", remember),
@@ -160,14 +177,18 @@ def _over_cache(build: CachedBuild) -> Prepared:
     ):
         (_write if build.kernel == "write" else _read)(build)
     if build.kernel not in made:
-        raise ValueError(f"kernel: expected one that this call launches, {', '.join(made)}, got {build.kernel}")
+        raise ValueError(
+            f"kernel: expected one that this call launches, {', '.join(made)}, got {build.kernel}"
+        )
     return made[build.kernel]
 
 
 def _read(build: CachedBuild):
     view, mask, layer, function = _view(build), MASKS[build.mask], build.layer, None
     if build.function == "documents":
-        mask &= mask_mod(_same_document, torch.empty(build.sequences, CAPACITY, dtype=torch.int32, device="meta"))
+        mask &= mask_mod(
+            _same_document, torch.empty(build.sequences, CAPACITY, dtype=torch.int32, device="meta")
+        )
     elif build.function == "relative":
         function = score_mod(_relative, torch.empty(layer.heads, 257, device="meta"))
     width = layer.key + layer.value if layer.latent else layer.key

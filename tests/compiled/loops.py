@@ -1,8 +1,9 @@
 """The loops of Hopper's own kernels, in which warpgroups multiply: what ptxas made of them, and what it must.
 
-A product runs on while its warps go on; ``WARPGROUP.DEPBAR.LE gsb0, n`` waits until at most n groups of products run.
-Softmax is under a product where its exponentials come before that wait. ptxas has moved waits above exponentials, and
-where an accumulator in flight is read it waits for each product on its own (its warnings C7510 and C7514).
+A product runs on while its warps go on; ``WARPGROUP.DEPBAR.LE gsb0, n`` waits until at most n groups of
+products run. Softmax is under a product where its exponentials come before that wait. ptxas has moved waits
+above exponentials, and where an accumulator in flight is read it waits for each product on its own (its
+warnings C7510 and C7514).
 """
 
 import re
@@ -16,7 +17,8 @@ from attnlib.backends._triton.dense.hopper_tables import for_version
 from attnlib.backends._triton.launching.launch import Launch
 
 LINE = re.compile(
-    r"^(?:(?P<label>\.L_\w+):|\s*/\*[0-9a-f]{4,}\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<code>[A-Z][^;]*?)\s*;)", re.MULTILINE
+    r"^(?:(?P<label>\.L_\w+):|\s*/\*[0-9a-f]{4,}\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<code>[A-Z][^;]*?)\s*;)",
+    re.MULTILINE,
 )
 JUMP = re.compile(r"BRA\b.*`\((\.L_\w+)\)")
 LEAVES = re.compile(r"(?:BRA|BRX|EXIT|RET)\b")  # without a guard, what comes next is not run next
@@ -27,8 +29,8 @@ WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)")
 class Trip(NamedTuple):
     """What the quickest trip through a loop runs, in which no block is masked and nobody waits for a tile.
 
-    ``waits`` are how many groups of products each wait leaves running; ``late`` are the exponentials behind the last
-    wait that leaves none; ``spills`` read or write the stack.
+    ``waits`` are how many groups of products each wait leaves running; ``late`` are the exponentials behind
+    the last wait that leaves none; ``spills`` read or write the stack.
     """
 
     products: int
@@ -39,7 +41,8 @@ class Trip(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """What a trip through a loop with products should run; all of its exponentials, if any, before the last wait.
+    """What a trip through a loop with products should run; all of its exponentials, if any, before the last
+    wait.
 
     Products of single warps have no waits: a warp waits for what it reads.
     """
@@ -51,13 +54,17 @@ class Loop(NamedTuple):
 
 
 def _forward(constants: dict) -> tuple[Loop, ...]:
-    """A loop for each consumer: scores, the product before them, and softmax between the waits for these two."""
+    """A loop for each consumer: scores, the product before them, and softmax between the waits for these
+    two.
+    """
     channels = constants["D_MAIN"] + constants["D_TAIL"]
     return (Loop((channels + constants["BLOCK_N"]) // DEPTH, waits=(1, 0)),) * constants["CONSUMERS"]
 
 
 def _forward_fp8(constants: dict) -> tuple[Loop, ...]:
-    """A loop for each consumer. Wide values are multiplied piece by piece, before scores: softmax is under nothing."""
+    """A loop for each consumer. Wide values are multiplied piece by piece, before scores: softmax is under
+    nothing.
+    """
     channels, values = constants["D_MAIN"] + constants["D_TAIL"], constants["E_MAIN"]
     pieces = values // 64 if values > 128 else 1
     products = (channels + pieces * constants["BLOCK_N"]) // (2 * DEPTH)
@@ -66,7 +73,9 @@ def _forward_fp8(constants: dict) -> tuple[Loop, ...]:
 
 
 def _backward(constants: dict) -> tuple[Loop, ...]:
-    """A loop for each consumer; of the widest heads, one without softmax makes dv; one may be for dq alone."""
+    """A loop for each consumer; of the widest heads, one without softmax makes dv; one may be for dq
+    alone.
+    """
     rows, channels = constants["BLOCK_M"], constants["D_MAIN"] + constants["E_MAIN"]
     if constants["APART"]:
         consumer = Loop((channels + 2 * rows) // DEPTH, waits=(0, 1, 0))
@@ -91,11 +100,13 @@ EXPECTED = MappingProxyType(
         "decode_pages": lambda constants: (Loop(32, ()),) * (constants["BLOCK_M"] // 16),
     }
 )
-# By the first version of Triton that they are for, as launch tables are: a version has those of the newest one that is
-# not above it. Words that a trip of any build reads and writes on the stack: of ptxas 13.4, fp8 at d128 30 to 42 unless
-# all is seen, and at d256 up to 178. Blocks of 64 keys leave none at d128; under 3.6 they did 857 TFLOP/s at d256, and
-# those of 128 keys 1,036. Which is faster under 3.9 has not been timed.
-MOST = MappingProxyType({(3, 6): {"backward": 30, "forward_fp8": 2}, (3, 9): {"backward": 30, "forward_fp8": 200}})
+# By the first version of Triton that they are for, as launch tables are: a version has those of the newest
+# one that is not above it. Words that a trip of any build reads and writes on the stack: of ptxas 13.4, fp8
+# at d128 30 to 42 unless all is seen, and at d256 up to 178. Blocks of 64 keys leave none at d128; under 3.6
+# they did 857 TFLOP/s at d256, and those of 128 keys 1,036. Which is faster under 3.9 has not been timed.
+MOST = MappingProxyType(
+    {(3, 6): {"backward": 30, "forward_fp8": 2}, (3, 9): {"backward": 30, "forward_fp8": 200}}
+)
 # And of single builds: no more than these. What those of 3.6 and 3.8 cost has not been measured.
 # All but the last, which spills under 3.7 alone, have an option that takes registers.
 _SINCE_3_6 = {
@@ -129,9 +140,10 @@ SPILLING = MappingProxyType(
             "forward d192/128 fp8 causal Hopper, slopes": 27,
             "forward d256 fp8 causal Hopper, slopes": 39,
         },
-        # Relative scores at d256 take 7.6 % longer than under 3.6, and with 32 keys, which leave nothing on the stack,
-        # 25 %. Decoding keeps a word of an address in a trip of 44 products, of bytes four in one of 68: of bytes it
-        # takes as long as under 3.6, of one token 2.3 % longer, of four 7.7 % (see hopper_tables.py).
+        # Relative scores at d256 take 7.6 % longer than under 3.6, and with 32 keys, which leave nothing on
+        # the stack, 25 %. Decoding keeps a word of an address in a trip of 44 products, of bytes four in one
+        # of 68: of bytes it takes as long as under 3.6, of one token 2.3 % longer, of four 7.7 % (see
+        # hopper_tables.py).
         (3, 9): {
             "forward d64 bf16 causal Hopper relative": 8,
             "forward d128 bf16 causal Hopper, slopes": 4,
@@ -150,7 +162,9 @@ SPILLING = MappingProxyType(
 
 
 def disorder(name: str, launch: Launch, text: str) -> list[str]:
-    """What is amiss in the loops of a build called ``name``; nothing for kernels that are not Hopper's own."""
+    """What is amiss in the loops of a build called ``name``; nothing for kernels that are not Hopper's
+    own.
+    """
     if ".hopper." not in launch.kernel.__module__:
         return []
     found = trips(text)
@@ -199,7 +213,9 @@ def trips(text: str) -> list[Trip]:
     }
     multiplying = [(a, b) for a, b in loops if any(PRODUCT.match(x.text) for x in code[a : b + 1])]
     innermost = [
-        (a, b) for a, b in multiplying if not any(a <= c and d <= b for c, d in multiplying if (a, b) != (c, d))
+        (a, b)
+        for a, b in multiplying
+        if not any(a <= c and d <= b for c, d in multiplying if (a, b) != (c, d))
     ]
     return [_trip(loops[loop]) for loop in innermost]
 
@@ -212,7 +228,9 @@ def _instructions(text: str) -> list[_Instruction]:
         else:
             found.append((match["code"], match["guard"] is not None))
     jumps = [JUMP.match(code) for code, _ in found]
-    return [_Instruction(*x, places.get(jump[1]) if jump else None) for x, jump in zip(found, jumps, strict=True)]
+    return [
+        _Instruction(*x, places.get(jump[1]) if jump else None) for x, jump in zip(found, jumps, strict=True)
+    ]
 
 
 def _quickest(code: list[_Instruction], start: int, end: int) -> list[str]:

@@ -84,12 +84,17 @@ def regressions(built: Built, expected: Mapping[tuple[str, str], Committed]) -> 
             found.append(f"{name} has tiles of {result.tiles}; expected {was.tiles}, as {PAGE} says")
         elif result.spilled > was.spilled + SLACK:
             found.append(
-                f"{name} spills {result.spilled} bytes; expected {was.spilled}, as {PAGE} says, or {SLACK} more"
+                f"{name} spills {result.spilled} bytes; expected {was.spilled}, as {PAGE} says, or {SLACK} "
+                "more"
             )
         elif now < was.resident and result.spilled >= was.spilled:
-            found.append(f"{name} leaves an SM {now} programs at once; expected {was.resident}, as {PAGE} says")
+            found.append(
+                f"{name} leaves an SM {now} programs at once; expected {was.resident}, as {PAGE} says"
+            )
     known = {_key(build) for build in built}
-    return found + [f"{' on '.join(key)} is in {PAGE} and was not built" for key in expected if key not in known]
+    return found + [
+        f"{' on '.join(key)} is in {PAGE} and was not built" for key in expected if key not in known
+    ]
 
 
 def section(tables: Built, more: Built) -> str:
@@ -107,13 +112,22 @@ def _summary(built: Built) -> list[str]:
     lacking = {build: result for build, result in built.items() if shortfall(build, result)}
     spilling = {build: result for build, result in built.items() if build not in lacking and result.spilled}
     worst = sorted(spilling, key=lambda build: -spilling[build].spilled)[:WORST]
-    parts = [f"{len(built)} more kernels. {len(lacking) or 'None'} fail to compile or to fit{':' if lacking else '.'}"]
+    parts = [
+        f"{len(built)} more kernels. {len(lacking) or 'None'} fail to compile or to "
+        f"fit{':' if lacking else '.'}"
+    ]
     parts += [_table(lacking)] * bool(lacking)
-    return [*parts, f"{len(spilling)} spill, these the most:", _table({build: spilling[build] for build in worst})]
+    return [
+        *parts,
+        f"{len(spilling)} spill, these the most:",
+        _table({build: spilling[build] for build in worst}),
+    ]
 
 
 def written(text: str, version: str, section: str) -> str:
-    """The page with another section for one Triton; the newest comes first, of others only what differs from it."""
+    """The page with another section for one Triton; the newest comes first, of others only what differs from
+    it.
+    """
     sections = _sections(text) | {version: section}
     order = sorted(sections, key=lambda name: [int(n) for n in re.findall(r"\d+", name)], reverse=True)
     newest = sections[order[0]]
@@ -143,11 +157,15 @@ def _sections(text: str) -> dict[str, str]:
 
 
 def _differences(section: str, newest: str, name: str) -> str:
-    """A section of which only the rows stay that differ from those of the newest Triton, which is called ``name``."""
+    """A section of which only the rows stay that differ from those of the newest Triton, which is called
+    ``name``.
+    """
     first, own = _rows(newest), _rows(section)
     absent = {key: f"| {' | '.join((*key, ABSENT))} | | | | |" for key in first if key not in own}
     differing = {
-        key: x for key, x in own.items() if key not in first or _but_registers(x) != _but_registers(first[key])
+        key: x
+        for key, x in own.items()
+        if key not in first or _but_registers(x) != _but_registers(first[key])
     }
     differing |= absent
     told = f"As with triton {name} but for registers, and for {len(differing)} of {len(first)} kernels:"

@@ -1,9 +1,9 @@
 """What ptxas made of a kernel, read back from its machine code.
 
-A product on Hopper reads its tiles where descriptors in uniform registers say. ptxas 12.8, which triton 3.6.0 and 3.7.1
-run for Hopper, has lost the instruction that began such a descriptor, where two tiles of different layouts lay at one
-address: the kernel compiled, and read from wherever the register pointed. ptxas 13.1 did not. From 3.9 on Triton runs
-ptxas 13.4 for Hopper too.
+A product on Hopper reads its tiles where descriptors in uniform registers say. ptxas 12.8, which triton 3.6.0
+and 3.7.1 run for Hopper, has lost the instruction that began such a descriptor, where two tiles of different
+layouts lay at one address: the kernel compiled, and read from wherever the register pointed. ptxas 13.1 did
+not. From 3.9 on Triton runs ptxas 13.4 for Hopper too.
 """
 
 import re
@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE)
 UNIFORM = re.compile(r"-?UR(\d+)$")
-# Beside the opcodes of the uniform datapath, which begin with U, those that write one of its registers; and of the
-# former those whose uniform operands are all read.
+# Beside the opcodes of the uniform datapath, which begin with U, those that write one of its registers; and
+# of the former those whose uniform operands are all read.
 WRITE = ("ELECT", "R2UR", "S2UR", "CS2UR", "LDCU", "VOTEU", "REDUX", "CREDUX")
 READ = ("UISETP", "UFSETP", "UR2UP")
 # What leaves the bits of an address that a descriptor has room for: 14 of them, and 15 from Triton 3.8 on.
@@ -22,7 +22,9 @@ CUT = MappingProxyType({"ULOP3": {"0x3fff", "0x7fff"}, "USGXT": {"0xe", "0xf"}})
 # Bytes that plain loads and stores of shared memory move, by what follows their name.
 MOVED = MappingProxyType({"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16})
 DIRECT = re.compile(r"\[UR\d+(?:\+0x([0-9a-f]+))?\]")  # an address that all threads share
-CALLED = re.compile(r"^(\$[\w$]+):$", re.MULTILINE)  # functions that ptxas brings along, behind the kernel: divisions
+CALLED = re.compile(
+    r"^(\$[\w$]+):$", re.MULTILINE
+)  # functions that ptxas brings along, behind the kernel: divisions
 CARRY = ("UMOV", "UIADD3", "ULOP3", "USEL")  # what a descriptor's lower half goes through
 
 
@@ -38,11 +40,12 @@ def disassembled(cubin: bytes) -> str:
 
 
 def lost(text: str) -> list[str]:
-    """Instructions that read a uniform register which none before them writes, or a descriptor made of no address.
+    """Instructions that read a uniform register which none before them writes, or a descriptor made of no
+    address.
 
-    The second finds registers that still hold something else; before them is where the text has them, loops or not.
-    ptxas 13.4 copies and saves pairs of registers of which one is not written yet. A copy of nothing is nothing, and
-    what reads it is found.
+    The second finds registers that still hold something else; before them is where the text has them, loops
+    or not. ptxas 13.4 copies and saves pairs of registers of which one is not written yet. A copy of nothing
+    is nothing, and what reads it is found.
     """
     written, addresses, empty, found, by_called = set(), set(), set(), [], _written_by_called(text)
     for instruction in INSTRUCTION.finditer(text):
@@ -75,15 +78,18 @@ def _written_by_called(text: str) -> dict[str, set[int]]:
     for name, body in zip(parts[::2], parts[1::2], strict=True):
         split = [(x[1], [operand.strip() for operand in x[2].split(",")]) for x in INSTRUCTION.finditer(body)]
         places = [(opcode, operands, _destination(opcode, operands)) for opcode, operands in split]
-        found[name] = {n for opcode, operands, into in places if into >= 0 for n in _written(opcode, operands[into])}
+        found[name] = {
+            n for opcode, operands, into in places if into >= 0 for n in _written(opcode, operands[into])
+        }
     return found
 
 
 def reused(text: str) -> list[str]:
     """Plain reads and writes of shared memory where a barrier is made.
 
-    Triton gives the room of a barrier that nobody waits for to others. What is written there then comes out wrong, once
-    the chip stops a program midway to let another process compute: the barrier is written after it.
+    Triton gives the room of a barrier that nobody waits for to others. What is written there then comes out
+    wrong, once the chip stops a program midway to let another process compute: the barrier is written after
+    it.
     """
     made, plain = set(), []
     for instruction in INSTRUCTION.finditer(text):
@@ -115,7 +121,9 @@ def _written(opcode: str, x: str) -> range:
 
 
 def _read(opcode: str, operands: list[str], x: str) -> range | list[int]:
-    """The uniform registers of an operand; a descriptor is a pair, and Hopper's products have two side by side."""
+    """The uniform registers of an operand; a descriptor is a pair, and Hopper's products have two side by
+    side.
+    """
     described = re.match(r"g?desc\[UR(\d+)\]", x)
     if described is None:
         return [int(n) for n in re.findall(r"\bUR(\d+)\b", x)]

@@ -1,4 +1,6 @@
-"""What the compile check builds for caches: which calls these are, and that each is the launch of its call."""
+"""What the compile check builds for caches: which calls these are, and that each is the launch of its
+call.
+"""
 
 import pytest
 import torch
@@ -39,7 +41,9 @@ def test_every_entry_of_the_decode_tables_is_built(monkeypatch):
     for name, value in list(vars(decode_tables).items()):
         if isinstance(value, LaunchConfig):
             monkeypatch.setattr(decode_tables, name, number(value, name))
-        elif isinstance(value, tuple) and {type(x[-1]) for x in value if isinstance(x, tuple)} == {LaunchConfig}:
+        elif isinstance(value, tuple) and {type(x[-1]) for x in value if isinstance(x, tuple)} == {
+            LaunchConfig
+        }:
             anew = tuple((limit, number(config, f"{name}, up to {limit}")) for limit, config in value)
             monkeypatch.setattr(decode_tables, name, anew)
     assert len(numbered) > 5
@@ -74,7 +78,11 @@ def test_no_chip_reads_fp8_that_cannot():
 @pytest.mark.parametrize(
     "build",
     [
-        *(DECODE._replace(dtype=dtype, store=store) for dtype in ("bf16", "fp16", "fp32") for store in ("", "int8")),
+        *(
+            DECODE._replace(dtype=dtype, store=store)
+            for dtype in ("bf16", "fp16", "fp32")
+            for store in ("", "int8")
+        ),
         DECODE._replace(store="fp8", layer=MLA),
         DECODE._replace(layer=Layer(32, 192, 128), packed=True, tokens=3),
         WRITE._replace(store="int8", rope="half"),
@@ -210,14 +218,23 @@ def test_one_launch_is_compiled_for_two_chips():
     ("build", "words"),
     [
         (DECODE, "decode 32 x d128 bf16 causal"),
-        (DECODE._replace(layer=Layer(8, 64, 32), page=0, mask="full"), "decode 8 x d64/32 bf16 full contiguous"),
+        (
+            DECODE._replace(layer=Layer(8, 64, 32), page=0, mask="full"),
+            "decode 8 x d64/32 bf16 full contiguous",
+        ),
         (
             DECODE._replace(layer=MLA, store="int8", tokens=2, page=16, softcap=True, sinks=True),
             "decode 16 x d512+64 bf16 in int8 causal 2 tokens pages of 16, softcap sinks",
         ),
-        (COMBINE._replace(layer=GQA128, packed=True, sequences=3), "combine 32 x d128 bf16 packed batch of 3"),
+        (
+            COMBINE._replace(layer=GQA128, packed=True, sequences=3),
+            "combine 32 x d128 bf16 packed batch of 3",
+        ),
         (COMBINE._replace(kernel="schedule", sequences=64), "schedule of 64"),
-        (WRITE._replace(store="fp8", rope="half", aligned=False), "write 32 x d128 bf16 in fp8 half rope unaligned"),
+        (
+            WRITE._replace(store="fp8", rope="half", aligned=False),
+            "write 32 x d128 bf16 in fp8 half rope unaligned",
+        ),
     ],
 )
 def test_builds_in_words(build, words):

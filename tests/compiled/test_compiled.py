@@ -41,7 +41,12 @@ def test_what_must_never_meet_does_not():
     never = {frozenset((("a", 1), ("b", 3))), frozenset((("b", 2), ("c", 2)))}
     rows = pairwise(factors, never)
     met = {frozenset(pair) for row in rows for pair in combinations(row.items(), 2)}
-    every = {frozenset(((f, x), (g, y))) for f, g in combinations(factors, 2) for x in factors[f] for y in factors[g]}
+    every = {
+        frozenset(((f, x), (g, y)))
+        for f, g in combinations(factors, 2)
+        for x in factors[f]
+        for y in factors[g]
+    }
     assert met == every - never
     with pytest.raises(ValueError, match=r"c: expected a level that may meet .* got none"):
         pairwise({"a": (1,), "b": (1,), "c": (1,)}, {frozenset((("a", 1), ("c", 1)))})
@@ -142,7 +147,10 @@ def test_a_process_that_dies_takes_no_other_job_along():
         ({"registers": 128, "shared": (113 << 10) + 1}, 1),  # and a program takes another KiB
         ({"registers": 40, "shared": 0, "warps": 4}, 12),
         ({"registers": 40, "shared": 0, "columns": 256}, 2),
-        ({"registers": 128, "shared": 0, "warps": 16}, 1),  # three warpgroups that multiply, and one that loads
+        (
+            {"registers": 128, "shared": 0, "warps": 16},
+            1,
+        ),  # three warpgroups that multiply, and one that loads
         ({"shared": 228 << 10}, 0),
     ],
 )
@@ -209,8 +217,13 @@ def test_what_can_never_run():
 def test_calls_over_caches_have_a_place_of_their_own():
     cached, other = CachedBuild("decode", 90, MLA), BUILD._replace(sinks=True)
     text = section({BUILD: BINARY, cached: BINARY}, {other: BINARY, cached._replace(page=16): BINARY})
-    tables, pairs, calls = re.split(r"^### (?:Flags in pairs|More calls over caches)$", text, flags=re.MULTILINE)
-    rows = [[line.split(" | ")[0] for line in part.splitlines() if " | sm_" in line] for part in (tables, pairs, calls)]
+    tables, pairs, calls = re.split(
+        r"^### (?:Flags in pairs|More calls over caches)$", text, flags=re.MULTILINE
+    )
+    rows = [
+        [line.split(" | ")[0] for line in part.splitlines() if " | sm_" in line]
+        for part in (tables, pairs, calls)
+    ]
     assert rows == [[f"| {BUILD}", f"| {cached}"], [f"| {other}"], [f"| {cached} pages of 16"]]
     assert all("1 more kernels. None fail" in part for part in (pairs, calls))
     assert set(committed(written("", "3.7.1", text), "3.7.1")) == {(str(x), "sm_90") for x in (BUILD, cached)}

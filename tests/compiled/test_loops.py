@@ -70,12 +70,16 @@ def without(*lines: str) -> tuple[str, ...]:
     return tuple(x for x in LOOP if x not in lines)
 
 
-SERIAL = tuple(x for line in LOOP for x in (line, "WARPGROUP.DEPBAR.LE gsb0, 0x0")[: 1 + line.startswith("HGMMA")])
+SERIAL = tuple(
+    x for line in LOOP for x in (line, "WARPGROUP.DEPBAR.LE gsb0, 0x0")[: 1 + line.startswith("HGMMA")]
+)
 LAST_WAIT, FIRST_PRODUCT = LOOP[-2], LOOP[1]
 
 
 def test_the_trip_of_a_loop():
-    """The masked branch is no part of it, nor is what lies around the loop; a wait behind the kernel is no loop."""
+    """The masked branch is no part of it, nor is what lies around the loop; a wait behind the kernel is no
+    loop.
+    """
     assert trips(kernel(*LOOP)) == [GOOD]
     assert faults(GOOD, TWO_PRODUCTS) == []
 
@@ -86,7 +90,15 @@ def test_a_loop_in_a_loop_counts_alone():
 
 
 def test_the_shorter_arm_of_a_branch_runs():
-    arms = (*LOOP[:9], "@!P1 BRA `(.L_x_4)", *LOOP[10:13], "BRA `(.L_x_3)", ".L_x_4:", "FADD R1, R1, R1", *LOOP[13:])
+    arms = (
+        *LOOP[:9],
+        "@!P1 BRA `(.L_x_4)",
+        *LOOP[10:13],
+        "BRA `(.L_x_3)",
+        ".L_x_4:",
+        "FADD R1, R1, R1",
+        *LOOP[13:],
+    )
     assert trips(kernel(*arms)) == [GOOD]
     longer = (*arms[:15], *(("NOP",) * 9), *arms[15:])
     assert trips(kernel(*longer)) == [GOOD._replace(spills=2)]
@@ -106,7 +118,11 @@ def test_loops_without_products_do_not_count():
         ((*LOOP[:-1], "@P3 STL [R1+0x8], R3", LOOP[-1]), {"spills": 1}, "the stack 1 times; expected 0"),
         ((LOOP[0], FIRST_PRODUCT, *LOOP[1:]), {"products": 5}, "has 5 matrix instructions; expected 4"),
         (without(FIRST_PRODUCT), {"products": 3}, "has 3 matrix instructions; expected 4"),
-        (SERIAL, {"waits": (0, 0, 0, 0, 1, 0)}, "until (0, 0, 0, 0, 1, 0) groups of products run; expected (1, 0)"),
+        (
+            SERIAL,
+            {"waits": (0, 0, 0, 0, 1, 0)},
+            "until (0, 0, 0, 0, 1, 0) groups of products run; expected (1, 0)",
+        ),
         (without(LOOP[8]), {"waits": (0,)}, "until (0,) groups of products run; expected (1, 0)"),
         (without(*(x for x in LOOP if "EX2" in x)), {"exponentials": 0}, "has no exponentials"),
     ],
@@ -144,7 +160,9 @@ def test_spills_that_are_known_are_allowed_and_no_more():
     assert faults(GOOD._replace(spills=3), TWO_PRODUCTS, spills=2)
 
 
-def launch(name: str = "forward", module: str = "attnlib.backends._triton.kernels.hopper.forward") -> SimpleNamespace:
+def launch(
+    name: str = "forward", module: str = "attnlib.backends._triton.kernels.hopper.forward"
+) -> SimpleNamespace:
     constants = {"D_MAIN": 16, "D_TAIL": 16, "BLOCK_N": 32, "CONSUMERS": 2}
     return SimpleNamespace(kernel=SimpleNamespace(__name__=name, __module__=module), arguments=constants)
 
@@ -158,14 +176,18 @@ def test_the_loops_of_a_kernel():
     assert disorder("one", launch(), both) == []
     assert disorder("one", launch(), numbered(1, LOOP)) == ["has 1 loops with products; expected 2"]
     late = numbered(1, moved(LAST_WAIT, LOOP[8])) + numbered(2, LOOP)
-    assert disorder("one", launch(), late) == ["3 of 3 exponentials come after the wait for the product (1 of 2 loops)"]
+    assert disorder("one", launch(), late) == [
+        "3 of 3 exponentials come after the wait for the product (1 of 2 loops)"
+    ]
     assert disorder("one", launch(module="attnlib.backends._triton.kernels.forward"), late) == []
     [unknown] = disorder("one", launch("new"), both)
     assert unknown == f"has loops that nothing is expected of, {[GOOD, GOOD]}; EXPECTED has no new"
 
 
 def test_loops_may_come_in_any_order(monkeypatch):
-    monkeypatch.setattr(loops, "EXPECTED", {"forward": lambda _: (TWO_PRODUCTS, TWO_PRODUCTS._replace(products=5))})
+    monkeypatch.setattr(
+        loops, "EXPECTED", {"forward": lambda _: (TWO_PRODUCTS, TWO_PRODUCTS._replace(products=5))}
+    )
     longer = (LOOP[0], FIRST_PRODUCT, *LOOP[1:])
     assert disorder("one", launch(), numbered(1, LOOP) + numbered(2, longer)) == []
     assert disorder("one", launch(), numbered(1, longer) + numbered(2, LOOP)) == []
@@ -185,7 +207,11 @@ def test_every_kernel_of_hopper_has_expectations():
     assert {kernel.__name__ for kernel in kernels if ".hopper." in kernel.__module__} == EXPECTED.keys()
     compiled = {str(build) for build in (*builds, *cached_calls(), *cached_product())}
     assert {name for spilling in SPILLING.values() for name in spilling} <= compiled
-    plain = {str(Build("forward", 90, head, mask=mask, hopper=True)) for head in TRAINED for mask in ("causal", "full")}
+    plain = {
+        str(Build("forward", 90, head, mask=mask, hopper=True))
+        for head in TRAINED
+        for mask in ("causal", "full")
+    }
     assert plain <= {str(build) for build in builds}
     for spilling in SPILLING.values():
         assert not plain & spilling.keys()  # what the benchmark shows
@@ -196,4 +222,7 @@ def test_expectations_of_the_forward():
     constants = {"D_MAIN": 128, "D_TAIL": 0, "BLOCK_N": 128, "CONSUMERS": 2}
     assert EXPECTED["forward"](constants) == (Loop(16, (1, 0)),) * 2
     assert EXPECTED["forward"](constants | {"D_TAIL": 64})[0].products == 20
-    assert EXPECTED["forward"](constants | {"D_MAIN": 256, "BLOCK_N": 64, "CONSUMERS": 3}) == (Loop(20, (1, 0)),) * 3
+    assert (
+        EXPECTED["forward"](constants | {"D_MAIN": 256, "BLOCK_N": 64, "CONSUMERS": 3})
+        == (Loop(20, (1, 0)),) * 3
+    )

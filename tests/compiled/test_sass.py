@@ -3,7 +3,8 @@
 import pytest
 from compiled.sass import lost, reused
 
-# The first two slices of a tile of values at UR10, as a product reads them; ptxas 12.8 wrote UR26 in place of UR10.
+# The first two slices of a tile of values at UR10, as a product reads them; ptxas 12.8 wrote UR26 in place of
+# UR10.
 SLICES = """
         /*0020*/                   USGXT.U32 UR10, UR4, 0xe ;
         /*0030*/                   UMOV UR11, URZ ;
@@ -50,12 +51,20 @@ def test_a_descriptor_made_of_something_else():
         ("USGXT.U32 UR4, UR9, 0xf",),
         ("R2UR UR4, R5",),
         ("USGXT.U32 UR8, UR9, 0xe", "UIADD3 UR4, UP0, UR8, 0x2, URZ"),
-        ("USGXT.U32 UR8, UR9, 0xe", "ULOP3.LUT UR4, UR8, 0x4000000, URZ, 0xfc, !UPT"),  # an offset to the next columns
+        (
+            "USGXT.U32 UR8, UR9, 0xe",
+            "ULOP3.LUT UR4, UR8, 0x4000000, URZ, 0xfc, !UPT",
+        ),  # an offset to the next columns
         ("R2UR UR8, R5", "R2UR UR9, R6", "UIADD3.64 UR4, UR8, 0x2, URZ"),
     ],
 )
 def test_what_a_descriptor_is_made_of(lower):
-    after = "UMOV UR5, 0x40000040", "UMOV UR6, UR4", "UMOV UR7, UR5", "HGMMA.64x64x16.F32 R24, gdesc[UR4], !UPT"
+    after = (
+        "UMOV UR5, 0x40000040",
+        "UMOV UR6, UR4",
+        "UMOV UR7, UR5",
+        "HGMMA.64x64x16.F32 R24, gdesc[UR4], !UPT",
+    )
     assert lost(code("ULDC UR9, c[0x0][0x280]", *lower, *after)) == []
 
 
@@ -71,12 +80,18 @@ def test_what_a_descriptor_is_made_of(lower):
         (["UIMAD.WIDE UR6, URZ, 0x4, URZ"], "IMAD.U32 R2, RZ, RZ, UR7"),
         (["LDCU.128 UR8, c[0x0][0x380]"], "UISETP.NE.AND UP6, UPT, UR11, URZ, UPT"),
         (["UP2UR UR4, UPR, URZ, 0x40"], "UR2UP UPR, UR4"),
-        (["R2UR UR4, R1", "R2UR UR5, R2", "R2UR UR6, R3", "R2UR UR7, R4"], "HGMMA.64x64x16.F32 R24, gdesc[UR4]"),
+        (
+            ["R2UR UR4, R1", "R2UR UR5, R2", "R2UR UR6, R3", "R2UR UR7, R4"],
+            "HGMMA.64x64x16.F32 R24, gdesc[UR4]",
+        ),
         (
             ["R2UR UR6, R3", "R2UR UR7, R4"],
             "HGMMA.64x64x16.F32 R24, R4, gdesc[UR4].tnspB, R24",
         ),  # the second pair alone
-        (["LDCU.128 UR4, c[0x0][0x380]"], "UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR4], tmem[UR6], idesc[UR7], UPT"),
+        (
+            ["LDCU.128 UR4, c[0x0][0x380]"],
+            "UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR4], tmem[UR6], idesc[UR7], UPT",
+        ),
     ],
     ids=lambda x: x.split()[0] if isinstance(x, str) else None,
 )
@@ -88,7 +103,8 @@ def test_every_register_of_a_read_is_written_before(writes, read):
 
 
 @pytest.mark.parametrize(
-    "copies", [("UMOV UR5, UR9",), ("MOV.SPILL R4, UR9", "R2UR.FILL UR5, R4"), ("UMOV UR7, UR9", "UMOV UR5, UR7")]
+    "copies",
+    [("UMOV UR5, UR9",), ("MOV.SPILL R4, UR9", "R2UR.FILL UR5, R4"), ("UMOV UR7, UR9", "UMOV UR5, UR7")],
 )
 def test_a_copy_of_nothing_is_nothing(copies):
     """ptxas copies pairs of registers of which one is written later."""

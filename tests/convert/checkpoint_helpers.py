@@ -35,7 +35,9 @@ def llama(config: dict = CONFIG, dtype: torch.dtype = torch.float32) -> dict[str
     return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
-def write_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict = CONFIG, *, shards: int = 1) -> Path:
+def write_checkpoint(
+    folder: Path, tensors: dict[str, Tensor], config: dict = CONFIG, *, shards: int = 1
+) -> Path:
     """A source folder; with ``shards`` above 1, neighbouring tensors go into different ones."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -46,14 +48,18 @@ def write_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict = CO
     names = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
     weight_map = {tensor: names[i % shards] for i, tensor in enumerate(tensors)}
     for name in names:
-        save_file({tensor: value for tensor, value in tensors.items() if weight_map[tensor] == name}, folder / name)
+        save_file(
+            {tensor: value for tensor, value in tensors.items() if weight_map[tensor] == name}, folder / name
+        )
     write_index(folder, weight_map)
     return folder
 
 
 def write_index(folder: Path, weight_map: object) -> None:
     """Replace a folder's index."""
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def halve(weights: dict[str, Tensor], shape: LayerShape) -> ConvertedLayer:
@@ -64,9 +70,15 @@ def halve(weights: dict[str, Tensor], shape: LayerShape) -> ConvertedLayer:
             pairs = new[name].unflatten(0, (shape.kv_heads // 2, 2, shape.head_dim))
             new[name] = pairs.float().mean(1).flatten(0, 1).to(pairs.dtype)
     first, second = weights["k_proj.weight"].unflatten(0, (-1, 2, shape.head_dim)).unbind(1)
-    return ConvertedLayer(new, {"num_key_value_heads": shape.kv_heads // 2}, {"k": float((first - second).norm())})
+    return ConvertedLayer(
+        new, {"num_key_value_heads": shape.kv_heads // 2}, {"k": float((first - second).norm())}
+    )
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

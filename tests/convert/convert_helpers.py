@@ -47,9 +47,13 @@ def grouped(size=(4, 1), *, rope="half", seed=0, **options) -> GroupedQueryAtten
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:
-    """Hidden states ``[*shape, m]`` whose channels are correlated, of very different size, and not of mean 0."""
+    """Hidden states ``[*shape, m]`` whose channels are correlated, of very different size, and not of mean
+    0.
+    """
     generator = torch.Generator().manual_seed(seed)
-    mix = torch.randn(HIDDEN, HIDDEN, generator=generator, dtype=torch.float64) * torch.logspace(0, -3, HIDDEN)
+    mix = torch.randn(HIDDEN, HIDDEN, generator=generator, dtype=torch.float64) * torch.logspace(
+        0, -3, HIDDEN
+    )
     return torch.randn(*shape, HIDDEN, generator=generator, dtype=torch.float64) @ mix + mix[0]
 
 

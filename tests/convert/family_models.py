@@ -13,9 +13,9 @@ logging.disable_progress_bar()
 logging.set_verbosity_error()
 HEADS, KV_HEADS, GROUPS = 4, 4, 2
 SIZES = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 EXPERTS = {"num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WIDE_HEADS = {"head_dim": 16}  # unlike the width over heads
@@ -36,7 +36,8 @@ DECODERS = MappingProxyType(
         "olmo": WIDE_HEADS,
         "olmo2": WIDE_HEADS,
         "olmo3": WIDE_HEADS | TYPES,
-        "granite": WIDE_HEADS | {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
+        "granite": WIDE_HEADS
+        | {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
         "granitemoe": WIDE_HEADS | EXPERTS,
         "smollm3": WIDE_HEADS | {"no_rope_layers": [0, 1]},
         "starcoder2": WIDE_HEADS,
@@ -51,7 +52,14 @@ DECODERS = MappingProxyType(
 MADE_OF_HEADS = ("gpt_neox", "opt", "gpt2", "bert")  # whose configs have no key for fewer KV heads
 SMALL_EYES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 EYES = SMALL_EYES | {"image_size": 16, "patch_size": 8}
-QWEN_EYES = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
+QWEN_EYES = {
+    "depth": 1,
+    "embed_dim": 16,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+}
 QWEN_EYES |= {"intermediate_size": 24, "fullatt_block_indexes": [0]}
 QWEN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}}
 SEEING = MappingProxyType(
@@ -98,14 +106,18 @@ def telling(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def equalise(model: nn.Module, *, neighbours: bool = True) -> None:
-    """Make the KV heads of each of GROUPS groups the same, with their biases, and gains that are a head's own.
+    """Make the KV heads of each of GROUPS groups the same, with their biases, and gains that are a head's
+    own.
 
     Groups are of neighbours, or of every other head.
     """
     config = model.config.get_text_config()
     dim = getattr(config, "head_dim", None) or config.hidden_size // HEADS
     for name, x in model.named_parameters():
-        if not any(part in name for part in ("self_attn", "attention.query_key_value", "c_attn")) or "vis" in name:
+        if (
+            not any(part in name for part in ("self_attn", "attention.query_key_value", "c_attn"))
+            or "vis" in name
+        ):
             continue
         if "qkv_proj" in name:
             _, *rows = x.split([HEADS * dim, KV_HEADS * dim, KV_HEADS * dim])
@@ -127,7 +139,13 @@ def equalise(model: nn.Module, *, neighbours: bool = True) -> None:
 def load(folder: Path) -> nn.Module:
     """A folder as transformers loads it; anything missing, unexpected or of another shape is an error."""
     kind = json.loads((folder / "config.json").read_text())["model_type"]
-    made = AutoModelForImageTextToText if kind in SEEING else AutoModel if kind == "bert" else AutoModelForCausalLM
+    made = (
+        AutoModelForImageTextToText
+        if kind in SEEING
+        else AutoModel
+        if kind == "bert"
+        else AutoModelForCausalLM
+    )
     model, found = made.from_pretrained(folder, output_loading_info=True, dtype="auto")
     assert not any(found.values()), found
     return model.eval()
@@ -141,7 +159,9 @@ def says(model: nn.Module) -> Tensor:
 
 
 def is_as_exact(folder: Path, other: nn.Module) -> bool:
-    """Whether a model says what a folder's says: not further from fp64 than twice as far as that in its own dtype."""
+    """Whether a model says what a folder's says: not further from fp64 than twice as far as that in its own
+    dtype.
+    """
     golden = load(folder)
     naive = says(golden).double()
     if hasattr(golden, "set_experts_implementation"):
@@ -152,7 +172,9 @@ def is_as_exact(folder: Path, other: nn.Module) -> bool:
 
 @torch.no_grad()
 def computed(model: nn.Module) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-    """What comes into and out of the text's attention layers, without norms and with the usual scale; and its gains."""
+    """What comes into and out of the text's attention layers, without norms and with the usual scale; and its
+    gains.
+    """
     seen, hooks, gains = [], [], {}
 
     def keep(module: nn.Module, args: tuple, kwargs: dict, out: object) -> None:
@@ -161,7 +183,9 @@ def computed(model: nn.Module) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]
 
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if kind.endswith(("Attention", "BertAttention")) and not any(x in kind for x in ("Vision", "Self", "Pixtral")):
+        if kind.endswith(("Attention", "BertAttention")) and not any(
+            x in kind for x in ("Vision", "Self", "Pixtral")
+        ):
             if any(x in name for x in ("vision", "visual")):
                 continue
             gains[module] = {}

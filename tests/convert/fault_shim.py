@@ -1,4 +1,6 @@
-"""The os module with a fault in it: the n-th call that changes what is on disk fails, or kills the process."""
+"""The os module with a fault in it: the n-th call that changes what is on disk fails, or kills the
+process.
+"""
 
 import os
 import signal
@@ -8,7 +10,8 @@ CHANGING = ("open", "write", "fsync", "rename", "unlink")
 
 
 class FaultyOs:
-    """Stands for ``os`` in a module. ``fault(name)`` is called in place of call number ``at``, counted from 0.
+    """Stands for ``os`` in a module. ``fault(name)`` is called in place of call number ``at``, counted from
+    0.
 
     Syncing is only counted: nothing but the clock can tell, short of cutting the power.
     """

@@ -1,4 +1,5 @@
-"""``python llama_cpp_says.py GGUF OUT OPTIONS TOKENS...``: llama.cpp's logits of tokens, in a process of its own.
+"""``python llama_cpp_says.py GGUF OUT OPTIONS TOKENS...``: llama.cpp's logits of tokens, in a process of its
+own.
 
 What it asserts ends a process. ``OPTIONS`` are others of ``llama_cpp.Llama``, in JSON.
 """
@@ -15,7 +16,9 @@ FP32 = 0  # of the cache: ggml.h, GGML_TYPE_F32
 
 def main(gguf: str, out: str, options: str, *tokens: str) -> None:
     """Read the tokens at once and write the logits of each."""
-    model = Llama(gguf, n_ctx=256, logits_all=True, type_k=FP32, type_v=FP32, flash_attn=False, **json.loads(options))
+    model = Llama(
+        gguf, n_ctx=256, logits_all=True, type_k=FP32, type_v=FP32, flash_attn=False, **json.loads(options)
+    )
     model.eval([int(token) for token in tokens])
     save_file({"logits": torch.tensor(model.scores[: len(tokens)])}, out)
 

@@ -1,12 +1,13 @@
-"""What vLLM and llama.cpp require of a folder: fields of config.json, and tensors by name and shape. Facts alone.
+"""What vLLM and llama.cpp require of a folder: fields of config.json, and tensors by name and shape. Facts
+alone.
 
-Each rule names the file that it was read from in November 2026. vLLM's are in ``vllm`` and ``vllm/model_executor`` of
-release 0.33.0, llama.cpp's in its ``conversion``, ``gguf-py`` (0.19) and ``src``. Where the packages are installed,
-``test_llama_cpp.py`` and ``test_vllm.py`` run them: what has nothing wrong says what transformers says, and what breaks
-one of the rules tried there is refused or says something else.
+Each rule names the file that it was read from in November 2026. vLLM's are in ``vllm`` and
+``vllm/model_executor`` of release 0.33.0, llama.cpp's in its ``conversion``, ``gguf-py`` (0.19) and ``src``.
+Where the packages are installed, ``test_llama_cpp.py`` and ``test_vllm.py`` run them: what has nothing wrong
+says what transformers says, and what breaks one of the rules tried there is refused or says something else.
 
-Both are given a config as a dict and the shapes of all tensors by their names on disk, and return what is wrong with
-them.
+Both are given a config as a dict and the shapes of all tensors by their names on disk, and return what is
+wrong with them.
 """
 
 import math
@@ -14,9 +15,10 @@ from collections.abc import Mapping
 
 Shapes = dict[str, tuple[int, ...]]
 
-# Both read these of every family here. vLLM: models/llama.py, LlamaAttention and LlamaDecoderLayer, and their likes in
-# gemma.py, gemma2.py, gemma3.py, qwen2.py, qwen3.py; transformers_utils/model_arch_config_convertor.py. llama.cpp:
-# conversion/base.py, TextModel.set_gguf_parameters; conversion/llama.py, LlamaModel.set_gguf_parameters.
+# Both read these of every family here. vLLM: models/llama.py, LlamaAttention and LlamaDecoderLayer, and their
+# likes in gemma.py, gemma2.py, gemma3.py, qwen2.py, qwen3.py;
+# transformers_utils/model_arch_config_convertor.py. llama.cpp: conversion/base.py,
+# TextModel.set_gguf_parameters; conversion/llama.py, LlamaModel.set_gguf_parameters.
 FIELDS = (
     "architectures",
     "hidden_size",
@@ -30,8 +32,8 @@ FIELDS = (
     "rope_parameters",
     "vocab_size",
 )
-# vLLM: models/deepseek_v2.py, DeepseekV2DecoderLayer and DeepseekV2MLAAttention; llama.cpp: conversion/deepseek.py,
-# DeepseekV2Model.set_gguf_parameters and modify_tensors.
+# vLLM: models/deepseek_v2.py, DeepseekV2DecoderLayer and DeepseekV2MLAAttention; llama.cpp:
+# conversion/deepseek.py, DeepseekV2Model.set_gguf_parameters and modify_tensors.
 LATENT_FIELDS = (
     *FIELDS,
     "first_k_dense_replace",
@@ -54,8 +56,8 @@ OWN_FIELDS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), ("hi
     "gemma2": (*OF_GEMMA_3, "attn_logit_softcapping"),
     "gemma3_text": OF_GEMMA_3,
 }
-# Architectures that llama.cpp's converter registers: conversion/llama.py, qwen.py, gemma.py, deepseek.py; vLLM's are
-# those of models/registry.py.
+# Architectures that llama.cpp's converter registers: conversion/llama.py, qwen.py, gemma.py, deepseek.py;
+# vLLM's are those of models/registry.py.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -69,11 +71,17 @@ ARCHITECTURES = {
 FOUR_NORMS = ("gemma2", "gemma3_text")
 HEAD_NORMS = ("qwen3", "gemma3_text")
 FREE_ACTIVATIONS = ("gemma", "gemma3_text")  # vLLM: of which they know several
-MLA_HEAD_SIZES = (320, 512, 576)  # vLLM: layers/attention/mla_attention.py, MLACommonBackend.get_supported_head_sizes
-# vLLM: v1/attention/backends/mla/prefill/flash_attn.py, supports_mla_dimensions: unrotated, rotated, of values.
+MLA_HEAD_SIZES = (
+    320,
+    512,
+    576,
+)  # vLLM: layers/attention/mla_attention.py, MLACommonBackend.get_supported_head_sizes
+# vLLM: v1/attention/backends/mla/prefill/flash_attn.py, supports_mla_dimensions: unrotated, rotated, of
+# values.
 MLA_HEADS = ((128, 64, 128), (192, 64, 256), (64, 64, 128), (256, 0, 256))
 LITE_LAYERS = (26, 27)  # llama.cpp: src/models/deepseek2.cpp, load_arch_hparams
-# llama.cpp: src/models/gemma2.cpp, gemma3.cpp, load_arch_hparams: the layers of 27B, and every how many has no window.
+# llama.cpp: src/models/gemma2.cpp, gemma3.cpp, load_arch_hparams: the layers of 27B, and every how many has
+# no window.
 LARGE_LAYERS = {"gemma2": 46, "gemma3_text": 62}
 FULL_LAYERS = {"gemma2": 2, "gemma3_text": 6}
 
@@ -85,8 +93,9 @@ def vllm(config: Mapping, shapes: Shapes) -> list[str]:
     if wrong := _lacking(config, LATENT_FIELDS if latent else (*FIELDS, *OWN_FIELDS.get(kind, ()))):
         return wrong
     wanted = _model(config, _latent(config) if latent else _grouped(config, _biased(config)))
-    # model_loader/default_loader.py, track_weights_loading: parameters that no file has are an error; models/utils.py,
-    # AutoWeightsLoader: a tensor without a parameter is one too, but a bias without a parameter is skipped in silence.
+    # model_loader/default_loader.py, track_weights_loading: parameters that no file has are an error;
+    # models/utils.py, AutoWeightsLoader: a tensor without a parameter is one too, but a bias without a
+    # parameter is skipped in silence.
     wrong = _differences(wanted, shapes) + _refused(config)
     if not latent:
         return wrong
@@ -126,7 +135,8 @@ def llama_cpp(config: Mapping, shapes: Shapes) -> list[str]:
     latent = config.get("model_type") == "deepseek_v3"
     if wrong := _lacking(config, LATENT_FIELDS if latent else FIELDS):
         return wrong
-    # src/llama-model.cpp, create_tensor_qkv: those of q, k and v are loaded of every kind; src/models/llama.cpp: of o
+    # src/llama-model.cpp, create_tensor_qkv: those of q, k and v are loaded of every kind;
+    # src/models/llama.cpp: of o
     output = ("o_proj",) if config["model_type"] in ("llama", "mistral") else ()
     biased = ("q_proj", "k_proj", "v_proj", *output) if config.get("attention_bias") else _biased(config)
     wanted = _model(config, _latent(config) if latent else _grouped(config, biased))
@@ -136,24 +146,30 @@ def llama_cpp(config: Mapping, shapes: Shapes) -> list[str]:
     wrong += _yarn(rope)
     if not latent:
         heads = config["num_key_value_heads"]
-        if config["model_type"] in ("llama", "mistral") and _head_dim(config) % 2:  # conversion/llama.py, permute
+        if (
+            config["model_type"] in ("llama", "mistral") and _head_dim(config) % 2
+        ):  # conversion/llama.py, permute
             wrong.append(f"head_dim: expected pairs of channels, got {_head_dim(config)}")
         wrong += [f"num_key_value_heads: no divisor: {heads}"] * bool(config["num_attention_heads"] % heads)
         return wrong + _misread(config) + _yarn_of_llama_cpp(rope, latent=False)
     # conversion/deepseek.py, modify_tensors: kv_b_proj is split by this number of heads
     if config["num_key_value_heads"] != config["num_attention_heads"]:
         wrong.append("num_key_value_heads: expected as many as heads")
-    # src/models/deepseek2.cpp, load_arch_hparams: q_lora_rank is required, but of models with these numbers of layers
+    # src/models/deepseek2.cpp, load_arch_hparams: q_lora_rank is required, but of models with these numbers
+    # of layers
     lite = config["num_hidden_layers"] in LITE_LAYERS
     lite = lite or (config["num_hidden_layers"] == 48 and config["vocab_size"] == 128256)
     if not lite and config["q_lora_rank"] is None:
         wrong.append("q_lora_rank: required")
     if config["qk_nope_head_dim"] < 1:  # load_arch_tensors
         wrong.append("qk_nope_head_dim: expected at least 1")
-    if config.get("n_group", 0) >= config["n_routed_experts"]:  # src/llama-model.cpp, load_hparams, which aborts
+    if (
+        config.get("n_group", 0) >= config["n_routed_experts"]
+    ):  # src/llama-model.cpp, load_hparams, which aborts
         wrong.append("n_routed_experts: expected more than n_group")
-    # conversion/deepseek.py, generate_extra_tensors: has none, which Llama 3's scaling needs; build_arch_graph in
-    # src/models/deepseek2.cpp: any other scaling changes the scale of scores, as YaRN's does
+    # conversion/deepseek.py, generate_extra_tensors: has none, which Llama 3's scaling needs;
+    # build_arch_graph in src/models/deepseek2.cpp: any other scaling changes the scale of scores, as YaRN's
+    # does
     if (kind := rope.get("rope_type")) not in ("default", "yarn"):
         wrong.append(f"rope_type: not turned as it says: {kind}")
     return wrong + _yarn_of_llama_cpp(rope, latent=True) + _dense(config)
@@ -162,21 +178,24 @@ def llama_cpp(config: Mapping, shapes: Shapes) -> list[str]:
 def _yarn(rope: Mapping) -> list[str]:
     """What YaRN has to be for llama.cpp, and DeepSeek's for vLLM.
 
-    vLLM: layers/rotary_embedding/__init__.py, deepseek_scaling_rope.py, and common.py, yarn_find_correction_range;
-    llama.cpp: conversion/base.py, set_gguf_parameters, and ggml/src/ggml.c, ggml_rope_yarn_corr_dims.
+    vLLM: layers/rotary_embedding/__init__.py, deepseek_scaling_rope.py, and common.py,
+    yarn_find_correction_range; llama.cpp: conversion/base.py, set_gguf_parameters, and ggml/src/ggml.c,
+    ggml_rope_yarn_corr_dims.
     """
     if rope.get("rope_type") != "yarn":
         return []
     wrong = [f"{field}: missing" for field in YARN_FIELDS if field not in rope]
-    return wrong + ["truncate: not read: the ramp's ends are rounded to whole pairs"] * (not rope.get("truncate", True))
+    return wrong + ["truncate: not read: the ramp's ends are rounded to whole pairs"] * (
+        not rope.get("truncate", True)
+    )
 
 
 def _yarn_of_llama_cpp(rope: Mapping, *, latent: bool) -> list[str]:
     """What llama.cpp takes for something else of YaRN, in silence.
 
-    src/models/deepseek2.cpp, llama.cpp, qwen2.cpp and their likes, load_arch_hparams, read no turns of the file, which
-    src/llama-hparams.h makes YaRN's own, and but for mscale_all_dim of latents no temperature; src/llama-context.cpp
-    takes mscale for mscale_all_dim.
+    src/models/deepseek2.cpp, llama.cpp, qwen2.cpp and their likes, load_arch_hparams, read no turns of the
+    file, which src/llama-hparams.h makes YaRN's own, and but for mscale_all_dim of latents no temperature;
+    src/llama-context.cpp takes mscale for mscale_all_dim.
     """
     if rope.get("rope_type") != "yarn":
         return []
@@ -222,7 +241,9 @@ def _differences(wanted: Shapes, shapes: Shapes) -> list[str]:
     wrong = [f"{name}: missing" for name in wanted if name not in shapes]
     for name, shape in shapes.items():
         if name not in wanted:
-            wrong.append(f"{name}: {'dropped in silence, or one too many' if name.endswith('bias') else 'unknown'}")
+            wrong.append(
+                f"{name}: {'dropped in silence, or one too many' if name.endswith('bias') else 'unknown'}"
+            )
         elif shape != wanted[name]:
             wrong.append(f"{name}: expected {wanted[name]}, got {shape}")
     return wrong
@@ -231,7 +252,8 @@ def _differences(wanted: Shapes, shapes: Shapes) -> list[str]:
 def _model(config: Mapping, attention: Shapes) -> Shapes:
     """All tensors of a dense model with this attention in each layer.
 
-    vLLM: models/llama.py; llama.cpp: gguf-py/gguf/constants.py, MODEL_TENSORS, and tensor_mapping.py (gguf 0.19).
+    vLLM: models/llama.py; llama.cpp: gguf-py/gguf/constants.py, MODEL_TENSORS, and tensor_mapping.py (gguf
+    0.19).
     """
     width, inner = config["hidden_size"], config["intermediate_size"]
     layer = {f"self_attn.{name}": shape for name, shape in attention.items()}
@@ -270,18 +292,24 @@ def _grouped(config: Mapping, biased: tuple[str, ...]) -> Shapes:
 
 
 def _biased(config: Mapping) -> tuple[str, ...]:
-    """vLLM: models/qwen2.py always has biases, but none of o; gemma.py never; the others where attention_bias says so.
+    """vLLM: models/qwen2.py always has biases, but none of o; gemma.py never; the others where attention_bias
+    says so.
 
     Of o models/qwen3.py has none even then.
     """
     kind = config["model_type"]
     if kind == "gemma" or (kind != "qwen2" and not config.get("attention_bias")):
         return ()
-    return ("q_proj", "k_proj", "v_proj") if kind in ("qwen2", "qwen3") else ("q_proj", "k_proj", "v_proj", "o_proj")
+    return (
+        ("q_proj", "k_proj", "v_proj")
+        if kind in ("qwen2", "qwen3")
+        else ("q_proj", "k_proj", "v_proj", "o_proj")
+    )
 
 
 def _latent(config: Mapping) -> Shapes:
-    """vLLM: models/deepseek_v2.py, DeepseekV2MLAAttention; llama.cpp: src/models/deepseek2.cpp, load_arch_tensors.
+    """vLLM: models/deepseek_v2.py, DeepseekV2MLAAttention; llama.cpp: src/models/deepseek2.cpp,
+    load_arch_tensors.
 
     No projection has a bias in either.
     """

@@ -37,7 +37,9 @@ logging.set_verbosity_error()
 def model_of(kind: str, kv_heads: int = 8, **options):
     """A model whose every weight is a random number, biases and gains included."""
     config, own = KINDS[kind]
-    model = AutoModelForCausalLM.from_config(config(**SIZES | own | {"num_key_value_heads": kv_heads} | options))
+    model = AutoModelForCausalLM.from_config(
+        config(**SIZES | own | {"num_key_value_heads": kv_heads} | options)
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -45,7 +47,9 @@ def model_of(kind: str, kv_heads: int = 8, **options):
     return model.eval()
 
 
-def save(folder: Path, kind: str, kv_heads: int = 8, *, equal: int | None = None, dtype="float32", **options) -> Path:
+def save(
+    folder: Path, kind: str, kv_heads: int = 8, *, equal: int | None = None, dtype="float32", **options
+) -> Path:
     """A source folder of several shards; with ``equal``, KV heads of each of so many groups are the same."""
     model = model_of(kind, kv_heads, **options)
     if equal is not None:
@@ -71,7 +75,9 @@ def load(folder: Path):
     model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
     assert not any(found.values()), found
     for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # out of the file: products depend on how their factors are aligned
+        parameter.data = (
+            parameter.data.clone()
+        )  # out of the file: products depend on how their factors are aligned
     return model.eval()
 
 

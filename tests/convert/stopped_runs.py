@@ -25,7 +25,9 @@ def killed_run(source, out, at, options):
 def in_a_process(function, *arguments):
     """The exit code of a function in a process that forks from one where all is imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["attnlib.convert.checkpoint", "safetensors.torch", "huggingface_hub", "tqdm"])
+    context.set_forkserver_preload(
+        ["attnlib.convert.checkpoint", "safetensors.torch", "huggingface_hub", "tqdm"]
+    )
     process = context.Process(target=function, args=arguments)
     process.start()
     process.join()

@@ -17,7 +17,10 @@ def seen_of(layer, calibration):
 def test_attention_is_the_square_of_softmax():
     layer, x = grouped((2, 2), rope="partial-yarn", bias=True), tokens(40)
     heads, y = heads_of(layer), torch.nn.functional.pad(x, (0, 1), value=1.0)
-    q, k = torch.einsum("tm,hdm->htd", y, heads.q), torch.einsum("tm,gdm->gtd", y, heads.k).repeat_interleave(2, 0)
+    q, k = (
+        torch.einsum("tm,hdm->htd", y, heads.q),
+        torch.einsum("tm,gdm->gtd", y, heads.k).repeat_interleave(2, 0),
+    )
     q[..., : layer.rope.dim] *= layer.rope.amplitude**2
     squares = (q @ k.mT * layer.scale).softmax(-1).square().sum((0, 1))
     close(attention(heads, y, scale=layer.scale), squares / squares.sum())
@@ -70,7 +73,9 @@ def test_what_missing_all_costs_is_what_scores_and_outputs_have():
     seen = seen_of(layer, calibration)
     latent, _ = concentrate(heads, 4, calibration, reach=reach)
     cost = Cost.of(latent, heads, calibration, seen, reach=reach)
-    q, k = (torch.einsum("tm,hdm->htd", seen.inputs, rows) for rows in (heads.q, heads.k.repeat_interleave(2, 0)))
+    q, k = (
+        torch.einsum("tm,hdm->htd", seen.inputs, rows) for rows in (heads.q, heads.k.repeat_interleave(2, 0))
+    )
     q[..., : layer.rope.dim] *= layer.rope.amplitude**2
     keys, norm = 0.0, sum(1 / (n + 1) for n in range(reach))
     for n in range(reach):

@@ -60,7 +60,9 @@ def test_batches_bring_arguments_for_every_block():
     layers, texts = [grouped(seed=seed) for seed in range(2)], [tokens(1, 5), tokens(1, 8, seed=2)]
     packed = torch.cat(texts, 1)[0], {"cu_seqlens": torch.tensor([0, 5, 13], dtype=torch.int32)}
     own = [*calibrate(((layer, layer) for layer in layers), [packed, texts[0]])]
-    for found, wanted in zip(own, calibrate(((layer, layer) for layer in layers), [*texts, texts[0]]), strict=True):
+    for found, wanted in zip(
+        own, calibrate(((layer, layer) for layer in layers), [*texts, texts[0]]), strict=True
+    ):
         assert found.tokens == wanted.tokens == 18
         close(found.moment, wanted.moment)
     joined = [*calibrate(((layer, layer) for layer in layers), [packed[0][None], texts[0]])]

@@ -1,4 +1,6 @@
-"""Calibrations kept on disk: the same bits as without, gone on with after any stop, and nothing damaged is used."""
+"""Calibrations kept on disk: the same bits as without, gone on with after any stop, and nothing damaged is
+used.
+"""
 
 import errno
 import json
@@ -76,14 +78,18 @@ def calls_of(monkeypatch):
     """The layers that are calibrated from now on."""
     seen = []
     honest = TextCalibration._next
-    monkeypatch.setattr(TextCalibration, "_next", lambda self, index: seen.append(index) or honest(self, index))
+    monkeypatch.setattr(
+        TextCalibration, "_next", lambda self, index: seen.append(index) or honest(self, index)
+    )
     return seen
 
 
 def files_written(monkeypatch):
     """The names of files of tensors that are written from now on."""
     seen, honest = [], writing.new_file
-    monkeypatch.setattr(stored_room, "new_file", lambda folder, name: seen.append(name) or honest(folder, name))
+    monkeypatch.setattr(
+        stored_room, "new_file", lambda folder, name: seen.append(name) or honest(folder, name)
+    )
     return seen
 
 
@@ -197,7 +203,9 @@ def misname(path):
 @pytest.mark.parametrize(
     ("name", "run"), [("layer-00000", [0, 2]), ("layer-00001", [0, 1, 2]), ("states-00002", [0, 1, 2])]
 )
-def test_what_cannot_be_believed_is_made_again(source, tokens, tmp_path, whole, monkeypatch, damage, name, run):
+def test_what_cannot_be_believed_is_made_again(
+    source, tokens, tmp_path, whole, monkeypatch, damage, name, run
+):
     """And what is behind a damaged layer is not, for the hidden states behind all of them are there."""
     stopped(source, tokens, tmp_path, monkeypatch, 2)
     damage(folder_of(tmp_path) / f"{name}.safetensors")
@@ -208,7 +216,9 @@ def test_what_cannot_be_believed_is_made_again(source, tokens, tmp_path, whole, 
 
 
 @pytest.mark.parametrize("lost", [[0], [1], [0, 1], [2]])
-def test_of_a_finished_calibration_damaged_files_are_made_again(source, tokens, tmp_path, whole, monkeypatch, lost):
+def test_of_a_finished_calibration_damaged_files_are_made_again(
+    source, tokens, tmp_path, whole, monkeypatch, lost
+):
     with kept(source, tokens, tmp_path, is_kept=True) as calibrations:
         calibrations(0)
     before = contents(tmp_path)
@@ -222,7 +232,9 @@ def test_of_a_finished_calibration_damaged_files_are_made_again(source, tokens, 
     assert contents(tmp_path) == before
 
 
-def test_a_run_that_stops_while_it_makes_files_again_is_gone_on_with(source, tokens, tmp_path, whole, monkeypatch):
+def test_a_run_that_stops_while_it_makes_files_again_is_gone_on_with(
+    source, tokens, tmp_path, whole, monkeypatch
+):
     stopped(source, tokens, tmp_path, monkeypatch, 2)
     for index in (0, 1):
         flip(folder_of(tmp_path) / f"layer-{index:05}.safetensors")
@@ -303,7 +315,10 @@ def test_a_file_that_is_damaged_later_is_found(source, tokens, tmp_path):
     calibrations = kept(source, tokens, tmp_path)
     calibrations(0)
     flip(folder_of(tmp_path) / "layer-00001.safetensors")
-    with pytest.raises(DamageError, match=r"layer-00001\.safetensors: expected what was written"), calibrations:
+    with (
+        pytest.raises(DamageError, match=r"layer-00001\.safetensors: expected what was written"),
+        calibrations,
+    ):
         calibrations(1)
     assert folder_of(tmp_path).exists()  # of which the next run makes that one again
 

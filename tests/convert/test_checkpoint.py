@@ -35,7 +35,12 @@ def run(source, out, convert_layer=halve, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_identity_keeps_every_tensor(tmp_path, shards, dtype):
     tensors = llama(dtype=dtype)
-    run(write_checkpoint(tmp_path / "in", tensors, shards=shards), tmp_path / "out", identity, max_shard_size=3000)
+    run(
+        write_checkpoint(tmp_path / "in", tensors, shards=shards),
+        tmp_path / "out",
+        identity,
+        max_shard_size=3000,
+    )
     kept = load(tmp_path / "out")
     assert kept.keys() == tensors.keys()
     assert all(kept[name].dtype == x.dtype and kept[name].equal(x) for name, x in tensors.items())
@@ -65,7 +70,9 @@ def test_the_index_names_the_shard_of_every_tensor(tmp_path):
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     held = {path.name: load_file(path) for path in (tmp_path / "out").glob("*.safetensors")}
     assert {name: file for file, tensors in held.items() for name in tensors} == index["weight_map"]
-    assert index["metadata"]["total_size"] == sum(x.nbytes for tensors in held.values() for x in tensors.values())
+    assert index["metadata"]["total_size"] == sum(
+        x.nbytes for tensors in held.values() for x in tensors.values()
+    )
     assert len(held) > 2
     assert all(sum(x.nbytes for x in tensors.values()) <= 3000 for tensors in held.values())
 
@@ -99,7 +106,9 @@ def test_elements_of_different_widths_lie_aligned(tmp_path):
 
 
 def test_the_report_names_every_input_and_output(tmp_path):
-    source = write_checkpoint(tmp_path / "in", llama(), CONFIG | {"auto_map": {"AutoModel": "evil.py"}}, shards=2)
+    source = write_checkpoint(
+        tmp_path / "in", llama(), CONFIG | {"auto_map": {"AutoModel": "evil.py"}}, shards=2
+    )
     (source / "evil.py").write_text("raise SystemExit")
     (source / "optimizer.bin").write_text("no")
     report = run(source, tmp_path / "out")
@@ -107,7 +116,9 @@ def test_the_report_names_every_input_and_output(tmp_path):
     def sha256(files):
         return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
-    inputs = {name: data for name, data in contents(source).items() if name not in ("evil.py", "optimizer.bin")}
+    inputs = {
+        name: data for name, data in contents(source).items() if name not in ("evil.py", "optimizer.bin")
+    }
     assert {name: file["sha256"] for name, file in report["inputs"].items()} == sha256(inputs)
     outputs = {name: data for name, data in contents(tmp_path / "out").items() if name != REPORT}
     assert report["outputs"] == sha256(outputs)
@@ -154,7 +165,10 @@ def test_what_is_not_finite_is_named_and_needs_a_word(tmp_path, monkeypatch, bad
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
     report = run(source, tmp_path / "out", allow_nonfinite=True)
     kind = "nan" if bad != bad else "inf"
-    assert report["not_finite"] == {"model.layers.1.mlp.up_proj.weight": {kind: 2}, "model.norm.weight": {kind: 2}}
+    assert report["not_finite"] == {
+        "model.layers.1.mlp.up_proj.weight": {kind: 2},
+        "model.norm.weight": {kind: 2},
+    }
     assert load(tmp_path / "out")["model.norm.weight"].isfinite().sum() == 14
 
 
@@ -224,7 +238,18 @@ def places(root):
     (root / "link").symlink_to(root / "empty")
     (root / "dangling").symlink_to(root / "nowhere")
     (root / "to_source").symlink_to(root / "in")
-    names = ("in", "in/out", "to_source/out", "full", "file", "link", "dangling", "absent/out", ".", "to_source")
+    names = (
+        "in",
+        "in/out",
+        "to_source/out",
+        "full",
+        "file",
+        "link",
+        "dangling",
+        "absent/out",
+        ".",
+        "to_source",
+    )
     return [root / name for name in names]
 
 
@@ -276,7 +301,9 @@ def test_a_shard_size_is_a_number_of_bytes(tmp_path, size):
 
 
 def test_the_bar_counts_every_byte(tmp_path, capsys):
-    convert(write_checkpoint(tmp_path / "in", llama(), shards=2), tmp_path / "out", halve, max_shard_size=3000)
+    convert(
+        write_checkpoint(tmp_path / "in", llama(), shards=2), tmp_path / "out", halve, max_shard_size=3000
+    )
     bar = capsys.readouterr().err
     assert "100%" in bar
     assert "verifying" in bar
@@ -286,8 +313,11 @@ def test_tensors_keep_their_places_in_the_layout_of_a_resaved_source(tmp_path):
     """What safetensors makes of the same tensors in another order is converted to the same bytes."""
     tensors = llama()
     one, two = (
-        write_checkpoint(tmp_path / name, x) for name, x in (("a", tensors), ("b", dict(sorted(tensors.items()))))
+        write_checkpoint(tmp_path / name, x)
+        for name, x in (("a", tensors), ("b", dict(sorted(tensors.items()))))
     )
     save_file(dict(reversed(tensors.items())), two / "model.safetensors")
     run(one, tmp_path / "one"), run(two, tmp_path / "two")
-    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (
+        tmp_path / "two/model.safetensors"
+    ).read_bytes()

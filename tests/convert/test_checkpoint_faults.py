@@ -1,4 +1,6 @@
-"""A conversion that is stopped anywhere, by anything, leaves the target absent or whole, and the next run goes on."""
+"""A conversion that is stopped anywhere, by anything, leaves the target absent or whole, and the next run
+goes on.
+"""
 
 import errno
 import json
@@ -178,7 +180,9 @@ def test_every_file_and_folder_is_synced_before_the_final_rename(tmp_path, sourc
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 7])
-def test_a_kill_at_any_call_leaves_the_target_absent_or_whole(tmp_path, source, whole, monkeypatch, overwrite, every):
+def test_a_kill_at_any_call_leaves_the_target_absent_or_whole(
+    tmp_path, source, whole, monkeypatch, overwrite, every
+):
     options = {"overwrite": overwrite}
     old = tmp_path / "old"
     if overwrite:
@@ -266,9 +270,13 @@ def test_what_cannot_be_believed_is_done_again(tmp_path, source, whole, monkeypa
 
 def test_another_request_starts_again(tmp_path, source, monkeypatch):
     work = stopped(source, tmp_path / "out", monkeypatch)
-    convert(source, tmp_path / "out", halve, settings={"converter": "other"}, max_shard_size=4000, progress=False)
+    convert(
+        source, tmp_path / "out", halve, settings={"converter": "other"}, max_shard_size=4000, progress=False
+    )
     assert work.exists()  # it may still be gone on with, elsewhere it would be in the way
-    assert json.loads((tmp_path / "out/conversion_report.json").read_text())["settings"] == {"converter": "other"}
+    assert json.loads((tmp_path / "out/conversion_report.json").read_text())["settings"] == {
+        "converter": "other"
+    }
 
 
 def test_a_work_folder_of_a_stranger_is_refused(tmp_path, source, monkeypatch):
@@ -352,7 +360,9 @@ def test_what_is_refused_in_the_middle_leaves_nothing(tmp_path, source, kind, st
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_shard_that_is_not_what_was_written_is_found_and_written_again(tmp_path, source, whole, monkeypatch):
+def test_a_shard_that_is_not_what_was_written_is_found_and_written_again(
+    tmp_path, source, whole, monkeypatch
+):
     last_steps = conversion._write_rest
 
     def decaying(folder, *rest):
@@ -361,7 +371,9 @@ def test_a_shard_that_is_not_what_was_written_is_found_and_written_again(tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "_write_rest", decaying)
-        with pytest.raises(VerificationError, match=r"model-00003-of-00006\.safetensors: expected what was written"):
+        with pytest.raises(
+            VerificationError, match=r"model-00003-of-00006\.safetensors: expected what was written"
+        ):
             run(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (work,) = tmp_path.glob("out.partial-*")
@@ -380,7 +392,9 @@ def test_too_little_room_is_found_before_anything_is_written(tmp_path, source, w
     needed = int(1.05 * (sum(sizes) + rest)) + max(sizes)
     with monkeypatch.context() as patch:
         patch.setattr(writing.shutil, "disk_usage", usage(needed - 1))
-        with pytest.raises(NoSpaceError, match=f"expected {needed:,} bytes free, got {needed - 1:,}") as error:
+        with pytest.raises(
+            NoSpaceError, match=f"expected {needed:,} bytes free, got {needed - 1:,}"
+        ) as error:
             run(source, tmp_path / "out")
         assert error.value.exit_code == 5
         assert [path.name for path in tmp_path.iterdir()] == ["in"]

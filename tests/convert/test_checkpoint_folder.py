@@ -1,4 +1,6 @@
-"""Folders that are broken or hostile are refused before anything is written, and nothing outside them is opened."""
+"""Folders that are broken or hostile are refused before anything is written, and nothing outside them is
+opened.
+"""
 
 import json
 import os
@@ -96,7 +98,9 @@ def cached(root):
 
 def test_a_snapshot_of_a_cache_is_read_through_its_links(tmp_path):
     snapshot = cached(tmp_path)
-    with pytest.raises(CheckpointError, match=r"config\.json: expected a plain file, got a link; .*--follow-links"):
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: expected a plain file, got a link; .*--follow-links"
+    ):
         read_folder(snapshot)
     link = tmp_path / "link"
     link.symlink_to(snapshot)
@@ -112,7 +116,9 @@ def test_a_snapshot_of_a_cache_is_read_through_its_links(tmp_path):
     assert all(saved[name].equal(stored.load()) for name, stored in read.tensors.items())
 
 
-@pytest.mark.parametrize("to", ["../../blobs/../secret", "../../../secret", "secret", "../../other/x", "/secret", ".."])
+@pytest.mark.parametrize(
+    "to", ["../../blobs/../secret", "../../../secret", "secret", "../../other/x", "/secret", ".."]
+)
 def test_links_that_leave_the_cache_are_refused(tmp_path, to):
     snapshot = cached(tmp_path)
     blob = (snapshot / "config.json").resolve()
@@ -208,7 +214,9 @@ def test_json_that_is_no_plain_object_is_refused(tmp_path, name, text):
     refused(tmp_path, f"{name}: expected")
 
 
-@pytest.mark.parametrize(("name", "limit"), [("config.json", 2**20), (INDEX, 2**26), ("tokenizer.json", 2**28)])
+@pytest.mark.parametrize(
+    ("name", "limit"), [("config.json", 2**20), (INDEX, 2**26), ("tokenizer.json", 2**28)]
+)
 def test_files_have_size_limits(tmp_path, name, limit):
     source = write_checkpoint(tmp_path / "in", llama(), shards=2)
     os.truncate(source / name, 2**30)  # a hole: it takes no room
@@ -327,7 +335,9 @@ def test_what_safetensors_refuses_is_refused(tmp_path_factory, data):
         elif place == "extra":
             field[data.draw(st.sampled_from(["x", "shape"]))] = data.draw(VALUES)
         elif isinstance(field[place], list):
-            field[place] = data.draw(st.lists(VALUES, max_size=3)) if data.draw(st.booleans()) else field[place][::-1]
+            field[place] = (
+                data.draw(st.lists(VALUES, max_size=3)) if data.draw(st.booleans()) else field[place][::-1]
+            )
     raw = bytearray(file_of(header, bytes(data.draw(st.sampled_from([14, 14, 13, 15])))))
     if data.draw(st.booleans()):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
@@ -359,7 +369,9 @@ def test_a_header_is_what_safetensors_reads(tmp_path):
     path.write_bytes(header + bytes(35))
     assert ours(path) == placed
     with safe_open(path, "pt") as file:
-        held = {name: (file.get_tensor(name).dtype, tuple(file.get_slice(name).get_shape())) for name in entries}
+        held = {
+            name: (file.get_tensor(name).dtype, tuple(file.get_slice(name).get_shape())) for name in entries
+        }
         assert file.metadata() == {"format": "pt"}
     assert held == {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
 
@@ -386,11 +398,20 @@ CONFIG_LIES = [
     ({"model_type": "mamba"}, "model_type: expected one of llama, .*got 'mamba'"),
     ({"model_type": None}, "model_type: expected one of"),
     ({"model_type": ["llama"]}, "model_type: expected one of"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config: expected plain weights, got some packed, which"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: .* packed by 'gptq', which cannot"),
+    (
+        {"quantization_config": {"bits": 4}},
+        "quantization_config: expected plain weights, got some packed, which",
+    ),
+    (
+        {"quantization_config": {"quant_method": "gptq"}},
+        "quantization_config: .* packed by 'gptq', which cannot",
+    ),
     ({"quantization_config": {"quant_method": "bitsandbytes"}}, "packed by 'bitsandbytes'"),
     ({"compression_config": {"quant_method": "compressed-tensors"}}, "packed by 'compressed-tensors'"),
-    ({"model_type": "llava", "text_config": {"quantization_config": {"quant_method": "awq"}}}, "packed by 'awq'"),
+    (
+        {"model_type": "llava", "text_config": {"quantization_config": {"quant_method": "awq"}}},
+        "packed by 'awq'",
+    ),
 ]
 
 

@@ -1,4 +1,6 @@
-"""Four gigabytes through a conversion: its time against a copy, and its memory. A kill at any time. Minutes; slow."""
+"""Four gigabytes through a conversion: its time against a copy, and its memory. A kill at any time. Minutes;
+slow.
+"""
 
 import hashlib
 import json
@@ -23,7 +25,12 @@ from attnlib.convert.checkpoint import convert
 
 pytestmark = pytest.mark.slow
 GIB = 2**30
-BIG = CONFIG | {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32, "num_hidden_layers": 16}
+BIG = CONFIG | {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "num_hidden_layers": 16,
+}
 
 DECODER = {
     "hidden_size": 1024,
@@ -36,7 +43,9 @@ DECODER = {
 
 
 def write_big(folder: Path) -> Path:
-    """4 GiB of bf16 in eight shards of two layers: 128 MiB of attention and as much again beside it in each layer."""
+    """4 GiB of bf16 in eight shards of two layers: 128 MiB of attention and as much again beside it in each
+    layer.
+    """
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(BIG))
     weight_map = {}
@@ -46,7 +55,9 @@ def write_big(folder: Path) -> Path:
             for projection in "qkvo":
                 key = f"model.layers.{layer}.self_attn.{projection}_proj.weight"
                 tensors[key] = torch.randn(4096, 4096, dtype=torch.bfloat16)
-            tensors[f"model.layers.{layer}.mlp.up_proj.weight"] = torch.randn(16384, 4096, dtype=torch.bfloat16)
+            tensors[f"model.layers.{layer}.mlp.up_proj.weight"] = torch.randn(
+                16384, 4096, dtype=torch.bfloat16
+            )
         save_file(tensors, folder / name)
         weight_map |= dict.fromkeys(tensors, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -74,7 +85,9 @@ def peak_memory() -> int:
 
 
 def measured_conversion(source: str, out: str) -> None:
-    """Convert and print the seconds it took and the peak of this process's memory in bytes; for its own process."""
+    """Convert and print the seconds it took and the peak of this process's memory in bytes; for its own
+    process.
+    """
     start = time.perf_counter()
     convert(source, out, halve, max_shard_size=GIB)
     print(time.perf_counter() - start, peak_memory())
@@ -109,7 +122,9 @@ def test_four_gigabytes_take_three_copies_at_most_and_little_memory(tmp_path):
 
 
 def write_decoder(folder: Path) -> Path:
-    """4 GiB of bf16 in seven shards of two layers, with a tokenizer: all that it takes to be run over text."""
+    """4 GiB of bf16 in seven shards of two layers, with a tokenizer: all that it takes to be run over
+    text.
+    """
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES | DECODER))
     model.config.save_pretrained(folder)
@@ -120,7 +135,10 @@ def write_decoder(folder: Path) -> Path:
         shards.setdefault(int(layer[1]) // 2 if layer else 0, {})[name] = x
     for number, shapes in shards.items():
         shard = f"model-{number + 1:05d}-of-00007.safetensors"
-        tensors = {name: torch.randn(x.shape, dtype=torch.bfloat16) * x.shape[-1] ** -0.5 for name, x in shapes.items()}
+        tensors = {
+            name: torch.randn(x.shape, dtype=torch.bfloat16) * x.shape[-1] ** -0.5
+            for name, x in shapes.items()
+        }
         save_file(tensors, folder / shard)
         weight_map |= dict.fromkeys(tensors, shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -154,7 +172,9 @@ def test_four_gigabytes_over_text_take_little_memory(decoder, tmp_path, options)
     assert sum(path.stat().st_size for path in decoder.iterdir()) >= 4 * GIB
     given = (str(decoder), str(tmp_path / "out"), *options)
     start = time.perf_counter()
-    run = in_python(f"import test_checkpoint_large as t; t.measured_command(*{given})", stdout=subprocess.PIPE)
+    run = in_python(
+        f"import test_checkpoint_large as t; t.measured_command(*{given})", stdout=subprocess.PIPE
+    )
     printed, _ = run.communicate()
     assert run.returncode == 0
     print(f"{time.perf_counter() - start:.0f} s, peak {float(printed) / GIB:.2f} GiB")

@@ -1,4 +1,6 @@
-"""What the command calibrates on: a bundled sample where nothing is said, a text, or nothing; and how it says so."""
+"""What the command calibrates on: a bundled sample where nothing is said, a text, or nothing; and how it says
+so.
+"""
 
 import hashlib
 import json
@@ -36,7 +38,9 @@ def calibration_of(out):
     return report_of(out)["settings"]["calibration"]
 
 
-@pytest.mark.parametrize("to", [("gqa", "--kv-heads", 2), ("mla", "--rank", 16, "--rope-dim", 4)], ids=lambda to: to[0])
+@pytest.mark.parametrize(
+    "to", [("gqa", "--kv-heads", 2), ("mla", "--rank", 16, "--rope-dim", 4)], ids=lambda to: to[0]
+)
 def test_without_a_text_the_sample_is_taken_and_named(source, tmp_path, to, capsys):
     assert run(source, tmp_path / "out", *SHORT, to=to) == 0
     sha256 = hashlib.sha256(choice.bundled()).hexdigest()
@@ -44,7 +48,10 @@ def test_without_a_text_the_sample_is_taken_and_named(source, tmp_path, to, caps
     assert calibration_of(tmp_path / "out") == said
     printed, bar = capsys.readouterr()
     assert "calibrated on: 3 x 16 tokens of the bundled sample, passages of 'Alice's Adventures" in printed
-    assert f"(public domain), sha256 {sha256[:12]}; text like the model's own does better: --text FILE" in printed
+    assert (
+        f"(public domain), sha256 {sha256[:12]}; text like the model's own does better: --text FILE"
+        in printed
+    )
     assert "for random inputs" not in printed
     assert "calibrating on the bundled sample: 100%" in bar
     assert "9/9" in bar  # samples x layers
@@ -52,7 +59,10 @@ def test_without_a_text_the_sample_is_taken_and_named(source, tmp_path, to, caps
     assert "6/6" in bar  # layers of source and result
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     report = report_of(tmp_path / "out")
-    assert to[0] == "mla" or (report["settings"]["merge"], report["settings"]["grouping"]) == ("principal", "similar")
+    assert to[0] == "mla" or (report["settings"]["merge"], report["settings"]["grouping"]) == (
+        "principal",
+        "similar",
+    )
 
 
 def test_the_sample_is_a_text_like_any(source, tmp_path):
@@ -98,7 +108,9 @@ def test_a_bar_of_a_comparison_is_seen_where_there_is_one(source, tmp_path, caps
 def test_what_merges_nothing_is_not_calibrated(source, tmp_path, capsys, monkeypatch, options):
     monkeypatch.setattr(TextCalibration, "__init__", lambda *_, **__: pytest.fail("a text was run"))
     (tmp_path / "in").mkdir()
-    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=90)).save_pretrained(tmp_path / "gpt2")
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=90)).save_pretrained(
+        tmp_path / "gpt2"
+    )
     for name, source_of, heads in (("a", source, 8), ("b", tmp_path / "gpt2", 4)):
         assert run(source_of, tmp_path / name, *options, to=("gqa", "--kv-heads", heads)) == 0
         assert calibration_of(tmp_path / name) == "none: no heads are merged"
@@ -133,7 +145,9 @@ def test_the_sample_is_english_of_many_words():
         assert text.count(word) > 20, word
 
 
-@pytest.mark.parametrize("to", [("gqa", "--kv-heads", 2), ("mla", "--rank", 16, "--rope-dim", 4)], ids=lambda to: to[0])
+@pytest.mark.parametrize(
+    "to", [("gqa", "--kv-heads", 2), ("mla", "--rank", 16, "--rope-dim", 4)], ids=lambda to: to[0]
+)
 def test_a_source_without_a_tokenizer_says_what_to_do(source, tmp_path, to, capsys):
     shutil.copytree(source, tmp_path / "in")
     for path in (tmp_path / "in").glob("*token*"):

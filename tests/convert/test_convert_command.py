@@ -1,4 +1,6 @@
-"""``python -m attnlib convert``: what stock transformers makes of its results, every exit code, runs that stop."""
+"""``python -m attnlib convert``: what stock transformers makes of its results, every exit code, runs that
+stop.
+"""
 
 import json
 import re
@@ -44,7 +46,8 @@ def sources(tmp_path_factory):
 
 # What a refusal begins with: an option, a file or folder, a tensor, or a layer.
 BEGINNING = re.compile(
-    r"(--[a-z-]+( [a-z]+)?|OUT|layer [0-9]+|/[^:]*|[a-z.]+\.json|model[0-9a-z-]*\.safetensors|model\.[a-z0-9_.]+)"
+    r"(--[a-z-]+( [a-z]+)?|OUT|layer "
+    r"[0-9]+|/[^:]*|[a-z.]+\.json|model[0-9a-z-]*\.safetensors|model\.[a-z0-9_.]+)"
     r"([, ].*)?:"
     r"|expected all weights of|interrupted|.* need transformers|.*Input/output error|\[Errno"
 )
@@ -54,7 +57,9 @@ BEGINNING = re.compile(
 def refusals(monkeypatch):
     """Every refusal that a test meets begins with what it is about."""
     seen, honest = [], command._failed
-    monkeypatch.setattr(command, "_failed", lambda reason, *rest: seen.append(reason) or honest(reason, *rest))
+    monkeypatch.setattr(
+        command, "_failed", lambda reason, *rest: seen.append(reason) or honest(reason, *rest)
+    )
     yield seen
     for reason in seen:
         assert BEGINNING.match(reason), reason
@@ -98,7 +103,9 @@ def test_stock_transformers_loads_the_result_whole(tmp_path, sources, kind, text
     assert model.config.head_dim == SIZES["head_dim"]
     assert model.model.layers[2].self_attn.k_proj.weight.shape == (8, 24)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (sources[kind], tmp_path / "out"))
+    before, after = (
+        json.loads((folder / "config.json").read_text()) for folder in (sources[kind], tmp_path / "out")
+    )
     assert after == before | {"num_key_value_heads": 2, "head_dim": 4}
     assert logits(tmp_path / "out").isfinite().all()
     kept = {name: x for name, x in tensors_of(sources[kind]).items() if "self_attn" not in name}
@@ -109,18 +116,24 @@ def test_stock_transformers_loads_the_result_whole(tmp_path, sources, kind, text
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("kv_heads", "dtype"), [(8, "float32"), (4, "bfloat16")])
 def test_a_group_equal_source_gives_identical_logits(tmp_path, kind, kv_heads, dtype):
-    """From MHA and from GQA; tied embeddings in Qwen 3. A product of fewer than 16 columns may round differently."""
+    """From MHA and from GQA; tied embeddings in Qwen 3. A product of fewer than 16 columns may round
+    differently.
+    """
     source = save(tmp_path / "in", kind, kv_heads, equal=2, dtype=dtype, head_dim=8, hidden_size=32)
     assert run(source, tmp_path / "out") == 0
     assert torch.equal(logits(tmp_path / "out"), logits(source))
     report = report_of(tmp_path / "out")
     assert max(value for layer in report["layers"] for name, value in layer.items() if name != "layer") == 0
     measures = report["measures"]
-    assert measures["largest_logit_difference"] < 2**-16 * measures["largest_logit"]  # read in place: rounding
+    assert (
+        measures["largest_logit_difference"] < 2**-16 * measures["largest_logit"]
+    )  # read in place: rounding
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-@pytest.mark.parametrize("options", [(), ("--merge", "energy", "--align", "all", "--grouping", "similar")], ids=str)
+@pytest.mark.parametrize(
+    "options", [(), ("--merge", "energy", "--align", "all", "--grouping", "similar")], ids=str
+)
 def test_a_folder_is_converted_as_layers_are(tmp_path, sources, kind, options, text):
     assert run(sources[kind], tmp_path / "out", *options, *text) == 0
     tokens = tokens_of(sources[kind], TEXT, samples=4, length=20)
@@ -131,7 +144,9 @@ def test_a_folder_is_converted_as_layers_are(tmp_path, sources, kind, options, t
         prefix = f"model.layers.{index}.self_attn."
         state = {name.removeprefix(prefix): x for name, x in old.items() if name.startswith(prefix)}
         options_of = {"bias": "k_proj.bias" in state, "output_bias": "o_proj.bias" in state}
-        layer = GroupedQueryAttention(24, 8, num_kv_heads=8, head_dim=4, mask=CAUSAL, rope=Rope(4), **options_of)
+        layer = GroupedQueryAttention(
+            24, 8, num_kv_heads=8, head_dim=4, mask=CAUSAL, rope=Rope(4), **options_of
+        )
         layer.load_state_dict(state)
         wanted = mha_to_gqa(layer, 2, calibration=calibrations(index), **named).state_dict()
         assert all(new[prefix + name].equal(x) for name, x in wanted.items())
@@ -145,7 +160,9 @@ def test_the_report_says_what_was_done(tmp_path, sources, text, capsys):
     assert report["settings"]["calibration"].keys() == {"text_sha256", "samples", "length"}
     assert report["settings"]["kv_heads"] == 2
     assert report["settings"]["merge"] == "principal"
-    assert all(row.keys() == {"layer", *converters.ERRORS} and row["key_error"] > 0.1 for row in report["layers"])
+    assert all(
+        row.keys() == {"layer", *converters.ERRORS} and row["key_error"] > 0.1 for row in report["layers"]
+    )
     measures = report["measures"]
     assert measures["tokens"] == 8 * 128
     assert measures["text"] == BEHIND
@@ -166,7 +183,9 @@ def test_measures_are_those_of_the_two_models(tmp_path, sources, text):
         old, new = (load(folder)(tokens).logits.double() for folder in (sources["llama"], tmp_path / "out"))
     measures = report_of(tmp_path / "out")["measures"]
     assert measures["largest_logit_difference"] == pytest.approx(float((old - new).abs().max()), rel=1e-5)
-    kl = torch.nn.functional.kl_div(new.log_softmax(-1), old.log_softmax(-1), reduction="none", log_target=True)
+    kl = torch.nn.functional.kl_div(
+        new.log_softmax(-1), old.log_softmax(-1), reduction="none", log_target=True
+    )
     assert measures["kl_nats"] == pytest.approx(float(kl.sum(-1).mean()), rel=1e-4)
 
 
@@ -226,7 +245,19 @@ def test_the_other_target_is_latent_attention(tmp_path, text, capsys):
     source = save(tmp_path / "in", "llama", 4, attention_bias=False)
     options = ("--to", "mla", "--rope-dim", "4", "--reach", "64", *text)
     assert (
-        run(source, tmp_path / "out", *options, "--rank", "16", "--q-rank", "9", "--norm", "exact", kv_heads=None) == 0
+        run(
+            source,
+            tmp_path / "out",
+            *options,
+            "--rank",
+            "16",
+            "--q-rank",
+            "9",
+            "--norm",
+            "exact",
+            kv_heads=None,
+        )
+        == 0
     )
     assert load(tmp_path / "out").config.kv_lora_rank == 16
     assert load(tmp_path / "out").config.q_lora_rank == 9
@@ -245,7 +276,13 @@ def test_the_other_target_is_latent_attention(tmp_path, text, capsys):
 
 
 def test_a_rope_that_other_loaders_take_for_another_is_said(tmp_path, text, capsys):
-    turns = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    turns = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     turns |= {"original_max_position_embeddings": 32}
     source = save(tmp_path / "in", "llama", 4, rope_parameters=turns)
     given = (source, tmp_path / "out", "--to", "mla", "--rank", 16, "--rope-dim", 4, "--reach", 64, *text)
@@ -257,8 +294,9 @@ def test_a_rope_that_other_loaders_take_for_another_is_said(tmp_path, text, caps
 def test_a_calibrated_norm_is_off_by_what_the_report_says(tmp_path, text, dtype):
     """Measured with transformers on the calibration's tokens, in fp32 of the stored weights.
 
-    The report leaves out how weights are rounded: of down and up each by ``rounding`` at most, and both once more by
-    what a norm of rounded latents makes of it. fp32 itself, through three layers, loses less than 1e-4 of an error.
+    The report leaves out how weights are rounded: of down and up each by ``rounding`` at most, and both once
+    more by what a norm of rounded latents makes of it. fp32 itself, through three layers, loses less than
+    1e-4 of an error.
     """
     source = save(tmp_path / "in", "llama", 4, attention_bias=False, dtype=dtype)
     options = ("--to", "mla", "--rope-dim", "4", "--reach", "64", "--rank", "16", "--norm", "calibrated")
@@ -266,7 +304,9 @@ def test_a_calibrated_norm_is_off_by_what_the_report_says(tmp_path, text, dtype)
     tokens = tokens_of(source, TEXT, samples=4, length=20)
     old, new = load(source).float(), load(tmp_path / "out").float()
     inputs = inputs_of(old, tokens)
-    layers = zip(report_of(tmp_path / "out")["layers"], old.model.layers, new.model.layers, inputs, strict=True)
+    layers = zip(
+        report_of(tmp_path / "out")["layers"], old.model.layers, new.model.layers, inputs, strict=True
+    )
     for row, *layer, x in layers:
         before, after = (block.self_attn for block in layer)
         heads = split(before.state_dict(), head_dim=4, rope=rope_of(old.config.to_dict()))
@@ -279,7 +319,9 @@ def test_a_calibrated_norm_is_off_by_what_the_report_says(tmp_path, text, dtype)
         read = [torch.einsum("bthd,mhd->bthm", e.double(), heads.o) for e in (values - wanted, wanted)]
         lost, whole = ((e.square().sum((2, 3)).flatten() @ weights).sqrt() for e in read)
         z, passed = (y[..., :15].flatten(0, 1).double() * weights.sqrt()[:, None] for y in (latents, normed))
-        changed = (z - passed * (z * passed).sum() / passed.square().sum()).norm()  # but for one factor of all
+        changed = (
+            z - passed * (z * passed).sum() / passed.square().sum()
+        ).norm()  # but for one factor of all
         within = 1e-4 * row["value_error"] + 4 * row["rounding"]
         assert row["value_error"] == pytest.approx(float(lost / whole), abs=within)
         assert row["norm_error"] == pytest.approx(float(changed / z.norm()), abs=within)
@@ -408,7 +450,11 @@ def test_requests_that_are_wrong(tmp_path, sources, options, reason, capsys):
         ("grouped", ("--rank", "30"), "--rank: expected at most 29, the rank of the whole latent, got 30"),
         ("grouped", ("--rank", "1"), "--rank: expected at least 2, got 1"),
         ("grouped", ("--rank", "9", "--rope-dim", "3"), "--rope-dim: expected an even divisor of 4"),
-        ("grouped", ("--rank", "9", "--rope-dim", "4", "--q-rank", "99"), "--q-rank: expected at most 25, the rank of"),
+        (
+            "grouped",
+            ("--rank", "9", "--rope-dim", "4", "--q-rank", "99"),
+            "--q-rank: expected at most 25, the rank of",
+        ),
         ("grouped", ("--rank", "9", "--reach", "0"), "--reach: expected at least 1, got 0"),
         (
             "grouped",
@@ -429,7 +475,9 @@ def test_latent_options_are_checked_before_anything_is_read(
     """Neither weights nor text: both take long."""
     if source == "dynamic":
         scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-        sources = {"dynamic": save(tmp_path / "dynamic", "llama", 4, attention_bias=False, rope_parameters=scaling)}
+        sources = {
+            "dynamic": save(tmp_path / "dynamic", "llama", 4, attention_bias=False, rope_parameters=scaling)
+        }
     monkeypatch.setattr(conversion, "scan", lambda *_: pytest.fail("all of the source was read"))
     monkeypatch.setattr(choice, "read_text", lambda *_: pytest.fail("the text was read"))
     request = ("--to", "mla", "--rope-dim", "4", *options, *(() if "--no-calibration" in options else text))
@@ -442,7 +490,9 @@ def test_latent_options_are_checked_before_anything_is_read(
 def test_a_norm_that_cannot_be_without_biases_has_them(tmp_path, sources, text):
     options = ("--to", "mla", "--rope-dim", "4", "--rank", "9")
     for out, asked in (("biased", text), ("untold", ("--no-calibration",))):
-        source = sources["grouped"] if out == "biased" else save(tmp_path / "in", "llama", 4, attention_bias=False)
+        source = (
+            sources["grouped"] if out == "biased" else save(tmp_path / "in", "llama", 4, attention_bias=False)
+        )
         assert run(source, tmp_path / out, *options, *asked, kv_heads=None) == 0
         assert report_of(tmp_path / out)["settings"]["norm"] == "exact"
 
@@ -450,12 +500,16 @@ def test_a_norm_that_cannot_be_without_biases_has_them(tmp_path, sources, text):
 def test_biases_of_nothing_need_no_place(tmp_path, sources, text):
     shutil.copytree(sources["grouped"], tmp_path / "in")
     tensors = tensors_of(sources["grouped"])
-    replace_tensors(tmp_path / "in", {name: 0 * x if name.endswith("bias") else x for name, x in tensors.items()})
+    replace_tensors(
+        tmp_path / "in", {name: 0 * x if name.endswith("bias") else x for name, x in tensors.items()}
+    )
     options = ("--to", "mla", "--rope-dim", "4", "--rank", "9", "--norm", "calibrated", *text)
     assert run(tmp_path / "in", tmp_path / "out", *options, kv_heads=None) == 0
 
 
-@pytest.mark.parametrize("options", [("--merge", "learned"), ("--max-shard-size", "5XB"), ("--kv-heads", "two")])
+@pytest.mark.parametrize(
+    "options", [("--merge", "learned"), ("--max-shard-size", "5XB"), ("--kv-heads", "two")]
+)
 def test_options_that_argparse_refuses(tmp_path, sources, options, capsys):
     with pytest.raises(SystemExit) as error:
         run(sources["llama"], tmp_path / "out", *options)
@@ -490,7 +544,9 @@ def damage(folder, how):
     elif how == "other sizes":
         (folder / "config.json").write_text(json.dumps(config | {"head_dim": 8}))
     elif how == "unknown rope":
-        (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_type": "longrope"}}))
+        (folder / "config.json").write_text(
+            json.dumps(config | {"rope_parameters": {"rope_type": "longrope"}})
+        )
     elif how == "unreadable":
         (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": "small"}))
     elif how == "nan":
@@ -520,7 +576,10 @@ def test_what_is_not_finite_may_be_copied(tmp_path, sources, capsys):
     assert run(tmp_path / "in", tmp_path / "out2", "--allow-nonfinite") == 3
     assert "layer 1: k_proj.weight: expected finite weights" in (error := capsys.readouterr().err)
     assert "run the same command again" not in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]  # of out2 there is not even a part
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "in",
+        "out",
+    ]  # of out2 there is not even a part
 
 
 def test_logits_that_differ_though_nothing_was_lost(tmp_path, monkeypatch, capsys):
@@ -557,7 +616,10 @@ def test_a_result_that_transformers_would_not_load_whole(tmp_path, sources, monk
     assert run(sources["llama"], tmp_path / "out") == 4
     error = capsys.readouterr().err
     what = "missing" if needed else "unexpected"
-    assert f"expected a folder that transformers loads whole, got {what} model.layers.0.self_attn.{name}" in error
+    assert (
+        f"expected a folder that transformers loads whole, got {what} model.layers.0.self_attn.{name}"
+        in error
+    )
     assert report_of(tmp_path / "out")["verified"] is False
 
 
@@ -566,7 +628,9 @@ def test_a_tensor_of_another_shape_is_no_result(tmp_path, sources):
     tensors = tensors_of(sources["llama"])
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.ones(39, 24)
     replace_tensors(tmp_path / "out", tensors)
-    with pytest.raises(VerificationError, match=r"mismatched model\.layers\.1\.mlp\.up_proj\.weight \[39, 24\] for"):
+    with pytest.raises(
+        VerificationError, match=r"mismatched model\.layers\.1\.mlp\.up_proj\.weight \[39, 24\] for"
+    ):
         stock_check.StockCheck(sources["llama"], logits=False)(tmp_path / "out", {})
 
 

@@ -16,7 +16,11 @@ ROPE = {"half": {}, "partial": {"partial_rotary_factor": 0.5}}
 
 
 def config_of(layer, **fields):
-    shape = {"hidden_size": layer.hidden_size, "num_attention_heads": layer.num_heads, "head_dim": layer.head_dim}
+    shape = {
+        "hidden_size": layer.hidden_size,
+        "num_attention_heads": layer.num_heads,
+        "head_dim": layer.head_dim,
+    }
     return {"model_type": "llama", "num_key_value_heads": layer.num_kv_heads} | shape | fields
 
 
@@ -37,7 +41,9 @@ def converted(layer, kv_heads, config=None, **options):
     ],
 )
 @pytest.mark.parametrize("grouping", ["neighbours", "similar", None])
-@pytest.mark.parametrize(("size", "bias", "dtype"), [((6, 1), True, torch.float32), ((4, 2), False, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("size", "bias", "dtype"), [((6, 1), True, torch.float32), ((4, 2), False, torch.bfloat16)]
+)
 def test_it_converts_as_mha_to_gqa_does(merge, align, grouping, size, bias, dtype):
     layer, text = layer_of(size, bias=bias, dtype=dtype), Calibration.of([tokens(70)])
     options = {"merge": merge, "align": align, "grouping": grouping}
@@ -62,7 +68,9 @@ def test_each_layer_has_its_own_calibration():
     convert_layer = grouped(config_of(layer), 1, merge="energy", calibrations=texts.__getitem__)
     for index, text in enumerate(texts):
         new = convert_layer(state_copy(layer), shape_of(layer, index)).weights
-        assert new["k_proj.weight"].equal(mha_to_gqa(layer, 1, merge="energy", calibration=text).k_proj.weight)
+        assert new["k_proj.weight"].equal(
+            mha_to_gqa(layer, 1, merge="energy", calibration=text).k_proj.weight
+        )
 
 
 @pytest.mark.parametrize("merge", ["principal", "principal-values", "mean"])
@@ -101,7 +109,9 @@ def turned_copies(dtype):
     pairs = heads.pairs(heads.k[:1]) * phase[:, None]
     turned = torch.cat((pairs.real, pairs.imag), 1)
     order = torch.randperm(layer.head_dim)
-    return with_kv(layer, k=torch.cat((heads.k[:1], turned)), v=torch.cat((heads.v[:1], heads.v[:1, order]))).to(dtype)
+    return with_kv(
+        layer, k=torch.cat((heads.k[:1], turned)), v=torch.cat((heads.v[:1], heads.v[:1, order]))
+    ).to(dtype)
 
 
 def test_aligned_heads_lose_their_rounding_only():
@@ -139,7 +149,9 @@ def test_gains_pass_what_they_can_and_forbid_the_rest():
     layer.k_norm.weight.data[3] = 2.0
     new = converted(layer, 2, align="values")
     assert new.weights["k_norm.weight"].equal(layer.k_norm.weight)
-    with pytest.raises(RequestError, match=r'layer 0: align: .*gains that differ within a rotated pair.*"values"'):
+    with pytest.raises(
+        RequestError, match=r'layer 0: align: .*gains that differ within a rotated pair.*"values"'
+    ):
         converted(layer, 2, align="all")
 
 

@@ -1,4 +1,6 @@
-"""Converted checkpoints as stock transformers loads and runs them: DeepSeek-V3 in name, the source in what it says."""
+"""Converted checkpoints as stock transformers loads and runs them: DeepSeek-V3 in name, the source in what it
+says.
+"""
 
 import json
 
@@ -25,9 +27,15 @@ SOURCES = {
     "biased llama": ("llama", {"attention_bias": True}),
     "tied llama": ("llama", {"tie_word_embeddings": True, "bos_token_id": 3, "eos_token_id": [4, 5]}),
     "linear llama": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
-    "llama3": ("llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64, "rope_theta": 1e5}}),
+    "llama3": (
+        "llama",
+        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64, "rope_theta": 1e5}},
+    ),
     "yarn": ("llama", {"rope_parameters": YARN | {"rope_theta": 100.0}}),
-    "yarn with a factor": ("llama", {"rope_parameters": YARN | {"rope_theta": 100.0, "attention_factor": 0.7}}),
+    "yarn with a factor": (
+        "llama",
+        {"rope_parameters": YARN | {"rope_theta": 100.0, "attention_factor": 0.7}},
+    ),
     "yarn with mscale": (
         "llama",
         {"rope_parameters": YARN | {"rope_theta": 50.0, "mscale": 2.0, "mscale_all_dim": 0.5}},
@@ -86,7 +94,13 @@ def test_one_kv_head_is_the_same_model_up_to_rounding(tmp_path, name, dtype, q_r
     for row in report["layers"]:
         assert max(value for key, value in row.items() if key not in ("layer", "rounding")) < 1e-6
     old, new = old.config, new.config
-    for key in ("tie_word_embeddings", "bos_token_id", "eos_token_id", "rms_norm_eps", "max_position_embeddings"):
+    for key in (
+        "tie_word_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "rms_norm_eps",
+        "max_position_embeddings",
+    ):
         assert getattr(old, key) == getattr(new, key), key
 
 
@@ -155,7 +169,9 @@ def test_several_heads_are_cut_and_still_speak(tmp_path, norm):
     for row in report["layers"]:
         assert row["rope_error"] > 0
         assert 0 < row["value_error"] < 1
-    steps = new.generate(TOKENS[:, 5:10], max_new_tokens=6, do_sample=False, pad_token_id=96, eos_token_id=None)
+    steps = new.generate(
+        TOKENS[:, 5:10], max_new_tokens=6, do_sample=False, pad_token_id=96, eos_token_id=None
+    )
     assert torch.equal(steps[:, 5:], logits(new, steps)[:, 4:-1].argmax(-1))
 
 
@@ -186,7 +202,10 @@ def test_every_layer_has_its_own_calibration(tmp_path):
     report, _ = run(tmp_path / "in", tmp_path / "out", rank=20, rope_dim=8, calibrations=calibrations)
     assert set(asked) == {0, 1}
     for row in report["layers"]:
-        assert row["key_error"] ** 2 + row["value_error"] ** 2 < row["svd_key_error"] ** 2 + row["svd_value_error"] ** 2
+        assert (
+            row["key_error"] ** 2 + row["value_error"] ** 2
+            < row["svd_key_error"] ** 2 + row["svd_value_error"] ** 2
+        )
     assert report["layers"][0]["value_error"] != report["layers"][1]["value_error"]
 
 
@@ -230,7 +249,9 @@ def test_the_config_is_a_deepseek_and_the_report_says_how(tmp_path):
     assert new["bos_token_id"] == 7
     assert new["rope_scaling"] == LLAMA3 | {"original_max_position_embeddings": 64}
     assert new["rope_parameters"] == new["rope_scaling"] | {"rope_theta": 1e5}
-    assert report["config_changes"] == {key: new[key] for key in new if key not in config or config[key] != new[key]}
+    assert report["config_changes"] == {
+        key: new[key] for key in new if key not in config or config[key] != new[key]
+    }
     assert set(report["config_keys_dropped"]) == config.keys() - new.keys()
 
 
@@ -244,7 +265,9 @@ def test_a_null_is_a_change(tmp_path):
 @pytest.mark.parametrize(("kind", "ends"), [("llama", (1, 2)), ("mistral", (1, 2)), ("qwen2", (None, None))])
 def test_unnamed_tokens_are_those_that_the_source_had(tmp_path, kind, ends):
     source_of(tmp_path / "in", kind)
-    config = {key: x for key, x in config_of(tmp_path / "in").items() if key not in ("bos_token_id", "eos_token_id")}
+    config = {
+        key: x for key, x in config_of(tmp_path / "in").items() if key not in ("bos_token_id", "eos_token_id")
+    }
     (tmp_path / "in/config.json").write_text(json.dumps(config))
     old = KINDS[kind].from_pretrained(tmp_path / "in")
     _, new = run(tmp_path / "in", tmp_path / "out")
@@ -257,8 +280,14 @@ PLAIN = {"model_type": "llama", **SIZES}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "qwen3"}, "model_type: expected one of llama, mistral, qwen2.* got 'qwen3', .* --to gqa keeps"),
-        ({"model_type": "olmo2"}, "got 'olmo2', which has q_norm and k_norm that divide each token by a size"),
+        (
+            {"model_type": "qwen3"},
+            "model_type: expected one of llama, mistral, qwen2.* got 'qwen3', .* --to gqa keeps",
+        ),
+        (
+            {"model_type": "olmo2"},
+            "got 'olmo2', which has q_norm and k_norm that divide each token by a size",
+        ),
         ({"model_type": "gemma"}, "got 'gemma'; --to gqa takes it, and --to attnlib"),
         ({"model_type": "nobody"}, "model_type: expected one of llama, mistral, qwen2.* got 'nobody'$"),
         ({"model_type": ["llama"]}, "model_type: expected one of llama, mistral, qwen2.* got "),
@@ -278,10 +307,16 @@ def test_what_deepseek_cannot_say_is_refused(changes, message):
 
 def test_a_window_that_is_switched_off_is_none():
     converter(PLAIN | {"model_type": "mistral", "sliding_window": None}, 9, rope_dim=8)
-    converter(PLAIN | {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}, 9, rope_dim=8)
+    converter(
+        PLAIN | {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}, 9, rope_dim=8
+    )
 
 
-LONG = {"short_factor": [1.0] * (D // 2), "long_factor": [2.0] * (D // 2), "original_max_position_embeddings": 64}
+LONG = {
+    "short_factor": [1.0] * (D // 2),
+    "long_factor": [2.0] * (D // 2),
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -346,7 +381,8 @@ def test_a_device_computes_what_the_cpu_computes(tmp_path, norm):
     x = 1 + torch.randn(400, WIDTH, generator=torch.Generator().manual_seed(0))
     options = {"rank": 40, "rope_dim": 8, "norm": norm, "calibrations": lambda _: Calibration.of([x])}
     reports, models = zip(
-        *(run(tmp_path / "in", tmp_path / device, device=device, **options) for device in ("cpu", "cuda")), strict=True
+        *(run(tmp_path / "in", tmp_path / device, device=device, **options) for device in ("cpu", "cuda")),
+        strict=True,
     )
     torch.testing.assert_close(logits(models[1]), logits(models[0]), rtol=1e-3, atol=1e-3)
     for ours, theirs in zip(*(report["layers"] for report in reports), strict=True):

@@ -1,11 +1,25 @@
-"""Layers in DeepSeek-V3's own form: exact where they can be, with a norm that does nothing, and what they report."""
+"""Layers in DeepSeek-V3's own form: exact where they can be, with a norm that does nothing, and what they
+report.
+"""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from convert_helpers import HIDDEN, D, close, decoded, grouped, heads_of, orthogonal, seeds, state_copy, tokens, with_kv
+from convert_helpers import (
+    HIDDEN,
+    D,
+    close,
+    decoded,
+    grouped,
+    heads_of,
+    orthogonal,
+    seeds,
+    state_copy,
+    tokens,
+    with_kv,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,14 +51,20 @@ def converted(layer, **options):
     calibration = options.pop("calibration", None)
     with torch.no_grad():
         target = Target(**options)
-        return to_deepseek(heads_of(layer), layer.state_dict(), target, scale=layer.scale, calibration=calibration)
+        return to_deepseek(
+            heads_of(layer), layer.state_dict(), target, scale=layer.scale, calibration=calibration
+        )
 
 
 # What is exact
 
 
 @given(
-    st.sampled_from(PLAIN), st.integers(1, 4), st.booleans(), st.booleans(), st.sampled_from(("expanded", "absorbed"))
+    st.sampled_from(PLAIN),
+    st.integers(1, 4),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(("expanded", "absorbed")),
 )
 def test_one_kv_head_is_exact(rope, heads, bias, output_bias, form):
     layer, x = grouped((1, heads), rope=rope, bias=bias, output_bias=output_bias), tokens(2, 9)
@@ -72,7 +92,9 @@ def test_keys_alike_over_heads_need_the_channels_of_one(rope):
     layer, x = grouped((4, 2), rope=rope), tokens(2, 9)
     heads = heads_of(layer)
     sizes = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)[:, None, None]
-    layer = with_kv(layer, k=torch.cat((heads.k[:1, : heads.rotated] * sizes, heads.k[:, heads.rotated :]), 1))
+    layer = with_kv(
+        layer, k=torch.cat((heads.k[:1, : heads.rotated] * sizes, heads.k[:, heads.rotated :]), 1)
+    )
     for calibration in (None, Calibration.of([x])):
         close(whole(layer, calibration=calibration)(x), layer(x), within=1e-7)
     assert (whole(layer, 2)(x) - layer(x)).abs().max() > 1e-5
@@ -117,7 +139,11 @@ def test_the_norm_is_the_identity_up_to_rounding(dtype, size):
     ratio = stored[:, :D].double() / raw[:, :D].double()
     factor = ratio.median()
     assert 0.5 < factor < 2
-    close(ratio, factor.expand_as(ratio), within=2 * torch.finfo(dtype).eps + (1e-3 if dtype == torch.float16 else 0))
+    close(
+        ratio,
+        factor.expand_as(ratio),
+        within=2 * torch.finfo(dtype).eps + (1e-3 if dtype == torch.float16 else 0),
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -181,7 +207,9 @@ def test_what_is_near_one_is_near_one_as_rounded():
 
 
 def uneven(count):
-    """Tokens of very different sizes, as texts have and normal distributions have not; and a channel that is near 1."""
+    """Tokens of very different sizes, as texts have and normal distributions have not; and a channel that is
+    near 1.
+    """
     generator = torch.Generator().manual_seed(2)
     sizes, noise = torch.randn(2, count, 1, generator=generator, dtype=torch.float64)
     x = tokens(count) * (sizes / 2).exp()
@@ -196,10 +224,14 @@ def without_queries(layer):
 
 
 def lost_values(layer, made, rank, x):
-    """By hand, for each token: what outputs miss for the written layer's values, and what they have, ``[t]``."""
+    """By hand, for each token: what outputs miss for the written layer's values, and what they have,
+    ``[t]``.
+    """
     state, heads = {name: value.double() for name, value in made.state.items()}, layer.num_heads
     latents = x @ state["kv_a_proj_with_mqa.weight"][:rank].T
-    normed = latents / (latents.square().mean(-1, keepdim=True) + 1e-6).sqrt() * state["kv_a_layernorm.weight"]
+    normed = (
+        latents / (latents.square().mean(-1, keepdim=True) + 1e-6).sqrt() * state["kv_a_layernorm.weight"]
+    )
     v_up = state["kv_b_proj.weight"].unflatten(0, (heads, -1))[:, -D:]
     values = layer.v_proj(x).detach().unflatten(-1, (-1, D)).repeat_interleave(heads // layer.num_kv_heads, 1)
     o = layer.o_proj.weight.detach().unflatten(-1, (heads, D))
@@ -243,7 +275,9 @@ def test_a_calibrated_norm_loses_little_beside_an_exact_one():
 
 
 def test_a_long_text_and_another_are_off_as_much():
-    """A sample stands for a whole text and for what is like it, up to four standard errors of both ratios of means."""
+    """A sample stands for a whole text and for what is like it, up to four standard errors of both ratios of
+    means.
+    """
     layer, x = without_queries(grouped((4, 2))), uneven(12_000)
     calibration = Calibration.of(x[:9000].split(1000))
     assert 2000 < len(calibration.sample) < 4096
@@ -293,7 +327,9 @@ def test_keys_and_values_weigh_by_their_whole_size():
         cut = truncate(whole, 8, seen, replace(cost, all_keys=cost.all_keys / weight))
         parts = (cost.keys, cost.all_keys, "k_up"), (cost.values, cost.all_values, "v_up")
         rows = [getattr(whole, name) @ whole.down - getattr(cut, name) @ cut.down for *_, name in parts]
-        return sum(seen.costs(metric, e) / all_ for (metric, all_, _), e in zip(parts, rows, strict=True)).item()
+        return sum(
+            seen.costs(metric, e) / all_ for (metric, all_, _), e in zip(parts, rows, strict=True)
+        ).item()
 
     errors = converted(layer, rank=9, calibration=calibration).errors
     found = errors["key_error"] ** 2 + errors["value_error"] ** 2
@@ -311,7 +347,9 @@ def test_care_beats_the_plain_svd_by_far_on_correlated_inputs():
 def test_without_a_text_weights_weigh_too():
     """What reads keys and values is known from weights alone."""
     errors = converted(grouped((4, 1)), rank=9).errors
-    squares = {name: errors[f"{name}key_error"] ** 2 + errors[f"{name}value_error"] ** 2 for name in ("", "svd_")}
+    squares = {
+        name: errors[f"{name}key_error"] ** 2 + errors[f"{name}value_error"] ** 2 for name in ("", "svd_")
+    }
     assert squares[""] < 0.95 * squares["svd_"]
 
 
@@ -341,7 +379,9 @@ def test_reported_errors_are_those_of_the_layer(norm):
         close(torch.tensor(errors[name] ** 2).double(), (lost * seen.weights).sum() / size, within=1e-6)
 
 
-@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 1e-8), (torch.bfloat16, 5e-4), (torch.float16, 5e-5)])
+@pytest.mark.parametrize(
+    ("dtype", "least"), [(torch.float32, 1e-8), (torch.bfloat16, 5e-4), (torch.float16, 5e-5)]
+)
 def test_rounding_is_reported(dtype, least):
     errors = converted(grouped((1, 2), bias=True).to(dtype), rank=D + 1).errors
     assert least < errors.pop("rounding") < torch.finfo(dtype).eps
@@ -351,7 +391,8 @@ def test_rounding_is_reported(dtype, least):
 def test_more_rotary_channels_lose_less():
     layer, x = grouped((4, 1)), tokens(50)
     lost = [
-        converted(layer, rank=9, rope_dim=p, calibration=Calibration.of([x])).errors["rope_error"] for p in (2, 4, 8)
+        converted(layer, rank=9, rope_dim=p, calibration=Calibration.of([x])).errors["rope_error"]
+        for p in (2, 4, 8)
     ]
     assert lost == sorted(lost, reverse=True)
     assert lost[-1] > 0
@@ -412,7 +453,12 @@ def test_what_a_latent_layer_has_not_is_refused(extra):
         ("half", {"rope_dim": 6}, ValueError, "rope_dim: expected an even divisor of 8, .* got 6"),
         ("half", {"rank": 25 + 1}, ValueError, "rank: expected at most 25, .* got 26"),
         ("half", {"rank": 25 + 1, "norm": "calibrated"}, ValueError, "rank: expected at most 25, .* got 26"),
-        ("half", {"norm": "calibrated"}, ValueError, 'norm: "calibrated" needs a calibration on text, got weights'),
+        (
+            "half",
+            {"norm": "calibrated"},
+            ValueError,
+            'norm: "calibrated" needs a calibration on text, got weights',
+        ),
         (
             "half",
             {"norm": "calibrated", "calibration": Calibration.white(HIDDEN)},
@@ -423,7 +469,12 @@ def test_what_a_latent_layer_has_not_is_refused(extra):
         ("half", {"reach": 0}, ValueError, "reach: expected at least 1, got 0"),
         ("half", {"norm": "none"}, ValueError, "norm: expected one of .* got 'none'"),
         ("half", {"rank": 9.0}, TypeError, "rank: expected an int, got 9.0"),
-        ("half", {"calibration": Calibration.white(3)}, ValueError, "calibration: expected inputs of width 20"),
+        (
+            "half",
+            {"calibration": Calibration.white(3)},
+            ValueError,
+            "calibration: expected inputs of width 20",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(rope, options, error, message):
@@ -434,7 +485,9 @@ def test_what_cannot_be_is_refused(rope, options, error, message):
 
 def test_a_calibrated_norm_has_no_place_for_biases():
     layer = grouped((2, 1), bias=True)
-    with pytest.raises(NotImplementedError, match=r'k_proj\.bias, o_proj\.bias, q_proj\.bias.*: norm="calibrated"'):
+    with pytest.raises(
+        NotImplementedError, match=r'k_proj\.bias, o_proj\.bias, q_proj\.bias.*: norm="calibrated"'
+    ):
         gqa_to_deepseek(layer, 9, rope_dim=D, norm="calibrated")
     with torch.no_grad():
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -446,7 +499,9 @@ def test_a_calibrated_norm_has_no_place_for_biases():
 def test_inputs_without_a_mean_make_no_constant():
     x = tokens(30)
     calibration = Calibration.of([torch.cat((x, -x))])
-    with pytest.raises(ValueError, match='norm: "calibrated" needs a calibration on text, got inputs of mean 0'):
+    with pytest.raises(
+        ValueError, match='norm: "calibrated" needs a calibration on text, got inputs of mean 0'
+    ):
         gqa_to_deepseek(grouped((2, 1)), 9, rope_dim=D, norm="calibrated", calibration=calibration)
 
 
@@ -457,11 +512,15 @@ def test_weights_of_eight_bits_are_refused():
 
 
 def test_turning_the_values_of_all_heads_changes_nothing():
-    """The latent has no preferred coordinates: an orthogonal map of V with its inverse in o is the same layer."""
+    """The latent has no preferred coordinates: an orthogonal map of V with its inverse in o is the same
+    layer.
+    """
     layer, x = grouped((2, 1)), tokens(1, 30)
     turned, turn = grouped((2, 1)), orthogonal(D)
     with torch.no_grad():
-        turned.v_proj.weight.copy_(torch.einsum("de,gem->gdm", turn, layer.v_proj.weight.view(2, D, -1)).flatten(0, 1))
+        turned.v_proj.weight.copy_(
+            torch.einsum("de,gem->gdm", turn, layer.v_proj.weight.view(2, D, -1)).flatten(0, 1)
+        )
         turned.o_proj.weight.copy_((layer.o_proj.weight.view(HIDDEN, 2, D) @ turn.T).flatten(1))
     close(turned(x), layer(x))
     options = {"rope_dim": 4, "calibration": Calibration.of([x])}

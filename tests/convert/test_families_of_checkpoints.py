@@ -1,4 +1,6 @@
-"""Every family of the table against transformers: what its attention computes, and folders that come out of it."""
+"""Every family of the table against transformers: what its attention computes, and folders that come out of
+it.
+"""
 
 import json
 from dataclasses import replace
@@ -56,7 +58,9 @@ def folders(tmp_path_factory):
 
 
 def differs(folder: Path, seen: list, *, silent: bool = False) -> float:
-    """The largest relative difference of what our layers with the folder's weights and ropes compute from ``seen``."""
+    """The largest relative difference of what our layers with the folder's weights and ropes compute from
+    ``seen``.
+    """
     model = read_model(read_folder(folder))
     config = {key: x for key, x in model.config.items() if not (silent and key == "rope_parameters")}
     assert len(model.layers) == len(seen)
@@ -108,7 +112,9 @@ def test_the_identity_changes_no_byte(folders, kind, tmp_path):
         x.dtype == after[name].dtype and x.numpy().tobytes() == after[name].numpy().tobytes()
         for name, x in before.items()
     )
-    assert json.loads((folder / "config.json").read_text()) == json.loads((tmp_path / "out/config.json").read_text())
+    assert json.loads((folder / "config.json").read_text()) == json.loads(
+        (tmp_path / "out/config.json").read_text()
+    )
 
 
 @pytest.mark.covering(1)
@@ -121,7 +127,10 @@ def test_equal_heads_become_one_and_say_the_same(kind, dtype, tmp_path):
     source = read_model(read_folder(tmp_path / "in"))
     converter = grouped(source.checkpoint.config, GROUPS, merge="mean")
     report = convert(tmp_path / "in", tmp_path / "out", converter, progress=False)
-    assert report["cache_bytes_per_token"]["after"] * KV_HEADS == report["cache_bytes_per_token"]["before"] * GROUPS
+    assert (
+        report["cache_bytes_per_token"]["after"] * KV_HEADS
+        == report["cache_bytes_per_token"]["before"] * GROUPS
+    )
     changes = report["config_changes"]
     assert (changes["text_config"] if kind in SEEING else changes)["num_key_value_heads"] == GROUPS
     assert len(str(changes)) < 80
@@ -135,7 +144,9 @@ def test_equal_heads_become_one_and_say_the_same(kind, dtype, tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen3", "olmo2", "olmo3", "cohere"])
 def test_norms_move_with_their_heads(kind, tmp_path):
-    """Equal heads that are not neighbours find each other, with the gains of their own and of their queries."""
+    """Equal heads that are not neighbours find each other, with the gains of their own and of their
+    queries.
+    """
     model = make(kind)
     equalise(model, neighbours=False)
     model.save_pretrained(tmp_path / "in")
@@ -248,13 +259,26 @@ def test_who_has_no_key_for_fewer_heads_says_so(kind):
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmo2", "gpt_neox", "opt", "llava", "qwen2_vl"])
 @pytest.mark.parametrize("has_accelerate", [True, False])
-def test_a_file_that_lacks_a_tensor_is_refused_by_its_name(folders, kind, tmp_path, has_accelerate, monkeypatch):
+def test_a_file_that_lacks_a_tensor_is_refused_by_its_name(
+    folders, kind, tmp_path, has_accelerate, monkeypatch
+):
     folder, _ = folders(kind)
     monkeypatch.setattr(transformers.utils, "is_accelerate_available", lambda: has_accelerate)
     assert StockCheck(folder, logits=True)(folder, {})["largest_logit_difference"] == 0
     tensors = load_file(folder / "model.safetensors")
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    parts = ("embed", "norm", "mlp", "k_proj", "experts.1.", "vis", "projector", "query_key_value", "bias", "fc1")
+    parts = (
+        "embed",
+        "norm",
+        "mlp",
+        "k_proj",
+        "experts.1.",
+        "vis",
+        "projector",
+        "query_key_value",
+        "bias",
+        "fc1",
+    )
     lacking = {next((name for name in tensors if part in name), None) for part in parts} - {None}
     assert len(lacking) > 3
     for name in lacking:
@@ -270,7 +294,9 @@ def test_experts_take_no_memory_when_names_are_checked(folders, tmp_path, monkey
     folder, _ = folders("qwen3_moe")
     sizes = []
     real = torch.stack
-    monkeypatch.setattr(torch, "stack", lambda *given, **more: sizes.append((x := real(*given, **more)).device) or x)
+    monkeypatch.setattr(
+        torch, "stack", lambda *given, **more: sizes.append((x := real(*given, **more)).device) or x
+    )
     StockCheck(folder, logits=False)
     assert len(sizes) > 3
     assert {device.type for device in sizes} == {"meta"}
@@ -304,4 +330,6 @@ def test_heads_side_by_side_are_fused_by_head():
     assert weights["v_proj.weight"][:, 0].tolist() == [4, 5, 10, 11, 16, 17, 22, 23]
     assert names.join(family, weights, shape)["query_key_value.weight"].equal(rows)
     with pytest.raises(CheckpointError, match=r"as many heads of keys and values as of queries"):
-        names.join(family, weights | {"k_proj.weight": torch.ones(2, 8), "v_proj.weight": torch.ones(2, 8)}, shape)
+        names.join(
+            family, weights | {"k_proj.weight": torch.ones(2, 8), "v_proj.weight": torch.ones(2, 8)}, shape
+        )

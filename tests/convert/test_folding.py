@@ -1,4 +1,6 @@
-"""Folding rope onto fewer frequencies: which these are, what is lost, and that no other component loses less."""
+"""Folding rope onto fewer frequencies: which these are, what is lost, and that no other component loses
+less.
+"""
 
 from dataclasses import replace
 
@@ -30,7 +32,9 @@ def keys_seen(latent, y, distance):
 
 
 def readers(heads):
-    """One query head for each KV head, which reads channel after channel: query i of the inputs is channel i."""
+    """One query head for each KV head, which reads channel after channel: query i of the inputs is channel
+    i.
+    """
     return replace(heads, q=torch.eye(D, heads.k.shape[-1], dtype=torch.float64).repeat(len(heads.k), 1, 1))
 
 
@@ -86,7 +90,9 @@ def test_the_loss_is_that_of_keys_over_distances_and_the_least(rope, g, rope_dim
 
 
 def test_pairs_out_of_step_do_not_spoil_the_one_that_is_kept():
-    """Within a long reach two frequencies mixed into one would lose both: the larger keys of the other do not count."""
+    """Within a long reach two frequencies mixed into one would lose both: the larger keys of the other do not
+    count.
+    """
     layer = grouped((1, 1))
     layer.rope = Rope(D, theta=4.0)
     with torch.no_grad():
@@ -102,7 +108,10 @@ def test_pairs_out_of_step_do_not_spoil_the_one_that_is_kept():
 @given(st.sampled_from(PLAIN), seeds)
 def test_even_queries_keep_the_function(rope, seed):
     heads, calibration = heads_of(grouped((2, 3), rope=rope, seed=seed)), Calibration.of([tokens(40)])
-    even, y = even_queries(heads, calibration), torch.cat((tokens(9), torch.ones(9, 1, dtype=torch.float64)), -1)
+    even, y = (
+        even_queries(heads, calibration),
+        torch.cat((tokens(9), torch.ones(9, 1, dtype=torch.float64)), -1),
+    )
 
     def products(heads):
         q, k = (torch.einsum("hdm,tm->thd", rows, y) for rows in (heads.q, heads.k))

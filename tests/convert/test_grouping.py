@@ -50,10 +50,13 @@ def test_clusters_are_found_wherever_they_lie(size, seed, random):
 
 @pytest.mark.parametrize("seed", [1, 8, 12, 61, 97, 143])
 def test_of_two_climbs_the_better_is_taken(seed):
-    """Pairs of six heads for which a climb from neighbours, or one from grown groups, ends below the best of all 15."""
+    """Pairs of six heads for which a climb from neighbours, or one from grown groups, ends below the best of
+    all 15.
+    """
     s = symmetric(6, seed)
     pairings = {
-        tuple(sorted(tuple(sorted(order[i : i + 2])) for i in (0, 2, 4))) for order in itertools.permutations(range(6))
+        tuple(sorted(tuple(sorted(order[i : i + 2])) for i in (0, 2, 4)))
+        for order in itertools.permutations(range(6))
     }
     assert len(pairings) == 15
     assert similar(s, 3) == max(pairings, key=lambda groups: within(s, groups))
@@ -67,5 +70,7 @@ def test_within_counts_each_pair_twice_and_no_head_with_itself():
 
 def test_neighbours_share_out_the_heads_in_order():
     assert neighbours(6, 3) == ((0, 1), (2, 3), (4, 5))
-    with pytest.raises(ValueError, match="num_kv_heads: expected a divisor of the 6 KV heads that there are, got 4"):
+    with pytest.raises(
+        ValueError, match="num_kv_heads: expected a divisor of the 6 KV heads that there are, got 4"
+    ):
         neighbours(6, 4)

@@ -1,4 +1,6 @@
-"""Fewer KV heads: what keeps the function keeps it to 1e-10, merging is what its paper says, and loses what it must."""
+"""Fewer KV heads: what keeps the function keeps it to 1e-10, merging is what its paper says, and loses what
+it must.
+"""
 
 import copy
 from dataclasses import replace
@@ -29,7 +31,15 @@ from torch import nn
 
 from attnlib import CAUSAL, FULL, KVCache, MultiHeadAttention, MultiHeadLatentAttention, sliding
 from attnlib.convert import Calibration, MixedLinear, fold, mha_to_gqa
-from attnlib.convert.heads.align import agreement, align, polar, similarity, towards_each_other, turn_keys, turn_values
+from attnlib.convert.heads.align import (
+    agreement,
+    align,
+    polar,
+    similarity,
+    towards_each_other,
+    turn_keys,
+    turn_values,
+)
 from attnlib.convert.heads.merging import arrange, merge_heads, shares
 from attnlib.convert.heads.recipe import MergeRecipe
 from attnlib.convert.weights import join, pairs_of, rows_of, split
@@ -176,7 +186,9 @@ def test_a_climb_that_ends_below_its_start_is_not_taken(seed):
 
 
 def test_where_nothing_says_how_to_turn_nothing_turns():
-    """Inputs of rank 2 in 8 channels leave 6 of a turn open, and equal heads must still become one without loss."""
+    """Inputs of rank 2 in 8 channels leave 6 of a turn open, and equal heads must still become one without
+    loss.
+    """
     layer = same_keys(grouped())
     flat = tokens(40)
     flat[:, 1:] = 0
@@ -296,7 +308,9 @@ def test_the_mean_of_equal_heads_has_the_same_bits(dtype, size):
 
 @pytest.mark.parametrize("rope", ROPES)
 def test_shuffled_and_turned_copies_convert_without_loss(rope):
-    """Two kinds of heads, three copies of each, turned and shuffled: alignment and grouping find them again."""
+    """Two kinds of heads, three copies of each, turned and shuffled: alignment and grouping find them
+    again.
+    """
     layer, x = grouped((6, 2), rope=rope, bias=True, sinks=True), tokens(2, 40)
     heads = heads_of(layer)
     layer = with_kv(layer, k=heads.k[:2].repeat_interleave(3, 0), v=heads.v[:2].repeat_interleave(3, 0))
@@ -398,7 +412,17 @@ def test_all_options_are_kept_and_the_source_is_left_alone(options):
         layer.alibi_slopes.mul_(1.5)
     before = state_copy(layer)
     new = mha_to_gqa(layer, 2, merge="energy", align="all")
-    names = ("hidden_size", "num_heads", "head_dim", "mask", "rope", "softcap", "scale", "q_gain", "dropout_p")
+    names = (
+        "hidden_size",
+        "num_heads",
+        "head_dim",
+        "mask",
+        "rope",
+        "softcap",
+        "scale",
+        "q_gain",
+        "dropout_p",
+    )
     for name in (*names, "backend", "training"):
         assert getattr(new, name) == getattr(layer, name), name
     assert new.state_dict().keys() == before.keys()
@@ -435,7 +459,9 @@ class Adapter(nn.Linear):
 
 def test_what_cannot_be_converted_is_refused():
     layer = grouped((4, 1))
-    with pytest.raises(ValueError, match="num_kv_heads: expected a divisor of the 4 KV heads that there are, got 3"):
+    with pytest.raises(
+        ValueError, match="num_kv_heads: expected a divisor of the 4 KV heads that there are, got 3"
+    ):
         mha_to_gqa(layer, 3)
     for count in (8, 0):
         with pytest.raises(ValueError, match="num_kv_heads"):
@@ -449,7 +475,13 @@ def test_what_cannot_be_converted_is_refused():
         mha_to_gqa(layer, 2, calibration=Calibration.white(HIDDEN + 1))
     with pytest.raises(NotImplementedError, match=r'grouping: .*use "neighbours"'):
         mha_to_gqa(grouped(alibi=True), 2, grouping="similar")
-    sizes = {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4, "q_lora_rank": None}
+    sizes = {
+        "kv_lora_rank": 4,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 0,
+        "v_head_dim": 4,
+        "q_lora_rank": None,
+    }
     with pytest.raises(TypeError, match="expected a GroupedQueryAttention, got MultiHeadLatentAttention"):
         mha_to_gqa(MultiHeadLatentAttention(HIDDEN, 2, mask=CAUSAL, **sizes), 2)
     with pytest.raises(NotImplementedError, match=r"layer: expected values as wide as keys, .*v_head_dim=3"):

@@ -127,18 +127,30 @@ SAID = {"text": "a text", "tokens": 4096, "perplexity_before": 27.94, "perplexit
 @pytest.mark.parametrize(
     ("changed", "wanted"),
     [
-        ({}, "perplexity 27.9 before, 130 after on 4,096 tokens of a text; fine-tuning usually returns most of that"),
+        (
+            {},
+            "perplexity 27.9 before, 130 after on 4,096 tokens of a text; fine-tuning usually returns most "
+            "of that",
+        ),
         ({"perplexity_after": 15017.3}, "perplexity 27.9 before, 15,017 after on"),
-        ({"perplexity_after": None}, "beyond all numbers after on 4,096 tokens of a text; fine-tuning usually"),
+        (
+            {"perplexity_after": None},
+            "beyond all numbers after on 4,096 tokens of a text; fine-tuning usually",
+        ),
         ({"perplexity_after": 27.95}, "27.9 after on 4,096 tokens of a text: nothing that training would"),
         ({"perplexity_after": 20.0}, "20 after on 4,096 tokens of a text: nothing that training would"),
-        ({"perplexity_before": None, "perplexity_after": None}, "beyond all numbers before, beyond all numbers after"),
+        (
+            {"perplexity_before": None, "perplexity_after": None},
+            "beyond all numbers before, beyond all numbers after",
+        ),
     ],
 )
 def test_what_was_lost_in_a_sentence(changed, wanted):
     said = lost(SAID | changed, source="in", out="out")
     assert wanted in said
-    assert ("python -m attnlib finetune out HEALED --teacher in --text FILE" in said) == ("nothing that" not in said)
+    assert ("python -m attnlib finetune out HEALED --teacher in --text FILE" in said) == (
+        "nothing that" not in said
+    )
 
 
 def test_nothing_is_said_of_what_was_not_measured():

@@ -60,7 +60,9 @@ def plainly(heads, latent, rank):
 
 
 def weighed(latent, cost, seen):
-    """What scores and outputs have of K that is not rotated and of V, each relative to all of it: ``[t, channels]``."""
+    """What scores and outputs have of K that is not rotated and of V, each relative to all of it: ``[t,
+    channels]``.
+    """
     group, rows = len(latent.k_up) // len(cost.keys), []
     parts = zip((cost.keys, cost.values), (cost.all_keys, cost.all_values), strict=True)
     for (metric, whole), part in zip(parts, activations(latent, seen.inputs), strict=True):
@@ -185,11 +187,15 @@ def test_without_distances_any_concentration_is_exact(kind, seed, data):
 
 @pytest.mark.parametrize("rope", ROTARY)
 def test_keys_alike_over_heads_need_the_channels_of_one(rope):
-    """Heads whose pairs are complex multiples of each other have one component a pair: all the rotation fits in it."""
+    """Heads whose pairs are complex multiples of each other have one component a pair: all the rotation fits
+    in it.
+    """
     layer, x = grouped((4, 2), rope=rope), tokens(2, 9)
     heads = heads_of(layer)
     sizes = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)[:, None, None]
-    layer = with_kv(layer, k=torch.cat((heads.k[:1, : heads.rotated] * sizes, heads.k[:, heads.rotated :]), 1))
+    layer = with_kv(
+        layer, k=torch.cat((heads.k[:1, : heads.rotated] * sizes, heads.k[:, heads.rotated :]), 1)
+    )
     turns = phases(4, heads.rotated // 2), orthogonal(4, D - heads.rotated)
     layer = with_heads(layer, turn_keys(heads_of(layer), *turns))
     for calibration in (None, Calibration.of([x])):
@@ -260,14 +266,18 @@ def test_plain_truncation_is_the_svd_of_the_weights():
 
 @pytest.mark.parametrize("rope", ["none", "partial", "partial-yarn"])
 def test_channels_may_have_any_size(rope):
-    """A channel of keys or values times a number, and what reads it divided by it, is the same layer, and is cut so."""
+    """A channel of keys or values times a number, and what reads it divided by it, is the same layer, and is
+    cut so.
+    """
     layer, other, x = grouped((2, 2), rope=rope), grouped((2, 2), rope=rope), tokens(2, 30)
     heads, size = heads_of(layer), torch.logspace(-1, 1, D, dtype=torch.float64)
     free = torch.where(torch.arange(D) < heads.rotated, 1.0, size)
     scaled = {"q": heads.q / free[:, None], "k": heads.k * free[:, None], "v": heads.v * size[:, None]}
     other = with_heads(other, replace(heads, o=heads.o / size, **scaled))
     close(other(x), layer(x))
-    ours, theirs = (gqa_to_mla(old, 5, rope_dim=None, calibration=Calibration.of([x])) for old in (layer, other))
+    ours, theirs = (
+        gqa_to_mla(old, 5, rope_dim=None, calibration=Calibration.of([x])) for old in (layer, other)
+    )
     torch.testing.assert_close(theirs(x), ours(x), rtol=1e-3, atol=1e-3 * ours(x).abs().max().item())
     assert far(ours(x), layer(x))
 
@@ -340,7 +350,13 @@ def test_a_converted_layer_decodes_what_it_computes_and_trains():
 
 
 def test_options_are_kept_and_the_source_is_left_alone():
-    options = {"mask": sliding(3), "scale": 0.3, "dropout_p": 0.25, "backend": "reference", "dtype": torch.float32}
+    options = {
+        "mask": sliding(3),
+        "scale": 0.3,
+        "dropout_p": 0.25,
+        "backend": "reference",
+        "dtype": torch.float32,
+    }
     layer = grouped((4, 2), rope="yarn", bias=True, **options).eval()
     before = state_copy(layer)
     for new in (gqa_to_mla(layer), gqa_to_mla(layer, 8, rope_dim=4)):
@@ -351,7 +367,9 @@ def test_options_are_kept_and_the_source_is_left_alone():
         assert new.o_proj.weight.data_ptr() != layer.o_proj.weight.data_ptr()
     assert all(torch.equal(layer.state_dict()[name], value) for name, value in before.items())
     made = join(embed(heads_of(layer)), before)
-    assert {value.data_ptr() for value in made.values()}.isdisjoint(value.data_ptr() for value in before.values())
+    assert {value.data_ptr() for value in made.values()}.isdisjoint(
+        value.data_ptr() for value in before.values()
+    )
 
 
 @pytest.mark.parametrize("output_bias", [False, True])
@@ -375,7 +393,12 @@ def test_a_selected_rope_turns_as_the_chosen_pairs():
     ours, theirs = rope.angles(positions), source.angles(positions)
     assert torch.equal(ours.cos, theirs.cos[:, [2, 0, 0]])
     assert torch.equal(ours.sin, theirs.sin[:, [2, 0, 0]])
-    assert (rope.dim, rope.interleaved, rope.amplitude, rope.latent_scale) == (6, source.interleaved, 1.0, 1.0)
+    assert (rope.dim, rope.interleaved, rope.amplitude, rope.latent_scale) == (
+        6,
+        source.interleaved,
+        1.0,
+        1.0,
+    )
     assert source.amplitude != 1
     assert {rope: 1}[select(source, (2, 0, 0))] == 1
     assert rope != select(source, (2, 0, 1))
@@ -410,10 +433,14 @@ def test_what_a_latent_layer_has_not_is_refused(name):
 def test_sizes_out_of_range_are_refused():
     layer = grouped((2, 1))
     for rank in (0, 17):
-        with pytest.raises(ValueError, match=f"rank: expected 1 to 16, the rank of the whole latent, got {rank}"):
+        with pytest.raises(
+            ValueError, match=f"rank: expected 1 to 16, the rank of the whole latent, got {rank}"
+        ):
             gqa_to_mla(layer, rank)
     for rope_dim in (0, 3, 18):
-        with pytest.raises(ValueError, match=f"rope_dim: expected an even number from 2 to 16.*got {rope_dim}"):
+        with pytest.raises(
+            ValueError, match=f"rope_dim: expected an even number from 2 to 16.*got {rope_dim}"
+        ):
             gqa_to_mla(layer, rope_dim=rope_dim)
     with pytest.raises(ValueError, match="rope_dim: expected None or 0 for a layer without rope, got 4"):
         gqa_to_mla(grouped(rope="none"), rope_dim=4)

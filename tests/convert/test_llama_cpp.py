@@ -1,7 +1,7 @@
 """Results as llama.cpp converts, loads and runs them, and the rules of `loader_rules.py` held against that.
 
-It is run where llama-cpp-python is installed, and LLAMA_CPP names the sources of llama.cpp, whose converter is in no
-package; those of the same release are in its source distribution:
+It is run where llama-cpp-python is installed, and LLAMA_CPP names the sources of llama.cpp, whose converter
+is in no package; those of the same release are in its source distribution:
 
     pip install llama-cpp-python sentencepiece
     pip download --no-deps --no-binary :all: llama-cpp-python && tar xf llama_cpp_python-*.tar.gz
@@ -59,7 +59,9 @@ def says(tmp_path):
 
 
 def _run(script, *arguments):
-    ran = subprocess.run([sys.executable, HERE / script, *map(str, arguments)], capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, HERE / script, *map(str, arguments)], capture_output=True, text=True
+    )
     assert ran.returncode == 0 or script != "gguf_of.py", ran.stderr
     return ran.stderr
 
@@ -164,7 +166,9 @@ def test_as_many_groups_as_experts_abort_it(tmp_path, says):
 )
 def test_what_is_misread_in_silence(tmp_path, says, kind, options, rule):
     """Of any model of the kind, converted or not."""
-    folder = latents(tmp_path, **DEEP | options) if kind == "latents" else fewer_heads(tmp_path, kind, **options)
+    folder = (
+        latents(tmp_path, **DEEP | options) if kind == "latents" else fewer_heads(tmp_path, kind, **options)
+    )
     assert [line.split(":")[0] for line in llama_cpp(*facts(folder))] == [rule]
     assert not agrees(says(folder), folder)
 

@@ -1,4 +1,6 @@
-"""Results as vLLM and llama.cpp read them, by the rules of their sources; tensors and fields are all needed."""
+"""Results as vLLM and llama.cpp read them, by the rules of their sources; tensors and fields are all
+needed.
+"""
 
 from functools import cache
 
@@ -26,7 +28,9 @@ def results(tmp_path_factory):
     @cache
     def made(kind):
         folder = tmp_path_factory.mktemp(kind)
-        return facts(fewer_heads(folder, kind) if kind in GROUPED else latents(folder, **OF_128, **LATENTS[kind]))
+        return facts(
+            fewer_heads(folder, kind) if kind in GROUPED else latents(folder, **OF_128, **LATENTS[kind])
+        )
 
     return made
 
@@ -59,7 +63,9 @@ def test_yarn_is_read_by_both_from_whole_pairs(results, loader):
     config, shapes = results("yarn")
     assert config["rope_parameters"]["rope_type"] == "yarn"
     assert loader(config, shapes) == []
-    assert "truncate: not read: the ramp's ends are rounded to whole pairs" in loader(*results("yarn between pairs"))
+    assert "truncate: not read: the ramp's ends are rounded to whole pairs" in loader(
+        *results("yarn between pairs")
+    )
     for field in YARN_FIELDS:
         rope = {name: x for name, x in config["rope_parameters"].items() if name != field}
         assert loader(config | {"rope_parameters": rope}, shapes) == [f"{field}: missing"]
@@ -84,7 +90,9 @@ def test_what_llama_cpp_passes_over_of_yarn(results, kind, change, message):
 
 
 def test_what_the_loaders_have_against_latents(results):
-    """llama.cpp wants low-rank queries of most models, and neither has biases, which an exact norm is made of."""
+    """llama.cpp wants low-rank queries of most models, and neither has biases, which an exact norm is made
+    of.
+    """
     assert llama_cpp(*results("calibrated")) == ["q_lora_rank: required"]
     config, shapes = results("calibrated")
     lite = {name.replace("layers.1.", f"layers.{n}."): x for name, x in shapes.items() for n in range(1, 26)}
@@ -102,7 +110,9 @@ def test_what_the_loaders_have_against_latents(results):
     scaled = config | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}
     assert vllm(scaled, shapes) == ["rope_type: taken for YaRN: llama3"]
     assert "rope_type: not turned as it says: llama3" in llama_cpp(scaled, shapes)
-    assert "n_routed_experts: expected more than n_group" in llama_cpp(config | {"n_routed_experts": 1}, shapes)
+    assert "n_routed_experts: expected more than n_group" in llama_cpp(
+        config | {"n_routed_experts": 1}, shapes
+    )
 
 
 @pytest.mark.parametrize("kind", [*GROUPED, "calibrated", "low-rank"])
@@ -128,7 +138,13 @@ def test_every_field_counts(results, kind, loader):
         lacking = {name: x for name, x in config.items() if name != field}
         assert loader(lacking, shapes) == [f"{field}: missing"]
     known = set(loader(config, shapes))
-    for field in ("num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"):
+    for field in (
+        "num_key_value_heads",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "num_hidden_layers",
+    ):
         if kind in LATENTS and field == "num_key_value_heads" and loader is vllm:
             continue  # which does not read it of a latent
         assert set(loader(config | {field: 2 * config[field]}, shapes)) - known, field
@@ -184,4 +200,6 @@ def test_what_llama_cpp_misreads(results, kind, change, message):
 def test_neither_takes_a_head_dim_of_qwen2(tmp_path):
     config, shapes = facts(make(tmp_path, "qwen2", head_dim=128))
     for loader in LOADERS:
-        assert any("q_proj.weight: expected (256, 256), got (512, 256)" in line for line in loader(config, shapes))
+        assert any(
+            "q_proj.weight: expected (256, 256), got (512, 256)" in line for line in loader(config, shapes)
+        )

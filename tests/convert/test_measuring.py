@@ -34,7 +34,12 @@ def source(tmp_path_factory):
     """A small model in which every weight shows, and its tokenizer."""
     torch.manual_seed(0)
     tiny = {"vocab_size": 130, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0}
+    heads = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    }
     model = AutoModelForCausalLM.from_config(LlamaConfig(**tiny, **heads))
     with torch.no_grad():
         for x in model.parameters():
@@ -74,13 +79,19 @@ def test_a_layer_matters_as_much_as_a_model_differs_in_which_it_alone_is_smaller
     if kind == "gqa":
         made, small, whole = GroupedKind(model, None, "cpu", {"merge": "mean"}), 1, 4
     else:
-        made, small, whole = LatentKind(model, None, "cpu", {"rope_dim": 16, "q_rank": None, "reach": 64}), 3, 16
+        made, small, whole = (
+            LatentKind(model, None, "cpu", {"rope_dim": 16, "q_rank": None, "reach": 64}),
+            3,
+            16,
+        )
     tokens = torch.randint(3, 60, (3, 12), generator=torch.Generator().manual_seed(2))
     expected = AutoModelForCausalLM.from_pretrained(source)(tokens).logits.log_softmax(-1)
     found = found_on(made, [(small, whole)] * LAYERS, tokens).nats
     for index in range(LAYERS):
         sizes = [small if layer == index else whole for layer in range(LAYERS)]
-        convert(source, tmp_path / str(index), made.converter(sizes), settings={"sizes": sizes}, progress=False)
+        convert(
+            source, tmp_path / str(index), made.converter(sizes), settings={"sizes": sizes}, progress=False
+        )
         said = attnlib.load(tmp_path / str(index))(tokens).logits.log_softmax(-1)
         apart = (expected.exp() * (expected - said)).sum(-1).mean()
         assert found[index][small] == pytest.approx(float(apart), rel=1e-3, abs=1e-6)
@@ -90,7 +101,9 @@ def test_a_layer_matters_as_much_as_a_model_differs_in_which_it_alone_is_smaller
 def test_little_of_a_long_text_is_read(source, monkeypatch):
     model, seen = read_model(read_folder(source)), []
     honest = measuring.TextLayers.embedded
-    monkeypatch.setattr(measuring.TextLayers, "embedded", lambda self, x: seen.append(x.shape) or honest(self, x))
+    monkeypatch.setattr(
+        measuring.TextLayers, "embedded", lambda self, x: seen.append(x.shape) or honest(self, x)
+    )
     monkeypatch.setattr(measuring, "TOKENS", 20)
     made = GroupedKind(model, None, "cpu", {"merge": "mean"})
     for shape in ((3, 12), (1, 50), (40, 2)):
@@ -171,7 +184,9 @@ def test_what_cannot_be_believed_is_measured_again(tmp_path, source, monkeypatch
 
 
 def remembering(at=None, fault=print):
-    """From now on calls that change files are counted while what was measured is written down, and one has a fault."""
+    """From now on calls that change files are counted while what was measured is written down, and one has a
+    fault.
+    """
     shim, honest = FaultyOs(at, fault), LayerFolder.remember
 
     def remember(self, *given):
@@ -205,7 +220,9 @@ def test_a_kill_while_it_is_written_down_is_gone_on_with(tmp_path, source, resto
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(errno.ENOSPC, 5), (errno.EIO, 1)])
-def test_a_failing_disk_says_so_and_is_gone_on_with(tmp_path, source, restored, monkeypatch, capsys, code, exit_code):
+def test_a_failing_disk_says_so_and_is_gone_on_with(
+    tmp_path, source, restored, monkeypatch, capsys, code, exit_code
+):
     with monkeypatch.context() as patch:
         patch.setattr(LayerFolder, "remember", LayerFolder.remember)
         remembering(1, failing(code))
@@ -251,6 +268,8 @@ BRANCHES = """if True:
 
 
 def test_models_that_are_compared_leave_no_holes_in_memory():
-    """Of logits, between sums that stay: hundreds of megabytes here, and gigabytes of a model of 30 layers."""
+    """Of logits, between sums that stay: hundreds of megabytes here, and gigabytes of a model of 30
+    layers.
+    """
     done = subprocess.run([sys.executable, "-c", BRANCHES], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 100 * 2**20

@@ -1,4 +1,6 @@
-"""The table of names against transformers: its models' weights, converted and not, give its models' outputs."""
+"""The table of names against transformers: its models' weights, converted and not, give its models'
+outputs.
+"""
 
 import pytest
 import torch
@@ -43,7 +45,9 @@ OTHERS = {"gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)), "bert": lambda: B
 
 
 def randomised(model):
-    """The model with all of its parameters random, norms and biases too, and nothing of it random when it runs."""
+    """The model with all of its parameters random, norms and biases too, and nothing of it random when it
+    runs.
+    """
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.eval()
@@ -117,7 +121,9 @@ def test_gpt2_fuses_fewer_heads(tmp_path):
     randomised(OTHERS["gpt2"]()).save_pretrained(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out", halve, progress=False)
     convert(tmp_path / "out", tmp_path / "again", identity, progress=False)
-    before, after, again = (load_file(tmp_path / folder / "model.safetensors") for folder in ("in", "out", "again"))
+    before, after, again = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("in", "out", "again")
+    )
     weight, name = before["transformer.h.1.attn.c_attn.weight"], "transformer.h.1.attn.c_attn.weight"
     q, k, v = weight.split(32, 1)
     halved = [x.unflatten(1, (2, 2, 8)).mean(2).flatten(1) for x in (k, v)]
@@ -139,7 +145,9 @@ def test_joining_undoes_splitting(kind, kv_heads, head_dim, bias):
     for disk, ours in family.weights:
         if ours[0] in shape.rows:
             rows, columns = sum(shape.rows[part] for part in ours), 4 * head_dim if ours == ("o_proj",) else 5
-            stored[f"{disk}.weight"] = torch.randn(*((columns, rows) if family.is_transposed else (rows, columns)))
+            stored[f"{disk}.weight"] = torch.randn(
+                *((columns, rows) if family.is_transposed else (rows, columns))
+            )
             stored |= {f"{disk}.bias": torch.randn(rows)} if bias else {}
         else:
             stored[f"{disk}.weight"] = torch.randn(head_dim)
@@ -159,7 +167,12 @@ def test_what_a_family_has_no_name_for_keeps_ours():
 
 
 def test_layers_are_found_in_their_order_whatever_the_prefix():
-    for prefix in ("model.layers.", "layers.", "model.language_model.layers.", "language_model.model.layers."):
+    for prefix in (
+        "model.layers.",
+        "layers.",
+        "model.language_model.layers.",
+        "language_model.model.layers.",
+    ):
         names = [f"{prefix}{layer}.self_attn.q_proj.weight" for layer in (10, 2, 0)]
         seeing = "vision_tower.encoder.layers.0.self_attn.q_proj.weight"
         layers, unknown = find_layers(STORED["llama"], [*names, "lm_head.weight", f"x.{names[0]}", seeing])

@@ -97,7 +97,9 @@ def test_scalings_that_deepseek_cannot_say_are_refused_by_name(scaling):
 
 @pytest.mark.parametrize("dim", [0, 3, 6, 16])
 def test_widths_that_do_not_divide_are_refused(dim):
-    with pytest.raises(ValueError, match=f"rope_dim: expected an even divisor of 8, the rotated channels, got {dim}"):
+    with pytest.raises(
+        ValueError, match=f"rope_dim: expected an even divisor of 8, the rotated channels, got {dim}"
+    ):
         narrowed(Rope(8), dim)
 
 

@@ -1,4 +1,6 @@
-"""``--to attnlib`` and ``attnlib.load``: models whose layers are each of a size of their own, and what refuses them."""
+"""``--to attnlib`` and ``attnlib.load``: models whose layers are each of a size of their own, and what
+refuses them.
+"""
 
 import json
 import shutil
@@ -97,7 +99,9 @@ def difference(model, other, length=40):
 def test_equal_heads_of_every_family_become_one(tmp_path, kind, dtype):
     model = make(kind).to(dtype)
     equalise(model)
-    out = run(saved(model, tmp_path / "in"), tmp_path / "out", "--kv-heads", GROUPS, "--grouping", "neighbours")
+    out = run(
+        saved(model, tmp_path / "in"), tmp_path / "out", "--kv-heads", GROUPS, "--grouping", "neighbours"
+    )
     loaded = attnlib.load(out)
     assert is_as_exact(tmp_path / "in", loaded)
     layers = [module for module in loaded.modules() if isinstance(module, attnlib.GroupedQueryAttention)]
@@ -142,7 +146,9 @@ def test_what_latents_lose_to_their_dtype_is_said(tmp_path):
 def test_latents_have_any_rope_and_window(tmp_path, rope, window):
     options = {"rope_parameters": ROPES[rope], "head_dim": 4}
     model = tiny(MistralConfig, sliding_window=window, **options)
-    loaded = attnlib.load(run(saved(model, tmp_path / "in"), tmp_path / "out", "--rank", 16, "--rope-dim", 16))
+    loaded = attnlib.load(
+        run(saved(model, tmp_path / "in"), tmp_path / "out", "--rank", 16, "--rope-dim", 16)
+    )
     assert difference(model, loaded, length=12) < 1e-5
     assert difference(model, loaded, length=40) < 1e-5
 
@@ -202,7 +208,10 @@ def test_layers_of_sizes_of_their_own_decode_as_they_attend(tmp_path, source):
     out = run(source, tmp_path / "out", "--cache", "75%", "--layers", "gqa")
     assert len({*report_of(out)["settings"]["sizes"]}) > 1
     model = attnlib.load(out).eval()
-    tokens, asked = torch.arange(3, 25).view(2, 11), {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
+    tokens, asked = (
+        torch.arange(3, 25).view(2, 11),
+        {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0},
+    )
     whole = tokens
     with torch.no_grad():
         for _ in range(7):
@@ -218,7 +227,10 @@ def test_latents_decode_as_they_attend(tmp_path, source, kind):
     source = source if kind == "llama" else saved(make(kind), tmp_path / "in")
     out = run(source, tmp_path / "out", "--rank", 12, "--rope-dim", 8)
     model = attnlib.load(out).eval()
-    tokens, asked = torch.arange(3, 25).view(2, 11), {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
+    tokens, asked = (
+        torch.arange(3, 25).view(2, 11),
+        {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0},
+    )
     padding = {"attention_mask": torch.ones_like(tokens)}
     made = model.generate(tokens, **padding, **asked)
     with torch.no_grad():
@@ -260,7 +272,11 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path, source, how):
     out = run(source, tmp_path / "out", "--kv-heads", 2)
     weights, name = load_file(out / "model.safetensors"), "model.layers.1.self_attn.layer.k_proj.weight"
     taken = weights.pop(name)
-    weights |= {"missing": {}, "unexpected": {name: taken, f"{name}s": taken}, "mismatched": {name: taken[:-1]}}[how]
+    weights |= {
+        "missing": {},
+        "unexpected": {name: taken, f"{name}s": taken},
+        "mismatched": {name: taken[:-1]},
+    }[how]
     save_file({key: x.clone() for key, x in weights.items()}, out / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"got {how} .*{name}"):
         attnlib.load(out)
@@ -363,7 +379,17 @@ def test_a_text_helps_who_has_no_word_for_fewer_heads(tmp_path, kind, options, m
     monkeypatch.setitem(family_models.SIZES, "vocab_size", 130)
     add_tokenizer(saved(make(kind), tmp_path / "in"))
     run(tmp_path / "in", tmp_path / "alone", *options)
-    given = ("convert", tmp_path / "in", tmp_path / "out", "--to", "attnlib", "--samples", 8, "--quiet", *options)
+    given = (
+        "convert",
+        tmp_path / "in",
+        tmp_path / "out",
+        "--to",
+        "attnlib",
+        "--samples",
+        8,
+        "--quiet",
+        *options,
+    )
     assert main([str(x) for x in given]) == 0
     alone, out = (report_of(tmp_path / name)["measures"]["kl_nats"] for name in ("alone", "out"))
     assert 0 < out < 0.8 * alone
@@ -371,7 +397,9 @@ def test_a_text_helps_who_has_no_word_for_fewer_heads(tmp_path, kind, options, m
 
 @given(
     st.lists(
-        st.dictionaries(st.sampled_from((2, 4, 6, 10)), st.floats(0, 9, width=16), min_size=1), min_size=1, max_size=4
+        st.dictionaries(st.sampled_from((2, 4, 6, 10)), st.floats(0, 9, width=16), min_size=1),
+        min_size=1,
+        max_size=4,
     ),
     st.integers(0, 45),
 )
@@ -388,7 +416,9 @@ def test_no_other_sizes_lose_less(losses, total):
         return
     found = allot(losses, total)
     assert sum(found) <= total
-    assert sum(options[size] for options, size in zip(losses, found, strict=True)) == pytest.approx(min(ways)[0])
+    assert sum(options[size] for options, size in zip(losses, found, strict=True)) == pytest.approx(
+        min(ways)[0]
+    )
 
 
 def test_a_cache_is_bytes_or_a_share():
@@ -407,7 +437,9 @@ def test_a_gpu_says_the_same(tmp_path, size, dtype):
     wide = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}
     source = saved(tiny(**wide).to(dtype), tmp_path / "in")
     out = run(source, tmp_path / "out", *map(str, size))
-    model, other = (attnlib.load(out, dtype=x, device=where) for x, where in ((torch.float32, "cpu"), (dtype, "cuda")))
+    model, other = (
+        attnlib.load(out, dtype=x, device=where) for x, where in ((torch.float32, "cpu"), (dtype, "cuda"))
+    )
     tokens = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected, got = model(tokens).logits, other(tokens.cuda()).logits.float().cpu()

@@ -1,4 +1,6 @@
-"""Merges by principal directions: exact where they can be, optimal elsewhere, blind to turns that change nothing."""
+"""Merges by principal directions: exact where they can be, optimal elsewhere, blind to turns that change
+nothing.
+"""
 
 from dataclasses import replace
 
@@ -43,12 +45,16 @@ def lost(heads, groups, merge, calibration=TEXT):
 
 
 def mapped(layer, seed=0):
-    """The layer with every KV head a linear map of the first that rope passes: a number a pair, a matrix elsewhere."""
+    """The layer with every KV head a linear map of the first that rope passes: a number a pair, a matrix
+    elsewhere.
+    """
     heads, (g, rotated) = heads_of(layer), (layer.num_kv_heads, heads_of(layer).rotated)
     rows = heads.k[:1].expand_as(heads.k)
     maps = phases(g, rotated // 2, seed=seed) * (1 + torch.arange(g))[:, None]
     pairs = heads.pairs(rows) * maps[:, :, None]
-    channels = torch.stack((pairs.real, pairs.imag), 2 if heads.rope and heads.rope.interleaved else 1).flatten(1, 2)
+    channels = torch.stack(
+        (pairs.real, pairs.imag), 2 if heads.rope and heads.rope.interleaved else 1
+    ).flatten(1, 2)
     free = (orthogonal(g, D - rotated, seed=seed) * 2) @ rows[:, rotated:]
     skewed = orthogonal(g, D, seed=seed) * torch.linspace(0.5, 2, D, dtype=torch.float64)
     return with_kv(layer, k=torch.cat((channels, free), 1), v=skewed @ heads.v[:1])
@@ -79,7 +85,9 @@ def test_equal_heads_convert_exactly_and_stay_near_themselves(rope, merge):
 def test_kinds_of_heads_are_found_wherever_they_lie(rope):
     first, other = (mapped(grouped((3, 2), rope=rope, seed=seed), seed) for seed in (1, 2))
     layer = grouped((6, 2), rope=rope)
-    joined = {name: torch.cat((getattr(heads_of(first), name), getattr(heads_of(other), name))) for name in "kv"}
+    joined = {
+        name: torch.cat((getattr(heads_of(first), name), getattr(heads_of(other), name))) for name in "kv"
+    }
     layer, x = permuted(with_kv(layer, **joined), [4, 0, 2, 5, 3, 1]), tokens(2, 9)
     assert group_by_loss(heads_of(layer), 2, TEXT, keys=True) == ((0, 3, 4), (1, 2, 5))
     close(mha_to_gqa(layer, 2, calibration=TEXT)(x), layer(x), within=1e-7)
@@ -103,7 +111,11 @@ def test_shared_values_and_those_who_read_them_have_the_same_products():
         made = (found.shared @ found.shared.mH)[:, 0]
         read = (found.maps.mH @ part.weights @ found.maps).unflatten(0, (2, 2)).sum(1)[:, 0]
         # Up to the factor that gives them the size of the heads.
-        close(made / made.norm(dim=(1, 2), keepdim=True), read / read.norm(dim=(1, 2), keepdim=True), within=1e-5)
+        close(
+            made / made.norm(dim=(1, 2), keepdim=True),
+            read / read.norm(dim=(1, 2), keepdim=True),
+            within=1e-5,
+        )
 
 
 def test_heads_that_are_silent_or_unread_stay_finite():
@@ -129,7 +141,12 @@ def test_what_is_lost_is_the_tail_of_the_spectrum(kind, seed, data):
         got = part.lost(factors.expanded(factors.shared), TEXT)
         n, tail = part.rows.shape[2], 0.0
         roots = torch.linalg.cholesky(part.weights).mH if n else part.weights
-        stacked = (roots @ part.rows @ y.to(part.rows.dtype)).unflatten(0, (groups, -1)).transpose(1, 2).flatten(2, 3)
+        stacked = (
+            (roots @ part.rows @ y.to(part.rows.dtype))
+            .unflatten(0, (groups, -1))
+            .transpose(1, 2)
+            .flatten(2, 3)
+        )
         if n:
             tail = float(torch.linalg.svdvals(stacked)[..., n:].square().sum())
         assert float(got) == pytest.approx(tail, rel=1e-4, abs=1e-6 * float(part.size(TEXT)) + 1e-15)
@@ -154,7 +171,8 @@ def test_moving_the_factors_a_little_never_loses_less(seed):
         least = part.lost(factors.expanded(factors.shared), TEXT)
         for size in (1e-3, 1e-1):
             noise = [
-                size * torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in (factors.shared, factors.maps)
+                size * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+                for x in (factors.shared, factors.maps)
             ]
             moved = replace(factors, shared=factors.shared + noise[0], maps=factors.maps + noise[1])
             assert part.lost(moved.expanded(moved.shared), TEXT) >= least * (1 - 1e-5)
@@ -166,7 +184,9 @@ def test_turns_that_keep_the_function_change_nothing(kind, seed):
     heads = heads_of(layer)
     turned = turn_values(heads, orthogonal(len(heads.k), D, seed=seed))
     free = D - heads.rotated
-    turned = turn_keys(turned, phases(len(heads.k), heads.rotated // 2), orthogonal(len(heads.k), free, seed=seed))
+    turned = turn_keys(
+        turned, phases(len(heads.k), heads.rotated // 2), orthogonal(len(heads.k), free, seed=seed)
+    )
     assert lost(turned, 1, "principal") == pytest.approx(lost(heads, 1, "principal"), rel=1e-5, abs=1e-6)
     before = mha_to_gqa(layer, 1, calibration=TEXT)(x)
     close(mha_to_gqa(with_heads(layer, turned), 1, calibration=TEXT)(x), before, within=1e-4)
@@ -208,7 +228,9 @@ def test_groups_are_the_same_every_time_and_never_worse_than_neighbours(size, se
 
 
 def test_annealing_finds_what_no_exchange_of_two_finds():
-    """Of heads on a line, whose groups cost what they span, exchanges from neighbours shuffled find the best."""
+    """Of heads on a line, whose groups cost what they span, exchanges from neighbours shuffled find the
+    best.
+    """
     place = [0, 9, 3, 12, 1, 10, 4, 13, 2, 11, 5, 14]
     found = annealed(lambda group: float(max(place[i] for i in group) - min(place[i] for i in group)), 12, 4)
     assert {tuple(sorted(place[i] for i in group)) for group in found} == {

@@ -1,4 +1,6 @@
-"""Queries of low rank: the same at full rank, the best of their rank, off by what is reported, and in both forms."""
+"""Queries of low rank: the same at full rank, the best of their rank, off by what is reported, and in both
+forms.
+"""
 
 import math
 from dataclasses import replace
@@ -38,9 +40,13 @@ def with_a_one(x):
 # What is exact
 
 
-@given(st.sampled_from(PLAIN), st.integers(1, 4), st.booleans(), seeds, st.sampled_from(("expanded", "absorbed")))
+@given(
+    st.sampled_from(PLAIN), st.integers(1, 4), st.booleans(), seeds, st.sampled_from(("expanded", "absorbed"))
+)
 def test_full_rank_is_exact(rope, heads, bias, seed, form):
-    """Also on other text than that of the calibration, whether queries have more channels than inputs or fewer."""
+    """Also on other text than that of the calibration, whether queries have more channels than inputs or
+    fewer.
+    """
     layer, x = grouped((1, heads), rope=rope, bias=bias, seed=seed), tokens(2, 9)
     rank = 2 * D - layer.rope.dim + 1
     options = {"rope_dim": layer.rope.dim, "calibration": Calibration.of([tokens(30, seed=seed + 2)])}
@@ -102,7 +108,9 @@ def test_an_error_costs_what_scores_miss(rope):
 
 @given(st.sampled_from(["none", *PLAIN]), seeds, st.booleans(), st.integers(1, 15), st.booleans())
 def test_what_is_missed_is_the_tail_of_the_spectrum(rope, seed, bias, rank, has_offset):
-    """That of all queries of a text, as weighed by their keys, which no other queries of this rank can undercut."""
+    """That of all queries of a text, as weighed by their keys, which no other queries of this rank can
+    undercut.
+    """
     layer, x = grouped((2, 1), rope=rope, bias=bias, seed=seed), tokens(60, seed=seed)
     cost = cost_of(layer, x)
     roots = torch.linalg.cholesky(cost.metric, upper=True)
@@ -111,7 +119,9 @@ def test_what_is_missed_is_the_tail_of_the_spectrum(rope, seed, bias, rank, has_
     varying = torch.einsum("gij,tgj->tgi", roots, q - heads_of(layer).q[..., -1]).flatten(1)
     varying = varying - varying.mean(0) if has_offset else varying
     tail = torch.linalg.svdvals(varying)[rank:].square().sum() / felt.square().sum()
-    assert cost.missed(low_rank(cost, rank, has_offset=has_offset)) == pytest.approx(tail.item() ** 0.5, rel=1e-3)
+    assert cost.missed(low_rank(cost, rank, has_offset=has_offset)) == pytest.approx(
+        tail.item() ** 0.5, rel=1e-3
+    )
 
 
 def test_what_is_the_same_for_all_tokens_takes_no_channel():
@@ -127,8 +137,12 @@ def test_the_text_decides_what_is_kept():
     layer, x = grouped((2, 2)), tokens(60)
     cost = cost_of(layer, x)
     heads = heads_of(layer)
-    white = QueryCost.of(heads, Calibration.white(HIDDEN), attended(heads, cost.calibration, scale=1.0), reach=REACH)
-    assert cost.missed(low_rank(cost, 3, has_offset=False)) < 0.5 * cost.missed(low_rank(white, 3, has_offset=False))
+    white = QueryCost.of(
+        heads, Calibration.white(HIDDEN), attended(heads, cost.calibration, scale=1.0), reach=REACH
+    )
+    assert cost.missed(low_rank(cost, 3, has_offset=False)) < 0.5 * cost.missed(
+        low_rank(white, 3, has_offset=False)
+    )
 
 
 def test_a_higher_rank_misses_less():
@@ -239,7 +253,13 @@ def test_a_layer_of_attnlibs_own_form_decodes_trains_and_loads(bias):
     for name, parameter in new.named_parameters():
         assert parameter.grad.isfinite().all(), name
     if not bias:
-        sizes = {"q_lora_rank": 5, "kv_lora_rank": 12, "qk_nope_head_dim": D, "qk_rope_head_dim": 4, "v_head_dim": D}
+        sizes = {
+            "q_lora_rank": 5,
+            "kv_lora_rank": 12,
+            "qk_nope_head_dim": D,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": D,
+        }
         options = {"mask": layer.mask, "rope": new.rope, "norm_eps": 2.0**100, "scale": new.scale}
         made = MultiHeadLatentAttention(HIDDEN, 8, dtype=torch.float64, **sizes, **options)
         made.load_state_dict(new.state_dict())

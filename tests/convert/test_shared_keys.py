@@ -1,4 +1,6 @@
-"""Keys over distances: averages are those of attnlib's rotation, errors are those of scores, and the search gains."""
+"""Keys over distances: averages are those of attnlib's rotation, errors are those of scores, and the search
+gains.
+"""
 
 from dataclasses import replace
 
@@ -75,7 +77,9 @@ def test_the_search_is_never_worse_than_maps_that_commute(kind, seed, reach):
     heads = heads_of(grouped(**kind, seed=seed))
     found = share_keys(heads, 1, TEXT, reach)
     maps = commuting_maps(heads, 1, TEXT)
-    best = torch.linalg.lstsq(maps.flatten(0, 1), heads.k.flatten(0, 1)).solution  # some shared keys of these maps
+    best = torch.linalg.lstsq(
+        maps.flatten(0, 1), heads.k.flatten(0, 1)
+    ).solution  # some shared keys of these maps
     commuting = Factors(best[None, None], maps[:, None])
     assert error_of(heads, found, reach) <= error_of(heads, commuting, reach) + 1e-3
 

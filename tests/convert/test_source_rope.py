@@ -19,7 +19,12 @@ CONFIG = {
     "num_attention_heads": 4,
     "max_position_embeddings": 4096,
 }
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
 KINDS = {
     "none": {},
@@ -109,22 +114,37 @@ def test_learned_positions_are_no_rope(model_type):
     ("fields", "match"),
     [
         ({"rope_parameters": {"rope_type": "x"}}, r"rope_parameters: expected a rope_type of .*got 'x'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, r"rope_parameters: expected short_factor with 'longrope'"),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            r"rope_parameters: expected short_factor with 'longrope'",
+        ),
         ({"rope_scaling": {"type": "su"}}, r"rope_scaling: expected short_factor with 'longrope'"),
         ({"rope_scaling": {"type": ["x"]}}, r"got .*x"),
         ({"rope_scaling": "linear"}, r"rope_scaling: expected an object, got linear"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, r"one rope for each kind of layer"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            r"one rope for each kind of layer",
+        ),
         ({"rope_scaling": {"type": "linear"}}, r"expected factor with 'linear', and it is missing"),
-        ({"rope_scaling": {"type": "llama3"} | LLAMA3 | {"low_freq_factor": None}}, r"expected low_freq_factor"),
+        (
+            {"rope_scaling": {"type": "llama3"} | LLAMA3 | {"low_freq_factor": None}},
+            r"expected low_freq_factor",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": "4"}}, r"Linear\.factor: expected a number, got '4'"),
-        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, r"Linear\.factor: expected a finite number of at least"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0.5}},
+            r"Linear\.factor: expected a finite number of at least",
+        ),
         ({"rope_theta": -1}, r"rope\.theta: expected a finite number above 0, got -1"),
         ({"rope_theta": "big"}, r"rope\.theta"),
         ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor: expected a share of 1, got 1\.5"),
         ({"partial_rotary_factor": "all"}, r"partial_rotary_factor"),
         ({"partial_rotary_factor": 0.02}, r"rope\.dim"),
         ({"head_dim": 7}, r"rope\.dim: expected a positive even"),
-        ({"max_position_embeddings": None, "rope_scaling": KINDS["dynamic"]}, r"expected max_position_embeddings"),
+        (
+            {"max_position_embeddings": None, "rope_scaling": KINDS["dynamic"]},
+            r"expected max_position_embeddings",
+        ),
         ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": "x"}}, r"rope_scaling"),
         ({"original_max_position_embeddings": 0, "rope_scaling": {"type": "yarn"}}, r"rope_scaling: .*zero"),
         ({"model_type": "bloom"}, r"model_type: expected one of"),
@@ -143,14 +163,27 @@ GEMMA3 = {"model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads":
     [
         ({}, Rope(256, 1e4), Rope(256, 1e6)),
         ({"rope_theta": 5e5, "rope_local_base_freq": 100.0}, Rope(256, 100.0), Rope(256, 5e5)),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, Rope(256, 1e4), Rope(256, 1e6, Linear(8.0))),
         (
-            {"rope_parameters": {"sliding_attention": {"rope_theta": 9.0}, "full_attention": {"rope_theta": 8.0}}},
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            Rope(256, 1e4),
+            Rope(256, 1e6, Linear(8.0)),
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_theta": 9.0},
+                    "full_attention": {"rope_theta": 8.0},
+                }
+            },
             Rope(256, 9.0),
             Rope(256, 8.0),
         ),
         ({"rope_parameters": {"full_attention": None}}, Rope(256, 1e4), Rope(256, 1e6)),
-        ({"head_dim": 32, "layer_types": ["full_attention", "sliding_attention"] * 6}, Rope(32, 1e6), Rope(32, 1e4)),
+        (
+            {"head_dim": 32, "layer_types": ["full_attention", "sliding_attention"] * 6},
+            Rope(32, 1e6),
+            Rope(32, 1e4),
+        ),
     ],
 )
 def test_layers_with_a_window_have_a_rope_of_their_own(fields, window, full):
@@ -165,7 +198,9 @@ def test_ropes_of_gemma_3_are_transformers():
     theirs = Gemma3RotaryEmbedding(read)
     for index, kind in ((4, "sliding_attention"), (5, "full_attention")):
         ours = rope_of(GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, index)
-        torch.testing.assert_close(ours.inverse_frequencies(), getattr(theirs, f"{kind}_inv_freq"), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            ours.inverse_frequencies(), getattr(theirs, f"{kind}_inv_freq"), rtol=1e-6, atol=0
+        )
 
 
 @pytest.mark.parametrize(
@@ -180,7 +215,12 @@ def test_ropes_of_gemma_3_are_transformers():
     ],
 )
 def test_some_layers_have_no_rope(kind, fields, rotating):
-    config = {"model_type": kind, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5} | fields
+    config = {
+        "model_type": kind,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 5,
+    } | fields
     assert [index for index in range(5) if rope_of(config, index)] == rotating
     assert rope_of(config) == rope_of(config, rotating[0])
 

@@ -15,7 +15,14 @@ def of(parameters):
 
 @pytest.mark.parametrize(
     ("parameters", "cpu", "gpu"),
-    [(10**8, 8, 8), (5 * 10**8, 3, 8), (19 * 10**8, 1, 8), (2 * 10**9, 0, 8), (7 * 10**10, 0, 2), (10**12, 0, 0)],
+    [
+        (10**8, 8, 8),
+        (5 * 10**8, 3, 8),
+        (19 * 10**8, 1, 8),
+        (2 * 10**9, 0, 8),
+        (7 * 10**10, 0, 2),
+        (10**12, 0, 0),
+    ],
 )
 def test_larger_models_read_less(parameters, cpu, gpu):
     assert windows_for(of(parameters), "cpu") == cpu

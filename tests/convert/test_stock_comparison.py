@@ -22,9 +22,10 @@ WHOLE = "opt with less to embed"  # which Layers does not run
 SEEN = torch.arange(3, 3 + 2 * 11).view(2, 11)
 MLA = {
     "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-    "first_k_dense_replace": 2, "n_routed_experts": 1, "n_shared_experts": 1, "num_experts_per_tok": 1, "n_group": 1,
-    "topk_group": 1, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 61, "attention_bias": True,
+    "first_k_dense_replace": 2, "n_routed_experts": 1, "n_shared_experts": 1, "num_experts_per_tok": 1,
+    "n_group": 1, "topk_group": 1, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 61,
+    "attention_bias": True,
 }  # fmt: skip
 
 
@@ -144,14 +145,21 @@ def test_one_layer_and_some_words_have_weights_at_a_time(pairs, monkeypatch):
 
     def through(module, states):
         held.append(
-            sum(not x.is_meta for layers in streams for layer in layers._base.layers for x in layer.parameters())
+            sum(
+                not x.is_meta
+                for layers in streams
+                for layer in layers._base.layers
+                for x in layer.parameters()
+            )
         )
         return real(module, states)
 
     monkeypatch.setattr(comparison, "_through", through)
     words = []
     add = Divergence.add
-    monkeypatch.setattr(Divergence, "add", lambda self, first, x, y: words.append(x.shape[1]) or add(self, first, x, y))
+    monkeypatch.setattr(
+        Divergence, "add", lambda self, first, x, y: words.append(x.shape[1]) or add(self, first, x, y)
+    )
     compare(read_folder(old), read_folder(new), SEEN)
     assert max(held) == len([*streams[0]._base.layers[0].parameters()])
     assert set(words) == {13, 61 % 13}

@@ -1,4 +1,6 @@
-"""Calibrations over text, a layer at a time: as of a whole model, in any order, and with what sources lack."""
+"""Calibrations over text, a layer at a time: as of a whole model, in any order, and with what sources
+lack.
+"""
 
 import gc
 import json
@@ -27,7 +29,10 @@ from attnlib.models.families import STORED
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    return {kind: save(tmp_path_factory.mktemp(kind) / "in", kind) for kind in ("llama", "mistral", "qwen2", "qwen3")}
+    return {
+        kind: save(tmp_path_factory.mktemp(kind) / "in", kind)
+        for kind in ("llama", "mistral", "qwen2", "qwen3")
+    }
 
 
 def streamed(folder, tokens, device="cpu"):
@@ -74,7 +79,9 @@ def test_every_family_is_run_as_it_is_whole(tmp_path, kind):
     calibrations = streamed(tmp_path, tokens)
     assert len(seen) == len(calibrations.layers)
     for index, x in enumerate(seen):
-        torch.testing.assert_close(calibrations(index).moment, Calibration.of([x]).moment, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            calibrations(index).moment, Calibration.of([x]).moment, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_weights_of_sixteen_bits_are_run_in_fp32(tmp_path):
@@ -113,7 +120,10 @@ def test_precision_is_changed_on_a_gpu_alone_and_comes_back(sources, monkeypatch
 
 
 def test_of_the_embedding_what_occurs_is_read_and_no_more(tmp_path, monkeypatch):
-    source, tokens = save(tmp_path / "in", "llama", dtype="bfloat16"), torch.tensor([[70, 3, 4, 5], [129, 4, 70, 0]])
+    source, tokens = (
+        save(tmp_path / "in", "llama", dtype="bfloat16"),
+        torch.tensor([[70, 3, 4, 5], [129, 4, 70, 0]]),
+    )
     layers, read = TextLayers(read_folder(source)), []
     honest = SourceFile.read
     monkeypatch.setattr(SourceFile, "read", lambda *given: read.append(given[2]) or honest(*given))
@@ -209,7 +219,9 @@ calibrations({index})
 
 
 def test_a_layer_that_fails_keeps_no_weights(tmp_path, sources):
-    folder = changed(tmp_path, sources["llama"], lambda x: x["model.layers.1.mlp.up_proj.weight"].fill_(torch.nan))
+    folder = changed(
+        tmp_path, sources["llama"], lambda x: x["model.layers.1.mlp.up_proj.weight"].fill_(torch.nan)
+    )
     others = decoder_layers()
     calibrations = streamed(folder, tokens_of(folder, TEXT, samples=1, length=30))
     with pytest.raises(CheckpointError, match="layer 2, over text"):
@@ -331,7 +343,9 @@ def test_a_source_that_cannot_be_run(tmp_path, sources, name, new, match):
 def test_a_model_that_is_no_decoder(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 4}
     BertModel(BertConfig(**sizes, vocab_size=90)).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"expected a decoder of an embedding, layers and a norm.*got 'bert'"):
+    with pytest.raises(
+        CheckpointError, match=r"expected a decoder of an embedding, layers and a norm.*got 'bert'"
+    ):
         streamed(tmp_path, torch.ones(1, 5, dtype=torch.int64))(0)
 
 

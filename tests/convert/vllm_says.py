@@ -1,7 +1,8 @@
-"""``python vllm_says.py FOLDER OUT TOKENS...``: vLLM's log-probabilities of all words behind each token, and in steps.
+"""``python vllm_says.py FOLDER OUT TOKENS...``: vLLM's log-probabilities of all words behind each token, and
+in steps.
 
-The prompt is read at once; then four tokens follow, each in a step, which are written as well. In a process of its own,
-as an engine does not end.
+The prompt is read at once; then four tokens follow, each in a step, which are written as well. In a process
+of its own, as an engine does not end.
 """
 
 import sys
@@ -27,7 +28,12 @@ def main(folder: str, out: str, *tokens: str) -> None:
         compilation_config={"custom_ops": ["-rotary_embedding"]},
     )
     asked = SamplingParams(
-        temperature=0, max_tokens=STEPS, ignore_eos=True, prompt_logprobs=WORDS, logprobs=WORDS, detokenize=False
+        temperature=0,
+        max_tokens=STEPS,
+        ignore_eos=True,
+        prompt_logprobs=WORDS,
+        logprobs=WORDS,
+        detokenize=False,
     )
     answer = model.generate([{"prompt_token_ids": [int(token) for token in tokens]}], asked)[0]
     steps = answer.outputs[0]

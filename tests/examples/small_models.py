@@ -24,5 +24,7 @@ def make(variant: str) -> nn.Module:
     """A random model of the variant."""
     model = variants.make_model(variant, SMALL)
     nn.init.normal_(model.embed.weight)
-    model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))  # untied, or it repeats its input
+    model.lm_head.weight = nn.Parameter(
+        torch.randn_like(model.lm_head.weight)
+    )  # untied, or it repeats its input
     return model.eval()

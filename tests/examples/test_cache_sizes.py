@@ -38,8 +38,14 @@ def test_an_unknown_model_is_a_usage_error(capsys):
 def test_the_picture_has_binary_ticks_and_names_its_chip(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure
     drawn, save = [], figure.savefig
-    monkeypatch.setattr(figure, "savefig", lambda self, *a, **k: (save(self, *a, **k), drawn.append(self.axes[0])))
-    draw([model("llama-2-7b")], Setting(chip=chip("a100-80gb"), contexts=(4096,), batches=(1,)), tmp_path / "x.png")
+    monkeypatch.setattr(
+        figure, "savefig", lambda self, *a, **k: (save(self, *a, **k), drawn.append(self.axes[0]))
+    )
+    draw(
+        [model("llama-2-7b")],
+        Setting(chip=chip("a100-80gb"), contexts=(4096,), batches=(1,)),
+        tmp_path / "x.png",
+    )
     [axes] = drawn
     assert axes.get_legend().get_texts()[-1].get_text() == "a100-80gb: 74.51 GiB for the cache"
     for axis, name in ((axes.xaxis, "4K"), (axes.yaxis, "1 GiB")):

@@ -8,7 +8,9 @@ from safetensors.torch import save_file
 
 
 def run(text_file, out, *more):
-    compose_lm.main(["--text", str(text_file), "--out", str(out), "--new-tokens", "5", "--device", "cpu", *more])
+    compose_lm.main(
+        ["--text", str(text_file), "--out", str(out), "--new-tokens", "5", "--device", "cpu", *more]
+    )
 
 
 def test_a_small_run_writes_everything(text_file, tmp_path, capsys, small_preset):
@@ -27,7 +29,9 @@ def test_a_small_run_writes_everything(text_file, tmp_path, capsys, small_preset
 
 
 def test_learning_too_little_fails(text_file, tmp_path, small_preset):
-    with pytest.raises(SystemExit, match=r"held-out bits/byte: expected at most .*, got mqa .*; train longer"):
+    with pytest.raises(
+        SystemExit, match=r"held-out bits/byte: expected at most .*, got mqa .*; train longer"
+    ):
         run(text_file, tmp_path, "--variants", "mqa")
 
 

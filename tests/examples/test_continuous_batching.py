@@ -1,4 +1,6 @@
-"""The command: its trace, its table, its picture and its refusals; pages serve at least twice as many as rows."""
+"""The command: its trace, its table, its picture and its refusals; pages serve at least twice as many as
+rows.
+"""
 
 import re
 
@@ -31,14 +33,18 @@ def test_the_default_run_serves_at_least_twice_as_many(tmp_path, capsys, small_p
         for name, row in table.items()
     }
     for name in ("rows", "pages"):
-        assert share[name]["filled"] + share[name]["internal"] + share[name]["free"] == pytest.approx(100, abs=0.16)
+        assert share[name]["filled"] + share[name]["internal"] + share[name]["free"] == pytest.approx(
+            100, abs=0.16
+        )
         assert share[name]["external"] == 0
     assert share["pages"]["internal"] < 15 < 60 < share["rows"]["internal"]
     assert share["first fit"]["external"] > 5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["--requests", "1", "--page-size", "512"], ["--rows", "1", "--page-size", "1"]])
+@pytest.mark.parametrize(
+    "options", [["--requests", "1", "--page-size", "512"], ["--rows", "1", "--page-size", "1"]]
+)
 def test_extreme_settings_run(tmp_path, small_preset, options):
     continuous_batching.main(["--requests", "5", "--variant", "mla", "--out", str(tmp_path), *options])
 
@@ -52,7 +58,9 @@ def test_what_is_sustained_is_what_runs_while_others_wait():
 def test_a_shared_prompt_saves_all_but_one_copy_of_its_whole_pages():
     model = make("mqa")
     shown = share_prompt(model, requests=16, page_size=16, seed=0)
-    once, used, alone = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+(?= bytes|(?= if))", shown))
+    once, used, alone = (
+        int(number.replace(",", "")) for number in re.findall(r"[\d,]+(?= bytes|(?= if))", shown)
+    )
     page = once // 13  # 200 tokens fill twelve pages and half of one
     assert page == 16 * sum(layout.token_bytes for layout in model.kv_layouts())
     assert "for 16 at once" in shown
@@ -73,17 +81,23 @@ def test_the_trace_is_skewed_bursty_and_repeats():
     assert all(0 <= token < 256 for request in trace for token in request.prompt)
 
 
-@pytest.mark.parametrize("change", [lambda answer: [(answer[0] + 1) % 256, *answer[1:]], lambda answer: answer[:-1]])
+@pytest.mark.parametrize(
+    "change", [lambda answer: [(answer[0] + 1) % 256, *answer[1:]], lambda answer: answer[:-1]]
+)
 def test_another_answer_fails(change):
     model, request = make("gqa"), Request([1, 2], 2)
     likeliest = model(torch.tensor([[1, 2]]))[0, -1].argmax().item()
     second = model(torch.tensor([[1, 2, likeliest]]))[0, -1].argmax().item()
     assert check_alone(model, [request], [[likeliest, second]]) == ""
-    with pytest.raises(SystemExit, match=r"greedy decoding differ: sequence 0 parts|does not end where it should"):
+    with pytest.raises(
+        SystemExit, match=r"greedy decoding differ: sequence 0 parts|does not end where it should"
+    ):
         check_alone(model, [request], [change([likeliest, second])])
 
 
-@pytest.mark.parametrize("wrong", [["--requests", "0"], ["--rows", "x"], ["--page-size", "3"], ["--variant", "mhla"]])
+@pytest.mark.parametrize(
+    "wrong", [["--requests", "0"], ["--rows", "x"], ["--page-size", "3"], ["--variant", "mhla"]]
+)
 def test_wrong_command_lines_are_refused(wrong):
     with pytest.raises(SystemExit):
         continuous_batching.main(wrong)

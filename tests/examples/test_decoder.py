@@ -12,7 +12,9 @@ TOKENS = torch.arange(18).reshape(2, 9) * 7 % 256
 def alternating(**options):
     """Two ropes, in turns, and one layer without any."""
     ropes = (Rope(8), Rope(8, theta=500.0), Rope(8), None)
-    return Decoder(256, 32, 4, attention=lambda i: MultiHeadAttention(32, 4, mask=CAUSAL, rope=ropes[i]), **options)
+    return Decoder(
+        256, 32, 4, attention=lambda i: MultiHeadAttention(32, 4, mask=CAUSAL, rope=ropes[i]), **options
+    )
 
 
 def test_packed_equals_dense(model):

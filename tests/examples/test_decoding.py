@@ -22,7 +22,9 @@ def test_sequences_part_at_ties_only():
     plain, cached = torch.tensor([[1, 2], [1, 2]]), torch.tensor([[1, 2], [1, 0]])
     logits = torch.zeros(2, 2, 3)
     logits[..., 2] = 4.0
-    with pytest.raises(SystemExit, match=r"sequence 1 parts at new token 1: 0 cached, 2 uncached, logit gap 4\.00e"):
+    with pytest.raises(
+        SystemExit, match=r"sequence 1 parts at new token 1: 0 cached, 2 uncached, logit gap 4\.00e"
+    ):
         check_same(cached, plain, logits)
     logits[1, 1, 0] = 4.0 - 2 * TIE  # half of what a tie may be, at logits of 4
     assert "a tie" in check_same(cached, plain, logits)

@@ -1,4 +1,6 @@
-"""Back to quality, with a minimal budget: what is written, what an interruption changes (nothing), and refusals."""
+"""Back to quality, with a minimal budget: what is written, what an interruption changes (nothing), and
+refusals.
+"""
 
 import json
 import shutil
@@ -69,17 +71,27 @@ def states(out) -> dict[str, bytes]:
 
 
 def test_a_small_run_prints_and_writes_everything(finished):
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in finished.printed if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in finished.printed if line.startswith("|")
+    ]
     assert [row[0] for row in rows[2:]] == NAMES
     assert [row[1] for row in rows[2:]] == ["1,024"] + ["512"] * 3 + ["256"] * 3
     assert [bool(row[3]) for row in rows[2:]] == [True, True, True, True, False, False, True]
-    verdicts = [line.split(" at ")[0] for line in finished.printed if " starts at " in line or " ends at " in line]
+    verdicts = [
+        line.split(" at ")[0] for line in finished.printed if " starts at " in line or " ends at " in line
+    ]
     assert verdicts == [*(f"{NAMES[n]} starts" for n in (2, 3, 5)), f"{NAMES[3]} ends"]
     assert (finished.out / "recovery.png").read_bytes().startswith(b"\x89PNG")
     assert not list(finished.out.rglob("*.tmp"))
 
 
-FOLDERS = [("mha", "Llama"), ("gqa-mean", "Llama"), ("gqa-aligned", "Llama"), ("gqa", "Llama"), ("mla", "DeepseekV3")]
+FOLDERS = [
+    ("mha", "Llama"),
+    ("gqa-mean", "Llama"),
+    ("gqa-aligned", "Llama"),
+    ("gqa", "Llama"),
+    ("mla", "DeepseekV3"),
+]
 
 
 @pytest.mark.parametrize(("folder", "kind"), FOLDERS)
@@ -87,7 +99,9 @@ def test_transformers_reads_the_folders_and_says_the_same(finished, folder, kind
     theirs = AutoModelForCausalLM.from_pretrained(finished.out / folder, trust_remote_code=False)
     assert type(theirs).__name__ == f"{kind}ForCausalLM"
     with torch.no_grad():
-        torch.testing.assert_close(theirs(TOKENS).logits, finished.models[folder](TOKENS), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            theirs(TOKENS).logits, finished.models[folder](TOKENS), atol=1e-5, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("saves", [0, 3, 11])
@@ -116,7 +130,9 @@ def test_a_finished_run_trains_nothing_again(finished, tmp_path, monkeypatch, ca
     monkeypatch.setattr(training, "take_step", None)
     run(finished.text, tmp_path / "out")
     again = capsys.readouterr().out.splitlines()[:-1]  # the last line names the folder
-    assert [line.rsplit("|", 2)[0] for line in again] == [line.rsplit("|", 2)[0] for line in finished.printed[:-1]]
+    assert [line.rsplit("|", 2)[0] for line in again] == [
+        line.rsplit("|", 2)[0] for line in finished.printed[:-1]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +157,9 @@ def test_another_text_or_world_does_not_go_on_with_a_run(finished, tmp_path, mon
     out.mkdir()
     told = json.loads((finished.out / "settings.json").read_text())
     (out / "settings.json").write_text(json.dumps(told | {"world_size": 2}))
-    with pytest.raises(SystemExit, match=r"world_size: expected 2, with which the run in .* was begun, got 1"):
+    with pytest.raises(
+        SystemExit, match=r"world_size: expected 2, with which the run in .* was begun, got 1"
+    ):
         run(finished.text, out)
     tail = finished.text.read_text()[:-5] + "roof\n"  # no batch and no point of a curve need have seen it
     other.write_text(tail)
@@ -156,7 +174,9 @@ def test_the_state_of_another_model_is_refused(finished, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(finished.out, out)
     (out / "state" / "gqa.safetensors").write_bytes((out / "state" / "mla.safetensors").read_bytes())
-    with pytest.raises(SystemExit, match=r"gqa.safetensors: expected the state of this model, got another .*; delete"):
+    with pytest.raises(
+        SystemExit, match=r"gqa.safetensors: expected the state of this model, got another .*; delete"
+    ):
         run(finished.text, out)
 
 
@@ -168,7 +188,9 @@ def test_a_source_is_converted_with_its_own_tokens(text_file, tmp_path, tokenize
     LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(source)
     if tokenizer:
         letters = sorted(set(text_file.read_text()))
-        model = Tokenizer(WordLevel({letter: 299 - i for i, letter in enumerate(letters)}, unk_token=letters[0]))
+        model = Tokenizer(
+            WordLevel({letter: 299 - i for i, letter in enumerate(letters)}, unk_token=letters[0])
+        )
         model.pre_tokenizer = Split("", "isolated")
         PreTrainedTokenizerFast(tokenizer_object=model).save_pretrained(source)
     run(text_file, out, "--source", str(source))

@@ -14,7 +14,13 @@ from attnlib import CAUSAL, GroupedQueryAttention, Rope
 TOKENS = torch.arange(30).reshape(2, 15) * 7 % 100
 SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 100}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 KINDS = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -50,7 +56,12 @@ def test_a_llama_is_read_and_written(tmp_path, kind):
 def test_a_decoder_of_our_own_is_a_llama(tmp_path, tied):
     options = {"mask": CAUSAL, "num_kv_heads": 2, "rope": Rope(6, theta=99.0)}
     model = Decoder(
-        100, 24, 2, attention=lambda i: GroupedQueryAttention(24, 4, **options), tie_embeddings=tied, norm_eps=1e-3
+        100,
+        24,
+        2,
+        attention=lambda i: GroupedQueryAttention(24, 4, **options),
+        tie_embeddings=tied,
+        norm_eps=1e-3,
     )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -72,7 +83,10 @@ def test_a_decoder_of_our_own_is_a_llama(tmp_path, tied):
         ({"vocab_size": 99}, r"lm_head.weight: expected \(99, 24\), as config.json says, got \(100, 24\)"),
         ({"num_key_value_heads": 4}, r"k_proj.weight: expected \[24, 24\], .*, got \[12, 24\]"),
         ({"attention_bias": True}, r"bias: expected \(12,\), as config.json says, got none"),
-        ({"tie_word_embeddings": True, "intermediate_size": 41}, r"mlp.down_proj.weight: expected \(24, 41\)"),
+        (
+            {"tie_word_embeddings": True, "intermediate_size": 41},
+            r"mlp.down_proj.weight: expected \(24, 41\)",
+        ),
     ],
 )
 def test_what_is_no_such_llama_is_refused(tmp_path, changes, message):
@@ -87,7 +101,9 @@ def test_a_tensor_that_nothing_reads_is_refused(tmp_path):
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"model.layers.0.extra": torch.zeros(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model.layers.0.extra: expected none, as config.json says, got \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"model.layers.0.extra: expected none, as config.json says, got \(3,\)"
+    ):
         load_llama(tmp_path)
 
 

@@ -123,7 +123,9 @@ def test_sampling_follows_the_probabilities_and_its_seed():
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(20_000, -1)
     draw = Sampler(generator=torch.Generator().manual_seed(3))(logits)
     shares = torch.bincount(draw) / len(draw)
-    torch.testing.assert_close(shares, torch.tensor([0.5, 0.3, 0.2]), atol=0.015, rtol=0)  # four standard deviations
+    torch.testing.assert_close(
+        shares, torch.tensor([0.5, 0.3, 0.2]), atol=0.015, rtol=0
+    )  # four standard deviations
     assert torch.equal(draw, Sampler(generator=torch.Generator().manual_seed(3))(logits))
 
 
@@ -145,7 +147,9 @@ def out(tmp_path, small_preset):
 
 
 def test_batch_command(out, capsys):
-    command("batch", "def f(", "x", "import", "--out", out, "--variant", "mla", "--top-k", "5", "--top-p", "0.9")
+    command(
+        "batch", "def f(", "x", "import", "--out", out, "--variant", "mla", "--top-k", "5", "--top-p", "0.9"
+    )
     shown = capsys.readouterr().out
     assert all(f"[{i}] {prompt}" in shown for i, prompt in enumerate(("def f(", "x", "import")))
     assert "tokens/s" in shown
@@ -157,7 +161,9 @@ def test_fork_command(out, capsys):
     shown = capsys.readouterr().out
     assert shown.count(prompt) == 3
     assert "3 answers share the 5 pages that a prompt of 82 tokens fills" in shown
-    assert "the cache holds    8 pages of 16 tokens" in shown  # 82 + 11 tokens: the sixth page is each one's own
+    assert (
+        "the cache holds    8 pages of 16 tokens" in shown
+    )  # 82 + 11 tokens: the sixth page is each one's own
     assert "it would hold   18 pages of 16 tokens" in shown
 
 

@@ -6,10 +6,15 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 SIZES = {
-    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
 }  # fmt: skip
-WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 FIELDS = {
     "llama": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": 7, "tie_word_embeddings": False},
@@ -41,7 +46,9 @@ def test_logits_are_those_of_transformers(family, tmp_path):
 @pytest.mark.parametrize("family", FIELDS)
 def test_texts_are_continued_and_checked(family, tmp_path, capsys):
     folder_of(family, tmp_path)
-    assert load_hf.main([str(tmp_path), "The capital", "def", "--new", "12", "--check", "--device", "cpu"]) == 0
+    assert (
+        load_hf.main([str(tmp_path), "The capital", "def", "--new", "12", "--check", "--device", "cpu"]) == 0
+    )
     out = capsys.readouterr().out
     assert out.startswith("The capital")
     assert out.endswith("transformers' own model chooses the same tokens\n")
@@ -67,7 +74,9 @@ def test_a_check_fails_where_tokens_differ(tmp_path):
 def test_what_a_decoder_has_not_is_refused(fields, message, tmp_path):
     folder_of("llama", tmp_path, **fields)
     if message is None:  # the config says fewer layers than the weights have
-        text = (tmp_path / "config.json").read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 2')
+        text = (
+            (tmp_path / "config.json").read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 2')
+        )
         (tmp_path / "config.json").write_text(text)
         message = "model.layers.2.* a Decoder has no such weight"
     with pytest.raises(SystemExit, match=message):

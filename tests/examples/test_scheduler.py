@@ -45,14 +45,18 @@ def make_cache(variant: str, *, pages: int, page_size: int) -> KVCache:
     layouts = model(variant).kv_layouts()
     if page_size == MAX_LENGTH:
         return KVCache.contiguous(layouts, max_sequences=pages, max_length=MAX_LENGTH)
-    return KVCache.paged(layouts, pages=pages, page_size=page_size, max_sequences=pages, max_length=MAX_LENGTH)
+    return KVCache.paged(
+        layouts, pages=pages, page_size=page_size, max_sequences=pages, max_length=MAX_LENGTH
+    )
 
 
 class Watched(Scheduler):
     """A scheduler whose every plan is held against the rule."""
 
     def plan(self):
-        arrived = sorted(self.live + self.waiting, key=lambda stream: (-stream.request.priority, stream.number))
+        arrived = sorted(
+            self.live + self.waiting, key=lambda stream: (-stream.request.priority, stream.number)
+        )
         plan = super().plan()
         fitting = [n for n in range(len(arrived) + 1) if self.room_for(arrived[:n])]
         assert fitting == list(range(len(fitting)))
@@ -67,7 +71,9 @@ class Watched(Scheduler):
         return plan
 
     def room_for(self, streams) -> bool:
-        """Whether every token of these texts would have a place, all whole pages of the shared prompt being common."""
+        """Whether every token of these texts would have a place, all whole pages of the shared prompt being
+        common.
+        """
         size, common = self.cache.page_size, self.shared_length // self.cache.page_size
         page_bytes = sum(layout.token_bytes for layout in self.cache.layouts) * size
         ends = [self.shared_length + len(stream.text) for stream in streams]
@@ -103,15 +109,20 @@ MEASURE = serving.measure
     shared_length=st.integers(0, 5),
     ends=st.booleans(),
 )
-def test_every_request_is_answered_as_if_alone(variant, requests, page_size, memory, budget, shared_length, ends):
-    cache = make_cache(variant, pages=-(-shared_length // page_size) + -(-memory // page_size), page_size=page_size)
+def test_every_request_is_answered_as_if_alone(
+    variant, requests, page_size, memory, budget, shared_length, ends
+):
+    cache = make_cache(
+        variant, pages=-(-shared_length // page_size) + -(-memory // page_size), page_size=page_size
+    )
     before, shared = list(range(50, 50 + shared_length)), None
     if shared_length:
         [shared], _ = prefill(model(variant), cache, [torch.tensor(before)])
     stored = cache.used_bytes
     scheduler = Watched(cache, max_length=MAX_LENGTH, budget=budget, shared=shared)
     requests = sorted(
-        (request for request in requests if not refused(cache, shared, request)), key=lambda request: request.arrival
+        (request for request in requests if not refused(cache, shared, request)),
+        key=lambda request: request.arrival,
     )
     answers = [alone(variant, request, before) for request in requests]
     if ends:  # in the middle of an answer, if it does not come sooner
@@ -136,7 +147,9 @@ def refused(cache: KVCache, shared, request: Request) -> bool:
     if scheduler.shared_length + len(longest) <= MAX_LENGTH and scheduler.room_for([stream]):
         scheduler.submit(request)
         return False
-    with pytest.raises(ValueError, match=r"request: expected at most -?\d+ tokens to store, got \d+ \(prompt"):
+    with pytest.raises(
+        ValueError, match=r"request: expected at most -?\d+ tokens to store, got \d+ \(prompt"
+    ):
         scheduler.submit(request)
     assert not scheduler.waiting
     return True
@@ -145,7 +158,9 @@ def refused(cache: KVCache, shared, request: Request) -> bool:
 @pytest.mark.parametrize("page_size", [4, MAX_LENGTH])
 def test_a_request_of_higher_priority_displaces_a_lower_one(page_size):
     requests = [Request([1, 2, 3], 9), Request([4, 5, 6, 7], 6, arrival=2, priority=1)]
-    scheduler = Watched(make_cache("gqa", pages=16 // page_size, page_size=page_size), max_length=16, budget=8)
+    scheduler = Watched(
+        make_cache("gqa", pages=16 // page_size, page_size=page_size), max_length=16, budget=8
+    )
     run = serve(model("gqa"), scheduler, requests)
     assert run.answers == [alone("gqa", request) for request in requests]
     assert run.preemptions == 1
@@ -162,7 +177,11 @@ def test_texts_that_outgrow_the_pages_preempt_the_last():
     run = serve(model("mla"), scheduler, requests)
     assert run.answers == [alone("mla", request) for request in requests]
     assert run.preemptions > 1
-    assert [sample.live for sample in run.samples[:3]] == [3, 3, 2]  # from 4 tokens on, each needs a second page
+    assert [sample.live for sample in run.samples[:3]] == [
+        3,
+        3,
+        2,
+    ]  # from 4 tokens on, each needs a second page
 
 
 def test_the_end_of_an_answer_may_stand_in_its_prompt():
@@ -186,10 +205,14 @@ def test_a_shared_prompt_is_stored_once_to_the_byte(page_size):
 def test_wrong_requests_are_refused():
     scheduler = Scheduler(make_cache("gqa", pages=3, page_size=4), max_length=16, budget=1)
     for prompt, new in (([], 3), ([1], 0)):
-        with pytest.raises(ValueError, match=f"request: expected a prompt and new tokens, got {len(prompt)} and {new}"):
+        with pytest.raises(
+            ValueError, match=f"request: expected a prompt and new tokens, got {len(prompt)} and {new}"
+        ):
             scheduler.submit(Request(prompt, new))
     scheduler.submit(Request([1] * 10, 3))
-    with pytest.raises(ValueError, match=r"expected at most 12 tokens to store, got 13 \(prompt 10, new 4\); ask for"):
+    with pytest.raises(
+        ValueError, match=r"expected at most 12 tokens to store, got 13 \(prompt 10, new 4\); ask for"
+    ):
         scheduler.submit(Request([1] * 10, 4))
     cache = make_cache("gqa", pages=3, page_size=4)
     [shared], _ = prefill(model("gqa"), cache, [torch.arange(2)])
@@ -211,11 +234,15 @@ def test_a_cache_that_holds_more_than_the_formula_fails():
 @given(requests=st.lists(REQUESTS, max_size=9), memory=st.integers(16, 40), budget=st.integers(1, 9))
 def test_first_fit_serves_everybody_for_as_long_as_asked(requests, memory, budget):
     requests.sort(key=lambda request: request.arrival)
-    samples = first_fit(requests, [[0] * request.new_tokens for request in requests], memory=memory, budget=budget)
+    samples = first_fit(
+        requests, [[0] * request.new_tokens for request in requests], memory=memory, budget=budget
+    )
     steps = [-(-len(request.prompt) // budget) + request.new_tokens - 1 for request in requests]
     sizes = [len(request.prompt) + request.new_tokens - 1 for request in requests]
     assert sum(sample.live for sample in samples) == sum(steps)
-    assert sum(sample.used for sample in samples) == sum(n * size for n, size in zip(steps, sizes, strict=True))
+    assert sum(sample.used for sample in samples) == sum(
+        n * size for n, size in zip(steps, sizes, strict=True)
+    )
     for sample in samples:
         assert 0 <= sample.used <= memory
         assert sample.external in (0, memory - sample.used)

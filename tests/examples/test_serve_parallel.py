@@ -19,7 +19,15 @@ def table(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("attention", ["mla", pytest.param("mqa", marks=pytest.mark.slow)])
 def test_two_ranks_decode_as_one(attention):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(EXAMPLE),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         [*command, *SMALL, "--attention", attention], capture_output=True, text=True, env=environment
@@ -39,7 +47,9 @@ def test_one_process_is_enough(capsys):
 
 def test_other_logits_and_other_bytes_fail(monkeypatch):
     found = serve_parallel.Decoded(torch.zeros(1, 1), torch.ones(1, 1, 4), 1.0, 1)
-    with pytest.raises(SystemExit, match=r"logits: expected those of one process within 0.0001 .*, got 1.0e-03"):
+    with pytest.raises(
+        SystemExit, match=r"logits: expected those of one process within 0.0001 .*, got 1.0e-03"
+    ):
         serve_parallel.check_same(found._replace(logits=found.logits * 1.001), found)
     monkeypatch.setattr(serve_parallel, "cache_bytes", lambda *a, **k: 7)
     with pytest.raises(SystemExit, match="cache of a rank: expected 7 bytes by formula, got"):

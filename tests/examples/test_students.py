@@ -61,7 +61,9 @@ def test_a_student_shares_nothing_with_the_original(original, seen):
 
 
 def test_plain_svd_keeps_other_parts_of_the_same_latent(original, seen):
-    """At full rank both are the same function; below, the whitened one is nearer to the layer on what it sees."""
+    """At full rank both are the same function; below, the whitened one is nearer to the layer on what it
+    sees.
+    """
     layer, [calibration, _] = original.blocks[0].attention, seen
     x = original.blocks[0].attention_norm(original.embed(TOKENS)).detach()
     whole = ways(PRESET._replace(kv_lora_rank=64 + 56))

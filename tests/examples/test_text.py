@@ -19,7 +19,9 @@ def test_every_tenth_block_is_held_out(tmp_path):
 
 
 def test_unigram_entropy(tmp_path):
-    assert numbered(tmp_path / "text", 10).unigram_entropy() == pytest.approx(torch.tensor(10.0).log2().item())
+    assert numbered(tmp_path / "text", 10).unigram_entropy() == pytest.approx(
+        torch.tensor(10.0).log2().item()
+    )
 
 
 def test_batches_are_windows_and_repeat():
@@ -39,7 +41,9 @@ def test_held_out_windows_are_spread(tmp_path):
 
 
 def test_too_little_text(tmp_path):
-    with pytest.raises(ValueError, match=r"text: expected at least 40960 bytes, got 36864 \(text\); use a longer"):
+    with pytest.raises(
+        ValueError, match=r"text: expected at least 40960 bytes, got 36864 \(text\); use a longer"
+    ):
         numbered(tmp_path / "text", 9)
     with pytest.raises(ValueError, match="context: expected 1 to 4095 tokens, got 4096"):
         numbered(tmp_path / "text", 10).held_out_windows(4096, limit=1)

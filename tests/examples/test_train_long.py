@@ -17,7 +17,9 @@ SMALL = ("--device", "cpu", "--tokens", "64", "--width", "32", "--steps", "4", "
 
 def run(ranks: int, text_file: Path, *more: str) -> str:
     """What the example prints on so many processes."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    )
     command = [sys.executable, *launch, str(EXAMPLE), "--text", str(text_file), *SMALL, *more]
     ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0, ended.stderr
@@ -72,7 +74,10 @@ def test_learning_beats_byte_frequencies(text_file, capsys):
     ("more", "why"),
     [
         (("--tokens", "63"), "--tokens: expected a multiple of 2 x 1 ranks, got 63"),
-        (("--tokens", "1000000"), "--tokens: expected less than the .* of the text, got 1,000,000; use a longer"),
+        (
+            ("--tokens", "1000000"),
+            "--tokens: expected less than the .* of the text, got 1,000,000; use a longer",
+        ),
         (("--context-parallel", "3"), "--context-parallel: expected a divisor of the 1 ranks, got 3"),
         (("--margin", "0.9"), "bits/byte: expected at most .*; train longer"),
         (("--text", "nowhere"), "No such file"),

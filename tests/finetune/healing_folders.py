@@ -1,4 +1,6 @@
-"""A small Llama, the same with half of its KV heads, a text for both, and the command that heals one by the other."""
+"""A small Llama, the same with half of its KV heads, a text for both, and the command that heals one by the
+other.
+"""
 
 from pathlib import Path
 
@@ -23,7 +25,21 @@ SIZES = {
     "initializer_range": 0.2,
 }
 TEXT = "".join(f"{i} green bottles, standing on the wall\n" for i in range(60))
-SMALL = ("--steps", 8, "--batch", 4, "--context", 16, "--windows", 5, "--rate", 3e-3, "--device", "cpu", "--quiet")
+SMALL = (
+    "--steps",
+    8,
+    "--batch",
+    4,
+    "--context",
+    16,
+    "--windows",
+    5,
+    "--rate",
+    3e-3,
+    "--device",
+    "cpu",
+    "--quiet",
+)
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
@@ -53,7 +69,9 @@ def make_half(original: Path, folder: Path, dtype: torch.dtype = torch.float32) 
 
 def add_tokenizer(folder: Path, shift: int = 0) -> None:
     """One token for each character of ASCII."""
-    tokenizer = Tokenizer(models.WordLevel({chr(n): n + shift for n in range(10, 127)} | {"?": 0}, unk_token="?"))
+    tokenizer = Tokenizer(
+        models.WordLevel({chr(n): n + shift for n in range(10, 127)} | {"?": 0}, unk_token="?")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
 
@@ -66,4 +84,8 @@ def heal(folders: Path, out: Path, *options, source: str = "half", teacher: str 
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

@@ -28,7 +28,9 @@ def test_batches_are_pieces_of_the_text_to_learn_and_the_same_ones_every_time(co
     pieces = {tuple(piece) for piece in corpus.train.unfold(0, 17, 1).tolist()}
     assert all(batch.shape == (3, 17) for batch in batches)
     assert {tuple(row) for batch in batches for row in batch.tolist()} <= pieces
-    assert all(ours.equal(theirs) for ours, theirs in zip(batches, corpus.batches(seed=1, **options), strict=True))
+    assert all(
+        ours.equal(theirs) for ours, theirs in zip(batches, corpus.batches(seed=1, **options), strict=True)
+    )
     assert not batches[0].equal(next(corpus.batches(seed=2, **options)))
 
 

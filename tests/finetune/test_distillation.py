@@ -64,9 +64,13 @@ def test_losses_are_those_of_the_definition(pair):
     said = q.gather(-1, TOKENS[:, 1:, None])[..., 0]
     torch.testing.assert_close(kl.double(), (p * (p / q).log2()).sum(-1).mean(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(text.double(), -said.log2().mean(), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(text_bits(student(TOKENS[:, :-1]), TOKENS).double(), -said.log2(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        text_bits(student(TOKENS[:, :-1]), TOKENS).double(), -said.log2(), rtol=1e-4, atol=1e-6
+    )
     (_, ys), (_, zs) = (model.listen(TOKENS[:, :-1]) for model in (teacher, student))
-    errors = [((y[b] - z[b]).norm() / y[b].norm()) ** 2 for y, z in zip(ys, zs, strict=True) for b in range(3)]
+    errors = [
+        ((y[b] - z[b]).norm() / y[b].norm()) ** 2 for y, z in zip(ys, zs, strict=True) for b in range(3)
+    ]
     torch.testing.assert_close(attention, sum(errors) / len(errors))
     torch.testing.assert_close(lost.loss(0.25, "text"), text + 0.75 * (kl + attention))  # the teacher fades
     torch.testing.assert_close(lost.loss(0.25, "teacher"), kl + 0.75 * attention)  # its attention fades
@@ -90,7 +94,10 @@ def test_layer_by_layer_each_attention_layer_learns_from_the_teachers_inputs(pai
     """Its gradient is that of the layer alone, on what the teacher's layer reads; nothing else has one."""
     student, teacher = pair
     inputs = []
-    hooks = [layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for layer in teacher._attention]
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        for layer in teacher._attention
+    ]
     layerwise(student, teacher, TOKENS).backward()
     for hook in hooks:
         hook.remove()
@@ -98,7 +105,10 @@ def test_layer_by_layer_each_attention_layer_learns_from_the_teachers_inputs(pai
     assert all((x.grad is not None) == (x in attention) for x in student.model.parameters())
     for ours, theirs, x in zip(student.model.attention, teacher.model.attention, inputs, strict=True):
         weight = ours.weight.detach().clone().requires_grad_()
-        y, z = (nn.functional.linear(x, *w).flatten(1) for w in ((theirs.weight, theirs.bias), (weight, ours.bias)))
+        y, z = (
+            nn.functional.linear(x, *w).flatten(1)
+            for w in ((theirs.weight, theirs.bias), (weight, ours.bias))
+        )
         ((y - z).square().sum(1) / y.square().sum(1)).mean().div(3).backward()
         torch.testing.assert_close(ours.weight.grad, weight.grad)
 

@@ -1,4 +1,6 @@
-"""``python -m attnlib finetune``: what it writes, what an interruption changes (nothing), and what it refuses."""
+"""``python -m attnlib finetune``: what it writes, what an interruption changes (nothing), and what it
+refuses.
+"""
 
 import csv
 import json
@@ -44,17 +46,30 @@ def test_the_result_is_the_source_with_other_attention_weights(folders, healed):
     assert not any(found.values()), found
     old, new = weights(folders / "half"), weights(healed)
     assert {name: x.shape for name, x in old.items()} == {name: x.shape for name, x in new.items()}
-    assert {name for name in old if not old[name].equal(new[name])} == {name for name in old if "self_attn" in name}
+    assert {name for name in old if not old[name].equal(new[name])} == {
+        name for name in old if "self_attn" in name
+    }
     for name in ("config.json", "tokenizer.json"):
         assert (healed / name).read_bytes() == (folders / "half" / name).read_bytes()
     assert (healed / PICTURE).read_bytes().startswith(b"\x89PNG")
     assert not list(healed.parent.glob("out.*"))  # neither a lock nor a work folder
 
 
-@pytest.mark.parametrize("size", [("--kv-heads", 1), ("--cache", "60%", "--rope-dim", 4)], ids=["heads", "latents"])
+@pytest.mark.parametrize(
+    "size", [("--kv-heads", 1), ("--cache", "60%", "--rope-dim", 4)], ids=["heads", "latents"]
+)
 @pytest.mark.parametrize("options", [(), ("--lora", 2)])
 def test_attnlibs_own_form_is_healed_too(folders, tmp_path, size, options, capfd):
-    own = ("convert", folders / "original", tmp_path / "own", "--to", "attnlib", *size, "--no-calibration", "--quiet")
+    own = (
+        "convert",
+        folders / "original",
+        tmp_path / "own",
+        "--to",
+        "attnlib",
+        *size,
+        "--no-calibration",
+        "--quiet",
+    )
     assert main([str(x) for x in own]) == 0, capfd.readouterr()
     out = tmp_path / "out"
     asked = ("finetune", tmp_path / "own", out, "--teacher", folders / "original", "--text", folders / "text")
@@ -83,8 +98,12 @@ def test_losses_fall_and_are_written_down(folders, tmp_path):
     assert bits["before"] == curve[0][1]
     assert bits["after"] == pytest.approx(curve[-1][1], rel=1e-5)
     assert [point[0] for point in curve] == [0, 30, 60]
-    assert report["held_out_perplexity"]["after"] == pytest.approx(2 ** bits["after"])  # a byte is a token here
-    assert report["parameters"]["trained"] == sum(x.numel() for name, x in weights(out).items() if "self_attn" in name)
+    assert report["held_out_perplexity"]["after"] == pytest.approx(
+        2 ** bits["after"]
+    )  # a byte is a token here
+    assert report["parameters"]["trained"] == sum(
+        x.numel() for name, x in weights(out).items() if "self_attn" in name
+    )
 
 
 def mean(rows, name):
@@ -116,7 +135,19 @@ def test_checkpointing_and_parts_of_a_batch_change_no_more_than_rounding(folders
 
 def test_all_weights_train_on_the_text_too(folders, tmp_path):
     assert (
-        heal(folders, tmp_path / "out", "--objective", "text", "--train", "all", "--steps", 30, "--layerwise", 0.1) == 0
+        heal(
+            folders,
+            tmp_path / "out",
+            "--objective",
+            "text",
+            "--train",
+            "all",
+            "--steps",
+            30,
+            "--layerwise",
+            0.1,
+        )
+        == 0
     )
     rows = steps(tmp_path / "out")
     assert mean(rows[-5:], "text") < 0.9 * mean(rows[5:10], "text")
@@ -134,7 +165,13 @@ def test_a_half_precision_source_stays_one(folders, tmp_path):
 
 def test_latent_layers_learn_and_the_constants_of_their_norms_stay(folders, tmp_path):
     sizes = {name: x for name, x in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
-    latent = {"q_lora_rank": None, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    latent = {
+        "q_lora_rank": None,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    }
     config = DeepseekV3Config(**sizes, **latent, first_k_dense_replace=2, attention_bias=True)
     torch.manual_seed(1)
     model = DeepseekV3ForCausalLM(config)
@@ -189,7 +226,9 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
             heal(folders, out, *options)
     assert not out.exists()
     taken = []
-    monkeypatch.setattr(training, "take_step", lambda *x, original=training.take_step: taken.append(1) or original(*x))
+    monkeypatch.setattr(
+        training, "take_step", lambda *x, original=training.take_step: taken.append(1) or original(*x)
+    )
     assert heal(folders, out, *options) == 0
     assert len(taken) == 8 - {"take_step": 3 * (count // 3), "save_state": 3, "write_model": 8}[where]
     assert contents(out) == contents(whole)
@@ -204,7 +243,9 @@ def test_an_interruption_says_how_to_go_on(folders, tmp_path, monkeypatch, capsy
     assert heal(folders, tmp_path / "out") == 130
     assert "run the same command again to go on" in capsys.readouterr().err
     [left] = tmp_path.glob("out.partial-*")
-    assert (left / "checkpoint").is_dir()  # or a conversion to the same place would take it for done, and remove it
+    assert (
+        left / "checkpoint"
+    ).is_dir()  # or a conversion to the same place would take it for done, and remove it
 
 
 def test_a_state_that_is_damaged_is_refused(folders, tmp_path, monkeypatch, capsys):
@@ -229,7 +270,10 @@ def test_other_options_begin_another_run(folders, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda to: make_original(to, vocab_size=140), "vocab_size: expected 140, which the teacher .* has, got 130"),
+        (
+            lambda to: make_original(to, vocab_size=140),
+            "vocab_size: expected 140, which the teacher .* has, got 130",
+        ),
         (lambda to: make_original(to, num_hidden_layers=1), "num_hidden_layers: expected 1, .* got 2"),
         (lambda to: make_original(to, hidden_size=16), "hidden_size: expected 16, .* got 32"),
         (lambda to: add_tokenizer(make_original(to), shift=1), "tokenizer: expected that of the teacher"),
@@ -239,7 +283,9 @@ def test_other_options_begin_another_run(folders, tmp_path, monkeypatch):
     ],
     ids=["vocabulary", "layers", "width", "tokenizer", "missing", "nan", "empty"],
 )
-def test_another_teacher_is_refused_before_weights_are_loaded(folders, tmp_path, monkeypatch, capsys, make, message):
+def test_another_teacher_is_refused_before_weights_are_loaded(
+    folders, tmp_path, monkeypatch, capsys, make, message
+):
     shutil.copytree(folders / "half", tmp_path / "half")
     (tmp_path / "text").write_text(TEXT)
     make(tmp_path / "teacher")
@@ -276,7 +322,9 @@ def change(folder, edit):
         (("--lora", 4), "--lora needs peft: pip install peft"),
     ],
 )
-def test_a_wrong_request_ends_before_weights_are_loaded(folders, tmp_path, monkeypatch, capsys, options, message):
+def test_a_wrong_request_ends_before_weights_are_loaded(
+    folders, tmp_path, monkeypatch, capsys, options, message
+):
     monkeypatch.setattr(run, "load", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -289,7 +337,9 @@ def test_a_wrong_request_ends_before_weights_are_loaded(folders, tmp_path, monke
 def test_one_run_at_a_time(folders, tmp_path, capsys):
     with only_one(tmp_path / "out"):
         assert heal(folders, tmp_path / "out") == 2
-    assert "out: expected to be alone, and another run writes there; wait for its end" in capsys.readouterr().err
+    assert (
+        "out: expected to be alone, and another run writes there; wait for its end" in capsys.readouterr().err
+    )
 
 
 def test_a_place_that_is_taken_is_refused(folders, tmp_path, capsys):
@@ -326,13 +376,28 @@ def test_tensorboard_is_told_what_the_log_is(folders, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
     assert heal(folders, tmp_path / "out", *USUAL, "--tensorboard") == 0
     rows = steps(tmp_path / "out")
-    written = {(name, int(row["step"])): float(x) for row in rows for name, x in row.items() if x and name != "step"}
+    written = {
+        (name, int(row["step"])): float(x) for row in rows for name, x in row.items() if x and name != "step"
+    }
     assert told == written
 
 
 def test_the_summary_names_what_was_lost_and_found(folders, tmp_path, capsys):
-    args = [str(x) for x in ("finetune", folders / "half", tmp_path / "out", "--teacher", folders / "original")]
-    args += ["--text", str(folders / "text"), "--steps", "1", "--batch", "1", "--context", "16", "--device", "cpu"]
+    args = [
+        str(x) for x in ("finetune", folders / "half", tmp_path / "out", "--teacher", folders / "original")
+    ]
+    args += [
+        "--text",
+        str(folders / "text"),
+        "--steps",
+        "1",
+        "--batch",
+        "1",
+        "--context",
+        "16",
+        "--device",
+        "cpu",
+    ]
     assert main(args) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("original", "before", "after", "perplexity", REPORT))

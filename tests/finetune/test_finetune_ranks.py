@@ -1,4 +1,6 @@
-"""Processes that share a student: the weights of one, and a run that was killed goes on with another number of them."""
+"""Processes that share a student: the weights of one, and a run that was killed goes on with another number
+of them.
+"""
 
 import os
 import subprocess
@@ -34,7 +36,9 @@ main(sys.argv[1:])
 def start(folders, out, *options, ranks=1, code=None):
     """The command in processes of its own; with ``code``, that in place of the module."""
     given = ("finetune", folders / "half", out, "--teacher", folders / "original", "--text", folders / "text")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    )
     program = ["-c", code[0], str(code[1])] if code is not None else [*launch, "-m", "attnlib"]
     command = [sys.executable, *program, *map(str, (*given, *SMALL, *USUAL, *options))]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -56,7 +60,8 @@ def test_a_run_that_is_killed_while_it_saves_goes_on(folders, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [(), ("--train", "all", "--checkpointing"), ("--lora", 2), ("--accumulate", 2, "--objective", "text")]
+    "options",
+    [(), ("--train", "all", "--checkpointing"), ("--lora", 2), ("--accumulate", 2, "--objective", "text")],
 )
 def test_two_ranks_learn_what_one_does(folders, tmp_path, options):
     assert heal(folders, tmp_path / "one", *USUAL, *options) == 0

@@ -1,4 +1,6 @@
-"""The picture of a recovery: its axis is that of what comes after the start, and a start beyond it is written down."""
+"""The picture of a recovery: its axis is that of what comes after the start, and a start beyond it is written
+down.
+"""
 
 import pytest
 from matplotlib.figure import Figure
@@ -12,7 +14,9 @@ def drawn(monkeypatch, tmp_path):
     """Draws curves and gives the axes."""
     figures = []
     savefig = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *x, **y: (figures.append(self), savefig(self, *x, **y)))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *x, **y: (figures.append(self), savefig(self, *x, **y))
+    )
 
     def axes_of(curves, line=2.0):
         draw(curves, ("the original", line), "title", "bits", tmp_path / "picture.png")

@@ -63,7 +63,11 @@ class Asked:
 
     def question(self, tensors: Tensors) -> Question:
         layout, lengths = self.layer.layout, self.lengths
-        rule = Rule(**self.band, scale=self.options.get("scale", self.width**-0.5), softcap=self.options.get("softcap"))
+        rule = Rule(
+            **self.band,
+            scale=self.options.get("scale", self.width**-0.5),
+            softcap=self.options.get("softcap"),
+        )
         eps = torch.finfo(torch.float32).eps if layout.store is not None else 0.0  # of the scales
         return Question(
             tensors,
@@ -82,7 +86,11 @@ class Asked:
         sequences = []
         for n, (name, tokens) in enumerate(self.rows.items()):
             k = torch.stack([x.k for x in tokens]) if tokens else torch.zeros(0, layout.heads, self.width)
-            v = torch.stack([x.v for x in tokens]) if tokens else torch.zeros(0, layout.heads, layout.value_dim)
+            v = (
+                torch.stack([x.v for x in tokens])
+                if tokens
+                else torch.zeros(0, layout.heads, layout.value_dim)
+            )
             q, k, v = self.lengths.rows(tensors["q"], 0, n), k.to(read).to(wide), v.to(read).to(wide)
             mine = slopes[n] if slopes is not None and slopes.dim() == 2 else slopes
             sequences.append(Sequence(q, k, v, mine, tensors.get("sinks"), self.padding[name]))

@@ -21,7 +21,9 @@ TENSORS = ("alibi_slopes", "sinks")
 
 @dataclass
 class Lengths:
-    """Queries and keys of each sequence; rows that belong to none follow packed ones. Dense sequences are alike."""
+    """Queries and keys of each sequence; rows that belong to none follow packed ones. Dense sequences are
+    alike.
+    """
 
     packed: bool
     queries: list[int]
@@ -82,7 +84,9 @@ class Call:
         before = {name: x.detach().cpu() for name, x in self.tensors.items()}
         question = self.question(before)
         dout, dlse = self.directions()
-        directions = {name: x for name, x in (("out", dout), ("lse", dlse)) if name in self.given and self.leaves}
+        directions = {
+            name: x for name, x in (("out", dout), ("lse", dlse)) if name in self.given and self.leaves
+        }
         arguments = self.arguments()
         if not self.is_possible(arguments):
             return
@@ -105,17 +109,22 @@ class Call:
             3 * torch.finfo(self.dtype).eps if self.split is not None else 0.0
         )  # parts are rounded, and so is the whole
         join = self.lengths.join_rows, self.lengths.join_lse
-        return Question(tensors, rule, self.dtype, self.cut, lambda x: join[0](x, h, e), lambda x: join[1](x, h), eps)
+        return Question(
+            tensors, rule, self.dtype, self.cut, lambda x: join[0](x, h, e), lambda x: join[1](x, h), eps
+        )
 
     def cut(self, tensors: Tensors) -> list[Sequence]:
         """The sequences of the call."""
         sequences, slopes = [], tensors.get("alibi_slopes")
         for n in range(len(self.lengths.queries)):
             q, k, v = (
-                self.lengths.rows(tensors[name], name != "q", n) for name in ("q", "k", "v" if "v" in tensors else "k")
+                self.lengths.rows(tensors[name], name != "q", n)
+                for name in ("q", "k", "v" if "v" in tensors else "k")
             )
             mine = slopes[n] if slopes is not None and slopes.dim() == 2 else slopes
-            start, end = (self.bounds[name][n] if name in self.bounds else None for name in ("key_starts", "key_ends"))
+            start, end = (
+                self.bounds[name][n] if name in self.bounds else None for name in ("key_starts", "key_ends")
+            )
             sequences.append(Sequence(q, k, v, mine, tensors.get("sinks"), start or 0, end, n))
         return sequences
 
@@ -208,7 +217,9 @@ class Call:
         ):
             bounds = [torch.tensor(x, dtype=torch.int32, device=self.draw.place) for x in (lows, highs)]
             given = {**arguments, "key_starts": bounds[0], "key_ends": bounds[1]}
-            states += attention_with_lse(*self.qkv(tensors), **(given if not states else given | {"sinks": None}))
+            states += attention_with_lse(
+                *self.qkv(tensors), **(given if not states else given | {"sinks": None})
+            )
         return dict(zip(("out", "lse"), merge_states(*states), strict=True))
 
 
@@ -216,4 +227,6 @@ def _negated(x: Tensor) -> Tensor:
     """-x, in memory of its own that is laid out as x's."""
     storage = x.detach().untyped_storage().clone()
     torch.empty(0, dtype=x.dtype, device=x.device).set_(storage).neg_()
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, x.storage_offset(), x.shape, x.stride())
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(
+        storage, x.storage_offset(), x.shape, x.stride()
+    )

@@ -22,7 +22,9 @@ SAME = ("same batch", "same token", "same head")
 
 
 class Draw:
-    """Choices of one case; ``device`` is cpu, interpreter or cuda, and says what is possible and how large."""
+    """Choices of one case; ``device`` is cpu, interpreter or cuda, and says what is possible and how
+    large.
+    """
 
     def __init__(self, seed: int, device: str):
         self.random = Random(seed)
@@ -49,12 +51,18 @@ class Draw:
         return self.one(LONG) if self.device != "interpreter" and self.maybe(0.12) else self.one(LENGTHS)
 
     def dim(self) -> int:
-        return self.one(WIDE_DIMS) if self.maybe(0.05 if self.device == "interpreter" else 0.15) else self.one(DIMS)
+        return (
+            self.one(WIDE_DIMS)
+            if self.maybe(0.05 if self.device == "interpreter" else 0.15)
+            else self.one(DIMS)
+        )
 
     def band(self, reach: int, *, window: int | None = None) -> dict[str, int]:
         """left, right and prefix of a mask; left below ``window`` if there is one."""
         some = lambda: self.upto(reach, -reach)  # noqa: E731
-        kind = self.one(("causal", "causal", "full", "sliding", "sliding", "band", "band", "prefix", "hollow", "far"))
+        kind = self.one(
+            ("causal", "causal", "full", "sliding", "sliding", "band", "band", "prefix", "hollow", "far")
+        )
         band = {
             "causal": (None, 0, 0),
             "full": (None, None, 0),
@@ -92,7 +100,8 @@ class Draw:
         return self.one(SAME) if self.maybe(0.1) else self.one(ORDERS)
 
     def arranged(self, x: Tensor, how: str) -> Tensor:
-        """``x`` ``[..., tokens, heads, channels]`` on the device, in some strides, with NaN in what lies between.
+        """``x`` ``[..., tokens, heads, channels]`` on the device, in some strides, with NaN in what lies
+        between.
 
         The ``same`` ones have a stride of 0, so that their values are others.
         """

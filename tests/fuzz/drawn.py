@@ -39,7 +39,11 @@ def _call(draw: Draw, *, packed: bool) -> Call:
         dropout = {"dropout_p": p, "dropout_seed": draw.random.randrange(-(2**63), 2**63)}
     options = draw.options(b, h, d, reach=reach)
     aliased = d == e and draw.maybe(0.1)
-    leaves = [name for name in ("q", "k", "v", "alibi_slopes", "sinks") if draw.maybe(0.8)] if draw.maybe(0.6) else []
+    leaves = (
+        [name for name in ("q", "k", "v", "alibi_slopes", "sinks") if draw.maybe(0.8)]
+        if draw.maybe(0.6)
+        else []
+    )
     leaves = [x for x in leaves if x in "qk" or x in options or (x == "v" and not aliased)]
     given = draw.one((["out"], ["lse"], ["out", "lse"], ["out", "lse"]))
     split = draw.upto(reach) if not packed and draw.maybe(0.1) else None
@@ -65,7 +69,9 @@ def _call(draw: Draw, *, packed: bool) -> Call:
 
 def _backend(draw: Draw, lengths: Lengths) -> str | None:
     name = draw.one(BACKENDS[draw.device])
-    return "torch" if name == "reference" and sum(lengths.queries) > 150 else name  # which goes query by query
+    return (
+        "torch" if name == "reference" and sum(lengths.queries) > 150 else name
+    )  # which goes query by query
 
 
 def _dense(draw: Draw, h: int) -> Lengths:
@@ -114,7 +120,9 @@ def _fill(call: Call, terms: dict[str, Tensor], *, aliased: bool) -> None:
 
 
 def _poison(call: Call, tensors: dict[str, Tensor]) -> None:
-    """NaN and infinities in rows of nobody and, now and then, in what no query sees; seldom a NaN that one does see."""
+    """NaN and infinities in rows of nobody and, now and then, in what no query sees; seldom a NaN that one
+    does see.
+    """
     draw, lengths = call.draw, call.lengths
     for name, slack in (("q", lengths.slack[0]), ("k", lengths.slack[1]), ("v", lengths.slack[1])):
         if slack and name in tensors:
@@ -123,7 +131,10 @@ def _poison(call: Call, tensors: dict[str, Tensor]) -> None:
     if draw.maybe(0.2):
         call.poison.append("hidden")
         for x in sequences:
-            visible, bad = x.visible(call.question(tensors).rule), draw.one((torch.nan, torch.inf, -torch.inf))
+            visible, bad = (
+                x.visible(call.question(tensors).rule),
+                draw.one((torch.nan, torch.inf, -torch.inf)),
+            )
             x.k[~visible.any(0)], x.v[~visible.any(0)], x.q[~visible.any(1)] = bad, bad, bad
     spots = [(x, keys) for x in sequences for keys in (True, False) if len(x.k if keys else x.q)]
     drops = call.dropout.get("dropout_p", 0) > 0  # and nobody says whether a weight of NaN is

@@ -1,4 +1,6 @@
-"""Random expressions of indices and tables, as Python's source, and what Python gives of them pair by pair."""
+"""Random expressions of indices and tables, as Python's source, and what Python gives of them pair by
+pair.
+"""
 
 from typing import Any, NamedTuple
 
@@ -13,10 +15,10 @@ LARGE = (2**31, 3_000_000_000, -(2**33), 2**62 + 1)
 ODD = (2**53 + 1, 2**54 + 1, 2**60 + 1, 2**63 - 1)  # which fp64 rounds to powers of two
 # Each raises in Python or torch, or gives what no kernel could know; {} is an integer.
 UNTRACEABLE = (
-    "np.abs({}) > 2", "torch.tensor({}) > 2", "round({}) > 2", "{{0: 1}}[{}] > 0", "[1, 2][{}] > 1", "int({}) > 1",
-    "unknown > {}", "({} if i > j else 2) > 1", "(i > j) and {} > 1", "None if True else {}", "len({}) > 1",
-    "{} in (1, 2)", "i.__setitem__({}, 0)", "math.sqrt({}) > 1", "divmod({}, 2)[0] > 1", "(i > j) - (j > {})",
-    "1 // 0 > {}", "[][0] > {}", "{{}}[2] > {}",
+    "np.abs({}) > 2", "torch.tensor({}) > 2", "round({}) > 2", "{{0: 1}}[{}] > 0", "[1, 2][{}] > 1",
+    "int({}) > 1", "unknown > {}", "({} if i > j else 2) > 1", "(i > j) and {} > 1", "None if True else {}",
+    "len({}) > 1", "{} in (1, 2)", "i.__setitem__({}, 0)", "math.sqrt({}) > 1", "divmod({}, 2)[0] > 1",
+    "(i > j) - (j > {})", "1 // 0 > {}", "[][0] > {}", "{{}}[2] > {}",
 )  # fmt: skip
 
 
@@ -51,7 +53,11 @@ class Grammar:
         if draw.maybe(0.2):
             return f"({self.beyond()} {draw.one(('<', '>='))} {draw.one('hij')})"
         if depth == 0 or draw.maybe(0.15):
-            return self.read(torch.bool) if draw.maybe(0.3) else f"({self.int(0)} {self._compares()} {self.int(0)})"
+            return (
+                self.read(torch.bool)
+                if draw.maybe(0.3)
+                else f"({self.int(0)} {self._compares()} {self.int(0)})"
+            )
         x, y = self.bool(depth - 1), self.bool(depth - 1)
         if draw.maybe(0.35):
             operator = draw.one(("&", "|", "^", "&", "|", "+", "*", "==", "-"))
@@ -90,9 +96,7 @@ class Grammar:
         if kind == 9:
             return f"torch.where({self.bool(depth - 1)}, {x}, {self.int(depth - 1)})"
         if kind == 10:
-            return (
-                f"({x}).{draw.one(('int()', 'long()', 'to(torch.uint8)', 'short()', 'clamp(1, 9)', 'clamp(max=50)'))}"
-            )
+            return f"({x}).{draw.one(('int()', 'long()', 'to(torch.uint8)', 'short()', 'clamp(1, 9)', 'clamp(max=50)'))}"
         if kind == 11:
             return f"({x} ** {draw.one((0, 1, 2, 3))})"
         return draw.one((f"(-{x})", f"(~{x})", f"({x}).abs()", f"({self.bool(depth - 1)} + {y})"))
@@ -119,8 +123,9 @@ class Grammar:
         return draw.one(
             (
                 f"({x} + {y})", f"({x} - {y})", f"({x} * torch.sigmoid({y}))", f"torch.tanh({x})", f"(-{x})",
-                f"torch.where({self.bool(1)}, {x}, {y})", f"(({x}) ** 2 / (1 + {y} ** 2))", f"torch.sqrt({x} ** 2 + 1)",
-                f"torch.rsqrt({x} * {x} + 0.5)", f"((torch.tanh({x}) + 2) ** {draw.one((0.5, -0.5, 1.7, -2, 3))})",
+                f"torch.where({self.bool(1)}, {x}, {y})", f"(({x}) ** 2 / (1 + {y} ** 2))",
+                f"torch.sqrt({x} ** 2 + 1)", f"torch.rsqrt({x} * {x} + 0.5)",
+                f"((torch.tanh({x}) + 2) ** {draw.one((0.5, -0.5, 1.7, -2, 3))})",
                 f"(1.5 ** torch.tanh({x}))", f"torch.exp(-({x}).abs()).exp2()", f"({x}).clamp(-1.7, 2.1)",
                 f"torch.log({x} ** 2 + 0.5)",
             )
@@ -149,7 +154,9 @@ class Grammar:
         if dtype == torch.bool:
             return draw.normal(*shape) > 0
         wide = draw.maybe(0.5)
-        numbers = torch.randint(-9, 10, shape, generator=draw.generator) * (draw.one((2**31, 2**32)) if wide else 1)
+        numbers = torch.randint(-9, 10, shape, generator=draw.generator) * (
+            draw.one((2**31, 2**32)) if wide else 1
+        )
         return numbers.to(dtype) if dtype == torch.int64 else (numbers % 251).to(dtype)
 
     def _compares(self) -> str:
@@ -157,7 +164,9 @@ class Grammar:
 
 
 class Table:
-    """A table as a function is given it for one pair: floats are widened, and indices that vary are clamped."""
+    """A table as a function is given it for one pair: floats are widened, and indices that vary are
+    clamped.
+    """
 
     def __init__(self, x: Tensor, wide: torch.dtype):
         self.x = x.to(wide) if x.is_floating_point() else x

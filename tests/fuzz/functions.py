@@ -1,4 +1,6 @@
-"""Masks and scores by random functions: the library's backends against the functions, called in Python pair by pair."""
+"""Masks and scores by random functions: the library's backends against the functions, called in Python pair
+by pair.
+"""
 
 import pickle
 import re
@@ -13,7 +15,11 @@ from .draw import Draw
 from .expressions import UNTRACEABLE, Expression, Grammar, Table
 from .judge import Mismatch
 
-BACKENDS = {"cpu": ("torch", "reference"), "interpreter": ("triton", "torch", "reference"), "cuda": ("triton", "torch")}
+BACKENDS = {
+    "cpu": ("torch", "reference"),
+    "interpreter": ("triton", "torch", "reference"),
+    "cuda": ("triton", "torch"),
+}
 BANDS = {"FULL": FULL, "CAUSAL": CAUSAL, "sliding(3)": sliding(3)}
 INDICES = ("b", "h", "i", "j")
 ALL = Expression("True", {})  # with a band it is the band, no function
@@ -67,10 +73,14 @@ class Functions:
         draw, (b, s, t, h, g) = self.draw, self.sizes
         q, k, v = draw.normal(b, s, h, 16), draw.normal(b, t, g, 16), draw.normal(b, t, g, 16)
         directions = draw.normal(b, s, h, 16), draw.normal(b, h, s)
-        learnt = [] if self.score is None else [x for x in self.score.tables.values() if x.is_floating_point()]
+        learnt = (
+            [] if self.score is None else [x for x in self.score.tables.values() if x.is_floating_point()]
+        )
         leaves, options = [q, k, v, *learnt], (draw.maybe(0.3), draw.maybe(0.2), draw.maybe(0.6))
         try:
-            exact, naive = (self.by_python(leaves, directions, wide) for wide in (torch.float64, torch.float32))
+            exact, naive = (
+                self.by_python(leaves, directions, wide) for wide in (torch.float64, torch.float32)
+            )
         except (RuntimeError, TypeError) as error:  # torch has no such operation, and so attnlib has none
             return self.is_refused(error)
         for backend in BACKENDS[draw.device]:
@@ -99,13 +109,16 @@ class Functions:
             return torch.zeros(b, h, s, t, dtype=like)
         found = [
             function(
-                *(numbers[m, n, i, j] for _ in scored), *map(torch.tensor, (m, n, t - s + i, j)), *tables.values()
+                *(numbers[m, n, i, j] for _ in scored), *map(torch.tensor, (m, n, t - s + i, j)),
+                *tables.values()
             )
             for m in range(b) for n in range(h) for i in range(s) for j in range(t)
         ]  # fmt: skip
         return torch.stack([torch.as_tensor(x).to(like) for x in found]).view(b, h, s, t)
 
-    def by_python(self, given: list[Tensor], directions: tuple[Tensor, Tensor], wide: torch.dtype) -> list[Tensor]:
+    def by_python(
+        self, given: list[Tensor], directions: tuple[Tensor, Tensor], wide: torch.dtype
+    ) -> list[Tensor]:
         """Output, LSE and gradients in a precision; a mask's floats are of fp32 in any."""
         (_, s, t, h, g), before = self.sizes, torch.get_default_dtype()
         leaves = [x.to(wide).requires_grad_() for x in given]
@@ -118,7 +131,8 @@ class Functions:
         if self.score is not None:
             learnt = iter(leaves[3:])
             tables = {
-                name: Table(next(learnt) if x.is_floating_point() else x, wide) for name, x in self.score.tables.items()
+                name: Table(next(learnt) if x.is_floating_point() else x, wide)
+                for name, x in self.score.tables.items()
             }
             torch.set_default_dtype(wide)
             try:
@@ -149,7 +163,9 @@ class Functions:
         mask = mask_mod(self.mask.function(INDICES), *(x.to(place) for x in self.mask.tables.values()))
         mask, score, learnt = mask & BANDS[self.band], None, iter(leaves[3:])
         if self.score is not None:
-            tables = [next(learnt) if x.is_floating_point() else x.to(place) for x in self.score.tables.values()]
+            tables = [
+                next(learnt) if x.is_floating_point() else x.to(place) for x in self.score.tables.values()
+            ]
             score = score_mod(self.score.function(("score", *INDICES)), *tables)
         if pickles:
             mask = pickle.loads(pickle.dumps(mask))
@@ -161,7 +177,9 @@ class Functions:
         found = self.with_gradients(out, lse, leaves, directions) if grad else [out, lse]
         return [x.detach().cpu() for x in found]
 
-    def with_gradients(self, out: Tensor, lse: Tensor, leaves: list[Tensor], directions: tuple[Tensor, Tensor]):
+    def with_gradients(
+        self, out: Tensor, lse: Tensor, leaves: list[Tensor], directions: tuple[Tensor, Tensor]
+    ):
         """out, lse, and the gradients of leaves."""
         dout, dlse = (y.to(x.device, x.dtype) for x, y in zip((out, lse), directions, strict=True))
         total = (out * dout).sum() + (lse.masked_fill(lse == -torch.inf, 0) * dlse).sum()
@@ -175,8 +193,13 @@ class Functions:
                 raise Mismatch(f"{backend}: {name}: other pairs are seen: {x.tolist()}, not {y.tolist()}")
             x, y, z = (n.double().nan_to_num(0, 0, 0) for n in (x, y, z))
             rounding = torch.finfo(torch.bfloat16 if name[0] == "g" else torch.float32).eps
-            allowed = 8 * (y - z).abs().max() + 64 * rounding * (1 + y.abs().max()) if y.numel() else torch.zeros(())
+            allowed = (
+                8 * (y - z).abs().max() + 64 * rounding * (1 + y.abs().max())
+                if y.numel()
+                else torch.zeros(())
+            )
             if y.numel() and (x - y).abs().max() > allowed:
                 raise Mismatch(
-                    f"{backend}: {name}: off by {(x - y).abs().max():.3g} of {y.abs().max():.3g} > {allowed:.3g}"
+                    f"{backend}: {name}: off by {(x - y).abs().max():.3g} of {y.abs().max():.3g} > "
+                    f"{allowed:.3g}"
                 )

@@ -1,7 +1,7 @@
 """Whether results are those of the oracle: the rule for errors, and the same infinities and NaN.
 
-A NaN of a sequence may also be where the oracle has a number, in rows and keys of that sequence and KV head: what a
-mask hides inside a sequence may be multiplied by zero.
+A NaN of a sequence may also be where the oracle has a number, in rows and keys of that sequence and KV head:
+what a mask hides inside a sequence may be multiplied by zero.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,11 @@ class Mismatch(AssertionError):
 
 @dataclass
 class Question:
-    """What the oracle is asked: tensors, of which ``cut`` makes sequences, and how their answers lie in the result.
+    """What the oracle is asked: tensors, of which ``cut`` makes sequences, and how their answers lie in the
+    result.
 
-    ``join`` puts together what there is of each sequence, ``[s, h, *]`` for rows and ``[h, s]`` for the LSE. ``eps`` is
-    the precision of what is computed with, 0 for that of ``dtype``.
+    ``join`` puts together what there is of each sequence, ``[s, h, *]`` for rows and ``[h, s]`` for the LSE.
+    ``eps`` is the precision of what is computed with, 0 for that of ``dtype``.
     """
 
     tensors: Tensors
@@ -37,7 +38,9 @@ class Question:
 
     def solve(self, wide: torch.dtype, directions: Tensors, leaves: list[str], **precision) -> Tensors:
         """out, lse, and the gradients of ``leaves`` in the ``directions``."""
-        tensors = {name: x.detach().to(wide).requires_grad_(name in leaves) for name, x in self.tensors.items()}
+        tensors = {
+            name: x.detach().to(wide).requires_grad_(name in leaves) for name, x in self.tensors.items()
+        }
         answers = [attend(x, self.rule, **precision) for x in self.cut(tensors)]
         found = {
             "out": self.join_rows([out for out, _ in answers]),
@@ -54,7 +57,9 @@ def gradients(found: Tensors, directions: Tensors, leaves: Tensors) -> Tensors:
     if asked and leaves:
         outputs = [found[name] for name in asked]
         given = list(asked.values())
-        grads = torch.autograd.grad(outputs, list(leaves.values()), given, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(
+            outputs, list(leaves.values()), given, allow_unused=True, materialize_grads=True
+        )
     return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
@@ -64,8 +69,8 @@ def judge(
 ) -> None:
     """Raise Mismatch unless ``ours`` (out, lse, and gradients such as dq) are what the oracle says.
 
-    Errors against fp64 are at most twice those of eager attention in the dtype under test, gradients' three times, and
-    one rounding of every term that is added up; on the mean likewise.
+    Errors against fp64 are at most twice those of eager attention in the dtype under test, gradients' three
+    times, and one rounding of every term that is added up; on the mean likewise.
     """
     directions, leaves = directions or {}, leaves or []
     wide = torch.float64 if question.dtype == torch.float64 else torch.float32
@@ -92,8 +97,8 @@ def judge(
 
 
 def _sizes(question: Question, golden: Tensors, directions: Tensors) -> tuple[Tensors, float, int]:
-    """The magnitudes of all results but the LSE, each in its place, the terms of the largest score, and the most terms
-    of any sum."""
+    """The magnitudes of all results but the LSE, each in its place, the terms of the largest score, and the
+    most terms of any sum."""
     tensors = {name: x.detach().double().requires_grad_() for name, x in question.tensors.items()}
     sequences = question.cut(tensors)
     outs = [x.q.new_zeros(*x.q.shape[:2], x.v.shape[-1], requires_grad=True) for x in sequences]
@@ -102,7 +107,8 @@ def _sizes(question: Question, golden: Tensors, directions: Tensors) -> tuple[Te
     dlses = _pieces(question.join_lse, lses, directions.get("lse"))
     with torch.no_grad():
         found = [
-            magnitudes(x, question.rule, dout, dlse) for x, dout, dlse in zip(sequences, douts, dlses, strict=True)
+            magnitudes(x, question.rule, dout, dlse)
+            for x, dout, dlse in zip(sequences, douts, dlses, strict=True)
         ]
     # The gradient of a sum of products puts each sequence's factors where its tensors came from.
     total = sum((x.sum() * 0 for x in tensors.values()), torch.zeros(()))
@@ -147,7 +153,9 @@ def _unsure(question: Question) -> Tensors:
     return {name: x > 0 for name, x in found.items()}
 
 
-def _same_kind(name: str, ours: Tensor, exact: Tensor, question: Question, wide: torch.dtype, excused: Tensor) -> None:
+def _same_kind(
+    name: str, ours: Tensor, exact: Tensor, question: Question, wide: torch.dtype, excused: Tensor
+) -> None:
     dtype = wide if name == "lse" else question.tensors[name[1:]].dtype if name != "out" else question.dtype
     if ours.dtype != dtype or ours.shape != exact.shape:
         raise Mismatch(f"{name}: expected {dtype} {tuple(exact.shape)}, got {ours.dtype} {tuple(ours.shape)}")
@@ -173,8 +181,9 @@ def _close(name: str, ours: Tensor, exact: Tensor, eager: list[Tensor], factor: 
     if not (over <= 0).all():
         at = tuple(finite.nonzero()[over.argmax()].tolist())
         raise Mismatch(
-            f"{name}{list(at)} of {tuple(exact.shape)}: got {ours[at].item()!r}, expected {exact[at].item()!r}; "
-            f"error {error[over.argmax()]:.3g} > {factor} * {worst.max():.3g} of eager + {noise[over.argmax()]:.3g}"
+            f"{name}{list(at)} of {tuple(exact.shape)}: got {ours[at].item()!r}, expected "
+            f"{exact[at].item()!r}; error {error[over.argmax()]:.3g} > {factor} * {worst.max():.3g} of eager "
+            f"+ {noise[over.argmax()]:.3g}"
         )
     if error.mean() > 0.75 * factor * worst.mean() + noise.mean():
         raise Mismatch(

@@ -31,9 +31,16 @@ class Layer:
         kind = {"window": window, "dtype": dtype, "store": store}
         if draw.maybe(0.3):
             rank, rope = draw.one((1, 4, 16, 24, 32, 64)), draw.one((0, 2, 4, 8, 16))
-            self.layout, self.heads, widest = KVLayout.latent(rank, rope, **kind), draw.one((1, 2, 3, 5, 16)), rope
+            self.layout, self.heads, widest = (
+                KVLayout.latent(rank, rope, **kind),
+                draw.one((1, 2, 3, 5, 16)),
+                rope,
+            )
         else:
-            (self.heads, g), d = draw.one(((1, 1), (2, 2), (4, 2), (6, 2), (3, 1), (5, 1), (16, 1), (9, 3))), draw.dim()
+            (self.heads, g), d = (
+                draw.one(((1, 1), (2, 2), (4, 2), (6, 2), (3, 1), (5, 1), (16, 1), (9, 3))),
+                draw.dim(),
+            )
             e = d if draw.maybe(0.6) else draw.dim()
             self.layout, widest = KVLayout.grouped(g, d, e, **kind), d
         self.turned = 2 * draw.upto(widest // 2, 1) if widest > 1 and draw.maybe(0.4) else None
@@ -50,13 +57,17 @@ class Layer:
         return self._usual
 
     def new(self, draw: Draw, counts: dict, memory: Memory, lead: tuple[int, ...]) -> New:
-        """Random tokens, so many for each sequence and of shape ``lead``; NaN in left padding, and seldom elsewhere."""
+        """Random tokens, so many for each sequence and of shape ``lead``; NaN in left padding, and seldom
+        elsewhere.
+        """
         layout, total = self.layout, sum(counts.values())
         angles, cos, sin = self._angles(draw, lead)
         widths = [layout.dim, layout.tail] if layout.is_latent else [layout.dim, layout.value_dim]
         heads = layout.heads
         planes = [draw.normal(total, heads, width).to(layout.dtype) for width in widths]
-        hidden = [j < memory.padding[name] for name, n in counts.items() for j in self._places(memory, name, n)]
+        hidden = [
+            j < memory.padding[name] for name, n in counts.items() for j in self._places(memory, name, n)
+        ]
         for i, plane in enumerate(planes):
             quantises = layout.store is not None and not (i and layout.is_latent)
             turns = angles is not None and i == layout.is_latent
@@ -78,7 +89,9 @@ class Layer:
     def _places(self, memory: Memory, name, n: int) -> range:
         return range(memory.length(name), memory.length(name) + n)
 
-    def _angles(self, draw: Draw, lead: tuple[int, ...]) -> tuple[Angles | None, Tensor | None, Tensor | None]:
+    def _angles(
+        self, draw: Draw, lead: tuple[int, ...]
+    ) -> tuple[Angles | None, Tensor | None, Tensor | None]:
         """Angles as given to append, and cos and sin of every token, ``[tokens, p / 2]``."""
         if self.turned is None:
             return None, None, None

@@ -1,4 +1,6 @@
-"""A cache's life: random operations, attention at each step, and what a dict of lists of tokens says to it."""
+"""A cache's life: random operations, attention at each step, and what a dict of lists of tokens says to
+it.
+"""
 
 import os
 from collections.abc import Iterator
@@ -30,7 +32,9 @@ class Abort(Exception):
 
 
 class Life:
-    """A random cache and its oracle, a dict of lists; ``check`` lives it, and ``log`` is what happened so far."""
+    """A random cache and its oracle, a dict of lists; ``check`` lives it, and ``log`` is what happened so
+    far.
+    """
 
     def __init__(self, draw: Draw):
         self.draw, self.log, self.numbers = draw, [], count()
@@ -73,7 +77,9 @@ class Life:
                 getattr(self, self.draw.one(OPERATIONS))()
                 for handle in self.live:
                     if self.cache.length(handle) != self.memory.length(handle):
-                        raise Mismatch(f"length: got {self.cache.length(handle)}, not {self.memory.length(handle)}")
+                        raise Mismatch(
+                            f"length: got {self.cache.length(handle)}, not {self.memory.length(handle)}"
+                        )
             self._read(1, whole=True)
 
     @property
@@ -187,12 +193,19 @@ class Life:
         return tokens, (sum(tokens.values()),)
 
     def _text(self, tokens: int | dict) -> str:
-        return str(tokens if isinstance(tokens, int) else {self.known[name][0]: n for name, n in tokens.items()})
+        return str(
+            tokens if isinstance(tokens, int) else {self.known[name][0]: n for name, n in tokens.items()}
+        )
 
     def _may_be_lost(self, handle, query: int) -> bool:
         """Whether a window has dropped pages of keys that the query at this index sees."""
-        size, rollback = self.options.get("page_size", self.options["max_length"]), self.options.get("rollback", 0)
-        dropped = [max(0, self.known[handle][1] - window + 1 - rollback) // size * size for window in self.windows]
+        size, rollback = (
+            self.options.get("page_size", self.options["max_length"]),
+            self.options.get("rollback", 0),
+        )
+        dropped = [
+            max(0, self.known[handle][1] - window + 1 - rollback) // size * size for window in self.windows
+        ]
         return any(query - window + 1 < first for window, first in zip(self.windows, dropped, strict=True))
 
     def _may_be_full(self, counts: dict) -> tuple[bool, bool]:
@@ -200,7 +213,9 @@ class Life:
         stored, most = {name: self.memory.length(name) for name in self.live}, self.options["max_length"]
         too_long = any(stored[name] + n > most for name, n in counts.items())
         size = self.options.get("page_size", most)
-        pages = sum(-(-(stored[name] + counts.get(name, 0)) // size) for name in stored)  # if nothing were shared
+        pages = sum(
+            -(-(stored[name] + counts.get(name, 0)) // size) for name in stored
+        )  # if nothing were shared
         return too_long or (self.paged and pages > self.options["pages"]), too_long
 
     def _step(self, tokens: int | dict, ending: str) -> bool:
@@ -274,7 +289,9 @@ class Life:
                 rows = {name: self.memory.tokens[name][i] for name in counts}
                 self._attend(i, layer.view(), rows, counts, lead, whole=whole)
 
-    def _attend(self, i: int, view: KVView, rows: dict, counts: dict, lead: tuple[int, ...], *, whole=False) -> None:
+    def _attend(
+        self, i: int, view: KVView, rows: dict, counts: dict, lead: tuple[int, ...], *, whole=False
+    ) -> None:
         """Attention over layer ``i``, which holds ``rows``."""
         if not rows:
             return

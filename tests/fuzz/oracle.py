@@ -1,4 +1,6 @@
-"""Attention in fp64, and what a cache holds, written from docs/conventions.md alone; nothing here is attnlib's."""
+"""Attention in fp64, and what a cache holds, written from docs/conventions.md alone; nothing here is
+attnlib's.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -22,9 +24,11 @@ class Rule(NamedTuple):
 
 @dataclass
 class Sequence:
-    """One sequence: q ``[s, h, d]`` are the last ``s`` of the keys k ``[t, g, d]``, with values v ``[t, g, e]``.
+    """One sequence: q ``[s, h, d]`` are the last ``s`` of the keys k ``[t, g, d]``, with values v ``[t, g,
+    e]``.
 
-    ``slopes`` and ``sinks`` are ``[h]``; keys outside ``[start, end)`` are hidden; ``number`` is its place in the call.
+    ``slopes`` and ``sinks`` are ``[h]``; keys outside ``[start, end)`` are hidden; ``number`` is its place in
+    the call.
     """
 
     q: Tensor
@@ -57,8 +61,8 @@ class Sequence:
     def unsure(self, rule: Rule) -> Tensor:
         """Whose results may be NaN, bool ``[h]``: a key or a query of this KV head is not finite.
 
-        A mask may hide it from others of the sequence, and they may multiply it by zero. What lies outside the bounds,
-        and a query that sees nothing, does not count.
+        A mask may hide it from others of the sequence, and they may multiply it by zero. What lies outside
+        the bounds, and a query that sees nothing, does not count.
         """
         t, rows = len(self.k), self.visible(rule).any(1)
         inside = slice(max(0, self.start), max(0, t if self.end is None else self.end))
@@ -88,8 +92,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output ``[s, h, e]`` and natural-log LSE ``[h, s]`` in the dtype of x, differentiable.
 
-    ``stored`` is what weights are rounded to before they meet values, and ``backwards`` adds from the other end on:
-    eager attention in less precision, to measure errors by.
+    ``stored`` is what weights are rounded to before they meet values, and ``backwards`` adds from the other
+    end on: eager attention in less precision, to measure errors by.
     """
     q, k, v, letters = _seen(x, rule, stored or x.q.dtype)
     weights, lse = _softmax(x, rule, _scores(x, rule, q, k, letters, backwards=backwards))
@@ -104,7 +108,8 @@ def attend(
 
 
 def _seen(x: Sequence, rule: Rule, stored: torch.dtype) -> tuple[Tensor, Tensor, Tensor, str]:
-    """q, and k and v with a head for each of q's, 0 for what is hidden; and the letters of k's and v's dimensions.
+    """q, and k and v with a head for each of q's, 0 for what is hidden; and the letters of k's and v's
+    dimensions.
 
     Gradients of the heads of a group are added up as ``stored``.
     """
@@ -132,7 +137,9 @@ def _scores(x: Sequence, rule: Rule, q: Tensor, k: Tensor, letters: str, *, back
 
 
 def _softmax(x: Sequence, rule: Rule, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights ``[h, s, t + 1]``, the sinks' last, and LSE ``[h, s]``; 0 and -inf where there is nothing to see."""
+    """Weights ``[h, s, t + 1]``, the sinks' last, and LSE ``[h, s]``; 0 and -inf where there is nothing to
+    see.
+    """
     sinks = logits.new_full((len(logits),), -torch.inf) if x.sinks is None else x.sinks.to(logits.dtype)
     logits = torch.cat((logits, sinks[:, None, None].expand(*logits.shape[:2], 1)), -1)
     nothing = (logits == -torch.inf).all(-1)
@@ -189,7 +196,10 @@ class Memory:
         self.padding[name], self.tokens[name] = padding, [[] for _ in range(self.layers)]
 
     def fork(self, name, child) -> None:
-        self.padding[child], self.tokens[child] = self.padding[name], [list(layer) for layer in self.tokens[name]]
+        self.padding[child], self.tokens[child] = (
+            self.padding[name],
+            [list(layer) for layer in self.tokens[name]],
+        )
 
     def truncate(self, name, length: int) -> None:
         self.tokens[name] = [layer[:length] for layer in self.tokens[name]]
@@ -202,7 +212,9 @@ class Memory:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """x ``[n, g, d]`` with its first channels turned in pairs by ``[n, p / 2]``, in fp32 or x's fp64, then rounded."""
+    """x ``[n, g, d]`` with its first channels turned in pairs by ``[n, p / 2]``, in fp32 or x's fp64, then
+    rounded.
+    """
     half, turned = cos.shape[-1], x.to(torch.promote_types(x.dtype, torch.float32)).clone()
     for c in range(half):
         a, b = (2 * c, 2 * c + 1) if interleaved else (c, c + half)
@@ -213,7 +225,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor
 
 
 def quantised(x: Tensor, store: torch.dtype, wiggle: float = 1.0) -> Tensor:
-    """x ``[..., d]`` as one byte a value and an fp32 scale a row hold it, in fp64; ``wiggle`` moves what is rounded."""
+    """x ``[..., d]`` as one byte a value and an fp32 scale a row hold it, in fp64; ``wiggle`` moves what is
+    rounded.
+    """
     limit = 127.0 if store == torch.int8 else 448.0
     scale = (x.float().abs().amax(-1, keepdim=True) / limit).double()
     steps = (x.double() / torch.where(scale == 0, 1, scale) * wiggle).clamp(-limit, limit)
@@ -230,8 +244,8 @@ def _as_e4m3(x: Tensor) -> Tensor:
 def philox(counter: tuple, seed: int) -> list[np.ndarray]:
     """Four arrays of 32-bit words of Philox-4x32-10 for four counter words that broadcast.
 
-    Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011. The key is the two words of
-    ``seed``, the low one first.
+    Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011. The key is the two
+    words of ``seed``, the low one first.
     """
     low = np.uint64(0xFFFFFFFF)
     a, b, c, d = (np.asarray(word).astype(np.uint64) for word in np.broadcast_arrays(*counter))

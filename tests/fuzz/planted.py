@@ -105,7 +105,9 @@ def stale_length(update: Callable) -> Callable:
 
 
 def shortest_heir(heirs: Callable) -> Callable:
-    """Of the owners of a page who all write, the shortest keeps it, and writes over what the others stored."""
+    """Of the owners of a page who all write, the shortest keeps it, and writes over what the others
+    stored.
+    """
 
     def changed(ledger, tokens):
         kept = heirs(ledger, tokens)

@@ -16,7 +16,10 @@ from fuzz.planted import PLANTED
 HERE = Path(__file__).parent
 TURNS = 350  # cases of each kind: 45 s on one core of an EPYC; the first of them by default, the others behind -m slow
 CHUNK = 25
-DEEP = ("a forked page lost in a failed step", "a stale table after a failed step")  # bugs that take many cases to find
+DEEP = (
+    "a forked page lost in a failed step",
+    "a stale table after a failed step",
+)  # bugs that take many cases to find
 SHARES = [pytest.param(n, marks=[pytest.mark.slow] if n >= CHUNK else []) for n in range(0, TURNS, CHUNK)]
 
 
@@ -46,7 +49,11 @@ def test_what_says_what_is_right_shares_no_code_with_the_library(name):
     [
         ((0, 0, 0, 0), 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
         ((2**32 - 1,) * 4, -1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0_A4093822, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            0x299F31D0_A4093822,
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
     ],
 )
 def test_the_oracles_bits_are_the_known_answers(counter, key, words):
@@ -57,7 +64,8 @@ def test_the_oracles_bits_are_the_known_answers(counter, key, words):
 def test_the_oracle_by_hand():
     """Two queries, the last of three keys of one channel, of which the second query sees the last two."""
     q, k, v = (
-        torch.tensor(x, dtype=torch.float64)[:, None, None] for x in ([5.0, 2.0], [9.0, 3.0, -1.0], [8.0, 1.0, 4.0])
+        torch.tensor(x, dtype=torch.float64)[:, None, None]
+        for x in ([5.0, 2.0], [9.0, 3.0, -1.0], [8.0, 1.0, 4.0])
     )
     x = Sequence(q, k, v, slopes=torch.tensor([0.5]), sinks=torch.tensor([0.25]))
     out, lse = attend(x, Rule(left=1, right=0, scale=0.5, softcap=2.0))
@@ -85,7 +93,9 @@ def test_a_share_of_the_cases_finds_nothing(kind, first):
     assert not found, "\n\n".join(found)
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x in DEEP else []) for x in PLANTED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] if x in DEEP else []) for x in PLANTED]
+)
 def test_a_planted_bug_is_found(name, monkeypatch):
     kind, most, where, attribute, bug = PLANTED[name]
     monkeypatch.setattr(where, attribute, bug(getattr(where, attribute)))
@@ -101,8 +111,8 @@ def test_the_command_prints_what_failed_and_ends_with_1(monkeypatch, capsys):
     assert main(["--seed", "0", "--count", str(most), "--kind", kind]) == 1
     told = capsys.readouterr().out
     assert (
-        f"\npython tests/fuzz --seed {next(failures(0, most, 'cpu', (kind,))).seed} --kind {kind} --device cpu\n"
-        in told
+        f"\npython tests/fuzz --seed {next(failures(0, most, 'cpu', (kind,))).seed} --kind {kind} --device "
+        "cpu\n" in told
     )
     assert f"{most} cases on cpu from seed 0 on" in told
 
@@ -111,4 +121,6 @@ def test_the_command_runs_from_the_root():
     command = [sys.executable, "tests/fuzz", "--seed", "3", "--kind", "dense"]
     done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1].startswith("1 cases on cpu from seed 3 on")  # behind lines of progress, if slow
+    assert done.stdout.splitlines()[-1].startswith(
+        "1 cases on cpu from seed 3 on"
+    )  # behind lines of progress, if slow

@@ -10,18 +10,23 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaModel, Mistr
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
 
 SIZES = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "num_key_value_heads": 4,
 }  # fmt: skip
-WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16,
@@ -75,9 +80,9 @@ DECODERS = MappingProxyType(
         },
         "deepseek_v2": LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
         "deepseek_v3": LATENT
+
         | {"rope_parameters": YARN, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
-        "minicpm3": LATENT,
-        "mistral4": LATENT
+        "minicpm3": LATENT, "mistral4": LATENT
         | {"rope_parameters": YARN | GROWING, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
         | {"num_experts_per_tok": 2, "moe_intermediate_size": 32},
         "llama4_text": EXPERTS
@@ -88,6 +93,7 @@ DECODERS = MappingProxyType(
             "no_rope_layers": [1, 0],
             "floor_scale": 4,
         },
+
         "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "use_qk_norm": True},
         "glm4_moe_lite": LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         "hunyuan_v1_dense": {"head_dim": 16},
@@ -108,7 +114,9 @@ def small(family: str) -> torch.nn.Module:
 
 @torch.no_grad()
 def lively(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with weights of such sizes that attention is no mean, and gains, biases and sinks that differ."""
+    """The model with weights of such sizes that attention is no mean, and gains, biases and sinks that
+    differ.
+    """
     for name, x in model.named_parameters():
         if not x.is_floating_point():
             continue

@@ -76,7 +76,9 @@ class OwnAttention(nn.Module):
         if self.config.hands_window:
             options["sliding_window"] = self.config.sliding_window
         q, k, v = self.qkv(x).view(b, s, 3, 4, 8).permute(2, 0, 3, 1, 4)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
         return self.out(attend(self, q, k, v, mask, **options)[0].reshape(b, s, 32))
 
 

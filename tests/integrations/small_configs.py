@@ -8,15 +8,15 @@ from transformers import PreTrainedConfig
 SMALL = {
     1: "topk_group n_shared_experts first_k_dense_replace attn_layer_offset",
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers layers depth "
-    "num_encoder_layers speech_encoder_layers t2u_encoder_layers t2u_decoder_layers num_experts_per_tok moe_topk "
-    "num_local_layers vision_layers text_layers encoder_num_hidden_layers decoder_num_hidden_layers "
+    "num_encoder_layers speech_encoder_layers t2u_encoder_layers t2u_decoder_layers num_experts_per_tok "
+    "moe_topk num_local_layers vision_layers text_layers encoder_num_hidden_layers decoder_num_hidden_layers "
     "num_key_value_heads num_kv_heads n_group num_shared_experts resampler_depth num_codebooks "
     "moe_k num_experts_per_token num_expert_group attn_layer_period",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads "
     "num_local_experts n_routed_experts num_experts moe_num_experts encoder_num_attention_heads "
     "decoder_num_attention_heads index_n_heads index_topk attention_num_heads vision_heads "
-    "speech_encoder_attention_heads t2u_encoder_attention_heads t2u_decoder_attention_heads linear_num_value_heads "
-    "linear_num_key_heads linear_num_heads num_swa_attention_heads",
+    "speech_encoder_attention_heads t2u_encoder_attention_heads t2u_decoder_attention_heads "
+    "linear_num_value_heads linear_num_key_heads linear_num_heads num_swa_attention_heads",
     7: "sliding_window sliding_window_size",
     8: "head_dim d_kv kv_channels qk_nope_head_dim qk_rope_head_dim index_head_dim global_head_dim swa_head_dim "
     "dim_head attention_head_dim",
@@ -36,7 +36,9 @@ SMALL = {
     128: "vocab_size vocab_size_per_layer_input text_vocab_size",
 }
 FIELDS = MappingProxyType({name: size for size, names in SMALL.items() for name in names.split()})
-SPECIAL = MappingProxyType({"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1})
+SPECIAL = MappingProxyType(
+    {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+)
 # What a class with experts leaves open, and fails without.
 OPEN = MappingProxyType({"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2})
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -99,7 +101,10 @@ EXTRA = MappingProxyType(
         "CamembertConfig": DECODES,
         "ChameleonConfig": {"vocabulary_map": {"<image>": 119, "IMGIMGAAZ": 118}},
         "CodeGenConfig": {"rotary_dim": 4},
-        "CohereCompassTextConfig": {"layer_types": WINDOWED, "rope_parameters": dict.fromkeys(WINDOWED, ROPE)},
+        "CohereCompassTextConfig": {
+            "layer_types": WINDOWED,
+            "rope_parameters": dict.fromkeys(WINDOWED, ROPE),
+        },
         "CsmDepthDecoderConfig": {"num_codebooks": 32, "pad_token_id": 127},
         "Data2VecTextConfig": DECODES,
         "DbrxAttentionConfig": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
@@ -111,7 +116,9 @@ EXTRA = MappingProxyType(
         "Dots3NoteConfig": {"num_key_value_heads": 4},
         "Dots3NoteTextConfig": LATENT_WINDOWS,
         "ElectraConfig": DECODES,
-        "Emu3Config": {"vocabulary_map": {"<image>": 119, "<|extra_200|>": 118, "<|visual token 000000|>": 117}},
+        "Emu3Config": {
+            "vocabulary_map": {"<image>": 119, "<|extra_200|>": 118, "<|visual token 000000|>": 117}
+        },
         "EncodecConfig": {"sampling_rate": 32_000, "codebook_size": 128, "target_bandwidths": [2.0]},
         "Ernie4_5_VLMoeTextConfig": ERNIE_VL,
         "Ernie4_5_VL_MoeTextConfig": ERNIE_VL,
@@ -126,7 +133,11 @@ EXTRA = MappingProxyType(
             "num_kv_shared_layers": 2,
             "intermediate_size": 48,
         },
-        "Glm5NextTextConfig": {"layer_types": INDEXED["layer_types"], "index_kpool": 4, "qk_rope_head_dim": 0},
+        "Glm5NextTextConfig": {
+            "layer_types": INDEXED["layer_types"],
+            "index_kpool": 4,
+            "qk_rope_head_dim": 0,
+        },
         "Granite4VisionConfig": GRANITE_VISION,
         "GraniteMoeHybridConfig": BOTH_KINDS,
         "HunYuanDenseV1Config": HEADS,
@@ -142,7 +153,11 @@ EXTRA = MappingProxyType(
         "Mistral4Config": {"head_dim": 16},
         "Molmo2AdapterConfig": {"vision_feature_layer": [-1, -2]},
         "MoonshineStreamingConfig": {"num_key_value_heads": 4},
-        "MuseSparkAudioConfig": {"num_hidden_layers": 4, "hidden_sizes": (32, 32, 32, 32), "depths": (1, 1, 1, 1)},
+        "MuseSparkAudioConfig": {
+            "num_hidden_layers": 4,
+            "hidden_sizes": (32, 32, 32, 32),
+            "depths": (1, 1, 1, 1),
+        },
         "NemotronConfig": HEADS,
         "OlmoHybridConfig": BOTH_KINDS,
         "PaddleOCRTextConfig": {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
@@ -177,7 +192,8 @@ EXTRA = MappingProxyType(
 
 
 def small_config(kind: type[PreTrainedConfig], level: int) -> PreTrainedConfig:
-    """A config of this class and of those within it. From ``level`` 2 on any number beyond 64 is small; 3, beyond 4.
+    """A config of this class and of those within it. From ``level`` 2 on any number beyond 64 is small; 3,
+    beyond 4.
 
     Whatever a class says against the sizes is raised.
     """
@@ -238,7 +254,9 @@ def _fit_heads(given: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def _fit_sections(given: dict[str, Any], fields: dict[str, Any], kind: type[PreTrainedConfig]) -> None:
-    """Fill the half of a head with the sections of a rope, also where the model has a default of its own for them."""
+    """Fill the half of a head with the sections of a rope, also where the model has a default of its own for
+    them.
+    """
     rope = fields.get("rope_parameters")
     known = "mrope_section" in (getattr(kind, "ignore_keys_at_rope_validation", None) or ())
     if isinstance(rope, dict) and (known or rope.get("mrope_section")):

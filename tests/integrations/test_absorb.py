@@ -50,7 +50,11 @@ def padded():
 @torch.no_grad()
 def test_steps_are_absorbed_and_prompts_expanded(family, cache, forms):
     pair, (ids, mask) = pair_of(family), padded()
-    options = OPTIONS | {"return_dict_in_generate": True, "cache_implementation": cache, "disable_compile": True}
+    options = OPTIONS | {
+        "return_dict_in_generate": True,
+        "cache_implementation": cache,
+        "disable_compile": True,
+    }
     theirs, mine = (model.generate(ids, attention_mask=mask, **options, eos_token_id=60) for model in pair)
     assert torch.equal(mine.sequences, theirs.sequences)
     torch.testing.assert_close(torch.stack(mine.logits), torch.stack(theirs.logits), rtol=2e-5, atol=2e-5)
@@ -74,7 +78,10 @@ def test_chunks_over_what_is_stored(queries, forms):
 def test_gradients_are_those_of_expanded_layers(forms):
     eager, ours = pair_of("deepseek_v2")
     ids = torch.randint(3, 61, (2, 9))
-    grads = [torch.autograd.grad(x(ids).logits.sum(), list(x.parameters()), allow_unused=True) for x in (eager, ours)]
+    grads = [
+        torch.autograd.grad(x(ids).logits.sum(), list(x.parameters()), allow_unused=True)
+        for x in (eager, ours)
+    ]
     for theirs, mine in zip(*grads, strict=True):
         assert (theirs is None) == (mine is None)
         if theirs is not None:
@@ -135,7 +142,9 @@ def test_half_of_the_heads_sharded_alike_runs_and_otherwise_is_refused():
     half, _ = attention.attention_forward(layer, q[:, :2], k_rope, latent, None, scaling=layer.scaling)
     torch.testing.assert_close(half, out[:, :, :2])
     layer.kv_b_proj.weight = nn.Parameter(weight[:50])
-    with pytest.raises(ValueError, match=r"kv_b_proj: expected \[80, 16\] for 4 heads like q, got \(50, 16\); shard"):
+    with pytest.raises(
+        ValueError, match=r"kv_b_proj: expected \[80, 16\] for 4 heads like q, got \(50, 16\); shard"
+    ):
         attention.attention_forward(layer, q, k_rope, latent, None, scaling=layer.scaling)
 
 
@@ -147,7 +156,9 @@ def test_other_attentions_still_run():
 
 
 def test_models_without_latents_and_with_indexers_are_refused():
-    with pytest.raises(ValueError, match="model: expected one with layers over latents, as DeepSeek-V3, got LlamaFor"):
+    with pytest.raises(
+        ValueError, match="model: expected one with layers over latents, as DeepSeek-V3, got LlamaFor"
+    ):
         hf.absorb(small("llama"))
     config = CONFIG_MAPPING["deepseek_v32"](
         num_hidden_layers=1, hidden_size=32, intermediate_size=32, vocab_size=61, num_attention_heads=4,

@@ -48,11 +48,17 @@ from attnlib.integrations.transformers.handed import handed
 hf.register()
 UNSUPPORTED = {
     BloomForCausalLM: BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4),
-    CodeGenForCausalLM: CodeGenConfig(vocab_size=61, n_embd=32, n_layer=1, n_head=4, n_positions=64, rotary_dim=4),
-    FalconForCausalLM: FalconConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+    CodeGenForCausalLM: CodeGenConfig(
+        vocab_size=61, n_embd=32, n_layer=1, n_head=4, n_positions=64, rotary_dim=4
+    ),
+    FalconForCausalLM: FalconConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
+    ),
     GPTNeoXJapaneseForCausalLM: GPTNeoXJapaneseConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1),
     TrOCRForCausalLM: TrOCRConfig(vocab_size=61, d_model=32, decoder_layers=1, decoder_attention_heads=4),
-    SamVisionModel: SamVisionConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=32),
+    SamVisionModel: SamVisionConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=32
+    ),
 }
 
 
@@ -84,7 +90,9 @@ def test_another_contract_is_left_as_it_was(monkeypatch, change):
     """If transformers chooses in a way that attnlib does not know, nothing is wrapped."""
     given = PreTrainedModel.get_correct_attn_implementation.__wrapped__
     monkeypatch.setattr(PreTrainedModel, "get_correct_attn_implementation", given)
-    monkeypatch.setattr(PreTrainedModel, "set_attn_implementation", PreTrainedModel.set_attn_implementation.__wrapped__)
+    monkeypatch.setattr(
+        PreTrainedModel, "set_attn_implementation", PreTrainedModel.set_attn_implementation.__wrapped__
+    )
     if change == "missing":
         monkeypatch.delattr(PreTrainedModel, "get_correct_attn_implementation")
     else:
@@ -100,7 +108,9 @@ def test_another_contract_is_left_as_it_was(monkeypatch, change):
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "anything"])
-@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: {"a": (x,)}], ids=["tensor", "list", "dict"])
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: [x], lambda x: {"a": (x,)}], ids=["tensor", "list", "dict"]
+)
 def test_an_unknown_tensor_is_refused(name, wrap):
     q = torch.randn(1, 2, 3, 8)
     attention_forward(nn.Module(), q, q, q, None, **{name: None})
@@ -120,8 +130,9 @@ def test_gradient_accumulation_by_a_trainer(tmp_path):
     for name, model in zip(("eager", "attnlib"), models, strict=True):
         model.set_attn_implementation(name)
         asked = TrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2,
-            report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, learning_rate=1e-2,
+            output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            max_steps=2, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+            learning_rate=1e-2,
         )  # fmt: skip
         Trainer(model=model, args=asked, train_dataset=rows).train()
     for theirs, mine in zip(*(model.parameters() for model in models), strict=True):
@@ -155,7 +166,9 @@ def test_other_keys_than_the_mask_was_asked_for_are_refused(monkeypatch, side):
         monkeypatch, lambda q, k, v, mask: (q, torch.cat([k, k[:, :, :2]], 2), v.repeat(1, 1, 2, 1), mask)
     )
     padding = half_padded() if side else torch.ones(2, 9, dtype=torch.long)
-    with pytest.raises(NotImplementedError, match=r"LlamaAttention: expected keys of the mask .*\[9\] of them.*got 11"):
+    with pytest.raises(
+        NotImplementedError, match=r"LlamaAttention: expected keys of the mask .*\[9\] of them.*got 11"
+    ):
         model(torch.randint(3, 61, (2, 9)), attention_mask=padding)
 
 
@@ -187,7 +200,9 @@ def test_a_model_that_computes_with_its_mask_gets_that_of_eager(monkeypatch, cha
         ALL_ATTENTION_FUNCTIONS, "get_interface",
         lambda *_: lambda module, q, k, v, mask, **options: attend(module, q, k, v, change(mask), **options),
     )  # fmt: skip
-    torch.testing.assert_close(found[padding.bool()], eager(ids, attention_mask=padding).logits[padding.bool()])
+    torch.testing.assert_close(
+        found[padding.bool()], eager(ids, attention_mask=padding).logits[padding.bool()]
+    )
 
 
 def written(mask):
@@ -233,7 +248,8 @@ def test_a_mask_says_more_than_the_flags_of_a_module(padded):
     if padded:
         mask[0, :4] = 0
     torch.testing.assert_close(
-        ours(ids, attention_mask=mask).logits[mask.bool()], eager(ids, attention_mask=mask).logits[mask.bool()]
+        ours(ids, attention_mask=mask).logits[mask.bool()],
+        eager(ids, attention_mask=mask).logits[mask.bool()],
     )
 
 
@@ -258,7 +274,9 @@ def test_a_users_own_model_agrees_or_is_refused(masks, flag, hands_window):
         padding[0, :start] = 0
         with suppress(NotImplementedError):
             found = ours(ids, attention_mask=padding)
-            torch.testing.assert_close(found[padding.bool()], eager(ids, attention_mask=padding)[padding.bool()])
+            torch.testing.assert_close(
+                found[padding.bool()], eager(ids, attention_mask=padding)[padding.bool()]
+            )
             continue
         assert (masks == "nothing" and flag is not False) or ("window" in masks and not hands_window)
 

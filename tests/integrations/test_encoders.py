@@ -20,14 +20,21 @@ ENCODERS = {
     },
 }  # fmt: skip
 BART = {
-    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64, "forced_eos_token_id": None,
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+    "forced_eos_token_id": None,
 }  # fmt: skip
 BOTH = {
     "bart": BART,
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
 }
-TOKENS = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+TOKENS = {
+    "vocab_size": 61,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
 
 
 def both(make, config, way):
@@ -47,7 +54,9 @@ def padded():
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize(("family", "way"), [("bert", "attention"), ("bert", "layers"), ("modernbert", "attention")])
+@pytest.mark.parametrize(
+    ("family", "way"), [("bert", "attention"), ("bert", "layers"), ("modernbert", "attention")]
+)
 @torch.no_grad()
 def test_encoders(family, way, is_padded):
     pair = both(AutoModel, CONFIG_MAPPING[family](**TOKENS | ENCODERS[family]), way)
@@ -78,7 +87,12 @@ def test_decoders_with_an_encoder(family, way):
 @pytest.mark.parametrize("way", ["attention", "layers"])
 @torch.no_grad()
 def test_speech(way):
-    sizes = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32, "suppress_tokens": None}
+    sizes = {
+        "num_mel_bins": 8,
+        "max_source_positions": 16,
+        "max_target_positions": 32,
+        "suppress_tokens": None,
+    }
     config = CONFIG_MAPPING["whisper"](**TOKENS | BART | sizes | {"begin_suppress_tokens": None})
     pair = both(AutoModelForSpeechSeq2Seq, config, way)
     features, ids = torch.randn(2, 8, 32), torch.randint(3, 61, (2, 7))

@@ -12,7 +12,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV3Config,
 from attnlib import CAUSAL, GroupedQueryAttention, Rope
 from attnlib.integrations import transformers as hf
 from attnlib.integrations.transformers import building, families, replacing
-from attnlib.integrations.transformers.norms import HeadLayerNorm, HeadRMSNorm, OffsetRMSNorm, PlainRMSNorm, WideRMSNorm
+from attnlib.integrations.transformers.norms import (
+    HeadLayerNorm,
+    HeadRMSNorm,
+    OffsetRMSNorm,
+    PlainRMSNorm,
+    WideRMSNorm,
+)
 
 NORMS = (HeadRMSNorm, OffsetRMSNorm, WideRMSNorm, HeadLayerNorm, PlainRMSNorm, None)
 # Of each entry, what else it could be.
@@ -41,7 +47,11 @@ OF_LATENTS = {"weights", "is_transposed", "is_causal", "bias", "rope", "norm_eps
 def swapped(names):
     """Keys in the place of values, or of the latents' projection, and the other way round."""
     names = list(names)
-    at = [n for n, (_, ours) in enumerate(names) if ours in (("k_proj",), ("v_proj",), ("q_a_proj",), ("q_b_proj",))]
+    at = [
+        n
+        for n, (_, ours) in enumerate(names)
+        if ours in (("k_proj",), ("v_proj",), ("q_a_proj",), ("q_b_proj",))
+    ]
     if not at:  # fused
         return tuple((name, ours[::-1]) for name, ours in names)
     one, other = at
@@ -54,7 +64,9 @@ def changes(family, config):
     for name, others in OTHERS.items():
         value = getattr(family, name)
         for other in others(value):
-            says = [building._value(config, x) if name in ("bias", "output_bias") else x for x in (value, other)]
+            says = [
+                building._value(config, x) if name in ("bias", "output_bias") else x for x in (value, other)
+            ]
             if says[0] != says[1] and is_said(name, other, family, config):
                 yield name, other, dataclasses.replace(family, **{name: other})
 
@@ -74,7 +86,9 @@ def is_said(name, other, family, config) -> bool:
     if name == "rope_layers":
         return family.rope is not None and (other != "layer_types" or hasattr(config, "layer_types"))
     if name == "window":
-        if family.norm is PlainRMSNorm:  # Llama 4's chunks come with its masks: see test_chunks_are_the_layers
+        if (
+            family.norm is PlainRMSNorm
+        ):  # Llama 4's chunks come with its masks: see test_chunks_are_the_layers
             return False
         return other != "layer_types" or hasattr(config, "layer_types")
     if name == "norm" and other is PlainRMSNorm:
@@ -123,7 +137,10 @@ def test_dropout_after_the_layer(family):
     setattr(model.config, entry.residual_dropout, 0.5)
     module = next(x for x in model.modules() if isinstance(x, replacing.ReplacedAttention))
     module.layer.dropout_p = 0.0
-    zeros = [(x == 0).float().mean() for x in (module(torch.randn(2, 23, 32), position_embeddings=angles(module))[0],)]
+    zeros = [
+        (x == 0).float().mean()
+        for x in (module(torch.randn(2, 23, 32), position_embeddings=angles(module))[0],)
+    ]
     assert 0.4 < zeros[0] < 0.6
 
 
@@ -163,13 +180,27 @@ def llama(**fields):
     [
         (lambda: CONFIG_MAPPING["bloom"](), "config: expected one of bert, .* got 'bloom'"),
         (lambda: llama(attention_sinks=True), "config: attention_sinks=True is not known of llama"),
-        (lambda: CONFIG_MAPPING["mistral"](attention_bias=True), "attention_bias=True is not known of mistral"),
-        (lambda: CONFIG_MAPPING["gemma2"](attention_multiplier=0.3), "attention_multiplier=0.3 is not known of gemma2"),
-        (lambda: CONFIG_MAPPING["gemma2"](use_bidirectional_attention=True), "use_bidirectional_attention: expected F"),
-        (lambda: CONFIG_MAPPING["gpt2"](add_cross_attention=True), "add_cross_attention: expected False, got True"),
+        (
+            lambda: CONFIG_MAPPING["mistral"](attention_bias=True),
+            "attention_bias=True is not known of mistral",
+        ),
+        (
+            lambda: CONFIG_MAPPING["gemma2"](attention_multiplier=0.3),
+            "attention_multiplier=0.3 is not known of gemma2",
+        ),
+        (
+            lambda: CONFIG_MAPPING["gemma2"](use_bidirectional_attention=True),
+            "use_bidirectional_attention: expected F",
+        ),
+        (
+            lambda: CONFIG_MAPPING["gpt2"](add_cross_attention=True),
+            "add_cross_attention: expected False, got True",
+        ),
         (lambda: CONFIG_MAPPING["bert"](is_decoder=True), "is_decoder: expected False, got True"),
         (
-            lambda: llama(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+            lambda: llama(
+                rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+            ),
             "partial_rotary_factor: llama rotates whole heads, got 0.5",
         ),
         (
@@ -197,7 +228,10 @@ def test_a_part_that_a_family_has_not():
             lambda w: w.update({"q_proj.lora_A.weight": torch.ones(2, 32)}),
             "q_proj.lora_A.weight: the layer has no such",
         ),
-        (lambda w: w.update({"k_proj.weight": torch.ones(32, 32)}), r"k_proj.weight: expected \(16, 32\).*\(32, 32\)"),
+        (
+            lambda w: w.update({"k_proj.weight": torch.ones(32, 32)}),
+            r"k_proj.weight: expected \(16, 32\).*\(32, 32\)",
+        ),
     ],
 )
 def test_other_weights_are_refused(change, message):
@@ -210,7 +244,9 @@ def test_other_weights_are_refused(change, message):
 
 def test_a_model_without_attention_of_a_family():
     with pytest.raises(NotImplementedError, match="got 'bloom'"):
-        hf.replace(AutoModelForCausalLM.from_config(CONFIG_MAPPING["bloom"](hidden_size=32, n_head=4, n_layer=1)))
+        hf.replace(
+            AutoModelForCausalLM.from_config(CONFIG_MAPPING["bloom"](hidden_size=32, n_head=4, n_layer=1))
+        )
 
 
 def test_a_layer_by_itself():
@@ -247,7 +283,11 @@ def test_a_saved_folder_is_the_familys_own(family, tmp_path):
 def test_frozen_weights_stay_frozen(family):
     """One by one; those that were fused, together."""
     model = small(family).requires_grad_(False)
-    name = "model.layers.1.self_attn.k_proj.weight" if family == "llama" else "transformer.h.1.attn.c_attn.weight"
+    name = (
+        "model.layers.1.self_attn.k_proj.weight"
+        if family == "llama"
+        else "transformer.h.1.attn.c_attn.weight"
+    )
     model.get_parameter(name).requires_grad_()
     learning = [name for name, x in hf.replace(model).named_parameters() if x.requires_grad]
     parts = ["k_proj"] if family == "llama" else ["q_proj", "k_proj", "v_proj"]
@@ -255,7 +295,9 @@ def test_frozen_weights_stay_frozen(family):
 
 
 def test_a_family_that_is_refused_is_left_alone():
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma2"](**SIZES | {"use_bidirectional_attention": True}))
+    model = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING["gemma2"](**SIZES | {"use_bidirectional_attention": True})
+    )
     before = model.config._attn_implementation
     with pytest.raises(NotImplementedError, match="use_bidirectional_attention"):
         hf.replace(model)

@@ -47,7 +47,11 @@ def test_what_flags_say_needs_no_mask():
 
 def test_padding_stays_what_it_is():
     for rows in (("00111", "11111"), ("11100", "11111"), ("00000", "01110")):
-        for function in (causal_mask_function, sliding_window_causal_mask_function(3), bidirectional_mask_function):
+        for function in (
+            causal_mask_function,
+            sliding_window_causal_mask_function(3),
+            bidirectional_mask_function,
+        ):
             mask = of((5, 0, 5), function, padding(*rows), allow_is_bidirectional_skip=True)
             assert torch.equal(mask, padding(*rows))
 
@@ -61,7 +65,12 @@ def test_a_window_that_attention_would_not_be_told_of_is_a_mask_of_pairs():
     function = sliding_window_causal_mask_function(3)
     for config in (CONFIG_MAPPING["doge"](), None):
         assert of((5, 0, 5), function, config=config).shape == (2, 1, 5, 5)
-    assert of((5, 0, 5), chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64))).shape == (2, 1, 5, 5)
+    assert of((5, 0, 5), chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64))).shape == (
+        2,
+        1,
+        5,
+        5,
+    )
 
 
 def test_the_room_of_a_static_cache_is_left_out():
@@ -98,7 +107,10 @@ def test_attention_with_our_mask_is_sdpa_with_theirs(call, seed):
     if kind == "window":
         function, options["local_size"] = sliding_window_causal_mask_function(size), size
     elif kind == "chunks":
-        function, options["local_size"] = chunked_causal_mask_function(size, torch.zeros(2, dtype=torch.int64)), size
+        function, options["local_size"] = (
+            chunked_causal_mask_function(size, torch.zeros(2, dtype=torch.int64)),
+            size,
+        )
     elif kind == "both ways":
         module, function = SimpleNamespace(is_causal=False), bidirectional_mask_function
         options = {"allow_is_bidirectional_skip": True}
@@ -106,7 +118,8 @@ def test_attention_with_our_mask_is_sdpa_with_theirs(call, seed):
         numbers = torch.randint(0, 3, (2, queries)).sort(1).values
         positions = torch.arange(queries) - (numbers[:, :, None] > numbers[:, None]).sum(-1)
         function = and_masks(
-            packed_sequence_mask_function(numbers), remap_positions_for_packed_sequence(causal_mask_function, positions)
+            packed_sequence_mask_function(numbers),
+            remap_positions_for_packed_sequence(causal_mask_function, positions),
         )
         options["allow_is_causal_skip"] = False
     sizes = (2, queries, keys, past, offset, function)
@@ -115,7 +128,9 @@ def test_attention_with_our_mask_is_sdpa_with_theirs(call, seed):
     made = attention_mask(*sizes, there, config=DECODER, device="cpu", **options)
     handed = {"sliding_window": size} if kind == "window" else {}
     sees = exact.any(-1)[:, 0]
-    theirs, _ = sdpa_attention_forward(SimpleNamespace(is_causal=False, num_key_value_groups=2), q, k, v, exact)
+    theirs, _ = sdpa_attention_forward(
+        SimpleNamespace(is_causal=False, num_key_value_groups=2), q, k, v, exact
+    )
     ours, _ = attention_forward(module, q, k, v, made, **handed)
     torch.testing.assert_close(ours[sees], theirs[sees])
     if made is not None and made.dim() == 2 and made.dtype == torch.bool and kind != "both ways":

@@ -1,4 +1,6 @@
-"""``attnlib.load`` trusts no folder: it reads nothing outside, runs nothing, and makes nothing larger than it holds."""
+"""``attnlib.load`` trusts no folder: it reads nothing outside, runs nothing, and makes nothing larger than it
+holds.
+"""
 
 import json
 import os
@@ -31,7 +33,12 @@ SHARDS = tuple(f"model-{n}-of-2.safetensors" for n in (1, 2))
 
 def tiny(**options):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+    }
     config = LlamaConfig(vocab_size=61, num_key_value_heads=2, max_position_embeddings=64, **sizes, **options)
     return AutoModelForCausalLM.from_config(config).eval()
 
@@ -70,7 +77,9 @@ def reweigh(folder: Path, edit) -> None:
     """Change the tensors."""
     weights = load_file(folder / WEIGHTS)
     weights |= edit(weights) or {}
-    save_file({name: x.contiguous().clone() for name, x in weights.items()}, folder / WEIGHTS, {"format": "pt"})
+    save_file(
+        {name: x.contiguous().clone() for name, x in weights.items()}, folder / WEIGHTS, {"format": "pt"}
+    )
 
 
 def shard(folder: Path, names=SHARDS, **index: object) -> None:
@@ -79,7 +88,9 @@ def shard(folder: Path, names=SHARDS, **index: object) -> None:
     (folder / WEIGHTS).unlink()
     at = {tensor: n % 2 for n, tensor in enumerate(sorted(weights))}
     for n, name in enumerate(SHARDS):
-        save_file({tensor: x for tensor, x in weights.items() if at[tensor] == n}, folder / name, {"format": "pt"})
+        save_file(
+            {tensor: x for tensor, x in weights.items() if at[tensor] == n}, folder / name, {"format": "pt"}
+        )
     said = {"metadata": {}, "weight_map": {tensor: names[n] for tensor, n in at.items()}} | index
     (folder / INDEX).write_text(json.dumps(said))
 
@@ -127,7 +138,12 @@ def distributed(folder: Path) -> None:
 
 def adapter(folder: Path) -> None:
     shutil.copytree(folder, folder.parent / "outside")
-    said = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "base_model_name_or_path": "../outside"}
+    said = {
+        "peft_type": "LORA",
+        "r": 2,
+        "target_modules": ["q_proj"],
+        "base_model_name_or_path": "../outside",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(said))
     bomb(folder, "adapter_model.bin")
 
@@ -224,7 +240,10 @@ HOSTILE = {
     "a shard above": (lambda x: escape(x, "../outside.safetensors"), "weight_map"),
     "an absolute shard": (lambda x: escape(x, "{}/outside.safetensors"), "weight_map"),
     "a shard below": (lambda x: escape(x, "sub/../../outside.safetensors"), "weight_map"),
-    "linked weights": (lambda x: link(x, WEIGHTS), "model.safetensors: expected a plain file .* got another link"),
+    "linked weights": (
+        lambda x: link(x, WEIGHTS),
+        "model.safetensors: expected a plain file .* got another link",
+    ),
     "a linked config": (lambda x: link(x, CONFIG), "config.json: expected a plain file .* got another link"),
     "a linked third file": (lambda x: link(x, GENERATION), "generation_config.json: .* got another link"),
     "a key twice": (lambda x: raw(x, '"hidden_size": 64'), "'hidden_size' occurs twice"),
@@ -263,7 +282,10 @@ HOSTILE = {
     ),
     "64 GiB in a hole": (lambda x: claim(x, [2**17, 2**17]), "expected at most"),
     "64 GiB as one row": (lambda x: claim(x, [1, 2**34]), "expected at most"),
-    "a long generation": (written(GENERATION, "{" + " " * 2**20 + "}"), "generation_config.json: expected at most"),
+    "a long generation": (
+        written(GENERATION, "{" + " " * 2**20 + "}"),
+        "generation_config.json: expected at most",
+    ),
     "no generation": (written(GENERATION, '{"max_length": NaN}'), "generation_config.json: expected JSON"),
 }
 FIELDS = {
@@ -285,11 +307,20 @@ FIELDS = {
     "heads of 2**40": ({"head_dim": 2**40}, "head_dim: expected at most"),
     "wider than the folder": ({"intermediate_size": 2**19}, "expected a model of the"),
     "an epsilon below 0": ({"rms_norm_eps": -1.0}, "rms_norm_eps: expected a number of at least 0, got -1.0"),
-    "a flag that is a word": ({"output_hidden_states": "x"}, "output_hidden_states: expected true or false, got x"),
+    "a flag that is a word": (
+        {"output_hidden_states": "x"},
+        "output_hidden_states: expected true or false, got x",
+    ),
     "a flag that is a number": ({"return_dict": 3}, "return_dict: expected true or false, got 3"),
     "packed": ({"quantization_config": {"quant_method": "gptq"}}, "packed by 'gptq'"),
-    "another config": ({"configuration_files": ["config.4.0.0.json"]}, "configuration_files: expected no other"),
-    "attention of the Hub": ({"attn_implementation": "kernels/x"}, "attn_implementation: expected no name of the Hub"),
+    "another config": (
+        {"configuration_files": ["config.4.0.0.json"]},
+        "configuration_files: expected no other",
+    ),
+    "attention of the Hub": (
+        {"attn_implementation": "kernels/x"},
+        "attn_implementation: expected no name of the Hub",
+    ),
     "attention of the Hub inside": (
         {"text_config": {"_attn_implementation": {"": "a/b"}}},
         "expected no name of the Hub",
@@ -314,7 +345,9 @@ def twice(folder: Path) -> None:
 
 
 class Bounded:
-    """Fails what takes more than a second or 256 MiB more than the process has, or opens a pickle, or the network."""
+    """Fails what takes more than a second or 256 MiB more than the process has, or opens a pickle, or the
+    network.
+    """
 
     def __init__(self, monkeypatch):
         def forbidden(*args, **kwargs):
@@ -363,7 +396,9 @@ WORDS = st.one_of(
     st.floats(allow_nan=False, allow_infinity=False),
     st.text(max_size=4),
     st.lists(st.integers(-1, 3), max_size=3),
-    st.dictionaries(st.sampled_from(["rope_type", "rope_theta", "factor", "x"]), st.integers(0, 3), max_size=2),
+    st.dictionaries(
+        st.sampled_from(["rope_type", "rope_theta", "factor", "x"]), st.integers(0, 3), max_size=2
+    ),
 )
 
 
@@ -405,11 +440,21 @@ def test_a_folder_says_what_it_said(stock, folder, form, kind):
 @pytest.mark.parametrize("kind", ["experts", "tied", "fused"])
 def test_weights_that_transformers_rearranges_are_loaded(tmp_path, kind):
     torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "pad_token_id": 0,
+    }
     config = {
-        "experts": lambda: MixtralConfig(**sizes, num_key_value_heads=2, intermediate_size=48, num_local_experts=4),
+        "experts": lambda: MixtralConfig(
+            **sizes, num_key_value_heads=2, intermediate_size=48, num_local_experts=4
+        ),
         "tied": lambda: LlamaConfig(**sizes, intermediate_size=48, tie_word_embeddings=True),
-        "fused": lambda: GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0),
+        "fused": lambda: GPT2Config(
+            vocab_size=61, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+        ),
     }[kind]()
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -442,8 +487,12 @@ def cached(folder: Path) -> Path:
 def test_a_snapshot_of_a_download_cache_is_loaded_by_its_path(stock, folder):
     shard(folder)
     snapshot = cached(folder)
-    torch.testing.assert_close(logits(attnlib.load(snapshot)), logits(AutoModelForCausalLM.from_pretrained(stock)))
-    with pytest.raises(CheckpointError, match=r"config\.json: expected a plain file, got a link; follow_links"):
+    torch.testing.assert_close(
+        logits(attnlib.load(snapshot)), logits(AutoModelForCausalLM.from_pretrained(stock))
+    )
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: expected a plain file, got a link; follow_links"
+    ):
         attnlib.load(snapshot, follow_links=False)
     (snapshot / CONFIG).unlink()
     (snapshot / CONFIG).symlink_to(stock / CONFIG)
@@ -455,9 +504,13 @@ def test_a_model_in_the_download_cache_is_loaded_by_its_name(stock, folder, monk
     hub = cached(folder).parents[2]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
     monkeypatch.chdir(folder)
-    torch.testing.assert_close(logits(attnlib.load("me/mine")), logits(AutoModelForCausalLM.from_pretrained(stock)))
+    torch.testing.assert_close(
+        logits(attnlib.load("me/mine")), logits(AutoModelForCausalLM.from_pretrained(stock))
+    )
     for name in ("me/nobodys", "no where", "../nowhere"):
-        with pytest.raises(CheckpointError, match="expected a folder with a checkpoint, or a model of the Hub"):
+        with pytest.raises(
+            CheckpointError, match="expected a folder with a checkpoint, or a model of the Hub"
+        ):
             attnlib.load(name)
 
 
@@ -474,13 +527,20 @@ def test_the_dtype_is_asked_for_or_said_or_stored(folder, stored, said, asked):
 
 def test_weights_that_are_not_finite_are_taken_where_that_is_asked_for(folder):
     filled(torch.inf, 1)(folder)
-    assert attnlib.load(folder, allow_nonfinite=True).get_parameter(KEY.replace("k_proj", "layer.k_proj")).isinf().any()
+    assert (
+        attnlib.load(folder, allow_nonfinite=True)
+        .get_parameter(KEY.replace("k_proj", "layer.k_proj"))
+        .isinf()
+        .any()
+    )
 
 
 def test_weights_beyond_the_dtype_are_refused(folder):
     reweigh(folder, lambda weights: {KEY: weights[KEY].bfloat16().fill_(1e30)})
     assert attnlib.load(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
-    with pytest.raises(CheckpointError, match=r"k_proj.* expected weights within torch.float16, got larger ones"):
+    with pytest.raises(
+        CheckpointError, match=r"k_proj.* expected weights within torch.float16, got larger ones"
+    ):
         attnlib.load(folder, dtype=torch.float16)
     assert attnlib.load(folder, dtype=torch.float16, allow_nonfinite=True).dtype == torch.float16
 
@@ -488,8 +548,16 @@ def test_weights_beyond_the_dtype_are_refused(folder):
 @pytest.mark.parametrize(
     ("options", "error", "why"),
     [
-        ({"dtype": "bfloat16"}, TypeError, "dtype: expected a floating .*got 'bfloat16'; say dtype=torch.bfloat16"),
-        ({"dtype": torch.int8}, TypeError, "dtype: expected a floating dtype such as torch.bfloat16, got torch.int8"),
+        (
+            {"dtype": "bfloat16"},
+            TypeError,
+            "dtype: expected a floating .*got 'bfloat16'; say dtype=torch.bfloat16",
+        ),
+        (
+            {"dtype": torch.int8},
+            TypeError,
+            "dtype: expected a floating dtype such as torch.bfloat16, got torch.int8",
+        ),
         ({"device": "nope"}, ValueError, "device: expected one that torch has here, got 'nope'"),
     ],
 )
@@ -502,7 +570,9 @@ def test_arguments_are_refused_before_the_folder(options, error, why):
 def test_layers_of_another_family_are_refused(folder, kind):
     """transformers reads these of any model, and fails in its forward."""
     change(folder, layer_types=[kind] * LAYERS)
-    with pytest.raises(NotImplementedError, match=f"layer_types: expected full attention of llama, got '{kind}'"):
+    with pytest.raises(
+        NotImplementedError, match=f"layer_types: expected full attention of llama, got '{kind}'"
+    ):
         attnlib.load(folder)
 
 
@@ -512,7 +582,9 @@ def test_what_a_folder_says_of_results_is_left_to_callers(folder):
 
 
 def test_an_index_of_many_names_is_read_at_once():
-    """Checking as many names by pathlib took 2.6 s on the host where this was written, and 0.2 s without it."""
+    """Checking as many names by pathlib took 2.6 s on the host where this was written, and 0.2 s without
+    it.
+    """
     weight_map = {f"model.layers.{n}.weight": f"model-{n % 1000:05}.safetensors" for n in range(300_000)}
     begin = time.process_time()
     assert len(_weight_map({"weight_map": weight_map})) == 300_000
@@ -522,9 +594,15 @@ def test_an_index_of_many_names_is_read_at_once():
 def test_integers_that_no_model_has_are_passed_over(stock, folder):
     """Older files have positions and masks beside the weights."""
     reweigh(
-        folder, lambda weights: {"model.position_ids": torch.arange(64), "model.layers.0.self_attn.bias": torch.ones(3)}
+        folder,
+        lambda weights: {
+            "model.position_ids": torch.arange(64),
+            "model.layers.0.self_attn.bias": torch.ones(3),
+        },
     )
-    torch.testing.assert_close(logits(attnlib.load(folder)), logits(AutoModelForCausalLM.from_pretrained(stock)))
+    torch.testing.assert_close(
+        logits(attnlib.load(folder)), logits(AutoModelForCausalLM.from_pretrained(stock))
+    )
 
 
 def test_what_a_folder_says_of_attention_is_left_to_attnlib(folder):
@@ -565,5 +643,8 @@ def test_the_reader_is_where_it_was():
 def test_who_trains_a_folder_reads_it_so_too(folder, bounded, name):
     attack, match = HOSTILE[name]
     attack(folder)
-    with bounded, pytest.raises(CheckpointError, match=match.replace(" .* got another link", ".* got a link")):
+    with (
+        bounded,
+        pytest.raises(CheckpointError, match=match.replace(" .* got another link", ".* got a link")),
+    ):
         folders.load(folder, torch.float32)

@@ -124,7 +124,9 @@ def test_windows_drop_pages():
     cache = paged(ours, pages=8, max_length=64)
     ours.generate(tokens(ours, 2, 5), **{CACHE: cache}, **OPTIONS | {"max_new_tokens": 50})
     assert cache.length == 54
-    assert cache.kv.used_bytes <= 2 * 2 * 3 * 4 * cache.kv.layouts[0].token_bytes  # layers, rows, pages, tokens
+    assert (
+        cache.kv.used_bytes <= 2 * 2 * 3 * 4 * cache.kv.layouts[0].token_bytes
+    )  # layers, rows, pages, tokens
 
 
 @pytest.mark.parametrize("store", [torch.int8, torch.float8_e4m3fn])
@@ -189,7 +191,9 @@ def test_up_projections_that_are_no_plain_weights_expand():
 def test_decoders_with_an_encoder(family):
     """Pages for what grows, and theirs for what the encoder gives once."""
     torch.manual_seed(0)
-    eager = lively(AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[family](**TOKENS | BOTH[family])).float()).eval()
+    eager = lively(
+        AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[family](**TOKENS | BOTH[family])).float()
+    ).eval()
     ours = copy.deepcopy(eager)
     eager.set_attn_implementation("eager")
     ours.set_attn_implementation("attnlib")

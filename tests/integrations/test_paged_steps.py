@@ -15,7 +15,12 @@ from attnlib.integrations.transformers.layouts import layouts_of
 
 
 def counts(cache: hf.PagedCache) -> tuple:
-    return cache.get_seq_length(), [layer.get_seq_length() for layer in cache.layers], cache.length, len(cache.handles)
+    return (
+        cache.get_seq_length(),
+        [layer.get_seq_length() for layer in cache.layers],
+        cache.length,
+        len(cache.handles),
+    )
 
 
 @pytest.mark.parametrize("place", ["layers.0.mlp", "layers.1.mlp", "norm"])
@@ -77,7 +82,9 @@ def test_a_layer_of_other_heads_than_its_config_says_is_named():
 
 def test_a_config_that_is_made_of_others_is_refused():
     """As Blt's."""
-    with pytest.raises(NotImplementedError, match="model: expected num_hidden_layers in its config, got a PreTrained"):
+    with pytest.raises(
+        NotImplementedError, match="model: expected num_hidden_layers in its config, got a PreTrained"
+    ):
         layouts_of(nn.Linear(2, 2), PreTrainedConfig(), None)
 
 
@@ -85,13 +92,17 @@ def test_reading_keys_past_attention_is_refused():
     """As mllama, which looks whether its cross-attention has any, and Whisper's ``generate``."""
     layer = paged(pair_of("llama", "attention")[1]).layers[1]
     for name in ("keys", "values"):
-        with pytest.raises(NotImplementedError, match="layer 1: expected no reading of cached keys or values"):
+        with pytest.raises(
+            NotImplementedError, match="layer 1: expected no reading of cached keys or values"
+        ):
             getattr(layer, name)
 
 
 @torch.no_grad()
 def test_a_part_of_the_model_may_be_called():
-    """A step that raises there is undone too, and pages that nobody read are found; adapters call models so."""
+    """A step that raises there is undone too, and pages that nobody read are found; adapters call models
+    so.
+    """
     eager, ours = pair_of("llama", "attention")
     ids, cache = tokens(ours, 2, 9), paged(ours)
     ours.model(ids[:, :5], **{CACHE: cache})

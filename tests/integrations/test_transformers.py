@@ -91,8 +91,18 @@ def test_generated_tokens(pair, cache):
     """Of a batch that is padded on the left, token by token."""
     ids, mask = tokens(pair[0], 3, 12), torch.ones(3, 12, dtype=torch.long)
     mask[0, :4], mask[1, :9] = 0, 0
-    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "cache_implementation": cache}
-    options |= {"disable_compile": True, "pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "cache_implementation": cache,
+    }
+    options |= {
+        "disable_compile": True,
+        "pad_token_id": 0,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     theirs, mine = (model.generate(ids, **options, eos_token_id=-1) for model in pair)
     assert torch.equal(mine.sequences, theirs.sequences)
     agree(torch.stack(mine.logits), torch.stack(theirs.logits))
@@ -106,7 +116,13 @@ def test_a_static_cache_in_a_compiled_step(way):
     pair = both("qwen3", way)
     ids, mask = tokens(pair[0], 3, 12), torch.ones(3, 12, dtype=torch.long)
     mask[0, :4], mask[1, 5] = 0, 0
-    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 60}
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": 60,
+    }
     theirs = pair[0].generate(ids, **options)
     pair[1].forward = torch.compile(pair[1].forward, fullgraph=True, backend="eager")
     mine = pair[1].generate(ids, **options, cache_implementation="static", disable_compile=True)
@@ -123,7 +139,9 @@ def test_training_compiled_as_a_whole(family, way):
     compiled = torch.compile(pair[1], fullgraph=True, backend="aot_eager")
     for given in ({}, {"attention_mask": mask}):
         losses = [model(ids, labels=ids, use_cache=False, **given).loss for model in (pair[0], compiled)]
-        grads = [torch.autograd.grad(x, m.get_input_embeddings().weight) for x, m in zip(losses, pair, strict=True)]
+        grads = [
+            torch.autograd.grad(x, m.get_input_embeddings().weight) for x, m in zip(losses, pair, strict=True)
+        ]
         torch.testing.assert_close(*grads[::-1], rtol=1e-3, atol=1e-5)
 
 
@@ -136,7 +154,9 @@ def test_beams_and_an_assistant(pair):
         x.add_(0.02 * torch.randn_like(x))
     ids = tokens(eager, 1, 9)
     ways = [{"num_beams": 3}, {"assistant_model": assistant}]
-    if eager.config.model_type == "phi3":  # begins anew where its rope changes, with a cache that keeps no past
+    if (
+        eager.config.model_type == "phi3"
+    ):  # begins anew where its rope changes, with a cache that keeps no past
         ways.pop()
     for options in ways:
         options |= {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}

@@ -57,6 +57,7 @@ def test_gradients(family):
     ids = tokens(eager).cuda()
     losses = [model(ids, labels=ids, use_cache=False).loss for model in (ours, eager)]
     grads = [
-        torch.autograd.grad(x, m.get_input_embeddings().weight) for x, m in zip(losses, (ours, eager), strict=True)
+        torch.autograd.grad(x, m.get_input_embeddings().weight)
+        for x, m in zip(losses, (ours, eager), strict=True)
     ]
     torch.testing.assert_close(*grads, rtol=1e-2, atol=1e-3)

@@ -1,4 +1,6 @@
-"""Every class of transformers that can be made small agrees with ``eager`` in every way to run it, or is refused."""
+"""Every class of transformers that can be made small agrees with ``eager`` in every way to run it, or is
+refused.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -11,10 +13,12 @@ from attnlib.integrations import transformers as hf
 
 hf.register()
 DOCUMENT = Path(__file__).parents[2] / "docs" / "transformers.md"
-# A line for each class of transformers 5.23, and a letter for each of walking.WAYS in order: A where it agrees,
-# r where attnlib refuses, - where the walk does not know how, or the class cannot run so.
+# A line for each class of transformers 5.23, and a letter for each of walking.WAYS in order: A where it
+# agrees, r where attnlib refuses, - where the walk does not know how, or the class cannot run so.
 WALKED = dict(
-    line.split() for line in (Path(__file__).parent / "walked.txt").read_text().splitlines() if not line.startswith("#")
+    line.split()
+    for line in (Path(__file__).parent / "walked.txt").read_text().splitlines()
+    if not line.startswith("#")
 )
 
 
@@ -38,7 +42,9 @@ def test_a_class_agrees_or_is_refused(name):
 
 
 def kinds() -> Counter:
-    """Count the classes that agree in every way that was tried, in part, or are refused, and those not tried."""
+    """Count the classes that agree in every way that was tried, in part, or are refused, and those not
+    tried.
+    """
     names = {"A": "agree", "r": "refused", "Ar": "agree in part", "": "not tried"}
     return Counter(names["".join(sorted(set(letters) - {"-"}))] for letters in WALKED.values())
 

@@ -1,7 +1,8 @@
-"""The walk over transformers: every class made small, run in every way on ``eager`` and on attnlib's attention.
+"""The walk over transformers: every class made small, run in every way on ``eager`` and on attnlib's
+attention.
 
-``python tests/integrations/walking.py >tests/integrations/walked.txt`` walks all of them anew, in half an hour on two
-cores, and tells on stderr why a way is refused or wrong.
+``python tests/integrations/walking.py >tests/integrations/walked.txt`` walks all of them anew, in half an
+hour on two cores, and tells on stderr why a way is refused or wrong.
 """
 
 import inspect
@@ -42,7 +43,9 @@ def made(name: str) -> tuple[nn.Module, nn.Module | Exception]:
     for level in (1, 2, 3):
         try:
             with torch.device("meta"):
-                size = sum(x.numel() for x in kind._from_config(small_config(kind.config_class, level)).parameters())
+                size = sum(
+                    x.numel() for x in kind._from_config(small_config(kind.config_class, level)).parameters()
+                )
             if size > TOO_LARGE:
                 raise LookupError(f"{size} weights")
             eager = of(kind, level, "eager")
@@ -80,7 +83,9 @@ def walked(name: str) -> dict[str, str]:
                 raise ours
             found[way] = compared(once(in_pages if way == "pages" else run, ours, state), expected)
         except Exception as error:
-            found[way] = f"{'refused' if is_refusal(error, way) else 'wrong'}: {type(error).__name__}: {error}"
+            found[way] = (
+                f"{'refused' if is_refusal(error, way) else 'wrong'}: {type(error).__name__}: {error}"
+            )
     return found
 
 
@@ -100,7 +105,9 @@ def is_refusal(error: Exception, way: str) -> bool:
 
 
 def compared(mine: Results, theirs: Results) -> str:
-    """Each relative to its largest number, or to a hundredth of all: a gradient may be zero but for rounding."""
+    """Each relative to its largest number, or to a hundredth of all: a gradient may be zero but for
+    rounding.
+    """
     if [x.shape for x in mine] != [x.shape for x in theirs]:
         return f"wrong: shapes {[tuple(x.shape) for x in mine]}, not {[tuple(x.shape) for x in theirs]}"
     sizes = [x.nan_to_num(0, 0, 0).abs().max().item() for x in theirs]
@@ -134,7 +141,9 @@ def inputs(model: nn.Module, s: int = 23) -> dict[str, Tensor]:
     if "pixel_values" in takes:
         return seen(config, takes, ids(2, s)) | given
     if "input_features" in takes:
-        bins = next((x for n in ("num_mel_bins", "input_feat_per_channel") if (x := getattr(config, n, None))), 80)
+        bins = next(
+            (x for n in ("num_mel_bins", "input_feat_per_channel") if (x := getattr(config, n, None))), 80
+        )
         frames = 2 * getattr(config, "max_source_positions", 64)
         sizes = (bins, frames) if config.model_type == "whisper" else (frames, bins)
         return {"input_features": torch.randn(2, *sizes)} | given
@@ -157,7 +166,9 @@ def beside(model: nn.Module, takes: Collection[str], s: int) -> dict[str, Tensor
     if "user_audio_codes" in takes:
         codes = {f"{who}_audio_codes": ids(2, config.num_codebooks * s) % 30 for who in ("moshi", "user")}
         given = {name: x.view(2, -1, s) for name, x in codes.items()}
-    if type(model).__name__.endswith(("TextToUnitForConditionalGeneration", "MoeTalkerForConditionalGeneration")):
+    if type(model).__name__.endswith(
+        ("TextToUnitForConditionalGeneration", "MoeTalkerForConditionalGeneration")
+    ):
         given["inputs_embeds"] = torch.randn(2, s, config.get_text_config().hidden_size)
     if config.model_type in ("musicgen", "musicgen_melody"):  # each codebook in a row of its own
         given["decoder_input_ids"] = ids(2 * config.decoder.num_codebooks, s - 4, 2)
@@ -216,7 +227,10 @@ def padded(*rows: slice):
 
 @torch.no_grad()
 def packed(model: nn.Module) -> Results:
-    if "decoder_input_ids" in inputs(model) or "position_ids" not in inspect.signature(model.forward).parameters:
+    if (
+        "decoder_input_ids" in inputs(model)
+        or "position_ids" not in inspect.signature(model.forward).parameters
+    ):
         raise LookupError("it takes no position_ids")
     positions = torch.cat([torch.arange(9), torch.arange(14)]).repeat(2, 1)
     return [logits(model, position_ids=positions, use_cache=False)]
@@ -224,7 +238,9 @@ def packed(model: nn.Module) -> Results:
 
 @torch.no_grad()
 def of_equal_lengths(model: nn.Module) -> Results:
-    """Attend across to as many tokens as there are, where lengths do not tell cross-attention from the model's own."""
+    """Attend across to as many tokens as there are, where lengths do not tell cross-attention from the
+    model's own.
+    """
     given = inputs(model)
     decoded, read = given.get("decoder_input_ids"), given.get("input_ids", ids(1, 1))
     if decoded is not None and decoded.shape == read[:, 4:].shape:
@@ -244,14 +260,21 @@ def generated(**cache):
             given["attention_mask"] = torch.ones(2, 12, dtype=torch.long)
             given["attention_mask"][0, :4] = 0
         asked = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        asked |= {"use_cache": True, "output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
+        asked |= {
+            "use_cache": True,
+            "output_logits": True,
+            "return_dict_in_generate": True,
+            "disable_compile": True,
+        }
         return [torch.stack(model.generate(**given, **asked, **cache).logits)]
 
     return run
 
 
 def in_tensors(model: nn.Module) -> Results:
-    """Generate in transformers' own cache, given as pages are: some models generate otherwise with a cache given."""
+    """Generate in transformers' own cache, given as pages are: some models generate otherwise with a cache
+    given.
+    """
     if not model.config.is_encoder_decoder:
         return generated()(model)
     cache = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
@@ -272,12 +295,17 @@ def trained(model: nn.Module) -> Results:
             setattr(module, name, 0.0)
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    out = logits(model, **{"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {})
+    out = logits(
+        model, **{"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    )
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
     learnt = [x for x in model.parameters() if x.requires_grad]
     grads = torch.autograd.grad((out * weights).sum(), learnt, allow_unused=True)
     model.eval()
-    return [out.detach(), *(torch.zeros_like(w) if x is None else x for x, w in zip(grads, learnt, strict=True))]
+    return [
+        out.detach(),
+        *(torch.zeros_like(w) if x is None else x for x, w in zip(grads, learnt, strict=True)),
+    ]
 
 
 @torch.no_grad()

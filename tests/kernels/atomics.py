@@ -1,9 +1,10 @@
-"""FlashAttention-2's backward in one pass, kept only for comparison: it adds dq up in memory, by fp32 atomics.
+"""FlashAttention-2's backward in one pass, kept only for comparison: it adds dq up in memory, by fp32
+atomics.
 
-Its five products a tile are two fewer than those of the two passes in :mod:`attnlib.backends._triton.kernels.backward`,
-and the order of its sums, hence the last bits of dq, change from run to run. Plain self-attention alone: full or
-causal, as many KV heads as query heads, one head dimension, a power of two. ``python tests/kernels/atomics.py`` times
-both on a GPU.
+Its five products a tile are two fewer than those of the two passes in
+:mod:`attnlib.backends._triton.kernels.backward`, and the order of its sums, hence the last bits of dq, change
+from run to run. Plain self-attention alone: full or causal, as many KV heads as query heads, one head
+dimension, a power of two. ``python tests/kernels/atomics.py`` times both on a GPU.
 """
 
 from collections.abc import Callable
@@ -24,10 +25,15 @@ from attnlib.backends._triton.kernels.scores import LOG2E
 from attnlib.backends._triton.kernels.tile import Channels, Place, Rows, Tile, load_tile, store_tile
 from attnlib.backends._triton.launching.config import LaunchConfig
 
-# By bytes of a number, and by the widest head; more keys mean fewer additions. sm_90, compiled by triton 3.6 and 3.7.
+# By bytes of a number, and by the widest head; more keys mean fewer additions. sm_90, compiled by triton 3.6
+# and 3.7.
 LARGE = (
     (2, 64, LaunchConfig(64, 128, 2, 8)),
-    (2, 128, LaunchConfig(64, 128, 2, 8)),  # spills 144 to 264 bytes; 32 x 128 none, but leaves the wgmma instructions
+    (
+        2,
+        128,
+        LaunchConfig(64, 128, 2, 8),
+    ),  # spills 144 to 264 bytes; 32 x 128 none, but leaves the wgmma instructions
     (4, 128, LaunchConfig(32, 64, 1, 8)),
 )
 SMALL = (
@@ -35,7 +41,8 @@ SMALL = (
     (2, 128, LaunchConfig(64, 64, 2, 8)),
     (4, 128, LaunchConfig(16, 32, 1, 4)),
 )
-# Each with the shape of q, k and v, and their dtype. The last is small: fp32 products are not for the matrix units.
+# Each with the shape of q, k and v, and their dtype. The last is small: fp32 products are not for the matrix
+# units.
 CASES = (
     ("d64 full 8k", (2, 8192, 32, 64), FULL, torch.bfloat16),
     ("d64 causal 8k", (2, 8192, 32, 64), CAUSAL, torch.bfloat16),
@@ -52,7 +59,8 @@ def backward_once(
     D: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes dk and dv and adds to dq (fp32, zeros before, not scaled yet), all ``[b, s, h, d]`` and contiguous.
+    """Writes dk and dv and adds to dq (fp32, zeros before, not scaled yet), all ``[b, s, h, d]`` and
+    contiguous.
 
     One program for each block of keys, head and sequence; tiles are transposed, ``[BLOCK_N, BLOCK_M]``.
     """
@@ -109,7 +117,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, tiles: tuple = LAR
     """
     d, itemsize = q.shape[-1], q.element_size()
     config = next((config for size, widest, config in tiles if size == itemsize and d <= widest), None)
-    if mask not in (FULL, CAUSAL) or not q.shape == k.shape == v.shape or config is None or d not in (16, 32, 64, 128):
+    if (
+        mask not in (FULL, CAUSAL)
+        or not q.shape == k.shape == v.shape
+        or config is None
+        or d not in (16, 32, 64, 128)
+    ):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise NotImplementedError(
             f"one pass: for full or causal attention of equal heads alone, got {mask} of {shapes}"
@@ -134,12 +147,13 @@ class _OnePass(torch.autograd.Function):
         strides = q.stride()[:3]
         with torch.cuda.device_of(q):
             prepare[(-(-s // 32) * b * h,)](
-                out, dout, lse, None, lse2, delta, *strides, *strides, 0, 0, 0, h, s, E=d, E_MAIN=d, BLOCK_M=32,
+                out, dout, lse, None, lse2, delta, *strides, *strides, 0, 0, 0, h, s, E=d, E_MAIN=d,
+                BLOCK_M=32,
             )  # fmt: skip
             backward_once[(-(-s // config.block_n) * b * h,)](
                 q, k, v, dout, lse2, delta, dq, dk, dv, h, s, d**-0.5,
-                D=d, CAUSAL=ctx.mask == CAUSAL, BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages,
-                PRECISION="ieee", num_warps=config.warps, num_stages=config.stages,
+                D=d, CAUSAL=ctx.mask == CAUSAL, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+                STAGES=config.stages, PRECISION="ieee", num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
         return dq.mul_(d**-0.5).to(q.dtype), dk, dv, None, None
 
@@ -154,18 +168,27 @@ WAYS = MappingProxyType(
 
 
 def milliseconds(
-    shape: tuple[int, ...], mask: Mask, dtype: torch.dtype, device: str, clock: Callable = triton.testing.do_bench
+    shape: tuple[int, ...],
+    mask: Mask,
+    dtype: torch.dtype,
+    device: str,
+    clock: Callable = triton.testing.do_bench,
 ) -> dict[str, float]:
     """Of each backward, the median of rounds in turns, after checking that all give the same gradients."""
     q, k, v, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     outs = {name: way(*leaves, mask=mask) for name, way in WAYS.items()}
-    calls = {name: partial(torch.autograd.grad, out, leaves, dout, retain_graph=True) for name, out in outs.items()}
+    calls = {
+        name: partial(torch.autograd.grad, out, leaves, dout, retain_graph=True) for name, out in outs.items()
+    }
     expected, *others = (call() for call in calls.values())
     for found in others:
         for x, y in zip(found, expected, strict=True):
             assert (x - y).float().norm() < 1e-2 * y.float().norm()
-    taken = [{name: clock(call, rep=150, return_mode="median") for name, call in calls.items()} for _ in range(ROUNDS)]
+    taken = [
+        {name: clock(call, rep=150, return_mode="median") for name, call in calls.items()}
+        for _ in range(ROUNDS)
+    ]
     return {name: median(round_[name] for round_ in taken) for name in calls}
 
 

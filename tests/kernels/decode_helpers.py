@@ -25,8 +25,8 @@ SLACK = 3  # packed rows after the last offset
 
 
 class Sizes(NamedTuple):
-    """Tokens of each sequence, how many of them come before its first visible one, tokens of a page (None: contiguous),
-    and how tokens lie in a plane."""
+    """Tokens of each sequence, how many of them come before its first visible one, tokens of a page (None:
+    contiguous), and how tokens lie in a plane."""
 
     lengths: Sequence[int]
     starts: Sequence[int] = ()
@@ -37,18 +37,26 @@ class Sizes(NamedTuple):
     def page(self) -> tuple[int, int]:
         """Tokens of a page, and pages in a row of the table; the last ones are nobody's."""
         longest = max((0, *self.lengths))
-        return (longest + 5 | 1, 1) if self.page_size is None else (self.page_size, longest // self.page_size + 3)
+        return (
+            (longest + 5 | 1, 1)
+            if self.page_size is None
+            else (self.page_size, longest // self.page_size + 3)
+        )
 
 
 @dataclass
 class Stored:
-    """A view on DEVICE, and the exact keys ``[t, g, d]`` and values ``[t, g, e]`` of each of its sequences."""
+    """A view on DEVICE, and the exact keys ``[t, g, d]`` and values ``[t, g, e]`` of each of its
+    sequences.
+    """
 
     view: KVView
     starts: Sequence[int]
     tokens: list[tuple[Tensor, Tensor]]
 
-    def call(self, counts: int | Sequence[int], heads: int, mask: Mask = CAUSAL, options: Sequence[str] = ()) -> "Call":
+    def call(
+        self, counts: int | Sequence[int], heads: int, mask: Mask = CAUSAL, options: Sequence[str] = ()
+    ) -> "Call":
         """Random queries, so many for each sequence: dense for an int, and packed, with slack after them."""
         b, layout, view = len(self.tokens), self.view.layout, self.view
         shape = (b, counts)
@@ -113,7 +121,10 @@ def store(layout: KVLayout, sizes: Sizes, sigma: float = 1.0) -> Stored:
     (size, columns), b = sizes.page, len(sizes.lengths)
     starts = sizes.starts or [0] * b
     drawn = [
-        {name: torch.randn(max(0, length - start), heads, width) for name, (heads, width, _) in layout.planes.items()}
+        {
+            name: torch.randn(max(0, length - start), heads, width)
+            for name, (heads, width, _) in layout.planes.items()
+        }
         for start, length in zip(starts, sizes.lengths, strict=True)
     ]
     pages = b * columns + 2
@@ -130,7 +141,9 @@ def store(layout: KVLayout, sizes: Sizes, sigma: float = 1.0) -> Stored:
             if x.shape[-1]:
                 stored = _put(planes, name, where, (x * sigma).to(layout.dtype))
                 exact[name] = torch.cat((stored.new_zeros(length - len(at), *stored.shape[1:]), stored))
-        tokens.append((torch.cat([exact[name] for name in exact if name != "v"], -1), exact.get("v", exact["k"])))
+        tokens.append(
+            (torch.cat([exact[name] for name in exact if name != "v"], -1), exact.get("v", exact["k"]))
+        )
     planes = {name: _moved(plane) for name, plane in planes.items()}
     if layout.is_latent:
         planes |= {"v": planes["k"]} | ({"v_scale": planes["k_scale"]} if layout.store else {})
@@ -184,8 +197,8 @@ def _moved(x: Tensor) -> Tensor:
 
 
 def assert_right(call: Call) -> None:
-    """Our error against fp64 is at most twice that of eager torch at the same dtype, over all sequences together; rows
-    of nobody are 0, and -inf."""
+    """Our error against fp64 is at most twice that of eager torch at the same dtype, over all sequences
+    together; rows of nobody are 0, and -inf."""
     dtype = call.q.dtype
     out, lse = call.solve()
     ours, golden, naive, largest = [], [], ([], []), 1.0
@@ -214,8 +227,8 @@ def plan_for(
     small: bool = False,
     is_split: bool = True,
 ) -> None:
-    """Other tiles than the tables', a device of so many multiprocessors, ``small`` schedules with short splits, and if
-    they are not ``is_split`` no splits of sequences that fill the device without."""
+    """Other tiles than the tables', a device of so many multiprocessors, ``small`` schedules with short
+    splits, and if they are not ``is_split`` no splits of sequences that fill the device without."""
     if tiles is not None:
         patch.setattr(decode_tables, "decode", lambda case: tiles)
     if processors is not None:

@@ -25,7 +25,8 @@ def solve(problem: Problem) -> tuple[Tensor, Tensor]:
 def assert_both(problem: Problem) -> None:
     """assert_forward, and gradients within three times eager's error (of slopes and sinks, six times).
 
-    Or within three times what rounding the output does to them: FlashAttention's delta is made of what was stored.
+    Or within three times what rounding the output does to them: FlashAttention's delta is made of what was
+    stored.
     """
     dtype = problem.q.dtype
     dout, dlse = problem.directions()
@@ -49,7 +50,9 @@ def assert_both(problem: Problem) -> None:
             continue
         few = name in ("dsinks", "dalibi_slopes")
         factor = 6 if few else 2 if name == "out" else 3
-        assert_close(name, x.cpu(), [n[name] for n in naive], golden[name], factor, 32 * noise if few else noise)
+        assert_close(
+            name, x.cpu(), [n[name] for n in naive], golden[name], factor, 32 * noise if few else noise
+        )
 
 
 def assert_forward(problem: Problem) -> None:
@@ -58,7 +61,9 @@ def assert_forward(problem: Problem) -> None:
     out, lse = solve(problem)
     naive = [problem.solve(eager, order=order)[0] for order in (0, 1)]
     golden = problem.to(torch.float64).solve(eager, order=2)
-    largest = max(problem.largest_score(), float(golden[1].nan_to_num(0, 0, 0).abs().max()) if lse.numel() else 0)
+    largest = max(
+        problem.largest_score(), float(golden[1].nan_to_num(0, 0, 0).abs().max()) if lse.numel() else 0
+    )
     noise = torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * largest
     assert_close("out", out, naive, golden[0], 2, noise)
     assert_lse(problem, lse, golden[1])

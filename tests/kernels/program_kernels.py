@@ -5,7 +5,13 @@ import triton
 import triton.language as tl
 from program_cases import MASKS, SCORES, program_of
 
-from attnlib.backends._triton.functions.programs import derivative_of, function_of, gradients_of, learned, tables
+from attnlib.backends._triton.functions.programs import (
+    derivative_of,
+    function_of,
+    gradients_of,
+    learned,
+    tables,
+)
 from attnlib.backends._triton.functions.ranges import Bounds
 from attnlib.backends._triton.launching.launch import planned
 from attnlib.tracing.trace import FIRST_QUERY
@@ -44,7 +50,9 @@ def of_score(
     SCORE: tl.constexpr, DERIVATIVE: tl.constexpr, GRADIENTS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Writes what becomes of scores, and their derivatives, ``[M, N]``, and adds to the gradients of what is read."""
+    """Writes what becomes of scores, and their derivatives, ``[M, N]``, and adds to the gradients of what is
+    read.
+    """
     h, i, j, at = places(h, i0, j0, M, N, TURNED, GROUP)
     score, d, seen = tl.load(score_ptr + at), tl.load(d_ptr + at), tl.load(seen_ptr + at)
     tl.store(changed_ptr + at, SCORE(score, b, h, i, j, first, t))
@@ -70,11 +78,34 @@ def compiled(arch: int = 90) -> None:
         assert count(of_mask) <= len(MASKS), f"{name} was compiled twice"
     for case in SCORES.values():
         arguments = case.arguments()
-        tensors, program = [x for x in arguments if x is not FIRST_QUERY], program_of("score", case, arguments)
+        tensors, program = (
+            [x for x in arguments if x is not FIRST_QUERY],
+            program_of("score", case, arguments),
+        )
         grads = tables(x.float() if n in learned(program) else None for n, x in enumerate(tensors))
-        functions = function_of(program, Bounds()), derivative_of(program, Bounds()), gradients_of(program, Bounds())
+        functions = (
+            function_of(program, Bounds()),
+            derivative_of(program, Bounds()),
+            gradients_of(program, Bounds()),
+        )
         of_score[(1,)](
-            tile, tile, tile, tile, seen.bool(), tables(tensors), grads, 1, 2, -3, -6, 4, *functions, 16, 32, True, 1
+            tile,
+            tile,
+            tile,
+            tile,
+            seen.bool(),
+            tables(tensors),
+            grads,
+            1,
+            2,
+            -3,
+            -6,
+            4,
+            *functions,
+            16,
+            32,
+            True,
+            1,
         )
     assert (count(of_mask), count(of_score)) == (len(MASKS), len(SCORES))
     for length in (32, 64, 32 * 7, 33, 39):

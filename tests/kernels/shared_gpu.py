@@ -1,4 +1,5 @@
-"""One call over and over, in a process of its own: whether it always gives the same bits. What test_shared_gpu.py runs.
+"""One call over and over, in a process of its own: whether it always gives the same bits. What
+test_shared_gpu.py runs.
 
 A fault of the GPU ends the process, and so no other test.
 """
@@ -22,7 +23,9 @@ Results = tuple[Tensor, ...]
 
 def tensors(*widths: int, tokens: int = 8192) -> list[Tensor]:
     """Random heads of these widths."""
-    return [torch.randn(2, tokens, 16, width, device="cuda", dtype=BF16, requires_grad=True) for width in widths]
+    return [
+        torch.randn(2, tokens, 16, width, device="cuda", dtype=BF16, requires_grad=True) for width in widths
+    ]
 
 
 def forward(head_dim: int, *, fp8: bool = False) -> Callable[[], Results]:
@@ -32,7 +35,9 @@ def forward(head_dim: int, *, fp8: bool = False) -> Callable[[], Results]:
     return lambda: (attention(**given, mask=CAUSAL),)
 
 
-def backward(head_dim: int, value_dim: int | None = None, *, functions: bool = False) -> Callable[[], Results]:
+def backward(
+    head_dim: int, value_dim: int | None = None, *, functions: bool = False
+) -> Callable[[], Results]:
     """The gradients of keys and values. That of queries is added up in any order."""
     q, k, v = tensors(head_dim, head_dim, value_dim or head_dim)
     mask, score = CAUSAL, None
@@ -87,7 +92,9 @@ CASES = MappingProxyType(
 
 
 def main(case: str) -> None:
-    """Repeat a case, and say when it begins and how often it came out otherwise than most of the first five."""
+    """Repeat a case, and say when it begins and how often it came out otherwise than most of the first
+    five.
+    """
     torch.manual_seed(0)
     run = CASES[case]()
     first = [run() for _ in range(5)]

@@ -67,7 +67,9 @@ def test_rows_beyond_the_end_add_nothing_where_scores_are_low(mask):
 def test_strides_are_free():
     """Heads before tokens in memory, and a gradient that autograd expanded."""
     problem = make(2, 19, 19, 2, 2, 16)
-    moved = problem.change(**{n: getattr(problem, n).transpose(1, 2).contiguous().transpose(1, 2) for n in "qkv"})
+    moved = problem.change(
+        **{n: getattr(problem, n).transpose(1, 2).contiguous().transpose(1, 2) for n in "qkv"}
+    )
     dout = torch.randn(16).expand(2, 19, 2, 16)
     ours, expected = gradients(moved, dout, attention), gradients(problem, dout.clone(), attention)
     torch.testing.assert_close(ours, expected)
@@ -108,7 +110,9 @@ def test_what_is_timed_is_checked_and_takes_turns(monkeypatch):
 
 
 def test_the_table_that_is_printed(monkeypatch, capsys):
-    monkeypatch.setattr(atomics, "milliseconds", lambda *case: dict(zip(atomics.WAYS, (4.2, 5.7, 10.9), strict=True)))
+    monkeypatch.setattr(
+        atomics, "milliseconds", lambda *case: dict(zip(atomics.WAYS, (4.2, 5.7, 10.9), strict=True))
+    )
     atomics.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "| ms | two passes | one pass, large tiles | one pass, small tiles |"

@@ -10,7 +10,14 @@ from attnlib.backends._triton.dense import tables
 
 DTYPES = (torch.float32, torch.float16) + (() if INTERPRETED else (torch.bfloat16,))
 SMALL = tables.LaunchConfig(16, 32, 1, 4)
-SETS = ((), ("bounds", "sinks"), ("softcap",), ("alibi_slopes", "scale"), ("per_sequence_slopes", "dropout"), OPTIONS)
+SETS = (
+    (),
+    ("bounds", "sinks"),
+    ("softcap",),
+    ("alibi_slopes", "scale"),
+    ("per_sequence_slopes", "dropout"),
+    OPTIONS,
+)
 
 
 @pytest.fixture
@@ -40,7 +47,9 @@ def test_the_tables_own_tiles(d, mask, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_what_rounding_the_output_does_to_gradients(dtype):
-    """With one key and dropout, all that is left of dq is a difference of delta, in which eager makes no error."""
+    """With one key and dropout, all that is left of dq is a difference of delta, in which eager makes no
+    error.
+    """
     assert_both(make(1, 239, 1, 1, 1, 111, mask=FULL, options=("dropout",), dtype=dtype))
 
 

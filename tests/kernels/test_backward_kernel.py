@@ -37,8 +37,9 @@ DTYPES = (torch.float32, torch.float16)
 
 
 def launch(
-    q, k, v, out, lse, dout, dlse=None, *, mask, cu_q=None, cu_k=None, scale=None, softcap=None, alibi_slopes=None,
-    sinks=None, key_starts=None, key_ends=None, dropout_p=0.0, dropout_seed=None, block_m=16, block_n=16,
+    q, k, v, out, lse, dout, dlse=None, *, mask, cu_q=None, cu_k=None, scale=None, softcap=None,
+    alibi_slopes=None, sinks=None, key_starts=None, key_ends=None, dropout_p=0.0, dropout_seed=None,
+    block_m=16, block_n=16,
 ):  # fmt: skip
     """The gradients of q, k, v and of the slopes, by tiles of this size."""
     tiles = LaunchConfig(block_m, block_n, 1, 4)
@@ -56,12 +57,19 @@ def solve(problem: Problem, dout, dlse=None, *, backend="reference", **sizes):
     """The kernels' gradients, from an output and an LSE that were rounded once."""
     out, lse = problem.to(torch.float64).solve(backend=backend)
     dtype = problem.q.dtype
-    rounded = (out.to(dtype), lse.float().contiguous(), dout.to(dtype), None if dlse is None else dlse.float())
+    rounded = (
+        out.to(dtype),
+        lse.float().contiguous(),
+        dout.to(dtype),
+        None if dlse is None else dlse.float(),
+    )
     return launch(*problem.tensors, *rounded, mask=problem.mask, **problem.options, **sizes)
 
 
 def assert_precise(problem: Problem, *, with_dlse=True, **sizes):
-    """Errors against fp64 within three times those of eager attention at the same dtype (slopes: six times)."""
+    """Errors against fp64 within three times those of eager attention at the same dtype (slopes: six
+    times).
+    """
     dtype = problem.q.dtype
     dout, dlse = problem.directions()
     dlse = dlse if with_dlse else torch.zeros_like(dlse)
@@ -75,7 +83,9 @@ def assert_precise(problem: Problem, *, with_dlse=True, **sizes):
         ours["dalibi_slopes"] = dslopes
     for name, x in ours.items():
         few = name == "dalibi_slopes"
-        assert_close(name, x, [n[name] for n in naive], golden[name], 6 if few else 3, (32 if few else 1) * noise)
+        assert_close(
+            name, x, [n[name] for n in naive], golden[name], 6 if few else 3, (32 if few else 1) * noise
+        )
 
 
 MASKS = {
@@ -126,7 +136,13 @@ def write_range(ptr, j0, j1, first, last, left, right, prefix):
 def test_query_range_is_exact(mask):
     """Every query of the range sees some key, none outside it does, and likewise each key; brute force."""
     mine = torch.empty(4, dtype=torch.int32)
-    for j0, j1, first, last in ((0, 16, -4, 60), (16, 32, 0, 70), (20, 27, 9, 33), (48, 64, 10, 64), (7, 7, 0, 30)):
+    for j0, j1, first, last in (
+        (0, 16, -4, 60),
+        (16, 32, 0, 70),
+        (20, 27, 9, 33),
+        (48, 64, 10, 64),
+        (7, 7, 0, 30),
+    ):
         write_range[(1,)](mine, j0, j1, first, last, mask.left, mask.right, mask.prefix or None)
         low, high, all_low, all_high = mine.tolist()
         queries = range(first, last)
@@ -142,7 +158,9 @@ def test_query_range_is_exact(mask):
 def test_strides_are_free():
     """Heads before rows in memory, and gradients that autograd expanded."""
     problem = make(2, 19, 19, 2, 1, 16)
-    moved = problem.change(**{n: getattr(problem, n).transpose(1, 2).contiguous().transpose(1, 2) for n in "qkv"})
+    moved = problem.change(
+        **{n: getattr(problem, n).transpose(1, 2).contiguous().transpose(1, 2) for n in "qkv"}
+    )
     dout, dlse = torch.randn(16).expand(2, 19, 2, 16), torch.ones(()).expand(2, 2, 19)
     assert_same_bits(*zip(solve(moved, dout, dlse), solve(problem, dout.clone(), dlse.clone()), strict=True))
 
@@ -151,7 +169,9 @@ def test_strides_are_free():
 @pytest.mark.parametrize("names", [(), ("softcap", "alibi_slopes", "sinks", "dropout")], ids=str)
 @pytest.mark.parametrize("mask", [CAUSAL, sliding(6)], ids=str)
 def test_packed(mask, names):
-    """Empty sequences, ones without keys or without queries, and rows that belong to none, whose gradients are 0."""
+    """Empty sequences, ones without keys or without queries, and rows that belong to none, whose gradients
+    are 0.
+    """
     cu_q = torch.tensor([0, 18, 18, 23, 23, 56], dtype=torch.int32)
     cu_k = torch.tensor([0, 20, 25, 25, 25, 60], dtype=torch.int32)
     problem = make(1, 59, 64, 4, 2, 16, mask=mask, options=names)
@@ -162,7 +182,9 @@ def test_packed(mask, names):
     slopes = wide.options.get("alibi_slopes")
     if slopes is not None:
         leaves.append(slopes.requires_grad_())
-    out, lse = varlen_attention_with_lse(*leaves[:3], **offsets, mask=mask, **wide.options, backend="reference")
+    out, lse = varlen_attention_with_lse(
+        *leaves[:3], **offsets, mask=mask, **wide.options, backend="reference"
+    )
     dout, dlse = torch.randn(out.shape), torch.randn(lse.shape)
     total = (out * dout).sum() + (lse * dlse).masked_fill(lse == -torch.inf, 0).sum()
     golden = torch.autograd.grad(total, leaves)
@@ -190,7 +212,8 @@ def test_nothing_comes_out_of_keys_beyond_the_bounds(mask):
     clean = make(3, 33, 49, 2, 1, 16, mask=mask)
     clean = clean.change(options={name: x.int() for name, x in options.items()})
     outside = ~(
-        (torch.arange(49) >= options["key_starts"][:, None]) & (torch.arange(49) < options["key_ends"][:, None])
+        (torch.arange(49) >= options["key_starts"][:, None])
+        & (torch.arange(49) < options["key_ends"][:, None])
     )
     k, v = (x.masked_fill(outside[..., None, None], torch.nan) for x in (clean.k, clean.v))
     dout, dlse = clean.directions()
@@ -242,7 +265,9 @@ def test_slopes_of_a_sequence_hear_of_no_other():
     def gradient(scale: float) -> torch.Tensor:
         given, leaf = torch.cat((q[:20] * scale, q[20:])), slopes.clone().requires_grad_()
         packing = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-        out = varlen_attention(given, given, given, **packing, mask=CAUSAL, alibi_slopes=leaf, backend="triton")
+        out = varlen_attention(
+            given, given, given, **packing, mask=CAUSAL, alibi_slopes=leaf, backend="triton"
+        )
         return torch.autograd.grad(out.square().sum(), leaf)[0]
 
     spoiled, whole = gradient(torch.nan), gradient(1.0)

@@ -48,7 +48,9 @@ def test_a_schedule_of_other_splits_is_not_used():
     """It would have other slots than the kernels count with."""
     layout = KVLayout.grouped(1, 16)
     for invariant in (False, True):
-        cache = KVCache.contiguous([layout], max_sequences=2, max_length=2048, batch_invariant=invariant, device=DEVICE)
+        cache = KVCache.contiguous(
+            [layout], max_sequences=2, max_length=2048, batch_invariant=invariant, device=DEVICE
+        )
         cache.admit()
         with cache.read(1) as (layer,):
             view = layer.view()
@@ -65,11 +67,15 @@ def steps(rng: Random, length: int, most: int) -> Iterator[int]:
 
 
 @torch.no_grad()
-def decoded(layout: KVLayout, mask: Mask, options: dict, ours: list[Tensor], rng: Random | None) -> list[Tensor]:
-    """Output and LSE of the tokens ``ours``, ``(k, v, q)``: in one step and alone, or in random ones with others."""
+def decoded(
+    layout: KVLayout, mask: Mask, options: dict, ours: list[Tensor], rng: Random | None
+) -> list[Tensor]:
+    """Output and LSE of the tokens ``ours``, ``(k, v, q)``: in one step and alone, or in random ones with
+    others.
+    """
     cache = KVCache.paged(
-        [layout], pages=64 * LENGTH // PAGE, page_size=PAGE, max_sequences=9, max_length=LENGTH, batch_invariant=True,
-        device=DEVICE,
+        [layout], pages=64 * LENGTH // PAGE, page_size=PAGE, max_sequences=9, max_length=LENGTH,
+        batch_invariant=True, device=DEVICE,
     )  # fmt: skip
     (handle, *others), at, results = cache.admit(9 if rng else 1), 0, []
     for count in steps(rng, LENGTH, LENGTH // 3) if rng else (LENGTH,):
@@ -77,10 +83,15 @@ def decoded(layout: KVLayout, mask: Mask, options: dict, ours: list[Tensor], rng
         for other in rng.sample(others, rng.choice((0, 1, 8))) if rng else ():
             tokens[other] = min(rng.choice((1, 5, 33)), LENGTH - cache.length(other))
         order = rng.sample(list(tokens), len(tokens)) if rng else [handle]
-        tokens, first = {name: tokens[name] for name in order}, sum(tokens[x] for x in order[: order.index(handle)])
+        tokens, first = (
+            {name: tokens[name] for name in order},
+            sum(tokens[x] for x in order[: order.index(handle)]),
+        )
         mine = slice(first, first + count)
         with cache.step(tokens) as (layer,):
-            packed = [torch.randn(sum(tokens.values()), *x.shape[1:], device=DEVICE).to(x.dtype) for x in ours]
+            packed = [
+                torch.randn(sum(tokens.values()), *x.shape[1:], device=DEVICE).to(x.dtype) for x in ours
+            ]
             for x, known in zip(packed, ours, strict=True):
                 x[mine] = known[at : at + count]
             k, v, q = (x.squeeze(1) if layout.is_latent and n < 2 else x for n, x in enumerate(packed))
@@ -90,7 +101,9 @@ def decoded(layout: KVLayout, mask: Mask, options: dict, ours: list[Tensor], rng
     return [torch.cat(x) for x in zip(*results, strict=True)]
 
 
-@pytest.mark.parametrize(("layout", "mask", "options"), CASES, ids=lambda x: str(x) if isinstance(x, Mask) else None)
+@pytest.mark.parametrize(
+    ("layout", "mask", "options"), CASES, ids=lambda x: str(x) if isinstance(x, Mask) else None
+)
 def test_bits_depend_on_the_sequence_alone(layout, mask, options):
     torch.manual_seed(0)
     heads = 16 if layout.is_latent else 4 * layout.heads

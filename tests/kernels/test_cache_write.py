@@ -66,10 +66,14 @@ def to_device(x):
     """A tensor in its own strides, or angles."""
     if isinstance(x, Angles):
         return Angles(x.cos.to(DEVICE), x.sin.to(DEVICE), x.interleaved)
-    return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=DEVICE).copy_(x)
+    return (
+        None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=DEVICE).copy_(x)
+    )
 
 
-def assert_written(layout: KVLayout, k: Tensor, v: Tensor | None, angles: Angles | None, order: str = "pages") -> None:
+def assert_written(
+    layout: KVLayout, k: Tensor, v: Tensor | None, angles: Angles | None, order: str = "pages"
+) -> None:
     """Both writers leave the same planes, the untouched parts included."""
     slots = torch.tensor(SLOTS)
     ours, expected = view_of(layout, order, DEVICE), view_of(layout, order)
@@ -98,7 +102,9 @@ def new_tokens(case: SimpleNamespace, latent: bool) -> tuple[Tensor, Tensor]:
 def angles_for(case: SimpleNamespace, width: int) -> Angles | None:
     pairs = int(case.turned * width) // 2
     shape = {"dense": (2, 5), "row": (5,), "packed": (10,)}[case.step]
-    return Rope(2 * pairs, interleaved=case.interleaved).angles(torch.randint(0, 9000, shape)) if pairs else None
+    return (
+        Rope(2 * pairs, interleaved=case.interleaved).angles(torch.randint(0, 9000, shape)) if pairs else None
+    )
 
 
 @pytest.mark.parametrize("store", STORES, ids=str)
@@ -115,7 +121,9 @@ def test_the_same_bits_as_torch_and_nothing_else(store):
 
 @pytest.mark.parametrize("store", STORES[1:], ids=str)
 def test_rounding_and_rows_that_are_not_finite(store):
-    """Every kind of fp8 number and halfway between; rows of zeros, of NaN, of infinity, and of the least numbers."""
+    """Every kind of fp8 number and halfway between; rows of zeros, of NaN, of infinity, and of the least
+    numbers.
+    """
     steps = torch.arange(-500, 501) / 500
     rows = torch.stack([steps.sign() * steps.abs() ** power * 448 for power in range(1, 9)])
     bits = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -136,7 +144,9 @@ def test_rounding_and_rows_that_are_not_finite(store):
     scale, wanted = ours.k_scale.cpu().flatten()[:10], expected.k_scale.flatten()[:10]
     assert_same_bits((scale, wanted))
     assert scale[[0, 3, 6]].eq(2.0**-40).all()
-    values, right = (x.k.flatten(0, 2)[:10].float().cpu() * y[:, None] for x, y in ((ours, scale), (expected, wanted)))
+    values, right = (
+        x.k.flatten(0, 2)[:10].float().cpu() * y[:, None] for x, y in ((ours, scale), (expected, wanted))
+    )
     broken = ~scale.isfinite()
     assert_same_bits((values[~broken], right[~broken]))
     assert not values[broken].isfinite().any()  # as a byte, what is no number depends on the processor
@@ -147,8 +157,13 @@ def arguments(latent: bool, store: torch.dtype | None) -> tuple:
     angles = to_device(Rope(6).angles(torch.arange(5)))
     layout = KVLayout.latent(24, 6, store=store) if latent else KVLayout.grouped(2, 24, 16, store=store)
     view = view_of(layout, device=DEVICE)
-    planes = (view.k, view.k_tail, view.k_scale, None) if latent else (view.k, view.v, view.k_scale, view.v_scale)
-    new = [torch.randn(2, 5, *(() if latent else (2,)), width, device=DEVICE) for width in (24, 6 if latent else 16)]
+    planes = (
+        (view.k, view.k_tail, view.k_scale, None) if latent else (view.k, view.v, view.k_scale, view.v_scale)
+    )
+    new = [
+        torch.randn(2, 5, *(() if latent else (2,)), width, device=DEVICE)
+        for width in (24, 6 if latent else 16)
+    ]
     return (*planes, *new, angles.cos, angles.sin, torch.tensor(SLOTS, device=DEVICE), False, latent)
 
 

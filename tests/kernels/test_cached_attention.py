@@ -1,4 +1,6 @@
-"""The decode kernels by the accuracy rule: every layout, page, option and kind of step; and the laws of a cache."""
+"""The decode kernels by the accuracy rule: every layout, page, option and kind of step; and the laws of a
+cache.
+"""
 
 from dataclasses import fields, replace
 from itertools import cycle, islice
@@ -28,7 +30,14 @@ from attnlib.call.call import Score, checked
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.bfloat16, torch.float16, torch.float32)
 WINDOW = 9 if INTERPRETED else 33
 FACTORS = {
-    "layout": ((2, 16, 16), (1, 59, 24), (1, 160, 16), (64, 16), (48, 8), (32, 0)),  # (g, d, e), or (rank, rope)
+    "layout": (
+        (2, 16, 16),
+        (1, 59, 24),
+        (1, 160, 16),
+        (64, 16),
+        (48, 8),
+        (32, 0),
+    ),  # (g, d, e), or (rank, rope)
     "group": (1, 3, 8),
     "page": (1, 4, 16, 24, 7, 3, None),
     "lengths": ("edges", "ragged"),
@@ -64,7 +73,9 @@ LATENT = KVLayout.latent(32, 8)
 RAGGED = (50, 0, 19) if INTERPRETED else (700, 0, 129, 127, 128)
 
 # numpy's, of NaN inputs
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}:RuntimeWarning") for text in ("invalid value", "All-NaN")]
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}:RuntimeWarning") for text in ("invalid value", "All-NaN")
+]
 
 
 @pytest.fixture
@@ -82,7 +93,11 @@ def plan(monkeypatch):
 
 
 def call_of(case: SimpleNamespace) -> Call:
-    numbers = {"dtype": case.dtype, "store": case.store, "window": WINDOW if case.bounds == "window" else None}
+    numbers = {
+        "dtype": case.dtype,
+        "store": case.store,
+        "window": WINDOW if case.bounds == "window" else None,
+    }
     layout = (KVLayout.latent if len(case.layout) == 2 else KVLayout.grouped)(*case.layout, **numbers)
     page, heads = case.page or 32, min(case.group, 32 // layout.heads) * layout.heads
     long = 5000 if heads * layout.dim <= 1024 else 1500
@@ -105,7 +120,9 @@ def name(cases: list[dict]) -> str:
 
 
 # Under the interpreter hundreds of tests would be too many.
-@pytest.mark.parametrize("cases", [CASES[n::2] for n in range(2)] if INTERPRETED else [[x] for x in CASES], ids=name)
+@pytest.mark.parametrize(
+    "cases", [CASES[n::2] for n in range(2)] if INTERPRETED else [[x] for x in CASES], ids=name
+)
 def test_any_call(cases, plan):
     for given in cases:
         case = SimpleNamespace(**given)
@@ -115,7 +132,9 @@ def test_any_call(cases, plan):
 
 
 def test_a_value_that_is_not_finite_stays_in_its_sequence(plan):
-    """It reaches those that see it. A value may spoil its channel for others of its head; a key spoils nobody else."""
+    """It reaches those that see it. A value may spoil its channel for others of its head; a key spoils nobody
+    else.
+    """
     kinds = (
         (SMALL, CAUSAL, 5, 1),
         (replace(SMALL, store=torch.int8), Mask(1, 1), (5, 7, 5), 7),
@@ -167,9 +186,17 @@ def test_a_value_of_no_weight_is_not_hidden(plan):
 
 
 def test_where_tokens_lie_does_not_matter(plan):
-    """P7, P14: in pages of any order, rows of any length and planes of any strides the same bits, and in pages of any
-    size the same within rounding."""
-    orders = ((4, "pages"), (4, "heads"), (4, "apart"), (1, "pages"), (None, "apart"), (3, "pages"), (24, "heads"))
+    """P7, P14: in pages of any order, rows of any length and planes of any strides the same bits, and in
+    pages of any size the same within rounding."""
+    orders = (
+        (4, "pages"),
+        (4, "heads"),
+        (4, "apart"),
+        (1, "pages"),
+        (None, "apart"),
+        (3, "pages"),
+        (24, "heads"),
+    )
     for layout in (SMALL, replace(LATENT, store=torch.int8)):
         results = []
         for page, order in orders if layout is SMALL or not INTERPRETED else orders[1:4]:
@@ -186,8 +213,8 @@ def test_where_tokens_lie_does_not_matter(plan):
 
 
 def test_sequences_splits_and_halves_make_no_difference(plan):
-    """P4, P9, P15: each sequence alone, shared out among any number of programs, as two sets of keys merged; and to the
-    bit with the schedule of a cache or none."""
+    """P4, P9, P15: each sequence alone, shared out among any number of programs, as two sets of keys merged;
+    and to the bit with the schedule of a cache or none."""
     lengths = (35, 1, 12) if INTERPRETED else (5000, 1, 300)
     for counts in (1, (1, 1, 9)):
         call = store(KVLayout.grouped(1, 16), Sizes(lengths)).call(counts, 3)
@@ -222,9 +249,13 @@ def test_a_long_prompt_among_single_tokens(layout, plan):
 
 
 def test_many_rows_of_nobody(plan, monkeypatch):
-    """After the last sequence of a captured step that holds less than it could: 0, whether or not they fit a tile."""
+    """After the last sequence of a captured step that holds less than it could: 0, whether or not they fit a
+    tile.
+    """
     made = triton_cached.outputs
-    monkeypatch.setattr(triton_cached, "outputs", lambda *given: tuple(x.fill_(torch.nan) for x in made(*given)))
+    monkeypatch.setattr(
+        triton_cached, "outputs", lambda *given: tuple(x.fill_(torch.nan) for x in made(*given))
+    )
     monkeypatch.setattr(decode_helpers, "SLACK", 40)
     for processors in (1, 7):
         plan(processors=processors)
@@ -276,7 +307,13 @@ def test_a_cache_of_forked_and_truncated_sequences(plan, monkeypatch):
 
 def test_nothing_to_do(plan):
     """No sequence, no token, no query for any: empty results, and 0 and -inf for rows of nobody."""
-    for lengths, counts, rows in (((), 1, 0), ((), (), 3), ((5,) * 9, 0, 0), ((5,) * 9, (0,) * 9, 3), ((0, 0), 1, 2)):
+    for lengths, counts, rows in (
+        ((), 1, 0),
+        ((), (), 3),
+        ((5,) * 9, 0, 0),
+        ((5,) * 9, (0,) * 9, 3),
+        ((0, 0), 1, 2),
+    ):
         call = store(SMALL, Sizes(lengths)).call(counts, 4)
         out, lse = call.solve()
         assert out.numel() == rows * 4 * 16
@@ -333,7 +370,10 @@ def test_who_runs_a_call_and_what_the_operator_says(plan):
     wide = store(KVLayout.grouped(2, 16, dtype=torch.float64), Sizes((5,))).call(1, 4)
     with pytest.raises(NotImplementedError, match="computes in fp32"):
         attend(wide.q.to(DEVICE), wide.stored.view, mask=CAUSAL, backend="triton")
-    for layout, what in ((KVLayout.latent(576, 64), "heads of up to 576"), (KVLayout.grouped(1, 16, 513), "values of")):
+    for layout, what in (
+        (KVLayout.latent(576, 64), "heads of up to 576"),
+        (KVLayout.grouped(1, 16, 513), "values of"),
+    ):
         wide = store(layout, Sizes((5,))).call(1, 1)
         with pytest.raises(NotImplementedError, match=what):
             wide.solve()
@@ -364,7 +404,11 @@ def test_descriptors_load_rows_without_gaps(monkeypatch):
     assert not tma(replace(wide, dim=300, value_dim=300), 64)
     assert not tma(replace(wide, tail=20), 64)
     # A contiguous cache has an odd number of tokens here, and so scales between 16 bytes.
-    assert [tma(replace(wide, store=torch.int8), page_size) for page_size in (16, 64, None)] == [False, True, False]
+    assert [tma(replace(wide, store=torch.int8), page_size) for page_size in (16, 64, None)] == [
+        False,
+        True,
+        False,
+    ]
     planned.cache_clear()
 
 

@@ -175,7 +175,9 @@ def far(layout: KVLayout, pages: int, size: int) -> dict[str, Tensor]:
     """Planes of more than 2**31 elements, with nothing in them."""
     free, _ = torch.cuda.mem_get_info()
     planes = layout.planes.items()
-    if free < 1.2 * sum(pages * size * heads * max(1, width) * dtype.itemsize for _, (heads, width, dtype) in planes):
+    if free < 1.2 * sum(
+        pages * size * heads * max(1, width) * dtype.itemsize for _, (heads, width, dtype) in planes
+    ):
         pytest.skip("needs more memory")
     assert pages * size * layout.heads * layout.dim > 2**31
     torch.use_deterministic_algorithms(False)  # filling them would take longer than all else
@@ -230,7 +232,8 @@ def test_a_compiled_step_gives_the_same_bits():
 
     def decode(layers, tensors):
         return [
-            cached_attention(q, kv.append(k, v), mask=CAUSAL) for kv, (q, k, v) in zip(layers, tensors, strict=True)
+            cached_attention(q, kv.append(k, v), mask=CAUSAL)
+            for kv, (q, k, v) in zip(layers, tensors, strict=True)
         ]
 
     compiled = torch.compile(decode, fullgraph=True)

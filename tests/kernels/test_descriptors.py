@@ -39,7 +39,9 @@ def test_the_bits_are_those_of_pointers(packed, h, g, d, e, mask, monkeypatch):
     assert_same_bits(*zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("how", ["a fused projection", "heads first", "an odd address", "odd rows", "expanded heads"])
+@pytest.mark.parametrize(
+    "how", ["a fused projection", "heads first", "an odd address", "odd rows", "expanded heads"]
+)
 def test_any_strides_and_addresses(how, monkeypatch):
     """Where rows do not begin at multiples of 16 bytes, or do not advance, pointers load them."""
     b, s, h, d = 2, 70, 2, 16
@@ -53,14 +55,18 @@ def test_any_strides_and_addresses(how, monkeypatch):
     moved = torch.empty_strided(x.shape, x.stride(), device=DEVICE) if how != "an odd address" else None
     if moved is None:
         moved = torch.empty(x.numel() + 1, device=DEVICE)[1:].view(x.shape)
-    (moved[:, :, :1] if how == "expanded heads" else moved).copy_(x[:, :, :1] if how == "expanded heads" else x)
+    (moved[:, :, :1] if how == "expanded heads" else moved).copy_(
+        x[:, :, :1] if how == "expanded heads" else x
+    )
     seen = []
     monkeypatch.setattr(triton_plans, "Launch", lambda *args: seen.append(args) or LAUNCH(*args))
     ours = gradients((moved, moved, moved), True, monkeypatch, CAUSAL)
     described = [bool(args[-1]) for args in seen if len(args) > 4]
     assert all(described) == (how in ("a fused projection", "heads first"))
     assert len(set(described)) == 1
-    assert_same_bits(*zip(ours, gradients((moved.contiguous(),) * 3, False, monkeypatch, CAUSAL), strict=True))
+    assert_same_bits(
+        *zip(ours, gradients((moved.contiguous(),) * 3, False, monkeypatch, CAUSAL), strict=True)
+    )
 
 
 def test_values_cut_from_wider_rows(monkeypatch):

@@ -15,7 +15,14 @@ from attnlib.backends._triton.dense import tables
 # The interpreter multiplies bf16 by its bit patterns.
 DTYPES = (torch.float32, torch.float16) + (() if INTERPRETED else (torch.bfloat16,))
 # One configuration each: a compiled kernel for every drawn set of options would take minutes.
-SETS = ((), ("bounds",), ("softcap", "sinks"), ("alibi_slopes", "scale"), ("per_sequence_slopes", "dropout"), OPTIONS)
+SETS = (
+    (),
+    ("bounds",),
+    ("softcap", "sinks"),
+    ("alibi_slopes", "scale"),
+    ("per_sequence_slopes", "dropout"),
+    OPTIONS,
+)
 
 SHIPPED = tables.forward
 
@@ -42,7 +49,9 @@ def test_any_call(options, data):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("d", "e"), [(1, 1), (7, 5), (40, 40), (59, 59), (160, 16), (96, 96), (192, 128), (576, 512)])
+@pytest.mark.parametrize(
+    ("d", "e"), [(1, 1), (7, 5), (40, 40), (59, 59), (160, 16), (96, 96), (192, 128), (576, 512)]
+)
 def test_any_head_dimension(d, e, dtype):
     assert_forward(make(1, 35, 50, 2, 1, d, e, dtype=dtype))
 
@@ -64,7 +73,10 @@ def test_packed_sequences_equal_each_alone(mask, options):
     p = make(1, sum(queries) + 4, sum(keys) + 2, 4, 2, 16, mask=mask, options=options)
     q, k, v = (x[0].to(DEVICE) for x in p.tensors)
     p.options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in p.options.items()}
-    cu = [torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lengths in (queries, keys)]
+    cu = [
+        torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        for lengths in (queries, keys)
+    ]
     offsets = {"cu_seqlens_q": cu[0].to(DEVICE), "cu_seqlens_k": cu[1].to(DEVICE)}
     out, lse = varlen_attention_with_lse(q, k, v, mask=mask, backend="triton", **offsets, **p.options)
     golden, golden_lse = varlen_attention_with_lse(
@@ -80,7 +92,9 @@ def test_packed_sequences_equal_each_alone(mask, options):
     assert not out[sum(queries) :].any()  # rows after the last offset
     for (a, b), (c, d) in zip(pairwise(cu[0].tolist()), pairwise(cu[1].tolist()), strict=True):
         if not options and b > a:
-            alone, _ = attention_with_lse(q[None, a:b], k[None, c:d], v[None, c:d], mask=mask, backend="triton")
+            alone, _ = attention_with_lse(
+                q[None, a:b], k[None, c:d], v[None, c:d], mask=mask, backend="triton"
+            )
             torch.testing.assert_close(out[a:b], alone[0])
 
 
@@ -88,7 +102,9 @@ def test_packed_sequences_equal_each_alone(mask, options):
 @pytest.mark.parametrize("mask", [CAUSAL, sliding(9), Mask(4, 7), Mask(None, -3, 6)], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 def test_a_broken_number_stays_in_its_sequence(mask, value):
-    """Those that see it are not finite. A value may spoil its own channel for others too, a key spoils nobody else."""
+    """Those that see it are not finite. A value may spoil its own channel for others too, a key spoils nobody
+    else.
+    """
     clean = make(3, 70, 70, 2, 1, 16, mask=mask)
     before = solve(clean)
     poisoned = clean.change(v=clean.v.clone(), k=clean.k.clone())
@@ -118,13 +134,19 @@ def test_bounds_hide_whatever_is_beyond():
 
 
 def test_any_strides():
-    """Slices of one fused projection, heads first, expanded heads, an odd offset: the same bits as contiguous."""
+    """Slices of one fused projection, heads first, expanded heads, an odd offset: the same bits as
+    contiguous.
+    """
     b, s, h, d = 2, 45, 4, 16
     fused = torch.randn(b, s, 3 * h, d, device=DEVICE)
     heads_first = torch.randn(b, h, s, d, device=DEVICE).transpose(1, 2)
     expanded = torch.randn(b, s, 1, d, device=DEVICE).expand(b, s, h, d)
     shifted = torch.randn(b, s, h, d + 1, device=DEVICE)[..., 1:]
-    for q, k, v in (fused.split(h, 2), (heads_first, heads_first, fused[:, :, :h]), (shifted, expanded, shifted)):
+    for q, k, v in (
+        fused.split(h, 2),
+        (heads_first, heads_first, fused[:, :, :h]),
+        (shifted, expanded, shifted),
+    ):
         results = []
         for tensors in ((q, k, v), (q.contiguous(), k.contiguous(), v.contiguous())):
             results.append(attention_with_lse(*tensors, mask=CAUSAL, backend="triton"))
@@ -153,7 +175,9 @@ def test_wrong_offsets_stay_inside_the_tensors(offsets):
 
 def test_rows_that_are_too_far_apart_are_refused():
     q = torch.empty(1, 1, 1, 16, device=DEVICE).as_strided((1, 1, 1, 16), (0, 1 << 24, 16, 1))
-    with pytest.raises(NotImplementedError, match=r"rows of q lie 16777216 elements apart; call .contiguous\(\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"rows of q lie 16777216 elements apart; call .contiguous\(\)"
+    ):
         attention_with_lse(q, q, q, mask=CAUSAL, backend="triton")
 
 
@@ -182,12 +206,18 @@ def test_compiles_to_one_graph():
     if DEVICE == "cpu":
         pytest.skip("Dynamo cannot trace the interpreter")
     call = torch.compile(
-        lambda q, k, v: attention_with_lse(q, k, v, mask=CAUSAL, backend="triton"), fullgraph=True, dynamic=True
+        lambda q, k, v: attention_with_lse(q, k, v, mask=CAUSAL, backend="triton"),
+        fullgraph=True,
+        dynamic=True,
     )
     for s in (33, 70):
         q = torch.randn(2, s, 4, 16, device=DEVICE)
         assert_same_bits(
-            *zip(call(q, q + 1, q - 1), attention_with_lse(q, q + 1, q - 1, mask=CAUSAL, backend="triton"), strict=True)
+            *zip(
+                call(q, q + 1, q - 1),
+                attention_with_lse(q, q + 1, q - 1, mask=CAUSAL, backend="triton"),
+                strict=True,
+            )
         )
 
 
@@ -195,7 +225,9 @@ def test_the_operator():
     q = torch.randn(1, 5, 2, 16, device=DEVICE)
     arguments = (*(None,) * 14, 0, 0, 0.25, None, 0.0, *(None,) * 4, False)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.attnlib.triton_forward.default, (q, q + 1, q - 1, *arguments), test_utils=tests)
+    torch.library.opcheck(
+        torch.ops.attnlib.triton_forward.default, (q, q + 1, q - 1, *arguments), test_utils=tests
+    )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="numpy has no fused sums, and takes minutes")

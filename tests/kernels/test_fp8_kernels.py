@@ -33,7 +33,11 @@ MASKS = (FULL, CAUSAL, sliding(100), Mask(150), Mask(None, 0, 40), CAUSAL.shift(
 HEADS = ((64, 64), (128, 128), (192, 128), (256, 256), (96, 96), (128, 64))
 NAMES = ("triton:plain",) if INTERPRETED else ("triton", "triton:plain")
 # Plain kernels differ from those of 16 bits in how they load alone.
-DIMS = [("triton:plain", 64)] if INTERPRETED else [("triton:plain", 64), *(("triton", d) for d in (64, 128, 256))]
+DIMS = (
+    [("triton:plain", 64)]
+    if INTERPRETED
+    else [("triton:plain", 64), *(("triton", d) for d in (64, 128, 256))]
+)
 CASES = [("triton:plain", d, e, mask) for d, e in (HEADS[0], HEADS[2]) for mask in MASKS[1:3]]
 CASES += [] if INTERPRETED else [("triton", d, e, mask) for d, e in HEADS for mask in MASKS]
 needs_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
@@ -93,7 +97,9 @@ def test_maxima_that_move_far(name, d):
 @needs_gpu
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_scores_that_rise_from_block_to_block(d):
-    """Where they do, probabilities relative to the maxima so far are too large, and the block is done again."""
+    """Where they do, probabilities relative to the maxima so far are too large, and the block is done
+    again.
+    """
     for mask in (CAUSAL, FULL, sliding(300)):
         for rise in (-0.04, 0.04):
             problem = make(1, 300, 900, 2, 1, d, mask=mask)
@@ -182,7 +188,9 @@ def test_over_a_cache_q_may_be_bytes(latent, tokens, packed):
     wide = (q * descale[owner.to(DEVICE)][..., None]).bfloat16()
     call = {"mask": CAUSAL, "sinks": torch.randn(4, device=DEVICE)}
     ours = cached_attention(q.to(E4M3), view, q_descale=descale, backend="triton", **call)
-    expected = cached_attention(wide.cpu(), _on_cpu(view), mask=CAUSAL, sinks=call["sinks"].cpu(), backend="torch")
+    expected = cached_attention(
+        wide.cpu(), _on_cpu(view), mask=CAUSAL, sinks=call["sinks"].cpu(), backend="torch"
+    )
     assert (ours.cpu() - expected).norm() <= 0.01 * expected.norm()  # torch rounds what is stored to bf16
     if not INTERPRETED:
         theirs = cached_attention(wide, view, backend="triton", **call)
@@ -190,7 +198,9 @@ def test_over_a_cache_q_may_be_bytes(latent, tokens, packed):
 
 
 def _on_cpu(view):
-    planes = {name: None if x is None else x.cpu() for name in FIELDS if (x := getattr(view, name)) is not None}
+    planes = {
+        name: None if x is None else x.cpu() for name in FIELDS if (x := getattr(view, name)) is not None
+    }
     if view.layout.is_latent:
         planes |= {"v": planes["k"], "v_scale": planes["k_scale"]}
     return type(view)(view.layout, view.page_size, **planes)
@@ -200,7 +210,9 @@ FIELDS = ("k", "v", "table", "starts", "lengths", "k_tail", "k_scale", "v_scale"
 
 
 def call_of(x: dict[str, Tensor]) -> Call:
-    return Call(x["q"], CAUSAL, k=x["k"], v=x["v"], descales=Descales(*(x[name] for name in Descales._fields)))
+    return Call(
+        x["q"], CAUSAL, k=x["k"], v=x["v"], descales=Descales(*(x[name] for name in Descales._fields))
+    )
 
 
 def test_the_operators():
@@ -211,7 +223,9 @@ def test_the_operators():
     cache = KVCache.contiguous([layout], max_sequences=2, max_length=32, device=DEVICE)
     cache.admit(2)
     with cache.step(19, replay=True) as (kv,):
-        arguments = flat_over_view(checked(Call(x["q"], CAUSAL, kv=kv.view(), descales=Descales(x["q_descale"]))))
+        arguments = flat_over_view(
+            checked(Call(x["q"], CAUSAL, kv=kv.view(), descales=Descales(x["q_descale"])))
+        )
     torch.library.opcheck(torch.ops.attnlib.triton_cached.default, arguments, test_utils="test_faketensor")
 
 
@@ -245,7 +259,10 @@ def test_a_repeated_step_reads_new_descales():
     with cache.read(1) as (kv,):
         view = kv.view()
         for _ in range(3):
-            q, descale = torch.randn(2, 1, 4, 128, device=DEVICE).to(E4M3), torch.rand(2, 4, device=DEVICE) + 0.5
+            q, descale = (
+                torch.randn(2, 1, 4, 128, device=DEVICE).to(E4M3),
+                torch.rand(2, 4, device=DEVICE) + 0.5,
+            )
             ours = cached_attention(q, view, mask=CAUSAL, q_descale=descale)
             assert PREPARED.count(view) == 1
             wide = cached_attention(
@@ -257,14 +274,18 @@ def test_a_repeated_step_reads_new_descales():
 
 
 @needs_gpu
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # quantize_fp8 turns q and k in fp32
+@pytest.mark.filterwarnings(
+    "ignore:TensorFloat32 tensor cores:UserWarning"
+)  # quantize_fp8 turns q and k in fp32
 def test_compiles_and_captures():
     def call(q, k, v):
         return attention(**quantize_fp8(q, k, v, incoherent=True)._asdict(), mask=CAUSAL, backend="triton")
 
     inputs = [torch.randn(2, 700, heads, 128, device=DEVICE) for heads in (4, 2, 2)]
     expected = call(*inputs)
-    torch.testing.assert_close(torch.compile(call, fullgraph=True)(*inputs), expected, rtol=2.0**-4, atol=2e-2)
+    torch.testing.assert_close(
+        torch.compile(call, fullgraph=True)(*inputs), expected, rtol=2.0**-4, atol=2e-2
+    )
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

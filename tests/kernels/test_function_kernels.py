@@ -47,15 +47,22 @@ def test_training(mask_name, score_name):
     mask, (score, reads) = masks[mask_name], scores.get(score_name, (None, ()))
     golden = [*tensors(d=16), *reads]
     leaves = narrow(*golden)
-    ours = attention_with_lse(*leaves[:3], mask=mask, score=score and score.reading(leaves[3:]), backend="triton")
+    ours = attention_with_lse(
+        *leaves[:3], mask=mask, score=score and score.reading(leaves[3:]), backend="triton"
+    )
     theirs = by_definition(*golden[:3], mask, score)
     close(ours, theirs)
     options = {"allow_unused": True, "materialize_grads": True}
-    close(torch.autograd.grad(loss(*ours), leaves, **options), torch.autograd.grad(loss(*theirs), golden, **options))
+    close(
+        torch.autograd.grad(loss(*ours), leaves, **options),
+        torch.autograd.grad(loss(*theirs), golden, **options),
+    )
 
 
 @pytest.mark.filterwarnings("ignore::attnlib.LayoutWarning")
-@pytest.mark.parametrize(("mask_name", "score_name"), [("documents", None), ("by head", "faded"), ("tree", "relative")])
+@pytest.mark.parametrize(
+    ("mask_name", "score_name"), [("documents", None), ("by head", "faded"), ("tree", "relative")]
+)
 @pytest.mark.parametrize(("b", "s", "t"), NOTHING)
 def test_no_pair_gives_zeros(b, s, t, mask_name, score_name):
     assert_zeros_of_nothing(b, s, t, mask_name, score_name, "triton")
@@ -68,9 +75,15 @@ def test_packed_sequences(mask_name):
     mask = masks[mask_name]
     if mask_name == "documents":  # of as many sequences as there are
         mask = CAUSAL & mask_mod(same_document, torch.randint(0, 4, (4, 60)).sort().values)
-    golden = [*tensors(1, sum(s for s, _ in lengths), sum(t for _, t in lengths), d=16), *scores["relative"][1]]
+    golden = [
+        *tensors(1, sum(s for s, _ in lengths), sum(t for _, t in lengths), d=16),
+        *scores["relative"][1],
+    ]
     leaves, score = narrow(*golden), scores["relative"][0]
-    cu = [torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32) for x in zip(*lengths, strict=True)]
+    cu = [
+        torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        for x in zip(*lengths, strict=True)
+    ]
     options = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "mask": mask, "score": score.reading(leaves[3:])}
     out, lse = varlen_attention_with_lse(*(x[0] for x in leaves[:3]), **options, backend="triton")
     total = torch.zeros((), dtype=torch.float64)
@@ -80,7 +93,9 @@ def test_packed_sequences(mask_name):
         close((out[rows], lse[:, rows]), (alone[0][0], alone[1][0]))
         total = total + loss(*alone)
     options = {"allow_unused": True, "materialize_grads": True}
-    close(torch.autograd.grad(loss(out, lse), leaves, **options), torch.autograd.grad(total, golden, **options))
+    close(
+        torch.autograd.grad(loss(out, lse), leaves, **options), torch.autograd.grad(total, golden, **options)
+    )
 
 
 LAYOUTS = {
@@ -93,7 +108,11 @@ LAYOUTS = {
 }
 
 
-CASES = [*((mask, None) for mask in MASK_NAMES), *((None, score) for score in SCORE_NAMES), ("documents", "relative")]
+CASES = [
+    *((mask, None) for mask in MASK_NAMES),
+    *((None, score) for score in SCORE_NAMES),
+    ("documents", "relative"),
+]
 
 
 @pytest.mark.parametrize(("mask_name", "score_name"), CASES)
@@ -108,7 +127,10 @@ def test_over_a_cache(name, mask_name, score_name):
     else:
         cache = KVCache.contiguous([layout], max_sequences=2, max_length=60, **invariant)
     masks, scores = functions(h=8)
-    mask, (score, _) = masks.get(mask_name, CAUSAL if score_name else FULL), scores.get(score_name, (None, ()))
+    mask, (score, _) = (
+        masks.get(mask_name, CAUSAL if score_name else FULL),
+        scores.get(score_name, (None, ())),
+    )
     handles, done = cache.admit(2), 0
     shapes = ((2, 60, 16), (2, 60, 8)) if layout.is_latent else ((2, 60, 2, 16),) * 2
     q, k, v = torch.randn(2, 60, 8, layout.dim + layout.tail), *map(torch.randn, shapes)
@@ -146,6 +168,8 @@ def test_what_a_function_makes_of_hidden_pairs_reaches_no_gradient(mask):
     golden = [*tensors(d=16), torch.randn(2, 4, dtype=torch.float64, requires_grad=True)]
     leaves = narrow(*golden)
     ours = attention_with_lse(*leaves[:3], mask=mask, score=score_mod(undefined, leaves[3]), backend="triton")
-    theirs = attention_with_lse(*golden[:3], mask=mask, score=score_mod(undefined, golden[3]), backend="reference")
+    theirs = attention_with_lse(
+        *golden[:3], mask=mask, score=score_mod(undefined, golden[3]), backend="reference"
+    )
     close(ours, theirs)
     close(*(torch.autograd.grad(loss(*x), y) for x, y in ((ours, leaves), (theirs, golden))))

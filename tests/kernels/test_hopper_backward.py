@@ -5,7 +5,16 @@ import torch
 from helpers import assert_same_bits, make
 from kernel_helpers import INTERPRETED, assert_both, wait_for
 
-from attnlib import CAUSAL, FULL, Mask, attention, attention_with_lse, explain, sliding, varlen_attention_with_lse
+from attnlib import (
+    CAUSAL,
+    FULL,
+    Mask,
+    attention,
+    attention_with_lse,
+    explain,
+    sliding,
+    varlen_attention_with_lse,
+)
 from attnlib.backends._triton.dense import hopper_tables
 
 IS_HOPPER = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -18,7 +27,9 @@ LENGTHS = ((1, 65), (65, 1), (129, 129), (129, 321), (320, 129), (63, 700))
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["any order", "in order"])
 def in_order(request, monkeypatch):
-    """Programs add to the gradient of queries as they come, or in a fixed order, for deterministic algorithms."""
+    """Programs add to the gradient of queries as they come, or in a fixed order, for deterministic
+    algorithms.
+    """
     monkeypatch.setattr(hopper_tables, "FEW_KEYS", 0)
     torch.use_deterministic_algorithms(request.param)
     return request.param
@@ -63,14 +74,18 @@ def test_any_options(d, e, options):
 @pytest.mark.parametrize(("d", "e"), HEADS)
 def test_packed_sequences_do_not_meet(d, e, h, mask):
     queries, keys = [130, 1, 0, 570, 65, 200], [200, 1, 30, 570, 0, 131]
-    cu = [torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda() for n in (queries, keys)]
+    cu = [
+        torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda() for n in (queries, keys)
+    ]
     of_q, of_k = (slice(offsets[3], offsets[4]) for offsets in cu)
     q, k = tokens(sum(queries) + 7, h, d), tokens(sum(keys) + 5, 2, d)
     v, dout = tokens(sum(keys) + 5, 2, e), tokens(sum(queries) + 7, h, e)
     options = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "mask": mask}
     clean = [x.clone() for x in (q, k, v, dout)]
     ends = (sum(queries), sum(keys), sum(keys), sum(queries))
-    for x, end in zip(clean, ends, strict=True):  # what follows the last sequence has no gradient, whatever it holds
+    for x, end in zip(
+        clean, ends, strict=True
+    ):  # what follows the last sequence has no gradient, whatever it holds
         x[end:] = 0
     expected = gradients(*clean, varlen_attention_with_lse, backend="triton:plain", **options)
     for x, part, end in zip((q, k, v, dout), (of_q, of_k, of_k, of_q), ends, strict=True):
@@ -82,7 +97,12 @@ def test_packed_sequences_do_not_meet(d, e, h, mask):
 
 
 def test_bounds_hide_whatever_is_beyond():
-    q, k, v, dout = tokens(3, 300, 4, 128), tokens(3, 500, 2, 128), tokens(3, 500, 2, 128), tokens(3, 300, 4, 128)
+    q, k, v, dout = (
+        tokens(3, 300, 4, 128),
+        tokens(3, 500, 2, 128),
+        tokens(3, 500, 2, 128),
+        tokens(3, 300, 4, 128),
+    )
     bounds = {"key_starts": torch.tensor([0, 130, 37], dtype=torch.int32).cuda()}
     bounds["key_ends"] = torch.tensor([500, 400, 40], dtype=torch.int32).cuda()
     before = gradients(q, k, v, dout, mask=CAUSAL, backend="triton", **bounds)
@@ -98,7 +118,9 @@ def test_bounds_hide_whatever_is_beyond():
 @pytest.mark.parametrize("g", [2, 4])
 @pytest.mark.parametrize(("d", "e"), HEADS)
 def test_calls_repeat(d, e, g, mask, in_order):
-    """To the bit, but for dq that is added up in any order; few heads, so that all programs meet at its tiles."""
+    """To the bit, but for dq that is added up in any order; few heads, so that all programs meet at its
+    tiles.
+    """
     q, k, v, dout = tokens(2, 4100, 4, d), tokens(2, 4100, g, d), tokens(2, 4100, g, e), tokens(2, 4100, 4, e)
     first, same = gradients(q, k, v, dout, mask=mask, backend="triton"), 0 if in_order else 1
     for _ in range(1000):
@@ -111,7 +133,12 @@ def test_calls_repeat(d, e, g, mask, in_order):
 
 def test_streams_take_turns_of_their_own(in_order):
     """Programs of each stream wait for their own alone, and begin as those of others end."""
-    q, k, v, dout = tokens(2, 4100, 8, 128), tokens(2, 4100, 2, 128), tokens(2, 4100, 2, 128), tokens(2, 4100, 8, 128)
+    q, k, v, dout = (
+        tokens(2, 4100, 8, 128),
+        tokens(2, 4100, 2, 128),
+        tokens(2, 4100, 2, 128),
+        tokens(2, 4100, 8, 128),
+    )
     expected, streams = gradients(q, k, v, dout, mask=CAUSAL), [torch.cuda.Stream() for _ in "123"]
     torch.cuda.synchronize()
     results = []
@@ -133,7 +160,12 @@ def test_memory_of_long_sequences(d, e):
 
     Sums of 96 channels have room for 128, and take 1.34 times as much.
     """
-    q, k, v, dout = tokens(1, 65536, 4, d), tokens(1, 65536, 4, d), tokens(1, 65536, 4, e), tokens(1, 65536, 4, e)
+    q, k, v, dout = (
+        tokens(1, 65536, 4, d),
+        tokens(1, 65536, 4, d),
+        tokens(1, 65536, 4, e),
+        tokens(1, 65536, 4, e),
+    )
     most = []
     for backend in ("triton", "triton:plain"):
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,6 @@
-"""Hopper's own decode kernels: what reaches them, that they are right by the accuracy rule, and repeat to the bit."""
+"""Hopper's own decode kernels: what reaches them, that they are right by the accuracy rule, and repeat to the
+bit.
+"""
 
 from dataclasses import replace
 
@@ -41,7 +43,9 @@ def test_any_heads_and_tokens(heads, counts):
 
 
 @pytest.mark.parametrize("options", [(), ("softcap",), ("alibi_slopes", "sinks"), ("scale",)], ids=str)
-@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(33), Mask(None, 0, 9), Mask(7, 3), Mask(None, -2)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [CAUSAL, FULL, sliding(33), Mask(None, 0, 9), Mask(7, 3), Mask(None, -2)], ids=str
+)
 @pytest.mark.parametrize("heads", [16, 128])
 def test_any_mask_and_option(heads, mask, options):
     assert_right(store(LATENT, Sizes(LENGTHS, STARTS, page_size=128)).call(2, heads, mask, options))
@@ -129,7 +133,8 @@ def of_any_size(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "tokens"), [(8, 4, 1), (1, 16, 1), (1, 32, 1), (2, 5, 3), (4, 8, 4), (6, 1, 20), (16, 1, 2)]
+    ("kv_heads", "group", "tokens"),
+    [(8, 4, 1), (1, 16, 1), (1, 32, 1), (2, 5, 3), (4, 8, 4), (6, 1, 20), (16, 1, 2)],
 )
 def test_any_kv_heads_and_rows_over_pages(of_any_size, kv_heads, group, tokens):
     layout = KVLayout.grouped(kv_heads, 128, dtype=torch.bfloat16)
@@ -139,17 +144,23 @@ def test_any_kv_heads_and_rows_over_pages(of_any_size, kv_heads, group, tokens):
 
 
 @pytest.mark.parametrize("options", [(), ("softcap",), ("alibi_slopes", "sinks"), ("scale",)], ids=str)
-@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(33), Mask(None, 0, 9), Mask(7, 3), Mask(None, -2)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [CAUSAL, FULL, sliding(33), Mask(None, 0, 9), Mask(7, 3), Mask(None, -2)], ids=str
+)
 def test_any_mask_and_option_over_pages(of_any_size, mask, options):
     assert_right(
-        store(KVLayout.grouped(4, 128, dtype=torch.bfloat16), Sizes(LENGTHS, STARTS)).call(2, 16, mask, options)
+        store(KVLayout.grouped(4, 128, dtype=torch.bfloat16), Sizes(LENGTHS, STARTS)).call(
+            2, 16, mask, options
+        )
     )
 
 
 @pytest.mark.parametrize("page_size", [32, 48, 256, None])
 @pytest.mark.parametrize("kv_heads", [1, 8])
 def test_any_page_and_dtype_over_pages(of_any_size, kv_heads, page_size):
-    call = store(KVLayout.grouped(kv_heads, 128, dtype=torch.float16), Sizes(LENGTHS, STARTS, page_size)).call(1, 8)
+    call = store(
+        KVLayout.grouped(kv_heads, 128, dtype=torch.float16), Sizes(LENGTHS, STARTS, page_size)
+    ).call(1, 8)
     assert kernel(call) == "decode_pages"
     assert_right(call)
 
@@ -175,8 +186,12 @@ def test_what_no_tile_of_pages_fits_is_for_the_plain_kernel(of_any_size):
     assert kernel(store(replace(layout, dim=64, value_dim=64), Sizes(LENGTHS)).call(1, 8)) == "decode"
 
 
-@pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding(33), Mask(None, 0, 9), Mask(7, 3), Mask(None, -2)], ids=str)
-@pytest.mark.parametrize(("counts", "options"), [(1, ()), (3, ("softcap",)), (2, ("alibi_slopes", "sinks"))], ids=str)
+@pytest.mark.parametrize(
+    "mask", [CAUSAL, FULL, sliding(33), Mask(None, 0, 9), Mask(7, 3), Mask(None, -2)], ids=str
+)
+@pytest.mark.parametrize(
+    ("counts", "options"), [(1, ()), (3, ("softcap",)), (2, ("alibi_slopes", "sinks"))], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_stored_bytes_over_pages(of_any_size, dtype, counts, options, mask):
     layout = KVLayout.grouped(8, 128, dtype=torch.bfloat16, store=dtype)

@@ -5,7 +5,16 @@ import torch
 from helpers import assert_same_bits, make
 from kernel_helpers import INTERPRETED, assert_forward, wait_for
 
-from attnlib import CAUSAL, FULL, Mask, attention, attention_with_lse, explain, sliding, varlen_attention_with_lse
+from attnlib import (
+    CAUSAL,
+    FULL,
+    Mask,
+    attention,
+    attention_with_lse,
+    explain,
+    sliding,
+    varlen_attention_with_lse,
+)
 from attnlib.backends._triton.dense import hopper_tables
 
 IS_HOPPER = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -43,14 +52,27 @@ def test_any_lengths(d, e, mask):
 
 
 @pytest.mark.parametrize(
-    "options", [("bounds",), ("softcap", "sinks"), ("alibi_slopes", "scale"), ("per_sequence_slopes",)], ids="+".join
+    "options",
+    [("bounds",), ("softcap", "sinks"), ("alibi_slopes", "scale"), ("per_sequence_slopes",)],
+    ids="+".join,
 )
 @pytest.mark.parametrize("d", [64, 128, 192, 256])
 def test_any_options(d, options):
     for mask in (CAUSAL, sliding(70)):
         for dtype in (torch.bfloat16, torch.float16):
             assert_forward(
-                make(3, 200, 333, 4, 2, d, min(d, 256 if d == 256 else 128), mask=mask, options=options, dtype=dtype)
+                make(
+                    3,
+                    200,
+                    333,
+                    4,
+                    2,
+                    d,
+                    min(d, 256 if d == 256 else 128),
+                    mask=mask,
+                    options=options,
+                    dtype=dtype,
+                )
             )
 
 
@@ -64,7 +86,9 @@ def test_maxima_that_move_far(scale):
 @pytest.mark.parametrize("rise", RISES)
 @pytest.mark.parametrize("d", [64, 128, 192, 256])
 def test_scores_that_rise_from_block_to_block(d, rise):
-    """Where they do, probabilities relative to the maxima so far are too large, and the block is done again."""
+    """Where they do, probabilities relative to the maxima so far are too large, and the block is done
+    again.
+    """
     for dtype in (torch.bfloat16, torch.float16):
         for mask in (CAUSAL, FULL, sliding(300)):
             problem = make(1, 300, 900, 2, 1, d, 128 if d == 192 else d, mask=mask, dtype=dtype)
@@ -84,7 +108,9 @@ def test_packed_sequences_are_each_alone_to_the_bit(d, e, mask):
     for x in (q, k, v):
         x[total:] = torch.nan
         x[cu[3] : cu[4]] = torch.nan
-    out, lse = varlen_attention_with_lse(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, mask=mask, backend="triton")
+    out, lse = varlen_attention_with_lse(
+        q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, mask=mask, backend="triton"
+    )
     wait_for()
     for n, (first, end) in enumerate(zip(cu.tolist(), cu.tolist()[1:], strict=False)):
         if n != 3 and end > first:
@@ -119,14 +145,20 @@ def test_bounds_hide_whatever_is_beyond():
     for n, (start, end) in enumerate(((0, 500), (130, 400), (37, 40))):
         for x in (k, v):
             x[n, :start], x[n, end:] = torch.nan, torch.inf
-    assert_same_bits(*zip(before, attention_with_lse(q, k, v, mask=CAUSAL, backend="triton", **bounds), strict=True))
+    assert_same_bits(
+        *zip(before, attention_with_lse(q, k, v, mask=CAUSAL, backend="triton", **bounds), strict=True)
+    )
 
 
 def test_any_strides():
     b, s, h, d = 2, 300, 4, 128
     fused, heads_first = tokens(b, s, 3 * h, d), tokens(b, h, s, d).transpose(1, 2)
     apart = tokens(b, s, h, d + 8)[..., :d]
-    for q, k, v in (fused.split(h, 2), (heads_first, heads_first, fused[:, :, :h]), (apart, apart, heads_first)):
+    for q, k, v in (
+        fused.split(h, 2),
+        (heads_first, heads_first, fused[:, :, :h]),
+        (apart, apart, heads_first),
+    ):
         assert "Hopper" in str(explain(attention, q, k, v, mask=CAUSAL))
         results = [
             attention_with_lse(*each, mask=CAUSAL, backend="triton")
@@ -148,7 +180,10 @@ def test_calls_repeat_to_the_bit(d):
 
 def test_streams_draw_from_counters_of_their_own():
     q, k, v = (tokens(2, 1500, 8, 128) for _ in range(3))
-    expected, streams = attention_with_lse(q, k, v, mask=CAUSAL, backend="triton"), [torch.cuda.Stream() for _ in "123"]
+    expected, streams = (
+        attention_with_lse(q, k, v, mask=CAUSAL, backend="triton"),
+        [torch.cuda.Stream() for _ in "123"],
+    )
     torch.cuda.synchronize()
     results = []
     for _ in range(50):

@@ -1,10 +1,21 @@
-"""Masks and scores by function in Hopper's kernels, and in the plain ones at their sizes, against the torch backend."""
+"""Masks and scores by function in Hopper's kernels, and in the plain ones at their sizes, against the torch
+backend.
+"""
 
 import pytest
 import torch
 from function_cases import loss, same_document
 
-from attnlib import CAUSAL, FULL, attention_with_lse, explain, mask_mod, score_mod, sliding, varlen_attention_with_lse
+from attnlib import (
+    CAUSAL,
+    FULL,
+    attention_with_lse,
+    explain,
+    mask_mod,
+    score_mod,
+    sliding,
+    varlen_attention_with_lse,
+)
 
 pytestmark = pytest.mark.gpu
 HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -48,9 +59,12 @@ def solve(call, q, k, v, score, dtype, **options):
     """Output, LSE and gradients, also of what scores learn."""
     reads = [] if score is None else [x.to(dtype) if dtype == torch.float64 else x for x in score.tensors]
     reads = [
-        x.detach().requires_grad_(y.requires_grad) for x, y in zip(reads, score.tensors if score else (), strict=True)
+        x.detach().requires_grad_(y.requires_grad)
+        for x, y in zip(reads, score.tensors if score else (), strict=True)
     ]
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)] + [x for x in reads if x.requires_grad]
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)] + [
+        x for x in reads if x.requires_grad
+    ]
     out, lse = call(*leaves[:3], score=score and score.reading(reads), **options)
     return out, lse, *torch.autograd.grad(loss(out.double(), lse.double()), leaves)
 
@@ -58,13 +72,20 @@ def solve(call, q, k, v, score, dtype, **options):
 def assert_all(call, tensors, mask, score, **options):
     ours, theirs, exact = (
         solve(call, *tensors, score, dtype, mask=mask, backend=backend, **options)
-        for backend, dtype in (("triton", torch.bfloat16), ("torch", torch.bfloat16), ("torch", torch.float64))
+        for backend, dtype in (
+            ("triton", torch.bfloat16),
+            ("torch", torch.bfloat16),
+            ("torch", torch.float64),
+        )
     )
     assert_alike(ours, theirs, exact)
 
 
 def tensors(b, h, g, d, e, s=TOKENS, t=TOKENS):
-    return [torch.randn(b, n, heads, w, device="cuda").bfloat16() for n, heads, w in ((s, h, d), (t, g, d), (t, g, e))]
+    return [
+        torch.randn(b, n, heads, w, device="cuda").bfloat16()
+        for n, heads, w in ((s, h, d), (t, g, d), (t, g, e))
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +123,8 @@ def test_hoppers_own_kernels_run_them(d):
     q, k, v = (x.requires_grad_() for x in tensors(1, 4, 2, d, d))
     documents = masks(1, TOKENS)["documents"]
     runs = {
-        name: explain(attention_with_lse, q, k, v, mask=documents, score=x).variant for name, x in scores(4).items()
+        name: explain(attention_with_lse, q, k, v, mask=documents, score=x).variant
+        for name, x in scores(4).items()
     }
     assert runs["distance"] == runs[""] == "Hopper"
     assert runs["learns"] == ("plain" if d == 64 else "Hopper forward, plain backward")
@@ -114,6 +136,8 @@ def test_a_mask_by_function_is_as_exact_as_its_band():
     q, k, v = tensors(1, 4, 2, 128, 128)
     for band in (CAUSAL, sliding(300), FULL):
         by_function = FULL & mask_mod(lambda b, h, i, j, band=band: band.visible(i, j))
-        ours, theirs = (attention_with_lse(q, k, v, mask=mask, backend="triton") for mask in (by_function, band))
+        ours, theirs = (
+            attention_with_lse(q, k, v, mask=mask, backend="triton") for mask in (by_function, band)
+        )
         for x, y in zip(ours, theirs, strict=True):
             torch.testing.assert_close(x, y, rtol=2e-2, atol=4e-3)

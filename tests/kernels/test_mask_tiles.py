@@ -42,7 +42,9 @@ def small(request, monkeypatch):
 
 
 def lines(call: Call, block_m: int, block_n: int, *, by_keys: bool):
-    """The lists of a call ``[b, h, blocks, numbers]``, or packed ``[h, blocks, numbers]``, and how many entries fit."""
+    """The lists of a call ``[b, h, blocks, numbers]``, or packed ``[h, blocks, numbers]``, and how many
+    entries fit.
+    """
     a = backend.dense._with_tiles(flat(checked(call)))
     x = DenseShapes(backend.dense._key(a))
     made = mask_tiles.lists(x, LaunchConfig(block_m, block_n, 1, 4), by_keys=by_keys)
@@ -53,7 +55,9 @@ def lines(call: Call, block_m: int, block_n: int, *, by_keys: bool):
 
 
 def told(line, room):
-    """The cut tiles and the whole ones that a line lists, and how many cut ones lie before the first whole one."""
+    """The cut tiles and the whole ones that a line lists, and how many cut ones lie before the first whole
+    one.
+    """
     before, cut, whole = line[:3].tolist()
     entries = line[4:].tolist()
     return entries[:cut], entries[::-1][:whole], before
@@ -95,7 +99,8 @@ def test_lists_have_the_tiles_that_the_definition_has(small, name):
                         m, n = (other, block) if by_keys else (block, other)
                         kind = classes(seen[n_b, head], m, n, by_keys)
                         known.setdefault(kind, []).append(member * tiles + other)
-                # Larger grains than tiles may call a whole tile cut, and one that is hidden; never the other way.
+                # Larger grains than tiles may call a whole tile cut, and one that is hidden; never the other
+                # way.
                 if min(small) >= tables.GRAIN:
                     assert (cut, whole) == (known.get("cut", []), known.get("whole", []))
                 assert set(known.get("cut", [])) <= set(cut)
@@ -117,7 +122,10 @@ def test_many_tiles(small, name):
 
 @pytest.mark.parametrize("small", SIZES[:2], indirect=True, ids=str)
 def test_bounds_of_sequences_cut_the_tiles(small):
-    mask, golden = sliding(50) & mask_mod(lambda b, h, i, j: (i - j) // 20 % 2 == 0), tensors(s=70, t=100, d=16)
+    mask, golden = (
+        sliding(50) & mask_mod(lambda b, h, i, j: (i - j) // 20 % 2 == 0),
+        tensors(s=70, t=100, d=16),
+    )
     leaves, options = narrow(*golden), {"mask": mask, "key_starts": torch.tensor([5, 40], dtype=torch.int32)}
     options["key_ends"] = torch.tensor([100, 61], dtype=torch.int32)
     ours = attention_with_lse(*leaves, **options, backend="triton")

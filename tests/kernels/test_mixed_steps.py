@@ -1,4 +1,6 @@
-"""Packed steps in which a few sequences have many new tokens and the others few: long sequences have splits too."""
+"""Packed steps in which a few sequences have many new tokens and the others few: long sequences have splits
+too.
+"""
 
 from dataclasses import replace
 
@@ -78,7 +80,9 @@ def test_any_offsets(layout, mask, options, plan):
 
 
 def test_sequences_in_a_call_of_their_own(plan):
-    """A mixed step is what a step of the long sequence and one of the others are; in pages of any order to the bit."""
+    """A mixed step is what a step of the long sequence and one of the others are; in pages of any order to
+    the bit.
+    """
     call = mixed(options=("sinks",))
     results, view = call.solve(), call.stored.view
     assert_same_bits(*zip(moved_pages(call).solve(), results, strict=True))

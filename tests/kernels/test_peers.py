@@ -1,4 +1,6 @@
-"""Ranks write queries and results into each other's memory: here the memories of one process, which plays all ranks."""
+"""Ranks write queries and results into each other's memory: here the memories of one process, which plays all
+ranks.
+"""
 
 import pytest
 import torch
@@ -42,7 +44,12 @@ def joined(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     return (weights * out).sum(0), total
 
 
-SHAPES = [((3, 1), 1, 4), ((2, 3), 2, 3), ((5,), 2, 1), ((1,), 1, 16)]  # of tokens, KV heads, a rank's heads for each
+SHAPES = [
+    ((3, 1), 1, 4),
+    ((2, 3), 2, 3),
+    ((5,), 2, 1),
+    ((1,), 1, 16),
+]  # of tokens, KV heads, a rank's heads for each
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -55,12 +62,19 @@ def test_ranks_have_what_all_found(lead, kv_heads, group, count, own, dtype):
     given = given if own else given[:1] * count
     exchanges = [memory.exchange(q, e, have_own_heads=own) for memory, q in zip(every, given, strict=True)]
     found = [x.queries(q, kv_heads) for x, q in zip(exchanges, given, strict=True)]
-    expected = torch.cat([q.unflatten(-2, (kv_heads, group)) for q in given], -2).flatten(-3, -2) if own else given[0]
+    expected = (
+        torch.cat([q.unflatten(-2, (kv_heads, group)) for q in given], -2).flatten(-3, -2)
+        if own
+        else given[0]
+    )
     assert all(torch.equal(q, expected) for q in found)
 
     outs = [torch.randn(*lead, expected.shape[-2], e).to(DEVICE, dtype) for _ in every]
     lses = [lse_of(out) for out in outs]
-    outs = [x.masked_fill(lse.transpose(-1, -2)[..., None] == -torch.inf, 0) for x, lse in zip(outs, lses, strict=True)]
+    outs = [
+        x.masked_fill(lse.transpose(-1, -2)[..., None] == -torch.inf, 0)
+        for x, lse in zip(outs, lses, strict=True)
+    ]
     for rounded in (dtype, torch.float32):
         for _ in range(2):  # when all have written, each has what all found
             given = zip(exchanges, outs, lses, strict=True)
@@ -71,9 +85,13 @@ def test_ranks_have_what_all_found(lead, kv_heads, group, count, own, dtype):
             parts = [x[..., mine, :] for x in outs], [x[..., mine, :] for x in lses]
             right, right_lse = joined(*parts)
             assert out.dtype == rounded
-            torch.testing.assert_close(out.double(), right, rtol=max(1e-5, 2 * torch.finfo(rounded).eps), atol=1e-5)
+            torch.testing.assert_close(
+                out.double(), right, rtol=max(1e-5, 2 * torch.finfo(rounded).eps), atol=1e-5
+            )
             torch.testing.assert_close(lse.double(), right_lse, rtol=1e-5, atol=1e-5)
-    assert [x.handle.count for x in every] == [5] * count  # once before the others' queries are read, and results
+    assert [x.handle.count for x in every] == [
+        5
+    ] * count  # once before the others' queries are read, and results
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,13 @@ from program_cases import FLOATS, MASKS, SCORES, Case, Tile, program_of
 from program_kernels import of_mask, of_score
 from torch import Tensor
 
-from attnlib.backends._triton.functions.programs import derivative_of, function_of, gradients_of, learned, tables
+from attnlib.backends._triton.functions.programs import (
+    derivative_of,
+    function_of,
+    gradients_of,
+    learned,
+    tables,
+)
 from attnlib.backends._triton.functions.ranges import Bounds
 from attnlib.tracing.program import Program
 from attnlib.tracing.trace import FIRST_QUERY
@@ -40,7 +46,9 @@ def tile_of(form: str) -> Tile:
 
 def mask_by_kernel(program: Program, arguments: list, form: str = "rows") -> Tensor:
     seen = torch.full(SHAPE, 7, dtype=torch.int8, device=DEVICE)
-    of_mask[(1,)](seen, tables(moved(arguments)), *PLACE, function_of(program, Bounds()), *SHAPE, *FORMS[form])
+    of_mask[(1,)](
+        seen, tables(moved(arguments)), *PLACE, function_of(program, Bounds()), *SHAPE, *FORMS[form]
+    )
     return seen.cpu()
 
 
@@ -67,10 +75,15 @@ def test_a_divisor_of_0_counts_as_1(name):
     case, ones = Case(divided_by(0)[name]), Case(divided_by(1)[name])
     arguments = [torch.tensor(0.0), torch.zeros(1, dtype=torch.int32)]
     expected = TILE.called(ones, [x + 1 for x in arguments])
-    assert torch.equal(mask_by_kernel(program_of("mask", case, arguments), arguments), expected.to(torch.int8))
+    assert torch.equal(
+        mask_by_kernel(program_of("mask", case, arguments), arguments), expected.to(torch.int8)
+    )
 
 
-@given(st.lists(st.integers(-9, 9), min_size=1, max_size=9), st.sampled_from([*range(-9, 0), *range(1, 10), 16, 2**30]))
+@given(
+    st.lists(st.integers(-9, 9), min_size=1, max_size=9),
+    st.sampled_from([*range(-9, 0), *range(1, 10), 16, 2**30]),
+)
 def test_division_rounds_down(numbers, divisor):
     """By constants and by what is read, of ints and of floats."""
     t, s = torch.tensor(numbers, dtype=torch.int64), torch.tensor(divisor)
@@ -83,7 +96,10 @@ def test_division_rounds_down(numbers, divisor):
 
             case = Case(rounded)
             expected = TILE.called(case, [s, t]).to(torch.int8)
-            assert torch.equal(mask_by_kernel(program_of("mask", case, [s, t]), [s, t]), expected), (half, known)
+            assert torch.equal(mask_by_kernel(program_of("mask", case, [s, t]), [s, t]), expected), (
+                half,
+                known,
+            )
 
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -115,7 +131,9 @@ def test_constants_wrap_around_as_torchs_do(sign, dtype):
         assert seen.all(), (n, arguments[1].tolist())
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # of NaN to an int, where nothing is seen
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered in cast"
+)  # of NaN to an int, where nothing is seen
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_and_their_derivatives(name, form):
@@ -124,21 +142,26 @@ def test_scores_and_their_derivatives(name, form):
     score, d = torch.randn(2, *SHAPE)
     seen = torch.rand(SHAPE) < 0.9
     found = by_kernel(program_of("score", case, arguments), arguments, score, d, seen, form)
-    golden, naive = (by_torch(case, arguments, score, d, seen, form, dtype) for dtype in (torch.float64, torch.float32))
+    golden, naive = (
+        by_torch(case, arguments, score, d, seen, form, dtype) for dtype in (torch.float64, torch.float32)
+    )
     assert found.keys() == golden.keys()
     for part, x in found.items():
         assert_close(part, x, [naive[part]], golden[part], 2, 32 * torch.finfo(torch.float32).eps)
 
 
 def by_kernel(program: Program, arguments: list, score: Tensor, d: Tensor, seen: Tensor, form: str) -> dict:
-    """What becomes of scores, the derivative by them where they are seen, and those of what is read by its number."""
+    """What becomes of scores, the derivative by them where they are seen, and those of what is read by its
+    number.
+    """
     tensors, broken = moved(arguments), torch.where(seen, torch.stack((score, d)), float("nan")).to(DEVICE)
     numbers = learned(program)
     grads = [torch.zeros(x.shape, device=DEVICE) if n in numbers else None for n, x in enumerate(tensors)]
     changed, by_score = torch.full((2, *SHAPE), float("nan"), device=DEVICE)
     of_score[(1,)](
         changed, by_score, *broken, seen.to(DEVICE), tables(tensors), tables(grads), *PLACE,
-        *(make(program, Bounds()) for make in (function_of, derivative_of, gradients_of)), *SHAPE, *FORMS[form],
+        *(make(program, Bounds()) for make in (function_of, derivative_of, gradients_of)), *SHAPE,
+        *FORMS[form],
     )  # fmt: skip
     found = {"changed": changed, "by score": by_score, **{str(n): grads[n] for n in numbers}}
     return {part: x.cpu().masked_fill(~seen, 0) if x.shape == SHAPE else x.cpu() for part, x in found.items()}
@@ -149,7 +172,9 @@ def by_torch(
 ) -> dict:
     """The same of the function, and of autograd, in another precision."""
     of_floats = [x is not FIRST_QUERY and x.dtype in FLOATS for x in arguments]
-    given = [x.to(dtype).requires_grad_() if known else x for x, known in zip(arguments, of_floats, strict=True)]
+    given = [
+        x.to(dtype).requires_grad_() if known else x for x, known in zip(arguments, of_floats, strict=True)
+    ]
     score, d = score.to(dtype).requires_grad_(), d.to(dtype).masked_fill(~seen, 0)
     changed = tile_of(form).called(case, given, score).to(dtype)
     leaves = {"by score": score}

@@ -16,7 +16,11 @@ def test_the_bits_are_those_of_the_plain_interpreter(quickened):
     dout, dlse = problem.directions()
 
     def results() -> list[torch.Tensor]:
-        return [*problem.to(torch.float16).with_gradients(attention_with_lse, dout, dlse, backend="triton").values()]
+        return [
+            *problem.to(torch.float16)
+            .with_gradients(attention_with_lse, dout, dlse, backend="triton")
+            .values()
+        ]
 
     ours, dtypes = results(), interpreter._get_np_dtype
     quickened.close()

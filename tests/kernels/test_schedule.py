@@ -1,4 +1,6 @@
-"""The schedule: splits that follow each other without gaps, as many as there is room for, and none much longer."""
+"""The schedule: splits that follow each other without gaps, as many as there is room for, and none much
+longer.
+"""
 
 from random import Random
 
@@ -85,7 +87,9 @@ def test_splits_tile_what_is_seen(device):
             chosen = [random.choice(lengths) for _ in range(batch)]
             starts = [random.choice((0, 0, 5, length // 2, length)) for length in chosen]
             of = device(processors)
-            entries = scheduled(of, starts, chosen, heads=heads, reach=reach, rows=batch + random.choice((0, 5)))
+            entries = scheduled(
+                of, starts, chosen, heads=heads, reach=reach, rows=batch + random.choice((0, 5))
+            )
             room = decode_tables.capacity(processors, heads)
             ranges = [bounds(*pair, 2**20, reach) for pair in zip(starts, chosen, strict=True)]
             for level, row in enumerate(entries):

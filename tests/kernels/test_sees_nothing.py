@@ -43,4 +43,6 @@ def test_cached(sinks, split_size):
     view.k.fill_(torch.nan)
     view.v.fill_(torch.nan)
     q = torch.randn(1, BLIND + SEEING, 2, 16, device=DEVICE, dtype=torch.float16)
-    assert_nothing(*cached_attention_with_lse(q, view, mask=Mask(None, -BLIND), sinks=sinks, backend="triton"), sinks)
+    assert_nothing(
+        *cached_attention_with_lse(q, view, mask=Mask(None, -BLIND), sinks=sinks, backend="triton"), sinks
+    )

@@ -1,7 +1,7 @@
 """Kernels while another process computes on the same GPU, which then stops them midway to take turns.
 
-Once, an mbarrier that nobody used shared its room with what a program hands to its warps, and was written after it: one
-program in thousands read a wrong sequence, and only where a GPU was shared.
+Once, an mbarrier that nobody used shared its room with what a program hands to its warps, and was written
+after it: one program in thousands read a wrong sequence, and only where a GPU was shared.
 """
 
 import subprocess
@@ -22,7 +22,11 @@ if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capabil
 @pytest.mark.parametrize("case", CASES)
 def test_results_do_not_depend_on_who_else_computes(case):
     paths = [str(SCRIPT.parent), str(SCRIPT.parents[1]), str(SCRIPT.parents[2])]
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}; from shared_gpu import main; main({case!r})"]
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path[:0] = {paths}; from shared_gpu import main; main({case!r})",
+    ]
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
         said = child.stdout.readline()

@@ -1,4 +1,6 @@
-"""Forks that read their common pages once, on the decode kernels: every layout, and graphs that outlive groups."""
+"""Forks that read their common pages once, on the decode kernels: every layout, and graphs that outlive
+groups.
+"""
 
 from dataclasses import replace
 
@@ -60,7 +62,9 @@ def forked(layout: KVLayout) -> tuple[KVCache, list]:
 def test_forks_attend_as_if_each_read_all(name, counts):
     layout = LAYOUTS[name]
     cache, handles = forked(layout)
-    for sinks in (None, torch.randn(4, device=DEVICE)) if INTERPRETED else (None, None, None):  # calls that repeat
+    for sinks in (
+        (None, torch.randn(4, device=DEVICE)) if INTERPRETED else (None, None, None)
+    ):  # calls that repeat
         q, k, v = tensors(layout, *((4, 1) if counts == DENSE else (sum(counts),)))
         with cache.step(1 if counts == DENSE else dict(zip(handles, counts, strict=True))) as (kv,):
             view = kv.append(k, v)

@@ -13,7 +13,12 @@ from attnlib.backends._triton.launching.config import LaunchConfig
 from attnlib.backends._triton.launching.launch import planned
 from attnlib.masks.ready_made import attention_sinks
 
-SIZES = [(16, 16, 16), (32, 16, 32), (16, 64, 16), (64, 32, 32)]  # rows and keys of a tile, and of what is told apart
+SIZES = [
+    (16, 16, 16),
+    (32, 16, 32),
+    (16, 64, 16),
+    (64, 32, 32),
+]  # rows and keys of a tile, and of what is told apart
 LAYOUTS = {
     "grouped": KVLayout.grouped(2, 16),
     "int8": KVLayout.grouped(2, 16, store=torch.int8),
@@ -21,7 +26,11 @@ LAYOUTS = {
 }
 STEPS = (60, 1, (30, 2), (0, 9), 40)  # tokens of each sequence, dense or packed
 # Each size with each mask, over one layout after another.
-CASES = [(size, list(LAYOUTS)[(n + m) % 3], mask) for n, size in enumerate(SIZES) for m, mask in enumerate(MASK_NAMES)]
+CASES = [
+    (size, list(LAYOUTS)[(n + m) % 3], mask)
+    for n, size in enumerate(SIZES)
+    for m, mask in enumerate(MASK_NAMES)
+]
 
 
 @pytest.fixture(autouse=True)

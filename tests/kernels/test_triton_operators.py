@@ -168,7 +168,9 @@ class Calls(TorchDispatchMode):
 
 
 # The interpreter reads no bf16 well.
-@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16], ids=str
+)
 def test_autocast_is_a_cast_of_all_three(dtype):
     inputs = leaves()
     with torch.autocast(DEVICE, dtype):
@@ -189,7 +191,9 @@ def test_flops_are_counted_with_and_without_gradients():
     assert counter.get_flop_counts()["Global"] == {FORWARD: 4 * product, BACKWARD: 5 * product}
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11, once a process
+@pytest.mark.filterwarnings(
+    "ignore:Warning. Profiler clears events:UserWarning"
+)  # torch 2.11, once a process
 def test_a_profiler_sees_the_operators():
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         solve(*leaves()).sum().backward()
@@ -210,7 +214,9 @@ def test_vmap_keeps_gradients_and_function_transforms_are_refused(options):
 
     together = torch.vmap(call)(q)
     each = [torch.stack(x) for x in zip(*map(call, q), strict=True)]
-    ours, theirs = (torch.autograd.grad((out * out).sum() + lse.sin().sum(), q) for out, lse in (together, each))
+    ours, theirs = (
+        torch.autograd.grad((out * out).sum() + lse.sin().sum(), q) for out, lse in (together, each)
+    )
     torch.testing.assert_close(together, tuple(each))
     torch.testing.assert_close(ours, theirs)
     with pytest.raises(RuntimeError, match="setup_context"):
@@ -225,7 +231,9 @@ def test_an_exported_call_keeps_gradients():
 
     q, k = random(1, 9, 4, 16).requires_grad_(), random(1, 9, 2, 16).requires_grad_()
     exported = torch.export.export(Call(), (q, k)).module()
-    torch.testing.assert_close(torch.autograd.grad(exported(q, k), (q, k)), torch.autograd.grad(Call()(q, k), (q, k)))
+    torch.testing.assert_close(
+        torch.autograd.grad(exported(q, k), (q, k)), torch.autograd.grad(Call()(q, k), (q, k))
+    )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA graph")

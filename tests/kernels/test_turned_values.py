@@ -1,4 +1,6 @@
-"""Values by channels, before Hopper's forward of 8 bits: every byte where the product looks for it, zeros elsewhere."""
+"""Values by channels, before Hopper's forward of 8 bits: every byte where the product looks for it, zeros
+elsewhere.
+"""
 
 import pytest
 import torch
@@ -17,11 +19,15 @@ def stored(*shape: int) -> Tensor:
     return torch.randint(1, 256, shape, dtype=torch.uint8, device=DEVICE)
 
 
-def turned(v: Tensor, width: int, blocks: int, bounds: tuple | None = None, cu: Tensor | None = None) -> Tensor:
+def turned(
+    v: Tensor, width: int, blocks: int, bounds: tuple | None = None, cu: Tensor | None = None
+) -> Tensor:
     """What the kernel makes of values ``[b, t, g, e]``; 7 where it writes nothing."""
     b, t, g, e = v.shape
     out = torch.full((b, e, g, blocks * BLOCK_N), 7, dtype=torch.uint8, device=DEVICE)
-    starts, ends = (None, None) if bounds is None else (torch.full((b,), n, device=DEVICE).int() for n in bounds)
+    starts, ends = (
+        (None, None) if bounds is None else (torch.full((b,), n, device=DEVICE).int() for n in bounds)
+    )
     batch = b if cu is None else len(cu) - 1
     turn_values[(b * g * blocks,)](
         v, out, starts, ends, cu if cu is None else cu.to(DEVICE), *v.stride()[:3], batch, g, t,

@@ -46,9 +46,14 @@ def decode(device: torch.device, steps: int) -> list[torch.Tensor]:
 def train(device: torch.device) -> list[torch.Tensor]:
     """Results and gradients of a dense call."""
     generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(1, 130, h, 64, generator=generator).half().to(device).requires_grad_() for h in (4, 2, 2)]
+    leaves = [
+        torch.randn(1, 130, h, 64, generator=generator).half().to(device).requires_grad_() for h in (4, 2, 2)
+    ]
     out, lse = attention_with_lse(*leaves, mask=CAUSAL, backend="triton")
-    return [x.detach().cpu() for x in (out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves))]
+    return [
+        x.detach().cpu()
+        for x in (out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves))
+    ]
 
 
 class Captured:
@@ -66,7 +71,9 @@ class Captured:
                 self.attend(self.given)
             with self.cache.step(1) as layers, torch.no_grad():
                 torch.cuda.synchronize(device)
-                with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(device)):  # torch keeps one, of one device
+                with torch.cuda.graph(
+                    self.graph, stream=torch.cuda.Stream(device)
+                ):  # torch keeps one, of one device
                     self.found = self.over(layers, self.given)
                 self.graph.replay()
 
@@ -77,7 +84,10 @@ class Captured:
             widths = ((64,), (16,)) if layout.is_latent else ((2, 64), (2, 64))
             shapes = ((4, layout.dim + layout.tail), *widths)
             made.append(
-                tuple(torch.randn(2, tokens, *x, generator=self.generator).half().to(self.device) for x in shapes)
+                tuple(
+                    torch.randn(2, tokens, *x, generator=self.generator).half().to(self.device)
+                    for x in shapes
+                )
             )
         return made
 

@@ -16,24 +16,40 @@ from attnlib.layers import latent_forms as forms_module
 torch.set_num_threads(1)
 
 HIDDEN = 24
-SIZES = {"q_lora_rank": None, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+SIZES = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
 ABSORBED = SIZES["kv_lora_rank"] + SIZES["qk_rope_head_dim"]  # width of a query in each form
 EXPANDED = SIZES["qk_nope_head_dim"] + SIZES["qk_rope_head_dim"]
 DEEPSEEK_V3 = {"rank": 512, "nope": 128, "rope": 64, "value": 128}
 BOTH = ("gqa", "mla-auto")  # one of either class
-DOORS = {"dense": "attention", "varlen": "varlen_attention", "cached": "cached_attention"}  # by kinds of calls
+DOORS = {
+    "dense": "attention",
+    "varlen": "varlen_attention",
+    "cached": "cached_attention",
+}  # by kinds of calls
 KINDS = ("mha", "gqa", "mqa", "mla-expanded", "mla-absorbed", "mla-auto")
 
 
 def grouped(num_kv_heads: int = 2, *, rope: bool = True, **options) -> GroupedQueryAttention:
     """A small grouped-query layer, fp64 and causal if not said otherwise."""
     options = {"mask": CAUSAL, "head_dim": 8, "dtype": torch.float64} | options
-    return GroupedQueryAttention(HIDDEN, 4, num_kv_heads=num_kv_heads, rope=Rope(8) if rope else None, **options)
+    return GroupedQueryAttention(
+        HIDDEN, 4, num_kv_heads=num_kv_heads, rope=Rope(8) if rope else None, **options
+    )
 
 
 def latent(form: str = "auto", *, rope: bool = True, **options) -> MultiHeadLatentAttention:
-    """A small latent layer, fp64 and causal if not said otherwise; without rope its heads have no rotary channels."""
-    options = {"mask": CAUSAL, "dtype": torch.float64} | SIZES | options | ({} if rope else {"qk_rope_head_dim": 0})
+    """A small latent layer, fp64 and causal if not said otherwise; without rope its heads have no rotary
+    channels.
+    """
+    options = (
+        {"mask": CAUSAL, "dtype": torch.float64} | SIZES | options | ({} if rope else {"qk_rope_head_dim": 0})
+    )
     width = options["qk_rope_head_dim"]
     turned = Rope(width, interleaved=True) if width else None
     return MultiHeadLatentAttention(HIDDEN, 4, form=form, rope=turned, **options)
@@ -69,7 +85,14 @@ def stack(kind: str, masks: Sequence[Mask] = (CAUSAL, CAUSAL), **options) -> Sta
 
 
 def cache_for(
-    model: Stack, page_size: int | None = 4, *, sequences: int = 4, length: int = 48, store=None, dtype=None, **options
+    model: Stack,
+    page_size: int | None = 4,
+    *,
+    sequences: int = 4,
+    length: int = 48,
+    store=None,
+    dtype=None,
+    **options,
 ) -> KVCache:
     """A paged cache of the model, or with ``page_size=None`` a contiguous one."""
     layouts = [layer.kv_layout for layer in model.layers]
@@ -102,7 +125,9 @@ def alone(model: nn.Module, x: Tensor, **inputs) -> Tensor:
 
 def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Reproducible hidden states ``[*shape, m]``."""
-    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def close(a: Tensor, b: Tensor) -> None:
@@ -117,15 +142,21 @@ def gradients(module: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> 
     out = run(x)
     seeded = torch.Generator().manual_seed(1)
     out.backward(torch.randn(out.shape, generator=seeded, dtype=torch.float64).to(out.dtype))
-    return {"out": out.detach(), "x": x.grad} | {name: p.grad.clone() for name, p in module.named_parameters()}
+    return {"out": out.detach(), "x": x.grad} | {
+        name: p.grad.clone() for name, p in module.named_parameters()
+    }
 
 
 def assert_twice_as_good(ours: dict, theirs: dict, truth: dict, *, factor: float = 2) -> None:
-    """Each error of ours against fp64 is at most ``factor`` times theirs, plus four ulps of the largest value."""
+    """Each error of ours against fp64 is at most ``factor`` times theirs, plus four ulps of the largest
+    value.
+    """
     assert ours.keys() == theirs.keys() == truth.keys()
     for name, exact in truth.items():
         ulp = torch.finfo(ours[name].dtype).eps * exact.abs().max().item()
-        error, allowed = ((side[name].double() - exact.double()).abs().max().item() for side in (ours, theirs))
+        error, allowed = (
+            (side[name].double() - exact.double()).abs().max().item() for side in (ours, theirs)
+        )
         assert error <= factor * allowed + 4 * ulp, f"{name}: {error:.3g} against {allowed:.3g}"
 
 

@@ -22,7 +22,9 @@ class SharedAngles(Stack):
 
 MODELS = {
     "gqa": lambda: stack("gqa", (sliding(3), CAUSAL), qk_norm=True, dtype=torch.float32),
-    "alibi-sinks-softcap": lambda: stack("mqa", rope=False, alibi=True, sinks=True, softcap=2.0, dtype=torch.float32),
+    "alibi-sinks-softcap": lambda: stack(
+        "mqa", rope=False, alibi=True, sinks=True, softcap=2.0, dtype=torch.float32
+    ),
     "mla": lambda: stack("mla-auto", dtype=torch.float32),
     "mla-absorbed": lambda: stack("mla-absorbed", dtype=torch.float32),
     "shared-angles": lambda: SharedAngles(*stack("gqa", dtype=torch.float32).layers),
@@ -63,7 +65,8 @@ def check_training(model, run, counter, lengths):
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("mla", "shared-angles")), "alibi-sinks-softcap"]
+    "name",
+    [*(pytest.param(x, marks=pytest.mark.slow) for x in ("mla", "shared-angles")), "alibi-sinks-softcap"],
 )
 def test_a_training_step_of_two_lengths(name):
     model = MODELS[name]()
@@ -119,12 +122,16 @@ def test_twenty_packed_decode_steps(name):
     """One token of each sequence, the second of them first."""
     model = MODELS[name]()
     run, counter = compiled(model)
-    check_decoding(model, run, counter, 4, lambda cache, i: dict.fromkeys(reversed(cache._sequences.handles), 1))
+    check_decoding(
+        model, run, counter, 4, lambda cache, i: dict.fromkeys(reversed(cache._sequences.handles), 1)
+    )
 
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_sequences_that_come_and_go_compile_at_most_twice(kind):
-    """Once for the first batch size and once for all others; forks, truncation and new caches compile nothing."""
+    """Once for the first batch size and once for all others; forks, truncation and new caches compile
+    nothing.
+    """
     model = stack(kind, dtype=torch.float32)
     run, counter = compiled(model)
     for _ in range(2):

@@ -1,4 +1,6 @@
-"""Decoding from a cache is the prompt at once: for every kind of layer, of cache, of feeding and of interruption."""
+"""Decoding from a cache is the prompt at once: for every kind of layer, of cache, of feeding and of
+interruption.
+"""
 
 import pytest
 import torch
@@ -88,7 +90,9 @@ class Run:
 
 
 def churned(cache, model, seed):
-    """The cache after other sequences came and went, so that pages are in disorder and hold their leftovers."""
+    """The cache after other sequences came and went, so that pages are in disorder and hold their
+    leftovers.
+    """
     handles = cache.admit(3)
     feed(model, cache, {handle: 100 * tokens(1 + (seed >> 3 * n) % 8) for n, handle in enumerate(handles)})
     order = torch.randperm(3, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -102,7 +106,9 @@ def churned(cache, model, seed):
 @pytest.mark.parametrize(("kind", "variant"), CASES)
 @settings(max_examples=5, deadline=None)
 @given(page_sizes, counts, st.lists(st.tuples(counts, counts), min_size=1, max_size=5), seeds)
-def test_ragged_steps_with_admission_equal_each_sequence_alone(kind, variant, page_size, head_start, steps, seed):
+def test_ragged_steps_with_admission_equal_each_sequence_alone(
+    kind, variant, page_size, head_start, steps, seed
+):
     model = stack(kind, **VARIANTS[variant])
     run = Run(model, churned(cache_for(model, page_size, length=128), model, seed), seed)
     one = run.admit()
@@ -117,7 +123,12 @@ def test_ragged_steps_with_admission_equal_each_sequence_alone(kind, variant, pa
 
 @pytest.mark.parametrize(("kind", "variant"), CASES)
 @settings(max_examples=3, deadline=None)
-@given(page_sizes, st.lists(st.one_of(st.just(1), counts), min_size=1, max_size=6), st.lists(counts, min_size=3), seeds)
+@given(
+    page_sizes,
+    st.lists(st.one_of(st.just(1), counts), min_size=1, max_size=6),
+    st.lists(counts, min_size=3),
+    seeds,
+)
 def test_dense_steps_with_left_padding_equal_unpadded_runs(kind, variant, page_size, chunks, padding, seed):
     """Fault 91. The padding itself is NaN: it is stored and never seen."""
     model = stack(kind, **VARIANTS[variant])
@@ -193,7 +204,9 @@ def test_forks_that_diverge_equal_independent_runs(kind, variant, page_size, sha
 @settings(max_examples=4, deadline=None)
 @given(page_sizes, st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=4), seeds)
 def test_truncating_and_appending_other_tokens_equals_a_fresh_run(kind, variant, page_size, rounds, seed):
-    """Fault 89: speculative decoding takes back what was refused, up to ``rollback`` tokens from the longest it was."""
+    """Fault 89: speculative decoding takes back what was refused, up to ``rollback`` tokens from the longest
+    it was.
+    """
     model = stack(kind, **VARIANTS[variant])
     options = {} if page_size is None else {"rollback": 20}
     run = Run(model, cache_for(model, page_size, length=128, **options), seed)
@@ -224,7 +237,11 @@ def fail_after_one_layer(run, request):
 
 def leave_after_one_layer(run, request):
     x = torch.cat([run.new(n) for n in request.values()])
-    with pytest.raises(RuntimeError, match="did not append"), torch.no_grad(), run.cache.step(request) as layers:
+    with (
+        pytest.raises(RuntimeError, match="did not append"),
+        torch.no_grad(),
+        run.cache.step(request) as layers,
+    ):
         run.model.layers[0](x, kv=layers[0])
 
 

@@ -4,7 +4,17 @@ import copy
 
 import pytest
 import torch
-from layer_helpers import KINDS, Stack, assert_twice_as_good, cache_for, close, feed_dense, make, stack, tokens
+from layer_helpers import (
+    KINDS,
+    Stack,
+    assert_twice_as_good,
+    cache_for,
+    close,
+    feed_dense,
+    make,
+    stack,
+    tokens,
+)
 
 from attnlib import FULL
 
@@ -54,7 +64,9 @@ def test_a_quantised_cache_is_a_cache_of_rounded_values(kind, page_size, store):
     assert rounded.nbytes < exact.nbytes
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch's RMSNorm, once
+@pytest.mark.filterwarnings(
+    "ignore:Mismatch dtype between input and weight:UserWarning"
+)  # torch's RMSNorm, once
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_under_autocast_takes_a_cache_of_its_dtype(kind):
     model, x = stack(kind, dtype=torch.float32), tokens(2, 24, dtype=torch.float32)
@@ -76,7 +88,9 @@ def test_decoding_under_autocast_takes_a_cache_of_its_dtype(kind):
         feed_dense(model, cache, chunks[2])
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch's RMSNorm, once
+@pytest.mark.filterwarnings(
+    "ignore:Mismatch dtype between input and weight:UserWarning"
+)  # torch's RMSNorm, once
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stored_context_under_autocast_is_of_its_dtype(kind):
     layer, context = make(kind, rope=False, mask=FULL, dtype=torch.float32), tokens(2, 6, dtype=torch.float32)
@@ -92,7 +106,10 @@ def test_a_stored_context_under_autocast_is_of_its_dtype(kind):
     assert_twice_as_good({"out": stored}, {"out": at_once}, {"out": layer(x, context=context).detach()})
     narrow = cache_for(Stack(layer))
     narrow.admit(2)
-    bf16, words = torch.autocast("cpu", torch.bfloat16), "expected a cache of torch.bfloat16, .* got torch.float32"
+    bf16, words = (
+        torch.autocast("cpu", torch.bfloat16),
+        "expected a cache of torch.bfloat16, .* got torch.float32",
+    )
     with pytest.raises(TypeError, match=f"kv: {words}"), bf16, torch.no_grad(), narrow.step(6) as (kv,):
         layer.append_context(context, kv)
     with torch.no_grad(), narrow.step(6) as (kv,):

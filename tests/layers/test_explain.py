@@ -9,7 +9,13 @@ from attnlib import CAUSAL, GroupedQueryAttention, KVCache, MultiHeadLatentAtten
 from attnlib.call.call import checked
 from attnlib.dispatch import run as running
 
-LATENT = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 LAYERS = {
     "grouped": lambda: GroupedQueryAttention(32, 4, num_kv_heads=2, mask=CAUSAL, rope=Rope(8), v_head_dim=6),
     "latent": lambda: MultiHeadLatentAttention(32, 4, mask=sliding(9), rope=Rope(4), **LATENT),
@@ -46,7 +52,9 @@ def test_a_step_goes_on_as_it_would(name):
     """In steps of a prompt, of a token and of a chunk."""
     torch.manual_seed(0)
     layer = LAYERS[name]()
-    asked, plain = (KVCache.paged([layer.kv_layout], pages=40, page_size=4, max_sequences=2) for _ in range(2))
+    asked, plain = (
+        KVCache.paged([layer.kv_layout], pages=40, page_size=4, max_sequences=2) for _ in range(2)
+    )
     for cache in (asked, plain):
         cache.admit(2)
     for tokens in (7, 1, 20):

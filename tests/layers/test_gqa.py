@@ -73,7 +73,9 @@ def test_slices_of_heads_add_up():
         assert part.kv_layout.heads == 1
         cache = cache_for(Stack(part))
         cache.admit(2)
-        cached = cached + torch.cat([feed_dense(Stack(part), cache, chunk) - chunk for chunk in x.split(2, 1)], 1)
+        cached = cached + torch.cat(
+            [feed_dense(Stack(part), cache, chunk) - chunk for chunk in x.split(2, 1)], 1
+        )
     close(total, layer(x))
     close(cached, layer(x).detach())
 
@@ -103,17 +105,31 @@ def test_alibi_slopes_are_the_published_ones(heads):
 def test_casting_leaves_alibi_slopes_exact():
     layer = GroupedQueryAttention(24, 12, mask=CAUSAL, alibi=True)
     slopes = layer.alibi_slopes.clone()
-    for cast in (lambda m: m.bfloat16(), lambda m: m.double(), copy.deepcopy, lambda m: m.to("cpu", torch.float16)):
+    for cast in (
+        lambda m: m.bfloat16(),
+        lambda m: m.double(),
+        copy.deepcopy,
+        lambda m: m.to("cpu", torch.float16),
+    ):
         layer = cast(layer)
         assert torch.equal(layer.alibi_slopes.double(), slopes.double())
-    layer = GroupedQueryAttention(24, 12, mask=CAUSAL, alibi=True, device="meta").bfloat16().to_empty(device="cpu")
+    layer = (
+        GroupedQueryAttention(24, 12, mask=CAUSAL, alibi=True, device="meta")
+        .bfloat16()
+        .to_empty(device="cpu")
+    )
     layer.reset_parameters()
     assert torch.equal(layer.alibi_slopes.double(), slopes.double())
 
 
 def test_a_layer_is_its_projections_around_attention():
-    """Every option reaches the core: the layer equals the function with the layer's own weights and settings."""
-    layer, x = grouped(sinks=True, alibi=True, qk_norm=True, softcap=1.5, scale=0.7, mask=sliding(3)), tokens(2, 7)
+    """Every option reaches the core: the layer equals the function with the layer's own weights and
+    settings.
+    """
+    layer, x = (
+        grouped(sinks=True, alibi=True, qk_norm=True, softcap=1.5, scale=0.7, mask=sliding(3)),
+        tokens(2, 7),
+    )
     nn.init.normal_(layer.sinks)
     q, k, v = (p(x).unflatten(-1, (-1, 8)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     angles = Rope(8).angles(torch.arange(7))
@@ -121,7 +137,13 @@ def test_a_layer_is_its_projections_around_attention():
     options = {"scale": 0.7, "softcap": 1.5, "sinks": layer.sinks, "alibi_slopes": layer.alibi_slopes}
     out = attention(q, k, v, mask=sliding(3), backend="reference", **options)
     close(layer(x), layer.o_proj(out.flatten(-2)))
-    for name, value in {"softcap": None, "scale": 1.0, "mask": CAUSAL, "sinks": None, "alibi_slopes": None}.items():
+    for name, value in {
+        "softcap": None,
+        "scale": 1.0,
+        "mask": CAUSAL,
+        "sinks": None,
+        "alibi_slopes": None,
+    }.items():
         other = copy.deepcopy(layer)
         setattr(other, name, value)
         assert not torch.allclose(other(x), layer(x)), name

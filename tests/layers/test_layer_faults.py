@@ -4,7 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layer_helpers import BOTH, HIDDEN, SIZES, Stack, cache_for, close, feed_dense, grouped, latent, make, tokens
+from layer_helpers import (
+    BOTH,
+    HIDDEN,
+    SIZES,
+    Stack,
+    cache_for,
+    close,
+    feed_dense,
+    grouped,
+    latent,
+    make,
+    tokens,
+)
 from torch.utils.checkpoint import checkpoint
 
 from attnlib import (
@@ -43,22 +55,47 @@ CONSTRUCTION = {
         r"num_heads: .*24, got 5; .*head_dim",
     ),
     "no heads": (GroupedQueryAttention, {"num_heads": 0}, ValueError, "^num_heads: .*1, got 0"),
-    "kv heads do not divide": (GroupedQueryAttention, {"num_kv_heads": 3}, ValueError, "num_kv_heads: .*4, got 3"),
+    "kv heads do not divide": (
+        GroupedQueryAttention,
+        {"num_kv_heads": 3},
+        ValueError,
+        "num_kv_heads: .*4, got 3",
+    ),
     "more kv heads": (GroupedQueryAttention, {"num_kv_heads": 8}, ValueError, "num_kv_heads: .*4, got 8"),
     "no kv heads": (GroupedQueryAttention, {"num_kv_heads": 0}, ValueError, "num_kv_heads: .*1, got 0"),
     "empty heads": (GroupedQueryAttention, {"head_dim": 0}, ValueError, "head_dim: .*1, got 0"),
     "mask by name": (GroupedQueryAttention, {"mask": "causal"}, TypeError, "mask: .*CAUSAL.* got str"),
-    "rope by theta": (GroupedQueryAttention, {"rope": 10_000.0}, TypeError, r"rope: .*Rope\(64, theta.* got float"),
+    "rope by theta": (
+        GroupedQueryAttention,
+        {"rope": 10_000.0},
+        TypeError,
+        r"rope: .*Rope\(64, theta.* got float",
+    ),
     "wide rope": (GroupedQueryAttention, {"rope": Rope(8)}, ValueError, "rope: .*head_dim=6, got 8"),
     "unknown argument": (GroupedQueryAttention, {"window": 3}, TypeError, "window"),
-    "mha in groups": (MultiHeadAttention, {"num_kv_heads": 2}, ValueError, "num_kv_heads: .*4, got 2; .*GroupedQuery"),
-    "mqa in groups": (MultiQueryAttention, {"num_kv_heads": 2}, ValueError, "num_kv_heads: .*1, got 2; .*GroupedQuery"),
+    "mha in groups": (
+        MultiHeadAttention,
+        {"num_kv_heads": 2},
+        ValueError,
+        "num_kv_heads: .*4, got 2; .*GroupedQuery",
+    ),
+    "mqa in groups": (
+        MultiQueryAttention,
+        {"num_kv_heads": 2},
+        ValueError,
+        "num_kv_heads: .*1, got 2; .*GroupedQuery",
+    ),
     "q_lora_rank 0": (MultiHeadLatentAttention, {"q_lora_rank": 0}, ValueError, "q_lora_rank: .*1, got 0"),
     "no rank": (MultiHeadLatentAttention, {"kv_lora_rank": 0}, ValueError, "kv_lora_rank: .*1, got 0"),
     "no values": (MultiHeadLatentAttention, {"v_head_dim": 0}, ValueError, "v_head_dim: .*1, got 0"),
     "no latent heads": (MultiHeadLatentAttention, {"num_heads": 0}, ValueError, "num_heads: .*1, got 0"),
     "only rope": (MultiHeadLatentAttention, {"qk_nope_head_dim": 0}, ValueError, "qk_nope_head_dim.* got 0"),
-    "negative rope": (MultiHeadLatentAttention, {"qk_rope_head_dim": -2}, ValueError, "qk_rope_head_dim.* got -2"),
+    "negative rope": (
+        MultiHeadLatentAttention,
+        {"qk_rope_head_dim": -2},
+        ValueError,
+        "qk_rope_head_dim.* got -2",
+    ),
     "other rope": (MultiHeadLatentAttention, {"rope": Rope(6)}, ValueError, "rope: .*dim=4 .*got 6"),
     "rotary channels without rope": (
         MultiHeadLatentAttention,
@@ -115,7 +152,12 @@ CALLS = {
     "packed alone": (True, {"x": tokens(5)}, ValueError, "x: packed .* needs cu_seqlens="),
     "dense with offsets": (True, {"cu_seqlens": PACKED}, ValueError, "cu_seqlens: expected packed x"),
     "context and rope": (True, {"context": tokens(2, 3)}, ValueError, "context: .*rope=None"),
-    "wide context": (False, {"context": torch.zeros(2, 3, 7)}, ValueError, r"context: expected \[b, t, m=24\]"),
+    "wide context": (
+        False,
+        {"context": torch.zeros(2, 3, 7)},
+        ValueError,
+        r"context: expected \[b, t, m=24\]",
+    ),
     "packed context": (False, {"context": tokens(3)}, ValueError, r"context: expected \[b, t, m=24\]"),
     "context and offsets": (
         False,
@@ -149,7 +191,12 @@ CALLS = {
     ),
     "bounds of another batch": (True, {"key_starts": torch.zeros(3).int()}, ValueError, "key_starts: .*2"),
     "another batch": (False, {"context": tokens(3, 4)}, ValueError, "b=2"),
-    "float positions": (True, {"positions": torch.zeros(2, 5)}, TypeError, "positions: expected an integer tensor"),
+    "float positions": (
+        True,
+        {"positions": torch.zeros(2, 5)},
+        TypeError,
+        "positions: expected an integer tensor",
+    ),
     "angles of another pairing": (
         True,
         {"positions": Rope(8, interleaved=True).angles(torch.arange(5))},
@@ -162,7 +209,12 @@ CALLS = {
         ValueError,
         "positions: .*rope=None.* got half:8; leave them out",
     ),
-    "angles of another width": (True, {"positions": Rope(6).angles(torch.arange(5))}, ValueError, "got half:6"),
+    "angles of another width": (
+        True,
+        {"positions": Rope(6).angles(torch.arange(5))},
+        ValueError,
+        "got half:6",
+    ),
     "another dtype": (
         True,
         {"x": tokens(2, 5).float()},
@@ -176,7 +228,12 @@ CALLS = {
         ValueError,
         r"positions: expected \[b=2, s=5\] or \[s=5\], one for each token of x, got \(4,\)",
     ),
-    "positions of another batch": (True, {"positions": torch.zeros(3, 5).int()}, ValueError, r"\[b=2, s=5\].*\(3, 5\)"),
+    "positions of another batch": (
+        True,
+        {"positions": torch.zeros(3, 5).int()},
+        ValueError,
+        r"\[b=2, s=5\].*\(3, 5\)",
+    ),
     "one position": (True, {"positions": torch.tensor(3)}, ValueError, r"positions: expected .* got \(\)"),
     "positions that say three things of a token": (  # and which begin again, though nobody could tell
         True,
@@ -225,7 +282,10 @@ def test_dynamic_ntk_needs_a_length_and_refuses_a_cache(kind):
     cache.admit()
     with pytest.raises(ValueError, match=r"rope: DynamicNTK .*cache"):
         feed_dense(Stack(layer), cache, x)
-    for inputs in ({"positions": torch.arange(5)}, {"x": x[0], "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}):
+    for inputs in (
+        {"positions": torch.arange(5)},
+        {"x": x[0], "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)},
+    ):
         with pytest.raises(ValueError, match=r"positions: .*rope.angles\(positions, length="):
             layer(**({"x": x} | inputs))
     assert torch.equal(layer(x), layer(x, positions=layer.rope.angles(torch.arange(5), length=5)))
@@ -267,14 +327,20 @@ def test_gradients_into_a_cache_are_refused(cached):
     """Faults 30 and 93, also under checkpointing."""
     layer, cache = cached
     for run in (layer, lambda x, kv: checkpoint(layer, x, kv=kv, use_reentrant=False)):
-        with pytest.raises(NotImplementedError, match=r"no backward; .*torch.no_grad\(\)"), cache.step(1) as (kv,):
+        with (
+            pytest.raises(NotImplementedError, match=r"no backward; .*torch.no_grad\(\)"),
+            cache.step(1) as (kv,),
+        ):
             run(tokens(2, 1), kv=kv)
     layer.requires_grad_(False)
     with pytest.raises(NotImplementedError, match="no backward"), cache.step(1) as (kv,):
         layer(tokens(2, 1).requires_grad_(), kv=kv)
     stored = layer.k_proj if hasattr(layer, "k_proj") else layer.kv_a_proj_with_mqa
     stored.requires_grad_()  # the query asks for no gradient, and the keys must not lose theirs
-    with pytest.raises(NotImplementedError, match=r"(k|latent): a cache has no backward"), cache.step(1) as (kv,):
+    with (
+        pytest.raises(NotImplementedError, match=r"(k|latent): a cache has no backward"),
+        cache.step(1) as (kv,),
+    ):
         layer(tokens(2, 1), kv=kv)
     stored.requires_grad_(False)
     with cache.step(1) as (kv,):
@@ -298,7 +364,11 @@ def test_a_layer_cache_is_used_inside_its_step(cached):
         layer(tokens(2, 1), kv=kv)
     with pytest.raises(RuntimeError, match=r"with cache.step\(...\)"), torch.no_grad():
         layer(tokens(2, 1), kv=kv)
-    with pytest.raises(RuntimeError, match=r"with cache.step\(...\)"), torch.no_grad(), cache.read(1) as (kv,):
+    with (
+        pytest.raises(RuntimeError, match=r"with cache.step\(...\)"),
+        torch.no_grad(),
+        cache.read(1) as (kv,),
+    ):
         layer(tokens(2, 1), kv=kv)
 
 
@@ -306,7 +376,8 @@ HALF, INTERLEAVED = Rope(4), Rope(4, interleaved=True)
 
 
 @pytest.mark.parametrize(
-    ("written", "read"), [(INTERLEAVED, HALF), (HALF, INTERLEAVED), (HALF, Rope(8)), (HALF, None), (None, HALF)]
+    ("written", "read"),
+    [(INTERLEAVED, HALF), (HALF, INTERLEAVED), (HALF, Rope(8)), (HALF, None), (None, HALF)],
 )
 def test_one_cache_has_one_rotary_convention(written, read):
     """Fault 97; a refused step leaves no trace, and a failed one fixes no convention."""
@@ -343,7 +414,10 @@ def test_caches_of_other_layers_are_refused(cached):
     others = {
         "expected .*bf16|bfloat16": (replace(layer.kv_layout, dtype=torch.bfloat16), TypeError),
         "mask: .*window of 2": (replace(layer.kv_layout, window=2), ValueError),
-        "expected": (make("mqa" if isinstance(layer, GroupedQueryAttention) else "mha").kv_layout, ValueError),
+        "expected": (
+            make("mqa" if isinstance(layer, GroupedQueryAttention) else "mha").kv_layout,
+            ValueError,
+        ),
     }
     for words, (layout, error) in others.items():
         cache = KVCache.contiguous([layout], max_sequences=1, max_length=8)
@@ -359,7 +433,9 @@ def test_a_layer_that_is_cast_leaves_its_cache_behind(cached):
     layer, cache = cached
     assert not hasattr(cache, "to")
     for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(TypeError, match=r"expected torch.float64 like the cache, got .*make the cache in"):
+        with pytest.raises(
+            TypeError, match=r"expected torch.float64 like the cache, got .*make the cache in"
+        ):
             feed_dense(Stack(layer.to(dtype)), cache, tokens(2, 1).to(dtype))
     layer.double()
     assert feed_dense(Stack(layer), cache, tokens(2, 1)).isfinite().all()

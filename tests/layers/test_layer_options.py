@@ -1,4 +1,6 @@
-"""Options of grouped layers that one family or another has: their definition, and the same from every path."""
+"""Options of grouped layers that one family or another has: their definition, and the same from every
+path.
+"""
 
 import dataclasses
 import math

@@ -1,4 +1,6 @@
-"""Laws that every kind of layer keeps: packing, positions, contexts, dropout, construction, casts and training."""
+"""Laws that every kind of layer keeps: packing, positions, contexts, dropout, construction, casts and
+training.
+"""
 
 import copy
 
@@ -111,7 +113,10 @@ def test_cross_attention_reads_a_stored_context(kind, page_size):
 def test_bounds_of_keys_hide_padding(kind):
     """On either side, with its positions, in outputs and gradients."""
     layer, lengths, left = make(kind), (5, 9, 1), (4, 0, 3)
-    starts, ends = torch.tensor(left).int(), torch.tensor([n + m for n, m in zip(lengths, left, strict=True)]).int()
+    starts, ends = (
+        torch.tensor(left).int(),
+        torch.tensor([n + m for n, m in zip(lengths, left, strict=True)]).int(),
+    )
     x = tokens(3, 9)
     positions = torch.arange(9) - starts[:, None]
     out = layer(x, key_starts=starts, key_ends=ends, positions=positions)
@@ -119,9 +124,15 @@ def test_bounds_of_keys_hide_padding(kind):
     alone_outs = [layer(x[n : n + 1, a:b])[0] for n, (a, b) in enumerate(zip(starts, ends, strict=True))]
     for n, (a, b) in enumerate(zip(starts, ends, strict=True)):
         close(out[n, a:b], alone_outs[n])
-    padded = sum((out[n, a:b] * weights[n, a:b]).sum() for n, (a, b) in enumerate(zip(starts, ends, strict=True)))
-    apart = sum((alone_outs[n] * weights[n, a:b]).sum() for n, (a, b) in enumerate(zip(starts, ends, strict=True)))
-    for ours, theirs in zip(*(torch.autograd.grad(y, list(layer.parameters())) for y in (padded, apart)), strict=True):
+    padded = sum(
+        (out[n, a:b] * weights[n, a:b]).sum() for n, (a, b) in enumerate(zip(starts, ends, strict=True))
+    )
+    apart = sum(
+        (alone_outs[n] * weights[n, a:b]).sum() for n, (a, b) in enumerate(zip(starts, ends, strict=True))
+    )
+    for ours, theirs in zip(
+        *(torch.autograd.grad(y, list(layer.parameters())) for y in (padded, apart)), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
 
 
@@ -135,7 +146,9 @@ def test_contexts_of_several_lengths_are_packed_or_bounded(kind):
     ends, queries = torch.tensor(lengths).int(), torch.tensor([0, 4, 8, 12]).int()
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     bounded = layer(x, context=padded, key_ends=ends)
-    packed = layer(x.flatten(0, 1), context=torch.cat(contexts), cu_seqlens=queries, cu_seqlens_context=offsets)
+    packed = layer(
+        x.flatten(0, 1), context=torch.cat(contexts), cu_seqlens=queries, cu_seqlens_context=offsets
+    )
     close(packed.view(3, 4, HIDDEN), bounded)
     for n in (0, 2):
         close(bounded[n], alone(layer, x[n], context=contexts[n][None]))
@@ -168,7 +181,10 @@ def test_dropout_acts_in_training_only(kind):
     assert torch.equal(layer.eval()(x), plain(x))
 
 
-EXTRAS = {"gqa": {"sinks": True, "alibi": True, "qk_norm": True, "bias": True}, "mla-auto": {"q_lora_rank": 10}}
+EXTRAS = {
+    "gqa": {"sinks": True, "alibi": True, "qk_norm": True, "bias": True},
+    "mla-auto": {"q_lora_rank": 10},
+}
 
 
 def state(layer):
@@ -255,7 +271,9 @@ def test_a_cast_layer_is_one_made_in_that_dtype(kind, dtype):
     assert cast(x).dtype == cast.kv_layout.dtype == dtype
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch's RMSNorm, once
+@pytest.mark.filterwarnings(
+    "ignore:Mismatch dtype between input and weight:UserWarning"
+)  # torch's RMSNorm, once
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_train_step_under_autocast(kind):
     layer, x = make(kind, dtype=torch.float32), tokens(2, 33, dtype=torch.float32)

@@ -57,10 +57,14 @@ def test_forms_agree_in_outputs_and_all_gradients(case, layout):
     expanded, absorbed = both(**OPTIONS[case])
     packing = {"cu_seqlens": torch.tensor([0, 1, 1, 9], dtype=torch.int32)} if layout == "packed" else {}
     x = tokens(9) if packing else tokens(2, 9)
-    ours, theirs = (gradients(layer, x, lambda x, run=layer: run(x, **packing)) for layer in (absorbed, expanded))
+    ours, theirs = (
+        gradients(layer, x, lambda x, run=layer: run(x, **packing)) for layer in (absorbed, expanded)
+    )
     assert ours.keys() == theirs.keys()
     for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[name], theirs[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_forms_agree_over_a_context():
@@ -171,7 +175,9 @@ def test_a_fresh_prompt_with_deepseek_sizes_is_expanded(n):
 def test_a_small_rank_is_absorbed(queries, more, nope, value, rope):
     rank = max(1, (nope + value - 1) // 2)
     if 2 * rank < nope + value:
-        assert cheaper_form(queries, queries + more, rank=rank, nope=nope, rope=rope, value=value) == "absorbed"
+        assert (
+            cheaper_form(queries, queries + more, rank=rank, nope=nope, rope=rope, value=value) == "absorbed"
+        )
 
 
 @given(ranks, st.integers(2, 5000), st.integers(1, 5000))

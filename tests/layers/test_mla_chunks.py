@@ -1,4 +1,6 @@
-"""The expanded form over a cache, in chunks: equal to the absorbed one and to a prompt at once, in bounded memory."""
+"""The expanded form over a cache, in chunks: equal to the absorbed one and to a prompt at once, in bounded
+memory.
+"""
 
 import copy
 from dataclasses import replace
@@ -42,7 +44,11 @@ OPTIONS = {
     "nothing": {"mask": Mask(left=-50)},
     "prefix": {"mask": Mask(right=0, prefix=7)},
 }
-WIDE = {"kv_lora_rank": 64, "qk_nope_head_dim": 16, "v_head_dim": 16}  # worth expanding from some 20 queries on
+WIDE = {
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}  # worth expanding from some 20 queries on
 
 chunks = st.sampled_from((1, 4, 10, 64))
 page_sizes = st.sampled_from((None, 1, 4, 16))
@@ -87,7 +93,10 @@ def test_packed_steps_in_chunks_equal_the_absorbed_form(case, size, page_size, s
     for model, cache in pair(page_size, **OPTIONS[case]):
         one, two = cache.admit(2)
         with chunk_of(size):
-            fed = [feed(model, cache, {two: tokens(m, seed=seed), one: tokens(n, seed=seed + 1)}) for n, m in steps]
+            fed = [
+                feed(model, cache, {two: tokens(m, seed=seed), one: tokens(n, seed=seed + 1)})
+                for n, m in steps
+            ]
         outs.append([torch.cat([out[handle] for out in fed]) for handle in (one, two)])
     for ours, theirs in zip(*outs, strict=True):
         close(ours, theirs)
@@ -95,7 +104,13 @@ def test_packed_steps_in_chunks_equal_the_absorbed_form(case, size, page_size, s
 
 @pytest.mark.parametrize("case", OPTIONS)
 @settings(max_examples=2, deadline=None)
-@given(chunks, page_sizes, st.lists(counts, min_size=2, max_size=4), st.lists(counts, min_size=3, max_size=3), seeds)
+@given(
+    chunks,
+    page_sizes,
+    st.lists(counts, min_size=2, max_size=4),
+    st.lists(counts, min_size=3, max_size=3),
+    seeds,
+)
 def test_padded_dense_steps_in_chunks_equal_the_absorbed_form(case, size, page_size, steps, padding, seed):
     """The padding itself is NaN: it is stored and never seen."""
     x, outs = tokens(3, sum(steps), seed=seed), []
@@ -116,7 +131,10 @@ def test_a_prompt_in_pieces_equals_the_prompt_at_once(kind, size, page_size, ste
     model = stack(kind, (sliding(9), CAUSAL), **WIDE)
     cache = cache_for(model, page_size, length=96)
     one, two = cache.admit(2)
-    fed = {one: tokens(sum(n for n, _ in steps), seed=seed), two: tokens(sum(m for _, m in steps), seed=seed + 1)}
+    fed = {
+        one: tokens(sum(n for n, _ in steps), seed=seed),
+        two: tokens(sum(m for _, m in steps), seed=seed + 1),
+    }
     pieces = {one: fed[one].split([n for n, _ in steps]), two: fed[two].split([m for _, m in steps])}
     with chunk_of(size):
         outs = [feed(model, cache, {one: n, two: m}) for n, m in zip(*pieces.values(), strict=True)]
@@ -131,7 +149,9 @@ def test_a_quantised_cache_in_chunks_equals_the_absorbed_form(page_size, store):
     for model, cache in pair(page_size, store):
         one, two = cache.admit(2)
         with chunk_of(4):
-            fed = [feed(model, cache, {one: tokens(n, seed=n), two: tokens(3, seed=n)}) for n in (5, 40, 1, 18)]
+            fed = [
+                feed(model, cache, {one: tokens(n, seed=n), two: tokens(3, seed=n)}) for n in (5, 40, 1, 18)
+            ]
         outs.append([torch.cat(list(out.values())) for out in fed])
     for ours, theirs in zip(*outs, strict=True):
         close(ours, theirs)
@@ -223,7 +243,10 @@ def test_there_are_as_many_chunks_as_the_longest_sequence_may_have():
     """Of a prompt: 40 tokens, known to be at most 64, and 18 more. Of a token: the capacity of the table."""
     layer = latent("expanded")
     windowed = latent("expanded", mask=sliding(7))
-    expected = {layer: {18: -(-(64 + 18) // 18), 1: 128 // 4}, windowed: {18: -(-(6 + 18) // 18), 1: -(-(6 + 1) // 4)}}
+    expected = {
+        layer: {18: -(-(64 + 18) // 18), 1: 128 // 4},
+        windowed: {18: -(-(6 + 18) // 18), 1: -(-(6 + 1) // 4)},
+    }
     for layer, by_queries in expected.items():
         cache = cache_for(Stack(layer), 4, sequences=1, length=128)
         cache.admit(1)
@@ -299,7 +322,9 @@ def test_prompts_among_single_tokens_are_expanded_alone(case, page_size):
 
 def test_a_prompt_among_others_is_expanded_where_that_spares_much(monkeypatch):
     step, sizes = {0: 30, 1: 1}, {"rank": 64, "nope": 16, "rope": 4, "value": 16}
-    spared = 30 * 64 * 32 + 30 * 330 * (2 * 64 - 32) - 330 * 64 * 32  # multiplications of a head, of which there are 4
+    spared = (
+        30 * 64 * 32 + 30 * 330 * (2 * 64 - 32) - 330 * 64 * 32
+    )  # multiplications of a head, of which there are 4
     for least, form in ((spared, "expanded"), (spared + 1, "absorbed")):
         assert latent_forms.cheaper_form(30, 330, **sizes, least=least) == form
         monkeypatch.setattr(latent_forms, "WORTH", 4 * least)
@@ -366,10 +391,18 @@ def stored(**options):
 @pytest.mark.parametrize("x", [tokens(3, 2), tokens(2)])
 def test_x_has_the_shape_of_the_read(x):
     layer, cache = stored(mask=FULL)
-    with pytest.raises(ValueError, match=r"q: expected \[b=2, s, h, d\]"), torch.no_grad(), cache.read(1) as (kv,):
+    with (
+        pytest.raises(ValueError, match=r"q: expected \[b=2, s, h, d\]"),
+        torch.no_grad(),
+        cache.read(1) as (kv,),
+    ):
         layer(x, context=kv.view())
     handle, _ = cache._sequences.handles
-    with pytest.raises(ValueError, match=r"q: expected \[t, h, d\]"), torch.no_grad(), cache.read({handle: 2}) as (kv,):
+    with (
+        pytest.raises(ValueError, match=r"q: expected \[t, h, d\]"),
+        torch.no_grad(),
+        cache.read({handle: 2}) as (kv,),
+    ):
         layer(tokens(1, 2), context=kv.view())
 
 
@@ -377,7 +410,9 @@ def test_a_mask_beyond_the_window_of_the_cache_is_refused():
     layer, cache = stored(mask=sliding(3))
     for mask, reach in ((sliding(4), "3 keys"), (CAUSAL, "without bound")):
         layer.mask = mask
-        with pytest.raises(ValueError, match=f"mask: it reaches back {reach}, and the cache keeps a window of 3"):
+        with pytest.raises(
+            ValueError, match=f"mask: it reaches back {reach}, and the cache keeps a window of 3"
+        ):
             feed_dense(Stack(layer), cache, tokens(2, 1))
 
 

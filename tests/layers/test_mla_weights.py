@@ -46,7 +46,9 @@ def test_new_weights_are_used_at_once(update):
     fresh = cache_for(model)
     fresh.admit(2)
     feed_dense(Stack(expanded), fresh, x[:, :3])
-    for old, new in zip(cache._layers, fresh._layers, strict=True):  # the latents are of the weights of their time
+    for old, new in zip(
+        cache._layers, fresh._layers, strict=True
+    ):  # the latents are of the weights of their time
         for name, plane in old.planes.items():
             plane.copy_(new.planes[name])
     close(feed_dense(model, cache, x[:, 3:]), feed_dense(Stack(expanded), fresh, x[:, 3:]))
@@ -105,7 +107,9 @@ def pruned(linear):
 WRAPPERS = {
     "lora": lambda linear: LoRA(linear, shows_weight=True),
     "lora-without-weight": lambda linear: LoRA(linear, shows_weight=False),
-    "subclass": lambda linear: Doubled(linear.in_features, linear.out_features, bias=False, dtype=torch.float64),
+    "subclass": lambda linear: Doubled(
+        linear.in_features, linear.out_features, bias=False, dtype=torch.float64
+    ),
     "parametrization": lambda linear: parametrize.register_parametrization(linear, "weight", Halved()),
     "bias": with_bias,
     "hook": with_hook,

@@ -32,7 +32,9 @@ def spoilt(module):
     return [bool((parameter == 7).all()) for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("norm", [nn.Identity(), Resettable(), nn.Sequential(nn.Identity(), nn.RMSNorm(8)), nn.SiLU()])
+@pytest.mark.parametrize(
+    "norm", [nn.Identity(), Resettable(), nn.Sequential(nn.Identity(), nn.RMSNorm(8)), nn.SiLU()]
+)
 def test_what_has_parameters_is_reset(norm):
     layer = grouped(qk_norm=True, sinks=True)
     layer.q_norm = norm
@@ -44,7 +46,9 @@ def test_what_has_parameters_is_reset(norm):
         assert (parameter == 1).all()
 
 
-@pytest.mark.parametrize(("norm", "name"), [(Scale(), "q_norm"), (nn.Sequential(nn.RMSNorm(8), Scale()), "q_norm.1")])
+@pytest.mark.parametrize(
+    ("norm", "name"), [(Scale(), "q_norm"), (nn.Sequential(nn.RMSNorm(8), Scale()), "q_norm.1")]
+)
 def test_what_cannot_be_reset_is_named_and_nothing_is_reset(norm, name):
     layer = grouped(qk_norm=True)
     layer.q_norm = norm

@@ -45,7 +45,9 @@ def grouped(kind: type[nn.Module] = GroupedQueryAttention, **options) -> nn.Modu
 
 def latent(rope_dim: int = 4, **options) -> MultiHeadLatentAttention:
     rope = Rope(rope_dim, interleaved=True) if rope_dim else None
-    options = {"mask": CAUSAL, "q_lora_rank": None, "rope": rope, "qk_rope_head_dim": rope_dim} | LATENT | options
+    options = (
+        {"mask": CAUSAL, "q_lora_rank": None, "rope": rope, "qk_rope_head_dim": rope_dim} | LATENT | options
+    )
     return MultiHeadLatentAttention(HIDDEN, HEADS, **options)
 
 
@@ -108,13 +110,18 @@ def train(layer: nn.Module, x: Tensor, dout: Tensor, options: dict) -> list[Tens
 
 
 def compare(layer: nn.Module, name: str, mesh: DeviceMesh, form: str | None, *, zigzag: bool) -> None:
-    """What the layer gives here is a part of what one process has, and its weights' gradients are one of terms."""
+    """What the layer gives here is a part of what one process has, and its weights' gradients are one of
+    terms.
+    """
     whole = make(name)
     layer.context_parallel = ContextParallel(mesh, form, zigzag=zigzag)
     for x, options in calls(name):
         dout = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
         own = [shard(y, mesh, dim=-2 % y.dim(), zigzag=zigzag) for y in (x, dout)]
-        (out, dx, *dw), (right, right_dx, *right_dw) = train(layer, *own, options), train(whole, x, dout, options)
+        (out, dx, *dw), (right, right_dx, *right_dw) = (
+            train(layer, *own, options),
+            train(whole, x, dout, options),
+        )
         expected = [shard(y, mesh, dim=-2 % y.dim(), zigzag=zigzag) for y in (right, right_dx)]
         dw = [y.full_tensor() if hasattr(y, "full_tensor") else y for y in dw]
         for y in dw:
@@ -122,7 +129,12 @@ def compare(layer: nn.Module, name: str, mesh: DeviceMesh, form: str | None, *, 
         assert len(dw) == len(right_dw)
         for y, right in zip((out, dx, *dw), (*expected, *right_dw), strict=True):
             atol = 2e-6 * max(1.0, right.abs().max().item())
-            assert torch.allclose(y, right, rtol=1e-5, atol=atol), (name, form, zigzag, (y - right).abs().max())
+            assert torch.allclose(y, right, rtol=1e-5, atol=atol), (
+                name,
+                form,
+                zigzag,
+                (y - right).abs().max(),
+            )
 
 
 def work(rank: int, tokens: int, heads: int, folder: str) -> None:
@@ -160,7 +172,9 @@ def test_ranks_that_share_tokens_have_outputs_and_gradients_of_the_whole(tokens,
 
 
 class Ranks:
-    """In the place of a ContextParallel of two ranks, of which this is the second: it keeps what it is asked for."""
+    """In the place of a ContextParallel of two ranks, of which this is the second: it keeps what it is asked
+    for.
+    """
 
     mesh = SimpleNamespace(size=lambda: 2)
 
@@ -218,19 +232,25 @@ def test_what_ranks_cannot_share_is_refused():
     cache = KVCache.paged([layer.kv_layout], pages=2, page_size=8, max_sequences=2)
     cache.admit(2)
     layer.context_parallel = Ranks()
-    with pytest.raises(ValueError, match=r"context: expected None with .*layer.context_parallel = None to attend to a"):
+    with pytest.raises(
+        ValueError, match=r"context: expected None with .*layer.context_parallel = None to attend to a"
+    ):
         layer(X, context=X)
     refusal = r"kv: expected .*layer.context_parallel = None to decode"
     with torch.no_grad(), pytest.raises(ValueError, match=refusal), cache.step(8) as (kv,):
         layer(X, kv=kv)
     layer.context_parallel = 2
-    with pytest.raises(TypeError, match=r"context_parallel: expected an attnlib.parallel.ContextParallel or None, got"):
+    with pytest.raises(
+        TypeError, match=r"context_parallel: expected an attnlib.parallel.ContextParallel or None, got"
+    ):
         layer(X)
 
 
 @pytest.mark.parametrize("make", [grouped, latent])
 def test_what_is_no_context_parallel_is_refused(make):
-    with pytest.raises(TypeError, match=r"context_parallel: expected an attnlib.parallel.ContextParallel .* got str"):
+    with pytest.raises(
+        TypeError, match=r"context_parallel: expected an attnlib.parallel.ContextParallel .* got str"
+    ):
         make(context_parallel="ring")
 
 
@@ -246,7 +266,9 @@ def test_absorbed_layers_share_no_tokens():
 
 def test_a_layer_prints_the_ranks_that_share_its_tokens():
     ranks = ContextParallel(SimpleNamespace(ndim=1), "ring")
-    assert re.search(r"context_parallel=ContextParallel\(.*form='ring'", repr(grouped(context_parallel=ranks)))
+    assert re.search(
+        r"context_parallel=ContextParallel\(.*form='ring'", repr(grouped(context_parallel=ranks))
+    )
     assert "context_parallel" not in repr(grouped())
 
 

@@ -68,7 +68,11 @@ def test_a_step_without_sequences_says_to_admit_some(kind, rope):
 def test_a_context_is_stored_within_a_step(layer):
     cache = cache_for(Stack(layer))
     cache.admit(1)
-    with cache.read(2) as (kv,), torch.no_grad(), pytest.raises(RuntimeError, match=r"kv: .*with cache.step\(...\)"):
+    with (
+        cache.read(2) as (kv,),
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"kv: .*with cache.step\(...\)"),
+    ):
         layer.append_context(tokens(1, 2), kv)
 
 

@@ -17,7 +17,12 @@ from torch.distributed import init_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from attnlib import (
@@ -160,7 +165,9 @@ def whole(x: Tensor) -> Tensor:
 
 
 def decode(layer: nn.Module, x: Tensor, context: Tensor | None = None) -> Tensor:
-    """The outputs over a paged cache: of a prompt and a few short steps, or with the context that it holds."""
+    """The outputs over a paged cache: of a prompt and a few short steps, or with the context that it
+    holds.
+    """
     cache = KVCache.paged([layer.kv_layout], pages=8, page_size=4, max_sequences=BATCH, device=x.device)
     cache.admit(BATCH)
     with torch.no_grad():
@@ -215,7 +222,9 @@ def work(rank: int, ranks: int, device: str, folder: str) -> None:
 
 
 def is_decoded(name: str) -> bool:
-    """Whether decoding gives what training does: dropout is of training, and a kv_layout of heads as they are split."""
+    """Whether decoding gives what training does: dropout is of training, and a kv_layout of heads as they are
+    split.
+    """
     return not name.endswith(("gathered", "dropout"))
 
 
@@ -305,7 +314,12 @@ def test_a_plan_shares_out_heads(layer, ranks, columns):
     ("layer", "ranks", "dims", "message"),
     [
         (latent, 3, 1, r"mesh: expected a number of ranks that divides num_heads=4, .* got 3"),
-        (lambda: grouped(3, num_heads=6), 2, 1, r"mesh: expected .* num_kv_heads=3 or is a multiple of it, got 2"),
+        (
+            lambda: grouped(3, num_heads=6),
+            2,
+            1,
+            r"mesh: expected .* num_kv_heads=3 or is a multiple of it, got 2",
+        ),
         (lambda: grouped(4), 2, 2, r"mesh: expected one dimension, as of mesh\['tp'\], got 2"),
     ],
 )
@@ -344,7 +358,9 @@ def test_functions_of_heads_that_nobody_knows_are_refused():
     for name in ("q_proj", "k_proj", "v_proj"):  # as loading half of the rows by hand would
         whole = getattr(layer, name)
         setattr(layer, name, nn.Linear(HIDDEN, whole.out_features // 2, bias=False))
-    with pytest.raises(ValueError, match=r"q_proj: expected all 4 heads, whose numbers the mask or .* got 2 heads"):
+    with pytest.raises(
+        ValueError, match=r"q_proj: expected all 4 heads, whose numbers the mask or .* got 2 heads"
+    ):
         layer(torch.randn(1, TOKENS, HIDDEN))
 
 
@@ -361,7 +377,10 @@ class Grid:
 @pytest.mark.parametrize(
     ("placements", "share"),
     [
-        ((_StridedShard(0, split_factor=2), Shard(0)), (2, 2, (False, True))),  # FSDP around it, outside of a forward
+        (
+            (_StridedShard(0, split_factor=2), Shard(0)),
+            (2, 2, (False, True)),
+        ),  # FSDP around it, outside of a forward
         ((Replicate(), Shard(0)), (2, 2, (False, True))),
         ((Shard(0), Shard(0)), (10, 2, (True, True))),
         ((Shard(1), Replicate()), None),

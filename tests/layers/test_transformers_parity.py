@@ -70,7 +70,12 @@ def configured(kind, rope_parameters: dict | None = None, **options):
 
 
 def yarn(**options) -> dict:
-    return {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0} | options
+    return {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+    } | options
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -95,7 +100,14 @@ def qwen2():
 
 def qwen3():
     config = configured(Qwen3Config, head_dim=10, rms_norm_eps=1e-4)
-    ours = {"num_kv_heads": 2, "head_dim": 10, "qk_norm": True, "norm_eps": 1e-4, "mask": CAUSAL, "rope": Rope(10)}
+    ours = {
+        "num_kv_heads": 2,
+        "head_dim": 10,
+        "qk_norm": True,
+        "norm_eps": 1e-4,
+        "mask": CAUSAL,
+        "rope": Rope(10),
+    }
     return theirs(modeling_qwen3, "Qwen3", config), ours
 
 
@@ -113,7 +125,9 @@ def mistral():
 
 
 def gpt_oss(layer: int):
-    config = configured(GptOssConfig, yarn(truncate=False), head_dim=8, sliding_window=WINDOW, num_hidden_layers=2)
+    config = configured(
+        GptOssConfig, yarn(truncate=False), head_dim=8, sliding_window=WINDOW, num_hidden_layers=2
+    )
     ours = {
         "num_kv_heads": 2,
         "head_dim": 8,
@@ -136,7 +150,14 @@ def gemma2(layer: int):
         num_hidden_layers=2,
     )
     mask = sliding(WINDOW) if layer == 0 else CAUSAL
-    ours = {"num_kv_heads": 2, "head_dim": 8, "softcap": cap, "scale": scalar**-0.5, "mask": mask, "rope": Rope(8)}
+    ours = {
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "softcap": cap,
+        "scale": scalar**-0.5,
+        "mask": mask,
+        "rope": Rope(8),
+    }
     return theirs(modeling_gemma2, "Gemma2", config, layer=layer, windowed=layer == 0), ours
 
 
@@ -185,7 +206,8 @@ def exact(monkeypatch):
 def compare(reference: Theirs, layer: nn.Module, positions: Tensor) -> None:
     """fp64 to rounding; fp32 with at most twice transformers' own error, gradients three times."""
     frequencies = layer.rope.inverse_frequencies()
-    # Up to 4 ulps apart (see tests/test_rope.py), which position 100_000 would turn into the largest error here.
+    # Up to 4 ulps apart (see tests/test_rope.py), which position 100_000 would turn into the largest error
+    # here.
     torch.testing.assert_close(frequencies, reference.rotary.inv_freq, rtol=5e-7, atol=0)
     reference.rotary.inv_freq = frequencies
     layer.load_state_dict(reference.attention.state_dict(), strict=True)
@@ -199,7 +221,9 @@ def compare(reference: Theirs, layer: nn.Module, positions: Tensor) -> None:
     truth = gradients(reference.attention, x.double(), lambda x: reference(x, positions))
     for name, value in truth.items():
         bound = 1e-12 * value.abs().max().item()
-        torch.testing.assert_close(ours[name], value, rtol=1e-11, atol=bound, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            ours[name], value, rtol=1e-11, atol=bound, msg=lambda m, name=name: f"{name}: {m}"
+        )
     assert_twice_as_good({"out": single[0]["out"]}, {"out": single[1]["out"]}, {"out": truth["out"]})
     assert_twice_as_good(*single, truth, factor=3)
 

@@ -1,4 +1,6 @@
-"""A checkpoint saved on some ranks goes on, on any other number of ranks, as if training had never stopped."""
+"""A checkpoint saved on some ranks goes on, on any other number of ranks, as if training had never
+stopped.
+"""
 
 from pathlib import Path
 
@@ -22,7 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 STEPS = 2
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-CHAINS = [(2, 1, 2), pytest.param((2, 4, 2), marks=pytest.mark.slow), pytest.param((4, 1, 3), marks=pytest.mark.slow)]
+CHAINS = [
+    (2, 1, 2),
+    pytest.param((2, 4, 2), marks=pytest.mark.slow),
+    pytest.param((4, 1, 3), marks=pytest.mark.slow),
+]
 
 
 def optimizer_of(trained: nn.Module) -> torch.optim.Optimizer:
@@ -41,7 +47,9 @@ def tensors(trained: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, d
 
 def save(trained: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     for name, state in tensors(trained, optimizer).items():
-        dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(folder / name), save_distributed=True))
+        dcp.save(
+            state, storage_writer=dcp.HuggingFaceStorageWriter(str(folder / name), save_distributed=True)
+        )
 
 
 def load(trained: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -80,7 +88,9 @@ def assert_same(found: dict[str, dict[str, Tensor]], expected: dict[str, dict[st
 
 
 def go_on(rank: int, chain: tuple[int, ...], folder: str) -> None:
-    """One process: it takes part in each world that it belongs to; each loads what the one before has saved."""
+    """One process: it takes part in each world that it belongs to; each loads what the one before has
+    saved.
+    """
     torch.set_num_threads(1)
     alone = model()
     its_optimizer = optimizer_of(alone)

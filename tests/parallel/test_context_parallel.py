@@ -1,4 +1,6 @@
-"""Attention over tokens that ranks share is that of the whole sequence: outputs and gradients, on CPUs with gloo."""
+"""Attention over tokens that ranks share is that of the whole sequence: outputs and gradients, on CPUs with
+gloo.
+"""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -36,7 +38,9 @@ FUNCTIONS = (context_attention, gather_attention, head_attention, ring_attention
 
 def begin(rank: int, ranks: int, file: str) -> DeviceMesh:
     torch.set_num_threads(1)
-    init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
     return init_device_mesh("cpu", (ranks,))
 
 
@@ -88,7 +92,9 @@ def test_ranks_compute_what_one_would(ranks, tmp_path):
 
 
 def compare_latents(rank: int, ranks: int, file: str) -> None:
-    """One process: what travels are latents, and the gradients of what expands them are those of all tokens."""
+    """One process: what travels are latents, and the gradients of what expands them are those of all
+    tokens.
+    """
     mesh = begin(rank, ranks, file)
     torch.manual_seed(4)
     q, latent = torch.randn(2, TOKENS, HEADS, 8), torch.randn(2, TOKENS, 6)
@@ -210,7 +216,12 @@ def test_functions_of_the_first_query_are_refused(function):
         (gather_attention, 8, {"window": 3}, "window: no such argument; say mask=sliding"),
         (ring_attention, 8, {"dropout_p": 0.5}, "dropout_seed: expected int64"),
         (head_attention, 8, {}, "q: expected heads that 2 ranks can share, got 3; use another form"),
-        (context_attention, 8, {"form": "star"}, "form: expected None or one of ring, gather, heads, got 'star'"),
+        (
+            context_attention,
+            8,
+            {"form": "star"},
+            "form: expected None or one of ring, gather, heads, got 'star'",
+        ),
     ],
 )
 def test_refusals_come_before_anything_is_sent(function, tokens, options, why):
@@ -252,7 +263,11 @@ def test_a_mesh_has_one_dimension_and_a_bandwidth():
     with pytest.raises(ValueError, match=r"mesh: expected one dimension, as of mesh\['cp'\], got 2"):
         ContextParallel(SimpleNamespace(ndim=2))
     for mesh in (2, dist.ProcessGroup, None):
-        for typed in (ContextParallel, lambda x: shard(torch.zeros(1, 8), x), lambda x: unshard(torch.zeros(1, 8), x)):
+        for typed in (
+            ContextParallel,
+            lambda x: shard(torch.zeros(1, 8), x),
+            lambda x: unshard(torch.zeros(1, 8), x),
+        ):
             with pytest.raises(
                 TypeError, match=r"mesh: expected a DeviceMesh, as init_device_mesh\(\) or .*, got \w+$"
             ):
@@ -264,11 +279,15 @@ def test_a_mesh_has_one_dimension_and_a_bandwidth():
 
 
 def test_tokens_that_cannot_be_shared_out():
-    with pytest.raises(ValueError, match=r"x: expected tokens in 8 equal chunks, got 20 tokens; pad the sequence"):
+    with pytest.raises(
+        ValueError, match=r"x: expected tokens in 8 equal chunks, got 20 tokens; pad the sequence"
+    ):
         dealt(torch.zeros(20), 4, zigzag=True)
 
 
 def test_parts_that_nobody_dealt_are_not_joined():
-    with pytest.raises(ValueError, match="x: expected two equal chunks of tokens in zigzag order, got 3 tokens"):
+    with pytest.raises(
+        ValueError, match="x: expected two equal chunks of tokens in zigzag order, got 3 tokens"
+    ):
         joined(torch.zeros(2, 3, 1), zigzag=True)
     assert joined(torch.zeros(2, 3, 1), zigzag=False).shape == (6, 1)

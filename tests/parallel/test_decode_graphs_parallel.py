@@ -1,4 +1,6 @@
-"""On two GPUs a captured graph decodes over a cache that they share, as eager steps do over one that each has whole."""
+"""On two GPUs a captured graph decodes over a cache that they share, as eager steps do over one that each has
+whole.
+"""
 
 import pytest
 import torch
@@ -11,10 +13,18 @@ from torch.distributed.tensor.parallel import parallelize_module
 from attnlib import CAUSAL, GroupedQueryAttention, KVCache, MultiHeadLatentAttention, Rope
 
 RANKS, HIDDEN, HEADS = 2, 256, 16
-LATENT = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 LAYERS = {
     "mla": lambda: MultiHeadLatentAttention(HIDDEN, HEADS, mask=CAUSAL, rope=Rope(64), **LATENT),
-    "mqa": lambda: GroupedQueryAttention(HIDDEN, HEADS, num_kv_heads=1, head_dim=64, mask=CAUSAL, rope=Rope(64)),
+    "mqa": lambda: GroupedQueryAttention(
+        HIDDEN, HEADS, num_kv_heads=1, head_dim=64, mask=CAUSAL, rope=Rope(64)
+    ),
 }
 STEPS = {"one token each": 1, "drafts": 4}
 
@@ -57,7 +67,9 @@ class Decoder:
 
 
 def compare(make, device: torch.device, tokens: int) -> None:
-    """Both decoders say the same: eagerly, while a graph is captured, and when it is replayed over other lengths."""
+    """Both decoders say the same: eagerly, while a graph is captured, and when it is replayed over other
+    lengths.
+    """
     mesh = init_device_mesh(device.type, (RANKS,))
     torch.manual_seed(0)
     truth = make().to(device, torch.bfloat16)

@@ -78,7 +78,10 @@ class Pair:
 
     def packed(self) -> None:
         """Prompts, drafts and single tokens beside each other; those that are still padding get none."""
-        counts = [self.draw.choice([0, 1, 1, 3, 7, 30]) if self.whole.length(x[1]) >= PADDING else 0 for x in self.live]
+        counts = [
+            self.draw.choice([0, 1, 1, 3, 7, 30]) if self.whole.length(x[1]) >= PADDING else 0
+            for x in self.live
+        ]
         self.step(counts)
 
     def failed(self) -> None:
@@ -139,7 +142,9 @@ class Pair:
             self.attempt(way)
 
     def attempt(self, way) -> None:
-        """One of them; a truncation that goes behind what a window keeps may be refused, which the whole cache is."""
+        """One of them; a truncation that goes behind what a window keeps may be refused, which the whole
+        cache is.
+        """
         try:
             way()
         except RuntimeError as error:
@@ -163,7 +168,13 @@ def content(layout: KVLayout, shape: torch.Size, generator: torch.Generator) -> 
 
 
 HIDDEN, HEADS = 32, 8
-LATENT = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
 OPTIONS = {"mask": CAUSAL, "head_dim": 8, "rope": Rope(8)}
 LAYERS = {
     "mqa": lambda: GroupedQueryAttention(HIDDEN, HEADS, num_kv_heads=1, qk_norm=True, **OPTIONS),
@@ -186,9 +197,11 @@ def made(makers: dict) -> list[nn.Module]:
 
 
 def answers(layers: list[nn.Module], cache: KVCache, heads_of: DeviceMesh | None) -> Iterator[Tensor]:
-    """What layers say of prompts of several lengths, drafts and single tokens, forks and sequences that come anew.
+    """What layers say of prompts of several lengths, drafts and single tokens, forks and sequences that come
+    anew.
 
-    Outputs before ``o_proj`` are of this rank's heads, which it multiplies by its columns; the sum is of all ranks.
+    Outputs before ``o_proj`` are of this rank's heads, which it multiplies by its columns; the sum is of all
+    ranks.
     """
     draw = torch.Generator().manual_seed(3)
 
@@ -259,12 +272,18 @@ def refuse(mesh: DeviceMesh) -> None:
     layer.q_proj = nn.Linear(HIDDEN, 16)
     cache = KVCache.paged([layer.kv_layout], **sizes)
     cache.admit()
-    with pytest.raises(ValueError, match="q_proj: expected all 8 heads, or to be sharded"), cache.step(1) as (kv,):
+    with (
+        pytest.raises(ValueError, match="q_proj: expected all 8 heads, or to be sharded"),
+        cache.step(1) as (kv,),
+    ):
         layer(torch.zeros(1, 1, HIDDEN), kv=kv)
     layer = parallelize_module(made(GROUPED)[0], mesh, {"q_proj": ColwiseParallel()})
     cache = KVCache.paged([layer.kv_layout], **sizes)
     cache.admit()
-    with pytest.raises(ValueError, match=r"mesh: expected a cache .*read the same KV head"), cache.step(1) as (kv,):
+    with (
+        pytest.raises(ValueError, match=r"mesh: expected a cache .*read the same KV head"),
+        cache.step(1) as (kv,),
+    ):
         layer(torch.zeros(1, 1, HIDDEN), kv=kv)
 
 
@@ -280,7 +299,9 @@ def store_parts(mesh: DeviceMesh) -> None:
     assert cache.nbytes * ranks == whole.nbytes
     a, b = cache.admit(2)
     with cache.step(dict(zip((a, b), lengths, strict=True))) as layers:
-        views = [layer.append(*content(layer.layout, layer.positions.shape, torch.Generator())) for layer in layers]
+        views = [
+            layer.append(*content(layer.layout, layer.positions.shape, torch.Generator())) for layer in layers
+        ]
     assert cache.used_bytes == sum(-(-n // (4 * ranks)) * 4 * x.token_bytes for n in lengths for x in layouts)
     with cache.read(1) as layers:
         held = [layer.view().held.stored.lengths.tolist() for layer in layers]
@@ -306,7 +327,9 @@ def work(rank: int, ranks: int, file: str, seeds: int, operations: int) -> None:
     leave()
 
 
-@pytest.mark.parametrize(("ranks", "seeds", "operations"), [(2, 2, 40), pytest.param(4, 6, 80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "seeds", "operations"), [(2, 2, 40), pytest.param(4, 6, 80, marks=pytest.mark.slow)]
+)
 def test_ranks_attend_as_to_a_cache_of_their_own(ranks, seeds, operations, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNLIB_CHECK", "1")  # free pages are NaN
     mp.spawn(work, (ranks, str(tmp_path / "store"), seeds, operations), nprocs=ranks)
@@ -323,7 +346,9 @@ PLAIN = KVLayout.grouped(1, 8)
 
 
 def cache_of(mesh: DeviceMesh, *layouts: KVLayout, **options) -> KVCache:
-    return KVCache.paged(layouts or [PLAIN], **{"pages": 8, "page_size": 4, "max_sequences": 3, "mesh": mesh} | options)
+    return KVCache.paged(
+        layouts or [PLAIN], **{"pages": 8, "page_size": 4, "max_sequences": 3, "mesh": mesh} | options
+    )
 
 
 def appended(layer: LayerCache) -> KVView:
@@ -366,7 +391,9 @@ def test_masks_and_scores_that_do_not_see_all_before(mesh, options):
     q = torch.zeros(1, 1, 2, 8)
     with cache.step(1) as (layer,):
         view = appended(layer)
-        with pytest.raises(NotImplementedError, match="kv: over a cache that ranks share every query sees all keys"):
+        with pytest.raises(
+            NotImplementedError, match="kv: over a cache that ranks share every query sees all keys"
+        ):
             cached_attention(q, view, **options)
         with pytest.raises(ValueError, match=r"sinks: expected \[h=2\] like q, got \(3,\)"):
             cached_attention(q, view, mask=CAUSAL, sinks=torch.zeros(3))

@@ -49,7 +49,9 @@ OPTIONS = {
     "dropout": lambda b, h: {"mask": CAUSAL, "dropout_p": 0.4, "dropout_seed": torch.tensor([7])},
     "functions": lambda b, h: {
         "mask": mask_mod(lambda b, h, i, j, hidden: (j != hidden[b]) | (h == 1), torch.arange(b)),
-        "score": score_mod(lambda score, b, h, i, j, bias: score + bias[h, b], torch.randn(h, b).requires_grad_()),
+        "score": score_mod(
+            lambda score, b, h, i, j, bias: score + bias[h, b], torch.randn(h, b).requires_grad_()
+        ),
     },
 }
 
@@ -86,21 +88,28 @@ def compare(mesh, sizes: tuple[int, int, int], placed: tuple[list, list], make, 
         x.grad = None
     everywhere = [Replicate()] * mesh.ndim
     if not plain:
-        options = {name: spread(x, mesh, everywhere) if isinstance(x, Tensor) else x for name, x in options.items()}
+        options = {
+            name: spread(x, mesh, everywhere) if isinstance(x, Tensor) else x for name, x in options.items()
+        }
     shards = [spread(x, mesh, p) for x, p in zip(whole, (placed[0], placed[1], placed[1]), strict=True)]
     found = attention_with_lse(*shards, **options)
     w = [distribute_tensor(x, mesh, everywhere) for x in weights]
     sum((x * y).sum() for x, y in zip(found, w, strict=True)).backward()
     named = zip(("out", "lse"), found, results, strict=True)
     grads = zip(
-        "qkv" + "x" * len(learnt(options)), (x.grad for x in (*shards, *learnt(options))), expected, strict=True
+        "qkv" + "x" * len(learnt(options)),
+        (x.grad for x in (*shards, *learnt(options))),
+        expected,
+        strict=True,
     )
     for name, ours, wanted in (*named, *grads):
         same(ours, wanted, (name, sizes, placed))
     assert all(x.grad.placements == x.placements for x in shards)
     if placed[0] != [ROWS] * len(placed[0]):  # results lie as the queries do
         assert found[0].placements == tuple(Shard(p.dim % 4) if p.is_shard() else p for p in placed[0])
-        assert found[1].placements == tuple(Shard(1) if p.is_shard() and p.dim % 4 == 2 else p for p in placed[0])
+        assert found[1].placements == tuple(
+            Shard(1) if p.is_shard() and p.dim % 4 == 2 else p for p in placed[0]
+        )
 
 
 def every_option(mesh) -> None:
@@ -178,7 +187,9 @@ def refusals(mesh) -> None:
     with pytest.raises(TypeError, match=r"k: expected a DTensor on .* got Tensor"):
         attention(whole, x, x, mask=CAUSAL)
     three = distribute_tensor(x[:, :, :3], mesh, [HEADS])
-    with pytest.raises(ValueError, match=r"k: expected KV heads that 2 ranks divide, .* got g=3; redistribute"):
+    with pytest.raises(
+        ValueError, match=r"k: expected KV heads that 2 ranks divide, .* got g=3; redistribute"
+    ):
         attention(distribute_tensor(torch.randn(4, 6, 6, 8), mesh, [HEADS]), three, three, mask=CAUSAL)
     with pytest.raises(ValueError, match=r"k: expected \[b=4, .*, d=8\], got"):
         attention(whole, distribute_tensor(x[..., :4], mesh, [Replicate()]), whole, mask=CAUSAL)
@@ -242,7 +253,9 @@ def test_a_cache_takes_no_dtensors(tmp_path):
         with cache.step(1) as (kv,):
             view = kv.append(torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8))
             q = distribute_tensor(torch.zeros(1, 1, 2, 8), mesh, [Replicate()])
-            with pytest.raises(TypeError, match=r"q: expected a local tensor over a cache, .* pass q.to_local"):
+            with pytest.raises(
+                TypeError, match=r"q: expected a local tensor over a cache, .* pass q.to_local"
+            ):
                 cached_attention(q, view, mask=CAUSAL)
     finally:
         leave()

@@ -1,4 +1,6 @@
-"""Pieces of a call, merged, are the call; and what they find of gradients adds up to its own, on every backend."""
+"""Pieces of a call, merged, are the call; and what they find of gradients adds up to its own, on every
+backend.
+"""
 
 import pytest
 import torch
@@ -114,7 +116,10 @@ def test_pieces_add_up_on_a_gpu(case, backend, channels, packed):
     batch, tokens = () if packed else (2,), 1024
     shapes = [(*batch, tokens, heads, channels) for heads in (4, case.kv_heads, case.kv_heads)]
     qkv = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
-    dout, cu = torch.randn_like(qkv[0]), torch.tensor((0, 300, 300, 900, 1024), dtype=torch.int32, device="cuda")
+    dout, cu = (
+        torch.randn_like(qkv[0]),
+        torch.tensor((0, 300, 300, 900, 1024), dtype=torch.int32, device="cuda"),
+    )
     wide = [x.double().requires_grad_() for x in qkv]
     packing = {"cu_seqlens_q": cu, "cu_seqlens_k": cu} if packed else {}
     out = (varlen_attention if packed else attention)(*wide, mask=case.mask, backend="torch", **packing)

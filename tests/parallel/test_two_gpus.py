@@ -1,4 +1,6 @@
-"""On two GPUs, in bf16, ranks that share tokens err no more than one GPU that has them all: outputs and gradients."""
+"""On two GPUs, in bf16, ranks that share tokens err no more than one GPU that has them all: outputs and
+gradients.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +40,9 @@ def cases(device: torch.device) -> list[Case]:
     """Dense and packed, with every kind of what changes a score."""
     random = torch.Generator().manual_seed(1)
     document = torch.randint(0, 5, (2, TOKENS), generator=random).sort().values.to(device)
-    slopes, sinks, table = (torch.rand(*size, generator=random).to(device) for size in ((HEADS,), (HEADS,), (HEADS, 9)))
+    slopes, sinks, table = (
+        torch.rand(*size, generator=random).to(device) for size in ((HEADS,), (HEADS,), (HEADS, 9))
+    )
     bounds = {
         "key_starts": torch.tensor([30, 0], dtype=torch.int32, device=device),
         "key_ends": torch.tensor([1400, 1536], dtype=torch.int32, device=device),
@@ -66,14 +70,21 @@ def tensors(case: Case, device: torch.device) -> list[Tensor]:
     """q, k, v and the gradient of the output, of the whole."""
     random, batch = torch.Generator().manual_seed(2), () if case.packed else (2,)
     heads = (HEADS, case.kv_heads, case.kv_heads, HEADS)
-    return [torch.randn(*batch, TOKENS, h, case.channels, generator=random).bfloat16().to(device) for h in heads]
+    return [
+        torch.randn(*batch, TOKENS, h, case.channels, generator=random).bfloat16().to(device) for h in heads
+    ]
 
 
 def learning(case: Case, dtype: torch.dtype) -> tuple[dict, list[Tensor]]:
     """The options of a call, with new leaves where a gradient flows, in fp64 for fp64."""
     options, leaves = dict(case.options), []
     for name in case.learns:
-        leaf = options[name].to(torch.float64 if dtype == torch.float64 else torch.float32).clone().requires_grad_()
+        leaf = (
+            options[name]
+            .to(torch.float64 if dtype == torch.float64 else torch.float32)
+            .clone()
+            .requires_grad_()
+        )
         leaves.append(leaf)
         options[name] = scores.distance_bias(leaf) if name == "score" else leaf
     return options, leaves
@@ -97,7 +108,9 @@ def shared(case: Case, given: list[Tensor], form: str, mesh: DeviceMesh) -> list
     *own, dout = (shard(x, mesh, dim=dim).requires_grad_() for x in given)
     options, leaves = learning(case, dout.dtype)
     packing = {"cu_seqlens": torch.tensor(PACK, dtype=torch.int32, device=dout.device)} if case.packed else {}
-    out = context_attention(*own, mask=case.mask, mesh=mesh, form=form, backend="triton", **options, **packing)
+    out = context_attention(
+        *own, mask=case.mask, mesh=mesh, form=form, backend="triton", **options, **packing
+    )
     grads = torch.autograd.grad(out, (*own, *leaves), dout.detach())
     for x in grads[3:]:
         all_reduce(x)
@@ -105,7 +118,9 @@ def shared(case: Case, given: list[Tensor], form: str, mesh: DeviceMesh) -> list
 
 
 def work(rank: int, folder: str) -> None:
-    """One GPU: with the other its output errs at most twice as much as alone, and its gradients three times."""
+    """One GPU: with the other its output errs at most twice as much as alone, and its gradients three
+    times.
+    """
     here = torch.device("cuda", rank)
     torch.cuda.set_device(here)
     init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
@@ -122,7 +137,9 @@ def work(rank: int, folder: str) -> None:
 
 def amiss(case: Case, found: list[Tensor], alone: list[Tensor], golden: list[Tensor]) -> str:
     """What is wrong with what was found, if anything."""
-    for name, x, one, right in zip(("out", "dq", "dk", "dv", *case.learns), found, alone, golden, strict=True):
+    for name, x, one, right in zip(
+        ("out", "dq", "dk", "dv", *case.learns), found, alone, golden, strict=True
+    ):
         noise = torch.finfo(x.dtype).eps
         try:
             assert_close(name, x.cpu(), [one.cpu()], right.cpu(), 2 if name == "out" else 3, noise)

@@ -1,4 +1,6 @@
-"""One head's problem in fp64, its solution by the definition, and the papers' algorithms under one signature."""
+"""One head's problem in fp64, its solution by the definition, and the papers' algorithms under one
+signature.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -75,7 +77,9 @@ class Head:
         weight = keep(*self.pairs.whole)[None].double() / (1 - DROPOUT) if self.dropout else None
         out, lse = attend(q[:, None], k[:, None], v[:, None], self.visible(), scale=self.scale, weight=weight)
         names, result = ("dq", "dk", "dv"), {"out": out[:, 0].detach(), "lse": lse[0].detach()}
-        grads = torch.autograd.grad((out[:, 0] * self.do).sum(), (q, k, v), materialize_grads=True, allow_unused=True)
+        grads = torch.autograd.grad(
+            (out[:, 0] * self.do).sum(), (q, k, v), materialize_grads=True, allow_unused=True
+        )
         return result | dict(zip(names, grads, strict=True))
 
 
@@ -107,7 +111,9 @@ def back_standard(head: Head, memory: SlowMemory) -> tuple[Tensor, Tensor, Tenso
 
 def back_flash1(head: Head, memory: SlowMemory) -> tuple[Tensor, Tensor, Tensor]:
     saved = flash1.forward(*head.tensors, head.pairs, **head.tile, memory=SlowMemory())
-    return flash1.backward(flash1.Flash1Saved(*head.tensors, *saved), head.do, head.pairs, **head.tile, memory=memory)
+    return flash1.backward(
+        flash1.Flash1Saved(*head.tensors, *saved), head.do, head.pairs, **head.tile, memory=memory
+    )
 
 
 def back_one_pass(head: Head, memory: SlowMemory) -> tuple[Tensor, Tensor, Tensor]:

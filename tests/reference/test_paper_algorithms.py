@@ -1,4 +1,6 @@
-"""The papers' algorithms equal the definition, forward and backward, whatever the tiles, the mask and the dropout."""
+"""The papers' algorithms equal the definition, forward and backward, whatever the tiles, the mask and the
+dropout.
+"""
 
 import pytest
 import torch
@@ -85,10 +87,14 @@ def test_incremental_attention_is_flash2_with_one_tile_of_queries(head):
 
 @given(heads(dropout=(False,)), st.integers(0, 16))
 def test_programs_of_flash2_do_not_see_each_other(head, n):
-    """Tiles of queries may run at once or apart: the last ones alone give the bits that they give among all."""
+    """Tiles of queries may run at once or apart: the last ones alone give the bits that they give among
+    all.
+    """
     cut = min(n * head.rows, len(head.q))
     out, lse = run_flash2(head, SlowMemory())
-    assert_same_bits(*zip(run_flash2(head.change(q=head.q[cut:]), SlowMemory()), (out[cut:], lse[cut:]), strict=True))
+    assert_same_bits(
+        *zip(run_flash2(head.change(q=head.q[cut:]), SlowMemory()), (out[cut:], lse[cut:]), strict=True)
+    )
 
 
 @given(heads())
@@ -103,7 +109,9 @@ def test_row_sums_of_p_and_dp_need_only_the_output(head):
 def test_tiles_that_meet_are_those_with_a_visible_pair(head):
     visible, (i, j) = head.visible(), head.pairs.whole
     for n in tiles(i.stop, head.rows):
-        assert head.pairs.seen_by(n, head.columns) == [m for m in tiles(j.stop, head.columns) if visible[n, m].any()]
+        assert head.pairs.seen_by(n, head.columns) == [
+            m for m in tiles(j.stop, head.columns) if visible[n, m].any()
+        ]
     for m in tiles(j.stop, head.columns):
         assert head.pairs.seeing(m, head.rows) == [n for n in tiles(i.stop, head.rows) if visible[n, m].any()]
 
@@ -137,7 +145,9 @@ def test_dropout_is_made_again_and_never_stored():
     pairs, memory = Pairs(CAUSAL, 24, 24, head.scale, DROPOUT, kept), SlowMemory()
     saved = flash2.forward(*head.tensors, pairs, **head.tile, memory=memory)
     first = list(asked)
-    flash2.backward_one_pass(flash2.Flash2Saved(*head.tensors, *saved), head.do, pairs, **head.tile, memory=memory)
+    flash2.backward_one_pass(
+        flash2.Flash2Saved(*head.tensors, *saved), head.do, pairs, **head.tile, memory=memory
+    )
     assert set(asked[len(first) :]) == set(first) == {(0, 0), (8, 0), (8, 8), (16, 0), (16, 8), (16, 16)}
     assert memory.traffic.extra == 2 * 24  # L and u
 
@@ -146,7 +156,9 @@ def test_dropout_is_made_again_and_never_stored():
 def test_over_heads_is_grouped_attention(mask):
     """Every sequence and head on its own, its dropout bits included."""
     b, s, t, h, g, d, e = 2, 9, 12, 6, 2, 4, 3
-    q, k, v = (torch.randn(*shape, dtype=torch.float64) for shape in ((b, s, h, d), (b, t, g, d), (b, t, g, e)))
+    q, k, v = (
+        torch.randn(*shape, dtype=torch.float64) for shape in ((b, s, h, d), (b, t, g, d), (b, t, g, e))
+    )
 
     def algorithm(q, k, v, sequence, head):
         def kept(i, j):  # the bits belong to storage indices

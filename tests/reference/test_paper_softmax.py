@@ -1,4 +1,6 @@
-"""Softmax in three passes, two and one: equal to torch's, whatever the chunks; counted; and never a NaN of its own."""
+"""Softmax in three passes, two and one: equal to torch's, whatever the chunks; counted; and never a NaN of
+its own.
+"""
 
 import pytest
 import torch
@@ -50,7 +52,9 @@ def test_one_pass_is_softmax_times_values(x, columns, e):
 
 @given(logits().filter(lambda x: x.shape[1] > 0))
 def test_a_maximum_that_stays_corrects_nothing(x):
-    """The correction is 1, to the bit, where the maximum stays, -inf included; below 1, and no NaN, where it moves."""
+    """The correction is 1, to the bit, where the maximum stays, -inf included; below 1, and no NaN, where it
+    moves.
+    """
     c, pi, _, _ = advance(x.new_full((len(x),), -torch.inf), x.new_zeros(len(x)), x)
     for later in (x, x - 1, x + 1, x.flip(0)):
         new, _, alpha, _ = advance(c, pi, later)

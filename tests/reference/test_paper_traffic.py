@@ -52,7 +52,9 @@ def test_no_mask_is_the_bound(name, head):
 def test_causal_square_tiles_visit_half(n, tile):
     head = make(n * tile, n * tile, 1, 1, mask=CAUSAL, rows=tile, columns=tile)
     assert TileVisits.causal(n * tile, tile) == head.visits()
-    assert TileVisits.full(head.sizes, tile, tile).keys == 2 * TileVisits.causal(n * tile, tile).keys - n * tile
+    assert (
+        TileVisits.full(head.sizes, tile, tile).keys == 2 * TileVisits.causal(n * tile, tile).keys - n * tile
+    )
 
 
 def test_a_tile_is_a_copy_that_only_assignment_writes_back():
@@ -93,18 +95,26 @@ def test_standard_counts(head):
 def test_incremental_counts(head):
     """All queries are one tile."""
     head = head.change(rows=max(1, len(head.q)))
-    assert count(FORWARD["incremental"], head) == formulas.incremental_forward(head.sizes, head.visits(), head.columns)
+    assert count(FORWARD["incremental"], head) == formulas.incremental_forward(
+        head.sizes, head.visits(), head.columns
+    )
 
 
 @given(*[st.integers(0, 9)] * 3, st.integers(1, 10))
 def test_matmul_counts(s, m, t, tile):
-    a, b, memory = torch.randn(s, m, dtype=torch.float64), torch.randn(m, t, dtype=torch.float64), SlowMemory()
+    a, b, memory = (
+        torch.randn(s, m, dtype=torch.float64),
+        torch.randn(m, t, dtype=torch.float64),
+        SlowMemory(),
+    )
     torch.testing.assert_close(matmul(a, b, tile=tile, memory=memory), a @ b, **EXACT)
     assert memory.traffic == formulas.matmul(s, m, t, tile)
 
 
 def test_matmul_one_and_two():
-    """Dot product by dot product n x n matrices take 2 n**3 reads, kept on chip 2 n**2, in tiles 2 n**3 / tile."""
+    """Dot product by dot product n x n matrices take 2 n**3 reads, kept on chip 2 n**2, in tiles 2 n**3 /
+    tile.
+    """
     n, x = 12, torch.randn(12, 12)
     for tile, reads in ((1, 2 * n**3), (n, 2 * n**2), (3, 2 * n**3 // 3)):
         memory = SlowMemory()
@@ -128,11 +138,17 @@ def standard_moved(length: int, d: int = D) -> int:
 @pytest.mark.parametrize("d", [32, 64, 128])
 @pytest.mark.parametrize("on_chip", [2**14, 2**16, 2**18])
 def test_flash1_moves_t2_d2_over_m(d, on_chip):
-    """12 T**2 d**2 / M: each of T * 4 T d / M visited queries reads q and o and writes o, 3 d beside its statistics."""
+    """12 T**2 d**2 / M: each of T * 4 T d / M visited queries reads q and o and writes o, 3 d beside its
+    statistics.
+    """
     length = 2**17
     assert 12 < flash1_moved(length, on_chip, d) / (length**2 * d**2 / on_chip) < 13.2
-    assert flash1_moved(length, on_chip, d) / flash1_moved(length, 2 * on_chip, d) == pytest.approx(2, rel=0.02)
-    assert flash1_moved(2 * length, on_chip, d) / flash1_moved(length, on_chip, d) == pytest.approx(4, rel=0.01)
+    assert flash1_moved(length, on_chip, d) / flash1_moved(length, 2 * on_chip, d) == pytest.approx(
+        2, rel=0.02
+    )
+    assert flash1_moved(2 * length, on_chip, d) / flash1_moved(length, on_chip, d) == pytest.approx(
+        4, rel=0.01
+    )
 
 
 def test_counted_flash1_traffic_falls_as_the_fast_memory_grows():
@@ -145,7 +161,9 @@ def test_counted_flash1_traffic_falls_as_the_fast_memory_grows():
 
 
 def test_what_tiling_gains():
-    """Standard attention moves 4 T**2 whatever M is; FlashAttention's gain is M / (3 d**2), 4 at these sizes."""
+    """Standard attention moves 4 T**2 whatever M is; FlashAttention's gain is M / (3 d**2), 4 at these
+    sizes.
+    """
     lengths = [2**n for n in range(10, 18)]
     gains = [standard_moved(length) / flash1_moved(length, M) for length in lengths]
     assert all(4 < standard_moved(length) / length**2 <= 4.25 for length in lengths)
@@ -169,10 +187,15 @@ def test_what_flash2_gains():
 
 
 def test_what_the_second_pass_of_the_flash2_backward_costs():
-    """Two passes read more, by about a third; but they write every gradient once, where one pass adds 128 times."""
+    """Two passes read more, by about a third; but they write every gradient once, where one pass adds 128
+    times.
+    """
     sizes = ProblemSizes(2**14, 2**14, D, D)
     visits = TileVisits.full(sizes, 128, 128)
-    one, two = formulas.flash2_backward_one_pass(sizes, visits), formulas.flash2_backward_two_pass(sizes, visits)
+    one, two = (
+        formulas.flash2_backward_one_pass(sizes, visits),
+        formulas.flash2_backward_two_pass(sizes, visits),
+    )
     assert 1.3 < two.read / one.read < 1.4
     assert two.written == sizes.s * 3 * D + sizes.s  # dq, dk, dv and u
     assert one.written - two.written == 128 * sizes.s * D
@@ -181,7 +204,9 @@ def test_what_the_second_pass_of_the_flash2_backward_costs():
 
 @pytest.mark.parametrize("name", VISITING)
 def test_tiles_fit_on_chip(name):
-    """Beside slow memory, torch never holds more than 4 M at once when tiles are meant for M; T * T is 16 M."""
+    """Beside slow memory, torch never holds more than 4 M at once when tiles are meant for M; T * T is 16
+    M.
+    """
     on_chip, length, d = 256, 64, 2
     rows, columns = tile_sizes(on_chip, d)
     head, (run, formula) = make(length, length, d, d, rows=rows, columns=columns), VISITING[name]

@@ -23,7 +23,11 @@ def layouts(draw, windows=st.none()):  # noqa: B008 (strategies are values)
 def grouped_shapes(draw, windows=windows):
     kv_heads = draw(st.integers(1, 3))
     options = {name: draw(st.booleans()) for name in ("bias", "output_bias", "qk_norm", "sinks")}
-    sizes = {"num_kv_heads": kv_heads, "num_heads": kv_heads * draw(st.integers(1, 3)), "head_dim": draw(dims)}
+    sizes = {
+        "num_kv_heads": kv_heads,
+        "num_heads": kv_heads * draw(st.integers(1, 3)),
+        "head_dim": draw(dims),
+    }
     return GroupedShape(hidden_size=draw(dims), **sizes, **options, window=draw(windows))
 
 

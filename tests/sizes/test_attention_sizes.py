@@ -1,4 +1,6 @@
-"""Parameters, layouts, FLOPs and traffic of a shape are those of its layer; ranks of tensor parallelism add up."""
+"""Parameters, layouts, FLOPs and traffic of a shape are those of its layer; ranks of tensor parallelism add
+up.
+"""
 
 import pytest
 import torch
@@ -40,7 +42,9 @@ def weighted(scores, values):
 
 
 def grouped(layer, shape, x, cached, query):
-    """Rows of ``layer(x)``, one query at a time over the keys it sees; keys before ``query`` come from the cache."""
+    """Rows of ``layer(x)``, one query at a time over the keys it sees; keys before ``query`` come from the
+    cache.
+    """
     k, v = (torch.cat(pair) for pair in zip(cached, layer.key_value(x[query:]), strict=True))
     q = layer.query(x[query:], None)
     group = shape.num_heads // shape.num_kv_heads
@@ -72,7 +76,9 @@ def absorbed(layer, shape, x, cached, query):
     k_up, v_up = layer._up_projections()
     rows = []
     for i in range(query, len(x)):
-        q = torch.cat((torch.bmm(q_nope[i - query, :, None], k_up)[:, 0], q_rope[i - query]), -1)  # [h, r + p]
+        q = torch.cat(
+            (torch.bmm(q_nope[i - query, :, None], k_up)[:, 0], q_rope[i - query]), -1
+        )  # [h, r + p]
         weights = torch.softmax(q @ k[seen(shape, i)].T * layer.scale, -1)
         rows.append(torch.bmm(v_up, (weights @ latent[seen(shape, i)])[..., None])[..., 0])
     return layer.o_proj(torch.stack(rows).flatten(1))
@@ -102,7 +108,9 @@ def test_flops_of_grouped_attention(shape, length):
     if layer.sinks is not None:
         layer.sinks = None  # no product of matrices, and not in the eager form here
     x = torch.randn(length, shape.hidden_size, dtype=torch.float64)
-    at_zero = layer.rope and layer.rope.angles(torch.zeros(length, dtype=torch.long))  # where nothing is rotated
+    at_zero = layer.rope and layer.rope.angles(
+        torch.zeros(length, dtype=torch.long)
+    )  # where nothing is rotated
     expected = layer(x[None], positions=at_zero)[0].detach()
     nothing = torch.empty(2, 0, shape.num_kv_heads, shape.head_dim, dtype=torch.float64)
     out, flops = counted(lambda: grouped(layer, shape, x, nothing, 0))
@@ -119,7 +127,9 @@ def test_flops_of_grouped_attention(shape, length):
 def test_flops_of_latent_attention(shape, length):
     layer = make_layer(shape, device="cpu", dtype=torch.float64)
     x = torch.randn(length, shape.hidden_size, dtype=torch.float64)
-    at_zero = layer.rope and layer.rope.angles(torch.zeros(length, dtype=torch.long))  # where nothing is rotated
+    at_zero = layer.rope and layer.rope.angles(
+        torch.zeros(length, dtype=torch.long)
+    )  # where nothing is rotated
     expected = layer(x[None], positions=at_zero)[0].detach()
     nothing = [torch.empty(0, n, dtype=torch.float64) for n in (shape.kv_lora_rank, shape.qk_rope_head_dim)]
     forms = {

@@ -21,12 +21,19 @@ def test_published_sizes():
     assert cache_bytes(deepseek_v3, **token) == 70_272  # 576 values a token and layer (arXiv 2405.04434)
     llama_3_8b = [KVLayout.grouped(8, 128, dtype=torch.bfloat16)] * 32
     assert cache_bytes(llama_3_8b, **token) == 131_072
-    assert cache_bytes([KVLayout.grouped(2, 128, dtype=torch.bfloat16, store=torch.int8)], **token) == 2 * 2 * (128 + 4)
-    assert cache_bytes([KVLayout.latent(512, 64, dtype=torch.bfloat16, store=torch.int8)], **token) == 512 + 4 + 128
+    assert cache_bytes(
+        [KVLayout.grouped(2, 128, dtype=torch.bfloat16, store=torch.int8)], **token
+    ) == 2 * 2 * (128 + 4)
+    assert (
+        cache_bytes([KVLayout.latent(512, 64, dtype=torch.bfloat16, store=torch.int8)], **token)
+        == 512 + 4 + 128
+    )
 
 
 @given(
-    kinds=st.lists(layouts(), min_size=1, max_size=3), pages=st.integers(1, 5), page_size=st.sampled_from([1, 4, 16])
+    kinds=st.lists(layouts(), min_size=1, max_size=3),
+    pages=st.integers(1, 5),
+    page_size=st.sampled_from([1, 4, 16]),
 )
 @settings(deadline=None, max_examples=40)
 def test_a_whole_cache_is_one_sequence_over_all_pages(kinds, pages, page_size):
@@ -89,7 +96,9 @@ def test_a_window_caps_the_bytes(window, length, page_size):
 
 
 def peak(kinds, context, page_size):
-    """The most that one sequence takes while it grows to ``context``: each step keeps what the one before could see."""
+    """The most that one sequence takes while it grows to ``context``: each step keeps what the one before
+    could see.
+    """
     sizes = (cache_bytes(kinds, [n], page_size=page_size, rollback=1) for n in range(1, context + 1))
     return max(sizes, default=0)
 

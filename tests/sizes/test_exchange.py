@@ -1,4 +1,6 @@
-"""What ranks receive and keep, and what a rank stores of a shared cache, against what they do: on CPUs with gloo."""
+"""What ranks receive and keep, and what a rank stores of a shared cache, against what they do: on CPUs with
+gloo.
+"""
 
 from dataclasses import replace
 
@@ -11,7 +13,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
 from attnlib import CAUSAL, KVCache, KVLayout, MultiHeadLatentAttention, Rope
-from attnlib.parallel import ContextParallel, exchange, gather_attention, head_attention, ring_attention, shard
+from attnlib.parallel import (
+    ContextParallel,
+    exchange,
+    gather_attention,
+    head_attention,
+    ring_attention,
+    shard,
+)
 from attnlib.sizes import (
     Exchange,
     GroupedShape,
@@ -86,7 +95,10 @@ def of_tensors(form: str, mesh, dtype: torch.dtype, counted: Counted) -> Exchang
 def of_latents(form: str, mesh, dtype: torch.dtype, counted: Counted) -> tuple[int, int]:
     """The forward and the backward of a layer of latents."""
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    options = {name: getattr(LATENT, name) for name in names} | {"rope": Rope(8, interleaved=True), "mask": CAUSAL}
+    options = {name: getattr(LATENT, name) for name in names} | {
+        "rope": Rope(8, interleaved=True),
+        "mask": CAUSAL,
+    }
     shared = ContextParallel(mesh, form=form)
     layer = MultiHeadLatentAttention(64, LATENT.num_heads, **options, dtype=dtype, context_parallel=shared)
     out = layer(shard(torch.randn(1, TOKENS, 64, dtype=dtype), mesh))
@@ -172,7 +184,9 @@ def test_every_windowed_layer_is_whole_on_every_rank():
 
 
 def test_a_rank_computes_for_all_heads_that_share_its_keys():
-    """Latents dealt out over the ranks that share the heads: as many FLOPs, and an eighth of the cache to read."""
+    """Latents dealt out over the ranks that share the heads: as many FLOPs, and an eighth of the cache to
+    read.
+    """
     whole, dealt = one("deepseek-v3", ranks=8), one("deepseek-v3", ranks=8, context_ranks=8)
     assert dealt.decode_flops == whole.decode_flops
     weights = whole.parameters * 2
@@ -186,7 +200,11 @@ def test_forms_in_a_row():
     row = one("llama-3-8b", context_ranks=8)
     found = [exchange_bytes(model("llama-3-8b").layers[0], 4096, ranks=8, form=form, dtype=torch.bfloat16)
              for form in FUNCTIONS]  # fmt: skip
-    assert [32 * (x.forward + x.backward) for x in found] == [row.ring_bytes, row.gather_bytes, row.heads_bytes]
+    assert [32 * (x.forward + x.backward) for x in found] == [
+        row.ring_bytes,
+        row.gather_bytes,
+        row.heads_bytes,
+    ]
     assert one("llama-3-8b", context_ranks=16).heads_bytes is None
     alone = one("llama-3-8b")
     assert (alone.ring_bytes, alone.gather_bytes, alone.heads_bytes) == (0, 0, 0)
@@ -198,7 +216,10 @@ def test_forms_in_a_row():
         ({"form": "star"}, "form: expected one of ring, gather, heads, got 'star'"),
         ({"ranks": 0}, "exchange_bytes: expected tokens and ranks of at least 1, got 64 and 0"),
         ({"tokens": 0}, "exchange_bytes: expected tokens and ranks of at least 1, got 0 and 2"),
-        ({"form": "heads", "ranks": 8}, "form: expected heads that 8 ranks can share, got GQA-4; use another form"),
+        (
+            {"form": "heads", "ranks": 8},
+            "form: expected heads that 8 ranks can share, got GQA-4; use another form",
+        ),
     ],
 )
 def test_exchanges_that_cannot_be(wrong, why):

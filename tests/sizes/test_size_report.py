@@ -1,4 +1,6 @@
-"""Models and their variants, the rows of a report against the allocator, and the verdict against the clock."""
+"""Models and their variants, the rows of a report against the allocator, and the verdict against the
+clock.
+"""
 
 from dataclasses import replace
 
@@ -14,7 +16,11 @@ from attnlib.sizes.report import human
 
 
 def test_llama_2_7b_in_every_form():
-    kib = {variant.kind: row.token_bytes / 1024 for variant in variants(model("llama-2-7b")) for row in one(variant)}
+    kib = {
+        variant.kind: row.token_bytes / 1024
+        for variant in variants(model("llama-2-7b"))
+        for row in one(variant)
+    }
     assert kib == {"MHA": 512, "GQA-8": 128, "MQA": 16, "MLA 512+64": 36, "MLA 512": 32}
 
 
@@ -46,11 +52,17 @@ def test_published_totals():
     llama = 4 * 4096**2 * 32
     assert model("llama-2-7b").parameters == llama
     by_name = {known.name: one(known)[0] for known in MODELS}
-    assert by_name["deepseek-v2"].token_bytes == 60 * 576 * 2  # 34.6 K values a token (arXiv 2405.04434, table 1)
+    assert (
+        by_name["deepseek-v2"].token_bytes == 60 * 576 * 2
+    )  # 34.6 K values a token (arXiv 2405.04434, table 1)
     assert by_name["deepseek-v3"].token_bytes == 70_272
     assert by_name["falcon-7b"].token_bytes == 32 * 2 * 64 * 2
     assert by_name["llama-3.1-405b"].token_bytes == 126 * 2 * 8 * 128 * 2
-    full = [sum(shape.window is None for shape in known.layers) for known in MODELS if known.name.startswith("gemma-3")]
+    full = [
+        sum(shape.window is None for shape in known.layers)
+        for known in MODELS
+        if known.name.startswith("gemma-3")
+    ]
     assert full == [8, 10]  # one layer of six
 
 
@@ -93,7 +105,11 @@ def test_variants_keep_widths_heads_and_windows_and_begin_with_the_model(first, 
     assert len(set(made)) == len(made)
     assert {"MHA", "MLA 7+2", "MLA 7"} <= {variant.kind for variant in made}
     for shape in [shape for variant in made for shape in variant.layers]:
-        assert (shape.hidden_size, shape.num_heads, shape.window) == (first.hidden_size, first.num_heads, first.window)
+        assert (shape.hidden_size, shape.num_heads, shape.window) == (
+            first.hidden_size,
+            first.num_heads,
+            first.window,
+        )
 
 
 def test_fewer_kv_heads_store_less_in_proportion():
@@ -106,7 +122,9 @@ def test_fewer_kv_heads_store_less_in_proportion():
 
 @pytest.mark.parametrize("on", CHIPS, ids=lambda on: on.name)
 def test_the_verdict_is_what_takes_longer(on):
-    models = [variant for name in ("deepseek-v3", "falcon-7b", "gpt-oss-20b") for variant in variants(model(name))]
+    models = [
+        variant for name in ("deepseek-v3", "falcon-7b", "gpt-oss-20b") for variant in variants(model(name))
+    ]
     answers = rows(models, Setting(contexts=(64, 16_384), batches=(1, 512), chip=on))
     for row in answers:
         computing, reading = row.decode_flops / on.flops, row.decode_bytes / on.bandwidth
@@ -171,7 +189,9 @@ def test_every_entry_has_its_own_name_and_a_source():
         assert all(entry.source for entry in entries)
 
 
-@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (36 * 1024, "36 KiB")])
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (36 * 1024, "36 KiB")]
+)
 def test_whole_sizes_have_no_decimals(size, text):
     assert human(size) == text
     assert human(1536 * 2**20) == "1.5 GiB"

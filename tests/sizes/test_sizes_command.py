@@ -24,7 +24,9 @@ def lines_of(text, title):
 
 
 def cells(text, title):
-    return {name: [cell.strip() for cell in line if cell.strip()] for name, line in lines_of(text, title).items()}
+    return {
+        name: [cell.strip() for cell in line if cell.strip()] for name, line in lines_of(text, title).items()
+    }
 
 
 def test_llama_2_7b_on_a_terminal():
@@ -68,7 +70,18 @@ def test_the_table_says_what_the_rows_say(capsys):
 
 
 def test_a_shape_of_ones_own_on_two_ranks(capsys):
-    sizes = ["--hidden-size", "64", "--num-heads", "16", "--num-kv-heads", "4", "--head-dim", "8", "--layers", "3"]
+    sizes = [
+        "--hidden-size",
+        "64",
+        "--num-heads",
+        "16",
+        "--num-kv-heads",
+        "4",
+        "--head-dim",
+        "8",
+        "--layers",
+        "3",
+    ]
     more = ["--window", "32", "--kv-lora-rank", "24", "--qk-rope-head-dim", "0", "--tensor-parallel", "2"]
     assert main(["sizes", *sizes, *more, "--dtype", "fp32"]) == 0
     text = capsys.readouterr().out
@@ -115,7 +128,9 @@ def test_the_list_has_every_name_and_source(capsys):
     assert main(["sizes", "--list"]) == 0
     text = capsys.readouterr().out
     for entry in (*MODELS, *CHIPS):
-        assert any(line.startswith(entry.name + " ") and line.endswith(entry.source) for line in text.splitlines())
+        assert any(
+            line.startswith(entry.name + " ") and line.endswith(entry.source) for line in text.splitlines()
+        )
 
 
 @pytest.mark.parametrize(
@@ -123,17 +138,26 @@ def test_the_list_has_every_name_and_source(capsys):
     [
         ([], "--model: expected a name (--list), or --hidden-size, --num-heads and --layers, got neither"),
         (["--model", "lama-2-7b"], "did you mean 'llama-2-7b'?"),
-        (["--model", "gpt-2", "--layers", "3"], "--model: expected a name or sizes, got both 'gpt-2' and layers"),
+        (
+            ["--model", "gpt-2", "--layers", "3"],
+            "--model: expected a name or sizes, got both 'gpt-2' and layers",
+        ),
         (["--hidden-size", "8", "--num-heads", "2"], "got neither"),
         (["--hidden-size", "8", "--num-heads", "3", "--layers", "1"], "--num-heads: expected a divisor"),
         (["--hidden-size", "8", "--num-heads", "0", "--layers", "1"], "--num-heads: expected a divisor"),
-        (["--hidden-size", "8", "--num-heads", "2", "--layers", "0"], "layers: expected at least 1, got none"),
+        (
+            ["--hidden-size", "8", "--num-heads", "2", "--layers", "0"],
+            "layers: expected at least 1, got none",
+        ),
         (["--model", "gpt-2", "--chip", "h20"], "did you mean 'h200'?"),
         (["--model", "gpt-2", "--context", "0"], "contexts: expected sizes of at least 1"),
         (["--model", "gpt-2", "--page-size", "0"], "page_size: expected at least 1 token, got 0"),
         (["--model", "gpt-2", "--window", "0"], "window: expected at least 1, got 0"),
         (["--model", "gpt-2", "--tensor-parallel", "7"], "ranks: expected a divisor of num_heads=12, got 7"),
-        (["--model", "gpt-2", "--memory", "1", "--weights", "3"], "the weights take 2 GiB more than there is"),
+        (
+            ["--model", "gpt-2", "--memory", "1", "--weights", "3"],
+            "the weights take 2 GiB more than there is",
+        ),
         (["--model", "gpt-2", "--csv", "."], "expected a file to write, got a folder"),
         (["--model", "gpt-2", "--csv", "nowhere/sizes.csv"], "No such file or directory"),
     ],

@@ -14,12 +14,14 @@ from .pages import Index, Keys
 
 
 class Batch(NamedTuple):
-    """Neighbouring sequences of equal lengths, which are solved together; the first is the call's ``sequence``.
+    """Neighbouring sequences of equal lengths, which are solved together; the first is the call's
+    ``sequence``.
 
-    ``q`` ``[b, s, h, d]`` is at ``index`` in the call's, all of it where there is no index; its row 0 is query
-    ``first``. The mask and ``first`` count from the first key that there is. Dropout adds ``origin.key`` to keys and
-    queries, and the origin's head and sequence. Products with keys and with values are multiplied by ``score_factor``
-    and ``value_factor``, ``[b, h, s]``, if there are any; ``functions`` of indices see those of dropout.
+    ``q`` ``[b, s, h, d]`` is at ``index`` in the call's, all of it where there is no index; its row 0 is
+    query ``first``. The mask and ``first`` count from the first key that there is. Dropout adds
+    ``origin.key`` to keys and queries, and the origin's head and sequence. Products with keys and with values
+    are multiplied by ``score_factor`` and ``value_factor``, ``[b, h, s]``, if there are any; ``functions`` of
+    indices see those of dropout.
     """
 
     q: Tensor
@@ -70,7 +72,8 @@ def batches(a: Arguments) -> Iterator[Batch]:
 
 
 def cached_batches(a: CachedArguments) -> Iterator[Batch]:
-    """The batches of a step: one a sequence, or neighbours of equal bounds in neighbouring rows of a contiguous cache.
+    """The batches of a step: one a sequence, or neighbours of equal bounds in neighbouring rows of a
+    contiguous cache.
 
     Raises:
         ValueError: a length beyond the table, or a page outside the cache.
@@ -83,7 +86,8 @@ def cached_batches(a: CachedArguments) -> Iterator[Batch]:
         raise ValueError(f"lengths: expected at most {columns * size} tokens like the table, got {longest}")
     table = a.table[:, : -(-longest // size)].tolist()
     offsets, functions = None if a.cu_seqlens_q is None else a.cu_seqlens_q.tolist(), functions_of(a)
-    # Neighbours in a contiguous cache, which has one column, lie in one piece: their rows are as far apart as they are.
+    # Neighbours in a contiguous cache, which has one column, lie in one piece: their rows are as far apart as
+    # they are.
     together = columns == 1 and offsets is None and longest > 0
     distances = [row - n for n, (row,) in enumerate(table)] if together else range(len(lengths))
     each = list(zip(distances, starts, lengths, _origins(a.origin, len(lengths)), strict=True))
@@ -127,7 +131,8 @@ def _batch(
 
 
 def _factors(a: AnyArguments, n: int, q: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What the products of queries ``[b, s, h, d]``, from sequence ``n`` on, with keys and values are multiplied by.
+    """What the products of queries ``[b, s, h, d]``, from sequence ``n`` on, with keys and values are
+    multiplied by.
 
     Over a cache these have scales of their own.
     """
@@ -147,7 +152,8 @@ def _at(x: Tensor, index: Index) -> Tensor:
 def rows(x: Tensor, g: int) -> Tensor:
     """``[n, s, h, d]`` -> ``[n, g, f * s, d]``: a group's query heads are stacked as rows.
 
-    2.6 times as fast as torch's own grouping for one query (8 heads on 2, 700 keys, one core of an EPYC, 2026-11).
+    2.6 times as fast as torch's own grouping for one query (8 heads on 2, 700 keys, one core of an EPYC,
+    2026-11).
     """
     if x.shape[1] == 1:
         return x.reshape(x.shape[0], g, -1, x.shape[3])

@@ -38,7 +38,8 @@ def _find() -> _Fused:
 def _look_up() -> _Fused:
     aten = torch.ops.aten
     return _Fused(
-        torch._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward
+        torch._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
     )
 
 
@@ -46,10 +47,16 @@ def causality(batch: Batch) -> bool | None:
     """The ``is_causal`` with which torch's fused CPU attention solves a batch; None if it cannot."""
     q, keys, mask, first = batch.q, batch.keys, batch.mask, batch.first
     s, t = q.shape[1], keys.stop - keys.start
-    # Over fewer keys than a vector holds (16 with AVX-512), torch turns the row of a NaN query into zeros (#141128).
+    # Over fewer keys than a vector holds (16 with AVX-512), torch turns the row of a NaN query into zeros
+    # (#141128).
     if q.device.type != "cpu" or q.numel() == 0 or t < 16:
         return None
-    if batch.score.options or batch.dropout.p or batch.score_factor is not None or batch.functions is not None:
+    if (
+        batch.score.options
+        or batch.dropout.p
+        or batch.score_factor is not None
+        or batch.functions is not None
+    ):
         return None
     if q.shape[-1] != keys.v.shape[-1] or not keys.at_once:
         return None
@@ -73,8 +80,12 @@ def forward(batch: Batch, causal: bool) -> tuple[Tensor, Tensor]:
     return unrows(out, batch.q.shape).contiguous(), lse.reshape(b, h, s).contiguous()
 
 
-def backward(batch: Batch, causal: bool, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of the batch's keys, contiguous, from tensors ``[b, s, h, d]`` and the LSE ``[b, h, s]``."""
+def backward(
+    batch: Batch, causal: bool, dout: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of the batch's keys, contiguous, from tensors ``[b, s, h, d]`` and the LSE ``[b, h,
+    s]``.
+    """
     q, (k, v) = batch.q, _read(batch)
     # Without a causal order a group's queries share one pass over its keys.
     g = q.shape[2] if causal else k.shape[1]
@@ -91,7 +102,8 @@ def _read(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _try(fused: _Fused) -> None:
-    """Compare it with attention written out, causal and not, with a NaN query; raise RuntimeError where it differs.
+    """Compare it with attention written out, causal and not, with a NaN query; raise RuntimeError where it
+    differs.
 
     In fp32, where its error against fp64 may be three times that of the formula.
     """
@@ -100,7 +112,9 @@ def _try(fused: _Fused) -> None:
         q, k, v, dout = (x.float() for x in wide)
         out, lse = fused.forward(q, k, v, 0.0, causal, scale=0.5)
         found = out, lse, *fused.backward(dout, q, k, v, out, lse, 0.0, causal, scale=0.5)
-        for x, exact, near in zip(found, _written_out(causal, *wide), _written_out(causal, q, k, v, dout), strict=True):
+        for x, exact, near in zip(
+            found, _written_out(causal, *wide), _written_out(causal, q, k, v, dout), strict=True
+        ):
             _compare(x, exact, near)
         q[..., 3, :] = torch.nan
         out, lse = fused.forward(q, k, v, 0.0, causal, scale=0.5)
@@ -112,7 +126,9 @@ def _try(fused: _Fused) -> None:
 
 
 def _numbers(n: int) -> Tensor:
-    """Return numbers ``[1, 2, 19, 8]`` (sequences, heads, tokens, channels) without touching torch's random state."""
+    """Return numbers ``[1, 2, 19, 8]`` (sequences, heads, tokens, channels) without touching torch's random
+    state.
+    """
     return torch.arange(2 * 19 * 8, dtype=torch.float64, device="cpu").mul(0.7 + n).sin().view(1, 2, 19, 8)
 
 

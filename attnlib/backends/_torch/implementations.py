@@ -61,7 +61,9 @@ def _backward(dout, dlse, out, lse, *arguments):
     dcaptured = lse.new_zeros(count_learnt(a))
 
     def differentiate(batch: Batch, causal: bool | None) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
-        """The gradients of a batch's queries, keys, values and slopes: 0 from fused attention, which knows none."""
+        """The gradients of a batch's queries, keys, values and slopes: 0 from fused attention, which knows
+        none.
+        """
         if causal is None:
             return tiles.backward(batch, batch.of(dout), batch.of_lse(lse), batch.of_lse(delta), dcaptured)
         return *fused.backward(batch, causal, batch.of(dout), batch.of(out), batch.of_lse(lse)), 0.0

@@ -6,17 +6,19 @@ import torch
 from torch import Tensor
 
 KEYS = 512  # of a tile, at most
-OF_ZEROS = 2.0**-40  # the scale of nothing but zeros, less than others, so that it never is the largest that counts
+OF_ZEROS = (
+    2.0**-40
+)  # the scale of nothing but zeros, less than others, so that it never is the largest that counts
 Index = tuple[slice | None, ...]
 
 
 class Keys(NamedTuple):
     """The keys ``[start, stop)`` of a batch, and their values, where they are stored; no others are read.
 
-    Planes and scales are ``[pages, page_size, g, *]``, as in a KVView; keys in tensors have a page for each sequence.
-    ``pages`` are those of a sequence, from the one of ``start`` on. Where it is one alone, the other sequences of the
-    batch are on the pages after it. What is scaled is read in ``dtype``. Keys in tensors are at ``index`` in the call's
-    k and v.
+    Planes and scales are ``[pages, page_size, g, *]``, as in a KVView; keys in tensors have a page for each
+    sequence. ``pages`` are those of a sequence, from the one of ``start`` on. Where it is one alone, the
+    other sequences of the batch are on the pages after it. What is scaled is read in ``dtype``. Keys in
+    tensors are at ``index`` in the call's k and v.
     """
 
     k: Tensor
@@ -44,7 +46,9 @@ class Keys(NamedTuple):
         return self.start // self.span == (self.stop - 1) // self.span
 
     def read(self, sequences: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """K ``[n, g, t, d]``, with its tail, and V of tokens ``[start, stop)``; on one page these are views."""
+        """K ``[n, g, t, d]``, with its tail, and V of tokens ``[start, stop)``; on one page these are
+        views.
+        """
         n, t, (count, size, *_) = sequences.stop - sequences.start, stop - start, self.k.shape
         if n == count and t == size and self.k_tail is self.k_scale is None:
             # All of two tensors, 3 us sooner.
@@ -79,7 +83,9 @@ def quantise(x: Tensor, store: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def store(plane: Tensor, new: Tensor, slots: Tensor, kept: Tensor | None) -> None:
-    """Write one token a slot into ``plane`` ``[pages, page_size, ...]``; ``kept`` marks slots that are not skipped."""
+    """Write one token a slot into ``plane`` ``[pages, page_size, ...]``; ``kept`` marks slots that are not
+    skipped.
+    """
     new = new.reshape(slots.shape[0], *plane.shape[2:])
     if kept is not None:
         new, slots = new[kept], slots[kept]

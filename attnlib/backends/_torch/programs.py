@@ -20,7 +20,8 @@ def differentiated(
     tensors: Sequence[Tensor],
     grads: Tensor,
 ) -> Tensor:
-    """The derivative by the score, of ``d``, that by what a program gives; ``by`` says how. That of hidden pairs is 0.
+    """The derivative by the score, of ``d``, that by what a program gives; ``by`` says how. That of hidden
+    pairs is 0.
 
     Adds those by what the program reads to ``grads``, in which all its tensors of floats lie side by side.
     """
@@ -29,7 +30,9 @@ def differentiated(
 
     def shown(x: Operand) -> Tensor:
         whole = brought(x, FLOAT).broadcast_to(d.shape)
-        return whole if hidden is None else whole.masked_fill(hidden, 0)  # a function may make NaN of hidden pairs
+        return (
+            whole if hidden is None else whole.masked_fill(hidden, 0)
+        )  # a function may make NaN of hidden pairs
 
     for tensor, indices, value in by.reads:
         n = int(tensor.name[1:])

@@ -1,7 +1,9 @@
-"""FlashAttention-2 in plain torch (Dao, 2023, arXiv 2307.08691): forward and backward over tiles of queries and keys.
+"""FlashAttention-2 in plain torch (Dao, 2023, arXiv 2307.08691): forward and backward over tiles of queries
+and keys.
 
-A tile of scores is ``[n * g, f * s, t]``: sequences and KV heads side by side, a group's query heads stacked as rows.
-What lies outside a sequence is never part of a product. Inside it, what the mask hides in a tile is multiplied by zero.
+A tile of scores is ``[n * g, f * s, t]``: sequences and KV heads side by side, a group's query heads stacked
+as rows. What lies outside a sequence is never part of a product. Inside it, what the mask hides in a tile is
+multiplied by zero.
 """
 
 from collections.abc import Iterator
@@ -58,7 +60,9 @@ def forward(batch: Batch) -> tuple[Tensor, Tensor]:
     """The output ``[b, s, h, e]`` and the LSE ``[b, h, s]``."""
     b, s, h, _ = batch.q.shape
     out = batch.q.new_zeros(b, s, h, batch.keys.v.shape[-1], dtype=result_dtype(batch.q.dtype))
-    lse = batch.q.new_full((b, h, s), -torch.inf, dtype=wide(batch.q))  # of what a query has seen: perhaps a sink
+    lse = batch.q.new_full(
+        (b, h, s), -torch.inf, dtype=wide(batch.q)
+    )  # of what a query has seen: perhaps a sink
     if batch.score.sinks is not None:
         lse.copy_(batch.score.sinks[:, None])
     for block in _query_blocks(batch):
@@ -87,10 +91,11 @@ def forward(batch: Batch) -> tuple[Tensor, Tensor]:
 def backward(
     batch: Batch, dout: Tensor, lse: Tensor, delta: Tensor, dcaptured: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq ``[b, s, h, d]``, dk and dv ``[b, t, g, *]`` of the batch's keys, and the gradient of slopes ``[b, h]``.
+    """dq ``[b, s, h, d]``, dk and dv ``[b, t, g, *]`` of the batch's keys, and the gradient of slopes ``[b,
+    h]``.
 
-    ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[b, h, s]``. Adds to ``dcaptured``, the gradients of the
-    floats that the scores' function reads, side by side.
+    ``lse`` and ``delta = rowsum(out * dout) - dlse`` are ``[b, h, s]``. Adds to ``dcaptured``, the gradients
+    of the floats that the scores' function reads, side by side.
     """
     q, keys, g = batch.q, batch.keys, batch.keys.k.shape[2]
     b, _, h, _ = q.shape
@@ -114,7 +119,9 @@ def backward(
             if by_score is not None:
                 ds = _unchanged(batch, by_score, tile, ds, dcaptured)
             if tile.distance is not None:
-                dslopes[block.sequences] -= (ds.view(-1, h, *tile.distance.shape) * tile.distance).sum((-1, -2))
+                dslopes[block.sequences] -= (ds.view(-1, h, *tile.distance.shape) * tile.distance).sum(
+                    (-1, -2)
+                )
             if tile.tanh is not None:
                 ds = ds * (1 - tile.tanh.square())
             row_dq += ds @ tile.k
@@ -128,7 +135,9 @@ def backward(
 
 
 def _query_blocks(batch: Batch) -> Iterator[QueryBlock]:
-    """The queries that see a key, so many together that a tile's scores stay small; the others may hold anything."""
+    """The queries that see a key, so many together that a tile's scores stay small; the others may hold
+    anything.
+    """
     q, keys, mask = batch.q, batch.keys, batch.mask
     b, s, h, _ = q.shape
     first, last = mask.queries(batch.first, batch.first + s, keys.start, keys.stop)
@@ -196,7 +205,12 @@ def _slopes(batch: Batch, block: QueryBlock) -> Tensor:
 
 def _dropout(batch: Batch, block: QueryBlock, i: Tensor, start: int, stop: int) -> Tensor:
     """The weights ``[n, h, s, t]`` of the probabilities of queries ``i``: ``1 / (1 - p)``, or 0."""
-    p, origin, n, device = batch.dropout.p, batch.origin, batch.sequence + batch.origin.sequence, batch.q.device
+    p, origin, n, device = (
+        batch.dropout.p,
+        batch.origin,
+        batch.sequence + batch.origin.sequence,
+        batch.q.device,
+    )
     sequences = torch.arange(n + block.sequences.start, n + block.sequences.stop, device=device)
     heads = torch.arange(origin.head, origin.head + batch.q.shape[2], device=device)
     tile = {"rows": i + origin.key, "first": start + origin.key, "last": stop + origin.key}
@@ -238,12 +252,16 @@ def _hidden(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) -> 
 def _changed(batch: Batch, indices: dict[str, Tensor], hidden: Tensor | None) -> Tensor:
     """The scores that a function makes of those of a tile, in memory of their own."""
     functions, score = batch.functions, indices["score"]
-    changed = evaluated(functions.score, indices, functions.score_tensors, score.dtype, counted=_counted(batch, hidden))
+    changed = evaluated(
+        functions.score, indices, functions.score_tensors, score.dtype, counted=_counted(batch, hidden)
+    )
     return changed.broadcast_to(score.shape).clone()
 
 
 def _unchanged(batch: Batch, by: Derivative, tile: Tile, ds: Tensor, dcaptured: Tensor) -> Tensor:
-    """The gradient of the scores that a function changed, of those that it gave; adds to that of what it reads."""
+    """The gradient of the scores that a function changed, of those that it gave; adds to that of what it
+    reads.
+    """
     functions, d = batch.functions, ds.view_as(tile.indices["score"])
     found = differentiated(by, d, tile.hidden, tile.indices, functions.score_tensors, dcaptured)
     return found.reshape(ds.shape)

@@ -44,14 +44,18 @@ class TritonBackend:
                 reasons.append(f"takes fp8 inputs from sm_89 on, got sm_{spec.arch}; use bf16")
         largest, widest = max(spec.head_dim, spec.value_dim), WIDEST_BACKWARD if spec.grad else WIDEST
         if largest > widest:
-            reasons.append(f"has {'a backward' if spec.grad else 'tiles'} for heads of up to {widest}, got {largest}")
+            reasons.append(
+                f"has {'a backward' if spec.grad else 'tiles'} for heads of up to {widest}, got {largest}"
+            )
         elif spec.value_dim > WIDEST_VALUE:
             reasons.append(f"has tiles for values of up to {WIDEST_VALUE} channels, got {spec.value_dim}")
         return reasons
 
     def slow(self, spec: AttentionSpec) -> list[str]:
         """Why this backend would copy K or V."""
-        return [f"{name}: the last dimension is not contiguous, so it is copied once" for name in spec.strided]
+        return [
+            f"{name}: the last dimension is not contiguous, so it is copied once" for name in spec.strided
+        ]
 
     def failures(self, spec: AttentionSpec) -> list[str]:
         """Name each private part of torch and Triton that failed its trial, and what that costs."""

@@ -13,8 +13,8 @@ def unpad_input(
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """The tokens ``[t, ...]`` of ``hidden_states`` ``[b, s, ...]`` that ``attention_mask`` ``[b, s]`` shows.
 
-    With it come their indices in ``[b * s]``, ``cu_seqlens`` int32 ``[b + 1]``, the longest sequence, and the tokens of
-    each that are used. ``unused_mask`` shows tokens that are kept too, but not counted as used.
+    With it come their indices in ``[b * s]``, ``cu_seqlens`` int32 ``[b + 1]``, the longest sequence, and the
+    tokens of each that are used. ``unused_mask`` shows tokens that are kept too, but not counted as used.
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths, used = kept.sum(-1, dtype=torch.int32), attention_mask.sum(-1, dtype=torch.int32)

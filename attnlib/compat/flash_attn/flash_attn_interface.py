@@ -33,11 +33,12 @@ def flash_attn_func(
 ) -> Result:
     """Attention of q ``[b, s, h, d]`` over k ``[b, t, g, d]`` and v ``[b, t, g, e]``: ``[b, s, h, e]``.
 
-    With ``return_attn_probs`` also the LSE ``[b, h, s]``, which is inf where nothing is seen, and None: probabilities
-    are never made. Which weights dropout drops is attnlib's own.
+    With ``return_attn_probs`` also the LSE ``[b, h, s]``, which is inf where nothing is seen, and None:
+    probabilities are never made. Which weights dropout drops is attnlib's own.
 
     Raises:
-        NotImplementedError: ``deterministic`` without ``torch.use_deterministic_algorithms(True)``, which says the same
+        NotImplementedError: ``deterministic`` without ``torch.use_deterministic_algorithms(True)``, which
+        says the same
             of a backward that comes later.
     """
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -77,15 +78,19 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """:func:`flash_attn_func` of packed sequences: q ``[t, h, d]``, offsets int32 ``[b + 1]``, the LSE ``[h, t]``.
+    """:func:`flash_attn_func` of packed sequences: q ``[t, h, d]``, offsets int32 ``[b + 1]``, the LSE ``[h,
+    t]``.
 
-    With a ``block_table`` int32 ``[b, n]``, k and v are pages ``[pages, page_size, g, d]``, and there is no backward.
+    With a ``block_table`` int32 ``[b, n]``, k and v are pages ``[pages, page_size, g, d]``, and there is no
+    backward.
     """
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     if block_table is None:
         offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-        return _result(*varlen_attention_with_lse(q, k, v, **offsets, **longest, **options), return_attn_probs)
+        return _result(
+            *varlen_attention_with_lse(q, k, v, **offsets, **longest, **options), return_attn_probs
+        )
     if options.pop("dropout_p"):
         raise NotImplementedError("dropout_p: expected 0 over pages, which are for inference")
     view = pages_of(k, v, table=block_table, lengths=cu_seqlens_k.diff().int(), cu_seqlens_q=cu_seqlens_q)
@@ -119,7 +124,8 @@ def _options(
     """attnlib's words for flash-attn's options."""
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         raise NotImplementedError(
-            "deterministic: one call cannot ask for it here; call torch.use_deterministic_algorithms(True) before"
+            "deterministic: one call cannot ask for it here; call torch.use_deterministic_algorithms(True) "
+            "before"
         )
     options = {"mask": band(causal, window_size), "scale": softmax_scale, "softcap": softcap or None}
     return options | {"alibi_slopes": alibi_slopes, "dropout_p": dropout_p}

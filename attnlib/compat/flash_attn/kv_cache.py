@@ -1,4 +1,6 @@
-"""flash-attn's ``flash_attn_with_kvcache``: new tokens are rotated, written in place, and attend to all there is."""
+"""flash-attn's ``flash_attn_with_kvcache``: new tokens are rotated, written in place, and attend to all there
+is.
+"""
 
 import torch
 from torch import Tensor
@@ -37,24 +39,30 @@ def flash_attn_with_kvcache(
 
     With ``return_softmax_lse`` also the LSE ``[b, h, s]``, which is inf for a query that sees no key.
 
-    ``k_cache`` and ``v_cache`` are rows ``[n, t, g, d]``, of which ``cache_batch_idx`` chooses one a sequence; or with
-    a ``block_table`` ``[b, n]`` pages ``[pages, page_size, g, d]``. ``cache_seqlens`` says how much is stored. New
-    ``k`` and ``v`` ``[b, s_new, g, d]`` are written after that, k turned by ``rotary_cos`` and ``rotary_sin``
-    ``[t, p / 2]`` of its positions. q turns by the same positions where there is an order (``causal`` or a window),
-    else by that of the first new token. ``cache_leftpad`` tokens at the start of each row are not seen. How a sequence
-    is split (``num_splits``) is attnlib's choice.
+    ``k_cache`` and ``v_cache`` are rows ``[n, t, g, d]``, of which ``cache_batch_idx`` chooses one a
+    sequence; or with a ``block_table`` ``[b, n]`` pages ``[pages, page_size, g, d]``. ``cache_seqlens`` says
+    how much is stored. New ``k`` and ``v`` ``[b, s_new, g, d]`` are written after that, k turned by
+    ``rotary_cos`` and ``rotary_sin`` ``[t, p / 2]`` of its positions. q turns by the same positions where
+    there is an order (``causal`` or a window), else by that of the first new token. ``cache_leftpad`` tokens
+    at the start of each row are not seen. How a sequence is split (``num_splits``) is attnlib's choice.
 
     Raises:
         ValueError: new keys without new values or without lengths, or a rotation without new keys.
     """
     b, s = q.shape[:2]
-    rows = torch.arange(b, dtype=torch.int32, device=q.device) if cache_batch_idx is None else cache_batch_idx.int()
+    rows = (
+        torch.arange(b, dtype=torch.int32, device=q.device)
+        if cache_batch_idx is None
+        else cache_batch_idx.int()
+    )
     table = rows[:, None] if block_table is None else block_table
     if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
         raise ValueError("k, v: expected both or neither, and cache_seqlens with them")
     if rotary_cos is not None and k is None:
         raise ValueError("rotary_cos: expected new keys with it, got k=None")
-    stored = _lengths(k_cache.shape[1] * table.shape[1] if cache_seqlens is None else cache_seqlens, b, q.device)
+    stored = _lengths(
+        k_cache.shape[1] * table.shape[1] if cache_seqlens is None else cache_seqlens, b, q.device
+    )
     mask = band(causal, window_size)
     lengths = stored if k is None else stored + k.shape[1]
     view = pages_of(k_cache, v_cache, table=table, lengths=lengths, starts=cache_leftpad)
@@ -97,7 +105,9 @@ def pages_of(
 
 
 def band(causal: bool, window_size: tuple[int, int]) -> Mask:
-    """What flash-attn's flags show: keys from ``left`` before a query to ``right`` after it; -1 is without a bound."""
+    """What flash-attn's flags show: keys from ``left`` before a query to ``right`` after it; -1 is without a
+    bound.
+    """
     left, right = (None if size < 0 else size for size in window_size)
     return Mask(left, 0 if causal else right)
 
@@ -115,6 +125,8 @@ def _angles(cos: Tensor, sin: Tensor | None, at: Tensor, interleaved: bool) -> A
 
 
 def _slots(table: Tensor, at: Tensor, page_size: int) -> Tensor:
-    """Where tokens ``at`` these indices of their sequences lie, as ``page * page_size + offset``, int64 ``[b * s]``."""
+    """Where tokens ``at`` these indices of their sequences lie, as ``page * page_size + offset``, int64 ``[b
+    * s]``.
+    """
     pages = table.long().gather(1, at.long() // page_size)
     return (pages * page_size + at % page_size).flatten()

@@ -1,4 +1,6 @@
-"""How much text a comparison reads where nobody says: as much as takes about a minute, up to eight windows."""
+"""How much text a comparison reads where nobody says: as much as takes about a minute, up to eight
+windows.
+"""
 
 import math
 
@@ -7,8 +9,9 @@ import torch
 from ...checkpoint_files.folder import Checkpoint
 from ..text.held_out import LENGTH, WINDOWS
 
-# Two models, a product and a sum of each weight for each token: 2e11 a second on two cores of a server that does
-# nothing else, 6e10 on one that does; on an H100 reading takes most of the time, 57 s for 2 x 16 GB (2026-11).
+# Two models, a product and a sum of each weight for each token: 2e11 a second on two cores of a server that
+# does nothing else, 6e10 on one that does; on an H100 reading takes most of the time, 57 s for 2 x 16 GB
+# (2026-11).
 CPU_WORK, GPU_WORK = 4e12, 3e14
 
 

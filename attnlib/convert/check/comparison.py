@@ -1,4 +1,5 @@
-"""What two folders say of the same tokens: one layer of one model in memory at a time, then some rows of their heads.
+"""What two folders say of the same tokens: one layer of one model in memory at a time, then some rows of
+their heads.
 
 A kind of model that cannot be run so is loaded whole, where it is small.
 """
@@ -38,9 +39,9 @@ def compare(
 ) -> Measures | str:
     """How far logits of ``new`` are from those of ``old`` over ``tokens`` ``[windows, n]``, in fp32.
 
-    The largest logit of ``old``, the largest difference, the mean KL divergence, and both perplexities of each window's
-    tokens behind its first; or why there are none. ``advance`` is told of each layer that all windows have passed. On a
-    CPU no bit depends on how many threads torch has, if n is a multiple of 16.
+    The largest logit of ``old``, the largest difference, the mean KL divergence, and both perplexities of
+    each window's tokens behind its first; or why there are none. ``advance`` is told of each layer that all
+    windows have passed. On a CPU no bit depends on how many threads torch has, if n is a multiple of 16.
 
     Raises:
         CheckpointError: a weight is missing or of another size, or a token has no embedding.
@@ -98,7 +99,9 @@ def _whole(checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str) -
 def _measures(old: Said, new: Said, tokens: Tensor, device: torch.device | str) -> Measures | str:
     targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-1)
     cut = [[x for window in states for x in window.split(PLACES)] for states in (old[0], new[0], targets)]
-    places = [(x, y, [Divergence(some) for some in words.split(ROWS)]) for x, y, words in zip(*cut, strict=True)]
+    places = [
+        (x, y, [Divergence(some) for some in words.split(ROWS)]) for x, y, words in zip(*cut, strict=True)
+    ]
     for first in range(0, old[1].words, WORDS):
         for head in (old[1], new[1]):
             head.take(first, min(first + WORDS, head.words))
@@ -113,7 +116,9 @@ def _measures(old: Said, new: Said, tokens: Tensor, device: torch.device | str) 
     return {
         "tokens": tokens.numel(),
         "largest_logit": max(divergence.largest for divergence in found),
-        "largest_logit_difference": float(torch.tensor([divergence.difference for divergence in found]).double().max()),
+        "largest_logit_difference": float(
+            torch.tensor([divergence.difference for divergence in found]).double().max()
+        ),
         "kl_nats": float(torch.cat([divergence.kl() for divergence in found]).mean()),
         "perplexity_before": _perplexity(float(lost[0])),
         "perplexity_after": _perplexity(float(lost[1])),

@@ -38,7 +38,9 @@ class Divergence:
         return self._apart / self._old.total - self._old.value() + self._new.value()
 
     def lost(self) -> Tensor:
-        """Nats by which the old and the new model miss the words that follow: ``[2, places that have one]``."""
+        """Nats by which the old and the new model miss the words that follow: ``[2, places that have
+        one]``.
+        """
         sums = torch.stack((self._old.value(), self._new.value()))
         return (sums - self._said)[:, self.targets >= 0]
 

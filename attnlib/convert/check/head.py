@@ -1,7 +1,8 @@
 """A language model's head: logits of final hidden states, for some words of the vocabulary at a time.
 
-The class of transformers runs its own forward, so that multipliers, soft caps and whatever else a family does to its
-logits are done as there. Only its decoder is another: one that takes final hidden states and gives them on.
+The class of transformers runs its own forward, so that multipliers, soft caps and whatever else a family does
+to its logits are done as there. Only its decoder is another: one that takes final hidden states and gives
+them on.
 """
 
 from collections.abc import Callable, Mapping
@@ -110,7 +111,11 @@ def _stored(checkpoint: Checkpoint, parameter: str) -> StoredTensor:
     """A parameter of the head in the file; without one of its own it is tied to the embedding."""
     for modules in (HEADS, EMBEDDINGS) if parameter == "weight" else (HEADS,):
         ends = tuple(f"{module}.{parameter}" for module in modules)
-        found = [name for name in checkpoint.tensors if name in ends or name.endswith(tuple(f".{x}" for x in ends))]
+        found = [
+            name for name in checkpoint.tensors if name in ends or name.endswith(tuple(f".{x}" for x in ends))
+        ]
         if len(found) == 1:
             return checkpoint.tensors[found[0]]
-    raise CheckpointError(f"lm_head.{parameter}: expected a head, or one embedding that it is tied to, got neither")
+    raise CheckpointError(
+        f"lm_head.{parameter}: expected a head, or one embedding that it is tied to, got neither"
+    )

@@ -9,8 +9,8 @@ from ..latent.losses import BASELINE
 LOSSLESS = 1e-6  # of every error that a converter reports; more than what fp32 rounds
 NOTICED = 1e-3  # of a perplexity, relatively; less is said to be the same
 RETURNS = (
-    "fine-tuning usually returns most of that (in docs/conversion.md a small model with half of its KV heads came back "
-    "to within 1 % of its bits a byte in 1,000 steps): "
+    "fine-tuning usually returns most of that (in docs/conversion.md a small model with half of its KV heads "
+    "came back to within 1 % of its bits a byte in 1,000 steps): "
     "python -m attnlib finetune {out} HEALED --teacher {source} --text FILE"
 )
 
@@ -27,7 +27,8 @@ def own_errors(errors: Mapping[str, float | None]) -> dict[str, float | None]:
 
 
 def lost(measures: Mapping[str, Any], *, source: object = "SOURCE", out: object = "OUT") -> str | None:
-    """A sentence on what was lost of a text, by the measures of a check, and what brings it back; None: not measured.
+    """A sentence on what was lost of a text, by the measures of a check, and what brings it back; None: not
+    measured.
 
     ``source`` and ``out`` are the folders, as a command names them.
     """

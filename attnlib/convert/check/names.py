@@ -1,7 +1,7 @@
 """The tensors of a folder held against those that transformers makes of its config.json, by name and shape.
 
-transformers' own loading does it, of tensors that have a shape and no memory, so that the size of a model does not
-matter.
+transformers' own loading does it, of tensors that have a shape and no memory, so that the size of a model
+does not matter.
 """
 
 import re
@@ -23,7 +23,8 @@ def amiss(folder: Path, *, follow_links: bool = False) -> Amiss:
     Raises:
         CheckpointError: transformers refuses config.json, or finds parts only of what it puts together.
     """
-    # Experts that are stacked would take their memory, if not on meta; transformers takes that from accelerate alone.
+    # Experts that are stacked would take their memory, if not on meta; transformers takes that from
+    # accelerate alone.
     where = {"device_map": "meta"} if stock().utils.is_accelerate_available() else {}
     zero = torch.zeros((), device=where.get("device_map"))
     checkpoint = read_folder(folder, follow_links=follow_links)
@@ -41,9 +42,15 @@ def amiss(folder: Path, *, follow_links: bool = False) -> Amiss:
             )
     except RuntimeError as error:  # of tensors that it puts together
         named = ", ".join(_holes(tensors)) or str(error)[:200]
-        raise CheckpointError(f"expected all parts of what transformers puts together, got none of {named}") from error
+        raise CheckpointError(
+            f"expected all parts of what transformers puts together, got none of {named}"
+        ) from error
     mismatched = {f"{name} {list(stored)} for {list(made)}" for name, stored, made in info["mismatched_keys"]}
-    return {"missing": set(info["missing_keys"]), "unexpected": set(info["unexpected_keys"]), "mismatched": mismatched}
+    return {
+        "missing": set(info["missing_keys"]),
+        "unexpected": set(info["unexpected_keys"]),
+        "mismatched": mismatched,
+    }
 
 
 def listed(found: Mapping[str, set[str]]) -> str:
@@ -54,7 +61,9 @@ def listed(found: Mapping[str, set[str]]) -> str:
 
 def _holes(names: Iterable[str]) -> list[str]:
     """The tensors that some experts of a layer have and others lack."""
-    found = [match.groups() for name in names if (match := re.fullmatch(r"(.*\.experts\.)([0-9]+)(\..*)", name))]
+    found = [
+        match.groups() for name in names if (match := re.fullmatch(r"(.*\.experts\.)([0-9]+)(\..*)", name))
+    ]
     layers = {layer: {(n, part) for other, n, part in found if other == layer} for layer, _, _ in found}
     return sorted(
         f"{layer}{n}{part}"

@@ -22,17 +22,20 @@ TOKENS = 64
 class StockCheck:
     """Holds a converted folder against the model that transformers makes of its config.json.
 
-    Names and shapes always, of the source when this is made; also logits if ``logits``, see :func:`compare`, over
-    ``tokens`` ``[windows, n]`` or ``[n]`` (None: random ones). Where ``text`` says of which text, perplexities
-    are measured as well. Called with the folder and the errors of its layers, it returns measures for the report.
-    Tensors of the source that its model has not are no error: no loader uses them, and they are listed.
+    Names and shapes always, of the source when this is made; also logits if ``logits``, see :func:`compare`,
+    over ``tokens`` ``[windows, n]`` or ``[n]`` (None: random ones). Where ``text`` says of which text,
+    perplexities are measured as well. Called with the folder and the errors of its layers, it returns
+    measures for the report. Tensors of the source that its model has not are no error: no loader uses them,
+    and they are listed.
 
     ``follow_links`` is that of :func:`.checkpoint.folder.read_folder`, of the source.
 
     Raises:
-        CheckpointError: transformers refuses the source's config.json, or would fill in with random numbers what the
+        CheckpointError: transformers refuses the source's config.json, or would fill in with random numbers
+        what the
             source lacks or has in another shape.
-        VerificationError: when called: weights are missing or of another shape, or unexpected and not of the source; or
+        VerificationError: when called: weights are missing or of another shape, or unexpected and not of the
+        source; or
             logits differ by more than rounding though the layers' errors say that nothing was lost.
     """
 
@@ -58,7 +61,9 @@ class StockCheck:
         self._spare = found.pop("unexpected")
         if lacking := listed(found):
             needed = f"{class_of(read_config(source)).__name__}, which {CONFIG} asks for"
-            raise CheckpointError(f"expected all weights of {needed}, got {lacking}; transformers would make them up")
+            raise CheckpointError(
+                f"expected all weights of {needed}, got {lacking}; transformers would make them up"
+            )
 
     def __call__(self, result: Path, errors: Errors) -> Measures:
         try:
@@ -82,9 +87,14 @@ class StockCheck:
         difference, largest = measures["largest_logit_difference"], measures["largest_logit"]
         lossless = nothing_lost(errors)
         if not difference <= (SAME * largest if lossless else math.inf):
-            wanted = "those of the source, for by its errors the conversion lost nothing" if lossless else "numbers"
+            wanted = (
+                "those of the source, for by its errors the conversion lost nothing"
+                if lossless
+                else "numbers"
+            )
             raise VerificationError(
-                f"logits: expected {wanted}, got a difference of {difference:.3g} where the largest is {largest:.3g}"
+                f"logits: expected {wanted}, got a difference of {difference:.3g} where the largest is "
+                f"{largest:.3g}"
             )
         if self.text is None:
             return {name: value for name, value in measures.items() if not name.startswith("perplexity")}

@@ -1,4 +1,6 @@
-"""Checkpoint folders read and written, safe against crashes and strangers, whatever converts the layers in them."""
+"""Checkpoint folders read and written, safe against crashes and strangers, whatever converts the layers in
+them.
+"""
 
 import sys
 

@@ -10,8 +10,11 @@ File, Found = TypeVar("File"), TypeVar("Found")
 Advance = Callable[[int], object]
 
 
-def read_at_once(read: Callable[[File, Advance], Found], files: Iterable[File], advance: Advance) -> list[Found]:
-    """``read(file, advance)`` of each of the files; their ``advance`` may be told of bytes by all of them at once.
+def read_at_once(
+    read: Callable[[File, Advance], Found], files: Iterable[File], advance: Advance
+) -> list[Found]:
+    """``read(file, advance)`` of each of the files; their ``advance`` may be told of bytes by all of them at
+    once.
 
     Where one raises, or the caller is interrupted, the others end at what they tell next.
     """

@@ -1,8 +1,10 @@
-"""A folder of safetensors into another, its attention converted layer by layer, safe against crashes and strangers.
+"""A folder of safetensors into another, its attention converted layer by layer, safe against crashes and
+strangers.
 
-The source is read four ways and trusted in none: names (folder.py), headers (header.py), config against weights
-(model.py), bytes (scan.py). What will come out is planned whole (plan.py) before a byte is written; files appear whole
-(writing.py), a stopped run goes on where it was (progress.py), and the target appears with one rename.
+The source is read four ways and trusted in none: names (folder.py), headers (header.py), config against
+weights (model.py), bytes (scan.py). What will come out is planned whole (plan.py) before a byte is written;
+files appear whole (writing.py), a stopped run goes on where it was (progress.py), and the target appears with
+one rename.
 """
 
 import hashlib
@@ -30,7 +32,11 @@ from .scan import scan
 from .verify import Check, run_check, verify_shards
 from .writing import clean_errors, new_file, only_one, require_room, sigterm_waits, write_file
 
-REFUSALS = (ValueError, TypeError, NotImplementedError)  # of weights and requests: the same command meets them again
+REFUSALS = (
+    ValueError,
+    TypeError,
+    NotImplementedError,
+)  # of weights and requests: the same command meets them again
 TOOL = "attnlib checkpoint conversion 5"  # counts up when the same request gives other bytes
 
 
@@ -48,17 +54,20 @@ def convert(
     check: Check | None = None,
     progress: bool = True,
 ) -> dict[str, object]:
-    """Convert the attention of the checkpoint in the folder ``source`` into the new folder ``out``; returns its report.
+    """Convert the attention of the checkpoint in the folder ``source`` into the new folder ``out``; returns
+    its report.
 
-    ``source`` may be what ``read_folder`` has read, as with ``follow_links=True`` of a download cache's snapshot.
+    ``source`` may be what ``read_folder`` has read, as with ``follow_links=True`` of a download cache's
+    snapshot.
 
-    ``convert_layer`` gets a layer's weights by this library's parameter names, and its shape; it must be a pure
-    function, and ``settings`` (plain JSON) must name it and everything else that decides what it returns: with equal
-    settings and sources, a stopped conversion goes on behind its last finished shard. ``max_shard_size`` is in bytes.
-    ``overwrite`` replaces an earlier result, and nothing else. A run that is refused in the middle, with a ValueError,
-    TypeError or NotImplementedError, leaves nothing; ``keep=False`` also removes what a stopped run finished.
-    ``check`` gets the finished folder before it is in place and the errors of its layers, and returns measures for the
-    report or raises VerificationError; the result of a failed check is kept, and its report says ``"verified": false``.
+    ``convert_layer`` gets a layer's weights by this library's parameter names, and its shape; it must be a
+    pure function, and ``settings`` (plain JSON) must name it and everything else that decides what it
+    returns: with equal settings and sources, a stopped conversion goes on behind its last finished shard.
+    ``max_shard_size`` is in bytes. ``overwrite`` replaces an earlier result, and nothing else. A run that is
+    refused in the middle, with a ValueError, TypeError or NotImplementedError, leaves nothing; ``keep=False``
+    also removes what a stopped run finished. ``check`` gets the finished folder before it is in place and the
+    errors of its layers, and returns measures for the report or raises VerificationError; the result of a
+    failed check is kept, and its report says ``"verified": false``.
 
     Takes as much memory as two layers and their conversion. Needs a POSIX file system, and huggingface_hub.
 
@@ -66,10 +75,9 @@ def convert(
 
     Raises:
         RequestError: 2, ``out`` is no place for the result, or another conversion writes there.
-        CheckpointError: 3, the source is malformed, unsafe, not finite, of an unknown kind, or changed meanwhile.
-        VerificationError: 4, the result is not what it should be.
-        NoSpaceError: 5, no room, or a quota used up.
-        OutputError: 1, it cannot be written for another reason.
+        CheckpointError: 3, the source is malformed, unsafe, not finite, of an unknown kind, or changed
+        meanwhile. VerificationError: 4, the result is not what it should be. NoSpaceError: 5, no room, or a
+        quota used up. OutputError: 1, it cannot be written for another reason.
     """
     read = source if isinstance(source, Checkpoint) else None
     source, target = Path(source if read is None else read.folder).resolve(), Path(os.path.abspath(out))
@@ -126,12 +134,20 @@ def _write(
     bar.set_description_str("verifying")
     if changed := verify_shards(work.checkpoint, plan, work.shards, bar.update):
         work.forget(changed)
-        raise DamageError(f"{', '.join(changed)}: expected what was written, got something else; check the disk")
+        raise DamageError(
+            f"{', '.join(changed)}: expected what was written, got something else; check the disk"
+        )
     checked = run_check(check, work.checkpoint, work.layers)
     for file in model.checkpoint.files:
         file.check()
     report = make_report(
-        model, plan, identity=work.identity, layers=work.layers, nonfinite=nonfinite, outputs=outputs, checked=checked
+        model,
+        plan,
+        identity=work.identity,
+        layers=work.layers,
+        nonfinite=nonfinite,
+        outputs=outputs,
+        checked=checked,
     )
     write_file(work.checkpoint, REPORT, dump(report))
     work.finish()
@@ -160,7 +176,9 @@ def _write_shard(
     return file.sha256
 
 
-def _write_rest(folder: Path, plan: Plan, model: CheckpointModel, inputs: Mapping[str, Mapping]) -> dict[str, str]:
+def _write_rest(
+    folder: Path, plan: Plan, model: CheckpointModel, inputs: Mapping[str, Mapping]
+) -> dict[str, str]:
     """Write index, config and what is copied; returns their sha256."""
     texts = {CONFIG: dump(plan.config)} | ({INDEX: dump(plan.index)} if plan.index is not None else {})
     for name, text in texts.items():
@@ -205,7 +223,9 @@ def _require_free(target: Path, overwrite: bool) -> None:
         raise RequestError(f"out: expected a folder or nothing there yet, got a link or file {target}")
     if target.exists() and any(target.iterdir()):
         if not overwrite:
-            raise RequestError(f"out: expected an empty folder or none, got {target} with files; or overwrite=True")
+            raise RequestError(
+                f"out: expected an empty folder or none, got {target} with files; or overwrite=True"
+            )
         if not (target / REPORT).is_file():
             raise RequestError(f"out: overwrite=True replaces a folder with a {REPORT}, got {target} without")
 
@@ -223,7 +243,9 @@ def _require_room(work: WorkFolder, plan: Plan, model: CheckpointModel, unfinish
 
 @contextmanager
 def _resumable(work: WorkFolder, keep: bool) -> Iterator[None]:
-    """What is finished stays for the next run of a command that was stopped, and goes with one that was refused."""
+    """What is finished stays for the next run of a command that was stopped, and goes with one that was
+    refused.
+    """
     advice = "what is finished stays: run the same command again to go on"
     try:
         with clean_errors(advice if keep else "what was finished is removed"):
@@ -241,4 +263,6 @@ def _bar(model: CheckpointModel, progress: bool):
     from tqdm import tqdm  # huggingface_hub needs it too
 
     total, quick = 3 * sum(file.size for file in model.checkpoint.files), sys.stderr.isatty()
-    return tqdm(total=total, unit="B", unit_scale=True, disable=not progress, mininterval=0.2 if quick else 15)
+    return tqdm(
+        total=total, unit="B", unit_scale=True, disable=not progress, mininterval=0.2 if quick else 15
+    )

@@ -1,8 +1,8 @@
 """What a converter of one layer gets and gives; reading and writing checkpoints knows nothing else of it.
 
 Weights go by the parameter names of this library's layers, whatever their names on disk: ``q_proj.weight``
-``[h * d, m]``, ``k_proj.weight`` and ``v_proj.weight`` ``[g * d, m]``, ``o_proj.weight`` ``[m, h * d]``, biases and
-``q_norm.weight``, ``k_norm.weight`` ``[d]`` where the model has them.
+``[h * d, m]``, ``k_proj.weight`` and ``v_proj.weight`` ``[g * d, m]``, ``o_proj.weight`` ``[m, h * d]``,
+biases and ``q_norm.weight``, ``k_norm.weight`` ``[d]`` where the model has them.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,9 +37,10 @@ class LayerShape:
 class ConvertedLayer:
     """A layer's new weights, in the dtype in which they are to be stored.
 
-    ``config`` is what config.json must say of them, the same for all layers: keys such as ``num_key_value_heads`` that
-    are added to the source's, or all of another model's, its ``model_type`` among them. ``form`` is what one of
-    attnlib's own form says of this layer alone. ``errors`` go into the report, by names of the converter's choice.
+    ``config`` is what config.json must say of them, the same for all layers: keys such as
+    ``num_key_value_heads`` that are added to the source's, or all of another model's, its ``model_type``
+    among them. ``form`` is what one of attnlib's own form says of this layer alone. ``errors`` go into the
+    report, by names of the converter's choice.
     """
 
     weights: Mapping[str, Tensor]

@@ -51,7 +51,8 @@ def read_model(checkpoint: Checkpoint) -> CheckpointModel:
     """Find the layers of a checkpoint, and hold every weight of theirs against config.json.
 
     Raises:
-        CheckpointError: a model that the table of names does not know, packed weights, a layer missing, or a size that
+        CheckpointError: a model that the table of names does not know, packed weights, a layer missing, or a
+        size that
             differs from what config.json says; names the tensor and both numbers.
     """
     config = text_of(checkpoint.config)
@@ -86,8 +87,12 @@ def shape_of(config: Mapping[str, object], family: AttentionStorage) -> LayerSha
     return LayerShape(0, width, heads, kv_heads, head_dim)
 
 
-def check_layer(stored: Mapping[str, TensorEntry], family: AttentionStorage, shape: LayerShape, prefix: str) -> None:
-    """Raises CheckpointError unless a layer has all its weights, as floats, of the sizes that ``shape`` says."""
+def check_layer(
+    stored: Mapping[str, TensorEntry], family: AttentionStorage, shape: LayerShape, prefix: str
+) -> None:
+    """Raises CheckpointError unless a layer has all its weights, as floats, of the sizes that ``shape``
+    says.
+    """
     for disk, ours in family.weights:
         if f"{disk}.weight" not in stored and ours[0] in shape.rows:
             raise CheckpointError(f"{prefix}{disk}.weight: expected in every layer, and it is missing")
@@ -106,11 +111,17 @@ def check_layer(stored: Mapping[str, TensorEntry], family: AttentionStorage, sha
                 raise CheckpointError(f"{prefix}{name}: expected a floating dtype, got {stored[name].dtype}")
 
 
-def _wanted(family: AttentionStorage, shape: LayerShape, ours: tuple[str, ...], parameter: str) -> tuple[int, ...]:
+def _wanted(
+    family: AttentionStorage, shape: LayerShape, ours: tuple[str, ...], parameter: str
+) -> tuple[int, ...]:
     """The shape on disk of what these of our weights are in."""
     if ours[0] not in shape.rows:  # norms
         heads = shape.heads if ours[0] == "q_norm" else shape.kv_heads
-        whole = {"shared": (shape.head_dim,), "joined": (heads * shape.head_dim,), "apart": (heads, shape.head_dim)}
+        whole = {
+            "shared": (shape.head_dim,),
+            "joined": (heads * shape.head_dim,),
+            "apart": (heads, shape.head_dim),
+        }
         return whole[family.gains]
     rows = sum(shape.rows[part] for part in ours)
     if parameter == "bias":
@@ -119,11 +130,14 @@ def _wanted(family: AttentionStorage, shape: LayerShape, ours: tuple[str, ...], 
     return wanted[::-1] if family.is_transposed else wanted
 
 
-def edit_config(config: Mapping[str, object], fields: Mapping[str, object], shape: LayerShape) -> dict[str, object]:
-    """``config`` with the converter's ``fields``, an explicit ``head_dim``, and no key that names code to run.
+def edit_config(
+    config: Mapping[str, object], fields: Mapping[str, object], shape: LayerShape
+) -> dict[str, object]:
+    """``config`` with the converter's ``fields``, an explicit ``head_dim``, and no key that names code to
+    run.
 
-    Of a model that also sees, they go into its ``text_config``, if there is one. Fields that have a ``model_type`` are
-    those of another model, and all of its config.
+    Of a model that also sees, they go into its ``text_config``, if there is one. Fields that have a
+    ``model_type`` are those of another model, and all of its config.
     """
     if "model_type" in fields:
         return dict(fields)

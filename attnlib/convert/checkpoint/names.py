@@ -12,7 +12,9 @@ from .layer import LayerShape
 
 PARAMETERS = ("weight", "bias")
 TEXT = "text_config"
-BESIDE_TEXT = r"(?:(?:model\.)?language_model\.)?"  # before the names of a text model that is part of a larger one
+BESIDE_TEXT = (
+    r"(?:(?:model\.)?language_model\.)?"  # before the names of a text model that is part of a larger one
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ def find_layers(family: AttentionStorage, tensors: Iterable[str]) -> tuple[dict[
     """The attention of each layer, and the tensors inside an attention that the table does not know.
 
     Raises:
-        CheckpointError: a layer occurs under two prefixes, or a known projection has an unknown part, such as the
+        CheckpointError: a layer occurs under two prefixes, or a known projection has an unknown part, such as
+        the
             scale of a packed weight.
     """
     pattern, found, unknown = re.compile(rf"{BESIDE_TEXT}{family.stem}{family.path}\."), {}, []
@@ -89,7 +92,9 @@ def split(family: AttentionStorage, stored: Mapping[str, Tensor], shape: LayerSh
         ours = dict(family.weights)[disk]
         rows = [shape.rows[part] for part in ours] if len(ours) > 1 else [len(tensor)]
         parts = parted(family, tensor, rows, shape.heads)
-        weights |= {f"{part}.{parameter}": value.contiguous() for part, value in zip(ours, parts, strict=True)}
+        weights |= {
+            f"{part}.{parameter}": value.contiguous() for part, value in zip(ours, parts, strict=True)
+        }
     return weights
 
 
@@ -114,6 +119,6 @@ def _require_alike(family: AttentionStorage, parts: list[Tensor], shape: LayerSh
     heads = [len(part) // shape.head_dim for part in parts]
     if family.is_by_head and len({*heads}) > 1:
         raise CheckpointError(
-            f"layer {shape.index}: expected as many heads of keys and values as of queries, which this kind of model "
-            f"stores head by head, got {', '.join(map(str, heads))}"
+            f"layer {shape.index}: expected as many heads of keys and values as of queries, which this kind "
+            f"of model stores head by head, got {', '.join(map(str, heads))}"
         )

@@ -57,7 +57,9 @@ def weights_of(model: CheckpointModel, index: int) -> dict[str, Tensor]:
 
 
 class ConvertedLayers:
-    """The layers of a model, converted when they are asked for. It keeps the last, whose tensors come together."""
+    """The layers of a model, converted when they are asked for. It keeps the last, whose tensors come
+    together.
+    """
 
     def __init__(self, model: CheckpointModel, convert_layer: LayerConverter):
         self.model = model
@@ -82,7 +84,9 @@ class ConvertedLayers:
         wanted = output.entry.dtype, output.entry.shape
         got = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
         if got != wanted:
-            raise VerificationError(f"{name}: expected {wanted}, as of a layer that was stored alike, got {got}")
+            raise VerificationError(
+                f"{name}: expected {wanted}, as of a layer that was stored alike, got {got}"
+            )
         return tensor
 
     def config(self, index: int) -> dict[str, object]:
@@ -95,7 +99,9 @@ class ConvertedLayers:
             layer, family = self.model.layers[index], self.model.family
             shape = replace(self.model.shape, index=index)
             converted = self.convert_layer(weights_of(self.model, index), shape)
-            tensors = {layer.prefix + name: tensor for name, tensor in join(family, converted.weights, shape).items()}
+            tensors = {
+                layer.prefix + name: tensor for name, tensor in join(family, converted.weights, shape).items()
+            }
             self.errors[index] = dict(converted.errors)
             if converted.form is not None:
                 self.forms[index] = converted.form
@@ -116,7 +122,9 @@ def make_plan(layers: ConvertedLayers, max_shard_size: int) -> Plan:
         alike = layers.kind(index)
         if alike not in seen:
             made = layers.tensors(index).items()
-            seen[alike] = {name.removeprefix(layer.prefix): TensorEntry(x.dtype, tuple(x.shape), 0) for name, x in made}
+            seen[alike] = {
+                name.removeprefix(layer.prefix): TensorEntry(x.dtype, tuple(x.shape), 0) for name, x in made
+            }
             if fields is not None and layers.config(index) != fields:
                 raise VerificationError(
                     f"layer {index}: expected config {fields} as before, got {layers.config(index)}"
@@ -134,7 +142,9 @@ def make_plan(layers: ConvertedLayers, max_shard_size: int) -> Plan:
                     f"{name!r}: expected no such tensor in the source, whose converted layers have one"
                 )
             outputs[name] = Output(tensor.entry)
-    return _sharded(dict(sorted(outputs.items(), key=lambda item: _by_number(item[0]))), max_shard_size, config)
+    return _sharded(
+        dict(sorted(outputs.items(), key=lambda item: _by_number(item[0]))), max_shard_size, config
+    )
 
 
 def _check_result(
@@ -152,7 +162,9 @@ def _sharded(outputs: Mapping[str, Output], max_shard_size: int, config: dict) -
     try:
         from huggingface_hub import split_state_dict_into_shards_factory
     except ImportError as error:
-        raise ImportError("converting checkpoints needs huggingface_hub: pip install 'attnlib[hf]'") from error
+        raise ImportError(
+            "converting checkpoints needs huggingface_hub: pip install 'attnlib[hf]'"
+        ) from error
     found = split_state_dict_into_shards_factory(
         dict(outputs),
         get_storage_size=lambda output: output.entry.nbytes,
@@ -170,6 +182,8 @@ def _sharded(outputs: Mapping[str, Output], max_shard_size: int, config: dict) -
 
 
 def _by_number(name: str) -> list:
-    """Sorts ``layers.2`` before ``layers.10``, so that a layer's tensors come together and layers in their order."""
+    """Sorts ``layers.2`` before ``layers.10``, so that a layer's tensors come together and layers in their
+    order.
+    """
     parts = re.split(r"([0-9]+)", name)
     return [(len(digits := part.lstrip("0")), digits) if i % 2 else part for i, part in enumerate(parts)]

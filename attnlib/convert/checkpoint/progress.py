@@ -1,8 +1,8 @@
 """The work folder of an unfinished conversion: what is done, so that another run can go on from there.
 
-``<target>.partial-<identity>/`` holds ``progress.json`` and ``checkpoint/``, which in the end is renamed to the target.
-The identity stands for everything that decides a byte of the result. A target without ``conversion_report.json`` was
-not made here, and a work folder is never complete.
+``<target>.partial-<identity>/`` holds ``progress.json`` and ``checkpoint/``, which in the end is renamed to
+the target. The identity stands for everything that decides a byte of the result. A target without
+``conversion_report.json`` was not made here, and a work folder is never complete.
 """
 
 import hashlib
@@ -36,7 +36,8 @@ class WorkFolder:
         self.forms: dict[str, dict[str, object]] = {}
 
     def resume(self, names: Iterable[str]) -> None:
-        """Find out which shards of these ``names`` an earlier run finished; what cannot be believed is not done.
+        """Find out which shards of these ``names`` an earlier run finished; what cannot be believed is not
+        done.
 
         Raises:
             RequestError: the folder is not this user's own; its contents may be anything.
@@ -103,7 +104,11 @@ def remove_leftovers(target: Path) -> list[Path]:
     """Remove work folders whose result is in place already; returns those that are unfinished."""
     unfinished = []
     for folder in sorted(target.parent.iterdir()):
-        if not folder.name.startswith(f"{target.name}.partial-") or folder.is_symlink() or not folder.is_dir():
+        if (
+            not folder.name.startswith(f"{target.name}.partial-")
+            or folder.is_symlink()
+            or not folder.is_dir()
+        ):
             continue
         if (folder / "checkpoint").exists() or ((folder / REPLACED).exists() and not target.exists()):
             unfinished.append(folder)

@@ -1,4 +1,5 @@
-"""conversion_report.json: what was converted from what, what it saves, what it lost, and whether it was checked.
+"""conversion_report.json: what was converted from what, what it saves, what it lost, and whether it was
+checked.
 
 The same request gives the same bytes: there is no time, no duration and no path in it.
 """
@@ -26,9 +27,9 @@ def make_report(
 ) -> dict[str, object]:
     """The report as a JSON object.
 
-    ``identity`` is the request with the sha256 of every input, ``layers`` the errors by layer, ``nonfinite`` the
-    tensors that are not finite, ``outputs`` the sha256 of every file written, ``checked`` the result of the caller's
-    check.
+    ``identity`` is the request with the sha256 of every input, ``layers`` the errors by layer, ``nonfinite``
+    the tensors that are not finite, ``outputs`` the sha256 of every file written, ``checked`` the result of
+    the caller's check.
     """
     source, result = model.checkpoint.config, plan.config
     of_layers = {"layers": result["layers"]} if is_own(result) else {}
@@ -37,7 +38,10 @@ def make_report(
         **identity,
         "outputs": dict(outputs),
         "layers": [{"layer": index, **layers[str(index)]} for index in model.layers],
-        "cache_bytes_per_token": {"before": token_bytes(source, model), "after": token_bytes(plan.config, model)},
+        "cache_bytes_per_token": {
+            "before": token_bytes(source, model),
+            "after": token_bytes(plan.config, model),
+        },
         "config_changes": _changes(source, result) | of_layers,
         "config_keys_dropped": [key for key in source if key not in result],
         "not_finite": dict(nonfinite),
@@ -52,7 +56,9 @@ def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[
     """The keys of ``after`` that are new or another value, of the part that describes the text also."""
     changed = {key: x for key, x in after.items() if key not in before or before[key] != x}
     old, new = before.get(TEXT), changed.get(TEXT)
-    return changed | ({TEXT: _changes(old, new)} if isinstance(old, Mapping) and isinstance(new, Mapping) else {})
+    return changed | (
+        {TEXT: _changes(old, new)} if isinstance(old, Mapping) and isinstance(new, Mapping) else {}
+    )
 
 
 def plain_errors(errors: Mapping[str, float]) -> dict[str, float | None]:

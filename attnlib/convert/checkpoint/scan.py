@@ -1,4 +1,6 @@
-"""One pass over the source before anything is written: a sha256 of every file, and every tensor that is not finite."""
+"""One pass over the source before anything is written: a sha256 of every file, and every tensor that is not
+finite.
+"""
 
 import hashlib
 from collections import Counter
@@ -46,7 +48,9 @@ def _read(
     return digest.hexdigest(), nonfinite
 
 
-def _stretches(checkpoint: Checkpoint, file: SourceFile) -> Iterator[tuple[str | None, int, int, torch.dtype]]:
+def _stretches(
+    checkpoint: Checkpoint, file: SourceFile
+) -> Iterator[tuple[str | None, int, int, torch.dtype]]:
     """A file from its start to its end: what precedes tensors, without a name, and each tensor."""
     position = 0
     for name, tensor in checkpoint.tensors.items():

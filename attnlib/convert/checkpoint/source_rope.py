@@ -24,11 +24,12 @@ LOCAL = "rope_local_base_freq"  # theta of layers with a window
 def rope_of(config: Mapping[str, object], index: int | None = None) -> Rope | None:
     """The rope of layer ``index`` of ``config``; None for learned positions, and for a layer without any.
 
-    Without ``index`` it is that of the first layer that has one. Which channels are pairs is the same in all layers;
-    how fast they turn may differ between layers with and without a window.
+    Without ``index`` it is that of the first layer that has one. Which channels are pairs is the same in all
+    layers; how fast they turn may differ between layers with and without a window.
 
-    It is in ``rope_parameters`` or, in older files, in ``rope_scaling`` with ``rope_theta`` beside it; where a file has
-    both forms, what transformers reads counts. ``partial_rotary_factor`` turns the first part of each head only.
+    It is in ``rope_parameters`` or, in older files, in ``rope_scaling`` with ``rope_theta`` beside it; where
+    a file has both forms, what transformers reads counts. ``partial_rotary_factor`` turns the first part of
+    each head only.
 
     Raises:
         CheckpointError: an unknown kind of rope, a kind of layer without one, or a number that is missing or
@@ -40,7 +41,9 @@ def rope_of(config: Mapping[str, object], index: int | None = None) -> Rope | No
         return None
     if index is None:
         layers = config.get(family.layers, family.sizes.layers)
-        index = next((i for i in range(layers if type(layers) is int else 1) if _rotates(config, family, i)), None)
+        index = next(
+            (i for i in range(layers if type(layers) is int else 1) if _rotates(config, family, i)), None
+        )
     elif not _rotates(config, family, index):
         index = None
     return None if index is None else _rope(config, family, has_window=_has_window(config, index))
@@ -53,21 +56,29 @@ def _rope(config: Mapping[str, object], family: AttentionStorage, *, has_window:
     kind = fields["rope_type"]
     share = fields["partial_rotary_factor"]
     if type(share) not in (int, float) or not 0 < share <= 1:
-        raise CheckpointError(f"{CONFIG}: partial_rotary_factor: expected a share of 1, got {str(share)[:80]}")
+        raise CheckpointError(
+            f"{CONFIG}: partial_rotary_factor: expected a share of 1, got {str(share)[:80]}"
+        )
     try:
         dim = int(shape_of(config, family).head_dim * share)
         scaling = scaling_of(fields, max_position=config.get("max_position_embeddings"))
         return Rope(dim, fields["rope_theta"], scaling, interleaved=family.rope == "interleaved")
     except KeyError as error:
-        raise CheckpointError(f"{CONFIG}: {key}: expected {error.args[0]} with {kind!r}, and it is missing") from None
+        raise CheckpointError(
+            f"{CONFIG}: {key}: expected {error.args[0]} with {kind!r}, and it is missing"
+        ) from None
     except (TypeError, ValueError, ArithmeticError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{CONFIG}: {key}: {error}") from error
 
 
-def _fields(config: Mapping[str, object], family: AttentionStorage, key: str, *, has_window: bool) -> dict[str, object]:
-    """What ``config`` says of the rope, with what is beside it and what transformers takes where nothing is."""
+def _fields(
+    config: Mapping[str, object], family: AttentionStorage, key: str, *, has_window: bool
+) -> dict[str, object]:
+    """What ``config`` says of the rope, with what is beside it and what transformers takes where nothing
+    is.
+    """
     given = config.get(key) or {}
     if not isinstance(given, Mapping):
         raise CheckpointError(f"{CONFIG}: {key}: expected an object, got {str(given)[:80]}")
@@ -76,9 +87,13 @@ def _fields(config: Mapping[str, object], family: AttentionStorage, key: str, *,
         given = _of_layers(given, key, has_window=has_window)
         names, theta = ((LOCAL, KEYS[1]), family.window_theta) if has_window else (names, theta)
     elif any(isinstance(value, Mapping) for value in given.values()):
-        raise CheckpointError(f"{CONFIG}: {key}: expected one for all layers, got one rope for each kind of layer")
+        raise CheckpointError(
+            f"{CONFIG}: {key}: expected one for all layers, got one rope for each kind of layer"
+        )
     fields = {"rope_theta": theta, "partial_rotary_factor": family.share}
-    fields |= {name: config[own] for name, own in zip(KEYS, names, strict=True) if config.get(own) is not None}
+    fields |= {
+        name: config[own] for name, own in zip(KEYS, names, strict=True) if config.get(own) is not None
+    }
     fields |= {name: value for name, value in given.items() if value is not None}
     if config.get("original_max_position_embeddings") is not None:
         fields["original_max_position_embeddings"] = config["original_max_position_embeddings"]
@@ -98,7 +113,9 @@ def _of_layers(given: Mapping[str, object], key: str, *, has_window: bool) -> Ma
         return {} if has_window else given
     kinds = {kind: value or {} for kind, value in given.items()}
     if any(not isinstance(value, Mapping) for value in kinds.values()):
-        raise CheckpointError(f"{CONFIG}: {key}: expected one rope for each kind of layer, got {str(given)[:80]}")
+        raise CheckpointError(
+            f"{CONFIG}: {key}: expected one rope for each kind of layer, got {str(given)[:80]}"
+        )
     return kinds.get(WINDOW if has_window else FULL, {})
 
 

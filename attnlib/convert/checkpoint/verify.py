@@ -1,4 +1,6 @@
-"""The written result, read again: every shard by another parser and by its sha256, then the caller's own check."""
+"""The written result, read again: every shard by another parser and by its sha256, then the caller's own
+check.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,7 +16,9 @@ Errors = Mapping[str, Mapping[str, float | None]]
 Check = Callable[[Path, Errors], Mapping[str, object] | None]
 
 
-def verify_shards(folder: Path, plan: Plan, hashes: Mapping[str, str], advance: Callable[[int], object]) -> list[str]:
+def verify_shards(
+    folder: Path, plan: Plan, hashes: Mapping[str, str], advance: Callable[[int], object]
+) -> list[str]:
     """The names of shards that are not what was written; ``advance`` is told of the bytes that were read."""
     intact = read_at_once(partial(_is_intact, folder, hashes), plan.shards, advance)
     return [shard.name for shard, is_intact in zip(plan.shards, intact, strict=True) if not is_intact]
@@ -42,7 +46,9 @@ def file_sha256(path: Path, advance: Callable[[int], object] = lambda count: Non
     return SourceFile.at(path).sha256(advance)
 
 
-def _is_intact(folder: Path, hashes: Mapping[str, str], shard: Shard, advance: Callable[[int], object]) -> bool:
+def _is_intact(
+    folder: Path, hashes: Mapping[str, str], shard: Shard, advance: Callable[[int], object]
+) -> bool:
     from safetensors import SafetensorError, safe_open  # not above: --help of all commands does without it
 
     names = {dtype: name for name, dtype in DTYPES}

@@ -1,4 +1,6 @@
-"""Files that are whole or absent, whatever stops the process or the machine: written aside, synced, then renamed."""
+"""Files that are whole or absent, whatever stops the process or the machine: written aside, synced, then
+renamed.
+"""
 
 import errno
 import fcntl
@@ -13,7 +15,9 @@ from pathlib import Path
 
 from .errors import NoSpaceError, OutputError, RequestError
 
-MARGIN = 1.05  # times what will be written, and the largest file once more: file systems need some for themselves
+MARGIN = (
+    1.05  # times what will be written, and the largest file once more: file systems need some for themselves
+)
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -38,14 +42,20 @@ class NewFile:
 
 @contextmanager
 def new_file(folder: Path, name: str) -> Iterator[NewFile]:
-    """Write ``folder / name``: it appears, complete and synced, when the block ends well, and otherwise never."""
+    """Write ``folder / name``: it appears, complete and synced, when the block ends well, and otherwise
+    never.
+    """
     temporary = folder / f".{name}.tmp"
     with suppress(FileNotFoundError):
         os.unlink(temporary)  # of a run that was killed
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(
+        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+    )
     try:
         try:
-            with ThreadPoolExecutor(1) as hashing:  # hashing takes as long as writing, and both let others run
+            with ThreadPoolExecutor(
+                1
+            ) as hashing:  # hashing takes as long as writing, and both let others run
                 yield NewFile(descriptor, hashing)
             os.fsync(descriptor)
         finally:
@@ -91,13 +101,21 @@ def put_in_place(new: Path, target: Path, aside: Path) -> None:
 
 
 def require_room(folder: Path, planned: int, largest: int, files: int) -> None:
-    """Raises NoSpaceError unless the file system of ``folder`` can take ``files`` files of ``planned`` bytes in all."""
+    """Raises NoSpaceError unless the file system of ``folder`` can take ``files`` files of ``planned`` bytes
+    in all.
+    """
     needed, free = int(MARGIN * planned) + largest, shutil.disk_usage(folder).free
     if free < needed:
-        raise NoSpaceError(f"{folder}: expected {needed:,} bytes free, got {free:,}; make room and run it again")
+        raise NoSpaceError(
+            f"{folder}: expected {needed:,} bytes free, got {free:,}; make room and run it again"
+        )
     status = os.statvfs(folder)
-    if status.f_files and status.f_favail < files:  # some file systems have no fixed number of files, and say 0
-        raise NoSpaceError(f"{folder}: expected room for {files} more files, got {status.f_favail}; make room")
+    if (
+        status.f_files and status.f_favail < files
+    ):  # some file systems have no fixed number of files, and say 0
+        raise NoSpaceError(
+            f"{folder}: expected room for {files} more files, got {status.f_favail}; make room"
+        )
 
 
 @contextmanager
@@ -114,7 +132,9 @@ def clean_errors(advice: str) -> Iterator[None]:
 
 @contextmanager
 def sigterm_waits() -> Iterator[None]:
-    """A SIGTERM that comes inside the block takes effect at its end; where signals cannot be caught, at once."""
+    """A SIGTERM that comes inside the block takes effect at its end; where signals cannot be caught, at
+    once.
+    """
     received = []
     try:
         before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
@@ -131,7 +151,8 @@ def sigterm_waits() -> Iterator[None]:
 
 @contextmanager
 def only_one(target: Path) -> Iterator[None]:
-    """Hold the lock of a target: two runs that write the same one would undo each other. It ends with the process.
+    """Hold the lock of a target: two runs that write the same one would undo each other. It ends with the
+    process.
 
     Raises:
         RequestError: somebody else holds it.
@@ -145,7 +166,9 @@ def only_one(target: Path) -> Iterator[None]:
         except BlockingIOError:
             mine = False
         if not mine:  # held, or removed by its holder between our opening and locking it
-            raise RequestError(f"{target}: expected to be alone, and another run writes there; wait for its end")
+            raise RequestError(
+                f"{target}: expected to be alone, and another run writes there; wait for its end"
+            )
         try:
             yield
         finally:

@@ -1,9 +1,10 @@
 """Turning heads towards each other without changing what the layer computes.
 
-Attention reads a value head only through o and a key head only through dot products with queries, so a rotation of
-a head that its partner undoes is free (Jin et al., 2024, arXiv 2412.20677). V and O take any orthogonal matrix. Q
-and K take what commutes with rope: one phase for each rotated pair, and any orthogonal matrix of the channels that are
-not rotated. Norms of q and k lie in between, and pass on only what their gains do not see.
+Attention reads a value head only through o and a key head only through dot products with queries, so a
+rotation of a head that its partner undoes is free (Jin et al., 2024, arXiv 2412.20677). V and O take any
+orthogonal matrix. Q and K take what commutes with rope: one phase for each rotated pair, and any orthogonal
+matrix of the channels that are not rotated. Norms of q and k lie in between, and pass on only what their
+gains do not see.
 """
 
 from collections.abc import Iterator
@@ -31,8 +32,8 @@ def turn_values(heads: Heads, turns: Tensor) -> Heads:
 def turn_keys(heads: Heads, phases: Tensor, turns: Tensor) -> Heads:
     """The same function with key head ``g`` and its queries turned.
 
-    ``phases`` complex ``[g, p / 2]`` of absolute value 1 turn the pairs that rope rotates, whatever its layout, and the
-    orthogonal ``turns`` ``[g, n, n]`` the other channels.
+    ``phases`` complex ``[g, p / 2]`` of absolute value 1 turn the pairs that rope rotates, whatever its
+    layout, and the orthogonal ``turns`` ``[g, n, n]`` the other channels.
 
     Raises:
         ValueError: gains of q_norm or k_norm that a turn would not pass.
@@ -45,15 +46,17 @@ def turn_keys(heads: Heads, phases: Tensor, turns: Tensor) -> Heads:
         return torch.cat((rotated, turns @ rows[:, heads.rotated :]), 1)
 
     k = turned(heads.k, phases, turns)
-    return replace(heads, k=k, q=turned(heads.q, *(x.repeat_interleave(heads.group, 0) for x in (phases, turns))))
+    return replace(
+        heads, k=k, q=turned(heads.q, *(x.repeat_interleave(heads.group, 0) for x in (phases, turns)))
+    )
 
 
 def check_gains(heads: Heads) -> None:
     """Refuse to turn keys under norms with gains that differ where channels would be mixed.
 
-    A turn keeps the root mean square that q_norm and k_norm divide by. It commutes with their gains only where these
-    are equal: within each rotated pair, and over all channels that are not rotated. Gains of each head's own come with
-    norms that subtract a mean, or go over all heads, and are not turned.
+    A turn keeps the root mean square that q_norm and k_norm divide by. It commutes with their gains only
+    where these are equal: within each rotated pair, and over all channels that are not rotated. Gains of each
+    head's own come with norms that subtract a mean, or go over all heads, and are not turned.
 
     Raises:
         ValueError: with the reason.
@@ -72,7 +75,8 @@ def check_gains(heads: Heads) -> None:
     else:
         return
     raise ValueError(
-        f"align: q_norm and k_norm have gains that differ {where}, so that turning keys would change the function; "
+        f"align: q_norm and k_norm have gains that differ {where}, so that turning keys would change the "
+        "function; "
         'use align="values"'
     )
 
@@ -80,9 +84,10 @@ def check_gains(heads: Heads) -> None:
 def align(heads: Heads, groups: int, calibration: Calibration, what: Align) -> Heads:
     """The same function, with the heads of each of ``groups`` runs of neighbours turned towards each other.
 
-    ``what`` is turned: nothing, values, or keys and values. The agreement that grows is the sum over pairs of heads of
-    ``E <x_i, x_j>``, x being keys before rope or values; its maximum for two heads is orthogonal Procrustes
-    (Schoenemann, 1966), for more it is climbed a head at a time (generalised Procrustes; Gower, 1975).
+    ``what`` is turned: nothing, values, or keys and values. The agreement that grows is the sum over pairs of
+    heads of ``E <x_i, x_j>``, x being keys before rope or values; its maximum for two heads is orthogonal
+    Procrustes (Schoenemann, 1966), for more it is climbed a head at a time (generalised Procrustes; Gower,
+    1975).
 
     Raises:
         ValueError: an unknown ``what``, or gains as in :func:`check_gains`.
@@ -107,14 +112,16 @@ def align(heads: Heads, groups: int, calibration: Calibration, what: Align) -> H
 def towards_each_other(moments: Tensor) -> Tensor:
     """Unitary ``[..., f, d, d]`` that raise the agreement of f vectors with ``moments[i, j] = E x_i x_j^H``.
 
-    ``moments`` is ``[..., f, f, d, d]``, real or complex. The first vector stays. Never less agreement than untouched.
+    ``moments`` is ``[..., f, f, d, d]``, real or complex. The first vector stays. Never less agreement than
+    untouched.
     """
     f, d = moments.shape[-3], moments.shape[-1]
     untouched = torch.eye(d, dtype=moments.dtype, device=moments.device).expand(*moments.shape[:-4], f, d, d)
     turns, reached = untouched.clone(), None
     for sweep in range(SWEEPS):
         for i in range(1, f):
-            # At first only towards those that have been turned already: the rest would pull in all directions.
+            # At first only towards those that have been turned already: the rest would pull in all
+            # directions.
             others = [j for j in range(f) if j < i or (sweep and j != i)]
             turns[..., i, :, :] = polar((turns[..., others, :, :] @ moments[..., others, i, :, :]).sum(-3))
         before, reached = reached, agreement(moments, turns)
@@ -131,9 +138,11 @@ def agreement(moments: Tensor, turns: Tensor) -> Tensor:
 
 
 def polar(x: Tensor) -> Tensor:
-    """The unitary factor of ``x`` ``[..., d, d]``: the R with the largest ``Re tr(R^H x)``, near identity in a tie.
+    """The unitary factor of ``x`` ``[..., d, d]``: the R with the largest ``Re tr(R^H x)``, near identity in
+    a tie.
 
-    Directions that inputs never take are left unturned: rounding alone would turn them, and equal heads would differ.
+    Directions that inputs never take are left unturned: rounding alone would turn them, and equal heads would
+    differ.
     """
     u, s, vh = torch.linalg.svd(x)
     determined = s > TIE * s[..., :1]
@@ -146,9 +155,11 @@ def polar(x: Tensor) -> Tensor:
 
 
 def similarity(heads: Heads, calibration: Calibration, what: Align) -> Tensor:
-    """How alike KV heads are after the best turn of each pair: ``[g, g]``, from -1 to 1, and 1 with themselves.
+    """How alike KV heads are after the best turn of each pair: ``[g, g]``, from -1 to 1, and 1 with
+    themselves.
 
-    The mean over keys and values of ``max E <R x_i, x_j> / sqrt(E |x_i|^2 E |x_j|^2)``, with R as ``what`` permits.
+    The mean over keys and values of ``max E <R x_i, x_j> / sqrt(E |x_i|^2 E |x_j|^2)``, with R as ``what``
+    permits.
 
     Raises:
         ValueError: an unknown ``what``.

@@ -1,4 +1,6 @@
-"""What checkpoint conversion asks for each layer, made of what turns heads into fewer: a converter to grouped heads."""
+"""What checkpoint conversion asks for each layer, made of what turns heads into fewer: a converter to grouped
+heads.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -40,18 +42,20 @@ def grouped(
     reach: int = 2048,
     device: torch.device | str = "cpu",
 ) -> LayerConverter:
-    """Layers of the model of this config.json into layers of ``kv_heads`` KV heads, as ``mha_to_gqa`` makes them.
+    """Layers of the model of this config.json into layers of ``kv_heads`` KV heads, as ``mha_to_gqa`` makes
+    them.
 
-    ``calibrations`` gives the calibration of a layer by its index; None means weights alone. As many heads as there
-    are is an exact copy. ``device`` computes; what comes out is on the CPU.
+    ``calibrations`` gives the calibration of a layer by its index; None means weights alone. As many heads as
+    there are is an exact copy. ``device`` computes; what comes out is on the CPU.
 
-    Errors of a layer, each 0 if nothing was lost: ``key_error`` and ``value_error`` are the root mean square of what
-    queries and o miss of the keys (before norm and rope) and values of the source, relative to these, under the
-    calibration; ``query_rounding`` and ``output_rounding`` are what changed weights lost to their dtype, relative.
+    Errors of a layer, each 0 if nothing was lost: ``key_error`` and ``value_error`` are the root mean square
+    of what queries and o miss of the keys (before norm and rope) and values of the source, relative to these,
+    under the calibration; ``query_rounding`` and ``output_rounding`` are what changed weights lost to their
+    dtype, relative.
 
     Raises:
-        RequestError: ``kv_heads`` does not divide the source's KV heads, or an option that it does not permit.
-        CheckpointError: as ``rope_of``; the converter raises it for weights that are not finite.
+        RequestError: ``kv_heads`` does not divide the source's KV heads, or an option that it does not
+        permit. CheckpointError: as ``rope_of``; the converter raises it for weights that are not finite.
     """
     family = family_of(text_of(config).get("model_type"))
     shape = shape_of(config, family)
@@ -59,7 +63,9 @@ def grouped(
     if merge is not None and merge not in get_args(StoredMerge):
         raise RequestError(f"merge: expected one of {get_args(StoredMerge)}, got {merge!r}")
     if align == "all" and not alike:
-        raise RequestError('align: loaders disagree about a partial_rotary_factor, got "all"; use align="values"')
+        raise RequestError(
+            'align: loaders disagree about a partial_rotary_factor, got "all"; use align="values"'
+        )
     chosen = partial(recipe, merge, align, grouping, reach=reach, calibrated=calibrations is not None)
     try:
         neighbours(shape.kv_heads, kv_heads)
@@ -92,7 +98,9 @@ def grouped(
 
 
 def rotates_alike(config: Mapping[str, object]) -> bool:
-    """Whether all loaders rotate the same channels: of some families transformers rotates whole heads, vLLM a part."""
+    """Whether all loaders rotate the same channels: of some families transformers rotates whole heads, vLLM a
+    part.
+    """
     family, rope = family_of(text_of(config).get("model_type")), rope_of(config)
     return rope is None or rope.dim == shape_of(config, family).head_dim or family.rotates_part
 
@@ -111,7 +119,9 @@ def heads_of(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope | None
 
 
 def _errors(arranged: Heads, merged: Merged, stored: Heads, calibration: Calibration) -> dict[str, float]:
-    """What ``stored`` misses of ``arranged``, and what its dtype took of ``merged``, by the names of ERRORS."""
+    """What ``stored`` misses of ``arranged``, and what its dtype took of ``merged``, by the names of
+    ERRORS.
+    """
 
     def rounding(exact: Tensor, rounded: Tensor) -> float:
         size = exact.square().sum().clamp(min=torch.finfo(exact.dtype).tiny)

@@ -12,8 +12,8 @@ from ..weights import Heads
 class Distances:
     """The distances at which queries meet keys: each doubling, up to ``reach``, as often as any other.
 
-    Distance n has the weight ``1 / (n + 1)``. Rope turns channel ``a`` of ``basis`` ``[d, d]``, which is unitary, by
-    ``exp(i w_a n)``; ``alike`` ``[d, d]`` are means of ``exp(i (w_a - w_b) n)``.
+    Distance n has the weight ``1 / (n + 1)``. Rope turns channel ``a`` of ``basis`` ``[d, d]``, which is
+    unitary, by ``exp(i w_a n)``; ``alike`` ``[d, d]`` are means of ``exp(i (w_a - w_b) n)``.
     """
 
     basis: Tensor

@@ -8,13 +8,16 @@ from torch import Tensor
 from ..calibration import Calibration
 from .parts import Part
 
-FLOOR = 1e-6  # of a weight's mean eigenvalue: directions that no query asks for keep an order among themselves
+FLOOR = (
+    1e-6  # of a weight's mean eigenvalue: directions that no query asks for keep an order among themselves
+)
 RIDGE = 1e-8  # of the inputs' mean square: so do directions that the text never shows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """One shared head for each group and the maps from it: ``shared`` ``[r, c, n, m + 1]``, ``maps`` ``[g, c, n, n]``.
+    """One shared head for each group and the maps from it: ``shared`` ``[r, c, n, m + 1]``, ``maps`` ``[g, c,
+    n, n]``.
 
     Head i of group r is ``maps[i] @ shared[r]``; groups are runs of ``g / r`` neighbours.
     """
@@ -32,14 +35,20 @@ class Factors:
 
 
 def factorise(part: Part, groups: int, calibration: Calibration) -> Factors:
-    """The best factors of each of ``groups`` runs of neighbours; what they lose is the tail of the spectrum."""
+    """The best factors of each of ``groups`` runs of neighbours; what they lose is the tail of the
+    spectrum.
+    """
     size = len(part.rows) // groups
     roots, inverses = roots_of(part.weights)
-    rows = (roots @ part.rows).unflatten(0, (groups, size)).transpose(1, 2).flatten(2, 3)  # [r, c, f * n, m + 1]
+    rows = (
+        (roots @ part.rows).unflatten(0, (groups, size)).transpose(1, 2).flatten(2, 3)
+    )  # [r, c, f * n, m + 1]
     n = part.rows.shape[2]
     basis = torch.linalg.eigh(gram(rows, calibration)).eigenvectors[..., -n:]
     shared = basis.mH @ rows
-    maps = inverses.unflatten(0, (groups, size)) @ basis.unflatten(2, (size, n)).transpose(1, 2)  # [r, f, c, n, n]
+    maps = inverses.unflatten(0, (groups, size)) @ basis.unflatten(2, (size, n)).transpose(
+        1, 2
+    )  # [r, f, c, n, n]
     place = _balance(shared, maps, part.weights.unflatten(0, (groups, size)))
     place = place * _level(place @ shared, part.rows.unflatten(0, (groups, size)), calibration)
     factors = Factors(place @ shared, (maps @ torch.linalg.inv(place)[:, None]).flatten(0, 1))
@@ -47,7 +56,9 @@ def factorise(part: Part, groups: int, calibration: Calibration) -> Factors:
 
 
 def floored(metric: Tensor) -> Tensor:
-    """A metric ``[..., n, n]`` with a little for every direction; the identity where it has nothing at all."""
+    """A metric ``[..., n, n]`` with a little for every direction; the identity where it has nothing at
+    all.
+    """
     mean = metric.diagonal(dim1=-2, dim2=-1).real.mean(-1)[..., None, None]
     eye = torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
     return metric + torch.where(mean > 0, FLOOR * mean, 1.0) * eye
@@ -68,12 +79,13 @@ def gram(rows: Tensor, calibration: Calibration) -> Tensor:
 
 
 def _balance(shared: Tensor, maps: Tensor, weights: Tensor) -> Tensor:
-    """Channels for shared heads in which their rows and what reads them have the same products, ``[r, c, n, n]``.
+    """Channels for shared heads in which their rows and what reads them have the same products, ``[r, c, n,
+    n]``.
 
-    Any channels say the same, but training does not find its way in all of them alike: with values whose rows are
-    large where those of o are small, half of the heads ended 1.2 % above the original, and balanced 0.2 % (2026-11).
-    ``M^H M`` is the geometric mean of what reads and the inverse of what is read. Of these M the one is taken that
-    brings channels nearest to those of the heads.
+    Any channels say the same, but training does not find its way in all of them alike: with values whose rows
+    are large where those of o are small, half of the heads ended 1.2 % above the original, and balanced 0.2 %
+    (2026-11). ``M^H M`` is the geometric mean of what reads and the inverse of what is read. Of these M the
+    one is taken that brings channels nearest to those of the heads.
     """
     read = (maps.mH @ weights @ maps).sum(1)
     root, inverse = roots_of(shared @ shared.mH)

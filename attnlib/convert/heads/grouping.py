@@ -24,17 +24,20 @@ def neighbours(heads: int, groups: int) -> Groups:
     """
     check_count("num_kv_heads", groups, least=1)
     if heads % groups:
-        raise ValueError(f"num_kv_heads: expected a divisor of the {heads} KV heads that there are, got {groups}")
+        raise ValueError(
+            f"num_kv_heads: expected a divisor of the {heads} KV heads that there are, got {groups}"
+        )
     return _canonical(torch.arange(heads).unflatten(0, (groups, -1)).tolist())
 
 
 def similar(similarity: Tensor, groups: int) -> Groups:
     """Groups of equal size within which heads are alike, by a symmetric ``similarity`` ``[heads, heads]``.
 
-    Two heads change places as long as this raises the sum of similarities within groups, first from neighbours and
-    then from groups grown greedily around the most similar pairs; the better end is taken. Deterministic, never worse
-    than neighbours, and as good as any single exchange can make it. (Chen et al., 2024, arXiv 2406.14963 group by
-    activations too, in unequal sizes; Jin et al., 2024, arXiv 2412.20677 by simulated annealing.)
+    Two heads change places as long as this raises the sum of similarities within groups, first from
+    neighbours and then from groups grown greedily around the most similar pairs; the better end is taken.
+    Deterministic, never worse than neighbours, and as good as any single exchange can make it. (Chen et al.,
+    2024, arXiv 2406.14963 group by activations too, in unequal sizes; Jin et al., 2024, arXiv 2412.20677 by
+    simulated annealing.)
 
     >>> similar(torch.tensor([[1.0, 0, 1], [0, 1, 0], [1, 0, 1]]).kron(torch.eye(2)), 3)
     ((0, 4), (1, 5), (2, 3))
@@ -43,15 +46,18 @@ def similar(similarity: Tensor, groups: int) -> Groups:
     if len(similarity) == groups:
         return plain
     s = similarity.detach().double().cpu().clone().fill_diagonal_(0)
-    return max((_exchanged(s, start) for start in (plain, _grown(s, groups))), key=lambda ends: within(s, ends))
+    return max(
+        (_exchanged(s, start) for start in (plain, _grown(s, groups))), key=lambda ends: within(s, ends)
+    )
 
 
 def annealed(loss: Callable[[tuple[int, ...]], float], heads: int, groups: int) -> Groups:
-    """Groups of equal size with a small sum of ``loss``, a function of one group that is asked again and again.
+    """Groups of equal size with a small sum of ``loss``, a function of one group that is asked again and
+    again.
 
-    The start is the better of neighbours and :func:`similar` by the losses of pairs. From there heads change places,
-    now and then for the worse, and ever more rarely (Kirkpatrick et al., 1983). The best groups met are the result:
-    never worse than neighbours, and always the same.
+    The start is the better of neighbours and :func:`similar` by the losses of pairs. From there heads change
+    places, now and then for the worse, and ever more rarely (Kirkpatrick et al., 1983). The best groups met
+    are the result: never worse than neighbours, and always the same.
     """
     plain = neighbours(heads, groups)
     if groups in (1, heads):

@@ -26,27 +26,32 @@ def mha_to_gqa(
     calibration: Calibration | None = None,
     reach: int = 2048,
 ) -> GroupedQueryAttention:
-    """A new layer with ``num_kv_heads`` KV heads, merged from those of an MHA or GQA layer, which stays as it is.
+    """A new layer with ``num_kv_heads`` KV heads, merged from those of an MHA or GQA layer, which stays as it
+    is.
 
-    With a ``calibration`` the default is ``merge="principal"``: the shared head of each group is the one from which the
-    old ones follow best by linear maps, which move into queries and o (Yu et al., 2024, arXiv 2406.07056), and groups
-    are those that lose least. Keys are weighed at distances up to ``reach``, each doubling as much as any other. Norms
-    of q and k forbid to map keys; ``"principal-values"`` then takes their mean. Without a calibration the default is
-    that of Ainslie et al., 2023 (arXiv 2305.13245): the mean of neighbours.
+    With a ``calibration`` the default is ``merge="principal"``: the shared head of each group is the one from
+    which the old ones follow best by linear maps, which move into queries and o (Yu et al., 2024, arXiv
+    2406.07056), and groups are those that lose least. Keys are weighed at distances up to ``reach``, each
+    doubling as much as any other. Norms of q and k forbid to map keys; ``"principal-values"`` then takes
+    their mean. Without a calibration the default is that of Ainslie et al., 2023 (arXiv 2305.13245): the mean
+    of neighbours.
 
-    ``merge="first"`` keeps one head of each group, ``"energy"`` weights keys and values by their mean squares, and
-    ``"learned"`` makes k_proj and v_proj :class:`MixedLinear`, which start as the mean and are trained until
-    :func:`fold`. ``align`` turns heads towards each other before one of these; ``grouping="similar"`` puts heads
-    together that lose least (principal), or that are alike after alignment. All look at activations over
-    ``calibration``; None means :meth:`Calibration.white`, weights alone.
+    ``merge="first"`` keeps one head of each group, ``"energy"`` weights keys and values by their mean
+    squares, and ``"learned"`` makes k_proj and v_proj :class:`MixedLinear`, which start as the mean and are
+    trained until :func:`fold`. ``align`` turns heads towards each other before one of these;
+    ``grouping="similar"`` puts heads together that lose least (principal), or that are alike after alignment.
+    All look at activations over ``calibration``; None means :meth:`Calibration.white`, weights alone.
 
-    Everything else, mask, rope, norms, sinks, scale, dtype and mode included, is the old layer's. Sums are fp64.
+    Everything else, mask, rope, norms, sinks, scale, dtype and mode included, is the old layer's. Sums are
+    fp64.
 
     Raises:
-        ValueError: ``num_kv_heads`` does not divide the layer's, norms forbid to map or to turn keys, ``align`` before
+        ValueError: ``num_kv_heads`` does not divide the layer's, norms forbid to map or to turn keys,
+        ``align`` before
             a principal merge, or an unknown option.
         TypeError: not a grouped-query layer, or one whose projections are more than a weight.
-        NotImplementedError: ``grouping="similar"`` of a layer with ALiBi, whose slopes belong to the order of heads.
+        NotImplementedError: ``grouping="similar"`` of a layer with ALiBi, whose slopes belong to the order of
+        heads.
 
     >>> layer = MultiHeadAttention(64, 8, mask=CAUSAL, rope=Rope(8))
     >>> mha_to_gqa(layer, 2, calibration=Calibration.of([torch.randn(100, 64)])).kv_layout.heads
@@ -69,7 +74,9 @@ def mha_to_gqa(
         merged = merge_heads(heads, num_kv_heads, chosen, calibration).heads
         new = _like(layer, num_kv_heads, join(merged, state))
         if chosen.merge == "learned":
-            new.k_proj, new.v_proj = (_mixed(*rows) for rows in ((heads.k, new.k_proj), (heads.v, new.v_proj)))
+            new.k_proj, new.v_proj = (
+                _mixed(*rows) for rows in ((heads.k, new.k_proj), (heads.v, new.v_proj))
+            )
     return new
 
 
@@ -82,7 +89,9 @@ def fold(layer: GroupedQueryAttention) -> GroupedQueryAttention:
     """
     mixed = [name for name in ("k_proj", "v_proj") if type(getattr(layer, name, None)) is MixedLinear]
     if len(mixed) < 2:
-        raise TypeError('layer: expected MixedLinear k_proj and v_proj, as mha_to_gqa(merge="learned") makes them')
+        raise TypeError(
+            'layer: expected MixedLinear k_proj and v_proj, as mha_to_gqa(merge="learned") makes them'
+        )
     state = {name: value for name, value in layer.state_dict().items() if name.split(".")[0] not in mixed}
     for name in mixed:
         state |= {f"{name}.{key}": value for key, value in getattr(layer, name).folded().items()}
@@ -101,31 +110,39 @@ def check_grouped(layer: nn.Module) -> None:
         raise NotImplementedError("layer: its score is by function, which conversion does not carry over yet")
     if layer.v_head_dim != layer.head_dim:
         raise NotImplementedError(
-            f"layer: expected values as wide as keys, head_dim={layer.head_dim}, got v_head_dim={layer.v_head_dim}"
+            f"layer: expected values as wide as keys, head_dim={layer.head_dim}, got "
+            f"v_head_dim={layer.v_head_dim}"
         )
     if layer.temperature is not None or layer.norm_after_rope:
         raise NotImplementedError("layer: conversion knows no temperature, and no norms after rope")
     for name in ("q_norm", "k_norm"):
         if type(getattr(layer, name)) not in (nn.RMSNorm, type(None)):
             kind = type(getattr(layer, name)).__name__
-            raise NotImplementedError(f"{name}: conversion knows norms of each head by nn.RMSNorm alone, got {kind}")
+            raise NotImplementedError(
+                f"{name}: conversion knows norms of each head by nn.RMSNorm alone, got {kind}"
+            )
     for name in PROJECTIONS:
         module = getattr(layer, name)
         if type(module) is not nn.Linear:
             raise TypeError(
-                f"{name}: expected a plain nn.Linear, got {type(module).__name__}; fold adapters into the weight first"
+                f"{name}: expected a plain nn.Linear, got {type(module).__name__}; fold adapters into the "
+                "weight first"
             )
 
 
 def _mixed(rows: Tensor, merged: nn.Linear) -> MixedLinear:
-    """What starts as the mean of heads ``[g, d, m + 1]`` in each group, as ``merged`` is, and learns what they give."""
+    """What starts as the mean of heads ``[g, d, m + 1]`` in each group, as ``merged`` is, and learns what
+    they give.
+    """
     groups = merged.out_features // rows.shape[1]
     rows = rows.unflatten(0, (groups, -1)).to(merged.weight.dtype)
     bias = None if merged.bias is None else rows[..., -1].clone()
     return MixedLinear(rows[..., :-1].clone(), bias, torch.full_like(rows[:, :, 0, 0], 1 / rows.shape[1]))
 
 
-def _like(layer: GroupedQueryAttention, num_kv_heads: int, state: Mapping[str, Tensor]) -> GroupedQueryAttention:
+def _like(
+    layer: GroupedQueryAttention, num_kv_heads: int, state: Mapping[str, Tensor]
+) -> GroupedQueryAttention:
     """A layer with these weights and all the options of ``layer``."""
     norm = {} if layer.q_norm is None else {"qk_norm": True, "norm_eps": layer.q_norm.eps}
     weight = layer.q_proj.weight

@@ -1,4 +1,6 @@
-"""What a merge loses where it counts: scores of the queries that there are, outputs of the projection that there is."""
+"""What a merge loses where it counts: scores of the queries that there are, outputs of the projection that
+there is.
+"""
 
 import torch
 from torch import Tensor
@@ -10,15 +12,19 @@ from .parts import query_metric, values_of
 from .principal import Merged
 
 
-def relative_errors(heads: Heads, merged: Merged, stored: Heads, calibration: Calibration) -> tuple[float, float]:
+def relative_errors(
+    heads: Heads, merged: Merged, stored: Heads, calibration: Calibration
+) -> tuple[float, float]:
     """What scores and outputs miss when ``stored`` stands in the place of ``heads``, as ``merged`` maps it.
 
-    The root of the mean square over the calibration, for keys over distances too, relative to what missing all heads
-    would cost.
+    The root of the mean square over the calibration, for keys over distances too, relative to what missing
+    all heads would cost.
     """
     maps, k = _maps(merged, heads), stored.k.repeat_interleave(len(heads.k) // len(stored.k), 0)
     metric, turned = query_metric(heads, calibration), Distances.of(heads, merged.reach).turned
-    old, across, new = (turned(a @ calibration.moment @ b.mT) for a, b in ((heads.k, heads.k), (heads.k, k), (k, k)))
+    old, across, new = (
+        turned(a @ calibration.moment @ b.mT) for a, b in ((heads.k, heads.k), (heads.k, k), (k, k))
+    )
     missed = old - 2 * across @ maps.mT + maps @ new @ maps.mT
     keys = _root(torch.einsum("gde,ged->", metric, missed), torch.einsum("gde,ged->", metric, old))
     values, v = values_of(heads), stored.v.repeat_interleave(len(heads.k) // len(stored.k), 0)[:, None]

@@ -1,7 +1,7 @@
 """From many KV heads to fewer: regroup, align, merge.
 
-Regrouping and aligning keep the function; merging is the only step that loses anything, and loses nothing where heads
-that become one are equal, or equal up to what the merge or an alignment undoes.
+Regrouping and aligning keep the function; merging is the only step that loses anything, and loses nothing
+where heads that become one are equal, or equal up to what the merge or an alignment undoes.
 """
 
 from dataclasses import replace
@@ -22,7 +22,8 @@ def arrange(heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: C
     """The same function with heads in the order in which they will be merged, and turned towards each other.
 
     Raises:
-        ValueError: ``num_kv_heads`` does not divide the heads that there are, or gains as in :func:`check_gains`.
+        ValueError: ``num_kv_heads`` does not divide the heads that there are, or gains as in
+        :func:`check_gains`.
     """
     calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
     groups = neighbours(len(heads.k), num_kv_heads)
@@ -40,7 +41,9 @@ def _alike(heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: Ca
 
 
 def regroup(heads: Heads, groups: Groups) -> Heads:
-    """The same function with KV heads, and with them their query heads, columns of o and sinks, in another order."""
+    """The same function with KV heads, and with them their query heads, columns of o and sinks, in another
+    order.
+    """
     order = torch.tensor([i for group in groups for i in group], device=heads.k.device)
     queries = (order[:, None] * heads.group + torch.arange(heads.group, device=order.device)).flatten()
     sinks = None if heads.sinks is None else heads.sinks[queries]
@@ -49,8 +52,12 @@ def regroup(heads: Heads, groups: Groups) -> Heads:
     return replace(heads, **moved, sinks=sinks, gains=gains)
 
 
-def merge_heads(heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: Calibration | None) -> Merged:
-    """One KV head of each run of neighbours, in ``num_kv_heads`` runs of equal length; q and o fit the new heads."""
+def merge_heads(
+    heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: Calibration | None
+) -> Merged:
+    """One KV head of each run of neighbours, in ``num_kv_heads`` runs of equal length; q and o fit the new
+    heads.
+    """
     calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
     principal = partial(merge_principal, heads, num_kv_heads, calibration, reach=recipe.reach)
     if recipe.merge == "principal":
@@ -67,7 +74,9 @@ def merge_heads(heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibratio
 
 
 def shares(heads: Heads, num_kv_heads: int, merge: Merge, calibration: Calibration) -> tuple[Tensor, Tensor]:
-    """What each head gives to its group's key and value: weights ``[g, f]`` each, which sum to 1 in a group."""
+    """What each head gives to its group's key and value: weights ``[g, f]`` each, which sum to 1 in a
+    group.
+    """
 
     def share(rows: Tensor) -> Tensor:
         size = torch.ones(len(rows), dtype=rows.dtype, device=rows.device)

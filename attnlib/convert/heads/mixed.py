@@ -9,11 +9,12 @@ from ...internal.signatures import kind
 
 @kind
 class MixedLinear(nn.Module):
-    """k_proj or v_proj of ``g`` heads, each the sum of ``f`` old ones times ``mix`` (Chinnakonduru and Mohapatra, 2024,
-    arXiv 2407.10855, WGQA: their weights per head, one for keys and one for values).
+    """k_proj or v_proj of ``g`` heads, each the sum of ``f`` old ones times ``mix`` (Chinnakonduru and
+    Mohapatra, 2024, arXiv 2407.10855, WGQA: their weights per head, one for keys and one for values).
 
-    ``heads`` ``[g, f, d, m]``, ``head_bias`` ``[g, f, d]`` or None, ``mix`` ``[g, f]`` are parameters. ``weight`` and
-    ``bias`` are those of the linear layer that it is at the moment and that :meth:`folded` makes.
+    ``heads`` ``[g, f, d, m]``, ``head_bias`` ``[g, f, d]`` or None, ``mix`` ``[g, f]`` are parameters.
+    ``weight`` and ``bias`` are those of the linear layer that it is at the moment and that :meth:`folded`
+    makes.
     """
 
     def __init__(self, heads: Tensor, head_bias: Tensor | None, mix: Tensor):
@@ -28,7 +29,9 @@ class MixedLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        return None if self.head_bias is None else torch.einsum("gf,gfd->gd", self.mix, self.head_bias).flatten()
+        return (
+            None if self.head_bias is None else torch.einsum("gf,gfd->gd", self.mix, self.head_bias).flatten()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)

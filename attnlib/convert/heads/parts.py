@@ -1,7 +1,9 @@
-"""Channels of heads that may be mixed at any distance: pairs that rope turns one by one, the rest together, values.
+"""Channels of heads that may be mixed at any distance: pairs that rope turns one by one, the rest together,
+values.
 
-Each weighed by what meets it: a pair by ``E |q|^2`` of its queries, channels without a turn by ``E q q^T``, values by
-``O^T O`` of the output projection. (Yu et al., 2024, arXiv 2406.07056 weigh by activations likewise.)
+Each weighed by what meets it: a pair by ``E |q|^2`` of its queries, channels without a turn by ``E q q^T``,
+values by ``O^T O`` of the output projection. (Yu et al., 2024, arXiv 2406.07056 weigh by activations
+likewise.)
 """
 
 from typing import NamedTuple
@@ -37,11 +39,13 @@ class Part(NamedTuple):
 def query_metric(heads: Heads, calibration: Calibration) -> Tensor:
     """What an error of the keys of each KV head costs: ``E q q^T`` of its queries, ``[g, d, d]``.
 
-    Between projections and scores may be norms of q and k. What they make of an error is not known here, and all
-    channels count alike.
+    Between projections and scores may be norms of q and k. What they make of an error is not known here, and
+    all channels count alike.
     """
     if heads.gains is not None:
-        return torch.eye(heads.k.shape[1], dtype=heads.k.dtype, device=heads.k.device).expand(len(heads.k), -1, -1)
+        return torch.eye(heads.k.shape[1], dtype=heads.k.dtype, device=heads.k.device).expand(
+            len(heads.k), -1, -1
+        )
     q = heads.q * amplitudes(heads)[:, None]
     return (q @ calibration.moment @ q.mT).unflatten(0, (-1, heads.group)).sum(1)
 
@@ -55,7 +59,9 @@ def amplitudes(heads: Heads) -> Tensor:
 
 
 def key_parts(heads: Heads, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Key rows ``[g, d, m + 1]`` as those of parts: pairs ``[g, p / 2, 1, m + 1]``, the rest ``[g, 1, n, m + 1]``."""
+    """Key rows ``[g, d, m + 1]`` as those of parts: pairs ``[g, p / 2, 1, m + 1]``, the rest ``[g, 1, n, m +
+    1]``.
+    """
     return heads.pairs(k)[:, :, None], k[:, None, heads.rotated :]
 
 
@@ -63,7 +69,9 @@ def keys_of(heads: Heads, calibration: Calibration) -> tuple[Part, Part]:
     """The keys of heads, weighed by the queries that meet them; under norms of q and k by nothing."""
     pairs, free = key_parts(heads, heads.k)
     metric, rotated = query_metric(heads, calibration), heads.rotated
-    both = heads.pairs(metric.diagonal(dim1=1, dim2=2)[..., None])  # what is asked of either channel of a pair
+    both = heads.pairs(
+        metric.diagonal(dim1=1, dim2=2)[..., None]
+    )  # what is asked of either channel of a pair
     sizes = (both.real + both.imag)[..., None].to(pairs.dtype)
     return Part(pairs, sizes), Part(free, metric[:, None, rotated:, rotated:])
 

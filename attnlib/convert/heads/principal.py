@@ -1,9 +1,9 @@
 """A merge by principal directions: each head of a group becomes a linear map of one shared head.
 
-Queries of a group need not be alike, so ``K_i = A_i K'`` costs nothing: ``A_i`` moves into the queries that read head
-i, and what maps the shared values into the output projection. The best shared head for a weighed error is principal
-component analysis of the stacked heads (Yu et al., 2024, arXiv 2406.07056); keys are refined over distances
-(shared_keys.py). Averaging and orthogonal alignment are special cases.
+Queries of a group need not be alike, so ``K_i = A_i K'`` costs nothing: ``A_i`` moves into the queries that
+read head i, and what maps the shared values into the output projection. The best shared head for a weighed
+error is principal component analysis of the stacked heads (Yu et al., 2024, arXiv 2406.07056); keys are
+refined over distances (shared_keys.py). Averaging and orthogonal alignment are special cases.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,9 @@ from .shared_keys import share_keys
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merged:
-    """Fewer KV heads, and the maps that their queries and o have taken up; None: no map, or none of keys or values."""
+    """Fewer KV heads, and the maps that their queries and o have taken up; None: no map, or none of keys or
+    values.
+    """
 
     heads: Heads
     reach: int
@@ -52,7 +54,8 @@ def group_by_loss(heads: Heads, groups: int, calibration: Calibration, *, keys: 
 
 
 def group_loss(heads: Heads, calibration: Calibration, *, keys: bool) -> Callable[[tuple[int, ...]], float]:
-    """What a group of heads loses when it becomes one: a share of all values, and with ``keys`` one of all keys.
+    """What a group of heads loses when it becomes one: a share of all values, and with ``keys`` one of all
+    keys.
 
     Keys by maps that commute with every turn, whose loss is the tail of a spectrum.
     """

@@ -1,10 +1,10 @@
 """The best shared keys: old keys as linear maps of them, at the distances at which queries meet them.
 
-A score is ``q^T R k``, with R rope's turn by the distance. With ``A k'`` in the place of ``R k`` it is ``q^T A R k'``,
-and A moves into the query. What commutes with every turn, a complex number for each pair, costs the same at any
-distance; a matrix that mixes pairs is good where these turn alike, as slow pairs do over all of a text. So what is lost
-is averaged over distances. The best maps of given shared keys, and the best shared keys of given maps, are linear
-regressions, and are found in turns.
+A score is ``q^T R k``, with R rope's turn by the distance. With ``A k'`` in the place of ``R k`` it is ``q^T
+A R k'``, and A moves into the query. What commutes with every turn, a complex number for each pair, costs the
+same at any distance; a matrix that mixes pairs is good where these turn alike, as slow pairs do over all of a
+text. So what is lost is averaged over distances. The best maps of given shared keys, and the best shared keys
+of given maps, are linear regressions, and are found in turns.
 """
 
 import torch
@@ -23,7 +23,9 @@ SINGULAR = 1e-12  # of the mean diagonal: keeps what is solved for finite where 
 
 
 def share_keys(heads: Heads, groups: int, calibration: Calibration, reach: int) -> Factors:
-    """Shared keys ``[r, 1, d, m + 1]`` of runs of neighbours, and maps ``[g, 1, d, d]``: never worse than commuting."""
+    """Shared keys ``[r, 1, d, m + 1]`` of runs of neighbours, and maps ``[g, 1, d, d]``: never worse than
+    commuting.
+    """
     distances = Distances.of(heads, reach)
     k, metric = (x.unflatten(0, (groups, -1)) for x in (heads.k, floored(query_metric(heads, calibration))))
     products = gram(k.flatten(1, 2), calibration).unflatten(-1, k.shape[1:3]).unflatten(1, k.shape[1:3])
@@ -64,7 +66,9 @@ def _best_mix(maps: Tensor, metric: Tensor, distances: Distances) -> Tensor:
 
 
 def _best_maps(mix: Tensor, products: Tensor, distances: Distances) -> tuple[Tensor, Tensor]:
-    """The best maps of these shared keys, ``[r, f, d, d]``, and the products of old keys with these, turned."""
+    """The best maps of these shared keys, ``[r, f, d, d]``, and the products of old keys with these,
+    turned.
+    """
     across = torch.einsum("rfdje,rjae->rfda", products, mix)
     inside = torch.einsum("rfad,rfdb->rab", mix, across)
     across = distances.turned(across)

@@ -10,9 +10,9 @@ from ..calibration import Calibration
 from ..weights import Heads
 from .embedding import temperature
 
-# Of a token's weight that is attention; the rest is the same for all. Held-out KL of a model of 135M weights, with
-# latents of 191 and of 63 channels: 0.206 and 0.960 nats for 0; 0.184 and 0.761 for a quarter, 0.187 and 0.755 for a
-# half; and for a quarter of attention that is not squared 0.183 and 0.850 (2026-11).
+# Of a token's weight that is attention; the rest is the same for all. Held-out KL of a model of 135M weights,
+# with latents of 191 and of 63 channels: 0.206 and 0.960 nats for 0; 0.184 and 0.761 for a quarter, 0.187 and
+# 0.755 for a half; and for a quarter of attention that is not squared 0.183 and 0.850 (2026-11).
 SHARE = 0.25
 QUERIES = 512  # that attend to the sample, of up to 4,096
 
@@ -39,12 +39,16 @@ class Attended:
         return Attended(rows @ self.moment @ rows.T, inputs, self.weights)
 
     def costs(self, metric: Tensor, rows: Tensor) -> Tensor:
-        """The mean of ``e^T M e`` over errors ``e = rows_i y`` and their metrics M, summed over heads i: a number."""
+        """The mean of ``e^T M e`` over errors ``e = rows_i y`` and their metrics M, summed over heads i: a
+        number.
+        """
         return torch.einsum("gij,gji->", metric, rows @ self.moment @ rows.mT)
 
 
 def attended(heads: Heads, calibration: Calibration, *, scale: float) -> Attended:
-    """The inputs of a calibration, weighed by attention as its sample shows it; without a sample all alike."""
+    """The inputs of a calibration, weighed by attention as its sample shows it; without a sample all
+    alike.
+    """
     y = calibration.inputs()
     if y is None:
         return Attended(calibration.moment, None, None)
@@ -59,11 +63,12 @@ def usual_scale(rope: Rope | None, head_dim: int) -> float:
 
 
 def attention(heads: Heads, y: Tensor, *, scale: float) -> Tensor:
-    """How much ``[n, m + 1]`` inputs are attended to, the sum of squares over queries and heads: ``[n]``, 1 in all.
+    """How much ``[n, m + 1]`` inputs are attended to, the sum of squares over queries and heads: ``[n]``, 1
+    in all.
 
-    Squares, as the errors of a token's values reach an output times its attention. Any input attends to all, without a
-    distance: they are not the whole of a text, and what draws attention from everywhere, as first tokens do, draws it
-    by what it is.
+    Squares, as the errors of a token's values reach an output times its attention. Any input attends to all,
+    without a distance: they are not the whole of a text, and what draws attention from everywhere, as first
+    tokens do, draws it by what it is.
     """
     q = heads.q * scale
     q[:, : heads.rotated] *= temperature(heads)

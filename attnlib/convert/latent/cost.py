@@ -17,8 +17,8 @@ from .embedding import Latent, temperature
 class Cost:
     """An error e of KV head i costs ``e^T keys[i] e`` of what is not rotated, ``e^T values[i] e`` of values.
 
-    ``keys`` ``[g, n, n]`` and ``values`` ``[g, e, e]``; ``all_keys``, rotated ones too, and ``all_values`` are what it
-    would cost to miss everything, and relative to these errors of both weigh alike.
+    ``keys`` ``[g, n, n]`` and ``values`` ``[g, e, e]``; ``all_keys``, rotated ones too, and ``all_values``
+    are what it would cost to miss everything, and relative to these errors of both weigh alike.
     """
 
     keys: Tensor
@@ -27,12 +27,17 @@ class Cost:
     all_values: Tensor
 
     @classmethod
-    def of(cls, latent: Latent, heads: Heads, calibration: Calibration, seen: Attended, *, reach: int) -> "Cost":
-        """Scores feel ``(q^T e)^2`` of the queries over a calibration, outputs ``|O e|^2``, both summed over a group.
+    def of(
+        cls, latent: Latent, heads: Heads, calibration: Calibration, seen: Attended, *, reach: int
+    ) -> "Cost":
+        """Scores feel ``(q^T e)^2`` of the queries over a calibration, outputs ``|O e|^2``, both summed over
+        a group.
 
         As a merge of heads is measured; ``seen`` are the inputs that keys and values are made of.
         """
-        turns = 1.0 if heads.rope is None else heads.rope.amplitude**2 / temperature(heads)  # what scale has of it
+        turns = (
+            1.0 if heads.rope is None else heads.rope.amplitude**2 / temperature(heads)
+        )  # what scale has of it
         q = latent.q_nope * turns
         values, turned = values_of(heads).weights[:, 0], Distances.of(heads, reach).turned
         keys = turned(heads.k @ seen.moment @ heads.k.mT)
@@ -51,7 +56,10 @@ class Cost:
             return torch.eye(up.shape[1], dtype=up.dtype, device=up.device).expand(len(heads.k), -1, -1)
 
         return cls(
-            eyes(latent.k_up), eyes(latent.v_up), seen.costs(eyes(heads.k), heads.k), seen.costs(eyes(heads.v), heads.v)
+            eyes(latent.k_up),
+            eyes(latent.v_up),
+            seen.costs(eyes(heads.k), heads.k),
+            seen.costs(eyes(heads.v), heads.v),
         )
 
     def parts(self, whole: Latent, cut: Latent) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -66,7 +74,9 @@ class Cost:
         ]
 
     def shares(self, whole: Latent, cut: Latent, seen: Attended) -> list[float]:
-        """What ``cut`` misses of the keys and of the values of ``whole``, as shares of missing all of them."""
+        """What ``cut`` misses of the keys and of the values of ``whole``, as shares of missing all of
+        them.
+        """
         return [
             max(0.0, relative(seen.costs(metric, up @ whole.down - cut_up @ cut.down), size))
             for metric, size, up, cut_up in self.parts(whole, cut)

@@ -1,4 +1,6 @@
-"""Grouped-query checkpoints as DeepSeek-V3 ones: what converts a layer, and the config.json that tells loaders so."""
+"""Grouped-query checkpoints as DeepSeek-V3 ones: what converts a layer, and the config.json that tells
+loaders so.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -57,26 +59,39 @@ def converter(
     """What makes the layers of a Llama, Mistral or Qwen2 with this config.json those of a DeepSeek-V3.
 
     ``calibrations`` gives that of a layer by its number; None means :meth:`Calibration.white`, weights alone.
-    ``device`` computes; what comes out is on the CPU. The rest is as in :func:`gqa_to_deepseek`.
-    The new config.json is a whole one, ``model_type`` included. ``errors`` are those of :class:`DeepseekLayer`.
+    ``device`` computes; what comes out is on the CPU. The rest is as in :func:`gqa_to_deepseek`. The new
+    config.json is a whole one, ``model_type`` included. ``errors`` are those of :class:`DeepseekLayer`.
 
     Raises:
         CheckpointError: a model, or an option of it, that DeepSeek-V3 has no form for; says which.
-        ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`; of biases and texts the converter.
+        ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`; of biases and texts the
+        converter.
     """
     _check(config)
-    rope, target = rope_of(config), Target(rank=rank, rope_dim=rope_dim, reach=reach, norm=norm, q_rank=q_rank)
+    rope, target = (
+        rope_of(config),
+        Target(rank=rank, rope_dim=rope_dim, reach=reach, norm=norm, q_rank=q_rank),
+    )
     sizes = shape_of(config, family_of(config["model_type"]))
     if rope.dim < sizes.head_dim:
-        raise CheckpointError(f"{CONFIG}: partial_rotary_factor: loaders disagree what it means for this model")
-    wide = {"heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim, "width": sizes.width}
+        raise CheckpointError(
+            f"{CONFIG}: partial_rotary_factor: loaders disagree what it means for this model"
+        )
+    wide = {
+        "heads": sizes.heads,
+        "kv_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "width": sizes.width,
+    }
     check_target(target, rope, **wide)
 
     def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
         weights = {name: value.to(device) for name, value in weights.items()}
         heads = _heads(weights, shape, rope)
         calibration = None if calibrations is None else calibrations(shape.index)
-        made = to_deepseek(heads, weights, target, scale=usual_scale(rope, shape.head_dim), calibration=calibration)
+        made = to_deepseek(
+            heads, weights, target, scale=usual_scale(rope, shape.head_dim), calibration=calibration
+        )
         state = {name: value.cpu() for name, value in made.state.items()}
         return ConvertedLayer(state, deepseek_config(config, state, made.rope, shape), made.errors)
 
@@ -87,7 +102,9 @@ def _heads(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope) -> Head
     """Raises CheckpointError for weights that cannot be computed with."""
     if small := sorted(name for name, value in weights.items() if value.dtype not in DTYPES):
         dtype = weights[small[0]].dtype
-        raise CheckpointError(f"layer {shape.index}: {small[0]}: expected 16 bits or more, got {dtype}; cast it first")
+        raise CheckpointError(
+            f"layer {shape.index}: {small[0]}: expected 16 bits or more, got {dtype}; cast it first"
+        )
     try:
         return split(weights, head_dim=shape.head_dim, rope=rope)
     except ValueError as error:
@@ -110,24 +127,31 @@ def deepseek_config(
 
 
 def _check(config: Mapping[str, object]) -> None:
-    """Raises CheckpointError unless the model is one of the known three, with no more than DeepSeek-V3 can say."""
+    """Raises CheckpointError unless the model is one of the known three, with no more than DeepSeek-V3 can
+    say.
+    """
     kind = config.get("model_type")
     if kind not in SOURCES:
         raise CheckpointError(
-            f"{CONFIG}: model_type: expected one of {', '.join(SOURCES)}, which DeepSeek-V3 can stand for, got {kind!r}"
-            f"{_instead(kind)}"
+            f"{CONFIG}: model_type: expected one of {', '.join(SOURCES)}, which DeepSeek-V3 can stand for, "
+            f"got {kind!r}{_instead(kind)}"
         )
     windowed = {
-        "mistral": config.get("sliding_window", 4096) is not None,  # what transformers takes when there is none
+        "mistral": config.get("sliding_window", 4096)
+        is not None,  # what transformers takes when there is none
         "qwen2": bool(config.get("use_sliding_window")),
     }
     layers = config.get("layer_types") or ()
     if windowed.get(kind) or any(layer != "full_attention" for layer in layers):
         raise CheckpointError(f"{CONFIG}: expected no sliding window, which DeepSeek-V3 has not, got one")
     if config.get("mlp_bias"):
-        raise CheckpointError(f"{CONFIG}: mlp_bias: expected false, as in DeepSeek-V3, got {config['mlp_bias']!r}")
+        raise CheckpointError(
+            f"{CONFIG}: mlp_bias: expected false, as in DeepSeek-V3, got {config['mlp_bias']!r}"
+        )
     if config.get("intermediate_size") is None or config.get("vocab_size") is None:
-        raise CheckpointError(f"{CONFIG}: expected vocab_size and intermediate_size, as DeepSeek-V3 has others")
+        raise CheckpointError(
+            f"{CONFIG}: expected vocab_size and intermediate_size, as DeepSeek-V3 has others"
+        )
 
 
 def _instead(kind: object) -> str:
@@ -141,7 +165,9 @@ def _instead(kind: object) -> str:
 
 def _carried(config: Mapping[str, object]) -> dict[str, object]:
     """What is said of the model as before, and the keys of a mixture of experts that no layer has."""
-    begin, end = (None, None) if config["model_type"] == "qwen2" else (1, 2)  # of a config that does not name them
+    begin, end = (
+        (None, None) if config["model_type"] == "qwen2" else (1, 2)
+    )  # of a config that does not name them
     return {key: config[key] for key in CARRIED if key in config} | {
         "model_type": "deepseek_v3",
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -159,7 +185,9 @@ def _carried(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _attention(state: Mapping[str, Tensor], rope: Rope, shape: LayerShape) -> dict[str, object]:
-    """The sizes of a layer with these weights, and its rope as transformers 5 and its forerunners write it."""
+    """The sizes of a layer with these weights, and its rope as transformers 5 and its forerunners write
+    it.
+    """
     rank, q = len(state["kv_a_layernorm.weight"]), state.get("q_a_layernorm.weight")
     theta, scaling = {"rope_theta": rope.theta}, _scaling(rope)
     return {
@@ -196,7 +224,9 @@ def _scaling(rope: Rope) -> dict[str, object] | None:
 
 
 def _yarn(yarn: YaRN) -> dict[str, object]:
-    """By Hugging Face's names, without what is not said; rounding to whole pairs is what all do where nothing is."""
+    """By Hugging Face's names, without what is not said; rounding to whole pairs is what all do where nothing
+    is.
+    """
     said = asdict(yarn)
     original, truncate = said.pop("original_max_position"), said.pop("truncate")
     said = {name: value for name, value in said.items() if value is not None}

@@ -16,10 +16,10 @@ from ..weights import Heads, rows_of
 class Latent:
     """Weights of a latent layer head by head, fp64, with biases as last columns as in :class:`Heads`.
 
-    q ``[h, d, m + 1]`` are the old queries, which are mapped by to_nope ``[h, n, d]`` and to_rope ``[h, p, d]``; down
-    ``[r, m + 1]`` to the latent and k_rope ``[p, m + 1]`` to the rotary key; up from the latent k_up ``[h, n, r]`` and
-    v_up ``[h, e, r]``. Without ``rope`` p is 0. Queries of low rank read, in the place of the inputs, what q_down
-    ``[k, m]`` makes of them: q is ``[h, d, k + 1]`` then.
+    q ``[h, d, m + 1]`` are the old queries, which are mapped by to_nope ``[h, n, d]`` and to_rope ``[h, p,
+    d]``; down ``[r, m + 1]`` to the latent and k_rope ``[p, m + 1]`` to the rotary key; up from the latent
+    k_up ``[h, n, r]`` and v_up ``[h, e, r]``. Without ``rope`` p is 0. Queries of low rank read, in the place
+    of the inputs, what q_down ``[k, m]`` makes of them: q is ``[h, d, k + 1]`` then.
     """
 
     q: Tensor
@@ -46,8 +46,8 @@ class Latent:
 def embed(heads: Heads) -> Latent:
     """The same function as a latent layer, of rank ``g * (2 * d - p)`` with ``g * p`` rotary channels.
 
-    ``p`` is how many channels of a head rope rotates: with all of them the rank is ``g * d``, the values alone; without
-    rope it is ``2 * g * d``.
+    ``p`` is how many channels of a head rope rotates: with all of them the rank is ``g * d``, the values
+    alone; without rope it is ``2 * g * d``.
     """
     g, pairs = len(heads.k), heads.rotated // 2
     bases = torch.eye(g, dtype=torch.complex128, device=heads.k.device).expand(pairs, g, g)
@@ -57,21 +57,24 @@ def embed(heads: Heads) -> Latent:
 def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -> tuple[Latent, float]:
     """As :func:`embed` with ``rope_dim`` rotary channels; the other channels of keys are rotated no more.
 
-    A pair is a complex number that rope multiplies by a phase, the same for the same pair of every head, so that any
-    unitary matrix may mix pair c of all heads (Meng et al., 2025, TransMLA, arXiv 2502.07864: RoRoPE). The principal
-    components of keys, pair by pair, gather them into few. Of all components of all pairs those keep their rotation
-    that would lose most without: mean squares of keys and queries (Ji et al., 2025, MHA2MLA, arXiv 2502.14837) times
-    how far the pair turns, ``1 - mean cos(w * distance)`` over distances up to ``reach``.
+    A pair is a complex number that rope multiplies by a phase, the same for the same pair of every head, so
+    that any unitary matrix may mix pair c of all heads (Meng et al., 2025, TransMLA, arXiv 2502.07864:
+    RoRoPE). The principal components of keys, pair by pair, gather them into few. Of all components of all
+    pairs those keep their rotation that would lose most without: mean squares of keys and queries (Ji et al.,
+    2025, MHA2MLA, arXiv 2502.14837) times how far the pair turns, ``1 - mean cos(w * distance)`` over
+    distances up to ``reach``.
 
-    Beside the latent is what it loses: the mean square error of rotated keys over these distances relative to their
-    mean square, weighed by queries; at distance 0 there is none.
+    Beside the latent is what it loses: the mean square error of rotated keys over these distances relative to
+    their mean square, weighed by queries; at distance 0 there is none.
 
     Raises:
         ValueError: ``rope_dim`` is not an even number of the channels that are rotated.
     """
     widest = len(heads.k) * heads.rotated
     if not 2 <= rope_dim <= widest or rope_dim % 2:
-        raise ValueError(f"rope_dim: expected an even number from 2 to {widest}, the rotary channels, got {rope_dim}")
+        raise ValueError(
+            f"rope_dim: expected an even number from 2 to {widest}, the rotary channels, got {rope_dim}"
+        )
     moment = calibration.moment.to(torch.complex128)
     keys, queries = heads.pairs(heads.k), heads.pairs(heads.q)
     squares, vectors = torch.linalg.eigh(torch.einsum("gcm,fcm->cgf", keys @ moment, keys.conj()))
@@ -89,10 +92,11 @@ def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach:
 
 
 def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> Latent:
-    """Components ``a`` of runs ``c`` of pairs of keys, ``y_ca = sum_jg bases[c, a, j, g] * k_gcj``: the kept rotated.
+    """Components ``a`` of runs ``c`` of pairs of keys, ``y_ca = sum_jg bases[c, a, j, g] * k_gcj``: the kept
+    rotated.
 
-    ``bases`` ``[c, a, j, g]`` are unitary over a run's f pairs j of all heads, so that
-    ``k_gcj = sum_a conj(bases[c, a, j, g]) * y_ca``, and a query meets y_ca through ``sum_j bases[c, a, j, g] * q_cj``.
+    ``bases`` ``[c, a, j, g]`` are unitary over a run's f pairs j of all heads, so that ``k_gcj = sum_a
+    conj(bases[c, a, j, g]) * y_ca``, and a query meets y_ca through ``sum_j bases[c, a, j, g] * q_cj``.
     ``kept`` is bool ``[c, a]``; pair i of ``rope`` turns the i-th that is true.
     """
     g, fold = len(heads.k), bases.shape[2]
@@ -100,7 +104,9 @@ def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> La
     owner = torch.arange(len(heads.q), device=heads.q.device) // heads.group  # of query head h
     old = torch.eye(heads.q.shape[1], dtype=heads.q.dtype, device=heads.q.device).expand(len(heads.q), -1, -1)
     queries = rearrange(heads.pairs(old), "h (c j) d -> h c j d", j=fold) * temperature(heads)
-    components = torch.einsum("cajg,gcjm->cam", bases, rearrange(heads.pairs(heads.k), "g (c j) m -> g c j m", j=fold))
+    components = torch.einsum(
+        "cajg,gcjm->cam", bases, rearrange(heads.pairs(heads.k), "g (c j) m -> g c j m", j=fold)
+    )
 
     run, component = kept.nonzero(as_tuple=True)
     met = rearrange(bases[run, component][..., owner], "kept j h -> h kept j")
@@ -119,7 +125,9 @@ def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> La
     to_nope = torch.cat((q_rest.real, q_rest.imag, old[:, heads.rotated :]), 1)
     down = torch.cat((rest.real, rest.imag, free_k.flatten(0, 1), heads.v.flatten(0, 1)))
     values = _own(owner, g, heads.v.shape[1], down)
-    k_up = [torch.block_diag(*parts) for parts in zip(back, _own(owner, g, free_k.shape[1], down), strict=True)]
+    k_up = [
+        torch.block_diag(*parts) for parts in zip(back, _own(owner, g, free_k.shape[1], down), strict=True)
+    ]
     k_up = torch.nn.functional.pad(torch.stack(k_up), (0, values.shape[-1]))
     v_up = torch.nn.functional.pad(values, (len(down) - values.shape[-1], 0))
     if not to_nope.shape[1]:  # all is rotated, and a latent layer has at least one channel that is not
@@ -128,19 +136,25 @@ def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> La
 
 
 def _select(heads: Heads, bases: Tensor, kept: Tensor) -> Latent:
-    """:func:`assemble` of runs of one pair, ``bases`` ``[c, a, g]``, whose rope has the frequencies that are kept."""
+    """:func:`assemble` of runs of one pair, ``bases`` ``[c, a, g]``, whose rope has the frequencies that are
+    kept.
+    """
     pairs = tuple(kept.nonzero()[:, 0].tolist())
     return assemble(heads, bases[:, :, None], kept, select(heads.rope, pairs) if pairs else None)
 
 
 def _own(owner: Tensor, groups: int, width: int, like: Tensor) -> Tensor:
-    """``[h, width, g * width]``: what picks the block of a head's own group out of all blocks side by side."""
+    """``[h, width, g * width]``: what picks the block of a head's own group out of all blocks side by
+    side.
+    """
     mine = torch.nn.functional.one_hot(owner, groups).to(like.dtype)
     eye = torch.eye(width, dtype=like.dtype, device=like.device)
     return torch.einsum("hg,de->hdge", mine, eye).flatten(-2)
 
 
 def temperature(heads: Heads) -> float:
-    """YaRN's, of rotated channels of a head that is rotated in part: the layer puts it on q. Elsewhere scale has it."""
+    """YaRN's, of rotated channels of a head that is rotated in part: the layer puts it on q. Elsewhere scale
+    has it.
+    """
     partial = 0 < heads.rotated < heads.k.shape[1]
     return heads.rope.amplitude**2 if partial else 1.0

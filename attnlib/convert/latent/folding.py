@@ -13,9 +13,11 @@ from .narrowed import narrowed
 
 
 def even_queries(heads: Heads, calibration: Calibration) -> Heads:
-    """The same function, each pair of a KV head scaled against that of its queries until these have equal energies.
+    """The same function, each pair of a KV head scaled against that of its queries until these have equal
+    energies.
 
-    Errors of all keys then weigh alike in scores. A pair whose queries have little energy becomes small, but never 0.
+    Errors of all keys then weigh alike in scores. A pair whose queries have little energy becomes small, but
+    never 0.
     """
     energy = heads.pairs(calibration.energy(heads.q[:, :, None])[..., None])
     query_energy = (energy.real + energy.imag).unflatten(0, (len(heads.k), -1)).sum(1)  # [g, p / 2, 1]
@@ -30,14 +32,15 @@ def even_queries(heads: Heads, calibration: Calibration) -> Heads:
 def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -> tuple[Latent, float]:
     """A latent of ``rope_dim`` rotary channels under a plain rope, and what it loses.
 
-    With f the old rotary width over the new one, pair i turns as pair ``f * i`` of the old, see :func:`narrowed`. Of
-    the run of f pairs that begins there, of all heads, one component is rotated so and the rest no more (Meng
-    et al., 2025, TransMLA, arXiv 2502.07864: FreqFold). It is the component, of a unitary mix of these ``f * g``
-    complex numbers, for which the mean square error of keys over distances up to ``reach`` is least: with f = 1 the
-    first principal one; pairs that fall out of step with the first within reach count for less.
+    With f the old rotary width over the new one, pair i turns as pair ``f * i`` of the old, see
+    :func:`narrowed`. Of the run of f pairs that begins there, of all heads, one component is rotated so and
+    the rest no more (Meng et al., 2025, TransMLA, arXiv 2502.07864: FreqFold). It is the component, of a
+    unitary mix of these ``f * g`` complex numbers, for which the mean square error of keys over distances up
+    to ``reach`` is least: with f = 1 the first principal one; pairs that fall out of step with the first
+    within reach count for less.
 
-    The loss is the mean square error of rotated keys relative to their mean square; at distance 0 there is none. It
-    weighs as scores feel it when :func:`even_queries` came before.
+    The loss is the mean square error of rotated keys relative to their mean square; at distance 0 there is
+    none. It weighs as scores feel it when :func:`even_queries` came before.
 
     Raises:
         ValueError, NotImplementedError: as :func:`narrowed`.
@@ -47,8 +50,14 @@ def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -
     keys = rearrange(heads.pairs(heads.k), "g (c j) m -> c (j g) m", c=runs[0])
     moments = keys @ calibration.moment.to(keys.dtype) @ keys.mH
     speeds = rope.inverse_frequencies(device=keys.device).double().unflatten(0, runs)
-    # E |turned - folded|^2 = sum 2 (1 - cos) |k|^2 - u^H A u for the kept direction u, means over distances throughout.
-    alike = _mean_cos(speeds - speeds[:, :1], reach) - _mean_cos(speeds[:, :1], reach) - _mean_cos(speeds, reach) + 1
+    # E |turned - folded|^2 = sum 2 (1 - cos) |k|^2 - u^H A u for the kept direction u, means over distances
+    # throughout.
+    alike = (
+        _mean_cos(speeds - speeds[:, :1], reach)
+        - _mean_cos(speeds[:, :1], reach)
+        - _mean_cos(speeds, reach)
+        + 1
+    )
     alike = repeat(alike, "c j -> c (j g)", g=g)
     gains, vectors = torch.linalg.eigh((alike[:, :, None] + alike[:, None] - alike[:, :1, None]) * moments)
     bases = rearrange(vectors.flip(-1).mH, "c a (j g) -> c a j g", g=g)

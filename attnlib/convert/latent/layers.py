@@ -1,9 +1,11 @@
-"""From grouped-query to latent attention: embed exactly, concentrate rope on few channels, truncate the latent.
+"""From grouped-query to latent attention: embed exactly, concentrate rope on few channels, truncate the
+latent.
 
-Any grouped-query layer is a latent one. Its latent holds all values and those keys that are not rotated; its one rotary
-key holds the rotated keys of all heads side by side, of which each query meets its own group's and zeros. That stores
-as much as before. Concentrating rope mixes the rotary keys of the heads pair by pair, keeps what matters and leaves the
-rest unrotated, in the latent; truncating keeps of the latent what its inputs use.
+Any grouped-query layer is a latent one. Its latent holds all values and those keys that are not rotated; its
+one rotary key holds the rotated keys of all heads side by side, of which each query meets its own group's and
+zeros. That stores as much as before. Concentrating rope mixes the rotary keys of the heads pair by pair,
+keeps what matters and leaves the rest unrotated, in the latent; truncating keeps of the latent what its
+inputs use.
 """
 
 from collections.abc import Mapping
@@ -41,16 +43,17 @@ def gqa_to_mla(
 ) -> MultiHeadLatentAttention:
     """A new latent layer from a grouped-query layer, which stays as it is.
 
-    A token stores ``rank + rope_dim`` values instead of ``2 * g * d``. None for ``rope_dim`` keeps all
-    ``g * layer.rope.dim`` rotary channels, and None for ``rank`` the whole latent; both None is ``embed``, the same
+    A token stores ``rank + rope_dim`` values instead of ``2 * g * d``. None for ``rope_dim`` keeps all ``g *
+    layer.rope.dim`` rotary channels, and None for ``rank`` the whole latent; both None is ``embed``, the same
     function. Otherwise see ``concentrate`` and ``truncate``; ``calibration`` None means
     :meth:`Calibration.white`, weights alone. ``q_rank`` makes queries of low rank, see ``low_rank``.
 
-    The result has DeepSeek-V3's names and q_lora_rank ``q_rank``. DeepSeek normalises latents and a grouped-query layer
-    does not, so that its norms are made the identity: with ``eps = 2 ** 100`` the norm divides by ``2 ** 50``,
-    which its gain undoes, to the last bit for latents below ``2 ** 23`` (see ``identity_eps``; a gain that large
-    hardly learns). A bias of q is one of q_proj or q_b_proj, which MultiHeadLatentAttention itself never makes.
-    ``rope`` is a ``SelectedRope``. Mask, scale, dropout, backend, dtype and mode are the old layer's.
+    The result has DeepSeek-V3's names and q_lora_rank ``q_rank``. DeepSeek normalises latents and a
+    grouped-query layer does not, so that its norms are made the identity: with ``eps = 2 ** 100`` the norm
+    divides by ``2 ** 50``, which its gain undoes, to the last bit for latents below ``2 ** 23`` (see
+    ``identity_eps``; a gain that large hardly learns). A bias of q is one of q_proj or q_b_proj, which
+    MultiHeadLatentAttention itself never makes. ``rope`` is a ``SelectedRope``. Mask, scale, dropout,
+    backend, dtype and mode are the old layer's.
 
     Raises:
         ValueError: a rank, rope_dim, q_rank or reach out of range, or a calibration of another width.
@@ -98,7 +101,9 @@ def to_latent(
     cuts = rank is not None and rank != len(latent.down)
     if not cuts and q_rank is None:
         return latent
-    seen = attended(heads, calibration, scale=usual_scale(heads.rope, heads.k.shape[1]) if scale is None else scale)
+    seen = attended(
+        heads, calibration, scale=usual_scale(heads.rope, heads.k.shape[1]) if scale is None else scale
+    )
     if cuts:
         latent = truncate(latent, rank, seen, Cost.of(latent, heads, calibration, seen, reach=reach))
     if q_rank is not None:
@@ -119,7 +124,9 @@ def with_low_rank_queries(latent: Latent, q_rank: int, cost: QueryCost) -> tuple
     return replace(latent, q=queries.rows, q_down=queries.down), cost.missed(queries)
 
 
-def whole_latent(heads: Heads, rope_dim: int | None, calibration: Calibration, *, reach: int) -> tuple[Latent, float]:
+def whole_latent(
+    heads: Heads, rope_dim: int | None, calibration: Calibration, *, reach: int
+) -> tuple[Latent, float]:
     """The latent of so many rotary channels, None for all, and what :func:`concentrate` loses."""
     if rope_dim in (None, len(heads.k) * heads.rotated):
         return embed(heads), 0.0
@@ -129,18 +136,20 @@ def whole_latent(heads: Heads, rope_dim: int | None, calibration: Calibration, *
 def identity_eps(dtype: torch.dtype) -> float:
     """The eps with which kv_a_layernorm is the identity; its root is the gain.
 
-    The root is a power of two that the dtype holds, and beside eps the latent's own mean square is lost. fp16 holds
-    ``2 ** 15``, good for latents below ``2 ** 7``: a converted layer of another dtype must not be cast to fp16.
+    The root is a power of two that the dtype holds, and beside eps the latent's own mean square is lost. fp16
+    holds ``2 ** 15``, good for latents below ``2 ** 7``: a converted layer of another dtype must not be cast
+    to fp16.
     """
     return 2.0**30 if dtype == torch.float16 else 2.0**100
 
 
 def join(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of a latent layer, DeepSeek-V3's names, from ``latent`` and a grouped layer's state dict.
+    """The state dict of a latent layer, DeepSeek-V3's names, from ``latent`` and a grouped layer's state
+    dict.
 
-    All of kv_a_proj_with_mqa, o_proj and the norm's gain are there; biases of the former two are there when ``state``
-    has any, and that of queries when ``state`` has it. Queries of low rank have a norm too. dtypes are those of
-    ``state``.
+    All of kv_a_proj_with_mqa, o_proj and the norm's gain are there; biases of the former two are there when
+    ``state`` has any, and that of queries when ``state`` has it. Queries of low rank have a norm too. dtypes
+    are those of ``state``.
     """
     return rounded(latent_state(latent, state), state["q_proj.weight"].dtype)[0]
 
@@ -154,7 +163,10 @@ def rounded(state: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[dict[str, 
 def latent_state(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What :func:`join` rounds, which is fp64 where the latent is in it."""
     dtype = state["q_proj.weight"].dtype
-    q, down = torch.cat((latent.q_nope, latent.q_rope), 1).flatten(0, 1), torch.cat((latent.down, latent.k_rope))
+    q, down = (
+        torch.cat((latent.q_nope, latent.q_rope), 1).flatten(0, 1),
+        torch.cat((latent.down, latent.k_rope)),
+    )
     to_heads = "q_proj" if latent.q_down is None else "q_b_proj"
     new = {
         f"{to_heads}.weight": q[:, :-1],
@@ -189,8 +201,8 @@ def check_latent(layer: nn.Module) -> None:
 def check_latent_heads(heads: Heads) -> None:
     """Refuse norms of q and k, and sinks.
 
-    A norm divides the key of each token by a size of its own, which no map of a latent does. To divide all by what is
-    usual loses more than a fifth of the rank does, as docs/conversion.md measures.
+    A norm divides the key of each token by a size of its own, which no map of a latent does. To divide all by
+    what is usual loses more than a fifth of the rank does, as docs/conversion.md measures.
 
     Raises:
         NotImplementedError: there are some.

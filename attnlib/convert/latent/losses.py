@@ -1,4 +1,6 @@
-"""What a layer of DeepSeek's form loses of what is read of keys and values, the norm of its latents included."""
+"""What a layer of DeepSeek's form loses of what is read of keys and values, the norm of its latents
+included.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -19,8 +21,8 @@ MEASURED = ("key_error", "value_error", "norm_error")
 class Losses:
     """Measures latents made from the ``whole`` one, which is the identity here, by what its errors cost.
 
-    ``seen`` are whole latents, and ``ones`` ``[n]`` the constant channel beside each that is known. Ups are those of
-    one query head of each group, as others of it read the same.
+    ``seen`` are whole latents, and ``ones`` ``[n]`` the constant channel beside each that is known. Ups are
+    those of one query head of each group, as others of it read the same.
     """
 
     whole: Latent
@@ -45,7 +47,9 @@ class Losses:
         return self.constant.steadied(self.seen.inputs @ cut.down.T, self.ones, self.seen.weights)
 
     def of(self, cut: Latent, constant: Constant) -> dict[str, float]:
-        """``key_error``, ``value_error`` and ``norm_error``; NaN where they hang on inputs of which none is known."""
+        """``key_error``, ``value_error`` and ``norm_error``; NaN where they hang on inputs of which none is
+        known.
+        """
         if constant.is_bias:
             return self._by_moments(cut)
         if self.ones is None:
@@ -61,7 +65,9 @@ class Losses:
         """Where the norm multiplies each latent by a factor of its own."""
         passed, weights, shares = latents * factors[:, None], self.seen.weights, []
         for metric, size, up, cut_up in self.cost.parts(self.whole, cut):
-            missed = torch.einsum("tr,gir->tgi", self.seen.inputs, up) - torch.einsum("tr,gir->tgi", passed, cut_up)
+            missed = torch.einsum("tr,gir->tgi", self.seen.inputs, up) - torch.einsum(
+                "tr,gir->tgi", passed, cut_up
+            )
             shares.append(relative(torch.einsum("tgi,gij,tgj->t", missed, metric, missed) @ weights, size))
         sizes = weights * latents.square().sum(-1)
         return _named(*shares, float(sizes @ (factors - 1).square() / sizes.sum()))

@@ -1,8 +1,9 @@
-"""How a latent passes DeepSeek's norm: beside one channel that is nearly constant, and too large to see others beside.
+"""How a latent passes DeepSeek's norm: beside one channel that is nearly constant, and too large to see
+others beside.
 
-The norm divides by the size of all channels. Beside the constant ``B c`` that is ``B c / sqrt(rank)`` and hardly
-anything else, so that the others come out as they are, divided by c. With biases c is 1. Without them it is made of the
-inputs: the linear function of these that is nearest to 1.
+The norm divides by the size of all channels. Beside the constant ``B c`` that is ``B c / sqrt(rank)`` and
+hardly anything else, so that the others come out as they are, divided by c. With biases c is 1. Without them
+it is made of the inputs: the linear function of these that is nearest to 1.
 """
 
 import math
@@ -21,11 +22,13 @@ RIDGE = 1e-10  # of each channel's mean square, where a dtype rounds less
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A channel c of the latent, ``row`` ``[m + 1]``, which is stored ``size`` times as large; ``width`` of them all.
+    """A channel c of the latent, ``row`` ``[m + 1]``, which is stored ``size`` times as large; ``width`` of
+    them all.
 
-    The norm divides by ``sqrt((size^2 c^2 + |z|^2) / width + eps)``; for c = 1 that is off by ``|z|^2 / (2 * size^2)``,
-    relatively: for a mean square of 1 over 512 channels 2 ** -32, in fp16 2 ** -20. Size and gain are powers of two,
-    and lose nothing in any dtype; ``rest``, 0.7 to 1.5 times ``level``, belongs to the weights behind the norm.
+    The norm divides by ``sqrt((size^2 c^2 + |z|^2) / width + eps)``; for c = 1 that is off by ``|z|^2 / (2 *
+    size^2)``, relatively: for a mean square of 1 over 512 channels 2 ** -32, in fp16 2 ** -20. Size and gain
+    are powers of two, and lose nothing in any dtype; ``rest``, 0.7 to 1.5 times ``level``, belongs to the
+    weights behind the norm.
     """
 
     row: Tensor
@@ -35,7 +38,9 @@ class Constant:
 
     @classmethod
     def of(cls, row: Tensor, width: int, dtype: torch.dtype) -> "Constant":
-        """The largest that is good in this dtype: fp16 also has to hold the row, c, and latents divided by the gain."""
+        """The largest that is good in this dtype: fp16 also has to hold the row, c, and latents divided by
+        the gain.
+        """
         size = 2.0**20
         if dtype == torch.float16:
             size = 2.0 ** (14 - max(0, math.ceil(row.abs().max().log2().item())))
@@ -76,7 +81,8 @@ class Constant:
 
 
 def constant_row(norm: Norm, moment: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of inputs ``[m + 1]`` for the constant: the bias alone, or what :func:`nearest_to_one` has without it.
+    """Rows of inputs ``[m + 1]`` for the constant: the bias alone, or what :func:`nearest_to_one` has without
+    it.
 
     Raises:
         ValueError: as :func:`nearest_to_one`.
@@ -98,7 +104,9 @@ def nearest_to_one(moment: Tensor, dtype: torch.dtype) -> Tensor:
     sizes = squares.diagonal().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
     squares, mean = squares / sizes / sizes[:, None], moment[:-1, -1] / sizes
     ridge = max(RIDGE, torch.finfo(dtype).eps ** 2)
-    row = torch.linalg.solve(squares + ridge * torch.eye(len(mean), dtype=mean.dtype, device=mean.device), mean)
+    row = torch.linalg.solve(
+        squares + ridge * torch.eye(len(mean), dtype=mean.dtype, device=mean.device), mean
+    )
     if not row @ mean > LEAST:
         raise ValueError(f"{NEEDS_TEXT} inputs of mean 0, of which no constant can be made; {INSTEAD}")
     return torch.nn.functional.pad(row / sizes, (0, 1))
@@ -126,4 +134,6 @@ def check_biases(norm: Norm, state: Mapping[str, Tensor]) -> None:
     """
     biases = sorted(name for name, value in state.items() if name.endswith("bias") and value.double().any())
     if biases and norm == "calibrated":
-        raise NotImplementedError(f'{", ".join(biases)}: norm="calibrated" has no place for a bias; use norm="exact"')
+        raise NotImplementedError(
+            f'{", ".join(biases)}: norm="calibrated" has no place for a bias; use norm="exact"'
+        )

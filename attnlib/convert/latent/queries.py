@@ -20,7 +20,8 @@ from .norm import Constant
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryProjection:
-    """Queries of all heads from k channels: ``rows`` ``[h, d, k + 1]``, of what ``down`` ``[k, m]`` makes of inputs.
+    """Queries of all heads from k channels: ``rows`` ``[h, d, k + 1]``, of what ``down`` ``[k, m]`` makes of
+    inputs.
 
     The last column of rows is the same for all tokens, and is no channel.
     """
@@ -33,7 +34,9 @@ class QueryProjection:
         return torch.cat((self.rows[..., :-1] @ self.down, self.rows[..., -1:]), -1)
 
     def scaled(self, calibration: Calibration) -> "QueryProjection":
-        """The same with channels whose mean square is 1 on the mean, up to a power of two, which loses no bit."""
+        """The same with channels whose mean square is 1 on the mean, up to a power of two, which loses no
+        bit.
+        """
         size = calibration.energy(pad(self.down, (0, 1))[:, None]).mean().sqrt()
         by = size.log2().round().exp2() if size else size + 1.0
         return QueryProjection(torch.cat((self.rows[..., :-1] * by, self.rows[..., -1:]), -1), self.down / by)
@@ -43,8 +46,8 @@ class QueryProjection:
 class QueryCost:
     """An error e of a query that reads KV head i costs ``e^T metric[i] e``, with ``metric`` ``[g, d, d]``.
 
-    That is what scores miss, ``(e^T R k)^2`` on the mean over keys k and turns R: keys of tokens as they are attended
-    to, and distances up to a reach.
+    That is what scores miss, ``(e^T R k)^2`` on the mean over keys k and turns R: keys of tokens as they are
+    attended to, and distances up to a reach.
     """
 
     heads: Heads
@@ -53,7 +56,9 @@ class QueryCost:
 
     @classmethod
     def of(cls, heads: Heads, calibration: Calibration, seen: Attended, *, reach: int) -> "QueryCost":
-        """``seen`` are the inputs that keys are made of; queries are those of a calibration, all tokens alike."""
+        """``seen`` are the inputs that keys are made of; queries are those of a calibration, all tokens
+        alike.
+        """
         keys = Distances.of(heads, reach).turned(heads.k @ seen.moment @ heads.k.mT)
         gains = amplitudes(heads)
         return cls(heads, gains[:, None] * keys * gains, calibration)
@@ -63,13 +68,15 @@ class QueryCost:
         y = self.calibration.inputs()
         if y is None or constant.is_bias:
             return constant
-        return constant.steadied(y[:, :-1] @ queries.down.T, y @ constant.row, y.new_full((len(y),), 1 / len(y)))
+        return constant.steadied(
+            y[:, :-1] @ queries.down.T, y @ constant.row, y.new_full((len(y),), 1 / len(y))
+        )
 
     def missed(self, queries: QueryProjection, constant: Constant | None = None) -> float:
         """What scores miss of their root mean square.
 
-        Beside a ``constant`` that is no bias a norm multiplies the channels of each token by a factor of its own: that
-        is measured on inputs that are known, and NaN where none are.
+        Beside a ``constant`` that is no bias a norm multiplies the channels of each token by a factor of its
+        own: that is measured on inputs that are known, and NaN where none are.
         """
         if constant is None or constant.is_bias:
             lost = self._mean(self.heads.q - queries.of_inputs()).clamp(min=0)
@@ -83,7 +90,9 @@ class QueryCost:
         channels = y[:, :-1] @ queries.down.T
         passed = pad(channels * constant.factors(channels, y @ constant.row)[:, None], (0, 1), value=1.0)
         lost = y.new_zeros(())
-        for index, (old, new) in enumerate(zip(self.heads.q, queries.rows, strict=True)):  # one head's at a time
+        for index, (old, new) in enumerate(
+            zip(self.heads.q, queries.rows, strict=True)
+        ):  # one head's at a time
             error = y @ old.T - passed @ new.T
             lost += (error.T @ error / len(y) * self.metric[index // self.heads.group]).sum()
         return lost
@@ -96,9 +105,10 @@ class QueryCost:
 def low_rank(cost: QueryCost, rank: int, *, has_offset: bool) -> QueryProjection:
     """The queries from ``rank`` channels that cost least, of all that there are.
 
-    With W the root of the metric times what makes queries from inputs, C the moment of the inputs and U the first
-    singular vectors of ``W C^(1/2)``, the best is ``U U^T W``, and misses the tail of the spectrum. With ``has_offset``
-    what is the same for all tokens needs no channel; then C is the covariance, and biases are kept.
+    With W the root of the metric times what makes queries from inputs, C the moment of the inputs and U the
+    first singular vectors of ``W C^(1/2)``, the best is ``U U^T W``, and misses the tail of the spectrum.
+    With ``has_offset`` what is the same for all tokens needs no channel; then C is the covariance, and biases
+    are kept.
 
     At the most that :func:`check_query_rank` allows they are the same queries.
     """

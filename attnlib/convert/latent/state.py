@@ -20,8 +20,8 @@ def deepseek_state(
 ) -> dict[str, Tensor]:
     """The weights before they are rounded, with biases if the constant is one, from those of a grouped layer.
 
-    ``scale`` is the grouped layer's; what DeepSeek's own is not of it goes into q. Queries of low rank pass beside
-    ``query_constant``.
+    ``scale`` is the grouped layer's; what DeepSeek's own is not of it goes into q. Queries of low rank pass
+    beside ``query_constant``.
     """
     o = state["o_proj.weight"]
     q = torch.cat((latent.q_nope, latent.q_rope), 1)

@@ -12,12 +12,14 @@ from .embedding import Latent
 
 
 def truncate(latent: Latent, rank: int, seen: Attended, cost: Cost) -> Latent:
-    """The layer of latent rank ``rank`` with the least cost of its errors of K and V, relative to missing all of each.
+    """The layer of latent rank ``rank`` with the least cost of its errors of K and V, relative to missing all
+    of each.
 
-    K and V are those that are made from the latent; rotary keys are not touched. With C the moment of the inputs,
-    ``W`` the root of the cost times what makes K and V from them, and ``U`` the first singular vectors of
-    ``W C^(1/2)``, the best is ``U U^T W``: CARE (Zhou et al., 2026, arXiv 2603.17946) writes it
-    ``U S V^T C^(-1/2)``, which needs an inverse. With ``Cost.plain`` and no text it is the plain SVD of the weights.
+    K and V are those that are made from the latent; rotary keys are not touched. With C the moment of the
+    inputs, ``W`` the root of the cost times what makes K and V from them, and ``U`` the first singular
+    vectors of ``W C^(1/2)``, the best is ``U U^T W``: CARE (Zhou et al., 2026, arXiv 2603.17946) writes it
+    ``U S V^T C^(-1/2)``, which needs an inverse. With ``Cost.plain`` and no text it is the plain SVD of the
+    weights.
 
     Raises:
         ValueError: ``rank`` is not between 1 and the latent's.
@@ -31,8 +33,8 @@ def truncate(latent: Latent, rank: int, seen: Attended, cost: Cost) -> Latent:
 class Spectrum:
     """One decomposition, from which a latent is cut to any rank.
 
-    ``root`` ``[r, r]`` is that of :func:`_weighed`, ``basis`` ``[r, r]`` the directions that are kept, the first ones
-    longest, and ``lost`` ``[r + 1]`` what is lost at each rank from 0 to the latent's.
+    ``root`` ``[r, r]`` is that of :func:`_weighed`, ``basis`` ``[r, r]`` the directions that are kept, the
+    first ones longest, and ``lost`` ``[r + 1]`` what is lost at each rank from 0 to the latent's.
     """
 
     root: Tensor
@@ -50,11 +52,15 @@ class Spectrum:
         """The latent that this is of, with the best ``rank`` directions alone."""
         basis = self.basis[:, :rank]
         up = torch.linalg.solve_triangular(self.root, basis, upper=True)
-        return replace(latent, down=basis.T @ self.root @ latent.down, k_up=latent.k_up @ up, v_up=latent.v_up @ up)
+        return replace(
+            latent, down=basis.T @ self.root @ latent.down, k_up=latent.k_up @ up, v_up=latent.v_up @ up
+        )
 
 
 def _weighed(latent: Latent, seen: Attended, cost: Cost) -> tuple[Tensor, Tensor]:
-    """The root R for which ``|R z|^2`` is what it costs to miss K and V of a latent z, and the moments of R z."""
+    """The root R for which ``|R z|^2`` is what it costs to miss K and V of a latent z, and the moments of R
+    z.
+    """
     group = len(latent.k_up) // len(cost.keys)
     inner = latent.down @ seen.moment @ latent.down.T
     metric = _relative(latent.k_up[::group], cost.keys, cost.all_keys, inner)

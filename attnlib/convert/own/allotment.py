@@ -7,10 +7,11 @@ import torch
 
 
 def allot(losses: Sequence[Mapping[int, float]], total: int) -> list[int]:
-    """The size of each layer, of those that it has ``losses`` for, with the least sum that fits into ``total``.
+    """The size of each layer, of those that it has ``losses`` for, with the least sum that fits into
+    ``total``.
 
-    Exact, by dynamic programming over what is left (the multiple-choice knapsack). Of equal sums the one is taken whose
-    last layers are smallest.
+    Exact, by dynamic programming over what is left (the multiple-choice knapsack). Of equal sums the one is
+    taken whose last layers are smallest.
 
     Raises:
         ValueError: the smallest sizes are too large together.
@@ -23,7 +24,9 @@ def allot(losses: Sequence[Mapping[int, float]], total: int) -> list[int]:
         raise ValueError(f"expected at least {least}, the least that these layers take, got {total}")
     unit = gcd(*(size for options in losses for size in options))
     room = total // unit
-    best = torch.zeros(room + 1, dtype=torch.float64)  # the least loss of the layers so far, by what they may take
+    best = torch.zeros(
+        room + 1, dtype=torch.float64
+    )  # the least loss of the layers so far, by what they may take
     choices = []
     for options in losses:
         sizes = sorted(options)

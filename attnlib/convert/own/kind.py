@@ -1,4 +1,6 @@
-"""A kind of layers that attnlib's own form can hold: the sizes each may have, what they lose, and who makes them."""
+"""A kind of layers that attnlib's own form can hold: the sizes each may have, what they lose, and who makes
+them.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +53,9 @@ class Kind(ABC):
 
     @abstractmethod
     def measured(self, weights: Mapping[str, Tensor], shape: LayerShape, sizes: Sequence[int]) -> Measured:
-        """What a layer loses, and layers of these ``sizes``, from the weights of one: it is decomposed once."""
+        """What a layer loses, and layers of these ``sizes``, from the weights of one: it is decomposed
+        once.
+        """
 
     @abstractmethod
     def made(self, weights: Mapping[str, Tensor], shape: LayerShape, size: int) -> ConvertedLayer:

@@ -1,4 +1,6 @@
-"""Layers over latents, in attnlib's own form: with windows, biases and any rope, which DeepSeek's cannot say."""
+"""Layers over latents, in attnlib's own form: with windows, biases and any rope, which DeepSeek's cannot
+say.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,7 +36,9 @@ STEP = 16  # between ranks that are weighed against each other
 
 
 class _Read(NamedTuple):
-    """The whole latent of a layer, the inputs it sees, what errors of it and of queries cost, what fewer turns lose."""
+    """The whole latent of a layer, the inputs it sees, what errors of it and of queries cost, what fewer
+    turns lose.
+    """
 
     whole: Latent
     seen: Attended
@@ -46,7 +50,8 @@ class _Read(NamedTuple):
 class LatentKind(Kind):
     """Layers over latents, whose rank is their size.
 
-    ``options`` are ``rope_dim`` (None: a usual one), ``q_rank`` of queries (None: they have no latent) and ``reach``.
+    ``options`` are ``rope_dim`` (None: a usual one), ``q_rank`` of queries (None: they have no latent) and
+    ``reach``.
     """
 
     def sizes(self, index: int) -> list[int]:
@@ -62,7 +67,9 @@ class LatentKind(Kind):
             raise ValueError(f"rank: expected 1 to {whole}, the rank of the whole latent, got {size}")
         shape = self.model.shape
         pairs = max(1, rotary // shape.kv_heads // 2)
-        check_query_rank(self.options["q_rank"], heads=shape.heads, head_dim=shape.head_dim, width=shape.width)
+        check_query_rank(
+            self.options["q_rank"], heads=shape.heads, head_dim=shape.head_dim, width=shape.width
+        )
         return LatentForm(
             kv_lora_rank=size,
             qk_nope_head_dim=self._still(index),
@@ -87,7 +94,12 @@ class LatentKind(Kind):
         return self._layer(read, spectrum, weights, shape, size)
 
     def _layer(
-        self, read: _Read, spectrum: Spectrum | None, weights: Mapping[str, Tensor], shape: LayerShape, size: int
+        self,
+        read: _Read,
+        spectrum: Spectrum | None,
+        weights: Mapping[str, Tensor],
+        shape: LayerShape,
+        size: int,
     ) -> ConvertedLayer:
         """The layer of this size; the whole one needs no spectrum."""
         latent = read.whole if size == len(read.whole.down) else spectrum.cut(read.whole, size)
@@ -95,7 +107,9 @@ class LatentKind(Kind):
         lost = {"key_error": keys, "value_error": values, "rope_error": read.turned}
         errors = {name: share**0.5 for name, share in lost.items()}
         if self.options["q_rank"] is not None:
-            latent, errors["query_error"] = with_low_rank_queries(latent, self.options["q_rank"], read.queries)
+            latent, errors["query_error"] = with_low_rank_queries(
+                latent, self.options["q_rank"], read.queries
+            )
         stored, rounding = rounded(latent_state(latent, weights), weights["q_proj.weight"].dtype)
         state = {name: value.cpu() for name, value in stored.items()}
         form = replace(
@@ -146,4 +160,6 @@ class LatentKind(Kind):
 def _widened(latent: Latent, width: int) -> Latent:
     """The same with so many channels that do not turn; those that are added are 0."""
     more = width - latent.to_nope.shape[1]
-    return replace(latent, to_nope=pad(latent.to_nope, (0, 0, 0, more)), k_up=pad(latent.k_up, (0, 0, 0, more)))
+    return replace(
+        latent, to_nope=pad(latent.to_nope, (0, 0, 0, more)), k_up=pad(latent.k_up, (0, 0, 0, more))
+    )

@@ -1,4 +1,6 @@
-"""What layers lose when they are smaller, and how much that matters to what a model says: of each layer alone."""
+"""What layers lose when they are smaller, and how much that matters to what a model says: of each layer
+alone.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +32,8 @@ BySize = list[dict[int, float]]  # of each layer
 class Found(NamedTuple):
     """``losses`` of each layer at every size that it may have, as its kind measures them; and ``nats``.
 
-    These are the KL divergence, in nats a token, of the model in which one layer alone has the size; None: no text.
+    These are the KL divergence, in nats a token, of the model in which one layer alone has the size; None: no
+    text.
     """
 
     losses: BySize
@@ -52,9 +55,9 @@ def found_on(
 ) -> Found:
     """What layers lose, and the nats that it costs when one layer alone has each of its ``sizes``.
 
-    ``tokens`` ``[samples, length]`` are a text, of which some are read. All these models are run side by side, one
-    layer at a time: each leaves the source's path at its own layer, and goes the source's way from there. ``advance``
-    is told of each layer.
+    ``tokens`` ``[samples, length]`` are a text, of which some are read. All these models are run side by
+    side, one layer at a time: each leaves the source's path at its own layer, and goes the source's way from
+    there. ``advance`` is told of each layer.
     """
     model, device = kind.model, kind.device
     layers, config = TextLayers(model.checkpoint, device), read_config(model.checkpoint).get_text_config()
@@ -99,7 +102,9 @@ def _moved(layer: nn.Module, states: States, map_: Callable) -> States:
 
 @contextmanager
 def _attending(layer: nn.Module, name: str, attention: nn.Module) -> Iterator[None]:
-    """The decoder layer has this attention in the place of its own, which it calls ``name``, until the block ends."""
+    """The decoder layer has this attention in the place of its own, which it calls ``name``, until the block
+    ends.
+    """
     own = getattr(layer, name)
     setattr(layer, name, attention)
     try:
@@ -120,7 +125,9 @@ def _head(kind: Kind) -> Head:
     """Raises CheckpointError for a model without one."""
     head = Head.of_checkpoint(kind.model.checkpoint, kind.device)
     if head is None:
-        raise CheckpointError("config.json: expected a language model, whose words tell layers apart, got no head")
+        raise CheckpointError(
+            "config.json: expected a language model, whose words tell layers apart, got no head"
+        )
     return head
 
 
@@ -133,7 +140,9 @@ def _nats(head: Head, norm: nn.Module, path: States, apart: Sequence[Mapping[int
         found.append({})
         for size, states in branches.items():
             cut = [x for moved in _normed(norm, states) for x in moved.split(PLACES)]
-            found[-1][size] = [(x, y, Divergence(nowhere[: len(x)])) for x, y in zip(places, cut, strict=True)]
+            found[-1][size] = [
+                (x, y, Divergence(nowhere[: len(x)])) for x, y in zip(places, cut, strict=True)
+            ]
     for first in range(0, head.words, WORDS):
         head.take(first, min(first + WORDS, head.words))
         said = {id(x): head(x) for x in places}

@@ -14,22 +14,24 @@ from .kind import Kind
 from .measuring import BySize, Found, found_on, losses_alone
 
 VERSION = 1  # counts up when the same model and text give other measures
-# Importance is measured on little text: none is taken for less than a share of the mean, and the rest is drawn towards
-# it. KL of a model of 135M weights in the cache of ranks 128 and 64 for all, 0.268 and 0.779 nats: with all layers
-# alike 0.276 and 0.772, by importance itself 0.265 and 0.669, by its power of 0.7 0.259 and 0.669, of 0.5 0.259 and
-# 0.678 (2026-11).
+# Importance is measured on little text: none is taken for less than a share of the mean, and the rest is
+# drawn towards it. KL of a model of 135M weights in the cache of ranks 128 and 64 for all, 0.268 and 0.779
+# nats: with all layers alike 0.276 and 0.772, by importance itself 0.265 and 0.669, by its power of 0.7 0.259
+# and 0.669, of 0.5 0.259 and 0.678 (2026-11).
 LEAST, POWER = 0.05, 0.7
 
 
 def allotted(kind: Kind, total: int, kept: CalibrationStore | None, *, progress: bool) -> list[int]:
     """The sizes of all layers that lose least together in a cache of ``total`` bytes a token.
 
-    What a layer loses is weighed by how much it matters on a text; without calibrations of one all layers matter alike.
-    What is measured is ``kept`` beside these, and not measured again.
+    What a layer loses is weighed by how much it matters on a text; without calibrations of one all layers
+    matter alike. What is measured is ``kept`` beside these, and not measured again.
     """
     found = _found(kind, _compared(kind, total), kept, progress=progress)
     weights = [1.0] * len(found.losses) if found.nats is None else _weights(found.losses, found.nats)
-    sizes = [{kind.token_bytes(index, size): size for size in losses} for index, losses in enumerate(found.losses)]
+    sizes = [
+        {kind.token_bytes(index, size): size for size in losses} for index, losses in enumerate(found.losses)
+    ]
     weighed = [
         {stored: weight * losses[size] for stored, size in options.items()}
         for options, weight, losses in zip(sizes, weights, found.losses, strict=True)
@@ -38,7 +40,9 @@ def allotted(kind: Kind, total: int, kept: CalibrationStore | None, *, progress:
 
 
 def _compared(kind: Kind, total: int) -> list[list[int]]:
-    """The sizes of each layer that are tried on a text: that of an equal share of the cache, and the largest."""
+    """The sizes of each layer that are tried on a text: that of an equal share of the cache, and the
+    largest.
+    """
     share, compared = total // len(kind.model.layers), []
     for index in kind.model.layers:
         sizes = kind.sizes(index)
@@ -47,15 +51,24 @@ def _compared(kind: Kind, total: int) -> list[list[int]]:
     return compared
 
 
-def _found(kind: Kind, compared: Sequence[Sequence[int]], kept: CalibrationStore | None, *, progress: bool) -> Found:
+def _found(
+    kind: Kind, compared: Sequence[Sequence[int]], kept: CalibrationStore | None, *, progress: bool
+) -> Found:
     """What is measured, or was by another run."""
     advance = steps("measuring" if progress else None, len(compared), " layers")
     if kept is None:
         return losses_alone(kind, advance)
-    asked = {"version": VERSION, "kind": type(kind).__name__, "options": dict(kind.options), "compared": compared}
+    asked = {
+        "version": VERSION,
+        "kind": type(kind).__name__,
+        "options": dict(kind.options),
+        "compared": compared,
+    }
     held = kept.recalled(asked)
     if held is not None:
-        losses, nats = ([{int(size): x for size, x in one.items()} for one in held[name]] for name in Found._fields)
+        losses, nats = (
+            [{int(size): x for size, x in one.items()} for one in held[name]] for name in Found._fields
+        )
         return Found(losses, nats)
     found = found_on(kind, compared, kept.tokens, advance)
     kept.remember(asked, {name: _plain(value) for name, value in found._asdict().items()})
@@ -67,7 +80,9 @@ def _plain(values: BySize) -> list[dict[str, float]]:
 
 
 def _weights(losses: BySize, nats: BySize) -> list[float]:
-    """The nats that a layer costs for a unit of its loss: at an equal share of the cache, beyond its largest size."""
+    """The nats that a layer costs for a unit of its loss: at an equal share of the cache, beyond its largest
+    size.
+    """
     weights = []
     for found, cost in zip(losses, nats, strict=True):
         size, whole = min(cost), max(cost)
@@ -100,7 +115,9 @@ def cache_bytes(asked: str, whole: int) -> int:
     """
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)( ?%)?", asked.strip())
     if match is None or (not match[2] and "." in match[1]):
-        raise RequestError(f"--cache: expected bytes a token, or a share of the source's such as 25%, got {asked!r}")
+        raise RequestError(
+            f"--cache: expected bytes a token, or a share of the source's such as 25%, got {asked!r}"
+        )
     total = int(whole * float(match[1]) / 100) if match[2] else int(match[1])
     if total > whole:
         raise RequestError(f"--cache: expected at most the source's {whole} bytes a token, got {total}")

@@ -1,4 +1,6 @@
-"""Which text a conversion is calibrated on, by the options of the command: a file, a bundled sample, or none."""
+"""Which text a conversion is calibrated on, by the options of the command: a file, a bundled sample, or
+none.
+"""
 
 import argparse
 from collections.abc import Mapping
@@ -15,8 +17,8 @@ from .tokens import decoded, read_text, tokens_of
 
 SAMPLES, LENGTH = 128, 512
 SAMPLE = (
-    "the bundled sample, passages of 'Alice's Adventures in Wonderland', 'On the Origin of Species', 'The Federalist' "
-    "and 'Moby-Dick' (public domain)"
+    "the bundled sample, passages of 'Alice's Adventures in Wonderland', 'On the Origin of Species', 'The "
+    "Federalist' and 'Moby-Dick' (public domain)"
 )
 WEIGHTS_ALONE = "the weights alone"
 NOTHING = "none: no heads are merged"
@@ -26,18 +28,25 @@ OPTIONS = ("text", "samples", "length", "keep_calibration")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of a calibration."""
     text = parser.add_argument_group("calibration on text")
-    text.add_argument("--text", type=Path, metavar="FILE", help="UTF-8, as the model will read it (default: a sample)")
+    text.add_argument(
+        "--text", type=Path, metavar="FILE", help="UTF-8, as the model will read it (default: a sample)"
+    )
     text.add_argument("--samples", type=int, metavar="N", help=f"pieces of it (default: {SAMPLES})")
     text.add_argument("--length", type=int, metavar="N", help=f"tokens in each (default: {LENGTH})")
     text.add_argument(
-        "--keep-calibration", type=Path, metavar="FOLDER", help="keep it there, and take it from there the next time"
+        "--keep-calibration",
+        type=Path,
+        metavar="FOLDER",
+        help="keep it there, and take it from there the next time",
     )
     text.add_argument("--no-calibration", action="store_true", help="go by the weights alone")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A text in ``file`` (None: the sample), cut into ``samples`` of ``length`` tokens, and where ``kept``."""
+    """A text in ``file`` (None: the sample), cut into ``samples`` of ``length`` tokens, and where
+    ``kept``.
+    """
 
     file: Path | None
     samples: int | None
@@ -68,7 +77,9 @@ class Choice:
         samples, length = SAMPLES if self.samples is None else self.samples, self.length
         with advised():
             if length is None:
-                length = min(LENGTH, getattr(read_config(source).get_text_config(), "max_position_embeddings", LENGTH))
+                length = min(
+                    LENGTH, getattr(read_config(source).get_text_config(), "max_position_embeddings", LENGTH)
+                )
             tokens = tokens_of(source, text, samples=samples, length=length)
         samples, length = tokens.shape  # of a short text there are fewer
         said = {"text_sha256": sha256, "samples": samples, "length": length}
@@ -87,7 +98,8 @@ class Choice:
             self.kept.mkdir(exist_ok=True)
         except OSError as error:
             raise RequestError(
-                f"--keep-calibration: expected a folder, there or to be made, got {self.kept}: {error.strerror}"
+                f"--keep-calibration: expected a folder, there or to be made, got {self.kept}: "
+                f"{error.strerror}"
             ) from error
         return CalibrationPath(self.kept.absolute() / "calibration-", is_kept=True, is_left=is_left)
 

@@ -27,13 +27,17 @@ KNOWN = (
 
 
 def without_weights(checkpoint: Checkpoint) -> nn.Module:
-    """The decoder without its head, as transformers makes it, on the meta device; only angles can be computed."""
+    """The decoder without its head, as transformers makes it, on the meta device; only angles can be
+    computed.
+    """
     with quiet():
         config = read_config(checkpoint).get_text_config()
         with torch.device("meta"):
             base = body_class_of(config)._from_config(config, dtype=torch.float32)
     base = getattr(base, "decoder", base)  # of OPT
-    if hasattr(base, "rotary_emb") and [*base.rotary_emb.buffers()]:  # and no module of ours, which computes all
+    if hasattr(base, "rotary_emb") and [
+        *base.rotary_emb.buffers()
+    ]:  # and no module of ours, which computes all
         base.rotary_emb = type(base.rotary_emb)(config)
     return base.eval()
 
@@ -57,7 +61,9 @@ def prefix_of(checkpoint: Checkpoint, names: Names) -> str:
     """What precedes the names of a decoder's layers."""
     embedding, first = f"{names.embedding}.weight", f"{names.layers}.0."
     places = [name.removesuffix(embedding) for name in checkpoint.tensors if name.endswith(embedding)]
-    found = [place for place in places if any(name.startswith(f"{place}{first}") for name in checkpoint.tensors)]
+    found = [
+        place for place in places if any(name.startswith(f"{place}{first}") for name in checkpoint.tensors)
+    ]
     if len(found) != 1:
         wanted = "expected in one place beside layers, to run the model over text"
         raise CheckpointError(f"{embedding}: {wanted}, got {len(found)} such places")

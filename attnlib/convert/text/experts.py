@@ -1,4 +1,6 @@
-"""Where a file has what transformers has in one tensor: the experts of a layer, which many files store one by one."""
+"""Where a file has what transformers has in one tensor: the experts of a layer, which many files store one by
+one.
+"""
 
 from collections.abc import Container, Iterator
 from itertools import count
@@ -21,8 +23,8 @@ Parts = tuple[tuple[str, ...], ...]
 def parts_of(name: str, stored: Container[str]) -> Parts | None:
     """The tensors in a file that make what transformers calls ``name``, one row of names for each expert.
 
-    The tensors of a row are joined, one above the other, and several rows are stacked. One name alone is the tensor
-    itself; None: the file has nothing of the kind.
+    The tensors of a row are joined, one above the other, and several rows are stacked. One name alone is the
+    tensor itself; None: the file has nothing of the kind.
     """
     for new, old in RENAMED:
         if name.replace(new, old) in stored:

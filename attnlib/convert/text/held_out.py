@@ -24,12 +24,14 @@ class HeldOut(NamedTuple):
     text: str
 
 
-def held_out(folder: Path, text: str | None = None, *, used: int = 0, windows: int = WINDOWS) -> HeldOut | None:
+def held_out(
+    folder: Path, text: str | None = None, *, used: int = 0, windows: int = WINDOWS
+) -> HeldOut | None:
     """Up to so many ``windows`` of 512 tokens, by the tokenizer in a checkpoint's folder.
 
-    They are those of ``text`` behind its first ``used`` tokens, and the bundled sample's where that has too few left
-    for one window of 16, or there is no text. Each window begins with the token that the tokenizer puts before every
-    text, if it does. None: the folder has no tokenizer, or one that is not its model's.
+    They are those of ``text`` behind its first ``used`` tokens, and the bundled sample's where that has too
+    few left for one window of 16, or there is no text. Each window begins with the token that the tokenizer
+    puts before every text, if it does. None: the folder has no tokenizer, or one that is not its model's.
     """
     config = read_config(folder).get_text_config()
     length = min(LENGTH, getattr(config, "max_position_embeddings", LENGTH)) // STEP * STEP

@@ -45,8 +45,8 @@ class CalibrationPath:
 class CalibrationStore:
     """Gives the calibration of layer ``index`` over ``tokens`` ``[samples, length]``, from a folder.
 
-    The first call makes those of all layers that the folder has not. This is a context: behind its block the folder is
-    no longer needed, and goes as ``place`` says, or because the request or the source was refused.
+    The first call makes those of all layers that the folder has not. This is a context: behind its block the
+    folder is no longer needed, and goes as ``place`` says, or because the request or the source was refused.
 
     Raises:
         CheckpointError: as :class:`TextCalibration`; says how to do without.
@@ -93,15 +93,19 @@ class CalibrationStore:
         return self._stored.calibration(index)
 
     def recalled(self, asked: Mapping[str, object]) -> dict[str, object] | None:
-        """What a run that :meth:`remember`-ed it measured with these calibrations of what is ``asked``; None: none."""
+        """What a run that :meth:`remember`-ed it measured with these calibrations of what is ``asked``; None:
+        none.
+        """
         if self._running is not None:
             self._prepare()
         return self._stored.recalled(asked)
 
     def remember(self, asked: Mapping[str, object], measured: Mapping[str, object]) -> None:
-        """Keep what was measured with these calibrations beside them, as plain data, for as long as they are kept.
+        """Keep what was measured with these calibrations beside them, as plain data, for as long as they are
+        kept.
 
-        Another run that has the folder just now keeps it for itself, and this is measured again when it is asked for.
+        Another run that has the folder just now keeps it for itself, and this is measured again when it is
+        asked for.
         """
         with clean_errors(self._advice), suppress(RequestError), only_one(self._stored.folder):
             self._stored.remember(asked, measured)

@@ -1,7 +1,8 @@
 """A checkpoint's decoder one layer at a time, so that no model is ever in memory whole.
 
-transformers makes the model without memory for its weights, and says once what it would give each layer besides hidden
-states: masks, positions, angles. Then one layer at a time gets its weights, moves hidden states on, and loses them.
+transformers makes the model without memory for its weights, and says once what it would give each layer
+besides hidden states: masks, positions, angles. Then one layer at a time gets its weights, moves hidden
+states on, and loses them.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ class TextLayers:
     """The decoder layers of a checkpoint's text model, in fp32 on ``device``.
 
     Raises:
-        CheckpointError: the model is of a kind that cannot be run so, or a weight is missing or of another size.
+        CheckpointError: the model is of a kind that cannot be run so, or a weight is missing or of another
+        size.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device | str = "cpu"):
@@ -48,7 +50,8 @@ class TextLayers:
         return len(self._layers)
 
     def embedded(self, tokens: Tensor) -> list[Tensor]:
-        """The hidden states before the first layer of ``tokens`` ``[samples, length]``: ``[1, length, m]`` each.
+        """The hidden states before the first layer of ``tokens`` ``[samples, length]``: ``[1, length, m]``
+        each.
 
         Raises:
             CheckpointError: a token has no embedding.
@@ -63,7 +66,9 @@ class TextLayers:
         used, places = tokens.unique(return_inverse=True)
         self._embed_by(_rows(stored, used).to(self.device, torch.float32, copy=True))
         with self._positions(), self._recording(), torch.no_grad():
-            states = [self._base(sample[None].to(self.device), use_cache=False)[0].clone() for sample in places]
+            states = [
+                self._base(sample[None].to(self.device), use_cache=False)[0].clone() for sample in places
+            ]
         getattr(self._base, self._names.embedding).to("meta")
         return states
 
@@ -79,7 +84,9 @@ class TextLayers:
 
     @contextmanager
     def _positions(self) -> Iterator[None]:
-        """What else there is before the first layer has its weights until the block ends: learned positions."""
+        """What else there is before the first layer has its weights until the block ends: learned
+        positions.
+        """
         beside = {name: child for name, child in self._base.named_children() if name not in self._names}
         weighty = {name: child for name, child in beside.items() if [*child.parameters()]}
         try:
@@ -112,7 +119,9 @@ class TextLayers:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """A layer, which has its weights until the block ends. It is called with what :meth:`embedded` saw it get."""
+        """A layer, which has its weights until the block ends. It is called with what :meth:`embedded` saw it
+        get.
+        """
         layer = self._layers[index]
         try:
             self.load(layer, self._place(index))
@@ -132,7 +141,9 @@ class TextLayers:
             stacked = weight.dim() > len(self._entry(parts[0][0]).entry.shape)
             for row, names in zip(weight if stacked else [weight], parts, strict=True):
                 start = 0
-                for part in map(self.tensor, names):  # a GPU gets it as it is stored, and makes fp32 of it itself
+                for part in map(
+                    self.tensor, names
+                ):  # a GPU gets it as it is stored, and makes fp32 of it itself
                     row[start : (start := start + len(part))] = part.to(self.device)
             module.load_state_dict({name: weight}, assign=True, strict=False)
 
@@ -150,8 +161,8 @@ class TextLayers:
             got = _shape(shapes, stacked=wanted.dim() > len(shapes[0][0]))
             if got != tuple(wanted.shape):
                 raise CheckpointError(
-                    f"{found[name][0][0]}: expected {name} {list(wanted.shape)}, as transformers reads config.json, "
-                    f"got {list(got)}"
+                    f"{found[name][0][0]}: expected {name} {list(wanted.shape)}, as transformers reads "
+                    f"config.json, got {list(got)}"
                 )
         return found
 
@@ -189,7 +200,9 @@ class _Recorder(nn.Module):
 
 
 def _shape(shapes: list[list[tuple[int, ...]]], *, stacked: bool) -> tuple[int, ...]:
-    """That of tensors of these shapes, each row joined and, if asked for, rows stacked; () if they do not fit."""
+    """That of tensors of these shapes, each row joined and, if asked for, rows stacked; () if they do not
+    fit.
+    """
     rows = {(sum(shape[0] for shape in row), *row[0][1:]) for row in shapes}
     tails = {shape[1:] for row in shapes for shape in row}
     if len(rows) != 1 or len(tails) != 1:

@@ -19,12 +19,14 @@ class TextCalibration:
 
     A GPU multiplies by TF32, which takes weights of bf16 as they are.
 
-    Layers are run in order: one that is asked for behind the last costs a start from the first. Keeps the hidden states
-    of all tokens, ``4 * m`` bytes a token, on ``device``; calibrations are on the CPU. ``advance`` is told of each
-    sample that has passed a layer. On a CPU no bit depends on how many threads torch has.
+    Layers are run in order: one that is asked for behind the last costs a start from the first. Keeps the
+    hidden states of all tokens, ``4 * m`` bytes a token, on ``device``; calibrations are on the CPU.
+    ``advance`` is told of each sample that has passed a layer. On a CPU no bit depends on how many threads
+    torch has.
 
     Raises:
-        CheckpointError: the model is of a kind that cannot be run so, or a weight that the layers need is missing, of
+        CheckpointError: the model is of a kind that cannot be run so, or a weight that the layers need is
+        missing, of
             another size or not finite, or a token has no embedding.
     """
 
@@ -70,8 +72,14 @@ class TextCalibration:
         # What q_proj reads, or what it is fused into, is what its layer reads.
         first = f"layer.{self.model.family.attention}.{self.model.family.weights[0][0]}"
         try:
-            with self.layers.layer(index) as layer, side_by_side(self.device) as workers, _quick_products(self.device):
-                found = observe(layer, layer.get_submodule(first), states, workers=workers, advance=self.advance)
+            with (
+                self.layers.layer(index) as layer,
+                side_by_side(self.device) as workers,
+                _quick_products(self.device),
+            ):
+                found = observe(
+                    layer, layer.get_submodule(first), states, workers=workers, advance=self.advance
+                )
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -83,7 +91,8 @@ class TextCalibration:
 
 @contextmanager
 def _quick_products(device: torch.device | str) -> Iterator[None]:
-    """On a GPU, products of fp32 round their factors to 11 bits, three more than bf16 has: eight times as fast.
+    """On a GPU, products of fp32 round their factors to 11 bits, three more than bf16 has: eight times as
+    fast.
 
     Moments are sums in fp64, which this leaves as they are.
     """

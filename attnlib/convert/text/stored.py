@@ -1,8 +1,8 @@
 """A folder with the calibrations of a model's first layers, and the hidden states behind one of them.
 
-``calibration.json`` says what is finished: of each file the sha256 with which it was written, without which nothing is
-believed. Files are of safetensors, and whole or absent. What was measured with the calibrations is in files of JSON,
-each with the sha256 of what it says.
+``calibration.json`` says what is finished: of each file the sha256 with which it was written, without which
+nothing is believed. Files are of safetensors, and whole or absent. What was measured with the calibrations is
+in files of JSON, each with the sha256 of what it says.
 """
 
 import hashlib
@@ -30,8 +30,9 @@ MAX_DONE = 2**24  # bytes
 class LayerFolder:
     """The folder, of a model of ``count`` layers.
 
-    ``layers`` gives the sha256 of each finished layer's file, and ``lost`` which files are not that. The hidden states
-    that layer ``reached`` reads are there too; before the first layer and behind the last nobody needs any.
+    ``layers`` gives the sha256 of each finished layer's file, and ``lost`` which files are not that. The
+    hidden states that layer ``reached`` reads are there too; before the first layer and behind the last
+    nobody needs any.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, object], count: int):
@@ -76,7 +77,9 @@ class LayerFolder:
         self._tidy()
 
     def reach(self, states: Sequence[Tensor]) -> None:
-        """Write down the hidden states ``[1, length, m]`` behind the last finished layer, in the place of others."""
+        """Write down the hidden states ``[1, length, m]`` behind the last finished layer, in the place of
+        others.
+        """
         self._states = _write(self.folder, _states(len(self.layers)), {"states": states})
         self.reached = len(self.layers)
         self._save()
@@ -128,7 +131,12 @@ class LayerFolder:
         return _write(self.folder, _layer(index), held | {"sample": [calibration.sample]})
 
     def _save(self) -> None:
-        done = {"identity": self.identity, "layers": self.layers, "reached": self.reached, "states": self._states}
+        done = {
+            "identity": self.identity,
+            "layers": self.layers,
+            "reached": self.reached,
+            "states": self._states,
+        }
         write_file(self.folder, DONE, dump(done))
 
     def _tidy(self) -> None:
@@ -161,7 +169,9 @@ def _states(index: int) -> str:
 def _write(folder: Path, name: str, tensors: Mapping[str, Sequence[Tensor]]) -> str:
     """Write tensors, each given as its parts one behind the other; returns the file's sha256."""
     shapes = {key: (sum(len(part) for part in parts), *parts[0].shape[1:]) for key, parts in tensors.items()}
-    header, _ = make_header({key: TensorEntry(tensors[key][0].dtype, shape, 0) for key, shape in shapes.items()})
+    header, _ = make_header(
+        {key: TensorEntry(tensors[key][0].dtype, shape, 0) for key, shape in shapes.items()}
+    )
     with new_file(folder, name) as file:
         file.write(header)
         for parts in tensors.values():
@@ -182,6 +192,8 @@ def _read(path: Path, sha256: str) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: expected what was written, got something else")
     length = header_length(data[:8], len(data), path.name)
     return {
-        name: torch.frombuffer(data, dtype=x.dtype, count=x.nbytes // x.dtype.itemsize, offset=x.start).view(x.shape)
+        name: torch.frombuffer(data, dtype=x.dtype, count=x.nbytes // x.dtype.itemsize, offset=x.start).view(
+            x.shape
+        )
         for name, x in parse_header(bytes(data[8 : 8 + length]), len(data), path.name).items()
     }

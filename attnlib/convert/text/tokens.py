@@ -28,7 +28,9 @@ def read_text(path: Path) -> tuple[str, str]:
             )
         return decoded(path.read_bytes())
     except UnicodeDecodeError as error:
-        raise RequestError(f"--text: expected UTF-8 in {path}, got something else at byte {error.start}") from None
+        raise RequestError(
+            f"--text: expected UTF-8 in {path}, got something else at byte {error.start}"
+        ) from None
     except OSError as error:
         raise RequestError(f"--text: expected a file to read, got {path}: {error.strerror}") from error
 
@@ -44,8 +46,8 @@ def tokens_of(folder: Path, text: str, *, samples: int, length: int) -> Tensor:
     No special tokens and no padding, which would count as text. A text that ends before gives fewer samples.
 
     Raises:
-        CheckpointError: the folder has no tokenizer that transformers opens without running code from the folder.
-        RequestError: no count, or a text that is too short for one sample.
+        CheckpointError: the folder has no tokenizer that transformers opens without running code from the
+        folder. RequestError: no count, or a text that is too short for one sample.
     """
     for name, value in (("samples", samples), ("length", length)):
         if type(value) is not int or value < 1:
@@ -53,18 +55,23 @@ def tokens_of(folder: Path, text: str, *, samples: int, length: int) -> Tensor:
     tokenizer = tokenizer_of(folder)
     wanted = samples * length
     read = 8 * wanted  # characters: most texts have fewer in a token
-    while len(tokens := tokenizer(text[:read], add_special_tokens=False, verbose=False)["input_ids"]) <= wanted:
+    while (
+        len(tokens := tokenizer(text[:read], add_special_tokens=False, verbose=False)["input_ids"]) <= wanted
+    ):
         if read >= len(text):
             break
         read *= 4
     whole = min(samples, len(tokens) // length)
     if not whole:
-        raise RequestError(f"--text: expected at least length={length} tokens, got {len(tokens)}; use a longer text")
+        raise RequestError(
+            f"--text: expected at least length={length} tokens, got {len(tokens)}; use a longer text"
+        )
     return torch.tensor(tokens[: whole * length]).view(whole, length)
 
 
 def tokenizer_of(source: Path | Checkpoint):
-    """The tokenizer in a checkpoint's folder, as transformers opens it: from a copy of the checked files alone.
+    """The tokenizer in a checkpoint's folder, as transformers opens it: from a copy of the checked files
+    alone.
 
     Raises:
         CheckpointError: there is none, or transformers does not open it without running code from the folder.
@@ -72,7 +79,9 @@ def tokenizer_of(source: Path | Checkpoint):
     transformers = stock()
     place = source.folder if isinstance(source, Checkpoint) else source
     if not any((place / name).is_file() for name in COPIED if "token" in name or "vocab" in name):
-        raise CheckpointError(f"{place}: expected the model's own tokenizer, for the text, got none; copy it there")
+        raise CheckpointError(
+            f"{place}: expected the model's own tokenizer, for the text, got none; copy it there"
+        )
     checkpoint = checkpoint_of(source)
     config, files = read_config(checkpoint), {file.name: file.read() for file in checkpoint.copied}
     try:
@@ -81,4 +90,6 @@ def tokenizer_of(source: Path | Checkpoint):
                 folder, config=config, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # what tokenizers raises of a bad file has no narrower class
-        raise CheckpointError(f"tokenizer.json: expected one that transformers opens: {str(error)[:200]}") from error
+        raise CheckpointError(
+            f"tokenizer.json: expected one that transformers opens: {str(error)[:200]}"
+        ) from error

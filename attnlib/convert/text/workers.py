@@ -13,8 +13,9 @@ from ..calibration import ALONE, Workers
 def side_by_side(device: torch.device | str) -> Iterator[Workers]:
     """As many workers as torch has threads, each of which computes on one thread; on a GPU the caller alone.
 
-    torch splits some products among its threads in ways that depend on their number and change bits (an fp32 product
-    of 1,000 x 24 with 1,000 x 25 on four threads; torch 2.11). On one thread there is nothing to split.
+    torch splits some products among its threads in ways that depend on their number and change bits (an fp32
+    product of 1,000 x 24 with 1,000 x 25 on four threads; torch 2.11). On one thread there is nothing to
+    split.
     """
     threads = torch.get_num_threads()
     if torch.device(device).type != "cpu":

@@ -32,11 +32,12 @@ def register() -> None:
 
 @kind
 def absorb(model: nn.Module) -> nn.Module:
-    """The same model of transformers, which decodes from its latent cache as it is stored, without expanding it.
+    """The same model of transformers, which decodes from its latent cache as it is stored, without expanding
+    it.
 
-    It is for layers over latents, DeepSeek-V2's and those after it. Steps of few queries absorb the up-projections,
-    where that is cheaper; prompts and training expand, as do layers whose ``kv_b_proj`` is no plain weight (LoRA,
-    quantised).
+    It is for layers over latents, DeepSeek-V2's and those after it. Steps of few queries absorb the
+    up-projections, where that is cheaper; prompts and training expand, as do layers whose ``kv_b_proj`` is no
+    plain weight (LoRA, quantised).
 
     Raises:
         ValueError: the model has no such layer.
@@ -60,8 +61,9 @@ def from_config(
 ) -> nn.Module:
     """The attention layer ``layer_index`` of a model with this config, as a layer of attnlib.
 
-    ``part`` is "self", or "cross" or "encoder" of a model that has them. ``weights`` are the tensors of the model's own
-    module by its names; the layer takes them as they are, in their dtype, whatever is fused or transposed there.
+    ``part`` is "self", or "cross" or "encoder" of a model that has them. ``weights`` are the tensors of the
+    model's own module by its names; the layer takes them as they are, in their dtype, whatever is fused or
+    transposed there.
 
     Raises:
         NotImplementedError: the family, or a field of the config, is not known.
@@ -78,8 +80,9 @@ def from_config(
 def replace(model: nn.Module) -> nn.Module:
     """The same model of transformers, whose attention is layers of attnlib with its weights.
 
-    They lie in ``layer`` of each attention module. The model runs as before, in training and in ``generate``; its state
-    dict keeps transformers' names and shapes, so that ``save_pretrained`` writes a folder of the family's own.
+    They lie in ``layer`` of each attention module. The model runs as before, in training and in ``generate``;
+    its state dict keeps transformers' names and shapes, so that ``save_pretrained`` writes a folder of the
+    family's own.
 
     Raises:
         ValueError: the model has no attention of a known family.

@@ -66,14 +66,17 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query ``[b, h, s, d]`` over key ``[b, g, t, d]`` and value ``[b, g, t, e]``: ``[b, s, h, e]``, None.
+    """Attention of query ``[b, h, s, d]`` over key ``[b, g, t, d]`` and value ``[b, g, t, e]``: ``[b, s, h,
+    e]``, None.
 
     Of a layer that keeps latents, ``key`` are its rotary keys and ``value`` the latents (:mod:`.latents`).
-    ``attention_mask`` is what :func:`.masks.attention_mask` makes, or a bool or additive one ``[b, h|1, s, t]`` of
-    anybody. Without one, or with one ``[b, t]``, the model's flags say whether it is causal, and its window.
+    ``attention_mask`` is what :func:`.masks.attention_mask` makes, or a bool or additive one ``[b, h|1, s,
+    t]`` of anybody. Without one, or with one ``[b, t]``, the model's flags say whether it is causal, and its
+    window.
 
     Raises:
-        NotImplementedError: something is asked for that attnlib does not have, or a tensor is given that it does not
+        NotImplementedError: something is asked for that attnlib does not have, or a tensor is given that it
+        does not
             know. Numbers and flags that it does not know are ignored, as transformers' own functions do.
     """
     check_arguments(kwargs)
@@ -82,7 +85,9 @@ def attention_forward(
     is_latent = are_latents(query, key)
     if pages_of(key, value) is not None:
         return attention_to_pages(module, query, key, attention_mask, given.position_bias, options), None
-    if is_latent and (given.cu_seq_lens_q is not None or not _absorbs(module, query, key, attention_mask, dropout)):
+    if is_latent and (
+        given.cu_seq_lens_q is not None or not _absorbs(module, query, key, attention_mask, dropout)
+    ):
         (key, value), is_latent = expanded(module, key, value), False
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     mask = _band(module, given, q.shape[1])
@@ -110,7 +115,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         if name not in HARMLESS and name not in Options._fields and _holds_tensor(value):
             wanted = WANTED.get(name, "the model's attention may depend on it")
             raise NotImplementedError(
-                f'{name}: attn_implementation="attnlib" does not read this tensor, and {wanted}; use "eager" for it'
+                f'{name}: attn_implementation="attnlib" does not read this tensor, and {wanted}; use "eager" '
+                "for it"
             )
 
 
@@ -122,7 +128,9 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _absorbs(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, dropout: float) -> bool:
+def _absorbs(
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, dropout: float
+) -> bool:
     """Whether latents are attended to as they are: in steps whose last query comes last in every sequence."""
     is_aligned = query.shape[2] == 1 or attention_mask is None or attention_mask.dim() == 4
     return is_aligned and not dropout and may_absorb(module, query, key.shape[2])
@@ -139,9 +147,12 @@ def _seen(
         if attention_mask.shape[0] != k.shape[0]:
             raise NotImplementedError(
                 f"attention_mask: expected one row for each of {k.shape[0]} rows of keys, got "
-                f'{attention_mask.shape[0]}, which attn_implementation="attnlib" does not repeat; use "eager" for it'
+                f'{attention_mask.shape[0]}, which attn_implementation="attnlib" does not repeat; use '
+                '"eager" for it'
             )
-        tokens = attention_mask.shape[1]  # of a static cache, whose other rows lie behind; or also of dropped keys
+        tokens = attention_mask.shape[
+            1
+        ]  # of a static cache, whose other rows lie behind; or also of dropped keys
         k, v, bias = k[:, :tokens], v[:, :tokens], None if bias is None else bias[..., :tokens]
         attention_mask = attention_mask[:, tokens - k.shape[1] :]
         if attention_mask.dtype != torch.bool:
@@ -170,7 +181,9 @@ def _band(module: nn.Module, given: Options, queries: int) -> AnyMask:
     return CAUSAL if said == "causal" else sliding(given.sliding_window)
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, given: Options, dropout: float, options: dict) -> Tensor:
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, given: Options, dropout: float, options: dict
+) -> Tensor:
     """Attention of packed sequences, ``[1, t, h, d]``."""
     cu_k = given.cu_seq_lens_q if given.cu_seq_lens_k is None else given.cu_seq_lens_k
     offsets = {"cu_seqlens_q": given.cu_seq_lens_q.int(), "cu_seqlens_k": cu_k.int(), "dropout_p": dropout}
@@ -179,7 +192,9 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, given: Options, drop
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> bool:
-    """Whether this is one query for each sequence without a gradient, for which long keys are worth splitting."""
+    """Whether this is one query for each sequence without a gradient, for which long keys are worth
+    splitting.
+    """
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return q.shape[1] == 1 and bias is None and not (dropout or grad) and k.shape[1] > 0
 

@@ -41,12 +41,16 @@ def layer_from(
     *,
     kv_heads: int | None = None,
 ) -> nn.Module:
-    """As :func:`attnlib.integrations.transformers.from_config`; ``kv_heads`` if not as many as the config says."""
+    """As :func:`attnlib.integrations.transformers.from_config`; ``kv_heads`` if not as many as the config
+    says.
+    """
     family = family_of(config, part)
     check_fields(family, config)
     rope = rope_of(family, config, index)
     options = {"mask": mask_of(family, config, index), "rope": rope}
-    options["temperature"] = None if family.temperature is None else family.temperature(config, rope is not None)
+    options["temperature"] = (
+        None if family.temperature is None else family.temperature(config, rope is not None)
+    )
     options["dropout_p"] = getattr(config, family.dropout, 0.0) or 0.0
     if kv_heads is not None:
         options["num_kv_heads"] = kv_heads
@@ -62,7 +66,9 @@ def mask_of(family: Family, config: Any, index: int) -> AnyMask:
         return FULL
     kind = layer_type(config, index)
     if family.window is None and kind in ("sliding_attention", "chunked_attention", "linear_attention"):
-        raise NotImplementedError(f"layer_types: expected full attention of {config.model_type}, got {kind!r}")
+        raise NotImplementedError(
+            f"layer_types: expected full attention of {config.model_type}, got {kind!r}"
+        )
     kind = kind if family.window == "layer_types" else "full_attention"
     if kind == "chunked_attention":
         return CAUSAL & chunked(config.attention_chunk_size)
@@ -89,13 +95,19 @@ def rope_of(family: Family, config: Any, index: int) -> Rope | None:
         fields = dict(fields[layer_type(config, index)])
     check_rope(family, fields)
     share, width = fields.get("partial_rotary_factor"), _head_dim(family, config)
-    share = getattr(config, "partial_rotary_factor", 1.0) if share is None else share  # where older configs have it
+    share = (
+        getattr(config, "partial_rotary_factor", 1.0) if share is None else share
+    )  # where older configs have it
     scaling = scaling_of(fields, max_position=getattr(config, "max_position_embeddings", None))
     if fields.get("rope_type") != "proportional" and share != 1:
         if not family.rotates_part:
-            raise NotImplementedError(f"partial_rotary_factor: {config.model_type} rotates whole heads, got {share}")
+            raise NotImplementedError(
+                f"partial_rotary_factor: {config.model_type} rotates whole heads, got {share}"
+            )
         width = width if family.is_latent else int(width * share)  # that of latents is the part already
-    is_interleaved = getattr(config, family.rope) if hasattr(config, family.rope) else family.rope == "interleaved"
+    is_interleaved = (
+        getattr(config, family.rope) if hasattr(config, family.rope) else family.rope == "interleaved"
+    )
     return Rope(width, fields["rope_theta"], scaling, is_interleaved)
 
 
@@ -110,7 +122,11 @@ def _rotates(family: Family, config: Any, index: int) -> bool:
 def _grouped(family: Family, config: Any, index: int, options: dict[str, Any]) -> nn.Module:
     heads = getattr(config, family.heads)
     options.setdefault("num_kv_heads", None if family.kv_heads is None else getattr(config, family.kv_heads))
-    options |= {"head_dim": _head_dim(family, config), "sinks": family.sinks, "norm_after_rope": family.norm_after_rope}
+    options |= {
+        "head_dim": _head_dim(family, config),
+        "sinks": family.sinks,
+        "norm_after_rope": family.norm_after_rope,
+    }
     options |= {"bias": _value(config, family.bias), "output_bias": _value(config, family.output_bias)}
     options |= {"scale": None if family.scale is None else family.scale(config, index)}
     options |= {"softcap": None if family.softcap is None else getattr(config, family.softcap)}

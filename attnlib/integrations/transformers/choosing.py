@@ -1,8 +1,8 @@
 """The rules by which ``attn_implementation="attnlib"`` refuses a class of models, and where they are applied.
 
-transformers registers attention by name only: any class may choose it, also one whose attention never calls it, or
-reads masks that attnlib makes in another way. The rules look at the flags of the class and at the source of its
-attention; there is no list of models.
+transformers registers attention by name only: any class may choose it, also one whose attention never calls
+it, or reads masks that attnlib makes in another way. The rules look at the flags of the class and at the
+source of its attention; there is no list of models.
 """
 
 import linecache
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)  # as transformers itself finds them
+ATTENTION = re.compile(
+    r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE
+)  # as transformers itself finds them
 INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
 BY_NAME = re.compile(r"_CLASSES\[[\w.]*_attn_implementation\]")  # a table that has no entry of ours
 ASKS_FOR_MASKS = re.compile(r"\bcreate_\w*mask\w*\(|\bcreate_masks_for_generate\(")
@@ -27,8 +29,8 @@ SAYS_OTHERWISE = re.compile(r"\bis_causal\s*(:[^=\n]*)?=(?!\s*(True\b|=))")
 def why_refused(kind: type[PreTrainedModel]) -> str | None:
     """The reason why models of this class cannot run on attnlib's attention; None if they can.
 
-    A class with ``_supports_attention_backend`` is trusted. Another one is accepted if its attention calls the
-    interface of transformers.
+    A class with ``_supports_attention_backend`` is trusted. Another one is accepted if its attention calls
+    the interface of transformers.
     """
     source = source_of(kind)
     if BY_NAME.search(source):
@@ -46,9 +48,16 @@ def why_refused(kind: type[PreTrainedModel]) -> str | None:
 
 
 def source_of(kind: type[PreTrainedModel]) -> str:
-    """The text of the modules that define a class of models, down from transformers' base; "" where there is none."""
-    bases = [base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel]
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in dict.fromkeys(x.__module__ for x in bases)]
+    """The text of the modules that define a class of models, down from transformers' base; "" where there is
+    none.
+    """
+    bases = [
+        base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel
+    ]
+    files = [
+        getattr(sys.modules.get(name), "__file__", None)
+        for name in dict.fromkeys(x.__module__ for x in bases)
+    ]
     return "\n".join("".join(linecache.getlines(file)) for file in files if file)
 
 
@@ -56,7 +65,9 @@ def classes_of(config: type) -> list[type[PreTrainedModel]]:
     """Return the classes of models with a config of this type, from the file beside it."""
     name = config.__module__.replace("configuration_", "modeling_")
     found = vars(sys.modules.get(name, object)).values()
-    kinds = [x for x in found if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == name]
+    kinds = [
+        x for x in found if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == name
+    ]
     return [kind for kind in kinds if kind.config_class is config]
 
 
@@ -67,7 +78,9 @@ def sources_of(config: type) -> set[str]:
 
 @torch.compiler.assume_constant_result
 def some_say_causal(config: type) -> bool:
-    """True if, by their source, some attention of models with a config of this type tells that it is causal."""
+    """True if, by their source, some attention of models with a config of this type tells that it is
+    causal.
+    """
     return any(map(SAYS_CAUSAL.search, sources_of(config)))
 
 
@@ -94,12 +107,15 @@ class Probe(PreTrainedModel):
 
 
 def watch_choices(name: str, chosen: Callable[[PreTrainedModel], None]) -> bool:
-    """Call ``chosen`` with each model that chooses the implementation of this ``name``, before it has weights.
+    """Call ``chosen`` with each model that chooses the implementation of this ``name``, before it has
+    weights.
 
-    transformers decides that in a method which is no public contract. It is tried on a model without layers; False
-    if it is not what we know, and is then left as it was: attention and masks refuse by themselves.
+    transformers decides that in a method which is no public contract. It is tried on a model without layers;
+    False if it is not what we know, and is then left as it was: attention and masks refuse by themselves.
     """
-    given, setter = (vars(PreTrainedModel).get(f"{verb}_attn_implementation") for verb in ("get_correct", "set"))
+    given, setter = (
+        vars(PreTrainedModel).get(f"{verb}_attn_implementation") for verb in ("get_correct", "set")
+    )
     if hasattr(given, "of_attnlib"):
         return True
     if given is None or setter is None:
@@ -122,10 +138,16 @@ def watch_choices(name: str, chosen: Callable[[PreTrainedModel], None]) -> bool:
         setter(self, attn_implementation, *args, **kwargs)
 
     decided.of_attnlib = True
-    PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation = decided, changed
+    PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation = (
+        decided,
+        changed,
+    )
     Probe.was_asked = False
     with suppress(AttributeError, KeyError, TypeError, ValueError):
         Probe(PreTrainedConfig(attn_implementation=name))
     if not Probe.was_asked:
-        PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation = given, setter
+        PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation = (
+            given,
+            setter,
+        )
     return Probe.was_asked

@@ -1,9 +1,9 @@
 """The attention and mask functions that transformers calls, and what the one must know of the other.
 
-transformers asks for masks first, with a config, and then calls attention, with a module. A mask that is None hides
-nothing but what the module's flags say. Models whose flags say something else than the mask was asked for, or whose
-layers attend to other keys, would be silently wrong. So each mask carries what it was asked for. None is returned only
-if it can mean one thing, which attention then looks up by config and lengths.
+transformers asks for masks first, with a config, and then calls attention, with a module. A mask that is None
+hides nothing but what the module's flags say. Models whose flags say something else than the mask was asked
+for, or whose layers attend to other keys, would be silently wrong. So each mask carries what it was asked
+for. None is returned only if it can mean one thing, which attention then looks up by config and lengths.
 """
 
 import warnings
@@ -26,11 +26,15 @@ from .replacing import ReplacedAttention
 
 Value = TypeVar("Value")
 OfConfigs = dict[int, tuple[ref[Any], Value]]  # by a config's id
-REMEMBERED = 1024  # pairs of lengths for each config: a checkpointed layer runs again long after its mask was made
+REMEMBERED = (
+    1024  # pairs of lengths for each config: a checkpointed layer runs again long after its mask was made
+)
 
 
 class Doors:
-    """The mask and attention functions that are registered, and what they remember from a mask to its attention."""
+    """The mask and attention functions that are registered, and what they remember from a mask to its
+    attention.
+    """
 
     def __init__(self) -> None:
         self.answers: OfConfigs[OrderedDict[tuple[int, int], str]] = {}
@@ -39,7 +43,9 @@ class Doors:
         self.causal: dict[type, bool] = {}  # what the source of a config's models says
         self.kinds: dict[type, list[type[PreTrainedModel]]] = {}  # by a config's type
         self.calls: int = 0  # of attention
-        self.waiting: WeakKeyDictionary[PreTrainedModel, list[Any]] = WeakKeyDictionary()  # hooks before a forward
+        self.waiting: WeakKeyDictionary[PreTrainedModel, list[Any]] = (
+            WeakKeyDictionary()
+        )  # hooks before a forward
         self.running: list[tuple[int, int]] = []  # ids of these, and the calls at their beginning
         self.warned: set[type] = set()
 
@@ -68,22 +74,33 @@ class Doors:
             made.eager = partial(eager_mask, **named | {"attention_mask": plain})
         if made is not None and made.dim() == 4 and kinds and all(only_eager(kind) for kind in kinds):
             added = {name: named[name] for name in ("dtype",) if name in named}
-            return torch.zeros((), **added).masked_fill(~made, torch.finfo(added.get("dtype", torch.float32)).min)
+            return torch.zeros((), **added).masked_fill(
+                ~made, torch.finfo(added.get("dtype", torch.float32)).min
+            )
         return made
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """:func:`.attention.attention_forward`, with the flags that the mask was made for."""
         if not torch.compiler.is_compiling():
             self.calls += 1
             kwargs |= self._flags(module, query, key, attention_mask, kwargs)
-            if isinstance(attention_mask, HandedMask) and (attention_mask.is_whole or attention_mask.dim() != 2):
+            if isinstance(attention_mask, HandedMask) and (
+                attention_mask.is_whole or attention_mask.dim() != 2
+            ):
                 attention_mask = None if attention_mask.is_whole else attention_mask.plain
         return attention.attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     def expect(self, model: PreTrainedModel) -> None:
-        """Look at the class of a model that has chosen attnlib, and, at its first forward, whether attention came here.
+        """Look at the class of a model that has chosen attnlib, and, at its first forward, whether attention
+        came here.
 
         Raises:
             NotImplementedError: models of this class would be wrong, or never call it.
@@ -94,7 +111,9 @@ class Doors:
             self.waiting[model] = list(hooks)
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Count from here, if this is the first forward of the model, and note what its layers say of themselves."""
+        """Count from here, if this is the first forward of the model, and note what its layers say of
+        themselves.
+        """
         if model not in self.waiting:
             return
         self.running.append((id(model), self.calls))
@@ -117,7 +136,8 @@ class Doors:
         if at == 0 and calls == self.calls and kind not in self.warned and should_have_called(model):
             self.warned.add(kind)
             warnings.warn(
-                f'{kind.__name__}: attn_implementation="attnlib" was chosen, and its first forward never called it; '
+                f'{kind.__name__}: attn_implementation="attnlib" was chosen, and its first forward never '
+                "called it; "
                 "what it computes is its own attention",
                 stacklevel=2,
             )
@@ -134,15 +154,18 @@ class Doors:
                 self.reasons[kind] = why_refused(kind)
         if kinds and all(self.reasons[kind] for kind in kinds):
             raise NotImplementedError(
-                f'{kinds[0].__name__}: attn_implementation="attnlib" is refused, since {self.reasons[kinds[0]]}; use '
-                '"eager", or choose for parts of a model, as attn_implementation={"text_config": "attnlib"}'
+                f'{kinds[0].__name__}: attn_implementation="attnlib" is refused, since '
+                f'{self.reasons[kinds[0]]}; use "eager", or choose for parts of a model, as '
+                f'attn_implementation={{"text_config": "attnlib"}}'
             )
 
     def _hiding_nothing(self, config: Any, named: dict[str, Any], meaning: str) -> HandedMask | None:
-        """Return a mask that hides nothing beside its ``meaning``, or None if that can mean nothing else here.
+        """Return a mask that hides nothing beside its ``meaning``, or None if that can mean nothing else
+        here.
 
-        None is ambiguous if it already stands for another meaning at these lengths; or for a causal mask, if the model
-        may have attention that is not causal, as cross-attention, and hand None to that on its own account.
+        None is ambiguous if it already stands for another meaning at these lengths; or for a causal mask, if
+        the model may have attention that is not causal, as cross-attention, and hand None to that on its own
+        account.
         """
         sizes, asked = (named["q_length"], named["kv_length"]), of_config(config, self.answers, OrderedDict)
         is_clear = named["q_length"] == 1 or meaning == "full" or self._are_all_causal(config)
@@ -165,7 +188,12 @@ class Doors:
         return self.causal[kind]
 
     def _flags(
-        self, module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, given: dict[str, Any]
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        attention_mask: Tensor | None,
+        given: dict[str, Any],
     ) -> dict[str, Any]:
         """Return the flags that the mask stands for, if those of the module say something else.
 
@@ -187,12 +215,15 @@ class Doors:
         if meaning in ("full", "causal"):
             return {"is_causal": meaning == "causal", "sliding_window": None}
         raise NotImplementedError(
-            f"{type(module).__name__}: expected attention that is {meaning}, as its mask was asked for, got flags that "
+            f"{type(module).__name__}: expected attention that is {meaning}, as its mask was asked for, got "
+            "flags that "
             f'say {said}; use "eager" for it'
         )
 
     def _meaning_of_none(self, module: nn.Module, sizes: tuple[int, int], said: str) -> str:
-        """Return the mask that None stands for at these lengths: "full" where no mask was asked for and flags agree."""
+        """Return the mask that None stands for at these lengths: "full" where no mask was asked for and flags
+        agree.
+        """
         config = getattr(module, "config", None)
         asked = {} if config is None else of_config(config, self.answers, OrderedDict)
         if sizes in asked or said == "full":
@@ -203,7 +234,8 @@ class Doors:
             raise _other_keys(module, sizes[1], {keys for queries, keys in asked if queries == sizes[0]})
         raise NotImplementedError(
             f"{type(module).__name__}: expected a mask, or is_causal=False, got attention_mask=None and "
-            'is_causal=True, which "eager" takes for full attention and others for causal; make the mask by a function '
+            'is_causal=True, which "eager" takes for full attention and others for causal; make the mask by '
+            "a function "
             "of transformers.masking_utils, such as create_causal_mask"
         )
 
@@ -218,19 +250,30 @@ def of_config(config: Any, kept: "OfConfigs[Value]", make: Callable[[], Value]) 
 
 def _other_keys(module: nn.Module, keys: int, asked: set[int | None]) -> NotImplementedError:
     return NotImplementedError(
-        f'{type(module).__name__}: expected keys of the mask that attn_implementation="attnlib" was asked for '
-        f"({sorted(x for x in asked if x is not None)} of them), got {keys}; the model adds keys or changes its mask "
+        f'{type(module).__name__}: expected keys of the mask that attn_implementation="attnlib" was asked '
+        "for "
+        f"({sorted(x for x in asked if x is not None)} of them), got {keys}; the model adds keys or changes "
+        "its mask "
         'after it was made: use "eager" for it'
     )
 
 
 def should_have_called(model: nn.Module) -> bool:
-    """True if a model has attention of transformers that still is to be attnlib's: compiled calls are not counted."""
+    """True if a model has attention of transformers that still is to be attnlib's: compiled calls are not
+    counted.
+    """
     modules = list(model.modules())
-    is_compiled = any("forward" in vars(x) or hasattr(x, "_orig_mod") or x._compiled_call_impl for x in modules)
+    is_compiled = any(
+        "forward" in vars(x) or hasattr(x, "_orig_mod") or x._compiled_call_impl for x in modules
+    )
     has_attention = any("attention" in type(x).__name__.lower() for x in modules)
     asks = any(getattr(getattr(x, "config", None), "_attn_implementation", None) == NAME for x in modules)
-    return has_attention and asks and not is_compiled and not any(isinstance(x, ReplacedAttention) for x in modules)
+    return (
+        has_attention
+        and asks
+        and not is_compiled
+        and not any(isinstance(x, ReplacedAttention) for x in modules)
+    )
 
 
 def doors() -> Doors | None:

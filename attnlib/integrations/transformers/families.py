@@ -1,4 +1,6 @@
-"""Families of models of transformers whose attention attnlib builds, and what sets each apart beyond its names."""
+"""Families of models of transformers whose attention attnlib builds, and what sets each apart beyond its
+names.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -11,7 +13,9 @@ from ...models.families import GROUPED, NORMED, STORED, AttentionStorage, alike
 from ...rope.scaling import Temperature
 from .norms import HeadLayerNorm, HeadRMSNorm, OffsetRMSNorm, PlainRMSNorm, WideRMSNorm
 
-LATENT = alike("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+LATENT = alike(
+    "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
+)
 LATENT += alike("o_proj")
 
 
@@ -19,8 +23,8 @@ LATENT += alike("o_proj")
 class Family(AttentionStorage):
     """How the layers of a family differ from Llama's, whose they are by default.
 
-    Strings name fields of the config, where they may be told apart. ``place`` is the part of the module that is
-    replaced, where the model calls the rest itself, and what is ``beside`` stays.
+    Strings name fields of the config, where they may be told apart. ``place`` is the part of the module that
+    is replaced, where the model calls the rest itself, and what is ``beside`` stays.
     """
 
     place: str = ""
@@ -39,7 +43,9 @@ class Family(AttentionStorage):
     reads: tuple[str, ...] = ()  # fields of which scale or temperature come, or those of other parts
     softcap: str | None = None
     sinks: bool = False
-    temperature: Callable[[Any, bool], Temperature | None] | None = None  # of a layer that rotates, or does not
+    temperature: Callable[[Any, bool], Temperature | None] | None = (
+        None  # of a layer that rotates, or does not
+    )
     counts_padding: bool = False  # in the temperature's positions
     dropout: str = "attention_dropout"
     residual_dropout: str | None = None
@@ -62,7 +68,9 @@ GEMMA2 = MappingProxyType(
         "reads": ("query_pre_attn_scalar",),
     }
 )
-GRANITE = MappingProxyType({"scale": lambda config, _: config.attention_multiplier, "reads": ("attention_multiplier",)})
+GRANITE = MappingProxyType(
+    {"scale": lambda config, _: config.attention_multiplier, "reads": ("attention_multiplier",)}
+)
 GLM4 = replace(stored("glm4"), output_bias=False)
 DEEPSEEK = Family(
     is_latent=True,
@@ -116,13 +124,17 @@ FAMILIES = MappingProxyType(
         ("llama", "self"): replace(stored("llama"), fixed=(("rope_interleaved", False),)),
         ("mistral", "self"): replace(stored("mistral"), **MISTRAL),
         ("mixtral", "self"): replace(stored("mixtral"), **MISTRAL),
-        ("ministral3", "self"): Family(**MISTRAL, temperature=mistral_temperature, reads=("llama_4_scaling_beta",)),
+        ("ministral3", "self"): Family(
+            **MISTRAL, temperature=mistral_temperature, reads=("llama_4_scaling_beta",)
+        ),
         ("qwen2", "self"): replace(stored("qwen2"), **QWEN2),
         ("qwen2_moe", "self"): replace(stored("qwen2_moe"), **QWEN2 | {"bias": "qkv_bias"}),
         ("qwen3", "self"): replace(stored("qwen3"), norm=HeadRMSNorm, window="layer_types"),
         ("qwen3_moe", "self"): replace(stored("qwen3_moe"), norm=HeadRMSNorm, window="sliding_window"),
         ("gemma", "self"): replace(stored("gemma"), fixed=NOT_BOTH_WAYS),
-        ("gemma2", "self"): replace(stored("gemma2"), **GEMMA2, softcap="attn_logit_softcapping", fixed=NOT_BOTH_WAYS),
+        ("gemma2", "self"): replace(
+            stored("gemma2"), **GEMMA2, softcap="attn_logit_softcapping", fixed=NOT_BOTH_WAYS
+        ),
         ("gemma3_text", "self"): replace(
             stored("gemma3_text"),
             **GEMMA2,
@@ -131,7 +143,9 @@ FAMILIES = MappingProxyType(
         ),
         ("phi3", "self"): replace(stored("phi3"), **MISTRAL),
         ("glm4", "self"): GLM4,
-        ("glm4_moe", "self"): replace(GLM4, rope="half", norm=HeadRMSNorm, norm_if="use_qk_norm", weights=NORMED),
+        ("glm4_moe", "self"): replace(
+            GLM4, rope="half", norm=HeadRMSNorm, norm_if="use_qk_norm", weights=NORMED
+        ),
         ("cohere", "self"): replace(
             stored("cohere"), norm=HeadLayerNorm, norm_if="use_qk_norm", norm_eps="layer_norm_eps"
         ),
@@ -168,7 +182,8 @@ FAMILIES = MappingProxyType(
             bias=True,
             output_bias=True,
             scale=lambda config, index: (
-                (config.hidden_size // config.num_attention_heads) ** (-0.5 if config.scale_attn_weights else 0)
+                (config.hidden_size // config.num_attention_heads)
+                ** (-0.5 if config.scale_attn_weights else 0)
                 / (index + 1 if config.scale_attn_by_inverse_layer_idx else 1)
             ),
             reads=("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
@@ -176,7 +191,9 @@ FAMILIES = MappingProxyType(
             residual_dropout="resid_pdrop",
             fixed=(("add_cross_attention", False), ("reorder_and_upcast_attn", False)),
         ),
-        ("gpt_neox", "self"): replace(stored("gpt_neox"), reads=("is_decoder",)),  # which its layers never read
+        ("gpt_neox", "self"): replace(
+            stored("gpt_neox"), reads=("is_decoder",)
+        ),  # which its layers never read
         ("opt", "self"): replace(stored("opt"), bias="enable_bias", output_bias="enable_bias"),
         ("bert", "self"): BERT,
         ("whisper", "self"): WHISPER,

@@ -1,4 +1,6 @@
-"""The tensors of a checkpoint folder on their way into a model of transformers, each read when it is placed."""
+"""The tensors of a checkpoint folder on their way into a model of transformers, each read when it is
+placed.
+"""
 
 import math
 import re
@@ -13,13 +15,17 @@ from ...checkpoint_files.finite import count_nonfinite
 from ...checkpoint_files.folder import CONFIG
 from ...models.own_form import INNER
 
-SLACK = 2**22  # elements that a folder may lack, so that a missing weight is named, and buffers that none holds
+SLACK = (
+    2**22
+)  # elements that a folder may lack, so that a missing weight is named, and buffers that none holds
 
 
 class Filled:
-    """``slices`` are the ``state_dict`` for ``from_pretrained``; the rest is what was found while it read them.
+    """``slices`` are the ``state_dict`` for ``from_pretrained``; the rest is what was found while it read
+    them.
 
-    Tensors of no floating dtype are left out, in ``integers``, but for those of which ``empty`` has such a buffer.
+    Tensors of no floating dtype are left out, in ``integers``, but for those of which ``empty`` has such a
+    buffer.
     """
 
     def __init__(self, checkpoint: Checkpoint, empty: nn.Module):
@@ -31,14 +37,17 @@ class Filled:
         self.integers: dict[str, StoredTensor] = {
             name: stored
             for name, stored in checkpoint.tensors.items()
-            if not stored.entry.dtype.is_floating_point and not any(_is_same(name, other) for other in counters)
+            if not stored.entry.dtype.is_floating_point
+            and not any(_is_same(name, other) for other in counters)
         }
         left = checkpoint.tensors.keys() - self.integers.keys()
         self.slices: dict[str, Slice] = {name: Slice(name, checkpoint.tensors[name], self) for name in left}
 
     def check(self, model: nn.Module, info: Mapping[str, Any], *, own: bool, allow_nonfinite: bool) -> None:
         """Raises CheckpointError unless the model has all its weights, and the folder no layers beside it."""
-        amiss = {what: sorted(map(str, info[f"{what}_keys"])) for what in ("missing", "mismatched", "unexpected")}
+        amiss = {
+            what: sorted(map(str, info[f"{what}_keys"])) for what in ("missing", "mismatched", "unexpected")
+        }
         for name, stored in self.integers.items() if amiss["missing"] else ():
             if _is_same(name, amiss["missing"][0]):
                 raise CheckpointError(f"{name}: expected a floating dtype, got {stored.entry.dtype}")
@@ -53,8 +62,8 @@ class Filled:
         for what, found in amiss.items():
             if found:
                 raise CheckpointError(
-                    f"{self.folder}: expected the weights of {type(model).__name__}, as {CONFIG} says, got {what} "
-                    f"{found[0]}"
+                    f"{self.folder}: expected the weights of {type(model).__name__}, as {CONFIG} says, got "
+                    f"{what} {found[0]}"
                 )
         if self.nonfinite and not allow_nonfinite:
             listed = "; ".join(f"{name} {counts}" for name, counts in sorted(self.nonfinite.items())[:5])
@@ -63,11 +72,17 @@ class Filled:
             self._check_range(model)
 
     def _check_range(self, model: nn.Module) -> None:
-        """Raise CheckpointError for a weight that is finite as it is stored, and not in the dtype of the model."""
+        """Raise CheckpointError for a weight that is finite as it is stored, and not in the dtype of the
+        model.
+        """
         stored = {x.entry.dtype for x in self.checkpoint.tensors.values() if x.entry.dtype.is_floating_point}
         most = max((torch.finfo(dtype).max for dtype in stored), default=0.0)
         for name, x in model.named_parameters():
-            if x.is_floating_point() and torch.finfo(x.dtype).max < most and (counts := count_nonfinite(x.detach())):
+            if (
+                x.is_floating_point()
+                and torch.finfo(x.dtype).max < most
+                and (counts := count_nonfinite(x.detach()))
+            ):
                 raise CheckpointError(
                     f"{name} {counts}: expected weights within {x.dtype}, got larger ones; load them with "
                     "dtype=torch.bfloat16 or torch.float32, or pass allow_nonfinite=True"
@@ -102,13 +117,15 @@ class Slice:
 
 
 def require_room(empty: nn.Module, checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError for a model of twice the elements that a folder holds, before any of it takes memory."""
+    """Raises CheckpointError for a model of twice the elements that a folder holds, before any of it takes
+    memory.
+    """
     stored = sum(math.prod(x.entry.shape) for x in checkpoint.tensors.values())
     wanted = elements_of(empty) + sum(x.numel() for x in empty.buffers())
     if wanted > 2 * stored + SLACK:
         raise CheckpointError(
-            f"{CONFIG}: expected a model of the {stored} elements that the folder holds, got one of {wanted}; "
-            "it belongs to other weights"
+            f"{CONFIG}: expected a model of the {stored} elements that the folder holds, got one of "
+            f"{wanted}; it belongs to other weights"
         )
 
 
@@ -133,7 +150,9 @@ def _numbered(names: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _is_beyond(name: str, known: Mapping[str, set[str]]) -> bool:
-    """True if a tensor is of a layer, or another numbered part, that the model has with other numbers only."""
+    """True if a tensor is of a layer, or another numbered part, that the model has with other numbers
+    only.
+    """
     return any(
         match[0] not in known.get(name[: match.start()], match[0])
         for match in re.finditer(r"(?<=\.)[0-9]+(?=\.)", name)

@@ -1,7 +1,8 @@
 """The masks ``[b, t]`` that attention gets for models, which expect masks ``[b, 1, s, t]``.
 
-Models hand masks on as they are, and attention then reads what the mask door wrote beside them. A model that computes
-with its mask gets the one that ``eager`` would have got; if nobody knows that, it is refused by name.
+Models hand masks on as they are, and attention then reads what the mask door wrote beside them. A model that
+computes with its mask gets the one that ``eager`` would have got; if nobody knows that, it is refused by
+name.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,12 @@ MADE_FOR = ("bounds", "meaning", "keys", "is_whole", "is_changed", "numbers", "e
 class HandedMask(Tensor):
     """Bool or int32 ``[b, t]``: keys that are there, or documents.
 
-    ``plain`` is the same tensor without a class; ``bounds`` are the first key of each row and that after its last,
-    ``meaning`` is what else the mask says ("full", "causal", "window"; None if there is one query only), and ``keys``
-    how many keys it was made for. ``is_whole`` masks hide nothing; ``is_changed`` ones came of a mask that left
-    something to flags. ``numbers`` is the mask of documents of which a bool one was made, as transformers does with one
-    that it gets back. ``eager`` makes the additive mask ``[b, 1, s, t]`` of the same keys and meaning.
+    ``plain`` is the same tensor without a class; ``bounds`` are the first key of each row and that after its
+    last, ``meaning`` is what else the mask says ("full", "causal", "window"; None if there is one query
+    only), and ``keys`` how many keys it was made for. ``is_whole`` masks hide nothing; ``is_changed`` ones
+    came of a mask that left something to flags. ``numbers`` is the mask of documents of which a bool one was
+    made, as transformers does with one that it gets back. ``eager`` makes the additive mask ``[b, 1, s, t]``
+    of the same keys and meaning.
     """
 
     plain: Tensor
@@ -58,7 +60,8 @@ class HandedMask(Tensor):
             if made.dtype == torch.bool and masks[0].plain.dtype != torch.bool:
                 kept.numbers = masks[0]
             return kept
-        # What says the same of every query may become a mask of another form; what leaves something to flags may not.
+        # What says the same of every query may become a mask of another form; what leaves something to flags
+        # may not.
         return handed(made, is_changed=any(x.is_changed or x.meaning not in (None, "full") for x in masks))
 
 

@@ -1,7 +1,7 @@
 """Absorbed decoding for models of transformers whose cache holds latents (DeepSeek-V2 and what came of it).
 
-transformers stores latents and rotary keys, and expands all of them at every step, in a method of each layer. Where
-this hands on what is stored, attention can absorb the up-projections into its queries and outputs.
+transformers stores latents and rotary keys, and expands all of them at every step, in a method of each layer.
+Where this hands on what is stored, attention can absorb the up-projections into its queries and outputs.
 """
 
 from types import MethodType
@@ -24,10 +24,14 @@ def keep_latents(model: nn.Module, name: str) -> None:
     found = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
     found = [module for module in found if all(hasattr(module, x) for x in ("kv_b_proj", *SIZES))]
     if not found:
-        raise ValueError(f"model: expected one with layers over latents, as DeepSeek-V3, got {type(model).__name__}")
+        raise ValueError(
+            f"model: expected one with layers over latents, as DeepSeek-V3, got {type(model).__name__}"
+        )
     for module in found:
         if any("indexer" in part.lower() for part, _ in module.named_children()):
-            raise NotImplementedError(f"model: {type(module).__name__} chooses keys by an indexer, which attnlib lacks")
+            raise NotImplementedError(
+                f"model: {type(module).__name__} chooses keys by an indexer, which attnlib lacks"
+            )
     for module in found:
         module.expand_kv = MethodType(_kept(name), module)
 
@@ -45,7 +49,9 @@ def _kept(name: str):
 
 def keeps_latents(model: nn.Module) -> bool:
     """Whether the layers over latents of a model hand these on."""
-    found = [module for module in model.modules() if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")]
+    found = [
+        module for module in model.modules() if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")
+    ]
     return bool(found) and all("expand_kv" in vars(module) or hasattr(module, "layer") for module in found)
 
 

@@ -16,8 +16,8 @@ def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list
     """Return what each layer of the model stores of a token.
 
     Raises:
-        NotImplementedError: a layer stores something else than keys and values, or latents; or the config does not say.
-        ValueError: latents which the model expands before attention.
+        NotImplementedError: a layer stores something else than keys and values, or latents; or the config
+        does not say. ValueError: latents which the model expands before attention.
     """
     own = {x.layer_idx: x.layer for x in model.modules() if isinstance(x, ReplacedAttention)}
     if hasattr(config, FORMS):  # of which each may have sizes of its own
@@ -25,7 +25,9 @@ def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list
     kinds = _kinds_of(config)
     is_latent = all(getattr(config, name, None) is not None for name in SIZES)
     if is_latent and not keeps_latents(model):
-        raise ValueError("model: it expands its latents before attention; call hf.absorb(model) or hf.replace(model)")
+        raise ValueError(
+            "model: it expands its latents before attention; call hf.absorb(model) or hf.replace(model)"
+        )
     layouts, options = [], {"dtype": model.dtype, "store": store}
     for of_layer, kind in zip(getattr(config, "per_layer_config", [config] * len(kinds)), kinds, strict=True):
         options["window"] = of_layer.sliding_window if kind == "sliding_attention" else None
@@ -39,7 +41,9 @@ def layouts_of(model: nn.Module, config: Any, store: torch.dtype | None) -> list
 
 
 def _kinds_of(config: Any) -> list[str]:
-    """Return the kind of attention of each layer; raise NotImplementedError for what keeps no keys and values."""
+    """Return the kind of attention of each layer; raise NotImplementedError for what keeps no keys and
+    values.
+    """
     if not hasattr(config, "num_hidden_layers"):
         raise NotImplementedError(
             f"model: expected num_hidden_layers in its config, got a {type(config).__name__} without; use a "
@@ -59,7 +63,7 @@ def check_shapes(index: int, layout: KVLayout, key: Tensor, value: Tensor) -> No
     """Raise NotImplementedError if keys ``[b, g, s, d]`` and values are not as the model's config says."""
     if (key.shape[1], key.shape[3], value.shape[3]) != (layout.heads, layout.dim, layout.value_dim):
         raise NotImplementedError(
-            f"layer {index}: expected {layout.heads} heads of {layout.dim} channels of keys and {layout.value_dim} of "
-            f"values, by the model's config, got keys {tuple(key.shape)} and values {tuple(value.shape)}; use "
-            "a DynamicCache for this model"
+            f"layer {index}: expected {layout.heads} heads of {layout.dim} channels of keys and "
+            f"{layout.value_dim} of values, by the model's config, got keys {tuple(key.shape)} and values "
+            f"{tuple(value.shape)}; use a DynamicCache for this model"
         )

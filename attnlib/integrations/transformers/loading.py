@@ -1,7 +1,7 @@
 """Checkpoint folders as models of transformers, those of attnlib's own form among them.
 
-``checkpoint_files`` reads the folder. transformers gets a config and tensors in memory, and no path: so nothing in the
-folder can have it follow a link, unpickle a file, look for an adapter or ask the Hub.
+``checkpoint_files`` reads the folder. transformers gets a config and tensors in memory, and no path: so
+nothing in the folder can have it follow a link, unpickle a file, look for an adapter or ask the Hub.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,8 @@ from .filling import Filled, require_room
 from .own import config_from, knows_layers, own_class
 
 ADAPTER = "adapter_config.json"
-# What transformers, torch and the layers raise of fields that are none. ImportError and NotImplementedError pass.
+# What transformers, torch and the layers raise of fields that are none. ImportError and NotImplementedError
+# pass.
 BROKEN = (
     StrictDataclassError,
     ValueError,
@@ -42,7 +43,8 @@ BROKEN = (
 
 
 def checkpoint_at(folder: str | Path, *, follow_links: bool = True) -> Checkpoint:
-    """A folder, or the snapshot of a Hub model that is in the download cache already, as :func:`read_folder` reads it.
+    """A folder, or the snapshot of a Hub model that is in the download cache already, as :func:`read_folder`
+    reads it.
 
     Raises:
         CheckpointError: there is none, or it is malformed or unsafe.
@@ -53,8 +55,8 @@ def checkpoint_at(folder: str | Path, *, follow_links: bool = True) -> Checkpoin
             place = Path(snapshot_download(str(folder), local_files_only=True))
         except (HFValidationError, LocalEntryNotFoundError):
             raise CheckpointError(
-                f"{folder}: expected a folder with a checkpoint, or a model of the Hub that is in the download cache, "
-                "got neither; download it first, as with `hf download`"
+                f"{folder}: expected a folder with a checkpoint, or a model of the Hub that is in the "
+                "download cache, got neither; download it first, as with `hf download`"
             ) from None
     return read_folder(place, follow_links=follow_links)
 
@@ -74,7 +76,9 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that a config names, one for its kind of language models if it names none; with the layers it knows."""
+    """The class that a config names, one for its kind of language models if it names none; with the layers it
+    knows.
+    """
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if not (isinstance(named, type) and issubclass(named, PreTrainedModel)):
         seeing = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -122,8 +126,8 @@ def load_attnlib(
     """
     if ADAPTER in checkpoint.left_behind:
         raise CheckpointError(
-            f"{ADAPTER}: expected a whole model, got one with an adapter beside it; merge the adapter into the weights "
-            "with PEFT, or remove the file"
+            f"{ADAPTER}: expected a whole model, got one with an adapter beside it; merge the adapter into "
+            "the weights with PEFT, or remove the file"
         )
     config = read_config(checkpoint)
     _require_family(config)
@@ -142,12 +146,14 @@ def load_model(
 ) -> PreTrainedModel:
     """The model that ``config`` describes with the weights of a folder, in evaluation mode.
 
-    ``dtype`` is by default as the config says, or else as the weights are. Tensors that the model has not are passed
-    over, as transformers does.
+    ``dtype`` is by default as the config says, or else as the weights are. Tensors that the model has not are
+    passed over, as transformers does.
 
     Raises:
-        CheckpointError: transformers cannot build it; a weight is missing, of another shape, of no floating dtype or
-            not finite; a layer of attnlib has no such weight; or there are layers that the config does not count.
+        CheckpointError: transformers cannot build it; a weight is missing, of another shape, of no floating
+        dtype or
+            not finite; a layer of attnlib has no such weight; or there are layers that the config does not
+            count.
     """
     with telling("transformers builds no model from it"):
         kind = class_of(config)
@@ -158,7 +164,9 @@ def load_model(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise CheckpointError(f"{CONFIG}: dtype: expected a floating dtype of torch, got {str(dtype)[:80]}")
     filled = Filled(checkpoint, empty)
-    placed = device is not None and transformers.utils.is_accelerate_available()  # each tensor when it is read
+    placed = (
+        device is not None and transformers.utils.is_accelerate_available()
+    )  # each tensor when it is read
     with telling(f"transformers does not fit the weights to {kind.__name__}", filled):
         model, info = kind.from_pretrained(
             None,
@@ -218,4 +226,6 @@ def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
         with private_folder({GENERATION: dump(parse_object(file.read(), GENERATION))}) as folder:
             return GenerationConfig.from_pretrained(folder, local_files_only=True)
     except BROKEN as error:
-        raise CheckpointError(f"{GENERATION}: expected one that transformers reads, got {str(error)[:200]}") from error
+        raise CheckpointError(
+            f"{GENERATION}: expected one that transformers reads, got {str(error)[:200]}"
+        ) from error

@@ -1,10 +1,10 @@
 """What transformers asks of a mask, as the least that attention needs to know of it.
 
-A mask is None where the model's own flags say all; a bool ``[b, t]`` that tells which keys are there; numbers of
-documents, int32 ``[b, t]``, of packed sequences, with 0 for what is of none; or, where nothing else says it, a bool
-``[b, 1, s, t]``. transformers may hand any of these back in as a padding mask: it then means the same again. Masks are
-made once for all layers, and read from the device for holes, as transformers reads them itself; but for a model that is
-compiled, which gets its own masks, and of one query the bool ``[b, t]``.
+A mask is None where the model's own flags say all; a bool ``[b, t]`` that tells which keys are there; numbers
+of documents, int32 ``[b, t]``, of packed sequences, with 0 for what is of none; or, where nothing else says
+it, a bool ``[b, 1, s, t]``. transformers may hand any of these back in as a padding mask: it then means the
+same again. Masks are made once for all layers, and read from the device for holes, as transformers reads them
+itself; but for a model that is compiled, which gets its own masks, and of one query the bool ``[b, t]``.
 """
 
 import inspect
@@ -69,7 +69,10 @@ def attention_mask(
 
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     padding = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].bool()
-    kinds, visible = list(_kinds(mask_function)), int(q_offset) + q_length - kv_offset  # keys up to the last query
+    kinds, visible = (
+        list(_kinds(mask_function)),
+        int(q_offset) + q_length - kv_offset,
+    )  # keys up to the last query
     if kinds == [bidirectional_mask_function] and options.get("allow_is_bidirectional_skip"):
         return None if padding is None else _least(padding, kv_offset, may_skip=True, or_else=definition)
     fits = 0 < visible <= kv_length and (visible == kv_length or kv_offset == 0)
@@ -89,7 +92,8 @@ def attention_mask(
 def _least(there: Tensor, offset: int, *, may_skip: bool, or_else: Callable[[], Tensor]) -> Tensor | None:
     """None for a mask of keys from ``offset`` on that hides nothing, or what stands for one with holes.
 
-    Else the mask of all keys, of which those before are hidden: as such it would be read when it is handed back in.
+    Else the mask of all keys, of which those before are hidden: as such it would be read when it is handed
+    back in.
     """
     if may_skip and there.all():
         return None
@@ -117,7 +121,12 @@ def meaning_of(function: Callable) -> str:
     if getattr(function, "__qualname__", "") == JOINED:
         said = {meaning_of(part) for part in _closed(function, "mask_functions")} - {"documents"}
         return "window" if said == {"causal", "window"} else said.pop() if len(said) == 1 else "other"
-    kinds = {WINDOW: "window", PACKED: "documents", causal_mask_function: "causal", bidirectional_mask_function: "full"}
+    kinds = {
+        WINDOW: "window",
+        PACKED: "documents",
+        causal_mask_function: "causal",
+        bidirectional_mask_function: "full",
+    }
     return next((kinds[kind] for kind in _kinds(function) if kind in kinds), "other")
 
 
@@ -130,9 +139,13 @@ def _is_band(kinds: list, options: dict) -> bool:
 
 
 def _hands_window(configuration: str) -> bool:
-    """Whether the model beside this module of configurations says ``sliding_window=`` where it calls attention."""
+    """Whether the model beside this module of configurations says ``sliding_window=`` where it calls
+    attention.
+    """
     model = sys.modules.get(configuration.replace("configuration_", "modeling_"))
-    return any("sliding_window=" in line for line in linecache.getlines(getattr(model, "__file__", None) or ""))
+    return any(
+        "sliding_window=" in line for line in linecache.getlines(getattr(model, "__file__", None) or "")
+    )
 
 
 def _documents(function: Callable, options: dict) -> Tensor | None:

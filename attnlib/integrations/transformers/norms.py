@@ -8,7 +8,9 @@ Factory = torch.device | str | torch.dtype | None  # device= and dtype=
 
 
 class OffsetRMSNorm(nn.Module):
-    """RMS norm of each head whose gain is ``1 + weight`` (Gemma), added in fp32: in bf16 the sum would be rounded."""
+    """RMS norm of each head whose gain is ``1 + weight`` (Gemma), added in fp32: in bf16 the sum would be
+    rounded.
+    """
 
     def __init__(self, heads: int, dim: int, eps: float, **factory: Factory):
         super().__init__()

@@ -1,7 +1,8 @@
-"""Models in attnlib's own form: transformers' own class, with the attention layers that a folder's config.json tells.
+"""Models in attnlib's own form: transformers' own class, with the attention layers that a folder's
+config.json tells.
 
-Their weights go by the names of attnlib's layers, below each attention's ``layer``. transformers itself makes the rest,
-and reads the files.
+Their weights go by the names of attnlib's layers, below each attention's ``layer``. transformers itself makes
+the rest, and reads the files.
 """
 
 import json
@@ -19,7 +20,15 @@ from ...models.own_form import GroupedForm, LatentForm, LayerForm, base_of, laye
 from ...rope.selected import select
 from .building import family_of, layer_from, rope_of
 from .families import Family
-from .replacing import ReplacedAttention, ReplacedLatentAttention, angles_at, attention_of, config_of, put, put_angles
+from .replacing import (
+    ReplacedAttention,
+    ReplacedLatentAttention,
+    angles_at,
+    attention_of,
+    config_of,
+    put,
+    put_angles,
+)
 
 FORMS = "attnlib_layers"  # a field of a config in memory: what its attention layers are, as plain data
 CONFIG = "config.json"
@@ -70,23 +79,28 @@ def own_class(kind: type[PreTrainedModel], config: PreTrainedConfig) -> type[Pre
 
 
 def put_layers(model: nn.Module, layers: Sequence[LayerForm]) -> None:
-    """Put layers of attnlib where a model has its attention, each of the kind that is said; their weights are not set.
+    """Put layers of attnlib where a model has its attention, each of the kind that is said; their weights are
+    not set.
 
     Raises:
-        ValueError: the model has no such layer, or the layer no such size.
-        NotImplementedError: the family or a field of the config is not known, or latents cannot do what it asks for.
+        ValueError: the model has no such layer, or the layer no such size. NotImplementedError: the family or
+        a field of the config is not known, or latents cannot do what it asks for.
     """
     made = []
     for path, module, (part, index) in list(attention_of(model)):
         config = config_of(module)
         family = family_of(config, part)
         if part != "self" or family.place or family.is_latent:
-            raise NotImplementedError(f"base: expected a decoder with heads of its own, got {config.model_type}")
+            raise NotImplementedError(
+                f"base: expected a decoder with heads of its own, got {config.model_type}"
+            )
         attention = _attention(family, config, index, layers[index])
         put(model, path, attention)
         made.append(attention)
     if sorted(attention.layer_idx for attention in made) != list(range(len(layers))):
-        raise ValueError(f"layers: expected {len(made)}, of which {type(model).__name__} knows, got {len(layers)}")
+        raise ValueError(
+            f"layers: expected {len(made)}, of which {type(model).__name__} knows, got {len(layers)}"
+        )
     put_angles(model, [(x.config, x.layer_idx, rope_of(x.family, x.config, x.layer_idx)) for x in made])
 
 
@@ -99,7 +113,9 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
     """
     for name in ("q_norm", "k_norm", "sinks", "softcap", "alibi_slopes"):
         if getattr(grouped, name) is not None:
-            raise NotImplementedError(f"layers: expected none over latents where the model has {name}, got one")
+            raise NotImplementedError(
+                f"layers: expected none over latents where the model has {name}, got one"
+            )
     pairs = 0 if grouped.rope is None else grouped.rope.dim // 2
     if any(pair >= pairs for pair in form.rope_pairs):
         raise ValueError(
@@ -108,7 +124,9 @@ def latent_from(grouped: GroupedQueryAttention, form: LatentForm) -> MultiHeadLa
     most = max(map(form.rope_pairs.count, form.rope_pairs), default=0)
     if most > grouped.num_kv_heads:
         heads = grouped.num_kv_heads
-        raise ValueError(f"rope_pairs: expected each pair at most {heads} times, as there are KV heads, got one {most}")
+        raise ValueError(
+            f"rope_pairs: expected each pair at most {heads} times, as there are KV heads, got one {most}"
+        )
     layer = MultiHeadLatentAttention(
         grouped.hidden_size,
         grouped.num_heads,
@@ -148,7 +166,9 @@ class OwnLatentAttention(TurnsAlone, ReplacedLatentAttention):
 
 
 def attention_alone(config: Any, index: int, form: LayerForm, state: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A layer of ``form`` with these weights, as a stock model calls its attention; its other layers stay its own."""
+    """A layer of ``form`` with these weights, as a stock model calls its attention; its other layers stay its
+    own.
+    """
     family = family_of(config, "self")
     with torch.device("meta"):
         attention = _attention(family, config, index, form)

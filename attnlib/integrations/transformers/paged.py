@@ -22,17 +22,18 @@ NAME = "attnlib"  # without "flash", by which transformers would take it for a p
 
 @kind
 class PagedCache(Cache):
-    """A :class:`attnlib.KVCache` for ``model.generate(..., **cache.as_argument)``; its own argument is the model.
+    """A :class:`attnlib.KVCache` for ``model.generate(..., **cache.as_argument)``; its own argument is the
+    model.
 
-    Rows of a batch are sequences of it: beams fork them, so that they share pages, cropping truncates them, and
-    ``reset`` frees them. Layers with a window drop the pages behind it, but for ``rollback`` tokens, which an assistant
-    needs. ``pages``, ``page_size``, ``max_sequences`` and ``max_length`` are as in :meth:`attnlib.KVCache.paged`;
-    ``store`` keeps it in bytes, as :class:`attnlib.KVLayout` says. What it hands to attention stands for keys and
-    values that no other attention can read, and is NaN to it.
+    Rows of a batch are sequences of it: beams fork them, so that they share pages, cropping truncates them,
+    and ``reset`` frees them. Layers with a window drop the pages behind it, but for ``rollback`` tokens,
+    which an assistant needs. ``pages``, ``page_size``, ``max_sequences`` and ``max_length`` are as in
+    :meth:`attnlib.KVCache.paged`; ``store`` keeps it in bytes, as :class:`attnlib.KVLayout` says. What it
+    hands to attention stands for keys and values that no other attention can read, and is NaN to it.
 
     Raises:
-        ValueError: a size that is not one, a model whose attention is another's, or whose latents are expanded.
-        NotImplementedError: layers that keep no keys and values of tokens.
+        ValueError: a size that is not one, a model whose attention is another's, or whose latents are
+        expanded. NotImplementedError: layers that keep no keys and values of tokens.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class PagedCache(Cache):
         if config._attn_implementation != NAME:
             raise ValueError(
                 f"model: expected attn_implementation={NAME!r}, which alone reads pages, got "
-                f"{config._attn_implementation!r}; call model.set_attn_implementation({NAME!r}) after hf.register()"
+                f"{config._attn_implementation!r}; call model.set_attn_implementation({NAME!r}) after "
+                "hf.register()"
             )
         layouts = layouts_of(model, config, store)
         options = {"page_size": page_size, "max_sequences": max_sequences, "max_length": max_length}
@@ -71,7 +73,9 @@ class PagedCache(Cache):
 
     @property
     def as_argument(self) -> dict[str, "PagedCache"]:
-        """The cache by its argument's name in this transformers: ``cache``, or ``past_key_values`` before 5.24."""
+        """The cache by its argument's name in this transformers: ``cache``, or ``past_key_values`` before
+        5.24.
+        """
         return {"cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values": self}
 
     @property
@@ -86,21 +90,23 @@ class PagedCache(Cache):
         return self.length_of(0)
 
     def append(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``key`` and ``value`` ``[b, g, s, d]`` of a layer, and give what stands for all that is stored."""
+        """Store ``key`` and ``value`` ``[b, g, s, d]`` of a layer, and give what stands for all that is
+        stored.
+        """
         b, s = key.shape[0], key.shape[2]
         if index == 0:
             self._begin(b, s)
         if self._step is None or (b, s) != (len(self.handles), self._tokens):
             raise RuntimeError(
-                f"update: expected layer {index} in the step of {self._tokens} tokens for each of {len(self.handles)} "
-                f"rows that layer 0 began, got {s} for each of {b}"
+                f"update: expected layer {index} in the step of {self._tokens} tokens for each of "
+                f"{len(self.handles)} rows that layer 0 began, got {s} for each of {b}"
             )
         layer = self._open[index]
         is_latent = layer.layout.is_latent
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise NotImplementedError(
-                "hf.PagedCache: expected no gradients, which pages do not carry, got keys that require them; call the "
-                "model under torch.no_grad(), or with use_cache=False"
+                "hf.PagedCache: expected no gradients, which pages do not carry, got keys that require them; "
+                "call the model under torch.no_grad(), or with use_cache=False"
             )
         if not is_latent:
             check_shapes(index, layer.layout, key, value)
@@ -135,7 +141,9 @@ class PagedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens of each row."""
         if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove: expected at most 0, as of every cache, got {tokens_to_remove}")
+            raise ValueError(
+                f"tokens_to_remove: expected at most 0, as of every cache, got {tokens_to_remove}"
+            )
         self._settle()
         for handle in self.handles:
             self._kv.truncate(handle, self._length + tokens_to_remove)
@@ -165,7 +173,9 @@ class PagedCache(Cache):
         if not self.handles:
             self.handles = self._kv.admit(rows)
         if rows != len(self.handles):
-            raise ValueError(f"update: expected {len(self.handles)} rows as before, got {rows}; call reset() first")
+            raise ValueError(
+                f"update: expected {len(self.handles)} rows as before, got {rows}; call reset() first"
+            )
         step = self._kv.step(dict.fromkeys(self.handles, tokens))
         self._open = step.__enter__()
         self._step, self._tokens = step, tokens
@@ -189,7 +199,9 @@ class PagedCache(Cache):
         elif self._step is not None and not all(layer.appended for layer in self._open):
             missing = next(index for index, layer in enumerate(self._open) if not layer.appended)
             self._undo()
-            raise RuntimeError(f"layer {missing}: expected keys and values in every step, got none; the step is undone")
+            raise RuntimeError(
+                f"layer {missing}: expected keys and values in every step, got none; the step is undone"
+            )
         else:
             self._settle()
 
@@ -209,8 +221,9 @@ class PagedCache(Cache):
         elif unread:
             self._undo()
             raise RuntimeError(
-                f"layer {unread[0]}: expected attention to the pages that update() handed out, got none; the model "
-                "computes with them, or calls another attention. The step is undone; use a DynamicCache for this model"
+                f"layer {unread[0]}: expected attention to the pages that update() handed out, got none; the "
+                "model computes with them, or calls another attention. The step is undone; use a "
+                "DynamicCache for this model"
             )
         else:
             step, self._step = self._step, None
@@ -263,8 +276,8 @@ class PagedLayer(CacheLayerMixin):
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            f"layer {self._index}: expected no reading of cached keys or values, which hf.PagedCache stores in pages; "
-            "use a DynamicCache for this model"
+            f"layer {self._index}: expected no reading of cached keys or values, which hf.PagedCache stores "
+            "in pages; use a DynamicCache for this model"
         )
 
     @keys.setter
@@ -276,7 +289,9 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: pages are there from the start."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """As :meth:`PagedCache.append`."""
         return self._cache.append(self._index, key_states, value_states)
 

@@ -29,7 +29,9 @@ class HandedPages:
 
 
 def stand_in(x: Tensor, tokens: int, pages: HandedPages) -> Tensor:
-    """Return NaN in the shape of ``x`` ``[b, g, s, d]`` over ``tokens``, which takes no memory and names the pages."""
+    """Return NaN in the shape of ``x`` ``[b, g, s, d]`` over ``tokens``, which takes no memory and names the
+    pages.
+    """
     standing = x.new_full((), torch.nan).expand(*x.shape[:2], tokens, x.shape[3])
     standing.handed_pages = pages
     return standing
@@ -45,14 +47,16 @@ def pages_of(key: Tensor, value: Tensor) -> HandedPages | None:
     if pages is not of_value:
         changed, handed = ("key", of_value) if pages is None else ("value", pages)
         raise NotImplementedError(
-            f"layer {handed.layer}, {changed}: expected what hf.PagedCache handed out, got another tensor; the model "
-            "computes with its cached keys or values before attention: use a DynamicCache for it"
+            f"layer {handed.layer}, {changed}: expected what hf.PagedCache handed out, got another tensor; "
+            "the model computes with its cached keys or values before attention: use a DynamicCache for it"
         )
     return pages
 
 
 class ForwardHook:
-    """A hook that tells a cache of a model's forwards, as long as the cache lives; copies of the model tell nobody."""
+    """A hook that tells a cache of a model's forwards, as long as the cache lives; copies of the model tell
+    nobody.
+    """
 
     def __init__(self, cache: Any = None):
         self._cache = None if cache is None else ref(cache)
@@ -89,10 +93,11 @@ def attention_to_pages(
     bias: Tensor | None,
     options: dict[str, object],
 ) -> Tensor:
-    """Attention ``[b, s, h, e]`` of query ``[b, h, s, d]``, the last tokens of rows, to what ``key`` stands for.
+    """Attention ``[b, s, h, e]`` of query ``[b, h, s, d]``, the last tokens of rows, to what ``key`` stands
+    for.
 
-    A bool ``attention_mask`` ``[b, t]`` hides what is padded, on the left, since what comes later is hidden anyway; one
-    ``[b, 1, s, t]`` says all but the window; an additive one is added to the ``bias``.
+    A bool ``attention_mask`` ``[b, t]`` hides what is padded, on the left, since what comes later is hidden
+    anyway; one ``[b, 1, s, t]`` says all but the window; an additive one is added to the ``bias``.
 
     Raises:
         NotImplementedError: documents, which begin again within a row.

@@ -1,4 +1,6 @@
-"""Layers of attnlib in the place of a model's own attention: what the model calls them with, and its weights' names."""
+"""Layers of attnlib in the place of a model's own attention: what the model calls them with, and its weights'
+names.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -87,8 +89,12 @@ class ReplacedAttention(nn.Module):
         """``[b, h, s, d]``."""
         return self.layer.query(x, angles, positions).transpose(1, 2)
 
-    def _stored(self, x: Tensor, angles: Angles | None, cache: Any, source: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of x and of what is cached; of a ``source`` in cross-attention, which is cached once."""
+    def _stored(
+        self, x: Tensor, angles: Angles | None, cache: Any, source: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of x and of what is cached; of a ``source`` in cross-attention, which is cached
+        once.
+        """
         is_stored = False
         if isinstance(cache, EncoderDecoderCache):
             is_stored = source is not None and cache.is_updated.get(self.layer_idx)
@@ -107,7 +113,9 @@ class ReplacedAttention(nn.Module):
 
 
 class ReplacedLatentAttention(ReplacedAttention):
-    """The same of a layer over latents, which are what is cached, and are absorbed as :mod:`.latents` says."""
+    """The same of a layer over latents, which are what is cached, and are absorbed as :mod:`.latents`
+    says.
+    """
 
     def __init__(self, layer: nn.Module, family: Family, config: Any, index: int):
         super().__init__(layer, family, config, index)
@@ -132,7 +140,9 @@ class ReplacedLatentAttention(ReplacedAttention):
         k_rope = latent[..., :0] if k_rope is None else k_rope
         return latent[:, None], k_rope[:, None]
 
-    def _stored(self, x: Tensor, angles: Angles | None, cache: Any, source: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _stored(
+        self, x: Tensor, angles: Angles | None, cache: Any, source: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         latent, k_rope = super()._stored(x, angles, cache, source)
         grad = torch.is_grad_enabled() and (latent.requires_grad or self.kv_b_proj.weight.requires_grad)
         return self.expand_kv(latent, k_rope) if grad else (k_rope, latent)
@@ -222,7 +232,10 @@ def _replaced(module: nn.Module, part: str, index: int) -> ReplacedAttention:
     family, weights = family_of(config, part), dict(module.state_dict())
     weights = {name: x for name, x in weights.items() if not name.startswith(family.beside)}
     layer = layer_from(config, index, part, weights, {"device": "meta"})
-    learns, theirs = {name: x.requires_grad for name, x in module.named_parameters()}, theirs_of(family, layer)
+    learns, theirs = (
+        {name: x.requires_grad for name, x in module.named_parameters()},
+        theirs_of(family, layer),
+    )
     for name, x in layer.named_parameters():
         x.requires_grad_(learns[theirs[name]])
     kind = ReplacedLatentAttention if family.is_latent else ReplacedAttention
@@ -236,6 +249,8 @@ def put(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def _keep_names(owner: nn.Module, family: Family, inner: str) -> None:
-    """Let state dicts have transformers' names and shapes, so that what is saved is a folder of the family's own."""
+    """Let state dicts have transformers' names and shapes, so that what is saved is a folder of the family's
+    own.
+    """
     owner.register_state_dict_post_hook(partial(rename_saved, family, inner))
     owner.register_load_state_dict_pre_hook(partial(rename_loaded, family, inner))

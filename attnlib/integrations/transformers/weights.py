@@ -22,7 +22,9 @@ def to_ours(family: Family, theirs: Mapping[str, Tensor], layer: nn.Module) -> d
     for name, names in _pairs(family, own):
         if name not in left:
             raise ValueError(f"{name}: expected it among the weights, got {sorted(theirs)}")
-        ours |= _split(family, name, left.pop(name), {part: own[part].shape for part in names}, layer.num_heads)
+        ours |= _split(
+            family, name, left.pop(name), {part: own[part].shape for part in names}, layer.num_heads
+        )
     if left:
         raise ValueError(f"{min(left)}: the layer has no such weight; fold adapters and packed weights first")
     return ours
@@ -33,7 +35,9 @@ def theirs_of(family: Family, layer: nn.Module) -> dict[str, str]:
     return {part: name for name, names in _pairs(family, layer.state_dict()) for part in names}
 
 
-def rename_saved(family: Family, inner: str, owner: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+def rename_saved(
+    family: Family, inner: str, owner: nn.Module, state: dict[str, Any], prefix: str, _: object
+) -> None:
     """A hook after ``owner.state_dict()``: what lies in ``inner`` gets their names and shapes, in place.
 
     What they do not have, such as an adapter and what it wraps, keeps its name.
@@ -45,7 +49,9 @@ def rename_saved(family: Family, inner: str, owner: nn.Module, state: dict[str, 
         state[prefix + name] = fused(family, parts, heads).contiguous()
 
 
-def rename_loaded(family: Family, inner: str, owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def rename_loaded(
+    family: Family, inner: str, owner: nn.Module, state: dict[str, Any], prefix: str, *_: object
+) -> None:
     """A hook before ``owner.load_state_dict()``: the inverse of :func:`rename_saved`, of what there is."""
     layer = owner.get_submodule(inner.removesuffix("."))
     own = layer.state_dict()
@@ -65,7 +71,9 @@ def _split(
     wanted = wanted[::-1] if family.is_transposed else wanted
     if x.shape != wanted:
         raise ValueError(f"{name}: expected {wanted} as the config says, got {tuple(x.shape)}")
-    return {part: value.contiguous() for part, value in zip(shapes, parted(family, x, sizes, heads), strict=True)}
+    return {
+        part: value.contiguous() for part, value in zip(shapes, parted(family, x, sizes, heads), strict=True)
+    }
 
 
 def _pairs(family: Family, own: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:

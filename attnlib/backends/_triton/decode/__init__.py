@@ -1,5 +1,6 @@
 """Attention over a cache, and writes to one.
 
-``operators.py`` is called by torch, ``shapes.py`` derives sizes and strides from layouts, ``tables.py`` chooses tiles,
-``schedule.py`` splits sequences across the GPU, and ``peers.py`` writes into the memory of other GPUs.
+``operators.py`` is called by torch, ``shapes.py`` derives sizes and strides from layouts, ``tables.py``
+chooses tiles, ``schedule.py`` splits sequences across the GPU, and ``peers.py`` writes into the memory of
+other GPUs.
 """

@@ -9,8 +9,8 @@ from .shapes import DecodeShapes
 class OverCache:
     """The buffers and the launch for a mask function over a cache.
 
-    ``launch`` writes ``states`` bytes, one per tile. Kernels take ``arguments`` in addition and write at most ``runs``
-    int32 numbers.
+    ``launch`` writes ``states`` bytes, one per tile. Kernels take ``arguments`` in addition and write at most
+    ``runs`` int32 numbers.
     """
 
     def __init__(self, x: DecodeShapes):

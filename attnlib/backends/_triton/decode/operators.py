@@ -26,8 +26,9 @@ from .shapes import DecodeShapes
 
 
 class DecodePlan(NamedTuple):
-    """The launches of a call: ``decode`` makes out and lse, or splits of them, ``floats`` in all, which ``combine``
-    joins. It is None where there are none. Where a function hides tiles, ``listed`` says what is made before."""
+    """The launches of a call: ``decode`` makes out and lse, or splits of them, ``floats`` in all, which
+    ``combine`` joins. It is None where there are none. Where a function hides tiles, ``listed`` says what is
+    made before."""
 
     decode: Launch
     variant: str
@@ -37,7 +38,9 @@ class DecodePlan(NamedTuple):
 
 
 class Cached:
-    """Attention over a cache, as an operator of this name; ``hopper`` says whether Hopper's own kernels may run."""
+    """Attention over a cache, as an operator of this name; ``hopper`` says whether Hopper's own kernels may
+    run.
+    """
 
     def __init__(self, name: str, *, hopper: bool):
         self.name, self.hopper = f"{name}_cached", hopper
@@ -55,10 +58,17 @@ class Cached:
         return cached_plan(self.key(a if given is not None else a._replace(schedule=_scheduled(a)))).variant
 
     def prepare(self, call: Call) -> Run | None:
-        """What runs a call again, on queries of the same layout, without optional tensors but their descale."""
+        """What runs a call again, on queries of the same layout, without optional tensors but their
+        descale.
+        """
         kv, spec, q, given = call.kv, call.spec, call.q, _schedule_of(call.kv)
         # torch decides fp32's products.
-        if spec.strided or spec.dtype == torch.float32 or given is None or not (q.numel() and kv.lengths.numel()):
+        if (
+            spec.strided
+            or spec.dtype == torch.float32
+            or given is None
+            or not (q.numel() and kv.lengths.numel())
+        ):
             return None
         a = flat_over_view(call, given)
         plan = cached_plan(self.key(a))
@@ -72,12 +82,16 @@ class Cached:
         size = plan.floats if call.lse else plan.floats + math.prod(lse_shape)
         blank_room, beyond = blank((size,), torch.float32, q.device), 4 * plan.floats
 
-        def run(q: Tensor, k: None, v: None, descales: Descales | None = None) -> tuple[Tensor, Tensor | None]:
+        def run(
+            q: Tensor, k: None, v: None, descales: Descales | None = None
+        ) -> tuple[Tensor, Tensor | None]:
             out, room = torch.empty_like(blank_out), torch.empty_like(blank_room)
             lse, at = None if blank_lse is None else torch.empty_like(blank_lse), room.data_ptr()
             at_lse = at + beyond if lse is None else lse.data_ptr()
             scale = None if descales is None else descales.q_descale
-            if launch.on((q.data_ptr(), out.data_ptr(), at_lse, at, 0 if scale is None else scale.data_ptr())):
+            if launch.on(
+                (q.data_ptr(), out.data_ptr(), at_lse, at, 0 if scale is None else scale.data_ptr())
+            ):
                 return out, lse
             return self.run(*a._replace(q=q, q_descale=scale))
 
@@ -108,7 +122,10 @@ class Cached:
 
 def _schedule_of(kv: KVView) -> Tensor | None:
     """The view's schedule; None if it is one for other layers, or of splits of another kind."""
-    if kv.schedule is None or (kv.schedule.shape[0], kv.schedule.shape[1] == 1) != (kv.layout.heads, kv.split_size > 0):
+    if kv.schedule is None or (kv.schedule.shape[0], kv.schedule.shape[1] == 1) != (
+        kv.layout.heads,
+        kv.split_size > 0,
+    ):
         return None
     return kv.schedule
 
@@ -128,7 +145,9 @@ def _tensors(a: CachedArguments) -> dict[str, Tensor | None]:
 def _scheduled(a: CachedArguments) -> Tensor:
     """A schedule for a call that has none."""
     limit = min(INT32, a.table.shape[1] * a.k.shape[1])
-    made = schedule.new_schedule(a.k.shape[2], a.lengths.shape[0], a.q.device, limit=limit, split_size=a.split_size)
+    made = schedule.new_schedule(
+        a.k.shape[2], a.lengths.shape[0], a.q.device, limit=limit, split_size=a.split_size
+    )
     schedule.update_schedule(made, a.starts, a.lengths, limit=limit, reach=None, split_size=a.split_size)
     return made
 
@@ -152,8 +171,8 @@ def _kernel(x: DecodeShapes) -> Callable:
 
 
 def _blocks(x: DecodeShapes, arguments: dict) -> dict[str, Block]:
-    """What descriptors load: of a key, and of its tail if it has one; in Hopper's own kernels, half of a latent or of
-    keys and values."""
+    """What descriptors load: of a key, and of its tail if it has one; in Hopper's own kernels, half of a
+    latent or of keys and values."""
     own, rows = x.hopper is not None, x.tiles.block_n
     pairs, width = own and x.case.itemsize == 1, arguments["D_MAIN"] // 2 if own else arguments["D_MAIN"]
     if own and not x.case.latent:
@@ -186,8 +205,12 @@ def cached_plan(key: Key) -> DecodePlan:
     if not x.scheduled:
         return DecodePlan(launch, variant, listed=listed)
     queries, slots = x.blocks * tiles.block_m if x.packed else x.s * x.group, x.b
-    splits = x.long_splits if x.long_splits > 1 else x.capacity // max(1, x.b)  # of a sequence, if all are alike
-    together, at_once, channels = decode_tables.joined(splits, width, x.b * x.g * queries * (x.long_splits == 1))
+    splits = (
+        x.long_splits if x.long_splits > 1 else x.capacity // max(1, x.b)
+    )  # of a sequence, if all are alike
+    together, at_once, channels = decode_tables.joined(
+        splits, width, x.b * x.g * queries * (x.long_splits == 1)
+    )
     rows = queries if x.b >= x.capacity else together  # where few sequences will have splits, few programs
     if x.long_splits > 1:
         rows, slots = decode_tables.TOGETHER, slots + x.long_slots

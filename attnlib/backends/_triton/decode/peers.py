@@ -1,8 +1,9 @@
 """Ranks of one host write queries and results into each other's memory, by kernels of their own.
 
-Two buffers suffice for all calls of a cache, one after the other. A rank writes queries when it has joined the results
-of the call before, and others have read their last queries before they said that their results are there. Results are
-written when all have said that their queries are there, and so have joined the results of the call before.
+Two buffers suffice for all calls of a cache, one after the other. A rank writes queries when it has joined
+the results of the call before, and others have read their last queries before they said that their results
+are there. Results are written when all have said that their queries are there, and so have joined the results
+of the call before.
 """
 
 import hashlib
@@ -22,15 +23,20 @@ from ..launching.launch import Launch, remembered
 if TYPE_CHECKING:  # importing it takes longer than importing this package
     from torch.distributed import ProcessGroup
 
-HALF = 32 << 20  # bytes for queries, and as many for results: of larger steps, NCCL's start counts for nothing
-TIMEOUT = 600_000  # milliseconds that a rank waits for the others, as NCCL does by default; then its kernel fails
+HALF = (
+    32 << 20
+)  # bytes for queries, and as many for results: of larger steps, NCCL's start counts for nothing
+TIMEOUT = (
+    600_000  # milliseconds that a rank waits for the others, as NCCL does by default; then its kernel fails
+)
 QUERIES = LaunchConfig(0, 4096, 1, 4)
 VALUES = 4096  # of a program that sends or joins results
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class PeerBuffers(NamedTuple):
-    """A buffer of this rank, of which every rank knows the ``addresses``, int64 ``[2, count]``: of queries, of results.
+    """A buffer of this rank, of which every rank knows the ``addresses``, int64 ``[2, count]``: of queries,
+    of results.
 
     ``handle`` is torch's; its barrier waits on the current stream until all ranks have come to it.
     """
@@ -42,7 +48,9 @@ class PeerBuffers(NamedTuple):
     count: int
 
     def exchange(self, q: Tensor, value_dim: int, *, have_own_heads: bool) -> "PeerExchange | None":
-        """What carries these queries and their results; None where they are too many, or a compiler follows them."""
+        """What carries these queries and their results; None where they are too many, or a compiler follows
+        them.
+        """
         widest = max(q.shape[-1], value_dim + 4)  # beside an output is its LSE
         is_taken = self.count * q.shape[:-1].numel() * widest * q.itemsize <= self.buffer.numel() // 2
         if not is_taken or q.itemsize > 4 or q.device != self.buffer.device or are_watched(q, q, q):
@@ -64,7 +72,9 @@ class PeerExchange(NamedTuple):
         return "by writing into each other's memory"
 
     def queries(self, q: Tensor, kv_heads: int) -> Tensor:
-        """As :meth:`attnlib.ranks.RankExchange.queries` says; they lie in this rank's memory until the next call."""
+        """As :meth:`attnlib.ranks.RankExchange.queries` says; they lie in this rank's memory until the next
+        call.
+        """
         memory, (*lead, heads, d) = self.memory, q.shape
         if self.have_own_heads:
             width, lines = heads // kv_heads * d, q.shape[:-2].numel() * kv_heads
@@ -79,20 +89,27 @@ class PeerExchange(NamedTuple):
         memory, (*lead, all_heads, e), s = self.memory, out.shape, lse.shape[-1]
         heads = all_heads // memory.count if self.have_own_heads else all_heads
         lines, dtypes = out.shape[:-2].numel() * heads, (out.dtype, dtype)
-        sizes = _Sizes(memory.rank, memory.count, lines, heads, all_heads, heads // kv_heads, s, e, self.have_own_heads)
+        sizes = _Sizes(
+            memory.rank, memory.count, lines, heads, all_heads, heads // kv_heads, s, e, self.have_own_heads
+        )
         send, join = _exchanging(out.device, sizes, dtypes)
         send.on({"out": out.contiguous(), "lse": lse.contiguous(), "addresses": memory.addresses[1]})
         memory.wait()
         half = memory.buffer.numel() // 2
         parts = _part(memory.buffer, half, (memory.count, lines, e), out.dtype)
         part_lse = _part(memory.buffer, half + sizes.bytes(out.dtype), (memory.count, lines), lse.dtype)
-        merged, merged_lse = out.new_empty(*lead, heads, e, dtype=dtype), lse.new_empty(*lse.shape[:-2], heads, s)
+        merged, merged_lse = (
+            out.new_empty(*lead, heads, e, dtype=dtype),
+            lse.new_empty(*lse.shape[:-2], heads, s),
+        )
         join.on({"part": parts, "part_lse": part_lse, "out": merged, "lse": merged_lse})
         return merged, merged_lse
 
 
 class _Sizes(NamedTuple):
-    """What decides how results are sent: of ``all_heads`` of a token to ``heads`` of each rank, so many to a group."""
+    """What decides how results are sent: of ``all_heads`` of a token to ``heads`` of each rank, so many to a
+    group.
+    """
 
     rank: int
     count: int
@@ -115,7 +132,9 @@ def _part(buffer: Tensor, first: int, shape: tuple[int, ...], dtype: torch.dtype
 
 
 @remembered
-def _sending_queries(device: torch.device, rank: int, count: int, lines: int, width: int, dtype: torch.dtype) -> Launch:
+def _sending_queries(
+    device: torch.device, rank: int, count: int, lines: int, width: int, dtype: torch.dtype
+) -> Launch:
     from ..kernels.peers import send_queries
 
     early, programs = arch_of(device) == 90, count * lines * -(-width // QUERIES.block_n)
@@ -124,16 +143,18 @@ def _sending_queries(device: torch.device, rank: int, count: int, lines: int, wi
 
 
 @remembered
-def _exchanging(device: torch.device, x: _Sizes, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Launch, Launch]:
+def _exchanging(
+    device: torch.device, x: _Sizes, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[Launch, Launch]:
     """The launches that send results, and that join them in another dtype."""
     from ..kernels.peers import join_results, send_results
 
     main, early = power_of_two(x.e), arch_of(device) == 90
     tiles = LaunchConfig(max(1, VALUES // main), 0, 1, 4)
     arguments = {
-        "lse_at": x.bytes(dtypes[0]), "lines": x.lines, "rank": x.rank, "heads": x.heads, "all_heads": x.all_heads,
-        "group": x.group, "s": x.s, "RANKS": x.count, "OWN": x.have_own_heads, "E": x.e, "E_MAIN": main,
-        "EARLY": early,
+        "lse_at": x.bytes(dtypes[0]), "lines": x.lines, "rank": x.rank, "heads": x.heads,
+        "all_heads": x.all_heads, "group": x.group, "s": x.s, "RANKS": x.count, "OWN": x.have_own_heads,
+        "E": x.e, "E_MAIN": main, "EARLY": early,
     }  # fmt: skip
     programs = -(-x.lines // tiles.block_m)
     send = Launch(send_results, programs * x.count, arguments, tiles, early=early)
@@ -155,7 +176,9 @@ def peer_memory(group: "ProcessGroup", device: torch.device) -> PeerBuffers | No
 
 
 def _are_near(group: "ProcessGroup", device: torch.device) -> bool:
-    """Whether all ranks are of one host, on GPUs of their own that reach each other: every rank says the same."""
+    """Whether all ranks are of one host, on GPUs of their own that reach each other: every rank says the
+    same.
+    """
     import torch.distributed as dist
 
     if "nccl" not in dist.get_backend(group):

@@ -9,26 +9,36 @@ from ..launching.launch import Launch, remembered
 from . import tables as decode_tables
 
 
-def new_schedule(heads: int, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0) -> Tensor:
-    """Room for a schedule of up to ``rows`` sequences, ``[heads, halvings, slots, 8]``, which all KV heads share; or
-    for splits of a ``split_size`` each, of at most ``limit`` tokens a sequence."""
+def new_schedule(
+    heads: int, rows: int, device: torch.device, *, limit: int = 0, split_size: int = 0
+) -> Tensor:
+    """Room for a schedule of up to ``rows`` sequences, ``[heads, halvings, slots, 8]``, which all KV heads
+    share; or for splits of a ``split_size`` each, of at most ``limit`` tokens a sequence."""
     capacity = decode_tables.capacity(layouts.processors(device), heads)
     halvings, slots = decode_tables.HALVINGS, decode_tables.slots(rows, capacity)
     if split_size:
         halvings, slots = 1, rows * -(-limit // split_size)
-    return torch.empty(halvings, slots, decode_tables.ENTRY, dtype=torch.int32, device=device).expand(heads, -1, -1, -1)
+    return torch.empty(halvings, slots, decode_tables.ENTRY, dtype=torch.int32, device=device).expand(
+        heads, -1, -1, -1
+    )
 
 
 def update_schedule(
     schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None, split_size: int = 0
 ) -> None:
-    """Cut sequences of these starts and lengths (at most ``limit``; the last ``reach`` tokens of them) into splits."""
-    plan = _plan(schedule.device, schedule.shape, len(lengths), limit, limit if reach is None else reach, split_size)
+    """Cut sequences of these starts and lengths (at most ``limit``; the last ``reach`` tokens of them) into
+    splits.
+    """
+    plan = _plan(
+        schedule.device, schedule.shape, len(lengths), limit, limit if reach is None else reach, split_size
+    )
     plan.on({"starts": starts, "lengths": lengths, "schedule": schedule})
 
 
 @remembered
-def _plan(device: torch.device, shape: torch.Size, batch: int, limit: int, reach: int, split_size: int) -> Launch:
+def _plan(
+    device: torch.device, shape: torch.Size, batch: int, limit: int, reach: int, split_size: int
+) -> Launch:
     from ..kernels.split_kv import schedule
 
     (heads, halvings, slots, _), lanes = shape, power_of_two(batch)

@@ -15,15 +15,19 @@ class DecodeShapes:
 
     def __init__(self, key: Key):
         self.a = a = key.layouts
-        (_, page_size, self.g, d), tail, e = a.k.shape, a.k_tail.shape[-1] if a.k_tail else 0, (a.v or a.k).shape[-1]
+        (_, page_size, self.g, d), tail, e = (
+            a.k.shape,
+            a.k_tail.shape[-1] if a.k_tail else 0,
+            (a.v or a.k).shape[-1],
+        )
         (self.b, columns), (self.s, self.h) = a.table.shape, a.q.shape[-3:-1]
         self.packed, self.group = a.cu_seqlens_q is not None, self.h // self.g
         self.max_tokens, planes = columns * page_size, [x for x in (a.k, a.k_tail, a.v) if x]
         self.case = decode_tables.DecodeCase(
             decode_tables.rows(self.s, self.b, self.group) if self.packed else self.s * self.group,
             d, tail, e, 4 if a.q.dtype.itemsize > 2 else a.k.dtype.itemsize, latent=a.v is None,
-            one=not self.packed and self.s == 1, page_size=0 if columns == 1 else page_size, arch=arch_of(key.device),
-            changed=a.score_program is not None,
+            one=not self.packed and self.s == 1, page_size=0 if columns == 1 else page_size,
+            arch=arch_of(key.device), changed=a.score_program is not None,
             aligned=key.aligned and all(x.is_in_lines for x in planes)
             and all(x == contiguous(x.shape, x.dtype) for x in (*planes, a.k_scale, a.v_scale) if x),
         )  # fmt: skip
@@ -41,7 +45,9 @@ class DecodeShapes:
         processors = layouts.processors(key.device)
         programs = self.g // self.heads * self.blocks  # of each split
         self.listed = a.mask_program is not None and not a.split_size
-        self.halvings = 0 if a.split_size else decode_tables.halvings(self.tiles, programs, self.g, whole=self.listed)
+        self.halvings = (
+            0 if a.split_size else decode_tables.halvings(self.tiles, programs, self.g, whole=self.listed)
+        )
         self.capacity = max(1, decode_tables.capacity(processors, self.g) >> self.halvings)
         self.slots = decode_tables.slots(self.b, self.capacity)
         self.scheduled = mean <= decode_tables.LONG or self.b < self.capacity
@@ -55,18 +61,30 @@ class DecodeShapes:
 
     def _count(self, processors: int) -> None:
         """Count the programs, and the lines that those write which have a split."""
-        # Slots for a split of a sequence each; packed, one more for what follows the last. Then those for whole blocks.
-        self.planned, self.long_slots, self.long_splits = (self.slots + self.packed) * self.scheduled, self.b, 1
-        if self.packed:  # with room for partial blocks; those of long sequences, which do not fit a slot, or of all
+        # Slots for a split of a sequence each; packed, one more for what follows the last. Then those for
+        # whole blocks.
+        self.planned, self.long_slots, self.long_splits = (
+            (self.slots + self.packed) * self.scheduled,
+            self.b,
+            1,
+        )
+        if (
+            self.packed
+        ):  # with room for partial blocks; those of long sequences, which do not fit a slot, or of all
             rows, fit = self.s * self.group, self.blocks * self.tiles.block_m
-            blocks, partial = rows // self.tiles.block_m, min(rows // fit, self.b + 1) if self.scheduled else self.b + 1
+            blocks, partial = (
+                rows // self.tiles.block_m,
+                min(rows // fit, self.b + 1) if self.scheduled else self.b + 1,
+            )
             self.long_slots = -(-(blocks + partial) // self.blocks)
             if self.scheduled and not self.a.split_size and (self.s - self.b + 1) * self.group > fit:
                 self.long_splits = decode_tables.long_splits(self.tiles, blocks * self.g, processors)
         elif self.scheduled:
             self.long_slots = 0
         of_lines = self.planned + (self.long_slots * self.long_splits if self.long_splits > 1 else 0)
-        self.programs = (self.planned + self.long_slots * self.long_splits) * (self.g // self.heads) * self.blocks
+        self.programs = (
+            (self.planned + self.long_slots * self.long_splits) * (self.g // self.heads) * self.blocks
+        )
         self.lines = of_lines * self.g * self.blocks * self.tiles.block_m
 
     def arguments(self) -> dict:
@@ -76,6 +94,7 @@ class DecodeShapes:
         full = self.tiles.tma or self.pairs or not (case.one or a.split_size)
         full = (full and a.mask_program is None) or self.listed
         return {
+
             **strides("bshd", q=a.q, o=contiguous((*a.q.shape[:-1], case.value_dim), result_dtype(a.q.dtype))),
             **strides("ptgd", k=a.k, v=a.v or a.k, t=a.k_tail or a.k),
             **strides("ptg", ks=a.k_scale, vs=a.v_scale or a.k_scale),
@@ -83,12 +102,13 @@ class DecodeShapes:
             "stride_table": a.table.strides[0], **scoring(a, self.h, self.max_tokens + self.s),
             "pages": a.k.shape[0], "batch": self.b, "group": self.group, "s": self.s, "slots": self.slots,
             "long": self.long_slots, "long_splits": self.long_splits, "lines": self.lines,
-            "schedule_offset": a.schedule.shape[2] * decode_tables.ENTRY * self.halvings, "BLOCKS": self.blocks,
-            "limit": min(INT32, self.max_tokens), "D": case.head_dim + case.tail, "D_MAIN": main, "D_TAIL": tail,
-            "TAIL": 0 if case.tail else main, "E": case.value_dim, "E_MAIN": value, "LATENT": case.latent,
-            "ONE": case.one, "SCHEDULED": self.scheduled, "SPLIT_SIZE": a.split_size, "NATIVE": case.arch > 0,
-            "FULL": full, "PAGE": case.page_size, **functions(a, bounds(a, self.b, self.h, self.max_tokens + self.s)),
-            "KV_HEADS": self.g, "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
+            "schedule_offset": a.schedule.shape[2] * decode_tables.ENTRY * self.halvings,
+            "BLOCKS": self.blocks, "limit": min(INT32, self.max_tokens), "D": case.head_dim + case.tail,
+            "D_MAIN": main, "D_TAIL": tail, "TAIL": 0 if case.tail else main, "E": case.value_dim,
+            "E_MAIN": value, "LATENT": case.latent, "ONE": case.one, "SCHEDULED": self.scheduled,
+            "SPLIT_SIZE": a.split_size, "NATIVE": case.arch > 0, "FULL": full, "PAGE": case.page_size,
+            **functions(a, bounds(a, self.b, self.h, self.max_tokens + self.s)), "KV_HEADS": self.g,
+            "EDGE": decode_tables.EDGE if self.tiles.tma else self.tiles.block_n, "TF32": self.tf32,
             "PAIRS": self.pairs, "HEADS": self.heads, "EARLY": self.case.arch == 90,
             **dict.fromkeys(("planes", "columns", "room", "GRAIN_M", "GRAIN")),  # where tiles are listed, others
         }  # fmt: skip

@@ -1,4 +1,6 @@
-"""How the decode kernels are launched: pure tables and rules, and the size of a schedule. Imports no triton."""
+"""How the decode kernels are launched: pure tables and rules, and the size of a schedule. Imports no
+triton.
+"""
 
 from typing import NamedTuple
 
@@ -13,17 +15,22 @@ RESIDENT = 4  # programs that an SM runs at once at most, which schedules count 
 LARGE = (80, 90, 100)  # chips with more than 99 KB of shared memory
 EDGE = 16  # tokens of the tiles around those that descriptors load
 TILE = 64  # rows of queries in a tile of few
-SMALLEST, LARGEST = 512, 4096  # tokens of the splits of long packed sequences, which have more rows than a tile
+SMALLEST, LARGEST = (
+    512,
+    4096,
+)  # tokens of the splits of long packed sequences, which have more rows than a tile
 LONG_SPLITS = 16  # of each of their blocks at most: more take longer to join than they spare
 TOGETHER = 16  # rows that a program joins where there are such splits
-JOINING = 256  # programs that join at least: 128 heads, 1 x 8k, 64 splits: 1,024 take 6.8 us, 512 4.8 and 256 3.7
+JOINING = (
+    256  # programs that join at least: 128 heads, 1 x 8k, 64 splits: 1,024 take 6.8 us, 512 4.8 and 256 3.7
+)
 LONG = 16  # query tokens of a sequence, on the mean, from which there may be enough programs without splits
 
 
 class DecodeCase(NamedTuple):
-    """What decides the tiles of a call: ``rows`` of queries for each sequence and KV head, the bytes of a stored value
-    (4 if what is computed with is fp32), whether every sequence has ``one`` query, the tokens of a page (0 where a
-    page holds all), and whether a function changes scores."""
+    """What decides the tiles of a call: ``rows`` of queries for each sequence and KV head, the bytes of a
+    stored value (4 if what is computed with is fp32), whether every sequence has ``one`` query, the tokens of
+    a page (0 where a page holds all), and whether a function changes scores."""
 
     rows: int
     head_dim: int
@@ -61,7 +68,8 @@ EIGHT_BIT = (
     (256, LaunchConfig(16, 64, 3, 4)),
     (576, LaunchConfig(16, 64, 3, 4)),  # 16 heads, 64 x 8k: 122; 16 x 32 138
 )
-# More rows, whose scores a function changes, which takes registers: of 128 rows it spills 328 bytes (none was timed).
+# More rows, whose scores a function changes, which takes registers: of 128 rows it spills 328 bytes (none was
+# timed).
 MANY_ROWS_CHANGED = ((128, LaunchConfig(64, 64, 3, 8)), *MANY_ROWS[1:])
 # Batch-invariant calls, whatever the rows.
 BATCH_INVARIANT = (
@@ -80,23 +88,29 @@ LATENT_FEW = LaunchConfig(16, 64, 3, 8, resident=1)
 LATENT_MANY = LaunchConfig(64, 64, 2, 8, tma=True, resident=1)
 # Latents of 512 + 64 in Hopper's own kernels: rows as columns of products, or as their 64 rows.
 HOPPER_FEW = LaunchConfig(16, 64, 2, 4, tma=True, resident=1)
-HOPPER_MANY = LaunchConfig(64, 64, 3, 4, tma=True, resident=1)  # 32 heads, 64 x 8k: 168; in two blocks of few, 183
-# Of stored bytes; 32 heads, 64 x 8k: 156 in fp8 and 182 in int8; as 64 rows, of bytes made 16 bits, 183 and 188.
+HOPPER_MANY = LaunchConfig(
+    64, 64, 3, 4, tma=True, resident=1
+)  # 32 heads, 64 x 8k: 168; in two blocks of few, 183
+# Of stored bytes; 32 heads, 64 x 8k: 156 in fp8 and 182 in int8; as 64 rows, of bytes made 16 bits, 183 and
+# 188.
 HOPPER_BYTES = LaunchConfig(16, 64, 4, 4, tma=True, resident=1)
 MOST_OF_BYTES = 32  # rows, in two blocks
 
-# 128 channels in kernels of their own: 16 rows for all warps, or for each half of them. us, pages of 16, own / cuDNN:
-# 16 x 8k 129.4 / 124.0, 128 x 1k 128.5 / 126.2, 64 x 8k 487 / 480, 1 x 128k 129.6 / 126.7; of 32 rows, MQA 64 x 8k
-# 70.7 / 82.8. In bytes 64 x 8k, own / plain: int8 255 / 282, fp8 255 / 277; 16 x 1k 14.3 / 15.2. 1 x 1k 7.4 / 6.5.
-# Fewer loads in flight are faster. By slots: 16 x 8k 126.8 with two, 127.6 with three; int8 255, 258; MQA 72.4 with
-# two, 70.8 with three, 73.0 with four, 76.6 with six.
+# 128 channels in kernels of their own: 16 rows for all warps, or for each half of them. us, pages of 16, own
+# / cuDNN: 16 x 8k 129.4 / 124.0, 128 x 1k 128.5 / 126.2, 64 x 8k 487 / 480, 1 x 128k 129.6 / 126.7; of 32
+# rows, MQA 64 x 8k 70.7 / 82.8. In bytes 64 x 8k, own / plain: int8 255 / 282, fp8 255 / 277; 16 x 1k 14.3 /
+# 15.2. 1 x 1k 7.4 / 6.5. Fewer loads in flight are faster. By slots: 16 x 8k 126.8 with two, 127.6 with
+# three; int8 255, 258; MQA 72.4 with two, 70.8 with three, 73.0 with four, 76.6 with six.
 HOPPER_PAGES = LaunchConfig(16, 16, 2, 8, tma=True, resident=1)
 HOPPER_PAGES_MANY = LaunchConfig(32, 16, 3, 4, tma=True, resident=1)
-HELD = 1 << 17  # tokens times KV heads that a cache must have room for: 64 MB, which is more than the L2 cache holds
+HELD = (
+    1 << 17
+)  # tokens times KV heads that a cache must have room for: 64 MB, which is more than the L2 cache holds
 
 
 def hopper(case: DecodeCase, held: int) -> LaunchConfig | None:
-    """Tiles of Hopper's own kernels over latents of 512 + 64, or keys and values of 128; None where a plain one runs.
+    """Tiles of Hopper's own kernels over latents of 512 + 64, or keys and values of 128; None where a plain
+    one runs.
 
     >>> case = DecodeCase(128, 512, 64, 512, 2, True, True, 64, 90, True)
     >>> hopper(case, 1).block_m, hopper(case._replace(rows=16), 1).block_m, hopper(case._replace(page_size=16), 1)
@@ -123,7 +137,8 @@ def hopper(case: DecodeCase, held: int) -> LaunchConfig | None:
 
 
 def together(kv_heads: int, config: LaunchConfig | None) -> int:
-    """KV heads that a program reads: all that lie side by side, one a warp, in Hopper's own kernel over pages.
+    """KV heads that a program reads: all that lie side by side, one a warp, in Hopper's own kernel over
+    pages.
 
     >>> [together(heads, HOPPER_PAGES) for heads in (1, 6, 32)], together(8, None)
     ([1, 2, 8], 1)
@@ -150,7 +165,9 @@ def decode(case: DecodeCase) -> LaunchConfig:
     config = fitting(table, widest)
     if table is small:
         block_m = min(TILE, power_of_two(case.rows))
-        config = config._replace(block_m=block_m, stages=config.stages if block_m == 16 else min(3, config.stages))
+        config = config._replace(
+            block_m=block_m, stages=config.stages if block_m == 16 else min(3, config.stages)
+        )
     elif widest > 256 and case.itemsize == 1 and case.arch == 100:
         config = config._replace(stages=1)  # loads in flight are more than triton 3.6 can compile
     return _with_less(config, case)
@@ -186,7 +203,8 @@ def _with_less(config: LaunchConfig, case: DecodeCase) -> LaunchConfig:
 def rows(tokens: int, batch: int, group: int) -> int:
     """The rows of a packed sequence that tiles are chosen for, of ``tokens`` queries of all sequences.
 
-    Those of the mean; or up to a tile all that one sequence may have, since each block of more rows reads all keys.
+    Those of the mean; or up to a tile all that one sequence may have, since each block of more rows reads all
+    keys.
 
     >>> rows(64, 64, 4), rows(72, 64, 4), rows(319, 64, 7), rows(1000, 10, 4)
     (4, 36, 63, 400)
@@ -196,7 +214,8 @@ def rows(tokens: int, batch: int, group: int) -> int:
 
 
 def halvings(config: LaunchConfig, programs: int, kv_heads: int, *, whole: bool = False) -> int:
-    """How often the capacity is halved for so many programs to each split of all KV heads; ``whole``: of whole tiles.
+    """How often the capacity is halved for so many programs to each split of all KV heads; ``whole``: of
+    whole tiles.
 
     >>> halvings(FEW_ROWS[0][1], 8, 8), halvings(HOPPER_PAGES, 1, 8), halvings(HOPPER_PAGES, 1, 1)
     (2, 0, 2)
@@ -216,13 +235,15 @@ def long_splits(config: LaunchConfig, blocks: int, processors: int) -> int:
 
 
 def capacity(processors: int, kv_heads: int) -> int:
-    """Splits, of all sequences, that fill a GPU of so many multiprocessors if a program has 4 KV heads at least."""
+    """Splits, of all sequences, that fill a GPU of so many multiprocessors if a program has 4 KV heads at
+    least.
+    """
     return max(1, RESIDENT * processors // min(kv_heads, RESIDENT))
 
 
 def joined(splits: int, width: int, rows: int) -> tuple[int, int, int]:
-    """Rows, splits and channels that a program joins at once, of ``rows`` in all: of as many splits as sequences have
-    if all are alike.
+    """Rows, splits and channels that a program joins at once, of ``rows`` in all: of as many splits as
+    sequences have if all are alike.
 
     >>> joined(2, 512, 4096), joined(4, 128, 512), joined(22, 512, 384), joined(66, 512, 128), joined(132, 512, 16)
     ((4, 2, 512), (8, 4, 128), (2, 16, 256), (4, 64, 64), (1, 128, 32))
@@ -239,7 +260,9 @@ def slots(batch: int, capacity: int) -> int:
 
 
 def widths_of(head_dim: int, tail: int, value_dim: int) -> tuple[int, int, int]:
-    """Channels of the blocks that hold a key, the rest of a key (latent storage has its own plane for it), a value."""
+    """Channels of the blocks that hold a key, the rest of a key (latent storage has its own plane for it), a
+    value.
+    """
     if tail:
         return power_of_two(head_dim), power_of_two(tail), power_of_two(value_dim)
     return widths(head_dim, value_dim)

@@ -27,8 +27,11 @@ def cannot_store(dtype: torch.dtype, device: torch.device) -> list[str]:
     return against(dtype, device.type, arch_of(device), interpreted=device.type == "cpu" and is_interpreted())
 
 
-def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> Write | None:
-    """Store tokens in the planes in place, rotated and quantised on the way; slots outside the planes are skipped.
+def write_cache(
+    kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None
+) -> Write | None:
+    """Store tokens in the planes in place, rotated and quantised on the way; slots outside the planes are
+    skipped.
 
     Returns what writes other tensors of the same layouts to the same slots, where nobody watches this call.
     """
@@ -45,7 +48,9 @@ def write_cache(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: 
     return _prepared(a) if all(x is y for x, y in zip(a, given, strict=True)) else None
 
 
-def _arguments(kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None) -> WriteArguments:
+def _arguments(
+    kv: KVView, k: Tensor, v: Tensor | None, slots: Tensor, angles: Angles | None
+) -> WriteArguments:
     latent, cos, sin, interleaved = kv.layout.is_latent, None, None, False
     planes = (kv.k, kv.k_tail, kv.k_scale, None) if latent else (kv.k, kv.v, kv.k_scale, kv.v_scale)
     if angles is not None:
@@ -78,7 +83,11 @@ def _is_followed(k: Tensor, v: Tensor | None, cos: Tensor | None) -> bool:
 
 def _as_bytes(a: WriteArguments) -> WriteArguments:
     """fp8 planes as bytes, since Triton takes none of them before sm_89."""
-    fp8 = {name: x for name in ("k", "v") if (x := getattr(a, name)) is not None and x.dtype == torch.float8_e4m3fn}
+    fp8 = {
+        name: x
+        for name in ("k", "v")
+        if (x := getattr(a, name)) is not None and x.dtype == torch.float8_e4m3fn
+    }
     return a._replace(**{name: x.view(torch.uint8) for name, x in fp8.items()}) if fp8 else a
 
 
@@ -102,21 +111,25 @@ def plan(key: Key) -> Launch:
     for x, width in ((a.new_k, d), (a.new_v, e)):
         expected = (*lead, width) if a.latent else (*lead, heads, width)
         if x and (x.shape != expected or prod(lead) != prod(a.slots.shape) or len(lead) not in (1, 2)):
-            raise ValueError(f"k, v: expected {expected} for {prod(a.slots.shape)} slots, got {tuple(x.shape)}")
+            raise ValueError(
+                f"k, v: expected {expected} for {prod(a.slots.shape)} slots, got {tuple(x.shape)}"
+            )
     rows, pairs = prod(lead) * heads, a.cos.shape[-1] if a.cos else 0
     widest = max(power_of_two(d), power_of_two(e))
     tiles = LaunchConfig(max(1, fitting(TILES, rows * widest) // widest), 0, 1, 4)
     programs = -(-rows // tiles.block_m)
     if max(programs * tiles.block_m, pages * page_size) > INT32:
-        raise NotImplementedError(f"triton: int32 counts neither {rows} rows nor {pages * page_size} slots of a cache")
+        raise NotImplementedError(
+            f"triton: int32 counts neither {rows} rows nor {pages * page_size} slots of a cache"
+        )
     early = arch_of(key.device) == 90
     arguments = {
-        **strides("ptgd", k=a.k, v=a.v), **strides("ptg", ks=a.k_scale, vs=a.v_scale), **strides("bsp", a=a.cos),
-        "stride_nkh": 0, "stride_nvh": 0, **strides("bsd" if a.latent else "bshd", nk=a.new_k, nv=a.new_v),
-        "rows": rows, "heads": heads, "s": lead[-1], "page_size": page_size, "slots": pages * page_size,
-        "D": d, "D_ALL": power_of_two(d), "E": e, "E_ALL": power_of_two(e),
-        "PAIRS_K": 0 if a.latent else pairs, "PAIRS_V": pairs if a.latent else 0, "INTERLEAVED": a.interleaved,
-        "EARLY": early,
+        **strides("ptgd", k=a.k, v=a.v), **strides("ptg", ks=a.k_scale, vs=a.v_scale),
+        **strides("bsp", a=a.cos), "stride_nkh": 0, "stride_nvh": 0,
+        **strides("bsd" if a.latent else "bshd", nk=a.new_k, nv=a.new_v), "rows": rows, "heads": heads,
+        "s": lead[-1], "page_size": page_size, "slots": pages * page_size, "D": d, "D_ALL": power_of_two(d),
+        "E": e, "E_ALL": power_of_two(e), "PAIRS_K": 0 if a.latent else pairs,
+        "PAIRS_V": pairs if a.latent else 0, "INTERLEAVED": a.interleaved, "EARLY": early,
     }  # fmt: skip
     if a.cos and a.cos.shape[0] == 1:  # the angles of one batch entry are those of all
         arguments["stride_ab"] = 0

@@ -1,6 +1,6 @@
 """Attention without a cache, dense or packed.
 
 ``operators.py`` is called by torch, ``shapes.py`` derives sizes and strides from layouts, ``generic.py`` and
-``hopper.py`` plan the launches, and ``tables.py`` and ``hopper_tables.py`` choose tiles. To add a faster tile, add a
-table entry.
+``hopper.py`` plan the launches, and ``tables.py`` and ``hopper_tables.py`` choose tiles. To add a faster
+tile, add a table entry.
 """

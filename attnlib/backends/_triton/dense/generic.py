@@ -8,7 +8,9 @@ from .shapes import BackwardShapes, DenseShapes
 
 
 def forward(x: DenseShapes) -> tuple[tuple[Launch, ...], int]:
-    """The launches of a forward, which makes out and lse, and how many numbers of ``lists`` the first one makes."""
+    """The launches of a forward, which makes out and lse, and how many numbers of ``lists`` the first one
+    makes.
+    """
     from ..kernels.forward import forward
 
     tiles = tables.forward(x.case, keys=x.length)
@@ -21,9 +23,10 @@ def forward(x: DenseShapes) -> tuple[tuple[Launch, ...], int]:
 class Backward(NamedTuple):
     """The launches of a backward.
 
-    ``prepare`` makes lse2 and delta, ``keys`` dk and dv, and ``queries`` dq and, of each head, so many ``shares`` of
-    the slopes' gradient; None without slopes. Of so many ``sums`` in fp32, zeros to begin with, ``keys`` may make what
-    ``queries`` makes dq of. Where a function hides tiles, so many numbers of ``lists`` are made before either.
+    ``prepare`` makes lse2 and delta, ``keys`` dk and dv, and ``queries`` dq and, of each head, so many
+    ``shares`` of the slopes' gradient; None without slopes. Of so many ``sums`` in fp32, zeros to begin with,
+    ``keys`` may make what ``queries`` makes dq of. Where a function hides tiles, so many numbers of ``lists``
+    are made before either.
     """
 
     prepare: Launch

@@ -1,4 +1,6 @@
-"""Which kernels run a call without a cache: Hopper's own where there are some for it, the plain ones elsewhere."""
+"""Which kernels run a call without a cache: Hopper's own where there are some for it, the plain ones
+elsewhere.
+"""
 
 from typing import NamedTuple
 
@@ -25,7 +27,8 @@ ROWS = 64  # queries or keys of a warpgroup
 class Forward(NamedTuple):
     """The launches of a forward. Where it is ``drawn``, programs of the last draw their tiles from a counter.
 
-    The first of two writes values in another order, in the shape of ``turned``, or so many numbers of ``lists``.
+    The first of two writes values in another order, in the shape of ``turned``, or so many numbers of
+    ``lists``.
     """
 
     launches: tuple[Launch, ...]
@@ -37,7 +40,8 @@ class Forward(NamedTuple):
     def counter(self, device: torch.device) -> Tensor | None:
         """The counter for a launch on the current stream.
 
-        Launches on the default stream share one. Others may be captured, and what they allocate may be a graph's.
+        Launches on the default stream share one. Others may be captured, and what they allocate may be a
+        graph's.
         """
         if not self.drawn:
             return None
@@ -62,7 +66,9 @@ def states(key: Key) -> tuple[Launch, tuple[int, ...]]:
 def forward(key: Key) -> Forward:
     """The launches of a forward, which makes out and lse."""
     x, a = DenseShapes(key), key.layouts
-    takes = a.dropout_p == 0 and a.origin is None and x.out.is_in_lines  # pieces of a call have not been tried
+    takes = (
+        a.dropout_p == 0 and a.origin is None and x.out.is_in_lines
+    )  # pieces of a call have not been tried
     takes = takes and not (x.case.by_function and x.case.itemsize == 1)
     config = None
     if key.hopper and takes and has_gluon():
@@ -92,12 +98,16 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, drawn: bool, proce
     pairs, wave = x.waves(x.h, 0 if x.are_alike else hopper_tables.L2)
     tiles = pairs * x.blocks(x.s, block_m)
     arguments = x.arguments | config.constants | {"heads_per_wave": wave, "tiles": tiles}
-    blocks, launched = _blocks(x, q=ROWS, k=block_n, v=block_n, out=ROWS), LaunchConfig(block_m, block_n, 1, 4)
+    blocks, launched = (
+        _blocks(x, q=ROWS, k=block_n, v=block_n, out=ROWS),
+        LaunchConfig(block_m, block_n, 1, 4),
+    )
     kernel, before, turned = forward, (), ()
     if x.case.itemsize == 1:
         (planes, _), key_blocks = x.waves(x.g), x.blocks(x.t, block_n)
         turned = (planes // x.g, arguments["E"], x.g, key_blocks * block_n)
-        # Eight warps: 25 us where four take 42 (d64), and 24 as with four elsewhere; a copy of the same bytes takes 22.
+        # Eight warps: 25 us where four take 42 (d64), and 24 as with four elsewhere; a copy of the same bytes
+        # takes 22.
         before = (Launch(turn_values, planes * key_blocks, arguments, launched._replace(warps=8)),)
         kernel, blocks["v_desc"] = forward_fp8, Block("turned", arguments["E_MAIN"], block_n, gluon=True)
     lists = 0
@@ -109,7 +119,9 @@ def _hopper_forward(x: DenseShapes, config: ForwardConfig, *, drawn: bool, proce
 
 
 def _blocks(x: DenseShapes, **rows: int) -> dict[str, Block]:
-    """By the kernel's parameters what is loaded at once of each tensor: so many rows, of the channels of a block."""
+    """By the kernel's parameters what is loaded at once of each tensor: so many rows, of the channels of a
+    block.
+    """
     main, tail, value = (x.arguments[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
     found = {}
     for name, n in rows.items():
@@ -121,7 +133,9 @@ def _blocks(x: DenseShapes, **rows: int) -> dict[str, Block]:
 
 
 def in_order(key: Key) -> Key:
-    """The key of a backward. Hopper's own adds to dq in any order, unless torch has been asked for a fixed one."""
+    """The key of a backward. Hopper's own adds to dq in any order, unless torch has been asked for a fixed
+    one.
+    """
     return key._replace(in_order=True) if torch.are_deterministic_algorithms_enabled() else key
 
 
@@ -140,8 +154,8 @@ def backward(key: Key, dout: tuple, dlse: tuple | None) -> Backward:
 def _takes_functions(a: Arguments, config: BackwardConfig, *, in_order: bool) -> bool:
     """Whether Hopper's backward runs the functions of a call.
 
-    In a fixed order, programs rely on bands. Atomics, by which what scores read learns, crash ptxas beside products;
-    and there is no room for scores, where a derivative needs them.
+    In a fixed order, programs rely on bands. Atomics, by which what scores read learns, crash ptxas beside
+    products; and there is no room for scores, where a derivative needs them.
     """
     if in_order or not config.apart:
         return False
@@ -152,18 +166,21 @@ def _hopper_backward(x: BackwardShapes, config: BackwardConfig, *, in_order: boo
     from ..kernels.hopper.backward.kernel import backward
     from ..kernels.hopper.backward.results import finish_queries
 
-    # As in a forward, and their queries and sums of dq are in the L2 cache too. In a fixed order few programs of a head
-    # should run at once, since they begin one after the other: full 8k d128 one head 470 TFLOP/s, two 489, four 513.
+    # As in a forward, and their queries and sums of dq are in the L2 cache too. In a fixed order few programs
+    # of a head should run at once, since they begin one after the other: full 8k d128 one head 470 TFLOP/s,
+    # two 489, four 513.
     pairs, wave = x.waves(x.g, 0 if x.are_alike and not in_order else hopper_tables.BACKWARD_L2)
     tiles, heads = x.blocks(x.s, config.block_m), x.rows * x.h
     sums = heads * tiles * config.block_m * (x.arguments["D_MAIN"] + x.arguments["D_TAIL"])
     arguments = x.arguments | config.constants | {"heads_per_wave": wave, "dq_tiles": tiles, "sums": sums}
-    # After the program of the next keys, the shortest come first and none waits long: causal 8k d128 512 TFLOP/s, the
-    # other way 426. Where heads share keys programs are few, and the longest must not be the last: GQA 4k 470 and 405.
+    # After the program of the next keys, the shortest come first and none waits long: causal 8k d128 512
+    # TFLOP/s, the other way 426. Where heads share keys programs are few, and the longest must not be the
+    # last: GQA 4k 470 and 405.
     arguments["AFTER"] = (-1 if x.h > x.g else 1) if in_order else 0
     blocks = _blocks(x, q=config.block_m, k=ROWS, dout=config.block_m, v=ROWS, dk=ROWS, dv=ROWS)
     launched = LaunchConfig(config.block_m, 0, 1, 4)
-    # In a fixed order, a counter from which programs draw their work, and whose turn it is at each tile of sums.
+    # In a fixed order, a counter from which programs draw their work, and whose turn it is at each tile of
+    # sums.
     room, programs = sums + (1 + heads * tiles) * in_order, pairs * x.blocks(x.t, ROWS * config.tiles)
     before, lists = None, 0
     if x.states is not None:

@@ -11,7 +11,9 @@ from .shapes import DenseShapes
 
 
 class Lists(NamedTuple):
-    """The launch that makes ``lists``, so many numbers of int32, and what kernels need to find their lines in it."""
+    """The launch that makes ``lists``, so many numbers of int32, and what kernels need to find their lines in
+    it.
+    """
 
     launch: Launch
     numbers: int
@@ -42,7 +44,12 @@ def lists(x: DenseShapes, tiles: LaunchConfig, *, by_keys: bool) -> Lists:
         "stride_list_h": of_plane if planes > 1 else 0,
     }  # fmt: skip
     arguments = x.arguments | _counts(x, sequences, planes) | found
-    arguments |= {"stride_state_b": of_sequence, "stride_state_h": of_head, "BY_KEYS": by_keys, "GROUP": group}
+    arguments |= {
+        "stride_state_b": of_sequence,
+        "stride_state_h": of_head,
+        "BY_KEYS": by_keys,
+        "GROUP": group,
+    }
     config = LaunchConfig(tiles.block_m, tiles.block_n, 1, 4)
     launch = Launch(list_tiles, sequences * planes * blocks, arguments, config)
     return Lists(launch, sequences * planes * of_plane, found)

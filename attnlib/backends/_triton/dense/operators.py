@@ -20,7 +20,9 @@ from . import hopper as variants
 
 
 class Dense:
-    """Attention without a cache, as operators of this name; ``hopper`` says whether Hopper's own kernels may run."""
+    """Attention without a cache, as operators of this name; ``hopper`` says whether Hopper's own kernels may
+    run.
+    """
 
     def __init__(self, name: str, *, hopper: bool):
         self.hopper = hopper
@@ -62,7 +64,14 @@ class Dense:
         blank_out = blank((*batch, s, h, given.v.shape[-1]), result_dtype(q.dtype), q.device)
         blank_lse, device = blank((*batch, h, s), torch.float32, q.device), q.device
         on = Repeated(
-            plan.launches, a._asdict() | {"lists": None}, *"qkv", "out", "lse", "counter", "turned", *Descales._fields
+            plan.launches,
+            a._asdict() | {"lists": None},
+            *"qkv",
+            "out",
+            "lse",
+            "counter",
+            "turned",
+            *Descales._fields,
         ).on
 
         def run(q: Tensor, k: Tensor, v: Tensor, descales: Descales | None = None) -> tuple[Tensor, Tensor]:
@@ -71,7 +80,9 @@ class Dense:
             others = [0 if x is None else x.data_ptr() for x in (counter, turned, *(descales or (None,) * 3))]
             if on((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *others)):
                 return out, lse
-            return self._forward(*a._replace(q=q, k=k, v=v, **({} if descales is None else descales._asdict())))
+            return self._forward(
+                *a._replace(q=q, k=k, v=v, **({} if descales is None else descales._asdict()))
+            )
 
         return run
 
@@ -91,7 +102,12 @@ class Dense:
         a = self._with_tiles(readable(Arguments(*arguments)))
         out, lse = outputs(a.q, a.v)
         plan = variants.forward(self._key(a))
-        made = {"out": out, "lse": lse, "counter": plan.counter(a.q.device), "turned": a.v.new_empty(plan.turned)}
+        made = {
+            "out": out,
+            "lse": lse,
+            "counter": plan.counter(a.q.device),
+            "turned": a.v.new_empty(plan.turned),
+        }
         made |= _lists(a, plan.lists) | captured(a)
         for launch in plan.launches:
             launch.on(a._asdict() | made)
@@ -122,15 +138,20 @@ class Dense:
         dslopes = None if plan.shares is None else lse.new_zeros((*lse.shape[:-1], plan.shares))
         lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
         tensors = a._asdict() | {
-            "out": out, "lse": lse, "dout": dout, "dlse": dlse, "dslopes": dslopes, "lse2": lse2, "delta": delta,
-            "dq": dq, "dk": dk, "dv": dv, "dq_sums": lse.new_zeros(plan.sums) if plan.sums else None,
+            "out": out, "lse": lse, "dout": dout, "dlse": dlse, "dslopes": dslopes, "lse2": lse2,
+            "delta": delta, "dq": dq, "dk": dk, "dv": dv,
+            "dq_sums": lse.new_zeros(plan.sums) if plan.sums else None,
         }  # fmt: skip
         tensors |= _lists(a, plan.lists) | captured(a, dcaptured)
         for launch in plan.launches:
             launch.on(tensors)
         if dslopes is not None:
             cu = a.cu_seqlens_q
-            dslopes = dslopes.sum(-1) if cu is None else _by_sequence(dslopes, cu, plan.queries.arguments["BLOCK_M"])
+            dslopes = (
+                dslopes.sum(-1)
+                if cu is None
+                else _by_sequence(dslopes, cu, plan.queries.arguments["BLOCK_M"])
+            )
         return dq, dk, dv, dslopes, delta
 
 
@@ -145,7 +166,9 @@ class _RepeatedBackward:
         self._blanks = [blank(x.shape, x.dtype, x.device) for x in (q, k, v)]
         self._strides = q.stride(), k.stride(), v.stride(), self._out.strides, lse.strides
         self._rows = -(-math.prod(lse.shape) // 4) * 4  # in which every line begins at a multiple of 16 bytes
-        self._planned: dict[bool, tuple[Repeated, Callable[[], Tensor]]] = {}  # by whether torch wants it deterministic
+        self._planned: dict[
+            bool, tuple[Repeated, Callable[[], Tensor]]
+        ] = {}  # by whether torch wants it deterministic
 
     def __call__(
         self, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
@@ -182,9 +205,11 @@ def _lists(a: Arguments, numbers: int) -> dict[str, Tensor | None]:
 
 
 def _by_sequence(shares: Tensor, cu_q: Tensor, block: int) -> Tensor:
-    """What programs ``[h, blocks]`` found of the slopes' gradient, added up for each packed sequence, ``[b, h]``."""
-    # Sequence n owns programs from cu[n] // block + n on. A product with ones has a fixed order of sums. What is not
-    # finite is counted apart, since 0 times it is NaN.
+    """What programs ``[h, blocks]`` found of the slopes' gradient, added up for each packed sequence, ``[b,
+    h]``.
+    """
+    # Sequence n owns programs from cu[n] // block + n on. A product with ones has a fixed order of sums. What
+    # is not finite is counted apart, since 0 times it is NaN.
     firsts = cu_q // block + torch.arange(len(cu_q), device=cu_q.device, dtype=torch.int32)
     at = torch.arange(shares.shape[-1], device=firsts.device)[:, None]
     owned = ((at >= firsts[:-1]) & (at < firsts[1:])).double()

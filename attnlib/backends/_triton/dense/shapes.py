@@ -40,7 +40,9 @@ class DenseShapes:
         self.are_alike = hides_nothing(a) and not self.packed
         self.bounded = not (a.key_starts is a.key_ends is a.origin is None)  # each sequence of its own
         self.bounds = bounds(a, self.batch, self.h, self.s + self.t)
-        self.states = None if a.mask_program is None else self._states(Program(a.mask_program), a.origin is not None)
+        self.states = (
+            None if a.mask_program is None else self._states(Program(a.mask_program), a.origin is not None)
+        )
         main, tail, value = widths(d, e)
         self.out = contiguous((*a.q.shape[:-1], e), result_dtype(a.q.dtype))
         self.arguments = {
@@ -72,7 +74,9 @@ class DenseShapes:
             return pairs, pairs
         return pairs, tables.heads_per_wave(self.case, keys=self.t, pairs=pairs, group=group, cache=cache)
 
-    def launch(self, kernel: Callable, tiles: LaunchConfig, arguments: dict, *, of_keys: bool = False) -> Launch:
+    def launch(
+        self, kernel: Callable, tiles: LaunchConfig, arguments: dict, *, of_keys: bool = False
+    ) -> Launch:
         """The launch with a program for each block of queries, or of keys, of each head of a sequence."""
         heads, length, block, loaded = self.h, self.s, tiles.block_m, tiles.block_n
         if of_keys:
@@ -81,9 +85,14 @@ class DenseShapes:
         blocks, (first, second) = {}, ("q", "dout") if of_keys else ("k", "v")
         if tiles.tma:
             main, tail, value = (arguments[name] for name in ("D_MAIN", "D_TAIL", "E_MAIN"))
-            blocks = {f"{first}_desc": Block(first, loaded, main), f"{second}_desc": Block(second, loaded, value)}
+            blocks = {
+                f"{first}_desc": Block(first, loaded, main),
+                f"{second}_desc": Block(second, loaded, value),
+            }
             blocks |= {f"{first}_tail_desc": Block(first, loaded, tail)} if tail else {}
-        return Launch(kernel, pairs * self.blocks(length, block), arguments | {"heads_per_wave": wave}, tiles, blocks)
+        return Launch(
+            kernel, pairs * self.blocks(length, block), arguments | {"heads_per_wave": wave}, tiles, blocks
+        )
 
 
 class BackwardShapes(DenseShapes):

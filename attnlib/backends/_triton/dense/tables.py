@@ -5,7 +5,9 @@ from typing import NamedTuple
 from ....masks.function import GRAIN as GRAIN
 from ..launching.config import LaunchConfig, fitting, widths
 
-L2 = 24 << 20  # bytes of keys and values that a heads_per_wave of heads may hold: about half of an H200's L2 cache
+L2 = (
+    24 << 20
+)  # bytes of keys and values that a heads_per_wave of heads may hold: about half of an H200's L2 cache
 WIDEST = 576  # MLA's latent and rotary channels
 WIDEST_VALUE = 512  # of which a tile holds a power of two
 WIDEST_BACKWARD = 256
@@ -16,8 +18,8 @@ FARTHEST = 2**24  # elements between rows, which int32 offsets within a tile of 
 
 class DenseCase(NamedTuple):
     """What decides the tiles of a call. ``plain`` scores have no options and no dropout; ``aligned`` rows
-    begin at multiples of 16 bytes. Masks or scores are ``by_function``; scores are ``changed`` by one, with so many
-    ``exponentials``; at each pair, functions read ``gathers`` tensors."""
+    begin at multiples of 16 bytes. Masks or scores are ``by_function``; scores are ``changed`` by one, with
+    so many ``exponentials``; at each pair, functions read ``gathers`` tensors."""
 
     head_dim: int
     value_dim: int
@@ -32,21 +34,25 @@ class DenseCase(NamedTuple):
     gathers: int = 0
 
 
-# By the widest head that fits; bf16 on an H200, 2026-11. Milliseconds of the cases of bench/cases.py at 8k, warm, by
-# tiles of queries x keys; "T" loads by descriptors.
+# By the widest head that fits; bf16 on an H200, 2026-11. Milliseconds of the cases of bench/cases.py at 8k,
+# warm, by tiles of queries x keys; "T" loads by descriptors.
 FORWARD_CAUSAL = (
-    (64, LaunchConfig(128, 64, 3, 8, registers=128)),  # 1.38, T 1.45; 64 x 64 with 4 warps and 168 registers 1.47
+    (
+        64,
+        LaunchConfig(128, 64, 3, 8, registers=128),
+    ),  # 1.38, T 1.45; 64 x 64 with 4 warps and 168 registers 1.47
     (128, LaunchConfig(128, 128, 3, 8, tma=True)),  # 1.16; without T 1.29, 64 x 64 with 4 warps 1.21
     (192, LaunchConfig(128, 64, 3, 8)),  # values of 128: 1.38, T 1.42
     (256, LaunchConfig(128, 64, 2, 8, tma=True)),  # 1.19; without T 1.39
     (WIDEST, LaunchConfig(64, 32, 2, 8)),
 )
-# Of 64: 2.64, T 2.75; 64 x 64 with 4 warps 2.80, 128 x 128 3.14. Of 128: 2.24; without T 2.40, 128 x 64 2.37, 2 stages
-# and 4 warps T 2.36.
+# Of 64: 2.64, T 2.75; 64 x 64 with 4 warps 2.80, 128 x 128 3.14. Of 128: 2.24; without T 2.40, 128 x 64 2.37,
+# 2 stages and 4 warps T 2.36.
 FORWARD_FULL = ((64, LaunchConfig(128, 64, 3, 8)), *FORWARD_CAUSAL[1:])
 # 1k tokens at d = 128: 0.22; 64 x 64 with 2 stages T 0.23, 128 x 128 T 0.24.
 FORWARD_SHORT = (FORWARD_CAUSAL[0], (128, LaunchConfig(64, 64, 3, 4)), *FORWARD_CAUSAL[2:])
-# For scores and addresses that take more registers, and for chips with 99 KB of shared memory (sm_86, sm_89, sm_120).
+# For scores and addresses that take more registers, and for chips with 99 KB of shared memory (sm_86, sm_89,
+# sm_120).
 FORWARD_SMALL = (
     (64, LaunchConfig(64, 64, 3, 4, registers=168)),
     (128, LaunchConfig(64, 64, 2, 4)),
@@ -55,7 +61,8 @@ FORWARD_SMALL = (
 )
 FORWARD_FP32 = (
     (64, LaunchConfig(64, 64, 2, 8)),  # 4k: 3.0; 32 x 32 with 1 stage and 4 warps 3.3
-    # Not timed: the largest that do not spill by the kilobyte, since a thread holds whole rows of its operands.
+    # Not timed: the largest that do not spill by the kilobyte, since a thread holds whole rows of its
+    # operands.
     (128, LaunchConfig(32, 32, 1, 8)),
     (WIDEST, LaunchConfig(16, 16, 1, 8)),
 )
@@ -63,13 +70,19 @@ FORWARD_FP32 = (
 # The backward's passes; causal but for the first number.
 BACKWARD_KEYS = (
     (64, LaunchConfig(128, 64, 2, 4, tma=True)),  # full 4.24, 2.49; 64 x 64 with 3 stages T 4.85, 2.30
-    (128, LaunchConfig(64, 64, 2, 4, tma=True)),  # full 3.88, 2.02; 64 x 128 with 3 stages, 8 warps T 4.06, 2.03
+    (
+        128,
+        LaunchConfig(64, 64, 2, 4, tma=True),
+    ),  # full 3.88, 2.02; 64 x 128 with 3 stages, 8 warps T 4.06, 2.03
     (192, LaunchConfig(32, 64, 3, 4, tma=True)),  # 2.58; 64 x 128 with 8 warps 3.24
     (256, LaunchConfig(64, 64, 2, 8, tma=True)),  # 3.54; without T 4.03, 32 x 64 T 4.69
 )
 BACKWARD_QUERIES = (
     (64, LaunchConfig(64, 64, 3, 4, tma=True)),  # full 3.19, 1.58; 128 x 64 with 8 warps 3.67, 1.89
-    (128, LaunchConfig(128, 64, 3, 8)),  # full 2.71, 1.37; T 3.01, 1.50; 64 x 64 with 2 stages, 4 warps T 3.02, 1.60
+    (
+        128,
+        LaunchConfig(128, 64, 3, 8),
+    ),  # full 2.71, 1.37; T 3.01, 1.50; 64 x 64 with 2 stages, 4 warps T 3.02, 1.60
     (192, LaunchConfig(128, 64, 3, 8)),  # 1.78; T 1.96, 2 stages 2.19
     (256, LaunchConfig(128, 32, 3, 8, tma=True)),  # 1.76; 128 x 64 with 1 stage T 2.14, 64 x 64 3.18
 )
@@ -78,13 +91,20 @@ BACKWARD_SMALL = (
     (128, LaunchConfig(32, 64, 1, 4)),
     (256, LaunchConfig(32, 32, 1, 4)),
 )
-BACKWARD_FP32 = ((64, LaunchConfig(32, 32, 1, 4)), (128, LaunchConfig(32, 32, 1, 8)), (256, LaunchConfig(16, 16, 1, 8)))
+BACKWARD_FP32 = (
+    (64, LaunchConfig(32, 32, 1, 4)),
+    (128, LaunchConfig(32, 32, 1, 8)),
+    (256, LaunchConfig(16, 16, 1, 8)),
+)
 
-# Where functions of indices hide or change scores; wider heads take small tiles. Milliseconds at d = 128, causal 8k
-# (ALiBi by function; a window of 1024; documents): forward 1.36, 0.43, 0.40, of the large tables' 3 stages 1.21, 0.45,
-# 0.43, 64 x 64 1.39, 0.43, 0.39.
+# Where functions of indices hide or change scores; wider heads take small tiles. Milliseconds at d = 128,
+# causal 8k (ALiBi by function; a window of 1024; documents): forward 1.36, 0.43, 0.40, of the large tables' 3
+# stages 1.21, 0.45, 0.43, 64 x 64 1.39, 0.43, 0.39.
 FORWARD_FUNCTIONS = (
-    (64, LaunchConfig(128, 64, 3, 8, tma=True)),  # 0.76, 0.24, 0.27; 64 x 64 with 168 registers 0.79, 0.25, 0.23
+    (
+        64,
+        LaunchConfig(128, 64, 3, 8, tma=True),
+    ),  # 0.76, 0.24, 0.27; 64 x 64 with 168 registers 0.79, 0.25, 0.23
     (128, LaunchConfig(128, 128, 2, 8, tma=True)),
 )
 BACKWARD_KEYS_FUNCTIONS = (
@@ -93,7 +113,10 @@ BACKWARD_KEYS_FUNCTIONS = (
 )
 BACKWARD_QUERIES_FUNCTIONS = (
     (64, LaunchConfig(64, 64, 3, 4)),  # 1.22, 0.24, 0.25; T 1.18, 0.24, 0.28
-    (128, LaunchConfig(64, 64, 2, 4, tma=True)),  # 2.24, 0.40, 0.35; 128 x 64 with 3 stages, 8 warps 1.76, 0.54, 0.45
+    (
+        128,
+        LaunchConfig(64, 64, 2, 4, tma=True),
+    ),  # 2.24, 0.40, 0.35; 128 x 64 with 3 stages, 8 warps 1.76, 0.54, 0.45
 )
 
 
@@ -125,23 +148,29 @@ def _first_that_fits(case: DenseCase, keys: int, large: tuple, small: tuple, fp3
     _, _, value = widths(case.head_dim, case.value_dim)
     widest = max(case.head_dim, value)  # values are padded, heads split
     # What is read at each pair takes a tile of shared memory a stage, as keys do.
-    fits = case.plain and case.aligned and case.arch in (90, 100) and not case.gathers and widest <= large[-1][0]
+    fits = (
+        case.plain and case.aligned and case.arch in (90, 100) and not case.gathers and widest <= large[-1][0]
+    )
     config = fitting(fp32 if case.itemsize > 2 else large if fits else small, widest)
     stages = 1 if case.gathers > 2 else config.stages
     return config._replace(stages=stages, tma=config.tma and keys > FEW_KEYS)
 
 
 def heads_per_wave(case: DenseCase, *, keys: int, pairs: int, group: int, cache: int = L2) -> int:
-    """How many (sequence, head) pairs run together: their keys and values stay in ``cache`` bytes of the L2 cache.
+    """How many (sequence, head) pairs run together: their keys and values stay in ``cache`` bytes of the L2
+    cache.
 
-    Of the sizes that fit about as well, that which leaves the last wave fullest: a small one ends with the long rows of
-    few heads, while most of the GPU waits (an eighth of the time at d = 256, 8k, 16 heads).
+    Of the sizes that fit about as well, that which leaves the last wave fullest: a small one ends with the
+    long rows of few heads, while most of the GPU waits (an eighth of the time at d = 256, 8k, 16 heads).
 
     >>> case = DenseCase(head_dim=256, value_dim=256, itemsize=2, causal=True, plain=True, arch=90, aligned=True)
     >>> [heads_per_wave(case, keys=8192, pairs=n, group=1) for n in (16, 18, 2)]
     [4, 3, 2]
     """
-    kv_heads, fit = -(-pairs // group), cache // max(1, keys * (case.head_dim + case.value_dim) * case.itemsize)
+    kv_heads, fit = (
+        -(-pairs // group),
+        cache // max(1, keys * (case.head_dim + case.value_dim) * case.itemsize),
+    )
     most = max(1, fit * 4 // 3)
     if kv_heads <= most:
         return pairs

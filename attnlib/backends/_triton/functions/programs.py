@@ -1,7 +1,7 @@
 """Programs of indices as device functions, which kernels take as constexpr arguments and inline.
 
-What such a function reads comes as ``t``, a tuple with a ``Table`` for each captured tensor. Indices are int32, scalars
-and tiles that broadcast, and below the ``bounds`` that a function is written for.
+What such a function reads comes as ``t``, a tuple with a ``Table`` for each captured tensor. Indices are
+int32, scalars and tiles that broadcast, and below the ``bounds`` that a function is written for.
 """
 
 import linecache
@@ -32,13 +32,17 @@ def learned(program: Program) -> tuple[int, ...]:
 
 @remembered
 def function_of(program: Program, bounds: Bounds) -> Callable:
-    """``mask(b, h, i, j, first, t)``, which broadcasts, or ``score(score, b, h, i, j, first, t)``, a whole tile."""
+    """``mask(b, h, i, j, first, t)``, which broadcasts, or ``score(score, b, h, i, j, first, t)``, a whole
+    tile.
+    """
     return device_function(source(program, bounds))
 
 
 @remembered
 def derivative_of(program: Program, bounds: Bounds) -> Callable:
-    """``derivative(score, d, b, h, i, j, first, t)``: by the score, where ``d`` is that by what the program gives."""
+    """``derivative(score, d, b, h, i, j, first, t)``: by the score, where ``d`` is that by what the program
+    gives.
+    """
     return device_function(derivative_source(program, bounds))
 
 
@@ -46,14 +50,16 @@ def derivative_of(program: Program, bounds: Bounds) -> Callable:
 def gradients_of(program: Program, bounds: Bounds) -> Callable | None:
     """``gradients(score, d, seen, b, h, i, j, first, t, grads)``; None where the program has no gradients.
 
-    It adds to ``grads``, which has a ``Table`` of fp32 for each tensor that is :func:`learned`, and None for others.
-    Pairs that are not ``seen``, a tile of bools or True, add nothing, whatever their scores and derivatives are.
+    It adds to ``grads``, which has a ``Table`` of fp32 for each tensor that is :func:`learned`, and None for
+    others. Pairs that are not ``seen``, a tile of bools or True, add nothing, whatever their scores and
+    derivatives are.
     """
     return device_function(gradients_source(program, bounds)) if learned(program) else None
 
 
 def device_function(source: FunctionSource) -> Callable:
-    """What Triton makes of a source, whose module and file are named by what it says: no two share their compilations.
+    """What Triton makes of a source, whose module and file are named by what it says: no two share their
+    compilations.
 
     Triton asks inspect for the source, which finds it among the lines that linecache holds.
     """
@@ -63,14 +69,18 @@ def device_function(source: FunctionSource) -> Callable:
     digest = sha256(source.text.encode()).hexdigest()[:16]
     file = f"<{source.name} {digest}>"
     linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
-    names = {name: x for name, x in vars(elements).items() if not name.startswith("__")}  # triton and tl among them
+    names = {
+        name: x for name, x in vars(elements).items() if not name.startswith("__")
+    }  # triton and tl among them
     names |= {"__name__": f"attnlib.programs.{digest}", "LOG2E": LOG2E, "tanh": tanh}
     exec(compile(source.text, file, "exec"), names)
     return names[source.name]
 
 
 def captured(a: AnyArguments, grads: Tensor | None = None) -> dict[str, tuple]:
-    """What functions of indices read, as kernels take it, and where the gradients of it are added up, side by side."""
+    """What functions of indices read, as kernels take it, and where the gradients of it are added up, side by
+    side.
+    """
     if a.mask_program is a.score_program is None:
         return {}
     of_mask, read = 0 if a.mask_program is None else _reads(a.mask_program), a.captured or ()
@@ -94,11 +104,15 @@ def bounds(a: Arguments | CachedArguments, sequences: int, heads: int, tokens: i
 def functions(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
     """The functions of indices that kernels inline, of a mask and of scores; None without."""
     named = {"MASK": a.mask_program, "SCORE": a.score_program}
-    return {name: None if text is None else function_of(Program(text), bounds) for name, text in named.items()}
+    return {
+        name: None if text is None else function_of(Program(text), bounds) for name, text in named.items()
+    }
 
 
 def derivatives(a: Arguments, bounds: Bounds) -> dict[str, Callable | None]:
-    """Return the device functions for the derivative of a score function, or None for each if there is none."""
+    """Return the device functions for the derivative of a score function, or None for each if there is
+    none.
+    """
     program = None if a.score_program is None else Program(a.score_program)
     if program is None:
         return {"DERIVATIVE": None, "GRADIENTS": None}

@@ -1,4 +1,6 @@
-"""Bounds on the integers of a program: kernels compute in int32 what cannot overflow it, and the rest in int64."""
+"""Bounds on the integers of a program: kernels compute in int32 what cannot overflow it, and the rest in
+int64.
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -60,7 +62,9 @@ def range_of(kind: str) -> Range | None:
 
 
 def exact(operation: str, takes: str, operands: Sequence[Range]) -> Range:
-    """The range of an operation of integers, before they wrap around at the limits of their kind, ``takes``."""
+    """The range of an operation of integers, before they wrap around at the limits of their kind,
+    ``takes``.
+    """
     (a, b), (c, d) = operands[0], operands[-1]
     match operation:
         case "add":

@@ -17,13 +17,24 @@ SPELLED = MappingProxyType(
     | {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "neg": "-{}", "abs": "tl.abs({})"}
     | {"exp": "tl.exp2({} * LOG2E)", "exp2": "tl.exp2({})", "log": "tl.log({})", "tanh": "tanh({})"}
     | {"sqrt": "tl.sqrt_rn({})", "rsqrt": "tl.rsqrt({})", "sigmoid": "1.0 / (1.0 + tl.exp2({} * -LOG2E))"}
-    | {"bitand": "{} & {}", "bitor": "{} | {}", "bitxor": "{} ^ {}", "bitnot": "~{}", "where": "tl.where({}, {}, {})"}
+    | {
+        "bitand": "{} & {}",
+        "bitor": "{} | {}",
+        "bitxor": "{} ^ {}",
+        "bitnot": "~{}",
+        "where": "tl.where({}, {}, {})",
+    }
     | {"logical_and": "{} & {}", "logical_or": "{} | {}", "logical_not": "~{}"}
 )
-MINIMA = MappingProxyType({"minimum": "minimum", "maximum": "maximum", "clamp_min": "maximum", "clamp_max": "minimum"})
+MINIMA = MappingProxyType(
+    {"minimum": "minimum", "maximum": "maximum", "clamp_min": "maximum", "clamp_max": "minimum"}
+)
 TILES = frozenset(("score", BY_RESULT))  # inputs that are whole tiles
 ALONG = frozenset(("i", "j")) | TILES  # and those that are no scalars
-LARGEST, SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # of fp32; beyond them Triton takes a number to be of fp64
+LARGEST, SMALLEST = (
+    (2 - 2**-23) * 2.0**127,
+    2.0**-126,
+)  # of fp32; beyond them Triton takes a number to be of fp64
 EXACT = 2.0**64  # powers of two up to here, and 1 over them, are fp32 numbers
 
 
@@ -79,7 +90,9 @@ class _Body:
         known = bounds.inputs()
         self._kinds = {Value(name): INT64 if name in known else FLOAT for name in inputs}
         self._ranges = {Value(name): known.get(name) for name in inputs}
-        self._inputs = {Value(name): frozenset((name,)) for name in inputs}  # which of them a value depends on
+        self._inputs = {
+            Value(name): frozenset((name,)) for name in inputs
+        }  # which of them a value depends on
         self.lines = [self._line(step) for step in steps]
 
     def mask(self, x: Operand) -> str:
@@ -182,13 +195,17 @@ class _Body:
             return self.spelled(x, kind)
         if step.takes == FLOAT:  # through an integer that holds it, as torch does
             width = 64 if kind == INT64 else 32
-            return self._held(f"tl.cast({self.spelled(x, FLOAT)}, tl.int{width})", kind, range_of(INT64), width, step)
+            return self._held(
+                f"tl.cast({self.spelled(x, FLOAT)}, tl.int{width})", kind, range_of(INT64), width, step
+            )
         known = self._range(x, INT64)
         width = 32 if known.within(NARROW) else 64
         return self._held(self.spelled(x, INT64, width), kind, known, width, step)
 
     def _held(self, written: str, kind: str, known: Range, width: int, step: Step) -> str:
-        """An integer of this range and so many bits as its kind has it, and in the bits in which its value is held."""
+        """An integer of this range and so many bits as its kind has it, and in the bits in which its value is
+        held.
+        """
         if not known.within(range_of(kind)):
             if kind in (INT32, INT64):
                 written = written if width == BITS[kind] else f"tl.cast({written}, tl.int{BITS[kind]})"
@@ -228,7 +245,9 @@ class _Body:
         narrow = kind != INT64 or all(x.within(NARROW) for x in (*ranges, known))
         width = 32 if narrow else 64
         spelled = [self.spelled(x, kind, width) for x in operands]
-        last = operands[-1] if isinstance(operands[-1], Value) else ranges[-1].least  # a constant of this kind
+        last = (
+            operands[-1] if isinstance(operands[-1], Value) else ranges[-1].least
+        )  # a constant of this kind
         if operation == "where":
             written = SPELLED[operation].format(self.spelled(condition[0], BOOL), *spelled)
         elif operation in MINIMA:
@@ -248,9 +267,15 @@ class _Body:
         return f"power({self.spelled(x, FLOAT)}, {_number(y)}, {y == int(y)}, {y % 2 == 1})"
 
     def _divided(self, operands: Sequence[Operand], x: str, y: str) -> str:
-        """A quotient; of ints it is rounded as torch does, since what follows may ask whether it is an integer."""
+        """A quotient; of ints it is rounded as torch does, since what follows may ask whether it is an
+        integer.
+        """
         divisor = operands[1]
-        if not isinstance(divisor, Value) and 1 / EXACT <= abs(divisor) <= EXACT and abs(math.frexp(divisor)[0]) == 0.5:
+        if (
+            not isinstance(divisor, Value)
+            and 1 / EXACT <= abs(divisor) <= EXACT
+            and abs(math.frexp(divisor)[0]) == 0.5
+        ):
             return f"{x} * {_number(1 / divisor)}"
         kinds = [self._kinds[n] for n in operands if isinstance(n, Value)]
         return f"{x} / {y}" if FLOAT in kinds else f"tl.div_rn({x}, {y})"

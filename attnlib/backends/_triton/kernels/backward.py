@@ -1,6 +1,8 @@
-"""FlashAttention-2's backward (Dao, 2023, arXiv 2307.08691) in two passes, which need no atomics: the bits never vary.
+"""FlashAttention-2's backward (Dao, 2023, arXiv 2307.08691) in two passes, which need no atomics: the bits
+never vary.
 
-With probabilities ``P = exp(S - lse)`` and ``dP = dout @ v.T``, the scores have the gradient ``dS = P * (dP - delta)``.
+With probabilities ``P = exp(S - lse)`` and ``dP = dout @ v.T``, the scores have the gradient ``dS = P * (dP -
+delta)``.
 """
 
 import triton
@@ -8,19 +10,31 @@ import triton.language as tl
 
 from .band import Band, bounds, key_range, origin_of, query_range, sees_any, tile_at, tiles_of, visible
 from .mask_tiles import entry, listed
-from .scores import LOG2E, Modifiers, changed, dropout_keep, load_slope, modify, placed, unchanged, unit_behind
+from .scores import (
+    LOG2E,
+    Modifiers,
+    changed,
+    dropout_keep,
+    load_slope,
+    modify,
+    placed,
+    unchanged,
+    unit_behind,
+)
 from .tile import COUNTS, Channels, Place, Rows, add_products, load_tile, locate, products, store_tile, zeros
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def prepare(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr,
-    stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_dlb, stride_dlh, stride_dls, heads, s,
-    E: tl.constexpr, E_MAIN: tl.constexpr, BLOCK_M: tl.constexpr,
+    stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_dlb, stride_dlh, stride_dls,
+    heads, s, E: tl.constexpr, E_MAIN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``lse2``, the LSE in log2 units, and ``delta = rowsum(out * dout) - dlse``, all ``[b, h, s]`` in fp32.
+    """Writes ``lse2``, the LSE in log2 units, and ``delta = rowsum(out * dout) - dlse``, all ``[b, h, s]`` in
+    fp32.
 
-    ``lse2`` is +inf where a query saw nothing, so that all of its probabilities are 0. A packed call is a batch of one.
+    ``lse2`` is +inf where a query saw nothing, so that all of its probabilities are 0. A packed call is a
+    batch of one.
     """
     blocks = tl.cdiv(s, BLOCK_M)
     pair, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK_M
@@ -46,19 +60,29 @@ def backward_keys(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr, lists_ptr,
     q_desc, q_tail_desc, dout_desc, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
-    stride_dob, stride_dos, stride_doh, stride_dkb, stride_dkt, stride_dkg, stride_dvb, stride_dvt, stride_dvg,
-    stride_lb, stride_lh, stride_slopes, stride_list_b, stride_list_h, room,
-    batch, kv_heads, s, t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale,
-    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    stride_dob, stride_dos, stride_doh, stride_dkb, stride_dkt, stride_dkg, stride_dvb, stride_dvt,
+    stride_dvg, stride_lb, stride_lh, stride_slopes, stride_list_b, stride_list_h, room, batch, kv_heads, s,
+    t, heads_per_wave, left, right, prefix, scale, softcap, threshold, dropout_scale, D: tl.constexpr,
+    D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     MASK: tl.constexpr, SCORE: tl.constexpr, DERIVATIVE: tl.constexpr,  # of functions of indices, or None
 ):  # fmt: skip
-    """Writes dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``: one program for each block of keys, KV head and sequence.
+    """Writes dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``: one program for each block of keys, KV head and
+    sequence.
 
     Tiles are transposed, ``[BLOCK_N, BLOCK_M]``, so that each key's gradients stay in registers.
     """
     work = locate(
-        tl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, kv_heads, t, s, heads_per_wave, BLOCK_N, False
+        tl.program_id(0),
+        cu_seqlens_k_ptr,
+        cu_seqlens_q_ptr,
+        batch,
+        kv_heads,
+        t,
+        s,
+        heads_per_wave,
+        BLOCK_N,
+        False,
     )
     if work.start >= work.rows:
         return
@@ -81,18 +105,23 @@ def backward_keys(
     dk, dv = zeros(d, BLOCK_N), zeros(e, BLOCK_N)
 
     j, i0 = (n0 + n)[:, None], keys - rows
-    low, high, all_low, all_high = query_range(tl.maximum(n0, start), tl.minimum(n0 + BLOCK_N, end), i0, keys, band)
+    low, high, all_low, all_high = query_range(
+        tl.maximum(n0, start), tl.minimum(n0 + BLOCK_N, end), i0, keys, band
+    )
     LISTED: tl.constexpr = MASK is not None
     if LISTED:
-        tiles = listed(lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_N, cu_seqlens_k_ptr is not None)
+        tiles = listed(
+            lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_N, cu_seqlens_k_ptr is not None
+        )
         counts = tiles.whole, tiles.cut
     else:
         tiles = tiles_of(low - i0, high - i0, all_low - i0, all_high - i0, BLOCK_M, BLOCK_M)
         counts = tiles.full, tiles.masked
     for MASKED in tl.static_range(2):
         count = counts[MASKED]
-        # Loads of first steps are issued ahead, where count may be 0. Were it divided by, a compiler might take it for
-        # more, and issue them for a loop that has no step: they would land in the tiles of the next one.
+        # Loads of first steps are issued ahead, where count may be 0. Were it divided by, a compiler might
+        # take it for more, and issue them for a loop that has no step: they would land in the tiles of the
+        # next one.
         tiles_of_head = tl.maximum(room // GROUP if LISTED else count, 1)
         steps = count if LISTED else GROUP * count  # a list has those of all heads
         for step in tl.range(0, steps, num_stages=STAGES):  # one loop for the group's heads never drains
@@ -102,9 +131,11 @@ def backward_keys(
             m0 = tile * BLOCK_M if LISTED else tile_at(tile, tiles, MASKED, BLOCK_M, BLOCK_M)
             i, of_q = (i0 + m0 + m)[None, :], Place(work.plane, work.other, head)
             rows_at = head * stride_lh + m0
-            # Rows that see nothing of this block may see nothing at all, be padding and hold anything: they are zeros.
+            # Rows that see nothing of this block may see nothing at all, be padding and hold anything: they
+            # are zeros.
             valid = (i0 + m0 + m >= low) & (i0 + m0 + m < high)
-            # Each vector is read as late as may be: its values, one for each column of a tile, fill many registers.
+            # Each vector is read as late as may be: its values, one for each column of a tile, fill many
+            # registers.
             if MASKED:
                 lse2 = tl.load(lse2_ptr + rows_at + m, mask=valid, other=0.0)
             q = load_tile(q_rows, of_q, m0, valid, d, MASKED, True, True)
@@ -135,18 +166,25 @@ def backward_keys(
             kept = p
             if dropout_seed_ptr is not None:
                 seed, q_i = tl.load(dropout_seed_ptr), i0 + m0 + m
-                keep = dropout_keep(seed, threshold, origin, sequence, head, q_i, n0, BLOCK_N, origin_ptr is None).T
+                keep = dropout_keep(
+                    seed, threshold, origin, sequence, head, q_i, n0, BLOCK_N, origin_ptr is None
+                ).T
                 dp = tl.where(keep, dp * dropout_scale, 0.0)
                 kept = tl.where(keep, p, 0.0)
             ds = p * (dp - delta[None, :])
-            ds = unchanged(ds, s_ij, modifiers, seen, place, score_tensors, None, DERIVATIVE, None) * derivative
+            ds = (
+                unchanged(ds, s_ij, modifiers, seen, place, score_tensors, None, DERIVATIVE, None)
+                * derivative
+            )
             if MASKED:
                 ds = tl.where(seen, ds, 0.0)
             dv = add_products(dv, kept, dout, e, PRECISION)
             dk = add_products(dk, ds, q, d, PRECISION)
 
     bounded = (j >= start) & (j < end)  # tiles without a mask disregard these bounds
-    store_tile(Rows(dv_ptr, stride_dvb, stride_dvt, stride_dvg), of_k, n0, stored, dv, dropout_scale, bounded, e)
+    store_tile(
+        Rows(dv_ptr, stride_dvb, stride_dvt, stride_dvg), of_k, n0, stored, dv, dropout_scale, bounded, e
+    )
     store_tile(Rows(dk_ptr, stride_dkb, stride_dkt, stride_dkg), of_k, n0, stored, dk, scale, bounded, d)
 
 
@@ -166,8 +204,8 @@ def backward_queries(
 ):  # fmt: skip
     """Writes dq ``[b, s, h, d]``: one program for each block of queries, head and sequence.
 
-    With slopes also each program's share of their gradient, ``[b, h, blocks]``, packed ``[h, blocks]``. The gradients
-    of what a function of indices reads are added up in no fixed order.
+    With slopes also each program's share of their gradient, ``[b, h, blocks]``, packed ``[h, blocks]``. The
+    gradients of what a function of indices reads are added up in no fixed order.
     """
     work = locate(
         tl.program_id(0),
@@ -188,7 +226,11 @@ def backward_queries(
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
-    slope = None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
+    slope = (
+        None
+        if alibi_slopes_ptr is None
+        else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
+    )
     modifiers = Modifiers(scale, softcap, slope)
     seed = None if dropout_seed_ptr is None else tl.load(dropout_seed_ptr)
     of_q, of_k = Place(work.plane, work.row, head), Place(work.plane, work.other, kv_head)
@@ -197,7 +239,9 @@ def backward_queries(
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
     # As in the forward: where this holds, what lies beyond a tile's keys may be another's.
-    HOLES: tl.constexpr = cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
+    HOLES: tl.constexpr = (
+        cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
+    )
 
     m = tl.arange(0, BLOCK_M)
     stored = m0 + m < rows
@@ -214,24 +258,34 @@ def backward_queries(
     low, high, all_low, all_high = key_range(i0, tl.minimum(i0 + BLOCK_M, keys), band)
     LISTED: tl.constexpr = MASK is not None
     if LISTED:
-        tiles = listed(lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_M, cu_seqlens_q_ptr is not None)
+        tiles = listed(
+            lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_M, cu_seqlens_q_ptr is not None
+        )
         counts = tiles.whole, tiles.cut
     else:
         tiles = tiles_of(low, high, all_low, all_high, BLOCK_N, BLOCK_N)
         counts = tiles.full, tiles.masked
     for MASKED in tl.static_range(2):
         for step in tl.range(0, counts[MASKED], num_stages=STAGES):
-            n0 = entry(tiles, step, MASKED) * BLOCK_N if LISTED else tile_at(step, tiles, MASKED, BLOCK_N, BLOCK_N)
+            n0 = (
+                entry(tiles, step, MASKED) * BLOCK_N
+                if LISTED
+                else tile_at(step, tiles, MASKED, BLOCK_N, BLOCK_N)
+            )
             j = n0 + tl.arange(0, BLOCK_N)
             valid = (j >= start) & (j < end)
             k = load_tile(k_rows, of_k, n0, valid, d, MASKED, HOLES)
             s_ij, derivative = modify(products(q, k, d, PRECISION), modifiers, i_whole, j[None, :])
             place = placed(origin, sequence, head, i, j[None, :], keys - rows)
-            p = tl.exp2(changed(s_ij, modifiers, place, score_tensors, SCORE) * unit_behind(modifiers, SCORE) - lse2)
+            p = tl.exp2(
+                changed(s_ij, modifiers, place, score_tensors, SCORE) * unit_behind(modifiers, SCORE) - lse2
+            )
             v = load_tile(v_rows, of_k, n0, valid, e, MASKED, HOLES)
             dp = products(dout, v, e, PRECISION)
             if dropout_seed_ptr is not None:
-                keep = dropout_keep(seed, threshold, origin, sequence, head, i0 + m, n0, BLOCK_N, origin_ptr is None)
+                keep = dropout_keep(
+                    seed, threshold, origin, sequence, head, i0 + m, n0, BLOCK_N, origin_ptr is None
+                )
                 dp = tl.where(keep, dp * dropout_scale, 0.0)
             ds, seen = p * (dp - delta), i < keys
             if MASKED:
@@ -239,7 +293,9 @@ def backward_queries(
                 if MASK is not None:
                     seen = seen & MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
                 ds = tl.where(seen, ds, 0.0)
-            ds = unchanged(ds, s_ij, modifiers, seen, place, score_tensors, grad_tensors, DERIVATIVE, GRADIENTS)
+            ds = unchanged(
+                ds, s_ij, modifiers, seen, place, score_tensors, grad_tensors, DERIVATIVE, GRADIENTS
+            )
             if alibi_slopes_ptr is not None:
                 dslope -= tl.sum(ds * tl.abs(i_whole - j[None, :]).to(tl.float32), 1)
             # The derivative of a row that sees nothing may be NaN.
@@ -249,5 +305,7 @@ def backward_queries(
     seen = sees_any(i, band)  # a row that sees nothing has met whatever its tiles hold
     store_tile(Rows(dq_ptr, stride_dqb, stride_dqs, stride_dqh), of_q, m0, stored, dq, scale, seen, d)
     if alibi_slopes_ptr is not None:
-        slot = work.row // BLOCK_M + m0 // BLOCK_M  # packed sequences lie side by side, with a partial block for each
+        slot = (
+            work.row // BLOCK_M + m0 // BLOCK_M
+        )  # packed sequences lie side by side, with a partial block for each
         tl.store(dslopes_ptr + sequence * stride_sb + head * stride_sh + slot, tl.sum(dslope, 0))

@@ -11,8 +11,8 @@ MASK_FIELDS = ("left", "right", "prefix")  # kernels' parameters
 class Band(NamedTuple):
     """Query ``i`` sees keys ``[start, end)`` from ``i - left`` to ``i + right``, or below ``prefix``.
 
-    None is a side without a bound, or no prefix; kernels are compiled for what there is. In the whole of which this is
-    a piece, queries lie ``apart`` more from the keys, and keys begin at ``key``.
+    None is a side without a bound, or no prefix; kernels are compiled for what there is. In the whole of
+    which this is a piece, queries lie ``apart`` more from the keys, and keys begin at ``key``.
     """
 
     start: tl.tensor
@@ -69,7 +69,8 @@ def visible(i, j, band):
 
 @triton.jit
 def reach(x0, x1, first, last, before, after):
-    """The indices ``[low, high)`` from ``x - before`` to ``x + after`` for some ``x`` in ``[x0, x1)``, and for each.
+    """The indices ``[low, high)`` from ``x - before`` to ``x + after`` for some ``x`` in ``[x0, x1)``, and
+    for each.
 
     They are of ``[first, last)``; None is a side without a bound.
     """
@@ -83,7 +84,9 @@ def reach(x0, x1, first, last, before, after):
 
 @triton.jit
 def key_range(i0, i1, band):
-    """The keys ``[low, high)`` that some query in ``[i0, i1)`` may see, and ``[all_low, all_high)`` that each does."""
+    """The keys ``[low, high)`` that some query in ``[i0, i1)`` may see, and ``[all_low, all_high)`` that each
+    does.
+    """
     i0, i1 = i0 + band.apart, i1 + band.apart
     low, high, all_low, all_high = reach(i0, i1, band.start, band.end, band.left, band.right)
     if band.prefix is not None:
@@ -101,7 +104,9 @@ def sees_any(i, band):
 
 @triton.jit
 def query_range(j0, j1, first, last, band):
-    """The queries ``[low, high)`` that may see some key in ``[j0, j1)``, and ``[all_low, all_high)`` that see each."""
+    """The queries ``[low, high)`` that may see some key in ``[j0, j1)``, and ``[all_low, all_high)`` that see
+    each.
+    """
     low, high, all_low, all_high = reach(j0 - band.apart, j1 - band.apart, first, last, band.right, band.left)
     if band.prefix is not None:
         low = tl.where(j0 < band.prefix - band.key, first, low)
@@ -112,7 +117,9 @@ def query_range(j0, j1, first, last, band):
 
 
 class Tiles(NamedTuple):
-    """A range in tiles, from ``first`` on: how many before the full ones, how many full, and masked around them."""
+    """A range in tiles, from ``first`` on: how many before the full ones, how many full, and masked around
+    them.
+    """
 
     first: tl.tensor
     before: tl.tensor
@@ -122,7 +129,8 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def tiles_of(low, high, all_low, all_high, FULL: tl.constexpr, EDGE: tl.constexpr):
-    """The tiles of ``[low, high)``: full ones of ``FULL``, within ``[all_low, all_high)``, and masked ones of ``EDGE``.
+    """The tiles of ``[low, high)``: full ones of ``FULL``, within ``[all_low, all_high)``, and masked ones of
+    ``EDGE``.
 
     ``FULL`` is a multiple of ``EDGE``; or 0, and all tiles are masked.
     """

@@ -1,4 +1,6 @@
-"""Appends to a cache: keys rotated, and stored with their values where the slots say, in one byte each if so asked."""
+"""Appends to a cache: keys rotated, and stored with their values where the slots say, in one byte each if so
+asked.
+"""
 
 import triton
 import triton.language as tl
@@ -7,7 +9,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .tile import COUNTS, load_columns
 
 ABS: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # all bits of an fp32 number but its sign
-OF_ZEROS: tl.constexpr = tl.constexpr(2.0**-40)  # the scale of nothing but zeros; as in backends/_torch/pages.py
+OF_ZEROS: tl.constexpr = tl.constexpr(
+    2.0**-40
+)  # the scale of nothing but zeros; as in backends/_torch/pages.py
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -21,10 +25,12 @@ def write(
     PAIRS_K: tl.constexpr, PAIRS_V: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows of all tokens and heads to ``slots_ptr``, one slot a token; a slot outside ``[0, slots)`` is skipped.
+    """Writes rows of all tokens and heads to ``slots_ptr``, one slot a token; a slot outside ``[0, slots)``
+    is skipped.
 
-    The first ``2 * PAIRS_K`` channels of K are rotated, and likewise of V, which is the rotary key of latent storage.
-    ``EARLY``: programs may start before what they read is there, and let the kernel that follows start beside them.
+    The first ``2 * PAIRS_K`` channels of K are rotated, and likewise of V, which is the rotary key of latent
+    storage. ``EARLY``: programs may start before what they read is there, and let the kernel that follows
+    start beside them.
     """
     if EARLY:
         gdc_wait()
@@ -57,7 +63,8 @@ def rotated(
     ptr, at, cos_ptr, sin_ptr, angles, valid,
     WIDTH: tl.constexpr, ALL: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rows at ``ptr + at``, zeros beyond their width; with their first pairs turned, rounded as ``rope.rotate`` rounds.
+    """Rows at ``ptr + at``, zeros beyond their width; with their first pairs turned, rounded as
+    ``rope.rotate`` rounds.
 
     Every product is rounded by itself, so the kernel must be compiled without fused multiply-adds.
     """

@@ -1,7 +1,8 @@
-"""Attention over a paged cache (FlashDecoding; Dao et al., 2023): a program for each split of a sequence and KV head.
+"""Attention over a paged cache (FlashDecoding; Dao et al., 2023): a program for each split of a sequence and
+KV head.
 
-The query heads of a group, times the query tokens of a sequence, are the rows of a tile, so that what is stored is read
-once. What the splits are, and how they are joined, is in split_kv.py.
+The query heads of a group, times the query tokens of a sequence, are the rows of a tile, so that what is
+stored is read once. What the splits are, and how they are joined, is in split_kv.py.
 """
 
 import triton
@@ -23,7 +24,9 @@ def sums_of_splits(
     low, high, unit, empty, queries, scoring, stored, sizes,
     MASK: tl.constexpr, SCORE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The output, weights and maximum over the tokens ``[low, high)``, from ``empty`` sums of ``SIZE`` tokens each."""
+    """The output, weights and maximum over the tokens ``[low, high)``, from ``empty`` sums of ``SIZE`` tokens
+    each.
+    """
     acc, m_i = empty.acc, empty.m_i
     l_i = tl.zeros([m_i.shape[0]], tl.float32)
     APART: tl.constexpr = len(empty.l_i.shape) == 2
@@ -50,31 +53,43 @@ def sums_of_runs(runs, sums, queries, scoring, stored, sizes, MASK: tl.constexpr
 
 @triton.jit(do_not_specialize=COUNTS)
 def decode(
-    q_ptr, k_ptr, k_tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr,
-    alibi_slopes_ptr, sinks_ptr, origin_ptr, q_descale_ptr, schedule_ptr, states_ptr, runs_ptr,
-    out_ptr, lse_ptr, split_ptr, k_desc, tail_desc, mask_tensors, score_tensors,
-    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_kg, stride_tp, stride_tt, stride_tg,
-    stride_vp, stride_vt, stride_vg, stride_ksp, stride_kst, stride_ksg, stride_vsp, stride_vst, stride_vsg,
-    stride_table, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes,
-    pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit, planes, columns, room,
-    left, right, prefix, scale, softcap,
-    D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, TAIL: tl.constexpr, E: tl.constexpr,
-    E_MAIN: tl.constexpr, LATENT: tl.constexpr, ONE: tl.constexpr, SCHEDULED: tl.constexpr, SPLIT_SIZE: tl.constexpr,
-    FULL: tl.constexpr, PAGE: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, STAGES: tl.constexpr, TF32: tl.constexpr,
-    PAIRS: tl.constexpr, EARLY: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, GRAIN_M: tl.constexpr,
-    GRAIN: tl.constexpr,
+    q_ptr, k_ptr, k_tail_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, starts_ptr, lengths_ptr,
+    cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr, q_descale_ptr, schedule_ptr, states_ptr,
+    runs_ptr, out_ptr, lse_ptr, split_ptr, k_desc, tail_desc, mask_tensors, score_tensors, stride_qb,
+    stride_qs, stride_qh, stride_kp, stride_kt, stride_kg, stride_tp, stride_tt, stride_tg, stride_vp,
+    stride_vt, stride_vg, stride_ksp, stride_kst, stride_ksg, stride_vsp, stride_vst, stride_vsg,
+    stride_table, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_slopes, pages, batch, group,
+    s, slots, long, long_splits, lines, schedule_offset, limit, planes, columns, room, left, right, prefix,
+    scale, softcap, D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr, TAIL: tl.constexpr,
+    E: tl.constexpr, E_MAIN: tl.constexpr, LATENT: tl.constexpr, ONE: tl.constexpr, SCHEDULED: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr, FULL: tl.constexpr, PAGE: tl.constexpr, NATIVE: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EDGE: tl.constexpr, STAGES: tl.constexpr, TF32: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, GRAIN_M: tl.constexpr, GRAIN: tl.constexpr,
 ):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or splits of them.
+    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or
+    splits of them.
 
-    ``FULL``: tiles that all rows see whole need no mask. ``SPLIT_SIZE``: so many tokens are added up at a time and
-    joined as splits are, so that splits of this size change no bit. Tiles that ``states`` hide are not read.
+    ``FULL``: tiles that all rows see whole need no mask. ``SPLIT_SIZE``: so many tokens are added up at a
+    time and joined as splits are, so that splits of this size change no bit. Tiles that ``states`` hide are
+    not read.
     """
     if EARLY:
         gdc_wait()
     schedule_ptr += schedule_offset
     work, splits, n = claimed(
-        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, KV_HEADS, BLOCKS, BLOCK_M
+        schedule_ptr,
+        cu_seqlens_q_ptr,
+        slots,
+        batch,
+        group,
+        s,
+        long,
+        long_splits,
+        SCHEDULED,
+        KV_HEADS,
+        BLOCKS,
+        BLOCK_M,
     )
     sequence, plane, kv_head, row, count = work.sequence, work.plane, work.head, work.row, work.rows
     if SCHEDULED and sequence < 0:
@@ -112,7 +127,9 @@ def decode(
     APART: tl.constexpr = EDGE == BLOCK_N and BLOCK_M == 16  # there are registers for sums by place
     WHOLE: tl.constexpr = BLOCK_N if FULL else 0
     PRECISION: tl.constexpr = "tf32" if TF32 else "ieee"
-    sizes: tl.constexpr = Sizes(D, D_TAIL, E, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, PAIRS, STORED, PRECISION)
+    sizes: tl.constexpr = Sizes(
+        D, D_TAIL, E, PAGE, WHOLE, EDGE, ONE, NATIVE, STAGES, PAIRS, STORED, PRECISION
+    )
 
     MAIN: tl.constexpr = E if LATENT else D_MAIN  # channels of a query before its tail
     at = plane * stride_qb + (row + token).to(tl.int64) * stride_qs + head * stride_qh
@@ -123,7 +140,9 @@ def decode(
         scale *= descaled(gain, q_descale_ptr, known * (KV_HEADS * group) + head, sequence, batch)[:, None]
     queries = halved(queries) if PAIRS else Queries(queries.main, queries.main, queries.tail)
     slope = (
-        None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, known, head, batch)[:, None]
+        None
+        if alibi_slopes_ptr is None
+        else load_slope(alibi_slopes_ptr, stride_slopes, known, head, batch)[:, None]
     )
     modifiers = Modifiers(scale, softcap, slope)
     scoring = Scoring(i, head, known, length - count, origin, band, modifiers, mask_tensors, score_tensors)
@@ -133,10 +152,14 @@ def decode(
     acc = tl.zeros([BLOCK_M, E_MAIN // 2 if PAIRS else E_MAIN], tl.float32)
     sums = Sums(acc, acc, m_i, tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if APART else l_i)
     if SPLIT_SIZE:  # not FULL
-        acc, l_i, m_i = sums_of_splits(low, high, unit, sums, queries, scoring, stored, sizes, MASK, SCORE, SPLIT_SIZE)
+        acc, l_i, m_i = sums_of_splits(
+            low, high, unit, sums, queries, scoring, stored, sizes, MASK, SCORE, SPLIT_SIZE
+        )
     else:
         if states_ptr is not None:
-            blocks: tl.constexpr = Blocks(BLOCK_M, BLOCK_N, GRAIN_M, GRAIN, KV_HEADS, cu_seqlens_q_ptr is not None)
+            blocks: tl.constexpr = Blocks(
+                BLOCK_M, BLOCK_N, GRAIN_M, GRAIN, KV_HEADS, cu_seqlens_q_ptr is not None
+            )
             states = States(states_ptr, runs_ptr, planes, columns, room, batch, s, group)
             runs = list_runs(states, blocks, work, first, last, Range(low, high, all_low, all_high))
             sums = sums_of_runs(runs, sums, queries, scoring, stored, sizes, MASK, SCORE)
@@ -153,7 +176,9 @@ def decode(
     acc = tl.where(sees_any(i, band)[:, None], acc, 0.0)  # other rows have met whatever their tiles hold
     is_whole = not SCHEDULED or splits == 1
     if sinks_ptr is not None:  # splits get it when they have been joined
-        sink = tl.load(sinks_ptr + head, mask=r < tl.where(is_whole & (not past), rows, 0), other=float("-inf"))
+        sink = tl.load(
+            sinks_ptr + head, mask=r < tl.where(is_whole & (not past), rows, 0), other=float("-inf")
+        )
         share, _, l_i, m_i = shares(l_i, m_i, sink.to(tl.float32) * LOG2E)
         acc *= share[:, None]
     l_i = tl.where(l_i == 0.0, 1.0, l_i)
@@ -166,5 +191,7 @@ def decode(
         tl.store(lse_ptr + plane * stride_lb + head * stride_lh + row + token, lse2 * LN2, mask=valid)
     else:
         line = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        tl.store(split_ptr + line[:, None] * E_MAIN + e[None, :], acc, mask=valid[:, None] & (e >= 0)[None, :])
+        tl.store(
+            split_ptr + line[:, None] * E_MAIN + e[None, :], acc, mask=valid[:, None] & (e >= 0)[None, :]
+        )
         tl.store(split_ptr + lines.to(tl.int64) * E_MAIN + line, lse2, mask=valid)

@@ -13,10 +13,11 @@ from .tile import Rows, load_columns
 
 
 class Sizes(NamedTuple):
-    """What is known when a kernel is compiled: widths and tokens of tiles, tokens of a page (0: all), and how to sum.
+    """What is known when a kernel is compiled: widths and tokens of tiles, tokens of a page (0: all), and how
+    to sum.
 
-    ``ONE``: a sequence has one query, so all rows of a tile see the same keys. ``PAIRS``: values, or latents, are read
-    as pairs of ``STORED`` bytes, and summed in two halves, of even and of odd channels.
+    ``ONE``: a sequence has one query, so all rows of a tile see the same keys. ``PAIRS``: values, or latents,
+    are read as pairs of ``STORED`` bytes, and summed in two halves, of even and of odd channels.
     """
 
     D: tl.constexpr
@@ -34,7 +35,8 @@ class Sizes(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Where a cache stores a KV head of a sequence, in pages; and the tokens ``[low, high)`` of it that are read.
+    """Where a cache stores a KV head of a sequence, in pages; and the tokens ``[low, high)`` of it that are
+    read.
 
     ``v`` lies nowhere (None) for latent storage, nor do scales where there are none.
     """
@@ -63,9 +65,11 @@ class Sums(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What decides the scores of a tile's rows: their indices ``i`` and heads, what they see, and how they score.
+    """What decides the scores of a tile's rows: their indices ``i`` and heads, what they see, and how they
+    score.
 
-    Functions of indices are told these indices, and read the tensors; ``first`` is that of the sequence's first query.
+    Functions of indices are told these indices, and read the tensors; ``first`` is that of the sequence's
+    first query.
     """
 
     i: tl.tensor
@@ -80,7 +84,9 @@ class Scoring(NamedTuple):
 
 
 @triton.jit
-def load_plane(x, page, n, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr):
+def load_plane(
+    x, page, n, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr
+):
     """A tile of a plane, ``WIDTH`` channels; where masked, zeros but for valid tokens."""
     if x.desc is not None and not MASKED:
         row = page.to(tl.int32) * (x.stride_b // x.stride_t).to(tl.int32) + (n % PAGE if PAGE else n)
@@ -104,7 +110,9 @@ def add_tile(
     LATENT: tl.constexpr = stored.v.ptr is None
     SCALED: tl.constexpr = stored.k_scale.ptr is not None
     PER: tl.constexpr = 2 if sizes.PAIRS else 1  # channels of what is loaded at once
-    MAIN: tl.constexpr = sizes.E if LATENT else queries.main.shape[1] * PER  # channels of a key before its tail
+    MAIN: tl.constexpr = (
+        sizes.E if LATENT else queries.main.shape[1] * PER
+    )  # channels of a key before its tail
     q = queries.main
     j = n + tl.arange(0, BLOCK)
     valid = (j >= stored.low) & (j < stored.high)
@@ -121,7 +129,9 @@ def add_tile(
         exponent, inverse, rest = split_scale(v_scale)
 
     i, band, modifiers = scoring.i, scoring.band, scoring.modifiers
-    at = placed(scoring.origin, scoring.sequence, scoring.head[:, None], i[:, None], j[None, :], scoring.first)
+    at = placed(
+        scoring.origin, scoring.sequence, scoring.head[:, None], i[:, None], j[None, :], scoring.first
+    )
     if MASK is not None and MASKED:  # before scores, whose layout Triton then takes for their maxima
         shown = MASK(at.b, at.h, at.i, at.j, at.first, scoring.mask_tensors)
     if sizes.PAIRS:
@@ -167,7 +177,17 @@ def add_tile(
 
 
 @triton.jit
-def sweep(sums, tiles, queries, scoring, stored, sizes, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr):
+def sweep(
+    sums,
+    tiles,
+    queries,
+    scoring,
+    stored,
+    sizes,
+    MASK: tl.constexpr,
+    SCORE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """The running sums with all tiles that need a mask, or with all that need none."""
     BLOCK: tl.constexpr = sizes.EDGE if MASKED else sizes.FULL
     n = tile_at(0, tiles, MASKED, sizes.FULL, sizes.EDGE)

@@ -16,7 +16,9 @@ class Table(NamedTuple):
 
 @triton.jit
 def element_at(table, indices):
-    """Where elements lie, in the shape to which the indices broadcast; each of them is clamped to what there is."""
+    """Where elements lie, in the shape to which the indices broadcast; each of them is clamped to what there
+    is.
+    """
     at = table.ptr
     for n in tl.static_range(len(indices)):
         index = tl.minimum(tl.maximum(indices[n], 0), table.sizes[n] - 1)
@@ -57,7 +59,8 @@ def add_elements(table, indices, x):
                 x = tl.sum(x, axis, keep_dims=True)
         places = at.to(tl.int64)
         first = tl.min(places)
-        # Often all are one: distances are clamped, and far keys have one bias. As many atomics would wait in line.
+        # Often all are one: distances are clamped, and far keys have one bias. As many atomics would wait in
+        # line.
         if first == tl.max(places):
             tl.atomic_add(first.to(table.ptr.dtype), tl.sum(x), sem="relaxed")
         else:

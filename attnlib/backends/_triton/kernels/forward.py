@@ -1,4 +1,6 @@
-"""FlashAttention-2's forward (Dao, 2023, arXiv 2307.08691): a program for each block of queries, head and sequence."""
+"""FlashAttention-2's forward (Dao, 2023, arXiv 2307.08691): a program for each block of queries, head and
+sequence.
+"""
 
 import triton
 import triton.language as tl
@@ -25,7 +27,8 @@ from .tile import COUNTS, Channels, Place, Rows, Tile, load_tile, locate, produc
 def forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     alibi_slopes_ptr, sinks_ptr, key_starts_ptr, key_ends_ptr,  # each may be None, and so may those below
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, dropout_seed_ptr, origin_ptr, q_descale_ptr, k_descale_ptr,
+    v_descale_ptr,
     lists_ptr,  # of the tiles to visit, where a function hides some
     k_desc, k_tail_desc, v_desc, mask_tensors, score_tensors,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kt, stride_kg, stride_vb, stride_vt, stride_vg,
@@ -35,7 +38,9 @@ def forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     MASK: tl.constexpr, SCORE: tl.constexpr,  # functions of indices, or None
 ):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h, t]``."""
+    """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h,
+    t]``.
+    """
     work = locate(
         tl.program_id(0),
         cu_seqlens_q_ptr,
@@ -54,7 +59,11 @@ def forward(
     origin = origin_of(origin_ptr, sequence, batch)
     start, end = bounds(key_starts_ptr, key_ends_ptr, sequence, keys)
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
-    slope = None if alibi_slopes_ptr is None else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
+    slope = (
+        None
+        if alibi_slopes_ptr is None
+        else load_slope(alibi_slopes_ptr, stride_slopes, sequence, head, batch)
+    )
     of_kv = sequence * (heads // group) + kv_head
     scale = descaled(scale, q_descale_ptr, sequence * heads + head, sequence, batch)
     scale = descaled(scale, k_descale_ptr, of_kv, sequence, batch)
@@ -69,7 +78,9 @@ def forward(
     d: tl.constexpr = Channels(D, D_MAIN, D_TAIL)
     e: tl.constexpr = Channels(E, E_MAIN, 0)
     # Beyond its keys lies no other's key, and they are not bounded: a descriptor needs no mask.
-    HOLES: tl.constexpr = cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
+    HOLES: tl.constexpr = (
+        cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
+    )
 
     m = tl.arange(0, BLOCK_M)
     stored = work.start + m < work.rows
@@ -87,7 +98,9 @@ def forward(
     LISTED: tl.constexpr = MASK is not None
     HIDES_FIRST: tl.constexpr = left is not None or key_starts_ptr is not None or LISTED
     if LISTED:
-        tiles = listed(lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_M, cu_seqlens_q_ptr is not None)
+        tiles = listed(
+            lists_ptr, work, stride_list_b, stride_list_h, room, BLOCK_M, cu_seqlens_q_ptr is not None
+        )
         edges = tiles.before, tiles.whole, tiles.cut
     else:
         low = low // BLOCK_N * BLOCK_N
@@ -105,7 +118,9 @@ def forward(
             valid = (j >= start) & (j < end)
             k = load_tile(k_rows, of_k, n, valid, d, phase != 1, HOLES)
             place = placed(origin, sequence, head, i[:, None], j[None, :], keys - work.rows)
-            if MASK is not None and phase != 1:  # before scores, whose layout Triton then takes for their maxima
+            if (
+                MASK is not None and phase != 1
+            ):  # before scores, whose layout Triton then takes for their maxima
                 shown = MASK(place.b, place.h, place.i, place.j, place.first, mask_tensors)
             p, _ = modify(products(q, k, d, PRECISION), modifiers, (i + band.apart)[:, None], j[None, :])
             p = changed(p, modifiers, place, score_tensors, SCORE)
@@ -118,7 +133,9 @@ def forward(
             l_i = l_i * correction + tl.sum(p, 1)
             acc *= correction[:, None]
             if dropout_seed_ptr is not None:
-                keep = dropout_keep(seed, threshold, origin, sequence, head, i, n, BLOCK_N, origin_ptr is None)
+                keep = dropout_keep(
+                    seed, threshold, origin, sequence, head, i, n, BLOCK_N, origin_ptr is None
+                )
                 p = tl.where(keep, p, 0.0)
             v = load_tile(v_rows, of_k, n, valid, e, phase != 1, HOLES).main
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -126,7 +143,9 @@ def forward(
     nothing = l_i == 0.0
     l_i = tl.where(nothing, 1.0, l_i)
     lse = tl.where(nothing, float("-inf"), m_i * (unit * LN2) + tl.log2(l_i) * LN2)
-    tl.store(lse_ptr + (work.plane * stride_lb + work.row + head * stride_lh + work.start) + m, lse, mask=stored)
+    tl.store(
+        lse_ptr + (work.plane * stride_lb + work.row + head * stride_lh + work.start) + m, lse, mask=stored
+    )
     out_rows, factor = Rows(out_ptr, stride_ob, stride_os, stride_oh), (dropout_scale / l_i)[:, None]
     sees = sees_any(i, band)[:, None]  # a row that sees nothing has met whatever its tiles hold
     store_tile(out_rows, of_q, work.start, stored, Tile(acc, acc), factor, sees, e)

@@ -1,8 +1,10 @@
-"""Which tiles a mask by function hides, cuts or shows whole; and for each block of rows, a list of those to visit.
+"""Which tiles a mask by function hides, cuts or shows whole; and for each block of rows, a list of those to
+visit.
 
-``classify_tiles`` calls the function once for each pair within the band, whatever the heads and passes. ``list_tiles``
-joins small tiles to those of a kernel, and cuts them at the band and at the bounds of a sequence. A line of a list is a
-header, and entries: of tiles that are cut from the front on, of whole ones from the back, each in ascending order.
+``classify_tiles`` calls the function once for each pair within the band, whatever the heads and passes.
+``list_tiles`` joins small tiles to those of a kernel, and cuts them at the band and at the bounds of a
+sequence. A line of a list is a header, and entries: of tiles that are cut from the front on, of whole ones
+from the back, each in ascending order.
 """
 
 from typing import NamedTuple
@@ -22,7 +24,8 @@ CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that are listed at once
 
 
 class Listed(NamedTuple):
-    """The tiles that a block of rows visits: how many are cut before the first whole one, cut at all, and whole.
+    """The tiles that a block of rows visits: how many are cut before the first whole one, cut at all, and
+    whole.
 
     ``first`` is where the first cut one is written, ``last`` where the first whole one is.
     """
@@ -70,12 +73,13 @@ def entry(tiles, n, CUT: tl.constexpr):
 @triton.jit(do_not_specialize=COUNTS)
 def classify_tiles(
     states_ptr, lengths_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr, mask_tensors,  # all but the first: or None
-    batch, planes, s, t, columns, left, right, prefix, BLOCK_M: tl.constexpr, GRAIN: tl.constexpr, MASK: tl.constexpr,
+    batch, planes, s, t, columns, left, right, prefix, BLOCK_M: tl.constexpr, GRAIN: tl.constexpr,
+    MASK: tl.constexpr,
 ):  # fmt: skip
     """Writes what the function makes of each tile within the band, int8 ``[b, h, rows of tiles, columns]``.
 
-    Pairs behind the last query or key count neither as seen nor as hidden. ``planes`` is how many heads differ. Each
-    sequence of a cache has as many keys as ``lengths`` says, ``t`` at most.
+    Pairs behind the last query or key count neither as seen nor as hidden. ``planes`` is how many heads
+    differ. Each sequence of a cache has as many keys as ``lengths`` says, ``t`` at most.
     """
     chunks = tl.cdiv(columns, EACH)
     pid, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * EACH
@@ -109,22 +113,28 @@ def list_tiles(
     lists_ptr, states_ptr, key_starts_ptr, key_ends_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, origin_ptr,
     batch, planes, s, t, columns, room, stride_state_b, stride_state_h, stride_list_b, stride_list_h,
     left, right, prefix,
-    GRAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr, GROUP: tl.constexpr,
+    GRAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Writes for each block of queries the tiles of keys that it visits, int32 ``[b, h, blocks, HEADER + room]``.
+    """Writes for each block of queries the tiles of keys that it visits, int32 ``[b, h, blocks, HEADER +
+    room]``.
 
-    ``BY_KEYS``: for each block of keys those of queries, of one head of the group after the other; tile ``n`` of head
-    ``m`` is ``m * room // GROUP + n``.
+    ``BY_KEYS``: for each block of keys those of queries, of one head of the group after the other; tile ``n``
+    of head ``m`` is ``m * room // GROUP + n``.
     """
     if BY_KEYS:
         OWN: tl.constexpr = BLOCK_N
         OTHER: tl.constexpr = BLOCK_M
-        work = locate(tl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, planes, t, s, 1, OWN, False)
+        work = locate(
+            tl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, planes, t, s, 1, OWN, False
+        )
         first_query, queries, keys = work.other, work.others, work.rows
     else:
         OWN: tl.constexpr = BLOCK_M
         OTHER: tl.constexpr = BLOCK_N
-        work = locate(tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, planes, s, t, 1, OWN, False)
+        work = locate(
+            tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, planes, s, t, 1, OWN, False
+        )
         first_query, queries, keys = work.row, work.rows, work.others
     if work.start >= work.rows:
         return
@@ -155,7 +165,9 @@ def list_tiles(
                     own, other = work.start // GRAIN + a, n * OTHER // GRAIN + b
                     i, j = (other, own) if BY_KEYS else (own, other)
                     there = (other * GRAIN < tl.where(own * GRAIN < work.rows, work.others, 0)) & (n >= 0)
-                    state = tl.load(states + i.to(tl.int64) * columns + j, mask=there, other=HIDDEN).to(tl.int32)
+                    state = tl.load(states + i.to(tl.int64) * columns + j, mask=there, other=HIDDEN).to(
+                        tl.int32
+                    )
                     some = tl.maximum(some, state)
                     every = tl.minimum(every, tl.where(there, state, WHOLE))
             visited = (some > HIDDEN) & (n * OTHER < high)

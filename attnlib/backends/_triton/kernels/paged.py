@@ -1,4 +1,6 @@
-"""The vocabulary of kernels over pages: who works on what, which page holds a token, and where it lies there."""
+"""The vocabulary of kernels over pages: who works on what, which page holds a token, and where it lies
+there.
+"""
 
 import triton
 import triton.language as tl
@@ -14,8 +16,9 @@ ENTRY: tl.constexpr = tl.constexpr(8)  # int32 that a schedule holds for each sp
 def entry_of(table_ptr, n, end, PAGE: tl.constexpr):
     """The entry of a page table for token ``n``, or that of the last token before ``end``, in two halves.
 
-    Triton would copy int32 to shared memory and wait there, with all loads in flight, in every tile: what is copied
-    asynchronously has 4 bytes at least. A page of 0 tokens is a row of a contiguous cache, which holds all.
+    Triton would copy int32 to shared memory and wait there, with all loads in flight, in every tile: what is
+    copied asynchronously has 4 bytes at least. A page of 0 tokens is a row of a contiguous cache, which holds
+    all.
     """
     n = tl.maximum(tl.minimum(n, end - 1), 0)
     half = table_ptr.to(tl.pointer_type(tl.uint16), bitcast=True) + 2 * (n // PAGE if PAGE else n * 0)
@@ -24,7 +27,9 @@ def entry_of(table_ptr, n, end, PAGE: tl.constexpr):
 
 @triton.constexpr_function
 def pages_of(PAGE, BLOCK):
-    """How many pages a tile of ``BLOCK`` tokens, a power of two, touches at most; it begins at a multiple of that."""
+    """How many pages a tile of ``BLOCK`` tokens, a power of two, touches at most; it begins at a multiple of
+    that.
+    """
     if PAGE == 0:
         return 1
     step = min(PAGE & -PAGE, BLOCK)  # between the places in a page where a tile may begin
@@ -39,7 +44,9 @@ def page_offset(n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def entries_at(table_ptr, n, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """The entries for the tile of tokens from ``n`` on: one a page, or one tensor with those of all tokens."""
+    """The entries for the tile of tokens from ``n`` on: one a page, or one tensor with those of all
+    tokens.
+    """
     FEW_PAGES: tl.constexpr = pages_of(PAGE, BLOCK) <= FEW
     entries = (entry_of(table_ptr, n if FEW_PAGES else n + tl.arange(0, BLOCK), end, PAGE),)
     first = n - page_offset(n, PAGE, BLOCK)
@@ -50,8 +57,8 @@ def entries_at(table_ptr, n, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def page_named(entry, pages):
-    """The page that an entry names, made to be one that there is. In the next tile, for which the entry is read: what
-    is computed with a value waits for it."""
+    """The page that an entry names, made to be one that there is. In the next tile, for which the entry is
+    read: what is computed with a value waits for it."""
     low, high = entry
     page = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
     return tl.minimum(page, (pages - 1).to(tl.uint32)).to(tl.int64)
@@ -79,13 +86,19 @@ def place(x, page, n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def splits_of_long(schedule_ptr, sequence, batch, long_splits):
-    """The splits of every block of a long sequence, at most so many; what follows the last one has no keys."""
-    return tl.minimum(tl.load(schedule_ptr + sequence * ENTRY + 6, mask=sequence < batch, other=1), long_splits)
+    """The splits of every block of a long sequence, at most so many; what follows the last one has no
+    keys.
+    """
+    return tl.minimum(
+        tl.load(schedule_ptr + sequence * ENTRY + 6, mask=sequence < batch, other=1), long_splits
+    )
 
 
 @triton.jit
 def tokens_of_split(low, high, n, splits, BLOCK: tl.constexpr):
-    """Of the tokens ``[low, high)`` those of split ``n``, if all splits have about as many tiles of ``BLOCK``."""
+    """Of the tokens ``[low, high)`` those of split ``n``, if all splits have about as many tiles of
+    ``BLOCK``.
+    """
     first = low // BLOCK
     tiles = tl.maximum(tl.cdiv(high, BLOCK) - first, 0)
     begin, end = first + tiles * n // splits, first + tiles * (n + 1) // splits
@@ -97,12 +110,14 @@ def claimed(
     schedule_ptr, cu_q_ptr, slots, batch, group, s, long, long_splits,
     SCHEDULED: tl.constexpr, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The work of a program: a block of ``group`` rows a query, or none of sequence -1; the sequence's queries, and the
-    tokens of a split. Of how many splits they are one; and which of equal ones, or -1 if the schedule has cut them.
+    """The work of a program: a block of ``group`` rows a query, or none of sequence -1; the sequence's
+    queries, and the tokens of a split. Of how many splits they are one; and which of equal ones, or -1 if the
+    schedule has cut them.
 
-    A slot of a schedule has a split, or -1; one more takes what follows the last packed sequence. A packed sequence
-    with more rows than fit the blocks of a slot is long. Its blocks have ``long`` slots after the schedule, with the
-    first split of what each of them sees; the second has as many slots after these, and so on.
+    A slot of a schedule has a split, or -1; one more takes what follows the last packed sequence. A packed
+    sequence with more rows than fit the blocks of a slot is long. Its blocks have ``long`` slots after the
+    schedule, with the first split of what each of them sees; the second has as many slots after these, and so
+    on.
     """
     PACKED: tl.constexpr = cu_q_ptr is not None
     pid = tl.program_id(0)

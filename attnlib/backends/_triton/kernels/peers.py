@@ -1,7 +1,8 @@
 """What ranks write into each other's memory, and how a rank joins what the others wrote into its own.
 
-A line is a row of channels of one token and one head. Addresses are those of the same place in every rank's memory.
-``EARLY``: programs may start before what they read is there, and let the kernel that follows start beside them.
+A line is a row of channels of one token and one head. Addresses are those of the same place in every rank's
+memory. ``EARLY``: programs may start before what they read is there, and let the kernel that follows start
+beside them.
 """
 
 import triton
@@ -26,7 +27,9 @@ def send_queries(
     q_ptr, addresses_ptr, lines, rank,
     RANKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``lines`` of the queries that one KV head has of a token here to all ranks: ``[lines, RANKS, WIDTH]``."""
+    """Writes ``lines`` of the queries that one KV head has of a token here to all ranks: ``[lines, RANKS,
+    WIDTH]``.
+    """
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -44,10 +47,11 @@ def send_results(
     RANKS: tl.constexpr, OWN: tl.constexpr, E: tl.constexpr, E_MAIN: tl.constexpr, BLOCK_M: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Writes results to the ranks whose queries they are of, or to all, ``[RANKS, lines, E]``; LSEs from ``lse_at`` on.
+    """Writes results to the ranks whose queries they are of, or to all, ``[RANKS, lines, E]``; LSEs from
+    ``lse_at`` on.
 
-    ``OWN``: each rank has ``heads`` of its own of ``all_heads``, ``group`` for a KV head, those of a KV head side by
-    side; else all have the same.
+    ``OWN``: each rank has ``heads`` of its own of ``all_heads``, ``group`` for a KV head, those of a KV head
+    side by side; else all have the same.
     """
     if EARLY:
         gdc_wait()
@@ -83,5 +87,9 @@ def join_results(
         lse = tl.load(part_lse_ptr + at, mask=valid, other=float("-inf"))
         acc, l_i, m_i = join(acc, l_i, m_i, x, lse * LOG2E)
     l_i = tl.where(l_i == 0.0, 1.0, l_i)
-    tl.store(out_ptr + line[:, None] * E + c[None, :], (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(
+        out_ptr + line[:, None] * E + c[None, :],
+        (acc / l_i[:, None]).to(out_ptr.dtype.element_ty),
+        mask=there,
+    )
     tl.store(lse_ptr + (token // s * heads + head) * s + token % s, (m_i + tl.log2(l_i)) * LN2, mask=valid)

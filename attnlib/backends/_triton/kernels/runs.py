@@ -1,7 +1,7 @@
 """Over a cache, the runs of tiles that a program visits where a mask by function hides some.
 
-It lists them itself, since a schedule on the device says what it reads. Within a run tiles follow one another, so that
-their loads wait for no other load.
+It lists them itself, since a schedule on the device says what it reads. Within a run tiles follow one
+another, so that their loads wait for no other load.
 """
 
 from typing import NamedTuple
@@ -13,13 +13,16 @@ from .band import Tiles
 from .mask_tiles import HIDDEN, WHOLE, lines_of, slot_of
 
 CUT: tl.constexpr = tl.constexpr(1)  # a tile of which some pairs are seen
-KINDS: tl.constexpr = tl.constexpr(4)  # by which the first tile of a run is multiplied, to have its kind added
+KINDS: tl.constexpr = tl.constexpr(
+    4
+)  # by which the first tile of a run is multiplied, to have its kind added
 CHUNK: tl.constexpr = tl.constexpr(128)  # tiles that are looked at together
 LINES: tl.constexpr = tl.constexpr(4)  # and rows of their states
 
 
 class States(NamedTuple):
-    """What tiles are, of so many ``planes`` (heads that differ) and columns; and room for the runs of a block of rows.
+    """What tiles are, of so many ``planes`` (heads that differ) and columns; and room for the runs of a block
+    of rows.
 
     There are ``s`` queries of each of so many sequences, or of all if packed, and ``group`` rows a query.
     """
@@ -35,7 +38,9 @@ class States(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The rows and keys of a tile; queries and keys of one with a state; and what tells rows of all blocks apart."""
+    """The rows and keys of a tile; queries and keys of one with a state; and what tells rows of all blocks
+    apart.
+    """
 
     M: tl.constexpr
     N: tl.constexpr
@@ -46,7 +51,9 @@ class Blocks(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """The states of some rows of tiles: ``rows`` in each of so many ``heads``, which are ``apart`` rows apart."""
+    """The states of some rows of tiles: ``rows`` in each of so many ``heads``, which are ``apart`` rows
+    apart.
+    """
 
     ptr: tl.tensor
     heads: tl.tensor
@@ -56,7 +63,9 @@ class Lines(NamedTuple):
 
 
 class Range(NamedTuple):
-    """The tokens ``[low, high)`` of a split, of which a block of queries sees all of ``[all_low, all_high)``."""
+    """The tokens ``[low, high)`` of a split, of which a block of queries sees all of ``[all_low,
+    all_high)``.
+    """
 
     low: tl.tensor
     high: tl.tensor
@@ -85,15 +94,21 @@ def lines_for(x, sizes, work, first, last):
 
 @triton.jit
 def kinds_of(n, lines, tokens, N: tl.constexpr, GRAIN: tl.constexpr):
-    """Whether tiles ``n`` are hidden, cut or seen whole by all rows; hidden those that are not of these tokens."""
+    """Whether tiles ``n`` are hidden, cut or seen whole by all rows; hidden those that are not of these
+    tokens.
+    """
     some, every = tl.full(n.shape, HIDDEN, tl.int32), tl.full(n.shape, WHOLE, tl.int32)
     visited, per_head = (n >= tokens.low // N) & (n * N < tokens.high), tl.maximum(lines.rows, 1)
     for several in range(0, lines.heads * lines.rows, LINES):
         at = several + tl.arange(0, LINES)
-        line = lines.ptr + (at // per_head * lines.apart + at % per_head).to(tl.int64)[:, None] * lines.columns
+        line = (
+            lines.ptr + (at // per_head * lines.apart + at % per_head).to(tl.int64)[:, None] * lines.columns
+        )
         for b in tl.static_range(max(1, N // GRAIN)):
             other = n * N // GRAIN + b
-            there = (at < lines.heads * lines.rows)[:, None] & (visited & (other * GRAIN < tokens.high))[None, :]
+            there = (at < lines.heads * lines.rows)[:, None] & (visited & (other * GRAIN < tokens.high))[
+                None, :
+            ]
             state = tl.load(line + other[None, :], mask=there, other=HIDDEN).to(tl.int32)
             some = tl.maximum(some, tl.max(state, 0))
             every = tl.minimum(every, tl.min(tl.where(there, state, WHOLE), 0))
@@ -110,7 +125,11 @@ def list_runs(x, sizes, work, first, last, tokens):
     line = (work.plane * sizes.KV_HEADS + work.head) * lines_of(x.s * x.group, x.batch, sizes.M, sizes.PACKED)
     line += slot_of(work.row * x.group, work.sequence, work.start, sizes.M, sizes.PACKED)
     begin, end = tokens.low // sizes.N, tl.cdiv(tokens.high, sizes.N)
-    runs, count, lines = x.runs_ptr + (line * x.room + begin), begin * 0, lines_for(x, sizes, work, first, last)
+    runs, count, lines = (
+        x.runs_ptr + (line * x.room + begin),
+        begin * 0,
+        lines_for(x, sizes, work, first, last),
+    )
     for chunk in range(begin, end, CHUNK):
         n = chunk + tl.arange(0, CHUNK)
         kind = kinds_of(n, lines, tokens, sizes.N, sizes.GRAIN)
@@ -123,7 +142,9 @@ def list_runs(x, sizes, work, first, last, tokens):
 
 @triton.jit
 def run_at(r, runs, N: tl.constexpr, EDGE: tl.constexpr):
-    """The tiles of a run: none if they are hidden, pieces of ``EDGE`` if they are cut, or full ones of ``N``."""
+    """The tiles of a run: none if they are hidden, pieces of ``EDGE`` if they are cut, or full ones of
+    ``N``.
+    """
     run = tl.load(runs.ptr + r)
     following = tl.load(runs.ptr + r + 1, mask=r + 1 < runs.count, other=runs.end * KINDS)
     tiles, kind = following // KINDS - run // KINDS, run % KINDS

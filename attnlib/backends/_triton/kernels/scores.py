@@ -13,7 +13,8 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 class Modifiers(NamedTuple):
-    """What makes a score of a product: its scale, a cap (None without), and the head's slope in log2 units (or None).
+    """What makes a score of a product: its scale, a cap (None without), and the head's slope in log2 units
+    (or None).
 
     ``slope`` is one number, or one a row.
     """
@@ -33,7 +34,9 @@ def load_slope(slopes_ptr, stride, sequence, head, batch):
 
 @triton.jit
 def descaled(x, ptr, at, sequence, batch):
-    """``x`` times the descale of a head, where there are any; that of what follows the last packed sequence is 1."""
+    """``x`` times the descale of a head, where there are any; that of what follows the last packed sequence
+    is 1.
+    """
     if ptr is None:
         return x
     else:
@@ -52,7 +55,9 @@ def tanh(x):
 
 @triton.jit
 def unit_of(modifiers):
-    """What scores are multiplied by in ``exp2``: plain ones are products as they are, others in log2 units."""
+    """What scores are multiplied by in ``exp2``: plain ones are products as they are, others in log2
+    units.
+    """
     return modifiers.scale * LOG2E if modifiers.softcap is None and modifiers.slope is None else 1.0
 
 
@@ -99,7 +104,9 @@ def natural(s, modifiers):
 
 @triton.jit
 def changed(s, modifiers, place, tensors, SCORE: tl.constexpr):
-    """Scores of :func:`modify` as a function changes them, in log2 units then; as they are where there is none."""
+    """Scores of :func:`modify` as a function changes them, in log2 units then; as they are where there is
+    none.
+    """
     if SCORE is None:
         return s
     else:
@@ -114,8 +121,11 @@ def unit_behind(modifiers, SCORE: tl.constexpr):
 
 
 @triton.jit
-def unchanged(ds, s, modifiers, seen, place, tensors, grads, DERIVATIVE: tl.constexpr, GRADIENTS: tl.constexpr):
-    """The gradient of scores before a function, from that behind it; 0 where not ``seen``, a tile of bools or True.
+def unchanged(
+    ds, s, modifiers, seen, place, tensors, grads, DERIVATIVE: tl.constexpr, GRADIENTS: tl.constexpr
+):
+    """The gradient of scores before a function, from that behind it; 0 where not ``seen``, a tile of bools or
+    True.
 
     Adds the gradients of what the function reads to ``grads``, where there are any.
     """
@@ -125,7 +135,9 @@ def unchanged(ds, s, modifiers, seen, place, tensors, grads, DERIVATIVE: tl.cons
         s = natural(s, modifiers)
         if GRADIENTS is not None:
             GRADIENTS(s, ds, seen, place.b, place.h, place.i, place.j, place.first, tensors, grads)
-        return tl.where(seen, DERIVATIVE(s, ds, place.b, place.h, place.i, place.j, place.first, tensors), 0.0)
+        return tl.where(
+            seen, DERIVATIVE(s, ds, place.b, place.h, place.i, place.j, place.first, tensors), 0.0
+        )
 
 
 @triton.jit
@@ -141,13 +153,17 @@ def online_softmax(m_i, s, unit):
 
 @triton.jit
 def dropout_keep(seed, threshold, origin, sequence, head, i, j0, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr):
-    """Which probabilities of queries ``i`` and the keys from ``j0`` on dropout keeps, where bits reach the threshold.
+    """Which probabilities of queries ``i`` and the keys from ``j0`` on dropout keeps, where bits reach the
+    threshold.
 
-    Those are Philox-4x32-10 of ``(j // 4, i, head, sequence)``, counted in the whole of which this may be a piece. Four
-    keys share a number. In a ``WHOLE`` call they are side by side in a tile; in a piece, each makes it anew.
+    Those are Philox-4x32-10 of ``(j // 4, i, head, sequence)``, counted in the whole of which this may be a
+    piece. Four keys share a number. In a ``WHOLE`` call they are side by side in a tile; in a piece, each
+    makes it anew.
     """
     STEP: tl.constexpr = 4 if WHOLE else 1
-    keys = (origin.key + j0 + tl.arange(0, BLOCK_N // STEP) * STEP)[None, :] + tl.zeros([i.shape[0], 1], tl.int32)
+    keys = (origin.key + j0 + tl.arange(0, BLOCK_N // STEP) * STEP)[None, :] + tl.zeros(
+        [i.shape[0], 1], tl.int32
+    )
     rows = (i + origin.query)[:, None] + tl.zeros([1, BLOCK_N // STEP], tl.int32)
     head, sequence = (head + origin.head).to(tl.int32), (sequence + origin.sequence).to(tl.int32)
     a, b, c, d = tl.philox(seed, keys // 4, rows, head, sequence)

@@ -1,4 +1,6 @@
-"""Splits of sequences: cut for a whole step by ``schedule``, of about equal length, and joined by ``combine``."""
+"""Splits of sequences: cut for a whole step by ``schedule``, of about equal length, and joined by
+``combine``.
+"""
 
 import triton
 import triton.language as tl
@@ -13,8 +15,8 @@ from .tile import COUNTS, owner, tokens_of
 def shares(l_i, m_i, lse2):
     """What weights and one more, or a sink, keep of their shares when joined; all weights, and the largest.
 
-    Weights are sums beside their largest exponent of 2. Sums of products are written as they are to be rounded, the
-    same in all kernels.
+    Weights are sums beside their largest exponent of 2. Sums of products are written as they are to be
+    rounded, the same in all kernels.
     """
     m_new = tl.maximum(m_i, lse2)
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -38,10 +40,11 @@ def combine(
     GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr,
     TOGETHER: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Joins the splits of ``ROWS`` rows of queries, ``WIDTH`` channels, in an order that depends on them alone.
+    """Joins the splits of ``ROWS`` rows of queries, ``WIDTH`` channels, in an order that depends on them
+    alone.
 
-    ``EARLY``: programs may start before the splits are there, and wait for them. Splits of a fixed size are joined one
-    by one, so that those without a visible key make no difference.
+    ``EARLY``: programs may start before the splits are there, and wait for them. Splits of a fixed size are
+    joined one by one, so that those without a visible key make no difference.
     """
     pid, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     rows_of, kv_head, sequence = pid % GROUPS, pid // GROUPS % KV_HEADS, pid // (GROUPS * KV_HEADS)
@@ -79,13 +82,19 @@ def combine(
             for p in range(splits):
                 line = origin + r + p * step
                 x = tl.load(split_ptr + line[:, None] * E_MAIN + c[None, :], mask=valid[:, None], other=0.0)
-                acc, l_i, m_i = join(acc, l_i, m_i, x, tl.load(of_lse + line, mask=valid, other=float("-inf")))
+                acc, l_i, m_i = join(
+                    acc, l_i, m_i, x, tl.load(of_lse + line, mask=valid, other=float("-inf"))
+                )
         else:
             for p in range(0, splits, AT_ONCE):
                 several = p + tl.arange(0, AT_ONCE)
                 line = (origin + r)[:, None] + several[None, :].to(tl.int64) * step
                 there = valid[:, None] & (several < splits)[None, :]
-                x = tl.load(split_ptr + line[:, :, None] * E_MAIN + c[None, None, :], mask=there[:, :, None], other=0.0)
+                x = tl.load(
+                    split_ptr + line[:, :, None] * E_MAIN + c[None, None, :],
+                    mask=there[:, :, None],
+                    other=0.0,
+                )
                 lse2 = tl.load(of_lse + line, mask=there, other=float("-inf"))  # loads wait for no other load
                 m_new = tl.maximum(m_i, tl.max(lse2, 1))
                 safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -111,11 +120,12 @@ def schedule(
     ROWS: tl.constexpr, SPLITS: tl.constexpr, GRANULARITY: tl.constexpr, FINEST: tl.constexpr,
     SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Cuts sequences into splits for ``capacity`` programs, and at the next level for half of them, and so on.
+    """Cuts sequences into splits for ``capacity`` programs, and at the next level for half of them, and so
+    on.
 
-    A slot holds a split, ``(sequence, begin, end, splits of the sequence)``, or sequence -1; and of the sequence
-    of its own number ``(first slot, splits, splits of each block of rows)``, the last if it is long: as many as others
-    of this length have, but of ``LARGEST`` tokens at most and ``SMALLEST`` at least.
+    A slot holds a split, ``(sequence, begin, end, splits of the sequence)``, or sequence -1; and of the
+    sequence of its own number ``(first slot, splits, splits of each block of rows)``, the last if it is long:
+    as many as others of this length have, but of ``LARGEST`` tokens at most and ``SMALLEST`` at least.
     """
     level, b = tl.program_id(0), tl.arange(0, ROWS)
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + b, mask=b < batch, other=0), limit), 0)

@@ -1,4 +1,6 @@
-"""Stored bytes as factors of 16-bit products: all as fp16, which holds any of them, in the range that fp16 has."""
+"""Stored bytes as factors of 16-bit products: all as fp16, which holds any of them, in the range that fp16
+has.
+"""
 
 from typing import NamedTuple
 
@@ -31,10 +33,11 @@ FROM_E4M3: tl.constexpr = tl.constexpr("""{ .reg .b16 low, high;
 
 @triton.jit
 def as_factor(x, dtype: tl.constexpr, NATIVE: tl.constexpr, STAYS: tl.constexpr):
-    """What is stored in ``dtype``, exactly; int8 and e4m3 in fp16 ``NATIVE``: in the instructions of NVIDIA's chips.
+    """What is stored in ``dtype``, exactly; int8 and e4m3 in fp16 ``NATIVE``: in the instructions of NVIDIA's
+    chips.
 
-    ``STAYS``: where it was loaded, from where fp16 goes through shared memory to the product. Triton would rather move
-    bytes, and cannot read those of a transposed factor but one by one.
+    ``STAYS``: where it was loaded, from where fp16 goes through shared memory to the product. Triton would
+    rather move bytes, and cannot read those of a transposed factor but one by one.
     """
     if NATIVE and dtype == tl.float16 and x.dtype.primitive_bitwidth == 8:
         ASSEMBLY: tl.constexpr = FROM_INT8 if x.dtype == tl.int8 else FROM_E4M3
@@ -65,7 +68,9 @@ def both_factors(x, stored: tl.constexpr, NATIVE: tl.constexpr):
     """
     if NATIVE:
         ASSEMBLY: tl.constexpr = BOTH_INT8 if stored == tl.int8 else BOTH_E4M3
-        return tl.inline_asm_elementwise(ASSEMBLY, "=&r,=&r,r", [x], (tl.float16, tl.float16), is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            ASSEMBLY, "=&r,=&r,r", [x], (tl.float16, tl.float16), is_pure=True, pack=2
+        )
     else:
         first, second = x.to(tl.int8).to(stored, bitcast=True), (x >> 8).to(tl.int8).to(stored, bitcast=True)
         return first.to(tl.float16), second.to(tl.float16)
@@ -87,10 +92,11 @@ def halved(queries):
 
 @triton.jit
 def in_range(queries, of_tail: tl.constexpr):
-    """Queries as fp16, which meets 8-bit keys, rows scaled by powers of two to be in its range; what undoes the scale.
+    """Queries as fp16, which meets 8-bit keys, rows scaled by powers of two to be in its range; what undoes
+    the scale.
 
-    The power brings a row below 4; what undoes it is 0 for the least of all. The tail of a latent key is no 8-bit key:
-    it has a dtype of its own, and so has that of a query.
+    The power brings a row below 4; what undoes it is 0 for the least of all. The tail of a latent key is no
+    8-bit key: it has a dtype of its own, and so has that of a query.
     """
     q, tail = queries.main.to(tl.float32), queries.tail.to(tl.float32)
     CHANNELS: tl.constexpr = len(q.shape) - 1
@@ -104,8 +110,9 @@ def in_range(queries, of_tail: tl.constexpr):
 def split_scale(scale):
     """A scale as a power of two, ``(exponent, inverse of the power, rest)``; the exponent is -40 at least.
 
-    Scores that grow by the exponent give weights times that power: at most 1 whatever the scales, if the largest score
-    is subtracted, and times the inverse what they were. The rest is less than 2, but where the scale is not finite.
+    Scores that grow by the exponent give weights times that power: at most 1 whatever the scales, if the
+    largest score is subtracted, and times the inverse what they were. The rest is less than 2, but where the
+    scale is not finite.
     """
     exponent = tl.minimum(tl.maximum((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF, 87), 253)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)

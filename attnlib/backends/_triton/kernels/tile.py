@@ -9,15 +9,17 @@ from .band import MASK_FIELDS
 
 # Parameters of any kernel whose divisibility decides nothing, and must not compile it again.
 COUNTS = (
-    *MASK_FIELDS, "stride_slopes", "stride_sb", "stride_sh", "stride_dlb", "stride_dlh", "stride_dls", "stride_table",
-    "batch", "heads", "kv_heads", "group", "s", "t", "heads_per_wave", "threshold", "pages", "page_size", "rows",
-    "slots", "schedule_offset", "limit", "reach", "capacity", "long", "long_splits",
+    *MASK_FIELDS, "stride_slopes", "stride_sb", "stride_sh", "stride_dlb", "stride_dlh", "stride_dls",
+    "stride_table", "batch", "heads", "kv_heads", "group", "s", "t", "heads_per_wave", "threshold", "pages",
+    "page_size", "rows", "slots", "schedule_offset", "limit", "reach", "capacity", "long", "long_splits",
     "room", "planes", "columns", "stride_state_b", "stride_state_h", "stride_list_b", "stride_list_h",
 )  # fmt: skip
 
 
 class Channels(NamedTuple):
-    """How many channels a row has; those of its first block and of its second (0: there is none), powers of two."""
+    """How many channels a row has; those of its first block and of its second (0: there is none), powers of
+    two.
+    """
 
     ALL: tl.constexpr
     MAIN: tl.constexpr
@@ -25,7 +27,9 @@ class Channels(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A tensor ``[b, t, h, d]`` by its strides, or ``[pages, page_size, g, d]``; descriptors of its blocks, or None."""
+    """A tensor ``[b, t, h, d]`` by its strides, or ``[pages, page_size, g, d]``; descriptors of its blocks,
+    or None.
+    """
 
     ptr: tl.tensor | None
     stride_b: tl.tensor
@@ -52,7 +56,9 @@ class Tile(NamedTuple):
 
 @triton.jit
 def load_columns(ptr, at, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
-    """The first columns of rows ``at`` elements from ``ptr``, zeros beyond; masked, zeros but for valid rows."""
+    """The first columns of rows ``at`` elements from ``ptr``, zeros beyond; masked, zeros but for valid
+    rows.
+    """
     columns = tl.arange(0, COLUMNS)
     rows = valid[:, None] if MASKED else True
     inside = (columns < WIDTH)[None, :] if COLUMNS > WIDTH else True
@@ -81,7 +87,15 @@ def factor_of(x):
 
 @triton.jit
 def load_block(
-    x, place, n, valid, channels, SECOND: tl.constexpr, MASKED: tl.constexpr, BY_DESC: tl.constexpr, ANEW: tl.constexpr
+    x,
+    place,
+    n,
+    valid,
+    channels,
+    SECOND: tl.constexpr,
+    MASKED: tl.constexpr,
+    BY_DESC: tl.constexpr,
+    ANEW: tl.constexpr,
 ):
     """The first or the second block of a tile; see :func:`load_tile`."""
     FIRST: tl.constexpr = channels.MAIN if SECOND else 0
@@ -104,7 +118,9 @@ def load_tile(
     """
     BY_DESC: tl.constexpr = x.desc is not None and not (MASKED and HOLES)
     main = load_block(x, place, n, valid, channels, False, MASKED, BY_DESC, ANEW)
-    return Tile(main, load_block(x, place, n, valid, channels, True, MASKED, BY_DESC, ANEW) if channels.TAIL else main)
+    return Tile(
+        main, load_block(x, place, n, valid, channels, True, MASKED, BY_DESC, ANEW) if channels.TAIL else main
+    )
 
 
 @triton.jit
@@ -151,7 +167,9 @@ def offset(cu_ptr, n, total):
 
 @triton.jit
 def tokens_of(cu_ptr, n, batch, total):
-    """The first token of packed sequence ``n``, and how many it has; sequence ``batch`` has what follows the last."""
+    """The first token of packed sequence ``n``, and how many it has; sequence ``batch`` has what follows the
+    last.
+    """
     row, above = offset(cu_ptr, n, total), offset(cu_ptr, tl.minimum(n + 1, batch), total)
     return row, tl.where(n < batch, tl.maximum(above - row, 0), total - row)
 
@@ -160,8 +178,8 @@ def tokens_of(cu_ptr, n, batch, total):
 def first_block(cu_ptr, n, tokens, group, BLOCK: tl.constexpr, LONG: tl.constexpr):
     """The number of the first block of rows of packed sequence ``n``, ``group`` rows a token.
 
-    It leaves room for a last, partial block of each sequence before; or, if not 0, of those of more than ``LONG`` rows,
-    each of which raises the rows before by as many.
+    It leaves room for a last, partial block of each sequence before; or, if not 0, of those of more than
+    ``LONG`` rows, each of which raises the rows before by as many.
     """
     rows = offset(cu_ptr, n, tokens) * group
     return rows // BLOCK + (tl.minimum(rows // LONG, n) if LONG else n)
@@ -182,8 +200,8 @@ def owner(cu_ptr, block, batch, tokens, group, BLOCK: tl.constexpr, LONG: tl.con
 class Work(NamedTuple):
     """What a program works on: a head of a sequence; its block of rows from ``start`` on.
 
-    The sequence has ``rows`` rows from ``row`` on, and ``others`` rows of the other side (keys for queries, queries for
-    keys) from ``other`` on, in sequence ``plane`` of the tensors.
+    The sequence has ``rows`` rows from ``row`` on, and ``others`` rows of the other side (keys for queries,
+    queries for keys) from ``other`` on, in sequence ``plane`` of the tensors.
     """
 
     sequence: tl.tensor
@@ -197,11 +215,14 @@ class Work(NamedTuple):
 
 
 @triton.jit
-def locate(pid, cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK: tl.constexpr, REVERSED: tl.constexpr):
-    """The work of program ``pid``, for ``s`` rows of a sequence and ``t`` of the other side, or of all if packed.
+def locate(
+    pid, cu_ptr, cu_other_ptr, batch, heads, s, t, heads_per_wave, BLOCK: tl.constexpr, REVERSED: tl.constexpr
+):
+    """The work of program ``pid``, for ``s`` rows of a sequence and ``t`` of the other side, or of all if
+    packed.
 
-    Heads come in waves whose keys and values fit the L2 cache; in a wave the longest rows start first. Packed sequence
-    ``batch`` is what follows the last offset, and has no keys.
+    Heads come in waves whose keys and values fit the L2 cache; in a wave the longest rows start first. Packed
+    sequence ``batch`` is what follows the last offset, and has no keys.
     """
     PACKED: tl.constexpr = cu_ptr is not None
     pairs = heads if PACKED else batch * heads

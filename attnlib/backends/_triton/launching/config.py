@@ -1,4 +1,6 @@
-"""LaunchConfig, a printable record of tiles, stages and warps; and how a head is split into power-of-two blocks."""
+"""LaunchConfig, a printable record of tiles, stages and warps; and how a head is split into power-of-two
+blocks.
+"""
 
 from typing import NamedTuple
 
@@ -6,11 +8,11 @@ ALIKE = 64  # channels of 16 bits, from which tiles of any width have the same l
 
 
 class LaunchConfig(NamedTuple):
-    """Queries and keys of a tile, loads in flight, warps; whether descriptors load, a bound on registers, and how many
-    such programs an SM runs at once, which decode kernels count with.
+    """Queries and keys of a tile, loads in flight, warps; whether descriptors load, a bound on registers, and
+    how many such programs an SM runs at once, which decode kernels count with.
 
-    Descriptors (TMA) spare the registers that addresses take; they need sm_90, and addresses and strides of 16 bytes.
-    A thread with fewer registers leaves room for more programs beside it.
+    Descriptors (TMA) spare the registers that addresses take; they need sm_90, and addresses and strides of
+    16 bytes. A thread with fewer registers leaves room for more programs beside it.
     """
 
     block_m: int
@@ -46,8 +48,8 @@ def head_split(d: int) -> tuple[int, int]:
 def widths(d: int, e: int) -> tuple[int, int, int]:
     """Channels of the blocks that hold a key, the rest of a key, and a value: equal, or at least 64 each.
 
-    Tiles that are not pipelined share an address; where they then differ in layout, ptxas may leave a descriptor
-    without its base (tests/compiled/sass.py).
+    Tiles that are not pipelined share an address; where they then differ in layout, ptxas may leave a
+    descriptor without its base (tests/compiled/sass.py).
 
     >>> widths(128, 128), widths(192, 128), widths(59, 29), widths(128, 16), widths(16, 32), widths(40, 64)
     ((128, 0, 128), (128, 64, 128), (64, 0, 64), (128, 0, 64), (32, 0, 32), (64, 0, 64))

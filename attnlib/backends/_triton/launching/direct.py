@@ -1,7 +1,7 @@
 """Private ways of torch and Triton to start a compiled kernel, each tried before it is taken.
 
-Nothing here is listed by version: Triton's launcher must take arguments in a known order, and a tiny kernel that is
-started so must write the same bits as one that Triton starts.
+Nothing here is listed by version: Triton's launcher must take arguments in a known order, and a tiny kernel
+that is started so must write the same bits as one that Triton starts.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,9 @@ class Streams(NamedTuple):
 
 
 def streams() -> Streams:
-    """torch's private functions, a microsecond sooner, once they have agreed with the public ones; else these."""
+    """torch's private functions, a microsecond sooner, once they have agreed with the public ones; else
+    these.
+    """
     return answer(STREAMS, _find_streams) or PUBLIC
 
 
@@ -57,7 +59,10 @@ def _compare_streams(private: Streams) -> None:
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
             device = torch.cuda.current_device()
-            found, public = (private.current_device(), private.current_stream(device)), (device, _public_stream(device))
+            found, public = (
+                (private.current_device(), private.current_stream(device)),
+                (device, _public_stream(device)),
+            )
         if found != public:
             raise RuntimeError(f"it says device and stream {found} where public functions say {public}")
 
@@ -65,9 +70,9 @@ def _compare_streams(private: Streams) -> None:
 class Started(NamedTuple):
     """The prepared launch of a compiled kernel: fill in a few arguments, then call ``start(*arguments)``.
 
-    The current stream belongs at ``STREAM``, the addresses of the kernel's tensors from ``first`` on, descriptors at
-    places of their own, each of a tensor by its name, and what functions of indices read from ``read`` on. Triton's
-    ``hooks`` say whether a profiler follows launches.
+    The current stream belongs at ``STREAM``, the addresses of the kernel's tensors from ``first`` on,
+    descriptors at places of their own, each of a tensor by its name, and what functions of indices read from
+    ``read`` on. Triton's ``hooks`` say whether a profiler follows launches.
     """
 
     device: int
@@ -80,9 +85,15 @@ class Started(NamedTuple):
     read: int
 
     def stream(self) -> int | None:
-        """The stream to start on, the current one; None where Triton must be asked: on another device, or followed."""
+        """The stream to start on, the current one; None where Triton must be asked: on another device, or
+        followed.
+        """
         hooks, ask = self.hooks, self.streams
-        if self.device != ask.current_device() or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        if (
+            self.device != ask.current_device()
+            or hooks.launch_enter_hook.calls
+            or hooks.launch_exit_hook.calls
+        ):
             return None
         return ask.current_stream(self.device)
 
@@ -121,12 +132,17 @@ def direct(attempt: Callable[[bool], None]) -> Direct | None:
 
 def failures(attempt: Callable[[bool], None]) -> list[str]:
     """Why launches do not go directly, or torch is asked in public for the stream, if so."""
-    return [*probes.failures(STREAMS, _find_streams), *probes.failures(DIRECT, partial(_find_direct, attempt))]
+    return [
+        *probes.failures(STREAMS, _find_streams),
+        *probes.failures(DIRECT, partial(_find_direct, attempt)),
+    ]
 
 
 def _find_direct(attempt: Callable[[bool], None]) -> Direct:
     if why := failure_of(lambda: attempt(False)):
-        return Direct(False, False, (f"{DIRECT}: {why}; Triton is asked at every launch, which takes about 40 us",))
+        return Direct(
+            False, False, (f"{DIRECT}: {why}; Triton is asked at every launch, which takes about 40 us",)
+        )
     if torch.cuda.get_device_capability()[0] < 9:
         return Direct(True, True)  # where no kernel takes a descriptor
     why = failure_of(lambda: attempt(True))
@@ -135,15 +151,21 @@ def _find_direct(attempt: Callable[[bool], None]) -> Direct:
 
 
 def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[Descriptors, list]]]:
-    """Return the function that starts a binary, its arguments between stream and tensors, and each descriptor's values.
+    """Return the function that starts a binary, its arguments between stream and tensors, and each
+    descriptor's values.
 
-    It is a function in C, which takes a descriptor as the chip does, and then its sizes; or, where the arguments stand
-    in another order or a kernel needs memory of its own, the one in Python before it.
+    It is a function in C, which takes a descriptor as the chip does, and then its sizes; or, where the
+    arguments stand in another order or a kernel needs memory of its own, the one in Python before it.
 
     Raises:
         TypeError: the launcher takes other arguments than these.
     """
-    run, function, metadata, no_hooks = binary.run, binary.function, binary.packed_metadata, (None, None, None)
+    run, function, metadata, no_hooks = (
+        binary.run,
+        binary.function,
+        binary.packed_metadata,
+        (None, None, None),
+    )
     described = [(x and Descriptors(partial(_moved, _moved(x, 0))), []) for x in made]  # which keep no tensor
     *named, rest = signature(run).parameters.values()
     names = tuple(x.name for x in named)
@@ -156,7 +178,10 @@ def starting(binary: object, made: list) -> tuple[Callable, tuple, list[tuple[De
     forms = kept.get("tensordesc_meta", ())
     if forms and None not in forms:
         forms = iter(forms)
-        start, described = kept["launcher"], [(x, []) if x is None else _encoded(x, next(forms)) for x in made]
+        start, described = (
+            kept["launcher"],
+            [(x, []) if x is None else _encoded(x, next(forms)) for x in made],
+        )
     return start, (*constants, metadata, *no_hooks), described
 
 
@@ -182,5 +207,13 @@ def _encoded(descriptor: object, form: dict) -> tuple[Descriptors, list]:
 
     fill, shape, strides = driver.active.utils.fill_tma_descriptor, descriptor.shape, descriptor.strides
     dtype, block = TMA_DTYPE_DEVICE_TO_HOST[form["elem_type"]], form["block_size"]
-    fixed = (form["swizzle"], form["elem_size"], dtype, block, shape, strides, int(descriptor.padding == "nan"))
+    fixed = (
+        form["swizzle"],
+        form["elem_size"],
+        dtype,
+        block,
+        shape,
+        strides,
+        int(descriptor.padding == "nan"),
+    )
     return Descriptors(lambda address: fill(address, *fixed)), [*shape, *strides]

@@ -19,7 +19,9 @@ def forms(read: Sequence[tuple | None]) -> object:
 
 
 def _form(x: Tensor | tuple | int | None) -> object:
-    """The same for a tensor and its sizes and strides: dtypes, and which numbers are 1, multiples of 16, or long."""
+    """The same for a tensor and its sizes and strides: dtypes, and which numbers are 1, multiples of 16, or
+    long.
+    """
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() & 15 == 0
     if isinstance(x, int):

@@ -1,7 +1,8 @@
 """The names of Gluon that the dedicated Hopper kernels use, and which of them the installed Triton lacks.
 
-Gluon is experimental: a new version of Triton may rename a function, a method or a keyword argument. Where the versions
-of today differ, ``kernels/hopper/primitives.py`` chooses by what is there. This module finds out if all the rest is.
+Gluon is experimental: a new version of Triton may rename a function, a method or a keyword argument. Where
+the versions of today differ, ``kernels/hopper/primitives.py`` chooses by what is there. This module finds out
+if all the rest is.
 """
 
 import inspect
@@ -39,8 +40,8 @@ NAMES = MappingProxyType(
 def missing_names() -> list[str]:
     """Return the names that the Hopper kernels use and this Triton lacks; an empty list if they can be built.
 
-    A keyword argument that a function does not take is ``function(keyword=)``. Never raises: whatever comes of
-    importing Triton means that a name is missing.
+    A keyword argument that a function does not take is ``function(keyword=)``. Never raises: whatever comes
+    of importing Triton means that a name is missing.
     """
     missing = [name for of, names in NAMES.items() for word in names.split() for name in _lacking(of, word)]
     if not missing:

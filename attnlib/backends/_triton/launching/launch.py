@@ -1,8 +1,8 @@
 """A kernel with all its arguments but the tensors, launched once through Triton, and directly from then on.
 
-Triton finds out from every argument which binary to run, about 40 us for these kernels. Here a launch belongs to one
-set of shapes, and remembers. How a binary is started is private to Triton, so this is tried on a tiny kernel first;
-where that fails, every launch is as anybody would.
+Triton finds out from every argument which binary to run, about 40 us for these kernels. Here a launch belongs
+to one set of shapes, and remembers. How a binary is started is private to Triton, so this is tried on a tiny
+kernel first; where that fails, every launch is as anybody would.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,8 +41,8 @@ def remembered(plan: Callable) -> Callable:
 class Block(NamedTuple):
     """What a descriptor loads at once of a tensor: so many rows and columns, of one head if it has heads.
 
-    ``gluon``: for a kernel in Gluon, which says how a tile lies in shared memory. ``pairs``: of stored bytes, as int16.
-    ``together``: of so many heads of a plane ``[pages, page_size, g, d]``.
+    ``gluon``: for a kernel in Gluon, which says how a tile lies in shared memory. ``pairs``: of stored bytes,
+    as int16. ``together``: of so many heads of a plane ``[pages, page_size, g, d]``.
     """
 
     tensor: str
@@ -54,8 +54,8 @@ class Block(NamedTuple):
     together: int = 0
 
     def descriptor(self, x: Tensor):
-        """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other, be it of a vector; of
-        ``[pages, page_size, 1]`` as one row."""
+        """Of ``[b, t, h, d]``, packed ``[t, h, d]``, or of rows that lie one after the other, be it of a
+        vector; of ``[pages, page_size, 1]`` as one row."""
         block = self.rows, self.columns
         x = x.view(torch.int16) if self.pairs else x
         if self.together:
@@ -90,10 +90,10 @@ def tile_layout(shape: tuple[int, ...], dtype: torch.dtype):
 class Launch:
     """``programs`` programs of a kernel, for tensors of the same device, shapes, strides and dtypes.
 
-    The kernel's parameters say what it takes: tensors (``x_ptr``), descriptors (``x_desc``), of which ``blocks`` are
-    there, each with its :class:`Block`, what functions of indices read (``x_tensors``), and what ``arguments`` say by
-    name, in which there may be more. ``early``: the kernel starts while the one before it runs, and waits for it where
-    it needs what that one makes.
+    The kernel's parameters say what it takes: tensors (``x_ptr``), descriptors (``x_desc``), of which
+    ``blocks`` are there, each with its :class:`Block`, what functions of indices read (``x_tensors``), and
+    what ``arguments`` say by name, in which there may be more. ``early``: the kernel starts while the one
+    before it runs, and waits for it where it needs what that one makes.
     """
 
     def __init__(
@@ -110,7 +110,9 @@ class Launch:
         given = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages, **arguments}
         names = kernel.arg_names
         self.tensors = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
-        self.arguments = {name: given[name] for name in names if not name.endswith(("_ptr", "_desc", "_tensors"))}
+        self.arguments = {
+            name: given[name] for name in names if not name.endswith(("_ptr", "_desc", "_tensors"))
+        }
         self.captured = [name for name in names if name.endswith("_tensors")]
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
         # What all kernels were tested and measured with; it stops being Triton's default in 3.10.
@@ -141,8 +143,8 @@ class Launch:
         return [None if x is None else x.data_ptr() for x in self._pick(tensors)]
 
     def started(self, addresses: list[int | None], read: Sequence[tuple | None] = ()) -> Started | None:
-        """How this starts on tensors aligned as those at these addresses, and functions that read what is alike; None
-        where it never has."""
+        """How this starts on tensors aligned as those at these addresses, and functions that read what is
+        alike; None where it never has."""
         return self._started.get((aligned(addresses), forms(read)))
 
     def _ask(self, tensors: dict[str, Tensor | None]) -> None:
@@ -186,7 +188,9 @@ class Launch:
 
 
 def _compare_bits(descriptors: bool) -> None:
-    """Launch a tiny kernel through Triton, and then directly on other tensors; raise RuntimeError if bits differ."""
+    """Launch a tiny kernel through Triton, and then directly on other tensors; raise RuntimeError if bits
+    differ.
+    """
     from ..kernels import trial
 
     refuse_trials()
@@ -210,7 +214,8 @@ def _compare_bits(descriptors: bool) -> None:
 
 
 def failures(arch: int) -> list[str]:
-    """Name each part of Triton and torch that failed its trial on a GPU of this architecture, and what that costs.
+    """Name each part of Triton and torch that failed its trial on a GPU of this architecture, and what that
+    costs.
 
     Raises:
         NotNow: it cannot be tried here.
@@ -220,7 +225,9 @@ def failures(arch: int) -> list[str]:
 
 
 class _Gluon(NamedTuple):
-    """True if this Triton has all names of Gluon that the dedicated Hopper kernels use; otherwise the reasons."""
+    """True if this Triton has all names of Gluon that the dedicated Hopper kernels use; otherwise the
+    reasons.
+    """
 
     is_there: bool
     failures: tuple[str, ...] = ()
@@ -240,7 +247,9 @@ def _find_gluon() -> _Gluon:
 
 
 def against(dtype: torch.dtype, device: str, arch: int, *, interpreted: bool) -> list[str]:
-    """Why no kernel runs with this dtype on this type of device, or in Triton's interpreter, which needs no GPU."""
+    """Why no kernel runs with this dtype on this type of device, or in Triton's interpreter, which needs no
+    GPU.
+    """
     reasons = ["computes in fp32, got fp64"] if dtype == torch.float64 else []
     if device == "cuda" and arch < 80:
         reasons.append(f"needs sm_80 or newer, got sm_{arch}")

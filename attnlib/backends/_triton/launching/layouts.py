@@ -1,4 +1,6 @@
-"""Layouts: tensors without addresses, the cache key of a call, and the strides and scalars that kernels take."""
+"""Layouts: tensors without addresses, the cache key of a call, and the strides and scalars that kernels
+take.
+"""
 
 from typing import NamedTuple
 
@@ -21,7 +23,10 @@ class Layout(NamedTuple):
     @property
     def is_in_lines(self) -> bool:
         """True if every row of heads begins at a multiple of 16 bytes of the tensor, as descriptors need."""
-        return all(n > 0 and n * self.dtype.itemsize % 16 == 0 for n in self.strides[:-1]) and 0 not in self.shape
+        return (
+            all(n > 0 and n * self.dtype.itemsize % 16 == 0 for n in self.strides[:-1])
+            and 0 not in self.shape
+        )
 
 
 class Key(NamedTuple):
@@ -57,7 +62,9 @@ def key_of(a: OperatorArguments, first: Tensor, *others: Tensor | None) -> Key:
     """Return the key of a call; descriptors may load the tensors given beside the arguments."""
     tf32 = first.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
     # Tensors that functions of indices capture do not change the plan.
-    layouts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None if type(x) is list else x for x in a]
+    layouts = [
+        (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None if type(x) is list else x for x in a
+    ]
     return Key(first.device, tf32, aligned(first, *others), a._make(layouts))
 
 
@@ -98,11 +105,15 @@ def scoring(a: Arguments | CachedArguments, heads: int, reach: int) -> dict[str,
     left, right = (x if x is None else max(-reach, min(x, reach)) for x in (a.left, a.right))
     per_sequence = a.alibi_slopes is not None and len(a.alibi_slopes.shape) == 2
     return {
-        "left": left, "right": right, "prefix": min(a.prefix, reach) or None, "scale": a.scale, "softcap": a.softcap,
-        "stride_slopes": heads if per_sequence else 0,
+        "left": left, "right": right, "prefix": min(a.prefix, reach) or None, "scale": a.scale,
+        "softcap": a.softcap, "stride_slopes": heads if per_sequence else 0,
     }  # fmt: skip
 
 
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else INTERPRETED
+    )

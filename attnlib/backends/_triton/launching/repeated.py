@@ -13,8 +13,8 @@ from .launch import Launch, remembered
 
 
 class _Part(NamedTuple):
-    """A launch whose arguments are there, but for those at these places: each of them with its number among the
-    addresses of a call, and a descriptor with all that there are by address."""
+    """A launch whose arguments are there, but for those at these places: each of them with its number among
+    the addresses of a call, and a descriptor with all that there are by address."""
 
     started: Started
     arguments: list
@@ -35,8 +35,8 @@ class Repeated:
     def on(self, addresses: Sequence[int]) -> bool:
         """Launch where the tensors of ``names`` are at these addresses, in this order, on the current stream.
 
-        False, and nothing is launched, where :meth:`Launch.on` must be asked: before it has launched each of these, for
-        addresses that are no multiples of 16 bytes, on another device, or under a profiler.
+        False, and nothing is launched, where :meth:`Launch.on` must be asked: before it has launched each of
+        these, for addresses that are no multiples of 16 bytes, on another device, or under a profiler.
         """
         parts = self._parts or self._prepare()
         if reduce(or_, addresses) & 15 or not parts or (stream := parts[0].started.stream()) is None:
@@ -64,7 +64,9 @@ class Repeated:
             return None
         arguments, number = started.arguments.copy(), {name: n for n, name in enumerate(self._names)}
         arguments[started.first : started.first + len(addresses)] = addresses
-        places = [(started.first + i, number[name]) for i, name in enumerate(launch.tensors) if name in number]
+        places = [
+            (started.first + i, number[name]) for i, name in enumerate(launch.tensors) if name in number
+        ]
         descriptors = []
         for place, name, made in started.descriptors:
             if name in number:

@@ -1,11 +1,12 @@
-"""What Hopper's kernels are made of beside Gluon: room, barriers, and pieces of loops that ptxas must leave in order.
+"""What Hopper's kernels are made of beside Gluon: room, barriers, and pieces of loops that ptxas must leave
+in order.
 
-A named barrier (``bar.sync``, ``bar.arrive``) is one instruction of a warp. An mbarrier would take a barrier of the
-whole warpgroup first, and an elected thread. Numbers below FIRST are Triton's own: partition ``i`` uses 2 + i, but for
-one of a single warp, which uses none. Flags use 15 and those below it.
+A named barrier (``bar.sync``, ``bar.arrive``) is one instruction of a warp. An mbarrier would take a barrier
+of the whole warpgroup first, and an elected thread. Numbers below FIRST are Triton's own: partition ``i``
+uses 2 + i, but for one of a single warp, which uses none. Flags use 15 and those below it.
 
-Gluon is experimental. Each name that differs between versions of Triton is chosen here, by what is there; which names
-a version lacks says ``gluon_names.py``.
+Gluon is experimental. Each name that differs between versions of Triton is chosen here, by what is there;
+which names a version lacks says ``gluon_names.py``.
 """
 
 from triton.experimental import gluon
@@ -62,7 +63,9 @@ def _make_flag(number):
 @gluon.constexpr_function
 def _raise_flag(number, limit):
     tests = [f"setp.le.f32 p, $4, {limit};", *[f"setp.le.and.f32 p, ${n}, {limit}, p;" for n in (5, 6, 7)]]
-    asked = f"not.pred p, p; barrier.cta.red.or.pred p, {15 - number}, 128, p; selp.b32 flag{number}, 1, 0, p;"
+    asked = (
+        f"not.pred p, p; barrier.cta.red.or.pred p, {15 - number}, 128, p; selp.b32 flag{number}, 1, 0, p;"
+    )
     return f"{{ .reg .pred p; {' '.join(tests)} {asked} mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }}"
 
 
@@ -73,16 +76,19 @@ def _read_flag(number):
 
 @gluon.jit
 def make_flag(NUMBER: gl.constexpr):
-    """Make the flag of the warpgroup of this number, once: a register, since a tensor's element is no scalar."""
+    """Make the flag of the warpgroup of this number, once: a register, since a tensor's element is no
+    scalar.
+    """
     gl.inline_asm_elementwise(_make_flag(NUMBER), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def raise_flag_above(sums, LIMIT: gl.constexpr, NUMBER: gl.constexpr):
-    """Raise the flag of this warpgroup if any of its ``sums`` ``[rows, 8]`` is above a limit, or NaN; else lower it.
+    """Raise the flag of this warpgroup if any of its ``sums`` ``[rows, 8]`` is above a limit, or NaN; else
+    lower it.
 
-    Its warps come to a barrier of their own. ptxas so moves nothing that is in the sums below the wait for the product
-    that it should overlap, as it else does with 12 to 66 of 66 exponentials.
+    Its warps come to a barrier of their own. ptxas so moves nothing that is in the sums below the wait for
+    the product that it should overlap, as it else does with 12 to 66 of 66 exponentials.
     """
     gl.inline_asm_elementwise(
         _raise_flag(NUMBER, LIMIT), "=r,=r,=r,=r,f,f,f,f", [sums], dtype=gl.int32, is_pure=False, pack=4
@@ -92,7 +98,9 @@ def raise_flag_above(sums, LIMIT: gl.constexpr, NUMBER: gl.constexpr):
 @gluon.jit
 def is_raised(NUMBER: gl.constexpr):
     """Whether the flag of this warpgroup is raised."""
-    return gl.inline_asm_elementwise(_read_flag(NUMBER), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1) != 0
+    return (
+        gl.inline_asm_elementwise(_read_flag(NUMBER), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1) != 0
+    )
 
 
 @gluon.constexpr_function
@@ -113,7 +121,9 @@ def _in_and_out(count):
 
 @gluon.jit
 def scale_rows(acc, factor, COUNT: gl.constexpr):
-    """``acc * factor[:, None]``, which a warp skips if its factors are all 1; a thread has ``COUNT`` numbers of acc."""
+    """``acc * factor[:, None]``, which a warp skips if its factors are all 1; a thread has ``COUNT`` numbers
+    of acc.
+    """
     return gl.inline_asm_elementwise(
         _scale_unless_one(COUNT), _in_and_out(COUNT), [acc, factor[:, None]],
         dtype=gl.float32, is_pure=False, pack=COUNT,
@@ -124,7 +134,12 @@ def scale_rows(acc, factor, COUNT: gl.constexpr):
 def prefetch(ptr):
     """Bring what lies here into the L2 cache."""
     gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [ptr.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -140,7 +155,9 @@ def anew(number):
 
     Descriptors of shared memory that are kept through a loop are spilled.
     """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.constexpr_function
@@ -158,7 +175,9 @@ def _in_place(count):
 
 @gluon.jit
 def scale_rows_in_place(acc, factor, COUNT: gl.constexpr):
-    """:func:`scale_rows` under a product in flight: ptxas waits for it where it multiplies, and not where it skips."""
+    """:func:`scale_rows` under a product in flight: ptxas waits for it where it multiplies, and not where it
+    skips.
+    """
     return gl.inline_asm_elementwise(
         _scale_in_place_unless_one(COUNT), _in_place(COUNT), [acc, factor[:, None]],
         dtype=gl.float32, is_pure=False, pack=COUNT,
@@ -167,7 +186,9 @@ def scale_rows_in_place(acc, factor, COUNT: gl.constexpr):
 
 @gluon.jit
 def opaque_halves(x):
-    """The same 16-bit numbers; what is made of them is not made before, where it would take twice the registers."""
+    """The same 16-bit numbers; what is made of them is not made before, where it would take twice the
+    registers.
+    """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
@@ -185,7 +206,9 @@ def _unpack(name):
 
 @gluon.jit
 def halves_of(x, like):
-    """fp32 numbers in 16 bits, of the type of ``like``: two in a register from here on, and not in one each."""
+    """fp32 numbers in 16 bits, of the type of ``like``: two in a register from here on, and not in one
+    each.
+    """
     NAME: gl.constexpr = "f16" if like.dtype == gl.float16 else "bf16"
     return gl.inline_asm_elementwise(_pack(NAME), "=r,r,r", [x], dtype=like.dtype, is_pure=False, pack=2)
 
@@ -199,13 +222,17 @@ def floats_of(x):
 
 @gluon.jit
 def opaque_words(x):
-    """The same words in registers that no product under way reads: ptxas waits for each where those are written."""
+    """The same words in registers that no product under way reads: ptxas waits for each where those are
+    written.
+    """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def e4m3_in_fours(x):
-    """Numbers ``[rows, n, 2, 2]`` in e4m3, four in a word ``[rows, n]``; at once, or ptxas merges no halves."""
+    """Numbers ``[rows, n, 2, 2]`` in e4m3, four in a word ``[rows, n]``; at once, or ptxas merges no
+    halves.
+    """
     even, odd = x.split()
     a, c = even.split()
     b, d = odd.split()
@@ -218,7 +245,9 @@ def e4m3_in_fours(x):
 
 @gluon.jit
 def fours_of(words, LAYOUT: gl.constexpr):
-    """The numbers in e4m3 ``[rows, 4 n]`` of which words ``[rows, n]`` hold four each; a thread has all four."""
+    """The numbers in e4m3 ``[rows, 4 n]`` of which words ``[rows, n]`` hold four each; a thread has all
+    four.
+    """
     twice = gl.join(words, words)
     x = gl.join(twice, twice).reshape([words.shape[0], words.shape[1] * 4])
     x = gl.inline_asm_elementwise(
@@ -229,7 +258,8 @@ def fours_of(words, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def add_fours(ptrs, x):
-    """Add fp32 numbers to those of global memory, four at a time: each thread's come in fours that lie side by side.
+    """Add fp32 numbers to those of global memory, four at a time: each thread's come in fours that lie side
+    by side.
 
     Atomic adds of Triton crash ptxas here, while a product is under way.
     """
@@ -252,7 +282,9 @@ def wait_for_turn(ptr, turn):
 
 @gluon.jit
 def end_turn(ptr, turn):
-    """Write an int32 that others wait for, after all that this thread and those that it waited for have written."""
+    """Write an int32 that others wait for, after all that this thread and those that it waited for have
+    written.
+    """
     gl.inline_asm_elementwise(
         "fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0;",
         "=r,l,r", [ptr.to(gl.int64), turn], dtype=gl.int32, is_pure=False, pack=1,

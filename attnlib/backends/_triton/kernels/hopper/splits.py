@@ -1,4 +1,6 @@
-"""Shared by both decode families: the tokens of a split, the page of a token, softmax weights, output pointers."""
+"""Shared by both decode families: the tokens of a split, the page of a token, softmax weights, output
+pointers.
+"""
 
 from typing import NamedTuple
 
@@ -14,7 +16,9 @@ MOVED: gl.constexpr = gl.constexpr(8.0)  # powers of two by which a maximum grow
 
 
 class Problem(NamedTuple):
-    """The call, by the parameters of the kernel; a page begins ``page_rows`` rows of a plane after the one before."""
+    """The call, by the parameters of the kernel; a page begins ``page_rows`` rows of a plane after the one
+    before.
+    """
 
     table_ptr: gl.tensor
     slopes_ptr: gl.tensor
@@ -43,11 +47,12 @@ class Queries(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Rows from ``start`` on of the ``count`` queries of a sequence from ``row`` on, of which there are ``splits``;
-    and the number of its KV head, or of some together.
+    """Rows from ``start`` on of the ``count`` queries of a sequence from ``row`` on, of which there are
+    ``splits``; and the number of its KV head, or of some together.
 
     They see tokens ``[begin, end)`` at most, tokens ``[low, high)`` of those if any, and all of them
-    ``[all_low, all_high)``. ``entry`` is the entry of the page table for column ``column``, where they may begin.
+    ``[all_low, all_high)``. ``entry`` is the entry of the page table for column ``column``, where they may
+    begin.
     """
 
     sequence: gl.tensor
@@ -69,18 +74,27 @@ class Split(NamedTuple):
 
 
 @gluon.jit
-def split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M: gl.constexpr, PAGE: gl.constexpr):
-    """The split that is a program's work, or the ``n``-th of a block. What follows the last sequence has no tokens."""
+def split_of(
+    work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M: gl.constexpr, PAGE: gl.constexpr
+):
+    """The split that is a program's work, or the ``n``-th of a block. What follows the last sequence has no
+    tokens.
+    """
     past = work.sequence >= call.batch
     known = gl.where(past, 0, work.sequence)
     column = known * 0 + (work.other // PAGE if PAGE else 0)
-    entry = gl.load(call.table_ptr + known.to(gl.int64) * call.stride_table + column)  # beside the lengths, not after
+    entry = gl.load(
+        call.table_ptr + known.to(gl.int64) * call.stride_table + column
+    )  # beside the lengths, not after
     length = gl.where(past, 0, gl.maximum(gl.minimum(gl.load(lengths_ptr + known), limit), 0))
     begin = gl.minimum(gl.maximum(work.other, gl.load(starts_ptr + known)), length)
     end = gl.minimum(work.other + work.others, length)
     origin = origin_of(call.origin_ptr, known, call.batch)
     band = Band(begin, end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
-    first, last = work.start // call.group, gl.minimum((work.start + BLOCK_M - 1) // call.group + 1, work.rows)
+    first, last = (
+        work.start // call.group,
+        gl.minimum((work.start + BLOCK_M - 1) // call.group + 1, work.rows),
+    )
     i = length - work.rows
     low, high, all_low, all_high = key_range(i + first, i + last, band)
     high = gl.where(first < last, high, low)
@@ -91,9 +105,8 @@ def split_of(work, splits, n, starts_ptr, lengths_ptr, limit, call, BLOCK_M: gl.
     zero = length * 0
     splits = anew(splits + zero)  # one that is known fails in triton 3.6's passes
     return Split(
-        work.sequence + zero, work.plane, work.row + zero, work.rows + zero, work.start, splits, length, begin,
-        end, low, high, all_low + zero, all_high + zero, entry, column,
-        work.head.to(gl.int32),
+        work.sequence + zero, work.plane, work.row + zero, work.rows + zero, work.start, splits, length,
+        begin, end, low, high, all_low + zero, all_high + zero, entry, column, work.head.to(gl.int32),
     )  # fmt: skip
 
 
@@ -124,7 +137,9 @@ def raised(m_i, highest):
 
 
 class Results(NamedTuple):
-    """Pointers and strides of the output and the LSE, and of partial results of splits, which have ``lines`` rows."""
+    """Pointers and strides of the output and the LSE, and of partial results of splits, which have ``lines``
+    rows.
+    """
 
     out_ptr: gl.tensor
     lse_ptr: gl.tensor

@@ -1,10 +1,11 @@
-"""FlashAttention-3's backward (Shah et al., 2024, arXiv 2407.08608) for Hopper, in Gluon: one pass, five products.
+"""FlashAttention-3's backward (Shah et al., 2024, arXiv 2407.08608) for Hopper, in Gluon: one pass, five
+products.
 
-A program owns keys: a producer warp loads queries, tile after tile, and two consumers multiply. Tiles are transposed,
-``[keys, queries]``. With probabilities ``P = exp(S - lse)`` and ``dP = v @ dout.T``, scores have the gradient
-``dS = P * (dP - delta)``. All programs add to dq in fp32, in tiles as threads hold them, so that a warp adds 512 bytes
-that lie side by side. Through shared memory and the copy engine, causal 8k ran at 488 TFLOP/s and not 559 (d = 128):
-products take all that shared memory can give.
+A program owns keys: a producer warp loads queries, tile after tile, and two consumers multiply. Tiles are
+transposed, ``[keys, queries]``. With probabilities ``P = exp(S - lse)`` and ``dP = v @ dout.T``, scores have
+the gradient ``dS = P * (dP - delta)``. All programs add to dq in fp32, in tiles as threads hold them, so that
+a warp adds 512 bytes that lie side by side. Through shared memory and the copy engine, causal 8k ran at 488
+TFLOP/s and not 559 (d = 128): products take all that shared memory can give.
 """
 
 from triton.experimental import gluon
@@ -41,11 +42,16 @@ def allocate(tile_type: gl.constexpr, sizes):
     ds = ring(tile_type, 2 * TILES, KEYS, BLOCK_M)
     q_tail, k_tail, p = q, k, ds
     if sizes.D_TAIL:
-        q_tail, k_tail = ring(tile_type, SLOTS, BLOCK_M, sizes.D_TAIL), ring(tile_type, TILES, KEYS, sizes.D_TAIL)
+        q_tail, k_tail = (
+            ring(tile_type, SLOTS, BLOCK_M, sizes.D_TAIL),
+            ring(tile_type, TILES, KEYS, sizes.D_TAIL),
+        )
     if TILES == 1:
         p = ring(tile_type, 1, KEYS, BLOCK_M)
     keys_full = barriers(1)
-    turn = keys_full  # never a barrier that nobody uses: Triton gives its room to others, and it is written late
+    turn = (
+        keys_full  # never a barrier that nobody uses: Triton gives its room to others, and it is written late
+    )
     if sizes.AFTER:
         turn = barriers(1)
     shared = Shared(
@@ -70,12 +76,16 @@ def backward(
     APART: gl.constexpr, AFTER: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     MASK: gl.constexpr, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr,  # of functions of indices, where apart
 ):  # fmt: skip
-    """Writes dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``, and adds to the sums of dq, ``dq_tiles`` tiles a head.
+    """Writes dk ``[b, t, g, d]`` and dv ``[b, t, g, e]``, and adds to the sums of dq, ``dq_tiles`` tiles a
+    head.
 
-    Programs start before what they read is there, and wait for it; those of the kernel that follows may start then. If
-    they add in a fixed order, they draw their work from a counter behind the ``sums``, and take turns by what follows.
+    Programs start before what they read is there, and wait for it; those of the kernel that follows may start
+    then. If they add in a fixed order, they draw their work from a counter behind the ``sums``, and take
+    turns by what follows.
     """
-    HOLES: gl.constexpr = cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
+    HOLES: gl.constexpr = (
+        cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
+    )
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     sizes: gl.constexpr = Sizes(
         D_MAIN, D_TAIL, E_MAIN, D, E, TILES, BLOCK_M, SLOTS, BY_ROWS, HOLES, PACKED, APART > 0, AFTER,
@@ -96,9 +106,9 @@ def backward(
     origin = origin_of(origin_ptr, work.sequence, batch)
     band = Band(start, end, left, right, prefix, origin.query - origin.key, origin.key)
     call = Problem(
-        lse2_ptr, delta_ptr, turns_ptr, alibi_slopes_ptr, stride_lb, stride_lh, stride_slopes, batch, heads, group,
-        dq_tiles, scale, softcap, lists_ptr, stride_list_b, stride_list_h, room,
-        mask_tensors, score_tensors,
+        lse2_ptr, delta_ptr, turns_ptr, alibi_slopes_ptr, stride_lb, stride_lh, stride_slopes, batch, heads,
+        group, dq_tiles, scale, softcap, lists_ptr, stride_list_b, stride_list_h, room, mask_tensors,
+        score_tensors,
     )  # fmt: skip
     dk = Gradient(dk_desc, dk_tail_desc, dk_ptr, stride_dkt, stride_dkg)
     dv = Gradient(dv_desc, None, dv_ptr, stride_dvt, stride_dvg)
@@ -109,7 +119,10 @@ def backward(
                 (consume_apart, (0, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
                 (consume_apart, (1, job, band, call, results, shared, sizes, MASK, SCORE, DERIVATIVE)),
                 (multiply_queries, (job, call, results, shared, sizes)),
-                (produce, (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes)),
+                (
+                    produce,
+                    (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes),
+                ),
                 (wait_for_turns, (work, band, job, call, shared, sizes)),
                 (end_turns, (work, job, call, sizes)),
             ],
@@ -121,7 +134,10 @@ def backward(
             [
                 (consume_wide, (0, job, band, call, results, shared, sizes)),
                 (consume_wide, (1, job, band, call, results, shared, sizes)),
-                (produce, (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes)),
+                (
+                    produce,
+                    (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes),
+                ),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -131,7 +147,10 @@ def backward(
             [
                 (consume_values, (job, band, call, results, shared, sizes)),
                 (consume_keys, (job, band, call, results, shared, sizes)),
-                (produce, (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes)),
+                (
+                    produce,
+                    (q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes),
+                ),
                 (wait_for_turns, (work, band, job, call, shared, sizes)),
                 (end_turns, (work, job, call, sizes)),
             ],

@@ -1,4 +1,6 @@
-"""The producer of a Hopper backward: one warp that loads keys and values, and then the queries that see them."""
+"""The producer of a Hopper backward: one warp that loads keys and values, and then the queries that see
+them.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,7 +13,8 @@ from .shared import CONSUMERS, FREED, KEYS, first_step, next_step, start_of
 
 @gluon.jit
 def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, call, shared, sizes):
-    """Load the keys and values of a program, and then tile after tile of queries, into slots as they become free.
+    """Load the keys and values of a program, and then tile after tile of queries, into slots as they become
+    free.
 
     Queries that see none of the keys get an LSE that makes their probabilities 0.
     """
@@ -53,5 +56,7 @@ def produce(q_desc, q_tail_desc, dout_desc, k_desc, k_tail_desc, v_desc, job, ca
         shared.delta.index(slot).store(-delta)
         mbarrier.arrive(q_full, count=1)
         step = next_step(step, job, call, sizes)
-    for n in range(gl.maximum(job.steps - sizes.SLOTS, 0), job.steps):  # a barrier half full hangs the next program
+    for n in range(
+        gl.maximum(job.steps - sizes.SLOTS, 0), job.steps
+    ):  # a barrier half full hangs the next program
         barrier_sync(FREED + n % sizes.SLOTS, CONSUMERS + 32)

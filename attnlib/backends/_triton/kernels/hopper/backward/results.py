@@ -1,4 +1,5 @@
-"""Where the gradients of a backward go: those of keys by way of shared memory, that of queries into fp32 sums.
+"""Where the gradients of a backward go: those of keys by way of shared memory, that of queries into fp32
+sums.
 
 The sums lie in tiles as threads hold them, and a last kernel makes dq of them.
 """
@@ -55,10 +56,23 @@ def add_dq(dq, number: gl.constexpr, tile, first: gl.constexpr, results, shared,
 
 
 @gluon.jit
-def put(sums, factor, number: gl.constexpr, tile, desc, to, first: gl.constexpr, WIDTH: gl.constexpr, job, band, sizes):
+def put(
+    sums,
+    factor,
+    number: gl.constexpr,
+    tile,
+    desc,
+    to,
+    first: gl.constexpr,
+    WIDTH: gl.constexpr,
+    job,
+    band,
+    sizes,
+):
     """Write gradients of the ``number``-th tile of keys, times a factor, by way of a tile of shared memory.
 
-    They are a block of channels from ``first`` on, of ``WIDTH``. Rows that follow the sequence's may be another's.
+    They are a block of channels from ``first`` on, of ``WIDTH``. Rows that follow the sequence's may be
+    another's.
     """
     start = job.start + number * KEYS
     j = start + gl.arange(0, KEYS, gl.SliceLayout(1, sums.type.layout))
@@ -93,7 +107,9 @@ def put_keys(dk, dk_tail, number: gl.constexpr, job, band, call, results, shared
 
 @triton.jit
 def load_share(ptr, COLUMNS: tl.constexpr):
-    """A product ``[64, COLUMNS]`` that lies as its threads held it: 16 bytes of each of 128, and then the next 16."""
+    """A product ``[64, COLUMNS]`` that lies as its threads held it: 16 bytes of each of 128, and then the
+    next 16.
+    """
     held = tl.load(ptr + tl.arange(0, 64 * COLUMNS)).reshape(COLUMNS // 8, 4, 8, 4, 2, 2)
     return held.permute(1, 4, 2, 0, 3, 5).reshape(64, COLUMNS)
 
@@ -103,7 +119,9 @@ def store_block(
     sums_ptr, of_rows, FIRST: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of ``WIDTH`` channels from ``FIRST`` on; each consumer made half of its rows or of its columns."""
+    """Write a block of ``WIDTH`` channels from ``FIRST`` on; each consumer made half of its rows or of its
+    columns.
+    """
     dq_ptr, stride, work, band, scale = of_rows
     COLUMNS: tl.constexpr = WIDTH if BY_ROWS else WIDTH // 2
     for c in tl.static_range(2):
@@ -125,7 +143,8 @@ def finish_queries(
 ):  # fmt: skip
     """Writes dq ``[b, s, h, d]``: one program for each tile of sums; a query that sees no key gets zeros.
 
-    The last sums come first: they are still in the L2 cache. Programs start before these are there, and wait for them.
+    The last sums come first: they are still in the L2 cache. Programs start before these are there, and wait
+    for them.
     """
     gdc_wait()
     pid = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -1,4 +1,6 @@
-"""What the warps of a backward share: what a program works on, step by step, and how consumers find what is loaded."""
+"""What the warps of a backward share: what a program works on, step by step, and how consumers find what is
+loaded.
+"""
 
 from typing import NamedTuple
 
@@ -14,16 +16,19 @@ from ..primitives import FIRST
 KEYS: gl.constexpr = gl.constexpr(64)  # of a tile
 CONSUMERS: gl.constexpr = gl.constexpr(256)  # threads of both
 DONE: gl.constexpr = gl.constexpr(FIRST + 6)  # a barrier: nobody reads keys any more
-FREED: gl.constexpr = gl.constexpr(FIRST + 7)  # the first barrier of those that hand a slot back to the producer
+FREED: gl.constexpr = gl.constexpr(
+    FIRST + 7
+)  # the first barrier of those that hand a slot back to the producer
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for: channels of blocks, and of tensors; tiles of keys, queries of a tile, slots.
+    """What a kernel is compiled for: channels of blocks, and of tensors; tiles of keys, queries of a tile,
+    slots.
 
     ``BY_ROWS``: a tile of dq is multiplied in halves of its queries, otherwise of its channels. ``HOLES``:
-    rows beyond a sequence's keys may be another's. ``APART``: a third warpgroup multiplies dq. ``AFTER``: programs add
-    to dq in any order (0), after that of the next keys (1), or of the keys before (-1). ``LISTED``: a function hides
-    keys, and lists say which tiles are left.
+    rows beyond a sequence's keys may be another's. ``APART``: a third warpgroup multiplies dq. ``AFTER``:
+    programs add to dq in any order (0), after that of the next keys (1), or of the keys before (-1).
+    ``LISTED``: a function hides keys, and lists say which tiles are left.
     """
 
     D: gl.constexpr
@@ -67,12 +72,14 @@ class Problem(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The tiles of keys from ``start`` on of a KV head, and the tiles of queries that see them, of its group's heads.
+    """The tiles of keys from ``start`` on of a KV head, and the tiles of queries that see them, of its
+    group's heads.
 
-    The sequence has ``rows`` keys from ``row`` on and ``queries`` from ``other`` on, in sequence ``plane`` of the
-    tensors; its first query has index ``ahead``. Queries ``[low, high)`` see some of the keys. The first tile of a head
-    begins at query ``first``, its sums of dq are the ``first_dq``-th; ``tiles`` follow, ``steps`` in all heads. Where
-    tiles are listed, ``tiles`` is what a head could have, and the first ``cut`` steps are of tiles that are not whole.
+    The sequence has ``rows`` keys from ``row`` on and ``queries`` from ``other`` on, in sequence ``plane`` of
+    the tensors; its first query has index ``ahead``. Queries ``[low, high)`` see some of the keys. The first
+    tile of a head begins at query ``first``, its sums of dq are the ``first_dq``-th; ``tiles`` follow,
+    ``steps`` in all heads. Where tiles are listed, ``tiles`` is what a head could have, and the first ``cut``
+    steps are of tiles that are not whole.
     """
 
     sequence: gl.tensor
@@ -95,7 +102,9 @@ class Job(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A tile of queries, of a head; where its sums of dq are, and those of the tile before; its number in a list."""
+    """A tile of queries, of a head; where its sums of dq are, and those of the tile before; its number in a
+    list.
+    """
 
     tile: gl.tensor
     head: gl.tensor
@@ -105,7 +114,9 @@ class Step(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: keys and values of a program, rings for what queries bring, and barriers that say it is there."""
+    """Shared memory: keys and values of a program, rings for what queries bring, and barriers that say it is
+    there.
+    """
 
     q: gl.shared_memory_descriptor
     q_tail: gl.shared_memory_descriptor
@@ -125,7 +136,9 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def tiles_of(start, work, band, sizes):
-    """The queries ``[low, high)`` that see keys of a program whose first is ``start``; their first tile; how many."""
+    """The queries ``[low, high)`` that see keys of a program whose first is ``start``; their first tile; how
+    many.
+    """
     ahead = work.rows - work.others
     j0, j1 = gl.maximum(start, band.start), gl.minimum(start + sizes.TILES * KEYS, band.end)
     low, high, _, _ = query_range(j0, j1, ahead, work.rows, band)
@@ -144,17 +157,21 @@ def job_of(work, band, call, sizes):
         first += tiles - 1
     if sizes.LISTED:
         first = 0
-    first_dq = (work.plane.to(gl.int32) * call.heads + work.head.to(gl.int32) * call.group) * call.dq_tiles + first
+    first_dq = (
+        work.plane.to(gl.int32) * call.heads + work.head.to(gl.int32) * call.group
+    ) * call.dq_tiles + first
     if sizes.PACKED:  # sequences lie side by side, with a partial tile for each
         first_dq += work.other.to(gl.int32) // sizes.BLOCK_M + work.sequence.to(gl.int32)
     steps, cut, entries_ptr = tiles * call.group, 0, 0
     if sizes.LISTED:
         BLOCK_N: gl.constexpr = sizes.TILES * KEYS
-        left = listed(call.lists_ptr, work, call.stride_list_b, call.stride_list_h, call.room, BLOCK_N, sizes.PACKED)
+        left = listed(
+            call.lists_ptr, work, call.stride_list_b, call.stride_list_h, call.room, BLOCK_N, sizes.PACKED
+        )
         steps, cut, entries_ptr, tiles = left.cut + left.whole, left.cut, left.first, call.room // call.group
     return Job(
-        work.sequence, work.plane, work.head, work.start, work.row, work.rows, work.other, work.others, ahead, low,
-        high, first * sizes.BLOCK_M, first_dq, tiles, steps, cut, entries_ptr,
+        work.sequence, work.plane, work.head, work.start, work.row, work.rows, work.other, work.others, ahead,
+        low, high, first * sizes.BLOCK_M, first_dq, tiles, steps, cut, entries_ptr,
     )  # fmt: skip
 
 
@@ -181,8 +198,8 @@ def first_step(job, call, sizes):
 def next_step(step, job, call, sizes):
     """The next tile of queries: of the same head, or the first of the next.
 
-    After the program of the keys before, tiles follow backwards, and in all heads of the group before the next: each
-    program so begins where that one did.
+    After the program of the keys before, tiles follow backwards, and in all heads of the group before the
+    next: each program so begins where that one did.
     """
     if sizes.LISTED:
         return listed_step(step.number + 1, job, call)
@@ -206,7 +223,9 @@ def start_of(step, job, sizes):
 
 @gluon.jit
 def full_queries(j, job, band):
-    """The queries ``[low, high)`` that see all keys of a tile from ``j`` on; none, if the sequence ends within it."""
+    """The queries ``[low, high)`` that see all keys of a tile from ``j`` on; none, if the sequence ends
+    within it.
+    """
     j0, j1 = gl.maximum(j, band.start), gl.minimum(j + KEYS, band.end)
     _, _, low, high = query_range(j0, j1, job.ahead, job.ahead + job.queries, band)
     return low, gl.where(j1 - j0 < KEYS, low, high)
@@ -229,7 +248,8 @@ def clear_outside(tile, n, low, high):
 
 @gluon.jit
 def wait_for_keys(job, band, shared, sizes):
-    """Wait for keys and values, and zero those that are no keys of this sequence: 0 times what they hold may be NaN.
+    """Wait for keys and values, and zero those that are no keys of this sequence: 0 times what they hold may
+    be NaN.
 
     Each consumer zeros all of them, and so none waits for the other.
     """
@@ -247,7 +267,9 @@ def wait_for_keys(job, band, shared, sizes):
 
 @gluon.jit
 def clear_queries(m0, slot, phase, job, shared, sizes):
-    """Zero the queries of a tile that see none of these keys, once they are there: they may be another sequence's."""
+    """Zero the queries of a tile that see none of these keys, once they are there: they may be another
+    sequence's.
+    """
     if (m0 < job.low) | (m0 + sizes.BLOCK_M > job.high):
         mbarrier.wait(shared.q_full.index(slot), phase)
         mbarrier.wait(shared.dout_full.index(slot), phase)

@@ -1,15 +1,18 @@
-"""Turns: the fixed order in which programs add to a tile of dq, where torch wants its algorithms deterministic.
+"""Turns: the fixed order in which programs add to a tile of dq, where torch wants its algorithms
+deterministic.
 
-A program adds to a tile after one other: that of the next keys of the same head, or of the keys before (``AFTER``).
-Where that one does not add to the tile, none beyond it does, since the queries that see a key only move forward from
-key to key (``query_range``): then it waits for nobody. An int32 for each tile says who has added last. One warp waits
-for turns and another ends them: either takes 1 to 2 microseconds, and a step 2 to 3.
+A program adds to a tile after one other: that of the next keys of the same head, or of the keys before
+(``AFTER``). Where that one does not add to the tile, none beyond it does, since the queries that see a key
+only move forward from key to key (``query_range``): then it waits for nobody. An int32 for each tile says who
+has added last. One warp waits for turns and another ends them: either takes 1 to 2 microseconds, and a step 2
+to 3.
 
-Nobody waits forever. Programs draw their work from a counter as they begin, in such an order that whoever is waited for
-drew before: it is running, and the first of a head waits for no program. Within a program, adding to the tile of a step
-takes three things: the turn, for which only other programs are waited; having added to the tiles of the steps before;
-and what the producer and the other warpgroups do up to this step without adding to any later tile. So of all additions
-not made yet, in order of drawing and then of steps, the first can always be made.
+Nobody waits forever. Programs draw their work from a counter as they begin, in such an order that whoever is
+waited for drew before: it is running, and the first of a head waits for no program. Within a program, adding
+to the tile of a step takes three things: the turn, for which only other programs are waited; having added to
+the tiles of the steps before; and what the producer and the other warpgroups do up to this step without
+adding to any later tile. So of all additions not made yet, in order of drawing and then of steps, the first
+can always be made.
 """
 
 from triton.experimental import gluon
@@ -39,7 +42,9 @@ def number_of(start, sizes):
 
 @gluon.jit
 def wait_for_turns(work, band, job, call, shared, sizes):
-    """Let a tile of dq be added to once the program that comes before has, and this one to the tile before."""
+    """Let a tile of dq be added to once the program that comes before has, and this one to the tile
+    before.
+    """
     if sizes.AFTER:
         other = work.start + sizes.AFTER * (sizes.TILES * KEYS)
         _, _, first, tiles = tiles_of(other, work, band, sizes)

@@ -1,9 +1,10 @@
 """Consumers of a backward that own 64 keys each, and a third warpgroup beside them that multiplies dq.
 
-A consumer waits for no other: it leaves its ``ds`` in one of two slots, and the third warpgroup takes it from there.
-d128, kernel alone, against consumers that multiply dq themselves: full 8k 654 and 587 TFLOP/s, causal 8k 661 and 609;
-d64, 521 and 489, 508 and 463. A consumer has 216 registers, of which its sums take 128 at d128, and a tile of scores 64
-at d64: so probabilities are kept in 16 bits, and scores start from zeros, not from ``-lse``.
+A consumer waits for no other: it leaves its ``ds`` in one of two slots, and the third warpgroup takes it from
+there. d128, kernel alone, against consumers that multiply dq themselves: full 8k 654 and 587 TFLOP/s, causal
+8k 661 and 609; d64, 521 and 489, 508 and 463. A consumer has 216 registers, of which its sums take 128 at
+d128, and a tile of scores 64 at d64: so probabilities are kept in 16 bits, and scores start from zeros, not
+from ``-lse``.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...band import visible
 from ...scores import Modifiers, Place, changed, load_slope, modify, unchanged, unit_behind
-from ..primitives import FIRST, add_fours, anew, barrier_arrive, barrier_sync, floats_of, halves_of, opaque, reinterpret
+from ..primitives import (
+    FIRST,
+    add_fours,
+    anew,
+    barrier_arrive,
+    barrier_sync,
+    floats_of,
+    halves_of,
+    opaque,
+    reinterpret,
+)
 from .results import as_held, put, put_keys
 from .shared import (
     CONSUMERS,
@@ -142,7 +153,19 @@ def consume_apart(
         step = next_step(step, job, call, sizes)
     for parity in gl.static_range(2):  # nobody reads these keys any more
         barrier_sync(TAKEN + number * 2 + parity, CONSUMERS)
-    put(sums.dv, 1.0, number, shared.v.index(number), results.dv.desc, results.dv, 0, sizes.E_ALL, job, band, sizes)
+    put(
+        sums.dv,
+        1.0,
+        number,
+        shared.v.index(number),
+        results.dv.desc,
+        results.dv,
+        0,
+        sizes.E_ALL,
+        job,
+        band,
+        sizes,
+    )
     put_keys(sums.dk, sums.dk, number, job, band, call, results, shared, sizes)
     tma.store_wait(0)
 

@@ -1,9 +1,11 @@
-"""Consumers of a backward that own 64 keys each, of 192 channels, whose gradients take 160 registers of a thread.
+"""Consumers of a backward that own 64 keys each, of 192 channels, whose gradients take 160 registers of a
+thread.
 
-The rest holds one tile in fp32. Probabilities so wait in 16 bits for the gradient of scores, dk is multiplied with the
-``ds`` of shared memory, and what is added to dq comes in two blocks of channels, each under a product with queries:
-adds fill the queue of a warp, in which all that shared memory gives it waits too. With half as many keys a program, all
-programs together would add twice as much to dq: 2.9 TB/s, with which the L2 cache is 92 % busy.
+The rest holds one tile in fp32. Probabilities so wait in 16 bits for the gradient of scores, dk is multiplied
+with the ``ds`` of shared memory, and what is added to dq comes in two blocks of channels, each under a
+product with queries: adds fill the queue of a warp, in which all that shared memory gives it waits too. With
+half as many keys a program, all programs together would add twice as much to dq: 2.9 TB/s, with which the L2
+cache is 92 % busy.
 """
 
 from typing import NamedTuple
@@ -59,13 +61,19 @@ def issue_share(number: gl.constexpr, parity, keys, shared):
 
 @gluon.jit
 def advance(sums, number: gl.constexpr, n, step, masked, job, band, call, results, shared, sizes):
-    """The sums with one tile of queries more. What it adds to dq is multiplied in the next step, so none need wait."""
+    """The sums with one tile of queries more. What it adds to dq is multiplied in the next step, so none need
+    wait.
+    """
     BLOCK_M: gl.constexpr = sizes.BLOCK_M
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums.dv.type.layout, k_width=2)
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES)
     slot, phase, before, m0 = n % sizes.SLOTS, (n // sizes.SLOTS) & 1, n & 1, job.first + step.tile * BLOCK_M
-    q, q_tail, dout = shared.q.index(anew(slot)), shared.q_tail.index(anew(slot)), shared.dout.index(anew(slot))
+    q, q_tail, dout = (
+        shared.q.index(anew(slot)),
+        shared.q_tail.index(anew(slot)),
+        shared.dout.index(anew(slot)),
+    )
     mbarrier.wait(shared.q_full.index(slot), phase)
     if masked:
         clear_queries(m0, slot, phase, job, shared, sizes)
@@ -110,11 +118,16 @@ def consume_wide(number: gl.constexpr, job, band, call, results, shared, sizes):
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D, 16])
     OF_TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D_TAIL, 16])
     OF_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.E, 16])
-    dk, dk_tail = gl.zeros([KEYS, sizes.D], gl.float32, OF_K), gl.zeros([KEYS, sizes.D_TAIL], gl.float32, OF_TAIL)
+    dk, dk_tail = (
+        gl.zeros([KEYS, sizes.D], gl.float32, OF_K),
+        gl.zeros([KEYS, sizes.D_TAIL], gl.float32, OF_TAIL),
+    )
     sums = Sums(dk, dk_tail, gl.zeros([KEYS, sizes.E], gl.float32, OF_V))
     all_low, all_high = full_queries(job.start + number * KEYS, job, band)
     wait_for_keys(job, band, shared, sizes)
-    shared.ds.index(number).store(gl.zeros([KEYS, BLOCK_M], shared.q.dtype, OF_K))  # of the step before the first
+    shared.ds.index(number).store(
+        gl.zeros([KEYS, BLOCK_M], shared.q.dtype, OF_K)
+    )  # of the step before the first
     fence_async_shared()
     barrier_arrive(FIRST + (1 - number) * 2, CONSUMERS)
     step = first_step(job, call, sizes)
@@ -131,6 +144,18 @@ def consume_wide(number: gl.constexpr, job, band, call, results, shared, sizes):
         dq_tail = warpgroup_mma_wait(0, deps=[issue_share(number, before, shared.k_tail, shared)])
         add_dq(dq_tail, number, step.dq_before, sizes.D, results, shared, sizes)
     barrier_sync(DONE, CONSUMERS)
-    put(sums.dv, 1.0, number, shared.v.index(number), results.dv.desc, results.dv, 0, sizes.E_ALL, job, band, sizes)
+    put(
+        sums.dv,
+        1.0,
+        number,
+        shared.v.index(number),
+        results.dv.desc,
+        results.dv,
+        0,
+        sizes.E_ALL,
+        job,
+        band,
+        sizes,
+    )
     put_keys(sums.dk, sums.dk_tail, number, job, band, call, results, shared, sizes)
     tma.store_wait(0)

@@ -1,6 +1,8 @@
-"""Consumers of a backward that own a gradient each, of the same 64 keys: of values or of keys, for heads beyond 192.
+"""Consumers of a backward that own a gradient each, of the same 64 keys: of values or of keys, for heads
+beyond 192.
 
-The one makes the probabilities, the other the gradient of scores, and either half of the channels of dq, one step late.
+The one makes the probabilities, the other the gradient of scores, and either half of the channels of dq, one
+step late.
 """
 
 from triton.experimental import gluon
@@ -121,7 +123,10 @@ def consume_keys(job, band, call, results, shared, sizes):
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_M, 16])
     OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.D, 16])
     DS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OF_K, k_width=2)
-    zero, dk = gl.zeros([KEYS, sizes.BLOCK_M], gl.float32, SCORES), gl.zeros([KEYS, sizes.D], gl.float32, OF_K)
+    zero, dk = (
+        gl.zeros([KEYS, sizes.BLOCK_M], gl.float32, SCORES),
+        gl.zeros([KEYS, sizes.D], gl.float32, OF_K),
+    )
     v = shared.v.index(0)
     wait_for_keys(job, band, shared, sizes)
     shared.ds.index(1).store(zero.to(v.dtype))  # of the step before the first

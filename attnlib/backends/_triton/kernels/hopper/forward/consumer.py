@@ -1,8 +1,10 @@
-"""The consumers of a Hopper forward: a warpgroup each for 64 queries, whose softmax runs under their products.
+"""The consumers of a Hopper forward: a warpgroup each for 64 queries, whose softmax runs under their
+products.
 
-Keys are walked from the last block down: the softmax of a block runs under the product of the probabilities before it
-with their values. It takes the maxima of the blocks before, and looks for none, which were a fifth of its instructions
-(d64 full 482 TFLOP/s with, 582 without). Where sums then are too large, the block is done again with maxima.
+Keys are walked from the last block down: the softmax of a block runs under the product of the probabilities
+before it with their values. It takes the maxima of the blocks before, and looks for none, which were a fifth
+of its instructions (d64 full 482 TFLOP/s with, 582 without). Where sums then are too large, the block is done
+again with maxima.
 """
 
 from typing import NamedTuple
@@ -18,10 +20,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...band import Band, visible
 from ...scores import Place, changed, modify, unit_behind
-from ..primitives import FIRST, anew, barrier_arrive, is_raised, opaque, opaque_halves, raise_flag_above, scale_rows
+from ..primitives import (
+    FIRST,
+    anew,
+    barrier_arrive,
+    is_raised,
+    opaque,
+    opaque_halves,
+    raise_flag_above,
+    scale_rows,
+)
 from .shared import ROWS
 
-# What probabilities of a block, relative to the maxima before it, may add up to in a thread; fp16 holds each of them.
+# What probabilities of a block, relative to the maxima before it, may add up to in a thread; fp16 holds each
+# of them.
 LIMIT: gl.constexpr = gl.constexpr(4096.0)
 
 
@@ -62,13 +74,17 @@ def issue_scores(q, q_slot, slot, shared, zero, sizes):
             q = shared.q.index(q_slot)
     s = warpgroup_mma(q, shared.k.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     if sizes.D_TAIL:
-        s = warpgroup_mma(shared.q_tail.index(q_slot), shared.k_tail.index(slot).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(
+            shared.q_tail.index(q_slot), shared.k_tail.index(slot).permute((1, 0)), s, is_async=True
+        )
     return s
 
 
 @gluon.jit
 def clear_others(values, n, band, sizes):
-    """Zero the rows of values, from key ``n`` on, that no key of this sequence has: they may hold anything."""
+    """Zero the rows of values, from key ``n`` on, that no key of this sequence has: they may hold
+    anything.
+    """
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
     if (n < band.start) | (n + BLOCK_N > band.end):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -97,7 +113,9 @@ class Given(NamedTuple):
 
 
 @gluon.jit
-def scores(s, modifiers, i, n, band, sizes, masked, given=None, MASK: gl.constexpr = None, SCORE: gl.constexpr = None):
+def scores(
+    s, modifiers, i, n, band, sizes, masked, given=None, MASK: gl.constexpr = None, SCORE: gl.constexpr = None
+):
     """Scores of products with the keys from ``n`` on; -inf where they are hidden, if ``masked``."""
     at = i[:, None]
     i = (i - n)[:, None]  # counted from the block's first key, which takes fewer registers
@@ -149,7 +167,9 @@ def step(
     state, turn, visit, queries, modifiers, band, given, shared, sizes,
     number: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip
-    """The state with one block more: its softmax runs under the product of the block before with its values."""
+    """The state with one block more: its softmax runs under the product of the block before with its
+    values.
+    """
     q, q_slot, i, zero = queries
     n, unit, m_i = visit.block * sizes.BLOCK_N, unit_behind(modifiers, SCORE), state.m_i
     p_before = opaque_halves(state.p)  # else one of three consumers turns all halves around
@@ -164,7 +184,9 @@ def step(
     sums, factor = sum_by_place(p, sizes.BLOCK_N), gl.full([ROWS], 1.0, gl.float32, m_i.type.layout)
     raise_flag_above(sums, LIMIT, number)
     k, k_phase = advance(turn.k, turn.k_phase, sizes.K_SLOTS)
-    mbarrier.wait(shared.k_full.index(k), k_phase, pred=visit.more)  # ptxas moves no wait for a product above this one
+    mbarrier.wait(
+        shared.k_full.index(k), k_phase, pred=visit.more
+    )  # ptxas moves no wait for a product above this one
     if is_raised(number):
         above = gl.max(gl.where(sums <= LIMIT, 0, 1), 1)
         s = issue_scores(q, q_slot, anew(turn.k), shared, zero, sizes)
@@ -177,7 +199,9 @@ def step(
     acc, _ = warpgroup_mma_wait(0, deps=[acc, p_before])
     barrier_arrive(FIRST + sizes.K_SLOTS + turn.v, sizes.THREADS)  # and the values'
     acc = scale_rows(acc, gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), sizes.E // 2)
-    p = gl.convert_layout(p.to(shared.v.dtype), state.p.type.layout)  # the registers of the last p were in use till now
+    p = gl.convert_layout(
+        p.to(shared.v.dtype), state.p.type.layout
+    )  # the registers of the last p were in use till now
     v, v_phase = advance(turn.v, turn.v_phase, sizes.V_SLOTS)
     return State(acc, p, m_i, l_i), Turn(k, k_phase, v, v_phase)
 

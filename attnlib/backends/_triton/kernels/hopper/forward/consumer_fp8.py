@@ -1,7 +1,8 @@
 """The steps of a Hopper forward's consumers of 8 bits.
 
-Products with values are added up in fp32: the tensor cores add those of 8 bits in about 13 bits, and lose 14 % of a
-channel's mean over 8k keys, half over 64k. Added every block it is 0.2 % over any, every second block 0.3 %.
+Products with values are added up in fp32: the tensor cores add those of 8 bits in about 13 bits, and lose 14
+% of a channel's mean over 8k keys, half over 64k. Added every block it is 0.2 % over any, every second block
+0.3 %.
 """
 
 from typing import NamedTuple
@@ -24,8 +25,8 @@ from ..primitives import (
 from .consumer import Turn, advance, issue_scores, scores, sum_by_place
 from .shared import ROWS
 
-# Powers of two that lift probabilities, and what those of a thread may add up to: the largest number of e4m3. Sixteen
-# that are all the largest add up to 256.
+# Powers of two that lift probabilities, and what those of a thread may add up to: the largest number of e4m3.
+# Sixteen that are all the largest add up to 256.
 RAISED: gl.constexpr = gl.constexpr(4.0)
 LIMIT: gl.constexpr = gl.constexpr(448.0)
 
@@ -55,8 +56,8 @@ def issue_product(p, piece: gl.constexpr, product, use_acc, slot, shared, sizes)
 def packed(p, BLOCK_N: gl.constexpr):
     """Probabilities in e4m3, four in a word.
 
-    A thread has two neighbours of each eight keys, where the product wants four: in the order in which values are
-    transposed, they are neighbours.
+    A thread has two neighbours of each eight keys, where the product wants four: in the order in which values
+    are transposed, they are neighbours.
     """
     p = p.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
     return e4m3_in_fours(p.reshape([ROWS, BLOCK_N // 4, 2, 2]))
@@ -129,7 +130,9 @@ def add_products(state, slot, shared, sizes):
 
 @gluon.jit
 def step_fp8(state, turn, block, queries, modifiers, band, shared, sizes, masked, more, number: gl.constexpr):
-    """The state with one block more; its softmax runs under the product of the block before, if that is one piece."""
+    """The state with one block more; its softmax runs under the product of the block before, if that is one
+    piece.
+    """
     q, q_slot, i, zero = queries
     acc, product, m_i, l_i = state.acc, state.product, state.m_i, state.l_i
     n, unit = block * sizes.BLOCK_N, unit_of(modifiers)

@@ -53,7 +53,9 @@ class Results(NamedTuple):
 
 @gluon.jit
 def with_sink(m_i, l_i, work, call):
-    """The maximum and the sum with a sink, which is a key whose value is 0; and what out is scaled by for it."""
+    """The maximum and the sum with a sink, which is a key whose value is 0; and what out is scaled by for
+    it.
+    """
     if call.sinks_ptr is None:
         return m_i, l_i, 1.0
     else:
@@ -80,7 +82,9 @@ def put_lse(m_i, l_i, work, first, call, results):
 
 @gluon.jit
 def put_out(out, work, first, results, sizes):
-    """Write a tile that is in shared memory to the rows of out from ``first`` on; behind the last row is another's."""
+    """Write a tile that is in shared memory to the rows of out from ``first`` on; behind the last row is
+    another's.
+    """
     fence_async_shared()
     left = work.rows - first
     if not sizes.PACKED:
@@ -144,7 +148,9 @@ def consume(
         given = Given(work.sequence, work.head, work.others - work.rows, mask_tensors, score_tensors)
         block = visited(every, 0, sizes) if sizes.LISTED else top - 1
         visit = Visit(block, block, True, top - bottom > 1)
-        state, turn = first_step(turn, visit, queries, modifiers, band, given, shared, sizes, SUMS, P, MASK, SCORE)
+        state, turn = first_step(
+            turn, visit, queries, modifiers, band, given, shared, sizes, SUMS, P, MASK, SCORE
+        )
         if not sizes.LISTED:
             full_top = gl.maximum(gl.minimum(mine.full_top, block), bottom)
             full_bottom = bottom
@@ -157,7 +163,9 @@ def consume(
             else:  # b is no variable of the loop
                 b = block - n
                 visit = Visit(b, b + 1, (b >= full_top) | (b < full_bottom), b > bottom)
-            state, turn = step(state, turn, visit, queries, modifiers, band, given, shared, sizes, number, MASK, SCORE)
+            state, turn = step(
+                state, turn, visit, queries, modifiers, band, given, shared, sizes, number, MASK, SCORE
+            )
 
         p = opaque_halves(state.p)
         if not (sizes.OUT_IN_Q or sizes.Q_IN_REGISTERS):
@@ -168,7 +176,9 @@ def consume(
         acc = warpgroup_mma(p, shared.v.index(turn.v), state.acc, is_async=True)
         first = work.start + FIRST_ROW
         l_i = gl.convert_layout(gl.sum(state.l_i, 1), gl.SliceLayout(1, SCORES))
-        share = gl.convert_layout(put_lse(state.m_i, l_i, work, first, call, results), gl.SliceLayout(1, SUMS))
+        share = gl.convert_layout(
+            put_lse(state.m_i, l_i, work, first, call, results), gl.SliceLayout(1, SUMS)
+        )
         sees = gl.convert_layout(sees_any(i, band), gl.SliceLayout(1, SUMS))
         if not sizes.OUT_IN_Q:
             tma.store_wait(0)  # the last tile has left the buffer
@@ -178,7 +188,8 @@ def consume(
         turn = Turn(turn.k, turn.k_phase, v, v_phase)
         if not sizes.LISTED:
             turn = hand_back(turn, bottom - all_bottom, shared, sizes)
-        # A row that sees nothing has met whatever its blocks hold. Opaque, or 16-bit halves would be selected.
+        # A row that sees nothing has met whatever its blocks hold. Opaque, or 16-bit halves would be
+        # selected.
         acc = opaque(gl.where(sees[:, None], acc * share[:, None], 0.0))
         out.store(acc.to(shared.v.dtype))
         put_out(out, work, first, results, sizes)
@@ -199,17 +210,22 @@ def forward(
     batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, tiles,
     D: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, E_MAIN: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, OUT_IN_Q: gl.constexpr, REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
     D_MAIN: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,  # functions of indices, or None
 ):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h, t]``."""
-    HOLES: gl.constexpr = cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
+    """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h,
+    t]``.
+    """
+    HOLES: gl.constexpr = (
+        cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
+    )
     HIDES_FIRST: gl.constexpr = left is not None or key_starts_ptr is not None
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     THREADS: gl.constexpr = CONSUMERS * 128 + 32
     sizes: gl.constexpr = Sizes(
-        D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, Q_SLOTS, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, OUT_IN_Q, HOLES,
-        HIDES_FIRST, PACKED, 1, THREADS, LISTED=MASK is not None,
+        D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, Q_SLOTS, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, OUT_IN_Q,
+        HOLES, HIDES_FIRST, PACKED, 1, THREADS, LISTED=MASK is not None,
     )  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q = ring(dtype, Q_SLOTS * CONSUMERS, ROWS, D_MAIN)
@@ -226,9 +242,9 @@ def forward(
     )  # fmt: skip
     fence_async_shared()
     call = Problem(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_starts_ptr, key_ends_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
-        stride_slopes, batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, tiles,
-        lists_ptr, stride_list_b, stride_list_h, room,
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_starts_ptr, key_ends_ptr, alibi_slopes_ptr, sinks_ptr,
+        origin_ptr, stride_slopes, batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale,
+        softcap, tiles, lists_ptr, stride_list_b, stride_list_h, room,
     )  # fmt: skip
     results = Results(out_desc, out_ptr, lse_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, E)
     if CONSUMERS == 2:
@@ -236,7 +252,10 @@ def forward(
             [
                 (consume, (0, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
                 (consume, (1, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
-                (produce, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes)),
+                (
+                    produce,
+                    (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes),
+                ),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -247,7 +266,10 @@ def forward(
                 (consume, (0, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
                 (consume, (1, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
                 (consume, (2, call, mask_tensors, score_tensors, results, shared, sizes, MASK, SCORE)),
-                (produce, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes)),
+                (
+                    produce,
+                    (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call, shared, sizes),
+                ),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],

@@ -1,4 +1,6 @@
-"""The forward of 8 bits for Hopper: :mod:`.forward` over values by channels, which :mod:`.turn_values` makes."""
+"""The forward of 8 bits for Hopper: :mod:`.forward` over values by channels, which :mod:`.turn_values`
+makes.
+"""
 
 from typing import NamedTuple
 
@@ -62,7 +64,9 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
         if call.slopes_ptr is not None:
             slope = load_slope(call.slopes_ptr, call.stride_slopes, work.sequence, work.head, call.batch)
         of_kv = work.sequence * (call.heads // call.group) + work.head // call.group
-        scale = descaled(call.scale, descales.q_ptr, work.sequence * call.heads + work.head, work.sequence, call.batch)
+        scale = descaled(
+            call.scale, descales.q_ptr, work.sequence * call.heads + work.head, work.sequence, call.batch
+        )
         scale = descaled(scale, descales.k_ptr, of_kv, work.sequence, call.batch)
         v_descale = descaled(1.0, descales.v_ptr, of_kv, work.sequence, call.batch)
         modifiers = Modifiers(scale, call.softcap, slope)
@@ -84,7 +88,9 @@ def consume(number: gl.constexpr, call, descales, results, shared, sizes):
         for n in range(1, top - bottom):
             b = block - n
             masked = (b >= full_top) | (b < full_bottom)
-            state, turn = step_fp8(state, turn, b, queries, modifiers, band, shared, sizes, masked, b > bottom, number)
+            state, turn = step_fp8(
+                state, turn, b, queries, modifiers, band, shared, sizes, masked, b > bottom, number
+            )
 
         if sizes.D_TAIL or not sizes.Q_IN_REGISTERS:
             mbarrier.arrive(shared.q_empty.index(number), count=1)
@@ -119,14 +125,18 @@ def forward_fp8(
     V_SLOTS: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h, t]``."""
-    HOLES: gl.constexpr = cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
+    """Writes out ``[b, s, h, e]`` and the natural-log LSE ``[b, h, s]``; packed, ``[t, h, e]`` and ``[h,
+    t]``.
+    """
+    HOLES: gl.constexpr = (
+        cu_seqlens_k_ptr is not None or key_starts_ptr is not None or key_ends_ptr is not None
+    )
     HIDES_FIRST: gl.constexpr = left is not None or key_starts_ptr is not None
     PACKED: gl.constexpr = cu_seqlens_q_ptr is not None
     PIECES: gl.constexpr = E_MAIN // 64 if E_MAIN > 128 else 1
     sizes: gl.constexpr = Sizes(
-        D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, 1, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, False, HOLES, HIDES_FIRST,
-        PACKED, PIECES, CONSUMERS * 128 + 32, True,
+        D_MAIN, D_TAIL, E_MAIN, BLOCK_N, CONSUMERS, 1, K_SLOTS, V_SLOTS, Q_IN_REGISTERS, False, HOLES,
+        HIDES_FIRST, PACKED, PIECES, CONSUMERS * 128 + 32, True,
     )  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q, out = ring(dtype, CONSUMERS, ROWS, D_MAIN), ring(out_desc.dtype, CONSUMERS, ROWS, E_MAIN)
@@ -140,8 +150,9 @@ def forward_fp8(
     shared = Shared(q, q_tail, k, k_tail, v, out, work, work_full, q_full, q_empty, k_full, v_full)
     fence_async_shared()
     call = Problem(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_starts_ptr, key_ends_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
-        stride_slopes, batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale, softcap, tiles,
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_starts_ptr, key_ends_ptr, alibi_slopes_ptr, sinks_ptr,
+        origin_ptr, stride_slopes, batch, heads, group, s, t, heads_per_wave, left, right, prefix, scale,
+        softcap, tiles,
     )  # fmt: skip
     descales = Descales(q_descale_ptr, k_descale_ptr, v_descale_ptr)
     results = Results(out_desc, out_ptr, lse_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, E)

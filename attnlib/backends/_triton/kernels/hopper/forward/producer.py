@@ -1,4 +1,6 @@
-"""The producer of a Hopper forward: one warp that hands out tiles and loads what they need, as slots become free."""
+"""The producer of a Hopper forward: one warp that hands out tiles and loads what they need, as slots become
+free.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,7 +17,8 @@ from .turn_values import block_of
 def next_tile(tile, counter_ptr, tiles):
     """The next tile of this program: tiles that differ in length are handed out by a counter.
 
-    Each program draws until it is refused, ``tiles`` numbers in all; who draws the last one sets the counter back to 0.
+    Each program draws until it is refused, ``tiles`` numbers in all; who draws the last one sets the counter
+    back to 0.
     """
     step = gl.num_programs(0)
     if counter_ptr is None:
@@ -29,7 +32,9 @@ def next_tile(tile, counter_ptr, tiles):
 
 @gluon.jit
 def load(desc, tail_desc, tiles, tails, slot, full, at, D: gl.constexpr, D_TAIL: gl.constexpr):
-    """Load a tile, and its second block if it has one, into a slot of a ring, from row ``at[1]`` of head ``at[2]``."""
+    """Load a tile, and its second block if it has one, into a slot of a ring, from row ``at[1]`` of head
+    ``at[2]``.
+    """
     plane, row, head = at
     ready = full.index(slot)
     mbarrier.expect(ready, tiles.shape[1] * (D + D_TAIL) * (tiles.dtype.primitive_bitwidth // 8))
@@ -89,7 +94,9 @@ def produce(q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, counter_ptr, call,
             at = (plane, first_key + n, kv_head)
             if loaded >= sizes.K_SLOTS:
                 barrier_sync(FIRST + k_slot, THREADS)
-            load(k_desc, k_tail_desc, shared.k, shared.k_tail, k_slot, shared.k_full, at, sizes.D, sizes.D_TAIL)
+            load(
+                k_desc, k_tail_desc, shared.k, shared.k_tail, k_slot, shared.k_full, at, sizes.D, sizes.D_TAIL
+            )
             if step == 0:  # the first keys are on their way before there is room for queries
                 post(work, tile, number, call, shared, sizes)
                 load_queries(q_desc, q_tail_desc, number, work, shared, sizes)

@@ -1,4 +1,6 @@
-"""What the producer and the consumers of a program share: rings of tiles, barriers, and the work that is posted."""
+"""What the producer and the consumers of a program share: rings of tiles, barriers, and the work that is
+posted.
+"""
 
 from typing import NamedTuple
 
@@ -16,11 +18,12 @@ WORDS: gl.constexpr = gl.constexpr(8)  # of a post
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for: channels of blocks, keys of a block, consumers, and the slots of each ring.
+    """What a kernel is compiled for: channels of blocks, keys of a block, consumers, and the slots of each
+    ring.
 
-    ``HOLES``: rows beyond a sequence's keys may be another's. ``HIDES_FIRST``: so may the mask hide its first keys.
-    ``PIECES``: the channels of values are multiplied in as many parts. ``TURNED``: values lie by channels. ``LISTED``:
-    a function hides keys, and lists say which blocks are left.
+    ``HOLES``: rows beyond a sequence's keys may be another's. ``HIDES_FIRST``: so may the mask hide its first
+    keys. ``PIECES``: the channels of values are multiplied in as many parts. ``TURNED``: values lie by
+    channels. ``LISTED``: a function hides keys, and lists say which blocks are left.
     """
 
     D: gl.constexpr
@@ -43,7 +46,9 @@ class Sizes(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The call, by the parameters of the kernel; ``tiles`` are its blocks of queries, of all heads and sequences."""
+    """The call, by the parameters of the kernel; ``tiles`` are its blocks of queries, of all heads and
+    sequences.
+    """
 
     cu_q_ptr: gl.tensor
     cu_k_ptr: gl.tensor
@@ -72,7 +77,9 @@ class Problem(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: rings of tiles, the work that the producer posts, and the barriers that say when each is there."""
+    """Shared memory: rings of tiles, the work that the producer posts, and the barriers that say when each is
+    there.
+    """
 
     q: gl.shared_memory_descriptor
     q_tail: gl.shared_memory_descriptor
@@ -89,7 +96,9 @@ class Shared(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Numbers of blocks of keys: those seen, ``[bottom, top)``, and among them those that all rows see whole."""
+    """Numbers of blocks of keys: those seen, ``[bottom, top)``, and among them those that all rows see
+    whole.
+    """
 
     bottom: gl.tensor
     top: gl.tensor
@@ -103,12 +112,16 @@ def work_of(tile, call, sizes):
     REVERSED: gl.constexpr = call.right is not None
     heads, ahead = call.heads, call.heads_per_wave
     BLOCK_M: gl.constexpr = ROWS * sizes.CONSUMERS
-    return locate(tile, call.cu_q_ptr, call.cu_k_ptr, call.batch, heads, call.s, call.t, ahead, BLOCK_M, REVERSED)
+    return locate(
+        tile, call.cu_q_ptr, call.cu_k_ptr, call.batch, heads, call.s, call.t, ahead, BLOCK_M, REVERSED
+    )
 
 
 @gluon.jit
 def blocks_of(work, band, sizes, FIRST_ROW: gl.constexpr, COUNT: gl.constexpr):
-    """The blocks that ``COUNT`` rows of the work from ``FIRST_ROW`` on see; one at least, and be it hidden."""
+    """The blocks that ``COUNT`` rows of the work from ``FIRST_ROW`` on see; one at least, and be it
+    hidden.
+    """
     i = work.others - work.rows + work.start + FIRST_ROW
     low, high, all_low, all_high = key_range(i, gl.minimum(i + COUNT, work.others), band)
     bottom = gl.maximum(low, 0) // sizes.BLOCK_N
@@ -117,7 +130,9 @@ def blocks_of(work, band, sizes, FIRST_ROW: gl.constexpr, COUNT: gl.constexpr):
 
 
 class Visits(NamedTuple):
-    """The blocks of keys that consumers visit, one at least: from ``top`` down, or those of a list, cut ones first."""
+    """The blocks of keys that consumers visit, one at least: from ``top`` down, or those of a list, cut ones
+    first.
+    """
 
     count: gl.tensor
     top: gl.tensor
@@ -140,7 +155,9 @@ def visits_of(work, band, call, sizes):
     """The blocks of keys that the work visits."""
     BLOCK_M: gl.constexpr = ROWS * sizes.CONSUMERS
     if sizes.LISTED:
-        tiles = listed(call.lists_ptr, work, call.stride_list_b, call.stride_list_h, call.room, BLOCK_M, sizes.PACKED)
+        tiles = listed(
+            call.lists_ptr, work, call.stride_list_b, call.stride_list_h, call.room, BLOCK_M, sizes.PACKED
+        )
         return Visits(gl.maximum(tiles.cut + tiles.whole, 1), 0, tiles.cut, tiles.first, call.room)
     else:
         blocks = blocks_of(work, band, sizes, 0, BLOCK_M)
@@ -158,7 +175,8 @@ def visited(visits, n, sizes):
 
 @gluon.jit
 def post(work, tile, number, call, shared, sizes):
-    """Tell the consumers the work of the ``number``-th tile, once they have left the queries of the one before.
+    """Tell the consumers the work of the ``number``-th tile, once they have left the queries of the one
+    before.
 
     The divisions that find it take 600 cycles, which the producer has.
     """
@@ -181,7 +199,9 @@ def post(work, tile, number, call, shared, sizes):
 @gluon.jit
 def posted(number, word, shared):
     """One word of the work that was posted."""
-    return gl.max(shared.work.index(number % POSTS * WORDS + word).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.max(
+        shared.work.index(number % POSTS * WORDS + word).load(gl.BlockedLayout([1], [32], [4], [0])), 0
+    )
 
 
 @gluon.jit

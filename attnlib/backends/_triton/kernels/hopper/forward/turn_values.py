@@ -1,7 +1,8 @@
 """Values of 8 bits by channels, as Hopper's products of 8 bits read them: a kernel before the forward.
 
-Else every program of the forward turns the blocks that it reads, which takes shared memory that products need, and a
-warpgroup's registers: d256 causal 8k 812 TFLOP/s so, 1,039 where values are turned before, by the kernel alone.
+Else every program of the forward turns the blocks that it reads, which takes shared memory that products
+need, and a warpgroup's registers: d256 causal 8k 812 TFLOP/s so, 1,039 where values are turned before, by the
+kernel alone.
 """
 
 import triton
@@ -15,7 +16,9 @@ AT_ONCE: tl.constexpr = tl.constexpr(128)  # channels
 
 @triton.jit
 def block_of(row, sequence, BLOCK_N: tl.constexpr):
-    """The first block of keys of a packed sequence that begins at ``row``: none shares a block with another."""
+    """The first block of keys of a packed sequence that begins at ``row``: none shares a block with
+    another.
+    """
     return row // BLOCK_N + sequence
 
 
@@ -23,7 +26,9 @@ def block_of(row, sequence, BLOCK_N: tl.constexpr):
 def load_words(rows, key, start, end, word, stride, WORDS: tl.constexpr):
     """Channels of these keys, four in a word; zeros for keys that nobody sees, which may hold anything."""
     seen = (key >= start) & (key < end)
-    return tl.load(rows + key.to(tl.int64)[:, None] * stride + word, mask=seen[:, None] & (word < WORDS), other=0)
+    return tl.load(
+        rows + key.to(tl.int64)[:, None] * stride + word, mask=seen[:, None] & (word < WORDS), other=0
+    )
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -31,7 +36,8 @@ def turn_values(
     v_ptr, turned_ptr, key_starts_ptr, key_ends_ptr, cu_seqlens_k_ptr, stride_vb, stride_vt, stride_vg,
     batch, kv_heads, t, E: tl.constexpr, E_MAIN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Writes values ``[b, t, g, e]``, or packed ``[t, g, e]``, as ``[b, e, g, padded]``; a program has a block of keys.
+    """Writes values ``[b, t, g, e]``, or packed ``[t, g, e]``, as ``[b, e, g, padded]``; a program has a
+    block of keys.
 
     Of 16 keys, 2c and 2c + 1 are followed by 2c + 8 and 2c + 9: a thread has the probabilities of these four.
     """
@@ -57,7 +63,12 @@ def turn_values(
         c = load_words(rows, key + 8, start, end, word, stride, (E + 3) // 4)
         d = load_words(rows, key + 9, start, end, word, stride, (E + 3) // 4)
         for n in tl.static_range(4):
-            x = (a >> 8 * n & 255) | ((b >> 8 * n & 255) << 8) | ((c >> 8 * n & 255) << 16) | (d >> 8 * n << 24)
+            x = (
+                (a >> 8 * n & 255)
+                | ((b >> 8 * n & 255) << 8)
+                | ((c >> 8 * n & 255) << 16)
+                | (d >> 8 * n << 24)
+            )
             channel = 4 * word + n
             line = (work.plane * E + channel) * kv_heads + work.head
             tl.store(turned + line * (padded // 4), x, mask=inside & (channel < E))

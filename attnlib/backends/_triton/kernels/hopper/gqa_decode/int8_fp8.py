@@ -1,8 +1,9 @@
-"""Decoding over pages of keys and values in int8 or fp8 for Hopper, in Gluon: one program an SM, as in pages.py.
+"""Decoding over pages of keys and values in int8 or fp8 for Hopper, in Gluon: one program an SM, as in
+pages.py.
 
-A producer warp loads what eight KV heads store of 32 tokens, and the scales, by descriptors. Each of eight warps has a
-KV head, and takes the tokens in two groups. Pairs of stored bytes are read from shared memory as the 16 bits that a
-product takes in registers, and become even and odd channels in fp16 there.
+A producer warp loads what eight KV heads store of 32 tokens, and the scales, by descriptors. Each of eight
+warps has a KV head, and takes the tokens in two groups. Pairs of stored bytes are read from shared memory as
+the 16 bits that a product takes in registers, and become even and odd channels in fp16 there.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,9 @@ TILE: gl.constexpr = gl.constexpr(32)  # tokens of a tile
 
 
 class Room(NamedTuple):
-    """Shared memory: boxes of 16 tokens, two of keys and two of values a slot; their scales; barriers of loads."""
+    """Shared memory: boxes of 16 tokens, two of keys and two of values a slot; their scales; barriers of
+    loads.
+    """
 
     boxes: gl.shared_memory_descriptor
     scales: gl.shared_memory_descriptor
@@ -36,7 +39,9 @@ class Room(NamedTuple):
 
 
 class State(NamedTuple):
-    """The sums of even and of odd channels, ``[head, row, HALF]``; of weights by place in a group; the maximum."""
+    """The sums of even and of odd channels, ``[head, row, HALF]``; of weights by place in a group; the
+    maximum.
+    """
 
     even: gl.tensor
     odd: gl.tensor
@@ -75,19 +80,26 @@ def produce(k_desc, v_desc, k_scale_desc, v_scale_desc, split, call, room, sizes
             async_load(v_desc, [head, row, 0], full, room.boxes.index(number + 2))
             async_load(v_scale_desc, [row, head], full, room.scales.index(number + 2))
         entries = following
-    for slot in range(gl.minimum(tiles, SLOTS)):  # a barrier that is left half full would hang the next program
+    for slot in range(
+        gl.minimum(tiles, SLOTS)
+    ):  # a barrier that is left half full would hang the next program
         barrier_sync(FIRST + slot, threads_of(sizes))
 
 
 @gluon.jit
 def load_queries(queries, split, call, sizes):
-    """Even and odd channels of all rows in the range of fp16, ``[head, row, HALF]``; what undoes the scale of each."""
+    """Even and odd channels of all rows in the range of fp16, ``[head, row, HALF]``; what undoes the scale of
+    each.
+    """
     LEFT: gl.constexpr = factor_of(WARPS, 0)
     head, token = rows_in(0, split, call, gl.SliceLayout(2, LEFT), sizes)
     at = split.plane * queries.stride_qb + head * queries.stride_qh
     at += ((split.row + token).to(gl.int64) * queries.stride_qs)[None, :]
     c = 2 * gl.arange(0, HALF, gl.SliceLayout(0, gl.SliceLayout(0, LEFT)))
-    at, valid = gl.expand_dims(at, 2) + gl.expand_dims(c[None, :], 0), gl.expand_dims((token < split.count)[None, :], 2)
+    at, valid = (
+        gl.expand_dims(at, 2) + gl.expand_dims(c[None, :], 0),
+        gl.expand_dims((token < split.count)[None, :], 2),
+    )
     even = gl.load(queries.q_ptr + at, mask=valid, other=0.0)
     odd = gl.load(queries.q_ptr + (at + 1), mask=valid, other=0.0)
     scaled, gain = in_range(Tile(even, odd), gl.float16)
@@ -102,8 +114,8 @@ def scale_of(scales):
 
 @gluon.jit
 def scores(group: gl.constexpr, q, slot, n, i, modifiers, band, split, room, STORED: gl.constexpr, sizes):
-    """Scores of a group of tokens from ``n`` on, which grow by the exponents of values' scales; what undoes that for
-    weights, and what is left of the scales; and pairs of values.
+    """Scores of a group of tokens from ``n`` on, which grow by the exponents of values' scales; what undoes
+    that for weights, and what is left of the scales; and pairs of values.
     """
     SUMS: gl.constexpr = sums_of(WARPS)
     RIGHT: gl.constexpr = factor_of(WARPS, 1)
@@ -138,7 +150,9 @@ def add_values(even, odd, weights, values, STORED: gl.constexpr):
 def add_tile(state, q, slot, n, i, modifiers, band, split, room, STORED: gl.constexpr, sizes):
     """The sums with a tile, from token ``n`` on."""
     s_a, inverse_a, rest_a, v_a = scores(0, q, slot, n, i, modifiers, band, split, room, STORED, sizes)
-    s_b, inverse_b, rest_b, v_b = scores(1, q, slot, n + TOKENS, i, modifiers, band, split, room, STORED, sizes)
+    s_b, inverse_b, rest_b, v_b = scores(
+        1, q, slot, n + TOKENS, i, modifiers, band, split, room, STORED, sizes
+    )
     m_i, safe = raised(state.m_i, gl.max(gl.maximum(s_a, s_b), 2))
     factor, safe = gl.expand_dims(gl.exp2(state.m_i - safe), 2), gl.expand_dims(safe, 2)
     a, b = gl.exp2(s_a - safe), gl.exp2(s_b - safe)
@@ -168,12 +182,16 @@ def consume(queries, split, call, results, room, STORED: gl.constexpr, sizes):
     even, odd, gain = load_queries(queries, split, call, sizes)
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+    band = Band(
+        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
+    )
     head, token = rows_in(0, split, call, BY_ROW, sizes)
     i, slope = gl.expand_dims((split.length - split.count + token)[None, :], 2), None
     if call.slopes_ptr is not None:
         slope = gl.expand_dims(load_slope(call.slopes_ptr, call.stride_slopes, known, head, call.batch), 2)
-    modifiers = Modifiers(gl.expand_dims(call.scale * gl.convert_layout(gain, BY_ROW), 2), call.softcap, slope)
+    modifiers = Modifiers(
+        gl.expand_dims(call.scale * gl.convert_layout(gain, BY_ROW), 2), call.softcap, slope
+    )
 
     nothing = gl.zeros([WARPS, M, HALF], gl.float32, SUMS)
     least = gl.full([WARPS, M], float("-inf"), gl.float32, BY_ROW)
@@ -192,14 +210,12 @@ def consume(queries, split, call, results, room, STORED: gl.constexpr, sizes):
 
 @gluon.jit(do_not_specialize=COUNTS)
 def decode_page_bytes(
-    q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
-    schedule_ptr, out_ptr, lse_ptr, split_ptr,
-    k_desc, v_desc, k_scale_desc, v_scale_desc,
-    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
-    stride_lh, stride_slopes,
-    pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
-    left, right, prefix, scale, softcap,
-    SCHEDULED: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr, STAGES: gl.constexpr,
+    q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
+    origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr, k_desc, v_desc, k_scale_desc, v_scale_desc,
+    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh,
+    stride_lb, stride_lh, stride_slopes, pages, batch, group, s, slots, long, long_splits, lines,
+    schedule_offset, limit, left, right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr,
+    KV_HEADS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or splits of them, of eight KV heads a program.
 
@@ -213,7 +229,18 @@ def decode_page_bytes(
         prefetch(lengths_ptr + slot % batch)
     gdc_wait()
     work, splits, n = claimed(
-        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, KV_HEADS // WARPS, 1, M
+        schedule_ptr,
+        cu_seqlens_q_ptr,
+        slots,
+        batch,
+        group,
+        s,
+        long,
+        long_splits,
+        SCHEDULED,
+        KV_HEADS // WARPS,
+        1,
+        M,
     )
     if SCHEDULED and work.sequence < 0:
         return

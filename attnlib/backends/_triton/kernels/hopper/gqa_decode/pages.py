@@ -1,8 +1,9 @@
 """Decoding over pages of keys and values for Hopper, in Gluon: one program an SM, at the cache's bandwidth.
 
-A producer warp loads what neighbouring KV heads store of the same tokens, which lies side by side, by descriptors.
-Eight warps share out the heads, and 16 tokens of a tile each, and have sums of their own: a warp waits for tiles, and
-never for another warp. More than 16 rows of queries are two consumers' of four warps each.
+A producer warp loads what neighbouring KV heads store of the same tokens, which lies side by side, by
+descriptors. Eight warps share out the heads, and 16 tokens of a tile each, and have sums of their own: a warp
+waits for tiles, and never for another warp. More than 16 rows of queries are two consumers' of four warps
+each.
 """
 
 from typing import NamedTuple
@@ -38,7 +39,9 @@ from .shared import (
 
 
 class State(NamedTuple):
-    """The sums of both halves of the channels, ``[warp, row, HALF]``; of weights by place in a tile; the maximum."""
+    """The sums of both halves of the channels, ``[warp, row, HALF]``; of weights by place in a tile; the
+    maximum.
+    """
 
     left: gl.tensor
     right: gl.tensor
@@ -55,7 +58,9 @@ def load_queries(number: gl.constexpr, half: gl.constexpr, queries, split, call,
     at += ((split.row + token).to(gl.int64) * queries.stride_qs)[None, :]
     c = channels(half, gl.SliceLayout(0, gl.SliceLayout(0, LEFT)))
     valid = gl.expand_dims((token < split.count)[None, :], 2)
-    return gl.load(queries.q_ptr + (gl.expand_dims(at, 2) + gl.expand_dims(c[None, :], 0)), mask=valid, other=0.0)
+    return gl.load(
+        queries.q_ptr + (gl.expand_dims(at, 2) + gl.expand_dims(c[None, :], 0)), mask=valid, other=0.0
+    )
 
 
 @gluon.jit
@@ -85,7 +90,10 @@ def add_tile(state, q, n, i, modifiers, band, split, boxes, number, sizes):
         there = gl.expand_dims((token >= split.low) & (token < split.high), 2)
         left, right = gl.where(there, left, gl.zeros_like(left)), gl.where(there, right, gl.zeros_like(right))
     p, m_i, factor = weighed(s, state.m_i, unit_of(modifiers), 2)
-    weights, factor = gl.convert_layout(p.to(left.dtype), factor_of(sizes.WARPS, 0)), gl.expand_dims(factor, 2)
+    weights, factor = (
+        gl.convert_layout(p.to(left.dtype), factor_of(sizes.WARPS, 0)),
+        gl.expand_dims(factor, 2),
+    )
     acc_left = mma_v2(weights, left, state.left * factor)
     acc_right = mma_v2(weights, right, state.right * factor)
     return State(acc_left, acc_right, state.l_i * factor + p, m_i)
@@ -101,7 +109,9 @@ def consume(number: gl.constexpr, queries, split, call, results, room, sizes):
     right = load_queries(number, 1, queries, split, call, sizes)
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+    band = Band(
+        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
+    )
     head, token = rows_in(number, split, call, BY_ROW, sizes)
     i, slope = gl.expand_dims((split.length - split.count + token)[None, :], 2), None
     if call.slopes_ptr is not None:
@@ -130,14 +140,13 @@ def decode_pages(
     q_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
     schedule_ptr, out_ptr, lse_ptr, split_ptr,
     k_desc, v_desc,
-    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
-    stride_lh, stride_slopes,
-    pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
-    left, right, prefix, scale, softcap,
-    SCHEDULED: gl.constexpr, PAGE: gl.constexpr, KV_HEADS: gl.constexpr, HEADS: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh,
+    stride_lb, stride_lh, stride_slopes, pages, batch, group, s, slots, long, long_splits, lines,
+    schedule_offset, limit, left, right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr,
+    KV_HEADS: gl.constexpr, HEADS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or splits of them, of ``HEADS`` KV heads a program.
+    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or splits of them, of ``HEADS`` KV heads a
+    program.
 
     Every other parameter is that of the plain kernel.
     """
@@ -149,8 +158,8 @@ def decode_pages(
         prefetch(lengths_ptr + slot % batch)
     gdc_wait()
     work, splits, n = claimed(
-        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED, KV_HEADS // HEADS, 1,
-        BLOCK_M,
+        schedule_ptr, cu_seqlens_q_ptr, slots, batch, group, s, long, long_splits, SCHEDULED,
+        KV_HEADS // HEADS, 1, BLOCK_M,
     )  # fmt: skip
     if SCHEDULED and work.sequence < 0:
         return
@@ -159,7 +168,9 @@ def decode_pages(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPS, TOKENS, HALF], k_desc.dtype)
     room = Room(
         gl.allocate_shared_memory(k_desc.dtype, [STAGES * 4, WARPS, TOKENS, HALF], LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [2 * BLOCK_M // M, WARPS, M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+        gl.allocate_shared_memory(
+            gl.float32, [2 * BLOCK_M // M, WARPS, M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        ),
         barriers(STAGES),
     )
     fence_async_shared()

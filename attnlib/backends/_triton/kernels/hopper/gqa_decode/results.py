@@ -12,7 +12,9 @@ from .shared import HALF, M, channels, sums_of, threads_of
 
 @gluon.jit
 def finish(l_i, m_i, h, r, band, split, call, results, sizes):
-    """Store the LSE of rows ``r`` of KV heads ``h``; what their sums are to be multiplied by, and where they go."""
+    """Store the LSE of rows ``r`` of KV heads ``h``; what their sums are to be multiplied by, and where they
+    go.
+    """
     query, head = (split.start + r) // call.group, (split.head * sizes.HEADS + h) * call.group
     head += (split.start + r) % call.group
     valid, token = (query < split.count) & (h >= 0), (split.row + query).to(gl.int64)
@@ -43,7 +45,11 @@ def store_channels(acc, c, rows, split, results):
     acc = gl.where(share == 0.0, 0.0, acc * share)
     mask = gl.expand_dims(valid, AXIS) & (c >= 0)
     if split.splits == 1:
-        gl.store(results.out_ptr + (gl.expand_dims(at, AXIS) + c), acc.to(results.out_ptr.dtype.element_ty), mask=mask)
+        gl.store(
+            results.out_ptr + (gl.expand_dims(at, AXIS) + c),
+            acc.to(results.out_ptr.dtype.element_ty),
+            mask=mask,
+        )
     else:
         gl.store(results.split_ptr + (gl.expand_dims(line, AXIS) + c), acc, mask=mask)
 
@@ -72,8 +78,12 @@ def store_joined(number: gl.constexpr, state, band, split, call, results, room, 
     room.sums.index(2 * number).store(state.m_i)
     room.sums.index(2 * number + 1).store(gl.sum(state.l_i, 2))
     barrier_sync(FIRST + room.full.shape[0], threads_of(sizes) - 32)  # all consumers have read all tiles
-    m_i = reinterpret(room.sums.index(2 * number), gl.float32, [PARTS, ROWS], PLAIN).load(gl.SliceLayout(2, OF))
-    l_i = reinterpret(room.sums.index(2 * number + 1), gl.float32, [PARTS, ROWS], PLAIN).load(gl.SliceLayout(2, OF))
+    m_i = reinterpret(room.sums.index(2 * number), gl.float32, [PARTS, ROWS], PLAIN).load(
+        gl.SliceLayout(2, OF)
+    )
+    l_i = reinterpret(room.sums.index(2 * number + 1), gl.float32, [PARTS, ROWS], PLAIN).load(
+        gl.SliceLayout(2, OF)
+    )
     most = gl.max(m_i, 0)
     weight = gl.exp2(m_i - gl.where(most == float("-inf"), 0.0, most)[None, :])
     l_i, most = gl.convert_layout(gl.sum(l_i * weight, 0), BY_ROW), gl.convert_layout(most, BY_ROW)

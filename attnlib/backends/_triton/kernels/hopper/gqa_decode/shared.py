@@ -102,14 +102,19 @@ def produce(k_desc, v_desc, split, call, room, sizes):
             load_part(k_desc, room.boxes, number, part, head, row, full, sizes)
             load_part(v_desc, room.boxes, number + 2, part, head, row, full, sizes)
         entries = following
-    for slot in range(gl.minimum(tiles, SLOTS)):  # a barrier that is left half full would hang the next program
+    for slot in range(
+        gl.minimum(tiles, SLOTS)
+    ):  # a barrier that is left half full would hang the next program
         barrier_sync(FIRST + slot, threads_of(sizes))
 
 
 @gluon.jit
 def tokens_in(LAYOUT: gl.constexpr, sizes):
     """The tokens of a tile by number, ``[warp, token]``."""
-    warp, token = gl.arange(0, sizes.WARPS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
+    warp, token = (
+        gl.arange(0, sizes.WARPS, gl.SliceLayout(1, LAYOUT)),
+        gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT)),
+    )
     return (warp // sizes.HEADS * TOKENS)[:, None] + token[None, :]
 
 

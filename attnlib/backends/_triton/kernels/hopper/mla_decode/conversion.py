@@ -1,4 +1,6 @@
-"""Warps that load latents in int8 or fp8 for rows_64.py, and leave them in shared memory as 16-bit numbers."""
+"""Warps that load latents in int8 or fp8 for rows_64.py, and leave them in shared memory as 16-bit
+numbers.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,7 +11,8 @@ from ..splits import TOKENS, entry_of
 from .shared import HALF, TAIL, first_entry, row_of, tiles_of
 
 WORDS: gl.constexpr = gl.constexpr(32)  # of four bytes each: a quarter of the channels
-# A thread's 16 bytes become 32. Four threads leave a line, and eight two of which swizzling keeps the banks apart.
+# A thread's 16 bytes become 32. Four threads leave a line, and eight two of which swizzling keeps the banks
+# apart.
 LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 IN_WORDS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 
@@ -29,7 +32,9 @@ def _scaled(stored, dtype):
 
 @gluon.jit
 def rows_from(row, call):
-    """The rows of the planes from one on that a tile has, those of a contiguous cache's last page that there are."""
+    """The rows of the planes from one on that a tile has, those of a contiguous cache's last page that there
+    are.
+    """
     return gl.minimum(row + gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT)), call.pages * call.page_rows - 1)
 
 
@@ -61,8 +66,8 @@ def tell(full):
 
 @gluon.jit
 def convert(
-    k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    THREADS: gl.constexpr,
+    k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, THREADS: gl.constexpr,
 ):  # fmt: skip
     """Load pairs of tiles, half of one ahead, and convert each half as its slot becomes free."""
     STORED: gl.constexpr = k_ptr.dtype.element_ty

@@ -73,11 +73,18 @@ def store_half(half, FIRST: gl.constexpr, split, call, results):
     ROWS: gl.constexpr = half.shape[0]
     c = FIRST + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
     for n in gl.static_range(0, ROWS, 16):
-        x, r = half.slice(n, 16, 0).load(LAYOUT), split.start + n + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+        x, r = (
+            half.slice(n, 16, 0).load(LAYOUT),
+            split.start + n + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)),
+        )
         valid = (r < split.count * call.group)[:, None] & (c >= 0)
         if split.splits == 1:
             token = (split.row + r // call.group).to(gl.int64)
-            at = split.plane * results.stride_ob + token * results.stride_os + r % call.group * results.stride_oh
+            at = (
+                split.plane * results.stride_ob
+                + token * results.stride_os
+                + r % call.group * results.stride_oh
+            )
             gl.store(results.out_ptr + (at[:, None] + c), x.to(results.out_ptr.dtype.element_ty), mask=valid)
         else:
             line = gl.program_id(0).to(gl.int64) * ROWS + r - split.start

@@ -1,8 +1,9 @@
-"""Attention of 16 rows of queries over latents for Hopper, in Gluon: one program an SM, at the cache's bandwidth.
+"""Attention of 16 rows of queries over latents for Hopper, in Gluon: one program an SM, at the cache's
+bandwidth.
 
-Products are transposed, tokens or channels in their 64 rows and queries in their 16 columns: no row is padding. Two
-consumers take turns with tiles, each with sums of its own over all channels, which are joined at the end; so one waits
-for its tile while the other multiplies. A producer warp loads tiles by descriptors.
+Products are transposed, tokens or channels in their 64 rows and queries in their 16 columns: no row is
+padding. Two consumers take turns with tiles, each with sums of its own over all channels, which are joined at
+the end; so one waits for its tile while the other multiplies. A producer warp loads tiles by descriptors.
 """
 
 from typing import NamedTuple
@@ -47,7 +48,9 @@ CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
 class Shared(NamedTuple):
-    """Shared memory: halves of queries and of two tiles, and their rotary channels; probabilities; what is joined."""
+    """Shared memory: halves of queries and of two tiles, and their rotary channels; probabilities; what is
+    joined.
+    """
 
     q: gl.shared_memory_descriptor
     q_tail: gl.shared_memory_descriptor
@@ -61,7 +64,9 @@ class Shared(NamedTuple):
 
 
 class State(NamedTuple):
-    """The sums of both halves of the channels, ``[HALF, ROWS]``; of weights by place in a tile; the maximum so far."""
+    """The sums of both halves of the channels, ``[HALF, ROWS]``; of weights by place in a tile; the maximum
+    so far.
+    """
 
     left: gl.tensor
     right: gl.tensor
@@ -92,7 +97,9 @@ def scores(number: gl.constexpr, zero, shared, phase):
     """``k @ q.T`` for the next tile of this consumer."""
     slot, q = anew(number), anew(0)
     mbarrier.wait(shared.left_full.index(slot), phase)
-    s = warpgroup_mma(shared.left.index(slot), shared.q.index(q).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(
+        shared.left.index(slot), shared.q.index(q).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
     mbarrier.wait(shared.right_full.index(slot), phase)
     s = warpgroup_mma(shared.right.index(slot), shared.q.index(q + 1).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma(shared.tail.index(slot), shared.q_tail.index(q).permute((1, 0)), s, is_async=True)
@@ -119,7 +126,9 @@ def add_tile(number: gl.constexpr, state, s, n, i, modifiers, band, split, share
 
 @gluon.jit
 def consume(number: gl.constexpr, queries, split, call, results, shared):
-    """Attention over every other tile, from that of this number on; each consumer joins and stores half of both's."""
+    """Attention over every other tile, from that of this number on; each consumer joins and stores half of
+    both's.
+    """
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     TAILS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     half = load_queries(queries, split, call, number * HALF, ROWS, HALF, Q)
@@ -131,7 +140,9 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
 
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+    band = Band(
+        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
+    )
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
     i = split.length - split.count + r // call.group
     slope = None
@@ -149,7 +160,9 @@ def consume(number: gl.constexpr, queries, split, call, results, shared):
         barrier_arrive(FIRST + number, WITH_PRODUCER)
 
     gdc_launch_dependents()  # not earlier: what starts then would crowd the SMs that have no work
-    given = in_fp32(shared.right.index(0) if number == 0 else shared.left.index(1), ROWS)  # the slot of its last tile
+    given = in_fp32(
+        shared.right.index(0) if number == 0 else shared.left.index(1), ROWS
+    )  # the slot of its last tile
     taken = in_fp32(shared.left.index(1) if number == 0 else shared.right.index(0), ROWS)
     sums = Sums(state.left, state.right, gl.sum(state.l_i, 0), state.m_i)
     join_and_store(number, sums, given, taken, shared.joined, band, split, call, results, BOTH, CONSUMERS)
@@ -160,13 +173,13 @@ def decode_few(
     q_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
     schedule_ptr, out_ptr, lse_ptr, split_ptr,
     k_desc, tail_desc,
-    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
-    stride_lh, stride_slopes,
-    pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
-    left, right, prefix, scale, softcap,
-    SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr,
+    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh,
+    stride_lb, stride_lh, stride_slopes, pages, batch, group, s, slots, long, long_splits, lines,
+    schedule_offset, limit, left, right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or splits of them.
+    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or
+    splits of them.
 
     Every parameter is that of the plain kernel.
     """
@@ -180,8 +193,8 @@ def decode_few(
     dtype: gl.constexpr = k_desc.dtype
     shared = Shared(
         ring(dtype, 2, ROWS, HALF), ring(dtype, 1, ROWS, TAIL), ring(dtype, 2, TOKENS, HALF),
-        ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, TOKENS, ROWS), numbers(4, ROWS),
-        barriers(2), barriers(2),
+        ring(dtype, 2, TOKENS, HALF), ring(dtype, 2, TOKENS, TAIL), ring(dtype, 2, TOKENS, ROWS),
+        numbers(4, ROWS), barriers(2), barriers(2),
     )  # fmt: skip
     fence_async_shared()
     call = Problem(

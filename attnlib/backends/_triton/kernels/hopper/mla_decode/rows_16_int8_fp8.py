@@ -1,7 +1,8 @@
 """Attention of 16 rows of queries over latents in int8 or fp8 for Hopper, in Gluon: one program an SM.
 
-As in rows_16.py, products are transposed, and consumers take turns with tiles. Pairs of stored bytes are read from
-shared memory as the 16 bits that a product takes in registers, and become even and odd channels in fp16 there.
+As in rows_16.py, products are transposed, and consumers take turns with tiles. Pairs of stored bytes are read
+from shared memory as the 16 bits that a product takes in registers, and become even and odd channels in fp16
+there.
 """
 
 from typing import NamedTuple
@@ -38,8 +39,8 @@ CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
 class Shared(NamedTuple):
-    """Shared memory: even and odd channels of queries, and the rotary ones; tiles of pairs, rotary channels and scales;
-    probabilities; what is joined."""
+    """Shared memory: even and odd channels of queries, and the rotary ones; tiles of pairs, rotary channels
+    and scales; probabilities; what is joined."""
 
     q: gl.shared_memory_descriptor
     q_tail: gl.shared_memory_descriptor
@@ -52,7 +53,9 @@ class Shared(NamedTuple):
 
 
 class State(NamedTuple):
-    """The sums of even and of odd channels of each chunk; of weights, by place in a tile; the maximum so far."""
+    """The sums of even and of odd channels of each chunk; of weights, by place in a tile; the maximum so
+    far.
+    """
 
     sums: tuple
     l_i: gl.tensor
@@ -75,7 +78,9 @@ def produce(k_desc, tail_desc, scale_desc, split, call, shared, PAGE: gl.constex
         async_load(k_desc, [row, 0], full, shared.pairs.index(slot))
         async_load(tail_desc, [row, 0], full, shared.tail.index(slot))
         async_load(scale_desc, [0, row], full, shared.scale.index(slot))
-    for slot in range(gl.minimum(tiles, SLOTS)):  # a barrier that is left half full would hang the next program
+    for slot in range(
+        gl.minimum(tiles, SLOTS)
+    ):  # a barrier that is left half full would hang the next program
         barrier_sync(FIRST + slot, WITH_PRODUCER)
 
 
@@ -113,7 +118,9 @@ def scores(slot, scale, shared, STORED: gl.constexpr):
         s = warpgroup_mma(even, q_even.permute((1, 0)), s, is_async=True)
         s = warpgroup_mma(odd, q_odd.permute((1, 0)), s, is_async=True)
         s, _, _ = warpgroup_mma_wait(0, deps=[s, even, odd])
-    s = warpgroup_mma(shared.tail.index(slot), shared.q_tail.index(q).permute((1, 0)), s * scale, is_async=True)
+    s = warpgroup_mma(
+        shared.tail.index(slot), shared.q_tail.index(q).permute((1, 0)), s * scale, is_async=True
+    )
     return warpgroup_mma_wait(0, deps=[s])
 
 
@@ -148,11 +155,15 @@ def in_order(even, odd):
 
 @gluon.jit
 def consume(number: gl.constexpr, queries, split, call, results, shared, STORED: gl.constexpr):
-    """Attention over every other tile, from that of this number on; each consumer joins and stores half of both's."""
+    """Attention over every other tile, from that of this number on; each consumer joins and stores half of
+    both's.
+    """
     gain = load_in_range(number, queries, split, call, shared)
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+    band = Band(
+        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
+    )
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
     i = split.length - split.count + r // call.group
     slope = None
@@ -180,16 +191,14 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, STORED:
 
 @gluon.jit(do_not_specialize=COUNTS)
 def decode_bytes(
-    q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, origin_ptr,
-    schedule_ptr, out_ptr, lse_ptr, split_ptr,
-    k_desc, tail_desc, scale_desc,
-    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
-    stride_lh, stride_slopes,
-    pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
-    left, right, prefix, scale, softcap,
-    SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr,
+    q_ptr, k_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
+    origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr, k_desc, tail_desc, scale_desc, stride_qb,
+    stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
+    stride_lh, stride_slopes, pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
+    left, right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or splits of them.
+    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or
+    splits of them.
 
     Every parameter is that of the plain kernel.
     """
@@ -201,9 +210,10 @@ def decode_bytes(
     if SCHEDULED and work.sequence < 0:
         return
     shared = Shared(
-        ring(gl.float16, 2, ROWS, HALF), ring(tail_desc.dtype, 1, ROWS, TAIL), ring(gl.int16, SLOTS, TOKENS, HALF),
-        ring(tail_desc.dtype, SLOTS, TOKENS, TAIL), ring(gl.float32, SLOTS, 1, TOKENS),
-        ring(gl.float16, 2, TOKENS, ROWS), numbers(4, ROWS), barriers(SLOTS),
+        ring(gl.float16, 2, ROWS, HALF), ring(tail_desc.dtype, 1, ROWS, TAIL),
+        ring(gl.int16, SLOTS, TOKENS, HALF), ring(tail_desc.dtype, SLOTS, TOKENS, TAIL),
+        ring(gl.float32, SLOTS, 1, TOKENS), ring(gl.float16, 2, TOKENS, ROWS), numbers(4, ROWS),
+        barriers(SLOTS),
     )  # fmt: skip
     fence_async_shared()
     call = Problem(

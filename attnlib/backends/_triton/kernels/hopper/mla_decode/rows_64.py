@@ -1,8 +1,10 @@
-"""Attention of 64 rows of queries over latents (FlashMLA; DeepSeek, 2025) for Hopper, in Gluon: one program an SM.
+"""Attention of 64 rows of queries over latents (FlashMLA; DeepSeek, 2025) for Hopper, in Gluon: one program
+an SM.
 
-The sums, 64 x 512, take half of all registers, so two consumers hold half of the channels each. They take turns with
-tiles: one computes scores and probabilities of the even ones, the other of the odd ones, and each hands its
-probabilities to the other, in the order of tiles. A producer warp loads halves of tiles by descriptors.
+The sums, 64 x 512, take half of all registers, so two consumers hold half of the channels each. They take
+turns with tiles: one computes scores and probabilities of the even ones, the other of the odd ones, and each
+hands its probabilities to the other, in the order of tiles. A producer warp loads halves of tiles by
+descriptors.
 """
 
 from typing import NamedTuple
@@ -53,7 +55,9 @@ CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 
 class Shared(NamedTuple):
-    """Shared memory: halves of queries, of two tiles, and their rotary channels; what consumers hand to each other."""
+    """Shared memory: halves of queries, of two tiles, and their rotary channels; what consumers hand to each
+    other.
+    """
 
     q: gl.shared_memory_descriptor
     left: gl.shared_memory_descriptor
@@ -151,7 +155,9 @@ def begin_other(number: gl.constexpr, state, n, split, shared):
 
 @gluon.jit
 def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS: gl.constexpr):
-    """Attention over half of the channels: that of even tiles for consumer 0, that of odd ones for consumer 1."""
+    """Attention over half of the channels: that of even tiles for consumer 0, that of odd ones for consumer
+    1.
+    """
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     TAILS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
     tail = load_queries(queries, split, call, 2 * HALF, ROWS, TAIL, TAILS)
@@ -161,7 +167,9 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
 
     known = gl.where(split.sequence >= call.batch, 0, split.sequence)
     origin = origin_of(call.origin_ptr, known, call.batch)
-    band = Band(split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key)
+    band = Band(
+        split.begin, split.end, call.left, call.right, call.prefix, origin.query - origin.key, origin.key
+    )
     r = split.start + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     i = split.length - split.count + r // call.group
     slope = None
@@ -215,16 +223,14 @@ def consume(number: gl.constexpr, queries, split, call, results, shared, THREADS
 
 @gluon.jit(do_not_specialize=COUNTS)
 def decode_many(
-    q_ptr, k_ptr, k_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
-    origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr,
-    k_desc, tail_desc,
-    stride_qb, stride_qs, stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb,
-    stride_lh, stride_slopes,
-    pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit,
-    left, right, prefix, scale, softcap,
-    SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr,
+    q_ptr, k_ptr, k_scale_ptr, table_ptr, starts_ptr, lengths_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr,
+    sinks_ptr, origin_ptr, schedule_ptr, out_ptr, lse_ptr, split_ptr, k_desc, tail_desc, stride_qb, stride_qs,
+    stride_qh, stride_kp, stride_kt, stride_table, stride_ob, stride_os, stride_oh, stride_lb, stride_lh,
+    stride_slopes, pages, batch, group, s, slots, long, long_splits, lines, schedule_offset, limit, left,
+    right, prefix, scale, softcap, SCHEDULED: gl.constexpr, PAGE: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or splits of them.
+    """Writes out ``[b, s, h, e]`` and the LSE ``[b, h, s]``, or packed ``[t, h, e]`` and ``[h, t]``, or
+    splits of them.
 
     Every parameter is that of the plain kernel.
     """
@@ -266,7 +272,10 @@ def decode_many(
             [
                 (consume, (0, queries, split, call, results, shared, WITH_LOADERS)),
                 (consume, (1, queries, split, call, results, shared, WITH_LOADERS)),
-                (convert, (k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE, LEFT, RIGHT, WITH_LOADERS)),
+                (
+                    convert,
+                    (k_ptr, k_scale_ptr, tail_desc, split, call, shared, PAGE, LEFT, RIGHT, WITH_LOADERS),
+                ),
             ],
             [4, 4],
             [216, 72],

@@ -58,7 +58,10 @@ def load_queries(
     queries, split, call, FIRST: gl.constexpr, ROWS: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """``COUNT`` channels of the rows from channel ``FIRST`` on, zeros beyond the last row."""
-    n, c = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
+    n, c = (
+        gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)),
+        FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT)),
+    )
     valid, head = split.start + n < split.count * call.group, split.start % call.group + n
     if call.group < ROWS:
         later = head // call.group
@@ -71,7 +74,9 @@ def load_queries(
 
 @gluon.jit
 def clear_others(values, n, split):
-    """Zero the rows of a tile, from token ``n`` on, that are no token of the sequence: they may hold anything."""
+    """Zero the rows of a tile, from token ``n`` on, that are no token of the sequence: they may hold
+    anything.
+    """
     if (n < split.begin) | (n + TOKENS > split.end):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         for first in gl.static_range(0, TOKENS, 16):
