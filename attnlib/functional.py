@@ -251,14 +251,14 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         layer, asked = copy(call), ExplainOnly(call.backend)
         layer.backend = asked
         layer(*args, **kwargs)
-        if asked.told:
-            return asked.told[0]
+        if asked.explanations:
+            return asked.explanations[0]
     if getattr(call, "__name__", None) not in EXPLAINED.get(getattr(call, "__module__", None), ()):
         names = ", ".join(EXPLAINED[__name__])
         raise ValueError(f"call: expected a layer or one of {names}, got {type(call).__name__}")
     asked = ExplainOnly(kwargs.get("backend"))
     call(*args, **kwargs | {"backend": asked})
-    return asked.told[0]
+    return asked.explanations[0]
 
 
 def _over(

@@ -1,7 +1,8 @@
 """What one token stores in one layer (KVLayout), and the storage that a kernel reads (KVView)."""
 
-from dataclasses import InitVar, dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -9,11 +10,11 @@ from torch import Tensor
 from .internal.checks import came, check_count
 from .internal.signatures import kind
 from .masks.band import AnyMask
-from .ranks import Ranks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STORES = (torch.int8, torch.float8_e4m3fn)
 PLANES = ("k", "k_tail", "v", "k_scale", "v_scale")
+RunCall = Callable[[Any], tuple[Tensor, Tensor]]  # takes a Call, returns output and LSE
 
 
 @kind
@@ -152,14 +153,11 @@ class KVView:
     says how a GPU divides sequences into splits. A ``split_size`` above 0 fixes the size of every split, and
     splits are merged in their order, so that bits do not depend on the batch.
 
-    A view with shared prefixes has two more. ``shared`` holds the keys that neighbours share, a row for each
-    group of them, whose queries are those of its sequences, packed. ``own`` holds the keys that each sequence
-    has for itself, from a later start on. All shared keys come before all queries. ``replace`` forgets both.
+    A view with a ``route`` is not read by one kernel call: over shared prefixes, or a cache that is sharded
+    over ranks, the route splits a call and merges the results. ``dataclasses.replace`` drops a route over
+    shared prefixes, whose view is then read as a whole; attention refuses a changed view of a sharded cache.
 
-    A view that ``ranks`` share counts the tokens of all of them, and its planes hold those of this rank:
-    ``held`` says which. ``replace`` forgets that, after which attention refuses the view.
-
-    A view equals itself alone. A cache makes its views without a ``check``, since its tensors fit.
+    Views are compared by identity. A cache makes its views without a ``check``, since its tensors fit.
 
     Raises:
         TypeError: a plane, scale, table or length is no tensor of the dtype that the layout or the kernels
@@ -181,13 +179,12 @@ class KVView:
     schedule: Tensor | None = None
     split_size: int = 0
     rope: str | None = None
-    ranks: Ranks | None = None
-    held: "Held | None" = field(default=None, init=False, repr=False)
-    shared: "KVView | None" = field(default=None, init=False, repr=False)
-    own: "KVView | None" = field(default=None, init=False, repr=False)
+    route: "Route | None" = None
     check: InitVar[bool] = True
 
     def __post_init__(self, check: bool) -> None:
+        if self.route is not None:
+            object.__setattr__(self, "route", self.route.after_replace())
         if not check:
             return
         if (
@@ -241,54 +238,48 @@ class KVView:
                     f"cu_seqlens_q: expected offsets from 0 that grow to {queries} at most, got {offsets}"
                 )
 
-    def with_shared(self, shared: "KVView", own: "KVView") -> "KVView":
-        """The same view, whose keys are those of ``shared`` and ``own``."""
-        view = replace(self, check=False)
-        object.__setattr__(view, "shared", shared)  # what replace() does not carry over, no constructor takes
-        object.__setattr__(view, "own", own)
-        return view
-
-    def with_held(self, held: "Held") -> "KVView":
-        """The same view, of whose keys this rank has these."""
-        view = replace(self, check=False)
-        object.__setattr__(view, "held", held)
+    def with_route(self, route: "Route") -> "KVView":
+        """Return the same view, which attention reads by this route."""
+        view = replace(self, route=None, check=False)
+        object.__setattr__(view, "route", route)
         return view
 
     def with_own_heads(self) -> "KVView":
-        """The same view, for queries of heads that are of this rank alone, where ranks share it.
+        """Return the view for queries whose heads only this rank has, if ranks share the view.
 
-        The heads of all ranks read the same KV heads. Without this all ranks have the same queries.
+        The heads of all ranks read the same KV heads. Without this, all ranks must have the same queries.
         """
-        if self.ranks is None:
-            return self
-        view = replace(self, ranks=self.ranks.with_own_heads(), check=False)
-        object.__setattr__(view, "held", self.held)
-        return view
+        return self.with_route(self.route.with_own_heads()) if self.is_partial else self
+
+    @property
+    def is_partial(self) -> bool:
+        """True if this device stores only some of the tokens, and other ranks the rest."""
+        return self.route is not None and self.route.is_partial
 
 
-class Fresh(NamedTuple):
-    """The keys and values of a step's own tokens, as they are stored, beside what was stored before the step.
+class Route(Protocol):
+    """The way attention reads a view that no single kernel call can read.
 
-    ``k`` is ``[b, s, g, d]`` and ``v`` ``[b, s, g, e]``, or packed ``[t, g, *]``. Dense, ``starts`` says how
-    many of a sequence's tokens are left padding, int32 ``[b]``.
+    ``is_partial``: the planes hold only some of the tokens.
     """
 
-    k: Tensor
-    v: Tensor
-    starts: Tensor | None
+    is_partial: bool
 
+    def attend(self, call: Any, run: RunCall, *, dry: bool = False) -> tuple[Tensor, Tensor] | None:
+        """Split a call over the view into calls for ``run``, and merge their results to output and LSE.
 
-class Held(NamedTuple):
-    """What a rank has of a view that ranks share.
+        None if one call over the whole view has to answer. ``dry``: ``run`` explains calls and returns zeros,
+        so nothing may be sent to other ranks.
+        """
+        ...
 
-    ``stored`` are its own tokens; None where no sequence had stored any. They count those of the step, unless
-    these are ``fresh``, which every rank has. ``is_single`` says that no sequence has more queries than its
-    last token.
-    """
+    def explain(self, call: Any, parts: Sequence[Any]) -> Any:
+        """Join the explanations of the calls that :meth:`attend` ran, in their order."""
+        ...
 
-    stored: KVView | None
-    is_single: bool
-    fresh: Fresh | None = None
+    def after_replace(self) -> "Route | None":
+        """Return the route of a view of which ``dataclasses.replace`` has changed a field."""
+        ...
 
 
 def _check_stored(

@@ -3,7 +3,7 @@ them.
 """
 
 VALUES = (
-    "merge", "fp8", "kv", "ranks", "masks", "scores", "tracing", "scaling", "rope", "internal",
+    "merge", "fp8", "kv", "masks", "scores", "tracing", "scaling", "rope", "internal",
 )  # fmt: skip
 BACKENDS = ("backends/_triton", "backends/_torch", "backends/_reference")
 FAMILIES = (
@@ -29,6 +29,7 @@ ROOMS = {
     "__init__": {
         "layers",
         "cache",
+        "cache/kv_cache",
         "functional",
         "dispatch",
         "dispatch/warnings",
@@ -47,6 +48,7 @@ ROOMS = {
     "parallel": {
         "layers",
         "cache",
+        "cache/kv_cache",
         "functional",
         "dispatch/run",
         "dispatch/storage",
@@ -59,6 +61,7 @@ ROOMS = {
         "integrations",
         "layers",
         "cache",
+        "cache/kv_cache",
         "functional",
         "sizes",
         "checkpoint_files",
@@ -68,6 +71,7 @@ ROOMS = {
     "compat": {
         "layers",
         "cache",
+        "cache/kv_cache",
         "functional",
         "dispatch/run",
         "dispatch/storage",
@@ -79,6 +83,7 @@ ROOMS = {
     "integrations": {
         "layers",
         "cache",
+        "cache/kv_cache",
         "functional",
         "dispatch/run",
         "dispatch/storage",
@@ -88,7 +93,10 @@ ROOMS = {
         "models",
         *VALUES,
     },
-    "layers": {"functional", "dispatch/warnings", "dispatch/run", "cache", "call", *VALUES},
+    "layers": {"functional", "dispatch/warnings", "dispatch/run", "cache/kv_cache", "cache", "call", *VALUES},
+    "cache/kv_cache": {"cache/sharded", "cache/prefixes", "cache", *VALUES},
+    "cache/sharded": {"cache", "dispatch/storage", "dispatch", "call", *VALUES},
+    "cache/prefixes": {"cache", "dispatch", "call", *VALUES},
     "cache": {"dispatch/storage", *VALUES},
     "functional": {"dispatch/run", "dispatch", "dispatch/warnings", "call", *VALUES},
     "dispatch/warnings": {"call", *VALUES},

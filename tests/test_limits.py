@@ -3,6 +3,7 @@ local.
 """
 
 import ast
+import re
 
 import pytest
 from source import BACKENDS, CORE, KERNELS, PACKAGE, Source, parameters, statements
@@ -18,6 +19,10 @@ DOORS = {"attention", "varlen_attention", "cached_attention"}
 PUBLIC = {*DOORS, *(f"{name}_with_lse" for name in DOORS)}
 LINES = 450  # of a file
 STATEMENTS, IN_KERNELS = 35, 86  # of a function, of one that a kernel runs
+# Ranks that share a cache, what they exchange, and modules that hold either.
+SHARDING = re.compile(
+    r"Ranks|RankExchange|PeerMemory|peer_memory|\w+_own_heads|Sharded\w+|Sharding|([\w.]+\.)?sharded(_heads)?(\.\w+)*"
+)
 VALUES = Values(CORE)
 # torch gives and takes flat lists; their order is written in the first, and the second is what torch calls.
 IN_ORDER = ("backends/operators.py", "backends/autograd.py")
@@ -30,6 +35,26 @@ def test_an_option_is_spelled_in_few_files(word):
     assert len(files) <= most, (
         f"{word} is spelled in {len(files)} core files, not {most}; pass its value on: {files}"
     )
+
+
+def names_sharding(source: Source) -> bool:
+    """True if a file names the ranks that share a cache, or what they exchange."""
+    return any(SHARDING.fullmatch(word) for word in source.words)
+
+
+def test_ranks_are_named_in_few_files():
+    """The base of the cache, the calls and the kernels know nothing of them."""
+    files = [source.path for source in CORE if names_sharding(source)]
+    assert len(files) <= 12, f"a sharded cache is named in {len(files)} core files, not 12: {files}"
+    assert "cache/kv_cache.py" in files
+    inside = [path for path in files if path.startswith("cache/") and not path.startswith("cache/sharded/")]
+    assert inside == ["cache/kv_cache.py"], "the rest of the cache reads a RouteOption"
+
+
+@pytest.mark.parametrize("text", ["from .sharded import x", "view.with_own_heads()", "Ranks.of(mesh)"])
+def test_a_planted_name_of_ranks_is_found(text):
+    assert names_sharding(Source("call/call.py", text))
+    assert not names_sharding(Source("call/call.py", "rank = 512\nparallel_plan(shards=2)"))
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,21 @@ import torch
 from ..internal.signatures import kind, leading_to
 from ..kv import KVLayout
 from . import saved
-from .dealt import check_replay
+from .buffer import split_size_of
 from .layer_cache import LayerCache as LayerCache
 from .layers import check_appended, copy_shared, make_layers, open_layers, poison, prepare_layers
 from .options import (
     ReadOptions,
+    check_options,
     contiguous_sequences,
     paged_sequences,
     pages_for,
-    ranks_of,
-    read_options,
     stored_as,
 )
 from .pages import Handle, StepPlan, Window
+from .prefixes.buffers import SharedPrefixes
 from .sequences import Freed, Request, Sequences
+from .sharded.buffers import Sharding
 from .step import StepBuffers
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class KVCache:
     ):
         self.layouts: tuple[KVLayout, ...] = tuple(layouts)
         self.page_size = page_size
-        self._sequences, self._ranks = sequences, options.ranks
+        self._sequences, self._route = sequences, options.route
         self._poisons = os.environ.get("ATTNLIB_CHECK") == "1"
         self._open: str | None = None  # "step" or "read", while inside one
         self._prepared: tuple | None = None  # the shape of step that the layers are prepared for
@@ -94,7 +95,9 @@ class KVCache:
         """
         layouts = stored_as(layouts, storage_dtype)
         sequences = contiguous_sequences(layouts, max_sequences, max_length)
-        return cls(layouts, sequences, max_length, device, read_options(0, batch_invariant, max_length))
+        check_options(layouts, batch_invariant=batch_invariant)
+        options = ReadOptions(split_size_of(max_length) if batch_invariant else 0)
+        return cls(layouts, sequences, max_length, device, options)
 
     @classmethod
     def paged(
@@ -137,12 +140,15 @@ class KVCache:
                 share.
         """
         layouts = stored_as(layouts, storage_dtype)
-        ranks, sizes = (
-            ranks_of(mesh, layouts, device),
-            {"max_sequences": max_sequences, "max_length": max_length},
-        )
-        sequences = paged_sequences(layouts, pages, page_size, **sizes, rollback=rollback, ranks=ranks)
-        options = read_options(shared_prefixes, batch_invariant, sequences.max_length, ranks)
+        given = {"shared_prefixes": shared_prefixes, "batch_invariant": batch_invariant, "mesh": mesh}
+        check_options(layouts, **given)
+        options = ReadOptions(route=SharedPrefixes(shared_prefixes) if shared_prefixes else None)
+        if mesh is not None:
+            options = ReadOptions(route=Sharding.of(mesh, device))
+        sizes = {"max_sequences": max_sequences, "max_length": max_length, "shards": options.shards}
+        sequences = paged_sequences(layouts, pages, page_size, **sizes, rollback=rollback)
+        if batch_invariant:
+            options = options._replace(split_size=split_size_of(sequences.max_length))
         return cls(layouts, sequences, page_size, device, options)
 
     def admit(self, n: int = 1, *, left_padding: Sequence[int] | None = None) -> list[Handle]:
@@ -176,7 +182,10 @@ class KVCache:
         """
         self._refuse_inside("step")
         request = self._sequences.request(tokens)
-        check_replay(request, self._ranks, replay=replay)
+        if not isinstance(replay, bool):
+            raise TypeError(f"replay: expected a bool, got {type(replay).__name__}")
+        if replay and self._route is not None:
+            self._route.check_replay(request)
         conventions = [layer.convention for layer in self._layers]
         plans = self._sequences.reserve(request)
         try:
@@ -254,7 +263,7 @@ class KVCache:
             OSError, NotImplementedError: the file cannot be written; ranks share the cache.
         """
         self._refuse_inside("save")
-        saved.check_whole("save", self._ranks)
+        self._check_whole("save")
         saved.save(Path(path), self._layers, self._sequences, handle)
 
     def load(self, path: str | os.PathLike[str]) -> Handle:
@@ -267,7 +276,7 @@ class KVCache:
             cache stores keys of another rotary convention. OSError, NotImplementedError: the file cannot be
             read; ranks share the cache.
         """
-        saved.check_whole("load", self._ranks)
+        self._check_whole("load")
         return saved.load(Path(path), self, self._sequences)
 
     def length(self, handle: Handle) -> int:
@@ -288,6 +297,10 @@ class KVCache:
     def __repr__(self) -> str:
         return f"KVCache({len(self.layouts)} layers, pages of {self.page_size} tokens; {self._sequences})"
 
+    def _check_whole(self, name: str) -> None:
+        if self._route is not None:
+            self._route.check_whole(name)
+
     def _refuse_inside(self, what: str) -> None:
         if (block := self._open) is not None:
             raise RuntimeError(
@@ -298,7 +311,7 @@ class KVCache:
         """Bring the buffers up to this step or read, and open the layers for it."""
         self._open = what
         self._buffers.update(request, plans)
-        key = (what, len(request.tokens), request.shape, self._ranks is not None and request.is_single)
+        key = (what, len(request.tokens), request.shape, self._route is not None and request.is_single)
         if key != self._prepared:  # the next step of the same shape need not prepare the layers
             per_step, windows = self._buffers.slices(request, writing=what == "step")
             by_window = dict(zip(self._sequences.allocators, windows, strict=True))

@@ -1,20 +1,17 @@
 """One layer of a cache: its planes of pages, and the append that writes a step's tokens into them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from ..dispatch.storage import prepared_write, write_cache
-from ..internal.checks import is_recorded
 from ..internal.signatures import leading_to
-from ..kv import Held, KVLayout, KVView
+from ..kv import KVLayout, KVView
 from ..rope.rope import Angles
-from .dealt import Dealt, fresh
+from .routes import StepRoute
 from .sequences import Prompt
-from .shared_prefix import SharedPrefix
 from .step import PerStep, PerWindow
 
 AS_GIVEN = "as given"  # the convention of keys that were appended without angles
@@ -51,8 +48,7 @@ class LayerCache:
         self._prepared: tuple = ()  # positions, slots and view of the present step shape
         self._slots: Tensor | None = None  # None where nothing may be appended
         self._view: KVView | None = None  # None outside a step and a read
-        self._dealt: Dealt | None = None  # of this rank, where ranks share the layer
-        self._held: Held | None = None  # to which append adds the step's own tokens
+        self._route: StepRoute | None = None
 
     def append(self, k: Tensor, v: Tensor | None = None, *, angles: Angles | None = None) -> KVView:
         """Write this step's keys and values and return the view that includes them.
@@ -75,15 +71,9 @@ class LayerCache:
         else:
             self._write(k, v, angles)
         self.appended = True
-        return self._view if self._held is None else self._with_fresh(k, v, angles)
-
-    def _with_fresh(self, k: Tensor, v: Tensor | None, angles: Angles | None) -> KVView:
-        """The view of what ranks share, with the step's tokens beside what this one had stored before."""
-        new = fresh(self._view, self._dealt.fresh_starts, k, v, angles)
-        held = self._held._replace(fresh=new)
-        if not is_recorded(new.k) and self.history == 0:  # a recorded step is to serve other histories
-            held = held._replace(stored=None)
-        return self._view.with_held(held)
+        if self._route is None:
+            return self._view
+        return self._route.appended(self._view, k, v, angles, history=self.history)
 
     def _write(self, k: Tensor, v: Tensor | None, angles: Angles | None) -> None:
         """Check everything, write, and let it be remembered how to do it again for tensors of their key."""
@@ -202,11 +192,9 @@ class LayerCache:
         buffers = {**step._asdict(), "table": window.table, "starts": window.starts}
         buffers["schedule"] = window.schedules.get(self.layout.heads)
         view = KVView(self.layout, page_size, **planes, **buffers, rope=rope, check=False)
-        if window.shared_prefix is not None:
-            view = _with_shared(view, window.shared_prefix)
-        self._dealt, self._held = window.dealt, None
-        if window.dealt is not None:
-            view, self._held = window.dealt.show(view)
+        self._route = window.route
+        if window.route is not None:
+            view = window.route.routed(view)
         self._prepared = (step.positions, window.slots, view)
 
     def _open(self, prefill: bool, history: int, prompts: Sequence[Prompt]) -> None:
@@ -227,23 +215,6 @@ class LayerCache:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError("a LayerCache cannot be copied or pickled: it is part of a KVCache")
-
-
-def _with_shared(view: KVView, shared_prefix: SharedPrefix) -> KVView:
-    shared = replace(
-        view,
-        table=shared_prefix.table,
-        starts=shared_prefix.starts,
-        lengths=shared_prefix.lengths,
-        cu_seqlens_q=shared_prefix.cu_seqlens_q,
-        positions=None,
-        schedule=shared_prefix.schedules.get(view.layout.heads),
-        check=False,
-    )
-    own_schedule = shared_prefix.own_schedules.get(view.layout.heads)
-    return view.with_shared(
-        shared, replace(view, starts=shared_prefix.own_starts, schedule=own_schedule, check=False)
-    )
 
 
 def _shape_error(name: str, x: Tensor, positions: Tensor, last: tuple[int, ...]) -> str:

@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..dispatch.storage import with_memory
 from ..internal.checks import check_count
 from ..internal.signatures import kind
 from ..kv import STORES, KVLayout
-from ..ranks import Ranks
-from .buffer import split_size_of
 from .pages import Window
+from .routes import RouteOption
 from .sequences import Sequences, tokens_of
 
 if TYPE_CHECKING:
@@ -22,20 +20,27 @@ if TYPE_CHECKING:
 class ReadOptions(NamedTuple):
     """How attention reads a cache.
 
-    It reads the shared prefixes of up to ``max_prefix_groups`` groups of neighbours once for each group. A
-    ``split_size`` above 0 fixes the size of every split, so that bits do not depend on the batch. Of layers
-    without a window, each of the ``ranks``, if any, reads what it has.
+    A ``split_size`` above 0 fixes the size of every split, so that bits do not depend on the batch. A
+    ``route`` changes how layers without a window are read.
     """
 
-    max_prefix_groups: int
-    split_size: int
-    ranks: Ranks | None = None
+    split_size: int = 0
+    route: RouteOption | None = None
+
+    @property
+    def shards(self) -> int:
+        """Return how many ranks divide the tokens of a page, if no window keeps it small."""
+        return 1 if self.route is None else self.route.shards
 
 
-def read_options(
-    shared_prefixes: int, batch_invariant: bool, max_length: int, ranks: Ranks | None = None
-) -> ReadOptions:
-    """The read options of a cache with these arguments."""
+def check_options(
+    layouts: Sequence[KVLayout],
+    *,
+    shared_prefixes: int = 0,
+    batch_invariant: bool = False,
+    mesh: "DeviceMesh | None" = None,
+) -> None:
+    """Raise unless at most one of these is given, and ``mesh`` finds layers that ranks can share."""
     check_count("shared_prefixes", shared_prefixes)
     if not isinstance(batch_invariant, bool):
         raise TypeError(f"batch_invariant: expected a bool, got {type(batch_invariant).__name__}")
@@ -43,25 +48,17 @@ def read_options(
         raise ValueError(
             "batch_invariant: expected no shared_prefixes with it, since those depend on the batch"
         )
-    for name, given in {"shared_prefixes": shared_prefixes, "batch_invariant": batch_invariant}.items():
-        if ranks is not None and given:
-            raise ValueError(f"mesh: expected no {name} with it, got {given}; leave one of them out")
-    return ReadOptions(shared_prefixes, split_size_of(max_length) if batch_invariant else 0, ranks)
-
-
-def ranks_of(
-    mesh: "DeviceMesh | None", layouts: Sequence[KVLayout], device: torch.device | str | None
-) -> Ranks | None:
-    """The ranks of a mesh, which share what layers of these layouts store on devices of this kind."""
     if mesh is None:
-        return None
+        return
+    for name, given in {"shared_prefixes": shared_prefixes, "batch_invariant": batch_invariant}.items():
+        if given:
+            raise ValueError(f"mesh: expected no {name} with it, got {given}; leave one of them out")
     windows = _windows(layouts)
     if None not in windows:
         raise ValueError(
             f"mesh: expected a layout without a window, whose tokens ranks can share, got windows {windows}; "
             "make the cache without mesh="
         )
-    return with_memory(Ranks.of(mesh), torch.empty(0, device=device).device)
 
 
 def stored_as(layouts: Sequence[KVLayout], storage_dtype: torch.dtype | None) -> tuple[KVLayout, ...]:
@@ -101,19 +98,18 @@ def paged_sequences(
     max_sequences: int,
     max_length: int | None,
     rollback: int,
-    ranks: Ranks | None,
+    shards: int,
 ) -> Sequences:
     """The sequences of a paged cache with these arguments."""
     counts = pages_by_window(pages, layouts)
     check_count("page_size", page_size, least=1)
     check_count("max_sequences", max_sequences, least=1)
-    ranks_count = 1 if ranks is None else ranks.count
     if max_length is None:
-        max_length = max(n * tokens_of(window, page_size, ranks_count) for window, n in counts.items())
+        max_length = max(n * tokens_of(window, page_size, shards) for window, n in counts.items())
     check_count("max_length", max_length, least=1)
     check_count("rollback", rollback)
     options = {"max_sequences": max_sequences, "max_length": max_length, "rollback": rollback}
-    return Sequences(counts, page_size, **options, ranks=ranks_count)
+    return Sequences(counts, page_size, **options, shards=shards)
 
 
 def pages_by_window(pages: int | Mapping[Window, int], layouts: Sequence[KVLayout]) -> dict[Window, int]:

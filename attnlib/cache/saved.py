@@ -17,7 +17,6 @@ from torch import Tensor
 from ..internal.checks import INT32
 from ..internal.files import write_tensors
 from ..kv import KVLayout
-from ..ranks import Ranks
 from .layer_cache import LayerCache
 from .pages import Handle, Holding
 from .sequences import Sequences
@@ -60,15 +59,6 @@ class SequenceFile(NamedTuple):
                 0, into, plane.view(torch.uint8).narrow(0, first, stop - first)
             )
         return made
-
-
-def check_whole(what: str, ranks: Ranks | None) -> None:
-    """Raise NotImplementedError where ranks share a cache: each has some tokens of a sequence."""
-    if ranks is not None:
-        raise NotImplementedError(
-            f"{what}: expected a cache that has every token of a sequence, got one that {ranks.count} ranks "
-            "share; make one without mesh=, or keep the tokens themselves and compute their keys again"
-        )
 
 
 def held(holding: Holding, page_size: int) -> tuple[Tensor, Tensor]:

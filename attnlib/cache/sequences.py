@@ -64,13 +64,13 @@ class Sequences:
         max_sequences: int,
         max_length: int,
         rollback: int = 0,
-        ranks: int = 1,
+        shards: int = 1,
     ):
         self.max_sequences = max_sequences
         self.max_length = max_length
         self.rollback = rollback
         self.allocators: dict[Window, PageAllocator] = {
-            of: PageAllocator(count, tokens_of(of, page_size, ranks), **_window(of), rollback=rollback)
+            of: PageAllocator(count, tokens_of(of, page_size, shards), **_window(of), rollback=rollback)
             for of, count in pages.items()
         }
         self._first = next(iter(self.allocators.values()))  # for what is the same in all
@@ -223,9 +223,9 @@ class Sequences:
         ]
 
 
-def tokens_of(of: Window, page_size: int, ranks: int) -> int:
-    """The tokens of a page, which ``ranks`` share where no window keeps it small."""
-    return page_size * ranks if of is None else page_size
+def tokens_of(of: Window, page_size: int, shards: int) -> int:
+    """Return the tokens of a page on all ``shards`` together. Only pages without a window are sharded."""
+    return page_size * shards if of is None else page_size
 
 
 def _window(of: Window) -> dict[str, int | None]:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ..kv import KVLayout
 from .buffer import MAX_PINNED, Buffer, Schedules, Sending
-from .dealt import Dealt, DealtBuffers
 from .options import ReadOptions
 from .pages import Handle, Holding, PageAllocator, StepPlan, Window
+from .routes import RouteBuffers, StepRoute
 from .sequences import Request, Sequences
-from .shared_prefix import SharedPrefix, SharedPrefixBuffers
 
 
 class PerStep(NamedTuple):
@@ -34,16 +33,11 @@ class PerWindow(NamedTuple):
     starts: Tensor
     slots: Tensor | None
     schedules: Schedules
-    shared_prefix: SharedPrefix | None
-    dealt: Dealt | None
+    route: StepRoute | None
 
 
 class TableBuffers:
-    """The buffers that follow one page allocator: its page table, starts and slots, and shared prefixes if
-    any.
-
-    Where ranks share its pages, this one has slots for its own tokens alone, which ``dealt`` counts.
-    """
+    """The buffers of one page allocator: its page table, starts and slots, and what a route keeps beside them."""
 
     def __init__(
         self,
@@ -60,53 +54,40 @@ class TableBuffers:
         self.starts: Buffer = Buffer("i", rows, device)
         self.slots: Buffer = Buffer("q", tokens, device)
         self.schedules: Schedules = Schedules(rows, columns * allocator.page_size, options.split_size, device)
-        self.dealt: DealtBuffers | None = None
-        if options.ranks is not None and allocator.window is None:
-            limit = columns * allocator.page_size // options.ranks.count
-            self.dealt = DealtBuffers(options.ranks, rows, limit, device)
-        self.shared_prefix: SharedPrefixBuffers | None = None
-        if (
-            options.max_prefix_groups and allocator.window is None
-        ):  # a window drops the first pages, and hides them
-            self.shared_prefix = SharedPrefixBuffers(
-                allocator, self.table, min(options.max_prefix_groups, rows)
-            )
+        self.route: RouteBuffers | None = None
+        if options.route is not None and allocator.window is None:  # a window drops and hides first pages
+            self.route = options.route.buffers(allocator, self.table)
         self._entries, self._pages = (Buffer(code, MAX_PINNED, device) for code in "qi")
         self._shown_starts: array | None = None
         self._shown_dropped: list[int] = []
 
     def schedule(self, layout: KVLayout) -> None:
         """Keep schedules for this layout too."""
-        (self.schedules if self.dealt is None else self.dealt).add(layout)
-        if self.shared_prefix is not None:
-            self.shared_prefix.schedule(layout)
+        if self.route is None or not self.route.is_partial:
+            self.schedules.add(layout)
+        if self.route is not None:
+            self.route.add(layout)
 
     def update(self, request: Request, shown: Sequence[Handle], plan: StepPlan | None) -> None:
         """Show the allocator's pages, when row ``i`` has shown ``shown[i]`` until now."""
         rows = list(request.tokens)
         if rows != shown or self.allocator.window is not None:
             self._update_starts(array("i", [holding.start for holding in self.allocator.holdings(rows)]))
-        slots = None if plan is None else self.allocator.slots(plan.tokens)
-        if self.dealt is not None:
-            starts = [holding.start for holding in self.allocator.holdings(rows)]
-            slots = self.dealt.update(request, starts, slots)
-        if slots is not None:
-            self.slots.show(slots)
+        if plan is not None:
+            slots = self.allocator.slots(plan.tokens)
+            self.slots.show(slots if self.route is None else self.route.local_slots(slots))
         if rows != shown or (plan is not None and plan.grants) or self._has_dropped(rows):
             self._update_table(rows, shown, plan)
-        if self.shared_prefix is not None:
-            self.shared_prefix.update(request, counted=plan is not None, same_rows=rows == shown)
+        if self.route is not None:
+            self.route.update(request, counted=plan is not None, same_rows=rows == shown)
 
     def update_schedules(self, lengths: Tensor, max_tokens: int) -> None:
         """Schedule sequences of these lengths, in steps of at most ``max_tokens`` tokens for each."""
-        if self.dealt is not None:
-            self.dealt.update_schedules(lengths.shape[0])
-            return
         window, starts = self.allocator.window, self.starts.tensor[: lengths.shape[0]]
         is_all_read = window is None or self.allocator.keep_first > 0
         self.schedules.update(starts, lengths, reach=None if is_all_read else window + max_tokens)
-        if self.shared_prefix is not None:
-            self.shared_prefix.update_schedules(lengths)
+        if self.route is not None:
+            self.route.update_schedules(lengths)
 
     def _has_dropped(self, rows: Sequence[Handle]) -> bool:
         """Whether pages that follow kept ones have been dropped since the table was shown."""
@@ -233,8 +214,7 @@ class StepBuffers:
                 x.starts.tensor[:rows],
                 x.slots.tensor[:tokens] if writing else None,
                 x.schedules,
-                x.shared_prefix and x.shared_prefix.slices(rows),
-                x.dealt and x.dealt.slices(request, writing=writing),
+                None if x.route is None else x.route.slices(request, writing=writing),
             )
             for x in self.windows
         ]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..fp8 import E4M3, Descales, check_descales
 from ..internal.checks import INT32, bind, came, is_strided, refuse_tensor
 from ..kv import KVView
-from ..masks.band import AnyMask
+from ..masks.band import AnyMask, Mask
 from ..masks.function import GRAIN, MaskFunction
 from ..scores import Score
 from .functions import Functions, check_functions, functions_of
@@ -142,6 +142,15 @@ class Call(NamedTuple):
         if x is not None:
             packed = {"s": (x.cu_seqlens_q, x.max_seqlen_q), "t": (x.cu_seqlens_k, x.max_seqlen_k)}
         check_functions(self.mask, self.score.function, sizes, packed, self.kv)
+
+    @property
+    def sees_all_before(self) -> bool:
+        """True if every query sees all keys before its own, with scores that depend on q and k only.
+
+        Such keys may be split anywhere before the queries, and the results merged.
+        """
+        is_alike = self.score.is_alike and self.descales is None  # descales may differ between sequences
+        return isinstance(self.mask, Mask) and self.mask.sees_all_before and is_alike
 
     @property
     def sequences(self) -> int:

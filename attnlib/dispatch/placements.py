@@ -67,7 +67,7 @@ class MeshPlacement(NamedTuple):
         letters = dict(zip(qkv, LETTERS[call.packing is not None], strict=True))
         kinds = [[_kind(name, x, letters[name], at) for name, x in qkv.items()] for at in range(mesh.ndim)]
         sharing = cls(mesh, tuple(next(filter(None, kind), "") for kind in kinds), sizes)
-        h, g, n = sizes["h"], sizes["g"], sharing.ranks("h")
+        h, g, n = sizes["h"], sizes["g"], sharing.shards("h")
         if h % n or (g % n and n % g):
             raise ValueError(
                 f"k: expected KV heads that {n} ranks divide, or that divide them, with h={h} query heads, "
@@ -79,7 +79,7 @@ class MeshPlacement(NamedTuple):
         parts = {"b": "sequences", "h": "heads", "": "nothing"}
         return f"whose ranks share {' and '.join(parts[shared] for shared in self.shared)}"
 
-    def ranks(self, letter: str) -> int:
+    def shards(self, letter: str) -> int:
         """Count the ranks over which this dimension is sharded."""
         return math.prod([self.mesh.size(at) for at, shared in enumerate(self.shared) if shared == letter])
 
@@ -97,7 +97,7 @@ class MeshPlacement(NamedTuple):
         """Return the placements of a tensor whose dimensions are these letters."""
         from torch.distributed.tensor import Replicate, Shard
 
-        whole_keys = "g" in letters and self.sizes["g"] % self.ranks("h") != 0
+        whole_keys = "g" in letters and self.sizes["g"] % self.shards("h") != 0
         there = {"b": letters.find("b"), "h": -1 if whole_keys else max(letters.find("h"), letters.find("g"))}
         dims = [there.get(shared, -1) for shared in self.shared]
         return [Replicate() if dim < 0 else Shard(dim) for dim in dims]
@@ -116,7 +116,7 @@ class MeshPlacement(NamedTuple):
             Partial() if p.is_replicate() and shared else p for p, shared in pairs
         ]  # each rank adds its own
         part = x.redistribute(placements=wanted).to_local(grad_placements=grads)
-        if "g" in letters and self.sizes["g"] % self.ranks("h"):
+        if "g" in letters and self.sizes["g"] % self.shards("h"):
             start, size = self.span("h")
             per_head = self.sizes["h"] // self.sizes["g"]
             return part.narrow(letters.index("g"), start // per_head, -(-size // per_head))

@@ -1,7 +1,7 @@
 """What a cache asks of a device: write tokens, copy pages, share a step's sequences out."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,9 +9,11 @@ from torch import Tensor
 from ..call.cache import Key, Write
 from ..internal.checks import are_checks_on, check_slots
 from ..kv import KVLayout, KVView
-from ..ranks import Ranks
 from ..rope.rope import Angles
 from .select import PREPARED, storing
+
+if TYPE_CHECKING:  # importing it takes longer than importing this package
+    from torch.distributed import ProcessGroup
 
 
 def write_cache(
@@ -73,11 +75,12 @@ def update_schedule(
     storing(torch.float32, schedule.device).update_schedule(schedule, starts, lengths, **options)
 
 
-def with_memory(ranks: Ranks, device: torch.device) -> Ranks:
-    """The same ranks, which write into each other's memory from now on where their devices can; all call it
-    alike.
+def peer_memory(group: "ProcessGroup", device: torch.device) -> object | None:
+    """Return memory that all ranks of a group may write into, or None if their devices cannot.
+
+    Every rank of the group must call it.
     """
-    return replace(ranks, memory=storing(torch.float32, device).peer_memory(ranks.group, device))
+    return storing(torch.float32, device).peer_memory(group, device)
 
 
 def copy_pages(kv: KVView, pairs: Sequence[tuple[int, int]]) -> None:

@@ -56,7 +56,7 @@ class Attending(NamedTuple):
 
     def over_view(self, q: Tensor, view: KVView) -> Tensor:
         """Attention to what a cache stores."""
-        if view.ranks is not None:
+        if view.is_partial:
             sizes = {"heads": q.shape[-2], "total": self.total_heads, "kv_heads": self.kv_heads}
             view = with_heads_of(view, self.share, **sizes)
         return attend(self._placed(Call(q, self.mask, self.score, kv=view)), self.backend)[0]

@@ -13,14 +13,14 @@ def with_heads_of(view: KVView, share: Share | None, *, heads: int, total: int, 
         heads and
             others do not, or nobody knows.
     """
-    if heads == total or view.ranks.count == 1:
+    if heads == total or view.route.ranks.count == 1:
         return view
     if share is None:
         raise ValueError(
             f"q_proj: expected all {total} heads, or to be sharded by parallelize_module, over a cache that "
             f"ranks share, got {heads} heads; nobody knows which the other ranks have"
         )
-    if kv_heads == 1 and share.mesh == view.ranks.mesh:
+    if kv_heads == 1 and share.mesh == view.route.ranks.mesh:
         return view.with_own_heads()
     firsts = _firsts(view, share)
     if firsts is None or len({*firsts}) == 1:
@@ -42,7 +42,7 @@ def _firsts(view: KVView, share: Share) -> list[int] | None:
     placed = {
         int(rank): at for at, rank in zip(_indices(share), share.mesh.mesh.flatten().tolist(), strict=True)
     }
-    sharing = view.ranks.mesh.mesh.flatten().tolist()
+    sharing = view.route.ranks.mesh.mesh.flatten().tolist()
     known = [rank for rank in sharing if rank in placed]
     if len(known) == len(sharing):
         return [placed[rank] * share.count for rank in sharing]
@@ -50,7 +50,7 @@ def _firsts(view: KVView, share: Share) -> list[int] | None:
         return None
     raise ValueError(
         f"mesh: expected a cache that ranks of the heads' mesh {share.mesh} share, or ranks across it, got "
-        f"{view.ranks.mesh}, of which some are"
+        f"{view.route.ranks.mesh}, of which some are"
     )
 
 

@@ -257,7 +257,7 @@ def check_heads(q: Tensor, k: Tensor) -> None:
 
 
 def _check(q: Tensor, view: KVView, mask: AnyMask) -> None:
-    if view.ranks is not None:
+    if view.is_partial:
         raise NotImplementedError(
             "kv_b_proj: expected the absorbed form over a cache that ranks share, got the expanded one, for "
             "which each rank would need all latents; leave form='auto' and kv_b_proj a plain nn.Linear, "

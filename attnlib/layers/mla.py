@@ -236,7 +236,7 @@ class MultiHeadLatentAttention(nn.Module):
         attention.check(q_nope, view)  # calls on chunks of it do not, which have an origin
         # A split size stands for the same bits however the tokens come, and ranks have latents of some tokens
         # alone.
-        if not kv.prefill or view.split_size or (view.ranks is not None and kv.history):
+        if not kv.prefill or view.split_size or (view.is_partial and kv.history):
             return self._attend_stored(
                 q_nope, q_rope, view, self._possible("absorbed", q_nope), attention=attention
             )
@@ -261,7 +261,7 @@ class MultiHeadLatentAttention(nn.Module):
         What is recorded serves any prompts, and a shared prefix is read once for all: these have one form for
         all.
         """
-        if is_recorded(view.k) or view.shared is not None or self._possible("absorbed") == "expanded":
+        if is_recorded(view.k) or view.route is not None or self._possible("absorbed") == "expanded":
             return []
         least = latent_forms.WORTH // heads
         prompts = [x for x in kv.prompts if self._cheaper_step(x.tokens, x.history, least) == "expanded"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..ranks import check_mesh
+from ..internal.meshes import check_mesh
 
 if TYPE_CHECKING:  # importing these takes longer than importing this package
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..call.call import Call
 from ..dispatch.run import ExplainOnly
+from ..internal.meshes import check_mesh
 from ..internal.signatures import kind
 from ..masks.function import MaskFunction
-from ..ranks import check_mesh
 from ..scores import ScoreFunction
 from .costs import NVLINK, costs_of
 from .gather import gather
@@ -79,9 +79,9 @@ class ContextParallel:
         call = call._replace(dropout=call.dropout.seeded(call.q.device))
         if not isinstance(name, ExplainOnly):
             return FORMS[costs.form](call, sharing, name, source)
-        first = len(name.told)
+        first = len(name.explanations)
         out = FORMS[costs.form](call, sharing, name, source)
-        name.told[first] = name.told[first]._replace(ranks=str(costs))
+        name.explanations[first] = name.explanations[first]._replace(ranks=str(costs))
         return out
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..internal.meshes import check_mesh
 from ..internal.signatures import kind
-from ..ranks import check_mesh
 from .exchange import gathered, summed
 
 if TYPE_CHECKING:

@@ -27,9 +27,10 @@ from attnlib import (
     sliding,
 )
 from attnlib import cached_attention_with_lse as attend
-from attnlib.cache import shared_prefix
 from attnlib.cache.pages import Holding
-from attnlib.cache.shared_prefix import PrefixGroup, prefix_groups
+from attnlib.cache.prefixes import buffers, groups
+from attnlib.cache.prefixes.attend import PrefixRoute
+from attnlib.cache.prefixes.groups import PrefixGroup, prefix_groups
 from attnlib.call.call import checked
 from attnlib.dispatch import run as running
 
@@ -53,7 +54,7 @@ CALLS = {
 @pytest.fixture(autouse=True)
 def _short_prefixes():
     """A single page is shared."""
-    with mock.patch.object(shared_prefix, "SHARED_TOKENS", SIZE):
+    with mock.patch.object(groups, "SHARED_TOKENS", SIZE):
         yield
 
 
@@ -259,7 +260,7 @@ def test_shared_pages_are_read_in_one_row(layout):
     missed.
     """
     (view,) = forked(length=7, n=3, layouts=(layout,)).run(1)
-    shared, own = view.shared, view.own
+    shared, own = view.route.shared, view.route.own
     assert shared.lengths.tolist() == [6]
     assert shared.cu_seqlens_q.tolist() == [0, 4]
     assert own.starts.tolist() == [6, 6, 6, 6]
@@ -268,9 +269,9 @@ def test_shared_pages_are_read_in_one_row(layout):
     whole = cached_attention(q, replace(view), mask=CAUSAL)
     scrambled = view.table.clone()
     scrambled[:, :3] = -1
-    elsewhere = view.with_shared(shared, replace(own, table=scrambled))
+    elsewhere = view.with_route(PrefixRoute(shared, replace(own, table=scrambled)))
     torch.testing.assert_close(cached_attention(q, elsewhere, mask=CAUSAL), whole, rtol=1e-12, atol=1e-12)
-    without = view.with_shared(replace(shared, lengths=torch.zeros_like(shared.lengths)), own)
+    without = view.with_route(PrefixRoute(replace(shared, lengths=torch.zeros_like(shared.lengths)), own))
     assert not cached_attention(q, without, mask=CAUSAL).isclose(whole).all(-1).any()
 
 
@@ -286,7 +287,7 @@ def test_explain_tells_the_calls_that_run(tokens, call):
         attend(q, view, **CALLS[call])
     assert [x.spec for x in ran[len(explained) :]] == explained == [x.spec for x in (told, told.shared) if x]
     assert [x.kv for x in ran[: len(explained)]] == (
-        [view] if told.shared is None else [view.own, view.shared]
+        [view] if told.shared is None else [view.route.own, view.route.shared]
     )
     assert (told.shared is None) == (call in ("behind", "sliding", "slopes"))
 
@@ -324,7 +325,7 @@ def test_a_nan_in_what_some_share_reaches_no_other():
     pair = forked(prefixes=3, n=1)
     pair.admit(1)
     (view,) = pair.run(3)
-    shared = view.shared
+    shared = view.route.shared
     assert shared.cu_seqlens_q.tolist() == [0, 6, 9, 9]
     for plane in (view.k, view.v):
         plane[shared.table[0, 0].long()] = torch.nan
@@ -370,7 +371,7 @@ def test_short_prefixes_and_unfinished_pages_make_no_group():
     for full_pages in ([3, 1, 3], [1, 3, 3]):
         assert prefix_groups(given, full_pages, SIZE) == [PrefixGroup(3, 1)]
     assert prefix_groups(given, [3, 0, -2], SIZE) == [PrefixGroup(3, 0)]
-    with mock.patch.object(shared_prefix, "SHARED_TOKENS", 2 * SIZE + 1):
+    with mock.patch.object(groups, "SHARED_TOKENS", 2 * SIZE + 1):
         assert prefix_groups(given, [3, 3, 3], SIZE) == [PrefixGroup(3, 0)]
 
 
@@ -381,13 +382,13 @@ def test_more_groups_than_are_asked_for():
         pair.run({len(pair.live) - 1: 5})
         pair.fork(len(pair.live) - 1)
     (view,) = pair.run({0: 1, 1: 1, 3: 2, 2: 2, 5: 1, 4: 1})
-    shared, own = view.shared, view.own
+    shared, own = view.route.shared, view.route.own
     assert shared.lengths.tolist() == [6, 4]
     assert shared.cu_seqlens_q.tolist() == [0, 2, 6]
     assert own.starts.tolist() == [6, 6, 4, 4, 0, 0]
     (view,) = pair.run({0: 1, 2: 2, 1: 1})
-    assert view.shared.lengths.tolist() == [0, 0]
-    assert view.own.starts.tolist() == [0, 0, 0]
+    assert view.route.shared.lengths.tolist() == [0, 0]
+    assert view.route.own.starts.tolist() == [0, 0, 0]
 
 
 def test_what_is_truncated_is_not_shared_when_it_has_grown_again():
@@ -396,12 +397,12 @@ def test_what_is_truncated_is_not_shared_when_it_has_grown_again():
     """
     pair = forked(n=1)
     (view,) = pair.run(5)
-    assert view.shared.lengths.tolist() == [6]
+    assert view.route.shared.lengths.tolist() == [6]
     pair.truncate(0, 3)
     for _ in range(2):
         pair.run(5)
-        assert view.shared.lengths.tolist() == [2]
-        assert view.own.starts.tolist() == [2, 2]
+        assert view.route.shared.lengths.tolist() == [2]
+        assert view.route.own.starts.tolist() == [2, 2]
 
 
 def test_other_sequences_of_the_same_sizes_are_other_groups():
@@ -411,7 +412,7 @@ def test_other_sequences_of_the_same_sizes_are_other_groups():
     pair.fork(2)
     for rows, shared in (((0, 1), 6), ((2, 3), 8), ((0, 2), 0), ((1, 0), 6)):
         (view,) = pair.run(dict.fromkeys(rows, 1))
-        assert view.shared.lengths.tolist() == [shared]
+        assert view.route.shared.lengths.tolist() == [shared]
 
 
 def test_children_share_when_their_parent_is_gone():
@@ -419,8 +420,8 @@ def test_children_share_when_their_parent_is_gone():
     pair.run(1)
     pair.release(0)
     (view,) = pair.run(1)
-    assert view.shared.lengths.tolist() == [6]
-    assert view.shared.cu_seqlens_q.tolist() == [0, 2]
+    assert view.route.shared.lengths.tolist() == [6]
+    assert view.route.shared.cu_seqlens_q.tolist() == [0, 2]
 
 
 def test_left_padding_stays_hidden():
@@ -429,7 +430,7 @@ def test_left_padding_stays_hidden():
     pair.run(7)
     pair.fork(0)
     (view,) = pair.run(1)
-    shared, own = view.shared, view.own
+    shared, own = view.route.shared, view.route.own
     assert shared.starts.tolist() == [3]
     assert shared.lengths.tolist() == [6]
     assert own.starts.tolist() == [6, 6]
@@ -438,7 +439,7 @@ def test_left_padding_stays_hidden():
     long.run(4)
     long.fork(0)
     (view,) = long.run(4)
-    assert view.own.starts.tolist() == [5, 5]
+    assert view.route.own.starts.tolist() == [5, 5]
 
 
 def test_queries_of_a_read_are_not_after_all_tokens():
@@ -446,14 +447,14 @@ def test_queries_of_a_read_are_not_after_all_tokens():
     pair = forked(length=6, n=1)
     for queries, shared in ((1, 4), (2, 4), (3, 2), (6, 0), (9, 0), (1, 4)):
         (view,) = pair.run(queries, reading=True)
-        assert view.shared.lengths.tolist() == [shared]
+        assert view.route.shared.lengths.tolist() == [shared]
     (view,) = pair.run(1)
-    assert view.shared.lengths.tolist() == [6]
+    assert view.route.shared.lengths.tolist() == [6]
 
 
 def test_decoding_looks_for_groups_once():
     pair = forked()
-    with mock.patch.object(shared_prefix, "prefix_groups", wraps=prefix_groups) as found:
+    with mock.patch.object(buffers, "prefix_groups", wraps=prefix_groups) as found:
         for _ in range(5):
             pair.run(1, calls={})
         assert found.call_count == 1
@@ -473,7 +474,7 @@ def test_views_and_their_memory_stay():
         views += pair.run(1)
         pair.release(0)
         pair.fork(1)
-        shared, own = views[-1].shared, views[-1].own
+        shared, own = views[-1].route.shared, views[-1].route.own
         buffers = [x for part in (shared, own) for x in (part.table, part.starts, part.lengths)]
         addresses.add(tuple(x.data_ptr() for x in (*buffers, shared.cu_seqlens_q)))
     assert all(view is views[0] for view in views)
@@ -482,11 +483,11 @@ def test_views_and_their_memory_stay():
 
 def test_who_does_not_ask_gets_one_view():
     with make(0).step(0) as (kv,):
-        assert kv.view().shared is None
+        assert kv.view().route is None
     layouts = (GROUPED, replace(GROUPED, window=5))
     with make(2, layouts).step(0) as layers:
-        assert [layer.view().shared is None for layer in layers] == [False, True]
-        assert replace(layers[0].view()).shared is replace(layers[0].view()).own is None
+        assert [layer.view().route is None for layer in layers] == [False, True]
+        assert replace(layers[0].view()).route is None
     with pytest.raises(ValueError, match="shared_prefixes: expected at least 0, got -1"):
         make(-1)
 

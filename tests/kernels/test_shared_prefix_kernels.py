@@ -14,7 +14,7 @@ from torch import Tensor
 from attnlib import CAUSAL, KVCache, KVLayout
 from attnlib import cached_attention_with_lse as attend
 from attnlib.backends._triton.launching.config import LaunchConfig
-from attnlib.cache import shared_prefix
+from attnlib.cache.prefixes import groups
 
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 GROUPED, LATENT = KVLayout.grouped(2, 16, dtype=DTYPE), KVLayout.latent(32, 16, dtype=DTYPE)
@@ -29,7 +29,7 @@ if INTERPRETED:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Short prefixes, and on the interpreter small tiles and short splits."""
-    monkeypatch.setattr(shared_prefix, "SHARED_TOKENS", SIZE)
+    monkeypatch.setattr(groups, "SHARED_TOKENS", SIZE)
     plan_for(monkeypatch, **({"tiles": LaunchConfig(16, 16, 2, 4), "small": True} if INTERPRETED else {}))
     yield
     monkeypatch.undo()
@@ -69,7 +69,7 @@ def test_forks_attend_as_if_each_read_all(name, counts):
         with cache.step(1 if counts == DENSE else dict(zip(handles, counts, strict=True))) as (kv,):
             view = kv.append(k, v)
             out, lse = attend(q, view, mask=CAUSAL, sinks=sinks, backend="triton")
-        assert view.shared.lengths.tolist() == [PROMPT // SIZE * SIZE] * 2
+        assert view.route.shared.lengths.tolist() == [PROMPT // SIZE * SIZE] * 2
         plain, plain_lse = attend(q, replace(view), mask=CAUSAL, sinks=sinks, backend="torch")
         eps = 4 * torch.finfo(DTYPE).eps
         torch.testing.assert_close(out, plain, rtol=eps, atol=eps)

@@ -121,7 +121,7 @@ class Pair:
         torch.testing.assert_close(found, expected, **CLOSE)
         own = torch.arange(heads).view(layout.heads, self.ranks, GROUP)[:, self.rank].flatten()
         options |= {"sinks": options["sinks"][own]} if options else {}
-        if ours.ranks is None:
+        if ours.route is None:
             return
         out, lse = cached_attention_with_lse(q[..., own, :], ours.with_own_heads(), mask=mask, **options)
         rows = lse.dim() - 2  # of heads
@@ -304,7 +304,7 @@ def store_parts(mesh: DeviceMesh) -> None:
         ]
     assert cache.used_bytes == sum(-(-n // (4 * ranks)) * 4 * x.token_bytes for n in lengths for x in layouts)
     with cache.read(1) as layers:
-        held = [layer.view().held.stored.lengths.tolist() for layer in layers]
+        held = [layer.view().route.shard.stored.lengths.tolist() for layer in layers]
     assert held == [[len(range(mesh.get_local_rank(), n, ranks)) for n in lengths]] * 2
     assert all(view.lengths.tolist() == lengths for view in views)
 

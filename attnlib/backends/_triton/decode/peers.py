@@ -63,7 +63,7 @@ class PeerBuffers(NamedTuple):
 
 
 class PeerExchange(NamedTuple):
-    """An :class:`attnlib.ranks.RankExchange` by memory that ranks write into."""
+    """An :class:`attnlib.cache.sharded.ranks.RankExchange` by memory that ranks write into."""
 
     memory: PeerBuffers
     have_own_heads: bool
@@ -72,7 +72,7 @@ class PeerExchange(NamedTuple):
         return "by writing into each other's memory"
 
     def queries(self, q: Tensor, kv_heads: int) -> Tensor:
-        """As :meth:`attnlib.ranks.RankExchange.queries` says; they lie in this rank's memory until the next
+        """As :meth:`attnlib.cache.sharded.ranks.RankExchange.queries` says; they lie in this rank's memory until the next
         call.
         """
         memory, (*lead, heads, d) = self.memory, q.shape
@@ -85,7 +85,7 @@ class PeerExchange(NamedTuple):
         return q
 
     def merged(self, out: Tensor, lse: Tensor, kv_heads: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As :meth:`attnlib.ranks.RankExchange.merged` says."""
+        """As :meth:`attnlib.cache.sharded.ranks.RankExchange.merged` says."""
         memory, (*lead, all_heads, e), s = self.memory, out.shape, lse.shape[-1]
         heads = all_heads // memory.count if self.have_own_heads else all_heads
         lines, dtypes = out.shape[:-2].numel() * heads, (out.dtype, dtype)

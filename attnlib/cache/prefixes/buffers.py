@@ -1,73 +1,45 @@
-"""Which neighbours in a step share their first pages, so that attention reads these once for the whole group.
-
-Hydragen (Juravsky et al., 2024, arXiv 2402.05099); cascade inference in FlashInfer (Ye et al., 2025, arXiv
-2501.01005).
-"""
+"""The page tables of prefix groups, beside the buffers of an allocator without a window."""
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kv import KVLayout
-from .buffer import Buffer, Schedules
-from .pages import Holding, PageAllocator
-from .sequences import Request
-
-SHARED_TOKENS = 1024  # fewer make no group; a guess, not measured on a GPU yet
-
-
-class PrefixGroup(NamedTuple):
-    """Neighbours in a step: how many rows they are, and how many first pages all of them share."""
-
-    rows: int
-    pages: int
+from ...kv import KVLayout, KVView
+from ...rope.rope import Angles
+from ..buffer import Buffer, Schedules
+from ..pages import Holding, PageAllocator
+from ..sequences import Request
+from .attend import PrefixRoute
+from .groups import PrefixGroup, prefix_groups
 
 
-def prefix_groups(
-    holdings: Sequence[Holding], full_pages: Sequence[int], page_size: int
-) -> list[PrefixGroup]:
-    """Divide the sequences of a step into groups of neighbours that share first pages, or none.
+class SharedPrefixes(NamedTuple):
+    """The option of a cache that reads the shared prefixes of up to ``max_groups`` groups of neighbours once."""
 
-    No window may have dropped pages of them. Sequence ``i`` shares at most its first ``full_pages[i]`` pages.
-    A group grows as long as that saves as many reads or more.
-    """
-    found: list[PrefixGroup] = []
-    for row, holding in enumerate(holdings):
-        if found:
-            rows, pages = found[-1]
-            common = min(pages, full_pages[row], common_pages(holdings[row - 1], holding))
-            if common * page_size >= SHARED_TOKENS and rows * common >= (rows - 1) * pages:
-                found[-1] = PrefixGroup(rows + 1, common)
-                continue
-        found.append(PrefixGroup(1, full_pages[row]))
-    groups: list[PrefixGroup] = []
-    for rows, pages in found:
-        if rows == 1:
-            before = groups.pop().rows if groups and groups[-1].pages == 0 else 0
-            groups.append(PrefixGroup(before + 1, 0))
-        else:
-            groups.append(PrefixGroup(rows, pages))
-    return groups
+    max_groups: int
+    shards: int = 1
+
+    def buffers(self, allocator: PageAllocator, page_table: Tensor) -> "SharedPrefixBuffers":
+        """Return the buffers of the groups, beside those of an allocator without a window."""
+        return SharedPrefixBuffers(allocator, page_table, min(self.max_groups, len(page_table)))
+
+    def check_replay(self, request: Request) -> None:
+        """Accept every step: a captured graph reads the groups from buffers that each step updates."""
+
+    def check_whole(self, name: str) -> None:
+        """Accept every method: all tokens are stored here."""
 
 
-def common_pages(a: Holding, b: Holding) -> int:
-    """How many first pages two sequences share; all they share are first pages, since only last ones are
-    replaced.
-    """
-    shorter = min(len(a.pages), len(b.pages))
-    return bisect_left(range(shorter), True, key=lambda i: a.pages[i] != b.pages[i])
+class SharedPrefixStep(NamedTuple):
+    """The groups in steps of one shape: one row a group, with the queries of its sequences packed.
 
-
-class SharedPrefix(NamedTuple):
-    """What the layers of a step read of its groups: a row for each, with their queries packed.
-
-    The last rows may have no queries and no keys. ``own_starts`` says where each sequence's own tokens start,
-    after those of its group.
+    The last rows may have no queries and no keys. ``own_starts`` is the first token of each sequence after
+    those that its group shares.
     """
 
     table: Tensor
@@ -78,9 +50,26 @@ class SharedPrefix(NamedTuple):
     own_starts: Tensor
     own_schedules: Schedules
 
+    def routed(self, view: KVView) -> KVView:
+        """Return the view with its route: a view of the shared keys, and one of each sequence's own."""
+        heads = view.layout.heads
+        tables = {"table": self.table, "starts": self.starts, "lengths": self.lengths}
+        queries = {"cu_seqlens_q": self.cu_seqlens_q, "positions": None}
+        shared = replace(view, **tables, **queries, schedule=self.schedules.get(heads), check=False)
+        own = replace(view, starts=self.own_starts, schedule=self.own_schedules.get(heads), check=False)
+        return view.with_route(PrefixRoute(shared, own))
+
+    def appended(
+        self, view: KVView, k: Tensor, v: Tensor | None, angles: Angles | None, *, history: int
+    ) -> KVView:
+        """Return the view as it is: an append changes no prefix."""
+        return view
+
 
 class SharedPrefixBuffers:
-    """The buffers of up to ``max_groups`` groups, beside the page table of the allocator without a window."""
+    """The buffers of up to ``max_groups`` groups, beside the page table of an allocator without a window."""
+
+    is_partial = False
 
     def __init__(self, allocator: PageAllocator, page_table: Tensor, max_groups: int):
         (rows, columns), device = page_table.shape, page_table.device
@@ -94,27 +83,27 @@ class SharedPrefixBuffers:
         self.schedules: Schedules = Schedules(max_groups, limit, 0, device)
         self.own_schedules: Schedules = Schedules(rows, limit, 0, device)
         self._allocator, self._page_table = allocator, page_table
-        self._shared: list[int] = []  # first pages, of each row of the step
-        self._found_for: tuple | None = None  # the queries for which that was found
+        self._shared: list[int] = []  # how many first pages each row of the step shares
+        self._found_for: tuple | None = None  # the query counts for which it was found
 
-    def schedule(self, layout: KVLayout) -> None:
+    def add(self, layout: KVLayout) -> None:
         """Keep schedules for this layout too."""
         self.schedules.add(layout)
         self.own_schedules.add(layout)
 
-    def update(self, request: Request, *, counted: bool, same_rows: bool) -> None:
-        """Find the groups anew, unless the same sequences come with as many queries, and still have what they
-        share.
+    def local_slots(self, slots: "array[int]") -> "array[int]":
+        """Return the slots as they are: all tokens are stored here."""
+        return slots
 
-        ``counted``: the queries are new tokens, which the holdings do not count yet.
+    def update(self, request: Request, *, counted: bool, same_rows: bool) -> None:
+        """Find the groups of a step, unless its sequences and query counts are those of the last step and they
+        still share the same pages.
         """
         size, counts = self._allocator.page_size, list(request.tokens.values())
         firsts = [
             h.length if counted else h.length - n for h, n in zip(request.holdings, counts, strict=True)
         ]
-        full_pages = [
-            first // size for first in firsts
-        ]  # what is shared comes before all queries, whatever the mask
+        full_pages = [first // size for first in firsts]  # all shared keys come before all queries
         if (
             same_rows
             and self._found_for == (counted, counts)
@@ -144,13 +133,14 @@ class SharedPrefixBuffers:
         self.schedules.update(self.starts.tensor[:groups], self.lengths.tensor[:groups])
 
     def update_schedules(self, lengths: Tensor) -> None:
-        """Schedule the tokens that sequences of these lengths have for themselves."""
+        """Schedule each sequence's own tokens, up to these ``lengths``."""
         self.own_schedules.update(self.own_starts.tensor[: len(lengths)], lengths)
 
-    def slices(self, rows: int) -> SharedPrefix:
-        """The rows of the buffers that steps of so many sequences use."""
+    def slices(self, request: Request, *, writing: bool) -> SharedPrefixStep:
+        """Return the slices that steps of this shape use."""
+        rows = len(request.tokens)
         groups = min(len(self.table), rows)
-        return SharedPrefix(
+        return SharedPrefixStep(
             self.table[:groups],
             self.starts.tensor[:groups],
             self.lengths.tensor[:groups],
