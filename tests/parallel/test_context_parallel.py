@@ -175,7 +175,7 @@ def test_every_form_is_the_fastest_somewhere():
         sharing = ContextParallel(mesh, bandwidth=bandwidth)
         asked = ExplainOnly(None)
         sharing.attend(Call(q, CAUSAL, k=k, v=k), asked)
-        return asked.told[0].ranks.partition(" ")[0]
+        return asked.explanations[0].ranks.partition(" ")[0]
 
     assert form(4096, 32, 300e9) == "heads"
     assert form(4096, 1, 300e9) == "gather"
