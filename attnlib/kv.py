@@ -1,4 +1,4 @@
-"""What one token stores in one layer (KVLayout), and the storage that a kernel reads (KVView)."""
+"""Storage of keys and values: KVLayout for one token, KVView for a batch, Route for unusual views."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, replace
@@ -20,12 +20,20 @@ RunCall = Callable[[Any], tuple[Tensor, Tensor]]  # takes a Call, returns output
 @kind
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What one token stores in one layer of a cache; made by :meth:`grouped` or :meth:`latent`.
+    """The layout of one token in one layer of a cache; :meth:`grouped` and :meth:`latent` make one.
 
-    ``tail`` is the width of the second plane of latent storage (the shared rotary key), 0 for grouped.
-    ``window`` counts the query itself; a paged cache drops pages that it cannot reach, but for those of the
-    first ``keep_first`` tokens. ``dtype`` is what is computed with. ``store`` keeps every plane but the tail
-    in one byte a value, with an fp32 scale per token and head.
+    Attributes:
+        heads: the number of KV heads, 1 for latent storage.
+        dim: channels of a key, or the rank of a latent.
+        value_dim: channels of a value, or the rank of a latent.
+        tail: channels of the shared rotary key of latent storage, 0 for grouped storage.
+        is_latent: True for latent storage.
+        window: how many keys a query sees, itself included; a paged cache drops pages beyond that. None keeps
+            all.
+        dtype: the dtype of computation.
+        store: torch.int8 or torch.float8_e4m3fn to store all planes except the tail in one byte per value,
+            with an fp32 scale per token and head. None stores them in ``dtype``.
+        keep_first: the number of first tokens that a window never drops.
     """
 
     heads: int
@@ -50,11 +58,12 @@ class KVLayout:
         dtype: torch.dtype = torch.float32,
         store: torch.dtype | None = None,
     ) -> "KVLayout":
-        """K ``[heads, dim]`` and V ``[heads, value_dim]`` of each token.
+        """Return the layout of a key ``[heads, dim]`` and a value ``[heads, value_dim]`` for each token.
 
         Raises:
-            ValueError: a size is not positive. TypeError: a size is no int, ``store`` is neither int8 nor
-            float8_e4m3fn, or ``dtype`` is none of the four.
+            ValueError: a size is not positive.
+            TypeError: a size is not an int; ``store`` is not None, int8 or float8_e4m3fn; or ``dtype`` is not
+                fp16, bf16, fp32 or fp64.
         """
         return cls(
             heads, dim, dim if value_dim is None else value_dim, 0, False, window, dtype, store, keep_first
@@ -71,10 +80,12 @@ class KVLayout:
         dtype: torch.dtype = torch.float32,
         store: torch.dtype | None = None,
     ) -> "KVLayout":
-        """One latent ``[1, rank]``, read as key and value both, and one rotary key ``[1, rope_dim]`` (may be
-        0).
+        """Return the layout of MLA: a latent ``[1, rank]``, read as both key and value, and a rotary key.
 
-        Raises: as :meth:`grouped`.
+        The rotary key has ``rope_dim`` channels, which may be 0, and is shared by all heads.
+
+        Raises:
+            ValueError, TypeError: as :meth:`grouped`.
         """
         return cls(1, rank, rank, rope_dim, True, window, dtype, store, keep_first)
 
@@ -96,13 +107,11 @@ class KVLayout:
 
     @property
     def window_class(self) -> int | tuple[int, int] | None:
-        """The window that layers have in common which share pages, and with it the first tokens that are
-        kept.
-        """
+        """The key by which layers share pages: the window, or ``(window, keep_first)``."""
         return (self.window, self.keep_first) if self.keep_first else self.window
 
     def check_reach(self, mask: AnyMask) -> None:
-        """Raise ValueError for a mask that shows keys which this layout drops."""
+        """Raise ValueError if a mask shows keys that a cache of this layout drops."""
         band, kept = mask.band, mask.kept
         if self.window is None or (band.reach is not None and band.reach < self.window):
             return
@@ -119,9 +128,7 @@ class KVLayout:
 
     @property
     def planes(self) -> dict[str, tuple[int, int, torch.dtype]]:
-        """Each stored plane as ``name -> (heads, width, dtype)``; a width of 0 (scales) means no last
-        dimension.
-        """
+        """The planes, ``name -> (heads, width, dtype)``; width 0 (scales) means no last dimension."""
         main = self.store or self.dtype
         planes = {"k": (self.heads, self.dim, main)}
         if self.tail:
@@ -136,22 +143,22 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes in one layer, scales included."""
+        """The bytes of one token in one layer, scales included."""
         return sum(heads * max(width, 1) * dtype.itemsize for heads, width, dtype in self.planes.values())
 
 
 @kind
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class KVView:
-    """The stored keys and values of a batch of sequences, as a kernel reads them.
+    """The stored keys and values of a batch of sequences, in the form that kernels read.
 
     Planes ``k``, ``k_tail`` and ``v`` are ``[pages, page_size, g, *]``; only their last dimension must be
     contiguous. For latent storage ``g = 1``, ``v is k``, and a query is ``[latent | rope]``. ``table`` int32
     ``[b, n]`` gives the page of each *absolute* page index; entries outside ``[starts, lengths)`` may hold
     garbage. Keys ``[starts[b], lengths[b])`` are visible at most, and the queries are the last ones of
-    ``lengths[b]``: ``s`` each when dense, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` when packed. ``schedule``
-    says how a GPU divides sequences into splits. A ``split_size`` above 0 fixes the size of every split, and
-    splits are merged in their order, so that bits do not depend on the batch.
+    ``lengths[b]``: ``s`` each in a dense call, ``cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` in a packed one.
+    ``schedule`` divides sequences into splits on a GPU. A ``split_size`` above 0 fixes the size of every
+    split, and splits are merged in order, so that bits do not depend on the batch.
 
     A view with a ``route`` is not read by one kernel call: over shared prefixes, or a cache that is sharded
     over ranks, the route splits a call and merges the results. ``dataclasses.replace`` drops a route over
@@ -160,8 +167,8 @@ class KVView:
     Views are compared by identity. A cache makes its views without a ``check``, since its tensors fit.
 
     Raises:
-        TypeError: a plane, scale, table or length is no tensor of the dtype that the layout or the kernels
-        ask for. ValueError: its shape, strides or device are not those of the others.
+        TypeError: a plane, scale, table or length is not a tensor of the expected dtype.
+        ValueError: its shape, strides or device do not fit the layout and the other tensors.
     """
 
     layout: KVLayout
@@ -214,10 +221,10 @@ class KVView:
             _check_numbers("cu_seqlens_q", self.cu_seqlens_q, (b + 1,), device)
 
     def check_contents(self, queries: int) -> None:
-        """Raise ValueError for lengths, starts, pages or offsets that a kernel would have to clamp.
+        """Read the integers of the view to the host, and raise ValueError if one is out of range.
 
-        Lengths and starts have to fit the table, the pages of visible tokens the planes, and the offsets of a
-        packed call its ``queries``.
+        Lengths and starts must fit the table, the pages of visible tokens must exist, and the offsets of a
+        packed call must fit its ``queries``.
         """
         size, pages, capacity = self.page_size, self.k.shape[0], self.table.shape[1] * self.page_size
         table = self.table.tolist()
@@ -285,9 +292,7 @@ class Route(Protocol):
 def _check_stored(
     name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """Raise TypeError or ValueError unless ``x`` is such a plane or scale, whose channels lie side by
-    side.
-    """
+    """Raise TypeError or ValueError unless ``x`` is such a plane or scale with contiguous channels."""
     if not isinstance(x, Tensor) or x.dtype != dtype:
         raise TypeError(f"{name}: expected a {dtype} tensor like the layout, got {came(x)}")
     if x.shape != shape:
@@ -300,7 +305,7 @@ def _check_stored(
 
 
 def _check_numbers(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise TypeError or ValueError unless ``x`` is int32 of this shape, its last numbers side by side."""
+    """Raise TypeError or ValueError unless ``x`` is int32 of this shape with a contiguous last dimension."""
     if not isinstance(x, Tensor) or x.dtype != torch.int32:
         raise TypeError(f"{name}: expected an int32 tensor, got {came(x)}; cast it with .int()")
     if x.shape != shape:

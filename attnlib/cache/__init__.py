@@ -1,4 +1,8 @@
-"""The KV cache: the page allocator (pages), the buffers of a step (step), and the cache itself (kv_cache).
+"""The KV cache. ``kv_cache.py`` is the cache itself, ``pages.py`` its page allocator.
 
-Imports nothing itself, so that each file can be imported alone.
+``sequences.py`` keeps several allocators in step, ``step.py`` holds the device buffers of a step, and
+``layer_cache.py`` is one layer. Features that change how attention reads a cache have rooms of their own,
+``sharded/`` and ``prefixes/``, behind the interfaces of ``routes.py``.
+
+This module imports nothing, so that each file can be imported on its own.
 """

@@ -1,4 +1,4 @@
-"""What the host sends to the device at every step, and the schedules that the device makes of it."""
+"""Buffers that the host updates on the device at every step, and the split schedules made there."""
 
 from array import array
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from ..dispatch.storage import new_schedule, update_schedule
 from ..kv import KVLayout
 
-MAX_PINNED = 1 << 14  # numbers of each kind that are sent without waiting
-MAX_SPLITS = 16  # of the longest sequence, at most
+MAX_PINNED = 1 << 14  # integers of one buffer that are sent through pinned memory, without waiting
+MAX_SPLITS = 16  # splits of the longest sequence
 MIN_SPLIT_SIZE = 1024  # tokens
 
 
 class Sending:
-    """A context around all copies of one update. Copies to a GPU are awaited when the next update begins.
+    """A context around all copies of one update. The next update waits for copies to a GPU to finish.
 
     Raises:
-        RuntimeError: while a CUDA graph is captured, since every replay would send the same again.
+        RuntimeError: a CUDA graph is being captured; every replay would send the same numbers again.
     """
 
     def __init__(self, device: torch.device):
@@ -38,11 +38,10 @@ class Sending:
 
 
 class Buffer:
-    """Integers that the host writes and the device reads, at addresses that never change.
+    """A buffer of integers that the host writes and the device reads, at a fixed address.
 
-    On a CPU both are the same memory. Up to ``MAX_PINNED`` of them are copied to a GPU from pinned memory
-    without waiting, and only the next update overwrites it. More are copied from pageable memory, which
-    waits.
+    On a CPU, host and device share the memory. Up to ``MAX_PINNED`` integers reach a GPU through pinned
+    memory without waiting; more are copied from pageable memory, which waits.
     """
 
     def __init__(self, typecode: str, size: int, device: torch.device):
@@ -54,7 +53,7 @@ class Buffer:
         )
 
     def show(self, values: "array[int]") -> Tensor:
-        """Put ``values`` at the front of the buffer, and return this slice."""
+        """Write ``values`` to the front of the buffer, and return that slice on the device."""
         n = len(values)
         self._host[:n] = values
         shown = self.tensor[:n]
@@ -67,14 +66,14 @@ class Buffer:
 
 
 def split_size_of(capacity: int) -> int:
-    """The fixed split size of batch-invariant attention over sequences of at most ``capacity`` tokens."""
+    """Return the fixed split size of batch-invariant attention for sequences of up to ``capacity`` tokens."""
     return max(MIN_SPLIT_SIZE, (1 << (capacity - 1).bit_length()) // MAX_SPLITS)
 
 
 class Schedules:
-    """The schedules of up to ``rows`` sequences of at most ``limit`` tokens, one for each number of KV heads.
+    """The split schedules of up to ``rows`` sequences of at most ``limit`` tokens, one per KV-head count.
 
-    Only a GPU has a use for them. A ``split_size`` above 0 fixes the size of every split.
+    CPUs use none. A ``split_size`` above 0 fixes the size of every split.
     """
 
     def __init__(self, rows: int, limit: int, split_size: int, device: torch.device):
@@ -91,13 +90,11 @@ class Schedules:
                 self._of[layout.heads] = made
 
     def get(self, heads: int) -> Tensor | None:
-        """The schedule of layers of so many KV heads."""
+        """Return the schedule for layers of this KV-head count, or None."""
         return self._of.get(heads)
 
     def update(self, starts: Tensor, lengths: Tensor, *, reach: int | None = None) -> None:
-        """Divide sequences of these starts and lengths into splits; only their last ``reach`` tokens
-        count.
-        """
+        """Divide sequences into splits. With ``reach``, only the last ``reach`` tokens of each count."""
         for schedule in self._of.values() if len(lengths) else ():
             options = {"limit": self._limit, "reach": reach, "split_size": self._split_size}
             update_schedule(schedule, starts, lengths, **options)

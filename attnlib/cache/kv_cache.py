@@ -1,4 +1,4 @@
-"""The KV cache of a model: planes of pages per layer, and steps that append to them as transactions."""
+"""The KV cache of a model: pages for every layer, and steps that append to them as transactions."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,13 +34,12 @@ if TYPE_CHECKING:
 
 @leading_to("make a cache by KVCache.paged(...) or KVCache.contiguous(...)")
 class KVCache:
-    """Keys and values of many sequences over many layers, contiguous or paged; made by one of these two
-    methods.
+    """A KV cache of many sequences over many layers; :meth:`contiguous` and :meth:`paged` make one.
 
-    A contiguous cache is a paged cache with one page per sequence. Layers with equal window share one
-    allocator and one page table. It is for one thread and one CUDA stream; nothing is locked. With
-    ``ATTNLIB_CHECK=1`` in the environment when it is made, free pages are filled with NaN (int8: -128), so
-    that a stale read shows, and an append to a slot outside the cache, or to one slot twice, raises.
+    A contiguous cache is a paged cache with one page per sequence. Layers with equal window share one page
+    allocator and one page table. A cache belongs to one thread and one CUDA stream; there are no locks. If
+    ``ATTNLIB_CHECK=1`` is set when the cache is made, free pages are filled with NaN (int8: -128), so that
+    stale reads show, and an append to a slot outside the cache, or twice to one slot, raises.
 
     >>> cache = KVCache.paged([KVLayout.grouped(2, 8)], pages=64, page_size=16, max_sequences=4)
     >>> first, second = cache.admit(2)
@@ -63,11 +62,9 @@ class KVCache:
         self._sequences, self._route = sequences, options.route
         self._poisons = os.environ.get("ATTNLIB_CHECK") == "1"
         self._open: str | None = None  # "step" or "read", while inside one
-        self._prepared: tuple | None = None  # the shape of step that the layers are prepared for
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # what inference mode makes cannot be written outside it
+        self._prepared: tuple | None = None  # the step shape that the layers are prepared for
+        # Tensors made in inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
             device = torch.empty(0, device=device).device
             self._buffers = StepBuffers(sequences, options, device)
             self._buffers.schedule(self.layouts)
@@ -87,8 +84,9 @@ class KVCache:
         batch_invariant: bool = False,
         device: torch.device | str | None = None,
     ) -> "KVCache":
-        """A cache with one row of ``max_length`` tokens per sequence; the other arguments are those of
-        :meth:`paged`.
+        """Make a cache with one row of ``max_length`` tokens per sequence.
+
+        The other arguments are those of :meth:`paged`.
 
         Raises:
             ValueError, TypeError: as :meth:`paged`.
@@ -115,29 +113,36 @@ class KVCache:
         mesh: "DeviceMesh | None" = None,
         device: torch.device | str | None = None,
     ) -> "KVCache":
-        """A cache whose sequences take pages of ``page_size`` tokens, any number of them, as they grow.
+        """Make a cache whose sequences take pages of ``page_size`` tokens as they grow.
 
-        ``pages`` counts the pages of each window class (a mapping from window to count sets them apart; from
-        ``(window, keep_first)`` for layouts that keep first tokens). ``max_length`` bounds one sequence and
-        so the table's width; None means as long as all pages. ``storage_dtype``, int8 or float8_e4m3fn, is
-        the ``store`` of layouts that have none. ``rollback`` tokens stay reachable for ``truncate`` and
-        ``read`` behind a window. With ``shared_prefixes``, layers without a window read pages that neighbours
-        in a step share once for all of them, at the price of a second attention and a merge in every step. It
-        counts the groups of such neighbours, from the first row on; one between them that shares nothing
-        counts too. Rows beyond the last are read alone. With ``batch_invariant``, attention over this cache
-        gives a sequence the same bits whatever shares its steps, and however its tokens come, many at once or
-        one by one; on one kind of GPU, one version of this package and of Triton, and for one ``max_length``
-        (up to powers of two). MLA is absorbed then. The ranks of a one-dimensional ``mesh`` share what layers
-        without a window store: each token is with one of them. ``pages`` and ``page_size`` are those of each
-        rank, and a page of all together holds as many tokens from each. Every rank makes the same calls with
-        the same numbers, since nobody compares them.
+        Args:
+            layouts: what one token stores in each layer.
+            pages: the page count of every window class, or a mapping from window class to count. The class of
+                a layout is None, its window, or ``(window, keep_first)``.
+            page_size: tokens per page.
+            max_sequences: the most live sequences at a time.
+            max_length: the most tokens of one sequence, which sets the width of the page table. None allows
+                one sequence to take all pages.
+            storage_dtype: int8 or float8_e4m3fn, the ``store`` of layouts that have none.
+            rollback: tokens behind a window that stay reachable for ``truncate`` and ``read``.
+            shared_prefixes: how many groups of neighbours in a step, counted from the first row, may read
+                their shared pages once for the whole group. A run of rows that share nothing counts as a
+                group too; rows beyond the last group are read as usual. Only layers without a window do this.
+                It costs a second attention call and a merge in every step.
+            batch_invariant: give a sequence the same bits whatever else is in its steps, and whether its
+                tokens arrive together or one by one. This holds on one GPU model, for one version of attnlib
+                and of Triton, and for one ``max_length`` (rounded up to a power of two). MLA layers then use
+                the absorbed form.
+            mesh: a one-dimensional mesh whose ranks share what layers without a window store: each token
+                lives on one rank. ``pages`` and ``page_size`` are then per rank. Every rank must make the
+                same calls with the same numbers; nothing checks that.
+            device: of all tensors; None means torch's default device.
 
         Raises:
-            ValueError, TypeError: a size is not a positive int, there is no layout, or one of another
-            ``store`` than
-                ``storage_dtype``; ``pages`` has other windows than the layouts; two of ``shared_prefixes``,
-                ``batch_invariant`` and ``mesh`` are given, or the mesh has several dimensions or nothing to
-                share.
+            ValueError, TypeError: a size is not a positive int; ``layouts`` is empty, or one has another
+                ``store`` than ``storage_dtype``; ``pages`` has other windows than the layouts; two of
+                ``shared_prefixes``, ``batch_invariant`` and ``mesh`` are given; or the mesh has several
+                dimensions, or no layer that its ranks can share.
         """
         layouts = stored_as(layouts, storage_dtype)
         given = {"shared_prefixes": shared_prefixes, "batch_invariant": batch_invariant, "mesh": mesh}
@@ -152,8 +157,10 @@ class KVCache:
         return cls(layouts, sequences, page_size, device, options)
 
     def admit(self, n: int = 1, *, left_padding: Sequence[int] | None = None) -> list[Handle]:
-        """Start ``n`` empty sequences. ``left_padding[i]`` tokens at the start of the i-th are stored and
-        never seen, and its rotary positions count after them; they must arrive in dense steps.
+        """Start ``n`` empty sequences, and return their handles.
+
+        ``left_padding[i]`` is the number of padding tokens at the start of the i-th sequence. Padding is
+        stored but never visible, rotary positions count from after it, and it must arrive in dense steps.
 
         Raises:
             CacheFullError: there would be more than ``max_sequences``.
@@ -168,17 +175,18 @@ class KVCache:
     def step(
         self, tokens: int | Mapping[Handle, int], *, replay: bool = False
     ) -> Iterator[Sequence[LayerCache]]:
-        """Append ``tokens`` to every live sequence (int: dense, in admission order) or to those named
-        (mapping: packed, in its order), as a transaction: committed on clean exit, else restored.
+        """Append tokens as a transaction: commit it on clean exit, undo it on an exception.
 
-        With ``replay`` a captured CUDA graph appends for all layers, unseen. Errors come before a write or on
-        exit.
+        An int appends that many tokens to every live sequence, in admission order, and layers take dense
+        tensors ``[b, s, m]``. A mapping from handles to counts appends to these sequences, in its order, and
+        layers take packed tensors ``[t, m]``. ``replay=True`` says that a captured CUDA graph appends for all
+        layers. Every error is raised before a write, or on exit.
 
         Raises:
-            CacheFullError: pages are missing, or a sequence would grow past ``max_length``. ValueError,
-            TypeError: a count is not an int of at least 0, a handle is not live here, or left padding
-                would arrive packed.
-            RuntimeError: inside another step or read; on exit, when a layer has not appended.
+            CacheFullError: too few pages are free, or a sequence would exceed ``max_length``.
+            ValueError, TypeError: a count is not an int of at least 0, a handle is not live here, or left
+                padding would arrive packed.
+            RuntimeError: inside another step or read; or, on exit, a layer has not appended.
         """
         self._refuse_inside("step")
         request = self._sequences.request(tokens)
@@ -198,20 +206,21 @@ class KVCache:
             raise
         self._close()
         if conventions != [layer.convention for layer in self._layers]:
-            self._prepared = None  # the next views are to name it
+            self._prepared = None  # the next views must carry the new convention
         self._poison(self._sequences.commit(plans))
 
     @contextmanager
     @kind
     def read(self, tokens: int | Mapping[Handle, int]) -> Iterator[Sequence[LayerCache]]:
-        """Let ``tokens`` queries (as in ``step``) attend to what is stored, changing no length:
-        cross-attention.
+        """Attend to the stored tokens without appending, as cross-attention does.
 
-        The queries are the last ones of each sequence. What ``step`` raises on entry is raised, but for
-        missing space.
+        ``tokens`` is as in :meth:`step`, and counts the queries. These take the positions of the last tokens
+        of each sequence; no length changes.
 
         Raises:
-            RuntimeError: a window has dropped keys that these queries could see (see ``rollback``).
+            ValueError, TypeError: as :meth:`step`.
+            RuntimeError: inside another step or read; or a window has dropped keys that the queries could see
+                (see ``rollback``).
         """
         self._refuse_inside("read")
         request = self._sequences.request(tokens)
@@ -223,7 +232,7 @@ class KVCache:
             self._close()
 
     def fork(self, handle: Handle, n: int = 1) -> list[Handle]:
-        """Start ``n`` sequences that share everything ``handle`` has stored; copied on the first write.
+        """Start ``n`` sequences that share all tokens of ``handle``; a shared page is copied before a write.
 
         Raises:
             CacheFullError: there would be more than ``max_sequences``.
@@ -237,60 +246,65 @@ class KVCache:
         """Forget all tokens from ``length`` on (speculative rollback).
 
         Raises:
-            ValueError, TypeError: the handle is not live here, or ``length`` is not an int from 0 to what is
-            stored. RuntimeError: inside a step or read, or a window has dropped keys that this length needs
-            (see ``rollback``).
+            ValueError, TypeError: the handle is not live here, or ``length`` is not an int from 0 to its
+                length.
+            RuntimeError: inside a step or read, or a window has dropped keys that this length needs (see
+                ``rollback``).
         """
         self._refuse_inside("truncate")
         self._poison(self._sequences.truncate(handle, length))
 
     def release(self, *handles: Handle) -> None:
-        """End sequences and free what only they used.
+        """End sequences, and free the pages that only they used.
 
         Raises:
-            ValueError, TypeError: a handle is not live here or comes twice; then none is released.
+            ValueError, TypeError: a handle is not live here or is given twice; then none is released.
             RuntimeError: inside a step or read.
         """
         self._refuse_inside("release")
         self._poison(self._sequences.release(handles))
 
     def save(self, handle: Handle, path: str | os.PathLike[str]) -> None:
-        """Write what a sequence has stored, without its left padding, to a file of safetensors, whole or not
-        at all.
+        """Save the tokens of a sequence, without left padding, to a safetensors file, atomically.
 
         Raises:
-            ValueError, TypeError, RuntimeError: the handle is not live here; inside a step or read.
-            OSError, NotImplementedError: the file cannot be written; ranks share the cache.
+            ValueError, TypeError: the handle is not live here.
+            RuntimeError: inside a step or read.
+            OSError: the file cannot be written.
+            NotImplementedError: ranks share the cache.
         """
         self._refuse_inside("save")
         self._check_whole("save")
         saved.save(Path(path), self._layers, self._sequences, handle)
 
     def load(self, path: str | os.PathLike[str]) -> Handle:
-        """Start a sequence with what :meth:`save` wrote, bit for bit; other pages and sizes of a cache may
-        hold it.
+        """Start a sequence with the tokens that :meth:`save` wrote, bit for bit.
+
+        The cache may have another page size and capacity than the one that saved the file.
 
         Raises:
-            ValueError: the file is none that ``save`` wrote, or of other layouts, or lacks what this cache
-            would keep. CacheFullError: pages or rows are missing. RuntimeError: inside a step or read, or the
-            cache stores keys of another rotary convention. OSError, NotImplementedError: the file cannot be
-            read; ranks share the cache.
+            ValueError: ``save`` did not write the file, its layouts differ, or it lacks tokens that this
+                cache would have retained.
+            CacheFullError: too few pages or rows are free.
+            RuntimeError: inside a step or read, or the cache stores keys of another rotary convention.
+            OSError: the file cannot be read.
+            NotImplementedError: ranks share the cache.
         """
         self._check_whole("load")
         return saved.load(Path(path), self, self._sequences)
 
     def length(self, handle: Handle) -> int:
-        """How many tokens the sequence has stored, left padding included."""
+        """Return the number of stored tokens of a sequence, left padding included."""
         return self._sequences.holding(handle).length
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all planes and scales, on this rank."""
+        """The bytes of all planes and scales on this rank."""
         return sum(plane.nbytes for layer in self._layers for plane in layer.planes.values())
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages in use, a shared page once, on this rank."""
+        """The bytes of the pages in use on this rank; a shared page counts once."""
         allocators = self._sequences.allocators
         return sum(allocators[x.window_class].used * self.page_size * x.token_bytes for x in self.layouts)
 
@@ -308,11 +322,11 @@ class KVCache:
             )
 
     def _show(self, what: str, request: Request, plans: Sequence[StepPlan]) -> None:
-        """Bring the buffers up to this step or read, and open the layers for it."""
+        """Update the buffers for a step or read, and open the layers."""
         self._open = what
         self._buffers.update(request, plans)
         key = (what, len(request.tokens), request.shape, self._route is not None and request.is_single)
-        if key != self._prepared:  # the next step of the same shape need not prepare the layers
+        if key != self._prepared:  # steps of the same shape share the prepared layers
             per_step, windows = self._buffers.slices(request, writing=what == "step")
             by_window = dict(zip(self._sequences.allocators, windows, strict=True))
             prepare_layers(self._layers, self.page_size, per_step, by_window)

@@ -1,4 +1,4 @@
-"""One layer of a cache: its planes of pages, and the append that writes a step's tokens into them."""
+"""One layer of a cache: its planes of pages, and ``append``, which writes a step's tokens into them."""
 
 from collections.abc import Sequence
 from typing import NoReturn, SupportsIndex
@@ -19,14 +19,20 @@ AS_GIVEN = "as given"  # the convention of keys that were appended without angle
 
 @leading_to("`with cache.step(...) as layers` gives them")
 class LayerCache:
-    """One layer of a cache: what an attention layer appends to and reads.
+    """One layer of a cache, which an attention layer appends to and reads.
 
-    The same object is handed out at every step, so that a model compiles once. ``prefill`` says whether some
-    sequence gets more than 16 tokens in this step; ``history`` is the longest length before the step rounded
-    up to a power of two (0 if none), to be read only when ``prefill``; ``prompts`` are such sequences of a
-    packed step, row by row, which no compiled layer may read; ``positions`` are the rotary positions of the
-    step's tokens, int32 ``[b, s]`` dense or ``[t]`` packed: the index in the sequence minus left padding (0
-    for padding itself), and None outside a step.
+    Every step hands out the same object, so that a model compiles once.
+
+    Attributes:
+        layout: what one token stores.
+        prefill: True if some sequence gets more than 16 tokens in this step.
+        history: the longest length before the step, rounded up to a power of two, 0 if all are empty. Read it
+            only if ``prefill`` is True, or a compiled model recompiles as sequences grow.
+        prompts: in a packed step, the sequences with more than 16 new tokens. Compiled layers must not read
+            it.
+        positions: rotary positions of the step's tokens, int32 ``[b, s]`` or packed ``[t]``: the index in the
+            sequence minus left padding, 0 for padding itself. None outside a step.
+        planes: the stored tensors by name, ``[pages, page_size, g, *]``.
     """
 
     def __init__(self, layout: KVLayout, pages: int, page_size: int, device: torch.device):
@@ -41,10 +47,9 @@ class LayerCache:
             )
             for name, (heads, width, dtype) in layout.planes.items()
         }
-        self.convention: str | None = None  # how the stored keys are rotated; None before the first append
-        self.appended: bool = (
-            False  # in this step; append only ever sets it, so that no compiled layer depends on it
-        )
+        # The rotary convention of the stored keys; None before the first append.
+        self.convention: str | None = None
+        self.appended: bool = False  # in this step; append only sets it, so no compiled layer depends on it
         self._prepared: tuple = ()  # positions, slots and view of the present step shape
         self._slots: Tensor | None = None  # None where nothing may be appended
         self._view: KVView | None = None  # None outside a step and a read
@@ -60,10 +65,9 @@ class LayerCache:
 
         Raises:
             RuntimeError: outside a step, in a ``read``, or with another rotary convention than the first
-            append
-                (appending without angles is one too).
+                append (no angles is a convention too).
             ValueError, TypeError: shapes, dtype or device differ from the layout's.
-            NotImplementedError: a gradient would have to flow through the cache.
+            NotImplementedError: k or v requires a gradient, which a cache does not have.
         """
         key = self._key(k, v, angles)
         if key is not None and (write := prepared_write(self._view, self._slots, key)) is not None:
@@ -76,7 +80,7 @@ class LayerCache:
         return self._route.appended(self._view, k, v, angles, history=self.history)
 
     def _write(self, k: Tensor, v: Tensor | None, angles: Angles | None) -> None:
-        """Check everything, write, and let it be remembered how to do it again for tensors of their key."""
+        """Validate and write the tokens, and cache the write for tensors of the same key."""
         if self._slots is None:
             self._refuse_append()
         layout = self.layout
@@ -97,7 +101,7 @@ class LayerCache:
         write_cache(self._view, new_k, new_v, self._slots, angles=angles, key=key)
 
     def _key(self, k: Tensor, v: Tensor | None, angles: Angles | None) -> tuple | None:
-        """All that the checks of an append depend on; None for what is always checked."""
+        """Return the cache key of an append, or None if it must be validated every time."""
         if torch.compiler.is_compiling() or self._slots is None:
             return None
         if type(k) is not Tensor or k.requires_grad or k.is_nested or k.layout is not torch.strided:
@@ -117,11 +121,11 @@ class LayerCache:
         return key
 
     def view(self) -> KVView:
-        """What is stored now, with this step's query counts: for cross-attention in a ``read``.
+        """Return the view of the stored tokens, with this step's query counts, for cross-attention.
 
-        In a step it counts the tokens that ``append`` writes, whether written yet or not. Where ranks share
-        the cache and the step has several tokens of a sequence, attention takes only what ``append``
-        returned.
+        In a step, its lengths include the step's tokens, even before ``append`` writes them. If ranks share
+        the cache and a sequence gets several tokens in the step, attention accepts only the view that
+        ``append`` returned.
 
         Raises:
             RuntimeError: outside a step and a read.
@@ -136,7 +140,7 @@ class LayerCache:
         raise RuntimeError("append: a read() stores nothing; use `with cache.step(...) as layers`")
 
     def _fit(self, name: str, x: Tensor | None, last: tuple[int, ...]) -> Tensor:
-        """``x``, checked against the step and the layout, in the layout's dtype."""
+        """Validate ``x`` against the step and the layout, and return it in the layout's dtype."""
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if x.is_nested or x.layout is not torch.strided:
@@ -157,8 +161,7 @@ class LayerCache:
         )
 
     def _put(self, rows: dict[str, Tensor], convention: str | None) -> None:
-        """Write this step's tokens as they were stored, plane by plane, with keys of this convention: no bit
-        changes.
+        """Write this step's tokens from stored planes, bit for bit, with keys of this rotary convention.
 
         Raises:
             RuntimeError: the cache stores keys of another convention.
@@ -166,7 +169,7 @@ class LayerCache:
         if convention is not None:
             self._record(convention)
         for name, plane in self.planes.items():
-            # As bytes, which every device can write.
+            # As bytes: not every device can index fp8 tensors.
             plane.view(torch.uint8).flatten(0, 1)[self._slots] = rows[name].to(plane.device).view(torch.uint8)
         self.appended = True
 
@@ -180,9 +183,7 @@ class LayerCache:
             )
 
     def _prepare(self, page_size: int, step: PerStep, window: PerWindow) -> None:
-        """Build what steps of one shape hand out, once for as long as the shape stays. For the cache to
-        call.
-        """
+        """Build the view for steps of one shape. The cache calls it when the shape changes."""
         planes = dict(self.planes)
         if self.layout.is_latent:
             planes["v"] = planes["k"]
@@ -198,16 +199,16 @@ class LayerCache:
         self._prepared = (step.positions, window.slots, view)
 
     def _open(self, prefill: bool, history: int, prompts: Sequence[Prompt]) -> None:
-        """Take up what is prepared, for one step or read. For the cache to call."""
+        """Enter a step or read with the prepared view. The cache calls it."""
         self.positions, self._slots, self._view = self._prepared
         self.prefill, self.history, self.prompts, self.appended = prefill, history, prompts, False
 
     def _close(self) -> None:
-        """Leave the step or read. For the cache to call."""
+        """Leave the step or read. The cache calls it."""
         self.positions = self._slots = self._view = None
 
     def _poison(self, pages: Sequence[int]) -> None:
-        """Fill pages with NaN, or with -128 where the plane is int8. For the cache to call."""
+        """Fill pages with NaN, or with -128 if the plane is int8. The cache calls it."""
         for plane in self.planes.values():
             byte = {torch.int8: 0x80, torch.float8_e4m3fn: 0x7F}.get(plane.dtype)  # 0x7F is the NaN of e4m3fn
             for page in pages:

@@ -1,4 +1,4 @@
-"""What a cache does with its layers together."""
+"""The operations of a cache on all of its layers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,13 +11,13 @@ from .pages import StepPlan, Window
 from .sequences import Freed, Request, Sequences
 from .step import PerStep, PerWindow
 
-PREFILL = 16  # tokens; a step that gives some sequence more is a prefill
+PREFILL = 16  # a step that gives a sequence more tokens is a prefill
 
 
 def make_layers(
     layouts: Sequence[KVLayout], sequences: Sequences, page_size: int, device: torch.device
 ) -> tuple[LayerCache, ...]:
-    """A layer for each layout, with the pages of its window."""
+    """Return a layer for each layout, with the pages of its window class."""
     totals = {window: allocator.total for window, allocator in sequences.allocators.items()}
     return tuple(LayerCache(layout, totals[layout.window_class], page_size, device) for layout in layouts)
 
@@ -31,7 +31,7 @@ def prepare_layers(
 
 
 def open_layers(layers: Sequence[LayerCache], request: Request) -> None:
-    """Open all layers, which are prepared, for a step or read."""
+    """Open all prepared layers for a step or read."""
     longest = max((holding.length for holding in request.holdings), default=0)
     history = 1 << (longest - 1).bit_length() if longest else 0
     prefill = max(request.tokens.values(), default=0) > PREFILL
@@ -41,14 +41,14 @@ def open_layers(layers: Sequence[LayerCache], request: Request) -> None:
 
 
 def copy_shared(layers: Sequence[LayerCache], plans: Mapping[Window, StepPlan]) -> None:
-    """Copy the pages that a step writes to and others read, in every layer."""
+    """Copy, in every layer, the shared pages that a step writes to."""
     for layer in layers:
         if pairs := plans[layer.layout.window_class].copies:
             copy_pages(layer.view(), pairs)
 
 
 def check_appended(layers: Sequence[LayerCache], tokens: int, *, replay: bool) -> None:
-    """Raise RuntimeError unless every layer has appended, or none had to."""
+    """Raise RuntimeError unless every layer has appended, or none needed to."""
     missing = [i for i, layer in enumerate(layers) if not layer.appended]
     if len(missing) == len(layers) and (replay or not tokens):
         return
@@ -61,7 +61,7 @@ def check_appended(layers: Sequence[LayerCache], tokens: int, *, replay: bool) -
 
 
 def poison(layers: Sequence[LayerCache], freed: Freed) -> None:
-    """Overwrite pages that became free, so that nobody reads them unnoticed."""
+    """Overwrite freed pages with NaN, so that a stale read shows."""
     for window, pages in freed:
         for layer in layers if pages else ():
             if layer.layout.window_class == window:

@@ -1,4 +1,4 @@
-"""What a cache is made with, checked: how many pages each window gets, and how attention reads them."""
+"""The arguments of a cache, validated: pages for each window class, and how attention reads them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -62,13 +62,13 @@ def check_options(
 
 
 def stored_as(layouts: Sequence[KVLayout], storage_dtype: torch.dtype | None) -> tuple[KVLayout, ...]:
-    """Return the layouts, of which those without a ``store`` get this one.
+    """Return the layouts, with ``storage_dtype`` as the ``store`` of those that have none.
 
     Raises:
-        TypeError: it is neither None, int8 nor float8_e4m3fn.
+        TypeError: ``storage_dtype`` is not None, int8 or float8_e4m3fn.
         ValueError: a layout has another store.
     """
-    _windows(layouts)  # refuses what are no layouts
+    _windows(layouts)  # raises for objects that are not layouts
     if storage_dtype is None:
         return tuple(layouts)
     if not isinstance(storage_dtype, torch.dtype) or storage_dtype not in STORES:
@@ -83,7 +83,7 @@ def stored_as(layouts: Sequence[KVLayout], storage_dtype: torch.dtype | None) ->
 
 
 def contiguous_sequences(layouts: Sequence[KVLayout], max_sequences: int, max_length: int) -> Sequences:
-    """The sequences of a contiguous cache with these arguments."""
+    """Return the bookkeeping of a contiguous cache's sequences."""
     check_count("max_sequences", max_sequences, least=1)
     check_count("max_length", max_length, least=1)
     rows = pages_by_window(max_sequences, layouts)
@@ -100,7 +100,7 @@ def paged_sequences(
     rollback: int,
     shards: int,
 ) -> Sequences:
-    """The sequences of a paged cache with these arguments."""
+    """Return the bookkeeping of a paged cache's sequences."""
     counts = pages_by_window(pages, layouts)
     check_count("page_size", page_size, least=1)
     check_count("max_sequences", max_sequences, least=1)
@@ -113,7 +113,7 @@ def paged_sequences(
 
 
 def pages_by_window(pages: int | Mapping[Window, int], layouts: Sequence[KVLayout]) -> dict[Window, int]:
-    """How many pages the layers of each window get; every window has a page allocator of its own."""
+    """Return the page count of each window class, each of which has a page allocator of its own."""
     windows = _windows(layouts)
     counts = dict(pages) if isinstance(pages, Mapping) else dict.fromkeys(windows, pages)
     if set(counts) != set(windows):
@@ -133,13 +133,13 @@ def pages_for(
     rollback: int = 0,
     ranks: int = 1,
 ) -> dict[Window, int]:
-    """How many pages sequences of these ``lengths`` need at once, as ``pages=`` of :meth:`KVCache.paged`
-    takes them.
+    """Return the pages that sequences of these ``lengths`` need, as the ``pages=`` of :meth:`KVCache.paged`.
 
-    A window keeps the keys that it reaches, and in a step those of all new tokens of a sequence, ``most`` at
-    a time; None is a prompt in one step, which needs as many pages as without a window. Where all layers have
-    windows, say ``max_length=`` beside ``pages=``, which else decides how long a sequence may become.
-    ``ranks`` share the cache, as many as its ``mesh`` has; the pages are those of each of them.
+    A window retains the keys within its reach, and during a step those of all new tokens of a sequence, of
+    which there are up to ``most``. ``most=None`` means that a prompt arrives in one step, which needs as many
+    pages as without a window. If all layers have windows, pass ``max_length=`` to the cache as well;
+    otherwise the page count limits the length of a sequence. ``ranks`` is the number of ranks of the cache's
+    ``mesh``; the result counts the pages of each rank.
 
     >>> layouts = [KVLayout.grouped(2, 8), KVLayout.grouped(2, 8, window=16)]
     >>> KVCache.pages_for(layouts, [100, 50], page_size=16)
@@ -163,7 +163,7 @@ def pages_for(
         for length in lengths:
             pages = -(-length // tokens_of(window, page_size, ranks))
             if reach is not None and most is not None:
-                # The oldest key that a step may see lies anywhere in its page, and so does the newest.
+                # The oldest and the newest key of a step may lie anywhere in their pages.
                 tokens = reach - 1 + rollback + min(most, length) + 2 * (page_size - 1)
                 pages = min(pages, tokens // page_size + -(-first // page_size))
             found[window] += pages
@@ -171,7 +171,7 @@ def pages_for(
 
 
 def _windows(layouts: Sequence[KVLayout]) -> list[Window]:
-    """The distinct windows of the layouts, in their order."""
+    """Return the distinct window classes of the layouts, in order."""
     if not isinstance(layouts, Sequence):
         raise TypeError(
             f"layouts: expected a sequence of KVLayouts, one for each layer, got {type(layouts).__name__}"

@@ -1,4 +1,4 @@
-"""The page allocator: who owns which page. Plain Python on the host, without tensors and without a model."""
+"""The page allocator: which sequence owns which page. Plain Python on the host, without tensors."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,22 +7,22 @@ from typing import NamedTuple
 
 from ..internal.signatures import leading_to
 
-# What layers have in common that share pages: their window, None without, and with it the first tokens that
-# are kept.
+# Layers of one window class share pages. The class is None without a window, the window, or (window,
+# keep_first).
 Window = int | None | tuple[int, int]
 
 
 class CacheFullError(RuntimeError):
-    """A step, an admission or a fork needs more pages or rows than are free; nothing was changed."""
+    """The cache has too few free pages or rows for a step, an admission or a fork; nothing was changed."""
 
 
 @leading_to("cache.admit(n) gives them")
 class Handle:
-    """One sequence of a cache; compared by identity, so that another cache's handle is never accepted."""
+    """One sequence of a cache. Handles are compared by identity, so no cache accepts a handle of another."""
 
     __slots__ = ()
 
-    def __init__(self):  # its own, since Dynamo cannot trace a wrapped object.__init__
+    def __init__(self):  # Dynamo cannot trace a wrapped object.__init__
         pass
 
     def __repr__(self) -> str:
@@ -31,12 +31,16 @@ class Handle:
 
 @dataclass(slots=True)
 class Holding:
-    """What one sequence holds: its pages from absolute page ``dropped`` on, and ``length`` stored tokens.
+    """The pages of one sequence.
 
-    The first ``padding`` tokens are never visible, and ``start`` is the first token that still can be.
-    Between steps the pages are exactly those of the tokens ``[dropped * page_size, length)``; and before the
-    dropped ones, in ``first``, those of tokens that a window keeps for ever. Of a sequence that a file gave,
-    tokens before ``missing`` are not in these pages.
+    Attributes:
+        padding: the number of left-padding tokens, which are never visible.
+        start: the first token that can still be visible.
+        length: the number of stored tokens.
+        dropped: the number of leading pages that the window has dropped, or moved to ``first``.
+        pages: the pages of the tokens ``[dropped * page_size, length)``, exactly these between steps.
+        first: the pages of the first tokens, which a window with ``keep_first`` retains for ever.
+        missing: in a sequence loaded from a file, tokens before this one are not in its pages.
     """
 
     padding: int
@@ -49,8 +53,9 @@ class Holding:
 
 
 class Grant(NamedTuple):
-    """A page given to a sequence at an absolute page index; ``source`` is the shared page that it replaces,
-    if any.
+    """A page granted to a sequence at an absolute page index.
+
+    ``source`` is the shared page that it replaces (copy-on-write), or None.
     """
 
     handle: Handle
@@ -60,23 +65,23 @@ class Grant(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What one step reserved: its tokens, and the pages given for them in order."""
+    """The reservation of one step: its tokens, and the granted pages in order."""
 
     tokens: Mapping[Handle, int]
     grants: Sequence[Grant]
 
     @property
     def copies(self) -> list[tuple[int, int]]:
-        """Pages ``(from, to)`` to copy before anything is written."""
+        """The pages ``(from, to)`` to copy before the step writes."""
         return [(grant.source, grant.page) for grant in self.grants if grant.source is not None]
 
 
 class PageAllocator:
-    """Pages of one window class: free list, reference counts, and each sequence's pages by absolute index.
+    """The page allocator of one window class: a free list, reference counts, and the pages of each sequence.
 
-    The only owner of a page writes into it. A sequence that is to write into a shared page gets a copy of it;
-    where all owners are to write, one of them keeps the page itself. Between ``reserve`` and ``commit`` or
-    ``restore`` nothing else may be called.
+    Only a sole owner writes into a page. A sequence that writes into a shared page gets a copy first; if all
+    owners write in one step, one of them keeps the original. No other method may be called between
+    ``reserve`` and its ``commit`` or ``restore``.
     """
 
     def __init__(
@@ -87,28 +92,26 @@ class PageAllocator:
         self.window = window
         self.keep_first = keep_first
         self.rollback = rollback
-        self._free = list(
-            reversed(range(pages))
-        )  # a stack: low pages first, and the last freed is the next given
+        self._free = list(reversed(range(pages)))  # a stack: low pages first, then the page freed last
         self._owners = [0] * pages
         self._holdings: dict[Handle, Holding] = {}
 
     @property
     def handles(self) -> list[Handle]:
-        """Live sequences in the order they started."""
+        """The live sequences in the order they were admitted."""
         return list(self._holdings)
 
     @property
     def used(self) -> int:
-        """How many pages some sequence holds, a shared page once."""
+        """The number of pages in use; a shared page counts once."""
         return self.total - len(self._free)
 
     def holding(self, handle: Handle) -> Holding:
-        """What ``handle`` holds; for reading.
+        """Return the holding of a sequence, which the caller must not change.
 
         Raises:
             ValueError: the handle was released, or belongs to another cache.
-            TypeError: it is no handle at all.
+            TypeError: ``handle`` is not a Handle.
         """
         if not isinstance(handle, Handle):
             raise TypeError(f"handle: expected a Handle from admit() or fork(), got {type(handle).__name__}")
@@ -120,12 +123,14 @@ class PageAllocator:
         return holding
 
     def holdings(self, handles: Iterable[Handle]) -> list[Holding]:
-        """What each of these live sequences holds; for reading."""
+        """Return the holdings of live sequences, which the caller must not change."""
         return [self._holdings[handle] for handle in handles]
 
     def reserve(self, tokens: Mapping[Handle, int]) -> StepPlan:
-        """Give every sequence the pages its new tokens need, copy-on-write included, or raise and change
-        nothing.
+        """Grant every sequence the pages that its new tokens need, copies of shared pages included.
+
+        Raises:
+            CacheFullError: too few pages are free; nothing was changed.
         """
         needs = self._needs(tokens)
         if len(needs) > len(self._free):
@@ -142,7 +147,7 @@ class PageAllocator:
         return StepPlan(tokens, grants)
 
     def _needs(self, tokens: Mapping[Handle, int]) -> list[tuple[Handle, int, int | None]]:
-        """The pages that these tokens need: each a Grant without its page."""
+        """Return the needed pages as ``(handle, index, source)``, the fields of a Grant without its page."""
         size, needs = self.page_size, []
         in_place = self._writers_in_place(tokens)
         for handle, n in tokens.items():
@@ -150,7 +155,7 @@ class PageAllocator:
                 continue
             holding = self._holdings[handle]
             end = holding.dropped + len(holding.pages)
-            if holding.length % size:  # the last page is partial, so the step writes into it
+            if holding.length % size:  # the step writes into the partial last page
                 page = holding.pages[-1]
                 if self._owners[page] > 1 and in_place.get(page) is not handle:
                     needs.append((handle, end - 1, page))
@@ -159,11 +164,10 @@ class PageAllocator:
         return needs
 
     def _writers_in_place(self, tokens: Mapping[Handle, int]) -> dict[int, Handle]:
-        """The sequence that keeps each shared page into which all of its owners are to write: the longest of
-        them.
+        """For each shared page that all of its owners write to, return the owner that keeps the original.
 
-        It writes beyond what any of the others has stored, so that a failing step can give the page back to
-        all.
+        It is the longest sequence. It writes beyond the tokens of all others, so a failed step can share the
+        page again.
         """
         writers: dict[int, list[Handle]] = {}
         for handle, n in tokens.items():
@@ -186,12 +190,12 @@ class PageAllocator:
         )
 
     def slots(self, tokens: Mapping[Handle, int]) -> "array[int]":
-        """Where the reserved tokens go, ``page * page_size + offset`` each, one sequence after the other."""
+        """Return the slots ``page * page_size + offset`` of the reserved tokens, sequence after sequence."""
         size, slots = self.page_size, array("q")
         for handle, n in tokens.items():
             holding = self._holdings[handle]
             first = holding.length
-            if n == 1:  # half the time of the general case below, and decoding does little else
+            if n == 1:  # decoding; takes half the time of the general case below
                 slots.append(holding.pages[first // size - holding.dropped] * size + first % size)
                 continue
             stop = first + n
@@ -204,9 +208,9 @@ class PageAllocator:
         return slots
 
     def commit(self, plan: StepPlan) -> Sequence[int]:
-        """Keep the reservation, advance lengths, and drop pages that the window cannot reach any more.
+        """Make the reservation permanent, advance lengths, and drop pages that the window no longer reaches.
 
-        Returns the pages that became free.
+        Return the pages that became free.
         """
         freed: list[int] = []
         for handle, n in plan.tokens.items():
@@ -226,11 +230,11 @@ class PageAllocator:
         return freed
 
     def _from(self, holding: Holding) -> int:
-        """The first token of those that a window keeps."""
+        """Return the first token that the window retains."""
         return max(holding.padding, holding.dropped * self.page_size, holding.missing)
 
     def restore(self, plan: StepPlan) -> Sequence[int]:
-        """Undo the reservation; returns the pages that became free."""
+        """Undo the reservation, and return the pages that became free."""
         for handle, index, page, source in reversed(plan.grants):
             holding = self._holdings[handle]
             self._owners[page] = 0
@@ -243,7 +247,7 @@ class PageAllocator:
         return [grant.page for grant in plan.grants]
 
     def admit(self, handle: Handle, *, padding: int = 0) -> None:
-        """Start an empty sequence, whose first ``padding`` tokens will never be visible."""
+        """Start an empty sequence; its first ``padding`` tokens will never be visible."""
         self._holdings[handle] = Holding(padding, padding)
 
     def fork(self, handle: Handle, child: Handle) -> None:
@@ -254,13 +258,13 @@ class PageAllocator:
         self._holdings[child] = replace(of, pages=list(of.pages), first=list(of.first))
 
     def shortest(self, handle: Handle) -> int:
-        """The least length that ``truncate`` accepts: its next query still finds every key of its window."""
+        """Return the least length that ``truncate`` accepts: the next query still finds its window."""
         holding = self.holding(handle)
         first = max(holding.dropped * self.page_size, holding.missing)
         return first + self.window - 1 if first else 0
 
     def check_truncate(self, handle: Handle, length: int) -> None:
-        """Raise what :meth:`truncate` raises, and change nothing."""
+        """Raise as :meth:`truncate` would, without changing anything."""
         holding, shortest = self.holding(handle), self.shortest(handle)
         if not 0 <= length <= holding.length:
             raise ValueError(
@@ -274,10 +278,10 @@ class PageAllocator:
             )
 
     def check_read(self, tokens: Mapping[Handle, int]) -> None:
-        """Refuse queries, the last ones of each sequence, for which the window has dropped a key.
+        """Check that the window still has every key that the last ``n`` tokens of each sequence can see.
 
         Raises:
-            RuntimeError: naming how many queries may be read for.
+            RuntimeError: a key was dropped; the message says how many queries are possible.
         """
         for handle, n in tokens.items():
             holding, shortest = self.holding(handle), self.shortest(handle)
@@ -289,7 +293,7 @@ class PageAllocator:
                 )
 
     def truncate(self, handle: Handle, length: int) -> Sequence[int]:
-        """Forget all tokens from ``length`` on; returns the pages that became free.
+        """Forget all tokens from ``length`` on, and return the pages that became free.
 
         Raises:
             ValueError: ``length`` is negative or more than is stored.
@@ -304,7 +308,7 @@ class PageAllocator:
         return freed
 
     def release(self, handle: Handle) -> Sequence[int]:
-        """End a sequence; returns the pages that became free."""
+        """End a sequence, and return the pages that became free."""
         holding = self.holding(handle)
         freed = self._disown((*holding.first, *holding.pages))
         del self._holdings[handle]

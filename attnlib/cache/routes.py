@@ -1,4 +1,4 @@
-"""The interfaces by which a feature changes how attention reads a cache: sharding over ranks, shared prefixes."""
+"""The interfaces by which features such as shared prefixes change how attention reads a cache."""
 
 from array import array
 from typing import Protocol

@@ -1,7 +1,8 @@
-"""A sequence of a cache as a file of safetensors: what it stored, bit for bit.
+"""Save a sequence of a cache to a safetensors file, and load it bit for bit.
 
-The file holds a tensor ``{layer}.{plane}`` of the tokens ``[t, g, *]`` that a layer kept, without left
-padding; its metadata says which these are, how keys are rotated, and what the layouts were.
+The file holds a tensor ``{layer}.{plane}`` ``[t, g, *]`` of the tokens that a layer has retained, without
+left padding, and a tensor ``{layer}.numbers`` of their indices. Its metadata holds the length, the layouts
+and each layer's rotary convention.
 """
 
 import json
@@ -25,7 +26,7 @@ FORMAT = "attnlib sequence 1"
 
 
 class CacheAccess(Protocol):
-    """What a file asks of a cache."""
+    """The part of a KVCache that :func:`load` uses."""
 
     layouts: Sequence[KVLayout]
     page_size: int
@@ -36,10 +37,9 @@ class CacheAccess(Protocol):
 
 
 class SequenceFile(NamedTuple):
-    """The contents of a file: the sequence's length, and for each layer its convention, token numbers and
-    planes.
+    """The contents of a file: the sequence's length, and each layer's convention, token indices and planes.
 
-    ``rollback`` is the limit of the cache that saved it; -1 if the file does not say.
+    ``rollback`` is that of the cache that saved the file, -1 if the file does not contain it.
     """
 
     length: int
@@ -49,7 +49,7 @@ class SequenceFile(NamedTuple):
     planes: Sequence[Mapping[str, Tensor]]
 
     def rows(self, layer: int, begin: int, end: int) -> dict[str, Tensor]:
-        """The tokens ``[begin, end)`` of a layer, plane by plane; zeros for those that it had dropped."""
+        """Return the planes of a layer for the tokens ``[begin, end)``, with zeros for dropped tokens."""
         numbers, made = self.numbers[layer], {}
         first, stop = torch.searchsorted(numbers, torch.tensor((begin, end))).tolist()  # they ascend
         into = numbers.narrow(0, first, stop - first) - begin
@@ -61,10 +61,8 @@ class SequenceFile(NamedTuple):
         return made
 
 
-def held(holding: Holding, page_size: int) -> tuple[Tensor, Tensor]:
-    """The numbers of the tokens that a sequence holds, counted after its padding, and the slots where they
-    lie.
-    """
+def tokens_of(holding: Holding, page_size: int) -> tuple[Tensor, Tensor]:
+    """Return the indices of the tokens that a sequence holds, counted after its padding, and their slots."""
     pages = torch.tensor([*holding.first, *holding.pages], dtype=torch.int64)
     index = torch.cat((torch.arange(len(holding.first)), holding.dropped + torch.arange(len(holding.pages))))
     within = torch.arange(page_size)
@@ -75,31 +73,31 @@ def held(holding: Holding, page_size: int) -> tuple[Tensor, Tensor]:
 
 
 def save(path: Path, layers: Sequence[LayerCache], sequences: Sequences, handle: Handle) -> None:
-    """Write what a sequence holds."""
+    """Write the tokens of a sequence to a file."""
     tensors, numbers, holdings = {}, {}, sequences.holdings(handle)
     for n, layer in enumerate(layers):
         window = layer.layout.window_class
-        numbers[n], slots = held(holdings[window], sequences.allocators[window].page_size)
+        numbers[n], slots = tokens_of(holdings[window], sequences.allocators[window].page_size)
         tensors[f"{n}.numbers"] = numbers[n].int()
         for name, plane in layer.planes.items():
             tensors[f"{n}.{name}"] = plane.flatten(0, 1)[slots.to(plane.device)].cpu()
     first = next(iter(holdings.values()))
-    said = {
+    metadata = {
         "format": FORMAT,
         "length": first.length - first.padding,
         "rollback": sequences.rollback,
-        "layouts": [_said(layer.layout) for layer in layers],
+        "layouts": [_as_json(layer.layout) for layer in layers],
         "conventions": [layer.convention for layer in layers],
     }
-    write_tensors(path, tensors, {name: json.dumps(x) for name, x in said.items()})
+    write_tensors(path, tensors, {name: json.dumps(x) for name, x in metadata.items()})
 
 
 def read(path: Path, layouts: Sequence[KVLayout]) -> SequenceFile:
-    """What a file holds for a cache of these layouts.
+    """Read a file for a cache of these layouts.
 
     Raises:
-        ValueError: it is no such file, or of other layouts.
-        OSError: it cannot be read, or is a folder.
+        ValueError: :func:`save` did not write the file, or its layouts differ.
+        OSError: the file cannot be read, or is a folder.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -109,26 +107,27 @@ def read(path: Path, layouts: Sequence[KVLayout]) -> SequenceFile:
         raise ValueError(f"{path}: expected a file that cache.save() wrote, got something else")
     try:
         with safe_open(path, "pt") as file:
-            said = {name: json.loads(x) for name, x in (file.metadata() or {}).items()}
+            metadata = {name: json.loads(x) for name, x in (file.metadata() or {}).items()}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (
-        SafetensorError,
-        ValueError,
-        RecursionError,
-    ) as error:  # too deep for Python
+    except (SafetensorError, ValueError, RecursionError) as error:  # JSON may be nested too deeply
         raise ValueError(
             f"{path}: expected a file that cache.save() wrote, got {str(error)[:200]}"
         ) from error
-    if said.get("format") != FORMAT:
+    if metadata.get("format") != FORMAT:
         raise ValueError(
-            f"{path}: expected a file that cache.save() wrote, got format {str(said.get('format'))[:80]!r}"
+            f"{path}: expected a file that cache.save() wrote, got format "
+            f"{str(metadata.get('format'))[:80]!r}"
         )
-    mine = [_said(layout) for layout in layouts]
-    if said.get("layouts") != mine:
+    mine = [_as_json(layout) for layout in layouts]
+    if metadata.get("layouts") != mine:
         raise ValueError(
-            f"{path}: expected layouts like this cache's, {mine}, got {str(said.get('layouts'))[:400]}"
+            f"{path}: expected layouts like this cache's, {mine}, got {str(metadata.get('layouts'))[:400]}"
         )
-    length, conventions, rollback = said.get("length"), said.get("conventions"), said.get("rollback", -1)
+    length, conventions, rollback = (
+        metadata.get("length"),
+        metadata.get("conventions"),
+        metadata.get("rollback", -1),
+    )
     if type(length) is not int or not 0 <= length <= INT32 or not isinstance(conventions, list):
         raise ValueError(f"{path}: its length and conventions are not what cache.save() writes")
     numbers = [_numbers(path, tensors.get(f"{n}.numbers"), length) for n in range(len(layouts))]
@@ -148,11 +147,11 @@ def read(path: Path, layouts: Sequence[KVLayout]) -> SequenceFile:
 
 
 def load(path: Path, cache: "CacheAccess", sequences: Sequences) -> Handle:
-    """Start a sequence of a cache with what a file holds."""
+    """Start a sequence of a cache with the tokens of a file."""
     saved = read(path, cache.layouts)
     (handle,) = cache.admit()
     try:
-        for begin in range(0, saved.length, cache.page_size):  # page by page, so that windows drop theirs
+        for begin in range(0, saved.length, cache.page_size):  # page by page, so that windows drop old pages
             end = min(begin + cache.page_size, saved.length)
             with cache.step({handle: end - begin}) as layers:
                 for n, layer in enumerate(layers):
@@ -173,14 +172,13 @@ def load(path: Path, cache: "CacheAccess", sequences: Sequences) -> Handle:
 def _is_enough(
     saved: SequenceFile, layer: int, layout: KVLayout, holding: Holding, sequences: Sequences
 ) -> bool:
-    """True if a file has all that later queries of a sequence see; ``holding.missing`` is then where that
-    begins.
+    """True if a file holds every token that later queries of the sequence can see.
 
-    A sequence that was cut back, or that had left padding, has dropped more behind its window than one of its
-    length.
+    A truncated or left-padded sequence has dropped more behind its window than its length suggests. Its first
+    available token is then recorded as ``holding.missing``.
     """
     page_size = sequences.allocators[layout.window_class].page_size
-    numbers, _ = held(holding, page_size)
+    numbers, _ = tokens_of(holding, page_size)
     lacks = numbers[~torch.isin(numbers, saved.numbers[layer])]
     if not len(lacks):
         return True
@@ -195,7 +193,7 @@ def _is_enough(
 
 
 def _numbers(path: Path, x: Tensor | None, length: int) -> Tensor:
-    """The numbers of the tokens that a layer kept, which ascend."""
+    """Validate the token indices of a layer, which must ascend, and return them as int64."""
     if x is None or x.dtype != torch.int32 or x.dim() != 1:
         raise ValueError(f"{path}: expected int32 numbers of each layer's tokens")
     if len(x) and (x[0] < 0 or x[-1] >= length or (x.diff() <= 0).any()):
@@ -203,6 +201,6 @@ def _numbers(path: Path, x: Tensor | None, length: int) -> Tensor:
     return x.long()
 
 
-def _said(layout: KVLayout) -> dict[str, object]:
-    """A layout as JSON says it."""
+def _as_json(layout: KVLayout) -> dict[str, object]:
+    """Return a layout as JSON values."""
     return {name: x if isinstance(x, bool | int | None) else str(x) for name, x in asdict(layout).items()}

@@ -1,6 +1,4 @@
-"""The sequences of one cache, which every page allocator, one per window, holds in equal lengths. Plain
-Python.
-"""
+"""The sequences of a cache over all of its page allocators, one for each window class. Plain Python."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -13,8 +11,11 @@ Freed = list[tuple[Window, Sequence[int]]]  # pages that became free, by window
 
 
 class Prompt(NamedTuple):
-    """A sequence that gets many tokens in a packed step: its row, and the first and the count of its tokens
-    among all of the step; and how many it had stored before."""
+    """A sequence that gets many tokens in a packed step.
+
+    ``row`` is its row in the step, ``first`` and ``tokens`` are its range among the packed tokens, and
+    ``history`` is its length before the step.
+    """
 
     row: int
     first: int
@@ -23,10 +24,10 @@ class Prompt(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a step or a read asks for: a count of tokens for each sequence, in row order.
+    """The request of a step or read: a token count for each sequence, in row order.
 
-    ``shape`` is that of all tokens, ``[b, s]`` or packed ``[t]``; ``holdings`` are what the sequences hold in
-    the first allocator.
+    ``shape`` is ``[b, s]``, or packed ``[t]``. ``holdings`` are those of the first allocator; lengths and
+    padding are the same in all.
     """
 
     tokens: Mapping[Handle, int]
@@ -35,16 +36,16 @@ class Request(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether the tokens of all sequences lie in one dimension."""
+        """True if the tokens of all sequences are packed in one dimension."""
         return len(self.shape) == 1
 
     @property
     def is_single(self) -> bool:
-        """Whether no sequence gets more than one token."""
+        """True if no sequence gets more than one token."""
         return max(self.tokens.values(), default=0) <= 1
 
     def prompts(self, least: int) -> tuple[Prompt, ...]:
-        """The sequences that get at least so many tokens packed."""
+        """Return the sequences that get at least ``least`` tokens in a packed step."""
         counts = list(self.tokens.values()) if self.packed else []
         starts = accumulate(counts, initial=0)
         rows = enumerate(zip(starts, counts, self.holdings, strict=False))
@@ -52,9 +53,7 @@ class Request(NamedTuple):
 
 
 class Sequences:
-    """What a cache knows of its sequences on the host. Every change happens in all page allocators or in
-    none.
-    """
+    """The live sequences of a cache. Every change is made in all page allocators or in none."""
 
     def __init__(
         self,
@@ -73,19 +72,19 @@ class Sequences:
             of: PageAllocator(count, tokens_of(of, page_size, shards), **_window(of), rollback=rollback)
             for of, count in pages.items()
         }
-        self._first = next(iter(self.allocators.values()))  # for what is the same in all
+        self._first = next(iter(self.allocators.values()))  # lengths and padding are the same in all
 
     @property
     def handles(self) -> list[Handle]:
-        """Live sequences in admission order."""
+        """The live sequences in admission order."""
         return self._first.handles
 
     def holding(self, handle: Handle) -> Holding:
-        """What the sequence holds in the first allocator; length and padding are the same in all."""
+        """Return the holding in the first allocator; length and padding are the same in all."""
         return self._first.holding(handle)
 
     def holdings(self, handle: Handle) -> dict[Window, Holding]:
-        """What the sequence holds in every allocator."""
+        """Return the holding in every allocator, by window class."""
         return {window: allocator.holding(handle) for window, allocator in self.allocators.items()}
 
     def __str__(self) -> str:
@@ -97,7 +96,7 @@ class Sequences:
         return ", ".join((f"{len(self.handles)} of {self.max_sequences} sequences", *free))
 
     def admit(self, n: int, left_padding: Sequence[int] | None = None) -> list[Handle]:
-        """Start ``n`` empty sequences, each with a count of left padding if there are any."""
+        """Start ``n`` empty sequences, with a count of left-padding tokens for each if given."""
         check_count("n", n)
         self.need_rows(n)
         if left_padding is not None and not isinstance(left_padding, Sequence):
@@ -118,7 +117,7 @@ class Sequences:
         return handles
 
     def fork(self, handle: Handle, n: int) -> list[Handle]:
-        """Start ``n`` sequences that share what ``handle`` holds."""
+        """Start ``n`` sequences that share all pages of ``handle``."""
         check_count("n", n)
         self.holding(handle)
         self.need_rows(n)
@@ -138,7 +137,7 @@ class Sequences:
             )
 
     def request(self, tokens: int | Mapping[Handle, int]) -> Request:
-        """The request that ``step`` or ``read`` makes with this argument, checked."""
+        """Validate the argument of ``step`` or ``read``, and return its request."""
         if isinstance(tokens, int):
             check_count("tokens", tokens)
             handles = self.handles
@@ -160,13 +159,13 @@ class Sequences:
         return Request(dict(tokens), (total,), holdings)
 
     def check_read(self, request: Request) -> None:
-        """Raise RuntimeError for queries that could see a key which some window has dropped."""
+        """Raise RuntimeError if some window has dropped a key that the queries could see."""
         for allocator in self.allocators.values():
             if allocator.window is not None:
                 allocator.check_read(request.tokens)
 
     def reserve(self, request: Request) -> list[StepPlan]:
-        """A plan from each allocator, in their order.
+        """Reserve pages in every allocator, and return their plans in order.
 
         Raises:
             CacheFullError: pages are missing in some allocator, or a sequence would grow past ``max_length``.
@@ -199,7 +198,7 @@ class Sequences:
         return [(window, allocator.commit(plan)) for (window, allocator), plan in self._each(plans)]
 
     def restore(self, plans: Sequence[StepPlan]) -> Freed:
-        """Undo every plan; of the first allocators only, if there are fewer plans."""
+        """Undo the plans of the first ``len(plans)`` allocators."""
         return [(window, allocator.restore(plan)) for (window, allocator), plan in self._each(plans)]
 
     def _each(self, plans: Sequence[StepPlan]):
@@ -229,6 +228,6 @@ def tokens_of(of: Window, page_size: int, shards: int) -> int:
 
 
 def _window(of: Window) -> dict[str, int | None]:
-    """The window of a class, and the first tokens that it keeps."""
+    """Return the window of a class and the number of first tokens that it retains."""
     window, first = of if isinstance(of, tuple) else (of, 0)
     return {"window": window, "keep_first": first}

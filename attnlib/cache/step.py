@@ -1,4 +1,4 @@
-"""What the device knows of a step: fixed buffers that every step updates in place."""
+"""The device state of a step: fixed buffers that every step updates in place."""
 
 from array import array
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from .sequences import Request, Sequences
 
 
 class PerStep(NamedTuple):
-    """What all layers of a step read: row ``i`` is the step's i-th sequence."""
+    """The slices that all layers of a step read; row ``i`` is the step's i-th sequence."""
 
     lengths: Tensor
     cu_seqlens_q: Tensor | None
@@ -27,7 +27,7 @@ class PerStep(NamedTuple):
 
 
 class PerWindow(NamedTuple):
-    """What the layers of one window read; slots say where a step's tokens go."""
+    """The slices that the layers of one window class read; ``slots`` are where a step writes its tokens."""
 
     table: Tensor
     starts: Tensor
@@ -37,7 +37,7 @@ class PerWindow(NamedTuple):
 
 
 class TableBuffers:
-    """The buffers of one page allocator: its page table, starts and slots, and what a route keeps beside them."""
+    """The buffers of one page allocator: its page table, starts and slots, and the buffers of a route."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class TableBuffers:
             self.route.add(layout)
 
     def update(self, request: Request, shown: Sequence[Handle], plan: StepPlan | None) -> None:
-        """Show the allocator's pages, when row ``i`` has shown ``shown[i]`` until now."""
+        """Bring the table up to the allocator's pages; row ``i`` has shown ``shown[i]`` until now."""
         rows = list(request.tokens)
         if rows != shown or self.allocator.window is not None:
             self._update_starts(array("i", [holding.start for holding in self.allocator.holdings(rows)]))
@@ -82,7 +82,7 @@ class TableBuffers:
             self.route.update(request, counted=plan is not None, same_rows=rows == shown)
 
     def update_schedules(self, lengths: Tensor, max_tokens: int) -> None:
-        """Schedule sequences of these lengths, in steps of at most ``max_tokens`` tokens for each."""
+        """Schedule sequences of these lengths, each with at most ``max_tokens`` tokens in the step."""
         window, starts = self.allocator.window, self.starts.tensor[: lengths.shape[0]]
         is_all_read = window is None or self.allocator.keep_first > 0
         self.schedules.update(starts, lengths, reach=None if is_all_read else window + max_tokens)
@@ -90,7 +90,7 @@ class TableBuffers:
             self.route.update_schedules(lengths)
 
     def _has_dropped(self, rows: Sequence[Handle]) -> bool:
-        """Whether pages that follow kept ones have been dropped since the table was shown."""
+        """True if a window with retained first pages has dropped more pages since the last update."""
         if not self.allocator.keep_first:
             return False
         dropped = [holding.dropped for holding in self.allocator.holdings(rows)]
@@ -116,9 +116,9 @@ class TableBuffers:
                 put(row, holding.dropped, holding.pages)
                 put(row, 0, holding.first)
                 known = []
-            if (
-                kept
-            ):  # a tile that begins in a kept page goes on in dropped ones, and must meet no other's numbers
+            # A tile that begins in a retained page runs into dropped ones, whose entries must not point to
+            # pages of other sequences.
+            if kept:
                 index = max([kept, *known])
                 put(row, index, [holding.first[-1]] * (holding.dropped - index))
         if plan is not None and plan.grants:
@@ -136,14 +136,12 @@ class TableBuffers:
 
 
 class StepBuffers:
-    """All buffers of a cache. They are allocated once, so that a captured graph finds every later step in
-    them.
-    """
+    """All step buffers of a cache, allocated once, so that a captured CUDA graph reads every later step."""
 
     def __init__(self, sequences: Sequences, options: ReadOptions, device: torch.device):
         rows, allocators = sequences.max_sequences, sequences.allocators.values()
         room = min(allocator.total * allocator.page_size for allocator in allocators)
-        tokens = min(room, rows * sequences.max_length)  # of any one step
+        tokens = min(room, rows * sequences.max_length)  # the most of any one step
         self._sending = Sending(device)
         self.lengths: Buffer = Buffer("i", rows, device)
         self.cu_seqlens_q: Buffer = Buffer("i", rows + 1, device)
@@ -156,26 +154,29 @@ class StepBuffers:
             zip(sequences.allocators, self.windows, strict=True)
         )
         self._split_size = options.split_size
-        self._shown_rows: list[Handle] = []  # the sequence that each row of the tables shows
+        self._shown_rows: list[Handle] = []  # the sequence in each row of the tables
         self._shown_counts: list[int] | None = None
 
     def schedule(self, layouts: Sequence[KVLayout]) -> None:
-        """Keep schedules for these layouts too, where their device has a use for them."""
+        """Keep schedules for these layouts too, if their device uses schedules."""
         for layout in layouts:
             self._by_window[layout.window_class].schedule(layout)
 
     def forget(self) -> None:
-        """Take the tables for unwritten, so that the next update writes all of their rows."""
+        """Forget what the tables show, so that the next update writes every row."""
         self._shown_rows = []
 
     def update(self, request: Request, plans: Sequence[StepPlan]) -> None:
-        """Show these sequences in their order.
+        """Write the sequences of a request to the buffers, in order.
 
-        With plans, one for each allocator, lengths count the new tokens, and these get slots. Without, the
-        sequences are shown as they are.
+        With plans, one for each allocator, lengths include the new tokens, which get slots. Without plans,
+        the sequences are shown as stored.
         """
         rows, counts = list(request.tokens), list(request.tokens.values())
-        shown, self._shown_rows = self._shown_rows, []  # whatever fails below, the next update starts over
+        shown, self._shown_rows = (
+            self._shown_rows,
+            [],
+        )  # if anything below fails, the next update writes every row
         with self._sending:
             self._update_per_step(request, counts, counted=bool(plans))
             for i, window in enumerate(self.windows):
@@ -200,7 +201,7 @@ class StepBuffers:
             self._shown_counts = counts
 
     def slices(self, request: Request, *, writing: bool) -> tuple[PerStep, list[PerWindow]]:
-        """The slices of the buffers that steps of this shape use, and those of each allocator."""
+        """Return the slices that steps of this shape use: the common ones, and those of each allocator."""
         rows, tokens = len(request.tokens), prod(request.shape)
         per_step = PerStep(
             self.lengths.tensor[:rows],
@@ -222,7 +223,7 @@ class StepBuffers:
 
 
 def _positions(holdings: Sequence[Holding], counts: Sequence[int]) -> array:
-    """Rotary positions: the index in the sequence minus left padding, and 0 for the padding itself."""
+    """Return rotary positions: indices minus left padding, and 0 for the padding itself."""
     positions = array("i")
     for holding, n in zip(holdings, counts, strict=True):
         first = holding.length - holding.padding

@@ -1,4 +1,4 @@
-"""Calls that come again: on a GPU they run what the first call of their kind prepared."""
+"""The call cache: on a GPU, repeated calls replay the launches that the first call of their kind prepared."""
 
 from collections.abc import Callable
 from weakref import finalize
@@ -13,31 +13,33 @@ from ..masks.band import Mask
 from ..rope.rope import Angles
 from .call import NO_ORIGIN, Call
 
-# Takes q, k, v and their descales; gives the output, and the LSE where it is asked for.
+# Takes q, k, v and their descales; returns the output, and the LSE if requested.
 Run = Callable[[Tensor, Tensor | None, Tensor | None, Descales | None], tuple[Tensor, Tensor | None]]
-Write = Callable[[Tensor, Tensor | None, Angles | None], None]  # takes k and v of a step's tokens
+Write = Callable[
+    [Tensor, Tensor | None, Angles | None], None
+]  # takes the k and v of a step, and the angles of rope
 FLOATS, NAMES = frozenset((float, type(None))), (str, type(None))
-Key = tuple[object, ...]  # by value all that decides a call or a write
+Key = tuple[object, ...]  # everything that decides a call or a write, compared by value
 
 
 def key_of(call: Call, name: str | None) -> Key | None:
-    """All that a call on the backend of this name depends on, but its view and its tensors' values.
+    """Return the cache key of a call: everything it depends on except its view and its tensors' values.
 
-    None for a call that depends on more.
+    None means that the call cannot be cached, such as one under torch.compile or with optional tensors.
     """
     q, k, v, score, dropout = call.q, call.k, call.v, call.score, call.dropout
     if call.kv is not None:
         k = v = q
     if (
         not (isinstance(q, Tensor) and q.is_cuda)
-        or are_watched(q, k, v)  # also by a compiler
+        or are_watched(q, k, v)  # torch.compile or a dispatch mode follows the call
         or type(call.mask) is not Mask
         or call.packing is not None
         or call.origin is not NO_ORIGIN
         or not (call.key_starts is call.key_ends is dropout.seed is None)
         or dropout.p != 0
         or type(dropout.p) is not float
-        # No tensors; and 1, 1.0 and True would be one key, though not all of them are what a call takes.
+        # Tensors cannot be keys, and 1, 1.0 and True would be one key although not all of them are valid.
         or not FLOATS.issuperset(map(type, score))
         or type(name) not in NAMES
         or not (q.layout is k.layout is v.layout is torch.strided)
@@ -61,29 +63,25 @@ def key_of(call: Call, name: str | None) -> Key | None:
 
 
 def _is_plain(x: object) -> bool:
-    """Whether a tensor needs no gradient and has no strides of its own."""
+    """True for a contiguous tensor without a gradient."""
     return type(x) is Tensor and x.layout is torch.strided and x.is_contiguous() and not x.requires_grad
 
 
 class PreparedCalls:
-    """Up to ``limit`` prepared calls over tensors, and as many calls and writes over each view while that
-    lives.
-    """
+    """A bounded call cache: ``limit`` calls on tensors, and ``limit`` per view, freed with the view."""
 
     def __init__(self, limit: int):
         self.limit = limit
         self._over_tensors: dict[Key, Run | Write] = {}
-        self._over_views: dict[int, dict[Key, Run | Write]] = {}  # by the id of a view, while that lives
+        self._over_views: dict[int, dict[Key, Run | Write]] = {}  # by id(view), until the view is freed
 
     def find(self, view: KVView | None, key: Key) -> Run | Write | None:
-        """What was prepared for this key over a view, or over tensors where there is none."""
+        """Return the cached call of this key over a view, or over tensors if ``view`` is None."""
         runs = self._over_tensors if view is None else self._over_views.get(id(view))
         return None if runs is None else runs.get(key)
 
     def remember(self, view: KVView | None, key: Key, run: Run | Write | None) -> None:
-        """Run calls of this key by ``run``, if there is one, from now on; too many are all forgotten
-        first.
-        """
+        """Cache ``run`` for calls of this key, unless it is None. A full cache is emptied first."""
         if run is None:
             return
         runs = self._over_tensors if view is None else self._over_views.get(id(view))
@@ -95,10 +93,10 @@ class PreparedCalls:
         runs[key] = run
 
     def count(self, view: KVView | None = None) -> int:
-        """How many there are over tensors, or over a view."""
+        """Return the number of cached calls over tensors, or over a view."""
         return len(self._over_tensors if view is None else self._over_views.get(id(view), ()))
 
     def forget(self) -> None:
-        """Forget all; for those who change what decides a call, such as the launch tables."""
+        """Empty the cache, after a change that no key contains, such as new launch tables."""
         self._over_tensors.clear()
         self._over_views.clear()

@@ -1,4 +1,4 @@
-"""A call of attention as one value, and the check that every call passes once."""
+"""An attention call as one value, and the check that every call passes once."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -18,9 +18,7 @@ from .spec import AttentionSpec, describe
 
 
 class Packing(NamedTuple):
-    """Where the queries and keys of each packed sequence begin, int32 ``[b + 1]``, and bounds of their
-    lengths.
-    """
+    """The offsets of packed sequences, int32 ``[b + 1]``, and bounds of their lengths."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -28,29 +26,27 @@ class Packing(NamedTuple):
     max_seqlen_k: int | None = None
 
     def read(self, *, queries: int, keys: int) -> tuple[list[int], list[int]]:
-        """The offsets on the host, checked against so many packed queries and keys.
+        """Read the offsets to the host, and check them for this many packed ``queries`` and ``keys``.
 
         Raises:
-            ValueError: they do not start at 0, decrease, pass the last token, or hold a longer sequence than
-            promised.
+            ValueError: offsets do not start at 0, decrease, exceed the tokens, or hold a sequence longer than
+                ``max_seqlen``.
         """
         rows = _read_offsets("cu_seqlens_q", self.cu_seqlens_q, queries, "max_seqlen_q", self.max_seqlen_q)
         return rows, _read_offsets("cu_seqlens_k", self.cu_seqlens_k, keys, "max_seqlen_k", self.max_seqlen_k)
 
 
 class Dropout(NamedTuple):
-    """Which probabilities are dropped: each with probability ``p``, by Philox bits of the seed, int64
-    ``[1]``.
-    """
+    """Dropout of attention probabilities with rate ``p``, by Philox bits of an int64 ``[1]`` seed."""
 
     p: float = 0.0
     seed: Tensor | None = None
 
     def seeded(self, device: torch.device) -> "Dropout":
-        """The same with a seed, drawn where there is none and something is dropped.
+        """Return the same with a seed; a missing one is drawn, if ``p`` is above 0.
 
         Raises:
-            ValueError, TypeError: the probability is no number in [0, 1), or the seed is not int64 ``[1]``.
+            ValueError, TypeError: ``p`` is not a number in [0, 1), or the seed is not int64 ``[1]``.
         """
         p, seed = self.p, self.seed
         if seed is None and p == 0:
@@ -67,11 +63,10 @@ class Dropout(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a piece of a larger call begins in the whole: each an int, or int32 ``[b]``, one for each
-    sequence.
+    """The position of a chunk in a larger call, so that the chunk computes what the whole call would.
 
-    ``query`` is added to every index of a query, ``key`` to every index of a key, ``head`` and ``sequence``
-    likewise, wherever masks, ALiBi and dropout see one. So the piece computes what the whole would.
+    Each number is an int or an int32 tensor ``[b]``, one for each sequence. It is added to every index of a
+    query, key, head or sequence that masks, ALiBi, functions and dropout see.
     """
 
     query: int | Tensor = 0
@@ -80,10 +75,10 @@ class Origin(NamedTuple):
     sequence: int | Tensor = 0
 
     def table(self, sequences: int, device: torch.device) -> Tensor | None:
-        """Int32 ``[sequences, 4]`` for kernels to read; None where all begins at 0."""
+        """Return the origins as int32 ``[sequences, 4]`` for kernels, or None if all are 0."""
         if all(type(x) is int and x == 0 for x in self):
             return None
-        # Ints are filled in, not copied, as a CUDA graph that is captured may not.
+        # torch.full instead of a copy from the host, which a CUDA graph could not capture.
         filled = {"size": (sequences,), "dtype": torch.int32, "device": device}
         return torch.stack(
             [x if isinstance(x, Tensor) else torch.full(fill_value=x, **filled) for x in self], 1
@@ -91,10 +86,10 @@ class Origin(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What one call computes. ``k`` and ``v`` are None over a view, ``kv`` is None over tensors.
+    """One attention call. ``k`` and ``v`` are None for a cached call, which has a view ``kv``.
 
-    A :func:`checked` call has its ``spec``: its shapes fit, its dtypes agree, and its scale and its seed are
-    set.
+    A call that :func:`checked` has validated has a ``spec``: its shapes and dtypes agree, and its scale and
+    dropout seed are set.
     """
 
     q: Tensor
@@ -119,7 +114,7 @@ class Call(NamedTuple):
 
     @property
     def optional(self) -> dict[str, Tensor]:
-        """The tensors that need not be there, by name, and are."""
+        """The optional tensors that are given, by name."""
         packing, seed, descales, functions = self.packing, self.dropout.seed, self.descales, self.functions
         found = self.score.tensors if functions is None else self.score.tensors | functions.named
         if packing is descales is self.key_starts is self.key_ends is seed is None:
@@ -133,11 +128,11 @@ class Call(NamedTuple):
 
     @property
     def functions(self) -> Functions | None:
-        """What functions of indices say of its mask and its scores, if any do."""
+        """The mask and score functions of the call, or None."""
         return functions_of(self.mask, self.score.function)
 
     def check_functions(self, sizes: Mapping[str, int]) -> None:
-        """Compare what functions of indices read with these sizes; raises as :func:`check_functions`."""
+        """Check the tensors that functions read against these sizes, as :func:`check_functions` does."""
         x, packed = self.packing, None
         if x is not None:
             packed = {"s": (x.cu_seqlens_q, x.max_seqlen_q), "t": (x.cu_seqlens_k, x.max_seqlen_k)}
@@ -154,7 +149,7 @@ class Call(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """How many sequences attend, each to itself alone."""
+        """The number of sequences, each of which attends only to itself."""
         if self.kv is not None:
             return self.kv.lengths.shape[0]
         return self.q.shape[0] if self.packing is None else self.packing.cu_seqlens_q.shape[0] - 1
@@ -164,8 +159,9 @@ NO_ORIGIN = Call._field_defaults["origin"]
 
 
 class PieceGradients(NamedTuple):
-    """What a piece adds to the gradients of a larger call; ``captured`` are those of what its scores read, or
-    None.
+    """The contribution of a chunk to the gradients of a larger call.
+
+    ``captured`` has a gradient, or None, for each tensor that a score function reads.
     """
 
     q: Tensor
@@ -176,10 +172,10 @@ class PieceGradients(NamedTuple):
 
 
 def checked(call: Call) -> Call:
-    """The call with tensors of one dtype, a scale, a seed where it drops, and its spec.
+    """Validate a call, and return it with its spec, a scale, a dropout seed and tensors of one dtype.
 
     Raises:
-        ValueError, TypeError: naming the argument, what was expected and what came.
+        ValueError, TypeError: an argument does not fit; the message names it and what was expected.
     """
     if call.kv is None:
         sizes = bound(call)
@@ -190,19 +186,14 @@ def checked(call: Call) -> Call:
     _check_tensors(call, sizes)
     score, dropout = call.score.filled(sizes["d"]), call.dropout.seeded(q.device)
     bounds = call.key_starts, call.key_ends
-    rest = (
-        call.packing,
-        dropout,
-        call.origin,
-        call.descales,
-        call.lse,
-    )  # _replace() would take three times as long
+    # Two constructor calls; _replace() would take three times as long.
+    rest = call.packing, dropout, call.origin, call.descales, call.lse
     spec = describe(Call(q, call.mask, score, k, v, call.kv, *bounds, *rest), sizes)
     return Call(q, call.mask, score, k, v, call.kv, *bounds, *rest, spec)
 
 
 def bound(call: Call) -> dict[str, int]:
-    """The sizes of a call on tensors, by their letters; raises as :func:`checked`."""
+    """Return the dimension sizes of a call on tensors by their letters; raises as :func:`checked` does."""
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
         if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
             refuse_tensor(name, x)
@@ -217,7 +208,7 @@ def bound(call: Call) -> dict[str, int]:
 
 
 def _bind_to_view(call: Call) -> dict[str, int]:
-    """The sizes of a call over a cache."""
+    """Return the dimension sizes of a cached call by their letters."""
     q, kv, mask = call.q, call.kv, call.mask
     if not isinstance(q, Tensor) or q.is_nested or q.layout is not torch.strided:
         refuse_tensor("q", q)
@@ -228,13 +219,13 @@ def _bind_to_view(call: Call) -> dict[str, int]:
         raise ValueError(
             f"q: expected a multiple of the cache's g={layout.heads} KV heads, got h={sizes['h']}"
         )
-    if isinstance(mask, AnyMask):  # what is none, describe() refuses
+    if isinstance(mask, AnyMask):  # describe() refuses any other object
         layout.check_reach(mask)
     return sizes | {"g": layout.heads, "e": layout.value_dim}
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype where autocast is on; fp64 and integers stay, as in torch, and fp8."""
+    """Cast tensors to autocast's dtype if it is enabled. As in torch, fp64 and integers stay; so does fp8."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -243,7 +234,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _check_tensors(call: Call, sizes: dict[str, int]) -> None:
-    """Raise ValueError or TypeError for slopes, sinks, bounds, offsets and descales that do not fit."""
+    """Raise ValueError or TypeError if slopes, sinks, key bounds, offsets or descales do not fit the call."""
     score, packing = call.score, call.packing
     if call.origin is not NO_ORIGIN:
         _check_origin(call)
@@ -279,9 +270,8 @@ def _check_tiles(mask: MaskFunction, device: torch.device, sizes: dict[str, int]
     if tuple(mask.tiles.shape) != expected or mask.sizes != (s, t) or mask.tiles.device != device:
         found = f"{tuple(mask.tiles.shape)} for {mask.sizes} queries and keys on {mask.tiles.device}"
         got = f"tiles {found}, not {expected} for {(s, t)} on {device}"
-        is_lost = (
-            not mask.tensors and mask.tiles.device != device
-        )  # the function reads no tensor that would tell it
+        # A function without tensors does not know its device.
+        is_lost = not mask.tensors and mask.tiles.device != device
         remedy = (
             f"device= is missing: block_mask(..., device={str(device)!r})" if is_lost else "see block_mask()"
         )

@@ -1,4 +1,4 @@
-"""What functions of indices say of one call: of its mask and of its scores."""
+"""The mask and score functions of one call: their programs, and the tensors that they read."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from ..tracing.program import Program, constant_indices
 
 
 class Programs(NamedTuple):
-    """What functions say of a mask and of scores, and the dtypes and ranks of what they read."""
+    """The programs of a mask and of scores, with dtype and number of dimensions of each tensor they read."""
 
     mask: Program | None
     score: Program | None
@@ -23,14 +23,12 @@ class Programs(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """Their steps, for people."""
+        """The steps of both programs as text."""
         return [line for x in (self.mask, self.score) if x is not None for line in str(x).splitlines()]
 
 
 class Functions(NamedTuple):
-    """What functions say of a mask and of scores, the tensors that they read, and what is known of the mask's
-    tiles.
-    """
+    """The programs of a mask and of scores, their tensors, and the mask's precomputed tiles."""
 
     mask: Program | None
     score: Program | None
@@ -40,20 +38,18 @@ class Functions(NamedTuple):
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """The tensors, by names for people."""
+        """The tensors by the names that error messages use."""
         both = (("mask_mod", self.mask_tensors), ("score_mod", self.score_tensors))
         return {f"tensor {n} of {name}": x for name, tensors in both for n, x in enumerate(tensors)}
 
     @property
     def programs(self) -> Programs:
-        """All but the tensors, of which there are dtypes and ranks."""
+        """The same without the tensors, for the spec of a call."""
         kinds = tuple((x.dtype, x.dim()) for x in (*self.mask_tensors, *self.score_tensors))
         return Programs(self.mask, self.score, kinds)
 
     def check(self) -> None:
-        """Raise ValueError for a tensor from which nothing could be read, or not what a constant index asks
-        for.
-        """
+        """Raise ValueError for an empty tensor, or one too small for a constant index of its function."""
         for name, x in self.named.items():
             if 0 in x.shape:
                 raise ValueError(f"{name}: expected an element in each dimension, got {tuple(x.shape)}")
@@ -65,7 +61,7 @@ class Functions(NamedTuple):
 
 
 def functions_of(mask: AnyMask, score: ScoreFunction | None) -> Functions | None:
-    """What the functions among these say; None without any."""
+    """Return the functions of a call, or None if its mask is a band and its scores have no function."""
     by_mask, by_score = type(mask) is MaskFunction, type(score) is ScoreFunction
     if not (by_mask or by_score):
         return None
@@ -83,11 +79,11 @@ def check_functions(
 ) -> None:
     """Compare the tensors that functions read with the ``sizes`` of a call, as far as the host knows them.
 
-    ``packed`` gives the offsets of packed queries "s" and keys "t", and the bounds of their lengths. Only
-    bounds are known of the lengths of packed and stored sequences; ``ATTNLIB_CHECK=1`` reads them.
+    ``packed`` maps "s" and "t" to the offsets of packed queries and keys and a bound of their lengths. The
+    host knows only bounds for packed and cached sequences; with ``ATTNLIB_CHECK=1`` it reads the lengths.
 
     Raises:
-        ValueError: naming the mask or the score, what was expected and what came.
+        ValueError: a tensor is too small; the message names the function and the expected size.
     """
     compared = [x for x in (mask, score) if isinstance(x, MaskFunction | ScoreFunction) and any(x.dims)]
     if not compared:
@@ -105,8 +101,9 @@ def check_functions(
 
 
 def _longest(offsets: Tensor, limit: int | None) -> int:
-    """The bound that the caller gives, or with ``ATTNLIB_CHECK=1`` the length of the longest sequence; 0 if
-    unknown.
+    """Return a bound of the longest sequence: the caller's, or the length itself with ``ATTNLIB_CHECK=1``.
+
+    0 means that nothing is known.
     """
     if limit is None and are_checks_on(offsets) and len(offsets) > 1:
         return offsets.diff().max().item()

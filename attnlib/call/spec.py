@@ -1,4 +1,4 @@
-"""AttentionSpec, a problem without its lengths, and describe(), which makes it."""
+"""AttentionSpec, the description of a call without its lengths, and ``describe``, which makes one."""
 
 import os
 from functools import lru_cache
@@ -18,12 +18,16 @@ NO_FP8_BACKWARD = "fp8 inputs have no backward; wrap the call in torch.no_grad()
 
 
 class AttentionSpec(NamedTuple):
-    """A problem without its lengths: everything that may decide which backend or kernel runs it.
+    """The description of a call without its lengths: everything that decides which backend or kernel runs.
 
-    ``kind`` is ``dense``, ``varlen`` or ``cached``; ``arch`` is 90 for sm_90 and 0 off CUDA; ``mask`` is a
-    band, in which ``functions`` may hide more; ``score`` names the options of scores; ``strided`` names the
-    tensors whose last dimension is not contiguous; ``layout``, ``page_size`` and ``batch_invariant`` belong
-    to cached calls; ``interpreted`` says that Triton runs kernels without a GPU.
+    Attributes:
+        kind: ``dense``, ``varlen`` or ``cached``.
+        arch: 90 for sm_90, 0 without CUDA.
+        mask: the band of visible keys; ``functions`` may hide more of them.
+        score: the names of the score options in use.
+        strided: the names of tensors whose last dimension is not contiguous.
+        layout, page_size, batch_invariant: set for cached calls only.
+        interpreted: Triton's interpreter runs the kernels, without a GPU.
     """
 
     kind: str
@@ -49,24 +53,23 @@ class AttentionSpec(NamedTuple):
 
     @property
     def without_backward(self) -> list[str]:
-        """Why no backend differentiates it, where a gradient is asked for."""
+        """The reasons why no backend has a backward for this call, if it needs a gradient."""
         if not self.grad:
             return []
         return [NO_BACKWARD] if self.kind == "cached" else [NO_FP8_BACKWARD] if self.dtype == E4M3 else []
 
 
 def describe(call, sizes: dict[str, int]) -> AttentionSpec:
-    """The spec of a :class:`~attnlib.call.Call` whose shapes agree already; the only place that looks at a
-    device.
+    """Return the spec of a :class:`~attnlib.call.Call` whose shapes are validated.
 
-    ``sizes`` have the call's h, g, d and e.
+    ``sizes`` has the call's h, g, d and e. No other function queries a device.
 
     Raises:
-        TypeError: not a Mask; a dtype that attention does not take, or several.
-        ValueError: tensors on different devices.
+        TypeError: ``mask`` is not a Mask, or a dtype is unsupported or differs between tensors.
+        ValueError: tensors are on different devices.
     """
     mask, score, kv, dropout = call.mask, call.score, call.kv, call.dropout
-    if type(mask) not in (Mask, MaskFunction):  # what a subclass says of visible(), no kernel would know
+    if type(mask) not in (Mask, MaskFunction):  # kernels ignore what a subclass overrides
         refuse_mask(mask)
     functions = call.functions
     device, dtype = call.q.device, call.q.dtype
@@ -93,7 +96,7 @@ def describe(call, sizes: dict[str, int]) -> AttentionSpec:
         _check_view(kv, device, dtype)
     forward = is_forward_mode(call.q, call.k, call.v, *optional.values())
     device_type = device.type
-    return AttentionSpec(  # by position, in the order of the fields: names would take 1.4 us more
+    return AttentionSpec(  # positional, in field order: keywords would take 1.4 us more
         call.kind,
         device_type,
         arch_of(device),
@@ -106,7 +109,7 @@ def describe(call, sizes: dict[str, int]) -> AttentionSpec:
         score.options,
         call.key_starts is not None or call.key_ends is not None,
         dropout.p > 0,
-        (grad and torch.is_grad_enabled()) or forward,  # what cannot be done is refused there
+        (grad and torch.is_grad_enabled()) or forward,  # backends then refuse forward mode
         call.lse,
         strided,
         None if kv is None else kv.layout,
@@ -118,12 +121,12 @@ def describe(call, sizes: dict[str, int]) -> AttentionSpec:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton is asked to interpret kernels."""
+    """True if TRITON_INTERPRET=1 makes Triton interpret kernels."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def arch_of(device: torch.device) -> int:
-    """90 for a CUDA device of sm_90, 0 for any other device."""
+    """Return the compute capability of a CUDA device, such as 90 for sm_90, and 0 for other devices."""
     if device.type != "cuda":
         return 0
     return _read_arch(device) if torch.compiler.is_compiling() else _known_arch(device)
@@ -134,9 +137,8 @@ def _read_arch(device: torch.device) -> int:
     return 10 * major + minor
 
 
-_known_arch = lru_cache(
-    _read_arch
-)  # it takes 3 us to read, and never changes; the compiler folds it by itself
+# Reading the capability takes 3 us. torch.compile folds it into a constant without a cache.
+_known_arch = lru_cache(_read_arch)
 
 
 def _check_view(kv: KVView, device: torch.device, dtype: torch.dtype) -> None:

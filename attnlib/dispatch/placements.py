@@ -1,8 +1,7 @@
-"""Calls on DTensors: each rank attends with the rows and heads that it has, as the whole call does with
-these.
+"""Calls on DTensors: each rank attends with its own sequences and heads, and gets what the whole call would.
 
-The rule is ours and not registered with torch's operators: functions of indices and dropout must know which
-heads and sequences of the whole a rank has, which a strategy of torch's for an operator cannot tell it.
+This is not a sharding strategy registered with torch's operators. Mask and score functions and dropout need
+to know which heads and sequences of the whole call a rank has, and such a strategy cannot pass that on.
 """
 
 import math
@@ -28,7 +27,7 @@ LETTERS = ("bshd", "btgd", "btge"), ("shd", "tgd", "tge")  # dimensions of q, k 
 
 
 def is_dtensor(x: object) -> bool:
-    """True for a DTensor, without importing what DTensors are before somebody has one."""
+    """True for a DTensor. Imports torch's DTensor module only if the class name matches."""
     if type(x).__name__ != "DTensor":
         return False
     from torch.distributed.tensor import DTensor
@@ -37,9 +36,10 @@ def is_dtensor(x: object) -> bool:
 
 
 class MeshPlacement(NamedTuple):
-    """Each dimension of a mesh shards sequences ``"b"`` or heads ``"h"``, or replicates ``""``.
+    """The sharding of a call over a mesh.
 
-    ``sizes`` gives the size of each of these dimensions in the whole call.
+    ``shared`` has a letter for each mesh dimension: ``"b"`` shards sequences, ``"h"`` heads, ``""``
+    replicates. ``sizes`` holds the dimension sizes of the whole call.
     """
 
     mesh: "torch.distributed.device_mesh.DeviceMesh"
@@ -80,7 +80,7 @@ class MeshPlacement(NamedTuple):
         return f"whose ranks share {' and '.join(parts[shared] for shared in self.shared)}"
 
     def shards(self, letter: str) -> int:
-        """Count the ranks over which this dimension is sharded."""
+        """Return the number of ranks over which this dimension is sharded."""
         return math.prod([self.mesh.size(at) for at, shared in enumerate(self.shared) if shared == letter])
 
     def span(self, letter: str) -> tuple[int, int]:
@@ -103,8 +103,9 @@ class MeshPlacement(NamedTuple):
         return [Replicate() if dim < 0 else Shard(dim) for dim in dims]
 
     def local(self, x: Tensor, letters: str = "") -> Tensor:
-        """This rank's part of a tensor, whose gradient is the whole one's. A local one is the same on all
-        ranks.
+        """Return this rank's shard of a tensor, differentiably.
+
+        A tensor that is not a DTensor must be the same on all ranks.
         """
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -112,9 +113,8 @@ class MeshPlacement(NamedTuple):
             x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         wanted = self.placements(letters)
         pairs = zip(wanted, self.shared, strict=True)
-        grads = [
-            Partial() if p.is_replicate() and shared else p for p, shared in pairs
-        ]  # each rank adds its own
+        # A replicated tensor gets a contribution to its gradient from every rank.
+        grads = [Partial() if p.is_replicate() and shared else p for p, shared in pairs]
         part = x.redistribute(placements=wanted).to_local(grad_placements=grads)
         if "g" in letters and self.sizes["g"] % self.shards("h"):
             start, size = self.span("h")
@@ -123,7 +123,7 @@ class MeshPlacement(NamedTuple):
         return part
 
     def empty(self, x: Tensor, letters: str = "") -> Tensor:
-        """A tensor like :meth:`local`'s, whose values say nothing, and for which no rank asks another."""
+        """Return an uninitialised tensor in the shape of :meth:`local`, without communication."""
         sizes = {letter: self.span(letter)[1] for letter in "bh" if letter in self.sizes}
         sizes["g"] = -(-sizes["h"] * self.sizes["g"] // self.sizes["h"])
         shape = [
@@ -132,7 +132,7 @@ class MeshPlacement(NamedTuple):
         return torch.empty(shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
     def whole(self, x: Tensor | None, letters: str) -> "DTensor | None":
-        """The DTensor of which each rank has such a part."""
+        """Return the DTensor of which ``x`` is this rank's shard."""
         from torch.distributed.tensor import DTensor
 
         if x is None:
@@ -144,13 +144,13 @@ class MeshPlacement(NamedTuple):
 
 
 class LocalCall(NamedTuple):
-    """The part of a call that a rank runs, and how its results are parts of the whole ones."""
+    """The shard of a call that a rank runs, and the placement of its results."""
 
     call: Call
     sharing: MeshPlacement
 
     def whole(self, out: Tensor, lse: Tensor | None) -> tuple["DTensor", "DTensor | None"]:
-        """Output and LSE of the whole call."""
+        """Return the output and LSE of the whole call as DTensors."""
         names = ("bshe", "bhs") if self.call.packing is None else ("she", "hs")
         return self.sharing.whole(out, names[0]), self.sharing.whole(lse, names[1])
 
@@ -158,7 +158,7 @@ class LocalCall(NamedTuple):
 def local_call(
     call: Call, part: Callable[[MeshPlacement, Tensor, str], Tensor] = MeshPlacement.local
 ) -> LocalCall | None:
-    """Return this rank's part of a call on DTensors, of the ``part`` of each tensor; None for other calls.
+    """Return this rank's shard of a call on DTensors, None for other calls; ``part`` shards each tensor.
 
     Raises:
         TypeError: over a cache; or as :meth:`Sharing.of`, with its other errors.
@@ -189,7 +189,7 @@ def local_call(
         descales = Descales(*map(of, descales, ("bh", "bg", "bg")))
     bounds = of(call.key_starts, "b"), of(call.key_ends, "b")
     dropout, origin = call.dropout, call.origin
-    if dropout.p or call.functions is not None:  # which see the whole's indices
+    if dropout.p or call.functions is not None:  # these see indices of the whole call
         origin = origin._replace(head=origin.head + sharing.span("h")[0])
         origin = origin if packing else origin._replace(sequence=origin.sequence + sharing.span("b")[0])
         dropout = dropout._replace(seed=of(_seed(dropout, q.device, sharing)))
@@ -199,7 +199,7 @@ def local_call(
 
 
 def _seed(dropout: Dropout, device: torch.device, sharing: MeshPlacement) -> Tensor | None:
-    """The seed, which the first rank draws where none is given."""
+    """Return the dropout seed, drawn on the first rank and replicated if none is given."""
     from torch.distributed.tensor import DTensor, Replicate
 
     seed = dropout.seeded(device).seed

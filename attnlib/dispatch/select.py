@@ -1,4 +1,4 @@
-"""Which backend runs a spec: a walk over a preference list, and the text that explains it."""
+"""Select a backend for a spec by a walk over a preference list, and explain the choice."""
 
 import sys
 import warnings
@@ -18,20 +18,26 @@ from ..internal.signatures import leading_to
 INSIDE = ("attnlib.", "torch.")
 FIRST_CALL = "the first call"
 UNTRIED = "cannot be tried here"
-REMEDY = "to do: update attnlib, or install versions of torch and Triton that it is tested with (docs/versioning.md)"
+REMEDY = (
+    "to do: update attnlib, or install versions of torch and Triton that it is tested with "
+    "(docs/versioning.md)"
+)
 
 
 class Backend(Protocol):
-    """A way to run attention: a module or an object of this shape.
+    """The interface of a backend: a module or an object with these functions.
 
-    ``unsupported`` lists why a spec cannot run, ``slow`` why it would copy K or V, materialise scores or wait
-    for the device; both look at the spec alone. ``failures`` lists which private functions of torch and
-    Triton do not work as expected, and what that costs. ``attention`` and ``cached_attention`` run a checked
-    call to ``(out, lse)``; ``gradients`` are those of a piece of a larger call, from that one's dout, output
-    and LSE at the queries of the piece; and ``prepare`` gives a quicker way to run a call again, or None.
-    ``variant`` names the kernels that would run it, where there are several; else it is empty.
-    ``cannot_store`` lists why tokens of a dtype cannot be stored on a device; the rest does what
-    :mod:`attnlib.dispatch.storage` says of it, ``peer_memory`` for a group.
+    Attributes:
+        unsupported: the reasons why a spec cannot run; reads the spec only.
+        slow: the reasons why a spec would copy K or V, materialise scores or wait for the device.
+        failures: the private functions of torch and Triton that failed their trial, and what that costs.
+        attention, cached_attention: run a checked call and return ``(out, lse)``.
+        gradients: the gradients of a chunk of a larger call, from its dout, output and LSE at the chunk's
+            queries.
+        prepare: a faster way to repeat a call, or None.
+        variant: the name of the kernels that would run a call, empty if there is only one kind.
+        cannot_store: the reasons why tokens of a dtype cannot be stored on a device.
+        write_cache, new_schedule, update_schedule, peer_memory: as in :mod:`attnlib.dispatch.storage`.
     """
 
     unsupported: Callable[[AttentionSpec], list[str]]
@@ -49,24 +55,34 @@ class Backend(Protocol):
     peer_memory: Callable
 
 
-PREPARED = PreparedCalls(4096)  # the one store of calls that come again
+PREPARED = PreparedCalls(4096)  # the only call cache
 PREFERENCE = ("triton", "torch", "reference")
-NAMES = (*PREFERENCE, "triton:plain")  # the last by name alone
+NAMES = (*PREFERENCE, "triton:plain")  # the last one only if it is named
 FLOP_FORMULAS = flops.formulas()
 
 
 class SlowPathWarning(UserWarning):
-    """The automatic choice copies K or V, materialises scores, or waits for the device; or a Hopper GPU runs
-    without a fast path, since a private function of torch or Triton has changed. ``explain`` says why."""
+    """A warning that a call runs slowly: it copies K or V, materialises scores or waits for the device.
+
+    Also issued once if a Hopper GPU runs without a fast path because a private function of torch or Triton
+    has changed. ``explain`` says why.
+    """
 
 
 @leading_to("explain(call, *args) makes it")
 class Explanation(NamedTuple):
-    """Which backend a call runs on and why; print it. ``variant`` names the kernels, if there are several.
+    """The backend that a call runs on, and why; made to be printed.
 
-    Over a view with shared prefixes two calls run, and are merged: ``shared`` explains the one over these
-    prefixes, and all else is of the one over what each sequence has for itself. ``ranks`` says how ranks
-    share a sequence. ``failures`` says which fast paths are off and why.
+    Attributes:
+        spec: the description of the call.
+        chosen: the name of the backend, None if no backend can run the call.
+        rejected: for each other backend, the reasons against it.
+        slow: the reasons why the chosen backend is slow here.
+        variant: the name of the chosen kernels, if there are several kinds.
+        shared: over shared prefixes two calls run and are merged; this explains the call over the prefixes,
+            and the other attributes the call over each sequence's own keys.
+        ranks: how ranks share the call.
+        failures: the fast paths that are off, and why.
     """
 
     spec: AttentionSpec
@@ -110,10 +126,10 @@ class Explanation(NamedTuple):
 
 
 def select(spec: AttentionSpec, name: str | None = None) -> Backend:
-    """The first backend that can run ``spec``; a named one runs it or raises, and never falls back.
+    """Return the first backend that can run ``spec``, or the named one, which never falls back.
 
-    ``"strict"`` is the automatic choice that raises where it would be slow; on a GPU the automatic choice
-    warns.
+    ``"strict"`` selects automatically but raises if the choice would be slow. On a GPU, the automatic choice
+    warns instead.
 
     Raises:
         ValueError, TypeError: no backend has this name.
@@ -137,17 +153,17 @@ def _preferred(spec: AttentionSpec, name: str | None) -> Backend:
 
 
 def backend_of(name: str) -> Backend:
-    """The backend of a known name. (No mapping of the module's, which Dynamo may lose sight of.)"""
+    """Return the backend of a known name. A module-level mapping would hide the backends from Dynamo."""
     return (_triton.backend, _torch, _reference, _triton.plain)[NAMES.index(name)]
 
 
 def storing(dtype: torch.dtype, device: torch.device) -> Backend:
-    """The backend that stores tokens of this dtype on this device, and shares a step's sequences out."""
+    """Return the backend that stores tokens of this dtype on this device, and schedules its sequences."""
     return next(backend for backend in (_triton.backend, _torch) if not backend.cannot_store(dtype, device))
 
 
 def explanation(spec: AttentionSpec, name: str | None) -> Explanation:
-    """Why ``select(spec, name)`` chooses what it does; raises for an unknown name alone."""
+    """Explain the choice of ``select(spec, name)``. Raises only for an unknown name."""
     if name is not None:
         _check_name(name)
     asked = PREFERENCE if name in (None, "strict") else (name,)
@@ -169,7 +185,7 @@ def _failures(spec: AttentionSpec, backend: Backend) -> tuple[str, ...]:
 
 
 def explained(call: Call, name: str | None) -> Explanation:
-    """The explanation of a checked call, with the kernels that would run it."""
+    """Explain a checked call, including the kernels that would run it."""
     found = explanation(call.spec, name)
     return found if found.chosen is None else found._replace(variant=backend_of(found.chosen).variant(call))
 
@@ -194,12 +210,12 @@ def _refuse_or_warn(name: str, spec: AttentionSpec, *, strict: bool) -> None:
         return
     if strict:
         raise NotImplementedError(f"strict: {name} would be slow: {'; '.join(reasons)}")
-    level = 4 if torch.compiler.is_compiling() else _level_of_caller()  # the compiler traces no frames
+    level = 4 if torch.compiler.is_compiling() else _level_of_caller()  # Dynamo cannot trace frames
     warnings.warn(f"attention runs on {name}: {'; '.join(reasons)}", SlowPathWarning, stacklevel=level)
 
 
 def _warn_of_failures(spec: AttentionSpec, backend: Backend) -> None:
-    """Warn, once in a process, if a GPU that has fast paths runs without them."""
+    """Warn once per process if a GPU that has fast paths runs without them."""
     if torch.compiler.is_compiling() or FIRST_CALL in ANSWERS:
         return
     try:
@@ -212,10 +228,9 @@ def _warn_of_failures(spec: AttentionSpec, backend: Backend) -> None:
 
 
 def _level_of_caller() -> int:
-    """The ``stacklevel`` with which a warning of the function that asks names the line of who called this
-    package.
+    """Return the ``stacklevel`` at which a warning points to the line that called this package.
 
-    Layers call it through torch's modules, so that those are passed over too.
+    Frames of torch are skipped too, since layers run inside ``nn.Module.__call__``.
     """
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(INSIDE):

@@ -1,4 +1,4 @@
-"""What a cache asks of a device: write tokens, copy pages, share a step's sequences out."""
+"""The work of a cache on its device: write tokens, copy pages, and schedule the sequences of a step."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -25,13 +25,13 @@ def write_cache(
     angles: Angles | None = None,
     key: Key | None = None,
 ) -> None:
-    """Write tokens into a view's planes in place: k, rotated by ``angles`` first, and v, at ``slots``.
+    """Write tokens into a view's planes in place at ``slots``: k, rotated by ``angles`` first, and v.
 
-    A slot is ``page * page_size + offset``, int64, one for each token; -1 is skipped. Grouped: k ``[b, s, g,
-    d]`` or packed ``[t, g, d]``, v ``[..., g, e]``. Latent: k is the latent ``[..., r]``, and v the rotary
-    key ``[..., p]`` or None, which is what ``angles`` rotate. Quantises when the layout stores int8 or fp8.
-    With a ``key`` that holds all that decides a write but the slots, :func:`prepared_write` finds a quicker
-    way to write again.
+    ``slots`` is int64, ``page * page_size + offset`` for each token; -1 is skipped. Grouped storage takes k
+    ``[b, s, g, d]`` or packed ``[t, g, d]``, and v ``[..., g, e]``. Latent storage takes the latent ``[...,
+    r]`` as k, and the rotary key ``[..., p]`` or None as v, which ``angles`` then rotate. The write quantizes
+    if the layout stores int8 or fp8. If ``key`` is given, which must hold everything that decides the write
+    except the slots, :func:`prepared_write` later finds a faster way to repeat it.
 
     Raises:
         ValueError: with ``ATTNLIB_CHECK=1``, a slot is outside the planes, or two tokens get the same.
@@ -41,23 +41,22 @@ def write_cache(
         check_slots(slots, kv.k.shape[0] * kv.page_size)
     write = storing(kv.layout.dtype, kv.k.device).write_cache(kv, k, v, slots, angles)
     if key is not None and not checks:
-        PREPARED.remember(kv, ("write", id(slots), key), write)  # what is prepared keeps the slots alive
+        PREPARED.remember(
+            kv, ("write", id(slots), key), write
+        )  # the cached write keeps the slots alive, so their id stays valid
 
 
 def prepared_write(kv: KVView, slots: Tensor, key: Key) -> Write | None:
-    """What writes tokens of this key to these slots of a view sooner than :func:`write_cache`, if
-    anything.
-    """
+    """Return the cached write of this key to these slots of a view, or None."""
     return PREPARED.find(kv, ("write", id(slots), key))
 
 
 def new_schedule(
     layout: KVLayout, sequences: int, device: torch.device, *, limit: int = 0, split_size: int = 0
 ) -> Tensor | None:
-    """A buffer for the ``schedule`` of views of up to so many sequences; None where the device has no use for
-    one.
+    """Return a buffer for the ``schedule`` of views of up to ``sequences`` sequences.
 
-    With a ``split_size``, for sequences of at most ``limit`` tokens.
+    None if the device does not use schedules. With a ``split_size``, sequences have at most ``limit`` tokens.
     """
     options = {"limit": limit, "split_size": split_size}
     return storing(layout.dtype, device).new_schedule(layout.heads, sequences, device, **options)
@@ -66,10 +65,10 @@ def new_schedule(
 def update_schedule(
     schedule: Tensor, starts: Tensor, lengths: Tensor, *, limit: int, reach: int | None, split_size: int = 0
 ) -> None:
-    """Schedule sequences of these starts and lengths, of at most ``limit`` tokens, in place; on the device.
+    """Divide sequences of at most ``limit`` tokens into splits, on the device and in place.
 
-    Of each the last ``reach`` tokens count, where a window hides the others. A ``split_size`` fixes that of
-    splits.
+    If a window hides older tokens, only the last ``reach`` tokens count. ``split_size`` fixes the size of
+    every split.
     """
     options = {"limit": limit, "reach": reach, "split_size": split_size}
     storing(torch.float32, schedule.device).update_schedule(schedule, starts, lengths, **options)
@@ -84,7 +83,7 @@ def peer_memory(group: "ProcessGroup", device: torch.device) -> object | None:
 
 
 def copy_pages(kv: KVView, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy whole pages ``(from, to)`` of a view's planes in place; no page is both read and written."""
+    """Copy whole pages ``(from, to)`` of a view's planes in place. No page may be both source and target."""
     source, target = torch.tensor(pairs, dtype=torch.int64, device=kv.k.device).unbind(1)
     planes = (kv.k, kv.k_tail, None if kv.v is kv.k else kv.v)
     scales = (kv.k_scale, None if kv.v_scale is kv.k_scale else kv.v_scale)

@@ -1,4 +1,4 @@
-"""Warnings for calls that run, and most likely compute something else than they were meant to."""
+"""Warnings for calls that run but probably compute something else than the caller meant."""
 
 import sys
 import warnings
@@ -10,28 +10,28 @@ from ..call.call import Call
 from ..internal.checks import is_strided
 from ..masks.band import FULL, AnyMask
 
-HEADS = 256  # more than any model has
-FEW = 4  # queries; a step that decodes fewer has more heads than queries by right
+HEADS = 256  # no model has more
+FEW = 4  # a decoding step of fewer queries has more heads than queries for good reason
 INSIDE = "attnlib."
 
 
 class LayoutWarning(UserWarning):
-    """Numbers that most likely lie in another order than the call takes them for.
+    """A warning about numbers that are probably laid out in another order than the call expects.
 
-    Tensors in SDPA's ``[b, h, s, d]`` where a function takes ``[b, s, h, d]``, or a rope whose pairs are not
-    those that DeepSeek's layers rotate.
+    Examples are tensors in SDPA's ``[b, h, s, d]`` for a function that takes ``[b, s, h, d]``, and a rope
+    that rotates other pairs than DeepSeek's layers do.
     """
 
 
 def hinted(call: Call) -> Call:
-    """Return the call; warn once a call site if its shapes are most likely SDPA's ``[b, h, s, d]``.
+    """Return the call; warn once per call site if its shapes are probably SDPA's ``[b, h, s, d]``.
 
-    Three shapes say so: more heads than any model has; fewer keys than queries under a mask that hides keys
-    by their distance; and as many heads and keys in k as heads and queries in q, at least twice as many heads
-    as queries. The last is SDPA's layout without groups. Grouped calls in the right order have fewer heads in
-    k, so they never look like it.
+    Three signs count: more heads than any model has; fewer keys than queries under a mask that hides keys by
+    distance; and, as in SDPA's layout without groups, equal head and token counts in q and k with at least
+    twice as many heads as queries. A grouped call in the right order has fewer heads in k, so it never
+    matches.
 
-    For the public functions; callers within the package know their layouts. Silent under torch.compile.
+    Only the public functions call this. It is silent under torch.compile.
     """
     q, k = call.q, call.k
     if not (is_strided(q) and is_strided(k)) or q.dim() != 4 or k.dim() != 4:
@@ -51,22 +51,21 @@ def hinted(call: Call) -> Call:
     warn_once(
         f"q: expected [b, s, h, d], got {tuple(q.shape)}, which says {found}; if these are SDPA's [b, h, s, "
         "d], give q.transpose(1, 2), k and v alike, or call attnlib.compat.sdpa.scaled_dot_product_attention",
-        sys._getframe(3),  # beyond the public function, and what explains its arguments
+        sys._getframe(3),  # skips the public function and the wrapper that explains its arguments
     )
     return call
 
 
 def warn_once(text: str, caller: FrameType) -> None:
-    """Raise a :class:`LayoutWarning` at the line that ``caller`` is at: once for that line, whatever the text
-    says.
+    """Issue a :class:`LayoutWarning` at the current line of ``caller``, once for each line.
 
-    Nothing is said to callers within the package.
+    Callers within the package get no warning.
     """
     module = caller.f_globals.get("__name__", "")
     if module.startswith(INSIDE):
         return
-    # Where Python keeps which warnings a module has shown, by (text, category, line). It keeps none of those
-    # that a filter ignores, always shows or makes an error.
+    # Python records in this registry which warnings a module has shown, by (text, category, line), except
+    # those that a filter ignores, always shows or turns into errors.
     shown = caller.f_globals.setdefault("__warningregistry__", {})
     if any(isinstance(key, tuple) and key[1:] == (LayoutWarning, caller.f_lineno) for key in shown):
         return
@@ -75,5 +74,5 @@ def warn_once(text: str, caller: FrameType) -> None:
 
 
 def _is_bounded(mask: object) -> bool:
-    """Whether a mask hides keys by their distance."""
+    """True if a mask hides keys by their distance."""
     return isinstance(mask, AnyMask) and mask.band != FULL

@@ -1,4 +1,4 @@
-"""Attention over a view with shared prefixes: one call over the shared keys, one over the rest, and a merge."""
+"""Attention over a view with shared prefixes: a call over them, a call over the rest, and a merge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ from .groups import PrefixGroup, prefix_groups
 
 
 class SharedPrefixes(NamedTuple):
-    """The option of a cache that reads the shared prefixes of up to ``max_groups`` groups of neighbours once."""
+    """The cache option that reads shared prefixes once for each of up to ``max_groups`` groups."""
 
     max_groups: int
     shards: int = 1
@@ -96,8 +96,10 @@ class SharedPrefixBuffers:
         return slots
 
     def update(self, request: Request, *, counted: bool, same_rows: bool) -> None:
-        """Find the groups of a step, unless its sequences and query counts are those of the last step and they
-        still share the same pages.
+        """Find the prefix groups of a step.
+
+        Nothing is done if its sequences and query counts are those of the last step, and they still share the
+        same pages.
         """
         size, counts = self._allocator.page_size, list(request.tokens.values())
         firsts = [

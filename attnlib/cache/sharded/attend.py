@@ -60,7 +60,7 @@ class ShardedRoute:
         return ShardedRoute(self.ranks)
 
     def with_own_heads(self) -> "ShardedRoute":
-        """Return the route for queries whose heads only this rank has, all of which read the same KV heads."""
+        """Return the route for queries whose heads only this rank has; all read the same KV heads."""
         return replace(self, ranks=self.ranks.with_own_heads())
 
     def attend(self, call: Call, run: RunCall, *, dry: bool = False) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ class ShardedRoute:
 def new_tokens(
     view: KVView, starts: Tensor | None, k: Tensor, v: Tensor | None, angles: Angles | None
 ) -> NewTokens:
-    """Return a step's own tokens, given as to :meth:`LayerCache.append`, as the cache would give them back."""
+    """Return a step's own tokens as the cache would give them back; arguments as of ``append``."""
     layout = view.layout
     # torch.autocast may have left them in another dtype.
     k, v = k.to(layout.dtype), None if v is None else v.to(layout.dtype)

@@ -1,7 +1,7 @@
 """The buffers of this rank's tokens in a cache that is sharded over ranks.
 
-A page of the allocator stores ``page_size`` tokens on each rank, at the same slots. So the allocator's plan is
-valid on every rank, and every rank makes the same plan.
+A page of the allocator stores ``page_size`` tokens on each rank, at the same slots. So the allocator's plan
+is valid on every rank, and every rank makes the same plan.
 """
 
 from array import array
@@ -56,9 +56,9 @@ class Sharding(NamedTuple):
         """
         if request.packed and not request.is_single and request.shape[0] <= len(request.tokens):
             raise RuntimeError(
-                "replay: over a cache that ranks share, a graph of no more tokens than sequences was captured "
-                f"for at most one of each, got {list(request.tokens.values())}; leave sequences without tokens "
-                "out of the step"
+                "replay: over a cache that ranks share, a graph of no more tokens than sequences was "
+                f"captured for at most one of each, got {list(request.tokens.values())}; leave sequences "
+                "without tokens out of the step"
             )
 
     def check_whole(self, name: str) -> None:

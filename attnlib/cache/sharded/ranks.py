@@ -40,7 +40,7 @@ class PeerMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of a one-dimensional ``mesh`` that share a cache; this process is number ``rank`` of ``count``.
+    """The ``count`` ranks of a one-dimensional ``mesh`` that share a cache; this process is ``rank``.
 
     Token ``j`` of a sequence lives on rank ``j % count``. With ``have_own_heads`` each rank has query heads
     of its own, all of which read the same KV heads; without it all ranks have the same queries. ``memory`` is
@@ -135,7 +135,7 @@ class Collectives(NamedTuple):
 
 
 class Rehearsal(NamedTuple):
-    """A :class:`RankExchange` without communication: right shapes, wrong values. For calls that are explained."""
+    """A :class:`RankExchange` for ``explain``: right shapes, wrong values, no communication."""
 
     count: int
     have_own_heads: bool
