@@ -1,6 +1,4 @@
-"""What checkpoint conversion asks for each layer, made of what turns heads into fewer: a converter to grouped
-heads.
-"""
+"""The checkpoint converter to fewer KV heads: it groups, aligns and merges the heads of each layer."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -42,20 +40,21 @@ def grouped(
     reach: int = 2048,
     device: torch.device | str = "cpu",
 ) -> LayerConverter:
-    """Layers of the model of this config.json into layers of ``kv_heads`` KV heads, as ``mha_to_gqa`` makes
-    them.
+    """Return a converter that gives each layer of the config.json's model ``kv_heads`` KV heads.
 
-    ``calibrations`` gives the calibration of a layer by its index; None means weights alone. As many heads as
-    there are is an exact copy. ``device`` computes; what comes out is on the CPU.
+    Layers are converted as by ``mha_to_gqa``. ``calibrations`` maps a layer index to its calibration; None
+    uses only the weights. If ``kv_heads`` is the model's own count, layers are copied exactly. Computation
+    runs on ``device``, and results are returned on the CPU.
 
-    Errors of a layer, each 0 if nothing was lost: ``key_error`` and ``value_error`` are the root mean square
-    of what queries and o miss of the keys (before norm and rope) and values of the source, relative to these,
-    under the calibration; ``query_rounding`` and ``output_rounding`` are what changed weights lost to their
-    dtype, relative.
+    Each layer reports four relative errors, which are 0 if nothing was lost:
+
+    - ``key_error`` and ``value_error``: root mean square errors of the keys (before norm and rope) and
+      values, as the queries and o of the calibration read them.
+    - ``query_rounding`` and ``output_rounding``: rounding errors of the changed q and o weights.
 
     Raises:
-        RequestError: ``kv_heads`` does not divide the source's KV heads, or an option that it does not
-        permit. CheckpointError: as ``rope_of``; the converter raises it for weights that are not finite.
+        RequestError: ``kv_heads`` does not divide the model's KV heads, or an option is not permitted.
+        CheckpointError: as ``rope_of``; the converter also raises it for weights that are not finite.
     """
     family = family_of(text_of(config).get("model_type"))
     shape = shape_of(config, family)
@@ -98,30 +97,30 @@ def grouped(
 
 
 def rotates_alike(config: Mapping[str, object]) -> bool:
-    """Whether all loaders rotate the same channels: of some families transformers rotates whole heads, vLLM a
-    part.
+    """True if all loaders of this model rotate the same channels.
+
+    In some families, transformers rotates whole heads and vLLM rotates only a part of each.
     """
     family, rope = family_of(text_of(config).get("model_type")), rope_of(config)
     return rope is None or rope.dim == shape_of(config, family).head_dim or family.rotates_part
 
 
 def heads_of(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope | None) -> Heads:
-    """A layer's heads from its weights by our names, whatever their dtype.
+    """Return a layer's heads from weights of any dtype under attnlib's names.
 
     Raises:
-        CheckpointError: they cannot be told apart, or are not finite.
+        CheckpointError: the weights do not split into heads, or are not finite.
     """
+    # torch implements few operations for 8-bit dtypes.
     wide = {name: value.float() if value.dtype.itemsize == 1 else value for name, value in weights.items()}
     try:
-        return split(wide, head_dim=shape.head_dim, rope=rope)  # little is defined on eight bits
+        return split(wide, head_dim=shape.head_dim, rope=rope)
     except ValueError as error:
         raise CheckpointError(f"layer {shape.index}: {error}; such heads cannot be merged") from error
 
 
 def _errors(arranged: Heads, merged: Merged, stored: Heads, calibration: Calibration) -> dict[str, float]:
-    """What ``stored`` misses of ``arranged``, and what its dtype took of ``merged``, by the names of
-    ERRORS.
-    """
+    """Return the errors named in ERRORS: ``stored`` against ``arranged``, and rounding of ``merged``."""
 
     def rounding(exact: Tensor, rounded: Tensor) -> float:
         size = exact.square().sum().clamp(min=torch.finfo(exact.dtype).tiny)

@@ -1,4 +1,4 @@
-"""From a grouped-query layer to one with fewer KV heads, and back to plain projections."""
+"""Conversion of a grouped-query layer to fewer KV heads, and folding of a learned merge."""
 
 from collections.abc import Mapping
 
@@ -26,32 +26,31 @@ def mha_to_gqa(
     calibration: Calibration | None = None,
     reach: int = 2048,
 ) -> GroupedQueryAttention:
-    """A new layer with ``num_kv_heads`` KV heads, merged from those of an MHA or GQA layer, which stays as it
-    is.
+    """Return a new layer with ``num_kv_heads`` KV heads, merged from those of an MHA or GQA layer.
 
-    With a ``calibration`` the default is ``merge="principal"``: the shared head of each group is the one from
-    which the old ones follow best by linear maps, which move into queries and o (Yu et al., 2024, arXiv
-    2406.07056), and groups are those that lose least. Keys are weighed at distances up to ``reach``, each
-    doubling as much as any other. Norms of q and k forbid to map keys; ``"principal-values"`` then takes
-    their mean. Without a calibration the default is that of Ainslie et al., 2023 (arXiv 2305.13245): the mean
-    of neighbours.
+    The old layer does not change. The new one has the same mask, rope, norms, sinks, scale, dtype, mode and
+    other options. Weights are merged in fp64.
 
-    ``merge="first"`` keeps one head of each group, ``"energy"`` weights keys and values by their mean
-    squares, and ``"learned"`` makes k_proj and v_proj :class:`MixedLinear`, which start as the mean and are
-    trained until :func:`fold`. ``align`` turns heads towards each other before one of these;
-    ``grouping="similar"`` puts heads together that lose least (principal), or that are alike after alignment.
-    All look at activations over ``calibration``; None means :meth:`Calibration.white`, weights alone.
+    With a ``calibration`` the default is ``merge="principal"``. Each group gets the shared head that best
+    predicts its old heads by linear maps, and the maps are folded into q and o (Yu et al., 2024, arXiv
+    2406.07056). Groups are chosen for the least loss. Key errors are averaged over distances up to ``reach``;
+    each doubling of the distance counts equally. With norms of q and k, keys cannot be mapped, and the
+    default is ``"principal-values"``, which averages the keys. Without a calibration the default is the mean
+    of neighbours (Ainslie et al., 2023, arXiv 2305.13245).
 
-    Everything else, mask, rope, norms, sinks, scale, dtype and mode included, is the old layer's. Sums are
-    fp64.
+    ``merge="first"`` keeps one head of each group. ``"energy"`` weights keys and values by their mean
+    squares. ``"learned"`` makes k_proj and v_proj :class:`MixedLinear`, which start as the mean and train
+    until :func:`fold`. Before any merge that is not principal, ``align`` rotates heads towards each other.
+    ``grouping="similar"`` groups heads for the least loss (principal merges) or by similarity after alignment
+    (others). All options use activations over ``calibration``; None means :meth:`Calibration.white`, which
+    uses only the weights.
 
     Raises:
-        ValueError: ``num_kv_heads`` does not divide the layer's, norms forbid to map or to turn keys,
-        ``align`` before
-            a principal merge, or an unknown option.
-        TypeError: not a grouped-query layer, or one whose projections are more than a weight.
-        NotImplementedError: ``grouping="similar"`` of a layer with ALiBi, whose slopes belong to the order of
-        heads.
+        ValueError: ``num_kv_heads`` does not divide the layer's KV heads, norms rule out mapping or rotating
+            the keys, ``align`` is combined with a principal merge, or an option is unknown.
+        TypeError: the layer is not grouped-query, or a projection is not a plain nn.Linear.
+        NotImplementedError: ``grouping="similar"`` for a layer with ALiBi, whose slopes depend on the order
+            of heads, or a layer option that conversion does not support.
 
     >>> layer = MultiHeadAttention(64, 8, mask=CAUSAL, rope=Rope(8))
     >>> mha_to_gqa(layer, 2, calibration=Calibration.of([torch.randn(100, 64)])).kv_layout.heads
@@ -82,10 +81,10 @@ def mha_to_gqa(
 
 @kind
 def fold(layer: GroupedQueryAttention) -> GroupedQueryAttention:
-    """A new layer with plain projections that computes what one made with ``merge="learned"`` has learnt.
+    """Return a plain layer that computes the same as a trained layer of ``merge="learned"``.
 
     Raises:
-        TypeError: ``layer`` was not made so.
+        TypeError: k_proj or v_proj of ``layer`` is not a :class:`MixedLinear`.
     """
     mixed = [name for name in ("k_proj", "v_proj") if type(getattr(layer, name, None)) is MixedLinear]
     if len(mixed) < 2:
@@ -99,10 +98,12 @@ def fold(layer: GroupedQueryAttention) -> GroupedQueryAttention:
 
 
 def check_grouped(layer: nn.Module) -> None:
-    """Refuse what is not a grouped-query layer of plain projections.
+    """Raise unless ``layer`` is a grouped-query layer with plain projections and supported options.
 
     Raises:
-        TypeError: with the name of what is something else.
+        TypeError: the layer or one of its projections has another type.
+        NotImplementedError: the layer has a score function, values of another width than keys, a temperature,
+            norms after rope, or norms that are not nn.RMSNorm.
     """
     if not isinstance(layer, GroupedQueryAttention):
         raise TypeError(f"layer: expected a GroupedQueryAttention, got {type(layer).__name__}")
@@ -131,9 +132,7 @@ def check_grouped(layer: nn.Module) -> None:
 
 
 def _mixed(rows: Tensor, merged: nn.Linear) -> MixedLinear:
-    """What starts as the mean of heads ``[g, d, m + 1]`` in each group, as ``merged`` is, and learns what
-    they give.
-    """
+    """Return a learnable merge of heads ``[g, d, m + 1]`` that starts as the mean, like ``merged``."""
     groups = merged.out_features // rows.shape[1]
     rows = rows.unflatten(0, (groups, -1)).to(merged.weight.dtype)
     bias = None if merged.bias is None else rows[..., -1].clone()
@@ -143,7 +142,7 @@ def _mixed(rows: Tensor, merged: nn.Linear) -> MixedLinear:
 def _like(
     layer: GroupedQueryAttention, num_kv_heads: int, state: Mapping[str, Tensor]
 ) -> GroupedQueryAttention:
-    """A layer with these weights and all the options of ``layer``."""
+    """Return a layer with these weights and the options of ``layer``."""
     norm = {} if layer.q_norm is None else {"qk_norm": True, "norm_eps": layer.q_norm.eps}
     weight = layer.q_proj.weight
     new = GroupedQueryAttention(
@@ -166,7 +165,8 @@ def _like(
         **norm,
     )
     new.load_state_dict(state)
-    new.scale, new.q_gain = layer.scale, layer.q_gain  # which the constructor would take from scale= and rope
+    # The constructor would derive both from its scale and rope arguments.
+    new.scale, new.q_gain = layer.scale, layer.q_gain
     if layer.alibi_slopes is not None:
         new.alibi_slopes.copy_(layer.alibi_slopes)
     return new.train(layer.training)

@@ -1,6 +1,4 @@
-"""What a merge loses where it counts: scores of the queries that there are, outputs of the projection that
-there is.
-"""
+"""Errors of a merge where they matter: in scores of the real queries and in outputs of the real o_proj."""
 
 import torch
 from torch import Tensor
@@ -15,10 +13,10 @@ from .principal import Merged
 def relative_errors(
     heads: Heads, merged: Merged, stored: Heads, calibration: Calibration
 ) -> tuple[float, float]:
-    """What scores and outputs miss when ``stored`` stands in the place of ``heads``, as ``merged`` maps it.
+    """Return the relative errors of keys and values if the ``stored`` heads replace ``heads``.
 
-    The root of the mean square over the calibration, for keys over distances too, relative to what missing
-    all heads would cost.
+    Old heads are restored from ``stored`` by the maps of ``merged``. Each error is a root mean square over
+    the calibration (for keys, over distances too), relative to the cost of dropping all heads.
     """
     maps, k = _maps(merged, heads), stored.k.repeat_interleave(len(heads.k) // len(stored.k), 0)
     metric, turned = query_metric(heads, calibration), Distances.of(heads, merged.reach).turned
