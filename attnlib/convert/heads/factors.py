@@ -8,8 +8,8 @@ from torch import Tensor
 from ..calibration import Calibration
 from .parts import Part
 
-FLOOR = 1e-6  # times a metric's mean eigenvalue, added so that unread directions keep a defined order
-RIDGE = 1e-8  # times the inputs' mean square, added so that directions missing from the text keep one too
+FLOOR = 1e-6  # ridge of metrics, relative to the mean eigenvalue: orders directions that no query reads
+RIDGE = 1e-8  # ridge of moments, relative to the inputs' mean square: orders directions missing from the text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
