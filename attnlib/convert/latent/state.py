@@ -1,4 +1,4 @@
-"""The state dict of DeepSeek-V3's attention from a latent whose norms pass beside constant channels."""
+"""The state dict of a DeepSeek-V3 attention layer whose latents pass their norm beside a constant channel."""
 
 from collections.abc import Mapping
 
@@ -18,10 +18,10 @@ def deepseek_state(
     scale: float,
     query_constant: Constant | None = None,
 ) -> dict[str, Tensor]:
-    """The weights before they are rounded, with biases if the constant is one, from those of a grouped layer.
+    """Return a DeepSeek-V3 layer's weights before rounding, from those of a grouped-query layer in ``state``.
 
-    ``scale`` is the grouped layer's; what DeepSeek's own is not of it goes into q. Queries of low rank pass
-    beside ``query_constant``.
+    There are biases if the constant is one. ``scale`` is the grouped-query layer's, and its ratio to
+    DeepSeek's default goes into q. Low-rank queries pass their norm beside ``query_constant``.
     """
     o = state["o_proj.weight"]
     q = torch.cat((latent.q_nope, latent.q_rope), 1)
@@ -44,9 +44,9 @@ def deepseek_state(
 
 
 def _low_rank(q: Tensor, down: Tensor, constant: Constant, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Rows ``[..., k + 1]`` of what ``down`` ``[k, m]`` makes of the inputs, and a norm between.
+    """Return the weights of low-rank queries, rows ``[..., k + 1]`` over ``down`` ``[k, m]``, with a norm.
 
-    What is the same for all tokens reads the constant, of which the norm makes a number.
+    The offset that all tokens share reads the constant channel, which is a fixed number after the norm.
     """
     seen = torch.tensor(constant.width**0.5, dtype=dtype).item()
     new = {
