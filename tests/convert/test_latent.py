@@ -426,7 +426,7 @@ EXTRAS = {
 
 @pytest.mark.parametrize("name", EXTRAS)
 def test_what_a_latent_layer_has_not_is_refused(name):
-    with pytest.raises(NotImplementedError, match=f"it has {name}.*, which a latent layer has not"):
+    with pytest.raises(NotImplementedError, match=f"it has {name}.*, which latent layers do not support"):
         gqa_to_mla(grouped(**EXTRAS[name]))
 
 

@@ -76,9 +76,8 @@ def check_gains(heads: Heads) -> None:
     else:
         return
     raise ValueError(
-        f"align: q_norm and k_norm have gains that differ {where}, so that turning keys would change the "
-        "function; "
-        'use align="values"'
+        f"align: q_norm and k_norm have weights that differ {where}, so rotating keys would change the "
+        'output; use align="values"'
     )
 
 

@@ -24,9 +24,7 @@ def neighbours(heads: int, groups: int) -> Groups:
     """
     check_count("num_kv_heads", groups, least=1)
     if heads % groups:
-        raise ValueError(
-            f"num_kv_heads: expected a divisor of the {heads} KV heads that there are, got {groups}"
-        )
+        raise ValueError(f"num_kv_heads: expected a divisor of the {heads} KV heads, got {groups}")
     return _canonical(torch.arange(heads).unflatten(0, (groups, -1)).tolist())
 
 

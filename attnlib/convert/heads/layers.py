@@ -108,19 +108,19 @@ def check_grouped(layer: nn.Module) -> None:
     if not isinstance(layer, GroupedQueryAttention):
         raise TypeError(f"layer: expected a GroupedQueryAttention, got {type(layer).__name__}")
     if layer.score is not None:
-        raise NotImplementedError("layer: its score is by function, which conversion does not carry over yet")
+        raise NotImplementedError("layer: it has a score function, which conversion does not support yet")
     if layer.v_head_dim != layer.head_dim:
         raise NotImplementedError(
             f"layer: expected values as wide as keys, head_dim={layer.head_dim}, got "
             f"v_head_dim={layer.v_head_dim}"
         )
     if layer.temperature is not None or layer.norm_after_rope:
-        raise NotImplementedError("layer: conversion knows no temperature, and no norms after rope")
+        raise NotImplementedError("layer: conversion does not support a temperature or norms after rope")
     for name in ("q_norm", "k_norm"):
         if type(getattr(layer, name)) not in (nn.RMSNorm, type(None)):
             kind = type(getattr(layer, name)).__name__
             raise NotImplementedError(
-                f"{name}: conversion knows norms of each head by nn.RMSNorm alone, got {kind}"
+                f"{name}: conversion does not support other norms than nn.RMSNorm, got {kind}"
             )
     for name in PROJECTIONS:
         module = getattr(layer, name)

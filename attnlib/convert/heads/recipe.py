@@ -62,18 +62,18 @@ def recipe(
         merge = best if calibrated and align == "none" else "mean"
     if merge == "principal" and not maps_keys:
         raise ValueError(
-            "merge: expected no norms of q and k, and the same rotated channels for every loader, for "
-            '"principal", which maps keys; use "principal-values", which merges keys by their mean'
+            'merge: "principal" maps keys, which needs a layer without norms of q and k and the same rotated '
+            'channels in all loaders; use "principal-values", which averages the keys'
         )
     if merge in PRINCIPAL and align != "none":
         raise ValueError(
-            f'align: expected "none" with merge="{merge}", which finds every turn itself, got {align!r}'
+            f'align: expected "none" with merge="{merge}", which finds every rotation itself, got {align!r}'
         )
     if grouping is None:
         grouping = "similar" if merge in PRINCIPAL and moves_heads else "neighbours"
     if grouping == "similar" and not moves_heads:
         raise NotImplementedError(
-            'grouping: "similar" moves query heads, and ALiBi\'s slopes belong to their order; use '
+            'grouping: "similar" reorders query heads, but ALiBi\'s slopes depend on their order; use '
             '"neighbours"'
         )
     return MergeRecipe(merge, align, grouping, reach)

@@ -74,7 +74,7 @@ def converter(
     sizes = shape_of(config, family_of(config["model_type"]))
     if rope.dim < sizes.head_dim:
         raise CheckpointError(
-            f"{CONFIG}: partial_rotary_factor: loaders disagree what it means for this model"
+            f"{CONFIG}: partial_rotary_factor: loaders disagree about its meaning for this model"
         )
     wide = {
         "heads": sizes.heads,
@@ -131,7 +131,7 @@ def _check(config: Mapping[str, object]) -> None:
     kind = config.get("model_type")
     if kind not in SOURCES:
         raise CheckpointError(
-            f"{CONFIG}: model_type: expected one of {', '.join(SOURCES)}, which DeepSeek-V3 can stand for, "
+            f"{CONFIG}: model_type: expected one of {', '.join(SOURCES)}, which DeepSeek-V3 can represent, "
             f"got {kind!r}{_instead(kind)}"
         )
     windowed = {
@@ -141,14 +141,16 @@ def _check(config: Mapping[str, object]) -> None:
     }
     layers = config.get("layer_types") or ()
     if windowed.get(kind) or any(layer != "full_attention" for layer in layers):
-        raise CheckpointError(f"{CONFIG}: expected no sliding window, which DeepSeek-V3 has not, got one")
+        raise CheckpointError(
+            f"{CONFIG}: expected no sliding window, which DeepSeek-V3 does not support, got one"
+        )
     if config.get("mlp_bias"):
         raise CheckpointError(
             f"{CONFIG}: mlp_bias: expected false, as in DeepSeek-V3, got {config['mlp_bias']!r}"
         )
     if config.get("intermediate_size") is None or config.get("vocab_size") is None:
         raise CheckpointError(
-            f"{CONFIG}: expected vocab_size and intermediate_size, as DeepSeek-V3 has others"
+            f"{CONFIG}: expected vocab_size and intermediate_size, because DeepSeek-V3 has other defaults"
         )
 
 
@@ -158,7 +160,7 @@ def _instead(kind: object) -> str:
         return ""
     if any("k_norm" in ours for _, ours in STORED[kind].weights):
         return f", which has {NORMS}; --to gqa keeps them"
-    return "; --to gqa takes it, and --to attnlib"
+    return "; use --to gqa or --to attnlib"
 
 
 def _carried(config: Mapping[str, object]) -> dict[str, object]:

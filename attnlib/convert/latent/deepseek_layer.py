@@ -140,7 +140,7 @@ def to_deepseek(
     """
     check_latent_heads(heads)
     if heads.rope is None:
-        raise NotImplementedError("rope: expected one, as DeepSeek has, got none; convert with gqa_to_mla")
+        raise NotImplementedError("rope: expected a rope, as in DeepSeek, got none; convert with gqa_to_mla")
     if (dtype := state["q_proj.weight"].dtype) not in DTYPES:
         raise TypeError(
             f"q_proj.weight: expected fp16, bf16, fp32 or fp64, got {dtype}; cast the weights first"

@@ -27,7 +27,7 @@ from .embedding import Latent, concentrate, embed
 from .queries import QueryCost, check_query_rank, low_rank
 from .truncation import truncate
 
-NORMS = "q_norm and k_norm that divide each token by a size of its own"
+NORMS = "q_norm and k_norm that scale each token differently"
 
 
 @kind
@@ -217,7 +217,7 @@ def check_latent_heads(heads: Heads) -> None:
 def _refuse(name: str, value: object) -> None:
     if value is not None:
         raise NotImplementedError(
-            f"layer: it has {name}, which a latent layer has not; convert it with mha_to_gqa, or --to gqa"
+            f"layer: it has {name}, which latent layers do not support; use mha_to_gqa or --to gqa"
         )
 
 

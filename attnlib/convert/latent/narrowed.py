@@ -28,16 +28,16 @@ def narrowed(rope: Rope, dim: int) -> Rope:
         raise ValueError(f"rope_dim: expected an even divisor of {rope.dim}, the rotated channels, got {dim}")
     if not isinstance(rope.scaling, Linear | Llama3 | YaRN | None):
         raise NotImplementedError(
-            "rope: expected none, Linear, Llama3 or YaRN, which DeepSeek-V3 can say of its few channels, "
-            f"got {type(rope.scaling).__name__}; gqa_to_mla takes it, and --to attnlib"
+            "rope: expected no scaling, Linear, Llama3 or YaRN, which DeepSeek-V3's config can represent, "
+            f"got {type(rope.scaling).__name__}; use gqa_to_mla or --to attnlib"
         )
     scaling = _ramp(rope, rope.scaling, dim) if isinstance(rope.scaling, YaRN) else rope.scaling
     new = Rope(dim, theta=rope.theta, scaling=scaling, interleaved=True)
     wanted = rope.inverse_frequencies()[:: rope.dim // dim]
     if not torch.allclose(new.inverse_frequencies(), wanted, rtol=ROUNDING, atol=0.0):
         raise NotImplementedError(
-            f"rope_dim: expected {rope.dim}, as YaRN's ramp ends where fewer channels have no pairs, got "
-            f"{dim}"
+            f"rope_dim: expected {rope.dim}, because YaRN's ramp ends beyond the last pair of fewer "
+            f"channels, got {dim}"
         )
     return new
 

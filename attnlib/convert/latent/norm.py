@@ -110,7 +110,7 @@ def nearest_to_one(moment: Tensor, dtype: torch.dtype) -> Tensor:
         squares + ridge * torch.eye(len(mean), dtype=mean.dtype, device=mean.device), mean
     )
     if not row @ mean > LEAST:
-        raise ValueError(f"{NEEDS_TEXT} inputs of mean 0, of which no constant can be made; {INSTEAD}")
+        raise ValueError(f"{NEEDS_TEXT} inputs of mean 0, which allow no constant; {INSTEAD}")
     return torch.nn.functional.pad(row / sizes, (0, 1))
 
 
@@ -137,5 +137,5 @@ def check_biases(norm: Norm, state: Mapping[str, Tensor]) -> None:
     biases = sorted(name for name, value in state.items() if name.endswith("bias") and value.double().any())
     if biases and norm == "calibrated":
         raise NotImplementedError(
-            f'{", ".join(biases)}: norm="calibrated" has no place for a bias; use norm="exact"'
+            f'{", ".join(biases)}: norm="calibrated" does not support biases; use norm="exact"'
         )
