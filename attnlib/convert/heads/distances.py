@@ -45,11 +45,3 @@ class Distances:
     def _mean(self, products: Tensor, alike: Tensor) -> Tensor:
         inside = self.basis @ products.to(self.basis.dtype) @ self.basis.mH
         return (self.basis.mH @ (inside * alike) @ self.basis).real
-
-
-def gains(heads: Heads) -> Tensor:
-    """Return the factor of each channel in scores, ``[d]``: rope's amplitude squared if rope rotates it."""
-    gain = torch.ones(heads.k.shape[1], dtype=heads.k.dtype, device=heads.k.device)
-    if heads.rope is not None:
-        gain[: heads.rotated] = heads.rope.amplitude**2
-    return gain
