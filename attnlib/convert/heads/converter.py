@@ -18,7 +18,7 @@ from ..checkpoint.source_rope import rope_of
 from ..weights import Heads, join, split
 from .align import Align, check_gains
 from .grouping import neighbours
-from .measure import relative_errors
+from .measure import relative_errors, relative_root
 from .merging import arrange, merge_heads
 from .principal import Merged
 from .recipe import Grouping, recipe
@@ -123,8 +123,7 @@ def _errors(arranged: Heads, merged: Merged, stored: Heads, calibration: Calibra
     """Return the errors named in ERRORS: ``stored`` against ``arranged``, and rounding of ``merged``."""
 
     def rounding(exact: Tensor, rounded: Tensor) -> float:
-        size = exact.square().sum().clamp(min=torch.finfo(exact.dtype).tiny)
-        return float(((exact - rounded).square().sum() / size).sqrt())
+        return relative_root((exact - rounded).square().sum(), exact.square().sum())
 
     measures = relative_errors(arranged, merged, stored, calibration)
     measures += (rounding(merged.heads.q, stored.q), rounding(merged.heads.o, stored.o))
