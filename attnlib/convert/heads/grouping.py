@@ -100,8 +100,7 @@ def _exchanged(s: Tensor, groups: Groups) -> Groups:
         own = crosswise.diagonal()
         gain = crosswise + crosswise.T - 2 * s - own[:, None] - own
         gain = gain.masked_fill(label[:, None] == label, -torch.inf)
-        best = gain.argmax().item()
-        i, j = divmod(best, len(s))
+        i, j = divmod(gain.argmax().item(), len(s))
         if len(groups) == 1 or gain[i, j] <= least:
             return _canonical([(label == n).nonzero()[:, 0].tolist() for n in range(len(groups))])
         label[i], label[j] = label[j].clone(), label[i].clone()

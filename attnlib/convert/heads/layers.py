@@ -73,9 +73,7 @@ def mha_to_gqa(
         merged = merge_heads(heads, num_kv_heads, chosen, calibration).heads
         new = _like(layer, num_kv_heads, join(merged, state))
         if chosen.merge == "learned":
-            new.k_proj, new.v_proj = (
-                _mixed(*rows) for rows in ((heads.k, new.k_proj), (heads.v, new.v_proj))
-            )
+            new.k_proj, new.v_proj = _mixed(heads.k, new.k_proj), _mixed(heads.v, new.v_proj)
     return new
 
 

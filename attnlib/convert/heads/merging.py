@@ -29,15 +29,11 @@ def arrange(heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: C
     groups = neighbours(len(heads.k), num_kv_heads)
     if len(heads.k) == num_kv_heads:
         return heads
-    if recipe.grouping == "similar":
-        groups = _alike(heads, num_kv_heads, recipe, calibration)
+    if recipe.grouping == "similar" and recipe.merge in PRINCIPAL:
+        groups = group_by_loss(heads, num_kv_heads, calibration, keys=recipe.merge == "principal")
+    elif recipe.grouping == "similar":
+        groups = similar(similarity(heads, calibration, recipe.align), num_kv_heads)
     return align(regroup(heads, groups), num_kv_heads, calibration, recipe.align)
-
-
-def _alike(heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: Calibration) -> Groups:
-    if recipe.merge in PRINCIPAL:
-        return group_by_loss(heads, num_kv_heads, calibration, keys=recipe.merge == "principal")
-    return similar(similarity(heads, calibration, recipe.align), num_kv_heads)
 
 
 def regroup(heads: Heads, groups: Groups) -> Heads:
