@@ -76,13 +76,14 @@ def converter(
         raise CheckpointError(
             f"{CONFIG}: partial_rotary_factor: loaders disagree about its meaning for this model"
         )
-    wide = {
-        "heads": sizes.heads,
-        "kv_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-        "width": sizes.width,
-    }
-    check_target(target, rope, **wide)
+    check_target(
+        target,
+        rope,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        width=sizes.width,
+    )
 
     def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
         weights = {name: value.to(device) for name, value in weights.items()}
@@ -226,8 +227,9 @@ def _yarn(yarn: YaRN) -> dict[str, object]:
 
     ``truncate`` is written only if False, because all loaders truncate by default.
     """
-    said = asdict(yarn)
-    original, truncate = said.pop("original_max_position"), said.pop("truncate")
-    said = {name: value for name, value in said.items() if value is not None}
-    said |= {"rope_type": "yarn", "original_max_position_embeddings": original}
-    return said if truncate else said | {"truncate": False}
+    written_below = ("original_max_position", "truncate")
+    fields = {
+        name: value for name, value in asdict(yarn).items() if name not in written_below and value is not None
+    }
+    fields |= {"rope_type": "yarn", "original_max_position_embeddings": yarn.original_max_position}
+    return fields if yarn.truncate else fields | {"truncate": False}

@@ -215,8 +215,7 @@ def _cut(heads: Heads, whole: Latent, rank: int, losses: Losses) -> tuple[Latent
         f"{BASELINE}{name}": baseline[name] for name in ("key_error", "value_error")
     }
     k_up, v_up = (up.repeat_interleave(heads.group, 0) for up in (cut.k_up, cut.v_up))
-    made = replace(whole, down=cut.down @ whole.down, k_up=k_up, v_up=v_up)
-    return made, constant, errors
+    return replace(whole, down=cut.down @ whole.down, k_up=k_up, v_up=v_up), constant, errors
 
 
 def _sized_cut(latent: Latent, rank: int, of: Attended, cost: Cost, seen: Attended) -> Latent:

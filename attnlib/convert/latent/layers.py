@@ -71,8 +71,15 @@ def gqa_to_mla(
     with torch.no_grad():
         state, eps = layer.state_dict(), identity_eps(layer.q_proj.weight.dtype)
         heads = split(state, head_dim=layer.head_dim, rope=layer.rope)
-        options = {"rope_dim": rope_dim, "q_rank": q_rank, "calibration": calibration, "reach": reach}
-        latent = to_latent(heads, rank, scale=layer.scale, **options)
+        latent = to_latent(
+            heads,
+            rank,
+            rope_dim=rope_dim,
+            calibration=calibration,
+            reach=reach,
+            q_rank=q_rank,
+            scale=layer.scale,
+        )
         return latent_layer(layer, join(latent, state), rope=latent.rope, norm_eps=eps, scale=layer.scale)
 
 

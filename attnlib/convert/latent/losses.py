@@ -51,15 +51,12 @@ class Losses:
         All are NaN if the constant is not a bias and no inputs are known.
         """
         if constant.is_bias:
-            return self._by_moments(cut)
+            # Latents pass the norm unchanged, so second moments suffice.
+            return _named(*self.cost.shares(self.whole, cut, self.seen), 0.0)
         if self.ones is None:
             return dict.fromkeys(MEASURED, math.nan)
         latents = self.seen.inputs @ cut.down.T
         return self._by_inputs(cut, latents, constant.factors(latents, self.ones))
-
-    def _by_moments(self, cut: Latent) -> dict[str, float]:
-        """Return the errors for a norm that passes latents unchanged, so that second moments suffice."""
-        return _named(*self.cost.shares(self.whole, cut, self.seen), 0.0)
 
     def _by_inputs(self, cut: Latent, latents: Tensor, factors: Tensor) -> dict[str, float]:
         """Return the errors for a norm that multiplies each latent by its own factor."""
