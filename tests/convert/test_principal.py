@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnlib.convert import Calibration, mha_to_gqa
-from attnlib.convert.heads.align import turn_keys, turn_values
+from attnlib.convert.heads.align import rotate_keys, rotate_values
 from attnlib.convert.heads.factors import factorise
 from attnlib.convert.heads.grouping import annealed, neighbours
 from attnlib.convert.heads.measure import relative_errors
@@ -182,9 +182,9 @@ def test_moving_the_factors_a_little_never_loses_less(seed):
 def test_turns_that_keep_the_function_change_nothing(kind, seed):
     layer, x = grouped(**kind, seed=seed), tokens(2, 7)
     heads = heads_of(layer)
-    turned = turn_values(heads, orthogonal(len(heads.k), D, seed=seed))
+    turned = rotate_values(heads, orthogonal(len(heads.k), D, seed=seed))
     free = D - heads.rotated
-    turned = turn_keys(
+    turned = rotate_keys(
         turned, phases(len(heads.k), heads.rotated // 2), orthogonal(len(heads.k), free, seed=seed)
     )
     assert lost(turned, 1, "principal") == pytest.approx(lost(heads, 1, "principal"), rel=1e-5, abs=1e-6)

@@ -24,35 +24,35 @@ GROWTH = 1e-5  # stop if a sweep raises the agreement by less than this fraction
 TIE = 1e-10
 
 
-def turn_values(heads: Heads, turns: Tensor) -> Heads:
-    """Rotate value head ``g`` by the orthogonal ``turns[g]`` and undo it in o; ``turns`` is ``[g, d, d]``."""
-    o = torch.einsum("mhe,hde->mhd", heads.o, turns.repeat_interleave(heads.group, 0))
-    return replace(heads, v=turns @ heads.v, o=o)
+def rotate_values(heads: Heads, rotations: Tensor) -> Heads:
+    """Rotate the value heads by orthogonal ``rotations`` ``[g, d, d]``, and undo the rotations in o."""
+    o = torch.einsum("mhe,hde->mhd", heads.o, rotations.repeat_interleave(heads.group, 0))
+    return replace(heads, v=rotations @ heads.v, o=o)
 
 
-def turn_keys(heads: Heads, phases: Tensor, turns: Tensor) -> Heads:
+def rotate_keys(heads: Heads, phases: Tensor, rotations: Tensor) -> Heads:
     """Rotate key head ``g`` together with its queries, which keeps all scores.
 
     The complex ``phases`` ``[g, p / 2]`` of absolute value 1 rotate the pairs that rope rotates, in either
-    rope layout. The orthogonal ``turns`` ``[g, n, n]`` rotate the other channels.
+    rope layout. The orthogonal ``rotations`` ``[g, n, n]`` rotate the other channels.
 
     Raises:
         ValueError: the weights of q_norm or k_norm do not commute with such a rotation.
     """
-    check_gains(heads)
+    check_norm_weights(heads)
 
-    def turned(rows: Tensor, phases: Tensor, turns: Tensor) -> Tensor:
+    def rotate(rows: Tensor, phases: Tensor, rotations: Tensor) -> Tensor:
         pairs = heads.pairs(rows) * phases[..., None]
         rotated = rows_of(pairs, interleaved=heads.rope is not None and heads.rope.interleaved)
-        return torch.cat((rotated, turns @ rows[:, heads.rotated :]), 1)
+        return torch.cat((rotated, rotations @ rows[:, heads.rotated :]), 1)
 
-    k = turned(heads.k, phases, turns)
+    k = rotate(heads.k, phases, rotations)
     return replace(
-        heads, k=k, q=turned(heads.q, *(x.repeat_interleave(heads.group, 0) for x in (phases, turns)))
+        heads, k=k, q=rotate(heads.q, *(x.repeat_interleave(heads.group, 0) for x in (phases, rotations)))
     )
 
 
-def check_gains(heads: Heads) -> None:
+def check_norm_weights(heads: Heads) -> None:
     """Raise ValueError if the weights of q_norm and k_norm do not commute with a rotation of the keys.
 
     A rotation keeps the root mean square that q_norm and k_norm divide by. It commutes with their weights
@@ -91,23 +91,23 @@ def align(heads: Heads, groups: int, calibration: Calibration, what: Align) -> H
     Procrustes; Gower, 1975).
 
     Raises:
-        ValueError: an unknown ``what``, or norm weights that :func:`check_gains` refuses.
+        ValueError: an unknown ``what``, or norm weights that :func:`check_norm_weights` refuses.
     """
     check_align(what)
     if what == "none":
         return heads
 
-    def turns(rows: Tensor) -> Tensor:
+    def rotations(rows: Tensor) -> Tensor:
         """Return unitary matrices ``[g, c, d, d]`` that align the rows ``[g, c, d, m + 1]``."""
         rows = rows.unflatten(0, (groups, -1))
         moments = _moments(rows, rows, calibration, "gfcdm,gkcem->gcfkde")
         return towards_each_other(moments).movedim(1, 2).flatten(0, 1)
 
-    heads = turn_values(heads, turns(heads.v[:, None])[:, 0])
+    heads = rotate_values(heads, rotations(heads.v[:, None])[:, 0])
     if what == "values":
         return heads
-    phases = turns(heads.pairs(heads.k)[:, :, None])[:, :, 0, 0]
-    return turn_keys(heads, phases, turns(heads.k[:, None, heads.rotated :])[:, 0])
+    phases = rotations(heads.pairs(heads.k)[:, :, None])[:, :, 0, 0]
+    return rotate_keys(heads, phases, rotations(heads.k[:, None, heads.rotated :])[:, 0])
 
 
 def towards_each_other(moments: Tensor) -> Tensor:
@@ -118,24 +118,26 @@ def towards_each_other(moments: Tensor) -> Tensor:
     """
     f, d = moments.shape[-3], moments.shape[-1]
     untouched = torch.eye(d, dtype=moments.dtype, device=moments.device).expand(*moments.shape[:-4], f, d, d)
-    turns, reached = untouched.clone(), None
+    rotations, reached = untouched.clone(), None
     for sweep in range(SWEEPS):
         for i in range(1, f):
             # The first sweep uses only vectors that it has already rotated; the rest would pull in all
             # directions.
             others = [j for j in range(f) if j < i or (sweep and j != i)]
-            turns[..., i, :, :] = polar((turns[..., others, :, :] @ moments[..., others, i, :, :]).sum(-3))
-        before, reached = reached, agreement(moments, turns)
+            rotations[..., i, :, :] = polar(
+                (rotations[..., others, :, :] @ moments[..., others, i, :, :]).sum(-3)
+            )
+        before, reached = reached, agreement(moments, rotations)
         if before is not None and not (reached > before + GROWTH * before.abs()).any():
             break
     better = reached >= agreement(moments, untouched)
-    return torch.where(better[..., None, None, None], turns, untouched)
+    return torch.where(better[..., None, None, None], rotations, untouched)
 
 
-def agreement(moments: Tensor, turns: Tensor) -> Tensor:
+def agreement(moments: Tensor, rotations: Tensor) -> Tensor:
     """Return ``sum_ij E <R_i x_i, R_j x_j>``, real ``[...]``, for rotations R ``[..., f, d, d]``."""
-    turned = torch.einsum("...fde,...fkeb->...fkdb", turns, moments)
-    return torch.einsum("...fkdb,...kdb->...", turned, turns.conj()).real
+    rotated = torch.einsum("...fde,...fkeb->...fkdb", rotations, moments)
+    return torch.einsum("...fkdb,...kdb->...", rotated, rotations.conj()).real
 
 
 def polar(x: Tensor) -> Tensor:
@@ -164,23 +166,23 @@ def similarity(heads: Heads, calibration: Calibration, what: Align) -> Tensor:
         ValueError: an unknown ``what``.
     """
     check_align(what)
-    values = _cosines([heads.v[:, None]], calibration, turned=what != "none")
+    values = _cosines([heads.v[:, None]], calibration, rotated=what != "none")
     keys = [heads.pairs(heads.k)[:, :, None], heads.k[:, None, heads.rotated :]]
-    return (values + _cosines(keys, calibration, turned=what == "all")) / 2
+    return (values + _cosines(keys, calibration, rotated=what == "all")) / 2
 
 
-def _cosines(parts: list[Tensor], calibration: Calibration, *, turned: bool) -> Tensor:
-    products = sum(torch.stack(list(_products(rows, calibration, turned=turned))) for rows in parts)
+def _cosines(parts: list[Tensor], calibration: Calibration, *, rotated: bool) -> Tensor:
+    products = sum(torch.stack(list(_products(rows, calibration, rotated=rotated))) for rows in parts)
     products = (products + products.T) / 2
     size = products.diagonal().clamp(min=torch.finfo(products.dtype).tiny).sqrt()
     return products / size / size[:, None]
 
 
-def _products(rows: Tensor, calibration: Calibration, *, turned: bool) -> Iterator[Tensor]:
+def _products(rows: Tensor, calibration: Calibration, *, rotated: bool) -> Iterator[Tensor]:
     """Yield each head's agreement with all heads, ``[g]``; working head by head saves memory."""
     for one in rows:
         moments = _moments(one, rows, calibration, "cdm,gcem->gcde")
-        if turned and moments.numel():
+        if rotated and moments.numel():
             yield torch.linalg.svdvals(moments).sum((-2, -1))
         else:
             yield moments.diagonal(dim1=-2, dim2=-1).sum((-2, -1)).real

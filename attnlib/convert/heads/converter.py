@@ -16,7 +16,7 @@ from ..checkpoint.model import shape_of
 from ..checkpoint.names import family_of, text_of
 from ..checkpoint.source_rope import rope_of
 from ..weights import Heads, join, split
-from .align import Align, check_gains
+from .align import Align, check_norm_weights
 from .grouping import neighbours
 from .measure import relative_errors, relative_root
 from .merging import arrange, merge_heads
@@ -65,10 +65,10 @@ def grouped(
         raise RequestError(
             'align: loaders disagree about a partial_rotary_factor, got "all"; use align="values"'
         )
-    chosen = partial(recipe, merge, align, grouping, reach=reach, calibrated=calibrations is not None)
+    recipe_for = partial(recipe, merge, align, grouping, reach=reach, calibrated=calibrations is not None)
     try:
         neighbours(shape.kv_heads, kv_heads)
-        chosen(maps_keys=alike)
+        recipe_for(maps_keys=alike)
     except (TypeError, ValueError) as error:
         raise RequestError(str(error)) from error
 
@@ -78,15 +78,15 @@ def grouped(
         rope = rope_of(config, shape.index)
         heads = heads_of({name: value.to(device) for name, value in weights.items()}, shape, rope)
         try:
-            made = chosen(maps_keys=alike and heads.gains is None)
+            layer_recipe = recipe_for(maps_keys=alike and heads.gains is None)
             if align == "all":
-                check_gains(heads)
+                check_norm_weights(heads)
         except ValueError as error:
             raise RequestError(f"layer {shape.index}: {error}") from error
         calibration = None if calibrations is None else calibrations(shape.index)
         calibration = fitting(calibration, shape.width, heads.k.device)
-        arranged = arrange(heads, kv_heads, made, calibration)
-        merged = merge_heads(arranged, kv_heads, made, calibration)
+        arranged = arrange(heads, kv_heads, layer_recipe, calibration)
+        merged = merge_heads(arranged, kv_heads, layer_recipe, calibration)
         new = join(merged.heads, weights)
         stored = heads_of({name: value.to(device) for name, value in new.items()}, shape, rope)
         errors = _errors(arranged, merged, stored, calibration)

@@ -27,18 +27,18 @@ class Distances:
         speeds = torch.zeros(d, dtype=torch.float64, device=device)
         if heads.rope is not None:
             length = reach if heads.rope.needs_length else None
-            turn = heads.rope.inverse_frequencies(length=length, device=device).double()
-            speeds[: heads.rotated] = torch.cat((-turn, turn))
+            frequencies = heads.rope.inverse_frequencies(length=length, device=device).double()
+            speeds[: heads.rotated] = torch.cat((-frequencies, frequencies))
         distances = torch.arange(reach, dtype=torch.float64, device=device)
         weights = 1 / (distances + 1)
-        turned = torch.polar((weights / weights.sum()).sqrt().expand(d, -1), speeds[:, None] * distances)
-        return cls(torch.cat((pairs, pairs.conj(), free)), turned @ turned.mH)
+        phases = torch.polar((weights / weights.sum()).sqrt().expand(d, -1), speeds[:, None] * distances)
+        return cls(torch.cat((pairs, pairs.conj(), free)), phases @ phases.mH)
 
-    def turned(self, products: Tensor) -> Tensor:
+    def rotated(self, products: Tensor) -> Tensor:
         """Return the mean of ``R P R^T`` over rope's rotations R, for real P ``[..., d, d]``."""
         return self._mean(products, self.alike)
 
-    def turned_back(self, products: Tensor) -> Tensor:
+    def rotated_back(self, products: Tensor) -> Tensor:
         """Return the mean of ``R^T P R`` over rope's rotations R, for real P ``[..., d, d]``."""
         return self._mean(products, self.alike.conj())
 

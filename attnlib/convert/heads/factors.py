@@ -46,10 +46,12 @@ def factorise(part: Part, groups: int, calibration: Calibration) -> Factors:
     shared = basis.mH @ rows
     # Shape of maps: [r, f, c, n, n]
     maps = inverses.unflatten(0, (groups, size)) @ basis.unflatten(2, (size, n)).transpose(1, 2)
-    place = _balance(shared, maps, part.weights.unflatten(0, (groups, size)))
-    place = place * _level(place @ shared, part.rows.unflatten(0, (groups, size)), calibration)
-    factors = Factors(place @ shared, (maps @ torch.linalg.inv(place)[:, None]).flatten(0, 1))
-    return _kept_where_equal(factors, part)
+    basis_change = _balance(shared, maps, part.weights.unflatten(0, (groups, size)))
+    basis_change = basis_change * _energy_scale(
+        basis_change @ shared, part.rows.unflatten(0, (groups, size)), calibration
+    )
+    factors = Factors(basis_change @ shared, (maps @ torch.linalg.inv(basis_change)[:, None]).flatten(0, 1))
+    return _exact_if_equal(factors, part)
 
 
 def floored(metric: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ def _balance(shared: Tensor, maps: Tensor, weights: Tensor) -> Tensor:
     return u @ vh @ half
 
 
-def _kept_where_equal(factors: Factors, part: Part) -> Factors:
+def _exact_if_equal(factors: Factors, part: Part) -> Factors:
     """Keep groups whose heads are bit-identical unchanged: the first head, with identity maps."""
     heads = part.rows.unflatten(0, (len(factors.shared), -1))
     equal = (heads == heads[:, :1]).flatten(1).all(1)
@@ -101,7 +103,7 @@ def _kept_where_equal(factors: Factors, part: Part) -> Factors:
     return Factors(shared, torch.where(each, one, factors.maps))
 
 
-def _level(shared: Tensor, rows: Tensor, calibration: Calibration) -> Tensor:
+def _energy_scale(shared: Tensor, rows: Tensor, calibration: Calibration) -> Tensor:
     """Return the factor ``[r, c, 1, 1]`` that gives shared rows the mean square of the heads they replace."""
     wanted = calibration.energy(rows).mean(1)
     got = calibration.energy(shared)

@@ -21,9 +21,9 @@ def relative_errors(
     k = stored.k.repeat_interleave(len(heads.k) // len(stored.k), 0)
     eye = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)
     maps = eye if merged.keys is None else merged.keys.maps[:, 0]
-    metric, turned = query_metric(heads, calibration), Distances.of(heads, merged.reach).turned
+    metric, rotated = query_metric(heads, calibration), Distances.of(heads, merged.reach).rotated
     old, across, new = (
-        turned(a @ calibration.moment @ b.mT) for a, b in ((heads.k, heads.k), (heads.k, k), (k, k))
+        rotated(a @ calibration.moment @ b.mT) for a, b in ((heads.k, heads.k), (heads.k, k), (k, k))
     )
     missed = old - 2 * across @ maps.mT + maps @ new @ maps.mT
     keys = relative_root(torch.einsum("gde,ged->", metric, missed), torch.einsum("gde,ged->", metric, old))

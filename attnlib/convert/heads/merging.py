@@ -22,8 +22,8 @@ def arrange(heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: C
     """Reorder the heads by group and align them, without changing the layer's output.
 
     Raises:
-        ValueError: ``num_kv_heads`` does not divide the KV-head count, or :func:`check_gains` refuses the
-            norm weights.
+        ValueError: ``num_kv_heads`` does not divide the KV-head count, or the norm weights do not commute
+            with the alignment (:func:`check_norm_weights`).
     """
     calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
     groups = neighbours(len(heads.k), num_kv_heads)

@@ -30,7 +30,7 @@ def share_keys(heads: Heads, groups: int, calibration: Calibration, reach: int) 
     distances = Distances.of(heads, reach)
     k, metric = (x.unflatten(0, (groups, -1)) for x in (heads.k, floored(query_metric(heads, calibration))))
     products = gram(k.flatten(1, 2), calibration).unflatten(-1, k.shape[1:3]).unflatten(1, k.shape[1:3])
-    old = distances.turned(products.diagonal(dim1=1, dim2=3).movedim(-1, 1))
+    old = distances.rotated(products.diagonal(dim1=1, dim2=3).movedim(-1, 1))
     whole = torch.einsum("rfde,rfed->r", metric, old)
     maps, least = (
         commuting_maps(heads, groups, calibration).unflatten(0, (groups, -1)),
@@ -63,7 +63,7 @@ def commuting_maps(heads: Heads, groups: int, calibration: Calibration) -> Tenso
 def _best_mix(maps: Tensor, metric: Tensor, distances: Distances) -> Tensor:
     """Return each old head's contribution to the best shared keys for these maps: ``[r, f, d, d]``."""
     asked = maps.mT @ metric
-    return _solved(distances.turned_back((asked @ maps).sum(1))[:, None], distances.turned_back(asked))
+    return _solved(distances.rotated_back((asked @ maps).sum(1))[:, None], distances.rotated_back(asked))
 
 
 def _best_maps(mix: Tensor, products: Tensor, distances: Distances) -> tuple[Tensor, Tensor]:
@@ -73,8 +73,8 @@ def _best_maps(mix: Tensor, products: Tensor, distances: Distances) -> tuple[Ten
     """
     across = torch.einsum("rfdje,rjae->rfda", products, mix)
     inside = torch.einsum("rfad,rfdb->rab", mix, across)
-    across = distances.turned(across)
-    return _solved(distances.turned(inside)[:, None], across.mT).mT, across
+    across = distances.rotated(across)
+    return _solved(distances.rotated(inside)[:, None], across.mT).mT, across
 
 
 def _solved(a: Tensor, b: Tensor) -> Tensor:

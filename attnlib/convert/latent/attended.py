@@ -53,9 +53,9 @@ def attended(heads: Heads, calibration: Calibration, *, scale: float) -> Attende
     y = calibration.inputs()
     if y is None:
         return Attended(calibration.moment, None, None)
-    got = attention(heads, y, scale=scale)
-    moment = (1 - SHARE) * calibration.moment + SHARE * (y.T * got) @ y
-    return Attended(moment, y, (1 - SHARE) / len(y) + SHARE * got)
+    weights = attention(heads, y, scale=scale)
+    moment = (1 - SHARE) * calibration.moment + SHARE * (y.T * weights) @ y
+    return Attended(moment, y, (1 - SHARE) / len(y) + SHARE * weights)
 
 
 def usual_scale(rope: Rope | None, head_dim: int) -> float:
@@ -73,9 +73,9 @@ def attention(heads: Heads, y: Tensor, *, scale: float) -> Tensor:
     """
     q = heads.q * scale
     q[:, : heads.rotated] *= temperature(heads)
-    some = y[:: -(-len(y) // QUERIES)]
-    got = torch.zeros_like(y[:, 0])
+    queries = y[:: -(-len(y) // QUERIES)]
+    weights = torch.zeros_like(y[:, 0])
     for index, rows in enumerate(q):
         keys = y @ heads.k[index // heads.group].T
-        got += ((some @ rows.T) @ keys.T).softmax(-1).square().sum(0)
-    return got / got.sum()
+        weights += ((queries @ rows.T) @ keys.T).softmax(-1).square().sum(0)
+    return weights / weights.sum()

@@ -37,10 +37,10 @@ class Cost:
         keys and values are made from.
         """
         # The part of rope's amplitude that scale contains.
-        turns = 1.0 if heads.rope is None else heads.rope.amplitude**2 / temperature(heads)
-        q = latent.q_nope * turns
-        values, turned = values_of(heads).weights[:, 0], Distances.of(heads, reach).turned
-        keys = turned(heads.k @ seen.moment @ heads.k.mT)
+        amplitude = 1.0 if heads.rope is None else heads.rope.amplitude**2 / temperature(heads)
+        q = latent.q_nope * amplitude
+        values, rotated = values_of(heads).weights[:, 0], Distances.of(heads, reach).rotated
+        keys = rotated(heads.k @ seen.moment @ heads.k.mT)
         return cls(
             (q @ calibration.moment @ q.mT).unflatten(0, (len(heads.k), -1)).sum(1),
             values,

@@ -25,8 +25,8 @@ class Constant:
 
     The latent has ``width`` channels, including c. The norm divides by ``sqrt((size^2 c^2 + |z|^2) / width +
     eps)``. For c = 1 its relative error is ``|z|^2 / (2 * size^2)``: ``2 ** -32`` for 512 channels of mean
-    square 1, and ``2 ** -20`` in fp16. The size and the gain are powers of two and lose nothing in any dtype.
-    ``rest``, 0.7 to 1.5 times ``level``, is folded into the weights behind the norm.
+    square 1, and ``2 ** -20`` in fp16. ``size`` and ``norm_weight`` are powers of two and lose nothing in any
+    dtype. ``weight_scale``, 0.7 to 1.5 times ``level``, is folded into the weights behind the norm.
     """
 
     row: Tensor
@@ -38,7 +38,7 @@ class Constant:
     def of(cls, row: Tensor, width: int, dtype: torch.dtype) -> "Constant":
         """Return the constant with the largest size that suits ``dtype``.
 
-        fp16 must also represent the row, c, and latents divided by the gain.
+        fp16 must also represent the row, c, and latents divided by the norm weight.
         """
         size = 2.0**20
         if dtype == torch.float16:
@@ -51,12 +51,12 @@ class Constant:
         return bool(self.row[-1])
 
     @property
-    def gain(self) -> float:
+    def norm_weight(self) -> float:
         return 2.0 ** round(math.log2(self.size / self.width**0.5))
 
     @property
-    def rest(self) -> float:
-        return self.level * self.size / self.width**0.5 / self.gain
+    def weight_scale(self) -> float:
+        return self.level * self.size / self.width**0.5 / self.norm_weight
 
     def factors(self, latents: Tensor, ones: Tensor) -> Tensor:
         """Return the factors ``[n]`` that remain when latents ``[n, r]`` pass the norm and it is undone.

@@ -60,7 +60,7 @@ class QueryCost:
 
         ``seen`` are the inputs that keys are made from.
         """
-        keys = Distances.of(heads, reach).turned(heads.k @ seen.moment @ heads.k.mT)
+        keys = Distances.of(heads, reach).rotated(heads.k @ seen.moment @ heads.k.mT)
         gains = amplitudes(heads)
         return cls(heads, gains[:, None] * keys * gains, calibration)
 

@@ -33,8 +33,8 @@ def deepseek_state(
         new = _low_rank(q, latent.q_down, query_constant, state["q_proj.weight"].dtype)
     new |= {
         "kv_a_proj_with_mqa.weight": down[:, :-1],
-        "kv_a_layernorm.weight": pad(torch.full_like(up[0], constant.gain), (0, 1)),
-        "kv_b_proj.weight": pad(up * constant.rest, (0, 1)),
+        "kv_a_layernorm.weight": pad(torch.full_like(up[0], constant.norm_weight), (0, 1)),
+        "kv_b_proj.weight": pad(up * constant.weight_scale, (0, 1)),
         "o_proj.weight": o,
     }
     if constant.is_bias:
@@ -51,8 +51,8 @@ def _low_rank(q: Tensor, down: Tensor, constant: Constant, dtype: torch.dtype) -
     seen = torch.tensor(constant.width**0.5, dtype=dtype).item()
     new = {
         "q_a_proj.weight": torch.cat((down, constant.size * constant.row[None, :-1])),
-        "q_a_layernorm.weight": pad(torch.full_like(down[:, 0], constant.gain), (0, 1), value=1.0),
-        "q_b_proj.weight": torch.cat((q[:, :-1] * constant.rest, q[:, -1:] / seen), -1),
+        "q_a_layernorm.weight": pad(torch.full_like(down[:, 0], constant.norm_weight), (0, 1), value=1.0),
+        "q_b_proj.weight": torch.cat((q[:, :-1] * constant.weight_scale, q[:, -1:] / seen), -1),
     }
     if constant.is_bias:
         new["q_a_proj.bias"] = pad(torch.zeros_like(down[:, 0]), (0, 1), value=constant.size)
