@@ -42,8 +42,15 @@ def regroup(heads: Heads, groups: Groups) -> Heads:
     queries = (order[:, None] * heads.group + torch.arange(heads.group, device=order.device)).flatten()
     sinks = None if heads.sinks is None else heads.sinks[queries]
     gains = None if heads.gains is None else (heads.gains[0][queries], heads.gains[1][order])
-    moved = {"q": heads.q[queries], "o": heads.o[:, queries], "k": heads.k[order], "v": heads.v[order]}
-    return replace(heads, **moved, sinks=sinks, gains=gains)
+    return replace(
+        heads,
+        q=heads.q[queries],
+        o=heads.o[:, queries],
+        k=heads.k[order],
+        v=heads.v[order],
+        sinks=sinks,
+        gains=gains,
+    )
 
 
 def merge_heads(
@@ -56,9 +63,7 @@ def merge_heads(
         return principal(keys=True)
     key_mix, value_mix = shares(heads, num_kv_heads, recipe.merge, calibration)
     k = _mixed(heads.k, key_mix)
-    gains = heads.gains
-    if gains is not None:
-        gains = gains[0], _mixed(gains[1][..., None], key_mix)[..., 0]
+    gains = heads.gains and (heads.gains[0], _mixed(heads.gains[1][..., None], key_mix)[..., 0])
     if recipe.merge == "principal-values":
         merged = principal(keys=False)
         return replace(merged, heads=replace(merged.heads, k=k, gains=gains))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class Target:
     reach: int = 2048
     norm: Norm = "exact"
     q_rank: int | None = None
+    reserved: ClassVar[int] = 1  # channels of the latent, and of low-rank queries, that hold the constant
 
     def __post_init__(self) -> None:
         if self.norm not in get_args(Norm):
@@ -56,11 +57,6 @@ class Target:
         check_count("rank", self.rank, least=1 + self.reserved)
         check_count("rope_dim", self.rope_dim, least=2)
         check_count("reach", self.reach, least=1)
-
-    @property
-    def reserved(self) -> int:
-        """Number of latent or query channels that only hold the constant."""
-        return 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

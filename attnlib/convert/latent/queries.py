@@ -128,8 +128,8 @@ def low_rank(cost: QueryCost, rank: int, *, has_offset: bool) -> QueryProjection
 
 def whole_queries(heads: Heads) -> QueryProjection:
     """Return all queries unchanged, with the inputs as their channels."""
-    width = heads.q.shape[-1] - 1
-    return QueryProjection(heads.q, torch.eye(width, dtype=heads.q.dtype, device=heads.q.device))
+    eye = torch.eye(heads.q.shape[-1] - 1, dtype=heads.q.dtype, device=heads.q.device)
+    return QueryProjection(heads.q, eye)
 
 
 def check_query_rank(q_rank: int | None, *, heads: int, head_dim: int, width: int, reserved: int = 0) -> None:
