@@ -222,5 +222,5 @@ def _sized_cut(latent: Latent, rank: int, of: Attended, cost: Cost, seen: Attend
     if rank < len(latent.down):
         latent = truncate(latent, rank, of, cost)
     size = (latent.down @ seen.moment * latent.down).sum(-1).clamp(min=0).mean().sqrt()
-    by = size.log2().round().exp2() if size else size + 1.0
-    return replace(latent, down=latent.down / by, k_up=latent.k_up * by, v_up=latent.v_up * by)
+    scale = size.log2().round().exp2() if size else size + 1.0
+    return replace(latent, down=latent.down / scale, k_up=latent.k_up * scale, v_up=latent.v_up * scale)

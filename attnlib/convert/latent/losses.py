@@ -32,7 +32,7 @@ class Losses:
 
     @classmethod
     def of_inputs(cls, whole: Latent, cost: Cost, seen: Attended, constant: Constant) -> "Losses":
-        """Return the measure in latent coordinates, where moments are much smaller matrices."""
+        """Return the losses in the coordinates of ``whole``, where moments are much smaller matrices."""
         group = len(whole.k_up) // len(cost.keys)
         eye = torch.eye(len(whole.down), dtype=whole.down.dtype, device=whole.down.device)
         inner = replace(whole, down=eye, k_up=whole.k_up[::group], v_up=whole.v_up[::group])

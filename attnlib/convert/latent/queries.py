@@ -38,8 +38,9 @@ class QueryProjection:
         The scale is a power of two, which loses no bit.
         """
         size = calibration.energy(pad(self.down, (0, 1))[:, None]).mean().sqrt()
-        by = size.log2().round().exp2() if size else size + 1.0
-        return QueryProjection(torch.cat((self.rows[..., :-1] * by, self.rows[..., -1:]), -1), self.down / by)
+        scale = size.log2().round().exp2() if size else size + 1.0
+        rows = torch.cat((self.rows[..., :-1] * scale, self.rows[..., -1:]), -1)
+        return QueryProjection(rows, self.down / scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
