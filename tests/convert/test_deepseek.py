@@ -324,7 +324,9 @@ LONG = {
 )
 def test_ropes_of_another_form_are_refused(tmp_path, kind, options, name):
     source_of(tmp_path / "in", rope_parameters={"rope_type": kind, "rope_theta": 1e4} | options)
-    with pytest.raises(NotImplementedError, match=f"rope: expected no scaling, .* got {name}; .* --to attnlib"):
+    with pytest.raises(
+        NotImplementedError, match=f"rope: expected no scaling, .* got {name}; .* --to attnlib"
+    ):
         run(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
