@@ -422,8 +422,8 @@ def test_what_no_loader_would_load_is_not_made(tmp_path, kind, capsys):
     ("options", "reason"),
     [
         ((), "--kv-heads: expected with --to gqa, and it is missing"),
-        (("--kv-heads", "3"), "--kv-heads: expected a divisor of the 8 KV heads that there are, got 3"),
-        (("--kv-heads", "16"), "expected a divisor of the 8 KV heads that there are, got 16"),
+        (("--kv-heads", "3"), "--kv-heads: expected a divisor of the 8 KV heads, got 3"),
+        (("--kv-heads", "16"), "expected a divisor of the 8 KV heads, got 16"),
         (("--kv-heads", "0"), "convert: --kv-heads: "),
         (("--kv-heads", "2", "--rank", "4", "--reach", "9"), "--rank: means nothing with --to gqa"),
         (("--to", "mla"), "--rank: expected with --to mla"),
@@ -461,7 +461,7 @@ def test_requests_that_are_wrong(tmp_path, sources, options, reason, capsys):
             ("--rank", "9", "--norm", "calibrated"),
             "layer 0: k_proj.bias, o_proj.bias, q_proj.bias",
         ),
-        ("dynamic", ("--rank", "9"), "got DynamicNTK; gqa_to_mla takes it, and --to attnlib"),
+        ("dynamic", ("--rank", "9"), "got DynamicNTK; use gqa_to_mla or --to attnlib"),
         (
             "llama",
             ("--rank", "9", "--norm", "calibrated", "--no-calibration"),

@@ -150,7 +150,7 @@ def test_gains_pass_what_they_can_and_forbid_the_rest():
     new = converted(layer, 2, align="values")
     assert new.weights["k_norm.weight"].equal(layer.k_norm.weight)
     with pytest.raises(
-        RequestError, match=r'layer 0: align: .*gains that differ within a rotated pair.*"values"'
+        RequestError, match=r'layer 0: align: .*weights that differ within a rotated pair.*"values"'
     ):
         converted(layer, 2, align="all")
 

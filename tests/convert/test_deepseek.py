@@ -286,9 +286,9 @@ PLAIN = {"model_type": "llama", **SIZES}
         ),
         (
             {"model_type": "olmo2"},
-            "got 'olmo2', which has q_norm and k_norm that divide each token by a size",
+            "got 'olmo2', which has q_norm and k_norm that scale each token differently",
         ),
-        ({"model_type": "gemma"}, "got 'gemma'; --to gqa takes it, and --to attnlib"),
+        ({"model_type": "gemma"}, "got 'gemma'; use --to gqa or --to attnlib"),
         ({"model_type": "nobody"}, "model_type: expected one of llama, mistral, qwen2.* got 'nobody'$"),
         ({"model_type": ["llama"]}, "model_type: expected one of llama, mistral, qwen2.* got "),
         ({"model_type": "mistral", "sliding_window": 64}, "expected no sliding window"),
@@ -324,7 +324,9 @@ LONG = {
 )
 def test_ropes_of_another_form_are_refused(tmp_path, kind, options, name):
     source_of(tmp_path / "in", rope_parameters={"rope_type": kind, "rope_theta": 1e4} | options)
-    with pytest.raises(NotImplementedError, match=f"rope: expected none, .* got {name}; .* --to attnlib"):
+    with pytest.raises(
+        NotImplementedError, match=f"rope: expected no scaling, .* got {name}; .* --to attnlib"
+    ):
         run(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -369,7 +371,7 @@ def test_yarn_of_equal_heads_is_the_same_model_in_fewer_channels_that_turn(tmp_p
 
 def test_biases_are_refused_without_a_place(tmp_path):
     source_of(tmp_path / "in", "qwen2")
-    with pytest.raises(NotImplementedError, match='norm="calibrated" has no place for a bias'):
+    with pytest.raises(NotImplementedError, match='norm="calibrated" does not support biases'):
         run(tmp_path / "in", tmp_path / "out", rank=D, norm="calibrated")
 
 

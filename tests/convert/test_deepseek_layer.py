@@ -442,14 +442,14 @@ def test_training_keeps_what_the_norm_is(norm):
 
 @pytest.mark.parametrize("extra", [{"qk_norm": True}, {"sinks": True}, {"softcap": 3.0}, {"alibi": True}])
 def test_what_a_latent_layer_has_not_is_refused(extra):
-    with pytest.raises(NotImplementedError, match="which a latent layer has not"):
+    with pytest.raises(NotImplementedError, match="which latent layers do not support"):
         gqa_to_deepseek(grouped(**extra), 9, rope_dim=D)
 
 
 @pytest.mark.parametrize(
     ("rope", "options", "error", "message"),
     [
-        ("none", {}, NotImplementedError, "rope: expected one, as DeepSeek has, got none"),
+        ("none", {}, NotImplementedError, "rope: expected a rope, as in DeepSeek, got none"),
         ("half", {"rope_dim": 6}, ValueError, "rope_dim: expected an even divisor of 8, .* got 6"),
         ("half", {"rank": 25 + 1}, ValueError, "rank: expected at most 25, .* got 26"),
         ("half", {"rank": 25 + 1, "norm": "calibrated"}, ValueError, "rank: expected at most 25, .* got 26"),

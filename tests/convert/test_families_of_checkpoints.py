@@ -159,7 +159,7 @@ def test_norms_move_with_their_heads(kind, tmp_path):
     assert (says(load(tmp_path / "neighbours")) - expected).abs().max() > 1e-2
     for merge, align in (("mean", "all"), ("principal", "none")):
         refused = grouped(config, GROUPS, merge=merge, align=align)
-        with pytest.raises(RequestError, match=r"gains that differ|norms of q and k"):
+        with pytest.raises(RequestError, match=r"weights that differ|norms of q and k"):
             convert(tmp_path / "in", tmp_path / "refused", refused, progress=False)
 
 

@@ -70,7 +70,5 @@ def test_within_counts_each_pair_twice_and_no_head_with_itself():
 
 def test_neighbours_share_out_the_heads_in_order():
     assert neighbours(6, 3) == ((0, 1), (2, 3), (4, 5))
-    with pytest.raises(
-        ValueError, match="num_kv_heads: expected a divisor of the 6 KV heads that there are, got 4"
-    ):
+    with pytest.raises(ValueError, match="num_kv_heads: expected a divisor of the 6 KV heads, got 4"):
         neighbours(6, 4)

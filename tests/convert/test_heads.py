@@ -35,10 +35,10 @@ from attnlib.convert.heads.align import (
     agreement,
     align,
     polar,
+    rotate_keys,
+    rotate_values,
     similarity,
     towards_each_other,
-    turn_keys,
-    turn_values,
 )
 from attnlib.convert.heads.merging import arrange, merge_heads, shares
 from attnlib.convert.heads.recipe import MergeRecipe
@@ -67,8 +67,8 @@ def test_any_turn_keeps_the_function(kind, seed):
     layer, x = grouped(**kind, seed=seed), tokens(2, 7)
     heads, out = heads_of(layer), layer(x)
     g, rotated = len(heads.k), heads.rotated
-    close(with_heads(layer, turn_values(heads, orthogonal(g, D, seed=seed)))(x), out)
-    turned = turn_keys(heads, phases(g, rotated // 2, seed=seed), orthogonal(g, D - rotated, seed=seed))
+    close(with_heads(layer, rotate_values(heads, orthogonal(g, D, seed=seed)))(x), out)
+    turned = rotate_keys(heads, phases(g, rotated // 2, seed=seed), orthogonal(g, D - rotated, seed=seed))
     assert rotated == 0 or far(turned.k, heads.k)
     close(with_heads(layer, turned)(x), out)
 
@@ -78,7 +78,7 @@ def test_a_turn_in_the_other_layout_changes_the_function(rope):
     layer, x = grouped(rope=rope), tokens(1, 7)
     heads, out = heads_of(layer), layer(x)
     other = replace(heads, rope=ROPES["interleaved" if rope == "half" else "half"])
-    turned = turn_keys(other, phases(4, D // 2), orthogonal(4, 0))
+    turned = rotate_keys(other, phases(4, D // 2), orthogonal(4, 0))
     assert far(with_heads(layer, replace(turned, rope=heads.rope))(x), out)
 
 
@@ -207,9 +207,9 @@ def test_similarity_does_not_see_turns_that_alignment_undoes(kind, seed, what):
     close(s, s.T)
     close(s.diagonal(), torch.ones_like(s.diagonal()))
     assert (s.abs() <= 1 + 1e-12).all()
-    turned = turn_values(heads, orthogonal(g, D, seed=seed))
+    turned = rotate_values(heads, orthogonal(g, D, seed=seed))
     if what == "all":
-        turned = turn_keys(turned, phases(g, heads.rotated // 2), orthogonal(g, D - heads.rotated))
+        turned = rotate_keys(turned, phases(g, heads.rotated // 2), orthogonal(g, D - heads.rotated))
     close(similarity(turned, calibration, what), s)
     assert (s >= similarity(heads, calibration, "none") - 1e-12).all()
 
@@ -314,8 +314,8 @@ def test_shuffled_and_turned_copies_convert_without_loss(rope):
     layer, x = grouped((6, 2), rope=rope, bias=True, sinks=True), tokens(2, 40)
     heads = heads_of(layer)
     layer = with_kv(layer, k=heads.k[:2].repeat_interleave(3, 0), v=heads.v[:2].repeat_interleave(3, 0))
-    heads = turn_values(heads_of(layer), orthogonal(6, D))
-    heads = turn_keys(heads, phases(6, heads.rotated // 2), orthogonal(6, D - heads.rotated))
+    heads = rotate_values(heads_of(layer), orthogonal(6, D))
+    heads = rotate_keys(heads, phases(6, heads.rotated // 2), orthogonal(6, D - heads.rotated))
     layer = permuted(with_heads(layer, heads), [4, 0, 2, 5, 3, 1])
     for calibration in (None, Calibration.of([x])):
         new = mha_to_gqa(layer, 2, align="all", grouping="similar", calibration=calibration)
@@ -459,9 +459,7 @@ class Adapter(nn.Linear):
 
 def test_what_cannot_be_converted_is_refused():
     layer = grouped((4, 1))
-    with pytest.raises(
-        ValueError, match="num_kv_heads: expected a divisor of the 4 KV heads that there are, got 3"
-    ):
+    with pytest.raises(ValueError, match="num_kv_heads: expected a divisor of the 4 KV heads, got 3"):
         mha_to_gqa(layer, 3)
     for count in (8, 0):
         with pytest.raises(ValueError, match="num_kv_heads"):

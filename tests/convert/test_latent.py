@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 from attnlib import FULL, GroupedQueryAttention, KVCache, MultiHeadLatentAttention, Rope, rotate, sliding
 from attnlib.convert import Calibration, gqa_to_mla
-from attnlib.convert.heads.align import turn_keys
+from attnlib.convert.heads.align import rotate_keys
 from attnlib.convert.latent.attended import Attended, attended
 from attnlib.convert.latent.cost import Cost
 from attnlib.convert.latent.embedding import concentrate, embed
@@ -197,7 +197,7 @@ def test_keys_alike_over_heads_need_the_channels_of_one(rope):
         layer, k=torch.cat((heads.k[:1, : heads.rotated] * sizes, heads.k[:, heads.rotated :]), 1)
     )
     turns = phases(4, heads.rotated // 2), orthogonal(4, D - heads.rotated)
-    layer = with_heads(layer, turn_keys(heads_of(layer), *turns))
+    layer = with_heads(layer, rotate_keys(heads_of(layer), *turns))
     for calibration in (None, Calibration.of([x])):
         close(gqa_to_mla(layer, rope_dim=layer.rope.dim, calibration=calibration)(x), layer(x), within=1e-9)
     assert (gqa_to_mla(layer, rope_dim=layer.rope.dim - 2)(x) - layer(x)).abs().max() > 1e-5
@@ -426,7 +426,7 @@ EXTRAS = {
 
 @pytest.mark.parametrize("name", EXTRAS)
 def test_what_a_latent_layer_has_not_is_refused(name):
-    with pytest.raises(NotImplementedError, match=f"it has {name}.*, which a latent layer has not"):
+    with pytest.raises(NotImplementedError, match=f"it has {name}.*, which latent layers do not support"):
         gqa_to_mla(grouped(**EXTRAS[name]))
 
 

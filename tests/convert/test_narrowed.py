@@ -105,5 +105,5 @@ def test_widths_that_do_not_divide_are_refused(dim):
 
 def test_a_ramp_that_ends_behind_all_pairs_is_refused():
     old = Rope(8, theta=2.0, scaling=YaRN(4.0, 1024, beta_fast=500.0))
-    with pytest.raises(NotImplementedError, match="rope_dim: expected 8, as YaRN's ramp ends where"):
+    with pytest.raises(NotImplementedError, match="rope_dim: expected 8, because YaRN's ramp ends beyond"):
         narrowed(old, 4)

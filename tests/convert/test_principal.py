@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnlib.convert import Calibration, mha_to_gqa
-from attnlib.convert.heads.align import turn_keys, turn_values
+from attnlib.convert.heads.align import rotate_keys, rotate_values
 from attnlib.convert.heads.factors import factorise
 from attnlib.convert.heads.grouping import annealed, neighbours
 from attnlib.convert.heads.measure import relative_errors
@@ -182,9 +182,9 @@ def test_moving_the_factors_a_little_never_loses_less(seed):
 def test_turns_that_keep_the_function_change_nothing(kind, seed):
     layer, x = grouped(**kind, seed=seed), tokens(2, 7)
     heads = heads_of(layer)
-    turned = turn_values(heads, orthogonal(len(heads.k), D, seed=seed))
+    turned = rotate_values(heads, orthogonal(len(heads.k), D, seed=seed))
     free = D - heads.rotated
-    turned = turn_keys(
+    turned = rotate_keys(
         turned, phases(len(heads.k), heads.rotated // 2), orthogonal(len(heads.k), free, seed=seed)
     )
     assert lost(turned, 1, "principal") == pytest.approx(lost(heads, 1, "principal"), rel=1e-5, abs=1e-6)
@@ -262,7 +262,9 @@ def test_the_best_is_chosen_where_nothing_is(known, wanted):
 
 def test_norms_forbid_to_map_keys_and_leave_values():
     layer, x = grouped((4, 2), qk_norm=True), tokens(2, 9)
-    with pytest.raises(ValueError, match=r'merge: expected no norms of q and k.*use "principal-values"'):
+    with pytest.raises(
+        ValueError, match=r'merge: "principal" maps keys.*norms of q and k.*use "principal-values"'
+    ):
         mha_to_gqa(layer, 2, merge="principal", calibration=TEXT)
     new = mha_to_gqa(layer, 2, calibration=TEXT, grouping="neighbours")
     close(new.k_proj.weight, mha_to_gqa(layer, 2).k_proj.weight)
@@ -274,7 +276,7 @@ def test_norms_forbid_to_map_keys_and_leave_values():
 
 def test_alibi_keeps_its_order_of_heads():
     layer = grouped((4, 2), rope="none", alibi=True)
-    with pytest.raises(NotImplementedError, match="slopes belong to their order"):
+    with pytest.raises(NotImplementedError, match="slopes depend on their order"):
         mha_to_gqa(layer, 2, merge="principal", grouping="similar")
     keyed = mapped(grouped((4, 2), rope="none", alibi=True))
     close(mha_to_gqa(keyed, 1, calibration=TEXT)(tokens(1, 6)), keyed(tokens(1, 6)), within=1e-7)
@@ -282,7 +284,7 @@ def test_alibi_keeps_its_order_of_heads():
 
 @pytest.mark.parametrize("merge", ["principal", "principal-values"])
 def test_turns_before_a_principal_merge_are_refused(merge):
-    with pytest.raises(ValueError, match=r'align: expected "none" .*finds every turn itself'):
+    with pytest.raises(ValueError, match=r'align: expected "none" .*finds every rotation itself'):
         mha_to_gqa(grouped(), 2, merge=merge, align="values", calibration=TEXT)
 
 

@@ -44,7 +44,7 @@ def test_products_are_averaged_as_rope_turns_keys_behind_their_query(rope):
     heads, reach = heads_of(grouped(rope=rope)), 6
     rows = torch.randn(30, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     distances, products = Distances.of(heads, reach), rows.T @ rows
-    for mean, sign in ((distances.turned, -1), (distances.turned_back, 1)):
+    for mean, sign in ((distances.rotated, -1), (distances.rotated_back, 1)):
         turned = torch.stack([rotated(heads, rows, sign * n) for n in range(reach)])
         close(mean(products), torch.einsum("n,nti,ntj->ij", weights(reach), turned, turned), within=1e-5)
 

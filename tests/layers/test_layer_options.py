@@ -201,5 +201,5 @@ def test_a_temperature_needs_integer_positions():
 
 @pytest.mark.parametrize("kind", ["norms after rope", "temperature", "norms of another kind"])
 def test_conversion_refuses_what_it_does_not_know(kind):
-    with pytest.raises(NotImplementedError, match="conversion knows"):
+    with pytest.raises(NotImplementedError, match="conversion does not support"):
         mha_to_gqa(KINDS[kind](), 1)

@@ -1,1 +1,1 @@
-"""Grouped-query attention with fewer KV heads: which become one, and how."""
+"""Conversion of grouped-query attention to fewer KV heads: grouping, alignment and merging."""

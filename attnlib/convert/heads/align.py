@@ -1,10 +1,9 @@
-"""Turning heads towards each other without changing what the layer computes.
+"""Alignment of attention heads: rotate them towards each other without changing the layer's output.
 
-Attention reads a value head only through o and a key head only through dot products with queries, so a
-rotation of a head that its partner undoes is free (Jin et al., 2024, arXiv 2412.20677). V and O take any
-orthogonal matrix. Q and K take what commutes with rope: one phase for each rotated pair, and any orthogonal
-matrix of the channels that are not rotated. Norms of q and k lie in between, and pass on only what their
-gains do not see.
+Only o reads the value heads, and only dot products with queries read the key heads. So a rotation of a head
+is free if its reader undoes it (Jin et al., 2024, arXiv 2412.20677). V and O accept any orthogonal matrix. Q
+and K accept matrices that commute with rope: one phase for each rotated pair, and any orthogonal matrix of
+the other channels. If the layer has q_norm and k_norm, the rotation must also commute with their weights.
 """
 
 from collections.abc import Iterator
@@ -18,48 +17,50 @@ from ..calibration import Calibration
 from ..weights import Heads, rows_of
 
 Align = Literal["none", "values", "all"]
-SWEEPS = 1_000  # of coordinate ascent at most; most end after fewer than twenty
-GROWTH = 1e-5  # of the agreement in a sweep: less ends the climb
-TIE = 1e-10  # of the largest singular value: above the rounding of moments, below what activations show
+SWEEPS = 1_000  # maximum sweeps of coordinate ascent; most searches end after fewer than twenty
+GROWTH = 1e-5  # stop if a sweep raises the agreement by less than this fraction
+# Singular values below this fraction of the largest count as zero. The threshold lies above the rounding
+# error of the moments and below the signal in activations.
+TIE = 1e-10
 
 
-def turn_values(heads: Heads, turns: Tensor) -> Heads:
-    """The same function with value head ``g`` turned by the orthogonal ``turns[g]``; ``[g, d, d]``."""
-    o = torch.einsum("mhe,hde->mhd", heads.o, turns.repeat_interleave(heads.group, 0))
-    return replace(heads, v=turns @ heads.v, o=o)
+def rotate_values(heads: Heads, rotations: Tensor) -> Heads:
+    """Rotate the value heads by orthogonal ``rotations`` ``[g, d, d]``, and undo the rotations in o."""
+    o = torch.einsum("mhe,hde->mhd", heads.o, rotations.repeat_interleave(heads.group, 0))
+    return replace(heads, v=rotations @ heads.v, o=o)
 
 
-def turn_keys(heads: Heads, phases: Tensor, turns: Tensor) -> Heads:
-    """The same function with key head ``g`` and its queries turned.
+def rotate_keys(heads: Heads, phases: Tensor, rotations: Tensor) -> Heads:
+    """Rotate key head ``g`` together with its queries, which keeps all scores.
 
-    ``phases`` complex ``[g, p / 2]`` of absolute value 1 turn the pairs that rope rotates, whatever its
-    layout, and the orthogonal ``turns`` ``[g, n, n]`` the other channels.
+    The complex ``phases`` ``[g, p / 2]`` of absolute value 1 rotate the pairs that rope rotates, in either
+    rope layout. The orthogonal ``rotations`` ``[g, n, n]`` rotate the other channels.
 
     Raises:
-        ValueError: gains of q_norm or k_norm that a turn would not pass.
+        ValueError: the weights of q_norm or k_norm do not commute with such a rotation.
     """
-    check_gains(heads)
+    check_norm_weights(heads)
 
-    def turned(rows: Tensor, phases: Tensor, turns: Tensor) -> Tensor:
+    def rotate(rows: Tensor, phases: Tensor, rotations: Tensor) -> Tensor:
         pairs = heads.pairs(rows) * phases[..., None]
         rotated = rows_of(pairs, interleaved=heads.rope is not None and heads.rope.interleaved)
-        return torch.cat((rotated, turns @ rows[:, heads.rotated :]), 1)
+        return torch.cat((rotated, rotations @ rows[:, heads.rotated :]), 1)
 
-    k = turned(heads.k, phases, turns)
+    k = rotate(heads.k, phases, rotations)
     return replace(
-        heads, k=k, q=turned(heads.q, *(x.repeat_interleave(heads.group, 0) for x in (phases, turns)))
+        heads, k=k, q=rotate(heads.q, *(x.repeat_interleave(heads.group, 0) for x in (phases, rotations)))
     )
 
 
-def check_gains(heads: Heads) -> None:
-    """Refuse to turn keys under norms with gains that differ where channels would be mixed.
+def check_norm_weights(heads: Heads) -> None:
+    """Raise ValueError if the weights of q_norm and k_norm do not commute with a rotation of the keys.
 
-    A turn keeps the root mean square that q_norm and k_norm divide by. It commutes with their gains only
-    where these are equal: within each rotated pair, and over all channels that are not rotated. Gains of each
-    head's own come with norms that subtract a mean, or go over all heads, and are not turned.
+    A rotation keeps the root mean square that q_norm and k_norm divide by. It commutes with their weights
+    only if these are equal within each rotated pair and equal over all channels without rope. Norms with
+    separate weights for each head are always refused: such norms subtract a mean or span all heads.
 
     Raises:
-        ValueError: with the reason.
+        ValueError: the weights differ; the message says between which channels or heads.
     """
     if heads.gains is None:
         return
@@ -75,74 +76,75 @@ def check_gains(heads: Heads) -> None:
     else:
         return
     raise ValueError(
-        f"align: q_norm and k_norm have gains that differ {where}, so that turning keys would change the "
-        "function; "
-        'use align="values"'
+        f"align: q_norm and k_norm have weights that differ {where}, so rotating keys would change the "
+        'output; use align="values"'
     )
 
 
 def align(heads: Heads, groups: int, calibration: Calibration, what: Align) -> Heads:
-    """The same function, with the heads of each of ``groups`` runs of neighbours turned towards each other.
+    """Rotate the heads of each group towards each other without changing the layer's output.
 
-    ``what`` is turned: nothing, values, or keys and values. The agreement that grows is the sum over pairs of
-    heads of ``E <x_i, x_j>``, x being keys before rope or values; its maximum for two heads is orthogonal
-    Procrustes (Schoenemann, 1966), for more it is climbed a head at a time (generalised Procrustes; Gower,
-    1975).
+    There are ``groups`` groups, each a run of neighbouring heads. ``what`` selects the heads to rotate: none,
+    values, or keys and values. The rotations maximise the agreement, which is the sum over pairs of heads of
+    ``E <x_i, x_j>``, with x the keys before rope or the values. For two heads, orthogonal Procrustes gives
+    the maximum (Schoenemann, 1966). For more, coordinate ascent rotates one head at a time (generalised
+    Procrustes; Gower, 1975).
 
     Raises:
-        ValueError: an unknown ``what``, or gains as in :func:`check_gains`.
+        ValueError: an unknown ``what``, or norm weights that :func:`check_norm_weights` refuses.
     """
     check_align(what)
     if what == "none":
         return heads
 
-    def turns(rows: Tensor) -> Tensor:
-        """``[g, c, d, m + 1]`` to the unitary ``[g, c, d, d]``."""
+    def rotations(rows: Tensor) -> Tensor:
+        """Return unitary matrices ``[g, c, d, d]`` that align the rows ``[g, c, d, m + 1]``."""
         rows = rows.unflatten(0, (groups, -1))
         moments = _moments(rows, rows, calibration, "gfcdm,gkcem->gcfkde")
         return towards_each_other(moments).movedim(1, 2).flatten(0, 1)
 
-    heads = turn_values(heads, turns(heads.v[:, None])[:, 0])
+    heads = rotate_values(heads, rotations(heads.v[:, None])[:, 0])
     if what == "values":
         return heads
-    phases = turns(heads.pairs(heads.k)[:, :, None])[:, :, 0, 0]
-    return turn_keys(heads, phases, turns(heads.k[:, None, heads.rotated :])[:, 0])
+    phases = rotations(heads.pairs(heads.k)[:, :, None])[:, :, 0, 0]
+    return rotate_keys(heads, phases, rotations(heads.k[:, None, heads.rotated :])[:, 0])
 
 
 def towards_each_other(moments: Tensor) -> Tensor:
-    """Unitary ``[..., f, d, d]`` that raise the agreement of f vectors with ``moments[i, j] = E x_i x_j^H``.
+    """Return unitary matrices ``[..., f, d, d]`` that raise the agreement of f vectors.
 
-    ``moments`` is ``[..., f, f, d, d]``, real or complex. The first vector stays. Never less agreement than
-    untouched.
+    ``moments`` ``[..., f, f, d, d]``, real or complex, holds ``moments[i, j] = E x_i x_j^H``. The first
+    vector keeps its direction. The agreement is never lower than without rotations.
     """
     f, d = moments.shape[-3], moments.shape[-1]
     untouched = torch.eye(d, dtype=moments.dtype, device=moments.device).expand(*moments.shape[:-4], f, d, d)
-    turns, reached = untouched.clone(), None
+    rotations, reached = untouched.clone(), None
     for sweep in range(SWEEPS):
         for i in range(1, f):
-            # At first only towards those that have been turned already: the rest would pull in all
+            # The first sweep uses only vectors that it has already rotated; the rest would pull in all
             # directions.
             others = [j for j in range(f) if j < i or (sweep and j != i)]
-            turns[..., i, :, :] = polar((turns[..., others, :, :] @ moments[..., others, i, :, :]).sum(-3))
-        before, reached = reached, agreement(moments, turns)
+            rotations[..., i, :, :] = polar(
+                (rotations[..., others, :, :] @ moments[..., others, i, :, :]).sum(-3)
+            )
+        before, reached = reached, agreement(moments, rotations)
         if before is not None and not (reached > before + GROWTH * before.abs()).any():
             break
     better = reached >= agreement(moments, untouched)
-    return torch.where(better[..., None, None, None], turns, untouched)
+    return torch.where(better[..., None, None, None], rotations, untouched)
 
 
-def agreement(moments: Tensor, turns: Tensor) -> Tensor:
-    """``sum_ij E <R_i x_i, R_j x_j>``, real ``[...]``, for turns R ``[..., f, d, d]``."""
-    turned = torch.einsum("...fde,...fkeb->...fkdb", turns, moments)
-    return torch.einsum("...fkdb,...kdb->...", turned, turns.conj()).real
+def agreement(moments: Tensor, rotations: Tensor) -> Tensor:
+    """Return ``sum_ij E <R_i x_i, R_j x_j>``, real ``[...]``, for rotations R ``[..., f, d, d]``."""
+    rotated = torch.einsum("...fde,...fkeb->...fkdb", rotations, moments)
+    return torch.einsum("...fkdb,...kdb->...", rotated, rotations.conj()).real
 
 
 def polar(x: Tensor) -> Tensor:
-    """The unitary factor of ``x`` ``[..., d, d]``: the R with the largest ``Re tr(R^H x)``, near identity in
-    a tie.
+    """Return the unitary factor of ``x`` ``[..., d, d]``: the R with the largest ``Re tr(R^H x)``.
 
-    Directions that inputs never take are left unturned: rounding alone would turn them, and equal heads would
-    differ.
+    Directions that the inputs never take stay close to the identity. Otherwise rounding errors would rotate
+    them, and equal heads would become different.
     """
     u, s, vh = torch.linalg.svd(x)
     determined = s > TIE * s[..., :1]
@@ -155,33 +157,32 @@ def polar(x: Tensor) -> Tensor:
 
 
 def similarity(heads: Heads, calibration: Calibration, what: Align) -> Tensor:
-    """How alike KV heads are after the best turn of each pair: ``[g, g]``, from -1 to 1, and 1 with
-    themselves.
+    """Return the similarity of each pair of KV heads after its best rotation: ``[g, g]``, from -1 to 1.
 
-    The mean over keys and values of ``max E <R x_i, x_j> / sqrt(E |x_i|^2 E |x_j|^2)``, with R as ``what``
-    permits.
+    The similarity is the mean over keys and values of ``max E <R x_i, x_j> / sqrt(E |x_i|^2 E |x_j|^2)``,
+    where R is any rotation that ``what`` permits. The diagonal is 1.
 
     Raises:
         ValueError: an unknown ``what``.
     """
     check_align(what)
-    values = _cosines([heads.v[:, None]], calibration, turned=what != "none")
+    values = _cosines([heads.v[:, None]], calibration, rotated=what != "none")
     keys = [heads.pairs(heads.k)[:, :, None], heads.k[:, None, heads.rotated :]]
-    return (values + _cosines(keys, calibration, turned=what == "all")) / 2
+    return (values + _cosines(keys, calibration, rotated=what == "all")) / 2
 
 
-def _cosines(parts: list[Tensor], calibration: Calibration, *, turned: bool) -> Tensor:
-    products = sum(torch.stack(list(_products(rows, calibration, turned=turned))) for rows in parts)
+def _cosines(parts: list[Tensor], calibration: Calibration, *, rotated: bool) -> Tensor:
+    products = sum(torch.stack(list(_products(rows, calibration, rotated=rotated))) for rows in parts)
     products = (products + products.T) / 2
     size = products.diagonal().clamp(min=torch.finfo(products.dtype).tiny).sqrt()
     return products / size / size[:, None]
 
 
-def _products(rows: Tensor, calibration: Calibration, *, turned: bool) -> Iterator[Tensor]:
-    """Of each head of ``[g, c, d, m + 1]`` with all ``[g]``; one head at a time, for the sake of memory."""
+def _products(rows: Tensor, calibration: Calibration, *, rotated: bool) -> Iterator[Tensor]:
+    """Yield each head's agreement with all heads, ``[g]``; working head by head saves memory."""
     for one in rows:
         moments = _moments(one, rows, calibration, "cdm,gcem->gcde")
-        if turned and moments.numel():
+        if rotated and moments.numel():
             yield torch.linalg.svdvals(moments).sum((-2, -1))
         else:
             yield moments.diagonal(dim1=-2, dim2=-1).sum((-2, -1)).real
@@ -192,6 +193,6 @@ def _moments(a: Tensor, b: Tensor, calibration: Calibration, equation: str) -> T
 
 
 def check_align(what: str) -> None:
-    """Refuse an unknown way to align."""
+    """Raise ValueError for an unknown alignment."""
     if what not in get_args(Align):
         raise ValueError(f"align: expected one of {get_args(Align)}, got {what!r}")

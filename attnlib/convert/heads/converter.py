@@ -1,6 +1,4 @@
-"""What checkpoint conversion asks for each layer, made of what turns heads into fewer: a converter to grouped
-heads.
-"""
+"""The checkpoint converter to fewer KV heads: it groups, aligns and merges the heads of each layer."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,9 +16,9 @@ from ..checkpoint.model import shape_of
 from ..checkpoint.names import family_of, text_of
 from ..checkpoint.source_rope import rope_of
 from ..weights import Heads, join, split
-from .align import Align, check_gains
+from .align import Align, check_norm_weights
 from .grouping import neighbours
-from .measure import relative_errors
+from .measure import relative_errors, relative_root
 from .merging import arrange, merge_heads
 from .principal import Merged
 from .recipe import Grouping, recipe
@@ -42,20 +40,21 @@ def grouped(
     reach: int = 2048,
     device: torch.device | str = "cpu",
 ) -> LayerConverter:
-    """Layers of the model of this config.json into layers of ``kv_heads`` KV heads, as ``mha_to_gqa`` makes
-    them.
+    """Return a converter that gives each layer of the config.json's model ``kv_heads`` KV heads.
 
-    ``calibrations`` gives the calibration of a layer by its index; None means weights alone. As many heads as
-    there are is an exact copy. ``device`` computes; what comes out is on the CPU.
+    Layers are converted as by ``mha_to_gqa``. ``calibrations`` maps a layer index to its calibration; None
+    uses only the weights. If ``kv_heads`` is the model's own count, layers are copied exactly. Computation
+    runs on ``device``, and results are returned on the CPU.
 
-    Errors of a layer, each 0 if nothing was lost: ``key_error`` and ``value_error`` are the root mean square
-    of what queries and o miss of the keys (before norm and rope) and values of the source, relative to these,
-    under the calibration; ``query_rounding`` and ``output_rounding`` are what changed weights lost to their
-    dtype, relative.
+    Each layer reports four relative errors, which are 0 if nothing was lost:
+
+    - ``key_error`` and ``value_error``: root mean square errors of the keys (before norm and rope) and
+      values, as the queries and o of the calibration read them.
+    - ``query_rounding`` and ``output_rounding``: rounding errors of the changed q and o weights.
 
     Raises:
-        RequestError: ``kv_heads`` does not divide the source's KV heads, or an option that it does not
-        permit. CheckpointError: as ``rope_of``; the converter raises it for weights that are not finite.
+        RequestError: ``kv_heads`` does not divide the model's KV heads, or an option is not permitted.
+        CheckpointError: as ``rope_of``; the converter also raises it for weights that are not finite.
     """
     family = family_of(text_of(config).get("model_type"))
     shape = shape_of(config, family)
@@ -66,10 +65,10 @@ def grouped(
         raise RequestError(
             'align: loaders disagree about a partial_rotary_factor, got "all"; use align="values"'
         )
-    chosen = partial(recipe, merge, align, grouping, reach=reach, calibrated=calibrations is not None)
+    recipe_for = partial(recipe, merge, align, grouping, reach=reach, calibrated=calibrations is not None)
     try:
         neighbours(shape.kv_heads, kv_heads)
-        chosen(maps_keys=alike)
+        recipe_for(maps_keys=alike)
     except (TypeError, ValueError) as error:
         raise RequestError(str(error)) from error
 
@@ -79,15 +78,15 @@ def grouped(
         rope = rope_of(config, shape.index)
         heads = heads_of({name: value.to(device) for name, value in weights.items()}, shape, rope)
         try:
-            made = chosen(maps_keys=alike and heads.gains is None)
+            layer_recipe = recipe_for(maps_keys=alike and heads.gains is None)
             if align == "all":
-                check_gains(heads)
+                check_norm_weights(heads)
         except ValueError as error:
             raise RequestError(f"layer {shape.index}: {error}") from error
         calibration = None if calibrations is None else calibrations(shape.index)
         calibration = fitting(calibration, shape.width, heads.k.device)
-        arranged = arrange(heads, kv_heads, made, calibration)
-        merged = merge_heads(arranged, kv_heads, made, calibration)
+        arranged = arrange(heads, kv_heads, layer_recipe, calibration)
+        merged = merge_heads(arranged, kv_heads, layer_recipe, calibration)
         new = join(merged.heads, weights)
         stored = heads_of({name: value.to(device) for name, value in new.items()}, shape, rope)
         errors = _errors(arranged, merged, stored, calibration)
@@ -98,34 +97,33 @@ def grouped(
 
 
 def rotates_alike(config: Mapping[str, object]) -> bool:
-    """Whether all loaders rotate the same channels: of some families transformers rotates whole heads, vLLM a
-    part.
+    """True if all loaders of this model rotate the same channels.
+
+    In some families, transformers rotates whole heads and vLLM rotates only a part of each.
     """
     family, rope = family_of(text_of(config).get("model_type")), rope_of(config)
     return rope is None or rope.dim == shape_of(config, family).head_dim or family.rotates_part
 
 
 def heads_of(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope | None) -> Heads:
-    """A layer's heads from its weights by our names, whatever their dtype.
+    """Return a layer's heads from weights of any dtype under attnlib's names.
 
     Raises:
-        CheckpointError: they cannot be told apart, or are not finite.
+        CheckpointError: the weights do not split into heads, or are not finite.
     """
+    # torch implements few operations for 8-bit dtypes.
     wide = {name: value.float() if value.dtype.itemsize == 1 else value for name, value in weights.items()}
     try:
-        return split(wide, head_dim=shape.head_dim, rope=rope)  # little is defined on eight bits
+        return split(wide, head_dim=shape.head_dim, rope=rope)
     except ValueError as error:
         raise CheckpointError(f"layer {shape.index}: {error}; such heads cannot be merged") from error
 
 
 def _errors(arranged: Heads, merged: Merged, stored: Heads, calibration: Calibration) -> dict[str, float]:
-    """What ``stored`` misses of ``arranged``, and what its dtype took of ``merged``, by the names of
-    ERRORS.
-    """
+    """Return the errors named in ERRORS: ``stored`` against ``arranged``, and rounding of ``merged``."""
 
     def rounding(exact: Tensor, rounded: Tensor) -> float:
-        size = exact.square().sum().clamp(min=torch.finfo(exact.dtype).tiny)
-        return float(((exact - rounded).square().sum() / size).sqrt())
+        return relative_root((exact - rounded).square().sum(), exact.square().sum())
 
     measures = relative_errors(arranged, merged, stored, calibration)
     measures += (rounding(merged.heads.q, stored.q), rounding(merged.heads.o, stored.o))

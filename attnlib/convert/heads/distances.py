@@ -1,4 +1,4 @@
-"""Products of keys as queries meet them: turned by rope, and averaged over distances."""
+"""Moments of keys as queries see them: rotated by rope and averaged over distances."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from ..weights import Heads
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distances:
-    """The distances at which queries meet keys: each doubling, up to ``reach``, as often as any other.
+    """The distances between queries and keys, weighted so that each doubling up to ``reach`` counts equally.
 
-    Distance n has the weight ``1 / (n + 1)``. Rope turns channel ``a`` of ``basis`` ``[d, d]``, which is
-    unitary, by ``exp(i w_a n)``; ``alike`` ``[d, d]`` are means of ``exp(i (w_a - w_b) n)``.
+    Distance n has the weight ``1 / (n + 1)``. In the unitary ``basis`` ``[d, d]``, rope multiplies channel
+    ``a`` by ``exp(i w_a n)``. ``alike`` ``[d, d]`` holds the weighted means of ``exp(i (w_a - w_b) n)``.
     """
 
     basis: Tensor
@@ -27,29 +27,21 @@ class Distances:
         speeds = torch.zeros(d, dtype=torch.float64, device=device)
         if heads.rope is not None:
             length = reach if heads.rope.needs_length else None
-            turn = heads.rope.inverse_frequencies(length=length, device=device).double()
-            speeds[: heads.rotated] = torch.cat((-turn, turn))
+            frequencies = heads.rope.inverse_frequencies(length=length, device=device).double()
+            speeds[: heads.rotated] = torch.cat((-frequencies, frequencies))
         distances = torch.arange(reach, dtype=torch.float64, device=device)
         weights = 1 / (distances + 1)
-        turned = torch.polar((weights / weights.sum()).sqrt().expand(d, -1), speeds[:, None] * distances)
-        return cls(torch.cat((pairs, pairs.conj(), free)), turned @ turned.mH)
+        phases = torch.polar((weights / weights.sum()).sqrt().expand(d, -1), speeds[:, None] * distances)
+        return cls(torch.cat((pairs, pairs.conj(), free)), phases @ phases.mH)
 
-    def turned(self, products: Tensor) -> Tensor:
-        """The mean of ``R P R^T`` over turns R, for real P ``[..., d, d]``."""
+    def rotated(self, products: Tensor) -> Tensor:
+        """Return the mean of ``R P R^T`` over rope's rotations R, for real P ``[..., d, d]``."""
         return self._mean(products, self.alike)
 
-    def turned_back(self, products: Tensor) -> Tensor:
-        """The mean of ``R^T P R``."""
+    def rotated_back(self, products: Tensor) -> Tensor:
+        """Return the mean of ``R^T P R`` over rope's rotations R, for real P ``[..., d, d]``."""
         return self._mean(products, self.alike.conj())
 
     def _mean(self, products: Tensor, alike: Tensor) -> Tensor:
         inside = self.basis @ products.to(self.basis.dtype) @ self.basis.mH
         return (self.basis.mH @ (inside * alike) @ self.basis).real
-
-
-def gains(heads: Heads) -> Tensor:
-    """What scores multiply each channel by ``[d]``: the square of rope's amplitude where it turns."""
-    gain = torch.ones(heads.k.shape[1], dtype=heads.k.dtype, device=heads.k.device)
-    if heads.rope is not None:
-        gain[: heads.rotated] = heads.rope.amplitude**2
-    return gain

@@ -1,4 +1,4 @@
-"""Which KV heads become one: neighbours, or heads that are alike, in groups of equal size."""
+"""Grouping of KV heads before a merge: neighbours, or similar heads, in groups of equal size."""
 
 import math
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from torch import Tensor
 from ...internal.checks import check_count
 
 Groups = tuple[tuple[int, ...], ...]
-EXCHANGES = 256  # that annealing tries
+EXCHANGES = 256  # swaps that simulated annealing tries
 
 
 def neighbours(heads: int, groups: int) -> Groups:
-    """Heads in order, as Ainslie et al., 2023 (arXiv 2305.13245) group them.
+    """Return groups of consecutive heads, as in Ainslie et al., 2023 (arXiv 2305.13245).
 
     Raises:
         ValueError: ``groups`` does not divide ``heads``.
@@ -24,20 +24,18 @@ def neighbours(heads: int, groups: int) -> Groups:
     """
     check_count("num_kv_heads", groups, least=1)
     if heads % groups:
-        raise ValueError(
-            f"num_kv_heads: expected a divisor of the {heads} KV heads that there are, got {groups}"
-        )
+        raise ValueError(f"num_kv_heads: expected a divisor of the {heads} KV heads, got {groups}")
     return _canonical(torch.arange(heads).unflatten(0, (groups, -1)).tolist())
 
 
 def similar(similarity: Tensor, groups: int) -> Groups:
-    """Groups of equal size within which heads are alike, by a symmetric ``similarity`` ``[heads, heads]``.
+    """Return groups of equal size that put similar heads together.
 
-    Two heads change places as long as this raises the sum of similarities within groups, first from
-    neighbours and then from groups grown greedily around the most similar pairs; the better end is taken.
-    Deterministic, never worse than neighbours, and as good as any single exchange can make it. (Chen et al.,
-    2024, arXiv 2406.14963 group by activations too, in unequal sizes; Jin et al., 2024, arXiv 2412.20677 by
-    simulated annealing.)
+    ``similarity`` is symmetric, ``[heads, heads]``. Pairs of heads swap places as long as this raises the sum
+    of similarities within groups. The search runs from neighbours and from groups grown greedily around the
+    most similar pairs, and the better result wins. The result is deterministic, never worse than neighbours,
+    and no single swap can improve it. (Chen et al., 2024, arXiv 2406.14963 also group by activations, in
+    unequal sizes; Jin et al., 2024, arXiv 2412.20677 use simulated annealing.)
 
     >>> similar(torch.tensor([[1.0, 0, 1], [0, 1, 0], [1, 0, 1]]).kron(torch.eye(2)), 3)
     ((0, 4), (1, 5), (2, 3))
@@ -52,12 +50,12 @@ def similar(similarity: Tensor, groups: int) -> Groups:
 
 
 def annealed(loss: Callable[[tuple[int, ...]], float], heads: int, groups: int) -> Groups:
-    """Groups of equal size with a small sum of ``loss``, a function of one group that is asked again and
-    again.
+    """Return groups of equal size with a small sum of ``loss``, found by simulated annealing.
 
-    The start is the better of neighbours and :func:`similar` by the losses of pairs. From there heads change
-    places, now and then for the worse, and ever more rarely (Kirkpatrick et al., 1983). The best groups met
-    are the result: never worse than neighbours, and always the same.
+    ``loss`` takes one group and is called many times, so it should be cached. The search starts from
+    neighbours or from :func:`similar` on the losses of pairs, whichever is better. Each step swaps two heads;
+    swaps for the worse are accepted less and less often (Kirkpatrick et al., 1983). The best groups found are
+    returned. The result is deterministic and never worse than neighbours.
     """
     plain = neighbours(heads, groups)
     if groups in (1, heads):
@@ -80,13 +78,13 @@ def annealed(loss: Callable[[tuple[int, ...]], float], heads: int, groups: int) 
         worse, cold = total(tried) - total(current), hot * (1 - n / EXCHANGES)
         if worse <= 0 or (cold > 0 and random.random() < math.exp(-10 * worse / cold)):
             current = tried
-        if total(current) < least * (1 - 1e-9):  # less is rounding
+        if total(current) < least * (1 - 1e-9):  # ignores rounding errors
             best, least = current, total(current)
     return best
 
 
 def within(similarity: Tensor, groups: Groups) -> float:
-    """The sum of similarities of distinct heads that share a group, each pair counted twice."""
+    """Return the sum of similarities between distinct heads of a group; each pair counts twice."""
     blocks = (similarity[list(group)][:, list(group)] for group in groups)
     return sum((block.sum() - block.trace()).item() for block in blocks)
 
@@ -95,15 +93,14 @@ def _exchanged(s: Tensor, groups: Groups) -> Groups:
     label = torch.empty(len(s), dtype=torch.int64)
     for n, group in enumerate(groups):
         label[list(group)] = n
-    least = 1e-12 * s.abs().sum().item()  # less is rounding, on which the exchanges could go round in circles
+    least = 1e-12 * s.abs().sum().item()  # smaller gains are rounding errors and could loop forever
     while True:
         to_group = s @ torch.nn.functional.one_hot(label, len(groups)).to(s.dtype)  # [heads, groups]
-        crosswise = to_group[:, label]  # of i with the group of j
+        crosswise = to_group[:, label]  # [i, j]: similarity of head i to the group of head j
         own = crosswise.diagonal()
         gain = crosswise + crosswise.T - 2 * s - own[:, None] - own
         gain = gain.masked_fill(label[:, None] == label, -torch.inf)
-        best = gain.argmax().item()
-        i, j = divmod(best, len(s))
+        i, j = divmod(gain.argmax().item(), len(s))
         if len(groups) == 1 or gain[i, j] <= least:
             return _canonical([(label == n).nonzero()[:, 0].tolist() for n in range(len(groups))])
         label[i], label[j] = label[j].clone(), label[i].clone()

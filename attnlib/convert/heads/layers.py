@@ -1,4 +1,4 @@
-"""From a grouped-query layer to one with fewer KV heads, and back to plain projections."""
+"""Conversion of a grouped-query layer to fewer KV heads, and folding of a learned merge."""
 
 from collections.abc import Mapping
 
@@ -26,32 +26,31 @@ def mha_to_gqa(
     calibration: Calibration | None = None,
     reach: int = 2048,
 ) -> GroupedQueryAttention:
-    """A new layer with ``num_kv_heads`` KV heads, merged from those of an MHA or GQA layer, which stays as it
-    is.
+    """Return a new layer with ``num_kv_heads`` KV heads, merged from those of an MHA or GQA layer.
 
-    With a ``calibration`` the default is ``merge="principal"``: the shared head of each group is the one from
-    which the old ones follow best by linear maps, which move into queries and o (Yu et al., 2024, arXiv
-    2406.07056), and groups are those that lose least. Keys are weighed at distances up to ``reach``, each
-    doubling as much as any other. Norms of q and k forbid to map keys; ``"principal-values"`` then takes
-    their mean. Without a calibration the default is that of Ainslie et al., 2023 (arXiv 2305.13245): the mean
-    of neighbours.
+    The old layer does not change. The new one has the same mask, rope, norms, sinks, scale, dtype, mode and
+    other options. Weights are merged in fp64.
 
-    ``merge="first"`` keeps one head of each group, ``"energy"`` weights keys and values by their mean
-    squares, and ``"learned"`` makes k_proj and v_proj :class:`MixedLinear`, which start as the mean and are
-    trained until :func:`fold`. ``align`` turns heads towards each other before one of these;
-    ``grouping="similar"`` puts heads together that lose least (principal), or that are alike after alignment.
-    All look at activations over ``calibration``; None means :meth:`Calibration.white`, weights alone.
+    With a ``calibration`` the default is ``merge="principal"``. Each group gets the shared head that best
+    predicts its old heads by linear maps, and the maps are folded into q and o (Yu et al., 2024, arXiv
+    2406.07056). Groups are chosen for the least loss. Key errors are averaged over distances up to ``reach``;
+    each doubling of the distance counts equally. With norms of q and k, keys cannot be mapped, and the
+    default is ``"principal-values"``, which averages the keys. Without a calibration the default is the mean
+    of neighbours (Ainslie et al., 2023, arXiv 2305.13245).
 
-    Everything else, mask, rope, norms, sinks, scale, dtype and mode included, is the old layer's. Sums are
-    fp64.
+    ``merge="first"`` keeps one head of each group. ``"energy"`` weights keys and values by their mean
+    squares. ``"learned"`` makes k_proj and v_proj :class:`MixedLinear`, which start as the mean and train
+    until :func:`fold`. Before any merge that is not principal, ``align`` rotates heads towards each other.
+    ``grouping="similar"`` groups heads for the least loss (principal merges) or by similarity after alignment
+    (others). All options use activations over ``calibration``; None means :meth:`Calibration.white`, which
+    uses only the weights.
 
     Raises:
-        ValueError: ``num_kv_heads`` does not divide the layer's, norms forbid to map or to turn keys,
-        ``align`` before
-            a principal merge, or an unknown option.
-        TypeError: not a grouped-query layer, or one whose projections are more than a weight.
-        NotImplementedError: ``grouping="similar"`` of a layer with ALiBi, whose slopes belong to the order of
-        heads.
+        ValueError: ``num_kv_heads`` does not divide the layer's KV heads, norms rule out mapping or rotating
+            the keys, ``align`` is combined with a principal merge, or an option is unknown.
+        TypeError: the layer is not grouped-query, or a projection is not a plain nn.Linear.
+        NotImplementedError: ``grouping="similar"`` for a layer with ALiBi, whose slopes depend on the order
+            of heads, or a layer option that conversion does not support.
 
     >>> layer = MultiHeadAttention(64, 8, mask=CAUSAL, rope=Rope(8))
     >>> mha_to_gqa(layer, 2, calibration=Calibration.of([torch.randn(100, 64)])).kv_layout.heads
@@ -74,18 +73,16 @@ def mha_to_gqa(
         merged = merge_heads(heads, num_kv_heads, chosen, calibration).heads
         new = _like(layer, num_kv_heads, join(merged, state))
         if chosen.merge == "learned":
-            new.k_proj, new.v_proj = (
-                _mixed(*rows) for rows in ((heads.k, new.k_proj), (heads.v, new.v_proj))
-            )
+            new.k_proj, new.v_proj = _mixed(heads.k, new.k_proj), _mixed(heads.v, new.v_proj)
     return new
 
 
 @kind
 def fold(layer: GroupedQueryAttention) -> GroupedQueryAttention:
-    """A new layer with plain projections that computes what one made with ``merge="learned"`` has learnt.
+    """Return a plain layer that computes the same as a trained layer of ``merge="learned"``.
 
     Raises:
-        TypeError: ``layer`` was not made so.
+        TypeError: k_proj or v_proj of ``layer`` is not a :class:`MixedLinear`.
     """
     mixed = [name for name in ("k_proj", "v_proj") if type(getattr(layer, name, None)) is MixedLinear]
     if len(mixed) < 2:
@@ -99,27 +96,29 @@ def fold(layer: GroupedQueryAttention) -> GroupedQueryAttention:
 
 
 def check_grouped(layer: nn.Module) -> None:
-    """Refuse what is not a grouped-query layer of plain projections.
+    """Raise unless ``layer`` is a grouped-query layer with plain projections and supported options.
 
     Raises:
-        TypeError: with the name of what is something else.
+        TypeError: the layer or one of its projections has another type.
+        NotImplementedError: the layer has a score function, values of another width than keys, a temperature,
+            norms after rope, or norms that are not nn.RMSNorm.
     """
     if not isinstance(layer, GroupedQueryAttention):
         raise TypeError(f"layer: expected a GroupedQueryAttention, got {type(layer).__name__}")
     if layer.score is not None:
-        raise NotImplementedError("layer: its score is by function, which conversion does not carry over yet")
+        raise NotImplementedError("layer: it has a score function, which conversion does not support yet")
     if layer.v_head_dim != layer.head_dim:
         raise NotImplementedError(
             f"layer: expected values as wide as keys, head_dim={layer.head_dim}, got "
             f"v_head_dim={layer.v_head_dim}"
         )
     if layer.temperature is not None or layer.norm_after_rope:
-        raise NotImplementedError("layer: conversion knows no temperature, and no norms after rope")
+        raise NotImplementedError("layer: conversion does not support a temperature or norms after rope")
     for name in ("q_norm", "k_norm"):
         if type(getattr(layer, name)) not in (nn.RMSNorm, type(None)):
             kind = type(getattr(layer, name)).__name__
             raise NotImplementedError(
-                f"{name}: conversion knows norms of each head by nn.RMSNorm alone, got {kind}"
+                f"{name}: conversion does not support other norms than nn.RMSNorm, got {kind}"
             )
     for name in PROJECTIONS:
         module = getattr(layer, name)
@@ -131,9 +130,7 @@ def check_grouped(layer: nn.Module) -> None:
 
 
 def _mixed(rows: Tensor, merged: nn.Linear) -> MixedLinear:
-    """What starts as the mean of heads ``[g, d, m + 1]`` in each group, as ``merged`` is, and learns what
-    they give.
-    """
+    """Return a learnable merge of heads ``[g, d, m + 1]`` that starts as the mean, like ``merged``."""
     groups = merged.out_features // rows.shape[1]
     rows = rows.unflatten(0, (groups, -1)).to(merged.weight.dtype)
     bias = None if merged.bias is None else rows[..., -1].clone()
@@ -143,7 +140,7 @@ def _mixed(rows: Tensor, merged: nn.Linear) -> MixedLinear:
 def _like(
     layer: GroupedQueryAttention, num_kv_heads: int, state: Mapping[str, Tensor]
 ) -> GroupedQueryAttention:
-    """A layer with these weights and all the options of ``layer``."""
+    """Return a layer with these weights and the options of ``layer``."""
     norm = {} if layer.q_norm is None else {"qk_norm": True, "norm_eps": layer.q_norm.eps}
     weight = layer.q_proj.weight
     new = GroupedQueryAttention(
@@ -166,7 +163,8 @@ def _like(
         **norm,
     )
     new.load_state_dict(state)
-    new.scale, new.q_gain = layer.scale, layer.q_gain  # which the constructor would take from scale= and rope
+    # The constructor would derive both from its scale and rope arguments.
+    new.scale, new.q_gain = layer.scale, layer.q_gain
     if layer.alibi_slopes is not None:
         new.alibi_slopes.copy_(layer.alibi_slopes)
     return new.train(layer.training)

@@ -1,6 +1,4 @@
-"""What a merge loses where it counts: scores of the queries that there are, outputs of the projection that
-there is.
-"""
+"""Errors of a merge where they matter: in scores of the real queries and in outputs of the real o_proj."""
 
 import torch
 from torch import Tensor
@@ -15,30 +13,26 @@ from .principal import Merged
 def relative_errors(
     heads: Heads, merged: Merged, stored: Heads, calibration: Calibration
 ) -> tuple[float, float]:
-    """What scores and outputs miss when ``stored`` stands in the place of ``heads``, as ``merged`` maps it.
+    """Return the relative errors of keys and values if the ``stored`` heads replace ``heads``.
 
-    The root of the mean square over the calibration, for keys over distances too, relative to what missing
-    all heads would cost.
+    Old heads are restored from ``stored`` by the maps of ``merged``. Each error is a root mean square over
+    the calibration (for keys, over distances too), relative to the cost of dropping all heads.
     """
-    maps, k = _maps(merged, heads), stored.k.repeat_interleave(len(heads.k) // len(stored.k), 0)
-    metric, turned = query_metric(heads, calibration), Distances.of(heads, merged.reach).turned
+    k = stored.k.repeat_interleave(len(heads.k) // len(stored.k), 0)
+    eye = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)
+    maps = eye if merged.keys is None else merged.keys.maps[:, 0]
+    metric, rotated = query_metric(heads, calibration), Distances.of(heads, merged.reach).rotated
     old, across, new = (
-        turned(a @ calibration.moment @ b.mT) for a, b in ((heads.k, heads.k), (heads.k, k), (k, k))
+        rotated(a @ calibration.moment @ b.mT) for a, b in ((heads.k, heads.k), (heads.k, k), (k, k))
     )
     missed = old - 2 * across @ maps.mT + maps @ new @ maps.mT
-    keys = _root(torch.einsum("gde,ged->", metric, missed), torch.einsum("gde,ged->", metric, old))
+    keys = relative_root(torch.einsum("gde,ged->", metric, missed), torch.einsum("gde,ged->", metric, old))
     values, v = values_of(heads), stored.v.repeat_interleave(len(heads.k) // len(stored.k), 0)[:, None]
     if merged.values is not None:
         v = merged.values.maps @ v
-    return keys, _root(values.lost(v, calibration), values.size(calibration))
+    return keys, relative_root(values.lost(v, calibration), values.size(calibration))
 
 
-def _maps(merged: Merged, heads: Heads) -> Tensor:
-    if merged.keys is not None:
-        return merged.keys.maps[:, 0]
-    eye = torch.eye(heads.k.shape[1], dtype=heads.k.dtype, device=heads.k.device)
-    return eye.expand(len(heads.k), -1, -1)
-
-
-def _root(lost: Tensor, whole: Tensor) -> float:
+def relative_root(lost: Tensor, whole: Tensor) -> float:
+    """Return the square root of ``lost / whole``, or 0 if both are 0."""
     return float((lost.clamp(min=0) / whole.clamp(min=torch.finfo(whole.dtype).tiny)).sqrt())

@@ -1,7 +1,7 @@
-"""From many KV heads to fewer: regroup, align, merge.
+"""Merging of KV heads into fewer: regroup, align, merge.
 
-Regrouping and aligning keep the function; merging is the only step that loses anything, and loses nothing
-where heads that become one are equal, or equal up to what the merge or an alignment undoes.
+Regrouping and aligning keep the layer's output; only merging can lose something. A merge is exact if the
+heads of each group are equal, or equal up to a map that the merge or the alignment undoes.
 """
 
 from dataclasses import replace
@@ -19,54 +19,51 @@ from .recipe import PRINCIPAL, Merge, MergeRecipe
 
 
 def arrange(heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: Calibration | None) -> Heads:
-    """The same function with heads in the order in which they will be merged, and turned towards each other.
+    """Reorder the heads by group and align them, without changing the layer's output.
 
     Raises:
-        ValueError: ``num_kv_heads`` does not divide the heads that there are, or gains as in
-        :func:`check_gains`.
+        ValueError: ``num_kv_heads`` does not divide the KV-head count, or the norm weights do not commute
+            with the alignment (:func:`check_norm_weights`).
     """
     calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
     groups = neighbours(len(heads.k), num_kv_heads)
     if len(heads.k) == num_kv_heads:
         return heads
-    if recipe.grouping == "similar":
-        groups = _alike(heads, num_kv_heads, recipe, calibration)
+    if recipe.grouping == "similar" and recipe.merge in PRINCIPAL:
+        groups = group_by_loss(heads, num_kv_heads, calibration, keys=recipe.merge == "principal")
+    elif recipe.grouping == "similar":
+        groups = similar(similarity(heads, calibration, recipe.align), num_kv_heads)
     return align(regroup(heads, groups), num_kv_heads, calibration, recipe.align)
 
 
-def _alike(heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: Calibration) -> Groups:
-    if recipe.merge in PRINCIPAL:
-        return group_by_loss(heads, num_kv_heads, calibration, keys=recipe.merge == "principal")
-    return similar(similarity(heads, calibration, recipe.align), num_kv_heads)
-
-
 def regroup(heads: Heads, groups: Groups) -> Heads:
-    """The same function with KV heads, and with them their query heads, columns of o and sinks, in another
-    order.
-    """
+    """Reorder KV heads, their query heads, o columns and sinks, without changing the layer's output."""
     order = torch.tensor([i for group in groups for i in group], device=heads.k.device)
     queries = (order[:, None] * heads.group + torch.arange(heads.group, device=order.device)).flatten()
     sinks = None if heads.sinks is None else heads.sinks[queries]
     gains = None if heads.gains is None else (heads.gains[0][queries], heads.gains[1][order])
-    moved = {"q": heads.q[queries], "o": heads.o[:, queries], "k": heads.k[order], "v": heads.v[order]}
-    return replace(heads, **moved, sinks=sinks, gains=gains)
+    return replace(
+        heads,
+        q=heads.q[queries],
+        o=heads.o[:, queries],
+        k=heads.k[order],
+        v=heads.v[order],
+        sinks=sinks,
+        gains=gains,
+    )
 
 
 def merge_heads(
     heads: Heads, num_kv_heads: int, recipe: MergeRecipe, calibration: Calibration | None
 ) -> Merged:
-    """One KV head of each run of neighbours, in ``num_kv_heads`` runs of equal length; q and o fit the new
-    heads.
-    """
+    """Merge each of ``num_kv_heads`` runs of neighbouring heads into one KV head, and adapt q and o."""
     calibration = fitting(calibration, heads.k.shape[-1] - 1, heads.k.device)
     principal = partial(merge_principal, heads, num_kv_heads, calibration, reach=recipe.reach)
     if recipe.merge == "principal":
         return principal(keys=True)
     key_mix, value_mix = shares(heads, num_kv_heads, recipe.merge, calibration)
     k = _mixed(heads.k, key_mix)
-    gains = heads.gains
-    if gains is not None:
-        gains = gains[0], _mixed(gains[1][..., None], key_mix)[..., 0]
+    gains = heads.gains and (heads.gains[0], _mixed(heads.gains[1][..., None], key_mix)[..., 0])
     if recipe.merge == "principal-values":
         merged = principal(keys=False)
         return replace(merged, heads=replace(merged.heads, k=k, gains=gains))
@@ -74,9 +71,7 @@ def merge_heads(
 
 
 def shares(heads: Heads, num_kv_heads: int, merge: Merge, calibration: Calibration) -> tuple[Tensor, Tensor]:
-    """What each head gives to its group's key and value: weights ``[g, f]`` each, which sum to 1 in a
-    group.
-    """
+    """Return each head's weight in its group's key and in its value: two ``[g, f]`` whose rows sum to 1."""
 
     def share(rows: Tensor) -> Tensor:
         size = torch.ones(len(rows), dtype=rows.dtype, device=rows.device)
@@ -85,7 +80,7 @@ def shares(heads: Heads, num_kv_heads: int, merge: Merge, calibration: Calibrati
         size = size.unflatten(0, (num_kv_heads, -1)).clone()
         if merge == "first":
             size[:, 1:] = 0
-        size[size.sum(1) == 0] = 1  # heads that are all zero may be weighted at will
+        size[size.sum(1) == 0] = 1  # a group of zero heads gets equal weights
         return size / size.sum(1, keepdim=True)
 
     return share(heads.k), share(heads.v)

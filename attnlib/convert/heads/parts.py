@@ -1,9 +1,8 @@
-"""Channels of heads that may be mixed at any distance: pairs that rope turns one by one, the rest together,
-values.
+"""Head channels that may be mixed at any distance: single rope pairs, keys without rope, and values.
 
-Each weighed by what meets it: a pair by ``E |q|^2`` of its queries, channels without a turn by ``E q q^T``,
-values by ``O^T O`` of the output projection. (Yu et al., 2024, arXiv 2406.07056 weigh by activations
-likewise.)
+Errors are weighted by their readers: a pair by ``E |q|^2`` of its queries, key channels without rope by ``E q
+q^T``, and values by ``O^T O`` of the output projection. (Yu et al., 2024, arXiv 2406.07056 also weight by
+activations.)
 """
 
 from typing import NamedTuple
@@ -16,9 +15,9 @@ from ..weights import Heads
 
 
 class Part(NamedTuple):
-    """Channels of all KV heads that belong together: ``c`` sets of ``n`` each.
+    """Channels of all KV heads that are mixed together: ``c`` sets of ``n`` channels.
 
-    ``rows`` ``[g, c, n, m + 1]`` are real, or complex for pairs that rope turns, where n is 1; ``weights``
+    ``rows`` ``[g, c, n, m + 1]`` are real, or complex with n = 1 for pairs that rope rotates. ``weights``
     ``[g, c, n, n]`` are Hermitian: an error e of a head costs ``e^H W e``.
     """
 
@@ -26,21 +25,21 @@ class Part(NamedTuple):
     weights: Tensor
 
     def lost(self, rows: Tensor, calibration: Calibration) -> Tensor:
-        """What other rows instead of these cost, over the calibration: a number."""
+        """Return the total cost over the calibration of replacing these rows by others."""
         error = self.rows - rows
         moments = (error @ calibration.moment.to(error.dtype)) @ error.mH
         return torch.einsum("gcij,gcji->", self.weights, moments).real
 
     def size(self, calibration: Calibration) -> Tensor:
-        """What nothing at all instead of these would cost."""
+        """Return the total cost over the calibration of dropping these rows."""
         return self.lost(torch.zeros_like(self.rows), calibration)
 
 
 def query_metric(heads: Heads, calibration: Calibration) -> Tensor:
-    """What an error of the keys of each KV head costs: ``E q q^T`` of its queries, ``[g, d, d]``.
+    """Return the cost metric of key errors for each KV head: ``E q q^T`` of its queries, ``[g, d, d]``.
 
-    Between projections and scores may be norms of q and k. What they make of an error is not known here, and
-    all channels count alike.
+    For layers with norms of q and k the metric is the identity, because the effect of an error behind the
+    norm is unknown.
     """
     if heads.gains is not None:
         return torch.eye(heads.k.shape[1], dtype=heads.k.dtype, device=heads.k.device).expand(
@@ -51,7 +50,7 @@ def query_metric(heads: Heads, calibration: Calibration) -> Tensor:
 
 
 def amplitudes(heads: Heads) -> Tensor:
-    """What scores multiply each channel by, ``[d]``: the square of rope's amplitude where it turns."""
+    """Return the factor of each channel in scores, ``[d]``: rope's amplitude squared if rope rotates it."""
     gain = torch.ones(heads.k.shape[1], dtype=heads.k.dtype, device=heads.k.device)
     if heads.rope is not None:
         gain[: heads.rotated] = heads.rope.amplitude**2
@@ -59,24 +58,20 @@ def amplitudes(heads: Heads) -> Tensor:
 
 
 def key_parts(heads: Heads, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Key rows ``[g, d, m + 1]`` as those of parts: pairs ``[g, p / 2, 1, m + 1]``, the rest ``[g, 1, n, m +
-    1]``.
-    """
+    """Split key rows ``[g, d, m + 1]`` into rope pairs ``[g, p / 2, 1, m + 1]`` and ``[g, 1, n, m + 1]``."""
     return heads.pairs(k)[:, :, None], k[:, None, heads.rotated :]
 
 
 def keys_of(heads: Heads, calibration: Calibration) -> tuple[Part, Part]:
-    """The keys of heads, weighed by the queries that meet them; under norms of q and k by nothing."""
+    """Return the keys of heads as parts, weighted by their queries; unweighted under norms of q and k."""
     pairs, free = key_parts(heads, heads.k)
     metric, rotated = query_metric(heads, calibration), heads.rotated
-    both = heads.pairs(
-        metric.diagonal(dim1=1, dim2=2)[..., None]
-    )  # what is asked of either channel of a pair
+    both = heads.pairs(metric.diagonal(dim1=1, dim2=2)[..., None])  # query energy of a pair's two channels
     sizes = (both.real + both.imag)[..., None].to(pairs.dtype)
     return Part(pairs, sizes), Part(free, metric[:, None, rotated:, rotated:])
 
 
 def values_of(heads: Heads) -> Part:
-    """The values of heads, weighed by the columns of o that meet them."""
+    """Return the values of heads as a part, weighted by the columns of o that read them."""
     weights = torch.einsum("mhd,mhe->hde", heads.o, heads.o).unflatten(0, (-1, heads.group)).sum(1)
     return Part(heads.v[:, None], weights[:, None])

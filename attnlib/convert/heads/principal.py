@@ -1,9 +1,9 @@
-"""A merge by principal directions: each head of a group becomes a linear map of one shared head.
+"""The principal merge: each head of a group becomes a linear map of one shared head.
 
-Queries of a group need not be alike, so ``K_i = A_i K'`` costs nothing: ``A_i`` moves into the queries that
-read head i, and what maps the shared values into the output projection. The best shared head for a weighed
-error is principal component analysis of the stacked heads (Yu et al., 2024, arXiv 2406.07056); keys are
-refined over distances (shared_keys.py). Averaging and orthogonal alignment are special cases.
+Every query head has weights of its own, so ``K_i = A_i K'`` costs nothing at run time: ``A_i`` moves into the
+queries that read head i, and the maps of values move into the output projection. Principal component analysis
+of the stacked heads gives the best shared head for a weighted error (Yu et al., 2024, arXiv 2406.07056). Keys
+are then refined over distances (shared_keys.py). Averaging and orthogonal alignment are special cases.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,7 @@ from .shared_keys import share_keys
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merged:
-    """Fewer KV heads, and the maps that their queries and o have taken up; None: no map, or none of keys or
-    values.
-    """
+    """Merged KV heads, and the maps that were folded into their q and o; None if there are no maps."""
 
     heads: Heads
     reach: int
@@ -34,9 +32,9 @@ class Merged:
 
 
 def merge_principal(heads: Heads, groups: int, calibration: Calibration, *, reach: int, keys: bool) -> Merged:
-    """Each of ``groups`` runs of neighbours as one KV head, with queries and o to fit.
+    """Merge each of ``groups`` runs of neighbouring heads into one KV head, and adapt q and o.
 
-    Without ``keys`` they are left as they are, for another merge.
+    If ``keys`` is False, only values are merged; another merge handles the keys.
     """
     values = factorise(values_of(heads), groups, calibration)
     o = values.absorbed(heads.o.permute(1, 2, 0)[:, None])[:, 0].permute(2, 0, 1)
@@ -49,15 +47,15 @@ def merge_principal(heads: Heads, groups: int, calibration: Calibration, *, reac
 
 
 def group_by_loss(heads: Heads, groups: int, calibration: Calibration, *, keys: bool) -> Groups:
-    """Which heads become one so that their principal merge loses least: annealed, always the same."""
+    """Return the groups whose principal merge loses least, by annealing with a fixed seed."""
     return annealed(group_loss(heads, calibration, keys=keys), len(heads.k), groups)
 
 
 def group_loss(heads: Heads, calibration: Calibration, *, keys: bool) -> Callable[[tuple[int, ...]], float]:
-    """What a group of heads loses when it becomes one: a share of all values, and with ``keys`` one of all
-    keys.
+    """Return a function that computes the loss of merging one group of heads.
 
-    Keys by maps that commute with every turn, whose loss is the tail of a spectrum.
+    The loss is a fraction of all values, plus a fraction of all keys if ``keys`` is True. For keys only maps
+    that commute with rope are considered, so that the loss is the tail of a spectrum.
     """
     kinds = [[values_of(heads)], *([list(keys_of(heads, calibration))] if keys else [])]
     losses = [_loss_of(parts, calibration) for parts in kinds]
@@ -65,7 +63,7 @@ def group_loss(heads: Heads, calibration: Calibration, *, keys: bool) -> Callabl
 
 
 def _loss_of(parts: list[Part], calibration: Calibration) -> Callable[[tuple[int, ...]], float]:
-    """What a group of heads loses when it becomes one, as a share of what all heads are."""
+    """Return a function that computes the loss of merging one group, as a fraction of all heads' energy."""
     products = [_products(part, calibration) for part in parts]
     whole = sum(float(x.flatten(3, 4).flatten(1, 2).diagonal(dim1=1, dim2=2).real.sum()) for x in products)
 
@@ -80,7 +78,7 @@ def _loss_of(parts: list[Part], calibration: Calibration) -> Callable[[tuple[int
 
 
 def _products(part: Part, calibration: Calibration) -> Tensor:
-    """The products of all weighed heads: ``[c, g, n, g, n]``."""
+    """Return the Gram matrix of all weighted heads: ``[c, g, n, g, n]``."""
     rows = (roots_of(part.weights)[0] @ part.rows).transpose(0, 1)  # [c, g, n, m + 1]
     heads = rows.shape[1:3]
     return gram(rows.flatten(1, 2), calibration).unflatten(-1, heads).unflatten(1, heads)

@@ -1,6 +1,4 @@
-"""How heads become fewer: which merge, after which turns, in which groups; and the best choice where none is
-made.
-"""
+"""The options of a merge of heads: merge method, alignment and grouping, with defaults for all three."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -15,10 +13,9 @@ PRINCIPAL = ("principal", "principal-values")
 
 @dataclass(frozen=True, slots=True)
 class MergeRecipe:
-    """``merge`` makes one head of each group, ``align`` turns heads before, and ``grouping`` says which are a
-    group.
+    """The merge method, the alignment before it, and the grouping of heads.
 
-    Keys are weighed at distances up to ``reach``.
+    Key errors are averaged over distances up to ``reach``.
     """
 
     merge: Merge
@@ -37,18 +34,17 @@ def recipe(
     maps_keys: bool = True,
     moves_heads: bool = True,
 ) -> MergeRecipe:
-    """These choices, and the best that is known in the place of each None.
+    """Return the given choices, with the best known default for each None.
 
-    With a calibration that is the principal merge, in the groups in which it loses least; without, the mean
-    of neighbours, of which nothing has to be known. ``maps_keys`` says whether keys may be mapped: norms
-    behind their projection forbid it, and then values alone are merged by principal directions.
-    ``moves_heads`` says whether heads may change their order: the slopes of ALiBi forbid it.
+    With a calibration, the default is the principal merge in the groups with the least loss. Without one, it
+    is the mean of neighbours, which needs no knowledge of the inputs. ``maps_keys`` is False if keys may not
+    be mapped, for example because they are normalised after projection; the default then merges only values
+    by principal directions. ``moves_heads`` is False if heads may not be reordered, as with ALiBi slopes.
 
     Raises:
-        ValueError: an unknown choice, a principal merge of keys that may not be mapped, or turns before one,
-        which
-            finds every turn itself.
-        NotImplementedError: ``grouping="similar"`` where heads may not change their order.
+        ValueError: an unknown choice, a principal merge of keys that may not be mapped, or an alignment
+            before a principal merge, which finds every rotation itself.
+        NotImplementedError: ``grouping="similar"`` if heads may not be reordered.
 
     >>> recipe(calibrated=True)
     MergeRecipe(merge='principal', align='none', grouping='similar', reach=2048)
@@ -66,18 +62,18 @@ def recipe(
         merge = best if calibrated and align == "none" else "mean"
     if merge == "principal" and not maps_keys:
         raise ValueError(
-            "merge: expected no norms of q and k, and the same rotated channels for every loader, for "
-            '"principal", which maps keys; use "principal-values", which merges keys by their mean'
+            'merge: "principal" maps keys, which needs a layer without norms of q and k and the same rotated '
+            'channels in all loaders; use "principal-values", which averages the keys'
         )
     if merge in PRINCIPAL and align != "none":
         raise ValueError(
-            f'align: expected "none" with merge="{merge}", which finds every turn itself, got {align!r}'
+            f'align: expected "none" with merge="{merge}", which finds every rotation itself, got {align!r}'
         )
     if grouping is None:
         grouping = "similar" if merge in PRINCIPAL and moves_heads else "neighbours"
     if grouping == "similar" and not moves_heads:
         raise NotImplementedError(
-            'grouping: "similar" moves query heads, and ALiBi\'s slopes belong to their order; use '
+            'grouping: "similar" reorders query heads, but ALiBi\'s slopes depend on their order; use '
             '"neighbours"'
         )
     return MergeRecipe(merge, align, grouping, reach)

@@ -1,1 +1,1 @@
-"""Latent attention from grouped-query attention: exactly, cut to a rank, and in the form of DeepSeek-V3."""
+"""Conversion of grouped-query to latent attention: exact, truncated to a rank, or in DeepSeek-V3's form."""

@@ -1,4 +1,4 @@
-"""What errors of a latent layer's keys and values cost where they are read: in scores, and in outputs."""
+"""The cost of errors in a latent layer's keys and values, measured in scores and in outputs."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,11 @@ from .embedding import Latent, temperature
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cost:
-    """An error e of KV head i costs ``e^T keys[i] e`` of what is not rotated, ``e^T values[i] e`` of values.
+    """The metrics of errors in keys and values: an error e of KV head i costs ``e^T metric[i] e``.
 
-    ``keys`` ``[g, n, n]`` and ``values`` ``[g, e, e]``; ``all_keys``, rotated ones too, and ``all_values``
-    are what it would cost to miss everything, and relative to these errors of both weigh alike.
+    ``keys`` ``[g, n, n]`` is the metric of keys that are not rotated, ``values`` ``[g, e, e]`` the metric of
+    values. ``all_keys`` (with rotated keys) and ``all_values`` are the costs of dropping everything. Key and
+    value errors have equal weight relative to them.
     """
 
     keys: Tensor
@@ -30,17 +31,16 @@ class Cost:
     def of(
         cls, latent: Latent, heads: Heads, calibration: Calibration, seen: Attended, *, reach: int
     ) -> "Cost":
-        """Scores feel ``(q^T e)^2`` of the queries over a calibration, outputs ``|O e|^2``, both summed over
-        a group.
+        """Return the cost ``(q^T e)^2`` in scores, over calibration queries, and ``|O e|^2`` in outputs.
 
-        As a merge of heads is measured; ``seen`` are the inputs that keys and values are made of.
+        Both are summed over the query heads of a group, as for a merge of heads. ``seen`` are the inputs that
+        keys and values are made from.
         """
-        turns = (
-            1.0 if heads.rope is None else heads.rope.amplitude**2 / temperature(heads)
-        )  # what scale has of it
-        q = latent.q_nope * turns
-        values, turned = values_of(heads).weights[:, 0], Distances.of(heads, reach).turned
-        keys = turned(heads.k @ seen.moment @ heads.k.mT)
+        # The part of rope's amplitude that scale contains.
+        amplitude = 1.0 if heads.rope is None else heads.rope.amplitude**2 / temperature(heads)
+        q = latent.q_nope * amplitude
+        values, rotated = values_of(heads).weights[:, 0], Distances.of(heads, reach).rotated
+        keys = rotated(heads.k @ seen.moment @ heads.k.mT)
         return cls(
             (q @ calibration.moment @ q.mT).unflatten(0, (len(heads.k), -1)).sum(1),
             values,
@@ -50,7 +50,7 @@ class Cost:
 
     @classmethod
     def plain(cls, latent: Latent, heads: Heads, seen: Attended) -> "Cost":
-        """All channels of all heads count alike."""
+        """Return a cost that counts all channels of all heads equally."""
 
         def eyes(up: Tensor) -> Tensor:
             return torch.eye(up.shape[1], dtype=up.dtype, device=up.device).expand(len(heads.k), -1, -1)
@@ -63,9 +63,9 @@ class Cost:
         )
 
     def parts(self, whole: Latent, cut: Latent) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Of keys and of values what an error costs, what missing all costs, and the ups of both latents.
+        """Return one tuple for keys and one for values: metric, cost of dropping all, and both latents' ups.
 
-        Ups are those of one query head of each group, as others of it read the same.
+        The up projections are those of one query head of each group, since the others read the same.
         """
         group = len(whole.k_up) // len(self.keys)
         return [
@@ -74,8 +74,9 @@ class Cost:
         ]
 
     def shares(self, whole: Latent, cut: Latent, seen: Attended) -> list[float]:
-        """What ``cut`` misses of the keys and of the values of ``whole``, as shares of missing all of
-        them.
+        """Return the cost of replacing ``whole`` by ``cut``, for keys and for values.
+
+        Each is a fraction of the cost of dropping everything.
         """
         return [
             max(0.0, relative(seen.costs(metric, up @ whole.down - cut_up @ cut.down), size))
@@ -84,5 +85,5 @@ class Cost:
 
 
 def relative(lost: Tensor, whole: Tensor) -> float:
-    """What was lost of a whole; of nothing 0."""
+    """Return ``lost / whole``, or 0 if ``whole`` is 0."""
     return float(lost / whole) if whole > 0 else 0.0

@@ -1,6 +1,4 @@
-"""Grouped-query checkpoints as DeepSeek-V3 ones: what converts a layer, and the config.json that tells
-loaders so.
-"""
+"""Conversion of grouped-query checkpoints to DeepSeek-V3: the layer converter and the new config.json."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -56,16 +54,17 @@ def converter(
     q_rank: int | None = None,
     device: torch.device | str = "cpu",
 ) -> LayerConverter:
-    """What makes the layers of a Llama, Mistral or Qwen2 with this config.json those of a DeepSeek-V3.
+    """Return a converter to DeepSeek-V3 for layers of a Llama, Mistral or Qwen2 with this config.json.
 
-    ``calibrations`` gives that of a layer by its number; None means :meth:`Calibration.white`, weights alone.
-    ``device`` computes; what comes out is on the CPU. The rest is as in :func:`gqa_to_deepseek`. The new
-    config.json is a whole one, ``model_type`` included. ``errors`` are those of :class:`DeepseekLayer`.
+    ``calibrations`` maps a layer index to its calibration; None means :meth:`Calibration.white`, which uses
+    only the weights. Computation runs on ``device``, and results are returned on the CPU. The other arguments
+    are those of :func:`gqa_to_deepseek`. Each converted layer carries a complete new config.json, with
+    ``model_type``, and the errors of a :class:`DeepseekLayer`.
 
     Raises:
-        CheckpointError: a model, or an option of it, that DeepSeek-V3 has no form for; says which.
-        ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`; of biases and texts the
-        converter.
+        CheckpointError: DeepSeek-V3 cannot represent the model or one of its options; the message names it.
+        ValueError, TypeError, NotImplementedError: as :func:`gqa_to_deepseek`. Biases and a missing text are
+            found only when the converter runs.
     """
     _check(config)
     rope, target = (
@@ -75,15 +74,16 @@ def converter(
     sizes = shape_of(config, family_of(config["model_type"]))
     if rope.dim < sizes.head_dim:
         raise CheckpointError(
-            f"{CONFIG}: partial_rotary_factor: loaders disagree what it means for this model"
+            f"{CONFIG}: partial_rotary_factor: loaders disagree about its meaning for this model"
         )
-    wide = {
-        "heads": sizes.heads,
-        "kv_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-        "width": sizes.width,
-    }
-    check_target(target, rope, **wide)
+    check_target(
+        target,
+        rope,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        width=sizes.width,
+    )
 
     def convert_layer(weights: Mapping[str, Tensor], shape: LayerShape) -> ConvertedLayer:
         weights = {name: value.to(device) for name, value in weights.items()}
@@ -99,7 +99,7 @@ def converter(
 
 
 def _heads(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope) -> Heads:
-    """Raises CheckpointError for weights that cannot be computed with."""
+    """Return the layer's heads, or raise CheckpointError for weights that cannot be converted."""
     if small := sorted(name for name, value in weights.items() if value.dtype not in DTYPES):
         dtype = weights[small[0]].dtype
         raise CheckpointError(
@@ -114,10 +114,11 @@ def _heads(weights: Mapping[str, Tensor], shape: LayerShape, rope: Rope) -> Head
 def deepseek_config(
     config: Mapping[str, object], state: Mapping[str, Tensor], rope: Rope, shape: LayerShape
 ) -> dict[str, object]:
-    """config.json of a model of this ``config`` whose layers have become those of ``state`` and ``rope``.
+    """Return the config.json of the model ``config`` after conversion of its layers to DeepSeek-V3.
 
-    These are what :func:`gqa_to_deepseek` makes, trained or not, and ``shape`` the old layer's: a
-    :class:`ConvertedLayer` of a layer's state dict and this config puts it into a checkpoint.
+    ``state`` and ``rope`` are those of a layer from :func:`gqa_to_deepseek`, which may have been trained
+    since; ``shape`` is the old layer's. A :class:`ConvertedLayer` of a layer's state dict and this config
+    writes it into a checkpoint.
 
     Raises:
         CheckpointError: as :func:`converter`.
@@ -127,47 +128,46 @@ def deepseek_config(
 
 
 def _check(config: Mapping[str, object]) -> None:
-    """Raises CheckpointError unless the model is one of the known three, with no more than DeepSeek-V3 can
-    say.
-    """
+    """Raise CheckpointError unless DeepSeek-V3 can represent the model."""
     kind = config.get("model_type")
     if kind not in SOURCES:
         raise CheckpointError(
-            f"{CONFIG}: model_type: expected one of {', '.join(SOURCES)}, which DeepSeek-V3 can stand for, "
+            f"{CONFIG}: model_type: expected one of {', '.join(SOURCES)}, which DeepSeek-V3 can represent, "
             f"got {kind!r}{_instead(kind)}"
         )
     windowed = {
-        "mistral": config.get("sliding_window", 4096)
-        is not None,  # what transformers takes when there is none
+        # transformers uses 4096 if config.json has no sliding_window.
+        "mistral": config.get("sliding_window", 4096) is not None,
         "qwen2": bool(config.get("use_sliding_window")),
     }
     layers = config.get("layer_types") or ()
     if windowed.get(kind) or any(layer != "full_attention" for layer in layers):
-        raise CheckpointError(f"{CONFIG}: expected no sliding window, which DeepSeek-V3 has not, got one")
+        raise CheckpointError(
+            f"{CONFIG}: expected no sliding window, which DeepSeek-V3 does not support, got one"
+        )
     if config.get("mlp_bias"):
         raise CheckpointError(
             f"{CONFIG}: mlp_bias: expected false, as in DeepSeek-V3, got {config['mlp_bias']!r}"
         )
     if config.get("intermediate_size") is None or config.get("vocab_size") is None:
         raise CheckpointError(
-            f"{CONFIG}: expected vocab_size and intermediate_size, as DeepSeek-V3 has others"
+            f"{CONFIG}: expected vocab_size and intermediate_size, because DeepSeek-V3 has other defaults"
         )
 
 
 def _instead(kind: object) -> str:
-    """Why a model cannot be one over latents, and what takes it."""
+    """Return the end of the error message for a model type: the obstacle and other conversion targets."""
     if not isinstance(kind, str) or kind not in STORED:
         return ""
     if any("k_norm" in ours for _, ours in STORED[kind].weights):
         return f", which has {NORMS}; --to gqa keeps them"
-    return "; --to gqa takes it, and --to attnlib"
+    return "; use --to gqa or --to attnlib"
 
 
 def _carried(config: Mapping[str, object]) -> dict[str, object]:
-    """What is said of the model as before, and the keys of a mixture of experts that no layer has."""
-    begin, end = (
-        (None, None) if config["model_type"] == "qwen2" else (1, 2)
-    )  # of a config that does not name them
+    """Return the keys that keep their values, and mixture-of-experts keys for a model without experts."""
+    # Token ids that transformers uses if config.json has none.
+    begin, end = (None, None) if config["model_type"] == "qwen2" else (1, 2)
     return {key: config[key] for key in CARRIED if key in config} | {
         "model_type": "deepseek_v3",
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -175,7 +175,8 @@ def _carried(config: Mapping[str, object]) -> dict[str, object]:
         "eos_token_id": config.get("eos_token_id", end),
         "first_k_dense_replace": config["num_hidden_layers"],
         "moe_intermediate_size": config["intermediate_size"],
-        "n_routed_experts": 2,  # more than groups: llama.cpp aborts otherwise, though no layer has experts
+        # More than n_group: llama.cpp aborts otherwise, although no layer has experts.
+        "n_routed_experts": 2,
         "n_shared_experts": 1,
         "num_experts_per_tok": 1,
         "n_group": 1,
@@ -185,9 +186,7 @@ def _carried(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _attention(state: Mapping[str, Tensor], rope: Rope, shape: LayerShape) -> dict[str, object]:
-    """The sizes of a layer with these weights, and its rope as transformers 5 and its forerunners write
-    it.
-    """
+    """Return the layer sizes, and rope in the formats of transformers 5 and of older versions."""
     rank, q = len(state["kv_a_layernorm.weight"]), state.get("q_a_layernorm.weight")
     theta, scaling = {"rope_theta": rope.theta}, _scaling(rope)
     return {
@@ -224,11 +223,13 @@ def _scaling(rope: Rope) -> dict[str, object] | None:
 
 
 def _yarn(yarn: YaRN) -> dict[str, object]:
-    """By Hugging Face's names, without what is not said; rounding to whole pairs is what all do where nothing
-    is.
+    """Return YaRN under Hugging Face's names, without fields that are None.
+
+    ``truncate`` is written only if False, because all loaders truncate by default.
     """
-    said = asdict(yarn)
-    original, truncate = said.pop("original_max_position"), said.pop("truncate")
-    said = {name: value for name, value in said.items() if value is not None}
-    said |= {"rope_type": "yarn", "original_max_position_embeddings": original}
-    return said if truncate else said | {"truncate": False}
+    written_below = ("original_max_position", "truncate")
+    fields = {
+        name: value for name, value in asdict(yarn).items() if name not in written_below and value is not None
+    }
+    fields |= {"rope_type": "yarn", "original_max_position_embeddings": yarn.original_max_position}
+    return fields if yarn.truncate else fields | {"truncate": False}

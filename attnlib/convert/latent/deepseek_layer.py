@@ -1,10 +1,8 @@
-"""A grouped-query layer in the form that DeepSeek-V3's own loaders read: a plain rope, and a norm of eps
-1e-6.
-"""
+"""Conversion of a grouped-query layer to a layer that DeepSeek-V3's own loaders can read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -31,18 +29,19 @@ from .truncation import truncate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a token stores, ``rank + rope_dim`` values, and how they are found.
+    """The sizes of a DeepSeek-V3 layer, and the options of the conversion to it.
 
-    DeepSeek normalises the latent and a grouped-query layer does not. So one of the ``rank`` channels is a
-    constant so large that the norm divides by nearly nothing else. With ``norm="exact"`` it is a bias
-    (``attention_bias=True``). ``"calibrated"`` needs none: it is the linear function of the inputs that is
-    nearest to a constant over the calibration, and the latent of a token is off by as much as that. ``reach``
-    is as in :func:`fold`. Queries go through ``q_rank`` channels, DeepSeek's q_lora_rank, one of which is
-    such a constant too; None leaves them whole.
+    A token stores ``rank + rope_dim`` values. DeepSeek normalises the latent and a grouped-query layer does
+    not, so one of the ``rank`` channels holds a constant so large that the norm depends on almost nothing
+    else. With ``norm="exact"`` this constant is a bias (``attention_bias=True``). ``norm="calibrated"`` needs
+    no bias: the constant is the linear function of the inputs that is closest to 1 over the calibration, and
+    its deviation from 1 becomes a relative error of the token's latent. ``reach`` is as in :func:`fold`.
+    Queries go through ``q_rank`` channels (DeepSeek's q_lora_rank), one of which is such a constant too; None
+    keeps their full rank.
 
     Raises:
-        TypeError: a number is no int.
-        ValueError: a number is too small, or an unknown norm.
+        TypeError: a size is not an int.
+        ValueError: a size is too small, or the norm is unknown.
     """
 
     rank: int
@@ -50,6 +49,7 @@ class Target:
     reach: int = 2048
     norm: Norm = "exact"
     q_rank: int | None = None
+    reserved: ClassVar[int] = 1  # channels of the latent, and of low-rank queries, that hold the constant
 
     def __post_init__(self) -> None:
         if self.norm not in get_args(Norm):
@@ -58,24 +58,24 @@ class Target:
         check_count("rope_dim", self.rope_dim, least=2)
         check_count("reach", self.reach, least=1)
 
-    @property
-    def reserved(self) -> int:
-        """Channels of a latent that hold nothing of keys, values or queries: the constant."""
-        return 1
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeepseekLayer:
-    """A state dict of DeepSeek-V3's attention, its interleaved rope, and what was lost.
+    """A state dict of DeepSeek-V3's attention, its interleaved rope, and the conversion errors.
 
-    ``errors`` are root mean squares relative to what there was, under the calibration: ``key_error`` and
-    ``value_error`` of the truncation and the norm, what :class:`Cost` says of them, a token weighed by its
-    attention; ``svd_key_error`` and ``svd_value_error``, the same of the plain SVD of the weights at the same
-    rank, which is not what the layer has; ``query_error`` of queries of low rank, if they were asked for, see
-    :class:`QueryCost`; ``rope_error`` of rotated keys, see :func:`fold`; ``norm_error`` of latents, what the
-    norm changes; and ``rounding``, the greatest of a weight to its dtype. With ``norm="calibrated"`` those of
-    keys, values, queries and latents are measured on :meth:`Calibration.inputs`, and NaN where there are
-    none.
+    ``errors`` are root mean squares over the calibration, relative to the original:
+
+    - ``key_error``, ``value_error``: errors of the truncation and the norm, measured by :class:`Cost`, with
+      tokens weighted by their attention.
+    - ``svd_key_error``, ``svd_value_error``: the same for a plain SVD of the weights at the same rank, which
+      serves as a baseline; the layer does not use it.
+    - ``query_error``: error of low-rank queries, measured by :class:`QueryCost`; only with ``q_rank``.
+    - ``rope_error``: error of the rotated keys, see :func:`fold`.
+    - ``norm_error``: change of the latents by the norm.
+    - ``rounding``: the largest rounding error of a weight to its dtype.
+
+    With ``norm="calibrated"``, the errors of keys, values, queries and latents are measured on
+    :meth:`Calibration.inputs`, and are NaN if there are none.
     """
 
     state: Mapping[str, Tensor]
@@ -94,21 +94,19 @@ def gqa_to_deepseek(
     norm: Norm = "exact",
     q_rank: int | None = None,
 ) -> MultiHeadLatentAttention:
-    """As :func:`gqa_to_mla`, a new layer whose state dict a DeepSeek-V3 checkpoint can hold as it is.
+    """Return a new layer whose state dict fits a DeepSeek-V3 checkpoint, like :func:`gqa_to_mla` otherwise.
 
-    Its rope is ``narrowed(layer.rope, rope_dim)``, with the old layer's ``theta`` and scaling, its norm_eps
-    1e-6 and its scale the default. ``norm`` is explained at ``Target``; with ``"exact"`` leave the norms'
-    gains and the biases out of a weight decay. ``q_rank`` is q_lora_rank; without it there is none, but that
-    a bias of q makes it ``hidden_size + 1``.
+    The rope is ``narrowed(layer.rope, rope_dim)``, with the old layer's ``theta`` and scaling. norm_eps is
+    1e-6 and scale the default. ``norm`` is explained in ``Target``; when you train a layer with ``"exact"``,
+    exclude norm weights and biases from weight decay. ``q_rank`` is DeepSeek's q_lora_rank. None means no
+    q_lora_rank, unless q has a bias and ``norm="exact"``; the rank is then ``hidden_size + 1``.
 
     Raises:
-        ValueError: a size out of range, ``rope_dim`` does not divide the rotated channels, or an unknown
-        norm; or
-            ``norm="calibrated"`` without a text, or with one whose inputs have the mean 0.
-        TypeError: as :func:`mha_to_gqa`, or a size that is no int. NotImplementedError: what DeepSeek has
-        not: no rope at all, scalings that ``narrowed`` refuses, norms of q
-            and k, sinks, softcap, ALiBi; and biases with ``norm="calibrated"``.
-
+        ValueError: a size is out of range, ``rope_dim`` does not divide the rotated channels, the norm is
+            unknown, or ``norm="calibrated"`` has no text or one whose inputs have mean 0.
+        TypeError: as :func:`mha_to_gqa`, or a size is not an int.
+        NotImplementedError: DeepSeek has no form for the layer: no rope, a scaling that ``narrowed`` refuses,
+            norms of q and k, sinks, softcap, ALiBi, or biases with ``norm="calibrated"``.
     >>> layer = GroupedQueryAttention(64, 8, num_kv_heads=1, mask=CAUSAL, rope=Rope(8))
     >>> x = torch.randn(1, 9, 64)
     >>> torch.testing.assert_close(gqa_to_deepseek(layer, 8 + 1, rope_dim=8)(x), layer(x))
@@ -130,16 +128,15 @@ def to_deepseek(
     scale: float,
     calibration: Calibration | None,
 ) -> DeepseekLayer:
-    """The weights that :func:`gqa_to_deepseek` gives its layer, from a grouped layer's ``state`` and its
-    heads.
+    """Return the converted weights of :func:`gqa_to_deepseek`, given a layer's ``state`` and its heads.
 
-    dtypes are those of ``state``; ``scale`` is the old layer's, and goes into q.
+    The weights keep the dtype of ``state``. ``scale`` is the old layer's, and is folded into q.
 
-    Raises: as :func:`gqa_to_deepseek`, of what can be seen from weights.
+    Raises: as :func:`gqa_to_deepseek`, as far as weights alone can show.
     """
     check_latent_heads(heads)
     if heads.rope is None:
-        raise NotImplementedError("rope: expected one, as DeepSeek has, got none; convert with gqa_to_mla")
+        raise NotImplementedError("rope: expected a rope, as in DeepSeek, got none; convert with gqa_to_mla")
     if (dtype := state["q_proj.weight"].dtype) not in DTYPES:
         raise TypeError(
             f"q_proj.weight: expected fp16, bf16, fp32 or fp64, got {dtype}; cast the weights first"
@@ -171,8 +168,9 @@ def to_deepseek(
 def _queries(
     cost: QueryCost, target: Target, dtype: torch.dtype
 ) -> tuple[QueryProjection, Constant, dict[str, float]]:
-    """Queries of the rank that is asked for, or as they are; the constant beside their channels, and what is
-    missed.
+    """Return the queries at the target rank, the constant beside their channels, and the query error.
+
+    Without a target rank, the queries keep their full rank and no error is reported.
     """
     row = constant_row(target.norm, cost.calibration.moment, dtype)
     if target.q_rank is None:
@@ -185,7 +183,7 @@ def _queries(
 
 
 def check_target(target: Target, rope: Rope, *, heads: int, kv_heads: int, head_dim: int, width: int) -> None:
-    """Refuse what no layer of these sizes can become, whatever its weights.
+    """Raise if no layer of these sizes can be converted to ``target``, whatever its weights.
 
     Raises: as :func:`gqa_to_deepseek`.
     """
@@ -199,8 +197,9 @@ def check_target(target: Target, rope: Rope, *, heads: int, kv_heads: int, head_
 
 
 def _cut(heads: Heads, whole: Latent, rank: int, losses: Losses) -> tuple[Latent, Constant, dict[str, float]]:
-    """The latent of this rank, its constant, and what is lost of K and V; what plain SVD would lose is found
-    alike.
+    """Return the latent at this rank, its constant, and its key and value errors.
+
+    The errors include those of a plain SVD of the weights as a baseline.
     """
     white = Attended.white(whole.down.shape[1], whole.down.device)
     plain = _sized_cut(
@@ -212,16 +211,16 @@ def _cut(heads: Heads, whole: Latent, rank: int, losses: Losses) -> tuple[Latent
         f"{BASELINE}{name}": baseline[name] for name in ("key_error", "value_error")
     }
     k_up, v_up = (up.repeat_interleave(heads.group, 0) for up in (cut.k_up, cut.v_up))
-    made = replace(whole, down=cut.down @ whole.down, k_up=k_up, v_up=v_up)
-    return made, constant, errors
+    return replace(whole, down=cut.down @ whole.down, k_up=k_up, v_up=v_up), constant, errors
 
 
 def _sized_cut(latent: Latent, rank: int, of: Attended, cost: Cost, seen: Attended) -> Latent:
-    """Cut by its cost to those of ``of``, and scaled: channels have mean square 1 on the mean, up to a power
-    of two.
+    """Truncate a latent by its cost over ``of``, and scale it to a mean square near 1 over ``seen``.
+
+    The scale is a power of two, which loses no bit.
     """
     if rank < len(latent.down):
         latent = truncate(latent, rank, of, cost)
     size = (latent.down @ seen.moment * latent.down).sum(-1).clamp(min=0).mean().sqrt()
-    by = size.log2().round().exp2() if size else size + 1.0  # which loses no bit
-    return replace(latent, down=latent.down / by, k_up=latent.k_up * by, v_up=latent.v_up * by)
+    scale = size.log2().round().exp2() if size else size + 1.0
+    return replace(latent, down=latent.down / scale, k_up=latent.k_up * scale, v_up=latent.v_up * scale)

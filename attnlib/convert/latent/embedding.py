@@ -1,4 +1,4 @@
-"""A grouped-query layer as a latent one: exactly, or with rope concentrated on few channels."""
+"""Conversion of a grouped-query layer to a latent layer: exact, or with rope confined to few channels."""
 
 from dataclasses import dataclass
 
@@ -14,12 +14,16 @@ from ..weights import Heads, rows_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Latent:
-    """Weights of a latent layer head by head, fp64, with biases as last columns as in :class:`Heads`.
+    """The weights of a latent layer head by head, in fp64, with biases as last columns as in :class:`Heads`.
 
-    q ``[h, d, m + 1]`` are the old queries, which are mapped by to_nope ``[h, n, d]`` and to_rope ``[h, p,
-    d]``; down ``[r, m + 1]`` to the latent and k_rope ``[p, m + 1]`` to the rotary key; up from the latent
-    k_up ``[h, n, r]`` and v_up ``[h, e, r]``. Without ``rope`` p is 0. Queries of low rank read, in the place
-    of the inputs, what q_down ``[k, m]`` makes of them: q is ``[h, d, k + 1]`` then.
+    - ``q`` ``[h, d, m + 1]``: the old queries.
+    - ``to_nope`` ``[h, n, d]``: map from q to the query channels that are not rotated.
+    - ``to_rope`` ``[h, p, d]``: map from q to the rotated query channels; p is 0 without ``rope``.
+    - ``down`` ``[r, m + 1]``: map from the inputs to the latent.
+    - ``k_rope`` ``[p, m + 1]``: map from the inputs to the rotated key.
+    - ``k_up`` ``[h, n, r]``, ``v_up`` ``[h, e, r]``: maps from the latent to the other keys and to values.
+    - ``q_down`` ``[k, m]``: map from the inputs to the channels of low-rank queries. If it is given, q reads
+      these channels and is ``[h, d, k + 1]``.
     """
 
     q: Tensor
@@ -34,20 +38,20 @@ class Latent:
 
     @property
     def q_nope(self) -> Tensor:
-        """Rows of the queries that are not rotated: ``[h, n, m + 1]``."""
+        """Rows of the query channels that are not rotated: ``[h, n, m + 1]``."""
         return self.to_nope @ self.q
 
     @property
     def q_rope(self) -> Tensor:
-        """Rows of those that are: ``[h, p, m + 1]``."""
+        """Rows of the rotated query channels: ``[h, p, m + 1]``."""
         return self.to_rope @ self.q
 
 
 def embed(heads: Heads) -> Latent:
-    """The same function as a latent layer, of rank ``g * (2 * d - p)`` with ``g * p`` rotary channels.
+    """Return an exact latent layer of rank ``g * (2 * d - p)`` with ``g * p`` rotary channels.
 
-    ``p`` is how many channels of a head rope rotates: with all of them the rank is ``g * d``, the values
-    alone; without rope it is ``2 * g * d``.
+    ``p`` is the number of channels of a head that rope rotates. If it rotates all of them, the latent holds
+    only the values and its rank is ``g * d``; without rope the rank is ``2 * g * d``.
     """
     g, pairs = len(heads.k), heads.rotated // 2
     bases = torch.eye(g, dtype=torch.complex128, device=heads.k.device).expand(pairs, g, g)
@@ -55,20 +59,20 @@ def embed(heads: Heads) -> Latent:
 
 
 def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -> tuple[Latent, float]:
-    """As :func:`embed` with ``rope_dim`` rotary channels; the other channels of keys are rotated no more.
+    """Return a latent layer with ``rope_dim`` rotary channels, and its loss; the rest is not rotated.
 
-    A pair is a complex number that rope multiplies by a phase, the same for the same pair of every head, so
-    that any unitary matrix may mix pair c of all heads (Meng et al., 2025, TransMLA, arXiv 2502.07864:
-    RoRoPE). The principal components of keys, pair by pair, gather them into few. Of all components of all
-    pairs those keep their rotation that would lose most without: mean squares of keys and queries (Ji et al.,
-    2025, MHA2MLA, arXiv 2502.14837) times how far the pair turns, ``1 - mean cos(w * distance)`` over
-    distances up to ``reach``.
+    Rope multiplies each pair of channels, seen as a complex number, by a phase. The phase of pair c is the
+    same in all heads, so any unitary matrix may mix pair c across heads (Meng et al., 2025, TransMLA, arXiv
+    2502.07864: RoRoPE). Principal components of the keys, pair by pair, concentrate them in few channels. The
+    components that would lose most without rotation keep it. This loss is the mean squares of keys and
+    queries (Ji et al., 2025, MHA2MLA, arXiv 2502.14837) times the rotation of the pair, ``1 - mean cos(w *
+    distance)`` over distances up to ``reach``.
 
-    Beside the latent is what it loses: the mean square error of rotated keys over these distances relative to
-    their mean square, weighed by queries; at distance 0 there is none.
+    The second result is the mean square error of the rotated keys over these distances, weighted by queries
+    and relative to their mean square. At distance 0 there is no error.
 
     Raises:
-        ValueError: ``rope_dim`` is not an even number of the channels that are rotated.
+        ValueError: ``rope_dim`` is odd, less than 2, or more than the number of rotated channels.
     """
     widest = len(heads.k) * heads.rotated
     if not 2 <= rope_dim <= widest or rope_dim % 2:
@@ -92,16 +96,16 @@ def concentrate(heads: Heads, rope_dim: int, calibration: Calibration, *, reach:
 
 
 def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> Latent:
-    """Components ``a`` of runs ``c`` of pairs of keys, ``y_ca = sum_jg bases[c, a, j, g] * k_gcj``: the kept
-    rotated.
+    """Return a latent layer that rotates only the kept components of the keys.
 
-    ``bases`` ``[c, a, j, g]`` are unitary over a run's f pairs j of all heads, so that ``k_gcj = sum_a
-    conj(bases[c, a, j, g]) * y_ca``, and a query meets y_ca through ``sum_j bases[c, a, j, g] * q_cj``.
-    ``kept`` is bool ``[c, a]``; pair i of ``rope`` turns the i-th that is true.
+    Pairs of keys form runs ``c`` of f pairs. Component ``a`` of a run is ``y_ca = sum_jg bases[c, a, j, g] *
+    k_gcj``. ``bases`` ``[c, a, j, g]`` is unitary over the pairs j of all heads g, so ``k_gcj = sum_a
+    conj(bases[c, a, j, g]) * y_ca``, and a query reads y_ca through ``sum_j bases[c, a, j, g] * q_cj``.
+    ``kept`` ``[c, a]`` is True for rotated components; pair i of ``rope`` rotates the i-th of them.
     """
     g, fold = len(heads.k), bases.shape[2]
     interleaved = rope is not None and rope.interleaved
-    owner = torch.arange(len(heads.q), device=heads.q.device) // heads.group  # of query head h
+    owner = torch.arange(len(heads.q), device=heads.q.device) // heads.group  # KV head of query head h
     old = torch.eye(heads.q.shape[1], dtype=heads.q.dtype, device=heads.q.device).expand(len(heads.q), -1, -1)
     queries = rearrange(heads.pairs(old), "h (c j) d -> h c j d", j=fold) * temperature(heads)
     components = torch.einsum(
@@ -113,7 +117,7 @@ def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> La
     to_rope = rows_of((queries[:, run] * met[..., None]).sum(2), interleaved=interleaved)
     k_rope = rows_of(components[kept], interleaved=interleaved)
 
-    # What is rotated no more: pairs of runs that have lost a component, as a map of those that were lost.
+    # Keys that are no longer rotated: map the lost components back to the pairs of their runs.
     lost, component = (~kept).nonzero(as_tuple=True)
     still = (~kept).any(1).nonzero()[:, 0]
     back = rearrange(bases[lost, component][..., owner], "lost j h -> h j lost").conj()
@@ -130,31 +134,28 @@ def assemble(heads: Heads, bases: Tensor, kept: Tensor, rope: Rope | None) -> La
     ]
     k_up = torch.nn.functional.pad(torch.stack(k_up), (0, values.shape[-1]))
     v_up = torch.nn.functional.pad(values, (len(down) - values.shape[-1], 0))
-    if not to_nope.shape[1]:  # all is rotated, and a latent layer has at least one channel that is not
+    if not to_nope.shape[1]:  # everything is rotated, but a latent layer needs at least one other channel
         to_nope, k_up = to_nope.new_zeros(len(old), 1, old.shape[-1]), k_up.new_zeros(len(k_up), 1, len(down))
     return Latent(heads.q, to_nope, to_rope, down, k_rope, k_up, v_up, rope)
 
 
 def _select(heads: Heads, bases: Tensor, kept: Tensor) -> Latent:
-    """:func:`assemble` of runs of one pair, ``bases`` ``[c, a, g]``, whose rope has the frequencies that are
-    kept.
-    """
+    """Call :func:`assemble` on runs of one pair, ``bases`` ``[c, a, g]``, with rope for the kept pairs."""
     pairs = tuple(kept.nonzero()[:, 0].tolist())
     return assemble(heads, bases[:, :, None], kept, select(heads.rope, pairs) if pairs else None)
 
 
 def _own(owner: Tensor, groups: int, width: int, like: Tensor) -> Tensor:
-    """``[h, width, g * width]``: what picks the block of a head's own group out of all blocks side by
-    side.
-    """
+    """Return the map ``[h, width, g * width]`` that selects each query head's block from all groups'."""
     mine = torch.nn.functional.one_hot(owner, groups).to(like.dtype)
     eye = torch.eye(width, dtype=like.dtype, device=like.device)
     return torch.einsum("hg,de->hdge", mine, eye).flatten(-2)
 
 
 def temperature(heads: Heads) -> float:
-    """YaRN's, of rotated channels of a head that is rotated in part: the layer puts it on q. Elsewhere scale
-    has it.
+    """Return the factor that the layer applies to rotated query channels: YaRN's temperature.
+
+    Only layers that rotate part of each head apply it to q; elsewhere it is part of scale, and this is 1.
     """
     partial = 0 < heads.rotated < heads.k.shape[1]
     return heads.rope.amplitude**2 if partial else 1.0

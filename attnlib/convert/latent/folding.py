@@ -1,4 +1,4 @@
-"""A grouped-query layer as a latent one whose rope is a plain one: neighbouring frequencies become one."""
+"""Conversion of a grouped-query layer to a latent layer with ordinary rope, by folding of frequencies."""
 
 from dataclasses import replace
 
@@ -13,34 +13,34 @@ from .narrowed import narrowed
 
 
 def even_queries(heads: Heads, calibration: Calibration) -> Heads:
-    """The same function, each pair of a KV head scaled against that of its queries until these have equal
-    energies.
+    """Scale each pair of key channels against its queries, so that all pairs have equal query energy.
 
-    Errors of all keys then weigh alike in scores. A pair whose queries have little energy becomes small, but
-    never 0.
+    The layer's output does not change, and errors of all keys then weigh the same in scores. A pair whose
+    queries have little energy becomes small, but never 0.
     """
     energy = heads.pairs(calibration.energy(heads.q[:, :, None])[..., None])
     query_energy = (energy.real + energy.imag).unflatten(0, (len(heads.k), -1)).sum(1)  # [g, p / 2, 1]
     if not query_energy.any():
         return heads
-    size = (query_energy / query_energy.mean()).clamp(min=1e-6).sqrt()  # other text may have more
+    # Clamped, because the pair may have more energy in another text.
+    size = (query_energy / query_energy.mean()).clamp(min=1e-6).sqrt()
     size = rows_of(torch.complex(size, size), interleaved=heads.rope.interleaved)  # [g, p, 1]
     size = torch.nn.functional.pad(size, (0, 0, 0, heads.k.shape[1] - heads.rotated), value=1.0)
     return replace(heads, q=heads.q / size.repeat_interleave(heads.group, 0), k=heads.k * size)
 
 
 def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -> tuple[Latent, float]:
-    """A latent of ``rope_dim`` rotary channels under a plain rope, and what it loses.
+    """Return a latent layer with ``rope_dim`` rotary channels under an ordinary rope, and its loss.
 
-    With f the old rotary width over the new one, pair i turns as pair ``f * i`` of the old, see
-    :func:`narrowed`. Of the run of f pairs that begins there, of all heads, one component is rotated so and
-    the rest no more (Meng et al., 2025, TransMLA, arXiv 2502.07864: FreqFold). It is the component, of a
-    unitary mix of these ``f * g`` complex numbers, for which the mean square error of keys over distances up
-    to ``reach`` is least: with f = 1 the first principal one; pairs that fall out of step with the first
-    within reach count for less.
+    With f the ratio of old to new rotary width, pair i rotates like pair ``f * i`` of the old rope, see
+    :func:`narrowed`. Each run of f pairs, over all heads, keeps one rotated component and loses the rotation
+    of the rest (Meng et al., 2025, TransMLA, arXiv 2502.07864: FreqFold). The component is a unitary mix of
+    the run's ``f * g`` complex numbers, chosen for the least mean square error of keys over distances up to
+    ``reach``. For f = 1 this is the first principal component; for f > 1, pairs that drift out of phase with
+    the run's first pair within reach count less.
 
-    The loss is the mean square error of rotated keys relative to their mean square; at distance 0 there is
-    none. It weighs as scores feel it when :func:`even_queries` came before.
+    The loss is the mean square error of rotated keys, relative to their mean square; at distance 0 there is
+    none. After :func:`even_queries` the loss weights keys as scores do.
 
     Raises:
         ValueError, NotImplementedError: as :func:`narrowed`.
@@ -50,8 +50,8 @@ def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -
     keys = rearrange(heads.pairs(heads.k), "g (c j) m -> c (j g) m", c=runs[0])
     moments = keys @ calibration.moment.to(keys.dtype) @ keys.mH
     speeds = rope.inverse_frequencies(device=keys.device).double().unflatten(0, runs)
-    # E |turned - folded|^2 = sum 2 (1 - cos) |k|^2 - u^H A u for the kept direction u, means over distances
-    # throughout.
+    # Mean over distances of the error: E |rotated - folded|^2 = sum 2 (1 - cos) |k|^2 - u^H A u, where u is
+    # the kept direction.
     alike = (
         _mean_cos(speeds - speeds[:, :1], reach)
         - _mean_cos(speeds[:, :1], reach)
@@ -70,5 +70,5 @@ def fold(heads: Heads, rope_dim: int, calibration: Calibration, *, reach: int) -
 
 
 def _mean_cos(speeds: Tensor, reach: int) -> Tensor:
-    """``cos(speed * distance)`` on the mean over distances up to ``reach``."""
+    """Return the mean of ``cos(speed * distance)`` over distances up to ``reach``."""
     return torch.sinc(speeds * reach / torch.pi)

@@ -1,11 +1,10 @@
-"""From grouped-query to latent attention: embed exactly, concentrate rope on few channels, truncate the
-latent.
+"""Conversion of grouped-query to latent attention: embed exactly, concentrate rope, truncate the latent.
 
-Any grouped-query layer is a latent one. Its latent holds all values and those keys that are not rotated; its
-one rotary key holds the rotated keys of all heads side by side, of which each query meets its own group's and
-zeros. That stores as much as before. Concentrating rope mixes the rotary keys of the heads pair by pair,
-keeps what matters and leaves the rest unrotated, in the latent; truncating keeps of the latent what its
-inputs use.
+Every grouped-query layer is a latent layer. The latent holds all values and the keys that are not rotated.
+The single rotary key holds the rotated keys of all heads side by side; each query reads its own group's and
+has zeros for the others. The cache keeps its size. Concentrating rope mixes the rotary keys of the heads pair
+by pair, keeps the components that matter, and moves the rest, unrotated, into the latent. Truncation keeps
+the directions of the latent that its inputs use.
 """
 
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from .embedding import Latent, concentrate, embed
 from .queries import QueryCost, check_query_rank, low_rank
 from .truncation import truncate
 
-NORMS = "q_norm and k_norm that divide each token by a size of its own"
+NORMS = "q_norm and k_norm that scale each token differently"
 
 
 @kind
@@ -41,24 +40,26 @@ def gqa_to_mla(
     calibration: Calibration | None = None,
     reach: int = 2048,
 ) -> MultiHeadLatentAttention:
-    """A new latent layer from a grouped-query layer, which stays as it is.
+    """Return a new latent layer made from a grouped-query layer, which does not change.
 
     A token stores ``rank + rope_dim`` values instead of ``2 * g * d``. None for ``rope_dim`` keeps all ``g *
-    layer.rope.dim`` rotary channels, and None for ``rank`` the whole latent; both None is ``embed``, the same
-    function. Otherwise see ``concentrate`` and ``truncate``; ``calibration`` None means
-    :meth:`Calibration.white`, weights alone. ``q_rank`` makes queries of low rank, see ``low_rank``.
+    layer.rope.dim`` rotary channels, and None for ``rank`` keeps the whole latent; with both, the layer
+    computes the same function (see ``embed``). Otherwise see ``concentrate`` and ``truncate``. None for
+    ``calibration`` means :meth:`Calibration.white`, which uses only the weights. ``q_rank`` makes the queries
+    low-rank (see ``low_rank``) and becomes q_lora_rank.
 
-    The result has DeepSeek-V3's names and q_lora_rank ``q_rank``. DeepSeek normalises latents and a
-    grouped-query layer does not, so that its norms are made the identity: with ``eps = 2 ** 100`` the norm
-    divides by ``2 ** 50``, which its gain undoes, to the last bit for latents below ``2 ** 23`` (see
-    ``identity_eps``; a gain that large hardly learns). A bias of q is one of q_proj or q_b_proj, which
-    MultiHeadLatentAttention itself never makes. ``rope`` is a ``SelectedRope``. Mask, scale, dropout,
-    backend, dtype and mode are the old layer's.
+    The weights have DeepSeek-V3's names. DeepSeek normalises latents and a grouped-query layer does not, so
+    the norm is made an identity: with ``eps = 2 ** 100`` it divides by ``2 ** 50``, and its weight undoes
+    that, to the last bit for latents below ``2 ** 23`` (see ``identity_eps``; such a large weight hardly
+    learns). A bias of q becomes a bias of q_proj or q_b_proj, which MultiHeadLatentAttention itself never
+    creates. ``rope`` is a ``SelectedRope``. Mask, scale, dropout, backend, dtype and mode are the old
+    layer's.
 
     Raises:
-        ValueError: a rank, rope_dim, q_rank or reach out of range, or a calibration of another width.
-        TypeError: as :func:`mha_to_gqa`, or a size that is no int.
-        NotImplementedError: what a latent layer has not: norms of q and k, sinks, softcap, ALiBi.
+        ValueError: a rank, rope_dim, q_rank or reach is out of range, or the calibration has another width.
+        TypeError: as :func:`mha_to_gqa`, or a size is not an int.
+        NotImplementedError: the layer has a feature that latent layers lack: norms of q and k, sinks,
+            softcap, ALiBi.
 
     >>> layer = GroupedQueryAttention(64, 8, num_kv_heads=4, mask=CAUSAL, rope=Rope(8))
     >>> x = torch.randn(1, 9, 64)
@@ -70,8 +71,15 @@ def gqa_to_mla(
     with torch.no_grad():
         state, eps = layer.state_dict(), identity_eps(layer.q_proj.weight.dtype)
         heads = split(state, head_dim=layer.head_dim, rope=layer.rope)
-        options = {"rope_dim": rope_dim, "q_rank": q_rank, "calibration": calibration, "reach": reach}
-        latent = to_latent(heads, rank, scale=layer.scale, **options)
+        latent = to_latent(
+            heads,
+            rank,
+            rope_dim=rope_dim,
+            calibration=calibration,
+            reach=reach,
+            q_rank=q_rank,
+            scale=layer.scale,
+        )
         return latent_layer(layer, join(latent, state), rope=latent.rope, norm_eps=eps, scale=layer.scale)
 
 
@@ -85,9 +93,9 @@ def to_latent(
     q_rank: int | None = None,
     scale: float | None = None,
 ) -> Latent:
-    """The weights that :func:`gqa_to_mla` gives its layer, whose ``scale`` is the usual one if it is None.
+    """Return the weights of a :func:`gqa_to_mla` layer; ``scale`` None means the usual softmax scale.
 
-    Raises: as :func:`gqa_to_mla`, of what can be seen from weights.
+    Raises: as :func:`gqa_to_mla`, as far as weights alone can show.
     """
     check_latent_heads(heads)
     check_count("reach", reach, least=1)
@@ -113,10 +121,10 @@ def to_latent(
 
 
 def with_low_rank_queries(latent: Latent, q_rank: int, cost: QueryCost) -> tuple[Latent, float]:
-    """The latent with queries of this rank, and what scores miss of them.
+    """Return the latent with queries of this rank, and the relative error of their scores.
 
     Raises:
-        ValueError: that is more than queries can need.
+        ValueError: ``q_rank`` is more than the queries can use.
     """
     h, d, width = cost.heads.q.shape
     check_query_rank(q_rank, heads=h, head_dim=d, width=width - 1)
@@ -127,41 +135,40 @@ def with_low_rank_queries(latent: Latent, q_rank: int, cost: QueryCost) -> tuple
 def whole_latent(
     heads: Heads, rope_dim: int | None, calibration: Calibration, *, reach: int
 ) -> tuple[Latent, float]:
-    """The latent of so many rotary channels, None for all, and what :func:`concentrate` loses."""
+    """Return the latent with ``rope_dim`` rotary channels, or all if None, and :func:`concentrate`'s loss."""
     if rope_dim in (None, len(heads.k) * heads.rotated):
         return embed(heads), 0.0
     return concentrate(heads, rope_dim, calibration, reach=reach)
 
 
 def identity_eps(dtype: torch.dtype) -> float:
-    """The eps with which kv_a_layernorm is the identity; its root is the gain.
+    """Return the eps that makes kv_a_layernorm an identity; the square root of eps is the norm weight.
 
-    The root is a power of two that the dtype holds, and beside eps the latent's own mean square is lost. fp16
-    holds ``2 ** 15``, good for latents below ``2 ** 7``: a converted layer of another dtype must not be cast
-    to fp16.
+    The root is a power of two that the dtype can represent, and the latent's mean square vanishes beside eps.
+    fp16 can represent ``2 ** 15``, which is enough for latents below ``2 ** 7``. A converted layer of another
+    dtype must not be cast to fp16.
     """
     return 2.0**30 if dtype == torch.float16 else 2.0**100
 
 
 def join(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of a latent layer, DeepSeek-V3's names, from ``latent`` and a grouped layer's state
-    dict.
+    """Return a latent layer's state dict under DeepSeek-V3's names, from ``latent`` and the old state dict.
 
-    All of kv_a_proj_with_mqa, o_proj and the norm's gain are there; biases of the former two are there when
-    ``state`` has any, and that of queries when ``state`` has it. Queries of low rank have a norm too. dtypes
-    are those of ``state``.
+    The new kv_a_proj_with_mqa and o_proj have biases if the old k_proj or o_proj has one, and the query
+    projection has one if q_proj has. Low-rank queries get a norm too. All weights have the dtype of
+    ``state``.
     """
     return rounded(latent_state(latent, state), state["q_proj.weight"].dtype)[0]
 
 
 def rounded(state: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[dict[str, Tensor], float]:
-    """Weights in the dtype in which they are stored, and the most that one lost by that, relatively."""
+    """Return the weights rounded to ``dtype``, and the largest relative rounding error of a weight."""
     stored = {name: value.to(dtype, copy=True) for name, value in state.items()}
     return stored, max(relative((value - stored[name]).norm(), value.norm()) for name, value in state.items())
 
 
 def latent_state(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What :func:`join` rounds, which is fp64 where the latent is in it."""
+    """Return the state dict of :func:`join` before rounding; weights from an fp64 ``latent`` are fp64."""
     dtype = state["q_proj.weight"].dtype
     q, down = (
         torch.cat((latent.q_nope, latent.q_rope), 1).flatten(0, 1),
@@ -189,7 +196,9 @@ def latent_state(latent: Latent, state: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def check_latent(layer: nn.Module) -> None:
-    """Refuse a layer that is not grouped-query, or has what no latent layer has beside what its weights show.
+    """Raise unless ``layer`` is a grouped-query layer without softcap and ALiBi.
+
+    Norms and sinks are left to :func:`check_latent_heads`.
 
     Raises: as :func:`gqa_to_mla`.
     """
@@ -199,13 +208,14 @@ def check_latent(layer: nn.Module) -> None:
 
 
 def check_latent_heads(heads: Heads) -> None:
-    """Refuse norms of q and k, and sinks.
+    """Raise NotImplementedError for norms of q and k, and for sinks.
 
-    A norm divides the key of each token by a size of its own, which no map of a latent does. To divide all by
-    what is usual loses more than a fifth of the rank does, as docs/conversion.md measures.
+    A norm divides the key of each token by a size of its own, which no linear map of a latent can do.
+    Dividing all keys by a typical size loses more than latents of a fifth of the rank do, as measured in
+    docs/conversion.md.
 
     Raises:
-        NotImplementedError: there are some.
+        NotImplementedError: the heads have norms or sinks.
     """
     _refuse(NORMS, heads.gains)
     _refuse("sinks", heads.sinks)
@@ -214,7 +224,7 @@ def check_latent_heads(heads: Heads) -> None:
 def _refuse(name: str, value: object) -> None:
     if value is not None:
         raise NotImplementedError(
-            f"layer: it has {name}, which a latent layer has not; convert it with mha_to_gqa, or --to gqa"
+            f"layer: it has {name}, which latent layers do not support; use mha_to_gqa or --to gqa"
         )
 
 
@@ -226,7 +236,7 @@ def latent_layer(
     norm_eps: float,
     scale: float | None,
 ) -> MultiHeadLatentAttention:
-    """A latent layer with these weights, which say its sizes, and the other options of ``layer``."""
+    """Return a latent layer with these weights, which imply its sizes, and the other options of ``layer``."""
     weight, rank = layer.q_proj.weight, len(state["kv_a_layernorm.weight"])
     new = MultiHeadLatentAttention(
         layer.hidden_size,

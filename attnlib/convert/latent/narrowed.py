@@ -1,6 +1,4 @@
-"""The rope of fewer channels whose pairs turn as every f-th pair of another one, as DeepSeek's config can say
-it.
-"""
+"""A narrower rope whose pairs rotate like every f-th pair of another rope, in DeepSeek's config format."""
 
 import math
 from dataclasses import replace
@@ -10,47 +8,45 @@ import torch
 from ...rope.rope import Rope, yarn_ramp
 from ...rope.scaling import Linear, Llama3, YaRN
 
-ROUNDING = 1e-6  # of an inverse frequency in fp32, relatively: some units in the last place
+ROUNDING = 1e-6  # relative tolerance for inverse frequencies in fp32: a few units in the last place
 
 
 def narrowed(rope: Rope, dim: int) -> Rope:
-    """The interleaved rope of ``dim`` channels whose pair i turns as pair ``f * i`` of ``rope``, f times as
-    wide.
+    """Return the interleaved rope of ``dim`` channels whose pair i rotates like pair ``f * i`` of ``rope``.
 
-    Without scaling that is ``theta ** (-2 * i / dim) = theta ** (-2 * f * i / rope.dim)``, which linear and
-    Llama 3 scaling look at alone. YaRN has a ramp over the pairs, whose ends are told as numbers of turns: a
-    pair of either rope turns as often as its likes of the other, so that the ends keep their turns, unless
-    rounding to whole pairs moves them. Its temperature is said as DeepSeek says it, of all channels: in
-    ``latent_scale``, not ``amplitude``.
+    ``f`` is ``rope.dim / dim``. Without scaling the frequencies agree, because ``theta ** (-2 * i / dim) =
+    theta ** (-2 * f * i / rope.dim)``. Linear and Llama 3 scaling depend only on the frequency. YaRN has a
+    ramp over the pairs, whose ends are given as numbers of rotations. Corresponding pairs of both ropes
+    rotate equally often, so the ends keep their numbers, unless rounding to whole pairs moves them. YaRN's
+    temperature is stored as in DeepSeek's config, for all channels: in ``latent_scale``, not ``amplitude``.
 
     Raises:
-        ValueError: ``dim`` is not even or does not divide the channels that ``rope`` turns.
-        NotImplementedError: a scaling that DeepSeek's config has not, or a ramp that its rules do not allow.
+        ValueError: ``dim`` is not even or does not divide the number of channels that ``rope`` rotates.
+        NotImplementedError: DeepSeek's config has no such scaling, or cannot represent the ramp.
     """
     if dim < 2 or dim % 2 or rope.dim % dim:
         raise ValueError(f"rope_dim: expected an even divisor of {rope.dim}, the rotated channels, got {dim}")
     if not isinstance(rope.scaling, Linear | Llama3 | YaRN | None):
         raise NotImplementedError(
-            "rope: expected none, Linear, Llama3 or YaRN, which DeepSeek-V3 can say of its few channels, "
-            f"got {type(rope.scaling).__name__}; gqa_to_mla takes it, and --to attnlib"
+            "rope: expected no scaling, Linear, Llama3 or YaRN, which DeepSeek-V3's config can represent, "
+            f"got {type(rope.scaling).__name__}; use gqa_to_mla or --to attnlib"
         )
     scaling = _ramp(rope, rope.scaling, dim) if isinstance(rope.scaling, YaRN) else rope.scaling
     new = Rope(dim, theta=rope.theta, scaling=scaling, interleaved=True)
     wanted = rope.inverse_frequencies()[:: rope.dim // dim]
     if not torch.allclose(new.inverse_frequencies(), wanted, rtol=ROUNDING, atol=0.0):
         raise NotImplementedError(
-            f"rope_dim: expected {rope.dim}, as YaRN's ramp ends where fewer channels have no pairs, got "
-            f"{dim}"
+            f"rope_dim: expected {rope.dim}, because YaRN's ramp ends beyond the last pair of fewer "
+            f"channels, got {dim}"
         )
     return new
 
 
 def _ramp(rope: Rope, yarn: YaRN, dim: int) -> YaRN:
-    """YaRN whose ramp over ``dim`` channels begins and ends at an f-th of the pairs at which that of ``rope``
-    does.
+    """Return YaRN for ``dim`` channels, with its ramp from and to an f-th of the pairs that ``rope`` has.
 
-    Where these are whole, rounding finds them from the numbers of turns as they were, which are left then:
-    vLLM and llama.cpp always round, and llama.cpp takes the numbers of every file for YaRN's own, 32 and 1.
+    If the new ends are whole pairs, rounding finds them from the old numbers of rotations, which are then
+    kept: vLLM and llama.cpp always round, and llama.cpp assumes YaRN's own numbers, 32 and 1, for every file.
     """
     f, new = rope.dim // dim, replace(yarn, attention_factor=None, mscale=1.0, mscale_all_dim=1.0)
     low, high = (pair / f for pair in yarn_ramp(rope, yarn))

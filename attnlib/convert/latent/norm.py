@@ -1,9 +1,8 @@
-"""How a latent passes DeepSeek's norm: beside one channel that is nearly constant, and too large to see
-others beside.
+"""The constant channel with which a latent passes DeepSeek's norm almost unchanged.
 
-The norm divides by the size of all channels. Beside the constant ``B c`` that is ``B c / sqrt(rank)`` and
-hardly anything else, so that the others come out as they are, divided by c. With biases c is 1. Without them
-it is made of the inputs: the linear function of these that is nearest to 1.
+The norm divides by the size of all channels. One channel, ``B c``, is so large that this size is ``B c /
+sqrt(rank)`` and hardly depends on the other channels, which come out divided only by c. With biases, c is 1.
+Without them, c is the linear function of the inputs that is closest to 1.
 """
 
 import math
@@ -15,20 +14,19 @@ import torch
 from torch import Tensor
 
 Norm = Literal["exact", "calibrated"]
-NORM_EPS = 1e-6  # of a latent, whatever config.json says of the other norms
-LEAST = 1e-3  # of a 1 that inputs without a mean do not have
-RIDGE = 1e-10  # of each channel's mean square, where a dtype rounds less
+NORM_EPS = 1e-6  # eps of DeepSeek's latent norm, which ignores config.json's rms_norm_eps
+LEAST = 1e-3  # smallest accepted mean of c; inputs with mean 0 allow no c near 1
+RIDGE = 1e-10  # least ridge, relative to each channel's mean square; coarser dtypes use their eps squared
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A channel c of the latent, ``row`` ``[m + 1]``, which is stored ``size`` times as large; ``width`` of
-    them all.
+    """A latent channel c that is constant, or nearly so: ``row`` ``[m + 1]``, stored ``size`` times as large.
 
-    The norm divides by ``sqrt((size^2 c^2 + |z|^2) / width + eps)``; for c = 1 that is off by ``|z|^2 / (2 *
-    size^2)``, relatively: for a mean square of 1 over 512 channels 2 ** -32, in fp16 2 ** -20. Size and gain
-    are powers of two, and lose nothing in any dtype; ``rest``, 0.7 to 1.5 times ``level``, belongs to the
-    weights behind the norm.
+    The latent has ``width`` channels, including c. The norm divides by ``sqrt((size^2 c^2 + |z|^2) / width +
+    eps)``. For c = 1 its relative error is ``|z|^2 / (2 * size^2)``: ``2 ** -32`` for 512 channels of mean
+    square 1, and ``2 ** -20`` in fp16. ``size`` and ``norm_weight`` are powers of two and lose nothing in any
+    dtype. ``weight_scale``, 0.7 to 1.5 times ``level``, is folded into the weights behind the norm.
     """
 
     row: Tensor
@@ -38,8 +36,9 @@ class Constant:
 
     @classmethod
     def of(cls, row: Tensor, width: int, dtype: torch.dtype) -> "Constant":
-        """The largest that is good in this dtype: fp16 also has to hold the row, c, and latents divided by
-        the gain.
+        """Return the constant with the largest size that suits ``dtype``.
+
+        fp16 must also represent the row, c, and latents divided by the norm weight.
         """
         size = 2.0**20
         if dtype == torch.float16:
@@ -48,26 +47,30 @@ class Constant:
 
     @property
     def is_bias(self) -> bool:
-        """Whether it is 1 whatever the inputs."""
+        """True if c is 1 for all inputs."""
         return bool(self.row[-1])
 
     @property
-    def gain(self) -> float:
+    def norm_weight(self) -> float:
         return 2.0 ** round(math.log2(self.size / self.width**0.5))
 
     @property
-    def rest(self) -> float:
-        return self.level * self.size / self.width**0.5 / self.gain
+    def weight_scale(self) -> float:
+        return self.level * self.size / self.width**0.5 / self.norm_weight
 
     def factors(self, latents: Tensor, ones: Tensor) -> Tensor:
-        """What the norm, and what undoes it, multiply latents ``[n, r]`` by whose c are ``ones``: ``[n]``."""
+        """Return the factors ``[n]`` that remain when latents ``[n, r]`` pass the norm and it is undone.
+
+        ``ones`` ``[n]`` are the values of c beside the latents.
+        """
         others = (latents.square().sum(-1) + self.width * NORM_EPS) / self.size**2
         return self.level * (ones.square() + others).rsqrt()
 
     def steadied(self, latents: Tensor, ones: Tensor, weights: Tensor) -> "Constant":
-        """That of half this size, a quarter or less, if the norm changes latents less beside it.
+        """Return this constant at the size for which the norm changes latents least, at most its own.
 
-        Where c is poor the latents' own size does better, and nothing is divided by a c that is nearly 0.
+        If c is far from constant, a smaller size gives more weight to the latents' own size, and avoids
+        division by a c near 0.
         """
         sizes, best, least = weights * latents.square().sum(-1), self, math.inf
         for halvings in range(round(math.log2(self.size)) + 1):
@@ -81,8 +84,7 @@ class Constant:
 
 
 def constant_row(norm: Norm, moment: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of inputs ``[m + 1]`` for the constant: the bias alone, or what :func:`nearest_to_one` has without
-    it.
+    """Return the row ``[m + 1]`` of the constant: the bias, or :func:`nearest_to_one` without biases.
 
     Raises:
         ValueError: as :func:`nearest_to_one`.
@@ -93,12 +95,12 @@ def constant_row(norm: Norm, moment: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nearest_to_one(moment: Tensor, dtype: torch.dtype) -> Tensor:
-    """The w ``[m + 1]``, with 0 for the bias, with the least ``E (w x - 1)^2``.
+    """Return the w ``[m + 1]``, with 0 for the bias, that minimises ``E (w x - 1)^2``.
 
-    What rounding to ``dtype`` adds to that, ``eps^2 * sum w_i^2 E x_i^2``, is counted in.
+    The error includes ``eps^2 * sum w_i^2 E x_i^2`` for rounding w to ``dtype``.
 
     Raises:
-        ValueError: inputs have no mean, so that nothing is near.
+        ValueError: the inputs have mean 0, so no linear function is near 1.
     """
     squares = moment[:-1, :-1]
     sizes = squares.diagonal().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
@@ -108,7 +110,7 @@ def nearest_to_one(moment: Tensor, dtype: torch.dtype) -> Tensor:
         squares + ridge * torch.eye(len(mean), dtype=mean.dtype, device=mean.device), mean
     )
     if not row @ mean > LEAST:
-        raise ValueError(f"{NEEDS_TEXT} inputs of mean 0, of which no constant can be made; {INSTEAD}")
+        raise ValueError(f"{NEEDS_TEXT} inputs of mean 0, which allow no constant; {INSTEAD}")
     return torch.nn.functional.pad(row / sizes, (0, 1))
 
 
@@ -117,23 +119,23 @@ INSTEAD = 'use norm="exact"'
 
 
 def check_text(norm: Norm, *, calibrated: bool) -> None:
-    """Refuse a norm that is made of a text without one.
+    """Raise if the norm needs a calibration on text and there is none.
 
     Raises:
-        ValueError: there is none.
+        ValueError: ``norm="calibrated"`` without a text.
     """
     if norm == "calibrated" and not calibrated:
         raise ValueError(f"{NEEDS_TEXT} weights alone; {INSTEAD}")
 
 
 def check_biases(norm: Norm, state: Mapping[str, Tensor]) -> None:
-    """Refuse biases in ``state`` that are not 0 and have no place beside this norm.
+    """Raise if ``state`` has nonzero biases that this norm does not support.
 
     Raises:
-        NotImplementedError: there are some.
+        NotImplementedError: biases with ``norm="calibrated"``.
     """
     biases = sorted(name for name, value in state.items() if name.endswith("bias") and value.double().any())
     if biases and norm == "calibrated":
         raise NotImplementedError(
-            f'{", ".join(biases)}: norm="calibrated" has no place for a bias; use norm="exact"'
+            f'{", ".join(biases)}: norm="calibrated" does not support biases; use norm="exact"'
         )

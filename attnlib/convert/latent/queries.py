@@ -1,4 +1,4 @@
-"""Queries of low rank: of what makes them from the inputs, that is kept which keys feel."""
+"""Low-rank queries: keep the directions of the query projection that matter most to scores."""
 
 import math
 from dataclasses import dataclass
@@ -20,34 +20,35 @@ from .norm import Constant
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryProjection:
-    """Queries of all heads from k channels: ``rows`` ``[h, d, k + 1]``, of what ``down`` ``[k, m]`` makes of
-    inputs.
+    """The queries of all heads from k channels: ``down`` ``[k, m]`` maps inputs to channels, ``rows`` to q.
 
-    The last column of rows is the same for all tokens, and is no channel.
+    ``rows`` is ``[h, d, k + 1]``. Its last column is an offset that all tokens share, and reads no channel.
     """
 
     rows: Tensor
     down: Tensor
 
     def of_inputs(self) -> Tensor:
-        """Rows of the inputs with a one behind them: ``[h, d, m + 1]``."""
+        """Return the queries as rows over the inputs and a final one: ``[h, d, m + 1]``."""
         return torch.cat((self.rows[..., :-1] @ self.down, self.rows[..., -1:]), -1)
 
     def scaled(self, calibration: Calibration) -> "QueryProjection":
-        """The same with channels whose mean square is 1 on the mean, up to a power of two, which loses no
-        bit.
+        """Scale the channels to an average mean square near 1, without changing the queries.
+
+        The scale is a power of two, which loses no bit.
         """
         size = calibration.energy(pad(self.down, (0, 1))[:, None]).mean().sqrt()
-        by = size.log2().round().exp2() if size else size + 1.0
-        return QueryProjection(torch.cat((self.rows[..., :-1] * by, self.rows[..., -1:]), -1), self.down / by)
+        scale = size.log2().round().exp2() if size else size + 1.0
+        rows = torch.cat((self.rows[..., :-1] * scale, self.rows[..., -1:]), -1)
+        return QueryProjection(rows, self.down / scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryCost:
-    """An error e of a query that reads KV head i costs ``e^T metric[i] e``, with ``metric`` ``[g, d, d]``.
+    """The cost of query errors: an error e of a query that reads KV head i costs ``e^T metric[i] e``.
 
-    That is what scores miss, ``(e^T R k)^2`` on the mean over keys k and turns R: keys of tokens as they are
-    attended to, and distances up to a reach.
+    ``metric`` is ``[g, d, d]``. The cost is the mean square error of scores, ``(e^T R k)^2`` over keys k and
+    rope rotations R. Keys are weighted by the attention they get, and distances go up to a reach.
     """
 
     heads: Heads
@@ -56,15 +57,16 @@ class QueryCost:
 
     @classmethod
     def of(cls, heads: Heads, calibration: Calibration, seen: Attended, *, reach: int) -> "QueryCost":
-        """``seen`` are the inputs that keys are made of; queries are those of a calibration, all tokens
-        alike.
+        """Return the cost for the queries of a calibration, with equal weight for all tokens.
+
+        ``seen`` are the inputs that keys are made from.
         """
-        keys = Distances.of(heads, reach).turned(heads.k @ seen.moment @ heads.k.mT)
+        keys = Distances.of(heads, reach).rotated(heads.k @ seen.moment @ heads.k.mT)
         gains = amplitudes(heads)
         return cls(heads, gains[:, None] * keys * gains, calibration)
 
     def beside(self, queries: QueryProjection, constant: Constant) -> Constant:
-        """The constant of the size that is best beside these channels."""
+        """Return the constant with the best size beside these query channels."""
         y = self.calibration.inputs()
         if y is None or constant.is_bias:
             return constant
@@ -73,10 +75,10 @@ class QueryCost:
         )
 
     def missed(self, queries: QueryProjection, constant: Constant | None = None) -> float:
-        """What scores miss of their root mean square.
+        """Return the error of scores, as a fraction of their root mean square.
 
-        Beside a ``constant`` that is no bias a norm multiplies the channels of each token by a factor of its
-        own: that is measured on inputs that are known, and NaN where none are.
+        With a ``constant`` that is not a bias, the norm multiplies the channels of each token by a different
+        factor. The error is then measured on known inputs, and is NaN if there are none.
         """
         if constant is None or constant.is_bias:
             lost = self._mean(self.heads.q - queries.of_inputs()).clamp(min=0)
@@ -90,9 +92,8 @@ class QueryCost:
         channels = y[:, :-1] @ queries.down.T
         passed = pad(channels * constant.factors(channels, y @ constant.row)[:, None], (0, 1), value=1.0)
         lost = y.new_zeros(())
-        for index, (old, new) in enumerate(
-            zip(self.heads.q, queries.rows, strict=True)
-        ):  # one head's at a time
+        # Head by head, to save memory.
+        for index, (old, new) in enumerate(zip(self.heads.q, queries.rows, strict=True)):
             error = y @ old.T - passed @ new.T
             lost += (error.T @ error / len(y) * self.metric[index // self.heads.group]).sum()
         return lost
@@ -103,14 +104,14 @@ class QueryCost:
 
 
 def low_rank(cost: QueryCost, rank: int, *, has_offset: bool) -> QueryProjection:
-    """The queries from ``rank`` channels that cost least, of all that there are.
+    """Return the queries from ``rank`` channels that cost least.
 
-    With W the root of the metric times what makes queries from inputs, C the moment of the inputs and U the
-    first singular vectors of ``W C^(1/2)``, the best is ``U U^T W``, and misses the tail of the spectrum.
-    With ``has_offset`` what is the same for all tokens needs no channel; then C is the covariance, and biases
-    are kept.
+    Let W be the root of the metric times the query projection, C the moment of the inputs, and U the first
+    singular vectors of ``W C^(1/2)``. The best approximation is ``U U^T W``, and its error is the tail of the
+    spectrum. With ``has_offset``, the part that all tokens share needs no channel; C is then the covariance,
+    and biases are kept.
 
-    At the most that :func:`check_query_rank` allows they are the same queries.
+    At the highest rank that :func:`check_query_rank` allows, the queries do not change.
     """
     q, moment = cost.heads.q, cost.calibration.moment
     if rank == q.shape[-1] - 1:
@@ -127,17 +128,17 @@ def low_rank(cost: QueryCost, rank: int, *, has_offset: bool) -> QueryProjection
 
 
 def whole_queries(heads: Heads) -> QueryProjection:
-    """All queries as they are, whose channels are those of the inputs."""
-    width = heads.q.shape[-1] - 1
-    return QueryProjection(heads.q, torch.eye(width, dtype=heads.q.dtype, device=heads.q.device))
+    """Return all queries unchanged, with the inputs as their channels."""
+    eye = torch.eye(heads.q.shape[-1] - 1, dtype=heads.q.dtype, device=heads.q.device)
+    return QueryProjection(heads.q, eye)
 
 
 def check_query_rank(q_rank: int | None, *, heads: int, head_dim: int, width: int, reserved: int = 0) -> None:
-    """Refuse no channels, and more than queries of so many heads can need, of inputs of this ``width``.
+    """Raise if ``q_rank`` is less than 1, or more than these queries of inputs of this ``width`` can use.
 
     Raises:
-        TypeError: ``q_rank`` is no int.
-        ValueError: it is out of range; ``reserved`` channels of it are for something else.
+        TypeError: ``q_rank`` is not an int.
+        ValueError: ``q_rank`` is out of range; ``reserved`` of its channels serve another purpose.
     """
     if q_rank is None:
         return

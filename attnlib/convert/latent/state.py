@@ -1,4 +1,4 @@
-"""The state dict of DeepSeek-V3's attention from a latent whose norms pass beside constant channels."""
+"""The state dict of a DeepSeek-V3 attention layer whose latents pass their norm beside a constant channel."""
 
 from collections.abc import Mapping
 
@@ -18,10 +18,10 @@ def deepseek_state(
     scale: float,
     query_constant: Constant | None = None,
 ) -> dict[str, Tensor]:
-    """The weights before they are rounded, with biases if the constant is one, from those of a grouped layer.
+    """Return a DeepSeek-V3 layer's weights before rounding, from those of a grouped-query layer in ``state``.
 
-    ``scale`` is the grouped layer's; what DeepSeek's own is not of it goes into q. Queries of low rank pass
-    beside ``query_constant``.
+    There are biases if the constant is one. ``scale`` is the grouped-query layer's, and its ratio to
+    DeepSeek's default goes into q. Low-rank queries pass their norm beside ``query_constant``.
     """
     o = state["o_proj.weight"]
     q = torch.cat((latent.q_nope, latent.q_rope), 1)
@@ -33,8 +33,8 @@ def deepseek_state(
         new = _low_rank(q, latent.q_down, query_constant, state["q_proj.weight"].dtype)
     new |= {
         "kv_a_proj_with_mqa.weight": down[:, :-1],
-        "kv_a_layernorm.weight": pad(torch.full_like(up[0], constant.gain), (0, 1)),
-        "kv_b_proj.weight": pad(up * constant.rest, (0, 1)),
+        "kv_a_layernorm.weight": pad(torch.full_like(up[0], constant.norm_weight), (0, 1)),
+        "kv_b_proj.weight": pad(up * constant.weight_scale, (0, 1)),
         "o_proj.weight": o,
     }
     if constant.is_bias:
@@ -44,15 +44,15 @@ def deepseek_state(
 
 
 def _low_rank(q: Tensor, down: Tensor, constant: Constant, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Rows ``[..., k + 1]`` of what ``down`` ``[k, m]`` makes of the inputs, and a norm between.
+    """Return the weights of low-rank queries, rows ``[..., k + 1]`` over ``down`` ``[k, m]``, with a norm.
 
-    What is the same for all tokens reads the constant, of which the norm makes a number.
+    The offset that all tokens share reads the constant channel, which is a fixed number after the norm.
     """
     seen = torch.tensor(constant.width**0.5, dtype=dtype).item()
     new = {
         "q_a_proj.weight": torch.cat((down, constant.size * constant.row[None, :-1])),
-        "q_a_layernorm.weight": pad(torch.full_like(down[:, 0], constant.gain), (0, 1), value=1.0),
-        "q_b_proj.weight": torch.cat((q[:, :-1] * constant.rest, q[:, -1:] / seen), -1),
+        "q_a_layernorm.weight": pad(torch.full_like(down[:, 0], constant.norm_weight), (0, 1), value=1.0),
+        "q_b_proj.weight": torch.cat((q[:, :-1] * constant.weight_scale, q[:, -1:] / seen), -1),
     }
     if constant.is_bias:
         new["q_a_proj.bias"] = pad(torch.zeros_like(down[:, 0]), (0, 1), value=constant.size)

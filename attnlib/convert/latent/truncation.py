@@ -1,4 +1,4 @@
-"""A latent of lower rank: what is kept of it is what is made of its inputs, and read."""
+"""Truncation of a latent to a lower rank: keep the directions that inputs use and heads read."""
 
 from dataclasses import dataclass, replace
 
@@ -12,17 +12,16 @@ from .embedding import Latent
 
 
 def truncate(latent: Latent, rank: int, seen: Attended, cost: Cost) -> Latent:
-    """The layer of latent rank ``rank`` with the least cost of its errors of K and V, relative to missing all
-    of each.
+    """Return the latent of rank ``rank`` whose key and value errors cost least.
 
-    K and V are those that are made from the latent; rotary keys are not touched. With C the moment of the
-    inputs, ``W`` the root of the cost times what makes K and V from them, and ``U`` the first singular
-    vectors of ``W C^(1/2)``, the best is ``U U^T W``: CARE (Zhou et al., 2026, arXiv 2603.17946) writes it
-    ``U S V^T C^(-1/2)``, which needs an inverse. With ``Cost.plain`` and no text it is the plain SVD of the
-    weights.
+    Each cost is relative to dropping all keys or all values. Only keys and values made from the latent count;
+    rotary keys do not change. Let C be the moment of the inputs, W the root of the cost times the map from
+    inputs to K and V, and U the first singular vectors of ``W C^(1/2)``. The best approximation is ``U U^T
+    W``; CARE (Zhou et al., 2026, arXiv 2603.17946) writes it as ``U S V^T C^(-1/2)``, which needs an inverse.
+    With ``Cost.plain`` and no text it is a plain SVD of the weights.
 
     Raises:
-        ValueError: ``rank`` is not between 1 and the latent's.
+        ValueError: ``rank`` is not between 1 and the latent's rank.
     """
     if not 1 <= rank <= len(latent.down):
         raise ValueError(f"rank: expected 1 to {len(latent.down)}, the rank of the whole latent, got {rank}")
@@ -31,10 +30,10 @@ def truncate(latent: Latent, rank: int, seen: Attended, cost: Cost) -> Latent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spectrum:
-    """One decomposition, from which a latent is cut to any rank.
+    """The decomposition of a latent, from which it can be cut to any rank.
 
-    ``root`` ``[r, r]`` is that of :func:`_weighed`, ``basis`` ``[r, r]`` the directions that are kept, the
-    first ones longest, and ``lost`` ``[r + 1]`` what is lost at each rank from 0 to the latent's.
+    ``root`` ``[r, r]`` comes from :func:`_weighed`. ``basis`` ``[r, r]`` holds the directions, the most
+    important first. ``lost`` ``[r + 1]`` holds the loss at each rank from 0 to r.
     """
 
     root: Tensor
@@ -49,7 +48,7 @@ class Spectrum:
         return cls(root, vectors.flip(-1), lost)
 
     def cut(self, latent: Latent, rank: int) -> Latent:
-        """The latent that this is of, with the best ``rank`` directions alone."""
+        """Return ``latent``, from which this was computed, with only the best ``rank`` directions."""
         basis = self.basis[:, :rank]
         up = torch.linalg.solve_triangular(self.root, basis, upper=True)
         return replace(
@@ -58,8 +57,9 @@ class Spectrum:
 
 
 def _weighed(latent: Latent, seen: Attended, cost: Cost) -> tuple[Tensor, Tensor]:
-    """The root R for which ``|R z|^2`` is what it costs to miss K and V of a latent z, and the moments of R
-    z.
+    """Return the root R of the cost metric of latents z, and the second moments of ``R z``.
+
+    ``|R z|^2`` is the cost of dropping the keys and values of z.
     """
     group = len(latent.k_up) // len(cost.keys)
     inner = latent.down @ seen.moment @ latent.down.T
@@ -70,9 +70,9 @@ def _weighed(latent: Latent, seen: Attended, cost: Cost) -> tuple[Tensor, Tensor
 
 
 def _relative(up: Tensor, metric: Tensor, whole: Tensor, inner: Tensor) -> Tensor:
-    """What an error of the latent costs through ``up`` ``[g, n, r]``, relative to ``whole``: ``[r, r]``.
+    """Return the metric ``[r, r]`` of latent errors read through ``up`` ``[g, n, r]``, relative to ``whole``.
 
-    With a little for what nothing reads, so that it keeps an order of its own.
+    A small unweighted term gives directions that nothing reads a defined order.
     """
     plain = torch.einsum("gir,gik->rk", up, up)
     size = (plain * inner).sum()
