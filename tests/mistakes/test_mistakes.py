@@ -170,7 +170,7 @@ MISTAKES = {
     "a tensor for a mask": (
         lambda: call(mask=torch.ones(6, 6) > 0),
         TypeError,
-        r"mask: expected a Mask.*got Tensor; a bool one .* is attnlib\.masks\.mask_tensor",
+        r"mask: expected a Mask.*got Tensor; wrap a bool tensor .* in attnlib\.masks\.mask_tensor",
     ),
     "None for a mask": (lambda: call(mask=None), TypeError, "mask: expected a Mask.*got NoneType; mask=FULL"),
     "a word for a mask": (lambda: call(mask="causal"), TypeError, "mask: expected a Mask.*got str"),
