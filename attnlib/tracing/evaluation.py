@@ -1,4 +1,4 @@
-"""Programs of indices on torch's tensors: each step is an operation of torch on tensors that broadcast."""
+"""Evaluation of index programs on torch tensors: each step is a torch operation that broadcasts."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +36,10 @@ def evaluated(
     *,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """Evaluate a program on inputs that broadcast, its floats in ``dtype``; differentiable.
+    """Evaluate a program on inputs that broadcast, with floats in ``dtype``; differentiable.
 
     Raises:
-        IndexError: an index is outside of its tensor, for one of the ``counted`` pairs.
+        IndexError: an index is outside its tensor, for a pair that ``counted`` marks.
     """
     parsed = program.parsed
     brought = run(parsed.steps, inputs, tensors, dtype, counted)
@@ -53,7 +53,7 @@ def run(
     dtype: torch.dtype,
     counted: Tensor | None = None,
 ) -> Brought:
-    """Run steps, and return what gives any operand of them as a tensor of a kind."""
+    """Run the steps, and return a function that gives any operand as a tensor of the requested kind."""
     device = next(iter(inputs.values())).device
     known = {Value(name): x for name, x in inputs.items()}
     captured = {Value(f"t{n}"): x for n, x in enumerate(tensors)}
@@ -70,9 +70,7 @@ def run(
 
 
 def index_at(index: Operand, size: int, brought: Brought, kind: str) -> Tensor:
-    """An index along a dimension of so many, clamped to what there is; a constant below 0 counts from the
-    end.
-    """
+    """Return an index clamped to a dimension of ``size``; a negative constant counts from the end."""
     if isinstance(index, int) and index < 0:
         index += size
     return brought(index, kind).clamp(0, size - 1)
@@ -91,7 +89,7 @@ def _done(step: Step, captured: Mapping[Value, Tensor], brought: Brought, counte
     if step.operation == "where":
         condition, *choices = step.operands
         return torch.where(brought(condition, BOOL), *(brought(x, step.takes) for x in choices))
-    if step.operation in BY_NUMBERS:  # whose derivative may be another where a tensor is given
+    if step.operation in BY_NUMBERS:  # a bound or exponent passed as a tensor may change the derivative
         numbers = [brought(x, step.takes) if isinstance(x, Value) else x for x in step.operands]
         return BY_NUMBERS[step.operation](*numbers)
     if step.operation not in OPERATIONS:  # a cast
@@ -100,8 +98,9 @@ def _done(step: Step, captured: Mapping[Value, Tensor], brought: Brought, counte
 
 
 def _check(step: Step, x: Tensor, brought: Brought, counted: Tensor) -> None:
-    """Raise IndexError for an index outside of the tensor, where a pair counts. Constant ones were checked
-    before.
+    """Raise IndexError for an index outside its tensor, for a pair that counts.
+
+    Constant indices are not checked here, since tracing has checked them.
     """
     for n, (operand, size) in enumerate(zip(step.operands[1:], x.shape, strict=True)):
         if not isinstance(operand, Value):

@@ -1,6 +1,4 @@
-"""From a function of indices to a program: torch.fx calls it once, with proxies in place of numbers and
-tensors.
-"""
+"""Tracing of a function of indices: torch.fx calls it once, with proxies for numbers and tensors."""
 
 from collections.abc import Callable, Sequence
 from inspect import getclosurevars, unwrap
@@ -17,13 +15,14 @@ Kinds = tuple[tuple[str, int] | None, ...]
 
 
 def traced(name: str, function: Callable, tensors: Sequence[Tensor | FirstQuery]) -> Program:
-    """What ``function`` does: a ``mask`` of ``(b, h, i, j, *tensors)`` to a bool, or a ``score``, which it
-    takes first.
+    """Convert ``function`` into a program.
 
-    Of the tensors it depends on kinds and ranks alone; constant indices are compared with their shapes.
+    A ``mask`` function maps ``(b, h, i, j, *tensors)`` to a bool; a ``score`` function maps
+    ``(score, b, h, i, j, *tensors)`` to a float. The program depends only on the kinds and ranks of the
+    tensors, but constant indices are compared with the tensors' shapes.
 
     Raises:
-        TraceError: it does what no program can say, or does not give what its name asks for.
+        TraceError: the function does something that no program can, or returns a value of the wrong kind.
 
     >>> print(traced("mask", lambda b, h, i, j: (i - j) % 2 == 0, ()))
     def mask(b, h, i, j, first):
@@ -40,16 +39,14 @@ def traced(name: str, function: Callable, tensors: Sequence[Tensor | FirstQuery]
     known = [x for x in tensors if x is not FIRST_QUERY]
     for n, dim, at in constant_indices(program.text):
         size = known[n].shape[dim]
-        if not -size <= at < size:  # traced again, to name the line
+        if not -size <= at < size:  # trace again with the shapes, so that the error names the line
             _text_of(name, function, kinds, tuple(tuple(x.shape) for x in known))
     return program
 
 
 @constant
 def _text_of(name: str, function: Callable, kinds: Kinds, shapes: tuple[tuple[int, ...], ...] | None) -> str:
-    """The text of the program, for arguments of these kinds and ranks, and of these shapes; None is
-    FIRST_QUERY.
-    """
+    """Return the program text for tensors of these kinds, ranks and shapes; a kind of None is FIRST_QUERY."""
     _refuse_enclosed(name, function)
     inputs = SCORED if name == "score" else SCORED[1:]
     steps = Steps(inputs, [CapturedKind(*x) for x in kinds if x is not None])
@@ -61,14 +58,14 @@ def _text_of(name: str, function: Callable, kinds: Kinds, shapes: tuple[tuple[in
 
 
 def _called(name: str, function: Callable, arguments: Sequence[Known]) -> object:
-    """Call the function with stand-ins."""
+    """Call the function with stand-ins, and turn any exception into a TraceError."""
     try:
         return function(*arguments)
     except TraceError:
         raise
-    except Exception as error:  # Python and libraries raise anything for a stand-in
+    except Exception as error:  # Python and libraries may raise any exception for a stand-in
         line, message = line_of_error(error.__traceback__), f"{type(error).__name__}: {error}"
-        if line is None:  # the function was not entered: it takes other arguments, or is none of Python's
+        if line is None:  # the function was not entered: its arguments differ, or it is no Python code
             inputs = SCORED[:-1] if name == "score" else INDICES[:-1]
             takes = ", ".join((*inputs, *(f"t{n}" for n in range(len(arguments) - len(inputs)))))
             message = message.splitlines()[0].removesuffix(", but expected one of:")
@@ -78,16 +75,16 @@ def _called(name: str, function: Callable, arguments: Sequence[Known]) -> object
 
 
 def _beginning(function: Callable) -> str:
-    """The line on which a function begins; of a callable object its name."""
+    """Return the file and line on which a function begins, or the repr of another callable."""
     code = getattr(unwrap(function), "__code__", None)
     return repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[CapturedKind]:
-    """What a program depends on of these tensors.
+    """Return the kind and rank of each tensor; FIRST_QUERY is left out.
 
     Raises:
-        TypeError: not a strided tensor of a known dtype.
+        TypeError: an argument is not a strided tensor of a known dtype.
     """
     found = []
     for n, x in enumerate(tensors):
@@ -103,14 +100,17 @@ def captured_of(name: str, tensors: Sequence[Tensor | FirstQuery]) -> list[Captu
 
 
 def _refuse_enclosed(name: str, function: Callable) -> None:
-    """Raise for a tensor that the function would take from around it: nobody would see it change."""
+    """Raise TraceError if the function uses a tensor from its closure or globals.
+
+    The program could not notice if such a tensor changed.
+    """
     try:
         around = getclosurevars(unwrap(function))
-    except TypeError:  # of a callable object, or a partial one
+    except TypeError:  # a callable object, or a functools.partial
         return
     for variable, x in {**around.globals, **around.nonlocals}.items():
         if isinstance(x, Tensor):
             raise TraceError(
-                f"{name}_mod: {_beginning(function)}: {variable} is a tensor from around the function; pass "
+                f"{name}_mod: {_beginning(function)}: {variable} is a tensor from outside the function; pass "
                 f"it as an argument, {name}_mod({function.__name__}, {variable})"
             )
