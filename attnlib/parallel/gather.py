@@ -1,4 +1,4 @@
-"""Every rank gathers all keys and values, and computes the queries of its own tokens."""
+"""Gather form: every rank gathers all keys and values, and computes the queries of its own tokens."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from .source import KeyValueSource
 
 
 def gather(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: KeyValueSource) -> Tensor:
-    """The output of this rank's queries over the keys of all ranks."""
+    """Return the output of this rank's queries over the keys of all ranks."""
     call, dim = whole_of(call), call.q.dim() - 3
     k, v = source.expand(
         *(_whole(x, sharing, dim, asked=isinstance(name, ExplainOnly)) for x in source.tensors)
@@ -26,7 +26,7 @@ def gather(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source:
 
 
 def _whole(x: Tensor, sharing: Sharing, dim: int, *, asked: bool) -> Tensor:
-    """x of all ranks; where nobody computes, something of its shape."""
+    """Return x of all ranks; if a call is only explained, a placeholder of the same shape."""
     if asked:
         return x.narrow(dim, 0, 1).expand(*x.shape[:dim], x.shape[dim] * sharing.ranks, *x.shape[dim + 1 :])
     return unshard(x, sharing.mesh, dim=dim, zigzag=sharing.zigzag)

@@ -235,7 +235,7 @@ def test_refusals_come_before_anything_is_sent(function, tokens, options, why):
 @pytest.mark.parametrize(
     ("q", "k", "why"),
     [
-        ((1, 8, 4, 8), (1, 6, 4, 8), "k: expected 8 tokens here, as q has, got 6; shard both alike"),
+        ((1, 8, 4, 8), (1, 6, 4, 8), "k: expected 8 tokens here, as q has, got 6; shard both the same"),
         ((8, 4, 8), (8, 4, 8), r"q: expected \[b, tokens here, heads, d\], got \(8, 4, 8\)"),
         ((1, 7, 4, 8), (1, 7, 4, 8), "q: expected two equal chunks of tokens, got 7 tokens"),
     ],
