@@ -213,7 +213,7 @@ def test_functions_of_the_first_query_are_refused(function):
 @pytest.mark.parametrize(
     ("function", "tokens", "options", "why"),
     [
-        (gather_attention, 8, {"window": 3}, "window: no such argument; say mask=sliding"),
+        (gather_attention, 8, {"window": 3}, "window: no such argument; use mask=sliding"),
         (ring_attention, 8, {"dropout_p": 0.5}, "dropout_seed: expected int64"),
         (head_attention, 8, {}, "q: expected heads that 2 ranks can share, got 3; use another form"),
         (
