@@ -21,8 +21,8 @@ def replacing(path: Path) -> Iterator[Path]:
     if path.is_dir():
         raise IsADirectoryError(f"{path}: expected a file to write, got a folder")
     if not path.parent.exists():
-        said = f"{os.strerror(errno.ENOENT)} to write {path.name} into; make it first"
-        raise FileNotFoundError(errno.ENOENT, said, str(path.parent))
+        message = f"{os.strerror(errno.ENOENT)} to write {path.name} into; make it first"
+        raise FileNotFoundError(errno.ENOENT, message, str(path.parent))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.touch()  # raises Python's own error if this is not permitted
     try:
@@ -34,7 +34,7 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, str]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write tensors and strings to a safetensors file, as a whole or not at all.
 
     Raises:
@@ -45,6 +45,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, 
 
     with replacing(path) as temporary:
         try:
-            save_file(dict(tensors), temporary, dict(said))
+            save_file(dict(tensors), temporary, dict(metadata))
         except SafetensorError as error:  # hides an OSError
             raise OSError(f"{path}: expected a file that can be written, got {error}") from error

@@ -21,12 +21,12 @@ def kind(x: Function) -> Function:
     already wrapped is left as it is: ``@contextmanager``, for example, goes outside ``@kind``.
     """
     if not isclass(x):
-        return _answering(x, None)
+        return _wrapped(x, None)
     for name, member in [*vars(x).items()]:
         function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         is_public = name == "__init__" or name[0] != "_"
         if is_public and isfunction(function) and not hasattr(function, "__wrapped__"):
-            changed = _answering(function, None)
+            changed = _wrapped(function, None)
             setattr(x, name, changed if function is member else type(member)(changed))
     return x
 
@@ -39,9 +39,9 @@ def leading_to(instead: str) -> Callable[[Function], Function]:
 
     def changed(x: Function) -> Function:
         if not isclass(x):
-            return _answering(x, instead)
+            return _wrapped(x, instead)
         name = "__new__" if issubclass(x, tuple) else "__init__"
-        setattr(x, name, _answering(getattr(x, name), instead))
+        setattr(x, name, _wrapped(getattr(x, name), instead))
         return kind(x)
 
     return changed
@@ -57,7 +57,7 @@ def unknown(argument: str, names: Sequence[str]) -> str:
     return f"{argument}: no such argument; {remedy}"
 
 
-def _answering(function: Function, instead: str | None) -> Function:
+def _wrapped(function: Function, instead: str | None) -> Function:
     @wraps(function)
     def called(*args, **kwargs):
         try:
@@ -67,7 +67,7 @@ def _answering(function: Function, instead: str | None) -> Function:
                 raise
             why = str(error)
         name = _name_of(function, args)
-        raise TypeError(f"{name}: {instead or _said(function, name, args, kwargs) or why}")
+        raise TypeError(f"{name}: {instead or _argument_error(function, name, args, kwargs) or why}")
 
     return called
 
@@ -85,7 +85,9 @@ def _is_method(function: Callable) -> bool:
     return next(iter(signature(function).parameters), None) in RECEIVERS
 
 
-def _said(function: Callable, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
+def _argument_error(
+    function: Callable, name: str, args: Sequence[object], kwargs: Mapping[str, object]
+) -> str | None:
     """Return an explanation of the wrong arguments and what to pass instead; None if unknown."""
     of, count = [*signature(function).parameters.values()], len(args)
     if _is_method(function):

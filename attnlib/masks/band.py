@@ -104,8 +104,8 @@ class Mask:
 
     def _join(self, other: "Mask") -> "Mask | None":
         """Return the band of keys that either mask shows, or None if they form no band."""
-        if self._is_hollow or other._is_hollow:
-            return other if self._is_hollow else self
+        if self._is_empty or other._is_empty:
+            return other if self._is_empty else self
         bounds = [
             (-INT32 if x.left is None else -x.left, INT32 if x.right is None else x.right)
             for x in (self, other)
@@ -123,7 +123,7 @@ class Mask:
         return Mask(left, right, max(self.prefix, other.prefix) if right is not None else 0)
 
     @property
-    def _is_hollow(self) -> bool:
+    def _is_empty(self) -> bool:
         """True if the mask hides every key from every query."""
         return None not in self._sides and self.left + self.right < 0
 
@@ -137,7 +137,7 @@ class Mask:
 
     def program(self) -> Program:
         """Return the mask as a program of indices, which backends can run."""
-        return Program(_text_of(self.left, self.right, self.prefix))
+        return Program(_band_text(self.left, self.right, self.prefix))
 
     def keys(self, first: int, last: int, total: int) -> tuple[int, int]:
         """Return the half-open range of keys, out of ``total``, that some query in ``[first, last)`` sees.
@@ -145,7 +145,7 @@ class Mask:
         The range is exact and has no hole: at least one of these queries sees each key in it. An empty range
         is ``(0, 0)``.
         """
-        if first >= last or self._is_hollow:
+        if first >= last or self._is_empty:
             return (0, 0)
         start = 0 if self.left is None else max(0, first - self.left)
         stop = total if self.right is None else min(total, max(last + self.right, self.prefix))
@@ -227,7 +227,7 @@ class Mask:
         >>> sliding(3).queries(0, 9, 4, 6)
         (4, 8)
         """
-        if start >= stop or self._is_hollow:
+        if start >= stop or self._is_empty:
             return (0, 0)
         if self.right is not None and start >= self.prefix:
             first = max(first, start - self.right)
@@ -307,7 +307,7 @@ def mask_mod(function: Callable, *arguments: Tensor | FirstQuery) -> MaskFunctio
 
 
 @constant
-def _text_of(left: int | None, right: int | None, prefix: int) -> str:
+def _band_text(left: int | None, right: int | None, prefix: int) -> str:
     """Return the text of a band's program."""
     steps, i, j = Steps(INDICES, ()), Value("i"), Value("j")
     seen: Operand = True

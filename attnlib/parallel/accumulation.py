@@ -20,7 +20,7 @@ class PartialAttention:
         if self.out is None and out.shape[:-1] == self._q.shape[:-1]:  # the first result for all queries
             self.out, self.lse = out.to(self._wide), lse.to(self._wide)
             return
-        self._make_room()
+        self._allocate()
         known, found = self.lse[..., queries], self.out[..., queries, :, :]
         both = torch.logaddexp(known, lse)
         share = torch.exp(lse - both).masked_fill(both == -torch.inf, 0)
@@ -29,14 +29,14 @@ class PartialAttention:
 
     def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output, in the dtype of the values, and the LSE; both include the sinks."""
-        self._make_room()
+        self._allocate()
         if sinks is not None:
             both = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
             self.out *= torch.exp(self.lse - both).mT.unsqueeze(-1)
             self.lse = both
         return self.out.to(self._dtype), self.lse
 
-    def _make_room(self) -> None:
+    def _allocate(self) -> None:
         if self.out is None:
             shape = self._q.shape[:-1]
             self.out = self._q.new_zeros(*shape, self._width, dtype=self._wide)

@@ -76,7 +76,7 @@ class ContextParallel:
         source = source_of(call.k, call.v) if source is None else source
         sharing = Sharing(self.mesh, self.zigzag)
         _check(call, sharing, source)
-        call = _compared(call, call.q.shape[-3] * sharing.ranks)
+        call = _validated(call, call.q.shape[-3] * sharing.ranks)
         costs = costs_of(call, sharing, source, form=self.form, bandwidth=self.bandwidth)
         call = call._replace(dropout=call.dropout.seeded(call.q.device))
         if not isinstance(name, ExplainOnly):
@@ -87,7 +87,7 @@ class ContextParallel:
         return out
 
 
-def _compared(call: Call, tokens: int) -> Call:
+def _validated(call: Call, tokens: int) -> Call:
     """Compare tensors of mask and score functions with the whole sequence; return the call for its parts."""
     call.check_functions({"b": call.sequences, "h": call.q.shape[-2], "s": tokens, "t": tokens})
     mask, function = call.mask, call.score.function

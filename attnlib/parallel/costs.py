@@ -23,8 +23,10 @@ class Costs(NamedTuple):
     seconds: dict[str, float]
 
     def __str__(self) -> str:
-        told = (f"{x} {t * 1e3:.3g} ms, {self.received[x]:,} bytes received" for x, t in self.seconds.items())
-        return f"{self.form} over {self.ranks} ranks, estimated per forward: {'; '.join(told)}"
+        lines = (
+            f"{x} {t * 1e3:.3g} ms, {self.received[x]:,} bytes received" for x, t in self.seconds.items()
+        )
+        return f"{self.form} over {self.ranks} ranks, estimated per forward: {'; '.join(lines)}"
 
 
 def costs_of(

@@ -13,7 +13,7 @@ from ..call.call import Call, Origin
 from ..dispatch.run import ExplainOnly, attend
 from ..masks.band import Mask
 from .exchange import exchanged
-from .sharding import Sharing, dealt, joined
+from .sharding import Sharing, joined, sharded
 from .source import KeyValueSource
 
 
@@ -39,12 +39,12 @@ def heads(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: 
     tensors = {x: y.narrow(-1, first, count) for x, y in call.score.tensors.items()}
     call = call._replace(score=call.score._replace(**tensors), origin=_origin(call, first))
     if isinstance(name, ExplainOnly):
-        q, k, v = (_alike(x, sharing.ranks) for x in (q, k, v))
+        q, k, v = (_placeholder(x, sharing.ranks) for x in (q, k, v))
         attend(call._replace(q=q, k=k, v=v), name)
         return call.q.new_zeros(*call.q.shape[:-1], v.shape[-1])
-    q, k, v = (_Moved.apply(x, sharing, True) for x in (q, k, v))
+    q, k, v = (_ExchangeHeads.apply(x, sharing, True) for x in (q, k, v))
     out, _ = attend(call._replace(q=q, k=k, v=v), name)
-    return _Moved.apply(out, sharing, False)
+    return _ExchangeHeads.apply(out, sharing, False)
 
 
 def _origin(call: Call, first: int) -> Origin:
@@ -56,7 +56,7 @@ def _origin(call: Call, first: int) -> Origin:
     return call.origin._replace(head=call.origin.head + first) if counts else call.origin
 
 
-class _Moved(torch.autograd.Function):
+class _ExchangeHeads(torch.autograd.Function):
     """Exchange this rank's tokens of all heads for all tokens of this rank's heads, or the reverse.
 
     Gradients take the opposite direction.
@@ -87,12 +87,12 @@ def _tokens(x: Tensor, sharing: Sharing) -> Tensor:
 def _heads(x: Tensor, sharing: Sharing) -> Tensor:
     """Exchange all tokens of the heads here for the tokens here of all heads."""
     batched = x if x.dim() == 4 else x.unsqueeze(0)
-    parts = exchanged(dealt(batched.transpose(0, 1), sharing.ranks, zigzag=sharing.zigzag), sharing.group)
+    parts = exchanged(sharded(batched.transpose(0, 1), sharing.ranks, zigzag=sharing.zigzag), sharing.group)
     x_of_tokens = parts.permute(2, 1, 0, 3, 4).flatten(2, 3)
     return x_of_tokens if x.dim() == 4 else x_of_tokens.squeeze(0)
 
 
-def _alike(x: Tensor, ranks: int) -> Tensor:
+def _placeholder(x: Tensor, ranks: int) -> Tensor:
     """Return a placeholder with the shape of all tokens of the heads here."""
     *batch, tokens, heads, width = x.shape
     return x.new_zeros(1).expand(*batch, tokens * ranks, heads // ranks, width)

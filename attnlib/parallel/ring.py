@@ -29,7 +29,7 @@ def ring(call: Call, sharing: Sharing, name: str | ExplainOnly | None, source: K
     plan = _Ring(whole_of(call), sharing, name, source.expand, len(captured), len(source.tensors))
     given = (call.q, score.alibi_slopes, score.sinks, *captured, *source.tensors, *source.weights)
     if isinstance(name, ExplainOnly):
-        return plan.told(*given)
+        return plan.explain(*given)
     return _RingAttention.apply(plan, *given)
 
 
@@ -68,7 +68,7 @@ class _Ring(NamedTuple):
         own, held = (self.sharing.ranges(x, tokens) for x in (self.sharing.rank, rank))
         return list(pieces_of(self.call._replace(score=score), given.q, k, v, own, held))
 
-    def told(self, *given: Tensor | None) -> Tensor:
+    def explain(self, *given: Tensor | None) -> Tensor:
         """Explain every call without computing it, and return zeros in the shape of the output."""
         parts = self.parts(*given)
         k, v = self.expand(*parts.travelling)
@@ -105,7 +105,7 @@ class _RingAttention(torch.autograd.Function):
         return None, *(x.to(of.dtype) if is_asked else None for x, of, is_asked in pairs)
 
 
-class _Sums:
+class _LocalGradients:
     """The gradients of this rank's queries and of its score tensors, summed over pieces."""
 
     def __init__(self, given: _Given, wide: torch.dtype):
@@ -124,7 +124,11 @@ class _Sums:
 def _gradients(plan: _Ring, given: _Given, dout: Tensor, out: Tensor, lse: Tensor) -> list[Tensor | None]:
     """Return the gradients of all given tensors, in their order."""
     wide, last = lse.dtype, plan.sharing.ranks - 1
-    sums, of_weights, back = _Sums(given, wide), [_zeros(x, wide) for x in given.weights], None
+    sums, weight_gradients, back = (
+        _LocalGradients(given, wide),
+        [_zeros(x, wide) for x in given.weights],
+        None,
+    )
     for step, (rank, travelling) in enumerate(passed_on(given.travelling, plan.sharing.group)):
         leaves = [x.detach().requires_grad_() for x in travelling]
         with torch.enable_grad():
@@ -140,15 +144,21 @@ def _gradients(plan: _Ring, given: _Given, dout: Tensor, out: Tensor, lse: Tenso
         of = torch.autograd.grad(
             (k, v), (*leaves, *given.weights), (dk.result().to(k.dtype), dv.result().to(v.dtype))
         )
-        for total, x in zip(of_weights, of[len(leaves) :], strict=True):
+        for total, x in zip(weight_gradients, of[len(leaves) :], strict=True):
             total += x
-        of = of[: len(leaves)] if back is None else _added(back.wait(), of, None if step == last else wide)
+        of = (
+            of[: len(leaves)]
+            if back is None
+            else _add_gradients(back.wait(), of, None if step == last else wide)
+        )
         back = Passing(of, plan.sharing.group)
-    of_scores = (sums.slopes, _of_sinks(given.sinks, dout, out, lse), *sums.captured)
-    return [sums.q.result(), *of_scores, *back.wait(), *of_weights]
+    score_gradients = (sums.slopes, _sink_gradients(given.sinks, dout, out, lse), *sums.captured)
+    return [sums.q.result(), *score_gradients, *back.wait(), *weight_gradients]
 
 
-def _added(arrived: Sequence[Tensor], own: Sequence[Tensor], wide: torch.dtype | None) -> list[Tensor]:
+def _add_gradients(
+    arrived: Sequence[Tensor], own: Sequence[Tensor], wide: torch.dtype | None
+) -> list[Tensor]:
     """Add this rank's gradients to those that have arrived.
 
     The sum is in ``wide``; None means that the next hop is the last, so the sum is rounded to its final
@@ -163,7 +173,7 @@ def _zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _of_sinks(sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
+def _sink_gradients(sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
     """Return the gradient of the sinks: each sink is a key whose value is zero."""
     if sinks is None:
         return None

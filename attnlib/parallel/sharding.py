@@ -102,10 +102,10 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return summed(dealt(grad, ctx.group.size(), zigzag=ctx.zigzag), ctx.group), None, None
+        return summed(sharded(grad, ctx.group.size(), zigzag=ctx.zigzag), ctx.group), None, None
 
 
-def dealt(x: Tensor, ranks: int, *, zigzag: bool) -> Tensor:
+def sharded(x: Tensor, ranks: int, *, zigzag: bool) -> Tensor:
     """Reorder x ``[tokens, ...]`` into shards ``[ranks, tokens of a rank, ...]``."""
     return torch.cat(sum(_chunks(x, ranks, zigzag=zigzag), ())).unflatten(0, (ranks, -1))
 

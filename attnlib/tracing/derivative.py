@@ -63,7 +63,7 @@ def derivative(program: Program) -> Derivative:
         if step.operation == "load":
             reads.append(Read(step.operands[0], step.operands[1:], by[step.result]))
             continue
-        for x, part in zip(step.operands, _parts(steps, step, by[step.result]), strict=False):
+        for x, part in zip(step.operands, _operand_gradients(steps, step, by[step.result]), strict=False):
             if part is not None and isinstance(x, Value) and steps.kind(x) == FLOAT:
                 by[x] = steps.add("add", by[x], part) if x in by else part
     score = by.get(Value("score"), 0.0)
@@ -72,7 +72,7 @@ def derivative(program: Program) -> Derivative:
     )
 
 
-def _parts(steps: Steps, step: Step, d: Operand) -> Sequence[Operand | None]:
+def _operand_gradients(steps: Steps, step: Step, d: Operand) -> Sequence[Operand | None]:
     """Return the derivative by each operand of a step, None if there is none; ``d`` is that by its result."""
     add, result, x = steps.add, step.result, step.operands[0]
     y = step.operands[-1]
@@ -93,24 +93,24 @@ def _parts(steps: Steps, step: Step, d: Operand) -> Sequence[Operand | None]:
                 return (add("mul", d, add("mul", y, add("pow", x, y - 1))), None)
             return None, add("mul", add("mul", d, result), log(x))
         case "minimum":
-            return _chosen(steps, d, x, y, "lt", (0.5, 0.5))
+            return _choice_gradients(steps, d, x, y, "lt", (0.5, 0.5))
         case "maximum":
-            return _chosen(steps, d, x, y, "gt", (0.5, 0.5))
+            return _choice_gradients(steps, d, x, y, "gt", (0.5, 0.5))
         case "clamp_min":
-            return _chosen(
+            return _choice_gradients(
                 steps, d, x, y, "gt", clamped_at_a_tie("clamp_min", by_tensor=isinstance(y, Value))
             )
         case "clamp_max":
-            return _chosen(
+            return _choice_gradients(
                 steps, d, x, y, "lt", clamped_at_a_tie("clamp_max", by_tensor=isinstance(y, Value))
             )
         case "where":
             condition = step.operands[0]
             return None, steps.where(condition, d, 0.0), steps.where(condition, 0.0, d)
-    return (_of_one(steps, step, d),)
+    return (_unary_gradient(steps, step, d),)
 
 
-def _of_one(steps: Steps, step: Step, d: Operand) -> Operand | None:
+def _unary_gradient(steps: Steps, step: Step, d: Operand) -> Operand | None:
     """Return the derivative of a function of one number; None for casts and ``floordiv``, which have none."""
     add, result, x = steps.add, step.result, step.operands[0]
     match step.operation:
@@ -135,7 +135,7 @@ def _of_one(steps: Steps, step: Step, d: Operand) -> Operand | None:
     return None
 
 
-def _chosen(
+def _choice_gradients(
     steps: Steps, d: Operand, x: Operand, y: Operand, before: str, shares: tuple[float, float]
 ) -> tuple[Operand, Operand]:
     """Return the derivatives of an operation that picks ``x`` or ``y``: the one that is ``before`` the other.
@@ -160,8 +160,8 @@ def clamped_at_a_tie(name: str, *, by_tensor: bool) -> tuple[float, float]:
     with torch.inference_mode(False), torch.enable_grad():
         x, bound = (torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True) for _ in "xy")
         given = getattr(torch, name)(x, bound if by_tensor else 1.0)
-        of_x, of_bound = torch.autograd.grad(given, (x, bound), allow_unused=True)
-    return float(of_x), 0.0 if of_bound is None else float(of_bound)
+        by_number, by_bound = torch.autograd.grad(given, (x, bound), allow_unused=True)
+    return float(by_number), 0.0 if by_bound is None else float(by_bound)
 
 
 def operands_of(reads: Sequence[Read]) -> list[Operand]:

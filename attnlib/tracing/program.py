@@ -210,10 +210,10 @@ class Steps:
         """Return the program that returns ``result``."""
         tensors = [f"t{n}: {kind}[{rank}]" for n, (kind, rank) in enumerate(self.captured)]
         made = (
-            f"{x.result.name} = {x.operation}({', '.join(map(_spelled, x.operands))})"
+            f"{x.result.name} = {x.operation}({', '.join(map(_written, x.operands))})"
             for x in self._made.values()
         )
-        body = "; ".join((*made, f"return {_spelled(result)}"))
+        body = "; ".join((*made, f"return {_written(result)}"))
         return Program(f"def {name}({', '.join((*self.inputs, *tensors))}): {body}")
 
     def _promoted(self, operands: Sequence[Operand]) -> str:
@@ -313,5 +313,5 @@ def _operand(text: str) -> Operand:
     return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
-def _spelled(x: Operand) -> str:
+def _written(x: Operand) -> str:
     return x.name if isinstance(x, Value) else repr(x)

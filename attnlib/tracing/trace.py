@@ -35,25 +35,27 @@ def traced(name: str, function: Callable, tensors: Sequence[Tensor | FirstQuery]
         raise TypeError(f"{name}_mod: expected a function of indices, got {type(function).__name__}")
     captured = iter(captured_of(name, tensors))
     kinds = tuple(None if x is FIRST_QUERY else tuple(next(captured)) for x in tensors)
-    program = Program(_text_of(name, function, kinds, None))
+    program = Program(_traced_text(name, function, kinds, None))
     known = [x for x in tensors if x is not FIRST_QUERY]
     for n, dim, at in constant_indices(program.text):
         size = known[n].shape[dim]
         if not -size <= at < size:  # trace again with the shapes, so that the error names the line
-            _text_of(name, function, kinds, tuple(tuple(x.shape) for x in known))
+            _traced_text(name, function, kinds, tuple(tuple(x.shape) for x in known))
     return program
 
 
 @constant
-def _text_of(name: str, function: Callable, kinds: Kinds, shapes: tuple[tuple[int, ...], ...] | None) -> str:
+def _traced_text(
+    name: str, function: Callable, kinds: Kinds, shapes: tuple[tuple[int, ...], ...] | None
+) -> str:
     """Return the program text for tensors of these kinds, ranks and shapes; a kind of None is FIRST_QUERY."""
     _refuse_enclosed(name, function)
     inputs = SCORED if name == "score" else SCORED[1:]
     steps = Steps(inputs, [CapturedKind(*x) for x in kinds if x is not None])
     tracer = Tracer(name, steps, shapes, _beginning(function))
     numbers = iter(range(len(kinds)))
-    of_tensors = [tracer.first if x is None else tracer.captured(next(numbers)) for x in kinds]
-    given = _called(name, function, [*(Known(Value(x), tracer) for x in inputs[:-1]), *of_tensors])
+    captured = [tracer.first if x is None else tracer.captured(next(numbers)) for x in kinds]
+    given = _called(name, function, [*(Known(Value(x), tracer) for x in inputs[:-1]), *captured])
     return tracer.program(given).text
 
 

@@ -14,7 +14,7 @@ from .program import BRACKETS, Operand, Program, Steps, Value
 from .stand_ins import FIRST_QUERY, INDEXED, KNOWN, Known, TraceError, line_of
 
 # The names that Python, torch and its tensors use for the operations of a program.
-SPELLED = MappingProxyType(
+OPERATION_NAMES = MappingProxyType(
     {name: name for name in OPERATIONS}
     | {
         "subtract": "sub", "multiply": "mul", "div": "truediv", "divide": "truediv", "true_divide": "truediv",
@@ -30,8 +30,8 @@ CASTS = MappingProxyType(
     {"bool": BOOL, "byte": UINT8, "char": INT8, "short": INT16, "int": INT32, "long": INT64}
     | {"float": FLOAT, "double": FLOAT}
 )
-MORE = frozenset(("pos", "where", "square", "logical_xor"))
-MADE = frozenset(
+OTHER_FUNCTIONS = frozenset(("pos", "where", "square", "logical_xor"))
+TENSOR_MAKERS = frozenset(
     ("stack", "cat", "arange", *(f"{x}{end}" for x in ("zeros", "ones", "full") for end in ("", "_like")))
 )
 MULTIPLIED = 8  # powers up to this exponent are computed as products
@@ -83,11 +83,11 @@ class Tracer(TracerBase):
         self, kind: str, target: object, args: Any, kwargs: Any, *rest: Any, **more: Any
     ) -> Proxy:
         """Record an operator, a torch function or a method; torch.fx calls this."""
-        spelled = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        if kind == "call_method" and spelled == "where" and len(args) == 3:
+        called = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        if kind == "call_method" and called == "where" and len(args) == 3:
             args = (args[1], args[0], args[2])
         try:
-            return Known(self._step(spelled, args, dict(kwargs)), self)
+            return Known(self._step(called, args, dict(kwargs)), self)
         except TraceError:
             raise
         except TypeError as error:
@@ -100,48 +100,48 @@ class Tracer(TracerBase):
         self._refused = self._refused or error
         raise error from None
 
-    def _step(self, spelled: str, args: tuple, kwargs: dict) -> Operand:
+    def _step(self, called: str, args: tuple, kwargs: dict) -> Operand:
         steps = self.steps
-        if spelled in ("getitem", "__getitem__"):
+        if called in ("getitem", "__getitem__"):
             return self._load(*args)
-        if spelled == "getattr":
+        if called == "getattr":
             self.refuse(f".{args[1]} cannot be known; a function may use {KNOWN}")
-        if spelled in ("clamp", "clip", "clamp_min", "clamp_max"):
-            return self._clamped(spelled, *args, **kwargs)
-        if spelled in ("div", "divide") and kwargs == {"rounding_mode": "floor"}:
-            spelled, kwargs = "floordiv", {}
-        if spelled == "to" and len(args) + len(kwargs) == 2 and (args[1:] or "dtype" in kwargs):
+        if called in ("clamp", "clip", "clamp_min", "clamp_max"):
+            return self._clamped(called, *args, **kwargs)
+        if called in ("div", "divide") and kwargs == {"rounding_mode": "floor"}:
+            called, kwargs = "floordiv", {}
+        if called == "to" and len(args) + len(kwargs) == 2 and (args[1:] or "dtype" in kwargs):
             return self._cast(args[0], *args[1:], *kwargs.values())
-        if spelled in ("half", "bfloat16"):
-            self.refuse(f"{spelled}: floats are fp32, as the scores are; leave it out")
-        if spelled in MADE:
+        if called in ("half", "bfloat16"):
+            self.refuse(f"{called}: floats are fp32, as the scores are; leave it out")
+        if called in TENSOR_MAKERS:
             self.refuse(
-                f"{spelled}() makes a tensor; a function computes one number, so use its numbers as they are"
+                f"{called}() makes a tensor; a function computes one number, so use its numbers as they are"
             )
-        if not (spelled in SPELLED or spelled in CASTS or spelled in MORE):
-            self._refuse_unknown(spelled, args, kwargs)
+        if not (called in OPERATION_NAMES or called in CASTS or called in OTHER_FUNCTIONS):
+            self._refuse_unknown(called, args, kwargs)
         operands = [self._operand(x) for x in args]
-        if spelled == "pos" and not kwargs:
+        if called == "pos" and not kwargs:
             return self._positive(*operands)
-        if spelled in CASTS and len(args) == 1:
-            return steps.cast(operands[0], CASTS[spelled])
-        if spelled == "where" and len(args) == 3:
+        if called in CASTS and len(args) == 1:
+            return steps.cast(operands[0], CASTS[called])
+        if called == "where" and len(args) == 3:
             return steps.where(*operands)
-        if spelled.startswith("logical_") and not kwargs:
+        if called.startswith("logical_") and not kwargs:
             operands = [steps.cast(x, BOOL) for x in operands]  # a number counts as True unless it is 0
-            spelled = "ne" if spelled == "logical_xor" else spelled
-        if spelled == "square" and len(args) == 1:
+            called = "ne" if called == "logical_xor" else called
+        if called == "square" and len(args) == 1:
             return self._power(operands[0], 2)
-        operation = SPELLED.get(spelled)
+        operation = OPERATION_NAMES.get(called)
         if operation is None or kwargs or len(args) != OPERATIONS[operation][0]:
-            self._refuse_unknown(spelled, args, kwargs)
-        if spelled in ("min", "max") and not isinstance(operands[1], Value):
-            self.refuse(f"{spelled} of a tensor and a number reduces a dimension in torch; use clamp")
+            self._refuse_unknown(called, args, kwargs)
+        if called in ("min", "max") and not isinstance(operands[1], Value):
+            self.refuse(f"{called} of a tensor and a number reduces a dimension in torch; use clamp")
         return self._power(*operands) if operation == "pow" else steps.add(operation, *operands)
 
-    def _refuse_unknown(self, spelled: str, args: tuple, kwargs: dict) -> NoReturn:
+    def _refuse_unknown(self, called: str, args: tuple, kwargs: dict) -> NoReturn:
         given = f"{len(args)} argument{'s' * (len(args) != 1)}{' and ' + ', '.join(kwargs) if kwargs else ''}"
-        self.refuse(f"{spelled}() of {given} is not known; a function may use {KNOWN}")
+        self.refuse(f"{called}() of {given} is not known; a function may use {KNOWN}")
 
     def _load(self, x: Proxy, at: object) -> Operand:
         if not isinstance(x, Proxy):
@@ -178,10 +178,10 @@ class Tracer(TracerBase):
         return x
 
     def _clamped(
-        self, spelled: str, x: object, low: object = None, high: object = None, **named: object
+        self, called: str, x: object, low: object = None, high: object = None, **named: object
     ) -> Operand:
         low, high = named.get("min", low), named.get("max", high)
-        if spelled == "clamp_max":
+        if called == "clamp_max":
             low, high = None, low if high is None else high
         result = self._operand(x)
         if not isinstance(result, Value):
